@@ -6,7 +6,7 @@ pub const BUILT_IN: &str = "\
 hf                  checkpoint-*/                 close:trainer_state.json               rng_state*.pth=writers
 hf-deepspeed        checkpoint-*/                 close:trainer_state.json               rng_state*.pth=writers
 accelerate          checkpoint_*/                 idle                                   random_states_*.pkl=writers
-lightning           checkpoints/                  idle                                   *.ckpt=1
+lightning           checkpoints/                  idle                                   *.ckpt=1 last*.ckpt=renewed
 lightning-fsdp      *.ckpt/                       close:meta.pt
 dcp                 */                            rename:.metadata|__*.metadata          __*.distcp=writers begins=__*.distcp|.metadata*|__*.metadata*
 torch-checkpointing tmp_*/                        rename:.

@@ -46,6 +46,8 @@ pub(crate) enum Count {
     Writers,
     /// As many as in the scope before.
     Same,
+    /// Each that the scope had before it began has been made or written again.
+    Renewed,
     Number(usize),
 }
 
@@ -478,7 +480,7 @@ impl LineParser<'_> {
     }
 
     fn word(&self, word: Word<'_>, names: &[String], rule: &mut Rule) -> Result<(), RuleError> {
-        const KNOWN: &str = "`FILES=writers`, `FILES=same`, `FILES=N`, `begins=FILES`, `keep=N` or `CAPTURE=number`";
+        const KNOWN: &str = "`FILES=writers`, `FILES=same`, `FILES=renewed`, `FILES=N`, `begins=FILES`, `keep=N` or `CAPTURE=number`";
         let Some((what, value)) = word.text.rsplit_once('=') else {
             let message = format!("expected {KNOWN}, found `{}`", word.text);
             return Err(self.error(
@@ -504,10 +506,13 @@ impl LineParser<'_> {
         let count = match (value, number) {
             ("writers", _) => Count::Writers,
             ("same", _) => Count::Same,
+            ("renewed", _) => Count::Renewed,
             (_, Some(number)) => Count::Number(number),
             (other, None) => {
-                let message = format!("expected `writers`, `same` or a number, found `{other}`");
-                return Err(self.error(at, message, nearest(other, ["writers", "same", "number"])));
+                let message =
+                    format!("expected `writers`, `same`, `renewed` or a number, found `{other}`");
+                let known = ["writers", "same", "renewed", "number"];
+                return Err(self.error(at, message, nearest(other, known)));
             }
         };
         let files = Word {

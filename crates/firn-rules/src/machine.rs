@@ -155,6 +155,8 @@ struct Scope {
     removed_tops: BTreeSet<Vec<u8>>,
     /// Files that are there, as far as they were seen.
     files: BTreeSet<Vec<u8>>,
+    /// Of those, what was there before it began and was neither made nor written since.
+    unchanged: BTreeSet<Vec<u8>>,
     /// Processes that changed something and live.
     living: BTreeSet<u32>,
     /// All that did.
@@ -236,6 +238,7 @@ impl Scope {
             tops: BTreeSet::new(),
             removed_tops: BTreeSet::new(),
             files: BTreeSet::new(),
+            unchanged: BTreeSet::new(),
             living: BTreeSet::new(),
             writers: BTreeSet::new(),
             was_there: false,
@@ -264,7 +267,11 @@ impl Scope {
     }
 
     fn count(&self, need: &Need, is_dir: bool) -> usize {
-        count_files(&self.files, &self.tops, need, (is_dir, &self.key.dir))
+        let files = match need.count {
+            Count::Renewed => &self.unchanged,
+            Count::Writers | Count::Same | Count::Number(_) => &self.files,
+        };
+        count_files(files, &self.tops, need, (is_dir, &self.key.dir))
     }
 
     fn note_process(&mut self, process: u32) {
@@ -547,6 +554,7 @@ impl Machine {
         let was_there = before.is_some();
         let scope = Scope {
             tops: BTreeSet::from([top.clone()]),
+            unchanged: files.clone(),
             files,
             living: BTreeSet::from([process]),
             writers: BTreeSet::from([process]),
@@ -683,6 +691,7 @@ impl Machine {
                 if let Some(number) = self.open_scope_of(path) {
                     let scope = self.scopes.get_mut(&number).expect("found above");
                     scope.files.insert(path.to_vec());
+                    scope.unchanged.remove(path);
                     scope.removed_tops.remove(path);
                     scope.open.insert(handle, path.to_vec());
                     // Idle is how a scope is, and not what has happened to it.
@@ -700,6 +709,7 @@ impl Machine {
                 if let Some(number) = self.open_scope_of(path) {
                     let scope = self.scopes.get_mut(&number).expect("found above");
                     scope.removed_tops.remove(path);
+                    scope.unchanged.remove(path);
                     self.try_commit(number, actions);
                 }
             }
@@ -749,6 +759,7 @@ impl Machine {
         };
         let scope = self.scopes.get_mut(&number).expect("found above");
         scope.files.remove(path);
+        scope.unchanged.remove(path);
         if scope.tops.contains(path) {
             scope.removed_tops.insert(path.to_vec());
         }
@@ -774,7 +785,9 @@ impl Machine {
             .cloned()
             .collect();
         let new_name = |old: &[u8]| [to, &old[from.len()..]].concat();
+        scope.unchanged.remove(to);
         for old in &moved {
+            scope.unchanged.remove(old);
             scope.files.remove(old);
             scope.files.insert(new_name(old));
         }
@@ -921,8 +934,19 @@ impl Machine {
         let is_dir = rule.scope.is_dir;
         for need in &rule.needs {
             let found = scope.count(need, is_dir);
+            if need.count == Count::Renewed {
+                // Writers that have ended well meant no more.
+                if found > 0 && !scope.living.is_empty() {
+                    return Some(format!(
+                        "{found} files to be written again for `{}`",
+                        need.text
+                    ));
+                }
+                continue;
+            }
             let wanted = match need.count {
                 Count::Number(number) => number,
+                Count::Renewed => 0,
                 Count::Writers => {
                     let before = newest.map_or(0, |newest| newest.writers);
                     scope.writers.len().max(before)
@@ -1150,7 +1174,11 @@ impl Rule {
     /// Whether closed files are enough for `idle`: a scope of one file, or one that says which files it has.
     fn is_idle_enough(&self) -> bool {
         let is_one_file = !self.scope.is_dir && !self.scope.has_captures();
-        is_one_file || self.needs.iter().any(|need| need.count != Count::Same)
+        is_one_file
+            || self
+                .needs
+                .iter()
+                .any(|need| !matches!(need.count, Count::Same | Count::Renewed))
     }
 
     fn describe_event(&self) -> String {

@@ -148,7 +148,7 @@ fn a_mistake_is_told_with_its_place_and_the_nearest_word() {
     );
     assert_eq!(
         mistake("a x idle *=sane"),
-        "site.rules:1:12: expected `writers`, `same` or a number, found `sane`; did you mean `same`?"
+        "site.rules:1:12: expected `writers`, `same`, `renewed` or a number, found `sane`; did you mean `same`?"
     );
     let unknown = load_rules("hf,lamps", |_| unreachable!())
         .unwrap_err()
@@ -326,4 +326,26 @@ fn regression_a_writer_killed_in_the_call_that_begins_a_scope_leaves_none_open()
     machine.begun(entered.scope.unwrap(), false);
     let actions = machine.after(7, &open, entered.scope, true);
     assert!(matches!(actions[..], [Action::Abort { .. }]), "{actions:?}");
+}
+
+#[test]
+fn a_checkpoint_waits_until_the_pointer_that_was_there_is_written_again() {
+    let rules = Arc::new(load_rules("lightning", |_| unreachable!()).unwrap());
+    let mut player = Player::new(rules);
+    let mut play = |operations: &str| {
+        for line in parse_trace(operations, "/").unwrap() {
+            player.play(&line);
+        }
+        commits(&player).len()
+    };
+    let save = |name: &str| format!("1 open checkpoints/{name}\n1 close checkpoints/{name}\n");
+    assert_eq!(play(&(save("a-1.ckpt") + &save("last.ckpt"))), 2);
+    assert_eq!(play(&save("a-2.ckpt")), 2, "last.ckpt leads to a-1");
+    assert_eq!(play(&save("last.ckpt")), 3);
+    assert_eq!(play(&save("final.ckpt")), 3);
+    assert_eq!(
+        play("1 exit 0"),
+        4,
+        "a program that ends well has saved what it meant to"
+    );
 }

@@ -24,7 +24,7 @@ pub const VERB: Verb = Verb {
                all paths with the same captures (restart.{T}.*). Events are close:FILE, rename:FILE, unlink:FILE, where FILE is \
                in the scope, `.` the scope itself and ../FILE beside it; next, the first change in another scope of the rule or the end of \
                the writers with success; and idle, the last close. Words are FILES=writers, FILES=same and FILES=N (so \
-               many files must be there), begins=FILES (what begins the scope), keep=N (firnd removes what is older than the newest N complete \
+               many files must be there), FILES=renewed (those that were there must be written again), begins=FILES (what begins the scope), keep=N (firnd removes what is older than the newest N complete \
                ones) and CAPTURE=number. `#` begins a \
                comment.\n\n\
                A trace has one operation a line: PROCESS and mkdir PATH, open PATH, write PATH BYTES, close PATH, truncate PATH, rename \
