@@ -159,6 +159,8 @@ part! {
         counter rule_failures: BTreeMap<String, u64>,
         /// Old checkpoints that `keep` of a commit rule removed, by rule.
         counter rule_removals: BTreeMap<String, u64>,
+        /// Checkpoints of commit rules that are not complete yet, by rule.
+        gauge rule_waits: BTreeMap<String, u64>,
         /// Errors not yet dealt with, the newest last, at most 64.
         part errors: Vec<ErrorStatus>,
     }
@@ -256,7 +258,8 @@ impl Status {
             rule_commits: counts.clone(),
             rule_aborts: counts.clone(),
             rule_failures: counts.clone(),
-            rule_removals: counts,
+            rule_removals: counts.clone(),
+            rule_waits: counts,
             errors: vec![ErrorStatus::default()],
             ingest_write_bytes: histogram.clone(),
             write_seconds: histogram.clone(),

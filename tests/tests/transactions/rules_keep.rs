@@ -181,6 +181,7 @@ fn checkpoints_are_listed_with_what_they_wait_for() {
     assert_eq!(ten["bytes"], 90_003);
     assert_eq!(ten["complete"], true);
     assert_eq!(ten["durable"], true);
+    assert_eq!(mount.status().rule_waits.get("a"), Some(&1));
     drop(writer);
     fs::write(mount.join("step-9/done"), "yes").expect("write");
     let all = listed(&sandbox, &mount);

@@ -90,7 +90,7 @@ fn small_scenario(name: &str, style: &str, rule: &str) {
     });
 }
 
-/// Proves S-rule-1, S-rule-3.
+/// Proves S-rule-1, S-rule-3, S-rule-7.
 #[test]
 fn a_training_that_is_killed_at_each_event_resumes_from_a_whole_directory() {
     small_scenario("chaos-dir", "dir", "trainer  ckpt-*/  close:done.json\n");
