@@ -203,7 +203,10 @@ impl CommitRules {
     pub(crate) fn show(&self, shown: &mut Status) {
         let table = self.table.lock();
         for transaction in table.scopes.values() {
-            *shown.rule_waits.entry(transaction.rule.clone()).or_default() += 1;
+            *shown
+                .rule_waits
+                .entry(transaction.rule.clone())
+                .or_default() += 1;
             let is_of = |path: &[u8]| transaction.paths.contains(path);
             let found = shown.transactions.iter_mut();
             for one in found.filter(|one| is_of(one.scope.as_bytes())) {
