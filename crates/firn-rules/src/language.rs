@@ -320,20 +320,7 @@ impl LineParser<'_> {
         };
         let kinds = self.capture_kinds(*scope, rest)?;
         let is_dir = self.is_dir_scope(*scope)?;
-        let begins = rest.iter().find_map(|word| {
-            let text = word.text.strip_prefix("begins=")?;
-            Some(Word {
-                text,
-                at: word.at + "begins=".len(),
-            })
-        });
-        if let Some(word) = begins.filter(|_| !is_dir) {
-            return Err(self.error(
-                word.at,
-                "expected `begins=` only where the scope is a directory",
-                None,
-            ));
-        }
+        let begins = self.begins_word(rest, is_dir)?;
         // At any depth, where the pattern does not begin with a slash.
         let (scope_text, prefix) = match scope.text.strip_prefix('/') {
             Some(text) => (text, ""),
@@ -366,6 +353,26 @@ impl LineParser<'_> {
             self.word(*word, &names, &mut rule)?;
         }
         Ok(Some(rule))
+    }
+
+    /// What `begins=` is given.
+    fn begins_word<'a>(
+        &self,
+        rest: &[Word<'a>],
+        is_dir: bool,
+    ) -> Result<Option<Word<'a>>, RuleError> {
+        let begins = rest.iter().find_map(|word| {
+            let text = word.text.strip_prefix("begins=")?;
+            let at = word.at + "begins=".len();
+            Some(Word { text, at })
+        });
+        match begins {
+            Some(word) if !is_dir => {
+                let message = "expected `begins=` only where the scope is a directory";
+                Err(self.error(word.at, message, None))
+            }
+            begins => Ok(begins),
+        }
     }
 
     fn is_dir_scope(&self, scope: Word<'_>) -> Result<bool, RuleError> {

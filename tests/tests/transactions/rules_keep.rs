@@ -81,7 +81,7 @@ fn keep_removes_old_checkpoints_and_readers_and_links_keep_theirs() {
     std::os::unix::fs::symlink("step-2", mount.join("best")).expect("symlink");
     write_step(mount.path(), 3);
     wait_for_steps(mount.path(), &[2, 3]);
-    wait_for_steps(&mount.backing(), &[2, 3]);
+    wait_for_steps(mount.backing(), &[2, 3]);
     let mut read = Vec::new();
     reader.read_to_end(&mut read).expect("read");
     assert!(read == bytes_of(1, "model"), "a reader reads on");

@@ -182,6 +182,12 @@ impl Resumed<'_> {
     }
 }
 
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
+struct Age {
+    step: u64,
+    modified: std::time::SystemTime,
+}
+
 /// A way of LAMMPS to write restart files.
 struct RestartStyle {
     rules: &'static str,
@@ -217,7 +223,8 @@ impl RestartStyle {
 
     /// What `read_restart` is given for the newest one.
     fn newest(&self, dir: &Path) -> Option<PathBuf> {
-        let mut found: Vec<(u64, std::time::SystemTime, PathBuf)> = Vec::new();
+        // By step; of names without one, by time.
+        let mut found: Vec<(Age, PathBuf)> = Vec::new();
         for entry in fs::read_dir(dir).expect("read_dir") {
             let entry = entry.expect("an entry");
             let name = entry.file_name().into_string().expect("text");
@@ -228,12 +235,12 @@ impl RestartStyle {
                 let in_parts = self.names[0].ends_with('%');
                 let path = format!("restart.{step}{}", if in_parts { ".%" } else { "" });
                 let path = dir.join(path);
-                found.extend(step.parse().ok().map(|step| (step, modified, path)));
+                found.extend(step.parse().ok().map(|step| (Age { step, modified }, path)));
             } else if self.names.contains(&name.as_str()) {
-                found.push((0, modified, dir.join(name)));
+                found.push((Age { step: 0, modified }, dir.join(name)));
             }
         }
-        found.into_iter().max().map(|(_, _, path)| path)
+        found.into_iter().max().map(|(_, path)| path)
     }
 
     fn command(&self, out: &Path, dir: &Path) -> Command {
