@@ -167,7 +167,7 @@ mod tests {
         if source.contains("thread::Builder") {
             markers.push(".name(");
         }
-        markers.push("spawn_thread(");
+        markers.extend(["spawn_thread(", "parallel::map(", "try_map("]);
         if path.ends_with(POOL_CLASSES) {
             markers.push("=> ");
         }
