@@ -12,9 +12,8 @@ mod page;
 mod timeline;
 
 use std::collections::HashMap;
-use std::fs::Permissions;
-use std::io::{Read as _, Write as _};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::io::Read as _;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Component, Path, PathBuf};
 
 use firn_client::checkpoints::{Checkpoint, Directory, Wholeness};
@@ -26,7 +25,7 @@ use firn_protocol::record::{Bucket, RECORD_BYTES_MAX, RunRecord};
 use serde::{Deserialize, Serialize};
 
 use crate::failure::{FAILED, Failure, NOT_FIRN, USAGE};
-use crate::text;
+use crate::{output_file, text};
 
 /// Directories that are looked through for checkpoints.
 const DIRECTORIES_MAX: usize = 32;
@@ -338,23 +337,9 @@ pub fn page(run: &Run) -> String {
     page::page(run)
 }
 
-/// Puts the page of a run in the place of a file.
+/// Writes the page of a run to a file.
 pub fn write(run: &Run, file: &Path) -> Result<(), Failure> {
-    let dir = match file.parent() {
-        Some(dir) if !dir.as_os_str().is_empty() => dir,
-        _ => Path::new("."),
-    };
-    let written = tempfile::Builder::new()
-        .prefix(".firn-report-")
-        // The umask takes away what the user does not want to give.
-        .permissions(Permissions::from_mode(0o666))
-        .tempfile_in(dir)
-        .and_then(|mut unnamed| {
-            unnamed.write_all(page(run).as_bytes())?;
-            unnamed.persist(file)?;
-            Ok(())
-        });
-    written.map_err(|error| {
+    output_file::write(file, page(run).as_bytes()).map_err(|error| {
         let file = text::path(file);
         Failure::new(
             FAILED,
@@ -365,11 +350,7 @@ pub fn write(run: &Run, file: &Path) -> Result<(), Failure> {
 
 /// Refuses a file that a report cannot be written to, before a run begins.
 pub fn check_target(file: &Path) -> Result<(), Failure> {
-    let dir = match file.parent() {
-        Some(dir) if !dir.as_os_str().is_empty() => dir,
-        _ => Path::new("."),
-    };
-    if dir.is_dir() && !file.is_dir() {
+    if output_file::directory_of(file).is_dir() && !file.is_dir() {
         return Ok(());
     }
     let why = format!(

@@ -110,6 +110,14 @@ impl Job {
         };
         notes.extend(backing.iter().flat_map(|seen| seen.notes.iter().cloned()));
         let hosts: Vec<Host> = rows::rows(backing, mount, &name);
+        let says_nothing = |host: &&Host| host.state == Life::Alive && host.report.is_none();
+        match hosts.iter().filter(says_nothing).count() {
+            0 => {}
+            silent => notes.push(format!(
+                "the sums are without {}, which has not said yet what it has",
+                text::count(silent as u64, "host")
+            )),
+        }
         if hosts.iter().all(Host::is_gone) && notes.is_empty() {
             notes.push(
                 "no host has it mounted, as far as can be seen: hosts show themselves with participants, tokens, \
@@ -162,7 +170,8 @@ fn tell_of_mount(error: &Unanswered, patience: Duration) -> Option<String> {
     let seconds = text::seconds(patience.as_secs_f64());
     match error {
         Unanswered::Late => Some(format!(
-            "the firnd of this host did not answer within {seconds}: its figures are those of its last beat"
+            "the firnd of this host's mount did not answer within {seconds}: what is shown of it is its last beat, and nothing where it \
+             shows itself to no other host"
         )),
         // What is wrong with the path is told once, of the backing.
         Unanswered::Refused { code, .. } if *code == Some(NOT_FIRN) || *code == Some(USAGE) => None,

@@ -134,7 +134,8 @@ fn args(command: Command) -> Command {
                 .value_name("N")
                 .help("Remove old checkpoints while the command runs, as by `firn prune --keep N`")
                 .long_help(
-                    "Remove old checkpoints while the command runs, as by `firn prune --keep N`. On several hosts with --backing \
+                    "Remove old checkpoints while the command runs, as by `firn prune --keep N`. Only directories are removed, \
+                     not checkpoints of one file. On several hosts with --backing \
                      the first one removes them, and keeps one more: others may still write the newest.",
                 )
                 .value_parser(value_parser!(u32).range(1..)),
@@ -181,7 +182,7 @@ fn args(command: Command) -> Command {
             Arg::new("host-timeout")
                 .long("host-timeout")
                 .value_name("DURATION")
-                .help("A host that says nothing for this time is lost (`30s`, `5min`; a plain number means seconds)")
+                .help("A host that says nothing for this time is lost (`30s`, `5min`; a plain number means seconds); before it has mounted, 60s at least")
                 .default_value("60s")
                 .value_parser(parse_host_timeout_ms),
         )
@@ -341,6 +342,21 @@ impl Run {
     fn check(&self) -> Result<(), Failure> {
         if let Some(file) = &self.report {
             report::check_target(file)?;
+            let is_in = |prefix: &PathBuf| file.starts_with(prefix);
+            if self.prefix.as_ref().is_some_and(is_in) {
+                let why = "--report names a file below --prefix, which is empty after the run: name another directory";
+                return Err(Failure::new(USAGE, why));
+            }
+        }
+        if let (Some(prefix), Some(backing)) = (&self.prefix, &self.backing)
+            && prefix.starts_with(backing)
+        {
+            let why = format!(
+                "the prefix {} is inside the backing directory {}: name another one",
+                text::path(prefix),
+                text::path(backing)
+            );
+            return Err(Failure::new(USAGE, why));
         }
         let is_tree = self.options.frontend == Frontend::Preload;
         if is_tree && self.no_preload {

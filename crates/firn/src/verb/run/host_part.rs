@@ -364,7 +364,10 @@ impl HostMount {
         report.held_bytes = before.held_bytes;
         report.arena = before.arena.into();
         let (firnd, ended) = connection.unmount(force, policy, show)?;
-        let written_files = ended?;
+        let written_files = ended.map_err(|failure| match policy {
+            HeldPolicy::Drain => Failure::new(PARTLY, failure.to_string()),
+            _ => Failure::from(failure),
+        })?;
         wait_for_end(&firnd, false);
         self.place.remove_default_prefix();
         if written_files > 0 {

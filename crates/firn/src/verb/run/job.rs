@@ -235,9 +235,18 @@ impl<'a> Job<'a> {
                 && signal != SIGCONT
             {
                 let code = u8::try_from(128 + signal).unwrap_or(FAILED);
-                return Err(Failure::new(code, "interrupted before the command"));
+                return Err(Failure::new(code, self.describe_interruption(&is_before)));
             }
         }
+    }
+
+    fn describe_interruption(&self, is_before: &impl Fn(&State) -> bool) -> String {
+        let waited_for = self.hosts.iter().filter(|host| is_before(&host.state));
+        let names: Vec<&str> = waited_for.map(|host| host.name.as_str()).collect();
+        format!(
+            "interrupted before the command, while {} had not answered",
+            names.join(", ")
+        )
     }
 
     /// The first host that has no mount and gets none.
@@ -405,11 +414,12 @@ impl<'a> Job<'a> {
                 }
                 thread::sleep(Duration::from_millis(5));
             }
-            // srun and ssh wait for a host that is lost. But srun ends all others of its step when it is ended.
-            let is_vain = running
-                .hosts
-                .iter()
-                .all(|at| self.hosts[*at].has_ended() || self.hosts[*at].is_lost);
+            // srun and ssh wait for a host that is lost or has never answered. But srun ends all others of its step when it
+            // is ended.
+            let is_vain = running.hosts.iter().all(|at| {
+                let host = &self.hosts[*at];
+                host.has_ended() || host.is_lost || matches!(host.state, State::Starting)
+            });
             if is_vain && matches!(running.child.try_wait(), Ok(None)) {
                 let _ = kill_process(Pid::from_child(&running.child), Signal::TERM);
                 let _ = running.child.try_wait();
