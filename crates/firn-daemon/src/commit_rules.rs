@@ -12,7 +12,9 @@
 //! * The lock of the table is held for an instant, and no call of the backing is made with it.
 //! * An abort is carried out by the thread of this module, which holds nothing that the kernel waits for.
 
+mod descriptors;
 mod exits;
+mod jobs;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::{OsStr, OsString};
@@ -210,7 +212,7 @@ impl CommitRules {
     pub(crate) fn stop(&self, is_unseen: bool) {
         self.exits.stop();
         if !is_unseen {
-            self.abort_all();
+            self.end_all();
         }
     }
 
@@ -440,8 +442,8 @@ impl CommitRules {
     }
 
     /// Nothing that is open now comes to its event any more: the mount ends.
-    pub(crate) fn abort_all(&self) {
-        let actions = self.table.lock().machine.abort_all("the mount ends");
+    pub(crate) fn end_all(&self) {
+        let actions = self.table.lock().machine.end_all("the mount ends");
         if let Err(errno) = self.carry_out(actions) {
             tracing::warn!(%errno, "at the end of the mount");
         }
@@ -454,6 +456,28 @@ impl CommitRules {
             table.wait(&self.changed);
         }
         table
+    }
+
+    /// Which job a process belongs to is asked once.
+    fn note_job(&self, process: u32) {
+        if self.table.lock().machine.knows_job(process) {
+            return;
+        }
+        let job = jobs::job_of(process);
+        self.table.lock().machine.note_job(process, job);
+    }
+
+    /// Whether a process still has a file open for writing that another one closes, or the same one with another descriptor.
+    fn is_held_on(&self, process: u32, handle: HandleId) -> bool {
+        let Ok(file) = self.gate.engine().open_files.identify_file(handle) else {
+            return false;
+        };
+        let Some(holder) = descriptors::find_holder(process, &file.path()) else {
+            return false;
+        };
+        self.table.lock().machine.inherited(holder, handle.0);
+        self.exits.add(holder);
+        true
     }
 
     fn close_handle(&self, handle: HandleId, ending: Ending) -> Result<(), Errno> {
@@ -490,12 +514,19 @@ impl ChangeWatch for CommitRules {
     fn begin_change(&self, caller: Caller, change: &WatchedChange) -> Result<WatchTicket, Errno> {
         let change = self.change_of(change).ok_or(Errno::STALE)?;
         let process = process_of(caller.pid);
+        self.note_job(process);
         let mut table = self.wait_until_free(&change);
         let entered = table.machine.before(process, &change.operation(0));
-        let entered = entered.map_err(|error| {
-            tracing::warn!(%error, ?change, "a change is refused");
-            Errno::BUSY
-        })?;
+        let entered = match entered {
+            Ok(entered) => entered,
+            Err(error) => {
+                let counts = table.counts.entry(error.rule().to_owned()).or_default();
+                counts.failures += 1;
+                drop(table);
+                tracing::warn!(%error, ?change, process, "a change is refused");
+                return Err(Errno::BUSY);
+            }
+        };
         drop(table);
         let done = self.carry_out(entered.actions);
         if entered.scope.is_some() {
@@ -551,7 +582,12 @@ impl ChangeWatch for CommitRules {
         };
         // A child that closes what it has inherited leaves the file to its parent.
         let opener = self.table.lock().handles.get(&handle.0).copied();
-        if opener != Some(process_of(caller.pid)) {
+        let process = process_of(caller.pid);
+        if opener != Some(process) {
+            return Ok(());
+        }
+        // A copy of the descriptor may write more: the file is closed with its release.
+        if ending != Ending::Failure && self.is_held_on(process, handle) {
             return Ok(());
         }
         self.close_handle(handle, ending)

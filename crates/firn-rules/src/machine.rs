@@ -8,7 +8,8 @@
 //!
 //!                a name of a committed scope is removed first
 //!    committed ───────────────► removal ── a newer one is committed, and the removal is over ──► removed
-//!                                   └───── the remover was killed, or firnd ends ──────────────► as before
+//!                                   ├───── its programs ended well, and the mount ends ────────► removed
+//!                                   └───── the remover was killed, a newer one failed ─────────► as before
 //! ```
 //!
 //! The caller asks [`Machine::before`] before an operation and does what comes back, makes the operation, and tells
@@ -17,7 +18,9 @@
 //! Invariants
 //! * A top is in one scope that is not over.
 //! * A scope commits once, and only where no descriptor for writing is open in it.
-//! * The scope that was committed last is never removed before the next one is committed.
+//! * The scope that was committed last is not removed before the next one is committed, but by programs that ended well, at the end
+//!   of the mount, with no newer one begun.
+//! * No two jobs write one file of a scope.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -52,6 +55,19 @@ pub enum Operation<'a> {
     Rename { from: &'a [u8], to: &'a [u8] },
     /// Removes a name.
     Remove { path: &'a [u8] },
+}
+
+impl<'a> Operation<'a> {
+    /// The paths that it changes; a close has none.
+    fn paths(&self) -> [Option<&'a [u8]>; 2] {
+        match *self {
+            Self::Close { .. } => [None, None],
+            Self::Open { path, .. } | Self::Change { path } | Self::Remove { path } => {
+                [Some(path), None]
+            }
+            Self::Rename { from, to } => [Some(from), Some(to)],
+        }
+    }
 }
 
 /// What the caller has to do.
@@ -95,6 +111,16 @@ pub enum Refusal {
         /// The rule of the first one.
         rule: String,
     },
+    /// A living process of another job has written the same file of the scope.
+    #[error(
+        "another job writes {path} of this checkpoint, which is not complete (rule `{rule}`): let it end first, or give each job a directory of its own"
+    )]
+    OtherJob {
+        /// The rule.
+        rule: String,
+        /// The file.
+        path: String,
+    },
     /// A writer of the scope has failed, so what another process adds would be dropped with it.
     #[error(
         "a writer of this checkpoint has failed, and others still run (rule `{rule}`): it is dropped when they have ended; start again then"
@@ -109,7 +135,7 @@ impl Refusal {
     /// The name of the rule.
     pub fn rule(&self) -> &str {
         match self {
-            Self::TwoScopes { rule } | Self::Failed { rule } => rule,
+            Self::TwoScopes { rule } | Self::Failed { rule } | Self::OtherJob { rule, .. } => rule,
         }
     }
 }
@@ -150,6 +176,12 @@ struct Scope {
     was_there: bool,
     /// One of them ended badly.
     has_failed: bool,
+    /// Of a removal: a checkpoint was begun after it, and dropped.
+    has_newer_failed: bool,
+    /// Jobs that opened files for writing, by path.
+    written_by: BTreeMap<Vec<u8>, u32>,
+    /// The file that another job was refused last.
+    refused: Option<String>,
     /// Files that are open for writing.
     open: BTreeMap<u64, Vec<u8>>,
     event_seen: bool,
@@ -195,6 +227,8 @@ pub struct Machine {
     scopes: BTreeMap<ScopeNumber, Scope>,
     /// The newest last.
     committed: Vec<Committed>,
+    /// Jobs of processes that write; others are of one job, which has number 0.
+    jobs: BTreeMap<u32, u32>,
 }
 
 /// Commits of one rule in one directory that are remembered at most.
@@ -217,6 +251,12 @@ impl Scope {
 
     fn count(&self, need: &Need, is_dir: bool) -> usize {
         count_files(&self.files, &self.tops, need, (is_dir, &self.key.dir))
+    }
+
+    /// All of it was removed, by programs that have ended well, and no newer one was begun since and dropped.
+    fn is_meant_removal(&self) -> bool {
+        let is_whole = self.removed_tops == self.tops && self.under_way == 0 && !self.is_beginning;
+        is_whole && self.living.is_empty() && !self.has_failed && !self.has_newer_failed
     }
 
     fn note_process(&mut self, process: u32) {
@@ -260,7 +300,56 @@ impl Machine {
             last_number: 0,
             scopes: BTreeMap::new(),
             committed: Vec::new(),
+            jobs: BTreeMap::new(),
         }
+    }
+
+    /// Says which job a process belongs to, until its end.
+    pub fn note_job(&mut self, process: u32, job: u32) {
+        self.jobs.insert(process, job);
+    }
+
+    /// Whether the job of a process is known.
+    pub fn knows_job(&self, process: u32) -> bool {
+        self.jobs.contains_key(&process)
+    }
+
+    fn job_of(&self, process: u32) -> u32 {
+        self.jobs.get(&process).copied().unwrap_or(0)
+    }
+
+    /// The file at or below `path` that a living process of another job has written in a scope.
+    fn file_of_other_job(&self, process: u32, path: &[u8], scope: &Scope) -> Option<Vec<u8>> {
+        let own = self.job_of(process);
+        let lives = |job: u32| scope.living.iter().any(|one| self.job_of(*one) == job);
+        let mut files = scope.written_by.iter();
+        files
+            .find(|(file, job)| {
+                let is_meant = *file == path || relative(file, path).is_some();
+                is_meant && **job != own && lives(**job)
+            })
+            .map(|(file, _)| file.clone())
+    }
+
+    fn must_be_of_one_job(
+        &mut self,
+        process: u32,
+        operation: &Operation<'_>,
+    ) -> Result<(), Refusal> {
+        for path in operation.paths().into_iter().flatten() {
+            let Some(number) = self.open_scope_of(path) else {
+                continue;
+            };
+            let Some(file) = self.file_of_other_job(process, path, &self.scopes[&number]) else {
+                continue;
+            };
+            let path = String::from_utf8_lossy(&file).into_owned();
+            let scope = self.scopes.get_mut(&number).expect("found above");
+            scope.refused = Some(path.clone());
+            let rule = self.rules[scope.key.rule].name.clone();
+            return Err(Refusal::OtherJob { rule, path });
+        }
+        Ok(())
     }
 
     /// The rules.
@@ -371,13 +460,7 @@ impl Machine {
 
     /// Whether an operation has to wait: a scope that it is in begins or ends.
     pub fn is_busy(&self, operation: &Operation<'_>) -> bool {
-        let paths: [Option<&[u8]>; 2] = match *operation {
-            Operation::Close { .. } => return false,
-            Operation::Open { path, .. }
-            | Operation::Change { path }
-            | Operation::Remove { path } => [Some(path), None],
-            Operation::Rename { from, to } => [Some(from), Some(to)],
-        };
+        let paths = operation.paths();
         let mut busy = self.scopes.values();
         busy.any(|scope| {
             let is_in = |path: &&[u8]| {
@@ -405,6 +488,7 @@ impl Machine {
         actions: &mut Vec<Action>,
     ) -> Result<Option<ScopeNumber>, Refusal> {
         self.must_not_have_failed(process, operation)?;
+        self.must_be_of_one_job(process, operation)?;
         let entered = match *operation {
             Operation::Close { .. } => None,
             Operation::Open { path, .. } | Operation::Change { path } => {
@@ -450,15 +534,37 @@ impl Machine {
         Some(self.waits_for(self.open_scope_of(path)?))
     }
 
-    /// All scopes that are open are to be aborted.
-    pub fn abort_all(&mut self, reason: &str) -> Vec<Action> {
+    /// The mount ends: what is not complete is aborted, and the removal of a whole checkpoint by programs that ended well is
+    /// committed, unless a newer one was begun after it and is not complete.
+    pub fn end_all(&mut self, reason: &str) -> Vec<Action> {
         let mut actions = Vec::new();
-        for number in self.open_scopes() {
-            if !self.scopes[&number].is_over {
+        let numbers = self.open_scopes();
+        let is_removal = |scope: &Scope| scope.purpose == Purpose::Removal;
+        let (removals, others): (Vec<ScopeNumber>, Vec<ScopeNumber>) = numbers
+            .into_iter()
+            .filter(|number| !self.scopes[number].is_over)
+            .partition(|number| is_removal(&self.scopes[number]));
+        for number in others {
+            self.abort(number, reason, &mut actions);
+        }
+        for number in removals {
+            let scope = self.scopes.get_mut(&number).expect("listed above");
+            if scope.is_meant_removal() {
+                scope.is_over = true;
+                actions.push(Action::Commit { scope: number });
+            } else {
                 self.abort(number, reason, &mut actions);
             }
         }
         actions
+    }
+
+    /// A descriptor that a process has inherited is open: it writes, too.
+    pub fn inherited(&mut self, process: u32, handle: u64) {
+        let mut scopes = self.scopes.values_mut();
+        if let Some(scope) = scopes.find(|scope| scope.open.contains_key(&handle)) {
+            scope.note_process(process);
+        }
     }
 
     /// The scope of a path; it begins where there is none.
@@ -499,6 +605,9 @@ impl Machine {
             writers: BTreeSet::from([process]),
             was_there: before.is_some(),
             has_failed: false,
+            has_newer_failed: false,
+            written_by: BTreeMap::new(),
+            refused: None,
             open: BTreeMap::new(),
             event_seen: false,
             closed_by_exit: BTreeMap::new(),
@@ -594,6 +703,7 @@ impl Machine {
     }
 
     fn note_made(&mut self, process: u32, operation: &Operation<'_>, actions: &mut Vec<Action>) {
+        let job = self.job_of(process);
         match *operation {
             Operation::Open { path, handle } => {
                 if let Some(number) = self.open_scope_of(path) {
@@ -601,6 +711,7 @@ impl Machine {
                     scope.files.insert(path.to_vec());
                     scope.removed_tops.remove(path);
                     scope.open.insert(handle, path.to_vec());
+                    scope.written_by.insert(path.to_vec(), job);
                     // Idle is how a scope is, and not what has happened to it.
                     let is_idle = matches!(self.rules[scope.key.rule].event, Event::Idle);
                     scope.event_seen &= !is_idle;
@@ -661,6 +772,7 @@ impl Machine {
         };
         let scope = self.scopes.get_mut(&number).expect("found above");
         scope.files.remove(path);
+        scope.written_by.remove(path);
         if scope.tops.contains(path) {
             scope.removed_tops.insert(path.to_vec());
         }
@@ -695,6 +807,11 @@ impl Machine {
                 *path = new_name(path);
             }
         }
+        for (path, job) in std::mem::take(&mut scope.written_by) {
+            let is_moved = path == from || relative(&path, from).is_some();
+            let path = if is_moved { new_name(&path) } else { path };
+            scope.written_by.insert(path, job);
+        }
         if moved.is_empty() {
             // What was there before the scope began.
             scope.files.insert(to.to_vec());
@@ -717,6 +834,7 @@ impl Machine {
     /// A process is gone.
     pub fn exited(&mut self, process: u32, ending: Ending) -> Vec<Action> {
         let mut actions = Vec::new();
+        self.jobs.remove(&process);
         let numbers: Vec<ScopeNumber> = self.scopes.keys().copied().collect();
         for number in numbers {
             let scope = self.scopes.get_mut(&number).expect("listed above");
@@ -776,12 +894,18 @@ impl Machine {
     }
 
     fn abort(&mut self, number: ScopeNumber, reason: &str, actions: &mut Vec<Action>) {
-        if let Some(scope) = self.scopes.get_mut(&number) {
-            scope.is_over = true;
-            actions.push(Action::Abort {
-                scope: number,
-                reason: reason.to_owned(),
-            });
+        let Some(scope) = self.scopes.get_mut(&number) else {
+            return;
+        };
+        scope.is_over = true;
+        actions.push(Action::Abort {
+            scope: number,
+            reason: reason.to_owned(),
+        });
+        let (rule, dir) = (scope.key.rule, scope.key.dir.clone());
+        let others = self.scopes.values_mut();
+        for other in others.filter(|other| other.key.rule == rule && other.key.dir == dir) {
+            other.has_newer_failed = true;
         }
     }
 
@@ -806,7 +930,12 @@ impl Machine {
                 return Some("the end of its removal".to_owned());
             }
             let is_newest = newest.is_none_or(|newest| newest.key == scope.key);
-            return is_newest.then(|| "a newer checkpoint: it is the last complete one".to_owned());
+            let until = if scope.is_meant_removal() {
+                "a newer checkpoint, or the end of the mount: it is the last complete one"
+            } else {
+                "a newer checkpoint: it is the last complete one"
+            };
+            return is_newest.then(|| until.to_owned());
         }
         if scope.has_failed {
             return Some("the end of its other writers: one has failed".to_owned());
@@ -843,8 +972,12 @@ impl Machine {
     }
 
     fn waits_for(&self, number: ScopeNumber) -> String {
-        self.obstacle(number)
-            .unwrap_or_else(|| "its commit".to_owned())
+        let waits_for = self.obstacle(number);
+        let waits_for = waits_for.unwrap_or_else(|| "its commit".to_owned());
+        match &self.scopes[&number].refused {
+            Some(path) => format!("{waits_for}; another job was refused {path}"),
+            None => waits_for,
+        }
     }
 
     fn try_commit(&mut self, number: ScopeNumber, actions: &mut Vec<Action>) {

@@ -9,5 +9,6 @@ mod backup;
 mod commit_rules;
 mod partner;
 mod rollback;
+mod rule_writers;
 mod shadow;
 mod transactions;

@@ -128,7 +128,7 @@ impl Part for Transactions {
     fn prepare_end(&self) {
         // What is not complete now is dropped.
         if let Some(rules) = &self.rules {
-            rules.abort_all();
+            rules.end_all();
         }
         leave(&self.gate);
         give_up(&self.gate);
