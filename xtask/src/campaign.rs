@@ -114,6 +114,9 @@ impl Campaign {
                 system("transactions", "killed_at_any_moment", length, seed)?;
                 system("transactions", "survives_kill_9", length, seed)?;
                 system("transactions", "commit_rules", length, seed)?;
+                // Four mounts and two kills each, of 16 traces.
+                let of_ranks = ("FIRN_CRASH_ROUNDS", rounds.div_ceil(20));
+                system("several_hosts", "rules::", of_ranks, seed)?;
                 system(
                     "several_hosts",
                     "a_host_that_is_killed_between",

@@ -25,6 +25,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
+use crate::joint::{HostState, NeedCount, OwnPart};
 use crate::language::{Count, Event, Found, Identity, Need, Rule, Target, parent_of, relative};
 use crate::pattern::Captures;
 
@@ -79,6 +80,8 @@ pub enum Action {
         rule: String,
         dir: Vec<u8>,
         tops: Vec<Vec<u8>>,
+        /// What other hosts know the scope by.
+        key: Vec<u8>,
     },
     /// These names belong to it, too.
     Join {
@@ -87,6 +90,8 @@ pub enum Action {
     },
     /// It is committed, in this order with the others.
     Commit { scope: ScopeNumber },
+    /// With several hosts: what this host has seen makes it complete, or it has failed. The hosts decide ([`crate::joint`]).
+    Propose { scope: ScopeNumber },
     /// It never was.
     Abort { scope: ScopeNumber, reason: String },
 }
@@ -180,6 +185,10 @@ struct Scope {
     has_newer_failed: bool,
     /// Jobs that opened files for writing, by path.
     written_by: BTreeMap<Vec<u8>, u32>,
+    /// Tops that got another name in their directory.
+    renamed_tops: Vec<[Vec<u8>; 2]>,
+    /// Grows with each change, and with each end of a writer.
+    changes: u64,
     /// The file that another job was refused last.
     refused: Option<String>,
     /// Files that are open for writing.
@@ -202,6 +211,15 @@ struct Committed {
     tops: BTreeSet<Vec<u8>>,
     files: BTreeSet<Vec<u8>>,
     writers: usize,
+}
+
+/// A process that wrote in a scope.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Writer {
+    /// Its number.
+    pub process: u32,
+    /// It has not ended.
+    pub is_living: bool,
 }
 
 /// A scope for people and status.
@@ -229,6 +247,8 @@ pub struct Machine {
     committed: Vec<Committed>,
     /// Jobs of processes that write; others are of one job, which has number 0.
     jobs: BTreeMap<u32, u32>,
+    /// The hosts that write a checkpoint together; 0: this one alone.
+    hosts: usize,
 }
 
 /// Commits of one rule in one directory that are remembered at most.
@@ -301,7 +321,115 @@ impl Machine {
             scopes: BTreeMap::new(),
             committed: Vec::new(),
             jobs: BTreeMap::new(),
+            hosts: 0,
         }
+    }
+
+    /// So many hosts write a checkpoint together: none commits one by itself.
+    pub fn set_hosts(&mut self, hosts: usize) {
+        self.hosts = hosts;
+    }
+
+    /// This host's part of a scope that several hosts write. Without what the caller knows: attempts.
+    pub fn own_part(&self, number: ScopeNumber) -> Option<OwnPart> {
+        let scope = self.scopes.get(&number)?;
+        let rule = &self.rules[scope.key.rule];
+        let newest = self.newest(scope.key.rule, &scope.key.dir);
+        let need = |need: &Need| NeedCount {
+            found: scope.count(need, rule.scope.is_dir),
+            before: newest.map_or(0, |newest| {
+                let place = (rule.scope.is_dir, &scope.key.dir[..]);
+                count_files(&newest.files, &newest.tops, need, place)
+            }),
+        };
+        let is_write = scope.purpose == Purpose::Write;
+        Some(OwnPart {
+            state: HostState {
+                changes: scope.changes,
+                open: scope.open.len() + scope.under_way + scope.closed_by_exit.len(),
+                // A removal that is made waits for a newer checkpoint, and not for programs.
+                living: scope.living.len().max(usize::from(!is_write)),
+                writers: scope.writers.len(),
+                writers_before: newest.map_or(0, |newest| newest.writers),
+                needs: if is_write {
+                    rule.needs.iter().map(need).collect()
+                } else {
+                    Vec::new()
+                },
+            },
+            has_event: if is_write {
+                scope.event_seen
+            } else {
+                self.obstacle(number).is_none()
+            },
+            has_failed: scope.has_failed,
+            ends_with_writers: is_write && (self.ends_with_next(scope.key.rule) || scope.was_there),
+            prepared_for: None,
+            is_late: false,
+        })
+    }
+
+    /// Tops of a scope that got other names, which the other hosts give to their parts, too.
+    pub fn renamed_tops(&self, number: ScopeNumber) -> Vec<[Vec<u8>; 2]> {
+        let scope = self.scopes.get(&number);
+        scope.map_or_else(Vec::new, |scope| scope.renamed_tops.clone())
+    }
+
+    /// In whose name a rename is made here that another host has made: a writer of the scope that has the top `from`, and whether it lives.
+    pub fn writer_of_top(&self, number: ScopeNumber, from: &[u8]) -> Option<Writer> {
+        let scope = self.scopes.get(&number)?;
+        let is_there = scope.tops.contains(from) && !scope.removed_tops.contains(from);
+        if !is_there || scope.is_over || scope.is_beginning {
+            return None;
+        }
+        let writer = scope.living.iter().chain(&scope.writers).next();
+        writer.map(|process| Writer {
+            process: *process,
+            is_living: scope.living.contains(process),
+        })
+    }
+
+    /// What of the parts of all hosts keeps a scope from its commit.
+    pub fn obstacle_among_hosts(
+        &self,
+        number: ScopeNumber,
+        states: &BTreeMap<String, HostState>,
+    ) -> Option<String> {
+        let scope = self.scopes.get(&number)?;
+        let sum = |count: &dyn Fn(&HostState) -> usize| states.values().map(count).sum::<usize>();
+        let needs = self.rules[scope.key.rule].needs.iter().enumerate();
+        for (index, need) in needs {
+            let of = |state: &HostState| state.needs.get(index).copied().unwrap_or_default();
+            // A host that has only removed something counts nothing.
+            if states.values().all(|state| state.needs.is_empty()) {
+                continue;
+            }
+            let found = sum(&|state| of(state).found);
+            let wanted = match need.count {
+                Count::Number(number) => number,
+                // Each host of the job writes.
+                Count::Writers => sum(&|state| state.writers)
+                    .max(sum(&|state| state.writers_before))
+                    .max(self.hosts),
+                Count::Same => sum(&|state| of(state).before),
+            };
+            if found < wanted {
+                return Some(format!("{found} files of {wanted} for `{}`", need.text));
+            }
+        }
+        None
+    }
+
+    /// No program changes a scope from here on until [`Machine::not_committed`]. False: it has changed since `changes`.
+    pub fn begin_attempt(&mut self, number: ScopeNumber, changes: u64) -> bool {
+        let Some(part) = self.own_part(number) else {
+            return false;
+        };
+        let scope = self.scopes.get_mut(&number).expect("found above");
+        let is_as_said = part.state.changes == changes && part.state.open == 0;
+        let may_begin = is_as_said && !scope.is_over && !scope.is_beginning;
+        scope.is_over |= may_begin;
+        may_begin
     }
 
     /// Says which job a process belongs to, until its end.
@@ -477,6 +605,7 @@ impl Machine {
         let scope = self.enter_operation(process, operation, &mut actions)?;
         if let Some(scope) = scope.and_then(|number| self.scopes.get_mut(&number)) {
             scope.under_way += 1;
+            scope.changes += 1;
         }
         Ok(Entered { actions, scope })
     }
@@ -549,7 +678,7 @@ impl Machine {
         }
         for number in removals {
             let scope = self.scopes.get_mut(&number).expect("listed above");
-            if scope.is_meant_removal() {
+            if scope.is_meant_removal() && self.hosts == 0 {
                 scope.is_over = true;
                 actions.push(Action::Commit { scope: number });
             } else {
@@ -607,6 +736,8 @@ impl Machine {
             has_failed: false,
             has_newer_failed: false,
             written_by: BTreeMap::new(),
+            renamed_tops: Vec::new(),
+            changes: 0,
             refused: None,
             open: BTreeMap::new(),
             event_seen: false,
@@ -618,12 +749,29 @@ impl Machine {
         };
         self.scopes.insert(number, scope);
         actions.push(Action::Begin {
+            key: self.shared_key(&key),
             scope: number,
             rule: self.rules[key.rule].name.clone(),
             dir: key.dir,
             tops: vec![top],
         });
         Some(number)
+    }
+
+    /// What each host knows a scope by.
+    fn shared_key(&self, key: &Key) -> Vec<u8> {
+        let mut words = vec![self.rules[key.rule].name.as_bytes(), &key.dir];
+        match &key.identity {
+            Identity::Path(path) => words.push(path),
+            Identity::Captures(captures) => {
+                words.extend(
+                    captures
+                        .iter()
+                        .flat_map(|(name, value)| [name.as_bytes(), value]),
+                );
+            }
+        }
+        words.join(&0)
     }
 
     /// A removal becomes the beginning of something new.
@@ -691,6 +839,7 @@ impl Machine {
         let mut actions = Vec::new();
         if let Some(scope) = entered.and_then(|number| self.scopes.get_mut(&number)) {
             scope.under_way -= 1;
+            scope.changes += 1;
         }
         if is_made {
             self.note_made(process, operation, &mut actions);
@@ -740,6 +889,7 @@ impl Machine {
             let Some(path) = scope.open.remove(&handle) else {
                 continue;
             };
+            scope.changes += 1;
             if scope.is_over {
                 continue;
             }
@@ -818,6 +968,7 @@ impl Machine {
         }
         if scope.tops.contains(from) {
             scope.removed_tops.insert(from.to_vec());
+            scope.renamed_tops.push([from.to_vec(), to.to_vec()]);
         }
         scope.removed_tops.remove(to);
         let rule = &self.rules[scope.key.rule];
@@ -842,6 +993,7 @@ impl Machine {
                 continue;
             }
             scope.has_failed |= ending != Ending::Success;
+            scope.changes += 1;
             let closed = scope.closed_by_exit.remove(&process).unwrap_or_default();
             if ending == Ending::Success {
                 for path in closed {
@@ -856,6 +1008,10 @@ impl Machine {
                 continue;
             }
             let (has_failed, rule) = (scope.has_failed, scope.key.rule);
+            if self.hosts > 0 && scope.purpose == Purpose::Write {
+                actions.push(Action::Propose { scope: number });
+                continue;
+            }
             let ends_with_next = self.ends_with_next(rule);
             let scope = self.scopes.get_mut(&number).expect("listed above");
             match scope.purpose {
@@ -952,7 +1108,13 @@ impl Machine {
             return Some(format!("{count} files to be closed, as {path}"));
         }
         let is_dir = rule.scope.is_dir;
-        for need in &rule.needs {
+        // The needs of a scope of several hosts are counted over all of them.
+        let needs = if self.hosts > 0 {
+            &[][..]
+        } else {
+            &rule.needs[..]
+        };
+        for need in needs {
             let found = scope.count(need, is_dir);
             let wanted = match need.count {
                 Count::Number(number) => number,
@@ -986,6 +1148,10 @@ impl Machine {
             return;
         }
         let scope = self.scopes.get_mut(&number).expect("looked at above");
+        if self.hosts > 0 {
+            actions.push(Action::Propose { scope: number });
+            return;
+        }
         scope.is_over = true;
         actions.push(Action::Commit { scope: number });
     }
@@ -1037,6 +1203,13 @@ impl Machine {
         if count > REMEMBERED_MAX {
             let first = self.committed.iter().position(is_of);
             first.map(|index| self.committed.remove(index));
+        }
+    }
+
+    /// The caller is about to abort a scope: no program changes it any more.
+    pub fn note_aborting(&mut self, number: ScopeNumber) {
+        if let Some(scope) = self.scopes.get_mut(&number) {
+            scope.is_over = true;
         }
     }
 

@@ -1,11 +1,11 @@
 //! The language, and what the rules make of the writers whose traces are in `traces/`.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::Arc;
 
 use crate::trace::{Player, Step, TraceLine, parse_trace};
-use crate::{BUILT_IN, Rule, load_rules, parse_rules};
+use crate::{Action, BUILT_IN, Ending, Machine, Operation, Refusal, Rule, load_rules, parse_rules};
 
 struct Trace {
     name: String,
@@ -264,4 +264,94 @@ fn random_operations_keep_the_invariants() {
             assert!(state.waits_for.contains("last complete"), "{state:?}");
         }
     }
+}
+
+fn machine(rules: &str) -> Machine {
+    Machine::new(Arc::new(load_rules(rules, |_| unreachable!()).unwrap()))
+}
+
+/// Makes an operation, and what it asks for at once.
+fn make(machine: &mut Machine, process: u32, operation: &Operation<'_>) -> Vec<Action> {
+    let entered = machine.before(process, operation).unwrap();
+    for action in &entered.actions {
+        if let Action::Begin { scope, .. } | Action::Join { scope, .. } = action {
+            machine.begun(*scope, false);
+        }
+    }
+    machine.after(process, operation, entered.scope, true)
+}
+
+#[test]
+fn a_file_of_one_job_is_not_changed_by_another_while_the_first_lives() {
+    let mut machine = machine("hf");
+    [(1, 10), (2, 10), (3, 30)]
+        .into_iter()
+        .for_each(|(process, job)| machine.note_job(process, job));
+    let open = |path: &'static str, handle| Operation::Open {
+        path: path.as_bytes(),
+        handle,
+    };
+    make(&mut machine, 1, &open("checkpoint-1/x", 1));
+    make(&mut machine, 2, &open("checkpoint-1/x", 2));
+    let refused = machine.before(3, &open("checkpoint-1/x", 3));
+    assert!(matches!(refused, Err(Refusal::OtherJob { .. })));
+    let rename = Operation::Rename {
+        from: b"checkpoint-1",
+        to: b"checkpoint-2",
+    };
+    assert!(matches!(
+        machine.before(3, &rename),
+        Err(Refusal::OtherJob { .. })
+    ));
+    make(&mut machine, 3, &open("checkpoint-1/y", 4));
+    assert!(
+        machine.states()[0]
+            .waits_for
+            .contains("refused checkpoint-1/x")
+    );
+    // The job of a process that has ended owns nothing.
+    machine.exited(1, Ending::Success);
+    machine.exited(2, Ending::Success);
+    make(&mut machine, 3, &open("checkpoint-1/x", 5));
+}
+
+#[test]
+fn with_several_hosts_the_machine_proposes_and_counts_the_needs_of_all() {
+    let mut machine = machine("hf");
+    machine.set_hosts(2);
+    let open = Operation::Open {
+        path: b"checkpoint-1/trainer_state.json",
+        handle: 1,
+    };
+    make(&mut machine, 1, &open);
+    let close = Operation::Close {
+        handle: 1,
+        ending: Ending::Success,
+    };
+    let actions = machine.after(1, &close, None, true);
+    assert!(
+        matches!(actions[..], [Action::Propose { scope: 1 }]),
+        "{actions:?}"
+    );
+    let own = machine.own_part(1).unwrap();
+    assert!(own.has_event && own.state.open == 0 && own.state.living == 1);
+    let mut rank = own.state.clone();
+    rank.needs[0].found = 1;
+    let mut states = BTreeMap::from([
+        ("a".to_owned(), own.state.clone()),
+        ("b".to_owned(), rank.clone()),
+    ]);
+    let obstacle = machine.obstacle_among_hosts(1, &states);
+    assert_eq!(
+        obstacle.as_deref(),
+        Some("1 files of 2 for `rng_state*.pth=writers`")
+    );
+    states.insert("a".to_owned(), rank);
+    assert_eq!(machine.obstacle_among_hosts(1, &states), None);
+    // What changed since is not what was said.
+    assert!(!machine.begin_attempt(1, own.state.changes + 1));
+    assert!(machine.begin_attempt(1, own.state.changes));
+    assert!(machine.is_busy(&open));
+    machine.not_committed(1);
+    assert!(!machine.is_busy(&open));
 }

@@ -474,6 +474,8 @@ impl Player {
                     self.take(line, more);
                     continue;
                 }
+                // One host has no others to ask.
+                Action::Propose { .. } => continue,
                 Action::Abort { scope, reason } => {
                     let (rule, paths) = self.scopes.remove(&scope).unwrap_or_default();
                     self.machine.aborted(scope);

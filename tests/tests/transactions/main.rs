@@ -9,6 +9,7 @@ mod backup;
 mod commit_rules;
 mod partner;
 mod rollback;
+mod rule_suites;
 mod rule_writers;
 mod shadow;
 mod transactions;

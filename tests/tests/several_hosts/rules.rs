@@ -1,0 +1,242 @@
+//! Commit rules with `participants`: ranks on two hosts write one checkpoint, and it is there whole or not at all.
+//!
+//! `FIRN_CRASH_ROUNDS` sets how many points of each trace are tried (without it, one of four traces), `FIRN_SEED` the seed, and
+//! `FIRN_TRACE` the only trace.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use firn_rules::trace::Step;
+use firn_tests::command::wait_until;
+use firn_tests::random::{env_count, generator};
+use firn_tests::replay::{Replayer, Trace, traces};
+use firn_tests::rule_model::{Files, Model, find_files};
+use firn_tests::{FirnMount, Sandbox, seed};
+use rand::RngExt;
+use rand::seq::SliceRandom;
+
+const LIMIT: Duration = Duration::from_secs(90);
+
+/// Two hosts over one backing.
+struct Pair {
+    shared: Sandbox,
+    hosts: [Sandbox; 2],
+}
+
+impl Pair {
+    fn new(name: &str) -> Self {
+        Self {
+            shared: Sandbox::new(name),
+            hosts: [0, 1].map(|at| Sandbox::on_host(&format!("{name}{at}"), &format!("n{at}"))),
+        }
+    }
+
+    fn backing(&self, name: &str) -> PathBuf {
+        self.shared.mkdir(name)
+    }
+
+    fn mount(&self, at: usize, backing: &Path, rules: &str) -> FirnMount<'_> {
+        let options = format!(
+            "arena-size=64M,chunk-size=1M,drain=commit,participants=2,participants-wait=20s,rules={rules}"
+        );
+        FirnMount::over(&self.hosts[at], backing, &options)
+    }
+
+    fn mounts(&self, backing: &Path, rules: &str) -> [FirnMount<'_>; 2] {
+        [0, 1].map(|at| self.mount(at, backing, rules))
+    }
+}
+
+/// What the backing has; none: it changes just now.
+fn find_kept(backing: &Path) -> Option<Files> {
+    let mut files = Files::new();
+    find_files(backing, "", &mut files).ok()?;
+    Some(files)
+}
+
+/// Processes of a trace, each on a host of its own.
+struct Ranks<'a> {
+    mounts: &'a [FirnMount<'a>; 2],
+    processes: BTreeMap<u32, Replayer>,
+}
+
+impl Ranks<'_> {
+    fn host_of(process: u32) -> usize {
+        (process as usize + 1) % 2
+    }
+
+    /// Makes an operation; a rank makes the directory of a file that is not there on its host, as frameworks do.
+    fn make(&mut self, trace: &Trace, index: usize) {
+        let line = &trace.steps[index];
+        let mount = &self.mounts[Self::host_of(line.process)];
+        let process = self
+            .processes
+            .entry(line.process)
+            .or_insert_with(|| Replayer::start(mount.path()));
+        if let Step::Open(path) | Step::Mkdir(path) = &line.step {
+            let above: Vec<&str> = Path::new(path)
+                .ancestors()
+                .skip(1)
+                .filter_map(Path::to_str)
+                .filter(|dir| !dir.is_empty())
+                .collect();
+            for dir in above.into_iter().rev() {
+                if !mount.join(dir).exists() {
+                    process.make(line.line, &format!("{} mkdir {dir}", line.process));
+                }
+            }
+        }
+        process.make(line.line, &trace.lines[index]);
+        if let Step::Exit(_) = line.step {
+            self.processes
+                .remove(&line.process)
+                .expect("it runs")
+                .wait();
+        }
+    }
+}
+
+/// States that the backing may have after `count` operations: that of the model, or of one before.
+fn states(trace: &Trace, count: usize) -> Vec<Files> {
+    let mut model = Model::new(&trace.rules);
+    let mut states = vec![Files::new()];
+    for line in &trace.steps[..count] {
+        model.play(line);
+        if states.last() != Some(&model.backing) {
+            states.push(model.backing.clone());
+        }
+    }
+    states
+}
+
+fn brief(files: &Files) -> Vec<&String> {
+    files.keys().collect()
+}
+
+#[track_caller]
+fn assert_one_of(told: &str, backing: &Path, states: &[Files]) -> usize {
+    let found = find_kept(backing).expect("nothing changes");
+    let place = states.iter().rposition(|state| *state == found);
+    let expected: Vec<_> = states.iter().map(brief).collect();
+    place.unwrap_or_else(|| {
+        panic!(
+            "{told}\nfound {:?}\nexpected one of {expected:#?}",
+            brief(&found)
+        )
+    })
+}
+
+/// Traces of several ranks whose ranks share no file, so that each may run on a host of its own.
+fn traces_of_ranks() -> Vec<Trace> {
+    let of_ranks = |trace: &Trace| {
+        let processes: BTreeSet<u32> = trace.steps.iter().map(|line| line.process).collect();
+        processes.len() > 1
+    };
+    let mut traces = traces();
+    traces.retain(of_ranks);
+    traces
+}
+
+/// Proves S-rule-14.
+#[test]
+fn ranks_on_two_hosts_have_their_checkpoints_committed_together() {
+    let pair = Pair::new("rules-two");
+    for trace in traces_of_ranks() {
+        let backing = pair.backing(&trace.name);
+        let mounts = pair.mounts(&backing, &trace.rules);
+        let mut ranks = Ranks {
+            mounts: &mounts,
+            processes: BTreeMap::new(),
+        };
+        let end = trace.steps.len();
+        (0..end).for_each(|index| ranks.make(&trace, index));
+        let states = states(&trace, end);
+        let last = states.last().expect("a state");
+        wait_until(&format!("{}: the last commit", trace.name), LIMIT, || {
+            find_kept(&backing).as_ref() == Some(last)
+        });
+        let place = assert_one_of(&trace.name, &backing, &states);
+        println!("{}: state {place} of {}", trace.name, states.len() - 1);
+        drop(ranks);
+        wait_until("what was not complete is dropped", LIMIT, || {
+            let open = mounts.iter().flat_map(|mount| mount.status().transactions);
+            open.filter(|one| {
+                one.waits_for
+                    .as_ref()
+                    .is_none_or(|what| !what.contains("the last complete"))
+            })
+            .count()
+                == 0
+        });
+        assert_one_of(&trace.name, &backing, &states);
+        for mount in mounts {
+            mount.umount();
+        }
+    }
+}
+
+/// Proves S-rule-14.
+#[test]
+fn a_rank_or_a_firnd_that_is_killed_leaves_the_checkpoints_of_both_hosts_whole() {
+    let seed = seed("rules_of_hosts");
+    let mut random = generator(seed);
+    let pair = Pair::new("rules-kill");
+    let mut traces = traces_of_ranks();
+    let rounds = env_count("FIRN_CRASH_ROUNDS", 0);
+    if rounds == 0 {
+        traces.shuffle(&mut random);
+        traces.truncate(4);
+    }
+    for trace in traces {
+        for round in 0..rounds.max(1) {
+            let count = random.random_range(1..=trace.steps.len());
+            let kind = random.random_range(0..4);
+            let told = format!(
+                "{} after {count} operations, kind {kind}, seed {seed}",
+                trace.name
+            );
+            let backing = pair.backing(&format!("{}-{round}", trace.name));
+            let mounts = pair.mounts(&backing, &trace.rules);
+            let mut ranks = Ranks {
+                mounts: &mounts,
+                processes: BTreeMap::new(),
+            };
+            (0..count).for_each(|index| ranks.make(&trace, index));
+            let Ranks { mut processes, .. } = ranks;
+            let [first, second] = mounts;
+            // A rank, one of the firnd, or both.
+            match kind {
+                0 => {
+                    drop(processes.pop_first());
+                    drop(processes);
+                    drop(first.umount());
+                    drop(second.umount());
+                }
+                1 => {
+                    drop(first.kill());
+                    drop(processes);
+                    drop(second.umount());
+                }
+                2 => {
+                    drop(second.kill());
+                    drop(processes);
+                    drop(first.umount());
+                }
+                _ => {
+                    drop(first.kill());
+                    drop(second.kill());
+                    drop(processes);
+                }
+            }
+            for mount in pair.mounts(&backing, &trace.rules) {
+                mount.umount();
+            }
+            let states = states(&trace, count);
+            let place = assert_one_of(&told, &backing, &states);
+            println!("{told}: state {place} of {}", states.len() - 1);
+            let _ = fs::remove_dir_all(&backing);
+        }
+    }
+}
