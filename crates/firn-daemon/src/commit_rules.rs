@@ -32,7 +32,7 @@ use firn_format::quote::quoted;
 use firn_fuse::{ChangeWatch, WatchTicket, WatchedChange};
 use firn_protocol::Status;
 use firn_rules::{
-    Action, Ending, Machine, Operation, RULES_BYTES_MAX, Rule, RuleSetError, ScopeNumber,
+    Action, Ending, Machine, NOT_OPEN, Operation, RULES_BYTES_MAX, Rule, RuleSetError, ScopeNumber,
     load_rules,
 };
 use firn_transact::machine::Pending;
@@ -653,7 +653,9 @@ impl ChangeWatch for CommitRules {
             };
             table.handles.insert(handle.0, open);
         }
-        let operation = ticket.change.operation(handle.map_or(0, |handle| handle.0));
+        let operation = ticket
+            .change
+            .operation(handle.map_or(NOT_OPEN, |handle| handle.0));
         let actions = table
             .machine
             .after(ticket.process, &operation, ticket.scope, is_made);

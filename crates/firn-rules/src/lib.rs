@@ -18,6 +18,6 @@ pub mod trace;
 pub use built_in::BUILT_IN;
 pub use language::{RULES_BYTES_MAX, RULES_MAX, Rule, RuleError, parse_rules};
 pub use machine::{
-    Action, Ending, Entered, Machine, Operation, Refusal, ScopeNumber, ScopeState, Writer,
+    Action, Ending, Entered, Machine, NOT_OPEN, Operation, Refusal, ScopeNumber, ScopeState, Writer,
 };
 pub use rule_set::{RuleSetError, load_rules};

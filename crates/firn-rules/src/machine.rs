@@ -32,6 +32,9 @@ use crate::pattern::Captures;
 /// Number of a scope; none is given twice.
 pub type ScopeNumber = u64;
 
+/// In the place of a handle: the file is not open for writing.
+pub const NOT_OPEN: u64 = u64::MAX;
+
 /// How a process ended, or closed a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ending {
@@ -46,7 +49,8 @@ pub enum Ending {
 /// What a program does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operation<'a> {
-    /// Opens a file for writing, or makes one; `handle` is the caller's number of the open file.
+    /// Opens a file for writing, or makes one; `handle` is the caller's number of the open file, [`NOT_OPEN`] where it made one and
+    /// does not write it.
     Open { path: &'a [u8], handle: u64 },
     /// Closes it, or is ended with it open.
     Close { handle: u64, ending: Ending },
@@ -859,7 +863,9 @@ impl Machine {
                     let scope = self.scopes.get_mut(&number).expect("found above");
                     scope.files.insert(path.to_vec());
                     scope.removed_tops.remove(path);
-                    scope.open.insert(handle, path.to_vec());
+                    if handle != NOT_OPEN {
+                        scope.open.insert(handle, path.to_vec());
+                    }
                     scope.written_by.insert(path.to_vec(), job);
                     // Idle is how a scope is, and not what has happened to it.
                     let is_idle = matches!(self.rules[scope.key.rule].event, Event::Idle);
@@ -895,7 +901,11 @@ impl Machine {
             }
             match ending {
                 Ending::Success => self.closed(number, &path, actions),
-                Ending::Exit => scope.closed_by_exit.entry(process).or_default().push(path),
+                Ending::Exit if scope.living.contains(&process) => {
+                    scope.closed_by_exit.entry(process).or_default().push(path);
+                }
+                // Its end is known already, and counts if it was bad.
+                Ending::Exit => self.closed(number, &path, actions),
                 Ending::Failure => scope.has_failed = true,
             }
         }
