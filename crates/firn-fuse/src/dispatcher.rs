@@ -43,7 +43,7 @@ use crate::request::{Operation, Request};
 use crate::stall::StalledWrites;
 use crate::topic::Topic;
 use crate::truncations::Truncations;
-use crate::unanswered::Unanswered;
+use crate::unanswered::{Unanswered, WaitingThreads};
 use crate::watch::{WatchFound, Watched, WatchedChange, watch_of};
 
 /// What the mount decides about the answers to the kernel.
@@ -211,6 +211,10 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     /// Number of writes that wait for room in the arena, kept current.
     pub(crate) fn waiting_writers(&self) -> Arc<AtomicU64> {
         self.stalled.count()
+    }
+
+    pub(crate) fn waiting_threads(&self) -> WaitingThreads {
+        WaitingThreads(Arc::clone(&self.replies.unanswered))
     }
 
     pub(crate) fn failures(&self) -> Arc<Failures> {

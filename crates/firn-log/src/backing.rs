@@ -17,7 +17,7 @@ use firn_backing::{Access, Attr, Backing, Errno, Kind, Result, SetTime, Time};
 use firn_hosts::OwnError;
 use firn_hosts::own::{self, STUBS, TOP};
 
-pub use self::settle::Left;
+pub use self::settle::{Left, Logged};
 
 use self::settle::{Ended, HostsGone};
 use crate::container::Memory;

@@ -204,6 +204,13 @@ impl<B: Backing> LoggedFile<B> {
         !self.generations.lock().is_empty() || self.trouble().is_err()
     }
 
+    /// Bytes of it that this host has written to logs and that are there still.
+    pub(crate) fn own_bytes(&self) -> u64 {
+        let generations = self.generations.lock();
+        let bytes = generations.iter().map(|one| one.container.own_bytes());
+        bytes.sum()
+    }
+
     /// Whether something of it is left to be flattened or removed.
     pub(crate) fn has_containers(&self) -> bool {
         self.is_logged() || self.has_remains.load(Ordering::Acquire)

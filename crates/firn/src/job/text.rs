@@ -73,7 +73,11 @@ pub fn status_text(job: &Job, paint: Paint) -> String {
     if total.logged_files > 0 {
         line(
             "logged",
-            format!("{} in logs", count(total.logged_files, "file")),
+            format!(
+                "{} in logs of {}",
+                bytes(total.logged_bytes),
+                count(total.logged_files, "file")
+            ),
         );
     }
     line(
@@ -107,7 +111,7 @@ fn shown(job: &Job) -> Vec<&Host> {
 
 fn head(job: &Job, paint: Paint) -> String {
     let total = &job.total;
-    let hosts = total.alive + total.silent + total.dead + total.doubtful;
+    let hosts = total.alive + total.silent + total.dead;
     let states = total.hosts_by_state();
     let backing = paint.head(&job.backing.to_string());
     match hosts {

@@ -22,8 +22,8 @@ use signal_hook::iterator::Signals;
 use super::launcher::{Launcher, Program, Start};
 use super::message::{Mounted, Order, Output, Report, Setup, Word, Words, send_order};
 use crate::failure::{FAILED, Failure};
-use crate::output;
 use crate::progress::{Meter, Waited};
+use crate::{output, report};
 
 /// Signals that are for the command.
 const PASSED_ON: [i32; 7] = [SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGCONT];
@@ -96,6 +96,8 @@ pub(super) struct Job<'a> {
     events: Receiver<Event>,
     /// Notices that were told already, without the host.
     told: Vec<String>,
+    /// What hosts tell for the report of the run.
+    report: report::Run,
 }
 
 /// How the mounts of a run ended.
@@ -109,6 +111,8 @@ pub(super) struct Ended {
     pub(super) lost: Vec<String>,
     /// What went wrong on hosts, in words, and its exit status.
     pub(super) failures: Vec<(String, u8)>,
+    /// What hosts told for the report of the run.
+    pub(super) report: report::Run,
 }
 
 impl<'a> Job<'a> {
@@ -138,6 +142,7 @@ impl<'a> Job<'a> {
             sender,
             events,
             told: Vec::new(),
+            report: report::Run::default(),
         };
         // Before the first process, so that no signal falls between.
         job.watch_signals()?;
@@ -212,11 +217,6 @@ impl<'a> Job<'a> {
             .collect())
     }
 
-    /// What hosts have mounted.
-    pub(super) fn mounted(&self) -> impl Iterator<Item = &Mounted> {
-        self.hosts.iter().filter_map(|host| host.mounted.as_ref())
-    }
-
     /// Until no host is in such a state; an error if one fails, or is lost, or a signal comes before.
     fn wait_for_all(&mut self, is_before: impl Fn(&State) -> bool) -> Result<(), Failure> {
         loop {
@@ -244,8 +244,13 @@ impl<'a> Job<'a> {
                 State::Failed(text, code) => (format!("{}: {text}", host.name), *code),
                 State::Ended(_) => (format!("the mount on {} has ended", host.name), FAILED),
                 _ if host.is_lost => {
+                    let program = std::env::current_exe().unwrap_or_else(|_| "firn".into());
+                    let program = crate::text::path(&program);
+                    let line = self
+                        .launcher
+                        .line_on(&host.name, &format!("{program} version"));
                     let text = format!(
-                        "{} does not answer: `firn` must be there at the same path as here, and --host-timeout be long enough",
+                        "{} does not answer: `{line}` must work, and --host-timeout be long enough",
                         host.name
                     );
                     (text, FAILED)
@@ -316,7 +321,7 @@ impl<'a> Job<'a> {
         ended
     }
 
-    fn sum_up(&self, time: Duration) -> Ended {
+    fn sum_up(&mut self, time: Duration) -> Ended {
         let mut ended = Ended {
             waited: Waited {
                 bytes: 0,
@@ -332,6 +337,7 @@ impl<'a> Job<'a> {
                 .collect(),
             lost: Vec::new(),
             failures: Vec::new(),
+            report: std::mem::take(&mut self.report),
         };
         let is_one = self.hosts.len() == 1;
         for host in &self.hosts {
@@ -465,6 +471,22 @@ impl<'a> Job<'a> {
                 host.state = State::Mounted;
             }
             Word::Failed { text, code } => host.state = State::Failed(text.clone(), *code),
+            Word::Record(record) => match record.as_ref().clone().check() {
+                Ok(record) => self.report.add(record),
+                Err(error) => self
+                    .report
+                    .failures
+                    .push(format!("the record of {}: {error}", host.name)),
+            },
+            Word::Checkpoints(some) => {
+                let some = some.iter().map(|one| (one.path.clone(), one.clone()));
+                self.report.checkpoints.extend(some);
+            }
+            Word::NotReported(text) if is_one => self.report.failures.push(text.clone()),
+            Word::NotReported(text) => {
+                let text = format!("{}: {text}", host.name);
+                self.report.failures.push(text);
+            }
             Word::Left { bytes, files } => (host.left_bytes, host.left_files) = (*bytes, *files),
             Word::Ended(report) => host.state = State::Ended(report.clone()),
         }
