@@ -376,7 +376,7 @@ impl<B: Backing> NamesBallot<'_, B> {
     pub fn put_state(&self, state: &impl Serialize) -> Result<(), Errno> {
         let bytes = serde_json::to_vec(state).expect("plain data");
         let name = self.dir().own_file(STATE);
-        Ok(staging::store(self.base, self.dir().dir(), &name, &bytes)?)
+        staging::store(self.base, self.dir().dir(), &name, &bytes)
     }
 
     /// Begins an attempt, unless there is one of this number.

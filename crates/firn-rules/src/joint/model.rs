@@ -7,6 +7,9 @@ use super::{Attempt, HostState, Look, OwnPart, Step, next_step};
 
 const HOSTS: [&str; 2] = ["a", "b"];
 
+/// Takes a change of the world that may come next.
+type Push<'p> = dyn FnMut(&dyn Fn(&mut World)) + 'p;
+
 /// A host and its programs.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Host {
@@ -251,7 +254,7 @@ impl World {
         }
     }
 
-    fn push_programs(&self, at: usize, push: &mut dyn FnMut(&dyn Fn(&mut Self))) {
+    fn push_programs(&self, at: usize, push: &mut Push<'_>) {
         let host = &self.hosts[at];
         let may_change = host.has_joined && host.prepared.is_none() && host.living > 0;
         if may_change && host.left > 0 && host.open == 0 {
