@@ -384,6 +384,19 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         }
     }
 
+    /// Runs an open that only reads, or of a directory, once what ended writers left there is dropped. No lookup does so: the kernel
+    /// holds the directory in one, and has to drop names of it meanwhile.
+    fn run_settled(&self, inode: InodeId, call: impl FnOnce(&Engine<B>) + Send + 'static) {
+        let watch = self.gate.as_ref().and_then(|gate| gate.watch());
+        match watch.filter(|watch| watch.must_settle(inode)) {
+            None => self.run_call(Topic::Inode(inode), call),
+            Some(watch) => self.run_on_worker(Topic::Inode(inode), move |engine| {
+                watch.settle(inode);
+                call(engine);
+            }),
+        }
+    }
+
     fn holds_up_changes(&self) -> bool {
         self.gate
             .as_ref()

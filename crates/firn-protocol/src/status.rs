@@ -161,6 +161,10 @@ part! {
         counter rule_aborts: BTreeMap<String, u64>,
         /// Begins and commits of commit rules that failed, by rule; they are in the log.
         counter rule_failures: BTreeMap<String, u64>,
+        /// Old checkpoints that `keep` of a commit rule removed, by rule.
+        counter rule_removals: BTreeMap<String, u64>,
+        /// Checkpoints of commit rules that are not complete yet, by rule.
+        gauge rule_waits: BTreeMap<String, u64>,
         /// Errors not yet dealt with, the newest last, at most 64.
         part errors: Vec<ErrorStatus>,
     }
@@ -257,7 +261,9 @@ impl Status {
             transaction_steps: counts.clone(),
             rule_commits: counts.clone(),
             rule_aborts: counts.clone(),
-            rule_failures: counts,
+            rule_failures: counts.clone(),
+            rule_removals: counts.clone(),
+            rule_waits: counts,
             waiting_programs: vec![WaitingProgram::default()],
             errors: vec![ErrorStatus::default()],
             ingest_write_bytes: histogram.clone(),

@@ -20,4 +20,4 @@ pub use language::{RULES_BYTES_MAX, RULES_MAX, Rule, RuleError, parse_rules};
 pub use machine::{
     Action, Ending, Entered, Machine, NOT_OPEN, Operation, Refusal, ScopeNumber, ScopeState, Writer,
 };
-pub use rule_set::{RuleSetError, load_rules};
+pub use rule_set::{CheckpointOfPath, LocatedPath, RuleSet, RuleSetError, load_rules};

@@ -193,7 +193,12 @@ mod tests {
     }
 
     /// Numbers that name something, and tell nothing that could be drawn.
-    const NAMES: [&str; 3] = [".pid", ".transactions.id", ".transactions.owner.pid"];
+    const NAMES: [&str; 4] = [
+        ".pid",
+        ".transactions.id",
+        ".transactions.owner.pid",
+        ".waiting_programs.thread",
+    ];
 
     /// Proves S-seen-5: a figure that is new in the status cannot be forgotten here.
     #[test]

@@ -4,7 +4,7 @@
 //!
 //! `FIRN_CRASH_ROUNDS` sets how many points of each trace are tried, `FIRN_SEED` the seed, `FIRN_TRACE` the only trace.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
 use std::time::Duration;
@@ -52,6 +52,8 @@ fn points(trace: &Trace, rounds: u64, random: &mut StdRng) -> Vec<usize> {
     }
     let mut points = vec![end];
     points.extend((1..rounds).map(|_| random.random_range(0..end)));
+    let mut seen = BTreeSet::new();
+    points.retain(|point| seen.insert(*point));
     points
 }
 

@@ -11,5 +11,7 @@ mod partner;
 mod rollback;
 mod rule_suites;
 mod rule_writers;
+mod rules_keep;
+mod rules_programs;
 mod shadow;
 mod transactions;

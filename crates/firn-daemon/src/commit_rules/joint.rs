@@ -17,7 +17,7 @@ use firn_engine::Cached;
 use firn_hosts::LeaseUse;
 use firn_protocol::path::BytePath;
 use firn_rules::joint::{Attempt, EVENT, HostState, Look, OwnPart, Step, next_step};
-use firn_rules::{Ending, Operation, ScopeNumber, Writer};
+use firn_rules::{Action, Ending, Operation, ScopeNumber, Writer};
 use firn_transact::machine::Pending;
 use firn_transact::{Found, NamesBallot, NamesView, TransactionError, Verdict, parent_of};
 use serde::{Deserialize, Serialize};
@@ -244,7 +244,9 @@ impl CommitRules {
                 }
                 ballot.put_attempt(number, &Content { changes })?;
             }
-            Step::Publish(number) => self.publish(scope, &transaction, number, &own, &ballot)?,
+            Step::Publish(number) => {
+                self.publish_part(scope, &transaction, number, &own, &ballot)?
+            }
             Step::GiveUp { number, why } => ballot.give_up(number, why)?,
             Step::Judge(attempt) => self.judge(&attempt, &transaction, &ballot)?,
             Step::Decide { commit, why } => {
@@ -255,7 +257,11 @@ impl CommitRules {
                 ballot.settle(commit)?;
             }
             Step::Reopen(_) => self.reopen(scope, &transaction)?,
-            Step::Apply => self.apply_joint(scope, &transaction)?,
+            Step::Apply => {
+                // One host removes what a rule does not keep; where it dies, another one does after the next commit.
+                let is_first = view.joined.first() == self.hosts.as_ref().map(|own| &own.name);
+                self.apply_joint(scope, &transaction, is_first)?;
+            }
             Step::Undo => {
                 self.end_joint(scope, &transaction, "one of its hosts has failed", &dead);
                 ballot.remove_aborted(&dead)?;
@@ -302,7 +308,11 @@ impl CommitRules {
         dir: &[u8],
         [from, to]: [&[u8]; 2],
     ) -> Result<(), TransactionError> {
-        let operation = Operation::Rename { from, to };
+        let (located_from, located_to) = (self.rules.locate(from), self.rules.locate(to));
+        let operation = Operation::Rename {
+            from: &located_from,
+            to: &located_to,
+        };
         let entered = self.table.lock().machine.before(writer.process, &operation);
         let Ok(entered) = entered else {
             return Err(Errno::BUSY.into());
@@ -363,7 +373,7 @@ impl CommitRules {
         true
     }
 
-    fn publish(
+    fn publish_part(
         &self,
         scope: ScopeNumber,
         transaction: &Transaction,
@@ -442,6 +452,7 @@ impl CommitRules {
         &self,
         scope: ScopeNumber,
         transaction: &Transaction,
+        may_rotate: bool,
     ) -> Result<(), TransactionError> {
         let store = self.gate.store();
         let found = || store.transaction_numbered(transaction.serial);
@@ -459,16 +470,14 @@ impl CommitRules {
             applied?;
         }
         let mut table = self.table.lock();
-        table
-            .counts
-            .entry(transaction.rule.clone())
-            .or_default()
-            .commits += 1;
+        let counts = table.counts.entry(transaction.rule.clone()).or_default();
+        counts.commits += u64::from(!transaction.is_rotation);
+        counts.removals += u64::from(transaction.is_rotation);
         table.scopes.remove(&scope);
-        let more = table.machine.committed(scope);
+        let mut more = table.machine.committed(scope);
+        more.retain(|action| may_rotate || !matches!(action, Action::Rotate { .. }));
         table.note_end(scope, true);
-        drop(table);
-        self.changed.notify_all();
+        self.publish(table);
         // A rename that was the event has the kernel's lock of the directory until it is answered.
         self.forget_names(transaction);
         self.table.lock().settle(scope);

@@ -10,7 +10,7 @@ use std::io::BufReader;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, ChildStdin, ExitStatus, Stdio};
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -31,6 +31,8 @@ const PASSED_ON: [i32; 7] = [SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2,
 const BEATS: u32 = 5;
 /// How often it is looked at whether one is lost.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
+/// Events that wait at most. A host that says more than is read has to wait.
+const EVENTS_MAX: usize = 1024;
 /// How long a host may be silent before it has a mount: a launcher may have to wait for other work, and the first thing that
 /// a mount does is to recover what an earlier one held.
 const START_LIMIT: Duration = Duration::from_secs(60);
@@ -92,8 +94,10 @@ pub(super) struct Job<'a> {
     timeout: Duration,
     hosts: Vec<Host>,
     running: Vec<Running>,
-    sender: Sender<Event>,
+    sender: SyncSender<Event>,
     events: Receiver<Event>,
+    /// Events that were taken since hosts were looked at that say nothing.
+    taken: usize,
     /// Notices that were told already, without the host.
     told: Vec<String>,
     /// What hosts tell for the report of the run.
@@ -122,7 +126,7 @@ impl<'a> Job<'a> {
         timeout: Duration,
         program: impl FnOnce(u64) -> Result<Program, Failure>,
     ) -> Result<Self, Failure> {
-        let (sender, events) = channel();
+        let (sender, events) = sync_channel(EVENTS_MAX);
         let host = |name: &String| Host {
             name: name.clone(),
             own_name: name.clone(),
@@ -141,6 +145,7 @@ impl<'a> Job<'a> {
             running: Vec::new(),
             sender,
             events,
+            taken: 0,
             told: Vec::new(),
             report: report::Run::default(),
         };
@@ -425,11 +430,17 @@ impl<'a> Job<'a> {
 
     /// The next thing that happens, which is done as far as it is about hosts; none: nothing for a while.
     fn next_event(&mut self) -> Option<Event> {
-        let event = self.events.try_recv().ok().or_else(|| {
-            // Only now: this process may have been stopped, with words of all hosts waiting.
+        // This process may have been stopped, with words of all hosts waiting: they are taken first.
+        let mut event = None;
+        if self.taken < EVENTS_MAX {
+            event = self.events.try_recv().ok();
+        }
+        if event.is_none() {
+            self.taken = 0;
             self.find_lost();
-            self.events.recv_timeout(LOOK_EVERY).ok()
-        });
+            event = self.events.recv_timeout(LOOK_EVERY).ok();
+        }
+        self.taken += 1;
         match &event {
             Some(Event::Output(start, Output::Word(id, word))) => self.take(*start, *id, word),
             Some(Event::Output(_, Output::Other(line))) => output::say(line),

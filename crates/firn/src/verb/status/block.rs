@@ -287,6 +287,8 @@ fn add_detail(s: &Status, paint: Paint, lines: &mut Lines) {
         ("rules commit", &s.rule_commits),
         ("rules drop", &s.rule_aborts),
         ("rules fail", &s.rule_failures),
+        ("rules remove", &s.rule_removals),
+        ("rules wait", &s.rule_waits),
     ] {
         if !counts.is_empty() {
             let counts = counts.iter().map(|(what, count)| match what.as_str() {
@@ -428,6 +430,8 @@ const IN_LINES: &[&str] = &[
     "rule_aborts",
     "rule_commits",
     "rule_failures",
+    "rule_removals",
+    "rule_waits",
     "spill_bytes",
     "spill_failing",
     "spill_moved_bytes",
