@@ -653,6 +653,14 @@ impl ChangeWatch for CommitRules {
         let process = process_of(caller.pid);
         self.note_job(process);
         let mut table = self.wait_until_free(&change);
+        let proposed = table.machine.end_wide_scope(&change.operation(0));
+        if !proposed.is_empty() {
+            drop(table);
+            if let Err(errno) = self.carry_out_event(proposed, EventKind::Next) {
+                tracing::warn!(%errno, ?change, "the next checkpoint begins before the one before is committed: both become one");
+            }
+            table = self.wait_until_free(&change);
+        }
         let entered = table.machine.before(process, &change.operation(0));
         let entered = match entered {
             Ok(entered) => entered,

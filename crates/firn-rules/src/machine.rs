@@ -210,6 +210,8 @@ struct Scope {
     renamed_tops: Vec<[Vec<u8>; 2]>,
     /// Grows with each change, and with each end of a writer.
     changes: u64,
+    /// It has a checkpoint more than the hosts know of, which is not complete before its event comes again.
+    is_extended: bool,
     /// The file that another job was refused last.
     refused: Option<String>,
     /// Files that are open for writing.
@@ -307,6 +309,7 @@ impl Scope {
             written_by: BTreeMap::new(),
             renamed_tops: Vec::new(),
             changes: 0,
+            is_extended: false,
             refused: None,
             open: BTreeMap::new(),
             event_seen: false,
@@ -414,10 +417,15 @@ impl Machine {
             }),
         };
         let is_write = scope.purpose == Purpose::Write;
+        // What hosts have said of an event stands, so what has been added since counts as open.
+        let awaits_event = scope.is_extended && !scope.event_seen && !scope.living.is_empty();
         Some(OwnPart {
             state: HostState {
                 changes: scope.changes,
-                open: scope.open.len() + scope.under_way + scope.closed_by_exit.len(),
+                open: scope.open.len()
+                    + scope.under_way
+                    + scope.closed_by_exit.len()
+                    + usize::from(awaits_event),
                 // A removal that is made waits for a newer checkpoint, and not for programs.
                 living: scope.living.len().max(usize::from(!is_write)),
                 writers: scope.writers.len(),
@@ -852,8 +860,8 @@ impl Machine {
     }
 
     /// Where a checkpoint is in several directories, its transaction has these whole. So a change of the next checkpoint there either
-    /// ends the transaction, and another one begins; or, while the one before cannot be committed, both become one. With several
-    /// hosts, no host can commit at once.
+    /// ends the transaction, and another one begins; or, while the one before cannot be committed, both become one. Several hosts
+    /// have tried that before ([`Machine::end_wide_scope`]).
     fn ends_wide_scope(
         &mut self,
         number: ScopeNumber,
@@ -861,20 +869,14 @@ impl Machine {
         purpose: Purpose,
         actions: &mut Vec<Action>,
     ) -> bool {
-        let key = self.key_of(path).map(|(key, _)| key);
-        let Some(scope) = self.scopes.get_mut(&number) else {
+        let Some(key) = self.next_in_wide_scope(number, path) else {
             return false;
         };
-        let rule = scope.key.rule;
-        let is_next = |key: &Key| key.rule == rule && key.dir == scope.key.dir && *key != scope.key;
-        let Some(key) = key.filter(is_next) else {
-            return false;
-        };
-        if purpose != Purpose::Write || !self.rules.rules()[rule].scope.is_wide() {
+        if purpose != Purpose::Write {
             return false;
         }
-        let is_written = scope.purpose == Purpose::Write;
-        if is_written && self.hosts == 0 && self.ends_with_next(rule) {
+        let is_written = self.scopes[&number].purpose == Purpose::Write;
+        if is_written && self.hosts == 0 && self.ends_with_next(key.rule) {
             self.end_previous(&key, actions);
         }
         let Some(scope) = self.scopes.get_mut(&number) else {
@@ -883,8 +885,33 @@ impl Machine {
         if !scope.is_over {
             scope.key = key;
             scope.event_seen = false;
+            scope.is_extended = true;
         }
         scope.is_over
+    }
+
+    /// The checkpoint that a path belongs to, where the path is in a scope of several directories that has another checkpoint.
+    fn next_in_wide_scope(&self, number: ScopeNumber, path: &LocatedPath) -> Option<Key> {
+        let (key, _) = self.key_of(path)?;
+        let scope = self.scopes.get(&number)?;
+        let is_beside = key.rule == scope.key.rule && key.dir == scope.key.dir;
+        let is_wide = self.rules.rules()[key.rule].scope.is_wide();
+        (is_wide && is_beside && key != scope.key).then_some(key)
+    }
+
+    /// With several hosts, before an operation: it is the event of a checkpoint in several directories, and waits until the hosts
+    /// have committed that, or cannot. In the second case both become one, whose event is the next one.
+    pub fn end_wide_scope(&mut self, operation: &Operation<'_>) -> Vec<Action> {
+        let mut actions = Vec::new();
+        let (Operation::Open { path, .. } | Operation::Change { path }) = *operation else {
+            return actions;
+        };
+        let number = self.open_scope_of(path.path());
+        let next = number.and_then(|number| self.next_in_wide_scope(number, path));
+        if let Some(key) = next.filter(|_| self.hosts > 0) {
+            self.end_previous(&key, &mut actions);
+        }
+        actions
     }
 
     /// A removal becomes the beginning of something new.

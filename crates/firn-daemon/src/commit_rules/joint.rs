@@ -6,7 +6,8 @@
 //!
 //! Promises
 //! * A part is prepared while no program changes it, and as its host has said that it is.
-//! * A close, rename or unlink that is the event waits while the hosts commit, and not for a host that still writes.
+//! * A close, rename or unlink that is the event waits while the hosts commit, and not for a host that still writes. The first
+//!   change of the next checkpoint does, where both are in one transaction.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -70,6 +71,8 @@ pub(super) enum EventKind {
     Close,
     /// A change of a name: the kernel has the directory locked until it is answered, so names are told it after that.
     Name,
+    /// The first change of the next checkpoint, which waits also for a host that still writes.
+    Next,
 }
 
 /// What is known of one scope.
@@ -536,7 +539,7 @@ impl CommitRules {
             loop {
                 match table.ends.get(scope) {
                     Some(end) if !end.is_committed => return Err(Errno::IO),
-                    Some(end) if end.is_settled || event == EventKind::Name => break,
+                    Some(end) if end.is_settled || event != EventKind::Close => break,
                     Some(_) | None => {}
                 }
                 let joint = table.joint.get(scope);
@@ -544,7 +547,8 @@ impl CommitRules {
                     return Err(Errno::IO);
                 }
                 let is_over = !table.scopes.contains_key(scope) && !table.ends.contains_key(scope);
-                if is_over || joint.is_some_and(|joint| joint.is_answered) {
+                let is_answered = joint.is_some_and(|joint| joint.is_answered);
+                if is_over || (is_answered && event != EventKind::Next) {
                     break;
                 }
                 if Instant::now() >= deadline {
