@@ -443,3 +443,63 @@ fn a_checkpoint_waits_until_the_pointer_that_was_there_is_written_again() {
         "a program that ends well has saved what it meant to"
     );
 }
+
+/// A machine of one host among two, with a step of a checkpoint in several directories that no program has open.
+fn wide_machine() -> Machine {
+    let mut machine = machine("openfoam");
+    machine.set_hosts(2);
+    let path = &machine.rules().locate(b"processor0/1/U");
+    make(&mut machine, 1, &Operation::Open { path, handle: 1 });
+    let close = Operation::Close {
+        handle: 1,
+        ending: Ending::Success,
+    };
+    assert_eq!(machine.after(1, &close, None, true), []);
+    machine
+}
+
+#[test]
+fn with_several_hosts_the_next_step_of_a_wide_scope_waits_for_their_commit() {
+    let mut machine = wide_machine();
+    let next = &machine.rules().locate(b"processor0/2/U");
+    let open = Operation::Open {
+        path: next,
+        handle: 2,
+    };
+    let actions = machine.end_wide_scope(&open);
+    assert_eq!(actions, [Action::Propose { scope: 1 }]);
+    assert!(machine.own_part(1).unwrap().has_event);
+    // The hosts commit it.
+    machine.committed(1);
+    assert_eq!(machine.end_wide_scope(&open), []);
+    let entered = machine.before(1, &open).unwrap();
+    assert!(matches!(
+        entered.actions[..],
+        [Action::Begin { scope: 2, .. }]
+    ));
+}
+
+#[test]
+fn a_step_that_joins_the_one_before_is_open_for_other_hosts_until_its_own_event() {
+    let mut machine = wide_machine();
+    let rules = Arc::clone(machine.rules());
+    let [two, three] =
+        ["processor0/2/U", "processor0/3/U"].map(|path| rules.locate(path.as_bytes()));
+    let open = |path, handle| Operation::Open { path, handle };
+    let close = |handle| Operation::Close {
+        handle,
+        ending: Ending::Success,
+    };
+    machine.end_wide_scope(&open(&two, 2));
+    // The hosts have not committed it in time.
+    make(&mut machine, 1, &open(&two, 2));
+    machine.after(1, &close(2), None, true);
+    let part = machine.own_part(1).unwrap();
+    assert!(!part.has_event && part.state.open == 1, "{part:?}");
+    assert_eq!(
+        machine.end_wide_scope(&open(&three, 3)),
+        [Action::Propose { scope: 1 }]
+    );
+    let part = machine.own_part(1).unwrap();
+    assert!(part.has_event && part.state.open == 0, "{part:?}");
+}

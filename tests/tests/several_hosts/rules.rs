@@ -262,3 +262,116 @@ fn a_rank_or_a_firnd_that_is_killed_leaves_the_checkpoints_of_both_hosts_whole()
         }
     }
 }
+
+/// A rule that keeps so many checkpoints, in a file of its own.
+fn keep_rule(pair: &Pair, keep: usize) -> String {
+    let path = pair.shared.path().join("site.rules");
+    fs::write(&path, format!("a step-*/ close:done keep={keep}\n")).expect("write the rules");
+    path.display().to_string()
+}
+
+/// Both hosts write their files of a step; the close of `done` waits for the commit.
+fn write_step(mounts: &[FirnMount<'_>; 2], step: u64) {
+    for (at, mount) in mounts.iter().enumerate() {
+        let dir = mount.join(&format!("step-{step}"));
+        fs::create_dir(&dir).expect("mkdir");
+        fs::write(dir.join(format!("model-{at}")), step.to_string()).expect("write");
+    }
+    let done = mounts[0].join(&format!("step-{step}/done"));
+    fs::write(done, "yes").expect("write");
+}
+
+fn steps_in(dir: &Path) -> Vec<u64> {
+    let names = fs::read_dir(dir).expect("read_dir");
+    let names = names.filter_map(|entry| {
+        let name = entry.expect("an entry").file_name().into_string().ok()?;
+        name.strip_prefix("step-")?.parse().ok()
+    });
+    let mut steps: Vec<u64> = names.collect();
+    steps.sort_unstable();
+    steps
+}
+
+fn wait_for_steps(dir: &Path, steps: &[u64]) {
+    wait_until(&format!("{} has {steps:?}", dir.display()), LIMIT, || {
+        steps_in(dir) == steps
+    });
+}
+
+#[track_caller]
+fn assert_whole(backing: &Path, step: u64, told: &str) {
+    let dir = backing.join(format!("step-{step}"));
+    for at in 0..2 {
+        let found = fs::read_to_string(dir.join(format!("model-{at}"))).unwrap_or_default();
+        assert_eq!(found, step.to_string(), "{told}: model-{at} of step {step}");
+    }
+    assert!(dir.join("done").exists(), "{told}: the end of step {step}");
+}
+
+/// Proves S-rule-6 and S-rule-14.
+#[test]
+fn of_two_hosts_one_removes_what_the_rule_does_not_keep() {
+    let pair = Pair::new("rules-keep-two");
+    let backing = pair.backing("kept");
+    let mounts = pair.mounts(&backing, &keep_rule(&pair, 2));
+    for step in 1..=4 {
+        write_step(&mounts, step);
+    }
+    wait_for_steps(&backing, &[3, 4]);
+    for mount in &mounts {
+        wait_for_steps(mount.path(), &[3, 4]);
+    }
+    [3, 4]
+        .iter()
+        .for_each(|step| assert_whole(&backing, *step, "kept"));
+    let removals = || {
+        let counts = mounts.iter().map(|mount| mount.status().rule_removals);
+        counts
+            .filter_map(|counts| counts.get("a").copied())
+            .sum::<u64>()
+    };
+    wait_until("each removal is counted once", LIMIT, || removals() == 2);
+    for mount in mounts {
+        mount.umount();
+    }
+    assert_eq!(steps_in(&backing), [3, 4]);
+}
+
+/// Proves S-rule-6.
+#[test]
+fn a_host_killed_while_it_removes_leaves_each_checkpoint_of_both_whole_or_gone() {
+    let seed = seed("rules_keep_of_hosts");
+    let mut random = generator(seed);
+    let pair = Pair::new("rules-keep-kill");
+    let backing = pair.backing("kept");
+    let rule = keep_rule(&pair, 1);
+    let mut newest = 0;
+    for round in 0..env_count("FIRN_CRASH_ROUNDS", 3) {
+        let mounts = pair.mounts(&backing, &rule);
+        for _ in 0..2 {
+            newest += 1;
+            write_step(&mounts, newest);
+        }
+        // Within what one removal takes: the moment decides how far it is.
+        std::thread::sleep(Duration::from_micros(random.random_range(0..40_000)));
+        let told = format!("round {round}, seed {seed}");
+        let [first, second] = mounts;
+        drop(first.kill());
+        umount(second);
+        for mount in pair.mounts(&backing, &rule) {
+            mount.umount();
+        }
+        let steps = steps_in(&backing);
+        println!("{told}: {steps:?}");
+        assert_eq!(steps.last(), Some(&newest), "{told}: the newest is there");
+        for step in steps {
+            assert_whole(&backing, step, &told);
+        }
+    }
+    let mounts = pair.mounts(&backing, &rule);
+    write_step(&mounts, newest + 1);
+    wait_for_steps(&backing, &[newest + 1]);
+    for mount in mounts {
+        mount.umount();
+    }
+}
