@@ -4,7 +4,7 @@
 //! `FIRN_TRACE` the only trace.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
+use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -273,11 +273,11 @@ fn keep_rule(pair: &Pair, keep: usize) -> String {
 /// Both hosts write their files of a step; the close of `done` waits for the commit.
 fn write_step(mounts: &[FirnMount<'_>; 2], step: u64) {
     for (at, mount) in mounts.iter().enumerate() {
-        let dir = mount.join(&format!("step-{step}"));
+        let dir = mount.join(format!("step-{step}"));
         fs::create_dir(&dir).expect("mkdir");
         fs::write(dir.join(format!("model-{at}")), step.to_string()).expect("write");
     }
-    let done = mounts[0].join(&format!("step-{step}/done"));
+    let done = mounts[0].join(format!("step-{step}/done"));
     fs::write(done, "yes").expect("write");
 }
 
@@ -371,6 +371,50 @@ fn a_host_killed_while_it_removes_leaves_each_checkpoint_of_both_whole_or_gone()
     let mounts = pair.mounts(&backing, &rule);
     write_step(&mounts, newest + 1);
     wait_for_steps(&backing, &[newest + 1]);
+    for mount in mounts {
+        mount.umount();
+    }
+}
+
+/// Proves S-rule-15 and S-rule-16.
+#[test]
+fn until_the_commit_each_host_sees_its_own_part_and_all_parts_count() {
+    let pair = Pair::new("rules-views");
+    let backing = pair.backing("shared");
+    let rules = pair.shared.path().join("site.rules");
+    let rule = "a step-*/ close:done model-*=writers\n";
+    fs::write(&rules, rule).expect("write the rules");
+    let mounts = pair.mounts(&backing, &rules.display().to_string());
+    let seen = |at: usize| -> BTreeSet<String> {
+        let names = fs::read_dir(mounts[at].join("step-1")).expect("read_dir");
+        let names = names.map(|entry| entry.expect("an entry").file_name());
+        names
+            .map(|name| name.to_string_lossy().into_owned())
+            .collect()
+    };
+    let names = |names: &[&str]| names.iter().map(ToString::to_string).collect();
+    fs::create_dir(mounts[0].join("step-1")).expect("mkdir");
+    fs::write(mounts[0].join("step-1/model-0"), "0").expect("write");
+    // The event comes, and one host of two has written.
+    fs::write(mounts[0].join("step-1/done"), "yes").expect("write");
+    assert!(!mounts[1].join("step-1").exists());
+    fs::create_dir(mounts[1].join("step-1")).expect("mkdir");
+    let writer = File::create(mounts[1].join("step-1/model-1")).expect("create");
+    assert_eq!(seen(0), names(&["done", "model-0"]));
+    assert_eq!(seen(1), names(&["model-1"]));
+    wait_until("it waits for the file that is open", LIMIT, || {
+        let mut parts = mounts[0].status().transactions.into_iter();
+        let on = |what: &String| what.contains("1 files to be closed on");
+        parts.any(|part| part.waits_for.as_ref().is_some_and(on))
+    });
+    assert_eq!(steps_in(&backing), [0_u64; 0]);
+    drop(writer);
+    wait_for_steps(&backing, &[1]);
+    for at in 0..2 {
+        wait_until("each host sees the whole", LIMIT, || {
+            seen(at) == names(&["done", "model-0", "model-1"])
+        });
+    }
     for mount in mounts {
         mount.umount();
     }
