@@ -419,3 +419,42 @@ fn until_the_commit_each_host_sees_its_own_part_and_all_parts_count() {
         mount.umount();
     }
 }
+
+/// Proves S-rule-14.
+#[test]
+fn the_next_step_in_several_directories_waits_until_the_hosts_have_committed_the_last() {
+    let pair = Pair::new("rules-wide");
+    let backing = pair.backing("case");
+    for at in 0..2 {
+        fs::create_dir(backing.join(format!("processor{at}"))).expect("mkdir");
+    }
+    let mounts = pair.mounts(&backing, "openfoam");
+    let [first, second] = [0, 1].map(|at| mounts[at].join(format!("processor{at}")));
+    for dir in [&first, &second] {
+        fs::create_dir(dir.join("1")).expect("mkdir");
+    }
+    fs::write(first.join("1/U"), "0").expect("write");
+    let writer = File::create(second.join("1/U")).expect("create");
+    std::thread::scope(|scope| {
+        let next = scope.spawn(|| fs::create_dir(first.join("2")));
+        wait_until("it waits for the file that is open", LIMIT, || {
+            let mut parts = mounts[0].status().transactions.into_iter();
+            let on = |what: &String| what.contains("1 files to be closed on");
+            parts.any(|part| part.waits_for.as_ref().is_some_and(on))
+        });
+        assert!(!next.is_finished());
+        drop(writer);
+        next.join().expect("a thread").expect("mkdir");
+    });
+    for at in 0..2 {
+        let kept = backing.join(format!("processor{at}"));
+        wait_until("the step of both hosts is there", LIMIT, || {
+            kept.join("1/U").exists()
+        });
+        assert!(!kept.join("2").exists(), "the next one is not complete");
+    }
+    for mount in mounts {
+        mount.umount();
+    }
+    assert!(!backing.join("processor0/2").exists());
+}
