@@ -58,7 +58,7 @@ fn installed(outcome: &Outcome) -> Vec<&str> {
     let line = outcome
         .stdout
         .lines()
-        .find(|line| line.contains(" install "));
+        .find(|line| line.starts_with("apt-get install "));
     line.unwrap_or_default().split_whitespace().collect()
 }
 
