@@ -141,9 +141,10 @@ pub fn recover(
     if !files.arena.exists() && prefix.is_none() {
         process::prepare();
         return match logs::end_removals(&backing, &request.options) {
-            Ok(()) => report_last_boot(&backing, &request.options, &files.arena),
-            // Who has it mounted ends them.
-            Err(AttachError::Held { .. }) => report_decided(&backing),
+            // Held: another host has it mounted, and ends the removals.
+            Ok(()) | Err(AttachError::Held { .. }) => {
+                report_last_boot(&backing, &request.options, &files.arena)
+            }
             Err(error) => Err(error.into()),
         };
     }
