@@ -6,9 +6,8 @@ use std::time::Duration;
 use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
 
 use super::wait::parse_timeout_ms;
-use crate::failure::{DONE, FAILED, Failure};
+use crate::failure::{DONE, Failure};
 use crate::output::{self, Paint};
-use crate::text;
 use crate::top::sampler::Wanted;
 use crate::top::terminal::{once, show};
 use crate::verb::Verb;
@@ -37,7 +36,7 @@ pub const VERB: Verb = Verb {
     ],
     exits: &[
         (0, "ended by the user, or by a signal that asks for it"),
-        (1, "the terminal cannot be used, or PATH is not there"),
+        (1, "the terminal cannot be used"),
         (2, "there is no terminal, and no --once"),
     ],
     args: TopArgs::augment_args,
@@ -82,15 +81,6 @@ fn parse_size(text: &str) -> Result<(u16, u16), String> {
 
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = TopArgs::from_arg_matches(matches)?;
-    if let Some(path) = &args.path
-        && let Err(error) = path.metadata()
-        && error.kind() == std::io::ErrorKind::NotFound
-    {
-        return Err(Failure::new(
-            FAILED,
-            format!("{}: {error}", text::path(path)),
-        ));
-    }
     let wanted = Wanted {
         every: Duration::from_millis(args.every),
         directory: args.path.clone().filter(|_| !args.job),
