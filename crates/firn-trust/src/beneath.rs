@@ -202,7 +202,7 @@ pub fn remove_object(dir: impl AsFd, name: &OsStr, object: ObjectId) -> Result<(
 
 /// Visits what `name` names in `dir`, and all below where it is a directory, as far as it belongs to user `uid`: what
 /// others put there, and what vanishes meanwhile, is not visited. Paths are relative to `dir`. What is told of each is what the
-/// file system says now ([`stat_now`]).
+/// file system says now (`stat_now`).
 pub fn visit_own(
     dir: impl AsFd,
     name: &OsStr,
