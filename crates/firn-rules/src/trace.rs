@@ -490,8 +490,6 @@ impl Player {
                     self.take(line, more);
                     continue;
                 }
-                // One host has no others to ask.
-                Action::Propose { .. } => continue,
                 Action::Rotate { rule, dir } => {
                     let names = self.names.iter().map(|name| self.locate(name));
                     let names: Vec<LocatedPath> = names.collect();
@@ -499,9 +497,7 @@ impl Player {
                     self.take(line, more);
                     continue;
                 }
-                Action::Remove {
-                    scope, rule, tops, ..
-                } => {
+                Action::Remove { scope, rule, tops } => {
                     let tops = shown(&tops);
                     let is_gone = |name: &String| {
                         let at = |top: &String| name.strip_prefix(top.as_str());

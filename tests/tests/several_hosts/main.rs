@@ -8,7 +8,6 @@ mod log_reads;
 mod moosefs;
 mod peers;
 mod placement;
-mod rules;
 mod shared_names;
 mod slurm;
 mod tokens;

@@ -85,16 +85,9 @@ impl Part for Transactions {
             forget: Arc::clone(&self.forget),
         };
         if let Some(rules) = &self.rules {
-            let watching = Arc::clone(rules);
-            let started = spawn_thread("firn-exits", move || watching.watch_exits());
+            let rules = Arc::clone(rules);
+            let started = spawn_thread("firn-exits", move || rules.watch_exits());
             started.map_err(MountError::io("start the thread that watches writers"))?;
-            if rules.has_hosts() {
-                let rules = Arc::clone(rules);
-                let started = spawn_thread("firn-rule-hosts", move || rules.watch_hosts());
-                started.map_err(MountError::io(
-                    "start the thread that commits with other hosts",
-                ))?;
-            }
         }
         let watch = move || owners.watch(&scopes);
         spawn_thread("firn-owners", watch).map_err(MountError::io(
@@ -135,7 +128,7 @@ impl Part for Transactions {
     fn prepare_end(&self) {
         // What is not complete now is dropped.
         if let Some(rules) = &self.rules {
-            rules.end_all();
+            rules.abort_all();
         }
         leave(&self.gate);
         give_up(&self.gate);

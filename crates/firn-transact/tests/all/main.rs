@@ -13,7 +13,6 @@ mod hidden;
 mod history;
 mod hosts;
 mod inline;
-mod joint;
 mod names;
 mod oracle;
 mod planted;
