@@ -34,7 +34,7 @@ use super::{frontend_here, prune, restart};
 use crate::failure::{DONE, FAILED, Failure, PARTLY, USAGE};
 use crate::progress::Meter;
 use crate::report;
-use crate::verb::umount::wait_for_end;
+use crate::verb::umount::{failure_of, wait_for_end};
 
 /// The first argument under which the binary is this.
 pub const NAME: &str = "run-host";
@@ -364,10 +364,7 @@ impl HostMount {
         report.held_bytes = before.held_bytes;
         report.arena = before.arena.into();
         let (firnd, ended) = connection.unmount(force, policy, show)?;
-        let written_files = ended.map_err(|failure| match policy {
-            HeldPolicy::Drain => Failure::new(PARTLY, failure.to_string()),
-            _ => Failure::from(failure),
-        })?;
+        let written_files = ended.map_err(|error| failure_of(error, &place.mount))?;
         wait_for_end(&firnd, false);
         self.place.remove_default_prefix();
         if written_files > 0 {
