@@ -214,14 +214,7 @@ fn system_with(
     variables: &[(&str, String)],
     seed: Option<u64>,
 ) -> anyhow::Result<()> {
-    cargo(&mut cargo_command(&[
-        "build",
-        "--release",
-        "-p",
-        "firn",
-        "-p",
-        "firn-preload",
-    ]))?;
+    build_release(&["firn", "firn-preload"])?;
     let target = ["test", "--release", "-p", "firn-tests", "--test", program];
     require_test(&target, filter)?;
     let mut command = cargo_command(&target);
@@ -231,6 +224,15 @@ fn system_with(
         .env("FIRN_TEST_LIMIT_S", TEST_LIMIT_S.to_string());
     if let Some(seed) = seed {
         command.env("FIRN_SEED", seed.to_string());
+    }
+    cargo(&mut command)
+}
+
+/// Builds these packages as users have them.
+fn build_release(packages: &[&str]) -> anyhow::Result<()> {
+    let mut command = cargo_command(&["build", "--release"]);
+    for package in packages {
+        command.args(["-p", package]);
     }
     cargo(&mut command)
 }

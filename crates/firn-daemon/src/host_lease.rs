@@ -219,12 +219,11 @@ impl HostLease {
         } else {
             uses.first().copied().unwrap_or(LeaseUse::Tokens)
         };
-        let report = last.and_then(|beat| beat.report());
-        let report = report.and_then(|report| serde_json::from_value(report).ok());
+        let report = last.as_ref().and_then(report_in);
         self.held = Some(Held::take(base, dir, purpose, host, &self.backing)?);
         Ok(Some(Estate {
             has_transactions,
-            held_bytes: report.map_or(0, |report: HostReport| report.held_bytes),
+            held_bytes: report.map_or(0, |report| report.held_bytes),
         }))
     }
 
@@ -400,10 +399,7 @@ fn find_leases_of_arena(
         };
         let me = this_process(&host)?;
         let device = base.attr(&dir).map_err(|errno| refused(errno.into()))?.dev;
-        let report = beat
-            .report()
-            .and_then(|report| serde_json::from_value(report).ok());
-        let was_its = report.is_some_and(|report: HostReport| report.arena.as_path() == arena);
+        let was_its = report_in(&beat).is_some_and(|report| report.arena.as_path() == arena);
         let is_dead = !beat.is_released() && beat.is_settled_by_lock(&me.boot, device);
         let purpose = beat.uses().and_then(|uses| uses.first().copied());
         if let Some(purpose) = purpose.filter(|_| was_its && is_dead) {
@@ -449,11 +445,9 @@ pub(crate) fn release_of_last_boot(
     };
     let me = this_process(host)?;
     let is_of_last_boot = beat.holder().is_some_and(|holder| holder.boot != me.boot);
-    let report = beat
-        .report()
-        .and_then(|report| serde_json::from_value::<HostReport>(report).ok());
     // Another user of this host may have had it.
-    let Some(report) = report.filter(|report| report.arena.as_path() == arena) else {
+    let is_ours = |report: &HostReport| report.arena.as_path() == arena;
+    let Some(report) = report_in(&beat).filter(is_ours) else {
         return Ok(None);
     };
     let purpose = beat.uses().and_then(|uses| uses.first().copied());
@@ -470,6 +464,12 @@ pub(crate) fn release_of_last_boot(
     // What others saw of it stays seen: its logs and transactions are in the backing.
     let _ = lease.release(&base, None);
     Ok(Some(report.held_bytes))
+}
+
+/// What a host said of itself with a beat; none: nothing, or what this version does not read.
+fn report_in(beat: &Beat) -> Option<HostReport> {
+    beat.report()
+        .and_then(|report| serde_json::from_value(report).ok())
 }
 
 fn this_process(host: &str) -> Result<Holder, AttachError> {

@@ -56,6 +56,13 @@ pub enum Life {
     Left,
 }
 
+impl Life {
+    /// Whether the host may still have the backing mounted.
+    pub fn may_live(self) -> bool {
+        matches!(self, Self::Alive | Self::Silent)
+    }
+}
+
 /// What the answer whether a host lives rests on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]

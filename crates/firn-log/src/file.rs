@@ -241,8 +241,8 @@ impl<B: Backing> LoggedFile<B> {
         self.looks.lock().last_tried.is_some()
     }
 
-    /// Opens the generations that a listing of this call's own has. The listing was begun at `began`; where somebody has looked
-    /// at a later one, it says nothing. Where a generation cannot be read, the file is not read before a later look.
+    /// Opens the generations of a listing that this call made, beginning at `began`. A look at a later listing makes this one
+    /// void. Where a generation cannot be read, the file is not read before a later look.
     pub(crate) fn look(
         &self,
         place: &Place<'_, B>,

@@ -121,7 +121,7 @@ impl Found {
 }
 
 /// The directory of a path; empty: the top.
-pub(crate) fn parent_of(path: &[u8]) -> &[u8] {
+pub fn parent_of(path: &[u8]) -> &[u8] {
     let end = path.iter().rposition(|byte| *byte == b'/').unwrap_or(0);
     &path[..end]
 }

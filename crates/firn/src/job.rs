@@ -135,7 +135,7 @@ impl Host {
 
     /// Whether its figures are those of a mount that drains.
     fn is_running(&self) -> bool {
-        matches!(self.state, Life::Alive | Life::Silent)
+        self.state.may_live()
     }
 
     /// Order of trouble: the smaller, the worse.

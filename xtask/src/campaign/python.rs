@@ -9,7 +9,7 @@ use std::process::Command;
 
 use anyhow::{Context, bail};
 
-use super::{cargo, cargo_command, root, target_dir};
+use super::{build_release, cargo, root, target_dir};
 
 /// What installs the releases.
 const UV: &str = "uv==0.13.9";
@@ -26,16 +26,7 @@ pub struct Length {
 
 /// Runs the tests with both sets, then the bench with the newest.
 pub fn run(length: &Length) -> anyhow::Result<()> {
-    cargo(&mut cargo_command(&[
-        "build",
-        "--release",
-        "-p",
-        "firn",
-        "-p",
-        "firn-preload",
-        "-p",
-        "firn-c",
-    ]))?;
+    build_release(&["firn", "firn-preload", "firn-c"])?;
     let tools = target_dir().join("tools/python-adapters");
     let uv = install_uv(&tools)?;
     for set in SETS {

@@ -10,7 +10,7 @@ use std::os::unix::ffi::OsStrExt;
 
 use firn_backing::{Errno, Kind};
 use firn_engine::{Cached, InodeId, ROOT};
-use firn_rules::{LocatedPath, ScopeNumber};
+use firn_rules::{LocatedPath, ScopeNumber, parent_of};
 use firn_transact::machine::Pending;
 
 use super::{CommitRules, Transaction, errno_of, name_of, shown};
@@ -33,12 +33,6 @@ impl Drop for Looked<'_> {
 struct Listed {
     name: OsString,
     kind: Kind,
-}
-
-/// The directory of a path, empty where it is the mount's top.
-fn parent_of(path: &[u8]) -> &[u8] {
-    let end = path.iter().rposition(|byte| *byte == b'/').unwrap_or(0);
-    &path[..end]
 }
 
 fn join(dir: &[u8], name: &OsStr) -> Vec<u8> {

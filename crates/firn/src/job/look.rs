@@ -114,7 +114,7 @@ impl Job {
         match hosts.iter().filter(says_nothing).count() {
             0 => {}
             silent => notes.push(format!(
-                "the sums are without {}, which has not said yet what it has",
+                "the sums are without {}: no report yet",
                 text::count(silent as u64, "host")
             )),
         }
@@ -170,8 +170,8 @@ fn tell_of_mount(error: &Unanswered, patience: Duration) -> Option<String> {
     let seconds = text::seconds(patience.as_secs_f64());
     match error {
         Unanswered::Late => Some(format!(
-            "the firnd of this host's mount did not answer within {seconds}: what is shown of it is its last beat, and nothing where it \
-             shows itself to no other host"
+            "the firnd of this host's mount did not answer within {seconds}: its row shows its last beat; a mount \
+             that shares nothing with other hosts has no row"
         )),
         // What is wrong with the path is told once, of the backing.
         Unanswered::Refused { code, .. } if *code == Some(NOT_FIRN) || *code == Some(USAGE) => None,

@@ -53,7 +53,7 @@ fn of_lease(
             .report
             .and_then(|report| serde_json::from_value(report).ok()),
     };
-    let is_living = matches!(lease.life, Life::Alive | Life::Silent);
+    let is_living = lease.life.may_live();
     let age = lease.beat_age_seconds;
     let mounted = report
         .as_ref()
@@ -142,7 +142,7 @@ fn is_rebooted(lease: &LeaseSeen, boot: &str) -> bool {
 
 /// What hosts that live do otherwise than most of them; where two ways are as frequent, than the first by name.
 fn name_differences(hosts: &mut [Host]) {
-    let living = |host: &&Host| matches!(host.state, Life::Alive | Life::Silent);
+    let living = |host: &&Host| host.state.may_live();
     let mut names: Vec<String> = hosts
         .iter()
         .flat_map(|host| host.options.keys().cloned())
@@ -273,7 +273,7 @@ pub(super) mod tests {
                 Life::Dead | Life::Left => Evidence::Lock,
                 _ => Evidence::ServerClock,
             },
-            is_locked: matches!(life, Life::Alive | Life::Silent),
+            is_locked: life.may_live(),
             beat_age_seconds: Some(if life == Life::Alive { 0.7 } else { 65.0 }),
             holder: Some(Holder {
                 host: host.into(),

@@ -141,23 +141,7 @@ pub(super) fn print(listed: &[ListedCheckpoint], as_json: bool) -> Result<(), Fa
     }
     let mut rows = vec![HEAD.map(str::to_owned)];
     rows.extend(listed.iter().map(row));
-    let width = |column: usize| {
-        let cells = rows.iter().map(|row| row[column].chars().count());
-        cells.max().unwrap_or(0)
-    };
-    // The name is the last one, and ends where it ends.
-    let widths: [usize; HEAD.len() - 1] = std::array::from_fn(width);
-    let mut text = String::new();
-    for row in &rows {
-        for (column, width) in widths.iter().enumerate() {
-            let cell = &row[column];
-            text += &match HEAD[column] {
-                "STEP" | "FILES" | "SIZE" | "OPEN" => format!("{cell:>width$}  "),
-                _ => format!("{cell:<width$}  "),
-            };
-        }
-        text += &row[HEAD.len() - 1];
-        text.push('\n');
-    }
-    output::print(&text)
+    text::pad_columns(&mut rows, &["STEP", "FILES", "SIZE", "OPEN"]);
+    let lines = rows.iter().map(|row| row.join("  ") + "\n");
+    output::print(&lines.collect::<String>())
 }

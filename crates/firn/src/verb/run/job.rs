@@ -31,7 +31,7 @@ const PASSED_ON: [i32; 7] = [SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2,
 const BEATS: u32 = 5;
 /// How often it is looked at whether one is lost.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
-/// Events that wait at most. A host that says more than is read has to wait.
+/// Events in the queue at most. A reader of a host's output waits for room in it.
 const EVENTS_MAX: usize = 1024;
 /// How long a host may be silent before it has a mount: a launcher may have to wait for other work, and the first thing that
 /// a mount does is to recover what an earlier one held.
@@ -96,7 +96,7 @@ pub(super) struct Job<'a> {
     running: Vec<Running>,
     sender: SyncSender<Event>,
     events: Receiver<Event>,
-    /// Events that were taken since hosts were looked at that say nothing.
+    /// Events that were taken since the last look for lost hosts.
     taken: usize,
     /// Notices that were told already, without the host.
     told: Vec<String>,
@@ -440,7 +440,7 @@ impl<'a> Job<'a> {
 
     /// The next thing that happens, which is done as far as it is about hosts; none: nothing for a while.
     fn next_event(&mut self) -> Option<Event> {
-        // This process may have been stopped, with words of all hosts waiting: they are taken first.
+        // This process may have been stopped meanwhile: the words of all hosts are taken before one counts as lost.
         let mut event = None;
         if self.taken < EVENTS_MAX {
             event = self.events.try_recv().ok();
