@@ -608,6 +608,10 @@ impl CommitRules {
     }
 
     fn close_handle(&self, handle: HandleId, ending: Ending) -> Result<(), Errno> {
+        // Writers that have ended are not counted in a need.
+        if self.knows(handle) && self.exits.has_untold_end() {
+            self.exits.wait_until_told();
+        }
         let mut table = self.table.lock();
         let Some(open) = table.handles.remove(&handle.0) else {
             return Ok(());

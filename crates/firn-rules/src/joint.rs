@@ -49,7 +49,7 @@ pub struct HostState {
     pub living: usize,
     /// Jobs that go on, of writers that have ended well.
     pub idle_jobs: usize,
-    /// All that wrote.
+    /// Writers that a need counts: those that live.
     pub writers: usize,
     /// Those of the checkpoint before.
     pub writers_before: usize,

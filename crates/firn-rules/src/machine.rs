@@ -235,6 +235,7 @@ struct Committed {
     key: Key,
     tops: BTreeSet<Vec<u8>>,
     files: BTreeSet<Vec<u8>>,
+    /// Writers that lived when it was committed.
     writers: usize,
 }
 
@@ -435,7 +436,7 @@ impl Machine {
                 // A removal that is made waits for a newer checkpoint, and not for programs.
                 living: scope.living.len().max(usize::from(!is_write)),
                 idle_jobs: scope.idle_jobs.len(),
-                writers: scope.writers.len(),
+                writers: scope.living.len(),
                 writers_before: newest.map_or(0, |newest| newest.writers),
                 needs: if is_write {
                     rule.needs.iter().map(need).collect()
@@ -1182,6 +1183,11 @@ impl Machine {
                     self.closed(number, &path, &mut actions);
                 }
             }
+            // One writer less is counted.
+            let scope = &self.scopes[&number];
+            if scope.purpose == Purpose::Write && !scope.living.is_empty() {
+                self.try_commit(number, &mut actions);
+            }
             self.end_if_left(number, &mut actions);
         }
         actions
@@ -1320,7 +1326,7 @@ impl Machine {
                 Count::Renewed => 0,
                 Count::Writers => {
                     let before = newest.map_or(0, |newest| newest.writers);
-                    scope.writers.len().max(before)
+                    scope.living.len().max(before)
                 }
                 Count::Same => newest.map_or(0, |newest| {
                     count_files(&newest.files, &newest.tops, need, (is_dir, &scope.key.dir))
@@ -1380,7 +1386,7 @@ impl Machine {
             .cloned()
             .collect();
         let committed = Committed {
-            writers: scope.writers.len(),
+            writers: scope.living.len(),
             tops: there,
             files: scope.files,
             key: scope.key,

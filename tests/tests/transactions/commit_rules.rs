@@ -159,7 +159,7 @@ fn the_commands_of_a_script_write_one_checkpoint_which_goes_with_the_script() {
     let sandbox = Sandbox::new("rules-script");
     let mount = FirnMount::new(&sandbox, "arena-size=64M,chunk-size=1M,rules=hf");
     let save = "set -e; mkdir checkpoint-1; head -c 9999 /dev/zero > checkpoint-1/model; cd checkpoint-1
-        cp model optimizer; mv optimizer optimizer.pt; [ ! -d ../../backing/checkpoint-1 ]; date > trainer_state.json
+        cp model optimizer; mv optimizer optimizer.pt; cp model rng_state.pth; [ ! -d ../../backing/checkpoint-1 ]; date > trainer_state.json
         [ -f ../../backing/checkpoint-1/optimizer.pt ]";
     // In the background, its own parent being gone: so it is a job of its own.
     let in_background = |script: &str| {
