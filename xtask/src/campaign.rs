@@ -28,6 +28,15 @@ pub enum Campaign {
         #[arg(long)]
         seed: Option<u64>,
     },
+    /// kill -9 of firnd under programs that go on: no program sees an error
+    Takeover {
+        /// Kills
+        #[arg(long, default_value_t = 200)]
+        kills: u64,
+        /// Repeats a campaign
+        #[arg(long)]
+        seed: Option<u64>,
+    },
     /// MPI programs on four hosts with kill -9 of firnd: every write of a rank that returned is there
     Mpi {
         /// Jobs
@@ -150,6 +159,10 @@ impl Campaign {
                     length,
                     seed,
                 )
+            }
+            Self::Takeover { kills, seed } => {
+                let length = ("FIRN_TAKEOVER_KILLS", kills);
+                system("life", "takeover", length, seed)
             }
             Self::Mpi { rounds, seed } => system(
                 "mpi",
