@@ -418,7 +418,7 @@ impl<'a, B: Backing> Apply<'a, B> {
         }
         let to = self.base.open(&inode, Access::ReadWrite)?;
         if may_grow {
-            // Another host's part may be longer. Nobody else has what lies in these ranges.
+            // Another host's part may be longer. These ranges hold no bytes of other hosts.
             if data.size > size {
                 self.base.set_len(&to, data.size)?;
             }

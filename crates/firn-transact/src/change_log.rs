@@ -219,7 +219,7 @@ pub struct Entry {
     pub before: Vec<Place>,
     /// Names that it has only after.
     pub after: Vec<Place>,
-    /// One name that it has before and after, for who looks for it.
+    /// One name that the object has before and after, for a caller that looks for the object.
     pub stays: Option<Place>,
     /// The way to it from the scope's top, which is not in it, down to its own name.
     pub path: Vec<Link>,
@@ -392,7 +392,7 @@ impl ChangeLog {
         Ok(log)
     }
 
-    /// Whoever opens a name of this log stays in the directory that the log means.
+    /// Checks that no name of this log leads out of the directory that the log describes.
     pub(crate) fn check_names(&self) -> Result<(), LogError> {
         check(is_path(&self.scope))?;
         if let Some(top) = &self.top {

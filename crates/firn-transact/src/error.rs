@@ -1,7 +1,7 @@
 //! Why a transaction could not be begun, prepared, voted on, committed, aborted or restored.
 //!
-//! Each verb has an enum of what its caller can tell apart. What Firn stored, and what the backing says, can stop any
-//! of them: that is a [`StoreError`]. Who runs one verb or another takes [`TransactionError`].
+//! Each verb has an enum of what its caller can tell apart. Any verb can also fail because of Firn's stored records
+//! or the backing: that is a [`StoreError`]. A caller that runs different verbs takes [`TransactionError`].
 
 use firn_backing::Errno;
 use firn_format::quote::quoted;

@@ -31,7 +31,7 @@
 //!   written twice.
 //!
 //! Relies on
-//! * Nobody else changing the scope in the backing while a transaction is open.
+//! * While a transaction is open, only Firn changes the scope in the backing.
 //! * `.firn/` being on the same file system as all of the scope.
 
 mod apply;

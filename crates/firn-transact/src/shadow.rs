@@ -18,8 +18,8 @@
 //! there up to where the log before begins.
 //!
 //! Relies on
-//! * What is saved of an object being saved once, for all hosts: a record is published under the inode's number
-//!   with a link or rename that replaces nothing, before the first change of whoever published it.
+//! * What is saved of an object being saved once, for all hosts: a host publishes the record under the inode's number
+//!   before its own first change, with a link or rename that replaces nothing.
 //! * Directories naming the inode numbers that stat(2) tells.
 
 use std::collections::HashMap;

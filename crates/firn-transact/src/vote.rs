@@ -340,7 +340,7 @@ impl<B: Backing> Votes<B> {
     }
 
     /// Decides for all hosts that there is no commit; fails with [`StageError::Decided`] where there is one. Does
-    /// nothing if this host's part is not prepared any more: somebody else has ended it.
+    /// nothing if another thread has ended this host's prepared part.
     pub fn call_commit_off(&self, id: u64, scope: &[u8]) -> Result<(), VoteError> {
         let _stays = Claim::own(&self.leaving);
         let is_prepared = |one: &Scope<B>| one.path == scope && one.stage() == Stage::Prepared(id);
@@ -350,8 +350,8 @@ impl<B: Backing> Votes<B> {
         }
     }
 
-    /// Decides for all hosts, if nobody has: whether the outcome is the one that is wanted. A commit needs a verdict
-    /// of no conflict.
+    /// Decides for all hosts, if there is no decision yet: whether the outcome is the wanted one. A commit needs a
+    /// verdict of no conflict.
     pub(crate) fn decide_vote(&self, id: u64, scope: &[u8], commit: bool) -> Result<(), VoteError> {
         let Some(members) = &self.home.members else {
             return Ok(());

@@ -1,5 +1,5 @@
-//! Two hosts that write one scope of names, with the steps that commit rules take: they commit it together or not at all,
-//! whoever dies when.
+//! Two hosts that write one scope of names, with the steps that commit rules take: they commit it together or not at
+//! all, for every order of deaths.
 
 use crate::common;
 
@@ -223,7 +223,7 @@ fn step(
     Ok(())
 }
 
-/// All steps of both hosts in turns; who was hit by a crash.
+/// All steps of both hosts in turns. Returns the index of the host that a crash hit.
 fn run(
     hosts: &[Option<Host>; 2],
     parts: &mut [Part; 2],
