@@ -96,14 +96,14 @@ pub struct LogBacking<B: Backing> {
     forgotten: AtomicU64,
     /// Containers of files that this host was removing when it ran last.
     marked: Mutex<HashSet<String>>,
-    /// Hosts that were found to be gone, and whose removals were ended; none before somebody has looked.
+    /// Hosts that were found to be gone, and whose removals were ended; None before the first search.
     hosts_gone: Mutex<Option<HostsGone>>,
 }
 
 struct Files<B: Backing> {
     /// Those that have containers, and those that this host has open for writing.
     known: HashMap<FileId, Arc<LoggedFile<B>>>,
-    /// Those that this host is taking the last name from: whoever opens one makes no container without a mark.
+    /// Files whose last name this host is removing: an open of one makes no container without a mark.
     dying: HashSet<FileId>,
     /// When the containers were listed last, or are being listed.
     listed: Option<Instant>,
@@ -244,7 +244,7 @@ impl<B: Backing> LogBacking<B> {
         &self.below
     }
 
-    /// The same, with at most so many bytes of sorted indexes in memory.
+    /// The same, with at most `bytes` bytes of sorted indexes in memory.
     #[must_use]
     pub fn with_memory(self, bytes: u64) -> Self {
         let memory = Memory::new(bytes);
@@ -497,7 +497,7 @@ impl<B: Backing> LogBacking<B> {
         Ok(())
     }
 
-    /// Other hosts see that this one writes to the file: nobody flattens it meanwhile.
+    /// Shows other hosts that this one writes to the file, so that none of them flattens it.
     fn begin_writing(&self, file: &LogFile<B>, opened: &Opened<B>) -> Result<()> {
         let plain = || self.plain_len(file);
         let place = self.place();

@@ -15,15 +15,15 @@ use firn_backing::{Backing, Errno, Result};
 
 /// Before the backing is asked again.
 const LOOK_AGAIN: Backoff = Backoff::new(Duration::from_millis(1), Duration::from_millis(100));
-/// So long nobody waits again for what was waited for in vain.
+/// After a wait in vain, no thread waits again for this long.
 const VAIN_FOR: Duration = Duration::from_secs(60);
 
 /// How long a file is waited for whose backing may be behind.
 #[derive(Default)]
 pub(crate) struct Behind {
-    /// When somebody waited in vain.
+    /// When a thread last waited in vain.
     in_vain: Mutex<Option<Instant>>,
-    /// What was wrong when somebody looked last.
+    /// Fault that the last look found.
     fault: Mutex<Option<String>>,
 }
 

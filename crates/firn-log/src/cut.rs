@@ -1,8 +1,8 @@
 //! Where what a host wrote ends: the cuts of the file, as they concern the frames of one index.
 //!
-//! A cut hides only what its host had seen: of each index the frames that begin before a certain byte ([`Limit`]), and of
-//! its own index those before the cut. A frame that no cut had seen ends nowhere, whatever its epoch is. Who makes the file
-//! longer says so with a frame that hides nothing ([`Growth`]), and that a later cut hides as it does bytes.
+//! A cut hides only what its host had seen: of each index the frames that begin before a certain byte ([`Limit`]), and
+//! of its own index those before the cut. A frame that no cut had seen ends nowhere, whatever its epoch is. A host that
+//! makes the file longer writes a frame that hides nothing ([`Growth`]); a later cut hides that frame as it does bytes.
 //!
 //! So the rule needs no order of cuts: a frame ends at the shortest length of all cuts that had seen it.
 

@@ -46,7 +46,7 @@ pub(crate) const HEAD: &str = "head";
 /// Why a container cannot be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum HeadError {
-    /// It is not there, and somebody has written to the container.
+    /// It is not there, and the container has writes.
     #[error("it is missing: the container is half removed")]
     Missing,
     /// It is not as it was written.
@@ -65,8 +65,8 @@ pub enum HeadError {
 }
 
 impl Head {
-    /// That of the container that has a name of this file and generation. The first generation lies over the plain file, of
-    /// which so many bytes count.
+    /// Head of the container that has a name of this file and generation. The first generation lies over the plain
+    /// file, of which `plain_bytes` bytes count.
     pub(crate) fn new(file: FileId, generation: u32, plain_bytes: u64) -> Self {
         Self {
             file,
@@ -124,7 +124,7 @@ impl Head {
         }
     }
 
-    /// Puts it into a container that has none. Whoever came first is right.
+    /// Puts the head into a container that has none. The first host that puts one wins.
     pub(crate) fn put<B: Backing>(&self, base: &B, dir: &B::Inode) -> Result<(), Errno> {
         let text = self.encode();
         let put = base.symlink(&own_caller(), dir, OsStr::new(HEAD), OsStr::new(&text));
@@ -167,7 +167,7 @@ pub(crate) fn load<B: Backing>(
     })
 }
 
-/// Whether somebody has written to a container, which may be gone.
+/// Whether a container, which may be gone, has writes.
 pub(crate) fn has_index<B: Backing>(base: &B, dir: &B::Inode) -> Result<bool, Errno> {
     let names = list(base, dir)?;
     Ok(names.iter().any(|name| Writer::of_index(name).is_some()))

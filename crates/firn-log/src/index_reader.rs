@@ -10,7 +10,7 @@ use crate::resolve::WriterId;
 
 /// Bytes of an index that are read at once; larger than any frame.
 pub(crate) const INDEX_READ_BYTES: usize = 2 << 20;
-/// So many are read first: who looks often finds nothing or little, and memory for more takes longer than the call.
+/// Bytes of the first read: frequent looks find nothing or little, and memory for more takes longer than the call.
 const INDEX_LOOK_BYTES: usize = 16 << 10;
 
 /// Frames of one index that were not known.

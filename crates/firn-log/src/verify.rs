@@ -36,7 +36,7 @@ pub struct Finding {
 /// What may be wrong.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// Somebody else may have written it.
+    /// Another user may have written it.
     Distrusted(String),
     /// The container cannot be read.
     Head(HeadError),

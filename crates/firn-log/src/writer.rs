@@ -15,7 +15,7 @@ use crate::frame::{CHECKED_BYTES, Change, Frame, Written};
 use crate::names::Writer;
 use crate::run::{Piece, find_runs};
 
-/// A log that has so many bytes is followed by another.
+/// A log that has this many bytes is followed by another.
 const LOG_BYTES_MAX: u64 = 4 << 30;
 /// Data of a page or more begins at a page.
 const PAGE_BYTES: u64 = 4096;
@@ -68,12 +68,13 @@ struct Room<B: Backing> {
 }
 
 /// How many changes of a file or directory are durable. A sync makes those durable that were over when it began, and no
-/// others. Who calls it while another thread is at it syncs too: what that one makes durable is not known before its end.
+/// others. A thread that calls it during another thread's sync syncs too: it cannot know what the other sync covers
+/// before that ends.
 #[derive(Default)]
 struct Unsynced {
     /// Changes that are over.
     made: AtomicU64,
-    /// So many of them are durable.
+    /// How many of them are durable.
     synced: AtomicU64,
 }
 
@@ -195,7 +196,7 @@ impl<B: Backing> OwnLog<B> {
         Ok(Some(told))
     }
 
-    /// Room for so many bytes that nobody else writes to.
+    /// Reserves `bytes` bytes of a log for one writer.
     fn take_room(&self, base: &B, bytes: u64) -> Result<Room<B>> {
         let mut logs = self.logs.lock();
         loop {

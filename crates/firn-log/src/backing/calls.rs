@@ -406,7 +406,7 @@ impl<B: Backing> Files for LogBacking<B> {
         }
     }
 
-    /// None where the kernel, or who reads by itself, would miss what is in logs, now or later.
+    /// None where the kernel, or a process that reads by itself, would miss bytes in logs, now or later.
     fn descriptor(&self, file: &LogFile<B>, purpose: DescriptorUse) -> Option<OwnedFd> {
         match file.logged {
             None => self.below.descriptor(&file.below, purpose),
@@ -462,7 +462,7 @@ impl<B: Backing> Sharing for LogBacking<B> {
             FileUse::OpenedToWrite => {
                 self.see_others(opened)?;
                 if let Err(error) = self.begin_writing(file, opened) {
-                    // Whoever writes is told, and who does not needs none.
+                    // A write reports the error itself; an open that never writes needs no log.
                     tracing::debug!(%error, "cannot begin a log yet");
                 }
                 Ok(())

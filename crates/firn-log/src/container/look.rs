@@ -17,8 +17,8 @@ use crate::seal::{SEAL_NAME, Seal};
 use crate::table::{Table, TableError, TableResult};
 use crate::times;
 
-/// Who looks while others go on writing finds something new each time. So many times what came before something else may
-/// have been missed; more often nobody is as unlucky.
+/// A look while others go on writing finds something new each time. After this many looks in a row, something earlier
+/// may have been missed; a longer streak is most unlikely.
 const SETTLING_LOOKS_MAX: usize = 16;
 
 impl<B: Backing> Container<B> {

@@ -675,7 +675,8 @@ fn a_file_is_flattened_whoever_dies() {
 
 /// Proves S-log-34.
 ///
-/// A container with a host that writes is not sealed; one whose host died is. Nobody begins to write to one that ends.
+/// A container with a host that writes is not sealed; one whose host died is. A container that ends accepts no new
+/// writers.
 #[test]
 fn a_container_ends_with_its_last_writer() {
     let world = World::new(0);
