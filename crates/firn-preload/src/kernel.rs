@@ -35,7 +35,7 @@ const REFUSALS_MAX: u32 = 16;
 const REFUSED_BYTES: u64 = HESITATE_BYTES_MAX;
 /// The first lease of a file that gets direct access: as it is no small one, not a slab that this call would fill.
 const FIRST_LEASE_BYTES: u64 = 128 << 10;
-/// The first read of a file of so many bytes is worth the question.
+/// The first read of a file of at least this size is worth the question.
 const LISTED_FILE_BYTES_MIN: u64 = 64 << 10;
 
 /// The kernel, as a descriptor's fallback.

@@ -4,8 +4,8 @@
 //! socket; where firnd is gone, the call waits for the next one, for a while, and fails with EIO.
 //! Nothing is ever written into the stub itself.
 //!
-//! The stub's offset in the kernel counts while others may share the descriptor: a range of it is reserved by
-//! one lseek(2), which is atomic. While nobody does, it is private as with a mount.
+//! The stub's offset in the kernel counts while the descriptor may be shared: a range of it is reserved by one
+//! lseek(2), which is atomic. A descriptor that is not shared has a private offset, as with a mount.
 
 mod attributes;
 mod data;

@@ -82,7 +82,7 @@ pub(crate) fn begin_trees(variable: Option<&[u8]>) {
     let dir = match variable.filter(|dir| !dir.is_empty()) {
         None => default,
         Some(dir) if dir.starts_with(b"/") && dir.len() <= DIR_BYTES_MAX => dir,
-        // As firn and firnd do, who refuse it.
+        // firn and firnd refuse it too.
         Some(_) => return report::count_distrusted(Distrust::Relative),
     };
     for (to, from) in DIR.iter().zip(dir) {

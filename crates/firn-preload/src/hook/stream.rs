@@ -107,14 +107,14 @@ unsafe fn open_on_tree(
         return Some(std::ptr::null_mut());
     }
     let fd = fd as c_int;
-    // SAFETY: an open descriptor that nobody has used, and the mode of its stream.
+    // SAFETY: an open descriptor that is still unused, and the mode of its stream.
     Some(unsafe { open_stream(fd, mode, flags, before) })
 }
 
 /// A stream over a descriptor that was just opened.
 ///
 /// # Safety
-/// Nobody else knows the descriptor yet; the mode is a C string.
+/// Only this thread knows the descriptor yet; the mode is a C string.
 unsafe fn open_stream(fd: c_int, mode: *const c_char, flags: c_int, before: &Moment) -> *mut FILE {
     // SAFETY: the caller's promise.
     unsafe {
@@ -149,7 +149,7 @@ unsafe fn over_stub(
     flags: c_int,
     before: &Moment,
 ) -> *mut FILE {
-    // SAFETY: an open stream that nobody has used, and the mode that opened it.
+    // SAFETY: an open stream that is still unused, and the mode that opened it.
     unsafe {
         let fd = libc::fileno(file);
         let copy = if flags & libc::O_CLOEXEC != 0 {
