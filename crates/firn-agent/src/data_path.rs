@@ -40,7 +40,7 @@ pub(crate) trait DataPath<T> {
     /// Bytes that were read into a buffer.
     fn send_copy(&mut self, link: &mut Link<T>, bytes: &[u8]) -> Result<(), WireError>;
 
-    /// So many zeros.
+    /// Sends `bytes` zeros.
     fn send_zeros(&mut self, link: &mut Link<T>, bytes: u64) -> Result<(), WireError>;
 
     /// The end of the answer.

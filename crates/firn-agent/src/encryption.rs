@@ -1,7 +1,7 @@
-//! Whether bytes of files are encrypted on their way, and who says so.
+//! Whether bytes of files are encrypted on their way, and which side demands it.
 //!
-//! Each side says in the handshake what it wishes and between which addresses it sees the connection. From both together
-//! both decide the same ([`Side::agree`]); who changes a word of it on its way ends the connection.
+//! Each side says in the handshake what it wishes and between which addresses it sees the connection. From both
+//! together both decide the same ([`Side::agree`]); a change of a word of it on its way ends the connection.
 //!
 //! `auto` wants encryption in two cases. The other side has an address that is not private: the network between the two is
 //! then not that of one cluster. Or the two sides see different addresses: then a router that translates addresses, a

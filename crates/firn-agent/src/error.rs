@@ -17,7 +17,7 @@ pub enum WireError {
     /// The other side closed the connection between two messages.
     #[error("the connection was closed")]
     Ended,
-    /// Somebody who does not begin as a puller, or an agent, does.
+    /// The other side does not begin as a puller, or an agent, does.
     #[error("it does not speak the protocol of firn agents")]
     NoHello,
     /// The other side does not have the key.
@@ -39,7 +39,7 @@ pub enum WireError {
         /// Its words.
         told: String,
     },
-    /// A credential of somebody else.
+    /// A credential of another user.
     #[error("its credential is one of user {uid}, and this agent serves its own user only")]
     OtherUser {
         /// Whose it is.
@@ -63,7 +63,7 @@ pub enum WireError {
         /// The other side's.
         found: u32,
     },
-    /// A frame that nobody of ours would send.
+    /// A frame that no side of Firn would send.
     #[error("it announced a message of {length} bytes, where {bytes_max} are the most")]
     TooLong {
         /// Bytes announced.
@@ -150,7 +150,7 @@ impl AgentError {
 /// Why nothing was pulled. Unless it says otherwise, what has arrived stays for the next try.
 #[derive(Debug, thiserror::Error)]
 pub enum PullError {
-    /// Nobody can be connected to.
+    /// The agent cannot be reached.
     #[error(
         "the agent on {host} cannot be reached at {address}: {error}; is `firn agent` running there?"
     )]
@@ -344,7 +344,7 @@ impl PullError {
         matches!(self, Self::Full { .. })
     }
 
-    /// Whether nobody is there who could be asked.
+    /// Whether there is no agent that could be asked.
     pub(crate) fn is_absence(&self) -> bool {
         match self {
             Self::Connect { error, .. } => error.kind() == io::ErrorKind::ConnectionRefused,

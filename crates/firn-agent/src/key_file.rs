@@ -1,8 +1,8 @@
 //! How a puller finds an agent: `.firn/agent-HOST` in the backing, with an address and a key.
 //!
 //! Promises
-//! * The file has mode 0600, in a directory with mode 0700: who can read it is the user, or root. Nothing of one that
-//!   has another owner, kind or mode is believed ([`firn_hosts::own`]).
+//! * The file has mode 0600, in a directory with mode 0700: only the user and root can read it. A file of another
+//!   owner, kind or mode is not believed ([`firn_hosts::own`]).
 //! * It is put in its place whole; an agent removes only its own.
 
 use std::ffi::OsStr;
@@ -270,7 +270,7 @@ mod tests {
         );
         assert_eq!(KeyFile::load(backing.path(), "n1").unwrap(), first);
         assert_eq!(KeyFile::load_from(&path).unwrap(), first);
-        // Whoever looks for copies finds the partner; the record stays this agent's.
+        // A search for copies finds the partner; the record stays this agent's.
         let partnered = KeyFile {
             partner: Some("n2".into()),
             formers: vec!["n3".into()],

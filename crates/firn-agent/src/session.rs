@@ -188,7 +188,7 @@ impl<'a, T: Transport> Session<'a, T> {
         path: &BytePath,
         listed: Result<(BytePath, Vec<Entry>), SourceError>,
     ) -> Result<(), WireError> {
-        // A large tree takes its time, for which nobody is to blame.
+        // A large tree takes its time; that is no fault.
         let until = Instant::now() + ANSWER_LIMIT;
         match listed {
             Ok((relative, entries)) => {

@@ -44,7 +44,7 @@ impl<T> Object<T> {
     /// What a call made.
     ///
     /// # Safety
-    /// `made` is null or an object that begins with a `struct fid` and is nobody else's.
+    /// `made` is null or an object that begins with a `struct fid` and is owned by the caller alone.
     unsafe fn take(made: *mut T, code: i32) -> Result<Self, isize> {
         match (code, NonNull::new(made)) {
             (0, Some(made)) => Ok(Self(made)),
@@ -347,8 +347,8 @@ impl Endpoint {
 
     // ---- reads ---------------------------------------------------------------------------------
 
-    /// Reads from the endpoint with this address from now on. It is that of another host: whatever it is, only so many
-    /// bytes of it are looked at.
+    /// Reads from the endpoint with this address from now on. The address comes from another host: whatever it is, at
+    /// most `ADDRESS_BYTES_MAX` bytes of it are looked at.
     pub fn connect(&mut self, address: &[u8]) -> Result<(), OfiError> {
         if address.is_empty() || address.len() >= ADDRESS_BYTES_MAX {
             return Err(OfiError::Implausible(
@@ -513,8 +513,8 @@ impl Endpoint {
             let into = &mut landing.buffer[next.read.into.clone()];
             let endpoint = self.parts.endpoint.as_ptr();
             // SAFETY: the endpoint is open, its table is looked at. The part of the buffer and the context stay where
-            // they are, and nobody looks at them, until the read is complete or the endpoint is closed: the landing
-            // owns the buffer, and the context is not free.
+            // they are, and are not accessed, until the read is complete or the endpoint is closed: the landing owns
+            // the buffer, and the context is not free.
             let code = unsafe {
                 let ops = (*endpoint).rma;
                 match has(ops, offset_of!(OpsRma, read)) {

@@ -1,4 +1,4 @@
-//! Who may be a host's partner, in which order.
+//! Which hosts may be a host's partner, and in which order.
 //!
 //! Hosts are in a ring: failure domain by failure domain, and in each sorted by name with numbers by value (`n2` before
 //! `n10`). The partner of a host is as many places further on as the largest domain has hosts, so that each host is the
@@ -11,8 +11,8 @@
 //!
 //! Where one domain has more than half of the hosts, its hosts share the others.
 //!
-//! A host that is gone hands its partner on: the next choice is the partner of the partner. So those that are left stay
-//! each the partner of one, though nobody knows all that are gone.
+//! A host that is gone hands its partner on: the next choice is the partner of the partner. So each host that is left
+//! has a partner of its own, although no host knows all that are gone.
 
 use std::cmp::Ordering;
 use std::ops::Range;
@@ -209,7 +209,7 @@ mod tests {
         );
     }
 
-    /// Who is whose partner, of those that live.
+    /// The partner of each living host.
     fn partners(domains: &Domains, all: &[String], living: &[String]) -> Vec<(String, Candidate)> {
         let partner = |host: &String| {
             let candidates = domains.order(host, all.to_vec()).into_iter();

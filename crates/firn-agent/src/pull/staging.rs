@@ -10,8 +10,8 @@
 //! * NAME appears whole, and never in the place of something else.
 //! * What an earlier pull left there is used again or removed; none of it is believed (its blocks are compared).
 //! * All that is made, changed and removed is below the directory that was looked at: it is reached by its descriptor,
-//!   through no link ([`firn_trust::open_beneath`]). The directory beside which it lies is one in which nobody else may
-//!   replace names.
+//!   through no link ([`firn_trust::open_beneath`]). The directory beside which it lies is one in which no other user
+//!   may replace names.
 //! * What has a name of the copy already, and is not what the copy has there, ends the pull: a file system that takes
 //!   two names for one would let one file of the source overwrite another, or a link lead out.
 
@@ -499,8 +499,8 @@ mod tests {
         found
     }
 
-    /// The steps of a pull, after any of which somebody exchanges the staging directory for a link to a directory of the
-    /// user's with the same names in it.
+    /// The steps of a pull, after any of which another user exchanges the staging directory for a link to a directory
+    /// of the user's with the same names in it.
     const STEPS: usize = 4;
 
     /// Proves S-agent-31.
@@ -544,7 +544,7 @@ mod tests {
             );
             assert_eq!(fs::read(target.join("sub/rank_1")).unwrap(), b"new");
             assert_eq!(fs::read(target.join("link")).unwrap(), b"new");
-            // Whoever exchanged it has a link there still; nobody follows it the next time.
+            // The exchanged link is still there; the next pull does not follow it.
             if swapped_after < STEPS {
                 fs::rename(&target, top.path().join("old")).unwrap();
                 assert!(matches!(Staging::open(&target), Err(PullError::Trust(_))));

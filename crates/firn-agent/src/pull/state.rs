@@ -100,7 +100,7 @@ impl<'a> State<'a> {
         self.show();
     }
 
-    /// A block came; so many bytes of it over the network.
+    /// A block came; `bytes` bytes of it over the network.
     pub(crate) fn received(&mut self, block: u64, bytes: u64) {
         self.outcome.received_bytes += bytes;
         self.block(block);
