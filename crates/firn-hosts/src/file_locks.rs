@@ -8,18 +8,19 @@
 //!   host-NAME   locked by that host as long as it lives
 //! ```
 //!
-//! A host locks a range of `INO` while any of its programs has it, and decides itself which of them has it ([`Table`]). It
-//! never waits in the file system: locks are tried, so that who waits can be interrupted.
+//! A host locks a range of `INO` while any of its programs has it, and decides itself which of them has it ([`Table`]).
+//! It never waits in the file system: locks are tried, so that a waiting program can be interrupted.
 //!
-//! A lock of byte *n* is one of byte *n* of `INO`. Who waits for a lock stands *in line*: it has byte *n* + 2^62 locked, and
-//! who comes later lets it go first, though not for longer than [`POLITE_FOR`]: somebody in line may itself wait for a
-//! program that comes later. So a host that locks again and again does not keep out the others.
+//! A lock of byte *n* is one of byte *n* of `INO`. A host that waits for a lock stands *in line*: it has byte *n* +
+//! 2^62 locked. A host that comes later lets it go first, though not for longer than [`POLITE_FOR`]: a host in line may
+//! itself wait for a program that comes later. So a host that locks again and again does not keep out the others.
 //!
 //! Promises
 //! * Of two programs on any hosts that have bytes of a file locked, both share them, as far as locks of the backing reach.
 //! * Where it is seen that they do not reach a host that lives, or where there are none, each request fails with ENOLCK.
 //! * Locks of a host end with its firnd, however that ends.
-//! * A lock file is removed by whoever has all of it locked, and who locks one looks afterwards whether it still has its name.
+//! * A lock file is removed only under a lock of all of it, and a host that locks one checks afterwards whether it
+//!   still has its name.
 //!
 //! All calls of the backing are made by one thread, `firn-locks`, so nothing else waits for a server that hangs.
 
@@ -64,14 +65,14 @@ pub enum Space {
     End,
 }
 
-/// A lock that somebody wants.
+/// A lock that a program wants.
 #[derive(Clone, Copy, Debug)]
 pub struct Wanted {
     /// Inode number of the file.
     pub file: u64,
     /// Which of its locks.
     pub space: Space,
-    /// Who.
+    /// The program.
     pub owner: Owner,
     /// Of these bytes.
     pub range: LockRange,
@@ -121,7 +122,7 @@ struct State {
     /// Requests that are not granted yet, by the number that they can be interrupted by.
     waiting: HashMap<u64, Done>,
     last_number: u64,
-    /// Who has locks of a file.
+    /// Owners of locks, by file.
     holders: HashMap<(u64, Space), Vec<Owner>>,
     is_stopping: bool,
     /// Nothing is taken any more.
@@ -134,7 +135,7 @@ struct State {
 pub struct Ticket(u64);
 
 impl Ticket {
-    /// Tells it from every other one: a number for an owner who locks once.
+    /// Tells it from every other one: a number for an owner that locks once.
     pub fn number(self) -> u64 {
         self.0
     }
@@ -216,7 +217,7 @@ impl FileLocks {
         });
     }
 
-    /// Whether there is something to release. Calls nobody.
+    /// Whether there is something to release. Makes no call of the backing.
     pub fn is_held(&self, file: u64, space: Space, what: Released) -> bool {
         let state = self.shared.state.lock();
         let holders = state.holders.get(&(file, space));
@@ -233,7 +234,7 @@ impl FileLocks {
         self.shared.send(Job::Test { wanted, done });
     }
 
-    /// Lets go of everything, and removes lock files that nobody else needs. Waits for that for so long.
+    /// Releases everything, and removes lock files that no other host needs. Waits for that at most `patience`.
     pub fn stop(&self, patience: Duration) {
         let deadline = Instant::now() + patience;
         let mut state = self.shared.state.lock();

@@ -12,7 +12,7 @@ pub struct Members {
 /// Which hosts are expected to take part.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Expected {
-    /// So many, whoever comes.
+    /// This many, of any name.
     Count(usize),
     /// These, by name.
     Hosts(Vec<String>),
@@ -28,7 +28,7 @@ pub enum Attendance {
         /// The names of those that have not come, where they are known.
         missing: Vec<String>,
     },
-    /// All, and nobody else.
+    /// All, and no others.
     Complete,
     /// More than take part.
     TooMany {
@@ -58,7 +58,7 @@ impl Members {
         }
     }
 
-    /// Whether so many hosts are more than may take part. Where they are known by name nobody else comes.
+    /// Whether `hosts` hosts are more than may take part. Hosts that are expected by name are never too many.
     pub fn are_too_many(&self, hosts: usize) -> bool {
         matches!(self.expected, Expected::Count(count) if hosts > count)
     }

@@ -7,9 +7,9 @@
 //! ```
 //!
 //! Invariants
-//! * A put-once file never changes: whoever reads it reads what every other host reads.
-//! * Whoever puts a file and finds none of another name afterwards is seen by whoever puts that other one: both are
-//!   in the same directory, and a name is there before its put returns.
+//! * A put-once file never changes: all hosts read the same contents.
+//! * Of two hosts that put files of different names and then look for the other's, at least one sees the other's file.
+//!   Both files are in the same directory, and a name is there before its put returns.
 //! * A file with bytes is whole, and durable, before it has its name.
 
 use std::collections::BTreeSet;
@@ -273,6 +273,6 @@ fn remove_dir<B: Backing>(base: &B, top: &B::Inode, name: &str) -> Result<(), Er
             done => return done,
         }
     }
-    // Nobody can find it under its old name any more: it means nothing, and the next mount removes it.
+    // The directory has lost its old name: it means nothing, and the next mount removes it.
     Ok(())
 }

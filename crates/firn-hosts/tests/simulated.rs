@@ -426,7 +426,7 @@ fn hosts_that_live_are_seen_with_what_they_say_and_others_are_not() {
         let second = seen_by_b.look(&disk_of_b).expect("look");
         assert_eq!(said(&second), [("a", "log")], "{reach:?}");
         assert!(!second.is_unsure);
-        // It is killed: it keeps nobody out.
+        // It is killed: it blocks no other host.
         drop(lease);
         let third = seen_by_b.look(&disk_of_b).expect("look");
         let fourth = seen_by_b.look(&disk_of_b).expect("look");

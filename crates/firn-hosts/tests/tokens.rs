@@ -116,7 +116,7 @@ fn a_holder_that_does_not_go_on_is_not_waited_for_for_ever() {
         (TokenState::Without, 1)
     );
     assert_eq!(figures.holder.as_deref(), Some("stuck"));
-    // Nobody is kept from the token by one that goes without it.
+    // A host that goes without the token does not keep others from it.
     wait_until("it is next no more", || !stuck.others_wait().expect("look"));
     drop(stuck);
     wait_until("it has the token", || {

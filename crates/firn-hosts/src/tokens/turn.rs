@@ -26,8 +26,8 @@ use super::service::Behind;
 const LINGER: Duration = Duration::from_millis(10);
 /// Between questions that fail.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(50), Duration::from_secs(1));
-/// A lane waits for its turn in a queue that moves for so many times `wait`. Queues of as many hosts as `wait / hold`
-/// times this are served in order.
+/// A lane waits for its turn in a queue that moves for this many times `wait`. Queues of up to `wait / hold` times as
+/// many hosts are served in order.
 pub const WAITS_MAX: u32 = 8;
 /// Without its token a lane asks again at least so often, if `wait` is not longer.
 const ASK_AGAIN_LAST: Duration = Duration::from_secs(60);
@@ -35,7 +35,7 @@ const ASK_AGAIN_LAST: Duration = Duration::from_secs(60);
 /// How long a token is held, and waited for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Length of a batch: then the token goes to who waits for it.
+    /// Length of a batch: then the token goes to a host that waits for it.
     pub hold: Duration,
     /// How long to wait while the service does not answer and the token does not change hands, and [`WAITS_MAX`] times
     /// as long while it does. At least twice `hold`.
@@ -91,7 +91,7 @@ pub struct TokenFigures {
     pub state: TokenState,
     /// For how long.
     pub age: Duration,
-    /// Who has it instead, as far as this host was told.
+    /// The host that has it instead, as far as this host was told.
     pub holder: Option<String>,
     /// How often it was granted.
     pub granted: u64,
@@ -145,7 +145,7 @@ impl Waiting {
 #[derive(Debug)]
 struct Held {
     batch_ends: Instant,
-    /// Somebody waits for the end of the batch.
+    /// Another host waits for the end of the batch.
     is_awaited: bool,
     look_at: Instant,
     renew_at: Option<Instant>,
@@ -381,15 +381,15 @@ impl Turn {
         self.has_news = true;
     }
 
-    /// Shortly before the end of the batch, so that a batch that nobody waits for goes on without a gap.
+    /// Shortly before the end of the batch, so that a batch without waiting hosts goes on without a gap.
     fn look_after(&self) -> Duration {
         self.limits.hold * 7 / 8
     }
 
-    /// The service said who comes first.
+    /// The service named the host that comes first.
     pub(crate) fn note_behind(&mut self, behind: Behind, now: Instant) {
         self.figures.holder = behind.holder;
-        // Nobody waits for the answer, and the service that gives it may be none.
+        // No write waits for the answer, and the service that gives it may be none.
         let rest_in_line = behind.rest.max(RETRY.first());
         match &mut self.phase {
             Phase::Waiting(waiting) => {
@@ -445,7 +445,7 @@ impl Turn {
         }
     }
 
-    /// Somebody waits for the token, or nobody: then another batch begins.
+    /// Records whether other hosts wait for the token. Without any, another batch begins.
     pub(crate) fn note_others(&mut self, are_waiting: bool, now: Instant) {
         let look_after = self.look_after();
         if let Phase::Held(held) = &mut self.phase {

@@ -71,7 +71,7 @@ impl Host {
     }
 }
 
-/// Counts who writes at a time.
+/// Counts concurrent writers.
 #[derive(Default)]
 pub struct Server {
     writers: AtomicUsize,
