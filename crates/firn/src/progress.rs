@@ -31,7 +31,7 @@ pub struct Meter {
     quiet: bool,
 }
 
-/// What somebody waited for, and how long.
+/// What a command waited for, and how long.
 #[derive(Clone, Copy, Debug)]
 pub struct Waited {
     /// The most bytes that were left.

@@ -23,7 +23,7 @@ pub struct Timeline {
 }
 
 impl Timeline {
-    /// Puts records on an axis of so many bins.
+    /// Puts records on an axis of `bin_count` bins.
     pub fn new(records: &[RunRecord], bin_count: usize) -> Self {
         let began = records.iter().map(|one| one.began_unix_us).min();
         let began_unix_us = began.unwrap_or(0);

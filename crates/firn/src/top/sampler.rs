@@ -199,7 +199,7 @@ struct Watch {
 }
 
 impl Watch {
-    /// Whether somebody still looks.
+    /// Sends the sample; false if its receiver is gone.
     fn tell(&self) -> bool {
         self.fresh.send(()).is_ok()
     }

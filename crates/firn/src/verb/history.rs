@@ -95,7 +95,7 @@ pub struct Listed {
     /// Of those, what a sync made durable.
     pub durable_bytes: u64,
     pub files: u64,
-    /// Whether it is whole; none: nobody knows.
+    /// Whether it is whole; None: unknown.
     pub whole: Option<bool>,
     /// `whole`, or why it is not.
     pub state: String,

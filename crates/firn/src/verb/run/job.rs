@@ -308,7 +308,7 @@ impl<'a> Job<'a> {
         let mut meter = Meter::quiet_if(quiet);
         self.order(&Order::End(policy));
         let mut signals = 0;
-        // One that has not begun sees that nobody gives orders any more.
+        // A host that has not begun sees that orders have ended.
         let is_waited_for =
             |host: &Host| matches!(host.state, State::Ready | State::Mounted) && !host.is_lost;
         while self.hosts.iter().any(is_waited_for) {
@@ -400,7 +400,7 @@ impl<'a> Job<'a> {
         Some((text, FAILED))
     }
 
-    /// Ends the launchers; the hosts that have not ended see that nobody gives orders any more.
+    /// Ends the launchers; the hosts that have not ended see that orders have ended.
     fn close(mut self) {
         for running in &mut self.running {
             running.orders = None;

@@ -2,7 +2,7 @@
 //!
 //! Promises
 //! * A file that is here already, in this host's memory or in the backing, with the same length and time, is not
-//!   fetched; one that somebody has written since is not replaced.
+//!   fetched; one that was written since is not replaced.
 //! * What lies under one name of the mount is fetched as a whole before any file of it takes its place. Interrupted in
 //!   between, the same command goes on.
 //! * Files are fetched into a directory of the user's alone, and placed below the top of the mount by its descriptor,
@@ -54,7 +54,7 @@ enum Here {
     Missing,
     /// The same.
     Same,
-    /// Somebody wrote it since.
+    /// The file was written since.
     Newer,
 }
 
