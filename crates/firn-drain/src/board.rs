@@ -6,7 +6,7 @@
 //!
 //! Invariants
 //! * A lane has no more writers than `lane-writers`, but for those that stand in for such as hang.
-//! * Whoever entered a lane leaves it.
+//! * Each thread that entered a lane leaves it.
 
 use parking_lot::Mutex;
 

@@ -84,7 +84,7 @@ fn regression_where_all_io_threads_hang_others_drain_the_rest() {
         assert!(told.recv_timeout(LIMIT).expect("drained"));
         host.engine.release(handle);
     }
-    // A thread is at its job a little longer than those who wait for the job.
+    // A thread is at its job a little longer than the callers that wait for the job.
     let began = Instant::now();
     while log.count("writes to the backing return again") == 0 {
         assert!(began.elapsed() < LIMIT, "the end of the hang is not told");

@@ -248,7 +248,7 @@ impl<B: Backing> Names for Lanes<B> {
         cookie: i64,
         sink: &mut dyn FnMut(DirEntry<'_>) -> bool,
     ) -> Result<()> {
-        // A link may be a placed file; who wants to know looks it up.
+        // A link may be a placed file; a reader that wants to know looks it up.
         let mut shown = |entry: DirEntry<'_>| {
             let kind = entry.kind.filter(|kind| *kind != Kind::Symlink);
             sink(DirEntry { kind, ..entry })
@@ -296,7 +296,7 @@ impl<B: Backing> Attributes for Lanes<B> {
         let (home, object) = self.home(inode);
         home.set_attr(object, change)?;
         match (inode, change) {
-            // For who looks at the primary.
+            // For tools that list the primary.
             (LanesInode::Placed(placed), AttrChange::Owner { .. }) => {
                 self.primary.set_attr(&placed.link, change)
             }

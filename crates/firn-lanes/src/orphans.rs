@@ -23,8 +23,8 @@ pub enum Orphan {
         /// Its name there.
         entry: OsString,
     },
-    /// A link to a file that its lane does not have. Shown as a link that leads nowhere. Nobody had synced the file,
-    /// or the lane is not the directory that it was: look before it is removed.
+    /// A link to a file that its lane does not have. Shown as a link that leads nowhere. The file was not synced, or
+    /// the lane is not the directory that it was: look before it is removed.
     Dangling {
         /// Where the link is, relative to the top of the primary.
         path: PathBuf,
@@ -57,8 +57,8 @@ pub enum OrphanError {
 }
 
 impl<B: Backing> Lanes<B> {
-    /// Walks the primary and the lanes. Nobody may change them meanwhile: a file that is just being made looks like an
-    /// orphan. Files of other primaries, and files that carry no mark, are nobody's orphans here.
+    /// Walks the primary and the lanes, which must not change meanwhile: a file that is just being made looks like an
+    /// orphan. Files of other primaries, and files that carry no mark, are not reported.
     pub fn find_orphans(&self) -> std::result::Result<Vec<Orphan>, OrphanError> {
         let links = self.find_links().map_err(OrphanError::Primary)?;
         let staged = match &self.setup.staging {

@@ -9,7 +9,7 @@
 //! Invariants
 //! * Every file is put once and never changes, so hosts that mount the same primary with different lanes need no lock.
 //! * A lane is recorded before the first file goes to it, and has its own file before it is recorded.
-//! * A lane is forgotten only when nobody has a file in it.
+//! * A lane is forgotten only when it has no files.
 //!
 //! Relies on `.firn/` being closed to everybody else (`firn_hosts::own`): nothing of it is believed otherwise.
 

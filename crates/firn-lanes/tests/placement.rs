@@ -574,7 +574,7 @@ fn check_after_crash(world: &World, seed: u64) {
     for (path, entry) in &shown {
         let path = String::from_utf8_lossy(path);
         if path == "new3" && entry.kind == Kind::Symlink {
-            // Nobody had synced it.
+            // It was not synced.
             continue;
         }
         assert_eq!(

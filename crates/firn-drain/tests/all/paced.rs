@@ -118,7 +118,7 @@ fn a_drain_that_nobody_waits_for_leaves_the_cpus_to_programs_and_one_that_is_awa
     );
     let (result, after) = told.recv_timeout(LIMIT).expect("the drain ends");
     assert_eq!(result, Ok(()));
-    // What was left would have been put off some fifty times. Each thread may have decided just before somebody waited,
+    // What was left would have been put off some fifty times. Each thread may have decided just before the wait began,
     // and once more between the end of the drain and the call.
     let decisions = after - before;
     assert!(decisions <= 10, "put off {decisions} times");

@@ -172,7 +172,7 @@ fn without_an_answer_the_drain_goes_on_without_a_token_and_says_so() {
     let tokens = tokens(Silent, Duration::from_millis(20), Duration::from_millis(1));
     let host = Host::start(SimBacking::new(), IoThreads::new(2), tokens);
     let handle = host.write_bytes("file", &vec![1; CHUNK_BYTES as usize]);
-    // Nobody waits for it.
+    // No caller waits for it.
     until("the file is drained", || {
         host.engine.figures().held_bytes == 0
     });
