@@ -9,8 +9,8 @@
 //! Promises
 //! * A stub is known by its inode number and generation, never by its name or its number alone: a number
 //!   that is used again is another stub.
-//! * The bytes of a stub are dropped only when the stub itself is gone: no name leads to it and nobody who
-//!   told us has it open.
+//! * The bytes of a stub are dropped only when the stub itself is gone: no name leads to it and no known process has it
+//!   open.
 //! * Whatever renames, removals and links happen meanwhile, a [`Tree::reconcile`] that finds the tree quiet
 //!   makes the backing look like it.
 //! * What is known survives firnd in a log beside the arena (`map`); each change is logged before it

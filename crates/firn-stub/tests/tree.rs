@@ -349,7 +349,7 @@ fn descriptors_of_other_files_are_refused() {
         let refused = tree.adopt(ME, OwnedFd::from(file), libc::O_RDONLY, false);
         assert_eq!(refused.unwrap_err(), Errno::XDEV);
     }
-    // Known before and removed while firnd was dead: nobody has its bytes.
+    // Known before and removed while firnd was dead: its bytes are lost.
     let file = fs::File::create(world.prefix().join("x")).unwrap();
     fs::remove_file(world.prefix().join("x")).unwrap();
     let refused = tree.adopt(ME, OwnedFd::from(file), libc::O_RDWR, true);
