@@ -1,6 +1,6 @@
 //! What is below a directory that is open: reached by descriptors, through no symbolic link, and never out of it.
 //!
-//! A path may lead elsewhere each time that it is used, where somebody else may rename what it goes through. What was
+//! A path may lead elsewhere each time that it is used, where another user may rename what it goes through. What was
 //! looked at on a descriptor is therefore used by that descriptor, with these functions.
 //!
 //! Promises
@@ -243,7 +243,7 @@ fn visit_own_at(
         Err(Errno::NOENT) => return Ok(()),
         below => below?,
     };
-    // Another one, which somebody else put in its place.
+    // Another directory, which another user put in its place.
     if fstat(&below)?.st_uid != uid {
         return Ok(());
     }

@@ -9,8 +9,8 @@
 //!   made on the descriptor, never on a path.
 //! * Only what belongs to the effective user and is closed to group and others is opened. Nothing is mended: a
 //!   directory of another mode may already hold what others put there.
-//! * What is kept at a path outside of the backing lies where nobody else can put something else ([`check_place`]), and
-//!   what is below a directory that was looked at is reached by its descriptor ([`open_beneath`]).
+//! * What is kept at a path outside of the backing lies where no other user can put something else ([`check_place`]),
+//!   and what is below a directory that was looked at is reached by its descriptor ([`open_beneath`]).
 //! * [`Facts::check`] and [`open_dir_raw`] allocate nothing and touch no `errno`, for the preload library.
 //!
 //! What is defended against whom: docs/SECURITY.md.
@@ -32,7 +32,7 @@ pub use peer::{Peer, PeerError, check_peer, peer};
 pub use place::{check_place, check_place_of, check_shared_parent};
 use rustix::fs::{FileType, Stat};
 
-/// Permission bits that nobody but the owner may have in what is private.
+/// Permission bits that only the owner may have in what is private.
 const OTHERS: u32 = 0o077;
 
 /// What an object must be to be Firn's own.
@@ -42,7 +42,7 @@ pub enum Expected {
     Directory,
     /// A regular file with one name.
     File,
-    /// A symbolic link, which nobody can change: its permission bits mean nothing.
+    /// A symbolic link, which cannot be changed: its permission bits mean nothing.
     Symlink,
 }
 
@@ -68,7 +68,7 @@ pub enum Distrust {
         /// What it must be.
         expected: &'static str,
     },
-    /// Somebody else made it.
+    /// Another user made it.
     #[error("belongs to user {found} instead of user {expected}")]
     Owner {
         /// Whose it is.
