@@ -196,7 +196,7 @@ impl SpillArgs {
                     SLOTS_MIN * CHUNK_BYTES
                 )
             }
-            // Of so many slots 98 percent are those that the file is to keep.
+            // 98 percent of these slots are those that the file is to keep.
             _ => format!(
                 "{options},{room},arena-size={},spill-upper=99,spill-lower=98",
                 (held * 100).div_ceil(98) * CHUNK_BYTES
