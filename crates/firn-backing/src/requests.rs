@@ -148,7 +148,7 @@ pub enum FileUse {
     Finished,
 }
 
-/// What somebody else does with a descriptor.
+/// What the receiver of a descriptor does with it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DescriptorUse {
     /// The kernel reads and writes the file by itself, as far as it is open for that here.
@@ -266,8 +266,9 @@ pub enum LockRequest {
     /// flock(2) and for the locks of a process, but not for those, so the lock of a killed process would stay.
     File(LockMode),
     /// fcntl(2) with `F_SETLK`: this process has the range locked in this mode from now on. All locks that a process
-    /// has of a file end when it closes any open file of it, and when it ends: so who locks ranges of a file has it open
-    /// once. To lock exclusively needs a file that is open for writing, to share it one that is open for reading.
+    /// has of a file end when it closes any open file of it, and when it ends: so a process that locks ranges of a file
+    /// has it open once. To lock exclusively needs a file that is open for writing, to share it one that is open for
+    /// reading.
     Range(LockRange, LockMode),
     /// fcntl(2) with `F_UNLCK`: this process has the range not locked any more.
     Unlock(LockRange),

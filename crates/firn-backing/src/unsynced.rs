@@ -39,7 +39,7 @@ pub enum Place {
     At(Vec<u8>, u64),
     /// It has no name any more, so nothing of it outlives its last close.
     Gone,
-    /// It has a name, but nobody knows which.
+    /// It has a name, which is not known.
     Unknown,
 }
 
@@ -278,7 +278,7 @@ impl Unsynced {
         self.rename_over.notify_all();
     }
 
-    /// A rename was made of which nobody knows the paths.
+    /// A rename was made whose paths are not known.
     pub fn end_unknown_rename(&self, ticket: u64) {
         let mut state = self.state.lock();
         state.version += 1;
@@ -374,7 +374,7 @@ fn sync_entry<B: Tracked>(base: &B, key: Key) -> Result<()> {
     let mut paths = unsynced.paths_of(key);
     loop {
         if paths.is_empty() {
-            // Removed, or synced by somebody else.
+            // Removed, or synced by another thread.
             return Ok(());
         }
         for path in &paths {
@@ -545,7 +545,7 @@ impl<B: Tracked> Walk<'_, B> {
             _ => Ok(()),
         };
         match synced {
-            // Who may neither read nor write it, and does not own it, has changed nothing in it.
+            // A caller that may neither read nor write it, and does not own it, has changed nothing in it.
             Err(Errno::ACCESS) => Ok(()),
             synced => synced,
         }

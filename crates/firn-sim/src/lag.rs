@@ -15,9 +15,9 @@ use std::sync::Arc;
 
 use firn_backing::{Attr, Kind};
 
-/// Of so many listings one is read anew.
+/// One of this many listings is read anew.
 const FRESH_EVERY: u64 = 4;
-/// Attributes and names of directories are not kept for longer than so many answers.
+/// Attributes and names of directories are kept for at most this many answers.
 const ANSWERS_MAX: u32 = 3;
 
 /// Something that is kept, and how often it was given.
