@@ -113,7 +113,7 @@ impl Txn {
     }
 }
 
-/// Who wants a token, and in which order.
+/// The hosts that want a token, in their order.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Queue {
     /// State of etcd in which it was so.

@@ -219,7 +219,7 @@ impl SlabCursor {
     /// The seal of the last piece is not what was stored: frozen, or spoiled; both end the piece.
     #[cold]
     fn why_not_extended(&self, records: &impl RecordTable) -> AppendError {
-        // The freeze came before the poison; who sees the one must look for the other in this order.
+        // The freeze came before the poison; a thread that sees the one must look for the other in this order.
         fence(Ordering::Acquire);
         let poisoned = self.has_record()
             && records

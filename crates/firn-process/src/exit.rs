@@ -1,4 +1,4 @@
-//! How a process that is nobody's child here has ended.
+//! How a process that is not this process's child has ended.
 
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd};

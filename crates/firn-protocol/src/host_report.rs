@@ -25,7 +25,7 @@ const PATH_BYTES_MAX: usize = 400;
 pub struct HostReport {
     /// Version of firnd.
     pub version: String,
-    /// The user who mounted.
+    /// The user that mounted.
     pub user_id: u32,
     /// The backing, as the host has it.
     pub backing: BytePath,

@@ -1,7 +1,7 @@
 //! The record of a run: what firnd keeps of the time that a mount was there, for `firn report`.
 //!
-//! It is JSON on the control socket, in the runtime directory of the host (`KEY.record`) and, with `record-in=backing`, in
-//! `.firn/records` of the backing. Whoever reads one reads it by [`RunRecord::parse`].
+//! It is JSON on the control socket, in the runtime directory of the host (`KEY.record`) and, with `record-in=backing`,
+//! in `.firn/records` of the backing. Readers use [`RunRecord::parse`].
 //!
 //! Invariants of a parsed record
 //! * It has at most [`BUCKETS_MAX`] buckets, [`CHECKPOINTS_MAX`] checkpoints and [`EVENTS_MAX`] events.

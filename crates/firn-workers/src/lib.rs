@@ -37,7 +37,7 @@ pub type Task = Box<dyn FnOnce() + Send>;
 pub enum Refused {
     /// All threads of the class are in use.
     Full {
-        /// So many there may be.
+        /// Bound on the threads.
         threads_max: usize,
     },
     /// The system gives no thread.
@@ -204,7 +204,7 @@ impl Crew {
         tracing::warn!(%error, class = self.class.thread_name(), "cannot start a worker thread");
         let mut state = self.state.lock();
         state.threads -= 1;
-        // With no thread at all nobody would ever do this work; slow is better.
+        // Without any thread this work would never be done; slow is better.
         while state.threads == 0
             && let Some((topic, task)) = state.take()
         {
