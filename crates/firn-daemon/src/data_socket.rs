@@ -180,7 +180,7 @@ impl<B: Backing> Shared<B> {
             this.waiting.fetch_add(1, Ordering::AcqRel);
             return true;
         }
-        // Whoever is too many, or not let in, finds the connection closed and uses the kernel.
+        // A client beyond the maximum, or not let in, finds the connection closed and uses the kernel.
         if this.count.fetch_add(1, Ordering::AcqRel) < CONNECTIONS_MAX {
             let client = ClientId(this.clients.fetch_add(1, Ordering::AcqRel) + 1);
             if let Err(error) = serve(&socket, client, this) {
@@ -234,7 +234,7 @@ fn serve<B: Backing>(
     if peer.uid != rustix::process::geteuid().as_raw() {
         return Ok(());
     }
-    // Of 0, a process of a PID namespace that we do not see, nobody can tell that it has ended.
+    // 0 is a process of a PID namespace that we do not see: its end cannot be noticed.
     let pid = peer.pid.map_or(0, std::num::NonZeroU32::get);
     set_socket_timeout(socket, Timeout::Send, Some(SEND_TIMEOUT))?;
     let mut greeted = false;

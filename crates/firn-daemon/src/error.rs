@@ -26,7 +26,7 @@ const USAGE: u8 = 2;
 const PARTLY: u8 = 3;
 /// Exit status: not a Firn arena or mount.
 const NOT_FIRN: u8 = 10;
-/// Exit status: held by somebody else.
+/// Exit status: held by another process.
 const BUSY: u8 = 11;
 
 /// The enum of a verb takes whatever an attach finds.

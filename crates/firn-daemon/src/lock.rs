@@ -61,7 +61,8 @@ pub(crate) struct Locks {
 }
 
 impl Locks {
-    /// Locks the backing directory, or says who holds it. Hosts that know of each other share it, each under its own name.
+    /// Locks the backing directory, or returns its holder. Hosts that know of each other share it, each under its own
+    /// name.
     pub(crate) fn take(
         backing: &Path,
         files: &RuntimeFiles,
@@ -102,7 +103,7 @@ impl Locks {
     }
 }
 
-/// Locks an arena, or says who holds it. The backing is only named, never looked at.
+/// Locks an arena, or returns its holder. The backing is only named, never looked at.
 pub(crate) fn lock_arena(
     arena: &Path,
     backing: &Path,
@@ -135,7 +136,7 @@ fn lock_backing_dir(
     Ok(directory)
 }
 
-/// False: somebody has it. File systems without flock count as locked: the arena's lock is left.
+/// False: another process has it. File systems without flock count as locked: the arena's lock is left.
 fn try_lock(fd: &impl std::os::fd::AsFd, sharing: Sharing) -> bool {
     let operation = match sharing {
         Sharing::Alone => FlockOperation::NonBlockingLockExclusive,
@@ -174,7 +175,7 @@ fn wait_for_the_dying(
     }
 }
 
-/// Asks a firnd of this user who it is.
+/// Asks a firnd of this user for its name.
 fn ask(socket: &Path) -> Option<String> {
     let mut stream = UnixStream::connect(socket).ok()?;
     firn_trust::check_peer(&stream, rustix::process::geteuid().as_raw()).ok()?;

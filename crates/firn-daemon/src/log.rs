@@ -168,7 +168,7 @@ impl<'a> MakeWriter<'a> for StderrLines {
     }
 }
 
-/// A line in which no name breaks it or steers the terminal of whoever reads it.
+/// A line in which no name breaks it or steers the reader's terminal.
 fn tame(line: &[u8]) -> Cow<'_, [u8]> {
     let text = String::from_utf8_lossy(line.strip_suffix(b"\n").unwrap_or(line));
     if is_printable(&text) {

@@ -52,7 +52,7 @@ struct Line<'a> {
 enum Becomes {
     /// Bytes of it are zeros.
     Zeros { offset: u64, bytes: u64 },
-    /// Changes are not made, of which nobody knows what they were.
+    /// Changes are not made; what they were is unknown.
     Unchanged { index_offset: u64, index_bytes: u64 },
     /// What counted is not known: all that is there counts.
     Whatever,

@@ -4,7 +4,7 @@
 //! * Files are `partnered` only by the word of a connection that has named a partner, and only as long as it is there: when
 //!   the agent ends, or its connection to the partner does, all of them fall back. There may be two while one partner
 //!   takes over from another: what the one that stays has, it says again.
-//! * Nothing here waits for a partner but who asked to wait.
+//! * Only callers that asked for a wait wait for a partner.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -38,7 +38,7 @@ pub(crate) struct PartnerBoard {
     marked: Condvar,
 }
 
-/// What is said now, by the number of who says it.
+/// What followers say now, by the number of the speaker.
 #[derive(Default)]
 struct Words {
     last: u64,
@@ -135,7 +135,7 @@ impl PartnerBoard {
             true => words.speakers.insert(number) && words.speakers.len() == 1,
             false => words.speakers.remove(&number),
         };
-        // Before the files: whoever marks one asks for the words while it has the file.
+        // Before the files: a thread that marks one asks for the words while it has the file.
         drop(words);
         if forgets {
             self.engine.durability.forget_partner();
@@ -246,7 +246,7 @@ impl Drop for PartnerSpeaker {
     }
 }
 
-/// To whoever asks for a partner's copies where there are none.
+/// The reply to a question about a partner's copies where there are none.
 pub(crate) fn without_partner() -> Reply {
     refused(
         Errno::OPNOTSUPP,

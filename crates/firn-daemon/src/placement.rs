@@ -331,7 +331,7 @@ pub(crate) fn show_lanes(placed: &Lanes<DirBacking>, shown: &mut Vec<LaneStatus>
     }));
 }
 
-/// Vertical placement pays where there are so many files for each lane (docs/internals/lanes.md).
+/// Vertical placement pays where there are this many files for each lane (docs/internals/lanes.md).
 const FILES_PER_LANE_MIN: u64 = 4;
 
 /// What makes placement slower than it could be: a checkpoint is done when its last lane is.
@@ -362,7 +362,7 @@ pub(crate) fn advise(lanes: &[LaneStatus]) -> Vec<String> {
     )]
 }
 
-/// The answer to whoever asks where a file lies on a mount that places none.
+/// The reply to a question where a file lies, on a mount that places none.
 pub(crate) fn explain_without() -> Reply {
     Reply::Error {
         errno: libc::EOPNOTSUPP,

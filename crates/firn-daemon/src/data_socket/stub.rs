@@ -304,7 +304,7 @@ impl<B: Backing> Call<'_, B> {
                 part => data.extend_from_slice(part),
             }
         }
-        // Of a stub that has no file in the backing yet nobody else knows.
+        // Other processes do not know a stub that has no file in the backing yet.
         self.tree.bring_open(handle)?;
         let file = self.engine.open_files.number_of(handle)?;
         let ticket = locks.next_ticket();
