@@ -10,9 +10,9 @@
 //! * As long as calls return, none of them changes threads but the few that are offered.
 //!
 //! What keeps it so: the dispatcher says what a request is about, and makes each call that may ask the backing or wait
-//! for somebody with a slot ([`CallSlots::acquire`]) on this thread, and without one by [`CallSlots::run_elsewhere`].
-//! The rest (forgetting, flushing, waiting with a callback) is done by the thread that read the request, whichever
-//! that is.
+//! for another request with a slot ([`CallSlots::acquire`]) on this thread, and without one by
+//! [`CallSlots::run_elsewhere`]. The rest (forgetting, flushing, waiting with a callback) is done by the thread that
+//! read the request, whichever that is.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
@@ -60,7 +60,7 @@ impl CallSlots {
         }
     }
 
-    /// So many threads may be in calls; one more reads requests.
+    /// This many threads may be in calls; one more reads requests.
     pub(crate) fn set_threads(&self, max: usize) {
         self.max.store(max as u64, Ordering::SeqCst);
     }
@@ -105,7 +105,7 @@ impl CallSlots {
             *offer = Some(call);
             self.is_offered.store(true, Ordering::SeqCst);
         }
-        // Whoever came back before it could see the offer left room for this thread.
+        // A thread that came back before it could see the offer left room for this thread.
         self.run_offered();
         if self.is_offered.load(Ordering::SeqCst) {
             std::thread::sleep(PATIENCE);

@@ -19,7 +19,8 @@
 //! So its close waits for a drain only as long as anything is drained at all ([`EXIT_PATIENCE`]).
 //!
 //! Invariants
-//! * A request is in the table from before it is carried out until it is answered. Who takes it out answers it.
+//! * A request is in the table from before it is carried out until it is answered. The thread that takes it out answers
+//!   it.
 //! * An interrupted request that stays is looked at again every [`LOOK_AGAIN`]: the kernel tells of no further signal.
 
 use std::collections::{HashMap, VecDeque};
@@ -161,7 +162,7 @@ impl Unanswered {
         &self.shards[(unique >> 1) as usize % SHARDS]
     }
 
-    /// Enters a request of a thread; 0: nobody knows which.
+    /// Enters a request of a thread; 0: unknown thread.
     pub(crate) fn add(
         self: &Arc<Self>,
         unique: u64,
@@ -187,7 +188,7 @@ impl Unanswered {
         }
     }
 
-    /// Takes a request out; whoever gets true answers it.
+    /// Takes a request out; a caller that gets true answers it.
     pub(crate) fn remove(&self, unique: u64) -> bool {
         self.take(unique).is_some()
     }
