@@ -1,9 +1,9 @@
 //! A model of a server that keeps its clients' caches true with locks on extents of files, as Lustre's and GPFS's do.
 //!
-//! Who writes to a part of a file that another client wrote last waits until that one has given its lock back. Clients that
-//! write side by side to one file pass the locks around and do little else. The model says how long that takes; the
-//! bytes pass through FUSE mounts, one for each client, and are stored in a directory. It is a model: no figure that was
-//! taken with it is one of a server.
+//! A client that writes to a part of a file that another client wrote last waits until that one has given its lock
+//! back. Clients that write side by side to one file pass the locks around and do little else. The model says how long
+//! that takes; the bytes pass through FUSE mounts, one for each client, and are stored in a directory. It is a model:
+//! no figure that was taken with it is one of a server.
 //!
 //! | assumption | value | source |
 //! |---|---|---|
@@ -94,7 +94,7 @@ enum Use {
 }
 
 impl LockServer {
-    /// Nobody has a lock.
+    /// All locks are free.
     pub fn new(model: LockModel) -> Self {
         Self(Arc::new(Shared {
             model,

@@ -210,7 +210,7 @@ impl Job {
         points.take(self.clients as usize).collect()
     }
 
-    /// Bytes a second, and how often the model made somebody wait.
+    /// Bytes a second, and how often the model made a client wait.
     fn write(
         &self,
         dirs: &[PathBuf],

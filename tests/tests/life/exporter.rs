@@ -168,7 +168,7 @@ fn slow_and_malicious_clients_hold_nobody_up() {
         let text = get(connect(), &request);
         assert!(text.is_empty() || text.contains(status), "{status}: {text}");
     }
-    // All places are taken: who comes then is told, or cut off, and nobody waits.
+    // All places are taken: a client that comes then is refused, or cut off, and no client waits.
     let more: Vec<TcpStream> = (0..12).map(|_| connect()).collect();
     let text = get(connect(), "GET /metrics HTTP/1.1\r\n\r\n");
     assert!(text.is_empty() || text.contains("503"), "{text}");

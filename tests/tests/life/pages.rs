@@ -16,7 +16,7 @@ fn type_page(name: &str, page: &str) {
     let sandbox = Sandbox::new(name);
     std::os::unix::fs::symlink(&repository, sandbox.join("firn")).expect("a clone");
     Page::read(&repository.join(page)).type_commands(&sandbox);
-    // A reader who has typed all of a page has cleaned up.
+    // A reader that has typed all of a page has cleaned up.
     assert!(!is_mounted(&sandbox.join("ckpt")), "{page} leaves a mount");
     assert_eq!(sandbox.arenas(), Vec::<std::path::PathBuf>::new());
 }

@@ -15,7 +15,7 @@ use firn_tests::transaction::firn;
 use firn_tests::{FirnMount, Sandbox, run};
 use firn_transact::change_log::{ChangeLog, Data, Entry, Identity, Part, Range, Source};
 
-/// Any user who is not root.
+/// Any user but root.
 const ATTACKER: u32 = 65534;
 const OPTIONS: &str = "arena-size=16M,chunk-size=1M";
 const HELD: &str = "arena-size=16M,chunk-size=1M,close=held,drain-age=10min";

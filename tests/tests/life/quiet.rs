@@ -18,7 +18,7 @@ const RECORD: usize = 4097;
 const ROUNDS: usize = 60;
 const SMALL: &str = "arena-size=32M,chunk-size=1M";
 
-/// Lines of the log that somebody would look at.
+/// Lines of the log that need a look.
 #[track_caller]
 fn assert_quiet(sandboxes: &[&Sandbox]) {
     for sandbox in sandboxes {

@@ -99,7 +99,7 @@ fn a_directory_that_another_host_replaced_is_the_new_one() {
 }
 
 /// Proves S-share-5: of two hosts that make one name, one makes it; and a file that another host has put into a log is
-/// whole for whoever opens it by its name.
+/// whole when it is opened by its name.
 #[test]
 fn a_name_that_another_host_made_is_there() {
     on_two_hosts("made", |here, there| {

@@ -238,7 +238,7 @@ fn a_backing_that_hangs_is_told_and_this_hosts_own_mount_is_shown() {
     assert!(seen.stdout.contains("1.0 MiB in"), "{seen:?}");
     let waits = format!("dd ({}) waits in ", syncing.id());
     assert!(seen.stdout.contains(&waits), "{waits}: {seen:?}");
-    // Nobody can say anything of a backing whose mount is not here.
+    // Of a backing whose mount is elsewhere nothing can be said.
     let elsewhere = Sandbox::new("watchother");
     let args = [
         "hosts".as_ref(),

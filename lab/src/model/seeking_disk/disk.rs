@@ -50,7 +50,7 @@ impl Disk {
         }
     }
 
-    /// Whether the cache takes so many bytes now.
+    /// Whether the cache takes `bytes` bytes now.
     pub fn has_room(&self, bytes: u64) -> bool {
         let dirty = self.dirty_bytes();
         dirty == 0 || dirty + bytes <= self.model.cache_bytes
