@@ -7,6 +7,7 @@ mod security;
 mod semantics;
 mod tables;
 mod test_programs;
+mod words;
 
 use std::process::ExitCode;
 
@@ -23,6 +24,8 @@ enum Task {
     Pages,
     /// Lists the promises of docs/SEMANTICS.md with the tests that prove them
     Semantics,
+    /// Checks that comments of the code name their subject
+    Words(words::Words),
 }
 
 fn main() -> ExitCode {
@@ -30,6 +33,7 @@ fn main() -> ExitCode {
         Task::Campaign(campaign) => campaign.run(),
         Task::Pages => pages::run(),
         Task::Semantics => semantics::run(),
+        Task::Words(words) => words.run(),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
