@@ -264,7 +264,7 @@ pub enum PullError {
     },
     /// Bytes arrive other than they left, by their MAC.
     #[error(
-        "a block of {path} was not what was sent {tries} times: a network card, a switch or memory is faulty, or somebody on the network changes it"
+        "a block of {path} was not what was sent {tries} times: a network card, a switch or memory is faulty, or an attacker on the network changes it"
     )]
     Corrupt {
         /// Which file.

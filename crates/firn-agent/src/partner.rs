@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   source host                                          partner host
-//!   ring: who is next? ── Adopt ───────────────────────► agent follows it
+//!   ring: which is next? ── Adopt ─────────────────────► agent follows it
 //!   Follow ◄──────────────────────────────────────────── its connection; what it marks ends with it
 //!   firnd: held files ──── ListHeld ───────────────────► complete, and the same as at the last look? pull
 //!   firnd: `partnered` ◄── Mark path, changes ────────── the copy is whole

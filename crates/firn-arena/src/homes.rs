@@ -95,7 +95,7 @@ impl Homes {
 
     pub(crate) fn leave(&self, chunk: u32) {
         let before = self.guard(chunk).fetch_sub(1, Ordering::AcqRel);
-        debug_assert!(before & INSIDE > 0, "nobody is inside chunk {chunk}");
+        debug_assert!(before & INSIDE > 0, "no thread is inside chunk {chunk}");
     }
 
     /// As [`Homes::enter`], for a thread that may stay for any time, so that moves of the chunk are refused instead of
@@ -112,7 +112,7 @@ impl Homes {
         let before = self.places[chunk as usize]
             .held
             .fetch_sub(1, Ordering::AcqRel);
-        debug_assert!(before > 0, "chunk {chunk} is held by nobody");
+        debug_assert!(before > 0, "chunk {chunk} is not held");
     }
 
     pub(crate) fn is_held(&self, chunk: u32) -> bool {

@@ -204,7 +204,7 @@ impl State {
 }
 
 impl Unsynced {
-    /// An object was changed. To be called after the change and before anybody is told of it.
+    /// An object was changed. To be called after the change and before it is reported.
     pub fn changed(&self, key: Key, place: impl FnOnce() -> Place) {
         {
             let mut state = self.state.lock();

@@ -72,7 +72,7 @@ impl CheckpointError {
 
 fn reason(errno: Errno) -> String {
     match errno {
-        Errno::STALE => "somebody put something else in its place meanwhile".to_owned(),
+        Errno::STALE => "another object was put in its place meanwhile".to_owned(),
         errno => std::io::Error::from(errno).to_string(),
     }
 }

@@ -7,7 +7,7 @@
 //! * Hello and short questions fail after `ANSWER_S` seconds of silence; waits may take for ever.
 //! * Root asking the firnd of another user takes a short answer from it within `ANSWER_S` seconds and
 //!   `OTHERS_REPLY_BYTES_MAX` bytes, or none: that firnd may be any program.
-//! * A firnd that is gone is an error and no SIGPIPE: the program may be anybody's.
+//! * A firnd that is gone is an error and no SIGPIPE: the program may be any user's.
 //! * Nothing is sent before the runtime directory and the process at the other end were found to be of the user that
 //!   mounted.
 

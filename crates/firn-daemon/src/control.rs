@@ -33,7 +33,7 @@ use seats::{Leaving, Seats, Turn};
 
 /// Longest request: a path of PATH_MAX, escaped, and some words.
 const LINE_BYTES_MAX: u64 = 64 << 10;
-/// A client that does not take its answer for so long is given up.
+/// A client that does not take its answer for this long is given up.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Answers requests.
@@ -160,7 +160,7 @@ fn admit(
             return refuse(
                 &stream,
                 libc::EPERM,
-                format!("who connects is not known: {error}"),
+                format!("the connecting process is unknown: {error}"),
             );
         }
     };

@@ -41,7 +41,7 @@ use zerocopy::{FromBytes, IntoBytes};
 
 /// One for each process of a well-filled host; their threads sleep.
 const CONNECTIONS_MAX: u64 = 1024;
-/// A client that does not take its answer for so long is given up.
+/// A client that does not take its answer for this long is given up.
 const SEND_TIMEOUT: Duration = Duration::from_secs(30);
 /// With fewer threads that wait for clients another is started …
 const WAITING_MIN: u64 = 2;
@@ -100,7 +100,7 @@ impl DataSocket {
             _ => {}
         }
         let listener = Arc::new(new_socket()?);
-        // Before anybody can connect: the runtime directory is private, and so is the socket.
+        // Before the first connection: the runtime directory is private, and so is the socket.
         rustix::fs::fchmod(&listener, Mode::RUSR | Mode::WUSR)?;
         bind(&listener, &SocketAddrUnix::new(path)?)?;
         listen(&listener, 128)?;

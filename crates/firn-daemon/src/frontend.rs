@@ -194,7 +194,7 @@ impl Frontend {
         match self {
             Self::Mount(session) => session.unmount(lazy),
             Self::Tree(stubs) => {
-                // The kernel closes what a process had before anybody hears of its end, firnd soon after.
+                // The kernel closes what a process had before its end is reported, firnd soon after.
                 let deadline = Instant::now() + RELEASE_PATIENCE;
                 while !lazy && stubs.tree.open_count() > 0 && Instant::now() < deadline {
                     std::thread::sleep(PAUSE);

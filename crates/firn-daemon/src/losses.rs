@@ -58,7 +58,7 @@ enum Becomes {
     Whatever,
     /// As it was: the container's name says what the file had.
     Renewed,
-    /// So much of the plain file counts below the logs: all that it has.
+    /// How much of the plain file counts below the logs: all that it has.
     Plain { bytes: u64 },
 }
 

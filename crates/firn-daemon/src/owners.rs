@@ -32,7 +32,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-/// An abort that failed is tried again after so long.
+/// An abort that failed is tried again after this time.
 const RETRY_S: i64 = 1;
 
 /// A connection of the control socket, as an owner.

@@ -88,7 +88,7 @@ fn open_transactional(
     }
     for scope in &outcome.undone {
         notice(format!(
-            "undid a transaction in {} that nobody had prepared",
+            "undid a transaction in {} that was not prepared",
             shown_scope(scope)
         ));
     }

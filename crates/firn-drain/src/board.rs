@@ -79,7 +79,7 @@ impl Board {
 
     pub(crate) fn leave(&self, lane: usize) {
         let writers = &mut self.state.lock().writers[lane];
-        assert!(*writers > 0, "a lane was left that nobody entered");
+        assert!(*writers > 0, "a lane was left that was not entered");
         *writers -= 1;
     }
 

@@ -21,7 +21,7 @@ use parking_lot::Mutex;
 use crate::sleepers::Sleepers;
 use crate::worker::{Role, Worker};
 
-/// A write that takes so long may take for ever.
+/// A write that takes this long may take for ever.
 const HANGS_AFTER: Duration = Duration::from_secs(5);
 /// Threads that stand in for such as hang, at a time.
 const STAND_INS_MAX: usize = 64;

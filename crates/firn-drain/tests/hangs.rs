@@ -49,7 +49,7 @@ fn await_with_stand_ins<B: Backing>(host: &Host<B>, told: &Drained) {
         host.pool.replace_hung();
         match told.recv_timeout(Duration::from_millis(100)) {
             Ok(drained) => break assert!(drained),
-            Err(_) => assert!(began.elapsed() < LIMIT, "nobody stands in"),
+            Err(_) => assert!(began.elapsed() < LIMIT, "no thread stands in"),
         }
     }
     println!("drained after {:?}", began.elapsed());

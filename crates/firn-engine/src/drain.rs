@@ -213,7 +213,7 @@ impl<B: Backing> Drain<B> {
         assert_eq!(
             self.waiter_count.load(Ordering::SeqCst),
             waiters as u64,
-            "who waits for files"
+            "waiters for files"
         );
     }
 }
@@ -240,7 +240,7 @@ fn assert_queue<B: Backing>(queue: &DrainQueue<File<B>>, files: &[&Arc<File<B>>]
             let will_be_tried = queue.has_retry(failure.retry_at, file);
             assert!(
                 will_be_tried || failure.retry_at <= Instant::now(),
-                "nobody tries a file again"
+                "a failed file is not tried again"
             );
         }
     }

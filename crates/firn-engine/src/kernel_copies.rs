@@ -221,7 +221,7 @@ mod tests {
     fn a_file_that_is_drained_counts_no_more() {
         let copies = KernelCopies::new(100);
         copies.admit(ONE, 40, 1).unwrap();
-        assert!(!copies.forget(ONE), "somebody has it open");
+        assert!(!copies.forget(ONE), "it is open");
         assert_eq!(copies.bytes().0, 40);
         copies.close(ONE);
         assert!(copies.forget(ONE));

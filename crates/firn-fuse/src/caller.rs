@@ -129,7 +129,7 @@ impl Principal for Process {
 /// sent it waits in the kernel, and its number is not reused.
 ///
 /// A thread that ends gives its memory back before it closes its descriptors (do_exit in the kernel), and
-/// one that calls close(2) still has it, which `statm` tells without a lock that anybody sleeps with. Only of
+/// one that calls close(2) still has it, which `statm` tells without a lock that a sleeping thread may hold. Only of
 /// a thread without memory more is asked: most of /proc/PID waits for an exec to end, and the exec waits for
 /// this very answer.
 ///

@@ -7,7 +7,7 @@
 //!
 //! | the caller is about to | its request waits for room or a lock | asks or waits ([`OperationKind::changes`] is false) | changes something |
 //! |---|---|---|---|
-//! | die | withdrawn at once | EINTR at once | EINTR at once: nobody sees it, and the change may or may not happen |
+//! | die | withdrawn at once | EINTR at once | EINTR at once: it is never seen, and the change may or may not happen |
 //! | stop, be frozen, or run a handler for a signal that asks it to end | withdrawn | EINTR | goes on: the answer must be true |
 //! | run another handler | goes on; a wait for a program's lock is withdrawn at once | goes on | goes on |
 //!
@@ -34,7 +34,7 @@ use parking_lot::Mutex;
 use crate::caller::{Fate, fate};
 use crate::request::OperationKind;
 
-/// A signal that does not kill makes a request end early only after so long.
+/// A signal that does not kill makes a request end early only after this time.
 const STOP_GRACE: Duration = Duration::from_secs(1);
 /// A process that exits waits for a drain that stands still no longer than this.
 const EXIT_PATIENCE: Duration = Duration::from_secs(10);
@@ -90,7 +90,7 @@ pub struct WaitingThread {
 pub struct WaitingThreads(pub(crate) Arc<Unanswered>);
 
 impl WaitingThreads {
-    /// Threads that wait for at least so long, the longest first; `count_max` of them at most. It waits for nothing.
+    /// Threads that wait for at least `waited_min`, the longest first; `count_max` of them at most. Returns at once.
     pub fn find(&self, waited_min: Duration, count_max: usize) -> Vec<WaitingThread> {
         let mut found = Vec::new();
         for shard in &self.0.shards {

@@ -2,13 +2,13 @@
 //!
 //! ```text
 //! in-HOST        the host takes part; what it brings
-//! closing        nobody begins to take part any more; put once
+//! closing        new participants are refused; put once
 //! decision       what was decided; put once
 //! out-HOST       the host changes nothing any more
 //! claim-UNIT     JSON: the host that does this unit of work, put once; `Living`: locked by it
 //! done-UNIT      the unit is done, durably; put once
 //! left-HOST      the host has ended its part
-//! whole          locked by who does a unit that concerns the whole, or removes the directory
+//! whole          locked by the host that does a unit that concerns the whole, or removes the directory
 //! ```
 //!
 //! ```text
@@ -22,9 +22,9 @@
 //! | [`Presence`] | `Kept` | `Living` |
 //! |---|---|---|
 //! | a host takes part | until it says that it has left, also after its death | while it lives |
-//! | a decision | at any time | when nobody takes part, and nobody begins to any more |
+//! | a decision | at any time | when there are no participants, and new ones are refused |
 //! | work is done by | a host that takes part; its claim outlives it | any host that lives; a claim is a lock |
-//! | the directory goes, by whoever has `whole` locked | when all have left | when all is done |
+//! | the directory goes, by the host that has `whole` locked | when all have left | when all is done |
 //!
 //! Invariants (`ballot/model.rs` checks them in all interleavings of three hosts)
 //! * There is one decision, for ever; no unit of work begins before it.

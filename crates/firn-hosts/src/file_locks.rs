@@ -4,7 +4,7 @@
 //! .firn/locks/
 //!   INO         bytes that programs of a host have locked by fcntl(2), of the file with this inode number
 //!   INO.flock   the same for flock(2): these locks and the ones before do not know of each other
-//!   INO.end     the end of that file: whoever appends has it locked until others can see what he appended
+//!   INO.end     the end of that file: an appending host has it locked until others can see what it appended
 //!   host-NAME   locked by that host as long as it lives
 //! ```
 //!

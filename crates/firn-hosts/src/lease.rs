@@ -34,7 +34,7 @@ pub(crate) const LEASE: &str = "lease";
 const BEAT_EVERY: Duration = Duration::from_secs(1);
 /// The same for all others: the hosts share a disk, and each time is a sync.
 const BEAT_SELDOM_EVERY: Duration = Duration::from_secs(2);
-/// A count that stands still for so long is of a holder that is gone, if its lock is free, too.
+/// A count that stands still for this long is of a holder that is gone, if its lock is free, too.
 pub const STALE_AFTER: Duration = Duration::from_secs(5);
 /// A host that writes to logs is treated as living for longer, where its lock says nothing. Late writes of such a host
 /// land in the next generation.
@@ -275,7 +275,7 @@ pub struct Lease<B: Backing> {
 }
 
 impl<B: Backing> Lease<B> {
-    /// Takes the lease in `dir`, the directory of a host, for one use. `rest` waits for so long; it is called only where a
+    /// Takes the lease in `dir`, the directory of a host, for one use. `rest` waits for the given time; it is called only where a
     /// holder that did not release the lease may still live.
     pub fn take(
         base: &B,

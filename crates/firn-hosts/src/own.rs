@@ -5,7 +5,7 @@
 //!
 //! Promises
 //! * Every directory of Firn's own is opened by [`find_dir`] or [`dir`]: a directory and no link to one, of
-//!   the effective user, closed to everybody else. Nothing is mended: a directory that was open to others may
+//!   the effective user, closed to all others. Nothing is mended: a directory that was open to others may
 //!   already hold what they put there.
 //! * Every file of Firn's own is read by [`load`]: regular, of the effective user, and no longer than what Firn
 //!   writes, before any memory is taken for it.

@@ -125,7 +125,7 @@ struct Found<B: Backing> {
 }
 
 /// Looks at all hosts that have a lease in a backing. `boot` is the run of this kernel ([`Holder::boot`]); `rest` waits for
-/// so long, `LOOK_AGAIN_FOR` altogether at most.
+/// the given time, `LOOK_AGAIN_FOR` altogether at most.
 pub fn survey<B: Backing>(
     base: &B,
     boot: &str,

@@ -95,7 +95,7 @@ fn a_holder_that_dies_leaves_its_token_to_the_next() {
     let waiting = std::thread::scope(|scope| {
         let waiting = scope.spawn(|| b.enter().has_token());
         wait_for_state(&b, TokenState::Waiting);
-        wait_until("it knows who has it", || b.figures().holder.is_some());
+        wait_until("it knows the holder", || b.figures().holder.is_some());
         drop(a);
         waiting.join().expect("a thread")
     });
@@ -150,7 +150,7 @@ fn a_backing_without_locks_and_one_that_hangs_hold_up_nobody() {
     assert!(!host.enter().has_token());
     assert_eq!(host.figures().state, TokenState::Without);
     host.stop_within(Duration::ZERO);
-    assert!(!host.enter().has_token(), "a stopped token keeps nobody");
+    assert!(!host.enter().has_token(), "a stopped token blocks no host");
     hang.release();
 }
 

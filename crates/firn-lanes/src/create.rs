@@ -333,7 +333,7 @@ impl<B: Backing> Lanes<B> {
         Ok(())
     }
 
-    /// Waits for one of the attempts, at most so long. None: it failed, as is noted, or none has ended.
+    /// Waits for one of the attempts, `at_most` that long. None: it failed, as is noted, or none has ended.
     fn await_attempt(
         &self,
         attempts: &mut Attempts<B>,

@@ -351,7 +351,7 @@ impl<B: Backing> Lanes<B> {
                 let attr = placed_attr(&attr, &file);
                 return Ok((LanesInode::Placed(Arc::new(placed)), attr));
             }
-            // Another host's sync made the link durable before anybody had synced the file, and the power failed.
+            // Another host's sync made the link durable before the file was synced, and the power failed.
             if parent.position().region == Region::Logs
                 && self
                     .lane_of_target(&self.primary.readlink(&inode)?)

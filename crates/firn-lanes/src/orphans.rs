@@ -1,5 +1,5 @@
 //! What a crash may have left: files that no link names, links that have no name yet, and links to files that a power
-//! loss took before anybody had synced them.
+//! loss took before they were synced.
 
 use std::collections::HashSet;
 use std::path::PathBuf;

@@ -11,7 +11,7 @@
 //! * A lane is recorded before the first file goes to it, and has its own file before it is recorded.
 //! * A lane is forgotten only when it has no files.
 //!
-//! Relies on `.firn/` being closed to everybody else (`firn_hosts::own`): nothing of it is believed otherwise.
+//! Relies on `.firn/` being closed to all others (`firn_hosts::own`): nothing of it is believed otherwise.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};

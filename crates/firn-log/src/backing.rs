@@ -39,7 +39,7 @@ pub fn make_dir<B: Backing>(base: &B) -> std::result::Result<B::Inode, OwnError>
 /// Bytes of sorted indexes in memory, of all files: half of what a reader may take, and a block of each index of a file
 /// that many hosts wrote.
 const INDEX_BYTES_MAX: u64 = 32 << 20;
-/// The plain file shows when it was modified as if it were written to so often: each time costs its server a call.
+/// The plain file shows when it was modified as if it were written to this often: each time costs its server a call.
 const MODIFIED_EVERY: Duration = Duration::from_secs(1);
 
 /// Says of a name whether a new file with it is logged.
@@ -47,7 +47,7 @@ pub type Chooser = Box<dyn Fn(&OsStr) -> bool + Send + Sync>;
 /// Says of a host whether it lives.
 pub type Liveness = Box<dyn Fn(&str) -> Result<bool> + Send + Sync>;
 
-/// Where bytes lie is told only if that is right for so long: to be told it again costs as much as some reads.
+/// Where bytes lie is told only if that is right for this long: to be told it again costs as much as some reads.
 const LOCATED_FOR_MIN: Duration = Duration::from_millis(20);
 
 /// What becomes of the logs of a file that no host has open for writing any more.
@@ -71,7 +71,7 @@ pub struct Setup {
     pub is_alive: Liveness,
     /// How old this host's knowledge of containers may be.
     pub patience: Duration,
-    /// How long the backing may be behind what other hosts did: what is not as it must be is waited for so long.
+    /// How long the backing may be behind what other hosts did: what is not as it must be is waited for this long.
     pub lag_max: Duration,
     /// Bytes of a file that one host flattens at a time.
     pub unit_bytes: u64,
@@ -339,7 +339,7 @@ impl<B: Backing> LogBacking<B> {
         self.look_around_after(self.setup.patience)
     }
 
-    /// The same, where it was so long ago.
+    /// The same, if the last look is older than `patience`.
     fn look_around_after(&self, patience: Duration) -> Result<()> {
         {
             let mut files = self.files.lock();

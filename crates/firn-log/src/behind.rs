@@ -2,7 +2,7 @@
 //!
 //! Clients of many file systems keep lengths, names and listings for a moment. What another host has just made may not be
 //! there yet, what it has removed may still have a name, and a log may be shorter than its index says. So where something
-//! is not as it must be, the backing is asked again, and waited for before anybody is told of an error. That is bounded:
+//! is not as it must be, the backing is asked again, and waited for before an error is returned. That is bounded:
 //! what is still so then is damaged, or gone.
 //!
 //! A file of which that was waited for in vain is not waited for again for a while.

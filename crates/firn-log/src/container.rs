@@ -104,7 +104,7 @@ impl Memory {
         })
     }
 
-    /// A host that has so much of its index unsorted sorts it.
+    /// A host sorts its index when this many bytes of it are unsorted.
     fn sort_bytes(&self) -> u64 {
         self.bytes / 128
     }
@@ -330,7 +330,7 @@ impl<B: Backing> Container<B> {
         }
     }
 
-    /// Makes the file at least so long.
+    /// Makes the file at least `len` bytes long.
     pub fn grow(&self, base: &B, len: u64) -> Changed {
         self.look_anew(base)?;
         self.grow_seen(base, len)
@@ -498,7 +498,7 @@ impl<B: Backing> Container<B> {
         Ok(())
     }
 
-    /// Takes what this host appended; whether there is so much unsorted that it is to be sorted.
+    /// Takes what this host appended; returns whether enough is unsorted to be sorted.
     fn note_appended(&self, own: &OwnLog<B>, appended: Appended) -> bool {
         let Appended {
             frame,

@@ -671,7 +671,7 @@ impl<B: Backing> LoggedFile<B> {
         })
     }
 
-    /// Makes the file at least so long.
+    /// Makes the file at least `len` bytes long.
     pub(crate) fn grow(
         &self,
         place: &Place<'_, B>,

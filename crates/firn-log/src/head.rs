@@ -1,7 +1,7 @@
-//! `head`: what a container says of itself, put once before anybody writes to it.
+//! `head`: what a container says of itself, put once before the first write to it.
 //!
 //! It is a symbolic link, whose text is that: made whole by one call, which fails where another host was first, and without a
-//! byte of data that would have to be synced before anybody believes it. So making a container waits for no device.
+//! byte of data that would have to be synced before it counts. So making a container waits for no device.
 //!
 //! ```text
 //! firn-log-4 INO-BIRTH-GENERATION BASE CRC
@@ -138,7 +138,7 @@ impl Head {
 /// The head of a container with a name of this file and generation; none if it is being made.
 ///
 /// The first sync of bytes in it makes its name and its head durable. So after a power loss one without a head has nothing
-/// that anybody was promised: it is as one that is being made, unless something in it says that it was synced.
+/// that was promised: it is as one that is being made, unless something in it says that it was synced.
 pub(crate) fn load<B: Backing>(
     base: &B,
     dir: &B::Inode,

@@ -10,10 +10,10 @@
 //! | no mark, and the file | in use | nothing |
 //! | `dying`, and the file | its host died before it removed the name | the mark goes |
 //! | `dying` and no file, or `dead` | its host died after it removed the name | the container goes |
-//! | no mark and no file, no `head` and no index | its maker died before anybody wrote to it | the container goes |
-//! | no mark and no file | removed by somebody beside Firn, or while a directory was damaged | it is kept, and named |
+//! | no mark and no file, no `head` and no index | its maker died before the first write | the container goes |
+//! | no mark and no file | removed past Firn, or while a directory was damaged | it is kept, and named |
 //!
-//! A mark of a host that lives says that the host is at it, and everybody else leaves the container alone.
+//! A mark of a host that lives says that the host is at it, and all others leave the container alone.
 
 use std::collections::{HashMap, HashSet};
 use std::ffi::{OsStr, OsString};

@@ -373,7 +373,7 @@ pub struct Resolver {
     changes: BTreeMap<Key, Painting>,
     /// Length of the file.
     len: u64,
-    /// The file is at least so long by what is not in memory.
+    /// Least length of the file by what is not in memory.
     outside_end: u64,
 }
 
@@ -466,7 +466,7 @@ impl Resolver {
         self.change_outline(|outline| outline.merge(&other.outline));
     }
 
-    /// By what is not in memory, the file is at least so long.
+    /// Sets the least length of the file by what is not in memory.
     pub(crate) fn set_outside_end(&mut self, end: u64) {
         self.outside_end = end;
         self.len = self.find_len();

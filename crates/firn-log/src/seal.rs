@@ -5,12 +5,12 @@
 //! ```text
 //! in-HOST      the host may write
 //! closing      no host begins to write any more
-//! decision     the seal: so many bytes of each index count, and nothing else
+//! decision     the seal: how many bytes of each index count
 //! done-cut     the plain file was cut to what counts of it
-//! claim-N      locked by who writes this part of the plain file
+//! claim-N      locked by the host that writes this part of the plain file
 //! done-N       the part is in the plain file, durably
 //! done-all     the plain file is the file
-//! whole        locked by who cuts the plain file, ends with it, or removes the container
+//! whole        locked by the host that cuts the plain file, ends with it, or removes the container
 //! time-N       what time the file has ([`crate::times`])
 //! ```
 //!

@@ -6,7 +6,7 @@
 //! ```text
 //! time-0       the time that the plain file had before it was flattened
 //! time-1 …     times that programs have set since
-//! time-N       `end`: the plain file has the time before it, and nobody sets it here any more
+//! time-N       `end`: the plain file has the time before it; later times are not recorded here
 //! ```
 //!
 //! A host that gives the file a time sets it in the plain file, then looks whether the container is closing. If so, it

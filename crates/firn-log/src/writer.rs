@@ -240,7 +240,7 @@ impl<B: Backing> OwnLog<B> {
 }
 
 impl<B: Backing> Logs<B> {
-    /// None if there is no log with so much room.
+    /// None if no log has that much room.
     fn take(&mut self, bytes: u64) -> Option<Room<B>> {
         let log = Arc::clone(self.current.as_ref()?);
         let position = match bytes >= PAGE_BYTES {

@@ -56,11 +56,11 @@ pub(crate) struct List {
     file_count: usize,
     /// The extent that the last read ended in.
     hint: usize,
-    /// From here of the file all is known …
+    /// Offset in the file from which the list knows all …
     start: u64,
-    /// … up to here, …
+    /// … and the offset where that ends.
     end: u64,
-    /// … so much of it by the last answer.
+    /// Bytes that the last answer added.
     last_bytes: u64,
     /// Bytes of the file.
     size: u64,
@@ -171,7 +171,7 @@ impl List {
         is_same && self.word.is_some()
     }
 
-    /// Another answer with the same stamp says that all of the list holds so long.
+    /// Another answer with the same stamp says that all of the list holds that long.
     fn note_valid(&mut self, reply: &Reply, asked_ns: u64) {
         if reply.valid_ns != 0 {
             let until = asked_ns.saturating_add(reply.valid_ns);

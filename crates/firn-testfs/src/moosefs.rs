@@ -43,7 +43,7 @@ impl MooseFs {
     pub fn start(work: &Path, servers: &[Server<'_>]) -> anyhow::Result<Self> {
         ensure!(
             rustix::process::geteuid().is_root(),
-            "MooseFS needs root, who may make the network namespace for its servers"
+            "MooseFS needs root, which may make the network namespace for its servers"
         );
         let point = subdir(work, "moosefs")?;
         let mut guards = Vec::new();

@@ -45,7 +45,7 @@ pub struct Event {
 }
 
 impl Trace {
-    /// Of a server whose writes take so long.
+    /// Of a server whose writes take `write_time` each.
     pub fn new(write_time: Duration) -> Self {
         Self(Arc::new(Shared {
             write_time,

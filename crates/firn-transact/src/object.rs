@@ -1,7 +1,7 @@
 //! One object of the tree, as programs see it.
 //!
 //! Invariants
-//! * One [`Object`] for each inode, whatever its number of names, while anybody refers to it.
+//! * One [`Object`] for each inode, whatever its number of names, while it is referred to.
 //! * `base` is the object in the backing, outside of staging; an object without it exists in a transaction
 //!   only, and one without base and change was made in a transaction that was aborted.
 //! * An object that was made in a transaction and has lost its last name is *nameless*: it belongs to no transaction

@@ -1,7 +1,7 @@
 //! The objects in use, by their inodes, and the uses of their names and data.
 //!
 //! Invariants
-//! * One object for each inode, whatever its number of names, while anybody refers to it.
+//! * One object for each inode, whatever its number of names, while it is referred to.
 //! * A thread that looks up or changes names is in [`Tree::names`], one that changes data in [`Tree::data`]. A begin,
 //!   prepare, commit or abort keeps its scope in both, in this order ([`Uses`]).
 //! * In a transaction, one thread at a time changes names, and no thread looks them up then ([`Scope::names`]).
@@ -141,7 +141,7 @@ impl<B: Backing> Tree<B> {
         insert(&mut self.objects.lock(), object);
     }
 
-    /// The object of an inode, if anybody refers to it.
+    /// The object of an inode, if it is referred to.
     pub(crate) fn known(&self, key: Key) -> Option<Arc<Object<B>>> {
         self.objects.lock().get(&key).and_then(Weak::upgrade)
     }

@@ -1,6 +1,6 @@
 //! Whose a file or directory is, looked at before anything in it is believed.
 //!
-//! Anybody may create names in `/dev/shm`, in `/tmp`, in a group's project directory, and so in many backings.
+//! Any user may create names in `/dev/shm`, in `/tmp`, in a group's project directory, and so in many backings.
 //! What Firn finds there under a name of its own may have been planted. Everything of Firn's own (runtime
 //! directory, arena, spill file, `.firn/`, backup, sockets) is therefore opened by the functions of this crate.
 //!
@@ -108,7 +108,7 @@ impl Facts {
         }
     }
 
-    /// Whether this is `expected`, of user `uid`, and closed to everybody else.
+    /// Whether this is `expected`, of user `uid`, and closed to all others.
     pub fn check(&self, expected: Expected, uid: u32) -> Result<(), Distrust> {
         self.check_kind(expected)?;
         if self.uid != uid {

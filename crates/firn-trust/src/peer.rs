@@ -21,7 +21,7 @@ pub struct Peer {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PeerError {
     /// The kernel does not tell the user.
-    #[error("the kernel does not tell who is at the other end: {0}")]
+    #[error("the kernel does not tell which user is at the other end: {0}")]
     Unknown(Errno),
     /// It is another user.
     #[error("user {found} is at the other end instead of user {expected}")]

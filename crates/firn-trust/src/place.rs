@@ -278,7 +278,7 @@ mod tests {
         let top = tempfile::tempdir().unwrap();
         let error = check_place_of(top.path(), 4_000_000_000);
         match effective_user() {
-            // What is root's is everybody's place.
+            // A directory of root is safe for every user.
             0 => assert!(error.is_ok()),
             _ => assert!(error.is_err()),
         }

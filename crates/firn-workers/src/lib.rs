@@ -26,7 +26,7 @@ pub use class::{Class, FURTHER_TASKS_MAX, TOPIC_TASKS_MAX, TOPICS_MAX};
 use topic::Queue;
 pub use topic::Topic;
 
-/// A thread ends after so long without work.
+/// A thread ends after this long without work.
 const IDLE: Duration = Duration::from_secs(10);
 
 /// What a worker does.

@@ -7,10 +7,10 @@
 //!
 //! | assumption | value | source |
 //! |---|---|---|
-//! | who has a lock | a client, here a mount, whichever of its processes asks | "locks are held by nodes and not processes" (A. Dilger, lustre-discuss, 25 November 2009) |
+//! | the holder of a lock | a client, here a mount, whichever of its processes asks | "locks are held by nodes and not processes" (A. Dilger, lustre-discuss, 25 November 2009) |
 //! | what a lock is on | aligned units of 1 MiB of a file | Lustre's default stripe; its locks grow to the next conflict, GPFS's tokens to the next block |
 //! | a change of owner | 2 ms, one after the other in a unit, side by side in others | call-back to the owner, its write-back of up to 1 MiB (1 ms at 1 GB/s), cancellation, grant |
-//! | a unit that nobody has | costs nothing | the first grant comes with the open or is large |
+//! | a unit without a lock | costs nothing | the first grant comes with the open or is large |
 //! | readers | share a unit; the first one after a writer, and a writer after readers, costs a change | modes PR and PW of Lustre's lock manager |
 //! | close | gives nothing back | locks are kept until they are asked for |
 //!

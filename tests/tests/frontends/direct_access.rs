@@ -188,7 +188,7 @@ fn a_killed_firnd_loses_nothing_and_its_clients_write_no_more() {
             acknowledged(&log) > 1_000_000 * (round + 1)
         });
         let backing = mount.kill();
-        // In the arena, whether anybody is there or not; nothing where a process that was started closed
+        // In the arena, whether its client lives or not; nothing where a process that was started closed
         // the grant before.
         let more = quiet.append(30_000, &pattern(30_000, 1_000));
         let mount = FirnMount::new(&sandbox, "arena-size=64M,chunk-size=1M");
@@ -421,7 +421,7 @@ fn other_users_and_other_file_systems_grant_no_direct_access() {
     let mount = FirnMount::new(&sandbox, &patient("allow-other"));
     let path = mount.join("file");
     std::fs::write(&path, b"x").unwrap();
-    // The way there, and the helper where everybody may run it.
+    // The way there, and the helper where every user may run it.
     for (dir, mode) in [(sandbox.path(), 0o755), (mount.path(), 0o755)] {
         std::fs::set_permissions(dir, PermissionsExt::from_mode(mode)).unwrap();
     }

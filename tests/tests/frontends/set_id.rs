@@ -48,7 +48,7 @@ const CALLERS: [Who; 7] = [
     },
 ];
 
-/// Mode, and whether the file has a capability. All can be written by everybody.
+/// Mode, and whether the file has a capability. All can be written by every user.
 const KINDS: [(u32, bool); 8] = [
     (0o4777, false),
     (0o2777, false),

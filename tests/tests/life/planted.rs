@@ -22,7 +22,7 @@ const HELD: &str = "arena-size=16M,chunk-size=1M,close=held,drain-age=10min";
 /// Exit status: not Firn's own.
 const NOT_FIRN: i32 = 10;
 
-/// A sandbox whose backing everybody may make names in, as in `/tmp`.
+/// A sandbox in whose backing every user may make names, as in `/tmp`.
 fn shared_sandbox(name: &str) -> Sandbox {
     let sandbox = Sandbox::new(name);
     set_mode(sandbox.path(), 0o755);

@@ -355,7 +355,7 @@ fn regression_a_fuse_mount_of_another_user_does_not_answer_for_a_backing() {
     let listed = ask(victim, "status", &file);
     assert!(!listed.stdout.contains("fake"), "{listed}");
     assert_eq!(listener.heard(), "", "nothing may be sent to another user");
-    // Root may ask, and hears whom; not where anybody may put something into that user's directory.
+    // Root may ask, and is told which user; not where any user may put something into that user's directory.
     ask(0, "wait", &file).code(1).says("lets others in");
     chmod(&runtime.0, 0o700);
     ask(0, "wait", &file).code(0).says(&whose);

@@ -418,7 +418,7 @@ fn waiter(mount: &FirnMount<'_>) -> Child {
     child
 }
 
-/// Waits for a lock until an alarm, as programs do that want it only for so long.
+/// Waits for a lock until an alarm, as programs do that wait for a limited time.
 const WITH_ALARM: &str = "
 import fcntl, signal, sys
 class Late(Exception): pass

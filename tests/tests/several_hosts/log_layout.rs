@@ -290,7 +290,7 @@ fn what_is_closed_outlives_its_host() {
     }
 }
 
-/// Proves S-log-2, S-log-5: the file is short for everybody else until the last host has closed it; then, with `flatten=close`,
+/// Proves S-log-2, S-log-5: the file is short for all others until the last host has closed it; then, with `flatten=close`,
 /// its close has made it plain, whichever host that is.
 #[test]
 fn the_last_close_of_all_hosts_makes_it_plain() {

@@ -12,7 +12,7 @@ use firn_tests::mount::{SMALL, mount_args};
 use firn_tests::sandbox::kill_and_wait;
 use firn_tests::{FirnMount, Outcome, Sandbox, wait_until};
 
-/// Nothing here takes so long; only a hang does.
+/// Nothing here takes this long; only a hang does.
 const HANGS_AFTER: Duration = Duration::from_secs(120);
 /// Exit status: another firnd has it.
 const BUSY: i32 = 11;

@@ -10,7 +10,7 @@ use std::path::Path;
 use firn_tests::{FirnMount, Sandbox};
 
 const OPTIONS: &str = "arena-size=64M,chunk-size=4M";
-/// Each is tried so often: what the kernel has cached of a name is old in some of them.
+/// Each is tried this often: what the kernel has cached of a name is old in some of them.
 const ROUNDS: usize = 5;
 
 /// Runs a test with two mounts of one backing, for each way in which hosts are known to share one.

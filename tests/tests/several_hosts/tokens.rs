@@ -20,7 +20,7 @@ use firn_tests::mount::{SMALL, mount_args};
 use firn_tests::sandbox::kill;
 use firn_tests::{FirnMount, Outcome, Sandbox, run, wait_until};
 
-/// Nothing here takes so long; only a hang does.
+/// Nothing here takes this long; only a hang does.
 const HANGS_AFTER: Duration = Duration::from_secs(120);
 /// Hosts wait for their turns and never give up.
 const PATIENT: &str = "token-hold=50ms,token-wait=10min";
@@ -171,7 +171,7 @@ fn count_batches(hosts: &Hosts, names: &[Vec<String>]) -> usize {
     batches
 }
 
-/// Whether a host has lost its token: it may after its lease, if the machine stood still for so long.
+/// Whether a host has lost its token: it may after its lease, if the machine stood still for that long.
 fn has_lost(mounts: &[FirnMount<'_>]) -> bool {
     let is_lost = |mount| token(mount).errors > 0;
     mounts.iter().any(is_lost)

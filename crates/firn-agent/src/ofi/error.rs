@@ -81,7 +81,7 @@ pub enum OfiError {
     Silent {
         /// Its name.
         provider: String,
-        /// For so long.
+        /// How long.
         limit: Duration,
     },
 }

@@ -135,7 +135,7 @@ pub fn wait_for_port(address: &str, port: u16) -> anyhow::Result<()> {
     let begun = Instant::now();
     while TcpStream::connect((address, port)).is_err() {
         if begun.elapsed() > START_LIMIT {
-            bail!("nobody listens at {address}:{port}");
+            bail!("no process listens at {address}:{port}");
         }
         std::thread::sleep(Duration::from_millis(5));
     }

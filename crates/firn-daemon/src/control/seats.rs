@@ -126,7 +126,7 @@ impl Seats {
         let seat = table
             .seats
             .get_mut(&id)
-            .expect("nobody but a reserved seat's own connection takes it away");
+            .expect("only a reserved seat's own connection takes it away");
         seat.of_reserve &= is_short(request);
         seat.state = State::Busy;
         Turn::Granted(leaving)

@@ -22,7 +22,7 @@ const CALLER: Caller = Caller {
 const CHUNK_BYTES: u64 = 1 << 20;
 const CHUNKS: u64 = 64;
 const RDWR: i32 = 2;
-/// Only what hangs takes so long.
+/// Only what hangs takes this long.
 const LIMIT: Duration = Duration::from_secs(120);
 const THREADS: IoThreads = IoThreads {
     count: 2,

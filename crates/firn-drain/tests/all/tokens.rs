@@ -103,7 +103,7 @@ fn hosts_that_share_a_lane_write_to_it_one_at_a_time() {
             let watched = Arc::clone(&service);
             backing.set_plan(move |call, _| {
                 if call == "write_at" {
-                    assert_eq!(watched.holder(), Some(number), "who writes has the token");
+                    assert_eq!(watched.holder(), Some(number), "the writer has the token");
                     let mut trace = trace.lock();
                     if trace.last() != Some(&number) {
                         trace.push(number);

@@ -136,7 +136,7 @@ impl Run {
             assert!(!trace.turns.contains(&inode), "a file has a second turn");
             trace.turns.push(inode);
             if let Some(first) = trace.awaited.pop_front() {
-                assert_eq!(inode, first, "who waits first is served first");
+                assert_eq!(inode, first, "the first awaited is served first");
             }
         }
         trace.under_way.push(job);

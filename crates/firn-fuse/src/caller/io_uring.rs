@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-/// What was seen of a thread holds for so long. A program makes its rings before it opens files for them, most do when
+/// What was seen of a thread holds for this long. A program makes its rings before it opens files for them, most do when
 /// they start.
 const HOLDS_FOR: Duration = Duration::from_secs(1);
 /// Threads that are remembered at most.

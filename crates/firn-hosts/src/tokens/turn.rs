@@ -22,14 +22,14 @@ use firn_backing::backoff::Backoff;
 
 use super::service::Behind;
 
-/// A token that is not used is kept for so long: giving it back and asking anew costs a round trip or two.
+/// A token that is not used is kept for this long: giving it back and asking anew costs a round trip or two.
 const LINGER: Duration = Duration::from_millis(10);
 /// Between questions that fail.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(50), Duration::from_secs(1));
 /// A lane waits for its turn in a queue that moves for this many times `wait`. Queues of up to `wait / hold` times as
 /// many hosts are served in order.
 pub const WAITS_MAX: u32 = 8;
-/// Without its token a lane asks again at least so often, if `wait` is not longer.
+/// Without its token a lane asks again at least this often, if `wait` is not longer.
 const ASK_AGAIN_LAST: Duration = Duration::from_secs(60);
 
 /// How long a token is held, and waited for.
@@ -112,7 +112,7 @@ pub(crate) enum Step {
     GiveBack,
     LookForOthers,
     Renew,
-    /// Until something changes, or for so long.
+    /// Until something changes, or for this long.
     Sleep(Option<Duration>),
 }
 
@@ -530,10 +530,10 @@ impl Turn {
         let reason = match error.filter(|_| has_failed) {
             Some(error) => error,
             None if is_queue_long => {
-                "the queue of hosts is long: raise token-wait, or look at who answers for the lock service"
+                "the queue of hosts is long: raise token-wait, or look at what answers for the lock service"
             }
             None if stuck_holding.is_some() => "its holder does not go on",
-            None => "nobody answers",
+            None => "no answer",
         };
         tracing::warn!(
             reason,

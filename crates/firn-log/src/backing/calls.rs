@@ -278,7 +278,7 @@ impl<B: Backing> Files for LogBacking<B> {
         }
     }
 
-    /// One append to the log of this host and one frame, or nothing: all of it, as far as a frame speaks of so much.
+    /// One append to the log of this host and one frame, or nothing: as much of it as one frame can describe.
     fn write_parts(&self, file: &LogFile<B>, parts: &[DataPart<'_>]) -> Result<u64> {
         let Some(logged) = file.writable(Errno::BADF)? else {
             return self.below.write_parts(&file.below, parts);
@@ -525,7 +525,7 @@ impl<B: Backing> LogBacking<B> {
     }
 }
 
-/// The first parts, as far as one frame speaks of so much.
+/// The first parts, as many as one frame can describe.
 fn first_of_a_frame<'a, 'd>(parts: &'a [DataPart<'d>]) -> Result<&'a [DataPart<'d>]> {
     let mut bytes = 0;
     let mut fits = |part: &DataPart<'_>| {

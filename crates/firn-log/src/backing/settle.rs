@@ -186,7 +186,7 @@ impl<B: Backing> LogBacking<B> {
         Ok(())
     }
 
-    /// Waits until files have ended, or so long.
+    /// Waits until files have ended, at most `time`.
     pub fn wait_for_ended(&self, time: Duration) {
         let mut state = self.ended.state.lock();
         if !state.has_news {

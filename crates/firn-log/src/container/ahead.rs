@@ -14,7 +14,7 @@ use crate::resolve::WriterId;
 /// bytes.
 pub(super) const GAP_BYTES_MAX: u64 = 4096;
 
-/// So much is read at first of a log that is read from its beginning to its end, and then twice as much each time.
+/// First read of a log that is read from its beginning to its end; each further read is twice as long.
 pub(super) const AHEAD_BYTES_MIN: u64 = 64 << 10;
 const AHEAD_BYTES_MAX: u64 = 1 << 20;
 

@@ -473,7 +473,7 @@ impl<B: Backing> Container<B> {
         Ok(Some((known, tail.offset)))
     }
 
-    /// Takes what was read; whether there is so much unsorted that it is to be sorted.
+    /// Takes what was read; returns whether enough is unsorted to be sorted.
     fn add_news(&self, news: News) -> bool {
         let mut view = self.view.lock();
         let view = &mut *view;

@@ -21,7 +21,7 @@ use crate::table::{TableError, TableResult};
 /// Blocks whose checksums were right that are remembered.
 const CHECKED_MAX: usize = 1 << 16;
 
-/// So much of a log is read at once.
+/// Bytes of a log that are read at once.
 const TOGETHER_BYTES_MAX: u64 = 1 << 20;
 
 /// Whether the pages of logs are kept in memory.

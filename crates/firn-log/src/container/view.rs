@@ -160,7 +160,7 @@ impl<B: Backing> Tail<B> {
         self.cover.last().map_or(0, |table| table.part().end)
     }
 
-    /// Whether there is so much to sort that it should be.
+    /// Whether enough is unsorted to be sorted.
     pub(super) fn is_due(&self, bytes: u64) -> bool {
         self.offset >= self.sort_from && self.offset - self.covered() >= bytes
     }

@@ -706,7 +706,7 @@ fn a_container_ends_with_its_last_writer() {
             .begin_writing()
             .expect("begin")
     );
-    assert!(ending(&b), "nobody that lives writes");
+    assert!(ending(&b), "no living host writes");
     assert!(
         !a.ending()
             .expect("look")

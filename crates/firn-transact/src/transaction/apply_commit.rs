@@ -386,7 +386,7 @@ impl<B: Backing> Commits<B> {
         dir.base.clone().or_else(|| dir.staged_copy()?.held.clone())
     }
 
-    /// Holds the new objects that anybody refers to, before their staged names go. The others are found by their
+    /// Holds the new objects that are referred to, before their staged names go. The others are found by their
     /// new names when they are looked up.
     fn hold_new(&self, scope: &Scope<B>) -> Result<(), Errno> {
         // The status asks for the list, and a look-up may hang.

@@ -34,7 +34,7 @@ fn open(disk: &SimBacking, name: &str) -> Host {
     };
     let opened = TransactionalBacking::open_of_members(disk.clone(), members);
     let (host, outcome) = opened.expect("open");
-    assert_eq!(outcome.waiting, [], "nobody is asked about a checkpoint");
+    assert_eq!(outcome.waiting, [], "no host is asked about a checkpoint");
     host
 }
 

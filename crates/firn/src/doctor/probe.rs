@@ -25,7 +25,7 @@ use crate::doctor::user;
 
 /// What names of such directories, and of all files in them, begin with.
 pub(crate) const PREFIX: &str = ".firn-doctor-";
-/// No check runs for so long: its parent kills it earlier.
+/// No check runs for this long: its parent kills it earlier.
 const LEFT_AFTER_S: i64 = 3600;
 
 /// Such a directory.

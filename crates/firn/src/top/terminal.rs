@@ -18,7 +18,7 @@ use super::screen::draw;
 use super::{Checkpoints, JobView, Pane, Rates, View};
 use crate::failure::{DONE, FAILED, Failure, USAGE};
 
-/// A signal that asks for the end is seen after so long.
+/// A signal that asks for the end is seen within this time.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
 /// Samples that come together are drawn once.
 const GATHER: Duration = Duration::from_millis(20);

@@ -96,7 +96,7 @@ struct AgentArgs {
     verbose: bool,
 }
 
-/// What insists on encryption and on what encrypts nothing is wrong before anybody is asked.
+/// What insists on encryption and on what encrypts nothing is refused before firnd is asked.
 pub(super) fn check_encryption(
     transport: &TransportChoice,
     encrypt: Option<EncryptArg>,

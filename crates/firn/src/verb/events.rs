@@ -219,7 +219,7 @@ fn open(path: &Path, uid: u32) -> std::io::Result<Option<File>> {
     };
     let metadata = file.metadata()?;
     if !metadata.is_file() || metadata.uid() != uid {
-        let why = "it is no file of the user who mounted: look at what it is and remove it";
+        let why = "it is no file of the user that mounted: look at what it is and remove it";
         return Err(std::io::Error::other(why));
     }
     Ok(Some(file))

@@ -20,7 +20,7 @@ pub const CALLER: Caller = Caller {
 pub const CHUNK_BYTES: u64 = 1 << 20;
 const CHUNKS: u64 = 8;
 const RDWR: i32 = 2;
-/// Only what hangs takes so long.
+/// Only what hangs takes this long.
 pub const LIMIT: Duration = Duration::from_secs(60);
 
 pub struct Host<B: Backing> {

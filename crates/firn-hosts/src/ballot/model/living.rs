@@ -335,7 +335,7 @@ impl State {
             Action::Retire => Pending::Retire,
             // It comes again later.
             Action::Wait(_) => return None,
-            Action::Stop | Action::Leave => panic!("nobody waits for hosts that live no more"),
+            Action::Stop | Action::Leave => panic!("no host waits for dead hosts"),
         };
         Some(Phase::Ending {
             busy,

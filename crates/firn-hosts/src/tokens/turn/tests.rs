@@ -123,7 +123,7 @@ fn a_lane_goes_on_without_a_service_that_is_silent_and_asks_ever_more_rarely() {
         pauses.push(pause.as_millis());
         now += pause;
         assert_eq!(turn.next_step(now), Step::Ask);
-        assert!(!go(turn.enter(now)).has_token(), "nobody waits for a try");
+        assert!(!go(turn.enter(now)).has_token(), "no write waits for a try");
         turn.note_failure("gone".into(), now);
         assert_eq!(turn.next_step(now), Step::GiveBack);
         turn.note_given_back();

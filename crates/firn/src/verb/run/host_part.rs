@@ -462,6 +462,6 @@ fn write_hints(place: &Place, hints: &str) -> Result<PathBuf, Failure> {
 fn told(failure: Failure) -> (String, u8) {
     match failure {
         Failure::Told { text, code } => (text, code),
-        Failure::Unread => (String::from("nobody reads what it says"), FAILED),
+        Failure::Unread => (String::from("its output is not read"), FAILED),
     }
 }
