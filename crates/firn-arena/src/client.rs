@@ -2,8 +2,8 @@
 //!
 //! Promises
 //! * Everything that a client published before the end of its lease is taken in, and nothing after it.
-//! * A slab is not used again while a client may still store bytes into it: neither a client that was
-//!   stopped in the middle of a copy nor one whose firnd died does harm.
+//! * A slab is not used again while a client may still store bytes into it. So a client that was stopped in the middle
+//!   of a copy does no harm, nor does one whose firnd died.
 //! * Records are believed only as far as they keep to the rules of the lease. A client can spoil its own
 //!   bytes and no others.
 //!

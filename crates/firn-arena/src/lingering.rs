@@ -1,8 +1,8 @@
 //! Clients that may still store bytes into a slab although their lease is over.
 //!
 //! Promises
-//! * A slab is not used again while a client may still store bytes into it: neither a client that was stopped in the
-//!   middle of a copy nor one whose firnd died does harm.
+//! * A slab is not used again while a client may still store bytes into it. So a client that was stopped in the middle
+//!   of a copy does no harm, nor does one whose firnd died.
 //! * After [`revoke_all`], no client publishes a record in a lease of an earlier firnd.
 //!
 //! Relies on: a caller that adds a slab here has pinned it, and unpins it when [`LingeringWriters::take_gone`] returns

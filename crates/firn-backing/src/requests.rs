@@ -262,8 +262,8 @@ pub enum LockRequest {
     /// when that is dropped or its process ends, however it ends. [`LockMode::Exclusive`] needs a file that is open for
     /// writing. How far the lock reaches is the file system's affair: one that keeps it on this host does not say so.
     ///
-    /// Not a lock of an open file description (`F_OFD_SETLK`): Linux tells a FUSE server of the unlock at close for
-    /// flock(2) and for the locks of a process, but not for those, so the lock of a killed process would stay.
+    /// Not a lock of an open file description (`F_OFD_SETLK`): at a close Linux tells a FUSE server of the unlock for
+    /// flock(2) and for the locks of a process, but not for those. So the lock of a killed process would stay.
     File(LockMode),
     /// fcntl(2) with `F_SETLK`: this process has the range locked in this mode from now on. All locks that a process
     /// has of a file end when it closes any open file of it, and when it ends: so a process that locks ranges of a file

@@ -6,8 +6,8 @@
 //! * The end of a connection ends what it had; what was published stays.
 //! * A broken, slow or mad client costs one thread and no more; at most [`CONNECTIONS_MAX`] are served.
 //!
-//! Several threads wait for clients at once, and the one that a client wakes answers it: to start a thread for
-//! each would take as long as all else that a process's first write by direct access waits for.
+//! Several threads wait for clients at once, and the one that a client wakes answers it. To start a thread for each
+//! client would double the time of a process's first write by direct access.
 //!
 //! Messages: `firn_format::data_socket`.
 

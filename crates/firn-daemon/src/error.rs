@@ -1,5 +1,5 @@
-//! What can go wrong before and around a mount, in words that say what to do: an enum for each verb, over what all of
-//! them may find when they attach an arena to its backing.
+//! What can go wrong before and around a mount, in words that say what to do. Each verb has an enum of its own, over
+//! what all of them may find when they attach an arena to its backing.
 
 mod attach;
 mod check;

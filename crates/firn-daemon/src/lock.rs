@@ -3,9 +3,9 @@
 //! Promise: while [`Locks`] live, no other firnd or `firn recover` of this host works on the same
 //! backing or the same arena. The locks end with the process, however it ends.
 //!
-//! These two locks are about processes of this host only, and so may be of files that only this host's kernel keeps
-//! locks of: flock(2) of the backing's directory, which NFS and FUSE file systems keep on the host, and of the arena,
-//! which is in this host's memory. What keeps other hosts away is the lease of [`crate::host_lease`].
+//! These two locks are about processes of this host only. So they may be of files whose locks only this host's kernel
+//! keeps: flock(2) of the backing's directory, which NFS and FUSE file systems keep on the host, and of the arena,
+//! which is in this host's memory. The lease of [`crate::host_lease`] keeps other hosts away.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::OwnedFd;
@@ -116,8 +116,8 @@ pub(crate) fn lock_arena(
     Ok(file)
 }
 
-/// Keeps other mounts and recoveries of the same backing on this host away. Only this host is meant, so it may be a
-/// lock of a directory; where the file system refuses even that, the lock of the arena is left, which is one for each
+/// Keeps other mounts and recoveries of the same backing on this host away. Only this host is meant, so a lock of a
+/// directory will do. Where the file system refuses even that, the lock of the arena is left, which is one for each
 /// user and backing.
 fn lock_backing_dir(
     backing: &Path,

@@ -1,9 +1,9 @@
 //! What agents say of this host's partner, and waits for its copies.
 //!
 //! Promises
-//! * Files are `partnered` only by the word of a connection that has named a partner, and only as long as it is there: when
-//!   the agent ends, or its connection to the partner does, all of them fall back. There may be two while one partner
-//!   takes over from another: what the one that stays has, it says again.
+//! * Files are `partnered` only by the word of a connection that has named a partner, and only as long as it is there.
+//!   When the agent ends, or its connection to the partner does, all of them fall back. There may be two connections
+//!   while one partner takes over from another: the one that stays says again what it has.
 //! * Only callers that asked for a wait wait for a partner.
 
 use std::collections::{BTreeMap, BTreeSet};

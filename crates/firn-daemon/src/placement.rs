@@ -1,8 +1,8 @@
 //! Placement over several directories (`placement=dirs`): which lanes a mount has, and whether they can be used. The other
 //! placements are in [`crate::steering`].
 //!
-//! A lane's path is used as it is given and not as it is once symbolic links are resolved: links in the backing have it,
-//! and other hosts may reach the same directory another way.
+//! A lane's path is used as it is given, without resolving symbolic links: links in the backing contain it, and other
+//! hosts may reach the same directory another way.
 //!
 //! Invariants
 //! * A backing whose record names lanes is never opened without them: its placed files are plain files in every mount.

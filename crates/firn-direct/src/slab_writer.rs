@@ -82,8 +82,8 @@ impl SlabWriter {
     /// Begins a lease that firnd just granted. `base` is the address where offset 0 of the arena would be.
     ///
     /// # Safety
-    /// As long as the writer is used, the records, the writer word and the data that `slab` names are mapped
-    /// at their offsets from `base`, readable and writable, and no other `SlabWriter` has the same lease.
+    /// As long as the writer is used, the records, the writer word and the data that `slab` names are mapped at their
+    /// offsets from `base`, readable and writable. No other `SlabWriter` has the same lease.
     pub unsafe fn new(base: *mut u8, slab: Slab, file_id: u64) -> Self {
         Self {
             base,

@@ -1,11 +1,11 @@
 //! Leaves the CPUs to programs: how much CPU time the IO threads take while no caller waits for them.
 //!
 //! Priorities would not do. A thread of another session or control group does not feel them (sched(7), "The autogroup
-//! feature"), an unprivileged process cannot take a low one back when a caller begins to wait, and a thread of low
-//! priority keeps a lock for as long as it is not run. So the IO threads look at the CPUs. As long as some are idle, or
-//! programs compute on few, they have no limit. Where programs compute and nothing is idle, they get what the option
-//! `drain-cpu` sets: a part of one CPU, however many there are, because a program whose threads wait for each other in
-//! each step loses what its slowest thread loses.
+//! feature"). An unprivileged process cannot take a low one back when a caller begins to wait. A thread of low priority
+//! keeps a lock for as long as it is not run. So the IO threads look at the CPUs. As long as some are idle, or programs
+//! compute on few, the IO threads have no limit. Where programs compute and nothing is idle, they get what the option
+//! `drain-cpu` sets: a part of one CPU, however many there are. The threads of a program wait for each other in each
+//! step, so what one thread loses the whole program loses.
 //!
 //! Promises
 //! * Where CPUs are idle no job waits, but for the first twentieth of a second after all were wanted.

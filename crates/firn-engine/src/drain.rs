@@ -1,8 +1,8 @@
 //! Which files go to the backing next: the queue of each lane, and the executor that works them off.
 //!
-//! Each lane has a queue of files ([`queue::DrainQueue`]). A file is in the queue of its lane when a run of its pending
-//! bytes is long enough for a write, when someone waits for it, when its data is old, or when the arena is short of
-//! room. What is done with the queues is in [`Drainer`](crate::Drainer).
+//! Each lane has a queue of files ([`queue::DrainQueue`]). A file enters it in one of four cases: a run of its pending
+//! bytes is long enough for a write, a caller waits for it, its data is old, or the arena is short of room. What is
+//! done with the queues is in [`Drainer`](crate::Drainer).
 //!
 //! docs/internals/drain.md
 

@@ -1,8 +1,8 @@
 //! Held files of which the kernel may have a copy of its own in its page cache.
 //!
 //! A held file without writers is read through the kernel's cache. Its bytes are in memory twice then, so this table
-//! bounds them: a file is admitted with all of its bytes, whether or not they are read, and of files that are not open
-//! the kernel drops the one that was opened longest ago.
+//! bounds them. A file is admitted with all of its bytes, whether or not they are read. Of files that are not open the
+//! kernel drops the one that was opened longest ago.
 //!
 //! Invariants
 //! * `bytes` is the sum over the table, at most `bytes_max`.

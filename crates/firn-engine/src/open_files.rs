@@ -1,8 +1,8 @@
 //! Open files, and how many files of the backing are open at a time.
 //!
-//! A program may have as many files open as its own limit allows, and there may be many programs: a file that is open
-//! here does not need a descriptor of its own all the time. Files without a read, write or drain under way are closed
-//! when there are too many, and opened again when they are used.
+//! A program may have as many files open as its own limit allows, and there may be many programs. So a file that is
+//! open here does not need a descriptor of its own all the time. Files without a read, write or drain under way are
+//! closed when there are too many, and opened again when they are used.
 //!
 //! Promises
 //! * Only what can be opened again is closed: it was, a moment before, by the same way.

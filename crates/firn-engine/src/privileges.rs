@@ -10,8 +10,8 @@
 //! Linux. A store to a mapping takes nothing away there, and so not here.
 //!
 //! Promises
-//! * What goes is gone from the backing, and the kernel was told, before a byte of the change can be seen: new contents
-//!   are never executed with old privileges, whatever the kernel may keep.
+//! * Privileges that go are gone from the backing, and the kernel was told, before a byte of the change can be seen. So
+//!   new contents are never executed with old privileges, whatever the kernel may keep.
 //! * Privileges that are given to a file are not taken away by the drain of what was written before.
 //! * A file that is known to have none costs one comparison a write. It is known from its creation, or from the
 //!   first write, until something gives privileges to any file of the mount ([`Privileges::note_given`]).

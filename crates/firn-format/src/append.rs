@@ -3,9 +3,9 @@
 //! firnd (`firn-arena`) and client processes (`firn-direct`) append with this code, each over its own mapping
 //! of the piece records ([`RecordTable`]).
 //!
-//! * **Page rule.** Bytes that continue the last piece lie directly behind it. A new piece of a page or more,
-//!   and the first of a slab, begins at a position congruent to its file offset modulo the page size, so that
-//!   whole pages can be written to the backing or mapped as they are.
+//! * **Page rule.** Bytes that continue the last piece lie directly behind it. A new piece of a page or more, and the
+//!   first of a slab, begins at a position congruent to its file offset modulo the page size. So whole pages can be
+//!   written to the backing or mapped as they are.
 //! * **Seal protocol.** The fields of a record are stored first; one compare-exchange of its seal publishes
 //!   the piece, or more bytes of the last one. A seal that is not what was expected was changed by firnd:
 //!   [`FROZEN`](crate::piece::FROZEN) ends the piece, [`poison`] in the next record ends the lease.

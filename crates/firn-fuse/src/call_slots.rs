@@ -1,16 +1,16 @@
 //! Which thread carries out what the kernel asks for.
 //!
-//! A call of the backing may take for ever, and so may the thread that makes it. Ordinarily the thread of the transport that read
-//! a request also carries it out: nothing is faster. But there is one thread more than may be in such calls
-//! (`fuse-threads`), and whatever it reads while all others are in calls it does not carry out: it offers it to the
-//! first of the others that comes back, and if none does within [`PATIENCE`], leaves it to the workers.
+//! A call of the backing may take for ever, and so may the thread that makes it. Ordinarily the thread of the transport
+//! that read a request also carries it out: nothing is faster. But there is one thread more than may be in such calls
+//! (`fuse-threads`). What that thread reads while all others are in calls, it does not carry out. It offers the request
+//! to the first of the others that comes back; if none does within [`PATIENCE`], it leaves the request to the workers.
 //!
 //! Promises
 //! * A thread that reads requests is free, or will be within [`PATIENCE`], however many calls hang.
 //! * As long as calls return, none of them changes threads but the few that are offered.
 //!
-//! What keeps it so: the dispatcher says what a request is about, and makes each call that may ask the backing or wait
-//! for another request with a slot ([`CallSlots::acquire`]) on this thread, and without one by
+//! What keeps it so: the dispatcher says what a request is about. A call that may ask the backing or wait for another
+//! request is made with a slot ([`CallSlots::acquire`]) on this thread, and without one by
 //! [`CallSlots::run_elsewhere`]. The rest (forgetting, flushing, waiting with a callback) is done by the thread that
 //! read the request, whichever that is.
 

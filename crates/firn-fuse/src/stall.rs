@@ -2,8 +2,8 @@
 //!
 //! Promises
 //! * First come, first served: while one waits, later ones queue behind it, so none starves.
-//! * No thread of the transport waits here: the payload is copied aside (one request per waiting writer, at most
-//!   1 MiB) and a worker goes on when the engine says that there is room.
+//! * No thread of the transport waits here. The payload is copied aside (one request per waiting writer, at most 1
+//!   MiB), and a worker goes on when the engine says that there is room.
 //! * What was taken of a write is never lost: a write that fails half way answers with its first part.
 //! * A write whose caller is to end or to stop leaves the queue, and answers with what was taken of it, else EINTR.
 

@@ -1,7 +1,7 @@
 //! Truncations that the kernel has not heard the end of.
 //!
-//! A page that the kernel reads into its cache is filled with zeros where the answer is short, and while it waits for
-//! the answer to a truncation it believes the old length: a reader would see zeros that were never written. So a short
+//! A page that the kernel reads into its cache is filled with zeros where the answer is short. While it waits for the
+//! answer to a truncation it believes the old length: a reader would see zeros that were never written. So a short
 //! answer to a read through the cache is held until the truncation that is under way is answered.
 //!
 //! Promises

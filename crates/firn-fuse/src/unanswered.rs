@@ -43,8 +43,8 @@ const LOOK_AGAIN: Duration = Duration::from_millis(100);
 
 /// Parts of the table with a lock each.
 const SHARDS: usize = 64;
-/// Interruptions of requests that are not in the table, remembered in each part: the thread that read such a request
-/// enters it in a moment, or it was answered and its number comes never again.
+/// Interruptions of requests that are not in the table, remembered in each part. Either the thread that read such a
+/// request enters it in a moment, or it was answered and its number comes never again.
 const EARLY_MAX: usize = 64;
 
 /// How a request is answered while another thread is still at work on it.

@@ -14,7 +14,7 @@
 //! * The record is written by the holder only, and whole: [`RECORD_BYTES`] bytes, in one write.
 //! * A use is in the record before the host begins with it, and stays there as long as the host has the lease.
 //! * A lease whose last holder did not release it is taken at once where this kernel kept the lock of that holder too
-//!   (same boot, same device), and else after its count has stood still for [`STALE_AFTER`].
+//!   (same boot, same device). Elsewhere it is taken after its count has stood still for [`STALE_AFTER`].
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;

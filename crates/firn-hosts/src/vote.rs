@@ -261,8 +261,8 @@ impl<'a, B: Backing> VoteDir<'a, B> {
     }
 }
 
-/// Removes a retired directory. A host that opened it before may still be putting something into it, so this is done
-/// again while that goes on; such a host finds its file gone, as if it had come later.
+/// Removes a retired directory. A host that opened it before may still be putting something into it, so the removal is
+/// repeated while that goes on. Such a host finds its file gone, as if it had come later.
 fn remove_dir<B: Backing>(base: &B, top: &B::Inode, name: &str) -> Result<(), Errno> {
     for _ in 0..REMOVE_TRIES_MAX {
         let Some((dir, _)) = own::find_dir(base, top, name)? else {

@@ -1,7 +1,7 @@
 //! A new file: first in its lane, then under a name.
 //!
 //! The kernel locks a directory while a name is made in it. So the making of a name does not wait for a lane that hangs
-//! if another one will do: a thread of its own is in the calls of each lane, and what it makes too late is removed.
+//! if another one will do. Each lane has a thread of its own for the calls, and what it makes too late is removed.
 
 use std::cmp::Reverse;
 use std::sync::atomic::AtomicBool;

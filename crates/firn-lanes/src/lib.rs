@@ -1,8 +1,8 @@
 //! Placement over several directories (`placement=dirs`): a backing over backings.
 //!
-//! Names live in the *primary* backing. A regular file that is created here goes whole to one *lane*, a directory on
-//! a server of its own, and the primary has a symbolic link to it, so that everything is readable without Firn. Above
-//! this backing there is no such link: it is a plain file in every respect.
+//! Names live in the *primary* backing. A regular file that is created here goes whole to one *lane*, a directory on a
+//! server of its own. The primary has a symbolic link to it, so that everything is readable without Firn. Above this
+//! backing there is no such link: it is a plain file in every respect.
 //!
 //! | of a placed file | is that of |
 //! |---|---|
@@ -14,7 +14,7 @@
 //! needs permission to write to the file, so a link that a user copied or made by hand harms no other user's file.
 //!
 //! Promises
-//! * A name leads to a whole file or to none: the link gets its name after the file is there and marked, and the file
+//! * A name leads to a whole file or to none. The link gets its name after the file is there and marked, and the file
 //!   goes after the removal of its last name is durable (module `removal`).
 //! * After a crash of this process the next [`Lanes::open`] finishes what was being made or removed. A power loss may
 //!   leave two kinds of unsynced remains: a file that no link names, and a link to a file that is not there.

@@ -1,6 +1,6 @@
 //! `head`: what a container says of itself, put once before the first write to it.
 //!
-//! It is a symbolic link, whose text is that: made whole by one call, which fails where another host was first, and without a
+//! `head` is a symbolic link with the text below. One call makes it whole, and fails where another host was first. It has no
 //! byte of data that would have to be synced before it counts. So making a container waits for no device.
 //!
 //! ```text

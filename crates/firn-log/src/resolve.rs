@@ -1,9 +1,9 @@
 //! Which bytes a file has: the order of the changes of all hosts.
 //!
-//! Changes are ordered by [`Key`]: by epoch, then by writer, then as the writer made them. A host that opens the file or
-//! syncs it takes an epoch that is larger than all that it can see, so what it writes from then on is newer than what
-//! others had published before: MPI-IO's sync, barrier, sync. Changes that did not know of each other have an order too,
-//! and it is the same for every reader and for the flat file.
+//! Changes are ordered by [`Key`]: by epoch, then by writer, then as the writer made them. A host that opens the file
+//! or syncs it takes an epoch that is larger than all that it can see. So what it writes from then on is newer than
+//! what others had published before: MPI-IO's sync, barrier, sync. Changes that did not know of each other have an
+//! order too, and it is the same for every reader and for the flat file.
 //!
 //! Cuts have no part in that order. One hides what its host had seen ([`crate::cut`]), as if that had never been there; a
 //! write that it had not seen counts, wherever it is in the order. The file ends where the last change that is left does.

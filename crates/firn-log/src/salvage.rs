@@ -3,7 +3,7 @@
 //! Promises
 //! * Nothing is given up before it was told, and the report of it is durable.
 //! * What is given up is written into the seal, so that all hosts flatten the same bytes, whichever host dies. What can
-//!   be read stays as it is: bytes of a log that are damaged become zeros, where no newer change has covered them; a
+//!   be read stays as it is. Bytes of a log that are damaged become zeros, where no newer change has covered them. A
 //!   part of an index that is no frame is left out, and its changes are unknown.
 //! * A damaged `head` is made anew with what it had, by the container's name and the length of the plain file.
 //! * What a host may still write to is not touched, and a backing that fails to read is no loss.

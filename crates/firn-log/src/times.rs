@@ -11,8 +11,8 @@
 //!
 //! A host that gives the file a time sets it in the plain file, then looks whether the container is closing. If so, it
 //! puts its time behind the last one and sets it in the plain file again. A host that flattens gives the plain file the
-//! last time and then puts `end` behind it. Of two records with one number, the first one put counts: either the time
-//! is there and is given to the plain file, or `end` is there, and the plain file gets the time afterwards. No clocks
+//! last time and then puts `end` behind it. Of two records with one number, the first one put counts. Either that is
+//! the time, which is given to the plain file; or it is `end`, and the plain file gets the time afterwards. No clocks
 //! are compared.
 
 use std::ffi::OsStr;

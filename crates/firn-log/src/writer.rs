@@ -19,8 +19,9 @@ use crate::run::{Piece, find_runs};
 const LOG_BYTES_MAX: u64 = 4 << 30;
 /// Data of a page or more begins at a page.
 const PAGE_BYTES: u64 = 4096;
-/// Most bytes of one call. Linux keeps what a call writes in folios as large as it can: on ext4 in a virtual machine, a call of a MiB
-/// and more took three to five times as long for each byte, because the machine has to get memory for large folios from its host.
+/// Most bytes of one call. Linux keeps what a call writes in folios as large as it can. On ext4 in a virtual machine, a
+/// call of a MiB and more took three to five times as long for each byte, because the machine has to get memory for
+/// large folios from its host.
 const WRITE_BYTES: usize = 512 << 10;
 
 /// A frame, and where it is in the index.

@@ -52,8 +52,8 @@ struct Link {
     inner: Locked<Inner>,
 }
 
-// SAFETY: words, locks, a map of nothing, and options of words, which zeros are values of, whichever: what was answered
-// is set anew before the first connection (`ask_first`), and without an attempt there is none.
+// SAFETY: words, locks, an empty map, and options of words; zeros are a valid value of each. What was answered is set
+// anew before the first connection (`ask_first`), and without an attempt there is none.
 static LINKS: Wiped<[Link; LINKS_COUNT]> =
     unsafe { Wiped::new([const { Link::new() }; LINKS_COUNT]) };
 

@@ -5,8 +5,8 @@
 //! before, once for each page: those that were good are remembered. What is not good goes to the kernel, which
 //! says EFAULT or takes what comes before the bad page.
 //!
-//! Not found are bad pages between good ones, and pages that were good once and that the C library itself gave back
-//! meanwhile (free(3), the end of a thread): what the program unmaps or protects is seen.
+//! Two kinds of bad pages are not found: those between good ones, and those that the C library itself gave back
+//! meanwhile (free(3), the end of a thread). What the program unmaps or protects is seen.
 
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};

@@ -2,8 +2,8 @@
 //! names of directories.
 //!
 //! * A listing is the directory as it was at some moment, and no earlier one than the process has seen before.
-//! * What a process has changed in a directory is in its next listing, with all that others changed before: the answer to
-//!   a change says what the directory was like, and a client that knew another one reads it anew.
+//! * What a process has changed in a directory is in its next listing, with all that others changed before. The answer
+//!   to a change says what the directory was like, and a client that knew another one reads it anew.
 //! * Lookups of one name do not lag, unless attributes do: then the name of a directory may lead to the one that it led to
 //!   before.
 //! * Attributes that lag are those of the object at some moment, and it is read as far as it was long then. They are new

@@ -1,10 +1,9 @@
 //! The stub tree: what a prefix is where there is no FUSE.
 //!
-//! The prefix is a directory of empty files on tmpfs. The kernel does the names, links, modes, owners,
-//! times and locks of these *stubs*; the bytes of a stub are a file of the engine, which processes write and
-//! read through the preload library and the data socket. This crate ties the two together: which stub is
-//! which file ([`StubId`]), and bringing into the backing what programs did to the tree
-//! ([`Tree::reconcile`]).
+//! The prefix is a directory of empty files on tmpfs. The kernel does the names, links, modes, owners, times and locks
+//! of these *stubs*; the bytes of a stub are a file of the engine, which processes write and read through the preload
+//! library and the data socket. This crate ties the two together. It knows which stub is which file ([`StubId`]), and
+//! brings into the backing what programs did to the tree ([`Tree::reconcile`]).
 //!
 //! Promises
 //! * A stub is known by its inode number and generation, never by its name or its number alone: a number

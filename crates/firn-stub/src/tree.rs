@@ -428,8 +428,8 @@ fn half_made(options: &TreeOptions, head: &Head) -> io::Result<bool> {
     Ok(Found::read(&options.log)?.is_some_and(|found| !found.filled && found.head == *head))
 }
 
-/// Whether the tree of a log may still be there: its root is looked for among the mounts and the places that
-/// outlive processes only by the prefix it names, so any log that tells of names counts.
+/// Whether the tree of a log may still be there. Its root is found among the mounts and the places that outlive
+/// processes only by the prefix it names, so any log that tells of names counts.
 fn stands_elsewhere(found: &Found) -> bool {
     found.has_unnamed()
 }

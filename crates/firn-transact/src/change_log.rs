@@ -1,9 +1,9 @@
 //! The change log of a transaction: what to do to commit it, and what to do to undo it.
 //!
-//! A log is the difference between two trees, object by object. Each [`Entry`] says which names the object has
-//! only before and only after the transaction, and has a *redo* and an *undo* part with its data and attributes
-//! on either side; parts refer to bytes in the log itself or to staged copies. Nothing in a log depends on how
-//! far an earlier attempt to apply it came.
+//! A log is the difference between two trees, object by object. Each [`Entry`] names what the object has only before
+//! and only after the transaction. Its *redo* and *undo* parts hold data and attributes of either side; they refer to
+//! bytes in the log itself or to staged copies. Nothing in a log depends on how far an earlier attempt to apply it
+//! came.
 //!
 //! | use | file | entries |
 //! |---|---|---|

@@ -1,6 +1,6 @@
 //! `history=N`: the logs of the last commits are kept, with what undoes them.
 //!
-//! Before a commit is decided, the *undo* parts of its log are filled in: old attributes, and old bytes of the ranges
+//! Before a commit is decided, the *undo* parts of its log are filled in. Old attributes, and old bytes of the ranges
 //! that it changes, are staged in `new/u/`, where it also moves what it removes. When the commit is applied, `tx-N`
 //! becomes `undo-N`, with one rename; what only its redo parts needed goes after that.
 //!

@@ -4,7 +4,7 @@
 //! * One [`Object`] for each inode, whatever its number of names, while it is referred to.
 //! * `base` is the object in the backing, outside of staging; an object without it exists in a transaction
 //!   only, and one without base and change was made in a transaction that was aborted.
-//! * An object that was made in a transaction and has lost its last name is *nameless*: it belongs to no transaction
+//! * An object that was made in a transaction and has lost its last name is *nameless*. It belongs to no transaction
 //!   any more, has a base and no change, and lives as long as a reference to it.
 //! * The *staged copy* of a change is a staged object of its own inode. For an object without base it is the
 //!   object itself, which a commit moves into place; else it has the new attributes and, of a file, the size

@@ -179,8 +179,8 @@ pub struct Votes<B: Backing> {
     pub(crate) tree: Arc<Tree<B>>,
     pub(crate) scopes: Arc<Scopes<B>>,
     pub(crate) shared: Arc<SharedTransactions<B>>,
-    /// Owned while a vote is left, and while something is written to one without the lock of the names: a vote that is made
-    /// anew after the last host has left would never be removed. Nothing else is locked meanwhile.
+    /// Serialises leaving a vote with writes to it that are made without the lock of the names. Otherwise a vote that
+    /// is made anew after the last host has left would never be removed. Innermost claim.
     pub(crate) leaving: Claim,
 }
 

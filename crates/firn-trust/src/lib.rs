@@ -9,8 +9,8 @@
 //!   made on the descriptor, never on a path.
 //! * Only what belongs to the effective user and is closed to group and others is opened. Nothing is mended: a
 //!   directory of another mode may already hold what others put there.
-//! * What is kept at a path outside of the backing lies where no other user can put something else ([`check_place`]),
-//!   and what is below a directory that was looked at is reached by its descriptor ([`open_beneath`]).
+//! * What is kept at a path outside of the backing lies where no other user can put something else ([`check_place`]).
+//!   What is below a directory that was looked at is reached by its descriptor ([`open_beneath`]).
 //! * [`Facts::check`] and [`open_dir_raw`] allocate nothing and touch no `errno`, for the preload library.
 //!
 //! What is defended against whom: docs/SECURITY.md.

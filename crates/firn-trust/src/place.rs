@@ -177,7 +177,7 @@ fn effective_user() -> u32 {
     rustix::process::geteuid().as_raw()
 }
 
-/// The owner of an object; 0 where it may be root: in a user namespace that does not know root, as containers without
+/// The owner of an object; 0 where it may be root. In a user namespace that does not know root, as containers without
 /// privileges have it, `/` and `/dev/shm` belong to the user that stands for all unknown ones.
 fn owner_of(facts: &Facts) -> u32 {
     match unknown_user() {

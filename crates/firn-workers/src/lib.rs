@@ -6,8 +6,8 @@
 //! * Classes take no threads from each other: whatever hangs in one, the others go on.
 //! * Tasks of one [`Topic`] start in the order given, and so do tasks without a topic.
 //! * As long as the tasks of fewer than [`TOPICS_MAX`] topics hang, those of another topic run, however many tasks of
-//!   these topics there are: beside the first of each topic at most [`FURTHER_TASKS_MAX`] run at a time, and at most
-//!   [`TOPIC_TASKS_MAX`] of one topic; the others wait for one of their topic to end.
+//!   the hanging topics there are. Beside the first of each topic at most [`FURTHER_TASKS_MAX`] run at a time, and at
+//!   most [`TOPIC_TASKS_MAX`] of one topic. The others wait for one of their topic to end.
 //! * A task that panics takes no thread with it.
 //!
 //! Not in here: threads that live as long as the mount ([`spawn_thread`]), and those of a lane of the drain, which are

@@ -1,7 +1,7 @@
 //! An endpoint: memory that it exposes, and reads of what others expose.
 //!
 //! Invariants
-//! * A buffer that bytes arrive in is in [`Endpoint::landings`] from its first read until the last one is complete; a
+//! * A buffer that bytes arrive in is in [`Endpoint::landings`] from its first read until the last one is complete. A
 //!   buffer whose reads are not complete is dropped only after libfabric has closed the endpoint, or never.
 //! * A context is free, or that of one read under way.
 //!
@@ -512,9 +512,9 @@ impl Endpoint {
             let peer = self.peer.expect("connected before it reads");
             let into = &mut landing.buffer[next.read.into.clone()];
             let endpoint = self.parts.endpoint.as_ptr();
-            // SAFETY: the endpoint is open, its table is looked at. The part of the buffer and the context stay where
-            // they are, and are not accessed, until the read is complete or the endpoint is closed: the landing owns
-            // the buffer, and the context is not free.
+            // SAFETY: the endpoint is open, its table is looked at. The landing owns the buffer, and the context is not
+            // free. So both stay where they are, and are not accessed, until the read is complete or the endpoint is
+            // closed.
             let code = unsafe {
                 let ops = (*endpoint).rma;
                 match has(ops, offset_of!(OpsRma, read)) {

@@ -2,7 +2,7 @@
 //!
 //! Invariants
 //! * The first entry is what was asked for. Every other one is below a directory that came before it, by names of one
-//!   component each: nothing that is made by a plan leaves its top, not through a link of the plan either.
+//!   component each. So nothing that a plan makes leaves its top, not even through a link of the plan.
 //! * No path comes twice.
 
 use std::collections::BTreeMap;

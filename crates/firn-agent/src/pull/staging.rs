@@ -12,8 +12,8 @@
 //! * All that is made, changed and removed is below the directory that was looked at: it is reached by its descriptor,
 //!   through no link ([`firn_trust::open_beneath`]). The directory beside which it lies is one in which no other user
 //!   may replace names.
-//! * What has a name of the copy already, and is not what the copy has there, ends the pull: a file system that takes
-//!   two names for one would let one file of the source overwrite another, or a link lead out.
+//! * A name of the copy that exists already as something else ends the pull. A file system that takes two names for one
+//!   would let one file of the source overwrite another, or a link lead out.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;

@@ -62,9 +62,9 @@ struct JobMax {
 impl<B: Backing> Drainer<B> {
     /// The next write of a lane, if there is one. A caller that gets a job must complete it.
     ///
-    /// A range that was picked blocks a truncation of its file until it is completed. So whatever has to be waited for
-    /// before a lane may be written to, such as the token that gives it one writer among several hosts, is asked for
-    /// *before* this call, and never between it and [`Job::execute`].
+    /// A range that was picked blocks a truncation of its file until it is completed. So whatever a lane has to wait
+    /// for before it is written to, such as its token, is asked for *before* this call. It is never asked for between
+    /// this call and [`Job::execute`].
     pub fn pick(&self, lane: LaneIndex, limits: LaneLimits) -> Pick<B> {
         let queue = self.drain.queue(lane);
         loop {

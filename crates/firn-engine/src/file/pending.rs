@@ -317,9 +317,9 @@ impl Pending {
         self.mtime = Some(Time::from_ns(shown));
     }
 
-    /// Bytes were changed by a client, which says that it was at `modified`. False where the record has to get another
-    /// time: a client that goes on in its next lease may be a few writes of the same tick behind; and what cannot be is
-    /// taken as now.
+    /// Bytes were changed by a client, which says that it was at `modified`. An impossible time counts as now. Returns
+    /// false where the record has to get another time: a client that goes on in its next lease may be a few writes of
+    /// the same tick behind.
     pub(crate) fn touch_at(&mut self, modified: u64) -> bool {
         if modified == 0
             || modified > latest_ns()

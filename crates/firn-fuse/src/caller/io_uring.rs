@@ -1,9 +1,9 @@
 //! Which programs use io_uring.
 //!
 //! The kernel does not move the offset of a FUSE file for io_uring requests at the current offset where the file has no
-//! page cache: it works with a copy of the offset for each asynchronous request (`fuse_direct_IO` in fs/fuse/file.c, Linux
-//! 6.18), so each write lands on the one before. Through its page cache it does it right. So files that a program with
-//! an io_uring opens are served that way, which costs memory, and half of the throughput or more.
+//! page cache. It works with a copy of the offset for each asynchronous request (`fuse_direct_IO` in fs/fuse/file.c,
+//! Linux 6.18), so each write lands on the one before. Through its page cache it does it right. So files that a program
+//! with an io_uring opens are served that way, which costs memory, and half of the throughput or more.
 
 use std::collections::HashMap;
 use std::fs;

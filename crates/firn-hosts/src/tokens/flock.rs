@@ -13,7 +13,7 @@
 //! * A token ends with its process, as soon as the file system sees that it is gone.
 //! * Only the host that is next looks often whether the token is free; the others look seldom.
 //!
-//! Locks are tried and not waited for: nothing waits in a call that cannot be cut short, and a client of NFS that waits
+//! Locks are tried and not waited for, because a wait in the call could not be cut short. A client of NFS that waits
 //! for a lock only looks itself, every second at first and every 30 seconds in the end.
 //!
 //! Relies on [`crate::check_reach`] having found that locks reach other hosts.

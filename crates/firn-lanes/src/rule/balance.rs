@@ -5,8 +5,8 @@
 //! so each directory has its files counted.
 //!
 //! Invariants
-//! * Only what differs between the lanes counts: `files` is 0 for one of them and [`AHEAD_MAX`] at most when a directory is
-//!   found, so that a lane that is new does not get all files of the next checkpoint.
+//! * Only what differs between the lanes counts: `files` is 0 for one of them and [`AHEAD_MAX`] at most when a
+//!   directory is found. So a new lane does not get all files of the next checkpoint.
 //! * There are at most [`DIRS_MAX`] directories; the one that was looked at first goes first.
 
 use std::collections::{HashMap, VecDeque};

@@ -1,5 +1,5 @@
-//! Locks of ranges that begin at the offset or at the end of the file, fcntl(2) and lockf(3): the kernel knows neither
-//! while the offset is private, and of a stub it never knows the end.
+//! Locks of ranges that begin at the offset or at the end of the file, fcntl(2) and lockf(3). The kernel knows neither
+//! while the offset is private, and never knows the end of a stub.
 //!
 //! The kernel keeps locks of stubs on this host only. They would not exclude other hosts that use the files, so they
 //! are refused with ENOLCK there, and flock(2) with them.

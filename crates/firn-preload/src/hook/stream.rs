@@ -85,8 +85,9 @@ unsafe extern "C" fn do_fopen(
 
 /// A stream of ours over a stub that is there already; `None`: the path leads to none.
 ///
-/// The C library opens no stream of its own here, which would have to be closed: a close ends the locks (fcntl(2)) that the
-/// program holds on the file by a descriptor of its own. On a file that is only made now there are none.
+/// The C library must not open a stream of its own here. That stream would have to be closed, and a close ends the
+/// locks (fcntl(2)) that the program holds on the file by a descriptor of its own. On a file that is only made now
+/// there are none.
 ///
 /// # Safety
 /// Two C strings.

@@ -221,8 +221,8 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(homes)
     }
 
-    /// What [`TransactionalBacking::open_with`] says of an arena, for transactions in another home than that of the mount: they stay as
-    /// they are, for a mount whose home that is, and have nothing in this arena any more.
+    /// What [`TransactionalBacking::open_with`] says of an arena, for transactions in another home than that of the
+    /// mount. They stay as they are, for a mount with their home, and have nothing in this arena any more.
     pub fn drop_of<E: From<StoreError>>(
         base: B,
         members: Option<Members>,

@@ -3,8 +3,8 @@
 //! Promises
 //! * Everything is made and removed by the descriptor of a directory that this process has just made, with mode 0700: what
 //!   belongs to others is never opened, written or removed.
-//! * It is removed with the value. Of a check that was killed the directory stays, and a later check of the same user
-//!   removes it: it is known by its name, owner and mode, and by an age that no running check has.
+//! * It is removed with the value. A check that was killed leaves its directory, and a later check of the same user
+//!   removes it. It is known by its name, owner and mode, and by an age that no running check has.
 //! * A user with permission to rename in a shared backing can give that name to another directory of the user. So only
 //!   files whose names begin as that of the directory are removed from it, and then the directory, if it is empty.
 

@@ -1,7 +1,7 @@
 //! Asks what there is to show, and keeps the last answers.
 //!
-//! Nothing here holds up the screen: the firnd of each mount is asked by a thread of its own, and what may hang in the kernel
-//! (checkpoints, the backing) by a child that is left behind. Threads end with the process.
+//! Nothing here holds up the screen. The firnd of each mount is asked by a thread of its own, and what may hang in the
+//! kernel (checkpoints, the backing) by a child that is left behind. Threads end with the process.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};

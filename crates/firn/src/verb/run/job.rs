@@ -33,8 +33,8 @@ const BEATS: u32 = 5;
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 /// Events in the queue at most. A reader of a host's output waits for room in it.
 const EVENTS_MAX: usize = 1024;
-/// How long a host may be silent before it has a mount: a launcher may have to wait for other work, and the first thing that
-/// a mount does is to recover what an earlier one held.
+/// How long a host may be silent before it has a mount. A launcher may have to wait for other work, and the first thing
+/// that a mount does is to recover what an earlier one held.
 const START_LIMIT: Duration = Duration::from_secs(60);
 /// How long launchers may take to end when all hosts have.
 const LAUNCHER_END: Duration = Duration::from_secs(5);
