@@ -41,7 +41,7 @@ use crate::transport::Transport;
 pub(crate) const KEY_BYTES: usize = 32;
 /// Tells this use of a key from all others.
 const CONTEXT: &[u8] = b"firn-agent 6 ";
-/// Of pipes: no secret.
+/// Key of a connection over pipes: no secret.
 const PIPES: Key = Key([0; KEY_BYTES]);
 
 /// What agent and puller both have.
@@ -105,7 +105,7 @@ impl Key {
     }
 }
 
-/// Not the key.
+/// Leaves the key out.
 impl fmt::Debug for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Key(…)")

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 const KEY_BYTES: usize = 16;
 const MAC_BYTES: usize = 32;
 
-/// Of one connection.
+/// Key of one connection.
 #[derive(Clone, Serialize, Deserialize)]
 pub(crate) struct BlockKey([u8; KEY_BYTES]);
 
@@ -40,7 +40,7 @@ impl BlockKey {
     }
 }
 
-/// Not the key.
+/// Leaves the key out.
 impl fmt::Debug for BlockKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("BlockKey(…)")

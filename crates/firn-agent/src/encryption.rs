@@ -34,7 +34,7 @@ pub enum Encryption {
     Refused,
     /// As the other side wants, if both sides see the same addresses.
     Possible,
-    /// Not without.
+    /// Refuses a connection without it.
     Required,
 }
 
@@ -56,12 +56,12 @@ pub struct Side {
     pub encryption: Encryption,
     /// Its own end as it sees it; none over pipes.
     pub here: Option<SocketAddr>,
-    /// And the other one.
+    /// Address of the other side.
     pub there: Option<SocketAddr>,
 }
 
 impl Side {
-    /// Of a TCP connection.
+    /// The side of a TCP connection.
     pub fn of_tcp(socket: &TcpStream, encrypt: Encrypt) -> io::Result<Self> {
         let there = socket.peer_addr()?;
         Ok(Self {
@@ -71,7 +71,7 @@ impl Side {
         })
     }
 
-    /// Of pipes, whose carrier encrypts.
+    /// The side of pipes, whose carrier encrypts.
     pub fn of_pipes() -> Self {
         Self {
             encryption: Encryption::Refused,

@@ -34,7 +34,7 @@ pub enum WireError {
     /// MUNGE says no.
     #[error("{program}: {told}")]
     Munge {
-        /// Which program.
+        /// Name of the program.
         program: String,
         /// Its words.
         told: String,
@@ -96,7 +96,7 @@ pub enum AgentError {
         "cannot listen at {address}: {error}; --listen ADDRESS:PORT chooses another, port 0 any free one"
     )]
     Listen {
-        /// Which.
+        /// The address.
         address: String,
         /// Why.
         error: io::Error,
@@ -104,7 +104,7 @@ pub enum AgentError {
     /// The file of failure domains.
     #[error("partner-domains={}: {why}", quoted_path(path))]
     Domains {
-        /// Which.
+        /// Path of the file.
         path: PathBuf,
         /// What is wrong.
         why: String,
@@ -181,7 +181,7 @@ pub enum PullError {
     Wire {
         /// Name of the source host.
         host: String,
-        /// How.
+        /// Cause.
         error: WireError,
     },
     /// Reads of the source's memory failed.
@@ -257,7 +257,7 @@ pub enum PullError {
     KeepsChanging {
         /// Name of the source host.
         host: String,
-        /// Which file.
+        /// Path of the file.
         path: BytePath,
         /// How often it was read.
         tries: u32,
@@ -267,7 +267,7 @@ pub enum PullError {
         "a block of {path} was not what was sent {tries} times: a network card, a switch or memory is faulty, or an attacker on the network changes it"
     )]
     Corrupt {
-        /// Which file.
+        /// Path of the file.
         path: BytePath,
         /// How often.
         tries: u32,
@@ -278,7 +278,7 @@ pub enum PullError {
         quoted_path(path)
     )]
     Exists {
-        /// Which.
+        /// Path that exists already.
         path: PathBuf,
     },
     /// Two names of the source are one on the target.
@@ -302,7 +302,7 @@ pub enum PullError {
     /// The file system of the target refused something.
     #[error("{}: {error}", quoted_path(path))]
     Local {
-        /// On what.
+        /// Path of the failed call.
         path: PathBuf,
         /// Why.
         error: io::Error,

@@ -125,7 +125,7 @@ pub(crate) enum Step<R> {
     Refuse(String),
     /// It is copied.
     Pull {
-        /// How.
+        /// What is pulled.
         request: PullRequest,
         /// What the copy holds meanwhile.
         room: R,

@@ -41,7 +41,7 @@ pub enum KeyFileError {
     /// It is not as it must be, or cannot be read.
     #[error("{}: {why}", quoted_path(path))]
     Unusable {
-        /// Which.
+        /// Path of the file.
         path: PathBuf,
         /// Why.
         why: String,
@@ -121,7 +121,7 @@ impl KeyFile {
         done().map_err(unusable(backing, &name))
     }
 
-    /// That of the agent on `host`.
+    /// Loads the file of the agent on `host`.
     pub fn load(backing: &Path, host: &str) -> Result<Self, KeyFileError> {
         let name = file_name(host)?;
         let read = || -> Result<Option<Vec<u8>>, OwnError> {

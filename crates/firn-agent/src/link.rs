@@ -21,7 +21,7 @@ pub struct Link<T> {
     transport: Sealed<T>,
     /// None where bytes of files are encrypted, or before the handshake is over.
     block_key: Option<BlockKey>,
-    /// Of the last frame.
+    /// Bytes of the last frame.
     buffer: Vec<u8>,
 }
 

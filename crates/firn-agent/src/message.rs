@@ -104,7 +104,7 @@ pub enum Request {
         file: u32,
         /// Bytes from its start.
         offset: u64,
-        /// At most [`BLOCK_BYTES`].
+        /// Length; at most [`BLOCK_BYTES`].
         bytes: u64,
     },
     /// Let this puller read memory by itself, until it lists again.
@@ -120,7 +120,7 @@ pub enum Request {
         file: u32,
         /// Bytes from its start.
         offset: u64,
-        /// At most [`BLOCK_BYTES`].
+        /// Length; at most [`BLOCK_BYTES`].
         bytes: u64,
         /// Staging buffer for what is not in memory, below [`STAGING_BUFFERS`].
         buffer: u32,
@@ -131,7 +131,7 @@ pub enum Request {
         file: u32,
         /// Bytes from its start.
         offset: u64,
-        /// At most [`BLOCK_BYTES`].
+        /// Length; at most [`BLOCK_BYTES`].
         bytes: u64,
     },
     /// Whether all that was read of a file so far is the file.
@@ -266,7 +266,7 @@ pub struct Hello {
     pub encryption: Encryption,
     /// The puller's end of the connection as it sees it; none over pipes.
     pub here: Option<SocketAddr>,
-    /// And the agent's.
+    /// Address of the agent.
     pub there: Option<SocketAddr>,
     /// What MUNGE says of the puller, with the key in it ([`crate::Munge`]). None: both have one already.
     pub credential: Option<String>,
@@ -331,7 +331,7 @@ pub struct Entry {
     pub mode: u32,
     /// Seconds of its modification time.
     pub mtime_s: i64,
-    /// And nanoseconds.
+    /// Nanoseconds of the modification time.
     pub mtime_ns: u32,
     /// What firnd says of a file in a list of held ones.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -47,7 +47,7 @@ impl Exchange {
         Self(begun.expect("the pattern needs nothing else"))
     }
 
-    /// That of the agent.
+    /// The agent's side of the handshake.
     pub(crate) fn answer(shared_key: &[u8; 32], prologue: &[u8]) -> Self {
         let begun = builder(shared_key, prologue).and_then(Builder::build_responder);
         Self(begun.expect("the pattern needs nothing else"))

@@ -70,7 +70,7 @@ pub(crate) struct Session<'a, T> {
 struct Following {
     /// Before its connection to firnd ends.
     seat: Seat,
-    /// By whose connection files are marked.
+    /// Connection that marks files.
     source: Source,
     host: String,
     /// What a person should know of this partner, whatever it says itself; none: it is a former one, of which firnd

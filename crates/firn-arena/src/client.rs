@@ -30,7 +30,7 @@ pub struct ClientLease {
     lease: Lease,
     file_id: u64,
     pid: u32,
-    /// Of the first record.
+    /// Sequence of the first record.
     sequence: u64,
     first: u32,
     count: u32,
@@ -56,7 +56,7 @@ pub struct Taken {
     pub position: u32,
     /// Bytes.
     pub len: u32,
-    /// Of the piece.
+    /// Sequence of the piece.
     pub sequence: u64,
     /// When the client wrote them, as it says: nanoseconds since 1970. To be bounded before it is believed.
     pub modified: u64,

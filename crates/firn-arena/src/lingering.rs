@@ -26,7 +26,7 @@ use crate::tables::Tables;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LingeringWriter {
     pub(crate) slab: SlabRef,
-    /// Of the lease that is over.
+    /// Generation of the lease that is over.
     pub(crate) generation: u64,
     pub(crate) pid: u32,
 }

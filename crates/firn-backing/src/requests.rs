@@ -58,9 +58,9 @@ pub enum AttrChange<'a> {
     },
     /// utimensat(2) of the object itself.
     Times {
-        /// Of the last access.
+        /// Time of the last access.
         atime: SetTime,
-        /// Of the last change of contents.
+        /// Time of the last change of contents.
         mtime: SetTime,
     },
     /// setxattr(2).
@@ -181,7 +181,7 @@ impl<I> Clone for SyncScope<'_, I> {
 
 impl<I> Copy for SyncScope<'_, I> {}
 
-/// On whose behalf a name is created.
+/// The user for which a name is created.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Caller {
     /// File system user id of the calling process.

@@ -81,7 +81,7 @@ struct State {
 
 #[derive(Debug)]
 struct Entry {
-    /// Of the last change.
+    /// Version of the last change.
     version: u64,
     paths: Vec<Vec<u8>>,
     /// It has names that are not known.
@@ -446,7 +446,7 @@ struct Walk<'a, B: Tracked> {
 
 struct Tasks<B: Backing> {
     waiting: Vec<Task<B>>,
-    /// That threads are at work on.
+    /// Tasks that threads are at work on.
     running: usize,
     failed: Option<Errno>,
 }

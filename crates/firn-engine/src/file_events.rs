@@ -43,7 +43,7 @@ pub struct FileEvent {
     pub path: Option<Vec<u8>>,
     /// What happened.
     pub change: FileChange,
-    /// When.
+    /// Time of the event.
     pub at: Instant,
 }
 

@@ -39,7 +39,7 @@ struct Table {
 /// What the kernel may have of one file.
 struct Copy {
     bytes: u64,
-    /// Which contents: [`FileState::changes`](crate::file::FileState) when it was admitted.
+    /// Contents that were admitted: [`FileState::changes`](crate::file::FileState) at that time.
     changes: u64,
     opens: u32,
     admitted: u64,

@@ -164,7 +164,7 @@ impl<B: Backing> OpenFiles<B> {
         }
     }
 
-    /// Which file a handle is open on.
+    /// The file that a handle is open on.
     pub fn identify_file(&self, handle: HandleId) -> Result<Arc<dyn FileIdentity>> {
         Ok(Arc::clone(&self.handle(handle)?.file.inode) as _)
     }

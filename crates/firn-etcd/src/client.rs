@@ -48,7 +48,7 @@ pub enum EtcdError {
     Refused {
         /// The server.
         endpoint: String,
-        /// Of HTTP.
+        /// HTTP status.
         status: u16,
         /// In its words.
         message: String,

@@ -209,7 +209,7 @@ const fn lengths() -> [[u32; 256]; 4] {
 pub enum Checked {
     /// Pending, as far as the journal does not say otherwise.
     Live(Piece),
-    /// Not pending.
+    /// The record is not pending.
     Dead,
 }
 

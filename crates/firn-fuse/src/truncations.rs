@@ -16,7 +16,7 @@ use parking_lot::Mutex;
 
 type Answer = Box<dyn FnOnce() + Send>;
 
-/// Those that are under way.
+/// Truncations under way.
 #[derive(Default)]
 pub(crate) struct Truncations {
     by_inode: Mutex<HashMap<InodeId, UnderWay>>,
@@ -28,7 +28,7 @@ struct UnderWay {
     held: Vec<Answer>,
 }
 
-/// One of them. Dropped after its answer.
+/// A truncation under way. Dropped after its answer.
 pub(crate) struct Truncation {
     all: Arc<Truncations>,
     inode: InodeId,

@@ -115,7 +115,7 @@ pub enum Progress {
 pub enum Alone {
     /// It was done.
     Done,
-    /// Another host is at it.
+    /// Another host holds it.
     Busy,
     /// The directory has been removed, or has no name any more.
     Gone,

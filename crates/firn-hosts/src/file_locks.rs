@@ -54,12 +54,12 @@ pub type Done = Box<dyn FnOnce(Result<(), Errno>) + Send>;
 /// Called once with a lock that conflicts, if there is one.
 pub type TestDone = Box<dyn FnOnce(Result<Option<InTheWay>, Errno>) + Send>;
 
-/// Which locks of a file.
+/// Kind of a file's locks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Space {
-    /// Those of fcntl(2).
+    /// Locks of fcntl(2).
     Bytes,
-    /// That of flock(2).
+    /// The lock of flock(2).
     Flock,
     /// That of the end, which is one whatever the range is.
     End,
@@ -70,13 +70,13 @@ pub enum Space {
 pub struct Wanted {
     /// Inode number of the file.
     pub file: u64,
-    /// Which of its locks.
+    /// Kind of the lock.
     pub space: Space,
     /// The program.
     pub owner: Owner,
-    /// Of these bytes.
+    /// The locked bytes.
     pub range: LockRange,
-    /// How.
+    /// Shared or exclusive.
     pub mode: LockMode,
 }
 

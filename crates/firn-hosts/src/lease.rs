@@ -156,7 +156,7 @@ impl Record {
 /// Why a lease could not be taken or kept.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LeaseError {
-    /// Another one has it.
+    /// Another host has it.
     #[error("{} has it", named(holder))]
     Held {
         /// The holder; `None`: it has not written its record yet.
@@ -171,7 +171,7 @@ pub enum LeaseError {
         /// The holder.
         holder: Option<Holder>,
     },
-    /// Another one took it from this holder.
+    /// Another host took it from this holder.
     #[error("{} took it", named(by))]
     Lost {
         /// The holder; `None`: its record cannot be read.

@@ -9,7 +9,7 @@ pub struct Members {
     pub expected: Expected,
 }
 
-/// Which hosts are expected to take part.
+/// The hosts that are expected to take part.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Expected {
     /// This many, of any name.
@@ -21,7 +21,7 @@ pub enum Expected {
 /// Whether all members have come.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Attendance {
-    /// Not yet.
+    /// Hosts are missing.
     Incomplete {
         /// How many it will be.
         expected: usize,

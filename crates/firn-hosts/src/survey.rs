@@ -104,7 +104,7 @@ pub struct HostSeen {
 /// What was found.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Survey {
-    /// By name.
+    /// Hosts by name.
     pub hosts: Vec<HostSeen>,
     /// Hosts that could not be looked at, and why.
     pub failed: BTreeMap<String, OwnError>,

@@ -42,7 +42,7 @@ pub(crate) struct PlaceByName<'a, B: Backing> {
     pub(crate) name: &'a OsStr,
 }
 
-/// Which lanes a file may go to.
+/// Lanes that a file may go to.
 #[derive(Clone, Copy)]
 enum Wanted {
     /// This one, and no other.

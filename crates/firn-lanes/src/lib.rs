@@ -244,7 +244,7 @@ impl<B: Backing> LanesInode<B> {
         Self::Primary(inode, self.position().of_child(name))
     }
 
-    /// That of a directory.
+    /// Position in a directory.
     fn position(&self) -> Position {
         match self {
             Self::Primary(_, position) => *position,

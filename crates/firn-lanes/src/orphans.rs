@@ -11,7 +11,7 @@ use super::*;
 pub enum Orphan {
     /// A file in a lane whose link has no name in the primary: of a creation or a removal that a crash cut off.
     File {
-        /// Which lane, from 0.
+        /// Index of the lane.
         lane: usize,
         /// Its name there.
         entry: OsString,
@@ -36,7 +36,7 @@ pub enum Orphan {
 struct Links {
     /// Inode numbers.
     inos: HashSet<u64>,
-    /// Those of Firn's form that lead nowhere.
+    /// Links of Firn's form that lead nowhere.
     dangling: Vec<PathBuf>,
 }
 

@@ -41,7 +41,7 @@ const HEAD_BYTES: usize = 16;
 /// What a primary says of its lanes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Record {
-    /// Which primary this is.
+    /// Id of this primary.
     pub id: u128,
     /// Absolute paths of the lanes, sorted.
     pub lanes: Vec<OsString>,

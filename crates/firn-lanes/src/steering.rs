@@ -122,7 +122,7 @@ impl Steered {
         &self.servers
     }
 
-    /// Which lane a name goes to.
+    /// The rule that gives a name its lane.
     pub fn rule(&self) -> &Rule {
         &self.rule
     }

@@ -57,7 +57,7 @@ pub enum WhenClosed {
     Flatten,
     /// The close returns when they are published; [`LogBacking::settle`] flattens them.
     FlattenBehind,
-    /// They stay.
+    /// Logs stay as they are.
     Keep,
 }
 
@@ -65,9 +65,9 @@ pub enum WhenClosed {
 pub struct Setup {
     /// This host.
     pub host: String,
-    /// Which files are logged.
+    /// Chooses the files that are logged.
     pub chooses: Chooser,
-    /// Which hosts live.
+    /// Tells which hosts live.
     pub is_alive: Liveness,
     /// How old this host's knowledge of containers may be.
     pub patience: Duration,
@@ -121,10 +121,10 @@ struct Listing {
 /// An object of a [`LogBacking`].
 pub struct LogInode<B: Backing> {
     below: B::Inode,
-    /// Of a file.
+    /// Id, of a file only.
     id: Option<FileId>,
     is_chosen: bool,
-    /// Of a directory.
+    /// Region, of a directory only.
     region: Region,
 }
 

@@ -78,7 +78,7 @@ pub struct Container<B: Backing> {
     time: Mutex<Option<(u64, Record)>>,
     /// The last [`next_change`] with which bytes were found that this host did not have before.
     news: AtomicU64,
-    /// That of what this host writes.
+    /// Epoch of what this host writes.
     epoch: AtomicU64,
     /// Bytes of the file that this host has written to logs since it opened the container.
     own_bytes: AtomicU64,

@@ -19,7 +19,7 @@ pub struct Limit {
     pub len: u64,
 }
 
-/// Those of one index that count.
+/// The limits of one index that count.
 ///
 /// Invariant: both numbers grow from one to the next. One that concerns fewer frames and leaves more of them means nothing.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -76,7 +76,7 @@ pub struct Growth {
     pub len: u64,
 }
 
-/// Those of one index that count.
+/// The growths of one index that count.
 ///
 /// Invariant: each frame comes after, and has less, than the one before. What ended an earlier one that has no more ends a
 /// later one too.

@@ -128,7 +128,7 @@ pub(crate) struct Place<'a, B: Backing> {
     /// What tags of plain files call `top`.
     pub(crate) home: Home,
     pub(crate) host: &'a str,
-    /// Of this host ([`crate::turn`]).
+    /// Turn of this host ([`crate::turn`]).
     pub(crate) turn: u64,
     pub(crate) memory: &'a Arc<Memory>,
     /// How long what this host sees may be behind what others did.

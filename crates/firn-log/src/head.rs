@@ -28,7 +28,7 @@ use crate::seal::{CLOSING, SEAL_NAME};
 const MAGIC: &str = "firn-log-";
 /// What containers are made and read with.
 pub const VERSION: u32 = 4;
-/// That of containers whose heads were files.
+/// Version of containers whose heads were files.
 const VERSION_OF_FILES: u32 = 1;
 
 /// What a container says of itself.

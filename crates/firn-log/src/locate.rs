@@ -58,7 +58,7 @@ pub(crate) struct Locating {
     pub(crate) end: u64,
     from: u64,
     limits: LocateLimits,
-    /// Whose blocks are compared with their checksums.
+    /// Writer whose blocks are compared with their checksums.
     checked: Option<WriterId>,
     /// By holder of the bytes: what [`Locating::index_of`] answered.
     known: HashMap<Holder, Option<usize>>,

@@ -162,7 +162,7 @@ pub struct Orphans {
     pub waiting: Vec<String>,
 }
 
-/// Which containers are looked at.
+/// The containers that are looked at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Scope {
     /// Those of files that a host was removing when it died.

@@ -42,7 +42,7 @@ pub struct WriterId {
 pub enum Source {
     /// In a log.
     Log {
-        /// Which of the writer's logs.
+        /// Index among the writer's logs.
         log: u32,
         /// Where in it.
         position: u64,
@@ -84,7 +84,7 @@ impl Segment {
 /// Where the bytes of a run are, one after the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Place {
-    /// Which of the writer's logs.
+    /// Index among the writer's logs.
     pub log: u32,
     /// Where they begin in it.
     pub position: u64,

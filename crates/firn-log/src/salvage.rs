@@ -94,7 +94,7 @@ impl Teller<'_> {
 struct Salvaged {
     /// Bytes of it that count.
     end: u64,
-    /// Those of them that are no frames.
+    /// Parts that are no frames.
     lost: Vec<Range<u64>>,
 }
 

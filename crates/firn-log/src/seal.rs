@@ -124,7 +124,7 @@ impl Seal {
         self.indexes.get(&writer.index_name()).copied().unwrap_or(0)
     }
 
-    /// Whose indexes count.
+    /// Writers whose indexes count.
     pub(crate) fn writers(&self) -> Vec<Writer> {
         let counting = self.indexes.iter().filter(|(_, bytes)| **bytes > 0);
         counting

@@ -27,7 +27,7 @@ pub(crate) struct Sorter<'a, B: Backing> {
     pub(crate) base: &'a B,
     pub(crate) dir: &'a B::Inode,
     pub(crate) writer: &'a Writer,
-    /// Of the host that sorts.
+    /// Turn of the host that sorts.
     pub(crate) turn: u64,
 }
 

@@ -40,7 +40,7 @@ pub(crate) struct OwnLog<B: Backing> {
     logs: Mutex<Logs<B>>,
     log_made: Condvar,
     index: Appender<B>,
-    /// Of the names of its files.
+    /// Sync state of the names of its files.
     names: Unsynced,
 }
 
@@ -58,7 +58,7 @@ struct Log<B: Backing> {
     file: B::File,
     /// Writes that have room in it.
     writes: AtomicU64,
-    /// Of those that are over.
+    /// Sync state of the writes that are over.
     bytes: Unsynced,
 }
 

@@ -82,9 +82,9 @@ struct Leases {
     /// The word of a [`Status`]: a child of fork(2) finds zeros here.
     status: u32,
     slabs: [Slab; LEASE_SLABS_MAX],
-    /// Of `slabs`, those from here …
+    /// Index in `slabs` of the first lease that is still to be filled …
     next: usize,
-    /// … to here are still to be filled, in this order.
+    /// … and the index after the last one. They are filled in this order.
     end: usize,
 }
 
@@ -149,7 +149,7 @@ pub(crate) fn connect_to_write(token: &Token, lease_bytes: u64) -> Option<(u32, 
     Some((link, reply))
 }
 
-/// Which extents are asked for.
+/// The extents that are asked for.
 pub(crate) struct Wanted<'a> {
     /// From here of the file on.
     pub(crate) from: u64,

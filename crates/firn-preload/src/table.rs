@@ -34,9 +34,9 @@ pub(crate) mod tag {
     pub(crate) const UNKNOWN: u32 = 0;
     /// None: the descriptor is not ours.
     pub(crate) const NONE: u32 = 1;
-    /// Of a mount, open for writing.
+    /// A descriptor of a mount, open for writing.
     pub(crate) const WRITER: u32 = 2;
-    /// Of a mount, open for reading only.
+    /// A descriptor of a mount, open for reading only.
     pub(crate) const READER: u32 = 3;
     /// The library's own: a socket, or a file of the backing that a list names.
     pub(crate) const INTERNAL: u32 = 4;
@@ -147,7 +147,7 @@ pub(crate) struct Inner {
     pub(crate) link: u32,
     /// Of the library's own descriptors: that of the program in whose list it is, plus one; 0: none.
     pub(crate) owner: c_int,
-    /// Which file it is.
+    /// Identity of the file.
     pub(crate) identity: Identity,
     /// How firnd calls the open file.
     pub(crate) token: u64,
@@ -155,7 +155,7 @@ pub(crate) struct Inner {
     pub(crate) file_id: u64,
     /// When firnd is asked for a grant or a list.
     pub(crate) patience: Patience,
-    /// Of a stub: what only it has.
+    /// State that only a stub has.
     pub(crate) stub: StubState,
     /// What may be filled.
     pub(crate) lease: LeaseSlot,

@@ -27,7 +27,7 @@ pub const CHECKPOINTS_MAX: usize = 512;
 pub const EVENTS_MAX: usize = 256;
 /// A hundred years: what is longer is damage.
 const SECONDS_MAX: f64 = 100.0 * 366.0 * 86_400.0;
-/// Of names and texts in a record.
+/// Bound on names and texts in a record.
 const TEXT_BYTES_MAX: usize = 16 << 10;
 
 /// What happened in one span of time.

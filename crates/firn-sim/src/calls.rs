@@ -37,7 +37,7 @@ pub struct SimInode {
 pub struct SimFile {
     object: SimInode,
     access: Access,
-    /// That opened it.
+    /// Index of the process that opened it.
     process: usize,
     /// Tells it from every other one.
     number: u64,

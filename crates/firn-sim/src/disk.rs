@@ -200,7 +200,7 @@ impl Disk {
         Ok(dir.entries.get(name).map(|entry| entry.0))
     }
 
-    /// That a new name may come here.
+    /// Checks that a new name may come here.
     pub(super) fn check_new(&self, parent: u64, name: &OsStr) -> Result<()> {
         if self.find(parent, name)?.is_some() {
             return Err(Errno::EXIST);

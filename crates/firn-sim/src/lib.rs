@@ -58,7 +58,7 @@ pub type Plan = Box<dyn FnMut(&'static str, u64) -> Option<Fault> + Send>;
 #[derive(Clone, Default)]
 pub struct SimBacking {
     state: Arc<Mutex<State>>,
-    /// Which of [`State::processes`] this is.
+    /// Index of this process in [`State::processes`].
     process: usize,
     /// Files that are open.
     open: Arc<AtomicUsize>,
@@ -81,7 +81,7 @@ struct SimLanes {
 
 struct State {
     disk: Disk,
-    /// At least one.
+    /// The processes; at least one.
     processes: Vec<Process>,
     locks: locks::Locks,
 }
@@ -106,7 +106,7 @@ struct Process {
     hangs: Vec<(Hangs, Arc<HangState>)>,
 }
 
-/// Which call hangs.
+/// The call that hangs.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Hangs {
     Op(&'static str),

@@ -69,7 +69,7 @@ impl StubId {
         })
     }
 
-    /// Of an open file.
+    /// Identity of an open file.
     pub(crate) fn of(fd: BorrowedFd<'_>) -> io::Result<Self> {
         Self::at(fd, c"")
     }

@@ -40,7 +40,7 @@ struct State {
 pub struct Event {
     /// Inode number.
     pub file: u64,
-    /// Else it ends.
+    /// Whether the call begins; otherwise it ends.
     pub begins: bool,
 }
 

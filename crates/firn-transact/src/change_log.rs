@@ -127,7 +127,7 @@ pub struct Range {
 }
 
 impl Range {
-    /// Whose bytes are in the staged copy.
+    /// A range whose bytes are in the staged copy.
     pub fn of_copy(start: u64, end: u64) -> Self {
         Self {
             start,
@@ -229,7 +229,7 @@ pub struct Entry {
     pub kept_at: Option<Staged>,
     /// One more name, staged, of an object of the backing of which no other name is known.
     pub anchor_at: Option<Staged>,
-    /// Of a backup: how it is found.
+    /// How the object of a backup is found.
     pub known: Option<Known>,
     /// What to do to commit.
     pub redo: Part,
@@ -302,11 +302,11 @@ pub struct StagedObject {
     pub at: Staged,
     /// Its attributes: a backup does not have objects of other owners and kinds.
     pub attributes: Attributes,
-    /// Of a device file.
+    /// Device number of a device file.
     pub rdev: u64,
-    /// Of a symbolic link.
+    /// Target of a symbolic link.
     pub target: Vec<u8>,
-    /// Of a file.
+    /// Contents of a file.
     pub content: Option<Content>,
 }
 

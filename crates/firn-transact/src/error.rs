@@ -219,7 +219,7 @@ pub enum AbortError {
         match &hosts[..] { [one] => format!("{one} has"), hosts => format!("{} have", hosts.join(", ")) }
     )]
     Stopping {
-        /// Those hosts.
+        /// The hosts.
         hosts: Vec<String>,
     },
     /// The other hosts could not be told.
@@ -236,12 +236,12 @@ pub enum AbortError {
 /// Why the files of a checkpoint were not restored.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RestoreError {
-    /// They are not kept.
+    /// The commits are not kept.
     #[error("the files of checkpoint {wanted} are not kept; {}", list_kept(kept))]
     NotKept {
         /// The checkpoint that was asked for.
         wanted: u64,
-        /// Those that are kept, newest first.
+        /// Kept commits, newest first.
         kept: Vec<u64>,
     },
     /// What was prepared with that number could not be committed.

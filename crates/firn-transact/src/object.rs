@@ -198,7 +198,7 @@ impl<B: Backing> Files<B> {
     }
 }
 
-/// Which file below is meant.
+/// The file below that is meant.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum LowerFile {
     /// The backing's, for reading.

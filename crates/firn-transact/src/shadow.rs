@@ -53,7 +53,7 @@ const SHARED: &str = "shared";
 /// What becomes of changes before they are committed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Mode {
-    /// They are held until the commit.
+    /// Changes are held until the commit.
     #[default]
     Buffer,
     /// They go to the backing at once, after the old state was saved.

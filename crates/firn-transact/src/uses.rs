@@ -197,7 +197,7 @@ impl<B: Backing> Drop for Use<'_, B> {
     }
 }
 
-/// That something is kept for a caller.
+/// Guard: parts are kept for a caller.
 pub(crate) struct Kept<'a, B: Backing> {
     uses: &'a Uses<B>,
     number: u64,

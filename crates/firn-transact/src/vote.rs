@@ -47,7 +47,7 @@ const VERDICT: &str = "verdict";
 pub enum Verdict {
     /// No two hosts conflict.
     Clear,
-    /// Some do.
+    /// Accesses of hosts conflict.
     Conflict(Report),
     /// Not all hosts voted, or one withdrew.
     GivenUp {

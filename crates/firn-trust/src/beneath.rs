@@ -17,12 +17,12 @@ use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags, ResolveFlags, Stat, Statx
 use rustix::fs::{fchmod, fstat, openat, openat2, statat, statx, unlinkat};
 use rustix::io::Errno;
 
-/// Of a directory on the way.
+/// Flags for a directory on the way.
 const THROUGH: OFlags = OFlags::PATH
     .union(OFlags::DIRECTORY)
     .union(OFlags::NOFOLLOW)
     .union(OFlags::CLOEXEC);
-/// Of a directory that is read.
+/// Flags for a directory that is read.
 const LISTED: OFlags = OFlags::RDONLY
     .union(OFlags::DIRECTORY)
     .union(OFlags::NOFOLLOW)
@@ -171,7 +171,7 @@ pub struct ObjectId {
 }
 
 impl ObjectId {
-    /// Of a stat structure.
+    /// Facts from a stat structure.
     pub fn of(stat: &Stat) -> Self {
         // The width of these fields differs between architectures.
         #[allow(clippy::unnecessary_cast)]

@@ -71,9 +71,9 @@ pub enum Distrust {
     /// Another user made it.
     #[error("belongs to user {found} instead of user {expected}")]
     Owner {
-        /// Whose it is.
+        /// The owner.
         found: u32,
-        /// Whose it must be.
+        /// The owner that it must have.
         expected: u32,
     },
     /// Others may change it or look into it.
@@ -97,7 +97,7 @@ pub enum Distrust {
 }
 
 impl Facts {
-    /// Of a stat structure.
+    /// Facts from a stat structure.
     pub fn of(stat: &Stat) -> Self {
         // The width of these fields differs between architectures.
         #[allow(clippy::unnecessary_cast)]

@@ -196,7 +196,7 @@ impl Crew {
         })
     }
 
-    /// One more thread, which is counted already.
+    /// Starts one more thread, which is counted already.
     fn grow(self: &Arc<Self>) {
         let Err(error) = self.start_thread(None) else {
             return;

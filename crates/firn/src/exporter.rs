@@ -114,7 +114,7 @@ fn ask(mount: &Mount) -> Result<firn_protocol::Status, ClientError> {
 pub struct Ending(UnixStream);
 
 impl Ending {
-    /// At SIGTERM and SIGINT from here on.
+    /// Stops at SIGTERM and SIGINT from here on.
     pub fn on_signals() -> Result<Self, Failure> {
         let failed = |error| Failure::new(FAILED, format!("cannot watch for signals: {error}"));
         let (read, write) = UnixStream::pair().map_err(failed)?;

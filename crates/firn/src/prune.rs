@@ -51,7 +51,7 @@ pub struct Judgement {
     pub name: OsString,
     /// What becomes of it.
     pub verdict: Verdict,
-    /// Which directory was judged.
+    /// The directory that was judged.
     object: ObjectId,
 }
 

@@ -45,7 +45,7 @@ pub enum OfiError {
     NoProvider {
         /// As asked for.
         wanted: String,
-        /// Those that there are.
+        /// The available ones.
         found: String,
     },
     /// Memory cannot be registered.

@@ -42,7 +42,7 @@ const NEXT_RECORD: &str = "record.next";
 pub(crate) struct Copies {
     dir: PathBuf,
     bytes_max: u64,
-    /// Of copies in the making.
+    /// Bytes reserved for copies in the making.
     reserved_bytes: Mutex<u64>,
     /// Locked while copies get or lose their names. True: followers change nothing more.
     is_closed: Mutex<bool>,

@@ -19,7 +19,7 @@ use std::ops::Range;
 
 use globset::{Glob, GlobMatcher};
 
-/// Which hosts fail together.
+/// The hosts that fail together.
 #[derive(Debug, Default)]
 pub struct Domains {
     lines: Vec<(GlobMatcher, String)>,

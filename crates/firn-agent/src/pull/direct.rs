@@ -19,7 +19,7 @@ const ALIGNMENT_MAX: u32 = 4096;
 /// A file that is open for such writes.
 pub(crate) struct DirectFile {
     file: File,
-    /// Of offsets, lengths and addresses.
+    /// Alignment of offsets, lengths and addresses.
     alignment: usize,
 }
 

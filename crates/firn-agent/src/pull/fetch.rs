@@ -61,7 +61,7 @@ pub(crate) struct Fetch<'a, 't> {
     state: &'a mut State<'t>,
     /// Path below the mount point of what is pulled.
     top: BytePath,
-    /// Not opened yet.
+    /// Files that are not opened yet.
     queue: VecDeque<Wanted>,
     /// Open files of which there are blocks to ask for.
     reading: VecDeque<u32>,
@@ -88,7 +88,7 @@ struct OpenFile {
     wanted: Wanted,
     /// None until it is opened.
     staged: Option<Arc<StagedFile>>,
-    /// Of the file where it is held.
+    /// Length of the file where it is held.
     bytes: u64,
     /// What was there before.
     staged_bytes: u64,

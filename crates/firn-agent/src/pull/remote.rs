@@ -91,7 +91,7 @@ pub(crate) struct Remote {
     /// Answers have a MAC.
     is_summed: bool,
     free: Vec<u32>,
-    /// By staging buffer.
+    /// Blocks under way, by staging buffer.
     incoming: BTreeMap<u32, Incoming>,
 }
 

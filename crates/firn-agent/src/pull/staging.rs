@@ -44,7 +44,7 @@ const OWNER_ALL: u32 = 0o700;
 pub(crate) struct Staging {
     target: PathBuf,
     parent: Parent,
-    /// Of the staging directory, for messages.
+    /// Path of the staging directory, for messages.
     path: PathBuf,
     /// The staging directory.
     own: OwnedFd,

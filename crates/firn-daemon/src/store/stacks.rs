@@ -14,7 +14,7 @@ use firn_transact::{Found, Mode};
 
 use super::*;
 
-/// Which layers a store has.
+/// The layers of a store.
 #[derive(Clone, Copy, Debug)]
 struct Stack {
     transactions: bool,

@@ -119,7 +119,7 @@ impl<T> Line<T> {
 pub(crate) struct Turns<T> {
     /// Where each file in line stands, by its address.
     places: HashMap<usize, Place>,
-    /// By the order in which they came.
+    /// Files that are ready, in the order in which they came.
     ready: BTreeMap<u64, Arc<T>>,
     /// By the order in which they were waited for.
     awaited: BTreeMap<u64, Arc<T>>,

@@ -20,7 +20,7 @@ use crate::retry::RETRY;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Failure {
     pub errno: Errno,
-    /// Some write, close or fsync returned it.
+    /// A write, close or fsync has returned the error.
     is_reported: bool,
     /// How often in a row.
     pub count: u32,

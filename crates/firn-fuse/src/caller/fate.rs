@@ -77,7 +77,7 @@ impl Status {
         })
     }
 
-    /// By its signals; `None` without any.
+    /// The fate that pending signals mean; `None` without any.
     fn fate(&self) -> Option<Fate> {
         if self.pending == 0 {
             return None;

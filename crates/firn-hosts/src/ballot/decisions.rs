@@ -95,7 +95,7 @@ pub struct View<H: Ord, D> {
 pub enum Claimant<H> {
     /// This host.
     Host(H),
-    /// Some process that has it locked.
+    /// An unknown process that has it locked.
     Somebody,
 }
 
@@ -250,7 +250,7 @@ pub fn next<H: Ord + Clone, P: Protocol>(
     }
 }
 
-/// Of a host that takes part.
+/// Next action of a host that takes part.
 fn next_of_member<H: Ord + Clone, D>(view: &View<H, D>, me: &H, plan: &Plan) -> Action<H> {
     if plan.stops_first && !view.stopped.contains(me) {
         return Action::Stop;
@@ -287,7 +287,7 @@ fn next_of_living<H: Ord + Clone, D>(view: &View<H, D>, me: &H, plan: &Plan) -> 
     next_of_remover(view, me)
 }
 
-/// Of any host, when all is over.
+/// Next action of any host, when all is over.
 fn next_of_remover<H: Ord + Clone, D>(view: &View<H, D>, me: &H) -> Action<H> {
     match view.claimed.get(WHOLE) {
         None => Action::ClaimRemoval,

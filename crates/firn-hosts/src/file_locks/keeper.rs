@@ -67,7 +67,7 @@ struct PendingTest {
 
 enum Tried {
     Granted,
-    /// Another one is in the way.
+    /// Another lock conflicts.
     Busy,
     /// It is not known yet whether locks reach all hosts.
     InDoubt,

@@ -28,7 +28,7 @@ pub struct Behind {
 /// Why a service did not do what it was asked for.
 #[derive(Debug, thiserror::Error)]
 pub enum ServiceError {
-    /// Another one may have the token already.
+    /// Another host may have the token already.
     #[error("the token was lost: {why}")]
     Lost {
         /// What happened.

@@ -156,7 +156,7 @@ struct Without {
     ask_at: Instant,
     /// Questions since the lane goes without.
     tries: u32,
-    /// One of them is under way.
+    /// A question is under way.
     is_asking: bool,
     /// The lane had work since the last of them.
     is_wanted: bool,
@@ -436,7 +436,7 @@ impl Turn {
         }
     }
 
-    /// Another host may have the token.
+    /// The token is lost: another host may have it.
     pub(crate) fn note_lost(&mut self, why: String, now: Instant) {
         self.figures.errors += 1;
         self.figures.last_error = Some(why);

@@ -100,7 +100,7 @@ pub struct Left {
     pub under_way: usize,
     /// Files that are being written.
     pub written: usize,
-    /// They are not found.
+    /// Files that are not found.
     pub lost: usize,
     /// Something failed.
     pub failed: usize,

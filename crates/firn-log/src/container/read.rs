@@ -65,7 +65,7 @@ struct KeyLog<B: Backing> {
 enum BlockHolder {
     /// They are in the file with this index among those of the list.
     File(usize),
-    /// They have to be asked for.
+    /// The bytes have to be asked for.
     ToBeAsked,
     /// Nothing: firnd reads them.
     Unlisted,
@@ -116,7 +116,7 @@ fn range_in_span(span: &Span, position: u64, len: u64) -> Result<Range<u64>> {
 struct Unchecked<'a> {
     key: Key,
     span: Arc<Span>,
-    /// Of the span.
+    /// Block of the span.
     block: u64,
     /// In the block.
     position: usize,
@@ -125,7 +125,7 @@ struct Unchecked<'a> {
 
 /// Bytes of a log that are to be read.
 struct LogPiece<'a, B: Backing> {
-    /// Whose log, which, and where in it.
+    /// Writer, log, and place in the log.
     place: (WriterId, u32, u64),
     /// Up to here the log has bytes that are as they were written.
     limit: u64,

@@ -16,7 +16,7 @@ type Found<B> = (Vec<u8>, <B as Volume>::Inode);
 /// Finds the names that the objects of a record have in the backing, which is as it was before it.
 pub(super) struct Paths<'a, B: Backing> {
     base: &'a B,
-    /// Of the top.
+    /// Device of the top.
     device: u64,
     log: &'a ChangeLog,
     entries: HashMap<u64, &'a LogEntry>,

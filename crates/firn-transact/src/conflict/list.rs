@@ -112,7 +112,7 @@ pub struct File {
     pub ino: u64,
     /// A path of it relative to the backing, for people.
     pub path: Vec<u8>,
-    /// By process.
+    /// Processes, by their numbers.
     pub processes: Vec<Process>,
 }
 

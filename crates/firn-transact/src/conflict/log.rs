@@ -16,7 +16,7 @@ const SHARDS: usize = 16;
 pub enum Access {
     /// They were read, or there were none to read.
     Read,
-    /// They were written, cut off or cleared.
+    /// The bytes were written, cut off or cleared.
     Write,
 }
 

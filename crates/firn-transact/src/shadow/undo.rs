@@ -34,7 +34,7 @@ struct Save {
     is_dir: bool,
     /// Attributes and bytes.
     part: Part,
-    /// Of a directory.
+    /// Names of a directory, with their inodes.
     names: BTreeMap<Vec<u8>, u64>,
 }
 

@@ -37,7 +37,7 @@ use firn_hosts::{Expected, Members};
 /// An arena, and the path of a scope of which it has nothing that counts.
 type Line = (ArenaId, Vec<u8>);
 
-/// Which arena has data of which transaction.
+/// Which arenas have data of which transactions.
 pub(crate) struct ArenaNotes<B: Backing> {
     pub(crate) home: Arc<Home<B>>,
     pub(crate) shared: Arc<SharedTransactions<B>>,

@@ -7,7 +7,7 @@ use super::{Host, Job, life_word};
 use crate::output::Paint;
 use crate::text::{bytes, count, pad_columns, rate, seconds};
 
-/// Which hosts there are: `firn hosts`.
+/// Text of `firn hosts`.
 pub fn hosts_text(job: &Job, paint: Paint) -> String {
     let mut text = head(job, paint);
     let hosts = shown(job);

@@ -19,7 +19,7 @@ pub struct Layout {
     pub tick: f64,
 }
 
-/// Both.
+/// Both layouts.
 pub const LAYOUTS: [Layout; 2] = [
     Layout {
         class: "wide",

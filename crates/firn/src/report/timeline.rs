@@ -6,7 +6,7 @@ use firn_protocol::record::{Bucket, RunRecord};
 pub struct HostLine {
     /// Its name.
     pub host: String,
-    /// One for each bin.
+    /// One bucket for each bin.
     pub bins: Vec<Bucket>,
 }
 

@@ -21,7 +21,7 @@ use crate::verb::history::Listed;
 
 /// Hosts beat each two seconds: to look more often shows nothing new.
 const JOB_EVERY_MIN: Duration = Duration::from_secs(2);
-/// Of a job and of checkpoints.
+/// Patience with a child that looks at a job or at checkpoints.
 const CHILD_PATIENCE: Duration = Duration::from_millis(1500);
 const CHECKPOINTS_EVERY_MIN: Duration = Duration::from_secs(5);
 /// A look at checkpoints goes through all of their files: it takes no more than this part of the time.
@@ -64,7 +64,7 @@ struct MountSamples {
 struct Choice {
     shows_job: AtomicBool,
     is_paused: AtomicBool,
-    /// Whose checkpoints are shown.
+    /// Directory whose checkpoints are shown.
     directory: Mutex<Option<PathBuf>>,
 }
 
