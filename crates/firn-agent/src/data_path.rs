@@ -53,9 +53,10 @@ pub(crate) fn send_bytes_or_zeros<T>(
     link: &mut Link<T>,
     bytes: &[u8],
 ) -> Result<(), WireError> {
-    match bytes.iter().all(|byte| *byte == 0) {
-        true => data.send_zeros(link, bytes.len() as u64),
-        false => data.send_copy(link, bytes),
+    if bytes.iter().all(|byte| *byte == 0) {
+        data.send_zeros(link, bytes.len() as u64)
+    } else {
+        data.send_copy(link, bytes)
     }
 }
 

@@ -184,12 +184,11 @@ impl Cipher {
         self.plain.clear();
         self.taken = 0;
         let is_direct = plain_bytes <= into.len();
-        let plain = match is_direct {
-            true => &mut into[..plain_bytes],
-            false => {
-                self.plain.resize(plain_bytes, 0);
-                &mut self.plain[..]
-            }
+        let plain = if is_direct {
+            &mut into[..plain_bytes]
+        } else {
+            self.plain.resize(plain_bytes, 0);
+            &mut self.plain[..]
         };
         let read = self.noise.read_message(&self.record, plain);
         if read.is_err() {

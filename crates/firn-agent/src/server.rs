@@ -318,9 +318,10 @@ impl Shared {
         let mut link = Link::over(Stream::over_tcp(socket)?);
         let until = Instant::now() + HANDSHAKE_LIMIT;
         answer_telling(&mut link, &terms, until, &mut || stranger.hear())?;
-        let how = match link.is_encrypted() {
-            true => ", encrypted",
-            false => "",
+        let how = if link.is_encrypted() {
+            ", encrypted"
+        } else {
+            ""
         };
         self.log
             .say(Level::Step, || format!("(1) {from} is connected{how}"));

@@ -207,9 +207,10 @@ impl<'a, T: Transport> Session<'a, T> {
 
     fn list(&mut self, path: &BytePath) -> Result<(BytePath, Vec<Entry>), SourceError> {
         let is_copy = !path.is_empty() && !path.as_path().is_absolute();
-        let listed = match is_copy {
-            true => return self.list_copies(path),
-            false => self.list_mounted(path),
+        let listed = if is_copy {
+            return self.list_copies(path);
+        } else {
+            self.list_mounted(path)
         };
         listed.map_err(|error| self.explain(error))
     }

@@ -120,9 +120,10 @@ impl Time {
     /// The clock that the kernel stamps files with ([`firn_format::clock`]), so that times given by Firn and by the backing do
     /// not run backwards against each other.
     pub fn now() -> Self {
-        let t = rustix::time::clock_gettime(match Self::is_exact() {
-            true => ClockId::Realtime,
-            false => ClockId::RealtimeCoarse,
+        let t = rustix::time::clock_gettime(if Self::is_exact() {
+            ClockId::Realtime
+        } else {
+            ClockId::RealtimeCoarse
         });
         Self {
             sec: t.tv_sec,

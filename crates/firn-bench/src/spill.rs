@@ -88,9 +88,12 @@ impl SpillArgs {
         }
         let shares: Vec<_> = TABLE
             .iter()
-            .filter(|row| match self.percent.is_empty() {
-                true => !self.common.quick || row.0 % 50.0 == 0.0,
-                false => self.percent.contains(&row.0),
+            .filter(|row| {
+                if self.percent.is_empty() {
+                    !self.common.quick || row.0 % 50.0 == 0.0
+                } else {
+                    self.percent.contains(&row.0)
+                }
             })
             .collect();
         let memory = self.mount(&firn, &work, 0.0)?;

@@ -394,9 +394,10 @@ impl Connection {
     }
 
     fn read_reply(&mut self, deadline: Option<Instant>) -> Result<Reply, ReadError> {
-        let bytes_max = match self.mount.is_of_another_user() {
-            true => OTHERS_REPLY_BYTES_MAX,
-            false => REPLY_BYTES_MAX,
+        let bytes_max = if self.mount.is_of_another_user() {
+            OTHERS_REPLY_BYTES_MAX
+        } else {
+            REPLY_BYTES_MAX
         };
         let mut line = Vec::new();
         loop {

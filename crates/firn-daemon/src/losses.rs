@@ -127,9 +127,10 @@ impl LossReport {
 
 impl Report for LossesBelow<'_> {
     fn add(&mut self, loss: Loss) -> Result<(), Errno> {
-        let path = match loss.path.as_os_str().is_empty() {
-            true => self.path.to_owned(),
-            false => self.path.join(&loss.path),
+        let path = if loss.path.as_os_str().is_empty() {
+            self.path.to_owned()
+        } else {
+            self.path.join(&loss.path)
         };
         if self.report.files.last() != Some(&path) {
             self.report.files.push(path.clone());

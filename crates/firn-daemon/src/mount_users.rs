@@ -106,12 +106,13 @@ impl Mounts {
             0 => String::new(),
             others => format!(", and {others} more"),
         };
-        match first.is_bound {
-            true => format!("{place}{others}"),
-            false => format!(
+        if first.is_bound {
+            format!("{place}{others}")
+        } else {
+            format!(
                 "{place} in the mount namespace of process {}{others}",
                 first.seen_by
-            ),
+            )
         }
     }
 

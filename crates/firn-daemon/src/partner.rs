@@ -131,9 +131,10 @@ impl PartnerBoard {
         let mut words = self.words.lock();
         let names = host.is_some();
         words.by.insert(number, Word { host, note });
-        let forgets = match names {
-            true => words.speakers.insert(number) && words.speakers.len() == 1,
-            false => words.speakers.remove(&number),
+        let forgets = if names {
+            words.speakers.insert(number) && words.speakers.len() == 1
+        } else {
+            words.speakers.remove(&number)
         };
         // Before the files: a thread that marks one asks for the words while it has the file.
         drop(words);
@@ -185,9 +186,10 @@ impl PartnerBoard {
             || "there is no partner".to_owned(),
             |host| format!("the partner {host} does not have them yet"),
         );
-        let why = match note.is_empty() {
-            true => "files that are open for writing are copied when they are closed".to_owned(),
-            false => note,
+        let why = if note.is_empty() {
+            "files that are open for writing are copied when they are closed".to_owned()
+        } else {
+            note
         };
         format!(
             "timed out with {} in {} left: {who}; {why}",

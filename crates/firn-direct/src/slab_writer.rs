@@ -237,9 +237,10 @@ impl SlabWriter {
 /// The clock that the kernel stamps files with ([`firn_format::clock`]), in nanoseconds.
 #[inline(always)]
 fn now_ns() -> u64 {
-    let now = rustix::time::clock_gettime(match is_exact() {
-        true => ClockId::Realtime,
-        false => ClockId::RealtimeCoarse,
+    let now = rustix::time::clock_gettime(if is_exact() {
+        ClockId::Realtime
+    } else {
+        ClockId::RealtimeCoarse
     });
     (now.tv_sec as u64)
         .wrapping_mul(1_000_000_000)

@@ -261,12 +261,11 @@ impl Shared {
     fn send(&self, job: Job) {
         let refused = {
             let mut state = self.state.lock();
-            match state.is_closed {
-                true => Some(job),
-                false => {
-                    state.jobs.push(job);
-                    None
-                }
+            if state.is_closed {
+                Some(job)
+            } else {
+                state.jobs.push(job);
+                None
             }
         };
         self.changed.notify_all();

@@ -209,9 +209,10 @@ impl<B: Backing> Names for Lanes<B> {
         let parent = parent.in_primary();
         let new_parent = new_parent.in_primary();
         let may_replace = !flags.intersects(RenameFlags::NOREPLACE | RenameFlags::EXCHANGE);
-        let replaced = match may_replace {
-            true => self.doom(new_parent, new_name)?,
-            false => None,
+        let replaced = if may_replace {
+            self.doom(new_parent, new_name)?
+        } else {
+            None
         };
         self.end_names(replaced, new_parent, || {
             self.primary

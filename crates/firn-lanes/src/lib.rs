@@ -406,9 +406,10 @@ impl<B: Backing> Lanes<B> {
             let entry = entry_below(lane, target);
             entry.is_some_and(create::is_entry)
         };
-        match self.setup.absent.iter().any(is_in) {
-            true => Err(Errno::IO),
-            false => Ok(()),
+        if self.setup.absent.iter().any(is_in) {
+            Err(Errno::IO)
+        } else {
+            Ok(())
         }
     }
 

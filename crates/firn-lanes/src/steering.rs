@@ -260,9 +260,10 @@ fn check_magic(
     file_system: &str,
 ) -> std::result::Result<(), String> {
     let statfs = rustix::fs::fstatfs(dir).map_err(|error| not_on(file_system, error))?;
-    match statfs.f_type.cast_unsigned() == magic {
-        true => Ok(()),
-        false => Err(not_on(file_system, Errno::OPNOTSUPP)),
+    if statfs.f_type.cast_unsigned() == magic {
+        Ok(())
+    } else {
+        Err(not_on(file_system, Errno::OPNOTSUPP))
     }
 }
 

@@ -285,10 +285,11 @@ impl<B: Backing> LogBacking<B> {
         region: Region,
         is_chosen: bool,
     ) -> Result<LogInode<B>> {
-        let id = match is_chosen {
+        let id = if is_chosen {
             // One that cannot be told apart stays plain.
-            true => FileId::assign(&self.below, &below, attr).unwrap_or(None),
-            false => FileId::of(&self.below, &below, attr)?,
+            FileId::assign(&self.below, &below, attr).unwrap_or(None)
+        } else {
+            FileId::of(&self.below, &below, attr)?
         };
         Ok(LogInode {
             below,

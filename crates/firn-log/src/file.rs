@@ -218,9 +218,10 @@ impl<B: Backing> LoggedFile<B> {
 
     /// ESTALE if its bytes are gone, because another host has removed it.
     pub(crate) fn check_lost(&self) -> Result<()> {
-        match self.is_lost.load(Ordering::Acquire) {
-            true => Err(Errno::STALE),
-            false => Ok(()),
+        if self.is_lost.load(Ordering::Acquire) {
+            Err(Errno::STALE)
+        } else {
+            Ok(())
         }
     }
 
@@ -522,9 +523,10 @@ impl<B: Backing> LoggedFile<B> {
                 .map_or(plain_bytes, |top| top.container.len());
             let mut found = Locating::new(range.start, limits);
             let whole = range.start..range.end.min(len);
-            let located = match whole.is_empty() {
-                true => Ok(Room::Left),
-                false => locate_in_stack(place.base, &generations, plain, whole, &mut found),
+            let located = if whole.is_empty() {
+                Ok(Room::Left)
+            } else {
+                locate_in_stack(place.base, &generations, plain, whole, &mut found)
             };
             match located {
                 // Its logs are gone.
@@ -796,9 +798,12 @@ impl<B: Backing> LoggedFile<B> {
         if ending.has_writer(place.is_alive)? {
             return Ok(());
         }
-        let remove = &mut || match has_no_head()? {
-            true => ending.votes().retire(),
-            false => Ok(()),
+        let remove = &mut || {
+            if has_no_head()? {
+                ending.votes().retire()
+            } else {
+                Ok(())
+            }
         };
         ending.alone(remove).map(drop)
     }
@@ -1030,9 +1035,10 @@ impl<B: Backing> Generation<B> {
     /// Makes what this host wrote durable and known.
     fn sync(&self, place: &Place<'_, B>) -> Result<()> {
         self.container.sync(place.base)?;
-        match self.container.has_own_log() {
-            true => self.sync_name(place),
-            false => Ok(()),
+        if self.container.has_own_log() {
+            self.sync_name(place)
+        } else {
+            Ok(())
         }
     }
 
@@ -1114,9 +1120,10 @@ impl<B: Backing> Generation<B> {
         place: &Place<'_, B>,
         is_alive: &IsAlive<'_>,
     ) -> Result<bool> {
-        match host == place.host {
-            true => Ok(self.is_joined.load(Ordering::Acquire)),
-            false => is_alive(host),
+        if host == place.host {
+            Ok(self.is_joined.load(Ordering::Acquire))
+        } else {
+            is_alive(host)
         }
     }
 

@@ -118,9 +118,10 @@ impl Head {
     /// The head of the container that has a name of this file and generation.
     pub(crate) fn of(text: &[u8], file: FileId, generation: u32) -> Result<Self, HeadError> {
         let head = Self::decode(text)?;
-        match (head.file, head.generation) == (file, generation) {
-            true => Ok(head),
-            false => Err(HeadError::Foreign),
+        if (head.file, head.generation) == (file, generation) {
+            Ok(head)
+        } else {
+            Err(HeadError::Foreign)
         }
     }
 

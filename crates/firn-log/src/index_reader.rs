@@ -102,9 +102,10 @@ pub(crate) fn find_frame<B: Backing>(
         let count = base.read_at(index, &mut buf, at)?;
         let is_last = count < buf.len();
         // A frame that begins before here is whole in `buf`.
-        let starts = match is_last {
-            true => count,
-            false => count - FRAME_BYTES_MAX,
+        let starts = if is_last {
+            count
+        } else {
+            count - FRAME_BYTES_MAX
         };
         let mut from = 0;
         while let Some(found) = find_magic(&buf[from..count]).map(|found| from + found) {

@@ -235,9 +235,10 @@ impl<B: Backing> Search<'_, B> {
 
     /// Whether the host that put a mark died in the removal.
     fn is_over(&self, mark: &Mark, name: &str) -> Result<bool> {
-        match mark.by == self.host {
-            true => Ok(self.marked.contains(name)),
-            false => Ok(!(self.is_alive)(&mark.by)?),
+        if mark.by == self.host {
+            Ok(self.marked.contains(name))
+        } else {
+            Ok(!(self.is_alive)(&mark.by)?)
         }
     }
 
@@ -247,9 +248,10 @@ impl<B: Backing> Search<'_, B> {
         name: String,
         orphans: &mut Orphans,
     ) -> Result<()> {
-        match remove_unused(container, self.host, self.is_alive)? {
-            true => orphans.removed.push(name),
-            false => orphans.waiting.push(name),
+        if remove_unused(container, self.host, self.is_alive)? {
+            orphans.removed.push(name)
+        } else {
+            orphans.waiting.push(name)
         }
         Ok(())
     }

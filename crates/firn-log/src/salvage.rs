@@ -300,9 +300,10 @@ fn salvage_index<B: Backing>(
             continue;
         }
         let may_go_on = limit.is_some() || has_synced_frame_after(base, index, from)?;
-        let next = match may_go_on {
-            true => find_frame(base, index, from + 1, &|_| true)?,
-            false => None,
+        let next = if may_go_on {
+            find_frame(base, index, from + 1, &|_| true)?
+        } else {
+            None
         };
         let Some(next) = next.or(limit) else {
             break;

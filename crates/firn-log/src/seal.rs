@@ -574,9 +574,10 @@ fn room_in(batch: &[Segment], start: u64) -> u64 {
     let (Some(first), Some(last)) = (batch.first(), batch.last()) else {
         return COPY_BYTES;
     };
-    match last.file.end == start && batch.len() < COPY_PIECES {
-        true => COPY_BYTES.saturating_sub(start - first.file.start),
-        false => 0,
+    if last.file.end == start && batch.len() < COPY_PIECES {
+        COPY_BYTES.saturating_sub(start - first.file.start)
+    } else {
+        0
     }
 }
 

@@ -244,9 +244,10 @@ impl<B: Backing> Logs<B> {
     /// None if no log has that much room.
     fn take(&mut self, bytes: u64) -> Option<Room<B>> {
         let log = Arc::clone(self.current.as_ref()?);
-        let position = match bytes >= PAGE_BYTES {
-            true => self.end.next_multiple_of(PAGE_BYTES),
-            false => self.end,
+        let position = if bytes >= PAGE_BYTES {
+            self.end.next_multiple_of(PAGE_BYTES)
+        } else {
+            self.end
         };
         if self.end > 0 && position + bytes > LOG_BYTES_MAX {
             return None;

@@ -77,9 +77,10 @@ impl Lag {
         if self.keeps_attributes {
             return None;
         }
-        match self.is_fresh()? {
-            true => None,
-            false => self.kept.get(&dir).map(Arc::clone),
+        if self.is_fresh()? {
+            None
+        } else {
+            self.kept.get(&dir).map(Arc::clone)
         }
     }
 

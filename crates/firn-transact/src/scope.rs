@@ -257,9 +257,10 @@ impl<B: Backing> Scope<B> {
         let attr = base.attr(parent)?;
         let group = (attr.mode & libc::S_ISGID != 0).then_some(attr.gid);
         let acl_name = OsStr::new("system.posix_acl_default");
-        let acl = match base.has_default_acl(parent) {
-            true => Some(base.get_xattr(parent, acl_name)?),
-            false => None,
+        let acl = if base.has_default_acl(parent) {
+            Some(base.get_xattr(parent, acl_name)?)
+        } else {
+            None
         };
         let inherited = (group, acl.clone());
         if let Some(known) = self.known_staging_dir(&inherited) {

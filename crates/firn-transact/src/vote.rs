@@ -344,9 +344,10 @@ impl<B: Backing> Votes<B> {
     pub fn call_commit_off(&self, id: u64, scope: &[u8]) -> Result<(), VoteError> {
         let _stays = Claim::own(&self.leaving);
         let is_prepared = |one: &Scope<B>| one.path == scope && one.stage() == Stage::Prepared(id);
-        match self.scopes.paths_where(is_prepared).is_empty() {
-            true => Ok(()),
-            false => self.decide_vote(id, scope, false),
+        if self.scopes.paths_where(is_prepared).is_empty() {
+            Ok(())
+        } else {
+            self.decide_vote(id, scope, false)
         }
     }
 
@@ -356,12 +357,12 @@ impl<B: Backing> Votes<B> {
         let Some(members) = &self.home.members else {
             return Ok(());
         };
-        let vote = match commit {
-            true => self
-                .find_vote(id, scope)?
-                .ok_or(VoteError::NotVoted { id })?,
+        let vote = if commit {
+            self.find_vote(id, scope)?
+                .ok_or(VoteError::NotVoted { id })?
+        } else {
             // A host that comes to the vote later must find that it is over.
-            false => self.make_vote(members, id, scope)?,
+            self.make_vote(members, id, scope)?
         };
         match (vote.verdict()?, commit) {
             (None, true) => return Err(VoteError::NotVoted { id }),

@@ -58,9 +58,10 @@ fn walk_beneath(dir: impl AsFd, path: &Path, flags: OFlags, mode: Mode) -> Resul
         let name = name.as_os_str();
         let from = parent.as_ref().map_or(dir.as_fd(), |fd| fd.as_fd());
         let is_last = names.peek().is_none();
-        let (flags, mode) = match is_last {
-            true => (flags, mode),
-            false => (THROUGH, Mode::empty()),
+        let (flags, mode) = if is_last {
+            (flags, mode)
+        } else {
+            (THROUGH, Mode::empty())
         };
         let next = openat(from, name, flags, mode).map_err(|errno| match errno {
             // openat2(2) says ELOOP of a link on the way.
@@ -186,9 +187,12 @@ impl ObjectId {
 /// the contents are removed by its descriptor, and the name only if it names an empty directory then.
 pub fn remove_object(dir: impl AsFd, name: &OsStr, object: ObjectId) -> Result<(), Errno> {
     let dir = dir.as_fd();
-    let check = |found: Stat| match ObjectId::of(&found) == object {
-        true => Ok(found),
-        false => Err(Errno::STALE),
+    let check = |found: Stat| {
+        if ObjectId::of(&found) == object {
+            Ok(found)
+        } else {
+            Err(Errno::STALE)
+        }
     };
     let found = check(statat(dir, name, AtFlags::SYMLINK_NOFOLLOW)?)?;
     if FileType::from_raw_mode(found.st_mode) != FileType::Directory {

@@ -233,9 +233,10 @@ fn open_error(
 }
 
 fn culprit(place: &Path, path: &Path) -> String {
-    match place == path {
-        true => "it ".to_owned(),
-        false => format!("{} ", shown(path)),
+    if place == path {
+        "it ".to_owned()
+    } else {
+        format!("{} ", shown(path))
     }
 }
 

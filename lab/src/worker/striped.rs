@@ -82,9 +82,10 @@ impl Striped {
             let len = (part.end - part.start) as usize;
             // A rank that failed goes on to the barriers: the others must not wait for ever.
             if result.is_ok() && len > 0 {
-                result = match self.write {
-                    true => file.write_all_at(&buffer[..len], part.start),
-                    false => file.read_exact_at(&mut read[..len], part.start),
+                result = if self.write {
+                    file.write_all_at(&buffer[..len], part.start)
+                } else {
+                    file.read_exact_at(&mut read[..len], part.start)
                 };
             }
             barrier.wait();

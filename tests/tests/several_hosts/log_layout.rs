@@ -113,9 +113,10 @@ impl Hosts {
     fn mount(&self, at: usize, more: &str) -> FirnMount<'_> {
         let comma = if more.is_empty() { "" } else { "," };
         let options = format!("{OPTIONS}{comma}{more}");
-        let options = match self.lanes.is_empty() {
-            true => options,
-            false => place_in(&self.lanes, &options),
+        let options = if self.lanes.is_empty() {
+            options
+        } else {
+            place_in(&self.lanes, &options)
         };
         FirnMount::over(&self.hosts[at], &self.backing(), &options)
     }
@@ -1445,9 +1446,10 @@ fn a_file_that_another_host_replaces_is_whole_or_stale_for_its_readers() {
             }
         });
         let now = fs::read(there.join("file"));
-        match replaces {
-            true => assert_eq!(now.expect("read"), record(2)),
-            false => assert!(now.is_err()),
+        if replaces {
+            assert_eq!(now.expect("read"), record(2))
+        } else {
+            assert!(now.is_err())
         }
     }
     mounts.into_iter().for_each(|mount| drop(mount.umount()));

@@ -53,9 +53,10 @@ impl Hosts {
     fn mount(&self, at: usize, more: &str) -> FirnMount<'_> {
         let options =
             format!("arena-size=64M,chunk-size=4M,layout=log,flatten=demand,close=drain,{more}");
-        let options = match self.lanes.is_empty() {
-            true => options,
-            false => place_in(&self.lanes, &options),
+        let options = if self.lanes.is_empty() {
+            options
+        } else {
+            place_in(&self.lanes, &options)
         };
         FirnMount::over(&self.hosts[at], &self.shared.join("backing"), &options)
     }

@@ -46,9 +46,10 @@ impl Cluster {
     }
 
     fn mount(&self, at: usize, options: &str) -> FirnMount<'_> {
-        let drain = match options.contains("drain=") {
-            true => "",
-            false => "drain=demand,",
+        let drain = if options.contains("drain=") {
+            ""
+        } else {
+            "drain=demand,"
         };
         let options = format!("{OPTIONS},{drain}host=n{at},{options}");
         FirnMount::over(&self.hosts[at], &self.backing(), &options)

@@ -300,9 +300,10 @@ impl Endpoint {
         // SAFETY: the endpoint is open; its table is looked at before it is used, and `address` has `length` bytes.
         let code = unsafe {
             let ops = (*endpoint).cm;
-            match has(ops, offset_of!(OpsCm, getname)) {
-                true => ((*ops).getname)(endpoint.cast(), address.as_mut_ptr().cast(), &mut length),
-                false => -libc::ENOSYS,
+            if has(ops, offset_of!(OpsCm, getname)) {
+                ((*ops).getname)(endpoint.cast(), address.as_mut_ptr().cast(), &mut length)
+            } else {
+                -libc::ENOSYS
             }
         };
         done(code).map_err(|error| self.failure(Operation::Open, error))?;
@@ -517,8 +518,8 @@ impl Endpoint {
             // closed.
             let code = unsafe {
                 let ops = (*endpoint).rma;
-                match has(ops, offset_of!(OpsRma, read)) {
-                    true => ((*ops).read)(
+                if has(ops, offset_of!(OpsRma, read)) {
+                    ((*ops).read)(
                         endpoint,
                         into.as_mut_ptr().cast(),
                         into.len(),
@@ -527,8 +528,9 @@ impl Endpoint {
                         next.read.address,
                         next.read.key,
                         self.contexts[*context].as_ptr().cast(),
-                    ),
-                    false => -(libc::ENOSYS as isize),
+                    )
+                } else {
+                    -(libc::ENOSYS as isize)
                 }
             };
             match -code {
@@ -674,9 +676,10 @@ impl Parts {
         // the queue was opened with.
         let count = unsafe {
             let ops = (*queue).ops;
-            match self.can_wait && !wait.is_zero() {
-                true => ((*ops).sread)(queue, into, 1, null(), wait.as_millis().max(1) as i32),
-                false => ((*ops).read)(queue, into, 1),
+            if self.can_wait && !wait.is_zero() {
+                ((*ops).sread)(queue, into, 1, null(), wait.as_millis().max(1) as i32)
+            } else {
+                ((*ops).read)(queue, into, 1)
             }
         };
         match -count {
@@ -684,9 +687,10 @@ impl Parts {
             FI_EAVAIL => Err(self.read_error()),
             other => {
                 let passing = [0, libc::EAGAIN, libc::EINTR, libc::ECANCELED];
-                match passing.contains(&(other as i32)) {
-                    true => Ok(None),
-                    false => Err(count),
+                if passing.contains(&(other as i32)) {
+                    Ok(None)
+                } else {
+                    Err(count)
                 }
             }
         }
@@ -711,9 +715,10 @@ impl Parts {
             return;
         }
         *spins += 1;
-        match *spins < SPINS {
-            true => std::thread::yield_now(),
-            false => std::thread::sleep(PAUSE),
+        if *spins < SPINS {
+            std::thread::yield_now()
+        } else {
+            std::thread::sleep(PAUSE)
         }
     }
 }

@@ -228,9 +228,10 @@ impl Library {
             .into_iter()
             .map(|found| found.name)
             .collect();
-        match names.is_empty() {
-            true => "none".into(),
-            false => names.join(", "),
+        if names.is_empty() {
+            "none".into()
+        } else {
+            names.join(", ")
         }
     }
 

@@ -251,9 +251,10 @@ impl Seat {
         if role != Role::Dismissed {
             return role;
         }
-        match state.dismissed.insert(self.host.clone()) {
-            true => Role::Dismissed,
-            false => Role::Over,
+        if state.dismissed.insert(self.host.clone()) {
+            Role::Dismissed
+        } else {
+            Role::Over
         }
     }
 

@@ -144,9 +144,10 @@ impl Ring {
         }
         // The hosts of the largest domain and the others are each other's, the others over and over.
         let after = |place: usize| (self.largest.end + place) % count;
-        match self.largest.contains(&at) {
-            true => after((at - self.largest.start) % others),
-            false => self.largest.start + (at + count - self.largest.end) % count,
+        if self.largest.contains(&at) {
+            after((at - self.largest.start) % others)
+        } else {
+            self.largest.start + (at + count - self.largest.end) % count
         }
     }
 }

@@ -265,9 +265,10 @@ impl<'a, 't> Fetch<'a, 't> {
         if file.next_block == file.bytes.div_ceil(BLOCK_BYTES) {
             self.reading.pop_front();
         }
-        match is_there {
-            true => Ask::Sum(number, block),
-            false => Ask::Read(number, block),
+        if is_there {
+            Ask::Sum(number, block)
+        } else {
+            Ask::Read(number, block)
         }
     }
 

@@ -98,9 +98,10 @@ fn check_place(
     entry: &Entry,
 ) -> Result<(), String> {
     if index == 0 {
-        return match entry.path.is_empty() {
-            true => Ok(()),
-            false => Err(format!("{} before its parent", entry.path)),
+        return if entry.path.is_empty() {
+            Ok(())
+        } else {
+            Err(format!("{} before its parent", entry.path))
         };
     }
     let bytes = entry.path.as_bytes();

@@ -157,9 +157,10 @@ impl Staging {
             opened => File::from(opened.map_err(|errno| self.failed(path)(errno))?),
         };
         let found = file.metadata().map_err(local(&self.locate(path)))?;
-        match found.is_file() {
-            true => Ok(file),
-            false => Err(self.collision(path)),
+        if found.is_file() {
+            Ok(file)
+        } else {
+            Err(self.collision(path))
         }
     }
 
@@ -279,9 +280,10 @@ impl Staging {
     }
 
     fn sync(&self, dir: &impl AsFd) -> io::Result<()> {
-        match self.is_synced {
-            true => sync_dir(dir),
-            false => Ok(()),
+        if self.is_synced {
+            sync_dir(dir)
+        } else {
+            Ok(())
         }
     }
 
@@ -330,9 +332,10 @@ impl Drop for Staging {
 
 /// Where an entry is below the staging directory.
 fn below_own(path: &BytePath) -> PathBuf {
-    match path.is_empty() {
-        true => PathBuf::from(TREE),
-        false => Path::new(TREE).join(path),
+    if path.is_empty() {
+        PathBuf::from(TREE)
+    } else {
+        Path::new(TREE).join(path)
     }
 }
 

@@ -316,9 +316,10 @@ impl Shared {
         let done = || {
             file.set_len(finish.bytes)?;
             finish_file(file, &finish.entry)?;
-            match self.is_synced {
-                true => file.sync_all(),
-                false => Ok(()),
+            if self.is_synced {
+                file.sync_all()
+            } else {
+                Ok(())
             }
         };
         done().map_err(local(path))

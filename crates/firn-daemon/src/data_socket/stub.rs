@@ -370,9 +370,10 @@ impl<B: Backing> Call<'_, B> {
         };
         let finishes = self.engine.finishes_file(handle, &|_| true);
         let drained = wait(|done| self.engine.flush(handle, Closing::Called, done));
-        let drained = match finishes {
-            true => drained.and_then(|()| self.engine.finish_file(handle)),
-            false => drained,
+        let drained = if finishes {
+            drained.and_then(|()| self.engine.finish_file(handle))
+        } else {
+            drained
         };
         self.tree.release(handle);
         drained.and(named)

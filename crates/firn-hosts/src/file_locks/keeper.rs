@@ -181,9 +181,10 @@ impl<B: Backing> Keeper<B> {
                 }
             }
         }
-        match state.is_stopping && state.jobs.is_empty() {
-            true => None,
-            false => Some(std::mem::take(&mut state.jobs)),
+        if state.is_stopping && state.jobs.is_empty() {
+            None
+        } else {
+            Some(std::mem::take(&mut state.jobs))
         }
     }
 
@@ -259,9 +260,10 @@ impl<B: Backing> Keeper<B> {
                 continue;
             }
             let waiting = self.waiting.remove(index);
-            let tried = match self.is_behind(&waiting, index) {
-                true => Ok(Tried::Busy),
-                false => self.try_one(&waiting),
+            let tried = if self.is_behind(&waiting, index) {
+                Ok(Tried::Busy)
+            } else {
+                self.try_one(&waiting)
             };
             match tried {
                 Ok(Tried::Granted) => {
@@ -272,9 +274,10 @@ impl<B: Backing> Keeper<B> {
                     self.shared.answer(waiting.number, Err(Errno::AGAIN));
                 }
                 Ok(Tried::Busy | Tried::InDoubt) => {
-                    let rest_max = match self.is_in_line(&waiting) {
-                        true => REST_IN_LINE,
-                        false => REST_MAX,
+                    let rest_max = if self.is_in_line(&waiting) {
+                        REST_IN_LINE
+                    } else {
+                        REST_MAX
                     };
                     let waiting = Waiting {
                         next_try: Instant::now() + waiting.rest,
@@ -353,9 +356,10 @@ impl<B: Backing> Keeper<B> {
             if !self.try_in_backing(waiting, key)? {
                 return Ok(Tried::Busy);
             }
-            let is_current = match is_new {
-                true => self.is_current(key),
-                false => Ok(true),
+            let is_current = if is_new {
+                self.is_current(key)
+            } else {
+                Ok(true)
             };
             if is_current != Ok(true) {
                 // With the file go the locks. Another host may have removed it since it was opened.
@@ -466,9 +470,10 @@ impl<B: Backing> Keeper<B> {
         if is_free(mode)? {
             return Ok(Tested::Free);
         }
-        let mode = match is_free(LockMode::Shared)? {
-            true => LockMode::Shared,
-            false => LockMode::Exclusive,
+        let mode = if is_free(LockMode::Shared)? {
+            LockMode::Shared
+        } else {
+            LockMode::Exclusive
         };
         let pid = None;
         Ok(Tested::Conflict(InTheWay { range, mode, pid }))

@@ -150,9 +150,10 @@ impl<B: Backing> Names for LogBacking<B> {
     ) -> Result<()> {
         let (parent, new_parent) = (&parent.below, &new_parent.below);
         let may_replace = !flags.intersects(RenameFlags::NOREPLACE | RenameFlags::EXCHANGE);
-        let doomed = match may_replace {
-            true => self.doomed(new_parent, new_name)?,
-            false => None,
+        let doomed = if may_replace {
+            self.doomed(new_parent, new_name)?
+        } else {
+            None
         };
         // A name that is renamed to itself loses nothing.
         let renamed = self

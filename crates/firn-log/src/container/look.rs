@@ -302,9 +302,10 @@ impl<B: Backing> Container<B> {
                 self.sort(base, writer, self.memory.sort_others_bytes());
             }
             if is_end {
-                return match is_all && limit == u64::MAX {
-                    true => Ok(()),
-                    false => self.check_end(base, &index, writer, offset, limit),
+                return if is_all && limit == u64::MAX {
+                    Ok(())
+                } else {
+                    self.check_end(base, &index, writer, offset, limit)
                 };
             }
         }

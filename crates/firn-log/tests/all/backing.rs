@@ -386,9 +386,10 @@ fn write_some<'n>(
         let mut data = vec![0; random.random_range(1..50_000)];
         random.fill(&mut data[..]);
         let at = random.random_range(0..150_000usize);
-        let parts = match random.random() {
-            true => random.random_range(1..20),
-            false => 1,
+        let parts = if random.random() {
+            random.random_range(1..20)
+        } else {
+            1
         };
         let written = spread(&data, parts, at);
         write_parts(host, &file, &written);

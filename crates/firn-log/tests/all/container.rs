@@ -653,9 +653,10 @@ fn a_file_is_flattened_whoever_dies() {
             }
             let reader = world.host("c");
             let is_flat = reader.ending().expect("look").expect("there").is_flat();
-            let found = match is_flat.expect("look") {
-                true => plain_bytes(&world.disk),
-                false => reader.read().expect("read"),
+            let found = if is_flat.expect("look") {
+                plain_bytes(&world.disk)
+            } else {
+                reader.read().expect("read")
             };
             assert!(found == expected, "seed {seed}, step {step}: read");
 

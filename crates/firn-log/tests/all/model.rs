@@ -333,9 +333,10 @@ impl<G: Ground> World<G> {
     }
 
     fn looks(&self) -> Looks {
-        match self.lags() {
-            true => Looks::Lag,
-            false => Looks::Fresh,
+        if self.lags() {
+            Looks::Lag
+        } else {
+            Looks::Fresh
         }
     }
 

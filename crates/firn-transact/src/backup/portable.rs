@@ -84,9 +84,10 @@ impl<'a, B: Backing> Paths<'a, B> {
         let Some(inode) = found else {
             let is_idle = !entry.is_dir && entry.after.is_empty() && !entry.redo.changes_in_place();
             let number = entry.number;
-            return match is_idle {
-                true => Ok(None),
-                false => Err(BackupError::NoPath { number }),
+            return if is_idle {
+                Ok(None)
+            } else {
+                Err(BackupError::NoPath { number })
             };
         };
         let attr = self.base.attr(&inode)?;

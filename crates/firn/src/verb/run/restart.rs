@@ -212,9 +212,10 @@ impl Restart<'_> {
             }
             EntryKind::File { bytes, .. } if self.find(entry) == Some(Here::Missing) => {
                 let below = to.strip_prefix(name).expect("it is of that name");
-                let from = match below.as_os_str().is_empty() {
-                    true => PathBuf::from(TREE),
-                    false => Path::new(TREE).join(below),
+                let from = if below.as_os_str().is_empty() {
+                    PathBuf::from(TREE)
+                } else {
+                    Path::new(TREE).join(below)
                 };
                 open_parent_beneath(staged, &from)
                     .and_then(|from_dir| renameat(from_dir, last_name(&from), &dir, last_name(to)))
