@@ -1,12 +1,14 @@
 //! Development tasks: `cargo xtask TASK`.
 
 mod campaign;
+mod links;
 mod pages;
 mod product;
 mod security;
 mod semantics;
 mod tables;
 mod test_programs;
+mod tests;
 
 use std::process::ExitCode;
 
@@ -23,6 +25,12 @@ enum Task {
     Pages,
     /// Lists the promises of docs/SEMANTICS.md with the tests that prove them
     Semantics,
+    /// Prints what each test file shows
+    Tests {
+        /// Only files whose path or head has this word
+        #[arg(default_value = "")]
+        word: String,
+    },
 }
 
 fn main() -> ExitCode {
@@ -30,6 +38,7 @@ fn main() -> ExitCode {
         Task::Campaign(campaign) => campaign.run(),
         Task::Pages => pages::run(),
         Task::Semantics => semantics::run(),
+        Task::Tests { word } => tests::run(&word),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
