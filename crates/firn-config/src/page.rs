@@ -62,16 +62,16 @@ pub fn configuration_page() -> String {
             format!("`{}`", row.default)
         };
         let name = row.name;
-        writeln!(
-            page,
-            "| [`{name}`](#{name}) | {default} | {} |",
-            row.help
-        )
-        .expect("a String");
+        writeln!(page, "| [`{name}`](#{name}) | {default} | {} |", row.help).expect("a String");
     }
     for row in &TABLE {
         let allowed = row.kind.allowed();
-        write!(page, "\n## {}\n\nValue: {allowed}. {}\n", row.name, row.long).expect("a String");
+        write!(
+            page,
+            "\n## {}\n\nValue: {allowed}. {}\n",
+            row.name, row.long
+        )
+        .expect("a String");
     }
     page.push_str("\n## Implied values\n\nAn option that needs another one sets it, unless a source gives that one.\n\n| Option | Implies | Where the other one has a value that does not fit |\n|---|---|---|\n");
     for implied in &IMPLIED {

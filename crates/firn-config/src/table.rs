@@ -938,7 +938,7 @@ pub static IMPLIED: [Implied; 12] = [
 ];
 
 /// All contradictions.
-pub static RULES: [Rule; 17] = [
+pub static RULES: [Rule; 16] = [
     Rule {
         names: ["chunk-size", "arena-size"],
         text: "chunk-size may not exceed arena-size",
@@ -1004,12 +1004,6 @@ pub static RULES: [Rule; 17] = [
         text: "rules require mode=buffer",
         broken: |o| !o.rules.is_empty() && o.mode == Mode::Shadow,
         advice: "with mode=shadow the backing has a checkpoint before it is complete: leave rules out, or take mode=buffer",
-    },
-    Rule {
-        names: ["rules", "participants"],
-        text: "rules cannot be combined with participants",
-        broken: |o| !o.rules.is_empty() && o.participants != Participants::Off,
-        advice: "a rule commits what the programs of one host write: leave one of them out",
     },
     Rule {
         names: ["backup", "mode"],

@@ -58,7 +58,7 @@ pub use self::decisions::{
 };
 
 /// Version of the names and contents of its files: hosts with different ones do not understand each other.
-pub const BALLOT_VERSION: u32 = 2;
+pub const BALLOT_VERSION: u32 = 3;
 
 /// Before the name of a host that takes part.
 pub const JOINED: &str = "in-";

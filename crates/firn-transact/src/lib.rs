@@ -22,7 +22,7 @@
 //! | one transaction | `shadow` (what it saved) `scope` (what it changes) |
 //! | all of a mount | `staging_dir` `scopes` `backup::mirror` `invariants` `unanswered` |
 //! | what programs see and do | `waiting` `names` `listing` `attributes` `data` `inline` `hidden` `top_names` `shadow::{save, names}` |
-//! | what becomes of a transaction | `transaction` `difference` `records` `vote` `history` `backup` `recovery` `shadow::{shared, undo}` |
+//! | what becomes of a transaction | `transaction` `difference` `records` `vote` `names_ballot` `history` `backup` `recovery` `shadow::{shared, undo}` |
 //! | for callers | `transactional` (the parts) `machine` (requests, step by step) `backing` (the trait) `plain` `state` `report` |
 //!
 //! Promises
@@ -54,6 +54,7 @@ mod invariants;
 mod listing;
 pub mod machine;
 mod names;
+mod names_ballot;
 mod object;
 mod own;
 mod paths;
@@ -86,6 +87,7 @@ pub use error::{
 pub use firn_hosts::OwnError;
 pub use listing::TrackedDir;
 pub use machine::Machine;
+pub use names_ballot::{NamesAttempt, NamesBallot, NamesBallots, NamesEntry, NamesView};
 pub use object::Object;
 pub use paths::parent_of;
 pub use plain::{PlainBacking, PlainDir, PlainInode};

@@ -52,6 +52,8 @@ pub(crate) struct Scope<B: Backing> {
     pub(crate) path: Vec<u8>,
     /// The names in `root` that it is made of; none: it is all of `root`.
     pub(crate) names_in_root: Option<NameSet>,
+    /// By what the hosts that write in it know it, where there are several ([`crate::NamesBallots`]).
+    pub(crate) key: Option<Vec<u8>>,
     /// Subdirectories that it makes in `root`, less those that it removes, where `root` is not a part of it.
     pub(crate) subdirectories_in_root: AtomicI64,
     pub(crate) top: Top<B>,
@@ -112,6 +114,7 @@ impl<B: Backing> Scope<B> {
             root,
             path,
             names_in_root: None,
+            key: None,
             subdirectories_in_root: AtomicI64::new(0),
             top,
             new: staging::dir(base, &dir, staging::NEW)?,

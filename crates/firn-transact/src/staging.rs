@@ -37,6 +37,7 @@ pub(crate) use crate::own::{
 pub use firn_hosts::own::TOP;
 pub(crate) const OPEN: &str = "open";
 pub(crate) const NAMES: &str = "names";
+pub(crate) const KEY: &str = "key";
 pub(crate) const ARENA: &str = "arena";
 pub(crate) const BACKUP: &str = "backup";
 pub(crate) const DROPPED: &str = "dropped";

@@ -14,6 +14,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use firn_tests::ack::returned_operations;
+use firn_tests::command::write_program;
 use firn_tests::faultfs::FaultFs;
 use firn_tests::fsops::{Mapping, read_at};
 use firn_tests::lanes::place_in;
@@ -985,8 +986,7 @@ fn logs_are_steered_to_different_servers() {
         "#!/bin/sh\nset -e\nset -C\n: > \"$2/$3\"\necho \"$1 $3\" >> {}\n",
         told.display()
     );
-    fs::write(&program, text).expect("write");
-    fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).expect("chmod");
+    write_program(&program, &text);
     let options = format!(
         "placement=command,servers=left:right,place-command={}",
         program.display()

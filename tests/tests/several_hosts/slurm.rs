@@ -4,13 +4,12 @@
 //! test (`programs/slurm_cluster.sh`). Steps are tracked by cgroups (proctrack/cgroup), of v2 and, where the machine has it, of v1.
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use firn_tests::command::{Outcome, run};
+use firn_tests::command::{Outcome, run, write_program};
 use firn_tests::sandbox::{firn_binary, kill};
 use firn_tests::{Sandbox, wait_until};
 
@@ -163,8 +162,7 @@ impl Cluster {
     /// Submits a script for bash(1).
     fn submit_script(&self, name: &str, sbatch: &[&str], backing: PathBuf, text: &str) -> Job<'_> {
         let script = self.scratch(&format!("{name}.sh"));
-        fs::write(&script, format!("#!/bin/bash\ncd /\n{text}\n")).expect("write a job");
-        fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).expect("chmod");
+        write_program(&script, &format!("#!/bin/bash\ncd /\n{text}\n"));
         let mut submit = self.command(USER, "sbatch");
         submit
             .args([

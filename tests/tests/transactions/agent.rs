@@ -20,7 +20,7 @@ use firn_tests::agent::{
     Agent, HOST, ask, assert_nothing_held, connect, enter, greet, list_all, pull, pull_command,
     pull_while_written, staging_of, write_tree,
 };
-use firn_tests::command::{run, wait_child, wait_until};
+use firn_tests::command::{run, wait_child, wait_until, write_program};
 use firn_tests::fsops::{assert_same_bytes, open_rw, read};
 use firn_tests::powerfs::PowerFs;
 use firn_tests::random::{bytes, env_count, generator};
@@ -123,12 +123,10 @@ fn without_a_key_the_agent_is_started_by_ssh() {
     fs::write(mount.join("rank0"), &data).expect("write");
     // What ssh does, without a network: `ssh [options] -- HOST COMMAND…`.
     let ssh = sandbox.join("ssh");
-    fs::write(
+    write_program(
         &ssh,
         "#!/bin/sh\n[ \"$2\" = n1 ] || exit 255\nshift 2\nexec \"$@\"\n",
-    )
-    .expect("write");
-    fs::set_permissions(&ssh, PermissionsExt::from_mode(0o755)).expect("chmod");
+    );
     let by_ssh = |args: &[&str]| {
         let mut command = sandbox.firn(["pull", "--ssh"]);
         command.arg(&ssh).arg("--remote-firn").arg(firn_binary());

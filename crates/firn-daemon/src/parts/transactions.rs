@@ -85,9 +85,16 @@ impl Part for Transactions {
             forget: Arc::clone(&self.forget),
         };
         if let Some(rules) = &self.rules {
-            let rules = Arc::clone(rules);
-            let started = spawn_thread("firn-exits", move || rules.watch_exits());
+            let watching = Arc::clone(rules);
+            let started = spawn_thread("firn-exits", move || watching.watch_exits());
             started.map_err(MountError::io("start the thread that watches writers"))?;
+            if rules.has_hosts() {
+                let rules = Arc::clone(rules);
+                let started = spawn_thread("firn-rule-hosts", move || rules.watch_hosts());
+                started.map_err(MountError::io(
+                    "start the thread that commits with other hosts",
+                ))?;
+            }
         }
         let watch = move || owners.watch(&scopes);
         spawn_thread("firn-owners", watch).map_err(MountError::io(
@@ -128,7 +135,7 @@ impl Part for Transactions {
     fn prepare_end(&self) {
         // What is not complete now is dropped.
         if let Some(rules) = &self.rules {
-            rules.abort_all();
+            rules.end_all();
         }
         leave(&self.gate);
         give_up(&self.gate);

@@ -13,7 +13,7 @@ use super::ranges::Ranges;
 /// The header of its file.
 pub const SEAL: Seal = Seal {
     magic: *b"FIRNACCS",
-    version: 1,
+    version: 2,
 };
 
 /// Why the bytes of a list are none.
@@ -127,6 +127,8 @@ pub struct Published {
     pub used: Vec<Name>,
     /// Names that it made, changed or took away, with their paths.
     pub changed: Vec<(Name, Vec<u8>)>,
+    /// New directories, and what is in them, by path: whether it is a directory, which several hosts may make.
+    pub made: Vec<(Vec<u8>, bool)>,
     /// Objects whose owner, mode or extended attributes it changed, with their paths.
     pub attributes: Vec<(u64, Vec<u8>)>,
 }
@@ -207,6 +209,7 @@ mod tests {
                 },
                 b"x".to_vec(),
             )],
+            made: vec![(b"dir/new".to_vec(), true)],
             attributes: vec![(9, b"y".to_vec())],
         }
     }

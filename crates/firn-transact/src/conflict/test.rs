@@ -132,6 +132,7 @@ pub fn test(lists: &[Published]) -> Report {
         }
     }
     test_names(lists, &mut report);
+    test_made(lists, &mut report);
     test_attributes(lists, &mut report);
     report.conflicts.sort();
     report
@@ -290,6 +291,26 @@ fn test_names(lists: &[Published], report: &mut Report) {
                     parties: [
                         without_process(&lists[by].host, true),
                         without_process(&list.host, false),
+                    ],
+                });
+            }
+        }
+    }
+}
+
+/// What several hosts make in directories that all of them make.
+fn test_made(lists: &[Published], report: &mut Report) {
+    let mut made: HashMap<&[u8], (usize, bool)> = HashMap::new();
+    for (host, list) in lists.iter().enumerate() {
+        for (path, is_dir) in &list.made {
+            let first = *made.entry(path).or_insert((host, *is_dir));
+            if first.0 != host && !(first.1 && *is_dir) {
+                report.add(|| Conflict {
+                    path: path.as_slice().into(),
+                    what: What::Name,
+                    parties: [
+                        without_process(&lists[first.0].host, true),
+                        without_process(&list.host, true),
                     ],
                 });
             }

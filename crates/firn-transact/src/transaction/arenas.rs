@@ -22,6 +22,7 @@ use firn_backing::{Backing, Errno};
 
 use crate::change_log::LogError;
 use crate::error::StoreError;
+use crate::names_ballot::NamesBallots;
 use crate::own::is_path;
 use crate::recovery::Opening;
 use crate::scope::ArenaId;
@@ -41,21 +42,22 @@ pub(crate) struct ArenaNotes<B: Backing> {
     pub(crate) home: Arc<Home<B>>,
     pub(crate) shared: Arc<SharedTransactions<B>>,
     pub(crate) votes: Arc<Votes<B>>,
+    pub(crate) names_ballots: Arc<NamesBallots<B>>,
     /// [`crate::Opening::arena`].
     pub(crate) arena: Option<ArenaId>,
 }
 
 impl<B: Backing> ArenaNotes<B> {
     pub(crate) fn new(
-        home: &Arc<Home<B>>,
-        shared: &Arc<SharedTransactions<B>>,
         votes: &Arc<Votes<B>>,
+        names_ballots: &Arc<NamesBallots<B>>,
         arena: Option<ArenaId>,
     ) -> Self {
         Self {
-            home: Arc::clone(home),
-            shared: Arc::clone(shared),
+            home: Arc::clone(&votes.home),
+            shared: Arc::clone(&votes.shared),
             votes: Arc::clone(votes),
+            names_ballots: Arc::clone(names_ballots),
             arena,
         }
     }

@@ -130,6 +130,11 @@ impl<'a, B: Backing> Prepared<'a, B> {
         self.handle.store.votes.reopen(&self.handle.scope, self.id)
     }
 
+    /// Back to open, of a scope of names of several hosts: the attempt to commit has failed.
+    pub fn reopen_names(&self) -> Result<(), VoteError> {
+        self.handle.store.reopen_names(&self.handle.scope)
+    }
+
     /// Notes what processes of this host used up to the moment at which it was prepared.
     pub fn note_accesses(&self, used: Vec<Used>) {
         *self.handle.scope.used.lock() = Some(used);
@@ -306,6 +311,13 @@ impl<'a, B: Backing> Found<'a, B> {
             Self::Decided(commit) => Some(commit),
             Self::Open(_) | Self::Prepared(_) => None,
         }
+    }
+
+    /// Prepares this host's part of a scope of names, unless it is, and publishes it in an attempt of the hosts to commit.
+    pub fn publish_names(&self, attempt: u64) -> Result<(), PrepareError> {
+        let Handle { store, scope } = self.handle();
+        store.prepare_scope(scope, NO_ID)?;
+        store.publish_names(scope, attempt)
     }
 
     /// Prepares it with `id`, unless it is.
