@@ -73,20 +73,16 @@ pub fn configuration_page() -> String {
         )
         .expect("a String");
     }
-    page.push_str("\n## Implied values\n\nAn option that needs another one sets it, unless a source gives that one.\n\n| Option | Implies | Where the other one has a value that does not fit |\n|---|---|---|\n");
-    for implied in &IMPLIED {
-        let Implied {
-            name,
-            other,
-            value,
-            advice,
-            ..
-        } = implied;
-        writeln!(page, "| `{name}` | `{other}={value}` | {advice} |").expect("a String");
+    page.push_str("\n## Implied values\n\nAn option that needs another one sets it, unless a source gives that one.\n\n| Option | Implies |\n|---|---|\n");
+    for Implied {
+        name, other, value, ..
+    } in &IMPLIED
+    {
+        writeln!(page, "| `{name}` | `{other}={value}` |").expect("a String");
     }
-    page.push_str("\n## Contradictions\n\n");
+    page.push_str("\n## Contradictions\n\nThe message of each says what to change.\n\n");
     for rule in &RULES {
-        writeln!(page, "* {}: {}.", rule.text, rule.advice).expect("a String");
+        writeln!(page, "* {}", rule.text).expect("a String");
     }
     let variables = VARIABLES
         .iter()
