@@ -96,7 +96,7 @@ pub enum Campaign {
         #[arg(long, default_value_t = 20)]
         rounds: u64,
     },
-    /// Unmodified programs under commit rules, killed and resumed: ckpt-chaos with the trainers of Hugging Face and Lightning, LAMMPS
+    /// Unmodified programs under commit rules, killed and resumed: ckpt-chaos with the trainers of Hugging Face and Lightning, LAMMPS, GROMACS, OpenFOAM, Quantum ESPRESSO
     Rules {
         /// Kills of each program at random moments
         #[arg(long, default_value_t = 20)]
