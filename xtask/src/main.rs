@@ -2,6 +2,7 @@
 
 mod campaign;
 mod links;
+mod messages;
 mod pages;
 mod product;
 mod security;
