@@ -39,7 +39,7 @@ use crate::transport::Transport;
 
 pub(crate) const KEY_BYTES: usize = 32;
 /// Tells this use of a key from all others.
-const CONTEXT: &[u8] = b"firn-agent 5 ";
+const CONTEXT: &[u8] = b"firn-agent 6 ";
 /// Of pipes: no secret.
 const PIPES: Key = Key([0; KEY_BYTES]);
 
@@ -62,7 +62,7 @@ pub struct Terms<'a> {
 pub struct Agreement {
     /// What it says of the connection.
     side: Side,
-    /// Authenticates bytes of files that are not encrypted.
+    /// Encrypts bytes of files, or authenticates those that are not encrypted.
     block_key: BlockKey,
 }
 
@@ -184,7 +184,7 @@ fn admit<T: Transport>(
     link.send(&welcome, until)?;
     // After the answer: the puller, too, says which side has to give way.
     let is_encrypted = terms.side.agree(&side_of(hello))?;
-    link.seal(exchange.finish(), (!is_encrypted).then_some(block_key));
+    link.seal(exchange.finish(), block_key, is_encrypted);
     Ok(())
 }
 
@@ -272,8 +272,7 @@ pub fn begin_handshake<T: Transport>(
     let agreement: Agreement = serde_json::from_slice(&agreement)
         .map_err(|error| WireError::Nonsense(error.to_string()))?;
     let is_encrypted = terms.side.agree(&agreement.side)?;
-    let block_key = (!is_encrypted).then_some(agreement.block_key);
-    link.seal(exchange.finish(), block_key);
+    link.seal(exchange.finish(), agreement.block_key, is_encrypted);
     link.send(&Request::Ready, until)
 }
 

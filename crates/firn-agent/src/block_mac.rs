@@ -34,6 +34,10 @@ impl BlockKey {
         getrandom::fill(&mut key)?;
         Ok(Self(key))
     }
+
+    pub(crate) fn bytes(&self) -> &[u8; KEY_BYTES] {
+        &self.0
+    }
 }
 
 /// Not the key.

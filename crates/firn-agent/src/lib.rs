@@ -24,6 +24,7 @@
 
 mod auth;
 mod block_mac;
+mod data_cipher;
 mod data_path;
 mod encryption;
 mod error;

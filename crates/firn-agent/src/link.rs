@@ -37,13 +37,13 @@ impl<T: Transport> Link<T> {
 
     /// Whether bytes of files are encrypted; messages always are.
     pub fn is_encrypted(&self) -> bool {
-        self.transport.is_all_sealed()
+        self.transport.is_data_encrypted()
     }
 
-    /// Encrypts messages from now on, and bytes of files where there is no key to authenticate them with as they are.
-    pub(crate) fn seal(&mut self, cipher: Cipher, block_key: Option<BlockKey>) {
-        self.transport.seal(cipher, block_key.is_none());
-        self.block_key = block_key;
+    /// Encrypts messages from now on. The key is for bytes of files: `is_encrypted`, or authenticated as they are.
+    pub(crate) fn seal(&mut self, cipher: Cipher, key: BlockKey, is_encrypted: bool) {
+        self.block_key = (!is_encrypted).then(|| key.clone());
+        self.transport.seal(cipher, is_encrypted.then_some(key));
     }
 
     /// What authenticates the bytes of an answer; none where they are encrypted.

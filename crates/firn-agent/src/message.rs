@@ -24,7 +24,7 @@ use crate::block_mac::BlockMac;
 use crate::encryption::Encryption;
 
 /// Version of this protocol; an agent and a puller of different ones do not work together.
-pub const PROTOCOL_VERSION: u32 = 5;
+pub const PROTOCOL_VERSION: u32 = 6;
 /// Bytes of the longest frame: an entry with a path and a link target of 4 KiB each, every byte of them escaped.
 pub const FRAME_BYTES_MAX: usize = 64 << 10;
 /// Bytes of the longest frame from somebody who has not shown the key yet.
