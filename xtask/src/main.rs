@@ -8,8 +8,8 @@ mod product;
 mod security;
 mod semantics;
 mod tables;
+mod test_files;
 mod test_programs;
-mod tests;
 
 use std::process::ExitCode;
 
@@ -39,7 +39,7 @@ fn main() -> ExitCode {
         Task::Campaign(campaign) => campaign.run(),
         Task::Pages => pages::run(),
         Task::Semantics => semantics::run(),
-        Task::Tests { word } => tests::run(&word),
+        Task::Tests { word } => test_files::run(&word),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

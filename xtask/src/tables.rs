@@ -222,7 +222,7 @@ mod tests {
     }
 
     fn file_names(dir: &Path) -> BTreeSet<String> {
-        let files = crate::tests::files_of(dir);
+        let files = crate::test_files::files_of(dir);
         let names = files.iter().filter_map(|file| file.file_name());
         names
             .map(|name| name.to_string_lossy().into_owned())
