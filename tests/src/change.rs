@@ -21,7 +21,7 @@ pub const CAP_DAC_OVERRIDE: [u8; 20] = [1, 0, 0, 2, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0
 /// The name of the file that `copy` and `sendfile` take bytes from, in the directory of the other.
 pub const SOURCE: &str = "source";
 
-/// Who changes it.
+/// The user that changes it.
 #[derive(Clone, Copy, Debug)]
 pub struct Who {
     /// How a failure calls it.

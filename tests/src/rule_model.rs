@@ -136,7 +136,7 @@ impl Model {
     }
 }
 
-/// Reads what is below a directory that nobody changes.
+/// Reads what is below a directory that does not change.
 pub fn read_files(dir: &Path, below: &str, files: &mut Files) {
     find_files(dir, below, files).expect("read");
 }

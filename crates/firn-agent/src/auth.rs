@@ -1,4 +1,5 @@
-//! The handshake: who is there, and with which keys they go on. Noise (NNpsk0) with a key that both sides have.
+//! The handshake: identifies both sides, and makes the keys that they go on with. Noise (NNpsk0) with a key that both
+//! sides have.
 //!
 //! ```text
 //!   puller                                                      agent
@@ -11,13 +12,13 @@
 //! need none: what carries them (ssh) authenticates both ends, and the handshake only makes keys.
 //!
 //! Promises
-//! * The key is never sent. Who does not have it says nothing that is believed, and hears nothing but that it is wrong.
-//! * All of the hello is in the handshake: who changes a word of it, the wish for encryption, an address or the
+//! * The key is never sent. A side without it is not believed, and learns only that its key is wrong.
+//! * All of the hello is in the handshake: a change of a word of it, the wish for encryption, an address or the
 //!   credential, ends the connection.
 //! * A recorded handshake cannot be replayed: each side adds an ephemeral key, and an agent serves a puller only after the
 //!   first message that is encrypted with the resulting keys.
-//! * Who has not shown the key makes the agent read [`HANDSHAKE_BYTES_MAX`] bytes at a time, until one deadline for the
-//!   whole handshake.
+//! * A puller that has not shown the key makes the agent read [`HANDSHAKE_BYTES_MAX`] bytes at a time, until one
+//!   deadline for the whole handshake.
 
 use std::fmt;
 use std::io;
@@ -40,7 +41,7 @@ use crate::transport::Transport;
 pub(crate) const KEY_BYTES: usize = 32;
 /// Tells this use of a key from all others.
 const CONTEXT: &[u8] = b"firn-agent 6 ";
-/// Of pipes: no secret.
+/// Key of a connection over pipes: no secret.
 const PIPES: Key = Key([0; KEY_BYTES]);
 
 /// What agent and puller both have.
@@ -49,7 +50,7 @@ pub struct Key([u8; KEY_BYTES]);
 
 /// By what one side goes in a handshake.
 pub struct Terms<'a> {
-    /// None: the connection itself says who is there, or MUNGE.
+    /// None: the connection itself, or MUNGE, identifies the other side.
     pub key: Option<&'a Key>,
     /// The puller's: instead of a key. The agent's: as well as one.
     pub munge: Option<&'a Munge>,
@@ -104,7 +105,7 @@ impl Key {
     }
 }
 
-/// Not the key.
+/// Leaves the key out.
 impl fmt::Debug for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Key(…)")
@@ -449,7 +450,7 @@ mod tests {
         let met = meet(&terms(&other, puller_side()), &agent, same, same);
         assert!(matches!(met.puller.err(), Some(WireError::WrongKey)));
         assert!(matches!(met.agent.err(), Some(WireError::WrongKey)));
-        // Who has none at all.
+        // A side without any.
         let none = Terms {
             key: None,
             ..terms(&key, puller_side())

@@ -8,10 +8,10 @@
 //! bytes of files have a cipher that a network does not wait for.
 //!
 //! Promises
-//! * The nonce of a data record is its direction and its number, and each is used once: a record that was changed, left out, repeated,
-//!   moved, or is of another connection or direction, is refused, and no byte of it is handed on.
-//! * The key is random, made by the agent for the connection, and travels encrypted by Noise: whoever learns the shared key later cannot
-//!   read what was heard before.
+//! * The nonce of a data record is its direction and its number, and each is used once. A record that was changed, left
+//!   out, repeated or moved is refused, and so is one of another connection or direction; no byte of it is handed on.
+//! * The key is random, made by the agent for the connection, and travels encrypted by Noise: an attacker that learns
+//!   the shared key later cannot read what was recorded before.
 
 use std::io;
 use std::os::fd::BorrowedFd;

@@ -21,7 +21,7 @@ pub struct Link<T> {
     transport: Sealed<T>,
     /// None where bytes of files are encrypted, or before the handshake is over.
     block_key: Option<BlockKey>,
-    /// Of the last frame.
+    /// Bytes of the last frame.
     buffer: Vec<u8>,
 }
 
@@ -59,7 +59,7 @@ impl<T: Transport> Link<T> {
         let length = self.buffer.len() - LENGTH_BYTES;
         assert!(
             length <= FRAME_BYTES_MAX,
-            "whoever makes a message bounds it"
+            "the maker of a message bounds it"
         );
         self.buffer[..LENGTH_BYTES].copy_from_slice(&(length as u32).to_be_bytes());
         self.transport.send(&self.buffer, until).map_err(ended)

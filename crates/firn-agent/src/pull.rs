@@ -269,9 +269,10 @@ fn check_complete(host: &str, request: &PullRequest, plan: &Plan) -> Result<(), 
         Ending::Cut => "was cut off: its writer, or firnd, was killed before it closed the file",
         Ending::Open | Ending::Closed => "is still open for writing",
     };
-    let name = match entry.path.is_empty() {
-        true => "it".to_owned(),
-        false => entry.path.to_string(),
+    let name = if entry.path.is_empty() {
+        "it".to_owned()
+    } else {
+        entry.path.to_string()
     };
     Err(PullError::Incomplete {
         host: host.into(),

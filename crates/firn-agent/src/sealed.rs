@@ -9,9 +9,10 @@
 //!
 //! Promises
 //! * Each message in either direction is in records that are encrypted and authenticated (ChaCha20-Poly1305).
-//! * Records count: one that was changed, left out, repeated, moved, or comes from another connection ends this one, and
-//!   nothing of it is handed on. What is cut off is missed by whoever waits for the rest of an answer.
-//! * Who learns the key later cannot read what was heard before: the records' keys are of an exchange of ephemeral keys.
+//! * Records count: one that was changed, left out, repeated, moved, or comes from another connection ends this one,
+//!   and nothing of it is handed on. What is cut off is missed by the reader of the rest of an answer.
+//! * An attacker that learns the key later cannot read what was recorded before: the records' keys are of an exchange
+//!   of ephemeral keys.
 //!
 //! Sizes and times of records are not hidden.
 
@@ -40,13 +41,13 @@ const EXCHANGE_BYTES: usize = 32 + TAG_BYTES;
 pub(crate) struct Exchange(HandshakeState);
 
 impl Exchange {
-    /// That of the puller, who speaks first. Both sides must have said the same before, the prologue.
+    /// Handshake of the puller, which speaks first. Both sides must have said the same before, the prologue.
     pub(crate) fn begin(shared_key: &[u8; 32], prologue: &[u8]) -> Self {
         let begun = builder(shared_key, prologue).and_then(Builder::build_initiator);
         Self(begun.expect("the pattern needs nothing else"))
     }
 
-    /// That of the agent.
+    /// The agent's side of the handshake.
     pub(crate) fn answer(shared_key: &[u8; 32], prologue: &[u8]) -> Self {
         let begun = builder(shared_key, prologue).and_then(Builder::build_responder);
         Self(begun.expect("the pattern needs nothing else"))
@@ -99,7 +100,7 @@ pub(crate) struct Cipher {
     taken: usize,
 }
 
-/// Somebody between the two sides wrote on the connection.
+/// A third party between the two sides wrote on the connection.
 #[derive(Debug)]
 struct Tampered;
 
@@ -175,7 +176,7 @@ impl Cipher {
         let mut length = [0; LENGTH_BYTES];
         inner.receive(&mut length, until)?;
         let length = usize::from(u16::from_be_bytes(length));
-        // Nobody of ours sends an empty one.
+        // Firn never sends an empty one.
         let plain_bytes = length.checked_sub(TAG_BYTES).filter(|bytes| *bytes > 0);
         let plain_bytes = plain_bytes.ok_or_else(tampered)?;
         self.record.resize(length, 0);
@@ -183,12 +184,11 @@ impl Cipher {
         self.plain.clear();
         self.taken = 0;
         let is_direct = plain_bytes <= into.len();
-        let plain = match is_direct {
-            true => &mut into[..plain_bytes],
-            false => {
-                self.plain.resize(plain_bytes, 0);
-                &mut self.plain[..]
-            }
+        let plain = if is_direct {
+            &mut into[..plain_bytes]
+        } else {
+            self.plain.resize(plain_bytes, 0);
+            &mut self.plain[..]
         };
         let read = self.noise.read_message(&self.record, plain);
         if read.is_err() {

@@ -36,7 +36,7 @@ pub enum LiveTableError {
     /// A call failed.
     #[error("the live table: {0}")]
     Io(#[from] Errno),
-    /// Somebody else could have put it there.
+    /// Another user could have put it there.
     #[error("the live table: {0}")]
     Distrusted(#[from] TrustError),
     /// It cannot be mapped.

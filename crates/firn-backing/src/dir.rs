@@ -285,9 +285,12 @@ impl DirBacking {
     fn sync_everything(&self) -> Result<()> {
         let version = self.unsynced.begin_sync();
         let is_in_doubt = self.unsynced.inherits() || self.unsynced.has_lost_track();
-        self.sync_file_systems(&self.root, &mut |top| match is_in_doubt {
-            true => unsynced::sync_below(self, top),
-            false => Ok(()),
+        self.sync_file_systems(&self.root, &mut |top| {
+            if is_in_doubt {
+                unsynced::sync_below(self, top)
+            } else {
+                Ok(())
+            }
         })?;
         if is_in_doubt {
             self.unsynced.all_synced(version);
@@ -393,9 +396,12 @@ impl Volume for DirBacking {
             SyncScope::Tree(inode) if inode.key == self.root.key => self.sync_everything(),
             SyncScope::Tree(inode) => {
                 let is_in_doubt = self.unsynced.inherits();
-                self.sync_file_systems(inode, &mut |top| match is_in_doubt {
-                    true => unsynced::sync_below(self, top),
-                    false => Ok(()),
+                self.sync_file_systems(inode, &mut |top| {
+                    if is_in_doubt {
+                        unsynced::sync_below(self, top)
+                    } else {
+                        Ok(())
+                    }
                 })?;
                 self.sync_tracked()
             }

@@ -39,7 +39,7 @@ pub enum Place {
     At(Vec<u8>, u64),
     /// It has no name any more, so nothing of it outlives its last close.
     Gone,
-    /// It has a name, but nobody knows which.
+    /// It has a name, which is not known.
     Unknown,
 }
 
@@ -81,7 +81,7 @@ struct State {
 
 #[derive(Debug)]
 struct Entry {
-    /// Of the last change.
+    /// Version of the last change.
     version: u64,
     paths: Vec<Vec<u8>>,
     /// It has names that are not known.
@@ -204,7 +204,7 @@ impl State {
 }
 
 impl Unsynced {
-    /// An object was changed. To be called after the change and before anybody is told of it.
+    /// An object was changed. To be called after the change and before it is reported.
     pub fn changed(&self, key: Key, place: impl FnOnce() -> Place) {
         {
             let mut state = self.state.lock();
@@ -278,7 +278,7 @@ impl Unsynced {
         self.rename_over.notify_all();
     }
 
-    /// A rename was made of which nobody knows the paths.
+    /// A rename was made whose paths are not known.
     pub fn end_unknown_rename(&self, ticket: u64) {
         let mut state = self.state.lock();
         state.version += 1;
@@ -374,7 +374,7 @@ fn sync_entry<B: Tracked>(base: &B, key: Key) -> Result<()> {
     let mut paths = unsynced.paths_of(key);
     loop {
         if paths.is_empty() {
-            // Removed, or synced by somebody else.
+            // Removed, or synced by another thread.
             return Ok(());
         }
         for path in &paths {
@@ -446,7 +446,7 @@ struct Walk<'a, B: Tracked> {
 
 struct Tasks<B: Backing> {
     waiting: Vec<Task<B>>,
-    /// That threads are at work on.
+    /// Tasks that threads are at work on.
     running: usize,
     failed: Option<Errno>,
 }
@@ -545,7 +545,7 @@ impl<B: Tracked> Walk<'_, B> {
             _ => Ok(()),
         };
         match synced {
-            // Who may neither read nor write it, and does not own it, has changed nothing in it.
+            // A caller that may neither read nor write it, and does not own it, has changed nothing in it.
             Err(Errno::ACCESS) => Ok(()),
             synced => synced,
         }

@@ -45,7 +45,7 @@ pub enum CheckpointError {
     /// The system refused to look at a path.
     #[error("{}: {}", quoted_path(path), reason(*errno))]
     System {
-        /// At which.
+        /// The path.
         path: PathBuf,
         /// Why not; ESTALE: something else is in its place.
         errno: Errno,
@@ -72,7 +72,7 @@ impl CheckpointError {
 
 fn reason(errno: Errno) -> String {
     match errno {
-        Errno::STALE => "somebody put something else in its place meanwhile".to_owned(),
+        Errno::STALE => "another object was put in its place meanwhile".to_owned(),
         errno => std::io::Error::from(errno).to_string(),
     }
 }
@@ -113,7 +113,7 @@ impl Wholeness {
 pub struct Checkpoint {
     /// Its name in the directory.
     pub name: OsString,
-    /// Which object was looked at.
+    /// The object that was looked at.
     pub object: ObjectId,
     /// Whether it is a directory.
     pub is_dir: bool,
@@ -178,7 +178,7 @@ pub struct Directory {
     mount: Option<Mount>,
     path: PathBuf,
     dir: OwnedFd,
-    /// Whose checkpoints count.
+    /// User whose checkpoints count.
     uid: u32,
 }
 
@@ -240,7 +240,7 @@ impl Directory {
         &self.dir
     }
 
-    /// Whose checkpoints count.
+    /// User whose checkpoints count.
     pub fn uid(&self) -> u32 {
         self.uid
     }

@@ -1,7 +1,7 @@
 //! Which level each file of a place has, for all verbs that show it.
 //!
-//! firnd lists the files of which it knows more than the backing shows: those that are open, have bytes in the arena, were
-//! synced, or were cut. Any other file is drained, or logged; a level that nobody knows of is not claimed.
+//! firnd lists the files of which it knows more than the backing shows: those that are open, have bytes in the arena,
+//! were synced, or were cut. Any other file is drained, or logged; an unknown level is not claimed.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};

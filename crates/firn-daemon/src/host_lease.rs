@@ -153,8 +153,8 @@ impl HostLease {
         }
     }
 
-    /// Uses the backing for something that it shares with other hosts, who see it from now on, and looks whether locks
-    /// keep them out. Takes the lease of `host` first, if need be.
+    /// Uses the backing for something that it shares with other hosts, which see it from now on, and looks whether
+    /// locks keep them out. Takes the lease of `host` first, if need be.
     pub(crate) fn use_for(
         &mut self,
         purpose: LeaseUse,
@@ -342,7 +342,7 @@ fn beat_until_stopped(
             Err(RecvTimeoutError::Timeout) => lease.beat(base, state.report()),
             Ok(request) => {
                 let added = add_use(base, dir, &mut lease, &request);
-                // Who asked waits for it.
+                // The requesting thread waits for it.
                 let _ = request.done.send(added.clone());
                 added
             }

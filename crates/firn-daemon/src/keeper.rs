@@ -277,7 +277,7 @@ impl Keeper {
         self.kept.iter().any(|kept| kept.tag == tag)
     }
 
-    /// Programs are told that nobody serves the mount any more. A mount that ended has nothing to abort.
+    /// Programs are told that no firnd serves the mount any more. A mount that ended has nothing to abort.
     fn give_up(&self) {
         let control = self.kept.iter().find(|kept| kept.tag == Tag::Control);
         if let Some(control) = control {
@@ -321,7 +321,7 @@ fn start_firnd(kept: &[Kept], died: Option<Duration>) -> io::Result<Started> {
     })
 }
 
-/// Whoever waits for the end of what the keeper was started with does not wait for the keeper.
+/// A process that waits for the end of these descriptors does not wait for the keeper.
 fn forget_stdio() -> io::Result<()> {
     let null = File::options().read(true).write(true).open("/dev/null")?;
     rustix::stdio::dup2_stdin(null.as_fd())?;

@@ -153,7 +153,7 @@ fn compare(ours: &Terms, peers: &[Peer]) -> Vec<Difference> {
 pub(crate) struct PeerBoard {
     base: DirBacking,
     ours: Terms,
-    /// Taken out while somebody looks, so that nobody waits for the backing.
+    /// Taken out during a look, so that no other caller waits for the backing.
     watch: Mutex<Option<PeerWatch>>,
     /// What was found last.
     differences: Mutex<Vec<Difference>>,

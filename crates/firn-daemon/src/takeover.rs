@@ -3,7 +3,7 @@
 //! Promises
 //! * What another firnd needs is kept before the kernel hears that the mount works.
 //! * A table is believed only if it is this user's, of this version, of this arena, and whole in its header.
-//! * Where the mount cannot be gone on with, the keeper is told: it aborts the connection, and nobody waits for ever.
+//! * Where the mount cannot be gone on with, the keeper is told: it aborts the connection, and no program waits for ever.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};

@@ -79,7 +79,7 @@ impl From<OwnedFd> for Descriptor {
 
 impl Drop for Descriptor {
     fn drop(&mut self) {
-        // SAFETY: whoever made this value gave the descriptor away (`from_raw_fd`): nobody else uses or closes it.
+        // SAFETY: the maker of this value gave the descriptor away (`from_raw_fd`): nothing else uses or closes it.
         unsafe { syscall!(libc::SYS_close, self.0) };
     }
 }

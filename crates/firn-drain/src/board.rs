@@ -6,7 +6,7 @@
 //!
 //! Invariants
 //! * A lane has no more writers than `lane-writers`, but for those that stand in for such as hang.
-//! * Whoever entered a lane leaves it.
+//! * Each thread that entered a lane leaves it.
 
 use parking_lot::Mutex;
 
@@ -79,7 +79,7 @@ impl Board {
 
     pub(crate) fn leave(&self, lane: usize) {
         let writers = &mut self.state.lock().writers[lane];
-        assert!(*writers > 0, "a lane was left that nobody entered");
+        assert!(*writers > 0, "a lane was left that was not entered");
         *writers -= 1;
     }
 

@@ -70,7 +70,7 @@ pub(crate) struct Worker<B: Backing> {
 /// How a thread that paces itself goes on.
 struct Pace<'a> {
     pacer: &'a Pacer,
-    /// Somebody waits for a drain, or for room.
+    /// A caller waits for a drain, or for room.
     is_awaited: bool,
 }
 
@@ -136,7 +136,7 @@ impl<B: Backing> Worker<B> {
                     self.sleepers.sleep(ticket, retry);
                 }
                 Found::Nothing { .. } => {
-                    // Who found the lane full meanwhile has not looked into it.
+                    // A thread that found the lane full meanwhile has not looked into it.
                     self.sleepers.wake();
                     return;
                 }

@@ -7,7 +7,7 @@
 //!   ESTALE.
 //! * The kernel's numbers that an earlier firnd gave are never given to anything else.
 //!
-//! Files that nobody has open are not in the table. The kernel knows them by the backing's inode number; a request for one
+//! Files that no program has open are not in the table. The kernel knows them by the backing's inode number; a request for one
 //! gets ESTALE, upon which the kernel looks its name up and finds the same number.
 
 use std::collections::{HashMap, HashSet};
@@ -59,7 +59,7 @@ pub struct ResumedHandle {
     pub inode: InodeId,
     /// The request that opened it.
     pub unique: u64,
-    /// Who serves it.
+    /// What serves it.
     pub served_by: ServedBy,
 }
 
@@ -269,7 +269,7 @@ impl<B: Backing> Engine<B> {
         })
     }
 
-    /// Goes on with nodes and handles of an earlier firnd. Before data is recovered: who has a file open decides how its
+    /// Goes on with nodes and handles of an earlier firnd. Before data is recovered: the open handles decide how its
     /// writers left it.
     pub(crate) fn resume(&self, resumed: &Resumed) -> ResumedRequests {
         let numbers = NumberBase(resumed.takeovers << NUMBERS_OF_A_FIRND);

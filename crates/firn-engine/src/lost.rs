@@ -1,7 +1,7 @@
 //! Files whose data recovery could not give back to them.
 //!
-//! Nobody drains their pieces. They stay in the arena until the user puts the files back under their
-//! names, or takes the data elsewhere, or gives it up.
+//! Their pieces are not drained. They stay in the arena until the user puts the files back under their names, or takes
+//! the data elsewhere, or gives it up.
 
 use std::sync::Arc;
 

@@ -1,8 +1,9 @@
 //! Files that programs of several hosts use at the same time, one after the other by locks.
 //!
-//! A lock of a file means something on another host only if its holder sees what the last one wrote: so who gets a lock
-//! calls [`Engine::catch_up`], and who gives one back calls [`Engine::make_known`] before. What is appended is never
-//! pending: a host that dies must not write, when it comes back, where others have appended meanwhile.
+//! A lock of a file means something on another host only if its holder sees what the last one wrote. So a host that
+//! gets a lock calls [`Engine::catch_up`], and one that gives a lock back calls [`Engine::make_known`] before. What is
+//! appended is never pending: a host that dies must not write, when it comes back, where others have appended
+//! meanwhile.
 
 use std::io::IoSlice;
 use std::sync::atomic::Ordering;

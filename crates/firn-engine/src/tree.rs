@@ -37,7 +37,7 @@ impl<B: Backing> NameTree<B> {
         }
     }
 
-    /// The path of an inode, or of a name in it, as a person may read it; of one that nobody knows its number.
+    /// Path of an inode, or of a name in it, for messages; `(inode N)` if unknown.
     pub fn shown_path(&self, inode: InodeId, name: Option<&std::ffi::OsStr>) -> String {
         let mut path = match self.names.get(inode) {
             Some(inode) => inode.paths().into_iter().next().unwrap_or_default(),

@@ -243,7 +243,7 @@ pub struct Handle {
     pub unique: u64,
     /// Flags of open(2).
     pub flags: i32,
-    /// Who serves it.
+    /// What serves it.
     pub served_by: ServedBy,
     /// The thread that opened it; 0: unknown.
     pub opener: u32,

@@ -144,7 +144,7 @@ fn a_host_that_comes_late_takes_part_in_the_next_ballot_or_in_none() {
     }
 }
 
-/// A host that dies while it removes the directory and never comes back keeps nobody from the next ballot of that name.
+/// A host that dies while it removes the directory and never comes back does not block the next ballot of that name.
 #[test]
 fn whoever_looks_next_removes_what_a_host_was_removing_that_never_comes_back() {
     let mut taken_over = 0;
@@ -165,7 +165,7 @@ fn whoever_looks_next_removes_what_a_host_was_removing_that_never_comes_back() {
             let left = dir.hosts("left-").expect("hosts");
             left.contains(&"a".to_owned())
         };
-        // What it had not left waits for it, or for who holds its lease.
+        // What it had not left waits for it, or for the next holder of its lease.
         if found.as_ref().is_some_and(|dir| !has_left(dir)) {
             continue;
         }
@@ -181,7 +181,7 @@ fn whoever_looks_next_removes_what_a_host_was_removing_that_never_comes_back() {
     );
 }
 
-/// What is written is built in two parts, by whoever comes.
+/// What is written is built in two parts, by any host.
 struct Build;
 
 impl Protocol for Build {

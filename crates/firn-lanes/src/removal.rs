@@ -25,7 +25,7 @@ pub(crate) struct Removal<B: Backing> {
     pub(crate) link: B::Inode,
     pub(crate) lane: usize,
     pub(crate) entry: OsString,
-    /// Nobody makes it any more.
+    /// The attempt to make it has ended.
     pub(crate) has_ended: Arc<AtomicBool>,
 }
 

@@ -54,7 +54,7 @@ pub(crate) enum Call {
 }
 
 impl Call {
-    /// A call that takes longer hangs, as far as anybody can tell.
+    /// A call that takes longer counts as hanging.
     fn hangs_after(self) -> Duration {
         match self {
             Self::Name => Duration::from_secs(2),
@@ -88,7 +88,7 @@ struct Calls {
 
 /// The states that a call that returns can tell.
 const STATES: [LaneState; 3] = [LaneState::Ok, LaneState::Full, LaneState::Gone];
-/// A lane without room that takes bytes again is asked for its room so often.
+/// A lane without room that takes bytes again is asked for its room this often.
 const LOOK_FOR_ROOM_EVERY: Duration = Duration::from_secs(1);
 
 impl Progress {

@@ -67,7 +67,7 @@ fn take_free<B: Backing>(
     Ok(None)
 }
 
-/// Which host has each turn.
+/// The host of each turn.
 fn read_holders<B: Backing>(base: &B, top: &B::Inode) -> Result<BTreeMap<u64, String>> {
     let mut holders = BTreeMap::new();
     for (name, ..) in own::list(base, top)? {

@@ -25,7 +25,7 @@ pub struct Finding {
     pub container: String,
     /// The file in it; none if it is the container itself.
     pub file: Option<String>,
-    /// Whose file it is.
+    /// Host that wrote the file.
     pub host: Option<String>,
     /// Where in the file.
     pub offset: Option<u64>,
@@ -36,7 +36,7 @@ pub struct Finding {
 /// What may be wrong.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// Somebody else may have written it.
+    /// Another user may have written it.
     Distrusted(String),
     /// The container cannot be read.
     Head(HeadError),

@@ -69,13 +69,13 @@ impl StubId {
         })
     }
 
-    /// Of an open file.
+    /// Identity of an open file.
     pub(crate) fn of(fd: BorrowedFd<'_>) -> io::Result<Self> {
         Self::at(fd, c"")
     }
 
-    /// Opens it by what it is, wherever it stands; ESTALE where it is gone, EPERM for whoever may not
-    /// (CAP_DAC_READ_SEARCH). `tree` is any descriptor of the same file system.
+    /// Opens it by what it is, wherever it stands; ESTALE where it is gone, EPERM without CAP_DAC_READ_SEARCH. `tree`
+    /// is any descriptor of the same file system.
     pub(crate) fn open(self, tree: BorrowedFd<'_>) -> io::Result<OwnedFd> {
         let mut raw = RawHandle {
             bytes: HANDLE_BYTES,

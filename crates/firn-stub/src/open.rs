@@ -227,7 +227,7 @@ impl<B: Backing> Tree<B> {
             .ok_or(Errno::BADF)
     }
 
-    /// What the kernel does not know of a stub; `None` where nobody ever wrote to it.
+    /// What the kernel does not know of a stub; `None` for a stub without writes.
     pub fn attr(&self, id: StubId) -> Result<Option<StubAttr>> {
         let mut map = self.map.lock();
         if map.item(id).is_none_or(|item| item.kind != Kind::File) {

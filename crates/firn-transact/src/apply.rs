@@ -1,7 +1,7 @@
 //! Applying a change log, in either direction and as often as it takes.
 //!
-//! This is the one executor of transactions: it applies commits (redo), restores commits before (undo), and puts
-//! back what a transaction in shadow mode changed (undo, of a log that [`crate::shadow`] makes of what is saved).
+//! This is the one executor of transactions. It applies commits (redo), restores earlier commits (undo), and puts back
+//! what a transaction in shadow mode changed (undo, of a log that [`crate::shadow`] makes of what is saved).
 //!
 //! 1. Going back, files that become shorter are cut: what is written next may need the room.
 //! 2. Data of files that were there: cut, then the ranges that are written.
@@ -418,7 +418,7 @@ impl<'a, B: Backing> Apply<'a, B> {
         }
         let to = self.base.open(&inode, Access::ReadWrite)?;
         if may_grow {
-            // Another host's part may be longer. Nobody else has what lies in these ranges.
+            // Another host's part may be longer. These ranges hold no bytes of other hosts.
             if data.size > size {
                 self.base.set_len(&to, data.size)?;
             }

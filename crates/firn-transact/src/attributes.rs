@@ -73,7 +73,7 @@ impl<B: Backing> Home<B> {
             };
             let (mode, rdev) = (attr.mode, attr.rdev);
             match staging::make_special(&self.base, staging_dir, name, mode, rdev, &target) {
-                // Not everybody may make a device; a file has its attributes as well.
+                // Not every user may make a device; a file has its attributes as well.
                 Err(Errno::PERM) if !matches!(kind, Kind::Dir | Kind::Symlink) => {
                     Ok(self.base.create(&me, staging_dir, name, 0o600)?.0)
                 }

@@ -1,9 +1,9 @@
 //! The change log of a transaction: what to do to commit it, and what to do to undo it.
 //!
-//! A log is the difference between two trees, object by object. Each [`Entry`] says which names the object has
-//! only before and only after the transaction, and has a *redo* and an *undo* part with its data and attributes
-//! on either side; parts refer to bytes in the log itself or to staged copies. Nothing in a log depends on how
-//! far an earlier attempt to apply it came.
+//! A log is the difference between two trees, object by object. Each [`Entry`] names what the object has only before
+//! and only after the transaction. Its *redo* and *undo* parts hold data and attributes of either side; they refer to
+//! bytes in the log itself or to staged copies. Nothing in a log depends on how far an earlier attempt to apply it
+//! came.
 //!
 //! | use | file | entries |
 //! |---|---|---|
@@ -127,7 +127,7 @@ pub struct Range {
 }
 
 impl Range {
-    /// Whose bytes are in the staged copy.
+    /// A range whose bytes are in the staged copy.
     pub fn of_copy(start: u64, end: u64) -> Self {
         Self {
             start,
@@ -219,7 +219,7 @@ pub struct Entry {
     pub before: Vec<Place>,
     /// Names that it has only after.
     pub after: Vec<Place>,
-    /// One name that it has before and after, for who looks for it.
+    /// One name that the object has before and after, for a caller that looks for the object.
     pub stays: Option<Place>,
     /// The way to it from the scope's top, which is not in it, down to its own name.
     pub path: Vec<Link>,
@@ -229,7 +229,7 @@ pub struct Entry {
     pub kept_at: Option<Staged>,
     /// One more name, staged, of an object of the backing of which no other name is known.
     pub anchor_at: Option<Staged>,
-    /// Of a backup: how it is found.
+    /// How the object of a backup is found.
     pub known: Option<Known>,
     /// What to do to commit.
     pub redo: Part,
@@ -302,11 +302,11 @@ pub struct StagedObject {
     pub at: Staged,
     /// Its attributes: a backup does not have objects of other owners and kinds.
     pub attributes: Attributes,
-    /// Of a device file.
+    /// Device number of a device file.
     pub rdev: u64,
-    /// Of a symbolic link.
+    /// Target of a symbolic link.
     pub target: Vec<u8>,
-    /// Of a file.
+    /// Contents of a file.
     pub content: Option<Content>,
 }
 
@@ -392,7 +392,7 @@ impl ChangeLog {
         Ok(log)
     }
 
-    /// Whoever opens a name of this log stays in the directory that the log means.
+    /// Checks that no name of this log leads out of the directory that the log describes.
     pub(crate) fn check_names(&self) -> Result<(), LogError> {
         check(is_path(&self.scope))?;
         if let Some(top) = &self.top {

@@ -1,7 +1,7 @@
 //! Why a transaction could not be begun, prepared, voted on, committed, aborted or restored.
 //!
-//! Each verb has an enum of what its caller can tell apart. What Firn stored, and what the backing says, can stop any
-//! of them: that is a [`StoreError`]. Who runs one verb or another takes [`TransactionError`].
+//! Each verb has an enum of what its caller can tell apart. Any verb can also fail because of Firn's stored records
+//! or the backing: that is a [`StoreError`]. A caller that runs different verbs takes [`TransactionError`].
 
 use firn_backing::Errno;
 use firn_format::quote::quoted;
@@ -219,7 +219,7 @@ pub enum AbortError {
         match &hosts[..] { [one] => format!("{one} has"), hosts => format!("{} have", hosts.join(", ")) }
     )]
     Stopping {
-        /// Those hosts.
+        /// The hosts.
         hosts: Vec<String>,
     },
     /// The other hosts could not be told.
@@ -236,12 +236,12 @@ pub enum AbortError {
 /// Why the files of a checkpoint were not restored.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RestoreError {
-    /// They are not kept.
+    /// The commits are not kept.
     #[error("the files of checkpoint {wanted} are not kept; {}", list_kept(kept))]
     NotKept {
         /// The checkpoint that was asked for.
         wanted: u64,
-        /// Those that are kept, newest first.
+        /// Kept commits, newest first.
         kept: Vec<u64>,
     },
     /// What was prepared with that number could not be committed.

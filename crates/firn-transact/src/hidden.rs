@@ -294,7 +294,7 @@ impl<B: Backing> OwnLinks<B> {
         }
     }
 
-    /// Tells the object of an entry that changed, if anybody refers to it.
+    /// Tells the object of an entry that changed, if it is referred to.
     fn note_links_of(&self, key: Key) {
         if let Some(object) = self.tree.known(key) {
             let table = self.tree.hidden.0.lock();

@@ -1,6 +1,6 @@
 //! `history=N`: the logs of the last commits are kept, with what undoes them.
 //!
-//! Before a commit is decided, the *undo* parts of its log are filled in: old attributes, and old bytes of the ranges
+//! Before a commit is decided, the *undo* parts of its log are filled in. Old attributes, and old bytes of the ranges
 //! that it changes, are staged in `new/u/`, where it also moves what it removes. When the commit is applied, `tx-N`
 //! becomes `undo-N`, with one rename; what only its redo parts needed goes after that.
 //!
@@ -65,7 +65,7 @@ pub struct History<B: Backing> {
     pub(crate) scopes: Arc<Scopes<B>>,
     /// Commits of each scope that can be undone.
     pub(crate) commits_max: u32,
-    /// Owned by whoever changes the list of the last commit of each scope.
+    /// Owned by the thread that changes the list of the last commit of each scope.
     pub(crate) numbers: Claim,
 }
 
@@ -325,7 +325,7 @@ impl<B: Backing> History<B> {
             else {
                 continue;
             };
-            // The rename of who kept it may not be durable, and without it the redo parts count.
+            // The rename that kept the log may not be durable, and without it the redo parts count.
             if !is_synced {
                 self.home.base.sync_dir(firn)?;
                 is_synced = true;

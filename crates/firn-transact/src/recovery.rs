@@ -34,7 +34,7 @@ use crate::vote::Votes;
 pub struct Outcome {
     /// Numbers of committed transactions that were applied to the end.
     pub finished: Vec<u64>,
-    /// Scopes of those that were undone because nobody had prepared them.
+    /// Scopes whose transactions were undone because they had not been prepared.
     pub undone: Vec<Vec<u8>>,
     /// Those that are prepared and wait for a decision: numbers and scopes.
     pub waiting: Vec<(u64, Vec<u8>)>,

@@ -7,7 +7,7 @@
 //!
 //! Invariants
 //! * A state depends on what the backing has and on what programs see, not on the calls between the two.
-//! * Who derives states holds one lock at a time and waits for no call of the backing.
+//! * A thread that derives states holds one lock at a time and waits for no call of the backing.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ffi::{OsStr, OsString};

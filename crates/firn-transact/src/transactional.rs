@@ -46,7 +46,7 @@ pub struct TransactionalBacking<B: Backing> {
     pub(crate) shadow_undo: Arc<ShadowUndo<B>>,
     /// Names of tops of scopes in the directories above.
     pub tops: Arc<Tops<B>>,
-    /// Who may look up names, or change names or data, now.
+    /// Admits threads that look up names, or change names or data.
     pub admission: Arc<Admission<B>>,
     /// What several hosts in one transaction in shadow mode share.
     pub shared: Arc<SharedTransactions<B>>,

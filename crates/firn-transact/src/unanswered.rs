@@ -1,5 +1,5 @@
-//! Commits that were applied and whose requests failed after that: who asks again means them, and not the transaction that
-//! follows.
+//! Commits that were applied, but whose requests failed after that: a repeated request means this commit, and not the
+//! transaction that follows.
 //!
 //! They are known until they are asked for again, or something else is asked for. A mount that ends forgets them: the next
 //! one leaves their votes, and has no transaction that could be meant.

@@ -1,7 +1,7 @@
 //! What a file loses when it is changed: set-id bits and capabilities, call by call beside ext4.
 //!
 //! Everything here runs with `attr-timeout=1h`: what the kernel keeps and is not told to drop stays wrong for the whole
-//! test. The users are numbers that nobody has.
+//! test. The users are numbers without an account.
 
 use std::fs::{self, File, Permissions};
 use std::os::unix::fs::{PermissionsExt, chown};
@@ -48,7 +48,7 @@ const CALLERS: [Who; 7] = [
     },
 ];
 
-/// Mode, and whether the file has a capability. All can be written by everybody.
+/// Mode, and whether the file has a capability. All can be written by every user.
 const KINDS: [(u32, bool); 8] = [
     (0o4777, false),
     (0o2777, false),
@@ -60,7 +60,7 @@ const KINDS: [(u32, bool); 8] = [
     (0o777, false),
 ];
 
-/// A call by somebody of a file of some kind.
+/// A call by a user, of a file of some kind.
 #[derive(Clone, Copy)]
 struct Case {
     who: &'static Who,
@@ -157,8 +157,8 @@ fn is_stricter(case: &Case, expected: &str, found: &str) -> bool {
     match case.call {
         // The drain of what was stored is a write for the backing.
         "mmap" => expected.replace("capable", "plain") == found,
-        // Who is not the owner gets EPERM for a chown(2) that takes a bit away without changing anything. The kernel
-        // asks for that as for the other calls that take it away.
+        // A user that is not the owner gets EPERM for a chown(2) that takes a bit away without changing anything. The
+        // kernel asks for that as for the other calls that take it away.
         "chown-none" => expected == "errno 1 2767 plain" && found == "errno 0 0767 plain",
         _ => false,
     }

@@ -186,7 +186,7 @@ fn removed_files_give_their_memory_back() {
     mount.umount();
 }
 
-/// Proves S-stub-3, S-stub-12: nobody asks for names, and no writer for room.
+/// Proves S-stub-3, S-stub-12: no program asks for names, and no writer for room.
 #[test]
 fn regression_memory_of_removed_files_is_free_soon() {
     let sandbox = Sandbox::new("stub-removed");

@@ -199,7 +199,7 @@ fn calls() -> Vec<Call> {
             },
             each,
         ),
-        // Nobody waits for it but firnd.
+        // Only firnd waits for it.
         call(
             "flush",
             opened,
@@ -341,7 +341,7 @@ fn hang_many_files(
     const FILES: usize = 500;
     /// More callers than firnd has threads for them: 500 x 4 > 1,600.
     const CALLERS_OF_A_FILE: usize = 4;
-    /// Files with so many more callers that these alone would fill the threads: 50 x 40 > 1,600.
+    /// Files with enough more callers that these alone would fill the threads: 50 x 40 > 1,600.
     const FILES_IN_DEMAND: usize = 50;
     const CALLERS_OF_A_FILE_IN_DEMAND: usize = 40;
     let mount = FirnMount::over(sandbox, fault.path(), options);

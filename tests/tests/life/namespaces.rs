@@ -63,7 +63,7 @@ fn umount(sandbox: &Sandbox, point: &Path) -> Outcome {
     sandbox.run(["umount".as_ref(), point.as_os_str()])
 }
 
-/// Checks that nothing of a mount is left in memory, and that nobody was killed.
+/// Checks that nothing of a mount is left in memory, and that no process was killed.
 fn assert_ended(sandbox: &Sandbox, mount_point: &Path) {
     assert!(!is_mounted(mount_point));
     assert_eq!(sandbox.arenas(), [] as [std::path::PathBuf; 0]);
@@ -232,7 +232,7 @@ fn regression_a_mount_can_be_id_mapped() {
             assert_eq!(owners(&mount.join(name)), "0:0", "{name}");
             assert_eq!(owners(&place.join(name)), "1000:1000", "{name}");
         }
-        // Whoever is not mapped makes nothing there.
+        // A user that is not mapped makes nothing there.
         let refused = run(Command::new("touch").arg(place.join("no")));
         assert_ne!(refused.code, 0, "{refused}");
     }

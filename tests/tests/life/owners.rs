@@ -143,7 +143,7 @@ fn nobody_commits_or_prepares_what_an_owner_that_is_gone_left() {
             let outcome = firn_with(&sandbox, verb, mount.path(), &["--id", "3"]);
             outcome.code(FAILED).says(&format!("process {pid}"));
             assert!(!mount.join("half").exists());
-            // Whoever comes later hears the same, until the next begin.
+            // Later requests are told the same, until the next begin.
             let again = firn_with(&sandbox, verb, mount.path(), &["--id", "3"]);
             again.code(FAILED).says("was gone").says("aborted");
             firn(&sandbox, "begin", mount.path()).ok();

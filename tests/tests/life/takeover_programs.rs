@@ -1,4 +1,4 @@
-//! Programs that nobody wrote for Firn, while firnd is killed again and again: they see no error, and what they check holds.
+//! Programs that know nothing of Firn, while firnd is killed again and again: they see no error, and what they check holds.
 //!
 //! `FIRN_TAKEOVER_KILLS` sets the kills under each program (`cargo xtask campaign takeover`), `FIRN_SEED` the seed.
 

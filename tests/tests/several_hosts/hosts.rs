@@ -317,7 +317,7 @@ fn a_host_that_is_killed_between_prepare_and_commit_leaves_no_half() {
         other.kill();
         let status = wait_child(&mut child, Duration::from_secs(60)).expect("it hangs");
         assert!(status.success(), "{told}: the survivor decides alone");
-        // The dead one's part: by whoever is left, or by its own firnd.
+        // The dead one's part: by a host that is left, or by its own firnd.
         if rng.random() {
             let args = ["recover", "--host", "n1"];
             cluster

@@ -263,7 +263,7 @@ fn a_rank_or_a_firnd_that_is_killed_leaves_the_checkpoints_of_both_hosts_whole()
     }
 }
 
-/// A rule that keeps so many checkpoints, in a file of its own.
+/// A rule that keeps `keep` checkpoints, in a file of its own.
 fn keep_rule(pair: &Pair, keep: usize) -> String {
     let path = pair.shared.path().join("site.rules");
     fs::write(&path, format!("a step-*/ close:done keep={keep}\n")).expect("write the rules");

@@ -1,4 +1,4 @@
-//! `firn run` in jobs of a real Slurm: two hosts with a slurmd each, a controller, and a user who is not root.
+//! `firn run` in jobs of a real Slurm: two hosts with a slurmd each, a controller, and a user that is not root.
 //!
 //! Needs root, FUSE and Debian's slurm-wlm, munge and openmpi-bin (`scripts/setup`). All of Slurm runs in namespaces of its own and ends with the
 //! test (`programs/slurm_cluster.sh`). Steps are tracked by cgroups (proctrack/cgroup), of v2 and, where the machine has it, of v1.
@@ -14,7 +14,7 @@ use firn_tests::sandbox::{firn_binary, kill};
 use firn_tests::{Sandbox, wait_until};
 
 const HOSTS: [&str; 2] = ["n1", "n2"];
-/// Of the user `nobody`, who submits the jobs.
+/// The user `nobody`, which submits the jobs.
 const USER: u32 = 65534;
 /// Slurm looks at time limits every 30 s.
 const LIMIT: Duration = Duration::from_secs(90);
@@ -535,7 +535,7 @@ fn mpi_io(cluster: &Cluster) {
     }
 }
 
-/// SIGKILL for all, as after `KillWait`: nobody drains but the epilog of the site.
+/// SIGKILL for all, as after `KillWait`: only the epilog of the site drains.
 fn kill_all(cluster: &Cluster) {
     let job = cluster.submit("kill", &[], "-o drain=demand", SOLVER);
     job.wait_for_output("written", 2);

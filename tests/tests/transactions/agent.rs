@@ -387,7 +387,7 @@ fn a_puller_that_is_turned_away_comes_again() {
     assert_same_bytes("at last", &read(&sandbox.join("copy")), &data);
 }
 
-/// What a puller said is of no use to who heard it.
+/// A recorded message of a puller is of no use to the recorder.
 fn replay_is_refused(file: &KeyFile) {
     let heard = Mutex::new(Vec::new());
     let between = TcpListener::bind("127.0.0.1:0").expect("listen");
@@ -416,7 +416,7 @@ fn replay_is_refused(file: &KeyFile) {
     let _ = socket.shutdown(Shutdown::Write);
     let mut answer = Vec::new();
     let _ = socket.read_to_end(&mut answer);
-    // The hello is right, so it is answered, for whoever has the ephemeral key of it. Nothing else is.
+    // The hello is right, so it is answered, for the holder of its ephemeral key. Nothing else is.
     let length = answer.first_chunk().expect("an answer");
     let length = u32::from_be_bytes(*length) as usize;
     let text = String::from_utf8_lossy(&answer);
@@ -453,7 +453,7 @@ fn what_is_held_for_pullers_is_bounded_and_ends_with_them() {
     assert_eq!(open(&mut second, 2, "rank2"), Reply::Full);
     assert_eq!(mount.status().chunk_lists, 2);
     assert_eq!(mount.status().chunk_list_bytes, 8 * MIB as u64);
-    // Bytes that nobody takes: the agent waits, and holds no more than before.
+    // Bytes that are not taken: the agent waits, and holds no more than before.
     for at in 0..64 {
         let request = Request::Read {
             file: 1,
@@ -682,7 +682,7 @@ fn a_copy_takes_the_place_of_nothing_and_bad_input_is_told() {
         .says("--listen");
 }
 
-/// Who is killed.
+/// The process that is killed.
 #[derive(Clone, Copy, Debug)]
 enum Victim {
     Agent,

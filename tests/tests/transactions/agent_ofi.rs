@@ -275,7 +275,7 @@ fn a_host_without_libfabric_is_told_and_auto_needs_none() {
     drop(agent);
     let left = shared_memory_of(pid);
     assert!(left.is_empty(), "a killed agent leaves {left:?}");
-    // What nobody may read along is not for libfabric.
+    // What must stay secret is not for libfabric.
     let agent = Agent::start(&sandbox, mount.path(), &["--encrypt", "yes"]);
     pull(&sandbox, backing, &path, &sandbox.join("x"), &BY_RXM)
         .code(1)
@@ -299,7 +299,7 @@ fn a_host_without_libfabric_is_told_and_auto_needs_none() {
     assert_nothing_held(&mount);
 }
 
-// ---- who lies ------------------------------------------------------------------------------------
+// ---- agents that lie -----------------------------------------------------------------------------
 
 /// An agent that answers as it likes: one file of these bytes, exposed by libfabric.
 struct FakeAgent {

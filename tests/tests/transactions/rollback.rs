@@ -42,7 +42,7 @@ const FAILURES: [(&str, &str); 6] = [
     ),
 ];
 
-/// Who takes the checkpoint.
+/// Which program takes the checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum By {
     /// CRIU, from outside.
@@ -322,7 +322,7 @@ fn contents(dir: &Path) -> BTreeMap<OsString, Vec<u8>> {
         .collect()
 }
 
-/// Waits for the end of the job, commits, unmounts; the backing is that of a run that nobody disturbed.
+/// Waits for the end of the job, commits, unmounts; the backing is that of an undisturbed run.
 fn ends_as_if_undisturbed(job: &Job<'_>, mount: FirnMount<'_>, what: &str) {
     assert_eq!(job.wait(), Some(0), "{what}: {}", job.errors());
     job.firn("commit", None, &[]);

@@ -1,4 +1,4 @@
-//! Commit rules and writers that share a descriptor, a scope or a removal: who counts, and when.
+//! Commit rules and writers that share a descriptor, a scope or a removal: which of them count, and when.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Write};

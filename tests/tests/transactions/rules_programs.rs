@@ -174,7 +174,7 @@ impl Resumed<'_> {
         command.spawn().expect("start the program")
     }
 
-    /// Kills it so often at random moments, and then lets it end.
+    /// Kills it `kills` times at random moments, and then lets it end.
     fn kill_and_end(&self, kills: u64, random: &mut StdRng, after_kill: &dyn Fn()) {
         for _ in 0..kills {
             let mut job = self.spawn();

@@ -1,4 +1,4 @@
-//! Transactions: who asks for them, who owns them, and who applies what was committed.
+//! Transactions: the requests for them, their owners, and the thread that applies commits.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -67,7 +67,7 @@ impl Transactions {
     /// Files, and which of them lie in a transaction.
     fn list_files(&self, question: &Question<'_>, path: &[u8], idle: bool) -> Reply {
         let mut files = list_files(question.engine, path, idle);
-        // After the files: a transaction that begins now takes what it does not change away from nobody.
+        // After the files: a transaction that begins now has changed none of the listed files.
         let scopes = self.gate.store().scopes.scopes_now();
         for file in &mut files {
             let path = file.path.as_bytes();
@@ -131,7 +131,7 @@ impl Part for Transactions {
         in_the_way(&self.gate)
     }
 
-    /// The transactions that programs change things in come to their end, and nobody waits for the others.
+    /// The transactions that programs change things in come to their end; the others are not waited for.
     fn prepare_end(&self) {
         // What is not complete now is dropped.
         if let Some(rules) = &self.rules {

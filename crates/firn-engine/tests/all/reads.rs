@@ -30,7 +30,7 @@ struct Raced {
 }
 
 impl Raced {
-    /// A file of so many bytes, all of them in the backing.
+    /// A file of `bytes` bytes, all of them in the backing.
     fn new(bytes: u64) -> Self {
         let world = World::over(DiskKind::PLAIN, world::options(), false);
         let made = world

@@ -102,7 +102,7 @@ pub(crate) fn serve<B: Backing>(
         .start(Arc::new(KernelCaches(Arc::clone(&connection))));
     if let Some(left) = left {
         dispatcher.resume(left, |number| connection.adopt_backing(number));
-        // Also what an earlier try read: whoever died had not answered it.
+        // Also what an earlier try read: no firnd has answered it.
         connection.request_resend()?;
     }
     let dispatcher = Arc::new(dispatcher);

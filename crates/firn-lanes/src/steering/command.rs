@@ -98,7 +98,7 @@ impl Driver for ProgramOfSite {
             Err(Errno::NOENT) => {}
             Err(error) => return Err(error),
         }
-        // Without the caller's ids the program would run as root in a directory of somebody else.
+        // Without the caller's ids the program would run as root in a directory of another user.
         let made = match new.caller {
             None => Err(Refusal::from(Errno::ACCESS)),
             Some(caller) => match self.run(caller, new, lane) {

@@ -80,7 +80,7 @@ unsafe fn truncate_on_tree(path: *const c_char, size: off64_t) -> Result<(), c_i
         return Err(-result as c_int);
     }
     let fd = result as c_int;
-    // SAFETY: the descriptor was just opened, and nobody else closes it.
+    // SAFETY: the descriptor was just opened, and only this value closes it.
     let _closed_at_the_end = unsafe { Descriptor::from_raw_fd(fd) };
     // SAFETY: the caller's string.
     unsafe { check_may_write(fd, path)? };

@@ -72,7 +72,7 @@ impl ListFile {
         sys::own_identity(self.fd) == Some(self.identity)
     }
 
-    /// Closes it, unless its number is somebody else's.
+    /// Closes it, unless its number was reused by another descriptor.
     pub(crate) fn close(self) {
         release_number(self.fd);
         if self.is_same() {

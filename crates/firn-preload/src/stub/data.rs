@@ -18,7 +18,7 @@ use crate::stub::write::{OwnConnection, append_source, write_source};
 use crate::sys;
 use crate::table::{Entry, Held, stub_mark, stub_mark_of};
 
-/// Makes the offset private where nobody shares it.
+/// Makes the offset private where the descriptor is not shared.
 fn own_offset(held: &mut Held) {
     // A child that is being made would find the kernel's offset parked.
     let is_own = stub_mark_of(held.fd) == stub_mark::OWN && !sharing::is_under_way();

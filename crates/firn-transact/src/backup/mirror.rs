@@ -95,7 +95,7 @@ impl<B: Backing> Place<B> {
 pub(super) struct Copy<B: Backing> {
     pub(super) name: String,
     pub(super) dir: B::Inode,
-    /// At the last round.
+    /// What the last round saw.
     pub(super) seen: HashMap<String, Stamp>,
     pub(super) copied: HashMap<String, CopiedFile>,
     /// A manifest may be there.

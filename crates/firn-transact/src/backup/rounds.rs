@@ -142,7 +142,7 @@ impl<B: Backing> Backups<B> {
         mirror.with_place(scope.serial, |place| place.is_whole())
     }
 
-    /// Makes the backup whole, durably. Nobody changes what is staged meanwhile.
+    /// Makes the backup whole, durably. The caller keeps the staged copies unchanged until it returns.
     pub(crate) fn back_up(&self, scope: &Scope<B>, record: &ChangeLog) -> Result<(), BackupError> {
         let Some(mirror) = self.mirror.get() else {
             return Ok(());
@@ -416,7 +416,7 @@ impl<B: Backing> Round<'_, B> {
         Ok(())
     }
 
-    /// False: it changed meanwhile, or somebody waits for this round to end.
+    /// False: the file changed during the copy, or another thread waits for this round to end.
     fn copy_file(
         &mut self,
         file: String,

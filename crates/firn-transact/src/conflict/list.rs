@@ -48,7 +48,7 @@ pub struct Name {
 /// What one process did with one file.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Process {
-    /// Its number; 0: nobody knows.
+    /// Process id; 0: unknown.
     pub pid: u32,
     read: Vec<(u64, u64)>,
     written: Vec<(u64, u64)>,
@@ -112,7 +112,7 @@ pub struct File {
     pub ino: u64,
     /// A path of it relative to the backing, for people.
     pub path: Vec<u8>,
-    /// By process.
+    /// Processes, by their numbers.
     pub processes: Vec<Process>,
 }
 

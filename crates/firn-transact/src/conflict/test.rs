@@ -20,7 +20,7 @@ use super::log::Access;
 pub struct Party {
     /// The host.
     pub host: String,
-    /// The process; 0: nobody knows which.
+    /// Process id; 0: unknown.
     pub pid: u32,
     /// Whether it wrote.
     pub writes: bool,
@@ -55,7 +55,7 @@ pub struct Conflict {
     pub path: BytePath,
     /// What of it.
     pub what: What,
-    /// Those who do not go together; of a name or of attributes without processes.
+    /// The two parties of the conflict; without processes if the conflict is over a name or attributes.
     pub parties: [Party; 2],
 }
 

@@ -127,9 +127,10 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         let plan = Plan {
             id,
             next,
-            application: match is_later {
-                true => Application::AfterAnswer,
-                false => Application::BeforeAnswer,
+            application: if is_later {
+                Application::AfterAnswer
+            } else {
+                Application::BeforeAnswer
             },
             path_after: Vec::new(),
         };

@@ -1,6 +1,6 @@
 //! The top of a scope, and what it is called in its parent, a directory that the transaction does not cover.
 //!
-//! | state | the name that programs see | reserved, seen by nobody |
+//! | state | the name that programs see | reserved, invisible |
 //! |---|---|---|
 //! | made in buffer mode | from here | |
 //! | renamed in buffer mode | the new one, from here | that at the begin |

@@ -67,7 +67,7 @@ impl<B: Backing> Entries<B> {
             self.own_links.hide_link(scope, object, &shadow.kept, &kept);
         }
         match shadow.move_to_kept(&self.home.base, dir, name, object.key.1) {
-            // Whoever moves a directory must be allowed to write in it; who removes it need not.
+            // A move of a directory needs permission to write in that directory; a removal does not.
             Err(Errno::ACCESS) if object.kind == Kind::Dir => {
                 self.originals
                     .save_object(scope, shadow, object, NO_BYTES)?;

@@ -1,8 +1,8 @@
 //! Deciding a transaction and applying it, while programs read on or wait.
 //!
-//! Between the two the record is in force and the tables are as they were, so programs see the tree after the
-//! commit. While it is applied, what they see comes from the tables too: attributes are taken before the first
-//! step ([`Change::frozen`]), new objects are found where they are or where they go ([`StagedCopy::goes_to`]), and of the
+//! Between the two the record is in force and the tables are as they were, so programs see the tree after the commit.
+//! While it is applied, what they see comes from the tables too. Attributes are taken before the first step
+//! ([`Change::frozen`]), and new objects are found where they are or where they go ([`StagedCopy::goes_to`]). Of the
 //! rest no step changes anything that is read from the backing:
 //!
 //! * names that a step changes are in the tables;
@@ -386,7 +386,7 @@ impl<B: Backing> Commits<B> {
         dir.base.clone().or_else(|| dir.staged_copy()?.held.clone())
     }
 
-    /// Holds the new objects that anybody refers to, before their staged names go. The others are found by their
+    /// Holds the new objects that are referred to, before their staged names go. The others are found by their
     /// new names when they are looked up.
     fn hold_new(&self, scope: &Scope<B>) -> Result<(), Errno> {
         // The status asks for the list, and a look-up may hang.

@@ -37,7 +37,7 @@ use firn_hosts::{Expected, Members};
 /// An arena, and the path of a scope of which it has nothing that counts.
 type Line = (ArenaId, Vec<u8>);
 
-/// Which arena has data of which transaction.
+/// Which arenas have data of which transactions.
 pub(crate) struct ArenaNotes<B: Backing> {
     pub(crate) home: Arc<Home<B>>,
     pub(crate) shared: Arc<SharedTransactions<B>>,
@@ -221,8 +221,8 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(homes)
     }
 
-    /// What [`TransactionalBacking::open_with`] says of an arena, for transactions in another home than that of the mount: they stay as
-    /// they are, for a mount whose home that is, and have nothing in this arena any more.
+    /// What [`TransactionalBacking::open_with`] says of an arena, for transactions in another home than that of the
+    /// mount. They stay as they are, for a mount with their home, and have nothing in this arena any more.
     pub fn drop_of<E: From<StoreError>>(
         base: B,
         members: Option<Members>,

@@ -8,8 +8,8 @@
 //! ```
 //!
 //! Invariants
-//! * A handle says how its transaction was found. Somebody else may have gone on with it since: each method looks
-//!   again, under the locks that it needs, and says so.
+//! * A handle says how its transaction was found. Another thread may have advanced the transaction since: each method
+//!   checks its stage again, under the locks that it needs, and reports it.
 //! * A scope has one transaction, or a commit that is decided and one that follows it.
 
 use std::ffi::OsString;
@@ -77,7 +77,8 @@ impl<'a, B: Backing> Open<'a, B> {
         self.0.decide(id)
     }
 
-    /// Decides to commit it, durably, with no number: [`TransactionalBacking::begin_names`] begins what nobody numbers.
+    /// Decides the commit, durably, without an id, for the transactions that [`TransactionalBacking::begin_names`]
+    /// begins.
     pub fn decide_unnumbered(&self) -> Result<Decided<'a, B>, CommitError> {
         self.0.decide(NO_ID)
     }

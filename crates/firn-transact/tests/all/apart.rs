@@ -15,7 +15,7 @@ use firn_backing::{Access, Backing, Files, Names, RenameFlags, SetTime, Volume};
 use firn_sim::{SimBacking, suite};
 use firn_transact::{Mode, Object, TransactionalBacking};
 
-/// Nothing here takes so long; only a hang does.
+/// Nothing here takes this long; only a hang does.
 const HANGS_AFTER: Duration = Duration::from_secs(60);
 
 type Store = TransactionalBacking<SimBacking>;

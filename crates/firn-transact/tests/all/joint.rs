@@ -1,5 +1,5 @@
-//! Two hosts that write one scope of names, with the steps that commit rules take: they commit it together or not at all,
-//! whoever dies when.
+//! Two hosts that write one scope of names, with the steps that commit rules take: they commit it together or not at
+//! all, for every order of deaths.
 
 use crate::common;
 
@@ -34,7 +34,7 @@ fn open(disk: &SimBacking, name: &str) -> Host {
     };
     let opened = TransactionalBacking::open_of_members(disk.clone(), members);
     let (host, outcome) = opened.expect("open");
-    assert_eq!(outcome.waiting, [], "nobody is asked about a checkpoint");
+    assert_eq!(outcome.waiting, [], "no host is asked about a checkpoint");
     host
 }
 
@@ -223,7 +223,7 @@ fn step(
     Ok(())
 }
 
-/// All steps of both hosts in turns; who was hit by a crash.
+/// All steps of both hosts in turns. Returns the index of the host that a crash hit.
 fn run(
     hosts: &[Option<Host>; 2],
     parts: &mut [Part; 2],

@@ -69,7 +69,7 @@ fn judge_mount(entry: &Entry, options: &Options) -> Vec<Finding> {
         found.unwrap_or_default()
     };
     let point = quoted_path(&entry.mount_point);
-    // Wrong for who relies on it, and good to know for who may.
+    // Wrong for a user that relies on locks, a remark for others.
     let locks = |text: &str, advice: String| {
         let text = format!(
             "{text}: tokens=flock, participants and layout=log need locks that reach the server"

@@ -18,7 +18,7 @@ use super::screen::draw;
 use super::{Checkpoints, JobView, Pane, Rates, View};
 use crate::failure::{DONE, FAILED, Failure, USAGE};
 
-/// A signal that asks for the end is seen after so long.
+/// A signal that asks for the end is seen within this time.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
 /// Samples that come together are drawn once.
 const GATHER: Duration = Duration::from_millis(20);
@@ -240,7 +240,7 @@ fn is_answered(view: &View) -> bool {
     have_answered && has_steps && has_job
 }
 
-/// A view as text of so many columns and lines, without spaces at the ends of lines.
+/// A view as text of `width` columns and `height` lines, without spaces at the ends of lines.
 pub fn text_of(view: &View, (width, height): (u16, u16)) -> String {
     let mut terminal =
         Terminal::new(TestBackend::new(width, height)).expect("a buffer cannot fail");

@@ -1,4 +1,4 @@
-//! Limits that firnd gets from whoever mounts, and a runtime directory without room for a line of the log.
+//! Limits that firnd inherits from the mounting process, and a runtime directory without room for a line of the log.
 
 use std::fs::{self, File};
 use std::io::Write;
