@@ -1,11 +1,14 @@
 //! Development tasks: `cargo xtask TASK`.
 
 mod campaign;
+mod links;
+mod messages;
 mod pages;
 mod product;
 mod security;
 mod semantics;
 mod tables;
+mod test_files;
 mod test_programs;
 mod words;
 
@@ -26,6 +29,12 @@ enum Task {
     Semantics,
     /// Checks that comments of the code name their subject
     Words(words::Words),
+    /// Prints what each test file shows
+    Tests {
+        /// Only files whose path or head has this word
+        #[arg(default_value = "")]
+        word: String,
+    },
 }
 
 fn main() -> ExitCode {
@@ -34,6 +43,7 @@ fn main() -> ExitCode {
         Task::Pages => pages::run(),
         Task::Semantics => semantics::run(),
         Task::Words(words) => words.run(),
+        Task::Tests { word } => test_files::run(&word),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -236,11 +236,11 @@ fn example(name: &str) -> PathBuf {
 fn known_metrics() -> Vec<String> {
     let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/METRICS.md");
     let page = fs::read_to_string(page).expect("the page");
-    let row = Regex::new(r"(?m)^\| `(firn_[a-z_]+)` \| ([a-z]+) \|").expect("a pattern");
+    let row = Regex::new(r"(?m)^\| `(firn_[a-z_]+)` \| ([^|]*) \|").expect("a pattern");
     let mut known = Vec::new();
     for row in row.captures_iter(&page) {
         let name = &row[1];
-        if &row[2] == "histogram" {
+        if row[2].contains("histogram") {
             known.extend(["_bucket", "_sum", "_count"].map(|part| format!("{name}{part}")));
         } else {
             known.push(name.to_owned());
