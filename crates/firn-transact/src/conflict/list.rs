@@ -216,7 +216,7 @@ mod tests {
 
     /// Found by fuzzing: a conflict about no bytes could not be reported.
     #[test]
-    fn regression_ranges_without_bytes_conflict_with_nobody() {
+    fn regression_ranges_without_bytes_conflict_with_no_host() {
         let strange = vec![(0, 0), (7, 0), (u64::MAX, 1), (1, u64::MAX)];
         let process = Process {
             pid: 1,
