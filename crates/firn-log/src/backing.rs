@@ -554,8 +554,8 @@ impl<B: Backing> LogBacking<B> {
         file.wait_for(&place, &mut || file.mark(&place, mark))
     }
 
-    /// Its last name is to go. Each container has the mark before that: those that are there get it now, and those that are
-    /// made meanwhile when they are made.
+    /// Marks a file whose last name is to go. Each container gets the mark before that: existing ones now, new ones
+    /// when they are made.
     fn begin_to_end_names(&self, doomed: Option<&(B::Inode, FileId)>) -> Result<()> {
         let Some((_, id)) = doomed else {
             return Ok(());

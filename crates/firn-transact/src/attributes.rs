@@ -252,7 +252,7 @@ impl<B: Backing> Objects<B> {
         }
         let set = |inode: &B::Inode| self.home.base.set_times(inode, atime, mtime);
         self.change_staged_copy(object, set, |change| {
-            // What was asked for counts, whatever changed in the directory before.
+            // The requested time counts, whatever changed in the directory before.
             if mtime != SetTime::Keep {
                 change.touched = None;
             }

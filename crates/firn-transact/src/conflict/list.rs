@@ -95,7 +95,7 @@ fn pack(ranges: &Ranges) -> Vec<(u64, u64)> {
     ranges.iter().map(one).collect()
 }
 
-/// Whatever the numbers are, the ranges come in order, do not overlap, and have bytes.
+/// For any numbers, the ranges come in order, do not overlap, and have bytes.
 fn unpack(packed: &[(u64, u64)]) -> impl Iterator<Item = (u64, u64)> + '_ {
     let ranges = packed.iter().scan(0u64, |end, &(gap, len)| {
         let start = end.saturating_add(gap);

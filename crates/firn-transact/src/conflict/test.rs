@@ -1,4 +1,4 @@
-//! Whether what several hosts did goes together.
+//! Whether the accesses of several hosts are compatible.
 //!
 //! The ranges of a file that several hosts use are looked at in the order of their starts. A range
 //! conflicts with one before it if that one ends behind its start; the furthest ends so far, of the two hosts

@@ -25,7 +25,7 @@ pub enum Event {
     Begin,
     /// No change may begin, and those under way are waited for.
     Quiesce,
-    /// Nothing changes, and what was written is where it belongs: the backing, or nowhere.
+    /// Nothing changes, and what was written is in the backing or dropped.
     Drained,
     /// It is durable, its outcome open.
     Prepared,

@@ -64,7 +64,7 @@ impl TopNames {
 }
 
 impl<B: Backing> Top<B> {
-    /// Of the scope with this top, `path` at the begin. `recovered` is the log of an earlier firnd.
+    /// Names of the scope with this top, `path` at the begin. `recovered` is the log of an earlier firnd.
     pub(crate) fn new(
         root: &Arc<Object<B>>,
         path: &[u8],
