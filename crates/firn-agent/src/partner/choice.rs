@@ -199,7 +199,7 @@ impl Chooser<'_> {
         let Candidate { host, is_near } = candidate;
         let mut peer =
             Peer::connect(host, &self.desk.route()).map_err(|error| self.describe(host, &error))?;
-        let note = if is_near {
+        let note = if *is_near {
             format!("{host} is in the same failure domain: no other one has an agent")
         } else {
             String::new()
