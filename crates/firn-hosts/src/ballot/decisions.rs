@@ -217,7 +217,7 @@ pub enum Waiting<H> {
     Leave(Vec<H>),
     /// Work that a host that takes part has to do.
     Unfinished,
-    /// Another process removes the directory, or does something with the whole.
+    /// Another process removes the directory, or does a unit that concerns the whole.
     Removal,
 }
 
