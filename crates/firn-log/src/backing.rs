@@ -202,7 +202,7 @@ impl<B: Backing> LogFile<B> {
         }
     }
 
-    /// Where its bytes are, if some are in logs.
+    /// The logs of the file, if it has some.
     fn logged(&self) -> Option<&Arc<LoggedFile<B>>> {
         let opened = self.logged.as_ref()?;
         opened.file.is_logged().then_some(&opened.file)
@@ -538,7 +538,7 @@ impl<B: Backing> LogBacking<B> {
         Ok(())
     }
 
-    /// What loses a name, if that may be its last.
+    /// The file that is about to lose this name, if that may be its last.
     fn doomed(&self, parent: &B::Inode, name: &OsStr) -> Result<Option<(B::Inode, FileId)>> {
         let (inode, attr) = match self.below.lookup(parent, name) {
             Ok(found) => found,

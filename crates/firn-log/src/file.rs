@@ -186,7 +186,7 @@ impl<B: Backing> LoggedFile<B> {
                 faults.for_each(|fault| self.behind.note_fault(fault));
             }
             match self.check_lost() {
-                // It is gone, and nothing of it comes any more.
+                // The file is gone, and nothing of it comes any more.
                 Err(_) if done.is_err() => Ok(done),
                 _ => done.map(Ok),
             }
@@ -597,7 +597,7 @@ impl<B: Backing> LoggedFile<B> {
         })
     }
 
-    /// It has a name still.
+    /// Removes the marks: the file still has a name.
     pub(crate) fn unmark(&self, place: &Place<'_, B>) -> Result<()> {
         self.visit_containers(place, &mut |container| unmark(place.base, container))
     }

@@ -1,4 +1,4 @@
-//! What this host writes to one file: its logs and its index.
+//! The writer of this host for one file: its logs and its index.
 
 use std::ffi::OsStr;
 use std::io::IoSlice;

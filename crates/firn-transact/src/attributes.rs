@@ -17,11 +17,11 @@ use crate::staging_dir::Home;
 use crate::top_names::Tops;
 use crate::waiting::Admission;
 
-/// What a change has to do with attributes.
+/// The parts of a change that concern attributes.
 struct ChangedAttributes<B: Backing> {
     frozen: Option<Attr>,
     copy: Option<StagedCopy<B>>,
-    /// Of inline changes: when the file was modified and when it was changed.
+    /// Times of the last inline change: modification and change.
     inline_times: Option<(Time, Time)>,
     links: i64,
     removed: bool,

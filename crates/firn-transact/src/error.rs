@@ -86,7 +86,7 @@ pub enum StageError {
 /// Why a transaction did not begin.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BeginError {
-    /// It cannot have that scope.
+    /// The transaction cannot have that scope.
     #[error(transparent)]
     Scope(#[from] ScopeError),
     /// A transaction is open that covers some of the same objects.
@@ -173,7 +173,7 @@ pub enum VoteError {
         /// The reason that it gave.
         why: String,
     },
-    /// What the hosts did does not go together.
+    /// The accesses of the hosts conflict.
     #[error("{} with other hosts", match .0.total { 1 => "1 conflict".to_owned(), n => format!("{n} conflicts") })]
     Conflict(Box<crate::conflict::Report>),
     /// What a host published cannot be read.

@@ -157,7 +157,7 @@ struct ChangedFile {
 }
 
 impl ChangedFile {
-    /// Of the name that it has in the backing and still has.
+    /// State under the name that it has in the backing and still has.
     fn state_in_place(&self) -> State {
         if self.is_cut { Truncated } else { Normal }
     }
