@@ -23,7 +23,7 @@ pub const SOURCE: &str = "source";
 
 /// The user that changes it.
 #[derive(Clone, Copy, Debug)]
-pub struct Who {
+pub struct Caller {
     /// How a failure calls it.
     pub name: &'static str,
     /// User.
@@ -67,7 +67,7 @@ pub const CALLS: [&str; 24] = [
 /// The answer of one change: the errno or 0, and what is left right after the call, with the file still open.
 pub fn change(
     helper: &Path,
-    who: &Who,
+    who: &Caller,
     call: &str,
     path: &Path,
     prepare: impl FnOnce(&mut Command),

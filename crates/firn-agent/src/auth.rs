@@ -433,7 +433,7 @@ mod tests {
     }
 
     #[test]
-    fn who_has_the_key_is_let_in_and_nobody_else() {
+    fn only_a_peer_with_the_key_is_let_in() {
         let key = Key::random().unwrap();
         let other = Key::random().unwrap();
         let agent = terms(&key, agent_side());
@@ -497,7 +497,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_heard_lets_nobody_in() {
+    fn what_was_recorded_lets_no_peer_in() {
         let key = Key::random().unwrap();
         let agent = terms(&key, agent_side());
         let mut heard = None;
@@ -518,7 +518,7 @@ mod tests {
     }
 
     #[test]
-    fn both_see_who_is_between_them_and_encrypt() {
+    fn both_see_a_third_party_between_them_and_encrypt() {
         let key = Key::random().unwrap();
         let agent = terms(&key, side(Encryption::Possible, "10.0.0.2:6", "10.0.0.9:7"));
         let met = meet(&terms(&key, puller_side()), &agent, same, same);

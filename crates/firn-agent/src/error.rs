@@ -132,7 +132,7 @@ pub enum AgentError {
 }
 
 impl AgentError {
-    /// The exit code that says it (docs/OPERATIONS.md).
+    /// Exit code for this error (docs/OPERATIONS.md).
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Client(error) => error.exit_code(),

@@ -97,7 +97,7 @@ impl<T: Transport> Link<T> {
         Ok(self.transport.send_data(bytes, until)?)
     }
 
-    /// The same, of a file from `at` on, without a copy where they are not encrypted.
+    /// Sends bytes of a file from `at` on, without a copy where they are not encrypted.
     pub fn send_file(
         &mut self,
         file: BorrowedFd<'_>,

@@ -123,7 +123,7 @@ pub struct Listed {
     pub files: u64,
     /// Their bytes.
     pub bytes: u64,
-    /// `closed` if all of them are.
+    /// `closed` if all of the files are.
     pub ending: Ending,
     /// Seconds of its newest modification time.
     pub mtime_s: i64,

@@ -209,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copy_begins_only_where_nobody_is_inside_and_keeps_changes_out() {
+    fn a_copy_begins_only_where_no_thread_is_inside_and_keeps_changes_out() {
         let homes = Homes::new(1);
         homes.enter(0);
         assert!(!homes.begin_copy(0));

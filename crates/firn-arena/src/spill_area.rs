@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn moved_bytes_are_counted_by_who_moves() {
+    fn moved_bytes_are_counted_by_the_mover() {
         let area = SpillArea::default();
         let turn = area.begin();
         area.count_moved(3);

@@ -13,9 +13,9 @@
 //! A call takes a value where several calls would do the same: [`Remove`] says what [`Names::remove`] removes,
 //! [`AttrChange`] what [`Attributes::set_attr`] changes.
 //!
-//! None of these traits but [`Backing`] has a default: a layer says of each call what becomes of it, and names in one place
-//! the calls that it hands down as they are ([`forward!`](crate::forward)). [`Backing`] is implemented once, for
-//! whatever has all the others, so that no layer can have a form of its own.
+//! Of these traits only [`Backing`] has a default. A layer implements each call, and names in one place the calls that
+//! it hands down as they are ([`forward!`](crate::forward)). [`Backing`] is implemented once, for every type that has
+//! all the others, so that no layer can have a form of its own.
 
 use std::ffi::OsStr;
 use std::io::IoSlice;
@@ -107,7 +107,7 @@ pub trait Names: Volume {
     ) -> Result<()>;
 }
 
-/// What is known of an object beside its data.
+/// Attributes of an object: all that is known of it beside its data.
 pub trait Attributes: Volume {
     /// fstat(2) of an object or of an open file.
     fn stat(&self, target: TargetOf<'_, Self>, freshness: Freshness) -> Result<Attr>;
@@ -152,7 +152,7 @@ pub trait Files: Volume {
     /// Takes, ends or tests a lock, without waiting. False where another owner has one in the way; what this process
     /// has locked stays as it was.
     ///
-    /// What lies over another backing has no locks of its own: hosts meet in the one below.
+    /// A layer over another backing has no locks of its own: hosts meet in the one below.
     fn lock(&self, file: &Self::File, request: LockRequest) -> Result<bool>;
     /// A descriptor of the file for another process or the kernel; `None` where there is none.
     fn descriptor(&self, file: &Self::File, purpose: DescriptorUse) -> Option<OwnedFd>;

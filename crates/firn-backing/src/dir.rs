@@ -257,7 +257,7 @@ fn last_errno() -> Errno {
     Errno::from_io_error(&io::Error::last_os_error()).unwrap_or(Errno::IO)
 }
 
-/// Where the kernel says that an open object is.
+/// Path of an open object, as the kernel tells it.
 fn absolute(fd: BorrowedFd<'_>) -> Result<Vec<u8>> {
     Ok(fs::readlink(FdPath::of(fd).as_c_str(), Vec::new())?.into_bytes())
 }
@@ -324,7 +324,7 @@ fn typed(mode: u32) -> u32 {
     }
 }
 
-/// What is made, and with which mode.
+/// Kind and mode of the new object.
 fn kind_and_mode(new: NewKind<'_>) -> Result<(Kind, u32)> {
     match new {
         NewKind::Dir { mode } => Ok((Kind::Dir, mode)),

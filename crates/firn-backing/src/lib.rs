@@ -48,7 +48,7 @@ pub fn write_parts_singly(
     for part in parts {
         let count = match write(part) {
             Ok(count) => count as u64,
-            // As write(2): what was written before the fault is good; the next call tells the fault.
+            // As write(2): what was written before the fault is good; the next call returns the fault.
             Err(_) if written > 0 => break,
             Err(error) => return Err(error),
         };

@@ -37,9 +37,9 @@ impl<I, F> Copy for Target<'_, I, F> {}
 /// How old attributes may be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Freshness {
-    /// As old as what the client of a network file system keeps, which may be behind what other hosts did.
+    /// As the client of a network file system keeps it, which may be behind what other hosts did.
     Known,
-    /// As the server has them. What is read afterwards goes as far as the length that this tells.
+    /// As the server has it. Later reads go as far as the length that this returns.
     Current,
 }
 
@@ -164,7 +164,7 @@ pub enum SyncScope<'a, I> {
     /// where that reaches the file system; else each file and directory by itself, which the first time takes a walk of
     /// the whole tree.
     All,
-    /// What was changed through this backing since it was opened: no more is walked for it.
+    /// Only what was changed through this backing since it was opened, which spares a walk of all else.
     Changes,
     /// A directory and all below it; not the names that lead to it.
     Tree(&'a I),

@@ -1,4 +1,4 @@
-//! What was changed through a backing and not synced since, for file systems that syncfs(2) does not reach.
+//! Changes made through a backing and not synced since, for file systems that syncfs(2) does not reach.
 //!
 //! Linux passes syncfs(2) on to no FUSE server but virtiofs, and it means little on a few more file systems: there
 //! every file and directory is synced by itself. Which ones that takes is what this module knows.
@@ -323,7 +323,7 @@ impl Unsynced {
         }
     }
 
-    /// As after the end of a process: nothing is known.
+    /// Forgets everything, as after the end of a process.
     pub fn reset(&self) {
         *self.state.lock() = State::default();
     }
@@ -386,7 +386,7 @@ fn sync_entry<B: Tracked>(base: &B, key: Key) -> Result<()> {
                 Err(errno) => return Err(errno),
             }
         }
-        // It moves, or was moved beside this process.
+        // It is being moved, or was moved by another process.
         unsynced.wait_for_renames();
         let now = unsynced.paths_of(key);
         if now == paths {
@@ -540,7 +540,7 @@ impl<B: Tracked> Walk<'_, B> {
         let synced = match attr.kind {
             // On overlayfs a file may tell another device than its directory.
             Kind::File => sync_file(self.base, &inode),
-            // What is mounted there is looked at by itself.
+            // Another file system that is mounted there is looked at by itself.
             Kind::Dir if attr.dev == self.dev => self.dir(&inode),
             _ => Ok(()),
         };
@@ -581,7 +581,7 @@ impl<B: Tracked> Walk<'_, B> {
 fn in_threads(count: usize, work: impl Fn() + Sync) {
     std::thread::scope(|scope| {
         for _ in 1..count {
-            // Where the system gives no more threads, fewer do it.
+            // If the system gives no more threads, fewer do it.
             let _ = std::thread::Builder::new()
                 .name("sync".into())
                 .spawn_scoped(scope, &work);

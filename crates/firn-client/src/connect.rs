@@ -59,7 +59,7 @@ pub struct Connection {
     stream: BufReader<UnixStream>,
     /// There is none, because firnd closed it in favour of others: it is opened again for the next request.
     is_closed: bool,
-    /// Of the firnd that it was opened to; empty: none has answered yet.
+    /// Incarnation of the firnd that it was opened to; empty before the first answer.
     incarnation: String,
     /// Package version of firnd.
     pub version: String,
@@ -468,7 +468,7 @@ impl Connection {
 
 /// A firnd that is about to end.
 pub struct Process {
-    /// Where it can be had: not across PID namespaces.
+    /// Process of firnd, where it can be had: not across PID namespaces.
     pidfd: Option<OwnedFd>,
     /// firnd serves a connection as long as it lives, and the kernel closes it then.
     socket: Option<UnixStream>,
@@ -655,7 +655,7 @@ mod tests {
             for replies in replies {
                 let mut stream = BufReader::new(listener.accept().unwrap().0);
                 for reply in replies {
-                    // What is said without being asked comes before the request.
+                    // Unasked messages come before the request.
                     if reply != CLOSED {
                         let mut request = String::new();
                         stream.read_line(&mut request).unwrap();

@@ -39,7 +39,7 @@ enum IdleFiles {
 }
 
 impl Levels {
-    /// Of all files at or below a place, by its firnd. `status` is not older than the place.
+    /// Levels of all files at or below a place, by its firnd. `status` is not older than the place.
     pub fn ask(
         connection: &mut Connection,
         place: &Place,
@@ -68,7 +68,7 @@ impl Levels {
         })
     }
 
-    /// Of the files in a backing that is not mounted.
+    /// Levels of the files in a backing that is not mounted.
     pub fn of_backing() -> Self {
         Self {
             known: HashMap::new(),
@@ -87,7 +87,7 @@ impl Levels {
         self.known.values()
     }
 
-    /// What all bytes of the file at a path below the mount point survive.
+    /// Durability level of all bytes of the file at a path below the mount point.
     pub fn level(&self, relative: &Path) -> DurabilityLevel {
         let level = self.known(relative).map(|file| file.state);
         level.unwrap_or_else(|| self.level_of_idle(relative))

@@ -47,7 +47,7 @@ pub(crate) enum TreeEnd {
     Keep,
     /// Its names are carried over, and it is removed.
     Remove,
-    /// It is removed as it is; names that are not in the backing are dropped.
+    /// The tree is removed as it is; names that are not in the backing are dropped.
     Discard,
 }
 
@@ -181,7 +181,7 @@ impl Frontend {
         move || tree.map_or(Ok(()), |tree| tree.reconcile())
     }
 
-    /// Where the file system is mounted, in all namespaces; none of a stub tree, nor where that cannot be told.
+    /// Mounts of the file system, in all namespaces; None for a stub tree, and where they are unknown.
     pub(crate) fn mounts(&self) -> Option<Mounts> {
         match self {
             Self::Mount(session) => Some(Mounts::of(session.device()?, session.mount_point())),

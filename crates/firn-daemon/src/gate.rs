@@ -167,7 +167,7 @@ impl TransactionGate {
         }
     }
 
-    /// What the gate stands before.
+    /// The engine behind the gate.
     pub(crate) fn engine(&self) -> &Arc<Engine<Store>> {
         &self.engine
     }
@@ -183,7 +183,7 @@ impl TransactionGate {
         &self.backing
     }
 
-    /// What processes used; switched on while it matters.
+    /// Log of accesses; switched on while it is needed.
     pub(crate) fn accesses(&self) -> &Log {
         &self.accesses
     }
@@ -273,7 +273,7 @@ impl TransactionGate {
             Pending::Discard => self.engine.exclusive.discard_tree(&path),
         }
         let done = work(&root);
-        // It may have brought privileges back.
+        // The change may have brought privileges back.
         self.engine.privilege_rules.note_privileges_given();
         done
     }

@@ -47,7 +47,7 @@ fn no_reach(purpose: LeaseUse, backing: &Path, reason: &ReachError) -> AttachErr
     }
 }
 
-/// What a host that has lost its lease cannot rely on any more.
+/// Consequence of a lost lease for this use of it.
 fn consequence(purpose: LeaseUse) -> &'static str {
     match purpose {
         LeaseUse::Transactions => "its transactions are refused",
@@ -72,7 +72,7 @@ pub(crate) fn own_error(backing: &Path) -> impl Fn(OwnError) -> AttachError {
 /// Says how a mount is.
 type Reporter = Arc<dyn Fn() -> HostReport + Send + Sync>;
 
-/// What the thread that beats found out, and what it tells.
+/// State of the lease that the beating thread reports.
 #[derive(Default)]
 pub(crate) struct LeaseState {
     lost: OnceLock<String>,

@@ -55,7 +55,7 @@ impl Sharing {
 #[derive(Debug)]
 pub(crate) struct Locks {
     _backing: OwnedFd,
-    /// What keeps this host's name for this process, where it shares something with others.
+    /// Keeps this host's name for this process, where it shares something with others.
     host: HostLease,
     arena: Option<OwnedFd>,
 }
@@ -194,7 +194,7 @@ fn ask(socket: &Path) -> Option<String> {
     }
 }
 
-/// What the mount table tells of the firnd of another user, or of one that does not answer.
+/// What the mount table tells of another user's firnd, or of one that does not answer.
 fn seen(backing: &Path) -> String {
     match mountinfo::firn_mounts()
         .into_iter()

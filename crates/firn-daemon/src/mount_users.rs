@@ -29,7 +29,7 @@ pub(crate) struct Mounts {
     mount_point: PathBuf,
     /// Their numbers, which no two mounts have at a time, whatever their namespaces.
     ids: HashSet<u64>,
-    /// Those that do not go with the mount of this firnd.
+    /// Copies that do not go with the mount of this firnd.
     copies: Vec<Copy>,
 }
 

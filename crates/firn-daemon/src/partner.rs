@@ -200,7 +200,7 @@ impl PartnerBoard {
 }
 
 impl PartnerSpeaker {
-    /// What a connection says; it gets the right to with its first word.
+    /// Takes a word of a connection; the first one gives the right to say more.
     pub(crate) fn say(
         speaker: &mut Option<Self>,
         board: &Arc<PartnerBoard>,

@@ -30,7 +30,7 @@ const VERSION: &str = "version";
 const LAYOUT: &str = "layout";
 const TOKENS: &str = "tokens";
 const LANES: &str = "lanes";
-/// What is compared, and in this order told.
+/// Names of what is compared, in the order of the report.
 const COMPARED: [&str; 5] = [FORMATS, LAYOUT, LANES, TOKENS, VERSION];
 
 const LOG: &str = "log";

@@ -172,7 +172,7 @@ fn map_part(fd: BorrowedFd<'_>, offset: u64, len: u64, prot: ProtFlags) -> Optio
         let _ = unsafe { rustix::mm::munmap(at, len as usize) };
         at = aligned?;
     }
-    // What is only read harms no child, and a core dump leaves it out anyway: it is a file.
+    // A read-only mapping harms no child, and a core dump leaves it out anyway: it is a file.
     let advices = [Advice::LinuxDontFork, Advice::LinuxDontDump];
     for advice in advices
         .into_iter()

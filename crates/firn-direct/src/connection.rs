@@ -281,13 +281,13 @@ impl Connection {
     /// Connects to the firnd that a token names, which must be a process of user `uid`: the token may come from any
     /// user that mounts something.
     pub fn to(token: &Token, uid: u32) -> Result<Self, ConnectError> {
-        let connection = Self::to_anybody(token).map_err(ConnectError::Unreachable)?;
+        let connection = Self::to_any_listener(token).map_err(ConnectError::Unreachable)?;
         firn_trust::check_peer(&connection.socket, uid).map_err(ConnectError::Peer)?;
         Ok(connection)
     }
 
     /// Connects to any listener: for tests that are not the user of firnd.
-    pub fn to_anybody(token: &Token) -> Result<Self, Errno> {
+    pub fn to_any_listener(token: &Token) -> Result<Self, Errno> {
         let end = token.socket.iter().position(|byte| *byte == 0);
         let path = end.and_then(|end| token.socket.get(..end));
         let path = path.filter(|path| !path.is_empty()).ok_or(Errno::INVAL)?;

@@ -182,7 +182,7 @@ impl SlabWriter {
         let Some(room) = self.cursor.room_for_piece(offset, len as u64) else {
             return Appended::Full;
         };
-        // What was copied behind a frozen piece lies where it belongs already, mostly.
+        // Bytes copied behind a frozen piece mostly lie in their place already.
         if filled != Some(room) {
             // SAFETY: the room lies in the slab and is no longer than `data`.
             unsafe { self.fill(room, data) };

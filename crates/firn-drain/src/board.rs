@@ -43,7 +43,7 @@ impl Round {
 }
 
 impl Board {
-    /// For `thread_count` threads, of which at most `lane_writers_max` write to one lane at once.
+    /// A board for `thread_count` threads, of which at most `lane_writers_max` write to one lane at once.
     pub(crate) fn new(lane_count: usize, thread_count: usize, lane_writers_max: usize) -> Self {
         assert!(lane_count > 0 && thread_count > 0 && lane_writers_max > 0);
         Self {

@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn at_a_hundred_percent_nobody_looks_at_the_cpus() {
+    fn at_a_hundred_percent_no_thread_looks_at_the_cpus() {
         assert!(Pacer::start(100).is_none());
     }
 }

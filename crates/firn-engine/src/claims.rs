@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn paths_that_stay_are_in_nobodys_way_but_a_changes() {
+    fn paths_that_stay_block_only_changes_of_them() {
         assert!(!in_the_way((&["a"], false), (&["a"], false)));
     }
 }

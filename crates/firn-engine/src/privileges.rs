@@ -38,7 +38,7 @@ pub trait Principal {
     fn has_cap_fsetid(&self) -> bool;
     /// The group is its own, or one of its supplementary groups.
     fn is_in_group(&self, gid: u32) -> bool;
-    /// It was killed, or does not wait for the outcome any more for another reason: what was not begun is not done.
+    /// The caller was killed, or stopped waiting for another reason: work that was not begun is not done.
     fn has_left(&self) -> bool {
         false
     }
@@ -59,7 +59,7 @@ impl Principal for Anybody {
 /// Told the inode of which the kernel has attributes that are no longer so.
 pub(crate) type AttributesChanged = Arc<dyn Fn(InodeId) + Send + Sync>;
 
-/// What the engine knows of privileges of all files.
+/// The engine's knowledge of the privileges of all files.
 pub(crate) struct Privileges {
     /// How often some file may have got set-id bits or capabilities; never 0, which no file knows of.
     epoch: AtomicU32,

@@ -14,7 +14,7 @@ use crate::engine::Engine;
 use crate::{Appended, HandleId, Principal, Result};
 
 impl<B: Backing> Engine<B> {
-    /// What other hosts have made known of a file is seen from now on, and is older than what this host writes.
+    /// Makes the published changes of other hosts to a file visible; they are older than later writes of this host.
     pub fn catch_up(&self, handle: HandleId) -> Result<()> {
         let handle = self.open_files.handle(handle)?;
         let file = &handle.file;

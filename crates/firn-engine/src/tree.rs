@@ -1,7 +1,6 @@
 //! Names and the objects that they lead to: inodes, paths below the mount, and claims on paths.
 //!
-//! What is asked here is asked of names and of the backing; open files and pending data are above
-//! ([`Namespace`](crate::Namespace)).
+//! Only names and the backing are asked here; open files and pending data are above ([`Namespace`](crate::Namespace)).
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -154,7 +153,7 @@ impl<B: Backing> NameTree<B> {
             && self.base.backing.attr(&self.object(&file.inode)?)?.nlink > 0)
     }
 
-    /// As the kernel asks it: whatever else the backing says means that there are none.
+    /// As the kernel asks it: any error of the backing means that there are none.
     pub(crate) fn has_capabilities(&self, object: &B::Inode) -> bool {
         self.base
             .backing

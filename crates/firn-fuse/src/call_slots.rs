@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_offered_is_done_once_by_whoever_comes_back() {
+    fn what_is_offered_is_done_once_by_a_thread_that_comes_back() {
         const CALLS: u64 = 20_000;
         let slots = call_slots(3);
         let done = Arc::new(AtomicU64::new(0));

@@ -416,7 +416,7 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
         };
         let mut view = self.view_of(&names, decision)?;
         for name in &locks.busy {
-            view.claimed.insert(name.clone(), Claimant::Somebody);
+            view.claimed.insert(name.clone(), Claimant::Unknown);
         }
         if let Some(own) = &locks.own {
             let claimant = Claimant::Host(self.dir.host().to_owned());

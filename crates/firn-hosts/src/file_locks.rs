@@ -188,7 +188,7 @@ impl FileLocks {
         self.shared.state.lock().waiting.insert(ticket.0, done);
     }
 
-    /// Has `wanted` taken for the request. Without `waits` it fails with EAGAIN where another one is in the way.
+    /// Takes `wanted` for the request. Without `waits` it fails with EAGAIN where another lock is in the way.
     pub fn acquire(&self, ticket: Ticket, wanted: Wanted, waits: bool) {
         self.shared.send(Job::Acquire {
             number: ticket.0,

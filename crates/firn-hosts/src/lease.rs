@@ -228,7 +228,8 @@ impl Beat {
         self.record().map(|record| record.holder)
     }
 
-    /// Whether its holder may use the backing for this. One whose record cannot be read, as it is just being written, may.
+    /// Whether its holder may use the backing for this. True for a record that cannot be read, as it may just be
+    /// written.
     pub fn may_be_for(&self, purpose: LeaseUse) -> bool {
         self.record()
             .is_none_or(|record| record.uses.contains(&purpose))
@@ -434,7 +435,7 @@ fn lock<B: Backing>(base: &B, dir: &B::Inode) -> Result<Locking<B::File>, LeaseE
     }
 }
 
-/// Watches leases whose locks are free here for [`STALE_AFTER`]: the first that beats.
+/// Watches leases whose locks are free here for [`STALE_AFTER`]. Returns the first one that beats.
 pub(crate) fn find_living<K>(
     watched: &[(K, Beat)],
     rest: &mut dyn FnMut(Duration),

@@ -80,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn members_by_number_are_all_when_enough_came_and_who_must_come_did() {
+    fn members_by_number_are_all_when_enough_came_and_the_required_ones_did() {
         let two = members(Expected::Count(2));
         let incomplete = |missing: &[&str]| Attendance::Incomplete {
             expected: 2,

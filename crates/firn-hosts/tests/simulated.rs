@@ -58,7 +58,7 @@ fn outcome(on: &SimBacking) -> Option<Vec<u8>> {
 }
 
 #[test]
-fn a_file_that_is_put_once_is_one_hosts_whoever_dies_at_which_call() {
+fn a_file_that_is_put_once_is_one_hosts_for_every_death_at_every_call() {
     for step in 1..STEPS_MAX {
         let a = disk();
         let b = a.another_process();
@@ -81,7 +81,7 @@ fn a_file_that_is_put_once_is_one_hosts_whoever_dies_at_which_call() {
 }
 
 #[test]
-fn of_two_hosts_that_put_the_same_file_one_is_first_whoever_overtakes_whom() {
+fn of_two_hosts_that_put_the_same_file_one_is_first_in_every_order() {
     for step in 1..STEPS_MAX {
         let a = disk();
         let b = a.another_process();

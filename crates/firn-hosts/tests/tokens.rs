@@ -128,7 +128,7 @@ fn a_holder_that_does_not_go_on_is_not_waited_for_for_ever() {
 }
 
 #[test]
-fn a_backing_without_locks_and_one_that_hangs_hold_up_nobody() {
+fn a_backing_without_locks_and_one_that_hangs_hold_up_no_drain() {
     let refusing = sim();
     refusing.set_lock_reach(LockReach::Refused(Errno::NOLCK));
     let host = Host::start(Box::new(service(Arc::new(refusing), "n1")), limits(20, 200));

@@ -141,7 +141,7 @@ impl<B: Backing> Names for Lanes<B> {
             }
             Placing::ByName | Placing::Beside(_) => return self.create_in_primary(parent, &new),
         };
-        // What a default ACL gives to a new file, only the kernel can give, where the name is.
+        // Only the kernel can apply a default ACL to a new file, and only where the name is.
         if self.primary.has_default_acl(dir) {
             return self.create_in_primary(parent, &new);
         }

@@ -118,7 +118,7 @@ impl Record {
         Ok(())
     }
 
-    /// None where a crash came before the first file.
+    /// None after a crash that came before the first file.
     fn read<B: Backing>(dir: &VoteDir<'_, B>) -> Result<Option<Self>, RecordError> {
         let Some(id) = read_file(dir, PRIMARY)? else {
             return Ok(None);

@@ -12,7 +12,7 @@ use firn_backing::lock::Mutex;
 
 use super::*;
 
-/// As many files as this wait for a sync at most.
+/// At most this many files wait for a sync.
 const WAITING_MAX: usize = 64;
 
 /// Files without a name that are still in their lanes, by the inode number of their link.

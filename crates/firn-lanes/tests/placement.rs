@@ -204,7 +204,7 @@ fn files_go_whole_to_the_lane_of_their_number_and_are_readable_by_their_link() {
 }
 
 #[test]
-fn a_file_leaves_its_lane_with_its_last_name_and_stays_for_who_has_it_open() {
+fn a_file_leaves_its_lane_with_its_last_name_and_stays_while_it_is_open() {
     let world = World::new();
     let lanes = world.open();
     let root = lanes.root();

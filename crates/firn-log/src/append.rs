@@ -29,7 +29,7 @@ struct State {
     synced: u64,
     /// Up to here nothing waits for a sync: what is durable, and notes behind it which say that it is.
     told: u64,
-    /// What is written next, and what becomes of it.
+    /// Bytes for the next write, and the state of the last one.
     bytes: Vec<u8>,
     batch: Arc<OnceLock<Result<u64>>>,
     is_writing: bool,

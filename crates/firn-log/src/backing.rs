@@ -202,7 +202,7 @@ impl<B: Backing> LogFile<B> {
         }
     }
 
-    /// Where its bytes are, if some are in logs.
+    /// The logs of the file, if it has some.
     fn logged(&self) -> Option<&Arc<LoggedFile<B>>> {
         let opened = self.logged.as_ref()?;
         opened.file.is_logged().then_some(&opened.file)
@@ -538,7 +538,7 @@ impl<B: Backing> LogBacking<B> {
         Ok(())
     }
 
-    /// What loses a name, if that may be its last.
+    /// The file that is about to lose this name, if that may be its last.
     fn doomed(&self, parent: &B::Inode, name: &OsStr) -> Result<Option<(B::Inode, FileId)>> {
         let (inode, attr) = match self.below.lookup(parent, name) {
             Ok(found) => found,
@@ -554,8 +554,8 @@ impl<B: Backing> LogBacking<B> {
         file.wait_for(&place, &mut || file.mark(&place, mark))
     }
 
-    /// Its last name is to go. Each container has the mark before that: those that are there get it now, and those that are
-    /// made meanwhile when they are made.
+    /// Marks a file whose last name is to go. Each container gets the mark before that: existing ones now, new ones
+    /// when they are made.
     fn begin_to_end_names(&self, doomed: Option<&(B::Inode, FileId)>) -> Result<()> {
         let Some((_, id)) = doomed else {
             return Ok(());

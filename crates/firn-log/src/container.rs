@@ -72,7 +72,7 @@ pub struct Container<B: Backing> {
     own: Mutex<OwnState<B>>,
     own_made: Condvar,
     is_sorting: AtomicBool,
-    /// What is not as it must be; a backing that is behind may be the reason.
+    /// Fault that the last look found; a backing that is behind may be the reason.
     fault: Mutex<Option<String>>,
     /// The last record of the file's time that this host knows of, and its number.
     time: Mutex<Option<(u64, Record)>>,

@@ -21,7 +21,8 @@ pub struct Limit {
 
 /// The limits of one index that count.
 ///
-/// Invariant: both numbers grow from one to the next. One that concerns fewer frames and leaves more of them means nothing.
+/// Invariant: both numbers grow from one limit to the next. A limit that concerns fewer frames and leaves more of them
+/// has no effect.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Limits(Vec<Limit>);
 

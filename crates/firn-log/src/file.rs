@@ -67,7 +67,7 @@ pub(crate) struct LoggedFile<B: Backing> {
 #[derive(Default)]
 struct Looks {
     is_under_way: bool,
-    /// When the listing was begun that was looked at last.
+    /// Begin of the last listing that was looked at.
     last: Option<Instant>,
     /// The same, where the look may have failed.
     last_tried: Option<Instant>,
@@ -131,7 +131,7 @@ pub(crate) struct Place<'a, B: Backing> {
     /// Turn of this host ([`crate::turn`]).
     pub(crate) turn: u64,
     pub(crate) memory: &'a Arc<Memory>,
-    /// How long what this host sees may be behind what others did.
+    /// How old this host's view of other hosts' changes may be.
     pub(crate) lag_max: Duration,
     pub(crate) is_alive: &'a IsAlive<'a>,
 }
@@ -186,7 +186,7 @@ impl<B: Backing> LoggedFile<B> {
                 faults.for_each(|fault| self.behind.note_fault(fault));
             }
             match self.check_lost() {
-                // It is gone, and nothing of it comes any more.
+                // The file is gone, and nothing of it comes any more.
                 Err(_) if done.is_err() => Ok(done),
                 _ => done.map(Ok),
             }
@@ -597,7 +597,7 @@ impl<B: Backing> LoggedFile<B> {
         })
     }
 
-    /// It has a name still.
+    /// Removes the marks: the file still has a name.
     pub(crate) fn unmark(&self, place: &Place<'_, B>) -> Result<()> {
         self.visit_containers(place, &mut |container| unmark(place.base, container))
     }
@@ -794,7 +794,7 @@ impl<B: Backing> LoggedFile<B> {
         let Some(ending) = Ending::of(place.base, &container, place.top, &name)? else {
             return Ok(());
         };
-        // They found a head, which is not seen here yet.
+        // They found a head that this host does not see yet.
         if ending.has_writer(place.is_alive)? {
             return Ok(());
         }
@@ -1165,7 +1165,7 @@ enum Fate {
     ReadAnew,
 }
 
-/// Whether one of these is flat or removed, as far as that can be seen.
+/// Whether one of these is flat or removed, as far as this host can see.
 fn is_any_over<B: Backing>(place: &Place<'_, B>, generations: &[Arc<Generation<B>>]) -> bool {
     let is_over = |one: &Arc<Generation<B>>| one.is_flat(place).unwrap_or(false);
     generations.iter().any(is_over)

@@ -151,7 +151,7 @@ fn remove_unused<B: Backing>(
     }
 }
 
-/// What was found of containers without files.
+/// Result of the search for containers without files.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Orphans {
     /// Removed: their files were.

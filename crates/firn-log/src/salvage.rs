@@ -201,7 +201,7 @@ impl<B: Backing> Ending<'_, B> {
         }
         teller.report.sync()?;
         if is_damaged {
-            // By it, parts of the file may have been others.
+            // With the old seal the file may have been divided into other parts.
             let done = names.iter().filter(|name| is_done_part(name));
             self.votes().remove_files(done.map(String::as_str))?;
         }

@@ -362,7 +362,7 @@ impl<'a, B: Backing> Ending<'a, B> {
         })
     }
 
-    /// Cuts from the plain file what counts no more, so that what is a hole in the file is one there.
+    /// Cuts from the plain file what counts no more, so that holes of the file are holes there.
     fn cut(&self, plain: &B::File) -> Result<()> {
         let counts = self.container.base_end();
         if self.base.attr_of_file_now(plain)?.size > counts {

@@ -104,7 +104,7 @@ pub struct Directory {
     pub spans: Vec<SpanBlock>,
 }
 
-/// What the cuts and growths in a part of an index make of the file.
+/// The effect of the cuts and growths in a part of an index.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Cuts {
     /// Where the plain file ends, if there is a cut.

@@ -94,7 +94,7 @@ pub(crate) fn check<B: Backing>(base: &B, inode: &B::Inode, id: FileId, home: Ho
 fn load<B: Backing>(base: &B, inode: &B::Inode) -> Result<Option<(Home, String)>> {
     match base.get_xattr(inode, OsStr::new(NAME)) {
         Ok(tag) => Ok(decode(&tag)),
-        // It has no name any more, or no attributes: nothing is known of it.
+        // It has no name any more, or no attributes: its tag is unknown.
         Err(Errno::NODATA | Errno::OPNOTSUPP | Errno::NOSYS | Errno::ACCESS | Errno::PERM) => {
             Ok(None)
         }

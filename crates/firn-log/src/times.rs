@@ -30,7 +30,7 @@ const END: &str = "end";
 pub(crate) enum Record {
     /// The file has this time.
     Time(Time),
-    /// The plain file has the time of the file.
+    /// The plain file has the right time.
     End,
 }
 
@@ -130,8 +130,8 @@ pub(crate) fn add<B: Backing>(
     }
 }
 
-/// Gives the plain file the last time that the container has, and says so. `from` is a record that is there; `give` gives
-/// the plain file a time, durably.
+/// Gives the plain file the last time of the container, and records that. `from` is a record that is there; `give`
+/// gives the plain file a time, durably.
 pub(crate) fn settle<B: Backing>(
     base: &B,
     dir: &B::Inode,

@@ -1,4 +1,4 @@
-//! What this host writes to one file: its logs and its index.
+//! The writer of this host for one file: its logs and its index.
 
 use std::ffi::OsStr;
 use std::io::IoSlice;
@@ -80,7 +80,7 @@ struct Unsynced {
 }
 
 impl Unsynced {
-    /// A change is over: after the call that makes it, or a sync that began before would count it.
+    /// Counts a change. Called after the change: a sync that began before it would count it otherwise.
     fn note(&self) {
         self.made.fetch_add(1, Ordering::AcqRel);
     }
@@ -134,7 +134,7 @@ impl<B: Backing> OwnLog<B> {
         let written = write_vectored(base, &room.log.file, data, room.position);
         room.log.bytes.note();
         written?;
-        // No page of a log is written twice, so that nothing is saved by waiting for the sync.
+        // No page of a log is written twice, so waiting with the sync saves nothing.
         let written = room.position..room.position + bytes;
         base.advise(&room.log.file, written, PageAdvice::WriteOut);
         let pieces = parts.iter().map(|part| Piece {

@@ -226,7 +226,7 @@ pub(crate) fn open_sockets() -> impl Iterator<Item = c_int> {
         .filter(|fd| *fd >= 0)
 }
 
-/// Gives a socket another number: the program wants that one for itself.
+/// Gives a socket another number, because the program wants its number.
 pub(crate) fn move_socket(fd: c_int) {
     for link in LINKS.iter() {
         if link.socket.load(Ordering::Acquire) != fd + 1 {
@@ -540,7 +540,7 @@ fn set_internal(fd: c_int, internal: bool) {
     }
 }
 
-/// A copy of a connection with a high number; its own may be one that the program chooses.
+/// A copy of a connection with a high number, which the program does not choose for itself.
 #[inline(never)]
 fn copy_to_high_number(connection: &Connection) -> Option<Connection> {
     let number = connection.as_fd().as_raw_fd();

@@ -17,8 +17,8 @@ use crate::table::Held;
 pub(crate) enum WriteError {
     /// None of them is in the file.
     Failed(c_int),
-    /// firnd ended before it answered: some of them may be. A count that leaves them out would make the program write
-    /// them again, so the call fails, whatever it wrote before.
+    /// firnd ended before it answered, so some of the bytes may be stored. A count that leaves them out would make the
+    /// program write them again, so the call fails, whatever it wrote before.
     Unknown(c_int),
 }
 

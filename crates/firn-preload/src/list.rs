@@ -45,7 +45,7 @@ const _: () = assert!(LIST_FILES_MAX <= u64::BITS as usize);
 
 /// A read that begins no further than this beyond the end of a list extends the list by what lies between.
 const NEAR_BYTES: u64 = 1 << 20;
-/// Reads elsewhere after which a list begins anew there, though little was read by it.
+/// After this many reads elsewhere, a list begins anew there, though little was read by it.
 const MISSES_MAX: u32 = 16;
 
 /// Where a file's bytes are. Zeros: not asked for.
@@ -264,7 +264,7 @@ impl List {
         }
     }
 
-    /// Whether it holds for a while only: it names files of the backing.
+    /// Whether the list holds for a while only: it names files of the backing.
     fn is_limited(&self) -> bool {
         self.until_ns != 0
     }
@@ -279,8 +279,8 @@ impl List {
         (self.start..self.end).contains(&at)
     }
 
-    /// Makes the next answers, for what comes at the end of the list, reach `at`, of which it does not tell. False where that
-    /// is not worth it.
+    /// Makes the next answers, which extend the list at its end, reach `at`, which the list does not cover. False where
+    /// that is not worth it.
     fn make_way(&mut self, at: u64) -> bool {
         let is_near =
             at >= self.end && at - self.end <= self.last_bytes.max(NEAR_BYTES) && self.has_room();

@@ -149,7 +149,7 @@ pub(crate) struct Inner {
     pub(crate) owner: c_int,
     /// Identity of the file.
     pub(crate) identity: Identity,
-    /// How firnd calls the open file.
+    /// Token of the open file.
     pub(crate) token: u64,
     /// How firnd calls the file in piece records.
     pub(crate) file_id: u64,

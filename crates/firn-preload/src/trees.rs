@@ -54,7 +54,7 @@ struct Trees {
     devices: [AtomicU64; TREES_COUNT],
     whole: [AtomicU32; TREES_COUNT],
     refuses_locks: [AtomicU32; TREES_COUNT],
-    /// When the directory had last changed as it was read.
+    /// Time of the directory's last change when it was read.
     read_at: AtomicU64,
     slots: Locked<[StubTree; TREES_COUNT]>,
 }

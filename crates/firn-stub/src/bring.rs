@@ -212,7 +212,7 @@ impl<B: Backing> Tree<B> {
                 }
             }
         }
-        // What is in a directory before the directory.
+        // The contents of a directory before the directory.
         found.sort_unstable_by(|a, b| b.cmp(a));
         found
     }

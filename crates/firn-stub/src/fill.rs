@@ -43,7 +43,7 @@ impl<B: Backing> Tree<B> {
                 }
             }
         }
-        // What is in a directory changed its times, and its mode may forbid to fill it.
+        // Filling a directory changed its times, and its mode may forbid to fill it.
         for (path, attr) in dirs.iter().skip(1).rev() {
             self.set(path, attr)?;
         }

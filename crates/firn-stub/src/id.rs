@@ -31,8 +31,7 @@ struct RawHandle {
 }
 
 impl StubId {
-    /// Of what `path` leads to from `dir`, without following a final symlink; an empty path means `dir`
-    /// itself.
+    /// Id of what `path` leads to from `dir`, without following a final symlink; an empty path means `dir` itself.
     pub(crate) fn at(dir: BorrowedFd<'_>, path: &CStr) -> io::Result<Self> {
         let mut raw = RawHandle {
             bytes: size_of::<[u32; 32]>() as u32,

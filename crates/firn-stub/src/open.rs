@@ -145,7 +145,7 @@ impl<B: Backing> Tree<B> {
         self.is_whole_device() || nlink == 0 || self.path_of(fd).is_some()
     }
 
-    /// Where a descriptor's stub stands, below the root.
+    /// Path of a descriptor's stub, below the root.
     fn path_of(&self, fd: &OwnedFd) -> Option<Rel> {
         let link = |fd: &OwnedFd| {
             let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
@@ -243,7 +243,7 @@ impl<B: Backing> Tree<B> {
         }))
     }
 
-    /// As [`Tree::attr`], of an open stub.
+    /// As [`Tree::attr`], for an open stub.
     pub fn attr_of(&self, handle: HandleId) -> Result<StubAttr> {
         let id = self
             .opens

@@ -72,7 +72,7 @@ impl<'a> Step<'a> {
         }
     }
 
-    /// Bytes of the log are written into a file, which keeps its names, size and other attributes.
+    /// Whether the log only writes bytes of its own into a file, which keeps its names, size and other attributes.
     fn only_writes_inline(&self) -> bool {
         let keeps_names = self.leaves.is_empty() && self.comes.is_empty();
         let is_staged = self.staged_at.is_some() || self.kept_at.is_some();
@@ -105,11 +105,11 @@ pub(crate) struct Apply<'a, B: Backing> {
     known: HashMap<u64, B::Inode>,
     staging_dirs: HashMap<String, B::Inode>,
     placed: BTreeSet<u64>,
-    /// Entries of which [`Apply::write_inline_changes`] has done everything.
+    /// Entries that [`Apply::write_inline_changes`] has completed.
     written: HashSet<u64>,
     /// See [`ChangeLog::shared`].
     shared: bool,
-    /// New directories that other hosts may make, too: they are made at their place, and not moved there.
+    /// New directories that other hosts may make, too: they are made in place, not moved there.
     made: BTreeSet<u64>,
     /// Of a shared log: when the objects were last changed before this began.
     mtimes: HashMap<u64, Time>,

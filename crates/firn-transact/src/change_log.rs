@@ -48,7 +48,7 @@ pub type Staged = (String, String);
 /// A name, and the inode that it leads to.
 pub type Link = (Vec<u8>, u64);
 
-/// What an object is in the backing.
+/// Identity of an object in the backing.
 ///
 /// A log outlives a mount of the file system and is read on other hosts. Device numbers do neither: a server, a
 /// pool or a disk that comes back may have another one. Nor is the time of birth compared: overlayfs makes a file
@@ -184,7 +184,7 @@ pub struct Part {
     pub changes_attributes: bool,
     /// Last change of the object when the transaction changed it first.
     pub mtime_before: Option<Instant>,
-    /// Of a directory whose changes are not listed name by name: all names in it.
+    /// All names in a directory whose changes are not listed name by name.
     pub names: Option<Vec<Link>>,
 }
 
@@ -289,7 +289,7 @@ pub struct Content {
     pub file: String,
     /// Size of the file.
     pub size: u64,
-    /// Where there are any: from, to. The rest are holes.
+    /// Ranges with bytes: from, to. The rest are holes.
     pub ranges: Vec<(u64, u64)>,
     /// CRC32C of the bytes in the ranges.
     pub crc: u32,
@@ -347,7 +347,7 @@ pub struct ChangeLog {
     pub can_be_undone: bool,
     /// What changes.
     pub entries: Vec<Entry>,
-    /// Of a backup: all that the redo parts refer to.
+    /// Objects of a backup that the redo parts refer to.
     pub staged: Vec<StagedObject>,
 }
 

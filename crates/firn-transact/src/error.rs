@@ -86,13 +86,13 @@ pub enum StageError {
 /// Why a transaction did not begin.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BeginError {
-    /// It cannot have that scope.
+    /// The transaction cannot have that scope.
     #[error(transparent)]
     Scope(#[from] ScopeError),
     /// A transaction is open that covers some of the same objects.
     #[error("a transaction is open in {scope:?}: commit or abort it first")]
     Overlaps {
-        /// The scope of that one.
+        /// The scope of the other transaction.
         scope: BytePath,
     },
     /// Something has the name of the directory that the transaction was to make.
@@ -173,7 +173,7 @@ pub enum VoteError {
         /// The reason that it gave.
         why: String,
     },
-    /// What the hosts did does not go together.
+    /// The accesses of the hosts conflict.
     #[error("{} with other hosts", match .0.total { 1 => "1 conflict".to_owned(), n => format!("{n} conflicts") })]
     Conflict(Box<crate::conflict::Report>),
     /// What a host published cannot be read.
@@ -287,7 +287,7 @@ pub enum BackupError {
         /// The errno that it gave.
         source: Errno,
     },
-    /// Something in the backup is not as Firn leaves it.
+    /// An object in the backup is not as Firn leaves it.
     #[error(transparent)]
     Own(OwnError),
     /// An object has no name by which it could be found elsewhere.
@@ -314,7 +314,7 @@ pub enum BackupError {
 }
 
 impl BackupError {
-    /// What it means that `error` happened in the backup.
+    /// Error of an action in the backup.
     pub(crate) fn of_backup(error: OwnError) -> Self {
         match error.below("the backup") {
             OwnError::Backing(source) => Self::Refused { source },
@@ -398,7 +398,7 @@ pub enum TransactionError {
         #[source]
         error: Box<Self>,
     },
-    /// The client may make nothing in that directory.
+    /// The client has no write permission in that directory.
     #[error("no directory can be made in {path}: {errno}")]
     NotWritable { path: BytePath, errno: Errno },
 }

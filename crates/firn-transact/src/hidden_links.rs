@@ -10,7 +10,7 @@ use firn_backing::lock::Mutex;
 
 use crate::object::{HAS_LINKS, Key, Object};
 
-/// What is known of a link.
+/// State of a link.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Presence {
     /// It is about to be made.

@@ -490,7 +490,8 @@ impl<B: Backing> Entries<B> {
         Ok(())
     }
 
-    /// What a rename in a transaction moves and what is at the new name; `None` where nothing is to be done.
+    /// The object that a rename in a transaction moves, and what is at the new name; `None` where nothing is to be
+    /// done.
     fn may_move(
         &self,
         (from, name): (&Arc<Object<B>>, &OsStr),

@@ -57,7 +57,7 @@ pub(crate) struct Inner<B: Backing> {
 /// What the open transaction changes in an object.
 pub(crate) struct Change<B: Backing> {
     pub(crate) number: u64,
-    /// Where the object was when it was changed first: a name of the backing's, if it has one.
+    /// Place of the object at its first change: a name of the backing's, if it has one.
     pub(crate) origin: Option<Location<B>>,
     pub(crate) copy: Option<StagedCopy<B>>,
     /// Of a file of the backing that has no staged copy: what little was overwritten.
@@ -168,7 +168,7 @@ impl<B: Backing> StagedCopy<B> {
             base.lookup(&self.staging_dir, OsStr::new(&self.at.1)),
             &self.goes_to,
         ) {
-            // It went there meanwhile, with one rename.
+            // It moved there meanwhile, with one rename.
             (Err(Errno::NOENT), Some((dir, name))) => Ok(base.lookup(dir, name)?.0),
             (found, _) => Ok(found?.0),
         }

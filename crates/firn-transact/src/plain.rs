@@ -50,7 +50,7 @@ impl<B: Backing> PlainInode<B> {
         self.hides_own && name == staging::TOP
     }
 
-    /// Fails where a name in this directory is Firn's and is to be made.
+    /// Fails where a name that is to be made in this directory is Firn's.
     fn check_new_name(&self, name: &OsStr) -> Result<()> {
         if self.hides(name) {
             Err(Errno::PERM)

@@ -90,7 +90,7 @@ impl<B: Backing> Home<B> {
         }
     }
 
-    /// Whether a stored transaction has more names than the one it began with.
+    /// Whether a stored transaction gained names since its begin.
     fn has_more_names(&self, dir: &B::Inode) -> Result<bool, Errno> {
         Ok(staging::find(&self.base, dir, OsStr::new(staging::NAMES))?.is_some())
     }
@@ -262,8 +262,8 @@ impl<B: Backing> Recovery<B> {
         Ok(outcome)
     }
 
-    /// What the hosts have decided about a transaction that is prepared here. Of names there is an abort where nothing is
-    /// decided: the programs that wrote them do not ask for it again.
+    /// Finds the hosts' decision about a transaction that is prepared here. For a scope of names this call decides an
+    /// abort where there is no decision: the programs that wrote them do not ask for it again.
     fn find_decision(&self, dir: &B::Inode, record: &ChangeLog) -> Result<Option<bool>, OpenError> {
         Ok(match staging::load(&self.home.base, dir, staging::KEY)? {
             Some(key) => Some(self.names_ballots.settle_or_abort(&key)?),

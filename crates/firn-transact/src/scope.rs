@@ -53,7 +53,7 @@ pub(crate) struct Scope<B: Backing> {
     pub(crate) path: Vec<u8>,
     /// The names in `root` that it is made of; none: it is all of `root`.
     pub(crate) names_in_root: Option<NameSet>,
-    /// By what the hosts that write in it know it, where there are several ([`crate::NamesBallots`]).
+    /// Key of the transaction for the hosts that write in it, where there are several ([`crate::NamesBallots`]).
     pub(crate) key: Option<Vec<u8>>,
     /// Subdirectories that it makes in `root`, less those that it removes, where `root` is not a part of it.
     pub(crate) subdirectories_in_root: AtomicI64,
@@ -81,7 +81,7 @@ pub(crate) struct Scope<B: Backing> {
     refusing: AtomicBool,
     /// Prepared by an earlier firnd: its changes are in this record only.
     pub(crate) recovered: Option<ChangeLog>,
-    /// It is a commit of before that is being undone.
+    /// It undoes an earlier commit.
     pub(crate) is_undo: bool,
     /// Prepared to commit with other hosts: what processes here used before.
     pub(crate) used: Mutex<Option<Vec<Used>>>,
@@ -288,7 +288,7 @@ impl<B: Backing> Scope<B> {
         self.staging_dirs.lock().get(inherited).cloned()
     }
 
-    /// Where staged copies are staged, which inherit nothing.
+    /// Staging directory whose new files inherit nothing.
     pub(crate) fn plain_staging_dir(&self, base: &B) -> Result<(String, B::Inode), Errno> {
         let known = self.plain_staging_dir.lock().clone();
         if let Some(known) = known {

@@ -104,7 +104,7 @@ impl<B: Backing> Scopes<B> {
         self.changed_tops.load(Ordering::Acquire) > 0
     }
 
-    /// Those whose tops are in a directory; none where no top is another there than in the backing.
+    /// Scopes whose tops are in a directory; empty where every top is as in the backing.
     pub(crate) fn with_top_in(&self, dir: &Object<B>) -> Vec<Arc<Scope<B>>> {
         if !self.have_changed_tops() {
             return Vec::new();

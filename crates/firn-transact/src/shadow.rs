@@ -56,7 +56,7 @@ pub enum Mode {
     /// Changes are held until the commit.
     #[default]
     Buffer,
-    /// They go to the backing at once, after the old state was saved.
+    /// Changes go to the backing at once, after the old state was saved.
     Shadow,
 }
 

@@ -61,7 +61,7 @@ impl<B: Backing> Tops<B> {
         }
     }
 
-    /// What a name has to do with a scope's top. The caller holds the names.
+    /// Relation of a name to a scope's top. The caller holds the names.
     pub(crate) fn find_top_name(&self, dir: &Arc<Object<B>>, name: &OsStr) -> TopName<B> {
         for scope in self.scopes.with_top_in(dir) {
             let names = scope.top.names();

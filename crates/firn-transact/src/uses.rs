@@ -1,4 +1,4 @@
-//! Which objects callers are busy with, and what is kept for one of them alone.
+//! Objects that callers use, and areas that one caller keeps for itself.
 //!
 //! A call of the backing may take for ever, so no lock is held across it. Instead, a thread that looks up or changes
 //! something enters a use ([`Uses::enter`]). A thread that begins, prepares or ends a transaction keeps its scope

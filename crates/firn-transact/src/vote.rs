@@ -41,7 +41,7 @@ mod accesses;
 const VOTE: &str = "vote-";
 const VERDICT: &str = "verdict";
 
-/// What the hosts found when all had published.
+/// Result of the votes of all hosts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Verdict {
@@ -385,7 +385,7 @@ impl<B: Backing> Votes<B> {
         must_be(outcome, commit, id, "it aborted its part")
     }
 
-    /// What was decided about a transaction that this host had prepared: `None` where nothing is.
+    /// Decision about a transaction that this host had prepared; `None`: none yet.
     pub(crate) fn find_decision(&self, id: u64, scope: &[u8]) -> Result<Option<bool>, Errno> {
         let Some(vote) = self.find_vote(id, scope)? else {
             return Ok(None);

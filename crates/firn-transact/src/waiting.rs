@@ -17,7 +17,7 @@ use crate::tree::Tree;
 use crate::tree::{Names, StableNames};
 use crate::uses::Use;
 
-/// That something may be changed, as long as the guard lives, and the transaction that it belongs to.
+/// Guard that allows a change, and the transaction that the changed object belongs to.
 pub(crate) type Allowed<G, B> = (G, Option<Arc<Scope<B>>>);
 
 /// Admits threads that look up names, or change names or data.

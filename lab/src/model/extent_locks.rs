@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn clients_with_units_of_their_own_wait_for_nobody() {
+    fn clients_with_units_of_their_own_do_not_wait() {
         let server = LockServer::new(MODEL);
         let unit = |client: u32, at: u64| (client, at * MIB..(at + 1) * MIB, Use::Write);
         let found = served(&server, &[unit(0, 0), unit(1, 1), unit(0, 0), unit(1, 1)]);

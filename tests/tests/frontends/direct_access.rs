@@ -298,7 +298,7 @@ fn a_grant_and_its_first_lease_come_with_the_connection() {
 }
 
 #[test]
-fn packets_of_chance_harm_nobody() {
+fn random_packets_do_no_harm() {
     let mut rng = generator(seed("direct-pester"));
     let sandbox = Sandbox::new("direct-pester");
     let mount = FirnMount::new(&sandbox, &patient(""));

@@ -9,7 +9,7 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use firn_tests::change::{CALLS, CAP_DAC_OVERRIDE, CAPABILITY, SOURCE, Who, change, left};
+use firn_tests::change::{CALLS, CAP_DAC_OVERRIDE, CAPABILITY, Caller, SOURCE, change, left};
 use firn_tests::command::copy_program;
 use firn_tests::preloaded::DIRECT_AFTER;
 use firn_tests::sandbox::preload_library;
@@ -25,8 +25,8 @@ const OTHER: u32 = 2_000_002;
 const GROUP: u32 = 2_000_003;
 const NO_GROUP: u32 = 2_000_004;
 
-const fn who(name: &'static str, uid: u32, gid: u32, group: u32) -> Who {
-    Who {
+const fn who(name: &'static str, uid: u32, gid: u32, group: u32) -> Caller {
+    Caller {
         name,
         uid,
         gid,
@@ -35,14 +35,14 @@ const fn who(name: &'static str, uid: u32, gid: u32, group: u32) -> Who {
     }
 }
 
-const CALLERS: [Who; 7] = [
+const CALLERS: [Caller; 7] = [
     who("owner", OWNER, NO_GROUP, NO_GROUP),
     who("owner in the group", OWNER, NO_GROUP, GROUP),
     who("other", OTHER, NO_GROUP, NO_GROUP),
     who("other in the group", OTHER, NO_GROUP, GROUP),
     who("other of the group", OTHER, GROUP, NO_GROUP),
     who("root", 0, 0, NO_GROUP),
-    Who {
+    Caller {
         may_set_id: false,
         ..who("root without CAP_FSETID", 0, 0, NO_GROUP)
     },
@@ -63,7 +63,7 @@ const KINDS: [(u32, bool); 8] = [
 /// A call by a user, of a file of some kind.
 #[derive(Clone, Copy)]
 struct Case {
-    who: &'static Who,
+    who: &'static Caller,
     call: &'static str,
     mode: u32,
     capable: bool,

@@ -142,7 +142,7 @@ fn a_scrape_has_the_figures_of_each_mount_and_a_hanging_firnd_is_down() {
 
 /// Proves S-seen-9.
 #[test]
-fn slow_and_malicious_clients_hold_nobody_up() {
+fn slow_and_malicious_clients_hold_no_other_up() {
     let sandbox = Sandbox::new("exporter-clients");
     let exporter = Exporter::on(&sandbox, "[::1]:0");
     let connect = || TcpStream::connect(exporter.address()).expect("connect");

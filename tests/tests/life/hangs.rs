@@ -388,7 +388,7 @@ fn hang_many_files(
 
 /// Proves S-error-11.
 #[test]
-fn regression_many_files_that_hang_with_many_programs_each_stop_nobody_else() {
+fn regression_many_files_that_hang_with_many_programs_each_stop_no_others() {
     let sandbox = Sandbox::new("hangsmany");
     let fault = FaultFs::with_hung_max(&sandbox, 700);
     let _watchdog = fault.watchdog(test_limit() * 3 / 4);

@@ -90,7 +90,7 @@ fn regression_an_unmount_ends_the_mount_in_namespaces_that_do_not_use_it() {
 
 /// Proves S-error-23.
 #[test]
-fn regression_an_unmount_sees_who_uses_the_mount_in_another_namespace() {
+fn regression_an_unmount_sees_users_of_the_mount_in_another_namespace() {
     let sandbox = Sandbox::new("namespaceusers");
     let mount = FirnMount::new(&sandbox, OPTIONS);
     let point = mount.path().to_owned();

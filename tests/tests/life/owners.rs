@@ -129,7 +129,7 @@ fn a_new_top_and_a_new_name_go_with_their_owner() {
 
 /// Proves S-tx-92.
 #[test]
-fn nobody_commits_or_prepares_what_an_owner_that_is_gone_left() {
+fn what_an_owner_that_is_gone_left_is_not_committed_or_prepared() {
     for mode in MODES {
         let sandbox = Sandbox::new("orphan");
         let mount = FirnMount::new(&sandbox, mode);

@@ -669,7 +669,7 @@ fn what_cannot_go_together_is_refused_with_the_reason() {
 /// Proves S-log-10: a host that is killed does not block the closing of a file, and has what it wrote at its next
 /// mount.
 #[test]
-fn a_host_that_is_killed_holds_nobody_up() {
+fn a_host_that_is_killed_holds_no_host_up() {
     for cluster in Hosts::on_each("killed", 2) {
         let mounts = cluster.mounts("");
         let files: Vec<File> = mounts.iter().map(|mount| create(mount, "shared")).collect();
@@ -754,7 +754,7 @@ fn it_is_read_while_it_is_flattened() {
 
 /// Proves S-log-11: a file that another host writes is logged, and flat when the wait after its close is over.
 #[test]
-fn whoever_waits_for_drained_waits_until_it_is_flat() {
+fn a_wait_for_drained_lasts_until_the_file_is_flat() {
     for flatten in ["close", "demand", "off"] {
         let cluster = Hosts::new(&format!("drained-{flatten}"), 2);
         let mounts = cluster.mounts(&format!("close=held,drain-age=10min,flatten={flatten}"));

@@ -264,7 +264,7 @@ fn a_backing_that_hangs_is_told_and_this_hosts_own_mount_is_shown() {
 }
 
 #[test]
-fn another_user_is_told_who_may_ask_and_a_plain_mount_shows_itself_here() {
+fn another_user_is_told_which_users_may_ask_and_a_plain_mount_shows_itself_here() {
     let host = Sandbox::on_host("watchuser", "n0");
     let mount = FirnMount::new(&host, "arena-size=64M,chunk-size=4M");
     // It leaves nothing in the backing, and is seen by its firnd.

@@ -696,7 +696,7 @@ fn replayed_credentials_are_refused(site: &Munged, agent: &Agent, address: &str)
 
 /// Proves S-agent-8: a real sshd and a real ssh.
 #[test]
-fn over_ssh_whoever_sshd_lets_in_pulls() {
+fn over_ssh_a_user_that_sshd_lets_in_pulls() {
     let sandbox = Sandbox::new("agent-sshd");
     let mount = FirnMount::new(&sandbox, DEMAND);
     let data = bytes(9, 12 * MIB + 77);

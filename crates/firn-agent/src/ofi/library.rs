@@ -286,7 +286,7 @@ impl Library {
             let fabric = info.fabric_attr.as_mut().ok_or(no_memory)?;
             if let Some(provider) = provider {
                 let name = CString::new(provider).map_err(|_| -(libc::EINVAL as isize))?;
-                // libfabric frees it with free(3).
+                // libfabric frees the name with free(3).
                 fabric.prov_name = libc::strdup(name.as_ptr());
             }
         }

@@ -76,7 +76,7 @@ pub struct Buffer {
 }
 
 impl Buffer {
-    /// What it is a part of.
+    /// The pool of the buffer.
     pub fn pool(&self) -> &Arc<Pool> {
         &self.pool
     }

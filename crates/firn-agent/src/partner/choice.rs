@@ -118,7 +118,7 @@ struct Chooser<'a> {
 }
 
 impl Chooser<'_> {
-    /// Asks one host after the other; true: one of them is the partner now.
+    /// Asks one host after the other; true if one of them became the partner.
     fn search(&mut self) -> bool {
         let candidates = self.candidates();
         let mut failure = if candidates.is_empty() {

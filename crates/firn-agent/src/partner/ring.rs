@@ -266,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_goes_those_that_are_left_are_each_the_partner_of_one() {
+    fn whichever_hosts_go_those_that_are_left_are_each_the_partner_of_one() {
         let all: Vec<String> = (0..12).map(|n| format!("n{n}")).collect();
         for gone in 0..1 << 12_u32 {
             let living: Vec<String> = (0..12)

@@ -51,7 +51,7 @@ const HOLE_BYTES_MIN: usize = 4096;
 /// Bytes that are summed up while they are in the processor's cache.
 const SUM_BYTES: usize = 256 << 10;
 
-/// See the head of this file.
+/// The reads of a pull; see the head of this file.
 pub(crate) struct Fetch<'a, 't> {
     peer: &'a mut Peer,
     staging: &'a Staging,

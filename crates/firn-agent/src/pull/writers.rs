@@ -101,7 +101,7 @@ pub(crate) struct Writers {
 
 struct Shared {
     state: Mutex<State>,
-    /// There is a job for a thread that sleeps.
+    /// Wakes a sleeping thread for a job.
     added: Condvar,
     /// Signals the waiting puller that there is a buffer, or that nothing is left.
     landed: Condvar,
@@ -112,7 +112,7 @@ struct State {
     queue: VecDeque<Job>,
     /// Jobs that a thread has.
     under_way: usize,
-    /// The one that came back last is still in the processor's cache and is taken first.
+    /// Free buffers. The last one that came back is still in the processor's cache and is taken first.
     free: Vec<Buffer>,
     failure: Option<PullError>,
     is_over: bool,

@@ -133,7 +133,7 @@ impl Part for Transactions {
 
     /// The transactions that programs change things in come to their end; the others are not waited for.
     fn prepare_end(&self) {
-        // What is not complete now is dropped.
+        // Checkpoints that are not complete now are dropped.
         if let Some(rules) = &self.rules {
             rules.end_all();
         }

@@ -34,7 +34,7 @@ pub(super) struct StepsOfMount<'a> {
 }
 
 impl<'a> StepsOfMount<'a> {
-    /// For a job that waits for no other host and after which the kernel need not be told.
+    /// For a job that waits for no other host, and whose result the kernel need not be told.
     pub(super) fn of(gate: &'a TransactionGate) -> Self {
         Self {
             gate,

@@ -98,7 +98,7 @@ fn write_until_put_off(engine: &Engine<SimBacking>, handle: HandleId) {
 
 /// Proves S-close-8.
 #[test]
-fn a_drain_that_nobody_waits_for_leaves_the_cpus_to_programs_and_one_that_is_awaited_does_not() {
+fn a_drain_without_waiters_leaves_the_cpus_to_programs_and_an_awaited_one_does_not() {
     let dir = tempfile::tempdir_in("/dev/shm").expect("a directory on tmpfs");
     let engine = engine(&dir);
     let mut pool = Pool::start(Arc::clone(&engine), THREADS, None).expect("IO threads");

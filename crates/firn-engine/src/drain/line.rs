@@ -371,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn a_long_turn_is_interrupted_for_who_waits_and_goes_on_before_others() {
+    fn a_long_turn_is_interrupted_for_an_awaited_file_and_goes_on_before_others() {
         let [a, b, c] = files();
         let mut line = Line::sequential();
         line.push(a, false);
@@ -387,7 +387,7 @@ mod tests {
     }
 
     #[test]
-    fn a_turn_that_somebody_waits_for_is_not_interrupted() {
+    fn a_turn_of_an_awaited_file_is_not_interrupted() {
         let [a, b] = files();
         let mut line = Line::sequential();
         line.push(Arc::clone(&a), false);

@@ -807,7 +807,7 @@ fn a_failing_drain_ends_the_door() {
 }
 
 #[test]
-fn what_nobody_asks_about_is_drained_when_it_is_old() {
+fn what_is_not_asked_about_is_drained_when_it_is_old() {
     let world = World::draining_after(std::time::Duration::from_millis(50));
     let (_, token) = create(&world.engine, "file");
     let mut writer = DirectWriter::of(token);

@@ -188,7 +188,7 @@ fn run(seed: u64) {
 
 /// Proves S-order-1, S-order-2.
 #[test]
-fn each_file_is_written_in_one_turn_and_who_waits_first_is_served_first() {
+fn each_file_is_written_in_one_turn_and_the_first_awaited_is_served_first() {
     let seed = std::env::var("FIRN_SEED").ok();
     let first = seed
         .as_ref()

@@ -96,7 +96,7 @@ pub enum Claimant<H> {
     /// This host.
     Host(H),
     /// An unknown process that has it locked.
-    Somebody,
+    Unknown,
 }
 
 impl<H: Ord + Clone, D> View<H, D> {
@@ -217,7 +217,7 @@ pub enum Waiting<H> {
     Leave(Vec<H>),
     /// Work that a host that takes part has to do.
     Unfinished,
-    /// Another process removes the directory, or does something with the whole.
+    /// Another process removes the directory, or does a unit that concerns the whole.
     Removal,
 }
 
@@ -228,7 +228,7 @@ impl Waiting<String> {
             Self::Decision | Self::Unfinished | Self::Removal => Vec::new(),
             Self::Stop(hosts) | Self::Leave(hosts) => hosts,
             Self::Work(Claimant::Host(host)) => vec![host],
-            Self::Work(Claimant::Somebody) => Vec::new(),
+            Self::Work(Claimant::Unknown) => Vec::new(),
         }
     }
 }
@@ -307,5 +307,5 @@ fn next_of_worker<H: Ord + Clone, D>(view: &View<H, D>, me: &H, undone: &[&Unit]
         return Action::Claim((*unit).clone());
     }
     let others = undone.iter().find_map(|unit| claimant(unit));
-    Action::Wait(Waiting::Work(others.cloned().unwrap_or(Claimant::Somebody)))
+    Action::Wait(Waiting::Work(others.cloned().unwrap_or(Claimant::Unknown)))
 }

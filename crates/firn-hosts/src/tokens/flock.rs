@@ -32,7 +32,7 @@ const RECORD_BYTES: usize = 128;
 const REST_PER_LOOK: u32 = 20;
 const REST_MIN: Duration = Duration::from_millis(2);
 const REST_MAX: Duration = Duration::from_millis(100);
-/// How much more seldom those look that are not next.
+/// How much more seldom a host that is not next looks.
 const REST_BEHIND: u32 = 4;
 /// How often the holder's record is read meanwhile.
 const READ_RECORD_EVERY: Duration = Duration::from_millis(200);

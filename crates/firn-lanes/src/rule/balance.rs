@@ -1,4 +1,4 @@
-//! What the directories that get new files have on each lane, as far as this host knows.
+//! Counts of files on each lane, for the directories that get new files, as far as this host knows.
 //!
 //! Numbers in names balance the lanes over all hosts without a message, unless they do not tell files apart: a sum that
 //! is the same for all names, steps of a thousand on four lanes, or no number at all. The names alone do not show that,

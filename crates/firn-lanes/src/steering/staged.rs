@@ -53,7 +53,7 @@ impl Driver for Staged {
     }
 
     fn create(&self, new: &NewFile<'_>, lane: usize) -> Result<Created> {
-        // What a default ACL gives to a new file, only the kernel can give, where the name is.
+        // Only the kernel can apply a default ACL to a new file, and only where the name is.
         if has_default_acl(new.parent) {
             let file = create_plain(new)?;
             return Ok(Created::from_wish(file, Err(Errno::OPNOTSUPP)));

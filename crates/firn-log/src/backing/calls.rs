@@ -241,7 +241,7 @@ impl<B: Backing> Files for LogBacking<B> {
     forward!(below: lock);
 
     fn open(&self, inode: &LogInode<B>, access: Access) -> Result<LogFile<B>> {
-        // What is below a log is read too: base bytes, and what was flattened.
+        // Parts below a log are read too: base bytes, and what was flattened.
         let logged = self.open_logged(inode, access)?;
         let below_access = match (&logged, access) {
             (Some(_), Access::Write) => Access::ReadWrite,

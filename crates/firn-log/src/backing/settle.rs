@@ -1,4 +1,4 @@
-//! What the last close leaves to do: files become flat, and what is left of containers goes.
+//! Work after the last close: files become flat, and what is left of containers goes.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::OsStr;

@@ -311,7 +311,7 @@ impl<B: Backing> Container<B> {
         }
     }
 
-    /// Goes on behind a part of an index that was given up as lost; whether there is one at `offset`.
+    /// Skips a part of an index that was given up as lost; returns whether there is one at `offset`.
     fn skip_lost(&self, writer: &Writer, offset: u64) -> bool {
         let mut view = self.view.lock();
         let seal = view.seal.clone();
@@ -344,7 +344,7 @@ impl<B: Backing> Container<B> {
         Err(Errno::IO)
     }
 
-    /// EIO where the index has less than counts of it, or a frame that was synced is not whole.
+    /// EIO where the index is shorter than what counts of it, or a synced frame is not whole.
     fn check_end(
         &self,
         base: &B,

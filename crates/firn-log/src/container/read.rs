@@ -28,7 +28,7 @@ const TOGETHER_BYTES_MAX: u64 = 1 << 20;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Pages {
     Keep,
-    /// What is read now is in the plain file next, and the logs go: their pages would only take the room of those that it
+    /// The bytes move to the plain file next, and the logs go: their pages would only take the room of those that it
     /// needs.
     Forget,
 }
@@ -134,7 +134,7 @@ struct LogPiece<'a, B: Backing> {
 }
 
 impl<B: Backing> LogPiece<'_, B> {
-    /// Where it ends in the log.
+    /// End in the log.
     fn end(&self) -> u64 {
         self.place.2 + self.buf.len() as u64
     }

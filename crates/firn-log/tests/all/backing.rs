@@ -498,7 +498,7 @@ fn an_error_of_the_server_ends_a_write_and_no_container() {
 }
 
 #[test]
-fn a_frame_speaks_of_so_many_parts_and_the_next_one_of_the_rest() {
+fn a_frame_has_a_bounded_number_of_parts_and_the_next_one_the_rest() {
     let disk = SimBacking::new();
     let host = logged_by(&disk, "a");
     let me = suite::own_caller();
@@ -679,7 +679,7 @@ fn logs_of_a_removed_file_are_not_those_of_a_new_one() {
 
 /// The same for a file that was flat before: its bytes are there for each program that has it open.
 #[test]
-fn a_file_that_is_flat_is_whole_for_who_has_it_open() {
+fn a_file_that_is_flat_is_whole_while_it_is_open() {
     let disk = SimBacking::new();
     let a = logged_by(&disk.another_process(), "a");
     let b = logged_by(&disk.another_process(), "b");

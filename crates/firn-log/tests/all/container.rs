@@ -546,7 +546,7 @@ fn damage(disk: &SimBacking, name: &str, random: &mut StdRng) {
 
 /// A host that dies at any call of sorting leaves what others read as before, and may go on in its next life.
 #[test]
-fn an_index_is_sorted_whoever_dies() {
+fn an_index_is_sorted_whichever_host_dies() {
     let mut random = StdRng::seed_from_u64(1);
     let changes: Vec<Change> = (0..40).map(|_| Change::random(&mut random)).collect();
     for step in 1.. {
@@ -633,7 +633,7 @@ fn plain_bytes(disk: &SimBacking) -> Vec<u8> {
 /// A flat file has the bytes of all logs. A host that dies at any call leaves what others can go on with, and readers see
 /// the same bytes at any moment; so does a power loss at that moment.
 #[test]
-fn a_file_is_flattened_whoever_dies() {
+fn a_file_is_flattened_whichever_host_dies() {
     for seed in 0..12 {
         let (first, expected) = written_world(&mut StdRng::seed_from_u64(seed));
         drop(first);

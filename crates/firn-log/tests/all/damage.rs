@@ -408,7 +408,7 @@ fn what_cannot_be_told_is_not_given_up() {
 ///
 /// Proves S-log-33.
 #[test]
-fn a_container_of_somebody_else_is_not_believed() {
+fn a_container_of_another_user_is_not_believed() {
     type Change = fn(&SimBacking, &Inode);
     const VERSION: usize = 2;
     let changes: [Change; 6] = [

@@ -174,7 +174,7 @@ pub(super) fn file_on_tree(dir: c_int, path: *const c_char, flags: c_int) -> Opt
     (result == 0 && is_regular && trees::has_stubs(device)).then_some((device, stat.stx_ino))
 }
 
-/// Before a time is set: firnd tells the stub of what was written until now, so that it does not later.
+/// Called before a time is set: firnd tells the stub of earlier writes now, so that it does not later.
 fn settle_fd(fd: c_int) {
     if tag_of(fd) == tag::STUB {
         let _ = stub::attr_of_fd(fd);

@@ -81,7 +81,7 @@ impl ListFile {
         FILES_OPEN.fetch_sub(1, Ordering::AcqRel);
     }
 
-    /// Gives it another number; false where there is none.
+    /// Gives the file another number; false where there is none.
     pub(crate) fn move_away(&mut self, owner: c_int) -> bool {
         let fd = sys::borrow(self.fd).filter(|_| self.is_same());
         let moved = fd.and_then(|fd| rustix::io::fcntl_dupfd_cloexec(fd, self.fd + 1).ok());

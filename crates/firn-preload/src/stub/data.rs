@@ -103,8 +103,7 @@ fn bytes_within_limit(held: &Held, at: Option<u64>, total: usize) -> Result<usiz
     Ok(total.min(usize::try_from(limit - from).unwrap_or(usize::MAX)))
 }
 
-/// What comes before a write or read: the access mode `forbidden` fails, 0 bytes are done, and firnd knows the
-/// descriptor.
+/// The file that is locked as long as this host lives.
 fn prepare_call(held: &mut Held, forbidden: c_int, total: usize) -> Result<(), Handled> {
     if held.stub.flags & libc::O_ACCMODE == forbidden {
         return Err(Handled::of(Err(libc::EBADF)));

@@ -17,7 +17,7 @@ use crate::stub::request::{ask_size, send_request};
 use crate::stub::write::write_run;
 use crate::table::Held;
 
-/// Bytes by requests where there is no connection for leases.
+/// Bytes that go by requests where there is no connection for leases.
 const UNCONNECTED_BYTES: u64 = 128 << 10;
 /// A read of at least this many bytes is worth asking for the list.
 const LIST_BYTES_MIN: u64 = 4 << 10;

@@ -221,7 +221,7 @@ impl<B: Backing> Backups<B> {
             _ if attr.kind != Kind::File => None,
             Some(content) => Some(content.clone()),
             None => {
-                // Not taken down as copied: where the prepare fails, a change soon after may leave the same times.
+                // Not recorded as copied: where the prepare fails, a change soon after may leave the same times.
                 copy.copied.remove(&file);
                 let to_end = || true;
                 let dir = &copy.dir;

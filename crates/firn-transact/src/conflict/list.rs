@@ -95,7 +95,7 @@ fn pack(ranges: &Ranges) -> Vec<(u64, u64)> {
     ranges.iter().map(one).collect()
 }
 
-/// Whatever the numbers are, the ranges come in order, do not overlap, and have bytes.
+/// For any numbers, the ranges come in order, do not overlap, and have bytes.
 fn unpack(packed: &[(u64, u64)]) -> impl Iterator<Item = (u64, u64)> + '_ {
     let ranges = packed.iter().scan(0u64, |end, &(gap, len)| {
         let start = end.saturating_add(gap);
@@ -216,7 +216,7 @@ mod tests {
 
     /// Found by fuzzing: a conflict about no bytes could not be reported.
     #[test]
-    fn regression_ranges_without_bytes_conflict_with_nobody() {
+    fn regression_ranges_without_bytes_conflict_with_no_host() {
         let strange = vec![(0, 0), (7, 0), (u64::MAX, 1), (1, u64::MAX)];
         let process = Process {
             pid: 1,

@@ -43,7 +43,7 @@ impl Accesses {
 pub struct Used {
     /// Its inode in the backing.
     pub ino: u64,
-    /// A path that it had when it was used first, relative to the backing.
+    /// A path of the file at its first use, relative to the backing.
     pub path: Vec<u8>,
     /// Accesses by process id; 0: unknown process.
     pub processes: BTreeMap<u32, Accesses>,

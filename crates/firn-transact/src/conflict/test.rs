@@ -1,4 +1,4 @@
-//! Whether what several hosts did goes together.
+//! Whether the accesses of several hosts are compatible.
 //!
 //! The ranges of a file that several hosts use are looked at in the order of their starts. A range
 //! conflicts with one before it if that one ends behind its start; the furthest ends so far, of the two hosts
@@ -36,7 +36,7 @@ impl fmt::Display for Party {
     }
 }
 
-/// What two hosts do not agree about.
+/// Kind of a conflict between two hosts.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum What {
@@ -195,7 +195,7 @@ fn test_file(lists: &[Published], users: &[(usize, &File)], report: &mut Report)
     items.sort_unstable_by_key(|item| item.start);
     let mut any = Furthest::default();
     let mut writes = Furthest::default();
-    // Where the last read and the last write of each process end.
+    // Ends of the last read and the last write of each process.
     let mut ends = vec![(0u64, 0u64); processes.len()];
     let path = || users[0].1.path.as_slice().into();
     let party = |index: usize, access| {

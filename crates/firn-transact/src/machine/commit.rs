@@ -191,7 +191,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         if commit.is_recovered() {
             self.apply_recovered(&commit, commit.scope())?;
         } else if let Err(error) = self.apply(&commit) {
-            // Asked again, it is the commit that is meant and not the one after it.
+            // A repeated request means this commit and not the one after it.
             if plan.next == NextBegin::AtDecision {
                 commit.give_up_next();
             }

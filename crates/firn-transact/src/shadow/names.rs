@@ -35,7 +35,7 @@ impl<B: Backing> Entries<B> {
         Ok(())
     }
 
-    /// What was made in the transaction and has no name any more is nothing to an abort.
+    /// An object that was made in the transaction and has no name any more does not concern an abort.
     fn new_one_lost_name(&self, shadow: &Shadow<B>, object: &Object<B>) {
         let owned = object.inner.own();
         let Ok(inode) = owned.inode(&self.home.base) else {

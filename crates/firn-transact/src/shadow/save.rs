@@ -265,7 +265,7 @@ impl<B: Backing> Originals<B> {
             .base
             .rename(dir, new, dir, name, RenameFlags::NOREPLACE)
         {
-            // Not every file system can do this; links replace nothing anywhere.
+            // Not every file system can do this; a link replaces nothing on any.
             Err(Errno::INVAL | Errno::OPNOTSUPP | Errno::NOSYS) => {
                 let (inode, _) = self.home.base.lookup(dir, new)?;
                 self.home

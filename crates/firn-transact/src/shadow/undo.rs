@@ -68,7 +68,7 @@ pub(crate) struct Undo<'a, B: Backing> {
     kept: HashSet<u64>,
     entries: BTreeMap<u64, Entry>,
     undone: Undone,
-    /// Where the transaction changed the name of the scope's top.
+    /// Undo of a change of the top's name.
     top_undo: Option<TopUndo<B>>,
 }
 

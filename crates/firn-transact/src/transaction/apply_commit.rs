@@ -7,10 +7,10 @@
 //!
 //! * names that a step changes are in the tables;
 //! * bytes that a step writes are in the staged copy or in memory, and read from there;
-//! * an object is the same wherever it is moved.
+//! * a move does not change the object;
 //!
-//! Changes of the scope wait. One transaction can follow at once: it is on record and takes over when the tables
-//! are let go.
+//! Changes of the scope wait. One transaction can follow at once: it is on record and takes over when the tables are
+//! released.
 //!
 //! [`Change::frozen`]: crate::object::Change
 //! [`StagedCopy::goes_to`]: crate::object::StagedCopy::goes_to

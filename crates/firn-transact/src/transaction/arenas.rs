@@ -199,8 +199,8 @@ impl<B: Backing> ArenaNotes<B> {
 }
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// Homes of transactions of which [`TransactionalBacking::drop_of`] is to be asked: of this backing without hosts, and of each
-    /// host that was ever there; but for that of `members`.
+    /// Homes of transactions for which [`TransactionalBacking::drop_of`] is to be called: the backing without hosts,
+    /// and each host that was ever there, except the home of `members`.
     pub fn other_homes(
         base: &B,
         members: Option<&Members>,

@@ -50,8 +50,8 @@ impl<B: Backing> StoredScopes<B> {
         Ok(scope)
     }
 
-    /// Makes the mark durable that a crash is to undo what is changed. Where this fails the mark is removed: programs go on
-    /// outside of a transaction. If that fails, too, the transaction is open and can be aborted.
+    /// Makes the mark durable that makes a crash undo what is changed. Where this fails the mark is removed: programs
+    /// go on outside of a transaction. If the removal fails, too, the transaction is open and can be aborted.
     fn mark_open(&self, scope: Scope<B>) -> Result<(Scope<B>, Result<(), BeginError>), BeginError> {
         let synced = self.home.base.sync_dir(&scope.dir);
         let Err(errno) = synced.and_then(|()| self.place_new_top(&scope)) else {
@@ -166,7 +166,7 @@ impl<B: Backing> TransactionalBacking<B> {
         dir: &B::Inode,
     ) -> Result<Scope<B>, BeginError> {
         if self.mode == Mode::Shadow {
-            // What an abort brings back must be durable.
+            // The state that an abort brings back must be durable.
             match path {
                 b"" => self.home.base.sync_all()?,
                 _ => {

@@ -337,7 +337,8 @@ impl<'a, B: Backing> Found<'a, B> {
         handle.store.abort_scope(&handle.scope)
     }
 
-    /// From now on every change in it fails with ECANCELED, also one that waits for the outcome: the next call ends it.
+    /// From now on every change in the transaction fails with ECANCELED, also one that waits for the outcome. The next
+    /// call ends it.
     pub fn refuse_changes(&self) -> Result<(), AbortError> {
         let handle = self.handle();
         handle.store.refuse_changes(&handle.scope)

@@ -393,8 +393,8 @@ impl<B: Backing> StoredScopes<B> {
 impl<B: Backing> TransactionalBacking<B> {
     // ---- making the top ----------------------------------------------------------------------
 
-    /// Begins a transaction whose scope begins with its own name: the directory at `path`, which is not there, is made
-    /// in `parent` as a part of it.
+    /// Begins a transaction that also creates its directory: `path`, which does not exist, is made in `parent` as a
+    /// part of it.
     pub fn begin_created(
         &self,
         parent: &Arc<Object<B>>,

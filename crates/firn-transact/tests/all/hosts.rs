@@ -583,7 +583,7 @@ fn a_number_is_used_again_only_when_all_have_left() {
 
 /// At each call that publishing makes another host removes an earlier vote with the same number.
 #[test]
-fn regression_who_publishes_while_an_earlier_vote_is_removed_does_so_later() {
+fn regression_a_host_that_publishes_while_an_earlier_vote_is_removed_does_so_later() {
     let begin_again = || {
         let disk = disk();
         let hosts = begin(&disk, &["a", "b"]);

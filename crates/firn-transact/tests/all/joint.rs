@@ -334,7 +334,7 @@ fn the_same_file_by_two_hosts_is_a_conflict_and_both_stay_open() {
 }
 
 #[test]
-fn nobody_begins_while_others_commit() {
+fn no_host_begins_while_others_commit() {
     let disk = disk();
     let hosts = HOSTS.map(|name| open(&disk, name));
     let mut part = begin(&hosts[0], 0);

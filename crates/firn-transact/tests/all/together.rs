@@ -422,7 +422,7 @@ fn a_crash_at_any_call_of_an_abort_leaves_the_tree_before() {
 
 /// Proves S-tx-34, S-tx-81, S-tx-82.
 #[test]
-fn nobody_undoes_before_all_have_stopped_and_nobody_begins_before_all_have_left() {
+fn no_host_undoes_before_all_have_stopped_or_begins_before_all_have_left() {
     let disk = disk();
     let [Some(a), Some(b)] = fresh(&disk) else {
         unreachable!()

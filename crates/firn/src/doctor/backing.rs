@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn locks_that_stay_on_the_host_are_wrong_for_who_relies_on_them() {
+    fn locks_that_stay_on_the_host_are_wrong_for_users_that_need_them() {
         let plain = Options::default();
         let logs = Options {
             layout: Layout::Log,

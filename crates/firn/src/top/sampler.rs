@@ -49,7 +49,7 @@ struct Board {
     job_rates: Rates,
 }
 
-/// What was heard of a mount.
+/// Samples of one mount.
 struct MountSamples {
     status: Option<Box<Status>>,
     rates: Rates,
@@ -239,7 +239,7 @@ fn watch_mounts(watch: &Watch) {
     }
 }
 
-/// Asks the firnd of a mount again and again, until what it gives back is dropped.
+/// Asks the firnd of a mount again and again, until the returned sender is dropped.
 fn ask_mount(watch: &Watch, mount: &Mount) -> Option<Sender<()>> {
     let (end, ended) = mpsc::channel();
     lock(&watch.board).mounts.insert(

@@ -1,4 +1,4 @@
-//! The terminal: keys, size, and that it is as it was afterwards, also after a panic and a signal.
+//! The terminal: keys, size, and its restoration, also after a panic and a signal.
 
 use std::io::IsTerminal;
 use std::path::Path;

@@ -136,7 +136,7 @@ fn regression_a_mount_does_not_need_its_log() {
 
 /// Proves S-error-7, S-error-15.
 #[test]
-fn regression_a_limit_on_file_sizes_keeps_data_and_ends_nobody() {
+fn regression_a_limit_on_file_sizes_keeps_data_and_ends_no_process() {
     let sandbox = Sandbox::new("fsize");
     let backing = sandbox.join("backing");
     let point = sandbox.join("mnt");

@@ -56,7 +56,7 @@ fn without_fusermount3_an_ordinary_user_is_told_what_to_install() {
 
 /// The administrator kept /dev/fuse from users.
 #[test]
-fn a_user_who_may_not_open_dev_fuse_is_told_the_way_without_it() {
+fn a_user_that_may_not_open_dev_fuse_is_told_the_way_without_it() {
     let sandbox = Sandbox::new("closedfuse");
     let mut command = Command::new("unshare");
     open_to_all(&sandbox);

@@ -154,7 +154,7 @@ impl State {
             let is_mine = self.locks[number - 1][claim] == Some(host as u8);
             let is_busy = busy & (1 << claim) != 0;
             let mine = is_mine.then_some(Claimant::Host(host as u8));
-            mine.or(is_busy.then_some(Claimant::Somebody))
+            mine.or(is_busy.then_some(Claimant::Unknown))
         };
         let claimed =
             (0..CLAIMS).filter_map(|claim| Some((name_of_claim(claim), claimant(claim)?)));

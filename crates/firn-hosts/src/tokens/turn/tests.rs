@@ -73,7 +73,7 @@ fn a_batch_ends_when_others_wait_and_after_the_last_write() {
 }
 
 #[test]
-fn a_batch_that_nobody_waits_for_goes_on_without_a_gap() {
+fn a_batch_without_waiting_hosts_goes_on_without_a_gap() {
     let start = Instant::now();
     let mut turn = holder(start);
     let mut now = start;
