@@ -139,6 +139,57 @@ fn find_served(request: &MountRequest, connection: Connection) -> Result<Found, 
     })
 }
 
+fn find_mount(
+    request: &MountRequest,
+    connection: Option<Connection>,
+    reporter: &mut Reporter<'_>,
+) -> Result<Found, MountError> {
+    let Some(connection) = connection else {
+        return find_new(request, reporter);
+    };
+    // The keeper has made the log standard error.
+    log::start_in_background(&request.options, &request.mount_point);
+    find_served(request, connection)
+}
+
+/// Sends events to the log and to the file of events; a mount in the foreground has standard error.
+fn begin_log(
+    request: &MountRequest,
+    checked: &Checked,
+    files: &RuntimeFiles,
+    link: Option<&KeeperLink>,
+) -> Result<(), MountError> {
+    let options = &request.options;
+    if !request.foreground {
+        log::detach_stdio(&files.log)
+            .map_err(MountError::io("open the log in the runtime directory"))?;
+        if let Some(link) = link {
+            link.keep_log();
+        }
+        log::start_in_background(options, &checked.mount_point);
+        let _ = std::env::set_current_dir("/");
+    }
+    log::events::keep(
+        files.events.clone(),
+        shown_host_name(options),
+        checked.mount_point.as_path().into(),
+    );
+    Ok(())
+}
+
+/// Tells of the environment what the user may want to change.
+fn tell_limits(reporter: &mut Reporter<'_>) {
+    if let Some(limit) = process::file_size_limit_bytes() {
+        reporter.notice(format!(
+            "files larger than {} cannot be drained: that is the limit on file sizes (ulimit -f) here; unmount and mount with a higher one",
+            bytes(limit)
+        ));
+    }
+    for text in firn_config::misspelt_variables() {
+        tracing::warn!("{text}");
+    }
+}
+
 fn serve_kept(
     request: &MountRequest,
     mut reporter: Reporter<'_>,
@@ -154,15 +205,7 @@ fn serve_kept(
         checked,
         files,
         taken_over,
-    } = match connection {
-        None => find_new(request, &mut reporter)?,
-        Some(connection) => {
-            // The keeper has made the log standard error.
-            log::start_in_background(options, &request.mount_point);
-            find_served(request, connection)?
-        }
-    };
-    let is_fuse = options.frontend == firn_config::Frontend::Fuse;
+    } = find_mount(request, connection, &mut reporter)?;
     let members = participants::members(options)?;
     let terms = terms_of(options, false);
     let locks = Locks::take(
@@ -171,59 +214,35 @@ fn serve_kept(
         members.as_ref().map(|members| (members, &terms)),
         Sharing::of(options),
     )?;
-    if is_fuse && let Some(prefix) = waiting_tree(&files)? {
+    if options.frontend == firn_config::Frontend::Fuse
+        && let Some(prefix) = waiting_tree(&files)?
+    {
         return Err(MountError::TreeWaits {
             backing: checked.backing,
             prefix,
         });
     }
-    if !request.foreground {
-        log::detach_stdio(&files.log)
-            .map_err(MountError::io("open the log in the runtime directory"))?;
-        if let Some(link) = &link {
-            link.keep_log();
-        }
-        log::start_in_background(options, &checked.mount_point);
-        let _ = std::env::set_current_dir("/");
-    }
-    if let Some(limit) = process::file_size_limit_bytes() {
-        reporter.notice(format!(
-            "files larger than {} cannot be drained: that is the limit on file sizes (ulimit -f) here; unmount and mount with a higher one",
-            bytes(limit)
-        ));
-    }
-    log::events::keep(
-        files.events.clone(),
-        shown_host_name(options),
-        checked.mount_point.as_path().into(),
-    );
-    for text in firn_config::misspelt_variables() {
-        tracing::warn!("{text}");
-    }
+    begin_log(request, &checked, &files, link.as_deref())?;
+    tell_limits(&mut reporter);
     tracing::info!(backing = %quoted_path(&checked.backing), mount_point = %quoted_path(&checked.mount_point), "attaching");
     if let Some(taken) = &taken_over {
         taken.suspend(options);
     }
-    let resumed = taken_over.as_ref().map(|taken| &taken.resumed);
     let mut attached = Attached::new(
         &checked.backing,
         files,
         locks,
         options,
-        resumed,
+        taken_over.as_ref().map(|taken| &taken.resumed),
         &mut |text| reporter.notice(text),
     )?;
-    if let Some(taken) = &taken_over {
-        if let Err(error) = taken.check(&attached) {
-            attached.finish(ArenaEnd::Keep);
-            return Err(error);
-        }
-        *taken.left.lock() = attached.recovered.requests.take();
+    if let Some(taken) = &taken_over
+        && let Err(error) = taken.go_on_with(&mut attached)
+    {
+        attached.finish(ArenaEnd::Keep);
+        return Err(error);
     }
-    let caller = match caller {
-        Some(caller) => Some(caller),
-        None => caller_of(request)?,
-    };
+    let caller = caller.map_or_else(|| caller_of(request), |caller| Ok(Some(caller)))?;
     let context = MountContext {
         request,
         checked: &checked,

@@ -71,7 +71,7 @@ impl TakenOver {
         })
     }
 
-    /// Puts the table out of use until [`TakenOver::check`]: recovery ends open transactions, and a firnd that found them
+    /// Puts the table out of use until [`TakenOver::go_on_with`]: recovery ends open transactions, and a firnd that found them
     /// ended must not go on with programs that were in one. Without transactions nothing is done.
     pub(crate) fn suspend(&self, options: &Options) {
         if options.drain == Drain::Commit {
@@ -79,8 +79,9 @@ impl TakenOver {
         }
     }
 
-    /// Refuses an arena that the table is not of, and programs that were in a transaction.
-    pub(crate) fn check(&self, attached: &Attached) -> Result<(), MountError> {
+    /// Takes what recovery found of the kernel's requests. Refuses an arena that the table is not of, and programs that
+    /// were in a transaction.
+    pub(crate) fn go_on_with(&self, attached: &mut Attached) -> Result<(), MountError> {
         let refuse = |why: &str| Err(MountError::NotTakenOver { why: why.into() });
         if attached.engine.arena().superblock().uuid != self.header.arena {
             return refuse("the live table belongs to another arena");
@@ -90,6 +91,7 @@ impl TakenOver {
                 "a transaction was open or prepared, and ended with the firnd that died",
             );
         }
+        *self.left.lock() = attached.recovered.requests.take();
         self.resumed
             .table
             .seal(&self.header)
