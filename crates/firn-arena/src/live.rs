@@ -116,7 +116,7 @@ impl LiveTable {
     }
 
     /// Opens the table of a firnd that died. It goes on to be written to; nothing of it is known to this process before
-    /// [`LiveTable::adopt`].
+    /// [`LiveTable::adopt_node`] and its like say so.
     pub fn open(path: &Path) -> Result<(Self, Left), LiveTableError> {
         let file = open_private_file(CWD, path, OFlags::RDWR)?;
         let len = rustix::fs::fstat(&file)?.st_size as u64;
