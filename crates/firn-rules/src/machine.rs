@@ -1148,6 +1148,10 @@ impl Machine {
             };
             scope.event_seen |= is_event;
         }
+        // A file that was written under another name gets its own, complete: torch.save and os.replace.
+        if matches!(rule.event, Event::Idle) && rule.is_idle_enough() {
+            scope.event_seen |= scope.open.is_empty() && is_scope_name(scope, to);
+        }
         self.try_commit(number, actions);
     }
 

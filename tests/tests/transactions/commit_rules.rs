@@ -186,6 +186,27 @@ fn the_commands_of_a_script_write_one_checkpoint_which_goes_with_the_script() {
     assert!(!mount.umount().join("checkpoint-2").exists());
 }
 
+/// Proves S-rule-1.
+#[test]
+fn a_file_is_not_the_checkpoint_of_a_rule_for_directories() {
+    let sandbox = Sandbox::new("rules-kinds");
+    let rules = "arena-size=64M,chunk-size=1M,rules=lightning-fsdp:torch";
+    let mount = FirnMount::new(&sandbox, rules);
+    fs::write(mount.join("a.ckpt"), [1; 5000]).expect("write");
+    fs::write(mount.join("b.tmp"), [2; 5000]).expect("write");
+    fs::rename(mount.join("b.tmp"), mount.join("b.ckpt")).expect("rename");
+    fs::create_dir(mount.join("c.ckpt")).expect("mkdir");
+    fs::write(mount.join("c.ckpt/part"), [3; 5000]).expect("write");
+    let commits = mount.status().rule_commits;
+    assert!(
+        commits.get("torch").is_some_and(|count| *count >= 1),
+        "{commits:?}"
+    );
+    let backing = mount.umount();
+    let there = ["a.ckpt", "b.ckpt", "c.ckpt"].map(|name| backing.join(name).exists());
+    assert_eq!(there, [true, true, false]);
+}
+
 #[test]
 fn the_status_says_what_a_checkpoint_waits_for_and_an_unmount_drops_it() {
     let sandbox = Sandbox::new("rules-status");
