@@ -482,6 +482,12 @@ impl CommitRules {
             self.publish(table);
             return Ok(());
         };
+        if self.note_failures(scope) {
+            let mut table = self.table.lock();
+            table.machine.not_committed(scope);
+            self.publish(table);
+            return Ok(());
+        }
         let committed = self.commit_transaction(&transaction);
         let mut table = self.table.lock();
         let counts = table.counts.entry(transaction.rule.clone()).or_default();
@@ -506,6 +512,16 @@ impl CommitRules {
             }
             Err(error) => Err(errno_of(&error)),
         }
+    }
+
+    /// Notes writers whose bad end is not told yet; true: there are some.
+    fn note_failures(&self, scope: ScopeNumber) -> bool {
+        let writers = self.table.lock().machine.living_writers(scope);
+        let has_failed = writers.iter().any(|writer| self.exits.has_failed(*writer));
+        if has_failed {
+            self.table.lock().machine.note_failure(scope);
+        }
+        has_failed
     }
 
     fn commit_transaction(&self, transaction: &Transaction) -> Result<(), TransactionError> {

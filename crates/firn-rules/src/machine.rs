@@ -1526,6 +1526,21 @@ impl Machine {
         self.scopes.remove(&number);
     }
 
+    /// The processes that write in a scope and are not known to have ended.
+    pub fn living_writers(&self, number: ScopeNumber) -> Vec<u32> {
+        let scope = self.scopes.get(&number);
+        let scope = scope.filter(|scope| scope.purpose == Purpose::Write);
+        scope.map_or_else(Vec::new, |scope| scope.living.iter().copied().collect())
+    }
+
+    /// A writer of a scope ends badly: the scope is dropped once its writers are gone.
+    pub fn note_failure(&mut self, number: ScopeNumber) {
+        if let Some(scope) = self.scopes.get_mut(&number) {
+            scope.has_failed = true;
+            scope.changes += 1;
+        }
+    }
+
     /// The commit of a scope failed: it is open as before.
     pub fn not_committed(&mut self, number: ScopeNumber) {
         if let Some(scope) = self.scopes.get_mut(&number) {
