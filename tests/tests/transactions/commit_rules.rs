@@ -211,6 +211,7 @@ os._exit(137)
     let dir = mount.join("checkpoint-1");
     fs::create_dir(&dir).expect("mkdir");
     fs::write(dir.join("model.safetensors"), [b'm'; 5000]).expect("write");
+    fs::write(dir.join("rng_state_0.pth"), "random").expect("write");
     let mut rank = Command::new("/usr/bin/python3");
     rank.args(["-c", CUT_RANK]).arg(other.join("held"));
     rank.current_dir(mount.path())
