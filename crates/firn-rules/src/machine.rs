@@ -12,8 +12,8 @@
 //!                                   └───── the remover was killed, a newer one failed ─────────► as before
 //! ```
 //!
-//! The caller asks [`Machine::before`] before an operation and does what comes back, makes the operation, and tells
-//! [`Machine::after`]. What a scope has until its commit, nobody else sees.
+//! The caller asks [`Machine::before`] before an operation, does what comes back, makes the operation, and tells
+//! [`Machine::after`]. Until its commit a scope is visible to its own programs only.
 //!
 //! Invariants
 //! * A top is in one scope that is not over.
@@ -406,7 +406,7 @@ impl Machine {
         }
     }
 
-    /// So many hosts write a checkpoint together: none commits one by itself.
+    /// Sets the number of hosts that write a checkpoint together; none of them then commits one alone.
     pub fn set_hosts(&mut self, hosts: usize) {
         self.hosts = hosts;
     }
