@@ -35,11 +35,11 @@ pub(crate) struct Desk {
     /// Whether bytes of partners are encrypted on their way.
     encrypt: Encrypt,
     pub(crate) log: Log,
-    state: Mutex<State>,
+    state: Mutex<DeskState>,
 }
 
 #[derive(Default)]
-struct State {
+struct DeskState {
     /// The partner of this host, and what a person should know of it.
     chosen: Option<(String, String)>,
     /// It has had all that was held at one moment since it was chosen.
@@ -107,7 +107,7 @@ impl Desk {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, DeskState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -220,7 +220,7 @@ impl Desk {
     }
 }
 
-impl State {
+impl DeskState {
     fn role(&self, host: &str) -> Role {
         match &self.chosen {
             Some((chosen, _)) if chosen == host => Role::Partner,
