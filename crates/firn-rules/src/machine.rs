@@ -29,7 +29,7 @@ use std::sync::Arc;
 use crate::joint::{HostState, NeedCount, OwnPart};
 use crate::language::{Count, Event, Found, Identity, Need, Rule, Target, parent_of, relative};
 use crate::pattern::Captures;
-use crate::rule_set::{Candidate, LocatedPath, RuleSet};
+use crate::rule_set::{LocatedPath, PathRole, RuleSet};
 
 /// Number of a scope; none is given twice.
 pub type ScopeNumber = u64;
@@ -632,8 +632,8 @@ impl Machine {
     fn key_of(&self, path: &LocatedPath) -> Option<(Key, Vec<u8>)> {
         let found = path.matches.iter().filter_map(|one| {
             let found = match &one.candidate {
-                Candidate::Scope(found) => found.clone(),
-                Candidate::Marker(captures) => self.marked(one.rule, path.path(), captures)?,
+                PathRole::Scope(found) => found.clone(),
+                PathRole::Marker(captures) => self.marked(one.rule, path.path(), captures)?,
             };
             Some((one.rule, found))
         });
@@ -1449,7 +1449,7 @@ impl Machine {
         let mut earlier: Vec<(Step, Committed)> = Vec::new();
         for path in names {
             let found = path.matches.iter().find_map(|one| match &one.candidate {
-                Candidate::Scope(found) if one.rule == rule => Some(found),
+                PathRole::Scope(found) if one.rule == rule => Some(found),
                 _ => None,
             });
             let found = found.filter(|found| found.dir == dir && found.top == path.path());

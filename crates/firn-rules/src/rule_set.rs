@@ -26,7 +26,7 @@ pub struct RuleSet {
 
 /// How a rule has to do with a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Candidate {
+pub(crate) enum PathRole {
     /// The path is in a scope.
     Scope(Found),
     /// The path is a name that the event is about, beside the scope with these captures.
@@ -38,7 +38,7 @@ pub(crate) enum Candidate {
 pub(crate) struct Match {
     /// The place of the rule in the set.
     pub(crate) rule: usize,
-    pub(crate) candidate: Candidate,
+    pub(crate) candidate: PathRole,
 }
 
 /// A path, relative to the mount, with all that the rules say of it.
@@ -79,7 +79,7 @@ impl RuleSet {
     pub fn checkpoint_of(&self, path: &[u8]) -> Option<CheckpointOfPath> {
         let located = self.locate(path);
         let scopes = located.matches.into_iter().filter_map(|one| {
-            let Candidate::Scope(found) = one.candidate else {
+            let PathRole::Scope(found) = one.candidate else {
                 return None;
             };
             Some((one.rule, found))
@@ -130,19 +130,19 @@ impl RuleSet {
     pub fn locate_file(&self, path: &[u8]) -> LocatedPath {
         let mut located = self.locate(path);
         located.matches.retain(|one| match &one.candidate {
-            Candidate::Scope(found) => !self.rules[one.rule].scope.is_dir || found.top != path,
-            Candidate::Marker(_) => true,
+            PathRole::Scope(found) => !self.rules[one.rule].scope.is_dir || found.top != path,
+            PathRole::Marker(_) => true,
         });
         located
     }
 }
 
-fn candidate_of(rule: &Rule, path: &[u8]) -> Option<Candidate> {
+fn candidate_of(rule: &Rule, path: &[u8]) -> Option<PathRole> {
     if let Some(found) = rule.scope.find(path) {
-        return Some(Candidate::Scope(found));
+        return Some(PathRole::Scope(found));
     }
     let name = relative(path, parent_of(path))?;
-    Some(Candidate::Marker(rule.marker()?.captures(name)?))
+    Some(PathRole::Marker(rule.marker()?.captures(name)?))
 }
 
 /// Why rules cannot be used.
