@@ -21,7 +21,7 @@ pub use self::settle::{Left, Logged};
 
 use self::settle::{Ended, HostsGone};
 use crate::container::Memory;
-use crate::file::{Listed, LoggedFile, Place};
+use crate::file::{ContainerSite, Listed, LoggedFile};
 use crate::file_id::FileId;
 use crate::orphans::{self, DEAD, DYING};
 use crate::tag::{self, Home};
@@ -251,8 +251,8 @@ impl<B: Backing> LogBacking<B> {
         Self { memory, ..self }
     }
 
-    fn place(&self) -> Place<'_, B> {
-        Place {
+    fn place(&self) -> ContainerSite<'_, B> {
+        ContainerSite {
             base: &self.below,
             top: &self.top,
             home: self.home,

@@ -631,7 +631,7 @@ impl Machine {
     /// The scope that a rule gives a path, and its top.
     fn key_of(&self, path: &LocatedPath) -> Option<(Key, Vec<u8>)> {
         let found = path.matches.iter().filter_map(|one| {
-            let found = match &one.candidate {
+            let found = match &one.role {
                 PathRole::Scope(found) => found.clone(),
                 PathRole::Marker(captures) => self.marked(one.rule, path.path(), captures)?,
             };
@@ -1448,7 +1448,7 @@ impl Machine {
         known.retain(|one| !one.tops.is_empty());
         let mut earlier: Vec<(Step, Committed)> = Vec::new();
         for path in names {
-            let found = path.matches.iter().find_map(|one| match &one.candidate {
+            let found = path.matches.iter().find_map(|one| match &one.role {
                 PathRole::Scope(found) if one.rule == rule => Some(found),
                 _ => None,
             });

@@ -38,7 +38,7 @@ pub(crate) enum PathRole {
 pub(crate) struct Match {
     /// The place of the rule in the set.
     pub(crate) rule: usize,
-    pub(crate) candidate: PathRole,
+    pub(crate) role: PathRole,
 }
 
 /// A path, relative to the mount, with all that the rules say of it.
@@ -79,7 +79,7 @@ impl RuleSet {
     pub fn checkpoint_of(&self, path: &[u8]) -> Option<CheckpointOfPath> {
         let located = self.locate(path);
         let scopes = located.matches.into_iter().filter_map(|one| {
-            let PathRole::Scope(found) = one.candidate else {
+            let PathRole::Scope(found) = one.role else {
                 return None;
             };
             Some((one.rule, found))
@@ -115,8 +115,8 @@ impl RuleSet {
     pub fn locate(&self, path: &[u8]) -> LocatedPath {
         let matches = self.patterns.matches(path);
         let matches = matches.into_iter().filter_map(|rule| {
-            let candidate = candidate_of(&self.rules[rule], path)?;
-            Some(Match { rule, candidate })
+            let role = role_of(&self.rules[rule], path)?;
+            Some(Match { rule, role })
         });
         LocatedPath {
             matches: matches.collect(),
@@ -129,7 +129,7 @@ impl RuleSet {
     /// Looks the path of what is no directory up: a rule whose scope is a directory has nothing to do with its own name.
     pub fn locate_file(&self, path: &[u8]) -> LocatedPath {
         let mut located = self.locate(path);
-        located.matches.retain(|one| match &one.candidate {
+        located.matches.retain(|one| match &one.role {
             PathRole::Scope(found) => !self.rules[one.rule].scope.is_dir || found.top != path,
             PathRole::Marker(_) => true,
         });
@@ -137,7 +137,7 @@ impl RuleSet {
     }
 }
 
-fn candidate_of(rule: &Rule, path: &[u8]) -> Option<PathRole> {
+fn role_of(rule: &Rule, path: &[u8]) -> Option<PathRole> {
     if let Some(found) = rule.scope.find(path) {
         return Some(PathRole::Scope(found));
     }
@@ -295,8 +295,8 @@ mod tests {
                 .collect();
             let path = names.join("/").into_bytes();
             let alone = set.rules().iter().enumerate().filter_map(|(rule, one)| {
-                let candidate = candidate_of(one, &path)?;
-                Some(Match { rule, candidate })
+                let role = role_of(one, &path)?;
+                Some(Match { rule, role })
             });
             let alone: Vec<Match> = alone.collect();
             found += alone.len();

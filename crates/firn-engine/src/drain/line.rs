@@ -118,7 +118,7 @@ impl<T> Line<T> {
 /// A sequential line.
 pub(crate) struct Turns<T> {
     /// Where each file in line stands, by its address.
-    places: HashMap<usize, Place>,
+    places: HashMap<usize, LinePlace>,
     /// Files that are ready, in the order in which they came.
     ready: BTreeMap<u64, Arc<T>>,
     /// By the order in which they were waited for.
@@ -129,7 +129,7 @@ pub(crate) struct Turns<T> {
     interrupted: Option<Turn<T>>,
 }
 
-enum Place {
+enum LinePlace {
     Ready(u64),
     Awaited,
     Turn,
@@ -196,7 +196,7 @@ impl<T> Turns<T> {
         if let Some(turn) = self.turn.as_mut().filter(has_turn) {
             turn.is_awaited |= is_awaited;
             turn.in_line = Some(file);
-            self.places.insert(key, Place::Turn);
+            self.places.insert(key, LinePlace::Turn);
             return;
         }
         self.line_up(file, is_awaited);
@@ -209,10 +209,10 @@ impl<T> Turns<T> {
         let key = address(&file);
         if is_awaited {
             self.awaited.insert(number, file);
-            self.places.insert(key, Place::Awaited);
+            self.places.insert(key, LinePlace::Awaited);
         } else {
             self.ready.insert(number, file);
-            self.places.insert(key, Place::Ready(number));
+            self.places.insert(key, LinePlace::Ready(number));
         }
     }
 
@@ -223,11 +223,11 @@ impl<T> Turns<T> {
             turn.is_awaited = true;
         }
         match self.places.get(&address(file)) {
-            Some(Place::Ready(number)) => {
+            Some(LinePlace::Ready(number)) => {
                 self.ready.remove(number);
             }
-            Some(Place::Interrupted) => self.interrupted = None,
-            Some(Place::Awaited | Place::Turn) | None => return,
+            Some(LinePlace::Interrupted) => self.interrupted = None,
+            Some(LinePlace::Awaited | LinePlace::Turn) | None => return,
         }
         self.line_up(Arc::clone(file), true);
     }
@@ -267,7 +267,7 @@ impl<T> Turns<T> {
         if let Some(turn) = turn
             && let Some(file) = &turn.in_line
         {
-            self.places.insert(address(file), Place::Interrupted);
+            self.places.insert(address(file), LinePlace::Interrupted);
             self.interrupted = Some(turn);
         }
     }
@@ -287,7 +287,9 @@ impl<T> Turns<T> {
 
     fn assert_places(&self) {
         let in_turn = self.places.values();
-        let in_turn = in_turn.filter(|place| matches!(place, Place::Turn)).count();
+        let in_turn = in_turn
+            .filter(|place| matches!(place, LinePlace::Turn))
+            .count();
         let interrupted = usize::from(self.interrupted.is_some());
         let others = self.ready.len() + self.awaited.len() + interrupted;
         assert!(in_turn <= 1, "one file has its turn");
