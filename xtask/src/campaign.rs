@@ -119,7 +119,7 @@ pub enum Campaign {
     /// The adapters of the Python package with the oldest and the newest frameworks, and saves by each beside others (5 GB of disk)
     Python {
         /// Kills of a rank that overwrites a checkpoint, in each kind of mount
-        #[arg(long, default_value_t = 50)]
+        #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(u64).range(1..))]
         rounds: u64,
         /// Saves of each kind that are measured; 0: none
         #[arg(long, default_value_t = 9)]
