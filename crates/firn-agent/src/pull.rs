@@ -160,7 +160,7 @@ pub fn check_list(entries: Vec<Entry>) -> Result<(), String> {
     check_entries(entries).map(drop)
 }
 
-/// The same list, if it can be pulled.
+/// Returns the list of an agent if it can be pulled; else an error that says why not.
 pub(crate) fn check_entries(entries: Vec<Entry>) -> Result<Vec<Entry>, String> {
     Plan::check(entries).map(Plan::into_entries)
 }

@@ -184,7 +184,7 @@ impl<B: Backing> File<B> {
         Arc::clone(state.writer.get_or_insert_with(|| Arc::clone(&opened)))
     }
 
-    /// The same for one that can only read.
+    /// [`File::keep_writer`] for a descriptor that can only read.
     pub(crate) fn keep_reader(&self, opened: BackingFile<B>) -> Arc<BackingFile<B>> {
         let opened = Arc::new(opened);
         let mut state = self.lock();

@@ -520,7 +520,7 @@ impl<B: Backing> Names<B> {
         }
     }
 
-    /// The same for one of which the name is known to be, or to have been.
+    /// [`Names::hold_last`] for an inode that has, or had, this name.
     pub(crate) fn hold_if_last(
         &self,
         backing: &B,

@@ -57,8 +57,8 @@ pub struct EngineOptions {
     pub drain_write_bytes_min: u64,
     /// Most bytes of one write to the backing.
     pub drain_write_bytes_max: u64,
-    /// The same where the backing gathers pieces of a file ([`firn_backing::Facts::gathers`]), and never more than a
-    /// quarter of the arena.
+    /// Most bytes of one write if the backing gathers pieces of a file ([`firn_backing::Facts::gathers`]); never more
+    /// than a quarter of the arena.
     pub drain_gathered_bytes_max: u64,
     /// Percent of memory in use above which sealed chunks move to the spill file, where there is one.
     pub spill_upper_percent: u32,

@@ -89,7 +89,7 @@ impl<B: Backing> PrivilegeRules<B> {
         dropped
     }
 
-    /// The same for one whose file is at hand.
+    /// [`PrivilegeRules::drop_privileges`] for a caller that has the file.
     pub(crate) fn drop_privileges_of(&self, file: &Arc<File<B>>, by: &dyn Principal) -> Result<()> {
         let epoch = self.privileges.epoch();
         if file.lock().plain_in == epoch {

@@ -155,7 +155,8 @@ impl<B: Backing> Engine<B> {
         )
     }
 
-    /// The same for an arena of which some was dropped before. `resumed`: what the kernel has, if it still has the mount.
+    /// Attaches to an arena from which some pieces were dropped. `resumed`: what the kernel knows, if it still has
+    /// the mount.
     pub fn attach_stored(
         backing: B,
         from: StoredArena,

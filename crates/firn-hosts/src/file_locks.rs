@@ -202,7 +202,7 @@ impl FileLocks {
         self.fail(ticket, Errno::INTR)
     }
 
-    /// The same with another error.
+    /// Ends a request that is not granted yet with `errno`; false if it is granted.
     pub fn fail(&self, ticket: Ticket, errno: Errno) -> bool {
         self.shared.answer(ticket.0, Err(errno))
     }

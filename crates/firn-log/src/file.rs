@@ -69,7 +69,7 @@ struct Looks {
     is_under_way: bool,
     /// Begin of the last listing that was looked at.
     last: Option<Instant>,
-    /// The same, where the look may have failed.
+    /// Begin of the last listing that was looked at, also if the look failed.
     last_tried: Option<Instant>,
 }
 
@@ -254,7 +254,7 @@ impl<B: Backing> LoggedFile<B> {
         self.look_unless(&is_seen, place, began, listed)
     }
 
-    /// The same with a listing that others look at too: the first of them does, and the others wait for that.
+    /// [`LoggedFile::look`] with a listing that several threads use: the first one looks, the others wait for it.
     pub(crate) fn look_at_shared(
         &self,
         place: &ContainerSite<'_, B>,
@@ -388,7 +388,7 @@ impl<B: Backing> LoggedFile<B> {
         }
     }
 
-    /// The same; nothing is read of its indexes.
+    /// Finds a generation without reading its indexes.
     fn find_generation(
         &self,
         place: &ContainerSite<'_, B>,

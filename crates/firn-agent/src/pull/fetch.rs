@@ -107,7 +107,7 @@ enum Ask {
     Open(u32),
     Sum(u32, u64),
     Read(u32, u64),
-    /// The same, with a staging buffer.
+    /// A question for the place of bytes, with a staging buffer.
     Place(u32, u64, u32),
     Check(u32),
     Release(u32),

@@ -67,7 +67,7 @@ impl<'a> PullState<'a> {
         }
     }
 
-    /// The same for one file that has another size than it was listed with.
+    /// Checks the room for a file whose size differs from the listed one.
     pub(crate) fn check_size(&self, expected: u64, found: u64) -> Result<(), PullError> {
         match self.bytes_max {
             Some(_) if found > expected => Err(PullError::Outgrown {

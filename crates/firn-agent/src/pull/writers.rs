@@ -34,7 +34,7 @@ const THREADS: usize = 3;
 pub(crate) struct StagedFile {
     path: PathBuf,
     file: File,
-    /// The same, past the page cache.
+    /// The file opened a second time, for writes past the page cache.
     direct: Option<DirectFile>,
     /// A thread has it. Changed under the lock of the queue only.
     is_taken: AtomicBool,

@@ -139,7 +139,7 @@ enum LinePlace {
 struct Turn<T> {
     /// Its address is no other file's while this is here.
     file: Weak<T>,
-    /// The same, while it is in line.
+    /// Keeps the file alive while it is in line.
     in_line: Option<Arc<T>>,
     is_awaited: bool,
     /// Bytes of its runs so far.
