@@ -176,7 +176,7 @@ impl RuntimeFiles {
         Ok(Self::in_dir(&runtime_dir()?, canonical_backing, arena_dir))
     }
 
-    /// The same in the runtime directory `dir`.
+    /// The files for a backing in the runtime directory `dir`.
     pub fn in_dir(dir: &Path, canonical_backing: &Path, arena_dir: Option<&Path>) -> Self {
         let key = Key::of(canonical_backing);
         Self {

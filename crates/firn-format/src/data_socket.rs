@@ -187,7 +187,7 @@ impl Request {
         }
     }
 
-    /// The same with [`Request::len`].
+    /// Sets [`Request::len`].
     pub fn with_len(self, len: u32) -> Self {
         Self { len, ..self }
     }

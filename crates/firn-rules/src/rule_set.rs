@@ -70,7 +70,7 @@ pub struct CheckpointOfPath {
     pub top: Vec<u8>,
     /// Value of the one capture of the rule, or else the last number of the name.
     pub step: Option<String>,
-    /// The same for all paths of one checkpoint, and for no others.
+    /// Key of the checkpoint: equal for all its paths, and different for all others.
     pub group: String,
 }
 

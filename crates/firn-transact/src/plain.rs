@@ -90,7 +90,7 @@ impl<B: Backing> PlainBacking<B> {
         }
     }
 
-    /// The same for a stub tree, which has files of its own in `.firn`: it is shown.
+    /// Makes the backing of a stub tree, whose `.firn` is shown because it has files of its own there.
     pub fn with_own_shown(base: B) -> Self {
         Self {
             root: PlainInode::below_top(base.root()),

@@ -38,7 +38,7 @@ pub enum NameState {
     DeadReborn,
     /// Renamed away, then the target of another rename.
     DeadRenamed,
-    /// The same, then truncated.
+    /// Renamed away, then the target of another rename, then truncated.
     DeadRenamedTruncated,
     /// Target of a rename, then truncated.
     RenamedTruncated,

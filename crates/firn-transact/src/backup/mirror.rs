@@ -163,7 +163,7 @@ impl<B: Backing> Mirror<B> {
         self.work_in_slot(serial, true, |place, _| work(place))
     }
 
-    /// The same for a round. The work is told how many callers wait for it to end.
+    /// Works with the copy of a transaction alone, for a round. `work` learns how many callers wait for its end.
     pub(super) fn with_place_in_round<T>(
         &self,
         serial: u64,

@@ -324,8 +324,8 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(known)
     }
 
-    /// The same backing with a backup in `store`, a directory of this mount alone. Directories of transactions that are over
-    /// are removed; one of a transaction that the backing does not know is refused, for it may be all that is left of it.
+    /// Adds a backup in `store`, a directory of this mount alone. Removes directories of transactions that are over.
+    /// A directory of an unknown transaction is an error, because it may be all that is left of it.
     pub fn backed_up(self, store: B, known: &BTreeSet<String>) -> Result<Self, BackupError> {
         let mirror = Mirror::new(store);
         let store = &mirror.store;
