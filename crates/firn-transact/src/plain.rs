@@ -1,5 +1,5 @@
-//! A backing without transactions: every call goes through. `.firn` at the top, which is Firn's here, too, is not shown and
-//! cannot be made.
+//! A backing without transactions: it passes every call to the backing below. The reserved directory `.firn` at the top is hidden,
+//! and creating it fails.
 //!
 //! Promise: a call takes no lock and uses no table of transactions.
 

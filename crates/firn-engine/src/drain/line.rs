@@ -3,19 +3,18 @@
 //! *Interleaved*: first in, first out; a file with more to write goes to the end after each run. *Sequential*: the lane
 //! stays with one file, for its *turn*:
 //!
-//! * A turn ends when nothing of its file is worth a write any more, or after what the file had pending when the turn
-//!   began and [`TURN_BYTES`] at least. Then nothing of the file is under way when the next one begins.
-//! * Awaited files come before all others, first awaited, first served.
-//! * A turn of a file that is not awaited is interrupted for them once it has [`INTERRUPTIBLE_BYTES`], and goes on
-//!   after them.
+//! * A turn ends when the file has nothing left to write, or after max(bytes pending when the turn began, [`TURN_BYTES`]).
+//!   The next turn begins when no write of the file is in flight.
+//! * Files that a caller waits for (*awaited*, as by fsync(2)) come before all others, first awaited, first served.
+//! * The turn of a file that is not awaited is interrupted for them after [`INTERRUPTIBLE_BYTES`], and goes on after them.
 //!
-//! So an awaited file has its turn after those that were awaited before it, and at most [`INTERRUPTIBLE_BYTES`] and one
-//! run of one other file.
+//! An awaited file therefore waits for the files that were awaited before it, and for at most [`INTERRUPTIBLE_BYTES`] and
+//! one run (a write of contiguous bytes) of one other file.
 //!
 //! Invariants
 //! * A file stands in line at most once.
-//! * Of a sequential line only the file whose turn it is has runs under way, but for files whose writes hang.
-//! * Only a file in line is kept: it may be closed when it is let go, which must not be under the lock of the queue.
+//! * In a sequential line only the file whose turn it is has writes in flight. Files whose writes hang are the exception.
+//! * The line has a reference to the files in it only. The last reference closes the file, and is dropped outside the lock.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::{Arc, Weak};
