@@ -88,7 +88,7 @@ impl Files {
     }
 }
 
-/// The kernel drops its pages of a file of the mount when somebody opens it for writing.
+/// Makes the kernel drop its pages of a file of the mount: an open for writing does that.
 fn forget_pages(path: &Path) -> anyhow::Result<()> {
     drop(std::fs::File::options().write(true).open(path)?);
     Ok(())
