@@ -704,7 +704,7 @@ fn memory_kib(pid: u32, line: &str) -> u64 {
 /// Proves S-crash-13.
 #[test]
 fn a_table_that_is_damaged_or_of_another_version_or_user_ends_the_mount_and_loses_nothing() {
-    let spoilt: [(&str, fn(&File)); 4] = [
+    let spoilt: [(&str, Spoil); 4] = [
         ("magic", |table| change_byte(table, 0)),
         ("version", |table| change_byte(table, 8)),
         ("header", |table| change_byte(table, 100)),
@@ -749,6 +749,9 @@ fn a_table_that_is_damaged_or_of_another_version_or_user_ends_the_mount_and_lose
         again.umount();
     }
 }
+
+/// Makes a live table one that is not to be believed.
+type Spoil = fn(&File);
 
 fn change_byte(table: &File, at: u64) {
     let mut byte = [0];
