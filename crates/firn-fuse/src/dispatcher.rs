@@ -176,7 +176,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         }
     }
 
-    /// So many threads may be in calls of the backing; the transport has one more.
+    /// Sets how many threads may be in calls of the backing; the transport has one more.
     pub(crate) fn set_threads(&self, threads: usize) {
         self.call_slots.set_threads(threads);
     }
