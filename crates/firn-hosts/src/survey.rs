@@ -124,7 +124,7 @@ struct Found<B: Backing> {
     terms: Terms,
 }
 
-/// Says of all hosts that have a lease in a backing whether they live. `boot` identifies the boot of this host
+/// Says of all hosts that have a lease in a backing whether they live. `boot` is the id of this boot of the host
 /// ([`Holder::boot`]). `rest` waits for the given time; all its waits together are at most `LOOK_AGAIN_FOR`.
 pub fn survey<B: Backing>(
     base: &B,

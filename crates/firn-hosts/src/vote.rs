@@ -26,7 +26,7 @@ use crate::own::{self, OwnError, own_caller};
 const PUT: &str = "put-";
 /// Prefix of a directory that is being removed.
 const RETIRED: &str = "over-";
-/// Each host puts a few files at most before it sees that the directory is gone, so this is never reached by them.
+/// Tries of a removal while hosts add files: far more than the files that they add before they see that it goes.
 const REMOVE_TRIES_MAX: usize = 1000;
 
 /// A directory of votes, opened by one of the hosts.

@@ -398,6 +398,7 @@ impl<B: Backing> Container<B> {
             let mut range = walk.part();
             let pieces_max = self.memory.pieces_max();
             let mut layers = Layers::new(match range.end - range.start {
+                // The smallest range cannot be halved: it has to fit.
                 ..=WALK_BYTES_MIN => u64::MAX,
                 _ => pieces_max,
             });
