@@ -274,7 +274,7 @@ impl Registration {
 impl Drop for Registration {
     fn drop(&mut self) {
         let mut state = self.service.lock();
-        let is_own = |place: &Follower| place.number == self.number;
+        let is_own = |follower: &Follower| follower.number == self.number;
         if state.followers.get(&self.host).is_some_and(is_own) {
             state.followers.remove(&self.host);
         }
