@@ -148,7 +148,7 @@ impl Hosts {
         wait_until("the file is plain", LIMIT, is_plain);
     }
 
-    /// Names of containers.
+    /// Directories of files with containers.
     fn containers(&self) -> Vec<String> {
         let names = fs::read_dir(self.backing().join(".firn/log")).expect("list .firn/log");
         let names = names.map(|entry| entry.expect("entry").file_name());
@@ -162,10 +162,13 @@ impl Hosts {
         // In lanes a file has the number of its link.
         let link = fs::symlink_metadata(self.plain(file)).expect("stat");
         let ino = link.ino();
-        let mut containers = self.containers();
-        containers.retain(|name| name.starts_with(&format!("{ino:016x}-")));
+        let mut files = self.containers();
+        files.retain(|name| name.starts_with(&format!("{ino:016x}-")));
+        assert_eq!(files.len(), 1, "{files:?}");
+        let dir = self.backing().join(".firn/log").join(&files[0]);
+        let containers: Vec<_> = fs::read_dir(&dir).expect("list").flatten().collect();
         assert_eq!(containers.len(), 1, "{containers:?}");
-        self.backing().join(".firn/log").join(&containers[0])
+        containers[0].path()
     }
 
     /// The only log of a host in a container.
@@ -1404,7 +1407,7 @@ fn a_head_that_is_damaged_costs_no_byte() {
     };
     fs::remove_file(&head).expect("unlink");
     assert_refused("file head: it is missing");
-    symlink("firn-log-4 something else", &head).expect("symlink");
+    symlink("firn-log-5 something else", &head).expect("symlink");
     assert_refused("file head: it is damaged");
     flatten(&[all, accept, &report]).code(3).says("lost.json");
     let text = fs::read_to_string(&report).expect("read");

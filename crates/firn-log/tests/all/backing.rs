@@ -20,6 +20,8 @@ use firn_transact::PlainBacking;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
+use crate::common;
+
 fn setup(host: &str) -> Setup {
     Setup {
         host: host.to_owned(),
@@ -556,18 +558,7 @@ fn read<B: Backing>(host: &B, name: &str) -> Option<Vec<u8>> {
 }
 
 fn containers(disk: &SimBacking) -> usize {
-    let (firn, _) = disk
-        .lookup(&disk.root(), OsStr::new(".firn"))
-        .expect("lookup");
-    let (top, _) = disk.lookup(&firn, OsStr::new("log")).expect("lookup");
-    let dir = disk.open_dir(&top).expect("open");
-    let mut count = 0;
-    let mut sink = |entry: firn_backing::DirEntry<'_>| {
-        count += usize::from(entry.name != "." && entry.name != "..");
-        true
-    };
-    disk.read_dir(&dir, 0, &mut sink).expect("read");
-    count
+    common::containers(disk).len()
 }
 
 /// A file that another host removes or replaces while it is in logs: a program that has it open reads its bytes or an
@@ -642,16 +633,18 @@ fn logs_of_a_removed_file_are_not_those_of_a_new_one() {
     let (_, file, attr) = made.expect("create");
     disk.write_at(&file, &[IoSlice::new(b"plain")], 0)
         .expect("write");
-    let (firn, _) = disk.lookup(&root, OsStr::new(".firn")).expect("lookup");
-    let (top, _) = disk.lookup(&firn, OsStr::new("log")).expect("lookup");
-    let listed = own::list(&disk, &top).expect("list");
-    let old = String::from_utf8(listed[0].0.clone()).expect("a name");
-    let (_, rest) = old.split_once('-').expect("number and birth");
-    let new = format!("{:016x}-{rest}", attr.ino);
-    let old = OsStr::new(&old);
-    let flags = RenameFlags::empty();
-    disk.rename(&top, old, &top, OsStr::new(&new), flags)
-        .expect("rename");
+    let rename = |dir: &_| {
+        let listed = own::list(&disk, dir).expect("list");
+        let old = String::from_utf8(listed[0].0.clone()).expect("a name");
+        let (_, rest) = old.split_once('-').expect("number and birth");
+        let new = format!("{:016x}-{rest}", attr.ino);
+        let flags = RenameFlags::empty();
+        disk.rename(dir, OsStr::new(&old), dir, OsStr::new(&new), flags)
+            .expect("rename");
+        new
+    };
+    rename(&common::log_dir(&disk));
+    let new = rename(&common::file_dirs(&disk)[0].0);
 
     let hosts = ["b", "c"].map(|host| logged_by(&disk.another_process(), host));
     for host in &hosts {
@@ -718,6 +711,38 @@ fn the_calls_for_one_file_do_not_grow_with_the_number_of_files() {
         calls
     };
     assert_eq!(calls_of_a_lookup(4), calls_of_a_lookup(40));
+}
+
+/// Opening, writing, closing and flattening a file reads nothing of other files, but for the listing of all files, which
+/// is made once in a while.
+#[test]
+fn what_is_listed_for_one_file_does_not_grow_with_the_number_of_files() {
+    let entries_of_one_file = |files: usize| {
+        let disk = SimBacking::new();
+        let a = logged_by(&disk.another_process(), "a");
+        let names: Vec<String> = (0..files).map(|number| number.to_string()).collect();
+        let open: Vec<_> = names
+            .iter()
+            .map(|name| written_by(&a, name, b"bytes"))
+            .collect();
+        let disk_of_b = disk.another_process();
+        let patience = Duration::from_secs(3600);
+        let setup = Setup {
+            patience,
+            ..setup("b")
+        };
+        let b = LogBacking::open(disk_of_b.clone(), setup).expect("open");
+        b.lookup(&b.root(), OsStr::new("0")).expect("lookup");
+        let before = disk_of_b.entries_read();
+        let file = written_by(&b, "mine", b"bytes");
+        b.note_use(&file, FileUse::Finished).expect("finish");
+        drop(file);
+        assert_eq!(b.settle().error, None);
+        assert_eq!(read(&b, "mine"), Some(b"bytes".to_vec()));
+        drop(open);
+        disk_of_b.entries_read() - before
+    };
+    assert_eq!(entries_of_one_file(4), entries_of_one_file(40));
 }
 
 /// A file with these bytes, open for writing.
