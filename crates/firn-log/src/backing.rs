@@ -384,7 +384,9 @@ impl<B: Backing> LogBacking<B> {
         };
         let is_listed = listing.files.contains(&file.id);
         // The next open of the file returns the error.
-        if let Err(error) = file.look_after_listing(&self.place(), began, is_listed) {
+        let place = self.place();
+        let looked = file.look_after_listing(&place, began, is_listed);
+        if let Err(error) = looked.and_then(|()| file.look_after_sync(&place)) {
             tracing::debug!(ino = file.id.ino, %error, "containers cannot be read");
         }
     }
@@ -478,13 +480,7 @@ impl<B: Backing> LogBacking<B> {
     fn see_others(&self, opened: &Opened<B>) -> Result<()> {
         let place = self.place();
         let file = &opened.file;
-        file.wait_for(&place, &mut || {
-            file.look_again(&place)?;
-            match opened.access {
-                Access::Read => Ok(()),
-                Access::Write | Access::ReadWrite => file.take_epoch(&place),
-            }
-        })?;
+        file.wait_for(&place, &mut || file.look_again(&place))?;
         if !file.is_logged() {
             // Another host may have written the plain file.
             self.below.attr_now(&opened.inode)?;

@@ -67,6 +67,8 @@ pub(crate) struct LoggedFile<B: Backing> {
 #[derive(Default)]
 struct Looks {
     is_under_way: bool,
+    /// When this host synced the file last. Before it uses the file again it looks what others have synced by then.
+    synced: Option<Instant>,
     /// Begin of the last look.
     last: Option<Instant>,
     /// The same, also if the look failed.
@@ -259,6 +261,29 @@ impl<B: Backing> LoggedFile<B> {
         self.look_unless(&is_seen, place, began)
     }
 
+    /// Looks for the generations that there are, unless that was done since this host synced the file. A writer that syncs
+    /// and closes the file never reads what others wrote.
+    pub(crate) fn look_after_sync(&self, place: &ContainerSite<'_, B>) -> Result<()> {
+        let is_due = {
+            let looks = self.looks.lock();
+            looks.synced.is_some() && looks.last < looks.synced
+        };
+        if is_due {
+            self.look_again(place)
+        } else {
+            Ok(())
+        }
+    }
+
+    /// The bytes that others synced until now are seen by the next use of the file ([`LoggedFile::look_after_sync`]).
+    /// What readers have of it ends here: which of that is old is known only then.
+    fn note_synced(&self) {
+        self.looks.lock().synced = Some(Instant::now());
+        if self.is_logged() {
+            self.changes.fetch_max(next_change(), Ordering::AcqRel);
+        }
+    }
+
     /// The same after a listing of all files that several threads use: the first one looks, the others wait for it.
     /// `began` is when the listing began, `is_listed` whether it has the file.
     pub(crate) fn look_after_listing(
@@ -331,14 +356,13 @@ impl<B: Backing> LoggedFile<B> {
             let Some(generation) = generation else {
                 continue;
             };
-            if generation.is_flat(place)? {
-                continue;
-            }
             match generation.container.refresh(place.base) {
+                _ if generation.container.was_seen_flat() => continue,
                 // Another host was faster, and is removing it.
                 Err(_) if generation.is_flat(place)? => continue,
                 refreshed => refreshed?,
             }
+            generation.container.raise_epoch();
             found.push(generation);
         }
         self.has_remains
@@ -494,6 +518,7 @@ impl<B: Backing> LoggedFile<B> {
         buf: &mut [u8],
         offset: u64,
     ) -> Result<usize> {
+        self.look_after_sync(place)?;
         for _ in 0..LOOKS_MAX {
             self.trouble()?;
             self.check_lost()?;
@@ -521,6 +546,7 @@ impl<B: Backing> LoggedFile<B> {
         range: Range<u64>,
         limits: LocateLimits,
     ) -> Result<Locating> {
+        self.look_after_sync(place)?;
         for _ in 0..LOOKS_MAX {
             self.trouble()?;
             self.check_lost()?;
@@ -559,6 +585,7 @@ impl<B: Backing> LoggedFile<B> {
         offset: u64,
         what: Seek,
     ) -> Result<u64> {
+        self.look_after_sync(place)?;
         let len = self.len(plain_bytes);
         if offset >= len {
             return Err(Errno::NXIO);
@@ -627,21 +654,6 @@ impl<B: Backing> LoggedFile<B> {
             }
         }
         Ok(())
-    }
-
-    /// What this host writes from now on is newer than what others have published.
-    pub(crate) fn take_epoch(&self, place: &ContainerSite<'_, B>) -> Result<()> {
-        for _ in 0..LOOKS_MAX {
-            let Some(top) = self.all().pop() else {
-                return Ok(());
-            };
-            match top.container.take_epoch(place.base) {
-                // Another host has flattened it since it was looked at, and removed it.
-                Err(_) if !top.is_current(place)? => self.look_again(place)?,
-                taken => return taken,
-            }
-        }
-        Err(Errno::IO)
     }
 
     /// This host is going to write to it.
@@ -732,6 +744,7 @@ impl<B: Backing> LoggedFile<B> {
         make: &dyn Fn(&Container<B>) -> Changed,
     ) -> Result<()> {
         self.is_written.store(true, Ordering::Release);
+        self.look_after_sync(place)?;
         for _ in 0..LOOKS_MAX {
             self.trouble()?;
             let top = self.join(place, plain)?;
@@ -860,8 +873,15 @@ impl<B: Backing> LoggedFile<B> {
         Head::new(self.id, number, plain_bytes).put(place.base, &dir)
     }
 
-    /// Makes what this host wrote durable and known.
+    /// Makes what this host wrote durable and known. Its next use of the file sees what others have synced.
     pub(crate) fn sync(&self, place: &ContainerSite<'_, B>) -> Result<()> {
+        self.sync_own(place)?;
+        self.note_synced();
+        Ok(())
+    }
+
+    /// Makes what this host wrote durable and known.
+    fn sync_own(&self, place: &ContainerSite<'_, B>) -> Result<()> {
         for generation in self.all() {
             if generation.is_joined.load(Ordering::Acquire) {
                 match generation.sync(place) {
@@ -888,7 +908,7 @@ impl<B: Backing> LoggedFile<B> {
 
     /// This host writes to it no more, and has published what it wrote.
     pub(crate) fn end_writing(&self, place: &ContainerSite<'_, B>) -> Result<()> {
-        self.sync(place)?;
+        self.sync_own(place)?;
         for generation in self.all() {
             generation.end_writing(place)?;
         }
@@ -1060,7 +1080,7 @@ impl<B: Backing> Generation<B> {
 
     /// Makes what this host wrote durable and known.
     fn sync(&self, place: &ContainerSite<'_, B>) -> Result<()> {
-        self.container.sync(place.base)?;
+        self.container.sync_own(place.base)?;
         if self.container.has_own_log() {
             self.sync_name(place)
         } else {

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use firn_backing::{
-    Access, Backing, DataPart, Errno, FileUse, Files, Names, Placement, RenameFlags, Resize,
+    Access, Backing, DataPart, Errno, FileUse, Files, Names, Placement, RenameFlags, Resize, Seek,
     Sharing, Volume,
 };
 use firn_hosts::own;
@@ -291,6 +291,8 @@ fn who_makes_a_file_longer_does_not_cut_what_it_has_not_seen() {
     let a = LogBacking::open(disk.another_process(), patient).expect("open");
     let b = logged_by(&disk.another_process(), "b");
     let file = written_by(&a, "file", b"some");
+    // The first use after the sync looks at what others wrote.
+    assert_eq!(a.attr_of_file(&file).expect("attr").size, 4);
     let of_b = opened_by(&b, "file");
     let written = b.write_at(&of_b, &[IoSlice::new(&[7; 100])], 0);
     assert_eq!(written, Ok(100));
@@ -743,6 +745,60 @@ fn what_is_listed_for_one_file_does_not_grow_with_the_number_of_files() {
         disk_of_b.entries_read() - before
     };
     assert_eq!(entries_of_one_file(4), entries_of_one_file(40));
+}
+
+/// Proves S-log-3, S-log-4: a sync reads nothing of other hosts. The next use of the file, whatever it is, sees what they
+/// had synced by then.
+#[test]
+fn what_others_synced_before_a_sync_is_seen_by_the_next_use() {
+    type Use = fn(&Logged, &<Logged as Volume>::File);
+    let uses: [(&str, Use); 4] = [
+        ("read", |a, file| {
+            let mut bytes = [0; 20];
+            assert_eq!(a.read_at(file, &mut bytes, 0), Ok(10));
+            assert_eq!(bytes[..10], *b"overbehind");
+        }),
+        ("stat", |a, file| {
+            assert_eq!(a.attr_of_file(file).expect("stat").size, 10);
+        }),
+        ("seek", |a, file| {
+            assert_eq!(a.seek(file, 9, Seek::Data), Ok(9));
+        }),
+        ("write", |a, file| {
+            let written = a.write_at(file, &[IoSlice::new(b"new")], 0);
+            assert_eq!(written, Ok(3));
+            let mut bytes = [0; 20];
+            assert_eq!(a.read_at(file, &mut bytes, 0), Ok(10));
+            assert_eq!(bytes[..10], *b"newrbehind");
+        }),
+    ];
+    for (what, use_file) in uses {
+        let disk = SimBacking::new();
+        let disk_of_a = disk.another_process();
+        let patience = Duration::from_hours(1);
+        let setup = Setup {
+            patience,
+            ..setup("a")
+        };
+        let a = LogBacking::open(disk_of_a.clone(), setup).expect("open");
+        let b = logged_by(&disk.another_process(), "b");
+        let file = written_by(&a, "file", b"before");
+        let of_b = opened_by(&b, "file");
+        let written = b.write_at(&of_b, &[IoSlice::new(b"overbehind")], 0);
+        assert_eq!(written, Ok(10));
+        b.sync(&of_b, false).expect("sync");
+        let written = a.write_at(&file, &[IoSlice::new(b"x")], 0);
+        assert_eq!(written, Ok(1));
+        let b_syncs = b.write_at(&of_b, &[IoSlice::new(b"overbehind")], 0);
+        assert_eq!(b_syncs, Ok(10));
+        b.sync(&of_b, false).expect("sync");
+        let before = disk_of_a.entries_read();
+        a.sync(&file, false).expect("sync");
+        assert_eq!(disk_of_a.entries_read(), before, "{what}: a sync looks");
+        use_file(&a, &file);
+        let inode = a.lookup(&a.root(), OsStr::new("file")).expect("lookup").0;
+        assert_eq!(a.attr(&inode).expect("stat").size, 10, "{what}");
+    }
 }
 
 /// A file with these bytes, open for writing.
