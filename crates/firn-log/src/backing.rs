@@ -481,6 +481,9 @@ impl<B: Backing> LogBacking<B> {
         let place = self.place();
         let file = &opened.file;
         file.wait_for(&place, &mut || file.look_again(&place))?;
+        if opened.access != Access::Read {
+            file.raise_epoch();
+        }
         if !file.is_logged() {
             // Another host may have written the plain file.
             self.below.attr_now(&opened.inode)?;

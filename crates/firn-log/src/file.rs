@@ -67,7 +67,7 @@ pub(crate) struct LoggedFile<B: Backing> {
 #[derive(Default)]
 struct Looks {
     is_under_way: bool,
-    /// When this host synced the file last. Before it uses the file again it looks what others have synced by then.
+    /// When this host synced the file last, until it has looked what others had synced by then: before it uses the file.
     synced: Option<Instant>,
     /// Begin of the last look.
     last: Option<Instant>,
@@ -264,14 +264,29 @@ impl<B: Backing> LoggedFile<B> {
     /// Looks for the generations that there are, unless that was done since this host synced the file. A writer that syncs
     /// and closes the file never reads what others wrote.
     pub(crate) fn look_after_sync(&self, place: &ContainerSite<'_, B>) -> Result<()> {
-        let is_due = {
+        let (synced, last) = {
             let looks = self.looks.lock();
-            looks.synced.is_some() && looks.last < looks.synced
+            (looks.synced, looks.last)
         };
-        if is_due {
-            self.look_again(place)
-        } else {
-            Ok(())
+        if synced.is_none() {
+            return Ok(());
+        }
+        if last < synced {
+            self.look_again(place)?;
+        }
+        self.raise_epoch();
+        let mut looks = self.looks.lock();
+        // Another sync may have ended meanwhile.
+        if looks.synced == synced {
+            looks.synced = None;
+        }
+        Ok(())
+    }
+
+    /// What this host writes from now on is newer than all that it has seen.
+    pub(crate) fn raise_epoch(&self) {
+        if let Some(top) = self.all().last() {
+            top.container.raise_epoch();
         }
     }
 
@@ -362,7 +377,6 @@ impl<B: Backing> LoggedFile<B> {
                 Err(_) if generation.is_flat(place)? => continue,
                 refreshed => refreshed?,
             }
-            generation.container.raise_epoch();
             found.push(generation);
         }
         self.has_remains
