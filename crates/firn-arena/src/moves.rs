@@ -12,6 +12,7 @@ use rustix::io::Errno;
 
 use crate::arena::Arena;
 use crate::map::probe;
+use crate::memory_files::MemoryFile;
 use crate::refs::SlabRef;
 use crate::spill::{SpillFault, SpillFile};
 
@@ -43,12 +44,14 @@ unsafe impl Send for Place {}
 unsafe impl Sync for Place {}
 
 /// Bytes from the start of a file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub enum Located {
     /// Of the arena.
     Arena(u64),
     /// Of the spill file.
     Spill(u64),
+    /// Of this memory file.
+    MemoryFile(Arc<MemoryFile>, u64),
 }
 
 /// Figures of the spill file.
@@ -135,6 +138,9 @@ impl Arena {
     /// Where pending bytes are, for those who map or open the files themselves; holds while the slab is pinned.
     /// `None`: the spill file is gone, or damage hides where they are.
     pub fn locate_bytes(&self, slab: SlabRef, position: u32) -> Option<Located> {
+        if let Some((file, start)) = self.memory_file_of(slab.chunk) {
+            return Some(Located::MemoryFile(file, start + u64::from(position)));
+        }
         match (self.homes.get(slab.chunk)?, self.spill.file()) {
             (Home::Memory(slot), _) => Some(Located::Arena(
                 self.geometry().slot_offset(slot) + u64::from(position),
