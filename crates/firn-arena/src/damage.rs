@@ -42,7 +42,9 @@ pub enum Damage {
         why: String,
     },
     /// Pieces whose data a memory file should have.
-    #[error("chunk {chunk}: {pieces} pieces, {bytes} bytes, are in slot {slot} and cannot be read: {why}")]
+    #[error(
+        "chunk {chunk}: {pieces} pieces, {bytes} bytes, are in slot {slot} and cannot be read: {why}"
+    )]
     MemoryFile {
         /// Index.
         chunk: u32,

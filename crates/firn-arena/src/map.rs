@@ -143,6 +143,15 @@ impl Map {
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) }
     }
 
+    /// Copies bytes to another place, which is the caller's.
+    pub(crate) fn copy_within(&self, from: u64, to: u64, len: u64) {
+        probe();
+        assert!(from + len <= to || to + len <= from, "a copy onto itself");
+        let (source, target) = (self.at(from, len), self.at(to, len));
+        // SAFETY: both in range, and apart as just asserted; the caller owns the target.
+        unsafe { std::ptr::copy_nonoverlapping(source, target, len as usize) }
+    }
+
     pub(crate) fn read(&self, at: u64, bytes: &mut [u8]) {
         let from = self.at(at, bytes.len() as u64);
         // SAFETY: in range; `bytes` is ours and does not overlap the mapping.
@@ -180,8 +189,17 @@ impl Map {
         let flags = MapFlags::SHARED | MapFlags::FIXED;
         // SAFETY: in range, of whole pages, and replaced in one step: a thread that touches it finds the one or the other
         // file. That nobody needs the bytes that were there is the caller's to know.
-        unsafe { rustix::mm::mmap(self.at(at, len).cast(), len as usize, prot, flags, file, offset) }
-            .map(drop)
+        unsafe {
+            rustix::mm::mmap(
+                self.at(at, len).cast(),
+                len as usize,
+                prot,
+                flags,
+                file,
+                offset,
+            )
+        }
+        .map(drop)
     }
 
     /// Maps the arena's own bytes again where another file was.

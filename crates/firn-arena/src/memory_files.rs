@@ -9,7 +9,7 @@
 //! * A slot changes its place only while no chunk is in it.
 //! * A slot is in the arena or in a memory file, whole, at every instant: its word is stored after the new place has memory
 //!   and before the old one loses it.
-//! * The bytes of a memory file that was given away ([`MemoryFile::give`]) are not used for another file.
+//! * The bytes of a memory file that was given away ([`MemoryFile::reader`], [`MemoryFile::share`]) are not used for another file.
 //!
 //! Relies on: one thread makes memory files and fills them. Any thread may return idle slots.
 
@@ -20,10 +20,10 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use firn_format::home::Home;
 use firn_format::memory_file::{
     MEMORY_FILE_SLOTS_MAX, MemoryPlace, memory_file_name, memory_file_number,
 };
-use firn_format::home::Home;
 use firn_format::quote::quoted_path;
 use firn_format::slab::Class;
 use parking_lot::Mutex;
@@ -82,21 +82,66 @@ struct SlotOfFile {
 }
 
 impl MemoryFile {
+    /// The number in its name.
+    pub fn number(&self) -> u16 {
+        self.number
+    }
+
     /// The file, for who maps or reads it.
     pub fn file(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
     }
 
-    /// Makes the file as long as what it holds, and a descriptor that can only read it. From here on its bytes stay those
-    /// of one file.
-    pub fn give(&self, len: u64) -> Result<OwnedFd, Errno> {
+    /// Makes the file as long as the file whose bytes it has. What it holds of the arena must not lie beyond.
+    pub fn set_len(&self, len: u64) -> Result<(), Errno> {
+        if rustix::fs::fstat(&self.file)?.st_size as u64 == len {
+            return Ok(());
+        }
+        rustix::fs::ftruncate(&self.file, len)
+    }
+
+    /// Stores bytes for those who read it.
+    pub fn store(&self, mut at: u64, mut bytes: &[u8]) -> Result<(), Errno> {
+        while !bytes.is_empty() {
+            match rustix::io::pwrite(&self.file, bytes, at) {
+                Ok(0) => return Err(Errno::IO),
+                Ok(n) => {
+                    bytes = &bytes[n..];
+                    at += n as u64;
+                }
+                Err(Errno::INTR) => {}
+                Err(errno) => return Err(errno),
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads bytes; less than asked only at its end.
+    pub fn load(&self, at: u64, out: &mut [u8]) -> Result<usize, Errno> {
+        let mut done = 0;
+        while done < out.len() {
+            match rustix::io::pread(&self.file, &mut out[done..], at + done as u64) {
+                Ok(0) => break,
+                Ok(n) => done += n,
+                Err(Errno::INTR) => {}
+                Err(errno) => return Err(errno),
+            }
+        }
+        Ok(done)
+    }
+
+    /// A descriptor that can only read it, for somebody else: from here on its bytes stay those of one file.
+    pub fn reader(&self) -> Result<OwnedFd, Errno> {
         use std::os::fd::AsRawFd;
         self.is_given.store(true, Ordering::Release);
-        if rustix::fs::fstat(&self.file)?.st_size as u64 != len {
-            rustix::fs::ftruncate(&self.file, len)?;
-        }
         let path = format!("/proc/self/fd/{}", self.file.as_raw_fd());
         rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
+    }
+
+    /// From here on somebody else reads it, and its bytes stay those of one file of so many bytes.
+    pub fn share(&self, len: u64) -> Result<(), Errno> {
+        self.is_given.store(true, Ordering::Release);
+        self.set_len(len)
     }
 
     /// Whether somebody else may read it.
@@ -160,8 +205,10 @@ impl MemoryFiles {
         let number = number.ok_or(Errno::NOSPC)?;
         let name = self.name(number);
         probe();
-        let create = || firn_trust::create_private_file(self.dir()?, Path::new(&name), OFlags::RDWR)
-            .map_err(|error| error.errno());
+        let create = || {
+            firn_trust::create_private_file(self.dir()?, Path::new(&name), OFlags::RDWR)
+                .map_err(|error| error.errno())
+        };
         let file = match create() {
             // What an arena left that is gone.
             Err(Errno::EXIST) => {
@@ -182,7 +229,10 @@ impl MemoryFiles {
         slots[usize::from(index)] = Some(slot);
         drop(slots);
         let file = Arc::clone(file);
-        self.table.lock().by_slot.insert(slot, SlotOfFile { file, index });
+        self.table
+            .lock()
+            .by_slot
+            .insert(slot, SlotOfFile { file, index });
     }
 
     fn place(&self, slot: u32) -> Option<SlotOfFile> {
@@ -307,7 +357,10 @@ pub(crate) fn report_unreadable_slots(
         let needed = of_chunk().map(end).max().unwrap_or(0);
         let why = match place {
             Ok(place) if place.bytes >= needed => continue,
-            Ok(place) => format!("the memory file has {} of {needed} bytes of it", place.bytes),
+            Ok(place) => format!(
+                "the memory file has {} of {needed} bytes of it",
+                place.bytes
+            ),
             Err(why) => why.clone(),
         };
         homes[chunk as usize] = None;
@@ -452,7 +505,9 @@ impl Arena {
         };
         let word = place.to_word(slot, &self.superblock.uuid);
         probe();
-        self.tables.memory_place(slot).store(word, Ordering::Release);
+        self.tables
+            .memory_place(slot)
+            .store(word, Ordering::Release);
         probe();
         // From here on it has memory twice until this is done; who attaches does it again.
         let _ = punch(self.map.file(), at, bytes);

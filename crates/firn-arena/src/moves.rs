@@ -11,6 +11,7 @@ use firn_format::home::Home;
 use rustix::io::Errno;
 
 use crate::arena::Arena;
+use crate::lease::Lease;
 use crate::map::probe;
 use crate::memory_files::MemoryFile;
 use crate::refs::SlabRef;
@@ -156,6 +157,32 @@ impl Arena {
             .in_memory(slab, position)
             .expect("a leased slab is in memory");
         self.map.write(at, data);
+    }
+
+    /// Copies bytes of a slab that is pinned to a leased slab, where nobody sees them before they are published.
+    pub fn copy_slab(
+        &self,
+        (from, position): (SlabRef, u32),
+        lease: &Lease,
+        to: u32,
+        len: usize,
+    ) -> Result<(), Errno> {
+        assert!(lease.start() <= to && u64::from(to) + len as u64 <= u64::from(lease.end()));
+        let target = self.data_offset(lease.slab().chunk) + u64::from(to);
+        match self.place(from, position, len as u32) {
+            Place::Memory(_) => {
+                let source = self.in_memory(from, position).ok_or(Errno::IO)?;
+                self.map.copy_within(source, target, len as u64);
+                Ok(())
+            }
+            Place::Spill(file, at) => {
+                let mut bytes = vec![0; len];
+                file.read(at, &mut bytes)?;
+                self.map.write(target, &bytes);
+                Ok(())
+            }
+            Place::Nowhere => Err(Errno::IO),
+        }
     }
 
     /// Changes pending bytes where they lie. False: they are spilled or about to be; nothing was changed.

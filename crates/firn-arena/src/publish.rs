@@ -80,6 +80,17 @@ impl Arena {
         (PieceRef { slab, record }, piece.sequence)
     }
 
+    /// Counts the first `bytes` of a leased slab as used, though no record tells of them: they are in the backing, too. The piece
+    /// is none that a recovery finds.
+    pub fn use_without_piece(&self, lease: &Lease, bytes: u64) -> PieceRef {
+        let slab = lease.slab;
+        self.uses.add(slab, bytes);
+        PieceRef {
+            slab,
+            record: self.tables.records_of(lease.class(), slab.slab).start,
+        }
+    }
+
     fn records(&self, slab: SlabRef) -> Records<'_> {
         Records {
             tables: &self.tables,

@@ -481,6 +481,8 @@ pub struct Options {
     pub passthrough: Passthrough,
     /// Percent of the arena's bytes of held files that the kernel may cache as well; 0: none.
     pub kernel_copies_percent: u32,
+    /// Files of at least so many bytes get memory files of their own; 0: none.
+    pub memory_file_bytes_min: u64,
     /// Directory of the arena; `None`: the runtime directory.
     #[serde(default, with = "firn_protocol::path::exact_option")]
     pub arena_dir: Option<PathBuf>,
@@ -580,6 +582,7 @@ impl Options {
             allow_other: false,
             passthrough: Passthrough::Auto,
             kernel_copies_percent: 0,
+            memory_file_bytes_min: 0,
             arena_dir: None,
             spill: None,
             numa_topology: None,

@@ -308,6 +308,11 @@ fn policies(arena: &Arena, options: &Options) -> EngineOptions {
         passthrough: passthrough(options),
         kernel_copies_bytes_max: options.arena_bytes / 100
             * u64::from(options.kernel_copies_percent),
+        // A stub's list names no other files.
+        memory_file_bytes_min: match options.frontend {
+            Frontend::Fuse => options.memory_file_bytes_min,
+            Frontend::Preload => 0,
+        },
         serves_every_read: options.participants != Participants::Off,
         objects_max: process::objects_max(),
         open_files_max: process::objects_max(),

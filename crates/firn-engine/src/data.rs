@@ -151,7 +151,11 @@ impl<B: Backing> Engine<B> {
         // In any case it is noted how the file is now.
         let unchanged =
             is_cacheable && !allowed && self.kernel_cache.is_as_cached(&inode) && !is_shared;
-        let held_size = if is_cacheable && self.kernel_cache.kernel_copies.are_allowed() {
+        let reads_memory = self.kernel_cache.passes_memory_through()
+            && self.room.settles()
+            && kernel_reads == KernelReads::Passthrough;
+        let keeps_copies = self.kernel_cache.kernel_copies.are_allowed();
+        let held_size = if is_cacheable && (keeps_copies || reads_memory) {
             self.size_if_held(&file)
         } else {
             None
@@ -168,12 +172,15 @@ impl<B: Backing> Engine<B> {
             let quiet = in_backing && !state.opens.has_through_engine() && !wants_write;
             // While the kernel caches pages for an open file, it refuses to pass the inode through.
             let is_cached = state.opens.has_cached();
-            if state.opens.has_passthrough() || (allowed && both && quiet && !is_cached) {
+            if state.view.is_some() || (reads_memory && self.begin_view(state, held_size)) {
+                OpenMode::Memory
+            } else if state.opens.has_passthrough() || (allowed && both && quiet && !is_cached) {
                 OpenMode::Passthrough
             } else if is_cacheable && in_backing && (!allowed || is_cached) {
                 OpenMode::Cached { keep: unchanged }
             } else {
-                copy = held_size.and_then(|size| self.kernel_cache.admit_copy(&inode, state, size));
+                let size = held_size.filter(|_| keeps_copies);
+                copy = size.and_then(|size| self.kernel_cache.admit_copy(&inode, state, size));
                 copy.as_ref().map_or(OpenMode::Engine, |copy| {
                     let keep = copy.is_current;
                     OpenMode::Cached { keep }
@@ -183,7 +190,32 @@ impl<B: Backing> Engine<B> {
         if let Some(copy) = copy {
             self.kernel_cache.kernel_copies.drop_pages(&copy.dropped);
         }
+        if held_size.is_some() && opened.mode != OpenMode::Memory {
+            self.room.settle_later(&file);
+        }
         Ok(opened)
+    }
+
+    /// Lets the kernel read a file of `size` bytes from its memory file, if all of it is in one and nobody writes it.
+    fn begin_view(&self, state: &mut FileState<B>, size: Option<u64>) -> bool {
+        // The kernel has an inode in one mode only; and held lists keep their bytes, whatever a later writer stores.
+        let is_used_otherwise = state.opens.has_through_engine()
+            || state.opens.has_passthrough()
+            || state.opens.has_cached()
+            || state.opens.has_writers()
+            || state.direct.has_grant()
+            || state.direct.has_chunk_lists();
+        let Some(size) = size.filter(|_| !is_used_otherwise) else {
+            return false;
+        };
+        let Some(memory) = state.memory_file(&self.base.arena, size) else {
+            return false;
+        };
+        let is_shared = memory.share(size).is_ok();
+        if is_shared {
+            state.view = Some(memory);
+        }
+        is_shared
     }
 
     /// The length of a file of which the arena has bytes. The backing is asked once for each contents.
@@ -379,6 +411,11 @@ impl<B: Backing> Engine<B> {
         self.base.journal.record_released(&handle, &mut state);
         match mode {
             OpenMode::Engine => {}
+            OpenMode::Memory => {
+                if !state.opens.has_passthrough() {
+                    state.view = None;
+                }
+            }
             OpenMode::Passthrough => state.changes += u64::from(handle.writable),
             OpenMode::Cached { .. } => {
                 self.kernel_cache.count_cached_release();
@@ -407,6 +444,9 @@ impl<B: Backing> Engine<B> {
         self.open_files.close_if_unused(file);
         if orphan {
             self.exclusive.discard(file);
+        }
+        if is_written {
+            self.room.settle_later(file);
         }
         self.open_files.drop_if_unused(file);
         self.room.wake_writers();

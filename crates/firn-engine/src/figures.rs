@@ -234,6 +234,8 @@ impl<B: Backing> Engine<B> {
             close_wait_seconds: get(&counters.close_wait_us) as f64 / 1e6,
             kernel_copies_bytes,
             kernel_copies_max_bytes,
+            memory_file_bytes: self.base.arena.memory_file_figures().bytes,
+            settled_bytes: self.room.settle.settled_bytes(),
             direct_files: direct_access.files,
             direct_leases: direct_access.leases,
             direct_errors: direct_access.errors,

@@ -26,6 +26,8 @@ pub struct KernelCache<B: Backing> {
     pub(crate) kernel_copies: KernelCopies,
     /// It may read files of the backing by itself, until it once could not.
     passthrough: AtomicBool,
+    /// The same of memory files.
+    memory_passthrough: AtomicBool,
     /// Open handles whose pages it caches.
     cached_opens: AtomicU64,
 }
@@ -44,6 +46,7 @@ impl<B: Backing> KernelCache<B> {
             open_files: Arc::clone(open_files),
             kernel_copies: KernelCopies::new(intake.base.options.kernel_copies_bytes_max),
             passthrough: AtomicBool::new(intake.base.options.passthrough),
+            memory_passthrough: AtomicBool::new(intake.base.options.passthrough),
             cached_opens: AtomicU64::new(0),
         }
     }
@@ -173,6 +176,28 @@ impl<B: Backing> KernelCache<B> {
                 self.intake.end_lists_before_changes(file, &object);
             }
             self.privileges.tell_attributes_changed(file.inode.id);
+        }
+    }
+
+    /// Whether the kernel can be given memory files to read by itself.
+    pub(crate) fn passes_memory_through(&self) -> bool {
+        self.memory_passthrough.load(Ordering::Relaxed) && !self.base.options.serves_every_read
+    }
+
+    /// The kernel cannot read this handle's memory file: it and all later ones come to the engine.
+    pub fn no_memory_passthrough(&self, handle: HandleId) {
+        self.memory_passthrough.store(false, Ordering::Relaxed);
+        let Ok(handle) = self.open_files.handle(handle) else {
+            return;
+        };
+        let mut state = handle.file.lock();
+        let mut mode = handle.mode.lock();
+        if *mode == OpenMode::Memory {
+            *mode = OpenMode::Engine;
+            state.opens.change_mode(OpenMode::Memory, OpenMode::Engine);
+            if !state.opens.has_passthrough() {
+                state.view = None;
+            }
         }
     }
 

@@ -192,6 +192,8 @@ impl<B: Backing> Engine<B> {
             if engine.base.options.drain == DrainPolicy::Eager {
                 engine.drain.force(&file, &mut state);
             }
+            drop(state);
+            engine.room.settle_later(&file);
         }
         Ok((engine, recovered))
     }

@@ -193,6 +193,7 @@ impl<B: Backing> Writes<B> {
             .arena
             .overwrite_bytes(extent.piece.slab, extent.position, data);
         if changed {
+            state.show(offset, data);
             state.pending.touch();
             self.base
                 .arena
@@ -254,6 +255,7 @@ impl<B: Backing> Writes<B> {
             }
             let extent = self.publish(&mut state, lease, file_id, offset, reserved);
             self.intake.ingest(file, &mut state, offset, extent);
+            state.show(offset, &data[..reserved.len as usize]);
             handle
                 .written
                 .fetch_add(u64::from(reserved.len), Ordering::Relaxed);

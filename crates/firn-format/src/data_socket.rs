@@ -342,6 +342,8 @@ pub const IN_SPILL: u32 = 1;
 pub const IN_BACKING: u32 = 2;
 /// [`Extent::place`]: told to who asks from an offset in this extent on. [`Extent::at`] says nothing.
 pub const TO_BE_ASKED: u32 = 3;
+/// [`Extent::place`]: a memory file.
+pub const IN_MEMORY_FILE: u32 = 4;
 
 #[cfg(test)]
 mod tests {

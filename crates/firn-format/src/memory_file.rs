@@ -98,8 +98,18 @@ mod tests {
         let arena = OsStr::new("ab.arena");
         let name = memory_file_name(arena, 12);
         assert_eq!(memory_file_number(arena, &name), Some(12));
-        for other in ["ab.arena", "ab.arena.m", "ab.arena.m012", "ab.arena.m70000", "b.arena.m1"] {
-            assert_eq!(memory_file_number(arena, OsStr::new(other)), None, "{other}");
+        for other in [
+            "ab.arena",
+            "ab.arena.m",
+            "ab.arena.m012",
+            "ab.arena.m70000",
+            "b.arena.m1",
+        ] {
+            assert_eq!(
+                memory_file_number(arena, OsStr::new(other)),
+                None,
+                "{other}"
+            );
         }
     }
 }

@@ -8,6 +8,7 @@ mod direct_access;
 mod frontends;
 mod kernel_cache;
 mod kernel_copies;
+mod memory_files;
 mod preload;
 mod programs;
 mod promises;

@@ -76,21 +76,26 @@ fn write_file(arena: &Arena, file: u64, chunks: u64) -> Vec<(PieceRef, u64)> {
 }
 
 fn len_of(chunk: u64, chunks: u64) -> u64 {
-    if chunk + 1 == chunks { CHUNK / 2 } else { CHUNK }
+    if chunk + 1 == chunks {
+        CHUNK / 2
+    } else {
+        CHUNK
+    }
 }
 
 /// Moves the file into a memory file, chunk by chunk.
-fn settle(
-    arena: &Arena,
-    file: u64,
-    old: &mut [(PieceRef, u64)],
-    memory: &Arc<MemoryFile>,
-) {
+fn settle(arena: &Arena, file: u64, old: &mut [(PieceRef, u64)], memory: &Arc<MemoryFile>) {
     let chunks = old.len() as u64;
     for (chunk, (piece, len)) in old.iter_mut().enumerate() {
         let lease = arena.lease_memory_slot(memory, chunk as u16, 0);
         let lease = lease.expect("no error").expect("a slot");
-        let new = publish(arena, lease, file, chunk as u64 * CHUNK, len_of(chunk as u64, chunks));
+        let new = publish(
+            arena,
+            lease,
+            file,
+            chunk as u64 * CHUNK,
+            len_of(chunk as u64, chunks),
+        );
         arena.retire_bytes(*piece, *len as u32, true);
         *piece = new;
     }
@@ -111,7 +116,9 @@ fn verify(arena: &Arena) -> Vec<Piece> {
         arena
             .copy_out(found.at.slab, found.piece.position, &mut bytes)
             .expect("readable");
-        let Piece { file, offset, len, .. } = found.piece;
+        let Piece {
+            file, offset, len, ..
+        } = found.piece;
         assert!(bytes == bytes_of(file, offset, u64::from(len)), "{found:?}");
     }
     stored.into_iter().map(|stored| stored.piece).collect()
@@ -143,13 +150,18 @@ fn a_memory_file_has_the_bytes_in_order_and_memory_counts_once() {
     let mut pieces = write_file(&f.arena, 1, 3);
     assert_eq!(f.arena.memory_used(), 3);
     let before = allocated(f.dir.path());
-    let memory = f.arena.begin_memory_file(3).expect("no error").expect("one");
+    let memory = f
+        .arena
+        .begin_memory_file(3)
+        .expect("no error")
+        .expect("one");
     settle(&f.arena, 1, &mut pieces, &memory);
     assert_eq!(f.arena.memory_used(), 3);
     assert_eq!(verify(&f.arena).len(), 3);
     assert!(allocated(f.dir.path()) <= before, "memory counts twice");
     let len = 2 * CHUNK + CHUNK / 2;
-    let given = memory.give(len).expect("given");
+    memory.share(len).expect("it gets its length");
+    let given = memory.reader().expect("given");
     let mut bytes = vec![0; len as usize + 1];
     let file = std::fs::File::from(given);
     let got = file.read_at(&mut bytes, 0).expect("read");
@@ -160,7 +172,11 @@ fn a_memory_file_has_the_bytes_in_order_and_memory_counts_once() {
     assert!(matches!(place, Located::MemoryFile(_, at) if at == CHUNK + 5));
     drop_pieces(&f.arena, &pieces);
     f.arena.trim_memory_files(u64::MAX);
-    assert_eq!(f.memory_files(), [] as [PathBuf; 0], "what was given is not used again");
+    assert_eq!(
+        f.memory_files(),
+        [] as [PathBuf; 0],
+        "what was given is not used again"
+    );
     lease_all(&f.arena);
     f.arena.assert_invariants();
 }
@@ -170,7 +186,11 @@ fn allocated(dir: &Path) -> u64 {
     use std::os::unix::fs::MetadataExt;
     let entries = std::fs::read_dir(dir).expect("a directory");
     let blocks = |entry: std::io::Result<std::fs::DirEntry>| {
-        entry.expect("an entry").metadata().expect("metadata").blocks()
+        entry
+            .expect("an entry")
+            .metadata()
+            .expect("metadata")
+            .blocks()
     };
     entries.map(blocks).sum::<u64>() * 512
 }
@@ -179,13 +199,21 @@ fn allocated(dir: &Path) -> u64 {
 fn an_idle_memory_file_is_used_again_and_gives_way_to_writers() {
     let f = Fixture::new();
     let mut pieces = write_file(&f.arena, 1, 3);
-    let memory = f.arena.begin_memory_file(3).expect("no error").expect("one");
+    let memory = f
+        .arena
+        .begin_memory_file(3)
+        .expect("no error")
+        .expect("one");
     settle(&f.arena, 1, &mut pieces, &memory);
     drop_pieces(&f.arena, &pieces);
     f.arena.trim_memory_files(3 * CHUNK);
     assert_eq!(f.arena.memory_file_figures().idle_bytes, 3 * CHUNK);
     let mut pieces = write_file(&f.arena, 2, 3);
-    let again = f.arena.begin_memory_file(3).expect("no error").expect("one");
+    let again = f
+        .arena
+        .begin_memory_file(3)
+        .expect("no error")
+        .expect("one");
     assert!(Arc::ptr_eq(&again, &memory));
     settle(&f.arena, 2, &mut pieces, &again);
     assert_eq!(verify(&f.arena).len(), 3);
@@ -212,7 +240,11 @@ fn a_crash_at_any_store_leaves_each_piece_whole_and_each_slot_usable() {
                 copy_dir(&from, &to);
             }
         })));
-        let memory = f.arena.begin_memory_file(3).expect("no error").expect("one");
+        let memory = f
+            .arena
+            .begin_memory_file(3)
+            .expect("no error")
+            .expect("one");
         settle(&f.arena, 1, &mut pieces, &memory);
         let kept_until = steps.load(Ordering::Relaxed);
         drop_pieces(&f.arena, &pieces);
@@ -273,8 +305,12 @@ fn count_unreadable(f: &Fixture) -> usize {
     let (stored, _) = f.arena.read_pieces();
     let unreadable = stored.iter().filter(|found| {
         let mut bytes = vec![0; found.piece.len as usize];
-        let read = f.arena.copy_out(found.at.slab, found.piece.position, &mut bytes);
-        let Piece { file, offset, len, .. } = found.piece;
+        let read = f
+            .arena
+            .copy_out(found.at.slab, found.piece.position, &mut bytes);
+        let Piece {
+            file, offset, len, ..
+        } = found.piece;
         assert!(read.is_err() || bytes == bytes_of(file, offset, u64::from(len)));
         read.is_err()
     });
@@ -286,7 +322,10 @@ fn a_memory_file_that_is_gone_short_or_of_others_is_told_and_not_read() {
     let (f, damage) = damaged(|path, _| std::fs::remove_file(path).expect("removed"));
     assert_eq!((damage.len(), count_unreadable(&f)), (3, 3), "{damage:?}");
     let (f, damage) = damaged(|path, _| {
-        let file = std::fs::File::options().write(true).open(path).expect("opens");
+        let file = std::fs::File::options()
+            .write(true)
+            .open(path)
+            .expect("opens");
         file.set_len(CHUNK + 7).expect("cut");
     });
     assert_eq!((damage.len(), count_unreadable(&f)), (2, 2), "{damage:?}");
@@ -339,7 +378,11 @@ fn memory_files_of_an_arena_that_is_gone_are_in_nobodys_way() {
     let stale = f.dir.path().join("arena.m0");
     std::fs::write(&stale, b"stale").expect("written");
     let mut pieces = write_file(&f.arena, 1, 2);
-    let memory = f.arena.begin_memory_file(2).expect("no error").expect("one");
+    let memory = f
+        .arena
+        .begin_memory_file(2)
+        .expect("no error")
+        .expect("one");
     settle(&f.arena, 1, &mut pieces, &memory);
     assert_eq!(verify(&f.arena).len(), 2);
     std::fs::write(f.dir.path().join("arena.m7"), b"stale").expect("written");
@@ -358,12 +401,22 @@ fn memory_files_of_an_arena_that_is_gone_are_in_nobodys_way() {
 #[test]
 fn without_spare_slots_a_memory_file_gets_none() {
     let f = Fixture::new();
-    let memory = f.arena.begin_memory_file(2).expect("no error").expect("one");
+    let memory = f
+        .arena
+        .begin_memory_file(2)
+        .expect("no error")
+        .expect("one");
     let spare = CHUNKS - 1;
-    let lease = f.arena.lease_memory_slot(&memory, 0, spare).expect("no error");
+    let lease = f
+        .arena
+        .lease_memory_slot(&memory, 0, spare)
+        .expect("no error");
     let slab: SlabRef = lease.as_ref().expect("one is to spare").slab();
     assert!(f.arena.memory_file_of(slab.chunk).is_some());
-    let none = f.arena.lease_memory_slot(&memory, 1, spare).expect("no error");
+    let none = f
+        .arena
+        .lease_memory_slot(&memory, 1, spare)
+        .expect("no error");
     assert!(none.is_none());
     f.arena.seal_slab(lease.expect("a lease"));
     f.arena.assert_invariants();
