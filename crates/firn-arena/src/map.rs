@@ -216,10 +216,7 @@ impl Map {
             let base = self.at(start, step).cast::<libc::c_void>();
             // SAFETY: in range; populating changes no contents.
             if unsafe { libc::madvise(base, PAGE as usize, MADV_POPULATE_WRITE) } != 0 {
-                let errno = std::io::Error::last_os_error().raw_os_error();
-                return Err(rustix::io::Errno::from_raw_os_error(
-                    errno.unwrap_or(libc::EIO),
-                ));
+                return Err(no_memory());
             }
             self.collapse(start, step);
         }
@@ -262,6 +259,14 @@ impl Map {
         Err(rustix::io::Errno::from_raw_os_error(
             errno.unwrap_or(libc::EIO),
         ))
+    }
+}
+
+/// Why madvise(2) gave a page no memory. EFAULT is what a touch would be SIGBUS for: the file system is full.
+fn no_memory() -> rustix::io::Errno {
+    match std::io::Error::last_os_error().raw_os_error() {
+        Some(libc::EFAULT) | None => rustix::io::Errno::NOSPC,
+        Some(errno) => rustix::io::Errno::from_raw_os_error(errno),
     }
 }
 

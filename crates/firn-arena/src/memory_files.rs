@@ -20,6 +20,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use firn_format::geometry::PAGE;
 use firn_format::home::Home;
 use firn_format::memory_file::{
     MEMORY_FILE_SLOTS_MAX, MemoryPlace, memory_file_name, memory_file_number,
@@ -539,6 +540,16 @@ impl Arena {
         };
         let SlotOfFile { file, index } = self.memory_files.place(slot)?;
         Some((file, u64::from(index) * self.geometry.chunk_bytes))
+    }
+
+    /// Bytes of a chunk's slot that there are, in whole pages: a memory file may end in its last slot.
+    pub(crate) fn bytes_there(&self, chunk: u32) -> u64 {
+        let all = self.geometry.chunk_bytes;
+        let Some((file, start)) = self.memory_file_of(chunk) else {
+            return all;
+        };
+        let size = rustix::fs::fstat(&file.file).map_or(0, |stat| stat.st_size as u64);
+        all.min(size.saturating_sub(start).next_multiple_of(PAGE))
     }
 
     /// Gives idle slots back to the arena's file until `count` are, or none is left; returns how many were.

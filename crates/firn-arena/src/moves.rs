@@ -251,11 +251,12 @@ impl Arena {
             unreachable!("a resting chunk is in memory");
         };
         let bytes = self.geometry().chunk_bytes;
-        let data = self.map.at(self.geometry().slot_offset(from), bytes);
+        let there = self.bytes_there(chunk);
+        let data = self.map.at(self.geometry().slot_offset(from), there);
         // SAFETY: in the mapping; all its pieces are sealed and `begin_copy` keeps changes out. If the chunk
         // is freed meanwhile its slot is not reused before `abandon_move`.
         let written = file.write(to, unsafe {
-            std::slice::from_raw_parts(data, bytes as usize)
+            std::slice::from_raw_parts(data, there as usize)
         });
         let moved = written.is_ok() && self.homes.close(chunk);
         let mut pool = self.pool.lock();

@@ -656,13 +656,13 @@ pub static TABLE: [Row; 52] = [
         },
         default: "0",
         help: "Smallest held file that gets a memory file of its own; 0: none does",
-        long: "Where what is written stays in memory (`drain=demand`, `drain=commit`), a file of this size and more is moved into \
+        long: "With `drain=demand`, a file of this size and more is moved into \
                a file of its own in memory, in order and in huge pages, once its writers have closed it. As root, on \
                Linux 6.9 or later and with `passthrough=auto`, the kernel then reads it there by itself, at the speed of its page cache. The \
                bytes are in memory once, and count in `arena-size`. Moving costs a copy that nobody waits for. Take \
                `memory-files=16M` for checkpoints that are read back from memory. It is off by default because a program \
                that stores to a shared mapping while others read the file is seen by firnd when that program \
-               closes or syncs the file, and not at each store. Not for `frontend=preload`.",
+               closes or syncs the file, and not at each store. Not with `drain=commit` and `frontend=preload`.",
         changes_promises: false,
         get: |o| size_text(o.memory_file_bytes_min),
         set: |o, v| o.memory_file_bytes_min = v.number(),

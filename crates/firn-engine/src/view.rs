@@ -9,6 +9,7 @@
 //! * Who reads the view sees each write(2), truncation and removal of bytes that returned before.
 //! * The view is never shorter than what an extent of the file has in it: firnd maps it.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use firn_arena::{Arena, MemoryFile};
@@ -21,10 +22,10 @@ use crate::open_files::OpenFiles;
 use crate::reads::Reads;
 use crate::{HandleId, OpenMode, Result, Written};
 
-/// Bytes that are compared or stored at once.
+/// Bytes that are stored at once.
 const PART_BYTES: usize = 1 << 20;
-/// What a store to a mapping changes at least.
-const PAGE_BYTES: usize = 4096;
+/// Bytes that are compared at once: few, so that writers seldom come between.
+const COMPARED_BYTES: usize = 64 << 10;
 
 impl<B: Backing> FileState<B> {
     /// Stores bytes that were just taken in what the kernel reads.
@@ -107,38 +108,68 @@ impl<B: Backing> Engine<B> {
     /// Takes what programs stored to a shared mapping of a file that the kernel reads from a memory file as written. To be
     /// called when a handle that may write is closed or synced.
     pub fn take_stores(&self, handle: HandleId) -> Result<()> {
-        let view = self.open_files.handle(handle)?.file.lock().view.clone();
+        let file = Arc::clone(&self.open_files.handle(handle)?.file);
+        let view = file.lock().view.clone();
         let Some(view) = view.filter(|_| self.open_files.may_have_stores(handle)) else {
             return Ok(());
         };
-        let mut stored = vec![0; PART_BYTES];
-        let mut known = vec![0; PART_BYTES];
+        let mut stored = vec![0; COMPARED_BYTES];
+        let mut known = vec![0; COMPARED_BYTES];
         let mut offset = 0;
         loop {
+            let changes = file.lock().changes;
             let bytes = view.load(offset, &mut stored)?;
-            let of_file = self.read(handle, offset, &mut known)?.min(bytes);
-            for start in (0..of_file).step_by(PAGE_BYTES) {
-                let page = start..of_file.min(start + PAGE_BYTES);
-                if stored[page.clone()] != known[page.clone()] {
-                    let at = offset + start as u64;
-                    self.take_store(handle, at, &stored[page])?;
-                }
+            let bytes = self.read(handle, offset, &mut known)?.min(bytes);
+            if file.lock().changes != changes {
+                // What differs may be what a write(2) has changed between the two.
+                continue;
             }
-            if of_file < PART_BYTES {
+            for run in differing_runs(&stored[..bytes], &known[..bytes]) {
+                self.take_store(handle, offset + run.start as u64, &stored[run])?;
+            }
+            if bytes < COMPARED_BYTES {
                 return Ok(());
             }
-            offset += of_file as u64;
+            offset += bytes as u64;
         }
     }
 
-    fn take_store(&self, handle: HandleId, offset: u64, page: &[u8]) -> Result<()> {
+    fn take_store(&self, handle: HandleId, offset: u64, bytes: &[u8]) -> Result<()> {
         let mut done = 0;
-        while done < page.len() {
-            match self.write(handle, offset + done as u64, &page[done..], None)? {
-                Written::Bytes(bytes) => done += bytes,
+        while done < bytes.len() {
+            match self.write(handle, offset + done as u64, &bytes[done..], None)? {
+                Written::Bytes(count) => done += count,
                 Written::Full => return Err(Errno::NOSPC),
             }
         }
         Ok(())
+    }
+}
+
+/// The runs of bytes in which two pieces of the same length differ. No byte more: others may write those meanwhile.
+fn differing_runs(one: &[u8], other: &[u8]) -> Vec<Range<usize>> {
+    let mut runs: Vec<Range<usize>> = Vec::new();
+    if one == other {
+        return runs;
+    }
+    for at in (0..one.len()).filter(|&at| one[at] != other[at]) {
+        match runs.last_mut() {
+            Some(last) if last.end == at => last.end += 1,
+            _ => runs.push(at..at + 1),
+        }
+    }
+    runs
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_bytes_that_differ_are_in_the_runs() {
+        assert_eq!(differing_runs(b"", b""), []);
+        assert_eq!(differing_runs(b"same", b"same"), []);
+        assert_eq!(differing_runs(b"abcdef", b"xbcyzf"), [0..1, 3..5]);
+        assert_eq!(differing_runs(b"ab", b"xy"), [0..2]);
     }
 }
