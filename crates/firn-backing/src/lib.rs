@@ -26,6 +26,7 @@ pub mod dir;
 mod either;
 mod layer;
 pub mod lock;
+pub mod parallel;
 mod requests;
 mod types;
 pub mod unsynced;

@@ -144,8 +144,10 @@ pub enum Layout {
 #[serde(rename_all = "lowercase")]
 #[strum(serialize_all = "lowercase")]
 pub enum Flatten {
-    /// When the last host has closed it.
+    /// After the last host has closed it, while programs go on.
     #[default]
+    Behind,
+    /// In the close of the last host.
     Close,
     /// At the unmount.
     Demand,
@@ -573,7 +575,7 @@ impl Options {
             place_command: None,
             layout: Layout::Plain,
             log_files: Vec::new(),
-            flatten: Flatten::Close,
+            flatten: Flatten::Behind,
             close: Close::Auto,
             fsync: Fsync::Durable,
             drain_age_ms: 0,

@@ -520,11 +520,13 @@ pub static TABLE: [Row; 52] = [
     Row {
         name: "flatten",
         kind: Kind::Choice(words::<Flatten>()),
-        default: "close",
-        help: "When the logs of a file become the plain file: when the last host has closed it (close), at the \
-               unmount (demand), also when it is opened for reading (read), or not \
-               before a mount with another value (off)",
-        long: "Each host that has closed the file takes its share of the work. `firn umount` \
+        default: "behind",
+        help: "When the logs of a file become the plain file: after the last host has closed it, while programs go on \
+               (behind), before that close returns (close), at the unmount (demand), also when the file is opened for \
+               reading (read), or not before a mount with another value (off)",
+        long: "With `behind` a close returns when the bytes are in a log, synced: durable, and there for every host that has \
+               the backing mounted. Programs beside Firn see them when the file is plain, which `firn wait` waits for; with \
+               `close` they need not wait. Each host that has closed the file takes its share of the work. `firn umount` \
                flattens what nobody writes any more, but with `off`. `firn flatten`, `firn drain --wait` and `firn wait` do so at any time.",
         changes_promises: true,
         get: |o| word(o.flatten),

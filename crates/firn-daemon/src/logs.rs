@@ -21,7 +21,7 @@ use firn_engine::Engine;
 use firn_hosts::LeaseUse;
 use firn_hosts::own::{self, TOP};
 use firn_log::seal::UNIT_BYTES;
-use firn_log::{CONTAINERS, Left, LogBacking, Logs, Setup};
+use firn_log::{CONTAINERS, Left, LogBacking, Logs, Setup, WhenClosed};
 use firn_workers::spawn_thread;
 use globset::{Glob, GlobSet, GlobSetBuilder};
 
@@ -82,11 +82,20 @@ pub(crate) fn open(
         patience: Duration::from_millis(options.attr_timeout_ms) / 2,
         lag_max: LAG_MAX,
         unit_bytes: UNIT_BYTES,
-        flattens_closed: writes && options.flatten == Flatten::Close,
+        when_closed: when_closed(options),
         flattens_read: writes && options.flatten == Flatten::Read,
     };
     let logs = LogBacking::open(base, setup).map_err(own_error(backing))?;
     Ok(LoggableStore::Upper(logs))
+}
+
+fn when_closed(options: &Options) -> WhenClosed {
+    match options.flatten {
+        _ if options.read_only => WhenClosed::Keep,
+        Flatten::Close => WhenClosed::Flatten,
+        Flatten::Behind => WhenClosed::FlattenBehind,
+        Flatten::Demand | Flatten::Read | Flatten::Off => WhenClosed::Keep,
+    }
 }
 
 /// The names of files that lie in logs; none for all. They were looked at when the options were read.
@@ -239,7 +248,7 @@ impl Settler {
         let is_stopping = Arc::new(AtomicBool::new(false));
         let settled = Arc::clone(engine);
         let stop = Arc::clone(&is_stopping);
-        let adopts = flatten == Flatten::Close;
+        let adopts = matches!(flatten, Flatten::Behind | Flatten::Close);
         let (running, ended) = mpsc::channel::<()>();
         spawn_thread("firn-settle", move || {
             if let Some(logs) = settled.backing().logged() {

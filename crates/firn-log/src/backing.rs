@@ -50,6 +50,17 @@ pub type Liveness = Box<dyn Fn(&str) -> Result<bool> + Send + Sync>;
 /// Where bytes lie is told only if that is right for so long: to be told it again costs as much as some reads.
 const LOCATED_FOR_MIN: Duration = Duration::from_millis(20);
 
+/// What becomes of the logs of a file that no host has open for writing any more.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WhenClosed {
+    /// The close that ends the writing returns when they are flattened.
+    Flatten,
+    /// The close returns when they are published; [`LogBacking::settle`] flattens them.
+    FlattenBehind,
+    /// They stay.
+    Keep,
+}
+
 /// What a mount with the log layout is told.
 pub struct Setup {
     /// This host.
@@ -64,8 +75,8 @@ pub struct Setup {
     pub lag_max: Duration,
     /// Bytes of a file that one host flattens at a time.
     pub unit_bytes: u64,
-    /// Files are flattened when nobody writes to them any more.
-    pub flattens_closed: bool,
+    /// What becomes of the logs of a file that no host has open for writing any more.
+    pub when_closed: WhenClosed,
     /// The same, when they are opened for reading.
     pub flattens_read: bool,
 }
@@ -94,7 +105,17 @@ struct Files<B: Backing> {
     known: HashMap<FileId, Arc<LoggedFile<B>>>,
     /// Those that this host is taking the last name from: whoever opens one makes no container without a mark.
     dying: HashSet<FileId>,
+    /// When the containers were listed last, or are being listed.
     listed: Option<Instant>,
+    listing: Arc<Listing>,
+}
+
+/// The containers of all files at one moment. Each file is looked at when it is used: to read the containers of all of them
+/// would cost as much as there are files, however few are used.
+#[derive(Default)]
+struct Listing {
+    began: Option<Instant>,
+    containers: HashMap<FileId, Vec<Listed>>,
 }
 
 /// An object of a [`LogBacking`].
@@ -209,6 +230,7 @@ impl<B: Backing> LogBacking<B> {
                 known: HashMap::new(),
                 dying: HashSet::new(),
                 listed: None,
+                listing: Arc::default(),
             }),
             forgotten: AtomicU64::new(0),
             marked: Mutex::new(marked),
@@ -282,6 +304,12 @@ impl<B: Backing> LogBacking<B> {
             return Ok(None);
         };
         self.look_around()?;
+        let Some(file) = self.files.lock().known.get(&id).cloned() else {
+            return Ok(None);
+        };
+        self.look_at(&file);
+        // It may be flat since.
+        self.forget(&file);
         Ok(self.files.lock().known.get(&id).cloned())
     }
 
@@ -316,38 +344,55 @@ impl<B: Backing> LogBacking<B> {
         {
             let mut files = self.files.lock();
             let is_due = |listed: Instant| listed.elapsed() >= patience;
-            if !files.listed.is_none_or(is_due) {
+            // Before the first listing is there nothing is known: whoever comes meanwhile lists too.
+            if files.listing.began.is_some() && !files.listed.is_none_or(is_due) {
                 return Ok(());
             }
             files.listed = Some(Instant::now());
         }
         let began = Instant::now();
-        let mut found: HashMap<FileId, Vec<Listed>> = HashMap::new();
+        let mut containers: HashMap<FileId, Vec<Listed>> = HashMap::new();
         for (name, dir, _) in own::list(&self.below, &self.top)? {
             if let Some((id, number)) = FileId::of_container(&name) {
                 let listed = Listed { number, dir };
-                found.entry(id).or_default().push(listed);
+                containers.entry(id).or_default().push(listed);
             }
         }
-        let known: Vec<_> = {
+        let without_containers: Vec<_> = {
             let mut files = self.files.lock();
-            for &id in found.keys() {
+            for &id in containers.keys() {
                 let new = || Arc::new(LoggedFile::new(id));
                 files.known.entry(id).or_insert_with(new);
             }
-            files.known.values().map(Arc::clone).collect()
-        };
-        for file in known {
-            let listed = found.remove(&file.id).unwrap_or_default();
-            if !listed.is_empty() || file.has_containers() {
-                // Whoever opens it is told.
-                if let Err(error) = file.look(&self.place(), began, listed) {
-                    tracing::debug!(ino = file.id.ino, %error, "containers cannot be read");
-                }
+            let has_none = |file: &&Arc<LoggedFile<B>>| !containers.contains_key(&file.id);
+            let without = files.known.values().filter(has_none);
+            let without = without.map(Arc::clone).collect();
+            if files.listing.began < Some(began) {
+                files.listing = Arc::new(Listing {
+                    began: Some(began),
+                    containers,
+                });
             }
+            without
+        };
+        for file in without_containers {
+            self.look_at(&file);
             self.forget(&file);
         }
         Ok(())
+    }
+
+    /// Looks at the containers of a file that the last listing has, unless that was done.
+    fn look_at(&self, file: &LoggedFile<B>) {
+        let listing = Arc::clone(&self.files.lock().listing);
+        let Some(began) = listing.began else {
+            return;
+        };
+        let listed = listing.containers.get(&file.id).map(Vec::as_slice);
+        // Whoever opens it is told.
+        if let Err(error) = file.look_at_shared(&self.place(), began, listed) {
+            tracing::debug!(ino = file.id.ino, %error, "containers cannot be read");
+        }
     }
 
     /// The file of an inode that is opened.

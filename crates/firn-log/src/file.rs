@@ -69,6 +69,8 @@ struct Looks {
     is_under_way: bool,
     /// When the listing was begun that was looked at last.
     last: Option<Instant>,
+    /// The same, where the look may have failed.
+    last_tried: Option<Instant>,
 }
 
 /// Tells how many bytes the plain file has.
@@ -227,24 +229,55 @@ impl<B: Backing> LoggedFile<B> {
         self.trouble.lock().map_or(Ok(()), Err)
     }
 
-    /// Opens the generations that are there, and forgets those that are gone or flat. The listing was begun at
-    /// `began`; where somebody has looked at a later one, it says nothing. Where one cannot be read, the file is not
-    /// read before a later look.
+    /// Whether this host has looked at its containers since it knows of them.
+    pub(crate) fn was_looked_at(&self) -> bool {
+        self.looks.lock().last_tried.is_some()
+    }
+
+    /// Opens the generations that a listing of this call's own has. The listing was begun at `began`; where somebody has looked
+    /// at a later one, it says nothing. Where a generation cannot be read, the file is not read before a later look.
     pub(crate) fn look(
         &self,
         place: &Place<'_, B>,
         began: Instant,
-        listed: Vec<Listed>,
+        listed: &[Listed],
+    ) -> Result<()> {
+        let is_seen = |looks: &Looks| looks.last.is_some_and(|last| last > began);
+        self.look_unless(&is_seen, place, began, listed)
+    }
+
+    /// The same with a listing that others look at too: the first of them does, and the others wait for that.
+    pub(crate) fn look_at_shared(
+        &self,
+        place: &Place<'_, B>,
+        began: Instant,
+        listed: Option<&[Listed]>,
+    ) -> Result<()> {
+        if listed.is_none() && !self.has_containers() {
+            return Ok(());
+        }
+        let is_seen = |looks: &Looks| looks.last_tried.is_some_and(|last| last >= began);
+        self.look_unless(&is_seen, place, began, listed.unwrap_or_default())
+    }
+
+    /// Opens the generations that are listed, and forgets those that are gone or flat.
+    fn look_unless(
+        &self,
+        is_seen: &dyn Fn(&Looks) -> bool,
+        place: &Place<'_, B>,
+        began: Instant,
+        listed: &[Listed],
     ) -> Result<()> {
         {
             let mut looks = self.looks.lock();
             while looks.is_under_way {
                 looks.wait(&self.looked);
             }
-            if looks.last.is_some_and(|last| last > began) {
+            if is_seen(&looks) {
                 return Ok(());
             }
             looks.is_under_way = true;
+            looks.last_tried = looks.last_tried.max(Some(began));
         }
         let seen = self.look_alone(place, listed);
         *self.trouble.lock() = seen.err();
@@ -259,7 +292,8 @@ impl<B: Backing> LoggedFile<B> {
 
     /// One look at a time: of two that find the same container both would open it, and what this host knows of its own
     /// logs would be lost with one of them.
-    fn look_alone(&self, place: &Place<'_, B>, mut listed: Vec<Listed>) -> Result<()> {
+    fn look_alone(&self, place: &Place<'_, B>, listed: &[Listed]) -> Result<()> {
+        let mut listed = listed.to_vec();
         listed.sort_unstable();
         let known = self.all();
         let mut found = Vec::new();
@@ -534,7 +568,7 @@ impl<B: Backing> LoggedFile<B> {
     /// Looks for the generations that there are.
     pub(crate) fn look_again(&self, place: &Place<'_, B>) -> Result<()> {
         let began = Instant::now();
-        self.look(place, began, self.list(place)?)
+        self.look(place, began, &self.list(place)?)
     }
 
     /// The containers of the file that have a name.

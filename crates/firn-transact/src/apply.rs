@@ -21,8 +21,8 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
+use firn_backing::parallel::try_map;
 use firn_backing::{Access, Backing, Errno, RenameFlags, Result, SetTime, Time};
 
 use crate::change_log::{
@@ -297,40 +297,13 @@ impl<'a, B: Backing> Apply<'a, B> {
         if inline.len() < PARALLEL_MIN || self.shared {
             return Ok(());
         }
-        let next = AtomicUsize::new(0);
         let this = &*self;
-        let work = || {
-            let mut written = Vec::new();
-            while let Some(step) = inline.get(next.fetch_add(1, Ordering::Relaxed)) {
-                match this.write_in_place(step) {
-                    Ok(true) => written.push(step.entry.number),
-                    Ok(false) => {}
-                    Err(errno) => {
-                        next.store(inline.len(), Ordering::Relaxed);
-                        return Err(errno);
-                    }
-                }
-            }
-            Ok(written)
+        let write = |step: &&Step<'a>| -> Result<_> {
+            let is_written = this.write_in_place(step)?;
+            Ok(is_written.then_some(step.entry.number))
         };
-        let results: Vec<Result<Vec<u64>>> = std::thread::scope(|scope| {
-            // Where no thread can be started this one does all.
-            let start = |_| {
-                let thread = std::thread::Builder::new().name("firn-apply".into());
-                thread.spawn_scoped(scope, work).ok()
-            };
-            let threads: Vec<_> = (1..THREADS).filter_map(start).collect();
-            let own = work();
-            let others = threads.into_iter().map(|thread| {
-                thread
-                    .join()
-                    .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
-            });
-            std::iter::once(own).chain(others).collect()
-        });
-        for written in results {
-            self.written.extend(written?);
-        }
+        let written = try_map("firn-apply", THREADS, &inline, &write)?;
+        self.written.extend(written.into_iter().flatten());
         Ok(())
     }
 

@@ -16,7 +16,8 @@ const ROUNDS: usize = 5;
 /// Runs a test with two mounts of one backing, for each way in which hosts are known to share one.
 fn on_two_hosts(name: &str, test: impl Fn(&FirnMount<'_>, &FirnMount<'_>)) {
     for (way, more) in [
-        ("close", "layout=log"),
+        ("behind", "layout=log"),
+        ("close", "layout=log,flatten=close"),
         ("demand", "layout=log,flatten=demand"),
         ("tokens", "tokens=flock"),
     ] {

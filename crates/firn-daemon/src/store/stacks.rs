@@ -108,7 +108,7 @@ impl Disks {
             patience: Duration::from_secs(3600),
             lag_max: Duration::ZERO,
             unit_bytes: 64 << 10,
-            flattens_closed: true,
+            when_closed: firn_log::WhenClosed::Flatten,
             flattens_read: false,
         };
         Either::Upper(LogBacking::open(placeable, setup).expect("open the logs"))

@@ -14,7 +14,7 @@ use firn_engine::{
     ROOT, SetAttr, Written,
 };
 use firn_format::geometry::Geometry;
-use firn_log::{LogBacking, Setup};
+use firn_log::{LogBacking, Setup, WhenClosed};
 use firn_sim::{Fault, SimBacking};
 
 const CHUNK: u64 = 128 << 10;
@@ -36,7 +36,7 @@ fn logged(disk: &SimBacking, host: &str) -> Logged {
         patience: Duration::ZERO,
         lag_max: Duration::ZERO,
         unit_bytes: 1 << 20,
-        flattens_closed: true,
+        when_closed: WhenClosed::Flatten,
         flattens_read: false,
     };
     LogBacking::open(disk.clone(), setup).expect("open")

@@ -186,6 +186,9 @@ impl<B: Backing> Attributes for LogBacking<B> {
             Target::File(file) => {
                 self.look_around()?;
                 let logged = file.logged.as_ref().map(|opened| &opened.file);
+                if let Some(file) = logged {
+                    self.look_at(file);
+                }
                 let below = || self.below.stat(Target::File(&file.below), freshness);
                 self.shown(logged, &below)
             }
@@ -255,8 +258,9 @@ impl<B: Backing> Files for LogBacking<B> {
         if opened.is_some_and(|opened| opened.access == Access::Write) {
             return Err(Errno::BADF);
         }
-        if opened.is_some() {
+        if let Some(opened) = opened {
             self.look_around()?;
+            self.look_at(&opened.file);
         }
         match file.logged() {
             Some(logged) => {
@@ -437,6 +441,7 @@ impl<B: Backing> Sharing for LogBacking<B> {
             return Ok(None);
         }
         self.look_around_after(half)?;
+        self.look_at(&opened.file);
         let listed = self.files.lock().listed.ok_or(Errno::IO)?;
         let place = self.place();
         let found = opened.file.locate(&place, &file.below, range, limits)?;

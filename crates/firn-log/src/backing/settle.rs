@@ -10,12 +10,12 @@ use std::time::Duration;
 
 use firn_backing::backoff::Backoff;
 use firn_backing::lock::Mutex;
-use firn_backing::{Backing, Errno, Kind, Result, Time};
+use firn_backing::{Backing, Errno, Kind, Result, Time, parallel};
 use firn_hosts::host_dir::{find_host_dir, list_hosts};
 use firn_hosts::own::{self, TOP};
 use parking_lot::Condvar;
 
-use super::{LogBacking, LogInode, Opened};
+use super::{LogBacking, LogInode, Opened, WhenClosed};
 use crate::file::{Flattened, LoggedFile, ToldOf};
 use crate::file_id::FileId;
 use crate::orphans::{Orphans, Scope, Search, has_files_of_programs};
@@ -23,6 +23,12 @@ use crate::salvage::{Report, may_be_damage};
 
 /// How long a close waits before it looks again whether other hosts have flattened their parts.
 const LOOK_AGAIN: Backoff = Backoff::new(Duration::from_millis(1), Duration::from_millis(100));
+
+/// Files that are settled at a time. A small file waits for a dozen syncs and copies little.
+const SETTLE_THREADS: usize = 4;
+
+/// Files that a walk finds before they are flattened: an inode may be a descriptor.
+const FLATTEN_BATCH: usize = 64;
 
 /// Hosts that do not write to logs any more, and when each said last how it mounts.
 pub(super) type HostsGone = BTreeMap<String, Time>;
@@ -112,6 +118,12 @@ impl Left {
     }
 }
 
+/// A file that has containers, and that is flattened together with others.
+struct ListedFile<B: Backing> {
+    id: FileId,
+    inode: B::Inode,
+}
+
 /// A file that has containers.
 struct Found<'a, B: Backing> {
     id: FileId,
@@ -130,9 +142,10 @@ impl<B: Backing> LogBacking<B> {
         };
         let mut ended: Vec<_> = ended.into_values().collect();
         ended.sort_by_key(|ended| self.is_in_other_lane(&ended.inode));
+        let settle = |ended: &EndedFile<B>| self.settle_one(&ended.file, &ended.inode);
+        let settled = parallel::map("firn-settle", SETTLE_THREADS, &ended, &settle);
         let mut left = Left::default();
-        for ended in ended {
-            let settled = self.settle_one(&ended.file, &ended.inode);
+        for (ended, settled) in ended.into_iter().zip(settled) {
             left.count(settled);
             if settled != Ok(Flattened::Flat) {
                 let mut state = self.ended.state.lock();
@@ -142,8 +155,14 @@ impl<B: Backing> LogBacking<B> {
         left
     }
 
-    /// Makes a file flat that this host writes no more, unless somebody else does; waits for the parts of other hosts.
+    /// Publishes what this host wrote to a file that it writes no more. Where the close flattens, this makes the file flat unless
+    /// another host writes to it, and waits for the parts of other hosts.
     pub(super) fn finish(&self, opened: &Opened<B>) -> Result<()> {
+        if self.setup.when_closed == WhenClosed::FlattenBehind {
+            self.publish(&opened.file)?;
+            self.ended.add(&opened.file, &opened.inode);
+            return Ok(());
+        }
         let mut waits = LOOK_AGAIN.start();
         while opened.file.has_containers() {
             match self.settle_one(&opened.file, &opened.inode)? {
@@ -190,17 +209,32 @@ impl<B: Backing> LogBacking<B> {
     /// The same in one walk; and how many files in logs it did not see.
     fn flatten_seen_below(&self, top: &LogInode<B>) -> Result<(Left, usize)> {
         let mut left = Left::default();
+        let mut now = Vec::new();
         let mut later = Vec::new();
-        let missed =
-            self.visit_logged(top, &mut |found| match self.is_in_other_lane(found.inode) {
-                true => later.push((found.id, found.inode.clone())),
-                false => left.count(self.flatten_found(found.id, found.inode)),
-            })?;
-        for (id, inode) in later {
-            left.count(self.flatten_found(id, &inode));
-        }
+        let missed = self.visit_logged(top, &mut |found| {
+            let listed = ListedFile {
+                id: found.id,
+                inode: found.inode.clone(),
+            };
+            if self.is_in_other_lane(found.inode) {
+                later.push(listed);
+                return;
+            }
+            now.push(listed);
+            if now.len() >= FLATTEN_BATCH {
+                self.flatten_listed(&std::mem::take(&mut now), &mut left);
+            }
+        })?;
+        self.flatten_listed(&now, &mut left);
+        self.flatten_listed(&later, &mut left);
         left.lost = self.end_lost(missed)?;
         Ok((left, missed))
+    }
+
+    fn flatten_listed(&self, files: &[ListedFile<B>], left: &mut Left) {
+        let flatten = |file: &ListedFile<B>| self.flatten_found(file.id, &file.inode);
+        let flattened = parallel::map("firn-settle", SETTLE_THREADS, files, &flatten);
+        flattened.into_iter().for_each(|one| left.count(one));
     }
 
     /// Of so many files in logs that were not found, some were being removed by hosts that died: their containers go. How
@@ -311,7 +345,13 @@ impl<B: Backing> LogBacking<B> {
     /// Files with bytes in logs, as far as this host knows; asks nobody.
     pub fn count_logged(&self) -> usize {
         let files = self.files.lock();
-        files.known.values().filter(|file| file.is_logged()).count()
+        let listed = &files.listing.containers;
+        let is_logged = |file: &&Arc<LoggedFile<B>>| match listed.contains_key(&file.id) {
+            // It was not used since it was listed.
+            true if !file.was_looked_at() => true,
+            _ => file.is_logged(),
+        };
+        files.known.values().filter(is_logged).count()
     }
 
     /// Goes through all files for those that containers are of: removes containers of files that were removed, and names
@@ -381,10 +421,18 @@ impl<B: Backing> LogBacking<B> {
 
     fn flatten_found(&self, id: FileId, inode: &B::Inode) -> Result<Flattened> {
         let file = self.find_or_add(id)?;
-        if !file.is_written.load(Ordering::Acquire) {
-            file.wait_for(&self.place(), &mut || file.end_writing(&self.place()))?;
-        }
+        self.publish(&file)?;
         self.flatten_one(&file, inode)
+    }
+
+    /// Makes what this host wrote durable and known, and says that it writes no more, unless a program here still has the file
+    /// open for writing.
+    fn publish(&self, file: &LoggedFile<B>) -> Result<()> {
+        if file.is_written.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let place = self.place();
+        file.wait_for(&place, &mut || file.end_writing(&place))
     }
 
     /// What is left to do for a file that this host has written; [`Flattened::Flat`] too if that comes later, when
@@ -394,7 +442,7 @@ impl<B: Backing> LogBacking<B> {
         if file.is_written.load(Ordering::Acquire) {
             return Ok(Flattened::Flat);
         }
-        file.wait_for(&place, &mut || file.end_writing(&place))?;
+        self.publish(file)?;
         if file.is_removed.load(Ordering::Acquire) {
             if file.opens.load(Ordering::Acquire) > 0 {
                 return Ok(Flattened::Flat);
@@ -407,9 +455,9 @@ impl<B: Backing> LogBacking<B> {
             drop(known);
             return Ok(Flattened::Flat);
         }
-        match self.setup.flattens_closed {
-            true => self.flatten_one(file, inode),
-            false => Ok(Flattened::Flat),
+        match self.setup.when_closed {
+            WhenClosed::Flatten | WhenClosed::FlattenBehind => self.flatten_one(file, inode),
+            WhenClosed::Keep => Ok(Flattened::Flat),
         }
     }
 

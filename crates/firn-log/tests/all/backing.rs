@@ -13,7 +13,7 @@ use firn_backing::{
 };
 use firn_hosts::own;
 use firn_log::frame::PIECES_MAX;
-use firn_log::{LogBacking, Setup};
+use firn_log::{LogBacking, Setup, WhenClosed};
 use firn_sim::Fault;
 use firn_sim::{SimBacking, suite};
 use firn_transact::PlainBacking;
@@ -28,7 +28,7 @@ fn setup(host: &str) -> Setup {
         patience: Duration::ZERO,
         lag_max: Duration::ZERO,
         unit_bytes: 64 << 10,
-        flattens_closed: true,
+        when_closed: WhenClosed::Flatten,
         flattens_read: false,
     }
 }
@@ -693,6 +693,30 @@ fn a_file_that_is_flat_is_whole_for_who_has_it_open() {
     assert_eq!(a.settle().error, None);
     assert_eq!(b.read_at(&reader, &mut bytes, 0), Ok(14));
     assert_eq!(bytes[..14], *b"bytes in a log");
+}
+
+/// A host that uses one file reads the containers of that file, however many other files are in logs.
+#[test]
+fn the_calls_for_one_file_do_not_grow_with_the_number_of_files() {
+    let calls_of_a_lookup = |files: usize| {
+        let disk = SimBacking::new();
+        let a = logged_by(&disk.another_process(), "a");
+        let names: Vec<String> = (0..files).map(|number| number.to_string()).collect();
+        let open: Vec<_> = names
+            .iter()
+            .map(|name| written_by(&a, name, b"bytes"))
+            .collect();
+        let disk_of_b = disk.another_process();
+        let b = logged_by(&disk_of_b, "b");
+        let before = disk_of_b.steps();
+        let (_, attr) = b.lookup(&b.root(), OsStr::new("0")).expect("lookup");
+        assert_eq!(attr.size, 5);
+        let calls = disk_of_b.steps() - before;
+        assert!(calls > 0);
+        drop(open);
+        calls
+    };
+    assert_eq!(calls_of_a_lookup(4), calls_of_a_lookup(40));
 }
 
 /// A file with these bytes, open for writing.

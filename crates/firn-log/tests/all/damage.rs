@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use firn_backing::{Access, Backing, Errno, Files, Kind, Names, Volume};
 use firn_hosts::own;
-use firn_log::{Fault, Finding, LogBacking, Loss, LostPart, Report, Setup, verify};
+use firn_log::{Fault, Finding, LogBacking, Loss, LostPart, Report, Setup, WhenClosed, verify};
 use firn_sim::{SimBacking, suite};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
@@ -29,7 +29,7 @@ fn begin_host(disk: &SimBacking, host: &str) -> (SimBacking, Logged) {
         patience: Duration::ZERO,
         lag_max: Duration::ZERO,
         unit_bytes: 4096,
-        flattens_closed: true,
+        when_closed: WhenClosed::Flatten,
         flattens_read: false,
     };
     let backing = LogBacking::open(disk.clone(), setup).expect("open");

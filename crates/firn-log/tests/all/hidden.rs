@@ -7,7 +7,7 @@ use std::time::Duration;
 use firn_backing::{
     Access, Attributes, Backing, Errno, FileUse, Files, Names, RenameFlags, Sharing, Volume,
 };
-use firn_log::{LogBacking, Setup};
+use firn_log::{LogBacking, Setup, WhenClosed};
 use firn_sim::{SimBacking, suite};
 
 type Logged = LogBacking<SimBacking>;
@@ -23,7 +23,7 @@ fn mount(disk: &SimBacking, host: &str, chooses: bool) -> Logged {
         patience: Duration::ZERO,
         lag_max: Duration::ZERO,
         unit_bytes: 4 << 10,
-        flattens_closed: false,
+        when_closed: WhenClosed::Keep,
         flattens_read: false,
     };
     LogBacking::open(disk.another_process(), setup).expect("open")

@@ -10,7 +10,7 @@ use crate::common;
 use common::{Ground, SimLanes, containers, open_or_create, read};
 use firn_backing::{Access, Backing, Errno, Files, Names, Placement, Volume};
 use firn_lanes::Lanes;
-use firn_log::{LogBacking, Setup};
+use firn_log::{LogBacking, Setup, WhenClosed};
 use firn_sim::{SimBacking, suite};
 use firn_transact::PlainBacking;
 
@@ -24,7 +24,7 @@ fn logged(ground: &SimLanes, host: &str) -> Logged {
         patience: Duration::ZERO,
         lag_max: Duration::ZERO,
         unit_bytes: 4096,
-        flattens_closed: true,
+        when_closed: WhenClosed::Flatten,
         flattens_read: false,
     };
     let opened = LogBacking::open(ground.open(host), setup).expect("open");

@@ -11,7 +11,7 @@ use firn_backing::{
     Access, Backing, Caller, DirBacking, Files, LocateLimits, Located, Names, Placement, Sharing,
     Volume,
 };
-use firn_log::{LogBacking, Setup};
+use firn_log::{LogBacking, Setup, WhenClosed};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
@@ -34,7 +34,7 @@ fn host(dir: &Path, name: &str, patience: Duration) -> Logged {
         patience,
         lag_max: Duration::ZERO,
         unit_bytes: 1024,
-        flattens_closed: true,
+        when_closed: WhenClosed::Flatten,
         flattens_read: false,
     };
     let base = DirBacking::open(dir).expect("a directory");

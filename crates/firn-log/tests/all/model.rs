@@ -26,7 +26,7 @@ use crate::common;
 
 use common::{Ground, SimLanes, containers, read, read_unchecked};
 use firn_backing::{Access, Backing, Errno, Files, Names, RenameFlags, Volume};
-use firn_log::{LogBacking, Setup};
+use firn_log::{LogBacking, Setup, WhenClosed};
 use firn_sim::{SimBacking, suite};
 use parking_lot::Mutex;
 use rand::rngs::StdRng;
@@ -793,7 +793,7 @@ fn begin_host<G: Ground>(
             Trouble::None | Trouble::Lag | Trouble::Stall => Duration::ZERO,
         },
         unit_bytes: 100,
-        flattens_closed: true,
+        when_closed: WhenClosed::Flatten,
         flattens_read: false,
     };
     let backing = LogBacking::open(ground.open(name), setup).expect("open");

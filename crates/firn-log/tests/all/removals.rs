@@ -9,7 +9,7 @@ use std::time::Duration;
 use firn_backing::{Access, Backing, Errno, FileUse, Files, Names, RenameFlags, Sharing, Volume};
 use firn_hosts::host_dir::make_host_dir;
 use firn_hosts::own;
-use firn_log::{LogBacking, Setup};
+use firn_log::{LogBacking, Setup, WhenClosed};
 use firn_sim::{SimBacking, suite};
 use parking_lot::Mutex;
 
@@ -105,7 +105,7 @@ fn logged(disk: &SimBacking, host: &str, living: &Arc<Mutex<HashSet<&'static str
         patience: Duration::ZERO,
         lag_max: Duration::ZERO,
         unit_bytes: 4 << 10,
-        flattens_closed: false,
+        when_closed: WhenClosed::Keep,
         flattens_read: false,
     };
     LogBacking::open(disk.clone(), setup).expect("open")

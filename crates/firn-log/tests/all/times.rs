@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use firn_backing::{Access, Backing, FileUse, Files, Names, SetTime, Sharing, Time, Volume};
 use firn_hosts::own;
-use firn_log::{LogBacking, Setup};
+use firn_log::{LogBacking, Setup, WhenClosed};
 use firn_sim::{SimBacking, suite};
 
 type Logged = LogBacking<SimBacking>;
@@ -28,7 +28,7 @@ fn logged(disk: &SimBacking, host: &str, b_lives: &Arc<AtomicBool>) -> Logged {
         patience: Duration::ZERO,
         lag_max: Duration::ZERO,
         unit_bytes: 4 << 10,
-        flattens_closed: true,
+        when_closed: WhenClosed::Flatten,
         flattens_read: false,
     };
     LogBacking::open(disk.clone(), setup).expect("open")

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use firn_backing::dir::DirBacking;
 use firn_backing::{Access, Backing, Caller, DataPart, Files, Names, Volume};
-use firn_log::{LogBacking, Setup};
+use firn_log::{LogBacking, Setup, WhenClosed};
 
 pub const PIECE_BYTES: u64 = 16;
 /// Each piece begins in a slot of so many bytes, not always at the same place of it.
@@ -26,7 +26,7 @@ pub fn begin_host(dir: &Path, host: &str, alive: &'static [&'static str]) -> Log
         patience: Duration::ZERO,
         lag_max: Duration::ZERO,
         unit_bytes: 64 << 20,
-        flattens_closed: true,
+        when_closed: WhenClosed::Flatten,
         flattens_read: false,
     };
     let below = DirBacking::open(dir).expect("a directory");

@@ -1,0 +1,123 @@
+//! The same work on many items, several at a time: calls that wait for a server wait together.
+//!
+//! ```
+//! use firn_backing::parallel::try_map;
+//!
+//! let parse = |text: &&str| text.parse::<u32>();
+//! assert_eq!(try_map("example", 4, &["1", "20"], &parse), Ok(vec![1, 20]));
+//! assert!(try_map("example", 4, &["1", "x"], &parse).is_err());
+//! ```
+
+use std::convert::Infallible;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// [`try_map`] of work that does not fail.
+pub fn map<T: Sync, R: Send>(
+    thread_name: &str,
+    threads: usize,
+    items: &[T],
+    work: &(impl Fn(&T) -> R + Sync),
+) -> Vec<R> {
+    let work = |item: &T| Ok::<R, Infallible>(work(item));
+    let Ok(results) = try_map(thread_name, threads, items, &work);
+    results
+}
+
+/// A result and the index of its item.
+struct Done<R> {
+    index: usize,
+    result: R,
+}
+
+/// Works on each item, in the items' order, with at most `threads` threads, of which the caller's is one. The results have
+/// the order of the items. After an error no further item is begun, and the first error of a thread is returned.
+///
+/// Where the system starts no thread, the caller's does all. A panic goes on in the caller.
+pub fn try_map<T: Sync, R: Send, E: Send>(
+    thread_name: &str,
+    threads: usize,
+    items: &[T],
+    work: &(impl Fn(&T) -> Result<R, E> + Sync),
+) -> Result<Vec<R>, E> {
+    let next = AtomicUsize::new(0);
+    let work_on_items = || {
+        let mut done = Vec::new();
+        loop {
+            let index = next.fetch_add(1, Ordering::Relaxed);
+            let Some(item) = items.get(index) else {
+                return Ok(done);
+            };
+            match work(item) {
+                Ok(result) => done.push(Done { index, result }),
+                Err(errno) => {
+                    next.store(items.len(), Ordering::Relaxed);
+                    return Err(errno);
+                }
+            }
+        }
+    };
+    let of_threads: Vec<Result<Vec<Done<R>>, E>> = std::thread::scope(|scope| {
+        let start = |_| {
+            let thread = std::thread::Builder::new().name(thread_name.to_owned());
+            thread.spawn_scoped(scope, work_on_items).ok()
+        };
+        let wanted = threads.min(items.len());
+        let started: Vec<_> = (1..wanted).filter_map(start).collect();
+        let own = work_on_items();
+        let others = started.into_iter().map(|thread| {
+            thread
+                .join()
+                .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        });
+        std::iter::once(own).chain(others).collect()
+    });
+    let mut done = Vec::with_capacity(items.len());
+    for of_thread in of_threads {
+        done.extend(of_thread?);
+    }
+    done.sort_unstable_by_key(|done| done.index);
+    Ok(done.into_iter().map(|done| done.result).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Barrier;
+
+    use super::*;
+    use crate::Errno;
+
+    #[test]
+    fn the_results_have_the_order_of_the_items() {
+        let items: Vec<usize> = (0..1_000).collect();
+        for (threads, count) in [(0, 10), (1, 0), (1, 1_000), (7, 1_000)] {
+            let items = &items[..count];
+            let doubled = map("test", threads, items, &|item| item * 2);
+            let expected: Vec<usize> = items.iter().map(|item| item * 2).collect();
+            assert_eq!(doubled, expected, "{threads} threads");
+        }
+    }
+
+    #[test]
+    fn items_that_wait_for_each_other_are_worked_on_at_the_same_time() {
+        let all = Barrier::new(4);
+        let work = |_: &u8| all.wait().is_leader();
+        let leaders = map("test", 4, &[0, 1, 2, 3], &work);
+        let count = leaders.iter().filter(|is_leader| **is_leader).count();
+        assert_eq!(count, 1);
+    }
+
+    #[test]
+    fn after_an_error_no_item_is_begun() {
+        let begun = AtomicUsize::new(0);
+        let items: Vec<usize> = (0..1_000).collect();
+        let work = |item: &usize| {
+            begun.fetch_add(1, Ordering::Relaxed);
+            match item {
+                3 => Err(Errno::IO),
+                _ => Ok(()),
+            }
+        };
+        assert_eq!(try_map("test", 1, &items, &work), Err(Errno::IO));
+        assert_eq!(begun.load(Ordering::Relaxed), 4);
+    }
+}
