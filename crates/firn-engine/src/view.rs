@@ -170,6 +170,6 @@ mod tests {
         assert_eq!(differing_runs(b"", b""), []);
         assert_eq!(differing_runs(b"same", b"same"), []);
         assert_eq!(differing_runs(b"abcdef", b"xbcyzf"), [0..1, 3..5]);
-        assert_eq!(differing_runs(b"ab", b"xy"), [0..2]);
+        assert_eq!(differing_runs(b"abcd", b"xycz"), [0..2, 3..4]);
     }
 }

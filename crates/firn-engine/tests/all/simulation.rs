@@ -88,7 +88,7 @@ impl Run {
         if demand {
             options.drain = DrainPolicy::Demand;
             // Half of these put files into memory files.
-            options.memory_file_bytes_min = if seed / 64 % 2 == 0 {
+            options.memory_file_bytes_min = if (seed / 64).is_multiple_of(2) {
                 MEMORY_FILE_MIN
             } else {
                 0
