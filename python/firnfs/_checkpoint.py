@@ -12,6 +12,7 @@ Invariants:
 * The rename, or the commit, comes after what the caller was promised of the files: sync or drain.
 * A checkpoint that was renamed before its files were durable has a seal, the empty directory ``.firnfs.FILES.BYTES``: names
   are in the backing at once, so after the loss of a host's memory fewer files or bytes than that tell that it is not whole.
+  One that a framework writes under its name has a seal that cannot be fulfilled until it is finished.
 * With ranks, each rank leaves a mark beside ``files`` when it has left the block, and whoever sees all marks renames: the
   last rank, or a reader, if the last ranks of two hosts did not see each other's marks.
 * What is left of a process that died is removed by the next save of this user: of the same name, or by the same host.
@@ -47,6 +48,8 @@ _OF_RANKS = re.compile(r"^\.(?P<name>.+)\.(?P<job>[0-9a-f]{16})\.(?P<ranks>\d+)\
 
 # Of a complete checkpoint: number of its files, and their bytes.
 _SEAL = re.compile(r"^\.firnfs\.(?P<files>\d+)\.(?P<bytes>\d+)$")
+# Of one that is being written under its name: more files than there can be.
+_UNFINISHED = f".firnfs.{2**64 - 1}.0"
 
 # Variables with which launchers tell ranks, in this order.
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
@@ -140,19 +143,26 @@ def checkpoint(
         raise ValueError(f"{path}: give the new checkpoint a name, or a step")
     number = _checked_rank(ranks, rank)
     final.parent.mkdir(parents=True, exist_ok=True)
-    if os.path.lexists(final):
-        raise FileExistsError(errno.EEXIST, "there is a checkpoint of this name: remove it first", str(final))
     if ranks is not None and number is not None:
+        _refuse_taken(final)
         with _by_ranks(final, ranks, number, durable) as new:
             yield new
         return
-    handle = _begin(final)
+    # firnd is asked before anything is looked at: the directory of a killed process may still be there, and firnd ends the
+    # transaction of that process first.
+    handle = begin(final)
     if handle is not None:
         with handle, _in_transaction(handle, final) as new:
             yield new
         return
+    _refuse_taken(final)
     with _beside(final, durable) as new:
         yield new
+
+
+def _refuse_taken(final: Path) -> None:
+    if os.path.lexists(final):
+        raise FileExistsError(errno.EEXIST, "there is a checkpoint of this name: remove it first", str(final))
 
 
 def _checked_step(step: int) -> int:
@@ -180,7 +190,7 @@ def _checked_rank(ranks: Optional[int], rank: Optional[int]) -> Optional[int]:
 # ---- in a transaction ------------------------------------------------------------------------------
 
 
-def _begin(final: Path) -> Optional[_ffi.Handle]:
+def begin(final: Path) -> Optional[_ffi.Handle]:
     """Begins a transaction that makes a directory; None where there is none to be had."""
     try:
         handle = _ffi.Handle(final.parent)
@@ -215,11 +225,15 @@ def _in_transaction(handle: _ffi.Handle, final: Path) -> Iterator[Path]:
         _refuse_child(owner, final)
         handle.commit(final)
     except BaseException:
-        # The end of the connection aborts it too; what is committed stays.
         if os.getpid() == owner:
-            with contextlib.suppress(OSError):
-                handle.abort(final)
+            abort(handle, final)
         raise
+
+
+def abort(handle: _ffi.Handle, final: Path) -> None:
+    """Ends a transaction without its changes. The end of the connection does it too; what is committed stays."""
+    with contextlib.suppress(OSError):
+        handle.abort(final)
 
 
 def _refuse_child(owner: int, final: Path) -> None:
@@ -255,7 +269,7 @@ def _beside(final: Path, durable: bool) -> Iterator[Path]:
         publish(files, final, durable)
     finally:
         if os.getpid() == owner:
-            shutil.rmtree(staging, ignore_errors=True)
+            remove_staging(staging)
 
 
 def make_staging(final: Path) -> Path:
@@ -268,26 +282,76 @@ def make_staging(final: Path) -> Path:
     return staging
 
 
-def publish(files: Path, final: Path, durable: bool) -> None:
-    """Gives a complete checkpoint its name; it is synced before and after, if it is to be durable or is not on Firn."""
-    durable = durable or not _is_firn(final.parent)
-    if durable:
-        make_durable(files)
+def remove_staging(staging: Path) -> None:
+    """Removes a hidden directory, with what is left in it."""
+    shutil.rmtree(staging, ignore_errors=True)
+
+
+def publish(files: Path, final: Path, durable: bool, *, replaces: bool = False) -> None:
+    """Gives a complete checkpoint its name; it is synced before and after, if it is to be durable or is not on Firn.
+
+    With ``replaces`` a checkpoint of this name is then where ``files`` was.
+    """
+    durable = settle(files, durable)
+    if replaces and os.path.lexists(final):
+        _ffi.exchange_names(files, final)
     else:
-        _seal(files)
-    _name(files, final)
+        _name(files, final)
     if durable:
         sync(final.parent)
     _remove_of_name(final)
 
 
+def settle(files: Path, durable: bool) -> bool:
+    """Makes a complete checkpoint ready for its name: durable, or sealed; whether it is durable then."""
+    durable = durable or not is_firn(files)
+    if durable:
+        make_durable(files)
+    else:
+        _seal(files)
+    return durable
+
+
 def _seal(files: Path) -> None:
     """Notes in a name how much a checkpoint has."""
-    if any(_SEAL.match(name) for name in os.listdir(files)):
+    if _seals(files):
         return
     sizes = _sizes(files)
     with contextlib.suppress(FileExistsError):
         os.mkdir(files / f".firnfs.{len(sizes)}.{sum(sizes)}")
+
+
+def _seals(checkpoint: Path) -> List["re.Match[str]"]:
+    return [match for match in map(_SEAL.match, os.listdir(checkpoint)) if match is not None]
+
+
+# ---- under its name --------------------------------------------------------------------------------
+
+
+def is_unfinished(checkpoint: Path) -> bool:
+    """Whether it was begun by `mark_unfinished`, and not finished."""
+    return (checkpoint / _UNFINISHED).is_dir()
+
+
+def mark_unfinished(checkpoint: Path) -> None:
+    """Begins a checkpoint that is written under its name: until `finish` it has a seal of more files than there can be."""
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    for seal in _seals(checkpoint):
+        os.rename(checkpoint / seal[0], checkpoint / _UNFINISHED)
+    (checkpoint / _UNFINISHED).mkdir(exist_ok=True)
+    if not is_firn(checkpoint):
+        sync(checkpoint)
+
+
+def finish(checkpoint: Path, durable: bool) -> None:
+    """Lets it count, in one step."""
+    durable = durable or not is_firn(checkpoint)
+    if durable:
+        make_durable(checkpoint)
+    sizes = _sizes(checkpoint)
+    os.rename(checkpoint / _UNFINISHED, checkpoint / f".firnfs.{len(sizes)}.{sum(sizes)}")
+    if durable:
+        sync(checkpoint)
 
 
 def _sizes(checkpoint: Path) -> List[int]:
@@ -305,7 +369,7 @@ def _sizes(checkpoint: Path) -> List[int]:
 def _is_as_sealed(checkpoint: Path, files: int, size: int) -> bool:
     """Whether so many files and bytes are as much as the checkpoint had when it was complete, where that is noted."""
     try:
-        seals = [match for match in map(_SEAL.match, os.listdir(checkpoint)) if match is not None]
+        seals = _seals(checkpoint)
     except NotADirectoryError:
         return True
     except FileNotFoundError:
@@ -325,7 +389,7 @@ def _name(files: Path, final: Path) -> None:
         raise
 
 
-def _is_firn(path: Path) -> bool:
+def is_firn(path: Path) -> bool:
     try:
         _ffi.Handle(path).close()
         return True
@@ -420,7 +484,7 @@ def bring_to_backing(files: Path) -> None:
     except FirnError as error:
         if error.errno not in UNREACHABLE:
             raise
-    if not _is_firn(files):
+    if not is_firn(files):
         # Also of a mount that cannot be asked.
         sync_tree(files)
 

@@ -197,6 +197,22 @@ def check(number: int, path: Optional[PathLike]) -> None:
     raise FirnError(number, text, path)
 
 
+def exchange_names(one: PathLike, other: PathLike) -> None:
+    """Gives two objects of one directory tree each other's name, in one step.
+
+    Raises:
+        FirnError: ``EINVAL``: this file system cannot.
+    """
+    loaded = CDLL(None, use_errno=True)
+    at_cwd, exchange = -100, 2
+    done = loaded.renameat2(
+        c_int(at_cwd), c_char_p(os.fsencode(one)), c_int(at_cwd), c_char_p(os.fsencode(other)), c_uint(exchange)
+    )
+    if done != 0:
+        number = ctypes.get_errno()
+        raise FirnError(number, f"two names cannot be exchanged here ({os.strerror(number)})", other)
+
+
 class Handle:
     """A connection to the firnd of one mount; a context manager.
 

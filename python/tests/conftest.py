@@ -31,8 +31,9 @@ def make_mount(tmp_path: Path) -> Iterator[Callable[..., Path]]:
         point = tmp_path / f"mnt{number}"
         point.mkdir()
         points.append(point)
-        flags = [f"--{name}={value}" for name, value in options.items()]
-        command = [firnfs.find_firn(), "mount", "--arena-size=32M", *flags, str(backing), str(point)]
+        options.setdefault("arena_size", "32M")
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+        command = [firnfs.find_firn(), "mount", *flags, str(backing), str(point)]
         subprocess.run(command, check=True)
         return point
 

@@ -7,13 +7,15 @@ import dataclasses
 import importlib
 import os
 import shutil
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any, Callable, List
 
 import firnfs
 import pytest
-from conftest import in_child
+from conftest import KINDS, in_child
 
 torch = pytest.importorskip("torch")
 
@@ -45,7 +47,7 @@ except ImportError:
     dcp = import_earlier()
     sys.modules["torch.distributed.checkpoint"] = dcp
 
-from firnfs.torch import Writer  # noqa: E402
+from firnfs.torch import Reader, Writer  # noqa: E402
 from test_checkpoint import kill_at_line, names  # noqa: E402
 
 
@@ -60,20 +62,23 @@ def save(path: Path, value: float, **options: Any) -> None:
 
 def load(path: "os.PathLike[str]") -> float:
     state = {"weights": torch.zeros(1000), "epoch": 0.0}
-    reader = dcp.FileSystemReader(path)
+    load_into(state, Reader(path))
+    assert bool((state["weights"] == state["weights"][0]).all())
+    return float(state["weights"][0])
+
+
+def load_into(state: Any, reader: Any) -> None:
     if hasattr(dcp, "load"):
         dcp.load(state, storage_reader=reader, no_dist=True)
     else:
         dcp.load_state_dict(state, reader, no_dist=True)
-    assert bool((state["weights"] == state["weights"][0]).all())
-    return float(state["weights"][0])
 
 
 @pytest.mark.parametrize("durable", [False, True])
 def test_a_distributed_checkpoint_has_its_name_when_it_is_complete(directory: Path, durable: bool) -> None:
     save(directory / "deep" / "step_1", 1.5, durable=durable)
     found = firnfs.latest(directory / "deep", durable=durable)
-    assert found is not None and found.step == 1 and load(found) == 1.5
+    assert found is not None and found.step == 1 and load(found) == 1.5 and load(directory / "deep") == 1.5
     assert names(directory / "deep") == ["step_1"]
     # What DCP raises is no Exception.
     with pytest.raises(BaseException) as refused:
@@ -148,11 +153,7 @@ def test_ranks_make_one_checkpoint_and_none_if_one_of_them_fails(make_mount: Cal
     if hasattr(dcp, "save"):
         # Before 2.0 only the coordinator writes tensors that are not sharded.
         state["rank_1"] = torch.zeros(1000)
-    reader = dcp.FileSystemReader(found)
-    if hasattr(dcp, "load"):
-        dcp.load(state, storage_reader=reader, no_dist=True)
-    else:
-        dcp.load_state_dict(state, reader, no_dist=True)
+    load_into(state, dcp.FileSystemReader(found))
     sums = {name: float(tensor.sum()) for name, tensor in state.items()}
     assert sums == {name: {"rank_0": 0, "rank_1": 1000, "both": 10}[name] for name in state}
     assert 0 not in run_ranks(mount / "step_2", tmp_path / "second", fails=True)
@@ -160,3 +161,58 @@ def test_ranks_make_one_checkpoint_and_none_if_one_of_them_fails(make_mount: Cal
     assert found is not None and found.step == 1
     save(mount / "step_3", 3.0)
     assert names(mount) == ["step_1", "step_3"]
+
+
+def test_a_checkpoint_is_overwritten_in_one_step(directory: Path) -> None:
+    for value in (1.0, 2.0, 3.0):
+        save(directory / "step_1", value, overwrite=True)
+        assert load(directory / "step_1") == value and names(directory) == ["step_1"]
+
+
+OVERWRITING_RANK = """
+import sys
+from test_torch import Writer, dcp, torch
+
+path, rank, meeting = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+for value in range(2, 1000):
+    state = {f"rank_{number}": torch.full((50_000,), float(value)) for number in range(2)}
+    writer = Writer(path, overwrite=True)
+    dcp.save(state, storage_writer=writer) if hasattr(dcp, "save") else dcp.save_state_dict(state, writer)
+    print(value, flush=True)
+"""
+
+
+@pytest.mark.parametrize("kind", ["held", "commit"])
+def test_two_ranks_overwrite_a_checkpoint_and_one_is_killed(
+    make_mount: Callable[..., Path], tmp_path: Path, kind: str
+) -> None:
+    """The state is that of one save, before or after: SIGKILL at a time that differs from round to round."""
+    mount = make_mount(**KINDS[kind])
+    path = mount / "step_1"
+    for number in range(int(os.environ.get("FIRN_CRASH_ROUNDS", "3"))):
+        command = [sys.executable, "-c", OVERWRITING_RANK, str(path)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        ranks = [
+            subprocess.Popen([*command, str(rank), str(tmp_path / f"meeting{number}")], stdout=subprocess.PIPE, env=environment)
+            for rank in range(2)
+        ]
+        try:
+            output = ranks[0].stdout
+            assert output is not None and output.readline() and output.readline()
+            # Through all of a save, which takes some tens of milliseconds.
+            time.sleep(number % 25 * 0.004)
+            ranks[number % 2].kill()
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+        state = {"rank_0": torch.zeros(50_000), "rank_1": torch.zeros(50_000)}
+        load_into(state, dcp.FileSystemReader(path))
+        values = {float(edge) for tensor in state.values() for edge in (tensor.min(), tensor.max())}
+        assert len(values) == 1 and values.pop() >= 2, f"round {number}"
+        found = firnfs.latest(mount)
+        assert found is not None and found.step == 1
+    # What the last round left beside goes with the next save of this host.
+    save(mount / "step_2", 1.0)
+    assert names(mount) == ["step_1", "step_2"]

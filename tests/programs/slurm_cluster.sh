@@ -1,13 +1,14 @@
 #!/bin/bash
 # A Slurm of its own: a controller and some hosts, each with a name, mounts, processes and a /dev/shm of its own.
 #
-# usage: slurm_cluster.sh DIR PROGRAMS CGROUP HOST...
+# usage: slurm_cluster.sh DIR PROGRAMS CGROUP HIERARCHY HOST...
 # It must be the first process of new mount, network, UTS, IPC and process namespaces: no port, socket or name is then one of
 # the machine's, and all ends with it. DIR has the configuration and logs; DIR/bin shows PROGRAMS, and DIR/scratch is for users.
-# DIR/site has prolog, epilog and task-prolog. CGROUP is a directory name for cgroups of the hosts. A host whose processes are killed comes back when DIR/up.HOST is made.
+# DIR/site has prolog, epilog and task-prolog. Cgroups of a host lie in HIERARCHY/CGROUP-HOST: the freezer of cgroup v1, or a cgroup
+# v2, of which a host sees that part as the whole. A host whose processes are killed comes back when DIR/up.HOST is made.
 set -eu
-dir=$1 programs=$2 cgroup=$3
-shift 3
+dir=$1 programs=$2 cgroup=$3 hierarchy=$4
+shift 4
 mkdir "$dir"/{state,log,scratch,bin,munge}
 chmod 1777 "$dir/scratch"
 mount --make-rprivate /
@@ -31,9 +32,8 @@ chmod 600 "$dir/munge.key"
 munged --force --socket="$dir/munge/socket" --key-file="$dir/munge.key" --log-file="$dir/log/munged" \
     --pid-file="$dir/munged.pid" --seed-file="$dir/munged.seed"
 
-proctrack=linuxproc
-freezer=/sys/fs/cgroup/freezer
-[[ -d $freezer ]] && proctrack=cgroup
+version=v1
+[[ $(stat -f -c %T "$hierarchy") != cgroup2fs ]] || version=v2
 cat > "$dir/slurm.conf" <<CONF
 ClusterName=firn
 SlurmctldHost=controller(10.99.0.1)
@@ -48,7 +48,7 @@ SlurmctldLogFile=$dir/log/slurmctld
 SlurmdPidFile=$dir/slurmd.%n.pid
 SlurmdLogFile=$dir/log/slurmd.%n
 SlurmdSpoolDir=$dir/spool.%n
-ProctrackType=proctrack/$proctrack
+ProctrackType=proctrack/cgroup
 TaskPlugin=task/none
 MpiDefault=none
 ReturnToService=2
@@ -71,25 +71,48 @@ for host; do
 done
 hosts=$*
 echo "PartitionName=all Nodes=${hosts// /,} Default=YES State=UP" >> "$dir/slurm.conf"
-printf 'CgroupPlugin=cgroup/v1\nCgroupAutomount=no\nConstrainCores=no\nConstrainRAMSpace=no\n' > "$dir/cgroup.conf"
+printf '%s\n' CgroupPlugin=cgroup/$version CgroupAutomount=no ConstrainCores=no ConstrainRAMSpace=no > "$dir/cgroup.conf"
+# No systemd is asked for a scope.
+[[ $version == v1 ]] || echo IgnoreSystemd=yes >> "$dir/cgroup.conf"
 export SLURM_CONF=$dir/slurm.conf
 slurmctld
 
+# What Slurm's own processes are started by: nothing, or a library without which Slurm refuses a machine that has v1 beside v2.
+show=()
+if [[ $version == v2 ]] && grep -qv ^0: /proc/self/cgroup; then
+    cc -O1 -shared -fPIC -o "$dir/without_v1.so" "$(dirname "$0")/without_v1.c"
+    show=(env "LD_PRELOAD=$dir/without_v1.so")
+fi
+printf '#!/bin/sh\nexec %s /usr/sbin/slurmstepd "$@"\n' "${show[*]}" > "$dir/slurmstepd"
+chmod 755 "$dir/slurmstepd"
+
 run_host() {
-    local host=$1
-    mkdir "$dir/spool.$host"
-    [[ $proctrack == linuxproc ]] || mkdir "$freezer/$cgroup-$host"
+    local host=$1 own=$hierarchy/$cgroup-$1 cgroup_space=()
+    mkdir "$dir/spool.$host" "$own"
+    if [[ $version == v2 ]]; then
+        # The root of its cgroup namespace.
+        echo 0 > "$own/cgroup.procs"
+        cgroup_space=(--cgroup)
+    fi
     # shellcheck disable=SC2016
-    exec unshare --mount --uts --ipc --pid --fork --kill-child --mount-proc --propagation private bash -c '
-        host=$1 dir=$2 group=$3 freezer=$4
+    exec unshare --mount --uts --ipc --pid "${cgroup_space[@]}" --fork --kill-child --mount-proc --propagation private bash -c '
+        host=$1 dir=$2 own=$3 hierarchy=$4 version=$5
+        shift 5
         hostname "$host"
         mount -t tmpfs -o mode=1777 firn-test /dev/shm
-        [[ ! -d $freezer ]] || mount --bind "$freezer/$group-$host" "$freezer"
+        if [[ $version == v1 ]]; then
+            mount --bind "$own" "$hierarchy"
+        else
+            umount --recursive --lazy /sys/fs/cgroup
+            mount -t cgroup2 firn-test /sys/fs/cgroup
+            # As systemd has it.
+            mkdir -p /sys/fs/cgroup/system.slice
+        fi
         while :; do
-            slurmd -D -N "$host" || :
+            "$@" slurmd -D -N "$host" -d "$dir/slurmstepd" || :
             until [[ -e $dir/up.$host ]]; do sleep 0.1; done
             rm "$dir/up.$host"
-        done' _ "$host" "$dir" "$cgroup" "$freezer" > "$dir/log/$host" 2>&1
+        done' _ "$host" "$dir" "$own" "$hierarchy" "$version" "${show[@]}" > "$dir/log/$host" 2>&1
 }
 for host; do
     run_host "$host" &

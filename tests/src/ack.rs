@@ -6,7 +6,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
-use std::io::{Read, Write};
+use std::io::Write;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
@@ -320,10 +320,11 @@ pub fn verify(dir: &Path, log: &Path) -> Verified {
 }
 
 fn verify_result(dir: &Path, log: &Path) -> Result<Verified, String> {
-    let mut records = Vec::new();
-    File::open(log)
-        .and_then(|mut file| file.read_to_end(&mut records))
-        .map_err(|e| format!("{log:?}: {e}"))?;
+    // A writer that was killed before it had made its log has done nothing.
+    let records = match std::fs::read(log) {
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Vec::new(),
+        read => read.map_err(|error| format!("{log:?}: {error}"))?,
+    };
     let mut model = Model::default();
     let mut begun = None;
     let mut verified = Verified::default();

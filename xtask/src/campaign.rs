@@ -2,10 +2,12 @@
 //!
 //! A campaign of system tests sets the environment that the tests of `firn-tests` read and runs one of them. The
 //! release binary is built first and used, so that a round is short. Needs root, as the tests do. Fuzzing,
-//! ThreadSanitizer, the packages and the laboratory build their own.
+//! ThreadSanitizer, the packages, the laboratory and Python's frameworks build, or install, their own.
 
 mod fuzz;
 mod packages;
+mod python;
+mod rules;
 mod tsan;
 
 use std::path::{Path, PathBuf};
@@ -94,8 +96,26 @@ pub enum Campaign {
         #[arg(long, default_value_t = 20)]
         rounds: u64,
     },
+    /// Unmodified programs under commit rules, killed and resumed: ckpt-chaos with the trainers of Hugging Face and Lightning, LAMMPS
+    Rules {
+        /// Kills of each program at random moments
+        #[arg(long, default_value_t = 20)]
+        kills: u64,
+        /// Repeats a campaign
+        #[arg(long)]
+        seed: Option<u64>,
+    },
     /// The packages of `make dist`, installed, used and removed in a small Debian, and in an image of it
     Packages,
+    /// The adapters of the Python package with the oldest and the newest frameworks, and saves by each beside others (5 GB of disk)
+    Python {
+        /// Kills of a rank that overwrites a checkpoint, in each kind of mount
+        #[arg(long, default_value_t = 50)]
+        rounds: u64,
+        /// Saves of each kind that are measured; 0: none
+        #[arg(long, default_value_t = 9)]
+        saves: u32,
+    },
     /// The laboratory, which no other test builds: it has no warnings, its models and experiments run
     Lab,
 }
@@ -114,6 +134,7 @@ impl Campaign {
                 system("transactions", "killed_at_any_moment", length, seed)?;
                 system("transactions", "survives_kill_9", length, seed)?;
                 system("transactions", "commit_rules", length, seed)?;
+                system("transactions", "rules_keep", length, seed)?;
                 system(
                     "several_hosts",
                     "a_host_that_is_killed_between",
@@ -168,7 +189,9 @@ impl Campaign {
                 seed,
             } => fuzz::run(seconds, targets, seed),
             Self::Tsan { rounds } => tsan::run(rounds),
+            Self::Rules { kills, seed } => rules::run(kills, seed),
             Self::Packages => packages::run(),
+            Self::Python { rounds, saves } => python::run(&python::Length { rounds, saves }),
             Self::Lab => lab(),
         }
     }
@@ -178,26 +201,38 @@ impl Campaign {
 fn system(
     program: &str,
     filter: &str,
-    length: (&str, u64),
+    (variable, length): (&str, u64),
     seed: Option<u64>,
 ) -> anyhow::Result<()> {
-    cargo(&mut cargo_command(&[
-        "build",
-        "--release",
-        "-p",
-        "firn",
-        "-p",
-        "firn-preload",
-    ]))?;
+    system_with(program, filter, &[(variable, length.to_string())], seed)
+}
+
+/// The same, with these variables.
+fn system_with(
+    program: &str,
+    filter: &str,
+    variables: &[(&str, String)],
+    seed: Option<u64>,
+) -> anyhow::Result<()> {
+    build_release(&["firn", "firn-preload"])?;
     let target = ["test", "--release", "-p", "firn-tests", "--test", program];
     require_test(&target, filter)?;
     let mut command = cargo_command(&target);
     command.args(["--", "--nocapture", "--test-threads=1", filter]);
     command
-        .env(length.0, length.1.to_string())
+        .envs(variables.iter().cloned())
         .env("FIRN_TEST_LIMIT_S", TEST_LIMIT_S.to_string());
     if let Some(seed) = seed {
         command.env("FIRN_SEED", seed.to_string());
+    }
+    cargo(&mut command)
+}
+
+/// Builds these packages as users have them.
+fn build_release(packages: &[&str]) -> anyhow::Result<()> {
+    let mut command = cargo_command(&["build", "--release"]);
+    for package in packages {
+        command.args(["-p", package]);
     }
     cargo(&mut command)
 }

@@ -167,7 +167,7 @@ mod tests {
         if source.contains("thread::Builder") {
             markers.push(".name(");
         }
-        markers.push("spawn_thread(");
+        markers.extend(["spawn_thread(", "parallel::map(", "try_map("]);
         if path.ends_with(POOL_CLASSES) {
             markers.push("=> ");
         }
@@ -205,8 +205,11 @@ mod tests {
             let source = fs::read_to_string(&file).expect("a source file");
             let production = source.split("#[cfg(test)]\nmod ").next();
             if let Some(production) = production.filter(|_| is_product) {
-                for marker in name_markers(&path, production) {
-                    real.extend(thread_names(production, marker));
+                let is_code = |line: &&str| !line.trim_start().starts_with("//");
+                let code: Vec<_> = production.lines().filter(is_code).collect();
+                let code = code.join("\n");
+                for marker in name_markers(&path, &code) {
+                    real.extend(thread_names(&code, marker));
                 }
             }
         }

@@ -124,7 +124,7 @@ impl Firn {
         command
     }
 
-    fn run(&self, args: &[&std::ffi::OsStr]) -> anyhow::Result<Vec<u8>> {
+    pub(crate) fn run(&self, args: &[&std::ffi::OsStr]) -> anyhow::Result<Vec<u8>> {
         let output = command(&self.program, &self.runtime_dir)
             .args(args)
             .output()

@@ -13,12 +13,15 @@
 //! * An abort is carried out by the thread of this module, which holds nothing that the kernel waits for.
 
 mod exits;
+mod rotation;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::io::{self, Read as _};
+use std::iter;
 use std::os::unix::ffi::OsStrExt;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
 use firn_backing::lock::{Mutex, MutexGuard};
@@ -28,8 +31,8 @@ use firn_format::quote::quoted;
 use firn_fuse::{ChangeWatch, WatchTicket, WatchedChange};
 use firn_protocol::Status;
 use firn_rules::{
-    Action, Ending, Machine, Operation, RULES_BYTES_MAX, Rule, RuleSetError, ScopeNumber,
-    load_rules,
+    Action, Ending, LocatedPath, Machine, Operation, RULES_BYTES_MAX, RuleSet, RuleSetError,
+    ScopeNumber, load_rules,
 };
 use firn_transact::machine::Pending;
 use firn_transact::{Found, TransactionError};
@@ -41,7 +44,7 @@ use crate::gate::TransactionGate;
 use crate::parts::Forget;
 
 /// The rules that the option names.
-pub(crate) fn load(words: &[String]) -> Result<Vec<Rule>, RuleSetError> {
+pub(crate) fn load(words: &[String]) -> Result<RuleSet, RuleSetError> {
     load_rules(&words.join(","), read_rules)
 }
 
@@ -60,13 +63,19 @@ pub(crate) struct Counts {
     pub(crate) commits: u64,
     pub(crate) aborts: u64,
     pub(crate) failures: u64,
+    /// Checkpoints that `keep` removed.
+    pub(crate) removals: u64,
 }
 
 /// The commit rules of one mount.
 pub(crate) struct CommitRules {
     gate: Arc<TransactionGate>,
     forget: Forget,
+    /// What paths are looked up in, without the lock of the table.
+    rules: Arc<RuleSet>,
     table: Mutex<Table>,
+    /// No scope is open: what no rule has to do with is free without a look into the table.
+    has_no_scope: AtomicBool,
     /// A scope has begun or ended.
     changed: Condvar,
     exits: Exits,
@@ -81,6 +90,8 @@ struct Table {
     tickets: HashMap<u64, Ticket>,
     last_ticket: u64,
     counts: BTreeMap<String, Counts>,
+    /// Rules and directories in which there may be more than the rule keeps.
+    rotations: BTreeSet<(usize, Vec<u8>)>,
 }
 
 /// The transaction of a scope.
@@ -102,13 +113,21 @@ struct Ticket {
 /// A change with the paths that it is about.
 #[derive(Clone, Debug)]
 enum OwnedChange {
-    Open(Vec<u8>),
-    Change(Vec<u8>),
-    Remove(Vec<u8>),
-    Rename(Vec<u8>, Vec<u8>),
+    Open(LocatedPath),
+    Change(LocatedPath),
+    Remove(LocatedPath),
+    Rename(LocatedPath, LocatedPath),
 }
 
 impl OwnedChange {
+    fn paths(&self) -> impl Iterator<Item = &LocatedPath> {
+        let (first, second) = match self {
+            Self::Open(path) | Self::Change(path) | Self::Remove(path) => (path, None),
+            Self::Rename(from, to) => (from, Some(to)),
+        };
+        iter::once(first).chain(second)
+    }
+
     /// `handle`: of the file that is open, once that is known.
     fn operation(&self, handle: u64) -> Operation<'_> {
         match self {
@@ -152,22 +171,26 @@ impl CommitRules {
     /// Watches the changes of a mount from now on.
     pub(crate) fn new(
         gate: &Arc<TransactionGate>,
-        rules: Vec<Rule>,
+        rules: RuleSet,
         forget: &Forget,
     ) -> Result<Arc<Self>, MountError> {
         let exits = Exits::new()
             .map_err(|errno| MountError::io("watch the ends of programs")(errno.into()))?;
+        let rules = Arc::new(rules);
         let made = Arc::new(Self {
             gate: Arc::clone(gate),
             forget: Arc::clone(forget),
+            rules: Arc::clone(&rules),
             table: Mutex::new(Table {
-                machine: Machine::new(Arc::new(rules)),
+                machine: Machine::new(rules),
                 scopes: BTreeMap::new(),
                 handles: HashMap::new(),
                 tickets: HashMap::new(),
                 last_ticket: 0,
                 counts: BTreeMap::new(),
+                rotations: BTreeSet::new(),
             }),
+            has_no_scope: AtomicBool::new(true),
             changed: Condvar::new(),
             exits,
         });
@@ -180,6 +203,10 @@ impl CommitRules {
     pub(crate) fn show(&self, shown: &mut Status) {
         let table = self.table.lock();
         for transaction in table.scopes.values() {
+            *shown
+                .rule_waits
+                .entry(transaction.rule.clone())
+                .or_default() += 1;
             let is_of = |path: &[u8]| transaction.paths.contains(path);
             let found = shown.transactions.iter_mut();
             for one in found.filter(|one| is_of(one.scope.as_bytes())) {
@@ -192,6 +219,7 @@ impl CommitRules {
                 (&mut shown.rule_commits, counts.commits),
                 (&mut shown.rule_aborts, counts.aborts),
                 (&mut shown.rule_failures, counts.failures),
+                (&mut shown.rule_removals, counts.removals),
             ] {
                 if count > 0 {
                     shown.insert(rule.clone(), count);
@@ -203,7 +231,9 @@ impl CommitRules {
     /// Waits for the ends of writers, until [`CommitRules::stop`].
     pub(crate) fn watch_exits(&self) {
         self.exits
-            .watch(&|process, ending| self.exited(process, ending));
+            .watch(&|process, ending| self.exited(process, ending), &|| {
+                self.rotate()
+            });
     }
 
     /// `is_unseen`: no program saw the mount.
@@ -214,33 +244,46 @@ impl CommitRules {
         }
     }
 
-    fn path_of(&self, parent: InodeId, name: &OsStr) -> Option<Vec<u8>> {
+    fn locate_at(&self, inode: InodeId) -> Option<LocatedPath> {
+        let path = self.gate.engine().tree.path_of(inode)?;
+        Some(self.rules.locate(&path))
+    }
+
+    fn locate_name(&self, parent: InodeId, name: &OsStr) -> Option<LocatedPath> {
         let mut path = self.gate.engine().tree.path_of(parent)?;
         if !path.is_empty() {
             path.push(b'/');
         }
         path.extend_from_slice(name.as_bytes());
-        Some(path)
+        Some(self.rules.locate(&path))
     }
 
     /// None where the names of it are not known: then it is in no scope.
     fn change_of(&self, change: &WatchedChange) -> Option<OwnedChange> {
-        let tree = &self.gate.engine().tree;
         Some(match change {
-            WatchedChange::Open(inode) => OwnedChange::Open(tree.path_of(*inode)?),
-            WatchedChange::Cut(inode) => OwnedChange::Change(tree.path_of(*inode)?),
-            WatchedChange::Create(dir, name) => OwnedChange::Open(self.path_of(*dir, name)?),
-            WatchedChange::Make(dir, name) => OwnedChange::Change(self.path_of(*dir, name)?),
-            WatchedChange::Remove(dir, name) => OwnedChange::Remove(self.path_of(*dir, name)?),
-            WatchedChange::Rename((dir, name), (new_dir, new_name)) => {
-                OwnedChange::Rename(self.path_of(*dir, name)?, self.path_of(*new_dir, new_name)?)
-            }
+            WatchedChange::Open(inode) => OwnedChange::Open(self.locate_at(*inode)?),
+            WatchedChange::Cut(inode) => OwnedChange::Change(self.locate_at(*inode)?),
+            WatchedChange::Create(dir, name) => OwnedChange::Open(self.locate_name(*dir, name)?),
+            WatchedChange::Make(dir, name) => OwnedChange::Change(self.locate_name(*dir, name)?),
+            WatchedChange::Remove(dir, name) => OwnedChange::Remove(self.locate_name(*dir, name)?),
+            WatchedChange::Rename((dir, name), (new_dir, new_name)) => OwnedChange::Rename(
+                self.locate_name(*dir, name)?,
+                self.locate_name(*new_dir, new_name)?,
+            ),
         })
     }
 
     /// Whether there is something at a path, for programs.
     fn is_there(&self, path: &[u8]) -> bool {
         self.gate.engine().tree.object_at(path).is_ok()
+    }
+
+    /// Stores what is read without the lock, and wakes changes that wait for a scope.
+    fn publish(&self, table: MutexGuard<'_, Table>) {
+        self.has_no_scope
+            .store(table.machine.is_empty(), Ordering::Release);
+        drop(table);
+        self.changed.notify_all();
     }
 
     // ---- what the machine asks for -----------------------------------------------------------
@@ -262,6 +305,12 @@ impl CommitRules {
                     self.abort(scope, &reason);
                     Ok(())
                 }
+                Action::Rotate { rule, dir } => {
+                    self.table.lock().rotations.insert((rule, dir));
+                    self.exits.wake();
+                    Ok(())
+                }
+                Action::Remove { scope, rule, tops } => self.remove(scope, &rule, tops),
             };
             first = first.and(done);
         }
@@ -300,14 +349,10 @@ impl CommitRules {
             Err(error) => {
                 table.machine.aborted(scope);
                 table.counts.entry(rule.to_owned()).or_default().failures += 1;
-                drop(table);
-                let errno = errno_of(&error);
-                self.changed.notify_all();
-                return Err(errno);
+                Err(errno_of(&error))
             }
         };
-        drop(table);
-        self.changed.notify_all();
+        self.publish(table);
         done
     }
 
@@ -332,15 +377,16 @@ impl CommitRules {
             transaction.paths.extend(paths);
         }
         table.machine.begun(scope, false);
-        drop(table);
-        self.changed.notify_all();
+        self.publish(table);
         joined.map_err(|error| errno_of(&error))
     }
 
     fn commit(&self, scope: ScopeNumber) -> Result<(), Errno> {
         let transaction = self.table.lock().scopes.get(&scope).cloned();
         let Some(transaction) = transaction else {
-            self.table.lock().machine.aborted(scope);
+            let mut table = self.table.lock();
+            table.machine.aborted(scope);
+            self.publish(table);
             return Ok(());
         };
         let committed = self.commit_transaction(&transaction);
@@ -358,8 +404,7 @@ impl CommitRules {
                 Vec::new()
             }
         };
-        drop(table);
-        self.changed.notify_all();
+        self.publish(table);
         match committed {
             Ok(()) => {
                 let paths = shown(&transaction.paths);
@@ -409,8 +454,7 @@ impl CommitRules {
         if let Some(transaction) = transaction {
             table.counts.entry(transaction.rule).or_default().aborts += 1;
         }
-        drop(table);
-        self.changed.notify_all();
+        self.publish(table);
     }
 
     fn abort_transaction(&self, transaction: &Transaction) -> Result<(), TransactionError> {
@@ -476,15 +520,11 @@ impl ChangeWatch for CommitRules {
         let Some(change) = self.change_of(change) else {
             return false;
         };
-        let table = self.table.lock();
-        match &change {
-            OwnedChange::Open(path) | OwnedChange::Change(path) | OwnedChange::Remove(path) => {
-                table.machine.concerns(path)
-            }
-            OwnedChange::Rename(from, to) => {
-                table.machine.concerns(from) || table.machine.concerns(to)
-            }
+        if self.has_no_scope.load(Ordering::Acquire) && change.paths().all(LocatedPath::is_free) {
+            return false;
         }
+        let machine = &self.table.lock().machine;
+        change.paths().any(|path| machine.concerns(path))
     }
 
     fn begin_change(&self, caller: Caller, change: &WatchedChange) -> Result<WatchTicket, Errno> {
@@ -496,6 +536,8 @@ impl ChangeWatch for CommitRules {
             tracing::warn!(%error, ?change, "a change is refused");
             Errno::BUSY
         })?;
+        self.has_no_scope
+            .store(table.machine.is_empty(), Ordering::Release);
         drop(table);
         let done = self.carry_out(entered.actions);
         if entered.scope.is_some() {
@@ -536,6 +578,20 @@ impl ChangeWatch for CommitRules {
         drop(table);
         if let Err(errno) = self.carry_out(actions) {
             tracing::warn!(%errno, "a checkpoint that is complete is not committed yet");
+        }
+    }
+
+    fn must_settle(&self, inode: InodeId) -> bool {
+        if self.has_no_scope.load(Ordering::Acquire) || !self.exits.has_untold_end() {
+            return false;
+        }
+        let path = self.gate.engine().tree.path_of(inode);
+        path.is_some_and(|path| self.table.lock().machine.is_near_scope(&path))
+    }
+
+    fn settle(&self, inode: InodeId) {
+        if self.must_settle(inode) {
+            self.exits.wait_until_told();
         }
     }
 

@@ -115,6 +115,15 @@ pub(crate) struct HostLease {
     held: Option<Held>,
 }
 
+/// What a host that is gone left.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Estate {
+    /// It may have transactions in the backing.
+    pub(crate) has_transactions: bool,
+    /// Bytes that it held in memory at its last beat.
+    pub(crate) held_bytes: u64,
+}
+
 /// A lease that was taken.
 #[derive(Debug)]
 struct Held {
@@ -186,23 +195,36 @@ impl HostLease {
         }
     }
 
-    /// Takes the lease of a host that is gone, to end its transactions; false: it never had any.
-    pub(crate) fn take_over(&mut self, host: &str) -> Result<bool, AttachError> {
+    /// Takes the lease of a host that is gone, to end what it began; none: it has no lease, or gave it back and has no
+    /// transactions.
+    pub(crate) fn take_over(&mut self, host: &str) -> Result<Option<Estate>, AttachError> {
         let base = open_backing(&self.backing)?;
         let refused = own_error(&self.backing);
         let Some(dir) = find_host_dir(&base, host).map_err(&refused)? else {
-            return Ok(false);
+            return Ok(None);
         };
-        let purpose = LeaseUse::Transactions;
         let last = Beat::read(&base, &dir).map_err(&refused)?;
-        let has_transactions = last.is_some_and(|beat| beat.may_be_for(purpose))
+        let has_transactions = last
+            .as_ref()
+            .is_some_and(|beat| beat.may_be_for(LeaseUse::Transactions))
             || TransactionalBacking::has_transactions_in(&base, &dir)
                 .map_err(AttachError::transactions(&self.backing))?;
-        if !has_transactions {
-            return Ok(false);
+        let is_listed = last.as_ref().is_some_and(|beat| !beat.is_released());
+        if !has_transactions && !is_listed {
+            return Ok(None);
         }
+        let uses = last.as_ref().and_then(Beat::uses).unwrap_or_default();
+        let purpose = if has_transactions {
+            LeaseUse::Transactions
+        } else {
+            uses.first().copied().unwrap_or(LeaseUse::Tokens)
+        };
+        let report = last.as_ref().and_then(report_in);
         self.held = Some(Held::take(base, dir, purpose, host, &self.backing)?);
-        Ok(true)
+        Ok(Some(Estate {
+            has_transactions,
+            held_bytes: report.map_or(0, |report| report.held_bytes),
+        }))
     }
 
     /// What becomes of the lease, where transactions depend on it.
@@ -353,34 +375,101 @@ fn add_use(
     publish_terms(base, dir, lease, &request.terms).map_err(LeaseError::from)
 }
 
-/// Gives back the lease of a host of this kernel that died with an arena that is drained and gone: others do not hear of
-/// it as of one that has data any more. Its end was seen already, so a failure is worth no word.
-pub(crate) fn release_of_arena(backing: &Path, arena: &Path) -> Result<(), AttachError> {
-    let base = open_backing(backing)?;
+/// A lease of a mount of this kernel that ended without a word.
+struct DeadLease {
+    host: String,
+    dir: <DirBacking as Volume>::Inode,
+    purpose: LeaseUse,
+}
+
+/// The leases of mounts that died and had this arena.
+fn find_leases_of_arena(
+    base: &DirBacking,
+    backing: &Path,
+    arena: &Path,
+) -> Result<Vec<DeadLease>, AttachError> {
     let refused = own_error(backing);
-    for host in list_hosts(&base).map_err(&refused)? {
-        let Some(dir) = find_host_dir(&base, &host).map_err(&refused)? else {
+    let mut found = Vec::new();
+    for host in list_hosts(base).map_err(&refused)? {
+        let Some(dir) = find_host_dir(base, &host).map_err(&refused)? else {
             continue;
         };
-        let Some(beat) = Beat::read(&base, &dir).map_err(&refused)? else {
+        let Some(beat) = Beat::read(base, &dir).map_err(&refused)? else {
             continue;
         };
         let me = this_process(&host)?;
         let device = base.attr(&dir).map_err(|errno| refused(errno.into()))?.dev;
-        let report = beat
-            .report()
-            .and_then(|report| serde_json::from_value(report).ok());
-        let was_its = report.is_some_and(|report: HostReport| report.arena.as_path() == arena);
+        let was_its = report_in(&beat).is_some_and(|report| report.arena.as_path() == arena);
         let is_dead = !beat.is_released() && beat.is_settled_by_lock(&me.boot, device);
         let purpose = beat.uses().and_then(|uses| uses.first().copied());
-        if let Some(purpose) = purpose.filter(|_| was_its && is_dead)
-            && let Ok(lease) = Lease::take(&base, &dir, purpose, &me, &mut |_| ())
-        {
+        if let Some(purpose) = purpose.filter(|_| was_its && is_dead) {
+            found.push(DeadLease { host, dir, purpose });
+        }
+    }
+    Ok(found)
+}
+
+/// Whether the mount that had an arena, and died, shared its backing with other hosts.
+pub(crate) fn was_shared(backing: &Path, arena: &Path) -> Result<bool, AttachError> {
+    let base = open_backing(backing)?;
+    Ok(!find_leases_of_arena(&base, backing, arena)?.is_empty())
+}
+
+/// Gives back the leases of mounts that died and had this arena, which is gone: what they held is in the backing.
+pub(crate) fn release_of_arena(backing: &Path, arena: &Path) -> Result<(), AttachError> {
+    let base = open_backing(backing)?;
+    for dead in find_leases_of_arena(&base, backing, arena)? {
+        let me = this_process(&dead.host)?;
+        if let Ok(lease) = Lease::take(&base, &dead.dir, dead.purpose, &me, &mut |_| ()) {
             // What it shared is not shared any more; what it keeps there is looked for by itself.
             let _ = lease.release(&base, None);
         }
     }
     Ok(())
+}
+
+/// Gives back the lease that this host had before it was started again; the bytes that it held then, which are gone with its
+/// memory. None: there is no such lease. To be called where there is no arena.
+pub(crate) fn release_of_last_boot(
+    backing: &Path,
+    host: &str,
+    arena: &Path,
+) -> Result<Option<u64>, AttachError> {
+    let base = open_backing(backing)?;
+    let refused = own_error(backing);
+    let Some(dir) = find_host_dir(&base, host).map_err(&refused)? else {
+        return Ok(None);
+    };
+    let Some(beat) = Beat::read(&base, &dir).map_err(&refused)? else {
+        return Ok(None);
+    };
+    let me = this_process(host)?;
+    let is_of_last_boot = beat.holder().is_some_and(|holder| holder.boot != me.boot);
+    // Another user of this host may have had it.
+    let is_ours = |report: &HostReport| report.arena.as_path() == arena;
+    let Some(report) = report_in(&beat).filter(is_ours) else {
+        return Ok(None);
+    };
+    let purpose = beat.uses().and_then(|uses| uses.first().copied());
+    let Some(purpose) = purpose.filter(|_| is_of_last_boot && !beat.is_released()) else {
+        return Ok(None);
+    };
+    let lease = match Lease::take(&base, &dir, purpose, &me, &mut std::thread::sleep) {
+        Ok(lease) => lease,
+        // Another host has this name.
+        Err(LeaseError::Held { .. } | LeaseError::Unreached { .. }) => return Ok(None),
+        Err(LeaseError::Own(error)) => return Err(refused(error)),
+        Err(_) => return Ok(None),
+    };
+    // What others saw of it stays seen: its logs and transactions are in the backing.
+    let _ = lease.release(&base, None);
+    Ok(Some(report.held_bytes))
+}
+
+/// What a host said of itself with a beat; none: nothing, or what this version does not read.
+fn report_in(beat: &Beat) -> Option<HostReport> {
+    beat.report()
+        .and_then(|report| serde_json::from_value(report).ok())
 }
 
 fn this_process(host: &str) -> Result<Holder, AttachError> {

@@ -113,6 +113,7 @@ impl Prepared {
         match self {
             Self::Mount { adapter, .. } => Arc::new(FuseRequests {
                 waiting_writers: adapter.waiting_writers(),
+                waiting_threads: adapter.waiting_threads(),
                 failures: adapter.failures(),
             }),
             Self::Tree(stubs) => StubNames::new(engine, stubs, workers),

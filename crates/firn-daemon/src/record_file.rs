@@ -106,16 +106,19 @@ fn find_old<'a>(names: &'a [String], newest: &str, now_unix_us: u64) -> Vec<&'a 
 /// A record that was found.
 pub type FoundRecord = Result<RunRecord, RecordError>;
 
-/// Reads the records in a backing, each with its name; none where there are none.
-pub fn read_in_backing(backing: &Path) -> Result<Vec<(String, FoundRecord)>, AttachError> {
+/// Reads the records in a backing, the newest first, and gives each with its name to `take` before the next one is read.
+pub fn read_in_backing(
+    backing: &Path,
+    take: &mut dyn FnMut(&str, FoundRecord),
+) -> Result<(), AttachError> {
     let wrong = own_error(backing);
     let base: DirBacking = open_backing(backing)?;
     let Some((top, _)) = own::find_dir(&base, &base.root(), own::TOP).map_err(&wrong)? else {
-        return Ok(Vec::new());
+        return Ok(());
     };
     let below = |error: own::OwnError| wrong(error.below(own::TOP));
     let Some((dir, _)) = own::find_dir(&base, &top, RECORDS).map_err(below)? else {
-        return Ok(Vec::new());
+        return Ok(());
     };
     let names = own::list(&base, &dir).map_err(|errno| wrong(errno.into()))?;
     let names = names.into_iter();
@@ -125,7 +128,6 @@ pub fn read_in_backing(backing: &Path) -> Result<Vec<(String, FoundRecord)>, Att
         .collect();
     names.sort_by_key(|name| std::cmp::Reverse(split(name).map(|(_, began)| began)));
     names.truncate(READ_MAX);
-    let mut records = Vec::new();
     for name in names {
         let record = match own::load_at_most(&base, &dir, &name, RECORD_BYTES_MAX) {
             Ok(Some(bytes)) => RunRecord::parse(&bytes),
@@ -134,14 +136,23 @@ pub fn read_in_backing(backing: &Path) -> Result<Vec<(String, FoundRecord)>, Att
             Err(own::OwnError::TooLong { bytes, .. }) => Err(RecordError::TooLong { bytes }),
             Err(error) => return Err(wrong(error)),
         };
-        records.push((name, record));
+        take(&name, record);
     }
-    Ok(records)
+    Ok(())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn read_all(backing: &Path) -> Vec<(String, FoundRecord)> {
+        let mut found = Vec::new();
+        read_in_backing(backing, &mut |name, record| {
+            found.push((name.to_owned(), record));
+        })
+        .unwrap();
+        found
+    }
 
     #[test]
     fn records_of_each_host_are_bounded_in_number_and_age() {
@@ -158,7 +169,7 @@ mod tests {
         }
         let other = name_of("n2", 200 * day_us, "0f");
         store_in_backing(&backing, &other, 200 * day_us, b"{}").unwrap();
-        let found = read_in_backing(&backing).unwrap();
+        let found = read_all(&backing);
         let of = |host| {
             found
                 .iter()
@@ -177,7 +188,7 @@ mod tests {
         let name = name_of("n1", 1, "a");
         let long = vec![b'x'; RECORD_BYTES_MAX as usize + 1];
         store_in_backing(dir.path(), &name, 1, &long).unwrap();
-        let found = read_in_backing(dir.path()).unwrap();
+        let found = read_all(dir.path());
         assert!(
             matches!(&found[..], [(_, Err(RecordError::TooLong { .. }))]),
             "{found:?}"

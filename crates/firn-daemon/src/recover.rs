@@ -17,7 +17,10 @@ use crate::error::{AttachError, RecoverError};
 use crate::event::Event;
 use crate::frontend::{Stubs, TreeEnd};
 use crate::ground::serve_ground;
-use crate::host_lease::{HostLease, open_backing, release_of_arena};
+use crate::host_lease::{
+    HostLease, open_backing, release_of_arena, release_of_last_boot, was_shared,
+};
+use crate::host_name::host_name;
 use crate::last_drain::drain_rest;
 use crate::lock::{Locks, Sharing};
 use crate::logs;
@@ -61,6 +64,8 @@ pub struct RecoverReport {
     pub lost: Vec<LostReport>,
     /// Commits that are decided and not applied, where there was no arena: the next mount applies them.
     pub decided: Vec<u64>,
+    /// Bytes that this host held at its last beat before it was started again, which are gone with its memory; none: it was not.
+    pub gone_bytes: Option<u64>,
     /// What went wrong on the way.
     pub errors: Vec<ErrorStatus>,
 }
@@ -74,9 +79,12 @@ pub struct HostReport {
     pub undone: u64,
     /// Numbers of those that the other hosts have not decided.
     pub waiting: Vec<u64>,
+    /// Bytes that the host held in memory at its last beat, and that are given up for lost.
+    pub held_bytes: u64,
 }
 
-/// Ends the transactions of a host that does not come back, as the other hosts have decided. What was only in its
+/// Ends what a host began that does not come back: its transactions, as the other hosts have decided, and its lease, by which
+/// others list it as dead. What was only in its
 /// memory is not needed for that: a transaction that is prepared is in the backing. Should that memory still be there,
 /// its next mount finds what it must drop.
 pub fn recover_host(backing: &Path, host: String) -> Result<HostReport, RecoverError> {
@@ -87,10 +95,16 @@ pub fn recover_host(backing: &Path, host: String) -> Result<HostReport, RecoverE
         expected: Expected::Count(0),
     };
     let mut lease = HostLease::on(&backing);
-    if !lease.take_over(&members.host)? {
+    let Some(estate) = lease.take_over(&members.host)? else {
         return Err(RecoverError::NoSuchHost {
             host: members.host,
             backing,
+        });
+    };
+    if !estate.has_transactions {
+        return Ok(HostReport {
+            held_bytes: estate.held_bytes,
+            ..HostReport::default()
         });
     }
     // Its files may lie in logs, to which its transaction is applied in its name.
@@ -110,6 +124,7 @@ pub fn recover_host(backing: &Path, host: String) -> Result<HostReport, RecoverE
         finished: outcome.finished,
         undone: outcome.undone.len() as u64,
         waiting: outcome.waiting.into_iter().map(|(id, _)| id).collect(),
+        held_bytes: estate.held_bytes,
     })
 }
 
@@ -126,12 +141,20 @@ pub fn recover(
     if !files.arena.exists() && prefix.is_none() {
         process::prepare();
         return match logs::end_removals(&backing, &request.options) {
-            // Who has it mounted ends them.
-            Ok(()) | Err(AttachError::Held { .. }) => report_decided(&backing),
+            // Held: another host has it mounted, and ends the removals.
+            Ok(()) | Err(AttachError::Held { .. }) => {
+                report_last_boot(&backing, &request.options, &files.arena)
+            }
             Err(error) => Err(error.into()),
         };
     }
-    let locks = Locks::take(&backing, &files, None, Sharing::Alone)?;
+    // As the mount did: where the lock of the directory reaches all hosts, the others have it.
+    let sharing = if was_shared(&backing, &files.arena)? {
+        Sharing::Shared
+    } else {
+        Sharing::Alone
+    };
+    let locks = Locks::take(&backing, &files, None, sharing)?;
     process::prepare();
     let arena = files.arena.clone();
     let attached = Attached::salvage(&backing, files, locks, &request.options, &mut |text| {
@@ -176,6 +199,24 @@ pub fn recover(
         tracing::warn!(%error, "cannot give back the lease of the mount that had the arena");
     }
     Ok(report)
+}
+
+/// What the backing alone tells, of a host without an arena. Had it one before it was started again, others list it as dead
+/// no more.
+fn report_last_boot(
+    backing: &Path,
+    options: &Options,
+    arena: &Path,
+) -> Result<RecoverReport, RecoverError> {
+    let gone_bytes = match host_name(options) {
+        Ok(host) => release_of_last_boot(backing, &host, arena)?,
+        // By such a name it shared nothing.
+        Err(_) => None,
+    };
+    Ok(RecoverReport {
+        gone_bytes,
+        ..report_decided(backing)?
+    })
 }
 
 /// What the backing alone tells. A commit is not applied here: another host may be at it, and every host of a job may
@@ -251,6 +292,7 @@ fn report(
         lost_file_bytes: figures.lost_file_bytes,
         lost,
         decided: Vec::new(),
+        gone_bytes: None,
         errors,
     }
 }

@@ -14,6 +14,7 @@ use crate::dispatcher::{AdapterOptions, Dispatcher};
 use crate::failures::Failures;
 use crate::gate::Gate;
 use crate::transport::dev_fuse::Responder;
+use crate::unanswered::WaitingThreads;
 
 /// Translates kernel requests for one engine.
 pub struct Adapter<B: Backing> {
@@ -48,6 +49,11 @@ impl<B: Backing> Adapter<B> {
     /// Number of writes that wait for room in the arena, kept current.
     pub fn waiting_writers(&self) -> Arc<AtomicU64> {
         self.dispatcher.waiting_writers()
+    }
+
+    /// Threads of programs that wait for answers.
+    pub fn waiting_threads(&self) -> WaitingThreads {
+        self.dispatcher.waiting_threads()
     }
 
     /// The requests that failed.

@@ -43,7 +43,7 @@ use crate::request::{Operation, Request};
 use crate::stall::StalledWrites;
 use crate::topic::Topic;
 use crate::truncations::Truncations;
-use crate::unanswered::Unanswered;
+use crate::unanswered::{Unanswered, WaitingThreads};
 use crate::watch::{WatchFound, Watched, WatchedChange, watch_of};
 
 /// What the mount decides about the answers to the kernel.
@@ -213,6 +213,10 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         self.stalled.count()
     }
 
+    pub(crate) fn waiting_threads(&self) -> WaitingThreads {
+        WaitingThreads(Arc::clone(&self.replies.unanswered))
+    }
+
     pub(crate) fn failures(&self) -> Arc<Failures> {
         Arc::clone(&self.replies.failures)
     }
@@ -377,6 +381,19 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             self.run_on_worker(Topic::Inode(inode), move |engine| call(engine, watched));
         } else {
             self.run_change(inode, move |engine| call(engine, watched));
+        }
+    }
+
+    /// Runs an open that only reads, or of a directory, once what ended writers left there is dropped. No lookup does so: the kernel
+    /// holds the directory in one, and has to drop names of it meanwhile.
+    fn run_settled(&self, inode: InodeId, call: impl FnOnce(&Engine<B>) + Send + 'static) {
+        let watch = self.gate.as_ref().and_then(|gate| gate.watch());
+        match watch.filter(|watch| watch.must_settle(inode)) {
+            None => self.run_call(Topic::Inode(inode), call),
+            Some(watch) => self.run_on_worker(Topic::Inode(inode), move |engine| {
+                watch.settle(inode);
+                call(engine);
+            }),
         }
     }
 

@@ -40,4 +40,5 @@ pub use dispatcher::AdapterOptions;
 pub use failures::Failures;
 pub use gate::{Gate, Pass, RangeAccess};
 pub use session::{Session, SessionError, SessionOptions};
+pub use unanswered::{WaitingThread, WaitingThreads};
 pub use watch::{ChangeWatch, WatchTicket, WatchedChange};

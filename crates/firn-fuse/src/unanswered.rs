@@ -63,12 +63,50 @@ struct Waiting {
     /// Its thread; 0 where firnd cannot see it.
     caller: u32,
     operation: OperationKind,
+    /// When it was entered.
+    since: Instant,
     early: Arc<dyn EarlyAnswer>,
     withdraw: Option<Withdraw>,
     /// When its caller got a signal.
     interrupted_at: Option<Instant>,
     /// When its caller, which exits, began to wait.
     exits_at: Option<Instant>,
+}
+
+/// A thread of a program that has waited for an answer for a while.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WaitingThread {
+    /// Its number.
+    pub thread: u32,
+    /// What it called, as the log has it.
+    pub operation: &'static str,
+    /// Time since firnd took its request.
+    pub waited: Duration,
+}
+
+/// Tells which threads wait.
+#[derive(Clone)]
+pub struct WaitingThreads(pub(crate) Arc<Unanswered>);
+
+impl WaitingThreads {
+    /// Threads that wait for at least so long, the longest first; `count_max` of them at most. It waits for nothing.
+    pub fn find(&self, waited_min: Duration, count_max: usize) -> Vec<WaitingThread> {
+        let mut found = Vec::new();
+        for shard in &self.0.shards {
+            let shard = shard.lock();
+            found.extend(shard.waiting.values().filter_map(|waiting| {
+                let waited = waiting.since.elapsed();
+                (waiting.caller != 0 && waited >= waited_min).then(|| WaitingThread {
+                    thread: waiting.caller,
+                    operation: waiting.operation.name(),
+                    waited,
+                })
+            }));
+        }
+        found.sort_by_key(|waiting| std::cmp::Reverse(waiting.waited));
+        found.truncate(count_max);
+        found
+    }
 }
 
 #[derive(Default)]
@@ -136,6 +174,7 @@ impl Unanswered {
         let waiting = Waiting {
             caller,
             operation,
+            since: Instant::now(),
             early,
             withdraw: None,
             interrupted_at: is_interrupted.then(Instant::now),

@@ -50,6 +50,12 @@ pub trait ChangeWatch: Send + Sync {
     /// After it. `handle`: of the file that it opened for writing.
     fn end_change(&self, ticket: WatchTicket, is_made: bool, handle: Option<HandleId>);
 
+    /// Whether what is seen there was left by a writer that has ended, and is about to be dropped.
+    fn must_settle(&self, inode: InodeId) -> bool;
+
+    /// Waits until it is dropped: a program that is started again finds what it will find.
+    fn settle(&self, inode: InodeId);
+
     /// Whether a handle is one that was given to [`ChangeWatch::end_change`].
     fn knows(&self, handle: HandleId) -> bool;
 

@@ -4,9 +4,13 @@
 //! ```text
 //!   lock held, beat young   alive         lock free, given back                        left
 //!   lock held, beat old     silent        lock free, same kernel, or beat very old     dead
-//!                                         lock free, beat young                        alive: the lock does not reach
-//!                                         lock free, beat of middle age                doubtful
+//!                                         lock free, beat young                        alive: the lock may not reach
+//!                                         lock free, beat old, locks reach             dead
+//!                                         lock free, beat old                          silent: dead, stopped, or behind
 //! ```
+//!
+//! Locks are seen to reach where the lease of a host with another kernel is locked here: then the lock of each host is
+//! believed.
 //!
 //! Promises
 //! * No clock of a host is compared with another one's. A beat is as old as its file, by the clock that stamps files: the
@@ -44,14 +48,19 @@ pub const HOSTS_MAX: usize = 4096;
 pub enum Life {
     /// It beats.
     Alive,
-    /// Its process is there and does not beat: it is stopped, or its backing hangs.
+    /// It does not beat. Its process is there, and stopped, or its backing hangs; or its lock says nothing here.
     Silent,
     /// Its process is gone, and did not say so.
     Dead,
     /// It gave its lease back.
     Left,
-    /// It may be dead, or behind: its lock says nothing here.
-    Doubtful,
+}
+
+impl Life {
+    /// Whether the host may still have the backing mounted.
+    pub fn may_live(self) -> bool {
+        matches!(self, Self::Alive | Self::Silent)
+    }
 }
 
 /// What the answer whether a host lives rests on.
@@ -77,6 +86,8 @@ pub struct HostSeen {
     pub life: Life,
     /// What that rests on.
     pub evidence: Evidence,
+    /// Whether its lease is locked.
+    pub is_locked: bool,
     /// Time since its last beat; none: it cannot be told.
     pub beat_age: Option<Duration>,
     /// Its process; none: its record could not be read.
@@ -144,9 +155,10 @@ pub fn survey<B: Backing>(
         .filter(|found| !found.beat.is_released() && !found.is_dead() && !beats(found))
         .collect();
     let beating = look_again(base, &doubted, rest);
+    let reaches = locks_reach(&found, boot);
     survey.hosts = found
         .into_iter()
-        .map(|found| found.judge(&clock, &beating))
+        .map(|found| found.judge(&clock, &beating, reaches))
         .collect();
     Ok(survey)
 }
@@ -202,6 +214,15 @@ fn read_whole<B: Backing>(
     Ok(read)
 }
 
+/// Whether a host with another kernel keeps this one out.
+fn locks_reach<B: Backing>(found: &[Found<B>], boot: &str) -> bool {
+    let is_other = |found: &Found<B>| {
+        let holder = found.beat.holder();
+        holder.is_some_and(|holder| holder.boot != boot)
+    };
+    found.iter().any(|found| found.is_locked && is_other(found))
+}
+
 /// The hosts whose beats grow.
 fn look_again<B: Backing>(
     base: &B,
@@ -238,7 +259,7 @@ impl<B: Backing> Found<B> {
         longest.unwrap_or(STALE_AFTER)
     }
 
-    fn judge(self, clock: &Clock, beating: &BTreeSet<String>) -> HostSeen {
+    fn judge(self, clock: &Clock, beating: &BTreeSet<String>, reaches: bool) -> HostSeen {
         let age = clock.age(&self);
         let (life, evidence) = if self.beat.is_released() && !self.is_locked {
             (Life::Left, Evidence::Lock)
@@ -248,18 +269,24 @@ impl<B: Backing> Found<B> {
             (Life::Dead, Evidence::Lock)
         } else {
             let is_younger = |than| age.is_some_and(|age| age < than);
-            let life = match self.is_locked {
-                _ if is_younger(STALE_AFTER) => Life::Alive,
-                true => Life::Silent,
-                false if age.is_none() || is_younger(self.stale_after()) => Life::Doubtful,
-                false => Life::Dead,
-            };
-            (life, clock.evidence)
+            let may_live = age.is_none() || is_younger(self.stale_after());
+            if is_younger(STALE_AFTER) {
+                (Life::Alive, clock.evidence)
+            } else if self.is_locked {
+                (Life::Silent, clock.evidence)
+            } else if reaches && age.is_some() {
+                (Life::Dead, Evidence::Lock)
+            } else if may_live {
+                (Life::Silent, clock.evidence)
+            } else {
+                (Life::Dead, clock.evidence)
+            }
         };
         let is_fresh = life == Life::Alive && evidence == Evidence::Beat;
         HostSeen {
             life,
             evidence,
+            is_locked: self.is_locked,
             beat_age: if is_fresh { Some(Duration::ZERO) } else { age },
             holder: self.beat.holder(),
             uses: self.beat.uses().unwrap_or_default(),

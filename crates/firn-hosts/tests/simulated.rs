@@ -512,7 +512,7 @@ fn a_survey_tells_hosts_that_live_are_stopped_have_died_or_left() {
         &own::must_find_dir(&reader, &reader.root(), TOP).unwrap(),
     );
     assert_eq!(names.expect("list").len(), 3);
-    // b is killed. Its own kernel knows it at once, another one when its beat is old.
+    // b is killed. Its own kernel knows it at once, another one when its beat is old: a's lock shows that locks reach.
     drop(b);
     let own_kernel = look("boot of b", &mut never);
     assert_eq!(lives(&own_kernel)[1], ("b", Life::Dead, Evidence::Lock));
@@ -520,7 +520,10 @@ fn a_survey_tells_hosts_that_live_are_stopped_have_died_or_left() {
     let old = look("boot of the reader", &mut |_| ());
     assert_eq!(
         lives(&old)[..2],
-        [("a", Life::Silent, server), ("b", Life::Dead, server)]
+        [
+            ("a", Life::Silent, server),
+            ("b", Life::Dead, Evidence::Lock)
+        ]
     );
     let age = old.hosts[0].beat_age.expect("age");
     assert!(age >= Duration::from_secs(10), "{age:?}");
@@ -535,7 +538,7 @@ fn a_survey_tells_hosts_that_live_are_stopped_have_died_or_left() {
 }
 
 #[test]
-fn a_host_that_may_write_to_logs_is_in_doubt_for_longer_where_locks_do_not_reach() {
+fn a_host_that_may_write_to_logs_is_silent_for_longer_where_locks_do_not_reach() {
     let disk_of_a = disk();
     disk_of_a.set_tick(Duration::from_millis(1));
     disk_of_a.set_lock_reach(LockReach::Host);
@@ -545,9 +548,37 @@ fn a_host_that_may_write_to_logs_is_in_doubt_for_longer_where_locks_do_not_reach
     let _lease = lease.expect("take");
     let look = || survey(&reader, "another", &mut |_| ()).expect("survey");
     reader.pass(Duration::from_secs(10));
-    assert_eq!(look().hosts[0].life, Life::Doubtful);
+    let silent = &look().hosts[0];
+    assert_eq!((silent.life, silent.is_locked), (Life::Silent, false));
     reader.pass(Duration::from_secs(30));
     assert_eq!(look().hosts[0].life, Life::Dead);
+}
+
+#[test]
+fn a_lock_of_another_kernel_shows_that_a_free_one_is_that_of_a_dead_host() {
+    let disk_of_a = disk();
+    disk_of_a.set_tick(Duration::from_millis(1));
+    let disk_of_b = disk_of_a.another_process();
+    let reader = disk_of_a.another_process();
+    let take = |disk: &SimBacking, host: &str| {
+        let dir = make_host_dir(disk, host).expect("dir");
+        Lease::take(disk, &dir, LeaseUse::Logs, &holder(host), &mut never).expect("take")
+    };
+    let mut living = take(&disk_of_a, "a");
+    drop(take(&disk_of_b, "b"));
+    let look = || {
+        let seen = survey(&reader, "another", &mut |_| ()).expect("survey");
+        seen.hosts.into_iter().map(|host| (host.host, host.life))
+    };
+    reader.pass(Duration::from_secs(4));
+    living.beat(&disk_of_a, None).expect("beat");
+    assert!(look().eq([("a".into(), Life::Alive), ("b".into(), Life::Alive)]));
+    reader.pass(Duration::from_secs(2));
+    assert!(look().eq([("a".into(), Life::Alive), ("b".into(), Life::Dead)]));
+    drop(living);
+    // No lock shows any more that locks reach.
+    reader.pass(Duration::from_secs(10));
+    assert!(look().eq([("a".into(), Life::Silent), ("b".into(), Life::Silent)]));
 }
 
 #[test]

@@ -17,7 +17,7 @@ use firn_backing::{Access, Attr, Backing, Errno, Kind, Result, SetTime, Time};
 use firn_hosts::OwnError;
 use firn_hosts::own::{self, STUBS, TOP};
 
-pub use self::settle::Left;
+pub use self::settle::{Left, Logged};
 
 use self::settle::{Ended, HostsGone};
 use crate::container::Memory;
@@ -344,7 +344,7 @@ impl<B: Backing> LogBacking<B> {
         {
             let mut files = self.files.lock();
             let is_due = |listed: Instant| listed.elapsed() >= patience;
-            // Before the first listing is there nothing is known: whoever comes meanwhile lists too.
+            // Nothing is known before the first listing: each caller lists until then.
             if files.listing.began.is_some() && !files.listed.is_none_or(is_due) {
                 return Ok(());
             }
@@ -389,7 +389,7 @@ impl<B: Backing> LogBacking<B> {
             return;
         };
         let listed = listing.containers.get(&file.id).map(Vec::as_slice);
-        // Whoever opens it is told.
+        // The next open of the file returns the error.
         if let Err(error) = file.look_at_shared(&self.place(), began, listed) {
             tracing::debug!(ino = file.id.ino, %error, "containers cannot be read");
         }

@@ -80,6 +80,8 @@ pub struct Container<B: Backing> {
     news: AtomicU64,
     /// That of what this host writes.
     epoch: AtomicU64,
+    /// Bytes of the file that this host has written to logs since it opened the container.
+    own_bytes: AtomicU64,
 }
 
 /// How much is in memory of indexes, of all containers that share it.
@@ -215,6 +217,7 @@ impl<B: Backing> Container<B> {
             time: Mutex::default(),
             news: AtomicU64::new(next_change()),
             epoch: AtomicU64::new(0),
+            own_bytes: AtomicU64::new(0),
         }
     }
 
@@ -299,7 +302,14 @@ impl<B: Backing> Container<B> {
     pub fn write(&self, base: &B, parts: &[DataPart<'_>]) -> Changed {
         let own = self.own_log(base)?;
         let appended = own.write(base, self.epoch.load(Ordering::Acquire), parts)?;
+        let bytes = parts.iter().map(DataPart::len).sum();
+        self.own_bytes.fetch_add(bytes, Ordering::Relaxed);
         self.add_own(base, &own, appended)
+    }
+
+    /// Bytes of the file that this host has written to logs since it opened the container.
+    pub(crate) fn own_bytes(&self) -> u64 {
+        self.own_bytes.load(Ordering::Relaxed)
     }
 
     /// Cuts the file, or makes it longer, beside what others write: what this host has not seen stays. Where the file has

@@ -204,6 +204,13 @@ impl<B: Backing> LoggedFile<B> {
         !self.generations.lock().is_empty() || self.trouble().is_err()
     }
 
+    /// Bytes of it that this host has written to logs and that are there still.
+    pub(crate) fn own_bytes(&self) -> u64 {
+        let generations = self.generations.lock();
+        let bytes = generations.iter().map(|one| one.container.own_bytes());
+        bytes.sum()
+    }
+
     /// Whether something of it is left to be flattened or removed.
     pub(crate) fn has_containers(&self) -> bool {
         self.is_logged() || self.has_remains.load(Ordering::Acquire)
@@ -234,8 +241,8 @@ impl<B: Backing> LoggedFile<B> {
         self.looks.lock().last_tried.is_some()
     }
 
-    /// Opens the generations that a listing of this call's own has. The listing was begun at `began`; where somebody has looked
-    /// at a later one, it says nothing. Where a generation cannot be read, the file is not read before a later look.
+    /// Opens the generations of a listing that this call made, beginning at `began`. A look at a later listing makes this one
+    /// void. Where a generation cannot be read, the file is not read before a later look.
     pub(crate) fn look(
         &self,
         place: &Place<'_, B>,

@@ -43,7 +43,7 @@ mod turn;
 mod verify;
 mod writer;
 
-pub use backing::{CONTAINERS, Left, LogBacking, Setup, WhenClosed, make_dir};
+pub use backing::{CONTAINERS, Left, LogBacking, Logged, Setup, WhenClosed, make_dir};
 pub use container::{ChangeError, Changed, Container, Memory, Walk};
 pub use file::Flattened;
 pub use file_id::is_container;

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use firn_backing::{Backing, Errno, Result};
 
-use crate::backing::{Left, LogBacking};
+use crate::backing::{Left, LogBacking, Logged};
 use crate::orphans::Orphans;
 use crate::salvage::Report;
 
@@ -20,7 +20,7 @@ pub trait Logs: Sync {
     /// See [`LogBacking::wake`].
     fn wake(&self);
     /// See [`LogBacking::count_logged`].
-    fn count_logged(&self) -> usize;
+    fn count_logged(&self) -> Logged;
     /// See [`LogBacking::find_orphans`].
     fn find_orphans(&self) -> Result<Orphans>;
     /// See [`LogBacking::end_removals`].
@@ -48,7 +48,7 @@ impl<B: Backing> Logs for LogBacking<B> {
         self.wake();
     }
 
-    fn count_logged(&self) -> usize {
+    fn count_logged(&self) -> Logged {
         self.count_logged()
     }
 

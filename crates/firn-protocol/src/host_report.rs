@@ -6,12 +6,14 @@
 use serde::{Deserialize, Serialize};
 
 use crate::path::BytePath;
-use crate::status::{LaneState, LaneStatus, PartnerStatus, Status, TokenState};
+use crate::status::{LaneState, LaneStatus, PartnerStatus, Status, TokenState, WaitingProgram};
 
 /// Lanes that a report names, those in trouble first.
 const LANES_MAX: usize = 8;
 /// Names of files that a report has.
 pub const NAMES_MAX: usize = 3;
+/// Programs that a report names.
+const PROGRAMS_MAX: usize = 3;
 /// Characters of a sentence in a report.
 const TEXT_CHARS_MAX: usize = 160;
 /// Bytes of a path in a report; a longer one is left out.
@@ -46,6 +48,8 @@ pub struct HostReport {
     pub oldest_held_seconds: Option<f64>,
     /// See [`Status::logged_files`].
     pub logged_files: u64,
+    /// See [`Status::logged_bytes`].
+    pub logged_bytes: u64,
     /// See [`Status::durable_files`].
     pub durable_files: u64,
     /// See [`Status::durable_bytes`].
@@ -62,6 +66,9 @@ pub struct HostReport {
     pub open_files: u64,
     /// See [`Status::waiting_writers`].
     pub waiting_writers: u64,
+    /// Programs that have waited longest for an answer; the first of them.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub waiting_programs: Vec<WaitingProgram>,
     /// Errors not yet dealt with.
     pub errors: u64,
     /// The newest of them, with the path that it is about.
@@ -147,6 +154,7 @@ impl HostReport {
             held_files: status.held_files,
             oldest_held_seconds: status.oldest_held_seconds.map(whole),
             logged_files: status.logged_files,
+            logged_bytes: status.logged_bytes,
             durable_files: status.durable_files,
             durable_bytes: status.durable_bytes,
             ingest_bytes: status.ingest_bytes,
@@ -155,6 +163,15 @@ impl HostReport {
             drain_bytes_per_second: whole(status.drain_bytes_per_second),
             open_files: status.open_files,
             waiting_writers: status.waiting_writers,
+            waiting_programs: status
+                .waiting_programs
+                .iter()
+                .take(PROGRAMS_MAX)
+                .map(|program| WaitingProgram {
+                    seconds: whole(program.seconds),
+                    ..program.clone()
+                })
+                .collect(),
             errors: status.errors.len() as u64,
             last_error: last.map(|error| short_text(&format!("{}: {}", error.path, error.message))),
             lanes,
@@ -179,8 +196,9 @@ impl HostReport {
     /// Leaves lists and sentences out until it `fits`.
     #[must_use]
     pub fn fit(mut self, fits: impl Fn(&Self) -> bool) -> Self {
-        let cuts: [fn(&mut Self); 5] = [
+        let cuts: [fn(&mut Self); 6] = [
             |report| report.written_names.clear(),
+            |report| report.waiting_programs.clear(),
             |report| {
                 report.other_lanes += report.lanes.len().saturating_sub(2) as u64;
                 report.lanes.truncate(2);

@@ -23,7 +23,7 @@ use crate::path::BytePath;
 pub use crate::status::{
     BackupStatus, ErrorStatus, LaneState, LaneStatus, NumaNodeStatus, OwnerStatus, PartnerStatus,
     PlacedStatus, Scrape, SpillStatus, Status, TokenState, TokenStatus, TransactionStage,
-    TransactionStatus, close_hint,
+    TransactionStatus, WaitingProgram, close_hint,
 };
 
 /// Version of this protocol; a client refuses a firnd that speaks another one.

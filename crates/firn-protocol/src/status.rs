@@ -48,6 +48,8 @@ part! {
         gauge held_files: u64,
         /// Files with bytes in logs (layout=log), as far as this host knows.
         gauge logged_files: u64,
+        /// Bytes that this host has written to logs since it mounted, of files that are not flattened yet.
+        gauge logged_bytes: u64,
         /// Files that firnd saw synced and that were not changed since, as far as it remembers: 16,384 at most.
         gauge durable_files: u64,
         /// Bytes of the files that firnd saw synced, as far as it remembers them.
@@ -62,6 +64,8 @@ part! {
         gauge open_files: u64,
         /// Writers that wait for room in the arena.
         gauge waiting_writers: u64,
+        /// Programs of which a call has waited for a second or longer, the longest first; 8 at most.
+        part waiting_programs: Vec<WaitingProgram>,
         /// Files that the backing's file system did not put on the server that `placement` asked for.
         counter misplaced_files: u64,
         /// Bytes taken from programs.
@@ -162,6 +166,10 @@ part! {
         counter rule_aborts: BTreeMap<String, u64>,
         /// Begins and commits of commit rules that failed, by rule; they are in the log.
         counter rule_failures: BTreeMap<String, u64>,
+        /// Old checkpoints that `keep` of a commit rule removed, by rule.
+        counter rule_removals: BTreeMap<String, u64>,
+        /// Checkpoints of commit rules that are not complete yet, by rule.
+        gauge rule_waits: BTreeMap<String, u64>,
         /// Errors not yet dealt with, the newest last, at most 64.
         part errors: Vec<ErrorStatus>,
     }
@@ -258,7 +266,10 @@ impl Status {
             transaction_steps: counts.clone(),
             rule_commits: counts.clone(),
             rule_aborts: counts.clone(),
-            rule_failures: counts,
+            rule_failures: counts.clone(),
+            rule_removals: counts.clone(),
+            rule_waits: counts,
+            waiting_programs: vec![WaitingProgram::default()],
             errors: vec![ErrorStatus::default()],
             ingest_write_bytes: histogram.clone(),
             write_seconds: histogram.clone(),
@@ -502,6 +513,20 @@ part! {
         gauge left_bytes: u64,
         /// Age of the oldest byte that the partner lacks; 0 if it lacks none.
         gauge lag_seconds: f64,
+    }
+}
+
+part! {
+    /// A program that waits for an answer of firnd.
+    WaitingProgram, prefix "waiting_program_", numbered "program" {
+        /// The name of its thread.
+        label name: String,
+        /// The number of its thread.
+        text thread: u32,
+        /// What it called.
+        label call: String,
+        /// Time that a call of a program has waited for an answer of firnd.
+        gauge seconds: f64,
     }
 }
 

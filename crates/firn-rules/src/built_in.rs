@@ -6,7 +6,7 @@ pub const BUILT_IN: &str = "\
 hf                  checkpoint-*/                 close:trainer_state.json               rng_state*.pth=writers
 hf-deepspeed        checkpoint-*/                 close:trainer_state.json               rng_state*.pth=writers
 accelerate          checkpoint_*/                 idle                                   random_states_*.pkl=writers
-lightning           checkpoints/                  idle                                   *.ckpt=1
+lightning           checkpoints/                  idle                                   *.ckpt=1 last*.ckpt=renewed
 lightning-fsdp      *.ckpt/                       close:meta.pt
 dcp                 */                            rename:.metadata|__*.metadata          __*.distcp=writers begins=__*.distcp|.metadata*|__*.metadata*
 torch-checkpointing tmp_*/                        rename:.
@@ -19,7 +19,7 @@ flashpoint          {s}_ckpt/                     unlink:../{s}_ckpt.*_unfinishe
 automodel           epoch_*_step_*/               rename:../LATEST
 lammps              restart.{T}|restart.{T}.*|*.restart.{T} next                        T=integer
 gromacs             {X}_step*.cpt|{X}_prev.cpt|{X}.cpt rename:{X}.cpt
-openfoam            {T}/                          next                                   T=number
+openfoam            processor*/{T}/|{T}/          next                                   T=number
 wrf                 wrfrst_d*_{DATE}              next
 cesm                *.r.{DATE}.nc|rpointer.*.{DATE} next
 openifs             srf{T}.*                      close:rcf                              *=same

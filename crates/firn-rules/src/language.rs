@@ -11,7 +11,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-use crate::pattern::{CaptureKind, Captures, Pattern, PatternError, capture_names};
+use crate::pattern::{CaptureKind, Captures, Pattern, PatternError, PatternMatch, capture_names};
 
 /// What makes a scope complete.
 #[derive(Clone, Debug)]
@@ -46,6 +46,8 @@ pub(crate) enum Count {
     Writers,
     /// As many as in the scope before.
     Same,
+    /// Each that the scope had before it began has been made or written again.
+    Renewed,
     Number(usize),
 }
 
@@ -67,6 +69,8 @@ pub struct Rule {
     pub(crate) scope: ScopePattern,
     pub(crate) event: Event,
     pub(crate) needs: Vec<Need>,
+    /// Complete checkpoints that stay; none: all of them.
+    pub(crate) keep: Option<usize>,
 }
 
 /// Which paths are in a scope.
@@ -99,8 +103,25 @@ pub(crate) enum Identity {
     Captures(Captures),
 }
 
+impl Found {
+    /// The step of the scope: the value of its one capture, or the last number in its name.
+    pub(crate) fn step(&self) -> Option<String> {
+        if let Identity::Captures(captures) = &self.identity
+            && let [value] = captures.values().collect::<Vec<_>>()[..]
+        {
+            return Some(String::from_utf8_lossy(value).into_owned());
+        }
+        let name = relative(&self.top, parent_of(&self.top))?;
+        let is_digit = |byte: &u8| byte.is_ascii_digit();
+        let end = name.iter().rposition(is_digit)? + 1;
+        let start = name[..end].iter().rposition(|byte| !is_digit(byte));
+        let digits = &name[start.map_or(0, |at| at + 1)..end];
+        Some(String::from_utf8_lossy(digits).into_owned())
+    }
+}
+
 /// The directory of a path; empty: the top.
-pub(crate) fn parent_of(path: &[u8]) -> &[u8] {
+pub fn parent_of(path: &[u8]) -> &[u8] {
     let end = path.iter().rposition(|byte| *byte == b'/').unwrap_or(0);
     &path[..end]
 }
@@ -131,22 +152,67 @@ impl ScopePattern {
         ends.into_iter().find_map(|end| self.of_top(&path[..end]))
     }
 
+    /// Matches each path that [`ScopePattern::find`] finds a scope for.
+    fn expression(&self) -> String {
+        let tops = self.tops.expression();
+        match &self.begins {
+            Some(begins) => format!("{tops}/{}", begins.expression()),
+            None if self.is_dir => format!("{tops}(?:/.*)?"),
+            None => tops.to_owned(),
+        }
+    }
+
     pub(crate) fn has_captures(&self) -> bool {
         self.has_captures
     }
 
+    /// Whether one checkpoint is in several directories, as `processor*/{T}/` has it.
+    pub(crate) fn is_wide(&self) -> bool {
+        self.has_captures && self.tops.has_directories()
+    }
+
     fn of_top(&self, top: &[u8]) -> Option<Found> {
-        let captures = self.tops.captures(top)?;
-        let identity = if self.has_captures {
-            Identity::Captures(captures)
-        } else {
-            Identity::Path(top.to_vec())
-        };
+        let PatternMatch { captures, depth } = self.tops.find(top)?;
+        if !self.has_captures {
+            return Some(Found {
+                dir: parent_of(top).to_vec(),
+                top: top.to_vec(),
+                identity: Identity::Path(top.to_vec()),
+            });
+        }
+        // The tops are beside each other, in the directory that the pattern begins in.
+        let top = (1..depth).fold(top, |at, _| parent_of(at));
         Some(Found {
             dir: parent_of(top).to_vec(),
             top: top.to_vec(),
-            identity,
+            identity: Identity::Captures(captures),
         })
+    }
+}
+
+impl Rule {
+    /// How many complete checkpoints stay; none: all of them.
+    pub fn keep(&self) -> Option<usize> {
+        self.keep
+    }
+
+    /// Names beside a scope that the event is about.
+    pub(crate) fn marker(&self) -> Option<&Pattern> {
+        match &self.event {
+            Event::Close(Target::Beside(names))
+            | Event::Rename(Target::Beside(names))
+            | Event::Unlink(Target::Beside(names)) => Some(names),
+            _ => None,
+        }
+    }
+
+    /// A regular expression for all paths that the rule may have to do with.
+    pub(crate) fn expression(&self) -> String {
+        let scopes = self.scope.expression();
+        match self.marker() {
+            Some(names) => format!("{scopes}|(?:.*/)?{}", names.expression()),
+            None => scopes,
+        }
     }
 }
 
@@ -254,20 +320,7 @@ impl LineParser<'_> {
         };
         let kinds = self.capture_kinds(*scope, rest)?;
         let is_dir = self.is_dir_scope(*scope)?;
-        let begins = rest.iter().find_map(|word| {
-            let text = word.text.strip_prefix("begins=")?;
-            Some(Word {
-                text,
-                at: word.at + "begins=".len(),
-            })
-        });
-        if let Some(word) = begins.filter(|_| !is_dir) {
-            return Err(self.error(
-                word.at,
-                "expected `begins=` only where the scope is a directory",
-                None,
-            ));
-        }
+        let begins = self.begins_word(rest, is_dir)?;
         // At any depth, where the pattern does not begin with a slash.
         let (scope_text, prefix) = match scope.text.strip_prefix('/') {
             Some(text) => (text, ""),
@@ -294,11 +347,32 @@ impl LineParser<'_> {
             scope: scope_pattern,
             event,
             needs: Vec::new(),
+            keep: None,
         };
         for word in rest {
             self.word(*word, &names, &mut rule)?;
         }
         Ok(Some(rule))
+    }
+
+    /// What `begins=` is given.
+    fn begins_word<'a>(
+        &self,
+        rest: &[Word<'a>],
+        is_dir: bool,
+    ) -> Result<Option<Word<'a>>, RuleError> {
+        let begins = rest.iter().find_map(|word| {
+            let text = word.text.strip_prefix("begins=")?;
+            let at = word.at + "begins=".len();
+            Some(Word { text, at })
+        });
+        match begins {
+            Some(word) if !is_dir => {
+                let message = "expected `begins=` only where the scope is a directory";
+                Err(self.error(word.at, message, None))
+            }
+            begins => Ok(begins),
+        }
     }
 
     fn is_dir_scope(&self, scope: Word<'_>) -> Result<bool, RuleError> {
@@ -413,14 +487,13 @@ impl LineParser<'_> {
     }
 
     fn word(&self, word: Word<'_>, names: &[String], rule: &mut Rule) -> Result<(), RuleError> {
-        const KNOWN: &str =
-            "`FILES=writers`, `FILES=same`, `FILES=N`, `begins=FILES` or `CAPTURE=number`";
+        const KNOWN: &str = "`FILES=writers`, `FILES=same`, `FILES=renewed`, `FILES=N`, `begins=FILES`, `keep=N` or `CAPTURE=number`";
         let Some((what, value)) = word.text.rsplit_once('=') else {
             let message = format!("expected {KNOWN}, found `{}`", word.text);
             return Err(self.error(
                 word.at,
                 message,
-                nearest(word.text, ["begins=", "writers", "same"]),
+                nearest(word.text, ["begins=", "keep=", "writers", "same"]),
             ));
         };
         let at = word.at + what.len() + 1;
@@ -428,13 +501,25 @@ impl LineParser<'_> {
             return Ok(());
         }
         let number = value.parse::<usize>().ok().filter(|number| *number > 0);
+        if what == "keep" {
+            let message = format!("expected how many checkpoints stay, 1 or more, found `{value}`");
+            rule.keep = Some(number.ok_or_else(|| self.error(at, message, None))?);
+            if rule.scope.is_wide() {
+                let message = "expected no `keep` where one checkpoint is in several directories";
+                return Err(self.error(word.at, message, None));
+            }
+            return Ok(());
+        }
         let count = match (value, number) {
             ("writers", _) => Count::Writers,
             ("same", _) => Count::Same,
+            ("renewed", _) => Count::Renewed,
             (_, Some(number)) => Count::Number(number),
             (other, None) => {
-                let message = format!("expected `writers`, `same` or a number, found `{other}`");
-                return Err(self.error(at, message, nearest(other, ["writers", "same", "number"])));
+                let message =
+                    format!("expected `writers`, `same`, `renewed` or a number, found `{other}`");
+                let known = ["writers", "same", "renewed", "number"];
+                return Err(self.error(at, message, nearest(other, known)));
             }
         };
         let files = Word {

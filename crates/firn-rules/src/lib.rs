@@ -15,6 +15,6 @@ mod tests;
 pub mod trace;
 
 pub use built_in::BUILT_IN;
-pub use language::{RULES_BYTES_MAX, RULES_MAX, Rule, RuleError, parse_rules};
+pub use language::{RULES_BYTES_MAX, RULES_MAX, Rule, RuleError, parent_of, parse_rules};
 pub use machine::{Action, Ending, Entered, Machine, Operation, Refusal, ScopeNumber, ScopeState};
-pub use rule_set::{RuleSetError, load_rules};
+pub use rule_set::{CheckpointOfPath, LocatedPath, RuleSet, RuleSetError, load_rules};

@@ -18,12 +18,14 @@
 //! * A top is in one scope that is not over.
 //! * A scope commits once, and only where no descriptor for writing is open in it.
 //! * The scope that was committed last is never removed before the next one is committed.
+//! * `keep=N` removes no scope that is open, that was committed last, or that a link leads to.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use crate::language::{Count, Event, Found, Identity, Need, Rule, Target, parent_of, relative};
 use crate::pattern::Captures;
+use crate::rule_set::{Candidate, LocatedPath, RuleSet};
 
 /// Number of a scope; none is given twice.
 pub type ScopeNumber = u64;
@@ -43,15 +45,18 @@ pub enum Ending {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operation<'a> {
     /// Opens a file for writing, or makes one; `handle` is the caller's number of the open file.
-    Open { path: &'a [u8], handle: u64 },
+    Open { path: &'a LocatedPath, handle: u64 },
     /// Closes it, or is ended with it open.
     Close { handle: u64, ending: Ending },
     /// Makes a directory or link, or changes attributes or the length.
-    Change { path: &'a [u8] },
+    Change { path: &'a LocatedPath },
     /// Gives a name to something, also in place of something else.
-    Rename { from: &'a [u8], to: &'a [u8] },
+    Rename {
+        from: &'a LocatedPath,
+        to: &'a LocatedPath,
+    },
     /// Removes a name.
-    Remove { path: &'a [u8] },
+    Remove { path: &'a LocatedPath },
 }
 
 /// What the caller has to do.
@@ -73,6 +78,14 @@ pub enum Action {
     Commit { scope: ScopeNumber },
     /// It never was.
     Abort { scope: ScopeNumber, reason: String },
+    /// More may be complete than the rule keeps: the caller looks what is in the directory, and asks [`Machine::rotate`].
+    Rotate { rule: usize, dir: Vec<u8> },
+    /// These names are to go, all or none, and then [`Machine::committed`] is told, or [`Machine::aborted`].
+    Remove {
+        scope: ScopeNumber,
+        rule: String,
+        tops: Vec<Vec<u8>>,
+    },
 }
 
 /// What has to be done before an operation, and the scope that it is made in.
@@ -142,6 +155,8 @@ struct Scope {
     removed_tops: BTreeSet<Vec<u8>>,
     /// Files that are there, as far as they were seen.
     files: BTreeSet<Vec<u8>>,
+    /// Of those, what was there before it began and was neither made nor written since.
+    unchanged: BTreeSet<Vec<u8>>,
     /// Processes that changed something and live.
     living: BTreeSet<u32>,
     /// All that did.
@@ -190,7 +205,7 @@ pub struct ScopeState {
 /// Watches the operations of one mount.
 #[derive(Debug)]
 pub struct Machine {
-    rules: Arc<Vec<Rule>>,
+    rules: Arc<RuleSet>,
     last_number: ScopeNumber,
     scopes: BTreeMap<ScopeNumber, Scope>,
     /// The newest last.
@@ -200,7 +215,43 @@ pub struct Machine {
 /// Commits of one rule in one directory that are remembered at most.
 const REMEMBERED_MAX: usize = 64;
 
+/// A step in the order of numbers, or, where it is none, of its characters.
+struct Step(f64, String);
+
+impl Step {
+    fn new(text: &str) -> Self {
+        Self(text.parse().unwrap_or(f64::INFINITY), text.to_owned())
+    }
+
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        let numbers = self.0.total_cmp(&other.0);
+        numbers.then_with(|| self.1.cmp(&other.1))
+    }
+}
+
 impl Scope {
+    /// One that nothing has happened in.
+    fn new(key: Key, purpose: Purpose) -> Self {
+        Self {
+            key,
+            purpose,
+            tops: BTreeSet::new(),
+            removed_tops: BTreeSet::new(),
+            files: BTreeSet::new(),
+            unchanged: BTreeSet::new(),
+            living: BTreeSet::new(),
+            writers: BTreeSet::new(),
+            was_there: false,
+            has_failed: false,
+            open: BTreeMap::new(),
+            event_seen: false,
+            closed_by_exit: BTreeMap::new(),
+            under_way: 0,
+            is_beginning: false,
+            is_over: false,
+        }
+    }
+
     fn has(&self, path: &[u8]) -> bool {
         let is_at =
             |top: &Vec<u8>| path == top || relative(path, top).is_some_and(|_| !top.is_empty());
@@ -216,7 +267,11 @@ impl Scope {
     }
 
     fn count(&self, need: &Need, is_dir: bool) -> usize {
-        count_files(&self.files, &self.tops, need, (is_dir, &self.key.dir))
+        let files = match need.count {
+            Count::Renewed => &self.unchanged,
+            Count::Writers | Count::Same | Count::Number(_) => &self.files,
+        };
+        count_files(files, &self.tops, need, (is_dir, &self.key.dir))
     }
 
     fn note_process(&mut self, process: u32) {
@@ -254,7 +309,7 @@ fn agrees(some: &Captures, identity: &Identity) -> bool {
 
 impl Machine {
     /// A machine that has seen nothing.
-    pub fn new(rules: Arc<Vec<Rule>>) -> Self {
+    pub fn new(rules: Arc<RuleSet>) -> Self {
         Self {
             rules,
             last_number: 0,
@@ -264,19 +319,30 @@ impl Machine {
     }
 
     /// The rules.
-    pub fn rules(&self) -> &Arc<Vec<Rule>> {
+    pub fn rules(&self) -> &Arc<RuleSet> {
         &self.rules
     }
 
     /// The scope that a change of `path` would be in: its rule, and the top that the path belongs to.
-    pub fn explain(&self, path: &[u8]) -> Option<(&Rule, Vec<u8>)> {
+    pub fn explain(&self, path: &LocatedPath) -> Option<(&Rule, Vec<u8>)> {
         let (key, top) = self.key_of(path)?;
-        Some((&self.rules[key.rule], top))
+        Some((&self.rules.rules()[key.rule], top))
     }
 
     /// Whether a change of this path is in a scope, or begins one.
-    pub fn concerns(&self, path: &[u8]) -> bool {
-        self.open_scope_of(path).is_some() || self.key_of(path).is_some()
+    pub fn concerns(&self, path: &LocatedPath) -> bool {
+        self.open_scope_of(path.path()).is_some() || self.key_of(path).is_some()
+    }
+
+    /// Whether a directory shows names of a scope that is not over, or a path lies in one.
+    pub fn is_near_scope(&self, path: &[u8]) -> bool {
+        let mut scopes = self.scopes.values();
+        scopes.any(|scope| scope.key.dir == path || scope.has(path))
+    }
+
+    /// Whether no scope is open: then only rules can have to do with a path.
+    pub fn is_empty(&self) -> bool {
+        self.scopes.is_empty()
     }
 
     /// Whether a process has changed something in a scope that is not over.
@@ -299,10 +365,13 @@ impl Machine {
     }
 
     /// The scope that a rule gives a path, and its top.
-    fn key_of(&self, path: &[u8]) -> Option<(Key, Vec<u8>)> {
-        let found = self.rules.iter().enumerate().filter_map(|(index, rule)| {
-            let found = rule.scope.find(path).or_else(|| self.marker(index, path))?;
-            Some((index, found))
+    fn key_of(&self, path: &LocatedPath) -> Option<(Key, Vec<u8>)> {
+        let found = path.matches.iter().filter_map(|one| {
+            let found = match &one.candidate {
+                Candidate::Scope(found) => found.clone(),
+                Candidate::Marker(captures) => self.marked(one.rule, path.path(), captures)?,
+            };
+            Some((one.rule, found))
         });
         // A file in a directory that is a scope belongs to that one, whatever its own name says.
         let found = found.min_by_key(|(_, found)| found.top.len());
@@ -317,28 +386,18 @@ impl Machine {
         ))
     }
 
-    /// A name beside a scope that its event is about: it belongs to the scope with the same captures, or to the newest one
-    /// that is open.
-    fn marker(&self, index: usize, path: &[u8]) -> Option<Found> {
-        let rule = &self.rules[index];
-        let (Event::Close(target) | Event::Rename(target) | Event::Unlink(target)) = &rule.event
-        else {
-            return None;
-        };
-        let Target::Beside(pattern) = target else {
-            return None;
-        };
+    /// The scope that a name beside it is a mark of: the one with the same captures, or the newest one that is open.
+    fn marked(&self, rule: usize, path: &[u8], captures: &Captures) -> Option<Found> {
         let dir = parent_of(path);
-        let captures = pattern.captures(relative(path, dir)?)?;
         let mut open = self.scopes.values().rev();
         let open = open.find(|scope| {
-            let is_of_rule = scope.key.rule == index && scope.key.dir == dir && !scope.is_over;
-            is_of_rule && scope.purpose == Purpose::Write && agrees(&captures, &scope.key.identity)
+            let is_of_rule = scope.key.rule == rule && scope.key.dir == dir && !scope.is_over;
+            is_of_rule && scope.purpose == Purpose::Write && agrees(captures, &scope.key.identity)
         });
         let identity = match open {
             Some(scope) => scope.key.identity.clone(),
             None if captures.is_empty() => return None,
-            None => Identity::Captures(captures),
+            None => Identity::Captures(captures.clone()),
         };
         Some(Found {
             dir: dir.to_vec(),
@@ -355,14 +414,14 @@ impl Machine {
             | Operation::Remove { path }
             | Operation::Rename { from: path, .. } => path,
         };
-        let number = self.open_scope_of(path).or_else(|| {
+        let number = self.open_scope_of(path.path()).or_else(|| {
             let (key, _) = self.key_of(path)?;
             self.open_scope_with(&key)
         });
         match number.map(|number| &self.scopes[&number]) {
             Some(scope) if scope.has_failed && !scope.writers.contains(&process) => {
                 Err(Refusal::Failed {
-                    rule: self.rules[scope.key.rule].name.clone(),
+                    rule: self.rules.rules()[scope.key.rule].name.clone(),
                 })
             }
             _ => Ok(()),
@@ -371,7 +430,7 @@ impl Machine {
 
     /// Whether an operation has to wait: a scope that it is in begins or ends.
     pub fn is_busy(&self, operation: &Operation<'_>) -> bool {
-        let paths: [Option<&[u8]>; 2] = match *operation {
+        let paths: [Option<&LocatedPath>; 2] = match *operation {
             Operation::Close { .. } => return false,
             Operation::Open { path, .. }
             | Operation::Change { path }
@@ -380,8 +439,8 @@ impl Machine {
         };
         let mut busy = self.scopes.values();
         busy.any(|scope| {
-            let is_in = |path: &&[u8]| {
-                scope.has(path) || self.key_of(path).is_some_and(|(key, _)| key == scope.key)
+            let is_in = |path: &&LocatedPath| {
+                scope.has(path.path()) || self.key_of(path).is_some_and(|(key, _)| key == scope.key)
             };
             (scope.is_over || scope.is_beginning) && paths.iter().flatten().any(is_in)
         })
@@ -412,13 +471,13 @@ impl Machine {
             }
             Operation::Remove { path } => self.enter(process, path, Purpose::Removal, actions),
             Operation::Rename { from, to } => {
-                let scopes = [self.open_scope_of(from), self.open_scope_of(to)];
+                let scopes = [from, to].map(|path| self.open_scope_of(path.path()));
                 if let [Some(one), Some(other)] = scopes
                     && one != other
                 {
                     let rule = self.scopes[&one].key.rule;
                     return Err(Refusal::TwoScopes {
-                        rule: self.rules[rule].name.clone(),
+                        rule: self.rules.rules()[rule].name.clone(),
                     });
                 }
                 let joined = match scopes {
@@ -429,7 +488,7 @@ impl Machine {
                 };
                 if let Some(number) = joined {
                     self.change_purpose(number, process);
-                    self.join(number, &[from, to], actions);
+                    self.join(number, &[from.path(), to.path()], actions);
                 }
                 joined
             }
@@ -465,11 +524,13 @@ impl Machine {
     fn enter(
         &mut self,
         process: u32,
-        path: &[u8],
+        path: &LocatedPath,
         purpose: Purpose,
         actions: &mut Vec<Action>,
     ) -> Option<ScopeNumber> {
-        if let Some(number) = self.open_scope_of(path) {
+        if let Some(number) = self.open_scope_of(path.path())
+            && !self.ends_wide_scope(number, path, purpose, actions)
+        {
             if purpose == Purpose::Write {
                 self.change_purpose(number, process);
             }
@@ -490,31 +551,60 @@ impl Machine {
         let number = self.last_number;
         let before = self.committed.iter().rev().find(|one| one.key == key);
         let files = before.map(|one| one.files.clone()).unwrap_or_default();
+        let was_there = before.is_some();
         let scope = Scope {
-            purpose,
             tops: BTreeSet::from([top.clone()]),
-            removed_tops: BTreeSet::new(),
+            unchanged: files.clone(),
             files,
             living: BTreeSet::from([process]),
             writers: BTreeSet::from([process]),
-            was_there: before.is_some(),
-            has_failed: false,
-            open: BTreeMap::new(),
-            event_seen: false,
-            closed_by_exit: BTreeMap::new(),
-            under_way: 0,
+            was_there,
             is_beginning: true,
-            is_over: false,
-            key: key.clone(),
+            ..Scope::new(key.clone(), purpose)
         };
         self.scopes.insert(number, scope);
         actions.push(Action::Begin {
             scope: number,
-            rule: self.rules[key.rule].name.clone(),
+            rule: self.rules.rules()[key.rule].name.clone(),
             dir: key.dir,
             tops: vec![top],
         });
         Some(number)
+    }
+
+    /// Where a checkpoint is in several directories, its transaction has these whole. So a change of the next checkpoint there either
+    /// ends the transaction, and another one begins; or, while the one before cannot be committed, both become one.
+    fn ends_wide_scope(
+        &mut self,
+        number: ScopeNumber,
+        path: &LocatedPath,
+        purpose: Purpose,
+        actions: &mut Vec<Action>,
+    ) -> bool {
+        let key = self.key_of(path).map(|(key, _)| key);
+        let Some(scope) = self.scopes.get_mut(&number) else {
+            return false;
+        };
+        let rule = scope.key.rule;
+        let is_next = |key: &Key| key.rule == rule && key.dir == scope.key.dir && *key != scope.key;
+        let Some(key) = key.filter(is_next) else {
+            return false;
+        };
+        if purpose != Purpose::Write || !self.rules.rules()[rule].scope.is_wide() {
+            return false;
+        }
+        let is_written = scope.purpose == Purpose::Write;
+        if is_written && self.ends_with_next(rule) {
+            self.end_previous(&key, actions);
+        }
+        let Some(scope) = self.scopes.get_mut(&number) else {
+            return false;
+        };
+        if !scope.is_over {
+            scope.key = key;
+            scope.event_seen = false;
+        }
+        scope.is_over
     }
 
     /// A removal becomes the beginning of something new.
@@ -563,7 +653,7 @@ impl Machine {
 
     /// Whether the rule's scopes are complete when the next one begins: also idle ones of several files that name no needs.
     fn ends_with_next(&self, rule: usize) -> bool {
-        let rule = &self.rules[rule];
+        let rule = &self.rules.rules()[rule];
         match rule.event {
             Event::Next => true,
             Event::Idle => !rule.is_idle_enough(),
@@ -589,6 +679,7 @@ impl Machine {
         // It may have waited for this one.
         if let Some(number) = entered {
             self.try_commit(number, &mut actions);
+            self.end_if_left(number, &mut actions);
         }
         actions
     }
@@ -596,27 +687,34 @@ impl Machine {
     fn note_made(&mut self, process: u32, operation: &Operation<'_>, actions: &mut Vec<Action>) {
         match *operation {
             Operation::Open { path, handle } => {
+                let path = path.path();
                 if let Some(number) = self.open_scope_of(path) {
                     let scope = self.scopes.get_mut(&number).expect("found above");
                     scope.files.insert(path.to_vec());
+                    scope.unchanged.remove(path);
                     scope.removed_tops.remove(path);
                     scope.open.insert(handle, path.to_vec());
                     // Idle is how a scope is, and not what has happened to it.
-                    let is_idle = matches!(self.rules[scope.key.rule].event, Event::Idle);
+                    let is_idle = matches!(self.rules.rules()[scope.key.rule].event, Event::Idle);
                     scope.event_seen &= !is_idle;
-                    scope.note_process(process);
+                    // One that has entered is known, and may be gone by now.
+                    if !scope.writers.contains(&process) {
+                        scope.note_process(process);
+                    }
                 }
             }
             Operation::Close { handle, ending } => self.close(process, handle, ending, actions),
             Operation::Change { path } => {
+                let path = path.path();
                 if let Some(number) = self.open_scope_of(path) {
                     let scope = self.scopes.get_mut(&number).expect("found above");
                     scope.removed_tops.remove(path);
+                    scope.unchanged.remove(path);
                     self.try_commit(number, actions);
                 }
             }
-            Operation::Remove { path } => self.removed(path, actions),
-            Operation::Rename { from, to } => self.renamed(from, to, actions),
+            Operation::Remove { path } => self.removed(path.path(), actions),
+            Operation::Rename { from, to } => self.renamed(from.path(), to.path(), actions),
         }
     }
 
@@ -645,7 +743,7 @@ impl Machine {
             return;
         };
         let is_last = !scope.open.values().any(|open| open == path);
-        let rule = &self.rules[scope.key.rule];
+        let rule = &self.rules.rules()[scope.key.rule];
         let is_event = match &rule.event {
             Event::Close(target) => is_last && is_target(scope, target, path, rule.scope.is_dir),
             Event::Idle => rule.is_idle_enough() && scope.open.is_empty(),
@@ -661,10 +759,11 @@ impl Machine {
         };
         let scope = self.scopes.get_mut(&number).expect("found above");
         scope.files.remove(path);
+        scope.unchanged.remove(path);
         if scope.tops.contains(path) {
             scope.removed_tops.insert(path.to_vec());
         }
-        let rule = &self.rules[scope.key.rule];
+        let rule = &self.rules.rules()[scope.key.rule];
         if let Event::Unlink(target) = &rule.event
             && is_target(scope, target, path, rule.scope.is_dir)
         {
@@ -686,7 +785,9 @@ impl Machine {
             .cloned()
             .collect();
         let new_name = |old: &[u8]| [to, &old[from.len()..]].concat();
+        scope.unchanged.remove(to);
         for old in &moved {
+            scope.unchanged.remove(old);
             scope.files.remove(old);
             scope.files.insert(new_name(old));
         }
@@ -703,7 +804,7 @@ impl Machine {
             scope.removed_tops.insert(from.to_vec());
         }
         scope.removed_tops.remove(to);
-        let rule = &self.rules[scope.key.rule];
+        let rule = &self.rules.rules()[scope.key.rule];
         if let Event::Rename(target) = &rule.event {
             let is_event = match target {
                 Target::Itself => scope.tops.contains(from) && is_scope_name(scope, from),
@@ -730,42 +831,50 @@ impl Machine {
                     self.closed(number, &path, &mut actions);
                 }
             }
-            let scope = self.scopes.get_mut(&number).expect("listed above");
-            if scope.is_over {
-                continue;
+            self.end_if_left(number, &mut actions);
+        }
+        actions
+    }
+
+    /// What follows once all writers of a scope are gone. A program that is killed in a call leaves the call under way: the scope
+    /// may just begin, and ends with the call.
+    fn end_if_left(&mut self, number: ScopeNumber, actions: &mut Vec<Action>) {
+        let Some(scope) = self.scopes.get(&number) else {
+            return;
+        };
+        let is_left = scope.living.is_empty() && scope.under_way == 0;
+        if !is_left || scope.is_over || scope.is_beginning {
+            return;
+        }
+        let (has_failed, rule) = (scope.has_failed, scope.key.rule);
+        let ends_with_next = self.ends_with_next(rule);
+        let Some(scope) = self.scopes.get_mut(&number) else {
+            return;
+        };
+        match scope.purpose {
+            Purpose::Removal if has_failed => {
+                self.abort(number, "its removal was cut off", actions);
             }
-            if !scope.living.is_empty() {
-                continue;
+            // It removed a part, which is all that it meant to remove: what is left is complete.
+            Purpose::Removal => {
+                if scope.removed_tops != scope.tops {
+                    scope.purpose = Purpose::Thinning;
+                }
+                self.try_commit(number, actions);
             }
-            let (has_failed, rule) = (scope.has_failed, scope.key.rule);
-            let ends_with_next = self.ends_with_next(rule);
-            let scope = self.scopes.get_mut(&number).expect("listed above");
-            match scope.purpose {
-                Purpose::Removal if has_failed => {
-                    self.abort(number, "its removal was cut off", &mut actions);
+            Purpose::Thinning => self.try_commit(number, actions),
+            Purpose::Write => {
+                // A program that changes what is complete, and ends well, leaves it complete.
+                scope.event_seen |= (ends_with_next || scope.was_there) && !has_failed;
+                if scope.event_seen {
+                    self.try_commit(number, actions);
                 }
-                // It removed a part, which is all that it meant to remove: what is left is complete.
-                Purpose::Removal => {
-                    if scope.removed_tops != scope.tops {
-                        scope.purpose = Purpose::Thinning;
-                    }
-                    self.try_commit(number, &mut actions);
-                }
-                Purpose::Thinning => self.try_commit(number, &mut actions),
-                Purpose::Write => {
-                    // A program that changes what is complete, and ends well, leaves it complete.
-                    scope.event_seen |= (ends_with_next || scope.was_there) && !has_failed;
-                    if scope.event_seen {
-                        self.try_commit(number, &mut actions);
-                    }
-                    if !self.scopes.get(&number).is_none_or(|scope| scope.is_over) {
-                        let reason = self.reason_of_abort(number);
-                        self.abort(number, &reason, &mut actions);
-                    }
+                if !self.scopes.get(&number).is_none_or(|scope| scope.is_over) {
+                    let reason = self.reason_of_abort(number);
+                    self.abort(number, &reason, actions);
                 }
             }
         }
-        actions
     }
 
     fn reason_of_abort(&self, number: ScopeNumber) -> String {
@@ -793,7 +902,7 @@ impl Machine {
     /// Why a scope is not committed now; none: it can be.
     fn obstacle(&self, number: ScopeNumber) -> Option<String> {
         let scope = &self.scopes[&number];
-        let rule = &self.rules[scope.key.rule];
+        let rule = &self.rules.rules()[scope.key.rule];
         let newest = self.newest(scope.key.rule, &scope.key.dir);
         if scope.under_way > 0 {
             return Some("changes that are under way".to_owned());
@@ -825,8 +934,19 @@ impl Machine {
         let is_dir = rule.scope.is_dir;
         for need in &rule.needs {
             let found = scope.count(need, is_dir);
+            if need.count == Count::Renewed {
+                // Writers that have ended well meant no more.
+                if found > 0 && !scope.living.is_empty() {
+                    return Some(format!(
+                        "{found} files to be written again for `{}`",
+                        need.text
+                    ));
+                }
+                continue;
+            }
             let wanted = match need.count {
                 Count::Number(number) => number,
+                Count::Renewed => 0,
                 Count::Writers => {
                     let before = newest.map_or(0, |newest| newest.writers);
                     scope.writers.len().max(before)
@@ -895,7 +1015,95 @@ impl Machine {
             }
         }
         self.forget_old(rule, &dir);
+        if self.rules.rules()[rule].keep.is_some() {
+            actions.push(Action::Rotate { rule, dir });
+        }
         actions
+    }
+
+    /// The complete checkpoints beyond those that the rule keeps in a directory, the oldest first. `names`: what is there;
+    /// `linked`: tops that a link there leads to. They wait for nothing, and changes of them wait until they are gone.
+    pub fn rotate(
+        &mut self,
+        (rule, dir): (usize, &[u8]),
+        names: &[LocatedPath],
+        linked: &BTreeSet<Vec<u8>>,
+    ) -> Vec<Action> {
+        let Some(keep) = self.rules.rules()[rule].keep else {
+            return Vec::new();
+        };
+        let there = self.complete_scopes((rule, dir), names);
+        let excess = there.len().saturating_sub(keep);
+        let old = there.into_iter().take(excess).filter(|old| {
+            let is_open = self.scopes.values().any(|scope| scope.key == old.key);
+            !is_open && old.tops.is_disjoint(linked)
+        });
+        let old: Vec<Committed> = old.collect();
+        old.into_iter().map(|old| self.begin_removal(old)).collect()
+    }
+
+    /// What is complete in a directory, the oldest first: what this machine saw committed comes last, in its order, and what was
+    /// there before it in the order of the steps. Without a step a name is nothing that is rotated.
+    fn complete_scopes(
+        &self,
+        (rule, dir): (usize, &[u8]),
+        names: &[LocatedPath],
+    ) -> Vec<Committed> {
+        let mut known: Vec<Committed> = Vec::new();
+        let of_dir = |one: &&Committed| one.key.rule == rule && one.key.dir == dir;
+        known.extend(self.committed.iter().filter(of_dir).cloned());
+        let is_there = |top: &Vec<u8>| names.iter().any(|name| name.path() == top);
+        for one in &mut known {
+            one.tops.retain(is_there);
+        }
+        known.retain(|one| !one.tops.is_empty());
+        let mut earlier: Vec<(Step, Committed)> = Vec::new();
+        for path in names {
+            let found = path.matches.iter().find_map(|one| match &one.candidate {
+                Candidate::Scope(found) if one.rule == rule => Some(found),
+                _ => None,
+            });
+            let found = found.filter(|found| found.dir == dir && found.top == path.path());
+            // Another rule may have the name first.
+            let key = self.key_of(path).map(|(key, _)| key);
+            let (Some(found), Some(key)) = (found, key.filter(|key| key.rule == rule)) else {
+                continue;
+            };
+            let all = known
+                .iter_mut()
+                .chain(earlier.iter_mut().map(|(_, one)| one));
+            let same = all.into_iter().find(|one| one.key == key);
+            if let Some(same) = same {
+                same.tops.insert(found.top.clone());
+            } else if let Some(step) = found.step() {
+                let scope = Committed {
+                    tops: BTreeSet::from([found.top.clone()]),
+                    files: BTreeSet::new(),
+                    writers: 0,
+                    key,
+                };
+                earlier.push((Step::new(&step), scope));
+            }
+        }
+        earlier.sort_by(|(one, _), (other, _)| one.cmp(other));
+        let earlier = earlier.into_iter().map(|(_, scope)| scope);
+        earlier.chain(known).collect()
+    }
+
+    fn begin_removal(&mut self, old: Committed) -> Action {
+        self.last_number += 1;
+        let number = self.last_number;
+        let rule = self.rules.rules()[old.key.rule].name.clone();
+        let tops: Vec<Vec<u8>> = old.tops.iter().cloned().collect();
+        let mut scope = Scope::new(old.key, Purpose::Removal);
+        scope.tops = old.tops;
+        scope.is_over = true;
+        self.scopes.insert(number, scope);
+        Action::Remove {
+            scope: number,
+            rule,
+            tops,
+        }
     }
 
     fn forget_old(&mut self, rule: usize, dir: &[u8]) {
@@ -923,7 +1131,7 @@ impl Machine {
     pub fn states(&self) -> Vec<ScopeState> {
         let state = |(number, scope): (&ScopeNumber, &Scope)| ScopeState {
             scope: *number,
-            rule: self.rules[scope.key.rule].name.clone(),
+            rule: self.rules.rules()[scope.key.rule].name.clone(),
             path: scope
                 .tops
                 .first()
@@ -966,7 +1174,11 @@ impl Rule {
     /// Whether closed files are enough for `idle`: a scope of one file, or one that says which files it has.
     fn is_idle_enough(&self) -> bool {
         let is_one_file = !self.scope.is_dir && !self.scope.has_captures();
-        is_one_file || self.needs.iter().any(|need| need.count != Count::Same)
+        is_one_file
+            || self
+                .needs
+                .iter()
+                .any(|need| !matches!(need.count, Count::Same | Count::Renewed))
     }
 
     fn describe_event(&self) -> String {

@@ -126,10 +126,35 @@ pub(crate) fn capture_names(text: &str) -> Vec<String> {
     names
 }
 
+/// A regular expression that matches what `expression` does, and captures nothing.
+fn without_captures(expression: &str) -> String {
+    let mut bare = String::new();
+    let mut rest = expression;
+    // A `(` of a pattern is escaped, so each of these begins a capture.
+    while let Some((before, after)) = rest.split_once("(?P<") {
+        bare.push_str(before);
+        bare.push_str("(?:");
+        rest = after.split_once('>').map_or("", |(_, rest)| rest);
+    }
+    bare.push_str(rest);
+    bare
+}
+
 /// A set of alternatives, of which one matches a whole path.
 #[derive(Clone, Debug)]
 pub(crate) struct Pattern {
     alternatives: Vec<Regex>,
+    /// Names in each of them; 1 where `**` leaves that open.
+    depths: Vec<usize>,
+    /// One regular expression for all of them, without captures and anchors.
+    any: String,
+}
+
+/// How a path matches a pattern.
+pub(crate) struct PatternMatch {
+    pub(crate) captures: Captures,
+    /// Names in the alternative that matches.
+    pub(crate) depth: usize,
 }
 
 impl Pattern {
@@ -140,6 +165,8 @@ impl Pattern {
         (prefix, suffix): (&str, &str),
     ) -> Result<Self, PatternError> {
         let mut alternatives = Vec::new();
+        let mut bare = Vec::new();
+        let mut depths = Vec::new();
         let mut start = 0;
         for one in text.split('|') {
             if one.is_empty() {
@@ -149,10 +176,28 @@ impl Pattern {
                 });
             }
             let regex = translate(one.trim_end_matches('/'), start, kinds)?;
-            alternatives.push(compile(&format!("{prefix}{regex}{suffix}")));
+            let regex = format!("{prefix}{regex}{suffix}");
+            alternatives.push(compile(&regex));
+            bare.push(without_captures(&regex));
+            let depth = one.trim_end_matches('/').split('/').count();
+            depths.push(if one.contains("**") { 1 } else { depth });
             start += one.len() + 1;
         }
-        Ok(Self { alternatives })
+        Ok(Self {
+            alternatives,
+            depths,
+            any: format!("(?:{})", bare.join("|")),
+        })
+    }
+
+    /// As a part of a larger regular expression.
+    pub(crate) fn expression(&self) -> &str {
+        &self.any
+    }
+
+    /// Whether an alternative has more than one name.
+    pub(crate) fn has_directories(&self) -> bool {
+        self.depths.iter().any(|depth| *depth > 1)
     }
 
     pub(crate) fn matches(&self, path: &[u8]) -> bool {
@@ -161,14 +206,23 @@ impl Pattern {
 
     /// The captures of the first alternative that matches.
     pub(crate) fn captures(&self, path: &[u8]) -> Option<Captures> {
-        self.alternatives.iter().find_map(|one| {
+        self.find(path).map(|found| found.captures)
+    }
+
+    /// The first alternative that matches.
+    pub(crate) fn find(&self, path: &[u8]) -> Option<PatternMatch> {
+        let mut alternatives = self.alternatives.iter().zip(&self.depths);
+        alternatives.find_map(|(one, depth)| {
             let found = one.captures(path)?;
             let names = one.capture_names().flatten();
             let values = names.filter_map(|name| {
                 let value = found.name(name)?;
                 Some((name.to_owned(), value.as_bytes().to_vec()))
             });
-            Some(values.collect())
+            Some(PatternMatch {
+                captures: values.collect(),
+                depth: *depth,
+            })
         })
     }
 }

@@ -1,9 +1,137 @@
-//! The value of the option `rules`: names of built-in rules and files of a site's own.
+//! The rules of a mount, compiled into one set of patterns, and the value of the option `rules`.
+//!
+//! A path is looked up once, in one pass over its bytes, however many rules there are ([`RuleSet::locate`]). Only a rule that
+//! the pass names is asked for its captures. Nothing here has a lock.
 
 use std::io;
 
+use regex::bytes::{RegexSet, RegexSetBuilder};
+
 use crate::built_in::BUILT_IN;
-use crate::language::{RULES_BYTES_MAX, RULES_MAX, Rule, RuleError, nearest, parse_rules};
+use crate::language::{
+    Found, RULES_BYTES_MAX, RULES_MAX, Rule, RuleError, nearest, parent_of, parse_rules, relative,
+};
+use crate::pattern::Captures;
+
+/// Bytes of the compiled patterns at most. The built-in rules take less than 1 MiB.
+const COMPILED_BYTES_MAX: usize = 64 << 20;
+
+/// Rules in the order of the option, with one set of patterns for all of them.
+#[derive(Clone, Debug)]
+pub struct RuleSet {
+    rules: Vec<Rule>,
+    /// Pattern N matches each path that rule N may have to do with.
+    patterns: RegexSet,
+}
+
+/// How a rule has to do with a path.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Candidate {
+    /// The path is in a scope.
+    Scope(Found),
+    /// The path is a name that the event is about, beside the scope with these captures.
+    Marker(Captures),
+}
+
+/// A rule that has to do with a path.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Match {
+    /// The place of the rule in the set.
+    pub(crate) rule: usize,
+    pub(crate) candidate: Candidate,
+}
+
+/// A path, relative to the mount, with all that the rules say of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LocatedPath {
+    path: Vec<u8>,
+    /// In the order of the rules.
+    pub(crate) matches: Vec<Match>,
+}
+
+impl LocatedPath {
+    /// The path.
+    pub fn path(&self) -> &[u8] {
+        &self.path
+    }
+
+    /// Whether no rule has to do with the path, whatever scopes are open.
+    pub fn is_free(&self) -> bool {
+        self.matches.is_empty()
+    }
+}
+
+/// The checkpoint that a path is in.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CheckpointOfPath {
+    /// The name of the rule.
+    pub rule: String,
+    /// The directory or file of the checkpoint that the path is, or is in.
+    pub top: Vec<u8>,
+    /// Value of the one capture of the rule, or else the last number of the name.
+    pub step: Option<String>,
+    /// The same for all paths of one checkpoint, and for no others.
+    pub group: String,
+}
+
+impl RuleSet {
+    /// The checkpoint that a path is in, as far as patterns alone tell.
+    pub fn checkpoint_of(&self, path: &[u8]) -> Option<CheckpointOfPath> {
+        let located = self.locate(path);
+        let scopes = located.matches.into_iter().filter_map(|one| {
+            let Candidate::Scope(found) = one.candidate else {
+                return None;
+            };
+            Some((one.rule, found))
+        });
+        let (rule, found) = scopes.min_by_key(|(_, found)| found.top.len())?;
+        Some(CheckpointOfPath {
+            rule: self.rules[rule].name.clone(),
+            step: found.step(),
+            group: format!("{rule} {:?} {:?}", found.dir, found.identity),
+            top: found.top,
+        })
+    }
+
+    /// Compiles rules.
+    pub fn new(rules: Vec<Rule>) -> Result<Self, RuleSetError> {
+        let expressions = rules
+            .iter()
+            .map(|rule| format!("(?s-u)\\A(?:{})\\z", rule.expression()));
+        let patterns = RegexSetBuilder::new(expressions)
+            .size_limit(COMPILED_BYTES_MAX)
+            .dfa_size_limit(COMPILED_BYTES_MAX)
+            .build()
+            .map_err(|_| RuleSetError::Large)?;
+        Ok(Self { rules, patterns })
+    }
+
+    /// The rules, in their order.
+    pub fn rules(&self) -> &[Rule] {
+        &self.rules
+    }
+
+    /// Looks a path up.
+    pub fn locate(&self, path: &[u8]) -> LocatedPath {
+        let matches = self.patterns.matches(path);
+        let matches = matches.into_iter().filter_map(|rule| {
+            let candidate = candidate_of(&self.rules[rule], path)?;
+            Some(Match { rule, candidate })
+        });
+        LocatedPath {
+            matches: matches.collect(),
+            path: path.to_vec(),
+        }
+    }
+}
+
+fn candidate_of(rule: &Rule, path: &[u8]) -> Option<Candidate> {
+    if let Some(found) = rule.scope.find(path) {
+        return Some(Candidate::Scope(found));
+    }
+    let name = relative(path, parent_of(path))?;
+    Some(Candidate::Marker(rule.marker()?.captures(name)?))
+}
 
 /// Why rules cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -36,6 +164,9 @@ pub enum RuleSetError {
     /// A rule has a mistake.
     #[error(transparent)]
     Rule(#[from] RuleError),
+    /// The patterns are too many, or too long.
+    #[error("the rules take more than {} MiB as one set of patterns: give shorter patterns, or fewer of them", COMPILED_BYTES_MAX >> 20)]
+    Large,
     /// A name is there twice.
     #[error("rule `{name}` is there twice: give another name to one of them")]
     Twice {
@@ -54,7 +185,7 @@ pub enum RuleSetError {
 pub fn load_rules(
     list: &str,
     mut read: impl FnMut(&str) -> io::Result<String>,
-) -> Result<Vec<Rule>, RuleSetError> {
+) -> Result<RuleSet, RuleSetError> {
     let built_in = parse_rules(BUILT_IN, "built-in rules")?;
     let mut rules: Vec<Rule> = Vec::new();
     for word in list
@@ -92,5 +223,73 @@ pub fn load_rules(
     if found == 0 || found > RULES_MAX {
         return Err(RuleSetError::Count { found });
     }
-    Ok(rules)
+    RuleSet::new(rules)
+}
+
+#[cfg(test)]
+mod tests {
+    use rand::rngs::StdRng;
+    use rand::{RngExt, SeedableRng};
+
+    use super::*;
+
+    #[test]
+    fn one_look_into_all_rules_finds_what_each_of_them_finds() {
+        let seed: u64 = rand::random();
+        println!("seed {seed}");
+        let mut random = StdRng::seed_from_u64(seed);
+        let set = RuleSet::new(parse_rules(BUILT_IN, "built-in rules").unwrap()).unwrap();
+        let words = [
+            "checkpoint-5",
+            "checkpoint_5",
+            "checkpoints",
+            "x.ckpt",
+            "__0.distcp",
+            ".metadata",
+            "tmp_x",
+            "step-7",
+            "iter_1",
+            "latest_checkpointed_iteration.txt",
+            "latest",
+            "global_step3",
+            "3.orbax-checkpoint-tmp",
+            "s-unfinished",
+            "s_ckpt",
+            "LATEST",
+            "restart.7.base",
+            "a_prev.cpt",
+            "0.25",
+            "wrfrst_d01_x",
+            "rpointer.atm.7",
+            "rcf",
+            "x.coor.old",
+            "p.save",
+            "p.xml",
+            "a_hdf5_chk_01",
+            "chk1.temp",
+            "a.pt",
+            "data",
+            "",
+            "\u{e9}\n",
+            "rng_state_0.pth",
+            "trainer_state.json",
+            "epoch_1_step_2",
+        ];
+        let mut found = 0;
+        for _ in 0..2_000 {
+            let count = random.random_range(1..5);
+            let names: Vec<&str> = (0..count)
+                .map(|_| words[random.random_range(0..words.len())])
+                .collect();
+            let path = names.join("/").into_bytes();
+            let alone = set.rules().iter().enumerate().filter_map(|(rule, one)| {
+                let candidate = candidate_of(one, &path)?;
+                Some(Match { rule, candidate })
+            });
+            let alone: Vec<Match> = alone.collect();
+            found += alone.len();
+            assert_eq!(set.locate(&path).matches, alone, "{names:?}");
+        }
+        assert!(found > 200, "the paths are those of checkpoints");
+    }
 }

@@ -5,11 +5,11 @@ use std::path::Path;
 use std::sync::Arc;
 
 use crate::trace::{Player, Step, TraceLine, parse_trace};
-use crate::{BUILT_IN, Rule, load_rules, parse_rules};
+use crate::{BUILT_IN, RuleSet, load_rules, parse_rules};
 
 struct Trace {
     name: String,
-    rules: Arc<Vec<Rule>>,
+    rules: Arc<RuleSet>,
     commits: Vec<String>,
     lines: Vec<TraceLine>,
 }
@@ -69,7 +69,7 @@ fn each_writer_has_its_checkpoints_committed_and_nothing_is_left() {
             "{}: {outcomes:#?}",
             trace.name
         );
-        used.extend(trace.rules.iter().map(|rule| rule.name.clone()));
+        used.extend(trace.rules.rules().iter().map(|rule| rule.name.clone()));
     }
     let all = parse_rules(BUILT_IN, "built-in").unwrap();
     for rule in all {
@@ -148,7 +148,7 @@ fn a_mistake_is_told_with_its_place_and_the_nearest_word() {
     );
     assert_eq!(
         mistake("a x idle *=sane"),
-        "site.rules:1:12: expected `writers`, `same` or a number, found `sane`; did you mean `same`?"
+        "site.rules:1:12: expected `writers`, `same`, `renewed` or a number, found `sane`; did you mean `same`?"
     );
     let unknown = load_rules("hf,lamps", |_| unreachable!())
         .unwrap_err()
@@ -264,4 +264,88 @@ fn random_operations_keep_the_invariants() {
             assert!(state.waits_for.contains("last complete"), "{state:?}");
         }
     }
+}
+
+/// Paths of what was removed by `keep`, in order, after operations by one process.
+fn removals(rule: &str, operations: &str) -> Vec<String> {
+    let rules = RuleSet::new(parse_rules(rule, "test").unwrap()).unwrap();
+    let mut player = Player::new(Arc::new(rules));
+    for line in parse_trace(operations, "/").unwrap() {
+        player.play(&line);
+    }
+    let removals = player.outcomes().iter().filter(|one| one.what == "remove");
+    removals.map(|one| one.paths.join(" ")).collect()
+}
+
+#[test]
+fn keep_removes_the_oldest_once_a_newer_one_is_complete() {
+    let rule = "a step-*/ close:done keep=2";
+    let mut operations = String::new();
+    for step in [9, 10, 3, 11] {
+        operations +=
+            &format!("1 mkdir step-{step}\n1 open step-{step}/done\n1 close step-{step}/done\n");
+    }
+    // In the order of the commits, whatever the steps are.
+    assert_eq!(removals(rule, &operations), ["step-9", "step-10"]);
+    assert_eq!(removals("a step-*/ close:done", &operations), [""; 0]);
+    let open = operations
+        + "1 mkdir step-12\n1 open step-12/x\n1 mkdir step-13\n1 open step-13/done\n1 close step-13/done\n";
+    assert_eq!(removals(rule, &open), ["step-9", "step-10", "step-3"]);
+}
+
+#[test]
+fn keep_removes_a_group_with_all_its_files() {
+    let mut operations = String::new();
+    for step in 1..4 {
+        operations += &format!(
+            "1 open f.{step}.a\n1 close f.{step}.a\n1 open f.{step}.b\n1 close f.{step}.b\n"
+        );
+    }
+    operations += "1 exit 0";
+    assert_eq!(
+        removals("a f.{T}.* next T=integer keep=1", &operations),
+        ["f.1.a f.1.b", "f.2.a f.2.b"]
+    );
+    assert_eq!(
+        mistake("a x idle keep=0"),
+        "site.rules:1:15: expected how many checkpoints stay, 1 or more, found `0`"
+    );
+}
+
+#[test]
+fn regression_a_writer_killed_in_the_call_that_begins_a_scope_leaves_none_open() {
+    use crate::{Action, Ending, Machine, Operation};
+    let rules = Arc::new(load_rules("lammps", |_| unreachable!()).unwrap());
+    let mut machine = Machine::new(Arc::clone(&rules));
+    let path = &rules.locate(b"restart.50.base");
+    let open = Operation::Open { path, handle: 1 };
+    let entered = machine.before(7, &open).unwrap();
+    assert!(matches!(entered.actions[..], [Action::Begin { .. }]));
+    // The caller is still at the begin.
+    assert_eq!(machine.exited(7, Ending::Failure), []);
+    machine.begun(entered.scope.unwrap(), false);
+    let actions = machine.after(7, &open, entered.scope, true);
+    assert!(matches!(actions[..], [Action::Abort { .. }]), "{actions:?}");
+}
+
+#[test]
+fn a_checkpoint_waits_until_the_pointer_that_was_there_is_written_again() {
+    let rules = Arc::new(load_rules("lightning", |_| unreachable!()).unwrap());
+    let mut player = Player::new(rules);
+    let mut play = |operations: &str| {
+        for line in parse_trace(operations, "/").unwrap() {
+            player.play(&line);
+        }
+        commits(&player).len()
+    };
+    let save = |name: &str| format!("1 open checkpoints/{name}\n1 close checkpoints/{name}\n");
+    assert_eq!(play(&(save("a-1.ckpt") + &save("last.ckpt"))), 2);
+    assert_eq!(play(&save("a-2.ckpt")), 2, "last.ckpt leads to a-1");
+    assert_eq!(play(&save("last.ckpt")), 3);
+    assert_eq!(play(&save("final.ckpt")), 3);
+    assert_eq!(
+        play("1 exit 0"),
+        4,
+        "a program that ends well has saved what it meant to"
+    );
 }

@@ -12,12 +12,13 @@
 //! 1 exit 0            or: kill
 //! ```
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::sync::Arc;
 
-use crate::language::{Rule, nearest};
+use crate::language::nearest;
 use crate::machine::{Action, Ending, Machine, Operation, ScopeNumber, ScopeState};
+use crate::rule_set::{LocatedPath, RuleSet};
 
 /// One operation of a trace.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -299,7 +300,7 @@ impl Strace {
 pub struct Outcome {
     /// The line of the operation after, or, for a begin, before which it happened.
     pub line: usize,
-    /// `begin`, `join`, `commit`, `abort` or `refuse`.
+    /// `begin`, `join`, `commit`, `abort`, `remove` (by `keep=N`) or `refuse`.
     pub what: &'static str,
     /// The rule.
     pub rule: String,
@@ -313,6 +314,8 @@ pub struct Outcome {
 /// Plays operations, and notes what the rules do.
 pub struct Player {
     machine: Machine,
+    /// What programs have made and not removed.
+    names: BTreeSet<String>,
     /// Open files by process and path, with their handles.
     open: Vec<(u32, String, u64)>,
     last_handle: u64,
@@ -323,9 +326,10 @@ pub struct Player {
 
 impl Player {
     /// A player to which nothing has happened.
-    pub fn new(rules: Arc<Vec<Rule>>) -> Self {
+    pub fn new(rules: Arc<RuleSet>) -> Self {
         Self {
             machine: Machine::new(rules),
+            names: BTreeSet::new(),
             open: Vec::new(),
             last_handle: 0,
             scopes: BTreeMap::new(),
@@ -343,21 +347,44 @@ impl Player {
         self.machine.states()
     }
 
+    fn locate(&self, path: &str) -> LocatedPath {
+        self.machine.rules().locate(path.as_bytes())
+    }
+
+    fn note_names(&mut self, step: &Step) {
+        let names = &mut self.names;
+        match step {
+            Step::Mkdir(path) | Step::Open(path) | Step::Symlink(_, path) | Step::Link(_, path) => {
+                names.insert(path.clone());
+            }
+            Step::Unlink(path) | Step::Rmdir(path) => {
+                names.remove(path);
+            }
+            Step::Rename(from, to) => {
+                let moved = |name: &String| {
+                    let rest = name.strip_prefix(from.as_str())?;
+                    (rest.is_empty() || rest.starts_with('/')).then(|| format!("{to}{rest}"))
+                };
+                *names = std::mem::take(names)
+                    .into_iter()
+                    .map(|name| moved(&name).unwrap_or(name))
+                    .collect();
+            }
+            Step::Write(..) | Step::Close(_) | Step::Truncate(_) | Step::Exit(_) | Step::Kill => {}
+        }
+    }
+
     /// Plays one line.
     pub fn play(&mut self, line: &TraceLine) {
+        self.note_names(&line.step);
         let process = line.process;
         match &line.step {
             Step::Open(path) => {
                 self.last_handle += 1;
                 let handle = self.last_handle;
                 self.open.push((process, path.clone(), handle));
-                self.run(
-                    line,
-                    &Operation::Open {
-                        path: path.as_bytes(),
-                        handle,
-                    },
-                );
+                let path = &self.locate(path);
+                self.run(line, &Operation::Open { path, handle });
             }
             Step::Write(..) => {}
             Step::Close(path) => {
@@ -380,12 +407,8 @@ impl Player {
             | Step::Truncate(path)
             | Step::Symlink(_, path)
             | Step::Link(_, path) => {
-                self.run(
-                    line,
-                    &Operation::Change {
-                        path: path.as_bytes(),
-                    },
-                );
+                let path = &self.locate(path);
+                self.run(line, &Operation::Change { path });
             }
             Step::Rename(from, to) => {
                 for (_, path, _) in &mut self.open {
@@ -393,19 +416,12 @@ impl Player {
                         path.clone_from(to);
                     }
                 }
-                let operation = Operation::Rename {
-                    from: from.as_bytes(),
-                    to: to.as_bytes(),
-                };
-                self.run(line, &operation);
+                let (from, to) = (&self.locate(from), &self.locate(to));
+                self.run(line, &Operation::Rename { from, to });
             }
             Step::Unlink(path) | Step::Rmdir(path) => {
-                self.run(
-                    line,
-                    &Operation::Remove {
-                        path: path.as_bytes(),
-                    },
-                );
+                let path = &self.locate(path);
+                self.run(line, &Operation::Remove { path });
             }
             Step::Exit(0) => self.end(line, Ending::Success),
             Step::Exit(_) | Step::Kill => self.end(line, Ending::Failure),
@@ -470,6 +486,26 @@ impl Player {
                 Action::Commit { scope } => {
                     let (rule, paths) = self.scopes.remove(&scope).unwrap_or_default();
                     self.push(line, "commit", rule, paths, String::new());
+                    let more = self.machine.committed(scope);
+                    self.take(line, more);
+                    continue;
+                }
+                Action::Rotate { rule, dir } => {
+                    let names = self.names.iter().map(|name| self.locate(name));
+                    let names: Vec<LocatedPath> = names.collect();
+                    let more = self.machine.rotate((rule, &dir), &names, &BTreeSet::new());
+                    self.take(line, more);
+                    continue;
+                }
+                Action::Remove { scope, rule, tops } => {
+                    let tops = shown(&tops);
+                    let is_gone = |name: &String| {
+                        let at = |top: &String| name.strip_prefix(top.as_str());
+                        let mut below = tops.iter().filter_map(at);
+                        below.any(|rest| rest.is_empty() || rest.starts_with('/'))
+                    };
+                    self.names.retain(|name| !is_gone(name));
+                    self.push(line, "remove", rule, tops, String::new());
                     let more = self.machine.committed(scope);
                     self.take(line, more);
                     continue;

@@ -13,8 +13,8 @@ use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Component, Path};
 
-use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags, ResolveFlags, Stat};
-use rustix::fs::{fchmod, fstat, openat, openat2, statat, unlinkat};
+use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags, ResolveFlags, Stat, StatxFlags};
+use rustix::fs::{fchmod, fstat, openat, openat2, statat, statx, unlinkat};
 use rustix::io::Errno;
 
 /// Of a directory on the way.
@@ -201,7 +201,8 @@ pub fn remove_object(dir: impl AsFd, name: &OsStr, object: ObjectId) -> Result<(
 }
 
 /// Visits what `name` names in `dir`, and all below where it is a directory, as far as it belongs to user `uid`: what
-/// others put there, and what vanishes meanwhile, is not visited. Paths are relative to `dir`.
+/// others put there, and what vanishes meanwhile, is not visited. Paths are relative to `dir`. What is told of each is what the
+/// file system says now (`stat_now`).
 pub fn visit_own(
     dir: impl AsFd,
     name: &OsStr,
@@ -211,6 +212,15 @@ pub fn visit_own(
     visit_own_at(dir, name, Path::new(name), uid, visit)
 }
 
+/// statat(2) of a name whose attributes the kernel asks for before, also where it has some that it may still use: on a mount
+/// those may be from before another host's write.
+fn stat_now(dir: impl AsFd, name: &OsStr) -> Result<Stat, Errno> {
+    let flags = AtFlags::SYMLINK_NOFOLLOW.union(AtFlags::STATX_FORCE_SYNC);
+    // A container that does not know statx(2) has what stat(2) says.
+    let _ = statx(dir.as_fd(), name, flags, StatxFlags::BASIC_STATS);
+    statat(dir, name, AtFlags::SYMLINK_NOFOLLOW)
+}
+
 fn visit_own_at(
     dir: impl AsFd,
     name: &OsStr,
@@ -218,7 +228,7 @@ fn visit_own_at(
     uid: u32,
     visit: &mut dyn FnMut(&Path, &Stat),
 ) -> Result<(), Errno> {
-    let found = match statat(dir.as_fd(), name, AtFlags::SYMLINK_NOFOLLOW) {
+    let found = match stat_now(dir.as_fd(), name) {
         Err(Errno::NOENT) => return Ok(()),
         found => found?,
     };

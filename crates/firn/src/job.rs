@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 
 pub use firn_hosts::Life;
 pub use look::{look_at_backing, look_at_mount};
-pub use rows::waits;
+pub use rows::{program_wait, waits};
 pub use text::{hosts_text, status_text};
 
 /// What is known of the hosts of a backing.
@@ -41,12 +41,10 @@ pub struct Job {
 pub struct Total {
     /// Hosts that beat.
     pub alive: u64,
-    /// Hosts whose process is there and does not beat.
+    /// Hosts that do not beat, and are not known to be dead.
     pub silent: u64,
     /// Hosts that died.
     pub dead: u64,
-    /// Hosts that may be dead.
-    pub doubtful: u64,
     /// Bytes that are not in the backing yet.
     pub held_bytes: u64,
     /// Files with such bytes.
@@ -55,6 +53,8 @@ pub struct Total {
     pub stranded_bytes: u64,
     /// Files in logs: the most that a host knows of.
     pub logged_files: u64,
+    /// Bytes that hosts have written to logs and that are not flattened yet.
+    pub logged_bytes: u64,
     /// Bytes written to the backing since the hosts mounted it.
     pub drain_bytes: u64,
     /// Files that were synced and not changed since, as far as hosts remember them.
@@ -80,7 +80,6 @@ impl Total {
             (self.alive, "alive"),
             (self.silent, "silent"),
             (self.dead, "dead"),
-            (self.doubtful, "doubtful"),
         ];
         let states = states.iter().filter(|(hosts, _)| *hosts > 0);
         let words: Vec<String> = states
@@ -99,6 +98,8 @@ pub struct Host {
     pub state: Life,
     /// What that rests on, in words.
     pub evidence: String,
+    /// Whether its process is there, as its lock says.
+    pub is_locked: bool,
     /// Time since its last beat, by the clock of the backing; none: it cannot be told.
     pub beat_age_seconds: Option<f64>,
     /// Time since it mounted the backing, as it counts; none: it has not said.
@@ -134,7 +135,7 @@ impl Host {
 
     /// Whether its figures are those of a mount that drains.
     fn is_running(&self) -> bool {
-        matches!(self.state, Life::Alive | Life::Silent | Life::Doubtful)
+        self.state.may_live()
     }
 
     /// Order of trouble: the smaller, the worse.
@@ -144,7 +145,7 @@ impl Host {
         match self.state {
             Life::Dead if self.report.is_none() || self.held_bytes() > 0 => 0,
             Life::Silent => 1,
-            Life::Dead | Life::Doubtful => 2,
+            Life::Dead => 2,
             Life::Left if self.held_bytes() > 0 => 2,
             Life::Alive if has_errors => 3,
             Life::Alive if !self.waits.is_empty() => 4,
@@ -162,7 +163,6 @@ pub fn life_word(life: Life) -> &'static str {
         Life::Silent => "silent",
         Life::Dead => "dead",
         Life::Left => "left",
-        Life::Doubtful => "doubtful",
     }
 }
 
@@ -175,7 +175,6 @@ impl Total {
                 Life::Alive => total.alive += 1,
                 Life::Silent => total.silent += 1,
                 Life::Dead => total.dead += 1,
-                Life::Doubtful => total.doubtful += 1,
                 Life::Left => {}
             }
             total.held_bytes += report.held_bytes;
@@ -188,6 +187,7 @@ impl Total {
                 total.stranded_bytes += report.held_bytes;
                 continue;
             }
+            total.logged_bytes += report.logged_bytes;
             total.logged_files = total.logged_files.max(report.logged_files);
             total.waiting_writers += report.waiting_writers;
             total.errors += report.errors;

@@ -10,6 +10,7 @@ mod failure;
 mod job;
 mod metrics;
 mod output;
+mod output_file;
 mod overview;
 mod progress;
 mod prune;

@@ -2,10 +2,6 @@
 
 use std::collections::HashMap;
 use std::fmt;
-use std::fs::Permissions;
-use std::io::{self, Write as _};
-use std::os::unix::fs::PermissionsExt;
-use std::path::Path;
 
 use firn_client::Mount;
 use firn_protocol::figures::{Figure, Figures, Kind, Sample, Value};
@@ -54,23 +50,6 @@ impl Scraped {
             Self::Down(_) => None,
         }
     }
-}
-
-/// Puts a text in the place of a file: readers find the old one or the new one. What a kill leaves begins with a dot and does
-/// not end in `.prom`.
-pub fn replace_file(file: &Path, text: &str) -> io::Result<()> {
-    let dir = match file.parent() {
-        Some(dir) if !dir.as_os_str().is_empty() => dir,
-        _ => Path::new("."),
-    };
-    // A collector is another user: as readable as what `>` makes.
-    let mut unnamed = tempfile::Builder::new()
-        .prefix(".firn-metrics-")
-        .permissions(Permissions::from_mode(0o644))
-        .tempfile_in(dir)?;
-    unnamed.write_all(text.as_bytes())?;
-    unnamed.persist(file)?;
-    Ok(())
 }
 
 /// A snapshot of figures, as the registry takes it.
@@ -193,7 +172,12 @@ mod tests {
     }
 
     /// Numbers that name something, and tell nothing that could be drawn.
-    const NAMES: [&str; 3] = [".pid", ".transactions.id", ".transactions.owner.pid"];
+    const NAMES: [&str; 4] = [
+        ".pid",
+        ".transactions.id",
+        ".transactions.owner.pid",
+        ".waiting_programs.thread",
+    ];
 
     /// Proves S-seen-5: a figure that is new in the status cannot be forgotten here.
     #[test]

@@ -6,6 +6,25 @@ pub use firn_format::quantity::{bytes, count, rate, seconds};
 use firn_format::quote::quoted;
 use firn_protocol::figures::Unit;
 
+/// Pads the cells of a table, whose first row has the heads: each column gets the width of its widest cell. Columns with a head
+/// in `right` are aligned to the right. The last column stays as it is.
+pub fn pad_columns<R: AsRef<[String]> + AsMut<[String]>>(rows: &mut [R], right: &[&str]) {
+    let columns = rows.first().map_or(0, |head| head.as_ref().len());
+    for column in 0..columns.saturating_sub(1) {
+        let widths = rows.iter().map(|row| row.as_ref()[column].chars().count());
+        let width = widths.max().unwrap_or(0);
+        let is_right = right.contains(&rows[0].as_ref()[column].as_str());
+        for row in rows.iter_mut() {
+            let cell = &mut row.as_mut()[column];
+            *cell = if is_right {
+                format!("{cell:>width$}")
+            } else {
+                format!("{cell:<width$}")
+            };
+        }
+    }
+}
+
 /// The value of a figure in the unit that its name says.
 pub fn figure(name: &str, value: f64) -> String {
     match Unit::of(name) {

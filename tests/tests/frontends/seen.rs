@@ -67,7 +67,8 @@ fn a_slow_request_is_logged_with_its_path_and_time() {
         "a request was slow",
         "path=file",
     ];
-    assert_eq!(lines(&sandbox, &slow), 1, "{}", sandbox.logs());
+    // A process that another test starts at that moment has the descriptor too, until its exec, and flushes it.
+    assert!(lines(&sandbox, &slow) >= 1, "{}", sandbox.logs());
     mount.umount();
 }
 

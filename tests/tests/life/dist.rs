@@ -142,6 +142,52 @@ for frontend in fuse preload; do
     python -c "import firnfs; firnfs.run(['python', 'job.py'], backing='backing', memory='64M', frontend='$frontend')"
 done
 [[ $(ls backing | wc -l) == 7 && $(<backing/step_7/model) == 7777* ]]
+# The five lines of the page as they stand, killed in the middle of a save and resumed.
+python - >five.py <<'EXTRACT'
+import re
+
+page = open("/tmp/PYTHON.md").read()
+(block,) = [one for one in re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S) if "restore(last" in one]
+print(
+    """
+import os, sys
+
+kills, ends = map(int, sys.argv[1:])
+
+def train(step):
+    if step == ends:
+        raise SystemExit(0)
+
+def restore(path):
+    text = path.read_text()
+    assert len(text) == 100_000 and text == text[:5] * 20_000
+    return int(text[:5])
+
+def save(path):
+    half = f"{step:05}" * 10_000
+    with open(path, "w") as file:
+        file.write(half)
+        file.flush()
+        if step == kills:
+            os.kill(os.getpid(), 9)
+        file.write(half)
+"""
+    + block
+)
+EXTRACT
+mkdir five five-preload
+firn mount -o arena-size=64M,close=held five /ckpt
+refuse python five.py 3 100
+[[ $(firn latest /ckpt) == /ckpt/step_2 ]]
+python five.py 100 6
+[[ $(ls /ckpt | wc -l) == 6 && $(firn latest /ckpt) == /ckpt/step_5 ]]
+firn umount /ckpt
+without_fuse=(firn run --frontend=preload --prefix /ckpt --memory 64M --backing five-preload --)
+refuse "${without_fuse[@]}" python five.py 3 100
+"${without_fuse[@]}" python five.py 100 6
+for made in five five-preload; do
+    [[ $(ls "$made" | wc -l) == 6 && $(head -c 10 "$made/step_5/model.pt") == 0000500005 ]]
+done
 venv/bin/pip uninstall --quiet --yes firnfs
 hash -r
 refuse command -v firn
@@ -343,13 +389,17 @@ fn the_wheel_is_used_by_a_user_without_root_and_removed() {
 cat >/tmp/user-steps <<'STEPS'
 {FUNCTIONS}{WHEEL}
 STEPS
-install -d -o nobody -g nogroup /home/stranger
+install -d -o nobody -g nogroup /home/stranger /ckpt
+# Without FUSE a mount point is on a tmpfs.
+mount -t tmpfs -o uid=65534,gid=65534,mode=755 ckpt /ckpt
 setpriv --reuid nobody --regid nogroup --clear-groups env HOME=/home/stranger bash -euo pipefail /tmp/user-steps
-rm -r /home/stranger
+umount /ckpt
+rm -r /home/stranger /ckpt
 "#
     );
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/PYTHON.md");
     let steps = [FUNCTIONS, BEGIN, &as_user, END].concat();
-    let (outcome, left) = run_in_clean_root(&sandbox, "wheel", &[wheel], &steps);
+    let (outcome, left) = run_in_clean_root(&sandbox, "wheel", &[wheel, page], &steps);
     outcome.ok();
     assert!(left.is_empty(), "the wheel leaves {left:#?}");
 }

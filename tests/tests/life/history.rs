@@ -99,6 +99,33 @@ fn the_checkpoints_of_a_mount_are_told_with_step_state_and_level() {
     mount.umount();
 }
 
+/// Proves S-history-6.
+///
+/// Another host's write is one to the backing. A directory of many names is listed in several requests, of which only the
+/// first brings attributes along.
+#[test]
+fn a_list_has_what_another_host_wrote_and_not_what_the_kernel_has_cached() {
+    let sandbox = Sandbox::new("history-cached");
+    let mount = FirnMount::new(&sandbox, "attr-timeout=1h");
+    let step = mount.backing().join("step_1");
+    fs::create_dir(&step).expect("mkdir");
+    let names: Vec<_> = (0..1000).map(|number| format!("rank{number}")).collect();
+    for name in &names {
+        fs::write(step.join(name), [7; 10]).expect("write");
+    }
+    for name in &names {
+        let seen = fs::metadata(mount.join("step_1").join(name)).expect("stat");
+        assert_eq!(seen.len(), 10);
+    }
+    for name in &names {
+        fs::write(step.join(name), [7; 100]).expect("write");
+    }
+    let list = history(&sandbox, mount.path());
+    assert_eq!(column(&list, "bytes"), [json!(100_000)]);
+    assert_eq!(column(&list, "files"), [json!(1000)]);
+    mount.umount();
+}
+
 /// Proves S-history-2, S-history-4.
 #[test]
 fn what_is_written_cut_empty_or_in_a_transaction_is_not_whole() {

@@ -30,6 +30,7 @@ mod quiet;
 mod recovery;
 mod report;
 mod run;
+mod setup;
 mod spill;
 mod strangers;
 mod top;

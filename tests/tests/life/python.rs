@@ -1,4 +1,5 @@
-//! The Python package over the program and the library that cargo built: each of its test programs, and mypy.
+//! The Python package over the program and the library that cargo built: each of its test programs, and mypy, which knows the
+//! frameworks of the adapters by stubs.
 //!
 //! They need Debian's python3-pytest, python3-fsspec, python3-torch and mypy. The package as a wheel is in dist.rs.
 
@@ -67,6 +68,11 @@ fn fsspec_reads_and_writes_by_url() {
 #[test]
 fn distributed_checkpoints_of_torch_count_as_a_whole_or_not_at_all() {
     pytest("py-torch", &["tests/test_torch.py"]);
+}
+
+#[test]
+fn every_block_of_the_page_of_python_runs() {
+    pytest("py-page", &["tests/test_page.py"]);
 }
 
 #[test]

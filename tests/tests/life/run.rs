@@ -54,6 +54,20 @@ fn a_job_that_succeeds_leaves_its_files_in_the_backing_and_nothing_in_memory() {
     assert_eq!(left(&sandbox), Vec::<PathBuf>::new());
 }
 
+/// Proves S-run-5: the page is for people, the status for scripts.
+#[test]
+fn a_report_that_cannot_be_written_hides_no_exit_status() {
+    let sandbox = Sandbox::new("runreport");
+    for (script, code) in [("exit 7", 7), ("exit 0", 1)] {
+        let dir = sandbox.mkdir("pages");
+        let page = dir.join("run.html");
+        let options = ["--report", page.to_str().expect("utf-8")];
+        let script = format!("rmdir {}; {script}", dir.display());
+        let outcome = run(&mut firn_run(&sandbox, &options, &script)).code(code);
+        outcome.says("cannot write the report to");
+    }
+}
+
 #[test]
 fn without_a_backing_nothing_outlives_success() {
     let sandbox = Sandbox::new("runmemory");

@@ -539,7 +539,7 @@ fn names_of_hosts_are_checked() {
             .chain([cluster.backing().as_path()]),
     );
     assert!(
-        refused.code == 2 && refused.stderr.contains("no transactions of a host nobody"),
+        refused.code == 2 && refused.stderr.contains("nor transactions of a host nobody"),
         "{refused:?}"
     );
     let refused = cluster.shared.run(

@@ -13,23 +13,31 @@ use firn_tests::command::{Outcome, exit_code, run, wait_child};
 use firn_tests::sandbox::{firn_binary, is_zombie, kill};
 use firn_tests::sshd::Sshd;
 use firn_tests::{Sandbox, wait_until};
+use serde_json::Value;
 
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// Hosts with a name, mounts, processes and a /dev/shm of their own.
 struct Hosts {
     sandbox: Sandbox,
+    /// Each has a kernel of its own, as far as that can be seen from its boot id.
+    are_machines: bool,
     holders: Vec<(String, Child)>,
 }
 
 impl Hosts {
     fn new(name: &str, count: usize) -> Self {
+        Self::with(name, count, false)
+    }
+
+    fn with(name: &str, count: usize, are_machines: bool) -> Self {
         let sandbox = Sandbox::new(name);
         for dir in ["holders", "shared"] {
             sandbox.mkdir(dir);
         }
         let mut hosts = Self {
             sandbox,
+            are_machines,
             holders: Vec::new(),
         };
         let shell = "#!/bin/sh\n\
@@ -46,7 +54,9 @@ impl Hosts {
     fn add(&mut self, name: &str) {
         // Mounts of other tests, which this namespace would keep, go.
         let script = r#"awk '$3 == "fuse.firn" { print $2 }' /proc/mounts | xargs -r umount --lazy
-            hostname "$1"; mount -t tmpfs -o mode=1777 firn-test /dev/shm; echo > "$2.up"; exec sleep 3000"#;
+            hostname "$1"; cat /proc/sys/kernel/random/uuid > "$2.boot"
+            [ -z "$3" ] || mount --bind "$2.boot" /proc/sys/kernel/random/boot_id
+            mount -t tmpfs -o mode=1777 firn-test /dev/shm; echo > "$2.up"; exec sleep 3000"#;
         let file = self.sandbox.join("holders").join(name);
         let mut command = Command::new("setpriv");
         command
@@ -68,6 +78,7 @@ impl Hosts {
             ])
             .args(["sh", "-c", script, "sh", name])
             .arg(&file)
+            .arg(if self.are_machines { "own-boot" } else { "" })
             .stdin(Stdio::null());
         let holder = command.spawn().expect("start a host");
         let up = file.with_extension("up");
@@ -98,6 +109,28 @@ impl Hosts {
             .find(|(name, _)| name == host)
             .expect("a host");
         holder.wait().expect("wait for it");
+    }
+
+    /// The machine starts again, with nothing in its memory.
+    fn start_again(&mut self, host: &str) {
+        self.holders.retain(|(name, _)| name != host);
+        fs::remove_file(self.sandbox.join("holders").join(format!("{host}.up"))).expect("remove");
+        self.add(host);
+    }
+
+    /// Runs a line for sh(1) on a host.
+    fn on(&self, host: &str, line: &str) -> Outcome {
+        run(Command::new(self.sandbox.join("shell")).args([host, line]))
+    }
+
+    /// The row of a host in `firn hosts`, asked on a host that takes no part.
+    fn seen(&self, host: &str) -> Value {
+        let backing = self.backing();
+        let args = ["hosts".as_ref(), "--json".as_ref(), backing.as_os_str()];
+        let job = self.sandbox.run(args).json();
+        let hosts = job["hosts"].as_array().expect("hosts");
+        let row = hosts.iter().find(|row| row["host"] == host);
+        row.cloned().unwrap_or_default()
     }
 
     fn backing(&self) -> PathBuf {
@@ -412,6 +445,248 @@ fn hosts_that_stay_keep_the_files_of_a_command_that_failed() {
     hosts.assert_nothing_left();
 }
 
+/// Proves S-run-5: the command was typed on a host that has no mount of the run.
+#[test]
+fn a_report_of_several_hosts_is_written_where_the_command_was_typed() {
+    let mut hosts = Hosts::new("hostreport", 2);
+    let page = hosts.sandbox.join("run.html");
+    let report = ["--report", page.to_str().expect("UTF-8")];
+    let write = "for h in h1 h2; do on $h \"mkdir $FIRN_PREFIX/step_$h; echo $h > $FIRN_PREFIX/step_$h/rank\"; done";
+    let write = write.replace("step_$h", "step_${h#h}");
+    let outcome = run(&mut hosts.firn_run(&report, &write)).ok();
+    assert!(outcome.stderr.contains("the report is in"), "{outcome}");
+    let shown = fs::read_to_string(&page).expect("the page");
+    for text in ["2 hosts", ">h1<", ">h2<", "step_1", "step_2", "3 B", "6 B"] {
+        assert!(shown.contains(text), "{text}: {shown}");
+    }
+    assert!(!shown.contains("Look at this first"), "{shown}");
+    assert!(!shown.contains(">removed<"), "sizes are known: {shown}");
+    fs::remove_file(&page).expect("remove");
+    // Each host has files of its own, which go with it.
+    let mut command = Command::new(firn_binary());
+    hosts.sandbox.environment(&mut command);
+    command.args(["run", "--memory", "32M", "--hosts"]);
+    command.arg(hosts.sandbox.join("list"));
+    command
+        .arg("--remote-shell")
+        .arg(hosts.sandbox.join("shell"));
+    command.args(report);
+    run(&mut hosts.with_script(command, &write)).ok();
+    let shown = fs::read_to_string(&page).expect("the page");
+    for text in ["2 hosts", "step_1", "step_2", "6 B"] {
+        assert!(shown.contains(text), "{text}: {shown}");
+    }
+    hosts.assert_nothing_left();
+}
+
+/// Proves S-run-5: the page has what is known of the host that is lost.
+#[test]
+fn a_report_names_the_host_that_was_lost() {
+    let mut hosts = Hosts::new("hostreplost", 2);
+    let page = hosts.sandbox.join("run.html");
+    let (ready, go) = (hosts.sandbox.join("ready"), hosts.sandbox.join("go"));
+    let script = format!(
+        "for h in h1 h2; do on $h \"mkdir -p $FIRN_PREFIX/step_1; echo $h > $FIRN_PREFIX/step_1/$h\"; done
+        echo > {}; until test -e {}; do sleep 0.05; done",
+        ready.display(),
+        go.display()
+    );
+    let report = [
+        "--host-timeout",
+        "5",
+        "--report",
+        page.to_str().expect("UTF-8"),
+    ];
+    let mut command = hosts.firn_run(&report, &script);
+    let log = hosts.sandbox.join("messages");
+    command.stderr(fs::File::create(&log).expect("a file"));
+    let mut child = command.spawn().expect("firn run");
+    wait_until("all is written", LIMIT, || ready.exists());
+    hosts.crash("h2");
+    wait_until("the host is missed", LIMIT, || {
+        let told = fs::read_to_string(&log).expect("messages");
+        told.contains("h2 does not answer any more")
+    });
+    fs::write(&go, "").expect("go");
+    let status = wait_child(&mut child, LIMIT).expect("it ends");
+    assert_eq!(exit_code(status), 1);
+    let shown = fs::read_to_string(&page).expect("the page");
+    assert!(
+        shown.contains("1 host") && shown.contains(">step_1<"),
+        "{shown}"
+    );
+    assert!(shown.contains("h2 is lost, and left no record"), "{shown}");
+    hosts.assert_nothing_left();
+}
+
+/// Proves S-run-1: old checkpoints go while several hosts write new ones, and none that may be in the making.
+#[test]
+fn old_checkpoints_of_several_hosts_go_while_the_command_runs() {
+    let mut hosts = Hosts::new("hostkeep", 2);
+    let script = "for step in 1 2 3 4; do
+            on h1 \"mkdir $FIRN_PREFIX/step_$step\"
+            for h in h1 h2; do on $h \"echo $step > $FIRN_PREFIX/step_$step/of.$h\"; done
+        done
+        while on h1 \"test -e $FIRN_PREFIX/step_2\"; do sleep 0.05; done
+        on h2 \"cat $FIRN_PREFIX/step_*/of.*\"";
+    let outcome = run(&mut hosts.firn_run(&["--keep", "1"], script)).ok();
+    // One more than was asked for: h1 does not know whether h2 still writes the newest.
+    assert_eq!(outcome.stdout, "3\n3\n4\n4\n", "{outcome}");
+    assert!(!outcome.stderr.contains("cannot remove"), "{outcome}");
+    for step in [3, 4] {
+        for host in ["h1", "h2"] {
+            let name = format!("step_{step}/of.{host}");
+            assert_eq!(hosts.read(&name), format!("{step}\n"));
+        }
+    }
+    let names = fs::read_dir(hosts.backing()).expect("the backing");
+    let names = names.map(|entry| entry.expect("an entry").file_name());
+    let mut names: Vec<String> = names
+        .filter_map(|name| name.into_string().ok())
+        .filter(|name| !name.starts_with('.') || name.ends_with(".pruned"))
+        .collect();
+    names.sort();
+    assert_eq!(names, ["step_3", "step_4"]);
+    hosts.assert_nothing_left();
+}
+
+/// Proves S-partner-31, S-run-4: a host of the run is lost with its memory; the next run, on those that are left, has its files.
+#[test]
+fn a_run_without_the_lost_host_restarts_from_the_memory_of_its_partner() {
+    let mut hosts = Hosts::new("hostrestart", 3);
+    let (ready, go) = (hosts.sandbox.join("ready"), hosts.sandbox.join("go"));
+    let firn = firn_binary();
+    let script = format!(
+        "for h in h1 h2 h3; do
+            on $h \"setsid {firn} agent --listen 127.0.0.1:0 --partner-size 16M $FIRN_PREFIX </dev/null >/dev/null 2>&1 &
+                echo \\$! > {shared}/agent.$h\"
+        done
+        on h2 \"mkdir $FIRN_PREFIX/step_1; head -c 3000000 /dev/zero | tr '\\0' 2 > $FIRN_PREFIX/step_1/of.h2; {firn} wait -q --until partnered $FIRN_PREFIX/step_1\" || exit
+        echo > {ready}; until test -e {go}; do sleep 0.05; done",
+        firn = firn.display(),
+        shared = hosts.sandbox.join("shared").display(),
+        ready = ready.display(),
+        go = go.display()
+    );
+    let options = ["--host-timeout", "5", "-o", "drain=demand,partner=next"];
+    let mut command = hosts.firn_run(&options, &script);
+    let log = hosts.sandbox.join("messages");
+    command.stderr(fs::File::create(&log).expect("a file"));
+    let mut child = command.spawn().expect("firn run");
+    let told = || fs::read_to_string(&log).expect("messages");
+    wait_until("the partner has a copy", LIMIT, || {
+        ready.exists() || child.try_wait().expect("wait").is_some()
+    });
+    assert!(ready.exists(), "{}", told());
+    assert_ne!(hosts.read("step_1/of.h2").len(), 3_000_000, "it is held");
+    hosts.crash("h2");
+    wait_until("the host is missed", LIMIT, || {
+        told().contains("h2 does not answer any more")
+    });
+    fs::write(&go, "").expect("go");
+    let status = wait_child(&mut child, LIMIT).expect("it ends");
+    assert_eq!(exit_code(status), 1, "{}", told());
+    assert!(told().contains("takes with --restart h2"), "{}", told());
+    hosts.holders.retain(|(name, _)| name != "h2");
+    let read = "for h in h1 h3; do on $h \"cksum < $FIRN_PREFIX/step_1/of.h2\"; done";
+    let options = ["--restart", "h2", "-o", "partner=next"];
+    let outcome = run(&mut hosts.firn_run(&options, read)).ok();
+    let expected =
+        run(Command::new("sh").args(["-c", "head -c 3000000 /dev/zero | tr '\\0' 2 | cksum"]));
+    assert_eq!(outcome.stdout, expected.ok().stdout.repeat(2), "{outcome}");
+    assert_eq!(hosts.read("step_1/of.h2"), "2".repeat(3_000_000));
+    for host in ["h1", "h3"] {
+        let end = format!(
+            "kill $(cat {}/agent.{host})",
+            hosts.sandbox.join("shared").display()
+        );
+        run(Command::new(hosts.sandbox.join("shell")).args([host, &end]));
+    }
+    hosts.assert_nothing_left();
+}
+
+/// Proves S-share-7: on machines with kernels of their own, of which one loses firnd, one is started again, and one does not
+/// come back.
+#[test]
+fn hosts_that_are_gone_are_told_as_they_are_and_leave_the_list_when_told_to() {
+    let mut hosts = Hosts::with("hostgone", 4, true);
+    let firn = firn_binary().display().to_string();
+    let backing = hosts.sandbox.mkdir("shared/backing");
+    let backing = backing.display().to_string();
+    let point = hosts.sandbox.mkdir("mnt").display().to_string();
+    for host in ["h1", "h2", "h3", "h4"] {
+        let options = "arena-size=32M,layout=log,close=held,drain=demand";
+        let line = format!(
+            "{firn} mount -o {options} {backing} {point} && head -c 1048576 /dev/zero > {point}/{host}"
+        );
+        hosts.on(host, &line).ok();
+    }
+    for host in ["h1", "h2", "h3", "h4"] {
+        wait_until("a host has said what it holds", LIMIT, || {
+            hosts.seen(host)["report"]["held_bytes"] == 1 << 20
+        });
+    }
+    let space = fs::read_link(format!("/proc/{}/ns/pid", hosts.first_process("h2")));
+    let firnd = processes_in(&space.expect("its namespace"));
+    let is_firnd = |pid: &u32| {
+        let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+        name.trim() == "firnd"
+    };
+    let firnd: Vec<u32> = firnd.into_iter().filter(is_firnd).collect();
+    assert_eq!(firnd.len(), 1, "{firnd:?}");
+    kill(firnd[0], libc::SIGKILL);
+    hosts.crash("h3");
+    hosts.crash("h4");
+    for host in ["h2", "h3", "h4"] {
+        let mut states = Vec::new();
+        wait_until("a host is dead", LIMIT, || {
+            states.push(hosts.seen(host)["state"].to_string());
+            states.last().is_some_and(|state| state == "\"dead\"")
+        });
+        // The lock of h1, which lives, shows that free locks are believed.
+        assert!(
+            states
+                .iter()
+                .all(|state| state == "\"alive\"" || state == "\"dead\""),
+            "{host}: {states:?}"
+        );
+    }
+    let evidence = hosts.seen("h2")["evidence"].to_string();
+    assert!(
+        evidence.contains("last beat") && evidence.contains(" ago"),
+        "{evidence}"
+    );
+    let recover = format!("{firn} recover {backing}");
+    let told = hosts.on("h2", &recover).ok();
+    assert!(told.stdout.contains("recovered 1.0 MiB"), "{told}");
+    assert_eq!(hosts.seen("h2")["state"], "left");
+
+    hosts.start_again("h3");
+    let seen = hosts.on("h3", &format!("{firn} hosts {backing}")).ok();
+    assert!(
+        seen.stdout.contains("this host was started again since"),
+        "{seen}"
+    );
+    let told = hosts.on("h3", &recover).ok();
+    assert!(
+        told.stdout.contains("1.0 MiB that it held are gone"),
+        "{told}"
+    );
+    assert_eq!(hosts.seen("h3")["state"], "left");
+
+    let gone = |host: &str| hosts.sandbox.run(["recover", "--host", host, &backing]);
+    gone("h1").code(11).says("h1");
+    gone("h4")
+        .ok()
+        .says("1.0 MiB that it held at its last beat are given up");
+    assert_eq!(hosts.seen("h4")["state"], "left");
+    hosts.on("h1", &format!("{firn} umount {point}")).ok();
+    hosts.on("h2", &format!("umount {point}"));
+    for host in ["h1", "h2"] {
+        assert_eq!(hosts.read(host).len(), 1 << 20, "{host}");
+    }
+}
+
 /// How long 64 hosts take to have a mount each, and to have none any more. Printed, not judged.
 #[test]
 fn many_hosts_mount_at_once() {
@@ -439,8 +714,8 @@ fn many_hosts_mount_at_once() {
     hosts.assert_nothing_left();
 }
 
-/// A log, or the record of a mount, which stay for `firn report`.
+/// A log, or the record of a mount, which stay for `firn report`; copies of files of a host that was lost.
 fn is_kept(path: &Path) -> bool {
     let extension = path.extension().and_then(|extension| extension.to_str());
-    matches!(extension, Some("log" | "record" | "events"))
+    matches!(extension, Some("log" | "record" | "events" | "partner"))
 }

@@ -1,7 +1,7 @@
 //! `firn run` in jobs of a real Slurm: two hosts with a slurmd each, a controller, and a user who is not root.
 //!
 //! Needs root, FUSE and Debian's slurm-wlm, munge and openmpi-bin (`scripts/setup`). All of Slurm runs in namespaces of its own and ends with the
-//! test (`programs/slurm_cluster.sh`).
+//! test (`programs/slurm_cluster.sh`). Steps are tracked by cgroups (proctrack/cgroup), of v2 and, where the machine has it, of v1.
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -19,6 +19,7 @@ const HOSTS: [&str; 2] = ["n1", "n2"];
 const USER: u32 = 65534;
 /// Slurm looks at time limits every 30 s.
 const LIMIT: Duration = Duration::from_secs(90);
+/// Where the processes of steps are found (proctrack/cgroup): in the freezer of cgroup v1, or in cgroup v2.
 const FREEZER: &str = "/sys/fs/cgroup/freezer";
 const BLOCK: usize = 3_000_000;
 
@@ -30,11 +31,23 @@ struct Cluster {
     first: u32,
     _sandbox: Sandbox,
     dir: PathBuf,
-    cgroup: String,
+    /// Directory of the cgroups of a host, before `-HOST`.
+    cgroup: PathBuf,
+}
+
+/// Where cgroup v2 is mounted: alone, or beside v1.
+fn cgroup_v2() -> PathBuf {
+    let mounts = fs::read_to_string("/proc/mounts").expect("the mounts");
+    let mut fields = mounts.lines().map(|line| line.split(' '));
+    let found = fields.find_map(|mut fields| {
+        let point = fields.nth(1)?;
+        (fields.next()? == "cgroup2").then(|| PathBuf::from(point))
+    });
+    found.expect("a mount of cgroup2")
 }
 
 impl Cluster {
-    fn start(name: &str) -> Self {
+    fn start(name: &str, hierarchy: &Path) -> Self {
         for program in ["slurmctld", "slurmd", "munged", "ip"] {
             assert!(
                 run(Command::new("sh").args(["-c", &format!("command -v {program}")])).code == 0,
@@ -63,6 +76,7 @@ impl Cluster {
             .arg(&dir)
             .arg(firn_binary().parent().expect("a directory"))
             .arg(&cgroup)
+            .arg(hierarchy)
             .args(HOSTS)
             .stdin(Stdio::null())
             .stdout(fs::File::create(sandbox.join("cluster.log")).expect("a log"))
@@ -73,7 +87,7 @@ impl Cluster {
             first: 0,
             _sandbox: sandbox,
             dir,
-            cgroup,
+            cgroup: hierarchy.join(cgroup),
         };
         wait_until("the cluster has a first process", LIMIT, || {
             cluster.first = children_of(cluster.outer.id())
@@ -223,7 +237,11 @@ impl Cluster {
         wait_until("Slurm has no job and idle hosts", LIMIT, || {
             self.states() == HOSTS.map(|host| format!("{host} idle"))
         });
-        for host in HOSTS {
+        self.assert_nothing_left_on(&HOSTS);
+    }
+
+    fn assert_nothing_left_on(&self, hosts: &[&str]) {
+        for host in hosts {
             let processes = self.processes_of(host);
             wait_until("no process of Firn is left", LIMIT / 6, || {
                 let names = self.processes_of(host).into_iter().map(name_of);
@@ -265,7 +283,7 @@ impl Drop for Cluster {
         self.outer.kill().ok();
         self.outer.wait().ok();
         for host in HOSTS {
-            remove_cgroup(&Path::new(FREEZER).join(format!("{}-{host}", self.cgroup)));
+            remove_cgroup(&PathBuf::from(format!("{}-{host}", self.cgroup.display())));
         }
     }
 }
@@ -557,7 +575,21 @@ fn mount_of_the_site(cluster: &Cluster) {
 /// Proves S-run-1, S-run-2, S-run-3.
 #[test]
 fn jobs_of_slurm_leave_their_files_and_nothing_else() {
-    let cluster = Cluster::start("slurm");
+    check_jobs(&Cluster::start("slurm", &cgroup_v2()));
+}
+
+/// Proves S-run-1, S-run-2, S-run-3.
+#[test]
+fn jobs_of_slurm_with_cgroup_v1_leave_their_files_and_nothing_else() {
+    let freezer = Path::new(FREEZER);
+    if freezer.is_dir() {
+        check_jobs(&Cluster::start("slurmv1", freezer));
+    } else {
+        println!("not run: this machine has no cgroup v1");
+    }
+}
+
+fn check_jobs(cluster: &Cluster) {
     thread::scope(|scope| {
         // The one that waits longest first.
         let cases = [
@@ -569,7 +601,6 @@ fn jobs_of_slurm_leave_their_files_and_nothing_else() {
             mpi_io,
         ];
         for case in cases {
-            let cluster = &cluster;
             scope.spawn(move || case(cluster));
         }
     });
@@ -577,14 +608,14 @@ fn jobs_of_slurm_leave_their_files_and_nothing_else() {
     let wish = cluster.scratch("wish");
     fs::create_dir(&wish).expect("a directory");
     std::os::unix::fs::chown(&wish, Some(USER), Some(USER)).expect("chown");
-    mount_of_the_site(&cluster);
+    mount_of_the_site(cluster);
     cluster.assert_nothing_left();
 }
 
 /// Proves S-run-2, S-run-4.
 #[test]
 fn a_host_of_a_slurm_job_dies_and_what_was_durable_or_comes_back_is_there() {
-    let cluster = Cluster::start("slurmdead");
+    let cluster = Cluster::start("slurmdead", &cgroup_v2());
     let command = r#"srun sh -c "
             tr \"\\\\0\" \$SLURM_PROCID < /dev/zero | head -c 3000000 > \$FIRN_PREFIX/step.\$SLURM_PROCID
             firn wait -q --until durable \$FIRN_PREFIX/step.\$SLURM_PROCID
@@ -627,6 +658,42 @@ fn a_host_of_a_slurm_job_dies_and_what_was_durable_or_comes_back_is_there() {
     run(cluster.command(USER, program).args(args.split(' '))).ok();
     job.assert_file("held.1", b"held\n");
     job.assert_file("step.1", &block_of(1));
+}
+
+/// Proves S-run-2, S-run-4: Slurm ends a job that has lost a host, where the user has not asked for `--no-kill`.
+#[test]
+fn a_job_that_slurm_ends_with_a_lost_host_is_drained_on_the_other() {
+    let cluster = Cluster::start("slurmnokill", &cgroup_v2());
+    let command = r#"srun sh -c "
+            tr \"\\\\0\" \$SLURM_PROCID < /dev/zero | head -c 3000000 > \$FIRN_PREFIX/step.\$SLURM_PROCID
+            firn wait -q --until durable \$FIRN_PREFIX/step.\$SLURM_PROCID
+            echo held > \$FIRN_PREFIX/held.\$SLURM_PROCID"
+        echo ready
+        while :; do sleep 0.1; done"#;
+    let options = "--host-timeout 60 -o drain=demand";
+    let job = cluster.submit("nokill", &["--no-requeue"], options, command);
+    job.wait_for_output("ready", 1);
+    for rank in 0..2 {
+        job.assert_file(&format!("step.{rank}"), &block_of(rank));
+    }
+    cluster.kill_host("n2");
+    assert!(job.wait().starts_with("NODE_FAIL"), "{}", job.output());
+    // By `firn run` at SIGTERM, or else by the epilog.
+    wait_until("the host that lives is drained", LIMIT, || {
+        fs::read(job.backing.join("held.0")).is_ok_and(|bytes| bytes == b"held\n")
+    });
+    cluster.start_host("n2");
+    wait_until("Slurm has both hosts again", LIMIT, || {
+        cluster.states() == HOSTS.map(|host| format!("{host} idle"))
+    });
+    let mut recover = cluster.command(USER, "srun");
+    recover.args(["-N", "1", "-n", "1", "-w", "n2", "firn", "recover"]);
+    run(recover.arg(&job.backing)).ok();
+    for rank in 0..2 {
+        job.assert_file(&format!("held.{rank}"), b"held\n");
+        job.assert_file(&format!("step.{rank}"), &block_of(rank));
+    }
+    cluster.assert_nothing_left_on(&HOSTS[..1]);
 }
 
 /// A log, or the record of a mount, which stay for `firn report`.

@@ -5,6 +5,7 @@
 
 use std::fs;
 use std::path::PathBuf;
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use firn_tests::faultfs::FaultFs;
@@ -210,6 +211,20 @@ fn a_backing_that_hangs_is_told_and_this_hosts_own_mount_is_shown() {
     let mount = FirnMount::over(&host, fault.path(), OPTIONS);
     fs::write(mount.join("f"), vec![1; 1 << 20]).expect("write");
     fault.stall();
+    let mut syncing = Command::new("dd")
+        .arg(format!("of={}", mount.join("g").display()))
+        .args(["if=/dev/zero", "bs=4k", "count=1", "conv=fsync"])
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("dd");
+    wait_until("the program that waits is named", HANGS_AFTER, || {
+        let status = host.run([
+            "status".as_ref(),
+            "--json".as_ref(),
+            mount.path().as_os_str(),
+        ]);
+        status.json()["waiting_programs"][0]["name"] == "dd"
+    });
     let seen = host.run([
         "status".as_ref(),
         "--job".as_ref(),
@@ -220,7 +235,9 @@ fn a_backing_that_hangs_is_told_and_this_hosts_own_mount_is_shown() {
         seen.stdout.contains("did not answer within 1.5 s"),
         "{seen:?}"
     );
-    assert!(seen.stdout.contains("1.0 MiB in 1 file"), "{seen:?}");
+    assert!(seen.stdout.contains("1.0 MiB in"), "{seen:?}");
+    let waits = format!("dd ({}) waits in ", syncing.id());
+    assert!(seen.stdout.contains(&waits), "{waits}: {seen:?}");
     // Nobody can say anything of a backing whose mount is not here.
     let elsewhere = Sandbox::new("watchother");
     let args = [
@@ -234,6 +251,7 @@ fn a_backing_that_hangs_is_told_and_this_hosts_own_mount_is_shown() {
         "{refused:?}"
     );
     fault.go_on();
+    assert!(syncing.wait().expect("wait").success());
     wait_until("it beats again", HANGS_AFTER, || {
         let seen = host.run([
             "hosts".as_ref(),

@@ -212,6 +212,8 @@ fn points(trace: &Trace, rounds: u64, random: &mut StdRng) -> Vec<usize> {
     }
     let mut points = vec![end];
     points.extend((1..rounds).map(|_| random.random_range(0..end)));
+    let mut seen = BTreeSet::new();
+    points.retain(|point| seen.insert(*point));
     points
 }
 

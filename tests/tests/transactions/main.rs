@@ -9,5 +9,7 @@ mod backup;
 mod commit_rules;
 mod partner;
 mod rollback;
+mod rules_keep;
+mod rules_programs;
 mod shadow;
 mod transactions;

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use firn_backing::lock::Mutex;
 use firn_process::{ProcessEnd, end_of_process};
 use firn_rules::Ending;
+use parking_lot::Condvar;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
@@ -23,6 +24,8 @@ const REAP_WAIT: Duration = Duration::from_secs(1);
 /// The processes that are waited for.
 pub(super) struct Exits {
     watched: Mutex<Watched>,
+    /// Ends were told.
+    told: Condvar,
     wake: OwnedFd,
 }
 
@@ -32,6 +35,8 @@ struct Watched {
     processes: HashMap<u32, Option<OwnedFd>>,
     /// Those that have ended, and since when.
     ended: HashMap<u32, Instant>,
+    /// Ends are being told.
+    is_telling: bool,
     is_stopped: bool,
 }
 
@@ -39,6 +44,7 @@ impl Exits {
     pub(super) fn new() -> Result<Self, Errno> {
         Ok(Self {
             watched: Mutex::default(),
+            told: Condvar::new(),
             wake: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
         })
     }
@@ -53,32 +59,51 @@ impl Exits {
         let pidfd = pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
         watched.processes.insert(process, pidfd);
         drop(watched);
-        self.wake_thread();
+        self.wake();
+    }
+
+    /// Whether a process has ended, and its end is not told yet.
+    pub(super) fn has_untold_end(&self) -> bool {
+        self.watched.lock().has_untold_end()
+    }
+
+    /// Waits until each end is told that has come.
+    pub(super) fn wait_until_told(&self) {
+        let mut watched = self.watched.lock();
+        while !watched.is_stopped && watched.has_untold_end() {
+            watched.wait(&self.told);
+        }
     }
 
     pub(super) fn stop(&self) {
         self.watched.lock().is_stopped = true;
-        self.wake_thread();
+        self.told.notify_all();
+        self.wake();
     }
 
-    fn wake_thread(&self) {
+    pub(super) fn wake(&self) {
         // Where the counter is full, the thread wakes anyway.
         let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
     }
 
-    /// Waits until it is stopped, and tells of each end.
-    pub(super) fn watch(&self, tell: &dyn Fn(u32, Ending)) {
+    /// Waits until it is stopped, tells of each end, and calls `after_wake` each time it was woken.
+    pub(super) fn watch(&self, tell: &dyn Fn(u32, Ending), after_wake: &dyn Fn()) {
         loop {
             let ends = {
                 let mut watched = self.watched.lock();
                 if watched.is_stopped {
                     return;
                 }
-                watched.take_ends()
+                let ends = watched.take_ends();
+                watched.is_telling = !ends.is_empty();
+                ends
             };
             for (process, ending) in ends {
                 tell(process, ending);
             }
+            self.watched.lock().is_telling = false;
+            self.told.notify_all();
+            after_wake();
             self.wait();
         }
     }
@@ -110,6 +135,11 @@ impl Exits {
 }
 
 impl Watched {
+    fn has_untold_end(&self) -> bool {
+        let mut pidfds = self.processes.values().flatten();
+        self.is_telling || pidfds.any(has_ended)
+    }
+
     fn take_ends(&mut self) -> Vec<(u32, Ending)> {
         let mut ends = Vec::new();
         let Self {
@@ -133,15 +163,19 @@ impl Watched {
     }
 }
 
+fn has_ended(pidfd: &OwnedFd) -> bool {
+    let mut fds = [PollFd::new(pidfd, PollFlags::IN)];
+    let now = Timespec::default();
+    poll(&mut fds, Some(&now)).is_ok_and(|ready| ready > 0)
+}
+
 /// How a process ended. Outer `None`: the process lives, or its end is not known yet; inner `None`: its status is lost.
 fn end_of(
     process: u32,
     pidfd: &OwnedFd,
     ended: &mut HashMap<u32, Instant>,
 ) -> Option<Option<ProcessEnd>> {
-    let mut fds = [PollFd::new(pidfd, PollFlags::IN)];
-    let now = Timespec::default();
-    if !poll(&mut fds, Some(&now)).is_ok_and(|ready| ready > 0) {
+    if !has_ended(pidfd) {
         return None;
     }
     if let Some(end) = end_of_process(pidfd) {
@@ -155,7 +189,8 @@ fn end_of(
         .and_then(|stat| stat.split_ascii_whitespace().next_back()?.parse().ok());
     match status {
         // A kernel that does not tell later: what the zombie says is all there is.
-        Some(status) if is_late => Some(Some(ProcessEnd::of_wait_status(status))),
+        // A zombie that says it failed has failed: a program that is started again at once shall not see what it left.
+        Some(status) if is_late || status != 0 => Some(Some(ProcessEnd::of_wait_status(status))),
         None if is_late => Some(None),
         _ => None,
     }

@@ -26,7 +26,7 @@ pub enum MountError {
     #[error("cannot use mount point {path}: {source}", path = quoted_path(path))]
     MountPointUnusable { path: PathBuf, source: io::Error },
     #[error(
-        "mount point {path} already has a firn mount (of {backing}): unmount it with `firn umount {path}`, or choose another", path = quoted_path(path))]
+        "mount point {path} already has a firn mount (of {backing}): choose another, or, if no job uses it, unmount it with `firn umount {path}`", path = quoted_path(path))]
     MountPointBusy { path: PathBuf, backing: String },
     #[error("mount point {mount_point} is inside the backing directory {backing}: choose one outside of it", mount_point = quoted_path(mount_point), backing = quoted_path(backing))]
     MountPointInBacking {

@@ -5,9 +5,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use firn_engine::{DrainPolicy, Engine};
-use firn_fuse::Failures;
+use firn_format::quote::quoted;
+use firn_fuse::{Failures, WaitingThread, WaitingThreads};
 use firn_protocol::path::BytePath;
-use firn_protocol::{HeldPolicy, Reply, Request, Status};
+use firn_protocol::{HeldPolicy, Reply, Request, Status, WaitingProgram};
 use firn_workers::Workers;
 use parking_lot::Mutex;
 
@@ -18,15 +19,35 @@ use crate::replies::failed;
 use crate::single_job::SingleJob;
 use crate::store::Store;
 
+/// Calls of programs that take shorter are not worth a word.
+const WAITS_LONG: Duration = Duration::from_secs(1);
+/// Programs that wait and are named.
+const PROGRAMS_MAX: usize = 8;
+
+/// The program of a thread; none: it has ended.
+fn name_program(waiting: &WaitingThread) -> Option<WaitingProgram> {
+    // Of /proc/PID this waits for nothing, whatever the thread does.
+    let name = std::fs::read(format!("/proc/{}/comm", waiting.thread)).ok()?;
+    Some(WaitingProgram {
+        name: quoted(name.trim_ascii_end()),
+        thread: waiting.thread,
+        call: waiting.operation.to_owned(),
+        seconds: waiting.waited.as_secs_f64(),
+    })
+}
+
 /// Requests of the kernel.
 pub(crate) struct FuseRequests {
     pub(crate) waiting_writers: Arc<AtomicU64>,
+    pub(crate) waiting_threads: WaitingThreads,
     pub(crate) failures: Arc<Failures>,
 }
 
 impl Part for FuseRequests {
     fn show(&self, status: &mut Status) {
         status.waiting_writers = self.waiting_writers.load(Ordering::Relaxed);
+        let waiting = self.waiting_threads.find(WAITS_LONG, PROGRAMS_MAX);
+        status.waiting_programs = waiting.iter().filter_map(name_program).collect();
         status.failed_requests = self.failures.figures();
     }
 }

@@ -6,7 +6,7 @@ use std::time::Instant;
 use firn_config::Flatten;
 use firn_engine::Engine;
 use firn_format::durability::DurabilityLevel;
-use firn_log::Logs;
+use firn_log::{Logged, Logs};
 use firn_protocol::path::BytePath;
 use firn_protocol::{HeldPolicy, Reply, Request, Status};
 use parking_lot::Mutex;
@@ -19,7 +19,9 @@ use crate::store::{Layers as _, Store};
 
 fn show_logged(engine: &Engine<Store>, status: &mut Status) {
     let logs = engine.backing().logged();
-    status.logged_files = logs.map_or(0, |logs| logs.count_logged() as u64);
+    let logged = logs.map_or_else(Logged::default, |logs| logs.count_logged());
+    status.logged_files = logged.files;
+    status.logged_bytes = logged.own_bytes;
 }
 
 fn refused(error: &FlattenError) -> Reply {

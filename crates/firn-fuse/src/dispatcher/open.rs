@@ -34,7 +34,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let writes = flags & libc::O_ACCMODE != libc::O_RDONLY;
         let gate = self.gate.as_deref().filter(|_| writes);
         match watch_of(gate, || WatchedChange::Open(inode)) {
-            None => self.run_call(Topic::Inode(inode), move |engine| {
+            None => self.run_settled(inode, move |engine| {
                 call(engine, Watched::new(None, caller));
             }),
             watch => self.run_on_worker(Topic::Inode(inode), move |engine| {
@@ -75,7 +75,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     }
 
     pub(super) fn opendir(&self, inode: InodeId, reply: Reply<R>) {
-        self.run_call(Topic::Inode(inode), move |engine| {
+        self.run_settled(inode, move |engine| {
             let opened = engine
                 .namespace
                 .open_dir(inode)

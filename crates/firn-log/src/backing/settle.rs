@@ -84,6 +84,15 @@ impl<B: Backing> Ended<B> {
     }
 }
 
+/// What is in logs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Logged {
+    /// Files of which bytes are.
+    pub files: u64,
+    /// Bytes of them that this host has written to logs.
+    pub own_bytes: u64,
+}
+
 /// Files that are not flat.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Left {
@@ -342,8 +351,8 @@ impl<B: Backing> LogBacking<B> {
         Ok(if is_whole { wanted.len() } else { 0 })
     }
 
-    /// Files with bytes in logs, as far as this host knows; asks nobody.
-    pub fn count_logged(&self) -> usize {
+    /// What is in logs, as far as this host knows; asks nobody.
+    pub fn count_logged(&self) -> Logged {
         let files = self.files.lock();
         let listed = &files.listing.containers;
         let is_logged = |file: &&Arc<LoggedFile<B>>| match listed.contains_key(&file.id) {
@@ -351,7 +360,12 @@ impl<B: Backing> LogBacking<B> {
             true if !file.was_looked_at() => true,
             _ => file.is_logged(),
         };
-        files.known.values().filter(is_logged).count()
+        let mut all = Logged::default();
+        for file in files.known.values().filter(is_logged) {
+            all.files += 1;
+            all.own_bytes += file.own_bytes();
+        }
+        all
     }
 
     /// Goes through all files for those that containers are of: removes containers of files that were removed, and names

@@ -20,17 +20,17 @@ pub fn of(host: &Host, backing: &BytePath) -> Vec<String> {
         .unwrap_or(backing);
     let mut advice = match host.state {
         Life::Dead => of_dead(host, report, there, backing),
-        Life::Silent => vec![of_silent(host, report)],
+        Life::Silent if host.is_locked => vec![of_silent(host, report)],
+        Life::Silent => vec![format!(
+            "look at {name}: if its firnd is gone, `firn recover {there}` on {name}{} drains what it held",
+            as_user(report)
+        )],
         Life::Left if host.held_bytes() > 0 => vec![format!(
             "{name} keeps {} since it was unmounted: mount it there again, or `firn recover {there}` on {name}{}",
             bytes(host.held_bytes()),
             as_user(report)
         )],
         Life::Alive | Life::Left => Vec::new(),
-        Life::Doubtful => vec![format!(
-            "look at {name}: if its firnd is gone, `firn recover {there}` on {name}{} drains what it held",
-            as_user(report)
-        )],
     };
     if host.keeps_from_flattening > 0 {
         advice.push(of_keeper(host, report));
@@ -79,11 +79,15 @@ fn of_dead(
             "what it held is not known: `firn recover {there}` on {name}{user} drains it"
         )),
     }
-    if host.uses.iter().any(|one| one == "transactions") {
-        advice.push(format!(
-            "`firn recover --host {name} {backing}` on any other host ends its transactions"
-        ));
-    }
+    let transactions = if host.uses.iter().any(|one| one == "transactions") {
+        ", and ends its transactions"
+    } else {
+        ""
+    };
+    advice.push(format!(
+        "if {name} was started again or does not come back, what it held is gone: `firn recover --host {name} {backing}` on \
+         any host takes it out of this list{transactions}"
+    ));
     advice
 }
 

@@ -31,6 +31,7 @@ pub struct LeaseSeen {
     pub host: String,
     pub life: Life,
     pub evidence: Evidence,
+    pub is_locked: bool,
     pub beat_age_seconds: Option<f64>,
     pub holder: Option<Holder>,
     pub uses: Vec<String>,
@@ -109,6 +110,14 @@ impl Job {
         };
         notes.extend(backing.iter().flat_map(|seen| seen.notes.iter().cloned()));
         let hosts: Vec<Host> = rows::rows(backing, mount, &name);
+        let says_nothing = |host: &&Host| host.state == Life::Alive && host.report.is_none();
+        match hosts.iter().filter(says_nothing).count() {
+            0 => {}
+            silent => notes.push(format!(
+                "the sums are without {}: no report yet",
+                text::count(silent as u64, "host")
+            )),
+        }
         if hosts.iter().all(Host::is_gone) && notes.is_empty() {
             notes.push(
                 "no host has it mounted, as far as can be seen: hosts show themselves with participants, tokens, \
@@ -161,7 +170,8 @@ fn tell_of_mount(error: &Unanswered, patience: Duration) -> Option<String> {
     let seconds = text::seconds(patience.as_secs_f64());
     match error {
         Unanswered::Late => Some(format!(
-            "the firnd of this host did not answer within {seconds}: its figures are those of its last beat"
+            "the firnd of this host's mount did not answer within {seconds}: its row shows its last beat; a mount \
+             that shares nothing with other hosts has no row"
         )),
         // What is wrong with the path is told once, of the backing.
         Unanswered::Refused { code, .. } if *code == Some(NOT_FIRN) || *code == Some(USAGE) => None,
@@ -263,6 +273,7 @@ pub fn look_at_backing(path: Option<&Path>) -> Result<BackingSeen, Failure> {
         host: seen.host,
         life: seen.life,
         evidence: seen.evidence,
+        is_locked: seen.is_locked,
         beat_age_seconds: seen.beat_age.map(|age| age.as_secs_f64()),
         holder: seen.holder,
         uses: seen.uses.iter().map(|one| use_word(*one)).collect(),

@@ -2,10 +2,10 @@
 
 use std::collections::BTreeMap;
 
-use firn_format::quote::quoted;
+use firn_format::quote::{printable, quoted};
 use firn_hosts::{Evidence, Life};
 use firn_protocol::path::BytePath;
-use firn_protocol::{HostReport, LaneState, TokenState};
+use firn_protocol::{HostReport, LaneState, TokenState, WaitingProgram};
 
 use super::look::{BackingSeen, LeaseSeen, MountSeen};
 use super::{Host, advice};
@@ -25,7 +25,7 @@ pub fn rows(backing: Option<BackingSeen>, mount: Option<MountSeen>, name: &ByteP
             holder.is_some_and(|holder| holder.pid == seen.pid && holder.boot == boot)
         };
         let own = mount.take_if(|seen| is_own(seen));
-        hosts.push(of_lease(lease, own, &keepers));
+        hosts.push(of_lease(lease, own, &keepers, &boot));
     }
     hosts.extend(mount.map(of_mount));
     name_differences(&mut hosts);
@@ -40,20 +40,27 @@ pub fn rows(backing: Option<BackingSeen>, mount: Option<MountSeen>, name: &ByteP
     hosts
 }
 
-fn of_lease(lease: LeaseSeen, own: Option<MountSeen>, keepers: &BTreeMap<String, u64>) -> Host {
+fn of_lease(
+    lease: LeaseSeen,
+    own: Option<MountSeen>,
+    keepers: &BTreeMap<String, u64>,
+    boot: &str,
+) -> Host {
+    let evidence = evidence_text(&lease, boot);
     let report = match own {
         Some(own) => Some(own.report),
         None => lease
             .report
             .and_then(|report| serde_json::from_value(report).ok()),
     };
-    let is_living = matches!(lease.life, Life::Alive | Life::Silent | Life::Doubtful);
+    let is_living = lease.life.may_live();
     let age = lease.beat_age_seconds;
     let mounted = report
         .as_ref()
         .map(|report: &HostReport| report.uptime_seconds);
     Host {
-        evidence: evidence_text(lease.life, lease.evidence, age),
+        evidence,
+        is_locked: lease.is_locked,
         state: lease.life,
         beat_age_seconds: age,
         mounted_seconds: mounted
@@ -83,6 +90,7 @@ fn of_mount(seen: MountSeen) -> Host {
         host: seen.host,
         state: Life::Alive,
         evidence: "its firnd answered; it shows itself to no other host".to_owned(),
+        is_locked: true,
         beat_age_seconds: None,
         mounted_seconds: Some(seen.report.uptime_seconds),
         pid: Some(seen.pid),
@@ -96,23 +104,27 @@ fn of_mount(seen: MountSeen) -> Host {
     }
 }
 
-fn evidence_text(life: Life, evidence: Evidence, age_s: Option<f64>) -> String {
-    let age = age_s.map_or_else(|| "an unknown time".to_owned(), seconds);
-    match (life, evidence) {
+fn evidence_text(lease: &LeaseSeen, boot: &str) -> String {
+    let age = lease.beat_age_seconds;
+    let age = age.map_or_else(|| "an unknown time".to_owned(), seconds);
+    match (lease.life, lease.evidence) {
+        (Life::Dead, _) if is_rebooted(lease, boot) => {
+            format!("this host was started again since: its memory is gone; last beat {age} ago")
+        }
         (Life::Left, _) => format!("it gave its lease back {age} ago"),
         (_, Evidence::Beat) => "its beat was seen to grow".to_owned(),
         (Life::Dead, Evidence::Lock) => {
             format!("its lease is not locked any more; last beat {age} ago")
         }
+        (Life::Silent, _) if !lease.is_locked => format!(
+            "its last beat is {age} old: it is dead, stopped or waits for its backing; locks do not tell here"
+        ),
         (Life::Silent, Evidence::YoungestBeat) => format!(
             "its lease is locked, and its beat is {age} older than the youngest (this user cannot ask the backing's clock)"
         ),
         (Life::Silent, _) => {
             format!("its lease is locked; last beat {age} ago by the backing's clock")
         }
-        (Life::Doubtful, _) => format!(
-            "its lock is free and its last beat {age} ago: it is dead, or locks do not reach this host"
-        ),
         (_, Evidence::YoungestBeat) => format!(
             "its beat is {age} older than the youngest (this user cannot ask the backing's clock)"
         ),
@@ -120,9 +132,17 @@ fn evidence_text(life: Life, evidence: Evidence, age_s: Option<f64>) -> String {
     }
 }
 
+/// Whether a lease is that of this host, before it was started again.
+fn is_rebooted(lease: &LeaseSeen, boot: &str) -> bool {
+    let name = rustix::system::uname();
+    let is_here = lease.host.as_bytes() == name.nodename().to_bytes();
+    let holder = lease.holder.as_ref();
+    is_here && holder.is_some_and(|holder| holder.boot != boot)
+}
+
 /// What hosts that live do otherwise than most of them; where two ways are as frequent, than the first by name.
 fn name_differences(hosts: &mut [Host]) {
-    let living = |host: &&Host| matches!(host.state, Life::Alive | Life::Silent | Life::Doubtful);
+    let living = |host: &&Host| host.state.may_live();
     let mut names: Vec<String> = hosts
         .iter()
         .flat_map(|host| host.options.keys().cloned())
@@ -149,6 +169,18 @@ fn name_differences(hosts: &mut [Host]) {
     }
 }
 
+/// What a program waits for, in words.
+pub fn program_wait(program: &WaitingProgram) -> String {
+    // What another host has said.
+    let name = printable(&program.name);
+    format!(
+        "{name} ({}) waits in {} for {}",
+        program.thread,
+        printable(&program.call),
+        seconds(program.seconds)
+    )
+}
+
 /// What a host waits for, in words.
 pub fn waits(report: &HostReport) -> Vec<String> {
     let mut waits = Vec::new();
@@ -161,6 +193,7 @@ pub fn waits(report: &HostReport) -> Vec<String> {
         };
         waits.push(format!("{writers} {verb} for room in memory"));
     }
+    waits.extend(report.waiting_programs.iter().map(program_wait));
     for lane in &report.lanes {
         let number = lane.lane;
         match (lane.token, &lane.token_holder) {
@@ -230,6 +263,7 @@ pub(super) mod tests {
             durable_files: 4,
             durable_bytes: 1 << 30,
             logged_files: 3,
+            logged_bytes: 5 << 20,
             ..HostReport::default()
         };
         LeaseSeen {
@@ -239,6 +273,7 @@ pub(super) mod tests {
                 Life::Dead | Life::Left => Evidence::Lock,
                 _ => Evidence::ServerClock,
             },
+            is_locked: life.may_live(),
             beat_age_seconds: Some(if life == Life::Alive { 0.7 } else { 65.0 }),
             holder: Some(Holder {
                 host: host.into(),
@@ -268,6 +303,12 @@ pub(super) mod tests {
         let mut report: HostReport =
             serde_json::from_value(leases[0].report.clone().unwrap()).unwrap();
         report.waiting_writers = 2;
+        report.waiting_programs = vec![WaitingProgram {
+            name: "solver".into(),
+            thread: 4712,
+            call: "write".into(),
+            seconds: 12.0,
+        }];
         report.lanes = vec![LaneReport {
             token: Some(TokenState::Waiting),
             token_holder: Some("n2".into()),
@@ -313,6 +354,7 @@ pub(super) mod tests {
             hosts[2].waits,
             [
                 "2 writers wait for room in memory",
+                "solver (4712) waits in write for 12.0 s",
                 "lane 0 waits for its token, which n2 has",
                 "partner n4 lacks 1.0 MiB"
             ]

@@ -5,7 +5,7 @@ use firn_hosts::Life;
 
 use super::{Host, Job, life_word};
 use crate::output::Paint;
-use crate::text::{bytes, count, rate, seconds};
+use crate::text::{bytes, count, pad_columns, rate, seconds};
 
 /// Which hosts there are: `firn hosts`.
 pub fn hosts_text(job: &Job, paint: Paint) -> String {
@@ -73,7 +73,11 @@ pub fn status_text(job: &Job, paint: Paint) -> String {
     if total.logged_files > 0 {
         line(
             "logged",
-            format!("{} in logs", count(total.logged_files, "file")),
+            format!(
+                "{} in logs of {}",
+                bytes(total.logged_bytes),
+                count(total.logged_files, "file")
+            ),
         );
     }
     line(
@@ -107,7 +111,7 @@ fn shown(job: &Job) -> Vec<&Host> {
 
 fn head(job: &Job, paint: Paint) -> String {
     let total = &job.total;
-    let hosts = total.alive + total.silent + total.dead + total.doubtful;
+    let hosts = total.alive + total.silent + total.dead;
     let states = total.hosts_by_state();
     let backing = paint.head(&job.backing.to_string());
     match hosts {
@@ -179,20 +183,11 @@ fn status_row(host: &Host) -> Vec<String> {
 }
 
 fn table(head: &[&str], rows: Vec<Vec<String>>, hosts: &[&Host], paint: Paint) -> String {
-    let head: Vec<String> = head.iter().map(|word| (*word).to_owned()).collect();
-    let all = || std::iter::once(&head).chain(&rows);
-    let widths: Vec<usize> = (0..head.len())
-        .map(|column| {
-            all()
-                .map(|row| row[column].chars().count())
-                .max()
-                .unwrap_or(0)
-        })
-        .collect();
-    let lines = all().enumerate().map(|(index, row)| {
-        let cells = row.iter().zip(&widths);
-        let cells = cells.map(|(cell, width)| format!("{cell:<width$}"));
-        let line = cells.collect::<Vec<_>>().join("  ");
+    let head = head.iter().map(|word| (*word).to_owned()).collect();
+    let mut all: Vec<Vec<String>> = std::iter::once(head).chain(rows).collect();
+    pad_columns(&mut all, &[]);
+    let lines = all.iter().enumerate().map(|(index, row)| {
+        let line = row.join("  ");
         let line = line.trim_end();
         let painted = match index.checked_sub(1).map(|at| hosts[at].rank()) {
             None => paint.head(line),

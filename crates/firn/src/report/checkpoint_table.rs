@@ -3,7 +3,6 @@
 use std::collections::BTreeMap;
 use std::fmt::Write;
 
-use firn_client::checkpoints::Wholeness;
 use firn_format::durability::DurabilityLevel;
 use firn_protocol::path::BytePath;
 use firn_protocol::record::{CheckpointRecord, RunRecord};
@@ -128,14 +127,14 @@ fn row(run: &Run, one: &Merged, end: f64) -> String {
     });
     let state = match now {
         None => "removed".to_owned(),
-        Some(now) => match now.wholeness {
-            Wholeness::Whole | Wholeness::Unknown => match (one.durable, now.level) {
-                (Some(_), _) => "durable",
-                (None, level) => level.map_or("empty", DurabilityLevel::as_str),
-            },
-            other => other.as_str(),
-        }
-        .to_owned(),
+        Some(now) => match (&now.fault, one.durable) {
+            (Some(fault), _) => fault.clone(),
+            (None, Some(_)) => "durable".to_owned(),
+            (None, None) => {
+                let level = now.level.map_or("empty", DurabilityLevel::as_str);
+                level.to_owned()
+            }
+        },
     };
     let spans: String = one
         .spans(end)

@@ -111,7 +111,7 @@ const HELP: &str = "
  WAITS     what programs, lanes or the drain wait for
  BAR       █ durable   ▓ drained, not synced   ░ held
  STATE     of a checkpoint: whole, written (a program writes), cut (its
-           writer was killed); of a host: alive, silent, dead, doubtful
+           writer was killed); of a host: alive, silent, dead
 
  q, Ctrl-C    quit                    tab       mounts or checkpoints
  ↑ ↓          choose a row            p, space  pause
@@ -604,17 +604,18 @@ fn draw_sums(frame: &mut Frame<'_>, area: Rect, job: &Job, theme: Theme) {
         0 => String::new(),
         stranded => format!(", stranded {}", bytes(stranded)),
     };
+    let states = total.hosts_by_state();
     let first = format!(
         " hosts {}; held {} in {}{stranded}",
-        total.hosts_by_state(),
+        if states.is_empty() { "none" } else { &states },
         bytes(total.held_bytes),
         count(total.held_files, "file")
     );
     let second = format!(
-        " written {}, durable {}, in logs {}, {}, waiting {}",
+        " written {}, durable {}, logged {}, {}, waiting {}",
         bytes(total.drain_bytes),
         bytes(total.durable_bytes),
-        count(total.logged_files, "file"),
+        bytes(total.logged_bytes),
         count(total.errors, "error"),
         count(total.waiting_writers, "writer"),
     );

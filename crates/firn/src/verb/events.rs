@@ -44,6 +44,7 @@ pub const VERB: Verb = Verb {
         (0, "printed"),
         (1, "failed"),
         (10, "PATH is neither a mount nor a backing that was mounted"),
+        (128, "plus the number of the signal that ended --follow"),
     ],
     args: EventsArgs::augment_args,
     run,

@@ -8,7 +8,7 @@ use clap::{Arg, ArgMatches, Command, ValueHint, value_parser};
 use crate::exporter::{Address, Ending, Listener, Scraper, serve};
 use crate::failure::{DONE, FAILED, Failure};
 use crate::verb::Verb;
-use crate::{metrics, output, text};
+use crate::{output, output_file, text};
 
 /// Only programs of this host can reach it there.
 const DEFAULT_ADDRESS: &str = "127.0.0.1:9945";
@@ -73,7 +73,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         let scraper = Scraper::default();
         loop {
             let text = scraper.text()?;
-            metrics::replace_file(file, &text).map_err(|error| {
+            output_file::write(file, text.as_bytes()).map_err(|error| {
                 let file = text::path(file);
                 Failure::new(FAILED, format!("cannot write {file}: {error}"))
             })?;

@@ -192,30 +192,20 @@ fn table(listed: &[Listed], paint: Paint) -> String {
     }
     let mut rows = vec![HEAD.map(str::to_owned)];
     rows.extend(listed.iter().map(row));
-    let width = |column: usize| {
-        let cells = rows.iter().map(|row| row[column].chars().count());
-        cells.max().unwrap_or(0)
-    };
-    // The name is the last one, and ends where it ends.
-    let widths: [usize; HEAD.len() - 1] = std::array::from_fn(width);
-    let mut text = String::new();
+    text::pad_columns(&mut rows, &["STEP", "SIZE", "FILES"]);
+    let mut lines = String::new();
     for (index, row) in rows.iter().enumerate() {
-        for (column, width) in widths.iter().enumerate() {
-            let cell = &row[column];
-            text += &match HEAD[column] {
-                "STEP" | "SIZE" | "FILES" => format!("{cell:>width$}  "),
-                _ => format!("{cell:<width$}  "),
-            };
-        }
-        let name = &row[HEAD.len() - 1];
-        text += &match index.checked_sub(1).map(|at| listed[at].whole) {
+        let [cells @ .., name] = row;
+        lines += &cells.join("  ");
+        lines += "  ";
+        lines += &match index.checked_sub(1).map(|at| listed[at].whole) {
             None => paint.head(name),
             Some(Some(false)) => paint.odd(name),
             Some(_) => name.clone(),
         };
-        text.push('\n');
+        lines.push('\n');
     }
-    text
+    lines
 }
 
 fn row(listed: &Listed) -> [String; HEAD.len()] {

@@ -18,8 +18,8 @@ pub const VERB: Verb = Verb {
     name: "hosts",
     about: "List the hosts that have a backing mounted, alive or dead, and what to do about them",
     long: "Reads what hosts write beside their leases in BACKING; no host is asked. A host is `alive` if it beats, `silent` if \
-           its process is there and does not beat (it is stopped, or its backing hangs), `dead` if its process is gone, and \
-           `doubtful` where locks do not tell. The age of a beat is measured by the clock of the backing's file system; what a \
+           its process is there and does not beat (it is stopped, or its backing hangs), and `dead` if its \
+           process is gone. Where locks of the backing do not tell, it is `silent` for 30 s and `dead` then. The age of a beat is measured by the clock of the backing's file system; what a \
            state rests on is said below the table. Shown too: what a host mounts otherwise than the others, which one has \
            the token of a lane, which one keeps files in logs from being flattened, who is whose partner, and the commands \
            that recover what dead hosts held. Hosts show themselves with participants, tokens, placement, partner or \

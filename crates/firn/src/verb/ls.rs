@@ -1,5 +1,8 @@
 //! `firn ls`.
 
+mod checkpoints;
+
+use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
 use clap::{ArgMatches, Args, FromArgMatches, ValueHint};
@@ -21,12 +24,20 @@ pub const VERB: Verb = Verb {
                firnd, was killed before it closed the file; its size; how many of its bytes are held, that \
                is, not in the backing; and its path. A file is durable only where the firnd that runs now saw it synced: of one \
                that was synced before this mount it says `drained`. A cut file is an unfinished checkpoint. Works without \
-               FUSE, too, where ls(1) shows empty files.",
+               FUSE, too, where ls(1) shows empty files.\n\n\
+               With --checkpoints, on a mount with the option `rules`, prints one line per checkpoint of a rule, the newest step last: its \
+               step, its rule, its number of files, its size, how many of its files are open for writing, whether it is complete (a \
+               rule has committed it, or it was there before), whether it is durable, the time since something in it was modified, and its \
+               name. One that a program renames when it is complete is listed under its old name only; `firn history` shows it.",
     examples: &[
         ("firn ls /ckpt", "all files of the mount"),
         (
             "firn ls --state cut /ckpt",
             "files that a restart must not use",
+        ),
+        (
+            "firn ls --checkpoints /ckpt",
+            "checkpoints by commit rules, and which of them are complete",
         ),
     ],
     exits: &[
@@ -47,6 +58,9 @@ struct LsArgs {
     /// List only files in this state.
     #[arg(long, value_name = "STATE", value_parser = ["held", "spilled", "partnered", "logged", "drained", "durable", "open", "closed", "cut"])]
     state: Option<String>,
+    /// List checkpoints of the mount's commit rules instead of files.
+    #[arg(long, conflicts_with = "state")]
+    checkpoints: bool,
     /// Print the list as JSON.
     #[arg(long)]
     json: bool,
@@ -83,12 +97,16 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let (place, mut connection) = connect(&args.path)?;
     let mut paths = Vec::new();
     walk(&place.mount.mount_point.join(&place.relative), &mut paths)?;
-    paths.sort();
+    paths.sort_by(|one, other| one.path.cmp(&other.path));
     // Afterwards: firnd knows by now each name that was found.
     let status = connection.status()?;
     let levels = Levels::ask(&mut connection, &place, &status)?;
+    if args.checkpoints {
+        let listed = checkpoints::list(&paths, (&place, &status), &levels)?;
+        return checkpoints::print(&listed, args.json).map(|()| DONE);
+    }
     let mut listed = Vec::new();
-    for (path, size) in paths {
+    for Walked { path, size, .. } in paths {
         let relative = path.strip_prefix(&place.mount.mount_point).unwrap_or(&path);
         let known = levels.known(relative);
         let status = Shown {
@@ -121,8 +139,16 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     Ok(DONE)
 }
 
-/// The regular files at or below `path`, with their sizes. What vanishes meanwhile is left out.
-fn walk(path: &Path, found: &mut Vec<(PathBuf, u64)>) -> Result<(), Failure> {
+/// A regular file.
+struct Walked {
+    path: PathBuf,
+    size: u64,
+    /// Seconds since 1970.
+    modified_s: f64,
+}
+
+/// The regular files at or below `path`. What vanishes meanwhile is left out.
+fn walk(path: &Path, found: &mut Vec<Walked>) -> Result<(), Failure> {
     let failed =
         |error: std::io::Error| Failure::new(FAILED, format!("{}: {error}", text::path(path)));
     let metadata = match std::fs::symlink_metadata(path) {
@@ -130,7 +156,11 @@ fn walk(path: &Path, found: &mut Vec<(PathBuf, u64)>) -> Result<(), Failure> {
         metadata => metadata.map_err(failed)?,
     };
     if metadata.is_file() {
-        found.push((path.to_owned(), metadata.len()));
+        found.push(Walked {
+            path: path.to_owned(),
+            size: metadata.len(),
+            modified_s: metadata.mtime() as f64 + metadata.mtime_nsec() as f64 / 1e9,
+        });
     } else if metadata.is_dir() {
         for entry in std::fs::read_dir(path).map_err(failed)? {
             walk(&entry.map_err(failed)?.path(), found)?;

@@ -36,7 +36,7 @@ pub const VERB: Verb = Verb {
         ),
         (
             "firn recover --host n7 /scratch/run42",
-            "host n7 is lost: finish or undo its transactions",
+            "host n7 is lost: finish or undo its transactions, and take it out of the list of `firn hosts`",
         ),
         (
             "firn recover --from-backup /pfs/backup --id 17 /scratch/run42",
@@ -128,7 +128,7 @@ fn args(command: Command) -> Command {
                 .value_name("NAME")
                 .conflicts_with_all(["save-lost", "discard-lost", "discard"])
                 .help(
-                    "Finish or undo the transactions of this host, which is lost, where several hosts commit together",
+                    "Finish or undo the transactions of this host, which is lost, and list it as dead no more",
                 ),
         )
         .arg(
@@ -279,6 +279,16 @@ fn of_host(backing: &Path, host: &str, json: bool) -> Result<u8, Failure> {
         if report.finished.is_empty() && report.undone == 0 && report.waiting.is_empty() {
             output::say(&format!("{host}: there is no transaction to finish"));
         }
+        if report.waiting.is_empty() {
+            let held = match report.held_bytes {
+                0 => String::new(),
+                held => format!(
+                    "; {} that it held at its last beat are given up",
+                    bytes(held)
+                ),
+            };
+            output::say(&format!("{host} is listed as dead no more{held}"));
+        }
     }
     match report.waiting.first() {
         None => Ok(DONE),
@@ -340,6 +350,14 @@ fn tell_damage(backing: &Path, options: &Options) {
 }
 
 fn summary(backing: &Path, report: &RecoverReport) -> String {
+    if let Some(gone_bytes) = report.gone_bytes {
+        return format!(
+            "this host was started again since it had {} mounted: {} that it held are gone; the other hosts list it as dead \
+             no more\n",
+            text::path(backing),
+            bytes(gone_bytes)
+        );
+    }
     if report.arena.is_none() && report.decided.is_empty() {
         return format!("nothing to recover for {}\n", text::path(backing));
     }

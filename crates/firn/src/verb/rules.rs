@@ -6,8 +6,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use clap::{Arg, ArgAction, ArgMatches, Command, ValueHint, value_parser};
+use firn_protocol::Status;
 use firn_rules::trace::{Outcome, Player, parse_trace};
-use firn_rules::{BUILT_IN, Machine, Rule, ScopeState, load_rules, parse_rules};
+use firn_rules::{BUILT_IN, Machine, RuleSet, ScopeState, load_rules, parse_rules};
 use serde::Serialize;
 
 use crate::failure::{DONE, FAILED, Failure, USAGE};
@@ -23,7 +24,8 @@ pub const VERB: Verb = Verb {
                all paths with the same captures (restart.{T}.*). Events are close:FILE, rename:FILE, unlink:FILE, where FILE is \
                in the scope, `.` the scope itself and ../FILE beside it; next, the first change in another scope of the rule or the end of \
                the writers with success; and idle, the last close. Words are FILES=writers, FILES=same and FILES=N (so \
-               many files must be there), begins=FILES (what begins the scope) and CAPTURE=number. `#` begins a \
+               many files must be there), FILES=renewed (those that were there must be written again), begins=FILES (what begins the scope), keep=N (firnd removes what is older than the newest N complete \
+               ones) and CAPTURE=number. `#` begins a \
                comment.\n\n\
                A trace has one operation a line: PROCESS and mkdir PATH, open PATH, write PATH BYTES, close PATH, truncate PATH, rename \
                FROM TO, link FROM TO, symlink TARGET PATH, unlink PATH, rmdir PATH, exit CODE or kill; or it is what strace -f -e \
@@ -146,7 +148,7 @@ fn usage(error: impl std::fmt::Display) -> Failure {
     Failure::new(USAGE, error.to_string())
 }
 
-fn load(list: &str) -> Result<Arc<Vec<Rule>>, Failure> {
+fn load(list: &str) -> Result<Arc<RuleSet>, Failure> {
     let rules = load_rules(list, |path| {
         let mut text = String::new();
         let limit = firn_rules::RULES_BYTES_MAX as u64 + 1;
@@ -156,6 +158,19 @@ fn load(list: &str) -> Result<Arc<Vec<Rule>>, Failure> {
         Ok(text)
     });
     rules.map(Arc::new).map_err(usage)
+}
+
+/// The rules of a mount.
+pub(super) fn rules_of_mount(status: &Status) -> Result<Arc<RuleSet>, Failure> {
+    let mut options = status.options.iter();
+    let rules = options.find_map(|option| option.strip_prefix("rules="));
+    let rules = rules.ok_or_else(|| {
+        Failure::new(
+            FAILED,
+            "the mount has no commit rules: mount it with rules=NAME, or give --rules".to_owned(),
+        )
+    })?;
+    load(&rules.replace(':', ","))
 }
 
 /// What `firn rules explain` says.
@@ -168,6 +183,8 @@ struct Explained {
     scope: Option<String>,
     /// None: no checkpoint is open there.
     waits_for: Option<String>,
+    /// Complete checkpoints that stay; none: all of them.
+    keep: Option<usize>,
 }
 
 fn explain(matches: &ArgMatches) -> Result<u8, Failure> {
@@ -181,27 +198,16 @@ fn explain(matches: &ArgMatches) -> Result<u8, Failure> {
         None => {
             let (place, mut connection) = connect(path)?;
             let status = connection.status()?;
-            let rules = status
-                .options
-                .iter()
-                .find_map(|option| option.strip_prefix("rules="));
-            let rules = rules.ok_or_else(|| {
-                Failure::new(
-                    FAILED,
-                    "the mount has no commit rules: mount it with rules=NAME, or give --rules"
-                        .to_owned(),
-                )
-            })?;
-            let list = rules.replace(':', ",");
+            let rules = rules_of_mount(&status)?;
             (
-                load(&list)?,
+                rules,
                 place.relative.as_bytes().to_vec(),
                 status.transactions,
             )
         }
     };
     let machine = Machine::new(rules);
-    let found = machine.explain(&relative);
+    let found = machine.explain(&machine.rules().locate(&relative));
     let is_in = |scope: &[u8]| {
         found
             .as_ref()
@@ -215,6 +221,7 @@ fn explain(matches: &ArgMatches) -> Result<u8, Failure> {
             .as_ref()
             .map(|(_, top)| String::from_utf8_lossy(top).into_owned()),
         waits_for: open.and_then(|one| one.waits_for.clone()),
+        keep: found.as_ref().and_then(|(rule, _)| rule.keep()),
     };
     if matches.get_flag("json") {
         output::print_json(&explained)?;
@@ -242,7 +249,14 @@ impl Explained {
             }
             None => "no checkpoint is open there: the first change begins one".to_owned(),
         };
-        format!("{path} is in the checkpoint {scope}, by the rule\n  {text}\n{state}\n")
+        let keep = match self.keep {
+            None => "old ones stay until a program removes them".to_owned(),
+            Some(1) => "the newest complete one stays, firnd removes older ones".to_owned(),
+            Some(count) => {
+                format!("the newest {count} complete ones stay, firnd removes older ones")
+            }
+        };
+        format!("{path} is in the checkpoint {scope}, by the rule\n  {text}\n{state}\n{keep}\n")
     }
 }
 

@@ -25,11 +25,11 @@ use firn_protocol::path::BytePath;
 use self::command::{Environment, describe_end, exit_code};
 use self::job::{Ended, Job};
 use self::launcher::{Kind, Launcher, Program};
-use self::message::{Keep, Mounted, Restart, Setup};
+use self::message::{Keep, Mounted, ReportWanted, Restart, Setup};
 pub(super) use self::place::NAMES;
 use super::mount::{minus_o, resolve};
 use super::wait::parse_timeout_ms;
-use crate::failure::{FAILED, Failure, USAGE};
+use crate::failure::{DONE, FAILED, Failure, USAGE};
 use crate::verb::Verb;
 use crate::{output, report, text};
 
@@ -81,7 +81,7 @@ pub const VERB: Verb = Verb {
         ),
         (
             1,
-            "mounting or unmounting failed, or a host is lost (or the command ended with 1)",
+            "mounting, unmounting or the report failed, or a host is lost (or the command ended with 1)",
         ),
         (3, "data of a command that succeeded is left in memory"),
         (127, "the command was not found"),
@@ -134,7 +134,8 @@ fn args(command: Command) -> Command {
                 .value_name("N")
                 .help("Remove old checkpoints while the command runs, as by `firn prune --keep N`")
                 .long_help(
-                    "Remove old checkpoints while the command runs, as by `firn prune --keep N`. On several hosts with --backing \
+                    "Remove old checkpoints while the command runs, as by `firn prune --keep N`. Only directories are removed, \
+                     not checkpoints of one file. On several hosts with --backing \
                      the first one removes them, and keeps one more: others may still write the newest.",
                 )
                 .value_parser(value_parser!(u32).range(1..)),
@@ -181,7 +182,7 @@ fn args(command: Command) -> Command {
             Arg::new("host-timeout")
                 .long("host-timeout")
                 .value_name("DURATION")
-                .help("A host that says nothing for this time is lost (`30s`, `5min`; a plain number means seconds)")
+                .help("A host that says nothing for this time is lost (`30s`, `5min`; a plain number means seconds); before it has mounted, 60s at least")
                 .default_value("60s")
                 .value_parser(parse_host_timeout_ms),
         )
@@ -225,10 +226,8 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let timeout = Duration::from_millis(timeout);
     let mut job = Job::start(launcher.as_ref(), timeout, program)?;
     let status = run.mount_and_carry_out(&mut job, &command);
-    // While names and sizes of its checkpoints can be seen.
-    let seen = run.report.as_ref().and(job.mounted().next()).map(see);
     let held_policy = run.held_policy(status.as_ref().ok());
-    let ended = job.end(held_policy, run.quiet);
+    let mut ended = job.end(held_policy, run.quiet);
     for (text, _) in &ended.failures {
         output::say(text);
     }
@@ -239,39 +238,50 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         held_policy,
         &ended,
     );
-    let reported = match (&run.report, seen) {
-        (Some(file), Some(seen)) => seen.and_then(|seen| seen.write(file)),
+    let reported = match &run.report {
+        Some(file) if !ended.mounted.is_empty() => write_report(&mut ended, file),
         _ => Ok(()),
     };
     let status = status?;
-    reported?;
-    Ok(match ended.failures.first() {
+    let code = match ended.failures.first() {
         Some((_, code)) if status.success() => *code,
         _ => exit_code(status),
-    })
-}
-
-/// A run as it was seen before its mounts ended.
-struct SeenRun {
-    run: report::Run,
-    backing: PathBuf,
-}
-
-fn see(mounted: &Mounted) -> Result<SeenRun, Failure> {
-    Ok(SeenRun {
-        run: report::Run::find(mounted.prefix.as_path())?,
-        backing: mounted.backing.as_path().to_owned(),
-    })
-}
-
-impl SeenRun {
-    /// Writes the page of the run, with what its hosts have left.
-    fn write(mut self, file: &Path) -> Result<(), Failure> {
-        self.run.update(&self.backing);
-        report::write(&self.run, file)?;
-        output::say(&format!("the report is in {}", text::path(file)));
-        Ok(())
+    };
+    match reported {
+        // What became of the command and its files counts for more.
+        Err(failure) if code != DONE => {
+            if let Some(text) = failure.text() {
+                output::say(&text);
+            }
+            Ok(code)
+        }
+        reported => reported.map(|()| code),
     }
+}
+
+/// Writes the page of a run, with what its hosts told. Those that are lost may have left a record in the backing.
+fn write_report(ended: &mut Ended, file: &Path) -> Result<(), Failure> {
+    let lost = !ended.lost.is_empty();
+    let run = &mut ended.report;
+    if let Some(mounted) = ended.mounted.first().filter(|_| lost) {
+        run.add_other_hosts(mounted.backing.as_path());
+    }
+    run.finish();
+    for host in &ended.lost {
+        if !run.records.iter().any(|record| record.host == *host) {
+            let text = format!(
+                "{host} is lost, and left no record in the backing: what it did is not shown"
+            );
+            run.failures.push(text);
+        }
+    }
+    if run.records.is_empty() {
+        let why = run.failures.join("; ");
+        return Err(Failure::new(FAILED, format!("there is no report: {why}")));
+    }
+    report::write(run, file)?;
+    output::say(&format!("the report is in {}", text::path(file)));
+    Ok(())
 }
 
 /// What the command line and the environment say of a run.
@@ -304,7 +314,7 @@ impl Run {
         let mut options = defaults_of_a_run(&resolved, has_others);
         let report = path("report")?;
         if report.is_some() && has_others && is_default(&resolved, "record-in") {
-            // Where this host finds what the others did.
+            // Where the record of a host that is lost is found.
             options.record = RecordPlace::Backing;
         }
         let restart = matches.get_one::<String>("restart").cloned();
@@ -332,6 +342,21 @@ impl Run {
     fn check(&self) -> Result<(), Failure> {
         if let Some(file) = &self.report {
             report::check_target(file)?;
+            let is_in = |prefix: &PathBuf| file.starts_with(prefix);
+            if self.prefix.as_ref().is_some_and(is_in) {
+                let why = "--report names a file below --prefix, which is empty after the run: name another directory";
+                return Err(Failure::new(USAGE, why));
+            }
+        }
+        if let (Some(prefix), Some(backing)) = (&self.prefix, &self.backing)
+            && prefix.starts_with(backing)
+        {
+            let why = format!(
+                "the prefix {} is inside the backing directory {}: name another one",
+                text::path(prefix),
+                text::path(backing)
+            );
+            return Err(Failure::new(USAGE, why));
         }
         let is_tree = self.options.frontend == Frontend::Preload;
         if is_tree && self.no_preload {
@@ -364,6 +389,9 @@ impl Run {
             romio_hints: self.romio_hints.clone(),
             restart,
             keep: self.keep.map(|count| self.keep_on(hosts, count)),
+            report: self.report.as_ref().map(|_| ReportWanted {
+                checkpoints_by: self.backing.as_ref().and(hosts.first()).cloned(),
+            }),
         }
     }
 

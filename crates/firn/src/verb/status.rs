@@ -18,6 +18,7 @@ use crate::failure::{DONE, FAILED, Failure, PARTLY};
 use crate::job::{Job, hosts_text, status_text};
 use crate::metrics::{self, Scraped};
 use crate::output::{self, Paint};
+use crate::output_file;
 use crate::text::{bytes, count};
 use crate::verb::hosts::{PATIENCE, exit_code};
 use crate::verb::wait::parse_timeout_ms;
@@ -216,7 +217,7 @@ fn print_metrics(path: Option<&Path>, file: Option<&Path>) -> Result<u8, Failure
     let text = metrics::text(&all);
     match file {
         None => output::print(&text)?,
-        Some(file) => metrics::replace_file(file, &text).map_err(|error| {
+        Some(file) => output_file::write(file, text.as_bytes()).map_err(|error| {
             let file = crate::text::path(file);
             Failure::new(FAILED, format!("cannot write {file}: {error}"))
         })?,

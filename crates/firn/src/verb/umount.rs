@@ -144,13 +144,17 @@ fn end(mount: &Mount, connection: &mut Connection, args: &UmountArgs) -> Result<
             }
             Ok(DONE)
         }
-        // The message is firnd's; whether it is still mounted tells a refusal from an end with data left.
-        Err(ClientError::Refused { message, .. }) if !is_mounted(mount) => {
-            Err(Failure::new(PARTLY, message))
-        }
         // A signal may have ended it meanwhile. It removes an arena in which nothing is left.
         Err(ClientError::Gone { .. }) if !is_mounted(mount) => report_arena(&arena, mount),
-        Err(error) => Err(error.into()),
+        Err(error) => Err(failure_of(error, mount)),
+    }
+}
+
+/// Why an unmount failed. The message is firnd's; whether it is still mounted tells a refusal from an end with data left.
+pub(super) fn failure_of(error: ClientError, mount: &Mount) -> Failure {
+    match error {
+        ClientError::Refused { message, .. } if !is_mounted(mount) => Failure::new(PARTLY, message),
+        error => error.into(),
     }
 }
 

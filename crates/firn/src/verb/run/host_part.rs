@@ -26,17 +26,22 @@ use firn_protocol::{HeldPolicy, Request};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
-use super::message::{Keep, Mounted, Order, Report, Setup, Word, read_order, send_word};
+use super::message::{
+    Keep, Mounted, Order, Report, ReportWanted, Setup, Word, read_order, send_word,
+};
 use super::place::Place;
 use super::{frontend_here, prune, restart};
 use crate::failure::{DONE, FAILED, Failure, PARTLY, USAGE};
 use crate::progress::Meter;
-use crate::verb::umount::wait_for_end;
+use crate::report;
+use crate::verb::umount::{failure_of, wait_for_end};
 
 /// The first argument under which the binary is this.
 pub const NAME: &str = "run-host";
 /// How long a mount that nobody asks for any more waits for programs that use it, before it looks again.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
+/// Checkpoints that are told together: with paths of 4 KiB they have room in a word.
+const CHECKPOINTS_PER_WORD: usize = 100;
 /// Under Slurm the name of the host, which need not be its host name.
 const SLURM_HOST: &str = "SLURMD_NODENAME";
 
@@ -155,9 +160,10 @@ fn serve(speaker: &Speaker, events: &Receiver<Event>) -> Result<u8, Failure> {
     let pruning = keep.map(|keep| mount.start_pruning(keep.count, speaker));
     let end = mount.serve(speaker, events);
     drop(pruning);
-    let report = match end {
-        Some(policy) => mount.take_down(policy, speaker),
-        None => mount.end_alone(events),
+    let report = match (end, &setup.report) {
+        (Some(policy), None) => mount.take_down(policy, speaker),
+        (Some(policy), Some(wanted)) => mount.take_down_and_tell(policy, wanted, speaker),
+        (None, _) => mount.end_alone(events),
     };
     let code = report.failure.as_ref().map_or(DONE, |(_, code)| *code);
     speaker.say(&Word::Ended(report));
@@ -284,6 +290,39 @@ impl HostMount {
         });
     }
 
+    /// Unmounts, and tells what the report of the run is made of: names and sizes of checkpoints as long as they can be seen,
+    /// and the record as it is at the end.
+    fn take_down_and_tell(
+        &self,
+        policy: HeldPolicy,
+        wanted: &ReportWanted,
+        speaker: &Speaker,
+    ) -> Report {
+        let by = wanted.checkpoints_by.as_ref();
+        let looks = by.is_none_or(|by| *by == name_of_host());
+        let seen = report::Run::of_own_mount(&self.place.prefix, looks);
+        let ended = self.take_down(policy, speaker);
+        let mut seen = match seen {
+            Ok(seen) => seen,
+            Err(failure) => {
+                speaker.say(&Word::NotReported(told(failure).0));
+                return ended;
+            }
+        };
+        seen.update_own(&self.place.backing);
+        let all: Vec<report::CheckpointNow> = seen.checkpoints.into_values().collect();
+        for some in all.chunks(CHECKPOINTS_PER_WORD) {
+            speaker.say(&Word::Checkpoints(some.to_vec()));
+        }
+        for failure in seen.failures {
+            speaker.say(&Word::NotReported(failure));
+        }
+        for record in seen.records {
+            speaker.say(&Word::Record(Box::new(record)));
+        }
+        ended
+    }
+
     /// Unmounts, also while programs of the command that were left behind use it.
     fn take_down(&self, policy: HeldPolicy, speaker: &Speaker) -> Report {
         self.remove_hints();
@@ -325,7 +364,7 @@ impl HostMount {
         report.held_bytes = before.held_bytes;
         report.arena = before.arena.into();
         let (firnd, ended) = connection.unmount(force, policy, show)?;
-        let written_files = ended?;
+        let written_files = ended.map_err(|error| failure_of(error, &place.mount))?;
         wait_for_end(&firnd, false);
         self.place.remove_default_prefix();
         if written_files > 0 {

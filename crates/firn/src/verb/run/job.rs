@@ -10,7 +10,7 @@ use std::io::BufReader;
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, ChildStdin, ExitStatus, Stdio};
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -22,8 +22,8 @@ use signal_hook::iterator::Signals;
 use super::launcher::{Launcher, Program, Start};
 use super::message::{Mounted, Order, Output, Report, Setup, Word, Words, send_order};
 use crate::failure::{FAILED, Failure};
-use crate::output;
 use crate::progress::{Meter, Waited};
+use crate::{output, report};
 
 /// Signals that are for the command.
 const PASSED_ON: [i32; 7] = [SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGCONT];
@@ -31,6 +31,8 @@ const PASSED_ON: [i32; 7] = [SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2,
 const BEATS: u32 = 5;
 /// How often it is looked at whether one is lost.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
+/// Events in the queue at most. A reader of a host's output waits for room in it.
+const EVENTS_MAX: usize = 1024;
 /// How long a host may be silent before it has a mount: a launcher may have to wait for other work, and the first thing that
 /// a mount does is to recover what an earlier one held.
 const START_LIMIT: Duration = Duration::from_secs(60);
@@ -92,10 +94,14 @@ pub(super) struct Job<'a> {
     timeout: Duration,
     hosts: Vec<Host>,
     running: Vec<Running>,
-    sender: Sender<Event>,
+    sender: SyncSender<Event>,
     events: Receiver<Event>,
+    /// Events that were taken since the last look for lost hosts.
+    taken: usize,
     /// Notices that were told already, without the host.
     told: Vec<String>,
+    /// What hosts tell for the report of the run.
+    report: report::Run,
 }
 
 /// How the mounts of a run ended.
@@ -109,6 +115,8 @@ pub(super) struct Ended {
     pub(super) lost: Vec<String>,
     /// What went wrong on hosts, in words, and its exit status.
     pub(super) failures: Vec<(String, u8)>,
+    /// What hosts told for the report of the run.
+    pub(super) report: report::Run,
 }
 
 impl<'a> Job<'a> {
@@ -118,7 +126,7 @@ impl<'a> Job<'a> {
         timeout: Duration,
         program: impl FnOnce(u64) -> Result<Program, Failure>,
     ) -> Result<Self, Failure> {
-        let (sender, events) = channel();
+        let (sender, events) = sync_channel(EVENTS_MAX);
         let host = |name: &String| Host {
             name: name.clone(),
             own_name: name.clone(),
@@ -137,7 +145,9 @@ impl<'a> Job<'a> {
             running: Vec::new(),
             sender,
             events,
+            taken: 0,
             told: Vec::new(),
+            report: report::Run::default(),
         };
         // Before the first process, so that no signal falls between.
         job.watch_signals()?;
@@ -212,11 +222,6 @@ impl<'a> Job<'a> {
             .collect())
     }
 
-    /// What hosts have mounted.
-    pub(super) fn mounted(&self) -> impl Iterator<Item = &Mounted> {
-        self.hosts.iter().filter_map(|host| host.mounted.as_ref())
-    }
-
     /// Until no host is in such a state; an error if one fails, or is lost, or a signal comes before.
     fn wait_for_all(&mut self, is_before: impl Fn(&State) -> bool) -> Result<(), Failure> {
         loop {
@@ -230,9 +235,18 @@ impl<'a> Job<'a> {
                 && signal != SIGCONT
             {
                 let code = u8::try_from(128 + signal).unwrap_or(FAILED);
-                return Err(Failure::new(code, "interrupted before the command"));
+                return Err(Failure::new(code, self.describe_interruption(&is_before)));
             }
         }
+    }
+
+    fn describe_interruption(&self, is_before: &impl Fn(&State) -> bool) -> String {
+        let waited_for = self.hosts.iter().filter(|host| is_before(&host.state));
+        let names: Vec<&str> = waited_for.map(|host| host.name.as_str()).collect();
+        format!(
+            "interrupted before the command, while {} had not answered",
+            names.join(", ")
+        )
     }
 
     /// The first host that has no mount and gets none.
@@ -244,8 +258,13 @@ impl<'a> Job<'a> {
                 State::Failed(text, code) => (format!("{}: {text}", host.name), *code),
                 State::Ended(_) => (format!("the mount on {} has ended", host.name), FAILED),
                 _ if host.is_lost => {
+                    let program = std::env::current_exe().unwrap_or_else(|_| "firn".into());
+                    let program = crate::text::path(&program);
+                    let line = self
+                        .launcher
+                        .line_on(&host.name, &format!("{program} version"));
                     let text = format!(
-                        "{} does not answer: `firn` must be there at the same path as here, and --host-timeout be long enough",
+                        "{} does not answer: `{line}` must work, and --host-timeout be long enough",
                         host.name
                     );
                     (text, FAILED)
@@ -316,7 +335,7 @@ impl<'a> Job<'a> {
         ended
     }
 
-    fn sum_up(&self, time: Duration) -> Ended {
+    fn sum_up(&mut self, time: Duration) -> Ended {
         let mut ended = Ended {
             waited: Waited {
                 bytes: 0,
@@ -332,6 +351,7 @@ impl<'a> Job<'a> {
                 .collect(),
             lost: Vec::new(),
             failures: Vec::new(),
+            report: std::mem::take(&mut self.report),
         };
         let is_one = self.hosts.len() == 1;
         for host in &self.hosts {
@@ -394,11 +414,12 @@ impl<'a> Job<'a> {
                 }
                 thread::sleep(Duration::from_millis(5));
             }
-            // srun and ssh wait for a host that is lost. But srun ends all others of its step when it is ended.
-            let is_vain = running
-                .hosts
-                .iter()
-                .all(|at| self.hosts[*at].has_ended() || self.hosts[*at].is_lost);
+            // srun and ssh wait for a host that is lost or has never answered. But srun ends all others of its step when it
+            // is ended.
+            let is_vain = running.hosts.iter().all(|at| {
+                let host = &self.hosts[*at];
+                host.has_ended() || host.is_lost || matches!(host.state, State::Starting)
+            });
             if is_vain && matches!(running.child.try_wait(), Ok(None)) {
                 let _ = kill_process(Pid::from_child(&running.child), Signal::TERM);
                 let _ = running.child.try_wait();
@@ -419,11 +440,17 @@ impl<'a> Job<'a> {
 
     /// The next thing that happens, which is done as far as it is about hosts; none: nothing for a while.
     fn next_event(&mut self) -> Option<Event> {
-        let event = self.events.try_recv().ok().or_else(|| {
-            // Only now: this process may have been stopped, with words of all hosts waiting.
+        // This process may have been stopped meanwhile: the words of all hosts are taken before one counts as lost.
+        let mut event = None;
+        if self.taken < EVENTS_MAX {
+            event = self.events.try_recv().ok();
+        }
+        if event.is_none() {
+            self.taken = 0;
             self.find_lost();
-            self.events.recv_timeout(LOOK_EVERY).ok()
-        });
+            event = self.events.recv_timeout(LOOK_EVERY).ok();
+        }
+        self.taken += 1;
         match &event {
             Some(Event::Output(start, Output::Word(id, word))) => self.take(*start, *id, word),
             Some(Event::Output(_, Output::Other(line))) => output::say(line),
@@ -465,6 +492,22 @@ impl<'a> Job<'a> {
                 host.state = State::Mounted;
             }
             Word::Failed { text, code } => host.state = State::Failed(text.clone(), *code),
+            Word::Record(record) => match record.as_ref().clone().check() {
+                Ok(record) => self.report.add(record),
+                Err(error) => self
+                    .report
+                    .failures
+                    .push(format!("the record of {}: {error}", host.name)),
+            },
+            Word::Checkpoints(some) => {
+                let some = some.iter().map(|one| (one.path.clone(), one.clone()));
+                self.report.checkpoints.extend(some);
+            }
+            Word::NotReported(text) if is_one => self.report.failures.push(text.clone()),
+            Word::NotReported(text) => {
+                let text = format!("{}: {text}", host.name);
+                self.report.failures.push(text);
+            }
             Word::Left { bytes, files } => (host.left_bytes, host.left_files) = (*bytes, *files),
             Word::Ended(report) => host.state = State::Ended(report.clone()),
         }

@@ -15,12 +15,15 @@ use std::path::PathBuf;
 use firn_config::Options;
 use firn_protocol::HeldPolicy;
 use firn_protocol::path::BytePath;
+use firn_protocol::record::{RECORD_BYTES_MAX, RunRecord};
 use serde::{Deserialize, Serialize};
+
+use crate::report::CheckpointNow;
 
 /// Options have some kilobytes, a file with hints of ROMIO at most 64 KiB.
 const ORDER_BYTES_MAX: u64 = 1 << 20;
-/// The longest word is an error with a few paths.
-const WORD_BYTES_MAX: usize = 256 << 10;
+/// The longest word is the record of a mount.
+const WORD_BYTES_MAX: usize = RECORD_BYTES_MAX as usize + (64 << 10);
 /// Bytes of a line that are taken at once; a longer line comes in parts.
 const LINE_BYTES_MAX: u64 = 64 << 10;
 /// Bytes of a fragment. Slurm hands on lines of up to 1,024 bytes in one piece.
@@ -60,6 +63,15 @@ pub(super) struct Setup {
     pub(super) restart: Option<Restart>,
     /// Which old checkpoints go while the command runs.
     pub(super) keep: Option<Keep>,
+    /// What hosts tell of the run before their mounts end; none: no report is made.
+    pub(super) report: Option<ReportWanted>,
+}
+
+/// Which hosts tell what for the report of a run. Each tells its own record.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct ReportWanted {
+    /// The host that lists checkpoints, where hosts see the same files; none: each its own.
+    pub(super) checkpoints_by: Option<String>,
 }
 
 /// How many checkpoints stay.
@@ -104,6 +116,12 @@ pub(super) enum Word {
         /// Files that have some.
         files: u64,
     },
+    /// What the mount did, for the report of the run.
+    Record(Box<RunRecord>),
+    /// Some of the checkpoints that are there when the mount ends.
+    Checkpoints(Vec<CheckpointNow>),
+    /// What is missing in the report of the run, in a sentence.
+    NotReported(String),
     /// The mount is gone, and the host's part ends.
     Ended(Report),
 }

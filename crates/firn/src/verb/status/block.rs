@@ -134,6 +134,9 @@ fn add_trouble(s: &Status, paint: Paint, lines: &mut Lines) {
             )),
         );
     }
+    for program in &s.waiting_programs {
+        line("waits", paint.odd(&crate::job::program_wait(program)));
+    }
     if s.spill.as_ref().is_some_and(|spill| spill.failing) {
         line(
             "spill",
@@ -224,10 +227,14 @@ fn add_main(s: &Status, paint: Paint, lines: &mut Lines) {
     if let Some(hint) = s.close_hint() {
         line("hint", paint.odd(&hint));
     }
-    if s.logged_files > 0 {
+    if s.logged_files > 0 || s.logged_bytes > 0 {
         line(
             "logged",
-            format!("{} in logs", count(s.logged_files, "file")),
+            format!(
+                "{} of this host in logs of {}",
+                bytes(s.logged_bytes),
+                count(s.logged_files, "file")
+            ),
         );
     }
     if let Some(spill) = &s.spill {
@@ -280,6 +287,8 @@ fn add_detail(s: &Status, paint: Paint, lines: &mut Lines) {
         ("rules commit", &s.rule_commits),
         ("rules drop", &s.rule_aborts),
         ("rules fail", &s.rule_failures),
+        ("rules remove", &s.rule_removals),
+        ("rules wait", &s.rule_waits),
     ] {
         if !counts.is_empty() {
             let counts = counts.iter().map(|(what, count)| match what.as_str() {
@@ -398,6 +407,7 @@ const IN_LINES: &[&str] = &[
     "lane_writers",
     "lanes",
     "log_lines_lost",
+    "logged_bytes",
     "logged_files",
     "lost_file_bytes",
     "misplaced_files",
@@ -420,6 +430,8 @@ const IN_LINES: &[&str] = &[
     "rule_aborts",
     "rule_commits",
     "rule_failures",
+    "rule_removals",
+    "rule_waits",
     "spill_bytes",
     "spill_failing",
     "spill_moved_bytes",
@@ -436,6 +448,7 @@ const IN_LINES: &[&str] = &[
     "transaction_steps",
     "transactions",
     "uptime_seconds",
+    "waiting_program_seconds",
     "waiting_writers",
 ];
 

@@ -4,7 +4,7 @@ use firn_protocol::Status;
 
 use super::{Seen, describe_elsewhere};
 use crate::output::Paint;
-use crate::text::{bytes, rate, seconds};
+use crate::text::{bytes, pad_columns, rate, seconds};
 
 const HEAD: [&str; 8] = [
     "MOUNT", "BACKING", "HELD", "OLDEST", "ARENA", "INGEST", "DRAIN", "ERRORS",
@@ -17,20 +17,10 @@ pub fn text(all: &[Seen], paint: Paint) -> String {
     }
     let mut rows = vec![HEAD.map(str::to_owned)];
     rows.extend(all.iter().map(row));
-    let width = |column: usize| {
-        rows.iter()
-            .map(|row| row[column].chars().count())
-            .max()
-            .unwrap_or(0)
-    };
-    let widths: [usize; 8] = std::array::from_fn(width);
+    pad_columns(&mut rows, &[]);
     let mut text = String::new();
     for (index, row) in rows.iter().enumerate() {
-        let cells = row
-            .iter()
-            .zip(widths)
-            .map(|(cell, width)| format!("{cell:<width$}"));
-        let line = cells.collect::<Vec<_>>().join("  ");
+        let line = row.join("  ");
         let line = line.trim_end();
         text += &match index.checked_sub(1).map(|at| &all[at]) {
             None => paint.head(line),

@@ -1,0 +1,169 @@
+//! Commit rules: what they cost files that no rule has to do with, and a checkpoint that one commits.
+
+use std::path::{Path, PathBuf};
+
+use super::{CommitArgs, NO_RULES, RULES, WRITE_BYTES, add};
+use anyhow::Context as _;
+
+use crate::cpu;
+use crate::durable;
+use crate::firn::{Firn, Mount};
+use crate::report::{Limit, Report, Sample};
+use crate::worker::{self, Operation, Task, elapsed_s};
+use firn_config::size_text;
+
+/// Two more than the built-in rules: 30 together.
+const SITE_RULES: &str = "\
+bench-a   bench-a-*/   close:done
+bench-b   bench-b.{T}  next
+";
+const BUILT_IN_COUNT: usize = 28;
+
+/// A mount with transactions; with rules, or without.
+struct Mounted<'a> {
+    name: &'static str,
+    behind: PathBuf,
+    mount: Mount<'a>,
+}
+
+/// Names of all built-in rules, and the path of a file with [`SITE_RULES`], as the option has them.
+fn all_rules(firn: &Firn, work: &Path) -> anyhow::Result<String> {
+    let listed = firn.run(&["rules".as_ref(), "list".as_ref()])?;
+    let listed = String::from_utf8(listed).context("`firn rules list` is no text")?;
+    let words = listed.lines().filter(|line| !line.starts_with('#'));
+    let mut names: Vec<&str> = words
+        .filter_map(|line| line.split_ascii_whitespace().next())
+        .collect();
+    anyhow::ensure!(
+        names.len() == BUILT_IN_COUNT,
+        "expected {BUILT_IN_COUNT} built-in rules, found {}",
+        names.len()
+    );
+    let site = work.join("site.rules");
+    std::fs::write(&site, SITE_RULES)?;
+    let site = site.to_string_lossy();
+    names.push(&site);
+    Ok(names.join(":"))
+}
+
+fn mount<'a>(
+    (firn, work): (&'a Firn, &Path),
+    dir: &Path,
+    name: &'static str,
+    options: &str,
+) -> anyhow::Result<Mounted<'a>> {
+    let own = name.replace(' ', "-");
+    let behind = dir.join(&own);
+    let mount = firn.mount(&behind, &work.join(format!("at-{own}")), options)?;
+    mount.wait_populated()?;
+    Ok(Mounted {
+        name,
+        behind,
+        mount,
+    })
+}
+
+/// The mounts in turns, as often as asked for.
+fn measure(
+    args: &CommitArgs,
+    mounts: &[Mounted<'_>],
+    mut one: impl FnMut(&Mounted<'_>, u32) -> anyhow::Result<Sample>,
+) -> anyhow::Result<Vec<(String, Vec<Sample>)>> {
+    let mut samples: Vec<(String, Vec<Sample>)> = mounts
+        .iter()
+        .map(|mounted| (mounted.name.to_owned(), Vec::new()))
+        .collect();
+    for round in 0..args.common.repeats() {
+        for (mounted, (_, samples)) in mounts.iter().zip(&mut samples) {
+            durable::sync_all(&mounted.behind)?;
+            samples.push(one(mounted, round)?);
+        }
+    }
+    Ok(samples)
+}
+
+fn create_files(mounted: &Mounted<'_>, round: u32, count: u64) -> anyhow::Result<Sample> {
+    let dir = mounted.mount.path().join(format!("plain-{round}"));
+    std::fs::create_dir(&dir)?;
+    let outcomes = worker::run_all(&[Task::Names {
+        dir: dir.clone(),
+        count,
+        operation: Operation::Create,
+    }])?;
+    std::fs::remove_dir_all(&dir)?;
+    let a_second = count as f64 / elapsed_s(&outcomes);
+    Ok(vec![("created", "1/s", a_second)])
+}
+
+/// One file, as torch.save writes it. With the rule it is durable when close(2) returns; without, the program syncs it.
+fn save(mounted: &Mounted<'_>, round: u32, bytes: u64) -> anyhow::Result<Sample> {
+    let path = mounted.mount.path().join(format!("step-{round}.pt"));
+    let outcomes = worker::run_all(&[Task::Write {
+        path: path.clone(),
+        runs: vec![(bytes / WRITE_BYTES, WRITE_BYTES)],
+        sync: false,
+        over: false,
+    }])?;
+    if mounted.name == NO_RULES {
+        durable::sync_files([path.as_path()].into_iter(), mounted.mount.path())?;
+    }
+    let end_ns = cpu::now_ns();
+    let begin_ns = outcomes.iter().map(|outcome| outcome.begin_ns).min();
+    std::fs::remove_file(&path)?;
+    Ok(vec![
+        ("closed", "s", elapsed_s(&outcomes)),
+        (
+            "durable",
+            "s",
+            (end_ns - begin_ns.unwrap_or(end_ns)) as f64 * 1e-9,
+        ),
+    ])
+}
+
+pub(super) fn run(
+    args: &CommitArgs,
+    (firn, work): (&Firn, &Path),
+    dir: &Path,
+    report: &mut Report,
+) -> anyhow::Result<()> {
+    let more = args.more_options();
+    let rules = all_rules(firn, work)?;
+    let with_rules = format!("drain=commit,rules={rules}{more}");
+    let place = (firn, work);
+    let mounts = [
+        mount(place, dir, NO_RULES, &format!("drain=commit{more}"))?,
+        mount(place, dir, RULES, &with_rules)?,
+    ];
+    report.note(
+        "rules: the 28 built-in rules and 2 more, beside a mount that differs in nothing else",
+    );
+    let count = args.count.unwrap_or(args.common.choose(10_000, 1_000));
+    let samples = measure(args, &mounts, |mounted, round| {
+        create_files(mounted, round, count)
+    })?;
+    add(report, [format!("{count} files of no rule")], vec![samples]);
+    judge(report, "created", Limit::Least(0.97));
+    let bytes = args
+        .size
+        .unwrap_or(args.common.choose(1536 << 20, 64 << 20));
+    let samples = measure(args, &mounts, |mounted, round| save(mounted, round, bytes))?;
+    let title = format!(
+        "save of {}, committed by a rule or synced",
+        size_text(bytes)
+    );
+    add(report, [title], vec![samples]);
+    judge(report, "durable", Limit::Most(1.05));
+    Ok(())
+}
+
+fn judge(report: &mut Report, metric: &str, limit: Limit) {
+    let ratio = report
+        .cases
+        .last()
+        .and_then(|case| case.ratio(RULES, NO_RULES, metric));
+    report.judge(
+        format!("{metric}, {RULES} to {NO_RULES}"),
+        limit,
+        ratio.as_slice(),
+    );
+}

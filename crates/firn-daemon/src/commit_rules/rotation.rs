@@ -1,0 +1,240 @@
+//! `keep=N` of a rule: what is complete and old goes, once a newer checkpoint is durable.
+//!
+//! The thread of the rules does it, so no program waits for it. All files of a checkpoint go in one transaction of its names: a
+//! firnd that is killed meanwhile leaves it whole or gone. The files go by the engine's own unlink, so a program that has one
+//! open reads on.
+
+use std::collections::BTreeSet;
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStrExt;
+
+use firn_backing::{Errno, Kind};
+use firn_engine::{Cached, InodeId, ROOT};
+use firn_rules::{LocatedPath, ScopeNumber, parent_of};
+use firn_transact::machine::Pending;
+
+use super::{CommitRules, Transaction, errno_of, name_of, shown};
+
+/// A directory of the mount, for as long as the engine counts a look-up of it.
+struct Looked<'a> {
+    rules: &'a CommitRules,
+    inode: InodeId,
+}
+
+impl Drop for Looked<'_> {
+    fn drop(&mut self) {
+        if self.inode != ROOT {
+            self.rules.gate.engine().namespace.forget(self.inode, 1);
+        }
+    }
+}
+
+/// A name in a directory.
+struct Listed {
+    name: OsString,
+    kind: Kind,
+}
+
+fn join(dir: &[u8], name: &OsStr) -> Vec<u8> {
+    let mut path = dir.to_vec();
+    if !path.is_empty() {
+        path.push(b'/');
+    }
+    path.extend_from_slice(name.as_bytes());
+    path
+}
+
+impl CommitRules {
+    /// Removes what is old in each directory where something was committed.
+    pub(super) fn rotate(&self) {
+        loop {
+            let Some((rule, dir)) = self.table.lock().rotations.pop_first() else {
+                return;
+            };
+            if let Err(errno) = self.rotate_in(rule, &dir) {
+                let dir = String::from_utf8_lossy(&dir);
+                tracing::warn!(%errno, %dir, "old checkpoints stay until the next one is committed");
+            }
+        }
+    }
+
+    fn rotate_in(&self, rule: usize, dir: &[u8]) -> Result<(), Errno> {
+        let found = self.find_dir(dir)?;
+        let mut names: Vec<LocatedPath> = Vec::new();
+        let mut linked = BTreeSet::new();
+        for Listed { name, kind } in self.list(found.inode)? {
+            names.push(self.rules.locate(&join(dir, &name)));
+            if kind == Kind::Symlink {
+                linked.extend(self.first_name_of_link(&found, dir, &name));
+            }
+        }
+        let actions = self
+            .table
+            .lock()
+            .machine
+            .rotate((rule, dir), &names, &linked);
+        self.carry_out(actions)
+    }
+
+    /// The name in `dir` that a link there leads to, or below.
+    fn first_name_of_link(&self, dir: &Looked<'_>, path: &[u8], name: &OsStr) -> Option<Vec<u8>> {
+        let link = self.look_up(dir.inode, name).ok()?;
+        let target = self.gate.engine().namespace.readlink(link.inode).ok()?;
+        let mut parts = target.split(|byte| *byte == b'/');
+        let first = parts.find(|part| !matches!(*part, b"" | b"."))?;
+        // An absolute link is one whose last name is that of a checkpoint.
+        let is_absolute = target.starts_with(b"/");
+        let first = if is_absolute {
+            target.rsplit(|byte| *byte == b'/').next()?
+        } else {
+            first
+        };
+        Some(join(path, OsStr::from_bytes(first)))
+    }
+
+    fn look_up(&self, parent: InodeId, name: &OsStr) -> Result<Looked<'_>, Errno> {
+        let entry = self.gate.engine().namespace.lookup(parent, name)?;
+        Ok(Looked {
+            rules: self,
+            inode: entry.inode,
+        })
+    }
+
+    fn find_dir(&self, path: &[u8]) -> Result<Looked<'_>, Errno> {
+        let mut at = Looked {
+            rules: self,
+            inode: ROOT,
+        };
+        for name in path
+            .split(|byte| *byte == b'/')
+            .filter(|name| !name.is_empty())
+        {
+            at = self.look_up(at.inode, OsStr::from_bytes(name))?;
+        }
+        Ok(at)
+    }
+
+    fn list(&self, dir: InodeId) -> Result<Vec<Listed>, Errno> {
+        let namespace = &self.gate.engine().namespace;
+        let handle = namespace.open_dir(dir)?;
+        let mut names = Vec::new();
+        let read = namespace.read_dir(handle, 0, &mut |entry| {
+            names.push((entry.name.to_owned(), entry.kind));
+            true
+        });
+        namespace.release_dir(handle);
+        read?;
+        let mut listed = Vec::new();
+        for (name, kind) in names {
+            if name == "." || name == ".." {
+                continue;
+            }
+            let kind = match kind {
+                Some(kind) => kind,
+                None => {
+                    let entry = namespace.lookup(dir, &name)?;
+                    namespace.forget(entry.inode, 1);
+                    entry.attr.kind
+                }
+            };
+            listed.push(Listed { name, kind });
+        }
+        Ok(listed)
+    }
+
+    /// Removes a complete checkpoint, in a transaction of its own.
+    pub(super) fn remove(
+        &self,
+        scope: ScopeNumber,
+        rule: &str,
+        tops: Vec<Vec<u8>>,
+    ) -> Result<(), Errno> {
+        let paths: BTreeSet<Vec<u8>> = tops.into_iter().collect();
+        let removed = self.remove_names(rule, &paths);
+        let mut table = self.table.lock();
+        let counts = table.counts.entry(rule.to_owned()).or_default();
+        let more = match &removed {
+            Ok(()) => {
+                counts.removals += 1;
+                table.machine.committed(scope)
+            }
+            Err(_) => {
+                counts.failures += 1;
+                table.machine.aborted(scope);
+                Vec::new()
+            }
+        };
+        self.publish(table);
+        if removed.is_ok() {
+            tracing::info!(rule, paths = %shown(&paths), "a commit rule has removed an old checkpoint");
+        }
+        removed.and_then(|()| self.carry_out(more))
+    }
+
+    fn remove_names(&self, rule: &str, paths: &BTreeSet<Vec<u8>>) -> Result<(), Errno> {
+        let Some(first) = paths.first() else {
+            return Ok(());
+        };
+        let dir = parent_of(first).to_vec();
+        let names: Vec<OsString> = paths.iter().map(|path| name_of(path)).collect();
+        let begun = self
+            .gate
+            .quiesce_names(&dir, paths, Pending::Drain, |root| {
+                Ok(self.gate.store().begin_names(root, &dir, &names)?.serial())
+            });
+        let transaction = Transaction {
+            rule: rule.to_owned(),
+            serial: begun.map_err(|error| errno_of(&error))?,
+            dir,
+            paths: paths.clone(),
+        };
+        let removed = self.remove_trees(&transaction.dir, &names);
+        let ended = match removed {
+            Ok(()) => self.commit_transaction(&transaction),
+            Err(_) => self.abort_transaction(&transaction),
+        };
+        let dir = self.find_dir(&transaction.dir)?;
+        for name in names {
+            (self.forget)(Cached::Name {
+                parent: dir.inode,
+                name,
+            });
+        }
+        removed.and(ended.map_err(|error| errno_of(&error)))
+    }
+
+    fn remove_trees(&self, dir: &[u8], names: &[OsString]) -> Result<(), Errno> {
+        let dir = self.find_dir(dir)?;
+        for name in names {
+            match self.gate.engine().namespace.lookup(dir.inode, name) {
+                Ok(entry) => {
+                    let found = Looked {
+                        rules: self,
+                        inode: entry.inode,
+                    };
+                    self.remove_tree(dir.inode, name, (&found, entry.attr.kind))?;
+                }
+                Err(Errno::NOENT) => {}
+                Err(errno) => return Err(errno),
+            }
+        }
+        Ok(())
+    }
+
+    fn remove_tree(
+        &self,
+        parent: InodeId,
+        name: &OsStr,
+        (found, kind): (&Looked<'_>, Kind),
+    ) -> Result<(), Errno> {
+        let namespace = &self.gate.engine().namespace;
+        if kind != Kind::Dir {
+            return namespace.unlink(parent, name);
+        }
+        for Listed { name, kind } in self.list(found.inode)? {
+            let below = self.look_up(found.inode, &name)?;
+            self.remove_tree(found.inode, &name, (&below, kind))?;
+        }
+        namespace.rmdir(parent, name)
+    }
+}

@@ -1,0 +1,147 @@
+//! `firn ls --checkpoints`: what commit rules made of the files of a mount.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::os::unix::ffi::OsStrExt;
+use std::time::SystemTime;
+
+use firn_client::find::Place;
+use firn_client::levels::Levels;
+use firn_format::durability::DurabilityLevel;
+use firn_format::record::Ending;
+use firn_protocol::Status;
+use firn_protocol::path::BytePath;
+use serde::Serialize;
+
+use super::Walked;
+use crate::failure::Failure;
+use crate::verb::rules::rules_of_mount;
+use crate::{output, text};
+
+/// A checkpoint of a rule.
+#[derive(Serialize)]
+pub(super) struct ListedCheckpoint {
+    /// Its directories and files, below the mount point.
+    paths: BTreeSet<BytePath>,
+    rule: String,
+    /// None: there is no number in its name.
+    step: Option<String>,
+    files: u64,
+    bytes: u64,
+    /// Files that are open for writing.
+    open: u64,
+    /// A rule has committed it, or it was there before.
+    complete: bool,
+    /// It is complete, and no crash takes it away.
+    durable: bool,
+    /// The lowest level of its files.
+    level: Option<DurabilityLevel>,
+    /// Newest modification of a file in it.
+    modified_unix_seconds: f64,
+    /// What its commit waits for; none: it is complete.
+    waits_for: Option<String>,
+}
+
+impl ListedCheckpoint {
+    fn add(&mut self, path: &BytePath, file: &Walked, levels: &Levels) {
+        let path = path.as_path();
+        self.files += 1;
+        self.bytes += levels.size(path, file.size);
+        self.open += u64::from(levels.ending(path) == Ending::Open);
+        let level = levels.level(path);
+        self.level = Some(self.level.map_or(level, |lowest| lowest.min(level)));
+        self.modified_unix_seconds = self.modified_unix_seconds.max(file.modified_s);
+    }
+
+    fn order(&self) -> (f64, &BTreeSet<BytePath>) {
+        let step = self.step.as_ref().and_then(|step| step.parse().ok());
+        (step.unwrap_or(f64::INFINITY), &self.paths)
+    }
+}
+
+/// The checkpoints that files are in, those with the highest steps last.
+pub(super) fn list(
+    files: &[Walked],
+    (place, status): (&Place, &Status),
+    levels: &Levels,
+) -> Result<Vec<ListedCheckpoint>, Failure> {
+    let rules = rules_of_mount(status)?;
+    let mut found: BTreeMap<String, ListedCheckpoint> = BTreeMap::new();
+    for file in files {
+        let top = &place.mount.mount_point;
+        let relative = file.path.strip_prefix(top).unwrap_or(&file.path);
+        let Some(checkpoint) = rules.checkpoint_of(relative.as_os_str().as_bytes()) else {
+            continue;
+        };
+        let listed = found.entry(checkpoint.group).or_insert(ListedCheckpoint {
+            paths: BTreeSet::new(),
+            rule: checkpoint.rule,
+            step: checkpoint.step,
+            files: 0,
+            bytes: 0,
+            open: 0,
+            complete: true,
+            durable: true,
+            level: None,
+            modified_unix_seconds: 0.0,
+            waits_for: None,
+        });
+        listed.paths.insert(checkpoint.top.into());
+        listed.add(&relative.into(), file, levels);
+    }
+    let mut listed: Vec<ListedCheckpoint> = found.into_values().collect();
+    for one in &mut listed {
+        let mut open = status.transactions.iter();
+        let open = open.find(|open| one.paths.contains(&open.scope));
+        one.complete = open.is_none();
+        one.waits_for = open.and_then(|open| open.waits_for.clone());
+        // What a rule has committed is durable; what was there before it was synced before.
+        let is_drained = one
+            .level
+            .is_some_and(|level| level >= DurabilityLevel::Drained);
+        one.durable = one.complete && is_drained;
+    }
+    listed.sort_by(|one, other| {
+        let (one, other) = (one.order(), other.order());
+        one.0.total_cmp(&other.0).then_with(|| one.1.cmp(other.1))
+    });
+    Ok(listed)
+}
+
+const HEAD: [&str; 9] = [
+    "STEP", "RULE", "FILES", "SIZE", "OPEN", "COMPLETE", "DURABLE", "AGE", "NAME",
+];
+
+fn yes_or_no(is_so: bool) -> String {
+    if is_so { "yes" } else { "no" }.to_owned()
+}
+
+fn row(listed: &ListedCheckpoint) -> [String; HEAD.len()] {
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    let now = now.map_or(0.0, |since| since.as_secs_f64());
+    let names: Vec<String> = listed.paths.iter().map(BytePath::to_string).collect();
+    [
+        listed.step.clone().unwrap_or_else(|| "-".to_owned()),
+        listed.rule.clone(),
+        listed.files.to_string(),
+        text::bytes(listed.bytes),
+        listed.open.to_string(),
+        yes_or_no(listed.complete),
+        yes_or_no(listed.durable),
+        text::seconds((now - listed.modified_unix_seconds).max(0.0)),
+        names.join(" "),
+    ]
+}
+
+pub(super) fn print(listed: &[ListedCheckpoint], as_json: bool) -> Result<(), Failure> {
+    if as_json {
+        return output::print_json(&listed);
+    }
+    if listed.is_empty() {
+        return Ok(());
+    }
+    let mut rows = vec![HEAD.map(str::to_owned)];
+    rows.extend(listed.iter().map(row));
+    text::pad_columns(&mut rows, &["STEP", "FILES", "SIZE", "OPEN"]);
+    let lines = rows.iter().map(|row| row.join("  ") + "\n");
+    output::print(&lines.collect::<String>())
+}

@@ -1,0 +1,1 @@
+# By make_stubs.py.

@@ -1,0 +1,13 @@
+# Of torch_checkpointing 0.1.1, by make_stubs.py.
+from typing import Any
+
+from dataclasses import dataclass
+
+@dataclass
+class LocalFileSystemStorageConfig:
+    use_direct_io: bool = ...
+    def create_storage(self) -> Any: ...
+
+class LocalFileSystemStorage:
+    def __init__(self, config: Any) -> None: ...
+    def rename(self, src_path: Any, dst_path: Any, is_directory: bool=..., background_cleanup: bool=...) -> Any: ...
