@@ -101,6 +101,11 @@ impl MemoryFile {
         rustix::fs::ftruncate(&self.file, len)
     }
 
+    /// Gives a range memory, without a change of its bytes.
+    pub fn reserve(&self, at: u64, len: u64) -> Result<(), Errno> {
+        rustix::fs::fallocate(&self.file, FallocateFlags::KEEP_SIZE, at, len)
+    }
+
     /// Stores bytes for those who read it.
     pub fn store(&self, mut at: u64, mut bytes: &[u8]) -> Result<(), Errno> {
         while !bytes.is_empty() {

@@ -286,6 +286,9 @@ impl<B: Backing> Engine<B> {
                 // What the kernel writes by itself is not seen here.
                 state.changes += u64::from(chosen == OpenMode::Passthrough);
                 state.direct.invalidate_list(&self.base.arena);
+                if !state.may_cache() {
+                    state.cache.drop_all(&self.base.arena);
+                }
                 self.base.journal.update_ending(state);
             }
         });

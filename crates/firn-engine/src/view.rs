@@ -26,8 +26,23 @@ use crate::{HandleId, OpenMode, Result, Written};
 const PART_BYTES: usize = 1 << 20;
 /// Bytes that are compared at once: few, so that writers seldom come between.
 const COMPARED_BYTES: usize = 64 << 10;
+/// Bytes that are compared while no drain is under way.
+const WINDOW_BYTES: u64 = 8 << 20;
 
 impl<B: Backing> FileState<B> {
+    /// Whether drained bytes may stay in the arena. Not while a program may store to a mapping: what it stores where they
+    /// lie would be in the cache and never in the backing.
+    pub(crate) fn may_cache(&self) -> bool {
+        self.view.is_none() || !self.opens.has_writers()
+    }
+
+    /// Has memory for bytes that are about to be shown, so that showing them cannot fail for the lack of it.
+    pub(crate) fn reserve_view(&self, offset: u64, len: u64) -> Result<()> {
+        self.view
+            .as_ref()
+            .map_or(Ok(()), |view| view.reserve(offset, len))
+    }
+
     /// Stores bytes that were just taken in what the kernel reads.
     pub(crate) fn show(&self, offset: u64, data: &[u8]) {
         if let Some(view) = &self.view {
@@ -97,11 +112,19 @@ impl<B: Backing> OpenFiles<B> {
         rustix::io::fcntl_dupfd_cloexec(view.file(), 0).ok()
     }
 
-    /// Whether programs may have stored to a mapping of this handle's file what only the memory file has.
+    /// Whether programs may have stored to a mapping of this handle's file what only the memory file has. A shared mapping
+    /// that can be stored to is of a descriptor that reads and writes.
     pub fn may_have_stores(&self, handle: HandleId) -> bool {
-        self.handle(handle)
-            .is_ok_and(|handle| handle.writable && *handle.mode.lock() == OpenMode::Memory)
+        self.handle(handle).is_ok_and(|handle| {
+            handle.readable && handle.writable && *handle.mode.lock() == OpenMode::Memory
+        })
     }
+}
+
+/// Bytes that programs stored to a mapping.
+struct Store {
+    offset: u64,
+    bytes: Vec<u8>,
 }
 
 impl<B: Backing> Engine<B> {
@@ -113,36 +136,77 @@ impl<B: Backing> Engine<B> {
         let Some(view) = view.filter(|_| self.open_files.may_have_stores(handle)) else {
             return Ok(());
         };
-        let mut stored = vec![0; COMPARED_BYTES];
-        let mut known = vec![0; COMPARED_BYTES];
+        let end = self.intake.size_of(&file)?;
         let mut offset = 0;
-        loop {
-            let changes = file.lock().changes;
-            let bytes = view.load(offset, &mut stored)?;
-            let bytes = self.read(handle, offset, &mut known)?.min(bytes);
-            if file.lock().changes != changes {
-                // What differs may be what a write(2) has changed between the two.
-                continue;
+        while offset < end {
+            let window = offset..end.min(offset + WINDOW_BYTES);
+            for store in self.find_stores(&file, &view, window.clone())? {
+                self.take_store(handle, &store)?;
             }
-            for run in differing_runs(&stored[..bytes], &known[..bytes]) {
-                self.take_store(handle, offset + run.start as u64, &stored[run])?;
-            }
-            if bytes < COMPARED_BYTES {
-                return Ok(());
-            }
-            offset += bytes as u64;
+            offset = window.end;
         }
+        Ok(())
     }
 
-    fn take_store(&self, handle: HandleId, offset: u64, bytes: &[u8]) -> Result<()> {
+    /// Where the memory file differs from the file. No drain is under way meanwhile: one that has read a page before a store to
+    /// it would make the page clean after this has looked, and what lies in the memory file itself does not differ.
+    fn find_stores(
+        &self,
+        file: &Arc<File<B>>,
+        view: &MemoryFile,
+        window: Range<u64>,
+    ) -> Result<Vec<Store>> {
+        let mut state = file.begin_exclusive();
+        let found = state.unlocked(|| {
+            let mut stores = Vec::new();
+            for offset in window.clone().step_by(COMPARED_BYTES) {
+                let len = (window.end - offset).min(COMPARED_BYTES as u64);
+                add_stores(&self.reads, file, view, offset..offset + len, &mut stores)?;
+            }
+            Ok(stores)
+        });
+        file.end_exclusive(&mut state);
+        self.drainer.drain.enqueue(file, &mut state);
+        found
+    }
+
+    fn take_store(&self, handle: HandleId, store: &Store) -> Result<()> {
         let mut done = 0;
-        while done < bytes.len() {
-            match self.write(handle, offset + done as u64, &bytes[done..], None)? {
+        while done < store.bytes.len() {
+            let (offset, rest) = (store.offset + done as u64, &store.bytes[done..]);
+            match self.write(handle, offset, rest, None)? {
                 Written::Bytes(count) => done += count,
                 Written::Full => return Err(Errno::NOSPC),
             }
         }
         Ok(())
+    }
+}
+
+/// Compares a range, again where a write(2) came between: what differs then may be what that has changed.
+fn add_stores<B: Backing>(
+    reads: &Reads<B>,
+    file: &Arc<File<B>>,
+    view: &MemoryFile,
+    range: Range<u64>,
+    stores: &mut Vec<Store>,
+) -> Result<()> {
+    let mut stored = vec![0; (range.end - range.start) as usize];
+    let mut known = stored.clone();
+    loop {
+        let changes = file.lock().changes;
+        let bytes = view.load(range.start, &mut stored)?;
+        let bytes = bytes.min(reads.read_exclusively(file, range.start, &mut known)? as usize);
+        if file.lock().changes != changes {
+            continue;
+        }
+        for run in differing_runs(&stored[..bytes], &known[..bytes]) {
+            stores.push(Store {
+                offset: range.start + run.start as u64,
+                bytes: stored[run].to_vec(),
+            });
+        }
+        return Ok(());
     }
 }
 

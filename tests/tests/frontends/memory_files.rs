@@ -194,3 +194,43 @@ fn an_open_file_keeps_its_bytes_when_it_is_replaced_and_removed() {
     drop((mapping, reader));
     mount.umount();
 }
+
+/// Proves S-memory-3: what the backing has already is written again.
+#[test]
+fn stores_to_a_mapping_of_a_drained_file_reach_the_backing() {
+    let sandbox = Sandbox::new("memdrained");
+    let mount = FirnMount::new(&sandbox, OPTIONS);
+    let path = mount.join("held");
+    let mut expected = bytes(5, 3 * MIB);
+    write_and_settle(&mount, &path, &expected);
+    let drain = || {
+        let at = mount.path().as_os_str();
+        sandbox.run(["drain".as_ref(), "--wait".as_ref(), at]).ok();
+    };
+    for round in 0..4usize {
+        if round % 2 == 0 {
+            drain();
+        }
+        let reader = File::open(&path).expect("open");
+        let writer = open_rw(&path);
+        let mapping = Mapping::new(&writer, expected.len(), MapFlags::SHARED).expect("mmap");
+        mapping.write(round * MIB / 2, b"before a drain");
+        expected[round * MIB / 2..][..14].copy_from_slice(b"before a drain");
+        if round > 1 {
+            drain();
+            mapping.write(round * MIB / 2 + 7, b"and after it");
+            expected[round * MIB / 2 + 7..][..12].copy_from_slice(b"and after it");
+        }
+        drop((mapping, writer));
+        assert_same_bytes("beside it", &read_at(&reader, 0, expected.len()), &expected);
+        drop(reader);
+        wait_until("all are closed", PATIENCE, || {
+            mount.status().open_files == 0
+        });
+        drain();
+        sandbox.run(["evict".as_ref(), path.as_os_str()]).ok();
+        assert_same_bytes("pruned", &read(&path), &expected);
+        assert_same_bytes("in the backing", &read(&mount.backing().join("held")), &expected);
+    }
+    mount.umount();
+}
