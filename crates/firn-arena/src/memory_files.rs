@@ -48,6 +48,8 @@ pub struct MemoryFile {
     slots: Mutex<Vec<Option<u32>>>,
     /// Somebody else may read it: its bytes stay those of one file.
     is_given: AtomicBool,
+    /// Slots are put into it, so it stays while it has none. Changes under the lock of the table.
+    is_being_filled: AtomicBool,
 }
 
 /// Slots in memory files, and the rest of what they are.
@@ -150,6 +152,14 @@ impl MemoryFile {
         self.set_len(len)
     }
 
+    fn is_being_filled(&self) -> bool {
+        self.is_being_filled.load(Ordering::Acquire)
+    }
+
+    fn is_empty(&self) -> bool {
+        self.slots.lock().iter().all(Option::is_none)
+    }
+
     /// Whether somebody else may read it.
     pub fn is_given(&self) -> bool {
         self.is_given.load(Ordering::Acquire)
@@ -197,6 +207,7 @@ impl MemoryFiles {
             file,
             slots: Mutex::default(),
             is_given: AtomicBool::new(false),
+            is_being_filled: AtomicBool::new(false),
         });
         self.table.lock().files.insert(number, Arc::clone(&file));
         file
@@ -251,15 +262,40 @@ impl MemoryFiles {
         let Some(SlotOfFile { file, index }) = table.by_slot.remove(&slot) else {
             return;
         };
-        let mut slots = file.slots.lock();
-        slots[usize::from(index)] = None;
-        let is_empty = slots.iter().all(Option::is_none);
-        drop(slots);
-        if is_empty {
+        file.slots.lock()[usize::from(index)] = None;
+        self.remove_if_unused(&mut table, &file);
+    }
+
+    /// Removes a memory file that has no slot and gets none. Under the lock of the table: its number may be used again at once.
+    fn remove_if_unused(&self, table: &mut Table, file: &Arc<MemoryFile>) {
+        let known = table.files.get(&file.number);
+        let is_known = known.is_some_and(|known| Arc::ptr_eq(known, file));
+        if is_known && file.is_empty() && !file.is_being_filled() {
             table.files.remove(&file.number);
-            drop(table);
             self.unlink(file.number);
         }
+    }
+
+    fn begin_filling(&self, file: &MemoryFile) {
+        let _table = self.table.lock();
+        file.is_being_filled.store(true, Ordering::Release);
+    }
+
+    /// The same, unless it was removed meanwhile.
+    fn begin_filling_again(&self, file: &Arc<MemoryFile>) -> bool {
+        let table = self.table.lock();
+        let known = table.files.get(&file.number);
+        let is_known = known.is_some_and(|known| Arc::ptr_eq(known, file));
+        if is_known {
+            file.is_being_filled.store(true, Ordering::Release);
+        }
+        is_known
+    }
+
+    fn end_filling(&self, file: &Arc<MemoryFile>) {
+        let mut table = self.table.lock();
+        file.is_being_filled.store(false, Ordering::Release);
+        self.remove_if_unused(&mut table, file);
     }
 
     fn unlink(&self, number: u16) {
@@ -284,7 +320,7 @@ impl MemoryFiles {
                 table
                     .files
                     .get(&number)
-                    .is_some_and(|file| file.slots.lock().iter().any(Option::is_some))
+                    .is_some_and(|file| !file.is_empty())
             };
             if !is_used {
                 self.table.lock().files.remove(&number);
@@ -436,12 +472,17 @@ impl Arena {
             let is_as_long = file.slots.lock().len() == slots as usize;
             is_as_long && !file.is_given() && self.is_idle_file(file)
         });
-        if let Some(file) = idle {
+        if let Some(file) = idle.filter(|file| self.memory_files.begin_filling_again(file)) {
             let len = u64::from(slots) * self.geometry.chunk_bytes;
-            rustix::fs::ftruncate(&file.file, len)?;
+            if let Err(errno) = rustix::fs::ftruncate(&file.file, len) {
+                self.memory_files.end_filling(&file);
+                return Err(errno);
+            }
             return Ok(Some(file));
         }
-        self.memory_files.create().map(Some)
+        let file = self.memory_files.create()?;
+        self.memory_files.begin_filling(&file);
+        Ok(Some(file))
     }
 
     /// Whether all slots of a memory file hold nothing.
@@ -500,9 +541,6 @@ impl Arena {
             self.map.map_back(at, bytes)?;
             let _ = punch(file.file(), start, bytes);
             self.pool.lock().keep_slot(slot);
-            if file.slots.lock().iter().all(Option::is_none) {
-                self.discard_memory_file(file);
-            }
             return Err(errno);
         }
         let place = MemoryPlace {
@@ -530,12 +568,9 @@ impl Arena {
         Ok(())
     }
 
-    /// Forgets a memory file that got no slot after all.
-    pub fn discard_memory_file(&self, file: &Arc<MemoryFile>) {
-        if file.slots.lock().iter().all(Option::is_none) {
-            self.memory_files.table.lock().files.remove(&file.number);
-            self.memory_files.unlink(file.number);
-        }
+    /// A memory file gets no more slots; it goes if it has none.
+    pub fn end_memory_file(&self, file: &Arc<MemoryFile>) {
+        self.memory_files.end_filling(file);
     }
 
     /// The memory file that a chunk is in, and where the chunk begins there.
@@ -572,23 +607,27 @@ impl Arena {
     }
 
     /// Gives back the idle slots of all memory files but whole ones of `keep_bytes` in all, which are used again. To be called
-    /// by the thread that makes memory files.
-    pub fn trim_memory_files(&self, keep_bytes: u64) {
+    /// by the thread that makes memory files. Returns how many slots came back.
+    pub fn trim_memory_files(&self, keep_bytes: u64) -> usize {
         self.pool.lock().retry_stuck_slots();
         let mut kept = 0;
+        let mut returned = 0;
         for file in self.memory_files.all() {
             let slots: Vec<u32> = file.slots.lock().iter().flatten().copied().collect();
             let bytes = slots.len() as u64 * self.geometry.chunk_bytes;
+            if file.is_being_filled() {
+                continue;
+            }
             if !file.is_given() && kept + bytes <= keep_bytes && self.is_idle_file(&file) {
                 kept += bytes;
                 continue;
             }
             for slot in slots {
-                if self.pool.lock().take_this_idle_slot(slot) {
-                    self.return_slot(slot);
-                }
+                let is_idle = self.pool.lock().take_this_idle_slot(slot);
+                returned += usize::from(is_idle && self.return_slot(slot));
             }
         }
+        returned
     }
 
     /// Puts a slot that was taken out of the idle ones back into the arena's file. False: there is no memory for it now.

@@ -211,8 +211,9 @@ fn run_mover<B: Backing>(engine: &Engine<B>, sleepers: &Sleepers, pacer: Option<
         if let Some(pacer) = pacer {
             pacer.charge(thread_time() - before, false);
         }
-        if step == SettleStep::Idle {
-            sleepers.sleep(ticket, retry);
+        if let SettleStep::Idle { retry: settle } = step {
+            let soonest = [retry, settle].into_iter().flatten().min();
+            sleepers.sleep(ticket, soonest);
         }
     }
 }

@@ -14,6 +14,7 @@ mod step;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use firn_arena::{Arena, MemoryFile};
 use firn_backing::Backing;
@@ -28,8 +29,11 @@ use crate::space::EvictionQueue;
 pub enum SettleStep {
     /// A chunk moved, or a file was looked at: call again.
     More,
-    /// Nothing now; look again when woken.
-    Idle,
+    /// Nothing now; look again after `retry`, or when woken.
+    Idle {
+        /// Time until it is seen whether there is room for what is half moved.
+        retry: Option<Duration>,
+    },
 }
 
 /// Called when there may be something to settle.

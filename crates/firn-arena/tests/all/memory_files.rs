@@ -99,6 +99,7 @@ fn settle(arena: &Arena, file: u64, old: &mut [(PieceRef, u64)], memory: &Arc<Me
         arena.retire_bytes(*piece, *len as u32, true);
         *piece = new;
     }
+    arena.end_memory_file(memory);
 }
 
 fn drop_pieces(arena: &Arena, pieces: &[(PieceRef, u64)]) {
@@ -222,6 +223,28 @@ fn an_idle_memory_file_is_used_again_and_gives_way_to_writers() {
     lease_all(&f.arena);
     assert_eq!(f.memory_files(), [] as [PathBuf; 0]);
     f.arena.assert_invariants();
+}
+
+#[test]
+fn regression_a_memory_file_keeps_its_name_while_it_is_filled() {
+    let f = Fixture::new();
+    let mut pieces = write_file(&f.arena, 1, 3);
+    let begin = || f.arena.begin_memory_file(3).expect("no error");
+    let memory = begin().expect("one");
+    settle(&f.arena, 1, &mut pieces, &memory);
+    drop_pieces(&f.arena, &pieces);
+    let mut pieces = write_file(&f.arena, 2, 3);
+    let again = begin().expect("one");
+    assert!(Arc::ptr_eq(&again, &memory));
+    // A writer finds no other room.
+    assert_eq!(f.arena.return_idle_slots(3), 3);
+    settle(&f.arena, 2, &mut pieces, &again);
+    let Fixture { dir, arena } = f;
+    drop((memory, again));
+    drop(arena);
+    let (arena, damage) = attach(&dir.path().join("arena"));
+    assert_eq!(damage, []);
+    assert_eq!(verify(&arena).len(), 3);
 }
 
 #[test]

@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use firn_arena::{Lease, PieceRef};
 use firn_backing::{Backing, Errno};
@@ -21,12 +22,17 @@ const SPARE_PART: u32 = 32;
 /// used before costs a fraction of memory that was not.
 const KEEP_PART: u64 = 4;
 
+/// Until it is seen again whether a half moved file has room: nobody waits for it, and room comes as checkpoints go.
+const ROOM_RETRY: Duration = Duration::from_secs(1);
+
 /// What became of a chunk.
 enum Moved {
     /// It is in the memory file.
     Done,
-    /// The file has changed, is used, or there is no room: it is settled another time.
+    /// The file has changed or is used: it is settled another time.
     NotNow,
+    /// No slot of memory is free beside those of writers.
+    NoRoom,
 }
 
 impl<B: Backing> Room<B> {
@@ -68,7 +74,7 @@ impl<B: Backing> Room<B> {
         let Some(mut task) = task.or_else(|| self.begin_next_task()) else {
             self.base.arena.trim_memory_files(self.idle_bytes_max());
             self.wake_writers();
-            return SettleStep::Idle;
+            return SettleStep::Idle { retry: None };
         };
         match self.move_chunk(&task) {
             Ok(Moved::Done) => {
@@ -76,19 +82,36 @@ impl<B: Backing> Room<B> {
                 task.next += 1;
                 let is_over = u64::from(task.next) * self.chunk_bytes() >= task.bytes;
                 if is_over {
+                    self.base.arena.end_memory_file(&task.memory);
                     tracing::debug!(path = %task.file.shown(), bytes = task.bytes, "drain: settled");
                 } else {
                     *self.settle.task.lock() = Some(task);
                 }
             }
-            Ok(Moved::NotNow) => self.base.arena.discard_memory_file(&task.memory),
+            Ok(Moved::NotNow) => self.base.arena.end_memory_file(&task.memory),
+            Ok(Moved::NoRoom) => {
+                *self.settle.task.lock() = Some(task);
+                return self.make_room_to_settle();
+            }
             Err(errno) => {
-                self.base.arena.discard_memory_file(&task.memory);
+                self.base.arena.end_memory_file(&task.memory);
                 tracing::info!(path = %task.file.shown(), %errno, "a file cannot be put into a memory file: it stays where it is");
             }
         }
         self.wake_writers();
         SettleStep::More
+    }
+
+    /// Takes slots back that no file is in.
+    fn make_room_to_settle(&self) -> SettleStep {
+        let returned = self.base.arena.trim_memory_files(0);
+        self.wake_writers();
+        if returned > 0 {
+            return SettleStep::More;
+        }
+        SettleStep::Idle {
+            retry: Some(ROOM_RETRY),
+        }
     }
 
     fn chunk_bytes(&self) -> u64 {
@@ -160,7 +183,7 @@ impl<B: Backing> Room<B> {
             arena.unpin_slab(extent.piece.slab);
         }
         let Some(lease) = copied? else {
-            return Ok(Moved::NotNow);
+            return Ok(Moved::NoRoom);
         };
         Ok(self.put_in_place(task, &source, lease, range))
     }

@@ -403,7 +403,7 @@ impl World {
     /// Moves files into memory files, so many steps or until none is left to move.
     pub fn settle(&self, steps: u32) {
         for _ in 0..steps {
-            if self.stopped() || self.engine.room.settle_step() == SettleStep::Idle {
+            if self.stopped() || matches!(self.engine.room.settle_step(), SettleStep::Idle { .. }) {
                 return;
             }
         }
