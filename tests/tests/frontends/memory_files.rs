@@ -1,15 +1,18 @@
 //! Memory files: large held files that the kernel reads by itself, and what those see who have one open while it changes.
+//!
+//! `FIRN_CRASH_ROUNDS` sets the rounds of kill -9, `FIRN_SEED` the seed.
 
+use std::collections::BTreeMap;
 use std::fs::{self, File};
-use std::os::unix::fs::FileExt;
-use std::path::Path;
+use std::os::unix::fs::{FileExt, PermissionsExt, chown};
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
 use firn_tests::command::{run, wait_until};
 use firn_tests::fsops::{Mapping, assert_same_bytes, open_rw, read, read_at};
 use firn_tests::preloaded::Frontend;
-use firn_tests::random::{bytes, generator, seed};
+use firn_tests::random::{bytes, env_count, generator, seed};
 use firn_tests::{FirnMount, Sandbox};
 use rand::RngExt;
 use rustix::mm::MapFlags;
@@ -230,7 +233,191 @@ fn stores_to_a_mapping_of_a_drained_file_reach_the_backing() {
         drain();
         sandbox.run(["evict".as_ref(), path.as_os_str()]).ok();
         assert_same_bytes("pruned", &read(&path), &expected);
-        assert_same_bytes("in the backing", &read(&mount.backing().join("held")), &expected);
+        assert_same_bytes(
+            "in the backing",
+            &read(&mount.backing().join("held")),
+            &expected,
+        );
     }
     mount.umount();
+}
+
+/// Files of a mount, and what each of them has to hold.
+type Expected = BTreeMap<String, Vec<u8>>;
+
+/// Changes one of four files, as checkpoints and the programs around them do.
+fn change_a_file(mount: &FirnMount, expected: &mut Expected, random: &mut impl RngExt) {
+    let name = format!("rank{}", random.random_range(0..4));
+    let path = mount.join(&name);
+    let Some(data) = expected.get_mut(&name).filter(|_| random.random_bool(0.5)) else {
+        let data = bytes(random.random(), random.random_range(MIB / 2..7 * MIB));
+        let partial = mount.join("partial");
+        fs::write(&partial, &data).expect("write");
+        fs::rename(&partial, &path).expect("rename");
+        expected.insert(name, data);
+        return;
+    };
+    let file = open_rw(&path);
+    if random.random_bool(0.3) {
+        let len = random.random_range(1..data.len() + MIB);
+        file.set_len(len as u64).expect("truncate");
+        data.resize(len, 0);
+        return;
+    }
+    let patch = bytes(random.random(), random.random_range(1..300_000));
+    let offset = random.random_range(0..=data.len());
+    file.write_all_at(&patch, offset as u64).expect("write");
+    data.resize(data.len().max(offset + patch.len()), 0);
+    data[offset..offset + patch.len()].copy_from_slice(&patch);
+}
+
+fn assert_files(what: &str, dir: &Path, expected: &Expected) {
+    for (name, data) in expected {
+        assert_same_bytes(&format!("{what}: {name}"), &read(&dir.join(name)), data);
+    }
+}
+
+/// The memory files of the sandbox's only arena.
+fn memory_files(sandbox: &Sandbox) -> Vec<PathBuf> {
+    let entries = fs::read_dir(sandbox.runtime()).expect("the runtime directory");
+    let paths = entries.map(|entry| entry.expect("an entry").path());
+    let is_one = |path: &PathBuf| path.to_string_lossy().contains(".arena.m");
+    paths.filter(is_one).collect()
+}
+
+/// Proves S-memory-1, S-write-1: at any moment of settling, with readers of memory files beside.
+#[test]
+fn what_returned_survives_kill_9_while_files_settle() {
+    let seed = seed("what_returned_survives_kill_9_while_files_settle");
+    let mut settled_bytes = 0;
+    for round in 0..env_count("FIRN_CRASH_ROUNDS", 5) {
+        let mut random = generator(seed.wrapping_add(round));
+        let sandbox = Sandbox::new("memkill");
+        let mut expected = Expected::new();
+        // Twice: what an attach settles is killed as well.
+        for life in 0..2 {
+            let mount = FirnMount::new(&sandbox, OPTIONS);
+            let mut readers = Vec::new();
+            for _ in 0..random.random_range(2..8) {
+                change_a_file(&mount, &mut expected, &mut random);
+                if random.random_bool(0.4) {
+                    let (name, data) = expected.iter().next().expect("one");
+                    let file = File::open(mount.join(name)).expect("open");
+                    let mapping = Mapping::new(&file, data.len(), MapFlags::PRIVATE);
+                    readers.push((mapping.expect("mmap"), file));
+                }
+            }
+            let moment = Duration::from_micros(random.random_range(0..60_000));
+            // The random moment is the point of the test, not a wait for a condition.
+            std::thread::sleep(moment);
+            settled_bytes += mount.status().settled_bytes;
+            println!("round {round}, life {life}: killed after {moment:?}");
+            mount.kill();
+        }
+        let mount = FirnMount::new(&sandbox, OPTIONS);
+        assert_files("attached", mount.path(), &expected);
+        change_a_file(&mount, &mut expected, &mut random);
+        assert_files("changed", mount.path(), &expected);
+        let backing = mount.umount();
+        assert_files("in the backing", &backing, &expected);
+        assert_eq!(memory_files(&sandbox), [] as [PathBuf; 0], "round {round}");
+    }
+    println!("{settled_bytes} bytes were settled by firnd that were killed");
+    assert!(settled_bytes > 0, "no round killed a firnd that settled");
+}
+
+/// How a memory file is spoiled between two mounts.
+#[derive(Clone, Copy, Debug)]
+enum Spoiled {
+    Removed,
+    Cut,
+    OfAnotherUser,
+    OpenToAll,
+    AnotherFile,
+}
+
+impl Spoiled {
+    fn spoil(self, path: &Path) {
+        match self {
+            Self::Removed => fs::remove_file(path).expect("removed"),
+            Self::Cut => open_rw(path).set_len(MIB as u64).expect("cut"),
+            Self::OfAnotherUser => chown(path, Some(65534), None).expect("chown"),
+            Self::OpenToAll => {
+                fs::set_permissions(path, fs::Permissions::from_mode(0o666)).expect("chmod");
+            }
+            Self::AnotherFile => {
+                fs::remove_file(path).expect("removed");
+                std::os::unix::fs::symlink("/etc/passwd", path).expect("a link");
+            }
+        }
+    }
+}
+
+/// Proves S-memory-1: what cannot be believed is told and not read, and everything else is there.
+#[test]
+fn a_spoiled_memory_file_is_told_and_the_other_files_are_whole() {
+    use Spoiled::{AnotherFile, Cut, OfAnotherUser, OpenToAll, Removed};
+    for how in [Removed, Cut, OfAnotherUser, OpenToAll, AnotherFile] {
+        let sandbox = Sandbox::new("memspoil");
+        let mount = FirnMount::new(&sandbox, OPTIONS);
+        let (lost, whole) = (bytes(6, 4 * MIB), bytes(7, 4 * MIB));
+        write_and_settle(&mount, &mount.join("lost"), &lost);
+        let of_lost = memory_files(&sandbox);
+        assert_eq!(of_lost.len(), 1, "{how:?}");
+        write_and_settle(&mount, &mount.join("whole"), &whole);
+        mount.kill();
+        how.spoil(&of_lost[0]);
+        let mount = FirnMount::new(&sandbox, OPTIONS);
+        let error = fs::read(mount.join("lost")).expect_err("bytes that nobody has");
+        assert_eq!(error.raw_os_error(), Some(libc::EIO), "{how:?}");
+        assert_same_bytes(&format!("{how:?}"), &read(&mount.join("whole")), &whole);
+        assert!(
+            sandbox.logs().contains("memory file"),
+            "{how:?}: the log names what is lost"
+        );
+        // New bytes take the place of the lost ones.
+        fs::write(mount.join("lost"), &lost).expect("write");
+        assert_same_bytes("written anew", &read(&mount.join("lost")), &lost);
+        let backing = mount.umount();
+        assert_same_bytes("in the backing", &read(&backing.join("whole")), &whole);
+        assert_same_bytes("in the backing", &read(&backing.join("lost")), &lost);
+    }
+}
+
+/// Proves S-memory-1: without memory beside the arena files stay where they are, and settle once there is some.
+#[test]
+fn a_full_tmpfs_keeps_files_where_they_are() {
+    let sandbox = Sandbox::new("memfull");
+    let tmpfs = sandbox.mkdir("tmpfs");
+    let mut mount_tmpfs = Command::new("mount");
+    mount_tmpfs.args(["-t", "tmpfs", "-o", "size=48M,mode=0700", "firn-test"]);
+    run(mount_tmpfs.arg(&tmpfs)).ok();
+    let options = format!(
+        "arena-size=32M,chunk-size=1M,drain=demand,close=held,fsync=held,memory-files=1M,arena-dir={}",
+        tmpfs.display()
+    );
+    let mount = FirnMount::new(&sandbox, &options);
+    let filler = tmpfs.join("filler");
+    let room = rustix::fs::statvfs(&tmpfs).expect("statvfs");
+    let filled = fs::write(&filler, vec![1; (room.f_bavail * room.f_frsize) as usize]);
+    println!("filled: {filled:?}");
+    let path = mount.join("held");
+    let mut expected = bytes(8, 6 * MIB);
+    for round in 0..3u64 {
+        fs::write(&path, &expected).expect("write");
+        assert_same_bytes("full", &read(&path), &expected);
+        let file = open_rw(&path);
+        file.write_all_at(&bytes(round, 5000), 3 * MIB as u64)
+            .expect("write");
+        expected[3 * MIB..][..5000].copy_from_slice(&bytes(round, 5000));
+        assert_same_bytes("changed", &read(&path), &expected);
+    }
+    fs::remove_file(&filler).expect("room again");
+    wait_until("it is settled", PATIENCE, || {
+        assert_same_bytes("in between", &read(&path), &expected);
+        mount.status().settled_bytes >= expected.len() as u64
+    });
+    assert_same_bytes("settled", &read(&path), &expected);
+    let backing = mount.umount();
+    assert_same_bytes("in the backing", &read(&backing.join("held")), &expected);
 }

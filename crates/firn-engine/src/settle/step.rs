@@ -195,6 +195,14 @@ impl<B: Backing> Room<B> {
             return None;
         }
         let source = state.source(range)?;
+        // What was moved out of memory would come back, and other bytes would have to go for it.
+        let is_spilled = |(_, extent): &(u64, Extent)| {
+            let chunk = extent.piece.slab.chunk;
+            self.base.arena.is_spilled(chunk)
+        };
+        if source.parts.iter().any(is_spilled) {
+            return None;
+        }
         for (_, extent) in &source.parts {
             self.base.arena.pin_slab(extent.piece.slab);
         }
