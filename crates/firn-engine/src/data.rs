@@ -211,6 +211,7 @@ impl<B: Backing> Engine<B> {
         let Some(memory) = state.memory_file(&self.base.arena, size) else {
             return false;
         };
+        state.shorten_pieces(&self.base.arena, &memory, size);
         let is_shared = memory.share(size).is_ok();
         if is_shared {
             state.view = Some(memory);

@@ -36,6 +36,18 @@ impl<B: Backing> FileState<B> {
         self.view.is_none() || !self.opens.has_writers()
     }
 
+    /// No record of a piece reaches beyond a length that its memory file is about to get.
+    pub(crate) fn shorten_pieces(&self, arena: &Arena, memory: &Arc<MemoryFile>, len: u64) {
+        for (_, extent) in self.pending.extents().iter() {
+            let place = arena.memory_file_of(extent.piece.slab.chunk);
+            if let Some((file, start)) = place
+                && Arc::ptr_eq(&file, memory)
+            {
+                arena.shorten_piece(extent.piece, len.saturating_sub(start));
+            }
+        }
+    }
+
     /// Has memory for bytes that are about to be shown, so that showing them cannot fail for the lack of it.
     pub(crate) fn reserve_view(&self, offset: u64, len: u64) -> Result<()> {
         self.view
@@ -53,6 +65,7 @@ impl<B: Backing> FileState<B> {
     /// Makes what the kernel reads as long as the file is, of which nothing before a cut lies beyond.
     pub(crate) fn show_len(&self, arena: &Arena, len: u64) {
         let Some(view) = &self.view else { return };
+        self.shorten_pieces(arena, view, len);
         warn_of(view.set_len(len));
         // Written while the cut was under way.
         for (offset, extent) in self.pending.extents().within(len..u64::MAX) {
@@ -84,7 +97,11 @@ pub(crate) fn refresh_view<B: Backing>(
     }
 }
 
-fn refresh<B: Backing>(reads: &Reads<B>, file: &Arc<File<B>>, view: &MemoryFile) -> Result<()> {
+fn refresh<B: Backing>(
+    reads: &Reads<B>,
+    file: &Arc<File<B>>,
+    view: &Arc<MemoryFile>,
+) -> Result<()> {
     let mut buffer = vec![0; PART_BYTES];
     let mut offset = 0;
     loop {
@@ -98,7 +115,9 @@ fn refresh<B: Backing>(reads: &Reads<B>, file: &Arc<File<B>>, view: &MemoryFile)
         offset += bytes;
         if bytes < PART_BYTES as u64 {
             let in_arena = state.pending.end().max(state.cache.extents().end());
-            return view.set_len(offset.max(in_arena));
+            let len = offset.max(in_arena);
+            state.shorten_pieces(&reads.base.arena, view, len);
+            return view.set_len(len);
         }
     }
 }

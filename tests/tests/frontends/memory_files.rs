@@ -326,6 +326,30 @@ fn what_returned_survives_kill_9_while_files_settle() {
     assert!(settled_bytes > 0, "no round killed a firnd that settled");
 }
 
+/// Proves S-memory-1: the record of what was cut off does not make the memory file a damaged one.
+#[test]
+fn regression_a_file_that_is_cut_and_read_survives_kill_9() {
+    let sandbox = Sandbox::new("memcut");
+    let mount = FirnMount::new(&sandbox, OPTIONS);
+    let (path, viewed) = (mount.join("held"), mount.join("viewed"));
+    let mut data = bytes(9, 4 * MIB - 1000);
+    write_and_settle(&mount, &path, &data);
+    write_and_settle(&mount, &viewed, &data);
+    let reader = File::open(&viewed).expect("open");
+    data.truncate(2 * MIB + MIB / 3);
+    for path in [&path, &viewed] {
+        open_rw(path).set_len(data.len() as u64).expect("cut");
+        assert_same_bytes("cut", &read(path), &data);
+    }
+    mount.kill();
+    drop(reader);
+    let mount = FirnMount::new(&sandbox, OPTIONS);
+    assert_same_bytes("attached", &read(&path), &data);
+    assert_same_bytes("attached", &read(&viewed), &data);
+    let backing = mount.umount();
+    assert_same_bytes("in the backing", &read(&backing.join("held")), &data);
+}
+
 /// How a memory file is spoiled between two mounts.
 #[derive(Clone, Copy, Debug)]
 enum Spoiled {

@@ -226,6 +226,26 @@ fn an_idle_memory_file_is_used_again_and_gives_way_to_writers() {
 }
 
 #[test]
+fn regression_a_cut_file_that_is_read_in_its_memory_file_is_no_damage() {
+    let f = Fixture::new();
+    let mut pieces = write_file(&f.arena, 1, 3);
+    let memory = f.arena.begin_memory_file(3).expect("no error");
+    let memory = memory.expect("one");
+    settle(&f.arena, 1, &mut pieces, &memory);
+    let cut = CHUNK / 4;
+    f.arena.shorten_piece(pieces[2].0, cut);
+    memory.share(2 * CHUNK + cut).expect("it gets its length");
+    let Fixture { dir, arena } = f;
+    drop(memory);
+    drop(arena);
+    let (arena, damage) = attach(&dir.path().join("arena"));
+    assert_eq!(damage, []);
+    let found = verify(&arena);
+    let last = found.iter().find(|piece| piece.offset == 2 * CHUNK);
+    assert_eq!(last.map(|piece| u64::from(piece.len)), Some(cut));
+}
+
+#[test]
 fn regression_a_memory_file_keeps_its_name_while_it_is_filled() {
     let f = Fixture::new();
     let mut pieces = write_file(&f.arena, 1, 3);
