@@ -19,7 +19,7 @@ help:
 	@echo 'make         build what is installed; needs no root'
 	@echo 'make demo    set up, build, mount; a solver and firnd are killed, and it ends with the same result'
 	@echo 'make test    set up, run every test (as root: the tests mount file systems), and make check'
-	@echo 'make check   formatting, lints, documentation, and what the dependencies are'
+	@echo 'make check   formatting, words of comments, lints, documentation, and what the dependencies are'
 	@echo 'make bench   measure both frontends, checkpoints, restarts, spilling and commits beside their baselines'
 	@echo 'make lab     make the figures of the papers anew, beside models of their machines: hours (lab/README.md)'
 	@echo 'make install install what was built to PREFIX (/usr/local), below DESTDIR; builds nothing'
@@ -42,6 +42,7 @@ test:
 check:
 	$(CARGO) fmt --all --check
 	$(CARGO) fmt --manifest-path lab/Cargo.toml --check
+	$(CARGO) xtask words
 	$(CARGO) clippy --workspace --all-targets -- -D warnings
 	RUSTDOCFLAGS='-D warnings' $(CARGO) doc --workspace --no-deps --document-private-items
 	PATH="$(CURDIR)/target/tools/bin:$$PATH" $(CARGO) deny check bans licenses sources

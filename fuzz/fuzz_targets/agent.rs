@@ -1,6 +1,8 @@
-//! Protocol of agents: whoever does not have the key gets through no handshake, on neither side, whatever is sent; what
-//! is read as a message is written as a frame that reads the same; a list makes a plan that stays in its directory, or
-//! none; after the hello nothing is heard but what was said, from its start on, whatever is changed on its way.
+//! Protocol of agents, for any bytes that are sent:
+//! * a peer without the key gets through no handshake, on either side;
+//! * what is read as a message is written as a frame that reads the same;
+//! * a list makes a plan that stays in its directory, or none;
+//! * after the hello only what was said is heard, from its start on, whatever is changed on its way.
 #![no_main]
 
 use std::io;

@@ -169,7 +169,7 @@ fn compare(sample: &Sample, input: &Input) {
     assert_eq!((&stored, &damage), (&report.pieces, &report.damage));
     arena.free_unkept_slabs(&stored);
     assert_eq!(arena.used_bytes(), 0, "nothing was kept");
-    // The one chunk is free, or nobody knows what was in it.
+    // The one chunk is free, or what was in it is unknown.
     let unknown = damage
         .iter()
         .any(|found| matches!(found, Damage::Chunk { .. }));

@@ -217,9 +217,10 @@ impl MemoryArgs {
         let steps: usize = all.iter().map(|(_, settings)| settings.len()).sum();
         let bar = progress(steps as u64 * u64::from(self.common.repeats()), "memory");
         for (chunk_bytes, settings) in all {
-            let mount = match self.common.baseline_only {
-                true => None,
-                false => Some(self.mount(firn, work, chunk_bytes, &settings)?),
+            let mount = if self.common.baseline_only {
+                None
+            } else {
+                Some(self.mount(firn, work, chunk_bytes, &settings)?)
             };
             for setting in settings {
                 bar.set_message(setting.name());

@@ -152,9 +152,10 @@ impl OrchestrateArgs {
     }
 
     fn figures(&self) -> Vec<Figure> {
-        match self.figure.is_empty() {
-            true => Figure::ALL.to_vec(),
-            false => self.figure.clone(),
+        if self.figure.is_empty() {
+            Figure::ALL.to_vec()
+        } else {
+            self.figure.clone()
         }
     }
 

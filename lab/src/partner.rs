@@ -246,7 +246,7 @@ impl Site<'_> {
         Ok(Node { agent, mount })
     }
 
-    /// So many hosts, each with its partner.
+    /// Starts `hosts` hosts, each with its partner.
     fn start_all(&self, hosts: u8, encrypt: &str) -> anyhow::Result<Vec<Node<'_>>> {
         let nodes = (0..hosts.into()).map(|at| self.start(at, encrypt));
         let nodes = nodes.collect::<anyhow::Result<Vec<_>>>()?;
@@ -415,7 +415,7 @@ impl Site<'_> {
 }
 
 impl Node<'_> {
-    /// Waits until it has copies of nobody.
+    /// Waits until it has no copies.
     fn wait_for_empty_shelf(&self) -> anyhow::Result<()> {
         let shelf = shelf_of(&self.mount)?;
         wait_until("the copies are gone", || Ok(!shelf.exists()))

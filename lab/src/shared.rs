@@ -176,9 +176,10 @@ impl SharedArgs {
     }
 
     fn on(&self) -> Vec<On> {
-        let mut on = match self.on.is_empty() {
-            true => On::DEFAULT.to_vec(),
-            false => self.on.clone(),
+        let mut on = if self.on.is_empty() {
+            On::DEFAULT.to_vec()
+        } else {
+            self.on.clone()
         };
         if self.common.baseline_only {
             on.retain(|on| on.has_baseline());
@@ -187,17 +188,19 @@ impl SharedArgs {
     }
 
     fn clients(&self) -> Vec<u32> {
-        match self.clients.is_empty() {
-            true => self.common.choose(vec![1, 2, 5, 10], vec![2]),
-            false => self.clients.clone(),
+        if self.clients.is_empty() {
+            self.common.choose(vec![1, 2, 5, 10], vec![2])
+        } else {
+            self.clients.clone()
         }
     }
 
     fn blocks(&self) -> Vec<u64> {
         let kib = |sizes: &[u64]| sizes.iter().map(|size| size << 10).collect();
-        match self.block.is_empty() {
-            true => self.common.choose(kib(&[1, 4, 16, 64, 256]), kib(&[4, 64])),
-            false => self.block.clone(),
+        if self.block.is_empty() {
+            self.common.choose(kib(&[1, 4, 16, 64, 256]), kib(&[4, 64]))
+        } else {
+            self.block.clone()
         }
     }
 
@@ -206,9 +209,10 @@ impl SharedArgs {
     }
 
     fn divisor(&self, on: On) -> u32 {
-        match on.is_model() || on == On::Lanes {
-            true => self.common.choose(on.divisor(), 16),
-            false => 1,
+        if on.is_model() || on == On::Lanes {
+            self.common.choose(on.divisor(), 16)
+        } else {
+            1
         }
     }
 

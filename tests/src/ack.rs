@@ -457,7 +457,7 @@ mod tests {
         };
         writer.perform(first_byte(0)).expect("to the mount");
         unmount_lazily(&point);
-        // firnd would refuse it. What counts is that nobody else takes it.
+        // firnd would refuse it. What counts is that no other user takes it.
         let _ = writer.perform(first_byte(1));
         let made: Vec<_> = std::fs::read_dir(&point).expect("list").collect();
         assert!(made.is_empty(), "{made:?}");

@@ -161,7 +161,7 @@ pub fn shared_memory_of(pid: u32) -> Vec<PathBuf> {
         .collect()
 }
 
-/// Only the user can tell that nobody needs them (docs/OPERATIONS.md).
+/// Only the user can tell that they are not needed (docs/OPERATIONS.md).
 fn remove_shared_memory(pid: u32) {
     for path in shared_memory_of(pid) {
         let _ = fs::remove_file(path);
@@ -372,7 +372,7 @@ pub fn list_all(link: &mut Link<Stream>) {
     assert!(matches!(reply, Reply::Listed { .. }), "{reply:?}");
 }
 
-/// Somebody with the key of an agent who answers as he likes, until the value ends.
+/// A process with the key of an agent, which answers as a test wants, until the value ends.
 pub struct FakeAgent {
     address: SocketAddr,
     over: Arc<AtomicBool>,

@@ -21,9 +21,9 @@ pub const CAP_DAC_OVERRIDE: [u8; 20] = [1, 0, 0, 2, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0
 /// The name of the file that `copy` and `sendfile` take bytes from, in the directory of the other.
 pub const SOURCE: &str = "source";
 
-/// Who changes it.
+/// The user that changes it.
 #[derive(Clone, Copy, Debug)]
-pub struct Who {
+pub struct Caller {
     /// How a failure calls it.
     pub name: &'static str,
     /// User.
@@ -67,7 +67,7 @@ pub const CALLS: [&str; 24] = [
 /// The answer of one change: the errno or 0, and what is left right after the call, with the file still open.
 pub fn change(
     helper: &Path,
-    who: &Who,
+    who: &Caller,
     call: &str,
     path: &Path,
     prepare: impl FnOnce(&mut Command),

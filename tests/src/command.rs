@@ -1,7 +1,8 @@
 //! Running other programs with a time limit, and waiting for conditions.
 
-use std::fs::File;
-use std::io::{ErrorKind, Read, Seek, SeekFrom};
+use std::fs::{self, File};
+use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
+use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
@@ -121,6 +122,19 @@ pub fn run_within(command: &mut Command, limit: Duration) -> Outcome {
 #[track_caller]
 pub fn copy_program(from: &Path, to: &Path) {
     run(Command::new("cp").arg(from).arg(to)).ok();
+}
+
+/// Writes a script that can be started, by another process for the reason that [`copy_program`] has.
+#[track_caller]
+pub fn write_program(path: &Path, text: &str) {
+    let mut writer = Command::new("tee");
+    writer.arg(path).stdin(Stdio::piped()).stdout(Stdio::null());
+    let mut writer = writer.spawn().expect("start tee");
+    let mut input = writer.stdin.take().expect("its input");
+    input.write_all(text.as_bytes()).expect("write a program");
+    drop(input);
+    assert!(writer.wait().expect("waitpid").success(), "tee {path:?}");
+    fs::set_permissions(path, fs::Permissions::from_mode(0o755)).expect("chmod");
 }
 
 /// Waits for a child; kills it and gives `None` when `limit` has passed.

@@ -43,7 +43,7 @@ pub fn token_of_tree(runtime: &Path) -> Token {
 
 /// A connection over which nothing was sent yet.
 pub fn knock(token: &Token) -> Result<Connection, Errno> {
-    Connection::to_anybody(token)
+    Connection::to_any_listener(token)
 }
 
 /// Sends any bytes and gives the answer's status; `None`: the other side closed.

@@ -52,7 +52,7 @@ pub fn errno(error: &std::io::Error) -> Errno {
 /// close(2) with its answer, which std's drop throws away.
 pub fn close(file: File) -> Result<(), Errno> {
     use std::os::fd::IntoRawFd;
-    // SAFETY: the descriptor was owned by `file`, which gave it up here, so nobody closes it twice.
+    // SAFETY: the descriptor was owned by `file`, which gave it up here, so it is closed once.
     match unsafe { libc::close(file.into_raw_fd()) } {
         0 => Ok(()),
         _ => Err(errno(&std::io::Error::last_os_error())),
@@ -67,7 +67,7 @@ pub fn open_in(dir: &File, name: &str) -> std::io::Result<File> {
     // SAFETY: the name ends with a zero, and both it and the directory live through the call.
     match unsafe { libc::openat(dir.as_raw_fd(), name.as_ptr(), flags, 0o666) } {
         -1 => Err(std::io::Error::last_os_error()),
-        // SAFETY: openat(2) has just made the descriptor, so nobody else owns it.
+        // SAFETY: openat(2) has just made the descriptor, so it has no other owner.
         descriptor => Ok(unsafe { File::from_raw_fd(descriptor) }),
     }
 }
@@ -120,7 +120,7 @@ impl Mapping {
 
     /// Makes every processor look up the pages of a private mapping again.
     pub fn look_again(&self) -> Result<(), Errno> {
-        // SAFETY: address and length are those of the mapping; a private one that nobody stored to loses nothing.
+        // SAFETY: address and length are those of the mapping; a private one without stores loses nothing.
         unsafe { rustix::mm::madvise(self.address.cast(), self.len, Advice::LinuxDontNeed) }
     }
 

@@ -31,6 +31,7 @@ pub mod powerfs;
 pub mod preloaded;
 pub mod random;
 pub mod replay;
+pub mod rule_model;
 pub mod sandbox;
 pub mod scripts;
 pub mod sshd;

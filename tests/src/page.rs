@@ -302,7 +302,7 @@ impl Shell {
 
     /// What is seen as it would be on a machine of the reader's.
     fn lines_on_page(&self, seen: &str) -> Vec<String> {
-        // A shell into which somebody types says only the word.
+        // An interactive shell says only the word.
         static KILLED: LazyLock<Regex> = LazyLock::new(|| {
             Regex::new("^[^ ]+: (line [0-9]+: )?[ ]*[0-9]+ Killed ").expect("a pattern")
         });

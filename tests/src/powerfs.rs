@@ -42,7 +42,7 @@ impl PowerFs {
         &self.mount_point
     }
 
-    /// Cuts the power, and comes back with what is left. Nobody may use it meanwhile.
+    /// Cuts the power, and comes back with what is left. It must be unused meanwhile.
     pub fn cut(&mut self, seed: u64) {
         writeln!(self.commands, "cut {seed}").expect("tell the server");
         self.wait_for_answer();

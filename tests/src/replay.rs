@@ -128,7 +128,7 @@ pub struct Trace {
     pub lines: Vec<String>,
 }
 
-/// The traces of all writers.
+/// The traces of all writers; only that of the writer `FIRN_TRACE`, where it is set.
 pub fn traces() -> Vec<Trace> {
     let dir: PathBuf = [env!("CARGO_MANIFEST_DIR"), "../crates/firn-rules/traces"]
         .iter()
@@ -153,6 +153,9 @@ pub fn traces() -> Vec<Trace> {
             }
         })
         .collect();
+    if let Ok(name) = std::env::var("FIRN_TRACE") {
+        traces.retain(|trace| trace.name == name);
+    }
     traces.sort_by(|a, b| a.name.cmp(&b.name));
     traces
 }

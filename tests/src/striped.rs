@@ -101,7 +101,7 @@ pub fn verify(file: &Path, logs: &[PathBuf]) -> u64 {
     writes
 }
 
-/// The writes of a byte, for whoever looks for the one that was lost.
+/// The writes of a byte, for the search for the one that was lost.
 fn describe_writes(at: u64, found: u8, logs: &[PathBuf]) -> String {
     let mut lines = String::new();
     for (host, log) in logs.iter().enumerate() {

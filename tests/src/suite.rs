@@ -79,7 +79,7 @@ pub fn has_moosefs() -> bool {
     false
 }
 
-/// Whether there are so many GiB of memory, and of them so many in /dev/shm; says so where there are not.
+/// Whether there are `all` GiB of memory, and `shm` of them in /dev/shm; says so where there are not.
 pub fn has_memory_gib(all: u64, shm: u64) -> bool {
     let meminfo = std::fs::read_to_string("/proc/meminfo").expect("read /proc/meminfo");
     let available = meminfo
@@ -248,8 +248,8 @@ pub fn fio_verify(dir: &Path, scratch: &Path, engine: &str, direct: bool, seed: 
     run_within(&mut command, test_limit())
 }
 
-/// One stressor of stress-ng with verification, two processes, for so many seconds. `preload` is a library
-/// that its processes run with.
+/// One stressor of stress-ng with verification, two processes, for `seconds` seconds. `preload` is a library that its
+/// processes run with.
 pub fn stress(stressor: &str, dir: &Path, seconds: u64, preload: Option<&Path>) -> Outcome {
     let mut command = Command::new("stress-ng");
     // Absolute sizes: its defaults are shares of the file system's free space.

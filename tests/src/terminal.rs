@@ -153,7 +153,7 @@ fn open_terminal(columns: u16, lines: u16) -> (OwnedFd, OwnedFd) {
         )
     };
     assert_eq!(done, 0, "{}", std::io::Error::last_os_error());
-    // SAFETY: openpty(3) has opened them, and nobody else has their numbers.
+    // SAFETY: openpty(3) has opened them, and only this function has their numbers.
     let ends = unsafe { (OwnedFd::from_raw_fd(master), OwnedFd::from_raw_fd(slave)) };
     for end in [&ends.0, &ends.1] {
         rustix::io::fcntl_setfd(end, rustix::io::FdFlags::CLOEXEC).expect("close on exec");

@@ -96,7 +96,7 @@ pub enum Campaign {
         #[arg(long, default_value_t = 20)]
         rounds: u64,
     },
-    /// Unmodified programs under commit rules, killed and resumed: ckpt-chaos with the trainers of Hugging Face and Lightning, LAMMPS
+    /// Unmodified programs under commit rules, killed and resumed: ckpt-chaos with the trainers of Hugging Face and Lightning, LAMMPS, GROMACS, OpenFOAM, Quantum ESPRESSO
     Rules {
         /// Kills of each program at random moments
         #[arg(long, default_value_t = 20)]
@@ -135,6 +135,9 @@ impl Campaign {
                 system("transactions", "survives_kill_9", length, seed)?;
                 system("transactions", "commit_rules", length, seed)?;
                 system("transactions", "rules_keep", length, seed)?;
+                // Four mounts and two kills each, of 16 traces.
+                let of_ranks = ("FIRN_CRASH_ROUNDS", rounds.div_ceil(20));
+                system("several_hosts", "rules::", of_ranks, seed)?;
                 system(
                     "several_hosts",
                     "a_host_that_is_killed_between",

@@ -1,12 +1,16 @@
 //! Development tasks: `cargo xtask TASK`.
 
 mod campaign;
+mod links;
+mod messages;
 mod pages;
 mod product;
 mod security;
 mod semantics;
 mod tables;
+mod test_files;
 mod test_programs;
+mod words;
 
 use std::process::ExitCode;
 
@@ -23,6 +27,14 @@ enum Task {
     Pages,
     /// Lists the promises of docs/SEMANTICS.md with the tests that prove them
     Semantics,
+    /// Checks that comments of the code name their subject
+    Words(words::Words),
+    /// Prints what each test file shows
+    Tests {
+        /// Only files whose path or head has this word
+        #[arg(default_value = "")]
+        word: String,
+    },
 }
 
 fn main() -> ExitCode {
@@ -30,6 +42,8 @@ fn main() -> ExitCode {
         Task::Campaign(campaign) => campaign.run(),
         Task::Pages => pages::run(),
         Task::Semantics => semantics::run(),
+        Task::Words(words) => words.run(),
+        Task::Tests { word } => test_files::run(&word),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -5,7 +5,7 @@
 use std::path::Path;
 
 use anyhow::{Context, Result};
-use firn_protocol::figures::{Figure, Figures, Kind};
+use firn_protocol::figures::{Figures, Kind};
 use firn_protocol::{Scrape, Status};
 
 /// Writes docs/CONFIGURATION.md, docs/METRICS.md and, below target/man, the man pages.
@@ -51,47 +51,41 @@ const METRICS_HEAD: &str = "\
 
 <!-- Generated from the table in crates/firn-protocol/src/status.rs by `cargo xtask pages`. Edit the table. -->
 
-The figures of a mount: `firn status --prometheus` prints them as metrics, `firn status --json` with what they are about.
-A counter or a histogram counts from the attach. A histogram is in JSON an object with `bounds`, `counts` (of each bound, not
-added up, and of what is above the last one) and `sum`, and as metrics `_bucket`, `_sum` and `_count`. The unit is last in a name; a yes is 1, a no 0. A figure that a mount does not have,
-such as one of a spill file, is absent.
+The figures of a mount: `firn status --prometheus` prints them as metrics, `firn status --json` as fields. The unit is last in a
+name; a yes is 1. A figure that a mount does not have, such as one of a spill file, is absent.
 
-Each sample has the labels `host`, `backing` and `mount_point`. A metric with the label `state` has a sample for each state: 1 for
-the one that is. The value of `kind` is what is counted.
+* A name that ends in `_total` is a counter from the attach on. A *histogram* has `_bucket`, `_sum` and `_count`; in JSON `bounds`,
+  `counts` (of each bound, not added up) and `sum`. All others are gauges.
+* In JSON `firn_held_bytes` is `.held_bytes`, `firn_lane_held_bytes` is `.lanes[].held_bytes`, `firn_spill_used_bytes` is
+  `.spill.used_bytes`; `_total` is left out. `firn_up` is of collectors alone.
+* Each sample has the labels `host`, `backing` and `mount_point`. With `state`, the sample of the present state is 1. `kind` is what is counted.
 
-| metric | kind | more labels | in JSON | says |
-|---|---|---|---|---|
+| metric | more labels | says |
+|---|---|---|
 ";
-
-/// Where a figure is in JSON; the one of collectors is nowhere.
-fn json_of(figure: &Figure) -> String {
-    if figure.name == "up" {
-        String::new()
-    } else {
-        format!("`{}`", figure.json)
-    }
-}
 
 /// docs/METRICS.md, made from the table.
 fn metrics_page() -> String {
     let mut page = METRICS_HEAD.to_owned();
     let figures = Figures::of([&Status::example()]);
     for figure in figures.with(Figures::of([&Scrape::default()])).iter() {
-        let (total, kind) = match figure.kind {
-            Kind::Counter => ("_total", "counter"),
-            Kind::Gauge => ("", "gauge"),
-            Kind::Histogram => ("", "histogram"),
+        let total = if matches!(figure.kind, Kind::Counter) {
+            "_total"
+        } else {
+            ""
         };
         let keys = figure.samples[0].labels.iter().map(|(key, _)| *key);
-        let labels: Vec<String> = keys
+        let mut labels: Vec<String> = keys
             .filter(|key| !["backing", "host", "mount_point"].contains(key))
             .map(|key| format!("`{key}`"))
             .collect();
+        if matches!(figure.kind, Kind::Histogram) {
+            labels.push("histogram".to_owned());
+        }
         page += &format!(
-            "| `firn_{}{total}` | {kind} | {} | {} | {} |\n",
+            "| `firn_{}{total}` | {} | {} |\n",
             figure.name,
             labels.join(" "),
-            json_of(figure),
             figure.help
         );
     }

@@ -10,7 +10,7 @@ mod tests {
 
     /// What `make install` builds.
     const PRODUCT: [&str; 3] = ["firn", "firn-preload", "firn-c"];
-    /// Crates for those who work on Firn.
+    /// Crates for developers of Firn.
     const WORKSHOP: [&str; 4] = ["firn-bench", "firn-sim", "firn-testfs", "firn-tests"];
 
     /// What is in `packages` that users have no use for, a sentence each; and how many crates of Firn there are.

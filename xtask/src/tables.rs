@@ -3,7 +3,7 @@
 //! Each is found in docs/ by its header row, wherever it stands, and compared with the tree:
 //! * `| crate | is | depends on |`: the crates, and which of the others each depends on;
 //! * `| thread | number | does |`: threads by the name that they have in `ps -L` and `top -H`;
-//! * `| file | what |`: the system tests; `| test | what |`: the tests of crates, by their path.
+//! * `| about | system tests | tests of crates |`: files of tests, by what they are about; those of crates with their crate.
 
 #[cfg(test)]
 mod tests {
@@ -14,8 +14,7 @@ mod tests {
 
     const CRATES: &str = "crate | is | depends on";
     const THREADS: &str = "thread | number | does";
-    const SYSTEM_TESTS: &str = "file | what";
-    const CRATE_TESTS: &str = "test | what";
+    const TESTS: &str = "about | system tests | tests of crates";
     /// Crates whose threads users never see.
     const WORKSHOP: [&str; 2] = ["firn-bench", "firn-testfs"];
 
@@ -222,35 +221,31 @@ mod tests {
         assert_none(&compare(&documented, &real));
     }
 
-    /// Files of tests: those that are programs themselves, and those of programs that have a `main.rs`.
     fn file_names(dir: &Path) -> BTreeSet<String> {
-        let mut dirs = vec![dir.to_owned()];
-        let entries = fs::read_dir(dir).into_iter().flatten().flatten();
-        let programs = entries.map(|entry| entry.path());
-        dirs.extend(programs.filter(|path| path.join("main.rs").is_file()));
-        let files = dirs.into_iter().filter_map(|dir| fs::read_dir(dir).ok());
-        let names = files
-            .flatten()
-            .flatten()
-            .map(|entry| entry.file_name().to_string_lossy().into_owned());
+        let files = crate::test_files::files_of(dir);
+        let names = files.iter().filter_map(|file| file.file_name());
         names
-            .filter(|name| name.ends_with(".rs") && name != "main.rs")
+            .map(|name| name.to_string_lossy().into_owned())
+            .collect()
+    }
+
+    /// The files that one column of the table of tests names.
+    fn documented_tests(column: usize) -> Vec<String> {
+        table(TESTS)
+            .iter()
+            .flat_map(|row| code(&row[column]))
+            .map(str::to_owned)
             .collect()
     }
 
     #[test]
-    fn the_table_of_system_tests_has_every_file() {
+    fn the_table_of_tests_has_every_system_test() {
         let real = file_names(&repository().join("tests/tests"));
-        let documented: Vec<_> = table(SYSTEM_TESTS)
-            .iter()
-            .flat_map(|row| code(&row[0]))
-            .map(str::to_owned)
-            .collect();
-        assert_none(&compare(&documented, &real));
+        assert_none(&compare(&documented_tests(1), &real));
     }
 
     #[test]
-    fn the_table_of_crate_tests_has_every_file() {
+    fn the_table_of_tests_has_every_test_of_a_crate() {
         let mut real = BTreeSet::new();
         for name in fs::read_dir(repository().join("crates"))
             .expect("crates")
@@ -261,22 +256,17 @@ mod tests {
             let short = name.strip_prefix("firn-").unwrap_or(&name);
             real.extend(files.iter().map(|file| format!("{short}/{file}")));
         }
-        let documented: Vec<_> = table(CRATE_TESTS)
-            .iter()
-            .flat_map(|row| code(&row[0]))
-            .map(str::to_owned)
-            .collect();
-        assert_none(&compare(&documented, &real));
+        assert_none(&compare(&documented_tests(2), &real));
     }
 
     #[test]
     fn what_is_missing_or_gone_or_twice_is_named() {
-        let page = "| file | what |\n|---|---|\n| `a.rs`, `b.rs` | one |\n| `a.rs` | two |\n\n| `c.rs` | no |\n";
-        let rows = rows(&[page.to_owned()], SYSTEM_TESTS);
+        let page = "| about | system tests | tests of crates |\n|---|---|---|\n| one | `a.rs`, `b.rs` | |\n| two | `a.rs` | |\n\n| no | `c.rs` | |\n";
+        let rows = rows(&[page.to_owned()], TESTS);
         assert_eq!(rows.len(), 2);
         let documented: Vec<_> = rows
             .iter()
-            .flat_map(|row| code(&row[0]))
+            .flat_map(|row| code(&row[1]))
             .map(str::to_owned)
             .collect();
         let real = BTreeSet::from(["a.rs".to_owned(), "c.rs".to_owned()]);

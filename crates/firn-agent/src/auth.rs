@@ -1,4 +1,5 @@
-//! The handshake: who is there, and with which keys they go on. Noise (NNpsk0) with a key that both sides have.
+//! The handshake: identifies both sides, and makes the keys that they go on with. Noise (NNpsk0) with a key that both
+//! sides have.
 //!
 //! ```text
 //!   puller                                                      agent
@@ -11,13 +12,13 @@
 //! need none: what carries them (ssh) authenticates both ends, and the handshake only makes keys.
 //!
 //! Promises
-//! * The key is never sent. Who does not have it says nothing that is believed, and hears nothing but that it is wrong.
-//! * All of the hello is in the handshake: who changes a word of it, the wish for encryption, an address or the
+//! * The key is never sent. A side without it is not believed, and learns only that its key is wrong.
+//! * All of the hello is in the handshake: a change of a word of it, the wish for encryption, an address or the
 //!   credential, ends the connection.
 //! * A recorded handshake cannot be replayed: each side adds an ephemeral key, and an agent serves a puller only after the
 //!   first message that is encrypted with the resulting keys.
-//! * Who has not shown the key makes the agent read [`HANDSHAKE_BYTES_MAX`] bytes at a time, until one deadline for the
-//!   whole handshake.
+//! * A puller that has not shown the key makes the agent read [`HANDSHAKE_BYTES_MAX`] bytes at a time, until one
+//!   deadline for the whole handshake.
 
 use std::fmt;
 use std::io;
@@ -39,8 +40,8 @@ use crate::transport::Transport;
 
 pub(crate) const KEY_BYTES: usize = 32;
 /// Tells this use of a key from all others.
-const CONTEXT: &[u8] = b"firn-agent 5 ";
-/// Of pipes: no secret.
+const CONTEXT: &[u8] = b"firn-agent 6 ";
+/// Key of a connection over pipes: no secret.
 const PIPES: Key = Key([0; KEY_BYTES]);
 
 /// What agent and puller both have.
@@ -49,7 +50,7 @@ pub struct Key([u8; KEY_BYTES]);
 
 /// By what one side goes in a handshake.
 pub struct Terms<'a> {
-    /// None: the connection itself says who is there, or MUNGE.
+    /// None: the connection itself, or MUNGE, identifies the other side.
     pub key: Option<&'a Key>,
     /// The puller's: instead of a key. The agent's: as well as one.
     pub munge: Option<&'a Munge>,
@@ -62,7 +63,7 @@ pub struct Terms<'a> {
 pub struct Agreement {
     /// What it says of the connection.
     side: Side,
-    /// Authenticates bytes of files that are not encrypted.
+    /// Encrypts bytes of files, or authenticates those that are not encrypted.
     block_key: BlockKey,
 }
 
@@ -104,7 +105,7 @@ impl Key {
     }
 }
 
-/// Not the key.
+/// Leaves the key out.
 impl fmt::Debug for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Key(…)")
@@ -184,7 +185,7 @@ fn admit<T: Transport>(
     link.send(&welcome, until)?;
     // After the answer: the puller, too, says which side has to give way.
     let is_encrypted = terms.side.agree(&side_of(hello))?;
-    link.seal(exchange.finish(), (!is_encrypted).then_some(block_key));
+    link.seal(exchange.finish(), block_key, is_encrypted);
     Ok(())
 }
 
@@ -272,8 +273,7 @@ pub fn begin_handshake<T: Transport>(
     let agreement: Agreement = serde_json::from_slice(&agreement)
         .map_err(|error| WireError::Nonsense(error.to_string()))?;
     let is_encrypted = terms.side.agree(&agreement.side)?;
-    let block_key = (!is_encrypted).then_some(agreement.block_key);
-    link.seal(exchange.finish(), block_key);
+    link.seal(exchange.finish(), agreement.block_key, is_encrypted);
     link.send(&Request::Ready, until)
 }
 
@@ -433,7 +433,7 @@ mod tests {
     }
 
     #[test]
-    fn who_has_the_key_is_let_in_and_nobody_else() {
+    fn only_a_peer_with_the_key_is_let_in() {
         let key = Key::random().unwrap();
         let other = Key::random().unwrap();
         let agent = terms(&key, agent_side());
@@ -450,7 +450,7 @@ mod tests {
         let met = meet(&terms(&other, puller_side()), &agent, same, same);
         assert!(matches!(met.puller.err(), Some(WireError::WrongKey)));
         assert!(matches!(met.agent.err(), Some(WireError::WrongKey)));
-        // Who has none at all.
+        // A side without any.
         let none = Terms {
             key: None,
             ..terms(&key, puller_side())
@@ -497,7 +497,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_heard_lets_nobody_in() {
+    fn what_was_recorded_lets_no_peer_in() {
         let key = Key::random().unwrap();
         let agent = terms(&key, agent_side());
         let mut heard = None;
@@ -518,7 +518,7 @@ mod tests {
     }
 
     #[test]
-    fn both_see_who_is_between_them_and_encrypt() {
+    fn both_see_a_third_party_between_them_and_encrypt() {
         let key = Key::random().unwrap();
         let agent = terms(&key, side(Encryption::Possible, "10.0.0.2:6", "10.0.0.9:7"));
         let met = meet(&terms(&key, puller_side()), &agent, same, same);

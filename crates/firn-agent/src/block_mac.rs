@@ -2,8 +2,8 @@
 //! the agent makes for the connection and says in the handshake, encrypted.
 //!
 //! The MAC of an answer is in the message that ends it, which is encrypted and has its place in the order of all
-//! messages: so bytes that are forged, left out, or of another answer or connection are not what the MAC is of, and who
-//! forges them does not learn it.
+//! messages. So bytes that are forged, left out, or of another answer or connection do not match the MAC, and an
+//! attacker does not learn it.
 //!
 //! AEGIS is at least as fast as CRC32C, which finds faults only, so no option chooses between the two. Measured in one thread
 //! with AES-NI: AEGIS-128L 21 GB/s, CRC32C 14, POLYVAL 6.4, Poly1305 5.3, GHASH 4.8, BLAKE3 4.7.
@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 const KEY_BYTES: usize = 16;
 const MAC_BYTES: usize = 32;
 
-/// Of one connection.
+/// Key of one connection.
 #[derive(Clone, Serialize, Deserialize)]
 pub(crate) struct BlockKey([u8; KEY_BYTES]);
 
@@ -34,9 +34,13 @@ impl BlockKey {
         getrandom::fill(&mut key)?;
         Ok(Self(key))
     }
+
+    pub(crate) fn bytes(&self) -> &[u8; KEY_BYTES] {
+        &self.0
+    }
 }
 
-/// Not the key.
+/// Leaves the key out.
 impl fmt::Debug for BlockKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("BlockKey(…)")

@@ -40,7 +40,7 @@ pub(crate) trait DataPath<T> {
     /// Bytes that were read into a buffer.
     fn send_copy(&mut self, link: &mut Link<T>, bytes: &[u8]) -> Result<(), WireError>;
 
-    /// So many zeros.
+    /// Sends `bytes` zeros.
     fn send_zeros(&mut self, link: &mut Link<T>, bytes: u64) -> Result<(), WireError>;
 
     /// The end of the answer.
@@ -53,9 +53,10 @@ pub(crate) fn send_bytes_or_zeros<T>(
     link: &mut Link<T>,
     bytes: &[u8],
 ) -> Result<(), WireError> {
-    match bytes.iter().all(|byte| *byte == 0) {
-        true => data.send_zeros(link, bytes.len() as u64),
-        false => data.send_copy(link, bytes),
+    if bytes.iter().all(|byte| *byte == 0) {
+        data.send_zeros(link, bytes.len() as u64)
+    } else {
+        data.send_copy(link, bytes)
     }
 }
 

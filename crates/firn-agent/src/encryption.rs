@@ -1,7 +1,7 @@
-//! Whether bytes of files are encrypted on their way, and who says so.
+//! Whether bytes of files are encrypted on their way, and which side demands it.
 //!
-//! Each side says in the handshake what it wishes and between which addresses it sees the connection. From both together
-//! both decide the same ([`Side::agree`]); who changes a word of it on its way ends the connection.
+//! Each side says in the handshake what it wishes and between which addresses it sees the connection. From both
+//! together both decide the same ([`Side::agree`]); a change of a word of it on its way ends the connection.
 //!
 //! `auto` wants encryption in two cases. The other side has an address that is not private: the network between the two is
 //! then not that of one cluster. Or the two sides see different addresses: then a router that translates addresses, a
@@ -34,7 +34,7 @@ pub enum Encryption {
     Refused,
     /// As the other side wants, if both sides see the same addresses.
     Possible,
-    /// Not without.
+    /// Refuses a connection without it.
     Required,
 }
 
@@ -56,12 +56,12 @@ pub struct Side {
     pub encryption: Encryption,
     /// Its own end as it sees it; none over pipes.
     pub here: Option<SocketAddr>,
-    /// And the other one.
+    /// Address of the other side.
     pub there: Option<SocketAddr>,
 }
 
 impl Side {
-    /// Of a TCP connection.
+    /// The side of a TCP connection.
     pub fn of_tcp(socket: &TcpStream, encrypt: Encrypt) -> io::Result<Self> {
         let there = socket.peer_addr()?;
         Ok(Self {
@@ -71,7 +71,7 @@ impl Side {
         })
     }
 
-    /// Of pipes, whose carrier encrypts.
+    /// The side of pipes, whose carrier encrypts.
     pub fn of_pipes() -> Self {
         Self {
             encryption: Encryption::Refused,

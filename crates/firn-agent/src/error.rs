@@ -17,7 +17,7 @@ pub enum WireError {
     /// The other side closed the connection between two messages.
     #[error("the connection was closed")]
     Ended,
-    /// Somebody who does not begin as a puller, or an agent, does.
+    /// The other side does not begin as a puller, or an agent, does.
     #[error("it does not speak the protocol of firn agents")]
     NoHello,
     /// The other side does not have the key.
@@ -34,12 +34,12 @@ pub enum WireError {
     /// MUNGE says no.
     #[error("{program}: {told}")]
     Munge {
-        /// Which program.
+        /// Name of the program.
         program: String,
         /// Its words.
         told: String,
     },
-    /// A credential of somebody else.
+    /// A credential of another user.
     #[error("its credential is one of user {uid}, and this agent serves its own user only")]
     OtherUser {
         /// Whose it is.
@@ -63,7 +63,7 @@ pub enum WireError {
         /// The other side's.
         found: u32,
     },
-    /// A frame that nobody of ours would send.
+    /// A frame that no side of Firn would send.
     #[error("it announced a message of {length} bytes, where {bytes_max} are the most")]
     TooLong {
         /// Bytes announced.
@@ -96,7 +96,7 @@ pub enum AgentError {
         "cannot listen at {address}: {error}; --listen ADDRESS:PORT chooses another, port 0 any free one"
     )]
     Listen {
-        /// Which.
+        /// The address.
         address: String,
         /// Why.
         error: io::Error,
@@ -104,7 +104,7 @@ pub enum AgentError {
     /// The file of failure domains.
     #[error("partner-domains={}: {why}", quoted_path(path))]
     Domains {
-        /// Which.
+        /// Path of the file.
         path: PathBuf,
         /// What is wrong.
         why: String,
@@ -132,7 +132,7 @@ pub enum AgentError {
 }
 
 impl AgentError {
-    /// The exit code that says it (docs/OPERATIONS.md).
+    /// Exit code for this error (docs/OPERATIONS.md).
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Client(error) => error.exit_code(),
@@ -150,7 +150,7 @@ impl AgentError {
 /// Why nothing was pulled. Unless it says otherwise, what has arrived stays for the next try.
 #[derive(Debug, thiserror::Error)]
 pub enum PullError {
-    /// Nobody can be connected to.
+    /// The agent cannot be reached.
     #[error(
         "the agent on {host} cannot be reached at {address}: {error}; is `firn agent` running there?"
     )]
@@ -181,7 +181,7 @@ pub enum PullError {
     Wire {
         /// Name of the source host.
         host: String,
-        /// How.
+        /// Cause.
         error: WireError,
     },
     /// Reads of the source's memory failed.
@@ -257,17 +257,17 @@ pub enum PullError {
     KeepsChanging {
         /// Name of the source host.
         host: String,
-        /// Which file.
+        /// Path of the file.
         path: BytePath,
         /// How often it was read.
         tries: u32,
     },
     /// Bytes arrive other than they left, by their MAC.
     #[error(
-        "a block of {path} was not what was sent {tries} times: a network card, a switch or memory is faulty, or somebody on the network changes it"
+        "a block of {path} was not what was sent {tries} times: a network card, a switch or memory is faulty, or an attacker on the network changes it"
     )]
     Corrupt {
-        /// Which file.
+        /// Path of the file.
         path: BytePath,
         /// How often.
         tries: u32,
@@ -278,7 +278,7 @@ pub enum PullError {
         quoted_path(path)
     )]
     Exists {
-        /// Which.
+        /// Path that exists already.
         path: PathBuf,
     },
     /// Two names of the source are one on the target.
@@ -302,7 +302,7 @@ pub enum PullError {
     /// The file system of the target refused something.
     #[error("{}: {error}", quoted_path(path))]
     Local {
-        /// On what.
+        /// Path of the failed call.
         path: PathBuf,
         /// Why.
         error: io::Error,
@@ -344,7 +344,7 @@ impl PullError {
         matches!(self, Self::Full { .. })
     }
 
-    /// Whether nobody is there who could be asked.
+    /// Whether there is no agent that could be asked.
     pub(crate) fn is_absence(&self) -> bool {
         match self {
             Self::Connect { error, .. } => error.kind() == io::ErrorKind::ConnectionRefused,

@@ -226,7 +226,7 @@ fn refused(message: impl Into<String>) -> SourceError {
     }
 }
 
-/// Two that nobody guesses, for providers that choose none themselves.
+/// Two random keys, for providers that choose none themselves.
 fn random_keys() -> Result<[u64; 2], SourceError> {
     let key = || getrandom::u64().map_err(|error| refused(error.to_string()));
     Ok([key()?, key()?])

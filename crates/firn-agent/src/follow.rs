@@ -6,7 +6,7 @@
 //!      └────────────── after a failure, the next wait of a backoff ◄─── wait for the next look ◄────────┘
 //! ```
 //!
-//! What is wanted, where a copy goes, who hears of it, and what is removed when, is a [`Policy`]. There are two:
+//! What is wanted, where a copy goes, which hosts are told, and what is removed when, is a [`Policy`]. There are two:
 //! [`newest`] keeps the newest checkpoints of a host that knows nothing of it (`firn pull --follow`), and
 //! `partner::CopyHeld` keeps what its source holds, and marks it there.
 //!
@@ -50,7 +50,7 @@ pub(crate) trait Policy {
     /// Lists what the source has.
     fn list(&mut self, connection: &mut Self::Connection) -> Result<Vec<Unit>, PullError>;
 
-    /// Whether a whole copy of these entries is here already, and everybody who is to know of it does.
+    /// Whether a whole copy of these entries is here already, and every host that needs to know of it does.
     fn confirm_copy(
         &mut self,
         _connection: &mut Self::Connection,
@@ -71,7 +71,7 @@ pub(crate) trait Policy {
         Ok(())
     }
 
-    /// Gives a copy that is whole its name, and tells who is to know of it.
+    /// Gives a copy that is whole its name, and tells the hosts that need to know.
     fn finish_copy(
         &mut self,
         connection: &mut Self::Connection,
@@ -90,7 +90,7 @@ pub(crate) trait Policy {
         error.to_string()
     }
 
-    /// Removes copies that nobody needs beside what the source has now. Returns what could not be removed.
+    /// Removes copies that are not needed beside what the source has now. Returns what could not be removed.
     fn remove_unneeded(
         &mut self,
         connection: &mut Self::Connection,
@@ -125,7 +125,7 @@ pub(crate) enum Step<R> {
     Refuse(String),
     /// It is copied.
     Pull {
-        /// How.
+        /// What is pulled.
         request: PullRequest,
         /// What the copy holds meanwhile.
         room: R,

@@ -87,7 +87,7 @@ impl GivenFile {
         }
     }
 
-    /// Which changes of the file it has.
+    /// Count of changes of the file that the copy has.
     pub(crate) fn changes(&self) -> Option<u64> {
         match self {
             Self::Held(file) => Some(file.changes()),

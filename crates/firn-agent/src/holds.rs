@@ -10,7 +10,7 @@ pub struct Holds {
     held_bytes: Mutex<u64>,
 }
 
-/// A part of it, given back when it is dropped.
+/// A held part of it, given back on drop.
 pub struct Hold {
     holds: Arc<Holds>,
     bytes: u64,

@@ -1,8 +1,8 @@
 //! How a puller finds an agent: `.firn/agent-HOST` in the backing, with an address and a key.
 //!
 //! Promises
-//! * The file has mode 0600, in a directory with mode 0700: who can read it is the user, or root. Nothing of one that
-//!   has another owner, kind or mode is believed ([`firn_hosts::own`]).
+//! * The file has mode 0600, in a directory with mode 0700: only the user and root can read it. A file of another
+//!   owner, kind or mode is not believed ([`firn_hosts::own`]).
 //! * It is put in its place whole; an agent removes only its own.
 
 use std::ffi::OsStr;
@@ -41,7 +41,7 @@ pub enum KeyFileError {
     /// It is not as it must be, or cannot be read.
     #[error("{}: {why}", quoted_path(path))]
     Unusable {
-        /// Which.
+        /// Path of the file.
         path: PathBuf,
         /// Why.
         why: String,
@@ -121,7 +121,7 @@ impl KeyFile {
         done().map_err(unusable(backing, &name))
     }
 
-    /// That of the agent on `host`.
+    /// Loads the file of the agent on `host`.
     pub fn load(backing: &Path, host: &str) -> Result<Self, KeyFileError> {
         let name = file_name(host)?;
         let read = || -> Result<Option<Vec<u8>>, OwnError> {
@@ -270,7 +270,7 @@ mod tests {
         );
         assert_eq!(KeyFile::load(backing.path(), "n1").unwrap(), first);
         assert_eq!(KeyFile::load_from(&path).unwrap(), first);
-        // Whoever looks for copies finds the partner; the record stays this agent's.
+        // A search for copies finds the partner; the record stays this agent's.
         let partnered = KeyFile {
             partner: Some("n2".into()),
             formers: vec!["n3".into()],

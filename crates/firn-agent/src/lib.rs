@@ -13,8 +13,8 @@
 //! Promises
 //! * What a pull leaves under its name is whole: every byte was authenticated, every file was checked against its
 //!   list after its last byte was read, and the name appears by one rename.
-//! * Nobody believes anything of who does not have the key, on either side; an agent takes at most
-//!   [`message::HANDSHAKE_BYTES_MAX`] bytes and [`server::HANDSHAKE_LIMIT`] from anybody until then.
+//! * Neither side believes a peer without the key. Until the peer has shown it, an agent takes at most
+//!   [`message::HANDSHAKE_BYTES_MAX`] bytes and [`server::HANDSHAKE_LIMIT`] from any peer.
 //! * Whatever an agent says, a puller takes bounded memory for it, and gives up what does not go on.
 //! * What an agent holds of the arena ends with the connection for which it holds it, and is bounded
 //!   ([`holds::Holds`]). Nothing is queued: a request is answered before the next one is read.
@@ -24,6 +24,7 @@
 
 mod auth;
 mod block_mac;
+mod data_cipher;
 mod data_path;
 mod encryption;
 mod error;

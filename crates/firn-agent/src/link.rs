@@ -21,7 +21,7 @@ pub struct Link<T> {
     transport: Sealed<T>,
     /// None where bytes of files are encrypted, or before the handshake is over.
     block_key: Option<BlockKey>,
-    /// Of the last frame.
+    /// Bytes of the last frame.
     buffer: Vec<u8>,
 }
 
@@ -37,13 +37,13 @@ impl<T: Transport> Link<T> {
 
     /// Whether bytes of files are encrypted; messages always are.
     pub fn is_encrypted(&self) -> bool {
-        self.transport.is_all_sealed()
+        self.transport.is_data_encrypted()
     }
 
-    /// Encrypts messages from now on, and bytes of files where there is no key to authenticate them with as they are.
-    pub(crate) fn seal(&mut self, cipher: Cipher, block_key: Option<BlockKey>) {
-        self.transport.seal(cipher, block_key.is_none());
-        self.block_key = block_key;
+    /// Encrypts messages from now on. The key is for bytes of files: `is_encrypted`, or authenticated as they are.
+    pub(crate) fn seal(&mut self, cipher: Cipher, key: BlockKey, is_encrypted: bool) {
+        self.block_key = (!is_encrypted).then(|| key.clone());
+        self.transport.seal(cipher, is_encrypted.then_some(key));
     }
 
     /// What authenticates the bytes of an answer; none where they are encrypted.
@@ -59,7 +59,7 @@ impl<T: Transport> Link<T> {
         let length = self.buffer.len() - LENGTH_BYTES;
         assert!(
             length <= FRAME_BYTES_MAX,
-            "whoever makes a message bounds it"
+            "the maker of a message bounds it"
         );
         self.buffer[..LENGTH_BYTES].copy_from_slice(&(length as u32).to_be_bytes());
         self.transport.send(&self.buffer, until).map_err(ended)
@@ -97,7 +97,7 @@ impl<T: Transport> Link<T> {
         Ok(self.transport.send_data(bytes, until)?)
     }
 
-    /// The same, of a file from `at` on, without a copy where they are not encrypted.
+    /// Sends bytes of a file from `at` on, without a copy where they are not encrypted.
     pub fn send_file(
         &mut self,
         file: BorrowedFd<'_>,

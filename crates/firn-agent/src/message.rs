@@ -24,10 +24,10 @@ use crate::block_mac::BlockMac;
 use crate::encryption::Encryption;
 
 /// Version of this protocol; an agent and a puller of different ones do not work together.
-pub const PROTOCOL_VERSION: u32 = 5;
+pub const PROTOCOL_VERSION: u32 = 6;
 /// Bytes of the longest frame: an entry with a path and a link target of 4 KiB each, every byte of them escaped.
 pub const FRAME_BYTES_MAX: usize = 64 << 10;
-/// Bytes of the longest frame from somebody who has not shown the key yet.
+/// Bytes of the longest frame from a peer that has not shown the key yet.
 pub const HANDSHAKE_BYTES_MAX: usize = 1024;
 /// Bytes of a block: it is written while it is still in the processor's cache, and larger ones gained nothing.
 pub const BLOCK_BYTES: u64 = 1 << 20;
@@ -54,8 +54,8 @@ pub type Tag = [u8; 16];
 pub enum Request {
     /// The first message of a connection.
     Hello(Hello),
-    /// The end of the handshake, the first message that is encrypted: it shows that the hello is not one that somebody
-    /// heard and says again. Has no answer.
+    /// The end of the handshake, the first message that is encrypted: it shows that the hello is not a recorded one
+    /// that is replayed. Has no answer.
     Ready,
     /// What is at and below a path.
     List {
@@ -104,7 +104,7 @@ pub enum Request {
         file: u32,
         /// Bytes from its start.
         offset: u64,
-        /// At most [`BLOCK_BYTES`].
+        /// Length; at most [`BLOCK_BYTES`].
         bytes: u64,
     },
     /// Let this puller read memory by itself, until it lists again.
@@ -120,7 +120,7 @@ pub enum Request {
         file: u32,
         /// Bytes from its start.
         offset: u64,
-        /// At most [`BLOCK_BYTES`].
+        /// Length; at most [`BLOCK_BYTES`].
         bytes: u64,
         /// Staging buffer for what is not in memory, below [`STAGING_BUFFERS`].
         buffer: u32,
@@ -131,7 +131,7 @@ pub enum Request {
         file: u32,
         /// Bytes from its start.
         offset: u64,
-        /// At most [`BLOCK_BYTES`].
+        /// Length; at most [`BLOCK_BYTES`].
         bytes: u64,
     },
     /// Whether all that was read of a file so far is the file.
@@ -182,12 +182,12 @@ pub enum Reply {
         /// [`Held::changes`] of what is held now; none: it is a copy.
         changes: Option<u64>,
     },
-    /// Not the end: so many bytes of the answer to [`Request::Read`] follow.
+    /// Not the end: this many bytes of the answer to [`Request::Read`] follow.
     Bytes {
         /// How many.
         bytes: u64,
     },
-    /// Not the end: so many bytes of the answer to [`Request::Read`] are zeros, and do not follow.
+    /// Not the end: this many bytes of the answer to [`Request::Read`] are zeros, and do not follow.
     Zeros {
         /// How many.
         bytes: u64,
@@ -199,7 +199,7 @@ pub enum Reply {
     },
     /// Answer to [`Request::Expose`].
     Exposed(Exposed),
-    /// Not the end: so many bytes of the answer to [`Request::Place`] are in the data region.
+    /// Not the end: this many bytes of the answer to [`Request::Place`] are in the data region.
     InMemory {
         /// From its start.
         at: u64,
@@ -266,7 +266,7 @@ pub struct Hello {
     pub encryption: Encryption,
     /// The puller's end of the connection as it sees it; none over pipes.
     pub here: Option<SocketAddr>,
-    /// And the agent's.
+    /// Address of the agent.
     pub there: Option<SocketAddr>,
     /// What MUNGE says of the puller, with the key in it ([`crate::Munge`]). None: both have one already.
     pub credential: Option<String>,
@@ -331,7 +331,7 @@ pub struct Entry {
     pub mode: u32,
     /// Seconds of its modification time.
     pub mtime_s: i64,
-    /// And nanoseconds.
+    /// Nanoseconds of the modification time.
     pub mtime_ns: u32,
     /// What firnd says of a file in a list of held ones.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -5,11 +5,11 @@
 //!   agent:   credential ─► unmunge ─► key, if its user made it and it was not used before
 //! ```
 //!
-//! The handshake goes on with that key as with any other, so it shows that both sides are the same user: the puller
-//! by having made the credential, the agent by having been able to open it. The credential is in the handshake, too, so
-//! it is of this connection: who carries it elsewhere has no part in the keys that come of it.
+//! The handshake goes on with that key as with any other. It shows that both sides are the same user: the puller has
+//! made the credential, and the agent was able to open it. The credential is part of the handshake, so it belongs to
+//! this connection: carried to another one, it gives no part in the keys of this one.
 //!
-//! munge(1) and unmunge(1) are started, and libmunge is not loaded: where there is a munged there are these programs, a
+//! munge(1) and unmunge(1) are started, and libmunge is not loaded. Where there is a munged there are these programs, a
 //! connection costs two of them once, and no foreign code runs in a process that maps the arena.
 //!
 //! Promises
@@ -39,7 +39,7 @@ pub struct Munge {
 }
 
 impl Munge {
-    /// A credential by which nobody but this user learns the key.
+    /// A credential from which only this user learns the key.
     pub(crate) fn wrap(&self, key: &Key, until: Instant) -> Result<String, WireError> {
         let mut command = self.command("munge");
         command.arg(format!("--restrict-uid={}", geteuid().as_raw()));

@@ -29,7 +29,7 @@ const HANDSHAKE_LIMIT: Duration = Duration::from_secs(10);
 const SSH_LIMIT: Duration = Duration::from_secs(120);
 /// How long one answer may take, all of it: a block that comes from a slow backing.
 const ANSWER_LIMIT: Duration = Duration::from_secs(60);
-/// A list may take longer, as long as at least so many bytes of names come a second.
+/// A list may take longer, as long as at least this many bytes of names come a second.
 const LIST_BYTES_PER_S_MIN: usize = 8 << 10;
 
 /// How an agent is reached.
@@ -51,7 +51,7 @@ pub enum Route {
         /// Whether bytes are encrypted on their way.
         encrypt: Encrypt,
     },
-    /// MUNGE says on both sides who is there.
+    /// MUNGE identifies both sides.
     Munge {
         /// Where the agent listens.
         address: String,

@@ -123,7 +123,7 @@ pub struct Listed {
     pub files: u64,
     /// Their bytes.
     pub bytes: u64,
-    /// `closed` if all of them are.
+    /// `closed` if all of the files are.
     pub ending: Ending,
     /// Seconds of its newest modification time.
     pub mtime_s: i64,
@@ -269,9 +269,10 @@ fn check_complete(host: &str, request: &PullRequest, plan: &Plan) -> Result<(), 
         Ending::Cut => "was cut off: its writer, or firnd, was killed before it closed the file",
         Ending::Open | Ending::Closed => "is still open for writing",
     };
-    let name = match entry.path.is_empty() {
-        true => "it".to_owned(),
-        false => entry.path.to_string(),
+    let name = if entry.path.is_empty() {
+        "it".to_owned()
+    } else {
+        entry.path.to_string()
     };
     Err(PullError::Incomplete {
         host: host.into(),

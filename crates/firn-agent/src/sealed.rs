@@ -4,14 +4,15 @@
 //!   record = length of the rest, 2 bytes, the most significant first │ ciphertext │ tag, 16 bytes
 //! ```
 //!
-//! Messages are sealed on every connection; bytes of files as well, or they go as they are between two records, and a
-//! message says their [`BlockMac`](crate::block_mac::BlockMac).
+//! Messages are sealed on every connection. Bytes of files go between two records: encrypted by their
+//! [`DataCipher`], or as they are, and a message says their [`BlockMac`](crate::block_mac::BlockMac).
 //!
 //! Promises
-//! * Each sealed byte in either direction is in a record that is encrypted and authenticated (ChaCha20-Poly1305).
-//! * Records count: one that was changed, left out, repeated, moved, or comes from another connection ends this one, and
-//!   nothing of it is handed on. What is cut off is missed by whoever waits for the rest of an answer.
-//! * Who learns the key later cannot read what was heard before: the records' keys are of an exchange of ephemeral keys.
+//! * Each message in either direction is in records that are encrypted and authenticated (ChaCha20-Poly1305).
+//! * Records count: one that was changed, left out, repeated, moved, or comes from another connection ends this one,
+//!   and nothing of it is handed on. What is cut off is missed by the reader of the rest of an answer.
+//! * An attacker that learns the key later cannot read what was recorded before: the records' keys are of an exchange
+//!   of ephemeral keys.
 //!
 //! Sizes and times of records are not hidden.
 
@@ -22,6 +23,8 @@ use std::time::Instant;
 
 use snow::{Builder, HandshakeState, TransportState};
 
+use crate::block_mac::BlockKey;
+use crate::data_cipher::DataCipher;
 use crate::error::WireError;
 use crate::transport::Transport;
 
@@ -38,13 +41,13 @@ const EXCHANGE_BYTES: usize = 32 + TAG_BYTES;
 pub(crate) struct Exchange(HandshakeState);
 
 impl Exchange {
-    /// That of the puller, who speaks first. Both sides must have said the same before, the prologue.
+    /// Handshake of the puller, which speaks first. Both sides must have said the same before, the prologue.
     pub(crate) fn begin(shared_key: &[u8; 32], prologue: &[u8]) -> Self {
         let begun = builder(shared_key, prologue).and_then(Builder::build_initiator);
         Self(begun.expect("the pattern needs nothing else"))
     }
 
-    /// That of the agent.
+    /// The agent's side of the handshake.
     pub(crate) fn answer(shared_key: &[u8; 32], prologue: &[u8]) -> Self {
         let begun = builder(shared_key, prologue).and_then(Builder::build_responder);
         Self(begun.expect("the pattern needs nothing else"))
@@ -97,7 +100,7 @@ pub(crate) struct Cipher {
     taken: usize,
 }
 
-/// Somebody between the two sides wrote on the connection.
+/// A third party between the two sides wrote on the connection.
 #[derive(Debug)]
 struct Tampered;
 
@@ -111,7 +114,7 @@ impl fmt::Display for Tampered {
 
 impl std::error::Error for Tampered {}
 
-fn tampered() -> io::Error {
+pub(crate) fn tampered() -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, Tampered)
 }
 
@@ -173,7 +176,7 @@ impl Cipher {
         let mut length = [0; LENGTH_BYTES];
         inner.receive(&mut length, until)?;
         let length = usize::from(u16::from_be_bytes(length));
-        // Nobody of ours sends an empty one.
+        // Firn never sends an empty one.
         let plain_bytes = length.checked_sub(TAG_BYTES).filter(|bytes| *bytes > 0);
         let plain_bytes = plain_bytes.ok_or_else(tampered)?;
         self.record.resize(length, 0);
@@ -181,12 +184,11 @@ impl Cipher {
         self.plain.clear();
         self.taken = 0;
         let is_direct = plain_bytes <= into.len();
-        let plain = match is_direct {
-            true => &mut into[..plain_bytes],
-            false => {
-                self.plain.resize(plain_bytes, 0);
-                &mut self.plain[..]
-            }
+        let plain = if is_direct {
+            &mut into[..plain_bytes]
+        } else {
+            self.plain.resize(plain_bytes, 0);
+            &mut self.plain[..]
         };
         let read = self.noise.read_message(&self.record, plain);
         if read.is_err() {
@@ -201,8 +203,8 @@ impl Cipher {
 pub(crate) struct Sealed<T> {
     inner: T,
     cipher: Option<Box<Cipher>>,
-    /// Bytes of files are sealed, too.
-    is_all_sealed: bool,
+    /// None where bytes of files are not encrypted.
+    data: Option<Box<DataCipher>>,
 }
 
 impl<T> Sealed<T> {
@@ -211,24 +213,30 @@ impl<T> Sealed<T> {
         Self {
             inner,
             cipher: None,
-            is_all_sealed: false,
+            data: None,
         }
     }
 
-    /// Encrypts and authenticates messages from now on, and bytes of files where `is_all_sealed`.
-    pub(crate) fn seal(&mut self, cipher: Cipher, is_all_sealed: bool) {
+    /// Encrypts and authenticates messages from now on, and bytes of files where there is a key for them.
+    pub(crate) fn seal(&mut self, cipher: Cipher, data_key: Option<BlockKey>) {
+        let is_puller = cipher.noise.is_initiator();
+        self.data = data_key.map(|key| Box::new(DataCipher::new(key, is_puller)));
         self.cipher = Some(Box::new(cipher));
-        self.is_all_sealed = is_all_sealed;
     }
 
-    pub(crate) fn is_all_sealed(&self) -> bool {
-        self.is_all_sealed
+    /// Whether bytes of files are encrypted.
+    pub(crate) fn is_data_encrypted(&self) -> bool {
+        self.data.is_some()
     }
 }
 
 impl<T: Transport> Sealed<T> {
     /// Bytes of a message.
     pub(crate) fn receive(&mut self, into: &mut [u8], until: Instant) -> io::Result<()> {
+        // Bytes of files are records of their own.
+        if self.data.as_ref().is_some_and(|data| data.has_rest()) {
+            return Err(tampered());
+        }
         match &mut self.cipher {
             Some(cipher) => cipher.receive(&mut self.inner, into, until),
             None => self.inner.receive(into, until),
@@ -245,19 +253,21 @@ impl<T: Transport> Sealed<T> {
 
     /// Bytes of a file.
     pub(crate) fn receive_data(&mut self, into: &mut [u8], until: Instant) -> io::Result<()> {
-        match &mut self.cipher {
-            Some(cipher) if self.is_all_sealed => cipher.receive(&mut self.inner, into, until),
-            // Messages are records of their own.
-            Some(cipher) if cipher.has_rest() => Err(tampered()),
-            _ => self.inner.receive(into, until),
+        // Messages are records of their own.
+        if self.cipher.as_ref().is_some_and(|cipher| cipher.has_rest()) {
+            return Err(tampered());
+        }
+        match &mut self.data {
+            Some(data) => data.receive(&mut self.inner, into, until),
+            None => self.inner.receive(into, until),
         }
     }
 
     /// Bytes of a file.
     pub(crate) fn send_data(&mut self, bytes: &[u8], until: Instant) -> io::Result<()> {
-        match self.is_all_sealed {
-            true => self.send(bytes, until),
-            false => self.inner.send(bytes, until),
+        match &mut self.data {
+            Some(data) => data.send(&mut self.inner, bytes, until),
+            None => self.inner.send(bytes, until),
         }
     }
 
@@ -269,28 +279,10 @@ impl<T: Transport> Sealed<T> {
         bytes: u64,
         until: Instant,
     ) -> io::Result<()> {
-        let cipher = match &mut self.cipher {
-            Some(cipher) if self.is_all_sealed => cipher,
-            _ => return self.inner.send_file(file, at, bytes, until),
-        };
-        let mut plain = vec![0; PLAIN_BYTES_MAX.min(usize::try_from(bytes).unwrap_or(usize::MAX))];
-        let (mut at, end) = (at, at + bytes);
-        while at < end {
-            let most = plain
-                .len()
-                .min(usize::try_from(end - at).unwrap_or(usize::MAX));
-            match rustix::io::pread(file, &mut plain[..most], at) {
-                // The arena is shorter than its list says.
-                Ok(0) => return Err(io::ErrorKind::InvalidData.into()),
-                Ok(count) => {
-                    cipher.send(&mut self.inner, &plain[..count], until)?;
-                    at += count as u64;
-                }
-                Err(rustix::io::Errno::INTR) => {}
-                Err(errno) => return Err(errno.into()),
-            }
+        match &mut self.data {
+            Some(data) => data.send_file(&mut self.inner, file, at..at + bytes, until),
+            None => self.inner.send_file(file, at, bytes, until),
         }
-        Ok(())
     }
 }
 
@@ -344,10 +336,22 @@ mod tests {
         Ok((puller.finish(), agent.finish()))
     }
 
-    fn sealed(cipher: Cipher) -> Sealed<Wire> {
-        let mut sealed = Sealed::open(Wire::default());
-        sealed.seal(cipher, true);
-        sealed
+    /// Both ends of a connection.
+    fn ends() -> [Sealed<Wire>; 2] {
+        let (puller, agent) = ciphers(&KEY, &KEY).unwrap();
+        let key = BlockKey::random().unwrap();
+        [puller, agent].map(|cipher| {
+            let mut sealed = Sealed::open(Wire::default());
+            sealed.seal(cipher, Some(key.clone()));
+            sealed
+        })
+    }
+
+    /// What is sent in a test.
+    #[derive(Clone, Copy, PartialEq, Eq, Debug)]
+    enum Kind {
+        Messages,
+        Data,
     }
 
     fn soon() -> Instant {
@@ -368,13 +372,19 @@ mod tests {
     }
 
     /// Sends what is random in pieces that are; what was said and the records.
-    fn talk(generator: &mut StdRng, from: &mut Sealed<Wire>) -> (Vec<u8>, Vec<Vec<u8>>) {
+    fn talk(
+        generator: &mut StdRng,
+        from: &mut Sealed<Wire>,
+        kind: Kind,
+    ) -> (Vec<u8>, Vec<Vec<u8>>) {
         let mut said = Vec::new();
         for _ in 0..generator.random_range(1..6) {
-            let most = [3, 5000, 3 * PLAIN_BYTES_MAX][generator.random_range(0..3)];
+            let most = [3, 5000, 600_000][generator.random_range(0..3)];
             let mut plain = vec![0; generator.random_range(1..=most)];
             generator.fill(&mut plain[..]);
-            if generator.random() {
+            if kind == Kind::Messages {
+                from.send(&plain, soon()).unwrap();
+            } else if generator.random() {
                 let file = tempfile::tempfile().unwrap();
                 file.write_all_at(&plain, 77).unwrap();
                 let bytes = plain.len() as u64;
@@ -382,28 +392,39 @@ mod tests {
                 let beyond = from.send_file(file.as_fd(), 77 + bytes, 1, soon());
                 assert_eq!(beyond.unwrap_err().kind(), io::ErrorKind::InvalidData);
             } else {
-                from.send(&plain, soon()).unwrap();
+                from.send_data(&plain, soon()).unwrap();
             }
             said.extend(plain);
         }
         let mut left = std::mem::take(&mut from.inner.sent);
         let mut records = Vec::new();
         while !left.is_empty() {
-            let length = usize::from(u16::from_be_bytes([left[0], left[1]]));
-            let rest = left.split_off(LENGTH_BYTES + length);
+            let bytes = match kind {
+                Kind::Messages => 2 + usize::from(u16::from_be_bytes([left[0], left[1]])),
+                Kind::Data => 20 + u32::from_be_bytes(left[..4].try_into().unwrap()) as usize,
+            };
+            let rest = left.split_off(bytes);
             records.push(std::mem::replace(&mut left, rest));
         }
         (said, records)
     }
 
     /// Reads pieces that are random until the end, or an error.
-    fn hear(generator: &mut StdRng, to: &mut Sealed<Wire>, wire: Vec<u8>) -> (Vec<u8>, io::Error) {
+    fn hear(
+        generator: &mut StdRng,
+        to: &mut Sealed<Wire>,
+        (wire, kind): (Vec<u8>, Kind),
+    ) -> (Vec<u8>, io::Error) {
         to.inner.heard = wire;
         let mut heard = Vec::new();
         loop {
-            let most = [1, 100, 2 * PLAIN_BYTES_MAX][generator.random_range(0..3)];
+            let most = [1, 100, 300_000][generator.random_range(0..3)];
             let mut piece = vec![0; generator.random_range(1..=most)];
-            match to.receive(&mut piece, soon()) {
+            let received = match kind {
+                Kind::Messages => to.receive(&mut piece, soon()),
+                Kind::Data => to.receive_data(&mut piece, soon()),
+            };
+            match received {
                 Ok(()) => heard.extend(piece),
                 Err(error) => return (heard, error),
             }
@@ -413,33 +434,50 @@ mod tests {
     #[test]
     fn what_is_sent_arrives_and_none_of_it_can_be_read_on_its_way() {
         let mut generator = StdRng::seed_from_u64(1);
-        let (puller, agent) = ciphers(&KEY, &KEY).unwrap();
-        let mut puller = sealed(puller);
-        let mut agent = sealed(agent);
-        for _ in 0..50 {
-            let (said, records) = talk(&mut generator, &mut puller);
+        let [mut puller, mut agent] = ends();
+        for round in 0..100 {
+            let kind = [Kind::Messages, Kind::Data][round / 2 % 2];
+            let (said, records) = talk(&mut generator, &mut puller, kind);
             let wire = records.concat();
             let probe = &said[..said.len().min(16)];
             assert!(probe.len() < 4 || !wire.windows(probe.len()).any(|part| part == probe));
             agent.inner.heard = wire;
             let mut heard = vec![0; said.len()];
-            agent.receive(&mut heard, soon()).unwrap();
+            match kind {
+                Kind::Messages => agent.receive(&mut heard, soon()).unwrap(),
+                Kind::Data => agent.receive_data(&mut heard, soon()).unwrap(),
+            }
             assert!(heard == said);
             std::mem::swap(&mut puller, &mut agent);
         }
     }
 
     #[test]
+    fn a_message_is_no_data_and_data_is_no_message() {
+        let [mut puller, mut agent] = ends();
+        puller.send(b"a message", soon()).unwrap();
+        agent.inner.heard = std::mem::take(&mut puller.inner.sent);
+        agent.receive(&mut [0; 4], soon()).unwrap();
+        assert!(agent.receive_data(&mut [0; 5], soon()).is_err());
+        agent.receive(&mut [0; 5], soon()).unwrap();
+        puller.send_data(b"some data", soon()).unwrap();
+        agent.inner.heard = std::mem::take(&mut puller.inner.sent);
+        agent.receive_data(&mut [0; 4], soon()).unwrap();
+        assert!(agent.receive(&mut [0; 5], soon()).is_err());
+        agent.receive_data(&mut [0; 5], soon()).unwrap();
+    }
+
+    #[test]
     fn of_what_was_changed_on_its_way_nothing_is_handed_on() {
-        for seed in 0..400 {
+        for seed in 0..800 {
+            let kind = [Kind::Messages, Kind::Data][seed as usize % 2];
+            let change = seed / 2 % 7;
             let mut generator = StdRng::seed_from_u64(seed);
-            let (puller, agent) = ciphers(&KEY, &KEY).unwrap();
-            let mut puller = sealed(puller);
-            let mut agent = sealed(agent);
-            let (said, mut records) = talk(&mut generator, &mut puller);
+            let [mut puller, mut agent] = ends();
+            let (said, mut records) = talk(&mut generator, &mut puller, kind);
             let before = records.clone();
             let at = generator.random_range(0..records.len());
-            match seed % 7 {
+            match change {
                 0 => {
                     let record = &mut records[at];
                     let bit = generator.random_range(0..8 * record.len());
@@ -449,29 +487,26 @@ mod tests {
                 2 => records.insert(at, before[generator.random_range(0..before.len())].clone()),
                 3 => records.shuffle(&mut generator),
                 4 => records.truncate(at),
-                // Of another connection with the same key.
+                // Of another connection with the same shared key.
                 5 => {
-                    let (other, _) = ciphers(&KEY, &KEY).unwrap();
-                    records[at] = talk(&mut generator, &mut sealed(other)).1.remove(0);
+                    let [mut other, _] = ends();
+                    records[at] = talk(&mut generator, &mut other, kind).1.remove(0);
                 }
                 // What its sender said is sent back to it.
                 _ => std::mem::swap(&mut puller, &mut agent),
             }
-            let is_same = seed % 7 < 6 && records == before;
-            let (heard, error) = hear(&mut generator, &mut agent, records.concat());
-            assert!(said.starts_with(&heard), "seed {seed}");
-            assert!(heard.len() < said.len() || seed % 7 != 0, "seed {seed}");
-            let kind = error.kind();
-            let is_end = kind == io::ErrorKind::UnexpectedEof;
+            let is_same = change < 6 && records == before;
+            let (heard, error) = hear(&mut generator, &mut agent, (records.concat(), kind));
+            let told = format!("seed {seed}, {kind:?}");
+            assert!(said.starts_with(&heard), "{told}");
+            assert!(heard.len() < said.len() || change != 0, "{told}");
+            let is_end = error.kind() == io::ErrorKind::UnexpectedEof;
             assert!(
-                is_end || kind == io::ErrorKind::InvalidData,
-                "seed {seed}: {error}"
+                is_end || error.kind() == io::ErrorKind::InvalidData,
+                "{told}: {error}"
             );
-            let must_tell = matches!(seed % 7, 2 | 5 | 6);
-            assert!(
-                is_same || !must_tell || !is_end,
-                "seed {seed}: nobody noticed"
-            );
+            let must_tell = matches!(change, 2 | 5 | 6);
+            assert!(is_same || !must_tell || !is_end, "{told}: not noticed");
         }
     }
 }

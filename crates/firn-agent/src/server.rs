@@ -1,10 +1,10 @@
-//! The agent: who connects, how many, and for how long.
+//! The agent: which peers connect, how many, and for how long.
 //!
 //! Invariants
 //! * At most `STRANGERS_MAX` connections whose puller has not shown the key, each for [`HANDSHAKE_LIMIT`] at most. For one
 //!   more, the longest idle of them is closed (`crate::strangers`).
 //! * At most `SESSIONS_MAX` others. One more is closed at once.
-//! * Whoever does not have the key costs the log a line in `TELL_EVERY`.
+//! * Peers without the key cost the log one line in `TELL_EVERY`.
 //! * A connection is a thread and a buffer of at most one frame; a stranger's is one of
 //!   [`crate::message::HANDSHAKE_BYTES_MAX`] bytes.
 
@@ -208,7 +208,7 @@ impl Agent {
         &self.mount.mount_point
     }
 
-    /// What takes its key out of the backing, and the copies that nobody needs out of memory, from any thread.
+    /// Removes the key from the backing, and copies that are not needed from memory; may be called from any thread.
     pub fn remover(&self) -> impl Fn() + Send + 'static {
         let file = self.key_file.clone();
         let desk = Arc::clone(&self.desk);
@@ -318,9 +318,10 @@ impl Shared {
         let mut link = Link::over(Stream::over_tcp(socket)?);
         let until = Instant::now() + HANDSHAKE_LIMIT;
         answer_telling(&mut link, &terms, until, &mut || stranger.hear())?;
-        let how = match link.is_encrypted() {
-            true => ", encrypted",
-            false => "",
+        let how = if link.is_encrypted() {
+            ", encrypted"
+        } else {
+            ""
         };
         self.log
             .say(Level::Step, || format!("(1) {from} is connected{how}"));
@@ -384,7 +385,7 @@ impl Refusals {
     }
 }
 
-/// Serves one puller that started this agent itself, over ssh: the connection says who it is.
+/// Serves one puller that started this agent itself, over ssh: the connection identifies it.
 pub fn serve_pipes(
     input: OwnedFd,
     output: OwnedFd,

@@ -70,7 +70,7 @@ pub(crate) struct Session<'a, T> {
 struct Following {
     /// Before its connection to firnd ends.
     seat: Seat,
-    /// By whose connection files are marked.
+    /// Connection that marks files.
     source: Source,
     host: String,
     /// What a person should know of this partner, whatever it says itself; none: it is a former one, of which firnd
@@ -188,7 +188,7 @@ impl<'a, T: Transport> Session<'a, T> {
         path: &BytePath,
         listed: Result<(BytePath, Vec<Entry>), SourceError>,
     ) -> Result<(), WireError> {
-        // A large tree takes its time, for which nobody is to blame.
+        // A large tree takes its time; that is no fault.
         let until = Instant::now() + ANSWER_LIMIT;
         match listed {
             Ok((relative, entries)) => {
@@ -207,9 +207,10 @@ impl<'a, T: Transport> Session<'a, T> {
 
     fn list(&mut self, path: &BytePath) -> Result<(BytePath, Vec<Entry>), SourceError> {
         let is_copy = !path.is_empty() && !path.as_path().is_absolute();
-        let listed = match is_copy {
-            true => return self.list_copies(path),
-            false => self.list_mounted(path),
+        let listed = if is_copy {
+            return self.list_copies(path);
+        } else {
+            self.list_mounted(path)
         };
         listed.map_err(|error| self.explain(error))
     }

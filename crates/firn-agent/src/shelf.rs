@@ -9,8 +9,8 @@
 //! Promises
 //! * At every moment NAME has a whole copy or nothing: it changes by one rename.
 //! * A copy loses its name before the first of its files is removed.
-//! * Names are changed and removed by the descriptor of the directory, in which nobody else may replace them. What another
-//!   user put there is no copy and is not removed.
+//! * Names are changed and removed by the descriptor of the directory, in which no other user may replace them. What
+//!   another user put there is no copy and is not removed.
 
 use std::ffi::{OsStr, OsString};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -133,8 +133,7 @@ impl Shelf {
         self.remove_own(&removed)
     }
 
-    /// Removes what copies and removals left that were interrupted; nobody makes a copy here meanwhile. Returns what
-    /// could not be removed.
+    /// Removes what interrupted copies and removals left. No copy may be under way. Returns what could not be removed.
     pub(crate) fn sweep(&self) -> Vec<PullError> {
         let names = match self.all_names() {
             Ok(names) => names,

@@ -1,8 +1,8 @@
 //! Connections whose other side has not shown the key.
 //!
 //! Invariants
-//! * At most [`STRANGERS_MAX`] are served. For one more, that one ends which has not said its hello for the longest, or
-//!   if all have, which said it first: who says nothing keeps nobody out.
+//! * At most [`STRANGERS_MAX`] are served. One more ends the one that has not said its hello for the longest, or if all
+//!   have, the one that said it first: silent peers do not keep others out.
 //! * At most as many again are on their way out: with a thread, and maybe a process of MUNGE, but no connection.
 
 use std::collections::BTreeMap;

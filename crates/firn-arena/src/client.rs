@@ -2,8 +2,8 @@
 //!
 //! Promises
 //! * Everything that a client published before the end of its lease is taken in, and nothing after it.
-//! * A slab is not used again while a client may still store bytes into it: neither a client that was
-//!   stopped in the middle of a copy nor one whose firnd died does harm.
+//! * A slab is not used again while a client may still store bytes into it. So a client that was stopped in the middle
+//!   of a copy does no harm, nor does one whose firnd died.
 //! * Records are believed only as far as they keep to the rules of the lease. A client can spoil its own
 //!   bytes and no others.
 //!
@@ -30,7 +30,7 @@ pub struct ClientLease {
     lease: Lease,
     file_id: u64,
     pid: u32,
-    /// Of the first record.
+    /// Sequence of the first record.
     sequence: u64,
     first: u32,
     count: u32,
@@ -56,7 +56,7 @@ pub struct Taken {
     pub position: u32,
     /// Bytes.
     pub len: u32,
-    /// Of the piece.
+    /// Sequence of the piece.
     pub sequence: u64,
     /// When the client wrote them, as it says: nanoseconds since 1970. To be bounded before it is believed.
     pub modified: u64,

@@ -1,6 +1,6 @@
 //! A new arena: its file, with all of its room allocated, and the first journal and superblock in it.
 //!
-//! The file has no name until it is whole: whoever finds an arena finds one that can be attached.
+//! The file has no name until it is whole: an arena that is found can be attached.
 
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
@@ -93,8 +93,8 @@ impl Arena {
                 source,
             }
         };
-        // Without a name until it is whole: whoever finds an arena finds one that can be attached, and a kill in
-        // here leaves none. What an earlier firn left under the name that it used is in the way of nobody else.
+        // Without a name until it is whole: an arena that is found can be attached, and a kill in here leaves none.
+        // What an earlier firn left under the name that it used is in no other firn's way.
         let unfinished = path.with_extension("unfinished");
         let _ = rustix::fs::unlink(&unfinished);
         let unnamed = Unnamed::create(path, &unfinished).map_err(io("create it"))?;
@@ -187,7 +187,7 @@ impl Arena {
     }
 }
 
-/// A new file of mode 0600 that nobody else has.
+/// A new file of mode 0600, known to this process only.
 struct Unnamed {
     file: rustix::fd::OwnedFd,
     /// It has the name of what is unfinished after all: the file system makes no files without one.

@@ -1,10 +1,10 @@
-//! Where the data of each chunk is now, and who relies on it.
+//! Where the data of each chunk is now, and the threads that rely on it.
 //!
 //! Promise: between [`Homes::enter`] and [`Homes::leave`] a chunk stays where it is.
 //!
-//! One counter a chunk, in the memory of firnd. A move marks it *copying* while the bytes are copied: readers
-//! come and go, but nobody changes a byte in place. Then it closes the gate, waits for those inside to leave,
-//! changes the home and opens again. Whoever comes meanwhile waits; that is short, or the move gives up.
+//! One counter a chunk, in the memory of firnd. A move marks it *copying* while the bytes are copied: readers come and
+//! go, but no thread changes a byte in place. Then it closes the gate, waits for those inside to leave, changes the
+//! home and opens again. A thread that comes meanwhile waits; that is short, or the move gives up.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -50,7 +50,7 @@ impl Homes {
         }
     }
 
-    /// Where a chunk is; `None`: free, or nobody knows.
+    /// Where a chunk is; `None`: free, or unknown.
     pub(crate) fn get(&self, chunk: u32) -> Option<Home> {
         match self.places[chunk as usize].home.load(Ordering::Acquire) {
             NOWHERE => None,
@@ -84,7 +84,7 @@ impl Homes {
         }
     }
 
-    /// The same for who changes bytes; false while they are being copied.
+    /// The same for a thread that changes bytes; false while they are being copied.
     pub(crate) fn enter_to_change(&self, chunk: u32) -> bool {
         let free = self.guard(chunk).fetch_add(1, Ordering::AcqRel) & (CLOSED | COPYING) == 0;
         if !free {
@@ -95,10 +95,11 @@ impl Homes {
 
     pub(crate) fn leave(&self, chunk: u32) {
         let before = self.guard(chunk).fetch_sub(1, Ordering::AcqRel);
-        debug_assert!(before & INSIDE > 0, "nobody is inside chunk {chunk}");
+        debug_assert!(before & INSIDE > 0, "no thread is inside chunk {chunk}");
     }
 
-    /// As [`Homes::enter`], for who may stay for any time: nobody should wait for the chunk to move.
+    /// As [`Homes::enter`], for a thread that may stay for any time, so that moves of the chunk are refused instead of
+    /// waited for.
     pub(crate) fn hold(&self, chunk: u32) {
         self.places[chunk as usize]
             .held
@@ -111,21 +112,21 @@ impl Homes {
         let before = self.places[chunk as usize]
             .held
             .fetch_sub(1, Ordering::AcqRel);
-        debug_assert!(before > 0, "chunk {chunk} is held by nobody");
+        debug_assert!(before > 0, "chunk {chunk} is not held");
     }
 
     pub(crate) fn is_held(&self, chunk: u32) -> bool {
         self.places[chunk as usize].held.load(Ordering::Acquire) > 0
     }
 
-    /// The bytes of a chunk are about to be copied; false while somebody is inside.
+    /// The bytes of a chunk are about to be copied; false while a thread is inside.
     pub(crate) fn begin_copy(&self, chunk: u32) -> bool {
         self.guard(chunk)
             .compare_exchange(0, COPYING, Ordering::AcqRel, Ordering::Acquire)
             .is_ok()
     }
 
-    /// The copy is made: closes the gate and waits until nobody is inside. False: they stay too long.
+    /// The copy is made: closes the gate and waits until all threads have left. False: they stay too long.
     pub(crate) fn close(&self, chunk: u32) -> bool {
         let before = self.guard(chunk).fetch_or(CLOSED, Ordering::AcqRel);
         debug_assert_eq!(
@@ -152,8 +153,8 @@ impl Homes {
     }
 }
 
-/// Where each chunk in use is, as its table says; two that claim one slot are both damaged, for nobody knows whose it
-/// is.
+/// Where each chunk in use is, as its table says; two that claim one slot are both damaged, because the slot's owner is
+/// unknown.
 pub(crate) fn read_homes(tables: &Tables, damage: &mut Vec<Damage>) -> Vec<Option<Home>> {
     let geometry = tables.geometry();
     let word = |chunk| tables.home(chunk).load(Ordering::Acquire);
@@ -208,7 +209,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copy_begins_only_where_nobody_is_inside_and_keeps_changes_out() {
+    fn a_copy_begins_only_where_no_thread_is_inside_and_keeps_changes_out() {
         let homes = Homes::new(1);
         homes.enter(0);
         assert!(!homes.begin_copy(0));

@@ -1,8 +1,8 @@
 //! Append, snapshot and replay of metadata records over a byte region.
 //!
-//! The region has two halves. Records are appended to the active one; when it is full, the state that
-//! they add up to (the [`Ledger`]) is written to the other half as a fresh list of records, and that
-//! half becomes the active one with the single store of its header.
+//! The region has two halves. Records are appended to the active one. When it is full, the state that they add up to
+//! (the [`Ledger`]) is written to the other half as a fresh list of records. That half becomes the active one with the
+//! single store of its header.
 //!
 //! Promises
 //! * A record whose append returned is replayed after the death of the process; one that was being

@@ -1,11 +1,12 @@
 //! Clients that may still store bytes into a slab although their lease is over.
 //!
 //! Promises
-//! * A slab is not used again while a client may still store bytes into it: neither a client that was stopped in the
-//!   middle of a copy nor one whose firnd died does harm.
+//! * A slab is not used again while a client may still store bytes into it. So a client that was stopped in the middle
+//!   of a copy does no harm, nor does one whose firnd died.
 //! * After [`revoke_all`], no client publishes a record in a lease of an earlier firnd.
 //!
-//! Relies on: whoever adds a slab here has pinned it, and unpins it when [`LingeringWriters::take_gone`] returns it.
+//! Relies on: a caller that adds a slab here has pinned it, and unpins it when [`LingeringWriters::take_gone`] returns
+//! it.
 
 use std::sync::atomic::Ordering;
 
@@ -21,11 +22,11 @@ use crate::map::probe;
 use crate::refs::{PieceRef, SlabRef};
 use crate::tables::Tables;
 
-/// A client whose lease of a slab is over, and who was storing bytes when last seen.
+/// A client whose lease of a slab is over, and that was storing bytes when last seen.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LingeringWriter {
     pub(crate) slab: SlabRef,
-    /// Of the lease that is over.
+    /// Generation of the lease that is over.
     pub(crate) generation: u64,
     pub(crate) pid: u32,
 }
@@ -57,7 +58,8 @@ impl LingeringWriters {
         self.writers.lock().len()
     }
 
-    /// Takes the slabs whose clients have stopped or died. Their writer words are cleared: nobody stores bytes there.
+    /// Takes the slabs whose clients have stopped or died. Their writer words are cleared: no process stores bytes
+    /// there.
     pub(crate) fn take_gone(&self, tables: &Tables) -> Vec<SlabRef> {
         let mut writers = self.writers.lock();
         let is_gone = |writer: &mut LingeringWriter| {
@@ -92,7 +94,7 @@ fn is_alive(pid: u32) -> bool {
     match rustix::process::pidfd_open(pid, PidfdFlags::empty()) {
         Err(errno) => errno != rustix::io::Errno::SRCH,
         Ok(process) => {
-            // Readable once the process ended, also while nobody has waited for it.
+            // Readable once the process ended, also while its parent has not waited for it.
             let mut poll = [PollFd::new(&process, PollFlags::IN)];
             let at_once = Timespec {
                 tv_sec: 0,
@@ -127,7 +129,7 @@ fn revoke_slab(tables: &Tables, slab: SlabRef, class: Class) -> Option<Lingering
     }
     let generation = tables.generation(slab).load(Ordering::Acquire);
     probe();
-    // Before the writer word is cleared: after a crash in between, nobody would look at these records again.
+    // Before the writer word is cleared: after a crash in between, these records would never be looked at again.
     void_beyond_max(tables, slab, class, generation);
     let stopped = take_writer_word(tables, slab, generation);
     void_beyond_max(tables, slab, class, generation);

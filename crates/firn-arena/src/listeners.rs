@@ -1,4 +1,4 @@
-//! Who is called when room becomes free, or when memory becomes short.
+//! The listeners that are called when room becomes free, or when memory becomes short.
 //!
 //! Promise: a callback is called with no lock of the arena held but the one that guards it. So it must neither set a
 //! callback nor call the arena.
@@ -44,7 +44,7 @@ impl Listeners {
         }
     }
 
-    /// So many slots of memory are in use.
+    /// `slots` slots of memory are in use.
     pub(crate) fn report_memory_used(&self, slots: u32) {
         if slots > self.pressure_above.load(Ordering::Acquire)
             && let Some(callback) = &*self.pressure.lock()

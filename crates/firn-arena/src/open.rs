@@ -33,7 +33,7 @@ pub(crate) fn open_arena(
     } else {
         OFlags::RDONLY
     };
-    // O_NONBLOCK: nobody may write to a named pipe that is in its place.
+    // O_NONBLOCK: a named pipe in its place may have no writer.
     let flags = access | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
     let file = rustix::fs::open(path, flags, Mode::empty()).map_err(|errno| match errno {
         // What O_NOFOLLOW says of a link.

@@ -39,7 +39,7 @@ pub enum SpillFault {
         /// Why it failed.
         source: Errno,
     },
-    /// The device does not have so much room.
+    /// The device does not have that much room.
     #[error(
         "spill file {}: no room for {} ({why}): lower spill-size, or put it elsewhere with spill",
         quoted_path(path),

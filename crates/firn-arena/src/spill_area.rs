@@ -2,7 +2,7 @@
 //!
 //! Invariants
 //! * Nothing moves to a file that is missing or has a fault.
-//! * One chunk moves at a time: whoever moves one holds [`SpillArea::begin`]'s guard.
+//! * One chunk moves at a time, under [`SpillArea::begin`]'s guard.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -63,7 +63,7 @@ impl SpillArea {
         file.is_some_and(|file| self.fault.is_none() || file.has_slot(slot))
     }
 
-    /// Waits until nobody else moves a chunk.
+    /// Waits until no other thread moves a chunk.
     pub(crate) fn begin(&self) -> MutexGuard<'_, ()> {
         self.mover.lock()
     }
@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn moved_bytes_are_counted_by_who_moves() {
+    fn moved_bytes_are_counted_by_the_mover() {
         let area = SpillArea::default();
         let turn = area.begin();
         area.count_moved(3);

@@ -1,9 +1,9 @@
 //! What keeps each slab from being leased again.
 //!
-//! Promise: exactly one caller learns that a slab became free: the one who released the last use.
+//! Promise: exactly one caller learns that a slab became free: the one that released the last use.
 //!
 //! Invariants
-//! * Nobody releases more than was added (asserted).
+//! * No more uses are released than were added (asserted).
 //! * A slab that counts 0 has no live byte, no lease, no I/O under way and no holder.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};

@@ -13,9 +13,9 @@
 //! A call takes a value where several calls would do the same: [`Remove`] says what [`Names::remove`] removes,
 //! [`AttrChange`] what [`Attributes::set_attr`] changes.
 //!
-//! None of these traits but [`Backing`] has a default: a layer says of each call what becomes of it, and names in one place
-//! the calls that it hands down as they are ([`forward!`](crate::forward)). [`Backing`] is implemented once, for
-//! whatever has all the others, so that no layer can have a form of its own.
+//! Of these traits only [`Backing`] has a default. A layer implements each call, and names in one place the calls that
+//! it hands down as they are ([`forward!`](crate::forward)). [`Backing`] is implemented once, for every type that has
+//! all the others, so that no layer can have a form of its own.
 
 use std::ffi::OsStr;
 use std::io::IoSlice;
@@ -50,7 +50,7 @@ pub trait Volume: Send + Sync + 'static {
     fn features(&self) -> Features;
     /// fstatvfs(3).
     fn statfs(&self) -> Result<StatFs>;
-    /// Makes what `scope` says durable, data and names, whoever changed it.
+    /// Makes what `scope` says durable, data and names, also changes by other programs.
     fn sync_scope(&self, scope: SyncScope<'_, Self::Inode>) -> Result<()>;
 }
 
@@ -107,7 +107,7 @@ pub trait Names: Volume {
     ) -> Result<()>;
 }
 
-/// What is known of an object beside its data.
+/// Attributes of an object: all that is known of it beside its data.
 pub trait Attributes: Volume {
     /// fstat(2) of an object or of an open file.
     fn stat(&self, target: TargetOf<'_, Self>, freshness: Freshness) -> Result<Attr>;
@@ -126,8 +126,8 @@ pub trait Files: Volume {
     fn open(&self, inode: &Self::Inode, access: Access) -> Result<Self::File>;
     /// pread(2), until `buf` is full or the file ends; returns the bytes read.
     fn read_at(&self, file: &Self::File, buf: &mut [u8], offset: u64) -> Result<usize>;
-    /// Writes parts that do not overlap, in whatever order they are in. May write less than asked: so
-    /// many bytes as it says, from the first part on, and nothing of the others. After an error none of them counts.
+    /// Writes parts that do not overlap, in whatever order they are in. May write less than asked: the bytes that it
+    /// returns, from the first part on, and nothing of the others. After an error none of them counts.
     fn write_parts(&self, file: &Self::File, parts: &[DataPart<'_>]) -> Result<u64>;
     /// Changes the length, or ends a change of it. Returns false where a [`Resize::Finish`] finds that the change was never
     /// made: the file is as it was before that. All others return true.
@@ -149,12 +149,12 @@ pub trait Files: Volume {
     fn sync(&self, file: &Self::File, data_only: bool) -> Result<()>;
     /// Says what becomes of memory that keeps a range. Waits for nothing, and loses nothing.
     fn advise(&self, file: &Self::File, range: Range<u64>, advice: PageAdvice);
-    /// Takes, ends or tests a lock, without waiting. False where somebody else has one in the way; what this process has
-    /// locked stays as it was.
+    /// Takes, ends or tests a lock, without waiting. False where another owner has one in the way; what this process
+    /// has locked stays as it was.
     ///
-    /// What lies over another backing has no locks of its own: hosts meet in the one below.
+    /// A layer over another backing has no locks of its own: hosts meet in the one below.
     fn lock(&self, file: &Self::File, request: LockRequest) -> Result<bool>;
-    /// A descriptor of the file for somebody else; `None` where there is none.
+    /// A descriptor of the file for another process or the kernel; `None` where there is none.
     fn descriptor(&self, file: &Self::File, purpose: DescriptorUse) -> Option<OwnedFd>;
 }
 
@@ -162,9 +162,9 @@ pub trait Files: Volume {
 pub trait Sharing: Volume {
     /// How far the kernel may read an open file by itself.
     fn kernel_reads(&self, file: &Self::File) -> KernelReads;
-    /// Where bytes of `range` lie in files of the backing, as [`Files::read_at`] would give them; `None` where the kernel
-    /// reads the file by itself, or nobody else can. What is told stays as it is, whatever becomes of the file, until
-    /// this host changes it, learns that others have ([`Facts::changes_by_others`]), or [`Located::until`].
+    /// Where bytes of `range` lie in files of the backing, as [`Files::read_at`] would give them; `None` where the
+    /// kernel reads the file by itself, or only this process can. What is told stays as it is, whatever becomes of the
+    /// file, until this host changes it, learns that others have ([`Facts::changes_by_others`]), or [`Located::until`].
     fn locate(
         &self,
         file: &Self::File,

@@ -257,7 +257,7 @@ fn last_errno() -> Errno {
     Errno::from_io_error(&io::Error::last_os_error()).unwrap_or(Errno::IO)
 }
 
-/// Where the kernel says that an open object is.
+/// Path of an open object, as the kernel tells it.
 fn absolute(fd: BorrowedFd<'_>) -> Result<Vec<u8>> {
     Ok(fs::readlink(FdPath::of(fd).as_c_str(), Vec::new())?.into_bytes())
 }
@@ -285,9 +285,12 @@ impl DirBacking {
     fn sync_everything(&self) -> Result<()> {
         let version = self.unsynced.begin_sync();
         let is_in_doubt = self.unsynced.inherits() || self.unsynced.has_lost_track();
-        self.sync_file_systems(&self.root, &mut |top| match is_in_doubt {
-            true => unsynced::sync_below(self, top),
-            false => Ok(()),
+        self.sync_file_systems(&self.root, &mut |top| {
+            if is_in_doubt {
+                unsynced::sync_below(self, top)
+            } else {
+                Ok(())
+            }
         })?;
         if is_in_doubt {
             self.unsynced.all_synced(version);
@@ -321,7 +324,7 @@ fn typed(mode: u32) -> u32 {
     }
 }
 
-/// What is made, and with which mode.
+/// Kind and mode of the new object.
 fn kind_and_mode(new: NewKind<'_>) -> Result<(Kind, u32)> {
     match new {
         NewKind::Dir { mode } => Ok((Kind::Dir, mode)),
@@ -393,9 +396,12 @@ impl Volume for DirBacking {
             SyncScope::Tree(inode) if inode.key == self.root.key => self.sync_everything(),
             SyncScope::Tree(inode) => {
                 let is_in_doubt = self.unsynced.inherits();
-                self.sync_file_systems(inode, &mut |top| match is_in_doubt {
-                    true => unsynced::sync_below(self, top),
-                    false => Ok(()),
+                self.sync_file_systems(inode, &mut |top| {
+                    if is_in_doubt {
+                        unsynced::sync_below(self, top)
+                    } else {
+                        Ok(())
+                    }
                 })?;
                 self.sync_tracked()
             }

@@ -8,8 +8,7 @@
 //! * A [`Volume::Inode`] refers to the object, not to a name: it stays valid across renames and, while
 //!   it is held, after the last unlink.
 //! * Calls are plain: no retries, no caching, the kernel's errno as it is.
-//! * All calls may be made from any thread at once, and each may take for ever: nobody makes one with a lock
-//!   of [`lock`] held.
+//! * All calls may be made from any thread at once, and each may take for ever: no caller holds a lock of [`lock`].
 
 use std::io::IoSlice;
 
@@ -49,7 +48,7 @@ pub fn write_parts_singly(
     for part in parts {
         let count = match write(part) {
             Ok(count) => count as u64,
-            // As write(2): what was written before the fault is good; the next call tells the fault.
+            // As write(2): what was written before the fault is good; the next call returns the fault.
             Err(_) if written > 0 => break,
             Err(error) => return Err(error),
         };
@@ -61,8 +60,8 @@ pub fn write_parts_singly(
     Ok(written)
 }
 
-/// [`Files::resize`] of a file whose length nobody else changes meanwhile: ftruncate(2), where the length is to be
-/// another one.
+/// [`Files::resize`] of a file whose length only the caller changes: ftruncate(2), where the length is to be another
+/// one.
 pub fn resize_by_set_len(
     resize: Resize,
     len: impl FnOnce() -> Result<u64>,

@@ -1,9 +1,9 @@
 //! Locks that are never held across a call of a backing.
 //!
-//! A call of a backing may take as long as the server behind it likes. Who holds a lock meanwhile makes
-//! everybody else who wants that lock wait for the server. [`Mutex`] and [`RwLock`] are those of
-//! `parking_lot`; where debug assertions are on, each thread counts the guards that it holds, and
-//! [`assert_none_held`] is what the simulated backing asks first in each of its calls.
+//! A call of a backing may take as long as the server behind it likes. A thread that holds a lock meanwhile makes all
+//! others that want the lock wait for the server. [`Mutex`] and [`RwLock`] are those of `parking_lot`; where debug
+//! assertions are on, each thread counts the guards that it holds, and [`assert_none_held`] is what the simulated
+//! backing asks first in each of its calls.
 
 use std::ops::{Deref, DerefMut};
 
@@ -27,7 +27,7 @@ impl Held {
 
 impl Drop for Held {
     fn drop(&mut self) {
-        // A guard that is dropped while the thread's own variables are destroyed counts for nobody.
+        // A guard that is dropped while the thread's own variables are destroyed is not counted.
         #[cfg(debug_assertions)]
         let _ = HELD.try_with(|held| held.set(held.get() - 1));
     }
@@ -64,7 +64,7 @@ impl<T> Mutex<T> {
             _held: Held::count(),
         }
     }
-    /// The lock, if nobody has it.
+    /// The lock, if it is free.
     pub fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
         let guard = self.0.try_lock()?;
         Some(MutexGuard {

@@ -32,7 +32,7 @@ struct Done<R> {
 /// Works on each item, in the items' order, with at most `threads` threads, of which the caller's is one. The results have
 /// the order of the items. After an error no further item is begun, and the first error of a thread is returned.
 ///
-/// Where the system starts no thread, the caller's does all. A panic goes on in the caller.
+/// Without further threads, the caller's thread does all. A panic goes on in the caller.
 pub fn try_map<T: Sync, R: Send, E: Send>(
     thread_name: &str,
     threads: usize,

@@ -37,9 +37,9 @@ impl<I, F> Copy for Target<'_, I, F> {}
 /// How old attributes may be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Freshness {
-    /// As old as what the client of a network file system keeps, which may be behind what other hosts did.
+    /// As the client of a network file system keeps it, which may be behind what other hosts did.
     Known,
-    /// As the server has them. What is read afterwards goes as far as the length that this tells.
+    /// As the server has it. Later reads go as far as the length that this returns.
     Current,
 }
 
@@ -58,9 +58,9 @@ pub enum AttrChange<'a> {
     },
     /// utimensat(2) of the object itself.
     Times {
-        /// Of the last access.
+        /// Time of the last access.
         atime: SetTime,
-        /// Of the last change of contents.
+        /// Time of the last change of contents.
         mtime: SetTime,
     },
     /// setxattr(2).
@@ -148,7 +148,7 @@ pub enum FileUse {
     Finished,
 }
 
-/// What somebody else does with a descriptor.
+/// What the receiver of a descriptor does with it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DescriptorUse {
     /// The kernel reads and writes the file by itself, as far as it is open for that here.
@@ -164,7 +164,7 @@ pub enum SyncScope<'a, I> {
     /// where that reaches the file system; else each file and directory by itself, which the first time takes a walk of
     /// the whole tree.
     All,
-    /// What was changed through this backing since it was opened: no more is walked for it.
+    /// Only what was changed through this backing since it was opened, which spares a walk of all else.
     Changes,
     /// A directory and all below it; not the names that lead to it.
     Tree(&'a I),
@@ -181,7 +181,7 @@ impl<I> Clone for SyncScope<'_, I> {
 
 impl<I> Copy for SyncScope<'_, I> {}
 
-/// On whose behalf a name is created.
+/// The user for which a name is created.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Caller {
     /// File system user id of the calling process.
@@ -262,12 +262,13 @@ pub enum LockRequest {
     /// when that is dropped or its process ends, however it ends. [`LockMode::Exclusive`] needs a file that is open for
     /// writing. How far the lock reaches is the file system's affair: one that keeps it on this host does not say so.
     ///
-    /// Not a lock of an open file description (`F_OFD_SETLK`): Linux tells a FUSE server of the unlock at close for
-    /// flock(2) and for the locks of a process, but not for those, so the lock of a killed process would stay.
+    /// Not a lock of an open file description (`F_OFD_SETLK`): at a close Linux tells a FUSE server of the unlock for
+    /// flock(2) and for the locks of a process, but not for those. So the lock of a killed process would stay.
     File(LockMode),
     /// fcntl(2) with `F_SETLK`: this process has the range locked in this mode from now on. All locks that a process
-    /// has of a file end when it closes any open file of it, and when it ends: so who locks ranges of a file has it open
-    /// once. To lock exclusively needs a file that is open for writing, to share it one that is open for reading.
+    /// has of a file end when it closes any open file of it, and when it ends: so a process that locks ranges of a file
+    /// has it open once. To lock exclusively needs a file that is open for writing, to share it one that is open for
+    /// reading.
     Range(LockRange, LockMode),
     /// fcntl(2) with `F_UNLCK`: this process has the range not locked any more.
     Unlock(LockRange),

@@ -41,8 +41,8 @@ pub struct Features {
 /// What a process knows of an object without asking for it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Facts {
-    /// The lane that its data lies in, one of [`Features::lane_count`]. It is advice about who writes and when:
-    /// a wrong answer costs time and nothing else.
+    /// The lane that its data lies in, one of [`Features::lane_count`]. It is advice on which thread writes and when: a
+    /// wrong answer costs time and nothing else.
     pub lane: LaneIndex,
     /// Whether one [`Files::write_parts`](crate::Files::write_parts) of pieces that are far from each other costs about as
     /// much as if they were next to each other. Of a directory: whether that may be so of a file below it. It is advice too.
@@ -120,9 +120,10 @@ impl Time {
     /// The clock that the kernel stamps files with ([`firn_format::clock`]), so that times given by Firn and by the backing do
     /// not run backwards against each other.
     pub fn now() -> Self {
-        let t = rustix::time::clock_gettime(match Self::is_exact() {
-            true => ClockId::Realtime,
-            false => ClockId::RealtimeCoarse,
+        let t = rustix::time::clock_gettime(if Self::is_exact() {
+            ClockId::Realtime
+        } else {
+            ClockId::RealtimeCoarse
         });
         Self {
             sec: t.tv_sec,
@@ -136,7 +137,7 @@ impl Time {
         *IS_EXACT.get_or_init(|| clock::is_exact(rustix::system::uname().release().to_bytes()))
     }
 
-    /// The present, but later than `last` where that was given within the same tick of the clock: who compares
+    /// The present, but later than `last` where that was given within the same tick of the clock: a comparison of times
     /// sees each change.
     pub fn now_after(last: Option<Self>) -> Self {
         let now = Self::now();
@@ -230,7 +231,7 @@ pub struct LocatedPart {
     pub offset: u64,
     /// Bytes.
     pub len: u64,
-    /// Which of [`Located::files`] has them; `None`: that is told to who asks from a place in this part on.
+    /// Which of [`Located::files`] has them; `None`: ask again from a place in this part on.
     pub file: Option<usize>,
     /// Where they begin in that.
     pub position: u64,
@@ -250,12 +251,12 @@ pub struct Located {
     pub until: Instant,
 }
 
-/// Who else may hold a lock of the same file.
+/// Other locks of the same file that this one allows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LockMode {
-    /// Nobody.
+    /// None.
     Exclusive,
-    /// Whoever asks for the same.
+    /// Shared ones.
     Shared,
 }
 

@@ -1,4 +1,4 @@
-//! What was changed through a backing and not synced since, for file systems that syncfs(2) does not reach.
+//! Changes made through a backing and not synced since, for file systems that syncfs(2) does not reach.
 //!
 //! Linux passes syncfs(2) on to no FUSE server but virtiofs, and it means little on a few more file systems: there
 //! every file and directory is synced by itself. Which ones that takes is what this module knows.
@@ -39,7 +39,7 @@ pub enum Place {
     At(Vec<u8>, u64),
     /// It has no name any more, so nothing of it outlives its last close.
     Gone,
-    /// It has a name, but nobody knows which.
+    /// It has a name, which is not known.
     Unknown,
 }
 
@@ -81,7 +81,7 @@ struct State {
 
 #[derive(Debug)]
 struct Entry {
-    /// Of the last change.
+    /// Version of the last change.
     version: u64,
     paths: Vec<Vec<u8>>,
     /// It has names that are not known.
@@ -204,7 +204,7 @@ impl State {
 }
 
 impl Unsynced {
-    /// An object was changed. To be called after the change and before anybody is told of it.
+    /// An object was changed. To be called after the change and before it is reported.
     pub fn changed(&self, key: Key, place: impl FnOnce() -> Place) {
         {
             let mut state = self.state.lock();
@@ -278,7 +278,7 @@ impl Unsynced {
         self.rename_over.notify_all();
     }
 
-    /// A rename was made of which nobody knows the paths.
+    /// A rename was made whose paths are not known.
     pub fn end_unknown_rename(&self, ticket: u64) {
         let mut state = self.state.lock();
         state.version += 1;
@@ -323,7 +323,7 @@ impl Unsynced {
         }
     }
 
-    /// As after the end of a process: nothing is known.
+    /// Forgets everything, as after the end of a process.
     pub fn reset(&self) {
         *self.state.lock() = State::default();
     }
@@ -374,7 +374,7 @@ fn sync_entry<B: Tracked>(base: &B, key: Key) -> Result<()> {
     let mut paths = unsynced.paths_of(key);
     loop {
         if paths.is_empty() {
-            // Removed, or synced by somebody else.
+            // Removed, or synced by another thread.
             return Ok(());
         }
         for path in &paths {
@@ -386,7 +386,7 @@ fn sync_entry<B: Tracked>(base: &B, key: Key) -> Result<()> {
                 Err(errno) => return Err(errno),
             }
         }
-        // It moves, or was moved beside this process.
+        // It is being moved, or was moved by another process.
         unsynced.wait_for_renames();
         let now = unsynced.paths_of(key);
         if now == paths {
@@ -446,7 +446,7 @@ struct Walk<'a, B: Tracked> {
 
 struct Tasks<B: Backing> {
     waiting: Vec<Task<B>>,
-    /// That threads are at work on.
+    /// Tasks that threads are at work on.
     running: usize,
     failed: Option<Errno>,
 }
@@ -540,12 +540,12 @@ impl<B: Tracked> Walk<'_, B> {
         let synced = match attr.kind {
             // On overlayfs a file may tell another device than its directory.
             Kind::File => sync_file(self.base, &inode),
-            // What is mounted there is looked at by itself.
+            // Another file system that is mounted there is looked at by itself.
             Kind::Dir if attr.dev == self.dev => self.dir(&inode),
             _ => Ok(()),
         };
         match synced {
-            // Who may neither read nor write it, and does not own it, has changed nothing in it.
+            // A caller that may neither read nor write it, and does not own it, has changed nothing in it.
             Err(Errno::ACCESS) => Ok(()),
             synced => synced,
         }
@@ -581,7 +581,7 @@ impl<B: Tracked> Walk<'_, B> {
 fn in_threads(count: usize, work: impl Fn() + Sync) {
     std::thread::scope(|scope| {
         for _ in 1..count {
-            // Where the system gives no more threads, fewer do it.
+            // If the system gives no more threads, fewer do it.
             let _ = std::thread::Builder::new()
                 .name("sync".into())
                 .spawn_scoped(scope, &work);

@@ -96,11 +96,11 @@ impl CheckpointArgs {
     }
 
     fn image_sizes(&self) -> Vec<u64> {
-        match self.image_size.is_empty() {
-            true => self
-                .common
-                .choose(vec![7 << 20, 15 << 20, 107 << 20], vec![7 << 20]),
-            false => self.image_size.clone(),
+        if self.image_size.is_empty() {
+            self.common
+                .choose(vec![7 << 20, 15 << 20, 107 << 20], vec![7 << 20])
+        } else {
+            self.image_size.clone()
         }
     }
 

@@ -171,7 +171,7 @@ impl DrainArgs {
     ) -> anyhow::Result<Mounted<'a>> {
         let backing = work.subdir(&format!("backing-{name}"))?;
         let point = work.subdir(&format!("firn-{name}"))?;
-        // Room for twice the checkpoint: nobody waits for room.
+        // Room for twice the checkpoint, so that no write waits for room.
         let arena_bytes = (2 * self.size()).max(256 << 20);
         let options = format!("{options},close=held,fsync=held,arena-size={arena_bytes}");
         let mount = firn.mount(&backing, &point, &options)?;

@@ -91,11 +91,12 @@ impl IngestArgs {
         let mut settings: Vec<Setting> = Vec::new();
         for setting in writes.chain(chunks).chain(arenas) {
             // The sink knows no chunk or arena size: alone, it need not be measured for each.
-            let new = match self.common.baseline_only {
-                true => !settings
+            let new = if self.common.baseline_only {
+                !settings
                     .iter()
-                    .any(|s| s.write_bytes == setting.write_bytes),
-                false => !settings.contains(&setting),
+                    .any(|s| s.write_bytes == setting.write_bytes)
+            } else {
+                !settings.contains(&setting)
             };
             if new {
                 settings.push(setting);
@@ -131,9 +132,10 @@ impl IngestArgs {
                 pool_bytes: setting.arena_bytes,
             };
             let sink = Mounted::start(&server, &work.subdir("sink")?)?;
-            let firn = match with_firn {
-                true => Some(self.mount_firn(&setting, work.path())?),
-                false => None,
+            let firn = if with_firn {
+                Some(self.mount_firn(&setting, work.path())?)
+            } else {
+                None
             };
             let mut sink_samples = Vec::new();
             let mut firn_samples = Vec::new();

@@ -88,7 +88,7 @@ impl WorkDir {
             "{} is not UTF-8; name another --dir",
             parent.display()
         );
-        // Nobody else's: whoever ends this program removes what has this name, from now on.
+        // The name is new: from now on the end of this program removes what has it.
         let path = parent.join(format!("firn-bench-{:016x}", rand::random::<u64>()));
         let _remove = expect(Leftover::Dir(path.clone()));
         let made = DirBuilder::new().mode(0o700).create(&path);

@@ -38,7 +38,7 @@ pub fn main<P: Program>(args: impl IntoIterator<Item = std::ffi::OsString>) -> E
 /// Prints help and version as answers, anything else as an error of usage (exit status 2).
 fn report_usage(error: &clap::Error) -> ExitCode {
     if !error.use_stderr() {
-        // A reader who closed standard output does not want the rest.
+        // A reader that closed standard output does not want the rest.
         let _ = error.print();
         return ExitCode::SUCCESS;
     }

@@ -51,9 +51,10 @@ impl ReadArgs {
                     bar.inc(1);
                 }
             }
-            let name = match mmap {
-                true => "mmap".to_owned(),
-                false => format!("read of {}", size_text(bytes)),
+            let name = if mmap {
+                "mmap".to_owned()
+            } else {
+                format!("read of {}", size_text(bytes))
             };
             let names = candidates.iter().map(|candidate| candidate.name.to_owned());
             report.add(name, names.zip(samples).collect());

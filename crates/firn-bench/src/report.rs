@@ -43,9 +43,9 @@ pub struct Goal {
 #[derive(Clone, Copy, Debug, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Limit {
-    /// Not below.
+    /// The figure must not be below this.
     Least(f64),
-    /// Not above.
+    /// The figure must not be above this.
     Most(f64),
 }
 

@@ -88,9 +88,12 @@ impl SpillArgs {
         }
         let shares: Vec<_> = TABLE
             .iter()
-            .filter(|row| match self.percent.is_empty() {
-                true => !self.common.quick || row.0 % 50.0 == 0.0,
-                false => self.percent.contains(&row.0),
+            .filter(|row| {
+                if self.percent.is_empty() {
+                    !self.common.quick || row.0 % 50.0 == 0.0
+                } else {
+                    self.percent.contains(&row.0)
+                }
             })
             .collect();
         let memory = self.mount(&firn, &work, 0.0)?;
@@ -196,7 +199,7 @@ impl SpillArgs {
                     SLOTS_MIN * CHUNK_BYTES
                 )
             }
-            // Of so many slots 98 percent are those that the file is to keep.
+            // 98 percent of these slots are those that the file is to keep.
             _ => format!(
                 "{options},{room},arena-size={},spill-upper=99,spill-lower=98",
                 (held * 100).div_ceil(98) * CHUNK_BYTES

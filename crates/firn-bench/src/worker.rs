@@ -153,7 +153,7 @@ pub fn run_together<W: Work>(preload: Option<&Path>, tasks: &[W]) -> anyhow::Res
     run_from(TIME_TO_START_NS * tasks.len() as u64, preload, tasks)
 }
 
-/// The processes begin so long after the last is ready.
+/// The processes begin this long after the last is ready.
 fn run_from<W: Work>(
     delay_ns: u64,
     preload: Option<&Path>,

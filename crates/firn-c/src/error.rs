@@ -57,7 +57,7 @@ impl Error {
 /// Keeps the words for [`last`].
 pub(crate) fn keep_message(error: &Error) {
     let text = CString::new(error.to_string().replace('\0', "?")).unwrap_or_default();
-    // During the end of the thread there is nobody left to ask.
+    // At the end of the thread its variables are gone.
     let _ = MESSAGE.try_with(|message| message.replace(text));
 }
 

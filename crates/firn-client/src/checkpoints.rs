@@ -33,7 +33,7 @@ use crate::error::ClientError;
 use crate::find::{self, Mount, Place};
 use crate::levels::Levels;
 
-/// What a transaction may have changed is told by the clock of the backing, which may be another one than firnd's.
+/// Times of a transaction's changes come from the backing's clock, which may differ from firnd's by this much.
 const CLOCKS_APART_MAX: Duration = Duration::from_secs(60);
 
 /// Why checkpoints cannot be looked at.
@@ -45,7 +45,7 @@ pub enum CheckpointError {
     /// The system refused to look at a path.
     #[error("{}: {}", quoted_path(path), reason(*errno))]
     System {
-        /// At which.
+        /// The path.
         path: PathBuf,
         /// Why not; ESTALE: something else is in its place.
         errno: Errno,
@@ -72,7 +72,7 @@ impl CheckpointError {
 
 fn reason(errno: Errno) -> String {
     match errno {
-        Errno::STALE => "somebody put something else in its place meanwhile".to_owned(),
+        Errno::STALE => "another object was put in its place meanwhile".to_owned(),
         errno => std::io::Error::from(errno).to_string(),
     }
 }
@@ -113,7 +113,7 @@ impl Wholeness {
 pub struct Checkpoint {
     /// Its name in the directory.
     pub name: OsString,
-    /// Which object was looked at.
+    /// The object that was looked at.
     pub object: ObjectId,
     /// Whether it is a directory.
     pub is_dir: bool,
@@ -174,15 +174,15 @@ pub struct Listing {
 /// A directory of checkpoints.
 #[derive(Debug)]
 pub struct Directory {
-    /// Where it is mounted; none: it is in a backing that is not.
+    /// Mount that has it; None: it is in a backing that is not mounted.
     mount: Option<Mount>,
     path: PathBuf,
     dir: OwnedFd,
-    /// Whose checkpoints count.
+    /// User whose checkpoints count.
     uid: u32,
 }
 
-/// What was seen of one before firnd was asked.
+/// First look at a checkpoint, before firnd was asked.
 struct Found {
     name: OsString,
     stat: Stat,
@@ -240,7 +240,7 @@ impl Directory {
         &self.dir
     }
 
-    /// Whose checkpoints count.
+    /// User whose checkpoints count.
     pub fn uid(&self) -> u32 {
         self.uid
     }
@@ -329,7 +329,7 @@ impl Directory {
         Ok(looked)
     }
 
-    /// What has a name in the directory.
+    /// Looks at a name in the directory.
     pub fn look_at(&self, name: &OsStr) -> Result<Option<Stat>, CheckpointError> {
         match statat(&self.dir, name, AtFlags::SYMLINK_NOFOLLOW) {
             Ok(stat) => Ok(Some(stat)),
@@ -434,7 +434,7 @@ struct Firnd {
 /// A transaction that is not over.
 struct OpenTransaction {
     scope: PathBuf,
-    /// Nothing of it was changed before, in seconds since 1970; none: unknown.
+    /// Begin in seconds since 1970: it changed nothing before that. None: unknown.
     begun_s: Option<i64>,
 }
 

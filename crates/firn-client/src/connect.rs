@@ -2,14 +2,14 @@
 //!
 //! Promises
 //! * A [`Connection`] exists only after firnd has said Hello in our protocol.
-//! * A firnd that closes a connection because nobody used it for long, and others came, is connected to again, once
-//!   for a request: it says that nothing was carried out. Another firnd than the first is never asked.
+//! * A firnd may close a connection that was unused for long in favour of others. It is connected to again, once for a
+//!   request: the close says that nothing was carried out. Another firnd than the first is never asked.
 //! * Hello and short questions fail after `ANSWER_S` seconds of silence; waits may take for ever.
-//! * Root, who asks the firnd of another user, takes a short answer from it within `ANSWER_S` seconds and
+//! * Root asking the firnd of another user takes a short answer from it within `ANSWER_S` seconds and
 //!   `OTHERS_REPLY_BYTES_MAX` bytes, or none: that firnd may be any program.
-//! * A firnd that is gone is an error and no SIGPIPE: the program may be anybody's.
-//! * Nothing is sent before the runtime directory and the process at the other end were found to be of the user
-//!   who mounted.
+//! * A firnd that is gone is an error and no SIGPIPE: the program may be any user's.
+//! * Nothing is sent before the runtime directory and the process at the other end were found to be of the user that
+//!   mounted.
 
 use std::io::{self, BufRead, BufReader};
 use std::os::fd::OwnedFd;
@@ -59,7 +59,7 @@ pub struct Connection {
     stream: BufReader<UnixStream>,
     /// There is none, because firnd closed it in favour of others: it is opened again for the next request.
     is_closed: bool,
-    /// Of the firnd that it was opened to; empty: none has answered yet.
+    /// Incarnation of the firnd that it was opened to; empty before the first answer.
     incarnation: String,
     /// Package version of firnd.
     pub version: String,
@@ -294,7 +294,7 @@ impl Connection {
     fn process(&self) -> Process {
         let peer = firn_trust::peer(self.stream.get_ref()).ok();
         let pid = peer.and_then(|peer| Pid::from_raw(peer.pid?.get().try_into().ok()?));
-        // It answered Hello, and as long as we are connected its number is nobody else's.
+        // It answered Hello, and as long as we are connected its process id is not reused.
         let pidfd = pid.and_then(|pid| rustix::process::pidfd_open(pid, PidfdFlags::empty()).ok());
         let socket = self.stream.get_ref().try_clone().ok();
         Process {
@@ -394,9 +394,10 @@ impl Connection {
     }
 
     fn read_reply(&mut self, deadline: Option<Instant>) -> Result<Reply, ReadError> {
-        let bytes_max = match self.mount.is_of_another_user() {
-            true => OTHERS_REPLY_BYTES_MAX,
-            false => REPLY_BYTES_MAX,
+        let bytes_max = if self.mount.is_of_another_user() {
+            OTHERS_REPLY_BYTES_MAX
+        } else {
+            REPLY_BYTES_MAX
         };
         let mut line = Vec::new();
         loop {
@@ -467,7 +468,7 @@ impl Connection {
 
 /// A firnd that is about to end.
 pub struct Process {
-    /// Where it can be had: not across PID namespaces.
+    /// Process of firnd, where it can be had: not across PID namespaces.
     pidfd: Option<OwnedFd>,
     /// firnd serves a connection as long as it lives, and the kernel closes it then.
     socket: Option<UnixStream>,
@@ -486,7 +487,7 @@ impl Process {
                 (Some(pidfd), _) => {
                     poll(&mut [PollFd::new(pidfd, PollFlags::IN)], timeout.as_ref())
                 }
-                // Hung up, and not merely an answer that nobody read.
+                // Hung up, and not merely an unread answer.
                 (None, Some(socket)) => poll(
                     &mut [PollFd::new(socket, PollFlags::RDHUP)],
                     timeout.as_ref(),
@@ -654,7 +655,7 @@ mod tests {
             for replies in replies {
                 let mut stream = BufReader::new(listener.accept().unwrap().0);
                 for reply in replies {
-                    // What is said without being asked comes before the request.
+                    // Unasked messages come before the request.
                     if reply != CLOSED {
                         let mut request = String::new();
                         stream.read_line(&mut request).unwrap();

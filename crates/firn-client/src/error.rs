@@ -49,7 +49,7 @@ pub enum ClientError {
         /// Where its socket was looked for.
         runtime_dir: PathBuf,
     },
-    /// Somebody else listens where firnd should.
+    /// Another process listens where firnd should.
     #[error(
         "what answers at {} is not the firnd of {}: {why}; nothing was sent to it",
         quoted_path(socket),
@@ -60,7 +60,7 @@ pub enum ClientError {
         mount_point: PathBuf,
         /// Where the stranger listens.
         socket: PathBuf,
-        /// Who it is.
+        /// The process found.
         why: PeerError,
     },
     /// The runtime directory cannot be used.
@@ -77,7 +77,7 @@ pub enum ClientError {
         mount_point: PathBuf,
         /// How long we waited.
         seconds: u64,
-        /// Who holds the socket, as far as it is known.
+        /// Process that holds the socket, as far as it is known.
         pid: String,
         /// Where it says more.
         log: PathBuf,
@@ -102,10 +102,10 @@ pub enum ClientError {
         mount_point: PathBuf,
         /// How many there may be.
         connections: u32,
-        /// The processes with the most of them; none: so many came at once that ours was closed in their favour.
+        /// The processes with the most of them; None: ours was closed in favour of many that came at once.
         holders: Vec<Holder>,
     },
-    /// firnd belongs to somebody else.
+    /// firnd belongs to another user.
     #[error(
         "the mount at {} belongs to user {user_id}; run this as that user",
         quoted_path(mount_point)

@@ -4,9 +4,9 @@
 //! below a backing that is mounted. Nothing here asks a firn mount for anything: a dead or stopped
 //! firnd must not keep `firn status` from saying so.
 //!
-//! Whoever may mount FUSE chooses the type and the source of his mount, so it is believed only where the kernel
-//! says that this user mounted it. Root may ask about all mounts; of a backing that root and others mounted,
-//! root's is meant.
+//! A user that may mount FUSE chooses the type and the source of the mount, so they are believed only where the kernel
+//! says that this user mounted it. Root may ask about all mounts; of a backing that root and others mounted, root's is
+//! meant.
 
 use std::io;
 use std::os::unix::ffi::OsStrExt;
@@ -27,16 +27,16 @@ pub struct Mount {
     pub backing: PathBuf,
     /// Where it is mounted.
     pub mount_point: PathBuf,
-    /// Who mounted it.
+    /// The user that mounted it.
     pub user_id: u32,
     /// It is a stub tree, which the kernel does not know as a mount of ours.
     pub is_tree: bool,
-    /// The runtime directory of the user who mounted it.
+    /// The runtime directory of the user that mounted it.
     pub runtime_dir: PathBuf,
 }
 
 impl Mount {
-    /// Its files in the runtime directory of the user who mounted it.
+    /// Its files in the runtime directory of the user that mounted it.
     pub fn files(&self) -> RuntimeFiles {
         RuntimeFiles::in_dir(&self.runtime_dir, &self.backing, None)
     }
@@ -116,7 +116,7 @@ fn not_yours(mount: Mount) -> ClientError {
     }
 }
 
-/// Who asks.
+/// The user that asks.
 #[derive(Clone, Copy, Debug)]
 struct User {
     uid: u32,

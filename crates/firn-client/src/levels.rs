@@ -1,7 +1,7 @@
 //! Which level each file of a place has, for all verbs that show it.
 //!
-//! firnd lists the files of which it knows more than the backing shows: those that are open, have bytes in the arena, were
-//! synced, or were cut. Any other file is drained, or logged; a level that nobody knows of is not claimed.
+//! firnd lists the files of which it knows more than the backing shows: those that are open, have bytes in the arena,
+//! were synced, or were cut. Any other file is drained, or logged; an unknown level is not claimed.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -39,7 +39,7 @@ enum IdleFiles {
 }
 
 impl Levels {
-    /// Of all files at or below a place, by its firnd. `status` is not older than the place.
+    /// Levels of all files at or below a place, by its firnd. `status` is not older than the place.
     pub fn ask(
         connection: &mut Connection,
         place: &Place,
@@ -68,7 +68,7 @@ impl Levels {
         })
     }
 
-    /// Of the files in a backing that is not mounted.
+    /// Levels of the files in a backing that is not mounted.
     pub fn of_backing() -> Self {
         Self {
             known: HashMap::new(),
@@ -87,7 +87,7 @@ impl Levels {
         self.known.values()
     }
 
-    /// What all bytes of the file at a path below the mount point survive.
+    /// Durability level of all bytes of the file at a path below the mount point.
     pub fn level(&self, relative: &Path) -> DurabilityLevel {
         let level = self.known(relative).map(|file| file.state);
         level.unwrap_or_else(|| self.level_of_idle(relative))

@@ -13,7 +13,7 @@ pub fn beside(program: &Path) -> Option<PathBuf> {
     let dir = program.parent()?;
     let places = [
         dir.join(NAME),
-        // Where both are, the first is that of the same installation: only packages for /usr have the second.
+        // If both exist, the first is that of the same installation: only packages for /usr have the second.
         dir.join("../lib").join(NAME),
         dir.join("../lib64").join(NAME),
         dir.join("../lib/firn").join(NAME),

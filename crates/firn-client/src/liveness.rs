@@ -27,7 +27,7 @@ pub enum Liveness {
 }
 
 impl Mount {
-    /// Asks the kernel, for so long at most. A stub tree is no mount: whether its arena is locked tells.
+    /// Asks the kernel, for `patience` at most. A stub tree is no mount: whether its arena is locked tells.
     pub fn liveness(&self, patience: Duration) -> Liveness {
         if self.is_tree {
             return if is_locked(self) {

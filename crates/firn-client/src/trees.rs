@@ -17,8 +17,8 @@ use zerocopy::{FromBytes, IntoBytes};
 use crate::find::Mount;
 use crate::paths::{PathsError, open_runtime_dir};
 
-/// The trees that are written down in the runtime directory of this user, those of dead firnds too. Refused where
-/// the directory may be somebody else's.
+/// The trees that are written down in the runtime directory of this user, those of dead firnds too. Refused where the
+/// directory may be another user's.
 pub fn trees_in(runtime_dir: &Path) -> Result<Vec<Mount>, PathsError> {
     let Some(dir) = open_runtime_dir(runtime_dir, user())? else {
         return Ok(Vec::new());
@@ -65,7 +65,7 @@ fn user() -> u32 {
     rustix::process::geteuid().as_raw()
 }
 
-/// Writes a tree down, in one step for whoever reads.
+/// Writes a tree down; readers see the old record or the new one.
 pub fn write(path: &Path, tree: &StubTree) -> io::Result<()> {
     let new = path.with_extension("stub.new");
     let mut file = File::options()

@@ -40,7 +40,7 @@ pub enum ConfigError {
     /// Two options exclude each other.
     #[error("{first} and {second} contradict each other: {advice}")]
     Contradiction {
-        /// One, with value and origin.
+        /// One option, with value and origin.
         first: String,
         /// The other.
         second: String,
@@ -50,7 +50,7 @@ pub enum ConfigError {
     /// A file cannot be read or parsed.
     #[error("{path}: {message}")]
     File {
-        /// Which.
+        /// Path of the file.
         path: String,
         /// Why.
         message: String,

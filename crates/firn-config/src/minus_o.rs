@@ -22,11 +22,11 @@ pub struct MinusO {
     pub given: Vec<Given>,
     /// Flags of the kernel, in order.
     pub kernel_flags: Vec<KernelFlag>,
-    /// Words nobody knows, if those are tolerated.
+    /// Unknown words, if those are tolerated.
     pub tolerated: Vec<String>,
 }
 
-/// What to do with a word nobody knows.
+/// What to do with an unknown word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unknown {
     /// It is an error.

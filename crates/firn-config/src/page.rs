@@ -10,31 +10,26 @@ const HEAD: &str = "# Configuration
 
 <!-- Generated from the table in crates/firn-config by `cargo xtask pages`. Edit the table. -->
 
-Every option has one name. It can be given, in order of precedence, by
+Every option has one name. The first of these that has the option gives its value; `firn config` shows which:
 
-1. a flag: `firn mount --arena-size 1G …`, or a key of `-o`: `firn mount -o arena-size=1G …`, or fstab;
-2. the environment: `FIRN_ARENA_SIZE=1G`;
-3. the user's file, `$XDG_CONFIG_HOME/firn/firn.toml` (or `~/.config/firn/firn.toml`): `arena-size = \"1G\"`;
-4. the system's file, `/etc/firn/firn.toml`, in the same form;
+1. a flag, `firn mount --arena-size 1G …`, or a key of `-o` or fstab, `-o arena-size=1G`;
+2. the environment, `FIRN_ARENA_SIZE=1G`;
+3. the user's file, `$XDG_CONFIG_HOME/firn/firn.toml` or `~/.config/firn/firn.toml`, `arena-size = \"1G\"`;
+4. the system's file, `/etc/firn/firn.toml`;
 5. the default.
 
-`firn config` shows each value and where it came from. A name that does not exist, a value out of range and
-values that contradict each other are errors, with exit code 2 (mount.firn: 1). A flag and a key of `-o` that
-give the same option different values are refused.
+Unknown names, values out of range, contradictions, and a flag and a key that differ are errors (exit code 2; mount.firn: 1).
 
-* **Sizes** are a number and `K`, `M`, `G` or `T` (or `KiB`, `MiB`, …), powers of 1024: `256M`, `1.5G`, `65536`.
-* **Durations** carry a unit: `500ms`, `5s`, `2min`, `1h`; `0` alone is fine.
-* **Switches** are `yes` or `no`; alone (`--allow-other`, `-o allow-other`) they mean `yes`. `-o ro` and `-o rw` are
-  `read-only=yes` and `read-only=no`.
-* **Paths** are absolute, and taken byte for byte: they need not be UTF-8. In a file such a one is written as in
-  JSON, `spill = { escaped = \"/disk/caf\\\\xe9\" }`. In `-o` and fstab a path has no comma and no blank at its ends (mount(8)
-  reads `\\040` as one in fstab): give it by flag or variable.
+* **Sizes** are a number and `K`, `M`, `G` or `T` (or `KiB`, …), powers of 1024: `256M`, `1.5G`.
+* **Durations** have a unit: `500ms`, `5s`, `2min`, `1h`; or `0`.
+* **Switches** are `yes` or `no`; alone they mean `yes`. `-o ro` and `-o rw` are `read-only=yes` and `read-only=no`.
+* **Paths** are absolute, and taken byte for byte. In a file one that is not UTF-8 is written as in JSON,
+  `spill = { escaped = \"/disk/caf\\\\xe9\" }`. In `-o` and fstab a path has no comma and no blank at its ends (`\\040` in fstab).
 * In `-o`, underscores count as hyphens. `nodev nosuid noexec noatime sync dirsync` and their opposites go to the kernel;
-  `defaults auto noauto user users owner group nofail _netdev x-* comment=*` and the words about access times
-  are for others and are skipped.
+  `defaults auto noauto user users owner group nofail _netdev x-* comment=*` and words about access times are skipped.
 
-| option | default | values | |
-|---|---|---|---|
+| option | default | |
+|---|---|---|
 ";
 
 /// What stands after the options; the table of variables comes in.
@@ -67,39 +62,27 @@ pub fn configuration_page() -> String {
             format!("`{}`", row.default)
         };
         let name = row.name;
-        writeln!(
-            page,
-            "| [`{name}`](#{name}) | {default} | {} | {} |",
-            row.kind.allowed(),
-            row.help
-        )
-        .expect("a String");
+        writeln!(page, "| [`{name}`](#{name}) | {default} | {} |", row.help).expect("a String");
     }
     for row in &TABLE {
-        write!(page, "\n## {}\n\n{}. {}\n\n", row.name, row.help, row.long).expect("a String");
-        writeln!(
+        let allowed = row.kind.allowed();
+        write!(
             page,
-            "Flag `--{0}`, `-o {0}={1}`, `{2}`.",
-            row.name,
-            row.kind.value_name(),
-            row.env()
+            "\n## {}\n\nValue: {allowed}. {}\n",
+            row.name, row.long
         )
         .expect("a String");
     }
-    page.push_str("\n## Implied values\n\nAn option that needs another one sets it, where no source gives that one. `firn config` shows it.\n\n| Option | Implies | Where the other one has a value that does not fit |\n|---|---|---|\n");
-    for implied in &IMPLIED {
-        let Implied {
-            name,
-            other,
-            value,
-            advice,
-            ..
-        } = implied;
-        writeln!(page, "| `{name}` | `{other}={value}` | {advice} |").expect("a String");
+    page.push_str("\n## Implied values\n\nAn option that needs another one sets it, unless a source gives that one.\n\n| Option | Implies |\n|---|---|\n");
+    for Implied {
+        name, other, value, ..
+    } in &IMPLIED
+    {
+        writeln!(page, "| `{name}` | `{other}={value}` |").expect("a String");
     }
-    page.push_str("\n## Contradictions\n\n");
+    page.push_str("\n## Contradictions\n\nThe message of each says what to change.\n\n");
     for rule in &RULES {
-        writeln!(page, "* {}: {}.", rule.text, rule.advice).expect("a String");
+        writeln!(page, "* {}", rule.text).expect("a String");
     }
     let variables = VARIABLES
         .iter()

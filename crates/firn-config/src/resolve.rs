@@ -29,7 +29,7 @@ pub struct Surroundings {
 impl Surroundings {
     /// Those of this process: `$XDG_CONFIG_HOME/firn/firn.toml` (or `~/.config/…`), `/etc/firn/firn.toml`.
     pub fn of_process() -> Self {
-        // A variable whose name is not UTF-8 is nobody's option: leave it out instead of failing on it.
+        // A variable whose name is not UTF-8 sets no option: leave it out instead of failing on it.
         let env: BTreeMap<String, OsString> = std::env::vars_os()
             .filter_map(|(name, value)| Some((name.into_string().ok()?, value)))
             .collect();

@@ -118,10 +118,8 @@ pub static TABLE: [Row; 52] = [
         default: "interleaved",
         help: "Order in which the files of one I/O server are written",
         long: "With `interleaved`, each file that has data gets one write in turn. With `sequential`, a server \
-               writes one file to its end and then begins the next, which takes a disk that seeks far less time \
-               when many processes write their checkpoints at once. Files that somebody waits for (close, fsync, \
-               `firn wait`) come first, in the order of waiting. Nothing is gained on flash. With several hosts, \
-               add `tokens`.",
+              writes one file after the other, which saves time on a disk that seeks, and none on flash. Files \
+              that a program waits for (close, fsync, `firn wait`) come first. With several hosts, add `tokens`",
         changes_promises: true,
         get: |o| word(o.order),
         set: |o, v| o.order = v.choice(),
@@ -150,11 +148,10 @@ pub static TABLE: [Row; 52] = [
         kind: Kind::Choice(words::<Frontend>()),
         default: "fuse",
         help: "How programs reach the files: a FUSE mount, or the preload library alone",
-        long: "With `fuse` the kernel serves every program, and programs that load the preload library are \
-               served faster. With `preload` FUSE is not needed: the mount point becomes a tree of empty files \
-               on tmpfs, and only programs of the mounting user that load the preload library (LD_PRELOAD) can \
-               read and write their data. Statically linked programs see empty files. For root, a tmpfs is \
-               mounted at the mount point; other users must give a directory on a tmpfs.",
+        long: "With `fuse` the kernel serves every program, and those with the preload library are served faster. \
+              With `preload` the mount point becomes a tree of empty files on tmpfs, and only dynamically linked \
+              programs of the mounting user with the preload library (LD_PRELOAD) can reach their data. For \
+              root, a tmpfs is mounted at the mount point; other users must give a directory on a tmpfs",
         changes_promises: true,
         get: |o| word(o.frontend),
         set: |o, v| o.frontend = v.choice(),
@@ -165,12 +162,10 @@ pub static TABLE: [Row; 52] = [
         default: "eager",
         help: "When data goes to the backing: as it arrives (eager), on request (demand), or with a commit \
                (commit)",
-        long: "With `demand`, files stay in memory until `firn drain`, fsync or `firn umount` writes them to the \
-               backing. Drained files stay in memory as well, so that they can be read again, until their space \
-               is needed. Data that is not drained is lost if the host fails, and writes fail with ENOSPC when \
-               memory is full of it. With `commit`, the mount has transactions: between `firn begin` and `firn \
-               commit`, changes to names and data are invisible in the backing, and `firn abort` or a crash \
-               undoes them. Outside of transactions, `commit` drains like `eager`.",
+        long: "With `demand`, files stay in memory until `firn drain`, fsync or `firn umount`; drained ones can \
+              be read there until their space is needed. Data that is not drained is lost if the host fails, and \
+              writes fail with ENOSPC when memory is full of it. With `commit`, the mount has transactions \
+              (`firn begin`, `firn commit`, `firn abort`); outside of them it drains like `eager`",
         changes_promises: true,
         get: |o| word(o.drain),
         set: |o, v| o.drain = v.choice(),
@@ -203,13 +198,11 @@ pub static TABLE: [Row; 52] = [
         default: "buffer",
         help: "With drain=commit: hold changes back until the commit (buffer), or write them at once and undo \
                them on abort (shadow)",
-        long: "With `buffer`, the backing shows nothing of a transaction before its commit. With `shadow`, it \
-               shows each change as soon as it is drained, as without a transaction; what is needed to undo the \
-               change is saved in `.firn/` first: for a file, the bytes from the first changed one to the old \
-               end; for a directory, its names. Use `shadow` for jobs whose processes on other hosts read what \
-               this host writes before the commit. Where the backing shares blocks between files (btrfs, xfs), \
-               the copies take no space. With `participants`, all hosts must use the same mode; with `shadow` \
-               there are no conflicts, and an abort by one host undoes the changes of all.",
+        long: "With `buffer`, the backing shows nothing before the commit. With `shadow`, it shows each change \
+              once it is drained; the old bytes from the first changed one on, and the names of changed \
+              directories, are saved in `.firn/` first. Use `shadow` for jobs whose processes on other hosts \
+              read what this host writes before the commit. With `participants`, all hosts must use the same \
+              mode",
         changes_promises: true,
         get: |o| word(o.mode),
         set: |o, v| o.mode = v.choice(),
@@ -220,14 +213,11 @@ pub static TABLE: [Row; 52] = [
         default: "none",
         help: "Who says which I/O server a new file goes to: the backing's file system (none), or firn, over \
                several directories (dirs) or by telling the backing's file system",
-        long: "With `dirs`, each new file lies whole in one of the directories that `lanes` names, each on a \
-               server of its own, with as many files in each; the backing has a symbolic link to it. Through a \
-               mount it is a plain file. A parallel checkpoint is then written in less time than with files \
-               striped over all servers, if it has at least four files for each server; with fewer, some \
-               servers have nothing to do. With the name of a parallel file system, the backing is a directory on \
-               it, names stay as they are, and the file system is told to put each new file whole on one of the \
-               `servers`. With `command`, the program `place-command` makes the file and tells it. A file system \
-               that does not do as it is told gets the file all the same: `firn status` counts such files.",
+        long: "With `dirs`, each new file lies whole in one of the `lanes`; the backing has a symbolic link to \
+              it, the mount a plain file. It pays from four files for each server on. With the name of a \
+              parallel file system, names stay as they are, and the file system is told to put each new file \
+              whole on one of the `servers`; with `command`, the program `place-command` tells it. A file system \
+              that does not obey gets the file all the same: `firn status` counts such files",
         changes_promises: true,
         get: |o| word(o.placement),
         set: |o, v| o.placement = v.choice(),
@@ -238,10 +228,9 @@ pub static TABLE: [Row; 52] = [
         default: "",
         help: "With placement=dirs: directories for files, each on a server of its own, with colons between them",
         long: "The directories must exist, and belong to you or to root. They may be shared with other backings \
-               and other hosts. They must not lie in the backing, in the mount point or in one another. Their \
-               order counts: the sum of the numbers in a file's path, modulo the number of lanes, is the lane that it \
-               goes to, counted from 0, so that all hosts must be given the same list. Another list at the next \
-               mount is fine: files stay where they are.",
+              and other hosts. They must not lie in the backing, in the mount point or in one another. Their \
+              order counts: the sum of the numbers in a file's path, modulo the number of lanes, is its lane, so \
+              give all hosts the same list. Another list at the next mount is fine: files stay where they are",
         changes_promises: false,
         get: |o| {
             let paths: Vec<_> = o.lanes.iter().map(|path| quoted_path(path)).collect();
@@ -295,10 +284,9 @@ pub static TABLE: [Row; 52] = [
         default: "off",
         help: "With drain=commit: the hosts that mount the same backing and commit together, as a number or as \
                names",
-        long: "Each host mounts the backing with its own firnd. A commit waits for the other hosts. It is one \
-               commit for all of them, and it is refused on all of them if processes of two hosts accessed the \
-               same part of a file and at least one of them wrote. Every host must be given the same \
-               participants.",
+        long: "A commit waits for the other hosts and is one for all. It is refused on all of them if processes \
+              of two hosts accessed the same part of a file and at least one of them wrote. Every host must be \
+              given the same participants",
         changes_promises: true,
         get: |o| match &o.participants {
             Participants::Off => "off".to_owned(),
@@ -345,12 +333,10 @@ pub static TABLE: [Row; 52] = [
         default: "none",
         help: "Which host keeps copies, in its memory, of what this one holds: none, the next one (next), or the one \
                of this name",
-        long: "Needs `firn agent` on both hosts, and a backing that both see. The partner's agent copies files as their \
-               writers close them, and drops each copy when its file is drained or removed. Files of which it has all \
-               bytes have the durability level `partnered`: they survive the loss of one host. With `next`, hosts \
-               are in a ring, sorted by name, and the next one outside this host's failure domain \
-               (`partner-domains`) whose agent answers is the partner. After the loss of a host, `firn run \
-               --restart HOST` takes its files from its partner.",
+        long: "Needs `firn agent` on both hosts, and a backing that both see. Files of which the partner has all \
+              bytes have the durability level `partnered`. With `next`, hosts are in a ring, sorted by name, and \
+              the next one outside this host's failure domain (`partner-domains`) whose agent answers is the \
+              partner. After the loss of a host, `firn run --restart HOST` takes its files from its partner",
         changes_promises: true,
         get: |o| match &o.partner {
             Partner::None => "none".to_owned(),
@@ -370,10 +356,10 @@ pub static TABLE: [Row; 52] = [
         kind: Kind::Path,
         default: "",
         help: "With partner=next: a file that says which hosts fail together",
-        long: "Each line has a pattern of host names, a space and the name of a failure domain, such as a rack or a \
-               chassis. The first pattern that matches decides; a pattern may have `*`, `?`, `[…]` and `{…,…}`. \
-               Lines that are empty or begin with `#` are skipped. A host that no line names fails alone. Where no \
-               other domain has an agent, a host of this one is taken, and the status says so.",
+        long: "Each line has a pattern of host names, a space and the name of a failure domain, such as a rack. \
+              The first pattern that matches decides; a pattern may have `*`, `?`, `[…]` and `{…,…}`. Empty \
+              lines and `#` lines are skipped. A host without a line fails alone. Where no other domain has an \
+              agent, a host of this one is taken",
         changes_promises: false,
         get: |o| path_text(o.partner_domains.as_ref()),
         set: |o, v| o.partner_domains = v.directory(),
@@ -383,12 +369,10 @@ pub static TABLE: [Row; 52] = [
         kind: Kind::Choice(words::<TokenService>()),
         default: "none",
         help: "With several hosts: which locks give each lane one writing host at a time",
-        long: "A host asks for the token of a lane (of an I/O server, or of the whole backing) before it drains to \
-               it, and passes it on. A disk is then written to by one host after the other, which spares it seeks. \
-               With `flock`, tokens are locks of files in `.firn/` in the backing, whose file system must keep \
-               locks for all hosts: the mount is refused where it is seen not to. With `etcd`, they are keys in \
-               etcd, 3.4 or later. Every host must be given the same tokens. No data depends on a token: where \
-               none comes, drains go on without, and `firn status` says so.",
+        long: "A host asks for the token of a lane before it drains to it, and passes it on, so that a disk is \
+              written to by one host after the other. With `flock`, tokens are locks of files in the backing, \
+              whose file system must keep locks for all hosts. With `etcd`, they are keys in etcd, 3.4 or later. \
+              Every host must be given the same tokens. No data depends on a token",
         changes_promises: false,
         get: |o| word(o.tokens),
         set: |o, v| o.tokens = v.choice(),
@@ -464,12 +448,10 @@ pub static TABLE: [Row; 52] = [
         help: "With drain=commit: a second directory for prepared transactions, on another host or a parallel \
                file system",
         long: "When `firn prepare` or `firn commit` returns, everything that the commit needs is durable in this \
-               directory, too. If the host is lost together with its backing, `firn recover --from-backup` \
-               finishes the commit on a copy of the backing as it was before the transaction. The backup is \
-               removed when the transaction ends. It needs as much space as the transaction writes; if it cannot \
-               be written, prepare and commit fail. The directory, and those above it, must belong to you or to \
-               root; one that others may write to needs the sticky bit. A directory that an earlier mount made \
-               in it is refused unless it is yours alone.",
+              directory, too; `firn recover --from-backup` finishes it on a copy of the backing. It needs as \
+              much space as the transaction writes; if it cannot be written, prepare and commit fail. The \
+              directory, and those above it, must belong to you or to root; one that others may write to needs \
+              the sticky bit",
         changes_promises: true,
         get: |o| path_text(o.backup.as_ref()),
         set: |o, v| o.backup = v.directory(),
@@ -495,12 +477,10 @@ pub static TABLE: [Row; 52] = [
         default: "plain",
         help: "How the bytes of a new file lie in the backing until it is closed: in their places (plain), or in a log \
                of each host (log)",
-        long: "With `log`, several hosts may write one file at the same time without waiting for each other: each \
-               appends what it writes to a log of its own, in `.firn/log` of the backing, in the order in which \
-               it comes. The file has its name, owner and mode from the first moment, and its bytes and length when \
-               its logs are flattened (`flatten`); until then it is short for whoever looks at the backing \
-               without firn. Give all hosts the same `layout`, and each a name of its own (`host`). For files that \
-               one host writes it only costs time.",
+        long: "With `log`, several hosts may write one file at the same time: each appends to a log of its own, \
+              in `.firn/log` of the backing. Without Firn the file is short until its logs are flattened \
+              (`flatten`). Give all hosts the same `layout`, and each a name of its own (`host`). For files that \
+              one host writes it only costs time",
         changes_promises: true,
         get: |o| word(o.layout),
         set: |o, v| o.layout = v.choice(),
@@ -524,10 +504,10 @@ pub static TABLE: [Row; 52] = [
         help: "When the logs of a file become the plain file: after the last host has closed it, while programs go on \
                (behind), before that close returns (close), at the unmount (demand), also when the file is opened for \
                reading (read), or not before a mount with another value (off)",
-        long: "With `behind` a close returns when the bytes are in a log, synced: durable, and there for every host that has \
-               the backing mounted. Programs beside Firn see them when the file is plain, which `firn wait` waits for; with \
-               `close` they need not wait. Each host that has closed the file takes its share of the work. `firn umount` \
-               flattens what nobody writes any more, but with `off`. `firn flatten`, `firn drain --wait` and `firn wait` do so at any time.",
+        long: "With `behind` a close returns when the bytes are in a log, synced, and there for every host that \
+              has the backing mounted. Programs beside Firn see them when the file is plain, which `firn wait` \
+              waits for; with `close` they need not wait. `firn umount` flattens what no host writes, except \
+              with `off`. `firn flatten`, `firn drain --wait` and `firn wait` do so at any time",
         changes_promises: true,
         get: |o| word(o.flatten),
         set: |o, v| o.flatten = v.choice(),
@@ -578,11 +558,10 @@ pub static TABLE: [Row; 52] = [
         },
         default: "100",
         help: "Percentage of one CPU that the drain takes while programs want all CPUs; 100: no limit",
-        long: "Below 100, the I/O threads take no more than this as long as programs compute on all CPUs, nobody \
-               waits for a drain (close, fsync, `firn wait`), and at least a quarter of the arena is free. While \
-               CPUs are idle there is no limit. Programs then lose little to the drain, but what they wrote is \
-               in the arena only for longer, and lost if the host fails meanwhile. `3` suits a training loop; \
-               leave it at `100` for MPI programs, which use all CPUs even while they wait.",
+        long: "Below 100, the limit holds while programs compute on all CPUs, no caller waits for a drain (close, \
+              fsync, `firn wait`), and at least a quarter of the arena is free. What programs wrote is then in \
+              the arena for longer, and lost if the host fails. `3` suits a training loop; leave it at `100` for \
+              MPI programs, which use all CPUs even while they wait",
         changes_promises: true,
         get: |o| o.drain_cpu_percent.to_string(),
         set: |o, v| o.drain_cpu_percent = v.number() as u32,
@@ -639,12 +618,10 @@ pub static TABLE: [Row; 52] = [
         },
         default: "0",
         help: "Percentage of arena-size that the kernel may cache of held files",
-        long: "Up to this percentage, a file that is held and that nobody writes is read through the kernel's page \
-               cache, and stays in it from one open to the next, so its bytes may be in memory twice. The kernel \
-               takes these pages back when memory is short. Beyond it, and with `0`, each read comes to firnd. \
-               Use `100` for programs that map files, or read them in small blocks or several times; a \
-               restart that reads each file once, in blocks of 1 MiB and more, is faster with `0`. `firn status` \
-               shows how much is cached.",
+        long: "Up to this percentage, a held file that is open for reading only is read through the kernel's page \
+              cache, so its bytes may be in memory twice. With `0`, each read comes to firnd. Use `100` for \
+              programs that map files, or read them in small blocks or several times; a restart that reads each \
+              file once, in blocks of 1 MiB and more, is faster with `0`",
         changes_promises: false,
         get: |o| o.kernel_copies_percent.to_string(),
         set: |o, v| o.kernel_copies_percent = v.number() as u32,
@@ -687,11 +664,10 @@ pub static TABLE: [Row; 52] = [
         kind: Kind::Path,
         default: "/sys/devices/system/node",
         help: "Directory that describes the NUMA nodes of the machine; empty: ignore NUMA",
-        long: "On a machine with several NUMA nodes, each node gets an equal part of the arena, and a writer \
-               gets memory of the nearest node that has some free. Give another directory of the same form \
-               (`online`, `nodeN/cpulist`, `nodeN/distance`) where the kernel's is not visible, as in some \
-               containers, or to divide the memory differently. Node numbers that the kernel does not know only \
-               decide which part of the arena a writer gets.",
+        long: "Each NUMA node gets an equal part of the arena, and a writer gets memory of the nearest node that \
+              has some free. Give another directory of the same form (`online`, `nodeN/cpulist`, \
+              `nodeN/distance`) where the kernel's is not visible, as in some containers, or to divide the \
+              memory differently",
         changes_promises: false,
         get: |o| path_text(o.numa_topology.as_ref()),
         set: |o, v| o.numa_topology = v.directory(),
@@ -701,12 +677,11 @@ pub static TABLE: [Row; 52] = [
         kind: Kind::Path,
         default: "",
         help: "File or directory on a local disk that takes data when memory runs short",
-        long: "When more than `spill-upper` percent of the arena is in use, the oldest full chunks move to the \
-               spill file until no more than `spill-lower` percent is in use; they are read and drained from \
-               there. In a directory, Firn creates and names the file. The file is removed together with the \
-               arena; it must not be in the mount, in the backing or in memory. The directory, and those above it, \
-               must belong to you or to root; one that others may write to needs the sticky bit. A file in it is \
-               refused unless it is yours alone.",
+        long: "Above `spill-upper` percent of the arena in use, the oldest full chunks move to this file until \
+              `spill-lower`; they are read and drained from there. In a directory, Firn creates and names the \
+              file. It is removed together with the arena; it must not be in the mount, in the backing or in \
+              memory. The directory, and those above it, must belong to you or to root; one that others may \
+              write to needs the sticky bit",
         changes_promises: false,
         get: |o| path_text(o.spill.as_ref()),
         set: |o, v| o.spill = v.directory(),
@@ -785,11 +760,10 @@ pub static TABLE: [Row; 52] = [
         kind: Kind::PathOrOff,
         default: "/dev/log",
         help: "Socket of the host's system log, of journald or syslog",
-        long: "The `.log` file is in memory and gone after a reboot, so firnd in the background also sends its errors, \
-               warnings and `info` lines here, as `firnd`: `journalctl -t firnd`. `log-level=warn` leaves the `info` \
-               lines out; `debug` and `trace` are in the `.log` file only. firnd never waits for the system log: what \
-               it does not take at once is dropped and counted there. Nothing is sent while the socket does not exist. \
-               Whoever may read the system log sees paths of your files in it.",
+        long: "The `.log` file is in memory and gone after a reboot, so firnd in the background also sends its \
+              errors, warnings and `info` lines here, as `firnd`: `journalctl -t firnd`. `log-level=warn` leaves \
+              the `info` lines out. firnd never waits for the system log: what it does not take at once is \
+              dropped and counted there. Readers of the system log see paths of your files",
         changes_promises: false,
         get: |o| match &o.system_log {
             Some(path) => quoted_path(path),
@@ -958,7 +932,7 @@ pub static IMPLIED: [Implied; 12] = [
 ];
 
 /// All contradictions.
-pub static RULES: [Rule; 17] = [
+pub static RULES: [Rule; 16] = [
     Rule {
         names: ["chunk-size", "arena-size"],
         text: "chunk-size may not exceed arena-size",
@@ -1024,12 +998,6 @@ pub static RULES: [Rule; 17] = [
         text: "rules require mode=buffer",
         broken: |o| !o.rules.is_empty() && o.mode == Mode::Shadow,
         advice: "with mode=shadow the backing has a checkpoint before it is complete: leave rules out, or take mode=buffer",
-    },
-    Rule {
-        names: ["rules", "participants"],
-        text: "rules cannot be combined with participants",
-        broken: |o| !o.rules.is_empty() && o.participants != Participants::Off,
-        advice: "a rule commits what the programs of one host write: leave one of them out",
     },
     Rule {
         names: ["backup", "mode"],

@@ -358,7 +358,7 @@ fn host_name(text: &str) -> Result<String, String> {
     plain_name(text, "a host")
 }
 
-/// A name of somebody else's that Firn puts into files and arguments.
+/// A name given by a user or another program, which Firn puts into files and arguments.
 fn plain_name(text: &str, owner: &str) -> Result<String, String> {
     let is_good = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
     if text.is_empty() || text.len() > NAME_BYTES_MAX || !text.chars().all(is_good) {

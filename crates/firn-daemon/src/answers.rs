@@ -1,4 +1,4 @@
-//! What the control socket of a mount answers: each part what is about it, the engine the rest.
+//! The control socket's answers: each part answers requests about itself, the engine the rest.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -25,7 +25,7 @@ use crate::status::{explain_errors, list_files};
 use crate::store::Store;
 use crate::transactions;
 
-/// What a mount is, whatever parts it has.
+/// Facts about a mount, whatever parts it has.
 #[derive(Clone)]
 pub(crate) struct Identity {
     pub(crate) engine: Arc<Engine<Store>>,
@@ -211,7 +211,7 @@ impl Answers {
                 Reply::Done
             }
             Request::Place { .. } => placement::explain_without(),
-            // What is pending is drained; no file is in logs.
+            // Pending data is drained; no file is in logs.
             Request::Flatten { path } => {
                 wait_for_level(engine, &path, DurabilityLevel::Logged, None, say)
             }

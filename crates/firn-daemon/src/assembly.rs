@@ -133,7 +133,12 @@ impl MountSetup<'_> {
         let patience = Duration::from_millis(options.participants_wait_ms);
         let rules = match options.rules.as_slice() {
             [] => None,
-            words => Some(CommitRules::new(gate, commit_rules::load(words)?, &forget)?),
+            words => Some(CommitRules::new(
+                gate,
+                commit_rules::load(words)?,
+                &forget,
+                patience,
+            )?),
         };
         parts.push(Transactions::new(gate, patience, &forget, rules)?);
         if let Some(lease) = &self.attached.host_lease {

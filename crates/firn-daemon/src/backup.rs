@@ -326,7 +326,7 @@ fn choose(request: &FromBackup) -> Result<Found, RecoverError> {
             if search.look_at(&mount)? {
                 continue;
             }
-            // It may be somebody else's, in a directory that others share.
+            // It may be another user's, in a directory that others share.
             for transaction in list_dirs(&mount).unwrap_or_default() {
                 search.look_at(&transaction)?;
             }

@@ -1,8 +1,8 @@
 //! Applies what was committed asynchronously, while the programs of the mount go on.
 //!
-//! A commit that the backing refuses is tried again after 0.1 s, doubling to 30 s, and at once when another one
-//! comes; so is what other hosts are to be told of an applied one. One thread does all, one scope after the other; the
-//! first such commit starts it.
+//! A commit that the backing refuses is tried again after 0.1 s, doubling to 30 s, and at once when another one comes.
+//! The same holds for what other hosts are to be told of an applied one. One thread does all, one scope after the
+//! other; the first such commit starts it.
 
 use std::sync::Arc;
 use std::thread::JoinHandle;

@@ -12,7 +12,10 @@
 //! * The lock of the table is held for an instant, and no call of the backing is made with it.
 //! * An abort is carried out by the thread of this module, which holds nothing that the kernel waits for.
 
+mod descriptors;
 mod exits;
+mod jobs;
+mod joint;
 mod rotation;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -23,6 +26,7 @@ use std::iter;
 use std::os::unix::ffi::OsStrExt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
 
 use firn_backing::lock::{Mutex, MutexGuard};
 use firn_backing::{Caller, Errno};
@@ -31,14 +35,15 @@ use firn_format::quote::quoted;
 use firn_fuse::{ChangeWatch, WatchTicket, WatchedChange};
 use firn_protocol::Status;
 use firn_rules::{
-    Action, Ending, LocatedPath, Machine, Operation, RULES_BYTES_MAX, RuleSet, RuleSetError,
-    ScopeNumber, load_rules,
+    Action, Ending, LocatedPath, Machine, NOT_OPEN, Operation, RULES_BYTES_MAX, RuleSet,
+    RuleSetError, ScopeNumber, load_rules,
 };
 use firn_transact::machine::Pending;
-use firn_transact::{Found, TransactionError};
+use firn_transact::{Expected, Found, TransactionError};
 use parking_lot::Condvar;
 
 use self::exits::Exits;
+use self::joint::{End, EventKind, Hosts, Joint};
 use crate::error::MountError;
 use crate::gate::TransactionGate;
 use crate::parts::Forget;
@@ -79,19 +84,44 @@ pub(crate) struct CommitRules {
     /// A scope has begun or ended.
     changed: Condvar,
     exits: Exits,
+    /// Where several hosts write a checkpoint together.
+    hosts: Option<Hosts>,
 }
 
 struct Table {
     machine: Machine,
     scopes: BTreeMap<ScopeNumber, Transaction>,
-    /// Processes of the handles that are open in scopes.
-    handles: HashMap<u64, u32>,
+    /// Handles that are open in scopes.
+    handles: HashMap<u64, OpenHandle>,
     /// Changes that were let in.
     tickets: HashMap<u64, Ticket>,
     last_ticket: u64,
     counts: BTreeMap<String, Counts>,
     /// Rules and directories in which there may be more than the rule keeps.
     rotations: BTreeSet<(usize, Vec<u8>)>,
+    /// What is known of scopes that several hosts write.
+    joint: BTreeMap<ScopeNumber, Joint>,
+    /// Whether such scopes were committed.
+    ends: BTreeMap<ScopeNumber, End>,
+    /// The thread that looks at other hosts is to look at once.
+    is_woken: bool,
+    is_stopped: bool,
+}
+
+/// A handle that is open in a scope.
+#[derive(Clone, Copy, Debug)]
+struct OpenHandle {
+    /// The process that opened it.
+    opener: u32,
+    /// The process that closed it last of those that had inherited it, and how.
+    last: Option<LastClose>,
+}
+
+/// A close by a process that had inherited the descriptor.
+#[derive(Clone, Copy, Debug)]
+struct LastClose {
+    process: u32,
+    ending: Ending,
 }
 
 /// The transaction of a scope.
@@ -101,6 +131,10 @@ struct Transaction {
     serial: u64,
     dir: Vec<u8>,
     paths: BTreeSet<Vec<u8>>,
+    /// What other hosts know it by.
+    key: Vec<u8>,
+    /// It removes what a rule does not keep.
+    is_rotation: bool,
 }
 
 /// A change that was let in.
@@ -173,26 +207,44 @@ impl CommitRules {
         gate: &Arc<TransactionGate>,
         rules: RuleSet,
         forget: &Forget,
+        patience: Duration,
     ) -> Result<Arc<Self>, MountError> {
+        let rules = Arc::new(rules);
+        let mut machine = Machine::new(Arc::clone(&rules));
+        let members = gate.store().home.members();
+        let hosts = members.map(|members| {
+            machine.set_hosts(match &members.expected {
+                Expected::Count(count) => *count,
+                Expected::Hosts(hosts) => hosts.len(),
+            });
+            Hosts {
+                name: members.host.clone(),
+                patience,
+            }
+        });
         let exits = Exits::new()
             .map_err(|errno| MountError::io("watch the ends of programs")(errno.into()))?;
-        let rules = Arc::new(rules);
         let made = Arc::new(Self {
             gate: Arc::clone(gate),
             forget: Arc::clone(forget),
-            rules: Arc::clone(&rules),
+            rules,
             table: Mutex::new(Table {
-                machine: Machine::new(rules),
+                machine,
                 scopes: BTreeMap::new(),
                 handles: HashMap::new(),
                 tickets: HashMap::new(),
                 last_ticket: 0,
                 counts: BTreeMap::new(),
                 rotations: BTreeSet::new(),
+                joint: BTreeMap::new(),
+                ends: BTreeMap::new(),
+                is_woken: false,
+                is_stopped: false,
             }),
             has_no_scope: AtomicBool::new(true),
             changed: Condvar::new(),
             exits,
+            hosts,
         });
         let watch: Weak<Self> = Arc::downgrade(&made);
         gate.set_watch(watch);
@@ -202,7 +254,8 @@ impl CommitRules {
     /// Says which transactions of the status are of rules, and what each waits for.
     pub(crate) fn show(&self, shown: &mut Status) {
         let table = self.table.lock();
-        for transaction in table.scopes.values() {
+        for (scope, transaction) in &table.scopes {
+            let joint = table.joint.get(scope);
             *shown
                 .rule_waits
                 .entry(transaction.rule.clone())
@@ -211,7 +264,9 @@ impl CommitRules {
             let found = shown.transactions.iter_mut();
             for one in found.filter(|one| is_of(one.scope.as_bytes())) {
                 one.rule = Some(transaction.rule.clone());
-                one.waits_for = table.machine.waits_of(one.scope.as_bytes());
+                let among_hosts = joint.and_then(|joint| joint.waits_for.clone());
+                let here = || table.machine.waits_of(one.scope.as_bytes());
+                one.waits_for = among_hosts.or_else(here);
             }
         }
         for (rule, counts) in &table.counts {
@@ -239,8 +294,10 @@ impl CommitRules {
     /// `is_unseen`: no program saw the mount.
     pub(crate) fn stop(&self, is_unseen: bool) {
         self.exits.stop();
+        self.table.lock().is_stopped = true;
+        self.changed.notify_all();
         if !is_unseen {
-            self.abort_all();
+            self.end_all();
         }
     }
 
@@ -298,9 +355,14 @@ impl CommitRules {
                     rule,
                     dir,
                     tops,
-                } => self.begin(scope, &rule, &dir, tops),
+                    key,
+                } => self.begin(scope, &rule, &dir, (tops, key)),
                 Action::Join { scope, tops } => self.join(scope, tops),
                 Action::Commit { scope } => self.commit(scope),
+                Action::Propose { .. } => {
+                    self.wake_hosts();
+                    Ok(())
+                }
                 Action::Abort { scope, reason } => {
                     self.abort(scope, &reason);
                     Ok(())
@@ -310,7 +372,12 @@ impl CommitRules {
                     self.exits.wake();
                     Ok(())
                 }
-                Action::Remove { scope, rule, tops } => self.remove(scope, &rule, tops),
+                Action::Remove {
+                    scope,
+                    rule,
+                    tops,
+                    key,
+                } => self.remove(scope, &rule, (tops, key)),
             };
             first = first.and(done);
         }
@@ -322,16 +389,25 @@ impl CommitRules {
         scope: ScopeNumber,
         rule: &str,
         dir: &[u8],
-        tops: Vec<Vec<u8>>,
+        (tops, key): (Vec<Vec<u8>>, Vec<u8>),
     ) -> Result<(), Errno> {
         let names: Vec<OsString> = tops.iter().map(|top| name_of(top)).collect();
         let was_there = tops.iter().any(|top| self.is_there(top));
         let paths: BTreeSet<Vec<u8>> = tops.into_iter().collect();
-        let begun = self
-            .gate
-            .quiesce_names(dir, &paths, Pending::Drain, |root| {
-                Ok(self.gate.store().begin_names(root, dir, &names)?.serial())
-            });
+        let try_begin = || {
+            self.gate
+                .quiesce_names(dir, &paths, Pending::Drain, |root| {
+                    let begun = self.gate.store().begin_names(root, dir, &names, &key);
+                    Ok(begun?.serial())
+                })
+        };
+        let since = Instant::now();
+        let begun = loop {
+            match try_begin() {
+                Err(error) if self.may_begin_again(&error, &key, since) => {}
+                begun => break begun,
+            }
+        };
         let mut table = self.table.lock();
         let done = match begun {
             Ok(serial) => {
@@ -341,6 +417,8 @@ impl CommitRules {
                     serial,
                     dir: dir.to_vec(),
                     paths,
+                    key,
+                    is_rotation: false,
                 };
                 table.scopes.insert(scope, transaction);
                 table.machine.begun(scope, was_there);
@@ -451,6 +529,7 @@ impl CommitRules {
         let mut table = self.table.lock();
         table.machine.aborted(scope);
         table.scopes.remove(&scope);
+        table.note_end(scope, false);
         if let Some(transaction) = transaction {
             table.counts.entry(transaction.rule).or_default().aborts += 1;
         }
@@ -465,14 +544,19 @@ impl CommitRules {
         let (dir, paths) = (&transaction.dir, &transaction.paths);
         self.gate
             .quiesce_names(dir, paths, Pending::Discard, |_| Ok(found.abort()?))?;
+        self.forget_names(transaction);
+        Ok(())
+    }
+
+    /// Names of a transaction changed without the kernel.
+    fn forget_names(&self, transaction: &Transaction) {
         let engine = self.gate.engine();
-        for path in paths {
+        for path in &transaction.paths {
             let wrong = engine.namespace.revalidate_names(path);
             wrong.into_iter().for_each(&*self.forget);
         }
-        let directory = engine.tree.cached_at(dir);
+        let directory = engine.tree.cached_at(&transaction.dir);
         directory.into_iter().for_each(&*self.forget);
-        Ok(())
     }
 
     /// A writer is gone. Called by the thread that watches them.
@@ -484,8 +568,8 @@ impl CommitRules {
     }
 
     /// Nothing that is open now comes to its event any more: the mount ends.
-    pub(crate) fn abort_all(&self) {
-        let actions = self.table.lock().machine.abort_all("the mount ends");
+    pub(crate) fn end_all(&self) {
+        let actions = self.table.lock().machine.end_all("the mount ends");
         if let Err(errno) = self.carry_out(actions) {
             tracing::warn!(%errno, "at the end of the mount");
         }
@@ -500,18 +584,60 @@ impl CommitRules {
         table
     }
 
+    /// Which job a process belongs to is asked once.
+    fn note_job(&self, process: u32) {
+        if self.table.lock().machine.knows_job(process) {
+            return;
+        }
+        let job = jobs::job_of(process);
+        self.table.lock().machine.note_job(process, job);
+        self.exits.add(job);
+    }
+
+    /// Whether a process still has a file open for writing that another one closes, or the same one with another descriptor.
+    fn is_held_on(&self, process: u32, handle: HandleId) -> bool {
+        let Ok(file) = self.gate.engine().open_files.identify_file(handle) else {
+            return false;
+        };
+        let Some(holder) = descriptors::find_holder(process, &file.path()) else {
+            return false;
+        };
+        self.table.lock().machine.inherited(holder, handle.0);
+        self.exits.add(holder);
+        true
+    }
+
     fn close_handle(&self, handle: HandleId, ending: Ending) -> Result<(), Errno> {
+        // Writers that have ended are not counted in a need.
+        if self.knows(handle) && self.exits.has_untold_end() {
+            self.exits.wait_until_told();
+        }
         let mut table = self.table.lock();
-        let Some(process) = table.handles.remove(&handle.0) else {
+        let Some(open) = table.handles.remove(&handle.0) else {
             return Ok(());
         };
+        let LastClose { process, ending } = open.last.unwrap_or(LastClose {
+            process: open.opener,
+            ending,
+        });
         let operation = Operation::Close {
             handle: handle.0,
             ending,
         };
         let actions = table.machine.after(process, &operation, None, true);
         drop(table);
-        self.carry_out(actions)
+        self.carry_out_event(actions, EventKind::Close)
+    }
+
+    /// The same as [`CommitRules::carry_out`], after what may be an event: waits for the hosts that commit with this one.
+    fn carry_out_event(&self, actions: Vec<Action>, event: EventKind) -> Result<(), Errno> {
+        let proposed = actions.iter().filter_map(|action| match action {
+            Action::Propose { scope } => Some(*scope),
+            _ => None,
+        });
+        let proposed: Vec<ScopeNumber> = proposed.collect();
+        self.carry_out(actions)?;
+        self.await_hosts(&proposed, event)
     }
 }
 
@@ -530,12 +656,27 @@ impl ChangeWatch for CommitRules {
     fn begin_change(&self, caller: Caller, change: &WatchedChange) -> Result<WatchTicket, Errno> {
         let change = self.change_of(change).ok_or(Errno::STALE)?;
         let process = process_of(caller.pid);
+        self.note_job(process);
         let mut table = self.wait_until_free(&change);
+        let proposed = table.machine.end_wide_scope(&change.operation(0));
+        if !proposed.is_empty() {
+            drop(table);
+            if let Err(errno) = self.carry_out_event(proposed, EventKind::Next) {
+                tracing::warn!(%errno, ?change, "the next checkpoint begins before the one before is committed: both become one");
+            }
+            table = self.wait_until_free(&change);
+        }
         let entered = table.machine.before(process, &change.operation(0));
-        let entered = entered.map_err(|error| {
-            tracing::warn!(%error, ?change, "a change is refused");
-            Errno::BUSY
-        })?;
+        let entered = match entered {
+            Ok(entered) => entered,
+            Err(error) => {
+                let counts = table.counts.entry(error.rule().to_owned()).or_default();
+                counts.failures += 1;
+                drop(table);
+                tracing::warn!(%error, ?change, process, "a change is refused");
+                return Err(Errno::BUSY);
+            }
+        };
         self.has_no_scope
             .store(table.machine.is_empty(), Ordering::Release);
         drop(table);
@@ -569,14 +710,20 @@ impl ChangeWatch for CommitRules {
             return;
         };
         if let (Some(handle), Some(_)) = (handle, ticket.scope) {
-            table.handles.insert(handle.0, ticket.process);
+            let open = OpenHandle {
+                opener: ticket.process,
+                last: None,
+            };
+            table.handles.insert(handle.0, open);
         }
-        let operation = ticket.change.operation(handle.map_or(0, |handle| handle.0));
+        let operation = ticket
+            .change
+            .operation(handle.map_or(NOT_OPEN, |handle| handle.0));
         let actions = table
             .machine
             .after(ticket.process, &operation, ticket.scope, is_made);
         drop(table);
-        if let Err(errno) = self.carry_out(actions) {
+        if let Err(errno) = self.carry_out_event(actions, EventKind::Name) {
             tracing::warn!(%errno, "a checkpoint that is complete is not committed yet");
         }
     }
@@ -605,9 +752,20 @@ impl ChangeWatch for CommitRules {
             Closing::Exited => Ending::Exit,
             Closing::Killed => Ending::Failure,
         };
-        // A child that closes what it has inherited leaves the file to its parent.
-        let opener = self.table.lock().handles.get(&handle.0).copied();
-        if opener != Some(process_of(caller.pid)) {
+        let process = process_of(caller.pid);
+        let mut table = self.table.lock();
+        let is_writer = table.machine.is_writer(process);
+        let Some(open) = table.handles.get_mut(&handle.0) else {
+            return Ok(());
+        };
+        // What a child has inherited is closed with its release; how the child ended counts, if it is known as a writer.
+        if open.opener != process {
+            open.last = is_writer.then_some(LastClose { process, ending });
+            return Ok(());
+        }
+        drop(table);
+        // A copy of the descriptor may write more: the file is closed with its release.
+        if ending != Ending::Failure && self.is_held_on(process, handle) {
             return Ok(());
         }
         self.close_handle(handle, ending)

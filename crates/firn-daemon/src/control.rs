@@ -2,11 +2,11 @@
 //!
 //! Promises
 //! * Only the user whose firnd this is, and root, are answered (SO_PEERCRED).
-//! * A broken or slow client costs one thread and no more; how many are served, and who goes when one more comes,
-//!   is said in [`seats`].
+//! * A broken or slow client costs one thread and no more. [`seats`] says how many are served, and which one goes when
+//!   one more comes.
 //! * What a client holds (lists, transactions that it owns) ends with its connection. A connection that holds something, or whose request
 //!   is being answered, is never closed in favour of another; one that is reads [`Reply::Closed`] last.
-//! * The thread that accepts waits for nobody.
+//! * The accepting thread never waits for a client.
 
 mod seats;
 
@@ -33,13 +33,12 @@ use seats::{Leaving, Seats, Turn};
 
 /// Longest request: a path of PATH_MAX, escaped, and some words.
 const LINE_BYTES_MAX: u64 = 64 << 10;
-/// A client that does not take its answer for so long is given up.
+/// A client that does not take its answer for this long is given up.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Answers requests.
 pub(crate) trait Service: Send + Sync + 'static {
-    /// The final reply; `say` sends progress before it and is false once the client is gone. `client` is
-    /// who asks.
+    /// The final reply; `say` sends progress before it and is false once the client is gone.
     fn answer(
         &self,
         request: Request,
@@ -63,7 +62,7 @@ pub(crate) struct ControlClient {
 /// A final reply.
 pub(crate) struct Answer {
     pub(crate) reply: Reply,
-    /// Signalled once the reply was sent, or could not be; none where nobody waits for that.
+    /// Signalled once the reply was sent, or could not be; None without a waiting thread.
     pub(crate) sent: Option<Sender<()>>,
 }
 
@@ -161,7 +160,7 @@ fn admit(
             return refuse(
                 &stream,
                 libc::EPERM,
-                format!("who connects is not known: {error}"),
+                format!("the connecting process is unknown: {error}"),
             );
         }
     };
@@ -223,7 +222,7 @@ fn close(leaving: Option<Leaving>) {
     let _ = stream.shutdown(Shutdown::Both);
 }
 
-/// The last words to a client, who may not listen: nobody waits for that.
+/// Sends a last message to a client that may not listen, without waiting for it.
 fn say_last(stream: &UnixStream, reply: &Reply) {
     if let Ok(line) = line_of(reply) {
         let _ = rustix::net::send(stream, &line, SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
@@ -270,7 +269,7 @@ fn serve(peer: ControlPeer, id: u64, seats: &Seats, service: &dyn Service) -> io
             }
         }
         let say = &mut |reply| send(&mut &*stream, &reply).is_ok();
-        // Who asked for the end may wait for it: the end of the connection would be taken for that.
+        // A client that asked for the end may wait for it, and would take a closed connection for the end.
         let waits = matches!(request, Request::Unmount { .. });
         let answer = service.answer(request, &mut client, say);
         let result = send(&mut &*stream, &answer.reply);

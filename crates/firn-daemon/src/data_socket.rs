@@ -6,8 +6,8 @@
 //! * The end of a connection ends what it had; what was published stays.
 //! * A broken, slow or mad client costs one thread and no more; at most [`CONNECTIONS_MAX`] are served.
 //!
-//! Several threads wait for clients at once, and the one that a client wakes answers it: to start a thread for
-//! each would take as long as all else that a process's first write by direct access waits for.
+//! Several threads wait for clients at once, and the one that a client wakes answers it. To start a thread for each
+//! client would double the time of a process's first write by direct access.
 //!
 //! Messages: `firn_format::data_socket`.
 
@@ -41,7 +41,7 @@ use zerocopy::{FromBytes, IntoBytes};
 
 /// One for each process of a well-filled host; their threads sleep.
 const CONNECTIONS_MAX: u64 = 1024;
-/// A client that does not take its answer for so long is given up.
+/// A client that does not take its answer for this long is given up.
 const SEND_TIMEOUT: Duration = Duration::from_secs(30);
 /// With fewer threads that wait for clients another is started …
 const WAITING_MIN: u64 = 2;
@@ -100,7 +100,7 @@ impl DataSocket {
             _ => {}
         }
         let listener = Arc::new(new_socket()?);
-        // Before anybody can connect: the runtime directory is private, and so is the socket.
+        // Before the first connection: the runtime directory is private, and so is the socket.
         rustix::fs::fchmod(&listener, Mode::RUSR | Mode::WUSR)?;
         bind(&listener, &SocketAddrUnix::new(path)?)?;
         listen(&listener, 128)?;
@@ -180,7 +180,7 @@ impl<B: Backing> Shared<B> {
             this.waiting.fetch_add(1, Ordering::AcqRel);
             return true;
         }
-        // Whoever is too many, or not let in, finds the connection closed and uses the kernel.
+        // A client beyond the maximum, or not let in, finds the connection closed and uses the kernel.
         if this.count.fetch_add(1, Ordering::AcqRel) < CONNECTIONS_MAX {
             let client = ClientId(this.clients.fetch_add(1, Ordering::AcqRel) + 1);
             if let Err(error) = serve(&socket, client, this) {
@@ -234,7 +234,7 @@ fn serve<B: Backing>(
     if peer.uid != rustix::process::geteuid().as_raw() {
         return Ok(());
     }
-    // Of 0, a process of a PID namespace that we do not see, nobody can tell that it has ended.
+    // 0 is a process of a PID namespace that we do not see: its end cannot be noticed.
     let pid = peer.pid.map_or(0, std::num::NonZeroU32::get);
     set_socket_timeout(socket, Timeout::Send, Some(SEND_TIMEOUT))?;
     let mut greeted = false;

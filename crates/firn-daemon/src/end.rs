@@ -73,7 +73,7 @@ struct Interruptions<'a> {
     sender: &'a Sender<Event>,
     /// Events for later: the main loop has them when this is dropped.
     put_back: Vec<Event>,
-    /// Somebody asked for a forced end.
+    /// A client asked for a forced end.
     forced: bool,
 }
 
@@ -87,7 +87,7 @@ impl<'a> Interruptions<'a> {
         }
     }
 
-    /// Whether somebody has asked for a forced end by now.
+    /// Whether a client has asked for a forced end by now.
     fn look(&mut self) -> bool {
         for event in self.events.try_iter() {
             self.forced |= matches!(event, Event::Unmount { force: true, .. });
@@ -271,8 +271,8 @@ fn next_try(engine: &Engine<Store>) -> String {
     })
 }
 
-/// Takes the mount away; EBUSY where programs use it. A file may still be open for a moment in a process that nobody finds
-/// any more, or that is about to run another program: without `force` that is waited for.
+/// Takes the mount away; EBUSY where programs use it. A file may still be open for a moment in a process that is not
+/// found any more, or that is about to run another program: without `force` that is waited for.
 fn unmount_unless_used(frontend: &Frontend, force: bool) -> io::Result<()> {
     let deadline = Instant::now() + RELEASE_PATIENCE;
     loop {
@@ -289,7 +289,7 @@ fn unmount_unless_used(frontend: &Frontend, force: bool) -> io::Result<()> {
     }
 }
 
-/// Somebody else does not want to wait.
+/// Another client does not want to wait.
 fn overtaken() -> Reply {
     let message = "another `firn umount --force` ends the mount without waiting".into();
     Reply::Error {
@@ -335,8 +335,8 @@ fn find_copies(frontend: &Frontend) -> Option<Mounts> {
     frontend.mounts().filter(Mounts::has_copies)
 }
 
-/// The mount is out of the tree. Copies of it that did not go with it end for whoever sees them: the kernel would keep
-/// the connection for them, which nobody serves.
+/// The mount is out of the tree. Ends the copies of it that other mount namespaces kept: for them the kernel would keep
+/// the connection, which is not served any more.
 fn end_copies(frontend: &Frontend, copies: Option<Mounts>) {
     let Some(mounts) = copies else {
         return;

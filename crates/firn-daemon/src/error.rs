@@ -1,5 +1,5 @@
-//! What can go wrong before and around a mount, in words that say what to do: an enum for each verb, over what all of
-//! them may find when they attach an arena to its backing.
+//! What can go wrong before and around a mount, in words that say what to do. Each verb has an enum of its own, over
+//! what all of them may find when they attach an arena to its backing.
 
 mod attach;
 mod check;
@@ -26,7 +26,7 @@ const USAGE: u8 = 2;
 const PARTLY: u8 = 3;
 /// Exit status: not a Firn arena or mount.
 const NOT_FIRN: u8 = 10;
-/// Exit status: held by somebody else.
+/// Exit status: held by another process.
 const BUSY: u8 = 11;
 
 /// The enum of a verb takes whatever an attach finds.

@@ -25,6 +25,6 @@ pub(crate) enum Event {
 pub(crate) struct Client {
     /// Takes replies to it.
     pub(crate) reply: Sender<Reply>,
-    /// Signals that the last reply was sent, or that nobody sends it.
+    /// Signals that the last reply was sent, or that it is lost.
     pub(crate) reply_sent: Receiver<()>,
 }

@@ -47,7 +47,7 @@ pub(crate) enum TreeEnd {
     Keep,
     /// Its names are carried over, and it is removed.
     Remove,
-    /// It is removed as it is; names that are not in the backing are dropped.
+    /// The tree is removed as it is; names that are not in the backing are dropped.
     Discard,
 }
 
@@ -142,7 +142,7 @@ impl Stubs {
     }
 }
 
-/// Nobody finds the tree any more.
+/// Removes what leads to the tree.
 fn forget_place(root: &Path, files: &RuntimeFiles) {
     let _ = std::fs::remove_file(&files.stub);
     // Where the user's own tmpfs has its root here, it is only emptied: unmounting is refused while
@@ -172,7 +172,7 @@ fn is_made_by_firnd(root: &Path) -> bool {
 }
 
 impl Frontend {
-    /// What brings the names of a stub tree into the backing, for whoever may wait for that.
+    /// What brings the names of a stub tree into the backing, for a caller that may wait for that.
     pub(crate) fn names(&self) -> impl FnOnce() -> Result<(), Errno> + Send + 'static {
         let tree = match self {
             Self::Mount(_) => None,
@@ -181,7 +181,7 @@ impl Frontend {
         move || tree.map_or(Ok(()), |tree| tree.reconcile())
     }
 
-    /// Where the file system is mounted, in all namespaces; none of a stub tree, nor where that cannot be told.
+    /// Mounts of the file system, in all namespaces; None for a stub tree, and where they are unknown.
     pub(crate) fn mounts(&self) -> Option<Mounts> {
         match self {
             Self::Mount(session) => Some(Mounts::of(session.device()?, session.mount_point())),
@@ -194,7 +194,7 @@ impl Frontend {
         match self {
             Self::Mount(session) => session.unmount(lazy),
             Self::Tree(stubs) => {
-                // The kernel closes what a process had before anybody hears of its end, firnd soon after.
+                // The kernel closes what a process had before its end is reported, firnd soon after.
                 let deadline = Instant::now() + RELEASE_PATIENCE;
                 while !lazy && stubs.tree.open_count() > 0 && Instant::now() < deadline {
                     std::thread::sleep(PAUSE);

@@ -9,8 +9,8 @@
 //! There is one for each mount with `drain=commit`, made when the mount is put together, and none otherwise.
 //!
 //! Promises
-//! * While a directory is quiesced nobody changes contents below it: changes under way have ended, direct access was
-//!   revoked, and new ones wait. Changes elsewhere neither wait nor are waited for.
+//! * While a directory is quiesced no request changes contents below it: changes under way have ended, direct access
+//!   was revoked, and new ones wait. Changes elsewhere neither wait nor are waited for.
 //! * A change that waits for the outcome of a transaction has no pass, so it holds up no other directory's transactions,
 //!   nor what is to decide that outcome.
 //! * Accesses are noted only while a transaction is open whose hosts test each other for conflicts.
@@ -64,7 +64,7 @@ pub(crate) struct TransactionGate {
     switching: Mutex<()>,
 }
 
-/// Who changes something, and where nobody may.
+/// Changes under way, and quiesced directories.
 #[derive(Default)]
 struct Table {
     last_number: u64,
@@ -167,7 +167,7 @@ impl TransactionGate {
         }
     }
 
-    /// What the gate stands before.
+    /// The engine behind the gate.
     pub(crate) fn engine(&self) -> &Arc<Engine<Store>> {
         &self.engine
     }
@@ -183,12 +183,12 @@ impl TransactionGate {
         &self.backing
     }
 
-    /// What processes used; switched on while it matters.
+    /// Log of accesses; switched on while it is needed.
     pub(crate) fn accesses(&self) -> &Log {
         &self.accesses
     }
 
-    /// Empties and switches the log, while nobody else does.
+    /// Empties and switches the log; one thread at a time.
     pub(crate) fn switch_accesses(&self, switch: impl FnOnce(&Log)) {
         let _switching = self.switching.lock();
         switch(&self.accesses);
@@ -273,7 +273,7 @@ impl TransactionGate {
             Pending::Discard => self.engine.exclusive.discard_tree(&path),
         }
         let done = work(&root);
-        // It may have brought privileges back.
+        // The change may have brought privileges back.
         self.engine.privilege_rules.note_privileges_given();
         done
     }

@@ -21,7 +21,7 @@ use crate::store::LoggableStore;
 pub(crate) enum Purpose {
     /// A mount, as the options say.
     Mount,
-    /// What is in it is drained, of which parts may be gone.
+    /// Files in it are drained, of which parts may be gone.
     Salvage,
 }
 

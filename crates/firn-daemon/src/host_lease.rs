@@ -47,7 +47,7 @@ fn no_reach(purpose: LeaseUse, backing: &Path, reason: &ReachError) -> AttachErr
     }
 }
 
-/// What a host that has lost its lease cannot rely on any more.
+/// Consequence of a lost lease for this use of it.
 fn consequence(purpose: LeaseUse) -> &'static str {
     match purpose {
         LeaseUse::Transactions => "its transactions are refused",
@@ -72,7 +72,7 @@ pub(crate) fn own_error(backing: &Path) -> impl Fn(OwnError) -> AttachError {
 /// Says how a mount is.
 type Reporter = Arc<dyn Fn() -> HostReport + Send + Sync>;
 
-/// What the thread that beats found out, and what it tells.
+/// State of the lease that the beating thread reports.
 #[derive(Default)]
 pub(crate) struct LeaseState {
     lost: OnceLock<String>,
@@ -153,8 +153,8 @@ impl HostLease {
         }
     }
 
-    /// Uses the backing for something that it shares with other hosts, who see it from now on, and looks whether locks
-    /// keep them out. Takes the lease of `host` first, if need be.
+    /// Uses the backing for something that it shares with other hosts, which see it from now on, and looks whether
+    /// locks keep them out. Takes the lease of `host` first, if need be.
     pub(crate) fn use_for(
         &mut self,
         purpose: LeaseUse,
@@ -342,7 +342,7 @@ fn beat_until_stopped(
             Err(RecvTimeoutError::Timeout) => lease.beat(base, state.report()),
             Ok(request) => {
                 let added = add_use(base, dir, &mut lease, &request);
-                // Who asked waits for it.
+                // The requesting thread waits for it.
                 let _ = request.done.send(added.clone());
                 added
             }

@@ -35,7 +35,7 @@ impl Progress {
     }
 }
 
-/// What is left to be drained at the end of a mount. A forced end does not wait for a backing that takes nothing.
+/// Drains the rest at the end of a mount. A forced end does not wait for a backing that takes nothing.
 pub(crate) fn drain_last(engine: &Engine<Store>, force: bool) {
     let mut progress = Progress::new();
     let drained = drain_rest(engine, DurabilityLevel::Drained, &mut |bytes, _| {

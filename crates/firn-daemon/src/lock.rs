@@ -3,9 +3,9 @@
 //! Promise: while [`Locks`] live, no other firnd or `firn recover` of this host works on the same
 //! backing or the same arena. The locks end with the process, however it ends.
 //!
-//! These two locks are about processes of this host only, and so may be of files that only this host's kernel keeps
-//! locks of: flock(2) of the backing's directory, which NFS and FUSE file systems keep on the host, and of the arena,
-//! which is in this host's memory. What keeps other hosts away is the lease of [`crate::host_lease`].
+//! These two locks are about processes of this host only. So they may be of files whose locks only this host's kernel
+//! keeps: flock(2) of the backing's directory, which NFS and FUSE file systems keep on the host, and of the arena,
+//! which is in this host's memory. The lease of [`crate::host_lease`] keeps other hosts away.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::OwnedFd;
@@ -55,13 +55,14 @@ impl Sharing {
 #[derive(Debug)]
 pub(crate) struct Locks {
     _backing: OwnedFd,
-    /// What keeps this host's name for this process, where it shares something with others.
+    /// Keeps this host's name for this process, where it shares something with others.
     host: HostLease,
     arena: Option<OwnedFd>,
 }
 
 impl Locks {
-    /// Locks the backing directory, or says who holds it. Hosts that know of each other share it, each under its own name.
+    /// Locks the backing directory, or returns its holder. Hosts that know of each other share it, each under its own
+    /// name.
     pub(crate) fn take(
         backing: &Path,
         files: &RuntimeFiles,
@@ -102,7 +103,7 @@ impl Locks {
     }
 }
 
-/// Locks an arena, or says who holds it. The backing is only named, never looked at.
+/// Locks an arena, or returns its holder. The backing is only named, never looked at.
 pub(crate) fn lock_arena(
     arena: &Path,
     backing: &Path,
@@ -115,8 +116,8 @@ pub(crate) fn lock_arena(
     Ok(file)
 }
 
-/// Keeps other mounts and recoveries of the same backing on this host away. Only this host is meant, so it may be a
-/// lock of a directory; where the file system refuses even that, the lock of the arena is left, which is one for each
+/// Keeps other mounts and recoveries of the same backing on this host away. Only this host is meant, so a lock of a
+/// directory will do. Where the file system refuses even that, the lock of the arena is left, which is one for each
 /// user and backing.
 fn lock_backing_dir(
     backing: &Path,
@@ -135,7 +136,7 @@ fn lock_backing_dir(
     Ok(directory)
 }
 
-/// False: somebody has it. File systems without flock count as locked: the arena's lock is left.
+/// False: another process has it. File systems without flock count as locked: the arena's lock is left.
 fn try_lock(fd: &impl std::os::fd::AsFd, sharing: Sharing) -> bool {
     let operation = match sharing {
         Sharing::Alone => FlockOperation::NonBlockingLockExclusive,
@@ -174,7 +175,7 @@ fn wait_for_the_dying(
     }
 }
 
-/// Asks a firnd of this user who it is.
+/// Asks a firnd of this user for its name.
 fn ask(socket: &Path) -> Option<String> {
     let mut stream = UnixStream::connect(socket).ok()?;
     firn_trust::check_peer(&stream, rustix::process::geteuid().as_raw()).ok()?;
@@ -193,7 +194,7 @@ fn ask(socket: &Path) -> Option<String> {
     }
 }
 
-/// What the mount table tells of the firnd of another user, or of one that does not answer.
+/// What the mount table tells of another user's firnd, or of one that does not answer.
 fn seen(backing: &Path) -> String {
     match mountinfo::firn_mounts()
         .into_iter()

@@ -2,8 +2,8 @@
 //! the host's system log as well, from `info` on, because the file does not outlive the host's memory.
 //!
 //! Promises
-//! * A line that cannot be written (a full file system, a limit on file sizes, a reader that is gone) costs that
-//!   line and nothing else: it is counted, and the next line that can be written tells how many are missing.
+//! * A line that cannot be written (a full file system, a limit on file sizes, a reader that is gone) costs that line
+//!   and nothing else. It is counted, and the next line that can be written tells how many are missing.
 //! * An event is one write of one whole line.
 
 pub(crate) mod events;
@@ -168,7 +168,7 @@ impl<'a> MakeWriter<'a> for StderrLines {
     }
 }
 
-/// A line in which no name breaks it or steers the terminal of whoever reads it.
+/// A line in which no name breaks it or steers the reader's terminal.
 fn tame(line: &[u8]) -> Cow<'_, [u8]> {
     let text = String::from_utf8_lossy(line.strip_suffix(b"\n").unwrap_or(line));
     if is_printable(&text) {

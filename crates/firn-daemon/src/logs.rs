@@ -1,9 +1,9 @@
-//! Files that lie in logs (`layout=log`; `firn_log`): which mounts read and write logs, and who does what is left to do
+//! Files that lie in logs (`layout=log`; `firn_log`): which mounts read and write logs, and which thread flattens them
 //! when files are closed.
 //!
 //! Invariants
 //! * A backing that has containers is never opened without them: logged files are whole in every mount.
-//! * Who writes to logs has a lease that shows so, and no other process writes in the name of this host.
+//! * A host that writes to logs has a lease that shows so, and no other process writes in the name of this host.
 //! * A mount without logs, over a backing without containers, pays one look at `.firn/log`.
 
 use std::ffi::OsStr;
@@ -38,15 +38,15 @@ use crate::unmounted::{FoundOrphan, open_unmounted};
 
 /// What other hosts write is looked at so often, as long as something is left to flatten.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
-/// Else so often; whoever closes a file wakes the thread.
+/// Pause between looks otherwise; a close of a file wakes the thread.
 const IDLE: Duration = Duration::from_secs(60);
 /// What another host made or removed may come so late over a network file system: its clients keep attributes and names for
 /// a second or a few.
 const LAG_MAX: Duration = Duration::from_secs(5);
-/// Before somebody who waits asks again.
+/// Pause of a waiting caller before it asks again.
 const REST: Duration = Duration::from_millis(50);
-/// With close=held the kernel says that a file was closed only after close(2) has returned: so long it is asked again
-/// whether somebody writes to it.
+/// With close=held the kernel reports a close only after close(2) has returned: wait this long before a writer is
+/// reported.
 const CLOSING: Duration = Duration::from_secs(1);
 
 /// Opens the logs of a backing, where there are some or some are asked for. The lease shows that this host lives, if it may
@@ -131,7 +131,7 @@ fn has_containers<B: Backing>(backing: &Path, base: &B) -> Result<bool, AttachEr
     Ok(names.iter().any(|(name, ..)| firn_log::is_container(name)))
 }
 
-/// Logs of files that are not in the backing: those that nobody has removed through Firn, and those that a host was
+/// Logs of files that are not in the backing: those that were not removed through Firn, and those that a host was
 /// removing.
 pub(crate) fn find_unowned<B: Backing>(
     backing: &Path,
@@ -169,13 +169,13 @@ pub(crate) fn end_removals(backing: &Path, options: &Options) -> Result<(), Atta
         .map_err(|errno| own_error(&backing)(errno.into()))
 }
 
-/// Lets the settle worker flatten files for those who wait for that.
+/// Lets the settle worker flatten files for callers that wait for that.
 pub(crate) struct Flattener {
     engine: Arc<Engine<Store>>,
     requests: Sender<FlattenRequest>,
 }
 
-/// Files that somebody wants to be flat.
+/// Files that a caller wants to be flat.
 pub(crate) struct FlattenRequest {
     /// Below the mount point; empty: all of it.
     path: Vec<u8>,
@@ -190,7 +190,7 @@ impl Flattener {
         (Self { engine, requests }, taken)
     }
 
-    /// Flattens the files at or below `path` that nobody writes to, and waits for this host and others that are at it.
+    /// Flattens the files without writers at or below `path`, and waits for this host and others that are at it.
     /// `goes_on` is asked some times a second, and ends the wait with false (ECANCELED).
     pub(crate) fn flatten(
         &self,
@@ -292,7 +292,7 @@ fn settle_until_stopped(
             }
         }
         for request in requests.try_iter() {
-            // Who asked may not wait any more.
+            // The requesting thread may not wait any more.
             let _ = request.done.send(logs.flatten_at(&request.path));
         }
         let left = logs.settle();
@@ -376,7 +376,7 @@ fn flatten_unmounted(
     }
 }
 
-/// Does something with the logs of a backing that nobody has mounted; none where there are none.
+/// Runs `work` with the logs of a backing that is not mounted; None where there are none.
 fn with_logs<T>(
     backing: &Path,
     directory: DirBacking,
@@ -399,8 +399,8 @@ fn with_logs<T>(
     ))
 }
 
-/// At the end of a mount: flattens what nobody writes any more. Other hosts that are at it are waited for, those that
-/// write are not.
+/// At the end of a mount: flattens files without writers. Other hosts that are at it are waited for, those that write
+/// are not.
 pub(crate) fn settle_last(logs: &dyn Logs, flatten: Flatten) -> Left {
     let mut left = logs.settle();
     while left.under_way > 0 {

@@ -52,13 +52,13 @@ struct Line<'a> {
 enum Becomes {
     /// Bytes of it are zeros.
     Zeros { offset: u64, bytes: u64 },
-    /// Changes are not made, of which nobody knows what they were.
+    /// Changes are not made; what they were is unknown.
     Unchanged { index_offset: u64, index_bytes: u64 },
     /// What counted is not known: all that is there counts.
     Whatever,
     /// As it was: the container's name says what the file had.
     Renewed,
-    /// So much of the plain file counts below the logs: all that it has.
+    /// How much of the plain file counts below the logs: all that it has.
     Plain { bytes: u64 },
 }
 
@@ -127,9 +127,10 @@ impl LossReport {
 
 impl Report for LossesBelow<'_> {
     fn add(&mut self, loss: Loss) -> Result<(), Errno> {
-        let path = match loss.path.as_os_str().is_empty() {
-            true => self.path.to_owned(),
-            false => self.path.join(&loss.path),
+        let path = if loss.path.as_os_str().is_empty() {
+            self.path.to_owned()
+        } else {
+            self.path.join(&loss.path)
         };
         if self.report.files.last() != Some(&path) {
             self.report.files.push(path.clone());

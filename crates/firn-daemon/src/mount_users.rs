@@ -1,4 +1,4 @@
-//! Who uses a mount, in whatever mount namespace.
+//! The processes that use a mount, in whatever mount namespace.
 //!
 //! A mount namespace that is made while a Firn is mounted (a container, `unshare -m`) has a copy of the mount of its own.
 //! Taking the mount away here takes away neither that copy nor the files that programs have open there; the kernel
@@ -29,7 +29,7 @@ pub(crate) struct Mounts {
     mount_point: PathBuf,
     /// Their numbers, which no two mounts have at a time, whatever their namespaces.
     ids: HashSet<u64>,
-    /// Those that do not go with the mount of this firnd.
+    /// Copies that do not go with the mount of this firnd.
     copies: Vec<Copy>,
 }
 
@@ -106,12 +106,13 @@ impl Mounts {
             0 => String::new(),
             others => format!(", and {others} more"),
         };
-        match first.is_bound {
-            true => format!("{place}{others}"),
-            false => format!(
+        if first.is_bound {
+            format!("{place}{others}")
+        } else {
+            format!(
                 "{place} in the mount namespace of process {}{others}",
                 first.seen_by
-            ),
+            )
         }
     }
 

@@ -7,7 +7,7 @@ use firn_format::mountinfo::{self, FIRN};
 /// One mounted Firn.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct FirnMount {
-    /// Where.
+    /// Where it is mounted.
     pub(crate) mount_point: PathBuf,
     /// Its backing.
     pub(crate) backing: PathBuf,

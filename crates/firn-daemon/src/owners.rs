@@ -1,6 +1,6 @@
-//! Who owns the transactions of this mount.
+//! The owners of this mount's transactions.
 //!
-//! A transaction belongs to a connection of the control socket, to a process, or to nobody. One thread waits for the
+//! A transaction belongs to a connection of the control socket, to a process, or has no owner. One thread waits for the
 //! end of all owners. When the owner of an open transaction is gone, the transaction is aborted at once; what is
 //! prepared or decided stays as it is.
 //!
@@ -16,8 +16,8 @@
 //! Invariants
 //! * A transaction is aborted for its owner only while no request about it is under way, and no request begins
 //!   meanwhile.
-//! * A request that begins after its owner was gone finds the transaction aborted: nobody commits what a dead owner
-//!   left.
+//! * A request that begins after its owner was gone finds the transaction aborted: what a dead owner left is never
+//!   committed.
 //! * A process is known by a pidfd and the time at which it began, never by its number alone.
 
 use std::collections::HashMap;
@@ -32,7 +32,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-/// An abort that failed is tried again after so long.
+/// An abort that failed is tried again after this time.
 const RETRY_S: i64 = 1;
 
 /// A connection of the control socket, as an owner.
@@ -147,7 +147,7 @@ fn open_process(pid: u32) -> Result<OwnedFd, Errno> {
 struct Owned {
     owner: Option<Arc<Watched>>,
     began: Instant,
-    /// Nobody has prepared it.
+    /// It is not prepared.
     is_open: bool,
     is_gone: bool,
     is_aborting: bool,
@@ -245,7 +245,7 @@ impl Owners {
         })
     }
 
-    /// Who owned the last transaction of a scope, where it was aborted for that and none was begun since.
+    /// The owner of the last transaction of a scope, where it was aborted for the owner's end and none was begun since.
     pub(crate) fn aborted_for(&self, scope: &[u8]) -> Option<String> {
         self.table.lock().aborted.get(scope).cloned()
     }

@@ -30,7 +30,7 @@ use crate::store::Store;
 pub(crate) struct Question<'a> {
     pub(crate) engine: &'a Arc<Engine<Store>>,
     pub(crate) request: &'a Request,
-    /// Who asks.
+    /// The client that asks.
     pub(crate) client: &'a mut ControlClient,
     /// Sends progress before the reply; false once the client is gone.
     pub(crate) say: &'a mut dyn FnMut(Reply) -> bool,

@@ -1,4 +1,4 @@
-//! Several hosts that commit together: who they are, and what firnd tells of them.
+//! Several hosts that commit together: which hosts they are, and what firnd tells of them.
 
 use std::collections::HashMap;
 use std::time::Duration;

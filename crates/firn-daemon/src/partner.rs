@@ -1,10 +1,10 @@
 //! What agents say of this host's partner, and waits for its copies.
 //!
 //! Promises
-//! * Files are `partnered` only by the word of a connection that has named a partner, and only as long as it is there: when
-//!   the agent ends, or its connection to the partner does, all of them fall back. There may be two while one partner
-//!   takes over from another: what the one that stays has, it says again.
-//! * Nothing here waits for a partner but who asked to wait.
+//! * Files are `partnered` only by the word of a connection that has named a partner, and only as long as it is there.
+//!   When the agent ends, or its connection to the partner does, all of them fall back. There may be two connections
+//!   while one partner takes over from another: the one that stays says again what it has.
+//! * Only callers that asked for a wait wait for a partner.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -38,7 +38,7 @@ pub(crate) struct PartnerBoard {
     marked: Condvar,
 }
 
-/// What is said now, by the number of who says it.
+/// What followers say now, by the number of the speaker.
 #[derive(Default)]
 struct Words {
     last: u64,
@@ -131,11 +131,12 @@ impl PartnerBoard {
         let mut words = self.words.lock();
         let names = host.is_some();
         words.by.insert(number, Word { host, note });
-        let forgets = match names {
-            true => words.speakers.insert(number) && words.speakers.len() == 1,
-            false => words.speakers.remove(&number),
+        let forgets = if names {
+            words.speakers.insert(number) && words.speakers.len() == 1
+        } else {
+            words.speakers.remove(&number)
         };
-        // Before the files: whoever marks one asks for the words while it has the file.
+        // Before the files: a thread that marks one asks for the words while it has the file.
         drop(words);
         if forgets {
             self.engine.durability.forget_partner();
@@ -185,9 +186,10 @@ impl PartnerBoard {
             || "there is no partner".to_owned(),
             |host| format!("the partner {host} does not have them yet"),
         );
-        let why = match note.is_empty() {
-            true => "files that are open for writing are copied when they are closed".to_owned(),
-            false => note,
+        let why = if note.is_empty() {
+            "files that are open for writing are copied when they are closed".to_owned()
+        } else {
+            note
         };
         format!(
             "timed out with {} in {} left: {who}; {why}",
@@ -198,7 +200,7 @@ impl PartnerBoard {
 }
 
 impl PartnerSpeaker {
-    /// What a connection says; it gets the right to with its first word.
+    /// Takes a word of a connection; the first one gives the right to say more.
     pub(crate) fn say(
         speaker: &mut Option<Self>,
         board: &Arc<PartnerBoard>,
@@ -246,7 +248,7 @@ impl Drop for PartnerSpeaker {
     }
 }
 
-/// To whoever asks for a partner's copies where there are none.
+/// The reply to a question about a partner's copies where there are none.
 pub(crate) fn without_partner() -> Reply {
     refused(
         Errno::OPNOTSUPP,

@@ -30,7 +30,7 @@ const VERSION: &str = "version";
 const LAYOUT: &str = "layout";
 const TOKENS: &str = "tokens";
 const LANES: &str = "lanes";
-/// What is compared, and in this order told.
+/// Names of what is compared, in the order of the report.
 const COMPARED: [&str; 5] = [FORMATS, LAYOUT, LANES, TOKENS, VERSION];
 
 const LOG: &str = "log";
@@ -153,7 +153,7 @@ fn compare(ours: &Terms, peers: &[Peer]) -> Vec<Difference> {
 pub(crate) struct PeerBoard {
     base: DirBacking,
     ours: Terms,
-    /// Taken out while somebody looks, so that nobody waits for the backing.
+    /// Taken out during a look, so that no other caller waits for the backing.
     watch: Mutex<Option<PeerWatch>>,
     /// What was found last.
     differences: Mutex<Vec<Difference>>,

@@ -1,8 +1,8 @@
 //! Placement over several directories (`placement=dirs`): which lanes a mount has, and whether they can be used. The other
 //! placements are in [`crate::steering`].
 //!
-//! A lane's path is used as it is given and not as it is once symbolic links are resolved: links in the backing have it,
-//! and other hosts may reach the same directory another way.
+//! A lane's path is used as it is given, without resolving symbolic links: links in the backing contain it, and other
+//! hosts may reach the same directory another way.
 //!
 //! Invariants
 //! * A backing whose record names lanes is never opened without them: its placed files are plain files in every mount.
@@ -331,7 +331,7 @@ pub(crate) fn show_lanes(placed: &Lanes<DirBacking>, shown: &mut Vec<LaneStatus>
     }));
 }
 
-/// Vertical placement pays where there are so many files for each lane (docs/internals/lanes.md).
+/// Vertical placement pays where there are this many files for each lane (docs/internals/lanes.md).
 const FILES_PER_LANE_MIN: u64 = 4;
 
 /// What makes placement slower than it could be: a checkpoint is done when its last lane is.
@@ -362,7 +362,7 @@ pub(crate) fn advise(lanes: &[LaneStatus]) -> Vec<String> {
     )]
 }
 
-/// The answer to whoever asks where a file lies on a mount that places none.
+/// The reply to a question where a file lies, on a mount that places none.
 pub(crate) fn explain_without() -> Reply {
     Reply::Error {
         errno: libc::EOPNOTSUPP,

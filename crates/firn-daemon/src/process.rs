@@ -18,7 +18,7 @@ pub(crate) fn prepare() {
     respect_quotas();
 }
 
-/// The limit on file sizes is that of whoever started us. It must be an errno of the one write that is over it,
+/// The limit on file sizes is inherited from the parent process. It must be an errno of the one write that is over it,
 /// and not the end of firnd with everything that it holds.
 fn survive_file_size_limit() {
     // A handler and not SIG_IGN, which programs that we start (fusermount3) would inherit.

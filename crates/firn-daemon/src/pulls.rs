@@ -38,7 +38,7 @@ impl Pulls {
 }
 
 impl Pull {
-    /// So much more was sent.
+    /// This many more bytes were sent.
     pub(crate) fn add(&self, files: u64, bytes: u64) {
         self.0.files.fetch_add(files, Ordering::Relaxed);
         self.0.bytes.fetch_add(bytes, Ordering::Relaxed);

@@ -35,7 +35,7 @@ use crate::store::Layers as _;
 
 const PROGRESS_EVERY: Duration = Duration::from_millis(100);
 
-/// Which arena.
+/// The arena to recover.
 #[derive(Clone, Debug)]
 pub struct RecoverRequest {
     /// The backing directory, as the user gave it.

@@ -1,6 +1,6 @@
 //! Where the files of a mount are that are not in its backing.
 //!
-//! Promise: a directory of them is used only if it is the user's own, or nobody else can change what is in it.
+//! Promise: a directory of them is used only if it is the user's own, or other users cannot change what is in it.
 
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};

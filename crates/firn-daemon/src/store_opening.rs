@@ -88,7 +88,7 @@ fn open_transactional(
     }
     for scope in &outcome.undone {
         notice(format!(
-            "undid a transaction in {} that nobody had prepared",
+            "undid a transaction in {} that was not prepared",
             shown_scope(scope)
         ));
     }
@@ -109,9 +109,8 @@ fn open_transactional(
     Ok(Store::Upper(store))
 }
 
-/// A mount without `participants` ends no transaction that its host began with others, nor one with them any that was
-/// begun without, or as another host: that is for the next one like that, or `firn recover`. Data of it that this arena
-/// has is dropped either way.
+/// A transaction belongs to the participants and the host that it was begun with. Only a mount with the same ones, or
+/// `firn recover`, ends it; this mount leaves it. Data of such a transaction in this arena is dropped.
 fn drop_of_other_homes(
     backing: &Path,
     directory: &DirBacking,

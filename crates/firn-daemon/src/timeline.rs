@@ -6,7 +6,7 @@ use firn_protocol::record::{BUCKETS_MAX, Bucket};
 
 /// The first minute of a mount is seen with this resolution; after each doubling of its age with half of it.
 const FIRST_BUCKET: Duration = Duration::from_millis(100);
-/// The longest time between two looks: what is a maximum is seen so often at least.
+/// The longest time between two looks: a maximum is taken at least this often.
 const LOOK_EVERY_MAX: Duration = Duration::from_secs(1);
 
 /// The buckets since the attach.

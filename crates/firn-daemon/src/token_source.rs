@@ -2,7 +2,7 @@
 //!
 //! Promises
 //! * A file system whose locks are seen not to reach other hosts is refused, before anything is written through it.
-//! * etcd that does not answer keeps nobody from mounting: it is said, and drains go on without tokens.
+//! * An etcd that does not answer does not prevent a mount: it is reported, and drains go on without tokens.
 
 use std::io;
 use std::path::Path;
@@ -63,7 +63,7 @@ impl TokenSource {
         Ok(Some(Self { kind, host, limits }))
     }
 
-    /// Starts the tokens of so many lanes.
+    /// Starts the tokens of `lane_count` lanes.
     pub(crate) fn start(&self, lane_count: usize) -> io::Result<Tokens> {
         let services = (0..lane_count).map(|lane| self.service(lane)).collect();
         Tokens::start(services, self.limits)

@@ -1,4 +1,4 @@
-//! A backing that nobody of this host has mounted, and what is found there that leads to nothing.
+//! A backing that is not mounted on this host, and what is found there that leads to nothing.
 
 use std::path::{Path, PathBuf};
 
@@ -26,7 +26,7 @@ pub struct FoundOrphan {
     pub is_removed: bool,
 }
 
-/// A backing that nobody of this host has mounted, as long as the locks are held.
+/// A backing that is not mounted on this host, as long as the locks are held.
 pub(crate) fn open_unmounted(
     backing: &Path,
     options: &Options,

@@ -3,7 +3,7 @@
 //! Promises
 //! * What is mapped stays mapped as long as the process lives, so words of it may be borrowed for ever. Children of
 //!   fork(2) do not have what may be written, and core dumps leave it out.
-//! * An offset that somebody else gave is compared with the mapping before anything is read or written there.
+//! * An offset from another process is compared with the mapping before anything is read or written there.
 
 use std::ffi::c_void;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -35,7 +35,7 @@ pub struct ArenaMap {
     shared_end: u64,
 }
 
-// SAFETY: the memory that it points to belongs to no thread and stays mapped; whoever writes there says why that is
+// SAFETY: the memory that it points to belongs to no thread and stays mapped; each writer says why its stores are
 // allowed (`SlabWriter`).
 unsafe impl Send for ArenaMap {}
 
@@ -143,7 +143,7 @@ impl ArenaMap {
         is_mapped.then(|| unsafe { SlabWriter::new(self.shared, slab, file_id) })
     }
 
-    /// Whether so many bytes from an offset of the arena on may be written.
+    /// Whether `len` bytes from `offset` of the arena on may be written.
     fn has_shared(&self, offset: u64, len: u64) -> bool {
         let end = offset.checked_add(len);
         offset >= self.shared_start && end.is_some_and(|end| end <= self.shared_end)
@@ -168,11 +168,11 @@ fn map_part(fd: BorrowedFd<'_>, offset: u64, len: u64, prot: ProtFlags) -> Optio
     // Kernels before 6.7, and those that use no huge pages for this file, take any page.
     if len >= HUGE && !(at as u64 ^ offset).is_multiple_of(HUGE) {
         let aligned = map_aligned(fd, (offset, len_mapped), prot);
-        // SAFETY: all of what was just mapped; nobody knows of it.
+        // SAFETY: all of what was just mapped; known to this function only.
         let _ = unsafe { rustix::mm::munmap(at, len as usize) };
         at = aligned?;
     }
-    // What is only read harms no child, and a core dump leaves it out anyway: it is a file.
+    // A read-only mapping harms no child, and a core dump leaves it out anyway: it is a file.
     let advices = [Advice::LinuxDontFork, Advice::LinuxDontDump];
     for advice in advices
         .into_iter()
@@ -203,7 +203,7 @@ fn map_aligned(
     // SAFETY: replaces a part of what was just reserved: `shift` is less than the room beyond `len`.
     let mapped = unsafe { rustix::mm::mmap(at, len, prot, flags, fd, offset) };
     if mapped.is_err() {
-        // SAFETY: all of what was just reserved; nobody knows of it.
+        // SAFETY: all of what was just reserved; known to this function only.
         let _ = unsafe { rustix::mm::munmap(start, room) };
         return None;
     }
@@ -266,7 +266,7 @@ mod tests {
             record_count: 10,
             ..Slab::default()
         };
-        // SAFETY: nobody else writes to the mapping of this test, and the writers are dropped at once.
+        // SAFETY: only these writers use the mapping of this test, and they are dropped at once.
         let is_given = |slab| unsafe { map.slab_writer(slab, 1) }.is_some();
         assert!(is_given(good));
         for bad in [

@@ -76,7 +76,7 @@ impl Outgoing<'_> {
 
 impl<'a> From<&'a [u8]> for Outgoing<'a> {
     fn from(bytes: &'a [u8]) -> Self {
-        // SAFETY: whoever lends the bytes wants them sent.
+        // SAFETY: a caller that lends the bytes wants them sent.
         unsafe { Self::from_raw(bytes.as_ptr(), bytes.len()) }
     }
 }
@@ -172,7 +172,7 @@ impl Payload<'_> {
     }
 }
 
-/// Descriptors that came with a reply. Those that nobody takes are closed.
+/// Descriptors that came with a reply. Those that are not taken are closed.
 #[derive(Debug)]
 pub struct Files {
     fds: [c_int; FILES_MAX],
@@ -198,7 +198,7 @@ impl Files {
     pub fn take(&mut self, index: usize) -> Option<Descriptor> {
         let fd = self.fds.get_mut(index).filter(|fd| **fd >= 0)?;
         let taken = std::mem::replace(fd, -1);
-        // SAFETY: the kernel opened the descriptor for this process with a message, and nobody else knows of it.
+        // SAFETY: the kernel opened the descriptor for this process with a message, and only this value knows it.
         Some(unsafe { Descriptor::from_raw_fd(taken) })
     }
 
@@ -223,9 +223,9 @@ impl Drop for Files {
 /// Why there is no connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ConnectError {
-    /// Nobody listens there, or the token names no socket.
+    /// No process listens there, or the token names no socket.
     Unreachable(Errno),
-    /// It is not the expected user who listens there.
+    /// The listener is not of the expected user.
     Peer(PeerError),
 }
 
@@ -278,16 +278,16 @@ pub struct Connection {
 }
 
 impl Connection {
-    /// Connects to the firnd that a token names, which must be a process of user `uid`: whoever gave the token may
-    /// be anybody who mounts something.
+    /// Connects to the firnd that a token names, which must be a process of user `uid`: the token may come from any
+    /// user that mounts something.
     pub fn to(token: &Token, uid: u32) -> Result<Self, ConnectError> {
-        let connection = Self::to_anybody(token).map_err(ConnectError::Unreachable)?;
+        let connection = Self::to_any_listener(token).map_err(ConnectError::Unreachable)?;
         firn_trust::check_peer(&connection.socket, uid).map_err(ConnectError::Peer)?;
         Ok(connection)
     }
 
-    /// Connects to whoever listens: for tests that are not the user of firnd.
-    pub fn to_anybody(token: &Token) -> Result<Self, Errno> {
+    /// Connects to any listener: for tests that are not the user of firnd.
+    pub fn to_any_listener(token: &Token) -> Result<Self, Errno> {
         let end = token.socket.iter().position(|byte| *byte == 0);
         let path = end.and_then(|end| token.socket.get(..end));
         let path = path.filter(|path| !path.is_empty()).ok_or(Errno::INVAL)?;
@@ -413,7 +413,7 @@ impl Connection {
         let mut control = FdMessage::<1>::empty();
         let len = self.receive_into(head, rest, &mut control)?;
         let fd = control.received().next();
-        // SAFETY: the kernel opened the descriptor for this process with the message, and nobody else knows of it.
+        // SAFETY: the kernel opened the descriptor for this process with the message, and only this function knows it.
         let fd = fd.map(|fd| unsafe { Descriptor::from_raw_fd(fd) });
         Ok(Packet { len: len?, fd })
     }

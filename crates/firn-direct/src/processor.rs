@@ -1,4 +1,4 @@
-//! The C library's knowledge of the processor, so that nobody asks the processor again.
+//! The C library's knowledge of the processor, which spares asking the processor again.
 //!
 //! glibc asks when a program starts, to choose its own memcpy, and tells what it found since 2.33
 //! (`<sys/platform/x86.h>`). Where it does not, [`firn_format::processor`] asks at the first use.

@@ -5,7 +5,7 @@
 //!   signal handler.
 //! * [`Appended::Bytes`] is told only of bytes that firnd ingests, also when this process and firnd die
 //!   at once. Of [`Appended::Revoked`] nothing is ingested, now or later.
-//! * No byte is stored into a slab that firnd may have given to somebody else.
+//! * No byte is stored into a slab that firnd may have given to another process.
 //!
 //! How firnd and a writer agree
 //! * The slab's *writer word* is `writer_idle(generation)` while the lease stands. The writer makes it
@@ -37,7 +37,7 @@ pub fn prepare() {
 /// What became of [`SlabWriter::append`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Appended {
-    /// So many bytes were taken and are as safe as after write(2); fewer than given where the slab ends.
+    /// This many bytes were taken and are as safe as after write(2); fewer than given where the slab ends.
     Bytes(usize),
     /// Nothing was taken: no room or no record is left, or the bytes end beyond `OFFSET_MAX`, where only
     /// the kernel's way goes. Ask for another lease.
@@ -46,7 +46,7 @@ pub enum Appended {
     Revoked,
 }
 
-/// The writing end of one lease. Whoever holds it is the only one who appends.
+/// The writing end of one lease. Only its holder appends.
 #[derive(Debug)]
 pub struct SlabWriter {
     base: *mut u8,
@@ -82,8 +82,8 @@ impl SlabWriter {
     /// Begins a lease that firnd just granted. `base` is the address where offset 0 of the arena would be.
     ///
     /// # Safety
-    /// As long as the writer is used, the records, the writer word and the data that `slab` names are mapped
-    /// at their offsets from `base`, readable and writable, and no other `SlabWriter` has the same lease.
+    /// As long as the writer is used, the records, the writer word and the data that `slab` names are mapped at their
+    /// offsets from `base`, readable and writable. No other `SlabWriter` has the same lease.
     pub unsafe fn new(base: *mut u8, slab: Slab, file_id: u64) -> Self {
         Self {
             base,
@@ -182,7 +182,7 @@ impl SlabWriter {
         let Some(room) = self.cursor.room_for_piece(offset, len as u64) else {
             return Appended::Full;
         };
-        // What was copied behind a frozen piece lies where it belongs already, mostly.
+        // Bytes copied behind a frozen piece mostly lie in their place already.
         if filled != Some(room) {
             // SAFETY: the room lies in the slab and is no longer than `data`.
             unsafe { self.fill(room, data) };
@@ -208,8 +208,8 @@ impl SlabWriter {
         }
     }
 
-    /// The time, as the kernel stamps files with it, but later than that of the write before: who compares sees each
-    /// write. No call of the system: the kernel keeps this clock in memory (vdso(7)).
+    /// The time, as the kernel stamps files with it, but later than that of the write before: a comparison of times
+    /// sees each write. No call of the system: the kernel keeps this clock in memory (vdso(7)).
     #[inline(always)]
     fn next_time(&mut self) -> u64 {
         self.modified = now_ns().max(self.modified.saturating_add(1));
@@ -223,8 +223,8 @@ impl SlabWriter {
         let to = self
             .base
             .wrapping_add((self.slab.chunk + u64::from(room.position)) as usize);
-        // SAFETY: the slab's data is mapped for writing (`new`), nobody else stores into it while the writer
-        // word is busy, and `data` is what the caller promises.
+        // SAFETY: the slab's data is mapped for writing (`new`), no other thread stores into it while the writer word
+        // is busy, and `data` is what the caller promises.
         unsafe { copy(to, data, room.len as usize) }
     }
 
@@ -237,16 +237,17 @@ impl SlabWriter {
 /// The clock that the kernel stamps files with ([`firn_format::clock`]), in nanoseconds.
 #[inline(always)]
 fn now_ns() -> u64 {
-    let now = rustix::time::clock_gettime(match is_exact() {
-        true => ClockId::Realtime,
-        false => ClockId::RealtimeCoarse,
+    let now = rustix::time::clock_gettime(if is_exact() {
+        ClockId::Realtime
+    } else {
+        ClockId::RealtimeCoarse
     });
     (now.tv_sec as u64)
         .wrapping_mul(1_000_000_000)
         .wrapping_add(now.tv_nsec as u64)
 }
 
-/// Whether the kernel may stamp files with exact times. Asked at the first call, by whoever comes first.
+/// Whether the kernel may stamp files with exact times. Asked at the first call, by any thread.
 #[inline(always)]
 fn is_exact() -> bool {
     const EXACT: u8 = 1;

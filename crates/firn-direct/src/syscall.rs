@@ -11,8 +11,8 @@ use std::os::fd::{AsFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 /// Makes a system call.
 ///
 /// # Safety
-/// What the kernel does with these arguments is allowed: it may write where they point, and close or replace what
-/// they name.
+/// The caller allows all effects of the call: it may write where its arguments point, and close or replace what they
+/// name.
 #[inline]
 pub unsafe fn call(number: c_long, arg: [usize; 6]) -> isize {
     let result: isize;
@@ -79,7 +79,7 @@ impl From<OwnedFd> for Descriptor {
 
 impl Drop for Descriptor {
     fn drop(&mut self) {
-        // SAFETY: whoever made this value gave the descriptor away (`from_raw_fd`): nobody else uses or closes it.
+        // SAFETY: the maker of this value gave the descriptor away (`from_raw_fd`): nothing else uses or closes it.
         unsafe { syscall!(libc::SYS_close, self.0) };
     }
 }

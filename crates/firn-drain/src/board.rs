@@ -6,7 +6,7 @@
 //!
 //! Invariants
 //! * A lane has no more writers than `lane-writers`, but for those that stand in for such as hang.
-//! * Whoever entered a lane leaves it.
+//! * Each thread that entered a lane leaves it.
 
 use parking_lot::Mutex;
 
@@ -43,7 +43,7 @@ impl Round {
 }
 
 impl Board {
-    /// For `thread_count` threads, of which at most `lane_writers_max` write to one lane at once.
+    /// A board for `thread_count` threads, of which at most `lane_writers_max` write to one lane at once.
     pub(crate) fn new(lane_count: usize, thread_count: usize, lane_writers_max: usize) -> Self {
         assert!(lane_count > 0 && thread_count > 0 && lane_writers_max > 0);
         Self {
@@ -79,7 +79,7 @@ impl Board {
 
     pub(crate) fn leave(&self, lane: usize) {
         let writers = &mut self.state.lock().writers[lane];
-        assert!(*writers > 0, "a lane was left that nobody entered");
+        assert!(*writers > 0, "a lane was left that was not entered");
         *writers -= 1;
     }
 

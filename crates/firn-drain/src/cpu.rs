@@ -17,7 +17,7 @@ pub(crate) fn thread_time() -> Duration {
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
-/// What became of the CPUs between two looks at a [`CpuClock`].
+/// Use of the CPUs between two looks at a [`CpuClock`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Window {
     /// CPUs that this process may use.
@@ -89,7 +89,7 @@ impl Ticks {
         Self::parse(&text, |cpu| cpu < CpuSet::MAX_CPU && cpus.is_set(cpu))
     }
 
-    /// Of the CPUs of `is_ours`; `None`: none of them is there.
+    /// Times of the CPUs of `is_ours`; `None`: none of them is there.
     fn parse(text: &str, is_ours: impl Fn(usize) -> bool) -> Option<Self> {
         let mut sum = None;
         for line in text.lines().take_while(|line| line.starts_with("cpu")) {

@@ -2,8 +2,8 @@
 //!
 //! Promises
 //! * A job that was picked is completed, also if its execution panics.
-//! * Where all threads are in writes that hang, or all writers of a lane that has more to write, others come in for them
-//!   ([`Crew::replace_hung`]): files whose writes hang do not stop the drains of others.
+//! * When all threads are in writes that hang, new threads come in for them ([`Crew::replace_hung`]); the same when all
+//!   writers of a lane with more to write hang. So files whose writes hang do not stop the drains of others.
 //!
 //! Invariants
 //! * One file has fewer writes under way than there are regular threads for its lane, where there is more than one.
@@ -21,7 +21,7 @@ use parking_lot::Mutex;
 use crate::sleepers::Sleepers;
 use crate::worker::{Role, Worker};
 
-/// A write that takes so long may take for ever.
+/// A write that takes this long may take for ever.
 const HANGS_AFTER: Duration = Duration::from_secs(5);
 /// Threads that stand in for such as hang, at a time.
 const STAND_INS_MAX: usize = 64;

@@ -1,12 +1,11 @@
 //! IO threads: carry pieces from the arena to the backing.
 //!
 //! The engine decides what is written next ([`firn_engine::Drainer::pick`]) and what a result means
-//! ([`firn_engine::Drainer::complete`]). This crate decides who does it and how much at once. A lane is one I/O server.
-//! The files of a lane, and the order in which they are served, are those of its queue in the engine; one set of threads
-//! serves all lanes (`crew::Crew`), each lane within its limits (`board::Board`). [`Pool`] is the whole, and is the
-//! engine's executor.
+//! ([`firn_engine::Drainer::complete`]). This crate decides which thread does it and how much at once. A lane is one
+//! I/O server. The queue of a lane in the engine gives its files and their order. One set of threads serves all lanes
+//! (`crew::Crew`), each lane within its limits (`board::Board`). [`Pool`] is the whole, and is the engine's executor.
 //!
-//! What nobody waits for leaves the CPUs to programs (`pacer::Pacer`), where the option `drain-cpu` asks for it.
+//! Drains without waiters leave the CPUs to programs (`pacer::Pacer`), where the option `drain-cpu` asks for it.
 //!
 //! Several hosts can give each lane one writer among them (`firn_hosts::tokens`): a thread enters a lane's token before it
 //! picks, and leaves it after it has completed. A picked range blocks a truncation of its file, so nothing may be waited

@@ -1,17 +1,17 @@
-//! Leaves the CPUs to programs: how much CPU time the IO threads take where nobody waits for them.
+//! Leaves the CPUs to programs: how much CPU time the IO threads take while no caller waits for them.
 //!
 //! Priorities would not do. A thread of another session or control group does not feel them (sched(7), "The autogroup
-//! feature"), an unprivileged process cannot take a low one back when somebody begins to wait, and a thread of low
-//! priority keeps a lock for as long as it is not run. So the IO threads look at the CPUs. As long as some are idle, or
-//! programs compute on few, they have no limit. Where programs compute and nothing is idle, they get what the option
-//! `drain-cpu` sets: a part of one CPU, however many there are, because a program whose threads wait for each other in
-//! each step loses whatever one of them loses.
+//! feature"). An unprivileged process cannot take a low one back when a caller begins to wait. A thread of low priority
+//! keeps a lock for as long as it is not run. So the IO threads look at the CPUs. As long as some are idle, or programs
+//! compute on few, the IO threads have no limit. Where programs compute and nothing is idle, they get what the option
+//! `drain-cpu` sets: a part of one CPU, however many there are. The threads of a program wait for each other in each
+//! step, so what one thread loses the whole program loses.
 //!
 //! Promises
 //! * Where CPUs are idle no job waits, but for the first twentieth of a second after all were wanted.
 //! * Where all are wanted, the IO threads of a mount use no more than their part, but for the first twentieth of a second.
 //!
-//! Whoever must not be late does not ask: [`Pacer::delay`] is for drains that nobody waits for.
+//! A job that must not be late does not ask: [`Pacer::delay`] is for drains without waiters.
 
 use std::time::{Duration, Instant};
 
@@ -21,7 +21,7 @@ use crate::cpu::{CpuClock, Window};
 
 /// Between two looks at the CPUs: long enough that ticks of 10 ms say something.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
-/// Where less than this part of all CPUs is idle, somebody may want more of them.
+/// Where less than this part of all CPUs is idle, a program may want more of them.
 const IDLE_PART_MIN: f64 = 0.1;
 /// Where programs compute on less than this part of all CPUs, they have what they want. What the kernel does is mostly
 /// for the drain: its threads carry the data on to the device.
@@ -62,7 +62,7 @@ impl Pacer {
         })
     }
 
-    /// A job took so much CPU time. One that somebody waited for (`is_awaited`) is not held against the next ones.
+    /// A job used this much CPU time. An awaited job (`is_awaited`) does not delay the next ones.
     pub(crate) fn charge(&self, used: Duration, is_awaited: bool) {
         let mut state = self.state.lock();
         state.used += used;
@@ -72,7 +72,7 @@ impl Pacer {
         }
     }
 
-    /// How long a job that nobody waits for is to be put off; `None`: not at all.
+    /// How long a job without waiters is to be put off; `None`: not at all.
     pub(crate) fn delay(&self) -> Option<Duration> {
         let mut state = self.state.lock();
         state.look(self.least);
@@ -171,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn at_a_hundred_percent_nobody_looks_at_the_cpus() {
+    fn at_a_hundred_percent_no_thread_looks_at_the_cpus() {
         assert!(Pacer::start(100).is_none());
     }
 }

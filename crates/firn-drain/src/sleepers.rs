@@ -45,8 +45,8 @@ impl Sleepers {
         state.sleepers -= 1;
     }
 
-    /// There may be work: wakes one sleeper. Who finds work wakes the next, so that a burst of work
-    /// brings up as many threads as it keeps busy and a single job only one.
+    /// There may be work: wakes one sleeper. A thread that finds work wakes the next, so that a burst of work brings up
+    /// as many threads as it keeps busy and a single job only one.
     pub(crate) fn wake(&self) {
         let mut state = self.state.lock();
         state.wakes += 1;

@@ -56,21 +56,21 @@ impl Lane {
     }
 }
 
-/// What each thread works with.
+/// State shared by the threads of the drain.
 pub(crate) struct Worker<B: Backing> {
     pub(crate) engine: Arc<Engine<B>>,
     pub(crate) lanes: Vec<Lane>,
     pub(crate) board: Board,
     pub(crate) limits: LaneLimits,
     pub(crate) sleepers: Arc<Sleepers>,
-    /// Where the drain leaves the CPUs to programs.
+    /// Set where the drain leaves the CPUs to programs.
     pub(crate) pacer: Option<Arc<Pacer>>,
 }
 
 /// How a thread that paces itself goes on.
 struct Pace<'a> {
     pacer: &'a Pacer,
-    /// Somebody waits for a drain, or for room.
+    /// A caller waits for a drain, or for room.
     is_awaited: bool,
 }
 
@@ -98,7 +98,7 @@ enum Found<B: Backing> {
 struct LaneJob<B: Backing> {
     lane: usize,
     job: Job<B>,
-    /// Of the lane's token, where it has one.
+    /// Use of the lane's token, where it has one.
     token_use: Option<Use>,
 }
 
@@ -136,7 +136,7 @@ impl<B: Backing> Worker<B> {
                     self.sleepers.sleep(ticket, retry);
                 }
                 Found::Nothing { .. } => {
-                    // Who found the lane full meanwhile has not looked into it.
+                    // A thread that found the lane full meanwhile has not looked into it.
                     self.sleepers.wake();
                     return;
                 }

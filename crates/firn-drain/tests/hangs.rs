@@ -49,7 +49,7 @@ fn await_with_stand_ins<B: Backing>(host: &Host<B>, told: &Drained) {
         host.pool.replace_hung();
         match told.recv_timeout(Duration::from_millis(100)) {
             Ok(drained) => break assert!(drained),
-            Err(_) => assert!(began.elapsed() < LIMIT, "nobody stands in"),
+            Err(_) => assert!(began.elapsed() < LIMIT, "no thread stands in"),
         }
     }
     println!("drained after {:?}", began.elapsed());
@@ -84,7 +84,7 @@ fn regression_where_all_io_threads_hang_others_drain_the_rest() {
         assert!(told.recv_timeout(LIMIT).expect("drained"));
         host.engine.release(handle);
     }
-    // A thread is at its job a little longer than those who wait for the job.
+    // A thread is at its job a little longer than the callers that wait for the job.
     let began = Instant::now();
     while log.count("writes to the backing return again") == 0 {
         assert!(began.elapsed() < LIMIT, "the end of the hang is not told");

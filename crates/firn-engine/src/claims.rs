@@ -1,13 +1,13 @@
 //! Paths that must not change for a while, and paths that are about to.
 //!
-//! A claim is no lock: it may last as long as a call of the backing, and concerns the paths that it names
-//! and nobody else. A rename that hangs holds up who needs a path at or below its two names, and an unlink
-//! that hangs holds up who renames a directory above it.
+//! A claim is no lock: it may last as long as a call of the backing, and concerns only the paths that it names. A
+//! rename that hangs blocks callers that need a path at or below its two names, and an unlink that hangs blocks renames
+//! of a directory above it.
 //!
 //! Invariants
 //! * A claim to change a path stands beside no other claim at or below that path, and beside none to change
 //!   a path above it.
-//! * Whoever claims that a path stays, told it while it held: no rename came between.
+//! * A caller that claims that a path stays, reported the path while the claim held: no rename came between.
 //!
 //! New claims to stay do not queue behind a change that waits: with a call that hangs the change would wait
 //! for ever, and they with it.
@@ -166,7 +166,7 @@ mod tests {
     }
 
     #[test]
-    fn paths_that_stay_are_in_nobodys_way_but_a_changes() {
+    fn paths_that_stay_block_only_changes_of_them() {
         assert!(!in_the_way((&["a"], false), (&["a"], false)));
     }
 }

@@ -1,8 +1,8 @@
-//! Which files go to the backing next: the queue of each lane, and who works them off.
+//! Which files go to the backing next: the queue of each lane, and the executor that works them off.
 //!
-//! Each lane has a queue of files ([`queue::DrainQueue`]). A file is in the queue of its lane when a run of its pending
-//! bytes is long enough for a write, when someone waits for it, when its data is old, or when the arena is short of
-//! room. What is done with the queues is in [`Drainer`](crate::Drainer).
+//! Each lane has a queue of files ([`queue::DrainQueue`]). A file enters it in one of four cases: a run of its pending
+//! bytes is long enough for a write, a caller waits for it, its data is old, or the arena is short of room. What is
+//! done with the queues is in [`Drainer`](crate::Drainer).
 //!
 //! docs/internals/drain.md
 
@@ -35,13 +35,13 @@ pub trait Executor: Send + Sync {
     }
 }
 
-/// The queue of each lane, and who works them off.
+/// The queue of each lane, and the executor that works them off.
 pub(crate) struct Drain<B: Backing> {
     lanes: Box<[DrainQueue<File<B>>]>,
     /// Pieces of some files may be written together.
     gathers: bool,
     executor: RwLock<Option<Arc<dyn Executor>>>,
-    /// Who waits for files to be drained; the sum over all files, or more for an instant.
+    /// Callers that wait for files to be drained; the sum over all files, or more for an instant.
     waiter_count: AtomicU64,
     pub(crate) file_events: Arc<FileEvents<B>>,
 }
@@ -91,7 +91,7 @@ impl<B: Backing> Drain<B> {
         self.lanes.iter().map(DrainQueue::figures).collect()
     }
 
-    /// Sets who carries out the jobs from here on.
+    /// Sets the executor that carries out the jobs from here on.
     pub(crate) fn set_executor(&self, executor: Arc<dyn Executor>) {
         *self.executor.write() = Some(executor);
     }
@@ -100,14 +100,14 @@ impl<B: Backing> Drain<B> {
         self.executor.read().clone()
     }
 
-    /// Wakes who drains a lane.
+    /// Wakes the threads that drain a lane.
     pub(crate) fn wake(&self, lane: LaneIndex) {
         if let Some(executor) = &*self.executor.read() {
             executor.wake(lane);
         }
     }
 
-    /// Wakes who drains any lane.
+    /// Wakes the threads that drain any lane.
     pub(crate) fn wake_all(&self) {
         for lane in self.lanes() {
             self.wake(lane);
@@ -169,7 +169,8 @@ impl<B: Backing> Drain<B> {
         self.lanes.iter().map(|lane| lane.held.files()).sum()
     }
 
-    /// Counts one more who waits for a file. Before it is drained: who drains asks [`Drain::has_waiters`] first.
+    /// Counts one more caller that waits for a file. Before the file is drained: a drain thread asks
+    /// [`Drain::has_waiters`] first.
     pub(crate) fn count_waiter(&self) {
         self.waiter_count.fetch_add(1, Ordering::SeqCst);
     }
@@ -185,7 +186,7 @@ impl<B: Backing> Drain<B> {
         );
     }
 
-    /// Whether somebody waits for a file to be drained.
+    /// Whether a caller waits for a file to be drained.
     pub(crate) fn has_waiters(&self) -> bool {
         self.waiter_count.load(Ordering::SeqCst) > 0
     }
@@ -198,7 +199,7 @@ impl<B: Backing> Drain<B> {
         self.enqueue(file, state);
     }
 
-    /// Asserts the invariants of the queues. To be called while nobody else uses the engine.
+    /// Asserts the invariants of the queues. To be called while the engine is otherwise unused.
     pub(crate) fn assert_queues(&self, files: &[Arc<File<B>>]) {
         for lane in self.lanes() {
             let of_lane: Vec<_> = files.iter().filter(|file| file.lane == lane).collect();
@@ -212,7 +213,7 @@ impl<B: Backing> Drain<B> {
         assert_eq!(
             self.waiter_count.load(Ordering::SeqCst),
             waiters as u64,
-            "who waits for files"
+            "waiters for files"
         );
     }
 }
@@ -239,7 +240,7 @@ fn assert_queue<B: Backing>(queue: &DrainQueue<File<B>>, files: &[&Arc<File<B>>]
             let will_be_tried = queue.has_retry(failure.retry_at, file);
             assert!(
                 will_be_tried || failure.retry_at <= Instant::now(),
-                "nobody tries a file again"
+                "a failed file is not tried again"
             );
         }
     }
@@ -258,7 +259,7 @@ fn assert_held<B: Backing>(held: &Held, files: &[&Arc<File<B>>]) {
     assert_eq!(held.files(), count as u64, "held files");
 }
 
-/// Blocks until `outcome` is told. Whoever was to tell it and is gone without a word failed.
+/// Blocks until `outcome` is told. A sender that is gone without a word has failed.
 pub(crate) fn wait_for(outcome: &Receiver<Result<()>>) -> Result<()> {
     outcome.recv().unwrap_or(Err(firn_backing::Errno::IO))
 }

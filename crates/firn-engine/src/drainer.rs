@@ -1,7 +1,7 @@
 //! What goes to the backing next, and what becomes of it: pick, execute, complete.
 //!
-//! [`Drainer::pick`] takes the next run of the next file of a lane, [`Job::execute`] writes it, and [`Drainer::complete`]
-//! takes the outcome in. Who does that, and when, is an [`Executor`](crate::Executor): the engine has no threads.
+//! [`Drainer::pick`] takes the next run of the next file of a lane, [`Job::execute`] writes it, and
+//! [`Drainer::complete`] records the result. An [`Executor`](crate::Executor) does that: the engine has no threads.
 //!
 //! docs/internals/drain.md
 //!

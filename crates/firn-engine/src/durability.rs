@@ -22,8 +22,8 @@ use crate::{InodeId, Result};
 /// How often a long wait reports its progress.
 const REPORT_EVERY: Duration = Duration::from_millis(100);
 
-/// Number of files that somebody waits for. The waiter is woken by the last of them, not by each: to look at all files
-/// after every one would take quadratic time.
+/// Number of awaited files. The waiter is woken by the last of them, not by each: to look at all files after every one
+/// would take quadratic time.
 #[derive(Default)]
 struct Draining {
     files: parking_lot::Mutex<usize>,
@@ -91,8 +91,9 @@ impl<B: Backing> Durability<B> {
         pending.unwrap_or_else(|| self.level_in_backing(inode))
     }
 
-    /// The same of a file of which nothing is pending. It is durable only where this firnd saw its bytes and its names
-    /// synced, nobody changed it since, as far as size and time tell, and no transaction may take it back.
+    /// The same of a file of which nothing is pending. It is durable only under three conditions: this firnd saw its
+    /// bytes and its names synced, it is unchanged since as far as size and time tell, and no transaction may take it
+    /// back.
     pub(crate) fn level_in_backing(&self, inode: &Inode<B>) -> DurabilityLevel {
         let synced = inode.synced();
         if synced.is_none() && !self.base.backing.features().finishes_files {

@@ -1,10 +1,9 @@
 //! Whether a file was closed by its writers, or cut off.
 //!
-//! Held files are known to be open, closed, or cut: the journal keeps it as long as the file has a file id. A
-//! file that was open when firnd died counts as cut, and one whose writer died of a signal. A process that
-//! dies closes its descriptors with the same requests as one that calls close(2); whoever calls
-//! [`Engine::flush`](crate::Engine::flush) tells the two apart. A descriptor that several processes have is as the last of them
-//! left it.
+//! Held files are known to be open, closed, or cut: the journal keeps it as long as the file has a file id. A file that
+//! was open when firnd died counts as cut, and one whose writer died of a signal. A process that dies closes its
+//! descriptors with the same requests as one that calls close(2); the caller of [`Engine::flush`](crate::Engine::flush)
+//! tells the two apart. A descriptor that several processes have is as the last of them left it.
 
 use std::sync::atomic::Ordering;
 

@@ -46,7 +46,7 @@ pub enum EngineError {
 
 /// One mount's names, files and pending data over a backing: its parts, and the operations that need many of them.
 ///
-/// What one part does is asked of that part. From the lowest part up; each knows only those before it.
+/// A method of one part lives on that part. From the lowest part up; each knows only those before it.
 pub struct Engine<B: Backing> {
     pub(crate) base: Arc<Base<B>>,
     /// Inodes and paths.
@@ -56,7 +56,7 @@ pub struct Engine<B: Backing> {
     pub(crate) intake: Arc<Intake<B>>,
     /// Handles and files.
     pub open_files: Arc<OpenFiles<B>>,
-    /// What the kernel has by itself.
+    /// What the kernel caches.
     pub kernel_cache: Arc<KernelCache<B>>,
     /// Room in the arena: space, eviction, spilling.
     pub room: Arc<Room<B>>,

@@ -20,7 +20,7 @@ pub(crate) struct Extent {
     pub piece: PieceRef,
     /// Bytes from the start of the chunk.
     pub position: u32,
-    /// Of the piece.
+    /// Sequence of the piece.
     pub sequence: u64,
 }
 

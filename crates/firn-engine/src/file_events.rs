@@ -1,7 +1,8 @@
-//! What happened to files, for whoever records how checkpoints go: a queue that is emptied some times a second.
+//! What happened to files, for a recorder of how checkpoints go: a queue that is emptied some times a second.
 //!
 //! Promises
-//! * Nothing is queued before somebody asks for it, and never more than [`EVENTS_MAX`]: what is beyond is counted.
+//! * Nothing is queued before the first request for events, and never more than [`EVENTS_MAX`]: what is beyond is
+//!   counted.
 //! * The lock of the queue is a leaf: it is taken while a file's state is locked, and no other is taken under it.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -42,7 +43,7 @@ pub struct FileEvent {
     pub path: Option<Vec<u8>>,
     /// What happened.
     pub change: FileChange,
-    /// When.
+    /// Time of the event.
     pub at: Instant,
 }
 

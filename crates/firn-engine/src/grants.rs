@@ -1,7 +1,7 @@
 //! Files that clients may write directly: all grants of an engine.
 //!
 //! Invariants
-//! * A file is here exactly while its state has a grant: whoever changes the one changes the other, under the file's lock.
+//! * A file is here exactly while its state has a grant: both change together, under the file's lock.
 //! * `lease_count` is the number of leases of all grants.
 //!
 //! Its lock is a leaf: a file's lock may be held when it is taken.
@@ -27,7 +27,7 @@ pub(crate) struct DirectAccessFigures {
     pub errors: u64,
 }
 
-/// All grants of an engine, so that those who ask about no file in particular find them.
+/// All grants of an engine, for questions that concern no file in particular.
 pub(crate) struct Grants<B: Backing> {
     /// Number of files with a grant; most mounts have none, and ask for no lock.
     file_count: AtomicU64,

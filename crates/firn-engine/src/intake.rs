@@ -1,9 +1,9 @@
 //! What comes in: bytes that were published, by the engine or by a client with direct access, become pending.
 //!
 //! Promises
-//! * Whoever asks about a file learns of every byte whose write returned: what a client published is ingested before an
+//! * An answer about a file covers every byte whose write returned: what a client published is ingested before an
 //!   answer ([`Intake::ingest_published`]).
-//! * Whoever opens, reads, writes or cuts a file that a client has the grant of revokes the grant first
+//! * An open, read, write or cut of a file that a client has the grant of revokes the grant first
 //!   ([`Intake::revoke_grant`]).
 
 use std::sync::Arc;
@@ -88,7 +88,7 @@ impl<B: Backing> Intake<B> {
             &mut dyn FnMut(Taken),
         ) -> std::result::Result<(), firn_arena::Wrong>,
     ) {
-        // Whoever fills a later lease is done with the first, whose last bytes come before.
+        // A client that fills a later lease is done with the first, whose last bytes come before.
         let next = |grant: &Grant| {
             let mut later = grant.leases.iter().skip(1);
             later.any(|lease| self.base.arena.client_has_begun(lease))

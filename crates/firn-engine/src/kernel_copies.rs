@@ -1,8 +1,8 @@
 //! Held files of which the kernel may have a copy of its own in its page cache.
 //!
-//! A held file that nobody writes is read through the kernel's cache. Its bytes are in memory twice then, so this table
-//! bounds them: a file is admitted with all of its bytes, whether or not they are read, and of files that are not
-//! open the kernel drops the one that was opened longest ago.
+//! A held file without writers is read through the kernel's cache. Its bytes are in memory twice then, so this table
+//! bounds them. A file is admitted with all of its bytes, whether or not they are read. Of files that are not open the
+//! kernel drops the one that was opened longest ago.
 //!
 //! Invariants
 //! * `bytes` is the sum over the table, at most `bytes_max`.
@@ -39,7 +39,7 @@ struct Table {
 /// What the kernel may have of one file.
 struct Copy {
     bytes: u64,
-    /// Which contents: [`FileState::changes`](crate::file::FileState) when it was admitted.
+    /// Contents that were admitted: [`FileState::changes`](crate::file::FileState) at that time.
     changes: u64,
     opens: u32,
     admitted: u64,
@@ -221,7 +221,7 @@ mod tests {
     fn a_file_that_is_drained_counts_no_more() {
         let copies = KernelCopies::new(100);
         copies.admit(ONE, 40, 1).unwrap();
-        assert!(!copies.forget(ONE), "somebody has it open");
+        assert!(!copies.forget(ONE), "it is open");
         assert_eq!(copies.bytes().0, 40);
         copies.close(ONE);
         assert!(copies.forget(ONE));

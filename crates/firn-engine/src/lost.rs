@@ -1,7 +1,7 @@
 //! Files whose data recovery could not give back to them.
 //!
-//! Nobody drains their pieces. They stay in the arena until the user puts the files back under their
-//! names, or takes the data elsewhere, or gives it up.
+//! Their pieces are not drained. They stay in the arena until the user puts the files back under their names, or takes
+//! the data elsewhere, or gives it up.
 
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ const STEP_BYTES: u64 = 1 << 20;
 pub struct LostFile {
     /// The file id: unique in the arena.
     pub file: u64,
-    /// Where it was, from the root of the backing; empty where the journal does not know.
+    /// Path before it was lost, from the root of the backing; empty where the journal does not know it.
     pub path: Vec<u8>,
     /// Bytes that are kept in the arena.
     pub bytes: u64,

@@ -1,8 +1,8 @@
 //! Open files, and how many files of the backing are open at a time.
 //!
-//! A program may have as many files open as its own limit allows, and there may be many programs: a file that is
-//! open here does not need a descriptor of its own all the time. Those that nobody reads, writes or drains right
-//! now are closed when there are too many, and opened again when they are used.
+//! A program may have as many files open as its own limit allows, and there may be many programs. So a file that is
+//! open here does not need a descriptor of its own all the time. Files without a read, write or drain under way are
+//! closed when there are too many, and opened again when they are used.
 //!
 //! Promises
 //! * Only what can be opened again is closed: it was, a moment before, by the same way.
@@ -82,7 +82,7 @@ impl<B: Backing> OpenFiles<B> {
             .descriptor(&writer.file, DescriptorUse::Passthrough)
     }
 
-    /// Tells the backing of a file that nobody writes to any more, if it wants to know.
+    /// Tells the backing of a file that has no writers any more, if it wants to know.
     pub(crate) fn note_written(&self, file: &File<B>) {
         if !self.base.backing.features().finishes_files {
             return;
@@ -98,9 +98,9 @@ impl<B: Backing> OpenFiles<B> {
         }
     }
 
-    /// Closes the backing's file of one that nobody has open: more files may be in memory than a process may have
-    /// descriptors. With pending data only where there are many, and only after a descriptor was had by the name
-    /// once more: it may be that nobody would get one later (mode 0444).
+    /// Closes the backing's file of one that is not open: more files may be in memory than a process may have
+    /// descriptors. With pending data only where there are many, and only after a descriptor was had by the name once
+    /// more: a later open may be refused (mode 0444).
     pub(crate) fn close_if_unused(&self, file: &File<B>) {
         let pending = {
             let state = file.lock();
@@ -164,7 +164,7 @@ impl<B: Backing> OpenFiles<B> {
         }
     }
 
-    /// Which file a handle is open on.
+    /// The file that a handle is open on.
     pub fn identify_file(&self, handle: HandleId) -> Result<Arc<dyn FileIdentity>> {
         Ok(Arc::clone(&self.handle(handle)?.file.inode) as _)
     }
@@ -192,7 +192,7 @@ impl<B: Backing> OpenFiles<B> {
         self.files.change(inode, self.route_of(inode), change)
     }
 
-    /// Where an inode's data goes, as far as somebody can tell.
+    /// Where an inode's data goes, as far as it is known.
     fn route_of(&self, inode: &Inode<B>) -> Route {
         if self.drain.has_one_route() {
             return Route::default();
@@ -238,9 +238,9 @@ impl<B: Backing> OpenFiles<B> {
         self.close_down_to(max - batch);
     }
 
-    /// Closes files until no more than `max` are open, if so many can be closed.
+    /// Closes files until no more than `max` are open, if that many can be closed.
     fn close_down_to(&self, max: usize) {
-        // One that somebody is busy with is left alone.
+        // A file with work under way is left alone.
         let open = self.files.idle(FileState::may_be_reopened);
         let too_many = open.len().saturating_sub(max);
         open.iter()

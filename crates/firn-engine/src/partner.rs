@@ -1,7 +1,7 @@
 //! Which files a partner host has copies of: the durability level `partnered`.
 //!
-//! Invariant: a file has the level only as long as its bytes and its length are those of which somebody has said that
-//! the partner has them, and nobody has it open for writing. [`Durability::forget_partner`] takes it from all files.
+//! Invariant: a file has the level only as long as its bytes and its length are those that the partner was said to
+//! have, and it is not open for writing. [`Durability::forget_partner`] takes it from all files.
 
 use std::time::Duration;
 
@@ -27,9 +27,10 @@ pub struct PartnerFigures {
 }
 
 impl<B: Backing> Durability<B> {
-    /// A partner has the file at `path` as it was at `changes` ([`crate::FileFigures::changes`]). False: it is not that
-    /// any more, or nothing of it is held, or `counts` says that the partner is not the partner any more: that is asked
-    /// under the file's lock, so that whoever changes it and calls [`Durability::forget_partner`] then leaves no mark.
+    /// Marks that a partner has the file at `path` as it was at `changes` ([`crate::FileFigures::changes`]). False: the
+    /// file has changed since, nothing of it is held, or `counts` says that the partner was replaced. `counts` is asked
+    /// under the file's lock: a thread that replaces the partner and then calls [`Durability::forget_partner`] leaves
+    /// no mark.
     pub fn mark_partnered(
         &self,
         path: &[u8],

@@ -69,7 +69,7 @@ impl<B: Backing> PrivilegeRules<B> {
         }
     }
 
-    /// Nobody writes the object directly from here on, either: who got the grant meanwhile took it for plain.
+    /// Ends direct writes to the object, too: a client that got the grant meanwhile took it for plain.
     fn privileges_given_to(&self, inode: &Inode<B>) {
         self.privileges.note_given();
         if let Some(file) = self.open_files.known_file(inode) {

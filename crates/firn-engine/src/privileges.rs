@@ -10,8 +10,8 @@
 //! Linux. A store to a mapping takes nothing away there, and so not here.
 //!
 //! Promises
-//! * What goes is gone from the backing, and the kernel was told, before a byte of the change can be seen: nobody
-//!   executes new contents with old privileges, whatever the kernel may keep.
+//! * Privileges that go are gone from the backing, and the kernel was told, before a byte of the change can be seen. So
+//!   new contents are never executed with old privileges, whatever the kernel may keep.
 //! * Privileges that are given to a file are not taken away by the drain of what was written before.
 //! * A file that is known to have none costs one comparison a write. It is known from its creation, or from the
 //!   first write, until something gives privileges to any file of the mount ([`Privileges::note_given`]).
@@ -38,13 +38,13 @@ pub trait Principal {
     fn has_cap_fsetid(&self) -> bool;
     /// The group is its own, or one of its supplementary groups.
     fn is_in_group(&self, gid: u32) -> bool;
-    /// It was killed, or does not wait for the outcome any more for another reason: what was not begun is not done.
+    /// The caller was killed, or stopped waiting for another reason: work that was not begun is not done.
     fn has_left(&self) -> bool {
         false
     }
 }
 
-/// Somebody of whom nothing is known, for whom nothing stays.
+/// An unknown caller, for which nothing stays.
 pub(crate) struct Anybody;
 
 impl Principal for Anybody {
@@ -59,7 +59,7 @@ impl Principal for Anybody {
 /// Told the inode of which the kernel has attributes that are no longer so.
 pub(crate) type AttributesChanged = Arc<dyn Fn(InodeId) + Send + Sync>;
 
-/// What the engine knows of privileges of all files.
+/// The engine's knowledge of the privileges of all files.
 pub(crate) struct Privileges {
     /// How often some file may have got set-id bits or capabilities; never 0, which no file knows of.
     epoch: AtomicU32,
@@ -93,7 +93,7 @@ impl Privileges {
         }
     }
 
-    /// Whoever knows that a file has no privileges has to look again. To be called once they are given, before the call
+    /// Makes every earlier look that found no privileges void. To be called once privileges are given, before the call
     /// that gave them is answered.
     pub(crate) fn note_given(&self) {
         self.epoch.fetch_add(1, Ordering::AcqRel);

@@ -1,8 +1,9 @@
 //! Files that programs of several hosts use at the same time, one after the other by locks.
 //!
-//! A lock of a file means something on another host only if its holder sees what the last one wrote: so who gets a lock
-//! calls [`Engine::catch_up`], and who gives one back calls [`Engine::make_known`] before. What is appended is never
-//! pending: a host that dies must not write, when it comes back, where others have appended meanwhile.
+//! A lock of a file means something on another host only if its holder sees what the last one wrote. So a host that
+//! gets a lock calls [`Engine::catch_up`], and one that gives a lock back calls [`Engine::make_known`] before. What is
+//! appended is never pending: a host that dies must not write, when it comes back, where others have appended
+//! meanwhile.
 
 use std::io::IoSlice;
 use std::sync::atomic::Ordering;
@@ -13,7 +14,7 @@ use crate::engine::Engine;
 use crate::{Appended, HandleId, Principal, Result};
 
 impl<B: Backing> Engine<B> {
-    /// What other hosts have made known of a file is seen from now on, and is older than what this host writes.
+    /// Makes the published changes of other hosts to a file visible; they are older than later writes of this host.
     pub fn catch_up(&self, handle: HandleId) -> Result<()> {
         let handle = self.open_files.handle(handle)?;
         let file = &handle.file;

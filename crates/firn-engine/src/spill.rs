@@ -1,9 +1,9 @@
 //! Memory is short: the oldest sealed chunks go to the spill file.
 //!
 //! A thread of the drain calls [`Room::spill_step`](crate::Room::spill_step) until it is idle. Chunks move from when
-//! more than the upper threshold of memory is in use until no more than the lower one is, so that the device gets work in
-//! long runs. When the device fails, the chunks stay in memory, the status says so, and it is tried again
-//! with growing waits; who waits for room then fares as without a spill file.
+//! more than the upper threshold of memory is in use until no more than the lower one is, so that the device gets work
+//! in long runs. When the device fails, the chunks stay in memory, the status says so, and it is tried again with
+//! growing waits; a writer that waits for room then fares as without a spill file.
 
 mod step;
 

@@ -17,8 +17,8 @@ impl<B: Backing> Engine<B> {
         match self.open_files.handle(handle) {
             Err(errno) => done(Err(errno)),
             Ok(handle) => {
-                // The last one counts: whoever closes after others were killed has seen to the file. A killed process was
-                // noted, and answered, before: others may have closed the file since.
+                // The last close counts: a process that closes after others were killed has seen to the file. A killed
+                // process was noted, and answered, before: others may have closed the file since.
                 if by != Closing::Killed {
                     handle.killed.store(false, Ordering::Release);
                 }
@@ -30,8 +30,8 @@ impl<B: Backing> Engine<B> {
                     let skip = self.base.options.close == ClosePolicy::Held
                         || state.unlinked
                         || state.pending.is_empty();
-                    // Every close is told as long as it is so: this one may be that of a child which only
-                    // inherited the descriptor, and whom nobody asks.
+                    // Every close is told as long as it is so: this one may be that of a child which only inherited the
+                    // descriptor and ignores the result.
                     skip.then(|| state.drain.failure().map(|failure| failure.errno))
                 };
                 match skip {
@@ -74,9 +74,9 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    /// Whether something is left to do for the file when this close(2) is over: whoever answers it calls
-    /// [`Engine::finish_file`] once [`Engine::flush`] is done. Nothing is as long as other writers have it open, or where
-    /// it is not closed by the process of the thread that opened it.
+    /// Whether something is left to do for the file when this close(2) is over: if so, the answering thread calls
+    /// [`Engine::finish_file`] once [`Engine::flush`] is done. Nothing is as long as other writers have it open, or
+    /// where it is not closed by the process of the thread that opened it.
     pub fn finishes_file(&self, handle: HandleId, is_opener: &dyn Fn(u32) -> bool) -> bool {
         if !self.base.backing.features().finishes_files
             || self.base.options.close == ClosePolicy::Held

@@ -1,7 +1,6 @@
 //! Names and the objects that they lead to: inodes, paths below the mount, and claims on paths.
 //!
-//! What is asked here is asked of names and of the backing; open files and pending data are above
-//! ([`Namespace`](crate::Namespace)).
+//! Only names and the backing are asked here; open files and pending data are above ([`Namespace`](crate::Namespace)).
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -37,7 +36,7 @@ impl<B: Backing> NameTree<B> {
         }
     }
 
-    /// The path of an inode, or of a name in it, as a person may read it; of one that nobody knows its number.
+    /// Path of an inode, or of a name in it, for messages; `(inode N)` if unknown.
     pub fn shown_path(&self, inode: InodeId, name: Option<&std::ffi::OsStr>) -> String {
         let mut path = match self.names.get(inode) {
             Some(inode) => inode.paths().into_iter().next().unwrap_or_default(),
@@ -154,7 +153,7 @@ impl<B: Backing> NameTree<B> {
             && self.base.backing.attr(&self.object(&file.inode)?)?.nlink > 0)
     }
 
-    /// As the kernel asks it: whatever else the backing says means that there are none.
+    /// As the kernel asks it: any error of the backing means that there are none.
     pub(crate) fn has_capabilities(&self, object: &B::Inode) -> bool {
         self.base
             .backing

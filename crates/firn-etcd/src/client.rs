@@ -38,7 +38,7 @@ pub enum EtcdError {
     /// It does not answer.
     #[error("etcd at {endpoint} does not answer: {source}")]
     Unreached {
-        /// Who.
+        /// The server.
         endpoint: String,
         /// Why.
         source: Box<ureq::Error>,
@@ -46,9 +46,9 @@ pub enum EtcdError {
     /// It refused.
     #[error("etcd at {endpoint} refused: {message} (HTTP {status})")]
     Refused {
-        /// Who.
+        /// The server.
         endpoint: String,
-        /// Of HTTP.
+        /// HTTP status.
         status: u16,
         /// In its words.
         message: String,
@@ -56,7 +56,7 @@ pub enum EtcdError {
     /// What it said is no answer to what it was asked.
     #[error("{endpoint} does not answer as etcd does: {why}")]
     Garbled {
-        /// Who.
+        /// The server.
         endpoint: String,
         /// What is wrong with the answer.
         why: String,
@@ -176,7 +176,7 @@ impl Client {
         serde_json::from_slice(&answer).map_err(|error| garbled(endpoint, &error.to_string()))
     }
 
-    /// Waits for an event of a watch, for `patience` at most. An answer that is no event counts as one: who watches
+    /// Waits for an event of a watch, for `patience` at most. An answer that is no event counts as one: the caller
     /// looks then.
     pub(super) fn watch(
         &self,
@@ -284,7 +284,7 @@ fn refused(endpoint: &str, status: u16, answer: &[u8]) -> EtcdError {
     }
 }
 
-/// Text of somebody else, for a log.
+/// Text from another program, for a log.
 fn printable(text: &str) -> String {
     let shown = text
         .chars()

@@ -30,7 +30,7 @@ use serde_json::json;
 const LEASE_SECONDS: u64 = 3;
 /// A lease that etcd makes longer is believed up to here.
 const LEASE_SECONDS_MAX: u64 = 60;
-/// A lease is renewed so many times before it would end.
+/// Renewals of a lease before it would end.
 const RENEWALS_PER_LEASE: u32 = 3;
 /// Hosts of a queue that are read at a time.
 const QUEUE_MAX: usize = 1000;

@@ -40,7 +40,7 @@ pub(super) struct Header {
     revision: i64,
 }
 
-/// Of lease/grant.
+/// Answer to lease/grant.
 #[derive(Debug, Deserialize)]
 pub(super) struct Granted {
     #[serde(rename = "ID", deserialize_with = "number")]
@@ -49,7 +49,7 @@ pub(super) struct Granted {
     pub(super) ttl: u64,
 }
 
-/// Of lease/keepalive.
+/// Answer to lease/keepalive.
 #[derive(Debug, Deserialize)]
 pub(super) struct KeptAlive {
     pub(super) result: Lifetime,
@@ -65,14 +65,14 @@ pub(super) struct Lifetime {
     pub(super) ttl: u64,
 }
 
-/// Of kv/deleterange.
+/// Answer to kv/deleterange.
 #[derive(Debug, Deserialize)]
 pub(super) struct Deleted {
     #[serde(rename = "header")]
     pub(super) _header: Header,
 }
 
-/// Of kv/range.
+/// Answer to kv/range.
 #[derive(Debug, Deserialize)]
 pub(super) struct Ranged {
     header: Header,
@@ -89,7 +89,7 @@ struct KeyValue {
     value: String,
 }
 
-/// Of kv/txn.
+/// Answer to kv/txn.
 #[derive(Debug, Deserialize)]
 pub(super) struct Txn {
     #[serde(default)]
@@ -113,7 +113,7 @@ impl Txn {
     }
 }
 
-/// Who wants a token, and in which order.
+/// The hosts that want a token, in their order.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Queue {
     /// State of etcd in which it was so.

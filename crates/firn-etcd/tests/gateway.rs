@@ -235,7 +235,7 @@ fn a_lane_goes_on_without_a_server_that_is_no_etcd() {
     );
 }
 
-/// An etcd, or who answers in its place, in whose queue another host is first each time. This host is behind it.
+/// An etcd, or a server in its place, in whose queue another host is first each time. This host is behind it.
 fn serve_a_queue_without_end() -> SocketAddr {
     let place = Mutex::new((0, None));
     serve_requests(move |request, mut stream| {

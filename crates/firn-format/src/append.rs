@@ -3,9 +3,9 @@
 //! firnd (`firn-arena`) and client processes (`firn-direct`) append with this code, each over its own mapping
 //! of the piece records ([`RecordTable`]).
 //!
-//! * **Page rule.** Bytes that continue the last piece lie directly behind it. A new piece of a page or more,
-//!   and the first of a slab, begins at a position congruent to its file offset modulo the page size, so that
-//!   whole pages can be written to the backing or mapped as they are.
+//! * **Page rule.** Bytes that continue the last piece lie directly behind it. A new piece of a page or more, and the
+//!   first of a slab, begins at a position congruent to its file offset modulo the page size. So whole pages can be
+//!   written to the backing or mapped as they are.
 //! * **Seal protocol.** The fields of a record are stored first; one compare-exchange of its seal publishes
 //!   the piece, or more bytes of the last one. A seal that is not what was expected was changed by firnd:
 //!   [`FROZEN`](crate::piece::FROZEN) ends the piece, [`poison`] in the next record ends the lease.
@@ -219,7 +219,7 @@ impl SlabCursor {
     /// The seal of the last piece is not what was stored: frozen, or spoiled; both end the piece.
     #[cold]
     fn why_not_extended(&self, records: &impl RecordTable) -> AppendError {
-        // The freeze came before the poison; who sees the one must look for the other in this order.
+        // The freeze came before the poison; a thread that sees the one must look for the other in this order.
         fence(Ordering::Acquire);
         let poisoned = self.has_record()
             && records

@@ -1,9 +1,10 @@
 //! Which clock modification times are taken from.
 //!
-//! Linux stamps files with a clock that moves in ticks of some milliseconds. From 6.13 on a file whose time somebody has
-//! looked at gets the exact time with its next change (*multigrain* timestamps, Documentation/filesystems/multigrain-ts.rst),
-//! and no file gets an earlier one afterwards, on any file system. So times that Firn gives are exact there: those of ticks
-//! would be older than what was changed before. On older kernels they are of ticks, as all others.
+//! Linux stamps files with a clock that moves in ticks of some milliseconds. From 6.13 on a file whose time was read
+//! since its last change gets the exact time with its next change (*multigrain* timestamps,
+//! Documentation/filesystems/multigrain-ts.rst). No file gets an earlier time afterwards, on any file system. So times
+//! that Firn gives are exact there: those of ticks would be older than what was changed before. On older kernels they
+//! are of ticks, as all others.
 
 /// The first release whose times may be exact.
 const FIRST_EXACT: (u32, u32) = (6, 13);

@@ -103,9 +103,9 @@ impl Geometry {
                     "arena-size and spill-size {spill_bytes} are more than 2^32 chunks"
                 ))
             })?;
-        // One record of a file's name is some 200 bytes; 1/16 of the data holds the names of as many files
-        // of 4 KiB as fit, and room that is not used has no memory. Of the chunks, not of `arena_bytes`: the
-        // superblock keeps only the chunks, and the same size must follow from them.
+        // One record of a file's name is some 200 bytes. 1/16 of the data holds the names of as many files of 4 KiB as
+        // fit, and room that is not used has no memory. Of the chunks, not of `arena_bytes`: the superblock keeps only
+        // the chunks, and the same size must follow from them.
         let data_bytes = count * chunk_bytes;
         let journal_half_bytes = (data_bytes / 16)
             .clamp(4 * JOURNAL_STEP, 4 << 30)

@@ -22,7 +22,7 @@ pub struct HistogramCounts {
     pub bounds: Vec<f64>,
     /// Observations at each bound, not added up; one more for those above the last bound.
     pub counts: Vec<u64>,
-    /// Of all observations: seconds, or bytes.
+    /// Sum of all observations: seconds, or bytes.
     pub sum: f64,
 }
 

@@ -15,7 +15,7 @@ pub struct Entry {
     pub device: (u32, u32),
     /// The directory of that file system which is mounted; `/` unless it is a bind mount.
     pub root: PathBuf,
-    /// Where.
+    /// Where it is mounted.
     pub mount_point: PathBuf,
     /// The type, such as `fuse.firn`.
     pub fs_type: String,

@@ -10,11 +10,11 @@
 //!                      the length is FROZEN. Of a piece of which nothing is pending any more: dead
 //! ```
 //!
-//! Length and checksum are one word, so that an append that extends the last piece publishes both
-//! with one store: a writer killed between two instructions leaves the old piece or the new one. The
-//! checksum covers the slab's generation, so a record left over from an earlier lease never verifies.
-//! The data itself has none: memory of a living host is not torn by the death of a process. Neither does the
-//! time, which changes alone: what it says is bounded by whoever reads it.
+//! Length and checksum are one word, so that an append that extends the last piece publishes both with one store: a
+//! writer killed between two instructions leaves the old piece or the new one. The checksum covers the slab's
+//! generation, so a record left over from an earlier lease never verifies. The data itself has none: memory of a living
+//! host is not torn by the death of a process. Neither does the time, which changes alone: what it says is bounded by
+//! its readers.
 
 use crate::FormatError;
 #[cfg(target_arch = "x86_64")]
@@ -209,7 +209,7 @@ const fn lengths() -> [[u32; 256]; 4] {
 pub enum Checked {
     /// Pending, as far as the journal does not say otherwise.
     Live(Piece),
-    /// Not pending.
+    /// The record is not pending.
     Dead,
 }
 

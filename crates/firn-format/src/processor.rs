@@ -1,8 +1,8 @@
 //! What this processor can do, asked once.
 //!
-//! The standard library asks the processor itself, with a dozen CPUID instructions. In a virtual machine each of them is
-//! a trip to the host, 4 to 7 µs, which a process would wait for at its first write by direct access. Whoever knows the
-//! answers already says so before ([`note_processor`]).
+//! The standard library asks the processor itself, with a dozen CPUID instructions. In a virtual machine each of them
+//! is a trip to the host, 4 to 7 µs, which a process would wait for at its first write by direct access. A caller that
+//! knows the answers already gives them before ([`note_processor`]).
 
 use std::sync::atomic::{AtomicU8, Ordering};
 
@@ -21,7 +21,7 @@ pub struct Processor {
 static KNOWN: AtomicU8 = AtomicU8::new(0);
 const ASKED: u8 = 1;
 
-/// This processor. Asks it at the first call, unless somebody knew.
+/// This processor. Asks it at the first call, unless the caller of [`note_processor`] knew.
 #[inline]
 pub fn processor() -> Processor {
     let known = KNOWN.load(Ordering::Relaxed);
@@ -35,7 +35,7 @@ pub fn processor() -> Processor {
     }
 }
 
-/// Somebody knows this processor, and that the system saves its registers.
+/// Notes what this processor can do, where that is known, and that the system saves its registers.
 pub fn note_processor(processor: Processor) {
     let bits = [
         processor.has_crc32c,

@@ -26,7 +26,7 @@ pub enum Record {
     FileIdBegin {
         /// File id, never used twice.
         file: u64,
-        /// Of the object.
+        /// Identity of the object.
         identity: Identity,
         /// Every name known.
         paths: Vec<Vec<u8>>,

@@ -21,7 +21,7 @@ pub enum SealError {
     Version {
         /// In the file.
         found: u32,
-        /// That this firn reads.
+        /// Version that this firn reads.
         wanted: u32,
     },
     /// Cut off or changed.

@@ -27,7 +27,7 @@ const PATH_MAX: usize = 4000;
 /// A header that was checked.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SpillHeader {
-    /// Of the arena.
+    /// UUID of the arena.
     pub uuid: [u8; 16],
     /// Bytes of a slot.
     pub slot_bytes: u64,

@@ -36,7 +36,7 @@ impl<const N: usize> Tally<N> {
         self.names.get(index).copied().unwrap_or_default()
     }
 
-    /// Those that are not zero.
+    /// The figures that are not zero.
     pub fn figures(&self) -> BTreeMap<String, u64> {
         let all = self.names.iter().zip(&self.counts);
         let figures = all.map(|(name, count)| ((*name).to_owned(), count.load(Ordering::Relaxed)));

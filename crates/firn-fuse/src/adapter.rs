@@ -34,8 +34,8 @@ impl<B: Backing> Adapter<B> {
         Self { dispatcher }
     }
 
-    /// Tells processes that they may write and read the files of `arena` directly, and at which socket to ask.
-    /// Whoever answers there drops what the kernel has cached with the [`Invalidator`].
+    /// Tells processes that they may write and read the files of `arena` directly, and at which socket to ask. The
+    /// server of that socket drops what the kernel has cached with the [`Invalidator`].
     pub fn offer_direct_access(&mut self, arena: [u8; 16], socket: &Path) -> Invalidator {
         self.dispatcher.set_data_socket(arena, socket);
         Invalidator::new(self.dispatcher.coherence())

@@ -1,18 +1,18 @@
 //! Which thread carries out what the kernel asks for.
 //!
-//! A call of the backing may take for ever, and so may the thread that makes it. Ordinarily the thread of the transport that read
-//! a request also carries it out: nothing is faster. But there is one thread more than may be in such calls
-//! (`fuse-threads`), and whatever it reads while all others are in calls it does not carry out: it offers it to the
-//! first of the others that comes back, and if none does within [`PATIENCE`], leaves it to the workers.
+//! A call of the backing may take for ever, and so may the thread that makes it. Ordinarily the thread of the transport
+//! that read a request also carries it out: nothing is faster. But there is one thread more than may be in such calls
+//! (`fuse-threads`). What that thread reads while all others are in calls, it does not carry out. It offers the request
+//! to the first of the others that comes back; if none does within [`PATIENCE`], it leaves the request to the workers.
 //!
 //! Promises
 //! * A thread that reads requests is free, or will be within [`PATIENCE`], however many calls hang.
 //! * As long as calls return, none of them changes threads but the few that are offered.
 //!
-//! What keeps it so: the dispatcher says what a request is about, and makes each call that may ask the backing or wait
-//! for somebody with a slot ([`CallSlots::acquire`]) on this thread, and without one by [`CallSlots::run_elsewhere`].
-//! The rest (forgetting, flushing, waiting with a callback) is done by the thread that read the request, whichever
-//! that is.
+//! What keeps it so: the dispatcher says what a request is about. A call that may ask the backing or wait for another
+//! request is made with a slot ([`CallSlots::acquire`]) on this thread, and without one by
+//! [`CallSlots::run_elsewhere`]. The rest (forgetting, flushing, waiting with a callback) is done by the thread that
+//! read the request, whichever that is.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
@@ -60,7 +60,7 @@ impl CallSlots {
         }
     }
 
-    /// So many threads may be in calls; one more reads requests.
+    /// This many threads may be in calls; one more reads requests.
     pub(crate) fn set_threads(&self, max: usize) {
         self.max.store(max as u64, Ordering::SeqCst);
     }
@@ -105,7 +105,7 @@ impl CallSlots {
             *offer = Some(call);
             self.is_offered.store(true, Ordering::SeqCst);
         }
-        // Whoever came back before it could see the offer left room for this thread.
+        // A thread that came back before it could see the offer left room for this thread.
         self.run_offered();
         if self.is_offered.load(Ordering::SeqCst) {
             std::thread::sleep(PATIENCE);
@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_offered_is_done_once_by_whoever_comes_back() {
+    fn what_is_offered_is_done_once_by_a_thread_that_comes_back() {
         const CALLS: u64 = 20_000;
         let slots = call_slots(3);
         let done = Arc::new(AtomicU64::new(0));

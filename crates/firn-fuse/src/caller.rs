@@ -1,4 +1,4 @@
-//! Who asks, how it ends, and with which mode a new object is made.
+//! The caller of a request, how it ends, and the mode of a new object.
 
 mod fate;
 mod io_uring;
@@ -125,13 +125,12 @@ impl Principal for Process {
     }
 }
 
-/// How the process came to close a descriptor. To be asked before its FLUSH is answered: until then the
-/// thread that sent it waits in the kernel, and its number is nobody else's.
+/// How the process came to close a descriptor. To be asked before its FLUSH is answered: until then the thread that
+/// sent it waits in the kernel, and its number is not reused.
 ///
-/// A thread that ends gives its memory back before it closes its descriptors (do_exit in the kernel), and
-/// one that calls close(2) still has it, which `statm` tells without a lock that anybody sleeps with. Only of
-/// a thread without memory more is asked: most of /proc/PID waits for an exec to end, and the exec waits for
-/// this very answer.
+/// A thread that ends gives its memory back before it closes its descriptors (do_exit in the kernel). One that calls
+/// close(2) still has its memory, which `statm` tells without a lock that a sleeping thread may hold. Only of a thread
+/// without memory more is asked: most of /proc/PID waits for an exec to end, and the exec waits for this very answer.
 ///
 /// What cannot be asked counts as a close (a process of a namespace that firnd does not see) or as an exit by itself
 /// (how a process of another user ends).

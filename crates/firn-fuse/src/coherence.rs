@@ -5,9 +5,9 @@
 //!   that was answered before the call and that the kernel has not dealt with yet.
 //! * A reader sees no page from before a write that was answered.
 //!
-//! **Who may call.** The kernel drops a name under the lock of its directory, and a page after whoever fills it. So
-//! no thread may call [`Invalidator::invalidate`] that a request is waiting for: neither one that answers the kernel nor
-//! one that holds a lock which such a thread takes. Dropping attributes waits for nobody.
+//! **Which threads may call.** The kernel drops a name under the lock of its directory, and a page after the read that
+//! fills it. So no thread may call [`Invalidator::invalidate`] that a request is waiting for: neither one that answers
+//! the kernel nor one that holds a lock which such a thread takes. Dropping attributes waits for no other request.
 //!
 //! **Names one by one.** Linux 6.16 can drop all names of a mount at once (FUSE_NOTIFY_INC_EPOCH). That takes the
 //! names away from directories that processes are in, so that getcwd(2) fails, and unmounts what is mounted below;
@@ -44,10 +44,11 @@ pub(crate) trait Notifier: Send + Sync {
     /// Drops a name, and with it what is below.
     fn invalidate_name(&self, parent: InodeId, name: &OsStr) -> io::Result<()>;
 
-    /// Drops the attributes of an inode. Waits for nobody.
+    /// Drops the attributes of an inode, without waiting.
     fn invalidate_attributes(&self, inode: InodeId) -> io::Result<()>;
 
-    /// Drops attributes and the pages of `len` bytes from `offset`; `len` 0: all after it. Waits for whoever fills them.
+    /// Drops attributes and the pages of `len` bytes from `offset`; `len` 0: all after it. Waits for reads that fill
+    /// them.
     fn invalidate_pages(&self, inode: InodeId, offset: u64, len: u64) -> io::Result<()>;
 
     /// Puts bytes into a page.
@@ -144,7 +145,7 @@ impl<B: Backing> Coherence<B> {
         }
     }
 
-    /// Has a worker drop all pages of a file that nobody is known to read: to make room, not because they are wrong. The
+    /// Has a worker drop all pages of a file without known readers: to make room, not because they are wrong. The
     /// caller may be a thread that a request waits for.
     pub(crate) fn drop_pages_later(self: &Arc<Self>, inode: InodeId) {
         let coherence = Arc::clone(self);

@@ -3,10 +3,10 @@
 //! Promises
 //! * Attributes of such a file are not kept: the kernel asks each time, and what it kept from before is
 //!   dropped before the first byte is written by direct access.
-//! * An opener appends where the file ends. The kernel takes the end for an O_APPEND write from what it
-//!   believes and does not ask; so whoever opens such a file is answered only after it was told. Only a
-//!   store into its cache raises what it believes (fs/fuse/dev.c, `fuse_notify_store`), and only one of
-//!   at least one byte: the file's own last one, which is dropped again.
+//! * An opener appends where the file ends. The kernel takes the end for an O_APPEND write from what it believes and
+//!   does not ask; so an open of such a file is answered only after the kernel was told. Only a store into its cache
+//!   raises what it believes (fs/fuse/dev.c, `fuse_notify_store`), and only one of at least one byte: the file's own
+//!   last one, which is dropped again.
 
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;

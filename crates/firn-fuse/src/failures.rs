@@ -1,6 +1,6 @@
 //! Requests of the kernel that fail, counted and logged in one place.
 //!
-//! The first failure that can only come from a backing in trouble is a warning, for each operation and errno; the
+//! The first failure that can only come from a backing in trouble is a warning, for each operation and errno. The
 //! others, and what programs expect (no such name, a name that is taken), are logged with `log-level=debug`.
 
 use std::collections::{BTreeMap, HashSet};

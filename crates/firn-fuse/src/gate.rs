@@ -1,6 +1,6 @@
 //! The gate of a mount with transactions: what changes pass before they come to the engine.
 //!
-//! The engine and its backing know nothing of it. Whoever puts the mount together makes the one [`Gate`], and hands it to
+//! The engine and its backing know nothing of it. The assembly of the mount makes the one [`Gate`], and hands it to
 //! everything that programs come in by; a mount without transactions has none, and takes no lock for it.
 //!
 //! | request | passes |
@@ -11,7 +11,8 @@
 //! | reads | nothing |
 //!
 //! Promises of an implementation
-//! * Nobody waits for the outcome of a transaction with a [`Pass`]: who quiesces a directory waits for all that are below it.
+//! * No thread waits for the outcome of a transaction with a [`Pass`]: the one that quiesces a directory waits for all
+//!   that are below it.
 //! * A change waits only for what is done with a directory above the object that it changes.
 //! * While a pass is held, no change comes to wait that was let in before.
 
@@ -74,7 +75,7 @@ pub trait Gate: Send + Sync {
         None
     }
 
-    /// Notes that process `pid` uses a range of an open file; 0: nobody knows which process.
+    /// Notes that process `pid` (0: unknown) uses a range of an open file.
     fn note_access(&self, handle: HandleId, pid: u32, access: RangeAccess, range: Range<u64>);
 }
 
@@ -86,7 +87,7 @@ pub(crate) fn enter_change(
     gate.map(|gate| gate.enter_change(inode)).transpose()
 }
 
-/// Notes which bytes a request uses. Every operation is named: whoever adds one decides here whether two hosts can
+/// Notes which bytes a request uses. Every operation is named: a new operation has to decide here whether two hosts can
 /// conflict over it.
 pub(crate) fn note_accesses(gate: &dyn Gate, caller: Caller, operation: &Operation<'_>) {
     let note = |handle, pid, access, offset: u64, len: u64| {
@@ -112,7 +113,7 @@ pub(crate) fn note_accesses(gate: &dyn Gate, caller: Caller, operation: &Operati
             from_cache,
             ..
         }) => {
-            // The kernel writes pages of mappings for nobody in particular.
+            // The kernel writes pages of mappings for no process in particular.
             let pid = if *from_cache { 0 } else { caller.pid };
             note(*handle, pid, RangeAccess::Write, *offset, data.len() as u64);
         }

@@ -1,7 +1,7 @@
 //! What the kernel asks for, independent of the transport that brought it.
 //!
-//! A [`Request`] borrows names and data from the transport's buffer, so reading one copies nothing. Whoever keeps a
-//! part of it beyond [`crate::dispatcher::Dispatcher::dispatch`] copies that part.
+//! A [`Request`] borrows names and data from the transport's buffer, so reading one copies nothing. A part that is kept
+//! beyond [`crate::dispatcher::Dispatcher::dispatch`] is copied.
 //!
 //! FORGET is no operation here: it has no answer, and the dispatcher has a function of its own for it. Operations
 //! that Firn leaves to the kernel (access, bmap, poll) are answered with ENOSYS by the transport.
@@ -65,7 +65,7 @@ pub(crate) struct Write<'a> {
     pub(crate) handle: HandleId,
     pub(crate) offset: u64,
     pub(crate) data: &'a [u8],
-    /// A page of the kernel's cache is written back, for nobody in particular.
+    /// A page of the kernel's cache is written back, for no process in particular.
     pub(crate) from_cache: bool,
     /// The writer has no right to keep set-id bits: the kernel found no CAP_FSETID.
     pub(crate) kills_set_id: bool,

@@ -2,8 +2,8 @@
 //!
 //! Promises
 //! * First come, first served: while one waits, later ones queue behind it, so none starves.
-//! * No thread of the transport waits here: the payload is copied aside (one request per waiting writer, at most
-//!   1 MiB) and a worker goes on when the engine says that there is room.
+//! * No thread of the transport waits here. The payload is copied aside (one request per waiting writer, at most 1
+//!   MiB), and a worker goes on when the engine says that there is room.
 //! * What was taken of a write is never lost: a write that fails half way answers with its first part.
 //! * A write whose caller is to end or to stop leaves the queue, and answers with what was taken of it, else EINTR.
 
@@ -46,7 +46,7 @@ struct StalledWrite<R: Responder> {
 
 struct Queue<R: Responder> {
     waiting: VecDeque<StalledWrite<R>>,
-    /// Whether somebody will look at the queue again: a callback is registered or a worker runs.
+    /// Whether the queue will be looked at again: a callback is registered or a worker runs.
     watched: bool,
 }
 
@@ -112,7 +112,7 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
         }
     }
 
-    /// Gives the engine what is left of a write of which so many bytes are taken.
+    /// Gives the engine what is left of a write, of which `taken` bytes are taken.
     fn write_through_gate(
         &self,
         write: &PendingWrite<R>,
@@ -156,7 +156,7 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
         gate.enter_change(target.inode)
     }
 
-    /// Whether what is left of a write has to ask the backing, or to wait for somebody, before its bytes are taken.
+    /// Whether what is left of a write has to ask the backing, or to wait, before its bytes are taken.
     pub(crate) fn may_wait(&self, write: &PendingWrite<R>, taken: usize, left: usize) -> bool {
         let inode = write.target.inode;
         let is_quiescing = self
@@ -221,8 +221,8 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
         }));
     }
 
-    /// Serves the queue from its head until there is no room or nobody waits. Only one worker at a
-    /// time is here (`watched`).
+    /// Serves the queue from its head until there is no room or no stalled write. Only one worker at a time is here
+    /// (`watched`).
     fn resume(self: &Arc<Self>) {
         while let Some(head) = self.pop() {
             if self.may_wait(&head.write, head.taken, head.data.len()) {
@@ -282,7 +282,7 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
         head
     }
 
-    /// Whether the caller is to see to it that somebody looks at the queue again.
+    /// Returns whether the caller has to arrange that the queue is looked at again.
     fn push_front(&self, head: StalledWrite<R>) -> bool {
         let mut queue = self.queue.lock();
         queue.waiting.push_front(head);
@@ -291,7 +291,7 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
         !std::mem::replace(&mut queue.watched, true)
     }
 
-    /// Nothing can drain: everyone who waits now is told why.
+    /// Nothing can drain: all stalled writes fail with the reason.
     fn fail(self: &Arc<Self>, error: Errno) {
         let failed = {
             let mut queue = self.queue.lock();
@@ -305,7 +305,7 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
     }
 }
 
-/// The end of a write of which so many bytes are taken and left.
+/// The end of a write of which `taken` bytes are taken and `left` are left.
 fn end_of<R: Responder>(write: &PendingWrite<R>, taken: usize, left: usize) -> u64 {
     write.target.offset.saturating_add((taken + left) as u64)
 }

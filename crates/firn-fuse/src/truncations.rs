@@ -1,8 +1,8 @@
 //! Truncations that the kernel has not heard the end of.
 //!
-//! A page that the kernel reads into its cache is filled with zeros where the answer is short, and while it waits for the
-//! answer to a truncation it believes the old length: a reader would see zeros that nobody wrote. So a short answer to a
-//! read through the cache is held until the truncation that is under way is answered.
+//! A page that the kernel reads into its cache is filled with zeros where the answer is short. While it waits for the
+//! answer to a truncation it believes the old length: a reader would see zeros that were never written. So a short
+//! answer to a read through the cache is held until the truncation that is under way is answered.
 //!
 //! Promises
 //! * No thread waits here.
@@ -16,7 +16,7 @@ use parking_lot::Mutex;
 
 type Answer = Box<dyn FnOnce() + Send>;
 
-/// Those that are under way.
+/// Truncations under way.
 #[derive(Default)]
 pub(crate) struct Truncations {
     by_inode: Mutex<HashMap<InodeId, UnderWay>>,
@@ -28,7 +28,7 @@ struct UnderWay {
     held: Vec<Answer>,
 }
 
-/// One of them. Dropped after its answer.
+/// A truncation under way. Dropped after its answer.
 pub(crate) struct Truncation {
     all: Arc<Truncations>,
     inode: InodeId,

@@ -7,7 +7,7 @@
 //!
 //! | the caller is about to | its request waits for room or a lock | asks or waits ([`OperationKind::changes`] is false) | changes something |
 //! |---|---|---|---|
-//! | die | withdrawn at once | EINTR at once | EINTR at once: nobody sees it, and the change may or may not happen |
+//! | die | withdrawn at once | EINTR at once | EINTR at once: it is never seen, and the change may or may not happen |
 //! | stop, be frozen, or run a handler for a signal that asks it to end | withdrawn | EINTR | goes on: the answer must be true |
 //! | run another handler | goes on; a wait for a program's lock is withdrawn at once | goes on | goes on |
 //!
@@ -19,7 +19,8 @@
 //! So its close waits for a drain only as long as anything is drained at all ([`EXIT_PATIENCE`]).
 //!
 //! Invariants
-//! * A request is in the table from before it is carried out until it is answered. Who takes it out answers it.
+//! * A request is in the table from before it is carried out until it is answered. The thread that takes it out answers
+//!   it.
 //! * An interrupted request that stays is looked at again every [`LOOK_AGAIN`]: the kernel tells of no further signal.
 
 use std::collections::{HashMap, VecDeque};
@@ -33,7 +34,7 @@ use parking_lot::Mutex;
 use crate::caller::{Fate, fate};
 use crate::request::OperationKind;
 
-/// A signal that does not kill makes a request end early only after so long.
+/// A signal that does not kill makes a request end early only after this time.
 const STOP_GRACE: Duration = Duration::from_secs(1);
 /// A process that exits waits for a drain that stands still no longer than this.
 const EXIT_PATIENCE: Duration = Duration::from_secs(10);
@@ -42,8 +43,8 @@ const LOOK_AGAIN: Duration = Duration::from_millis(100);
 
 /// Parts of the table with a lock each.
 const SHARDS: usize = 64;
-/// Interruptions of requests that are not in the table, remembered in each part: the thread that read such a request
-/// enters it in a moment, or it was answered and its number comes never again.
+/// Interruptions of requests that are not in the table, remembered in each part. Either the thread that read such a
+/// request enters it in a moment, or it was answered and its number comes never again.
 const EARLY_MAX: usize = 64;
 
 /// How a request is answered while another thread is still at work on it.
@@ -89,7 +90,7 @@ pub struct WaitingThread {
 pub struct WaitingThreads(pub(crate) Arc<Unanswered>);
 
 impl WaitingThreads {
-    /// Threads that wait for at least so long, the longest first; `count_max` of them at most. It waits for nothing.
+    /// Threads that wait for at least `waited_min`, the longest first; `count_max` of them at most. Returns at once.
     pub fn find(&self, waited_min: Duration, count_max: usize) -> Vec<WaitingThread> {
         let mut found = Vec::new();
         for shard in &self.0.shards {
@@ -161,7 +162,7 @@ impl Unanswered {
         &self.shards[(unique >> 1) as usize % SHARDS]
     }
 
-    /// Enters a request of a thread; 0: nobody knows which.
+    /// Enters a request of a thread; 0: unknown thread.
     pub(crate) fn add(
         self: &Arc<Self>,
         unique: u64,
@@ -187,7 +188,7 @@ impl Unanswered {
         }
     }
 
-    /// Takes a request out; whoever gets true answers it.
+    /// Takes a request out; a caller that gets true answers it.
     pub(crate) fn remove(&self, unique: u64) -> bool {
         self.take(unique).is_some()
     }

@@ -2,13 +2,13 @@
 //!
 //! ```text
 //! in-HOST        the host takes part; what it brings
-//! closing        nobody begins to take part any more; put once
+//! closing        new participants are refused; put once
 //! decision       what was decided; put once
 //! out-HOST       the host changes nothing any more
 //! claim-UNIT     JSON: the host that does this unit of work, put once; `Living`: locked by it
 //! done-UNIT      the unit is done, durably; put once
 //! left-HOST      the host has ended its part
-//! whole          locked by who does a unit that concerns the whole, or removes the directory
+//! whole          locked by the host that does a unit that concerns the whole, or removes the directory
 //! ```
 //!
 //! ```text
@@ -22,18 +22,18 @@
 //! | [`Presence`] | `Kept` | `Living` |
 //! |---|---|---|
 //! | a host takes part | until it says that it has left, also after its death | while it lives |
-//! | a decision | at any time | when nobody takes part, and nobody begins to any more |
+//! | a decision | at any time | when there are no participants, and new ones are refused |
 //! | work is done by | a host that takes part; its claim outlives it | any host that lives; a claim is a lock |
-//! | the directory goes, by whoever has `whole` locked | when all have left | when all is done |
+//! | the directory goes, by the host that has `whole` locked | when all have left | when all is done |
 //!
 //! Invariants (`ballot/model.rs` checks them in all interleavings of three hosts)
 //! * There is one decision, for ever; no unit of work begins before it.
 //! * `Kept`: a host that takes part and then looks is seen by each host that decides and then looks, or sees the decision.
 //! * `Living`: a host that takes part and then looks is seen by each host that puts `closing` and then looks, or sees
-//!   `closing`. So nobody that lives takes part in what is decided.
+//!   `closing`. So no living host takes part in what is decided.
 //! * With [`Plan::stops_first`], no host that takes part changes anything once a unit of work has begun.
-//! * Two hosts never do the same unit at the same time, no unit is begun again after it is done, and none before those of
-//!   earlier stages are done. Nobody does anything beside a [`Unit::Whole`], or beside the removal.
+//! * Two hosts never do the same unit at the same time, no unit is begun again after it is done, and none before those
+//!   of earlier stages are done. A [`Unit::Whole`] and the removal exclude all other work.
 //! * The directory goes when every host that took part has left and every unit is done.
 //!
 //! Relies on [`VoteDir`], and on a host that has changed the directory listing it anew: what another host did before
@@ -58,11 +58,11 @@ pub use self::decisions::{
 };
 
 /// Version of the names and contents of its files: hosts with different ones do not understand each other.
-pub const BALLOT_VERSION: u32 = 2;
+pub const BALLOT_VERSION: u32 = 3;
 
 /// Before the name of a host that takes part.
 pub const JOINED: &str = "in-";
-/// There, when nobody begins to take part any more.
+/// Name of the file that refuses new participants.
 pub const CLOSING: &str = "closing";
 /// What was decided.
 pub const DECISION: &str = "decision";
@@ -115,7 +115,7 @@ pub enum Progress {
 pub enum Alone {
     /// It was done.
     Done,
-    /// Another host is at it.
+    /// Another host holds it.
     Busy,
     /// The directory has been removed, or has no name any more.
     Gone,
@@ -243,7 +243,8 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
 
     /// Takes part and brings `bytes`, unless the ballot is over or is removed meanwhile.
     pub fn join(&self, bytes: &[u8]) -> Result<Joined, Errno> {
-        // Who takes part only while it lives brings nothing that others would have to see: it puts its file at once.
+        // A host that takes part only while it lives brings nothing that others would have to see: it puts its file at
+        // once.
         let mut is_open = P::PRESENCE == Presence::Living || self.is_open()?;
         let mut has_put = false;
         loop {
@@ -284,7 +285,8 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
         }
     }
 
-    /// Comes to where nobody that `is_living` takes part, and nobody begins to any more. A decision may be damaged.
+    /// Closes the ballot: afterwards no host that `is_living` takes part, and none can begin to. A decision may be
+    /// damaged.
     pub fn close(
         &self,
         is_living: &dyn Fn(&str) -> Result<bool, Errno>,
@@ -379,8 +381,8 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
         self.leave()
     }
 
-    /// Removes the directory if all is over, or if nothing is in it. Another host may be doing so: where that died at it,
-    /// whoever comes next does.
+    /// Removes the directory if all is over, or if it is empty. Another host may be removing it; if that host dies, the
+    /// next caller completes the removal.
     pub fn remove_if_over(&self) -> Result<(), Errno> {
         match self.remove() {
             Err(Errno::NOENT | Errno::STALE) => Ok(()),
@@ -414,7 +416,7 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
         };
         let mut view = self.view_of(&names, decision)?;
         for name in &locks.busy {
-            view.claimed.insert(name.clone(), Claimant::Somebody);
+            view.claimed.insert(name.clone(), Claimant::Unknown);
         }
         if let Some(own) = &locks.own {
             let claimant = Claimant::Host(self.dir.host().to_owned());

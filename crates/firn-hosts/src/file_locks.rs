@@ -4,22 +4,23 @@
 //! .firn/locks/
 //!   INO         bytes that programs of a host have locked by fcntl(2), of the file with this inode number
 //!   INO.flock   the same for flock(2): these locks and the ones before do not know of each other
-//!   INO.end     the end of that file: whoever appends has it locked until others can see what he appended
+//!   INO.end     the end of that file: an appending host has it locked until others can see what it appended
 //!   host-NAME   locked by that host as long as it lives
 //! ```
 //!
-//! A host locks a range of `INO` while any of its programs has it, and decides itself which of them has it ([`Table`]). It
-//! never waits in the file system: locks are tried, so that who waits can be interrupted.
+//! A host locks a range of `INO` while any of its programs has it, and decides itself which of them has it ([`Table`]).
+//! It never waits in the file system: locks are tried, so that a waiting program can be interrupted.
 //!
-//! A lock of byte *n* is one of byte *n* of `INO`. Who waits for a lock stands *in line*: it has byte *n* + 2^62 locked, and
-//! who comes later lets it go first, though not for longer than [`POLITE_FOR`]: somebody in line may itself wait for a
-//! program that comes later. So a host that locks again and again does not keep out the others.
+//! A lock of byte *n* is one of byte *n* of `INO`. A host that waits for a lock stands *in line*: it has byte *n* +
+//! 2^62 locked. A host that comes later lets it go first, though not for longer than [`POLITE_FOR`]: a host in line may
+//! itself wait for a program that comes later. So a host that locks again and again does not keep out the others.
 //!
 //! Promises
 //! * Of two programs on any hosts that have bytes of a file locked, both share them, as far as locks of the backing reach.
 //! * Where it is seen that they do not reach a host that lives, or where there are none, each request fails with ENOLCK.
 //! * Locks of a host end with its firnd, however that ends.
-//! * A lock file is removed by whoever has all of it locked, and who locks one looks afterwards whether it still has its name.
+//! * A lock file is removed only under a lock of all of it, and a host that locks one checks afterwards whether it
+//!   still has its name.
 //!
 //! All calls of the backing are made by one thread, `firn-locks`, so nothing else waits for a server that hangs.
 
@@ -53,29 +54,29 @@ pub type Done = Box<dyn FnOnce(Result<(), Errno>) + Send>;
 /// Called once with a lock that conflicts, if there is one.
 pub type TestDone = Box<dyn FnOnce(Result<Option<InTheWay>, Errno>) + Send>;
 
-/// Which locks of a file.
+/// Kind of a file's locks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Space {
-    /// Those of fcntl(2).
+    /// Locks of fcntl(2).
     Bytes,
-    /// That of flock(2).
+    /// The lock of flock(2).
     Flock,
     /// That of the end, which is one whatever the range is.
     End,
 }
 
-/// A lock that somebody wants.
+/// A lock that a program wants.
 #[derive(Clone, Copy, Debug)]
 pub struct Wanted {
     /// Inode number of the file.
     pub file: u64,
-    /// Which of its locks.
+    /// Kind of the lock.
     pub space: Space,
-    /// Who.
+    /// The program.
     pub owner: Owner,
-    /// Of these bytes.
+    /// The locked bytes.
     pub range: LockRange,
-    /// How.
+    /// Shared or exclusive.
     pub mode: LockMode,
 }
 
@@ -121,7 +122,7 @@ struct State {
     /// Requests that are not granted yet, by the number that they can be interrupted by.
     waiting: HashMap<u64, Done>,
     last_number: u64,
-    /// Who has locks of a file.
+    /// Owners of locks, by file.
     holders: HashMap<(u64, Space), Vec<Owner>>,
     is_stopping: bool,
     /// Nothing is taken any more.
@@ -134,7 +135,7 @@ struct State {
 pub struct Ticket(u64);
 
 impl Ticket {
-    /// Tells it from every other one: a number for an owner who locks once.
+    /// Tells it from every other one: a number for an owner that locks once.
     pub fn number(self) -> u64 {
         self.0
     }
@@ -187,7 +188,7 @@ impl FileLocks {
         self.shared.state.lock().waiting.insert(ticket.0, done);
     }
 
-    /// Has `wanted` taken for the request. Without `waits` it fails with EAGAIN where another one is in the way.
+    /// Takes `wanted` for the request. Without `waits` it fails with EAGAIN where another lock is in the way.
     pub fn acquire(&self, ticket: Ticket, wanted: Wanted, waits: bool) {
         self.shared.send(Job::Acquire {
             number: ticket.0,
@@ -216,7 +217,7 @@ impl FileLocks {
         });
     }
 
-    /// Whether there is something to release. Calls nobody.
+    /// Whether there is something to release. Makes no call of the backing.
     pub fn is_held(&self, file: u64, space: Space, what: Released) -> bool {
         let state = self.shared.state.lock();
         let holders = state.holders.get(&(file, space));
@@ -233,7 +234,7 @@ impl FileLocks {
         self.shared.send(Job::Test { wanted, done });
     }
 
-    /// Lets go of everything, and removes lock files that nobody else needs. Waits for that for so long.
+    /// Releases everything, and removes lock files that no other host needs. Waits for that at most `patience`.
     pub fn stop(&self, patience: Duration) {
         let deadline = Instant::now() + patience;
         let mut state = self.shared.state.lock();
@@ -260,12 +261,11 @@ impl Shared {
     fn send(&self, job: Job) {
         let refused = {
             let mut state = self.state.lock();
-            match state.is_closed {
-                true => Some(job),
-                false => {
-                    state.jobs.push(job);
-                    None
-                }
+            if state.is_closed {
+                Some(job)
+            } else {
+                state.jobs.push(job);
+                None
             }
         };
         self.changed.notify_all();

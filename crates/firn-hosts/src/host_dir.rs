@@ -1,8 +1,8 @@
 //! The directory of a host in a backing, `.firn/host-NAME/`: its lease, how it mounts ([`crate::publish_terms`]), and what its
 //! transactions keep.
 //!
-//! A host has one such directory in a backing, whatever it uses the backing for. Lanes of a placement have none: who
-//! lives is asked of the backing that they belong to.
+//! A host has one such directory in a backing, whatever it uses the backing for. Lanes of a placement have none: the
+//! backing that they belong to tells which hosts live.
 
 use firn_backing::{Backing, Errno};
 

@@ -1,9 +1,9 @@
 //! The lease of a host: one process at a time acts in the name of the host in a backing, and others see that it lives.
 //!
-//! A lease is a file, `lease` in the host's directory ([`crate::host_dir`]). Who holds it has it locked
-//! ([`Backing::try_lock`]) and rewrites a record in it ([`Lease::beat_every`]). The lock says who has the lease. The
-//! record says who that is and what the backing is used for, and its count betrays locks that do not reach: where a host
-//! gets the lock while the count of another one grows, the lock is worth nothing.
+//! A lease is a file, `lease` in the host's directory ([`crate::host_dir`]). The holder keeps it locked
+//! ([`Backing::try_lock`]) and rewrites a record in it ([`Lease::beat_every`]). The lock says that the lease is held.
+//! The record names the holder and what the backing is used for. The record's count betrays locks that do not reach
+//! other hosts: where a host gets the lock while another host's count grows, the lock is worth nothing.
 //!
 //! ```text
 //! held:      lock + count grows       free:    no lock, record says released
@@ -14,7 +14,7 @@
 //! * The record is written by the holder only, and whole: [`RECORD_BYTES`] bytes, in one write.
 //! * A use is in the record before the host begins with it, and stays there as long as the host has the lease.
 //! * A lease whose last holder did not release it is taken at once where this kernel kept the lock of that holder too
-//!   (same boot, same device), and else after its count has stood still for [`STALE_AFTER`].
+//!   (same boot, same device). Elsewhere it is taken after its count has stood still for [`STALE_AFTER`].
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
@@ -34,10 +34,10 @@ pub(crate) const LEASE: &str = "lease";
 const BEAT_EVERY: Duration = Duration::from_secs(1);
 /// The same for all others: the hosts share a disk, and each time is a sync.
 const BEAT_SELDOM_EVERY: Duration = Duration::from_secs(2);
-/// A count that stands still for so long is of a holder that is gone, if its lock is free, too.
+/// A count that stands still for this long is of a holder that is gone, if its lock is free, too.
 pub const STALE_AFTER: Duration = Duration::from_secs(5);
-/// Who writes to logs is believed to live for longer, where its lock says nothing: should it go on after all, what it writes
-/// goes to the next generation.
+/// A host that writes to logs is treated as living for longer, where its lock says nothing. Late writes of such a host
+/// land in the next generation.
 const LOGS_STALE_AFTER: Duration = Duration::from_secs(30);
 const _: () = assert!(BEAT_SELDOM_EVERY.as_millis() * 2 < STALE_AFTER.as_millis());
 /// How often the count is read meanwhile.
@@ -49,7 +49,7 @@ const LEASE_BYTES_MAX: u64 = 64 << 10;
 /// Bytes of a report as JSON that always find room: the rest of the record has 512 at most, as a host's name has 64.
 pub const REPORT_BYTES_MAX: usize = RECORD_BYTES - 512;
 
-/// Who has a lease, or had it last.
+/// The host that has a lease, or had it last.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Holder {
     /// Name of the host.
@@ -156,10 +156,10 @@ impl Record {
 /// Why a lease could not be taken or kept.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LeaseError {
-    /// Another one has it.
+    /// Another host has it.
     #[error("{} has it", named(holder))]
     Held {
-        /// Who; `None`: one that has not written its record yet.
+        /// The holder; `None`: it has not written its record yet.
         holder: Option<Holder>,
     },
     /// Its lock is free here, and its holder lives.
@@ -168,13 +168,13 @@ pub enum LeaseError {
         named(holder)
     )]
     Unreached {
-        /// Who.
+        /// The holder.
         holder: Option<Holder>,
     },
-    /// Another one took it from this holder.
+    /// Another host took it from this holder.
     #[error("{} took it", named(by))]
     Lost {
-        /// Who; `None`: its record cannot be read.
+        /// The holder; `None`: its record cannot be read.
         by: Option<Holder>,
     },
     /// The file system does not lock its file.
@@ -198,7 +198,7 @@ fn named(holder: &Option<Holder>) -> String {
     }
 }
 
-/// The beat of a lease as somebody else sees it: two that are equal are of one that stands still.
+/// The beat of a lease as another host sees it: two equal ones are of a lease whose beat stands still.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Beat {
     bytes: Vec<u8>,
@@ -223,12 +223,13 @@ impl Beat {
         serde_json::from_str(json).ok()
     }
 
-    /// Who wrote it.
+    /// The host that wrote it.
     pub fn holder(&self) -> Option<Holder> {
         self.record().map(|record| record.holder)
     }
 
-    /// Whether its holder may use the backing for this. One whose record cannot be read, as it is just being written, may.
+    /// Whether its holder may use the backing for this. True for a record that cannot be read, as it may just be
+    /// written.
     pub fn may_be_for(&self, purpose: LeaseUse) -> bool {
         self.record()
             .is_none_or(|record| record.uses.contains(&purpose))
@@ -254,7 +255,7 @@ impl Beat {
         self.record()?.report
     }
 
-    /// Whether a free lock proves that its holder is gone: nobody had the lease, it was given back, or this kernel
+    /// Whether a free lock proves that its holder is gone: the lease was never taken, it was given back, or this kernel
     /// kept the lock.
     pub fn is_settled_by_lock(&self, boot: &str, device: u64) -> bool {
         match self.record() {
@@ -275,7 +276,7 @@ pub struct Lease<B: Backing> {
 }
 
 impl<B: Backing> Lease<B> {
-    /// Takes the lease in `dir`, the directory of a host, for one use. `rest` waits for so long; it is called only where a
+    /// Takes the lease in `dir`, the directory of a host, for one use. `rest` waits for the given time; it is called only where a
     /// holder that did not release the lease may still live.
     pub fn take(
         base: &B,
@@ -434,7 +435,7 @@ fn lock<B: Backing>(base: &B, dir: &B::Inode) -> Result<Locking<B::File>, LeaseE
     }
 }
 
-/// Watches leases whose locks are free here for [`STALE_AFTER`]: the first that beats.
+/// Watches leases whose locks are free here for [`STALE_AFTER`]. Returns the first one that beats.
 pub(crate) fn find_living<K>(
     watched: &[(K, Beat)],
     rest: &mut dyn FnMut(Duration),

@@ -16,7 +16,7 @@
 //!
 //! Promises
 //! * No host is a coordinator: every step may be done by any host, repeated, and cut short by its death.
-//! * Nothing depends on clocks of several hosts. A heartbeat is a count; who waits measures his own time.
+//! * Nothing depends on clocks of several hosts. A heartbeat is a count; a waiting host measures its own time.
 //! * A call of the backing is made with no lock of this crate held.
 //!
 //! Relies on

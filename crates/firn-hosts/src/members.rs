@@ -9,10 +9,10 @@ pub struct Members {
     pub expected: Expected,
 }
 
-/// Which hosts are expected to take part.
+/// The hosts that are expected to take part.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Expected {
-    /// So many, whoever comes.
+    /// This many, of any name.
     Count(usize),
     /// These, by name.
     Hosts(Vec<String>),
@@ -21,14 +21,14 @@ pub enum Expected {
 /// Whether all members have come.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Attendance {
-    /// Not yet.
+    /// Hosts are missing.
     Incomplete {
         /// How many it will be.
         expected: usize,
         /// The names of those that have not come, where they are known.
         missing: Vec<String>,
     },
-    /// All, and nobody else.
+    /// All, and no others.
     Complete,
     /// More than take part.
     TooMany {
@@ -58,7 +58,7 @@ impl Members {
         }
     }
 
-    /// Whether so many hosts are more than may take part. Where they are known by name nobody else comes.
+    /// Whether `hosts` hosts are more than may take part. Hosts that are expected by name are never too many.
     pub fn are_too_many(&self, hosts: usize) -> bool {
         matches!(self.expected, Expected::Count(count) if hosts > count)
     }
@@ -80,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn members_by_number_are_all_when_enough_came_and_who_must_come_did() {
+    fn members_by_number_are_all_when_enough_came_and_the_required_ones_did() {
         let two = members(Expected::Count(2));
         let incomplete = |missing: &[&str]| Attendance::Incomplete {
             expected: 2,

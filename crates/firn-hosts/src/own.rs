@@ -1,11 +1,11 @@
 //! What is Firn's own in a backing or a backup: looked at before anything in it is believed.
 //!
-//! Who may create names at the top of a backing (a directory of mode 1777, the project directory of a group) may
-//! plant a `.firn` there, with a change log for the next mount to apply.
+//! A user with permission to create names at the top of a backing (a directory of mode 1777, the project directory of a
+//! group) may plant a `.firn` there, with a change log for the next mount to apply.
 //!
 //! Promises
 //! * Every directory of Firn's own is opened by [`find_dir`] or [`dir`]: a directory and no link to one, of
-//!   the effective user, closed to everybody else. Nothing is mended: a directory that was open to others may
+//!   the effective user, closed to all others. Nothing is mended: a directory that was open to others may
 //!   already hold what they put there.
 //! * Every file of Firn's own is read by [`load`]: regular, of the effective user, and no longer than what Firn
 //!   writes, before any memory is taken for it.
@@ -149,7 +149,8 @@ pub fn dir<B: Backing>(base: &B, parent: &B::Inode, name: &str) -> Result<B::Ino
         Err(Errno::EXIST) => return must_find_dir(base, parent, name),
         Err(errno) => return Err(errno.into()),
     };
-    // Whoever may rename in `parent` may have put something else there meanwhile, which is not to be changed.
+    // A user with permission to rename in `parent` may have put something else there meanwhile, which is not to be
+    // changed.
     check(
         name,
         &Attr {
@@ -200,7 +201,7 @@ pub fn open_or_create<B: Backing>(
         }
         match base.create(&own_caller(), parent, OsStr::new(name), 0o600) {
             Ok((_, file, _)) => return Ok(file),
-            // Somebody else made it first.
+            // Another thread or host made it first.
             Err(Errno::EXIST) => {}
             Err(errno) => return Err(errno.into()),
         }

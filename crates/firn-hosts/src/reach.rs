@@ -1,7 +1,7 @@
 //! Whether locks of files in a backing keep other hosts out.
 //!
-//! No file system says how far its locks reach: NFS with `local_lock=`, Lustre without `-o flock`, BeeGFS without global
-//! locks and every FUSE server that has no locks of its own let the kernel of each host keep them, and each host
+//! No file system says how far its locks reach. The kernel of each host keeps them with NFS and `local_lock=`, Lustre
+//! without `-o flock`, BeeGFS without global locks and every FUSE server that has no locks of its own. Each host then
 //! believes that it is alone. Two things can be seen from one host:
 //!
 //! * Two open files of one file here: they must exclude each other, and the lock must end with its open file.

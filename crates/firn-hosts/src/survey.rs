@@ -1,5 +1,5 @@
-//! One look at all hosts that have a lease in a backing, by a process that need not have one: who lives, since when, and
-//! what each says of itself.
+//! One look at all hosts that have a lease in a backing, by a process that need not have one: which hosts live, since
+//! when, and what each says of itself.
 //!
 //! ```text
 //!   lock held, beat young   alive         lock free, given back                        left
@@ -13,10 +13,11 @@
 //! believed.
 //!
 //! Promises
-//! * No clock of a host is compared with another one's. A beat is as old as its file, by the clock that stamps files: the
-//!   time of a probe file that is made for it. Who may not make one compares with the youngest beat, which is a lower bound.
+//! * No clock of a host is compared with another one's. A beat is as old as its file, by the clock that stamps files:
+//!   the time of a probe file that is made for it. A process that may not make one compares with the youngest beat,
+//!   which is a lower bound.
 //! * A beat that grows while it is looked at proves life, whatever times say ([`LOOK_AGAIN_FOR`]).
-//! * Nothing of a host is believed for more than words: nobody acts on a survey but people.
+//! * What a host says of itself is only shown to people: no part of Firn acts on a survey.
 //! * Nothing stays in the backing.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -103,7 +104,7 @@ pub struct HostSeen {
 /// What was found.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Survey {
-    /// By name.
+    /// Hosts by name.
     pub hosts: Vec<HostSeen>,
     /// Hosts that could not be looked at, and why.
     pub failed: BTreeMap<String, OwnError>,
@@ -124,7 +125,7 @@ struct Found<B: Backing> {
 }
 
 /// Looks at all hosts that have a lease in a backing. `boot` is the run of this kernel ([`Holder::boot`]); `rest` waits for
-/// so long, `LOOK_AGAIN_FOR` altogether at most.
+/// the given time, `LOOK_AGAIN_FOR` altogether at most.
 pub fn survey<B: Backing>(
     base: &B,
     boot: &str,

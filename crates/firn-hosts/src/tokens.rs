@@ -9,10 +9,10 @@
 //! Promises
 //! * A token is advice about time and never about truth: no byte depends on it. Two writers on a server are slow, not
 //!   wrong.
-//! * Nobody waits longer than [`Limits::wait`] for a service that does not answer or a holder that does not go on: from
-//!   then on the lane goes on without its token, says so, and asks again ever more rarely.
-//! * Nobody who asks waits in a call of the service. Each lane has a thread that makes them ([`LaneToken`]), and which
-//!   may hang.
+//! * No lane waits longer than [`Limits::wait`] for a service that does not answer or a holder that does not go on.
+//!   From then on the lane goes on without its token, says so, and asks again ever more rarely.
+//! * No caller waits in a call of the service. Each lane has a thread that makes them ([`LaneToken`]), and which may
+//!   hang.
 //! * What is asked for is taken back, and what is held is given back, when the tokens are stopped; that is waited for
 //!   for a moment only.
 //!

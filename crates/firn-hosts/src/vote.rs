@@ -7,9 +7,9 @@
 //! ```
 //!
 //! Invariants
-//! * A put-once file never changes: whoever reads it reads what every other host reads.
-//! * Whoever puts a file and finds none of another name afterwards is seen by whoever puts that other one: both are
-//!   in the same directory, and a name is there before its put returns.
+//! * A put-once file never changes: all hosts read the same contents.
+//! * Of two hosts that put files of different names and then look for the other's, at least one sees the other's file.
+//!   Both files are in the same directory, and a name is there before its put returns.
 //! * A file with bytes is whole, and durable, before it has its name.
 
 use std::collections::BTreeSet;
@@ -261,8 +261,8 @@ impl<'a, B: Backing> VoteDir<'a, B> {
     }
 }
 
-/// Removes a retired directory. A host that opened it before may still be putting something into it, so this is done
-/// again while that goes on; such a host finds its file gone, as if it had come later.
+/// Removes a retired directory. A host that opened it before may still be putting something into it, so the removal is
+/// repeated while that goes on. Such a host finds its file gone, as if it had come later.
 fn remove_dir<B: Backing>(base: &B, top: &B::Inode, name: &str) -> Result<(), Errno> {
     for _ in 0..REMOVE_TRIES_MAX {
         let Some((dir, _)) = own::find_dir(base, top, name)? else {
@@ -273,6 +273,6 @@ fn remove_dir<B: Backing>(base: &B, top: &B::Inode, name: &str) -> Result<(), Er
             done => return done,
         }
     }
-    // Nobody can find it under its old name any more: it means nothing, and the next mount removes it.
+    // The directory has lost its old name: it means nothing, and the next mount removes it.
     Ok(())
 }

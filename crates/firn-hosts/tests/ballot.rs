@@ -77,7 +77,7 @@ fn names(on: &SimBacking) -> Vec<String> {
 }
 
 #[test]
-fn a_decision_is_carried_out_and_nothing_stays_whoever_dies_at_which_call() {
+fn a_decision_is_carried_out_and_nothing_stays_for_every_death_at_every_call() {
     for (commit, step) in (1..STEPS_MAX).flat_map(|step| [(false, step), (true, step)]) {
         let told = format!("commit {commit}, step {step}");
         let a = disk();
@@ -144,9 +144,9 @@ fn a_host_that_comes_late_takes_part_in_the_next_ballot_or_in_none() {
     }
 }
 
-/// A host that dies while it removes the directory and never comes back keeps nobody from the next ballot of that name.
+/// A host that dies while it removes the directory and never comes back does not block the next ballot of that name.
 #[test]
-fn whoever_looks_next_removes_what_a_host_was_removing_that_never_comes_back() {
+fn the_next_host_removes_what_a_lost_host_was_removing() {
     let mut taken_over = 0;
     for step in 1..STEPS_MAX {
         let a = disk();
@@ -165,7 +165,7 @@ fn whoever_looks_next_removes_what_a_host_was_removing_that_never_comes_back() {
             let left = dir.hosts("left-").expect("hosts");
             left.contains(&"a".to_owned())
         };
-        // What it had not left waits for it, or for who holds its lease.
+        // What it had not left waits for it, or for the next holder of its lease.
         if found.as_ref().is_some_and(|dir| !has_left(dir)) {
             continue;
         }
@@ -181,7 +181,7 @@ fn whoever_looks_next_removes_what_a_host_was_removing_that_never_comes_back() {
     );
 }
 
-/// What is written is built in two parts, by whoever comes.
+/// What is written is built in two parts, by any host.
 struct Build;
 
 impl Protocol for Build {
@@ -246,7 +246,7 @@ fn build(on: &SimBacking, host: &str, is_living: bool) -> Result<bool, OwnError>
 }
 
 #[test]
-fn what_hosts_write_while_they_live_is_built_by_another_one_whoever_dies_at_which_call() {
+fn what_hosts_write_while_they_live_is_built_by_another_one_for_every_death_at_every_call() {
     let mut died = 0;
     for step in 1..STEPS_MAX {
         let a = disk();
@@ -268,7 +268,7 @@ fn what_hosts_write_while_they_live_is_built_by_another_one_whoever_dies_at_whic
 
 /// A host that begins to write is seen by one that closes, or sees that it is closed.
 #[test]
-fn nobody_that_lives_writes_to_what_is_decided() {
+fn no_living_host_writes_to_what_is_decided() {
     for step in 1..STEPS_MAX {
         let a = disk();
         let late = a.another_process();

@@ -174,7 +174,7 @@ fn locks_of_three_hosts_are_those_of_one() {
 
 /// A counter that is read and then written, by threads of three hosts, one of which dies on the way.
 #[test]
-fn who_waits_comes_in_whoever_dies() {
+fn a_waiting_host_gets_the_lock_whichever_host_dies() {
     const ROUNDS: u64 = 25;
     let disk = disk();
     let dying = disk.another_process();
@@ -217,7 +217,7 @@ fn who_waits_comes_in_whoever_dies() {
 }
 
 #[test]
-fn who_is_interrupted_has_nothing_and_keeps_nobody_out() {
+fn an_interrupted_wait_has_no_lock_and_blocks_no_host() {
     let disk = disk();
     let (a, b) = (host(&disk, "a", &["b"]), host(&disk, "b", &["a"]));
     let whole = |number| wanted(number, LockRange::WHOLE, LockMode::Exclusive);

@@ -40,7 +40,7 @@ fn holder(host: &str) -> Holder {
 }
 
 fn never(_: Duration) {
-    panic!("nobody is to be waited for");
+    panic!("no host is to be waited for");
 }
 
 fn put(on: &SimBacking, host: &str) -> Result<bool, OwnError> {
@@ -58,13 +58,13 @@ fn outcome(on: &SimBacking) -> Option<Vec<u8>> {
 }
 
 #[test]
-fn a_file_that_is_put_once_is_one_hosts_whoever_dies_at_which_call() {
+fn a_file_that_is_put_once_is_one_hosts_for_every_death_at_every_call() {
     for step in 1..STEPS_MAX {
         let a = disk();
         let b = a.another_process();
         a.crash_at(step);
         let first = put(&a, "a");
-        let second = put(&b, "b").expect("nobody else's death is in the way");
+        let second = put(&b, "b").expect("no other host's death is in the way");
         let found = outcome(&b).expect("it was put");
         assert!(
             found == content("a") || found == content("b"),
@@ -81,7 +81,7 @@ fn a_file_that_is_put_once_is_one_hosts_whoever_dies_at_which_call() {
 }
 
 #[test]
-fn of_two_hosts_that_put_the_same_file_one_is_first_whoever_overtakes_whom() {
+fn of_two_hosts_that_put_the_same_file_one_is_first_in_every_order() {
     for step in 1..STEPS_MAX {
         let a = disk();
         let b = a.another_process();
@@ -271,9 +271,9 @@ fn a_host_whose_lock_was_lost_and_taken_learns_it_from_the_heartbeat() {
     let mut lease = take(&a, "a").expect("take");
     a.lose_locks();
     assert!(lease.beat(&a, None).is_err(), "the server gave its lock up");
-    let other = take(&b, "b").expect("nobody has it");
+    let other = take(&b, "b").expect("it is free");
     let by = match lease.beat(&a, None) {
-        Err(LeaseError::Lost { by }) => by.expect("who it is"),
+        Err(LeaseError::Lost { by }) => by.expect("its holder"),
         other => panic!("not lost: {other:?}"),
     };
     assert_eq!(by, holder("b"));
@@ -295,7 +295,7 @@ fn a_heartbeat_that_goes_on_betrays_locks_that_stay_on_their_host() {
         Err(LeaseError::Unreached { holder: found }) => assert_eq!(found, Some(holder("a"))),
         other => panic!("{:?}", other.err()),
     }
-    lease.beat(&a, None).expect("who lives keeps its lease");
+    lease.beat(&a, None).expect("a living host keeps its lease");
 }
 
 fn reach(on: &SimBacking, rest: &mut dyn FnMut(Duration)) -> Result<(), ReachError> {
@@ -426,7 +426,7 @@ fn hosts_that_live_are_seen_with_what_they_say_and_others_are_not() {
         let second = seen_by_b.look(&disk_of_b).expect("look");
         assert_eq!(said(&second), [("a", "log")], "{reach:?}");
         assert!(!second.is_unsure);
-        // It is killed: it keeps nobody out.
+        // It is killed: it blocks no other host.
         drop(lease);
         let third = seen_by_b.look(&disk_of_b).expect("look");
         let fourth = seen_by_b.look(&disk_of_b).expect("look");

@@ -95,7 +95,7 @@ fn a_holder_that_dies_leaves_its_token_to_the_next() {
     let waiting = std::thread::scope(|scope| {
         let waiting = scope.spawn(|| b.enter().has_token());
         wait_for_state(&b, TokenState::Waiting);
-        wait_until("it knows who has it", || b.figures().holder.is_some());
+        wait_until("it knows the holder", || b.figures().holder.is_some());
         drop(a);
         waiting.join().expect("a thread")
     });
@@ -116,7 +116,7 @@ fn a_holder_that_does_not_go_on_is_not_waited_for_for_ever() {
         (TokenState::Without, 1)
     );
     assert_eq!(figures.holder.as_deref(), Some("stuck"));
-    // Nobody is kept from the token by one that goes without it.
+    // A host that goes without the token does not keep others from it.
     wait_until("it is next no more", || !stuck.others_wait().expect("look"));
     drop(stuck);
     wait_until("it has the token", || {
@@ -128,7 +128,7 @@ fn a_holder_that_does_not_go_on_is_not_waited_for_for_ever() {
 }
 
 #[test]
-fn a_backing_without_locks_and_one_that_hangs_hold_up_nobody() {
+fn a_backing_without_locks_and_one_that_hangs_hold_up_no_drain() {
     let refusing = sim();
     refusing.set_lock_reach(LockReach::Refused(Errno::NOLCK));
     let host = Host::start(Box::new(service(Arc::new(refusing), "n1")), limits(20, 200));
@@ -150,7 +150,7 @@ fn a_backing_without_locks_and_one_that_hangs_hold_up_nobody() {
     assert!(!host.enter().has_token());
     assert_eq!(host.figures().state, TokenState::Without);
     host.stop_within(Duration::ZERO);
-    assert!(!host.enter().has_token(), "a stopped token keeps nobody");
+    assert!(!host.enter().has_token(), "a stopped token blocks no host");
     hang.release();
 }
 

@@ -141,7 +141,7 @@ impl<B: Backing> Names for Lanes<B> {
             }
             Placing::ByName | Placing::Beside(_) => return self.create_in_primary(parent, &new),
         };
-        // What a default ACL gives to a new file, only the kernel can give, where the name is.
+        // Only the kernel can apply a default ACL to a new file, and only where the name is.
         if self.primary.has_default_acl(dir) {
             return self.create_in_primary(parent, &new);
         }
@@ -209,9 +209,10 @@ impl<B: Backing> Names for Lanes<B> {
         let parent = parent.in_primary();
         let new_parent = new_parent.in_primary();
         let may_replace = !flags.intersects(RenameFlags::NOREPLACE | RenameFlags::EXCHANGE);
-        let replaced = match may_replace {
-            true => self.doom(new_parent, new_name)?,
-            false => None,
+        let replaced = if may_replace {
+            self.doom(new_parent, new_name)?
+        } else {
+            None
         };
         self.end_names(replaced, new_parent, || {
             self.primary
@@ -248,7 +249,7 @@ impl<B: Backing> Names for Lanes<B> {
         cookie: i64,
         sink: &mut dyn FnMut(DirEntry<'_>) -> bool,
     ) -> Result<()> {
-        // A link may be a placed file; who wants to know looks it up.
+        // A link may be a placed file; a reader that wants to know looks it up.
         let mut shown = |entry: DirEntry<'_>| {
             let kind = entry.kind.filter(|kind| *kind != Kind::Symlink);
             sink(DirEntry { kind, ..entry })
@@ -296,7 +297,7 @@ impl<B: Backing> Attributes for Lanes<B> {
         let (home, object) = self.home(inode);
         home.set_attr(object, change)?;
         match (inode, change) {
-            // For who looks at the primary.
+            // For tools that list the primary.
             (LanesInode::Placed(placed), AttrChange::Owner { .. }) => {
                 self.primary.set_attr(&placed.link, change)
             }

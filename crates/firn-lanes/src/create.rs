@@ -1,7 +1,7 @@
 //! A new file: first in its lane, then under a name.
 //!
-//! The kernel locks a directory while a name is made in it. So whoever makes a name does not wait for a lane that hangs
-//! if another one will do: a thread of its own is in the calls of each lane, and what it makes too late is removed.
+//! The kernel locks a directory while a name is made in it. So the making of a name does not wait for a lane that hangs
+//! if another one will do. Each lane has a thread of its own for the calls, and what it makes too late is removed.
 
 use std::cmp::Reverse;
 use std::sync::atomic::AtomicBool;
@@ -16,7 +16,7 @@ use crate::removal::Removal;
 use crate::rule::Reason;
 use crate::state::Call;
 
-/// Bytes of a file's name that its entry in the lane repeats, for people who look there.
+/// Bytes of a file's name that its entry in the lane repeats, so that a listing of the lane is readable.
 const NAME_BYTES: usize = 200;
 /// Links of a directory that are looked at when it gets its first file from this host.
 const COUNTED_MAX: usize = 256;
@@ -42,12 +42,12 @@ pub(crate) struct PlaceByName<'a, B: Backing> {
     pub(crate) name: &'a OsStr,
 }
 
-/// Which lanes a file may go to.
+/// Lanes that a file may go to.
 #[derive(Clone, Copy)]
 enum Wanted {
     /// This one, and no other.
     Fixed(usize),
-    /// This one, or one of those after it, of so many.
+    /// This lane, or one of those after it; and the number of lanes.
     First(usize, usize),
 }
 
@@ -292,7 +292,7 @@ impl<B: Backing> Lanes<B> {
         Some(self.usual_room())
     }
 
-    /// Begins to make a file in a lane, by a thread that may hang there. `room`: the lane must have so many bytes.
+    /// Begins to make a file in a lane, by a thread that may hang there. `room`: bytes that the lane must have free.
     fn begin(
         &self,
         attempts: &mut Attempts<B>,
@@ -327,13 +327,13 @@ impl<B: Backing> Lanes<B> {
             let end = EndOfTask(has_ended);
             let made = place.make_file(&entry, &owner, mode, mark, room);
             drop(end);
-            // Whoever asked for it may have another one by now, and removes this one later.
+            // The caller may have another one by now, and removes this one later.
             let _ = sender.send((lane, made));
         });
         Ok(())
     }
 
-    /// Waits for one of the attempts, at most so long. None: it failed, as is noted, or none has ended.
+    /// Waits for one of the attempts, `at_most` that long. None: it failed, as is noted, or none has ended.
     fn await_attempt(
         &self,
         attempts: &mut Attempts<B>,
@@ -402,7 +402,7 @@ impl<B: Backing> Lanes<B> {
         let _ = staging.and_then(|dir| self.primary.unlink(dir, &attempt.entry));
     }
 
-    /// Leaves attempts that are under way to those who remove files: they go once the lane has answered.
+    /// Leaves attempts that are under way to the removals: the files go once the lane has answered.
     fn abandon(&self, attempts: Attempts<B>) {
         for attempt in attempts.under_way {
             self.setup.lanes[attempt.lane].note_hang();
@@ -451,7 +451,7 @@ impl<B: Backing> Lanes<B> {
 }
 
 impl<B: Backing> Lane<B> {
-    /// A file in the lane, marked as that of its link. `room`: only if there are so many bytes.
+    /// A file in the lane, marked as that of its link. `room`: bytes that the lane must have free.
     fn make_file(
         &self,
         entry: &OsStr,

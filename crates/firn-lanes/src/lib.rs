@@ -1,8 +1,8 @@
 //! Placement over several directories (`placement=dirs`): a backing over backings.
 //!
-//! Names live in the *primary* backing. A regular file that is created here goes whole to one *lane*, a directory on
-//! a server of its own, and the primary has a symbolic link to it, so that everything is readable without Firn. Above
-//! this backing there is no such link: it is a plain file in every respect.
+//! Names live in the *primary* backing. A regular file that is created here goes whole to one *lane*, a directory on a
+//! server of its own. The primary has a symbolic link to it, so that everything is readable without Firn. Above this
+//! backing there is no such link: it is a plain file in every respect.
 //!
 //! | of a placed file | is that of |
 //! |---|---|
@@ -10,14 +10,14 @@
 //! | all other attributes, and data | the file in the lane |
 //! | a further name | a further name of the link |
 //!
-//! A link is Firn's own if the file that it names says so ([`Mark`]); any other link stays a link. Only who may write to
-//! a file can change its mark, so a link that somebody copied or made by hand harms nobody else's file.
+//! A link is Firn's own if the file that it names says so ([`Mark`]); any other link stays a link. A change of the mark
+//! needs permission to write to the file, so a link that a user copied or made by hand harms no other user's file.
 //!
 //! Promises
-//! * A name leads to a whole file or to none: the link gets its name after the file is there and marked, and the file
+//! * A name leads to a whole file or to none. The link gets its name after the file is there and marked, and the file
 //!   goes after the removal of its last name is durable (module `removal`).
 //! * After a crash of this process the next [`Lanes::open`] finishes what was being made or removed. A power loss may
-//!   leave, of what nobody had synced, a file that no link names and a link to a file that is not there:
+//!   leave two kinds of unsynced remains: a file that no link names, and a link to a file that is not there.
 //!   [`Lanes::find_orphans`] finds both.
 //! * After [`Backing::sync_dir`] of a directory, the names in it lead to their files after a power loss too.
 //!
@@ -112,7 +112,7 @@ impl<B: Backing> Lane<B> {
 pub struct Setup<B: Backing> {
     /// Which primary this is, in the marks of its files: a random number that it keeps.
     pub id: u128,
-    /// Directory of the primary for links that have no name yet, which nobody else uses. None: nothing is changed.
+    /// Directory of the primary for links that have no name yet, for this use only. None: nothing is changed.
     pub staging: Option<B::Inode>,
     /// The lanes. New files go to the first of them, to as many as `rule` has.
     pub lanes: Vec<Arc<Lane<B>>>,
@@ -244,7 +244,7 @@ impl<B: Backing> LanesInode<B> {
         Self::Primary(inode, self.position().of_child(name))
     }
 
-    /// That of a directory.
+    /// Position in a directory.
     fn position(&self) -> Position {
         match self {
             Self::Primary(_, position) => *position,
@@ -351,7 +351,7 @@ impl<B: Backing> Lanes<B> {
                 let attr = placed_attr(&attr, &file);
                 return Ok((LanesInode::Placed(Arc::new(placed)), attr));
             }
-            // Another host's sync made the link durable before anybody had synced the file, and the power failed.
+            // Another host's sync made the link durable before the file was synced, and the power failed.
             if parent.position().region == Region::Logs
                 && self
                     .lane_of_target(&self.primary.readlink(&inode)?)
@@ -406,9 +406,10 @@ impl<B: Backing> Lanes<B> {
             let entry = entry_below(lane, target);
             entry.is_some_and(create::is_entry)
         };
-        match self.setup.absent.iter().any(is_in) {
-            true => Err(Errno::IO),
-            false => Ok(()),
+        if self.setup.absent.iter().any(is_in) {
+            Err(Errno::IO)
+        } else {
+            Ok(())
         }
     }
 

@@ -1,5 +1,5 @@
 //! What a crash may have left: files that no link names, links that have no name yet, and links to files that a power
-//! loss took before anybody had synced them.
+//! loss took before they were synced.
 
 use std::collections::HashSet;
 use std::path::PathBuf;
@@ -11,7 +11,7 @@ use super::*;
 pub enum Orphan {
     /// A file in a lane whose link has no name in the primary: of a creation or a removal that a crash cut off.
     File {
-        /// Which lane, from 0.
+        /// Index of the lane.
         lane: usize,
         /// Its name there.
         entry: OsString,
@@ -23,8 +23,8 @@ pub enum Orphan {
         /// Its name there.
         entry: OsString,
     },
-    /// A link to a file that its lane does not have. Shown as a link that leads nowhere. Nobody had synced the file,
-    /// or the lane is not the directory that it was: look before it is removed.
+    /// A link to a file that its lane does not have. Shown as a link that leads nowhere. The file was not synced, or
+    /// the lane is not the directory that it was: look before it is removed.
     Dangling {
         /// Where the link is, relative to the top of the primary.
         path: PathBuf,
@@ -36,7 +36,7 @@ pub enum Orphan {
 struct Links {
     /// Inode numbers.
     inos: HashSet<u64>,
-    /// Those of Firn's form that lead nowhere.
+    /// Links of Firn's form that lead nowhere.
     dangling: Vec<PathBuf>,
 }
 
@@ -57,8 +57,8 @@ pub enum OrphanError {
 }
 
 impl<B: Backing> Lanes<B> {
-    /// Walks the primary and the lanes. Nobody may change them meanwhile: a file that is just being made looks like an
-    /// orphan. Files of other primaries, and files that carry no mark, are nobody's orphans here.
+    /// Walks the primary and the lanes, which must not change meanwhile: a file that is just being made looks like an
+    /// orphan. Files of other primaries, and files that carry no mark, are not reported.
     pub fn find_orphans(&self) -> std::result::Result<Vec<Orphan>, OrphanError> {
         let links = self.find_links().map_err(OrphanError::Primary)?;
         let staged = match &self.setup.staging {

@@ -9,9 +9,9 @@
 //! Invariants
 //! * Every file is put once and never changes, so hosts that mount the same primary with different lanes need no lock.
 //! * A lane is recorded before the first file goes to it, and has its own file before it is recorded.
-//! * A lane is forgotten only when nobody has a file in it.
+//! * A lane is forgotten only when it has no files.
 //!
-//! Relies on `.firn/` being closed to everybody else (`firn_hosts::own`): nothing of it is believed otherwise.
+//! Relies on `.firn/` being closed to all others (`firn_hosts::own`): nothing of it is believed otherwise.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -41,7 +41,7 @@ const HEAD_BYTES: usize = 16;
 /// What a primary says of its lanes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Record {
-    /// Which primary this is.
+    /// Id of this primary.
     pub id: u128,
     /// Absolute paths of the lanes, sorted.
     pub lanes: Vec<OsString>,
@@ -118,7 +118,7 @@ impl Record {
         Ok(())
     }
 
-    /// None where a crash came before the first file.
+    /// None after a crash that came before the first file.
     fn read<B: Backing>(dir: &VoteDir<'_, B>) -> Result<Option<Self>, RecordError> {
         let Some(id) = read_file(dir, PRIMARY)? else {
             return Ok(None);

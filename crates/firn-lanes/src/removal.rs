@@ -12,7 +12,7 @@ use firn_backing::lock::Mutex;
 
 use super::*;
 
-/// As many files as this wait for a sync at most.
+/// At most this many files wait for a sync.
 const WAITING_MAX: usize = 64;
 
 /// Files without a name that are still in their lanes, by the inode number of their link.
@@ -25,7 +25,7 @@ pub(crate) struct Removal<B: Backing> {
     pub(crate) link: B::Inode,
     pub(crate) lane: usize,
     pub(crate) entry: OsString,
-    /// Nobody makes it any more.
+    /// The attempt to make it has ended.
     pub(crate) has_ended: Arc<AtomicBool>,
 }
 

@@ -241,7 +241,7 @@ mod tests {
         (0..count).map(host).collect()
     }
 
-    /// Who has which rank.
+    /// How ranks are given to hosts.
     #[derive(Clone, Copy, Debug)]
     enum Ranks {
         Block,

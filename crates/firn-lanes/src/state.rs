@@ -25,7 +25,7 @@ pub enum LaneState {
     Ok,
     /// A write or a creation found no room, and none was found since.
     Full,
-    /// It did not answer as a directory should the last time.
+    /// The last call did not find a directory that answers as it should.
     Gone,
     /// A call of it does not return.
     Hung,
@@ -42,7 +42,7 @@ pub struct LaneFigures {
     pub state: LaneState,
 }
 
-/// What kind of call a lane is in, by the time that it may take.
+/// Kind of a call to a lane, by the time that it may take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Call {
     /// It makes, removes or looks up a name, or asks for attributes.
@@ -54,7 +54,7 @@ pub(crate) enum Call {
 }
 
 impl Call {
-    /// A call that takes longer hangs, as far as anybody can tell.
+    /// A call that takes longer counts as hanging.
     fn hangs_after(self) -> Duration {
         match self {
             Self::Name => Duration::from_secs(2),
@@ -88,7 +88,7 @@ struct Calls {
 
 /// The states that a call that returns can tell.
 const STATES: [LaneState; 3] = [LaneState::Ok, LaneState::Full, LaneState::Gone];
-/// A lane without room that takes bytes again is asked for its room so often.
+/// A lane without room that takes bytes again is asked for its room this often.
 const LOOK_FOR_ROOM_EVERY: Duration = Duration::from_secs(1);
 
 impl Progress {
@@ -194,7 +194,7 @@ pub(crate) fn state_behind(error: Errno) -> Option<LaneState> {
 }
 
 impl<B: Backing> Lane<B> {
-    /// What went to it since the mount, and whether it takes more.
+    /// Bytes and files since the mount, and whether the lane takes more.
     pub fn figures(&self) -> LaneFigures {
         self.progress.figures()
     }

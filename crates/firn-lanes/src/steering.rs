@@ -74,7 +74,7 @@ impl From<Errno> for Refusal {
 pub enum Location {
     /// As a whole on this server.
     Server(String),
-    /// In stripes on so many servers.
+    /// In stripes on this many servers.
     Striped(u32),
     /// The file system does not tell.
     Unknown,
@@ -102,7 +102,7 @@ pub struct ServerFigures {
 }
 
 impl Steered {
-    /// Files go to `servers`, one for each lane, as `rule` says, which is for so many lanes.
+    /// Files go to `servers`, one for each lane, as `rule` says, which has as many lanes.
     pub fn new(driver: Box<dyn Driver>, servers: Vec<OsString>, rule: Rule) -> Self {
         assert!(!servers.is_empty(), "there is a lane to go to");
         let zeros = || servers.iter().map(|_| AtomicU64::new(0)).collect();
@@ -122,7 +122,7 @@ impl Steered {
         &self.servers
     }
 
-    /// Which lane a name goes to.
+    /// The rule that gives a name its lane.
     pub fn rule(&self) -> &Rule {
         &self.rule
     }
@@ -221,7 +221,7 @@ fn create_plain(new: &NewFile<'_>) -> Result<OwnedFd> {
     new.open(OFlags::empty())
 }
 
-/// Opens what somebody else made for this process: ESTALE if it is no empty regular file, because another one took the
+/// Opens what another process made for this one: ESTALE if it is no empty regular file, because another one took the
 /// name in between.
 fn open_made(new: &NewFile<'_>) -> Result<(OwnedFd, Stat)> {
     let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
@@ -260,9 +260,10 @@ fn check_magic(
     file_system: &str,
 ) -> std::result::Result<(), String> {
     let statfs = rustix::fs::fstatfs(dir).map_err(|error| not_on(file_system, error))?;
-    match statfs.f_type.cast_unsigned() == magic {
-        true => Ok(()),
-        false => Err(not_on(file_system, Errno::OPNOTSUPP)),
+    if statfs.f_type.cast_unsigned() == magic {
+        Ok(())
+    } else {
+        Err(not_on(file_system, Errno::OPNOTSUPP))
     }
 }
 

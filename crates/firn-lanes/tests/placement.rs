@@ -204,7 +204,7 @@ fn files_go_whole_to_the_lane_of_their_number_and_are_readable_by_their_link() {
 }
 
 #[test]
-fn a_file_leaves_its_lane_with_its_last_name_and_stays_for_who_has_it_open() {
+fn a_file_leaves_its_lane_with_its_last_name_and_stays_while_it_is_open() {
     let world = World::new();
     let lanes = world.open();
     let root = lanes.root();
@@ -372,7 +372,7 @@ fn a_lane_is_not_full_any_more_once_what_waited_for_it_is_written_and_there_is_r
     });
 }
 
-/// A quota is no property of the file system, which shows room for everybody. Proves S-place-6.
+/// A quota is no property of the file system, which shows room for every user. Proves S-place-6.
 #[test]
 fn a_lane_whose_quota_is_used_up_is_tried_before_it_gets_a_file() {
     let world = World::new();
@@ -574,7 +574,7 @@ fn check_after_crash(world: &World, seed: u64) {
     for (path, entry) in &shown {
         let path = String::from_utf8_lossy(path);
         if path == "new3" && entry.kind == Kind::Symlink {
-            // Nobody had synced it.
+            // It was not synced.
             continue;
         }
         assert_eq!(

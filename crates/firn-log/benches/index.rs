@@ -109,10 +109,7 @@ fn tell_memory(what: &str, begun: Instant, peak: u64) {
 }
 
 fn verdict(is_reached: bool) -> &'static str {
-    match is_reached {
-        true => "reached",
-        false => "missed",
-    }
+    if is_reached { "reached" } else { "missed" }
 }
 
 /// The size of the index of a host that writes pieces at these offsets and closes the file.

@@ -3,8 +3,8 @@
 //! Promises
 //! * What an append that returned has written follows what was written before it, without a gap: a reader that goes from
 //!   the beginning finds it.
-//! * No lock is held across a call of the backing. Who finds a write under way waits for it, and what has come together
-//!   meanwhile is written at once.
+//! * No lock is held across a call of the backing. A thread that finds a write under way waits for it; all bytes that
+//!   were appended by then are written in one call.
 
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
@@ -29,7 +29,7 @@ struct State {
     synced: u64,
     /// Up to here nothing waits for a sync: what is durable, and notes behind it which say that it is.
     told: u64,
-    /// What is written next, and what becomes of it.
+    /// Bytes for the next write, and the state of the last one.
     bytes: Vec<u8>,
     batch: Arc<OnceLock<Result<u64>>>,
     is_writing: bool,
@@ -83,7 +83,7 @@ impl<B: Backing> Appender<B> {
         base.advise(&self.file, unsynced, PageAdvice::WriteOut);
     }
 
-    /// Makes what was appended durable; whether there was anything that nobody has made so.
+    /// Makes what was appended durable. Returns whether this call made anything durable.
     pub(crate) fn sync(&self, base: &B) -> Result<bool> {
         let end = {
             let state = self.state.lock();
@@ -101,7 +101,8 @@ impl<B: Backing> Appender<B> {
         Ok(is_more)
     }
 
-    /// Takes this range for a note that says what is durable, which nobody needs to be: it alone is synced no more.
+    /// Marks this range as a note that says what is durable. The note itself need not be durable, so it alone causes no
+    /// sync.
     pub(crate) fn note_told(&self, range: Range<u64>) {
         let mut state = self.state.lock();
         if state.told == range.start {

@@ -39,7 +39,7 @@ pub fn make_dir<B: Backing>(base: &B) -> std::result::Result<B::Inode, OwnError>
 /// Bytes of sorted indexes in memory, of all files: half of what a reader may take, and a block of each index of a file
 /// that many hosts wrote.
 const INDEX_BYTES_MAX: u64 = 32 << 20;
-/// The plain file shows when it was modified as if it were written to so often: each time costs its server a call.
+/// The plain file shows when it was modified as if it were written to this often: each time costs its server a call.
 const MODIFIED_EVERY: Duration = Duration::from_secs(1);
 
 /// Says of a name whether a new file with it is logged.
@@ -47,7 +47,7 @@ pub type Chooser = Box<dyn Fn(&OsStr) -> bool + Send + Sync>;
 /// Says of a host whether it lives.
 pub type Liveness = Box<dyn Fn(&str) -> Result<bool> + Send + Sync>;
 
-/// Where bytes lie is told only if that is right for so long: to be told it again costs as much as some reads.
+/// Where bytes lie is told only if that is right for this long: to be told it again costs as much as some reads.
 const LOCATED_FOR_MIN: Duration = Duration::from_millis(20);
 
 /// What becomes of the logs of a file that no host has open for writing any more.
@@ -57,7 +57,7 @@ pub enum WhenClosed {
     Flatten,
     /// The close returns when they are published; [`LogBacking::settle`] flattens them.
     FlattenBehind,
-    /// They stay.
+    /// Logs stay as they are.
     Keep,
 }
 
@@ -65,13 +65,13 @@ pub enum WhenClosed {
 pub struct Setup {
     /// This host.
     pub host: String,
-    /// Which files are logged.
+    /// Chooses the files that are logged.
     pub chooses: Chooser,
-    /// Which hosts live.
+    /// Tells which hosts live.
     pub is_alive: Liveness,
     /// How old this host's knowledge of containers may be.
     pub patience: Duration,
-    /// How long the backing may be behind what other hosts did: what is not as it must be is waited for so long.
+    /// How long the backing may be behind what other hosts did: what is not as it must be is waited for this long.
     pub lag_max: Duration,
     /// Bytes of a file that one host flattens at a time.
     pub unit_bytes: u64,
@@ -96,14 +96,14 @@ pub struct LogBacking<B: Backing> {
     forgotten: AtomicU64,
     /// Containers of files that this host was removing when it ran last.
     marked: Mutex<HashSet<String>>,
-    /// Hosts that were found to be gone, and whose removals were ended; none before somebody has looked.
+    /// Hosts that were found to be gone, and whose removals were ended; None before the first search.
     hosts_gone: Mutex<Option<HostsGone>>,
 }
 
 struct Files<B: Backing> {
     /// Those that have containers, and those that this host has open for writing.
     known: HashMap<FileId, Arc<LoggedFile<B>>>,
-    /// Those that this host is taking the last name from: whoever opens one makes no container without a mark.
+    /// Files whose last name this host is removing: an open of one makes no container without a mark.
     dying: HashSet<FileId>,
     /// When the containers were listed last, or are being listed.
     listed: Option<Instant>,
@@ -121,10 +121,10 @@ struct Listing {
 /// An object of a [`LogBacking`].
 pub struct LogInode<B: Backing> {
     below: B::Inode,
-    /// Of a file.
+    /// Id, of a file only.
     id: Option<FileId>,
     is_chosen: bool,
-    /// Of a directory.
+    /// Region, of a directory only.
     region: Region,
 }
 
@@ -202,7 +202,7 @@ impl<B: Backing> LogFile<B> {
         }
     }
 
-    /// Where its bytes are, if some are in logs.
+    /// The logs of the file, if it has some.
     fn logged(&self) -> Option<&Arc<LoggedFile<B>>> {
         let opened = self.logged.as_ref()?;
         opened.file.is_logged().then_some(&opened.file)
@@ -244,7 +244,7 @@ impl<B: Backing> LogBacking<B> {
         &self.below
     }
 
-    /// The same, with at most so many bytes of sorted indexes in memory.
+    /// The same, with at most `bytes` bytes of sorted indexes in memory.
     #[must_use]
     pub fn with_memory(self, bytes: u64) -> Self {
         let memory = Memory::new(bytes);
@@ -285,10 +285,11 @@ impl<B: Backing> LogBacking<B> {
         region: Region,
         is_chosen: bool,
     ) -> Result<LogInode<B>> {
-        let id = match is_chosen {
+        let id = if is_chosen {
             // One that cannot be told apart stays plain.
-            true => FileId::assign(&self.below, &below, attr).unwrap_or(None),
-            false => FileId::of(&self.below, &below, attr)?,
+            FileId::assign(&self.below, &below, attr).unwrap_or(None)
+        } else {
+            FileId::of(&self.below, &below, attr)?
         };
         Ok(LogInode {
             below,
@@ -339,7 +340,7 @@ impl<B: Backing> LogBacking<B> {
         self.look_around_after(self.setup.patience)
     }
 
-    /// The same, where it was so long ago.
+    /// The same, if the last look is older than `patience`.
     fn look_around_after(&self, patience: Duration) -> Result<()> {
         {
             let mut files = self.files.lock();
@@ -497,7 +498,7 @@ impl<B: Backing> LogBacking<B> {
         Ok(())
     }
 
-    /// Other hosts see that this one writes to the file: nobody flattens it meanwhile.
+    /// Shows other hosts that this one writes to the file, so that none of them flattens it.
     fn begin_writing(&self, file: &LogFile<B>, opened: &Opened<B>) -> Result<()> {
         let plain = || self.plain_len(file);
         let place = self.place();
@@ -537,7 +538,7 @@ impl<B: Backing> LogBacking<B> {
         Ok(())
     }
 
-    /// What loses a name, if that may be its last.
+    /// The file that is about to lose this name, if that may be its last.
     fn doomed(&self, parent: &B::Inode, name: &OsStr) -> Result<Option<(B::Inode, FileId)>> {
         let (inode, attr) = match self.below.lookup(parent, name) {
             Ok(found) => found,
@@ -553,8 +554,8 @@ impl<B: Backing> LogBacking<B> {
         file.wait_for(&place, &mut || file.mark(&place, mark))
     }
 
-    /// Its last name is to go. Each container has the mark before that: those that are there get it now, and those that are
-    /// made meanwhile when they are made.
+    /// Marks a file whose last name is to go. Each container gets the mark before that: existing ones now, new ones
+    /// when they are made.
     fn begin_to_end_names(&self, doomed: Option<&(B::Inode, FileId)>) -> Result<()> {
         let Some((_, id)) = doomed else {
             return Ok(());

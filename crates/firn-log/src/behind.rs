@@ -2,7 +2,7 @@
 //!
 //! Clients of many file systems keep lengths, names and listings for a moment. What another host has just made may not be
 //! there yet, what it has removed may still have a name, and a log may be shorter than its index says. So where something
-//! is not as it must be, the backing is asked again, and waited for before anybody is told of an error. That is bounded:
+//! is not as it must be, the backing is asked again, and waited for before an error is returned. That is bounded:
 //! what is still so then is damaged, or gone.
 //!
 //! A file of which that was waited for in vain is not waited for again for a while.
@@ -15,15 +15,15 @@ use firn_backing::{Backing, Errno, Result};
 
 /// Before the backing is asked again.
 const LOOK_AGAIN: Backoff = Backoff::new(Duration::from_millis(1), Duration::from_millis(100));
-/// So long nobody waits again for what was waited for in vain.
+/// After a wait in vain, no thread waits again for this long.
 const VAIN_FOR: Duration = Duration::from_secs(60);
 
 /// How long a file is waited for whose backing may be behind.
 #[derive(Default)]
 pub(crate) struct Behind {
-    /// When somebody waited in vain.
+    /// When a thread last waited in vain.
     in_vain: Mutex<Option<Instant>>,
-    /// What was wrong when somebody looked last.
+    /// Fault that the last look found.
     fault: Mutex<Option<String>>,
 }
 

@@ -1,8 +1,8 @@
 //! The bytes of a block of a sorted index: layers by where they begin in the file, or spans as they stand in the index.
 //!
-//! Each number is stored as its distance from the one before it in the block, with as few bytes as it needs, so that
-//! 64 KiB have some thousand pieces without a pattern. A block is read on its own. Whoever reads it has compared its
-//! checksum; still no number in it is believed.
+//! Each number is stored as its distance from the one before it in the block, with as few bytes as it needs, so that 64
+//! KiB have some thousand pieces without a pattern. A block is read on its own. The reader compares its checksum first,
+//! and still checks each number.
 
 use serde::{Deserialize, Serialize};
 
@@ -10,7 +10,7 @@ use crate::frame::{Span, is_span};
 use crate::resolve::{Key, Layer, Place, WriterId};
 use crate::run::Run;
 
-/// A block is closed when it has so many bytes.
+/// A block is closed when it has this many bytes.
 pub const BLOCK_BYTES: usize = 64 << 10;
 
 /// A layer as a block has it.

@@ -4,8 +4,8 @@
 //! * What a host wrote is seen by its own reads when the write has returned, and by other hosts after they looked
 //!   ([`Container::refresh`]).
 //! * Whatever the order in which hosts look, they come to the same bytes ([`crate::resolve`]).
-//! * Bytes that are not what was written (a log that lost its end with the power) are an error to whoever reads them,
-//!   and never shown.
+//! * Bytes that are not as they were written (a log that lost its end with the power) are an error to the reader, and
+//!   never shown.
 
 mod ahead;
 mod look;
@@ -37,11 +37,11 @@ use crate::table::{BlockCache, TableError, TableResult};
 use crate::times::{self, Record};
 use crate::writer::{Appended, OwnLog};
 
-/// A range of so many bytes is found at once, whatever its pieces are.
+/// A range of at least this many bytes is found at once, whatever its pieces are.
 const WALK_BYTES_MIN: u64 = 4096;
-/// Of a range that may be left before its end, so many bytes are found at first, and then twice as many each time.
+/// First step of a search that may stop before the end of its range; each further step is twice as long.
 const FIRST_STEP_BYTES: u64 = 16 << 10;
-/// A sorted index that is found to be damaged is read unsorted; there are only so many.
+/// A sorted index that is found to be damaged is read unsorted. Bound on those retries: there are fewer sorted indexes.
 const TRIES_MAX: usize = 1000;
 
 /// Why a change does not count, or may not.
@@ -72,13 +72,13 @@ pub struct Container<B: Backing> {
     own: Mutex<OwnState<B>>,
     own_made: Condvar,
     is_sorting: AtomicBool,
-    /// What is not as it must be; a backing that is behind may be the reason.
+    /// Fault that the last look found; a backing that is behind may be the reason.
     fault: Mutex<Option<String>>,
     /// The last record of the file's time that this host knows of, and its number.
     time: Mutex<Option<(u64, Record)>>,
     /// The last [`next_change`] with which bytes were found that this host did not have before.
     news: AtomicU64,
-    /// That of what this host writes.
+    /// Epoch of what this host writes.
     epoch: AtomicU64,
     /// Bytes of the file that this host has written to logs since it opened the container.
     own_bytes: AtomicU64,
@@ -92,7 +92,7 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// With at most so many bytes of sorted indexes. What is unsorted, and what one call needs, is a part of that for
+    /// With at most `bytes` bytes of sorted indexes. What is unsorted, and what one call needs, is a part of that for
     /// each host that writes.
     pub fn new(bytes: u64) -> Arc<Self> {
         let blocks = BlockCache::new(bytes);
@@ -104,7 +104,7 @@ impl Memory {
         })
     }
 
-    /// A host that has so much of its index unsorted sorts it.
+    /// A host sorts its index when this many bytes of it are unsorted.
     fn sort_bytes(&self) -> u64 {
         self.bytes / 128
     }
@@ -114,7 +114,7 @@ impl Memory {
         self.bytes / 512
     }
 
-    /// Whoever finds so much of another host's index unsorted sorts it: that host died, or could not.
+    /// A host sorts another host's index when this many bytes of it are unsorted: that host died, or could not sort.
     fn sort_others_bytes(&self) -> u64 {
         self.bytes / 32
     }
@@ -150,7 +150,7 @@ impl Walk {
         }
     }
 
-    /// The same for who may not want all of it: the first steps are short.
+    /// The same for a reader that may not want all of the range: the first steps are short.
     pub(crate) fn in_steps(range: Range<u64>) -> Self {
         let step = FIRST_STEP_BYTES;
         Self { range, step }
@@ -221,7 +221,7 @@ impl<B: Backing> Container<B> {
         }
     }
 
-    /// The file below has so many bytes now.
+    /// The file below has `bytes` bytes now.
     pub(crate) fn set_base(&self, bytes: u64) {
         self.view.lock().resolver.set_base(bytes);
     }
@@ -250,7 +250,7 @@ impl<B: Backing> Container<B> {
         *self.fault.lock() = Some(fault);
     }
 
-    /// What was not as it must be since somebody asked.
+    /// Fault found since the last call of this.
     pub(crate) fn take_fault(&self) -> Option<String> {
         self.fault.lock().take()
     }
@@ -263,7 +263,7 @@ impl<B: Backing> Container<B> {
         }
     }
 
-    /// Says that somebody has given the file a time, which has a record where the plain file gets it from there
+    /// Records that the file was given a time. A record exists where the plain file takes its time from the container
     /// ([`crate::times`]).
     pub(crate) fn add_time(&self, base: &B, time: Time) -> Result<()> {
         let from = (*self.time.lock()).map(|(number, _)| number);
@@ -330,7 +330,7 @@ impl<B: Backing> Container<B> {
         }
     }
 
-    /// Makes the file at least so long.
+    /// Makes the file at least `len` bytes long.
     pub fn grow(&self, base: &B, len: u64) -> Changed {
         self.look_anew(base)?;
         self.grow_seen(base, len)
@@ -498,7 +498,7 @@ impl<B: Backing> Container<B> {
         Ok(())
     }
 
-    /// Takes what this host appended; whether there is so much unsorted that it is to be sorted.
+    /// Takes what this host appended; returns whether enough is unsorted to be sorted.
     fn note_appended(&self, own: &OwnLog<B>, appended: Appended) -> bool {
         let Appended {
             frame,

@@ -1,8 +1,8 @@
 //! Where what a host wrote ends: the cuts of the file, as they concern the frames of one index.
 //!
-//! A cut hides only what its host had seen: of each index the frames that begin before a certain byte ([`Limit`]), and of
-//! its own index those before the cut. A frame that no cut had seen ends nowhere, whatever its epoch is. Who makes the file
-//! longer says so with a frame that hides nothing ([`Growth`]), and that a later cut hides as it does bytes.
+//! A cut hides only what its host had seen: of each index the frames that begin before a certain byte ([`Limit`]), and
+//! of its own index those before the cut. A frame that no cut had seen ends nowhere, whatever its epoch is. A host that
+//! makes the file longer writes a frame that hides nothing ([`Growth`]); a later cut hides that frame as it does bytes.
 //!
 //! So the rule needs no order of cuts: a frame ends at the shortest length of all cuts that had seen it.
 
@@ -19,9 +19,10 @@ pub struct Limit {
     pub len: u64,
 }
 
-/// Those of one index that count.
+/// The limits of one index that count.
 ///
-/// Invariant: both numbers grow from one to the next. One that concerns fewer frames and leaves more of them means nothing.
+/// Invariant: both numbers grow from one limit to the next. A limit that concerns fewer frames and leaves more of them
+/// has no effect.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Limits(Vec<Limit>);
 
@@ -76,7 +77,7 @@ pub struct Growth {
     pub len: u64,
 }
 
-/// Those of one index that count.
+/// The growths of one index that count.
 ///
 /// Invariant: each frame comes after, and has less, than the one before. What ended an earlier one that has no more ends a
 /// later one too.

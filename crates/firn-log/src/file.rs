@@ -1,6 +1,6 @@
 //! A file with containers: its generations, one above the other.
 //!
-//! A generation is a container. New ones come where the last one is ending while somebody writes on. The lowest lies over
+//! A generation is a container. A new one is made when the last one is ending and writes continue. The lowest lies over
 //! the plain file; when it is flat, the next one does.
 
 use std::ffi::OsStr;
@@ -46,9 +46,9 @@ pub(crate) struct LoggedFile<B: Backing> {
     pub(crate) opens: AtomicU64,
     /// This host has written to it since it said that it had done so.
     pub(crate) is_written: AtomicBool,
-    /// It has containers without bytes that count: somebody died before he had made or removed them.
+    /// It has containers without bytes that count: unfinished or half-removed containers of a dead host.
     has_remains: AtomicBool,
-    /// When the plain file was last told that this host has changed it; none after somebody has set its times here.
+    /// When this host last updated the plain file's modification time; None after its times were set here.
     pub(crate) modified: Mutex<Option<Instant>>,
     /// This host is about to remove its last name, or has done so.
     pub(crate) is_dying: AtomicBool,
@@ -67,7 +67,7 @@ pub(crate) struct LoggedFile<B: Backing> {
 #[derive(Default)]
 struct Looks {
     is_under_way: bool,
-    /// When the listing was begun that was looked at last.
+    /// Begin of the last listing that was looked at.
     last: Option<Instant>,
     /// The same, where the look may have failed.
     last_tried: Option<Instant>,
@@ -86,7 +86,7 @@ pub enum Flattened {
     Flat,
     /// Other hosts have parts of it to write.
     UnderWay,
-    /// Somebody writes to it.
+    /// The file is being written.
     Written,
 }
 
@@ -121,17 +121,17 @@ pub(crate) struct Listed {
     pub(crate) dir: u64,
 }
 
-/// Where containers are, and who this host is.
+/// Where containers are, and the identity of this host.
 pub(crate) struct Place<'a, B: Backing> {
     pub(crate) base: &'a B,
     pub(crate) top: &'a B::Inode,
     /// What tags of plain files call `top`.
     pub(crate) home: Home,
     pub(crate) host: &'a str,
-    /// Of this host ([`crate::turn`]).
+    /// Turn of this host ([`crate::turn`]).
     pub(crate) turn: u64,
     pub(crate) memory: &'a Arc<Memory>,
-    /// How long what this host sees may be behind what others did.
+    /// How old this host's view of other hosts' changes may be.
     pub(crate) lag_max: Duration,
     pub(crate) is_alive: &'a IsAlive<'a>,
 }
@@ -186,7 +186,7 @@ impl<B: Backing> LoggedFile<B> {
                 faults.for_each(|fault| self.behind.note_fault(fault));
             }
             match self.check_lost() {
-                // It is gone, and nothing of it comes any more.
+                // The file is gone, and nothing of it comes any more.
                 Err(_) if done.is_err() => Ok(done),
                 _ => done.map(Ok),
             }
@@ -218,9 +218,10 @@ impl<B: Backing> LoggedFile<B> {
 
     /// ESTALE if its bytes are gone, because another host has removed it.
     pub(crate) fn check_lost(&self) -> Result<()> {
-        match self.is_lost.load(Ordering::Acquire) {
-            true => Err(Errno::STALE),
-            false => Ok(()),
+        if self.is_lost.load(Ordering::Acquire) {
+            Err(Errno::STALE)
+        } else {
+            Ok(())
         }
     }
 
@@ -364,7 +365,7 @@ impl<B: Backing> LoggedFile<B> {
         }
     }
 
-    /// A generation whose indexes are read; none if it is gone, or nobody has written to it.
+    /// A generation whose indexes are read; None if it is gone, or has no writes yet.
     fn open_generation(
         &self,
         place: &Place<'_, B>,
@@ -395,7 +396,7 @@ impl<B: Backing> LoggedFile<B> {
         };
         let head = match head::load(place.base, &dir, self.id, number)? {
             Ok(Some(head)) => head,
-            // It is being made: nobody has written to it.
+            // It is being made: it has no writes yet.
             Ok(None) => return Ok(None),
             // Removed since it was opened.
             Err(_) if own::find_dir(place.base, place.top, &name)?.is_none() => {
@@ -453,7 +454,7 @@ impl<B: Backing> LoggedFile<B> {
         set()?;
         let mut is_flattened = false;
         for generation in &known {
-            // Nobody ends what this host writes to.
+            // No other host ends a container that this host writes to.
             if !generation.is_joined.load(Ordering::Acquire) {
                 is_flattened |= generation.add_time(place, given)?;
             }
@@ -522,9 +523,10 @@ impl<B: Backing> LoggedFile<B> {
                 .map_or(plain_bytes, |top| top.container.len());
             let mut found = Locating::new(range.start, limits);
             let whole = range.start..range.end.min(len);
-            let located = match whole.is_empty() {
-                true => Ok(Room::Left),
-                false => locate_in_stack(place.base, &generations, plain, whole, &mut found),
+            let located = if whole.is_empty() {
+                Ok(Room::Left)
+            } else {
+                locate_in_stack(place.base, &generations, plain, whole, &mut found)
             };
             match located {
                 // Its logs are gone.
@@ -595,7 +597,7 @@ impl<B: Backing> LoggedFile<B> {
         })
     }
 
-    /// It has a name still.
+    /// Removes the marks: the file still has a name.
     pub(crate) fn unmark(&self, place: &Place<'_, B>) -> Result<()> {
         self.visit_containers(place, &mut |container| unmark(place.base, container))
     }
@@ -671,7 +673,7 @@ impl<B: Backing> LoggedFile<B> {
         })
     }
 
-    /// Makes the file at least so long.
+    /// Makes the file at least `len` bytes long.
     pub(crate) fn grow(
         &self,
         place: &Place<'_, B>,
@@ -766,7 +768,7 @@ impl<B: Backing> LoggedFile<B> {
         let number = last.map_or(0, |last| last + 1);
         let name = self.id.container_name(number);
         let dir = own::dir(place.base, place.top, &name)?;
-        // Asked after it was made: who takes the last name marks the containers that are there by then.
+        // Asked after the container was made: a removal of the last name marks the containers that exist by then.
         if self.is_removed.load(Ordering::Acquire) {
             own::store(place.base, &dir, DEAD, place.host.as_bytes())?;
         } else if self.is_dying.load(Ordering::Acquire) {
@@ -792,21 +794,24 @@ impl<B: Backing> LoggedFile<B> {
         let Some(ending) = Ending::of(place.base, &container, place.top, &name)? else {
             return Ok(());
         };
-        // They found a head, which is not seen here yet.
+        // They found a head that this host does not see yet.
         if ending.has_writer(place.is_alive)? {
             return Ok(());
         }
-        let remove = &mut || match has_no_head()? {
-            true => ending.votes().retire(),
-            false => Ok(()),
+        let remove = &mut || {
+            if has_no_head()? {
+                ending.votes().retire()
+            } else {
+                Ok(())
+            }
         };
         ending.alone(remove).map(drop)
     }
 
-    /// Lets others write to a container that has its name: says how many bytes of the plain file count below the first
-    /// generation, which nobody changes from here until that is flattened. Where another generation came beside it meanwhile,
-    /// made over one that is flat by now, this one would lie below that: it is removed, and nobody has read or written it. So
-    /// is one with an index, which lost its head with the power: nobody was promised what it has.
+    /// Lets others write to a container that has its name. The head says how many bytes of the plain file count below
+    /// the first generation; they stay unchanged until it is flattened. If another generation was made meanwhile over
+    /// one that is flat by now, this one would lie below it. This one is removed then: it has no reads or writes yet. A
+    /// container with an index that lost its head with the power is removed too: nothing in it was promised.
     fn put_head(&self, place: &Place<'_, B>, number: u32, plain: &PlainBytes<'_>) -> Result<()> {
         let numbers = self.list(place)?;
         let name = self.id.container_name(number);
@@ -815,7 +820,7 @@ impl<B: Backing> LoggedFile<B> {
         };
         let has_none = || -> Result<bool> {
             let head = head::load(place.base, &dir, self.id, number)?;
-            // Whoever opens a damaged one is told of an error.
+            // An open of a damaged one fails with an error.
             Ok(matches!(head, Ok(None)))
         };
         if !has_none()? {
@@ -916,7 +921,7 @@ impl<B: Backing> LoggedFile<B> {
         Err(Errno::IO)
     }
 
-    /// Gives up what cannot be read of it; false if somebody writes to it.
+    /// Gives up what cannot be read of the file; false if a host writes to it.
     pub(crate) fn give_up(
         &self,
         place: &Place<'_, B>,
@@ -956,7 +961,7 @@ impl<B: Backing> LoggedFile<B> {
         Ok(true)
     }
 
-    /// Makes the first files of a container anew, where they are damaged; false if somebody writes to it.
+    /// Makes the first files of a container anew, where they are damaged; false if a host writes to it.
     fn renew_head(
         &self,
         place: &Place<'_, B>,
@@ -978,7 +983,8 @@ impl<B: Backing> LoggedFile<B> {
         ending.renew_head((self.id, number), plain, &is_other_alive, teller)
     }
 
-    /// Removes what somebody left who had flattened it and died then, and makes whole what somebody had begun to make.
+    /// Removes what a dead host left of containers that it had flattened, and completes containers that a host began to
+    /// make.
     fn end_remains(&self, place: &Place<'_, B>, plain: &PlainBytes<'_>) -> Result<()> {
         for listed in self.list(place)? {
             let Some(left) = self.open_generation(place, listed.number)? else {
@@ -994,7 +1000,7 @@ impl<B: Backing> LoggedFile<B> {
         Ok(())
     }
 
-    /// Removes all of its containers: it has no name, and nobody has it open.
+    /// Removes all containers of the file, which has no name and is not open.
     pub(crate) fn remove(&self, place: &Place<'_, B>) -> Result<()> {
         self.visit_containers(place, &mut |container| container.retire())?;
         let old = std::mem::take(&mut *self.generations.lock());
@@ -1010,7 +1016,7 @@ impl<B: Backing> Generation<B> {
         Ok(found.filter(|ending| ending.votes().ino() == self.dir))
     }
 
-    /// Says that this host writes to it; false if nobody begins to any more.
+    /// Registers this host as a writer; false if the container accepts no new writers.
     fn join(&self, place: &Place<'_, B>) -> Result<bool> {
         if self.is_joined.load(Ordering::Acquire) && self.container.seal().is_none() {
             return Ok(true);
@@ -1029,9 +1035,10 @@ impl<B: Backing> Generation<B> {
     /// Makes what this host wrote durable and known.
     fn sync(&self, place: &Place<'_, B>) -> Result<()> {
         self.container.sync(place.base)?;
-        match self.container.has_own_log() {
-            true => self.sync_name(place),
-            false => Ok(()),
+        if self.container.has_own_log() {
+            self.sync_name(place)
+        } else {
+            Ok(())
         }
     }
 
@@ -1044,7 +1051,7 @@ impl<B: Backing> Generation<B> {
         Ok(())
     }
 
-    /// Says that somebody has set the file's time, if it is ending, or gone by now; whether that is so.
+    /// Records that the file's time was set, if the container is ending, or gone by now; returns whether that is so.
     fn add_time(&self, place: &Place<'_, B>, given: Time) -> Result<bool> {
         let Some(ending) = self.ending(place)? else {
             self.container.end_time();
@@ -1113,9 +1120,10 @@ impl<B: Backing> Generation<B> {
         place: &Place<'_, B>,
         is_alive: &IsAlive<'_>,
     ) -> Result<bool> {
-        match host == place.host {
-            true => Ok(self.is_joined.load(Ordering::Acquire)),
-            false => is_alive(host),
+        if host == place.host {
+            Ok(self.is_joined.load(Ordering::Acquire))
+        } else {
+            is_alive(host)
         }
     }
 
@@ -1157,7 +1165,7 @@ enum Fate {
     ReadAnew,
 }
 
-/// Whether one of these is flat or removed, as far as that can be seen.
+/// Whether one of these is flat or removed, as far as this host can see.
 fn is_any_over<B: Backing>(place: &Place<'_, B>, generations: &[Arc<Generation<B>>]) -> bool {
     let is_over = |one: &Arc<Generation<B>>| one.is_flat(place).unwrap_or(false);
     generations.iter().any(is_over)

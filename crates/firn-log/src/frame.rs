@@ -51,7 +51,7 @@ pub enum Change {
     Written(Written),
     /// The file was cut.
     Cut(Cut),
-    /// The file was made longer, to so many bytes; nothing is hidden by it.
+    /// The file was made longer, to this many bytes; nothing is hidden by it.
     Grown(u64),
     /// Bytes from an offset on became zero; there are some.
     Zeroed(Piece),
@@ -65,7 +65,7 @@ pub enum Change {
 pub struct Cut {
     /// Bytes that are left.
     pub len: u64,
-    /// Whose frames it hides beyond that: those that begin before so many bytes of the index.
+    /// Frames of others that it hides beyond that, by writer: those that begin before this byte of the writer's index.
     pub seen: BTreeMap<Writer, u64>,
 }
 
@@ -170,7 +170,7 @@ enum StoredChange {
 /// What the next bytes of an index are.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Next {
-    /// A frame of so many bytes.
+    /// A frame, and its length in bytes.
     Frame(Frame, usize),
     /// The beginning of one, or none: the index ends here as long as its file has no more bytes.
     Incomplete,

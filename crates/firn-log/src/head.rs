@@ -1,7 +1,7 @@
-//! `head`: what a container says of itself, put once before anybody writes to it.
+//! `head`: what a container says of itself, put once before the first write to it.
 //!
-//! It is a symbolic link, whose text is that: made whole by one call, which fails where another host was first, and without a
-//! byte of data that would have to be synced before anybody believes it. So making a container waits for no device.
+//! `head` is a symbolic link with the text below. One call makes it whole, and fails where another host was first. It has no
+//! byte of data that would have to be synced before it counts. So making a container waits for no device.
 //!
 //! ```text
 //! firn-log-4 INO-BIRTH-GENERATION BASE CRC
@@ -28,7 +28,7 @@ use crate::seal::{CLOSING, SEAL_NAME};
 const MAGIC: &str = "firn-log-";
 /// What containers are made and read with.
 pub const VERSION: u32 = 4;
-/// That of containers whose heads were files.
+/// Version of containers whose heads were files.
 const VERSION_OF_FILES: u32 = 1;
 
 /// What a container says of itself.
@@ -46,7 +46,7 @@ pub(crate) const HEAD: &str = "head";
 /// Why a container cannot be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum HeadError {
-    /// It is not there, and somebody has written to the container.
+    /// It is not there, and the container has writes.
     #[error("it is missing: the container is half removed")]
     Missing,
     /// It is not as it was written.
@@ -65,8 +65,8 @@ pub enum HeadError {
 }
 
 impl Head {
-    /// That of the container that has a name of this file and generation. The first generation lies over the plain file, of
-    /// which so many bytes count.
+    /// Head of the container that has a name of this file and generation. The first generation lies over the plain
+    /// file, of which `plain_bytes` bytes count.
     pub(crate) fn new(file: FileId, generation: u32, plain_bytes: u64) -> Self {
         Self {
             file,
@@ -118,13 +118,14 @@ impl Head {
     /// The head of the container that has a name of this file and generation.
     pub(crate) fn of(text: &[u8], file: FileId, generation: u32) -> Result<Self, HeadError> {
         let head = Self::decode(text)?;
-        match (head.file, head.generation) == (file, generation) {
-            true => Ok(head),
-            false => Err(HeadError::Foreign),
+        if (head.file, head.generation) == (file, generation) {
+            Ok(head)
+        } else {
+            Err(HeadError::Foreign)
         }
     }
 
-    /// Puts it into a container that has none. Whoever came first is right.
+    /// Puts the head into a container that has none. The first host that puts one wins.
     pub(crate) fn put<B: Backing>(&self, base: &B, dir: &B::Inode) -> Result<(), Errno> {
         let text = self.encode();
         let put = base.symlink(&own_caller(), dir, OsStr::new(HEAD), OsStr::new(&text));
@@ -138,7 +139,7 @@ impl Head {
 /// The head of a container with a name of this file and generation; none if it is being made.
 ///
 /// The first sync of bytes in it makes its name and its head durable. So after a power loss one without a head has nothing
-/// that anybody was promised: it is as one that is being made, unless something in it says that it was synced.
+/// that was promised: it is as one that is being made, unless something in it says that it was synced.
 pub(crate) fn load<B: Backing>(
     base: &B,
     dir: &B::Inode,
@@ -167,7 +168,7 @@ pub(crate) fn load<B: Backing>(
     })
 }
 
-/// Whether somebody has written to a container, which may be gone.
+/// Whether a container, which may be gone, has writes.
 pub(crate) fn has_index<B: Backing>(base: &B, dir: &B::Inode) -> Result<bool, Errno> {
     let names = list(base, dir)?;
     Ok(names.iter().any(|name| Writer::of_index(name).is_some()))

@@ -10,7 +10,7 @@ use crate::resolve::WriterId;
 
 /// Bytes of an index that are read at once; larger than any frame.
 pub(crate) const INDEX_READ_BYTES: usize = 2 << 20;
-/// So many are read first: who looks often finds nothing or little, and memory for more takes longer than the call.
+/// Bytes of the first read: frequent looks find nothing or little, and memory for more takes longer than the call.
 const INDEX_LOOK_BYTES: usize = 16 << 10;
 
 /// Frames of one index that were not known.
@@ -102,9 +102,10 @@ pub(crate) fn find_frame<B: Backing>(
         let count = base.read_at(index, &mut buf, at)?;
         let is_last = count < buf.len();
         // A frame that begins before here is whole in `buf`.
-        let starts = match is_last {
-            true => count,
-            false => count - FRAME_BYTES_MAX,
+        let starts = if is_last {
+            count
+        } else {
+            count - FRAME_BYTES_MAX
         };
         let mut from = 0;
         while let Some(found) = find_magic(&buf[from..count]).map(|found| from + found) {

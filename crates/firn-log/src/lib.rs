@@ -1,8 +1,8 @@
 //! The log layout (`layout=log`): a file that many hosts write.
 //!
-//! In-place writes of many hosts to one file seek and wait for each other's locks. Here each host appends its bytes to a
-//! log of its own, and to an index that says what they are; the file's bytes are whatever the indexes of all hosts give,
-//! until the logs are flattened into the plain file.
+//! In-place writes of many hosts to one file seek and wait for each other's locks. Here each host appends its bytes to
+//! a log of its own, and to an index that says what they are. The file's bytes are whatever the indexes of all hosts
+//! give, until the logs are flattened into the plain file.
 //!
 //! | module | what |
 //! |---|---|

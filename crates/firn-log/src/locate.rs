@@ -3,11 +3,11 @@
 //! Promises
 //! * What is listed are bytes that a read would give: those of other hosts' logs only after their checksums were
 //!   compared, and none that were given up.
-//! * The work for one list has a bound, however many pieces the file has: so many parts, descriptors and blocks whose
-//!   checksums have to be compared.
+//! * The work for one list has a bound, however many pieces the file has: maximum counts of parts, descriptors and
+//!   blocks whose checksums have to be compared.
 //!
-//! Who reads the pieces of one host shall not wait for the checksums of all: only those of the host are compared whose
-//! bytes the list begins with. Of others' bytes it says that they have to be asked for.
+//! A reader of one host's pieces shall not wait for the checksums of all hosts. Checksums are compared only for the
+//! host whose bytes the list begins with; other hosts' bytes are marked as "to be asked for".
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -26,7 +26,7 @@ const BLOCKS_MAX: usize = 16;
 pub(crate) enum Holder {
     /// The plain file.
     Plain,
-    /// A log: the container as this process has numbered it, who writes it, and which of his it is.
+    /// A log: the container as this process has numbered it, its writer, and the index among the writer's logs.
     Log(u64, WriterId, u32),
 }
 
@@ -35,7 +35,7 @@ pub(crate) enum Holder {
 pub(crate) enum Check {
     /// It is.
     Now,
-    /// Who wants its bytes has to ask for them.
+    /// A reader that wants these bytes has to ask for them.
     Later,
     /// There were enough: the list ends here.
     Enough,
@@ -58,9 +58,9 @@ pub(crate) struct Locating {
     pub(crate) end: u64,
     from: u64,
     limits: LocateLimits,
-    /// Whose blocks are compared with their checksums.
+    /// Writer whose blocks are compared with their checksums.
     checked: Option<WriterId>,
-    /// By who holds the bytes: what [`Locating::index_of`] answered.
+    /// By holder of the bytes: what [`Locating::index_of`] answered.
     known: HashMap<Holder, Option<usize>>,
     blocks: usize,
 }
@@ -113,7 +113,7 @@ impl Locating {
         self.skip(range)
     }
 
-    /// `range`, which comes next, is read by nobody else.
+    /// Skips `range`, which comes next and which the reader does not read itself.
     pub(crate) fn skip(&mut self, range: Range<u64>) -> Room {
         self.end = range.end;
         Room::Left

@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::resolve::WriterId;
 
-/// Who has an index: a host in one of its lives.
+/// Writer of an index: a host in one of its lives.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Writer {
     host: String,

@@ -10,10 +10,10 @@
 //! | no mark, and the file | in use | nothing |
 //! | `dying`, and the file | its host died before it removed the name | the mark goes |
 //! | `dying` and no file, or `dead` | its host died after it removed the name | the container goes |
-//! | no mark and no file, no `head` and no index | its maker died before anybody wrote to it | the container goes |
-//! | no mark and no file | removed by somebody beside Firn, or while a directory was damaged | it is kept, and named |
+//! | no mark and no file, no `head` and no index | its maker died before the first write | the container goes |
+//! | no mark and no file | removed past Firn, or while a directory was damaged | it is kept, and named |
 //!
-//! A mark of a host that lives says that the host is at it, and everybody else leaves the container alone.
+//! A mark of a host that lives says that the host is at it, and all others leave the container alone.
 
 use std::collections::{HashMap, HashSet};
 use std::ffi::{OsStr, OsString};
@@ -132,7 +132,7 @@ fn put_off<T>(removed: Result<T>) -> Result<Option<T>> {
     }
 }
 
-/// Removes a container whose file nobody has, unless another host that lives writes to it.
+/// Removes a container whose file has no users, unless another host that lives writes to it.
 fn remove_unused<B: Backing>(
     container: &VoteDir<'_, B>,
     host: &str,
@@ -151,18 +151,18 @@ fn remove_unused<B: Backing>(
     }
 }
 
-/// What was found of containers without files.
+/// Result of the search for containers without files.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Orphans {
     /// Removed: their files were.
     pub removed: Vec<String>,
-    /// Kept: nobody said that their files were to be removed.
+    /// Kept: no host marked their files for removal.
     pub lost: Vec<String>,
     /// Kept for now: a host that lives writes to them, or directories changed all the time.
     pub waiting: Vec<String>,
 }
 
-/// Which containers are looked at.
+/// The containers that are looked at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Scope {
     /// Those of files that a host was removing when it died.
@@ -182,8 +182,8 @@ pub(crate) struct Search<'a, B: Backing> {
 }
 
 impl<B: Backing> Search<'_, B> {
-    /// Removes containers of files that were removed, and what is left of containers whose removal a host began; names
-    /// those of files that are gone and nobody has removed. What a host that lives is at is left to it.
+    /// Removes containers of files that were removed, and what is left of containers whose removal a host began. Names
+    /// the containers whose file is gone without a removal. What a living host is working on is left to it.
     ///
     /// Files are searched for in all of the backing, and only where a container gives reason to.
     pub(crate) fn run(&self, scope: Scope) -> Result<Orphans> {
@@ -235,9 +235,10 @@ impl<B: Backing> Search<'_, B> {
 
     /// Whether the host that put a mark died in the removal.
     fn is_over(&self, mark: &Mark, name: &str) -> Result<bool> {
-        match mark.by == self.host {
-            true => Ok(self.marked.contains(name)),
-            false => Ok(!(self.is_alive)(&mark.by)?),
+        if mark.by == self.host {
+            Ok(self.marked.contains(name))
+        } else {
+            Ok(!(self.is_alive)(&mark.by)?)
         }
     }
 
@@ -247,9 +248,10 @@ impl<B: Backing> Search<'_, B> {
         name: String,
         orphans: &mut Orphans,
     ) -> Result<()> {
-        match remove_unused(container, self.host, self.is_alive)? {
-            true => orphans.removed.push(name),
-            false => orphans.waiting.push(name),
+        if remove_unused(container, self.host, self.is_alive)? {
+            orphans.removed.push(name)
+        } else {
+            orphans.waiting.push(name)
         }
         Ok(())
     }
@@ -271,7 +273,7 @@ fn find_top<B: Backing>(base: &B) -> std::result::Result<Option<B::Inode>, OwnEr
     Ok(top.map_err(|error| error.below(TOP))?.map(|(top, _)| top))
 }
 
-/// Containers that have no file, by whether somebody was removing them; changes nothing.
+/// Containers that have no file, by whether a host was removing them; changes nothing.
 pub fn find_unowned<B: Backing>(base: &B) -> Result<Unowned> {
     let mut unowned = Unowned::default();
     let Some(top) = find_top(base)? else {
@@ -294,7 +296,7 @@ pub fn find_unowned<B: Backing>(base: &B) -> Result<Unowned> {
 pub struct Unowned {
     /// A host was removing them, and may have died in that.
     pub unfinished: Vec<String>,
-    /// Nobody said that their files were to be removed.
+    /// Kept: no host marked their files for removal.
     pub lost: Vec<String>,
 }
 
@@ -306,7 +308,7 @@ pub(crate) struct Searched {
     pub(crate) unknown: Vec<String>,
 }
 
-/// Walks are repeated until nobody has changed a directory in one, but no more often than this.
+/// Walks are repeated until no directory changes during one, but no more often than this.
 const WALKS_MAX: usize = 5;
 
 /// Looks for the files of containers. One counts as missing if it was in no directory at one moment: in two walks, between
@@ -341,7 +343,7 @@ pub(crate) fn search_files<B: Backing>(
     })
 }
 
-/// Whether the file of a container without one has been removed by nobody: it has no mark, and somebody has written to it.
+/// Whether the container's file is gone without a removal: the container has no mark, and has writes.
 fn is_lost<B: Backing>(container: &VoteDir<'_, B>) -> Result<bool> {
     let names = container.names()?;
     let is_index = |name: &String| Writer::of_index(name.as_bytes()).is_some();

@@ -1,9 +1,9 @@
 //! Which bytes a file has: the order of the changes of all hosts.
 //!
-//! Changes are ordered by [`Key`]: by epoch, then by writer, then as the writer made them. A host that opens the file or
-//! syncs it takes an epoch that is larger than all that it can see, so what it writes from then on is newer than what
-//! others had published before: MPI-IO's sync, barrier, sync. Changes that did not know of each other have an order too,
-//! and it is the same for every reader and for the flat file.
+//! Changes are ordered by [`Key`]: by epoch, then by writer, then as the writer made them. A host that opens the file
+//! or syncs it takes an epoch that is larger than all that it can see. So what it writes from then on is newer than
+//! what others had published before: MPI-IO's sync, barrier, sync. Changes that did not know of each other have an
+//! order too, and it is the same for every reader and for the flat file.
 //!
 //! Cuts have no part in that order. One hides what its host had seen ([`crate::cut`]), as if that had never been there; a
 //! write that it had not seen counts, wherever it is in the order. The file ends where the last change that is left does.
@@ -21,7 +21,7 @@ use crate::run::Run;
 pub struct Key {
     /// As in the frame.
     pub epoch: u64,
-    /// Who made it.
+    /// Writer that made the frame.
     pub writer: WriterId,
     /// Where the frame begins in the writer's index.
     pub frame: u64,
@@ -42,7 +42,7 @@ pub struct WriterId {
 pub enum Source {
     /// In a log.
     Log {
-        /// Which of the writer's logs.
+        /// Index among the writer's logs.
         log: u32,
         /// Where in it.
         position: u64,
@@ -67,7 +67,7 @@ pub struct Segment {
 }
 
 impl Segment {
-    /// Takes its first bytes, so many at most, and leaves the others.
+    /// Takes at most `bytes` bytes from the front, and leaves the others.
     pub(crate) fn take_first(&mut self, bytes: u64) -> Self {
         let mut first = self.clone();
         let end = self.file.end.min(self.file.start + bytes);
@@ -84,7 +84,7 @@ impl Segment {
 /// Where the bytes of a run are, one after the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Place {
-    /// Which of the writer's logs.
+    /// Index among the writer's logs.
     pub log: u32,
     /// Where they begin in it.
     pub position: u64,
@@ -106,7 +106,7 @@ pub struct Layer {
 const SORTED_RUN_MIN: u64 = 8;
 
 impl Layer {
-    /// Where the byte is that comes so many bytes after the beginning of its run in the log.
+    /// Where the byte is that comes `at` bytes after the beginning of its run in the log.
     fn source(&self, at: u64) -> Source {
         match self.place {
             None => Source::Zeros,
@@ -368,12 +368,12 @@ impl VisiblePart {
 /// What hosts said of one file, as far as it is in memory.
 #[derive(Clone, Debug, Default)]
 pub struct Resolver {
-    /// Shared with who reads by it.
+    /// Shared with readers.
     outline: Arc<Outline>,
     changes: BTreeMap<Key, Painting>,
     /// Length of the file.
     len: u64,
-    /// The file is at least so long by what is not in memory.
+    /// Least length of the file by what is not in memory.
     outside_end: u64,
 }
 
@@ -388,7 +388,7 @@ struct Painting {
 }
 
 impl Resolver {
-    /// For a file whose plain file has so many bytes that count.
+    /// For a file whose plain file has `base_bytes` bytes that count.
     pub fn new(base_bytes: u64) -> Self {
         let outline = Outline {
             base_bytes,
@@ -401,7 +401,7 @@ impl Resolver {
         }
     }
 
-    /// The plain file has so many bytes now that count.
+    /// Sets how many bytes of the plain file count.
     pub fn set_base(&mut self, bytes: u64) {
         if self.outline.base_bytes != bytes {
             self.change_outline(|outline| outline.base_bytes = bytes);
@@ -466,7 +466,7 @@ impl Resolver {
         self.change_outline(|outline| outline.merge(&other.outline));
     }
 
-    /// By what is not in memory, the file is at least so long.
+    /// Sets the least length of the file by what is not in memory.
     pub(crate) fn set_outside_end(&mut self, end: u64) {
         self.outside_end = end;
         self.len = self.find_len();
@@ -500,7 +500,7 @@ impl Resolver {
         least.max(end.max().unwrap_or(0))
     }
 
-    /// The file has at least so many bytes for a change: zeros make no file longer.
+    /// Least length of the file because of a change: zeros make no file longer.
     fn end_of(&self, key: Key, painting: &Painting) -> u64 {
         match painting.span {
             Some(_) => painting.covers.end.min(self.outline.limit_of(key)),
@@ -576,7 +576,7 @@ impl Segment {
 }
 
 impl Source {
-    /// Where the byte is that comes so many bytes later.
+    /// Where the byte is that comes `bytes` bytes later.
     fn advance(self, bytes: u64) -> Self {
         match self {
             Self::Log { log, position, key } => Self::Log {

@@ -2,9 +2,9 @@
 //!
 //! Promises
 //! * Nothing is given up before it was told, and the report of it is durable.
-//! * What is given up is written into the seal, so that all hosts flatten the same bytes, whoever dies. What can be read
-//!   stays as it is: bytes of a log that are damaged become zeros, where no newer change has covered them; a part of an
-//!   index that is no frame is left out, and what it said is not known.
+//! * What is given up is written into the seal, so that all hosts flatten the same bytes, whichever host dies. What can
+//!   be read stays as it is. Bytes of a log that are damaged become zeros, where no newer change has covered them. A
+//!   part of an index that is no frame is left out, and its changes are unknown.
 //! * A damaged `head` is made anew with what it had, by the container's name and the length of the plain file.
 //! * What a host may still write to is not touched, and a backing that fails to read is no loss.
 
@@ -94,16 +94,16 @@ impl Teller<'_> {
 struct Salvaged {
     /// Bytes of it that count.
     end: u64,
-    /// Those of them that are no frames.
+    /// Parts that are no frames.
     lost: Vec<Range<u64>>,
 }
 
 impl<B: Backing> Ending<'_, B> {
     /// Makes `head` anew where it is missing or damaged; false if a host writes that `is_alive` says to live.
     ///
-    /// From the moment at which it was put, nobody changes the plain file but to flatten this container, which cuts off
-    /// what counts no more, and then writes bytes that are in logs: where the file is longer by that than it was, it has what
-    /// the logs have, or holes. So its length does instead of the one that it had.
+    /// Once the head is put, the plain file changes only by the flattening of this container. That cuts off what counts
+    /// no more, and then writes bytes that are in logs. A plain file that became longer by that has there what the logs
+    /// have, or holes. So its present length serves instead of the earlier one.
     pub(crate) fn renew_head(
         &self,
         (file, generation): (FileId, u32),
@@ -167,7 +167,7 @@ impl<B: Backing> Ending<'_, B> {
                 parts.clone_from(&index.lost);
             }
         }
-        // From here on the container is read by it, by nobody else.
+        // From here on only this seal's reader reads the container.
         self.container.take_seal(self.base, seal.clone())?;
         if old.is_none() {
             seal.len = self.container.len();
@@ -201,7 +201,7 @@ impl<B: Backing> Ending<'_, B> {
         }
         teller.report.sync()?;
         if is_damaged {
-            // By it, parts of the file may have been others.
+            // With the old seal the file may have been divided into other parts.
             let done = names.iter().filter(|name| is_done_part(name));
             self.votes().remove_files(done.map(String::as_str))?;
         }
@@ -300,9 +300,10 @@ fn salvage_index<B: Backing>(
             continue;
         }
         let may_go_on = limit.is_some() || has_synced_frame_after(base, index, from)?;
-        let next = match may_go_on {
-            true => find_frame(base, index, from + 1, &|_| true)?,
-            false => None,
+        let next = if may_go_on {
+            find_frame(base, index, from + 1, &|_| true)?
+        } else {
+            None
         };
         let Some(next) = next.or(limit) else {
             break;

@@ -1,16 +1,16 @@
-//! The end of a container: who writes to it, what counts of it, and its way into the plain file.
+//! The end of a container: its writers, what counts of it, and its way into the plain file.
 //!
 //! A container is a [`Ballot`] in which hosts take part while they live:
 //!
 //! ```text
 //! in-HOST      the host may write
 //! closing      no host begins to write any more
-//! decision     the seal: so many bytes of each index count, and nothing else
+//! decision     the seal: how many bytes of each index count
 //! done-cut     the plain file was cut to what counts of it
-//! claim-N      locked by who writes this part of the plain file
+//! claim-N      locked by the host that writes this part of the plain file
 //! done-N       the part is in the plain file, durably
 //! done-all     the plain file is the file
-//! whole        locked by who cuts the plain file, ends with it, or removes the container
+//! whole        locked by the host that cuts the plain file, ends with it, or removes the container
 //! time-N       what time the file has ([`crate::times`])
 //! ```
 //!
@@ -18,8 +18,8 @@
 //! see at least one of each other, so no host writes to a sealed container unless it was taken for dead.
 //!
 //! Promises
-//! * The bytes of the file are the same before, while and after it is flattened. Until `done-all` is there, nobody reads
-//!   from the plain file what is in a log.
+//! * The bytes of the file are the same before, while and after it is flattened. Until `done-all` is there, no reader
+//!   takes from the plain file what is in a log.
 //! * Each step may be repeated, by any host, after a crash at any call: logs do not change, and a part of the plain file
 //!   is written with the same bytes each time.
 
@@ -55,8 +55,8 @@ const END: &str = "all";
 pub(crate) const ALL: &str = "done-all";
 /// Bytes of the plain file that one host writes at a time. The seal names them, so hosts divide a file in one way.
 pub const UNIT_BYTES: u64 = 256 << 20;
-/// Bytes that are read from logs before they are written: so many of each log follow each other that a disk does not seek
-/// for most of its time.
+/// Bytes that are read from logs before they are written: enough of each log that a disk does not seek for most of its
+/// time.
 const COPY_BYTES: u64 = 4 << 20;
 /// Pieces of them, each of which takes some memory.
 const COPY_PIECES: usize = 4096;
@@ -70,12 +70,12 @@ pub struct Seal {
     pub(crate) len: u64,
     /// Bytes of the plain file that one host writes at a time.
     unit_bytes: u64,
-    /// What somebody has given up ([`crate::salvage`]).
+    /// What was given up ([`crate::salvage`]).
     #[serde(default, skip_serializing_if = "Lost::is_empty")]
     pub(crate) lost: Lost,
 }
 
-/// What of a container cannot be read, and nobody waits for any more.
+/// What of a container cannot be read, and is given up.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Lost {
     /// Parts of indexes that are no frames, by the index's name.
@@ -124,7 +124,7 @@ impl Seal {
         self.indexes.get(&writer.index_name()).copied().unwrap_or(0)
     }
 
-    /// Whose indexes count.
+    /// Writers whose indexes count.
     pub(crate) fn writers(&self) -> Vec<Writer> {
         let counting = self.indexes.iter().filter(|(_, bytes)| **bytes > 0);
         counting
@@ -289,13 +289,13 @@ impl<'a, B: Backing> Ending<'a, B> {
         // The length is that of these bytes of the indexes, whatever a host that was taken for dead adds meanwhile.
         self.container.take_seal(self.base, seal.clone())?;
         seal.len = self.container.len();
-        // Asked for after `closing` is there: who sets a time later says so in the container.
+        // Asked for after `closing` is there: a later change of the time is recorded in the container.
         let modified = self.base.attr_now(inode)?.mtime;
         times::begin(self.base, self.votes().dir(), modified)?;
         self.ballot.decide(&seal).map(drop)
     }
 
-    /// Says that nobody begins to write any more; false if a host writes that `is_alive` says to live.
+    /// Refuses new writers from here on; false if a host writes that `is_alive` says to live.
     pub(crate) fn close(&self, is_alive: &dyn Fn(&str) -> Result<bool>) -> Result<bool> {
         Ok(match self.ballot.close(is_alive)? {
             DecisionStep::Close | DecisionStep::Wait(_) => false,
@@ -335,7 +335,7 @@ impl<'a, B: Backing> Ending<'a, B> {
             .ballot
             .carry_out(|unit| self.do_unit(unit, &seal, inode, plain))?;
         Ok(match progress {
-            // Who has removed the container has ended it before.
+            // The host that removed the container has ended it before.
             Progress::Done | Progress::Gone => Flat::Done,
             Progress::Waits(_) => Flat::Waits,
         })
@@ -353,8 +353,8 @@ impl<'a, B: Backing> Ending<'a, B> {
         }
     }
 
-    /// Does what changes the plain file as a whole, or removes the container, if no other host is at it and it is still
-    /// there. True: nobody else is at it.
+    /// Runs `work`, which changes the plain file as a whole or removes the container, under the container's exclusive
+    /// lock. False if another host holds the lock, or the container is gone.
     pub(crate) fn alone(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<bool> {
         Ok(match self.ballot.do_alone(work)? {
             Alone::Done | Alone::Gone => true,
@@ -362,7 +362,7 @@ impl<'a, B: Backing> Ending<'a, B> {
         })
     }
 
-    /// Cuts from the plain file what counts no more, so that what is a hole in the file is one there.
+    /// Cuts from the plain file what counts no more, so that holes of the file are holes there.
     fn cut(&self, plain: &B::File) -> Result<()> {
         let counts = self.container.base_end();
         if self.base.attr_of_file_now(plain)?.size > counts {
@@ -411,7 +411,7 @@ impl<'a, B: Backing> Ending<'a, B> {
             };
             let write = |batch| self.write_batch(batch, plain, &used);
             let written = read.iter().try_for_each(write);
-            // Else the reader would wait for somebody to take its next batch.
+            // Otherwise the reader would wait for its next batch to be taken.
             drop(read);
             match reader.join() {
                 Ok(outcome) => written.and(outcome),
@@ -522,7 +522,7 @@ impl<'a, B: Backing> Ending<'a, B> {
 
     /// Everything is in the plain file: it gets its length and its time ([`crate::times`]).
     fn finish(&self, seal: &Seal, inode: &B::Inode, plain: &B::File) -> Result<()> {
-        // A file that nobody wrote to keeps all of its times.
+        // A file without writes keeps all of its times.
         if self.base.attr_of_file_now(plain)?.size != seal.len {
             self.base.set_len(plain, seal.len)?;
         }
@@ -574,9 +574,10 @@ fn room_in(batch: &[Segment], start: u64) -> u64 {
     let (Some(first), Some(last)) = (batch.first(), batch.last()) else {
         return COPY_BYTES;
     };
-    match last.file.end == start && batch.len() < COPY_PIECES {
-        true => COPY_BYTES.saturating_sub(start - first.file.start),
-        false => 0,
+    if last.file.end == start && batch.len() < COPY_PIECES {
+        COPY_BYTES.saturating_sub(start - first.file.start)
+    } else {
+        0
     }
 }
 

@@ -1,8 +1,8 @@
 //! Makes sorted indexes: of frames, and of smaller sorted indexes.
 //!
-//! A host sorts what it has written when that is so much that others should not have it in memory, and the rest when it
-//! ends writing. So an index of any length is sorted with little memory: a part at a time, and parts of like size are
-//! merged. Smaller parts stay: who was told that less of the index counts uses them.
+//! A host sorts its own frames when there are too many for other hosts to keep in memory, and the rest when it ends
+//! writing. So an index of any length is sorted with little memory: a part at a time, and parts of like size are
+//! merged. Smaller parts stay: a host that was told that less of the index counts uses them.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -17,9 +17,9 @@ use crate::names::Writer;
 use crate::resolve::{Key, Layer, layers_of};
 use crate::table::{Cuts, Table, TableWriter};
 
-/// So many tables of one level become one of the next.
+/// This many tables of one level become one of the next.
 const MERGED_TABLES: usize = 16;
-/// A table that is so many times as long as those after it together stays as it is when a host ends writing.
+/// A table that is this many times as long as those after it together stays as it is when a host ends writing.
 const MUCH_LONGER: u64 = 4;
 
 /// An index's place: the container's directory, and whose it is.
@@ -27,7 +27,7 @@ pub(crate) struct Sorter<'a, B: Backing> {
     pub(crate) base: &'a B,
     pub(crate) dir: &'a B::Inode,
     pub(crate) writer: &'a Writer,
-    /// Of who sorts.
+    /// Turn of the host that sorts.
     pub(crate) turn: u64,
 }
 

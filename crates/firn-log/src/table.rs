@@ -7,8 +7,8 @@
 //! u32 bytes of the directory, u32 CRC32C of it, "FIRNSORT"
 //! ```
 //!
-//! It stands for bytes FROM to TO of the index, which its name says. It is made from the index and can be made again,
-//! so nobody waits for it to be durable: one that is not whole, or has a block that is not, is not used.
+//! It stands for bytes FROM to TO of the index, as its name says. It is made from the index and can be made again, so
+//! its sync is not waited for. A table that is not whole is not used, nor is a damaged block.
 //!
 //! Invariants
 //! * It never changes, and two of the same name have the same bytes.
@@ -66,7 +66,7 @@ impl quick_cache::Weighter<PartId, Arc<Span>> for Weight {
 }
 
 impl BlockCache {
-    /// With at most so many bytes.
+    /// With at most `bytes` bytes.
     pub(crate) fn new(bytes: u64) -> Self {
         let for_spans = bytes / 8;
         let for_blocks = bytes - for_spans;
@@ -104,7 +104,7 @@ pub struct Directory {
     pub spans: Vec<SpanBlock>,
 }
 
-/// What the cuts and growths in a part of an index make of the file.
+/// The effect of the cuts and growths in a part of an index.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Cuts {
     /// Where the plain file ends, if there is a cut.

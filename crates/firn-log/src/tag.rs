@@ -1,7 +1,8 @@
 //! The tag of a plain file that has bytes in a container: an attribute that names the container and its directory.
 //!
-//! The directory with containers is in the backing. Another user who may rename there can take it away, and the plain file
-//! alone would be read as if it were whole. With its tag the file is refused until the directory is back.
+//! The directory with containers is in the backing. Another user with permission to rename there can take it away, and
+//! the plain file alone would be read as if it were whole. With its tag the file is refused until the directory is
+//! back.
 //!
 //! * A host sets the tag after the first sync of its log, and removes it before a container counts as flat.
 //! * A tag that names another directory than the present one says that containers are missing. One that names the present
@@ -93,7 +94,7 @@ pub(crate) fn check<B: Backing>(base: &B, inode: &B::Inode, id: FileId, home: Ho
 fn load<B: Backing>(base: &B, inode: &B::Inode) -> Result<Option<(Home, String)>> {
     match base.get_xattr(inode, OsStr::new(NAME)) {
         Ok(tag) => Ok(decode(&tag)),
-        // It has no name any more, or no attributes: nothing is known of it.
+        // It has no name any more, or no attributes: its tag is unknown.
         Err(Errno::NODATA | Errno::OPNOTSUPP | Errno::NOSYS | Errno::ACCESS | Errno::PERM) => {
             Ok(None)
         }

@@ -6,13 +6,14 @@
 //! ```text
 //! time-0       the time that the plain file had before it was flattened
 //! time-1 …     times that programs have set since
-//! time-N       `end`: the plain file has the time before it, and nobody sets it here any more
+//! time-N       `end`: the plain file has the time before it; later times are not recorded here
 //! ```
 //!
-//! A host that gives the file a time sets it in the plain file, then looks whether the container is closing, and if so puts
-//! its time behind the last one and sets it in the plain file again. Who flattens gives the plain file the last time and then
-//! puts `end` behind it. Of the two that put the same number one is first: either the time is there and is given to the
-//! plain file, or `end` is there, and the plain file gets the time afterwards. No clocks are compared.
+//! A host that gives the file a time sets it in the plain file, then looks whether the container is closing. If so, it
+//! puts its time behind the last one and sets it in the plain file again. A host that flattens gives the plain file the
+//! last time and then puts `end` behind it. Of two records with one number, the first one put counts. Either that is
+//! the time, which is given to the plain file; or it is `end`, and the plain file gets the time afterwards. No clocks
+//! are compared.
 
 use std::ffi::OsStr;
 
@@ -29,7 +30,7 @@ const END: &str = "end";
 pub(crate) enum Record {
     /// The file has this time.
     Time(Time),
-    /// The plain file has the time of the file.
+    /// The plain file has the right time.
     End,
 }
 
@@ -95,7 +96,8 @@ fn put<B: Backing>(base: &B, dir: &B::Inode, number: u64, record: Record) -> Res
     }
 }
 
-/// Says what time the plain file has, which nobody has begun to flatten. Durable with the next sync of the container.
+/// Records the time of the plain file, before any host begins to flatten it. Durable with the next sync of the
+/// container.
 pub(crate) fn begin<B: Backing>(base: &B, dir: &B::Inode, time: Time) -> Result<()> {
     put(base, dir, 0, Record::Time(time)).map(drop)
 }
@@ -106,8 +108,8 @@ pub(crate) struct Last {
     pub(crate) record: Record,
 }
 
-/// Says that somebody has given the file a time, durably. `from` is a record that is there. Where the plain file has the
-/// file's time already, that stays the last record: whoever sets a time now sets it there.
+/// Records that the file was given a time, durably. `from` is a record that is there. Where the plain file has the
+/// file's time already, that stays the last record: later changes of the time go to the plain file.
 pub(crate) fn add<B: Backing>(
     base: &B,
     dir: &B::Inode,
@@ -128,8 +130,8 @@ pub(crate) fn add<B: Backing>(
     }
 }
 
-/// Gives the plain file the last time that the container has, and says so. `from` is a record that is there; `give` gives
-/// the plain file a time, durably.
+/// Gives the plain file the last time of the container, and records that. `from` is a record that is there; `give`
+/// gives the plain file a time, durably.
 pub(crate) fn settle<B: Backing>(
     base: &B,
     dir: &B::Inode,

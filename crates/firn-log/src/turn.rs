@@ -24,7 +24,7 @@ const TURN: &str = "turn-";
 /// Each turn costs a few calls at the mount.
 const TURNS_MAX: u64 = 256;
 
-/// The turn of this host.
+/// Takes a turn for this host; without one, a number from its name.
 pub(crate) fn take<B: Backing>(base: &B, top: &B::Inode, host: &str, is_alive: &Liveness) -> u64 {
     let taken = take_free(base, top, host, is_alive).unwrap_or_else(|error| {
         tracing::debug!(%error, "no turn can be taken: the lane of logs comes from the host's name");
@@ -67,7 +67,7 @@ fn take_free<B: Backing>(
     Ok(None)
 }
 
-/// Which host has each turn.
+/// The host of each turn.
 fn read_holders<B: Backing>(base: &B, top: &B::Inode) -> Result<BTreeMap<u64, String>> {
     let mut holders = BTreeMap::new();
     for (name, ..) in own::list(base, top)? {

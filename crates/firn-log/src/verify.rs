@@ -23,9 +23,9 @@ use crate::table::{Table, TableError, TableResult};
 pub struct Finding {
     /// The container, in `.firn/log/`.
     pub container: String,
-    /// The file in it; none if it is the container itself.
+    /// The file in it; None: the container itself.
     pub file: Option<String>,
-    /// Whose file it is.
+    /// Host that wrote the file.
     pub host: Option<String>,
     /// Where in the file.
     pub offset: Option<u64>,
@@ -36,7 +36,7 @@ pub struct Finding {
 /// What may be wrong.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// Somebody else may have written it.
+    /// Another user may have written it.
     Distrusted(String),
     /// The container cannot be read.
     Head(HeadError),
@@ -46,7 +46,7 @@ pub enum Fault {
     Seal,
     /// A frame that was there is not whole: what it said cannot be read, and so nothing of the file.
     Index,
-    /// An index of which the seal counts bytes is gone: reading fails where what it said is not sorted.
+    /// An index of which the seal counts bytes is gone. Reads fail where its unsorted part would be needed.
     Missing,
     /// Bytes at the end of an index are no frame: a host died there, or what was not synced was lost.
     Torn,

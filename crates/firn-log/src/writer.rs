@@ -1,4 +1,4 @@
-//! What this host writes to one file: its logs and its index.
+//! The writer of this host for one file: its logs and its index.
 
 use std::ffi::OsStr;
 use std::io::IoSlice;
@@ -15,12 +15,13 @@ use crate::frame::{CHECKED_BYTES, Change, Frame, Written};
 use crate::names::Writer;
 use crate::run::{Piece, find_runs};
 
-/// A log that has so many bytes is followed by another.
+/// A log that has this many bytes is followed by another.
 const LOG_BYTES_MAX: u64 = 4 << 30;
 /// Data of a page or more begins at a page.
 const PAGE_BYTES: u64 = 4096;
-/// Most bytes of one call. Linux keeps what a call writes in folios as large as it can: on ext4 in a virtual machine, a call of a MiB
-/// and more took three to five times as long for each byte, because the machine has to get memory for large folios from its host.
+/// Most bytes of one call. Linux keeps what a call writes in folios as large as it can. On ext4 in a virtual machine, a
+/// call of a MiB and more took three to five times as long for each byte, because the machine has to get memory for
+/// large folios from its host.
 const WRITE_BYTES: usize = 512 << 10;
 
 /// A frame, and where it is in the index.
@@ -39,7 +40,7 @@ pub(crate) struct OwnLog<B: Backing> {
     logs: Mutex<Logs<B>>,
     log_made: Condvar,
     index: Appender<B>,
-    /// Of the names of its files.
+    /// Sync state of the names of its files.
     names: Unsynced,
 }
 
@@ -57,7 +58,7 @@ struct Log<B: Backing> {
     file: B::File,
     /// Writes that have room in it.
     writes: AtomicU64,
-    /// Of those that are over.
+    /// Sync state of the writes that are over.
     bytes: Unsynced,
 }
 
@@ -68,17 +69,18 @@ struct Room<B: Backing> {
 }
 
 /// How many changes of a file or directory are durable. A sync makes those durable that were over when it began, and no
-/// others. Who calls it while another thread is at it syncs too: what that one makes durable is not known before its end.
+/// others. A thread that calls it during another thread's sync syncs too: it cannot know what the other sync covers
+/// before that ends.
 #[derive(Default)]
 struct Unsynced {
     /// Changes that are over.
     made: AtomicU64,
-    /// So many of them are durable.
+    /// How many of them are durable.
     synced: AtomicU64,
 }
 
 impl Unsynced {
-    /// A change is over: after the call that makes it, or a sync that began before would count it.
+    /// Counts a change. Called after the change: a sync that began before it would count it otherwise.
     fn note(&self) {
         self.made.fetch_add(1, Ordering::AcqRel);
     }
@@ -132,7 +134,7 @@ impl<B: Backing> OwnLog<B> {
         let written = write_vectored(base, &room.log.file, data, room.position);
         room.log.bytes.note();
         written?;
-        // No page of a log is written twice, so that nothing is saved by waiting for the sync.
+        // No page of a log is written twice, so waiting with the sync saves nothing.
         let written = room.position..room.position + bytes;
         base.advise(&room.log.file, written, PageAdvice::WriteOut);
         let pieces = parts.iter().map(|part| Piece {
@@ -195,7 +197,7 @@ impl<B: Backing> OwnLog<B> {
         Ok(Some(told))
     }
 
-    /// Room for so many bytes that nobody else writes to.
+    /// Reserves `bytes` bytes of a log for one writer.
     fn take_room(&self, base: &B, bytes: u64) -> Result<Room<B>> {
         let mut logs = self.logs.lock();
         loop {
@@ -239,12 +241,13 @@ impl<B: Backing> OwnLog<B> {
 }
 
 impl<B: Backing> Logs<B> {
-    /// None if there is no log with so much room.
+    /// None if no log has that much room.
     fn take(&mut self, bytes: u64) -> Option<Room<B>> {
         let log = Arc::clone(self.current.as_ref()?);
-        let position = match bytes >= PAGE_BYTES {
-            true => self.end.next_multiple_of(PAGE_BYTES),
-            false => self.end,
+        let position = if bytes >= PAGE_BYTES {
+            self.end.next_multiple_of(PAGE_BYTES)
+        } else {
+            self.end
         };
         if self.end > 0 && position + bytes > LOG_BYTES_MAX {
             return None;

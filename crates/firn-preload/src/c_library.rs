@@ -1,8 +1,8 @@
 //! The C library that a process has. A job's environment reaches programs of another one, too, those of an Alpine container
 //! say: the library must load there and do nothing.
 //!
-//! So it needs no shared library but the C library: what the standard library would take of libgcc and of the loader is here,
-//! and what only the GNU C library has is looked up by name.
+//! So it needs no shared library but the C library. What the standard library would take of libgcc and of the loader is
+//! here, and what only the GNU C library has is looked up by name.
 
 use std::ffi::{CStr, c_int, c_void};
 

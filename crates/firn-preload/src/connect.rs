@@ -1,8 +1,8 @@
 //! Connections to firnd: one for each arena, made at the first use.
 //!
-//! Requests are answered in order, and so are read: whoever asks first takes what is still to come from
-//! an earlier [`ask_ahead`]. A connection that ended is made anew at the next use, a few times: firnd
-//! may have been mounted again. Its number is another then, because its tokens are.
+//! Requests are answered in order, and answers are read in that order: the next request takes what is still to come
+//! from an earlier [`ask_ahead`]. A connection that ended is made anew at the next use, a few times: firnd may have
+//! been mounted again. A new connection has a new number, because its tokens are new.
 //!
 //! Nothing is sent before the kernel said that a process of this user listens at the other end.
 
@@ -52,8 +52,8 @@ struct Link {
     inner: Locked<Inner>,
 }
 
-// SAFETY: words, locks, a map of nothing, and options of words, which zeros are values of, whichever: what was answered
-// is set anew before the first connection (`ask_first`), and without an attempt there is none.
+// SAFETY: words, locks, an empty map, and options of words; zeros are a valid value of each. What was answered is set
+// anew before the first connection (`ask_first`), and without an attempt there is none.
 static LINKS: Wiped<[Link; LINKS_COUNT]> =
     unsafe { Wiped::new([const { Link::new() }; LINKS_COUNT]) };
 
@@ -64,7 +64,7 @@ pub(crate) fn wipe_on_fork() -> bool {
 
 struct Inner {
     uuid: [u8; 16],
-    /// Connections so far; 0: the link is nobody's.
+    /// Connections so far; 0: the link is free.
     attempts: u32,
     identity: Identity,
     map: ArenaMap,
@@ -82,9 +82,9 @@ struct Leases {
     /// The word of a [`Status`]: a child of fork(2) finds zeros here.
     status: u32,
     slabs: [Slab; LEASE_SLABS_MAX],
-    /// Of `slabs`, those from here …
+    /// Index in `slabs` of the first lease that is still to be filled …
     next: usize,
-    /// … to here are still to be filled, in this order.
+    /// … and the index after the last one. They are filled in this order.
     end: usize,
 }
 
@@ -149,7 +149,7 @@ pub(crate) fn connect_to_write(token: &Token, lease_bytes: u64) -> Option<(u32, 
     Some((link, reply))
 }
 
-/// Which extents are asked for.
+/// The extents that are asked for.
 pub(crate) struct Wanted<'a> {
     /// From here of the file on.
     pub(crate) from: u64,
@@ -226,7 +226,7 @@ pub(crate) fn open_sockets() -> impl Iterator<Item = c_int> {
         .filter(|fd| *fd >= 0)
 }
 
-/// Gives a socket another number: the program wants that one for itself.
+/// Gives a socket another number, because the program wants its number.
 pub(crate) fn move_socket(fd: c_int) {
     for link in LINKS.iter() {
         if link.socket.load(Ordering::Acquire) != fd + 1 {
@@ -325,7 +325,7 @@ fn open_socket(
 /// What is asked together with a new connection.
 enum First<'a> {
     Nothing,
-    /// A grant and a lease of so many bytes, and the answer.
+    /// A grant and a lease of this many bytes, and the answer.
     Open(u64, Option<Reply>),
     /// The first extents, and the answer.
     Extents(Wanted<'a>, &'a mut [MaybeUninit<Extent>], Option<Reply>),
@@ -446,7 +446,7 @@ impl Open {
         if let Err(CallError::NotSent | CallError::NoReply) = answer {
             let fd = self.connection.as_fd().as_raw_fd();
             set_internal(fd, false);
-            // Without the socket nobody makes another `Open` of it.
+            // Without the socket no other thread makes an `Open` of it.
             if self.link.socket.swap(0, Ordering::AcqRel) != 0 {
                 sys::close(fd);
             }
@@ -540,7 +540,7 @@ fn set_internal(fd: c_int, internal: bool) {
     }
 }
 
-/// A copy of a connection with a high number; its own may be one that the program chooses.
+/// A copy of a connection with a high number, which the program does not choose for itself.
 #[inline(never)]
 fn copy_to_high_number(connection: &Connection) -> Option<Connection> {
     let number = connection.as_fd().as_raw_fd();
@@ -551,7 +551,7 @@ fn copy_to_high_number(connection: &Connection) -> Option<Connection> {
     Some(unsafe { Connection::from_raw_fd(copy.into_raw_fd()) })
 }
 
-/// Connects to this user's own firnd, and to nobody else.
+/// Connects to this user's own firnd only.
 #[inline(never)]
 fn connect_to(token: &Token) -> Option<Connection> {
     match Connection::to(token, sys::euid()) {

@@ -43,7 +43,7 @@ unsafe extern "C" {
 static OURS: AtomicUsize = AtomicUsize::new(0);
 
 unsafe extern "C" fn read(cookie: *mut c_void, data: *mut c_char, len: size_t) -> ssize_t {
-    // SAFETY: the C library gives its own buffer, writable for so many bytes.
+    // SAFETY: the C library gives its own buffer, writable for `len` bytes.
     unsafe { libc::read(cookie as c_int, data.cast(), len) }
 }
 

@@ -84,7 +84,7 @@ pub(crate) fn first_token(number: u64) -> Option<Token> {
     (number != 0 && first.token == number).then_some(first)
 }
 
-/// How firnd calls this open file; `None` where no firnd serves it or does not serve this process.
+/// The token of an open file; `None` where no firnd serves it or does not serve this process.
 pub(crate) fn token_of(fd: c_int) -> Option<Token> {
     let token = firn_direct::connection::token_of(sys::borrow(fd)?)?;
     (token.version == DATA_SOCKET_VERSION).then_some(token)

@@ -1,4 +1,4 @@
-//! Who serves the bytes that neither a lease nor a list can: the kernel for files of a mount, firnd over the data
+//! What serves the bytes that neither a lease nor a list can: the kernel for files of a mount, firnd over the data
 //! socket for stubs.
 
 use std::ffi::c_int;
@@ -17,8 +17,8 @@ use crate::table::Held;
 pub(crate) enum WriteError {
     /// None of them is in the file.
     Failed(c_int),
-    /// firnd ended before it answered: some of them may be. A count that leaves them out would make the program write
-    /// them again, so the call fails, whatever it wrote before.
+    /// firnd ended before it answered, so some of the bytes may be stored. A count that leaves them out would make the
+    /// program write them again, so the call fails, whatever it wrote before.
     Unknown(c_int),
 }
 
@@ -37,13 +37,13 @@ impl WriteError {
     }
 }
 
-/// Who serves what goes past neither lease nor list.
+/// Serves what goes past neither lease nor list.
 pub(crate) trait Fallback {
     /// Whether bytes may go into leases now; asks for the grant where it is time to.
     fn may_lease(held: &mut Held, total: usize) -> bool;
     /// Whether there is a list of where the bytes are; asks for it where that is worth it.
     fn has_list(held: &mut Held, at: Option<u64>, total: usize) -> bool;
-    /// Leaves a call to somebody else, where there is somebody, with the offset given back; else `Ok`.
+    /// Leaves a call to the kernel or the next function, where there is one, with the offset given back; else `Ok`.
     fn leave(
         held: Held,
         claim: Option<&mut Claim>,

@@ -28,7 +28,7 @@ pub(crate) struct Ticket {
 }
 
 impl Ticket {
-    /// Of a descriptor that is not ours.
+    /// A descriptor that is not ours.
     pub(crate) const NONE: Self = Self { entry: None };
 
     /// The offset must not become private before [`Ticket::finish`].

@@ -46,7 +46,7 @@ use forward;
 /// Vectors as the memory of a call, where the kernel would take them: neither their number nor their place is bad.
 ///
 /// # Safety
-/// As for [`ProgramMemory::new`] if `parts` points to so many vectors as `count` says.
+/// As for [`ProgramMemory::new`] if `parts` points to `count` vectors.
 unsafe fn memory_of<'a, Access>(
     parts: *const libc::iovec,
     count: libc::c_int,
@@ -57,7 +57,7 @@ unsafe fn memory_of<'a, Access>(
     if !crate::probe::is_readable(parts.cast(), count as usize * size_of::<libc::iovec>()) {
         return None;
     }
-    // SAFETY: the program gave so many vectors to a call that does with them what `Access` says, and their place
-    // was just found readable.
+    // SAFETY: the program gave `count` vectors to a call that does with them what `Access` says, and their place was
+    // just found readable.
     Some(unsafe { ProgramMemory::new(std::slice::from_raw_parts(parts, count as usize)) })
 }

@@ -1,11 +1,11 @@
 //! Descriptors of files of a mount: what goes neither into a lease nor by a list goes to the kernel.
 //!
-//! A descriptor is a candidate at first. At a write, or a read, firnd is asked; while it agrees, the offset is
-//! private and bytes go by direct access. Whatever does not fit there (no room, a lease revoked, a list that does
-//! not hold, a descriptor that others got) gives the offset back, and the call goes to the kernel as it came.
+//! A descriptor is a candidate at first. At a write, or a read, firnd is asked; while it agrees, the offset is private
+//! and bytes go by direct access. A call that does not fit there (no room, a lease revoked, a list that does not hold,
+//! a descriptor that others got) gives the offset back, and goes to the kernel as it came.
 //!
-//! A number that was closed by a raw call: firnd ended its leases at the close, so the first write finds them
-//! revoked, sees by its token that the descriptor is another one, and leaves it alone.
+//! A number that was closed by a raw call: firnd ended its leases at the close, so the first write finds them revoked.
+//! The write sees by its token that the descriptor is another one, and leaves it alone.
 
 use std::ffi::c_int;
 use std::sync::atomic::Ordering;
@@ -35,7 +35,7 @@ const REFUSALS_MAX: u32 = 16;
 const REFUSED_BYTES: u64 = HESITATE_BYTES_MAX;
 /// The first lease of a file that gets direct access: as it is no small one, not a slab that this call would fill.
 const FIRST_LEASE_BYTES: u64 = 128 << 10;
-/// The first read of a file of so many bytes is worth the question.
+/// The first read of a file of at least this size is worth the question.
 const LISTED_FILE_BYTES_MIN: u64 = 64 << 10;
 
 /// The kernel, as a descriptor's fallback.

@@ -1,10 +1,10 @@
 //! Where the bytes of a file are, as firnd listed them.
 //!
-//! What is listed stays where it is, and is what the file holds as long as the file's word in the arena is the
-//! list's stamp: the word is looked at after the copy. Bytes that are in files of the backing are read by descriptors that
-//! came with the list; what other hosts do to these nobody here sees, so such a list holds for a while only, and
-//! then firnd is asked whether it still does. Holes, and bytes that nobody but firnd can read, come from the
-//! descriptor's fallback ([`crate::fallback`]).
+//! What is listed stays where it is, and is what the file holds as long as the file's word in the arena is the list's
+//! stamp: the word is looked at after the copy. Bytes that are in files of the backing are read by descriptors that
+//! came with the list. Changes by other hosts are not seen here, so such a list holds for a while only, and then firnd
+//! is asked whether it still does. Holes, and bytes that only firnd can read, come from the descriptor's fallback
+//! ([`crate::fallback`]).
 //!
 //! ```text
 //!   0 ......... start ═══ extents, and gaps ═══ end ............ size
@@ -15,9 +15,9 @@
 //! gets longer as it reads: a file may have millions of pieces.
 //!
 //! Invariants
-//! * `count <= LIST_MAX`, and so many extents were written by answers of firnd.
+//! * `count <= LIST_MAX`, and answers of firnd wrote the first `count` extents.
 //! * Extents and files are mapped while `extents` is not null.
-//! * `file_count <= LIST_FILES_MAX`; the first so many of the files are open, and this list's own.
+//! * `file_count <= LIST_FILES_MAX`; the first `file_count` files are open, and this list's own.
 
 pub(crate) mod copy;
 pub(crate) mod fetch;
@@ -43,9 +43,9 @@ const _: () = assert!(EXTENTS_BYTES.is_multiple_of(align_of::<ListFile>()));
 /// Which files a call read by is a word of bits.
 const _: () = assert!(LIST_FILES_MAX <= u64::BITS as usize);
 
-/// Whoever goes on no further than this beyond the end of a list is told what lies between.
+/// A read that begins no further than this beyond the end of a list extends the list by what lies between.
 const NEAR_BYTES: u64 = 1 << 20;
-/// Reads elsewhere after which a list begins anew there, though little was read by it.
+/// After this many reads elsewhere, a list begins anew there, though little was read by it.
 const MISSES_MAX: u32 = 16;
 
 /// Where a file's bytes are. Zeros: not asked for.
@@ -56,11 +56,11 @@ pub(crate) struct List {
     file_count: usize,
     /// The extent that the last read ended in.
     hint: usize,
-    /// From here of the file all is known …
+    /// Offset in the file from which the list knows all …
     start: u64,
-    /// … up to here, …
+    /// … and the offset where that ends.
     end: u64,
-    /// … so much of it by the last answer.
+    /// Bytes that the last answer added.
     last_bytes: u64,
     /// Bytes of the file.
     size: u64,
@@ -140,7 +140,7 @@ impl List {
             return None;
         }
         let room = self.extents.wrapping_add(self.count).cast();
-        // SAFETY: the mapping has room for so many more, as just compared, and is borrowed with this list alone.
+        // SAFETY: the mapping has room for `EXTENTS_MAX` more, as just compared, and is borrowed with this list alone.
         Some(unsafe { std::slice::from_raw_parts_mut(room, EXTENTS_MAX) })
     }
 
@@ -171,7 +171,7 @@ impl List {
         is_same && self.word.is_some()
     }
 
-    /// Another answer with the same stamp says that all of the list holds so long.
+    /// Another answer with the same stamp says that all of the list holds that long.
     fn note_valid(&mut self, reply: &Reply, asked_ns: u64) {
         if reply.valid_ns != 0 {
             let until = asked_ns.saturating_add(reply.valid_ns);
@@ -214,7 +214,7 @@ impl List {
         }
         let file = ListFile::keep(received, identity, owner)?;
         let index = self.file_count;
-        // SAFETY: `index` is less than `LIST_FILES_MAX`, for so many of which the mapping has room.
+        // SAFETY: `index` is less than `LIST_FILES_MAX`, the number of files for which the mapping has room.
         unsafe { self.files_start().add(index).write(file) };
         self.file_count += 1;
         Some(index)
@@ -226,7 +226,8 @@ impl List {
 
     fn files(&self) -> impl Iterator<Item = ListFile> + use<> {
         let start = self.files_start();
-        // SAFETY: so many were written (`keep_file`), and stay mapped until `unmap_extents`, which is done with these.
+        // SAFETY: `keep_file` wrote the first `file_count` files; they stay mapped until `unmap_extents`, which is done
+        // with these.
         (0..self.file_count).map(move |index| unsafe { start.add(index).read() })
     }
 
@@ -263,7 +264,7 @@ impl List {
         }
     }
 
-    /// Whether it holds for a while only: it names files of the backing.
+    /// Whether the list holds for a while only: it names files of the backing.
     fn is_limited(&self) -> bool {
         self.until_ns != 0
     }
@@ -278,8 +279,8 @@ impl List {
         (self.start..self.end).contains(&at)
     }
 
-    /// Makes the next answers, for what comes at the end of the list, reach `at`, of which it does not tell. False where that
-    /// is not worth it.
+    /// Makes the next answers, which extend the list at its end, reach `at`, which the list does not cover. False where
+    /// that is not worth it.
     fn make_way(&mut self, at: u64) -> bool {
         let is_near =
             at >= self.end && at - self.end <= self.last_bytes.max(NEAR_BYTES) && self.has_room();
@@ -314,7 +315,7 @@ impl List {
         if self.extents.is_null() {
             return &[];
         }
-        // SAFETY: firnd's answers filled so many (`add_answer`), and extents are words of any value.
+        // SAFETY: firnd's answers filled `count` extents (`add_answer`), and extents are words of any value.
         unsafe { std::slice::from_raw_parts(self.extents, self.count) }
     }
 
@@ -331,7 +332,7 @@ impl List {
         self.map.bytes(extent.at.checked_add(skip)?, len)
     }
 
-    /// Whether the list still is what the file holds. Whoever copied asks afterwards.
+    /// Whether the list still is what the file holds. A copy calls this after it has copied.
     fn is_current(&self) -> bool {
         fence(Ordering::Acquire);
         self.word

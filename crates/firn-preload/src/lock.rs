@@ -1,8 +1,8 @@
 //! A lock that knows its owner, so that a signal handler finds out that its own thread holds it.
 //!
-//! The word is 0, or the owner's [`thread_pointer`](sys::thread_pointer), which is even, with bit 0 set
-//! while somebody may wait. Owner and lock are one word: there is no instant at which it is held and
-//! the owner not known. All zeros is a free lock.
+//! The word is 0, or the owner's [`thread_pointer`](sys::thread_pointer), which is even, with bit 0 set while a thread
+//! may wait. Owner and lock are one word: there is no instant at which it is held and the owner not known. All zeros is
+//! a free lock.
 //!
 //! What a lock guards lies in a [`Locked`], and is reached by its [`Guard`] alone.
 //!
@@ -99,7 +99,7 @@ impl Lock {
             if found & !WAITING == me {
                 return false;
             }
-            // Others may wait too: who waited once takes it with the mark.
+            // Other threads may wait too: a thread that waited once takes the lock with the mark.
             let wanted = if found == 0 {
                 me | WAITING
             } else {

@@ -193,7 +193,7 @@ impl<'a> Run<'a, Readable> {
 
     /// As what a packet carries.
     pub(crate) fn as_outgoing(self) -> Outgoing<'a> {
-        // SAFETY: the program gave the bytes to be written to a file (`new`), and firnd is who writes them.
+        // SAFETY: the program gave the bytes to be written to a file (`new`), and firnd writes them.
         unsafe { Outgoing::from_raw(self.start, self.len) }
     }
 

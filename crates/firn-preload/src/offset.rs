@@ -1,13 +1,12 @@
 //! The offset of a descriptor: private to this process, or the kernel's.
 //!
-//! A call claims its range of the offset before it moves bytes: a signal handler that interrupts it and uses the
-//! same descriptor takes the next range. What was claimed and not used is given up, unless somebody claimed more
-//! behind it.
+//! A call claims its range of the offset before it moves bytes: a signal handler that interrupts it and uses the same
+//! descriptor takes the next range. What was claimed and not used is given up, unless a later claim lies behind it.
 //!
-//! While the offset is private the kernel's is parked where nothing can be read or written. Whoever uses the descriptor
-//! unseen, by a system call of its own or in another process that took it (pidfd_getfd(2)), gets EINVAL and not bytes at an
-//! old offset. To keep the kernel's offset right instead would take an lseek(2) after each call: a write of 64 bytes
-//! would cost six times as much.
+//! While the offset is private, the kernel's offset is parked where nothing can be read or written. A use of the
+//! descriptor that Firn does not see (a system call of its own, or another process that took it with pidfd_getfd(2))
+//! fails with EINVAL instead of moving bytes at an old offset. To keep the kernel's offset right instead would take an
+//! lseek(2) after each call: a write of 64 bytes would cost six times as much.
 
 use std::ffi::c_int;
 use std::sync::atomic::Ordering;
@@ -27,13 +26,13 @@ pub(crate) struct Claim {
 enum Range {
     /// The call named its offset.
     Given,
-    /// The offset is past it for good: somebody claimed more behind it.
+    /// The offset is past it for good: a later claim lies behind it.
     Passed,
     /// The private offset, which is behind it now.
     Private,
     /// The kernel's offset, which others share.
     Shared,
-    /// The private offset, given back to the kernel after so many bytes.
+    /// The private offset was given back to the kernel after this many bytes.
     GivenBack(usize),
 }
 
@@ -79,7 +78,7 @@ impl Claim {
         end.is_none_or(|end| end > i64::MAX as u64)
     }
 
-    /// Whether nobody depends on where it ends: the offset can stand after its first `done` bytes again.
+    /// Cuts the claim back to its first `done` bytes. Returns false if a later claim depends on where it ends.
     pub(crate) fn cut_back(&self, held: &Held, done: usize) -> bool {
         self.cut_back_entry(held.entry, held.fd, done)
     }
@@ -139,11 +138,11 @@ const PARKED: i64 = i64::MAX;
 
 /// The offset becomes private, from where the kernel has it.
 pub(crate) fn make_private(held: &mut Held) -> bool {
-    // A handler that wrote between the two steps would move an offset that nobody reads.
+    // A handler that wrote between the two steps would move an offset that is not read.
     sys::without_signals(|| {
         let offset = sys::lseek(held.fd, 0, libc::SEEK_CUR);
         held.entry.offset.store(offset as u64, Ordering::Relaxed);
-        // Somebody else has parked it, who took the descriptor in a way that was not seen.
+        // Another process has parked it, which took the descriptor unseen.
         let is_usable = offset >= 0 && offset as i64 != PARKED;
         held.set_private(is_usable && sys::lseek(held.fd, PARKED, libc::SEEK_SET) >= 0);
     });

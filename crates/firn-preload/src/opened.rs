@@ -13,7 +13,7 @@ use crate::stub;
 use crate::sys::{self, Identity};
 use crate::table::{self, ACTIVE, tag};
 
-/// Offsets that every write moves or blocks go to the disk: not what the arena is for.
+/// Flags with which every write moves the offset or blocks go to the disk: not what the arena is for.
 const UNUSUAL: c_int = libc::O_APPEND | libc::O_SYNC | libc::O_DSYNC | libc::O_DIRECT;
 
 /// How a descriptor came to be.

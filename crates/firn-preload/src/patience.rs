@@ -3,10 +3,10 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// What an open file moves through the kernel before firnd is asked for the first time, unless
-/// `FIRN_PRELOAD_DIRECT_AFTER` says otherwise: a grant and its end cost as much as so many bytes do there.
+/// Bytes that an open file moves through the kernel before firnd is asked for the first time, unless
+/// `FIRN_PRELOAD_DIRECT_AFTER` says otherwise: a grant and its end cost as much as this many bytes do there.
 const DIRECT_AFTER_BYTES: u64 = 64 << 10;
-/// A call counts as so many bytes at least: it is a trip to firnd, whatever it carries.
+/// A call counts as at least this many bytes: it is a trip to firnd, whatever it carries.
 pub(crate) const CALL_BYTES_MIN: u64 = 8 << 10;
 static DIRECT_AFTER: AtomicU64 = AtomicU64::new(DIRECT_AFTER_BYTES);
 
@@ -90,7 +90,7 @@ impl Patience {
         self.fast_bytes = 0;
     }
 
-    /// Next time after so many bytes.
+    /// Asks again after `bytes` more bytes.
     pub(crate) fn wait_for(&mut self, bytes: u64) {
         self.wait_bytes = bytes;
     }

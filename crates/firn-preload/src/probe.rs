@@ -5,8 +5,8 @@
 //! before, once for each page: those that were good are remembered. What is not good goes to the kernel, which
 //! says EFAULT or takes what comes before the bad page.
 //!
-//! Not found are bad pages between good ones, and pages that were good once and that the C library itself gave back
-//! meanwhile (free(3), the end of a thread): what the program unmaps or protects is seen.
+//! Two kinds of bad pages are not found: those between good ones, and those that the C library itself gave back
+//! meanwhile (free(3), the end of a thread). What the program unmaps or protects is seen.
 
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
@@ -121,12 +121,12 @@ fn can_read(page: usize) -> bool {
     result != -(libc::EFAULT as isize)
 }
 
-/// Whether a page can be written. Nothing in it changes, whoever else uses it.
+/// Whether a page can be written. The page stays unchanged, also when other threads use it.
 fn can_write(page: usize) -> bool {
-    static NOBODY_WAITS: AtomicU32 = AtomicU32::new(0);
-    let first = NOBODY_WAITS.as_ptr();
+    static NO_WAITERS: AtomicU32 = AtomicU32::new(0);
+    let first = NO_WAITERS.as_ptr();
     let op = libc::FUTEX_WAKE_OP | libc::FUTEX_PRIVATE_FLAG;
-    // SAFETY: the kernel adds 0 to a word of the page, atomically, and wakes nobody of the first one.
+    // SAFETY: the kernel adds 0 to a word of the page, atomically, and wakes no waiter of the first word.
     let result = unsafe {
         syscall!(
             libc::SYS_futex,

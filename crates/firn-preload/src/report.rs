@@ -129,7 +129,7 @@ fn add(counters: &[AtomicU64], index: usize, more: u64) {
     }
 }
 
-/// Gives the lines of the report to `print_line`, if it is wanted, and once.
+/// Gives the lines of the report to `print_line`, once, if a report is wanted.
 pub(crate) fn take_report(print_line: impl Fn(std::fmt::Arguments<'_>)) {
     if !WANTED.swap(false, Ordering::Relaxed) {
         return;

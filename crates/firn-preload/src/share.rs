@@ -1,4 +1,4 @@
-//! Somebody else is about to get a copy of a descriptor: from then on its offset is the kernel's.
+//! Another process or thread is about to get a copy of a descriptor: from then on its offset is the kernel's.
 
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicI32, Ordering};

@@ -1,8 +1,8 @@
-//! Calls that give copies of all descriptors to somebody: fork, exec, spawn.
+//! Calls that copy all descriptors to another process: fork, exec, spawn.
 //!
-//! Counted twice: `total` tells who opened a file meanwhile that such a call came between, `under_way` that one has
-//! not returned yet. A descriptor opened in another thread between these steps and the fork is not taken for this
-//! process's alone.
+//! Counted twice: `total` tells a thread that opened a file meanwhile that such a call came between; `under_way` tells
+//! that one has not returned yet. A descriptor opened in another thread between these steps and the fork is not taken
+//! for this process's alone.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
@@ -59,7 +59,7 @@ impl Moment {
         }
     }
 
-    /// Whether nobody got copies of descriptors since.
+    /// Whether no descriptor was copied to another process since.
     pub(crate) fn is_undisturbed(&self) -> bool {
         SHARING.under_way.load(Ordering::SeqCst) == 0
             && SHARING.total.load(Ordering::SeqCst) == self.total

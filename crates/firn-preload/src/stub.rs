@@ -1,11 +1,11 @@
 //! Stubs: descriptors of empty files on tmpfs, whose bytes firnd has.
 //!
 //! There is no kernel to leave a call to. What goes neither into a lease nor by a list goes to firnd over the data
-//! socket; where firnd is gone, the call waits for the next one, for a while, and fails with EIO.
-//! Nothing is ever written into the stub itself.
+//! socket. Where firnd is gone, the call waits for the next one, for a while, and fails with EIO. Nothing is ever
+//! written into the stub itself.
 //!
-//! The stub's offset in the kernel counts while others may share the descriptor: a range of it is reserved by
-//! one lseek(2), which is atomic. While nobody does, it is private as with a mount.
+//! The stub's offset in the kernel counts while the descriptor may be shared: a range of it is reserved by one
+//! lseek(2), which is atomic. A descriptor that is not shared has a private offset, as with a mount.
 
 mod attributes;
 mod data;

@@ -235,14 +235,14 @@ pub(crate) fn sleep_ms(ms: u32) {
     let _ = rustix::thread::nanosleep(&time);
 }
 
-/// Waits until the word is not `expected` any more, or somebody wakes it.
+/// Waits until the word differs from `expected`, or another thread wakes it.
 pub(crate) fn futex_wait(word: *const u32, expected: u32) {
     let op = libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG;
     // SAFETY: the kernel only reads the word, which lies in a lock that is never freed.
     unsafe { syscall!(libc::SYS_futex, word, op, expected, 0usize) };
 }
 
-/// Wakes one who waits.
+/// Wakes one waiting thread.
 pub(crate) fn futex_wake(word: *const u32) {
     let op = libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG;
     // SAFETY: the address is a key to the kernel here, which neither reads nor writes the word.

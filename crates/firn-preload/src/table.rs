@@ -34,9 +34,9 @@ pub(crate) mod tag {
     pub(crate) const UNKNOWN: u32 = 0;
     /// None: the descriptor is not ours.
     pub(crate) const NONE: u32 = 1;
-    /// Of a mount, open for writing.
+    /// A descriptor of a mount, open for writing.
     pub(crate) const WRITER: u32 = 2;
-    /// Of a mount, open for reading only.
+    /// A descriptor of a mount, open for reading only.
     pub(crate) const READER: u32 = 3;
     /// The library's own: a socket, or a file of the backing that a list names.
     pub(crate) const INTERNAL: u32 = 4;
@@ -48,7 +48,7 @@ pub(crate) mod tag {
 struct Table {
     tags: [AtomicU32; FDS],
     entries: [Entry; FDS],
-    /// The process that the table belongs to; 0: nobody's yet.
+    /// The process that the table belongs to; 0: none yet.
     owner: AtomicU32,
     /// One more than the highest descriptor with a tag so far.
     high: AtomicU32,
@@ -78,7 +78,7 @@ static STUB_HIGH: AtomicU32 = AtomicU32::new(0);
 pub(crate) mod stub_mark {
     /// It is none.
     pub(crate) const NONE: u8 = 0;
-    /// Nobody else has it.
+    /// Only this process has it.
     pub(crate) const OWN: u8 = 1;
     /// Its offset is shared with others, and the kernel's.
     pub(crate) const SHARED: u8 = 2;
@@ -147,15 +147,15 @@ pub(crate) struct Inner {
     pub(crate) link: u32,
     /// Of the library's own descriptors: that of the program in whose list it is, plus one; 0: none.
     pub(crate) owner: c_int,
-    /// Which file it is.
+    /// Identity of the file.
     pub(crate) identity: Identity,
-    /// How firnd calls the open file.
+    /// Token of the open file.
     pub(crate) token: u64,
     /// How firnd calls the file in piece records.
     pub(crate) file_id: u64,
     /// When firnd is asked for a grant or a list.
     pub(crate) patience: Patience,
-    /// Of a stub: what only it has.
+    /// State that only a stub has.
     pub(crate) stub: StubState,
     /// What may be filled.
     pub(crate) lease: LeaseSlot,
@@ -282,7 +282,7 @@ pub(crate) fn tag_of(fd: c_int) -> u32 {
     }
 }
 
-/// Whether something is kept of a descriptor: unlike [`tag_of`], asks nobody about one that was not looked at yet.
+/// Whether something is kept of a descriptor. Unlike [`tag_of`], makes no system call for an unknown descriptor.
 pub(crate) fn is_kept(fd: c_int) -> bool {
     let tag = TABLE.tags.get(fd as usize);
     tag.is_some_and(|tag| !matches!(tag.load(Ordering::Acquire), tag::UNKNOWN | tag::NONE))
@@ -291,7 +291,7 @@ pub(crate) fn is_kept(fd: c_int) -> bool {
 /// The first look of this process at a descriptor.
 #[cold]
 fn look_up(fd: c_int) -> u32 {
-    // One that came by a raw call or in a message; who else has it nobody knows.
+    // One that came by a raw call or in a message may be shared with an unknown process.
     if stub_mark_of(fd) == stub_mark::NONE && trees::has_trees() && trees::is_stub(fd) {
         mark_stub(fd, stub_mark::SHARED);
     }

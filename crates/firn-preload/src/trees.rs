@@ -1,7 +1,7 @@
 //! Which stub trees there are: what firnds wrote down in the runtime directory.
 //!
 //! A process reads it at its start, and again when it meets a file system that it does not know, that may be a tmpfs, and
-//! the directory has changed since. Children of fork(2) read it anew. Anybody may make a directory of that name in /dev/shm: only
+//! the directory has changed since. Children of fork(2) read it anew. Any user may make a directory of that name in /dev/shm: only
 //! one that is this user's own is read.
 
 use std::ffi::{CStr, c_int};
@@ -54,7 +54,7 @@ struct Trees {
     devices: [AtomicU64; TREES_COUNT],
     whole: [AtomicU32; TREES_COUNT],
     refuses_locks: [AtomicU32; TREES_COUNT],
-    /// When the directory had last changed as it was read.
+    /// Time of the directory's last change when it was read.
     read_at: AtomicU64,
     slots: Locked<[StubTree; TREES_COUNT]>,
 }
@@ -82,7 +82,7 @@ pub(crate) fn begin_trees(variable: Option<&[u8]>) {
     let dir = match variable.filter(|dir| !dir.is_empty()) {
         None => default,
         Some(dir) if dir.starts_with(b"/") && dir.len() <= DIR_BYTES_MAX => dir,
-        // As firn and firnd do, who refuse it.
+        // firn and firnd refuse it too.
         Some(_) => return report::count_distrusted(Distrust::Relative),
     };
     for (to, from) in DIR.iter().zip(dir) {

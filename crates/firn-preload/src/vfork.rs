@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
 use crate::sys;
 
-/// Calls of vfork(2) under way in any thread: while there is none, nobody asks which thread it is.
+/// Calls of vfork(2) under way in any thread: while there is none, threads need not be told apart.
 static UNDER_WAY: AtomicU32 = AtomicU32::new(0);
 
 /// Threads that may be in such a call at once; others wait for their turn.

@@ -1,4 +1,4 @@
-//! How a process that is nobody's child here has ended.
+//! How a process that is not this process's child has ended.
 
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd};
@@ -6,14 +6,14 @@ use std::os::fd::{AsFd, AsRawFd};
 /// How a process ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ProcessEnd {
-    /// By itself, with this code.
+    /// The process ended by itself, with this code.
     Exited(u8),
-    /// By this signal.
+    /// This signal killed the process.
     Killed(u8),
 }
 
 impl ProcessEnd {
-    /// Of a status as wait(2) gives it.
+    /// From a status as wait(2) gives it.
     pub fn of_wait_status(status: i32) -> Self {
         let [low, high, ..] = status.to_le_bytes();
         match low & 0x7f {

@@ -70,7 +70,7 @@ pub struct Limits<'a> {
 /// A program that ended by itself.
 #[derive(Debug)]
 pub struct Ended {
-    /// How.
+    /// How it ended.
     pub status: ExitStatus,
     /// The beginning of its standard output and error.
     pub output: Vec<u8>,

@@ -58,7 +58,7 @@ pub type Labels = Vec<(&'static str, String)>;
 pub enum Value {
     /// Of a counter or a gauge, in the figure's unit; a yes is 1.
     Number(f64),
-    /// Of a histogram.
+    /// A histogram.
     Histogram(HistogramStatus),
 }
 
@@ -92,7 +92,7 @@ impl HistogramStatus {
             .fold(0, |sum, count| sum.saturating_add(*count))
     }
 
-    /// Of all observations; none: there are none.
+    /// Mean of all observations; None without any.
     pub fn mean(&self) -> Option<f64> {
         let count = self.count();
         (count > 0).then(|| self.sum / count as f64)

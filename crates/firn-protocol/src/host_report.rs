@@ -25,7 +25,7 @@ const PATH_BYTES_MAX: usize = 400;
 pub struct HostReport {
     /// Version of firnd.
     pub version: String,
-    /// The user who mounted.
+    /// The user that mounted.
     pub user_id: u32,
     /// The backing, as the host has it.
     pub backing: BytePath,
@@ -137,7 +137,7 @@ pub struct PartnerReport {
 }
 
 impl HostReport {
-    /// Of a mount of user `user_id`.
+    /// Report of a mount of user `user_id`.
     pub fn of(status: &Status, user_id: u32) -> Self {
         let last = status.errors.last();
         let (lanes, other_lanes) = lanes_of(status);
@@ -244,7 +244,7 @@ fn lanes_of(status: &Status) -> (Vec<LaneReport>, u64) {
 }
 
 impl LaneReport {
-    /// Of the lane of this number.
+    /// Report of the lane with this number.
     pub fn of(lane: u64, status: &LaneStatus) -> Self {
         let token = status.token.as_ref();
         Self {

@@ -1,7 +1,7 @@
 //! The record of a run: what firnd keeps of the time that a mount was there, for `firn report`.
 //!
-//! It is JSON on the control socket, in the runtime directory of the host (`KEY.record`) and, with `record-in=backing`, in
-//! `.firn/records` of the backing. Whoever reads one reads it by [`RunRecord::parse`].
+//! It is JSON on the control socket, in the runtime directory of the host (`KEY.record`) and, with `record-in=backing`,
+//! in `.firn/records` of the backing. Readers use [`RunRecord::parse`].
 //!
 //! Invariants of a parsed record
 //! * It has at most [`BUCKETS_MAX`] buckets, [`CHECKPOINTS_MAX`] checkpoints and [`EVENTS_MAX`] events.
@@ -27,7 +27,7 @@ pub const CHECKPOINTS_MAX: usize = 512;
 pub const EVENTS_MAX: usize = 256;
 /// A hundred years: what is longer is damage.
 const SECONDS_MAX: f64 = 100.0 * 366.0 * 86_400.0;
-/// Of names and texts in a record.
+/// Bound on names and texts in a record.
 const TEXT_BYTES_MAX: usize = 16 << 10;
 
 /// What happened in one span of time.

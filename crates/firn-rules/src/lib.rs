@@ -6,6 +6,7 @@
 //! `firn rules test` with a recorded list of them ([`trace`]).
 
 mod built_in;
+pub mod joint;
 mod language;
 mod machine;
 mod pattern;
@@ -16,5 +17,7 @@ pub mod trace;
 
 pub use built_in::BUILT_IN;
 pub use language::{RULES_BYTES_MAX, RULES_MAX, Rule, RuleError, parent_of, parse_rules};
-pub use machine::{Action, Ending, Entered, Machine, Operation, Refusal, ScopeNumber, ScopeState};
+pub use machine::{
+    Action, Ending, Entered, Machine, NOT_OPEN, Operation, Refusal, ScopeNumber, ScopeState, Writer,
+};
 pub use rule_set::{CheckpointOfPath, LocatedPath, RuleSet, RuleSetError, load_rules};

@@ -8,7 +8,8 @@
 //!
 //!                a name of a committed scope is removed first
 //!    committed ───────────────► removal ── a newer one is committed, and the removal is over ──► removed
-//!                                   └───── the remover was killed, or firnd ends ──────────────► as before
+//!                                   ├───── its programs ended well, and the mount ends ────────► removed
+//!                                   └───── the remover was killed, a newer one failed ─────────► as before
 //! ```
 //!
 //! The caller asks [`Machine::before`] before an operation and does what comes back, makes the operation, and tells
@@ -17,18 +18,24 @@
 //! Invariants
 //! * A top is in one scope that is not over.
 //! * A scope commits once, and only where no descriptor for writing is open in it.
-//! * The scope that was committed last is never removed before the next one is committed.
+//! * The scope that was committed last is not removed before the next one is committed, but by programs that ended well, at the end
+//!   of the mount, with no newer one begun.
+//! * No two jobs write one file of a scope.
 //! * `keep=N` removes no scope that is open, that was committed last, or that a link leads to.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
+use crate::joint::{HostState, NeedCount, OwnPart};
 use crate::language::{Count, Event, Found, Identity, Need, Rule, Target, parent_of, relative};
 use crate::pattern::Captures;
 use crate::rule_set::{Candidate, LocatedPath, RuleSet};
 
 /// Number of a scope; none is given twice.
 pub type ScopeNumber = u64;
+
+/// In the place of a handle: the file is not open for writing.
+pub const NOT_OPEN: u64 = u64::MAX;
 
 /// How a process ended, or closed a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,7 +51,8 @@ pub enum Ending {
 /// What a program does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operation<'a> {
-    /// Opens a file for writing, or makes one; `handle` is the caller's number of the open file.
+    /// Opens a file for writing, or makes one; `handle` is the caller's number of the open file, [`NOT_OPEN`] where it made one and
+    /// does not write it.
     Open { path: &'a LocatedPath, handle: u64 },
     /// Closes it, or is ended with it open.
     Close { handle: u64, ending: Ending },
@@ -59,6 +67,19 @@ pub enum Operation<'a> {
     Remove { path: &'a LocatedPath },
 }
 
+impl<'a> Operation<'a> {
+    /// The paths that it changes; a close has none.
+    fn paths(&self) -> [Option<&'a LocatedPath>; 2] {
+        match *self {
+            Self::Close { .. } => [None, None],
+            Self::Open { path, .. } | Self::Change { path } | Self::Remove { path } => {
+                [Some(path), None]
+            }
+            Self::Rename { from, to } => [Some(from), Some(to)],
+        }
+    }
+}
+
 /// What the caller has to do.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
@@ -68,6 +89,8 @@ pub enum Action {
         rule: String,
         dir: Vec<u8>,
         tops: Vec<Vec<u8>>,
+        /// What other hosts know the scope by.
+        key: Vec<u8>,
     },
     /// These names belong to it, too.
     Join {
@@ -76,6 +99,8 @@ pub enum Action {
     },
     /// It is committed, in this order with the others.
     Commit { scope: ScopeNumber },
+    /// With several hosts: what this host has seen makes it complete, or it has failed. The hosts decide ([`crate::joint`]).
+    Propose { scope: ScopeNumber },
     /// It never was.
     Abort { scope: ScopeNumber, reason: String },
     /// More may be complete than the rule keeps: the caller looks what is in the directory, and asks [`Machine::rotate`].
@@ -85,6 +110,8 @@ pub enum Action {
         scope: ScopeNumber,
         rule: String,
         tops: Vec<Vec<u8>>,
+        /// What other hosts know the checkpoint by.
+        key: Vec<u8>,
     },
 }
 
@@ -108,6 +135,16 @@ pub enum Refusal {
         /// The rule of the first one.
         rule: String,
     },
+    /// A living process of another job has written the same file of the scope.
+    #[error(
+        "another job writes {path} of this checkpoint, which is not complete (rule `{rule}`): let it end first, or give each job a directory of its own"
+    )]
+    OtherJob {
+        /// The rule.
+        rule: String,
+        /// The file.
+        path: String,
+    },
     /// A writer of the scope has failed, so what another process adds would be dropped with it.
     #[error(
         "a writer of this checkpoint has failed, and others still run (rule `{rule}`): it is dropped when they have ended; start again then"
@@ -122,7 +159,7 @@ impl Refusal {
     /// The name of the rule.
     pub fn rule(&self) -> &str {
         match self {
-            Self::TwoScopes { rule } | Self::Failed { rule } => rule,
+            Self::TwoScopes { rule } | Self::Failed { rule } | Self::OtherJob { rule, .. } => rule,
         }
     }
 }
@@ -161,10 +198,24 @@ struct Scope {
     living: BTreeSet<u32>,
     /// All that did.
     writers: BTreeSet<u32>,
+    /// Jobs that go on after writers of theirs have ended well, as a shell script between two commands.
+    idle_jobs: BTreeSet<u32>,
     /// There was a checkpoint of this name before.
     was_there: bool,
     /// One of them ended badly.
     has_failed: bool,
+    /// Of a removal: a checkpoint was begun after it, and dropped.
+    has_newer_failed: bool,
+    /// Jobs that opened files for writing, by path.
+    written_by: BTreeMap<Vec<u8>, u32>,
+    /// Tops that got another name in their directory.
+    renamed_tops: Vec<[Vec<u8>; 2]>,
+    /// Grows with each change, and with each end of a writer.
+    changes: u64,
+    /// It has a checkpoint more than the hosts know of, which is not complete before its event comes again.
+    is_extended: bool,
+    /// The file that another job was refused last.
+    refused: Option<String>,
     /// Files that are open for writing.
     open: BTreeMap<u64, Vec<u8>>,
     event_seen: bool,
@@ -184,7 +235,17 @@ struct Committed {
     key: Key,
     tops: BTreeSet<Vec<u8>>,
     files: BTreeSet<Vec<u8>>,
+    /// Writers that lived when it was committed.
     writers: usize,
+}
+
+/// A process that wrote in a scope.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Writer {
+    /// Its number.
+    pub process: u32,
+    /// It has not ended.
+    pub is_living: bool,
 }
 
 /// A scope for people and status.
@@ -210,6 +271,12 @@ pub struct Machine {
     scopes: BTreeMap<ScopeNumber, Scope>,
     /// The newest last.
     committed: Vec<Committed>,
+    /// Jobs of processes that write; others are of one job, which has number 0.
+    jobs: BTreeMap<u32, u32>,
+    /// Of these, the jobs whose first process lives.
+    living_jobs: BTreeSet<u32>,
+    /// The hosts that write a checkpoint together; 0: this one alone.
+    hosts: usize,
 }
 
 /// Commits of one rule in one directory that are remembered at most.
@@ -240,9 +307,16 @@ impl Scope {
             files: BTreeSet::new(),
             unchanged: BTreeSet::new(),
             living: BTreeSet::new(),
+            idle_jobs: BTreeSet::new(),
             writers: BTreeSet::new(),
             was_there: false,
             has_failed: false,
+            has_newer_failed: false,
+            written_by: BTreeMap::new(),
+            renamed_tops: Vec::new(),
+            changes: 0,
+            is_extended: false,
+            refused: None,
             open: BTreeMap::new(),
             event_seen: false,
             closed_by_exit: BTreeMap::new(),
@@ -274,6 +348,12 @@ impl Scope {
         count_files(files, &self.tops, need, (is_dir, &self.key.dir))
     }
 
+    /// All of it was removed, by programs that have ended well, and no newer one was begun since and dropped.
+    fn is_meant_removal(&self) -> bool {
+        let is_whole = self.removed_tops == self.tops && self.under_way == 0 && !self.is_beginning;
+        is_whole && self.living.is_empty() && !self.has_failed && !self.has_newer_failed
+    }
+
     fn note_process(&mut self, process: u32) {
         self.living.insert(process);
         self.writers.insert(process);
@@ -297,6 +377,11 @@ fn count_files(
     files.iter().filter(is_needed).count()
 }
 
+/// What a checkpoint waits for whose files have to be made or written again.
+fn not_renewed(found: usize, need: &Need) -> String {
+    format!("{found} files to be written again for `{}`", need.text)
+}
+
 /// Whether all values of `some` are those of `all`.
 fn agrees(some: &Captures, identity: &Identity) -> bool {
     match identity {
@@ -315,7 +400,186 @@ impl Machine {
             last_number: 0,
             scopes: BTreeMap::new(),
             committed: Vec::new(),
+            jobs: BTreeMap::new(),
+            living_jobs: BTreeSet::new(),
+            hosts: 0,
         }
+    }
+
+    /// So many hosts write a checkpoint together: none commits one by itself.
+    pub fn set_hosts(&mut self, hosts: usize) {
+        self.hosts = hosts;
+    }
+
+    /// This host's part of a scope that several hosts write. Without what the caller knows: attempts.
+    pub fn own_part(&self, number: ScopeNumber) -> Option<OwnPart> {
+        let scope = self.scopes.get(&number)?;
+        let rule = &self.rules.rules()[scope.key.rule];
+        let newest = self.newest(scope.key.rule, &scope.key.dir);
+        let need = |need: &Need| NeedCount {
+            found: scope.count(need, rule.scope.is_dir),
+            before: newest.map_or(0, |newest| {
+                let place = (rule.scope.is_dir, &scope.key.dir[..]);
+                count_files(&newest.files, &newest.tops, need, place)
+            }),
+        };
+        let is_write = scope.purpose == Purpose::Write;
+        // What hosts have said of an event stands, so what has been added since counts as open.
+        let awaits_event = scope.is_extended && !scope.event_seen && !scope.living.is_empty();
+        Some(OwnPart {
+            state: HostState {
+                changes: scope.changes,
+                open: scope.open.len()
+                    + scope.under_way
+                    + scope.closed_by_exit.len()
+                    + usize::from(awaits_event),
+                // A removal that is made waits for a newer checkpoint, and not for programs.
+                living: scope.living.len().max(usize::from(!is_write)),
+                idle_jobs: scope.idle_jobs.len(),
+                writers: scope.living.len(),
+                writers_before: newest.map_or(0, |newest| newest.writers),
+                needs: if is_write {
+                    rule.needs.iter().map(need).collect()
+                } else {
+                    Vec::new()
+                },
+            },
+            has_event: if is_write {
+                scope.event_seen
+            } else {
+                self.obstacle(number).is_none()
+            },
+            has_failed: scope.has_failed,
+            ends_with_writers: is_write && (self.ends_with_next(scope.key.rule) || scope.was_there),
+            prepared_for: None,
+            is_late: false,
+        })
+    }
+
+    /// Tops of a scope that got other names, which the other hosts give to their parts, too.
+    pub fn renamed_tops(&self, number: ScopeNumber) -> Vec<[Vec<u8>; 2]> {
+        let scope = self.scopes.get(&number);
+        scope.map_or_else(Vec::new, |scope| scope.renamed_tops.clone())
+    }
+
+    /// In whose name a rename is made here that another host has made: a writer of the scope that has the top `from`, and whether it lives.
+    pub fn writer_of_top(&self, number: ScopeNumber, from: &[u8]) -> Option<Writer> {
+        let scope = self.scopes.get(&number)?;
+        let is_there = scope.tops.contains(from) && !scope.removed_tops.contains(from);
+        if !is_there || scope.is_over || scope.is_beginning {
+            return None;
+        }
+        let writer = scope.living.iter().chain(&scope.writers).next();
+        writer.map(|process| Writer {
+            process: *process,
+            is_living: scope.living.contains(process),
+        })
+    }
+
+    /// What of the parts of all hosts keeps a scope from its commit.
+    pub fn obstacle_among_hosts(
+        &self,
+        number: ScopeNumber,
+        states: &BTreeMap<String, HostState>,
+    ) -> Option<String> {
+        let scope = self.scopes.get(&number)?;
+        let sum = |count: &dyn Fn(&HostState) -> usize| states.values().map(count).sum::<usize>();
+        let needs = self.rules.rules()[scope.key.rule].needs.iter().enumerate();
+        for (index, need) in needs {
+            let of = |state: &HostState| state.needs.get(index).copied().unwrap_or_default();
+            // A host that has only removed something counts nothing.
+            if states.values().all(|state| state.needs.is_empty()) {
+                continue;
+            }
+            let found = sum(&|state| of(state).found);
+            if need.count == Count::Renewed {
+                // Writers that have ended well meant no more.
+                let of_write =
+                    |state: &HostState| state.living * usize::from(!state.needs.is_empty());
+                if found > 0 && sum(&of_write) > 0 {
+                    return Some(not_renewed(found, need));
+                }
+                continue;
+            }
+            let wanted = match need.count {
+                Count::Number(number) => number,
+                // Each host of the job writes.
+                Count::Writers => sum(&|state| state.writers)
+                    .max(sum(&|state| state.writers_before))
+                    .max(self.hosts),
+                Count::Same => sum(&|state| of(state).before),
+                Count::Renewed => 0,
+            };
+            if found < wanted {
+                return Some(format!("{found} files of {wanted} for `{}`", need.text));
+            }
+        }
+        None
+    }
+
+    /// No program changes a scope from here on until [`Machine::not_committed`]. False: it has changed since `changes`.
+    pub fn begin_attempt(&mut self, number: ScopeNumber, changes: u64) -> bool {
+        let Some(part) = self.own_part(number) else {
+            return false;
+        };
+        let scope = self.scopes.get_mut(&number).expect("found above");
+        let is_as_said = part.state.changes == changes && part.state.open == 0;
+        let may_begin = is_as_said && !scope.is_over && !scope.is_beginning;
+        scope.is_over |= may_begin;
+        may_begin
+    }
+
+    /// Says which job a process belongs to, until its end. The caller tells the end of the job's first process, `job`, too.
+    pub fn note_job(&mut self, process: u32, job: u32) {
+        self.jobs.insert(process, job);
+        self.living_jobs.insert(job);
+    }
+
+    /// Whether the job of a process is known.
+    pub fn knows_job(&self, process: u32) -> bool {
+        self.jobs.contains_key(&process)
+    }
+
+    fn job_of(&self, process: u32) -> u32 {
+        self.jobs.get(&process).copied().unwrap_or(0)
+    }
+
+    /// The file at or below `path` that a living process of another job has written in a scope.
+    fn file_of_other_job(&self, process: u32, path: &[u8], scope: &Scope) -> Option<Vec<u8>> {
+        let own = self.job_of(process);
+        let lives = |job: u32| {
+            let mut living = scope.living.iter();
+            scope.idle_jobs.contains(&job) || living.any(|one| self.job_of(*one) == job)
+        };
+        let mut files = scope.written_by.iter();
+        files
+            .find(|(file, job)| {
+                let is_meant = *file == path || relative(file, path).is_some();
+                is_meant && **job != own && lives(**job)
+            })
+            .map(|(file, _)| file.clone())
+    }
+
+    fn must_be_of_one_job(
+        &mut self,
+        process: u32,
+        operation: &Operation<'_>,
+    ) -> Result<(), Refusal> {
+        for path in operation.paths().into_iter().flatten() {
+            let path = path.path();
+            let Some(number) = self.open_scope_of(path) else {
+                continue;
+            };
+            let Some(file) = self.file_of_other_job(process, path, &self.scopes[&number]) else {
+                continue;
+            };
+            let path = String::from_utf8_lossy(&file).into_owned();
+            let scope = self.scopes.get_mut(&number).expect("found above");
+            scope.refused = Some(path.clone());
+            let rule = self.rules.rules()[scope.key.rule].name.clone();
+            return Err(Refusal::OtherJob { rule, path });
+        }
+        Ok(())
     }
 
     /// The rules.
@@ -430,13 +694,7 @@ impl Machine {
 
     /// Whether an operation has to wait: a scope that it is in begins or ends.
     pub fn is_busy(&self, operation: &Operation<'_>) -> bool {
-        let paths: [Option<&LocatedPath>; 2] = match *operation {
-            Operation::Close { .. } => return false,
-            Operation::Open { path, .. }
-            | Operation::Change { path }
-            | Operation::Remove { path } => [Some(path), None],
-            Operation::Rename { from, to } => [Some(from), Some(to)],
-        };
+        let paths = operation.paths();
         let mut busy = self.scopes.values();
         busy.any(|scope| {
             let is_in = |path: &&LocatedPath| {
@@ -453,6 +711,7 @@ impl Machine {
         let scope = self.enter_operation(process, operation, &mut actions)?;
         if let Some(scope) = scope.and_then(|number| self.scopes.get_mut(&number)) {
             scope.under_way += 1;
+            scope.changes += 1;
         }
         Ok(Entered { actions, scope })
     }
@@ -464,6 +723,7 @@ impl Machine {
         actions: &mut Vec<Action>,
     ) -> Result<Option<ScopeNumber>, Refusal> {
         self.must_not_have_failed(process, operation)?;
+        self.must_be_of_one_job(process, operation)?;
         let entered = match *operation {
             Operation::Close { .. } => None,
             Operation::Open { path, .. } | Operation::Change { path } => {
@@ -509,15 +769,37 @@ impl Machine {
         Some(self.waits_for(self.open_scope_of(path)?))
     }
 
-    /// All scopes that are open are to be aborted.
-    pub fn abort_all(&mut self, reason: &str) -> Vec<Action> {
+    /// The mount ends: what is not complete is aborted, and the removal of a whole checkpoint by programs that ended well is
+    /// committed, unless a newer one was begun after it and is not complete.
+    pub fn end_all(&mut self, reason: &str) -> Vec<Action> {
         let mut actions = Vec::new();
-        for number in self.open_scopes() {
-            if !self.scopes[&number].is_over {
+        let numbers = self.open_scopes();
+        let is_removal = |scope: &Scope| scope.purpose == Purpose::Removal;
+        let (removals, others): (Vec<ScopeNumber>, Vec<ScopeNumber>) = numbers
+            .into_iter()
+            .filter(|number| !self.scopes[number].is_over)
+            .partition(|number| is_removal(&self.scopes[number]));
+        for number in others {
+            self.abort(number, reason, &mut actions);
+        }
+        for number in removals {
+            let scope = self.scopes.get_mut(&number).expect("listed above");
+            if scope.is_meant_removal() && self.hosts == 0 {
+                scope.is_over = true;
+                actions.push(Action::Commit { scope: number });
+            } else {
                 self.abort(number, reason, &mut actions);
             }
         }
         actions
+    }
+
+    /// A descriptor that a process has inherited is open: it writes, too.
+    pub fn inherited(&mut self, process: u32, handle: u64) {
+        let mut scopes = self.scopes.values_mut();
+        if let Some(scope) = scopes.find(|scope| scope.open.contains_key(&handle)) {
+            scope.note_process(process);
+        }
     }
 
     /// The scope of a path; it begins where there is none.
@@ -564,6 +846,7 @@ impl Machine {
         };
         self.scopes.insert(number, scope);
         actions.push(Action::Begin {
+            key: self.shared_key(&key),
             scope: number,
             rule: self.rules.rules()[key.rule].name.clone(),
             dir: key.dir,
@@ -572,8 +855,25 @@ impl Machine {
         Some(number)
     }
 
+    /// What each host knows a scope by.
+    fn shared_key(&self, key: &Key) -> Vec<u8> {
+        let mut words = vec![self.rules.rules()[key.rule].name.as_bytes(), &key.dir];
+        match &key.identity {
+            Identity::Path(path) => words.push(path),
+            Identity::Captures(captures) => {
+                words.extend(
+                    captures
+                        .iter()
+                        .flat_map(|(name, value)| [name.as_bytes(), value]),
+                );
+            }
+        }
+        words.join(&0)
+    }
+
     /// Where a checkpoint is in several directories, its transaction has these whole. So a change of the next checkpoint there either
-    /// ends the transaction, and another one begins; or, while the one before cannot be committed, both become one.
+    /// ends the transaction, and another one begins; or, while the one before cannot be committed, both become one. Several hosts
+    /// have tried that before ([`Machine::end_wide_scope`]).
     fn ends_wide_scope(
         &mut self,
         number: ScopeNumber,
@@ -581,20 +881,14 @@ impl Machine {
         purpose: Purpose,
         actions: &mut Vec<Action>,
     ) -> bool {
-        let key = self.key_of(path).map(|(key, _)| key);
-        let Some(scope) = self.scopes.get_mut(&number) else {
+        let Some(key) = self.next_in_wide_scope(number, path) else {
             return false;
         };
-        let rule = scope.key.rule;
-        let is_next = |key: &Key| key.rule == rule && key.dir == scope.key.dir && *key != scope.key;
-        let Some(key) = key.filter(is_next) else {
-            return false;
-        };
-        if purpose != Purpose::Write || !self.rules.rules()[rule].scope.is_wide() {
+        if purpose != Purpose::Write {
             return false;
         }
-        let is_written = scope.purpose == Purpose::Write;
-        if is_written && self.ends_with_next(rule) {
+        let is_written = self.scopes[&number].purpose == Purpose::Write;
+        if is_written && self.hosts == 0 && self.ends_with_next(key.rule) {
             self.end_previous(&key, actions);
         }
         let Some(scope) = self.scopes.get_mut(&number) else {
@@ -603,8 +897,33 @@ impl Machine {
         if !scope.is_over {
             scope.key = key;
             scope.event_seen = false;
+            scope.is_extended = true;
         }
         scope.is_over
+    }
+
+    /// The checkpoint that a path belongs to, where the path is in a scope of several directories that has another checkpoint.
+    fn next_in_wide_scope(&self, number: ScopeNumber, path: &LocatedPath) -> Option<Key> {
+        let (key, _) = self.key_of(path)?;
+        let scope = self.scopes.get(&number)?;
+        let is_beside = key.rule == scope.key.rule && key.dir == scope.key.dir;
+        let is_wide = self.rules.rules()[key.rule].scope.is_wide();
+        (is_wide && is_beside && key != scope.key).then_some(key)
+    }
+
+    /// With several hosts, before an operation: it is the event of a checkpoint in several directories, and waits until the hosts
+    /// have committed that, or cannot. In the second case both become one, whose event is the next one.
+    pub fn end_wide_scope(&mut self, operation: &Operation<'_>) -> Vec<Action> {
+        let mut actions = Vec::new();
+        let (Operation::Open { path, .. } | Operation::Change { path }) = *operation else {
+            return actions;
+        };
+        let number = self.open_scope_of(path.path());
+        let next = number.and_then(|number| self.next_in_wide_scope(number, path));
+        if let Some(key) = next.filter(|_| self.hosts > 0) {
+            self.end_previous(&key, &mut actions);
+        }
+        actions
     }
 
     /// A removal becomes the beginning of something new.
@@ -672,6 +991,7 @@ impl Machine {
         let mut actions = Vec::new();
         if let Some(scope) = entered.and_then(|number| self.scopes.get_mut(&number)) {
             scope.under_way -= 1;
+            scope.changes += 1;
         }
         if is_made {
             self.note_made(process, operation, &mut actions);
@@ -685,6 +1005,7 @@ impl Machine {
     }
 
     fn note_made(&mut self, process: u32, operation: &Operation<'_>, actions: &mut Vec<Action>) {
+        let job = self.job_of(process);
         match *operation {
             Operation::Open { path, handle } => {
                 let path = path.path();
@@ -693,7 +1014,10 @@ impl Machine {
                     scope.files.insert(path.to_vec());
                     scope.unchanged.remove(path);
                     scope.removed_tops.remove(path);
-                    scope.open.insert(handle, path.to_vec());
+                    if handle != NOT_OPEN {
+                        scope.open.insert(handle, path.to_vec());
+                    }
+                    scope.written_by.insert(path.to_vec(), job);
                     // Idle is how a scope is, and not what has happened to it.
                     let is_idle = matches!(self.rules.rules()[scope.key.rule].event, Event::Idle);
                     scope.event_seen &= !is_idle;
@@ -727,12 +1051,17 @@ impl Machine {
             let Some(path) = scope.open.remove(&handle) else {
                 continue;
             };
+            scope.changes += 1;
             if scope.is_over {
                 continue;
             }
             match ending {
                 Ending::Success => self.closed(number, &path, actions),
-                Ending::Exit => scope.closed_by_exit.entry(process).or_default().push(path),
+                Ending::Exit if scope.living.contains(&process) => {
+                    scope.closed_by_exit.entry(process).or_default().push(path);
+                }
+                // Its end is known already, and counts if it was bad.
+                Ending::Exit => self.closed(number, &path, actions),
                 Ending::Failure => scope.has_failed = true,
             }
         }
@@ -759,6 +1088,7 @@ impl Machine {
         };
         let scope = self.scopes.get_mut(&number).expect("found above");
         scope.files.remove(path);
+        scope.written_by.remove(path);
         scope.unchanged.remove(path);
         if scope.tops.contains(path) {
             scope.removed_tops.insert(path.to_vec());
@@ -796,12 +1126,18 @@ impl Machine {
                 *path = new_name(path);
             }
         }
+        for (path, job) in std::mem::take(&mut scope.written_by) {
+            let is_moved = path == from || relative(&path, from).is_some();
+            let path = if is_moved { new_name(&path) } else { path };
+            scope.written_by.insert(path, job);
+        }
         if moved.is_empty() {
             // What was there before the scope began.
             scope.files.insert(to.to_vec());
         }
         if scope.tops.contains(from) {
             scope.removed_tops.insert(from.to_vec());
+            scope.renamed_tops.push([from.to_vec(), to.to_vec()]);
         }
         scope.removed_tops.remove(to);
         let rule = &self.rules.rules()[scope.key.rule];
@@ -818,18 +1154,39 @@ impl Machine {
     /// A process is gone.
     pub fn exited(&mut self, process: u32, ending: Ending) -> Vec<Action> {
         let mut actions = Vec::new();
+        let job = self.jobs.remove(&process);
+        self.living_jobs.remove(&process);
+        let idle_job =
+            job.filter(|job| ending == Ending::Success && self.living_jobs.contains(job));
         let numbers: Vec<ScopeNumber> = self.scopes.keys().copied().collect();
         for number in numbers {
             let scope = self.scopes.get_mut(&number).expect("listed above");
-            if !scope.living.remove(&process) || scope.is_over {
+            let was_idle_job = scope.idle_jobs.remove(&process);
+            let was_living = scope.living.remove(&process);
+            if was_living {
+                scope.idle_jobs.extend(idle_job);
+            }
+            if scope.is_over {
+                continue;
+            }
+            if !was_living {
+                if was_idle_job {
+                    self.end_if_left(number, &mut actions);
+                }
                 continue;
             }
             scope.has_failed |= ending != Ending::Success;
+            scope.changes += 1;
             let closed = scope.closed_by_exit.remove(&process).unwrap_or_default();
             if ending == Ending::Success {
                 for path in closed {
                     self.closed(number, &path, &mut actions);
                 }
+            }
+            // One writer less is counted.
+            let scope = &self.scopes[&number];
+            if scope.purpose == Purpose::Write && !scope.living.is_empty() {
+                self.try_commit(number, &mut actions);
             }
             self.end_if_left(number, &mut actions);
         }
@@ -844,6 +1201,10 @@ impl Machine {
         };
         let is_left = scope.living.is_empty() && scope.under_way == 0;
         if !is_left || scope.is_over || scope.is_beginning {
+            return;
+        }
+        if self.hosts > 0 && scope.purpose == Purpose::Write {
+            actions.push(Action::Propose { scope: number });
             return;
         }
         let (has_failed, rule) = (scope.has_failed, scope.key.rule);
@@ -869,7 +1230,9 @@ impl Machine {
                 if scope.event_seen {
                     self.try_commit(number, actions);
                 }
-                if !self.scopes.get(&number).is_none_or(|scope| scope.is_over) {
+                let goes_on = |scope: &Scope| !scope.has_failed && !scope.idle_jobs.is_empty();
+                let scope = self.scopes.get(&number);
+                if scope.is_some_and(|scope| !scope.is_over && !goes_on(scope)) {
                     let reason = self.reason_of_abort(number);
                     self.abort(number, &reason, actions);
                 }
@@ -885,12 +1248,18 @@ impl Machine {
     }
 
     fn abort(&mut self, number: ScopeNumber, reason: &str, actions: &mut Vec<Action>) {
-        if let Some(scope) = self.scopes.get_mut(&number) {
-            scope.is_over = true;
-            actions.push(Action::Abort {
-                scope: number,
-                reason: reason.to_owned(),
-            });
+        let Some(scope) = self.scopes.get_mut(&number) else {
+            return;
+        };
+        scope.is_over = true;
+        actions.push(Action::Abort {
+            scope: number,
+            reason: reason.to_owned(),
+        });
+        let (rule, dir) = (scope.key.rule, scope.key.dir.clone());
+        let others = self.scopes.values_mut();
+        for other in others.filter(|other| other.key.rule == rule && other.key.dir == dir) {
+            other.has_newer_failed = true;
         }
     }
 
@@ -915,7 +1284,12 @@ impl Machine {
                 return Some("the end of its removal".to_owned());
             }
             let is_newest = newest.is_none_or(|newest| newest.key == scope.key);
-            return is_newest.then(|| "a newer checkpoint: it is the last complete one".to_owned());
+            let until = if scope.is_meant_removal() {
+                "a newer checkpoint, or the end of the mount: it is the last complete one"
+            } else {
+                "a newer checkpoint: it is the last complete one"
+            };
+            return is_newest.then(|| until.to_owned());
         }
         if scope.has_failed {
             return Some("the end of its other writers: one has failed".to_owned());
@@ -932,15 +1306,18 @@ impl Machine {
             return Some(format!("{count} files to be closed, as {path}"));
         }
         let is_dir = rule.scope.is_dir;
-        for need in &rule.needs {
+        // The needs of a scope of several hosts are counted over all of them.
+        let needs = if self.hosts > 0 {
+            &[][..]
+        } else {
+            &rule.needs[..]
+        };
+        for need in needs {
             let found = scope.count(need, is_dir);
             if need.count == Count::Renewed {
                 // Writers that have ended well meant no more.
                 if found > 0 && !scope.living.is_empty() {
-                    return Some(format!(
-                        "{found} files to be written again for `{}`",
-                        need.text
-                    ));
+                    return Some(not_renewed(found, need));
                 }
                 continue;
             }
@@ -949,7 +1326,7 @@ impl Machine {
                 Count::Renewed => 0,
                 Count::Writers => {
                     let before = newest.map_or(0, |newest| newest.writers);
-                    scope.writers.len().max(before)
+                    scope.living.len().max(before)
                 }
                 Count::Same => newest.map_or(0, |newest| {
                     count_files(&newest.files, &newest.tops, need, (is_dir, &scope.key.dir))
@@ -963,8 +1340,12 @@ impl Machine {
     }
 
     fn waits_for(&self, number: ScopeNumber) -> String {
-        self.obstacle(number)
-            .unwrap_or_else(|| "its commit".to_owned())
+        let waits_for = self.obstacle(number);
+        let waits_for = waits_for.unwrap_or_else(|| "its commit".to_owned());
+        match &self.scopes[&number].refused {
+            Some(path) => format!("{waits_for}; another job was refused {path}"),
+            None => waits_for,
+        }
     }
 
     fn try_commit(&mut self, number: ScopeNumber, actions: &mut Vec<Action>) {
@@ -973,6 +1354,10 @@ impl Machine {
             return;
         }
         let scope = self.scopes.get_mut(&number).expect("looked at above");
+        if self.hosts > 0 {
+            actions.push(Action::Propose { scope: number });
+            return;
+        }
         scope.is_over = true;
         actions.push(Action::Commit { scope: number });
     }
@@ -1001,7 +1386,7 @@ impl Machine {
             .cloned()
             .collect();
         let committed = Committed {
-            writers: scope.writers.len(),
+            writers: scope.living.len(),
             tops: there,
             files: scope.files,
             key: scope.key,
@@ -1094,6 +1479,7 @@ impl Machine {
         self.last_number += 1;
         let number = self.last_number;
         let rule = self.rules.rules()[old.key.rule].name.clone();
+        let key = self.shared_key(&old.key);
         let tops: Vec<Vec<u8>> = old.tops.iter().cloned().collect();
         let mut scope = Scope::new(old.key, Purpose::Removal);
         scope.tops = old.tops;
@@ -1103,6 +1489,15 @@ impl Machine {
             scope: number,
             rule,
             tops,
+            key,
+        }
+    }
+
+    /// With several hosts: the names of [`Action::Remove`] are gone here, and the hosts decide.
+    pub fn removal_made(&mut self, number: ScopeNumber) {
+        if let Some(scope) = self.scopes.get_mut(&number) {
+            scope.removed_tops = scope.tops.clone();
+            scope.is_over = false;
         }
     }
 
@@ -1112,6 +1507,13 @@ impl Machine {
         if count > REMEMBERED_MAX {
             let first = self.committed.iter().position(is_of);
             first.map(|index| self.committed.remove(index));
+        }
+    }
+
+    /// The caller is about to abort a scope: no program changes it any more.
+    pub fn note_aborting(&mut self, number: ScopeNumber) {
+        if let Some(scope) = self.scopes.get_mut(&number) {
+            scope.is_over = true;
         }
     }
 

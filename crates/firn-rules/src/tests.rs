@@ -1,11 +1,13 @@
 //! The language, and what the rules make of the writers whose traces are in `traces/`.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::Arc;
 
 use crate::trace::{Player, Step, TraceLine, parse_trace};
-use crate::{BUILT_IN, RuleSet, load_rules, parse_rules};
+use crate::{
+    Action, BUILT_IN, Ending, Machine, Operation, Refusal, RuleSet, load_rules, parse_rules,
+};
 
 struct Trace {
     name: String,
@@ -97,6 +99,7 @@ fn writers_that_are_killed_after_any_operation_leave_nothing_open() {
                     step: Step::Kill,
                 });
             }
+            player.end_job(count);
             assert_eq!(player.states(), [], "{} after {count}", trace.name);
             assert_eq!(
                 commits(&player),
@@ -259,11 +262,111 @@ fn random_operations_keep_the_invariants() {
                 step: Step::Kill,
             });
         }
+        player.end_job(99);
         // What was removed whole waits for a newer one, and nothing else is left.
         for state in player.states() {
             assert!(state.waits_for.contains("last complete"), "{state:?}");
         }
     }
+}
+
+fn machine(rules: &str) -> Machine {
+    Machine::new(Arc::new(load_rules(rules, |_| unreachable!()).unwrap()))
+}
+
+/// Makes an operation, and what it asks for at once.
+fn make(machine: &mut Machine, process: u32, operation: &Operation<'_>) -> Vec<Action> {
+    let entered = machine.before(process, operation).unwrap();
+    for action in &entered.actions {
+        if let Action::Begin { scope, .. } | Action::Join { scope, .. } = action {
+            machine.begun(*scope, false);
+        }
+    }
+    machine.after(process, operation, entered.scope, true)
+}
+
+#[test]
+fn a_file_of_one_job_is_not_changed_by_another_while_the_first_lives() {
+    let mut machine = machine("hf");
+    [(1, 10), (2, 10), (3, 30)]
+        .into_iter()
+        .for_each(|(process, job)| machine.note_job(process, job));
+    let rules = Arc::clone(machine.rules());
+    let [x, y, old, new] = [
+        "checkpoint-1/x",
+        "checkpoint-1/y",
+        "checkpoint-1",
+        "checkpoint-2",
+    ]
+    .map(|path| rules.locate(path.as_bytes()));
+    let open = |path, handle| Operation::Open { path, handle };
+    make(&mut machine, 1, &open(&x, 1));
+    make(&mut machine, 2, &open(&x, 2));
+    let refused = machine.before(3, &open(&x, 3));
+    assert!(matches!(refused, Err(Refusal::OtherJob { .. })));
+    let rename = Operation::Rename {
+        from: &old,
+        to: &new,
+    };
+    assert!(matches!(
+        machine.before(3, &rename),
+        Err(Refusal::OtherJob { .. })
+    ));
+    make(&mut machine, 3, &open(&y, 4));
+    assert!(
+        machine.states()[0]
+            .waits_for
+            .contains("refused checkpoint-1/x")
+    );
+    // The job of a process that has ended owns nothing.
+    machine.exited(1, Ending::Success);
+    machine.exited(2, Ending::Success);
+    let refused = machine.before(3, &open(&x, 5));
+    assert!(
+        matches!(refused, Err(Refusal::OtherJob { .. })),
+        "the job goes on"
+    );
+    machine.exited(10, Ending::Success);
+    make(&mut machine, 3, &open(&x, 5));
+}
+
+#[test]
+fn with_several_hosts_the_machine_proposes_and_counts_the_needs_of_all() {
+    let mut machine = machine("hf");
+    machine.set_hosts(2);
+    let path = &machine.rules().locate(b"checkpoint-1/trainer_state.json");
+    let open = Operation::Open { path, handle: 1 };
+    make(&mut machine, 1, &open);
+    let close = Operation::Close {
+        handle: 1,
+        ending: Ending::Success,
+    };
+    let actions = machine.after(1, &close, None, true);
+    assert!(
+        matches!(actions[..], [Action::Propose { scope: 1 }]),
+        "{actions:?}"
+    );
+    let own = machine.own_part(1).unwrap();
+    assert!(own.has_event && own.state.open == 0 && own.state.living == 1);
+    let mut rank = own.state.clone();
+    rank.needs[0].found = 1;
+    let mut states = BTreeMap::from([
+        ("a".to_owned(), own.state.clone()),
+        ("b".to_owned(), rank.clone()),
+    ]);
+    let obstacle = machine.obstacle_among_hosts(1, &states);
+    assert_eq!(
+        obstacle.as_deref(),
+        Some("1 files of 2 for `rng_state*.pth=writers`")
+    );
+    states.insert("a".to_owned(), rank);
+    assert_eq!(machine.obstacle_among_hosts(1, &states), None);
+    // What changed since is not what was said.
+    assert!(!machine.begin_attempt(1, own.state.changes + 1));
+    assert!(machine.begin_attempt(1, own.state.changes));
+    assert!(machine.is_busy(&open));
+    machine.not_committed(1);
+    assert!(!machine.is_busy(&open));
 }
 
 /// Paths of what was removed by `keep`, in order, after operations by one process.
@@ -314,7 +417,6 @@ fn keep_removes_a_group_with_all_its_files() {
 
 #[test]
 fn regression_a_writer_killed_in_the_call_that_begins_a_scope_leaves_none_open() {
-    use crate::{Action, Ending, Machine, Operation};
     let rules = Arc::new(load_rules("lammps", |_| unreachable!()).unwrap());
     let mut machine = Machine::new(Arc::clone(&rules));
     let path = &rules.locate(b"restart.50.base");
@@ -348,4 +450,94 @@ fn a_checkpoint_waits_until_the_pointer_that_was_there_is_written_again() {
         4,
         "a program that ends well has saved what it meant to"
     );
+}
+
+/// A machine of one host among two, with a step of a checkpoint in several directories that no program has open.
+fn wide_machine() -> Machine {
+    let mut machine = machine("openfoam");
+    machine.set_hosts(2);
+    let path = &machine.rules().locate(b"processor0/1/U");
+    make(&mut machine, 1, &Operation::Open { path, handle: 1 });
+    let close = Operation::Close {
+        handle: 1,
+        ending: Ending::Success,
+    };
+    assert_eq!(machine.after(1, &close, None, true), []);
+    machine
+}
+
+#[test]
+fn with_several_hosts_the_next_step_of_a_wide_scope_waits_for_their_commit() {
+    let mut machine = wide_machine();
+    let next = &machine.rules().locate(b"processor0/2/U");
+    let open = Operation::Open {
+        path: next,
+        handle: 2,
+    };
+    let actions = machine.end_wide_scope(&open);
+    assert_eq!(actions, [Action::Propose { scope: 1 }]);
+    assert!(machine.own_part(1).unwrap().has_event);
+    // The hosts commit it.
+    machine.committed(1);
+    assert_eq!(machine.end_wide_scope(&open), []);
+    let entered = machine.before(1, &open).unwrap();
+    assert!(matches!(
+        entered.actions[..],
+        [Action::Begin { scope: 2, .. }]
+    ));
+}
+
+#[test]
+fn a_step_that_joins_the_one_before_is_open_for_other_hosts_until_its_own_event() {
+    let mut machine = wide_machine();
+    let rules = Arc::clone(machine.rules());
+    let [two, three] =
+        ["processor0/2/U", "processor0/3/U"].map(|path| rules.locate(path.as_bytes()));
+    let open = |path, handle| Operation::Open { path, handle };
+    let close = |handle| Operation::Close {
+        handle,
+        ending: Ending::Success,
+    };
+    machine.end_wide_scope(&open(&two, 2));
+    // The hosts have not committed it in time.
+    make(&mut machine, 1, &open(&two, 2));
+    machine.after(1, &close(2), None, true);
+    let part = machine.own_part(1).unwrap();
+    assert!(!part.has_event && part.state.open == 1, "{part:?}");
+    assert_eq!(
+        machine.end_wide_scope(&open(&three, 3)),
+        [Action::Propose { scope: 1 }]
+    );
+    let part = machine.own_part(1).unwrap();
+    assert!(part.has_event && part.state.open == 0, "{part:?}");
+}
+
+#[test]
+fn a_checkpoint_stays_open_between_two_commands_of_a_job() {
+    const JOB: u32 = 100;
+    let mut machine = machine("hf");
+    let exits = |machine: &mut Machine, process| machine.exited(process, Ending::Success);
+    let path = &machine.rules().locate(b"checkpoint-5/a");
+    for process in [1, 2] {
+        machine.note_job(process, JOB);
+        make(&mut machine, process, &Operation::Change { path });
+        assert_eq!(exits(&mut machine, process), []);
+    }
+    let actions = exits(&mut machine, JOB);
+    assert!(matches!(actions[..], [Action::Abort { .. }]), "{actions:?}");
+
+    // The job ends first, or a writer fails.
+    machine.aborted(1);
+    for (ending, ends_first) in [(Ending::Success, true), (Ending::Failure, false)] {
+        machine.note_job(4, JOB);
+        make(&mut machine, 4, &Operation::Change { path });
+        if ends_first {
+            assert_eq!(machine.exited(JOB, Ending::Success), []);
+        }
+        let actions = machine.exited(4, ending);
+        let [Action::Abort { scope, .. }] = actions[..] else {
+            panic!("{actions:?}");
+        };
+        machine.aborted(scope);
+    }
 }

@@ -311,6 +311,9 @@ pub struct Outcome {
     pub reason: String,
 }
 
+/// The number of the process that started all those of a trace.
+const JOB: u32 = u32::MAX;
+
 /// Plays operations, and notes what the rules do.
 pub struct Player {
     machine: Machine,
@@ -428,6 +431,12 @@ impl Player {
         }
     }
 
+    /// The job that started all processes of the trace ends.
+    pub fn end_job(&mut self, line: usize) {
+        let actions = self.machine.exited(JOB, Ending::Success);
+        self.take(line, actions);
+    }
+
     fn end(&mut self, line: &TraceLine, ending: Ending) {
         let (ended, open) = std::mem::take(&mut self.open)
             .into_iter()
@@ -442,6 +451,7 @@ impl Player {
     }
 
     fn run(&mut self, line: &TraceLine, operation: &Operation<'_>) {
+        self.machine.note_job(line.process, JOB);
         let entered = match self.machine.before(line.process, operation) {
             Ok(entered) => entered,
             Err(error) => {
@@ -490,6 +500,8 @@ impl Player {
                     self.take(line, more);
                     continue;
                 }
+                // One host has no others to ask.
+                Action::Propose { .. } => continue,
                 Action::Rotate { rule, dir } => {
                     let names = self.names.iter().map(|name| self.locate(name));
                     let names: Vec<LocatedPath> = names.collect();
@@ -497,7 +509,9 @@ impl Player {
                     self.take(line, more);
                     continue;
                 }
-                Action::Remove { scope, rule, tops } => {
+                Action::Remove {
+                    scope, rule, tops, ..
+                } => {
                     let tops = shown(&tops);
                     let is_gone = |name: &String| {
                         let at = |top: &String| name.strip_prefix(top.as_str());

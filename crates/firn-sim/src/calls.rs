@@ -37,7 +37,7 @@ pub struct SimInode {
 pub struct SimFile {
     object: SimInode,
     access: Access,
-    /// That opened it.
+    /// Index of the process that opened it.
     process: usize,
     /// Tells it from every other one.
     number: u64,
@@ -177,9 +177,10 @@ impl SimBacking {
             self.unsynced.all_synced(version);
         }
         unsynced::sync_entries(self)?;
-        match self.unsynced.has_lost_track() && !walks {
-            true => self.sync_each(true),
-            false => Ok(()),
+        if self.unsynced.has_lost_track() && !walks {
+            self.sync_each(true)
+        } else {
+            Ok(())
         }
     }
 }

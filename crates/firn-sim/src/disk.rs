@@ -16,7 +16,7 @@ use firn_backing::{Attr, Errno, Kind, Result, Time};
 /// Inode number of the top directory.
 pub(super) const ROOT: u64 = 1;
 
-/// Counts who holds an inode open. A copy of an inode is another world's, so nobody holds it.
+/// Counts the holders of an open inode. A copy of an inode is another world's, so it has no holders.
 #[derive(Default)]
 pub(super) struct Held(Arc<()>);
 
@@ -200,7 +200,7 @@ impl Disk {
         Ok(dir.entries.get(name).map(|entry| entry.0))
     }
 
-    /// That a new name may come here.
+    /// Checks that a new name may come here.
     pub(super) fn check_new(&self, parent: u64, name: &OsStr) -> Result<()> {
         if self.find(parent, name)?.is_some() {
             return Err(Errno::EXIST);

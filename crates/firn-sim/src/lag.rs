@@ -2,8 +2,8 @@
 //! names of directories.
 //!
 //! * A listing is the directory as it was at some moment, and no earlier one than the process has seen before.
-//! * What a process has changed in a directory is in its next listing, with all that others changed before: the answer to
-//!   a change says what the directory was like, and a client that knew another one reads it anew.
+//! * What a process has changed in a directory is in its next listing, with all that others changed before. The answer
+//!   to a change says what the directory was like, and a client that knew another one reads it anew.
 //! * Lookups of one name do not lag, unless attributes do: then the name of a directory may lead to the one that it led to
 //!   before.
 //! * Attributes that lag are those of the object at some moment, and it is read as far as it was long then. They are new
@@ -15,9 +15,9 @@ use std::sync::Arc;
 
 use firn_backing::{Attr, Kind};
 
-/// Of so many listings one is read anew.
+/// One of this many listings is read anew.
 const FRESH_EVERY: u64 = 4;
-/// Attributes and names of directories are not kept for longer than so many answers.
+/// Attributes and names of directories are kept for at most this many answers.
 const ANSWERS_MAX: u32 = 3;
 
 /// Something that is kept, and how often it was given.
@@ -77,9 +77,10 @@ impl Lag {
         if self.keeps_attributes {
             return None;
         }
-        match self.is_fresh()? {
-            true => None,
-            false => self.kept.get(&dir).map(Arc::clone),
+        if self.is_fresh()? {
+            None
+        } else {
+            self.kept.get(&dir).map(Arc::clone)
         }
     }
 

@@ -58,11 +58,11 @@ pub type Plan = Box<dyn FnMut(&'static str, u64) -> Option<Fault> + Send>;
 #[derive(Clone, Default)]
 pub struct SimBacking {
     state: Arc<Mutex<State>>,
-    /// Which of [`State::processes`] this is.
+    /// Index of this process in [`State::processes`].
     process: usize,
     /// Files that are open.
     open: Arc<AtomicUsize>,
-    /// syncfs(2) reaches nobody.
+    /// syncfs(2) has no effect.
     is_synced_one_by_one: Arc<AtomicBool>,
     unsynced: Arc<Unsynced>,
     lanes: Arc<SimLanes>,
@@ -81,7 +81,7 @@ struct SimLanes {
 
 struct State {
     disk: Disk,
-    /// At least one.
+    /// The processes; at least one.
     processes: Vec<Process>,
     locks: locks::Locks,
 }
@@ -106,7 +106,7 @@ struct Process {
     hangs: Vec<(Hangs, Arc<HangState>)>,
 }
 
-/// Which call hangs.
+/// The call that hangs.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Hangs {
     Op(&'static str),
@@ -238,7 +238,7 @@ impl SimBacking {
         self.gathers.store(gathers, Ordering::Relaxed);
     }
 
-    /// Spreads the files over so many lanes, at most 64, by their inode numbers.
+    /// Spreads the files over `count` lanes, at most 64, by their inode numbers.
     pub fn set_lanes(&self, count: u16) {
         assert!((1..=64).contains(&count));
         self.lanes.further.store(count - 1, Ordering::Relaxed);
@@ -284,7 +284,7 @@ impl SimBacking {
         self.state.lock().locks.end_all_of(self.process);
     }
 
-    /// Has syncfs(2) reach nobody, as over FUSE, or ends that.
+    /// Makes syncfs(2) ineffective, as over FUSE, or ends that.
     pub fn sync_one_by_one(&self, is_so: bool) {
         self.is_synced_one_by_one.store(is_so, Ordering::Relaxed);
     }
@@ -371,7 +371,7 @@ impl SimBacking {
         self.state.lock().disk.capacity_bytes = bytes;
     }
 
-    /// The disk has another device number, as after it was mounted again: nobody has it open meanwhile.
+    /// The disk has another device number, as after it was mounted again: it is not in use meanwhile.
     pub fn set_device(&self, device: u64) {
         self.begin_new_process();
         self.state.lock().disk.device = device;

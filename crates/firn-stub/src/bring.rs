@@ -1,9 +1,9 @@
 //! Bringing into the backing what programs did to the tree.
 //!
-//! The map says where each stub stood; the tree says where it stands. Stubs are taken top down, so that a
-//! directory stands where it belongs before anything in it is looked at. Whatever stands in the way of
-//! another goes to a private name first, which also undoes exchanges and directories that changed places
-//! with what was in them. What nobody finds any more is removed last.
+//! The map says where each stub stood; the tree says where it stands. Stubs are taken top down, so that a directory
+//! stands where it belongs before anything in it is looked at. Whatever stands in the way of another goes to a private
+//! name first, which also undoes exchanges and directories that changed places with what was in them. What has no name
+//! any more is removed last.
 
 use std::collections::{HashMap, HashSet};
 use std::ffi::OsStr;
@@ -35,7 +35,7 @@ const COPY_BYTES: usize = 1 << 20;
 pub(crate) struct Walk {
     /// Parents before what is in them.
     pub stubs: Vec<Stub>,
-    /// Nothing was renamed meanwhile: who is not in it stands nowhere.
+    /// Nothing was renamed during the walk: a stub that is not in it has no name.
     pub quiet: bool,
     /// The directories.
     pub dirs: Vec<WalkedDir>,
@@ -49,7 +49,7 @@ impl<B: Backing> Tree<B> {
         self.carry_over(QUIET_TRIES)
     }
 
-    /// The same for whoever comes again: removals may be left for the next time.
+    /// The same for a caller that repeats it: removals may be left for the next time.
     pub fn reconcile_soon(&self) -> Result<()> {
         self.carry_over(0)
     }
@@ -105,8 +105,8 @@ impl<B: Backing> Tree<B> {
         swept
     }
 
-    /// The same for whoever comes again: where nothing was removed or moved since the last time, only directories are
-    /// looked at.
+    /// The same for a caller that repeats it: where nothing was removed or moved since the last time, only directories
+    /// are looked at.
     pub fn sweep_soon(&self) -> Result<()> {
         let is_swept = self
             .swept
@@ -212,7 +212,7 @@ impl<B: Backing> Tree<B> {
                 }
             }
         }
-        // What is in a directory before the directory.
+        // The contents of a directory before the directory.
         found.sort_unstable_by(|a, b| b.cmp(a));
         found
     }
@@ -251,7 +251,7 @@ impl<B: Backing> Tree<B> {
     /// Whether nothing leads to a stub that the walk did not meet: no name, no descriptor.
     fn is_gone(&self, id: StubId, quiet: bool) -> bool {
         match id.open(self.root_fd()) {
-            // It has a name after all, or somebody has it open.
+            // It has a name after all, or is open.
             Ok(fd) => {
                 let by_us = self
                     .opens
@@ -379,7 +379,7 @@ impl<B: Backing> Tree<B> {
         }
     }
 
-    /// Makes in the backing what was made in the tree and is not known: nobody wrote to it, or it would be.
+    /// Makes in the backing what was made in the tree and is not known: a stub with writes would be known.
     fn make(&self, map: &mut Map, stub: &Stub) -> Result<()> {
         let (dir, name) = self.parent(&stub.path)?;
         map.add(stub.id, stub.kind, &stub.path)
@@ -412,7 +412,7 @@ impl<B: Backing> Tree<B> {
         match made {
             Ok(entry) => {
                 drop(self.reference(entry.inode));
-                // Nobody wrote to it: the stub's own time counts.
+                // It has no writes: the stub's own time counts.
                 if let Some(item) = map.item_mut(stub.id) {
                     item.told_mtime = Some(entry.attr.mtime);
                 }
@@ -466,7 +466,8 @@ impl<B: Backing> Tree<B> {
                 mtime: SetTime::Keep,
             };
             if uid.is_some() || gid.is_some() {
-                // Who may not give files away keeps them; so it is on a FUSE mount without root, too.
+                // A process without the right to give files away keeps them; so it is on a FUSE mount without root,
+                // too.
                 let _ = self.engine.namespace.set_attr(found.inode, owner, None);
             }
             // After the owner, whose change takes set-id bits away.
@@ -539,7 +540,8 @@ impl<B: Backing> Tree<B> {
                 None => return Ok(false),
             },
         };
-        // By an earlier firnd: who set the stub's time after the last write, that firnd or a program, set the right one.
+        // By an earlier firnd: the last to set the stub's time after the last write, that firnd or a program, set the
+        // right one.
         if item.told_mtime.is_none() {
             let stat = statat(dir, &*path, flags)?;
             if (Time {

@@ -43,7 +43,7 @@ impl<B: Backing> Tree<B> {
                 }
             }
         }
-        // What is in a directory changed its times, and its mode may forbid to fill it.
+        // Filling a directory changed its times, and its mode may forbid to fill it.
         for (path, attr) in dirs.iter().skip(1).rev() {
             self.set(path, attr)?;
         }
@@ -101,7 +101,7 @@ impl<B: Backing> Tree<B> {
         let root = &self.root;
         let follow = AtFlags::SYMLINK_NOFOLLOW;
         let at: &[u8] = if path.is_empty() { b"." } else { path };
-        // Who may not give files away makes stubs of their own.
+        // A process without the right to give files away makes stubs of its own.
         let _ = chownat(
             root,
             at,
@@ -141,7 +141,7 @@ impl<B: Backing> Tree<B> {
         read.map(|()| names)
     }
 
-    /// Files of an earlier tree that is gone, with the memory of its host: nobody knows their names any more.
+    /// Files of an earlier tree that is gone, with the memory of its host: their names are lost.
     fn keep_unnamed(&self) -> Result<()> {
         let firn = self.find(b".firn")?.0;
         let Ok((stubs, _)) = self.find(PRIVATE) else {

@@ -31,8 +31,7 @@ struct RawHandle {
 }
 
 impl StubId {
-    /// Of what `path` leads to from `dir`, without following a final symlink; an empty path means `dir`
-    /// itself.
+    /// Id of what `path` leads to from `dir`, without following a final symlink; an empty path means `dir` itself.
     pub(crate) fn at(dir: BorrowedFd<'_>, path: &CStr) -> io::Result<Self> {
         let mut raw = RawHandle {
             bytes: size_of::<[u32; 32]>() as u32,
@@ -69,13 +68,13 @@ impl StubId {
         })
     }
 
-    /// Of an open file.
+    /// Identity of an open file.
     pub(crate) fn of(fd: BorrowedFd<'_>) -> io::Result<Self> {
         Self::at(fd, c"")
     }
 
-    /// Opens it by what it is, wherever it stands; ESTALE where it is gone, EPERM for whoever may not
-    /// (CAP_DAC_READ_SEARCH). `tree` is any descriptor of the same file system.
+    /// Opens it by what it is, wherever it stands; ESTALE where it is gone, EPERM without CAP_DAC_READ_SEARCH. `tree`
+    /// is any descriptor of the same file system.
     pub(crate) fn open(self, tree: BorrowedFd<'_>) -> io::Result<OwnedFd> {
         let mut raw = RawHandle {
             bytes: HANDLE_BYTES,

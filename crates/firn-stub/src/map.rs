@@ -38,12 +38,12 @@ pub struct Changes {
 }
 
 impl Changes {
-    /// For an append: nothing else changes bytes or length meanwhile, so the end stays where it is found.
+    /// For an append: nothing else changes bytes or length while the guard lives, so the end stays where it is found.
     pub fn alone(&self) -> RwLockWriteGuard<'_, ()> {
         self.lock.write()
     }
 
-    /// For all else that changes bytes or length.
+    /// For all other changes of bytes or length.
     pub fn together(&self) -> RwLockReadGuard<'_, ()> {
         self.lock.read()
     }
@@ -69,7 +69,7 @@ pub(crate) struct Item {
     /// Descriptors that clients told of.
     pub opens: u32,
     pub changes: Arc<Changes>,
-    /// What the engine said of the time of the last write when the stub was last told.
+    /// Time of the last write, by the engine, when the stub was last told.
     pub told_mtime: Option<Time>,
     /// Size and time of bytes that came through the kernel and were ingested.
     pub absorbed: Option<(u64, Time)>,
@@ -262,7 +262,7 @@ impl Map {
     pub(crate) fn items(&self) -> impl Iterator<Item = (StubId, &Item)> {
         self.items.iter().map(|(id, item)| (*id, item))
     }
-    /// What stands at a path of the backing.
+    /// The stub at a path of the backing.
     pub(crate) fn at(&self, path: &[u8]) -> Option<StubId> {
         self.at.get(path).copied()
     }
@@ -280,7 +280,7 @@ impl Map {
         Ok(take(&mut self.items, &mut self.at, path))
     }
 
-    /// What stands at `from`, and below, is about to stand at `to`.
+    /// Notes that the stub at `from`, and all below, is about to move to `to`.
     pub(crate) fn shift(&mut self, from: &[u8], to: &[u8]) -> io::Result<()> {
         self.append(&[b"M", from, to])?;
         shift(&mut self.items, &mut self.at, from, to);

@@ -145,7 +145,7 @@ impl<B: Backing> Tree<B> {
         self.is_whole_device() || nlink == 0 || self.path_of(fd).is_some()
     }
 
-    /// Where a descriptor's stub stands, below the root.
+    /// Path of a descriptor's stub, below the root.
     fn path_of(&self, fd: &OwnedFd) -> Option<Rel> {
         let link = |fd: &OwnedFd| {
             let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
@@ -227,7 +227,7 @@ impl<B: Backing> Tree<B> {
             .ok_or(Errno::BADF)
     }
 
-    /// What the kernel does not know of a stub; `None` where nobody ever wrote to it.
+    /// What the kernel does not know of a stub; `None` for a stub without writes.
     pub fn attr(&self, id: StubId) -> Result<Option<StubAttr>> {
         let mut map = self.map.lock();
         if map.item(id).is_none_or(|item| item.kind != Kind::File) {
@@ -243,7 +243,7 @@ impl<B: Backing> Tree<B> {
         }))
     }
 
-    /// As [`Tree::attr`], of an open stub.
+    /// As [`Tree::attr`], for an open stub.
     pub fn attr_of(&self, handle: HandleId) -> Result<StubAttr> {
         let id = self
             .opens

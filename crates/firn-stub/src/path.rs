@@ -5,8 +5,7 @@ use crate::id::{StubId, id_text};
 /// A path below the root, without slashes at its ends; empty: the root.
 pub(crate) type Rel = Vec<u8>;
 
-/// Where files wait in the backing for the first name that is synced, and where removed ones stay
-/// that somebody still has open.
+/// Where files wait in the backing for the first name that is synced, and where removed ones stay that are still open.
 pub(crate) const PRIVATE: &[u8] = b".firn/stub";
 
 /// The directory part and the last name of a path.

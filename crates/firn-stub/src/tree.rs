@@ -179,7 +179,7 @@ impl<B: Backing> Tree<B> {
             }
             _ => None,
         };
-        // The data socket is for the user who mounted only.
+        // Only the user that mounted may use the data socket.
         rustix::fs::fchmod(&root, Mode::RWXU).map_err(|e| failed(e.into()))?;
         let last = found.as_ref().and_then(Found::last);
         let fresh = found.is_none();
@@ -334,7 +334,7 @@ impl<B: Backing> Tree<B> {
                 Err(Errno::EXIST) => self.engine.namespace.lookup(dir.inode, name)?,
                 made => made?,
             };
-            // Somebody else may have made it beside the mount.
+            // Another program may have made it beside the mount.
             let facts = Facts {
                 mode: entry.attr.mode,
                 uid: entry.attr.uid,
@@ -428,8 +428,8 @@ fn half_made(options: &TreeOptions, head: &Head) -> io::Result<bool> {
     Ok(Found::read(&options.log)?.is_some_and(|found| !found.filled && found.head == *head))
 }
 
-/// Whether the tree of a log may still be there: its root is looked for among the mounts and the places that
-/// outlive processes only by the prefix it names, so any log that tells of names counts.
+/// Whether the tree of a log may still be there. Its root is found among the mounts and the places that outlive
+/// processes only by the prefix it names, so any log that tells of names counts.
 fn stands_elsewhere(found: &Found) -> bool {
     found.has_unnamed()
 }

@@ -349,7 +349,7 @@ fn descriptors_of_other_files_are_refused() {
         let refused = tree.adopt(ME, OwnedFd::from(file), libc::O_RDONLY, false);
         assert_eq!(refused.unwrap_err(), Errno::XDEV);
     }
-    // Known before and removed while firnd was dead: nobody has its bytes.
+    // Known before and removed while firnd was dead: its bytes are lost.
     let file = fs::File::create(world.prefix().join("x")).unwrap();
     fs::remove_file(world.prefix().join("x")).unwrap();
     let refused = tree.adopt(ME, OwnedFd::from(file), libc::O_RDWR, true);
@@ -478,9 +478,12 @@ fn random_operations_end_in_the_backing_as_in_a_plain_directory() {
             })),
             62..70 => drop(both(&|root| fs::remove_file(root.join(&path)))),
             70..73 => drop(both(&|root| fs::remove_dir(root.join(&path)))),
-            73..76 => drop(both(&|root| match root.join(&path).is_dir() {
-                true => fs::remove_dir_all(root.join(&path)),
-                false => Ok(()),
+            73..76 => drop(both(&|root| {
+                if root.join(&path).is_dir() {
+                    fs::remove_dir_all(root.join(&path))
+                } else {
+                    Ok(())
+                }
             })),
             76..82 => drop(both(&|root| {
                 fs::hard_link(root.join(&path), root.join(&other))
@@ -488,14 +491,13 @@ fn random_operations_end_in_the_backing_as_in_a_plain_directory() {
             82..85 => drop(both(&|root| symlink("/no/where", root.join(&path)))),
             85..90 => {
                 let mode = [0o600, 0o644, 0o755, 0o2750][rng.random_range(0..4)];
-                both(
-                    &|root| match root.join(&path).symlink_metadata()?.is_symlink() {
-                        true => Ok(()),
-                        false => {
-                            fs::set_permissions(root.join(&path), fs::Permissions::from_mode(mode))
-                        }
-                    },
-                );
+                both(&|root| {
+                    if root.join(&path).symlink_metadata()?.is_symlink() {
+                        Ok(())
+                    } else {
+                        fs::set_permissions(root.join(&path), fs::Permissions::from_mode(mode))
+                    }
+                });
             }
             90..96 => world.life().tree.reconcile().unwrap(),
             96..98 => world.drain(),

@@ -158,7 +158,7 @@ impl Faults {
     }
 }
 
-/// Serves `source` at `mount_point` until the process is killed, with so many `threads`: one more than calls may hang
+/// Serves `source` at `mount_point` until the process is killed, with `threads` threads: one more than calls may hang
 /// at a time.
 pub fn serve(source: &Path, mount_point: &Path, control: &Path, threads: usize) -> io::Result<()> {
     rustix::process::umask(rustix::fs::Mode::empty());

@@ -5,7 +5,7 @@
 //!   delay it or answer with an error (`faults`).
 //! * [`moosefs::MooseFs`] is a MooseFS with servers of its own, in a network namespace.
 //! * [`slow::serve`] serves a directory as slowly as a network file system; the program `firn-slowfs` does.
-//! * [`trace::Trace`] is a policy that notes who writes when.
+//! * [`trace::Trace`] is a policy that records which client writes when.
 //! * [`sink::Sink`] takes writes and forgets them: the least that a server written with the same crate can do.
 //!
 //! None of them is a file system to keep data in.
@@ -162,7 +162,7 @@ pub fn run(program: &str, args: &[&str]) -> anyhow::Result<String> {
         .to_owned())
 }
 
-/// Runs a program of which nobody wants to know.
+/// Runs a program whose result does not matter.
 fn run_quietly(program: &str, args: &[&str]) {
     let _ = Command::new(program)
         .args(args)

@@ -43,7 +43,7 @@ impl MooseFs {
     pub fn start(work: &Path, servers: &[Server<'_>]) -> anyhow::Result<Self> {
         ensure!(
             rustix::process::geteuid().is_root(),
-            "MooseFS needs root, who may make the network namespace for its servers"
+            "MooseFS needs root, which may make the network namespace for its servers"
         );
         let point = subdir(work, "moosefs")?;
         let mut guards = Vec::new();
@@ -82,7 +82,7 @@ impl MooseFs {
         &self.addresses
     }
 
-    /// Lets each chunk server get so many bytes a second, and no more. Once.
+    /// Limits each chunk server to `bytes_per_s` bytes a second. Call it once.
     pub fn limit_servers(&self, bytes_per_s: u64) -> anyhow::Result<()> {
         self.link.limit_to(&self.addresses, bytes_per_s)
     }

@@ -91,7 +91,7 @@ impl Link {
         format!("{}.{number}", self.subnet)
     }
 
-    /// Lets so many bytes a second go to each of these addresses inside, and no more. Once.
+    /// Limits the traffic to each of these addresses inside to `bytes_per_s` bytes a second. Call it once.
     pub fn limit_to(&self, addresses: &[String], bytes_per_s: u64) -> anyhow::Result<()> {
         let device = &self.here;
         // What is for no class is not limited.
@@ -133,7 +133,7 @@ impl Network {
             let namespace = Namespace::create(guards)?;
             if switch.is_empty() {
                 switch = format!("fw{}", namespace.number % 1_000_000_000);
-                // Nobody is reached through the switch but these hosts.
+                // Only these hosts are reached through the switch.
                 subnet = format!("10.63.{}", namespace.number % 256);
                 guards.push(expect(Leftover::Link(switch.clone())));
                 ip(&format!("link add {switch} type bridge"))?;

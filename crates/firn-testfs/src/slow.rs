@@ -11,7 +11,7 @@
 //! | names and attributes are known for a second, data that was read while its file is open | – | as with [`Caching::Usual`] |
 //!
 //! Not modelled: the disk behind the server, locks between clients, and a client that gathers writes until close, as an
-//! NFS mount without `sync` does: it has fewer round trips, and its close waits for the data.
+//! NFS mount without `sync` does. Such a client has fewer round trips, and its close waits for the data.
 
 use std::ffi::OsStr;
 use std::io;

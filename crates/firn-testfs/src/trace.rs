@@ -40,12 +40,12 @@ struct State {
 pub struct Event {
     /// Inode number.
     pub file: u64,
-    /// Else it ends.
+    /// Whether the call begins; otherwise it ends.
     pub begins: bool,
 }
 
 impl Trace {
-    /// Of a server whose writes take so long.
+    /// Of a server whose writes take `write_time` each.
     pub fn new(write_time: Duration) -> Self {
         Self(Arc::new(Shared {
             write_time,

@@ -1,7 +1,7 @@
 //! Applying a change log, in either direction and as often as it takes.
 //!
-//! This is the one executor of transactions: it applies commits (redo), restores commits before (undo), and puts
-//! back what a transaction in shadow mode changed (undo, of a log that [`crate::shadow`] makes of what is saved).
+//! This is the one executor of transactions. It applies commits (redo), restores earlier commits (undo), and puts back
+//! what a transaction in shadow mode changed (undo, of a log that [`crate::shadow`] makes of what is saved).
 //!
 //! 1. Going back, files that become shorter are cut: what is written next may need the room.
 //! 2. Data of files that were there: cut, then the ranges that are written.
@@ -29,7 +29,7 @@ use crate::change_log::{
     ChangeLog, Data, Direction, Entry, Identity, Instant, Part, Place, Range, Source, Staged,
 };
 use crate::copy::copy_with_holes;
-use crate::staging::{self, find, write_all};
+use crate::staging::{self, find, own, write_all};
 
 /// Files that are written at a time.
 const THREADS: usize = 4;
@@ -72,7 +72,7 @@ impl<'a> Step<'a> {
         }
     }
 
-    /// Bytes of the log are written into a file, which keeps its names, size and other attributes.
+    /// Whether the log only writes bytes of its own into a file, which keeps its names, size and other attributes.
     fn only_writes_inline(&self) -> bool {
         let keeps_names = self.leaves.is_empty() && self.comes.is_empty();
         let is_staged = self.staged_at.is_some() || self.kept_at.is_some();
@@ -82,6 +82,11 @@ impl<'a> Step<'a> {
             data.cut >= data.size && sources.all(|source| matches!(source, Source::Inline(_)))
         });
         keeps_names && writes_inline && !is_staged && !has_attributes && !self.entry.is_dir
+    }
+
+    /// A new directory with one name.
+    fn is_new_dir(&self) -> bool {
+        self.entry.is_dir && self.entry.new_at.is_some() && self.comes.len() == 1
     }
 
     fn away_name(&self) -> String {
@@ -100,10 +105,12 @@ pub(crate) struct Apply<'a, B: Backing> {
     known: HashMap<u64, B::Inode>,
     staging_dirs: HashMap<String, B::Inode>,
     placed: BTreeSet<u64>,
-    /// Entries of which [`Apply::write_inline_changes`] has done everything.
+    /// Entries that [`Apply::write_inline_changes`] has completed.
     written: HashSet<u64>,
     /// See [`ChangeLog::shared`].
     shared: bool,
+    /// New directories that other hosts may make, too: they are made in place, not moved there.
+    made: BTreeSet<u64>,
     /// Of a shared log: when the objects were last changed before this began.
     mtimes: HashMap<u64, Time>,
 }
@@ -133,6 +140,7 @@ impl<'a, B: Backing> Apply<'a, B> {
             placed: BTreeSet::new(),
             written: HashSet::new(),
             shared: log.shared && direction == Direction::Redo,
+            made: BTreeSet::new(),
             mtimes: HashMap::new(),
         }
     }
@@ -151,6 +159,7 @@ impl<'a, B: Backing> Apply<'a, B> {
 
     pub(crate) fn run(&mut self) -> Result<()> {
         let steps: Vec<Step<'a>> = self.steps.values().copied().collect();
+        self.make_shared_dirs()?;
         // All directories are found before any of them moves: an object stays the same wherever it goes.
         for step in steps.iter().filter(|step| step.entry.is_dir) {
             self.locate(step.entry.number, &mut Vec::new())?;
@@ -182,6 +191,58 @@ impl<'a, B: Backing> Apply<'a, B> {
             self.remove_dir(step)?;
         }
         Ok(())
+    }
+
+    /// Of a shared log: makes the new directories that other hosts may make, too, or finds them; their numbers and inodes.
+    pub(crate) fn make_shared_dirs(&mut self) -> Result<Vec<(u64, B::Inode)>> {
+        if !self.shared {
+            return Ok(Vec::new());
+        }
+        let steps: Vec<Step<'a>> = self.steps.values().copied().collect();
+        let new_dirs = steps.iter().filter(|step| step.is_new_dir());
+        let leaves: HashSet<&Place> = steps.iter().flat_map(|step| step.leaves).collect();
+        let mut left: Vec<Step<'a>> = new_dirs.copied().collect();
+        left.retain(|step| !leaves.contains(&step.comes[0]));
+        let numbers: BTreeSet<u64> = left.iter().map(|step| step.entry.number).collect();
+        let mut made = Vec::new();
+        // Those above come first: each round makes what lies in one that is known.
+        while !left.is_empty() {
+            let count = left.len();
+            for step in std::mem::take(&mut left) {
+                let (above, name) = &step.comes[0];
+                if numbers.contains(above) && !self.made.contains(above) {
+                    left.push(step);
+                    continue;
+                }
+                let Some(dir) = self.locate(*above, &mut Vec::new())? else {
+                    continue;
+                };
+                let inode = self.make_dir(&step, &dir, OsStr::from_bytes(name))?;
+                self.known.insert(step.entry.number, inode.clone());
+                self.made.insert(step.entry.number);
+                made.push((step.entry.number, inode));
+            }
+            if left.len() == count {
+                return Err(Errno::STALE);
+            }
+        }
+        Ok(made)
+    }
+
+    fn make_dir(&mut self, step: &Step<'a>, dir: &B::Inode, name: &OsStr) -> Result<B::Inode> {
+        let inode = match self.base.mkdir(&own(), dir, name, 0o700) {
+            Ok((inode, _)) => inode,
+            Err(Errno::EXIST) => self.base.lookup(dir, name)?.0,
+            Err(errno) => return Err(errno),
+        };
+        // Also where another host has made it: that one may have died before it got its mode.
+        if let Some((staging_dir, staged)) = step.staged_at {
+            let staging_dir = self.staging_dir(staging_dir)?;
+            if let Some((from, _)) = find(self.base, &staging_dir, OsStr::new(staged))? {
+                staging::copy_attributes(self.base, &from, &inode)?;
+            }
+        }
+        Ok(inode)
     }
 
     fn note_mtimes(&mut self, steps: &[Step<'a>]) -> Result<()> {
@@ -357,7 +418,7 @@ impl<'a, B: Backing> Apply<'a, B> {
         }
         let to = self.base.open(&inode, Access::ReadWrite)?;
         if may_grow {
-            // Another host's part may be longer. Nobody else has what lies in these ranges.
+            // Another host's part may be longer. These ranges hold no bytes of other hosts.
             if data.size > size {
                 self.base.set_len(&to, data.size)?;
             }
@@ -446,6 +507,9 @@ impl<'a, B: Backing> Apply<'a, B> {
 
     fn place(&mut self, step: Step<'a>) -> Result<()> {
         if step.comes.is_empty() || !self.placed.insert(step.entry.number) {
+            return Ok(());
+        }
+        if self.made.contains(&step.entry.number) {
             return Ok(());
         }
         for place in step.comes {

@@ -17,11 +17,11 @@ use crate::staging_dir::Home;
 use crate::top_names::Tops;
 use crate::waiting::Admission;
 
-/// What a change has to do with attributes.
+/// The parts of a change that concern attributes.
 struct ChangedAttributes<B: Backing> {
     frozen: Option<Attr>,
     copy: Option<StagedCopy<B>>,
-    /// Of inline changes: when the file was modified and when it was changed.
+    /// Times of the last inline change: modification and change.
     inline_times: Option<(Time, Time)>,
     links: i64,
     removed: bool,
@@ -73,7 +73,7 @@ impl<B: Backing> Home<B> {
             };
             let (mode, rdev) = (attr.mode, attr.rdev);
             match staging::make_special(&self.base, staging_dir, name, mode, rdev, &target) {
-                // Not everybody may make a device; a file has its attributes as well.
+                // Not every user may make a device; a file has its attributes as well.
                 Err(Errno::PERM) if !matches!(kind, Kind::Dir | Kind::Symlink) => {
                     Ok(self.base.create(&me, staging_dir, name, 0o600)?.0)
                 }
@@ -252,7 +252,7 @@ impl<B: Backing> Objects<B> {
         }
         let set = |inode: &B::Inode| self.home.base.set_times(inode, atime, mtime);
         self.change_staged_copy(object, set, |change| {
-            // What was asked for counts, whatever changed in the directory before.
+            // The requested time counts, whatever changed in the directory before.
             if mtime != SetTime::Keep {
                 change.touched = None;
             }

@@ -1,9 +1,9 @@
 //! The change log of a transaction: what to do to commit it, and what to do to undo it.
 //!
-//! A log is the difference between two trees, object by object. Each [`Entry`] says which names the object has
-//! only before and only after the transaction, and has a *redo* and an *undo* part with its data and attributes
-//! on either side; parts refer to bytes in the log itself or to staged copies. Nothing in a log depends on how
-//! far an earlier attempt to apply it came.
+//! A log is the difference between two trees, object by object. Each [`Entry`] names what the object has only before
+//! and only after the transaction. Its *redo* and *undo* parts hold data and attributes of either side; they refer to
+//! bytes in the log itself or to staged copies. Nothing in a log depends on how far an earlier attempt to apply it
+//! came.
 //!
 //! | use | file | entries |
 //! |---|---|---|
@@ -48,7 +48,7 @@ pub type Staged = (String, String);
 /// A name, and the inode that it leads to.
 pub type Link = (Vec<u8>, u64);
 
-/// What an object is in the backing.
+/// Identity of an object in the backing.
 ///
 /// A log outlives a mount of the file system and is read on other hosts. Device numbers do neither: a server, a
 /// pool or a disk that comes back may have another one. Nor is the time of birth compared: overlayfs makes a file
@@ -127,7 +127,7 @@ pub struct Range {
 }
 
 impl Range {
-    /// Whose bytes are in the staged copy.
+    /// A range whose bytes are in the staged copy.
     pub fn of_copy(start: u64, end: u64) -> Self {
         Self {
             start,
@@ -184,7 +184,7 @@ pub struct Part {
     pub changes_attributes: bool,
     /// Last change of the object when the transaction changed it first.
     pub mtime_before: Option<Instant>,
-    /// Of a directory whose changes are not listed name by name: all names in it.
+    /// All names in a directory whose changes are not listed name by name.
     pub names: Option<Vec<Link>>,
 }
 
@@ -219,7 +219,7 @@ pub struct Entry {
     pub before: Vec<Place>,
     /// Names that it has only after.
     pub after: Vec<Place>,
-    /// One name that it has before and after, for who looks for it.
+    /// One name that the object has before and after, for a caller that looks for the object.
     pub stays: Option<Place>,
     /// The way to it from the scope's top, which is not in it, down to its own name.
     pub path: Vec<Link>,
@@ -229,7 +229,7 @@ pub struct Entry {
     pub kept_at: Option<Staged>,
     /// One more name, staged, of an object of the backing of which no other name is known.
     pub anchor_at: Option<Staged>,
-    /// Of a backup: how it is found.
+    /// How the object of a backup is found.
     pub known: Option<Known>,
     /// What to do to commit.
     pub redo: Part,
@@ -289,7 +289,7 @@ pub struct Content {
     pub file: String,
     /// Size of the file.
     pub size: u64,
-    /// Where there are any: from, to. The rest are holes.
+    /// Ranges with bytes: from, to. The rest are holes.
     pub ranges: Vec<(u64, u64)>,
     /// CRC32C of the bytes in the ranges.
     pub crc: u32,
@@ -302,11 +302,11 @@ pub struct StagedObject {
     pub at: Staged,
     /// Its attributes: a backup does not have objects of other owners and kinds.
     pub attributes: Attributes,
-    /// Of a device file.
+    /// Device number of a device file.
     pub rdev: u64,
-    /// Of a symbolic link.
+    /// Target of a symbolic link.
     pub target: Vec<u8>,
-    /// Of a file.
+    /// Contents of a file.
     pub content: Option<Content>,
 }
 
@@ -347,7 +347,7 @@ pub struct ChangeLog {
     pub can_be_undone: bool,
     /// What changes.
     pub entries: Vec<Entry>,
-    /// Of a backup: all that the redo parts refer to.
+    /// Objects of a backup that the redo parts refer to.
     pub staged: Vec<StagedObject>,
 }
 
@@ -392,7 +392,7 @@ impl ChangeLog {
         Ok(log)
     }
 
-    /// Whoever opens a name of this log stays in the directory that the log means.
+    /// Checks that no name of this log leads out of the directory that the log describes.
     pub(crate) fn check_names(&self) -> Result<(), LogError> {
         check(is_path(&self.scope))?;
         if let Some(top) = &self.top {

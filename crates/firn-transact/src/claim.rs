@@ -1,11 +1,13 @@
 //! Exclusive use of one thing across calls of the backing.
 //!
-//! A claim stands in for a lock, which nobody holds while the backing is called. It is only for what no one but the callers of
-//! that one thing waits for: the names of one transaction, one object, one backup (docs/internals/locks.md).
+//! A claim stands in for a lock, because no lock may be held while the backing is called. Each claim guards one thing
+//! that only its own callers wait for: the names of one transaction, one object, one backup
+//! (docs/internals/locks.md).
 //!
 //! Promises
 //! * A claim is no lock: calls of the backing may be made with it.
-//! * Who waits for a claim may wait for a call of the backing, so no lock is held there. Debug builds assert it.
+//! * A thread that waits for a claim may wait for a call of the backing, so it holds no lock there. Debug builds
+//!   assert it.
 
 use std::ops::{Deref, DerefMut};
 
@@ -28,7 +30,7 @@ struct State {
 }
 
 impl Claim {
-    /// Waits until nobody has it alone or waits for that.
+    /// Waits until no thread owns the claim or waits to own it.
     #[track_caller]
     pub(crate) fn share<C: Deref<Target = Self>>(claim: C) -> Shared<C> {
         assert_none_held("a claim, which waits for a call");
@@ -42,7 +44,7 @@ impl Claim {
         Shared(claim)
     }
 
-    /// Waits until nobody else has it.
+    /// Waits until no other thread shares or owns the claim.
     #[track_caller]
     pub(crate) fn own<C: Deref<Target = Self>>(claim: C) -> Owned<C> {
         assert_none_held("a claim, which waits for a call");
@@ -102,7 +104,7 @@ impl<T> Claimed<T> {
         }
     }
 
-    /// Waits until nobody owns the value or waits for that.
+    /// Waits until no thread owns the value or waits to own it.
     #[track_caller]
     pub(crate) fn share(&self) -> Sharing<'_, T> {
         Sharing {
@@ -111,7 +113,7 @@ impl<T> Claimed<T> {
         }
     }
 
-    /// Waits until nobody else shares or owns the value.
+    /// Waits until no other thread shares or owns the value.
     #[track_caller]
     pub(crate) fn own(&self) -> Owning<'_, T> {
         Owning {
@@ -120,7 +122,7 @@ impl<T> Claimed<T> {
         }
     }
 
-    /// The value at this instant, for who waits for no call: its owner may be half through a change.
+    /// The value at this instant, for a caller that must not wait: its owner may be half through a change.
     pub(crate) fn peek(&self) -> impl Deref<Target = T> + '_ {
         self.value.read()
     }
@@ -141,7 +143,7 @@ impl<T> Exclusive<T> {
         }
     }
 
-    /// Waits until nobody else has it, and takes it until the guard is dropped.
+    /// Waits until no other thread has the value, and takes it until the guard is dropped.
     #[track_caller]
     pub(crate) fn take(&self) -> Taken<'_, T> {
         let claim = Claim::own(&self.claim);

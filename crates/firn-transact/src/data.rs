@@ -360,7 +360,7 @@ impl<B: Backing> FileData<B> {
         self.ask_below(file, ask)
     }
 
-    /// The object below, where no transaction has changed its data. Makes no call, and waits for none.
+    /// The object below, where no transaction has changed its data. Makes no call, and does not wait.
     pub(crate) fn unchanged(&self, object: &Object<B>) -> Option<B::Inode> {
         let inner = object.inner.peek();
         let is_changed = inner

@@ -67,7 +67,7 @@ impl<B: Backing> Differences<B> {
     pub(crate) fn make_record(&self, scope: &Scope<B>, id: u64) -> Result<ChangeLog, Errno> {
         let mut items: BTreeMap<u64, Entry> = BTreeMap::new();
         let changed: Vec<_> = scope.changed.lock().values().cloned().collect();
-        // Directories from the scope up to the root of the backing, which do not change.
+        // Numbers of the directories from the scope up to the root of the backing, which do not change.
         let mut numbers: HashMap<Key, u64> = HashMap::from([(self.tree.top().key, 0)]);
         for object in &changed {
             let (base, Some(change)) = described(object) else {

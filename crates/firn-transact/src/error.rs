@@ -1,7 +1,7 @@
 //! Why a transaction could not be begun, prepared, voted on, committed, aborted or restored.
 //!
-//! Each verb has an enum of what its caller can tell apart. What Firn stored, and what the backing says, can stop any
-//! of them: that is a [`StoreError`]. Who runs one verb or another takes [`TransactionError`].
+//! Each verb has an enum of what its caller can tell apart. Any verb can also fail because of Firn's stored records
+//! or the backing: that is a [`StoreError`]. A caller that runs different verbs takes [`TransactionError`].
 
 use firn_backing::Errno;
 use firn_format::quote::quoted;
@@ -86,13 +86,13 @@ pub enum StageError {
 /// Why a transaction did not begin.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BeginError {
-    /// It cannot have that scope.
+    /// The transaction cannot have that scope.
     #[error(transparent)]
     Scope(#[from] ScopeError),
     /// A transaction is open that covers some of the same objects.
     #[error("a transaction is open in {scope:?}: commit or abort it first")]
     Overlaps {
-        /// The scope of that one.
+        /// The scope of the other transaction.
         scope: BytePath,
     },
     /// Something has the name of the directory that the transaction was to make.
@@ -173,7 +173,7 @@ pub enum VoteError {
         /// The reason that it gave.
         why: String,
     },
-    /// What the hosts did does not go together.
+    /// The accesses of the hosts conflict.
     #[error("{} with other hosts", match .0.total { 1 => "1 conflict".to_owned(), n => format!("{n} conflicts") })]
     Conflict(Box<crate::conflict::Report>),
     /// What a host published cannot be read.
@@ -219,7 +219,7 @@ pub enum AbortError {
         match &hosts[..] { [one] => format!("{one} has"), hosts => format!("{} have", hosts.join(", ")) }
     )]
     Stopping {
-        /// Those hosts.
+        /// The hosts.
         hosts: Vec<String>,
     },
     /// The other hosts could not be told.
@@ -236,12 +236,12 @@ pub enum AbortError {
 /// Why the files of a checkpoint were not restored.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RestoreError {
-    /// They are not kept.
+    /// The commits are not kept.
     #[error("the files of checkpoint {wanted} are not kept; {}", list_kept(kept))]
     NotKept {
         /// The checkpoint that was asked for.
         wanted: u64,
-        /// Those that are kept, newest first.
+        /// Kept commits, newest first.
         kept: Vec<u64>,
     },
     /// What was prepared with that number could not be committed.
@@ -287,7 +287,7 @@ pub enum BackupError {
         /// The errno that it gave.
         source: Errno,
     },
-    /// Something in the backup is not as Firn leaves it.
+    /// An object in the backup is not as Firn leaves it.
     #[error(transparent)]
     Own(OwnError),
     /// An object has no name by which it could be found elsewhere.
@@ -314,7 +314,7 @@ pub enum BackupError {
 }
 
 impl BackupError {
-    /// What it means that `error` happened in the backup.
+    /// Error of an action in the backup.
     pub(crate) fn of_backup(error: OwnError) -> Self {
         match error.below("the backup") {
             OwnError::Backing(source) => Self::Refused { source },
@@ -398,7 +398,7 @@ pub enum TransactionError {
         #[source]
         error: Box<Self>,
     },
-    /// The client may make nothing in that directory.
+    /// The client has no write permission in that directory.
     #[error("no directory can be made in {path}: {errno}")]
     NotWritable { path: BytePath, errno: Errno },
 }

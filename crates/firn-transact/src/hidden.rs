@@ -213,7 +213,7 @@ impl<B: Backing> OwnLinks<B> {
         self.note_links_of(key);
     }
 
-    /// A link that is there, or was, and goes with its transaction.
+    /// Notes a link that goes with its transaction.
     pub(crate) fn link_goes(&self, serial: u64, key: Key, dir: &B::Inode, name: String) {
         let mut table = self.tree.hidden.0.lock();
         let links = table.entry(key).or_default();
@@ -294,7 +294,7 @@ impl<B: Backing> OwnLinks<B> {
         }
     }
 
-    /// Tells the object of an entry that changed, if anybody refers to it.
+    /// Tells the object of an entry that changed, if it is referred to.
     fn note_links_of(&self, key: Key) {
         if let Some(object) = self.tree.known(key) {
             let table = self.tree.hidden.0.lock();

@@ -1,6 +1,6 @@
 //! The table of links of Firn's own: names of objects of the backing that are below `.firn/` and are not shown.
 //!
-//! Invariant: while the table has a link to an object that somebody refers to, [`Object::may_hide_links`] is true.
+//! Invariant: while the table has a link to an object that is referred to, [`Object::may_hide_links`] is true.
 
 use std::collections::HashMap;
 use std::sync::atomic::Ordering;
@@ -10,7 +10,7 @@ use firn_backing::lock::Mutex;
 
 use crate::object::{HAS_LINKS, Key, Object};
 
-/// What is known of a link.
+/// State of a link.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Presence {
     /// It is about to be made.

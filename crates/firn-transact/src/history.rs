@@ -1,6 +1,6 @@
 //! `history=N`: the logs of the last commits are kept, with what undoes them.
 //!
-//! Before a commit is decided, the *undo* parts of its log are filled in: old attributes, and old bytes of the ranges
+//! Before a commit is decided, the *undo* parts of its log are filled in. Old attributes, and old bytes of the ranges
 //! that it changes, are staged in `new/u/`, where it also moves what it removes. When the commit is applied, `tx-N`
 //! becomes `undo-N`, with one rename; what only its redo parts needed goes after that.
 //!
@@ -58,14 +58,14 @@ fn chain_of(all: &[(u64, ChangeLog)], scope: &[u8]) -> Vec<u64> {
     chain
 }
 
-/// What a backing keeps of commits that are over.
+/// Commits that a backing keeps after they are over.
 pub struct History<B: Backing> {
     pub(crate) home: Arc<Home<B>>,
     pub(crate) tree: Arc<Tree<B>>,
     pub(crate) scopes: Arc<Scopes<B>>,
     /// Commits of each scope that can be undone.
     pub(crate) commits_max: u32,
-    /// Owned by whoever changes the list of the last commit of each scope.
+    /// Owned by the thread that changes the list of the last commit of each scope.
     pub(crate) numbers: Claim,
 }
 
@@ -258,7 +258,7 @@ impl<B: Backing> History<B> {
         let all = self.all_undos()?;
         let chain = chain_of(&all, if is_kept { scope } else { &log.scope });
         let is_needed = |serial: &u64| chain.iter().take(count).any(|one| one == serial);
-        // Those of a directory that had the name before lead nowhere from here.
+        // Logs of an earlier directory of that name lead nowhere from here.
         let of_scope = all.iter().filter(|(serial, log)| {
             log.scope_after(Direction::Redo) == scope || chain.contains(serial)
         });
@@ -325,7 +325,7 @@ impl<B: Backing> History<B> {
             else {
                 continue;
             };
-            // The rename of who kept it may not be durable, and without it the redo parts count.
+            // The rename that kept the log may not be durable, and without it the redo parts count.
             if !is_synced {
                 self.home.base.sync_dir(firn)?;
                 is_synced = true;
@@ -368,7 +368,7 @@ impl<B: Backing> History<B> {
         Ok(all)
     }
 
-    /// What undoes commits, newest first.
+    /// Logs that undo commits, newest first.
     fn all_undos(&self) -> Result<Vec<(u64, ChangeLog)>, StoreError> {
         let Some(firn) = self.home.find_staging_dir()? else {
             return Ok(Vec::new());
@@ -502,7 +502,7 @@ impl<B: Backing> TransactionalBacking<B> {
         }
         self.backups.withdraw_what_is_over()?;
         let mut parts = vec![Area::Tree(Arc::clone(root))];
-        // What is undone may have given the directory its name.
+        // The undone commit may have given the directory its name.
         parts.extend(root.parent().map(Area::Dir));
         let _quiet = self.tree.quiesce(parts);
         for serial in steps {

@@ -1,8 +1,8 @@
 //! Inline changes: a few overwritten bytes of a file of the backing need no staged copy.
 //!
-//! They stay in memory until the record of the transaction takes them: a transaction that is not prepared does not outlive
-//! firnd anyway. A staged copy takes them over when more is written to the file than the limits below, or anything changes
-//! but bytes below its end and its time of modification.
+//! Inline changes stay in memory until the record of the transaction takes them: a transaction that is not prepared
+//! does not outlive firnd anyway. A staged copy takes them over when more is written to the file than the limits below,
+//! or when anything changes but bytes below its end and its time of modification.
 
 use std::io::IoSlice;
 use std::sync::Arc;

@@ -10,7 +10,7 @@ use firn_backing::Time;
 /// What was overwritten of a file, and when.
 #[derive(Clone)]
 pub(crate) struct InlineChanges {
-    /// By offset; they neither overlap nor touch.
+    /// Pieces by offset; they neither overlap nor touch.
     pieces: BTreeMap<u64, Vec<u8>>,
     /// The file's, which stays.
     size: u64,

@@ -35,7 +35,7 @@ impl<B: Backing> Scope<B> {
         }
     }
 
-    /// After a change of one object's data or attributes.
+    /// Checks the invariants after a change of one object's data or attributes.
     pub(crate) fn check_changed(&self, object: &Arc<Object<B>>) {
         if cfg!(debug_assertions) {
             check_object(self, object, &object.inner.peek());

@@ -1,12 +1,12 @@
 //! Transactions: changes of names and data are held above a backing until they are committed (CprFS).
 //!
 //! [`TransactionalBacking`] is a backing over a backing; a mount without transactions has a [`PlainBacking`] instead.
-//! Outside of transactions every call goes through. Between [`TransactionalBacking::begin`] and the commit of a scope, which
-//! is a directory and all below it, programs see their changes and the backing shows none: new objects are staged in
-//! `.firn/` in the backing, changes of others are kept in memory and in staged copies. [`Open::prepare`] writes a durable
-//! record of all changes and leaves the outcome open; [`Prepared::decide`] decides to commit, durably, and
-//! [`Open::decide`] does both at once; [`Decided::apply`] applies the record; an abort drops it. After a crash [`TransactionalBacking::open`] finishes what was
-//! decided and undoes what was not prepared.
+//! Outside of transactions every call goes through. A scope is a directory and all below it. Between
+//! [`TransactionalBacking::begin`] and the commit of a scope, programs see their changes and the backing shows none.
+//! New objects are staged in `.firn/` in the backing; changes of others are kept in memory and in staged copies.
+//! [`Open::prepare`] writes a durable record of all changes and leaves the outcome open; [`Prepared::decide`] decides
+//! to commit, durably, and [`Open::decide`] does both at once; [`Decided::apply`] applies the record; an abort drops
+//! it. After a crash [`TransactionalBacking::open`] finishes what was decided and undoes what was not prepared.
 //!
 //! In shadow mode ([`shadow`]) changes go to the backing at once, after the old state was saved.
 //!
@@ -22,7 +22,7 @@
 //! | one transaction | `shadow` (what it saved) `scope` (what it changes) |
 //! | all of a mount | `staging_dir` `scopes` `backup::mirror` `invariants` `unanswered` |
 //! | what programs see and do | `waiting` `names` `listing` `attributes` `data` `inline` `hidden` `top_names` `shadow::{save, names}` |
-//! | what becomes of a transaction | `transaction` `difference` `records` `vote` `history` `backup` `recovery` `shadow::{shared, undo}` |
+//! | what becomes of a transaction | `transaction` `difference` `records` `vote` `names_ballot` `history` `backup` `recovery` `shadow::{shared, undo}` |
 //! | for callers | `transactional` (the parts) `machine` (requests, step by step) `backing` (the trait) `plain` `state` `report` |
 //!
 //! Promises
@@ -31,7 +31,7 @@
 //!   written twice.
 //!
 //! Relies on
-//! * Nobody else changing the scope in the backing while a transaction is open.
+//! * While a transaction is open, only Firn changes the scope in the backing.
 //! * `.firn/` being on the same file system as all of the scope.
 
 mod apply;
@@ -54,6 +54,7 @@ mod invariants;
 mod listing;
 pub mod machine;
 mod names;
+mod names_ballot;
 mod object;
 mod own;
 mod paths;
@@ -86,6 +87,7 @@ pub use error::{
 pub use firn_hosts::OwnError;
 pub use listing::TrackedDir;
 pub use machine::Machine;
+pub use names_ballot::{NamesAttempt, NamesBallot, NamesBallots, NamesEntry, NamesView};
 pub use object::Object;
 pub use paths::parent_of;
 pub use plain::{PlainBacking, PlainDir, PlainInode};

@@ -54,7 +54,7 @@ pub enum Verb<'a> {
     Begin,
     /// A transaction that makes its directory.
     Create(TopMaker<'a>),
-    /// Make it durable, with this number, and leave its outcome open.
+    /// Makes the changes durable, with this number, and leaves the outcome open.
     Prepare(u64),
     /// Commit it.
     Commit(CommitOptions),
@@ -126,7 +126,7 @@ enum Step<'a, B: Backing> {
     },
     /// The commit becomes a fact.
     Decide { found: Found<'a, B>, plan: Plan },
-    /// The backing becomes what programs see already.
+    /// Makes the backing what programs see already.
     Apply { commit: Decided<'a, B>, plan: Plan },
     /// The other hosts apply it, too.
     AwaitHosts { commit: Decided<'a, B>, plan: Plan },
@@ -145,7 +145,7 @@ enum Step<'a, B: Backing> {
         found: Found<'a, B>,
         then: Box<Self>,
     },
-    /// A restore that failed is finished.
+    /// Finishes a restore that failed.
     FinishUndo {
         path: Vec<u8>,
         known: Known<'a, B>,
@@ -205,7 +205,7 @@ impl<B: Backing> Step<'_, B> {
     }
 }
 
-/// What follows once a transaction follows no commit any more.
+/// Next goal of a transaction that follows no commit any more.
 #[derive(Clone, Copy, Debug)]
 enum Goal {
     Prepare(u64),
@@ -371,7 +371,8 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         }
     }
 
-    /// Why a request failed in a transaction that another host has aborted, for all hosts. It may not be over here yet.
+    /// Explains a failed request in a transaction that another host has aborted, for all hosts. The transaction may not
+    /// be over here yet.
     fn explain(
         &self,
         verb: Verb<'a>,

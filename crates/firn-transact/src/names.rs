@@ -304,7 +304,7 @@ impl<B: Backing> Entries<B> {
         }
     }
 
-    /// Takes the name of a staged object. Returns what is left: it is gone when nobody holds that.
+    /// Removes the name of a staged object. Returns the inode that is left; the inode ends with its last reference.
     fn unstage(&self, kind: Kind, copy: &StagedCopy<B>) -> Result<B::Inode> {
         let inode = copy.inode(&self.home.base)?;
         let name = OsStr::new(&copy.at.1);
@@ -429,8 +429,8 @@ impl<B: Backing> Entries<B> {
         if self.is_hidden(to, new_name) {
             return Err(Errno::PERM);
         }
-        // Before any wait for an outcome: the kernel holds the locks of both directories, and who ends the other
-        // transaction has to make it forget names in its own.
+        // Before any wait for an outcome: the kernel holds the locks of both directories, and the thread that ends
+        // the other transaction has to make the kernel forget names in its directory.
         let names = self.tree.names.enter(&[from, to]);
         let scope_before = self.scopes.scope_at(from, name);
         if !same(&self.scopes.scope_at(to, new_name), &scope_before) {
@@ -490,7 +490,8 @@ impl<B: Backing> Entries<B> {
         Ok(())
     }
 
-    /// What a rename in a transaction moves and what is at the new name; `None` where nothing is to be done.
+    /// The object that a rename in a transaction moves, and what is at the new name; `None` where nothing is to be
+    /// done.
     fn may_move(
         &self,
         (from, name): (&Arc<Object<B>>, &OsStr),

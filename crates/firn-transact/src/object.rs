@@ -1,11 +1,11 @@
 //! One object of the tree, as programs see it.
 //!
 //! Invariants
-//! * One [`Object`] for each inode, whatever its number of names, while anybody refers to it.
+//! * One [`Object`] for each inode, whatever its number of names, while it is referred to.
 //! * `base` is the object in the backing, outside of staging; an object without it exists in a transaction
 //!   only, and one without base and change was made in a transaction that was aborted.
-//! * An object that was made in a transaction and has lost its last name is *nameless*: it belongs to no
-//!   transaction any more, has a base and no change, and lives as long as somebody refers to it.
+//! * An object that was made in a transaction and has lost its last name is *nameless*. It belongs to no transaction
+//!   any more, has a base and no change, and lives as long as a reference to it.
 //! * The *staged copy* of a change is a staged object of its own inode. For an object without base it is the
 //!   object itself, which a commit moves into place; else it has the new attributes and, of a file, the size
 //!   and the bytes that were written. A change has a staged copy or has inline bytes ([`InlineChanges`]), never both.
@@ -57,7 +57,7 @@ pub(crate) struct Inner<B: Backing> {
 /// What the open transaction changes in an object.
 pub(crate) struct Change<B: Backing> {
     pub(crate) number: u64,
-    /// Where the object was when it was changed first: a name of the backing's, if it has one.
+    /// Place of the object at its first change: a name of the backing's, if it has one.
     pub(crate) origin: Option<Location<B>>,
     pub(crate) copy: Option<StagedCopy<B>>,
     /// Of a file of the backing that has no staged copy: what little was overwritten.
@@ -168,7 +168,7 @@ impl<B: Backing> StagedCopy<B> {
             base.lookup(&self.staging_dir, OsStr::new(&self.at.1)),
             &self.goes_to,
         ) {
-            // It went there meanwhile, with one rename.
+            // It moved there meanwhile, with one rename.
             (Err(Errno::NOENT), Some((dir, name))) => Ok(base.lookup(dir, name)?.0),
             (found, _) => Ok(found?.0),
         }
@@ -198,7 +198,7 @@ impl<B: Backing> Files<B> {
     }
 }
 
-/// Which file below is meant.
+/// The file below that is meant.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum LowerFile {
     /// The backing's, for reading.

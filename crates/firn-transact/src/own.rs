@@ -1,3 +1,3 @@
-//! What is Firn's own in a backing or a backup: the functions of [`firn_hosts::own`].
+//! Firn's own files in a backing or a backup: the functions of [`firn_hosts::own`].
 
 pub(crate) use firn_hosts::own::*;

@@ -50,7 +50,7 @@ impl<B: Backing> PlainInode<B> {
         self.hides_own && name == staging::TOP
     }
 
-    /// Fails where a name in this directory is Firn's and is to be made.
+    /// Fails where a name that is to be made in this directory is Firn's.
     fn check_new_name(&self, name: &OsStr) -> Result<()> {
         if self.hides(name) {
             Err(Errno::PERM)
@@ -106,9 +106,10 @@ impl<B: Backing> PlainBacking<B> {
 
     fn without_hidden_links(&self, inode: &PlainInode<B>, attr: Attr) -> Attr {
         // Some file systems do not count subdirectories and say 1.
-        let hidden = match inode.hides_own && attr.nlink > 1 {
-            true => self.hidden_links,
-            false => 0,
+        let hidden = if inode.hides_own && attr.nlink > 1 {
+            self.hidden_links
+        } else {
+            0
         };
         Attr {
             nlink: attr.nlink - hidden,

@@ -14,6 +14,7 @@ use crate::change_log::{ChangeLog, Direction};
 use crate::error::{OpenError, StoreError};
 use crate::hidden::OwnLinks;
 use crate::history::History;
+use crate::names_ballot::NamesBallots;
 use crate::object::{Inner, Object};
 use crate::own::OwnError;
 use crate::records::Endings;
@@ -33,7 +34,7 @@ use crate::vote::Votes;
 pub struct Outcome {
     /// Numbers of committed transactions that were applied to the end.
     pub finished: Vec<u64>,
-    /// Scopes of those that were undone because nobody had prepared them.
+    /// Scopes whose transactions were undone because they had not been prepared.
     pub undone: Vec<Vec<u8>>,
     /// Those that are prepared and wait for a decision: numbers and scopes.
     pub waiting: Vec<(u64, Vec<u8>)>,
@@ -89,7 +90,7 @@ impl<B: Backing> Home<B> {
         }
     }
 
-    /// Whether a stored transaction has more names than the one it began with.
+    /// Whether a stored transaction gained names since its begin.
     fn has_more_names(&self, dir: &B::Inode) -> Result<bool, Errno> {
         Ok(staging::find(&self.base, dir, OsStr::new(staging::NAMES))?.is_some())
     }
@@ -118,7 +119,7 @@ impl<B: Backing> ArenaNotes<B> {
         };
         let is_committed = self.shared.is_shared_commit(dir, &scope)?
             || match &record {
-                Some(record) => self.votes.find_decision(record.id, &scope)? == Some(true),
+                Some(record) => self.is_decided_commit(dir, record.id, &scope)?,
                 None => false,
             };
         if is_committed {
@@ -127,6 +128,18 @@ impl<B: Backing> ArenaNotes<B> {
         let mut scopes = self.home.stored_names(dir, name)?;
         scopes.push(scope);
         Ok(scopes)
+    }
+
+    /// Whether the hosts have decided to commit a transaction that is prepared here.
+    fn is_decided_commit(&self, dir: &B::Inode, id: u64, scope: &[u8]) -> Result<bool, StoreError> {
+        let decision = match staging::load(&self.home.base, dir, staging::KEY)? {
+            Some(key) => match self.names_ballots.find(&key)? {
+                Some(ballot) => ballot.decision()?,
+                None => None,
+            },
+            None => self.votes.find_decision(id, scope)?,
+        };
+        Ok(decision == Some(true))
     }
 }
 
@@ -200,6 +213,7 @@ pub(crate) struct Recovery<B: Backing> {
     pub(crate) scopes: Arc<Scopes<B>>,
     pub(crate) shared: Arc<SharedTransactions<B>>,
     pub(crate) votes: Arc<Votes<B>>,
+    pub(crate) names_ballots: Arc<NamesBallots<B>>,
     pub(crate) shadow_undo: Arc<ShadowUndo<B>>,
     pub(crate) arena_notes: Arc<ArenaNotes<B>>,
     pub(crate) history: Arc<History<B>>,
@@ -214,6 +228,7 @@ impl<B: Backing> Recovery<B> {
             scopes: Arc::clone(&backing.scopes),
             shared: Arc::clone(&backing.shared),
             votes: Arc::clone(&backing.votes),
+            names_ballots: Arc::clone(&backing.names_ballots),
             shadow_undo: Arc::clone(&backing.shadow_undo),
             arena_notes: Arc::clone(&backing.arena_notes),
             history: Arc::clone(&backing.history),
@@ -243,7 +258,17 @@ impl<B: Backing> Recovery<B> {
         }
         self.shared.leave_shared_ones(&outcome.waiting)?;
         self.votes.leave_old_votes(&outcome.waiting)?;
+        self.names_ballots.leave_all()?;
         Ok(outcome)
+    }
+
+    /// Finds the hosts' decision about a transaction that is prepared here. For a scope of names this call decides an
+    /// abort where there is no decision: the programs that wrote them do not ask for it again.
+    fn find_decision(&self, dir: &B::Inode, record: &ChangeLog) -> Result<Option<bool>, OpenError> {
+        Ok(match staging::load(&self.home.base, dir, staging::KEY)? {
+            Some(key) => Some(self.names_ballots.settle_or_abort(&key)?),
+            None => self.votes.find_decision(record.id, &record.scope)?,
+        })
     }
 
     fn recover(&self, firn: &B::Inode, outcome: &mut Outcome) -> Result<(), OpenError> {
@@ -252,12 +277,11 @@ impl<B: Backing> Recovery<B> {
             let record = |file| self.home.load_record(&dir, &name, file);
             let mut prepared = record(staging::RECORD)?;
             // What the other hosts decided while this one was away.
-            match prepared
-                .as_ref()
-                .map(|record| self.votes.find_decision(record.id, &record.scope))
-                .transpose()?
-                .flatten()
-            {
+            let decision = match &prepared {
+                Some(record) => self.find_decision(&dir, record)?,
+                None => None,
+            };
+            match decision {
                 None => {}
                 Some(true) => {
                     let from = OsStr::new(staging::RECORD);

@@ -48,7 +48,7 @@ impl<B: Backing> Scopes<B> {
 
 impl<B: Backing> TransactionalBacking<B> {
     /// For reports: the transactions that are not over; one that is to be applied comes before the next one of its
-    /// scope. Whoever acts on one asks for its handle ([`TransactionalBacking::current_transaction`]).
+    /// scope. A caller that acts on one asks for its handle ([`TransactionalBacking::current_transaction`]).
     pub fn transactions(&self) -> Vec<Transaction> {
         let one = |(scope, stage): (Arc<Scope<B>>, Stage)| Transaction {
             scope: scope.path.clone(),

@@ -1,7 +1,8 @@
 //! A transaction that is not over: its scope, how far it is, and what it changes.
 //!
 //! Invariants
-//! * Changes are made while the stage is open; who comes in another stage waits until it is open again or ended.
+//! * Changes are made while the stage is open; in another stage a thread waits until the stage is open again or
+//!   ended.
 //! * Every object with a change is listed in `changed` by the number of its change.
 
 use std::collections::{BTreeMap, HashMap};
@@ -52,6 +53,8 @@ pub(crate) struct Scope<B: Backing> {
     pub(crate) path: Vec<u8>,
     /// The names in `root` that it is made of; none: it is all of `root`.
     pub(crate) names_in_root: Option<NameSet>,
+    /// Key of the transaction for the hosts that write in it, where there are several ([`crate::NamesBallots`]).
+    pub(crate) key: Option<Vec<u8>>,
     /// Subdirectories that it makes in `root`, less those that it removes, where `root` is not a part of it.
     pub(crate) subdirectories_in_root: AtomicI64,
     pub(crate) top: Top<B>,
@@ -62,23 +65,23 @@ pub(crate) struct Scope<B: Backing> {
     staging_dirs: Mutex<HashMap<Inherited, (String, B::Inode)>>,
     /// The one for objects that inherit nothing.
     plain_staging_dir: Mutex<Option<(String, B::Inode)>>,
-    /// Owned by who makes one of them.
+    /// Owned by the thread that makes a staging directory.
     making_staging_dir: Claim,
     last_number: AtomicU64,
     /// Bytes of inline changes.
     pub(crate) inline_bytes: AtomicU64,
     /// Bytes written since it began, overwritten ones too.
     pub(crate) written_bytes: AtomicU64,
-    /// Shared by who looks names up in it, owned by who changes one.
+    /// Shared by threads that look names up in the scope, owned by a thread that changes one.
     pub(crate) names: Arc<Claim>,
     pub(crate) changed: Mutex<BTreeMap<u64, Arc<Object<B>>>>,
     pub(crate) stage: Mutex<Stage>,
     stage_changed: Condvar,
-    /// It is going to be aborted: who changes something is told ECANCELED.
+    /// The transaction is going to be aborted: changes fail with ECANCELED.
     refusing: AtomicBool,
     /// Prepared by an earlier firnd: its changes are in this record only.
     pub(crate) recovered: Option<ChangeLog>,
-    /// It is a commit of before that is being undone.
+    /// It undoes an earlier commit.
     pub(crate) is_undo: bool,
     /// Prepared to commit with other hosts: what processes here used before.
     pub(crate) used: Mutex<Option<Vec<Used>>>,
@@ -112,6 +115,7 @@ impl<B: Backing> Scope<B> {
             root,
             path,
             names_in_root: None,
+            key: None,
             subdirectories_in_root: AtomicI64::new(0),
             top,
             new: staging::dir(base, &dir, staging::NEW)?,
@@ -183,7 +187,7 @@ impl<B: Backing> Scope<B> {
 
     /// Changes fail with ECANCELED from now on, also those that wait; or they are allowed again.
     pub(crate) fn refuse_changes(&self, refuse: bool) {
-        // Under the lock of those who wait, so that none of them misses it.
+        // Under the lock of the waiting threads, so that none of them misses the change.
         let stage = self.stage.lock();
         self.refusing.store(refuse, Ordering::Release);
         drop(stage);
@@ -253,9 +257,10 @@ impl<B: Backing> Scope<B> {
         let attr = base.attr(parent)?;
         let group = (attr.mode & libc::S_ISGID != 0).then_some(attr.gid);
         let acl_name = OsStr::new("system.posix_acl_default");
-        let acl = match base.has_default_acl(parent) {
-            true => Some(base.get_xattr(parent, acl_name)?),
-            false => None,
+        let acl = if base.has_default_acl(parent) {
+            Some(base.get_xattr(parent, acl_name)?)
+        } else {
+            None
         };
         let inherited = (group, acl.clone());
         if let Some(known) = self.known_staging_dir(&inherited) {
@@ -283,7 +288,7 @@ impl<B: Backing> Scope<B> {
         self.staging_dirs.lock().get(inherited).cloned()
     }
 
-    /// Where staged copies are staged, which inherit nothing.
+    /// Staging directory whose new files inherit nothing.
     pub(crate) fn plain_staging_dir(&self, base: &B) -> Result<(String, B::Inode), Errno> {
         let known = self.plain_staging_dir.lock().clone();
         if let Some(known) = known {

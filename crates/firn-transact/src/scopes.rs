@@ -104,7 +104,7 @@ impl<B: Backing> Scopes<B> {
         self.changed_tops.load(Ordering::Acquire) > 0
     }
 
-    /// Those whose tops are in a directory; none where no top is another there than in the backing.
+    /// Scopes whose tops are in a directory; empty where every top is as in the backing.
     pub(crate) fn with_top_in(&self, dir: &Object<B>) -> Vec<Arc<Scope<B>>> {
         if !self.have_changed_tops() {
             return Vec::new();
@@ -131,8 +131,8 @@ impl<B: Backing> Scopes<B> {
 
     fn staged_where(&self, select: impl Fn(&Scope<B>) -> bool) -> Vec<(Arc<Scope<B>>, Stage)> {
         let with_next = |scope: &Arc<Scope<B>>| [Some(Arc::clone(scope)), scope.application.next()];
-        // Under the lock: at the end of a commit the one that follows goes from it to the list, and a stage that is
-        // read later may be the end of a scope whose follower is not in the copy.
+        // Under the lock: at the end of a commit the follower goes from it to the list. A stage that is read later may
+        // be the end of a scope whose follower is not in the copy.
         let list = self.list.read();
         let selected = list.iter().filter(|scope| select(scope));
         let staged = selected.flat_map(with_next).flatten().map(|scope| {

@@ -1,10 +1,10 @@
 //! Shadow mode: changes go to the backing at once, and what brings the old state back is saved before.
 //!
-//! For jobs on several hosts that share parts of files, where held changes conflict. Saved is the old state, not a history
-//! of changes, so nothing in it has an order: attributes and size of each object that changes; of a directory the names in
-//! it; of a file the bytes from the lowest changed offset to the old end. So a file that only grows costs no bytes, one
-//! that is cut costs its tail, and a directory in which a million files are made costs one list. Of new objects nothing is
-//! saved.
+//! For jobs on several hosts that share parts of files, where held changes conflict. Saved is the old state, not a
+//! history of changes, so nothing in it has an order. It has attributes and size of each object that changes, the names
+//! in a directory, and the bytes of a file from the lowest changed offset to the old end. So a file that only grows
+//! costs no bytes, one that is cut costs its tail, and a directory in which a million files are made costs one list. Of
+//! new objects nothing is saved.
 //!
 //! Promises
 //! * What is saved of an object is durable before its first change (`save.rs`).
@@ -18,8 +18,8 @@
 //! there up to where the log before begins.
 //!
 //! Relies on
-//! * What is saved of an object being saved once, for all hosts: a record is published under the inode's number
-//!   with a link or rename that replaces nothing, before the first change of whoever published it.
+//! * What is saved of an object is saved once, for all hosts. A host publishes the record under the inode's number
+//!   before its own first change, with a link or rename that replaces nothing.
 //! * Directories naming the inode numbers that stat(2) tells.
 
 use std::collections::HashMap;
@@ -53,10 +53,10 @@ const SHARED: &str = "shared";
 /// What becomes of changes before they are committed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Mode {
-    /// They are held until the commit.
+    /// Changes are held until the commit.
     #[default]
     Buffer,
-    /// They go to the backing at once, after the old state was saved.
+    /// Changes go to the backing at once, after the old state was saved.
     Shadow,
 }
 

@@ -37,6 +37,7 @@ pub(crate) use crate::own::{
 pub use firn_hosts::own::TOP;
 pub(crate) const OPEN: &str = "open";
 pub(crate) const NAMES: &str = "names";
+pub(crate) const KEY: &str = "key";
 pub(crate) const ARENA: &str = "arena";
 pub(crate) const BACKUP: &str = "backup";
 pub(crate) const DROPPED: &str = "dropped";
@@ -180,8 +181,8 @@ fn must_have_xattrs<B: Backing>(base: &B, inode: &B::Inode) -> Result<bool> {
     Ok(is_plain && base.list_xattr(&top).is_ok())
 }
 
-/// Those that only a privileged process sets are taken along where that is allowed.
-fn is_everybodys(name: &[u8]) -> bool {
+/// Whether any user can set this attribute. Others are copied where that is allowed.
+fn needs_no_privilege(name: &[u8]) -> bool {
     name.starts_with(b"user.") || name.starts_with(b"system.posix_acl_")
 }
 
@@ -191,14 +192,14 @@ pub(crate) fn xattrs<B: Backing>(base: &B, inode: &B::Inode) -> Result<Vec<(Vec<
     for name in xattr_names(base, inode)? {
         match base.get_xattr(inode, OsStr::from_bytes(&name)) {
             Ok(value) => found.push((name, value)),
-            Err(errno) if is_everybodys(&name) => return Err(errno),
+            Err(errno) if needs_no_privilege(&name) => return Err(errno),
             Err(_) => {}
         }
     }
     Ok(found)
 }
 
-/// Makes an object have these extended attributes and no others. Whether there were or are any.
+/// Makes an object have exactly these extended attributes. Returns whether there were or are any.
 pub(crate) fn set_xattrs<B: Backing>(
     base: &B,
     inode: &B::Inode,
@@ -207,14 +208,14 @@ pub(crate) fn set_xattrs<B: Backing>(
     let has = xattr_names(base, inode)?;
     for (name, value) in wanted {
         let result = base.set_xattr(inode, OsStr::from_bytes(name), value, 0);
-        if is_everybodys(name) {
+        if needs_no_privilege(name) {
             result?;
         }
     }
     for name in &has {
         if !wanted.iter().any(|(kept, _)| kept == name) {
             let result = base.remove_xattr(inode, OsStr::from_bytes(name));
-            if is_everybodys(name) {
+            if needs_no_privilege(name) {
                 result?;
             }
         }

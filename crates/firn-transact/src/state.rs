@@ -7,7 +7,7 @@
 //!
 //! Invariants
 //! * A state depends on what the backing has and on what programs see, not on the calls between the two.
-//! * Who derives states holds one lock at a time and waits for no call of the backing.
+//! * A thread that derives states holds one lock at a time and waits for no call of the backing.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ffi::{OsStr, OsString};
@@ -88,7 +88,7 @@ impl std::fmt::Display for State {
 type Name = (Key, OsString);
 
 impl<B: Backing> Scopes<B> {
-    /// What became of a name of a file in the open transaction; `None` where nothing did.
+    /// State of a name of a file in the open transaction; `None` if unchanged.
     pub fn state_of(&self, parent: &Arc<Object<B>>, name: &OsStr) -> Option<State> {
         let states = self.scope_of(parent)?.derive_states();
         states.get(&(parent.key, name.to_owned())).copied()
@@ -157,7 +157,7 @@ struct ChangedFile {
 }
 
 impl ChangedFile {
-    /// Of the name that it has in the backing and still has.
+    /// State under the name that it has in the backing and still has.
     fn state_in_place(&self) -> State {
         if self.is_cut { Truncated } else { Normal }
     }

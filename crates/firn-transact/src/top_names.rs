@@ -22,7 +22,7 @@ pub(crate) enum TopName<B: Backing> {
     Unrelated,
     /// It leads to the top, and the backing does not have it.
     Shown(Arc<Object<B>>),
-    /// Nobody sees it, and nothing may be made there.
+    /// The name is invisible, and nothing may be made there.
     Reserved,
 }
 
@@ -61,7 +61,7 @@ impl<B: Backing> Tops<B> {
         }
     }
 
-    /// What a name has to do with a scope's top. The caller holds the names.
+    /// Relation of a name to a scope's top. The caller holds the names.
     pub(crate) fn find_top_name(&self, dir: &Arc<Object<B>>, name: &OsStr) -> TopName<B> {
         for scope in self.scopes.with_top_in(dir) {
             let names = scope.top.names();
@@ -154,7 +154,7 @@ impl<B: Backing> Tops<B> {
         scopes.iter().map(is_there).collect()
     }
 
-    /// For who makes a name: EEXIST where it leads to the top of a scope, EBUSY where it is reserved for one.
+    /// For callers that make a name: EEXIST where it leads to the top of a scope, EBUSY where it is reserved for one.
     pub(crate) fn must_not_be_a_top(
         &self,
         dir: &Arc<Object<B>>,

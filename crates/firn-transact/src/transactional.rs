@@ -12,6 +12,7 @@ use crate::hidden::OwnLinks;
 use crate::history::History;
 use crate::listing::Dirs;
 use crate::names::Entries;
+use crate::names_ballot::NamesBallots;
 use crate::object::Object;
 use crate::records::Endings;
 use crate::recovery::Opening;
@@ -45,12 +46,14 @@ pub struct TransactionalBacking<B: Backing> {
     pub(crate) shadow_undo: Arc<ShadowUndo<B>>,
     /// Names of tops of scopes in the directories above.
     pub tops: Arc<Tops<B>>,
-    /// Who may look up names, or change names or data, now.
+    /// Admits threads that look up names, or change names or data.
     pub admission: Arc<Admission<B>>,
     /// What several hosts in one transaction in shadow mode share.
     pub shared: Arc<SharedTransactions<B>>,
     /// Votes of several hosts on commits.
     pub votes: Arc<Votes<B>>,
+    /// Ballots of several hosts on scopes of names.
+    pub names_ballots: Arc<NamesBallots<B>>,
     pub(crate) arena_notes: Arc<ArenaNotes<B>>,
     /// The backup of prepared transactions, if there is one.
     pub backups: Arc<Backups<B>>,
@@ -92,7 +95,8 @@ impl<B: Backing> TransactionalBacking<B> {
         let admission = Arc::new(Admission::new(&tree, &scopes));
         let shared = Arc::new(SharedTransactions::new(&home));
         let votes = Arc::new(Votes::new(&home, &tree, &scopes, &shared));
-        let arena_notes = Arc::new(ArenaNotes::new(&home, &shared, &votes, opening.arena));
+        let names_ballots = Arc::new(NamesBallots::new(&home));
+        let arena_notes = Arc::new(ArenaNotes::new(&votes, &names_ballots, opening.arena));
         let backups = Arc::new(Backups::new(&home, &scopes));
         let history = Arc::new(History::new(&home, &tree, &scopes, opening.history));
         let endings = Arc::new(Endings::new(&home, &scopes, &own_links, &history, &backups));
@@ -106,7 +110,7 @@ impl<B: Backing> TransactionalBacking<B> {
         let stored_scopes = Arc::new(StoredScopes::new(
             &home, &tree, &scopes, &own_links, &shared,
         ));
-        let commits = Arc::new(Commits::new(&objects, &votes, &endings));
+        let commits = Arc::new(Commits::new(&objects, &votes, &names_ballots, &endings));
         let revival = Arc::new(Revival::new(&home, &scopes, &own_links, &stored_scopes));
         Self {
             home,
@@ -118,6 +122,7 @@ impl<B: Backing> TransactionalBacking<B> {
             admission,
             shared,
             votes,
+            names_ballots,
             arena_notes,
             backups,
             history,

@@ -1,10 +1,10 @@
-//! The objects in use, by their inodes, and who uses their names and data.
+//! The objects in use, by their inodes, and the uses of their names and data.
 //!
 //! Invariants
-//! * One object for each inode, whatever its number of names, while anybody refers to it.
-//! * Who looks up or changes names, or changes data, is in [`Tree::names`] or [`Tree::data`] meanwhile; a begin, prepare,
-//!   commit or abort keeps its scope in both, in this order ([`Uses`]).
-//! * In a transaction, names are changed by one at a time, while nobody looks them up ([`Scope::names`]).
+//! * One object for each inode, whatever its number of names, while it is referred to.
+//! * A thread that looks up or changes names is in [`Tree::names`], one that changes data in [`Tree::data`]. A begin,
+//!   prepare, commit or abort keeps its scope in both, in this order ([`Uses`]).
+//! * In a transaction, one thread at a time changes names, and no thread looks them up then ([`Scope::names`]).
 //!
 //! [`Scope::names`]: crate::scope::Scope::names
 
@@ -71,9 +71,9 @@ pub(crate) struct Tree<B: Backing> {
     objects: Mutex<HashMap<Key, Weak<Object<B>>>>,
     /// Names of objects that are not shown.
     pub(crate) hidden: HiddenLinks<B>,
-    /// Who looks names up or changes them.
+    /// Threads that look names up or change them.
     pub(crate) names: Uses<B>,
-    /// Who changes data or attributes.
+    /// Threads that change data or attributes.
     pub(crate) data: Uses<B>,
 }
 
@@ -88,7 +88,7 @@ impl<B: Backing> Tree<B> {
         }
     }
 
-    /// Waits until nobody looks up or changes anything in these parts, and keeps others from it.
+    /// Waits until no thread looks up or changes anything in these parts, and keeps other threads out.
     pub(crate) fn quiesce(&self, parts: Vec<Area<B>>) -> Quiet<'_, B> {
         let names = self.names.keep(parts.clone());
         let data = self.data.keep(parts);
@@ -141,12 +141,12 @@ impl<B: Backing> Tree<B> {
         insert(&mut self.objects.lock(), object);
     }
 
-    /// The object of an inode, if anybody refers to it.
+    /// The object of an inode, if it is referred to.
     pub(crate) fn known(&self, key: Key) -> Option<Arc<Object<B>>> {
         self.objects.lock().get(&key).and_then(Weak::upgrade)
     }
 
-    /// The inode is gone; whoever refers to its object goes on with that.
+    /// The inode is gone; existing references to its object stay valid.
     pub(crate) fn forget(&self, key: Key) {
         self.objects.lock().remove(&key);
     }
@@ -165,7 +165,7 @@ impl<B: Backing> Tree<B> {
 }
 
 fn insert<B: Backing>(objects: &mut HashMap<Key, Weak<Object<B>>>, object: &Arc<Object<B>>) {
-    // Those that nobody refers to any more go when the table would grow.
+    // Entries without a reference go when the table would grow.
     if objects.len() == objects.capacity() {
         objects.retain(|_, weak| weak.strong_count() > 0);
     }

@@ -1,5 +1,5 @@
-//! Commits that were applied and whose requests failed after that: who asks again means them, and not the transaction that
-//! follows.
+//! Commits that were applied, but whose requests failed after that: a repeated request means this commit, and not the
+//! transaction that follows.
 //!
 //! They are known until they are asked for again, or something else is asked for. A mount that ends forgets them: the next
 //! one leaves their votes, and has no transaction that could be meant.
@@ -44,6 +44,17 @@ impl<B: Backing> Commits<B> {
         left.fold(Ok(()), Result::and)
     }
 
+    /// Says to the other hosts that this one has applied the commit of a scope of names.
+    pub(crate) fn leave_key(&self, key: &[u8]) -> Result<(), Errno> {
+        let left = self.names_ballots.leave(key);
+        let mut to_leave = self.keys_to_leave.lock();
+        match left {
+            Ok(()) => drop(to_leave.remove(key)),
+            Err(_) => drop(to_leave.insert(key.to_vec())),
+        }
+        left
+    }
+
     /// The same for a scope, before this host joins others there again: what it says late must not be said of the next
     /// commit.
     pub(crate) fn leave_rest_of(&self, scope: &[u8]) -> Result<(), Errno> {
@@ -54,7 +65,10 @@ impl<B: Backing> Commits<B> {
 impl<B: Backing> TransactionalBacking<B> {
     /// Says to the other hosts which commits this one has applied, where that failed before. They wait for it.
     pub fn leave_applied_commits(&self) -> Result<(), Errno> {
-        self.commits.leave_rest(|_| true)
+        let keys = self.commits.keys_to_leave.lock().clone();
+        let left = keys.iter().map(|key| self.commits.leave_key(key));
+        let left = left.fold(Ok(()), Result::and);
+        self.commits.leave_rest(|_| true).and(left)
     }
 
     /// Notes a commit whose request failed, if that was after it was applied.

@@ -1,12 +1,12 @@
-//! Which objects callers are busy with, and what is kept for one of them alone.
+//! Objects that callers use, and areas that one caller keeps for itself.
 //!
-//! A call of the backing may take for ever, so no lock is held across it. Instead, who looks up or changes something says
-//! so ([`Uses::enter`]), and who begins, prepares or ends a transaction keeps its scope for itself ([`Uses::keep`]):
-//! it waits for those who are busy there, and those who come later wait for it. Nobody waits for what goes on elsewhere.
+//! A call of the backing may take for ever, so no lock is held across it. Instead, a thread that looks up or changes
+//! something enters a use ([`Uses::enter`]). A thread that begins, prepares or ends a transaction keeps its scope
+//! ([`Uses::keep`]): it waits for the uses that are in the scope, and later uses wait for it. Uses elsewhere go on.
 //!
 //! Invariants
 //! * No two that are kept overlap, and no use that is under way is in one that is kept, once [`Uses::keep`] has returned.
-//! * Who waits here is in no use and keeps nothing of the same table, so nobody waits in a circle.
+//! * A thread that waits here is in no use and keeps nothing of the same table, so there is no circle of waits.
 //! * A directory that is moved or removed ([`Use::moving`]) has nothing below it that is kept.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -123,7 +123,7 @@ impl<B: Backing> State<B> {
 }
 
 impl<B: Backing> Uses<B> {
-    /// Waits until none of the objects is kept for somebody, and is busy with them until the guard is dropped.
+    /// Waits until none of the objects is kept, and uses them until the guard is dropped.
     #[track_caller]
     pub(crate) fn enter(&self, objects: &[&Arc<Object<B>>]) -> Use<'_, B> {
         assert_none_held("a use, which waits for a call");
@@ -140,7 +140,7 @@ impl<B: Backing> Uses<B> {
         Use { uses: self, number }
     }
 
-    /// Waits until nobody else keeps anything there or is busy with it, and keeps it until the guard is dropped.
+    /// Waits until no other thread keeps or uses anything there, and keeps the parts until the guard is dropped.
     #[track_caller]
     pub(crate) fn keep(&self, parts: Vec<Area<B>>) -> Kept<'_, B> {
         assert_none_held("a use, which waits for a call");
@@ -149,7 +149,7 @@ impl<B: Backing> Uses<B> {
             state.wait(&self.changed);
         }
         let number = state.next_number();
-        // From here on nobody comes in.
+        // From here on no use enters these parts.
         state.kept.insert(number, parts.clone());
         while state.is_used(&parts) {
             state.wait(&self.changed);
@@ -160,7 +160,7 @@ impl<B: Backing> Uses<B> {
     fn change(&self, change: impl FnOnce(&mut MutexGuard<'_, State<B>>)) {
         let mut state = self.state.lock();
         change(&mut state);
-        // Who waits keeps something, or waits for one who does.
+        // A waiting thread either keeps parts, or waits for a thread that does.
         if !state.kept.is_empty() {
             self.changed.notify_all();
         }
@@ -197,7 +197,7 @@ impl<B: Backing> Drop for Use<'_, B> {
     }
 }
 
-/// That something is kept for a caller.
+/// Guard: parts are kept for a caller.
 pub(crate) struct Kept<'a, B: Backing> {
     uses: &'a Uses<B>,
     number: u64,

@@ -41,13 +41,13 @@ mod accesses;
 const VOTE: &str = "vote-";
 const VERDICT: &str = "verdict";
 
-/// What the hosts found when all had published.
+/// Result of the votes of all hosts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Verdict {
     /// No two hosts conflict.
     Clear,
-    /// Some do.
+    /// Accesses of hosts conflict.
     Conflict(Report),
     /// Not all hosts voted, or one withdrew.
     GivenUp {
@@ -179,8 +179,8 @@ pub struct Votes<B: Backing> {
     pub(crate) tree: Arc<Tree<B>>,
     pub(crate) scopes: Arc<Scopes<B>>,
     pub(crate) shared: Arc<SharedTransactions<B>>,
-    /// Owned while a vote is left, and while something is written to one without the lock of the names: a vote that is made
-    /// anew after the last host has left would never be removed. Nothing else is locked meanwhile.
+    /// Serialises leaving a vote with writes to it that are made without the lock of the names. Otherwise a vote that
+    /// is made anew after the last host has left would never be removed. Innermost claim.
     pub(crate) leaving: Claim,
 }
 
@@ -340,28 +340,29 @@ impl<B: Backing> Votes<B> {
     }
 
     /// Decides for all hosts that there is no commit; fails with [`StageError::Decided`] where there is one. Does
-    /// nothing if this host's part is not prepared any more: somebody else has ended it.
+    /// nothing if another thread has ended this host's prepared part.
     pub fn call_commit_off(&self, id: u64, scope: &[u8]) -> Result<(), VoteError> {
         let _stays = Claim::own(&self.leaving);
         let is_prepared = |one: &Scope<B>| one.path == scope && one.stage() == Stage::Prepared(id);
-        match self.scopes.paths_where(is_prepared).is_empty() {
-            true => Ok(()),
-            false => self.decide_vote(id, scope, false),
+        if self.scopes.paths_where(is_prepared).is_empty() {
+            Ok(())
+        } else {
+            self.decide_vote(id, scope, false)
         }
     }
 
-    /// Decides for all hosts, if nobody has: whether the outcome is the one that is wanted. A commit needs a verdict
-    /// of no conflict.
+    /// Decides for all hosts, if there is no decision yet: whether the outcome is the wanted one. A commit needs a
+    /// verdict of no conflict.
     pub(crate) fn decide_vote(&self, id: u64, scope: &[u8], commit: bool) -> Result<(), VoteError> {
         let Some(members) = &self.home.members else {
             return Ok(());
         };
-        let vote = match commit {
-            true => self
-                .find_vote(id, scope)?
-                .ok_or(VoteError::NotVoted { id })?,
+        let vote = if commit {
+            self.find_vote(id, scope)?
+                .ok_or(VoteError::NotVoted { id })?
+        } else {
             // A host that comes to the vote later must find that it is over.
-            false => self.make_vote(members, id, scope)?,
+            self.make_vote(members, id, scope)?
         };
         match (vote.verdict()?, commit) {
             (None, true) => return Err(VoteError::NotVoted { id }),
@@ -384,7 +385,7 @@ impl<B: Backing> Votes<B> {
         must_be(outcome, commit, id, "it aborted its part")
     }
 
-    /// What was decided about a transaction that this host had prepared: `None` where nothing is.
+    /// Decision about a transaction that this host had prepared; `None`: none yet.
     pub(crate) fn find_decision(&self, id: u64, scope: &[u8]) -> Result<Option<bool>, Errno> {
         let Some(vote) = self.find_vote(id, scope)? else {
             return Ok(None);

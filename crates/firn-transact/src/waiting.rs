@@ -1,7 +1,7 @@
 //! Changes wait while the transaction that they would be made in is prepared, decided or being applied.
 //!
-//! Promise: who may change something is in the table of uses, so that no begin, prepare, commit or abort of its scope starts
-//! before the change is made. Who waits is not.
+//! Promise: a thread that may change something is in the table of uses, so that no begin, prepare, commit or abort of
+//! its scope starts before the change is made. A waiting thread is not in it.
 
 use std::ffi::OsStr;
 use std::sync::Arc;
@@ -17,10 +17,10 @@ use crate::tree::Tree;
 use crate::tree::{Names, StableNames};
 use crate::uses::Use;
 
-/// That something may be changed, as long as the guard lives, and the transaction that it belongs to.
+/// Guard that allows a change, and the transaction that the changed object belongs to.
 pub(crate) type Allowed<G, B> = (G, Option<Arc<Scope<B>>>);
 
-/// Who may look up names, or change names or data, now.
+/// Admits threads that look up names, or change names or data.
 pub struct Admission<B: Backing> {
     pub(crate) tree: Arc<Tree<B>>,
     pub(crate) scopes: Arc<Scopes<B>>,

@@ -1,6 +1,6 @@
 //! What is below a directory that is open: reached by descriptors, through no symbolic link, and never out of it.
 //!
-//! A path may lead elsewhere each time that it is used, where somebody else may rename what it goes through. What was
+//! A path may lead elsewhere each time that it is used, where another user may rename what it goes through. What was
 //! looked at on a descriptor is therefore used by that descriptor, with these functions.
 //!
 //! Promises
@@ -17,12 +17,12 @@ use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags, ResolveFlags, Stat, Statx
 use rustix::fs::{fchmod, fstat, openat, openat2, statat, statx, unlinkat};
 use rustix::io::Errno;
 
-/// Of a directory on the way.
+/// Flags for a directory on the way.
 const THROUGH: OFlags = OFlags::PATH
     .union(OFlags::DIRECTORY)
     .union(OFlags::NOFOLLOW)
     .union(OFlags::CLOEXEC);
-/// Of a directory that is read.
+/// Flags for a directory that is read.
 const LISTED: OFlags = OFlags::RDONLY
     .union(OFlags::DIRECTORY)
     .union(OFlags::NOFOLLOW)
@@ -58,9 +58,10 @@ fn walk_beneath(dir: impl AsFd, path: &Path, flags: OFlags, mode: Mode) -> Resul
         let name = name.as_os_str();
         let from = parent.as_ref().map_or(dir.as_fd(), |fd| fd.as_fd());
         let is_last = names.peek().is_none();
-        let (flags, mode) = match is_last {
-            true => (flags, mode),
-            false => (THROUGH, Mode::empty()),
+        let (flags, mode) = if is_last {
+            (flags, mode)
+        } else {
+            (THROUGH, Mode::empty())
         };
         let next = openat(from, name, flags, mode).map_err(|errno| match errno {
             // openat2(2) says ELOOP of a link on the way.
@@ -171,7 +172,7 @@ pub struct ObjectId {
 }
 
 impl ObjectId {
-    /// Of a stat structure.
+    /// Facts from a stat structure.
     pub fn of(stat: &Stat) -> Self {
         // The width of these fields differs between architectures.
         #[allow(clippy::unnecessary_cast)]
@@ -186,9 +187,12 @@ impl ObjectId {
 /// the contents are removed by its descriptor, and the name only if it names an empty directory then.
 pub fn remove_object(dir: impl AsFd, name: &OsStr, object: ObjectId) -> Result<(), Errno> {
     let dir = dir.as_fd();
-    let check = |found: Stat| match ObjectId::of(&found) == object {
-        true => Ok(found),
-        false => Err(Errno::STALE),
+    let check = |found: Stat| {
+        if ObjectId::of(&found) == object {
+            Ok(found)
+        } else {
+            Err(Errno::STALE)
+        }
     };
     let found = check(statat(dir, name, AtFlags::SYMLINK_NOFOLLOW)?)?;
     if FileType::from_raw_mode(found.st_mode) != FileType::Directory {
@@ -243,7 +247,7 @@ fn visit_own_at(
         Err(Errno::NOENT) => return Ok(()),
         below => below?,
     };
-    // Another one, which somebody else put in its place.
+    // Another directory, which another user put in its place.
     if fstat(&below)?.st_uid != uid {
         return Ok(());
     }

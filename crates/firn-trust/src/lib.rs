@@ -1,6 +1,6 @@
 //! Whose a file or directory is, looked at before anything in it is believed.
 //!
-//! Anybody may create names in `/dev/shm`, in `/tmp`, in a group's project directory, and so in many backings.
+//! Any user may create names in `/dev/shm`, in `/tmp`, in a group's project directory, and so in many backings.
 //! What Firn finds there under a name of its own may have been planted. Everything of Firn's own (runtime
 //! directory, arena, spill file, `.firn/`, backup, sockets) is therefore opened by the functions of this crate.
 //!
@@ -9,8 +9,8 @@
 //!   made on the descriptor, never on a path.
 //! * Only what belongs to the effective user and is closed to group and others is opened. Nothing is mended: a
 //!   directory of another mode may already hold what others put there.
-//! * What is kept at a path outside of the backing lies where nobody else can put something else ([`check_place`]), and
-//!   what is below a directory that was looked at is reached by its descriptor ([`open_beneath`]).
+//! * What is kept at a path outside of the backing lies where no other user can put something else ([`check_place`]).
+//!   What is below a directory that was looked at is reached by its descriptor ([`open_beneath`]).
 //! * [`Facts::check`] and [`open_dir_raw`] allocate nothing and touch no `errno`, for the preload library.
 //!
 //! What is defended against whom: docs/SECURITY.md.
@@ -32,7 +32,7 @@ pub use peer::{Peer, PeerError, check_peer, peer};
 pub use place::{check_place, check_place_of, check_shared_parent};
 use rustix::fs::{FileType, Stat};
 
-/// Permission bits that nobody but the owner may have in what is private.
+/// Permission bits that only the owner may have in what is private.
 const OTHERS: u32 = 0o077;
 
 /// What an object must be to be Firn's own.
@@ -42,7 +42,7 @@ pub enum Expected {
     Directory,
     /// A regular file with one name.
     File,
-    /// A symbolic link, which nobody can change: its permission bits mean nothing.
+    /// A symbolic link, which cannot be changed: its permission bits mean nothing.
     Symlink,
 }
 
@@ -68,12 +68,12 @@ pub enum Distrust {
         /// What it must be.
         expected: &'static str,
     },
-    /// Somebody else made it.
+    /// Another user made it.
     #[error("belongs to user {found} instead of user {expected}")]
     Owner {
-        /// Whose it is.
+        /// The owner.
         found: u32,
-        /// Whose it must be.
+        /// The owner that it must have.
         expected: u32,
     },
     /// Others may change it or look into it.
@@ -97,7 +97,7 @@ pub enum Distrust {
 }
 
 impl Facts {
-    /// Of a stat structure.
+    /// Facts from a stat structure.
     pub fn of(stat: &Stat) -> Self {
         // The width of these fields differs between architectures.
         #[allow(clippy::unnecessary_cast)]
@@ -108,7 +108,7 @@ impl Facts {
         }
     }
 
-    /// Whether this is `expected`, of user `uid`, and closed to everybody else.
+    /// Whether this is `expected`, of user `uid`, and closed to all others.
     pub fn check(&self, expected: Expected, uid: u32) -> Result<(), Distrust> {
         self.check_kind(expected)?;
         if self.uid != uid {

@@ -60,7 +60,7 @@ impl TrustError {
         }
     }
 
-    /// The same for who knows the whole path of what was opened by its name.
+    /// The same for a caller that knows the whole path of what was opened by its name.
     pub fn at(self, path: &Path) -> Self {
         match self {
             Self::Io { error, .. } => Self::Io {
@@ -96,7 +96,7 @@ pub fn open_private_dir(parent: impl AsFd, path: &Path) -> Result<OwnedFd, Trust
     open_private_dir_of(parent, path, effective_user())
 }
 
-/// The same of user `uid`, for root, who may look at what is another user's.
+/// The same for a directory of user `uid`, for root, which may look at what is another user's.
 pub fn open_private_dir_of(
     parent: impl AsFd,
     path: &Path,
@@ -233,9 +233,10 @@ fn open_error(
 }
 
 fn culprit(place: &Path, path: &Path) -> String {
-    match place == path {
-        true => "it ".to_owned(),
-        false => format!("{} ", shown(path)),
+    if place == path {
+        "it ".to_owned()
+    } else {
+        format!("{} ", shown(path))
     }
 }
 
@@ -250,8 +251,8 @@ fn place_advice(why: &Distrust) -> &'static str {
     }
 }
 
-/// A path in a message: whoever prints it sees to controls (`firn_format::quote`), bytes that are no UTF-8 would be
-/// lost before.
+/// A path in a message: the printer of the message replaces controls (`firn_format::quote`); bytes that are no UTF-8
+/// would be lost before.
 fn shown(path: &Path) -> String {
     let mut text = String::new();
     for chunk in path.as_os_str().as_bytes().utf8_chunks() {

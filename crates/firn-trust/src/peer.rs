@@ -1,11 +1,11 @@
-//! Who is at the other end of a Unix socket.
+//! The process at the other end of a Unix socket, and its user.
 
 use std::num::NonZeroU32;
 use std::os::fd::{AsFd, AsRawFd};
 
 use rustix::io::Errno;
 
-/// The process at the other end of a connected socket. Of a listening socket the kernel tells who called
+/// The process at the other end of a connected socket. Of a listening socket the kernel tells the process that called
 /// listen(2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Peer {
@@ -20,20 +20,20 @@ pub struct Peer {
 /// Why the peer of a socket is not spoken to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PeerError {
-    /// The kernel does not tell who it is.
-    #[error("the kernel does not tell who is at the other end: {0}")]
+    /// The kernel does not tell the user.
+    #[error("the kernel does not tell which user is at the other end: {0}")]
     Unknown(Errno),
-    /// It is somebody else.
+    /// It is another user.
     #[error("user {found} is at the other end instead of user {expected}")]
     Other {
-        /// Who it is.
+        /// The user found.
         found: u32,
-        /// Who it must be.
+        /// The user that it must be.
         expected: u32,
     },
 }
 
-/// Who is at the other end (`SO_PEERCRED`, unix(7)). Allocates nothing and leaves `errno` as it is.
+/// The process at the other end (`SO_PEERCRED`, unix(7)). Allocates nothing and leaves `errno` as it is.
 ///
 /// `rustix::net::sockopt::socket_peercred` must not be used for it: its process id cannot be 0, which is what the
 /// kernel says of a process in a PID namespace that is not visible.

@@ -1,10 +1,10 @@
-//! Whether nobody else can put another object in the place of one of Firn's own.
+//! Whether other users are unable to put an object in the place of one of Firn's own.
 //!
-//! Who may rename in a directory decides what each path through it leads to, also where what is below is closed to him:
-//! he may put back a directory that the user had there earlier, with an old arena in it. So what Firn keeps outside of the
-//! backing lies below directories that belong to the user or to root, and that others may not write to, or only add names
-//! to (the sticky bit): `/dev/shm`, `/tmp` and `/run/user/UID` are such places. sshd asks the same of the way to its files
-//! (`StrictModes`).
+//! A user that may rename in a directory decides what each path through it leads to, also where what is below is closed
+//! to that user. An old directory of the victim, with an old arena in it, can be put back that way. So what Firn keeps
+//! outside of the backing lies below directories that belong to the user or to root, and that others may not write to,
+//! or only add names to (the sticky bit): `/dev/shm`, `/tmp` and `/run/user/UID` are such places. sshd asks the same of
+//! the way to its files (`StrictModes`).
 //!
 //! Promises
 //! * Each directory is looked at by its descriptor, from the root on, and the next name is looked up in it.
@@ -26,7 +26,7 @@ use crate::{Distrust, Facts, TrustError};
 const LINKS_MAX: usize = 40;
 
 /// Whether Firn may keep files of its own in a directory that is open, which others may share. What is above it is not
-/// looked at: enough for who goes by the descriptor.
+/// looked at: enough for a caller that goes by the descriptor.
 pub fn check_shared_parent(dir: impl AsFd, path: &Path) -> Result<(), TrustError> {
     check_dir(dir, path, path, effective_user())
 }
@@ -177,7 +177,7 @@ fn effective_user() -> u32 {
     rustix::process::geteuid().as_raw()
 }
 
-/// The owner of an object; 0 where it may be root: in a user namespace that does not know root, as containers without
+/// The owner of an object; 0 where it may be root. In a user namespace that does not know root, as containers without
 /// privileges have it, `/` and `/dev/shm` belong to the user that stands for all unknown ones.
 fn owner_of(facts: &Facts) -> u32 {
     match unknown_user() {
@@ -278,7 +278,7 @@ mod tests {
         let top = tempfile::tempdir().unwrap();
         let error = check_place_of(top.path(), 4_000_000_000);
         match effective_user() {
-            // What is root's is everybody's place.
+            // A directory of root is safe for every user.
             0 => assert!(error.is_ok()),
             _ => assert!(error.is_err()),
         }

@@ -6,8 +6,8 @@
 //! * Classes take no threads from each other: whatever hangs in one, the others go on.
 //! * Tasks of one [`Topic`] start in the order given, and so do tasks without a topic.
 //! * As long as the tasks of fewer than [`TOPICS_MAX`] topics hang, those of another topic run, however many tasks of
-//!   these topics there are: beside the first of each topic at most [`FURTHER_TASKS_MAX`] run at a time, and at most
-//!   [`TOPIC_TASKS_MAX`] of one topic; the others wait for one of their topic to end.
+//!   the hanging topics there are. Beside the first of each topic at most [`FURTHER_TASKS_MAX`] run at a time, and at
+//!   most [`TOPIC_TASKS_MAX`] of one topic. The others wait for one of their topic to end.
 //! * A task that panics takes no thread with it.
 //!
 //! Not in here: threads that live as long as the mount ([`spawn_thread`]), and those of a lane of the drain, which are
@@ -26,7 +26,7 @@ pub use class::{Class, FURTHER_TASKS_MAX, TOPIC_TASKS_MAX, TOPICS_MAX};
 use topic::Queue;
 pub use topic::Topic;
 
-/// A thread ends after so long without work.
+/// A thread ends after this long without work.
 const IDLE: Duration = Duration::from_secs(10);
 
 /// What a worker does.
@@ -37,7 +37,7 @@ pub type Task = Box<dyn FnOnce() + Send>;
 pub enum Refused {
     /// All threads of the class are in use.
     Full {
-        /// So many there may be.
+        /// Bound on the threads.
         threads_max: usize,
     },
     /// The system gives no thread.
@@ -196,7 +196,7 @@ impl Crew {
         })
     }
 
-    /// One more thread, which is counted already.
+    /// Starts one more thread, which is counted already.
     fn grow(self: &Arc<Self>) {
         let Err(error) = self.start_thread(None) else {
             return;
@@ -204,7 +204,7 @@ impl Crew {
         tracing::warn!(%error, class = self.class.thread_name(), "cannot start a worker thread");
         let mut state = self.state.lock();
         state.threads -= 1;
-        // With no thread at all nobody would ever do this work; slow is better.
+        // Without any thread this work would never be done; slow is better.
         while state.threads == 0
             && let Some((topic, task)) = state.take()
         {

@@ -11,9 +11,9 @@ use crate::class::{FURTHER_TASKS_MAX, TOPIC_TASKS_MAX};
 pub struct Topic {
     /// What kind of thing it is, by a number of the caller's.
     pub kind: u8,
-    /// Which thing of that kind.
+    /// Number of the thing among those of its kind.
     pub id: u64,
-    /// Which part of the thing.
+    /// Number of the part of the thing.
     pub part: u64,
 }
 

@@ -15,8 +15,8 @@ use std::time::{Duration, Instant};
 use firn_process::{Excess, Limits, RunError};
 use serde::de::DeserializeOwned;
 
-/// Questions that are asked at the same time: most of them wait for something else than a processor, and each may be asked
-/// of a firnd that is stopped, or that is another program of its user.
+/// Questions that are asked at the same time. Most of them wait for something else than a processor, and each may go to
+/// a firnd that is stopped, or that is another program of its user.
 const AT_ONCE: usize = 16;
 /// Bytes of an answer of a child: a line for each of some thousand hosts.
 const OUTPUT_BYTES_MAX: usize = 32 << 20;

@@ -104,7 +104,7 @@ impl Check {
     }
 }
 
-/// The number of the user who asks.
+/// User id of the caller.
 fn user() -> u32 {
     rustix::process::geteuid().as_raw()
 }

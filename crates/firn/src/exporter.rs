@@ -1,7 +1,8 @@
 //! The exporter: metrics of all mounts for a collector that asks by HTTP.
 //!
 //! Promises
-//! * A firnd that does not answer within [`ANSWER_WITHIN`] is down, and holds up nobody: one question at most is under way to it.
+//! * A firnd that does not answer within [`ANSWER_WITHIN`] is down, and does not delay the answer for others: one
+//!   question at most is under way to it.
 //! * A client gets [`CLIENT_WITHIN`] for its request and its answer, a request has at most [`http::REQUEST_BYTES_MAX`], and
 //!   [`CLIENTS_MAX`] are served at once; another one is told to come later.
 //! * SIGTERM and SIGINT end it.
@@ -29,7 +30,7 @@ pub use listener::{Address, Listener};
 
 /// How long each mount has for its answer.
 const ANSWER_WITHIN: Duration = Duration::from_secs(2);
-/// A scrape that is not older is given to others who ask.
+/// A scrape that is not older is given to other clients.
 const FRESH: Duration = Duration::from_millis(500);
 /// How long a client may take for all.
 const CLIENT_WITHIN: Duration = Duration::from_secs(10);
@@ -51,7 +52,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Scraper {
     /// The metrics of all mounts that this user may ask.
     pub fn text(&self) -> Result<Arc<str>, Failure> {
-        // One scrape at a time: who comes meanwhile gets the same.
+        // One scrape at a time: clients that come meanwhile get the same.
         let mut last = lock(&self.last);
         if let Some((at, text)) = &*last
             && at.elapsed() < FRESH
@@ -113,7 +114,7 @@ fn ask(mount: &Mount) -> Result<firn_protocol::Status, ClientError> {
 pub struct Ending(UnixStream);
 
 impl Ending {
-    /// At SIGTERM and SIGINT from here on.
+    /// Stops at SIGTERM and SIGINT from here on.
     pub fn on_signals() -> Result<Self, Failure> {
         let failed = |error| Failure::new(FAILED, format!("cannot watch for signals: {error}"));
         let (read, write) = UnixStream::pair().map_err(failed)?;

@@ -31,7 +31,7 @@ pub enum Failure {
         /// Exit status.
         code: u8,
     },
-    /// Nobody reads what we print (`firn status | head`): end, and say nothing.
+    /// The reader of our output is gone (`firn status | head`): end, and say nothing.
     Unread,
 }
 

@@ -128,7 +128,7 @@ impl Host {
         self.report.as_ref().map_or(0, |report| report.held_bytes)
     }
 
-    /// Whether nobody needs to be told of it: it left, and has nothing.
+    /// Whether it needs no mention: it left, and has nothing.
     pub fn is_gone(&self) -> bool {
         self.state == Life::Left && self.held_bytes() == 0
     }

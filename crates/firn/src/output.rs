@@ -42,7 +42,7 @@ pub fn say(text: &str) {
 
 /// Says what may have lines and colours of its own.
 pub fn say_lines(text: &str) {
-    // Without stderr there is nobody to tell.
+    // Without stderr the message is lost.
     let _ = writeln!(io::stderr().lock(), "firn: {text}");
 }
 

@@ -5,9 +5,9 @@ use std::io::{self, Write as _};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 
-/// Gives a file these bytes. A regular file, or none, is replaced at once: readers find the old one or the new one, and an old
-/// one keeps its mode. Anything else (a device, a FIFO, a symbolic link) is opened and written, as `>` of a shell does it: the
-/// kernel looks who may follow a link.
+/// Gives a file these bytes. A regular file, or none, is replaced at once: readers find the old one or the new one, and
+/// an old one keeps its mode. Anything else (a device, a FIFO, a symbolic link) is opened and written, as `>` of a
+/// shell does it: the kernel checks the permission to follow a link.
 ///
 /// What a kill leaves has a name that begins with `.firn-`.
 pub fn write(file: &Path, bytes: &[u8]) -> io::Result<()> {

@@ -31,7 +31,7 @@ pub struct Meter {
     quiet: bool,
 }
 
-/// What somebody waited for, and how long.
+/// What a command waited for, and how long.
 #[derive(Clone, Copy, Debug)]
 pub struct Waited {
     /// The most bytes that were left.
@@ -88,7 +88,7 @@ impl Meter {
         }
     }
 
-    /// So much is left.
+    /// Shows the bytes and files that are left.
     pub fn show(&mut self, left_bytes: u64, left_files: u64, phase: &str) {
         self.total_bytes = self.total_bytes.max(left_bytes);
         self.total_files = self.total_files.max(left_files);

@@ -3,11 +3,11 @@
 //! Only directories go; a file with a step in its name is a checkpoint too, and stays.
 //!
 //! Invariants
-//! * The newest checkpoint stays, whatever its files look like: nobody can tell from outside whether its job has
-//!   more to write. It counts as whole only if it has as many files as the whole one before it.
+//! * The newest checkpoint stays, whatever its files look like: from outside it is not known whether its job has more
+//!   to write. It counts as whole only if it has as many files as the whole one before it.
 //! * A checkpoint that is open, or that a symbolic link beside it leads to, stays.
 //! * As many whole ones as are asked for stay.
-//! * Nobody sees half a checkpoint under its name: it is renamed before anything in it is removed. What an
+//! * Half a checkpoint is never seen under its name: it is renamed before anything in it is removed. What an
 //!   interrupted removal left under the other name goes the next time.
 //! * What is removed is the directory that was judged, by its descriptor, and not what has its name by then.
 //! * One that cannot be judged or removed stays, and keeps no other one from going.
@@ -51,7 +51,7 @@ pub struct Judgement {
     pub name: OsString,
     /// What becomes of it.
     pub verdict: Verdict,
-    /// Which directory was judged.
+    /// The directory that was judged.
     object: ObjectId,
 }
 

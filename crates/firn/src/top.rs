@@ -103,7 +103,7 @@ pub struct JobView {
     pub rates: Rates,
 }
 
-/// Which table keys move in.
+/// The table that keys move in.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Pane {
     /// Mounts, or hosts.

@@ -1,16 +1,16 @@
 //! A model of a server that keeps its clients' caches true with locks on extents of files, as Lustre's and GPFS's do.
 //!
-//! Who writes to a part of a file that another client wrote last waits until that one has given its lock back. Clients that
-//! write side by side to one file pass the locks around and do little else. The model says how long that takes; the
-//! bytes pass through FUSE mounts, one for each client, and are stored in a directory. It is a model: no figure that was
-//! taken with it is one of a server.
+//! A client that writes to a part of a file that another client wrote last waits until that one has given its lock
+//! back. Clients that write side by side to one file pass the locks around and do little else. The model says how long
+//! that takes; the bytes pass through FUSE mounts, one for each client, and are stored in a directory. It is a model:
+//! no figure that was taken with it is one of a server.
 //!
 //! | assumption | value | source |
 //! |---|---|---|
-//! | who has a lock | a client, here a mount, whichever of its processes asks | "locks are held by nodes and not processes" (A. Dilger, lustre-discuss, 25 November 2009) |
+//! | the holder of a lock | a client, here a mount, whichever of its processes asks | "locks are held by nodes and not processes" (A. Dilger, lustre-discuss, 25 November 2009) |
 //! | what a lock is on | aligned units of 1 MiB of a file | Lustre's default stripe; its locks grow to the next conflict, GPFS's tokens to the next block |
 //! | a change of owner | 2 ms, one after the other in a unit, side by side in others | call-back to the owner, its write-back of up to 1 MiB (1 ms at 1 GB/s), cancellation, grant |
-//! | a unit that nobody has | costs nothing | the first grant comes with the open or is large |
+//! | a unit without a lock | costs nothing | the first grant comes with the open or is large |
 //! | readers | share a unit; the first one after a writer, and a writer after readers, costs a change | modes PR and PW of Lustre's lock manager |
 //! | close | gives nothing back | locks are kept until they are asked for |
 //!
@@ -94,7 +94,7 @@ enum Use {
 }
 
 impl LockServer {
-    /// Nobody has a lock.
+    /// All locks are free.
     pub fn new(model: LockModel) -> Self {
         Self(Arc::new(Shared {
             model,
@@ -226,7 +226,7 @@ mod tests {
     }
 
     #[test]
-    fn clients_with_units_of_their_own_wait_for_nobody() {
+    fn clients_with_units_of_their_own_do_not_wait() {
         let server = LockServer::new(MODEL);
         let unit = |client: u32, at: u64| (client, at * MIB..(at + 1) * MIB, Use::Write);
         let found = served(&server, &[unit(0, 0), unit(1, 1), unit(0, 0), unit(1, 1)]);

@@ -94,7 +94,7 @@ impl DiskModel {
         }
     }
 
-    /// Time to move so many bytes without a seek.
+    /// Time to move `bytes` bytes without a seek.
     pub fn transfer_time(&self, bytes: u64) -> Duration {
         Duration::from_secs_f64(bytes as f64 / self.bytes_per_s as f64)
     }

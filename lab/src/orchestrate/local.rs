@@ -9,7 +9,7 @@ use firn_bench::worker::{self, Task};
 const WRITE_BYTES: u64 = 1 << 20;
 const MIB: u64 = 1 << 20;
 
-/// A checkpoint of so many processes.
+/// A checkpoint of `processes` processes.
 #[derive(Clone, Copy, Debug)]
 pub struct LocalCheckpoint {
     pub processes: u64,

@@ -1,5 +1,5 @@
-//! The same on a real distributed file system: MooseFS on this machine, whose chunk servers get so many bytes a second and
-//! no more. It keeps each chunk of 64 MiB whole on a server, and gives the next chunk to the next server.
+//! The same on a real distributed file system: MooseFS on this machine, whose chunk servers get a limited number of
+//! bytes a second. It keeps each chunk of 64 MiB whole on a server, and gives the next chunk to the next server.
 
 use std::path::PathBuf;
 
@@ -18,7 +18,7 @@ const ANY: &str = "any";
 /// Bytes of one write.
 const WRITE_BYTES: u64 = 1 << 20;
 
-/// A checkpoint of so many processes.
+/// A checkpoint of `processes` processes.
 #[derive(Clone, Copy, Debug)]
 pub struct MooseFsCheckpoint {
     pub processes: u64,

@@ -24,7 +24,7 @@ const PATTERNS: [(Pattern, &str); 4] = [
     (Pattern::Irregular, "irregular"),
 ];
 
-/// Writes a file of each pattern, with so many pieces of each client, in `dir`, which is empty again afterwards.
+/// Writes a file of each pattern, with `pieces` pieces of each client, in `dir`, which is empty again afterwards.
 pub fn measure(report: &mut Report, dir: &Path, firn: &Firn, pieces: u64) -> anyhow::Result<()> {
     let mut candidates = Vec::new();
     for (pattern, name) in PATTERNS {

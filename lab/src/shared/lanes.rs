@@ -28,8 +28,8 @@ const FLATTENED: &str = "flattened";
 /// The goal, of the time that one host takes.
 const TWO_HOSTS_MOST: f64 = 0.6;
 
-/// Flattens files that two hosts wrote, whose logs and plain files lie in two lanes: models of a disk. Of each host, each
-/// file has so many blocks.
+/// Flattens files that two hosts wrote, whose logs and plain files lie in two lanes: models of a disk. Each file has
+/// `blocks` blocks of each host.
 pub fn measure(
     report: &mut Report,
     common: &Common,
@@ -96,7 +96,7 @@ impl Lanes {
         Ok(lanes)
     }
 
-    /// Seconds until all files are plain, when so many hosts flatten them.
+    /// Seconds until all files are plain, when the first `count` hosts flatten them.
     fn flatten(&self, hosts: &[Firn], count: usize, blocks: u64) -> anyhow::Result<f64> {
         let backing = self.dir.join("backing");
         let mut mounts = Vec::new();

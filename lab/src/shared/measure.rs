@@ -181,9 +181,10 @@ impl Job {
         hosts: &'a [Firn],
     ) -> anyhow::Result<Vec<Mount<'a>>> {
         // Two firnd with the plain layout do not share a directory of one kernel.
-        let count = match layout == Layout::Plain && site.has_one_mount() {
-            true => 1,
-            false => hosts.len(),
+        let count = if layout == Layout::Plain && site.has_one_mount() {
+            1
+        } else {
+            hosts.len()
         };
         let mount = |(client, host): (u32, &'a Firn)| {
             let options = match layout {
@@ -210,7 +211,7 @@ impl Job {
         points.take(self.clients as usize).collect()
     }
 
-    /// Bytes a second, and how often the model made somebody wait.
+    /// Bytes a second, and how often the model made a client wait.
     fn write(
         &self,
         dirs: &[PathBuf],

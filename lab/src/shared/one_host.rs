@@ -1,4 +1,4 @@
-//! What logs cost those who have none: one host whose clients share a file, or have a file each.
+//! What logs cost a mount without any: one host whose clients share a file, or have a file each.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};

@@ -101,7 +101,7 @@ pub struct Site {
 }
 
 impl Site {
-    /// Starts it for so many clients, inside `work`.
+    /// Starts it for `clients` clients, inside `work`.
     pub fn start(
         on: On,
         clients: u32,
@@ -224,8 +224,8 @@ impl Site {
         self.model.as_mut().map_or(Ok(0), delays)
     }
 
-    /// Removes what was written, so that the next one does not pay for it, and makes a directory that no client knows: one
-    /// with a name of before could be the old one for those who remember that.
+    /// Removes what was written, so that the next one does not pay for it, and makes a directory that no client knows:
+    /// clients that remember a name would take a directory of that name for the old one.
     pub fn begin_run(&mut self) -> anyhow::Result<()> {
         if let Some(dir) = self.dirs.first() {
             std::fs::remove_dir_all(dir)?;

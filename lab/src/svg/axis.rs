@@ -50,9 +50,10 @@ impl Axis {
 
     /// Share of the height at which a figure lies.
     pub(super) fn share(&self, value: f64) -> f64 {
-        let share = match self.logarithmic {
-            true => (value / self.low).log10() / (self.high / self.low).log10(),
-            false => value / self.high,
+        let share = if self.logarithmic {
+            (value / self.low).log10() / (self.high / self.low).log10()
+        } else {
+            value / self.high
         };
         if share.is_finite() {
             share.clamp(0.0, 1.0)

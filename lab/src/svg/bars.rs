@@ -132,7 +132,7 @@ fn draw_row(page: &mut Page<'_>, row: &[&Case], axis: &Axis, is_it: &impl Fn(&&M
     page.y = floor + 18.0 + lines as f64 * NAME_LINE;
 }
 
-/// Words in lines of at most so many characters, where a word is no longer than that.
+/// Words in lines of at most `most` characters, where a word is no longer than that.
 fn wrapped(name: &str, most: usize) -> Vec<String> {
     let mut lines: Vec<String> = Vec::new();
     for word in name.split(' ') {

@@ -80,11 +80,12 @@ impl Striped {
             let to = (from + self.request_bytes).min(self.bytes);
             let part = self.part(server as u64, from..to);
             let len = (part.end - part.start) as usize;
-            // Who failed goes on to the barriers: the others must not wait for ever.
+            // A rank that failed goes on to the barriers: the others must not wait for ever.
             if result.is_ok() && len > 0 {
-                result = match self.write {
-                    true => file.write_all_at(&buffer[..len], part.start),
-                    false => file.read_exact_at(&mut read[..len], part.start),
+                result = if self.write {
+                    file.write_all_at(&buffer[..len], part.start)
+                } else {
+                    file.read_exact_at(&mut read[..len], part.start)
                 };
             }
             barrier.wait();

@@ -208,9 +208,9 @@ pub fn draw(rng: &mut impl RngExt) -> Op {
     }
 }
 
-/// fallocate(2): plain, keep size, punch a hole, zero, collapse, insert, and one that nobody knows.
-/// Without collapse (0x08) and insert (0x20) of a range: the kernel answers them with EOPNOTSUPP on any
-/// FUSE file system, before it looks at the arguments.
+/// fallocate(2): plain, keep size, punch a hole, zero, collapse, insert, and an unknown one. Without collapse (0x08)
+/// and insert (0x20) of a range: the kernel answers them with EOPNOTSUPP on any FUSE file system, before it looks at
+/// the arguments.
 const ALLOCATE_MODES: [u32; 5] = [0, 1, 3, 0x10, 0x11];
 
 fn pick<'a, T>(rng: &mut impl RngExt, choices: &'a [T]) -> &'a T {

@@ -214,7 +214,7 @@ impl Side {
 
     fn open(&mut self, slot: usize, path: &str, flags: i32, mode: u32) -> Result {
         let path = self.root.join(path);
-        // Opening a fifo would wait for the other end; nobody opens it.
+        // Opening a fifo would wait for the other end, which is never opened.
         let flags = flags | libc::O_NONBLOCK;
         let mode = Mode::from_raw_mode(mode);
         let flags_typed = rustix::fs::OFlags::from_bits_retain(flags as u32);

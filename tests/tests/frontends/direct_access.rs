@@ -1,4 +1,4 @@
-//! Direct access on a real mount: what others see, what a kill leaves, who is let in.
+//! Direct access on a real mount: what other processes see, what a kill leaves, and which processes are let in.
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Write};
@@ -85,7 +85,7 @@ fn an_appender_that_comes_later_appends_at_the_end() {
         } else {
             Some(direct)
         };
-        // Nobody asks for the length between.
+        // The length between is not asked for.
         let mut second = OpenOptions::new().append(true).open(&path).unwrap();
         second.write_all(b"behind").unwrap();
         second.write_all(b" it").unwrap();
@@ -179,7 +179,7 @@ fn a_killed_firnd_loses_nothing_and_its_clients_write_no_more() {
             .args(["direct-writer".as_ref(), path.as_os_str(), log.as_os_str()])
             .spawn();
         let mut writer = writers.unwrap();
-        // A quiet client, whose leases nobody ended.
+        // A quiet client, whose leases still last.
         let file = File::create(mount.join(format!("quiet{round}"))).unwrap();
         let client = Client::new(&token_of(&file).unwrap());
         let mut quiet = client.open(file);
@@ -188,7 +188,7 @@ fn a_killed_firnd_loses_nothing_and_its_clients_write_no_more() {
             acknowledged(&log) > 1_000_000 * (round + 1)
         });
         let backing = mount.kill();
-        // In the arena, whether anybody is there or not; nothing where a process that was started closed
+        // In the arena, whether its client lives or not; nothing where a process that was started closed
         // the grant before.
         let more = quiet.append(30_000, &pattern(30_000, 1_000));
         let mount = FirnMount::new(&sandbox, "arena-size=64M,chunk-size=1M");
@@ -298,7 +298,7 @@ fn a_grant_and_its_first_lease_come_with_the_connection() {
 }
 
 #[test]
-fn packets_of_chance_harm_nobody() {
+fn random_packets_do_no_harm() {
     let mut rng = generator(seed("direct-pester"));
     let sandbox = Sandbox::new("direct-pester");
     let mount = FirnMount::new(&sandbox, &patient(""));
@@ -421,7 +421,7 @@ fn other_users_and_other_file_systems_grant_no_direct_access() {
     let mount = FirnMount::new(&sandbox, &patient("allow-other"));
     let path = mount.join("file");
     std::fs::write(&path, b"x").unwrap();
-    // The way there, and the helper where everybody may run it.
+    // The way there, and the helper where every user may run it.
     for (dir, mode) in [(sandbox.path(), 0o755), (mount.path(), 0o755)] {
         std::fs::set_permissions(dir, PermissionsExt::from_mode(mode)).unwrap();
     }
@@ -451,7 +451,7 @@ fn other_users_and_other_file_systems_grant_no_direct_access() {
         ),
         (0o600, 0o600, 0o700)
     );
-    // Nor does it where somebody opened all of that to everybody.
+    // Nor does it where all of that was opened to every user.
     let control = socket.with_extension("sock");
     for (path, mode) in [
         (sandbox.runtime(), 0o755),

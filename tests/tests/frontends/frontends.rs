@@ -300,7 +300,7 @@ fn run_node(frontend: Frontend) {
     }
 }
 
-/// The kernel has no offset of a file that a process writes by direct access: whoever uses it there is told so.
+/// The kernel has no offset of a file that a process writes by direct access: a use of it there fails with an error.
 fn take_descriptor(frontend: Frontend) {
     let sandbox = Sandbox::new("taken");
     let mount = frontend.mount(&sandbox, &patient("close=held,drain=demand"));

@@ -28,8 +28,8 @@ fn drain_and_evict(sandbox: &Sandbox, path: &Path) {
     sandbox.run([OsStr::new("evict"), path.as_os_str()]).ok();
 }
 
-/// Writes a file, and returns once firnd knows that nobody has it open: the kernel's RELEASE may come after close(2) returned,
-/// and the kernel caches no held file that somebody writes.
+/// Writes a file, and returns once firnd knows that it is closed: the kernel's RELEASE may come after close(2)
+/// returned, and the kernel caches no held file that is open for writing.
 fn write_and_close(mount: &FirnMount, path: &Path, data: &[u8]) {
     fs::write(path, data).expect("write");
     wait_until("the writer is gone", Duration::from_secs(10), || {
@@ -64,7 +64,7 @@ fn a_held_file_is_read_by_firnd_once_and_then_by_the_kernel() {
     mount.umount();
 }
 
-/// Proves S-write-2, S-read-3: through read(2), a mapping and a second opener, whoever writes.
+/// Proves S-write-2, S-read-3: through read(2), a mapping and a second opener, for writes by any of them.
 #[test]
 fn every_read_of_a_cached_held_file_sees_the_writes_before_it() {
     let seed = seed("every_read_of_a_cached_held_file_sees_the_writes_before_it");

@@ -1,7 +1,7 @@
 //! What a file loses when it is changed: set-id bits and capabilities, call by call beside ext4.
 //!
 //! Everything here runs with `attr-timeout=1h`: what the kernel keeps and is not told to drop stays wrong for the whole
-//! test. The users are numbers that nobody has.
+//! test. The users are numbers without an account.
 
 use std::fs::{self, File, Permissions};
 use std::os::unix::fs::{PermissionsExt, chown};
@@ -9,7 +9,7 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use firn_tests::change::{CALLS, CAP_DAC_OVERRIDE, CAPABILITY, SOURCE, Who, change, left};
+use firn_tests::change::{CALLS, CAP_DAC_OVERRIDE, CAPABILITY, Caller, SOURCE, change, left};
 use firn_tests::command::copy_program;
 use firn_tests::preloaded::DIRECT_AFTER;
 use firn_tests::sandbox::preload_library;
@@ -25,8 +25,8 @@ const OTHER: u32 = 2_000_002;
 const GROUP: u32 = 2_000_003;
 const NO_GROUP: u32 = 2_000_004;
 
-const fn who(name: &'static str, uid: u32, gid: u32, group: u32) -> Who {
-    Who {
+const fn who(name: &'static str, uid: u32, gid: u32, group: u32) -> Caller {
+    Caller {
         name,
         uid,
         gid,
@@ -35,20 +35,20 @@ const fn who(name: &'static str, uid: u32, gid: u32, group: u32) -> Who {
     }
 }
 
-const CALLERS: [Who; 7] = [
+const CALLERS: [Caller; 7] = [
     who("owner", OWNER, NO_GROUP, NO_GROUP),
     who("owner in the group", OWNER, NO_GROUP, GROUP),
     who("other", OTHER, NO_GROUP, NO_GROUP),
     who("other in the group", OTHER, NO_GROUP, GROUP),
     who("other of the group", OTHER, GROUP, NO_GROUP),
     who("root", 0, 0, NO_GROUP),
-    Who {
+    Caller {
         may_set_id: false,
         ..who("root without CAP_FSETID", 0, 0, NO_GROUP)
     },
 ];
 
-/// Mode, and whether the file has a capability. All can be written by everybody.
+/// Mode, and whether the file has a capability. All can be written by every user.
 const KINDS: [(u32, bool); 8] = [
     (0o4777, false),
     (0o2777, false),
@@ -60,10 +60,10 @@ const KINDS: [(u32, bool); 8] = [
     (0o777, false),
 ];
 
-/// A call by somebody of a file of some kind.
+/// A call by a user, of a file of some kind.
 #[derive(Clone, Copy)]
 struct Case {
-    who: &'static Who,
+    who: &'static Caller,
     call: &'static str,
     mode: u32,
     capable: bool,
@@ -157,8 +157,8 @@ fn is_stricter(case: &Case, expected: &str, found: &str) -> bool {
     match case.call {
         // The drain of what was stored is a write for the backing.
         "mmap" => expected.replace("capable", "plain") == found,
-        // Who is not the owner gets EPERM for a chown(2) that takes a bit away without changing anything. The kernel
-        // asks for that as for the other calls that take it away.
+        // A user that is not the owner gets EPERM for a chown(2) that takes a bit away without changing anything. The
+        // kernel asks for that as for the other calls that take it away.
         "chown-none" => expected == "errno 1 2767 plain" && found == "errno 0 0767 plain",
         _ => false,
     }

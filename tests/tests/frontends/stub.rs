@@ -71,7 +71,7 @@ for name in 'copied', 'cp', 'cat', 'dd': assert open(name, 'rb').read() == open(
 
 /// Proves S-stub-2, S-stub-3.
 #[test]
-fn names_follow_the_tree_when_somebody_asks() {
+fn names_follow_the_tree_when_they_are_asked_for() {
     let sandbox = Sandbox::new("stub-names");
     let mount = tree(&sandbox, &patient("drain=demand"));
     let write = |script: &str| run(preload(&sandbox, &mut shell(script, mount.path()))).ok();
@@ -186,7 +186,7 @@ fn removed_files_give_their_memory_back() {
     mount.umount();
 }
 
-/// Proves S-stub-3, S-stub-12: nobody asks for names, and no writer for room.
+/// Proves S-stub-3, S-stub-12: no program asks for names, and no writer for room.
 #[test]
 fn regression_memory_of_removed_files_is_free_soon() {
     let sandbox = Sandbox::new("stub-removed");
@@ -676,7 +676,7 @@ fn another_user_does_not_get_into_the_tree() {
 }
 
 #[test]
-fn packets_of_chance_harm_nobody() {
+fn random_packets_do_no_harm() {
     let mut rng = generator(seed("stub-pester"));
     let sandbox = Sandbox::new("stub-pester");
     let mount = tree(&sandbox, &patient(""));

@@ -128,7 +128,7 @@ fn regression_firnd_has_let_go_of_the_backing_when_firn_umount_returns() {
             fs::metadata(image.path().join("file")).expect("stat").len(),
             3 << 20
         );
-        // Not lazily: whoever still has a file there keeps it from being unmounted.
+        // Not lazily: a process with an open file there keeps it from being unmounted.
         let unmounted = rustix::mount::unmount(image.path(), rustix::mount::UnmountFlags::empty());
         assert_eq!(unmounted, Ok(()), "round {round}");
     }
@@ -385,7 +385,7 @@ fn bash_completes_options_after_commas_and_mount_points() {
     assert!(complete("firn wait --un").contains(&"--until".to_owned()));
 }
 
-/// Who keeps a mount is told with what is open.
+/// The processes that keep a mount are named with what they have open.
 #[test]
 fn a_busy_unmount_names_the_program_and_its_file() {
     let sandbox = Sandbox::new("busy");

@@ -1,4 +1,4 @@
-//! Many connections to the control socket: who goes, who stays, and what is answered all the same.
+//! Many connections to the control socket: which go, which stay, and what is answered all the same.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -129,7 +129,7 @@ fn regression_connections_that_hold_lists_stay_and_leave_the_reserve() {
     for (control, list) in &mut holders {
         assert!(!control.changed(list), "every list still holds");
     }
-    // One that gives its list up is idle, and goes for who asks for more than the reserve gives.
+    // One that gives its list up is idle, and goes to a client that asks for more than the reserve gives.
     let (mut control, list) = holders.swap_remove(5);
     control.release(&list);
     firn(&sandbox, &["ls"], mount.path()).ok();
@@ -146,7 +146,7 @@ fn regression_connections_that_hold_lists_stay_and_leave_the_reserve() {
     );
 }
 
-/// A request that is being answered is not cut off, and whoever asks for the status is answered beside 64 of them.
+/// A request that is being answered is not cut off, and a request for the status is answered beside 64 of them.
 #[test]
 fn regression_requests_under_way_are_not_cut_off_and_leave_the_reserve() {
     let sandbox = Sandbox::new("waiting");

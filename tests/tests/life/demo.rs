@@ -9,7 +9,7 @@ use firn_tests::command::{PROGRAM_LIMIT, copy_program, exit_code, wait_child};
 use firn_tests::sandbox::{firn_binary, kill, mounts_below};
 use firn_tests::{Sandbox, run, wait_until};
 
-/// Nobody, as on Debian.
+/// The user `nobody`, as on Debian.
 const NOBODY: u32 = 65534;
 
 /// The demo as the user `uid`, in the directory `work` of the sandbox.
@@ -22,7 +22,7 @@ fn demo(sandbox: &Sandbox, uid: u32) -> Command {
     command.env_remove("FIRN_RUNTIME_DIR").env("TMPDIR", &work);
     let ids = [format!("--reuid={uid}"), format!("--regid={uid}")];
     command.args(ids).arg("--clear-groups");
-    // Whoever runs it may not reach the directory of the repository.
+    // The user of the demo may not reach the directory of the repository.
     let programs = sandbox.mkdir("programs");
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../scripts/demo");
     copy_program(&script, &programs.join("demo"));

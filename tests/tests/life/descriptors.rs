@@ -53,14 +53,17 @@ fn regression_a_program_has_more_files_open_than_firnd_may_have_descriptors() {
             fs::write(backing.join(name(index)), content(index, 0)).expect("write in the backing");
         }
         let mount = FirnMount::with_descriptors(&sandbox, &backing, &options, 256);
-        let open = |index: usize| match index < FILES / 2 {
-            true => open_rw(&mount.join(name(index))),
-            false => File::options()
-                .read(true)
-                .write(true)
-                .create_new(true)
-                .open(mount.join(name(index)))
-                .expect("create"),
+        let open = |index: usize| {
+            if index < FILES / 2 {
+                open_rw(&mount.join(name(index)))
+            } else {
+                File::options()
+                    .read(true)
+                    .write(true)
+                    .create_new(true)
+                    .open(mount.join(name(index)))
+                    .expect("create")
+            }
         };
         let files: Vec<File> = (0..FILES).map(open).collect();
         for round in 1..3 {

@@ -46,8 +46,8 @@ refuse() { # COMMAND…: it must fail (`!` does not end a script that runs with 
 }
 "#;
 
-/// What is done with it once it is installed, as whoever installed it. `mount_it` and `unmount_it` are the package's own
-/// ways.
+/// What is done with it once it is installed, as the user that installed it. `mount_it` and `unmount_it` are the
+/// package's own ways.
 const USE: &str = r#"
 [[ $(firn version) == firn\ * ]]
 man=$(dirname "$(command -v firn)")/../share/man

@@ -229,7 +229,7 @@ fn a_user_is_told_what_they_may_not_do() {
         text.contains(&format!("user {USER} may not write")) && text.contains("mode 0755"),
         "{text}"
     );
-    // Firn's own directory of somebody else.
+    // Firn's own directory, of another user.
     let own = backing.join(".firn");
     fs::create_dir(&own).expect("mkdir");
     let outcome = examine(None);
@@ -256,7 +256,7 @@ fn what_a_killed_check_left_is_removed_and_nothing_else() {
     };
     let left = old(".firn-doctor-0123456789abcdef", 0o700);
     let shared = old(".firn-doctor-fedcba9876543210", 0o755);
-    // A directory of the user's own, to which somebody gave such a name.
+    // A directory of the user's own, to which another user gave such a name.
     let renamed = old(".firn-doctor-bbbbbbbbbbbbbbbb", 0o700);
     fs::write(renamed.join("model.pt"), "weights").expect("write");
     run(Command::new("touch")

@@ -199,7 +199,7 @@ fn calls() -> Vec<Call> {
             },
             each,
         ),
-        // Nobody waits for it but firnd.
+        // Only firnd waits for it.
         call(
             "flush",
             opened,
@@ -341,7 +341,7 @@ fn hang_many_files(
     const FILES: usize = 500;
     /// More callers than firnd has threads for them: 500 x 4 > 1,600.
     const CALLERS_OF_A_FILE: usize = 4;
-    /// Files with so many more callers that these alone would fill the threads: 50 x 40 > 1,600.
+    /// Files with enough more callers that these alone would fill the threads: 50 x 40 > 1,600.
     const FILES_IN_DEMAND: usize = 50;
     const CALLERS_OF_A_FILE_IN_DEMAND: usize = 40;
     let mount = FirnMount::over(sandbox, fault.path(), options);
@@ -388,7 +388,7 @@ fn hang_many_files(
 
 /// Proves S-error-11.
 #[test]
-fn regression_many_files_that_hang_with_many_programs_each_stop_nobody_else() {
+fn regression_many_files_that_hang_with_many_programs_each_stop_no_others() {
     let sandbox = Sandbox::new("hangsmany");
     let fault = FaultFs::with_hung_max(&sandbox, 700);
     let _watchdog = fault.watchdog(test_limit() * 3 / 4);

@@ -151,7 +151,7 @@ fn what_is_written_cut_empty_or_in_a_transaction_is_not_whole() {
     firn_tests::wait_until("the close came to firnd", Duration::from_secs(30), || {
         state(1) == whole
     });
-    // A reader is in nobody's way.
+    // A reader blocks nothing.
     let reader = fs::File::open(step(1).join("rank0")).expect("open");
     assert_eq!(state(1), whole);
     drop(reader);

@@ -172,7 +172,7 @@ fn all_places_say_the_same_level_and_never_too_high_a_one() {
             }
             for (path, level) in compare(&sandbox, &mount, setup) {
                 let is_durable = durable.contains(&path);
-                // A wait for one directory may make others durable too, but nobody says so.
+                // A wait for one directory may make others durable too, but does not report them.
                 assert_eq!(level == "durable", is_durable, "{}: {path}", setup.name);
             }
         }

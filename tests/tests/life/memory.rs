@@ -25,7 +25,7 @@ fn firn(sandbox: &Sandbox, verb: &str, path: &std::path::Path) -> serde_json::Va
 
 /// Proves S-demand-1.
 #[test]
-fn files_stay_in_memory_until_somebody_asks_for_them() {
+fn files_stay_in_memory_until_they_are_asked_for() {
     let sandbox = Sandbox::new("demand");
     let mount = FirnMount::new(&sandbox, DEMAND);
     let path = mount.join("step/rank0");

@@ -14,7 +14,7 @@ use firn_tests::mount::{SMALL, mount_args, patient, status_of};
 use firn_tests::sandbox::{firn_binary, is_mounted, kill};
 use firn_tests::{FirnMount, FsKind, LoopImage, Outcome, Sandbox, run};
 
-/// The user nobody: fusermount3 mounts for users that have a name.
+/// The user `nobody`: fusermount3 mounts for users that have a name.
 const USER: u32 = 65534;
 
 /// mount.firn as mount(8) calls it.
@@ -42,7 +42,7 @@ fn a_mount_point_with_files_is_refused_and_swapped_arguments_are_named() {
     fs::write(other.join("file"), "x").expect("write");
     let refused = sandbox.run(mount_args(&other, &full, SMALL)).code(2);
     assert!(!refused.stderr.contains("was `firn mount"), "{refused}");
-    // Who wants it gets it, and the files come back.
+    // A user that wants it gets it, and the files come back.
     let options = format!("{SMALL},nonempty");
     let mount = FirnMount::at(&sandbox, &empty, &full, &options);
     assert!(!full.join("model.pt").exists());

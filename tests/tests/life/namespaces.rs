@@ -63,7 +63,7 @@ fn umount(sandbox: &Sandbox, point: &Path) -> Outcome {
     sandbox.run(["umount".as_ref(), point.as_os_str()])
 }
 
-/// Checks that nothing of a mount is left in memory, and that nobody was killed.
+/// Checks that nothing of a mount is left in memory, and that no process was killed.
 fn assert_ended(sandbox: &Sandbox, mount_point: &Path) {
     assert!(!is_mounted(mount_point));
     assert_eq!(sandbox.arenas(), [] as [std::path::PathBuf; 0]);
@@ -90,7 +90,7 @@ fn regression_an_unmount_ends_the_mount_in_namespaces_that_do_not_use_it() {
 
 /// Proves S-error-23.
 #[test]
-fn regression_an_unmount_sees_who_uses_the_mount_in_another_namespace() {
+fn regression_an_unmount_sees_users_of_the_mount_in_another_namespace() {
     let sandbox = Sandbox::new("namespaceusers");
     let mount = FirnMount::new(&sandbox, OPTIONS);
     let point = mount.path().to_owned();
@@ -232,7 +232,7 @@ fn regression_a_mount_can_be_id_mapped() {
             assert_eq!(owners(&mount.join(name)), "0:0", "{name}");
             assert_eq!(owners(&place.join(name)), "1000:1000", "{name}");
         }
-        // Whoever is not mapped makes nothing there.
+        // A user that is not mapped makes nothing there.
         let refused = run(Command::new("touch").arg(place.join("no")));
         assert_ne!(refused.code, 0, "{refused}");
     }

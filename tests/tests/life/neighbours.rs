@@ -1,7 +1,7 @@
 //! Another user of the machine may make names beside the copies and checkpoints of a user: none of them counts as the
 //! user's, none is removed, and nothing of the user's is removed or made elsewhere because of them.
 //!
-//! The other user is a number that nobody has. Needs root and FUSE.
+//! The other user is a number without an account. Needs root and FUSE.
 
 use std::fs::{self, File};
 use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, symlink};

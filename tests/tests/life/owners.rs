@@ -129,7 +129,7 @@ fn a_new_top_and_a_new_name_go_with_their_owner() {
 
 /// Proves S-tx-92.
 #[test]
-fn nobody_commits_or_prepares_what_an_owner_that_is_gone_left() {
+fn what_an_owner_that_is_gone_left_is_not_committed_or_prepared() {
     for mode in MODES {
         let sandbox = Sandbox::new("orphan");
         let mount = FirnMount::new(&sandbox, mode);
@@ -143,7 +143,7 @@ fn nobody_commits_or_prepares_what_an_owner_that_is_gone_left() {
             let outcome = firn_with(&sandbox, verb, mount.path(), &["--id", "3"]);
             outcome.code(FAILED).says(&format!("process {pid}"));
             assert!(!mount.join("half").exists());
-            // Whoever comes later hears the same, until the next begin.
+            // Later requests are told the same, until the next begin.
             let again = firn_with(&sandbox, verb, mount.path(), &["--id", "3"]);
             again.code(FAILED).says("was gone").says("aborted");
             firn(&sandbox, "begin", mount.path()).ok();

@@ -15,14 +15,14 @@ use firn_tests::transaction::firn;
 use firn_tests::{FirnMount, Sandbox, run};
 use firn_transact::change_log::{ChangeLog, Data, Entry, Identity, Part, Range, Source};
 
-/// Any user who is not root.
+/// Any user but root.
 const ATTACKER: u32 = 65534;
 const OPTIONS: &str = "arena-size=16M,chunk-size=1M";
 const HELD: &str = "arena-size=16M,chunk-size=1M,close=held,drain-age=10min";
 /// Exit status: not Firn's own.
 const NOT_FIRN: i32 = 10;
 
-/// A sandbox whose backing everybody may make names in, as in `/tmp`.
+/// A sandbox in whose backing every user may make names, as in `/tmp`.
 fn shared_sandbox(name: &str) -> Sandbox {
     let sandbox = Sandbox::new(name);
     set_mode(sandbox.path(), 0o755);

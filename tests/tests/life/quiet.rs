@@ -18,7 +18,7 @@ const RECORD: usize = 4097;
 const ROUNDS: usize = 60;
 const SMALL: &str = "arena-size=32M,chunk-size=1M";
 
-/// Lines of the log that somebody would look at.
+/// Lines of the log that need a look.
 #[track_caller]
 fn assert_quiet(sandboxes: &[&Sandbox]) {
     for sandbox in sandboxes {
@@ -84,12 +84,11 @@ fn two_hosts_in_logs_leave_nothing_in_the_log() {
             .into();
         let backing = shared.mkdir("backing");
         let options = format!("{SMALL},layout=log");
-        let options = match with_lanes {
-            false => options,
-            true => {
-                let lanes = ["lane0", "lane1"].map(|lane| shared.mkdir(lane));
-                place_in(&lanes, &options)
-            }
+        let options = if with_lanes {
+            let lanes = ["lane0", "lane1"].map(|lane| shared.mkdir(lane));
+            place_in(&lanes, &options)
+        } else {
+            options
         };
         let mounts: Vec<_> = hosts
             .iter()

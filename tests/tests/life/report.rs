@@ -447,7 +447,7 @@ fn a_full_arena_is_an_event_with_a_beginning_and_an_end() {
 
 #[test]
 fn each_kind_of_event_is_in_the_manual() {
-    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/OPERATIONS.md");
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/features/watching.md");
     let page = fs::read_to_string(page).expect("the page");
     for kind in firn_protocol::events::KINDS {
         let fields: Vec<String> = kind
@@ -461,6 +461,9 @@ fn each_kind_of_event_is_in_the_manual() {
             kind.help,
             fields.join(", ")
         );
-        assert!(page.contains(&row), "docs/OPERATIONS.md lacks\n{row}");
+        assert!(
+            page.contains(&row),
+            "docs/features/watching.md lacks\n{row}"
+        );
     }
 }

@@ -22,7 +22,7 @@ fn firn_run(sandbox: &Sandbox, options: &[&str], script: &str) -> Command {
 fn left(sandbox: &Sandbox) -> Vec<PathBuf> {
     let all = fs::read_dir(sandbox.runtime()).expect("the runtime directory");
     let mut left: Vec<PathBuf> = all.map(|entry| entry.expect("entry").path()).collect();
-    // What happened stays for those who ask; data does not.
+    // Records of what happened stay; data does not.
     let told = ["log", "events", "record"];
     let is_data = |path: &PathBuf| {
         let extension = path.extension().and_then(|one| one.to_str());

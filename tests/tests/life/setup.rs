@@ -1,12 +1,12 @@
 //! `scripts/setup` on releases that have other packages than this machine: what apt knows there is said by programs in its place.
 
 use std::fs;
-use std::os::unix::fs::{PermissionsExt, symlink};
+use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::Command;
 
 use firn_tests::Sandbox;
-use firn_tests::command::{Outcome, run};
+use firn_tests::command::{Outcome, run, write_program};
 
 /// What the script uses of a system beside apt.
 const SYSTEM: [&str; 8] = [
@@ -17,11 +17,6 @@ const SYSTEM: [&str; 8] = [
 struct Release<'a> {
     candidates: &'a [(&'a str, &'a str)],
     commands: &'a [(&'a str, &'a str)],
-}
-
-fn write_program(path: &Path, text: &str) {
-    fs::write(path, text).expect("write a program");
-    fs::set_permissions(path, fs::Permissions::from_mode(0o755)).expect("chmod");
 }
 
 impl Release<'_> {

@@ -1,6 +1,6 @@
 //! What another local user put where Firn looks is not believed: runtime directories, sockets, mounts.
 //!
-//! The other user is a number that nobody has. What it plants lies in the sandbox or bears that number.
+//! The other user is a number without an account. What it plants lies in the sandbox or bears that number.
 
 use std::ffi::OsStr;
 use std::fs::{self, File, Permissions};
@@ -98,7 +98,7 @@ impl Drop for Listener {
     }
 }
 
-/// Writes down a tree that makes every file in /dev/shm a stub of whoever listens at `socket`.
+/// Writes down a tree that makes every file in /dev/shm a stub of the listener at `socket`.
 fn forge_tree(file: &Path, socket: &Path, backing: &Path) {
     let device = fs::metadata("/dev/shm").expect("/dev/shm").dev();
     let mut place = [0; 112];
@@ -185,8 +185,8 @@ fn regression_the_preload_library_does_not_believe_a_runtime_directory_of_anothe
     assert_eq!(listener.heard(), "");
 }
 
-/// Whoever mounts FUSE tells the library where its socket is: the kernel tells who listens there.
-/// Proves S-priv-5.
+/// A user that mounts FUSE tells the library where its socket is: the kernel tells which user listens there. Proves
+/// S-priv-5.
 #[test]
 fn regression_the_preload_library_says_nothing_to_a_socket_of_another_user() {
     let sandbox = Sandbox::new("fake-data");
@@ -274,7 +274,7 @@ fn regression_a_relative_runtime_directory_is_refused_by_all_verbs() {
     }
 }
 
-/// A FUSE mount as another user's: nobody answers it, and nothing of Firn may ask it.
+/// A FUSE mount as another user's: it is never answered, and nothing of Firn may ask it.
 struct FakeMount {
     point: PathBuf,
     _device: File,
@@ -355,7 +355,7 @@ fn regression_a_fuse_mount_of_another_user_does_not_answer_for_a_backing() {
     let listed = ask(victim, "status", &file);
     assert!(!listed.stdout.contains("fake"), "{listed}");
     assert_eq!(listener.heard(), "", "nothing may be sent to another user");
-    // Root may ask, and hears whom; not where anybody may put something into that user's directory.
+    // Root may ask, and is told which user; not where any user may put something into that user's directory.
     ask(0, "wait", &file).code(1).says("lets others in");
     chmod(&runtime.0, 0o700);
     ask(0, "wait", &file).code(0).says(&whose);
@@ -368,7 +368,7 @@ fn regression_a_fuse_mount_of_another_user_does_not_answer_for_a_backing() {
     assert_eq!(fs::read(backing.join("y")).expect("it is there"), b"y");
     assert_eq!(listener.heard(), heard);
     mount.umount();
-    // Where somebody else than that user listens, nothing is sent.
+    // Where a user other than that one listens, nothing is sent.
     drop(listener);
     for left in [socket.clone(), socket.with_extension("heard")] {
         fs::remove_file(left).expect("what the first one left");

@@ -172,6 +172,8 @@ fn without_a_terminal_it_says_what_to_type_and_once_prints_one_screen() {
     // Of a firnd that is stopped there is an answer too.
     let pid = mount.pid();
     firn_tests::sandbox::kill(pid, libc::SIGSTOP);
+    let nowhere = run(&mut sandbox.firn(["top", "--once", "/nowhere"]));
+    nowhere.code(10).says("/nowhere is not on a firn mount");
     let silent = run(&mut sandbox.firn(["top", "--once", mount.path().to_str().unwrap()]));
     firn_tests::sandbox::kill(pid, libc::SIGCONT);
     let shown = silent.ok().stdout;

@@ -84,7 +84,7 @@ impl<'a> Hosts<'a> {
         Self::new(shared, vec![shared.mkdir("plain"); HOSTS])
     }
 
-    /// The first so many of them.
+    /// The first `count` of them.
     fn first(&self, count: usize) -> Self {
         Self {
             shared: self.shared,
@@ -93,7 +93,7 @@ impl<'a> Hosts<'a> {
         }
     }
 
-    /// `mpirun` of a program and its arguments with so many ranks, dealt out to the hosts.
+    /// `mpirun` of a program and its arguments with `ranks` ranks, dealt out to the hosts.
     fn run<S: AsRef<OsStr>>(&self, component: &str, ranks: usize, words: &[S]) -> Outcome {
         let mut command = self.command(component, ranks, words);
         let _alone = ONE_JOB.lock().unwrap_or_else(PoisonError::into_inner);

@@ -50,7 +50,7 @@ impl Hosts {
         [self.mount(0), self.mount(1)]
     }
 
-    /// Lock files that hold nobody out any more go some time after they were used, and with the mounts.
+    /// Lock files that exclude no other host any more go some time after they were used, and with the mounts.
     fn assert_nothing_is_left(&self) {
         let names = fs::read_dir(self.backing().join(".firn/locks")).expect("list");
         let names: Vec<_> = names
@@ -74,7 +74,7 @@ fn open_to_append(path: &Path) -> io::Result<File> {
     File::options().append(true).create(true).open(path)
 }
 
-/// A line that says who wrote it, of one of several lengths.
+/// A line that names its writer, of one of several lengths.
 fn line(host: usize, number: u64) -> Vec<u8> {
     let width = [8, 300, 5000][number as usize % 3];
     let mut line = format!("{host} {number:0width$}").into_bytes();
@@ -119,7 +119,7 @@ fn lines_that_two_hosts_append_are_all_there_and_whole() {
         let bytes = fs::read(mount.join("lines")).expect("read");
         assert_eq!(numbers_of(&bytes), [all.clone(), all.clone()]);
     }
-    // The position is behind what was appended last, whoever wrote before.
+    // The position is behind what was appended last, by any host.
     let mut first = open_to_append(&mounts[0].join("lines")).expect("open");
     let mut second = open_to_append(&mounts[1].join("lines")).expect("open");
     first.write_all(&line(0, LINES)).expect("append");
@@ -299,7 +299,7 @@ fn count(file: &File) {
     file.write_all_at(next.as_bytes(), 0).expect("write");
 }
 
-/// Proves S-log-44: who gets a lock sees what the last one wrote, on whatever host.
+/// Proves S-log-44: the holder of a lock sees what the last one wrote, on whatever host.
 #[test]
 fn a_counter_under_a_lock_counts_each_host() {
     const ROUNDS: u64 = 20;
@@ -384,7 +384,7 @@ fn ranges_that_are_locked_on_one_host_are_locked_on_the_other() {
     cluster.assert_nothing_is_left();
 }
 
-/// Proves S-log-44: a host that dies keeps nobody out.
+/// Proves S-log-44: the locks of a host that dies are free.
 #[test]
 fn locks_of_a_host_that_is_killed_are_free() {
     let cluster = Hosts::new("lock-kill");
@@ -418,7 +418,7 @@ fn waiter(mount: &FirnMount<'_>) -> Child {
     child
 }
 
-/// Waits for a lock until an alarm, as programs do that want it only for so long.
+/// Waits for a lock until an alarm, as programs do that wait for a limited time.
 const WITH_ALARM: &str = "
 import fcntl, signal, sys
 class Late(Exception): pass
@@ -457,7 +457,7 @@ fn a_wait_for_a_lock_ends_with_an_alarm() {
     cluster.assert_nothing_is_left();
 }
 
-/// Proves S-log-45: who waits is killed by a signal, and has nothing then.
+/// Proves S-log-45: a waiting program is killed by a signal, and holds nothing then.
 #[test]
 fn who_waits_for_a_lock_is_killed_by_a_signal() {
     let cluster = Hosts::new("lock-wait");

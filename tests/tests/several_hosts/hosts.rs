@@ -317,7 +317,7 @@ fn a_host_that_is_killed_between_prepare_and_commit_leaves_no_half() {
         other.kill();
         let status = wait_child(&mut child, Duration::from_secs(60)).expect("it hangs");
         assert!(status.success(), "{told}: the survivor decides alone");
-        // The dead one's part: by whoever is left, or by its own firnd.
+        // The dead one's part: by a host that is left, or by its own firnd.
         if rng.random() {
             let args = ["recover", "--host", "n1"];
             cluster
@@ -635,6 +635,39 @@ fn several_hosts_neither_make_nor_rename_the_top() {
     for mount in mounts {
         mount.kill();
     }
+}
+
+/// Proves S-tx-72.
+#[test]
+fn directories_that_several_hosts_make_come_together() {
+    let cluster = Cluster::new("mkdirs", 2, HASTY);
+    let mounts = cluster.mounts();
+    begin_all(&cluster, &mounts);
+    for (at, mount) in mounts.iter().enumerate() {
+        fs::create_dir_all(mount.join("step/parts")).expect("mkdir");
+        fs::write(mount.join(format!("step/parts/of{at}")), [at as u8]).expect("write");
+    }
+    cluster.all_ok(&mounts, &["commit", "--id", "1"]);
+    let parts = |top: &Path| -> Vec<Option<Vec<u8>>> {
+        let of = |at: usize| fs::read(top.join(format!("step/parts/of{at}"))).ok();
+        (0..2).map(of).collect()
+    };
+    let expected = vec![Some(vec![0]), Some(vec![1])];
+    assert_eq!(parts(&cluster.backing()), expected);
+    for mount in &mounts {
+        wait_until("the mount shows them", Duration::from_secs(10), || {
+            parts(mount.path()) == expected
+        });
+    }
+    // A file beside a directory of one name is none of both.
+    begin_all(&cluster, &mounts);
+    fs::create_dir(mounts[0].join("one")).expect("mkdir");
+    fs::write(mounts[1].join("one"), "file").expect("write");
+    for outcome in cluster.all(&mounts, &["commit", "--id", "2"]) {
+        assert!(outcome.code != 0 && outcome.stderr.contains("conflict"));
+    }
+    cluster.all_ok(&mounts, &["abort"]);
+    mounts.into_iter().for_each(|mount| drop(mount.umount()));
 }
 
 /// Proves S-tx-33, S-tx-80.

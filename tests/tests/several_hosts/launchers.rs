@@ -4,12 +4,11 @@
 //! Flux is a script too, which understands what `firn run` asks of the real one: no package of Debian has Flux.
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use firn_tests::command::{Outcome, exit_code, run, wait_child};
+use firn_tests::command::{Outcome, exit_code, run, wait_child, write_program};
 use firn_tests::sandbox::{firn_binary, is_zombie, kill};
 use firn_tests::sshd::Sshd;
 use firn_tests::{Sandbox, wait_until};
@@ -90,9 +89,7 @@ impl Hosts {
     }
 
     fn write_program(&self, name: &str, text: &str) {
-        let path = self.sandbox.join(name);
-        fs::write(&path, text).expect("write a program");
-        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("chmod");
+        write_program(&self.sandbox.join(name), text);
     }
 
     fn first_process(&self, host: &str) -> u32 {

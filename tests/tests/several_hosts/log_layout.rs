@@ -14,6 +14,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use firn_tests::ack::returned_operations;
+use firn_tests::command::write_program;
 use firn_tests::faultfs::FaultFs;
 use firn_tests::fsops::{Mapping, read_at};
 use firn_tests::lanes::place_in;
@@ -31,7 +32,7 @@ use rustix::mm::MapFlags;
 
 /// As users have them.
 const OPTIONS: &str = "arena-size=64M,chunk-size=4M,layout=log";
-/// For tests of those who look again and again without opening or syncing: what they see may be so old.
+/// For tests that look again and again without opening or syncing: what they see may be this old.
 const SHORT: &str = "attr-timeout=200ms";
 /// Bytes of one record: neighbours are another host's.
 const RECORD: usize = 4097;
@@ -112,9 +113,10 @@ impl Hosts {
     fn mount(&self, at: usize, more: &str) -> FirnMount<'_> {
         let comma = if more.is_empty() { "" } else { "," };
         let options = format!("{OPTIONS}{comma}{more}");
-        let options = match self.lanes.is_empty() {
-            true => options,
-            false => place_in(&self.lanes, &options),
+        let options = if self.lanes.is_empty() {
+            options
+        } else {
+            place_in(&self.lanes, &options)
         };
         FirnMount::over(&self.hosts[at], &self.backing(), &options)
     }
@@ -240,7 +242,7 @@ fn a_file_of_several_hosts_is_an_ordinary_file_when_all_have_closed_it() {
         let last = files.pop().expect("a host");
         drop(files);
         last.sync_all().expect("sync");
-        // Every host sees all bytes, and nobody else does.
+        // Every host sees all bytes, and nothing else.
         for mount in &mounts {
             assert_same(&mount.join("shared"), &expected);
             let len = fs::metadata(mount.join("shared")).expect("stat").len();
@@ -289,7 +291,7 @@ fn what_is_closed_outlives_its_host() {
     }
 }
 
-/// Proves S-log-2, S-log-5: the file is short for everybody else until the last host has closed it; then, with `flatten=close`,
+/// Proves S-log-2, S-log-5: the file is short for all others until the last host has closed it; then, with `flatten=close`,
 /// its close has made it plain, whichever host that is.
 #[test]
 fn the_last_close_of_all_hosts_makes_it_plain() {
@@ -356,7 +358,7 @@ fn what_is_written_after_a_sync_is_newer() {
     }
 }
 
-/// What somebody of each host sees who has had a file open since it was flat.
+/// What a process of each host sees that has had a file open since it was flat.
 struct Readers {
     paths: Vec<PathBuf>,
     files: Vec<File>,
@@ -402,7 +404,7 @@ impl Readers {
             len == expected.len() as u64 && found[..count] == *expected
         };
         let is_mapped = |(path, map): (&PathBuf, &Mapping)| {
-            // Who asks for attributes has mappings see what is new, too.
+            // A query of the attributes makes mappings see what is new, too.
             let len = fs::metadata(path).expect("stat").len();
             len == expected.len() as u64 && map.read(0, expected.len()) == expected
         };
@@ -411,8 +413,8 @@ impl Readers {
     }
 }
 
-/// Proves S-log-4: who has a file open for reading, and pages of it from before, sees what other hosts have synced and
-/// closed, and cut: flat, in logs, and flat again; by read(2), with O_DIRECT and mapped.
+/// Proves S-log-4: a process that has a file open for reading, and pages of it from before, sees what other hosts have
+/// synced and closed, and cut: flat, in logs, and flat again; by read(2), with O_DIRECT and mapped.
 #[test]
 fn an_open_reader_sees_what_other_hosts_write() {
     let cluster = Hosts::new("readers", 2);
@@ -481,7 +483,7 @@ fn open_readers_agree_on_what_hosts_wrote_at_the_same_time() {
         readers.assert_see(&[winner; 9000]);
         cluster.assert_becomes_plain(name, &[winner; 9000]);
     }
-    // It is the host that decides, not who was first.
+    // The host decides, not the order of the writes.
     assert_eq!(winners.len(), 2);
     mounts.into_iter().for_each(|mount| drop(mount.umount()));
 }
@@ -664,9 +666,10 @@ fn what_cannot_go_together_is_refused_with_the_reason() {
     mount.umount();
 }
 
-/// Proves S-log-10: a host that is killed keeps nobody from closing, and has what it wrote at its next mount.
+/// Proves S-log-10: a host that is killed does not block the closing of a file, and has what it wrote at its next
+/// mount.
 #[test]
-fn a_host_that_is_killed_holds_nobody_up() {
+fn a_host_that_is_killed_holds_no_host_up() {
     for cluster in Hosts::on_each("killed", 2) {
         let mounts = cluster.mounts("");
         let files: Vec<File> = mounts.iter().map(|mount| create(mount, "shared")).collect();
@@ -710,7 +713,7 @@ fn a_host_that_is_killed_holds_nobody_up() {
     }
 }
 
-/// Proves S-log-6: whoever reads sees the whole file before, while and after it is flattened, again and again.
+/// Proves S-log-6: a reader sees the whole file before, while and after it is flattened, again and again.
 #[test]
 fn it_is_read_while_it_is_flattened() {
     for cluster in Hosts::on_each("reading", 2) {
@@ -751,7 +754,7 @@ fn it_is_read_while_it_is_flattened() {
 
 /// Proves S-log-11: a file that another host writes is logged, and flat when the wait after its close is over.
 #[test]
-fn whoever_waits_for_drained_waits_until_it_is_flat() {
+fn a_wait_for_drained_lasts_until_the_file_is_flat() {
     for flatten in ["close", "demand", "off"] {
         let cluster = Hosts::new(&format!("drained-{flatten}"), 2);
         let mounts = cluster.mounts(&format!("close=held,drain-age=10min,flatten={flatten}"));
@@ -876,7 +879,7 @@ fn a_check_names_what_is_damaged_or_lost_in_logs() {
             .says("its bytes stay in logs");
         log.write_all_at(&[before], 99).expect("mend");
         check("--orphans").ok();
-        // Removed by somebody beside Firn.
+        // Removed past Firn.
         fs::remove_file(cluster.plain("file")).expect("unlink");
         let lost = check("--orphans").code(1);
         assert!(lost.stdout.contains(&container), "{lost}");
@@ -985,8 +988,7 @@ fn logs_are_steered_to_different_servers() {
         "#!/bin/sh\nset -e\nset -C\n: > \"$2/$3\"\necho \"$1 $3\" >> {}\n",
         told.display()
     );
-    fs::write(&program, text).expect("write");
-    fs::set_permissions(&program, PermissionsExt::from_mode(0o755)).expect("chmod");
+    write_program(&program, &text);
     let options = format!(
         "placement=command,servers=left:right,place-command={}",
         program.display()
@@ -1021,7 +1023,7 @@ fn logs_are_steered_to_different_servers() {
 #[test]
 fn an_unmount_says_what_stays_in_logs() {
     let cluster = Hosts::new("umount", 2);
-    // Somebody else still writes.
+    // Another host still writes.
     let mounts = cluster.mounts("flatten=demand");
     let files: Vec<File> = mounts.iter().map(|mount| create(mount, "file")).collect();
     for (host, file) in files.iter().enumerate() {
@@ -1079,7 +1081,7 @@ fn a_read_only_mount_does_not_say_that_files_in_logs_are_drained() {
     assert_same(&cluster.plain("dir/file"), &record(5));
 }
 
-/// Proves S-log-11: whoever waits no longer than he wants to is told that the flattening goes on.
+/// Proves S-log-11: a caller whose time for the wait is over is told that the flattening goes on.
 #[test]
 fn a_wait_for_a_flattening_ends_in_time() {
     let cluster = Hosts::new("timeout", 1);
@@ -1182,7 +1184,7 @@ enum Cut {
     Grown,
     /// fallocate(2) of that.
     Allocated,
-    /// ftruncate(2) to that length after it was written, by who has synced or not.
+    /// ftruncate(2) to that length after it was written, by a host that has synced or not.
     AtTheEnd { syncs: bool },
 }
 
@@ -1444,9 +1446,10 @@ fn a_file_that_another_host_replaces_is_whole_or_stale_for_its_readers() {
             }
         });
         let now = fs::read(there.join("file"));
-        match replaces {
-            true => assert_eq!(now.expect("read"), record(2)),
-            false => assert!(now.is_err()),
+        if replaces {
+            assert_eq!(now.expect("read"), record(2))
+        } else {
+            assert!(now.is_err())
         }
     }
     mounts.into_iter().for_each(|mount| drop(mount.umount()));

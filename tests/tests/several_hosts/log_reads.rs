@@ -14,9 +14,9 @@ use firn_tests::lanes::place_in;
 use firn_tests::preloaded::{Frontend, python};
 use firn_tests::{FirnMount, Outcome, Sandbox, run, wait_until};
 
-/// So long that nobody asks firnd whether a list still holds.
+/// Too long for firnd to be asked whether a list still holds.
 const LONG: &str = "attr-timeout=1h";
-/// What others have closed is seen after this by whoever has the file open.
+/// A process with the file open sees what others have closed after this time.
 const SHORT: &str = "attr-timeout=300ms";
 /// Longer than any of that takes.
 const LIMIT: Duration = Duration::from_secs(60);
@@ -53,9 +53,10 @@ impl Hosts {
     fn mount(&self, at: usize, more: &str) -> FirnMount<'_> {
         let options =
             format!("arena-size=64M,chunk-size=4M,layout=log,flatten=demand,close=drain,{more}");
-        let options = match self.lanes.is_empty() {
-            true => options,
-            false => place_in(&self.lanes, &options),
+        let options = if self.lanes.is_empty() {
+            options
+        } else {
+            place_in(&self.lanes, &options)
         };
         FirnMount::over(&self.hosts[at], &self.shared.join("backing"), &options)
     }
@@ -306,8 +307,9 @@ fn assert_reads_backing(report: &str) {
     );
 }
 
-/// Proves S-log-4, S-direct-8: whoever reads a file by descriptors of the backing's files sees what others have closed when
-/// somebody on the host opens or syncs the file, and after `attr-timeout`; what its own host writes at once.
+/// Proves S-log-4, S-direct-8: a process that reads a file by descriptors of the backing's files sees what others have
+/// closed when a process on the host opens or syncs the file, and after `attr-timeout`; what its own host writes at
+/// once.
 #[test]
 fn readers_of_the_backing_see_changes_when_they_must() {
     for flattens in [false, true] {

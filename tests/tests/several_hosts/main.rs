@@ -8,6 +8,7 @@ mod log_reads;
 mod moosefs;
 mod peers;
 mod placement;
+mod rules;
 mod shared_names;
 mod slurm;
 mod tokens;

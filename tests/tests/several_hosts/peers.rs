@@ -12,9 +12,9 @@ use firn_tests::mount::{SMALL, mount_args};
 use firn_tests::sandbox::kill_and_wait;
 use firn_tests::{FirnMount, Outcome, Sandbox, wait_until};
 
-/// Nothing here takes so long; only a hang does.
+/// Nothing here takes this long; only a hang does.
 const HANGS_AFTER: Duration = Duration::from_secs(120);
-/// Exit status: somebody else has it.
+/// Exit status: another firnd has it.
 const BUSY: i32 = 11;
 
 /// Hosts, and the backing and the lanes that they share.
@@ -80,7 +80,7 @@ fn hosts_with_other_lanes_or_tokens_are_named_on_both() {
     let hosts = Hosts::new("peerlanes");
     let first = hosts.mount(0, &hosts.placed([0, 1]));
     assert_eq!(differences(&first), [] as [String; 0]);
-    // Nobody listens there, which is no obstacle.
+    // No service listens there, which is no obstacle.
     let etcd = "tokens=etcd,token-endpoints=127.0.0.1:1";
     let options = hosts.placed([1, 0]).replace("tokens=flock", etcd);
     let second = hosts.mount(1, &options);
@@ -126,7 +126,7 @@ fn a_host_that_logs_is_refused_beside_one_that_would_not_see_it_until_that_one_i
     for part in ["host n0", "layout plain", "this mount has layout log"] {
         assert!(refused.stderr.contains(part), "{part}: {}", refused.stderr);
     }
-    // A host that is killed keeps nobody out.
+    // A host that is killed blocks no other host.
     kill_and_wait(&[first.status().pid]);
     let second = hosts.mount(1, &logs);
     assert_eq!(differences(&second), [] as [String; 0]);

@@ -526,7 +526,7 @@ fn two_jobs_share_lanes_and_neither_touches_the_other_ones_files() {
 }
 
 /// Two hosts over one backing and the same lanes, which they write to at the same time: all files are whole, on the
-/// lane of their number whoever wrote them, and each host removes and renames what the other one made.
+/// lane of their number for either writer, and each host removes and renames what the other one made.
 ///
 /// Proves S-place-1, S-place-8.
 #[test]

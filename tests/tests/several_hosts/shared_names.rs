@@ -10,7 +10,7 @@ use std::path::Path;
 use firn_tests::{FirnMount, Sandbox};
 
 const OPTIONS: &str = "arena-size=64M,chunk-size=4M";
-/// Each is tried so often: what the kernel has cached of a name is old in some of them.
+/// Each is tried this often: what the kernel has cached of a name is old in some of them.
 const ROUNDS: usize = 5;
 
 /// Runs a test with two mounts of one backing, for each way in which hosts are known to share one.
@@ -99,7 +99,7 @@ fn a_directory_that_another_host_replaced_is_the_new_one() {
 }
 
 /// Proves S-share-5: of two hosts that make one name, one makes it; and a file that another host has put into a log is
-/// whole for whoever opens it by its name.
+/// whole when it is opened by its name.
 #[test]
 fn a_name_that_another_host_made_is_there() {
     on_two_hosts("made", |here, there| {

@@ -1,21 +1,20 @@
-//! `firn run` in jobs of a real Slurm: two hosts with a slurmd each, a controller, and a user who is not root.
+//! `firn run` in jobs of a real Slurm: two hosts with a slurmd each, a controller, and a user that is not root.
 //!
 //! Needs root, FUSE and Debian's slurm-wlm, munge and openmpi-bin (`scripts/setup`). All of Slurm runs in namespaces of its own and ends with the
 //! test (`programs/slurm_cluster.sh`). Steps are tracked by cgroups (proctrack/cgroup), of v2 and, where the machine has it, of v1.
 
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use firn_tests::command::{Outcome, run};
+use firn_tests::command::{Outcome, run, write_program};
 use firn_tests::sandbox::{firn_binary, kill};
 use firn_tests::{Sandbox, wait_until};
 
 const HOSTS: [&str; 2] = ["n1", "n2"];
-/// Of the user `nobody`, who submits the jobs.
+/// The user `nobody`, which submits the jobs.
 const USER: u32 = 65534;
 /// Slurm looks at time limits every 30 s.
 const LIMIT: Duration = Duration::from_secs(90);
@@ -163,8 +162,7 @@ impl Cluster {
     /// Submits a script for bash(1).
     fn submit_script(&self, name: &str, sbatch: &[&str], backing: PathBuf, text: &str) -> Job<'_> {
         let script = self.scratch(&format!("{name}.sh"));
-        fs::write(&script, format!("#!/bin/bash\ncd /\n{text}\n")).expect("write a job");
-        fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).expect("chmod");
+        write_program(&script, &format!("#!/bin/bash\ncd /\n{text}\n"));
         let mut submit = self.command(USER, "sbatch");
         submit
             .args([
@@ -537,7 +535,7 @@ fn mpi_io(cluster: &Cluster) {
     }
 }
 
-/// SIGKILL for all, as after `KillWait`: nobody drains but the epilog of the site.
+/// SIGKILL for all, as after `KillWait`: only the epilog of the site drains.
 fn kill_all(cluster: &Cluster) {
     let job = cluster.submit("kill", &[], "-o drain=demand", SOLVER);
     job.wait_for_output("written", 2);

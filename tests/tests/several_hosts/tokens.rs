@@ -1,5 +1,5 @@
-//! Hosts that give a lane one writer among them (`tokens=flock|etcd`): several real firnd, each under a host name of its
-//! own, over one backing that notes who writes when.
+//! Hosts that give a lane one writer among them (`tokens=flock|etcd`): several real firnd, each under a host name of
+//! its own, over one backing that records which host writes when.
 //!
 //! Needs root, FUSE and etcd (`scripts/setup` installs it).
 
@@ -20,7 +20,7 @@ use firn_tests::mount::{SMALL, mount_args};
 use firn_tests::sandbox::kill;
 use firn_tests::{FirnMount, Outcome, Sandbox, run, wait_until};
 
-/// Nothing here takes so long; only a hang does.
+/// Nothing here takes this long; only a hang does.
 const HANGS_AFTER: Duration = Duration::from_secs(120);
 /// Hosts wait for their turns and never give up.
 const PATIENT: &str = "token-hold=50ms,token-wait=10min";
@@ -171,7 +171,7 @@ fn count_batches(hosts: &Hosts, names: &[Vec<String>]) -> usize {
     batches
 }
 
-/// Whether a host has lost its token: it may after its lease, if the machine stood still for so long.
+/// Whether a host has lost its token: it may after its lease, if the machine stood still for that long.
 fn has_lost(mounts: &[FirnMount<'_>]) -> bool {
     let is_lost = |mount| token(mount).errors > 0;
     mounts.iter().any(is_lost)
@@ -250,7 +250,7 @@ fn holder_is_killed_in_a_round(name: &str, more: &str) -> bool {
         });
         let killed = Instant::now();
         kill(mounts[0].pid(), libc::SIGKILL);
-        // Whoever waits for an answer of a FUSE server is not gone before it.
+        // A process that waits for an answer of a FUSE server does not end before it.
         drop(held_back);
         next.join().expect("a thread").ok();
         println!(
@@ -438,7 +438,7 @@ fn mistakes_in_the_options_are_told_and_a_service_that_is_not_there_is_no_obstac
         .says("host n0 has");
     first.umount();
     planted_directory_is_refused(&hosts, &mount);
-    // A port that nobody listens at.
+    // A port without a listener.
     let told = mount(&Hosts::options(
         1,
         &format!("tokens=etcd,token-endpoints=127.0.0.1:9,{HASTY}"),

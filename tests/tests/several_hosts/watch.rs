@@ -13,7 +13,7 @@ use firn_tests::sandbox::{kill, kill_and_wait};
 use firn_tests::{FirnMount, Sandbox, wait_until};
 use serde_json::Value;
 
-/// Nothing here takes so long; only a hang does.
+/// Nothing here takes this long; only a hang does.
 const HANGS_AFTER: Duration = Duration::from_secs(120);
 const OPTIONS: &str = "arena-size=64M,chunk-size=4M,layout=log,close=held,drain=demand";
 
@@ -238,7 +238,7 @@ fn a_backing_that_hangs_is_told_and_this_hosts_own_mount_is_shown() {
     assert!(seen.stdout.contains("1.0 MiB in"), "{seen:?}");
     let waits = format!("dd ({}) waits in ", syncing.id());
     assert!(seen.stdout.contains(&waits), "{waits}: {seen:?}");
-    // Nobody can say anything of a backing whose mount is not here.
+    // Of a backing whose mount is elsewhere nothing can be said.
     let elsewhere = Sandbox::new("watchother");
     let args = [
         "hosts".as_ref(),
@@ -264,7 +264,7 @@ fn a_backing_that_hangs_is_told_and_this_hosts_own_mount_is_shown() {
 }
 
 #[test]
-fn another_user_is_told_who_may_ask_and_a_plain_mount_shows_itself_here() {
+fn another_user_is_told_which_users_may_ask_and_a_plain_mount_shows_itself_here() {
     let host = Sandbox::on_host("watchuser", "n0");
     let mount = FirnMount::new(&host, "arena-size=64M,chunk-size=4M");
     // It leaves nothing in the backing, and is seen by its firnd.
@@ -292,7 +292,7 @@ fn another_user_is_told_who_may_ask_and_a_plain_mount_shows_itself_here() {
     assert!(
         refused
             .stderr
-            .contains("only the user who mounted, and root"),
+            .contains("only the user that mounted, and root"),
         "{refused:?}"
     );
     mount.umount();

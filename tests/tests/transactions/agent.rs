@@ -20,7 +20,7 @@ use firn_tests::agent::{
     Agent, HOST, ask, assert_nothing_held, connect, enter, greet, list_all, pull, pull_command,
     pull_while_written, staging_of, write_tree,
 };
-use firn_tests::command::{run, wait_child, wait_until};
+use firn_tests::command::{run, wait_child, wait_until, write_program};
 use firn_tests::fsops::{assert_same_bytes, open_rw, read};
 use firn_tests::powerfs::PowerFs;
 use firn_tests::random::{bytes, env_count, generator};
@@ -123,12 +123,10 @@ fn without_a_key_the_agent_is_started_by_ssh() {
     fs::write(mount.join("rank0"), &data).expect("write");
     // What ssh does, without a network: `ssh [options] -- HOST COMMAND…`.
     let ssh = sandbox.join("ssh");
-    fs::write(
+    write_program(
         &ssh,
         "#!/bin/sh\n[ \"$2\" = n1 ] || exit 255\nshift 2\nexec \"$@\"\n",
-    )
-    .expect("write");
-    fs::set_permissions(&ssh, PermissionsExt::from_mode(0o755)).expect("chmod");
+    );
     let by_ssh = |args: &[&str]| {
         let mut command = sandbox.firn(["pull", "--ssh"]);
         command.arg(&ssh).arg("--remote-firn").arg(firn_binary());
@@ -389,7 +387,7 @@ fn a_puller_that_is_turned_away_comes_again() {
     assert_same_bytes("at last", &read(&sandbox.join("copy")), &data);
 }
 
-/// What a puller said is of no use to who heard it.
+/// A recorded message of a puller is of no use to the recorder.
 fn replay_is_refused(file: &KeyFile) {
     let heard = Mutex::new(Vec::new());
     let between = TcpListener::bind("127.0.0.1:0").expect("listen");
@@ -418,7 +416,7 @@ fn replay_is_refused(file: &KeyFile) {
     let _ = socket.shutdown(Shutdown::Write);
     let mut answer = Vec::new();
     let _ = socket.read_to_end(&mut answer);
-    // The hello is right, so it is answered, for whoever has the ephemeral key of it. Nothing else is.
+    // The hello is right, so it is answered, for the holder of its ephemeral key. Nothing else is.
     let length = answer.first_chunk().expect("an answer");
     let length = u32::from_be_bytes(*length) as usize;
     let text = String::from_utf8_lossy(&answer);
@@ -455,7 +453,7 @@ fn what_is_held_for_pullers_is_bounded_and_ends_with_them() {
     assert_eq!(open(&mut second, 2, "rank2"), Reply::Full);
     assert_eq!(mount.status().chunk_lists, 2);
     assert_eq!(mount.status().chunk_list_bytes, 8 * MIB as u64);
-    // Bytes that nobody takes: the agent waits, and holds no more than before.
+    // Bytes that are not taken: the agent waits, and holds no more than before.
     for at in 0..64 {
         let request = Request::Read {
             file: 1,
@@ -684,7 +682,7 @@ fn a_copy_takes_the_place_of_nothing_and_bad_input_is_told() {
         .says("--listen");
 }
 
-/// Who is killed.
+/// The process that is killed.
 #[derive(Clone, Copy, Debug)]
 enum Victim {
     Agent,

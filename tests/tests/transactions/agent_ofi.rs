@@ -22,7 +22,7 @@ use firn_tests::agent::{
     Agent, HOST, ask, assert_nothing_held, connect, list_all, pull, pull_command,
     pull_while_written, shared_memory_of, staging_of, write_tree,
 };
-use firn_tests::command::{Outcome, run, wait_child, wait_until};
+use firn_tests::command::{Outcome, run, wait_child, wait_until, write_program};
 use firn_tests::fsops::{assert_same_bytes, open_rw, read};
 use firn_tests::random::{bytes, env_count, generator};
 use firn_tests::sandbox::{firn_binary, kill};
@@ -238,8 +238,7 @@ fn a_host_without_libfabric_is_told_and_auto_needs_none() {
         "#!/bin/sh\nshift 2\nexec env LD_LIBRARY_PATH='{}' \"$@\"\n",
         broken.display()
     );
-    fs::write(&ssh, script).expect("write");
-    fs::set_permissions(&ssh, PermissionsExt::from_mode(0o755)).expect("chmod");
+    write_program(&ssh, &script);
     let by_ssh = |extra: &[&str]| {
         let mut command = sandbox.firn(["pull", "--ssh"]);
         command.arg(&ssh).arg("--remote-firn").arg(firn_binary());
@@ -276,7 +275,7 @@ fn a_host_without_libfabric_is_told_and_auto_needs_none() {
     drop(agent);
     let left = shared_memory_of(pid);
     assert!(left.is_empty(), "a killed agent leaves {left:?}");
-    // What nobody may read along is not for libfabric.
+    // What must stay secret is not for libfabric.
     let agent = Agent::start(&sandbox, mount.path(), &["--encrypt", "yes"]);
     pull(&sandbox, backing, &path, &sandbox.join("x"), &BY_RXM)
         .code(1)
@@ -300,7 +299,7 @@ fn a_host_without_libfabric_is_told_and_auto_needs_none() {
     assert_nothing_held(&mount);
 }
 
-// ---- who lies ------------------------------------------------------------------------------------
+// ---- agents that lie -----------------------------------------------------------------------------
 
 /// An agent that answers as it likes: one file of these bytes, exposed by libfabric.
 struct FakeAgent {

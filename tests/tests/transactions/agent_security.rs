@@ -1,4 +1,4 @@
-//! `firn agent` and `firn pull` on a network that somebody else is on.
+//! `firn agent` and `firn pull` on a network with an attacker.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -80,7 +80,7 @@ impl Tamper {
     }
 }
 
-/// Somebody between puller and agent, who reads all and changes what he likes.
+/// An attacker between puller and agent, which reads all and changes what it likes.
 struct Relay {
     address: SocketAddr,
     tamper: Arc<Mutex<Tamper>>,
@@ -201,7 +201,7 @@ fn pull_by(sandbox: &Sandbox, mount: &FirnMount<'_>, relay: &Relay, extra: &[&st
     run(command.args(extra).arg(source).arg(sandbox.join("copy")))
 }
 
-/// A mount with a file, its agent, and somebody between it and its pullers.
+/// A mount with a file, its agent, and an attacker between it and its pullers.
 struct Watched<'a> {
     mount: FirnMount<'a>,
     data: Vec<u8>,
@@ -247,7 +247,7 @@ fn choose_tamper(generator: &mut impl RngExt, round: u64, heard: usize) -> Tampe
     }
 }
 
-/// Proves S-agent-18: who is between reads the bytes, and no message; what he changes is noticed.
+/// Proves S-agent-18: an attacker in between reads the bytes, and no message; its changes are noticed.
 #[test]
 fn nobody_between_forges_a_byte_that_is_not_encrypted() {
     let rounds = env_count("FIRN_AGENT_TAMPER_ROUNDS", 15);
@@ -286,7 +286,7 @@ fn nobody_between_forges_a_byte_that_is_not_encrypted() {
     assert_same_bytes("after all that", &read(&target), &watched.data);
 }
 
-/// Proves S-agent-12, S-agent-18: also where nobody asked for it, since somebody is between.
+/// Proves S-agent-12, S-agent-18: also where encryption was not asked for, since the network is not private.
 #[test]
 fn an_encrypted_pull_cannot_be_read_or_changed_on_its_way() {
     let rounds = env_count("FIRN_AGENT_TAMPER_ROUNDS", 15);
@@ -300,7 +300,7 @@ fn an_encrypted_pull_cannot_be_read_or_changed_on_its_way() {
     } = &watched;
     let probe = watched.probe();
     let target = sandbox.join("copy");
-    // Nobody is between: a private network is plain.
+    // Without an attacker: a private network is plain.
     pull(
         &sandbox,
         mount.backing(),
@@ -408,7 +408,7 @@ fn a_network_that_is_not_private_is_not_trusted() {
     fs::write(mount.join("rank0"), &data).expect("write");
     let mut guards = Vec::new();
     let namespace = Namespace::create(&mut guards).expect("a network namespace");
-    // Of a documentation network: nobody's, and not private.
+    // Of a documentation network: without an owner, and not private.
     namespace
         .ip("addr add 198.51.100.7/32 dev lo")
         .expect("an address");
@@ -606,7 +606,7 @@ fn show(address: &str, credential: &str) -> Vec<Reply> {
     let socket = TcpStream::connect(address).expect("connect");
     let mut link = Link::over(Stream::over_tcp(socket).expect("a stream"));
     let until = Instant::now() + LIMIT;
-    // Who cannot open the credential guesses what is in it.
+    // A peer that cannot open the credential guesses what is in it.
     let hello = Request::Hello(Hello {
         protocol: PROTOCOL_VERSION,
         nonce: [1; 32],
@@ -665,7 +665,7 @@ fn credentials_of_others_are_refused(site: &Munged, agent: &Agent, address: &str
     });
 }
 
-/// Of a pull that somebody heard.
+/// Of a recorded pull.
 fn replayed_credentials_are_refused(site: &Munged, agent: &Agent, address: &str) {
     let made = site
         .command("munge")
@@ -686,7 +686,7 @@ fn replayed_credentials_are_refused(site: &Munged, agent: &Agent, address: &str)
         child.wait().expect("unmunge").success()
     };
     assert!(opened(), "its first use");
-    // Whoever heard it shows it again, with a proof by the key that is in it.
+    // The recorder shows it again, with a proof by the key that is in it.
     let told = show(address, credential.trim());
     assert_only_rejected(&told);
     wait_until("the replay in the log", LIMIT, || {
@@ -696,7 +696,7 @@ fn replayed_credentials_are_refused(site: &Munged, agent: &Agent, address: &str)
 
 /// Proves S-agent-8: a real sshd and a real ssh.
 #[test]
-fn over_ssh_whoever_sshd_lets_in_pulls() {
+fn over_ssh_a_user_that_sshd_lets_in_pulls() {
     let sandbox = Sandbox::new("agent-sshd");
     let mount = FirnMount::new(&sandbox, DEMAND);
     let data = bytes(9, 12 * MIB + 77);

@@ -212,7 +212,7 @@ fn a_commit_that_cannot_be_applied_is_finished_by_the_next_mount() {
     }
 }
 
-/// Proves S-tx-5: who cuts a file while the outcome is open waits too, and does not hold the commit up.
+/// Proves S-tx-5: a truncation of a file while the outcome is open waits too, and does not hold the commit up.
 #[test]
 fn regression_a_truncation_that_waits_does_not_hold_up_the_commit_that_it_waits_for() {
     let sandbox = Sandbox::new("txcut");

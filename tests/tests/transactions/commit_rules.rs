@@ -2,184 +2,26 @@
 //!
 //! Whatever is killed, the backing has what a model says: each checkpoint as it was when it was committed last, and all else as it is.
 //!
-//! `FIRN_CRASH_ROUNDS` sets how many points of each trace are tried, `FIRN_SEED` the seed.
+//! `FIRN_CRASH_ROUNDS` sets how many points of each trace are tried, `FIRN_SEED` the seed, `FIRN_TRACE` the only trace.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
+use std::fs::{self, File};
 use std::path::Path;
-use std::sync::Arc;
+use std::process::Command;
 use std::time::Duration;
 
-use firn_rules::load_rules;
-use firn_rules::trace::{Outcome, Player, Step, TraceLine};
-use firn_tests::command::wait_until;
+use firn_rules::trace::{Step, TraceLine};
+use firn_tests::command::{run, wait_until};
+use firn_tests::fsops::read;
 use firn_tests::random::{env_count, generator};
-use firn_tests::replay::{Replayer, Trace, content, traces};
+use firn_tests::replay::{Replayer, Trace, traces};
+use firn_tests::rule_model::{Files, Model, assert_files, read_files};
 use firn_tests::{FirnMount, Sandbox, seed};
 use rand::RngExt;
 use rand::rngs::StdRng;
 
-#[derive(Clone, Debug, PartialEq, Eq)]
-enum Node {
-    Dir,
-    Link(String),
-    File(Vec<u8>),
-}
-
 /// An exit is known within a second of it, on a machine that is not loaded.
 const SETTLE_LIMIT: Duration = Duration::from_secs(60);
-
-type Files = BTreeMap<String, Node>;
-
-fn is_at(path: &str, top: &str) -> bool {
-    path == top
-        || path
-            .strip_prefix(top)
-            .is_some_and(|rest| rest.starts_with('/'))
-}
-
-/// Makes `to` have at a top what `from` has there.
-fn copy(from: &Files, to: &mut Files, top: &str) {
-    to.retain(|path, _| !is_at(path, top));
-    let there = from.iter().filter(|(path, _)| is_at(path, top));
-    to.extend(there.map(|(path, node)| (path.clone(), node.clone())));
-}
-
-/// What programs and the backing have after operations of a trace.
-struct Model {
-    player: Player,
-    seen: usize,
-    view: Files,
-    backing: Files,
-    /// Tops of scopes that are open.
-    open: BTreeSet<String>,
-    commits: usize,
-}
-
-impl Model {
-    fn new(rules: &str) -> Self {
-        let rules = load_rules(rules, |_| unreachable!("no file")).expect("rules");
-        Self {
-            player: Player::new(Arc::new(rules)),
-            seen: 0,
-            view: Files::new(),
-            backing: Files::new(),
-            open: BTreeSet::new(),
-            commits: 0,
-        }
-    }
-
-    fn play(&mut self, line: &TraceLine) {
-        self.player.play(line);
-        let new: Vec<Outcome> = self.player.outcomes()[self.seen..].to_vec();
-        self.seen = self.player.outcomes().len();
-        // What a begin comes after, and the begin, are before the operation.
-        let begins = |one: &Outcome| one.what == "begin" || one.what == "join";
-        let before = new.iter().rposition(begins).map_or(0, |index| index + 1);
-        new[..before].iter().for_each(|one| self.take(one));
-        self.change(line);
-        new[before..].iter().for_each(|one| self.take(one));
-    }
-
-    fn take(&mut self, outcome: &Outcome) {
-        for top in &outcome.paths {
-            match outcome.what {
-                "begin" | "join" => drop(self.open.insert(top.clone())),
-                "commit" => copy(&self.view, &mut self.backing, top),
-                "abort" => copy(&self.backing, &mut self.view, top),
-                other => panic!("{other}"),
-            }
-            if matches!(outcome.what, "commit" | "abort") {
-                self.open.remove(top);
-            }
-        }
-        self.commits += usize::from(outcome.what == "commit");
-    }
-
-    fn set(&mut self, path: &str, node: Node) {
-        self.view.insert(path.to_owned(), node.clone());
-        if !self.open.iter().any(|top| is_at(path, top)) {
-            self.backing.insert(path.to_owned(), node);
-        }
-    }
-
-    fn remove(&mut self, path: &str) {
-        self.view.retain(|found, _| !is_at(found, path));
-        if !self.open.iter().any(|top| is_at(path, top)) {
-            self.backing.retain(|found, _| !is_at(found, path));
-        }
-    }
-
-    fn change(&mut self, line: &TraceLine) {
-        match &line.step {
-            Step::Mkdir(path) => self.set(path, Node::Dir),
-            Step::Open(path) | Step::Truncate(path) => self.set(path, Node::File(Vec::new())),
-            Step::Write(path, len) => self.set(path, Node::File(content(line.line, *len))),
-            Step::Symlink(target, path) => self.set(path, Node::Link(target.clone())),
-            Step::Unlink(path) | Step::Rmdir(path) => self.remove(path),
-            Step::Rename(from, to) => {
-                let moved: Files = self
-                    .view
-                    .iter()
-                    .filter(|(path, _)| is_at(path, from))
-                    .map(|(path, node)| (format!("{to}{}", &path[from.len()..]), node.clone()))
-                    .collect();
-                self.remove(to);
-                moved
-                    .into_iter()
-                    .for_each(|(path, node)| self.set(&path, node));
-                self.remove(from);
-            }
-            Step::Link(..) => unreachable!("no trace has one"),
-            Step::Close(_) | Step::Exit(_) | Step::Kill => {}
-        }
-    }
-}
-
-fn read_files(dir: &Path, below: &str, files: &mut Files) {
-    for entry in fs::read_dir(dir).expect("read_dir") {
-        let entry = entry.expect("an entry");
-        let name = entry.file_name().into_string().expect("text");
-        let path = if below.is_empty() {
-            name
-        } else {
-            format!("{below}/{name}")
-        };
-        let kind = entry.file_type().expect("file_type");
-        let node = if kind.is_dir() {
-            read_files(&entry.path(), &path, files);
-            Node::Dir
-        } else if kind.is_symlink() {
-            let target = fs::read_link(entry.path()).expect("read_link");
-            Node::Link(target.to_string_lossy().into_owned())
-        } else {
-            Node::File(fs::read(entry.path()).expect("read"))
-        };
-        files.insert(path, node);
-    }
-}
-
-#[track_caller]
-fn assert_files(told: &str, dir: &Path, expected: &Files) {
-    let mut found = Files::new();
-    read_files(dir, "", &mut found);
-    let brief = |files: &Files| -> Vec<String> {
-        let node = |node: &Node| match node {
-            Node::File(bytes) => format!("{} bytes, {:?}", bytes.len(), bytes.first()),
-            other => format!("{other:?}"),
-        };
-        files
-            .iter()
-            .map(|(path, one)| format!("{path}: {}", node(one)))
-            .collect()
-    };
-    assert!(
-        found == *expected,
-        "{told}\nfound {:#?}\nexpected {:#?}",
-        brief(&found),
-        brief(expected)
-    );
-}
 
 /// Makes the first operations of a trace, and returns the processes that run then.
 fn replay(
@@ -309,6 +151,39 @@ fn a_firnd_that_is_killed_leaves_each_checkpoint_whole_or_as_it_was() {
             assert_files(&told, &backing, &model.backing);
         }
     }
+}
+
+/// Proves S-rule-3.
+#[test]
+fn the_commands_of_a_script_write_one_checkpoint_which_goes_with_the_script() {
+    let sandbox = Sandbox::new("rules-script");
+    let mount = FirnMount::new(&sandbox, "arena-size=64M,chunk-size=1M,rules=hf");
+    let save = "set -e; mkdir checkpoint-1; head -c 9999 /dev/zero > checkpoint-1/model; cd checkpoint-1
+        cp model optimizer; mv optimizer optimizer.pt; cp model rng_state.pth; [ ! -d ../../backing/checkpoint-1 ]; date > trainer_state.json
+        [ -f ../../backing/checkpoint-1/optimizer.pt ]";
+    // In the background, its own parent being gone: so it is a job of its own.
+    let in_background = |script: &str| {
+        let script = format!("( {{ {script}; }} & ) </dev/null");
+        let mut shell = Command::new("bash");
+        run(shell.args(["-c", &script]).current_dir(mount.path()))
+    };
+    run(Command::new("bash")
+        .args(["-c", save])
+        .current_dir(mount.path()))
+    .ok();
+    let cut = "mkdir checkpoint-2; date > checkpoint-2/model; ls checkpoint-2 > ../seen; read -r _ < ../go";
+    let go = sandbox.join("go");
+    run(Command::new("mkfifo").arg(&go)).ok();
+    in_background(cut).ok();
+    // The script waits for the pipe: until then its checkpoint is there.
+    let end = File::options().write(true).open(&go).expect("open");
+    assert_eq!(read(&sandbox.join("seen")), b"model\n");
+    assert!(mount.join("checkpoint-2/model").exists());
+    drop(end);
+    wait_until("what was not complete is dropped", SETTLE_LIMIT, || {
+        !mount.join("checkpoint-2").exists()
+    });
+    assert!(!mount.umount().join("checkpoint-2").exists());
 }
 
 #[test]

@@ -9,6 +9,8 @@ mod backup;
 mod commit_rules;
 mod partner;
 mod rollback;
+mod rule_suites;
+mod rule_writers;
 mod rules_keep;
 mod rules_programs;
 mod shadow;

@@ -46,9 +46,10 @@ impl Cluster {
     }
 
     fn mount(&self, at: usize, options: &str) -> FirnMount<'_> {
-        let drain = match options.contains("drain=") {
-            true => "",
-            false => "drain=demand,",
+        let drain = if options.contains("drain=") {
+            ""
+        } else {
+            "drain=demand,"
         };
         let options = format!("{OPTIONS},{drain}host=n{at},{options}");
         FirnMount::over(&self.hosts[at], &self.backing(), &options)
@@ -259,7 +260,7 @@ fn a_checkpoint_survives_its_host_in_the_memory_of_the_partner() {
     let target = cluster.shared.join("copy");
     cluster.pull("n1", "n0/step_1", &target).ok();
     assert_eq!(contents(&target), before);
-    // What another host holds is not touched by it, and nobody has what never was.
+    // What another host holds is not touched by it, and what never was cannot be pulled.
     cluster
         .pull("n1", "n0/step_2", &cluster.shared.join("none"))
         .code(1)
@@ -279,7 +280,7 @@ fn a_file_that_changes_is_partnered_again_once_it_is_copied_again() {
     hosts[0].wait(&top, "partnered", "60s").ok();
     let path = top.join("rank0");
     assert_eq!(state_of(&path), "partnered");
-    // As long as somebody has it open for writing it is not: he may write at any time.
+    // It is not as long as it is open for writing: more may be written at any time.
     let open = fs::File::options().write(true).open(&path).expect("open");
     assert_eq!(state_of(&path), "held");
     hosts[0]
@@ -370,7 +371,7 @@ fn copies_of_a_lost_arena_stay_until_the_backing_has_them() {
     assert_eq!(cluster.shelf_bytes(1), 0, "the backing has all of it");
 }
 
-/// Proves S-partner-6: nobody waits for a partner that is gone.
+/// Proves S-partner-6: a partner that is gone is not waited for.
 #[test]
 fn without_its_partner_a_file_is_held_again_and_another_host_takes_over() {
     let cluster = Cluster::new("partner-dies", 3);
@@ -384,7 +385,7 @@ fn without_its_partner_a_file_is_held_again_and_another_host_takes_over() {
     cluster
         .pull("n2", "n0/step_1", &cluster.shared.join("copy"))
         .ok();
-    // Nobody is left.
+    // No host is left.
     hosts.remove(1).lose();
     wait_until("there is no partner", LIMIT, || {
         hosts[0].partner().host.is_none()
@@ -583,7 +584,7 @@ fn copies_are_found_again_after_agents_and_firnd_were_killed() {
         cluster.pull("n1", "n0/step_1", &target).ok();
         assert_eq!(contents(&target), before);
     }
-    // Written to while nobody followed.
+    // Written to without a follower.
     let Host {
         sandbox,
         mount,
@@ -643,7 +644,7 @@ fn a_strangers_record_is_not_believed() {
     let agent = Agent::start_unnamed(&cluster.hosts[0], mount.path(), &[]);
     let record = |host: &str| backing.join(format!(".firn/agent-{host}"));
     let text = fs::read(record("n0")).expect("a record");
-    // n1 to n3 would come first: readable by others, somebody else's, a link.
+    // n1 to n3 would come first: readable by others, another user's, a link.
     fs::write(record("n01"), &text).expect("write");
     fs::set_permissions(record("n01"), PermissionsExt::from_mode(0o644)).expect("chmod");
     fs::write(record("n02"), &text).expect("write");
@@ -901,12 +902,12 @@ fn a_job_restarts_on_another_host_from_the_memory_of_the_partner() {
         .says("restored 0 files")
         .says("3 files were here already");
     job("n9").ok().says("what the backing has");
-    // What somebody wrote since stays.
+    // What was written since stays.
     let rank = cluster.backing().join("step_1/rank0");
     fs::write(&rank, b"newer").expect("write");
     job("n0").ok().says("it stays as it is");
     assert_eq!(read(&rank), b"newer");
-    // A link that somebody put in the place of a directory is not followed.
+    // A link that was put in the place of a directory is not followed.
     let step = cluster.backing().join("step_1");
     let aside = cluster.backing().join("aside");
     fs::rename(&step, &aside).expect("rename");

@@ -7,12 +7,12 @@
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
-use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
+use firn_tests::command::write_program;
 use firn_tests::fsops::read;
 use firn_tests::sandbox::{firn_binary, kill};
 use firn_tests::suite::{has_criu, tool};
@@ -42,7 +42,7 @@ const FAILURES: [(&str, &str); 6] = [
     ),
 ];
 
-/// Who takes the checkpoint.
+/// Which program takes the checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum By {
     /// CRIU, from outside.
@@ -322,7 +322,7 @@ fn contents(dir: &Path) -> BTreeMap<OsString, Vec<u8>> {
         .collect()
 }
 
-/// Waits for the end of the job, commits, unmounts; the backing is that of a run that nobody disturbed.
+/// Waits for the end of the job, commits, unmounts; the backing is that of an undisturbed run.
 fn ends_as_if_undisturbed(job: &Job<'_>, mount: FirnMount<'_>, what: &str) {
     assert_eq!(job.wait(), Some(0), "{what}: {}", job.errors());
     job.firn("commit", None, &[]);
@@ -464,8 +464,7 @@ fn killing_firn(sandbox: &Sandbox, verb: &str, before: bool, job: u32, firnd: u3
          [[ $1 != {verb} ]] || ! {before} || end\n{} \"$@\" || exit\n[[ $1 != {verb} ]] || end\n",
         firn.display()
     );
-    fs::write(&path, script).expect("write");
-    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).expect("chmod");
+    write_program(&path, &script);
     path
 }
 

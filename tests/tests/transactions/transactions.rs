@@ -63,7 +63,7 @@ fn the_backing_shows_nothing_before_the_commit_and_everything_after() {
 
 /// Proves S-tx-3, S-tx-43.
 #[test]
-fn an_abort_brings_everything_back_also_for_who_has_files_open() {
+fn an_abort_brings_everything_back_also_in_files_that_are_open() {
     let sandbox = Sandbox::new("txabort");
     let mount = FirnMount::new(&sandbox, COMMIT);
     let old = bytes(1, 2 * MIB);

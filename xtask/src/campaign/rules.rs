@@ -1,4 +1,5 @@
-//! Unmodified programs under commit rules: the trainers are installed first, below `target`, for what they need is large.
+//! Unmodified programs under commit rules. The trainers are installed first, below `target`, and the simulations from the distribution:
+//! both are too large for CI.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -18,9 +19,20 @@ const PACKAGES: [&str; 5] = [
 /// Compilers for GPUs and headers, which no trainer on a CPU loads.
 const UNUSED: [&str; 3] = ["triton", "torch/include", "torch/test"];
 
-/// Installs the trainers where they are not yet, and runs the tests of programs with them.
+/// Debian's packages of the simulations.
+const SIMULATIONS: [&str; 4] = [
+    "gromacs",
+    "openfoam",
+    "quantum-espresso",
+    "quantum-espresso-data",
+];
+
+/// Installs the trainers and the simulations where they are not yet, and runs the tests of programs with them.
 pub(super) fn run(kills: u64, seed: Option<u64>) -> anyhow::Result<()> {
     let python = install_trainers()?;
+    let mut install = Command::new("apt-get");
+    install.args(["install", "--yes", "--no-install-recommends"]);
+    cargo(install.args(SIMULATIONS))?;
     let variables = [
         ("FIRN_RULES_KILLS", kills.to_string()),
         ("FIRN_RULES_PYTHON", python.display().to_string()),

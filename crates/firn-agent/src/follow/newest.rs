@@ -2,7 +2,7 @@
 //!
 //! Promises
 //! * A copy is removed only when as many newer ones as are kept are whole. Whatever becomes of the source, copies stay.
-//! * The directory of the copies is one in which nobody else may replace names. What other users put into it is no
+//! * The directory of the copies is one in which no other user may replace names. What other users put into it is no
 //!   copy and is not removed, and what they put into a copy makes that no newer, whatever its dates are.
 
 use std::ffi::{OsStr, OsString};

@@ -1,7 +1,7 @@
 //! An endpoint: memory that it exposes, and reads of what others expose.
 //!
 //! Invariants
-//! * A buffer that bytes arrive in is in [`Endpoint::landings`] from its first read until the last one is complete; a
+//! * A buffer that bytes arrive in is in [`Endpoint::landings`] from its first read until the last one is complete. A
 //!   buffer whose reads are not complete is dropped only after libfabric has closed the endpoint, or never.
 //! * A context is free, or that of one read under way.
 //!
@@ -44,7 +44,7 @@ impl<T> Object<T> {
     /// What a call made.
     ///
     /// # Safety
-    /// `made` is null or an object that begins with a `struct fid` and is nobody else's.
+    /// `made` is null or an object that begins with a `struct fid` and is owned by the caller alone.
     unsafe fn take(made: *mut T, code: i32) -> Result<Self, isize> {
         match (code, NonNull::new(made)) {
             (0, Some(made)) => Ok(Self(made)),
@@ -300,9 +300,10 @@ impl Endpoint {
         // SAFETY: the endpoint is open; its table is looked at before it is used, and `address` has `length` bytes.
         let code = unsafe {
             let ops = (*endpoint).cm;
-            match has(ops, offset_of!(OpsCm, getname)) {
-                true => ((*ops).getname)(endpoint.cast(), address.as_mut_ptr().cast(), &mut length),
-                false => -libc::ENOSYS,
+            if has(ops, offset_of!(OpsCm, getname)) {
+                ((*ops).getname)(endpoint.cast(), address.as_mut_ptr().cast(), &mut length)
+            } else {
+                -libc::ENOSYS
             }
         };
         done(code).map_err(|error| self.failure(Operation::Open, error))?;
@@ -347,8 +348,8 @@ impl Endpoint {
 
     // ---- reads ---------------------------------------------------------------------------------
 
-    /// Reads from the endpoint with this address from now on. It is that of another host: whatever it is, only so many
-    /// bytes of it are looked at.
+    /// Reads from the endpoint with this address from now on. The address comes from another host: whatever it is, at
+    /// most `ADDRESS_BYTES_MAX` bytes of it are looked at.
     pub fn connect(&mut self, address: &[u8]) -> Result<(), OfiError> {
         if address.is_empty() || address.len() >= ADDRESS_BYTES_MAX {
             return Err(OfiError::Implausible(
@@ -512,13 +513,13 @@ impl Endpoint {
             let peer = self.peer.expect("connected before it reads");
             let into = &mut landing.buffer[next.read.into.clone()];
             let endpoint = self.parts.endpoint.as_ptr();
-            // SAFETY: the endpoint is open, its table is looked at. The part of the buffer and the context stay where
-            // they are, and nobody looks at them, until the read is complete or the endpoint is closed: the landing
-            // owns the buffer, and the context is not free.
+            // SAFETY: the endpoint is open, its table is looked at. The landing owns the buffer, and the context is not
+            // free. So both stay where they are, and are not accessed, until the read is complete or the endpoint is
+            // closed.
             let code = unsafe {
                 let ops = (*endpoint).rma;
-                match has(ops, offset_of!(OpsRma, read)) {
-                    true => ((*ops).read)(
+                if has(ops, offset_of!(OpsRma, read)) {
+                    ((*ops).read)(
                         endpoint,
                         into.as_mut_ptr().cast(),
                         into.len(),
@@ -527,8 +528,9 @@ impl Endpoint {
                         next.read.address,
                         next.read.key,
                         self.contexts[*context].as_ptr().cast(),
-                    ),
-                    false => -(libc::ENOSYS as isize),
+                    )
+                } else {
+                    -(libc::ENOSYS as isize)
                 }
             };
             match -code {
@@ -674,9 +676,10 @@ impl Parts {
         // the queue was opened with.
         let count = unsafe {
             let ops = (*queue).ops;
-            match self.can_wait && !wait.is_zero() {
-                true => ((*ops).sread)(queue, into, 1, null(), wait.as_millis().max(1) as i32),
-                false => ((*ops).read)(queue, into, 1),
+            if self.can_wait && !wait.is_zero() {
+                ((*ops).sread)(queue, into, 1, null(), wait.as_millis().max(1) as i32)
+            } else {
+                ((*ops).read)(queue, into, 1)
             }
         };
         match -count {
@@ -684,9 +687,10 @@ impl Parts {
             FI_EAVAIL => Err(self.read_error()),
             other => {
                 let passing = [0, libc::EAGAIN, libc::EINTR, libc::ECANCELED];
-                match passing.contains(&(other as i32)) {
-                    true => Ok(None),
-                    false => Err(count),
+                if passing.contains(&(other as i32)) {
+                    Ok(None)
+                } else {
+                    Err(count)
                 }
             }
         }
@@ -711,9 +715,10 @@ impl Parts {
             return;
         }
         *spins += 1;
-        match *spins < SPINS {
-            true => std::thread::yield_now(),
-            false => std::thread::sleep(PAUSE),
+        if *spins < SPINS {
+            std::thread::yield_now()
+        } else {
+            std::thread::sleep(PAUSE)
         }
     }
 }

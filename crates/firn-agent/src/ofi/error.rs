@@ -45,7 +45,7 @@ pub enum OfiError {
     NoProvider {
         /// As asked for.
         wanted: String,
-        /// Those that there are.
+        /// The available ones.
         found: String,
     },
     /// Memory cannot be registered.
@@ -81,7 +81,7 @@ pub enum OfiError {
     Silent {
         /// Its name.
         provider: String,
-        /// For so long.
+        /// How long.
         limit: Duration,
     },
 }

@@ -70,7 +70,7 @@ impl Provider {
         self.name == wanted || core_of(&self.name) == wanted
     }
 
-    /// Whether it may be taken where nobody names one.
+    /// Whether it may be taken where no provider is named.
     pub fn is_for_all(&self) -> bool {
         !BY_NAME_ONLY.contains(&core_of(&self.name))
     }
@@ -88,7 +88,7 @@ unsafe impl Send for InfoList {}
 impl InfoList {
     /// Its first entry, which libfabric likes best.
     pub(crate) fn first(&self) -> &Info {
-        // SAFETY: made by libfabric, freed when this is dropped, and written to by nobody meanwhile.
+        // SAFETY: made by libfabric, freed when this is dropped, and unchanged until then.
         unsafe { self.first.as_ref() }
     }
 
@@ -228,9 +228,10 @@ impl Library {
             .into_iter()
             .map(|found| found.name)
             .collect();
-        match names.is_empty() {
-            true => "none".into(),
-            false => names.join(", "),
+        if names.is_empty() {
+            "none".into()
+        } else {
+            names.join(", ")
         }
     }
 
@@ -270,7 +271,8 @@ impl Library {
             library: self,
             first,
         };
-        // SAFETY: the entry was just made and nobody else has it; its parts are allocated along with it, or null.
+        // SAFETY: the entry was just made and only this function has it; its parts are allocated along with it, or
+        // null.
         unsafe {
             let info = &mut *list.first.as_ptr();
             info.caps = FI_RMA | FI_READ | FI_REMOTE_READ;
@@ -284,7 +286,7 @@ impl Library {
             let fabric = info.fabric_attr.as_mut().ok_or(no_memory)?;
             if let Some(provider) = provider {
                 let name = CString::new(provider).map_err(|_| -(libc::EINVAL as isize))?;
-                // libfabric frees it with free(3).
+                // libfabric frees the name with free(3).
                 fabric.prov_name = libc::strdup(name.as_ptr());
             }
         }

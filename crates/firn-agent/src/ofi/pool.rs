@@ -30,7 +30,7 @@ unsafe impl Send for Pool {}
 unsafe impl Sync for Pool {}
 
 impl Pool {
-    /// So many buffers.
+    /// Makes a pool of `buffers` buffers.
     pub fn create(buffers: usize, buffer_bytes: usize) -> std::io::Result<Vec<Buffer>> {
         let bytes = buffers * buffer_bytes;
         let protection = ProtFlags::READ | ProtFlags::WRITE;
@@ -69,14 +69,14 @@ impl Drop for Pool {
     }
 }
 
-/// A part of a [`Pool`], which is nobody else's.
+/// A part of a [`Pool`], with one owner.
 pub struct Buffer {
     pool: Arc<Pool>,
     index: usize,
 }
 
 impl Buffer {
-    /// What it is a part of.
+    /// The pool of the buffer.
     pub fn pool(&self) -> &Arc<Pool> {
         &self.pool
     }
@@ -102,7 +102,7 @@ impl Deref for Buffer {
 
     fn deref(&self) -> &[u8] {
         // SAFETY: `buffer_bytes` mapped bytes, which the kernel began as zeros. `create` makes one value for each index
-        // and nothing copies it, so who borrows it is alone.
+        // and nothing copies it, so a borrow is the only one.
         unsafe { std::slice::from_raw_parts(self.start(), self.pool.buffer_bytes) }
     }
 }

@@ -118,12 +118,13 @@ struct Chooser<'a> {
 }
 
 impl Chooser<'_> {
-    /// Asks one host after the other; true: one of them is the partner now.
+    /// Asks one host after the other; true if one of them became the partner.
     fn search(&mut self) -> bool {
         let candidates = self.candidates();
-        let mut failure = match candidates.is_empty() {
-            true => "no other host has an agent for this backing".to_owned(),
-            false => String::new(),
+        let mut failure = if candidates.is_empty() {
+            "no other host has an agent for this backing".to_owned()
+        } else {
+            String::new()
         };
         for candidate in candidates {
             match self.ask(&candidate) {
@@ -198,9 +199,10 @@ impl Chooser<'_> {
         let Candidate { host, is_near } = candidate;
         let mut peer =
             Peer::connect(host, &self.desk.route()).map_err(|error| self.describe(host, &error))?;
-        let note = match is_near {
-            true => format!("{host} is in the same failure domain: no other one has an agent"),
-            false => String::new(),
+        let note = if *is_near {
+            format!("{host} is in the same failure domain: no other one has an agent")
+        } else {
+            String::new()
         };
         // It comes before the answer to this does.
         self.desk.choose(Some((host.clone(), note)));

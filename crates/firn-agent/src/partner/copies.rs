@@ -42,7 +42,7 @@ const NEXT_RECORD: &str = "record.next";
 pub(crate) struct Copies {
     dir: PathBuf,
     bytes_max: u64,
-    /// Of copies in the making.
+    /// Bytes reserved for copies in the making.
     reserved_bytes: Mutex<u64>,
     /// Locked while copies get or lose their names. True: followers change nothing more.
     is_closed: Mutex<bool>,
@@ -133,7 +133,7 @@ impl Copies {
 
     // ---- room ----------------------------------------------------------------------------------
 
-    /// Reserves room for so many bytes.
+    /// Reserves room for `bytes` bytes.
     pub(crate) fn reserve(self: &Arc<Self>, bytes: u64) -> Result<Room, NoRoom> {
         let mut reserved_bytes = self.lock_reserved();
         let whole_bytes: u64 = self
@@ -216,7 +216,7 @@ impl Copies {
         Ok(())
     }
 
-    /// Removes what interrupted removals and copies left that nobody goes on with.
+    /// Removes what interrupted removals and copies left and no follower continues.
     pub(crate) fn sweep(&self, host: &str) -> Result<(), PullError> {
         let _open = self.lock_open()?;
         self.remove_leftovers(host)

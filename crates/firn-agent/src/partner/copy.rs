@@ -31,7 +31,7 @@ pub(crate) struct Copy {
     shelf: Arc<Shelf>,
 }
 
-/// A file of a copy, open for reading. A copy that is removed meanwhile stays for whoever has it open.
+/// A file of a copy, open for reading. A copy that is removed meanwhile stays readable by this handle.
 pub(crate) struct CopyFile {
     file: File,
     bytes: u64,

@@ -44,7 +44,7 @@ struct State {
     chosen: Option<(String, String)>,
     /// It has had all that was held at one moment since it was chosen.
     is_settled: bool,
-    /// Who follows.
+    /// The followers.
     seats: BTreeMap<String, Place>,
     /// Formers that were told to drop what they have.
     dismissed: BTreeSet<String>,
@@ -203,7 +203,7 @@ impl Desk {
 }
 
 impl Desk {
-    /// This agent ends: copies of what is in the backing by now are removed, others stay for who starts it again.
+    /// This agent ends: copies of what is in the backing by now are removed, others stay for its next start.
     pub(crate) fn leave(&self) {
         self.copies.close();
         for host in self.copies.hosts() {
@@ -251,9 +251,10 @@ impl Seat {
         if role != Role::Dismissed {
             return role;
         }
-        match state.dismissed.insert(self.host.clone()) {
-            true => Role::Dismissed,
-            false => Role::Over,
+        if state.dismissed.insert(self.host.clone()) {
+            Role::Dismissed
+        } else {
+            Role::Over
         }
     }
 

@@ -1,4 +1,4 @@
-//! Who may be a host's partner, in which order.
+//! Which hosts may be a host's partner, and in which order.
 //!
 //! Hosts are in a ring: failure domain by failure domain, and in each sorted by name with numbers by value (`n2` before
 //! `n10`). The partner of a host is as many places further on as the largest domain has hosts, so that each host is the
@@ -11,15 +11,15 @@
 //!
 //! Where one domain has more than half of the hosts, its hosts share the others.
 //!
-//! A host that is gone hands its partner on: the next choice is the partner of the partner. So those that are left stay
-//! each the partner of one, though nobody knows all that are gone.
+//! A host that is gone hands its partner on: the next choice is the partner of the partner. So each host that is left
+//! has a partner of its own, although no host knows all that are gone.
 
 use std::cmp::Ordering;
 use std::ops::Range;
 
 use globset::{Glob, GlobMatcher};
 
-/// Which hosts fail together.
+/// The hosts that fail together.
 #[derive(Debug, Default)]
 pub struct Domains {
     lines: Vec<(GlobMatcher, String)>,
@@ -144,9 +144,10 @@ impl Ring {
         }
         // The hosts of the largest domain and the others are each other's, the others over and over.
         let after = |place: usize| (self.largest.end + place) % count;
-        match self.largest.contains(&at) {
-            true => after((at - self.largest.start) % others),
-            false => self.largest.start + (at + count - self.largest.end) % count,
+        if self.largest.contains(&at) {
+            after((at - self.largest.start) % others)
+        } else {
+            self.largest.start + (at + count - self.largest.end) % count
         }
     }
 }
@@ -209,7 +210,7 @@ mod tests {
         );
     }
 
-    /// Who is whose partner, of those that live.
+    /// The partner of each living host.
     fn partners(domains: &Domains, all: &[String], living: &[String]) -> Vec<(String, Candidate)> {
         let partner = |host: &String| {
             let candidates = domains.order(host, all.to_vec()).into_iter();
@@ -265,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_goes_those_that_are_left_are_each_the_partner_of_one() {
+    fn whichever_hosts_go_those_that_are_left_are_each_the_partner_of_one() {
         let all: Vec<String> = (0..12).map(|n| format!("n{n}")).collect();
         for gone in 0..1 << 12_u32 {
             let living: Vec<String> = (0..12)

@@ -1,9 +1,9 @@
 //! Writes past the page cache.
 //!
-//! A copy that is synced as it ends gains nothing by the page cache: its bytes would be copied once more, into pages that
-//! must be found first, by processors that the network needs. So the disk takes them from the buffers that they arrived in,
-//! where the file system says how (statx(2), `STATX_DIOALIGN`): local ones do; those of servers, which answer a write later,
-//! and tmpfs do not, and are written to as ever.
+//! A copy that is synced as it ends gains nothing by the page cache: its bytes would be copied once more, into pages
+//! that must be found first, by processors that the network needs. So the disk takes them from the buffers that they
+//! arrived in, where the file system tells the alignment (statx(2), `STATX_DIOALIGN`). Local file systems do. Those of
+//! servers, which answer a write later, and tmpfs do not, and are written to as ever.
 
 use std::fs::File;
 use std::io;
@@ -19,7 +19,7 @@ const ALIGNMENT_MAX: u32 = 4096;
 /// A file that is open for such writes.
 pub(crate) struct DirectFile {
     file: File,
-    /// Of offsets, lengths and addresses.
+    /// Alignment of offsets, lengths and addresses.
     alignment: usize,
 }
 

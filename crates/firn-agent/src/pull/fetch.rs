@@ -51,7 +51,7 @@ const HOLE_BYTES_MIN: usize = 4096;
 /// Bytes that are summed up while they are in the processor's cache.
 const SUM_BYTES: usize = 256 << 10;
 
-/// See the head of this file.
+/// The reads of a pull; see the head of this file.
 pub(crate) struct Fetch<'a, 't> {
     peer: &'a mut Peer,
     staging: &'a Staging,
@@ -61,7 +61,7 @@ pub(crate) struct Fetch<'a, 't> {
     state: &'a mut State<'t>,
     /// Path below the mount point of what is pulled.
     top: BytePath,
-    /// Not opened yet.
+    /// Files that are not opened yet.
     queue: VecDeque<Wanted>,
     /// Open files of which there are blocks to ask for.
     reading: VecDeque<u32>,
@@ -88,7 +88,7 @@ struct OpenFile {
     wanted: Wanted,
     /// None until it is opened.
     staged: Option<Arc<StagedFile>>,
-    /// Of the file where it is held.
+    /// Length of the file where it is held.
     bytes: u64,
     /// What was there before.
     staged_bytes: u64,
@@ -265,9 +265,10 @@ impl<'a, 't> Fetch<'a, 't> {
         if file.next_block == file.bytes.div_ceil(BLOCK_BYTES) {
             self.reading.pop_front();
         }
-        match is_there {
-            true => Ask::Sum(number, block),
-            false => Ask::Read(number, block),
+        if is_there {
+            Ask::Sum(number, block)
+        } else {
+            Ask::Read(number, block)
         }
     }
 

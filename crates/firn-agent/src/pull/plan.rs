@@ -2,7 +2,7 @@
 //!
 //! Invariants
 //! * The first entry is what was asked for. Every other one is below a directory that came before it, by names of one
-//!   component each: nothing that is made by a plan leaves its top, not through a link of the plan either.
+//!   component each. So nothing that a plan makes leaves its top, not even through a link of the plan.
 //! * No path comes twice.
 
 use std::collections::BTreeMap;
@@ -98,9 +98,10 @@ fn check_place(
     entry: &Entry,
 ) -> Result<(), String> {
     if index == 0 {
-        return match entry.path.is_empty() {
-            true => Ok(()),
-            false => Err(format!("{} before its parent", entry.path)),
+        return if entry.path.is_empty() {
+            Ok(())
+        } else {
+            Err(format!("{} before its parent", entry.path))
         };
     }
     let bytes = entry.path.as_bytes();

@@ -35,7 +35,7 @@ pub(crate) struct Incoming {
     pub(crate) parts: Vec<Range<usize>>,
     /// What of it is read.
     pub(crate) read: Vec<Range<usize>>,
-    /// Of what is read; none: nobody asked for one.
+    /// MAC of what is read; None: not asked for.
     pub(crate) mac: Option<ExpectedMac>,
 }
 
@@ -91,7 +91,7 @@ pub(crate) struct Remote {
     /// Answers have a MAC.
     is_summed: bool,
     free: Vec<u32>,
-    /// By staging buffer.
+    /// Blocks under way, by staging buffer.
     incoming: BTreeMap<u32, Incoming>,
 }
 
@@ -104,7 +104,7 @@ impl Remote {
     ) -> Result<Option<Self>, PullError> {
         let Carriage { transport, sums } = carriage;
         let is_auto = *transport == TransportChoice::Auto;
-        // Who goes over ssh wants nobody to read along: only by name.
+        // A puller that goes over ssh wants its bytes encrypted: only by name.
         if is_auto && (peer.near().is_none() || peer.is_encrypted()) {
             return Ok(None);
         }
@@ -157,7 +157,7 @@ impl Remote {
         })
     }
 
-    /// Its name, for who wants to know.
+    /// Name of the provider, for reports.
     pub(crate) fn provider(&self) -> &str {
         self.endpoint.provider()
     }

@@ -10,10 +10,10 @@
 //! * NAME appears whole, and never in the place of something else.
 //! * What an earlier pull left there is used again or removed; none of it is believed (its blocks are compared).
 //! * All that is made, changed and removed is below the directory that was looked at: it is reached by its descriptor,
-//!   through no link ([`firn_trust::open_beneath`]). The directory beside which it lies is one in which nobody else may
-//!   replace names.
-//! * What has a name of the copy already, and is not what the copy has there, ends the pull: a file system that takes
-//!   two names for one would let one file of the source overwrite another, or a link lead out.
+//!   through no link ([`firn_trust::open_beneath`]). The directory beside which it lies is one in which no other user
+//!   may replace names.
+//! * A name of the copy that exists already as something else ends the pull. A file system that takes two names for one
+//!   would let one file of the source overwrite another, or a link lead out.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -44,7 +44,7 @@ const OWNER_ALL: u32 = 0o700;
 pub(crate) struct Staging {
     target: PathBuf,
     parent: Parent,
-    /// Of the staging directory, for messages.
+    /// Path of the staging directory, for messages.
     path: PathBuf,
     /// The staging directory.
     own: OwnedFd,
@@ -157,9 +157,10 @@ impl Staging {
             opened => File::from(opened.map_err(|errno| self.failed(path)(errno))?),
         };
         let found = file.metadata().map_err(local(&self.locate(path)))?;
-        match found.is_file() {
-            true => Ok(file),
-            false => Err(self.collision(path)),
+        if found.is_file() {
+            Ok(file)
+        } else {
+            Err(self.collision(path))
         }
     }
 
@@ -279,9 +280,10 @@ impl Staging {
     }
 
     fn sync(&self, dir: &impl AsFd) -> io::Result<()> {
-        match self.is_synced {
-            true => sync_dir(dir),
-            false => Ok(()),
+        if self.is_synced {
+            sync_dir(dir)
+        } else {
+            Ok(())
         }
     }
 
@@ -330,9 +332,10 @@ impl Drop for Staging {
 
 /// Where an entry is below the staging directory.
 fn below_own(path: &BytePath) -> PathBuf {
-    match path.is_empty() {
-        true => PathBuf::from(TREE),
-        false => Path::new(TREE).join(path),
+    if path.is_empty() {
+        PathBuf::from(TREE)
+    } else {
+        Path::new(TREE).join(path)
     }
 }
 
@@ -499,8 +502,8 @@ mod tests {
         found
     }
 
-    /// The steps of a pull, after any of which somebody exchanges the staging directory for a link to a directory of the
-    /// user's with the same names in it.
+    /// The steps of a pull, after any of which another user exchanges the staging directory for a link to a directory
+    /// of the user's with the same names in it.
     const STEPS: usize = 4;
 
     /// Proves S-agent-31.
@@ -544,7 +547,7 @@ mod tests {
             );
             assert_eq!(fs::read(target.join("sub/rank_1")).unwrap(), b"new");
             assert_eq!(fs::read(target.join("link")).unwrap(), b"new");
-            // Whoever exchanged it has a link there still; nobody follows it the next time.
+            // The exchanged link is still there; the next pull does not follow it.
             if swapped_after < STEPS {
                 fs::rename(&target, top.path().join("old")).unwrap();
                 assert!(matches!(Staging::open(&target), Err(PullError::Trust(_))));

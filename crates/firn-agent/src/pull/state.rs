@@ -50,7 +50,7 @@ impl<'a> State<'a> {
         }
     }
 
-    /// Whether nothing has come for so long that the pull is given up.
+    /// Whether the pull is given up because no byte came for too long.
     pub(crate) fn is_late(&self) -> bool {
         self.moved_at.elapsed() >= self.patience
     }
@@ -78,7 +78,7 @@ impl<'a> State<'a> {
         }
     }
 
-    /// So much is wanted of what is not there yet.
+    /// Begins to count the files and bytes that are still to come.
     pub(crate) fn begin(&mut self, files: u64, bytes: u64) {
         (self.left_files, self.left_bytes) = (files, bytes);
         self.show();
@@ -100,7 +100,7 @@ impl<'a> State<'a> {
         self.show();
     }
 
-    /// A block came; so many bytes of it over the network.
+    /// A block came; `bytes` bytes of it over the network.
     pub(crate) fn received(&mut self, block: u64, bytes: u64) {
         self.outcome.received_bytes += bytes;
         self.block(block);

@@ -101,9 +101,9 @@ pub(crate) struct Writers {
 
 struct Shared {
     state: Mutex<State>,
-    /// There is a job for a thread that sleeps.
+    /// Wakes a sleeping thread for a job.
     added: Condvar,
-    /// There is a buffer, or nothing is left, for the puller who waits for it.
+    /// Signals the waiting puller that there is a buffer, or that nothing is left.
     landed: Condvar,
     is_synced: bool,
 }
@@ -112,7 +112,7 @@ struct State {
     queue: VecDeque<Job>,
     /// Jobs that a thread has.
     under_way: usize,
-    /// The one that came back last is still in the processor's cache and is taken first.
+    /// Free buffers. The last one that came back is still in the processor's cache and is taken first.
     free: Vec<Buffer>,
     failure: Option<PullError>,
     is_over: bool,
@@ -239,7 +239,7 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Of the puller, who is alone.
+    /// Called by the puller only, which is one thread.
     fn wait_landed<'a>(&self, mut state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
         state.is_awaited = true;
         let waited = self.landed.wait(state);
@@ -316,9 +316,10 @@ impl Shared {
         let done = || {
             file.set_len(finish.bytes)?;
             finish_file(file, &finish.entry)?;
-            match self.is_synced {
-                true => file.sync_all(),
-                false => Ok(()),
+            if self.is_synced {
+                file.sync_all()
+            } else {
+                Ok(())
             }
         };
         done().map_err(local(path))

@@ -130,7 +130,7 @@ fn memory_is_read_whole_and_in_pieces_with_a_window_of_reads() {
     }
 }
 
-/// Who does not know the key, or goes beyond the region, reads nothing, and the host goes on.
+/// A reader with a wrong key, or beyond the region, reads nothing, and the host goes on.
 #[test]
 fn a_wrong_key_and_bytes_beyond_the_region_are_refused() {
     let provider = "tcp;ofi_rxm";
@@ -207,7 +207,7 @@ fn what_another_host_says_is_checked() {
             Err(OfiError::Implausible(_))
         ));
     }
-    // Garbage of a likely length: refused, or nobody answers there.
+    // Garbage of a likely length: refused, or without an answer.
     let _ = endpoint.connect(&[0xff; 16]);
 }
 

@@ -129,7 +129,7 @@ impl Ledger {
     pub fn files(&self) -> impl Iterator<Item = (u64, &KnownFile)> {
         self.files.iter().map(|(file, known)| (*file, &**known))
     }
-    /// One file id.
+    /// State of one file id.
     pub fn file(&self, file: u64) -> Option<&KnownFile> {
         self.files.get(&file).map(|known| &**known)
     }

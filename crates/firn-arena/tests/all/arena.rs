@@ -54,7 +54,7 @@ fn published_pieces_outlive_the_process_that_wrote_them() {
     append(&arena, &mut lease, 7, 100, b"hello ").unwrap();
     append(&arena, &mut lease, 7, 106, b"world").unwrap();
     append(&arena, &mut lease, 8, 5000, &[3; 9000]).unwrap();
-    // Its writer is gone: nobody gives the lease back.
+    // Its writer is gone without giving the lease back.
     let _ = lease;
     drop(arena);
     let (arena, stored, damage) = Arena::attach(&path).unwrap();
@@ -116,7 +116,7 @@ fn records_of_an_earlier_lease_do_not_come_back() {
     arena.seal_slab(lease);
     let mut lease = arena.lease_slab(Class::Whole).unwrap();
     append(&arena, &mut lease, 2, 0, b"new").unwrap();
-    // Its writer is gone: nobody gives the lease back.
+    // Its writer is gone without giving the lease back.
     let _ = lease;
     drop(arena);
     let (_arena, stored, damage) = Arena::attach(&path).unwrap();
@@ -145,7 +145,7 @@ fn flipped_bits_are_named_and_what_is_whole_is_kept() {
     let mut lease = arena.lease_slab(Class::Whole).unwrap();
     let first = append(&arena, &mut lease, 1, 0, b"first").unwrap();
     append(&arena, &mut lease, 1, 9000, b"second").unwrap();
-    // Its writer is gone: nobody gives the lease back.
+    // Its writer is gone without giving the lease back.
     let _ = lease;
     let g = *arena.geometry();
     drop(arena);

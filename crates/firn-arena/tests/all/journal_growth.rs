@@ -32,7 +32,7 @@ impl State {
     }
 }
 
-/// A medium with so much memory and no more, which refuses a store where it gave none.
+/// A medium with a limit on its memory, which refuses a store where it gave none.
 #[derive(Clone)]
 struct Scarce(Arc<Mutex<State>>);
 

@@ -70,7 +70,7 @@ impl Devices {
         })
     }
 
-    /// Of the file system `dev`, which `fd` is on.
+    /// Whether files of the file system `dev`, which `fd` is on, are synced one by one.
     pub(super) fn is_synced_one_by_one(&self, dev: u64, fd: BorrowedFd<'_>) -> bool {
         if dev == self.root_dev {
             return self.is_root_one_by_one;

@@ -94,7 +94,7 @@ pub(super) fn object(
     let steps = Steps {
         make: &|mode| {
             call(mode)?;
-            // Without a descriptor for it nobody gets to know of it, so it must not be there.
+            // Without a descriptor the caller cannot learn of it, so it must not stay.
             let inode = object_at(parent, name).inspect_err(|_| undo(parent, name, flags))?;
             let attr = attr(&inode).inspect_err(|_| undo(parent, name, flags))?;
             Ok((inode, attr))

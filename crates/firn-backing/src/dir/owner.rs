@@ -6,10 +6,10 @@
 //! * No object is left behind that belongs to the wrong user: where it cannot be given away, it is
 //!   removed and the errno told.
 //!
-//! The first try runs with the caller's file system ids, because that is what a network server, a
-//! quota and a POSIX default ACL judge by. EACCES then may only mean that the caller has its rights
-//! from a supplementary group, which this thread lacks; the kernel has already checked the caller at
-//! the mount, so the second try is made as root and the object given away.
+//! The first try runs with the caller's file system ids, because that is what a network server, a quota and a POSIX
+//! default ACL judge by. EACCES then may only mean that the caller has its rights from a supplementary group, which
+//! this thread lacks. The kernel has already checked the caller at the mount, so the second try is made as root and the
+//! object given away.
 
 use std::marker::PhantomData;
 

@@ -2,9 +2,9 @@
 //!
 //! Promises
 //! * A fifo, socket or device is never opened: that could block, or do things to a machine.
-//! * A file whose mode denies its own owner is opened all the same where this process owns it, because
-//!   recovery must write what the program wrote before it took the right away (open(2) checks rights
-//!   only once). The mode is restored at once; who opens meanwhile sees the wider owner bits.
+//! * A file whose mode denies its own owner is opened all the same where this process owns it. Recovery must write what
+//!   the program wrote before it took the right away: open(2) checks rights only once. The mode is restored at once; an
+//!   open in between sees the wider owner bits.
 
 use std::os::fd::{AsFd, OwnedFd};
 

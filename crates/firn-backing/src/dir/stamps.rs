@@ -1,9 +1,9 @@
 //! The order of times that the kernel gives and those that Firn gives.
 //!
-//! Where times may be exact ([`firn_format::clock`]), Firn's are, and the kernel gives a new file one of the last tick, unless
-//! somebody has got a later one from the kernel since. So before the kernel stamps something, it is asked for an exact time.
-//! It gives one to a file that has the time of the last tick and at which somebody has looked since: so a file in memory is
-//! touched, looked at, and touched again.
+//! Where times may be exact ([`firn_format::clock`]), Firn's are, and the kernel gives a new file one of the last tick,
+//! unless a file got a later one from the kernel since. So before the kernel stamps something, it is asked for an exact
+//! time. It gives one to a file that has the time of the last tick and whose time was read since: so a file in memory
+//! is touched, looked at, and touched again.
 
 use std::os::fd::OwnedFd;
 use std::sync::OnceLock;

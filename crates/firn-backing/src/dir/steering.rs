@@ -21,7 +21,7 @@ pub trait Steering: Debug + Send + Sync {
     fn lane_of_dir(&self, parent: LaneIndex, name: &OsStr) -> LaneIndex;
     /// The lane of a turn: turns go round the lanes.
     fn lane_of_turn(&self, turn: u64) -> LaneIndex;
-    /// So many bytes were written to a file of a lane.
+    /// `bytes` bytes were written to a file of a lane.
     fn count_bytes(&self, lane: LaneIndex, bytes: u64);
     /// Creates a file that did not exist (EEXIST otherwise) and opens it for reading and writing. That the file system
     /// does not take the wish is no error: the file lies where it puts it then.
@@ -41,8 +41,8 @@ pub struct NewFile<'a> {
     pub mode: u32,
     /// Its turn, if that says the lane, and not the name.
     pub turn: Option<u64>,
-    /// Who makes the file, if the thread has the caller's file system ids. If not, it has those of the process, and the
-    /// file is given to its owner after it was made.
+    /// The user for which the file is made, if the thread has the caller's file system ids. If not, it has those of the
+    /// process, and the file is given to its owner after it was made.
     pub caller: Option<&'a Caller>,
 }
 

@@ -1,8 +1,8 @@
 //! A directory stream: getdents64(2) with cookies.
 //!
-//! A cookie is the kernel's `d_off`, the place after an entry. The last block that the kernel gave is
-//! kept, so that a reader that takes a directory in small helpings costs one seek and one read per
-//! block, not per helping; a read from the start always asks the kernel anew (rewinddir(3)).
+//! A cookie is the kernel's `d_off`, the place after an entry. The last block that the kernel gave is kept. So a reader
+//! that takes a directory in small helpings costs one seek and one read per block, not per helping. A read from the
+//! start always asks the kernel anew (rewinddir(3)).
 
 use std::ffi::OsStr;
 use std::os::fd::{AsRawFd, OwnedFd};

@@ -1,8 +1,7 @@
 //! Extended attributes of the object behind an `O_PATH` descriptor.
 //!
-//! [`FdPath`] leads to the object itself, a symlink included, so what the kernel answers here is what
-//! it answers to the `l…xattr` calls on a name: EPERM for `user.*` on anything but files and
-//! directories, success for `trusted.*` with the capability.
+//! [`FdPath`] leads to the object itself, a symlink included. So the kernel answers as to the `l…xattr` calls on a
+//! name: EPERM for `user.*` on anything but files and directories, success for `trusted.*` with the capability.
 
 use std::ffi::OsStr;
 use std::os::fd::AsFd;

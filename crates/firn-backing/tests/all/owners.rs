@@ -1,4 +1,4 @@
-//! Who owns what is made for a caller; needs root, and does nothing without.
+//! The owner of what is made for a caller; needs root, and does nothing without.
 
 use std::ffi::OsStr;
 

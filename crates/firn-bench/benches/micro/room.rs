@@ -10,7 +10,7 @@ use firn_format::slab::Class;
 /// Beyond the caches of one core, and little on a machine of 2 GiB.
 const CHUNKS: u64 = 8;
 const CHUNK_BYTES: u64 = 4 << 20;
-/// So many bytes are written before they are dropped again: room is left for slabs that end early.
+/// Bytes that are written before they are dropped again: room is left for slabs that end early.
 pub const FILL_BYTES: usize = 24 << 20;
 
 /// An arena on tmpfs; the directory goes with it.
@@ -42,7 +42,7 @@ impl Copies {
         assert!(span_bytes <= FILL_BYTES);
         let (dir, arena) = arena();
         let leases = std::iter::from_fn(|| arena.lease_slab(Class::Whole));
-        // The process ends with them: nobody gives the leases back.
+        // The leases end with the process, without being given back.
         let slabs = leases.map(|lease| lease.slab()).collect();
         Self {
             arena,

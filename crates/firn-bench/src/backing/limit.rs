@@ -19,7 +19,7 @@ const V1: &str = "/sys/fs/cgroup/blkio";
 pub struct Limited {
     /// Take it away.
     pub guards: Vec<Guard>,
-    /// Who sees to it.
+    /// The controller that enforces it.
     pub controller: &'static str,
 }
 

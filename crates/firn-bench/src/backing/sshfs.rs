@@ -26,9 +26,10 @@ pub fn prepare(round_trip_us: u64, options: &str, work: &WorkDir) -> anyhow::Res
     let export = work.subdir("export")?;
     let point = work.subdir("sshfs")?;
     let mut guards = Vec::new();
-    let (child, server, place) = match rustix::process::geteuid().is_root() {
-        true => namespaced_server(&keys, &mut guards)?,
-        false => local_server(&keys)?,
+    let (child, server, place) = if rustix::process::geteuid().is_root() {
+        namespaced_server(&keys, &mut guards)?
+    } else {
+        local_server(&keys)?
     };
     let address = match round_trip_us {
         0 => server,

@@ -74,12 +74,11 @@ pub(super) fn run(
                 let sync = || durable::sync_files([path.as_path()].into_iter(), &candidate.dir);
                 let rate =
                     |taken_s: f64| ("rate", "MiB/s", bytes as f64 / f64::from(1 << 20) / taken_s);
-                samples.push(match phase.write {
-                    true => {
-                        let taken = candidate.write(&[task], sync)?;
-                        [vec![rate(taken.durable_s)], taken.sample()].concat()
-                    }
-                    false => vec![rate(candidate.read(task)?)],
+                samples.push(if phase.write {
+                    let taken = candidate.write(&[task], sync)?;
+                    [vec![rate(taken.durable_s)], taken.sample()].concat()
+                } else {
+                    vec![rate(candidate.read(task)?)]
                 });
             }
             std::fs::remove_file(&path)?;

@@ -15,7 +15,7 @@ use crate::cpu;
 const BUFFER_BYTES: usize = 1 << 20;
 const START_LIMIT: Duration = Duration::from_secs(10);
 
-/// Sends all files of a directory to the first who connects.
+/// Sends all files of a directory to the first client.
 #[derive(Clone, Debug, clap::Args)]
 pub struct SendArgs {
     address: String,
@@ -125,17 +125,17 @@ fn line(answers: &mut impl BufRead) -> anyhow::Result<String> {
     Ok(line.trim_end().to_owned())
 }
 
-/// A port that nobody has now.
+/// A port that is free now.
 pub fn free_port(address: &str) -> anyhow::Result<u16> {
     Ok(TcpListener::bind((address, 0))?.local_addr()?.port())
 }
 
-/// Waits until somebody listens.
+/// Waits for a listener.
 pub fn wait_for_port(address: &str, port: u16) -> anyhow::Result<()> {
     let begun = Instant::now();
     while TcpStream::connect((address, port)).is_err() {
         if begun.elapsed() > START_LIMIT {
-            bail!("nobody listens at {address}:{port}");
+            bail!("no process listens at {address}:{port}");
         }
         std::thread::sleep(Duration::from_millis(5));
     }

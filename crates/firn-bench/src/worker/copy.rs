@@ -24,7 +24,7 @@ pub struct Copy {
     pub way: Way,
     /// All of them.
     pub bytes: u64,
-    /// Bytes of one memcpy; one buffer of so many is used again and again.
+    /// Bytes of one memcpy; one buffer of this length is used again and again.
     pub block_bytes: u64,
 }
 

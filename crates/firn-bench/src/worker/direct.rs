@@ -37,7 +37,7 @@ pub(super) fn write(file: &File, count: u64, bytes: u64, buffer: &[u8]) -> anyho
     Ok(())
 }
 
-/// Bytes of a buffer in which so many lie aligned.
+/// Size of a buffer that holds `bytes` aligned bytes.
 pub(super) fn room(bytes: u64) -> u64 {
     bytes + ALIGN as u64
 }

@@ -12,11 +12,11 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 use rustix::process::{Pid, Signal};
 use serde::{Deserialize, Serialize};
 
-/// Who shares the memory that is written.
+/// Which process shares the memory that is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Sharing {
-    /// Nobody: the process has not forked.
+    /// None: the process has not forked.
     None,
     /// A child process.
     Child,
@@ -31,7 +31,7 @@ pub struct ForkedWrite {
     pub path: PathBuf,
     /// Its bytes.
     pub bytes: u64,
-    /// Who shares them.
+    /// Which process shares them.
     pub sharing: Sharing,
 }
 
@@ -102,8 +102,8 @@ fn fork_sleeper() -> anyhow::Result<Pid> {
 
 impl Prepared {
     fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: `len` bytes are mapped at `at` for reading and writing as long as `self` lives, and nobody else in
-        // this process knows them.
+        // SAFETY: `len` bytes are mapped at `at` for reading and writing as long as `self` lives, and only this value
+        // knows them.
         unsafe { std::slice::from_raw_parts_mut(self.at.cast(), self.len) }
     }
 }

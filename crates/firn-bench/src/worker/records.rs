@@ -49,9 +49,10 @@ impl Records {
             .open(path)
             .with_context(|| format!("cannot open {}", path.display()))?;
         for &offset in offsets {
-            let done = match self.write {
-                true => file.write_all_at(buffer, offset),
-                false => file.read_exact_at(buffer, offset),
+            let done = if self.write {
+                file.write_all_at(buffer, offset)
+            } else {
+                file.read_exact_at(buffer, offset)
             };
             done.with_context(|| format!("a record of {} at {offset}", path.display()))?;
         }

@@ -25,7 +25,7 @@ fn request(
     Ok(mount.request_transaction(path.path()?, make)?)
 }
 
-/// Only a commit can take the next number: elsewhere it would be one that nobody chose.
+/// Only a commit can take the next number: elsewhere the number would be an accident.
 fn checked_id(id: u64) -> Result<u64, Error> {
     match id {
         NEXT_ID => Err(Error::Argument(

@@ -68,11 +68,9 @@ impl CommitRules {
                 linked.extend(self.first_name_of_link(&found, dir, &name));
             }
         }
-        let actions = self
-            .table
-            .lock()
-            .machine
-            .rotate((rule, dir), &names, &linked);
+        let mut table = self.table.lock();
+        let actions = table.machine.rotate((rule, dir), &names, &linked);
+        self.publish(table);
         self.carry_out(actions)
     }
 
@@ -147,10 +145,15 @@ impl CommitRules {
         &self,
         scope: ScopeNumber,
         rule: &str,
-        tops: Vec<Vec<u8>>,
+        (tops, key): (Vec<Vec<u8>>, Vec<u8>),
     ) -> Result<(), Errno> {
         let paths: BTreeSet<Vec<u8>> = tops.into_iter().collect();
-        let removed = self.remove_names(rule, &paths);
+        let removed = self.remove_names(scope, rule, (&paths, key));
+        if removed.is_ok() && self.has_hosts() {
+            // It is counted once the hosts have committed it.
+            self.wake_hosts();
+            return Ok(());
+        }
         let mut table = self.table.lock();
         let counts = table.counts.entry(rule.to_owned()).or_default();
         let more = match &removed {
@@ -171,7 +174,12 @@ impl CommitRules {
         removed.and_then(|()| self.carry_out(more))
     }
 
-    fn remove_names(&self, rule: &str, paths: &BTreeSet<Vec<u8>>) -> Result<(), Errno> {
+    fn remove_names(
+        &self,
+        scope: ScopeNumber,
+        rule: &str,
+        (paths, key): (&BTreeSet<Vec<u8>>, Vec<u8>),
+    ) -> Result<(), Errno> {
         let Some(first) = paths.first() else {
             return Ok(());
         };
@@ -180,16 +188,23 @@ impl CommitRules {
         let begun = self
             .gate
             .quiesce_names(&dir, paths, Pending::Drain, |root| {
-                Ok(self.gate.store().begin_names(root, &dir, &names)?.serial())
+                let begun = self.gate.store().begin_names(root, &dir, &names, &key);
+                Ok(begun?.serial())
             });
         let transaction = Transaction {
             rule: rule.to_owned(),
             serial: begun.map_err(|error| errno_of(&error))?,
             dir,
             paths: paths.clone(),
+            key,
+            is_rotation: true,
         };
         let removed = self.remove_trees(&transaction.dir, &names);
         let ended = match removed {
+            Ok(()) if self.has_hosts() => {
+                self.propose_removal(scope, &transaction);
+                Ok(())
+            }
             Ok(()) => self.commit_transaction(&transaction),
             Err(_) => self.abort_transaction(&transaction),
         };
@@ -201,6 +216,15 @@ impl CommitRules {
             });
         }
         removed.and(ended.map_err(|error| errno_of(&error)))
+    }
+
+    /// With several hosts a removal is a scope of its own, whose part this host alone has: one that is about to change a file
+    /// of the checkpoint takes part, too, and then it is a conflict.
+    fn propose_removal(&self, scope: ScopeNumber, transaction: &Transaction) {
+        let mut table = self.table.lock();
+        table.scopes.insert(scope, transaction.clone());
+        table.machine.removal_made(scope);
+        self.publish(table);
     }
 
     fn remove_trees(&self, dir: &[u8], names: &[OsString]) -> Result<(), Errno> {

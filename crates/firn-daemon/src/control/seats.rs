@@ -1,4 +1,4 @@
-//! Who is connected to the control socket, and who goes when one more comes.
+//! The clients connected to the control socket, and which one goes when one more comes.
 //!
 //! Promises
 //! * At most [`ORDINARY`] connections are served, and [`RESERVE`] more that ask for nothing but what [`is_short`]
@@ -6,7 +6,8 @@
 //! * A connection goes only while it is idle: no request of it is being answered, it holds nothing, and whatever it
 //!   has sent since its last answer is not carried out.
 //!
-//! Nothing here touches a socket: who has to go is handed to the caller, who says so without the lock.
+//! Nothing here touches a socket: the connection that has to go is handed to the caller, which tells it without the
+//! lock.
 
 use std::collections::BTreeMap;
 use std::os::unix::net::UnixStream;
@@ -18,8 +19,7 @@ use parking_lot::Mutex;
 
 /// Connections for everything.
 pub(super) const ORDINARY: usize = 64;
-/// Further ones for [`is_short`] requests, so that whoever fills the others keeps nobody from seeing it, and from
-/// unmounting.
+/// Further ones for [`is_short`] requests, so that clients that fill the others cannot prevent a status or an unmount.
 pub(super) const RESERVE: usize = 8;
 const _: () = assert!(ORDINARY + RESERVE <= Class::ControlClient.threads_max());
 /// Processes that a refusal names: those with the most connections.
@@ -72,7 +72,7 @@ enum State {
 
 /// Whether a request may be answered.
 pub(super) enum Turn {
-    /// Yes; somebody may have to go for it.
+    /// Yes; another connection may have to go for it.
     Granted(Option<Leaving>),
     /// The connection has lost its seat: whatever was read from it counts as not sent.
     Lost,
@@ -81,7 +81,7 @@ pub(super) enum Turn {
 }
 
 impl Seats {
-    /// A seat for a connection, and who has to go for it; else who holds them all.
+    /// A seat for a connection, and the connection that has to go for it; else the holders of all seats.
     pub(super) fn take(
         &self,
         stream: &Arc<UnixStream>,
@@ -126,7 +126,7 @@ impl Seats {
         let seat = table
             .seats
             .get_mut(&id)
-            .expect("nobody but a reserved seat's own connection takes it away");
+            .expect("only a reserved seat's own connection takes it away");
         seat.of_reserve &= is_short(request);
         seat.state = State::Busy;
         Turn::Granted(leaving)
@@ -153,7 +153,7 @@ impl Table {
         self.heard
     }
 
-    /// Room for one more: `None` if there is none, else who has to go for it, the longest idle.
+    /// Room for one more: `None` if there is none, else the connection that has to go for it, the longest idle.
     fn room(&mut self, of_reserve: bool) -> Option<Option<Leaving>> {
         let limit = if of_reserve { RESERVE } else { ORDINARY };
         let of_kind = || {
@@ -266,7 +266,7 @@ mod tests {
             !Arc::ptr_eq(&leaving.unwrap(), &reserved),
             "it was answered last"
         );
-        // One ordinary seat becomes idle: it goes for who asks for more than the reserve gives.
+        // One ordinary seat becomes idle: it goes to a client that asks for more than the reserve gives.
         seats.end(ids[5], false);
         let Turn::Granted(Some(_)) = seats.begin(id, &wait()) else {
             panic!("the idle one goes")

@@ -304,7 +304,7 @@ impl<B: Backing> Call<'_, B> {
                 part => data.extend_from_slice(part),
             }
         }
-        // Of a stub that has no file in the backing yet nobody else knows.
+        // Other processes do not know a stub that has no file in the backing yet.
         self.tree.bring_open(handle)?;
         let file = self.engine.open_files.number_of(handle)?;
         let ticket = locks.next_ticket();
@@ -370,9 +370,10 @@ impl<B: Backing> Call<'_, B> {
         };
         let finishes = self.engine.finishes_file(handle, &|_| true);
         let drained = wait(|done| self.engine.flush(handle, Closing::Called, done));
-        let drained = match finishes {
-            true => drained.and_then(|()| self.engine.finish_file(handle)),
-            false => drained,
+        let drained = if finishes {
+            drained.and_then(|()| self.engine.finish_file(handle))
+        } else {
+            drained
         };
         self.tree.release(handle);
         drained.and(named)

@@ -1,4 +1,4 @@
-//! Files that are not flat although somebody wants them to be.
+//! Files that are not flat although a user wants them to be.
 
 use std::io;
 use std::path::PathBuf;

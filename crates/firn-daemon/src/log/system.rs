@@ -174,7 +174,7 @@ mod tests {
         let path = dir.path().join("log");
         let host = UnixDatagram::bind(&path).unwrap();
         let log = SystemLog::new(path, "/ckpt".to_owned()).unwrap();
-        // Nobody reads: a send that waits would hang here.
+        // Without a reader: a send that waits would hang here.
         let mut sent = 0;
         while log.shared.dropped.load(Ordering::Relaxed) == 0 {
             log.shared.log(Level::INFO, "INFO filler");

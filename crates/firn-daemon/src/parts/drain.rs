@@ -1,4 +1,4 @@
-//! Who drains: the I/O threads, and the last drains of a mount that ends.
+//! The drain: the I/O threads, and the last drains of a mount that ends.
 
 use std::sync::Arc;
 use std::time::Duration;

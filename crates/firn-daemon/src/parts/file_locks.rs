@@ -7,7 +7,7 @@ use firn_hosts::FileLocks;
 
 use crate::part::{Part, Stop};
 
-/// How long the end of a mount waits until lock files are removed. What stays harms nobody.
+/// How long the end of a mount waits until lock files are removed. Files that stay do no harm.
 const STOP_PATIENCE: Duration = Duration::from_secs(2);
 
 pub(crate) struct LocksOfFiles(pub(crate) Arc<FileLocks>);

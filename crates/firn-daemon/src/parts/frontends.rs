@@ -52,7 +52,8 @@ impl Part for FuseRequests {
     }
 }
 
-/// The walk through a large tree takes this share of a core's time at most: it rests so many times as long as it took.
+/// The walk through a large tree takes this share of a core's time at most: it rests this many times as long as it
+/// took.
 const NAME_SYNC_REST: u32 = 20;
 
 /// The names of a stub tree, which programs change without a word to firnd.
@@ -82,8 +83,8 @@ impl StubNames {
 }
 
 impl Part for StubNames {
-    /// Where data drains as it comes, so do the names of a stub tree. Elsewhere the memory of what was removed there
-    /// is given back: nobody tells of it.
+    /// Where data drains as it comes, so do the names of a stub tree. Elsewhere the memory of what was removed there is
+    /// given back: removals are not reported.
     fn run_due(&self) {
         let is_eager = self.engine.options().drain == DrainPolicy::Eager;
         let has_bytes = self.engine.arena().used_bytes() > 0;

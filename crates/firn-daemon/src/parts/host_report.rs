@@ -24,7 +24,7 @@ impl HostReports {
 
 fn report(identity: &Identity, status: &Status) -> HostReport {
     let report = HostReport::of(status, rustix::process::geteuid().as_raw());
-    // Who writes to a file in logs keeps the others from flattening it.
+    // A host that writes to a file in logs keeps the others from flattening it.
     if identity.engine.backing().logged().is_none() {
         return report;
     }

@@ -1,4 +1,4 @@
-//! Files in logs: who settles and flattens them, and what a mount answers about them.
+//! Files in logs: which threads settle and flatten them, and what a mount answers about them.
 
 use std::sync::{Arc, mpsc};
 use std::time::Instant;

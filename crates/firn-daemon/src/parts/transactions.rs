@@ -1,4 +1,4 @@
-//! Transactions: who asks for them, who owns them, and who applies what was committed.
+//! Transactions: the requests for them, their owners, and the thread that applies commits.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -67,7 +67,7 @@ impl Transactions {
     /// Files, and which of them lie in a transaction.
     fn list_files(&self, question: &Question<'_>, path: &[u8], idle: bool) -> Reply {
         let mut files = list_files(question.engine, path, idle);
-        // After the files: a transaction that begins now takes what it does not change away from nobody.
+        // After the files: a transaction that begins now has changed none of the listed files.
         let scopes = self.gate.store().scopes.scopes_now();
         for file in &mut files {
             let path = file.path.as_bytes();
@@ -85,9 +85,16 @@ impl Part for Transactions {
             forget: Arc::clone(&self.forget),
         };
         if let Some(rules) = &self.rules {
-            let rules = Arc::clone(rules);
-            let started = spawn_thread("firn-exits", move || rules.watch_exits());
+            let watching = Arc::clone(rules);
+            let started = spawn_thread("firn-exits", move || watching.watch_exits());
             started.map_err(MountError::io("start the thread that watches writers"))?;
+            if rules.has_hosts() {
+                let rules = Arc::clone(rules);
+                let started = spawn_thread("firn-rule-hosts", move || rules.watch_hosts());
+                started.map_err(MountError::io(
+                    "start the thread that commits with other hosts",
+                ))?;
+            }
         }
         let watch = move || owners.watch(&scopes);
         spawn_thread("firn-owners", watch).map_err(MountError::io(
@@ -124,11 +131,11 @@ impl Part for Transactions {
         in_the_way(&self.gate)
     }
 
-    /// The transactions that programs change things in come to their end, and nobody waits for the others.
+    /// The transactions that programs change things in come to their end; the others are not waited for.
     fn prepare_end(&self) {
-        // What is not complete now is dropped.
+        // Checkpoints that are not complete now are dropped.
         if let Some(rules) = &self.rules {
-            rules.abort_all();
+            rules.end_all();
         }
         leave(&self.gate);
         give_up(&self.gate);

@@ -14,7 +14,7 @@ use firn_transact::{Found, Mode};
 
 use super::*;
 
-/// Which layers a store has.
+/// The layers of a store.
 #[derive(Clone, Copy, Debug)]
 struct Stack {
     transactions: bool,
@@ -93,9 +93,10 @@ impl Disks {
     }
 
     fn open_ground(&self, stack: Stack) -> LoggableStore<SimBacking> {
-        let placeable = match stack.lanes {
-            true => Either::Upper(self.open_lanes()),
-            false => Either::Lower(self.primary.clone()),
+        let placeable = if stack.lanes {
+            Either::Upper(self.open_lanes())
+        } else {
+            Either::Lower(self.primary.clone())
         };
         if !stack.logs {
             return Either::Lower(placeable);
@@ -116,12 +117,11 @@ impl Disks {
 
     fn open(&self, stack: Stack) -> Store<SimBacking> {
         let ground = self.open_ground(stack);
-        match stack.transactions {
-            true => {
-                let opened = TransactionalBacking::open(ground);
-                Either::Upper(opened.expect("open the transactions").0)
-            }
-            false => Either::Lower(PlainBacking::new(ground)),
+        if stack.transactions {
+            let opened = TransactionalBacking::open(ground);
+            Either::Upper(opened.expect("open the transactions").0)
+        } else {
+            Either::Lower(PlainBacking::new(ground))
         }
     }
 }

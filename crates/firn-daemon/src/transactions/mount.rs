@@ -34,7 +34,7 @@ pub(super) struct StepsOfMount<'a> {
 }
 
 impl<'a> StepsOfMount<'a> {
-    /// For a job that waits for no other host and after which the kernel need not be told.
+    /// For a job that waits for no other host, and whose result the kernel need not be told.
     pub(super) fn of(gate: &'a TransactionGate) -> Self {
         Self {
             gate,
@@ -67,7 +67,7 @@ impl Mount<LoggableStore> for StepsOfMount<'_> {
         self.gate.directory_at(path)
     }
 
-    /// The control socket is spoken to by the user of this process, and by root, who may do no less.
+    /// Only the user of this process and root use the control socket; root may do no less.
     fn must_be_writable(&self, path: &[u8]) -> Result<(), Errno> {
         let dir = self.gate.backing().join(OsStr::from_bytes(path));
         let wanted = Access::WRITE_OK | Access::EXEC_OK;

@@ -81,7 +81,7 @@ fn the_first_descriptor_comes_with_its_packet_and_the_others_are_closed() {
     let received = packet.fd.unwrap();
     rustix::io::write(&received, b"x").unwrap();
     drop(received);
-    // The end is seen as soon as nobody has the other one: none of the three is left open.
+    // The end is seen once all descriptors of the other side are closed: none of the three is left open.
     let mut read = Vec::new();
     read_end.read_to_end(&mut read).unwrap();
     assert_eq!(read, b"x");

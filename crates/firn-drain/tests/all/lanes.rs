@@ -41,7 +41,7 @@ fn a_lane_that_hangs_leaves_the_others_a_thread() {
     }
     assert_eq!(writers(&host, hung_lane), 2);
     assert!(told_behind.try_recv().is_err(), "its lane has no thread");
-    // Somebody comes in for those that hang.
+    // New threads replace those that hang.
     until("the lane goes on", || {
         host.pool.replace_hung();
         told_behind.try_recv() == Ok(true)

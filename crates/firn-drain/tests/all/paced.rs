@@ -22,7 +22,7 @@ const CALLER: Caller = Caller {
 const CHUNK_BYTES: u64 = 1 << 20;
 const CHUNKS: u64 = 64;
 const RDWR: i32 = 2;
-/// Only what hangs takes so long.
+/// Only what hangs takes this long.
 const LIMIT: Duration = Duration::from_secs(120);
 const THREADS: IoThreads = IoThreads {
     count: 2,
@@ -98,7 +98,7 @@ fn write_until_put_off(engine: &Engine<SimBacking>, handle: HandleId) {
 
 /// Proves S-close-8.
 #[test]
-fn a_drain_that_nobody_waits_for_leaves_the_cpus_to_programs_and_one_that_is_awaited_does_not() {
+fn a_drain_without_waiters_leaves_the_cpus_to_programs_and_an_awaited_one_does_not() {
     let dir = tempfile::tempdir_in("/dev/shm").expect("a directory on tmpfs");
     let engine = engine(&dir);
     let mut pool = Pool::start(Arc::clone(&engine), THREADS, None).expect("IO threads");
@@ -118,7 +118,7 @@ fn a_drain_that_nobody_waits_for_leaves_the_cpus_to_programs_and_one_that_is_awa
     );
     let (result, after) = told.recv_timeout(LIMIT).expect("the drain ends");
     assert_eq!(result, Ok(()));
-    // What was left would have been put off some fifty times. Each thread may have decided just before somebody waited,
+    // What was left would have been put off some fifty times. Each thread may have decided just before the wait began,
     // and once more between the end of the drain and the call.
     let decisions = after - before;
     assert!(decisions <= 10, "put off {decisions} times");

@@ -103,7 +103,7 @@ fn hosts_that_share_a_lane_write_to_it_one_at_a_time() {
             let watched = Arc::clone(&service);
             backing.set_plan(move |call, _| {
                 if call == "write_at" {
-                    assert_eq!(watched.holder(), Some(number), "who writes has the token");
+                    assert_eq!(watched.holder(), Some(number), "the writer has the token");
                     let mut trace = trace.lock();
                     if trace.last() != Some(&number) {
                         trace.push(number);
@@ -172,7 +172,7 @@ fn without_an_answer_the_drain_goes_on_without_a_token_and_says_so() {
     let tokens = tokens(Silent, Duration::from_millis(20), Duration::from_millis(1));
     let host = Host::start(SimBacking::new(), IoThreads::new(2), tokens);
     let handle = host.write_bytes("file", &vec![1; CHUNK_BYTES as usize]);
-    // Nobody waits for it.
+    // No caller waits for it.
     until("the file is drained", || {
         host.engine.figures().held_bytes == 0
     });

@@ -5,11 +5,12 @@
 //!
 //! * A turn ends when nothing of its file is worth a write any more, or after what the file had pending when the turn
 //!   began and [`TURN_BYTES`] at least. Then nothing of the file is under way when the next one begins.
-//! * Files that somebody waits for come before all others, first waited for, first served.
-//! * A turn that nobody waits for is interrupted for them once it has [`INTERRUPTIBLE_BYTES`], and goes on after them.
+//! * Awaited files come before all others, first awaited, first served.
+//! * A turn of a file that is not awaited is interrupted for them once it has [`INTERRUPTIBLE_BYTES`], and goes on
+//!   after them.
 //!
-//! So a file that somebody waits for has its turn after those that were waited for before it, and at most
-//! [`INTERRUPTIBLE_BYTES`] and one run of one other file.
+//! So an awaited file has its turn after those that were awaited before it, and at most [`INTERRUPTIBLE_BYTES`] and one
+//! run of one other file.
 //!
 //! Invariants
 //! * A file stands in line at most once.
@@ -19,9 +20,9 @@
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::{Arc, Weak};
 
-/// A turn is not ended by other files before it has so many bytes: the seek between two files is small beside them.
+/// A turn is not ended by other files before it has this many bytes: the seek between two files is small beside them.
 const TURN_BYTES: u64 = 256 << 20;
-/// A turn that nobody waits for has so many bytes before it is interrupted: half a second of a slow disk.
+/// A turn of a file that is not awaited has this many bytes before it is interrupted: half a second of a slow disk.
 const INTERRUPTIBLE_BYTES: u64 = 64 << 20;
 
 /// Files in line, each with its order.
@@ -63,14 +64,14 @@ impl<T> Line<T> {
         }
     }
 
-    /// Somebody began to wait for a file, which may be in line.
+    /// A caller began to wait for a file, which may be in line.
     pub(crate) fn note_awaited(&mut self, file: &Arc<T>) {
         if let Self::Sequential(turns) = self {
             turns.note_awaited(file);
         }
     }
 
-    /// A run of so many bytes was taken from a file that has `pending` bytes, those included.
+    /// A run of `bytes` bytes was taken from a file that has `pending` bytes, those included.
     pub(crate) fn note_picked(&mut self, file: &Arc<T>, bytes: u64, pending: u64) {
         if let Self::Sequential(turns) = self {
             turns.note_picked(file, bytes, pending);
@@ -118,13 +119,13 @@ impl<T> Line<T> {
 pub(crate) struct Turns<T> {
     /// Where each file in line stands, by its address.
     places: HashMap<usize, Place>,
-    /// By the order in which they came.
+    /// Files that are ready, in the order in which they came.
     ready: BTreeMap<u64, Arc<T>>,
     /// By the order in which they were waited for.
     awaited: BTreeMap<u64, Arc<T>>,
     last_number: u64,
     turn: Option<Turn<T>>,
-    /// The turn that goes on when nobody waits any more. Its file is in line.
+    /// The turn that goes on when no awaited file is left. Its file is in line.
     interrupted: Option<Turn<T>>,
 }
 
@@ -370,7 +371,7 @@ mod tests {
     }
 
     #[test]
-    fn a_long_turn_is_interrupted_for_who_waits_and_goes_on_before_others() {
+    fn a_long_turn_is_interrupted_for_an_awaited_file_and_goes_on_before_others() {
         let [a, b, c] = files();
         let mut line = Line::sequential();
         line.push(a, false);
@@ -386,7 +387,7 @@ mod tests {
     }
 
     #[test]
-    fn a_turn_that_somebody_waits_for_is_not_interrupted() {
+    fn a_turn_of_an_awaited_file_is_not_interrupted() {
         let [a, b] = files();
         let mut line = Line::sequential();
         line.push(Arc::clone(&a), false);

@@ -5,7 +5,7 @@
 //!
 //! Invariants
 //! * A file stands in line at most once. Its state says so (`queued`): the flag is set with [`DrainQueue::push`], under
-//!   the file's lock, and cleared by whoever got the file from [`DrainQueue::pop`].
+//!   the file's lock, and cleared by the thread that got the file from [`DrainQueue::pop`].
 //! * `active` counts the files that were popped and are looked at, and the jobs that are not completed.
 //! * `oldest` has what the state of each file of the lane with pending bytes says, and nothing else.
 //! * A file that failed is in `retries` at its time.
@@ -95,14 +95,14 @@ impl<T> DrainQueue<T> {
         Some(file)
     }
 
-    /// Somebody began to wait for a file.
+    /// A caller began to wait for a file.
     pub(crate) fn note_awaited(&self, file: &Arc<T>) {
         if self.order == Order::Sequential {
             self.state.lock().line.note_awaited(file);
         }
     }
 
-    /// A run of so many bytes was taken from a file that has `pending` bytes, those included.
+    /// A run of `bytes` bytes was taken from a file that has `pending` bytes, those included.
     pub(crate) fn note_picked(&self, file: &Arc<T>, bytes: u64, pending: u64) {
         if self.order == Order::Sequential {
             self.state.lock().line.note_picked(file, bytes, pending);

@@ -36,8 +36,8 @@ impl Part {
 pub struct Job<B: Backing> {
     pub(super) file: Arc<File<B>>,
     pub(super) parts: Vec<Part>,
-    /// Where the parts are, and their bytes; valid while the slabs are pinned, that is until the job is
-    /// completed. The mapping outlives the job: the engine owns it.
+    /// Places and lengths of the parts; valid while the slabs are pinned, that is until the job is completed. The
+    /// mapping outlives the job: the engine owns it.
     pub(super) places: Vec<(Place, usize)>,
     /// From the beginning of the first part to the end of the last.
     pub(super) span: Range<u64>,

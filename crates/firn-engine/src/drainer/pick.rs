@@ -30,7 +30,7 @@ pub enum Pick<B: Backing> {
     },
 }
 
-/// What whoever drains a lane allows the next write to be.
+/// Limits for the next write of a lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LaneLimits {
     /// Writes of one file that are under way at most: fewer than there are threads for them, so that a file whose
@@ -60,16 +60,16 @@ struct JobMax {
 }
 
 impl<B: Backing> Drainer<B> {
-    /// The next write of a lane, if there is one. Whoever gets a job must complete it.
+    /// The next write of a lane, if there is one. A caller that gets a job must complete it.
     ///
-    /// A range that was picked blocks a truncation of its file until it is completed. So whatever has to be waited for
-    /// before a lane may be written to, such as the token that gives it one writer among several hosts, is asked for
-    /// *before* this call, and never between it and [`Job::execute`].
+    /// A range that was picked blocks a truncation of its file until it is completed. So whatever a lane has to wait
+    /// for before it is written to, such as its token, is asked for *before* this call. It is never asked for between
+    /// this call and [`Job::execute`].
     pub fn pick(&self, lane: LaneIndex, limits: LaneLimits) -> Pick<B> {
         let queue = self.drain.queue(lane);
         loop {
-            // Each time round: while a file was looked at that has nothing to drain, somebody may have begun to
-            // wait for room, and have left it to this thread.
+            // Each time round: during the look at a file with nothing to drain, a writer may have begun to wait for
+            // room, and have left it to this thread.
             self.room.wake_writers();
             let Some(file) = self.next_file(lane, limits.leaves_hung_file) else {
                 let next = queue.next_due();
@@ -239,14 +239,14 @@ impl<B: Backing> Drainer<B> {
         }
     }
 
-    /// Whether that goes to the backing: somebody asked for a part of it, or it is long.
+    /// Whether that goes to the backing: a caller asked for a part of it, or it is long.
     fn is_worth_a_write(&self, found: &Candidate) -> bool {
         let is_long = || found.bytes >= self.base.write_bytes_min();
         found.forced || (self.base.options.drain == DrainPolicy::Eager && is_long())
     }
 
-    /// A file of which nothing can be drained but what the spill file does not give: who waits for it is to be
-    /// told, with no lock held.
+    /// A file of which nothing can be drained but what the spill file does not give: its waiters are told, with no lock
+    /// held.
     pub(crate) fn fail_unreadable_file(
         &self,
         file: &Arc<File<B>>,
@@ -282,7 +282,7 @@ struct Candidate {
     parts: Vec<Part>,
     bytes: u64,
     spilled_bytes: u64,
-    /// Somebody asked for a part of it.
+    /// A caller asked for a part of it.
     forced: bool,
 }
 

@@ -1,4 +1,4 @@
-//! Draining one file while its caller waits, and who carries the jobs out.
+//! Draining one file while its caller waits, and the executor of the jobs.
 
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
@@ -45,11 +45,11 @@ impl<B: Backing> Drainer<B> {
         state.drain.retry_now();
         self.drain.force(file, &mut state);
         self.drain.queue_of(file).note_awaited(file);
-        // Also if the file is in line already: who drains may have put it off.
+        // Also if the file is in line already: a drain thread may have put it off.
         self.drain.wake(file.lane);
     }
 
-    /// Sets who carries out the jobs from here on.
+    /// Sets the executor that carries out the jobs from here on.
     pub fn set_executor(&self, executor: Arc<dyn Executor>) {
         self.drain.set_executor(executor);
     }
@@ -59,7 +59,7 @@ impl<B: Backing> Drainer<B> {
         self.drain.lanes()
     }
 
-    /// Whether somebody waits for a drain: for a file, or for room in the arena.
+    /// Whether a caller waits for a drain: for a file, or for room in the arena.
     pub fn has_waiters(&self) -> bool {
         self.drain.has_waiters() || self.room.space.waiters.count() > 0
     }
@@ -77,8 +77,8 @@ impl<B: Backing> Drainer<B> {
         }
     }
 
-    /// Whether somebody waits for a drain, or soon may: more than three quarters of the arena are in use. Whatever else is
-    /// to be drained is in no hurry.
+    /// Whether a caller waits for a drain, or soon may: more than three quarters of the arena are in use. Whatever else
+    /// is to be drained is in no hurry.
     pub fn is_drain_awaited(&self) -> bool {
         let is_nearly_full = || {
             let slots = u64::from(self.base.arena.geometry().chunk_count);

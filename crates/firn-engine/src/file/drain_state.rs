@@ -1,4 +1,4 @@
-//! How far the drain of a file is: what is asked for, what is under way, what failed, who waits.
+//! How far the drain of a file is: what is asked for, what is under way, what failed, and its waiters.
 //!
 //! Invariants
 //! * Ranges in flight do not overlap: two writes to the same bytes of the backing never race. The range of a job whose
@@ -20,7 +20,7 @@ use crate::retry::RETRY;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Failure {
     pub errno: Errno,
-    /// Some write, close or fsync returned it.
+    /// A write, close or fsync has returned the error.
     is_reported: bool,
     /// How often in a row.
     pub count: u32,
@@ -223,7 +223,7 @@ impl DrainState {
         (failure, is_first)
     }
 
-    /// Somebody waits: the next try is now, not after the back-off.
+    /// A caller waits: the next try is now, not after the back-off.
     pub(crate) fn retry_now(&mut self) {
         if let Some(failure) = &mut self.failure {
             failure.retry_at = Instant::now();

@@ -69,7 +69,7 @@ pub(crate) struct Pending {
     recorded_ns: u64,
 }
 
-/// Times so much in the future are of the present: the clock that stamps files runs in ticks, and writes within one of
+/// Tolerance for coarse clocks: times this far ahead count as now. The clock that stamps files runs in ticks, and writes within one of
 /// them get later ones.
 const FUTURE_NS_MAX: u64 = 2 * TICK_NS_MAX as u64;
 
@@ -121,7 +121,7 @@ impl Pending {
         &self.extents
     }
 
-    /// First byte after the last pending one, 0 where none is: the file is at least so long.
+    /// First byte after the last pending one, 0 where none is: the least length of the file.
     pub(crate) fn end(&self) -> u64 {
         self.extents.end()
     }
@@ -317,9 +317,9 @@ impl Pending {
         self.mtime = Some(Time::from_ns(shown));
     }
 
-    /// Bytes were changed by a client, which says that it was at `modified`. False where the record has to get another
-    /// time: a client that goes on in its next lease may be a few writes of the same tick behind; and what cannot be is
-    /// taken as now.
+    /// Bytes were changed by a client, which says that it was at `modified`. An impossible time counts as now. Returns
+    /// false where the record has to get another time: a client that goes on in its next lease may be a few writes of
+    /// the same tick behind.
     pub(crate) fn touch_at(&mut self, modified: u64) -> bool {
         if modified == 0
             || modified > latest_ns()

@@ -69,7 +69,7 @@ impl<B: Backing> Room<B> {
                 return;
             }
             self.reclaim();
-            // It may have found room itself, in slabs that nobody uses.
+            // It may have found room itself, in unused slabs.
             if !self.space.waiters.has_freed() {
                 return;
             }
@@ -148,8 +148,8 @@ impl<B: Backing> Room<B> {
             });
     }
 
-    /// Makes room where nothing drains unasked: drained bytes are dropped. What is not drained stays, and
-    /// who waits is told that the arena is full.
+    /// Makes room where nothing drains unasked: drained bytes are dropped. What is not drained stays, and waiting
+    /// writers are told that the arena is full.
     fn reclaim_on_demand(&self) {
         self.give_back_leases(None);
         self.evict_for(Class::Small);

@@ -21,8 +21,7 @@ impl<B: Backing> Room<B> {
         self.spill.set_waker(f);
     }
 
-    /// Slots of memory that may stay in use. Not all of them, even at 100 percent: writers who find none wait
-    /// for one.
+    /// Slots of memory that may stay in use. Not all of them, even at 100 percent: writers that find none wait for one.
     fn slots_at(&self, percent: u32) -> u32 {
         let count = self.base.arena.geometry().chunk_count;
         let slots = (u64::from(count) * u64::from(percent) / 100) as u32;
@@ -68,7 +67,7 @@ impl<B: Backing> Room<B> {
             }
             Err(errno) => {
                 let retry = self.spill_failed(errno);
-                // Who waits must not wait for a device that fails.
+                // Waiting writers must not wait for a device that fails.
                 self.wake_writers();
                 SpillStep::Idle { retry: Some(retry) }
             }
@@ -110,7 +109,7 @@ impl<B: Backing> Room<B> {
         wait
     }
 
-    /// Whether memory will become free by spilling, so that writers wait for that. Wakes who spills.
+    /// Whether memory will become free by spilling, so that writers wait for that. Wakes the thread that spills.
     pub(crate) fn spill_makes_room(&self) -> bool {
         let room = !self.spill.fails() && (self.base.arena.can_spill() || self.seal_for_spill());
         if room {
@@ -119,7 +118,7 @@ impl<B: Backing> Room<B> {
         room
     }
 
-    /// Seals slabs in use by nobody at this instant, so that their chunks can move; whether some can.
+    /// Seals slabs that are unused at this instant, so that their chunks can move; whether some can.
     fn seal_for_spill(&self) -> bool {
         if self
             .base

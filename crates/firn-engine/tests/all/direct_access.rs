@@ -303,7 +303,7 @@ fn a_chunk_list_has_what_was_published_and_the_writer_goes_on() {
         let start = world.engine.arena().geometry().data_offset();
         let bytes = |piece: &firn_engine::ListedPart| {
             let at = world.engine.arena().address(start + piece.at);
-            // SAFETY: in the mapping; held, so nobody stores there.
+            // SAFETY: in the mapping; held, so no thread stores there.
             unsafe { std::slice::from_raw_parts(at, piece.bytes as usize) }.to_vec()
         };
         pieces.iter().flat_map(bytes).collect()
@@ -505,7 +505,7 @@ fn who_has_written_much_gets_several_leases_at_once_and_may_skip_some() {
         "half of the memory is free"
     );
     assert!(first.sequence < more[0].sequence && more[0].sequence < more[1].sequence);
-    // SAFETY: the engine, and so its mapping, outlives the writer, and nobody else has this lease.
+    // SAFETY: the engine, and so its mapping, outlives the writer, and no other writer has this lease.
     let mut last = unsafe { SlabWriter::new(base(&engine), more[1], writer.file_id) };
     // SAFETY: the bytes are a literal's.
     let outcome = unsafe { last.append(data.len() as u64, b"end".as_ptr(), 3) };
@@ -807,7 +807,7 @@ fn a_failing_drain_ends_the_door() {
 }
 
 #[test]
-fn what_nobody_asks_about_is_drained_when_it_is_old() {
+fn what_is_not_asked_about_is_drained_when_it_is_old() {
     let world = World::draining_after(std::time::Duration::from_millis(50));
     let (_, token) = create(&world.engine, "file");
     let mut writer = DirectWriter::of(token);

@@ -99,9 +99,10 @@ fn pieces_that_are_apart_are_one_job_where_the_backing_gathers_them() {
             assert_eq!((outcome.written, outcome.error), (job.len(), None));
             world.engine.drainer.complete(job, outcome);
         }
-        match gathers {
-            true => assert_eq!(spans, [span_of(0..PIECES)]),
-            false => assert_eq!(spans.len() as u64, PIECES),
+        if gathers {
+            assert_eq!(spans, [span_of(0..PIECES)])
+        } else {
+            assert_eq!(spans.len() as u64, PIECES)
         }
         assert_eq!(world.engine.figures().held_bytes, 0);
         assert_eq!(world.backing_tree()[NAME], expected);

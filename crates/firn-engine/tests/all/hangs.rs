@@ -19,7 +19,7 @@ const CALLER: Caller = Caller {
     gid: 0,
     pid: 1,
 };
-/// Only a call that hangs takes so long.
+/// Only a call that hangs takes this long.
 const HANG_LIMIT: Duration = Duration::from_secs(60);
 const RDWR: i32 = 2;
 

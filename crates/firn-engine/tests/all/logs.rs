@@ -42,7 +42,7 @@ fn logged(disk: &SimBacking, host: &str) -> Logged {
     LogBacking::open(disk.clone(), setup).expect("open")
 }
 
-/// Drains when somebody waits for it.
+/// Drains when a caller waits for it.
 struct Steps(Weak<Engine<Logged>>);
 
 impl Executor for Steps {

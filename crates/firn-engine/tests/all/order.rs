@@ -1,4 +1,4 @@
-//! Sequential order: a lane writes one file after the other, and who waits comes first.
+//! Sequential order: a lane writes one file after the other, and an awaited file comes first.
 //!
 //! `FIRN_SEED` repeats one run.
 
@@ -98,7 +98,7 @@ impl Run {
         self.world.backing.facts(&object).lane.index()
     }
 
-    /// Somebody begins to wait for one of the files.
+    /// A caller begins to wait for one of the files.
     fn wait_for_one(&mut self) {
         let (inode, handle) = self.files[self.rng.random_range(0..self.files.len())];
         let lane = self.lane_of(inode);
@@ -136,7 +136,7 @@ impl Run {
             assert!(!trace.turns.contains(&inode), "a file has a second turn");
             trace.turns.push(inode);
             if let Some(first) = trace.awaited.pop_front() {
-                assert_eq!(inode, first, "who waits first is served first");
+                assert_eq!(inode, first, "the first awaited is served first");
             }
         }
         trace.under_way.push(job);
@@ -188,7 +188,7 @@ fn run(seed: u64) {
 
 /// Proves S-order-1, S-order-2.
 #[test]
-fn each_file_is_written_in_one_turn_and_who_waits_first_is_served_first() {
+fn each_file_is_written_in_one_turn_and_the_first_awaited_is_served_first() {
     let seed = std::env::var("FIRN_SEED").ok();
     let first = seed
         .as_ref()

@@ -226,7 +226,7 @@ fn set_group_id_without_group_execute_stays_for_members() {
     assert_eq!(mode(&world, inode), 0o767);
 }
 
-/// A store to a mapping takes nothing away on Linux, whoever makes it.
+/// A store to a mapping takes nothing away on Linux, by any process.
 #[test]
 fn a_page_that_the_kernel_writes_takes_nothing_away() {
     let world = World::new();
@@ -239,8 +239,8 @@ fn a_page_that_the_kernel_writes_takes_nothing_away() {
     assert_eq!(mode(&world, inode), 0o6777);
 }
 
-/// A firnd without rights may not change the mode of a file of somebody else that it may write. The kernel below takes
-/// the bits away when it truncates it.
+/// A firnd without rights may not change the mode of another user's file that it may write. The kernel below takes the
+/// bits away when it truncates it.
 #[test]
 fn a_firnd_without_rights_leaves_it_to_the_kernel_below() {
     let world = World::new();

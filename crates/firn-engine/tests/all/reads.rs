@@ -30,7 +30,7 @@ struct Raced {
 }
 
 impl Raced {
-    /// A file of so many bytes, all of them in the backing.
+    /// A file of `bytes` bytes, all of them in the backing.
     fn new(bytes: u64) -> Self {
         let world = World::over(DiskKind::PLAIN, world::options(), false);
         let made = world
@@ -97,7 +97,7 @@ fn assert_of_one_moment(bytes: &[u8], what: &str) {
 
 /// Proves S-read-5: the file is cut and written again at each call of a read, and a part of it drained.
 #[test]
-fn a_read_that_races_a_cut_has_no_zeros_that_nobody_wrote() {
+fn a_read_that_races_a_cut_has_no_zeros_that_were_not_written() {
     for (cuts, bytes) in [(true, FILE_BYTES), (false, 100)] {
         let calls = {
             let raced = Raced::new(bytes);

@@ -1,4 +1,4 @@
-//! Who waits for room in the arena, and what wakes it.
+//! Waits for room in the arena, and what wakes them.
 
 use crate::common;
 
@@ -20,7 +20,7 @@ const CALLER: Caller = Caller {
     pid: 1,
 };
 const O_RDWR: i32 = 2;
-/// Too few for a drain that nobody asks for, and many of them fill the arena.
+/// Too few for an unasked drain, and many of them fill the arena.
 const SMALL: [u8; 12 << 10] = [1; 12 << 10];
 /// Enough for one.
 const LARGE: [u8; 16 << 10] = [2; 16 << 10];

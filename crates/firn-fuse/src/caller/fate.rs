@@ -77,7 +77,7 @@ impl Status {
         })
     }
 
-    /// By its signals; `None` without any.
+    /// The fate that pending signals mean; `None` without any.
     fn fate(&self) -> Option<Fate> {
         if self.pending == 0 {
             return None;
@@ -177,7 +177,7 @@ mod tests {
         for signal in [libc::SIGALRM, libc::SIGCHLD, libc::SIGUSR1, libc::SIGPROF] {
             assert_eq!(fate(signal, bit(signal)), Some(Fate::GoesOn));
         }
-        // A shell that waits for its child, while somebody watches it.
+        // A shell that waits for its child, under a debugger.
         assert_eq!(fate(libc::SIGCHLD, 0), Some(Fate::GoesOn));
         // Blocked signals do nothing yet.
         assert_eq!(

@@ -142,8 +142,8 @@ impl<B: Backing> Listing<'_, B> {
                 is_added
             }
             Err(Errno::NOENT | Errno::STALE) => true,
-            // The name is there although its object cannot be looked at: inode 0 tells the kernel to list
-            // it and to ask again when somebody wants it.
+            // The name is there although its object cannot be looked at: inode 0 tells the kernel to list it and to ask
+            // again when it is used.
             Err(_) => {
                 let attributes = bare_attributes(0, entry.kind, Duration::ZERO);
                 reply.add_entry_plus(&listed, &attributes)

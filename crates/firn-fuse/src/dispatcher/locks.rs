@@ -6,7 +6,7 @@
 //! | setlk that unlocks, a close, a release | what is pending is drained and made known | the lock is let go |
 //! | a write to a file that is open with O_APPEND | the lock of the file's end | the bytes go to the backing, then the lock is let go |
 //!
-//! So whoever has a lock sees what was written under it before, on whatever host. No thread waits for a lock.
+//! So the holder of a lock sees what was written under it before, on whatever host. No thread waits for a lock.
 
 use std::sync::Arc;
 
@@ -92,7 +92,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
                 return reply.error(error);
             }
             workers.run_about(Class::Call, Topic::Inode(inode), move || {
-                // Nobody else would unlock it for a caller that is gone.
+                // For a caller that is gone, only this thread can unlock it.
                 let caught_up = match reply.still_waits().get() {
                     true => engine.catch_up(handle),
                     false => Err(Errno::INTR),
@@ -136,8 +136,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         file.is_ok_and(is_held)
     }
 
-    /// Calls `next` when the locks are let go, if there are any. Other hosts see before what was written under them; what
-    /// fails of that keeps nobody out, and is told.
+    /// Calls `next` when the locks are released, if there are any. Other hosts see before what was written under them;
+    /// a failure of that is reported, and does not block them.
     pub(super) fn release_locks(
         &self,
         inode: InodeId,

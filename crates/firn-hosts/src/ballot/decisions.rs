@@ -23,7 +23,7 @@ pub enum Presence {
 pub enum Unit {
     /// Other hosts may do others of the same stage at the same time.
     Part(String),
-    /// Nobody does anything else meanwhile.
+    /// Excludes all other work.
     Whole(&'static str),
 }
 
@@ -76,7 +76,7 @@ pub trait Protocol {
 pub struct View<H: Ord, D> {
     /// Hosts that take part.
     pub joined: BTreeSet<H>,
-    /// Nobody begins to take part any more.
+    /// New participants are refused.
     pub is_closing: bool,
     /// What was decided.
     pub decision: Option<D>,
@@ -90,13 +90,13 @@ pub struct View<H: Ord, D> {
     pub left: BTreeSet<H>,
 }
 
-/// Who has claimed something.
+/// The host that has claimed a unit.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Claimant<H> {
     /// This host.
     Host(H),
-    /// Some process that has it locked.
-    Somebody,
+    /// An unknown process that has it locked.
+    Unknown,
 }
 
 impl<H: Ord + Clone, D> View<H, D> {
@@ -146,8 +146,8 @@ pub enum JoinStep {
     Refused,
 }
 
-/// The next step of a host that wants to take part. `is_open`: nobody has decided or closed, and the directory has its
-/// name; `has_put`: the host has said that it takes part.
+/// The next step of a host that wants to take part. `is_open`: the ballot is neither decided nor closed, and the
+/// directory has its name; `has_put`: the host has said that it takes part.
 pub fn next_join(is_open: bool, has_put: bool) -> JoinStep {
     match (is_open, has_put) {
         (true, false) => JoinStep::Put,
@@ -157,7 +157,7 @@ pub fn next_join(is_open: bool, has_put: bool) -> JoinStep {
     }
 }
 
-/// What a host does next that wants a decision about what nobody takes part in any more.
+/// The next step of a host that wants a decision about a ballot without participants.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum DecisionStep<H> {
     /// Puts `closing`, and looks again.
@@ -217,7 +217,7 @@ pub enum Waiting<H> {
     Leave(Vec<H>),
     /// Work that a host that takes part has to do.
     Unfinished,
-    /// Another process removes the directory, or does something with the whole.
+    /// Another process removes the directory, or does a unit that concerns the whole.
     Removal,
 }
 
@@ -228,7 +228,7 @@ impl Waiting<String> {
             Self::Decision | Self::Unfinished | Self::Removal => Vec::new(),
             Self::Stop(hosts) | Self::Leave(hosts) => hosts,
             Self::Work(Claimant::Host(host)) => vec![host],
-            Self::Work(Claimant::Somebody) => Vec::new(),
+            Self::Work(Claimant::Unknown) => Vec::new(),
         }
     }
 }
@@ -250,7 +250,7 @@ pub fn next<H: Ord + Clone, P: Protocol>(
     }
 }
 
-/// Of a host that takes part.
+/// Next action of a host that takes part.
 fn next_of_member<H: Ord + Clone, D>(view: &View<H, D>, me: &H, plan: &Plan) -> Action<H> {
     if plan.stops_first && !view.stopped.contains(me) {
         return Action::Stop;
@@ -278,7 +278,7 @@ fn next_of_other<H: Ord + Clone, D>(view: &View<H, D>, me: &H, plan: &Plan) -> A
     next_of_remover(view, me)
 }
 
-/// Of any host, where whoever lives does the work.
+/// Next action of any host, in a ballot whose work is done by the living hosts.
 fn next_of_living<H: Ord + Clone, D>(view: &View<H, D>, me: &H, plan: &Plan) -> Action<H> {
     let undone = view.undone(plan);
     if !undone.is_empty() {
@@ -287,7 +287,7 @@ fn next_of_living<H: Ord + Clone, D>(view: &View<H, D>, me: &H, plan: &Plan) -> 
     next_of_remover(view, me)
 }
 
-/// Of any host, when all is over.
+/// Next action of any host, when all is over.
 fn next_of_remover<H: Ord + Clone, D>(view: &View<H, D>, me: &H) -> Action<H> {
     match view.claimed.get(WHOLE) {
         None => Action::ClaimRemoval,
@@ -296,7 +296,7 @@ fn next_of_remover<H: Ord + Clone, D>(view: &View<H, D>, me: &H) -> Action<H> {
     }
 }
 
-/// Of a host that may work: what it has claimed, or else what nobody has.
+/// Next action of a host that may work: a unit that it has claimed, or else an unclaimed one.
 fn next_of_worker<H: Ord + Clone, D>(view: &View<H, D>, me: &H, undone: &[&Unit]) -> Action<H> {
     let claimant = |unit: &Unit| view.claimed.get(&unit.claim());
     let is_mine = |unit: &Unit| claimant(unit) == Some(&Claimant::Host(me.clone()));
@@ -307,5 +307,5 @@ fn next_of_worker<H: Ord + Clone, D>(view: &View<H, D>, me: &H, undone: &[&Unit]
         return Action::Claim((*unit).clone());
     }
     let others = undone.iter().find_map(|unit| claimant(unit));
-    Action::Wait(Waiting::Work(others.cloned().unwrap_or(Claimant::Somebody)))
+    Action::Wait(Waiting::Work(others.cloned().unwrap_or(Claimant::Unknown)))
 }

@@ -56,7 +56,7 @@ trait Model: Copy + Debug + Ord + Hash {
     fn reordered(&self, order: [u8; HOSTS]) -> Self;
 }
 
-/// What has the name of the ballot, and what hosts may see of that: so many states of it, the present one included.
+/// What has the name of the ballot, and what hosts may see of that: `STATES` states of it, the present one included.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 struct History<D, const STATES: usize> {
     /// Now and before the last changes, newest first.
@@ -106,7 +106,7 @@ impl<D: Copy + PartialEq, const STATES: usize> History<D, STATES> {
         self.forget();
     }
 
-    /// What a host sees that lists so many changes late. It never sees anything older later.
+    /// What a host sees whose listing is `lag` changes late. It never sees an older state later.
     fn look(&mut self, host: usize, lag: u8) -> Option<D> {
         let seen = self.seen[usize::from(lag)];
         self.lags[host] = lag;
@@ -147,12 +147,12 @@ struct Host<P> {
     number: u8,
 }
 
-/// What the server has, and how far each host is: phases `P`, and so many claims on each ballot that may be locked.
+/// What the server has, and how far each host is: phases `P`, and `CLAIMS` claims on each ballot that may be locked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 struct World<D, P, const CLAIMS: usize, const STATES: usize> {
     /// What has the name of the ballot.
     history: History<D, STATES>,
-    /// Who has locked what of each ballot.
+    /// Locked claims of each ballot, by the host that holds the lock.
     locks: [[Option<u8>; CLAIMS]; BALLOTS_MAX as usize],
     hosts: [Host<P>; HOSTS],
     /// Ballots that were made.
@@ -201,8 +201,8 @@ impl<D: Directory, P: Copy + Default, const CLAIMS: usize, const STATES: usize>
         self.hosts[host] = Host::default();
     }
 
-    /// Locks a claim on the ballot whose directory a host has open, and sees to it that its next listing is a new one; false:
-    /// somebody has it locked.
+    /// Locks a claim on the ballot whose directory a host has open, and makes its next listing a new one; false:
+    /// another host has it locked.
     fn lock(&mut self, host: usize, claim: usize) -> bool {
         let number = usize::from(self.hosts[host].number);
         let locked = &mut self.locks[number - 1][claim];

@@ -13,18 +13,18 @@ use crate::own;
 
 /// A program's lock of byte *n* that is waited for has byte *n* + this locked.
 const LINE: u64 = 1 << 62;
-/// Whoever comes later lets those in line go first, for so long.
+/// For this long a host that comes later lets those in line go first.
 pub(super) const POLITE_FOR: Duration = Duration::from_millis(250);
 /// A lock that another host has is tried again after this, and then after twice as long each time.
 const REST_MIN: Duration = Duration::from_millis(1);
 const REST_MAX: Duration = Duration::from_millis(50);
 /// The same for the one that is next.
 const REST_IN_LINE: Duration = Duration::from_millis(8);
-/// A lock file that nobody has used for so long is removed.
+/// A lock file that was unused for this long is removed.
 const IDLE: Duration = Duration::from_secs(2);
 /// How long it is believed that locks reach the other hosts.
 const REACH_FOR: Duration = Duration::from_secs(1);
-/// A host has its lease a moment before it has locked its name: so long nobody is refused for that.
+/// A host has its lease a moment before it has locked its name: for this long no lock is refused for that.
 const REACH_PATIENCE: Duration = Duration::from_secs(3);
 /// How often a lock file may be found to have lost its name before the request fails.
 const TRIES_MAX: usize = 100;
@@ -67,7 +67,7 @@ struct PendingTest {
 
 enum Tried {
     Granted,
-    /// Another one is in the way.
+    /// Another lock conflicts.
     Busy,
     /// It is not known yet whether locks reach all hosts.
     InDoubt,
@@ -181,9 +181,10 @@ impl<B: Backing> Keeper<B> {
                 }
             }
         }
-        match state.is_stopping && state.jobs.is_empty() {
-            true => None,
-            false => Some(std::mem::take(&mut state.jobs)),
+        if state.is_stopping && state.jobs.is_empty() {
+            None
+        } else {
+            Some(std::mem::take(&mut state.jobs))
         }
     }
 
@@ -259,9 +260,10 @@ impl<B: Backing> Keeper<B> {
                 continue;
             }
             let waiting = self.waiting.remove(index);
-            let tried = match self.is_behind(&waiting, index) {
-                true => Ok(Tried::Busy),
-                false => self.try_one(&waiting),
+            let tried = if self.is_behind(&waiting, index) {
+                Ok(Tried::Busy)
+            } else {
+                self.try_one(&waiting)
             };
             match tried {
                 Ok(Tried::Granted) => {
@@ -272,9 +274,10 @@ impl<B: Backing> Keeper<B> {
                     self.shared.answer(waiting.number, Err(Errno::AGAIN));
                 }
                 Ok(Tried::Busy | Tried::InDoubt) => {
-                    let rest_max = match self.is_in_line(&waiting) {
-                        true => REST_IN_LINE,
-                        false => REST_MAX,
+                    let rest_max = if self.is_in_line(&waiting) {
+                        REST_IN_LINE
+                    } else {
+                        REST_MAX
                     };
                     let waiting = Waiting {
                         next_try: Instant::now() + waiting.rest,
@@ -312,7 +315,7 @@ impl<B: Backing> Keeper<B> {
         lock.is_some_and(|lock| lock.line.owners().any(is_it))
     }
 
-    /// Tells who asked, or gives back what nobody waits for any more.
+    /// Answers the program that asked, or gives the lock back if the program waits no more.
     fn grant(&mut self, waiting: &Waiting) {
         let Wanted {
             file,
@@ -353,9 +356,10 @@ impl<B: Backing> Keeper<B> {
             if !self.try_in_backing(waiting, key)? {
                 return Ok(Tried::Busy);
             }
-            let is_current = match is_new {
-                true => self.is_current(key),
-                false => Ok(true),
+            let is_current = if is_new {
+                self.is_current(key)
+            } else {
+                Ok(true)
             };
             if is_current != Ok(true) {
                 // With the file go the locks. Another host may have removed it since it was opened.
@@ -371,7 +375,7 @@ impl<B: Backing> Keeper<B> {
         Err(Errno::NOLCK)
     }
 
-    /// Tries to lock a range for this host. Who waits stands in line from then on.
+    /// Tries to lock a range for this host. A program that has to wait stands in line from then on.
     fn try_in_backing(&mut self, waiting: &Waiting, key: (u64, Space)) -> Result<bool, Errno> {
         let Wanted { range, mode, .. } = waiting.wanted;
         let lock = self.files.get_mut(&key).ok_or(Errno::NOLCK)?;
@@ -453,7 +457,7 @@ impl<B: Backing> Keeper<B> {
         if !self.reaches_others()? {
             return Ok(Tested::InDoubt);
         }
-        // One that has lost its name is locked by nobody.
+        // A file that has lost its name has no locks.
         if !self.is_current(key)? {
             self.files.remove(&key);
             self.open(key)?;
@@ -466,15 +470,16 @@ impl<B: Backing> Keeper<B> {
         if is_free(mode)? {
             return Ok(Tested::Free);
         }
-        let mode = match is_free(LockMode::Shared)? {
-            true => LockMode::Shared,
-            false => LockMode::Exclusive,
+        let mode = if is_free(LockMode::Shared)? {
+            LockMode::Shared
+        } else {
+            LockMode::Exclusive
         };
         let pid = None;
         Ok(Tested::Conflict(InTheWay { range, mode, pid }))
     }
 
-    /// Tells those who ask without waiting who has locks of a file.
+    /// Tells requests that do not wait which owners have locks of a file.
     fn tell_holders(&self, key: (u64, Space)) {
         let lock = self.files.get(&key);
         let owners = lock.map(|lock| lock.held.owners().collect());
@@ -513,7 +518,7 @@ impl<B: Backing> Keeper<B> {
         Ok(found.is_some_and(|(_, attr)| attr.ino == lock.ino))
     }
 
-    /// Closes files that nobody has used for so long, and removes those that no other host uses.
+    /// Closes files that were unused for `idle`, and removes those that no other host uses.
     fn remove_idle(&mut self, idle: Duration) {
         let is_idle = |lock: &LockFile<B>| lock.is_unused() && lock.used.elapsed() >= idle;
         let all = self.files.iter();
@@ -539,7 +544,7 @@ impl<B: Backing> Keeper<B> {
         }
     }
 
-    /// Removes lock files that nobody uses: of hosts that died.
+    /// Removes unused lock files, which hosts that died left.
     fn remove_left(&self) {
         let Ok(names) = own::list(&self.base, &self.dir) else {
             return;
@@ -610,8 +615,8 @@ impl<B: Backing> Keeper<B> {
         }
     }
 
-    /// Whether the locks of all other hosts that live are seen here; ENOLCK if they are not, false as long as nobody
-    /// knows.
+    /// Whether the locks of all other hosts that live are seen here; ENOLCK if they are not, false while that is
+    /// unknown.
     fn reaches_others(&mut self) -> Result<bool, Errno> {
         let is_fresh = |seen: Instant| seen.elapsed() < REACH_FOR;
         if self.reach.seen.is_some_and(is_fresh) {

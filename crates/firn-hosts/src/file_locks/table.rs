@@ -6,7 +6,7 @@
 
 use firn_backing::{LockMode, LockRange};
 
-/// Who has a lock.
+/// Owner of a lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Owner {
     /// Tells it from every other one.
@@ -56,7 +56,7 @@ impl Table {
         debug_assert!(self.is_consistent());
     }
 
-    /// Removes from each lock the range that `what` says of it; returns the bytes that nobody has any more.
+    /// Removes from each lock the range that `what` returns for it. Returns the bytes that are unlocked now.
     pub(super) fn remove(&mut self, what: impl Fn(&Held) -> Option<LockRange>) -> Vec<LockRange> {
         let removed = self.cut(what);
         removed
@@ -86,7 +86,7 @@ impl Table {
         removed
     }
 
-    /// What nobody has of a range.
+    /// The unlocked bytes of a range.
     fn uncovered(&self, range: LockRange) -> Vec<LockRange> {
         let mut free = vec![range];
         for held in &self.held {

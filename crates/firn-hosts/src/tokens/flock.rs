@@ -6,14 +6,14 @@
 //!   lane-0.next   locked by the one that is next
 //! ```
 //!
-//! Who wants the token locks `lane-0.next`, then `lane-0`, then lets go of the first. So whoever gave the token back
-//! comes behind the host that is next, and the holder sees by one try whether anybody waits.
+//! A host that wants the token locks `lane-0.next`, then `lane-0`, then lets go of the first. So a host that gave the
+//! token back comes behind the host that is next, and the holder sees by one try whether another host waits.
 //!
 //! Promises
 //! * A token ends with its process, as soon as the file system sees that it is gone.
 //! * Only the host that is next looks often whether the token is free; the others look seldom.
 //!
-//! Locks are tried and not waited for: nothing waits in a call that cannot be cut short, and a client of NFS that waits
+//! Locks are tried and not waited for, because a wait in the call could not be cut short. A client of NFS that waits
 //! for a lock only looks itself, every second at first and every 30 seconds in the end.
 //!
 //! Relies on [`crate::check_reach`] having found that locks reach other hosts.
@@ -32,7 +32,7 @@ const RECORD_BYTES: usize = 128;
 const REST_PER_LOOK: u32 = 20;
 const REST_MIN: Duration = Duration::from_millis(2);
 const REST_MAX: Duration = Duration::from_millis(100);
-/// How much more seldom those look that are not next.
+/// How much more seldom a host that is not next looks.
 const REST_BEHIND: u32 = 4;
 /// How often the holder's record is read meanwhile.
 const READ_RECORD_EVERY: Duration = Duration::from_millis(200);
@@ -113,7 +113,7 @@ impl<B: Backing> FlockService<B> {
             && Self::try_lock(&base, &dir, &mut self.token, &token)?)
     }
 
-    /// Says who has the token. Not synced: others see it when this host gives the token back at the latest.
+    /// Writes which host has the token. Not synced: others see it when this host gives the token back at the latest.
     fn write_record(&mut self) -> Result<(), OwnError> {
         let Some(token) = &self.token else {
             return Ok(());
@@ -190,7 +190,7 @@ where
     }
 
     fn give_back(&mut self) -> Result<(), ServiceError> {
-        // In this order: whoever is next finds the token free at once.
+        // In this order: the next host finds the token free at once.
         self.token = None;
         self.next = None;
         self.seen = None;

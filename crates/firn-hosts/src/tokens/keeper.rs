@@ -153,7 +153,7 @@ impl LaneToken {
                 Step::GiveBack => {
                     let given_back = service.give_back();
                     if let Err(error) = given_back {
-                        // Whoever waits for it has to wait until the service sees that this host is gone.
+                        // The next host has to wait until the service sees that this host is gone.
                         tracing::debug!(%error, "cannot give the token of a lane back");
                     }
                     self.update(|state| state.turn.note_given_back());

@@ -14,7 +14,7 @@ pub enum Asked {
     Behind(Behind),
 }
 
-/// Who has the token instead.
+/// The host that has the token instead.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Behind {
     /// Name of the host that has it, for people.
@@ -28,7 +28,7 @@ pub struct Behind {
 /// Why a service did not do what it was asked for.
 #[derive(Debug, thiserror::Error)]
 pub enum ServiceError {
-    /// Another one may have the token already.
+    /// Another host may have the token already.
     #[error("the token was lost: {why}")]
     Lost {
         /// What happened.
@@ -45,12 +45,12 @@ pub enum ServiceError {
 /// The locks of one lane, as this host uses them. One thread makes all calls, one after the other; a call may take
 /// long, but only where the service does not answer.
 pub trait LockService: Send {
-    /// One step towards the token: asks, or looks again after an earlier question. Who asked keeps its place in the
-    /// queue from one step to the next.
+    /// One step towards the token: asks, or looks again after an earlier question. A host that asked keeps its place in
+    /// the queue from one step to the next.
     fn ask(&mut self) -> Result<Asked, ServiceError>;
     /// Gives the token back, or takes the question back.
     fn give_back(&mut self) -> Result<(), ServiceError>;
-    /// Whether somebody waits for the token that this host has.
+    /// Whether another host waits for the token that this host has.
     fn others_wait(&mut self) -> Result<bool, ServiceError>;
     /// Shows that the holder lives.
     fn renew(&mut self) -> Result<(), ServiceError>;

@@ -22,20 +22,20 @@ use firn_backing::backoff::Backoff;
 
 use super::service::Behind;
 
-/// A token that is not used is kept for so long: giving it back and asking anew costs a round trip or two.
+/// A token that is not used is kept for this long: giving it back and asking anew costs a round trip or two.
 const LINGER: Duration = Duration::from_millis(10);
 /// Between questions that fail.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(50), Duration::from_secs(1));
-/// A lane waits for its turn in a queue that moves for so many times `wait`. Queues of as many hosts as `wait / hold`
-/// times this are served in order.
+/// A lane waits for its turn in a queue that moves for this many times `wait`. Queues of up to `wait / hold` times as
+/// many hosts are served in order.
 pub const WAITS_MAX: u32 = 8;
-/// Without its token a lane asks again at least so often, if `wait` is not longer.
+/// Without its token a lane asks again at least this often, if `wait` is not longer.
 const ASK_AGAIN_LAST: Duration = Duration::from_secs(60);
 
 /// How long a token is held, and waited for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Length of a batch: then the token goes to who waits for it.
+    /// Length of a batch: then the token goes to a host that waits for it.
     pub hold: Duration,
     /// How long to wait while the service does not answer and the token does not change hands, and [`WAITS_MAX`] times
     /// as long while it does. At least twice `hold`.
@@ -91,7 +91,7 @@ pub struct TokenFigures {
     pub state: TokenState,
     /// For how long.
     pub age: Duration,
-    /// Who has it instead, as far as this host was told.
+    /// The host that has it instead, as far as this host was told.
     pub holder: Option<String>,
     /// How often it was granted.
     pub granted: u64,
@@ -112,7 +112,7 @@ pub(crate) enum Step {
     GiveBack,
     LookForOthers,
     Renew,
-    /// Until something changes, or for so long.
+    /// Until something changes, or for this long.
     Sleep(Option<Duration>),
 }
 
@@ -145,7 +145,7 @@ impl Waiting {
 #[derive(Debug)]
 struct Held {
     batch_ends: Instant,
-    /// Somebody waits for the end of the batch.
+    /// Another host waits for the end of the batch.
     is_awaited: bool,
     look_at: Instant,
     renew_at: Option<Instant>,
@@ -156,7 +156,7 @@ struct Without {
     ask_at: Instant,
     /// Questions since the lane goes without.
     tries: u32,
-    /// One of them is under way.
+    /// A question is under way.
     is_asking: bool,
     /// The lane had work since the last of them.
     is_wanted: bool,
@@ -381,15 +381,15 @@ impl Turn {
         self.has_news = true;
     }
 
-    /// Shortly before the end of the batch, so that a batch that nobody waits for goes on without a gap.
+    /// Shortly before the end of the batch, so that a batch without waiting hosts goes on without a gap.
     fn look_after(&self) -> Duration {
         self.limits.hold * 7 / 8
     }
 
-    /// The service said who comes first.
+    /// The service named the host that comes first.
     pub(crate) fn note_behind(&mut self, behind: Behind, now: Instant) {
         self.figures.holder = behind.holder;
-        // Nobody waits for the answer, and the service that gives it may be none.
+        // No write waits for the answer, and the service that gives it may be none.
         let rest_in_line = behind.rest.max(RETRY.first());
         match &mut self.phase {
             Phase::Waiting(waiting) => {
@@ -436,7 +436,7 @@ impl Turn {
         }
     }
 
-    /// Another host may have the token.
+    /// The token is lost: another host may have it.
     pub(crate) fn note_lost(&mut self, why: String, now: Instant) {
         self.figures.errors += 1;
         self.figures.last_error = Some(why);
@@ -445,7 +445,7 @@ impl Turn {
         }
     }
 
-    /// Somebody waits for the token, or nobody: then another batch begins.
+    /// Records whether other hosts wait for the token. Without any, another batch begins.
     pub(crate) fn note_others(&mut self, are_waiting: bool, now: Instant) {
         let look_after = self.look_after();
         if let Phase::Held(held) = &mut self.phase {
@@ -530,10 +530,10 @@ impl Turn {
         let reason = match error.filter(|_| has_failed) {
             Some(error) => error,
             None if is_queue_long => {
-                "the queue of hosts is long: raise token-wait, or look at who answers for the lock service"
+                "the queue of hosts is long: raise token-wait, or look at what answers for the lock service"
             }
             None if stuck_holding.is_some() => "its holder does not go on",
-            None => "nobody answers",
+            None => "no answer",
         };
         tracing::warn!(
             reason,

@@ -10,7 +10,7 @@ use firn_hosts::tokens::{
 };
 use parking_lot::{Condvar, Mutex};
 
-/// Nothing here takes so long; only a hang does.
+/// Nothing here takes this long; only a hang does.
 pub const HANGS_AFTER: Duration = Duration::from_secs(60);
 
 /// Short, so that a test sees many batches.
@@ -71,7 +71,7 @@ impl Host {
     }
 }
 
-/// Counts who writes at a time.
+/// Counts concurrent writers.
 #[derive(Default)]
 pub struct Server {
     writers: AtomicUsize,

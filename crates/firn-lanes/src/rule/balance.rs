@@ -1,12 +1,12 @@
-//! What the directories that get new files have on each lane, as far as this host knows.
+//! Counts of files on each lane, for the directories that get new files, as far as this host knows.
 //!
-//! Numbers in names balance the lanes over all hosts without a message, unless they do not tell files apart: a sum
-//! that is the same for all names, steps of a thousand on four lanes, or no number at all. Whoever looks at the names alone
-//! does not see it, so each directory has its files counted.
+//! Numbers in names balance the lanes over all hosts without a message, unless they do not tell files apart: a sum that
+//! is the same for all names, steps of a thousand on four lanes, or no number at all. The names alone do not show that,
+//! so each directory has its files counted.
 //!
 //! Invariants
-//! * Only what differs between the lanes counts: `files` is 0 for one of them and [`AHEAD_MAX`] at most when a directory is
-//!   found, so that a lane that is new does not get all files of the next checkpoint.
+//! * Only what differs between the lanes counts: `files` is 0 for one of them and [`AHEAD_MAX`] at most when a
+//!   directory is found. So a new lane does not get all files of the next checkpoint.
 //! * There are at most [`DIRS_MAX`] directories; the one that was looked at first goes first.
 
 use std::collections::{HashMap, VecDeque};
@@ -14,8 +14,8 @@ use std::collections::{HashMap, VecDeque};
 const DIRS_MAX: usize = 1 << 12;
 /// Files of a directory, found when it is looked at, by which a lane is ahead of the emptiest one.
 const AHEAD_MAX: u64 = 8;
-/// A lane may get so many files of a directory whatever the others have: the ranks of one host may be all of one lane,
-/// and those of other hosts of the others.
+/// A lane may get this many files of a directory whatever the others have: the ranks of one host may be all of one
+/// lane, and those of other hosts of the others.
 const FEW_FILES: u64 = 4;
 
 /// The directories, by their inode number.
@@ -32,7 +32,7 @@ impl Dirs {
         self.dirs.contains_key(&dir)
     }
 
-    /// A directory that has so many files on each lane. It stays as it is if it is known.
+    /// Adds a directory with this many files on each lane. A known directory stays as it is.
     pub(super) fn add(&mut self, dir: u64, mut files: Vec<u64>) {
         if self.contains(dir) {
             return;

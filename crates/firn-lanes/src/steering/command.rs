@@ -1,6 +1,6 @@
 //! Any other file system: a program of the site makes the file.
 //!
-//! It runs as the file's owner in the file's directory, so that it can do nothing that the owner could not.
+//! The program runs as the file's owner in the file's directory, so that it can do nothing that the owner could not.
 
 use std::ffi::{OsStr, OsString};
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
@@ -23,7 +23,7 @@ const MESSAGE_BYTES: usize = 400;
 /// Why a program did not do what it was asked to.
 #[derive(Debug, thiserror::Error)]
 pub enum ProgramError {
-    /// It could not be started, or had to be killed.
+    /// The program could not be started, or had to be killed.
     #[error("cannot run `{program}`: {source}")]
     NotRun {
         /// As it was given.
@@ -36,7 +36,7 @@ pub enum ProgramError {
     Failed {
         /// As it was given.
         program: String,
-        /// What it said, or how it ended.
+        /// Its output, or how it ended.
         message: String,
     },
     /// It did not end.
@@ -98,7 +98,7 @@ impl Driver for ProgramOfSite {
             Err(Errno::NOENT) => {}
             Err(error) => return Err(error),
         }
-        // Without the caller's ids the program would run as root in a directory of somebody else.
+        // Without the caller's ids the program would run as root in a directory of another user.
         let made = match new.caller {
             None => Err(Refusal::from(Errno::ACCESS)),
             Some(caller) => match self.run(caller, new, lane) {

@@ -1,7 +1,7 @@
 //! File systems that give a new file the layout of its directory: a staging directory for each lane.
 //!
-//! A file is made there and gets its name by a rename. What a crash leaves in a staging directory nobody has been told
-//! of: it is removed before the next mount makes files.
+//! A file is made there and gets its name by a rename. What a crash leaves in a staging directory was never reported as
+//! made: it is removed before the next mount makes files.
 
 use std::ffi::{OsStr, OsString};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -53,7 +53,7 @@ impl Driver for Staged {
     }
 
     fn create(&self, new: &NewFile<'_>, lane: usize) -> Result<Created> {
-        // What a default ACL gives to a new file, only the kernel can give, where the name is.
+        // Only the kernel can apply a default ACL to a new file, and only where the name is.
         if has_default_acl(new.parent) {
             let file = create_plain(new)?;
             return Ok(Created::from_wish(file, Err(Errno::OPNOTSUPP)));
@@ -107,7 +107,7 @@ fn fstat_path(fd: BorrowedFd<'_>) -> Result<fs::Stat> {
     fs::statat(fd, c"", AtFlags::EMPTY_PATH)
 }
 
-/// Gives the staged file its name, which nobody else may have: EEXIST otherwise.
+/// Gives the staged file its name, which must be free: EEXIST otherwise.
 fn give_name(dir: BorrowedFd<'_>, entry: &OsStr, new: &NewFile<'_>) -> Result<()> {
     let (parent, name) = (new.parent, new.name);
     match fs::renameat_with(dir, entry, parent, name, RenameFlags::NOREPLACE) {
@@ -127,7 +127,7 @@ fn give_name(dir: BorrowedFd<'_>, entry: &OsStr, new: &NewFile<'_>) -> Result<()
     })
 }
 
-/// Opens a private staging directory of `host` for each of so many lanes.
+/// Opens a private staging directory of `host` for each of `lanes` lanes.
 pub fn open_dirs(
     primary: &DirBacking,
     host: &str,

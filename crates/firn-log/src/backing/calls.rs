@@ -150,9 +150,10 @@ impl<B: Backing> Names for LogBacking<B> {
     ) -> Result<()> {
         let (parent, new_parent) = (&parent.below, &new_parent.below);
         let may_replace = !flags.intersects(RenameFlags::NOREPLACE | RenameFlags::EXCHANGE);
-        let doomed = match may_replace {
-            true => self.doomed(new_parent, new_name)?,
-            false => None,
+        let doomed = if may_replace {
+            self.doomed(new_parent, new_name)?
+        } else {
+            None
         };
         // A name that is renamed to itself loses nothing.
         let renamed = self
@@ -240,7 +241,7 @@ impl<B: Backing> Files for LogBacking<B> {
     forward!(below: lock);
 
     fn open(&self, inode: &LogInode<B>, access: Access) -> Result<LogFile<B>> {
-        // What is below a log is read too: base bytes, and what was flattened.
+        // Parts below a log are read too: base bytes, and what was flattened.
         let logged = self.open_logged(inode, access)?;
         let below_access = match (&logged, access) {
             (Some(_), Access::Write) => Access::ReadWrite,
@@ -278,7 +279,7 @@ impl<B: Backing> Files for LogBacking<B> {
         }
     }
 
-    /// One append to the log of this host and one frame, or nothing: all of it, as far as a frame speaks of so much.
+    /// One append to the log of this host and one frame, or nothing: as much of it as one frame can describe.
     fn write_parts(&self, file: &LogFile<B>, parts: &[DataPart<'_>]) -> Result<u64> {
         let Some(logged) = file.writable(Errno::BADF)? else {
             return self.below.write_parts(&file.below, parts);
@@ -406,7 +407,7 @@ impl<B: Backing> Files for LogBacking<B> {
         }
     }
 
-    /// None where the kernel, or who reads by itself, would miss what is in logs, now or later.
+    /// None where the kernel, or a process that reads by itself, would miss bytes in logs, now or later.
     fn descriptor(&self, file: &LogFile<B>, purpose: DescriptorUse) -> Option<OwnedFd> {
         match file.logged {
             None => self.below.descriptor(&file.below, purpose),
@@ -462,7 +463,7 @@ impl<B: Backing> Sharing for LogBacking<B> {
             FileUse::OpenedToWrite => {
                 self.see_others(opened)?;
                 if let Err(error) = self.begin_writing(file, opened) {
-                    // Whoever writes is told, and who does not needs none.
+                    // A write reports the error itself; an open that never writes needs no log.
                     tracing::debug!(%error, "cannot begin a log yet");
                 }
                 Ok(())
@@ -525,7 +526,7 @@ impl<B: Backing> LogBacking<B> {
     }
 }
 
-/// The first parts, as far as one frame speaks of so much.
+/// The first parts, as many as one frame can describe.
 fn first_of_a_frame<'a, 'd>(parts: &'a [DataPart<'d>]) -> Result<&'a [DataPart<'d>]> {
     let mut bytes = 0;
     let mut fits = |part: &DataPart<'_>| {

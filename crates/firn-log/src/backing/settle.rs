@@ -1,4 +1,4 @@
-//! What the last close leaves to do: files become flat, and what is left of containers goes.
+//! Work after the last close: files become flat, and what is left of containers goes.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::OsStr;
@@ -48,11 +48,11 @@ pub(super) struct Ended<B: Backing> {
 
 struct EndedState<B: Backing> {
     files: HashMap<FileId, EndedFile<B>>,
-    /// A file came, or somebody wants to be noticed, since they were looked at.
+    /// A file was added, or a caller asked for attention, since the last round.
     has_news: bool,
 }
 
-/// A file that nobody here has open for writing any more, or that is to be flattened.
+/// A file that no caller on this host has open for writing any more, or that is to be flattened.
 struct EndedFile<B: Backing> {
     file: Arc<LoggedFile<B>>,
     inode: B::Inode,
@@ -98,9 +98,9 @@ pub struct Logged {
 pub struct Left {
     /// Other hosts have parts of them to write.
     pub under_way: usize,
-    /// Somebody writes to them.
+    /// Files that are being written.
     pub written: usize,
-    /// They are not found.
+    /// Files that are not found.
     pub lost: usize,
     /// Something failed.
     pub failed: usize,
@@ -142,7 +142,7 @@ struct Found<'a, B: Backing> {
 }
 
 impl<B: Backing> LogBacking<B> {
-    /// Ends and flattens files that nobody writes to any more, as far as other hosts let it.
+    /// Ends and flattens files without writers, as far as other hosts let it.
     pub fn settle(&self) -> Left {
         let ended = {
             let mut state = self.ended.state.lock();
@@ -186,7 +186,7 @@ impl<B: Backing> LogBacking<B> {
         Ok(())
     }
 
-    /// Waits until files have ended, or so long.
+    /// Waits until files have ended, at most `time`.
     pub fn wait_for_ended(&self, time: Duration) {
         let mut state = self.ended.state.lock();
         if !state.has_news {
@@ -200,9 +200,9 @@ impl<B: Backing> LogBacking<B> {
         self.ended.came.notify_all();
     }
 
-    /// Flattens the files at or below `top` that nobody writes to, whether this host has ever opened them or not.
+    /// Flattens the files without writers at or below `top`, whether this host has ever opened them or not.
     ///
-    /// Where hosts have lanes of their own, each begins with the files there: those who flatten the files of one lane
+    /// Where hosts have lanes of their own, each begins with the files there: hosts that flatten files of one lane
     /// together wait for each other's syncs.
     pub fn flatten_below(&self, top: &LogInode<B>) -> Result<Left> {
         for _ in 1..WALKS_MAX {
@@ -246,8 +246,8 @@ impl<B: Backing> LogBacking<B> {
         flattened.into_iter().for_each(|one| left.count(one));
     }
 
-    /// Of so many files in logs that were not found, some were being removed by hosts that died: their containers go. How
-    /// many are left.
+    /// `lost` files in logs were not found. Removes the containers of those that hosts were removing when they died.
+    /// Returns how many are left.
     fn end_lost(&self, lost: usize) -> Result<usize> {
         match lost {
             0 => Ok(0),
@@ -351,7 +351,7 @@ impl<B: Backing> LogBacking<B> {
         Ok(if is_whole { wanted.len() } else { 0 })
     }
 
-    /// What is in logs, as far as this host knows; asks nobody.
+    /// What is in logs, as far as this host knows; without a call of the backing.
     pub fn count_logged(&self) -> Logged {
         let files = self.files.lock();
         let listed = &files.listing.containers;
@@ -368,8 +368,8 @@ impl<B: Backing> LogBacking<B> {
         all
     }
 
-    /// Goes through all files for those that containers are of: removes containers of files that were removed, and names
-    /// those of files that are gone and nobody has removed.
+    /// Walks all files to find the owner of each container. Removes containers of files that were removed, and names
+    /// those whose file is gone without a removal.
     pub fn find_orphans(&self) -> Result<Orphans> {
         self.search_orphans(Scope::All)
     }
@@ -449,8 +449,8 @@ impl<B: Backing> LogBacking<B> {
         file.wait_for(&place, &mut || file.end_writing(&place))
     }
 
-    /// What is left to do for a file that this host has written; [`Flattened::Flat`] too if that comes later, when
-    /// somebody closes it or asks for it.
+    /// Next step for a file that this host has written; [`Flattened::Flat`] too if that step comes later, at a close or
+    /// on request.
     fn settle_one(&self, file: &Arc<LoggedFile<B>>, inode: &B::Inode) -> Result<Flattened> {
         let place = self.place();
         if file.is_written.load(Ordering::Acquire) {
@@ -475,7 +475,7 @@ impl<B: Backing> LogBacking<B> {
         }
     }
 
-    /// The plain file takes over what is in logs, as far as nobody writes to it.
+    /// Moves what is in logs to the plain file, as far as the file has no writers.
     fn flatten_one(&self, file: &Arc<LoggedFile<B>>, inode: &B::Inode) -> Result<Flattened> {
         let unit_bytes = self.setup.unit_bytes;
         let place = self.place();
@@ -488,8 +488,8 @@ impl<B: Backing> LogBacking<B> {
         Ok(flattened)
     }
 
-    /// Forgets a file without containers, unless somebody has it open or it is among those with something left to do: of one
-    /// file there would be two then, of which one does not know that the other is written to. A file is known as long as
+    /// Forgets a file without containers, unless it is open or still has something left to do. Otherwise there would be
+    /// two values for one file, and one of them would not know that the other is written to. A file is known as long as
     /// something of a container is left, so that a removal of its last name marks that.
     pub(super) fn forget(&self, file: &Arc<LoggedFile<B>>) {
         /// The caller's, and that of `known`.

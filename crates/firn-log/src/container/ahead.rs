@@ -10,10 +10,11 @@ use firn_backing::{Backing, Result};
 use crate::behind::read_whole;
 use crate::resolve::WriterId;
 
-/// Pieces of a log that are no further from each other are read together: a call costs more than so many bytes.
+/// Pieces of a log that are no further from each other are read together: a call costs more than reading this many
+/// bytes.
 pub(super) const GAP_BYTES_MAX: u64 = 4096;
 
-/// So much is read at first of a log that is read from its beginning to its end, and then twice as much each time.
+/// First read of a log that is read from its beginning to its end; each further read is twice as long.
 pub(super) const AHEAD_BYTES_MIN: u64 = 64 << 10;
 const AHEAD_BYTES_MAX: u64 = 1 << 20;
 

@@ -17,8 +17,8 @@ use crate::seal::{SEAL_NAME, Seal};
 use crate::table::{Table, TableError, TableResult};
 use crate::times;
 
-/// Who looks while others go on writing finds something new each time. So many times what came before something else may
-/// have been missed; more often nobody is as unlucky.
+/// A look while others go on writing finds something new each time. After this many looks in a row, something earlier
+/// may have been missed; a longer streak is most unlikely.
 const SETTLING_LOOKS_MAX: usize = 16;
 
 impl<B: Backing> Container<B> {
@@ -302,15 +302,16 @@ impl<B: Backing> Container<B> {
                 self.sort(base, writer, self.memory.sort_others_bytes());
             }
             if is_end {
-                return match is_all && limit == u64::MAX {
-                    true => Ok(()),
-                    false => self.check_end(base, &index, writer, offset, limit),
+                return if is_all && limit == u64::MAX {
+                    Ok(())
+                } else {
+                    self.check_end(base, &index, writer, offset, limit)
                 };
             }
         }
     }
 
-    /// Goes on behind a part of an index that was given up as lost; whether there is one at `offset`.
+    /// Skips a part of an index that was given up as lost; returns whether there is one at `offset`.
     fn skip_lost(&self, writer: &Writer, offset: u64) -> bool {
         let mut view = self.view.lock();
         let seal = view.seal.clone();
@@ -343,7 +344,7 @@ impl<B: Backing> Container<B> {
         Err(Errno::IO)
     }
 
-    /// EIO where the index has less than counts of it, or a frame that was synced is not whole.
+    /// EIO where the index is shorter than what counts of it, or a synced frame is not whole.
     fn check_end(
         &self,
         base: &B,
@@ -473,7 +474,7 @@ impl<B: Backing> Container<B> {
         Ok(Some((known, tail.offset)))
     }
 
-    /// Takes what was read; whether there is so much unsorted that it is to be sorted.
+    /// Takes what was read; returns whether enough is unsorted to be sorted.
     fn add_news(&self, news: News) -> bool {
         let mut view = self.view.lock();
         let view = &mut *view;

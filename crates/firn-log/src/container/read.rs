@@ -21,14 +21,14 @@ use crate::table::{TableError, TableResult};
 /// Blocks whose checksums were right that are remembered.
 const CHECKED_MAX: usize = 1 << 16;
 
-/// So much of a log is read at once.
+/// Bytes of a log that are read at once.
 const TOGETHER_BYTES_MAX: u64 = 1 << 20;
 
 /// Whether the pages of logs are kept in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Pages {
     Keep,
-    /// What is read now is in the plain file next, and the logs go: their pages would only take the room of those that it
+    /// The bytes move to the plain file next, and the logs go: their pages would only take the room of those that it
     /// needs.
     Forget,
 }
@@ -65,7 +65,7 @@ struct KeyLog<B: Backing> {
 enum BlockHolder {
     /// They are in the file with this index among those of the list.
     File(usize),
-    /// They have to be asked for.
+    /// The bytes have to be asked for.
     ToBeAsked,
     /// Nothing: firnd reads them.
     Unlisted,
@@ -112,11 +112,11 @@ fn range_in_span(span: &Span, position: u64, len: u64) -> Result<Range<u64>> {
     Ok(start..end)
 }
 
-/// Bytes of a block that nobody has looked at.
+/// Bytes of a block that has not been checked.
 struct Unchecked<'a> {
     key: Key,
     span: Arc<Span>,
-    /// Of the span.
+    /// Block of the span.
     block: u64,
     /// In the block.
     position: usize,
@@ -125,7 +125,7 @@ struct Unchecked<'a> {
 
 /// Bytes of a log that are to be read.
 struct LogPiece<'a, B: Backing> {
-    /// Whose log, which, and where in it.
+    /// Writer, log, and place in the log.
     place: (WriterId, u32, u64),
     /// Up to here the log has bytes that are as they were written.
     limit: u64,
@@ -134,7 +134,7 @@ struct LogPiece<'a, B: Backing> {
 }
 
 impl<B: Backing> LogPiece<'_, B> {
-    /// Where it ends in the log.
+    /// End in the log.
     fn end(&self) -> u64 {
         self.place.2 + self.buf.len() as u64
     }
@@ -189,7 +189,7 @@ impl<B: Backing> Container<B> {
                     Source::Hole | Source::Zeros => part.fill(0),
                     Source::Plain => {
                         let count = below(part, segment.file.start)?;
-                        // Cut by somebody who does not know of the container.
+                        // Cut by a program that does not know of the container.
                         part[count..].fill(0);
                     }
                     Source::Log { position, key, .. } => wanted.push(Wanted {
@@ -300,7 +300,7 @@ impl<B: Backing> Container<B> {
                 Check::Now => {
                     let bytes = self.load_block(base, key, &log.span, block, Pages::Keep)?;
                     if bytes.is_none() {
-                        // Who reads a damaged one through firnd is told.
+                        // A read of the damaged one through firnd reports the error.
                         return Ok(Some(BlockHolder::Unlisted));
                     }
                 }
@@ -374,7 +374,7 @@ impl<B: Backing> Container<B> {
         })
     }
 
-    /// What is wanted, by block: zeros where the block was given up, else by whether somebody has looked at it.
+    /// Wanted ranges, by block: zeros where the block was given up, else by whether the block was checked.
     fn split_blocks<'a>(
         &self,
         log: &KeyLog<B>,
@@ -430,7 +430,7 @@ impl<B: Backing> Container<B> {
                 key, span, block, ..
             } = &pieces[0];
             let whole = self.load_block(base, *key, span, *block, pages)?;
-            // Whoever reads a part of it reads the rest next.
+            // A reader of a part of the block reads the rest next.
             let window = Arc::new(Window {
                 start: span.position + block * CHECKED_BYTES,
                 bytes: whole.ok_or(Errno::IO)?,
@@ -444,8 +444,8 @@ impl<B: Backing> Container<B> {
         Ok(())
     }
 
-    /// Reads pieces that lie near each other in one log. Where they follow what was read last, more is read ahead: who
-    /// reads a file in its order, or his own pieces of it, goes through each log in its order.
+    /// Reads pieces that lie near each other in one log. Where they follow what was read last, more is read ahead: a
+    /// program that reads a file, or its own pieces of it, in order goes through each log in order.
     fn read_together(
         &self,
         base: &B,

@@ -137,7 +137,7 @@ pub(super) struct Tail<B: Backing> {
     /// Sorted indexes from its beginning on, each where the one before ends.
     pub(super) cover: Vec<Arc<Table<B>>>,
     pub(super) offset: u64,
-    /// It is not sorted before it has so many bytes.
+    /// The index is sorted once it has this many bytes.
     pub(super) sort_from: u64,
     pub(super) logs: HashMap<u32, Arc<B::File>>,
 }
@@ -160,7 +160,7 @@ impl<B: Backing> Tail<B> {
         self.cover.last().map_or(0, |table| table.part().end)
     }
 
-    /// Whether there is so much to sort that it should be.
+    /// Whether enough is unsorted to be sorted.
     pub(super) fn is_due(&self, bytes: u64) -> bool {
         self.offset >= self.sort_from && self.offset - self.covered() >= bytes
     }

@@ -187,11 +187,10 @@ fn regression_a_file_that_becomes_flat_meanwhile_is_opened_and_written() {
     });
 }
 
-/// A disk that is full at any page that flattening asks for: nobody reads other bytes, and the next try goes on.
+/// A disk that is full at any page that flattening asks for: readers get the same bytes, and the next try goes on.
 ///
-/// Proves S-log-5.
-/// A file with something left to do was forgotten once another host had flattened it. Opened and written again, it was
-/// flattened under its writer, who was told ENOENT.
+/// Proves S-log-5. A file with something left to do was forgotten once another host had flattened it. Opened and
+/// written again, it was flattened under its writer, whose write failed with ENOENT.
 #[test]
 fn regression_a_file_that_is_written_again_is_not_flattened_by_its_former_self() {
     let disk = SimBacking::new();
@@ -387,9 +386,10 @@ fn write_some<'n>(
         let mut data = vec![0; random.random_range(1..50_000)];
         random.fill(&mut data[..]);
         let at = random.random_range(0..150_000usize);
-        let parts = match random.random() {
-            true => random.random_range(1..20),
-            false => 1,
+        let parts = if random.random() {
+            random.random_range(1..20)
+        } else {
+            1
         };
         let written = spread(&data, parts, at);
         write_parts(host, &file, &written);
@@ -403,7 +403,7 @@ fn write_some<'n>(
     }
 }
 
-/// So many parts of `data`, with gaps between them from an offset on.
+/// Cuts `data` into `parts` parts, with gaps between them, beginning at the offset `at`.
 fn spread(data: &[u8], parts: usize, at: usize) -> Vec<(usize, &[u8])> {
     let len = data.len().div_ceil(parts);
     let parts = data.chunks(len).enumerate();
@@ -498,7 +498,7 @@ fn an_error_of_the_server_ends_a_write_and_no_container() {
 }
 
 #[test]
-fn a_frame_speaks_of_so_many_parts_and_the_next_one_of_the_rest() {
+fn a_frame_has_a_bounded_number_of_parts_and_the_next_one_the_rest() {
     let disk = SimBacking::new();
     let host = logged_by(&disk, "a");
     let me = suite::own_caller();
@@ -570,7 +570,8 @@ fn containers(disk: &SimBacking) -> usize {
     count
 }
 
-/// A file that another host removes or replaces while it is in logs: who has it open has its bytes, or is told.
+/// A file that another host removes or replaces while it is in logs: a program that has it open reads its bytes or an
+/// error.
 ///
 /// Proves S-log-15.
 #[test]
@@ -676,9 +677,9 @@ fn logs_of_a_removed_file_are_not_those_of_a_new_one() {
     assert_eq!(orphans.lost, [new], "it is kept, and named");
 }
 
-/// The same for a file that was flat before: its bytes are there for whoever has it open.
+/// The same for a file that was flat before: its bytes are there for each program that has it open.
 #[test]
-fn a_file_that_is_flat_is_whole_for_who_has_it_open() {
+fn a_file_that_is_flat_is_whole_while_it_is_open() {
     let disk = SimBacking::new();
     let a = logged_by(&disk.another_process(), "a");
     let b = logged_by(&disk.another_process(), "b");

@@ -546,7 +546,7 @@ fn damage(disk: &SimBacking, name: &str, random: &mut StdRng) {
 
 /// A host that dies at any call of sorting leaves what others read as before, and may go on in its next life.
 #[test]
-fn an_index_is_sorted_whoever_dies() {
+fn an_index_is_sorted_whichever_host_dies() {
     let mut random = StdRng::seed_from_u64(1);
     let changes: Vec<Change> = (0..40).map(|_| Change::random(&mut random)).collect();
     for step in 1.. {
@@ -633,7 +633,7 @@ fn plain_bytes(disk: &SimBacking) -> Vec<u8> {
 /// A flat file has the bytes of all logs. A host that dies at any call leaves what others can go on with, and readers see
 /// the same bytes at any moment; so does a power loss at that moment.
 #[test]
-fn a_file_is_flattened_whoever_dies() {
+fn a_file_is_flattened_whichever_host_dies() {
     for seed in 0..12 {
         let (first, expected) = written_world(&mut StdRng::seed_from_u64(seed));
         drop(first);
@@ -653,9 +653,10 @@ fn a_file_is_flattened_whoever_dies() {
             }
             let reader = world.host("c");
             let is_flat = reader.ending().expect("look").expect("there").is_flat();
-            let found = match is_flat.expect("look") {
-                true => plain_bytes(&world.disk),
-                false => reader.read().expect("read"),
+            let found = if is_flat.expect("look") {
+                plain_bytes(&world.disk)
+            } else {
+                reader.read().expect("read")
             };
             assert!(found == expected, "seed {seed}, step {step}: read");
 
@@ -675,7 +676,8 @@ fn a_file_is_flattened_whoever_dies() {
 
 /// Proves S-log-34.
 ///
-/// A container with a host that writes is not sealed; one whose host died is. Nobody begins to write to one that ends.
+/// A container with a host that writes is not sealed; one whose host died is. A container that ends accepts no new
+/// writers.
 #[test]
 fn a_container_ends_with_its_last_writer() {
     let world = World::new(0);
@@ -705,7 +707,7 @@ fn a_container_ends_with_its_last_writer() {
             .begin_writing()
             .expect("begin")
     );
-    assert!(ending(&b), "nobody that lives writes");
+    assert!(ending(&b), "no living host writes");
     assert!(
         !a.ending()
             .expect("look")

@@ -231,7 +231,7 @@ fn an_index_that_is_gone_is_named() {
             continue;
         };
         let names = names(&disk, &dir);
-        // Before, nobody can tell it from a host that has written nothing.
+        // Before, it looks the same as a host without writes.
         let is_sealed = names.iter().any(|name| name == "decision");
         let index = names.iter().find(|name| name.starts_with("i-"));
         let Some(index) = index.filter(|_| is_sealed) else {
@@ -408,13 +408,13 @@ fn what_cannot_be_told_is_not_given_up() {
 ///
 /// Proves S-log-33.
 #[test]
-fn a_container_of_somebody_else_is_not_believed() {
+fn a_container_of_another_user_is_not_believed() {
     type Change = fn(&SimBacking, &Inode);
     const VERSION: usize = 2;
     let changes: [Change; 6] = [
         |disk, dir| disk.set_mode(dir, 0o755).expect("mode"),
         |disk, dir| disk.set_owner(dir, Some(12345), None).expect("owner"),
-        // Who has read these before does not read them again.
+        // A host that has read these before does not read them again.
         |disk, dir| {
             disk.unlink(dir, OsStr::new("head")).expect("remove");
             let me = suite::own_caller();
@@ -429,7 +429,7 @@ fn a_container_of_somebody_else_is_not_believed() {
             let (index, _) = disk.lookup(dir, name).expect("lookup");
             disk.set_mode(&index, 0o666).expect("mode");
         },
-        // Half removed by somebody.
+        // Half removed.
         |disk, dir| disk.unlink(dir, OsStr::new("head")).expect("remove"),
         // Of a version whose heads were files.
         |disk, dir| {

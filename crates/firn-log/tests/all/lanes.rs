@@ -150,7 +150,7 @@ fn change(hosts: &[Logged; 2]) -> Result<(), Errno> {
 }
 
 /// The power fails at any call to the primary or a lane: each byte that was synced is there, or its file is as it was
-/// before; the file can be flattened, and nothing is left in a lane that nobody names.
+/// before. The file can be flattened, and no file in a lane is left without a name in the primary.
 #[test]
 fn without_power_at_any_call_no_byte_is_wrong() {
     let mut cuts = 0;
@@ -191,7 +191,7 @@ fn check_after_power_loss(world: &SimLanes, which: usize, step: u64, was_cut: bo
     let hosts = ["a", "b"].map(|host| logged(world, host));
     let shown = match read(&hosts[1], "shared") {
         Ok(shown) => shown.expect("it was synced"),
-        // Bytes that nobody had synced are lost, and are not shown.
+        // Bytes that were not synced are lost, and are not shown.
         Err(error) => {
             assert_eq!(error, Errno::IO, "{at}");
             return;
@@ -219,12 +219,12 @@ fn check_after_power_loss(world: &SimLanes, which: usize, step: u64, was_cut: bo
     let gone = read(&plain, "gone").unwrap_or_default().is_some();
     assert!(was_cut || !gone, "{at}");
     assert_eq!(containers(&plain), lost, "{at}");
-    // Nobody had synced the name of that file.
+    // The name of that file was not synced.
     assert!(
         lost.is_empty() || (was_cut && !gone && lost.len() == 1),
         "{at}: {lost:?}"
     );
-    // What nobody had synced may be left in a lane, where it is found.
+    // What was not synced may be left in a lane, where it is found.
     for orphan in plain.find_orphans().expect("walk") {
         plain.remove_orphan(&orphan).expect("remove");
     }
@@ -239,8 +239,8 @@ fn check_after_power_loss(world: &SimLanes, which: usize, step: u64, was_cut: bo
     }
 }
 
-/// Files in a lane that say whose they are. Who does not is left alone: this disk may keep bytes that were written after
-/// the mark was, and lose the mark.
+/// Files in a lane that say to which file they belong. Files without that mark are left alone: this disk may keep bytes
+/// that were written after the mark was, and lose the mark.
 fn count_marked(lane: &SimBacking) -> usize {
     firn_lanes::count_files(lane, common::PRIMARY_ID).expect("list")
 }

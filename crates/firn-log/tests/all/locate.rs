@@ -15,7 +15,7 @@ use firn_log::{LogBacking, Setup, WhenClosed};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
-/// Nobody looks around by himself.
+/// No host looks around by itself.
 const PATIENCE: Duration = Duration::from_secs(3600);
 const FILE_BYTES: u64 = 3000;
 /// As much as is asked for at once.
@@ -112,7 +112,7 @@ fn compare(
         assert!(located.end > from);
         let has_to_be_asked = |part: &&firn_backing::LocatedPart| part.file.is_none();
         let to_ask = located.parts.iter().find(has_to_be_asked);
-        // Or nobody would ever tell.
+        // Otherwise the part would never be told.
         assert!(to_ask.is_none_or(|part| part.offset > from));
         let next = to_ask.map_or(located.end, |part| part.offset);
         let mut at = from;
@@ -231,7 +231,7 @@ fn log_of(dir: &Path, host: &str) -> File {
     options.open(&logs[0]).expect("open a log")
 }
 
-/// Proves S-log-31: bytes of a block that is not as it was written are told to nobody, and those of its neighbours are.
+/// Proves S-log-31: bytes of a damaged block are not told, and those of its neighbours are.
 #[test]
 fn damaged_blocks_are_left_out() {
     let dir = tempfile::tempdir().expect("a directory");
@@ -257,8 +257,8 @@ fn damaged_blocks_are_left_out() {
     assert!(reader.read_at(&file, &mut buf, block as u64 + 5).is_err());
 }
 
-/// A flat file is one part, a file without names in logs is the kernel's, and nobody is told what is wrong in a moment.
-/// Who reads the bytes of one host does not wait for the checksums of another's.
+/// A flat file is one part, a file without names in logs is the kernel's, and what is about to be wrong is not
+/// told. A reader of the bytes of one host does not wait for the checksums of another's.
 #[test]
 fn only_the_host_is_checked_whose_bytes_are_asked_for() {
     let dir = tempfile::tempdir().expect("a directory");
@@ -285,7 +285,7 @@ fn only_the_host_is_checked_whose_bytes_are_asked_for() {
         [own(150), later(200), own(300), own(400), later(500)]
     );
     assert_eq!(told(500), [own(500)]);
-    // Each change has a checksum of its own, and that of 200 is wanted by nobody yet.
+    // Each change has a checksum of its own, and the one of 200 is not wanted yet.
     let known = [own(0), own(100), later(200), own(300), own(400), own(500)];
     assert_eq!(told(0), known);
 }
@@ -310,7 +310,7 @@ fn what_is_told_depends_on_where_the_file_is_and_for_how_long() {
     let beyond = one.locate(&file, 4000..u64::MAX, ALL).expect("locate");
     let beyond = beyond.expect("a list");
     assert_eq!((beyond.parts.len(), beyond.end), (0, u64::MAX));
-    // Who writes it sees it by other ways.
+    // The writing process sees it by other ways.
     let writer = open(&one, Access::Write);
     assert!(one.locate(&writer, 0..10, ALL).expect("locate").is_none());
     let hasty = host(dir.path(), "b", Duration::from_millis(10));

@@ -36,7 +36,7 @@ const HOSTS: [&str; 3] = ["a", "b", "c"];
 const NAMES: [&str; 3] = ["x", "y", "z"];
 const FILE_BYTES: u64 = 400;
 const STEPS: u64 = 80;
-/// Where listings lag, hosts read them anew after so many steps, and agree then.
+/// Where listings lag, hosts read them anew after this many steps, and agree then.
 const LAG_STEPS: u32 = 6;
 
 fn seeds(count: u64) -> std::ops::Range<u64> {
@@ -88,7 +88,7 @@ impl Op {
         if self.number < other.after[self.host] {
             return true;
         }
-        // Who sets a length acts by what it sees: one that has not seen the other may have nothing to do.
+        // A host sets a length by what it sees: one that has not seen the other change may have nothing to do.
         let is_seen = match other.change {
             Change::SetLen(_) | Change::Grow(_) => looks == Looks::Fresh,
             Change::Write(_) | Change::Zero(_) => true,
@@ -111,7 +111,7 @@ impl Op {
         }
     }
 
-    /// The file has at least so many bytes when it was made.
+    /// Least length of the file when the change was made.
     fn end(&self) -> u64 {
         match &self.change {
             Change::Write(range) => range.end,
@@ -198,7 +198,7 @@ impl Model {
         values
     }
 
-    /// The file has at least so many bytes: those of changes after which, for certain, no shorter cut comes.
+    /// Least length of the file: by the changes after which, for certain, no shorter cut comes.
     fn least_len(&self, looks: Looks) -> u64 {
         let certain = self.ops.iter().filter(|op| !op.is_doubtful);
         let may_be_cut = |op: &Op| {
@@ -209,7 +209,7 @@ impl Model {
         stays.map(Op::end).max().unwrap_or(0)
     }
 
-    /// And at most so many: those that no cut took for certain.
+    /// Greatest length: by the changes that no cut took for certain.
     fn most_len(&self, looks: Looks) -> u64 {
         let left = |op: &Op| {
             let cuts = self.ops.iter().filter(|other| !other.is_doubtful);
@@ -333,9 +333,10 @@ impl<G: Ground> World<G> {
     }
 
     fn looks(&self) -> Looks {
-        match self.lags() {
-            true => Looks::Lag,
-            false => Looks::Fresh,
+        if self.lags() {
+            Looks::Lag
+        } else {
+            Looks::Fresh
         }
     }
 
@@ -729,7 +730,7 @@ impl<G: Ground> World<G> {
         }
         self.alive.lock().extend(HOSTS.map(String::from));
         let expected = NAMES.map(|name| self.read(0, name));
-        // What a host that died left is ended by whoever opens it.
+        // The next open ends what a dead host left.
         for (name, ino) in self.names.clone() {
             let backing = &self.hosts[0].backing;
             let (inode, attr) = backing
@@ -754,7 +755,7 @@ impl<G: Ground> World<G> {
             host.backing.end_removals().expect("end");
         }
         let orphans = self.hosts[0].backing.find_orphans().expect("find");
-        // Who removes a file and has not seen its logs does not say that they may go.
+        // A host that removes a file without having seen its logs does not mark them for removal.
         assert!(self.lags() || orphans.lost.is_empty(), "{orphans:?}");
         let mut left = containers(&self.plain);
         left.retain(|name| !orphans.lost.contains(name));

@@ -136,7 +136,7 @@ fn count_calls(work: &dyn Fn(&Logged)) -> u64 {
 }
 
 fn unlink(host: &Logged) {
-    // It dies in it, or nobody asks.
+    // The host dies in it, or the result does not matter.
     let _ = host.unlink(&host.root(), OsStr::new("x"));
     let _ = host.settle();
 }
@@ -321,7 +321,7 @@ fn regression_logs_that_are_made_while_a_file_is_removed_go_with_it() {
     }
 }
 
-/// Proves S-log-71: who flattens all files is not held up by them, nor told of them.
+/// Proves S-log-71: a flattening of all files is not held up by them, and does not report them.
 #[test]
 fn a_flattening_of_all_files_ends_removals_too() {
     for at in 1..=count_calls(&unlink) {

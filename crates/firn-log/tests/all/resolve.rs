@@ -127,9 +127,10 @@ fn limit_of(cut: &(Key, Change, Vec<u8>), key: Key) -> u64 {
     let (cut_key, Change::Cut(cut), _) = cut else {
         return u64::MAX;
     };
-    let seen = match cut_key.writer == key.writer {
-        true => cut_key.frame,
-        false => *cut.seen.get(&writer(host_of(key.writer))).unwrap_or(&0),
+    let seen = if cut_key.writer == key.writer {
+        cut_key.frame
+    } else {
+        *cut.seen.get(&writer(host_of(key.writer))).unwrap_or(&0)
     };
     if key.frame < seen { cut.len } else { u64::MAX }
 }

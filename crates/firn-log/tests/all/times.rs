@@ -1,4 +1,4 @@
-//! The modification time of a file in logs: whoever sets it, and whatever is flattened meanwhile, it is kept.
+//! The modification time of a file in logs is kept, by whichever host it is set, and whatever is flattened meanwhile.
 
 use std::ffi::OsStr;
 use std::io::IoSlice;

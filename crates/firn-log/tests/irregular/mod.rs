@@ -10,7 +10,7 @@ use firn_backing::{Access, Backing, Caller, DataPart, Files, Names, Volume};
 use firn_log::{LogBacking, Setup, WhenClosed};
 
 pub const PIECE_BYTES: u64 = 16;
-/// Each piece begins in a slot of so many bytes, not always at the same place of it.
+/// Each piece begins in a slot of this many bytes, not always at the same place of it.
 const SLOT_BYTES: u64 = 32;
 const PARTS_PER_WRITE: u64 = 16_384;
 const NAME: &str = "file";
@@ -118,7 +118,7 @@ pub fn check(host: &impl Backing, pieces: u64, every: u64) {
 }
 
 #[allow(dead_code)] // Of the benchmark.
-/// Flattens it: nobody that lives writes to it any more.
+/// Flattens the file, to which no living host writes any more.
 pub fn flatten(host: &Logged) {
     drop(open(host, Access::ReadWrite));
     assert!(host.settle().is_empty(), "it is flat");

@@ -80,7 +80,7 @@ unsafe fn truncate_on_tree(path: *const c_char, size: off64_t) -> Result<(), c_i
         return Err(-result as c_int);
     }
     let fd = result as c_int;
-    // SAFETY: the descriptor was just opened, and nobody else closes it.
+    // SAFETY: the descriptor was just opened, and only this value closes it.
     let _closed_at_the_end = unsafe { Descriptor::from_raw_fd(fd) };
     // SAFETY: the caller's string.
     unsafe { check_may_write(fd, path)? };
@@ -174,7 +174,7 @@ pub(super) fn file_on_tree(dir: c_int, path: *const c_char, flags: c_int) -> Opt
     (result == 0 && is_regular && trees::has_stubs(device)).then_some((device, stat.stx_ino))
 }
 
-/// Before a time is set: firnd tells the stub of what was written until now, so that it does not later.
+/// Called before a time is set: firnd tells the stub of earlier writes now, so that it does not later.
 fn settle_fd(fd: c_int) {
     if tag_of(fd) == tag::STUB {
         let _ = stub::attr_of_fd(fd);

@@ -1,8 +1,8 @@
-//! Locks of ranges that begin at the offset or at the end of the file, fcntl(2) and lockf(3): the kernel knows neither
-//! while the offset is private, and of a stub it never knows the end.
+//! Locks of ranges that begin at the offset or at the end of the file, fcntl(2) and lockf(3). The kernel knows neither
+//! while the offset is private, and never knows the end of a stub.
 //!
-//! The kernel keeps locks of stubs on this host. Where other hosts use the files too, they would keep nobody out there, so they
-//! are refused with ENOLCK, and flock(2) with them.
+//! The kernel keeps locks of stubs on this host only. They would not exclude other hosts that use the files, so they
+//! are refused with ENOLCK there, and flock(2) with them.
 
 use std::ffi::{c_int, c_short};
 
@@ -76,7 +76,7 @@ pub(super) unsafe fn lock_range(fd: c_int, command: c_int, arg: usize) -> c_int 
     lock.l_whence = libc::SEEK_SET as c_short;
     let result = forward!(FCNTL(fd, command, &raw mut lock as usize));
     if result == 0 && matches!(command, libc::F_GETLK | libc::F_OFD_GETLK) {
-        // SAFETY: the program gave the lock to be written. Where nobody has one, only its type changes.
+        // SAFETY: the program gave the lock to be written. Where the range is unlocked, only its type changes.
         unsafe {
             if c_int::from(lock.l_type) == libc::F_UNLCK {
                 (&raw mut (*given).l_type).write_unaligned(lock.l_type);

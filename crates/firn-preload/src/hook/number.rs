@@ -78,7 +78,7 @@ fn forget_number(fd: c_int) {
     }
 }
 
-/// The kernel just gave a descriptor that somebody else had before.
+/// The kernel just gave a number that an earlier descriptor had.
 pub(super) fn note_taken(fd: c_int) {
     forget_number(fd);
     table::forget_tag(fd);
@@ -192,7 +192,7 @@ unsafe fn do_sendmmsg(
     count: c_uint,
     flags: c_int,
 ) -> c_int {
-    // SAFETY: the program gave so many messages to sendmmsg(2).
+    // SAFETY: the program gave `count` messages to sendmmsg(2).
     unsafe {
         for index in 0..count as usize {
             share::share_sent(&raw const (*messages.wrapping_add(index)).msg_hdr);

@@ -193,7 +193,8 @@ unsafe fn do_statx(
         && flags & libc::AT_STATX_DONT_SYNC == 0
         && devices::is_known_mount(device)
     {
-        // Whoever does not ask for the size gets the kernel's old one, marked as valid, after writes by direct access.
+        // A call that does not ask for the size gets the kernel's old one, marked as valid, after writes by direct
+        // access.
         return forward!(STATX(
             dir,
             path,

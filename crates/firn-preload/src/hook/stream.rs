@@ -85,8 +85,9 @@ unsafe extern "C" fn do_fopen(
 
 /// A stream of ours over a stub that is there already; `None`: the path leads to none.
 ///
-/// The C library opens no stream of its own here, which would have to be closed: a close ends the locks (fcntl(2)) that the
-/// program holds on the file by a descriptor of its own. On a file that is only made now there are none.
+/// The C library must not open a stream of its own here. That stream would have to be closed, and a close ends the
+/// locks (fcntl(2)) that the program holds on the file by a descriptor of its own. On a file that is only made now
+/// there are none.
 ///
 /// # Safety
 /// Two C strings.
@@ -107,14 +108,14 @@ unsafe fn open_on_tree(
         return Some(std::ptr::null_mut());
     }
     let fd = fd as c_int;
-    // SAFETY: an open descriptor that nobody has used, and the mode of its stream.
+    // SAFETY: an open descriptor that is still unused, and the mode of its stream.
     Some(unsafe { open_stream(fd, mode, flags, before) })
 }
 
 /// A stream over a descriptor that was just opened.
 ///
 /// # Safety
-/// Nobody else knows the descriptor yet; the mode is a C string.
+/// Only this thread knows the descriptor yet; the mode is a C string.
 unsafe fn open_stream(fd: c_int, mode: *const c_char, flags: c_int, before: &Moment) -> *mut FILE {
     // SAFETY: the caller's promise.
     unsafe {
@@ -149,7 +150,7 @@ unsafe fn over_stub(
     flags: c_int,
     before: &Moment,
 ) -> *mut FILE {
-    // SAFETY: an open stream that nobody has used, and the mode that opened it.
+    // SAFETY: an open stream that is still unused, and the mode that opened it.
     unsafe {
         let fd = libc::fileno(file);
         let copy = if flags & libc::O_CLOEXEC != 0 {

@@ -18,8 +18,8 @@ use crate::{lock, share, trees};
 /// The six arguments of a system call; those that the program did not give may be anything.
 type Arguments = [usize; 6];
 
-/// Finds who makes a system call: the C library's function, or [`make_call`]. Whoever makes it gets the arguments as the
-/// program passed them: of the calls that begin a process some return on another stack.
+/// Finds the function that makes a system call: the C library's, or [`make_call`]. That function gets the arguments as
+/// the program passed them: of the calls that begin a process some return on another stack.
 extern "C" fn find_maker(number: c_long) -> *const c_void {
     match number {
         #[cfg(target_arch = "x86_64")]
@@ -93,7 +93,8 @@ macro_rules! hooked {
             match number {
                 $($(#[$when])* libc::$number => true,)*
                 libc::SYS_openat2 | libc::SYS_pidfd_getfd => true,
-                // Rings move bytes of stubs in the kernel, which has none: who may not have one makes plain calls.
+                // Rings move bytes of stubs in the kernel, which has none: a program that is refused a ring makes plain
+                // calls.
                 libc::SYS_io_uring_setup => trees::has_trees(),
                 _ => false,
             }

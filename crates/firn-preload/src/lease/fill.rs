@@ -10,7 +10,7 @@ use crate::memory::{Readable, Run, Source};
 use crate::sys;
 use crate::table::Held;
 
-/// Who has written much will write as much again, up to what the leases of one answer hold.
+/// A program that has written much will write as much again, up to what the leases of one answer hold.
 const WANTED_BYTES_MAX: u64 = 16 << 20;
 
 /// Puts bytes of a file at `offset` into leases; how many of `total`, and why not all of them.

@@ -14,7 +14,7 @@ const QUESTIONS_MAX: u32 = 64;
 /// From here on no file has bytes: such a question tells whether a list still holds.
 const BEYOND_FILES: u64 = i64::MAX as u64;
 
-/// Fetches a list for who reads at an offset; how firnd answered.
+/// Fetches a list for a read at the offset `at`. Returns firnd's answer.
 pub(crate) fn fetch_list(held: &mut Held, at: u64) -> Option<Status> {
     let token = devices::first_token(held.token).or_else(|| devices::token_of(held.fd))?;
     held.list.map_extents()?;
@@ -146,7 +146,7 @@ pub(crate) fn ask_again(held: &mut Held, at: u64) -> Option<Option<Extent>> {
     Some(held.list.find_extent(at))
 }
 
-/// Whether a list still holds; asks firnd where nobody knows.
+/// Whether a list still holds; asks firnd where this process cannot tell.
 pub(crate) fn is_valid(held: &mut Held) -> bool {
     if !held.list.is_expired() {
         return true;

@@ -72,7 +72,7 @@ impl ListFile {
         sys::own_identity(self.fd) == Some(self.identity)
     }
 
-    /// Closes it, unless its number is somebody else's.
+    /// Closes it, unless its number was reused by another descriptor.
     pub(crate) fn close(self) {
         release_number(self.fd);
         if self.is_same() {
@@ -81,7 +81,7 @@ impl ListFile {
         FILES_OPEN.fetch_sub(1, Ordering::AcqRel);
     }
 
-    /// Gives it another number; false where there is none.
+    /// Gives the file another number; false where there is none.
     pub(crate) fn move_away(&mut self, owner: c_int) -> bool {
         let fd = sys::borrow(self.fd).filter(|_| self.is_same());
         let moved = fd.and_then(|fd| rustix::io::fcntl_dupfd_cloexec(fd, self.fd + 1).ok());

@@ -48,8 +48,8 @@ pub(crate) fn attr_of_fd(fd: c_int) -> Option<Result<Attr, c_int>> {
     }
 }
 
-/// Of what a path leads to, if that still is the stub with this inode number on this device; `None`: it is
-/// none, or nobody wrote to it.
+/// Attributes of what a path leads to, if that still is the stub with this inode number on this device. `None` if it is
+/// not, or if the stub has no writes.
 pub(crate) fn attr_of_path(
     dir: c_int,
     path: *const libc::c_char,

@@ -18,7 +18,7 @@ use crate::stub::write::{OwnConnection, append_source, write_source};
 use crate::sys;
 use crate::table::{Entry, Held, stub_mark, stub_mark_of};
 
-/// Makes the offset private where nobody shares it.
+/// Makes the offset private where the descriptor is not shared.
 fn own_offset(held: &mut Held) {
     // A child that is being made would find the kernel's offset parked.
     let is_own = stub_mark_of(held.fd) == stub_mark::OWN && !sharing::is_under_way();
@@ -103,8 +103,7 @@ fn bytes_within_limit(held: &Held, at: Option<u64>, total: usize) -> Result<usiz
     Ok(total.min(usize::try_from(limit - from).unwrap_or(usize::MAX)))
 }
 
-/// What comes before a write or read: the access mode `forbidden` fails, 0 bytes are done, and firnd knows the
-/// descriptor.
+/// The file that is locked as long as this host lives.
 fn prepare_call(held: &mut Held, forbidden: c_int, total: usize) -> Result<(), Handled> {
     if held.stub.flags & libc::O_ACCMODE == forbidden {
         return Err(Handled::of(Err(libc::EBADF)));

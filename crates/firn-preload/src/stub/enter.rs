@@ -36,7 +36,7 @@ pub(crate) fn lock_stub(fd: c_int) -> Entered {
         if found.is_some_and(|(identity, _)| identity == held.identity) {
             return Entered::Held(held);
         }
-        // Closed by a raw call: firnd is told at once, and nobody waits for a firnd that is gone.
+        // Closed by a raw call: firnd is told at once, and a firnd that is gone is not waited for.
         let adopted = held.stub.adopted;
         let link = held.link;
         let token = held.token;

@@ -51,11 +51,11 @@ pub(crate) unsafe fn map_copy(
         return Some(start);
     }
     let bytes = size.saturating_sub(offset as u64).min(len as u64) as usize;
-    // SAFETY: memory that was just mapped for writing, of which nobody knows yet.
+    // SAFETY: memory that was just mapped for writing, and is known to this function only.
     let run: Run<'_, Writable> = unsafe { Run::new(start as *mut c_void, bytes) };
     let filled = run.as_memory(|target| copy_file(&mut held, target, offset as u64, bytes));
     if let Err(errno) = filled {
-        // SAFETY: as just mapped; nobody knows of it yet.
+        // SAFETY: as just mapped; known to this function only.
         unsafe { syscall!(libc::SYS_munmap, start, len) };
         return Some(-(errno as isize));
     }

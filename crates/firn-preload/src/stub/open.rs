@@ -65,7 +65,7 @@ pub(crate) fn register_copy(fd: c_int) {
         return;
     }
     mark_stub(fd, stub_mark::SHARED);
-    // At once: a stub without a name lives as long as firnd knows somebody who has it open.
+    // At once: a stub without a name lives as long as firnd knows of an open descriptor.
     if let Entered::Held(mut held) = lock_stub(fd) {
         let _ = adopt(&mut held);
     }
@@ -139,7 +139,7 @@ pub(crate) fn close_stub(fd: c_int) -> isize {
     result
 }
 
-/// Tells firnd that the descriptor is closed. `once`: if firnd is gone, nobody needs to know.
+/// Tells firnd that the descriptor is closed. `once`: without retries, for a firnd that may be gone.
 fn release_token(held: &mut Held, once: bool) -> Result<(), c_int> {
     give_back(held);
     if once {

@@ -17,9 +17,9 @@ use crate::stub::request::{ask_size, send_request};
 use crate::stub::write::write_run;
 use crate::table::Held;
 
-/// Bytes by requests where there is no connection for leases.
+/// Bytes that go by requests where there is no connection for leases.
 const UNCONNECTED_BYTES: u64 = 128 << 10;
-/// A read of so many bytes is worth asking for the list.
+/// A read of at least this many bytes is worth asking for the list.
 const LIST_BYTES_MIN: u64 = 4 << 10;
 
 /// firnd, over the data socket, as a descriptor's fallback.
@@ -132,7 +132,7 @@ impl Fallback for Socket {
             libc::SEEK_END => (ask_size(held)? as i64)
                 .checked_add(offset)
                 .ok_or(libc::EOVERFLOW)?,
-            // All of a file is data, up to its end: what POSIX allows to who does not know better.
+            // All of a file is data, up to its end: POSIX allows this answer where holes are not known.
             libc::SEEK_DATA | libc::SEEK_HOLE => {
                 let size = ask_size(held)? as i64;
                 if offset < 0 || offset >= size {

@@ -1,7 +1,7 @@
 //! The bytes of write(2) as requests: to an offset, in parts of a packet; to the end of the file, in one request.
 //!
 //! Promises
-//! * A count is that of the bytes that are stored. Where nobody knows it, the call fails ([`WriteError::Unknown`]).
+//! * A count is that of the bytes that are stored. Where it is not known, the call fails ([`WriteError::Unknown`]).
 //! * An append is one request, so that firnd stores it between two others and never twice. What does not fit into a packet
 //!   goes as a file in memory (memfd_create(2)), in which firnd notes how far it came: the next firnd finishes it.
 
@@ -50,7 +50,7 @@ impl Requester for Held {
     }
 }
 
-/// Over a connection for one call: of a signal handler that interrupts whoever has the other one.
+/// A connection for one call: for a signal handler that interrupts the thread with the usual connection.
 pub(crate) struct OwnConnection {
     connection: Connection,
     token: u64,
@@ -195,7 +195,7 @@ pub(crate) fn new_memory_file() -> Option<Descriptor> {
         // SAFETY: the kernel reads the name, a C string.
         let fd = unsafe { syscall!(libc::SYS_memfd_create, name, flags) };
         if fd >= 0 {
-            // SAFETY: a new descriptor that nobody else knows.
+            // SAFETY: a new descriptor, known to this function only.
             return Some(unsafe { Descriptor::from_raw_fd(fd as c_int) });
         }
         if fd != -(libc::EINVAL as isize) {
@@ -236,7 +236,7 @@ pub(crate) fn write_memory_file(fd: c_int, file: &Descriptor) -> Result<(), c_in
     }
     let (prot, flags) = (libc::PROT_READ, libc::MAP_PRIVATE);
     let number = file.as_fd().as_raw_fd();
-    // SAFETY: a new mapping of a file that nobody else knows.
+    // SAFETY: a new mapping of a file that only this function knows.
     let start = unsafe { syscall!(libc::SYS_mmap, 0usize, len, prot, flags, number, 0usize) };
     if start < 0 {
         return Err(start.wrapping_neg() as c_int);

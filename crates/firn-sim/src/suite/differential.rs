@@ -26,7 +26,7 @@ enum Op {
     SetXattr(Place, u8, i32),
     RemoveXattr(Place, u8),
     Write(Place, u64, Vec<u8>),
-    /// Parts of these bytes, each so many bytes after the beginning of the one before. Not in order.
+    /// Parts of these bytes, each this many bytes after the beginning of the one before. Not in order.
     WriteParts(Place, u64, u64, Vec<Vec<u8>>),
     Truncate(Place, u64),
     Punch(Place, u64, u64),

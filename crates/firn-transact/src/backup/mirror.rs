@@ -55,7 +55,7 @@ impl Stamp {
 /// The backup's directory for this mount.
 pub(crate) struct Mirror<B: Backing> {
     pub(super) store: B,
-    /// By the serial numbers of their transactions.
+    /// Copies by the serial numbers of their transactions.
     copies: Mutex<HashMap<u64, Arc<Slot<B>>>>,
     /// Directories of transactions that are over, which are not removed yet.
     pub(super) over: Mutex<BTreeSet<String>>,
@@ -95,7 +95,7 @@ impl<B: Backing> Place<B> {
 pub(super) struct Copy<B: Backing> {
     pub(super) name: String,
     pub(super) dir: B::Inode,
-    /// At the last round.
+    /// What the last round saw.
     pub(super) seen: HashMap<String, Stamp>,
     pub(super) copied: HashMap<String, CopiedFile>,
     /// A manifest may be there.
@@ -123,7 +123,7 @@ impl<B: Backing> Copy<B> {
         }
     }
 
-    /// What the backup has of a file, if that is the same still.
+    /// What the backup has of a file, if the file is unchanged.
     pub(super) fn find_copied(&self, file: &str, now: Stamp) -> Option<&Content> {
         let copied = self.copied.get(file)?;
         (copied.stamp == now).then_some(&copied.content)
@@ -179,7 +179,7 @@ impl<B: Backing> Mirror<B> {
             slot.hurry.fetch_add(u32::from(hurries), Ordering::Relaxed);
             let mut place = slot.place.take();
             slot.hurry.fetch_sub(u32::from(hurries), Ordering::Relaxed);
-            // Its transaction ended while this waited.
+            // Its transaction ended during the wait.
             if place.is_removed {
                 continue;
             }
@@ -224,7 +224,7 @@ impl<B: Backing> Mirror<B> {
         });
         let mut told = self.told.lock();
         let Told { progress, at } = told.entry(scope.serial).or_default();
-        // A round that left all bytes has not written: what kept the last one from writing may last.
+        // A round that left all bytes has not written: its obstacle may last.
         let has_written = left_bytes == 0 || copied > progress.copied_bytes;
         if let Err(error) = result {
             progress.error = Some(error.to_string());

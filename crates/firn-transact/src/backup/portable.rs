@@ -16,7 +16,7 @@ type Found<B> = (Vec<u8>, <B as Volume>::Inode);
 /// Finds the names that the objects of a record have in the backing, which is as it was before it.
 pub(super) struct Paths<'a, B: Backing> {
     base: &'a B,
-    /// Of the top.
+    /// Device of the top.
     device: u64,
     log: &'a ChangeLog,
     entries: HashMap<u64, &'a LogEntry>,
@@ -84,9 +84,10 @@ impl<'a, B: Backing> Paths<'a, B> {
         let Some(inode) = found else {
             let is_idle = !entry.is_dir && entry.after.is_empty() && !entry.redo.changes_in_place();
             let number = entry.number;
-            return match is_idle {
-                true => Ok(None),
-                false => Err(BackupError::NoPath { number }),
+            return if is_idle {
+                Ok(None)
+            } else {
+                Err(BackupError::NoPath { number })
             };
         };
         let attr = self.base.attr(&inode)?;

@@ -142,7 +142,7 @@ impl<B: Backing> Backups<B> {
         mirror.with_place(scope.serial, |place| place.is_whole())
     }
 
-    /// Makes the backup whole, durably. Nobody changes what is staged meanwhile.
+    /// Makes the backup whole, durably. The caller keeps the staged copies unchanged until it returns.
     pub(crate) fn back_up(&self, scope: &Scope<B>, record: &ChangeLog) -> Result<(), BackupError> {
         let Some(mirror) = self.mirror.get() else {
             return Ok(());
@@ -221,7 +221,7 @@ impl<B: Backing> Backups<B> {
             _ if attr.kind != Kind::File => None,
             Some(content) => Some(content.clone()),
             None => {
-                // Not taken down as copied: where the prepare fails, a change soon after may leave the same times.
+                // Not recorded as copied: where the prepare fails, a change soon after may leave the same times.
                 copy.copied.remove(&file);
                 let to_end = || true;
                 let dir = &copy.dir;
@@ -416,7 +416,7 @@ impl<B: Backing> Round<'_, B> {
         Ok(())
     }
 
-    /// False: it changed meanwhile, or somebody waits for this round to end.
+    /// False: the file changed during the copy, or another thread waits for this round to end.
     fn copy_file(
         &mut self,
         file: String,

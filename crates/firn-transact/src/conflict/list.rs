@@ -13,7 +13,7 @@ use super::ranges::Ranges;
 /// The header of its file.
 pub const SEAL: Seal = Seal {
     magic: *b"FIRNACCS",
-    version: 1,
+    version: 2,
 };
 
 /// Why the bytes of a list are none.
@@ -48,7 +48,7 @@ pub struct Name {
 /// What one process did with one file.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Process {
-    /// Its number; 0: nobody knows.
+    /// Process id; 0: unknown.
     pub pid: u32,
     read: Vec<(u64, u64)>,
     written: Vec<(u64, u64)>,
@@ -95,7 +95,7 @@ fn pack(ranges: &Ranges) -> Vec<(u64, u64)> {
     ranges.iter().map(one).collect()
 }
 
-/// Whatever the numbers are, the ranges come in order, do not overlap, and have bytes.
+/// For any numbers, the ranges come in order, do not overlap, and have bytes.
 fn unpack(packed: &[(u64, u64)]) -> impl Iterator<Item = (u64, u64)> + '_ {
     let ranges = packed.iter().scan(0u64, |end, &(gap, len)| {
         let start = end.saturating_add(gap);
@@ -112,7 +112,7 @@ pub struct File {
     pub ino: u64,
     /// A path of it relative to the backing, for people.
     pub path: Vec<u8>,
-    /// By process.
+    /// Processes, by their numbers.
     pub processes: Vec<Process>,
 }
 
@@ -127,6 +127,8 @@ pub struct Published {
     pub used: Vec<Name>,
     /// Names that it made, changed or took away, with their paths.
     pub changed: Vec<(Name, Vec<u8>)>,
+    /// New directories, and what is in them, by path: whether it is a directory, which several hosts may make.
+    pub made: Vec<(Vec<u8>, bool)>,
     /// Objects whose owner, mode or extended attributes it changed, with their paths.
     pub attributes: Vec<(u64, Vec<u8>)>,
 }
@@ -207,13 +209,14 @@ mod tests {
                 },
                 b"x".to_vec(),
             )],
+            made: vec![(b"dir/new".to_vec(), true)],
             attributes: vec![(9, b"y".to_vec())],
         }
     }
 
     /// Found by fuzzing: a conflict about no bytes could not be reported.
     #[test]
-    fn regression_ranges_without_bytes_conflict_with_nobody() {
+    fn regression_ranges_without_bytes_conflict_with_no_host() {
         let strange = vec![(0, 0), (7, 0), (u64::MAX, 1), (1, u64::MAX)];
         let process = Process {
             pid: 1,

@@ -8,7 +8,7 @@ use parking_lot::Mutex;
 
 use super::ranges::Ranges;
 
-/// Files are spread over so many tables, so that threads seldom meet.
+/// Number of tables over which the files are spread, so that threads seldom meet.
 const SHARDS: usize = 16;
 
 /// How bytes are used.
@@ -16,7 +16,7 @@ const SHARDS: usize = 16;
 pub enum Access {
     /// They were read, or there were none to read.
     Read,
-    /// They were written, cut off or cleared.
+    /// The bytes were written, cut off or cleared.
     Write,
 }
 
@@ -43,9 +43,9 @@ impl Accesses {
 pub struct Used {
     /// Its inode in the backing.
     pub ino: u64,
-    /// A path that it had when it was used first, relative to the backing.
+    /// A path of the file at its first use, relative to the backing.
     pub path: Vec<u8>,
-    /// By process; 0: nobody knows which.
+    /// Accesses by process id; 0: unknown process.
     pub processes: BTreeMap<u32, Accesses>,
 }
 
@@ -72,8 +72,8 @@ impl Log {
         self.on.load(Ordering::Acquire)
     }
 
-    /// Takes an access of process `pid` to the file `ino` down; 0: nobody knows which process. `path` is asked
-    /// when the file is new here.
+    /// Records an access of process `pid` (0: unknown) to the file `ino`. `path` is called only for a file that is
+    /// new to this log.
     pub fn add(
         &self,
         ino: u64,

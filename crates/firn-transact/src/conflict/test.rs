@@ -1,4 +1,4 @@
-//! Whether what several hosts did goes together.
+//! Whether the accesses of several hosts are compatible.
 //!
 //! The ranges of a file that several hosts use are looked at in the order of their starts. A range
 //! conflicts with one before it if that one ends behind its start; the furthest ends so far, of the two hosts
@@ -20,7 +20,7 @@ use super::log::Access;
 pub struct Party {
     /// The host.
     pub host: String,
-    /// The process; 0: nobody knows which.
+    /// Process id; 0: unknown.
     pub pid: u32,
     /// Whether it wrote.
     pub writes: bool,
@@ -36,7 +36,7 @@ impl fmt::Display for Party {
     }
 }
 
-/// What two hosts do not agree about.
+/// Kind of a conflict between two hosts.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum What {
@@ -55,7 +55,7 @@ pub struct Conflict {
     pub path: BytePath,
     /// What of it.
     pub what: What,
-    /// Those who do not go together; of a name or of attributes without processes.
+    /// The two parties of the conflict; without processes if the conflict is over a name or attributes.
     pub parties: [Party; 2],
 }
 
@@ -132,6 +132,7 @@ pub fn test(lists: &[Published]) -> Report {
         }
     }
     test_names(lists, &mut report);
+    test_made(lists, &mut report);
     test_attributes(lists, &mut report);
     report.conflicts.sort();
     report
@@ -194,7 +195,7 @@ fn test_file(lists: &[Published], users: &[(usize, &File)], report: &mut Report)
     items.sort_unstable_by_key(|item| item.start);
     let mut any = Furthest::default();
     let mut writes = Furthest::default();
-    // Where the last read and the last write of each process end.
+    // Ends of the last read and the last write of each process.
     let mut ends = vec![(0u64, 0u64); processes.len()];
     let path = || users[0].1.path.as_slice().into();
     let party = |index: usize, access| {
@@ -290,6 +291,26 @@ fn test_names(lists: &[Published], report: &mut Report) {
                     parties: [
                         without_process(&lists[by].host, true),
                         without_process(&list.host, false),
+                    ],
+                });
+            }
+        }
+    }
+}
+
+/// What several hosts make in directories that all of them make.
+fn test_made(lists: &[Published], report: &mut Report) {
+    let mut made: HashMap<&[u8], (usize, bool)> = HashMap::new();
+    for (host, list) in lists.iter().enumerate() {
+        for (path, is_dir) in &list.made {
+            let first = *made.entry(path).or_insert((host, *is_dir));
+            if first.0 != host && !(first.1 && *is_dir) {
+                report.add(|| Conflict {
+                    path: path.as_slice().into(),
+                    what: What::Name,
+                    parties: [
+                        without_process(&lists[first.0].host, true),
+                        without_process(&list.host, true),
                     ],
                 });
             }

@@ -28,7 +28,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         match known.commit {
             Some(commit) if commit.is_recovered() => {
                 self.apply_recovered(&commit, &path)?;
-                // Its objects were not those that programs look up.
+                // Programs looked up other objects than the scope's.
                 place = Place::directory(&path);
             }
             // Data written after the commit is not part of the new transaction, and cannot drain before it is applied.

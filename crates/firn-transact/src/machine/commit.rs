@@ -127,9 +127,10 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         let plan = Plan {
             id,
             next,
-            application: match is_later {
-                true => Application::AfterAnswer,
-                false => Application::BeforeAnswer,
+            application: if is_later {
+                Application::AfterAnswer
+            } else {
+                Application::BeforeAnswer
             },
             path_after: Vec::new(),
         };
@@ -190,7 +191,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         if commit.is_recovered() {
             self.apply_recovered(&commit, commit.scope())?;
         } else if let Err(error) = self.apply(&commit) {
-            // Asked again, it is the commit that is meant and not the one after it.
+            // A repeated request means this commit and not the one after it.
             if plan.next == NextBegin::AtDecision {
                 commit.give_up_next();
             }

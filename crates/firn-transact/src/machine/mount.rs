@@ -25,7 +25,7 @@ pub enum Event {
     Begin,
     /// No change may begin, and those under way are waited for.
     Quiesce,
-    /// Nothing changes, and what was written is where it belongs: the backing, or nowhere.
+    /// Nothing changes, and what was written is in the backing or dropped.
     Drained,
     /// It is durable, its outcome open.
     Prepared,
@@ -77,7 +77,7 @@ pub trait Mount<B: Backing> {
     /// Takes back what [`Mount::take_accesses`] gave.
     fn put_accesses_back(&self, used: Vec<Used>);
 
-    /// What processes use below `path` does not count any more.
+    /// Ends the count of what processes used below `path`.
     fn end_accesses(&self, path: &[u8]);
 
     /// Begins to wait for other hosts. Each call of what it returns rests before the next look at them; `false`: the

@@ -387,9 +387,10 @@ fn a_begin_applies_the_commit_before_only_where_data_waits_for_it() {
         for verb in [Verb::Begin, commit(5, false, true), Verb::Begin] {
             assert!(trace(&store, &mount, verb, TOP).1.is_ok());
         }
-        let expected = match is_drained {
-            true => vec![Stage::Decided(5), Stage::Open],
-            false => vec![Stage::Open],
+        let expected = if is_drained {
+            vec![Stage::Decided(5), Stage::Open]
+        } else {
+            vec![Stage::Open]
         };
         assert_eq!(stages(&store), expected);
     }

@@ -10,7 +10,7 @@ use crate::claim::Claim;
 
 /// How far a decided transaction is.
 pub(crate) struct Application<B: Backing> {
-    /// Owned by who applies it.
+    /// Owned by the thread that applies the commit.
     pub(crate) applying: Claim,
     /// The transaction that begins when this one is applied.
     next: Mutex<Option<Arc<Scope<B>>>>,

@@ -76,7 +76,7 @@ impl<B: Backing> Scope<B> {
         self.has_names_in(dir) && names.is_some_and(|names| names.has(name))
     }
 
-    /// What is in it.
+    /// The area of the scope.
     pub(crate) fn area(&self) -> Area<B> {
         let root = Arc::clone(&self.root);
         match &self.names_in_root {

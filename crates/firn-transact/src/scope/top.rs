@@ -1,6 +1,6 @@
 //! The top of a scope, and what it is called in its parent, a directory that the transaction does not cover.
 //!
-//! | state | the name that programs see | reserved, seen by nobody |
+//! | state | the name that programs see | reserved, invisible |
 //! |---|---|---|
 //! | made in buffer mode | from here | |
 //! | renamed in buffer mode | the new one, from here | that at the begin |
@@ -64,7 +64,7 @@ impl TopNames {
 }
 
 impl<B: Backing> Top<B> {
-    /// Of the scope with this top, `path` at the begin. `recovered` is the log of an earlier firnd.
+    /// Names of the scope with this top, `path` at the begin. `recovered` is the log of an earlier firnd.
     pub(crate) fn new(
         root: &Arc<Object<B>>,
         path: &[u8],
@@ -123,7 +123,7 @@ impl<B: Backing> Top<B> {
 }
 
 impl<B: Backing> Scope<B> {
-    /// What its begin and its end keep others from: all of it, and, where its name differs from that in the backing, the
+    /// The areas that a begin or end keeps: all of the scope and, where its name differs from that in the backing, the
     /// directory that it is in.
     pub(crate) fn parts(&self) -> Vec<Area<B>> {
         let mut parts = vec![self.area()];

@@ -35,7 +35,7 @@ impl<B: Backing> Entries<B> {
         Ok(())
     }
 
-    /// What was made in the transaction and has no name any more is nothing to an abort.
+    /// An object that was made in the transaction and has no name any more does not concern an abort.
     fn new_one_lost_name(&self, shadow: &Shadow<B>, object: &Object<B>) {
         let owned = object.inner.own();
         let Ok(inode) = owned.inode(&self.home.base) else {
@@ -67,7 +67,7 @@ impl<B: Backing> Entries<B> {
             self.own_links.hide_link(scope, object, &shadow.kept, &kept);
         }
         match shadow.move_to_kept(&self.home.base, dir, name, object.key.1) {
-            // Whoever moves a directory must be allowed to write in it; who removes it need not.
+            // A move of a directory needs permission to write in that directory; a removal does not.
             Err(Errno::ACCESS) if object.kind == Kind::Dir => {
                 self.originals
                     .save_object(scope, shadow, object, NO_BYTES)?;

@@ -15,8 +15,8 @@ use crate::scope::Scope;
 use crate::staging;
 use crate::staging_dir::Home;
 
-/// Records of a file after which all that is left of its bytes is saved at once: who writes downwards does not
-/// wait for a sync with each write.
+/// Records of a file after which all the rest of its bytes is saved at once, so that a program that writes downwards
+/// does not wait for a sync with each write.
 const RECORDS_MAX: u32 = 4;
 /// Bytes are saved from a multiple of this on, so that the backing can share blocks instead of copying.
 const ALIGN: u64 = 4096;
@@ -70,7 +70,7 @@ impl<B: Backing> Originals<B> {
         if dev != shadow.dev {
             return Err(Errno::XDEV);
         }
-        // One at a time, and nobody has the object's data in flight below the offset that is saved.
+        // One at a time, and no thread has the object's data in flight below the offset that is saved.
         let inner = object.inner.own();
         if object.is_nameless() {
             return Ok(());
@@ -265,7 +265,7 @@ impl<B: Backing> Originals<B> {
             .base
             .rename(dir, new, dir, name, RenameFlags::NOREPLACE)
         {
-            // Not every file system can do this; links replace nothing anywhere.
+            // Not every file system can do this; a link replaces nothing on any.
             Err(Errno::INVAL | Errno::OPNOTSUPP | Errno::NOSYS) => {
                 let (inode, _) = self.home.base.lookup(dir, new)?;
                 self.home

@@ -329,7 +329,7 @@ impl<B: Backing> SharedTransactions<B> {
             }
             match (shared.ballot.is_taking_part()?, shared.outcome()?) {
                 (true, None) => shared.ballot.withdraw()?,
-                // It joined, and its firnd was killed before the transaction began.
+                // The host joined, and its firnd was killed before the transaction began.
                 (true, Some(_)) => shared.ballot.leave_unchanged()?,
                 (false, _) => shared.ballot.remove_if_over()?,
             }

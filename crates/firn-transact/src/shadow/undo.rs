@@ -34,11 +34,11 @@ struct Save {
     is_dir: bool,
     /// Attributes and bytes.
     part: Part,
-    /// Of a directory.
+    /// Names of a directory, with their inodes.
     names: BTreeMap<Vec<u8>, u64>,
 }
 
-/// What an undo did to objects that somebody may refer to.
+/// Result of an undo, for the objects that are referred to.
 #[derive(Debug, Default)]
 pub(crate) struct Undone {
     /// Inodes that are gone.
@@ -68,7 +68,7 @@ pub(crate) struct Undo<'a, B: Backing> {
     kept: HashSet<u64>,
     entries: BTreeMap<u64, Entry>,
     undone: Undone,
-    /// Where the transaction changed the name of the scope's top.
+    /// Undo of a change of the top's name.
     top_undo: Option<TopUndo<B>>,
 }
 
@@ -570,7 +570,7 @@ impl<B: Backing> ShadowUndo<B> {
         }
     }
 
-    /// Puts back what a transaction changed in the backing, and tells the objects that somebody refers to.
+    /// Puts back what a transaction changed in the backing, and updates the objects that are referred to.
     pub(crate) fn undo_shadow(
         &self,
         scope: &Scope<B>,

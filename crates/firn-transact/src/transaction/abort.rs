@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use firn_backing::Backing;
 
+use crate::change_log::NO_ID;
 use crate::error::{AbortError, StageError};
 use crate::scope::{Scope, Stage};
 use crate::transactional::TransactionalBacking;
@@ -35,10 +36,17 @@ impl<B: Backing> TransactionalBacking<B> {
             .shadow
             .as_ref()
             .filter(|shadow| shadow.is_of_several());
+        if let (Some(key), Stage::Open | Stage::Prepared(_)) = (&scope.key, stage)
+            && self.names_ballots.settle_or_abort(key)?
+        {
+            return Err(StageError::Decided { id: NO_ID }.into());
+        }
         match stage {
             _ if several.is_some() => {}
             Stage::Open => {
-                self.votes.withdraw_from_votes(&scope.path)?;
+                if scope.key.is_none() {
+                    self.votes.withdraw_from_votes(&scope.path)?;
+                }
                 self.backups.withdraw_for_good(scope.serial)?;
                 // With the mark left, the next mount would drop what is written from now on.
                 if scope.shadow.is_none() {
@@ -46,7 +54,9 @@ impl<B: Backing> TransactionalBacking<B> {
                 }
             }
             Stage::Prepared(id) => {
-                self.votes.decide_vote(id, &scope.path, false)?;
+                if scope.key.is_none() {
+                    self.votes.decide_vote(id, &scope.path, false)?;
+                }
                 self.backups.withdraw_for_good(scope.serial)?;
                 match scope.shadow {
                     // From here on a crash ends in the tree before.
@@ -79,8 +89,10 @@ impl<B: Backing> TransactionalBacking<B> {
         self.own_links.dirs_are_back(scope);
         self.endings.end_transaction(scope);
         self.endings.clean_up(scope);
-        if let Stage::Prepared(id) = stage {
-            self.votes.leave_vote(id, &scope.path)?;
+        match (&scope.key, stage) {
+            (Some(key), _) => self.names_ballots.leave(key)?,
+            (None, Stage::Prepared(id)) => self.votes.leave_vote(id, &scope.path)?,
+            _ => {}
         }
         Ok(())
     }

@@ -1,16 +1,16 @@
 //! Deciding a transaction and applying it, while programs read on or wait.
 //!
-//! Between the two the record is in force and the tables are as they were, so programs see the tree after the
-//! commit. While it is applied, what they see comes from the tables too: attributes are taken before the first
-//! step ([`Change::frozen`]), new objects are found where they are or where they go ([`StagedCopy::goes_to`]), and of the
+//! Between the two the record is in force and the tables are as they were, so programs see the tree after the commit.
+//! While it is applied, what they see comes from the tables too. Attributes are taken before the first step
+//! ([`Change::frozen`]), and new objects are found where they are or where they go ([`StagedCopy::goes_to`]). Of the
 //! rest no step changes anything that is read from the backing:
 //!
 //! * names that a step changes are in the tables;
 //! * bytes that a step writes are in the staged copy or in memory, and read from there;
-//! * an object is the same wherever it is moved.
+//! * a move does not change the object;
 //!
-//! Changes of the scope wait. One transaction can follow at once: it is on record and takes over when the tables
-//! are let go.
+//! Changes of the scope wait. One transaction can follow at once: it is on record and takes over when the tables are
+//! released.
 //!
 //! [`Change::frozen`]: crate::object::Change
 //! [`StagedCopy::goes_to`]: crate::object::StagedCopy::goes_to
@@ -28,6 +28,7 @@ use crate::change_log::Direction;
 use crate::claim::{Claim, Owning};
 use crate::error::{CommitError, StageError, StoreError};
 use crate::hidden::OwnLinks;
+use crate::names_ballot::NamesBallots;
 use crate::object::{Change, Inner, Object};
 use crate::records::Endings;
 use crate::scope::{Scope, Stage};
@@ -50,15 +51,19 @@ pub(crate) struct Commits<B: Backing> {
     pub(crate) objects: Arc<Objects<B>>,
     pub(crate) shared: Arc<SharedTransactions<B>>,
     pub(crate) votes: Arc<Votes<B>>,
+    pub(crate) names_ballots: Arc<NamesBallots<B>>,
     pub(crate) endings: Arc<Endings<B>>,
     /// Applied commits of which the other hosts could not be told.
     pub(crate) to_leave: Mutex<BTreeSet<AppliedCommit>>,
+    /// The same of scopes of names, by their keys.
+    pub(crate) keys_to_leave: Mutex<BTreeSet<Vec<u8>>>,
 }
 
 impl<B: Backing> Commits<B> {
     pub(crate) fn new(
         objects: &Arc<Objects<B>>,
         votes: &Arc<Votes<B>>,
+        names_ballots: &Arc<NamesBallots<B>>,
         endings: &Arc<Endings<B>>,
     ) -> Self {
         Self {
@@ -69,8 +74,10 @@ impl<B: Backing> Commits<B> {
             objects: Arc::clone(objects),
             shared: Arc::clone(&votes.shared),
             votes: Arc::clone(votes),
+            names_ballots: Arc::clone(names_ballots),
             endings: Arc::clone(endings),
             to_leave: Mutex::default(),
+            keys_to_leave: Mutex::default(),
         }
     }
 
@@ -143,7 +150,10 @@ impl<B: Backing> Commits<B> {
             // There are no tables to answer from.
             Some(_) => self.apply_alone(scope),
         };
-        let result = applied.and_then(|()| Ok(self.leave_applied(id, &scope.path)?));
+        let result = applied.and_then(|()| match &scope.key {
+            Some(key) => Ok(self.leave_key(key)?),
+            None => Ok(self.leave_applied(id, &scope.path)?),
+        });
         scope.application.note_result(&result);
         result.map(|()| true)
     }
@@ -182,6 +192,7 @@ impl<B: Backing> Commits<B> {
 
     /// Applies a commit while programs read on.
     fn apply_while_read(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
+        self.make_shared_dirs(scope)?;
         self.freeze(scope)?;
         self.apply(scope)?;
         let quiet = self.quiesce_scope(scope);
@@ -189,6 +200,32 @@ impl<B: Backing> Commits<B> {
         self.drop_changes_of(scope);
         drop(quiet);
         self.endings.clean_up(scope);
+        Ok(())
+    }
+
+    /// Makes the new directories that other hosts may make, too, and has the tables lead to them.
+    fn make_shared_dirs(&self, scope: &Scope<B>) -> Result<(), StoreError> {
+        if self.home.members.is_none() {
+            return Ok(());
+        }
+        let tx = format!("tx-{}", scope.serial);
+        let log = self.home.load_record(&scope.dir, &tx, staging::COMMIT)?;
+        let Some(log) = log else { return Ok(()) };
+        let below = (&self.home.base, self.home.device);
+        let mut apply = Apply::new(below, (&log, Direction::Redo), &scope.new, &scope.away);
+        let made = apply.make_shared_dirs()?;
+        let changed = scope.changed.lock().clone();
+        for (number, inode) in made {
+            let Some(object) = changed.get(&number) else {
+                continue;
+            };
+            let owned = object.inner.own();
+            let mut inner = owned.edit();
+            let change = inner.change.as_mut();
+            if let Some(copy) = change.and_then(|change| change.copy.as_mut()) {
+                copy.held = Some(inode);
+            }
+        }
         Ok(())
     }
 
@@ -349,7 +386,7 @@ impl<B: Backing> Commits<B> {
         dir.base.clone().or_else(|| dir.staged_copy()?.held.clone())
     }
 
-    /// Holds the new objects that anybody refers to, before their staged names go. The others are found by their
+    /// Holds the new objects that are referred to, before their staged names go. The others are found by their
     /// new names when they are looked up.
     fn hold_new(&self, scope: &Scope<B>) -> Result<(), Errno> {
         // The status asks for the list, and a look-up may hang.
@@ -388,7 +425,10 @@ impl<B: Backing> TransactionalBacking<B> {
                 {
                     self.backups.back_up(scope, record)?;
                 }
-                self.votes.agree_with_hosts(scope, stage, id)?;
+                match &scope.key {
+                    Some(key) => self.names_ballots.must_be_committed(key)?,
+                    None => self.votes.agree_with_hosts(scope, stage, id)?,
+                }
                 let from = OsStr::new(staging::RECORD);
                 let to = OsStr::new(staging::COMMIT);
                 self.home

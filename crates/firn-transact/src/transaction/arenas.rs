@@ -22,6 +22,7 @@ use firn_backing::{Backing, Errno};
 
 use crate::change_log::LogError;
 use crate::error::StoreError;
+use crate::names_ballot::NamesBallots;
 use crate::own::is_path;
 use crate::recovery::Opening;
 use crate::scope::ArenaId;
@@ -36,26 +37,27 @@ use firn_hosts::{Expected, Members};
 /// An arena, and the path of a scope of which it has nothing that counts.
 type Line = (ArenaId, Vec<u8>);
 
-/// Which arena has data of which transaction.
+/// Which arenas have data of which transactions.
 pub(crate) struct ArenaNotes<B: Backing> {
     pub(crate) home: Arc<Home<B>>,
     pub(crate) shared: Arc<SharedTransactions<B>>,
     pub(crate) votes: Arc<Votes<B>>,
+    pub(crate) names_ballots: Arc<NamesBallots<B>>,
     /// [`crate::Opening::arena`].
     pub(crate) arena: Option<ArenaId>,
 }
 
 impl<B: Backing> ArenaNotes<B> {
     pub(crate) fn new(
-        home: &Arc<Home<B>>,
-        shared: &Arc<SharedTransactions<B>>,
         votes: &Arc<Votes<B>>,
+        names_ballots: &Arc<NamesBallots<B>>,
         arena: Option<ArenaId>,
     ) -> Self {
         Self {
-            home: Arc::clone(home),
-            shared: Arc::clone(shared),
+            home: Arc::clone(&votes.home),
+            shared: Arc::clone(&votes.shared),
             votes: Arc::clone(votes),
+            names_ballots: Arc::clone(names_ballots),
             arena,
         }
     }
@@ -197,8 +199,8 @@ impl<B: Backing> ArenaNotes<B> {
 }
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// Homes of transactions of which [`TransactionalBacking::drop_of`] is to be asked: of this backing without hosts, and of each
-    /// host that was ever there; but for that of `members`.
+    /// Homes of transactions for which [`TransactionalBacking::drop_of`] is to be called: the backing without hosts,
+    /// and each host that was ever there, except the home of `members`.
     pub fn other_homes(
         base: &B,
         members: Option<&Members>,
@@ -219,8 +221,8 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(homes)
     }
 
-    /// What [`TransactionalBacking::open_with`] says of an arena, for transactions in another home than that of the mount: they stay as
-    /// they are, for a mount whose home that is, and have nothing in this arena any more.
+    /// What [`TransactionalBacking::open_with`] says of an arena, for transactions in another home than that of the
+    /// mount. They stay as they are, for a mount with their home, and have nothing in this arena any more.
     pub fn drop_of<E: From<StoreError>>(
         base: B,
         members: Option<Members>,

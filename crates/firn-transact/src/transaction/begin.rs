@@ -8,6 +8,7 @@ use firn_backing::{Backing, Errno, Kind, SyncScope};
 
 use crate::change_log::{ChangeLog, Direction};
 use crate::error::{BeginError, ScopeError};
+use crate::names_ballot::NamesEntry;
 use crate::object::Object;
 use crate::paths::join;
 use crate::recovery::StoredScopes;
@@ -49,8 +50,8 @@ impl<B: Backing> StoredScopes<B> {
         Ok(scope)
     }
 
-    /// Makes the mark durable that a crash is to undo what is changed. Where this fails the mark is removed: programs go on
-    /// outside of a transaction. If that fails, too, the transaction is open and can be aborted.
+    /// Makes the mark durable that makes a crash undo what is changed. Where this fails the mark is removed: programs
+    /// go on outside of a transaction. If the removal fails, too, the transaction is open and can be aborted.
     fn mark_open(&self, scope: Scope<B>) -> Result<(Scope<B>, Result<(), BeginError>), BeginError> {
         let synced = self.home.base.sync_dir(&scope.dir);
         let Err(errno) = synced.and_then(|()| self.place_new_top(&scope)) else {
@@ -165,7 +166,7 @@ impl<B: Backing> TransactionalBacking<B> {
         dir: &B::Inode,
     ) -> Result<Scope<B>, BeginError> {
         if self.mode == Mode::Shadow {
-            // What an abort brings back must be durable.
+            // The state that an abort brings back must be durable.
             match path {
                 b"" => self.home.base.sync_all()?,
                 _ => {
@@ -189,19 +190,38 @@ impl<B: Backing> TransactionalBacking<B> {
 
 impl<B: Backing> TransactionalBacking<B> {
     /// Begins a transaction of names in a directory at `path` and all below them; the names may lead to nothing yet. Other
-    /// transactions of other names may be open there.
+    /// transactions of other names may be open there. Where several hosts commit together, `key` is what they know it by; other
+    /// mounts need none.
     pub fn begin_names(
         &self,
         dir: &Arc<Object<B>>,
         path: &[u8],
         names: &[OsString],
+        key: &[u8],
     ) -> Result<Open<'_, B>, BeginError> {
         if dir.kind != Kind::Dir {
             return Err(ScopeError::NotDirectory.into());
         }
-        if self.home.members.is_some() || self.mode != Mode::Buffer {
+        if self.mode != Mode::Buffer {
             return Err(BeginError::NotAmongHosts);
         }
+        if self.home.members.is_none() {
+            return self.open_names(dir, path, names, None);
+        }
+        if let NamesEntry::NotYet(hosts) = self.names_ballots.join(key)? {
+            return Err(BeginError::NotOver { hosts });
+        }
+        self.open_names(dir, path, names, Some(key))
+            .inspect_err(|_| self.names_ballots.withdraw(key))
+    }
+
+    fn open_names(
+        &self,
+        dir: &Arc<Object<B>>,
+        path: &[u8],
+        names: &[OsString],
+        key: Option<&[u8]>,
+    ) -> Result<Open<'_, B>, BeginError> {
         let Some((first, others)) = names.split_first() else {
             return Err(ScopeError::Missing.into());
         };
@@ -215,6 +235,10 @@ impl<B: Backing> TransactionalBacking<B> {
                 stored.new_scope(serial, Arc::clone(dir), path.clone(), tx.clone(), None)?;
             scope.top = Top::none();
             scope.names_in_root = Some(NameSet::of(names));
+            scope.key = key.map(Into::into);
+            if let Some(key) = key {
+                staging::put(&self.home.base, tx, staging::KEY, key)?;
+            }
             if !others.is_empty() {
                 self.home.write_names(&scope, dir.key, others)?;
             }

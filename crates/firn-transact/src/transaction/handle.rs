@@ -8,8 +8,8 @@
 //! ```
 //!
 //! Invariants
-//! * A handle says how its transaction was found. Somebody else may have gone on with it since: each method looks
-//!   again, under the locks that it needs, and says so.
+//! * A handle says how its transaction was found. Another thread may have advanced the transaction since: each method
+//!   checks its stage again, under the locks that it needs, and reports it.
 //! * A scope has one transaction, or a commit that is decided and one that follows it.
 
 use std::ffi::OsString;
@@ -77,7 +77,8 @@ impl<'a, B: Backing> Open<'a, B> {
         self.0.decide(id)
     }
 
-    /// Decides to commit it, durably, with no number: [`TransactionalBacking::begin_names`] begins what nobody numbers.
+    /// Decides the commit, durably, without an id, for the transactions that [`TransactionalBacking::begin_names`]
+    /// begins.
     pub fn decide_unnumbered(&self) -> Result<Decided<'a, B>, CommitError> {
         self.0.decide(NO_ID)
     }
@@ -128,6 +129,11 @@ impl<'a, B: Backing> Prepared<'a, B> {
     /// [`Prepared::note_accesses`] was told.
     pub fn reopen(&self) -> Result<Vec<Used>, VoteError> {
         self.handle.store.votes.reopen(&self.handle.scope, self.id)
+    }
+
+    /// Back to open, of a scope of names of several hosts: the attempt to commit has failed.
+    pub fn reopen_names(&self) -> Result<(), VoteError> {
+        self.handle.store.reopen_names(&self.handle.scope)
     }
 
     /// Notes what processes of this host used up to the moment at which it was prepared.
@@ -308,6 +314,13 @@ impl<'a, B: Backing> Found<'a, B> {
         }
     }
 
+    /// Prepares this host's part of a scope of names, unless it is, and publishes it in an attempt of the hosts to commit.
+    pub fn publish_names(&self, attempt: u64) -> Result<(), PrepareError> {
+        let Handle { store, scope } = self.handle();
+        store.prepare_scope(scope, NO_ID)?;
+        store.publish_names(scope, attempt)
+    }
+
     /// Prepares it with `id`, unless it is.
     pub fn prepare(&self, id: u64) -> Result<Prepared<'a, B>, PrepareError> {
         self.handle().prepare(id)
@@ -324,7 +337,8 @@ impl<'a, B: Backing> Found<'a, B> {
         handle.store.abort_scope(&handle.scope)
     }
 
-    /// From now on every change in it fails with ECANCELED, also one that waits for the outcome: the next call ends it.
+    /// From now on every change in the transaction fails with ECANCELED, also one that waits for the outcome. The next
+    /// call ends it.
     pub fn refuse_changes(&self) -> Result<(), AbortError> {
         let handle = self.handle();
         handle.store.refuse_changes(&handle.scope)

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use firn_backing::{Backing, Errno, RenameFlags, SyncScope};
 
-use crate::error::{BackupError, PrepareError, StageError};
+use crate::error::{BackupError, PrepareError, StageError, VoteError};
 use crate::scope::{Scope, Stage};
 use crate::staging;
 use crate::staging_dir::Home;
@@ -61,6 +61,35 @@ impl<B: Backing> TransactionalBacking<B> {
             return Err(errno.into());
         }
         scope.set_stage(Stage::Prepared(id));
+        Ok(())
+    }
+
+    /// [`Found::publish_names`](crate::Found::publish_names), of one that is prepared.
+    pub(super) fn publish_names(
+        &self,
+        scope: &Arc<Scope<B>>,
+        attempt: u64,
+    ) -> Result<(), PrepareError> {
+        let (Some(key), Some(members)) = (&scope.key, &self.home.members) else {
+            return Err(StageError::NoTransaction.into());
+        };
+        let tx = format!("tx-{}", scope.serial);
+        let record = self.home.load_record(&scope.dir, &tx, staging::RECORD)?;
+        let record = record.ok_or(StageError::NoTransaction)?;
+        let list = self.votes.list_accesses(members, &record, &[])?;
+        let ballot = self.names_ballots.find(key)?;
+        let ballot = ballot.ok_or(StageError::NoTransaction)?;
+        Ok(ballot.publish(attempt, &list)?)
+    }
+
+    /// [`Prepared::reopen_names`](crate::Prepared::reopen_names).
+    pub(super) fn reopen_names(&self, scope: &Arc<Scope<B>>) -> Result<(), VoteError> {
+        let _quiet = self.tree.quiesce(vec![scope.area()]);
+        if scope.key.is_none() || !matches!(scope.stage(), Stage::Prepared(_)) {
+            return Ok(());
+        }
+        self.home.forget_record(&scope.dir)?;
+        scope.set_stage(Stage::Open);
         Ok(())
     }
 

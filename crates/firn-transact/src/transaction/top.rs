@@ -48,7 +48,7 @@ pub(crate) struct TopUndo<B: Backing> {
     pub(crate) names: Vec<Vec<u8>>,
 }
 
-/// Who makes the top of a scope, and with which mode.
+/// Owner and mode of a scope's top that is to be made.
 #[derive(Clone, Copy, Debug)]
 pub struct TopMaker<'a> {
     /// Its owner.
@@ -349,7 +349,7 @@ impl<B: Backing> StoredScopes<B> {
         };
         let location = last_name(path).map(|name| (root, name));
         let key = (attr.dev, attr.ino);
-        // Nobody finds it before the commit, so it is not taken up.
+        // No lookup finds the object before the commit, so it is not entered in the table.
         Ok(Arc::new(Object::new(key, Kind::Dir, inner, location)))
     }
 }
@@ -376,7 +376,7 @@ impl<B: Backing> StoredScopes<B> {
         }
         let below = parent.inode(&self.home.base)?;
         let (_, staging_dir) = scope.staging_dir_for(&self.home.base, &below)?;
-        // A name is taken only by who changes the backing past Firn.
+        // The name can only be taken by a change past Firn.
         let staged = NEW_TOP.to_string();
         self.home
             .rename_without_replacing((&staging_dir, OsStr::new(&staged)), (&below, name))
@@ -393,8 +393,8 @@ impl<B: Backing> StoredScopes<B> {
 impl<B: Backing> TransactionalBacking<B> {
     // ---- making the top ----------------------------------------------------------------------
 
-    /// Begins a transaction whose scope begins with its own name: the directory at `path`, which is not there, is made
-    /// in `parent` as a part of it.
+    /// Begins a transaction that also creates its directory: `path`, which does not exist, is made in `parent` as a
+    /// part of it.
     pub fn begin_created(
         &self,
         parent: &Arc<Object<B>>,
@@ -411,7 +411,7 @@ impl<B: Backing> TransactionalBacking<B> {
         })
     }
 
-    /// Whether [`TransactionalBacking::begin_created`] would be refused now, whoever asks.
+    /// Whether [`TransactionalBacking::begin_created`] would be refused now for every caller.
     pub fn can_begin_created(
         &self,
         parent: &Arc<Object<B>>,

@@ -16,7 +16,7 @@ use crate::staging;
 
 impl<B: Backing> Votes<B> {
     /// The list that a record and the accesses of programs give.
-    pub(super) fn list_accesses(
+    pub(crate) fn list_accesses(
         &self,
         members: &Members,
         record: &ChangeLog,
@@ -67,9 +67,27 @@ impl<B: Backing> Votes<B> {
                 entry.written.extend(&accesses.written);
             }
         }
+        let is_left = |place: &Place| {
+            let mut entries = record.entries.iter();
+            entries.any(|entry| entry.before.contains(place))
+        };
         for item in &record.entries {
             let path = path_of(item.number, &items);
-            for place in item.before.iter().chain(&item.after) {
+            for place in &item.after {
+                let is_new_dir = item.is_dir && item.new_at.is_some() && !is_left(place);
+                match name(place) {
+                    // Each host makes it, or finds it.
+                    Some(name) if is_new_dir => drop(names.insert(name)),
+                    Some(_) => continue,
+                    None => {}
+                }
+                let path = join(&path_of(place.0, &items), &place.1);
+                list.made.push((path, is_new_dir));
+            }
+            let is_merged =
+                |place: &&Place| item.is_dir && item.new_at.is_some() && !is_left(place);
+            let after = item.after.iter().filter(|place| !is_merged(place));
+            for place in item.before.iter().chain(after) {
                 list.changed.extend(
                     name(place).map(|name| (name, join(&path_of(place.0, &items), &place.1))),
                 );

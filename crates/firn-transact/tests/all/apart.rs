@@ -15,7 +15,7 @@ use firn_backing::{Access, Backing, Files, Names, RenameFlags, SetTime, Volume};
 use firn_sim::{SimBacking, suite};
 use firn_transact::{Mode, Object, TransactionalBacking};
 
-/// Nothing here takes so long; only a hang does.
+/// Nothing here takes this long; only a hang does.
 const HANGS_AFTER: Duration = Duration::from_secs(60);
 
 type Store = TransactionalBacking<SimBacking>;
@@ -205,7 +205,7 @@ fn whatever_hangs_in_one_directory_others_are_used() {
 
 /// What hangs below a directory that a transaction is to begin in holds that up, and nothing else.
 #[test]
-fn a_begin_waits_for_who_is_busy_below_and_for_nobody_else() {
+fn a_begin_waits_for_changes_below_and_for_no_others() {
     let backing = Arc::new(world(Mode::Buffer));
     let me = suite::own_caller();
     let root = backing.root();

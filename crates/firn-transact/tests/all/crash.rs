@@ -183,7 +183,7 @@ fn a_crash_at_any_call_leaves_the_old_tree_or_the_new_one() {
                     !prepared || outcome.waiting == [(5, Vec::new())],
                     "{told}: {outcome:?}"
                 );
-                // Who did not prepare is not asked to decide.
+                // A host that did not prepare is not asked to decide.
                 let may_wait = !matches!(how, End::Commit | End::Abort);
                 assert!(
                     may_wait || outcome.waiting.is_empty(),

@@ -62,9 +62,10 @@ fn regression_a_prepared_transaction_is_ended_on_a_device_of_another_number() {
                 "{told}"
             );
             let root = backing.root();
-            let ended = match commits {
-                true => backing.commit(&root, 5).map_err(TransactionError::from),
-                false => backing.abort(&root).map_err(TransactionError::from),
+            let ended = if commits {
+                backing.commit(&root, 5).map_err(TransactionError::from)
+            } else {
+                backing.abort(&root).map_err(TransactionError::from)
             };
             ended.unwrap_or_else(|error| panic!("{told}: {error}"));
             let expected = if commits { &new } else { &old };

@@ -622,9 +622,12 @@ fn each_call_fails(setup: Setup) {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {
         let others = std::panic::take_hook();
-        std::panic::set_hook(Box::new(move |info| match COLLECTS.get() {
-            true => PANIC.set(info.to_string()),
-            false => others(info),
+        std::panic::set_hook(Box::new(move |info| {
+            if COLLECTS.get() {
+                PANIC.set(info.to_string())
+            } else {
+                others(info)
+            }
         }));
     });
     let places: &[Place] = if setup.has_backup {

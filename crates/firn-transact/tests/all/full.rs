@@ -13,7 +13,7 @@ use crate::common;
 const PAGE_BYTES: u64 = 4096;
 const PAGE: [u8; PAGE_BYTES as usize] = [7; PAGE_BYTES as usize];
 
-/// Makes a file of so many pages.
+/// Makes a file of `pages` pages.
 fn make(backing: &TransactionalBacking<SimBacking>, name: &str, pages: u64) {
     let (_, file, _) = backing
         .create(

@@ -1,4 +1,4 @@
-//! Two and three hosts over one backing: their parts go together or not at all, whoever dies when.
+//! Two and three hosts over one backing: their parts go together or not at all, for every order of deaths.
 
 use crate::common;
 
@@ -152,8 +152,8 @@ fn parts_of_one_file_by_several_hosts_are_committed_together() {
     }
 }
 
-/// Each call of a commit that is applied later fails once. What tries again, as the thread of firnd does that applies commits,
-/// comes to an end by itself: nobody has to ask.
+/// Each call of a commit that is applied later fails once. The retries of firnd's thread that applies commits finish
+/// it without another request.
 #[test]
 fn a_commit_that_is_applied_later_is_left_though_any_call_fails() {
     let (_, new) = trees();
@@ -225,7 +225,7 @@ fn a_host_that_dies_at_any_call_leaves_both_parts_or_none() {
             } else if let Some(dead) = dead {
                 hosts[dead] = None;
             }
-            // The survivor goes on as its firnd would, and gives up when nobody comes.
+            // The survivor goes on as its firnd would, and gives up when no other host comes.
             for index in 0..2 {
                 let Some(host) = &hosts[index] else { continue };
                 let root = host.root();
@@ -275,7 +275,8 @@ fn a_host_that_dies_at_any_call_leaves_both_parts_or_none() {
                 assert_eq!(host.transactions(), [], "{told}");
                 hosts[index] = Some(host);
             }
-            // Who waits was asked first; the other has heard of it by now, or hears at its next start.
+            // The waiting host was asked first; the other has heard of the outcome by now, or hears at its next
+            // start.
             hosts = [None, None];
             let now = ["a", "b"].map(|name| {
                 let (host, outcome) = open(&disk, name, 2);
@@ -582,7 +583,7 @@ fn a_number_is_used_again_only_when_all_have_left() {
 
 /// At each call that publishing makes another host removes an earlier vote with the same number.
 #[test]
-fn regression_who_publishes_while_an_earlier_vote_is_removed_does_so_later() {
+fn regression_a_host_that_publishes_while_an_earlier_vote_is_removed_does_so_later() {
     let begin_again = || {
         let disk = disk();
         let hosts = begin(&disk, &["a", "b"]);

@@ -201,7 +201,7 @@ fn inline_changes_stage_nothing_and_are_undone_by_a_restore() {
     assert_eq!(content(), first);
 }
 
-/// So many that a commit writes several at a time.
+/// Enough that a commit writes several at a time.
 const MANY: usize = 150;
 
 /// Overwrites a few bytes of each of them.

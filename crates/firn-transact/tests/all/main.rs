@@ -13,6 +13,7 @@ mod hidden;
 mod history;
 mod hosts;
 mod inline;
+mod joint;
 mod names;
 mod oracle;
 mod planted;

@@ -19,7 +19,7 @@ fn names(names: &[&str]) -> Vec<OsString> {
 
 fn begin<'a>(store: &'a Store, tops: &[&str]) -> Open<'a, SimBacking> {
     store
-        .begin_names(&store.root(), b"", &names(tops))
+        .begin_names(&store.root(), b"", &names(tops), b"")
         .expect("begin")
 }
 
@@ -85,7 +85,7 @@ fn names_in_one_directory_are_committed_and_aborted_each_by_itself() {
 fn a_name_is_in_one_transaction_and_a_rename_stays_in_it() {
     let store = open(&SimBacking::new());
     let first = begin(&store, &["a"]);
-    let taken = store.begin_names(&store.root(), b"", &names(&["b", "a"]));
+    let taken = store.begin_names(&store.root(), b"", &names(&["b", "a"]), b"");
     assert!(matches!(taken, Err(BeginError::Overlaps { .. })));
     let second = begin(&store, &["b"]);
     assert!(first.add_names(&names(&["b"])).is_err());

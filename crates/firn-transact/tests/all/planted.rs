@@ -1,4 +1,4 @@
-//! What somebody else put into a backing in the place of what is Firn's own.
+//! Files that another program put into a backing where Firn's own belong.
 
 use std::ffi::OsStr;
 

@@ -1,4 +1,4 @@
-//! Several hosts in shadow mode: what they change together is kept or undone together, whoever dies when.
+//! Several hosts in shadow mode: what they change together is kept or undone together, for every order of deaths.
 
 use crate::common;
 
@@ -86,7 +86,7 @@ fn left_over(disk: &SimBacking) -> Vec<String> {
     };
     let mut names = in_firn(disk);
     names.retain(|name| !name.starts_with('.') && !name.starts_with("host-"));
-    // One that nobody is in is as good as none.
+    // An empty one counts as none.
     names.retain(|name| {
         let dir = disk.lookup(&firn, OsStr::new(name)).expect("lookup").0;
         let mut is_used = !name.starts_with("shadow");
@@ -224,7 +224,8 @@ fn other_hosts_see_changes_at_once() {
     assert!(same(&seen(&b), &trees().0));
 }
 
-/// Lets go on who lives, mounts who does not, until nothing waits any more. What waits for a decision is decided.
+/// Lets living hosts go on and mounts the dead ones again, until nothing waits any more. What waits for a decision is
+/// decided.
 fn recovered(
     disk: &SimBacking,
     hosts: &mut Hosts,
@@ -303,7 +304,7 @@ fn recovered(
             return;
         }
     }
-    // Who waits for others in vain aborts.
+    // A host that waits for others in vain aborts.
     for (index, host) in hosts.iter().enumerate() {
         let Some(host) = host else {
             panic!("{told}: host {index} does not come up")
@@ -354,7 +355,7 @@ fn crash_at_every_call(end: End) {
             } else if let Some(dead) = dead {
                 hosts[dead] = None;
             }
-            // Whoever comes first.
+            // In a random order.
             if power && at % 3 == 0 {
                 // A crash in it as well.
                 disk.crash_at(disk.steps() + 1 + at % 50);
@@ -421,7 +422,7 @@ fn a_crash_at_any_call_of_an_abort_leaves_the_tree_before() {
 
 /// Proves S-tx-34, S-tx-81, S-tx-82.
 #[test]
-fn nobody_undoes_before_all_have_stopped_and_nobody_begins_before_all_have_left() {
+fn no_host_undoes_before_all_have_stopped_or_begins_before_all_have_left() {
     let disk = disk();
     let [Some(a), Some(b)] = fresh(&disk) else {
         unreachable!()

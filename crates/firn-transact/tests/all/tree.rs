@@ -235,9 +235,9 @@ fn regression_a_staged_object_inherits_from_its_directory_only() {
     }
 }
 
-/// After the commit who had it open saw the bytes from before.
+/// After the commit, a program that had the file open saw the bytes from before.
 #[test]
-fn regression_a_file_that_lost_its_name_keeps_what_was_written_for_who_has_it_open() {
+fn regression_a_file_that_lost_its_name_keeps_its_bytes_while_it_is_open() {
     for (len, history) in [(5, 0), (40_000, 0), (5, 1), (40_000, 1)] {
         let sim = SimBacking::new();
         let (_, made, _) = sim

@@ -69,7 +69,7 @@ fn judge_mount(entry: &Entry, options: &Options) -> Vec<Finding> {
         found.unwrap_or_default()
     };
     let point = quoted_path(&entry.mount_point);
-    // Wrong for who relies on it, and good to know for who may.
+    // Wrong for a user that relies on locks, a remark for others.
     let locks = |text: &str, advice: String| {
         let text = format!(
             "{text}: tokens=flock, participants and layout=log need locks that reach the server"
@@ -196,7 +196,7 @@ mod tests {
     }
 
     #[test]
-    fn locks_that_stay_on_the_host_are_wrong_for_who_relies_on_them() {
+    fn locks_that_stay_on_the_host_are_wrong_for_users_that_need_them() {
         let plain = Options::default();
         let logs = Options {
             layout: Layout::Log,

@@ -1,4 +1,4 @@
-//! The kernel's side of a mount: `/dev/fuse`, and who mounts for users without root.
+//! The kernel's side of a mount: `/dev/fuse`, and the helper that mounts for users without root.
 
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ const DEVICE: &str = "/dev/fuse";
 const HELPER: &str = "fusermount3";
 const CONFIGURATION: &str = "/etc/fuse.conf";
 const SET_USER_ID: u32 = 0o4000;
-/// Ways on for who cannot have FUSE.
+/// Advice where FUSE is not available.
 const WITHOUT_FUSE: &str = "without FUSE: `firn run`, or `firn mount --frontend=preload`";
 
 /// Why the FUSE device cannot be used, in words; `None`: it can.
@@ -71,7 +71,7 @@ fn may_mount() -> bool {
     capabilities(None).is_ok_and(|sets| sets.effective.contains(CapabilitySet::SYS_ADMIN))
 }
 
-/// Whether somebody mounts for this user.
+/// Whether this user can mount, itself or by a helper.
 pub(crate) fn helper(_: &Subject<'_>) -> Vec<Finding> {
     if may_mount() {
         return vec![Finding::ok("not needed: this user may mount")];
@@ -138,7 +138,7 @@ pub(crate) fn allow_other(subject: &Subject<'_>) -> Vec<Finding> {
     vec![match (is_allowed, subject.options.allow_other) {
         (true, _) => Finding::ok("users may let others in (allow-other)"),
         (false, true) => Finding::wrong(text, advice),
-        // Who needs it is told by the mount.
+        // A mount that needs it reports it.
         (false, false) => Finding::ok("not allowed, and not asked for"),
     }]
 }

@@ -78,7 +78,7 @@ fn last_switch(settings: impl Iterator<Item = String>, name: &str) -> Option<boo
     Some(["yes", "true", "on", "1"].contains(&last.as_str()))
 }
 
-/// Limits that firnd inherits from whoever mounts.
+/// Limits that firnd inherits from the process that mounts.
 pub(crate) fn limits(_: &Subject<'_>) -> Vec<Finding> {
     let mut findings = Vec::new();
     if let Some(limit) = getrlimit(Resource::Fsize).maximum {

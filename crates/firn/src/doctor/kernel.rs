@@ -18,7 +18,7 @@ const FEATURES: [((u32, u32), &str); 4] = [
 /// What the session with the kernel needs: version 7.23 of its protocol.
 const OLDEST: (u32, u32) = (3, 15);
 
-/// Which features the running kernel lacks.
+/// Features that the running kernel lacks.
 pub(crate) fn look(_: &Subject<'_>) -> Vec<Finding> {
     let name = rustix::system::uname();
     let release = name.release().to_string_lossy().into_owned();

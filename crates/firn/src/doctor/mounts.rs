@@ -52,7 +52,7 @@ fn judge(mount: &Mount, state: Liveness) -> Option<Finding> {
         )),
         Liveness::Unknown(errno) => Some(Finding::note(
             format!("the mount at {point} cannot be looked at: {errno}"),
-            format!("`firn status {point}` as the user who mounted it"),
+            format!("`firn status {point}` as the user that mounted it"),
         )),
     }
 }

@@ -1,6 +1,6 @@
 //! MPI libraries that write bytes back which another host has changed (data sieving).
 //!
-//! docs/OPERATIONS.md, "MPI-IO, HDF5 and NetCDF-4", has the reasons. What a program gives as hints of its own cannot be seen.
+//! docs/features/shared-files.md, "MPI-IO, HDF5 and NetCDF-4", has the reasons. What a program gives as hints of its own cannot be seen.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};

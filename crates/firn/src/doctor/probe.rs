@@ -3,10 +3,10 @@
 //! Promises
 //! * Everything is made and removed by the descriptor of a directory that this process has just made, with mode 0700: what
 //!   belongs to others is never opened, written or removed.
-//! * It is removed with the value. Of a check that was killed the directory stays, and a later check of the same user
-//!   removes it: it is known by its name, owner and mode, and by an age that no running check has.
-//! * Who may rename in a shared backing can give that name to another directory of the user. So only files whose names
-//!   begin as that of the directory are removed from it, and then the directory, if it is empty.
+//! * It is removed with the value. A check that was killed leaves its directory, and a later check of the same user
+//!   removes it. It is known by its name, owner and mode, and by an age that no running check has.
+//! * A user with permission to rename in a shared backing can give that name to another directory of the user. So only
+//!   files whose names begin as that of the directory are removed from it, and then the directory, if it is empty.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -25,7 +25,7 @@ use crate::doctor::user;
 
 /// What names of such directories, and of all files in them, begin with.
 pub(crate) const PREFIX: &str = ".firn-doctor-";
-/// No check runs for so long: its parent kills it earlier.
+/// No check runs for this long: its parent kills it earlier.
 const LEFT_AFTER_S: i64 = 3600;
 
 /// Such a directory.
@@ -201,7 +201,7 @@ mod tests {
         let running = make("running", 0o700);
         let open_to_all = make("open", 0o755);
         age(&open_to_all, old);
-        // Another directory of the user, to which somebody else gave such a name.
+        // Another directory of the user, to which another user gave such a name.
         let renamed = make("renamed", 0o700);
         fs::write(renamed.join("model.pt"), b"x").unwrap();
         age(&renamed, old);

@@ -64,7 +64,7 @@ pub(super) fn serve(
             "431 Request Header Fields Too Large",
             "the request is too long\n",
         ),
-        // Nobody is there who would read it.
+        // The client is gone.
         Err(_) => return,
     };
     let _ = write_all(&socket, &response.bytes(), deadline);

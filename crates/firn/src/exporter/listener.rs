@@ -160,7 +160,7 @@ impl Listener {
     }
 }
 
-/// A socket that nobody listens at any more is replaced.
+/// A socket without a listener is replaced.
 fn bind_unix(path: &Path) -> io::Result<Listener> {
     let is_socket = |metadata: std::fs::Metadata| metadata.file_type().is_socket();
     if path.symlink_metadata().is_ok_and(is_socket)

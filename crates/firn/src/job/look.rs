@@ -303,7 +303,7 @@ fn refused(backing: &Path, error: &OwnError) -> Failure {
             "{backing}: what hosts say there is in {TOP}, which only its user and root read: ask as that user"
         ),
         OwnError::Distrusted { name, why } => format!(
-            "{backing}: {name} {why}: only the user who mounted, and root, read what hosts say there"
+            "{backing}: {name} {why}: only the user that mounted, and root, read what hosts say there"
         ),
         error => format!("{backing}: {error}"),
     };

@@ -362,7 +362,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_mount_that_shows_itself_to_nobody_has_a_row_and_its_own_lease_is_not_told_twice() {
+    fn a_mount_that_does_not_show_itself_has_a_row_and_its_own_lease_is_not_told_twice() {
         let seen = MountSeen {
             host: "n0".into(),
             pid: 4711,

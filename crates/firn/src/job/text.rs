@@ -7,7 +7,7 @@ use super::{Host, Job, life_word};
 use crate::output::Paint;
 use crate::text::{bytes, count, pad_columns, rate, seconds};
 
-/// Which hosts there are: `firn hosts`.
+/// Text of `firn hosts`.
 pub fn hosts_text(job: &Job, paint: Paint) -> String {
     let mut text = head(job, paint);
     let hosts = shown(job);
@@ -152,9 +152,12 @@ fn host_row(host: &Host) -> Vec<String> {
         of(|report| report.user_id.to_string()),
         of(|report| printable(&report.version)),
         of(|report| bytes(report.held_bytes)),
-        of(|report| match report.mount_point.is_empty() {
-            true => dash(),
-            false => report.mount_point.to_string(),
+        of(|report| {
+            if report.mount_point.is_empty() {
+                dash()
+            } else {
+                report.mount_point.to_string()
+            }
         }),
     ]
 }

@@ -19,7 +19,7 @@ pub struct Layout {
     pub tick: f64,
 }
 
-/// Both.
+/// Both layouts.
 pub const LAYOUTS: [Layout; 2] = [
     Layout {
         class: "wide",
@@ -367,7 +367,7 @@ fn byte_scale(most: f64) -> Scale {
     }
 }
 
-/// The time between two ticks: such that there are so many of them at most.
+/// The time between two ticks: such that there are at most `ticks_max` of them.
 fn time_step(whole: f64, ticks_max: f64) -> f64 {
     const STEPS: [f64; 24] = [
         0.1,

@@ -6,7 +6,7 @@ use firn_protocol::record::{Bucket, RunRecord};
 pub struct HostLine {
     /// Its name.
     pub host: String,
-    /// One for each bin.
+    /// One bucket for each bin.
     pub bins: Vec<Bucket>,
 }
 
@@ -23,7 +23,7 @@ pub struct Timeline {
 }
 
 impl Timeline {
-    /// Puts records on an axis of so many bins.
+    /// Puts records on an axis of `bin_count` bins.
     pub fn new(records: &[RunRecord], bin_count: usize) -> Self {
         let began = records.iter().map(|one| one.began_unix_us).min();
         let began_unix_us = began.unwrap_or(0);

@@ -1,7 +1,7 @@
 //! Asks what there is to show, and keeps the last answers.
 //!
-//! Nothing here holds up the screen: the firnd of each mount is asked by a thread of its own, and what may hang in the kernel
-//! (checkpoints, the backing) by a child that is left behind. Threads end with the process.
+//! Nothing here holds up the screen. The firnd of each mount is asked by a thread of its own, and what may hang in the
+//! kernel (checkpoints, the backing) by a child that is left behind. Threads end with the process.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -21,7 +21,7 @@ use crate::verb::history::Listed;
 
 /// Hosts beat each two seconds: to look more often shows nothing new.
 const JOB_EVERY_MIN: Duration = Duration::from_secs(2);
-/// Of a job and of checkpoints.
+/// Patience with a child that looks at a job or at checkpoints.
 const CHILD_PATIENCE: Duration = Duration::from_millis(1500);
 const CHECKPOINTS_EVERY_MIN: Duration = Duration::from_secs(5);
 /// A look at checkpoints goes through all of their files: it takes no more than this part of the time.
@@ -49,7 +49,7 @@ struct Board {
     job_rates: Rates,
 }
 
-/// What was heard of a mount.
+/// Samples of one mount.
 struct MountSamples {
     status: Option<Box<Status>>,
     rates: Rates,
@@ -64,7 +64,7 @@ struct MountSamples {
 struct Choice {
     shows_job: AtomicBool,
     is_paused: AtomicBool,
-    /// Whose checkpoints are shown.
+    /// Directory whose checkpoints are shown.
     directory: Mutex<Option<PathBuf>>,
 }
 
@@ -199,7 +199,7 @@ struct Watch {
 }
 
 impl Watch {
-    /// Whether somebody still looks.
+    /// Sends the sample; false if its receiver is gone.
     fn tell(&self) -> bool {
         self.fresh.send(()).is_ok()
     }
@@ -239,7 +239,7 @@ fn watch_mounts(watch: &Watch) {
     }
 }
 
-/// Asks the firnd of a mount again and again, until what it gives back is dropped.
+/// Asks the firnd of a mount again and again, until the returned sender is dropped.
 fn ask_mount(watch: &Watch, mount: &Mount) -> Option<Sender<()>> {
     let (end, ended) = mpsc::channel();
     lock(&watch.board).mounts.insert(

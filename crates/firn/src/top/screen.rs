@@ -476,7 +476,7 @@ fn parts(one: &Listed, width: usize) -> (usize, usize, usize) {
     }
 }
 
-/// Lanes of which something is to be told.
+/// Lanes with something to report.
 fn lanes_of(status: &Status) -> Vec<LaneReport> {
     let mut lanes = firn_protocol::HostReport::of(status, 0).lanes;
     lanes.truncate(LANE_ROWS_MAX);

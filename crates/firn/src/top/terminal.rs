@@ -1,11 +1,13 @@
-//! The terminal: keys, size, and that it is as it was afterwards, also after a panic and a signal.
+//! The terminal: keys, size, and its restoration, also after a panic and a signal.
 
 use std::io::IsTerminal;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
+use firn_client::ClientError;
 use ratatui::Terminal;
 use ratatui::backend::TestBackend;
 use ratatui::buffer::Buffer;
@@ -13,10 +15,10 @@ use ratatui::crossterm::event::{self, Event, KeyCode, KeyEvent, KeyEventKind, Ke
 
 use super::sampler::{Sampler, Wanted};
 use super::screen::draw;
-use super::{JobView, Pane, Rates, View};
+use super::{Checkpoints, JobView, Pane, Rates, View};
 use crate::failure::{DONE, FAILED, Failure, USAGE};
 
-/// A signal that asks for the end is seen after so long.
+/// A signal that asks for the end is seen within this time.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
 /// Samples that come together are drawn once.
 const GATHER: Duration = Duration::from_millis(20);
@@ -186,10 +188,12 @@ fn apply(view: &mut View, key: KeyEvent) {
     }
 }
 
-/// One screen as text, once everything that is shown has answered or its time is over.
+/// One screen as text, once everything that is shown has answered or its time is over. Fails where a directory was asked for that is
+/// on no mount.
 pub fn once(wanted: Wanted, shows_job: bool, size: (u16, u16)) -> Result<String, Failure> {
     let (fresh, samples) = mpsc::channel();
     let mut view = view_of(&wanted, shows_job, false);
+    let directory = wanted.directory.clone();
     let sampler = Sampler::start(wanted, shows_job, &fresh).map_err(failed)?;
     drop(fresh);
     let deadline = Instant::now() + ONCE_PATIENCE;
@@ -204,13 +208,28 @@ pub fn once(wanted: Wanted, shows_job: bool, size: (u16, u16)) -> Result<String,
             break;
         }
     }
-    Ok(text_of(&view, size))
+    match directory {
+        Some(path) if !is_mounted(&path, &view) => {
+            Err(ClientError::NoMount { path, arena: None }.into())
+        }
+        _ => Ok(text_of(&view, size)),
+    }
+}
+
+/// Whether a directory is on one of the mounts, by its path or because its checkpoints are listed. The mount may hang.
+fn is_mounted(path: &Path, view: &View) -> bool {
+    let Ok(path) = std::path::absolute(path) else {
+        return false;
+    };
+    let mut points = view.mounts.iter().map(|mount| &mount.mount_point);
+    matches!(view.checkpoints, Checkpoints::Listed(_))
+        || points.any(|point| path.starts_with(point))
 }
 
 fn is_answered(view: &View) -> bool {
     let mut mounts = view.mounts.iter();
     let have_answered = mounts.all(|mount| mount.status.is_some() || mount.silent.is_some());
-    let is_listed = !matches!(view.checkpoints, super::Checkpoints::Asked);
+    let is_listed = !matches!(view.checkpoints, Checkpoints::Asked);
     let has_steps = match view.job.as_ref().map(|job| &job.seen) {
         // There is nowhere to look for them.
         Some(Some(Err(_))) => true,
@@ -221,7 +240,7 @@ fn is_answered(view: &View) -> bool {
     have_answered && has_steps && has_job
 }
 
-/// A view as text of so many columns and lines, without spaces at the ends of lines.
+/// A view as text of `width` columns and `height` lines, without spaces at the ends of lines.
 pub fn text_of(view: &View, (width, height): (u16, u16)) -> String {
     let mut terminal =
         Terminal::new(TestBackend::new(width, height)).expect("a buffer cannot fail");

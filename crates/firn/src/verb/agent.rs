@@ -88,7 +88,7 @@ struct AgentArgs {
     /// `ofi:PROVIDER`, a provider of libfabric that must be there.
     #[arg(long, value_name = "TRANSPORT", default_value = "auto", value_parser = TransportChoice::from_str, conflicts_with = "stdio")]
     transport: TransportChoice,
-    /// Serve the one puller at the other end of standard input and output, who may pull from all mounts of this user.
+    /// Serve the one puller at the other end of standard input and output, which may pull from all mounts of this user.
     #[arg(long)]
     stdio: bool,
     /// Say each step of the protocol, by its number in figure 3 of the CRUISE paper.
@@ -96,7 +96,7 @@ struct AgentArgs {
     verbose: bool,
 }
 
-/// What insists on encryption and on what encrypts nothing is wrong before anybody is asked.
+/// What insists on encryption and on what encrypts nothing is refused before firnd is asked.
 pub(super) fn check_encryption(
     transport: &TransportChoice,
     encrypt: Option<EncryptArg>,

@@ -1,8 +1,8 @@
 //! `firn completions`.
 //!
-//! The scripts are clap's, for verbs, flags and the values that a flag may have. What clap cannot know is asked of `firn`
-//! while somebody types: the list after `-o`, and where something is mounted. clap's own engine for that is not stable
-//! yet (clap_complete 4.6, `unstable-dynamic`).
+//! The scripts are clap's, for verbs, flags and the values that a flag may have. What clap cannot know is asked of
+//! `firn` during completion: the list after `-o`, and where something is mounted. clap's own engine for that is not
+//! stable yet (clap_complete 4.6, `unstable-dynamic`).
 
 use std::fmt::Write;
 

@@ -32,7 +32,7 @@ pub const VERB: Verb = Verb {
         (1, "failed; the data is kept"),
         (
             3,
-            "with --wait: logged (layout=log), and somebody has it open for writing",
+            "with --wait: logged (layout=log), and a program has it open for writing",
         ),
         (10, "not on a firn mount"),
         NO_CONNECTION,

@@ -27,7 +27,7 @@ pub const VERB: Verb = Verb {
     about: "Print what happened to a mount, as lines of JSON",
     long: "Each line is an object with `time` (UTC), `host`, `mount_point`, `kind` and what the kind tells, with units last in the \
                names: that the mount was made, taken over or ended, that the arena was full, that the backing failed and \
-               works again, commits and aborts. docs/OPERATIONS.md has all kinds. firnd keeps the newest in the runtime \
+               works again, commits and aborts. docs/features/watching.md has all kinds. firnd keeps the newest in the runtime \
                directory, beside its log, also after the mount has ended: at most 8 MiB, until the host starts anew.",
     examples: &[
         (
@@ -219,7 +219,7 @@ fn open(path: &Path, uid: u32) -> std::io::Result<Option<File>> {
     };
     let metadata = file.metadata()?;
     if !metadata.is_file() || metadata.uid() != uid {
-        let why = "it is no file of the user who mounted: look at what it is and remove it";
+        let why = "it is no file of the user that mounted: look at what it is and remove it";
         return Err(std::io::Error::other(why));
     }
     Ok(Some(file))

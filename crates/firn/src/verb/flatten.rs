@@ -130,10 +130,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
 
 fn flatten_mounted(path: &Path, is_all: bool) -> Result<u8, Failure> {
     let (place, mut connection) = connect(path)?;
-    let path = match is_all {
-        true => "".into(),
-        false => place.relative,
-    };
+    let path = if is_all { "".into() } else { place.relative };
     let mut meter = Meter::new();
     let result = connection.wait(&Request::Flatten { path }, &mut |p| {
         meter.show(p.bytes_left, p.files_left, &p.phase)

@@ -49,7 +49,7 @@ pub const LATEST: Verb = Verb {
     name: "latest",
     about: "Print the path of the newest whole checkpoint",
     long: "The newest of the checkpoints that `firn history DIR` lists as whole, for scripts that resume. Where DIR is not \
-               mounted, nobody knows whether their files were closed: the newest one with files is printed with a warning, \
+               mounted, it is unknown whether their files were closed: the newest one with files is printed with a warning, \
                unless an earlier mount left data in memory that the backing lacks.",
     examples: &[(
         "train --resume \"$(firn latest /ckpt)\"",
@@ -95,7 +95,7 @@ pub struct Listed {
     /// Of those, what a sync made durable.
     pub durable_bytes: u64,
     pub files: u64,
-    /// Whether it is whole; none: nobody knows.
+    /// Whether it is whole; None: unknown.
     pub whole: Option<bool>,
     /// `whole`, or why it is not.
     pub state: String,
@@ -231,7 +231,7 @@ fn run_latest(matches: &ArgMatches) -> Result<u8, Failure> {
             return Err(Failure::new(FAILED, lacks_memory(&directory, &arena)));
         }
         output::say(&format!(
-            "{shown} is not mounted: nobody knows whether the files of its checkpoints were closed"
+            "{shown} is not mounted: it is unknown whether the files of its checkpoints were closed"
         ));
     }
     let looked = directory.look()?;

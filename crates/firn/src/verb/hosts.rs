@@ -25,7 +25,7 @@ pub const VERB: Verb = Verb {
            that recover what dead hosts held. Hosts show themselves with participants, tokens, placement, partner or \
            layout=log; of the others only this host's own mount is seen. BACKING need not be mounted here.",
     examples: &[
-        ("firn hosts /scratch/run42", "who has it mounted"),
+        ("firn hosts /scratch/run42", "hosts that have it mounted"),
         (
             "firn hosts --json /scratch/run42 | jq -r '.hosts[] | select(.state == \"dead\") | .advice[]'",
             "what to type for those that died",

@@ -84,9 +84,10 @@ struct Kept {
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = PruneArgs::from_arg_matches(matches)?;
     let directory = Directory::open(find(&args.dir)?)?;
-    let mut failures = match args.dry_run {
-        true => Vec::new(),
-        false => prune::finish_removals(&directory)?,
+    let mut failures = if args.dry_run {
+        Vec::new()
+    } else {
+        prune::finish_removals(&directory)?
     };
     let mut removed = Vec::new();
     let mut kept = Vec::new();

@@ -129,8 +129,8 @@ struct PullArgs {
     /// Copy also files that are open for writing or were cut off, as they are.
     #[arg(long)]
     cut: bool,
-    /// How long to try without a byte that comes: after a connection broke, or while the agent serves as many others as
-    /// it may. A host where nobody listens is told at once.
+    /// How long to try without receiving a byte: after a connection broke, or while the agent serves as many others as
+    /// it may. A host without an agent is reported at once.
     #[arg(long, value_name = "DURATION", default_value = "1min", value_parser = parse_duration_ms)]
     patience: u64,
     /// Print the outcome, or the list, as JSON.
@@ -247,7 +247,7 @@ fn tell_event(event: &FollowEvent<'_>, json: bool) {
             return;
         }
     };
-    // Copies are made whether or not somebody reads of them.
+    // Copies are made whether or not the messages are read.
     let _ = told;
 }
 

@@ -59,7 +59,7 @@ pub const VERB: Verb = Verb {
         ),
         (
             2,
-            "an invalid option or argument, or --discard without --yes where nobody can be asked",
+            "an invalid option or argument, or --discard without --yes and without a terminal to ask at",
         ),
         (
             3,

@@ -284,6 +284,7 @@ fn test(matches: &ArgMatches) -> Result<u8, Failure> {
     let steps = parse_trace(&text, top).map_err(|error| usage(format!("{shown}: {error}")))?;
     let mut player = Player::new(load(list)?);
     steps.iter().for_each(|step| player.play(step));
+    player.end_job(steps.last().map_or(0, |step| step.line));
     let tested = Tested {
         outcomes: player.outcomes(),
         open: player.states(),

@@ -38,6 +38,7 @@ pub const VERB: Verb = Verb {
         (0, "ended by the user, or by a signal that asks for it"),
         (1, "the terminal cannot be used"),
         (2, "there is no terminal, and no --once"),
+        (10, "--once: PATH is not on a firn mount"),
     ],
     args: TopArgs::augment_args,
     run,

@@ -44,7 +44,7 @@ pub const VERB: Verb = Verb {
         (1, "failed; it is still mounted"),
         (
             2,
-            "an invalid option or argument, or --discard without --yes where nobody can be asked",
+            "an invalid option or argument, or --discard without --yes and without a terminal to ask at",
         ),
         (
             3,
@@ -178,7 +178,7 @@ fn summary(mount: &Mount, waited: &Waited, kept_bytes: Option<u64>) -> String {
     }
 }
 
-/// Asks whether `what` may be dropped; an error if not, or if nobody can be asked. `kept` says where it is then.
+/// Asks whether `what` may be dropped; an error if not, or without a terminal to ask at. `kept` says where it is then.
 pub(super) fn confirm_discard(what: &str, kept: &str) -> Result<(), Failure> {
     if !io::stdin().is_terminal() || !io::stderr().is_terminal() {
         let message = format!("--discard would drop {what}: add --yes if you mean that");
@@ -213,7 +213,7 @@ fn discard_of_dead(mount: &Mount) -> Failure {
     Failure::new(FAILED, message)
 }
 
-/// Waits until firnd has let go of the backing, which somebody may want to unmount next.
+/// Waits until firnd has let go of the backing, which the caller may want to unmount next.
 pub(super) fn wait_for_end(process: &Process, force: bool) {
     // What is forced must not hang with the server that is the reason for it.
     let limit = force.then_some(FORCED_END);

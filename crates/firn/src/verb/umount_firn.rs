@@ -70,7 +70,8 @@ fn run(call: Call) -> Result<u8, Failure> {
         // Out of the tree at once; firnd drains and ends when the last file is closed.
         return by_kernel(&call.dir, UnmountFlags::DETACH);
     }
-    // Whoever may unmount may do so also where no firnd answers him: then the kernel does it, as without us.
+    // A user with permission to unmount may do so also where firnd does not answer: then the kernel does it, as without
+    // us.
     let place = firn_client::find(&call.dir)
         .ok()
         .filter(|place| place.relative.is_empty());

@@ -28,9 +28,9 @@ struct VersionArgs {
 #[derive(Serialize)]
 struct Versions {
     version: &'static str,
-    /// Of the control socket.
+    /// Version of the control socket's protocol.
     protocol: u32,
-    /// Of the arena's layout.
+    /// Version of the arena's layout.
     arena: u32,
 }
 

@@ -40,7 +40,7 @@ pub const VERB: Verb = Verb {
         (2, "an invalid option or argument"),
         (
             3,
-            "timed out, and the rest is still being drained; or logged, and somebody has it open for writing or the mount \
+            "timed out, and the rest is still being drained; or logged, and a program has it open for writing or the mount \
              is read-only",
         ),
         (10, "not on a firn mount"),

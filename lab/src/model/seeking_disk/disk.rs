@@ -50,7 +50,7 @@ impl Disk {
         }
     }
 
-    /// Whether the cache takes so many bytes now.
+    /// Whether the cache takes `bytes` bytes now.
     pub fn has_room(&self, bytes: u64) -> bool {
         let dirty = self.dirty_bytes();
         dirty == 0 || dirty + bytes <= self.model.cache_bytes
@@ -148,9 +148,10 @@ impl Disk {
     /// between the end of a sweep and the next request, and turns on.
     pub fn turn_to(&self, run: Run) -> Duration {
         let goes_on = run.position == self.head;
-        match self.model.is_synced && goes_on {
-            true => self.model.rotation,
-            false => Duration::ZERO,
+        if self.model.is_synced && goes_on {
+            self.model.rotation
+        } else {
+            Duration::ZERO
         }
     }
 

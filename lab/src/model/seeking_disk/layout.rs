@@ -12,7 +12,7 @@ const BLOCK_BYTES: u64 = 4096;
 #[derive(Debug, Default)]
 pub(super) struct Layout {
     window_bytes: u64,
-    /// First byte that nobody reserved.
+    /// First byte that is not reserved.
     free: u64,
     /// By file, and number of the window in it.
     windows: HashMap<(u64, u64), Window>,
@@ -65,7 +65,7 @@ impl Layout {
         })
     }
 
-    /// Gives back what the file reserved last and did not use, if nobody reserved anything behind it.
+    /// Gives back what the file reserved last and did not use, if no later reservation lies behind it.
     pub(super) fn close(&mut self, file: u64) {
         let Some(number) = self.last_window.remove(&file) else {
             return;

@@ -20,7 +20,7 @@ pub(super) enum ReadStep<R> {
     Serve(ReadRequest<R>),
     /// Nothing before this time, unless the file that has the disk is read on.
     IdleUntil(Instant),
-    /// Nobody reads.
+    /// No reads.
     Nothing,
 }
 

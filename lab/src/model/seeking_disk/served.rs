@@ -58,7 +58,7 @@ struct WaitingWrite {
 }
 
 struct WaitingSync {
-    /// It ends when so many bytes were swept.
+    /// It ends when this many bytes were swept.
     target: u64,
     done: Done,
 }
@@ -243,7 +243,8 @@ impl Shared {
 }
 
 impl State {
-    /// Lets writers in, in the order in which they came, as long as there is room. Who syncs waits for the disk.
+    /// Lets writers in, in the order in which they came, as long as there is room. A client that syncs waits for the
+    /// disk.
     fn admit_writers(&mut self, is_synced: bool) {
         while let Some(first) = self.writers.front()
             && self.disk.has_room(first.len)

@@ -106,7 +106,7 @@ fn closing_a_file_without_a_name_drains_nothing() {
 
 /// Proves S-close-5.
 #[test]
-fn an_errno_that_nobody_waited_for_is_in_the_status() {
+fn an_errno_without_a_waiter_is_in_the_status() {
     for (how, end) in [("exit", "os._exit(0)"), ("kill", "os.kill(os.getpid(), 9)")] {
         let sandbox = Sandbox::new(how);
         let fault = FaultFs::new(&sandbox);

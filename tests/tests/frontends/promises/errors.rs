@@ -1,4 +1,4 @@
-//! An errno of the backing: who is told of it, and how long firnd remembers it.
+//! An errno of the backing: which callers are told of it, and how long firnd remembers it.
 
 use std::fs;
 use std::time::Duration;

@@ -1,4 +1,4 @@
-//! Who reaches a mount, its socket and its files; two hosts over one backing.
+//! Users that reach a mount, its socket and its files; two hosts over one backing.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -13,7 +13,7 @@ use firn_tests::{FirnMount, Outcome, Sandbox, run};
 
 const NOBODY: u32 = 65534;
 
-/// Runs a shell script as nobody, who may pass through the sandbox.
+/// Runs a shell script as the user `nobody`, which may pass through the sandbox.
 pub fn as_nobody(sandbox: &Sandbox, script: &str) -> Outcome {
     chmod(sandbox.path(), 0o755);
     let mut command = Command::new("setpriv");

@@ -1,4 +1,4 @@
-//! Limits that firnd gets from whoever mounts, and a runtime directory without room for a line of the log.
+//! Limits that firnd inherits from the mounting process, and a runtime directory without room for a line of the log.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -136,7 +136,7 @@ fn regression_a_mount_does_not_need_its_log() {
 
 /// Proves S-error-7, S-error-15.
 #[test]
-fn regression_a_limit_on_file_sizes_keeps_data_and_ends_nobody() {
+fn regression_a_limit_on_file_sizes_keeps_data_and_ends_no_process() {
     let sandbox = Sandbox::new("fsize");
     let backing = sandbox.join("backing");
     let point = sandbox.join("mnt");

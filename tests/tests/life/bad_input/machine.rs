@@ -56,7 +56,7 @@ fn without_fusermount3_an_ordinary_user_is_told_what_to_install() {
 
 /// The administrator kept /dev/fuse from users.
 #[test]
-fn a_user_who_may_not_open_dev_fuse_is_told_the_way_without_it() {
+fn a_user_that_may_not_open_dev_fuse_is_told_the_way_without_it() {
     let sandbox = Sandbox::new("closedfuse");
     let mut command = Command::new("unshare");
     open_to_all(&sandbox);
@@ -160,7 +160,7 @@ fn firnd_killed_for_want_of_memory_loses_nothing() {
                 .arg("5")
                 .spawn()
                 .expect("start a writer");
-            // The writer stays below the limit's worth of files, so kill firnd here if nobody else did.
+            // The writer stays below the limit's worth of files, so kill firnd here if it still lives.
             wait_child(&mut writer, Duration::from_secs(5));
             child.kill().ok();
             child.wait().expect("wait");
@@ -197,7 +197,7 @@ fn open_to_all(sandbox: &Sandbox) {
     fs::set_permissions(sandbox.runtime(), fs::Permissions::from_mode(0o700)).expect("chmod");
 }
 
-/// The binary where an ordinary user may run it, whoever owns the build directory.
+/// The binary where an ordinary user may run it, for any owner of the build directory.
 fn copy_for_all(sandbox: &Sandbox) -> PathBuf {
     let copy = sandbox.join("firn");
     copy_program(&firn_binary(), &copy);

@@ -95,7 +95,7 @@ fn a_mount_point_in_use_by_another_firn_mount_is_busy() {
 
 /// Proves S-share-1.
 #[test]
-fn the_same_backing_twice_is_refused_saying_who_holds_it() {
+fn the_same_backing_twice_is_refused_naming_its_holder() {
     let sandbox = Sandbox::new("twice");
     let mount = FirnMount::new(&sandbox, SMALL);
     let second = sandbox.mkdir("second");

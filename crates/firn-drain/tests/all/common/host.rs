@@ -20,7 +20,7 @@ pub const CALLER: Caller = Caller {
 pub const CHUNK_BYTES: u64 = 1 << 20;
 const CHUNKS: u64 = 8;
 const RDWR: i32 = 2;
-/// Only what hangs takes so long.
+/// Only what hangs takes this long.
 pub const LIMIT: Duration = Duration::from_secs(60);
 
 pub struct Host<B: Backing> {
@@ -53,7 +53,7 @@ impl<B: Backing> Host<B> {
         }
     }
 
-    /// A new file with its name as contents, which nobody waits for.
+    /// A new file with its name as contents, for whose drain no test waits.
     pub fn write(&self, name: &str) -> HandleId {
         self.write_bytes(name, name.as_bytes())
     }
@@ -79,13 +79,13 @@ impl<B: Backing> Host<B> {
         told
     }
 
-    /// A new file that somebody waits for.
+    /// A new file whose drain a test waits for.
     pub fn write_awaited(&self, name: &str) -> (HandleId, Drained) {
         let handle = self.write(name);
         (handle, self.await_drained(handle))
     }
 
-    /// A new file of a lane that somebody waits for. Others may be made beside it, which stay empty.
+    /// A new file of a lane, whose drain a test waits for. Others may be made beside it, which stay empty.
     pub fn write_awaited_in(&self, name: &str, lane: LaneIndex) -> (HandleId, Drained) {
         for number in 0.. {
             let name = OsString::from(format!("{name}_{number}"));

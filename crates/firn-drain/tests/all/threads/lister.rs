@@ -57,8 +57,8 @@ fn bytes_of<B: Backing>(mount: &Mount<B>, piece: &ListedPart) -> Vec<u8> {
     let arena = mount.engine.arena();
     let at = arena.address(arena.geometry().data_offset() + piece.at);
     let mut bytes = vec![0; piece.bytes as usize];
-    // SAFETY: within the mapping, since the list says so, and nobody stores there while it is held. Through
-    // libc's function, which ThreadSanitizer watches.
+    // SAFETY: within the mapping, since the list says so, and no thread stores there while it is held. Through libc's
+    // function, which ThreadSanitizer watches.
     unsafe { std::ptr::copy_nonoverlapping(at, bytes.as_mut_ptr(), bytes.len()) };
     bytes
 }

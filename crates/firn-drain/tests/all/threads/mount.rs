@@ -24,7 +24,7 @@ pub const O_RDWR: i32 = 2;
 const CHUNK_BYTES: u64 = 128 << 10;
 const CHUNKS: u64 = 8;
 const IO_THREADS: usize = 3;
-/// Nothing here takes so long; only a wait that never ends does.
+/// Nothing here takes this long; only a wait that never ends does.
 const PATIENCE: Duration = Duration::from_secs(120);
 
 /// What writers must reckon with beside each other.

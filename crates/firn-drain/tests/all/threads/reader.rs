@@ -1,4 +1,4 @@
-//! A reader of everybody's files: whatever it catches them at, each byte is one that its writer wrote.
+//! A reader of all writers' files: at any moment, each byte is one that its writer wrote.
 
 use std::ffi::OsStr;
 

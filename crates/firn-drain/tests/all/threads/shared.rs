@@ -1,4 +1,4 @@
-//! The file that all writers write, each its own stripes, and bytes that say who wrote them.
+//! The file that all writers write, each its own stripes, and bytes that name their writer.
 
 use std::collections::BTreeMap;
 

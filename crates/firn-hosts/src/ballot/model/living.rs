@@ -1,5 +1,5 @@
-//! Hosts that take part while they live ([`Presence::Living`]): files that hosts write to, and that are flattened by
-//! whoever comes when nobody writes to them.
+//! Hosts that take part while they live ([`Presence::Living`]): files that hosts write to, and that any host flattens
+//! once they have no writers.
 //!
 //! A host that crashed comes back knowing nothing, and takes back what it had said. Others see that it is dead from its
 //! crash until then. The second ballot is there to be hit by what is late: it is made and written to, and stays.
@@ -154,7 +154,7 @@ impl State {
             let is_mine = self.locks[number - 1][claim] == Some(host as u8);
             let is_busy = busy & (1 << claim) != 0;
             let mine = is_mine.then_some(Claimant::Host(host as u8));
-            mine.or(is_busy.then_some(Claimant::Somebody))
+            mine.or(is_busy.then_some(Claimant::Unknown))
         };
         let claimed =
             (0..CLAIMS).filter_map(|claim| Some((name_of_claim(claim), claimant(claim)?)));
@@ -308,7 +308,7 @@ impl State {
 
     /// What a host does that wants a decision and sees the directory so.
     fn close(&self, host: usize, dir: Dir) -> Option<Phase> {
-        // What it puts fails, or counts for nobody.
+        // What it puts fails, or has no effect.
         self.dir(host)?;
         let is_living = |other: &u8| {
             let is_dead = self.hosts[usize::from(*other)].phase == Phase::Crashed;
@@ -335,7 +335,7 @@ impl State {
             Action::Retire => Pending::Retire,
             // It comes again later.
             Action::Wait(_) => return None,
-            Action::Stop | Action::Leave => panic!("nobody waits for hosts that live no more"),
+            Action::Stop | Action::Leave => panic!("no host waits for dead hosts"),
         };
         Some(Phase::Ending {
             busy,

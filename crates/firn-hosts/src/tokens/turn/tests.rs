@@ -64,7 +64,7 @@ fn a_batch_ends_when_others_wait_and_after_the_last_write() {
     assert!(matches!(turn.next_step(start + ms(1100)), Step::Sleep(_)));
     assert!(turn.leave(&third, start + ms(1200)));
     assert_eq!(turn.next_step(start + ms(1200)), Step::GiveBack);
-    // Whoever wants it meanwhile is served after it was given back.
+    // A write that wants it meanwhile is served after it was given back.
     must_wait(turn.enter(start + ms(1200)), LIMITS.wait);
     assert_eq!(turn.next_step(start + ms(1200)), Step::GiveBack);
     turn.note_given_back();
@@ -73,7 +73,7 @@ fn a_batch_ends_when_others_wait_and_after_the_last_write() {
 }
 
 #[test]
-fn a_batch_that_nobody_waits_for_goes_on_without_a_gap() {
+fn a_batch_without_waiting_hosts_goes_on_without_a_gap() {
     let start = Instant::now();
     let mut turn = holder(start);
     let mut now = start;
@@ -123,7 +123,7 @@ fn a_lane_goes_on_without_a_service_that_is_silent_and_asks_ever_more_rarely() {
         pauses.push(pause.as_millis());
         now += pause;
         assert_eq!(turn.next_step(now), Step::Ask);
-        assert!(!go(turn.enter(now)).has_token(), "nobody waits for a try");
+        assert!(!go(turn.enter(now)).has_token(), "no write waits for a try");
         turn.note_failure("gone".into(), now);
         assert_eq!(turn.next_step(now), Step::GiveBack);
         turn.note_given_back();
@@ -161,7 +161,7 @@ fn a_queue_that_moves_is_waited_for_and_a_holder_that_is_stuck_is_not() {
     assert_eq!(turn.next_step(now), Step::Ask);
     turn.note_behind(behind("19"), now);
     assert!(!go(turn.enter(now + ms(1000))).has_token());
-    // It still does not move: nobody waits for it again.
+    // It still does not move: no write waits for it again.
     now += ms(1000);
     assert_eq!(turn.next_step(now), Step::GiveBack);
     turn.note_given_back();
@@ -218,7 +218,8 @@ fn a_token_that_is_lost_is_asked_for_again() {
     must_wait(turn.enter(start + ms(2000)), LIMITS.wait);
 }
 
-/// Nobody is believed for saying that the queue moves, and a lane whose queue is long keeps its place in it. Proves S-token-5.
+/// A service that says that the queue moves is believed for a bounded time, and a lane whose queue is long keeps its
+/// place in it. Proves S-token-5.
 #[test]
 fn a_queue_that_moves_for_ever_is_waited_for_once_and_for_a_bounded_time() {
     let start = Instant::now();
@@ -432,7 +433,7 @@ fn random_hosts_have_it_one_at_a_time_and_none_is_blocked() {
             }
             world.check();
         }
-        // Once all writes have ended and the service answers, whoever wants the token gets it.
+        // Once all writes have ended and the service answers, each host that wants the token gets it.
         world.is_silent = false;
         for at in 0..world.hosts.len() {
             while !world.hosts[at].uses.is_empty() {

@@ -29,7 +29,7 @@ pub trait Ground: Sized {
     /// Frees what only waits to be removed.
     fn finish_removals(base: &Self::Base);
 
-    /// The process dies after so many calls.
+    /// The process dies after `calls` calls.
     fn crash_after(&self, calls: u64) {
         let count = Arc::new(AtomicU64::new(0));
         for disk in self.disks() {

@@ -168,7 +168,7 @@ impl Book {
         self.states.insert(to.to_owned(), renaming.target);
     }
 
-    /// Two names of files changed places: three renames by a name that nobody else has.
+    /// Two names of files changed places: three renames by way of an unused name.
     pub fn exchange(&mut self, a: &str, b: &str) {
         const BETWEEN: &str = "/";
         self.states.insert(BETWEEN.to_owned(), Deleted);

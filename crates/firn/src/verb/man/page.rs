@@ -263,11 +263,10 @@ fn escaped(text: &str) -> String {
 fn ascii(roff: &str) -> String {
     let mut text = String::with_capacity(roff.len());
     for c in roff.chars() {
-        match c.is_ascii() {
-            true => text.push(c),
-            false => {
-                let _ = write!(text, "\\[u{:04X}]", u32::from(c));
-            }
+        if c.is_ascii() {
+            text.push(c)
+        } else {
+            let _ = write!(text, "\\[u{:04X}]", u32::from(c));
         }
     }
     text

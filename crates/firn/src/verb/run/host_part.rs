@@ -38,7 +38,7 @@ use crate::verb::umount::{failure_of, wait_for_end};
 
 /// The first argument under which the binary is this.
 pub const NAME: &str = "run-host";
-/// How long a mount that nobody asks for any more waits for programs that use it, before it looks again.
+/// How long a mount that was ordered to end waits for programs that use it, before it looks again.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// Checkpoints that are told together: with paths of 4 KiB they have room in a word.
 const CHECKPOINTS_PER_WORD: usize = 100;
@@ -49,7 +49,7 @@ const SLURM_HOST: &str = "SLURMD_NODENAME";
 enum Event {
     Order(Order),
     Signal,
-    /// Nobody gives orders any more.
+    /// The job's coordinator is gone.
     Alone,
 }
 
@@ -68,7 +68,7 @@ impl Speaker {
         Ok(Self { id, out })
     }
 
-    /// A word that does not arrive is missed by nobody: standard input ends as well then.
+    /// A word that does not arrive is not missed: standard input ends as well then.
     fn say(&self, word: &Word) {
         let mut out = self.out.lock().unwrap_or_else(PoisonError::into_inner);
         let _ = send_word(&mut *out, self.id, word);
@@ -253,7 +253,7 @@ impl HostMount {
         pruning
     }
 
-    /// Until the mount is to end; gives what becomes of held data then, or nothing where nobody is left to say so.
+    /// Serves until the mount is to end. Returns what becomes of held data then, or None if the coordinator is gone.
     fn serve(&self, speaker: &Speaker, events: &Receiver<Event>) -> Option<HeldPolicy> {
         loop {
             match events.recv() {
@@ -462,6 +462,6 @@ fn write_hints(place: &Place, hints: &str) -> Result<PathBuf, Failure> {
 fn told(failure: Failure) -> (String, u8) {
     match failure {
         Failure::Told { text, code } => (text, code),
-        Failure::Unread => (String::from("nobody reads what it says"), FAILED),
+        Failure::Unread => (String::from("its output is not read"), FAILED),
     }
 }

@@ -33,8 +33,8 @@ const BEATS: u32 = 5;
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 /// Events in the queue at most. A reader of a host's output waits for room in it.
 const EVENTS_MAX: usize = 1024;
-/// How long a host may be silent before it has a mount: a launcher may have to wait for other work, and the first thing that
-/// a mount does is to recover what an earlier one held.
+/// How long a host may be silent before it has a mount. A launcher may have to wait for other work, and the first thing
+/// that a mount does is to recover what an earlier one held.
 const START_LIMIT: Duration = Duration::from_secs(60);
 /// How long launchers may take to end when all hosts have.
 const LAUNCHER_END: Duration = Duration::from_secs(5);
@@ -308,7 +308,7 @@ impl<'a> Job<'a> {
         let mut meter = Meter::quiet_if(quiet);
         self.order(&Order::End(policy));
         let mut signals = 0;
-        // One that has not begun sees that nobody gives orders any more.
+        // A host that has not begun sees that orders have ended.
         let is_waited_for =
             |host: &Host| matches!(host.state, State::Ready | State::Mounted) && !host.is_lost;
         while self.hosts.iter().any(is_waited_for) {
@@ -400,7 +400,7 @@ impl<'a> Job<'a> {
         Some((text, FAILED))
     }
 
-    /// Ends the launchers; the hosts that have not ended see that nobody gives orders any more.
+    /// Ends the launchers; the hosts that have not ended see that orders have ended.
     fn close(mut self) {
         for running in &mut self.running {
             running.orders = None;

@@ -157,7 +157,7 @@ pub(super) fn send_order(to: &mut impl Write, order: &Order) -> io::Result<()> {
     to.flush()
 }
 
-/// The next order; none: nobody sends any more.
+/// The next order; None: orders have ended.
 pub(super) fn read_order(from: &mut impl BufRead) -> io::Result<Option<Order>> {
     let mut line = Vec::new();
     from.take(ORDER_BYTES_MAX).read_until(b'\n', &mut line)?;

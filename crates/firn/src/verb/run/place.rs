@@ -15,7 +15,7 @@ pub(super) struct Place {
     pub(super) backing: PathBuf,
     /// The backing was made for this run's names only: nothing is drained to it.
     pub(super) memory_only: bool,
-    /// The prefix is the default one, which nobody else made.
+    /// The prefix is the default one, which Firn made itself.
     is_default: bool,
 }
 
@@ -64,7 +64,7 @@ impl Place {
     }
 }
 
-/// In the runtime directory, where nobody else can put a symbolic link in its place.
+/// In the runtime directory, where no other user can put a symbolic link in its place.
 fn default_prefix(name: &str) -> Result<PathBuf, Failure> {
     let prefix = firn_client::paths::create_runtime_dir()?.join(name);
     match firn_trust::create_private_dir(rustix::fs::CWD, &prefix) {

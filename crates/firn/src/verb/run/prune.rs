@@ -14,8 +14,8 @@ use crate::prune::{self, Verdict};
 /// that one more of them finds room.
 const PRUNE_EVERY: Duration = Duration::from_secs(1);
 
-/// Removes old checkpoints again and again until nobody can send to `on_end` any more. Each failure is told once: the
-/// job, and the removal of others, go on without.
+/// Removes old checkpoints again and again until all senders of `on_end` are gone. Each failure is told once: the job,
+/// and the removal of others, go on without.
 pub(super) fn prune_until(
     on_end: &Receiver<()>,
     prefix: &Path,
@@ -36,7 +36,7 @@ pub(super) fn prune_until(
 /// Gives what could not be removed.
 fn prune(prefix: &Path, keep: usize) -> Result<Vec<Failure>, Failure> {
     let directory = Directory::open(firn_client::find(prefix)?)?;
-    // Fewer directories than that: nothing can be too old, and nobody needs to be asked.
+    // Fewer directories than that: nothing can be too old, and firnd need not be asked.
     let entries = std::fs::read_dir(prefix).map_or(0, Iterator::count);
     if entries <= keep {
         return Ok(Vec::new());

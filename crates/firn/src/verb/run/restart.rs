@@ -2,7 +2,7 @@
 //!
 //! Promises
 //! * A file that is here already, in this host's memory or in the backing, with the same length and time, is not
-//!   fetched; one that somebody has written since is not replaced.
+//!   fetched; one that was written since is not replaced.
 //! * What lies under one name of the mount is fetched as a whole before any file of it takes its place. Interrupted in
 //!   between, the same command goes on.
 //! * Files are fetched into a directory of the user's alone, and placed below the top of the mount by its descriptor,
@@ -54,7 +54,7 @@ enum Here {
     Missing,
     /// The same.
     Same,
-    /// Somebody wrote it since.
+    /// The file was written since.
     Newer,
 }
 
@@ -212,9 +212,10 @@ impl Restart<'_> {
             }
             EntryKind::File { bytes, .. } if self.find(entry) == Some(Here::Missing) => {
                 let below = to.strip_prefix(name).expect("it is of that name");
-                let from = match below.as_os_str().is_empty() {
-                    true => PathBuf::from(TREE),
-                    false => Path::new(TREE).join(below),
+                let from = if below.as_os_str().is_empty() {
+                    PathBuf::from(TREE)
+                } else {
+                    Path::new(TREE).join(below)
                 };
                 open_parent_beneath(staged, &from)
                     .and_then(|from_dir| renameat(from_dir, last_name(&from), &dir, last_name(to)))

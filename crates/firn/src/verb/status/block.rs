@@ -194,7 +194,7 @@ fn add_trouble(s: &Status, paint: Paint, lines: &mut Lines) {
     }
 }
 
-/// A transaction that waits for somebody, or failed.
+/// A transaction that waits for a decision, or failed.
 fn is_in_trouble(one: &TransactionStatus) -> bool {
     let backup_fails = one
         .backup

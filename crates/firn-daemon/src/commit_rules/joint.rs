@@ -1,0 +1,636 @@
+//! Checkpoints that several hosts write: each host takes its part from step to step.
+//!
+//! One thread, `firn-rule-hosts`, looks at the ballots of the scopes that are open here, and does what
+//! [`firn_rules::joint::next_step`] says. It is the only one that calls the backing for that, so a backing that hangs holds up
+//! no close for longer than `participants-wait`.
+//!
+//! Promises
+//! * A part is prepared while no program changes it, and as its host has said that it is.
+//! * A close, rename or unlink that is the event waits while the hosts commit, and not for a host that still writes. The first
+//!   change of the next checkpoint does, where both are in one transaction.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
+
+use firn_backing::backoff::Backoff;
+use firn_backing::{Errno, RenameFlags};
+use firn_engine::Cached;
+use firn_hosts::LeaseUse;
+use firn_protocol::path::BytePath;
+use firn_rules::joint::{Attempt, EVENT, HostState, Look, OwnPart, Step, next_step};
+use firn_rules::{Action, Ending, Operation, ScopeNumber, Writer};
+use firn_transact::machine::Pending;
+use firn_transact::{Found, NamesBallot, NamesView, TransactionError, Verdict, parent_of};
+use serde::{Deserialize, Serialize};
+
+use super::{CommitRules, Transaction, name_of, shown};
+use crate::host_lease::LivingHosts;
+use crate::store::LoggableStore;
+
+/// Between looks at what other hosts say.
+const LOOK_AGAIN: Backoff = Backoff::new(Duration::from_millis(2), Duration::from_millis(200));
+/// Between attempts to commit.
+const TRY_AGAIN: Backoff = Backoff::new(Duration::from_millis(20), Duration::from_secs(5));
+/// Between looks whether they live.
+const LIFE_AGAIN: Duration = Duration::from_secs(1);
+/// Ends of scopes that are remembered for those that wait for them.
+const ENDS_MAX: usize = 1024;
+
+/// What `try-N` says.
+#[derive(Serialize, Deserialize)]
+struct Content {
+    /// What each host had said of its part.
+    changes: BTreeMap<String, u64>,
+}
+
+/// What `event` says.
+#[derive(Serialize, Deserialize)]
+struct EventContent {
+    /// Names that tops got in their directory: from, to.
+    renamed: Vec<[BytePath; 2]>,
+}
+
+/// How the mount takes part with other hosts.
+pub(super) struct Hosts {
+    pub(super) name: String,
+    pub(super) patience: Duration,
+}
+
+/// How a scope ended that several hosts wrote.
+#[derive(Clone, Copy)]
+pub(super) struct End {
+    is_committed: bool,
+    /// The kernel knows its names.
+    is_settled: bool,
+}
+
+/// What may be an event.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum EventKind {
+    /// A close, which waits until the kernel knows all names.
+    Close,
+    /// A change of a name: the kernel has the directory locked until it is answered, so names are told it after that.
+    Name,
+    /// The first change of the next checkpoint, which waits also for a host that still writes.
+    Next,
+}
+
+/// What is known of one scope.
+#[derive(Default)]
+pub(super) struct Joint {
+    /// The attempt that this host is prepared for, and since when.
+    prepared: Option<(u64, Instant)>,
+    /// What the commit waits for.
+    pub(super) waits_for: Option<String>,
+    /// What is waited for was found after the event was known.
+    is_answered: bool,
+    /// The last attempt was refused.
+    is_refused: bool,
+    /// Tops have the names that the event gives them.
+    has_followed: bool,
+    /// A step has failed.
+    is_failing: bool,
+    /// When this host began an attempt.
+    tried: Option<Instant>,
+}
+
+/// What the thread knows from one round to the next.
+struct Round {
+    living: Option<LivingHosts>,
+    dead: BTreeSet<String>,
+    looked: Option<Instant>,
+}
+
+impl Round {
+    /// Which of some hosts are gone.
+    fn dead_among(&mut self, rules: &CommitRules, hosts: &BTreeSet<String>) -> BTreeSet<String> {
+        let own = rules.hosts.as_ref().map(|hosts| hosts.name.as_str());
+        let is_due = self.looked.is_none_or(|at| at.elapsed() > LIFE_AGAIN);
+        if is_due {
+            self.looked = Some(Instant::now());
+            self.dead.clear();
+            for host in hosts.iter().filter(|host| Some(host.as_str()) != own) {
+                match self.is_living(rules, host) {
+                    Ok(true) => {}
+                    Ok(false) => drop(self.dead.insert(host.clone())),
+                    Err(errno) => tracing::debug!(%errno, host, "cannot see whether a host lives"),
+                }
+            }
+        }
+        self.dead.intersection(hosts).cloned().collect()
+    }
+
+    fn is_living(&mut self, rules: &CommitRules, host: &str) -> Result<bool, Errno> {
+        if self.living.is_none() {
+            let own = rules.hosts.as_ref().map_or("", |hosts| &hosts.name);
+            let backing = rules.gate.backing();
+            let living = LivingHosts::over(backing, LeaseUse::Transactions, own);
+            self.living = Some(living.map_err(|_| Errno::IO)?);
+        }
+        self.living
+            .as_ref()
+            .map_or(Ok(true), |living| living.is_living(host))
+    }
+}
+
+impl CommitRules {
+    /// Takes scopes of several hosts from step to step, until [`CommitRules::stop`].
+    pub(crate) fn watch_hosts(&self) {
+        let mut round = Round {
+            living: None,
+            dead: BTreeSet::new(),
+            looked: None,
+        };
+        let mut waits = LOOK_AGAIN.start();
+        loop {
+            let open: Vec<ScopeNumber> = {
+                let table = self.table.lock();
+                if table.is_stopped {
+                    return;
+                }
+                table.scopes.keys().copied().collect()
+            };
+            if let Err(errno) = self.gate.store().leave_applied_commits() {
+                tracing::debug!(%errno, "other hosts wait to be told of a commit");
+            }
+            let mut has_gone_on = false;
+            for scope in &open {
+                has_gone_on |= self.take_step(*scope, &mut round);
+            }
+            if has_gone_on {
+                waits = LOOK_AGAIN.start();
+            }
+            let mut table = self.table.lock();
+            if std::mem::take(&mut table.is_woken) {
+                waits = LOOK_AGAIN.start();
+            } else if !table.is_stopped {
+                let pause = if open.is_empty() {
+                    LIFE_AGAIN
+                } else {
+                    waits.next_wait()
+                };
+                table.wait_for(&self.changed, pause);
+            }
+        }
+    }
+
+    /// Whether several hosts write a checkpoint together.
+    pub(crate) fn has_hosts(&self) -> bool {
+        self.hosts.is_some()
+    }
+
+    pub(super) fn wake_hosts(&self) {
+        self.table.lock().is_woken = true;
+        self.changed.notify_all();
+    }
+
+    /// One step of one scope; whether it went on.
+    fn take_step(&self, scope: ScopeNumber, round: &mut Round) -> bool {
+        match self.try_step(scope, round) {
+            Ok(went_on) => went_on,
+            Err(error) => {
+                let mut table = self.table.lock();
+                let joint = table.joint.entry(scope).or_default();
+                if !std::mem::replace(&mut joint.is_failing, true) {
+                    tracing::warn!(%error, "a checkpoint of several hosts");
+                }
+                joint.waits_for = Some(error.to_string());
+                false
+            }
+        }
+    }
+
+    fn try_step(&self, scope: ScopeNumber, round: &mut Round) -> Result<bool, TransactionError> {
+        let Some(transaction) = self.table.lock().scopes.get(&scope).cloned() else {
+            return Ok(false);
+        };
+        let ballots = &self.gate.store().names_ballots;
+        let Some(ballot) = ballots.find(&transaction.key)? else {
+            self.end_joint(
+                scope,
+                &transaction,
+                "its hosts have aborted it",
+                &BTreeSet::new(),
+            );
+            return Ok(true);
+        };
+        let view: NamesView<HostState, Content> = ballot.view()?;
+        if view.has_event && view.decision.is_none() {
+            self.follow_renames(scope, &transaction, &ballot)?;
+        }
+        let dead = round.dead_among(self, &view.joined);
+        let Some((own, step)) = self.find_step(scope, &look_of(&view), &dead) else {
+            return Ok(false);
+        };
+        match step {
+            Step::Wait(what) => {
+                let mut table = self.table.lock();
+                let joint = table.joint.entry(scope).or_default();
+                // This host's machine says which event.
+                joint.waits_for = Some(what).filter(|what| what != EVENT);
+                let answered = view
+                    .joined
+                    .iter()
+                    .all(|host| view.states.contains_key(host));
+                joint.is_answered = view.has_event && answered && joint.prepared.is_none();
+                drop(table);
+                self.changed.notify_all();
+                return Ok(false);
+            }
+            Step::PutEvent => ballot.put_event(&self.event_of(scope))?,
+            Step::PutState => ballot.put_state(&own.state)?,
+            Step::Try(Attempt {
+                number, changes, ..
+            }) => {
+                if !self.may_try(scope, number) {
+                    return Ok(false);
+                }
+                ballot.put_attempt(number, &Content { changes })?;
+            }
+            Step::Publish(number) => {
+                self.publish_part(scope, &transaction, number, &own, &ballot)?
+            }
+            Step::GiveUp { number, why } => ballot.give_up(number, why)?,
+            Step::Judge(attempt) => self.judge(&attempt, &transaction, &ballot)?,
+            Step::Decide { commit, why } => {
+                if !commit {
+                    let paths = shown(&transaction.paths);
+                    tracing::warn!(rule = transaction.rule, %paths, why, "hosts drop a checkpoint");
+                }
+                ballot.settle(commit)?;
+            }
+            Step::Reopen(_) => self.reopen(scope, &transaction)?,
+            Step::Apply => {
+                // One host removes what a rule does not keep; where it dies, another one does after the next commit.
+                let is_first = view.joined.first() == self.hosts.as_ref().map(|own| &own.name);
+                self.apply_joint(scope, &transaction, is_first)?;
+            }
+            Step::Undo => {
+                self.end_joint(scope, &transaction, "one of its hosts has failed", &dead);
+                ballot.remove_aborted(&dead)?;
+            }
+        }
+        Ok(true)
+    }
+
+    fn event_of(&self, scope: ScopeNumber) -> EventContent {
+        let renamed = self.table.lock().machine.renamed_tops(scope);
+        let paths = |[from, to]: [Vec<u8>; 2]| [from.as_slice().into(), to.as_slice().into()];
+        EventContent {
+            renamed: renamed.into_iter().map(paths).collect(),
+        }
+    }
+
+    /// Gives the tops of this host's part the names that the host with the event gave to its own.
+    fn follow_renames(
+        &self,
+        scope: ScopeNumber,
+        transaction: &Transaction,
+        ballot: &NamesBallot<'_, LoggableStore>,
+    ) -> Result<(), TransactionError> {
+        let is_done = |joint: &mut Joint| std::mem::replace(&mut joint.has_followed, true);
+        if is_done(self.table.lock().joint.entry(scope).or_default()) {
+            return Ok(());
+        }
+        let event: Option<EventContent> = ballot.event()?;
+        for [from, to] in event.map(|event| event.renamed).unwrap_or_default() {
+            let (from, to) = (from.as_bytes(), to.as_bytes());
+            let is_beside =
+                |path: &[u8]| parent_of(path) == transaction.dir && !name_of(path).is_empty();
+            let writer = self.table.lock().machine.writer_of_top(scope, from);
+            if let Some(writer) = writer.filter(|_| is_beside(from) && is_beside(to)) {
+                self.rename_top(writer, &transaction.dir, [from, to])?;
+            }
+        }
+        Ok(())
+    }
+
+    fn rename_top(
+        &self,
+        writer: Writer,
+        dir: &[u8],
+        [from, to]: [&[u8]; 2],
+    ) -> Result<(), TransactionError> {
+        let (located_from, located_to) = (self.rules.locate(from), self.rules.locate(to));
+        let operation = Operation::Rename {
+            from: &located_from,
+            to: &located_to,
+        };
+        let entered = self.table.lock().machine.before(writer.process, &operation);
+        let Ok(entered) = entered else {
+            return Err(Errno::BUSY.into());
+        };
+        let engine = self.gate.engine();
+        let rename = || {
+            self.carry_out(entered.actions)?;
+            let Some(Cached::Inode(dir)) = engine.tree.cached_at(dir) else {
+                return Err(Errno::STALE);
+            };
+            let names = &engine.namespace;
+            names.rename(dir, &name_of(from), dir, &name_of(to), RenameFlags::empty())
+        };
+        let renamed = rename();
+        let mut table = self.table.lock();
+        let mut more =
+            table
+                .machine
+                .after(writer.process, &operation, entered.scope, renamed.is_ok());
+        if !writer.is_living {
+            more.extend(table.machine.exited(writer.process, Ending::Success));
+        }
+        drop(table);
+        self.carry_out(more)?;
+        let directory = engine.tree.cached_at(dir);
+        directory.into_iter().for_each(&*self.forget);
+        Ok(renamed?)
+    }
+
+    fn find_step(
+        &self,
+        scope: ScopeNumber,
+        look: &Look,
+        dead: &BTreeSet<String>,
+    ) -> Option<(OwnPart, Step)> {
+        let hosts = self.hosts.as_ref()?;
+        let table = self.table.lock();
+        let mut own = table.machine.own_part(scope)?;
+        let prepared = table.joint.get(&scope).and_then(|joint| joint.prepared);
+        own.prepared_for = prepared.map(|(number, _)| number);
+        own.is_late = prepared.is_some_and(|(_, since)| since.elapsed() > hosts.patience);
+        let obstacle = |states: &BTreeMap<String, HostState>| {
+            table.machine.obstacle_among_hosts(scope, states)
+        };
+        let step = next_step(look, &hosts.name, &own, dead, &obstacle);
+        Some((own, step))
+    }
+
+    /// What has failed is tried again after longer and longer pauses.
+    fn may_try(&self, scope: ScopeNumber, number: u64) -> bool {
+        let pause = TRY_AGAIN.after(u32::try_from(number).unwrap_or(u32::MAX));
+        let mut table = self.table.lock();
+        let joint = table.joint.entry(scope).or_default();
+        if number > 1 && joint.tried.is_some_and(|tried| tried.elapsed() < pause) {
+            return false;
+        }
+        joint.tried = Some(Instant::now());
+        true
+    }
+
+    fn publish_part(
+        &self,
+        scope: ScopeNumber,
+        transaction: &Transaction,
+        number: u64,
+        own: &OwnPart,
+        ballot: &NamesBallot<'_, LoggableStore>,
+    ) -> Result<(), TransactionError> {
+        let begun = self
+            .table
+            .lock()
+            .machine
+            .begin_attempt(scope, own.state.changes);
+        if !begun {
+            let why = "its programs have changed more".to_owned();
+            return Ok(ballot.give_up(number, why)?);
+        }
+        let store = self.gate.store();
+        let (dir, paths) = (&transaction.dir, &transaction.paths);
+        let published = self.gate.quiesce_names(dir, paths, Pending::Drain, |_| {
+            match store.transaction_numbered(transaction.serial) {
+                Some(found) => Ok(found.publish_names(number)?),
+                None => Err(Errno::STALE.into()),
+            }
+        });
+        let mut table = self.table.lock();
+        table.joint.entry(scope).or_default().prepared = Some((number, Instant::now()));
+        drop(table);
+        if let Err(error) = published {
+            ballot.give_up(number, error.to_string())?;
+        }
+        Ok(())
+    }
+
+    fn judge(
+        &self,
+        attempt: &Attempt,
+        transaction: &Transaction,
+        ballot: &NamesBallot<'_, LoggableStore>,
+    ) -> Result<(), TransactionError> {
+        let hosts = attempt.changes.keys().cloned().collect();
+        let verdict = ballot.test(attempt.number, &hosts)?;
+        if let Verdict::Conflict(report) = &verdict {
+            let paths = shown(&transaction.paths);
+            let conflicts: Vec<String> = report
+                .conflicts
+                .iter()
+                .take(20)
+                .map(ToString::to_string)
+                .collect();
+            tracing::error!(rule = transaction.rule, %paths, ?conflicts, "hosts wrote the same of a checkpoint");
+        }
+        ballot.judge(attempt.number, &verdict)?;
+        Ok(())
+    }
+
+    fn reopen(
+        &self,
+        scope: ScopeNumber,
+        transaction: &Transaction,
+    ) -> Result<(), TransactionError> {
+        let store = self.gate.store();
+        if let Some(Found::Prepared(prepared)) = store.transaction_numbered(transaction.serial) {
+            prepared.reopen_names()?;
+        }
+        let mut table = self.table.lock();
+        table.machine.not_committed(scope);
+        let joint = table.joint.entry(scope).or_default();
+        joint.prepared = None;
+        joint.is_refused = true;
+        drop(table);
+        self.changed.notify_all();
+        Ok(())
+    }
+
+    fn apply_joint(
+        &self,
+        scope: ScopeNumber,
+        transaction: &Transaction,
+        may_rotate: bool,
+    ) -> Result<(), TransactionError> {
+        let store = self.gate.store();
+        let found = || store.transaction_numbered(transaction.serial);
+        let applied = match found() {
+            Some(Found::Prepared(prepared)) => prepared
+                .decide()
+                .map_err(TransactionError::from)
+                .and_then(|decided| Ok(decided.apply()?)),
+            Some(Found::Decided(decided)) => decided.apply().map_err(Into::into),
+            Some(Found::Open(_)) => Err(Errno::STALE.into()),
+            None => Ok(()),
+        };
+        // Where only the others could not be told, that is tried again.
+        if found().is_some() {
+            applied?;
+        }
+        let mut table = self.table.lock();
+        let counts = table.counts.entry(transaction.rule.clone()).or_default();
+        counts.commits += u64::from(!transaction.is_rotation);
+        counts.removals += u64::from(transaction.is_rotation);
+        table.scopes.remove(&scope);
+        let mut more = table.machine.committed(scope);
+        more.retain(|action| may_rotate || !matches!(action, Action::Rotate { .. }));
+        table.note_end(scope, true);
+        self.publish(table);
+        // A rename that was the event has the kernel's lock of the directory until it is answered.
+        self.forget_names(transaction);
+        self.table.lock().settle(scope);
+        self.changed.notify_all();
+        let paths = shown(&transaction.paths);
+        tracing::info!(rule = transaction.rule, %paths, "a commit rule has committed a checkpoint of several hosts");
+        if let Err(errno) = self.carry_out(more) {
+            tracing::warn!(%errno, "after a commit of several hosts");
+        }
+        Ok(())
+    }
+
+    /// Drops this host's part.
+    fn end_joint(
+        &self,
+        scope: ScopeNumber,
+        transaction: &Transaction,
+        reason: &str,
+        dead: &BTreeSet<String>,
+    ) {
+        let mut table = self.table.lock();
+        table.machine.note_aborting(scope);
+        // A rename that was the event has the kernel's lock of the directory until it is answered.
+        table.note_end(scope, false);
+        drop(table);
+        self.changed.notify_all();
+        let reason = match dead.first() {
+            Some(host) => format!("{reason}: {host} is dead"),
+            None => reason.to_owned(),
+        };
+        tracing::debug!(
+            serial = transaction.serial,
+            reason,
+            "a part of several hosts ends"
+        );
+        self.abort(scope, &reason);
+    }
+
+    /// Waits for what becomes of scopes whose event this host has seen: until they are committed, aborted, or wait for a host
+    /// that still writes.
+    pub(super) fn await_hosts(
+        &self,
+        scopes: &[ScopeNumber],
+        event: EventKind,
+    ) -> Result<(), Errno> {
+        let Some(hosts) = &self.hosts else {
+            return Ok(());
+        };
+        let deadline = Instant::now() + hosts.patience;
+        for scope in scopes {
+            let mut table = self.table.lock();
+            if let Some(joint) = table.joint.get_mut(scope) {
+                joint.is_answered = false;
+                joint.is_refused = false;
+            }
+            loop {
+                match table.ends.get(scope) {
+                    Some(end) if !end.is_committed => return Err(Errno::IO),
+                    Some(end) if end.is_settled || event != EventKind::Close => break,
+                    Some(_) | None => {}
+                }
+                let joint = table.joint.get(scope);
+                if joint.is_some_and(|joint| joint.is_refused) {
+                    return Err(Errno::IO);
+                }
+                let is_over = !table.scopes.contains_key(scope) && !table.ends.contains_key(scope);
+                let is_answered = joint.is_some_and(|joint| joint.is_answered);
+                if is_over || (is_answered && event != EventKind::Next) {
+                    break;
+                }
+                if Instant::now() >= deadline {
+                    return Err(Errno::TIMEDOUT);
+                }
+                table.wait_for(&self.changed, Duration::from_millis(100));
+            }
+        }
+        Ok(())
+    }
+
+    /// The begin of a scope whose last commit other hosts have not ended: whether to try it again.
+    pub(super) fn may_begin_again(
+        &self,
+        error: &TransactionError,
+        key: &[u8],
+        since: Instant,
+    ) -> bool {
+        let TransactionError::Begin(firn_transact::BeginError::NotOver { hosts }) = error else {
+            return false;
+        };
+        let Some(own) = &self.hosts else {
+            return false;
+        };
+        let mut round = Round {
+            living: None,
+            dead: BTreeSet::new(),
+            looked: None,
+        };
+        let hosts: BTreeSet<String> = hosts.iter().cloned().collect();
+        let dead = round.dead_among(self, &hosts);
+        if !dead.is_empty()
+            && let Err(errno) = self.gate.store().names_ballots.remove_aborted(key, &dead)
+        {
+            tracing::debug!(%errno, "the rest of an aborted checkpoint");
+        }
+        let is_in_time = since.elapsed() < own.patience;
+        if is_in_time {
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        is_in_time
+    }
+}
+
+impl super::Table {
+    /// The kernel knows its names.
+    fn settle(&mut self, scope: ScopeNumber) {
+        if let Some(end) = self.ends.get_mut(&scope) {
+            end.is_settled = true;
+        }
+    }
+
+    /// For those that wait for it.
+    pub(super) fn note_end(&mut self, scope: ScopeNumber, is_committed: bool) {
+        self.joint.remove(&scope);
+        let end = End {
+            is_committed,
+            is_settled: false,
+        };
+        self.ends.insert(scope, end);
+        while self.ends.len() > ENDS_MAX {
+            self.ends.pop_first();
+        }
+    }
+}
+
+fn look_of(view: &NamesView<HostState, Content>) -> Look {
+    let attempt = view.attempt.as_ref().map(|attempt| Attempt {
+        number: attempt.number,
+        changes: attempt.content.changes.clone(),
+        published: attempt.published.clone(),
+        is_clear: attempt
+            .verdict
+            .as_ref()
+            .map(|verdict| *verdict == Verdict::Clear),
+        is_conflict: matches!(attempt.verdict, Some(Verdict::Conflict(_))),
+    });
+    Look {
+        joined: view.joined.clone(),
+        states: view.states.clone(),
+        has_event: view.has_event,
+        attempt,
+        decision: view.decision,
+    }
+}
