@@ -25,6 +25,8 @@ pub fn patient(extra: &str) -> String {
 
 /// Exit code of `firn umount` while programs use the mount.
 const IN_USE: i32 = 11;
+/// Longer than a firnd must have served for its keeper to start another one at once.
+const SERVED_WELL_SECONDS: f64 = 0.5;
 /// Longer than any child takes between fork(2) and exec(2).
 const IN_USE_LIMIT: Duration = Duration::from_secs(10);
 
@@ -166,6 +168,45 @@ impl<'a> FirnMount<'a> {
 
     /// firnd's process id.
     pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// Waits until firnd has served for so long that its keeper starts another one at once: its death is no fault of the
+    /// takeover before.
+    #[track_caller]
+    pub fn wait_until_served_well(&self) {
+        wait_until("firnd served for a while", Duration::from_secs(60), || {
+            self.status().uptime_seconds >= SERVED_WELL_SECONDS
+        });
+    }
+
+    /// kill -9 of firnd alone, over which another one goes on with the mount. Returns the number of the new one, once it
+    /// answers.
+    #[track_caller]
+    pub fn kill_and_go_on(&mut self) -> u32 {
+        self.wait_until_served_well();
+        let before = self.pid;
+        crate::sandbox::kill_alone(before, libc::SIGKILL);
+        self.note_takeover(before)
+    }
+
+    /// Waits until another firnd than `before` has the mount.
+    #[track_caller]
+    pub fn note_takeover(&mut self, before: u32) -> u32 {
+        let args: [OsString; 3] = ["status".into(), "--json".into(), self.path().into()];
+        wait_until("another firnd goes on", Duration::from_secs(60), || {
+            let outcome = self.sandbox.run(args.clone());
+            if outcome.code != 0 {
+                return false;
+            }
+            let mut status = outcome.json();
+            if let Some(list) = status.as_array_mut() {
+                status = list.pop().unwrap_or_default();
+            }
+            let pid = status["pid"].as_u64().unwrap_or(0) as u32;
+            self.pid = pid;
+            pid != 0 && pid != before
+        });
         self.pid
     }
 

@@ -234,8 +234,29 @@ pub fn kill_and_wait(pids: &[u32]) {
     );
 }
 
-/// Sends a signal to a process that a test started.
+/// Sends a signal to a process that a test started. SIGKILL of a firnd takes its keeper along, at the same moment:
+/// [`kill_alone`] leaves that.
 pub fn kill(pid: u32, signal: i32) {
+    let keeper = (signal == libc::SIGKILL).then(|| keeper_of(pid)).flatten();
+    let Some(keeper) = keeper else {
+        return kill_alone(pid, signal);
+    };
+    // While it stands still it starts no other firnd.
+    kill_alone(keeper, libc::SIGSTOP);
+    kill_alone(pid, libc::SIGKILL);
+    kill_alone(keeper, libc::SIGKILL);
+}
+
+/// The keeper that started a firnd.
+pub fn keeper_of(firnd: u32) -> Option<u32> {
+    let stat = fs::read_to_string(format!("/proc/{firnd}/stat")).ok()?;
+    let parent = stat.rsplit(')').next()?.split_whitespace().nth(1)?;
+    let name = fs::read_to_string(format!("/proc/{parent}/comm")).ok()?;
+    (name.trim_end() == "firn-keeper").then(|| parent.parse().ok())?
+}
+
+/// Sends a signal to one process that a test started.
+pub fn kill_alone(pid: u32, signal: i32) {
     // SAFETY: kill takes two integers and touches no memory of ours.
     unsafe { libc::kill(pid as i32, signal) };
 }

@@ -28,6 +28,15 @@ pub enum Campaign {
         #[arg(long)]
         seed: Option<u64>,
     },
+    /// kill -9 of firnd under programs that go on: no program sees an error
+    Takeover {
+        /// Kills
+        #[arg(long, default_value_t = 200)]
+        kills: u64,
+        /// Repeats a campaign
+        #[arg(long)]
+        seed: Option<u64>,
+    },
     /// MPI programs on four hosts with kill -9 of firnd: every write of a rank that returned is there
     Mpi {
         /// Jobs
@@ -110,7 +119,7 @@ pub enum Campaign {
     /// The adapters of the Python package with the oldest and the newest frameworks, and saves by each beside others (5 GB of disk)
     Python {
         /// Kills of a rank that overwrites a checkpoint, in each kind of mount
-        #[arg(long, default_value_t = 50)]
+        #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(u64).range(1..))]
         rounds: u64,
         /// Saves of each kind that are measured; 0: none
         #[arg(long, default_value_t = 9)]
@@ -150,6 +159,10 @@ impl Campaign {
                     length,
                     seed,
                 )
+            }
+            Self::Takeover { kills, seed } => {
+                let length = ("FIRN_TAKEOVER_KILLS", kills);
+                system("life", "takeover", length, seed)
             }
             Self::Mpi { rounds, seed } => system(
                 "mpi",

@@ -559,11 +559,15 @@ mod tests {
             met.puller.err(),
             Some(WireError::Version { found: 4 })
         ));
-        let newer = |answer| edit(answer, |answer| answer["protocol"] = 6.into());
+        let newer = |answer| {
+            edit(answer, |answer| {
+                answer["protocol"] = (PROTOCOL_VERSION + 1).into()
+            })
+        };
         let met = meet(&puller, &agent, same, newer);
         assert!(matches!(
             met.puller.err(),
-            Some(WireError::Version { found: 6 })
+            Some(WireError::Version { found }) if found == PROTOCOL_VERSION + 1
         ));
     }
 

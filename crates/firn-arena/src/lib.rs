@@ -21,6 +21,7 @@ pub mod journal;
 mod lease;
 mod lingering;
 mod listeners;
+pub mod live;
 mod map;
 mod memory_files;
 mod moves;

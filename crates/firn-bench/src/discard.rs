@@ -4,6 +4,7 @@
 //! Firn runs here (session, engine, arena, drain threads), and only the last step, the write to the
 //! backing, is replaced. It is put together inside the benchmark: no option of `firn mount` loses data.
 
+use std::os::fd::BorrowedFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -13,7 +14,8 @@ use firn_arena::{Arena, Identity};
 use firn_backing::DirBacking;
 use firn_drain::{IoThreads, Pool};
 use firn_engine::{Engine, EngineOptions};
-use firn_fuse::{Adapter, AdapterOptions, Session, SessionOptions};
+use firn_format::live::Exchange;
+use firn_fuse::{Adapter, AdapterOptions, KeepConnection, Session, SessionOptions};
 use firn_workers::Workers;
 use serde::{Deserialize, Serialize};
 
@@ -83,12 +85,19 @@ pub fn mount_discarding(geometry: &Geometry, mount_point: &Path) -> anyhow::Resu
         read_only: false,
         kernel_flags: vec![],
     };
-    let session = Session::mount(adapter, mount_point, &options)?;
+    let session = Session::mount(adapter, mount_point, &options, &NotKept)?;
     Ok(Discarding {
         session,
         pool,
         arena: geometry.arena.clone(),
     })
+}
+
+/// The mount of a benchmark ends with it.
+struct NotKept;
+
+impl KeepConnection for NotKept {
+    fn keep(&self, _: BorrowedFd<'_>, _: &Exchange, _: bool) {}
 }
 
 impl Drop for Discarding {

@@ -481,7 +481,7 @@ fn create(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
 
 /// Name number `index` in a directory of the metadata benchmark.
 pub fn name_of(index: u64) -> String {
-    format!("rank_{index:06}.ckpt")
+    format!("rank_{index:06}")
 }
 
 fn names(dir: &PathBuf, count: u64, operation: Operation, buffer: &[u8]) -> anyhow::Result<()> {

@@ -162,6 +162,8 @@ pub struct RuntimeFiles {
     pub events: PathBuf,
     /// The record of the last mount that ended.
     pub record: PathBuf,
+    /// What the kernel has of the mount, for a firnd that takes it over.
+    pub live: PathBuf,
     /// What the preload library reads of a stub tree (`firn_format::data_socket::StubTree`).
     pub stub: PathBuf,
     /// The names of a stub tree that were synced.
@@ -184,6 +186,7 @@ impl RuntimeFiles {
             log: dir.join(format!("{key}.log")),
             events: dir.join(format!("{key}.events")),
             record: dir.join(format!("{key}.record")),
+            live: dir.join(format!("{key}.live")),
             stub: dir.join(format!("{key}.stub")),
             names: dir.join(format!("{key}.tree")),
         }

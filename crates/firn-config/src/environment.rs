@@ -87,6 +87,7 @@ static INTERNAL: &[&str] = &[
     "FIRN_RUN_HOSTS",
     "FIRN_SEED",
     "FIRN_STRESS_SECONDS",
+    "FIRN_TAKEOVER_KILLS",
     "FIRN_TEMPORARY",
     "FIRN_TEST_CREATE",
     "FIRN_TEST_LIMIT_S",

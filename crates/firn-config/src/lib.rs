@@ -37,7 +37,7 @@ pub use kernel::KernelFlag;
 pub use minus_o::{MinusO, Unknown, parse_minus_o};
 pub use options::{
     Close, Drain, Flatten, Frontend, Fsync, Layout, LogLevel, Mode, Options, Order, Participants,
-    Partner, Passthrough, Placement, RecordPlace, TokenService,
+    Partner, Passthrough, Placement, RecordPlace, Takeover, TokenService,
 };
 pub use page::configuration_page;
 pub use quantity::{duration_text, parse_duration_ms, parse_size, size_text};

@@ -247,6 +247,28 @@ pub enum Passthrough {
     Off,
 }
 
+/// Whether another firnd goes on with the mount where one dies.
+#[derive(
+    Clone,
+    Copy,
+    Debug,
+    PartialEq,
+    Eq,
+    Serialize,
+    Deserialize,
+    IntoStaticStr,
+    VariantArray,
+    VariantNames,
+)]
+#[serde(rename_all = "lowercase")]
+#[strum(serialize_all = "lowercase")]
+pub enum Takeover {
+    /// Where the kernel and the other options allow it.
+    Auto,
+    /// Programs lose the mount.
+    No,
+}
+
 /// In which order the files of one I/O server are written.
 #[derive(
     Clone,
@@ -485,6 +507,8 @@ pub struct Options {
     pub kernel_copies_percent: u32,
     /// Files of at least so many bytes get memory files of their own; 0: none.
     pub memory_file_bytes_min: u64,
+    /// Whether another firnd goes on with the mount.
+    pub takeover: Takeover,
     /// Directory of the arena; `None`: the runtime directory.
     #[serde(default, with = "firn_protocol::path::exact_option")]
     pub arena_dir: Option<PathBuf>,
@@ -585,6 +609,7 @@ impl Options {
             passthrough: Passthrough::Auto,
             kernel_copies_percent: 0,
             memory_file_bytes_min: 0,
+            takeover: Takeover::No,
             arena_dir: None,
             spill: None,
             numa_topology: None,

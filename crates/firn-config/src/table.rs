@@ -12,7 +12,7 @@ use strum::{VariantArray, VariantNames};
 
 use crate::options::{
     Close, Drain, Flatten, Frontend, Fsync, Layout, LogLevel, Mode, Options, Order, Participants,
-    Partner, Passthrough, Placement, RecordPlace, TokenService,
+    Partner, Passthrough, Placement, RecordPlace, Takeover, TokenService,
 };
 use crate::quantity::{duration_text, size_text};
 use crate::value::{Kind, Value};
@@ -64,7 +64,7 @@ pub fn row(name: &str) -> Option<&'static Row> {
 }
 
 /// Every option.
-pub static TABLE: [Row; 52] = [
+pub static TABLE: [Row; 53] = [
     Row {
         name: "arena-size",
         kind: Kind::Size {
@@ -608,6 +608,20 @@ pub static TABLE: [Row; 52] = [
         changes_promises: false,
         get: |o| word(o.passthrough),
         set: |o, v| o.passthrough = v.choice(),
+    },
+    Row {
+        name: "takeover",
+        kind: Kind::Choice(words::<Takeover>()),
+        default: "no",
+        help: "Let another firnd go on with the mount where firnd dies, so that programs only wait",
+        long: "With `auto`, a small process (firn-keeper) keeps the connection to the kernel, and starts firnd \
+               again when it was killed: open files, directories, locks and mappings go on. It needs Linux 6.9. A \
+               mount in the foreground or with layout=log is not taken over, nor one in which a transaction is open: \
+               programs that use it get errors until it is mounted again, as with `no`. `firn status` says whether it would be. `no` \
+               is the default until a release has shown `auto` under the programs of its users.",
+        changes_promises: true,
+        get: |o| word(o.takeover),
+        set: |o, v| o.takeover = v.choice(),
     },
     Row {
         name: "kernel-copies",

@@ -26,6 +26,7 @@ use crate::parts::{
 };
 use crate::prepared::{MountSetup, Prepared};
 use crate::store::Layers as _;
+use crate::takeover::{TakenOver, Takeover};
 
 /// A mount that programs see.
 pub(crate) struct Assembled {
@@ -40,9 +41,18 @@ impl MountSetup<'_> {
         let started = self.start_list(&mut list);
         if started.is_err() {
             // Nothing was written yet; what was recovered stays for the next try.
-            Parts::new(list).stop(&mut Stop::unseen(ArenaEnd::RemoveIfEmpty));
+            let end = Self::end_of_failed(self.taken_over);
+            Parts::new(list).stop(&mut Stop::unseen(end));
         }
         started
+    }
+
+    /// What becomes of the arena where the mount does not start. Another try goes on with it if programs have the mount.
+    pub(crate) fn end_of_failed(taken_over: Option<&TakenOver>) -> ArenaEnd {
+        match taken_over {
+            None => ArenaEnd::RemoveIfEmpty,
+            Some(_) => ArenaEnd::Keep,
+        }
     }
 
     fn start_list(&self, list: &mut Vec<Arc<dyn Part>>) -> Result<Assembled, MountError> {
@@ -50,6 +60,8 @@ impl MountSetup<'_> {
         let file_locks =
             file_locks::start(&self.checked.backing, &self.attached.engine, self.options)?;
         let gate = self.make_gate();
+        let takeover = self.prepare_takeover();
+        list.push(Arc::clone(&takeover) as _);
         let prepared = Prepared::new(self, &data_path, gate.clone(), file_locks.clone())?;
         self.add_parts(list, &data_path, gate, file_locks, &prepared)?;
         let parts = Parts::new(list.clone());
@@ -57,8 +69,22 @@ impl MountSetup<'_> {
         parts.start()?;
         let arena = self.attached.engine.arena();
         arena.set_holder(std::process::id(), &self.checked.mount_point);
-        let frontend = prepared.start(self, &data_path)?;
+        let frontend = prepared.start(self, &data_path, &takeover)?;
         Ok(Assembled { parts, frontend })
+    }
+
+    fn prepare_takeover(&self) -> Arc<Takeover> {
+        let link = self.link.as_ref();
+        match self.taken_over {
+            Some(taken) => Takeover::go_on(self.options, taken, link),
+            None => Takeover::begin(
+                self.options,
+                &self.attached.engine,
+                &self.attached.files,
+                &self.checked.mount_point,
+                link,
+            ),
+        }
     }
 
     /// In the order in which they start.

@@ -15,7 +15,9 @@ use firn_config::{
     TokenService,
 };
 use firn_drain::Pool;
-use firn_engine::{ClosePolicy, DrainPolicy, Engine, EngineOptions, FsyncPolicy, Order, Recovered};
+use firn_engine::{
+    ClosePolicy, DrainPolicy, Engine, EngineOptions, FsyncPolicy, Order, Recovered, Resumed,
+};
 use firn_format::quantity::{bytes, count};
 use firn_format::quote::quoted_path;
 use firn_hosts::LeaseUse;
@@ -42,6 +44,8 @@ use crate::token_source::TokenSource;
 pub(crate) struct Attached {
     pub(crate) engine: Arc<Engine<Store>>,
     pub(crate) recovered: Recovered,
+    /// Transactions in which programs were, and are not any more.
+    pub(crate) left_transactions: usize,
     pub(crate) files: RuntimeFiles,
     pub(crate) workers: Workers,
     pub(crate) io_threads: Arc<IoThreads>,
@@ -61,9 +65,16 @@ impl Attached {
         files: RuntimeFiles,
         locks: Locks,
         options: &Options,
+        resumed: Option<&Resumed>,
         notice: &mut dyn FnMut(String),
     ) -> Result<Self, AttachError> {
-        Self::attach(backing, files, locks, options, Purpose::Mount, notice)
+        let target = Target {
+            backing,
+            files: &files,
+            options,
+            purpose: Purpose::Mount,
+        };
+        Self::attach(&target, locks, resumed, notice)
     }
 
     /// The same for an arena of which parts may be gone with its spill file: what is left is drained.
@@ -74,31 +85,35 @@ impl Attached {
         options: &Options,
         notice: &mut dyn FnMut(String),
     ) -> Result<Self, AttachError> {
-        Self::attach(backing, files, locks, options, Purpose::Salvage, notice)
-    }
-
-    fn attach(
-        backing: &Path,
-        files: RuntimeFiles,
-        mut locks: Locks,
-        options: &Options,
-        purpose: Purpose,
-        notice: &mut dyn FnMut(String),
-    ) -> Result<Self, AttachError> {
-        let identity = identify(backing)?;
-        // Before its first byte is touched: where the backing knows no flock(2), this is the only lock.
-        if exists(&files.arena) {
-            locks.add_arena(&files.arena, backing, &files)?;
-        }
         let target = Target {
             backing,
             files: &files,
             options,
-            purpose,
+            purpose: Purpose::Salvage,
         };
-        let mut found = find(&target, &identity, notice)?;
+        Self::attach(&target, locks, None, notice)
+    }
+
+    fn attach(
+        target: &Target<'_>,
+        mut locks: Locks,
+        resumed: Option<&Resumed>,
+        notice: &mut dyn FnMut(String),
+    ) -> Result<Self, AttachError> {
+        let &Target {
+            backing,
+            files,
+            options,
+            purpose,
+        } = target;
+        let identity = identify(backing)?;
+        // Before its first byte is touched: where the backing knows no flock(2), this is the only lock.
+        if exists(&files.arena) {
+            locks.add_arena(&files.arena, backing, files)?;
+        }
+        let mut found = find(target, &identity, notice)?;
         if matches!(found, Found::Fresh(_)) {
-            locks.add_arena(&files.arena, backing, &files)?;
+            locks.add_arena(&files.arena, backing, files)?;
         }
         let new = NewArena::of(&found);
         let was_damaged = matches!(found, Found::Used { damaged: true, .. });
@@ -107,14 +122,15 @@ impl Attached {
         // Before the backing is opened, which counts the directories of Firn's own in it.
         let lease = locks.host_lease();
         let token_source = TokenSource::open(backing, options, lease, notice)?;
-        let opened = open_store(&target, directory, &mut found, lease, notice)
+        let opened = open_store(target, directory, &mut found, lease, notice)
             .map_err(AttachError::in_backing(backing))?;
         let mut parts = opened.parts;
         if purpose == Purpose::Mount {
             tell_of_exposed_names(backing, options, notice);
-            parts.push(meet_hosts(&target, &opened.store, &workers, lease, notice)?);
+            parts.push(meet_hosts(target, &opened.store, &workers, lease, notice)?);
         }
-        let Begun { engine, recovered } = begin_engine(opened.store, found, options)?;
+        let left_transactions = opened.left_transactions;
+        let Begun { engine, recovered } = begin_engine(opened.store, found, options, resumed)?;
         tell(&recovered, options.drain, notice);
         let is_damaged = was_damaged || !recovered.damage.is_empty();
         let io_threads = start_io_threads(&engine, options, token_source.as_ref())?;
@@ -136,7 +152,8 @@ impl Attached {
         Ok(Self {
             engine,
             recovered,
-            files,
+            left_transactions,
+            files: files.clone(),
             workers,
             io_threads,
             host_lease,
@@ -179,7 +196,12 @@ struct Begun {
     recovered: Recovered,
 }
 
-fn begin_engine(store: Store, found: Found, options: &Options) -> Result<Begun, AttachError> {
+fn begin_engine(
+    store: Store,
+    found: Found,
+    options: &Options,
+    resumed: Option<&Resumed>,
+) -> Result<Begun, AttachError> {
     match found {
         Found::Fresh(arena) => {
             let policies = policies(&arena, options);
@@ -190,7 +212,7 @@ fn begin_engine(store: Store, found: Found, options: &Options) -> Result<Begun, 
         }
         Found::Used { stored, .. } => {
             let policies = policies(stored.arena(), options);
-            let (engine, recovered) = Engine::attach_stored(store, *stored, policies)?;
+            let (engine, recovered) = Engine::attach_stored(store, *stored, policies, resumed)?;
             Ok(Begun { engine, recovered })
         }
     }

@@ -301,32 +301,47 @@ impl CommitRules {
         }
     }
 
-    fn locate_at(&self, inode: InodeId) -> Option<LocatedPath> {
+    fn locate_file(&self, inode: InodeId) -> Option<LocatedPath> {
         let path = self.gate.engine().tree.path_of(inode)?;
-        Some(self.rules.locate(&path))
+        Some(self.rules.locate_file(&path))
     }
 
-    fn locate_name(&self, parent: InodeId, name: &OsStr) -> Option<LocatedPath> {
+    fn locate_name(&self, (parent, name): (InodeId, &OsStr), is_file: bool) -> Option<LocatedPath> {
         let mut path = self.gate.engine().tree.path_of(parent)?;
         if !path.is_empty() {
             path.push(b'/');
         }
         path.extend_from_slice(name.as_bytes());
-        Some(self.rules.locate(&path))
+        Some(if is_file {
+            self.rules.locate_file(&path)
+        } else {
+            self.rules.locate(&path)
+        })
     }
 
     /// None where the names of it are not known: then it is in no scope.
     fn change_of(&self, change: &WatchedChange) -> Option<OwnedChange> {
+        let tree = &self.gate.engine().tree;
         Some(match change {
-            WatchedChange::Open(inode) => OwnedChange::Open(self.locate_at(*inode)?),
-            WatchedChange::Cut(inode) => OwnedChange::Change(self.locate_at(*inode)?),
-            WatchedChange::Create(dir, name) => OwnedChange::Open(self.locate_name(*dir, name)?),
-            WatchedChange::Make(dir, name) => OwnedChange::Change(self.locate_name(*dir, name)?),
-            WatchedChange::Remove(dir, name) => OwnedChange::Remove(self.locate_name(*dir, name)?),
-            WatchedChange::Rename((dir, name), (new_dir, new_name)) => OwnedChange::Rename(
-                self.locate_name(*dir, name)?,
-                self.locate_name(*new_dir, new_name)?,
-            ),
+            WatchedChange::Open(inode) => OwnedChange::Open(self.locate_file(*inode)?),
+            WatchedChange::Cut(inode) => OwnedChange::Change(self.locate_file(*inode)?),
+            WatchedChange::Create(dir, name) => {
+                OwnedChange::Open(self.locate_name((*dir, name), true)?)
+            }
+            WatchedChange::Make(dir, name) => {
+                OwnedChange::Change(self.locate_name((*dir, name), false)?)
+            }
+            WatchedChange::Remove(dir, name) => {
+                let is_file = tree.leads_to_file(*dir, name);
+                OwnedChange::Remove(self.locate_name((*dir, name), is_file)?)
+            }
+            WatchedChange::Rename((dir, name), (new_dir, new_name)) => {
+                let is_file = tree.leads_to_file(*dir, name);
+                OwnedChange::Rename(
+                    self.locate_name((*dir, name), is_file)?,
+                    self.locate_name((*new_dir, new_name), is_file)?,
+                )
+            }
         })
     }
 
@@ -467,6 +482,12 @@ impl CommitRules {
             self.publish(table);
             return Ok(());
         };
+        if self.note_failures(scope) {
+            let mut table = self.table.lock();
+            table.machine.not_committed(scope);
+            self.publish(table);
+            return Ok(());
+        }
         let committed = self.commit_transaction(&transaction);
         let mut table = self.table.lock();
         let counts = table.counts.entry(transaction.rule.clone()).or_default();
@@ -491,6 +512,16 @@ impl CommitRules {
             }
             Err(error) => Err(errno_of(&error)),
         }
+    }
+
+    /// Notes writers whose bad end is not told yet; true: there are some.
+    fn note_failures(&self, scope: ScopeNumber) -> bool {
+        let writers = self.table.lock().machine.living_writers(scope);
+        let has_failed = writers.iter().any(|writer| self.exits.has_failed(*writer));
+        if has_failed {
+            self.table.lock().machine.note_failure(scope);
+        }
+        has_failed
     }
 
     fn commit_transaction(&self, transaction: &Transaction) -> Result<(), TransactionError> {

@@ -1,16 +1,20 @@
 //! The life of one mount: attach, start the parts, serve, stop the parts.
 
+use std::os::fd::OwnedFd;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::Duration;
 
+use firn_client::paths::RuntimeFiles;
 use firn_format::quantity::bytes;
 use firn_format::quote::quoted_path;
 use firn_fuse::detach;
 use firn_protocol::events::TARGET;
 use firn_protocol::{HeldPolicy, Reply};
 use firn_workers::spawn_thread;
-use rustix::process::{Pid, getppid};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{PidfdFlags, getppid, pidfd_open};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
@@ -22,6 +26,7 @@ use crate::error::MountError;
 use crate::event::{Client, Event};
 use crate::frontend::Frontend;
 use crate::host_name::shown_host_name;
+use crate::keeper::{KeeperLink, Summons};
 use crate::lock::{Locks, Sharing};
 use crate::log;
 use crate::mount_request::MountRequest;
@@ -36,6 +41,7 @@ use crate::rates::SAMPLE_EVERY;
 use crate::runtime_files::{find_runtime_files, waiting_tree};
 use crate::spawn::Reporter;
 use crate::spill;
+use crate::takeover::{Connection, TakenOver, connection_of};
 
 /// Exit status after a second signal.
 const INTERRUPTED: i32 = 130;
@@ -44,13 +50,61 @@ const LAST_WORD: Duration = Duration::from_secs(2);
 
 /// Serves a mount from its first check to its end. `Err` before the mount is usable, or when data
 /// stays behind in the arena.
-pub(crate) fn serve(request: &MountRequest, mut reporter: Reporter<'_>) -> Result<(), MountError> {
+///
+/// `summons`: what its keeper has for it.
+pub(crate) fn serve(
+    request: &MountRequest,
+    reporter: Reporter<'_>,
+    summons: Option<Summons>,
+) -> Result<(), MountError> {
+    let Some(summons) = summons else {
+        return serve_kept(request, reporter, Kept::default());
+    };
+    let link = summons.link;
+    let is_taken_over = summons.resumed.is_some();
+    let kept = Kept {
+        link: Some(Arc::clone(&link)),
+        caller: summons.caller,
+        connection: connection_of(summons.resumed),
+    };
+    link.watch().map_err(MountError::io("start a thread"))?;
+    let served = serve_kept(request, reporter, kept);
+    let is_final = matches!(
+        served,
+        Err(MountError::NotTakenOver { .. } | MountError::Session(_))
+    );
+    if is_taken_over && is_final {
+        // Another try would find the same.
+        link.say_ending();
+    }
+    served
+}
+
+/// What a mount has of its keeper.
+#[derive(Default)]
+struct Kept {
+    link: Option<Arc<KeeperLink>>,
+    /// The process that ends the mount.
+    caller: Option<OwnedFd>,
+    connection: Option<Connection>,
+}
+
+/// Where a mount is, and what is left of an earlier firnd that served it.
+struct Found {
+    checked: Checked,
+    files: RuntimeFiles,
+    taken_over: Option<TakenOver>,
+}
+
+/// Checks a mount that is to be made.
+fn find_new(request: &MountRequest, reporter: &mut Reporter<'_>) -> Result<Found, MountError> {
     let options = &request.options;
-    let backing = &request.backing;
-    let mount_point = &request.mount_point;
-    let checked = preflight::check(backing, mount_point, options, &mut |text| {
-        reporter.notice(text)
-    })?;
+    let checked = preflight::check(
+        &request.backing,
+        &request.mount_point,
+        options,
+        &mut |text| reporter.notice(text),
+    )?;
     spill::check(options, &checked, &mut |text| reporter.notice(text))?;
     backup::check(options, &checked)?;
     placement::check(options, &checked)?;
@@ -60,6 +114,98 @@ pub(crate) fn serve(request: &MountRequest, mut reporter: Reporter<'_>) -> Resul
     if is_fuse && !options.nonempty && waiting_tree(&files)?.is_none() {
         preflight::check_empty(&checked)?;
     }
+    Ok(Found {
+        checked,
+        files,
+        taken_over: None,
+    })
+}
+
+/// Finds a mount that an earlier firnd served. Its mount point is not looked at: nobody would answer.
+fn find_served(request: &MountRequest, connection: Connection) -> Result<Found, MountError> {
+    let options = &request.options;
+    let backing = preflight::check_backing(&request.backing, options.read_only)?;
+    let files = find_runtime_files(&backing, options)?;
+    let Connection { device, died } = connection;
+    let taken_over = TakenOver::open(&files, device, died)?;
+    let mount_point = taken_over.mount_point();
+    Ok(Found {
+        checked: Checked {
+            backing,
+            mount_point,
+        },
+        files,
+        taken_over: Some(taken_over),
+    })
+}
+
+fn find_mount(
+    request: &MountRequest,
+    connection: Option<Connection>,
+    reporter: &mut Reporter<'_>,
+) -> Result<Found, MountError> {
+    let Some(connection) = connection else {
+        return find_new(request, reporter);
+    };
+    // The keeper has made the log standard error.
+    log::start_in_background(&request.options, &request.mount_point);
+    find_served(request, connection)
+}
+
+/// Sends events to the log and to the file of events; a mount in the foreground has standard error.
+fn begin_log(
+    request: &MountRequest,
+    checked: &Checked,
+    files: &RuntimeFiles,
+    link: Option<&KeeperLink>,
+) -> Result<(), MountError> {
+    let options = &request.options;
+    if !request.foreground {
+        log::detach_stdio(&files.log)
+            .map_err(MountError::io("open the log in the runtime directory"))?;
+        if let Some(link) = link {
+            link.keep_log();
+        }
+        log::start_in_background(options, &checked.mount_point);
+        let _ = std::env::set_current_dir("/");
+    }
+    log::events::keep(
+        files.events.clone(),
+        shown_host_name(options),
+        checked.mount_point.as_path().into(),
+    );
+    Ok(())
+}
+
+/// Tells of the environment what the user may want to change.
+fn tell_limits(reporter: &mut Reporter<'_>) {
+    if let Some(limit) = process::file_size_limit_bytes() {
+        reporter.notice(format!(
+            "files larger than {} cannot be drained: that is the limit on file sizes (ulimit -f) here; unmount and mount with a higher one",
+            bytes(limit)
+        ));
+    }
+    for text in firn_config::misspelt_variables() {
+        tracing::warn!("{text}");
+    }
+}
+
+fn serve_kept(
+    request: &MountRequest,
+    mut reporter: Reporter<'_>,
+    kept: Kept,
+) -> Result<(), MountError> {
+    let options = &request.options;
+    let Kept {
+        link,
+        caller,
+        connection,
+    } = kept;
+    let Found {
+        checked,
+        files,
+        taken_over,
+    } = find_mount(request, connection, &mut reporter)?;
     let members = participants::members(options)?;
     let terms = terms_of(options, false);
     let locks = Locks::take(
@@ -68,44 +214,74 @@ pub(crate) fn serve(request: &MountRequest, mut reporter: Reporter<'_>) -> Resul
         members.as_ref().map(|members| (members, &terms)),
         Sharing::of(options),
     )?;
-    if is_fuse && let Some(prefix) = waiting_tree(&files)? {
+    if options.frontend == firn_config::Frontend::Fuse
+        && let Some(prefix) = waiting_tree(&files)?
+    {
         return Err(MountError::TreeWaits {
             backing: checked.backing,
             prefix,
         });
     }
-    if !request.foreground {
-        log::detach_stdio(&files.log)
-            .map_err(MountError::io("open the log in the runtime directory"))?;
-        log::start_in_background(options, &checked.mount_point);
-        let _ = std::env::set_current_dir("/");
-    }
-    if let Some(limit) = process::file_size_limit_bytes() {
-        reporter.notice(format!(
-            "files larger than {} cannot be drained: that is the limit on file sizes (ulimit -f) here; unmount and mount with a higher one",
-            bytes(limit)
-        ));
-    }
-    log::events::keep(
-        files.events.clone(),
-        shown_host_name(options),
-        checked.mount_point.as_path().into(),
-    );
-    for text in firn_config::misspelt_variables() {
-        tracing::warn!("{text}");
-    }
+    begin_log(request, &checked, &files, link.as_deref())?;
+    tell_limits(&mut reporter);
     tracing::info!(backing = %quoted_path(&checked.backing), mount_point = %quoted_path(&checked.mount_point), "attaching");
-    let attached = Attached::new(&checked.backing, files, locks, options, &mut |text| {
-        reporter.notice(text)
-    })?;
-    let mount = Mount::start(request, &checked, attached)?;
+    if let Some(taken) = &taken_over {
+        taken.suspend(options);
+    }
+    let mut attached = Attached::new(
+        &checked.backing,
+        files,
+        locks,
+        options,
+        taken_over.as_ref().map(|taken| &taken.resumed),
+        &mut |text| reporter.notice(text),
+    )?;
+    if let Some(taken) = &taken_over
+        && let Err(error) = taken.go_on_with(&mut attached)
+    {
+        attached.finish(ArenaEnd::Keep);
+        return Err(error);
+    }
+    let caller = caller.map_or_else(|| caller_of(request), |caller| Ok(Some(caller)))?;
+    let context = MountContext {
+        request,
+        checked: &checked,
+        link: link.clone(),
+        caller,
+        taken_over: taken_over.as_ref(),
+    };
+    let mount = Mount::start(context, attached)?;
+    if let Some(link) = &link {
+        link.say_serving();
+    }
+    if let Some(taken) = &taken_over {
+        taken.note_end_of_pause();
+    }
     reporter.ready();
     mount.tell_mounted(&checked);
     mount.serve_until_the_end(&checked)
 }
 
+/// The process that ends the mount, where that starts firnd itself.
+fn caller_of(request: &MountRequest) -> Result<Option<OwnedFd>, MountError> {
+    let parent = request.ends_with_parent.then(getppid).flatten();
+    let open = |parent| pidfd_open(parent, PidfdFlags::empty());
+    let opened = parent.map(open).transpose();
+    opened.map_err(|errno| MountError::io("watch the process that mounts")(errno.into()))
+}
+
+/// What a mount is started with.
+struct MountContext<'a> {
+    request: &'a MountRequest,
+    checked: &'a Checked,
+    link: Option<Arc<KeeperLink>>,
+    caller: Option<OwnedFd>,
+    taken_over: Option<&'a TakenOver>,
+}
+
 /// A mount that programs see.
 struct Mount {
+    link: Option<Arc<KeeperLink>>,
     attached: Attached,
     parts: Parts,
     frontend: Frontend,
@@ -114,16 +290,19 @@ struct Mount {
 }
 
 impl Mount {
-    fn start(
-        request: &MountRequest,
-        checked: &Checked,
-        attached: Attached,
-    ) -> Result<Self, MountError> {
+    fn start(context: MountContext<'_>, attached: Attached) -> Result<Self, MountError> {
+        let MountContext {
+            request,
+            checked,
+            link,
+            caller,
+            taken_over,
+        } = context;
         let options = &request.options;
         let (sender, events) = mpsc::channel();
-        let ending = request.ends_with_parent.then(getppid).flatten();
-        if let Err(error) = watch_signals(sender.clone(), &checked.mount_point, ending) {
-            attached.finish(ArenaEnd::RemoveIfEmpty);
+        let watched = watch_signals(sender.clone(), &checked.mount_point, caller, link.clone());
+        if let Err(error) = watched {
+            attached.finish(MountSetup::end_of_failed(taken_over));
             return Err(error);
         }
         let setup = MountSetup {
@@ -131,9 +310,12 @@ impl Mount {
             checked,
             attached: &attached,
             events: sender.clone(),
+            link: link.clone(),
+            taken_over,
         };
         let Assembled { parts, frontend } = setup.assemble()?;
         Ok(Self {
+            link,
             attached,
             parts,
             frontend,
@@ -166,6 +348,9 @@ impl Mount {
             client,
             held,
         } = self.serve();
+        if let Some(link) = &self.link {
+            link.say_ending();
+        }
         // A session that lingers may still write: then the arena stays, whatever is in it now.
         let arena = match held {
             _ if outcome != Outcome::Ended => ArenaEnd::Keep,
@@ -278,12 +463,23 @@ impl End {
     }
 }
 
-/// The first signal asks for the end, the second takes it: the arena keeps what is not drained. While the process `ending`,
-/// which ends the mount, is the parent of this one, it has the same signals and does what is right.
+/// Whether a process has not ended.
+fn is_running(process: &OwnedFd) -> bool {
+    let mut fds = [PollFd::new(process, PollFlags::IN)];
+    let at_once = Timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    poll(&mut fds, Some(&at_once)) == Ok(0)
+}
+
+/// The first signal asks for the end, the second takes it: the arena keeps what is not drained. While the process `caller`,
+/// which ends the mount, runs, it has the same signals and does what is right.
 fn watch_signals(
     events: Sender<Event>,
     mount_point: &Path,
-    ending: Option<Pid>,
+    caller: Option<OwnedFd>,
+    link: Option<Arc<KeeperLink>>,
 ) -> Result<(), MountError> {
     let mut signals =
         Signals::new([SIGTERM, SIGINT, SIGHUP]).map_err(MountError::io("watch for signals"))?;
@@ -291,7 +487,7 @@ fn watch_signals(
     let watch = move || {
         let mut asked = false;
         for signal in signals.forever().filter(|signal| *signal != SIGHUP) {
-            if ending.is_some() && getppid() == ending {
+            if caller.as_ref().is_some_and(is_running) {
                 tracing::info!(signal, "left to the process that ends the mount");
                 continue;
             }
@@ -301,6 +497,9 @@ fn watch_signals(
                     "a second signal: firnd ends at once; what is not drained stays in the arena"
                 );
                 let _ = detach(&mount_point, true);
+                if let Some(link) = &link {
+                    link.say_ending();
+                }
                 std::process::exit(INTERRUPTED);
             }
             asked = true;

@@ -27,6 +27,7 @@ mod gate;
 mod ground;
 mod host_lease;
 mod host_name;
+mod keeper;
 mod lane_rule;
 mod last_drain;
 mod lock;
@@ -63,6 +64,7 @@ mod status;
 mod steering;
 mod store;
 mod store_opening;
+mod takeover;
 mod timeline;
 mod token_source;
 mod transactions;
@@ -74,6 +76,7 @@ pub use discard::{DiscardReport, discard, find_arena, list_arenas};
 pub use error::{
     AttachError, CheckError, FlattenError, LaneFault, MapFault, MountError, RecoverError,
 };
+pub use keeper::{KEEPER_NAME, keeper_main};
 pub use logs::{flatten, flatten_with_loss};
 pub use lost::{LostPolicy, LostReport};
 pub use mount::{firnd_main, mount, mount_with_notices};

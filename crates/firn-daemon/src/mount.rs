@@ -6,6 +6,7 @@ use std::process::ExitCode;
 
 use crate::error::MountError;
 use crate::firnd;
+use crate::keeper::{KEPT, Summons};
 use crate::log;
 use crate::mount_request::MountRequest;
 use crate::process;
@@ -27,10 +28,11 @@ pub fn mount_with_notices(
     }
     process::prepare();
     log::start(&request.options);
-    firnd::serve(&request, Reporter::Here(notice))
+    firnd::serve(&request, Reporter::Here(notice), None)
 }
 
-/// The main function of firnd: the request comes on stdin, stdout is the pipe to `firn mount`.
+/// The main function of firnd: stdin is the request, or a socket to the keeper, which has it; stdout is the pipe to
+/// `firn mount`.
 pub fn firnd_main() -> ExitCode {
     // For ps, top and pgrep: the kernel named the process after the link that it was started by.
     let _ = rustix::thread::set_name(c"firnd");
@@ -42,13 +44,21 @@ pub fn firnd_main() -> ExitCode {
     else {
         return ExitCode::FAILURE;
     };
+    let is_kept = std::env::args_os().nth(1).is_some_and(|word| word == KEPT);
     let result = pipe
         .try_clone()
         .map_err(MountError::io("keep the pipe"))
         .and_then(|reporter| {
-            let request = read_request()?;
             process::abort_on_panic();
-            firnd::serve(&request, Reporter::Pipe(reporter))
+            if !is_kept {
+                let request = read_request(std::io::stdin())?;
+                return firnd::serve(&request, Reporter::Pipe(reporter), None);
+            }
+            let summons = Summons::receive().map_err(MountError::io("hear from the keeper"))?;
+            let file = summons.request.try_clone();
+            let file = file.map_err(MountError::io("read the request"))?;
+            let request = read_request(File::from(file))?;
+            firnd::serve(&request, Reporter::Pipe(reporter), Some(summons))
         });
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -60,10 +70,9 @@ pub fn firnd_main() -> ExitCode {
     }
 }
 
-fn read_request() -> Result<MountRequest, MountError> {
+fn read_request(mut from: impl Read) -> Result<MountRequest, MountError> {
     let mut json = Vec::new();
-    std::io::stdin()
-        .read_to_end(&mut json)
+    from.read_to_end(&mut json)
         .map_err(MountError::io("read the request"))?;
     serde_json::from_slice(&json).map_err(|error| MountError::Reported {
         text: format!("firnd is started by `firn mount` and by nothing else: {error}"),

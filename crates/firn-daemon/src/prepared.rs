@@ -9,7 +9,7 @@ use std::time::Duration;
 use firn_backing::Volume as _;
 use firn_config::{KernelFlag, Options, TokenService};
 use firn_engine::Engine;
-use firn_fuse::{Adapter, AdapterOptions, Invalidator, Session, SessionOptions};
+use firn_fuse::{Adapter, AdapterOptions, Invalidator, KeptConnection, Session, SessionOptions};
 use firn_hosts::FileLocks;
 use firn_workers::{Workers, spawn_thread};
 
@@ -19,10 +19,12 @@ use crate::error::MountError;
 use crate::event::Event;
 use crate::frontend::{Frontend, Stubs};
 use crate::gate::TransactionGate;
+use crate::keeper::KeeperLink;
 use crate::part::Part;
 use crate::parts::{Forget, FuseRequests, StubNames, WaitingWriters};
 use crate::preflight::Checked;
 use crate::store::{Layers as _, Store};
+use crate::takeover::{TakenOver, Takeover};
 
 /// What a mount is put together from.
 pub(crate) struct MountSetup<'a> {
@@ -30,6 +32,10 @@ pub(crate) struct MountSetup<'a> {
     pub(crate) checked: &'a Checked,
     pub(crate) attached: &'a Attached,
     pub(crate) events: Sender<Event>,
+    /// The keeper, if there is one.
+    pub(crate) link: Option<Arc<KeeperLink>>,
+    /// The mount that is gone on with.
+    pub(crate) taken_over: Option<&'a TakenOver>,
 }
 
 /// How programs will come in, before they see it.
@@ -125,6 +131,7 @@ impl Prepared {
         self,
         setup: &MountSetup<'_>,
         data_path: &Path,
+        takeover: &Takeover,
     ) -> Result<Frontend, MountError> {
         let &MountSetup {
             options,
@@ -135,7 +142,11 @@ impl Prepared {
         match self {
             Self::Mount { adapter, .. } => {
                 let session = session_options(options, checked);
-                let session = Session::mount(*adapter, &checked.mount_point, &session)?;
+                let mount_point = &checked.mount_point;
+                let session = match setup.taken_over {
+                    None => Session::mount(*adapter, mount_point, &session, takeover)?,
+                    Some(taken) => resume(*adapter, mount_point, &session, taken)?,
+                };
                 let session = Arc::new(session);
                 watch_session(&session, setup.events.clone())?;
                 Ok(Frontend::Mount(session))
@@ -144,10 +155,30 @@ impl Prepared {
                 let uuid = attached.engine.arena().superblock().uuid;
                 let shares_files = attached.engine.backing().logged().is_some();
                 stubs.publish(shares_files, uuid, data_path, &checked.backing)?;
+                takeover.keep_tree();
                 Ok(Frontend::Tree(stubs))
             }
         }
     }
+}
+
+/// Goes on with a mount that programs have.
+fn resume(
+    adapter: Adapter<Store>,
+    mount_point: &Path,
+    options: &SessionOptions,
+    taken: &TakenOver,
+) -> Result<Session, MountError> {
+    let device = taken.device.try_clone();
+    let device = device.map_err(MountError::io("keep the connection"))?;
+    let number = taken.header.device;
+    let kept = KeptConnection {
+        device,
+        number: (number.major, number.minor),
+        exchange: &taken.header.exchange,
+        left: taken.left.lock().take().unwrap_or_default(),
+    };
+    Ok(Session::resume(adapter, mount_point, options, kept)?)
 }
 
 fn adapter_options(engine: &Engine<Store>, options: &Options) -> AdapterOptions {

@@ -1,18 +1,22 @@
 //! Starting firnd and hearing from it.
 //!
-//! `firn mount` runs its own binary again with `firnd` as its name, the request as JSON on stdin and
-//! a pipe as stdout. firnd sends [`Word`]s on it, one JSON object a line; the last is `Ready` or
+//! `firn mount` runs its own binary again with `firnd` as its name, or with that of the keeper, which starts firnd; the
+//! request is a file of JSON as stdin, and stdout is a pipe. firnd sends [`Word`]s on it, one JSON object a line; the last is `Ready` or
 //! `Failed`. Then the pipe is closed and stdout is the log.
 
 use std::fs::File;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Seek, Write};
 use std::os::unix::process::CommandExt;
+use std::path::Path;
 use std::process::{Command, Stdio};
 
+use firn_config::Takeover;
 use firn_format::quote::quoted_path;
+use rustix::fs::{MemfdFlags, memfd_create};
 use serde::{Deserialize, Serialize};
 
 use crate::error::MountError;
+use crate::keeper::{ENDS_WITH_PARENT, KEEPER_NAME};
 use crate::mount_request::MountRequest;
 
 /// The name under which the binary is firnd.
@@ -40,18 +44,24 @@ pub(crate) fn spawn(
     request: &MountRequest,
     notice: &mut dyn FnMut(String),
 ) -> Result<(), MountError> {
-    let mut child = Command::new("/proc/self/exe")
-        .arg0(NAME)
-        .stdin(Stdio::piped())
+    let request = &with_absolute_paths(request);
+    let mut command = Command::new("/proc/self/exe");
+    match request.options.takeover {
+        Takeover::Auto => {
+            command.arg0(KEEPER_NAME);
+            if request.ends_with_parent {
+                command.arg(ENDS_WITH_PARENT);
+            }
+        }
+        Takeover::No => {
+            command.arg0(NAME);
+        }
+    }
+    let mut child = command
+        .stdin(write_request(request)?)
         .stdout(Stdio::piped())
         .spawn()
         .map_err(MountError::io("start firnd"))?;
-    let json =
-        serde_json::to_vec(request).map_err(|e| MountError::io("encode the request")(e.into()))?;
-    if let Some(mut stdin) = child.stdin.take() {
-        // If firnd died already, its silence below says so.
-        let _ = stdin.write_all(&json);
-    }
     let Some(stdout) = child.stdout.take() else {
         return Err(silent());
     };
@@ -68,6 +78,30 @@ pub(crate) fn spawn(
     }
     let _ = child.wait();
     Err(silent())
+}
+
+/// The current directory of the keeper and of firnd is another one.
+fn with_absolute_paths(request: &MountRequest) -> MountRequest {
+    let absolute = |path: &Path| std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+    MountRequest {
+        backing: absolute(&request.backing),
+        mount_point: absolute(&request.mount_point),
+        ..request.clone()
+    }
+}
+
+/// The request in a file without a name: each firnd of the mount reads it from its beginning.
+fn write_request(request: &MountRequest) -> Result<File, MountError> {
+    let json =
+        serde_json::to_vec(request).map_err(|e| MountError::io("encode the request")(e.into()))?;
+    let keep = MountError::io("keep the request");
+    let write = || {
+        let mut file = File::from(memfd_create(c"firn-request", MemfdFlags::CLOEXEC)?);
+        file.write_all(&json)?;
+        file.rewind()?;
+        Ok(file)
+    };
+    write().map_err(keep)
 }
 
 fn silent() -> MountError {

@@ -22,6 +22,8 @@ use crate::store::{LoggableStore, Store, TransactionalStore, shown_scope};
 /// What a mount writes to.
 pub(crate) struct OpenedStore {
     pub(crate) store: Store,
+    /// Transactions in which programs were, and are not any more: undone, or prepared by an earlier firnd.
+    pub(crate) left_transactions: usize,
     /// The parts that it comes with ([`OpenedGround::parts`](crate::ground::OpenedGround)).
     pub(crate) parts: Vec<Arc<dyn Part>>,
 }
@@ -40,15 +42,25 @@ pub(crate) fn open_store(
     let has_transactions = target.options.drain == Drain::Commit
         || TransactionalBacking::has_transactions(&directory)?;
     let ground = open_ground(target, directory, lease, notice)?;
-    let store = if has_transactions {
-        open_transactional(target, ground.store, members, arena, notice)?
+    let (store, left_transactions) = if has_transactions {
+        let Recovered { store, left } =
+            open_transactional(target, ground.store, members, arena, notice)?;
+        (store, left)
     } else {
-        Store::Lower(plain(target, ground.store)?)
+        (Store::Lower(plain(target, ground.store)?), 0)
     };
     Ok(OpenedStore {
         store,
+        left_transactions,
         parts: ground.parts,
     })
+}
+
+/// A store whose transactions were recovered.
+struct Recovered {
+    store: Store,
+    /// Transactions that were undone, or wait for a decision.
+    left: usize,
 }
 
 /// The store after its transactions were finished or undone: one that can have others, where the options say so.
@@ -58,7 +70,7 @@ fn open_transactional(
     members: Option<Members>,
     arena: &mut Found,
     notice: &mut dyn FnMut(String),
-) -> Result<Store, AttachError> {
+) -> Result<Recovered, AttachError> {
     let &Target {
         backing, options, ..
     } = target;
@@ -95,7 +107,10 @@ fn open_transactional(
     if options.drain != Drain::Commit {
         // Without the tables of a backing that has transactions, the kernel may read files by itself.
         let Some((id, scope)) = outcome.waiting.first() else {
-            return Ok(Store::Lower(plain(target, store.into_base())?));
+            return Ok(Recovered {
+                store: Store::Lower(plain(target, store.into_base())?),
+                left: outcome.undone.len(),
+            });
         };
         let scope = shown_scope(scope);
         return Err(AttachError::TransactionWaits { id: *id, scope });
@@ -106,7 +121,10 @@ fn open_transactional(
             shown_scope(scope)
         ));
     }
-    Ok(Store::Upper(store))
+    Ok(Recovered {
+        store: Store::Upper(store),
+        left: outcome.undone.len() + outcome.waiting.len(),
+    })
 }
 
 /// A transaction belongs to the participants and the host that it was begun with. Only a mount with the same ones, or

@@ -270,6 +270,17 @@ impl<B: Backing> Engine<B> {
         mode: impl FnOnce(&mut FileState<B>) -> OpenMode,
     ) -> Opened {
         let id = self.open_files.handles.new_id();
+        self.insert_handle(id, inode, flags, mode)
+    }
+
+    /// Enters a handle under a number that nothing else has.
+    pub(crate) fn insert_handle(
+        &self,
+        id: HandleId,
+        inode: &Arc<Inode<B>>,
+        flags: i32,
+        mode: impl FnOnce(&mut FileState<B>) -> OpenMode,
+    ) -> Opened {
         let writable = flags & O_ACCMODE != 0;
         let mut chosen = OpenMode::Engine;
         let mut has_kernel_copy = false;
@@ -401,6 +412,9 @@ impl<B: Backing> Engine<B> {
         let Some(handle) = self.open_files.handles.remove(handle) else {
             return;
         };
+        if let Some(live) = self.live() {
+            live.forget_handle(handle.id.0);
+        }
         if let Some(lease) = handle.lease.lock().take() {
             self.room.space.parked.park(&self.base.arena, lease);
         }

@@ -17,8 +17,9 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::num::NonZero;
 use std::os::unix::ffi::OsStrExt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 
+use firn_arena::live::LiveTable;
 use firn_backing::lock::Mutex;
 use firn_backing::{Attr, Backing, Errno, Kind, Time, Volume};
 use quick_cache::sync::Cache;
@@ -337,9 +338,98 @@ pub(crate) struct Names<B: Backing> {
     /// Paths that change while a rename is done below and noted here, and stay while an object is looked up
     /// again by its name.
     moving: PathClaims,
+    /// What the kernel knows, for the next firnd.
+    live: OnceLock<Arc<LiveTable>>,
+}
+
+/// What tells an object from others.
+#[derive(Clone, Copy)]
+pub(crate) struct KnownObject {
+    pub key: Key,
+    pub kind: Kind,
+    pub btime: Option<Time>,
+}
+
+impl KnownObject {
+    fn of(attr: &Attr) -> Self {
+        Self {
+            key: (attr.dev, attr.ino),
+            kind: attr.kind,
+            btime: attr.btime,
+        }
+    }
+}
+
+/// Numbers that this firnd gives are above this one.
+#[derive(Clone, Copy)]
+pub(crate) struct NumberBase(pub u64);
+
+/// Whether the kernel's number of an object leads to it only by the table: a name that is looked up again gives a file its
+/// inode number, and a process may be in a directory.
+fn is_noted<B: Backing>(inode: &Inode<B>) -> bool {
+    inode.id != ROOT && (inode.kind == Kind::Dir || inode.id.0 >= SYNTHETIC)
 }
 
 impl<B: Backing> Names<B> {
+    /// From now on `table` has what the kernel knows.
+    pub(crate) fn note_live(&self, table: Arc<LiveTable>) {
+        let _ = self.live.set(table);
+    }
+
+    pub(crate) fn live(&self) -> Option<&Arc<LiveTable>> {
+        self.live.get()
+    }
+
+    /// Numbers that an earlier firnd gave are not given again.
+    pub(crate) fn begin_numbers(&self, base: NumberBase) {
+        let mut tables = self.tables.lock();
+        tables.next_synthetic = tables.next_synthetic.max(SYNTHETIC + base.0);
+    }
+
+    /// Goes on with an object that the kernel knows from an earlier firnd. It is looked up when it is used.
+    pub(crate) fn restore(
+        &self,
+        id: InodeId,
+        object: KnownObject,
+        name: Option<(&Arc<Inode<B>>, &OsStr)>,
+        lookups: u64,
+    ) -> Arc<Inode<B>> {
+        let mut tables = self.tables.lock();
+        tables.last_serial += 1;
+        let serial = tables.last_serial;
+        let inode = Arc::new(new_inode(
+            id,
+            serial,
+            &self.objects,
+            object,
+            self.names_unsynced,
+        ));
+        if let Some((parent, name)) = name {
+            let name = Name::from(name);
+            inode.add_name(parent, &name);
+            tables
+                .children
+                .insert((parent.id, name), Arc::downgrade(&inode));
+        }
+        tables.by_key.insert(object.key, Arc::downgrade(&inode));
+        // The kernel forgets a file after its last close, and tells how many look-ups it had.
+        let lookups = lookups.max(1);
+        let known = Known {
+            inode: Arc::clone(&inode),
+            lookups,
+        };
+        tables.by_id.insert(id, known);
+        inode
+    }
+
+    /// The names of an object changed: the table has one of them.
+    fn note_name(&self, inode: &Inode<B>) {
+        if let Some(live) = self.live.get() {
+            let node = inode.as_node(0);
+            live.end_move(node.id, node.parent, &node.name);
+        }
+    }
+
     /// Holds the objects of `objects_max` inodes beside those that it must.
     pub(crate) fn new(
         object: B::Inode,
@@ -348,7 +438,7 @@ impl<B: Backing> Names<B> {
         objects_max: usize,
     ) -> Self {
         let objects = Arc::new(Cache::new(objects_max));
-        let root = Arc::new(new_inode(ROOT, 0, &objects, attr, false));
+        let root = Arc::new(new_inode(ROOT, 0, &objects, KnownObject::of(attr), false));
         *root.held.lock() = Some(object);
         let mut by_id = HashMap::new();
         by_id.insert(
@@ -375,6 +465,7 @@ impl<B: Backing> Names<B> {
             remembered: Mutex::new(BTreeMap::new()),
             changes_below: AtomicU64::new(0),
             moving: PathClaims::default(),
+            live: OnceLock::new(),
         }
     }
 
@@ -474,9 +565,33 @@ impl<B: Backing> Names<B> {
                 .collect()
         };
         let _names_move = self.moving.change(paths);
-        below()?;
+        let moved = self.child(from.0.id, from.1);
+        let exchanged = self.child(to.0.id, to.1).filter(|_| exchange);
+        if let Some(live) = self.live.get() {
+            for (inode, (dir, name)) in [(&moved, to), (&exchanged, from)] {
+                if let Some(inode) = inode {
+                    live.begin_move(inode.id.0, dir.id.0, name.as_bytes());
+                }
+            }
+        }
+        if let Err(errno) = below() {
+            for inode in moved.iter().chain(&exchanged) {
+                self.note_name(inode);
+            }
+            return Err(errno);
+        }
         self.renamed(from, to, exchange);
         Ok(())
+    }
+
+    /// A rename was done by an earlier firnd.
+    pub(crate) fn note_renamed(
+        &self,
+        from: (&Arc<Inode<B>>, &OsStr),
+        to: (&Arc<Inode<B>>, &OsStr),
+        exchange: bool,
+    ) {
+        self.renamed(from, to, exchange);
     }
 
     pub(crate) fn root(&self) -> &Arc<Inode<B>> {
@@ -589,7 +704,7 @@ impl<B: Backing> Names<B> {
                     id,
                     tables.last_serial,
                     &self.objects,
-                    attr,
+                    KnownObject::of(attr),
                     self.names_unsynced,
                 );
                 let inode = Arc::new(inode);
@@ -614,6 +729,11 @@ impl<B: Backing> Names<B> {
                 lookups: 0,
             });
             known.lookups += lookups;
+            if let Some(live) = self.live.get().filter(|_| is_noted(&inode)) {
+                let node = inode.as_node(known.lookups);
+                live.note_node(&node);
+                live.note_found(node.id, node.parent, &node.name);
+            }
         }
         inode
     }
@@ -627,6 +747,9 @@ impl<B: Backing> Names<B> {
         known.lookups = known.lookups.saturating_sub(count);
         if known.lookups > 0 || id == ROOT {
             return;
+        }
+        if let Some(live) = self.live.get() {
+            live.forget_node(id.0);
         }
         let inode = tables.by_id.remove(&id).expect("just seen").inode;
         // Files with pending data hold the inode; else this is the last reference.
@@ -650,6 +773,7 @@ impl<B: Backing> Names<B> {
         let gone = self.tables.lock().children.remove(&(parent, name.into()));
         if let Some(inode) = gone.and_then(|weak| weak.upgrade()) {
             inode.remove_name(parent, name);
+            self.note_name(&inode);
             self.forget_nameless(&inode);
         }
     }
@@ -667,6 +791,7 @@ impl<B: Backing> Names<B> {
         }
         drop(tables);
         inode.remove_name(parent, name);
+        self.note_name(inode);
         self.forget_nameless(inode);
     }
 
@@ -703,6 +828,9 @@ impl<B: Backing> Names<B> {
             tables.children.insert(from_key, Arc::downgrade(inode));
         }
         drop(tables);
+        for inode in moved.iter().chain(&replaced) {
+            self.note_name(inode);
+        }
         if let Some(inode) = &replaced {
             self.forget_nameless(inode);
         }
@@ -713,15 +841,15 @@ fn new_inode<B: Backing>(
     id: InodeId,
     serial: u64,
     objects: &Arc<Objects<B>>,
-    attr: &Attr,
+    KnownObject { key, kind, btime }: KnownObject,
     name_unsynced: bool,
 ) -> Inode<B> {
     Inode {
         id,
         serial,
-        key: (attr.dev, attr.ino),
-        kind: attr.kind,
-        btime: attr.btime,
+        key,
+        kind,
+        btime,
         held: Mutex::new(None),
         objects: Arc::clone(objects),
         names: Mutex::new(SmallVec::new()),

@@ -445,7 +445,7 @@ impl<B: Backing> Namespace<B> {
     }
 
     /// A name of this file is gone. Without name and handle its pending data is of no use to anyone.
-    fn note_removed_name(&self, file: &Arc<File<B>>) {
+    pub(crate) fn note_removed_name(&self, file: &Arc<File<B>>) {
         let gone = match self
             .tree
             .object(&file.inode)
@@ -637,6 +637,9 @@ impl<B: Backing> Namespace<B> {
 
     /// closedir(3).
     pub fn release_dir(&self, handle: HandleId) {
+        if let Some(live) = self.tree.names.live() {
+            live.forget_handle(handle.0);
+        }
         self.open_files.handles.remove_dir(handle);
     }
 

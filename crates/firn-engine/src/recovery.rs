@@ -26,14 +26,17 @@ use firn_format::record::Record;
 use crate::engine::{Engine, EngineError};
 use crate::extents::{Extent, Extents};
 use crate::file::{File, FileId, Layers, Pending, PieceUse, latest_ns};
+use crate::live::{Resumed, ResumedRequests};
 use crate::lost::LostFile;
 use crate::names::Inode;
 use crate::options::{DrainPolicy, EngineOptions};
 use crate::small_map::SmallMap;
 
 /// What attach found.
-#[derive(Clone, Debug, Default)]
+#[derive(Debug, Default)]
 pub struct Recovered {
+    /// What of the kernel's requests an earlier firnd left, where its mount is taken over.
+    pub requests: Option<ResumedRequests>,
     /// Files with data that is pending again.
     pub files: u64,
     /// Its bytes.
@@ -145,14 +148,20 @@ impl<B: Backing> Engine<B> {
         stored: &[Stored],
         options: EngineOptions,
     ) -> Result<(Arc<Self>, Recovered), EngineError> {
-        Self::attach_stored(backing, StoredArena::open(arena, stored.to_vec()), options)
+        Self::attach_stored(
+            backing,
+            StoredArena::open(arena, stored.to_vec()),
+            options,
+            None,
+        )
     }
 
-    /// The same for an arena of which some was dropped before.
+    /// The same for an arena of which some was dropped before. `resumed`: what the kernel has, if it still has the mount.
     pub fn attach_stored(
         backing: B,
         from: StoredArena,
         options: EngineOptions,
+        resumed: Option<&Resumed>,
     ) -> Result<(Arc<Self>, Recovered), EngineError> {
         let StoredArena {
             arena,
@@ -165,6 +174,7 @@ impl<B: Backing> Engine<B> {
         // A rename that nobody ended may have been done: its files are looked for under both names.
         replay.ledger.settle_all_renames();
         let mut engine = Self::assemble(backing, arena, journal, options)?;
+        let requests = resumed.map(|resumed| engine.resume(resumed));
         let files = stored.iter().map(|stored| stored.piece.file);
         let highest = files.max().unwrap_or(0).max(replay.last_file);
         engine.base.journal.set_last_file_id(highest);
@@ -173,6 +183,7 @@ impl<B: Backing> Engine<B> {
             recovered: Recovered {
                 dropped_bytes,
                 damage: replay.damage.iter().map(ToString::to_string).collect(),
+                requests,
                 ..Recovered::default()
             },
             restored: Vec::new(),
@@ -345,6 +356,8 @@ impl<B: Backing> Recovery<'_, B> {
             let drained_ranges = known.drained_ranges.len() as u32;
             state.pending = Pending::recovered(id, layers, drained_ranges, time);
             state.opens.restore_ending(known.ending);
+            // Whoever has it open goes on.
+            self.engine.base.journal.update_ending(state);
         });
         inode.note_cut(file.lock().opens.is_cut());
         self.engine.open_files.keep_cut(inode);

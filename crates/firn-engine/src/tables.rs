@@ -154,6 +154,16 @@ impl<B: Backing> HandleTable<B> {
         self.files.read().len()
     }
 
+    /// Numbers that an earlier firnd gave are not given again.
+    pub(crate) fn begin_numbers(&self, base: u64) {
+        self.last_id.fetch_max(base, Ordering::Relaxed);
+    }
+
+    /// A directory that an earlier firnd opened under this number.
+    pub(crate) fn insert_dir_as(&self, id: HandleId, dir: B::Dir) {
+        self.dirs.write().insert(id, Arc::new(dir));
+    }
+
     pub(crate) fn insert_dir(&self, dir: B::Dir) -> HandleId {
         let id = self.new_id();
         self.dirs.write().insert(id, Arc::new(dir));

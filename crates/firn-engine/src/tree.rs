@@ -6,7 +6,7 @@ use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
 
-use firn_backing::{Backing, Errno, is_below};
+use firn_backing::{Backing, Errno, Kind, is_below};
 use firn_format::quote::quoted;
 
 use crate::base::Base;
@@ -54,6 +54,12 @@ impl<B: Backing> NameTree<B> {
     /// A path of an inode below the mount; `None` where no name of it is known.
     pub fn path_of(&self, id: InodeId) -> Option<Vec<u8>> {
         self.names.get(id)?.paths().into_iter().next()
+    }
+
+    /// Whether a name is known to lead to something that is no directory. Asks the backing for nothing.
+    pub fn leads_to_file(&self, parent: InodeId, name: &OsStr) -> bool {
+        let child = self.names.child(parent, name);
+        child.is_some_and(|inode| inode.kind != Kind::Dir)
     }
 
     pub(crate) fn inode(&self, id: InodeId) -> Result<Arc<Inode<B>>> {

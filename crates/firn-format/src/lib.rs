@@ -11,6 +11,7 @@ pub mod geometry;
 pub mod histogram;
 pub mod home;
 pub mod journal;
+pub mod live;
 pub mod memory_file;
 pub mod mountinfo;
 pub mod piece;

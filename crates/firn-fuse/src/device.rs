@@ -23,7 +23,7 @@ use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg}
 
 use crate::session::{SessionError, SessionOptions};
 
-pub(crate) const DEVICE: &str = "/dev/fuse";
+const DEVICE: &str = "/dev/fuse";
 const HELPER: &str = "fusermount3";
 /// A mount waits for nothing but the kernel; an unmount that is not lazy, for what the kernel writes back first.
 const HELPER_LIMIT: Duration = Duration::from_secs(60);
@@ -274,7 +274,7 @@ const CONTROL: &str = "/sys/fs/fuse/connections";
 
 /// Opens what aborts a connection that lives, which its owner may do. The kernel gives the number of a connection that has
 /// ended to the next mount; a descriptor never reaches another connection, and one that has ended takes the abort as done.
-pub(crate) fn open_control(connection: u32) -> io::Result<OwnedFd> {
+pub fn open_control(connection: u32) -> io::Result<OwnedFd> {
     let name = format!("{connection}/abort");
     let flags = OFlags::WRONLY | OFlags::CLOEXEC;
     let usual = rustix::fs::open(Path::new(CONTROL).join(&name), flags, Mode::empty());

@@ -19,14 +19,16 @@ mod locks;
 mod names;
 mod open;
 
+use std::collections::{HashMap, HashSet};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use firn_backing::{Backing, Caller};
-use firn_engine::{Engine, HandleId, InodeId};
+use firn_engine::{Engine, HandleId, InodeId, ResumedRequests};
 use firn_format::data_socket::{IOCTL_TOKEN, Token};
+use firn_format::live::ServedBy;
 use firn_hosts::FileLocks;
 use firn_workers::{Class, Workers};
 use zerocopy::IntoBytes;
@@ -38,6 +40,7 @@ use crate::direct_access::{self, DataSocket};
 use crate::failures::Failures;
 use crate::gate::{Gate, note_accesses};
 use crate::passthrough::Passthrough;
+use crate::repeated::RepeatedRequests;
 use crate::reply::{Answer, Attributes, GiveBack, Replies, Reply, Responder};
 use crate::request::{Operation, Request};
 use crate::stall::StalledWrites;
@@ -65,6 +68,8 @@ pub(crate) struct Negotiated {
     pub(crate) passthrough: bool,
     /// The kernel leaves it to Firn to apply umasks.
     pub(crate) applies_umask: bool,
+    /// The kernel sends again what a firnd that died had not answered.
+    pub(crate) resends: bool,
 }
 
 /// Carries out the requests of one mount.
@@ -146,6 +151,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
                 engine: Arc::clone(&engine),
                 passthrough: Arc::clone(&passthrough),
             }),
+            repeated: RepeatedRequests::default(),
         };
         Self {
             options,
@@ -219,6 +225,29 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
 
     pub(crate) fn failures(&self) -> Arc<Failures> {
         Arc::clone(&self.replies.failures)
+    }
+
+    /// Goes on with what an earlier firnd left. To be called before the first request; `adopt` makes the transport's id
+    /// of a file that the kernel reads itself.
+    pub(crate) fn resume(&self, left: ResumedRequests, adopt: impl Fn(i32) -> R::BackingId) {
+        let mut ids: HashMap<i32, Arc<R::BackingId>> = HashMap::new();
+        for handle in &left.handles {
+            if let ServedBy::Passthrough(number) = handle.served_by {
+                let id = ids.entry(number).or_insert_with(|| Arc::new(adopt(number)));
+                self.passthrough.restore(handle.inode, handle.id, id);
+            }
+        }
+        let written: HashSet<InodeId> = left
+            .handles
+            .iter()
+            .filter(|handle| self.engine.open_files.is_writer(handle.id))
+            .map(|handle| handle.inode)
+            .collect();
+        // What processes wrote directly was ingested, and the kernel was not told how long files are.
+        for inode in written {
+            self.coherence.invalidate_attributes(inode);
+        }
+        self.replies.repeated.fill(left);
     }
 
     /// The caller of a request got a signal.

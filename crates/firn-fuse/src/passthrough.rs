@@ -78,6 +78,17 @@ impl<I> Passthrough<I> {
         Some(id)
     }
 
+    /// A handle of an earlier firnd, whose file the kernel has under this id.
+    pub(crate) fn restore(&self, inode: InodeId, handle: HandleId, id: &Arc<I>) {
+        let mut table = self.table.lock();
+        let shared = table.inodes.entry(inode).or_insert_with(|| Shared {
+            id: Arc::clone(id),
+            handles: 0,
+        });
+        shared.handles += 1;
+        table.handles.insert(handle, inode);
+    }
+
     /// The handle is gone.
     pub(crate) fn release(&self, handle: HandleId) {
         let mut table = self.table.lock();

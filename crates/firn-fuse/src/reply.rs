@@ -13,12 +13,14 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use firn_backing::{Attr, Errno, Kind, StatFs};
-use firn_engine::{HandleId, InodeId, RequestTimes};
+use firn_backing::{Attr, Backing, Errno, Kind, StatFs};
+use firn_engine::{Engine, HandleId, InodeId, NotedRequest, RequestTimes, Subjects};
 use firn_format::histogram::TimeHistogram;
+use firn_format::live::Request as Noted;
 use firn_hosts::InTheWay;
 
 use crate::failures::Failures;
+use crate::repeated::{RepeatedRequests, UNIQUE_RESEND};
 use crate::request::{OperationKind, Request};
 use crate::unanswered::{EarlyAnswer, StillWaits, Unanswered, Withdraw};
 
@@ -47,6 +49,9 @@ pub(crate) trait Responder: Sized + Send + 'static {
 
     /// Gives the kernel a file that it may read itself.
     fn register_backing(&self, file: OwnedFd) -> io::Result<Self::BackingId>;
+
+    /// The number under which the kernel has such a file.
+    fn backing_number(id: &Self::BackingId) -> i32;
 }
 
 /// Takes back what an answer that is discarded would have given the kernel.
@@ -67,6 +72,7 @@ pub(crate) struct Replies {
     pub(crate) failures: Arc<Failures>,
     pub(crate) unanswered: Arc<Unanswered>,
     pub(crate) give_back: Box<dyn GiveBack>,
+    pub(crate) repeated: RepeatedRequests,
 }
 
 /// Attributes of an inode as the kernel is told of them.
@@ -151,6 +157,8 @@ pub(crate) struct Reply<R: Responder> {
     /// Look-ups that a listing would give the kernel.
     listed: Vec<InodeId>,
     replies: Arc<Replies>,
+    /// The note of a request that must not take effect twice; it goes once the answer was sent.
+    noted: Option<NotedRequest>,
     /// Where the time until the answer is counted, or the log has level debug.
     began: Option<Instant>,
     /// All that is logged for the request is in it, where the log has level debug.
@@ -201,6 +209,7 @@ impl<R: Responder> Reply<R> {
             },
             listed: Vec::new(),
             replies: Arc::clone(replies),
+            noted: None,
             began: (is_timed || !span.is_disabled()).then(Instant::now),
             span,
         }
@@ -271,6 +280,49 @@ impl<R: Responder> Reply<R> {
     /// Says whether the caller still waits.
     pub(crate) fn still_waits(&self) -> StillWaits {
         StillWaits::new(&self.replies.unanswered, self.unique)
+    }
+
+    /// Whether the kernel sent the request before, to a firnd that died.
+    pub(crate) fn is_repeated(&self) -> bool {
+        self.unique & UNIQUE_RESEND != 0
+    }
+
+    /// The number of the request, whether or not it is sent again.
+    pub(crate) fn number(&self) -> u64 {
+        self.unique & !UNIQUE_RESEND
+    }
+
+    /// Notes that the request begins, if it must not take effect twice. What an earlier firnd noted of the same request is
+    /// returned, and stands; else `identify` says what the request is about.
+    pub(crate) fn begin_once<B: Backing>(
+        &mut self,
+        engine: &Engine<B>,
+        identify: impl FnOnce() -> Subjects,
+    ) -> Option<Noted> {
+        if self.is_repeated()
+            && let Some(resumed) = self.replies.repeated.take_request(self.number())
+        {
+            self.noted = engine.note_resumed_request(&resumed);
+            return Some(resumed.request);
+        }
+        if engine.live().is_some() {
+            self.noted = engine.note_request(self.number(), identify());
+        }
+        None
+    }
+
+    /// Gives back what a request of the same number opened before firnd died: the kernel never heard of it.
+    pub(crate) fn release_older(&self) {
+        if !self.is_repeated() {
+            return;
+        }
+        let Some(handle) = self.replies.repeated.take_handle(self.number()) else {
+            return;
+        };
+        match self.subject.operation {
+            OperationKind::Opendir => self.replies.give_back.release_dir(handle),
+            _ => self.replies.give_back.release(handle),
+        }
     }
 
     /// The kernel's number of the request.
@@ -410,6 +462,10 @@ pub(crate) mod tests {
         fn register_backing(&self, _: OwnedFd) -> io::Result<()> {
             Err(io::ErrorKind::Unsupported.into())
         }
+
+        fn backing_number((): &()) -> i32 {
+            0
+        }
     }
 
     impl EarlyAnswer for Recorded {
@@ -447,6 +503,7 @@ pub(crate) mod tests {
             failures: Arc::default(),
             unanswered: Unanswered::new(|| 0),
             give_back: Box::new(given_back.clone()),
+            repeated: RepeatedRequests::default(),
         };
         (Arc::new(replies), given_back)
     }

@@ -10,12 +10,14 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
 use firn_backing::Backing;
+use firn_engine::ResumedRequests;
+use firn_format::live::Exchange;
 use firn_workers::{Class, Workers};
 use parking_lot::Mutex;
 
 use crate::adapter::Adapter;
 use crate::device;
-use crate::transport::dev_fuse::{self, Served};
+use crate::transport::dev_fuse::{self, KeepConnection, Origin, Served};
 
 /// How to mount.
 #[derive(Clone, Debug)]
@@ -74,6 +76,18 @@ fn way_without_fuse(refusal: &str) -> &'static str {
     }
 }
 
+/// A connection that an earlier firnd served.
+pub struct KeptConnection<'a> {
+    /// A descriptor of it.
+    pub device: OwnedFd,
+    /// Major and minor number of the mounted file system.
+    pub number: (u32, u32),
+    /// INIT and its answer.
+    pub exchange: &'a Exchange,
+    /// Handles and requests.
+    pub left: ResumedRequests,
+}
+
 /// A mount that is served.
 pub struct Session {
     mount_point: PathBuf,
@@ -86,34 +100,68 @@ pub struct Session {
 }
 
 impl Session {
-    /// Mounts `adapter` at `mount_point` and serves it from threads of its own.
+    /// Mounts `adapter` at `mount_point` and serves it from threads of its own. `keep` gets what another firnd needs to
+    /// go on with the mount.
     pub fn mount<B: Backing>(
         adapter: Adapter<B>,
         mount_point: &Path,
         options: &SessionOptions,
+        keep: &dyn KeepConnection,
     ) -> Result<Self, SessionError> {
         let mount_point = mount_point.to_owned();
         let device = device::mount(&mount_point, options)?;
         let dispatcher = adapter.into_dispatcher();
         let workers = dispatcher.workers();
         let threads = thread_count(options.threads);
-        match dev_fuse::serve(dispatcher, device, threads) {
+        match dev_fuse::serve(dispatcher, device, Origin::Mounted { keep }, threads) {
             Ok(served) => {
                 let device = device::device_number(&mount_point);
                 device.inspect(|number| device::set_readahead(*number));
-                let control = device.and_then(|(_, minor)| device::open_control(minor).ok());
-                Ok(Self {
-                    mount_point,
-                    device,
-                    control,
-                    workers,
-                    served: Mutex::new(Some(served)),
-                })
+                Ok(Self::of(mount_point, device, workers, served))
             }
             Err(error) => {
                 let _ = device::detach(&mount_point, true);
                 Err(SessionError::Start(error))
             }
+        }
+    }
+
+    /// Goes on with a mount that an earlier firnd served.
+    pub fn resume<B: Backing>(
+        adapter: Adapter<B>,
+        mount_point: &Path,
+        options: &SessionOptions,
+        kept: KeptConnection<'_>,
+    ) -> Result<Self, SessionError> {
+        let dispatcher = adapter.into_dispatcher();
+        let workers = dispatcher.workers();
+        let threads = thread_count(options.threads);
+        let KeptConnection {
+            device,
+            number,
+            exchange,
+            left,
+        } = kept;
+        let origin = Origin::Resumed { exchange, left };
+        let served =
+            dev_fuse::serve(dispatcher, device, origin, threads).map_err(SessionError::Start)?;
+        let mount_point = mount_point.to_owned();
+        Ok(Self::of(mount_point, Some(number), workers, served))
+    }
+
+    fn of(
+        mount_point: PathBuf,
+        device: Option<(u32, u32)>,
+        workers: Workers,
+        served: Served,
+    ) -> Self {
+        let control = device.and_then(|(_, minor)| device::open_control(minor).ok());
+        Self {
+            mount_point,
+            device,
+            control,
+            workers,
+            served: Mutex::new(Some(served)),
         }
     }
 

@@ -64,6 +64,20 @@ part! {
         gauge open_files: u64,
         /// Writers that wait for room in the arena.
         gauge waiting_writers: u64,
+        /// Whether another firnd goes on with the mount if this one dies: `ready`, or why not.
+        text takeover: String,
+        /// Times that another firnd went on with the mount of one that died.
+        counter takeovers: u64,
+        /// Time for which programs waited at the last takeover.
+        gauge takeover_last_seconds: f64,
+        /// Time for which programs waited at all takeovers.
+        counter takeover_seconds: f64,
+        /// Open files that were lost to their programs at the last takeover.
+        gauge lost_open_files: u64,
+        /// Memory of the live table, which another firnd goes on from.
+        gauge live_table_bytes: u64,
+        /// Entries that found no room in the live table.
+        counter live_table_lost: u64,
         /// Programs of which a call has waited for a second or longer, the longest first; 8 at most.
         part waiting_programs: Vec<WaitingProgram>,
         /// Files that the backing's file system did not put on the server that `placement` asked for.

@@ -1148,6 +1148,10 @@ impl Machine {
             };
             scope.event_seen |= is_event;
         }
+        // A file that was written under another name gets its own, complete: torch.save and os.replace.
+        if matches!(rule.event, Event::Idle) && rule.is_idle_enough() {
+            scope.event_seen |= scope.open.is_empty() && is_scope_name(scope, to);
+        }
         self.try_commit(number, actions);
     }
 
@@ -1520,6 +1524,21 @@ impl Machine {
     /// The caller has aborted a scope, or could not begin it.
     pub fn aborted(&mut self, number: ScopeNumber) {
         self.scopes.remove(&number);
+    }
+
+    /// The processes that write in a scope and are not known to have ended.
+    pub fn living_writers(&self, number: ScopeNumber) -> Vec<u32> {
+        let scope = self.scopes.get(&number);
+        let scope = scope.filter(|scope| scope.purpose == Purpose::Write);
+        scope.map_or_else(Vec::new, |scope| scope.living.iter().copied().collect())
+    }
+
+    /// A writer of a scope ends badly: the scope is dropped once its writers are gone.
+    pub fn note_failure(&mut self, number: ScopeNumber) {
+        if let Some(scope) = self.scopes.get_mut(&number) {
+            scope.has_failed = true;
+            scope.changes += 1;
+        }
     }
 
     /// The commit of a scope failed: it is open as before.

@@ -125,6 +125,18 @@ impl RuleSet {
     }
 }
 
+impl RuleSet {
+    /// Looks the path of what is no directory up: a rule whose scope is a directory has nothing to do with its own name.
+    pub fn locate_file(&self, path: &[u8]) -> LocatedPath {
+        let mut located = self.locate(path);
+        located.matches.retain(|one| match &one.candidate {
+            Candidate::Scope(found) => !self.rules[one.rule].scope.is_dir || found.top != path,
+            Candidate::Marker(_) => true,
+        });
+        located
+    }
+}
+
 fn candidate_of(rule: &Rule, path: &[u8]) -> Option<Candidate> {
     if let Some(found) = rule.scope.find(path) {
         return Some(Candidate::Scope(found));

@@ -541,3 +541,21 @@ fn a_checkpoint_stays_open_between_two_commands_of_a_job() {
         machine.aborted(scope);
     }
 }
+
+#[test]
+fn a_closed_file_that_is_renamed_to_its_name_is_complete() {
+    let rules = Arc::new(load_rules("torch", |_| unreachable!()).unwrap());
+    let mut player = Player::new(rules);
+    let save = "1 open a.tmp\n1 close a.tmp\n1 rename a.tmp a.ckpt\n";
+    // The good one moves away, and is brought back where no other follows.
+    let cut = "1 rename a.ckpt a.old\n1 kill\n";
+    for line in parse_trace(&[save, cut].concat(), "/").unwrap() {
+        player.play(&line);
+    }
+    let what: Vec<&str> = player
+        .outcomes()
+        .iter()
+        .map(|outcome| outcome.what)
+        .collect();
+    assert_eq!(what, ["begin", "join", "commit", "begin", "join", "abort"]);
+}

@@ -386,7 +386,7 @@ impl Player {
                 self.last_handle += 1;
                 let handle = self.last_handle;
                 self.open.push((process, path.clone(), handle));
-                let path = &self.locate(path);
+                let path = &self.machine.rules().locate_file(path.as_bytes());
                 self.run(line, &Operation::Open { path, handle });
             }
             Step::Write(..) => {}

@@ -19,6 +19,7 @@ const MORE_HELP: &str = "For more information, try";
 enum Role {
     Firn,
     Firnd,
+    Keeper,
     MountFirn,
     UmountFirn,
     /// The part of `firn run` on a host.
@@ -29,6 +30,7 @@ enum Role {
 pub fn main(args: Vec<OsString>) -> ExitCode {
     match role(&args) {
         Role::Firnd => firn_daemon::firnd_main(),
+        Role::Keeper => firn_daemon::keeper_main(),
         Role::MountFirn => {
             tell_misspelt_variables();
             verb::mount_firn::main(args.get(1..).unwrap_or_default()).into()
@@ -46,6 +48,7 @@ fn role(args: &[OsString]) -> Role {
         .and_then(|name| name.to_str());
     match name {
         Some("firnd") => Role::Firnd,
+        Some(firn_daemon::KEEPER_NAME) => Role::Keeper,
         Some("mount.firn") => Role::MountFirn,
         // umount(8) goes by the kernel's type of the mount.
         Some("umount.fuse.firn" | "umount.firn") => Role::UmountFirn,

@@ -33,4 +33,6 @@ mod run;
 mod setup;
 mod spill;
 mod strangers;
+mod takeover;
+mod takeover_programs;
 mod top;

@@ -6,16 +6,19 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
+use std::io::{Read, Write};
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use firn_rules::trace::{Step, TraceLine};
 use firn_tests::command::{run, wait_until};
 use firn_tests::fsops::read;
+use firn_tests::mount::SMALL;
 use firn_tests::random::{env_count, generator};
 use firn_tests::replay::{Replayer, Trace, traces};
 use firn_tests::rule_model::{Files, Model, assert_files, read_files};
+use firn_tests::sandbox::kill;
 use firn_tests::{FirnMount, Sandbox, seed};
 use rand::RngExt;
 use rand::rngs::StdRng;
@@ -184,6 +187,89 @@ fn the_commands_of_a_script_write_one_checkpoint_which_goes_with_the_script() {
         !mount.join("checkpoint-2").exists()
     });
     assert!(!mount.umount().join("checkpoint-2").exists());
+}
+
+/// Proves S-rule-1.
+/// A process may take long to give back its memory and its files; meanwhile its parent does not hear of its end.
+#[test]
+fn regression_a_writer_that_is_still_exiting_has_failed() {
+    const CUT_RANK: &str = r"
+import os, sys
+held = open(sys.argv[1])
+with open('checkpoint-1/rng_state_1.pth', 'wb') as file:
+    file.write(b'r' * 1000)
+print('written', flush=True)
+sys.stdin.readline()
+os.truncate('checkpoint-1/rng_state_1.pth', 500)
+os._exit(137)
+";
+    let sandbox = Sandbox::new("rules-exiting");
+    let other_sandbox = Sandbox::new("rules-stopped");
+    let other = FirnMount::new(&other_sandbox, SMALL);
+    fs::write(other.join("held"), "held").expect("write");
+    let mount = FirnMount::new(&sandbox, "arena-size=64M,chunk-size=1M,rules=hf");
+    let dir = mount.join("checkpoint-1");
+    fs::create_dir(&dir).expect("mkdir");
+    fs::write(dir.join("model.safetensors"), [b'm'; 5000]).expect("write");
+    fs::write(dir.join("rng_state_0.pth"), "random").expect("write");
+    let mut rank = Command::new("/usr/bin/python3");
+    rank.args(["-c", CUT_RANK]).arg(other.join("held"));
+    rank.current_dir(mount.path())
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped());
+    let mut rank = rank.spawn().expect("start a rank");
+    let mut said = [0; 8];
+    rank.stdout
+        .take()
+        .expect("piped")
+        .read_exact(&mut said)
+        .expect("read");
+    // The exit of the rank waits for this firnd, which answers nothing.
+    kill(other.pid(), libc::SIGSTOP);
+    rank.stdin
+        .take()
+        .expect("piped")
+        .write_all(b"\n")
+        .expect("write");
+    wait_until("the rank exits", SETTLE_LIMIT, || is_exiting(rank.id()));
+    let event = fs::write(dir.join("trainer_state.json"), "{}");
+    let commits = mount.status().rule_commits;
+    kill(other.pid(), libc::SIGCONT);
+    rank.wait().expect("wait");
+    event.expect("write");
+    assert_eq!(commits.get("hf"), None);
+    mount.umount();
+    assert!(!sandbox.join("backing/checkpoint-1").exists());
+    other.umount();
+}
+
+/// Whether a process has begun to exit: its flags are the seventh field after its name.
+fn is_exiting(process: u32) -> bool {
+    const EXITING: u64 = 4;
+    let stat = fs::read_to_string(format!("/proc/{process}/stat")).expect("its state");
+    let (_, fields) = stat.rsplit_once(')').expect("a name");
+    let flags = fields.split_ascii_whitespace().nth(6).expect("flags");
+    flags.parse::<u64>().expect("a number") & EXITING != 0
+}
+
+#[test]
+fn a_file_is_not_the_checkpoint_of_a_rule_for_directories() {
+    let sandbox = Sandbox::new("rules-kinds");
+    let rules = "arena-size=64M,chunk-size=1M,rules=lightning-fsdp:torch";
+    let mount = FirnMount::new(&sandbox, rules);
+    fs::write(mount.join("a.ckpt"), [1; 5000]).expect("write");
+    fs::write(mount.join("b.tmp"), [2; 5000]).expect("write");
+    fs::rename(mount.join("b.tmp"), mount.join("b.ckpt")).expect("rename");
+    fs::create_dir(mount.join("c.ckpt")).expect("mkdir");
+    fs::write(mount.join("c.ckpt/part"), [3; 5000]).expect("write");
+    let commits = mount.status().rule_commits;
+    assert!(
+        commits.get("torch").is_some_and(|count| *count >= 1),
+        "{commits:?}"
+    );
+    let backing = mount.umount();
+    let there = ["a.ckpt", "b.ckpt", "c.ckpt"].map(|name| backing.join(name).exists());
+    assert_eq!(there, [true, true, false]);
 }
 
 #[test]

@@ -18,6 +18,8 @@ use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 /// How often the end of a zombie is asked for.
 const ASK_AGAIN: Duration = Duration::from_millis(10);
+/// The flag of a process in /proc/PID/stat that it is exiting: PF_EXITING of the kernel.
+const EXITING: u64 = 4;
 /// After that its parent does not seem to wait for it, and /proc has the answer.
 const REAP_WAIT: Duration = Duration::from_secs(1);
 
@@ -65,6 +67,21 @@ impl Exits {
     /// Whether a process has ended, and its end is not told yet.
     pub(super) fn has_untold_end(&self) -> bool {
         self.watched.lock().has_untold_end()
+    }
+
+    /// Whether a process that is waited for has ended badly, or is about to: it may take long to give its memory back.
+    pub(super) fn has_failed(&self, process: u32) -> bool {
+        let watched = self.watched.lock();
+        match watched.processes.get(&process) {
+            Some(Some(pidfd)) if has_ended(pidfd) => end_of_process(pidfd).map_or_else(
+                || Stat::read(process).is_none_or(|stat| stat.status != 0),
+                is_failure,
+            ),
+            Some(Some(_)) => Stat::read(process)
+                .is_some_and(|stat| stat.is_exiting && !stat.is_stopped && stat.status != 0),
+            Some(None) => true,
+            None => false,
+        }
     }
 
     /// Waits until each end is told that has come.
@@ -153,8 +170,8 @@ impl Watched {
             let Some(end) = end else { return true };
             ended.remove(process);
             let ending = match end {
-                Some(ProcessEnd::Exited(0)) => Ending::Success,
-                Some(ProcessEnd::Exited(_) | ProcessEnd::Killed(_)) | None => Ending::Failure,
+                Some(end) if !is_failure(end) => Ending::Success,
+                _ => Ending::Failure,
             };
             ends.push((*process, ending));
             false
@@ -183,15 +200,40 @@ fn end_of(
     }
     let since = ended.entry(process).or_insert_with(Instant::now);
     let is_late = since.elapsed() > REAP_WAIT;
-    let stat = std::fs::read_to_string(format!("/proc/{process}/stat"));
-    let status = stat
-        .ok()
-        .and_then(|stat| stat.split_ascii_whitespace().next_back()?.parse().ok());
-    match status {
+    match Stat::read(process).map(|stat| stat.status) {
         // A kernel that does not tell later: what the zombie says is all there is.
         // A zombie that says it failed has failed: a program that is started again at once shall not see what it left.
         Some(status) if is_late || status != 0 => Some(Some(ProcessEnd::of_wait_status(status))),
         None if is_late => Some(None),
         _ => None,
+    }
+}
+
+fn is_failure(end: ProcessEnd) -> bool {
+    end != ProcessEnd::Exited(0)
+}
+
+/// A part of /proc/PID/stat.
+struct Stat {
+    is_exiting: bool,
+    is_stopped: bool,
+    /// As wait(2) gives it, once the process is exiting; of a process that is stopped, the signal that stopped it.
+    status: i32,
+}
+
+impl Stat {
+    /// `None`: there is no such process.
+    fn read(process: u32) -> Option<Self> {
+        let text = std::fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
+        // The name of the program is in parentheses, and may have some itself.
+        let (_, fields) = text.rsplit_once(')')?;
+        let flags: u64 = fields.split_ascii_whitespace().nth(6)?.parse().ok()?;
+        let status = fields.split_ascii_whitespace().next_back()?.parse().ok()?;
+        Some(Self {
+            is_exiting: flags & EXITING != 0,
+            // A first thread may have exited before the others were stopped. These signals kill no process.
+            is_stopped: (libc::SIGSTOP..=libc::SIGTTOU).contains(&status),
+            status,
+        })
     }
 }

@@ -384,6 +384,8 @@ impl CommitRules {
         own: &OwnPart,
         ballot: &NamesBallot<'_, LoggableStore>,
     ) -> Result<(), TransactionError> {
+        // A failure is a change, of which the other hosts hear.
+        self.note_failures(scope);
         let begun = self
             .table
             .lock()

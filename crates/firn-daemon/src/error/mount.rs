@@ -47,6 +47,8 @@ pub enum MountError {
         /// Then the two were swapped, most likely.
         is_backing_empty: bool,
     },
+    #[error("the mount is not taken over: {why}; unmount it, and mount it again")]
+    NotTakenOver { why: String },
     #[error(transparent)]
     Session(#[from] SessionError),
     #[error(
@@ -94,6 +96,7 @@ impl MountError {
             | Self::MountPointNotDirectory { .. }
             | Self::MountPointUnusable { .. }
             | Self::Session(_)
+            | Self::NotTakenOver { .. }
             | Self::Io { .. }
             | Self::Left { .. }
             | Self::LeftInLogs { .. }

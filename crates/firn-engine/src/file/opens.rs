@@ -127,10 +127,10 @@ impl Opens {
         self.is_cut
     }
 
-    /// What an earlier firnd knew. Whoever had the file open is cut off from it.
+    /// What an earlier firnd knew. Whoever had the file open is cut off from it, unless the handle is there again.
     pub(crate) fn restore_ending(&mut self, ending: Ending) {
         self.ending = match ending {
-            Ending::Open => Ending::Cut,
+            Ending::Open if self.writers == 0 => Ending::Cut,
             other => other,
         };
         self.is_cut = self.ending == Ending::Cut;

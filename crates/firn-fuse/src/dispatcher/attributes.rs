@@ -4,7 +4,7 @@ use std::ffi::OsStr;
 use std::sync::Arc;
 
 use firn_backing::{Backing, Caller, Errno};
-use firn_engine::{Engine, HandleId, InodeId, SetAttr};
+use firn_engine::{Engine, HandleId, InodeId, SetAttr, Subjects};
 use firn_format::durability::DurabilityLevel;
 
 use crate::caller::Process;
@@ -67,7 +67,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         caller: Caller,
         inode: InodeId,
         (name, value, flags): (&OsStr, &[u8], i32),
-        reply: Reply<R>,
+        mut reply: Reply<R>,
     ) {
         if name == STATE_XATTR {
             return reply.error(Errno::OPNOTSUPP);
@@ -76,11 +76,17 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let value = value.to_owned();
         let by = Process::of(caller);
         self.run_change(inode, move |engine| {
-            reply.done(
-                engine
-                    .namespace
-                    .set_xattr(inode, &name, &value, flags, Some(&by)),
-            );
+            let names = &engine.namespace;
+            let before = reply.begin_once(engine, || Subjects {
+                node: Some(inode),
+                ..Subjects::default()
+            });
+            let set = names.set_xattr(inode, &name, &value, flags, Some(&by));
+            let was_set = set == Err(Errno::EXIST)
+                && before.is_some()
+                && names.has_value(inode, &name, &value);
+            // By the firnd that died.
+            reply.done(if was_set { Ok(()) } else { set });
         });
     }
 
@@ -107,13 +113,20 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         });
     }
 
-    pub(super) fn removexattr(&self, inode: InodeId, name: &OsStr, reply: Reply<R>) {
+    pub(super) fn removexattr(&self, inode: InodeId, name: &OsStr, mut reply: Reply<R>) {
         if name == STATE_XATTR {
             return reply.error(Errno::OPNOTSUPP);
         }
         let name = name.to_owned();
         self.run_change(inode, move |engine| {
-            reply.done(engine.namespace.remove_xattr(inode, &name));
+            let before = reply.begin_once(engine, || Subjects {
+                node: Some(inode),
+                ..Subjects::default()
+            });
+            let removed = engine.namespace.remove_xattr(inode, &name);
+            let was_removed = removed == Err(Errno::NODATA) && before.is_some();
+            // By the firnd that died.
+            reply.done(if was_removed { Ok(()) } else { removed });
         });
     }
 

@@ -268,7 +268,17 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             engine.copy_range(copy.from, copy.from_offset, copy.to, copy.to_offset, len)
         };
         self.run_on_worker(Topic::Inode(copy.to_inode), move |engine| {
+            if reply.is_repeated() && overlaps_itself(engine, &copy, len) {
+                // The source may have been written over by the first try.
+                return reply.error(Errno::IO);
+            }
             reply.answer(copy_bytes(engine).map(|bytes| Answer::Written(bytes as u32)));
         });
     }
+}
+
+/// Whether a copy reads bytes that it writes.
+fn overlaps_itself<B: Backing>(engine: &Engine<B>, copy: &CopyRange, len: u64) -> bool {
+    let is_one_file = engine.open_files.inode_of_handle(copy.from) == Some(copy.to_inode);
+    is_one_file && copy.from_offset.abs_diff(copy.to_offset) < len
 }

@@ -1,9 +1,10 @@
 //! Names: looked up, made, moved and removed.
 
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 
-use firn_backing::{Backing, Caller, Errno, RenameFlags};
-use firn_engine::{Engine, Entry, InodeId};
+use firn_backing::{Backing, Caller, Errno, Kind, RenameFlags};
+use firn_engine::{Creation, Engine, Entry, InodeId, MadeObject, Subjects};
+use firn_format::live::Moment;
 
 use crate::caller::masked;
 use crate::dispatcher::{AdapterOptions, Dispatcher, attributes_of};
@@ -42,7 +43,14 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     ) {
         let at = at.to_owned();
         let umask = self.umask_to_apply(mode);
-        self.run_creation(caller, &at.clone(), reply, move |engine| {
+        let new = NewObject {
+            at: at.clone(),
+            kind: Kind::from_mode(mode.mode).unwrap_or(Kind::File),
+            target: None,
+            mode: mode.mode,
+            umask,
+        };
+        self.run_creation(caller, new, reply, move |engine| {
             let mode = masked(engine, at.parent, mode.mode, umask);
             engine
                 .namespace
@@ -53,7 +61,14 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     pub(super) fn mkdir(&self, caller: Caller, at: Name<'_>, mode: NewMode, reply: Reply<R>) {
         let at = at.to_owned();
         let umask = self.umask_to_apply(mode);
-        self.run_creation(caller, &at.clone(), reply, move |engine| {
+        let new = NewObject {
+            at: at.clone(),
+            kind: Kind::Dir,
+            target: None,
+            mode: mode.mode,
+            umask,
+        };
+        self.run_creation(caller, new, reply, move |engine| {
             let mode = masked(engine, at.parent, mode.mode, umask);
             engine.namespace.mkdir(&caller, at.parent, &at.name, mode)
         });
@@ -62,34 +77,63 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     pub(super) fn symlink(&self, caller: Caller, at: Name<'_>, target: &OsStr, reply: Reply<R>) {
         let at = at.to_owned();
         let target = target.to_owned();
-        self.run_creation(caller, &at.clone(), reply, move |engine| {
+        let new = NewObject {
+            at: at.clone(),
+            kind: Kind::Symlink,
+            target: Some(target.clone()),
+            mode: 0o777,
+            umask: None,
+        };
+        self.run_creation(caller, new, reply, move |engine| {
             engine
                 .namespace
                 .symlink(&caller, at.parent, &at.name, &target)
         });
     }
 
-    pub(super) fn link(&self, caller: Caller, inode: InodeId, at: Name<'_>, reply: Reply<R>) {
+    pub(super) fn link(&self, caller: Caller, inode: InodeId, at: Name<'_>, mut reply: Reply<R>) {
         let at = at.to_owned();
-        self.run_creation(caller, &at.clone(), reply, move |engine| {
-            engine.namespace.link(inode, at.parent, &at.name)
+        let options = self.options;
+        let watched = self.watch_of(|| WatchedChange::Make(at.parent, at.name.clone()));
+        self.run_watched(caller, at.parent, watched, move |engine, watched| {
+            let before = reply.begin_once(engine, || Subjects {
+                node: Some(inode),
+                ..Subjects::default()
+            });
+            let linked = watched.make(|| {
+                if before.is_some() {
+                    engine.namespace.link_again(inode, at.parent, &at.name)
+                } else {
+                    engine.namespace.link(inode, at.parent, &at.name)
+                }
+            });
+            answer_entry(engine, options, linked, reply);
         });
     }
 
     pub(super) fn unlink(&self, caller: Caller, at: Name<'_>, reply: Reply<R>) {
-        let at = at.to_owned();
-        let watched = self.watch_of(|| WatchedChange::Remove(at.parent, at.name.clone()));
-        self.run_watched(caller, at.parent, watched, move |engine, watched| {
-            let remove = || engine.namespace.unlink(at.parent, &at.name);
-            reply.done(watched.make(remove));
-        });
+        self.remove_name(caller, at, Kind::File, reply);
     }
 
     pub(super) fn rmdir(&self, caller: Caller, at: Name<'_>, reply: Reply<R>) {
+        self.remove_name(caller, at, Kind::Dir, reply);
+    }
+
+    /// Removes a name of a directory, or of anything else.
+    fn remove_name(&self, caller: Caller, at: Name<'_>, kind: Kind, mut reply: Reply<R>) {
         let at = at.to_owned();
         let watched = self.watch_of(|| WatchedChange::Remove(at.parent, at.name.clone()));
         self.run_watched(caller, at.parent, watched, move |engine, watched| {
-            let remove = || engine.namespace.rmdir(at.parent, &at.name);
+            let names = &engine.namespace;
+            let before = reply.begin_once(engine, || Subjects {
+                subject: names.identify_name(at.parent, &at.name),
+                ..Subjects::default()
+            });
+            let remove = || match (before, kind) {
+                (None, Kind::Dir) => names.rmdir(at.parent, &at.name),
+                (None, _) => names.unlink(at.parent, &at.name),
+                (Some(before), kind) => names.remove_again(at.parent, &at.name, kind, before),
+            };
             reply.done(watched.make(remove));
         });
     }
@@ -100,7 +144,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         from: Name<'_>,
         to: Name<'_>,
         flags: u32,
-        reply: Reply<R>,
+        mut reply: Reply<R>,
     ) {
         let Some(flags) = RenameFlags::from_bits(flags) else {
             return reply.error(Errno::INVAL);
@@ -114,10 +158,20 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             )
         });
         self.run_watched(caller, from.parent, watched, move |engine, watched| {
-            let rename = || {
-                engine
-                    .namespace
-                    .rename(from.parent, &from.name, to.parent, &to.name, flags)
+            let names = &engine.namespace;
+            let before = reply.begin_once(engine, || Subjects {
+                subject: names.identify_name(from.parent, &from.name),
+                other: names.identify_name(to.parent, &to.name),
+                node: None,
+            });
+            let rename = || match before {
+                None => names.rename(from.parent, &from.name, to.parent, &to.name, flags),
+                Some(before) => names.rename_again(
+                    (from.parent, &from.name),
+                    (to.parent, &to.name),
+                    flags,
+                    before,
+                ),
             };
             reply.done(watched.make(rename));
         });
@@ -132,16 +186,56 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     fn run_creation(
         &self,
         caller: Caller,
-        at: &OwnedName,
-        reply: Reply<R>,
+        new: NewObject,
+        mut reply: Reply<R>,
         create: impl FnOnce(&Engine<B>) -> Result<Entry, Errno> + Send + 'static,
     ) {
         let options = self.options;
-        let watched = self.watch_of(|| WatchedChange::Make(at.parent, at.name.clone()));
-        self.run_watched(caller, at.parent, watched, move |engine, watched| {
-            let created = watched.make(|| create(engine));
+        let parent = new.at.parent;
+        let watched = self.watch_of(|| WatchedChange::Make(parent, new.at.name.clone()));
+        self.run_watched(caller, parent, watched, move |engine, watched| {
+            let before = reply.begin_once(engine, Subjects::default);
+            let made = before.and_then(|before| new.find(engine, &caller, before.began));
+            let created = watched.make(|| match made {
+                Some(entry) => Ok(entry),
+                None => create(engine),
+            });
             answer_entry(engine, options, created, reply);
         });
+    }
+}
+
+/// What a request makes in a directory.
+struct NewObject {
+    at: OwnedName,
+    kind: Kind,
+    /// Where it leads, of a symbolic link.
+    target: Option<OsString>,
+    mode: u32,
+    umask: Option<u32>,
+}
+
+impl NewObject {
+    /// What the same request made before firnd died, if it did.
+    fn find<B: Backing>(
+        &self,
+        engine: &Engine<B>,
+        caller: &Caller,
+        began: Moment,
+    ) -> Option<Entry> {
+        let made = MadeObject {
+            parent: self.at.parent,
+            name: &self.at.name,
+            kind: self.kind,
+            target: self.target.as_deref(),
+        };
+        let mode = masked(engine, self.at.parent, self.mode, self.umask);
+        let by = Creation {
+            caller,
+            mode,
+            began,
+        };
+        engine.namespace.find_made(made, by)
     }
 }
 

@@ -3,8 +3,10 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
-use firn_backing::{Backing, Caller, Errno};
-use firn_engine::{Engine, Entry, HandleId, InodeId, OpenMode, Opened};
+use firn_backing::{Backing, Caller, Errno, Kind};
+use firn_engine::{
+    Creation, Engine, Entry, HandleId, InodeId, MadeObject, OpenMode, Opened, Subjects,
+};
 use firn_hosts::{Released, Space};
 use firn_workers::Class;
 
@@ -24,12 +26,13 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let opener = self.opener(caller);
         let coherence = Arc::clone(&self.coherence);
         let call = move |engine: &Engine<B>, watched: Watched| {
+            reply.release_older();
             let open = || engine.open(inode, flags);
             let opened = watched.open(open, |opened| Some(opened.handle));
             if let Ok(opened) = &opened {
                 engine.note_opener(opened.handle, caller.pid);
             }
-            opener.answer_open(engine, &coherence, inode, opened, reply);
+            opener.answer_open(engine, &coherence, (inode, flags), opened, reply);
         };
         let writes = flags & libc::O_ACCMODE != libc::O_RDONLY;
         let gate = self.gate.as_deref().filter(|_| writes);
@@ -49,7 +52,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         at: Name<'_>,
         mode: NewMode,
         flags: i32,
-        reply: Reply<R>,
+        mut reply: Reply<R>,
     ) {
         let at = at.to_owned();
         let umask = self.umask_to_apply(mode);
@@ -57,6 +60,17 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let gate = self.gate.clone();
         let watched = self.watch_of(|| WatchedChange::Create(at.parent, at.name.clone()));
         self.run_watched(caller, at.parent, watched, move |engine, watched| {
+            reply.release_older();
+            let made = MadeObject {
+                parent: at.parent,
+                name: &at.name,
+                kind: Kind::File,
+                target: None,
+            };
+            let flags = {
+                let mode = masked(engine, at.parent, mode.mode, umask);
+                flags_to_create(engine, made, (&caller, mode), flags, &mut reply)
+            };
             let create = || {
                 // Of a file that somebody else has made meanwhile the contents change.
                 let gate = gate.as_deref().filter(|_| flags & libc::O_TRUNC != 0);
@@ -70,20 +84,21 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             if let Ok((_, opened)) = &created {
                 engine.note_opener(opened.handle, caller.pid);
             }
-            opener.answer_create(engine, created, reply);
+            opener.answer_create(engine, created, flags, reply);
         });
     }
 
     pub(super) fn opendir(&self, inode: InodeId, reply: Reply<R>) {
         self.run_settled(inode, move |engine| {
-            let opened = engine
-                .namespace
-                .open_dir(inode)
-                .map(|handle| Answer::Opened {
-                    handle,
-                    mode: HandleMode::Cached,
-                });
-            reply.answer(opened);
+            reply.release_older();
+            let opened = engine.namespace.open_dir(inode);
+            if let Ok(handle) = opened {
+                engine.note_open_directory(handle, inode, reply.number());
+            }
+            reply.answer(opened.map(|handle| Answer::Opened {
+                handle,
+                mode: HandleMode::Cached,
+            }));
         });
     }
 
@@ -151,6 +166,51 @@ fn end_handle<B: Backing>(engine: &Engine<B>, handle: HandleId) {
     engine.release(handle);
 }
 
+/// Notes a handle for the next firnd, before the kernel hears of it.
+fn note_handle<B: Backing, R: Responder>(
+    engine: &Engine<B>,
+    handle: HandleId,
+    flags: i32,
+    mode: &HandleMode<R::BackingId>,
+    reply: &Reply<R>,
+) {
+    let passed_through = match mode {
+        HandleMode::Passthrough(id) | HandleMode::PassthroughMappings(id) => {
+            Some(R::backing_number(id))
+        }
+        HandleMode::Direct | HandleMode::Cached | HandleMode::CachedKeep => None,
+    };
+    engine.note_open_handle(handle, reply.number(), flags, passed_through);
+}
+
+/// The flags of a creation, without O_EXCL where a firnd that died has made the file for the same request.
+fn flags_to_create<B: Backing, R: Responder>(
+    engine: &Engine<B>,
+    made: MadeObject<'_>,
+    (caller, mode): (&Caller, u32),
+    flags: i32,
+    reply: &mut Reply<R>,
+) -> i32 {
+    if flags & libc::O_EXCL == 0 {
+        return flags;
+    }
+    let Some(before) = reply.begin_once(engine, Subjects::default) else {
+        return flags;
+    };
+    let by = Creation {
+        caller,
+        mode,
+        began: before.began,
+    };
+    match engine.namespace.find_made(made, by) {
+        Some(entry) => {
+            engine.namespace.forget(entry.inode, 1);
+            flags & !(libc::O_EXCL | libc::O_TRUNC)
+        }
+        None => flags,
+    }
+}
+
 /// Tells the kernel of new handles.
 struct Opener<R: Responder> {
     /// None unless the kernel may read backing files itself.
@@ -165,7 +225,7 @@ impl<R: Responder> Opener<R> {
         &self,
         engine: &Engine<B>,
         coherence: &Coherence<B>,
-        inode: InodeId,
+        (inode, flags): (InodeId, i32),
         opened: Result<Opened, Errno>,
         reply: Reply<R>,
     ) {
@@ -175,6 +235,7 @@ impl<R: Responder> Opener<R> {
         };
         let mode = self.choose_mode(engine, inode, opened, &reply);
         let handle = opened.handle;
+        note_handle(engine, handle, flags, &mode, &reply);
         coherence.tell_size(inode, handle, opened.size, move || {
             reply.send(Answer::Opened { handle, mode });
         });
@@ -184,6 +245,7 @@ impl<R: Responder> Opener<R> {
         &self,
         engine: &Engine<B>,
         created: Result<(Entry, Opened), Errno>,
+        flags: i32,
         reply: Reply<R>,
     ) {
         let (mut entry, opened) = match created {
@@ -191,6 +253,7 @@ impl<R: Responder> Opener<R> {
             Err(error) => return reply.error(error),
         };
         let mode = self.choose_mode(engine, entry.inode, opened, &reply);
+        note_handle(engine, opened.handle, flags, &mode, &reply);
         // The kernel takes the attributes of this answer for the newest in any case.
         entry.attr.size = entry.attr.size.max(opened.size.unwrap_or(0));
         reply.send(Answer::Created {

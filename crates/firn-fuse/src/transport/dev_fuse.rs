@@ -19,21 +19,24 @@ mod responder;
 
 use std::ffi::OsStr;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use firn_backing::{Backing, Errno};
-use firn_engine::InodeId;
-use zerocopy::IntoBytes;
+use firn_engine::{InodeId, ResumedRequests};
+use firn_format::live::Exchange;
+use zerocopy::{FromBytes, IntoBytes};
 
 use crate::coherence::Notifier;
 use crate::dispatcher::Dispatcher;
-use crate::transport::dev_fuse::abi::{InvalEntryOut, InvalInodeOut, StoreOut, notification};
+use crate::transport::dev_fuse::abi::{
+    InitOut, InvalEntryOut, InvalInodeOut, StoreOut, notification,
+};
 use crate::transport::dev_fuse::connection::{Connection, Received};
 use crate::transport::dev_fuse::message::{Message, parse};
-use crate::transport::dev_fuse::negotiate::{WRITE_BYTES_MAX, Wishes, negotiate};
+use crate::transport::dev_fuse::negotiate::{WRITE_BYTES_MAX, Wishes, name_differences, negotiate};
 use crate::unanswered::EarlyAnswer;
 
 pub(crate) use responder::Responder;
@@ -58,41 +61,99 @@ impl Served {
     }
 }
 
+/// Where a connection comes from.
+pub(crate) enum Origin<'a> {
+    /// It was made just now. What both sides agree on is given to `keep` before the kernel hears of it.
+    Mounted { keep: &'a dyn KeepConnection },
+    /// An earlier firnd served it.
+    Resumed {
+        exchange: &'a Exchange,
+        left: ResumedRequests,
+    },
+}
+
+/// Keeps what another firnd needs to go on with a connection.
+pub trait KeepConnection {
+    /// `resends`: the kernel sends again what a firnd that died had not answered.
+    fn keep(&self, device: BorrowedFd<'_>, exchange: &Exchange, resends: bool);
+}
+
 /// Agrees with the kernel behind `device` and serves it from `threads` threads and one more.
 pub(crate) fn serve<B: Backing>(
     mut dispatcher: Dispatcher<B, Responder>,
     device: OwnedFd,
+    origin: Origin<'_>,
     threads: usize,
 ) -> io::Result<Served> {
     let connection = Connection::new(device);
-    let mut buffer = vec![0; BUFFER_BYTES];
-    shake_hands(&mut dispatcher, &connection, &mut buffer)?;
+    let left = match origin {
+        Origin::Mounted { keep } => {
+            shake_hands(&mut dispatcher, &connection, keep)?;
+            None
+        }
+        Origin::Resumed { exchange, left } => {
+            agree_again(&mut dispatcher, exchange)?;
+            Some(left)
+        }
+    };
     dispatcher.set_threads(threads);
     dispatcher
         .coherence()
         .start(Arc::new(KernelCaches(Arc::clone(&connection))));
-    let dispatcher = Arc::new(dispatcher);
-    let mut connections = vec![connection];
-    for _ in 0..threads {
-        let duplicate = connections[0].duplicate()?;
-        connections.push(duplicate);
+    if let Some(left) = left {
+        dispatcher.resume(left, |number| connection.adopt_backing(number));
+        // Also what an earlier try read: no firnd has answered it.
+        connection.request_resend()?;
     }
-    let start = |(index, connection)| {
+    let dispatcher = Arc::new(dispatcher);
+    let start = |index| {
         let dispatcher = Arc::clone(&dispatcher);
+        let connection = Arc::clone(&connection);
         std::thread::Builder::new()
             .name(format!("firn-fuse-{index}"))
             .spawn(move || serve_requests(&dispatcher, &connection))
     };
-    let threads: io::Result<Vec<_>> = connections.into_iter().enumerate().map(start).collect();
+    let threads: io::Result<Vec<_>> = (0..=threads).map(start).collect();
     Ok(Served(threads?))
+}
+
+fn wishes_of<B: Backing>(dispatcher: &Dispatcher<B, Responder>) -> Wishes {
+    Wishes {
+        passthrough: dispatcher.asks_passthrough(),
+        locks: dispatcher.asks_locks(),
+    }
+}
+
+/// Goes on with what an earlier firnd and the kernel agreed on.
+fn agree_again<B: Backing>(
+    dispatcher: &mut Dispatcher<B, Responder>,
+    exchange: &Exchange,
+) -> io::Result<()> {
+    let refused = |text: String| io::Error::new(io::ErrorKind::InvalidData, text);
+    let Some(Message::Init { init, .. }) = parse(&exchange.asked) else {
+        return Err(refused("the kept INIT is none".into()));
+    };
+    let before = InitOut::read_from_bytes(&exchange.answered)
+        .map_err(|_| refused("the kept answer to INIT is none".into()))?;
+    let page_bytes = rustix::param::page_size() as u32;
+    let (now, negotiated) = negotiate(&init, wishes_of(dispatcher), page_bytes)?;
+    if now != before {
+        let names = name_differences(&before, &now);
+        return Err(refused(format!(
+            "the kernel was told otherwise when the mount was made, and cannot be told again: {names}"
+        )));
+    }
+    dispatcher.set_negotiated(negotiated);
+    Ok(())
 }
 
 /// Answers the first request.
 fn shake_hands<B: Backing>(
     dispatcher: &mut Dispatcher<B, Responder>,
     connection: &Connection,
-    buffer: &mut [u8],
+    keep: &dyn KeepConnection,
 ) -> io::Result<()> {
+    let buffer = &mut vec![0; BUFFER_BYTES];
     let Received::Request(len) = connection.receive(buffer)? else {
         return Err(io::Error::new(
             io::ErrorKind::NotConnected,
@@ -106,13 +167,14 @@ fn shake_hands<B: Backing>(
         ));
     };
     let page_bytes = rustix::param::page_size() as u32;
-    let wishes = Wishes {
-        passthrough: dispatcher.asks_passthrough(),
-        locks: dispatcher.asks_locks(),
-    };
-    match negotiate(&init, wishes, page_bytes) {
+    match negotiate(&init, wishes_of(dispatcher), page_bytes) {
         Ok((answer, negotiated)) => {
             dispatcher.set_negotiated(negotiated);
+            let exchange = Exchange {
+                asked: buffer[..len].to_vec(),
+                answered: answer.as_bytes().to_vec(),
+            };
+            keep.keep(connection.as_fd(), &exchange, negotiated.resends);
             connection.answer(unique, 0, &[answer.as_bytes()]);
             Ok(())
         }

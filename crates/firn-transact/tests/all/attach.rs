@@ -369,7 +369,7 @@ fn attach(dir: &Path, left: &Left, opening: Opening, stop_at: u64) -> Life {
         let (store, outcome) = TransactionalBacking::open_with(disk.clone(), opening, |scopes| {
             Ok::<_, Refused>(stored.drop_below(scopes)?)
         })?;
-        let (engine, recovered) = Engine::attach_stored(store, stored, options())?;
+        let (engine, recovered) = Engine::attach_stored(store, stored, options(), None)?;
         assert!(
             fuse.is_dead() || recovered.lost.is_empty(),
             "lost: {:?}",

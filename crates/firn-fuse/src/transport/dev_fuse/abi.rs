@@ -61,6 +61,7 @@ pub(super) mod notification {
     pub(crate) const INVAL_INODE: i32 = 2;
     pub(crate) const INVAL_ENTRY: i32 = 3;
     pub(crate) const STORE: i32 = 4;
+    pub(crate) const RESEND: i32 = 7;
 }
 
 /// Capabilities, of both words of INIT.
@@ -80,6 +81,8 @@ pub(super) mod init_flags {
     pub(crate) const INIT_EXT: u64 = 1 << 30;
     pub(crate) const DIRECT_IO_ALLOW_MMAP: u64 = 1 << 36;
     pub(crate) const PASSTHROUGH: u64 = 1 << 37;
+    /// The kernel sends again what was read and not answered, where it is asked to (Linux 6.9).
+    pub(crate) const HAS_RESEND: u64 = 1 << 39;
     pub(crate) const ALLOW_IDMAP: u64 = 1 << 40;
 }
 

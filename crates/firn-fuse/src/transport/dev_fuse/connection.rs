@@ -1,9 +1,10 @@
 //! The connection to the kernel: `/dev/fuse`, read by several threads.
 //!
-//! Each thread reads from a descriptor of its own (FUSE_DEV_IOC_CLONE). The kernel keeps a request with the descriptor
-//! from which it was read, so its answer goes there too; what it interrupts it tells to whoever reads next.
+//! All threads read from one open file. The kernel ends what was read from a file and not answered when the last descriptor
+//! of it is closed; so the keeper, which has one too, keeps the requests of a firnd that dies. A file for each thread
+//! (FUSE_DEV_IOC_CLONE) gained nothing that could be measured.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{self, IoSlice, Read};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Weak};
@@ -12,19 +13,17 @@ use rustix::io::Errno;
 use rustix::ioctl::{Opcode, Setter, ioctl, opcode};
 use zerocopy::IntoBytes;
 
-use crate::device::DEVICE;
-use crate::transport::dev_fuse::abi::{BackingMap, OutHeader};
+use crate::transport::dev_fuse::abi::{BackingMap, OutHeader, notification};
 
 /// Type of the ioctls of the device.
 const IOCTLS: u8 = 229;
-const IOC_CLONE: Opcode = opcode::read::<u32>(IOCTLS, 0);
 const IOC_BACKING_OPEN: Opcode = opcode::write::<BackingMap>(IOCTLS, 1);
 const IOC_BACKING_CLOSE: Opcode = opcode::write::<u32>(IOCTLS, 2);
 
 /// Parts of a message after its header.
 const PAYLOAD_PARTS_MAX: usize = 3;
 
-/// One descriptor of the connection.
+/// The connection.
 #[derive(Debug)]
 pub(super) struct Connection(File);
 
@@ -41,16 +40,9 @@ impl Connection {
         Arc::new(Self(device.into()))
     }
 
-    /// Another descriptor of the same connection.
-    pub(super) fn duplicate(&self) -> io::Result<Arc<Self>> {
-        let device = OpenOptions::new().read(true).write(true).open(DEVICE)?;
-        let source = self.0.as_raw_fd() as u32;
-        // SAFETY: the kernel reads four bytes, the number of a descriptor that is open, and writes nothing.
-        unsafe {
-            let clone = Setter::<IOC_CLONE, u32>::new(source);
-            ioctl(&device, clone)
-        }?;
-        Ok(Arc::new(Self(device)))
+    /// Has the kernel send again what was read before and not answered. Such requests come before all others.
+    pub(super) fn request_resend(&self) -> io::Result<()> {
+        self.notify(notification::RESEND, &[])
     }
 
     /// Waits for the next request, which is read into `buffer` whole.
@@ -106,6 +98,14 @@ impl Connection {
         // A message is taken whole or not at all.
         rustix::io::retry_on_intr(|| rustix::io::writev(&self.0, parts))?;
         Ok(())
+    }
+
+    /// A file that the kernel was given by an earlier firnd.
+    pub(super) fn adopt_backing(self: &Arc<Self>, id: i32) -> BackingId {
+        BackingId {
+            id,
+            connection: Arc::downgrade(self),
+        }
     }
 
     /// Gives the kernel a file that it may read itself.

@@ -105,8 +105,28 @@ pub(super) fn negotiate(
     let negotiated = Negotiated {
         passthrough: has(flag::PASSTHROUGH),
         applies_umask: has(flag::DONT_MASK),
+        resends: offered & flag::HAS_RESEND != 0,
     };
     Ok((answer, negotiated))
+}
+
+/// Names what differs between the answer that the kernel got at INIT and the one that these options would give.
+pub(super) fn name_differences(before: &InitOut, now: &InitOut) -> String {
+    let flags = |of: &InitOut| u64::from(of.flags) | u64::from(of.flags2) << 32;
+    let differing = flags(before) ^ flags(now);
+    let fixed = [
+        (flag::PASSTHROUGH, "passthrough"),
+        (flag::POSIX_LOCKS | flag::FLOCK_LOCKS, "layout"),
+    ];
+    let mut named: Vec<&str> = fixed
+        .iter()
+        .filter(|(flag, _)| differing & flag != 0)
+        .map(|(_, name)| *name)
+        .collect();
+    if named.is_empty() {
+        named.push("what this version of Firn asks of the kernel");
+    }
+    named.join(", ")
 }
 
 #[cfg(test)]

@@ -143,6 +143,10 @@ impl reply::Responder for Responder {
     fn register_backing(&self, file: OwnedFd) -> io::Result<BackingId> {
         self.connection.register_backing(&file)
     }
+
+    fn backing_number(id: &BackingId) -> i32 {
+        id.number()
+    }
 }
 
 fn file_type(kind: Kind) -> u32 {

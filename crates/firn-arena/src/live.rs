@@ -1,0 +1,670 @@
+//! The live table of a mount: a mapped file beside the arena, which outlives firnd as the arena does.
+//!
+//! Promises
+//! * What is noted here is found by [`LiveTable::open`] after the death of firnd at any instant: a node is there at each
+//!   instant of its move, a cell that is half written does not count.
+//! * An entry that finds no room is counted ([`LiveTable::lost`]), and the mount goes on: nothing else depends on it.
+//! * Numbers read from the file are checked (`firn_format::live`).
+//!
+//! Relies on: one firnd at a time has it open, the one that has the arena.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::Ordering;
+
+use firn_format::live::{
+    CELL_BYTES, CellBytes, Contents, HEADER_BYTES, Handle, Header, LOOKUPS_AT, LiveError, MAGIC,
+    Node, Request, WORDS_AT, cells_of_name, encode_node, read_contents, word,
+};
+use firn_trust::{TrustError, create_private_file, open_private_file};
+use parking_lot::Mutex;
+use rustix::fd::AsFd;
+use rustix::fs::{CWD, FallocateFlags, OFlags};
+use rustix::io::Errno;
+
+use crate::ArenaError;
+use crate::map::Map;
+
+/// Cells that a table may have: 512 MiB of address space, of which only what is used gets memory.
+const CELLS_MAX: u32 = 1 << 22;
+/// Cells by which a table grows at least: 64 KiB.
+const GROW_CELLS_MIN: u32 = 512;
+
+/// Why a table cannot be made or used.
+#[derive(Debug, thiserror::Error)]
+pub enum LiveTableError {
+    /// A call failed.
+    #[error("the live table: {0}")]
+    Io(#[from] Errno),
+    /// Another user could have put it there.
+    #[error("the live table: {0}")]
+    Distrusted(#[from] TrustError),
+    /// It cannot be mapped.
+    #[error(transparent)]
+    Map(#[from] ArenaError),
+    /// It is no table, or not one of this version.
+    #[error("the live table is not used: {0}")]
+    Format(#[from] LiveError),
+}
+
+/// Cells of one node.
+struct NodeCells {
+    cells: Vec<u32>,
+    /// Cells of the same node under the name that it had before a move which is under way.
+    before: Vec<u32>,
+    node: Node,
+    /// The kernel counts look-ups of it.
+    is_known: bool,
+    /// Open handles of it, and requests in work that are about it.
+    uses: u32,
+}
+
+#[derive(Default)]
+struct Cells {
+    free: Vec<u32>,
+    /// All cells from this one on are free.
+    end: u32,
+    /// Cells that have memory.
+    allocated: u32,
+    nodes: HashMap<u64, NodeCells>,
+    handles: HashMap<u64, HandleCell>,
+}
+
+struct HandleCell {
+    cell: u32,
+    node: u64,
+}
+
+/// The table of a mount that is served.
+pub struct LiveTable {
+    path: PathBuf,
+    map: Map,
+    cells: Mutex<Cells>,
+}
+
+impl std::fmt::Debug for LiveTable {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("LiveTable")
+            .field("path", &self.path)
+            .finish_non_exhaustive()
+    }
+}
+
+/// What an earlier firnd left.
+#[derive(Debug)]
+pub struct Left {
+    /// What holds for the whole table.
+    pub header: Header,
+    /// Its entries.
+    pub contents: Contents,
+}
+
+impl LiveTable {
+    /// Makes an empty table, in place of what is there. It counts from [`LiveTable::seal`] on.
+    pub fn create(path: &Path) -> Result<Self, LiveTableError> {
+        match rustix::fs::unlink(path) {
+            Ok(()) | Err(Errno::NOENT) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+        let file = create_private_file(CWD, path, OFlags::RDWR)?;
+        rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, HEADER_BYTES as u64)?;
+        Ok(Self {
+            path: path.to_owned(),
+            map: Map::new(path, file, mapped_bytes(), true)?,
+            cells: Mutex::default(),
+        })
+    }
+
+    /// Opens the table of a firnd that died. It goes on to be written to; nothing of it is known to this process before
+    /// [`LiveTable::adopt_node`] and its like say so.
+    pub fn open(path: &Path) -> Result<(Self, Left), LiveTableError> {
+        let file = open_private_file(CWD, path, OFlags::RDWR)?;
+        let len = rustix::fs::fstat(&file)?.st_size as u64;
+        let len = len.min(mapped_bytes()) as usize;
+        let mut bytes = vec![0; len];
+        let mut done = 0;
+        while done < len {
+            match rustix::io::pread(file.as_fd(), &mut bytes[done..], done as u64)? {
+                0 => break,
+                count => done += count,
+            }
+        }
+        let header = Header::decode(&bytes)?;
+        let cells = bytes.get(HEADER_BYTES..).unwrap_or_default();
+        let contents = read_contents(cells);
+        let allocated = (cells.len() / CELL_BYTES) as u32;
+        let table = Self {
+            path: path.to_owned(),
+            map: Map::new(path, file, mapped_bytes(), true)?,
+            cells: Mutex::new(Cells {
+                end: allocated,
+                allocated,
+                ..Cells::default()
+            }),
+        };
+        table.find_free_cells(&contents);
+        Ok((table, Left { header, contents }))
+    }
+
+    /// What is in no entry may be used again.
+    fn find_free_cells(&self, contents: &Contents) {
+        let mut cells = self.cells.lock();
+        let mut is_used = vec![false; cells.allocated as usize];
+        let nodes = contents.nodes.iter().flat_map(|stored| &stored.cells);
+        let handles = contents.handles.iter().flat_map(|stored| &stored.cells);
+        let requests = contents.requests.iter().flat_map(|stored| &stored.cells);
+        for cell in nodes.chain(handles).chain(requests) {
+            is_used[*cell as usize] = true;
+        }
+        let unused = is_used.iter().enumerate().filter(|(_, used)| !**used);
+        let free: Vec<u32> = unused.map(|(cell, _)| cell as u32).rev().collect();
+        for cell in &free {
+            self.clear(*cell);
+        }
+        cells.free = free;
+    }
+
+    /// From now on the table counts.
+    pub fn seal(&self, header: &Header) -> Result<(), LiveTableError> {
+        let bytes = header.encode().ok_or(Errno::NAMETOOLONG)?;
+        self.map.write(0, &bytes);
+        Ok(())
+    }
+
+    /// From now on the table does not count, until it is sealed again.
+    pub fn unseal(&self) {
+        self.map.write(0, &[0; MAGIC.len()]);
+    }
+
+    /// Takes the table away: nothing is to be taken over any more.
+    pub fn remove(&self) {
+        if let Err(errno) = rustix::fs::unlink(&self.path)
+            && errno != Errno::NOENT
+        {
+            tracing::warn!(%errno, "cannot remove the live table");
+        }
+    }
+
+    fn word(&self, at: usize) -> u64 {
+        self.map.u64((WORDS_AT + at) as u64).load(Ordering::Relaxed)
+    }
+
+    fn set_word(&self, at: usize, value: u64) {
+        self.map
+            .u64((WORDS_AT + at) as u64)
+            .store(value, Ordering::Relaxed);
+    }
+
+    /// How often a firnd went on in the place of another.
+    pub fn takeovers(&self) -> u64 {
+        self.word(word::TAKEOVERS)
+    }
+
+    /// Nanoseconds of the last pause.
+    pub fn last_pause_ns(&self) -> u64 {
+        self.word(word::LAST_PAUSE)
+    }
+
+    /// Nanoseconds of all pauses.
+    pub fn pauses_ns(&self) -> u64 {
+        self.word(word::PAUSES)
+    }
+
+    /// Entries that found no room.
+    pub fn lost(&self) -> u64 {
+        self.word(word::LOST)
+    }
+
+    /// Bytes of memory that the table takes.
+    pub fn bytes(&self) -> u64 {
+        HEADER_BYTES as u64 + u64::from(self.cells.lock().allocated) * CELL_BYTES as u64
+    }
+
+    /// A firnd begins to take over: numbers of earlier ones are told from its own by this count.
+    pub fn count_takeover(&self) -> u64 {
+        let count = self.takeovers() + 1;
+        self.set_word(word::TAKEOVERS, count);
+        count
+    }
+
+    /// Programs waited for so long.
+    pub fn note_pause(&self, nanoseconds: u64) {
+        self.set_word(word::LAST_PAUSE, nanoseconds);
+        self.set_word(word::PAUSES, self.pauses_ns() + nanoseconds);
+    }
+
+    fn note_lost(&self) {
+        let lost = self.lost() + 1;
+        self.set_word(word::LOST, lost);
+        if lost == 1 {
+            tracing::warn!(
+                "the live table finds no room: if firnd dies, open files that are not in it are lost to their programs"
+            );
+        }
+    }
+
+    fn at(cell: u32) -> u64 {
+        HEADER_BYTES as u64 + u64::from(cell) * CELL_BYTES as u64
+    }
+
+    /// Writes a cell so that it counts only once it is whole: its first word, the seal, comes last.
+    fn store(&self, cell: u32, bytes: &CellBytes) {
+        let at = Self::at(cell);
+        let seal = u32::from_ne_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
+        self.map.write(at + 4, &bytes[4..]);
+        self.map.u32(at).store(seal, Ordering::Release);
+    }
+
+    fn clear(&self, cell: u32) {
+        self.map.u32(Self::at(cell)).store(0, Ordering::Release);
+    }
+
+    /// Gives cells back.
+    fn free(&self, cells: &mut Cells, given: &[u32]) {
+        for cell in given {
+            self.clear(*cell);
+        }
+        cells.free.extend_from_slice(given);
+    }
+
+    fn take_cell(&self, cells: &mut Cells) -> Option<u32> {
+        if let Some(cell) = cells.free.pop() {
+            return Some(cell);
+        }
+        if cells.end == cells.allocated {
+            let more = GROW_CELLS_MIN.max(cells.allocated / 4);
+            let more = more.min(CELLS_MAX - cells.allocated);
+            let len = u64::from(more) * CELL_BYTES as u64;
+            // A page without memory would end firnd with SIGBUS at the first store.
+            let flags = FallocateFlags::empty();
+            let at = Self::at(cells.allocated);
+            if more == 0 || rustix::fs::fallocate(self.map.file(), flags, at, len).is_err() {
+                self.note_lost();
+                return None;
+            }
+            cells.allocated += more;
+        }
+        cells.end += 1;
+        Some(cells.end - 1)
+    }
+
+    fn take_cells(&self, cells: &mut Cells, count: usize) -> Option<Vec<u32>> {
+        let mut taken = Vec::with_capacity(count);
+        for _ in 0..count {
+            match self.take_cell(cells) {
+                Some(cell) => taken.push(cell),
+                None => {
+                    cells.free.append(&mut taken);
+                    return None;
+                }
+            }
+        }
+        Some(taken)
+    }
+
+    /// Stores a node in new cells.
+    fn store_node(&self, cells: &mut Cells, node: &Node) -> Option<Vec<u32>> {
+        let at = self.take_cells(cells, cells_of_name(node.name.len()))?;
+        let encoded = encode_node(node, &at);
+        for (cell, bytes) in at.iter().zip(&encoded).rev() {
+            self.store(*cell, bytes);
+        }
+        Some(at)
+    }
+
+    fn add_node<'a>(&self, cells: &'a mut Cells, node: &Node) -> Option<&'a mut NodeCells> {
+        if !cells.nodes.contains_key(&node.id) {
+            let at = self.store_node(cells, node)?;
+            let entry = NodeCells {
+                cells: at,
+                before: Vec::new(),
+                node: node.clone(),
+                is_known: false,
+                uses: 0,
+            };
+            cells.nodes.insert(node.id, entry);
+        }
+        cells.nodes.get_mut(&node.id)
+    }
+
+    /// The kernel is about to hear of a node, or hears of it once more: `node.lookups` is the new count.
+    pub fn note_node(&self, node: &Node) {
+        let mut cells = self.cells.lock();
+        let Some(entry) = self.add_node(&mut cells, node) else {
+            return;
+        };
+        entry.is_known = true;
+        entry.node.lookups = node.lookups;
+        let first = entry.cells[0];
+        self.map
+            .u64(Self::at(first) + LOOKUPS_AT as u64)
+            .store(node.lookups, Ordering::Release);
+    }
+
+    /// The kernel knows a node no more.
+    pub fn forget_node(&self, id: u64) {
+        let mut cells = self.cells.lock();
+        if let Some(entry) = cells.nodes.get_mut(&id) {
+            entry.is_known = false;
+        }
+        self.drop_unused_node(&mut cells, id);
+    }
+
+    fn drop_unused_node(&self, cells: &mut Cells, id: u64) {
+        let is_unused = |entry: &NodeCells| !entry.is_known && entry.uses == 0;
+        if !cells.nodes.get(&id).is_some_and(is_unused) {
+            return;
+        }
+        if let Some(entry) = cells.nodes.remove(&id) {
+            self.free(cells, &entry.cells);
+            self.free(cells, &entry.before);
+        }
+    }
+
+    /// Whether a node is noted here.
+    pub fn has_node(&self, id: u64) -> bool {
+        self.cells.lock().nodes.contains_key(&id)
+    }
+
+    /// A node is about to get another name: from now on it is noted under both.
+    pub fn begin_move(&self, id: u64, parent: u64, name: &[u8]) {
+        let mut cells = self.cells.lock();
+        let Some(entry) = cells.nodes.get(&id) else {
+            return;
+        };
+        let moved = Node {
+            parent,
+            name: name.to_vec(),
+            generation: entry.node.generation.wrapping_add(1),
+            ..entry.node.clone()
+        };
+        let Some(at) = self.store_node(&mut cells, &moved) else {
+            return;
+        };
+        let Some(entry) = cells.nodes.get_mut(&id) else {
+            return;
+        };
+        let older = std::mem::replace(&mut entry.before, std::mem::take(&mut entry.cells));
+        entry.cells = at;
+        entry.node = moved;
+        self.free(&mut cells, &older);
+    }
+
+    /// A node was found under a name. While it is moved, both of its names stay noted.
+    pub fn note_found(&self, id: u64, parent: u64, name: &[u8]) {
+        let is_moving = |entry: &NodeCells| !entry.before.is_empty();
+        if !self.cells.lock().nodes.get(&id).is_some_and(is_moving) {
+            self.end_move(id, parent, name);
+        }
+    }
+
+    /// A node has this name and no other one that is noted; `parent` 0: it has none any more.
+    pub fn end_move(&self, id: u64, parent: u64, name: &[u8]) {
+        let is_current = |entry: &NodeCells| entry.node.parent == parent && entry.node.name == name;
+        let is_noted = {
+            let cells = self.cells.lock();
+            cells.nodes.get(&id).is_none_or(is_current)
+        };
+        if !is_noted {
+            self.begin_move(id, parent, name);
+        }
+        let mut cells = self.cells.lock();
+        let Some(entry) = cells.nodes.get_mut(&id) else {
+            return;
+        };
+        let before = std::mem::take(&mut entry.before);
+        self.free(&mut cells, &before);
+    }
+
+    /// The kernel is about to hear of an open handle.
+    pub fn note_handle(&self, handle: &Handle, node: &Node) {
+        let mut cells = self.cells.lock();
+        if self.add_node(&mut cells, node).is_none() {
+            return;
+        }
+        let Some(cell) = self.take_cell(&mut cells) else {
+            self.drop_unused_node(&mut cells, node.id);
+            return;
+        };
+        self.store(cell, &handle.encode());
+        let node = node.id;
+        cells.handles.insert(handle.id, HandleCell { cell, node });
+        if let Some(entry) = cells.nodes.get_mut(&node) {
+            entry.uses += 1;
+        }
+    }
+
+    /// A handle is not open any more.
+    pub fn forget_handle(&self, id: u64) {
+        let mut cells = self.cells.lock();
+        let Some(HandleCell { cell, node }) = cells.handles.remove(&id) else {
+            return;
+        };
+        self.free(&mut cells, &[cell]);
+        self.end_use(&mut cells, node);
+    }
+
+    /// A request begins that must not take effect twice; `node` is what it is about, if that has the request's number of a
+    /// node. Returns its cell, for [`LiveTable::end_request`].
+    pub fn begin_request(&self, request: &Request, node: Option<&Node>) -> Option<u32> {
+        let mut cells = self.cells.lock();
+        if let Some(node) = node {
+            self.add_node(&mut cells, node)?.uses += 1;
+        }
+        let Some(cell) = self.take_cell(&mut cells) else {
+            self.end_use(&mut cells, request.node);
+            return None;
+        };
+        drop(cells);
+        self.store(cell, &request.encode());
+        Some(cell)
+    }
+
+    /// The request was answered; `node` is what it was about, or 0.
+    pub fn end_request(&self, cell: u32, node: u64) {
+        let mut cells = self.cells.lock();
+        self.free(&mut cells, &[cell]);
+        self.end_use(&mut cells, node);
+    }
+
+    fn end_use(&self, cells: &mut Cells, node: u64) {
+        if let Some(entry) = cells.nodes.get_mut(&node) {
+            entry.uses -= 1;
+        }
+        self.drop_unused_node(cells, node);
+    }
+
+    /// Goes on with a request of an earlier firnd, after the node that it is about.
+    pub fn adopt_request(&self, request: &Request) {
+        if let Some(entry) = self.cells.lock().nodes.get_mut(&request.node) {
+            entry.uses += 1;
+        }
+    }
+
+    /// Goes on with a node of an earlier firnd, under the name that `node` says. `cells`: all that it has.
+    pub fn adopt_node(&self, node: &Node, at: &[u32], others: &[u32]) {
+        let mut cells = self.cells.lock();
+        let entry = NodeCells {
+            cells: at.to_vec(),
+            before: Vec::new(),
+            node: node.clone(),
+            is_known: node.lookups > 0,
+            uses: 0,
+        };
+        cells.nodes.insert(node.id, entry);
+        self.free(&mut cells, others);
+    }
+
+    /// Goes on with a handle of an earlier firnd.
+    pub fn adopt_handle(&self, handle: &Handle, cell: u32) {
+        let mut cells = self.cells.lock();
+        let node = handle.node;
+        cells.handles.insert(handle.id, HandleCell { cell, node });
+        if let Some(entry) = cells.nodes.get_mut(&node) {
+            entry.uses += 1;
+        }
+    }
+
+    /// Drops cells of an earlier firnd that are of no use.
+    pub fn drop_cells(&self, given: &[u32]) {
+        self.free(&mut self.cells.lock(), given);
+    }
+}
+
+fn mapped_bytes() -> u64 {
+    LiveTable::at(CELLS_MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use firn_format::live::{Device, Exchange, Moment, ObjectIdentity, ServedBy};
+
+    use super::*;
+
+    fn node(id: u64, parent: u64, name: &str) -> Node {
+        Node {
+            id,
+            parent,
+            object: ObjectIdentity {
+                dev: 1,
+                ino: id,
+                birth: None,
+            },
+            kind: 1,
+            generation: 0,
+            lookups: 1,
+            name: name.as_bytes().to_vec(),
+        }
+    }
+
+    fn handle(id: u64, node: u64) -> Handle {
+        Handle {
+            id,
+            node,
+            unique: id,
+            flags: 2,
+            served_by: ServedBy::Engine,
+            opener: 0,
+        }
+    }
+
+    fn header() -> Header {
+        Header {
+            arena: [1; 16],
+            device: Device::default(),
+            mount_point: b"/mnt".to_vec(),
+            exchange: Exchange::default(),
+        }
+    }
+
+    fn sealed(dir: &Path) -> (PathBuf, LiveTable) {
+        let path = dir.join("table");
+        let table = LiveTable::create(&path).unwrap();
+        table.seal(&header()).unwrap();
+        (path, table)
+    }
+
+    #[test]
+    fn what_is_noted_is_found_and_what_is_forgotten_is_not() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, table) = sealed(dir.path());
+        table.note_node(&node(2, 1, "dir"));
+        table.note_node(&node(3, 1, &"long".repeat(60)));
+        table.note_handle(&handle(9, 4), &node(4, 2, "file"));
+        table.note_handle(&handle(10, 4), &node(4, 2, "file"));
+        table.forget_node(3);
+        table.forget_handle(9);
+        let (_, left) = LiveTable::open(&path).unwrap();
+        assert_eq!(left.header, header());
+        assert_eq!(left.contents.damaged, 0);
+        let mut ids: Vec<u64> = left.contents.nodes.iter().map(|n| n.entry.id).collect();
+        ids.sort_unstable();
+        assert_eq!(ids, [2, 4]);
+        assert_eq!(left.contents.handles.len(), 1);
+        // The last handle takes the node of a file with it.
+        table.forget_handle(10);
+        let (_, left) = LiveTable::open(&path).unwrap();
+        assert_eq!(left.contents.nodes.len(), 1);
+    }
+
+    #[test]
+    fn a_node_is_found_at_each_store_of_its_move() {
+        let dir = tempfile::tempdir().unwrap();
+        for stores in 0.. {
+            let (path, table) = sealed(dir.path());
+            table.note_node(&node(2, 1, "old"));
+            let count = std::rc::Rc::new(std::cell::Cell::new(0));
+            let seen = std::rc::Rc::clone(&count);
+            let copy = dir.path().join("copy");
+            let (from, to) = (path.clone(), copy.clone());
+            crate::set_probe(Some(Box::new(move || {
+                if seen.replace(seen.get() + 1) == stores {
+                    std::fs::copy(&from, &to).unwrap();
+                }
+            })));
+            table.begin_move(2, 1, b"new");
+            table.end_move(2, 1, b"new");
+            crate::set_probe(None);
+            if count.get() <= stores {
+                assert!(stores > 0);
+                return;
+            }
+            let (_, left) = LiveTable::open(&copy).unwrap();
+            assert!(!left.contents.nodes.is_empty(), "store {stores}");
+            std::fs::remove_file(copy).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_table_that_grows_keeps_what_it_has() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, table) = sealed(dir.path());
+        for id in 2..5000 {
+            table.note_node(&node(id, 1, &format!("name-{id}")));
+        }
+        for id in (2..5000).filter(|id| id % 3 == 0) {
+            table.forget_node(id);
+        }
+        let (again, left) = LiveTable::open(&path).unwrap();
+        assert_eq!(
+            left.contents.nodes.len(),
+            (2..5000).filter(|id| id % 3 != 0).count()
+        );
+        let bytes = again.bytes();
+        again.note_node(&node(9000, 1, "another"));
+        assert_eq!(again.bytes(), bytes, "a free cell is used again");
+    }
+
+    #[test]
+    fn a_request_in_work_is_there_until_its_answer() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, table) = sealed(dir.path());
+        let request = Request {
+            unique: 6,
+            began: Moment { sec: 1, nsec: 0 },
+            subject: None,
+            other: None,
+            node: 3,
+        };
+        let about = node(3, 1, "about");
+        let cell = table.begin_request(&request, Some(&about)).unwrap();
+        let (_, left) = LiveTable::open(&path).unwrap();
+        assert_eq!(left.contents.requests[0].entry, request);
+        assert_eq!(left.contents.nodes[0].entry.id, 3);
+        table.end_request(cell, request.node);
+        let (_, left) = LiveTable::open(&path).unwrap();
+        assert!(left.contents.requests.is_empty());
+        assert!(left.contents.nodes.is_empty());
+    }
+
+    #[test]
+    fn a_table_without_its_header_does_not_count() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("table");
+        LiveTable::create(&path).unwrap();
+        assert!(matches!(
+            LiveTable::open(&path),
+            Err(LiveTableError::Format(LiveError::Magic))
+        ));
+    }
+}

@@ -1,0 +1,195 @@
+//! firnd's end of its connection with the keeper.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+use std::sync::Arc;
+use std::time::Duration;
+
+use firn_workers::spawn_thread;
+use parking_lot::Mutex;
+use rustix::process::{PidfdFlags, getpid, pidfd_open};
+
+use super::message::{Message, Socket, Tag};
+use super::{KEEPER_NAME, REPLACES};
+
+/// Keepers that firnd starts at most: a host that kills each of them wants none.
+const KEEPERS_MAX: u32 = 20;
+
+/// What firnd was started with.
+pub(crate) struct Summons {
+    /// The keeper.
+    pub(crate) link: Arc<KeeperLink>,
+    /// The request, a file of JSON.
+    pub(crate) request: OwnedFd,
+    /// The process that ends the mount, if there is one.
+    pub(crate) caller: Option<OwnedFd>,
+    /// The mount that another firnd served.
+    pub(crate) resumed: Option<ResumedMount>,
+}
+
+/// A mount whose firnd died.
+pub(crate) struct ResumedMount {
+    /// The connection to the kernel; none of a stub tree.
+    pub(crate) device: Option<OwnedFd>,
+    /// When its death was seen, since the host started.
+    pub(crate) died: Duration,
+}
+
+/// The keeper, as firnd has it.
+pub(crate) struct KeeperLink {
+    state: Mutex<LinkState>,
+}
+
+struct LinkState {
+    socket: Arc<Socket>,
+    /// What the keeper has, for another one.
+    kept: Vec<(Tag, OwnedFd)>,
+    is_ending: bool,
+    started: u32,
+}
+
+impl Summons {
+    /// Takes what the keeper at the other end of stdin has for firnd.
+    pub(crate) fn receive() -> io::Result<Self> {
+        let socket = Socket::new(rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3)?);
+        let mut kept = Vec::new();
+        let died = loop {
+            match socket.receive()? {
+                None => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Some(Message::Keep(tag, descriptor)) => kept.push((tag, descriptor)),
+                Some(Message::Begin { died }) => break died,
+                Some(_) => {}
+            }
+        };
+        let copy_of = |tag: Tag| {
+            let found = kept.iter().find(|(kept, _)| *kept == tag);
+            found
+                .map(|(_, descriptor)| descriptor.try_clone())
+                .transpose()
+        };
+        let request = copy_of(Tag::Request)?.ok_or(io::ErrorKind::InvalidData)?;
+        let caller = copy_of(Tag::Caller)?;
+        let device = copy_of(Tag::Device)?;
+        let resumed = died.map(|died| ResumedMount { device, died });
+        let state = LinkState {
+            socket: Arc::new(socket),
+            kept,
+            is_ending: false,
+            started: 0,
+        };
+        Ok(Self {
+            link: Arc::new(KeeperLink {
+                state: Mutex::new(state),
+            }),
+            request,
+            caller,
+            resumed,
+        })
+    }
+}
+
+impl KeeperLink {
+    /// Has the keeper keep a descriptor. Returns whether it does.
+    pub(crate) fn keep(&self, tag: Tag, descriptor: BorrowedFd<'_>) -> io::Result<()> {
+        let descriptor = descriptor.try_clone_to_owned()?;
+        let mut state = self.state.lock();
+        let sent = state.socket.send(tag, &descriptor);
+        state.kept.retain(|(kept, _)| *kept != tag);
+        state.kept.push((tag, descriptor));
+        sent
+    }
+
+    /// Another firnd can go on with the mount from now on.
+    pub(crate) fn keep_mount(
+        &self,
+        device: Option<BorrowedFd<'_>>,
+        control: Option<BorrowedFd<'_>>,
+    ) -> io::Result<()> {
+        if let Some(device) = device {
+            self.keep(Tag::Device, device)?;
+        }
+        if let Some(control) = control {
+            self.keep(Tag::Control, control)?;
+        }
+        let null = std::fs::File::open("/dev/null")?;
+        self.keep(Tag::CanBeTakenOver, null.as_fd())
+    }
+
+    /// Gives the keeper the log, which is standard error: a firnd that cannot go on with the mount says why.
+    pub(crate) fn keep_log(&self) {
+        if let Err(error) = self.keep(Tag::Log, rustix::stdio::stderr()) {
+            tracing::warn!(%error, "the keeper does not answer");
+        }
+    }
+
+    /// Programs see the mount.
+    pub(crate) fn say_serving(&self) {
+        let _ = self.state.lock().socket.say_serving();
+    }
+
+    /// The mount ends, or cannot be gone on with: no other firnd is to be started.
+    pub(crate) fn say_ending(&self) {
+        let mut state = self.state.lock();
+        state.is_ending = true;
+        let _ = state.socket.say_ending();
+    }
+
+    /// Starts another keeper whenever there is none.
+    pub(crate) fn watch(self: &Arc<Self>) -> io::Result<()> {
+        let link = Arc::clone(self);
+        let watch = move || {
+            while let Some(socket) = link.socket_to_watch() {
+                // A keeper says nothing to a firnd that has begun.
+                while let Ok(Some(_)) = socket.receive() {}
+                link.replace_keeper();
+            }
+        };
+        spawn_thread("firn-keeper", watch)
+    }
+
+    fn socket_to_watch(&self) -> Option<Arc<Socket>> {
+        let state = self.state.lock();
+        (!state.is_ending && state.started < KEEPERS_MAX).then(|| Arc::clone(&state.socket))
+    }
+
+    fn replace_keeper(&self) {
+        let mut state = self.state.lock();
+        if state.is_ending {
+            return;
+        }
+        state.started += 1;
+        match start_keeper(&state.kept) {
+            Ok(socket) => {
+                state.socket = Arc::new(socket);
+                tracing::warn!("the keeper of the mount was killed; another one has its place");
+            }
+            Err(error) => {
+                state.started = KEEPERS_MAX;
+                tracing::error!(%error, "the keeper of the mount was killed, and no other one can be started: if firnd dies, programs lose the mount");
+            }
+        }
+    }
+}
+
+fn start_keeper(kept: &[(Tag, OwnedFd)]) -> io::Result<Socket> {
+    let (ours, theirs) = Socket::pair()?;
+    for (tag, descriptor) in kept {
+        ours.send(*tag, descriptor)?;
+    }
+    let this = pidfd_open(getpid(), PidfdFlags::empty())?;
+    ours.send(Tag::Firnd, &this)?;
+    let mut keeper = Command::new("/proc/self/exe");
+    let keeper = keeper
+        .arg0(KEEPER_NAME)
+        .arg(REPLACES)
+        .stdin(theirs.into_stdio());
+    let mut child = keeper.spawn()?;
+    // Its end is seen at the socket; this only takes it out of the table of processes.
+    let reap = move || {
+        let _ = child.wait();
+    };
+    spawn_thread("firn-reaper", reap)?;
+    Ok(ours)
+}

@@ -1,0 +1,232 @@
+//! What a keeper and its firnd say to each other: packets of 16 bytes, with a descriptor where one is kept.
+
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::process::Stdio;
+use std::time::Duration;
+
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketFlags, SocketType, recvmsg, sendmsg, socketpair,
+};
+
+/// What a descriptor is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Tag {
+    /// The request of `firn mount`, a file of JSON.
+    Request = 1,
+    /// The connection to the kernel.
+    Device = 2,
+    /// What aborts the connection.
+    Control = 3,
+    /// The process that ends the mount.
+    Caller = 4,
+    /// firnd itself.
+    Firnd = 5,
+    /// Says that another firnd can go on with the mount; what it is open on means nothing.
+    CanBeTakenOver = 6,
+    /// The log: standard error of the next firnd, until that has opened it by itself.
+    Log = 7,
+}
+
+impl Tag {
+    fn of(number: u8) -> Option<Self> {
+        [
+            Self::Request,
+            Self::Device,
+            Self::Control,
+            Self::Caller,
+            Self::Firnd,
+            Self::CanBeTakenOver,
+            Self::Log,
+        ]
+        .into_iter()
+        .find(|tag| *tag as u8 == number)
+    }
+}
+
+/// A packet.
+#[derive(Debug)]
+pub(crate) enum Message {
+    /// Keep this for the next firnd; to a firnd: this was kept.
+    Keep(Tag, OwnedFd),
+    /// Programs see the mount.
+    Serving,
+    /// The mount ends with this firnd.
+    Ending,
+    /// To a firnd: all that was kept was sent. `died`: when the end of the one before it was seen, since the host started.
+    Begin { died: Option<Duration> },
+}
+
+const KEEP: u8 = 1;
+const SERVING: u8 = 2;
+const ENDING: u8 = 3;
+const BEGIN: u8 = 4;
+const BEGIN_AGAIN: u8 = 5;
+const PACKET_BYTES: usize = 16;
+
+/// One end of the connection between a keeper and its firnd.
+#[derive(Debug)]
+pub(crate) struct Socket(OwnedFd);
+
+impl AsFd for Socket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+impl Socket {
+    pub(crate) fn new(descriptor: OwnedFd) -> Self {
+        Self(descriptor)
+    }
+
+    pub(crate) fn pair() -> io::Result<(Self, Self)> {
+        let (one, other) = socketpair(
+            AddressFamily::UNIX,
+            SocketType::SEQPACKET,
+            SocketFlags::CLOEXEC,
+            None,
+        )?;
+        Ok((Self(one), Self(other)))
+    }
+
+    pub(crate) fn into_stdio(self) -> Stdio {
+        self.0.into()
+    }
+
+    /// Has the other side keep a descriptor.
+    pub(crate) fn send(&self, tag: Tag, descriptor: &OwnedFd) -> io::Result<()> {
+        let packet = self::packet(KEEP, tag as u8, 0);
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut rights = SendAncillaryBuffer::new(&mut space);
+        let descriptors = [descriptor.as_fd()];
+        rights.push(SendAncillaryMessage::ScmRights(&descriptors));
+        let parts = [IoSlice::new(&packet)];
+        rustix::io::retry_on_intr(|| sendmsg(&self.0, &parts, &mut rights, SendFlags::NOSIGNAL))?;
+        Ok(())
+    }
+
+    fn tell(&self, packet: [u8; PACKET_BYTES]) -> io::Result<()> {
+        rustix::io::retry_on_intr(|| rustix::net::send(&self.0, &packet, SendFlags::NOSIGNAL))?;
+        Ok(())
+    }
+
+    pub(crate) fn say_serving(&self) -> io::Result<()> {
+        self.tell(packet(SERVING, 0, 0))
+    }
+
+    pub(crate) fn say_ending(&self) -> io::Result<()> {
+        self.tell(packet(ENDING, 0, 0))
+    }
+
+    pub(crate) fn begin(&self, died: Option<Duration>) -> io::Result<()> {
+        let ns = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        self.tell(match died {
+            None => packet(BEGIN, 0, 0),
+            Some(time) => packet(BEGIN_AGAIN, 0, ns(time)),
+        })
+    }
+
+    /// Whether [`Socket::receive`] would not wait.
+    pub(crate) fn has_message(&self) -> bool {
+        let mut fds = [rustix::event::PollFd::new(
+            &self.0,
+            rustix::event::PollFlags::IN,
+        )];
+        let none = rustix::event::Timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
+        rustix::event::poll(&mut fds, Some(&none)).is_ok_and(|ready| ready > 0)
+    }
+
+    /// The next packet; `None`: the other side has ended.
+    pub(crate) fn receive(&self) -> io::Result<Option<Message>> {
+        loop {
+            let mut packet = [0; PACKET_BYTES];
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+            let mut rights = RecvAncillaryBuffer::new(&mut space);
+            let received = rustix::io::retry_on_intr(|| {
+                recvmsg(
+                    &self.0,
+                    &mut [IoSliceMut::new(&mut packet)],
+                    &mut rights,
+                    RecvFlags::CMSG_CLOEXEC,
+                )
+            });
+            match received {
+                Ok(received) if received.bytes == 0 => return Ok(None),
+                Ok(_) => {}
+                Err(rustix::io::Errno::CONNRESET) => return Ok(None),
+                Err(errno) => return Err(errno.into()),
+            }
+            let given = rights.drain().find_map(|message| match message {
+                RecvAncillaryMessage::ScmRights(mut given) => given.next(),
+                _ => None,
+            });
+            // A packet of a later version that means nothing here is passed over.
+            if let Some(message) = understand(packet, given) {
+                return Ok(Some(message));
+            }
+        }
+    }
+}
+
+/// Since the host started.
+pub(crate) fn uptime() -> Duration {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+    Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
+}
+
+fn packet(what: u8, tag: u8, number: u64) -> [u8; PACKET_BYTES] {
+    let mut packet = [0; PACKET_BYTES];
+    packet[0] = what;
+    packet[1] = tag;
+    packet[8..].copy_from_slice(&number.to_ne_bytes());
+    packet
+}
+
+fn understand(packet: [u8; PACKET_BYTES], given: Option<OwnedFd>) -> Option<Message> {
+    let [what, tag, _, _, _, _, _, _, number @ ..] = packet;
+    match what {
+        KEEP => Some(Message::Keep(Tag::of(tag)?, given?)),
+        SERVING => Some(Message::Serving),
+        ENDING => Some(Message::Ending),
+        BEGIN => Some(Message::Begin { died: None }),
+        BEGIN_AGAIN => Some(Message::Begin {
+            died: Some(Duration::from_nanos(u64::from_ne_bytes(number))),
+        }),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn descriptors_and_words_arrive_in_order_and_the_end_is_seen() {
+        let (one, other) = Socket::pair().unwrap();
+        let file: OwnedFd = std::fs::File::open("/dev/null").unwrap().into();
+        one.send(Tag::Device, &file).unwrap();
+        one.say_serving().unwrap();
+        one.begin(Some(Duration::from_micros(7))).unwrap();
+        drop(one);
+        let receive = || other.receive().unwrap();
+        assert!(matches!(receive(), Some(Message::Keep(Tag::Device, _))));
+        assert!(matches!(receive(), Some(Message::Serving)));
+        let Some(Message::Begin { died }) = receive() else {
+            panic!("no beginning");
+        };
+        assert_eq!(died, Some(Duration::from_micros(7)));
+        assert!(receive().is_none());
+    }
+
+    #[test]
+    fn a_packet_without_its_descriptor_means_nothing() {
+        assert!(understand(packet(KEEP, Tag::Device as u8, 0), None).is_none());
+        assert!(understand(packet(99, 0, 0), None).is_none());
+    }
+}

@@ -1,0 +1,301 @@
+//! A mount that another firnd can go on with: what is kept for it, and how it is found again.
+//!
+//! Promises
+//! * What another firnd needs is kept before the kernel hears that the mount works.
+//! * A table is believed only if it is this user's, of this version, of this arena, and whole in its header.
+//! * Where the mount cannot be gone on with, the keeper is told: it aborts the connection, and no program waits for ever.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use firn_arena::live::{Left, LiveTable};
+use firn_backing::Volume as _;
+use firn_client::paths::RuntimeFiles;
+use firn_config::{Drain, Options};
+use firn_engine::{Engine, Resumed, ResumedRequests};
+use firn_format::live::{Device, Exchange, Header};
+use firn_format::mountinfo;
+use firn_fuse::KeepConnection;
+use firn_protocol::Status;
+use parking_lot::Mutex;
+
+use crate::attach::Attached;
+use crate::error::MountError;
+use crate::keeper::{KeeperLink, ResumedMount, uptime};
+use crate::part::{Part, Stop};
+use crate::store::{Layers as _, Store};
+
+/// A mount of the kernel whose firnd died, and that this one goes on with.
+pub(crate) struct TakenOver {
+    /// The connection to the kernel.
+    pub(crate) device: OwnedFd,
+    pub(crate) header: Header,
+    /// When the death of the other was seen, since the host started.
+    died: Duration,
+    pub(crate) resumed: Resumed,
+    /// What concerns the kernel's requests, once the engine has gone on.
+    pub(crate) left: Mutex<Option<ResumedRequests>>,
+}
+
+impl TakenOver {
+    /// Opens what the firnd that died has left.
+    pub(crate) fn open(
+        files: &RuntimeFiles,
+        device: OwnedFd,
+        died: Duration,
+    ) -> Result<Self, MountError> {
+        let (table, Left { header, contents }) =
+            LiveTable::open(&files.live).map_err(|error| MountError::NotTakenOver {
+                why: error.to_string(),
+            })?;
+        if contents.damaged > 0 {
+            tracing::warn!(
+                entries = contents.damaged,
+                "parts of the live table are damaged: open files that were in them are lost to their programs"
+            );
+        }
+        let takeovers = table.count_takeover();
+        Ok(Self {
+            device,
+            header,
+            died,
+            resumed: Resumed {
+                table: Arc::new(table),
+                contents,
+                takeovers,
+            },
+            left: Mutex::new(None),
+        })
+    }
+
+    /// Puts the table out of use until [`TakenOver::go_on_with`]: recovery ends open transactions, and a firnd that found them
+    /// ended must not go on with programs that were in one. Without transactions nothing is done.
+    pub(crate) fn suspend(&self, options: &Options) {
+        if options.drain == Drain::Commit {
+            self.resumed.table.unseal();
+        }
+    }
+
+    /// Takes what recovery found of the kernel's requests. Refuses an arena that the table is not of, and programs that
+    /// were in a transaction.
+    pub(crate) fn go_on_with(&self, attached: &mut Attached) -> Result<(), MountError> {
+        let refuse = |why: &str| Err(MountError::NotTakenOver { why: why.into() });
+        if attached.engine.arena().superblock().uuid != self.header.arena {
+            return refuse("the live table belongs to another arena");
+        }
+        if attached.left_transactions > 0 {
+            return refuse(
+                "a transaction was open or prepared, and ended with the firnd that died",
+            );
+        }
+        *self.left.lock() = attached.recovered.requests.take();
+        self.resumed
+            .table
+            .seal(&self.header)
+            .map_err(|error| MountError::NotTakenOver {
+                why: error.to_string(),
+            })
+    }
+
+    /// Where the mount is.
+    pub(crate) fn mount_point(&self) -> PathBuf {
+        std::ffi::OsString::from_vec(self.header.mount_point.clone()).into()
+    }
+
+    /// Programs are answered again.
+    pub(crate) fn note_end_of_pause(&self) {
+        let pause = uptime().saturating_sub(self.died);
+        let table = &self.resumed.table;
+        table.note_pause(u64::try_from(pause.as_nanos()).unwrap_or(u64::MAX));
+        tracing::warn!(
+            pause_ms = pause.as_millis() as u64,
+            takeovers = self.resumed.takeovers,
+            handles = self.resumed.contents.handles.len(),
+            requests = self.resumed.contents.requests.len(),
+            "firnd died, and this one goes on with the mount: programs waited"
+        );
+    }
+}
+
+/// Why a mount is not taken over if its firnd dies; none: it is.
+fn name_obstacle(engine: &Engine<Store>) -> Option<&'static str> {
+    if engine.backing().features().finishes_files || engine.backing().logged().is_some() {
+        return Some("layout=log: firnd keeps the locks of files");
+    }
+    None
+}
+
+/// What keeps a mount for another firnd.
+pub(crate) struct Takeover {
+    link: Option<Arc<KeeperLink>>,
+    table: Option<Arc<LiveTable>>,
+    obstacle: Mutex<Option<&'static str>>,
+    has_transactions: bool,
+    /// Open files that were lost at the last takeover.
+    bad_handles: u64,
+    arena: [u8; 16],
+    mount_point: PathBuf,
+}
+
+impl Takeover {
+    /// For a mount that is made now.
+    pub(crate) fn begin(
+        options: &Options,
+        engine: &Arc<Engine<Store>>,
+        files: &RuntimeFiles,
+        mount_point: &Path,
+        link: Option<&Arc<KeeperLink>>,
+    ) -> Arc<Self> {
+        let mut obstacle = match link {
+            None => Some("takeover=no, or the mount is in the foreground"),
+            Some(_) => name_obstacle(engine),
+        };
+        let is_mount = options.frontend == firn_config::Frontend::Fuse;
+        let mut table = None;
+        if obstacle.is_none() && is_mount {
+            match LiveTable::create(&files.live) {
+                Ok(made) => {
+                    let made = Arc::new(made);
+                    engine.note_live(Arc::clone(&made));
+                    table = Some(made);
+                }
+                Err(error) => {
+                    tracing::warn!(%error, "the mount cannot be taken over if firnd dies");
+                    obstacle = Some("the live table could not be made");
+                }
+            }
+        } else {
+            // One of an earlier mount tells nothing of this one.
+            let _ = std::fs::remove_file(&files.live);
+        }
+        Arc::new(Self {
+            link: link.cloned(),
+            table,
+            obstacle: Mutex::new(obstacle),
+            has_transactions: options.drain == Drain::Commit,
+            bad_handles: 0,
+            arena: engine.arena().superblock().uuid,
+            mount_point: mount_point.to_owned(),
+        })
+    }
+
+    /// For a mount that is gone on with.
+    pub(crate) fn go_on(
+        options: &Options,
+        taken: &TakenOver,
+        link: Option<&Arc<KeeperLink>>,
+    ) -> Arc<Self> {
+        let left = taken.left.lock();
+        Arc::new(Self {
+            link: link.cloned(),
+            table: Some(Arc::clone(&taken.resumed.table)),
+            obstacle: Mutex::new(None),
+            has_transactions: options.drain == Drain::Commit,
+            bad_handles: left.as_ref().map_or(0, |left| left.bad_handles),
+            arena: taken.header.arena,
+            mount_point: taken.mount_point(),
+        })
+    }
+
+    /// A stub tree needs nothing but another firnd.
+    pub(crate) fn keep_tree(&self) {
+        if self.obstacle.lock().is_none()
+            && let Some(link) = &self.link
+            && let Err(error) = link.keep_mount(None, None)
+        {
+            tracing::warn!(%error, "the keeper does not answer: firnd is not started again if it dies");
+        }
+    }
+
+    fn keep_connection(
+        &self,
+        device: BorrowedFd<'_>,
+        exchange: &Exchange,
+    ) -> Result<(), &'static str> {
+        let (Some(link), Some(table)) = (&self.link, &self.table) else {
+            return Ok(());
+        };
+        let entries = crate::mountinfo::all();
+        let entry = mountinfo::on_top(&entries, &self.mount_point)
+            .ok_or("the mount is not in the table of mounts")?;
+        let (major, minor) = entry.device;
+        let header = Header {
+            arena: self.arena,
+            device: Device { major, minor },
+            mount_point: self.mount_point.as_os_str().as_bytes().to_vec(),
+            exchange: exchange.clone(),
+        };
+        let control = firn_fuse::open_control(minor).ok();
+        table
+            .seal(&header)
+            .map_err(|_| "the live table could not be written")?;
+        let control = control.as_ref().map(AsFd::as_fd);
+        link.keep_mount(Some(device), control)
+            .map_err(|_| "the keeper does not answer")
+    }
+}
+
+impl KeepConnection for Takeover {
+    fn keep(&self, device: BorrowedFd<'_>, exchange: &Exchange, resends: bool) {
+        if self.obstacle.lock().is_some() {
+            return;
+        }
+        let kept = if resends {
+            self.keep_connection(device, exchange)
+        } else {
+            Err("the kernel does not send requests again (Linux 6.9 does)")
+        };
+        if let Err(why) = kept {
+            tracing::info!(why, "the mount cannot be taken over if firnd dies");
+            *self.obstacle.lock() = Some(why);
+            if let Some(table) = &self.table {
+                table.remove();
+            }
+        }
+    }
+}
+
+impl Part for Takeover {
+    fn show(&self, status: &mut Status) {
+        let obstacle = *self.obstacle.lock();
+        status.takeover = match obstacle {
+            None if self.has_transactions => "ready, while no transaction is open".into(),
+            None => "ready".into(),
+            Some(why) => why.into(),
+        };
+        status.lost_open_files = self.bad_handles;
+        if let Some(table) = self.table.as_ref().filter(|_| obstacle.is_none()) {
+            status.takeovers = table.takeovers();
+            status.takeover_last_seconds = table.last_pause_ns() as f64 / 1e9;
+            status.takeover_seconds = table.pauses_ns() as f64 / 1e9;
+            status.live_table_bytes = table.bytes();
+            status.live_table_lost = table.lost();
+        }
+    }
+
+    fn stop(&self, stop: &mut Stop) {
+        if stop.is_unseen {
+            // Another try may go on with it.
+            return;
+        }
+        if let Some(table) = &self.table {
+            table.remove();
+        }
+    }
+}
+
+/// The connection that a firnd gets from its keeper, where there is one.
+pub(crate) fn connection_of(resumed: Option<ResumedMount>) -> Option<Connection> {
+    let ResumedMount { device, died } = resumed?;
+    let device = device?;
+    Some(Connection { device, died })
+}
+
+/// A connection whose firnd died.
+pub(crate) struct Connection {
+    pub(crate) device: OwnedFd,
+    pub(crate) died: Duration,
+}

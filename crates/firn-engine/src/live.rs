@@ -1,0 +1,467 @@
+//! What the kernel has of a mount, for a firnd that goes on in the place of one that died.
+//!
+//! Promises
+//! * Nothing here asks the backing, but for open directories, and for nodes whose rename was under way: how long programs
+//!   wait does not depend on the number of files.
+//! * A node is believed when it is used: what its name leads to must be the object that the table names, else its users get
+//!   ESTALE.
+//! * The kernel's numbers that an earlier firnd gave are never given to anything else.
+//!
+//! Files that no program has open are not in the table. The kernel knows them by the backing's inode number; a request for one
+//! gets ESTALE, upon which the kernel looks its name up and finds the same number.
+
+use std::collections::{HashMap, HashSet};
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use firn_arena::live::LiveTable;
+use firn_backing::{Attr, Backing, Errno, Kind, Time};
+use firn_format::live::{
+    Contents, Handle, Moment, Node, ObjectIdentity, Request, ServedBy, Stored,
+};
+
+use crate::engine::Engine;
+use crate::names::{Inode, KnownObject, NumberBase};
+use crate::{HandleId, InodeId, OpenMode, ROOT, Result};
+
+/// Numbers that one firnd gives at most.
+const NUMBERS_OF_A_FIRND: u32 = 40;
+
+/// What an earlier firnd left for this one.
+pub struct Resumed {
+    /// The table, which is written on.
+    pub table: Arc<LiveTable>,
+    /// What it holds.
+    pub contents: Contents,
+    /// How often the mount was taken over, this time included.
+    pub takeovers: u64,
+}
+
+/// What of it concerns requests and their answers.
+#[derive(Debug, Default)]
+pub struct ResumedRequests {
+    /// Handles that are open, and the inodes that they are of.
+    pub handles: Vec<ResumedHandle>,
+    /// Requests that were in work, by the kernel's number.
+    pub requests: HashMap<u64, ResumedRequest>,
+    /// Handles that could not be restored.
+    pub bad_handles: u64,
+}
+
+/// A handle that an earlier firnd gave.
+#[derive(Clone, Copy, Debug)]
+pub struct ResumedHandle {
+    /// The handle.
+    pub id: HandleId,
+    /// Its inode.
+    pub inode: InodeId,
+    /// The request that opened it.
+    pub unique: u64,
+    /// What serves it.
+    pub served_by: ServedBy,
+}
+
+/// A request that an earlier firnd had in work.
+#[derive(Clone, Copy, Debug)]
+pub struct ResumedRequest {
+    /// What is known of it.
+    pub request: Request,
+    cell: u32,
+}
+
+/// A request in work that is noted, until this is dropped.
+#[derive(Debug)]
+pub struct NotedRequest {
+    table: Arc<LiveTable>,
+    cell: u32,
+    node: u64,
+}
+
+/// What a request that must not take effect twice is about.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Subjects {
+    /// What its name leads to.
+    pub subject: Option<ObjectIdentity>,
+    /// What its second name leads to.
+    pub other: Option<ObjectIdentity>,
+    /// The node that the kernel names by its number.
+    pub node: Option<InodeId>,
+}
+
+impl std::fmt::Debug for Resumed {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Resumed")
+            .field("takeovers", &self.takeovers)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Drop for NotedRequest {
+    fn drop(&mut self) {
+        self.table.end_request(self.cell, self.node);
+    }
+}
+
+pub(crate) fn moment(time: Time) -> Moment {
+    Moment {
+        sec: time.sec,
+        nsec: time.nsec,
+    }
+}
+
+/// Which object attributes are of.
+pub(crate) fn identity_of(attr: &Attr) -> ObjectIdentity {
+    ObjectIdentity {
+        dev: attr.dev,
+        ino: attr.ino,
+        birth: attr.btime.map(moment),
+    }
+}
+
+/// Whether two identities are of one object. A number alone is used again once its object is gone.
+pub(crate) fn is_same_object(one: &ObjectIdentity, other: &ObjectIdentity) -> bool {
+    let births = one.birth.zip(other.birth);
+    (one.dev, one.ino) == (other.dev, other.ino) && births.is_none_or(|(a, b)| a == b)
+}
+
+/// The number of a kind in the table.
+fn kind_number(kind: Kind) -> u8 {
+    match kind {
+        Kind::File => 1,
+        Kind::Dir => 2,
+        Kind::Symlink => 3,
+        Kind::Fifo => 4,
+        Kind::Socket => 5,
+        Kind::CharDevice => 6,
+        Kind::BlockDevice => 7,
+    }
+}
+
+fn kind_of(number: u8) -> Option<Kind> {
+    let kinds = [
+        Kind::File,
+        Kind::Dir,
+        Kind::Symlink,
+        Kind::Fifo,
+        Kind::Socket,
+        Kind::CharDevice,
+        Kind::BlockDevice,
+    ];
+    kinds.into_iter().find(|kind| kind_number(*kind) == number)
+}
+
+impl<B: Backing> Inode<B> {
+    /// Which object it is.
+    pub(crate) fn identity(&self) -> ObjectIdentity {
+        ObjectIdentity {
+            dev: self.key.0,
+            ino: self.key.1,
+            birth: self.btime.map(moment),
+        }
+    }
+
+    /// The form in which the table has it, with the first of its names.
+    pub(crate) fn as_node(&self, lookups: u64) -> Node {
+        let name = self.known_names().into_iter().next();
+        let (parent, name) = name.map_or((0, Vec::new()), |(parent, name)| {
+            (parent.id.0, name.as_bytes().to_vec())
+        });
+        Node {
+            id: self.id.0,
+            parent,
+            object: self.identity(),
+            kind: kind_number(self.kind),
+            generation: 0,
+            lookups,
+            name,
+        }
+    }
+}
+
+impl<B: Backing> Engine<B> {
+    /// From now on `table` has what the kernel has. To be called before the first request.
+    pub fn note_live(&self, table: Arc<LiveTable>) {
+        self.tree.names.note_live(table);
+    }
+
+    /// The table of what the kernel has, if there is one.
+    pub fn live(&self) -> Option<&Arc<LiveTable>> {
+        self.tree.names.live()
+    }
+
+    /// The kernel is about to hear of a handle of a file. `passed_through`: the number of the file that it reads itself.
+    pub fn note_open_handle(
+        &self,
+        id: HandleId,
+        unique: u64,
+        flags: i32,
+        passed_through: Option<i32>,
+    ) {
+        let (Some(live), Ok(handle)) = (self.live(), self.open_files.handle(id)) else {
+            return;
+        };
+        let served_by = match (*handle.mode.lock(), passed_through) {
+            (_, Some(number)) => ServedBy::Passthrough(number),
+            (OpenMode::Cached { .. }, None) => ServedBy::Cache,
+            (OpenMode::Engine | OpenMode::Passthrough | OpenMode::Memory, None) => ServedBy::Engine,
+        };
+        let inode = &handle.file.inode;
+        let noted = Handle {
+            id: id.0,
+            node: inode.id.0,
+            unique,
+            flags,
+            served_by,
+            opener: handle.opener.load(Ordering::Relaxed),
+        };
+        live.note_handle(&noted, &inode.as_node(0));
+    }
+
+    /// The same of an open directory.
+    pub fn note_open_directory(&self, id: HandleId, inode: InodeId, unique: u64) {
+        let (Some(live), Ok(inode)) = (self.live(), self.tree.inode(inode)) else {
+            return;
+        };
+        let noted = Handle {
+            id: id.0,
+            node: inode.id.0,
+            unique,
+            flags: 0,
+            served_by: ServedBy::Directory,
+            opener: 0,
+        };
+        live.note_handle(&noted, &inode.as_node(0));
+    }
+
+    /// Notes a request that must not take effect twice, until the result is dropped.
+    pub fn note_request(&self, unique: u64, subjects: Subjects) -> Option<NotedRequest> {
+        let table = self.live()?;
+        let Subjects {
+            subject,
+            other,
+            node,
+        } = subjects;
+        let node = node.filter(|node| *node != ROOT);
+        let node = node.and_then(|node| self.tree.inode(node).ok());
+        let node = node.map(|inode| inode.as_node(0));
+        let request = Request {
+            unique,
+            began: now_of_files(),
+            subject,
+            other,
+            node: node.as_ref().map_or(0, |node| node.id),
+        };
+        Some(NotedRequest {
+            cell: table.begin_request(&request, node.as_ref())?,
+            table: Arc::clone(table),
+            node: request.node,
+        })
+    }
+
+    /// The same of one that an earlier firnd had in work.
+    pub fn note_resumed_request(&self, resumed: &ResumedRequest) -> Option<NotedRequest> {
+        Some(NotedRequest {
+            table: Arc::clone(self.live()?),
+            cell: resumed.cell,
+            node: resumed.request.node,
+        })
+    }
+
+    /// Goes on with nodes and handles of an earlier firnd. Before data is recovered: the open handles decide how its
+    /// writers left it.
+    pub(crate) fn resume(&self, resumed: &Resumed) -> ResumedRequests {
+        let numbers = NumberBase(resumed.takeovers << NUMBERS_OF_A_FIRND);
+        let names = &self.tree.names;
+        names.note_live(Arc::clone(&resumed.table));
+        names.begin_numbers(numbers);
+        self.open_files.handles.begin_numbers(numbers.0);
+        Nodes::new(self, &resumed.table, &resumed.contents.nodes).restore_all();
+        let mut requests = ResumedRequests::default();
+        for stored in &resumed.contents.handles {
+            let (handle, cell) = (&stored.entry, stored.cells[0]);
+            match self.resume_handle(handle) {
+                Ok(restored) => {
+                    resumed.table.adopt_handle(handle, cell);
+                    requests.handles.push(restored);
+                }
+                Err(errno) => {
+                    let path = self.tree.shown_path(InodeId(handle.node), None);
+                    tracing::warn!(%errno, path, "an open file is lost to its program: it gets EIO");
+                    resumed.table.drop_cells(&[cell]);
+                    requests.bad_handles += 1;
+                }
+            }
+        }
+        for stored in &resumed.contents.requests {
+            let request = stored.entry;
+            let cell = stored.cells[0];
+            resumed.table.adopt_request(&request);
+            requests
+                .requests
+                .insert(request.unique, ResumedRequest { request, cell });
+        }
+        requests
+    }
+
+    fn resume_handle(&self, handle: &Handle) -> Result<ResumedHandle> {
+        let inode = InodeId(handle.node);
+        let known = self.tree.inode(inode)?;
+        let id = HandleId(handle.id);
+        let mode = match handle.served_by {
+            ServedBy::Engine => OpenMode::Engine,
+            ServedBy::Cache => OpenMode::Cached { keep: false },
+            ServedBy::Passthrough(_) => OpenMode::Passthrough,
+            ServedBy::Directory => {
+                let object = self.tree.object(&known)?;
+                let dir = self.base.backing.open_dir(&object)?;
+                self.open_files.handles.insert_dir_as(id, dir);
+                return Ok(resumed_handle(handle));
+            }
+        };
+        if known.kind != Kind::File {
+            return Err(Errno::IO);
+        }
+        self.insert_handle(id, &known, handle.flags, |_| mode);
+        self.note_opener(id, handle.opener);
+        // Where a process wrote directly, the kernel may take the file for shorter than it is.
+        if self.open_files.is_writer(id) {
+            known.is_size_stale_in_kernel.store(true, Ordering::Release);
+        }
+        Ok(resumed_handle(handle))
+    }
+}
+
+fn resumed_handle(handle: &Handle) -> ResumedHandle {
+    ResumedHandle {
+        id: HandleId(handle.id),
+        inode: InodeId(handle.node),
+        unique: handle.unique,
+        served_by: handle.served_by,
+    }
+}
+
+/// The clock that stamps files: it stands still between two ticks of the kernel.
+fn now_of_files() -> Moment {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::RealtimeCoarse);
+    Moment {
+        sec: now.tv_sec,
+        nsec: now.tv_nsec as u32,
+    }
+}
+
+/// Nodes of an earlier firnd that are being restored.
+struct Nodes<'a, B: Backing> {
+    engine: &'a Engine<B>,
+    table: &'a LiveTable,
+    /// By number; two where a rename was under way, the later one first.
+    by_id: HashMap<u64, Vec<&'a Stored<Node>>>,
+    /// Those that are being restored, above each other: damage could make a circle of them.
+    under_way: HashSet<u64>,
+}
+
+impl<'a, B: Backing> Nodes<'a, B> {
+    fn new(engine: &'a Engine<B>, table: &'a LiveTable, stored: &'a [Stored<Node>]) -> Self {
+        let mut by_id: HashMap<u64, Vec<&Stored<Node>>> = HashMap::new();
+        for node in stored {
+            by_id.entry(node.entry.id).or_default().push(node);
+        }
+        for same in by_id.values_mut() {
+            same.sort_by_key(|node| std::cmp::Reverse(node.entry.generation));
+        }
+        Self {
+            engine,
+            table,
+            by_id,
+            under_way: HashSet::new(),
+        }
+    }
+
+    fn restore_all(&mut self) {
+        let ids: Vec<u64> = self.by_id.keys().copied().collect();
+        for id in ids {
+            self.restore(id);
+        }
+    }
+
+    /// Restores a node and the directories above it; `None` where one of them is not in the table.
+    fn restore(&mut self, id: u64) -> Option<Arc<Inode<B>>> {
+        let names = &self.engine.tree.names;
+        if id == ROOT.0 {
+            return Some(Arc::clone(names.root()));
+        }
+        if let Some(known) = names.get(InodeId(id)) {
+            return Some(known);
+        }
+        if !self.under_way.insert(id) {
+            return None;
+        }
+        let candidates = self.by_id.get(&id)?.clone();
+        let restored = self.restore_one_of(&candidates);
+        self.under_way.remove(&id);
+        restored
+    }
+
+    fn restore_one_of(&mut self, candidates: &[&Stored<Node>]) -> Option<Arc<Inode<B>>> {
+        let mut named = Vec::new();
+        for stored in candidates {
+            let node = &stored.entry;
+            let parent = match node.parent {
+                0 => None,
+                parent => match self.restore(parent) {
+                    Some(parent) => Some(parent),
+                    None => continue,
+                },
+            };
+            named.push((*stored, parent));
+        }
+        let is_certain = named.len() < 2;
+        let at = named
+            .iter()
+            .position(|(stored, parent)| is_certain || self.leads_to(&stored.entry, parent))
+            .unwrap_or(0);
+        if named.is_empty() {
+            for stored in candidates {
+                self.table.drop_cells(&stored.cells);
+            }
+            return None;
+        }
+        let (chosen, parent) = named.swap_remove(at);
+        let node = &chosen.entry;
+        let restored = self.engine.tree.names.restore(
+            InodeId(node.id),
+            KnownObject {
+                key: (node.object.dev, node.object.ino),
+                kind: kind_of(node.kind)?,
+                btime: node.object.birth.map(|birth| Time {
+                    sec: birth.sec,
+                    nsec: birth.nsec,
+                }),
+            },
+            parent
+                .as_ref()
+                .map(|parent| (parent, OsStr::from_bytes(&node.name))),
+            node.lookups,
+        );
+        let others: Vec<u32> = candidates
+            .iter()
+            .filter(|stored| !std::ptr::eq(**stored, chosen))
+            .flat_map(|stored| stored.cells.clone())
+            .collect();
+        self.table.adopt_node(node, &chosen.cells, &others);
+        Some(restored)
+    }
+
+    /// Whether the name of a node that was being renamed leads to it.
+    fn leads_to(&self, node: &Node, parent: &Option<Arc<Inode<B>>>) -> bool {
+        let Some(parent) = parent else {
+            return false;
+        };
+        let found = self.engine.tree.object(parent).and_then(|dir| {
+            let name = OsStr::from_bytes(&node.name);
+            self.engine.base.backing.lookup(&dir, name)
+        });
+        found.is_ok_and(|(_, attr)| is_same_object(&identity_of(&attr), &node.object))
+    }
+}

@@ -1,0 +1,226 @@
+//! Changes of names that the kernel asks for again, because firnd died before it had answered them.
+//!
+//! Promise: a change takes effect once, and its caller is told what it would have been told. What a name led to when the
+//! change began, and when that was, is in the live table; what it leads to now tells whether the change was made. A process
+//! that changes the same names through the mount waits meanwhile: the kernel holds the directory.
+//!
+//! | change | was made if |
+//! |---|---|
+//! | mkdir, mknod, symlink, create | the name leads to an object of that kind, made since, with the same target |
+//! | link | the name leads to that very object |
+//! | unlink, rmdir | the name led to an object and does not lead to it any more |
+//! | rename | the old name does not lead to the object, and the new one does |
+//! | exchange | each name leads to the object of the other |
+//!
+//! Relies on: the backing stamps what it makes with this host's clock. One that does not may answer EEXIST to what it made
+//! itself, or take for its own what another host made under the same name during the pause.
+
+use std::ffi::OsStr;
+use std::sync::Arc;
+
+use firn_backing::{Attr, Backing, Caller, Errno, Kind, RenameFlags};
+use firn_format::live::{Moment, ObjectIdentity, Request};
+
+use crate::live::{identity_of, is_same_object, moment};
+use crate::names::Inode;
+use crate::namespace::Namespace;
+use crate::{Entry, InodeId, Result};
+
+/// An object that a request may have made already.
+#[derive(Clone, Copy, Debug)]
+pub struct MadeObject<'a> {
+    /// The directory.
+    pub parent: InodeId,
+    /// The name in it.
+    pub name: &'a OsStr,
+    /// Its kind.
+    pub kind: Kind,
+    /// Where it leads, of a symbolic link.
+    pub target: Option<&'a OsStr>,
+}
+
+/// The request that made it.
+#[derive(Clone, Copy, Debug)]
+pub struct Creation<'a> {
+    /// On whose behalf.
+    pub caller: &'a Caller,
+    /// Permission bits that it asked for.
+    pub mode: u32,
+    /// When it began.
+    pub began: Moment,
+}
+
+impl<B: Backing> Namespace<B> {
+    /// What a name leads to, for the note of a request.
+    pub fn identify_name(&self, parent: InodeId, name: &OsStr) -> Option<ObjectIdentity> {
+        if let Some(child) = self.tree.names.child(parent, name) {
+            return Some(child.identity());
+        }
+        let dir = self.tree.inode(parent).ok()?;
+        self.look_below(&dir, name).map(|attr| identity_of(&attr))
+    }
+
+    fn look_below(&self, dir: &Arc<Inode<B>>, name: &OsStr) -> Option<Attr> {
+        let found = self.open_files.with_descriptor(|| {
+            let dir = self.tree.object(dir)?;
+            self.base.backing.lookup(&dir, name)
+        });
+        found.ok().map(|(_, attr)| attr)
+    }
+
+    fn leads_to_object(&self, dir: &Arc<Inode<B>>, name: &OsStr, object: &ObjectIdentity) -> bool {
+        let found = self.look_below(dir, name);
+        found.is_some_and(|attr| is_same_object(&identity_of(&attr), object))
+    }
+
+    /// What a request made, if it did; its look-up counts.
+    pub fn find_made(&self, made: MadeObject<'_>, by: Creation<'_>) -> Option<Entry> {
+        let entry = self.lookup(made.parent, made.name).ok()?;
+        if self.is_made_by(&entry, made, by) {
+            self.finish_owner(&entry, by);
+            return Some(entry);
+        }
+        self.forget(entry.inode, 1);
+        None
+    }
+
+    fn is_made_by(&self, entry: &Entry, made: MadeObject<'_>, by: Creation<'_>) -> bool {
+        let born = moment(entry.attr.btime.unwrap_or(entry.attr.ctime));
+        if entry.attr.kind != made.kind || born < by.began {
+            return false;
+        }
+        made.target.is_none_or(|target| {
+            self.readlink(entry.inode)
+                .is_ok_and(|found| found == target.as_encoded_bytes())
+        })
+    }
+
+    /// firnd may have died between the making of an object and the change of its owner.
+    fn finish_owner(&self, entry: &Entry, by: Creation<'_>) {
+        let is_root = rustix::process::geteuid().is_root();
+        if !is_root || by.caller.uid == u32::MAX || entry.attr.uid == by.caller.uid {
+            return;
+        }
+        let Ok(object) = self.tree.object_of(entry.inode) else {
+            return;
+        };
+        let backing = &self.base.backing;
+        let owner = backing.set_owner(&object, Some(by.caller.uid), Some(by.caller.gid));
+        let mode = by.mode & 0o7777;
+        let done = owner.and_then(|()| match entry.attr.kind {
+            Kind::Symlink => Ok(()),
+            _ => backing.set_mode(&object, mode),
+        });
+        if let Err(errno) = done {
+            tracing::warn!(%errno, "an object that was being made keeps firnd's owner");
+        }
+    }
+
+    /// link(2), once more.
+    pub fn link_again(&self, inode: InodeId, parent: InodeId, name: &OsStr) -> Result<Entry> {
+        match self.link(inode, parent, name) {
+            Err(Errno::EXIST) => {
+                let entry = self.lookup(parent, name)?;
+                if entry.inode == inode {
+                    return Ok(entry);
+                }
+                self.forget(entry.inode, 1);
+                Err(Errno::EXIST)
+            }
+            linked => linked,
+        }
+    }
+
+    /// unlink(2) or rmdir(2), once more.
+    pub fn remove_again(
+        &self,
+        parent: InodeId,
+        name: &OsStr,
+        kind: Kind,
+        before: Request,
+    ) -> Result<()> {
+        let removed = before.subject;
+        let dir = self.tree.inode(parent)?;
+        match removed {
+            Some(object) if !self.leads_to_object(&dir, name, &object) => {
+                self.settle_removed(&dir, name);
+                Ok(())
+            }
+            _ if kind == Kind::Dir => self.rmdir(parent, name),
+            _ => self.unlink(parent, name),
+        }
+    }
+
+    /// A name was removed by an earlier firnd.
+    fn settle_removed(&self, dir: &Arc<Inode<B>>, name: &OsStr) {
+        let child = self.tree.names.child(dir.id, name);
+        self.tree.names.unlinked(dir.id, name);
+        let file = child.and_then(|child| self.open_files.known_file(&child));
+        if let Some(file) = file {
+            self.note_removed_name(&file);
+        }
+    }
+
+    /// renameat2(2), once more.
+    pub fn rename_again(
+        &self,
+        (parent, name): (InodeId, &OsStr),
+        (new_parent, new_name): (InodeId, &OsStr),
+        flags: RenameFlags,
+        Request { subject, other, .. }: Request,
+    ) -> Result<()> {
+        let dir = self.tree.inode(parent)?;
+        let new_dir = self.tree.inode(new_parent)?;
+        let exchange = flags.contains(RenameFlags::EXCHANGE);
+        let was_made = subject.is_some_and(|subject| {
+            let is_one_file = other.is_some_and(|other| is_same_object(&subject, &other));
+            let has_left = match other.filter(|_| exchange) {
+                Some(other) => self.leads_to_object(&dir, name, &other),
+                None => !self.leads_to_object(&dir, name, &subject),
+            };
+            !is_one_file && has_left && self.leads_to_object(&new_dir, new_name, &subject)
+        });
+        if !was_made {
+            return self.rename(parent, name, new_parent, new_name, flags);
+        }
+        self.settle_renamed((&dir, name), (&new_dir, new_name), exchange);
+        Ok(())
+    }
+
+    /// A name was moved by an earlier firnd. Its node may be known here under either name.
+    fn settle_renamed(
+        &self,
+        (dir, name): (&Arc<Inode<B>>, &OsStr),
+        (new_dir, new_name): (&Arc<Inode<B>>, &OsStr),
+        exchange: bool,
+    ) {
+        let names = &self.tree.names;
+        let moved = names.child(dir.id, name);
+        let target = names.child(new_dir.id, new_name);
+        // Recovery found it under the new name already.
+        let is_settled = moved.is_none() || self.is_at(&target, new_dir, new_name);
+        if is_settled && !exchange {
+            names.unlinked(dir.id, name);
+            return;
+        }
+        names.note_renamed((dir, name), (new_dir, new_name), exchange);
+        let file = target
+            .filter(|_| !exchange)
+            .and_then(|inode| self.open_files.known_file(&inode));
+        if let Some(file) = file {
+            self.note_removed_name(&file);
+        }
+    }
+
+    fn is_at(&self, inode: &Option<Arc<Inode<B>>>, dir: &Arc<Inode<B>>, name: &OsStr) -> bool {
+        inode
+            .as_ref()
+            .is_some_and(|inode| self.leads_to_object(dir, name, &inode.identity()))
+    }
+
+    /// setxattr(2) with XATTR_CREATE, once more.
+    pub fn has_value(&self, inode: InodeId, name: &OsStr, value: &[u8]) -> bool {
+        self.get_xattr(inode, name)
+            .is_ok_and(|found| found == value)
+    }
+}

@@ -1,0 +1,854 @@
+//! firnd is killed, and programs only wait: another one goes on with the mount.
+//!
+//! `FIRN_TAKEOVER_KILLS` sets the kills under writers (`cargo xtask campaign takeover`), `FIRN_SEED` the seed.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{Read, Seek, SeekFrom, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use firn_tests::ack::{returned_operations, verify};
+use firn_tests::mount::SMALL;
+use firn_tests::preloaded::DIRECT_AFTER;
+use firn_tests::random::{env_count, generator};
+use firn_tests::sandbox::{is_mounted, is_zombie, keeper_of, kill, kill_alone, preload_library};
+use firn_tests::trace::{CallFilter, KillAt, Moment, kill_running_at_call};
+use firn_tests::transaction::{behind, firn};
+use firn_tests::{FirnMount, Sandbox, helper_binary, seed, wait_until};
+use rand::RngExt;
+
+/// Options of a small mount that another firnd goes on with.
+fn taken_over() -> String {
+    format!("{SMALL},takeover=auto")
+}
+
+const WRITERS: u64 = 8;
+const KILLS_DEFAULT: u64 = 12;
+
+/// Proves S-crash-1, S-crash-11.
+#[test]
+fn open_files_directories_locks_and_mappings_go_on() {
+    let sandbox = Sandbox::new("goon");
+    let mut mount = FirnMount::new(
+        &sandbox,
+        &format!("{SMALL},takeover=auto,close=held,drain-age=10min"),
+    );
+    assert_eq!(mount.status().takeover, "ready");
+    fs::create_dir_all(mount.join("deep/er")).expect("mkdir");
+    let path = mount.join("deep/er/file");
+    let mut file = OpenOptions::new()
+        .read(true)
+        .append(true)
+        .create_new(true)
+        .open(&path)
+        .expect("create");
+    file.write_all(b"before ").expect("write");
+    let dir = File::open(mount.join("deep")).expect("open a directory");
+    let locked = File::open(&path).expect("open");
+    rustix::fs::flock(&locked, rustix::fs::FlockOperation::LockExclusive).expect("flock");
+    let mut shell = shell_in(&mount.join("deep/er"));
+    for round in 0..3 {
+        let pid = mount.kill_and_go_on();
+        file.write_all(format!("{round} ").as_bytes())
+            .expect("append");
+        say(&mut shell, "echo x >> count; cat file > copy");
+        let seen = fs::read_to_string(&path).expect("read by name");
+        assert!(seen.ends_with(&format!("{round} ")), "{seen}");
+        let listed = rustix::fs::openat(
+            &dir,
+            "er/file",
+            rustix::fs::OFlags::RDONLY,
+            rustix::fs::Mode::empty(),
+        );
+        listed.expect("a directory that is open leads to what is below");
+        let taken = File::open(&path).expect("open");
+        let lock = rustix::fs::FlockOperation::NonBlockingLockExclusive;
+        assert!(rustix::fs::flock(&taken, lock).is_err(), "the lock goes on");
+        assert!(!is_zombie(pid));
+    }
+    drop(shell.stdin.take());
+    assert!(shell.wait().expect("the shell ends").success());
+    assert_eq!(
+        fs::read_to_string(mount.join("deep/er/count")).expect("read"),
+        "x\nx\nx\n"
+    );
+    let status = mount.status();
+    assert_eq!(status.takeovers, 3);
+    assert_eq!(status.lost_open_files, 0);
+    println!(
+        "3 pauses, {:.0} ms in all, live table {} bytes",
+        status.takeover_seconds * 1e3,
+        status.live_table_bytes
+    );
+    let mut back = String::new();
+    file.seek(SeekFrom::Start(0)).expect("seek");
+    file.read_to_string(&mut back).expect("read");
+    assert_eq!(back, "before 0 1 2 ");
+    drop((file, dir, locked));
+    let backing = mount.umount();
+    assert_eq!(
+        fs::read_to_string(backing.join("deep/er/file")).expect("read"),
+        "before 0 1 2 "
+    );
+    assert_eq!(
+        extensions(&sandbox, "live"),
+        0,
+        "the table goes with the mount"
+    );
+}
+
+/// A shell with its working directory in the mount.
+fn shell_in(dir: &Path) -> Child {
+    Command::new("sh")
+        .arg("-e")
+        .current_dir(dir)
+        .stdin(std::process::Stdio::piped())
+        .spawn()
+        .expect("sh")
+}
+
+fn say(shell: &mut Child, line: &str) {
+    let stdin = shell.stdin.as_mut().expect("stdin");
+    writeln!(stdin, "{line}").expect("the shell lives");
+}
+
+fn extensions(sandbox: &Sandbox, extension: &str) -> usize {
+    let entries = fs::read_dir(sandbox.runtime()).expect("list").flatten();
+    entries
+        .filter(|entry| {
+            entry
+                .path()
+                .extension()
+                .is_some_and(|found| found == extension)
+        })
+        .count()
+}
+
+/// Proves S-crash-11, S-write-1.
+#[test]
+fn writers_see_no_error_while_firnd_is_killed_again_and_again() {
+    run_writers_under_kills("writers", |_| {});
+}
+
+/// They lose their data socket with firnd, and write through the kernel, or with direct access that the next one gives.
+///
+/// Proves S-crash-11, S-write-1.
+#[test]
+fn writers_with_direct_access_see_no_error_while_firnd_is_killed_again_and_again() {
+    run_writers_under_kills("writers with direct access", |writer| {
+        writer
+            .env("LD_PRELOAD", preload_library())
+            .env(DIRECT_AFTER, "0");
+    });
+}
+
+fn run_writers_under_kills(name: &str, prepare: fn(&mut Command)) {
+    let seed = seed(&format!("takeover under {name}"));
+    let mut rng = generator(seed);
+    let sandbox = Sandbox::new("writers");
+    let mut mount = FirnMount::new(&sandbox, "arena-size=64M,chunk-size=1M,takeover=auto");
+    let mut writers: Vec<(Child, PathBuf, PathBuf)> = Vec::new();
+    for index in 0..WRITERS {
+        let dir = mount.join(format!("w{index}"));
+        let log = sandbox.join(format!("log{index}"));
+        fs::create_dir(&dir).expect("mkdir");
+        let mut writer = Command::new(helper_binary());
+        writer.arg("writer").arg(&dir).arg(&log);
+        writer.arg((seed ^ index).to_string());
+        prepare(&mut writer);
+        writers.push((writer.spawn().expect("start a writer"), dir, log));
+    }
+    let kills = env_count("FIRN_TAKEOVER_KILLS", KILLS_DEFAULT);
+    let began = Instant::now();
+    let mut pauses = Vec::new();
+    for number in 0..kills {
+        mount.note_progress();
+        // The random moment is the point of the test, not a wait for a condition.
+        std::thread::sleep(Duration::from_millis(rng.random_range(300..900)));
+        mount.kill_and_go_on();
+        for (writer, ..) in &mut writers {
+            let ended = writer.try_wait().expect("wait");
+            assert!(
+                ended.is_none(),
+                "a writer saw an error after kill {number}: {ended:?}"
+            );
+        }
+        pauses.push(mount.status().takeover_last_seconds);
+    }
+    // All of them go on after the last one.
+    let before: Vec<u64> = writers
+        .iter()
+        .map(|(.., log)| returned_operations(log) as u64)
+        .collect();
+    let all_go_on = || {
+        let mut both = writers.iter().zip(&before);
+        both.all(|((.., log), before)| returned_operations(log) as u64 > *before)
+    };
+    wait_until("each writer goes on", Duration::from_secs(60), all_go_on);
+    for (writer, ..) in &mut writers {
+        writer.kill().expect("kill a writer");
+        writer.wait().expect("wait");
+    }
+    assert_eq!(mount.status().takeovers, kills);
+    let mut operations = 0;
+    for (_, dir, log) in &writers {
+        operations += verify(dir, log).ops;
+    }
+    let backing = mount.umount();
+    for (_, dir, log) in &writers {
+        verify(&backing.join(dir.file_name().expect("a name")), log);
+    }
+    pauses.sort_by(f64::total_cmp);
+    println!(
+        "{name}: {kills} kills in {:?}, {operations} operations, pause p50 {:.0} ms, max {:.0} ms",
+        began.elapsed(),
+        pauses[pauses.len() / 2] * 1e3,
+        pauses[pauses.len() - 1] * 1e3
+    );
+}
+
+/// One line of the table of `docs/internals/takeover.md`.
+struct Line {
+    name: &'static str,
+    call: CallFilter,
+    prepare: fn(&Path),
+    act: fn(&Path) -> std::io::Result<()>,
+    check: fn(&Path),
+}
+
+fn is(number: libc::c_long, wanted: &[libc::c_long]) -> bool {
+    wanted.contains(&number)
+}
+
+const LINES: [Line; 15] = [
+    Line {
+        name: "mkdir",
+        call: |number, _| is(number, &[libc::SYS_mkdirat]),
+        prepare: |_| {},
+        act: |dir| fs::create_dir(dir.join("new")),
+        check: |dir| assert!(dir.join("new").is_dir()),
+    },
+    Line {
+        name: "mknod",
+        call: |number, _| is(number, &[libc::SYS_mknodat]),
+        prepare: |_| {},
+        act: |dir| {
+            let made = rustix::fs::mknodat(
+                rustix::fs::CWD,
+                dir.join("new"),
+                rustix::fs::FileType::Fifo,
+                rustix::fs::Mode::RUSR,
+                0,
+            );
+            Ok(made?)
+        },
+        check: |dir| assert!(dir.join("new").symlink_metadata().is_ok()),
+    },
+    Line {
+        name: "symlink",
+        call: |number, _| is(number, &[libc::SYS_symlinkat]),
+        prepare: |_| {},
+        act: |dir| std::os::unix::fs::symlink("target", dir.join("new")),
+        check: |dir| {
+            assert_eq!(
+                fs::read_link(dir.join("new")).expect("read"),
+                Path::new("target")
+            )
+        },
+    },
+    Line {
+        name: "create with O_EXCL",
+        call: |number, arguments| {
+            is(number, &[libc::SYS_openat]) && arguments[2] & libc::O_CREAT as u64 != 0
+        },
+        prepare: |_| {},
+        act: |dir| {
+            let mut options = OpenOptions::new();
+            let mut file = options.write(true).create_new(true).open(dir.join("new"))?;
+            file.write_all(b"bytes")
+        },
+        check: |dir| assert_eq!(fs::read(dir.join("new")).expect("read"), b"bytes"),
+    },
+    Line {
+        name: "link",
+        call: |number, _| is(number, &[libc::SYS_linkat]),
+        prepare: |dir| fs::write(dir.join("old"), "old").expect("write"),
+        act: |dir| fs::hard_link(dir.join("old"), dir.join("new")),
+        check: |dir| assert_eq!(fs::metadata(dir.join("new")).expect("stat").nlink(), 2),
+    },
+    Line {
+        name: "unlink",
+        call: |number, _| is(number, &[libc::SYS_unlinkat]),
+        prepare: |dir| fs::write(dir.join("old"), "old").expect("write"),
+        act: |dir| fs::remove_file(dir.join("old")),
+        check: |dir| assert!(!dir.join("old").exists()),
+    },
+    Line {
+        name: "rmdir",
+        call: |number, _| is(number, &[libc::SYS_unlinkat]),
+        prepare: |dir| fs::create_dir(dir.join("old")).expect("mkdir"),
+        act: |dir| fs::remove_dir(dir.join("old")),
+        check: |dir| assert!(!dir.join("old").exists()),
+    },
+    Line {
+        name: "rename of a file over another",
+        call: is_rename,
+        prepare: |dir| {
+            fs::write(dir.join("old"), "old").expect("write");
+            fs::write(dir.join("new"), "replaced").expect("write");
+        },
+        act: |dir| fs::rename(dir.join("old"), dir.join("new")),
+        check: |dir| {
+            assert!(!dir.join("old").exists());
+            assert_eq!(fs::read(dir.join("new")).expect("read"), b"old");
+        },
+    },
+    Line {
+        name: "rename of a directory",
+        call: is_rename,
+        prepare: |dir| {
+            fs::create_dir(dir.join("old")).expect("mkdir");
+            fs::write(dir.join("old/below"), "below").expect("write");
+        },
+        act: |dir| fs::rename(dir.join("old"), dir.join("new")),
+        check: |dir| {
+            assert!(!dir.join("old").exists());
+            assert_eq!(fs::read(dir.join("new/below")).expect("read"), b"below");
+        },
+    },
+    Line {
+        name: "exchange",
+        call: is_rename,
+        prepare: |dir| {
+            fs::write(dir.join("old"), "old").expect("write");
+            fs::create_dir(dir.join("new")).expect("mkdir");
+        },
+        act: |dir| {
+            let flags = rustix::fs::RenameFlags::EXCHANGE;
+            let here = rustix::fs::CWD;
+            Ok(rustix::fs::renameat_with(
+                here,
+                dir.join("old"),
+                here,
+                dir.join("new"),
+                flags,
+            )?)
+        },
+        check: |dir| {
+            assert!(dir.join("old").is_dir());
+            assert_eq!(fs::read(dir.join("new")).expect("read"), b"old");
+        },
+    },
+    Line {
+        name: "chmod",
+        call: |number, _| {
+            is(
+                number,
+                &[libc::SYS_fchmod, libc::SYS_chmod, libc::SYS_fchmodat],
+            )
+        },
+        prepare: |dir| fs::write(dir.join("old"), "old").expect("write"),
+        act: |dir| fs::set_permissions(dir.join("old"), fs::Permissions::from_mode(0o640)),
+        check: |dir| {
+            let mode = fs::metadata(dir.join("old")).expect("stat").mode();
+            assert_eq!(mode & 0o777, 0o640);
+        },
+    },
+    Line {
+        name: "setxattr with XATTR_CREATE",
+        call: |number, _| {
+            is(
+                number,
+                &[libc::SYS_fsetxattr, libc::SYS_setxattr, libc::SYS_lsetxattr],
+            )
+        },
+        prepare: |dir| fs::write(dir.join("old"), "old").expect("write"),
+        act: |dir| {
+            let create = rustix::fs::XattrFlags::CREATE;
+            Ok(rustix::fs::setxattr(
+                dir.join("old"),
+                "user.one",
+                b"value",
+                create,
+            )?)
+        },
+        check: |dir| {
+            let mut value = [0; 8];
+            let len = rustix::fs::getxattr(dir.join("old"), "user.one", &mut value);
+            assert_eq!(len, Ok(5));
+        },
+    },
+    Line {
+        name: "removexattr",
+        call: |number, _| {
+            let removals = [
+                libc::SYS_fremovexattr,
+                libc::SYS_removexattr,
+                libc::SYS_lremovexattr,
+            ];
+            is(number, &removals)
+        },
+        prepare: |dir| {
+            fs::write(dir.join("old"), "old").expect("write");
+            let none = rustix::fs::XattrFlags::empty();
+            rustix::fs::setxattr(dir.join("old"), "user.one", b"value", none).expect("set");
+        },
+        act: |dir| Ok(rustix::fs::removexattr(dir.join("old"), "user.one")?),
+        check: |dir| {
+            let mut list = [0; 64];
+            assert_eq!(rustix::fs::listxattr(dir.join("old"), &mut list), Ok(0));
+        },
+    },
+    Line {
+        name: "truncate",
+        call: |number, _| is(number, &[libc::SYS_ftruncate]),
+        prepare: |dir| fs::write(dir.join("old"), "0123456789").expect("write"),
+        act: |dir| {
+            OpenOptions::new()
+                .write(true)
+                .open(dir.join("old"))?
+                .set_len(4)
+        },
+        check: |dir| assert_eq!(fs::read(dir.join("old")).expect("read"), b"0123"),
+    },
+    Line {
+        name: "fsync",
+        call: |number, _| is(number, &[libc::SYS_fsync, libc::SYS_fdatasync]),
+        prepare: |dir| fs::write(dir.join("old"), "old").expect("write"),
+        act: |dir| {
+            let file = OpenOptions::new().write(true).open(dir.join("old"))?;
+            file.write_all_at(b"new", 0)?;
+            file.sync_all()
+        },
+        check: |dir| assert_eq!(fs::read(dir.join("old")).expect("read"), b"new"),
+    },
+];
+
+fn is_rename(number: libc::c_long, _: &[u64; 6]) -> bool {
+    is(number, &[libc::SYS_renameat2, libc::SYS_renameat])
+}
+
+/// Runs `act` with firnd killed at a call, and has the next one go on. Returns whether `act` came to that call.
+fn act_with_kill(
+    mount: &mut FirnMount<'_>,
+    at: KillAt,
+    act: impl FnOnce() -> std::io::Result<()>,
+) -> std::io::Result<bool> {
+    mount.note_progress();
+    mount.wait_until_served_well();
+    let before = mount.pid();
+    let (attached, is_attached) = mpsc::channel();
+    let (done, is_reached) = std::thread::scope(|scope| {
+        scope.spawn(move || kill_running_at_call(before, at, &attached));
+        is_attached
+            .recv_timeout(Duration::from_secs(60))
+            .expect("the tracer attaches");
+        let done = act();
+        let is_reached = is_zombie(before);
+        // The tracer waits for the end of what it traces.
+        kill_alone(before, libc::SIGKILL);
+        (done, is_reached)
+    });
+    mount.note_takeover(before);
+    done.map(|()| is_reached)
+}
+
+/// Proves S-crash-12.
+#[test]
+fn each_change_takes_effect_once_with_firnd_killed_before_and_after_it() {
+    let sandbox = Sandbox::new("once");
+    let mut mount = FirnMount::new(&sandbox, &taken_over());
+    for (index, line) in LINES.iter().enumerate() {
+        for when in [Moment::Before, Moment::After] {
+            let dir = mount.join(format!("{index}-{when:?}"));
+            fs::create_dir(&dir).expect("mkdir");
+            (line.prepare)(&dir);
+            let call = line.call;
+            let at = KillAt {
+                call,
+                skip: 0,
+                when,
+            };
+            let done = act_with_kill(&mut mount, at, || (line.act)(&dir));
+            assert!(
+                matches!(done, Ok(true)),
+                "{} with firnd killed {when:?}: {done:?}",
+                line.name
+            );
+            (line.check)(&dir);
+            println!("{}, killed {when:?}: once", line.name);
+        }
+    }
+    assert_eq!(mount.status().takeovers as usize, 2 * LINES.len());
+    assert_eq!(mount.status().lost_open_files, 0);
+    let backing = mount.umount();
+    for (index, line) in LINES.iter().enumerate() {
+        for when in [Moment::Before, Moment::After] {
+            (line.check)(&backing.join(format!("{index}-{when:?}")));
+        }
+    }
+}
+
+/// An answer of firnd to the kernel.
+fn is_answer(number: libc::c_long, _: &[u64; 6]) -> bool {
+    is(number, &[libc::SYS_writev])
+}
+
+/// All that a program does to a file and a directory, with what each call must give.
+fn use_all_requests(dir: &Path) -> std::io::Result<()> {
+    let path = dir.join("file");
+    let mut file = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create_new(true)
+        .open(&path)?;
+    file.write_all(b"0123456789")?;
+    file.write_all_at(b"x", 3)?;
+    file.sync_all()?;
+    let mut read = String::new();
+    file.seek(SeekFrom::Start(0))?;
+    file.read_to_string(&mut read)?;
+    assert_eq!(read, "012x456789");
+    rustix::fs::fallocate(&file, rustix::fs::FallocateFlags::KEEP_SIZE, 0, 64)?;
+    assert_eq!(rustix::fs::seek(&file, rustix::fs::SeekFrom::Hole(0))?, 10);
+    file.set_len(6)?;
+    drop(file);
+    use_names(dir, &path)?;
+    use_attributes(&path)?;
+    copy_within(dir)?;
+    rustix::fs::statvfs(dir)?;
+    fs::remove_file(&path)?;
+    fs::remove_file(dir.join("copy"))?;
+    fs::remove_dir(dir)
+}
+
+fn use_names(dir: &Path, path: &Path) -> std::io::Result<()> {
+    fs::create_dir(dir.join("sub"))?;
+    std::os::unix::fs::symlink("file", dir.join("link"))?;
+    assert_eq!(fs::read_link(dir.join("link"))?, Path::new("file"));
+    fs::hard_link(path, dir.join("other"))?;
+    assert_eq!(fs::metadata(path)?.nlink(), 2);
+    fs::rename(dir.join("other"), dir.join("sub/moved"))?;
+    let mut names: Vec<_> = fs::read_dir(dir)?
+        .map(|entry| entry.map(|entry| entry.file_name()))
+        .collect::<Result<_, _>>()?;
+    names.sort();
+    assert_eq!(names, ["file", "link", "sub"]);
+    assert_eq!(fs::read(dir.join("sub/moved"))?, b"012x45");
+    fs::remove_file(dir.join("sub/moved"))?;
+    fs::remove_file(dir.join("link"))?;
+    fs::remove_dir(dir.join("sub"))
+}
+
+fn use_attributes(path: &Path) -> std::io::Result<()> {
+    fs::set_permissions(path, fs::Permissions::from_mode(0o600))?;
+    assert_eq!(fs::metadata(path)?.mode() & 0o777, 0o600);
+    let create = rustix::fs::XattrFlags::CREATE;
+    rustix::fs::setxattr(path, "user.one", b"value", create)?;
+    let mut value = [0; 8];
+    assert_eq!(rustix::fs::getxattr(path, "user.one", &mut value)?, 5);
+    let mut list = [0; 64];
+    assert_eq!(rustix::fs::listxattr(path, &mut list)?, 9);
+    rustix::fs::removexattr(path, "user.one")?;
+    Ok(())
+}
+
+fn copy_within(dir: &Path) -> std::io::Result<()> {
+    let from = File::open(dir.join("file"))?;
+    let to = File::create_new(dir.join("copy"))?;
+    assert_eq!(rustix::fs::copy_file_range(&from, None, &to, None, 6)?, 6);
+    drop((from, to));
+    assert_eq!(fs::read(dir.join("copy"))?, b"012x45");
+    Ok(())
+}
+
+/// Requests of [`use_all_requests`] at which CI kills firnd; a campaign kills it at each.
+const ANSWERS_OF_CI: usize = 8;
+
+/// Proves S-crash-11, S-crash-12.
+#[test]
+fn each_request_is_answered_with_firnd_killed_before_its_answer() {
+    let seed = seed("answers");
+    let sandbox = Sandbox::new("answers");
+    let mut mount = FirnMount::new(&sandbox, &taken_over());
+    let is_campaign = env_count("FIRN_TAKEOVER_KILLS", 0) > 0;
+    let step = if is_campaign { 1 } else { ANSWERS_OF_CI };
+    let mut kills = 0;
+    for skip in (seed as usize % step..).step_by(step) {
+        let dir = mount.join(format!("{skip}"));
+        fs::create_dir(&dir).expect("mkdir");
+        let when = Moment::Before;
+        let at = KillAt {
+            call: is_answer,
+            skip,
+            when,
+        };
+        let done = act_with_kill(&mut mount, at, || use_all_requests(&dir));
+        match done {
+            Ok(true) => kills += 1,
+            Ok(false) => break,
+            Err(error) => panic!("firnd was killed before its answer number {skip}: {error}"),
+        }
+    }
+    assert_eq!(mount.status().lost_open_files, 0);
+    mount.umount();
+    println!("{kills} kills, every {step}. answer");
+    assert!(kills > 3);
+}
+
+/// Proves S-crash-13.
+#[test]
+fn a_firnd_that_is_killed_while_it_takes_over_is_replaced_too() {
+    let sandbox = Sandbox::new("twice");
+    let mut mount = FirnMount::new(
+        &sandbox,
+        &format!("{SMALL},takeover=auto,close=held,drain-age=10min"),
+    );
+    let file = File::create(mount.join("file")).expect("create");
+    file.write_all_at(b"one", 0).expect("write");
+    let keeper = keeper_of(mount.pid()).expect("a keeper");
+    let first = mount.pid();
+    kill_alone(first, libc::SIGKILL);
+    // Each of them dies before or right after it serves: fewer than end the mount.
+    for _ in 0..3 {
+        let mut next = None;
+        wait_until("the next firnd is there", Duration::from_secs(30), || {
+            next = child_of(keeper);
+            next.is_some()
+        });
+        kill_alone(next.expect("a process"), libc::SIGKILL);
+    }
+    file.write_all_at(b"two", 3).expect("write");
+    mount.note_takeover(first);
+    assert_eq!(fs::read(mount.join("file")).expect("read"), b"onetwo");
+    drop(file);
+    mount.umount();
+}
+
+/// A child of a process, by whichever of its threads, that has not ended.
+fn child_of(parent: u32) -> Option<u32> {
+    let threads = fs::read_dir(format!("/proc/{parent}/task")).ok()?.flatten();
+    let lists =
+        threads.filter_map(|thread| fs::read_to_string(thread.path().join("children")).ok());
+    let pids: Vec<u32> = lists
+        .flat_map(|list| {
+            list.split_whitespace()
+                .map(str::to_owned)
+                .collect::<Vec<_>>()
+        })
+        .filter_map(|pid| pid.parse().ok())
+        .collect();
+    pids.into_iter().find(|pid| !is_zombie(*pid))
+}
+
+/// Proves S-crash-13.
+#[test]
+fn firnd_starts_another_keeper_and_with_both_killed_programs_get_errors() {
+    let sandbox = Sandbox::new("keeper");
+    let mut mount = FirnMount::new(&sandbox, &taken_over());
+    let file = File::create(mount.join("file")).expect("create");
+    let keeper = keeper_of(mount.pid()).expect("a keeper");
+    println!(
+        "memory of the keeper: {} KiB, own {} KiB",
+        memory_kib(keeper, "VmRSS"),
+        memory_kib(keeper, "RssAnon")
+    );
+    assert!(memory_kib(keeper, "RssAnon") <= 2048);
+    kill_alone(keeper, libc::SIGKILL);
+    let firnd = mount.pid();
+    wait_until("another keeper is there", Duration::from_secs(30), || {
+        child_of(firnd).is_some_and(|child| name_of(child) == "firn-keeper")
+    });
+    // It has what the first one had once firnd says so.
+    wait_until("it is said", Duration::from_secs(30), || {
+        sandbox.logs().contains("another one has its place")
+    });
+    mount.kill_and_go_on();
+    file.write_all_at(b"on", 0).expect("write");
+    kill(mount.pid(), libc::SIGKILL);
+    mount.wait_for_end();
+    let refused = file.write_all_at(b"off", 0).expect_err("nobody serves");
+    let errno = refused.raw_os_error();
+    assert!(
+        matches!(errno, Some(libc::ENOTCONN | libc::ECONNABORTED)),
+        "{refused}"
+    );
+    drop(file);
+    let again = FirnMount::new(&sandbox, &taken_over());
+    assert_eq!(fs::read(again.join("file")).expect("read"), b"on");
+    again.umount();
+}
+
+fn name_of(pid: u32) -> String {
+    let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+    name.trim_end().to_owned()
+}
+
+fn memory_kib(pid: u32, line: &str) -> u64 {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).expect("status");
+    let found = status
+        .lines()
+        .find(|found| found.starts_with(line))
+        .expect("a line");
+    let number = found.split_whitespace().nth(1).expect("a number");
+    number.parse().expect("a number")
+}
+
+/// Proves S-crash-13.
+#[test]
+fn a_table_that_is_damaged_or_of_another_version_ends_the_mount_and_loses_nothing() {
+    for (what, at) in [("magic", 0), ("version", 8), ("header", 100)] {
+        let sandbox = Sandbox::new("table");
+        let mount = FirnMount::new(
+            &sandbox,
+            &format!("{SMALL},takeover=auto,close=held,drain-age=10min"),
+        );
+        let file = File::create(mount.join("file")).expect("create");
+        file.write_all_at(b"acknowledged", 0).expect("write");
+        let table = sandbox.arena().with_extension("live");
+        let table = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .open(table)
+            .expect("open");
+        let mut byte = [0];
+        table.read_exact_at(&mut byte, at).expect("read");
+        table.write_all_at(&[byte[0] ^ 0x40], at).expect("write");
+        kill_alone(mount.pid(), libc::SIGKILL);
+        wait_until("programs get an error", Duration::from_secs(60), || {
+            let written = file
+                .write_all_at(b"x", 0)
+                .map_err(|error| error.raw_os_error());
+            matches!(written, Err(Some(libc::ENOTCONN | libc::ECONNABORTED)))
+        });
+        assert!(
+            sandbox.logs().contains("the mount is not taken over"),
+            "{what}"
+        );
+        drop(file);
+        mount.abandon();
+        let again = FirnMount::new(&sandbox, &taken_over());
+        assert_eq!(
+            fs::read(again.join("file")).expect("read"),
+            b"acknowledged",
+            "{what}"
+        );
+        again.umount();
+    }
+}
+
+/// Proves S-crash-1, S-crash-11.
+#[test]
+fn a_mount_with_transactions_goes_on_unless_one_is_open() {
+    for mode in ["buffer", "shadow"] {
+        let sandbox = Sandbox::new("transactions");
+        let options = format!("{SMALL},drain=commit,mode={mode},takeover=auto");
+        let mut mount = FirnMount::new(&sandbox, &options);
+        let ready = mount.status().takeover;
+        assert_eq!(ready, "ready, while no transaction is open");
+        let scope = mount.join("scope");
+        fs::create_dir(&scope).expect("mkdir");
+        firn(&sandbox, "begin", &scope).ok();
+        fs::write(scope.join("kept"), "kept").expect("write");
+        firn(&sandbox, "commit", &scope).ok();
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .open(scope.join("kept"));
+        let file = file.expect("open");
+        for _ in 0..2 {
+            mount.kill_and_go_on();
+            assert_eq!(fs::read(scope.join("kept")).expect("read"), b"kept");
+        }
+        firn(&sandbox, "begin", &scope).ok();
+        file.write_all_at(b"lost", 0).expect("write");
+        fs::write(scope.join("new"), "lost").expect("write");
+        mount.wait_until_served_well();
+        kill_alone(mount.pid(), libc::SIGKILL);
+        wait_until("programs get an error", Duration::from_secs(60), || {
+            let written = file
+                .write_all_at(b"x", 0)
+                .map_err(|error| error.raw_os_error());
+            matches!(written, Err(Some(libc::ENOTCONN | libc::ECONNABORTED)))
+        });
+        assert!(
+            sandbox
+                .logs()
+                .contains("a transaction was open or prepared")
+        );
+        drop(file);
+        mount.abandon();
+        let again = FirnMount::new(&sandbox, &options);
+        assert_eq!(fs::read(again.join("scope/kept")).expect("read"), b"kept");
+        let backing = again.umount();
+        assert!(!behind(&backing).contains_key(Path::new("scope/new")));
+    }
+}
+
+/// Proves S-crash-1.
+#[test]
+fn without_takeover_programs_get_errors() {
+    let sandbox = Sandbox::new("without");
+    let mount = FirnMount::new(&sandbox, &format!("{SMALL},takeover=no"));
+    assert_eq!(keeper_of(mount.pid()), None);
+    assert_ne!(mount.status().takeover, "ready");
+    let file = File::create(mount.join("file")).expect("create");
+    kill_alone(mount.pid(), libc::SIGKILL);
+    mount.wait_for_end();
+    assert!(file.write_all_at(b"x", 0).is_err());
+    drop(file);
+    assert!(is_mounted(mount.path()));
+}
+
+/// A descriptor of a mapping goes on too: its pages are the kernel's.
+///
+/// Proves S-mmap-2.
+#[test]
+fn stores_to_a_shared_mapping_survive_the_kill() {
+    let sandbox = Sandbox::new("mapping");
+    let mut mount = FirnMount::new(&sandbox, &taken_over());
+    let path = mount.join("mapped");
+    fs::write(&path, vec![b'a'; 1 << 20]).expect("write");
+    let file = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .open(&path)
+        .expect("open");
+    let len = 1 << 20;
+    // SAFETY: a fresh mapping of a file that has `len` bytes.
+    let at = unsafe {
+        libc::mmap(
+            std::ptr::null_mut(),
+            len,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_SHARED,
+            file.as_raw_fd(),
+            0,
+        )
+    };
+    assert_ne!(at, libc::MAP_FAILED);
+    // SAFETY: the mapping has `len` bytes and is this test's alone.
+    let bytes = unsafe { std::slice::from_raw_parts_mut(at.cast::<u8>(), len) };
+    for step in 0..3usize {
+        bytes[step * 4096] = b'0' + step as u8;
+        mount.kill_and_go_on();
+        bytes[step * 4096 + 1] = b'x';
+    }
+    // SAFETY: as above.
+    assert_eq!(unsafe { libc::msync(at, len, libc::MS_SYNC) }, 0);
+    // SAFETY: nothing refers to the mapping any more.
+    unsafe { libc::munmap(at, len) };
+    drop(file);
+    let backing = mount.umount();
+    let written = fs::read(backing.join("mapped")).expect("read");
+    for step in 0..3usize {
+        assert_eq!(
+            &written[step * 4096..step * 4096 + 3],
+            &[b'0' + step as u8, b'x', b'a']
+        );
+    }
+}
