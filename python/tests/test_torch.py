@@ -55,7 +55,7 @@ def save(path: Path, value: float, **options: Any) -> None:
     state = {"weights": torch.full((1000,), value), "epoch": value}
     writer = Writer(path, **options)
     if hasattr(dcp, "save"):
-        dcp.save(state, storage_writer=writer, no_dist=True)
+        dcp.save(state, storage_writer=writer)
     else:
         dcp.save_state_dict(state, writer, no_dist=True)
 
@@ -69,7 +69,7 @@ def load(path: "os.PathLike[str]") -> float:
 
 def load_into(state: Any, reader: Any) -> None:
     if hasattr(dcp, "load"):
-        dcp.load(state, storage_reader=reader, no_dist=True)
+        dcp.load(state, storage_reader=reader)
     else:
         dcp.load_state_dict(state, reader, no_dist=True)
 

@@ -60,7 +60,7 @@ impl<'a> FirnMount<'a> {
         Self::started_by(sandbox, backing, mount_point, &mut firn)
     }
 
-    /// Mounts `backing` at the sandbox's `mnt`, with a firnd that may have so many descriptors.
+    /// Mounts `backing` at the sandbox's `mnt`, with a limit on the descriptors of firnd.
     #[track_caller]
     pub fn with_descriptors(
         sandbox: &'a Sandbox,

@@ -126,7 +126,7 @@ impl Sandbox {
         }
         command
             .env("FIRN_RUNTIME_DIR", self.runtime())
-            // What tests provoke is no news for whoever watches this machine.
+            // Faults that tests provoke do not belong in the system log of this machine.
             .env("FIRN_SYSTEM_LOG", "off")
             .env("HOME", self.path())
             .env("NO_COLOR", "1");
@@ -277,7 +277,7 @@ pub fn is_mounted(dir: &Path) -> bool {
     mounts_below(dir).iter().any(|point| point == dir)
 }
 
-/// Takes a mount away, whoever uses it.
+/// Takes a mount away, even while programs use it.
 pub fn unmount_lazily(mount_point: &Path) {
     rustix::mount::unmount(mount_point, rustix::mount::UnmountFlags::DETACH).ok();
 }

@@ -30,7 +30,7 @@ pub const CHANGING: [libc::c_long; 14] = [
 pub enum Ended {
     /// By SIGKILL, before its call of that number was made.
     Killed,
-    /// By itself, with this exit code, after so many of the calls.
+    /// By itself: its exit code, and the number of calls before.
     Exited(i32, usize),
 }
 
@@ -122,8 +122,8 @@ pub enum Moment {
 /// A system call, as a condition on its number and arguments.
 pub type CallFilter = fn(libc::c_long, &[u64; 6]) -> bool;
 
-/// Attaches to a program that runs, says so by `attached`, and kills it at that call. Returns once it is dead, whoever
-/// killed it.
+/// Attaches to a program that runs, calls `attached`, and kills it at that call. Returns once it is dead, also by
+/// another cause.
 pub fn kill_running_at_call(
     program: u32,
     KillAt { call, skip, when }: KillAt,

@@ -133,7 +133,7 @@ pub fn answer_handshake<T: Transport>(
     answer_telling(link, terms, until, &mut || {})
 }
 
-/// The same; `heard` is called when the hello has come.
+/// [`answer_handshake`] that calls `heard` when the hello has come.
 pub(crate) fn answer_telling<T: Transport>(
     link: &mut Link<T>,
     terms: &Terms<'_>,

@@ -16,7 +16,7 @@ use crate::transport::Transport;
 pub(crate) struct MemoryPart<'a> {
     /// From the start of the data region.
     pub(crate) at: u64,
-    /// The same, mapped.
+    /// The bytes, mapped.
     pub(crate) bytes: &'a [u8],
 }
 

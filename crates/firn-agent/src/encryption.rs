@@ -96,7 +96,7 @@ impl Side {
     }
 }
 
-/// The same address however a socket names it.
+/// One form of an address: a socket may name an IPv4 address in two ways.
 fn canonical(address: SocketAddr) -> SocketAddr {
     SocketAddr::new(address.ip().to_canonical(), address.port())
 }

@@ -70,11 +70,11 @@ impl ArenaMemory {
 }
 
 /// One of [`EXPOSURES_MAX`].
-struct Place;
+struct ExposureSlot;
 
 static TAKEN: AtomicUsize = AtomicUsize::new(0);
 
-impl Place {
+impl ExposureSlot {
     fn take() -> Option<Self> {
         let free = |taken| (taken < EXPOSURES_MAX).then_some(taken + 1);
         let taken = TAKEN.try_update(Ordering::AcqRel, Ordering::Acquire, free);
@@ -83,7 +83,7 @@ impl Place {
     }
 }
 
-impl Drop for Place {
+impl Drop for ExposureSlot {
     fn drop(&mut self) {
         TAKEN.fetch_sub(1, Ordering::AcqRel);
     }
@@ -140,7 +140,7 @@ pub(crate) struct Exposure {
     is_summed: bool,
     provider: String,
     bytes: u64,
-    _place: Place,
+    _place: ExposureSlot,
 }
 
 impl Exposure {
@@ -152,7 +152,7 @@ impl Exposure {
         is_summed: bool,
     ) -> Result<(Self, Exposed), SourceError> {
         let provider = offer.transport.choose(providers).map_err(refused)?;
-        let place = Place::take().ok_or_else(|| {
+        let place = ExposureSlot::take().ok_or_else(|| {
             refused(format!(
                 "the agent reads for {EXPOSURES_MAX} pullers by libfabric already, and for no more at once: try again later, or use --transport tcp"
             ))

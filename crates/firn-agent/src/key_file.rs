@@ -76,7 +76,7 @@ pub struct KeyFile {
     pub formers: Vec<String>,
 }
 
-/// The same, as it is written.
+/// The stored form of the file.
 #[derive(Serialize, Deserialize)]
 struct Stored {
     address: String,
@@ -141,7 +141,7 @@ impl KeyFile {
         }
     }
 
-    /// The same at a path of the user's choice: a copy that he brought here.
+    /// Loads a copy of the file from a path that the user chose.
     pub fn load_from(path: &Path) -> Result<Self, KeyFileError> {
         let flags = rustix::fs::OFlags::RDONLY;
         let file = match firn_trust::open_private_file(rustix::fs::CWD, path, flags) {

@@ -75,7 +75,7 @@ impl<T: Transport> Link<T> {
         serde_json::from_slice(frame).map_err(|error| WireError::Nonsense(error.to_string()))
     }
 
-    /// The same as it came.
+    /// The next message as it came, without decoding it.
     pub(crate) fn receive_frame(
         &mut self,
         bytes_max: usize,

@@ -206,7 +206,7 @@ pub enum Reply {
         /// How many.
         bytes: u64,
     },
-    /// The same, in the staging buffers.
+    /// The bytes are in the staging buffers.
     Staged {
         /// From the start of the first one.
         at: u64,

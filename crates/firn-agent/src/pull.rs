@@ -35,7 +35,7 @@ use plan::Plan;
 use remote::Remote;
 use staging::Staging;
 pub(crate) use staging::{is_on_firn, local, rename_new, sync_dir};
-use state::State;
+use state::PullState;
 use writers::Writers;
 
 /// Between two tries to connect again.
@@ -160,7 +160,7 @@ pub fn check_list(entries: Vec<Entry>) -> Result<(), String> {
     check_entries(entries).map(drop)
 }
 
-/// The same list, if it can be pulled.
+/// Returns the list of an agent if it can be pulled; else an error that says why not.
 pub(crate) fn check_entries(entries: Vec<Entry>) -> Result<Vec<Entry>, String> {
     Plan::check(entries).map(Plan::into_entries)
 }
@@ -169,7 +169,7 @@ pub(crate) fn check_entries(entries: Vec<Entry>) -> Result<Vec<Entry>, String> {
 pub fn pull(request: &PullRequest, tell: &mut dyn FnMut(Progress)) -> Result<Outcome, PullError> {
     let staging = Staging::open(&request.target)?;
     let writers = Writers::start(staging.is_synced()).map_err(local(&request.target))?;
-    let mut state = State::new(request, tell);
+    let mut state = PullState::new(request, tell);
     let mut waits = RETRY.start();
     let mut carriage = request.carriage.clone();
     let plan = loop {
@@ -212,7 +212,7 @@ fn attempt(
     carriage: &Carriage,
     staging: &Staging,
     writers: &Writers,
-    state: &mut State<'_>,
+    state: &mut PullState<'_>,
 ) -> Result<Plan, PullError> {
     let mut peer = Peer::connect(&request.host, &request.route)?;
     let listed = match &request.source {

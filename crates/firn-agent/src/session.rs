@@ -28,7 +28,7 @@ use crate::transport::Transport;
 const FILES_MAX: usize = 64;
 /// How long a puller may ask nothing: as long as its disk may stand still.
 const IDLE_LIMIT: Duration = Duration::from_secs(120);
-/// The same for a partner that follows: it is dead then, and what it has counts no more.
+/// Longest silence of a partner that follows. After it the partner counts as dead, and its copies do not count.
 const FOLLOWER_IDLE_LIMIT: Duration = Duration::from_secs(10);
 /// How long a puller may take for one answer, of [`BLOCK_BYTES`] at most: 9 KB/s.
 const ANSWER_LIMIT: Duration = Duration::from_secs(120);
@@ -105,7 +105,7 @@ impl<'a, T: Transport> Session<'a, T> {
         }
     }
 
-    /// The same, by what libfabric has near an address of this host, as far as it was allowed.
+    /// Adds the offer of libfabric near an address of this host, as far as options allow it.
     pub(crate) fn offering(self, offer: Offer) -> Self {
         Self { offer, ..self }
     }

@@ -136,7 +136,7 @@ impl Source {
         })
     }
 
-    /// Lets the status show what was sent; a firnd that is gone is noticed by who asks it for something.
+    /// Adds what was sent to the status of the mount. An error is ignored: the next request to firnd reports it.
     pub(crate) fn report(&self, files: u64, bytes: u64) {
         let _ = self.mount.report_pull(files, bytes);
     }
@@ -368,7 +368,7 @@ impl Source {
 
     /// Through the mount, which knows where the backing has it; a stub tree has no other way than the backing.
     fn open_for_reading(&self, path: &BytePath) -> io::Result<File> {
-        // What somebody put in the place of the file meanwhile, as a pipe, must not keep this session.
+        // The opening of a pipe in the place of the file would block this session.
         let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
         let top = match self.found.is_tree {
             true => &self.found.backing,
@@ -430,7 +430,7 @@ impl<T: Transport> Sender<'_, T> {
     }
 }
 
-/// What an agent may hold of an arena where nobody says: a quarter.
+/// Bytes of an arena that an agent may hold by default: a quarter.
 pub(crate) fn default_hold_max(arena_bytes: u64) -> u64 {
     arena_bytes / 4
 }
@@ -598,7 +598,7 @@ fn may_be_copied(file: &FileStatus) -> bool {
     file.held_bytes > 0 && file.state < DurabilityLevel::Logged && !file.in_transaction
 }
 
-/// Whether somebody is about to write to it: what lies beside it is a part of a checkpoint, and no more.
+/// Whether a writer has the file open outside a transaction: the checkpoint beside it is not complete.
 fn is_begun(file: &FileStatus) -> bool {
     file.ending == Ending::Open && !file.in_transaction
 }

@@ -136,7 +136,7 @@ impl DirBacking {
         })
     }
 
-    /// The same directory, whose new files go where `steering` says.
+    /// Steers the creation of files in this directory by `steering`.
     pub fn with_steering(mut self, steering: Arc<dyn Steering>) -> Self {
         self.steering = Some(steering);
         self
@@ -239,7 +239,7 @@ impl DirBacking {
         }
     }
 
-    /// The same for a directory that is open; `path` is for people and for keys.
+    /// Opens the backing by the descriptor of its directory; `path` is for messages and for keys.
     pub fn of_dir(dir: OwnedFd, path: impl Into<PathBuf>) -> io::Result<Self> {
         let flags = OFlags::DIRECTORY | OFlags::CLOEXEC | OFlags::PATH;
         let root = fs::openat(&dir, c".", flags, Mode::empty())?;

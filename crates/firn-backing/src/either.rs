@@ -83,7 +83,7 @@ macro_rules! side {
     };
 }
 
-/// The same of a call that gives out something of that side; `$wrap` makes it one of both.
+/// As `side!`, for a call that returns something of that side; `$wrap` makes it one of both.
 macro_rules! give {
     ($self:ident, $of:ident, |$side:ident| $call:expr, $wrap:ident) => {
         match ($self, $of) {

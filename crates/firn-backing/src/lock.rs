@@ -89,7 +89,7 @@ impl<T> MutexGuard<'_, T> {
     pub fn wait(&mut self, condition: &Condvar) {
         condition.wait(&mut self.guard);
     }
-    /// The same for at most `time`.
+    /// Waits for `condition` to be notified, for at most `time`; the lock is free during the wait.
     pub fn wait_for(&mut self, condition: &Condvar, time: std::time::Duration) {
         condition.wait_for(&mut self.guard, time);
     }

@@ -144,7 +144,8 @@ pub enum FileUse {
     /// No program of this host has the file open for writing, and what they wrote is written: what is left to do for it
     /// is to be done soon. The call waits for nothing.
     Written,
-    /// The same, and it is done now, as far as other hosts let it.
+    /// No program of this host has the file open for writing: all that is left to do for it is done now, as far as
+    /// other hosts let it.
     Finished,
 }
 
@@ -230,7 +231,7 @@ impl<I> Clone for Placing<'_, I> {
 impl<I> Copy for Placing<'_, I> {}
 
 impl<'a, I> Placing<'a, I> {
-    /// The same by what another backing calls the directory or file.
+    /// Translates the directory or file into the inode of another backing.
     pub fn map<J>(self, to: impl FnOnce(&'a I) -> &'a J) -> Placing<'a, J> {
         match self {
             Self::ByName => Placing::ByName,

@@ -58,12 +58,12 @@ pub trait Tracked: Backing {
 /// What was changed and is not synced yet, where each file and directory is synced by itself.
 #[derive(Debug, Default)]
 pub struct Unsynced {
-    state: Mutex<State>,
+    state: Mutex<AccountState>,
     rename_over: Condvar,
 }
 
 #[derive(Debug)]
-struct State {
+struct AccountState {
     objects: HashMap<Key, Entry>,
     names: BTreeMap<Vec<u8>, Key>,
     /// Counts changes.
@@ -88,7 +88,7 @@ struct Entry {
     has_more_names: bool,
 }
 
-impl Default for State {
+impl Default for AccountState {
     fn default() -> Self {
         Self {
             objects: HashMap::new(),
@@ -113,7 +113,7 @@ pub fn join(dir: &[u8], name: &OsStr) -> Vec<u8> {
     path
 }
 
-impl State {
+impl AccountState {
     fn ticket(&mut self) -> u64 {
         self.last_ticket += 1;
         self.last_ticket
@@ -325,7 +325,7 @@ impl Unsynced {
 
     /// Forgets everything, as after the end of a process.
     pub fn reset(&self) {
-        *self.state.lock() = State::default();
+        *self.state.lock() = AccountState::default();
     }
 
     fn wait_for_renames(&self) {

@@ -109,10 +109,10 @@ impl CheckpointArgs {
         prepared: &Prepared,
         work: &Path,
         firn: &'a Firn,
-    ) -> anyhow::Result<Vec<Candidate<'a>>> {
+    ) -> anyhow::Result<Vec<CheckpointCandidate<'a>>> {
         let native = prepared.dir.join("native");
         std::fs::create_dir_all(&native)?;
-        let mut all = vec![Candidate::plain(
+        let mut all = vec![CheckpointCandidate::plain(
             "native",
             native.clone(),
             native,
@@ -136,8 +136,9 @@ impl CheckpointArgs {
             let behind = prepared.dir.join(&own);
             let point = work.join(format!("mount-{own}"));
             let mount = firn.mount(&behind, &point, &format!("close={close}{more}"))?;
-            let candidate = Candidate::plain(name, behind, point, WriteTarget::Firn(mount));
-            all.push(Candidate {
+            let candidate =
+                CheckpointCandidate::plain(name, behind, point, WriteTarget::Firn(mount));
+            all.push(CheckpointCandidate {
                 preload: preload.cloned(),
                 ..candidate
             });
@@ -145,7 +146,7 @@ impl CheckpointArgs {
         if self.backing != Kind::Local {
             let behind = prepared.dir.join("large");
             std::fs::create_dir_all(&behind)?;
-            all.push(Candidate::plain(
+            all.push(CheckpointCandidate::plain(
                 "large writes",
                 behind.clone(),
                 behind,
@@ -160,7 +161,7 @@ impl CheckpointArgs {
                 },
                 &dir,
             )?;
-            all.push(Candidate::plain(
+            all.push(CheckpointCandidate::plain(
                 "FUSE sink",
                 work.to_owned(),
                 dir,
@@ -170,7 +171,7 @@ impl CheckpointArgs {
         Ok(all)
     }
 
-    fn measure(&self, candidate: &Candidate, image: u64) -> anyhow::Result<Sample> {
+    fn measure(&self, candidate: &CheckpointCandidate, image: u64) -> anyhow::Result<Sample> {
         let dir = candidate.new_dir()?;
         let tasks: Vec<Task> = (0..self.processes)
             .map(|rank| Task::Write {
@@ -247,7 +248,7 @@ impl CheckpointArgs {
     }
 }
 
-struct Candidate<'a> {
+struct CheckpointCandidate<'a> {
     name: &'static str,
     /// Its directory in the backing.
     behind: PathBuf,
@@ -266,7 +267,7 @@ enum WriteTarget<'a> {
     Sink(Mounted),
 }
 
-impl<'a> Candidate<'a> {
+impl<'a> CheckpointCandidate<'a> {
     fn plain(name: &'static str, behind: PathBuf, dir: PathBuf, target: WriteTarget<'a>) -> Self {
         Self {
             name,

@@ -134,10 +134,10 @@ impl CommitArgs {
         prepared: &Prepared,
         work: &Path,
         firn: &'a Firn,
-    ) -> anyhow::Result<Vec<Candidate<'a>>> {
+    ) -> anyhow::Result<Vec<CommitCandidate<'a>>> {
         let native = prepared.dir.join("native");
         std::fs::create_dir_all(&native)?;
-        let plain = |name| Candidate {
+        let plain = |name| CommitCandidate {
             name,
             behind: native.clone(),
             dir: native.clone(),
@@ -163,7 +163,7 @@ impl CommitArgs {
             )?;
             mount.wait_populated()?;
             let dir = mount.path().to_owned();
-            all.push(Candidate {
+            all.push(CommitCandidate {
                 name,
                 behind,
                 dir,
@@ -177,9 +177,9 @@ impl CommitArgs {
     /// Measures one case: the candidates in turns, as often as asked for.
     fn measure(
         &self,
-        candidates: &[&Candidate],
+        candidates: &[&CommitCandidate],
         title: &str,
-        mut one: impl FnMut(&Candidate) -> anyhow::Result<Vec<Sample>>,
+        mut one: impl FnMut(&CommitCandidate) -> anyhow::Result<Vec<Sample>>,
     ) -> anyhow::Result<Vec<Named>> {
         let bar = progress(
             u64::from(self.common.repeats()) * candidates.len() as u64,
@@ -206,11 +206,11 @@ impl CommitArgs {
         Ok(cases)
     }
 
-    fn new_files(&self, candidates: &[Candidate], report: &mut Report) -> anyhow::Result<()> {
+    fn new_files(&self, candidates: &[CommitCandidate], report: &mut Report) -> anyhow::Result<()> {
         let size = self.size.unwrap_or(self.common.choose(1 << 30, 64 << 20));
         let each = (size / FILES).next_multiple_of(WRITE_BYTES);
         let name = format!("{FILES} new files, {} together", size_text(each * FILES));
-        let who: Vec<&Candidate> = candidates
+        let who: Vec<&CommitCandidate> = candidates
             .iter()
             .filter(|one| one.name != IN_PLACE)
             .collect();
@@ -239,7 +239,11 @@ impl CommitArgs {
         Ok(())
     }
 
-    fn small_files(&self, candidates: &[Candidate], report: &mut Report) -> anyhow::Result<()> {
+    fn small_files(
+        &self,
+        candidates: &[CommitCandidate],
+        report: &mut Report,
+    ) -> anyhow::Result<()> {
         let count = self.count.unwrap_or(self.common.choose(10_000, 1_000));
         let name = format!("{count} files of 4K that exist, a quarter of each rewritten");
         let names = |dir: PathBuf, operation| Task::Names {
@@ -248,7 +252,7 @@ impl CommitArgs {
             operation,
         };
         let mut prepared = Vec::new();
-        let who: Vec<&Candidate> = candidates.iter().collect();
+        let who: Vec<&CommitCandidate> = candidates.iter().collect();
         let samples = self.measure(&who, &name, |candidate| {
             let dir = candidate.dir.join("small");
             if !prepared.contains(&dir) {
@@ -337,7 +341,7 @@ fn judge_commit(report: &mut Report, limit: Limit) {
     }
 }
 
-struct Candidate<'a> {
+struct CommitCandidate<'a> {
     name: &'static str,
     /// Its directory in the backing.
     behind: PathBuf,
@@ -368,7 +372,7 @@ impl Taken {
     }
 }
 
-impl Candidate<'_> {
+impl CommitCandidate<'_> {
     /// Runs `tasks`, in a transaction where there are any, until what they wrote is durable: natively by
     /// `sync`.
     fn write(

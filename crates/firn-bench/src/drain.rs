@@ -42,7 +42,7 @@ pub struct DrainArgs {
 }
 
 /// One way to drain, and its mount.
-struct Candidate<'a> {
+struct DrainCandidate<'a> {
     name: &'static str,
     /// `None`: nothing was written.
     mount: Option<Mounted<'a>>,
@@ -87,20 +87,20 @@ impl DrainArgs {
             self.seconds()
         ));
         let mount = |name: &str, options: &str| self.mount(&firn, &work, name, options);
-        let mut candidates = vec![Candidate {
+        let mut candidates = vec![DrainCandidate {
             name: ALONE,
             mount: None,
         }];
         if !self.common.baseline_only {
-            candidates.push(Candidate {
+            candidates.push(DrainCandidate {
                 name: DEMAND,
                 mount: Some(mount("demand", "drain=demand")?),
             });
-            candidates.push(Candidate {
+            candidates.push(DrainCandidate {
                 name: UNLIMITED,
                 mount: Some(mount("unlimited", "drain=eager")?),
             });
-            candidates.push(Candidate {
+            candidates.push(DrainCandidate {
                 name: PACED,
                 mount: Some(mount("paced", "drain-cpu=3")?),
             });
@@ -186,7 +186,7 @@ impl DrainArgs {
     fn measure(
         &self,
         firn: &Firn,
-        candidate: &Candidate<'_>,
+        candidate: &DrainCandidate<'_>,
         training: &Loop,
     ) -> anyhow::Result<Sample> {
         let before = training.step_rate()?;

@@ -73,16 +73,20 @@ impl MetaArgs {
         Ok(report)
     }
 
-    fn candidates<'a>(&self, work: &WorkDir, firn: &'a Firn) -> anyhow::Result<Vec<Candidate<'a>>> {
+    fn candidates<'a>(
+        &self,
+        work: &WorkDir,
+        firn: &'a Firn,
+    ) -> anyhow::Result<Vec<MetaCandidate<'a>>> {
         let native = work.subdir("native")?;
         let mut all = vec![
-            Candidate {
+            MetaCandidate {
                 name: "plain passthrough",
                 backing: work.subdir("plain.b")?,
                 through: work.subdir("plain")?,
                 target: WriteTarget::Plain,
             },
-            Candidate {
+            MetaCandidate {
                 name: "native",
                 backing: native.clone(),
                 through: native,
@@ -90,7 +94,7 @@ impl MetaArgs {
             },
         ];
         if !self.common.baseline_only {
-            all.push(Candidate {
+            all.push(MetaCandidate {
                 name: "firn",
                 backing: work.subdir("firn.b")?,
                 through: work.subdir("firn")?,
@@ -127,14 +131,14 @@ enum WriteTarget<'a> {
     Firn(&'a Firn),
 }
 
-struct Candidate<'a> {
+struct MetaCandidate<'a> {
     name: &'static str,
     backing: PathBuf,
     through: PathBuf,
     target: WriteTarget<'a>,
 }
 
-impl<'a> Candidate<'a> {
+impl<'a> MetaCandidate<'a> {
     /// A mount for each measurement: the kernel keeps the files of the last one in mind, and the plain
     /// passthrough a descriptor for each.
     fn mount(&self) -> anyhow::Result<Option<Held<'a>>> {

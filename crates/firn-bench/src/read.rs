@@ -63,8 +63,12 @@ impl ReadArgs {
         Ok(report)
     }
 
-    fn candidates<'a>(&self, work: &WorkDir, firn: &'a Firn) -> anyhow::Result<Vec<Candidate<'a>>> {
-        let mut all = vec![Candidate {
+    fn candidates<'a>(
+        &self,
+        work: &WorkDir,
+        firn: &'a Firn,
+    ) -> anyhow::Result<Vec<ReadCandidate<'a>>> {
+        let mut all = vec![ReadCandidate {
             name: "native",
             dir: work.subdir("native")?,
             mount: None,
@@ -80,7 +84,7 @@ impl ReadArgs {
             let backing = work.subdir(&format!("{options}.b"))?;
             let point = work.subdir(options)?;
             let mount = firn.mount(&backing, &point, options)?;
-            all.push(Candidate {
+            all.push(ReadCandidate {
                 name,
                 dir: point,
                 mount: Some(mount),
@@ -100,13 +104,13 @@ impl ReadArgs {
     }
 }
 
-struct Candidate<'a> {
+struct ReadCandidate<'a> {
     name: &'static str,
     dir: PathBuf,
     mount: Option<Mount<'a>>,
 }
 
-impl Candidate<'_> {
+impl ReadCandidate<'_> {
     fn file(&self) -> PathBuf {
         self.dir.join("image.ckpt")
     }

@@ -38,7 +38,7 @@ pub struct RestartArgs {
 }
 
 /// One way to read.
-struct Candidate<'a> {
+struct RestartCandidate<'a> {
     name: &'static str,
     target: WriteTarget<'a>,
 }
@@ -179,7 +179,7 @@ impl RestartArgs {
         work: &WorkDir,
         firn: &Firn,
         mount: Option<&'a Mount<'a>>,
-    ) -> anyhow::Result<Vec<Candidate<'a>>> {
+    ) -> anyhow::Result<Vec<RestartCandidate<'a>>> {
         let memory = firn.memory_dir()?;
         let region = memory.join("region");
         let tmpfs = memory.join("tmpfs");
@@ -192,28 +192,28 @@ impl RestartArgs {
         std::fs::create_dir(&behind)?;
         let plain = Mounted::start(&Server::Plain { source: behind }, &work.subdir("plain")?)?;
         let mut all = vec![
-            Candidate {
+            RestartCandidate {
                 name: SHARED,
                 target: WriteTarget::Shared(region),
             },
-            Candidate {
+            RestartCandidate {
                 name: "tmpfs",
                 target: WriteTarget::Files(tmpfs),
             },
-            Candidate {
+            RestartCandidate {
                 name: PLAIN,
                 target: WriteTarget::Plain(plain),
             },
         ];
         if let Some(mount) = mount {
-            all.push(Candidate {
+            all.push(RestartCandidate {
                 name: PRELOAD,
                 target: WriteTarget::Firn {
                     mount,
                     preload: Some(firn.preload()?),
                 },
             });
-            all.push(Candidate {
+            all.push(RestartCandidate {
                 name: MOUNT,
                 target: WriteTarget::Firn {
                     mount,
@@ -258,7 +258,7 @@ fn judge(report: &mut Report) {
     report.judge(format!("{MOUNT} to {PLAIN}"), Limit::Least(1.0), &mount);
 }
 
-impl Candidate<'_> {
+impl RestartCandidate<'_> {
     fn file(&self, rank: u32) -> Option<PathBuf> {
         let dir = match &self.target {
             WriteTarget::Shared(_) => return None,

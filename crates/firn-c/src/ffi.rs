@@ -74,7 +74,7 @@ const _: () = assert!(size_of::<ChunkMeta>() == 56);
 
 // SAFETY: the address is of shared memory, which is only read; the list does not follow it.
 unsafe impl Send for ChunkMeta {}
-// SAFETY: nobody changes a list, so threads may look at it at once.
+// SAFETY: a list does not change, so threads may read it at the same time.
 unsafe impl Sync for ChunkMeta {}
 
 /// A structure that the program makes and the library fills. Its first field is `size_t size`, which the
@@ -407,7 +407,7 @@ pub unsafe extern "C" fn firn_read_chunk(
             return Err(Error::Argument("the buffer is a null pointer"));
         }
         let piece = piece_of(piece)?;
-        // SAFETY: the buffer is writable for so many bytes and the program's own, by firn.h.
+        // SAFETY: firn.h demands a buffer that is writable for `bytes` bytes and used by no other thread.
         unsafe { mount.read_piece(&piece, from, buffer.cast(), bytes) }?;
         Ok(())
     })

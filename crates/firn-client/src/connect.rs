@@ -39,7 +39,7 @@ const ANSWER_S: u64 = 10;
 const ANSWER: Option<Duration> = Some(Duration::from_secs(ANSWER_S));
 /// Bytes of the longest answer that is taken: 10^6 pending files with long paths.
 const REPLY_BYTES_MAX: usize = 1 << 30;
-/// The same of another user's firnd: 10^5 pending files.
+/// Bytes of the longest answer from another user's firnd: 10^5 pending files.
 const OTHERS_REPLY_BYTES_MAX: usize = 16 << 20;
 
 /// How far a long request is.

@@ -44,7 +44,7 @@ impl Mount {
     }
 }
 
-/// The same, without a limit.
+/// Asks the kernel whether a mount point is alive, without a time limit.
 pub fn of_mount_point(path: &Path) -> Liveness {
     // AT_STATX_FORCE_SYNC: without it the kernel may answer from what it remembers of the directory.
     let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::STATX_FORCE_SYNC;

@@ -350,8 +350,8 @@ impl OpenMount {
     /// Copies `len` bytes of a piece, from `from` bytes into it on.
     ///
     /// # Safety
-    /// `to` is writable for `len` bytes, which nobody else uses meanwhile. The piece's list is held, or what is
-    /// copied means nothing.
+    /// `to` is writable for `len` bytes, which no other thread uses during the call. The bytes are those of the file
+    /// only if the piece's list is held.
     pub unsafe fn read_piece(
         &self,
         piece: &ChunkPiece,
@@ -398,7 +398,7 @@ impl OpenMount {
         from: u64,
         out: &mut [u8],
     ) -> Result<(), MountError> {
-        // SAFETY: `out` is borrowed for writing, so all of it is writable and nobody else's.
+        // SAFETY: `out` is borrowed for writing, so all of it is writable and no other thread uses it.
         unsafe { self.read_piece(piece, from, out.as_mut_ptr(), out.len()) }
     }
 
@@ -447,15 +447,16 @@ impl ChunkList {
         })
     }
 
-    /// The bytes of a piece that is in memory. `None`: it is not, or the region is not mapped. Whoever does not ask
-    /// afterwards whether the list held ([`ChunkList::was_changed`]) knows nothing of them.
+    /// The bytes of a piece, or `None` if it is not in memory or the region is not mapped.
+    ///
+    /// The bytes are those of the file only if [`ChunkList::was_changed`] is false after they were read.
     pub fn bytes_in_memory(&self, piece: &ChunkPiece) -> Result<Option<&[u8]>, MountError> {
         if piece.place != Place::Memory {
             return Ok(None);
         }
         let address = self.mount.address_of(piece)?;
         // SAFETY: `address_of` found the piece within a mapping that lives as long as the mount, so longer than this
-        // list. As long as the list is held nobody stores to what it names (S-chunks-1).
+        // list. No process stores to the pieces of a list that is held (S-chunks-1).
         Ok(address.map(|at| unsafe { std::slice::from_raw_parts(at, piece.bytes as usize) }))
     }
 

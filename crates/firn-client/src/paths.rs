@@ -1,9 +1,9 @@
 //! Where the files of a running or interrupted mount are.
 //!
 //! The runtime directory (`/dev/shm/firn-UID`, or `FIRN_RUNTIME_DIR`) holds `KEY.arena`, `KEY.sock` and
-//! `KEY.log`. It is the user's own and mode 0700: anybody may create names in /dev/shm, so a directory
-//! that is not ours, or that others may enter, is refused and never mended silently. Whoever reads in it opens it
-//! by [`open_runtime_dir`] first.
+//! `KEY.log`. It is the user's own and mode 0700. Any user may create names in /dev/shm, so a directory of
+//! another user, or one that others may enter, is refused and never mended silently. [`open_runtime_dir`] checks
+//! this; each reader of the directory opens it that way.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -176,7 +176,7 @@ impl RuntimeFiles {
         Ok(Self::in_dir(&runtime_dir()?, canonical_backing, arena_dir))
     }
 
-    /// The same in the runtime directory `dir`.
+    /// The files for a backing in the runtime directory `dir`.
     pub fn in_dir(dir: &Path, canonical_backing: &Path, arena_dir: Option<&Path>) -> Self {
         let key = Key::of(canonical_backing);
         Self {

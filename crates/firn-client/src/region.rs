@@ -187,7 +187,7 @@ pub struct View {
 
 // SAFETY: memory that is only read, and lives as long as the value.
 unsafe impl Send for View {}
-// SAFETY: nobody writes through the mapping, so threads may read it at once.
+// SAFETY: the mapping is read-only, so threads may read it at the same time.
 unsafe impl Sync for View {}
 
 impl View {
@@ -244,7 +244,7 @@ impl View {
         Ok(Self { base, len })
     }
 
-    /// Where byte `at` of the view is, if so many follow.
+    /// Address of byte `at` of the view, or `None` if fewer than `bytes` bytes follow.
     pub fn address(&self, at: u64, bytes: u64) -> Option<*const u8> {
         let inside = at
             .checked_add(bytes)

@@ -31,7 +31,7 @@ pub enum Drain {
     /// As it comes.
     #[default]
     Eager,
-    /// When somebody asks.
+    /// On request: fsync(2), `firn drain`, `firn wait`.
     Demand,
     /// As it comes; in a transaction to where it is staged until that is committed.
     Commit,
@@ -61,7 +61,7 @@ pub enum Frontend {
     Preload,
 }
 
-/// Who says which I/O server a new file goes to.
+/// What chooses the I/O server of a new file.
 #[derive(
     Clone,
     Copy,
@@ -309,9 +309,9 @@ pub enum Order {
 #[serde(rename_all = "lowercase")]
 #[strum(serialize_all = "lowercase")]
 pub enum LogLevel {
-    /// Only what needs somebody to act.
+    /// Only faults that a person has to mend.
     Error,
-    /// Also what is odd.
+    /// Also what is unusual.
     Warn,
     /// Also what changes state: attach, recovery, unmount.
     Info,
@@ -359,9 +359,9 @@ pub enum Participants {
     /// This one alone.
     #[default]
     Off,
-    /// So many.
+    /// Any hosts, this many.
     Count(u32),
-    /// These.
+    /// The hosts of this list.
     Hosts(Vec<String>),
 }
 
@@ -434,7 +434,7 @@ pub struct Options {
     /// The name of this one; `None`: the host's.
     #[serde(default)]
     pub host: Option<String>,
-    /// Who has copies of what this host holds.
+    /// The host that has copies of what this one holds.
     #[serde(default)]
     pub partner: Partner,
     /// Which hosts fail together; none: each alone.
@@ -443,7 +443,7 @@ pub struct Options {
     /// Milliseconds that a commit waits for the other hosts.
     #[serde(default)]
     pub participants_wait_ms: u64,
-    /// Who gives lanes one writer among several hosts.
+    /// What gives each lane one writing host.
     #[serde(default)]
     pub tokens: TokenService,
     /// Milliseconds that a host holds a token while others wait for it.
@@ -467,7 +467,7 @@ pub struct Options {
     /// Milliseconds between its rounds.
     #[serde(default)]
     pub backup_every_ms: u64,
-    /// Who says which I/O server a new file goes to.
+    /// What chooses the I/O server of a new file.
     #[serde(default)]
     pub placement: Placement,
     /// Directories that files are placed in, each on a server of its own.
@@ -495,7 +495,7 @@ pub struct Options {
     pub fsync: Fsync,
     /// Milliseconds that a byte may stay undrained though its chunk is not full.
     pub drain_age_ms: u64,
-    /// Percent of a CPU that a drain takes for which nobody waits, while programs want all CPUs; 100: no limit.
+    /// Percent of a CPU for a drain without a waiting caller, while programs want all CPUs; 100: no limit.
     pub drain_cpu_percent: u32,
     /// Threads that answer the kernel; 0: one a core.
     pub fuse_threads: u32,

@@ -133,9 +133,8 @@ pub static TABLE: [Row; 53] = [
         },
         default: "all",
         help: "Number of writes that one I/O server gets at once; all: as many as there are io-threads",
-        long: "A disk, and a server with one, is best written to by `1`; a server that needs several requests \
-               under way to be busy gets more. It counts for each lane of `placement`, and for the whole backing \
-               without lanes.",
+        long: "`1` suits a disk, or a server with one disk. Use more for a server that is busy only with several \
+               requests at once. The number is for each lane of `placement`; without lanes, for the whole backing.",
         changes_promises: false,
         get: |o| match o.lane_writers {
             0 => "all".into(),
@@ -211,7 +210,7 @@ pub static TABLE: [Row; 53] = [
         name: "placement",
         kind: Kind::Choice(words::<Placement>()),
         default: "none",
-        help: "Who says which I/O server a new file goes to: the backing's file system (none), or firn, over \
+        help: "What chooses the I/O server of a new file: the backing's file system (none), or firn, over \
                several directories (dirs) or by telling the backing's file system",
         long: "With `dirs`, each new file lies whole in one of the `lanes`; the backing has a symbolic link to \
               it, the mount a plain file. It pays from four files for each server on. With the name of a \
@@ -385,8 +384,8 @@ pub static TABLE: [Row; 53] = [
         },
         default: "1s",
         help: "How long a host keeps a token while others wait for it",
-        long: "Shorter times let hosts take turns more often, so that none of them waits long; longer times mean \
-               fewer changes between the files of hosts. A token that has nothing to write is passed on at once.",
+        long: "With a shorter time hosts take turns more often, so each waits less. With a longer time the server changes \
+               between the files of hosts less often. A host with nothing to write passes the token on at once.",
         changes_promises: false,
         get: |o| duration_text(o.token_hold_ms),
         set: |o, v| o.token_hold_ms = v.number(),
@@ -398,10 +397,10 @@ pub static TABLE: [Row; 53] = [
             max_ms: 3600 * 1000,
         },
         default: "5s",
-        help: "How long a drain waits for a token that does not come, before it goes on without",
-        long: "It counts from when nobody answers, or from when the token changed hands last: a host that stands \
-               in a queue which moves waits up to eight times as long, then writes and keeps its place. Where the \
-               queue of hosts for a lane is longer than that, raise it. At least twice `token-hold`.",
+        help: "How long a drain waits for a token before it goes on without it",
+        long: "The time counts from the last answer, or from the last change of the token's holder. A host in a queue \
+               that moves waits up to eight times as long, then writes and keeps its place. Raise it if the queue of \
+               hosts for a lane is longer than that. At least twice `token-hold`.",
         changes_promises: false,
         get: |o| duration_text(o.token_wait_ms),
         set: |o, v| o.token_wait_ms = v.number(),
@@ -432,9 +431,9 @@ pub static TABLE: [Row; 53] = [
         name: "rules",
         kind: Kind::Rules,
         default: "",
-        help: "Commit rules: checkpoints of programs that know nothing of Firn are there whole or not at all",
-        long: "Each rule says which changes of programs are one checkpoint, and when it is complete. Until then the backing has \
-               the state before, while the programs see what they write; when all writers are gone before, nothing of it stays. \
+        help: "Commit rules: make the checkpoints of unchanged programs atomic",
+        long: "Each rule says which changes of programs are one checkpoint, and when it is complete. Until then the backing \
+               has the state before, and the programs see what they write. If all writers end earlier, the checkpoint is undone. \
                An older checkpoint is not removed before a newer one is durable. `firn rules list` shows the rules with a name; \
                a file has rules of your own.",
         changes_promises: true,
@@ -464,9 +463,9 @@ pub static TABLE: [Row; 53] = [
         },
         default: "10s",
         help: "How often files of an open transaction are copied to the backup",
-        long: "A file is copied when it has not changed for this long, and again if it changes later. What was \
-               copied before a prepare need not be copied while the prepare keeps programs waiting; without the \
-               prepare, these copies are of no use.",
+        long: "A file is copied when it has not changed for this long, and again if it changes later. Files that are \
+               copied early make the prepare shorter, during which programs wait. Without a prepare these copies are \
+               not used.",
         changes_promises: false,
         get: |o| duration_text(o.backup_every_ms),
         set: |o, v| o.backup_every_ms = v.number(),
@@ -613,7 +612,7 @@ pub static TABLE: [Row; 53] = [
         name: "takeover",
         kind: Kind::Choice(words::<Takeover>()),
         default: "no",
-        help: "Let another firnd go on with the mount where firnd dies, so that programs only wait",
+        help: "Let another firnd continue the mount if firnd dies, so that programs only wait",
         long: "With `auto`, a small process (firn-keeper) keeps the connection to the kernel, and starts firnd \
                again when it was killed: open files, directories, locks and mappings go on. It needs Linux 6.9. A \
                mount in the foreground or with layout=log is not taken over, nor one in which a transaction is open: \
@@ -871,7 +870,7 @@ pub static IMPLIED: [Implied; 12] = [
         other: "drain",
         value: "commit",
         fits: |o| o.drain == Drain::Commit,
-        advice: "it is a mode of transactions: omit mode, or use drain=commit",
+        advice: "mode applies to transactions only: omit mode, or use drain=commit",
     },
     Implied {
         name: "participants",
@@ -934,7 +933,7 @@ pub static IMPLIED: [Implied; 12] = [
         other: "tokens",
         value: "etcd",
         fits: |o| o.tokens == TokenService::Etcd,
-        advice: "nothing else is asked there: omit token-endpoints, or use tokens=etcd",
+        advice: "only etcd has endpoints: omit token-endpoints, or use tokens=etcd",
     },
     Implied {
         name: "token-group",

@@ -44,7 +44,7 @@ pub enum Kind {
     Directory,
     /// A file or directory, as an absolute path.
     Path,
-    /// The same, or `off`.
+    /// An absolute path of a file or directory, or `off`.
     PathOrOff,
     /// Directories, as absolute paths.
     Directories,

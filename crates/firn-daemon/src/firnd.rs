@@ -246,14 +246,12 @@ fn serve_kept(
     let context = MountContext {
         request,
         checked: &checked,
-        link: link.clone(),
+        link,
         caller,
         taken_over: taken_over.as_ref(),
     };
     let mount = Mount::start(context, attached)?;
-    if let Some(link) = &link {
-        link.say_serving();
-    }
+    mount.tell_keeper();
     if let Some(taken) = &taken_over {
         taken.note_end_of_pause();
     }
@@ -322,6 +320,13 @@ impl Mount {
             sender,
             events,
         })
+    }
+
+    /// Tells the keeper, if there is one, that programs see the mount.
+    fn tell_keeper(&self) {
+        if let Some(link) = &self.link {
+            link.say_serving();
+        }
     }
 
     /// Tells that programs see the mount, and what came from an earlier firnd.

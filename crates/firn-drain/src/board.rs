@@ -15,10 +15,10 @@ pub(crate) struct Board {
     thread_count: usize,
     /// Most writers of a lane.
     lane_writers_max: usize,
-    state: Mutex<State>,
+    state: Mutex<BoardState>,
 }
 
-struct State {
+struct BoardState {
     /// Threads that pick from a lane or write to it.
     writers: Vec<usize>,
     /// The lane that was entered last.
@@ -49,7 +49,7 @@ impl Board {
         Self {
             thread_count,
             lane_writers_max,
-            state: Mutex::new(State {
+            state: Mutex::new(BoardState {
                 writers: vec![0; lane_count],
                 last: lane_count - 1,
             }),

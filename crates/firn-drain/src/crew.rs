@@ -2,8 +2,8 @@
 //!
 //! Promises
 //! * A job that was picked is completed, also if its execution panics.
-//! * When all threads are in writes that hang, new threads come in for them ([`Crew::replace_hung`]); the same when all
-//!   writers of a lane with more to write hang. So files whose writes hang do not stop the drains of others.
+//! * New threads start when all threads are in writes that hang, or all writers of a lane with more to write
+//!   ([`Crew::replace_hung`]). So a file whose writes hang does not stop the drain of others.
 //!
 //! Invariants
 //! * One file has fewer writes under way than there are regular threads for its lane, where there is more than one.
@@ -21,12 +21,12 @@ use parking_lot::Mutex;
 use crate::sleepers::Sleepers;
 use crate::worker::{Role, Worker};
 
-/// A write that takes this long may take for ever.
+/// A write that takes longer than this counts as hanging.
 const HANGS_AFTER: Duration = Duration::from_secs(5);
-/// Threads that stand in for such as hang, at a time.
+/// Most threads at a time that replace hanging ones.
 const STAND_INS_MAX: usize = 64;
 
-/// The threads.
+/// The I/O threads and their number.
 pub(crate) struct Crew {
     sleepers: Arc<Sleepers>,
     lane_count: usize,
@@ -35,7 +35,7 @@ pub(crate) struct Crew {
     start_thread: Box<dyn Fn(usize, Role) -> io::Result<IoThread> + Send + Sync>,
     has_work: Box<dyn Fn(usize) -> bool + Send + Sync>,
     started_count: AtomicUsize,
-    /// The log says that writes hang, and not yet that they returned.
+    /// The log has the message that writes hang, and not yet that they returned.
     has_told_of_hang: AtomicBool,
 }
 
@@ -44,10 +44,10 @@ struct IoThread {
     clock: Arc<JobClock>,
 }
 
-/// What a thread is at, and for how long.
+/// The job of a thread, and since when it runs.
 pub(crate) struct JobClock {
     zero: Instant,
-    /// Milliseconds from `zero` to the begin of the job, and one; 0 without a job.
+    /// Milliseconds from `zero` to the begin of the job, plus one; 0 without a job.
     began_ms: AtomicU64,
     lane: AtomicUsize,
 }
@@ -75,7 +75,7 @@ impl JobClock {
         1 + self.zero.elapsed().as_millis() as u64
     }
 
-    /// The lane whose job it is at.
+    /// The lane of the present job.
     fn lane(&self) -> Option<usize> {
         let is_at_job = self.began_ms.load(Ordering::Relaxed) > 0;
         is_at_job.then(|| self.lane.load(Ordering::Relaxed))
@@ -88,7 +88,7 @@ impl JobClock {
     }
 }
 
-/// Whether the threads that are at jobs of a lane, of which there are some, all hang.
+/// Whether a lane has threads at its jobs, and all of them hang.
 fn lane_hangs(threads: &[IoThread], lane: usize) -> bool {
     let mut at_lane = threads
         .iter()
@@ -98,7 +98,7 @@ fn lane_hangs(threads: &[IoThread], lane: usize) -> bool {
 }
 
 impl Crew {
-    /// Without threads yet; `regular_count` are to be started.
+    /// Makes a crew without threads; [`Crew::start`] starts `regular_count`.
     pub(crate) fn new<B: Backing>(worker: Worker<B>, regular_count: usize) -> Self {
         let sleepers = Arc::clone(&worker.sleepers);
         let lane_count = worker.lanes.len();
@@ -146,8 +146,8 @@ impl Crew {
         Ok(())
     }
 
-    /// Starts one more thread if all are in a write that does not return, or else all that write to one lane which has
-    /// more to write. It ends when it finds nothing to do.
+    /// Starts one more thread if all threads hang, or all writers of a lane with more to write. That thread ends when it
+    /// finds no job.
     pub(crate) fn replace_hung(&self) {
         let role = {
             let mut threads = self.threads.lock();
@@ -176,7 +176,7 @@ impl Crew {
         }
     }
 
-    /// Once for each time that writes hang: a server may be away for a night, and threads come in for others all the time.
+    /// Logs once for each outage: a server may be away for a night, and threads are replaced all the time.
     fn tell_of_hang(&self, role: Role) {
         let message =
             "writes to the backing do not return: another thread goes on with what is left";

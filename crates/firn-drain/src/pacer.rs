@@ -33,10 +33,10 @@ const SLEEP_MAX: Duration = Duration::from_millis(20);
 pub(crate) struct Pacer {
     /// CPUs that the IO threads have in any case: less than one.
     least: f64,
-    state: Mutex<State>,
+    state: Mutex<PacerState>,
 }
 
-struct State {
+struct PacerState {
     clock: CpuClock,
     /// CPUs that the IO threads may use; infinite: as many as they like.
     budget: f64,
@@ -53,7 +53,7 @@ impl Pacer {
         let clock = (percent < 100).then(CpuClock::start).flatten()?;
         Some(Self {
             least: f64::from(percent) / 100.0,
-            state: Mutex::new(State {
+            state: Mutex::new(PacerState {
                 clock,
                 budget: f64::INFINITY,
                 used: Duration::ZERO,
@@ -81,7 +81,7 @@ impl Pacer {
     }
 }
 
-impl State {
+impl PacerState {
     /// Looks at the CPUs if it is time, and sets the budget.
     fn look(&mut self, least: f64) {
         if self.clock.age() < LOOK_EVERY {

@@ -27,13 +27,12 @@ pub struct IoThreads {
     pub count: usize,
     /// Most of them that write to one lane at once; at least one.
     pub lane_writers_max: usize,
-    /// Percent of a CPU that they take where nobody waits for them and programs want all CPUs; from 100 on they do not
-    /// ask.
+    /// Percent of a CPU that they take without a waiting caller while programs want all CPUs; from 100 on no limit.
     pub cpu_percent: u32,
 }
 
 impl IoThreads {
-    /// So many, each for any lane, without a limit of the CPU.
+    /// `count` threads, each for any lane, without a limit of the CPU.
     pub const fn new(count: usize) -> Self {
         Self {
             count,
@@ -113,8 +112,8 @@ impl Pool {
         Ok(pool)
     }
 
-    /// Starts one more thread where threads are in writes that do not return and nobody else carries on. To be called
-    /// now and then.
+    /// Starts one more thread if writes that do not return keep all threads, or all threads of a lane with work. The
+    /// caller repeats this periodically.
     pub fn replace_hung(&self) {
         self.crew.replace_hung();
     }

@@ -14,13 +14,13 @@ pub(crate) struct Ticket(u64);
 /// Threads that sleep until there is work.
 #[derive(Default)]
 pub(crate) struct Sleepers {
-    state: Mutex<State>,
+    state: Mutex<SleepersState>,
     woken: Condvar,
     stopping: AtomicBool,
 }
 
 #[derive(Default)]
-struct State {
+struct SleepersState {
     wakes: u64,
     sleepers: usize,
 }

@@ -30,7 +30,7 @@ pub(crate) enum Role {
     Regular,
     /// Runs while there is something to do.
     StandIn,
-    /// The same for one lane, whose writers all hang.
+    /// Serves one lane whose writers all hang, while that lane has work.
     StandInOfLane(usize),
 }
 

@@ -48,7 +48,7 @@ pub enum Cached {
 pub enum OpenMode {
     /// Reads and writes come to the engine.
     Engine,
-    /// Nothing is pending and nobody writes: the kernel may read the backing file itself
+    /// Nothing is pending and no writer has the file open: the kernel may read the backing file itself
     /// ([`OpenFiles::backing_fd`] gives it). Every later open of the same inode gets this mode too until
     /// all are released.
     Passthrough,
@@ -56,8 +56,8 @@ pub enum OpenMode {
     /// later open of the same inode gets this mode too until all are released; reads and writes of those that may write
     /// come to the engine, and what they change is stored in the memory file at once.
     Memory,
-    /// This handle only reads, and nothing is pending or nobody has the file open for writing: the kernel may cache
-    /// pages and read ahead, and drops them after each write ([`KernelCache::has_cached_readers`]).
+    /// This handle only reads, and the file has no pending bytes or no writer: the kernel may cache pages and read
+    /// ahead. It drops them after each write ([`KernelCache::has_cached_readers`]).
     Cached {
         /// What it cached when the file was open before is still right.
         keep: bool,
@@ -78,7 +78,7 @@ pub struct Opened {
 /// What became of a write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Written {
-    /// So many bytes are held (all of them, or the first part where the arena filled up).
+    /// Number of bytes that are held: all of them, or those before the arena was full.
     Bytes(usize),
     /// The arena has no room now: call again when [`Room::on_space`] says so.
     Full,

@@ -27,7 +27,7 @@ pub struct Base<B: Backing> {
 }
 
 impl<B: Backing> Base<B> {
-    /// Where an extent is now; `None`: nobody knows.
+    /// Where an extent is now, or `None` if the spill file is gone or damage hides the place.
     pub(crate) fn list(&self, offset: u64, extent: Extent) -> Option<Listed> {
         let (at, place) = match self
             .arena

@@ -1,8 +1,7 @@
 //! Drained bytes that stay in the arena to be read again.
 //!
-//! Where the policy is *demand*, what was drained keeps its place until the arena is short of room, the
-//! file changes, or somebody evicts it. Its piece records are dead: after a crash it is gone, and only
-//! the backing has it.
+//! With the policy *demand* drained bytes keep their place until the arena is short of room, the file changes, or a
+//! request evicts them. Their piece records are dead: after a crash only the backing has these bytes.
 //!
 //! Invariants
 //! * A file's cached extents and its pending ones do not overlap.

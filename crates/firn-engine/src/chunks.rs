@@ -7,7 +7,7 @@
 //!
 //! How: the slabs are held ([`firn_arena::Arena::hold_slab`]), so that neither their room is used again nor their
 //! chunk moves, and the file's pending bytes are not overwritten in place. Bytes that only the backing has
-//! cannot be kept; who reads them asks afterwards whether the file was changed.
+//! cannot be kept: their reader asks afterwards whether the file was changed.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -73,7 +73,7 @@ impl<B: Backing> HeldChunks<B> {
     /// Lists the file at `path`, without gap or overlap from offset 0 to its end, and holds what the list
     /// names. Waits for a truncation under way.
     ///
-    /// EISDIR, EINVAL: not a regular file. EIO: parts of it are pending and nobody can read them.
+    /// EISDIR, EINVAL: not a regular file. EIO: pending parts of it cannot be read.
     pub fn list_file(engine: &Arc<Engine<B>>, path: &[u8]) -> Result<(Self, Vec<ListedPart>)> {
         let inode = engine.tree.find(path)?;
         match inode.kind {

@@ -1,8 +1,8 @@
 //! What an engine counts since the attach, and what it holds now.
 //!
 //! Invariants
-//! * [`Held`] of a lane are the sums over its files of what is pending: who changes that calls [`Held::count`] under
-//!   the file's lock.
+//! * [`Held`] of a lane are the sums over its files of what is pending: each change of a file's pending bytes calls
+//!   [`Held::count`] under the file's lock.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -21,11 +21,11 @@ pub(crate) enum Decision {
     Waits,
     /// The wait is over.
     Retried,
-    /// Whoever waits for room is told that there will be none.
+    /// Writers that wait for room learn that there will be none.
     GivenUp,
     /// A chunk went to the spill file.
     Spilled,
-    /// Nobody waits for it and programs want the CPUs: later.
+    /// Put off: no caller waits for it, and programs want the CPUs.
     PutOff,
     /// A chunk went to a memory file.
     Settled,
@@ -52,8 +52,8 @@ impl Decisions {
     }
 }
 
-/// How long calls of programs took firnd, from the request to its answer. Whoever takes requests and answers them counts: the
-/// frontends. Writes by direct access are none of them: they are stores of the program to memory.
+/// How long firnd took for calls of programs, from the request to its answer. The frontends count. Writes by direct
+/// access are not counted: they are stores of the program to memory.
 #[derive(Default)]
 pub struct RequestTimes {
     /// write(2), with the time that it waited for room.

@@ -308,7 +308,7 @@ impl<B: Backing> Engine<B> {
             let events = &self.base.file_events;
             events.note(&file.inode, FileChange::Opened);
         }
-        // Nobody gets a grant from here on: the file is open twice.
+        // No process gets a grant from here on: the file is open twice.
         self.intake.end_grant(&file);
         let size = self.intake.size_for_kernel(&file);
         let access = flags & O_ACCMODE;

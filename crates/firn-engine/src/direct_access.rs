@@ -1,8 +1,8 @@
 //! Direct access: files that a client process writes into slabs leased to it, or reads where they lie in the arena.
 //!
 //! Promises
-//! * Whoever asks about a file learns of every byte whose write returned: what the client published is
-//!   ingested before an answer ([`Intake::ingest_published`]).
+//! * Each answer about a file covers every byte whose write returned: what the client published is ingested before
+//!   the answer ([`Intake::ingest_published`]).
 //! * While a client has the grant of a file, it alone has the file open. Anything else that opens, reads, writes or
 //!   cuts it revokes the grant first ([`Intake::revoke_grant`]); the client goes on through the kernel.
 //! * A piece that may still grow is neither drained nor marked dead.
@@ -111,8 +111,8 @@ impl<B: Backing> DirectAccess<B> {
         }
     }
 
-    /// May `client` write the open file directly? From now on attributes must not be kept by the
-    /// kernel, and those that it keeps must be dropped before the client is told.
+    /// Gives `client` the right to write the open file directly. From now on the kernel must not keep attributes of
+    /// it, and must drop those it has before the client gets the answer.
     pub fn grant_direct_access(&self, client: ClientId, token: HandleId) -> Answer<DirectGrant> {
         let handle = self.writable(token)?;
         let file = &handle.file;
@@ -129,14 +129,14 @@ impl<B: Backing> DirectAccess<B> {
             .tree
             .paths
             .while_staying(|| file.inode.paths(), grant)?;
-        // Nobody else changes the file from here on: what a drain moves to the backing before it is asked
-        // counts all the same.
+        // Only the client changes the file from here on. Bytes that a drain moves to the backing before the question
+        // below still count.
         let in_backing = self
             .tree
             .object(&file.inode)
             .and_then(|object| self.base.backing.attr(&object));
         let plain = in_backing.ok().filter(|attr| !has_set_id_bits(attr));
-        // Who gave it privileges meanwhile found no grant to end.
+        // A change of privileges before the grant found none to end.
         let is_same = self.privileges.epoch() == privileges;
         let Some(attr) = plain.filter(|_| is_same) else {
             self.end_direct_access(client, token);
@@ -178,7 +178,7 @@ impl<B: Backing> DirectAccess<B> {
         state.direct.set_grant(grant);
         self.intake.grants.add(file);
         if self.base.options.drain == DrainPolicy::Eager {
-            // What nobody asks about must be found when it is old.
+            // Published bytes that no request asks about still have to be drained once they are old.
             self.drain.check_age_at(
                 file,
                 &mut state,
@@ -308,8 +308,8 @@ impl<B: Backing> DirectAccess<B> {
         self.room.wake_writers();
     }
 
-    /// Where the bytes of a file lie that nobody has open for writing, from `from` on: in the arena, and where that has none
-    /// in files of the backing, `files_max` of them at most.
+    /// Lists where the bytes of a file without a writer lie, from offset `from` on: in the arena, else in at most
+    /// `files_max` files of the backing.
     pub fn list_extents(&self, token: HandleId, from: u64, files_max: usize) -> Answer<DirectList> {
         let handle = self
             .open_files
@@ -328,7 +328,7 @@ impl<B: Backing> DirectAccess<B> {
         Err(DirectRefusal::Busy)
     }
 
-    /// `None`: what it lists has changed meanwhile.
+    /// The list, or `None` if the file changed during the look.
     fn try_to_list(
         &self,
         file: &Arc<File<B>>,
@@ -339,10 +339,10 @@ impl<B: Backing> DirectAccess<B> {
         if !may_be_listed(&state) {
             return Err(DirectRefusal::Busy);
         }
-        // Before any place is looked up: who moves one then looks for this file.
+        // Before any place is looked up, so that a chunk that moves afterwards finds this list.
         self.intake.grants.note_list();
         let pending_end = state.pending.end();
-        // Through the kernel, which tells the error, where a place is not known.
+        // An extent without a place is read through the kernel, which returns the error.
         let list = |(offset, extent)| self.base.list(offset, extent).ok_or(DirectRefusal::Busy);
         let mut extents = state
             .extents_in_arena(from, EXTENTS_MAX)
@@ -388,7 +388,8 @@ impl<B: Backing> DirectAccess<B> {
                 return Err(DirectRefusal::Busy);
             }
             let is_same = state.direct.is_listed() && self.base.arena.file_word(word).1 == stamp;
-            // Whoever learns of a change ends lists afterwards, under this lock, and found none of the backing until now.
+            // Lists end under this lock once a change by others is noted. A change noted before this point found no
+            // list of the backing, so it is compared here.
             if !is_same || self.base.backing.facts(&object).changes_by_others != changes {
                 return Ok(None);
             }

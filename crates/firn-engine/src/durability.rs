@@ -91,8 +91,8 @@ impl<B: Backing> Durability<B> {
         pending.unwrap_or_else(|| self.level_in_backing(inode))
     }
 
-    /// The same of a file of which nothing is pending. It is durable only under three conditions: this firnd saw its
-    /// bytes and its names synced, it is unchanged since as far as size and time tell, and no transaction may take it
+    /// What the bytes of a file without pending bytes survive. The file is durable only under three conditions: this
+    /// firnd saw its bytes and its names synced, size and time are unchanged since, and no transaction may take it
     /// back.
     pub(crate) fn level_in_backing(&self, inode: &Inode<B>) -> DurabilityLevel {
         let synced = inode.synced();

@@ -107,7 +107,7 @@ impl<B: Backing> Engine<B> {
         Some((newest.path, errno, newest.message))
     }
 
-    /// Asserts that the counters are the sums that they stand for. To be called while nobody else uses the engine.
+    /// Asserts that the counters are the sums that they stand for. No other thread may use the engine meanwhile.
     pub fn assert_counters(&self) {
         let files = self.open_files.files.all();
         let mut cached_bytes = 0;

@@ -1,13 +1,13 @@
 //! One file with open handles or pending data.
 //!
 //! Its state is in parts, each with its invariants: what is pending ([`Pending`]), how far the drain is ([`DrainState`]),
-//! who has it open ([`Opens`]), direct access ([`DirectState`]), and drained bytes that are still in the arena
+//! its handles ([`Opens`]), direct access ([`DirectState`]), and drained bytes that are still in the arena
 //! ([`Cached`]). What concerns several parts is a method of [`FileState`].
 //!
 //! Invariants
 //! * Pending bytes and cached bytes do not overlap.
-//! * No call of the backing is made under the lock. While one is under way that the file has to itself,
-//!   [`DrainState::is_exclusive`]; while the time of its last write is set, [`DrainState::sets_time`].
+//! * No call of the backing is made under the lock. [`DrainState::is_exclusive`] stands for a call that needs the file
+//!   alone, [`DrainState::sets_time`] for one that sets the time of its last write.
 //!
 //! Lock order: file table, file state, drain queue or journal, arena pool.
 
@@ -54,12 +54,12 @@ pub(crate) struct FileState<B: Backing> {
     pub view: Option<Arc<MemoryFile>>,
     pub reader: Option<Arc<BackingFile<B>>>,
     pub writer: Option<Arc<BackingFile<B>>>,
-    /// Counts changes of its bytes and of its length, from a number on that no other file began with: whoever
-    /// remembers one can tell whether the contents are still those.
+    /// Version of the contents: changes with each write or truncation, and no other file uses the same number.
     pub changes: u64,
-    /// The changes of which a partner has a copy; 0: it has none.
+    /// Version of the contents that a partner has a copy of; 0: none.
     pub partnered_changes: u64,
-    /// Epoch of the privileges ([`Privileges::epoch`](crate::privileges::Privileges)) in which it was seen to have none; 0: never.
+    /// Epoch ([`Privileges::epoch`](crate::privileges::Privileges)) in which the file was last seen without set-id bits
+    /// and capabilities; 0: never.
     pub plain_in: u32,
     /// What is drained of it is not evicted to make room.
     pub is_pinned: bool,
@@ -142,7 +142,7 @@ impl<B: Backing> File<B> {
         self.state.lock()
     }
 
-    /// The lock, if nobody has it.
+    /// The lock, or `None` if another thread has it.
     pub(crate) fn try_lock(&self) -> Option<MutexGuard<'_, FileState<B>>> {
         self.state.try_lock()
     }
@@ -173,7 +173,7 @@ impl<B: Backing> File<B> {
         state
     }
 
-    /// The lock, once nobody sets a time in the backing that is older than the caller's.
+    /// The lock, once no thread sets an older time in the backing than the caller's.
     pub(crate) fn lock_to_set_times(&self) -> MutexGuard<'_, FileState<B>> {
         let mut state = self.state.lock();
         while state.drain.sets_time() {
@@ -184,13 +184,13 @@ impl<B: Backing> File<B> {
 
     /// Keeps a descriptor that was just opened, unless there is one already; returns the one that counts.
     pub(crate) fn keep_writer(&self, opened: BackingFile<B>) -> Arc<BackingFile<B>> {
-        // Closed after the lock was let go, if nobody needs it.
+        // A descriptor that is not needed closes after the lock is released.
         let opened = Arc::new(opened);
         let mut state = self.lock();
         Arc::clone(state.writer.get_or_insert_with(|| Arc::clone(&opened)))
     }
 
-    /// The same for one that can only read.
+    /// [`File::keep_writer`] for a descriptor that can only read.
     pub(crate) fn keep_reader(&self, opened: BackingFile<B>) -> Arc<BackingFile<B>> {
         let opened = Arc::new(opened);
         let mut state = self.lock();
@@ -217,13 +217,13 @@ impl<B: Backing> FileState<B> {
         self.writer.as_ref().or(self.reader.as_ref()).cloned()
     }
 
-    /// Whether nobody needs the descriptors of the backing file now.
+    /// Whether the descriptors of the backing file may be closed.
     pub(crate) fn may_close(&self) -> bool {
         let is_busy = self.drain.is_exclusive() || self.drain.writes_in_flight() > 0;
         self.opens.is_empty() && !is_busy && !self.unlinked
     }
 
-    /// Whether somebody needs what is known of the file.
+    /// Whether handles, bytes in the arena, the drain or chunk lists still need this entry.
     pub(crate) fn is_in_use(&self) -> bool {
         !self.opens.is_empty()
             || !self.pending.is_empty()
@@ -280,7 +280,7 @@ impl<B: Backing> FileState<B> {
         }
     }
 
-    /// Whether a partner has all of its bytes as they are now, and nobody is about to change them.
+    /// Whether a partner has all of its present bytes, and no writer has it open.
     pub(crate) fn is_partnered(&self) -> bool {
         self.partnered_changes == self.changes && !self.opens.has_writers()
     }

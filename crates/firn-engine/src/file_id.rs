@@ -22,7 +22,7 @@ impl FileJournal {
         paths.while_staying(|| file.inode.paths(), begin)
     }
 
-    /// The same for callers that see to it that no rename changes the paths.
+    /// [`begin_file_id_at_rest`](Self::begin_file_id_at_rest) for a caller that excludes renames of the paths itself.
     pub(crate) fn begin_file_id<B: Backing>(
         &self,
         file: &File<B>,

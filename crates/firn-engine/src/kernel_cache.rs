@@ -67,8 +67,8 @@ impl<B: Backing> KernelCache<B> {
         self.passthrough.load(Ordering::Relaxed)
     }
 
-    /// Whether the kernel may cache a held file: nobody has it open for writing, and all of its `size` bytes are in the
-    /// arena. Of bytes of the backing nobody here learns when another host changes them.
+    /// Whether the kernel may cache a held file: it has no writer, and all of its `size` bytes are in the arena. Bytes
+    /// of the backing do not qualify, because another host may change them unseen.
     pub(crate) fn admit_copy(
         &self,
         inode: &Inode<B>,
@@ -120,8 +120,8 @@ impl<B: Backing> KernelCache<B> {
         }
     }
 
-    /// The last change by another host that this one knows of, if the kernel may have pages from before it. Whoever
-    /// has it drop them tells [`KernelCache::note_pages_dropped`].
+    /// The last known change by another host, if the kernel may have pages from before it. The caller makes the kernel
+    /// drop them and calls [`KernelCache::note_pages_dropped`].
     pub fn stale_pages(&self, inode: InodeId) -> Option<u64> {
         if !self.base.backing.features().finishes_files {
             return None;

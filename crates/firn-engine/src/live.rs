@@ -219,7 +219,7 @@ impl<B: Backing> Engine<B> {
         live.note_handle(&noted, &inode.as_node(0));
     }
 
-    /// The same of an open directory.
+    /// Notes a handle of a directory before the kernel learns of it.
     pub fn note_open_directory(&self, id: HandleId, inode: InodeId, unique: u64) {
         let (Some(live), Ok(inode)) = (self.live(), self.tree.inode(inode)) else {
             return;
@@ -260,7 +260,7 @@ impl<B: Backing> Engine<B> {
         })
     }
 
-    /// The same of one that an earlier firnd had in work.
+    /// Notes a request that an earlier firnd had begun.
     pub fn note_resumed_request(&self, resumed: &ResumedRequest) -> Option<NotedRequest> {
         Some(NotedRequest {
             table: Arc::clone(self.live()?),

@@ -297,7 +297,7 @@ struct Tables<B: Backing> {
     by_id: HashMap<InodeId, Known<B>>,
     by_key: HashMap<Key, Weak<Inode<B>>>,
     children: HashMap<(InodeId, Name), Weak<Inode<B>>>,
-    /// So many objects make it worth a look which of them are gone.
+    /// Number of objects at which the tables are swept for those that are gone.
     sweep_at: usize,
     next_synthetic: u64,
     last_serial: u64,
@@ -327,8 +327,7 @@ struct Remembered<B: Backing> {
 pub(crate) struct Names<B: Backing> {
     root: Arc<Inode<B>>,
     tables: Mutex<Tables<B>>,
-    /// An earlier firnd may have made names that nobody synced: the first sync of each file syncs
-    /// its names too.
+    /// An earlier firnd may have made names and not synced them: the first sync of each file syncs its names too.
     names_unsynced: bool,
     objects: Arc<Objects<B>>,
     /// Files that were synced or cut, by [`Inode::serial`].
@@ -469,7 +468,8 @@ impl<B: Backing> Names<B> {
         }
     }
 
-    /// How often names changed in the backing without a request for it. Whoever enters a name compares before and after.
+    /// How often names changed in the backing without a request for it. A thread that enters a name compares this
+    /// before and after.
     pub(crate) fn changes(&self) -> u64 {
         self.changes_below.load(Ordering::Acquire)
     }
@@ -520,7 +520,7 @@ impl<B: Backing> Names<B> {
         }
     }
 
-    /// The same for one of which the name is known to be, or to have been.
+    /// [`Names::hold_last`] for an inode that has, or had, this name.
     pub(crate) fn hold_if_last(
         &self,
         backing: &B,
@@ -539,7 +539,7 @@ impl<B: Backing> Names<B> {
         match self.object(backing, inode) {
             Ok(object) => *inode.held.lock() = Some(object),
             Err(errno @ (Errno::MFILE | Errno::NFILE)) => return Err(errno),
-            // One that is gone from below already cannot be held; who uses it is told ESTALE.
+            // An object that the backing no longer has cannot be held; its next use returns ESTALE.
             Err(_) => {}
         }
         Ok(())
@@ -550,7 +550,7 @@ impl<B: Backing> Names<B> {
         self.objects.clear();
     }
 
-    /// Renames below and here, as one step for those who look an object up again.
+    /// Renames in the backing and here, as one step for a thread that looks an object up again.
     pub(crate) fn rename(
         &self,
         from: (&Arc<Inode<B>>, &OsStr),

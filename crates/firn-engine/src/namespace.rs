@@ -648,12 +648,13 @@ impl<B: Backing> Namespace<B> {
         self.base.backing.statfs()
     }
 
-    /// After names at or below `path` changed in the backing without the engine: it drops those that are not
-    /// so any more. Returns what the kernel may have cached of the tree before; names come first, so that nobody
-    /// finds new attributes under an old name.
+    /// Drops the names at or below `path` that the backing no longer has, after a change without the engine.
+    ///
+    /// Returns what the kernel may have cached. Names come first, so that no program finds new attributes under an old
+    /// name.
     pub fn revalidate_names(&self, path: &[u8]) -> Vec<Cached> {
         let _names_stay = self.tree.paths.change(|| vec![path.to_vec()]);
-        // Before the inodes are listed: whoever found a name earlier and enters it only now sees this and looks again.
+        // Before the inodes are listed: a thread that found a name earlier and enters it now sees this and looks again.
         self.tree.names.note_changes_below();
         let mut names = Vec::new();
         let mut inodes = Vec::new();

@@ -25,8 +25,9 @@ pub enum FsyncPolicy {
 pub enum DrainPolicy {
     /// As it comes.
     Eager,
-    /// When somebody asks: [`Durability::drain_tree`](crate::Durability::drain_tree), [`Durability::wait_tree`](crate::Durability::wait_tree), fsync(2). What was drained stays
-    /// in memory until its room is needed. A full arena is ENOSPC.
+    /// On request: [`Durability::drain_tree`](crate::Durability::drain_tree),
+    /// [`Durability::wait_tree`](crate::Durability::wait_tree), fsync(2). Drained bytes stay in memory until their room
+    /// is needed. A full arena is ENOSPC.
     Demand,
 }
 
@@ -52,12 +53,12 @@ pub struct EngineOptions {
     pub fsync: FsyncPolicy,
     /// Data older than this is drained, however little.
     pub drain_age: Duration,
-    /// Unforced writes to the backing have at least so many bytes: one chunk.
+    /// Fewest bytes of an unforced write to the backing: one chunk.
     pub drain_write_bytes_min: u64,
-    /// A write to the backing has at most so many bytes.
+    /// Most bytes of one write to the backing.
     pub drain_write_bytes_max: u64,
-    /// The same where the backing gathers pieces of a file ([`firn_backing::Facts::gathers`]), and never more than a
-    /// quarter of the arena.
+    /// Most bytes of one write if the backing gathers pieces of a file ([`firn_backing::Facts::gathers`]); never more
+    /// than a quarter of the arena.
     pub drain_gathered_bytes_max: u64,
     /// Percent of memory in use above which sealed chunks move to the spill file, where there is one.
     pub spill_upper_percent: u32,

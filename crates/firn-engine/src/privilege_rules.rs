@@ -89,7 +89,7 @@ impl<B: Backing> PrivilegeRules<B> {
         dropped
     }
 
-    /// The same for one whose file is at hand.
+    /// [`PrivilegeRules::drop_privileges`] for a caller that has the file.
     pub(crate) fn drop_privileges_of(&self, file: &Arc<File<B>>, by: &dyn Principal) -> Result<()> {
         let epoch = self.privileges.epoch();
         if file.lock().plain_in == epoch {
@@ -160,7 +160,8 @@ impl<B: Backing> PrivilegeRules<B> {
         of_capabilities().and_then(|()| of_mode())
     }
 
-    /// Changes owner and group, and with them the mode, as chown(2) of `by` does.
+    /// Changes owner and group, and clears the set-user-ID and set-group-ID bits as chown(2) does when `by` calls it. `None`: no bit
+    /// is cleared here.
     pub(crate) fn set_owner(
         &self,
         inode: &Inode<B>,
@@ -168,6 +169,7 @@ impl<B: Backing> PrivilegeRules<B> {
         by: Option<&dyn Principal>,
     ) -> Result<()> {
         let object = self.tree.object(inode)?;
+        // chown(2) leaves these bits of a directory.
         let Some(by) = by.filter(|_| inode.kind != Kind::Dir) else {
             return self.base.backing.set_owner(&object, uid, gid);
         };
@@ -176,12 +178,16 @@ impl<B: Backing> PrivilegeRules<B> {
         if !has_set_id_bits(&before) {
             return Ok(());
         }
-        let stays = before.mode & GROUP_EXECUTE == 0 && keeps_group(before.gid, by);
-        let lost = if stays { SET_USER_ID } else { SET_ID_BITS };
-        // The kernel of the backing knows firnd only, and may have left more.
+        let keeps_set_group_id = before.mode & GROUP_EXECUTE == 0 && keeps_group(before.gid, by);
+        let cleared = if keeps_set_group_id {
+            SET_USER_ID
+        } else {
+            SET_ID_BITS
+        };
+        // The backing sees firnd as the caller, not `by`, and may not have cleared the bits.
         let mode = self.base.backing.attr(&object)?.mode & 0o7777;
-        if mode & lost != 0 {
-            self.base.backing.set_mode(&object, mode & !lost)
+        if mode & cleared != 0 {
+            self.base.backing.set_mode(&object, mode & !cleared)
         } else {
             Ok(())
         }

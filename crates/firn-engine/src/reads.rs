@@ -63,7 +63,7 @@ impl<B: Backing> Reads<B> {
                 return Ok(look.bytes);
             }
         }
-        // Somebody cuts and writes it faster than it is read.
+        // Programs cut and write the file faster than it is read.
         let mut state = file.begin_exclusive();
         let bytes = state.unlocked(|| self.read_exclusively(file, offset, buf));
         file.end_exclusive(&mut state);

@@ -7,9 +7,8 @@
 //!    are taken out.
 //! 5. What is left is pending and drained without being asked.
 //!
-//! What belonged to a transaction that is no more is dropped before all of that ([`StoredArena::drop_below`]), and
-//! needs no backing: whoever ends such a transaction removes what tells of it only afterwards, so that a crash in
-//! between finds it again and drops what is left.
+//! Pieces of a transaction that has ended are dropped before all of that ([`StoredArena::drop_below`]), without the
+//! backing. The records of the transaction are removed only afterwards, so that a crash in between drops the rest.
 //!
 //! A file that is not found although no removal had begun is *lost*: its pieces stay in the arena and
 //! the status says so.
@@ -156,7 +155,8 @@ impl<B: Backing> Engine<B> {
         )
     }
 
-    /// The same for an arena of which some was dropped before. `resumed`: what the kernel has, if it still has the mount.
+    /// Attaches to an arena from which some pieces were dropped. `resumed`: what the kernel knows, if it still has
+    /// the mount.
     pub fn attach_stored(
         backing: B,
         from: StoredArena,
@@ -171,7 +171,7 @@ impl<B: Backing> Engine<B> {
             dropped,
             dropped_bytes,
         } = from;
-        // A rename that nobody ended may have been done: its files are looked for under both names.
+        // A rename without an end record may have been done: its files are looked for under both names.
         replay.ledger.settle_all_renames();
         let mut engine = Self::assemble(backing, arena, journal, options)?;
         let requests = resumed.map(|resumed| engine.resume(resumed));
@@ -230,7 +230,7 @@ struct Recovery<'a, B: Backing> {
 }
 
 impl<B: Backing> Recovery<'_, B> {
-    /// Gives known files their pieces back, and keeps those of files that nobody knows.
+    /// Gives known files their pieces back, and keeps the pieces of unknown files.
     fn recover_files(&mut self, replay: &Replay, dropped: &BTreeSet<u64>, stored: &[Stored]) {
         let mut pieces: BTreeMap<u64, Vec<Stored>> = BTreeMap::new();
         for piece in stored
@@ -356,7 +356,7 @@ impl<B: Backing> Recovery<'_, B> {
             let drained_ranges = known.drained_ranges.len() as u32;
             state.pending = Pending::recovered(id, layers, drained_ranges, time);
             state.opens.restore_ending(known.ending);
-            // Whoever has it open goes on.
+            // Handles that survived the restart stay open.
             self.engine.base.journal.update_ending(state);
         });
         inode.note_cut(file.lock().opens.is_cut());

@@ -1,8 +1,8 @@
-//! Room in the arena: who waits for it, and how it is made.
+//! Room in the arena: the writers that wait for it, and how it is made.
 //!
 //! Promises
 //! * A writer that waits is called back once there may be room, or once nothing can make any.
-//! * Nobody is called back with a lock held.
+//! * No callback is called with a lock held.
 //!
 //! Invariant: `waiting` is the number of callbacks that were taken and not called, or more for an instant.
 
@@ -46,7 +46,7 @@ impl<B: Backing> Default for Space<B> {
 }
 
 impl<B: Backing> Space<B> {
-    /// Whether a writer would find room; if so, those who wait will be told.
+    /// Whether a writer would find room; if so, the waiting writers are called back soon.
     pub(crate) fn note_room(&self, arena: &Arena) -> bool {
         let room = arena.has_room(Class::Small);
         if room {

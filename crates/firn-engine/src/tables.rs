@@ -52,7 +52,7 @@ impl<B: Backing> FileTable<B> {
         Arc::clone(file)
     }
 
-    /// Removes a file that nobody uses.
+    /// Removes a file that is not in use.
     pub(crate) fn remove_if_unused(&self, file: &Arc<File<B>>) {
         let mut files = self.files.lock();
         let is_used = file.lock().is_in_use();
@@ -67,7 +67,7 @@ impl<B: Backing> FileTable<B> {
         self.files.lock().values().cloned().collect()
     }
 
-    /// Those that nobody is busy with and whose state `select` agrees to.
+    /// The files whose lock is free and whose state `select` accepts.
     pub(crate) fn idle(&self, select: impl Fn(&FileState<B>) -> bool) -> Vec<Arc<File<B>>> {
         let files = self.files.lock();
         let is_selected =
@@ -93,7 +93,7 @@ pub(crate) struct Handle<B: Backing> {
     pub killed: AtomicBool,
     /// A descriptor of it was closed ([`Engine::finishes_file`](crate::Engine::finishes_file)).
     pub closing: AtomicBool,
-    /// The thread that opened it, where somebody asks for that; 0 if it is not known.
+    /// The thread that opened it, on mounts that need it; 0 if it is not known.
     pub opener: AtomicU32,
 }
 
@@ -135,7 +135,7 @@ impl<B: Backing> HandleTable<B> {
         self.files.read().values().cloned().collect()
     }
 
-    /// Seals leases that nobody uses at this instant and that `select` agrees to: their slabs can be given back or moved.
+    /// Seals the leases that no thread uses at this instant and `select` accepts: their slabs can be given back or moved.
     pub(crate) fn seal_leases(&self, arena: &Arena, select: impl Fn(&Handle<B>, &Lease) -> bool) {
         for handle in self.all() {
             let Some(mut slot) = handle.lease.try_lock() else {

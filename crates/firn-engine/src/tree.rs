@@ -87,7 +87,7 @@ impl<B: Backing> NameTree<B> {
         Ok((Fingerprint::of(&attr), attr.size))
     }
 
-    /// The same for one whose pending bytes are known to end at `pending_end`.
+    /// Length of a file whose pending bytes end at `pending_end`.
     pub(crate) fn size_beside(&self, inode: &Inode<B>, pending_end: u64) -> Result<u64> {
         let attr = self.base.backing.attr(&self.object(inode)?)?;
         Ok(whole_size(&attr, pending_end))

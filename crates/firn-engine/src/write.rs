@@ -26,11 +26,11 @@ use crate::{HandleId, Principal, Result};
 /// Firn is used with agrees.
 const SIZE_ASKED_ABOVE: u64 = 1 << 40;
 
-/// How far a write came before anything was appended.
+/// Result of the steps before the append.
 pub(crate) enum WriteStart {
-    /// So many bytes are written already.
+    /// Number of bytes that are written; nothing is left to append.
     Done(usize),
-    /// All of it is to be appended, for this file id as long as it holds.
+    /// All bytes have to be appended, under this file id if it is still valid then.
     Append(Option<FileId>),
 }
 
@@ -115,8 +115,8 @@ impl<B: Backing> Writes<B> {
         }
     }
 
-    /// Whether a write up to `end` has to ask the backing or wait for somebody before its bytes are taken. What
-    /// [`Engine::write`](crate::Engine::write) waits for otherwise is short.
+    /// Whether a write up to `end` asks the backing or waits for another thread before its bytes are taken. Other waits
+    /// of [`Engine::write`](crate::Engine::write) are short.
     pub fn write_may_wait(&self, handle: HandleId, end: u64, by: Option<&dyn Principal>) -> bool {
         if end > SIZE_ASKED_ABOVE {
             return true;
@@ -167,8 +167,8 @@ impl<B: Backing> Writes<B> {
         })
     }
 
-    /// Overwrites pending bytes where they lie, if one extent holds all of them and nobody else reads it there.
-    /// Bytes that are rewritten again and again then take no new room.
+    /// Overwrites pending bytes where they lie, if one extent holds all of them and no other reader uses it.
+    /// Bytes that are rewritten repeatedly then take no new room.
     fn overwrite(
         &self,
         file: &File<B>,

@@ -1,21 +1,24 @@
 //! What a client process and firnd say to each other: leases of slabs, lists of extents.
 //!
-//! The data socket is a `SOCK_SEQPACKET` beside the control socket. A client sends one [`Request`] a
-//! packet, firnd answers each with one packet, in order: a [`Reply`], for [`Op::Extents`], [`Op::OpenWrite`] and [`Op::Lease`] followed by
-//! so many [`Extent`]s or [`Slab`]s as `count` says. The first request is [`Op::Hello`]; its reply carries the
-//! descriptor of the arena (`SCM_RIGHTS`) and an [`Arena`] after the [`Reply`]. The second one may come in its packet. All structures are plain
-//! words in the byte order of the machine: both ends are on one host.
+//! The data socket is a `SOCK_SEQPACKET` beside the control socket. A client sends one [`Request`] a packet; firnd
+//! answers each with one packet, in order.
 //!
-//! An open file is meant by its token: what [`IOCTL_TOKEN`] on a descriptor of the mount gives. It is the
-//! kernel's own handle, so `dup` and `fork` share it and the last close ends it.
+//! * A reply begins with a [`Reply`]. [`Reply::count`] [`Extent`]s or [`Slab`]s follow it, for [`Op::Extents`],
+//!   [`Op::OpenWrite`] and [`Op::Lease`].
+//! * The first request is [`Op::Hello`]. Its reply carries the descriptor of the arena (`SCM_RIGHTS`), and an [`Arena`]
+//!   follows the [`Reply`]. The second request may come in the packet of the first.
+//! * All structures are plain words in the byte order of the machine: both ends are on one host.
+//!
+//! A token names an open file: [`IOCTL_TOKEN`] on a descriptor of the mount returns it. The token is the kernel's own
+//! handle, so `dup` and `fork` share it and the last close ends it.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// Version of these messages; firnd refuses others with [`Status::Version`].
 pub const DATA_SOCKET_VERSION: u32 = 7;
 
-/// ioctl(2) on an open file of a mount, `_IOR('F', 0xd0, Token)`: who serves it and under which name.
-/// ENOTTY from any other file system.
+/// ioctl(2) on an open file of a mount, `_IOR('F', 0xd0, Token)`: its firnd and its token. ENOTTY from any other file
+/// system.
 pub const IOCTL_TOKEN: u32 =
     (2 << 30) | ((size_of::<Token>() as u32) << 16) | ((b'F' as u32) << 8) | 0xd0;
 
@@ -42,23 +45,28 @@ pub enum Op {
     /// `arg` is [`DATA_SOCKET_VERSION`]. An [`Op::OpenWrite`] or [`Op::Extents`] may follow in the same packet; each has
     /// a reply of its own.
     Hello = 1,
-    /// May this process write the open file by direct access? The answer is yes while nobody else has it
-    /// open. [`Reply::file_id`] names it in piece records, [`Reply::size`] is its length. Where `arg` is not 0, its first
-    /// leases come along, with `arg`, `len`, the reply and [`Status::Full`] as of [`Op::Lease`].
+    /// Asks for the right to write the open file by direct access. The answer is yes while no other process has it
+    /// open. [`Reply::file_id`] names it in piece records, [`Reply::size`] is its length. If `arg` is not 0, the reply
+    /// has the first leases too; `arg`, `len`, the reply and [`Status::Full`] mean what they mean for [`Op::Lease`].
     OpenWrite = 2,
-    /// Ends all leases of this open file but the last one, and gives slabs that are to be filled in this order:
-    /// [`Reply::lease`] and [`Reply::count`] more that follow the reply, at most [`LEASE_SLABS_MAX`] together. `arg` is
-    /// the number of bytes that the writer would like, `len` the CPU on which it runs plus one, for memory near it, or
-    /// 0 where it does not know. [`Status::Full`]: no room now; write through the kernel, which waits.
+    /// Ends all leases of this open file but the last one, and gives slabs to fill in this order: [`Reply::lease`], then
+    /// the [`Reply::count`] slabs that follow the reply, at most [`LEASE_SLABS_MAX`] in all.
+    ///
+    /// `arg` is the number of bytes that the writer expects to write. `len` is the number of its CPU plus one, for
+    /// memory near it, or 0 if it is not known. [`Status::Full`]: no room now; write through the kernel, which waits.
     Lease = 3,
     /// The writer is done: leases end, their pieces are ingested. `close` on the descriptor does the same.
     EndWrite = 4,
-    /// The extents of the file from offset `arg` up to [`Reply::end`], sorted, at most [`EXTENTS_MAX`]; holes and what
-    /// nobody but firnd can read are left out. What is listed stays where it is until [`Op::EndRead`], the close of
-    /// the file or of the connection; it is what the file holds as long as the word [`Reply::slot`] is
-    /// [`Reply::stamp`], and for [`Reply::valid_ns`] from when it was asked for. With `len` not 0 extents in files of the
-    /// backing are listed too, and descriptors of these, as many at most and never more than [`FILES_MAX`], come with the
-    /// reply (`SCM_RIGHTS`). From beyond the end of the file nothing is listed: that tells whether a list still holds.
+    /// The extents of the file from offset `arg` up to [`Reply::end`], sorted, at most [`EXTENTS_MAX`]. Holes are left
+    /// out, and bytes that only firnd can read.
+    ///
+    /// Listed bytes stay where they are until [`Op::EndRead`], the close of the file or of the connection. They are the
+    /// contents of the file while the word [`Reply::slot`] is [`Reply::stamp`], and for [`Reply::valid_ns`] from the
+    /// request on.
+    ///
+    /// If `len` is not 0, extents in files of the backing are listed too. The descriptors of at most `len` files, and
+    /// never more than [`FILES_MAX`], come with the reply (`SCM_RIGHTS`). A list from beyond the end of the file is
+    /// empty: it only tells whether an earlier list still holds.
     Extents = 5,
     /// The reader is done with the extents of this open file.
     EndRead = 6,
@@ -77,8 +85,8 @@ pub enum Op {
     /// Length ([`Reply::size`]) and 512-byte blocks ([`Reply::slot`]) of an open stub. Where
     /// [`Reply::count`] is not 0, its time of change was just set.
     Attr = 11,
-    /// The same of a stub that need not be open: `token` is its inode number, `arg` the generation that
-    /// name_to_handle_at(2) tells. [`Status::BadToken`]: nobody wrote to it, the kernel has it all.
+    /// [`Op::Attr`] of a stub that need not be open: `token` is its inode number, `arg` the generation that
+    /// name_to_handle_at(2) returns. [`Status::BadToken`]: no process wrote to the stub, so the kernel knows all of it.
     AttrOf = 12,
     /// ftruncate(2) to `arg`.
     Truncate = 13,
@@ -86,11 +94,14 @@ pub enum Op {
     Sync = 14,
     /// fallocate(2) with the mode `arg`; offset and length, 8 bytes each, follow the request.
     Allocate = 15,
-    /// `len` bytes go to the end of the file, and no other write of a client to it comes between them. They follow the
-    /// request, or are the first ones of a file in memory whose descriptor the packet carries (`SCM_RIGHTS`): there `len` may be more
-    /// than [`DATA_BYTES_MAX`], an [`AppendProgress`] follows them, and the request may be made again of the firnd that is
-    /// mounted after this one was killed. [`Reply::count`] of them were taken, at [`Reply::slot`]. The file does not become longer
-    /// than `arg` (RLIMIT_FSIZE): EFBIG where it has that length.
+    /// `len` bytes go to the end of the file, and no other write of a client comes between them. [`Reply::count`] of
+    /// them were taken, at offset [`Reply::slot`].
+    ///
+    /// The bytes follow the request, or they begin a file in memory whose descriptor the packet carries (`SCM_RIGHTS`).
+    /// In such a file `len` may exceed [`DATA_BYTES_MAX`], and an [`AppendProgress`] follows the bytes: after a kill the
+    /// client may repeat the request to the next firnd.
+    ///
+    /// The file does not become longer than `arg` (RLIMIT_FSIZE): EFBIG if it has that length already.
     Append = 16,
 }
 
@@ -176,7 +187,7 @@ impl Request {
         }
     }
 
-    /// The same with [`Request::len`].
+    /// Sets [`Request::len`].
     pub fn with_len(self, len: u32) -> Self {
         Self { len, ..self }
     }
@@ -206,7 +217,7 @@ pub struct Reply {
     pub lease: Slab,
     /// [`Op::Extents`]: up to here of the file all extents are listed.
     pub end: u64,
-    /// [`Op::Extents`]: for so many nanoseconds what is listed holds, and then nobody knows; 0: as long as the word stays.
+    /// [`Op::Extents`]: nanoseconds for which the list is valid; 0: as long as the word keeps its value.
     pub valid_ns: u64,
 }
 
@@ -239,8 +250,8 @@ pub struct Slab {
     pub modified: u64,
 }
 
-/// Behind the bytes of an [`Op::Append`] that come as a file: what firnd notes there, so that the next one does not store them
-/// twice. All zeros, or the end of the file: nothing was stored.
+/// Progress of an [`Op::Append`] whose bytes come as a file; it lies behind them. firnd notes it, so that the next firnd
+/// does not store the bytes twice. All zeros, or the end of the file: nothing was stored.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
 )]
@@ -293,9 +304,9 @@ pub struct Arena {
     pub uuid: [u8; 16],
     /// Bytes of the file.
     pub file_bytes: u64,
-    /// What a client maps for reading only: from here …
+    /// Start of the part that a client maps read-only, with the words of [`Reply::slot`].
     pub words_offset: u64,
-    /// … so many bytes: the words of [`Reply::slot`].
+    /// Bytes of that part.
     pub words_bytes: u64,
     /// What a client maps for reading and writing: piece tables and chunks, from here to the end.
     pub shared_offset: u64,
@@ -340,7 +351,7 @@ pub const IN_MEMORY: u32 = 0;
 pub const IN_SPILL: u32 = 1;
 /// [`Extent::place`]: a file of the backing.
 pub const IN_BACKING: u32 = 2;
-/// [`Extent::place`]: told to who asks from an offset in this extent on. [`Extent::at`] says nothing.
+/// [`Extent::place`]: not listed yet; a request from an offset in this extent on returns it. [`Extent::at`] is unused.
 pub const TO_BE_ASKED: u32 = 3;
 /// [`Extent::place`]: a memory file.
 pub const IN_MEMORY_FILE: u32 = 4;

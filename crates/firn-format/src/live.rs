@@ -674,7 +674,7 @@ pub fn read_contents(bytes: &[u8]) -> Contents {
                 name_len,
                 name_sum,
                 next,
-            })) => match whole_node(cells, at, node, next) {
+            })) => match read_full_name(cells, at, node, next) {
                 Some(stored) if is_name(&stored.entry.name, name_len, name_sum) => {
                     contents.nodes.push(stored);
                 }
@@ -690,25 +690,35 @@ fn is_name(name: &[u8], len: u16, sum: u32) -> bool {
     name.len() == usize::from(len) && crc32c::crc32c(name) == sum && !name.contains(&b'/')
 }
 
-/// Follows the cells of a name; `None` where one of them is not a part of a name.
-fn whole_node(cells: &[CellBytes], at: u32, mut node: Node, mut next: u32) -> Option<Stored<Node>> {
-    let mut at = vec![at];
+/// Reads the rest of a node's name from its chain of cells. `next` is the index of a cell plus one; 0 ends the chain. `None`: a cell of
+/// the chain has no part of a name, or the chain is too long.
+fn read_full_name(
+    cells: &[CellBytes],
+    first_cell: u32,
+    mut node: Node,
+    mut next: u32,
+) -> Option<Stored<Node>> {
+    let mut read_cells = vec![first_cell];
     while next != 0 {
-        if at.len() > NAME_PARTS_MAX {
+        if read_cells.len() > NAME_PARTS_MAX {
             return None;
         }
         let index = next - 1;
         let cell = cells.get(index as usize)?;
-        let Ok(Some(Cell::Name { bytes, next: after })) = decode_cell(cell) else {
+        let Ok(Some(Cell::Name {
+            bytes,
+            next: following,
+        })) = decode_cell(cell)
+        else {
             return None;
         };
         node.name.extend_from_slice(&bytes);
-        at.push(index);
-        next = after;
+        read_cells.push(index);
+        next = following;
     }
     Some(Stored {
         entry: node,
-        cells: at,
+        cells: read_cells,
     })
 }
 

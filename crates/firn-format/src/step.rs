@@ -63,7 +63,8 @@ pub fn step_of(name: &OsStr) -> Option<u64> {
     best.map(|(_, step)| step)
 }
 
-/// The same, also of what is still being written, or kept aside: `step_100.tmp` is on its way to be `step_100`.
+/// The step of a checkpoint of this name, also if it is unfinished or kept aside: `step_100.tmp` is to become
+/// `step_100`.
 pub fn step_of_unfinished(name: &OsStr) -> Option<u64> {
     let name = name.as_bytes().to_ascii_lowercase();
     let words = split_into_words(&name);

@@ -112,12 +112,12 @@ pub struct FileLocks {
 
 /// What requests and the thread have in common.
 struct Shared {
-    state: Mutex<State>,
+    state: Mutex<FileLocksState>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct State {
+struct FileLocksState {
     jobs: Vec<Job>,
     /// Requests that are not granted yet, by the number that they can be interrupted by.
     waiting: HashMap<u64, Done>,
@@ -163,10 +163,10 @@ impl FileLocks {
 
     /// Refuses every lock with ENOLCK: for a host that may not write to the backing.
     pub fn refused() -> Arc<Self> {
-        let state = State {
+        let state = FileLocksState {
             is_closed: true,
             has_ended: true,
-            ..State::default()
+            ..FileLocksState::default()
         };
         Arc::new(Self {
             shared: Arc::new(Shared {
@@ -202,7 +202,7 @@ impl FileLocks {
         self.fail(ticket, Errno::INTR)
     }
 
-    /// The same with another error.
+    /// Ends a request that is not granted yet with `errno`; false if it is granted.
     pub fn fail(&self, ticket: Ticket, errno: Errno) -> bool {
         self.shared.answer(ticket.0, Err(errno))
     }

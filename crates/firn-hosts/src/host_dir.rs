@@ -44,7 +44,7 @@ pub fn list_hosts<B: Backing>(base: &B) -> Result<Vec<String>, OwnError> {
     Ok(list_hosts_in(base, &top)?)
 }
 
-/// The same, of an open `.firn/`.
+/// The hosts that have a directory in an open `.firn/`.
 pub(crate) fn list_hosts_in<B: Backing>(base: &B, top: &B::Inode) -> Result<Vec<String>, Errno> {
     let names = own::list(base, top)?.into_iter();
     let names = names.filter_map(|(name, ..)| String::from_utf8(name).ok());

@@ -32,7 +32,7 @@ pub const LEASE_VERSION: u32 = 3;
 pub(crate) const LEASE: &str = "lease";
 /// How often a holder rewrites its record for those that share transactions with it.
 const BEAT_EVERY: Duration = Duration::from_secs(1);
-/// The same for all others: the hosts share a disk, and each time is a sync.
+/// How often other holders rewrite their record: the hosts share a disk, and each rewrite is a sync.
 const BEAT_SELDOM_EVERY: Duration = Duration::from_secs(2);
 /// A count that stands still for this long is of a holder that is gone, if its lock is free, too.
 pub const STALE_AFTER: Duration = Duration::from_secs(5);

@@ -61,7 +61,7 @@ pub enum OwnError {
 }
 
 impl OwnError {
-    /// The same, with the directory that it happened in.
+    /// Adds the directory to the error.
     #[must_use]
     pub fn below(self, dir: &str) -> Self {
         let full = |name: String| format!("{dir}/{name}");
@@ -217,7 +217,7 @@ pub fn load<B: Backing>(
     load_at_most(base, parent, name, FILE_BYTES_MAX)
 }
 
-/// The same of a file that has `bytes_max` bytes at most.
+/// The bytes of a file of Firn's own with at most `bytes_max` bytes.
 pub fn load_at_most<B: Backing>(
     base: &B,
     parent: &B::Inode,
@@ -350,7 +350,7 @@ pub fn store<B: Backing>(
     base.sync_dir(parent)
 }
 
-/// The same; its name is durable with the next sync of the directory.
+/// Puts a file with these bytes in the place of `name`. The next sync of the directory makes the name durable.
 pub fn put<B: Backing>(base: &B, parent: &B::Inode, name: &str, bytes: &[u8]) -> Result<(), Errno> {
     write(base, parent, name, bytes)?;
     let new = new_name(name);
@@ -398,7 +398,7 @@ pub fn clear<B: Backing>(base: &B, dir: &B::Inode) -> Result<(), Errno> {
     clear_but(base, dir, &|_| false)
 }
 
-/// The same, but for names in the directory itself that `stays` says.
+/// Removes all below a directory, except the names in it that `stays` accepts.
 pub fn clear_but<B: Backing>(
     base: &B,
     dir: &B::Inode,

@@ -188,7 +188,8 @@ impl<'a, B: Backing> VoteDir<'a, B> {
         self.base.sync_dir(&self.dir)
     }
 
-    /// The same, of a file that means nothing after a power loss: it may be there again then.
+    /// Takes this host's own file of a kind away. After a power loss the file may be there again, so it must mean
+    /// nothing then.
     pub fn withdraw_hint(&self, prefix: &str) -> Result<(), Errno> {
         let name = self.own_file(prefix);
         match self.base.unlink(&self.dir, OsStr::new(&name)) {

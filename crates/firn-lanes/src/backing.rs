@@ -27,7 +27,7 @@ macro_rules! home {
     }};
 }
 
-/// The same for data that a lane has to take: what the call costs there is noted.
+/// As `home!`, for data that a lane has to take; notes the time of the call for the lane.
 macro_rules! noted {
     ($self:ident, file $file:ident, |$home:ident| $call:expr) => {
         $self.call_home($file, Call::Data, |$home| {

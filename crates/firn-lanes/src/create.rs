@@ -143,7 +143,7 @@ impl<B: Backing> Lanes<B> {
         Ok(created)
     }
 
-    /// The same for a file of Firn's own, which has a turn: the lane's figures do not count it.
+    /// Creates a file of Firn's own in the lane of its turn. The lane's figures do not count it.
     pub(crate) fn create_by_turn(
         &self,
         rule: &Rule,
@@ -156,14 +156,14 @@ impl<B: Backing> Lanes<B> {
         Ok(created)
     }
 
-    /// The same in the lane of another file.
+    /// Creates a file in the lane of another file.
     pub(crate) fn create_in_lane(&self, lane: usize, new: &NewFile<'_, B>) -> Result<Created<B>> {
         let (_, owner) = self.owner_in(new.parent, new.caller)?;
         let (_, created) = self.create_wanted(Wanted::Fixed(lane), &owner, new)?;
         Ok(created)
     }
 
-    /// The same in the primary.
+    /// Creates a file in the primary.
     pub(crate) fn create_in_primary(
         &self,
         parent: &LanesInode<B>,

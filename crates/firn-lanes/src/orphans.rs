@@ -1,15 +1,15 @@
-//! What a crash may have left: files that no link names, links that have no name yet, and links to files that a power
-//! loss took before they were synced.
+//! What a crash may leave: files in lanes without a link, links in the staging directory, and links to files that a
+//! power loss took.
 
 use std::collections::HashSet;
 use std::path::PathBuf;
 
 use super::*;
 
-/// Something in a lane or in the staging directory that leads to nothing.
+/// A file without a link, or a link without a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Orphan {
-    /// A file in a lane whose link has no name in the primary: of a creation or a removal that a crash cut off.
+    /// A file in a lane whose link has no name in the primary: a crash cut off its creation or removal.
     File {
         /// Index of the lane.
         lane: usize,
@@ -23,8 +23,8 @@ pub enum Orphan {
         /// Its name there.
         entry: OsString,
     },
-    /// A link to a file that its lane does not have. Shown as a link that leads nowhere. The file was not synced, or
-    /// the lane is not the directory that it was: look before it is removed.
+    /// A link to a file that its lane does not have; programs see a dangling link. Either the file was not synced, or
+    /// the lane is another directory than before: a person should look before the link is removed.
     Dangling {
         /// Where the link is, relative to the top of the primary.
         path: PathBuf,
@@ -101,7 +101,7 @@ impl<B: Backing> Lanes<B> {
         }
     }
 
-    /// All symbolic links in the primary that have a name of a user's.
+    /// All symbolic links in the primary outside of the staging directory.
     fn find_links(&self) -> Result<Links> {
         let staging = match &self.setup.staging {
             Some(staging) => Some(self.primary.attr(staging)?.ino),
@@ -127,7 +127,7 @@ impl<B: Backing> Lanes<B> {
         Ok(links)
     }
 
-    /// Whether a link names a file in a lane that is not there, or not whole.
+    /// Whether a link names a file that its lane does not have, or has as an empty file without a mark.
     fn is_dangling(&self, link: &B::Inode) -> Result<bool> {
         let target = self.primary.readlink(link)?;
         let Some((_, lane, entry)) = self.lane_of_target(&target) else {
@@ -140,8 +140,9 @@ impl<B: Backing> Lanes<B> {
         }
     }
 
-    /// Files of this primary in a lane that none of `links` leads to, and their lengths. A creation that was cut off
-    /// before the mark left an empty file.
+    /// Names and lengths of this primary's files in a lane that none of `links` leads to.
+    ///
+    /// An empty file without a mark counts too: a crash cut its creation off before the mark.
     fn unnamed_files(&self, lane: &Lane<B>, links: &HashSet<u64>) -> Result<Vec<(OsString, u64)>> {
         let root = lane.backing.root();
         let mut unnamed = Vec::new();
@@ -175,7 +176,7 @@ pub fn count_files<B: Backing>(lane: &B, id: u128) -> Result<usize> {
     Ok(count)
 }
 
-/// Whether this is a file that was being made: it is empty, and not marked yet.
+/// Whether a crash cut off the creation of this file: it is empty and has no mark.
 fn is_unmarked<B: Backing>(lane: &B, file: &B::Inode, attr: &Attr, entry: &OsStr) -> Result<bool> {
     Ok(attr.size == 0 && create::is_entry(entry) && mark::read(lane, file)?.is_none())
 }

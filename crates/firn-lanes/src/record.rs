@@ -118,7 +118,7 @@ impl Record {
         Ok(())
     }
 
-    /// None after a crash that came before the first file.
+    /// Reads the record. `None`: a crash came before its first file was written.
     fn read<B: Backing>(dir: &VoteDir<'_, B>) -> Result<Option<Self>, RecordError> {
         let Some(id) = read_file(dir, PRIMARY)? else {
             return Ok(None);
@@ -132,6 +132,7 @@ impl Record {
             .map_err(|_| damaged(PRIMARY, "is damaged: put it back from a backup"))?;
         let mut lanes = Vec::new();
         for name in dir.names()?.iter().filter(|name| name.starts_with(LANE)) {
+            // A host may have removed it since it was listed.
             let Some(path) = read_file(dir, name)? else {
                 continue;
             };

@@ -43,7 +43,7 @@ struct Node {
 }
 
 #[derive(Default)]
-struct State {
+struct SteeredState {
     nodes: BTreeMap<u64, Node>,
     xattrs: HashMap<(u64, OsString), Vec<u8>>,
     /// Each call that makes, names or tells something, in order.
@@ -51,12 +51,12 @@ struct State {
 }
 
 struct Recorder {
-    state: Arc<Mutex<State>>,
+    state: Arc<Mutex<SteeredState>>,
     refuses: Refuses,
     next: AtomicU64,
 }
 
-impl State {
+impl SteeredState {
     fn find(&self, parent: u64, name: &OsStr) -> Option<u64> {
         let name = (parent, name.to_owned());
         let mut nodes = self.nodes.iter();
@@ -306,7 +306,7 @@ impl Filesystem for Recorder {
 
 /// A mounted server.
 struct Mounted {
-    state: Arc<Mutex<State>>,
+    state: Arc<Mutex<SteeredState>>,
     /// Ends before its mount point is removed.
     _session: BackgroundSession,
     dir: tempfile::TempDir,
@@ -314,7 +314,7 @@ struct Mounted {
 
 impl Mounted {
     fn new(refuses: Refuses) -> Self {
-        let mut state = State::default();
+        let mut state = SteeredState::default();
         state.add(1, 0, OsStr::new(""), 0o755, true);
         for lane in 0..2u64 {
             let name = format!("lane{lane}");

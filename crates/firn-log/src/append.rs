@@ -17,12 +17,12 @@ use parking_lot::Condvar;
 /// A file to which only this process appends.
 pub(crate) struct Appender<B: Backing> {
     file: B::File,
-    state: Mutex<State>,
+    state: Mutex<LogEnd>,
     written: Condvar,
 }
 
 #[derive(Default)]
-struct State {
+struct LogEnd {
     /// Bytes that count.
     end: u64,
     /// Bytes that are durable.

@@ -1,7 +1,7 @@
-//! The log layout as a backing over a backing: files of which some have their bytes in containers.
+//! The log layout as a backing over a backing: the bytes of chosen files lie in containers.
 //!
-//! Names, attributes and everything that is no chosen file go to the backing below. A file that was written through
-//! containers once is read through them by every host, whatever it chooses, until it is flat.
+//! Names, attributes and files that are not chosen go to the backing below. Once a file has a container, every host
+//! reads it through containers until it is flat, also a host that does not choose it.
 
 mod calls;
 mod settle;
@@ -21,16 +21,16 @@ pub use self::settle::{Left, Logged};
 
 use self::settle::{Ended, HostsGone};
 use crate::container::Memory;
-use crate::file::{Listed, LoggedFile, Place};
+use crate::file::{ContainerSite, Listed, LoggedFile};
 use crate::file_id::FileId;
 use crate::orphans::{self, DEAD, DYING};
 use crate::tag::{self, Home};
 use crate::turn;
 
-/// In `.firn/`.
+/// Name of the directory of all containers, in `.firn/`.
 pub const CONTAINERS: &str = own::LOGS;
 
-/// Opens the directory of all containers, made if it is not there.
+/// Opens the directory of all containers; makes it if it is missing.
 pub fn make_dir<B: Backing>(base: &B) -> std::result::Result<B::Inode, OwnError> {
     let firn = own::dir(base, &base.root(), TOP)?;
     own::dir(base, &firn, CONTAINERS).map_err(|error| error.below(TOP))
@@ -39,45 +39,45 @@ pub fn make_dir<B: Backing>(base: &B) -> std::result::Result<B::Inode, OwnError>
 /// Bytes of sorted indexes in memory, of all files: half of what a reader may take, and a block of each index of a file
 /// that many hosts wrote.
 const INDEX_BYTES_MAX: u64 = 32 << 20;
-/// The plain file shows when it was modified as if it were written to this often: each time costs its server a call.
+/// Shortest time between two updates of a plain file's modification time; each update costs its server a call.
 const MODIFIED_EVERY: Duration = Duration::from_secs(1);
 
-/// Says of a name whether a new file with it is logged.
+/// Returns whether a new file with this name is logged.
 pub type Chooser = Box<dyn Fn(&OsStr) -> bool + Send + Sync>;
-/// Says of a host whether it lives.
+/// Returns whether a host is alive.
 pub type Liveness = Box<dyn Fn(&str) -> Result<bool> + Send + Sync>;
 
-/// Where bytes lie is told only if that is right for this long: to be told it again costs as much as some reads.
+/// Shortest validity of a list of places of bytes: a new list costs as much as some reads.
 const LOCATED_FOR_MIN: Duration = Duration::from_millis(20);
 
-/// What becomes of the logs of a file that no host has open for writing any more.
+/// What happens to the logs of a file after the last host has closed it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WhenClosed {
-    /// The close that ends the writing returns when they are flattened.
+    /// The last close returns when they are flattened.
     Flatten,
-    /// The close returns when they are published; [`LogBacking::settle`] flattens them.
+    /// The last close returns when they are published; [`LogBacking::settle`] flattens them.
     FlattenBehind,
     /// Logs stay as they are.
     Keep,
 }
 
-/// What a mount with the log layout is told.
+/// Parameters of a mount with the log layout.
 pub struct Setup {
-    /// This host.
+    /// Name of this host.
     pub host: String,
     /// Chooses the files that are logged.
     pub chooses: Chooser,
-    /// Tells which hosts live.
+    /// Tells which hosts are alive.
     pub is_alive: Liveness,
-    /// How old this host's knowledge of containers may be.
+    /// Longest age of this host's view of the containers.
     pub patience: Duration,
-    /// How long the backing may be behind what other hosts did: what is not as it must be is waited for this long.
+    /// Longest delay until the backing shows changes of other hosts. An unexpected state is read again for this long.
     pub lag_max: Duration,
     /// Bytes of a file that one host flattens at a time.
     pub unit_bytes: u64,
-    /// What becomes of the logs of a file that no host has open for writing any more.
+    /// What happens to the logs of a file after the last host has closed it.
     pub when_closed: WhenClosed,
-    /// The same, when they are opened for reading.
+    /// Whether an open for reading flattens the logs too.
     pub flattens_read: bool,
 }
 
@@ -87,21 +87,21 @@ pub struct LogBacking<B: Backing> {
     top: B::Inode,
     home: Home,
     memory: Arc<Memory>,
-    /// That of this host's logs among the lanes below; 0 where there are none.
+    /// Turn of this host's logs among the lanes below; 0 without lanes.
     turn: u64,
     setup: Setup,
     files: Mutex<Files<B>>,
     ended: Arc<Ended<B>>,
-    /// How many files were flat or gone.
+    /// Number of files that were forgotten, because they were flat or gone.
     forgotten: AtomicU64,
     /// Containers of files that this host was removing when it ran last.
     marked: Mutex<HashSet<String>>,
-    /// Hosts that were found to be gone, and whose removals were ended; None before the first search.
+    /// Dead hosts whose removals were finished; None before the first search.
     hosts_gone: Mutex<Option<HostsGone>>,
 }
 
 struct Files<B: Backing> {
-    /// Those that have containers, and those that this host has open for writing.
+    /// Files with containers, and files that this host has open for writing.
     known: HashMap<FileId, Arc<LoggedFile<B>>>,
     /// Files whose last name this host is removing: an open of one makes no container without a mark.
     dying: HashSet<FileId>,
@@ -110,8 +110,8 @@ struct Files<B: Backing> {
     listing: Arc<Listing>,
 }
 
-/// The containers of all files at one moment. Each file is looked at when it is used: to read the containers of all of them
-/// would cost as much as there are files, however few are used.
+/// Names of all containers at one moment. The contents of a container are read at the first use of its file, so the cost
+/// follows the files in use.
 #[derive(Default)]
 struct Listing {
     began: Option<Instant>,
@@ -121,10 +121,10 @@ struct Listing {
 /// An object of a [`LogBacking`].
 pub struct LogInode<B: Backing> {
     below: B::Inode,
-    /// Id, of a file only.
+    /// Id of a file; None for other objects.
     id: Option<FileId>,
     is_chosen: bool,
-    /// Region, of a directory only.
+    /// Region of a directory.
     region: Region,
 }
 
@@ -135,18 +135,18 @@ enum Region {
     Top,
     /// `.firn`.
     Firn,
-    /// What is below that: no file there is chosen for its name.
+    /// Below `.firn`, where no file is chosen.
     Own,
-    /// All else.
+    /// The directories of programs.
     Files,
 }
 
 impl Region {
-    /// That of what has this name in a directory.
+    /// Region of the object `name` in a directory of this region.
     fn of_child(self, name: &OsStr) -> Self {
         match self {
             Self::Top if name == TOP => Self::Firn,
-            // Files of a program that get their names later.
+            // Files of programs, before they get their names.
             Self::Firn if name == STUBS => Self::Files,
             Self::Firn | Self::Own => Self::Own,
             Self::Top | Self::Files => Self::Files,
@@ -169,7 +169,7 @@ pub struct LogFile<B: Backing> {
     logged: Option<Opened<B>>,
 }
 
-/// A descriptor of a file that may be logged. The last one that may write ends the writing of this host.
+/// A descriptor of a file that may be logged. The close of the last one for writing ends the writing of this host.
 struct Opened<B: Backing> {
     file: Arc<LoggedFile<B>>,
     inode: B::Inode,
@@ -194,7 +194,7 @@ impl<B: Backing> Drop for Opened<B> {
 }
 
 impl<B: Backing> LogFile<B> {
-    /// The file, if it may be logged; the error if the descriptor may not write.
+    /// The file, if it may be logged; `otherwise` if the descriptor cannot write.
     fn writable(&self, otherwise: Errno) -> Result<Option<&Arc<LoggedFile<B>>>> {
         match &self.logged {
             Some(opened) if opened.access == Access::Read => Err(otherwise),
@@ -202,7 +202,7 @@ impl<B: Backing> LogFile<B> {
         }
     }
 
-    /// The logs of the file, if it has some.
+    /// The logged file, if it has containers.
     fn logged(&self) -> Option<&Arc<LoggedFile<B>>> {
         let opened = self.logged.as_ref()?;
         opened.file.is_logged().then_some(&opened.file)
@@ -210,7 +210,7 @@ impl<B: Backing> LogFile<B> {
 }
 
 impl<B: Backing> LogBacking<B> {
-    /// Over `below`, in which it has a directory of its own.
+    /// Opens the log layout over `below`; its directory there is `.firn/log`.
     pub fn open(below: B, setup: Setup) -> std::result::Result<Self, OwnError> {
         let top = make_dir(&below)?;
         let home = Home::of(&below.attr(&top)?);
@@ -244,15 +244,15 @@ impl<B: Backing> LogBacking<B> {
         &self.below
     }
 
-    /// The same, with at most `bytes` bytes of sorted indexes in memory.
+    /// Limits the sorted indexes in memory to `bytes` bytes.
     #[must_use]
     pub fn with_memory(self, bytes: u64) -> Self {
         let memory = Memory::new(bytes);
         Self { memory, ..self }
     }
 
-    fn place(&self) -> Place<'_, B> {
-        Place {
+    fn place(&self) -> ContainerSite<'_, B> {
+        ContainerSite {
             base: &self.below,
             top: &self.top,
             home: self.home,
@@ -264,7 +264,7 @@ impl<B: Backing> LogBacking<B> {
         }
     }
 
-    /// What has this name in a directory.
+    /// Makes the inode of the object `name` in a directory.
     fn child(
         &self,
         parent: &LogInode<B>,
@@ -286,7 +286,7 @@ impl<B: Backing> LogBacking<B> {
         is_chosen: bool,
     ) -> Result<LogInode<B>> {
         let id = if is_chosen {
-            // One that cannot be told apart stays plain.
+            // A file without an identity stays plain.
             FileId::assign(&self.below, &below, attr).unwrap_or(None)
         } else {
             FileId::of(&self.below, &below, attr)?
@@ -299,7 +299,7 @@ impl<B: Backing> LogBacking<B> {
         })
     }
 
-    /// The file of an inode, if it has containers as far as this host knows, or is open for writing here.
+    /// The file with this id, if this host knows containers of it or has it open for writing.
     fn find(&self, id: Option<FileId>) -> Result<Option<Arc<LoggedFile<B>>>> {
         let Some(id) = id else {
             return Ok(None);
@@ -309,12 +309,12 @@ impl<B: Backing> LogBacking<B> {
             return Ok(None);
         };
         self.look_at(&file);
-        // It may be flat since.
+        // The file may be flat by now.
         self.forget(&file);
         Ok(self.files.lock().known.get(&id).cloned())
     }
 
-    /// The same, with what another host may have made of it since this one looked, and be flattening already.
+    /// [`Self::find`] with a new look at the containers: another host may have made one, or flatten the file already.
     fn find_ending(&self, id: Option<FileId>) -> Result<Option<Arc<LoggedFile<B>>>> {
         let Some(id) = id else {
             return Ok(None);
@@ -328,24 +328,24 @@ impl<B: Backing> LogBacking<B> {
             }
             None => self.find_or_add(id)?,
         };
-        // One that cannot be read has a time all the same.
+        // A file whose containers cannot be read still has a time.
         if let Err(error) = file.look_again(&self.place()) {
             tracing::debug!(ino = id.ino, %error, "containers cannot be read");
         }
         Ok(Some(file))
     }
 
-    /// Looks which files have containers, where that was long ago.
+    /// Lists the containers again, if the last list is older than [`Setup::patience`].
     fn look_around(&self) -> Result<()> {
         self.look_around_after(self.setup.patience)
     }
 
-    /// The same, if the last look is older than `patience`.
+    /// Lists the containers again, if the last list is older than `patience`.
     fn look_around_after(&self, patience: Duration) -> Result<()> {
         {
             let mut files = self.files.lock();
             let is_due = |listed: Instant| listed.elapsed() >= patience;
-            // Nothing is known before the first listing: each caller lists until then.
+            // Until a first list is complete, each caller makes one.
             if files.listing.began.is_some() && !files.listed.is_none_or(is_due) {
                 return Ok(());
             }
@@ -383,7 +383,7 @@ impl<B: Backing> LogBacking<B> {
         Ok(())
     }
 
-    /// Looks at the containers of a file that the last listing has, unless that was done.
+    /// Reads the containers of a file that the last list has, unless they were read since.
     fn look_at(&self, file: &LoggedFile<B>) {
         let listing = Arc::clone(&self.files.lock().listing);
         let Some(began) = listing.began else {
@@ -396,7 +396,7 @@ impl<B: Backing> LogBacking<B> {
         }
     }
 
-    /// The file of an inode that is opened.
+    /// The file with this id; adds it if it is unknown.
     fn find_or_add(&self, id: FileId) -> Result<Arc<LoggedFile<B>>> {
         self.look_around()?;
         let mut files = self.files.lock();
@@ -404,8 +404,10 @@ impl<B: Backing> LogBacking<B> {
         Ok(Arc::clone(files.known.entry(id).or_insert_with(new)))
     }
 
-    /// Attributes as programs see them: the length is that of all bytes, and the time that of the last change. What is below
-    /// is asked for after it was looked where the bytes are, and again where that has changed meanwhile.
+    /// Attributes as programs see them: the length covers all bytes, the time is that of the last change.
+    ///
+    /// The containers are read first, then the attributes of the plain file; both again if the containers changed
+    /// in between.
     fn shown(
         &self,
         logged: Option<&Arc<LoggedFile<B>>>,
@@ -436,7 +438,7 @@ impl<B: Backing> LogBacking<B> {
         };
         let writes = access != Access::Read;
         self.look_around()?;
-        // Another host may have put it into a log just now. A file that is chosen is looked at below.
+        // Another host may have made a container just now. A chosen file is looked at below.
         if !inode.is_chosen && !self.files.lock().known.contains_key(&id) {
             self.look_around_after(Duration::ZERO)?;
         }
@@ -458,7 +460,7 @@ impl<B: Backing> LogBacking<B> {
             if files.dying.contains(&id) {
                 file.is_dying.store(true, Ordering::Release);
             }
-            // Counted before the lock is free: one that is open is not forgotten.
+            // Counted under the lock, so that an open file is not forgotten.
             file.opens.fetch_add(1, Ordering::AcqRel);
             if writes {
                 file.writers.fetch_add(1, Ordering::AcqRel);
@@ -479,7 +481,7 @@ impl<B: Backing> LogBacking<B> {
         Ok(Some(opened))
     }
 
-    /// Close-to-open: what others have closed is seen, and older than what this host writes now.
+    /// Close-to-open: makes changes that other hosts have closed visible, and orders them before this host's next writes.
     fn see_others(&self, opened: &Opened<B>) -> Result<()> {
         let place = self.place();
         let file = &opened.file;
@@ -491,14 +493,14 @@ impl<B: Backing> LogBacking<B> {
             }
         })?;
         if !file.is_logged() {
-            // The plain file may have got its bytes on another host.
+            // Another host may have written the plain file.
             self.below.attr_now(&opened.inode)?;
             tag::check(&self.below, &opened.inode, file.id, self.home)?;
         }
         Ok(())
     }
 
-    /// Shows other hosts that this one writes to the file, so that none of them flattens it.
+    /// Announces to other hosts that this one writes the file, so that none of them flattens it.
     fn begin_writing(&self, file: &LogFile<B>, opened: &Opened<B>) -> Result<()> {
         let plain = || self.plain_len(file);
         let place = self.place();
@@ -506,7 +508,7 @@ impl<B: Backing> LogBacking<B> {
         logged.wait_for(&place, &mut || logged.begin_writing(&place, &plain))
     }
 
-    /// This host has changed a file: the plain file shows the time, as it would have it by itself.
+    /// Sets the modification time of the plain file after a change by this host.
     fn note_modified(&self, file: &LogFile<B>) {
         let Some(opened) = &file.logged else {
             return;
@@ -538,7 +540,7 @@ impl<B: Backing> LogBacking<B> {
         Ok(())
     }
 
-    /// The file that is about to lose this name, if that may be its last.
+    /// The file that loses this name, if the name may be its last.
     fn doomed(&self, parent: &B::Inode, name: &OsStr) -> Result<Option<(B::Inode, FileId)>> {
         let (inode, attr) = match self.below.lookup(parent, name) {
             Ok(found) => found,
@@ -574,13 +576,13 @@ impl<B: Backing> LogBacking<B> {
             .inspect_err(|_| self.keep_name(&file))
     }
 
-    /// Its last name does not go, as far as this host knows.
+    /// Takes the mark away: the last name stays, as far as this host knows.
     fn keep_name(&self, file: &LoggedFile<B>) {
         file.is_dying.store(false, Ordering::Release);
         self.files.lock().dying.remove(&file.id);
     }
 
-    /// Its last name is gone, if `outcome` is not an error.
+    /// Ends the removal of a last name: the name is gone, unless `outcome` is an error.
     fn end_names(&self, doomed: Option<(B::Inode, FileId)>, outcome: Result<()>) -> Result<()> {
         let Some((inode, id)) = doomed else {
             return outcome;

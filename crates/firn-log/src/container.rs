@@ -150,7 +150,7 @@ impl Walk {
         }
     }
 
-    /// The same for a reader that may not want all of the range: the first steps are short.
+    /// Walks `range` with short first steps, for a reader that may not want all of it.
     pub(crate) fn in_steps(range: Range<u64>) -> Self {
         let step = FIRST_STEP_BYTES;
         Self { range, step }
@@ -184,7 +184,7 @@ impl<B: Backing> Container<B> {
         Ok(container)
     }
 
-    /// The same, of which nothing is read yet.
+    /// Opens a container without reading it.
     pub(crate) fn open_unread(
         dir: B::Inode,
         name: &str,
@@ -195,7 +195,7 @@ impl<B: Backing> Container<B> {
         Self::unread(dir, name, host, memory, View::new(base_bytes))
     }
 
-    /// The same; what this host writes goes to the lane of this turn.
+    /// Sets the turn, whose lane gets what this host writes.
     pub(crate) fn in_turn(self, turn: u64) -> Self {
         Self { turn, ..self }
     }
@@ -336,7 +336,7 @@ impl<B: Backing> Container<B> {
         self.grow_seen(base, len)
     }
 
-    /// The same, after a look.
+    /// [`Container::grow`] after a look at the indexes.
     fn grow_seen(&self, base: &B, len: u64) -> Changed {
         if len <= self.len() {
             return Ok(());

@@ -69,7 +69,7 @@ struct Looks {
     is_under_way: bool,
     /// Begin of the last listing that was looked at.
     last: Option<Instant>,
-    /// The same, where the look may have failed.
+    /// Begin of the last listing that was looked at, also if the look failed.
     last_tried: Option<Instant>,
 }
 
@@ -122,7 +122,7 @@ pub(crate) struct Listed {
 }
 
 /// Where containers are, and the identity of this host.
-pub(crate) struct Place<'a, B: Backing> {
+pub(crate) struct ContainerSite<'a, B: Backing> {
     pub(crate) base: &'a B,
     pub(crate) top: &'a B::Inode,
     /// What tags of plain files call `top`.
@@ -136,7 +136,7 @@ pub(crate) struct Place<'a, B: Backing> {
     pub(crate) is_alive: &'a IsAlive<'a>,
 }
 
-impl<B: Backing> Place<'_, B> {
+impl<B: Backing> ContainerSite<'_, B> {
     /// That of what this host writes to a file.
     pub(crate) fn turn_of(&self, id: FileId) -> u64 {
         self.turn.wrapping_add(xxh3_64(&id.ino.to_le_bytes()))
@@ -169,7 +169,7 @@ impl<B: Backing> LoggedFile<B> {
     /// what other hosts did ([`crate::behind`]).
     pub(crate) fn wait_for<T>(
         &self,
-        place: &Place<'_, B>,
+        place: &ContainerSite<'_, B>,
         work: &mut dyn FnMut() -> Result<T>,
     ) -> Result<T> {
         let mut look = || {
@@ -246,7 +246,7 @@ impl<B: Backing> LoggedFile<B> {
     /// void. Where a generation cannot be read, the file is not read before a later look.
     pub(crate) fn look(
         &self,
-        place: &Place<'_, B>,
+        place: &ContainerSite<'_, B>,
         began: Instant,
         listed: &[Listed],
     ) -> Result<()> {
@@ -254,10 +254,10 @@ impl<B: Backing> LoggedFile<B> {
         self.look_unless(&is_seen, place, began, listed)
     }
 
-    /// The same with a listing that others look at too: the first of them does, and the others wait for that.
+    /// [`LoggedFile::look`] with a listing that several threads use: the first one looks, the others wait for it.
     pub(crate) fn look_at_shared(
         &self,
-        place: &Place<'_, B>,
+        place: &ContainerSite<'_, B>,
         began: Instant,
         listed: Option<&[Listed]>,
     ) -> Result<()> {
@@ -272,7 +272,7 @@ impl<B: Backing> LoggedFile<B> {
     fn look_unless(
         &self,
         is_seen: &dyn Fn(&Looks) -> bool,
-        place: &Place<'_, B>,
+        place: &ContainerSite<'_, B>,
         began: Instant,
         listed: &[Listed],
     ) -> Result<()> {
@@ -300,7 +300,7 @@ impl<B: Backing> LoggedFile<B> {
 
     /// One look at a time: of two that find the same container both would open it, and what this host knows of its own
     /// logs would be lost with one of them.
-    fn look_alone(&self, place: &Place<'_, B>, listed: &[Listed]) -> Result<()> {
+    fn look_alone(&self, place: &ContainerSite<'_, B>, listed: &[Listed]) -> Result<()> {
         let mut listed = listed.to_vec();
         listed.sort_unstable();
         let known = self.all();
@@ -351,7 +351,7 @@ impl<B: Backing> LoggedFile<B> {
     }
 
     /// Whether it is open here, and another host has removed its last name.
-    fn is_nameless(&self, place: &Place<'_, B>) -> Result<bool> {
+    fn is_nameless(&self, place: &ContainerSite<'_, B>) -> Result<bool> {
         let Some(inode) = self.inode.get() else {
             return Ok(false);
         };
@@ -368,7 +368,7 @@ impl<B: Backing> LoggedFile<B> {
     /// A generation whose indexes are read; None if it is gone, or has no writes yet.
     fn open_generation(
         &self,
-        place: &Place<'_, B>,
+        place: &ContainerSite<'_, B>,
         number: u32,
     ) -> Result<Option<Arc<Generation<B>>>> {
         let Some(generation) = self.find_generation(place, number)? else {
@@ -388,8 +388,12 @@ impl<B: Backing> LoggedFile<B> {
         }
     }
 
-    /// The same; nothing is read of its indexes.
-    fn find_generation(&self, place: &Place<'_, B>, number: u32) -> Result<Option<Generation<B>>> {
+    /// Finds a generation without reading its indexes.
+    fn find_generation(
+        &self,
+        place: &ContainerSite<'_, B>,
+        number: u32,
+    ) -> Result<Option<Generation<B>>> {
         let name = self.id.container_name(number);
         let Some((dir, attr)) = own::find_dir(place.base, place.top, &name)? else {
             return Ok(None);
@@ -446,7 +450,7 @@ impl<B: Backing> LoggedFile<B> {
     /// give it another one. `given` is the time.
     pub(crate) fn set_modified(
         &self,
-        place: &Place<'_, B>,
+        place: &ContainerSite<'_, B>,
         given: Time,
         set: &dyn Fn() -> Result<()>,
     ) -> Result<()> {
@@ -480,7 +484,7 @@ impl<B: Backing> LoggedFile<B> {
     /// Reads until `buf` is full or the file ends.
     pub(crate) fn read(
         &self,
-        place: &Place<'_, B>,
+        place: &ContainerSite<'_, B>,
         plain: &B::File,
         buf: &mut [u8],
         offset: u64,
@@ -507,7 +511,7 @@ impl<B: Backing> LoggedFile<B> {
     /// Finds where `range` lies in logs and in the plain file, as far as there is room.
     pub(crate) fn locate(
         &self,
-        place: &Place<'_, B>,
+        place: &ContainerSite<'_, B>,
         plain: &B::File,
         range: Range<u64>,
         limits: LocateLimits,
@@ -545,7 +549,7 @@ impl<B: Backing> LoggedFile<B> {
     /// lseek(2): every byte that is in a log or in the plain file is data.
     pub(crate) fn seek(
         &self,
-        place: &Place<'_, B>,
+        place: &ContainerSite<'_, B>,
         plain_bytes: u64,
         offset: u64,
         what: Seek,
@@ -575,13 +579,13 @@ impl<B: Backing> LoggedFile<B> {
     }
 
     /// Looks for the generations that there are.
-    pub(crate) fn look_again(&self, place: &Place<'_, B>) -> Result<()> {
+    pub(crate) fn look_again(&self, place: &ContainerSite<'_, B>) -> Result<()> {
         let began = Instant::now();
         self.look(place, began, &self.list(place)?)
     }
 
     /// The containers of the file that have a name.
-    fn list(&self, place: &Place<'_, B>) -> Result<Vec<Listed>> {
+    fn list(&self, place: &ContainerSite<'_, B>) -> Result<Vec<Listed>> {
         let names = own::list(place.base, place.top)?;
         let listed = names.iter().filter_map(|(name, dir, _)| {
             let (id, number) = FileId::of_container(name)?;
@@ -591,14 +595,14 @@ impl<B: Backing> LoggedFile<B> {
     }
 
     /// Says that it is to lose its last name, or has lost it.
-    pub(crate) fn mark(&self, place: &Place<'_, B>, mark: &str) -> Result<()> {
+    pub(crate) fn mark(&self, place: &ContainerSite<'_, B>, mark: &str) -> Result<()> {
         self.visit_containers(place, &mut |container| {
             container.put_once(mark, place.host.as_bytes()).map(drop)
         })
     }
 
     /// Removes the marks: the file still has a name.
-    pub(crate) fn unmark(&self, place: &Place<'_, B>) -> Result<()> {
+    pub(crate) fn unmark(&self, place: &ContainerSite<'_, B>) -> Result<()> {
         self.visit_containers(place, &mut |container| unmark(place.base, container))
     }
 
@@ -606,7 +610,7 @@ impl<B: Backing> LoggedFile<B> {
     /// needs it no more.
     fn visit_containers(
         &self,
-        place: &Place<'_, B>,
+        place: &ContainerSite<'_, B>,
         visit: &mut dyn FnMut(&VoteDir<'_, B>) -> Result<()>,
     ) -> Result<()> {
         for listed in self.list(place)? {
@@ -624,7 +628,7 @@ impl<B: Backing> LoggedFile<B> {
     }
 
     /// What this host writes from now on is newer than what others have published.
-    pub(crate) fn take_epoch(&self, place: &Place<'_, B>) -> Result<()> {
+    pub(crate) fn take_epoch(&self, place: &ContainerSite<'_, B>) -> Result<()> {
         for _ in 0..LOOKS_MAX {
             let Some(top) = self.all().pop() else {
                 return Ok(());
@@ -639,7 +643,11 @@ impl<B: Backing> LoggedFile<B> {
     }
 
     /// This host is going to write to it.
-    pub(crate) fn begin_writing(&self, place: &Place<'_, B>, plain: &PlainBytes<'_>) -> Result<()> {
+    pub(crate) fn begin_writing(
+        &self,
+        place: &ContainerSite<'_, B>,
+        plain: &PlainBytes<'_>,
+    ) -> Result<()> {
         self.is_written.store(true, Ordering::Release);
         self.join(place, plain).map(drop)
     }
@@ -647,7 +655,7 @@ impl<B: Backing> LoggedFile<B> {
     /// Writes bytes that do not overlap.
     pub(crate) fn write(
         &self,
-        place: &Place<'_, B>,
+        place: &ContainerSite<'_, B>,
         plain: &PlainBytes<'_>,
         parts: &[DataPart<'_>],
     ) -> Result<()> {
@@ -659,7 +667,7 @@ impl<B: Backing> LoggedFile<B> {
     /// Cuts the file, or makes it longer. What this host has not seen stays.
     pub(crate) fn set_len(
         &self,
-        place: &Place<'_, B>,
+        place: &ContainerSite<'_, B>,
         plain: &PlainBytes<'_>,
         len: u64,
     ) -> Result<()> {
@@ -676,7 +684,7 @@ impl<B: Backing> LoggedFile<B> {
     /// Makes the file at least `len` bytes long.
     pub(crate) fn grow(
         &self,
-        place: &Place<'_, B>,
+        place: &ContainerSite<'_, B>,
         plain: &PlainBytes<'_>,
         len: u64,
     ) -> Result<()> {
@@ -691,7 +699,7 @@ impl<B: Backing> LoggedFile<B> {
     }
 
     /// Whether the last thing that this host did to the file before it died was to set its length to `len`.
-    pub(crate) fn was_set_to(&self, place: &Place<'_, B>, len: u64) -> Result<bool> {
+    pub(crate) fn was_set_to(&self, place: &ContainerSite<'_, B>, len: u64) -> Result<bool> {
         self.look_again(place)?;
         for generation in self.all().iter().rev() {
             let last = generation.container.last_change_of_own_index(place.base)?;
@@ -708,7 +716,7 @@ impl<B: Backing> LoggedFile<B> {
     /// Makes bytes zero; the length stays.
     pub(crate) fn zero(
         &self,
-        place: &Place<'_, B>,
+        place: &ContainerSite<'_, B>,
         plain: &PlainBytes<'_>,
         piece: Piece,
     ) -> Result<()> {
@@ -717,7 +725,7 @@ impl<B: Backing> LoggedFile<B> {
 
     fn change(
         &self,
-        place: &Place<'_, B>,
+        place: &ContainerSite<'_, B>,
         plain: &PlainBytes<'_>,
         make: &dyn Fn(&Container<B>) -> Changed,
     ) -> Result<()> {
@@ -738,7 +746,11 @@ impl<B: Backing> LoggedFile<B> {
     }
 
     /// The generation that this host writes to.
-    fn join(&self, place: &Place<'_, B>, plain: &PlainBytes<'_>) -> Result<Arc<Generation<B>>> {
+    fn join(
+        &self,
+        place: &ContainerSite<'_, B>,
+        plain: &PlainBytes<'_>,
+    ) -> Result<Arc<Generation<B>>> {
         for _ in 0..LOOKS_MAX {
             if let Some(top) = self.all().pop() {
                 match top.join(place) {
@@ -756,7 +768,7 @@ impl<B: Backing> LoggedFile<B> {
     }
 
     /// Makes the next generation, if another host does not.
-    fn make_generation(&self, place: &Place<'_, B>, plain: &PlainBytes<'_>) -> Result<()> {
+    fn make_generation(&self, place: &ContainerSite<'_, B>, plain: &PlainBytes<'_>) -> Result<()> {
         self.look_again(place)?;
         let last = self.all().last().map(|top| top.number);
         if let Some(top) = self.all().last()
@@ -784,7 +796,7 @@ impl<B: Backing> LoggedFile<B> {
     /// Removes a container that may not get a head, unless it has one by now.
     fn remove_headless(
         &self,
-        place: &Place<'_, B>,
+        place: &ContainerSite<'_, B>,
         dir: B::Inode,
         number: u32,
         has_no_head: &dyn Fn() -> Result<bool>,
@@ -812,7 +824,12 @@ impl<B: Backing> LoggedFile<B> {
     /// the first generation; they stay unchanged until it is flattened. If another generation was made meanwhile over
     /// one that is flat by now, this one would lie below it. This one is removed then: it has no reads or writes yet. A
     /// container with an index that lost its head with the power is removed too: nothing in it was promised.
-    fn put_head(&self, place: &Place<'_, B>, number: u32, plain: &PlainBytes<'_>) -> Result<()> {
+    fn put_head(
+        &self,
+        place: &ContainerSite<'_, B>,
+        number: u32,
+        plain: &PlainBytes<'_>,
+    ) -> Result<()> {
         let numbers = self.list(place)?;
         let name = self.id.container_name(number);
         let Some((dir, _)) = own::find_dir(place.base, place.top, &name)? else {
@@ -838,7 +855,7 @@ impl<B: Backing> LoggedFile<B> {
     }
 
     /// Makes what this host wrote durable and known.
-    pub(crate) fn sync(&self, place: &Place<'_, B>) -> Result<()> {
+    pub(crate) fn sync(&self, place: &ContainerSite<'_, B>) -> Result<()> {
         for generation in self.all() {
             if generation.is_joined.load(Ordering::Acquire) {
                 match generation.sync(place) {
@@ -853,7 +870,7 @@ impl<B: Backing> LoggedFile<B> {
     }
 
     /// Tags the plain file with a container that has bytes of this host, once.
-    fn tag(&self, place: &Place<'_, B>, generation: &Generation<B>) {
+    fn tag(&self, place: &ContainerSite<'_, B>, generation: &Generation<B>) {
         if let Some(inode) = self.inode.get()
             && generation.container.has_own_log()
             && !self.is_removed.load(Ordering::Acquire)
@@ -864,7 +881,7 @@ impl<B: Backing> LoggedFile<B> {
     }
 
     /// This host writes to it no more, and has published what it wrote.
-    pub(crate) fn end_writing(&self, place: &Place<'_, B>) -> Result<()> {
+    pub(crate) fn end_writing(&self, place: &ContainerSite<'_, B>) -> Result<()> {
         self.sync(place)?;
         for generation in self.all() {
             generation.end_writing(place)?;
@@ -875,7 +892,7 @@ impl<B: Backing> LoggedFile<B> {
     /// Whether another host that lives says that it writes to it.
     pub(crate) fn has_other_writers(
         &self,
-        place: &Place<'_, B>,
+        place: &ContainerSite<'_, B>,
         is_alive: &IsAlive<'_>,
     ) -> Result<bool> {
         let mut has_writers = false;
@@ -891,7 +908,7 @@ impl<B: Backing> LoggedFile<B> {
     /// Seals and flattens what it can, the lowest generation first.
     pub(crate) fn flatten(
         &self,
-        place: &Place<'_, B>,
+        place: &ContainerSite<'_, B>,
         inode: &B::Inode,
         unit_bytes: u64,
         is_alive: &IsAlive<'_>,
@@ -924,7 +941,7 @@ impl<B: Backing> LoggedFile<B> {
     /// Gives up what cannot be read of the file; false if a host writes to it.
     pub(crate) fn give_up(
         &self,
-        place: &Place<'_, B>,
+        place: &ContainerSite<'_, B>,
         plain: &Attr,
         unit_bytes: u64,
         is_alive: &IsAlive<'_>,
@@ -964,7 +981,7 @@ impl<B: Backing> LoggedFile<B> {
     /// Makes the first files of a container anew, where they are damaged; false if a host writes to it.
     fn renew_head(
         &self,
-        place: &Place<'_, B>,
+        place: &ContainerSite<'_, B>,
         number: u32,
         plain: &Attr,
         is_alive: &IsAlive<'_>,
@@ -985,7 +1002,7 @@ impl<B: Backing> LoggedFile<B> {
 
     /// Removes what a dead host left of containers that it had flattened, and completes containers that a host began to
     /// make.
-    fn end_remains(&self, place: &Place<'_, B>, plain: &PlainBytes<'_>) -> Result<()> {
+    fn end_remains(&self, place: &ContainerSite<'_, B>, plain: &PlainBytes<'_>) -> Result<()> {
         for listed in self.list(place)? {
             let Some(left) = self.open_generation(place, listed.number)? else {
                 self.put_head(place, listed.number, plain)?;
@@ -1001,7 +1018,7 @@ impl<B: Backing> LoggedFile<B> {
     }
 
     /// Removes all containers of the file, which has no name and is not open.
-    pub(crate) fn remove(&self, place: &Place<'_, B>) -> Result<()> {
+    pub(crate) fn remove(&self, place: &ContainerSite<'_, B>) -> Result<()> {
         self.visit_containers(place, &mut |container| container.retire())?;
         let old = std::mem::take(&mut *self.generations.lock());
         drop(old);
@@ -1011,13 +1028,13 @@ impl<B: Backing> LoggedFile<B> {
 
 impl<B: Backing> Generation<B> {
     /// None if it is gone: a later container may have its name.
-    fn ending<'a>(&'a self, place: &Place<'a, B>) -> Result<Option<Ending<'a, B>>> {
+    fn ending<'a>(&'a self, place: &ContainerSite<'a, B>) -> Result<Option<Ending<'a, B>>> {
         let found = Ending::of(place.base, &self.container, place.top, &self.name)?;
         Ok(found.filter(|ending| ending.votes().ino() == self.dir))
     }
 
     /// Registers this host as a writer; false if the container accepts no new writers.
-    fn join(&self, place: &Place<'_, B>) -> Result<bool> {
+    fn join(&self, place: &ContainerSite<'_, B>) -> Result<bool> {
         if self.is_joined.load(Ordering::Acquire) && self.container.seal().is_none() {
             return Ok(true);
         }
@@ -1033,7 +1050,7 @@ impl<B: Backing> Generation<B> {
     }
 
     /// Makes what this host wrote durable and known.
-    fn sync(&self, place: &Place<'_, B>) -> Result<()> {
+    fn sync(&self, place: &ContainerSite<'_, B>) -> Result<()> {
         self.container.sync(place.base)?;
         if self.container.has_own_log() {
             self.sync_name(place)
@@ -1043,7 +1060,7 @@ impl<B: Backing> Generation<B> {
     }
 
     /// Makes its name durable, once.
-    fn sync_name(&self, place: &Place<'_, B>) -> Result<()> {
+    fn sync_name(&self, place: &ContainerSite<'_, B>) -> Result<()> {
         if !self.is_name_durable.load(Ordering::Acquire) {
             place.base.sync_dir(place.top)?;
             self.is_name_durable.store(true, Ordering::Release);
@@ -1052,7 +1069,7 @@ impl<B: Backing> Generation<B> {
     }
 
     /// Records that the file's time was set, if the container is ending, or gone by now; returns whether that is so.
-    fn add_time(&self, place: &Place<'_, B>, given: Time) -> Result<bool> {
+    fn add_time(&self, place: &ContainerSite<'_, B>, given: Time) -> Result<bool> {
         let Some(ending) = self.ending(place)? else {
             self.container.end_time();
             return Ok(true);
@@ -1071,7 +1088,7 @@ impl<B: Backing> Generation<B> {
     }
 
     /// This host writes to it no more.
-    fn end_writing(&self, place: &Place<'_, B>) -> Result<()> {
+    fn end_writing(&self, place: &ContainerSite<'_, B>) -> Result<()> {
         if self.is_joined.swap(false, Ordering::AcqRel)
             && let Some(ending) = self.ending(place)?
         {
@@ -1084,7 +1101,7 @@ impl<B: Backing> Generation<B> {
     /// Seals and flattens it, and removes its container, as far as other hosts let it.
     fn flatten(
         &self,
-        place: &Place<'_, B>,
+        place: &ContainerSite<'_, B>,
         inode: &B::Inode,
         unit_bytes: u64,
         is_alive: &IsAlive<'_>,
@@ -1108,7 +1125,7 @@ impl<B: Backing> Generation<B> {
     }
 
     /// Whether its name still leads to it.
-    fn is_current(&self, place: &Place<'_, B>) -> Result<bool> {
+    fn is_current(&self, place: &ContainerSite<'_, B>) -> Result<bool> {
         let found = own::find(place.base, place.top, OsStr::new(&self.name))?;
         Ok(found.is_some_and(|(_, attr)| attr.ino == self.dir))
     }
@@ -1117,7 +1134,7 @@ impl<B: Backing> Generation<B> {
     fn is_written_by(
         &self,
         host: &str,
-        place: &Place<'_, B>,
+        place: &ContainerSite<'_, B>,
         is_alive: &IsAlive<'_>,
     ) -> Result<bool> {
         if host == place.host {
@@ -1128,7 +1145,7 @@ impl<B: Backing> Generation<B> {
     }
 
     /// Whether its bytes are in the plain file, or it is gone, which comes after that.
-    fn is_flat(&self, place: &Place<'_, B>) -> Result<bool> {
+    fn is_flat(&self, place: &ContainerSite<'_, B>) -> Result<bool> {
         match self.ending(place)? {
             Some(ending) => ending.is_flat(),
             None => Ok(true),
@@ -1136,7 +1153,7 @@ impl<B: Backing> Generation<B> {
     }
 
     /// What became of it while something failed. `rejected`: its sorted indexes that were not used before that.
-    fn look_at_fate(&self, place: &Place<'_, B>, rejected: usize) -> Result<Fate> {
+    fn look_at_fate(&self, place: &ContainerSite<'_, B>, rejected: usize) -> Result<Fate> {
         let Some(ending) = self.ending(place)? else {
             return Ok(Fate::Removed);
         };
@@ -1166,7 +1183,10 @@ enum Fate {
 }
 
 /// Whether one of these is flat or removed, as far as this host can see.
-fn is_any_over<B: Backing>(place: &Place<'_, B>, generations: &[Arc<Generation<B>>]) -> bool {
+fn is_any_over<B: Backing>(
+    place: &ContainerSite<'_, B>,
+    generations: &[Arc<Generation<B>>],
+) -> bool {
     let is_over = |one: &Arc<Generation<B>>| one.is_flat(place).unwrap_or(false);
     generations.iter().any(is_over)
 }

@@ -31,7 +31,7 @@ impl FileId {
         Ok(Some(Self { ino, birth }))
     }
 
-    /// The same for a file that is to get containers.
+    /// The id of a file that is to get containers; assigns a number if it needs one.
     pub(crate) fn assign<B: Backing>(
         base: &B,
         inode: &B::Inode,

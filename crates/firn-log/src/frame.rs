@@ -73,7 +73,7 @@ pub struct Cut {
 const SEEN_BYTES_MAX: usize = BODY_BYTES_MAX / 2;
 
 impl Cut {
-    /// The same in as many frames as it takes.
+    /// Splits the cut into as many frames as it takes.
     pub(crate) fn split(self) -> Vec<Self> {
         let len = self.len;
         let mut parts = vec![Self {

@@ -29,9 +29,9 @@ pub trait Logs: Sync {
     fn count_below(&self, path: &[u8]) -> Result<usize>;
     /// Flattens the files at or below `path`, as far as other hosts let it.
     fn flatten_at(&self, path: &[u8]) -> Result<Left>;
-    /// The same; other hosts that are at it are waited for.
+    /// Flattens the files at or below `path`, and waits for other hosts that work on them.
     fn flatten_whole(&self, path: &[u8]) -> Result<Left>;
-    /// The same; what cannot be read is told, and given up.
+    /// Flattens the files at or below `path`; reports what cannot be read and gives it up.
     fn flatten_with_loss(&self, path: &[u8], report: &mut dyn Report) -> Result<Left>;
 }
 

@@ -420,7 +420,7 @@ impl<'a, B: Backing> Ending<'a, B> {
         })
     }
 
-    /// The same, where the system gives no thread.
+    /// [`Self::copy_logs`] without a second thread.
     fn copy_logs_alone(&self, range: Range<u64>, plain: &B::File) -> Result<()> {
         let (used, unused) = mpsc::channel();
         let write = |batch| self.write_batch(batch, plain, &used);

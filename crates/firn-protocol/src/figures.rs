@@ -228,7 +228,7 @@ impl Default for Place {
 }
 
 impl Place {
-    /// The same place, as a part with fields of its own.
+    /// The place of a part that has fields of its own.
     pub fn part(&self, prefix: &str) -> Self {
         let prefix = format!("{}{prefix}", self.prefix);
         Self {

@@ -1,10 +1,11 @@
 //! Messages on the control socket: one JSON object per line, request then replies.
 //!
-//! The client sends one [`Request`] per line. firnd answers with any number of
-//! [`Reply::Progress`] lines and exactly one final line (any other variant). A connection on which nobody has asked
-//! anything for long, and that holds nothing, may be closed in favour of another one: [`Reply::Closed`] is its last
-//! line then, and whatever was sent on it since the last answer was not carried out. Every field is plain
-//! JSON, and every path a [`BytePath`], so `firn … --json` prints what it got and other tools can speak to the socket.
+//! * The client sends one [`Request`] per line. firnd answers with any number of [`Reply::Progress`] lines and exactly
+//!   one final line (any other variant).
+//! * firnd may close a connection that holds nothing and was idle for long, in favour of another one. [`Reply::Closed`]
+//!   is its last line then; requests sent since the last answer were not carried out.
+//! * Every field is plain JSON, and every path a [`BytePath`]. So `firn … --json` prints what it got, and other tools
+//!   can speak to the socket.
 
 pub mod events;
 pub mod figures;
@@ -33,19 +34,19 @@ pub const PROTOCOL_VERSION: u32 = 7;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "request")]
 pub enum Request {
-    /// Who is there?
+    /// Version and identity of firnd: a [`Reply::Hello`].
     Hello,
     /// A [`Status`].
     Status,
     /// Drain the files at or below `path` (relative to the mount, empty: all) and wait until they
     /// have the level `until` ([`DurabilityLevel::Logged`], [`DurabilityLevel::Drained`] or
-    /// [`DurabilityLevel::Durable`]). EBUSY: they are logged, and cannot be more as long as somebody writes to them.
+    /// [`DurabilityLevel::Durable`]). EBUSY: they are logged, and a writer keeps them from a higher level.
     Wait {
         /// Path below the mount point, without a leading slash.
         path: BytePath,
         /// The durability level to reach.
         until: DurabilityLevel,
-        /// Give up after so many milliseconds.
+        /// Milliseconds after which the request fails.
         timeout_ms: Option<u64>,
     },
     /// Begin to drain the files at or below `path`, without waiting.
@@ -53,8 +54,8 @@ pub enum Request {
         /// Path below the mount point, without a leading slash.
         path: BytePath,
     },
-    /// Drain the files at or below `path`, make those plain that have bytes in logs, and wait for that. EBUSY: somebody
-    /// writes to some of them.
+    /// Drain the files at or below `path`, make those plain that have bytes in logs, and wait for that. EBUSY: a writer
+    /// has one of them open.
     Flatten {
         /// Path below the mount point, without a leading slash.
         path: BytePath,
@@ -128,7 +129,7 @@ pub enum Request {
     Begin {
         /// Path below the mount point, without a leading slash.
         path: BytePath,
-        /// Whose it is: when the owner is gone and nobody has prepared the transaction, it is aborted.
+        /// Its owner. When the owner is gone and the transaction is not prepared, it is aborted.
         #[serde(default)]
         owner: Owner,
         /// Make the directory as a part of the transaction, with these permission bits, from which the caller's umask
@@ -143,13 +144,13 @@ pub enum Request {
         /// Number that the caller gives it.
         id: u64,
     },
-    /// Decide to commit the transaction and apply it; prepare it first, if nobody did.
+    /// Decide to commit the transaction and apply it; prepare it first if it is not prepared.
     Commit {
         /// Path of its scope.
         path: BytePath,
         /// Its number; without one that with which it was prepared, or else the one after the last commit.
         id: Option<u64>,
-        /// Begin the next one before anybody can change anything.
+        /// Begin the next transaction before any program can change the scope.
         #[serde(default)]
         begin: bool,
         /// Answer once it is decided, durably, and apply it after the answer.
@@ -196,11 +197,11 @@ pub enum HeldPolicy {
     Discard,
 }
 
-/// Whom a transaction belongs to.
+/// The owner of a transaction.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "kind")]
 pub enum Owner {
-    /// Nobody: it stays open until somebody commits or aborts it.
+    /// None: it stays open until a request commits or aborts it.
     #[default]
     None,
     /// The connection that the request comes over, and the process that opened it.
@@ -226,7 +227,7 @@ pub enum Reply {
         version: String,
         /// Its process id.
         pid: u32,
-        /// Tells this firnd from any other: who connects again must not take a later mount for this one.
+        /// Tells this firnd from any other, so that a client that connects again does not mistake a later mount for it.
         incarnation: String,
     },
     /// Answer to [`Request::Status`].
@@ -358,8 +359,8 @@ pub struct FileStatus {
     pub in_transaction: bool,
 }
 
-/// Where a mount keeps data, for a process that maps it. The files belong to the user who mounted, mode
-/// 0600; who maps them for writing breaks them.
+/// Where a mount keeps data, for a process that maps it read-only. The files belong to the user of the mount, mode
+/// 0600; a store to them destroys data.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DataRegion {
     /// Path of the arena file.

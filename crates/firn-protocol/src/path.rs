@@ -28,7 +28,7 @@ impl BytePath {
         &self.0
     }
 
-    /// The same as a path.
+    /// The bytes as a path.
     pub fn as_path(&self) -> &Path {
         Path::new(OsStr::from_bytes(&self.0))
     }
@@ -223,7 +223,7 @@ pub mod exact {
     }
 }
 
-/// The same where there may be none.
+/// As [`exact`], for a path that may be missing.
 pub mod exact_option {
     use super::{BytePath, Deserialize, Deserializer, PathBuf, Serialize, Serializer};
 
@@ -243,7 +243,7 @@ pub mod exact_option {
     }
 }
 
-/// The same for a list.
+/// As [`exact`], for a list of paths.
 pub mod exact_list {
     use super::{BytePath, Deserialize, Deserializer, PathBuf, Serializer};
 

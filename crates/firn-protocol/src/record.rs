@@ -48,11 +48,11 @@ pub struct Bucket {
     pub spill_bytes: u64,
     /// Microseconds that writes took which ended now, all added up.
     pub write_us: u64,
-    /// The same of closes.
+    /// Microseconds of the closes that ended now, added up.
     pub close_us: u64,
-    /// The same of fsync(2).
+    /// Microseconds of the calls of fsync(2) that ended now, added up.
     pub fsync_us: u64,
-    /// The same of calls that wrote to the backing.
+    /// Microseconds of the writes to the backing that ended now, added up.
     pub drain_us: u64,
     /// The most bytes that were held.
     pub held_bytes: u64,

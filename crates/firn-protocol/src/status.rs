@@ -296,7 +296,8 @@ impl Status {
     }
 }
 
-/// What to tell of closes that waited so many seconds together, in a mount of such an age; `None`: that is not long.
+/// Advice for a mount whose closes waited `wait_s` seconds in all, or `None` if that is a small share of its
+/// `uptime_s`.
 pub fn close_hint(wait_s: f64, uptime_s: f64) -> Option<String> {
     let is_long = wait_s >= CLOSE_WAIT_MIN_S && wait_s >= uptime_s * CLOSE_WAIT_SHARE_MIN;
     is_long.then(|| {
@@ -477,10 +478,10 @@ states! {
     }
 }
 
-/// Who owns a transaction.
+/// The owner of a transaction, as shown.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OwnerStatus {
-    /// Process id of the owner, or of who opened the connection; 0: firnd does not see it.
+    /// Process id of the owner, or of the process that opened the connection; 0: firnd does not see it.
     pub pid: u32,
     /// It is a connection of that process.
     pub connection: bool,

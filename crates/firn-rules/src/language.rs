@@ -487,7 +487,7 @@ impl LineParser<'_> {
     }
 
     fn word(&self, word: Word<'_>, names: &[String], rule: &mut Rule) -> Result<(), RuleError> {
-        const KNOWN: &str = "`FILES=writers`, `FILES=same`, `FILES=renewed`, `FILES=N`, `begins=FILES`, `keep=N` or `CAPTURE=number`";
+        const KNOWN: &str = "`FILES=writers`, `FILES=same`, `FILES=renewed`, `FILES=N`, `begins=FILES`, `keep=N` or `CAPTURE=number` (or `integer`, `text`)";
         let Some((what, value)) = word.text.rsplit_once('=') else {
             let message = format!("expected {KNOWN}, found `{}`", word.text);
             return Err(self.error(

@@ -12,8 +12,8 @@
 //!                                   └───── the remover was killed, a newer one failed ─────────► as before
 //! ```
 //!
-//! The caller asks [`Machine::before`] before an operation and does what comes back, makes the operation, and tells
-//! [`Machine::after`]. What a scope has until its commit, nobody else sees.
+//! The caller asks [`Machine::before`] before an operation, does what comes back, makes the operation, and tells
+//! [`Machine::after`]. Until its commit a scope is visible to its own programs only.
 //!
 //! Invariants
 //! * A top is in one scope that is not over.
@@ -29,7 +29,7 @@ use std::sync::Arc;
 use crate::joint::{HostState, NeedCount, OwnPart};
 use crate::language::{Count, Event, Found, Identity, Need, Rule, Target, parent_of, relative};
 use crate::pattern::Captures;
-use crate::rule_set::{Candidate, LocatedPath, RuleSet};
+use crate::rule_set::{LocatedPath, PathRole, RuleSet};
 
 /// Number of a scope; none is given twice.
 pub type ScopeNumber = u64;
@@ -406,7 +406,7 @@ impl Machine {
         }
     }
 
-    /// So many hosts write a checkpoint together: none commits one by itself.
+    /// Sets the number of hosts that write a checkpoint together; none of them then commits one alone.
     pub fn set_hosts(&mut self, hosts: usize) {
         self.hosts = hosts;
     }
@@ -631,9 +631,9 @@ impl Machine {
     /// The scope that a rule gives a path, and its top.
     fn key_of(&self, path: &LocatedPath) -> Option<(Key, Vec<u8>)> {
         let found = path.matches.iter().filter_map(|one| {
-            let found = match &one.candidate {
-                Candidate::Scope(found) => found.clone(),
-                Candidate::Marker(captures) => self.marked(one.rule, path.path(), captures)?,
+            let found = match &one.role {
+                PathRole::Scope(found) => found.clone(),
+                PathRole::Marker(captures) => self.marked(one.rule, path.path(), captures)?,
             };
             Some((one.rule, found))
         });
@@ -1448,8 +1448,8 @@ impl Machine {
         known.retain(|one| !one.tops.is_empty());
         let mut earlier: Vec<(Step, Committed)> = Vec::new();
         for path in names {
-            let found = path.matches.iter().find_map(|one| match &one.candidate {
-                Candidate::Scope(found) if one.rule == rule => Some(found),
+            let found = path.matches.iter().find_map(|one| match &one.role {
+                PathRole::Scope(found) if one.rule == rule => Some(found),
                 _ => None,
             });
             let found = found.filter(|found| found.dir == dir && found.top == path.path());

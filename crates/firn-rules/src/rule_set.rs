@@ -26,7 +26,7 @@ pub struct RuleSet {
 
 /// How a rule has to do with a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Candidate {
+pub(crate) enum PathRole {
     /// The path is in a scope.
     Scope(Found),
     /// The path is a name that the event is about, beside the scope with these captures.
@@ -38,7 +38,7 @@ pub(crate) enum Candidate {
 pub(crate) struct Match {
     /// The place of the rule in the set.
     pub(crate) rule: usize,
-    pub(crate) candidate: Candidate,
+    pub(crate) role: PathRole,
 }
 
 /// A path, relative to the mount, with all that the rules say of it.
@@ -70,7 +70,7 @@ pub struct CheckpointOfPath {
     pub top: Vec<u8>,
     /// Value of the one capture of the rule, or else the last number of the name.
     pub step: Option<String>,
-    /// The same for all paths of one checkpoint, and for no others.
+    /// Key of the checkpoint: equal for all its paths, and different for all others.
     pub group: String,
 }
 
@@ -79,7 +79,7 @@ impl RuleSet {
     pub fn checkpoint_of(&self, path: &[u8]) -> Option<CheckpointOfPath> {
         let located = self.locate(path);
         let scopes = located.matches.into_iter().filter_map(|one| {
-            let Candidate::Scope(found) = one.candidate else {
+            let PathRole::Scope(found) = one.role else {
                 return None;
             };
             Some((one.rule, found))
@@ -115,8 +115,8 @@ impl RuleSet {
     pub fn locate(&self, path: &[u8]) -> LocatedPath {
         let matches = self.patterns.matches(path);
         let matches = matches.into_iter().filter_map(|rule| {
-            let candidate = candidate_of(&self.rules[rule], path)?;
-            Some(Match { rule, candidate })
+            let role = role_of(&self.rules[rule], path)?;
+            Some(Match { rule, role })
         });
         LocatedPath {
             matches: matches.collect(),
@@ -129,20 +129,20 @@ impl RuleSet {
     /// Looks the path of what is no directory up: a rule whose scope is a directory has nothing to do with its own name.
     pub fn locate_file(&self, path: &[u8]) -> LocatedPath {
         let mut located = self.locate(path);
-        located.matches.retain(|one| match &one.candidate {
-            Candidate::Scope(found) => !self.rules[one.rule].scope.is_dir || found.top != path,
-            Candidate::Marker(_) => true,
+        located.matches.retain(|one| match &one.role {
+            PathRole::Scope(found) => !self.rules[one.rule].scope.is_dir || found.top != path,
+            PathRole::Marker(_) => true,
         });
         located
     }
 }
 
-fn candidate_of(rule: &Rule, path: &[u8]) -> Option<Candidate> {
+fn role_of(rule: &Rule, path: &[u8]) -> Option<PathRole> {
     if let Some(found) = rule.scope.find(path) {
-        return Some(Candidate::Scope(found));
+        return Some(PathRole::Scope(found));
     }
     let name = relative(path, parent_of(path))?;
-    Some(Candidate::Marker(rule.marker()?.captures(name)?))
+    Some(PathRole::Marker(rule.marker()?.captures(name)?))
 }
 
 /// Why rules cannot be used.
@@ -295,8 +295,8 @@ mod tests {
                 .collect();
             let path = names.join("/").into_bytes();
             let alone = set.rules().iter().enumerate().filter_map(|(rule, one)| {
-                let candidate = candidate_of(one, &path)?;
-                Some(Match { rule, candidate })
+                let role = role_of(one, &path)?;
+                Some(Match { rule, role })
             });
             let alone: Vec<Match> = alone.collect();
             found += alone.len();

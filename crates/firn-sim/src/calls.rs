@@ -15,7 +15,7 @@ use super::data::PAGE_BYTES;
 use super::disk::{CTIME, Disk, Inode, MTIME, ROOT};
 use super::lag::{Entry, Listing};
 use super::rename::rename;
-use super::{SimBacking, State};
+use super::{DiskState, SimBacking};
 use firn_backing::unsynced::{self, Place, Tracked, Unsynced, path_of_entry};
 use firn_backing::{
     Access, Attr, AttrChange, Attributes, Backing, Caller, Created, DataPart, DescriptorUse,
@@ -43,7 +43,7 @@ pub struct SimFile {
     number: u64,
     /// It was locked once.
     is_locked: AtomicBool,
-    state: Arc<Mutex<State>>,
+    state: Arc<Mutex<DiskState>>,
     /// How many are open.
     open: Arc<AtomicUsize>,
 }
@@ -110,12 +110,12 @@ impl SimBacking {
         }
     }
 
-    fn enter(&self, op: &'static str) -> Result<MutexGuard<'_, State>> {
+    fn enter(&self, op: &'static str) -> Result<MutexGuard<'_, DiskState>> {
         self.enter_to_write(op).map(|(state, _)| state)
     }
 
     /// The same with the most bytes that a write may take.
-    fn enter_to_write(&self, op: &'static str) -> Result<(MutexGuard<'_, State>, usize)> {
+    fn enter_to_write(&self, op: &'static str) -> Result<(MutexGuard<'_, DiskState>, usize)> {
         firn_backing::lock::assert_none_held(op);
         let mut state = self.state.lock();
         if let Some(hung) = self.own(&mut state).take_hang(op) {

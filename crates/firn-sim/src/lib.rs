@@ -57,8 +57,8 @@ pub type Plan = Box<dyn FnMut(&'static str, u64) -> Option<Fault> + Send>;
 /// disk only, and [`SimBacking::fork`] for one that does not even do that.
 #[derive(Clone, Default)]
 pub struct SimBacking {
-    state: Arc<Mutex<State>>,
-    /// Index of this process in [`State::processes`].
+    state: Arc<Mutex<DiskState>>,
+    /// Index of this process in [`DiskState::processes`].
     process: usize,
     /// Files that are open.
     open: Arc<AtomicUsize>,
@@ -79,14 +79,14 @@ struct SimLanes {
     failing: AtomicU64,
 }
 
-struct State {
+struct DiskState {
     disk: Disk,
     /// The processes; at least one.
     processes: Vec<Process>,
     locks: locks::Locks,
 }
 
-impl Default for State {
+impl Default for DiskState {
     fn default() -> Self {
         Self {
             disk: Disk::default(),
@@ -179,9 +179,9 @@ impl SimBacking {
 
     /// A backing over a copy of a disk.
     pub fn from_disk(disk: Disk) -> Self {
-        let state = State {
+        let state = DiskState {
             disk,
-            ..State::default()
+            ..DiskState::default()
         };
         Self {
             state: Arc::new(Mutex::new(state)),
@@ -333,7 +333,7 @@ impl SimBacking {
         self.hang_one(Hangs::Step(n))
     }
 
-    fn own<'a>(&self, state: &'a mut State) -> &'a mut Process {
+    fn own<'a>(&self, state: &'a mut DiskState) -> &'a mut Process {
         &mut state.processes[self.process]
     }
 
@@ -420,7 +420,7 @@ impl Process {
     }
 }
 
-impl State {
+impl DiskState {
     /// [`Process::step`] of one of the processes; one that dies of it loses its locks.
     fn step(&mut self, process: usize, op: &'static str) -> Result<usize> {
         let most = self.processes[process].step(op);

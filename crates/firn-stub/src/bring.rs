@@ -1,9 +1,11 @@
-//! Bringing into the backing what programs did to the tree.
+//! Name synchronization: gives the backing the names and attributes of the stub tree.
 //!
-//! The map says where each stub stood; the tree says where it stands. Stubs are taken top down, so that a directory
-//! stands where it belongs before anything in it is looked at. Whatever stands in the way of another goes to a private
-//! name first, which also undoes exchanges and directories that changed places with what was in them. What has no name
-//! any more is removed last.
+//! The map has the old path of each stub, the tree its present one.
+//!
+//! 1. Stubs are moved or made top down, so a directory is in its place before its contents are looked at.
+//! 2. An object in the place of another one first moves to a private name. This also resolves exchanges, and a
+//!    directory that changed places with one of its children.
+//! 3. Objects without a name are removed last.
 
 use std::collections::{HashMap, HashSet};
 use std::ffi::OsStr;
@@ -24,32 +26,33 @@ use crate::map::{Last, Map};
 use crate::path::{Rel, is_private, join, private_path};
 use crate::tree::{Stub, Tree, WalkedDir, errno};
 
-/// The kernel's clock for times of change has ticks of 10 ms at most; what is older than two is over.
+/// Two ticks of the kernel's clock for times of change (10 ms at most): a change that is older has its final time.
 const QUIET: Duration = Duration::from_millis(20);
-/// Tries to find the tree quiet, where removals depend on it.
+/// Most walks until one finds the tree quiet; removals need such a walk.
 const QUIET_TRIES: u32 = 50;
-/// Bytes copied at a time of what came through the kernel.
+/// Bytes of one copy from a stub that the kernel wrote to.
 const COPY_BYTES: usize = 1 << 20;
 
-/// The tree at one time, or nearly so.
+/// What one walk found in the tree.
 pub(crate) struct Walk {
-    /// Parents before what is in them.
+    /// Stubs that were found; a directory comes before its contents.
     pub stubs: Vec<Stub>,
-    /// Nothing was renamed during the walk: a stub that is not in it has no name.
+    /// No rename happened during the walk, so a stub that is not in it has no name.
     pub quiet: bool,
     /// The directories.
     pub dirs: Vec<WalkedDir>,
 }
 
 impl<B: Backing> Tree<B> {
-    /// Makes the backing's names and attributes those of the tree. Goes on after an error, and gives the
-    /// first; what failed is tried again the next time. Where removals cannot be told from renames while programs
-    /// change the tree, it waits a second for them.
+    /// Gives the backing the names and attributes of the tree.
+    ///
+    /// Continues after an error and returns the first; the next call tries the rest again. While programs change the
+    /// tree, removals look like renames: the call then waits up to a second for a quiet tree.
     pub fn reconcile(&self) -> Result<()> {
         self.carry_over(QUIET_TRIES)
     }
 
-    /// The same for a caller that repeats it: removals may be left for the next time.
+    /// [`Self::reconcile`] for a caller that repeats it: does not wait, and may leave removals for the next call.
     pub fn reconcile_soon(&self) -> Result<()> {
         self.carry_over(0)
     }
@@ -76,7 +79,7 @@ impl<B: Backing> Tree<B> {
                 failed.get_or_insert(error);
             }
         }
-        // Deepest first, and last of all: what was done in a directory changed its times.
+        // Directories get their times last, the deepest first: each change in a directory changes its times.
         for stub in walk
             .stubs
             .iter()
@@ -95,7 +98,7 @@ impl<B: Backing> Tree<B> {
         failed.map_or(Ok(()), Err)
     }
 
-    /// Drops the data of stubs that are gone, and nothing else: for writers that find no room.
+    /// Drops the data of removed stubs only, to make room for a writer.
     pub fn sweep(&self) -> Result<()> {
         let mut map = self.map.lock();
         let walk = self.walk().map_err(|error| errno(&error))?;
@@ -105,8 +108,8 @@ impl<B: Backing> Tree<B> {
         swept
     }
 
-    /// The same for a caller that repeats it: where nothing was removed or moved since the last time, only directories
-    /// are looked at.
+    /// [`Self::sweep`] for a caller that repeats it: looks at directories only if nothing was removed or moved since the
+    /// last call.
     pub fn sweep_soon(&self) -> Result<()> {
         let is_swept = self
             .swept
@@ -116,14 +119,14 @@ impl<B: Backing> Tree<B> {
         if is_swept { Ok(()) } else { self.sweep() }
     }
 
-    /// Carries one stub and the directories above it over, where it stands at `path`.
+    /// Brings the stub at `path`, and the directories above it, to the backing.
     pub(crate) fn bring_path(&self, map: &mut Map, path: &[u8]) -> Result<()> {
         self.bring_directories(map, path)?;
         let stub = self.stub(path).map_err(|error| errno(&error))?;
         self.bring(map, &stub)
     }
 
-    /// Carries the directories above a path over.
+    /// Brings the directories above a path to the backing.
     pub(crate) fn bring_directories(&self, map: &mut Map, path: &[u8]) -> Result<()> {
         for (at, byte) in path.iter().enumerate() {
             if *byte == b'/' {
@@ -174,7 +177,7 @@ impl<B: Backing> Tree<B> {
                 ctime: dir.ctime,
             });
         }
-        // A rename changes the directory that it takes from and the one that it puts into.
+        // A rename changes the times of both its directories.
         walk.quiet = walk.quiet
             && walk
                 .dirs
@@ -183,7 +186,7 @@ impl<B: Backing> Tree<B> {
         Ok(walk)
     }
 
-    /// Whether a directory of a walk stands where it stood, and nothing was put into it or taken from it.
+    /// Whether a directory of a walk has its place, and none of its names were added or removed.
     fn is_unchanged(&self, dir: &WalkedDir) -> bool {
         self.stub(&dir.path)
             .is_ok_and(|now| now.id == dir.id && now.ctime == dir.ctime)
@@ -193,7 +196,7 @@ impl<B: Backing> Tree<B> {
         !self.candidates(map, walk).is_empty()
     }
 
-    /// Paths of the backing at which the stub that stood there does not stand any more.
+    /// Paths of the backing whose stub is no longer there, with the stub.
     fn candidates(&self, map: &Map, walk: &Walk) -> Vec<(Rel, StubId)> {
         let right: HashSet<(&[u8], StubId)> = walk
             .stubs
@@ -203,7 +206,7 @@ impl<B: Backing> Tree<B> {
         let seen: HashSet<StubId> = walk.stubs.iter().map(|stub| stub.id).collect();
         let mut found: Vec<(Rel, StubId)> = Vec::new();
         for (id, item) in map.items() {
-            // Until it stands where it belongs, a private name may be the only one that leads to it.
+            // A private name may be the only one of a stub that is not in its place yet.
             let stands = item.paths.iter().any(|path| right.contains(&(&**path, id)));
             for path in &item.paths {
                 let waits = is_private(path) && seen.contains(&id) && !stands;
@@ -226,7 +229,8 @@ impl<B: Backing> Tree<B> {
         for (path, id) in self.candidates(map, walk) {
             let Some(item) = map.item(id) else { continue };
             let result = match stands.get(&id) {
-                // An old name of what has another that is right. Where none is yet, carrying it over failed.
+                // The stub has a correct name in the backing, so the old one goes. Without a correct name, bringing the
+                // stub failed, and the old name stays.
                 Some(right) if item.paths.iter().any(|path| right.contains(&&**path)) => {
                     self.unlink(map, &path)
                 }
@@ -248,10 +252,10 @@ impl<B: Backing> Tree<B> {
         self.head.root.open(self.root_fd()).is_ok()
     }
 
-    /// Whether nothing leads to a stub that the walk did not meet: no name, no descriptor.
+    /// Whether a stub that the walk did not find has neither name nor descriptor.
     fn is_gone(&self, id: StubId, quiet: bool) -> bool {
         match id.open(self.root_fd()) {
-            // It has a name after all, or is open.
+            // The stub has a name after all, or is open.
             Ok(fd) => {
                 let by_us = self
                     .opens
@@ -272,9 +276,9 @@ impl<B: Backing> Tree<B> {
 
     // ---- doing -------------------------------------------------------------------------------
 
-    /// Puts a stub where it stands. The directory that it is in is right already.
+    /// Gives a stub its present path in the backing. Its directory is in place already.
     fn bring(&self, map: &mut Map, stub: &Stub) -> Result<()> {
-        // `.firn` of the root is ours in the backing.
+        // `.firn` at the top of the backing is Firn's own.
         if stub.path == b".firn" {
             return Err(Errno::PERM);
         }
@@ -309,7 +313,7 @@ impl<B: Backing> Tree<B> {
         }
     }
 
-    /// Takes what stands at a path of the backing, and is in the way there, to a private name.
+    /// Moves the object at a path of the backing to a private name, so that another can take the path.
     fn make_way(&self, map: &mut Map, path: &[u8], id: StubId) -> Result<()> {
         let has_others = map.item(id).is_some_and(|item| item.paths.len() > 1);
         if has_others {
@@ -368,7 +372,7 @@ impl<B: Backing> Tree<B> {
             }
         });
         match done {
-            // Something was put there beside the mount: it stays, and the directory with it.
+            // A program made files there without the mount: they stay, and so does the directory.
             Err(Errno::NOTEMPTY | Errno::EXIST) if is_dir => Ok(()),
             Ok(()) | Err(Errno::NOENT | Errno::NOTDIR) => {
                 let gone = map.remove(path).map_err(|error| errno(&error))?;
@@ -379,7 +383,7 @@ impl<B: Backing> Tree<B> {
         }
     }
 
-    /// Makes in the backing what was made in the tree and is not known: a stub with writes would be known.
+    /// Makes an object of the tree that the map does not have. Such a stub has no writes, else the map had it.
     fn make(&self, map: &mut Map, stub: &Stub) -> Result<()> {
         let (dir, name) = self.parent(&stub.path)?;
         map.add(stub.id, stub.kind, &stub.path)
@@ -412,13 +416,13 @@ impl<B: Backing> Tree<B> {
         match made {
             Ok(entry) => {
                 drop(self.reference(entry.inode));
-                // It has no writes: the stub's own time counts.
+                // Without writes the stub's own time counts.
                 if let Some(item) = map.item_mut(stub.id) {
                     item.told_mtime = Some(entry.attr.mtime);
                 }
                 Ok(())
             }
-            // Made before a crash, or beside the mount: nothing is lost by taking it as it is.
+            // The object was made before a crash, or without the mount: taking it as it is loses nothing.
             Err(Errno::EXIST) if matches!(stub.kind, Kind::Dir | Kind::File) => Ok(()),
             Err(error) => {
                 map.remove(&stub.path).map_err(|error| errno(&error))?;
@@ -427,7 +431,7 @@ impl<B: Backing> Tree<B> {
         }
     }
 
-    /// Carries mode, owner and time of change over. `always`: also where the stub did not change.
+    /// Brings mode, owner and time of change to the backing. `always`: also of a stub that did not change.
     fn carry_attributes(&self, map: &mut Map, stub: &Stub, always: bool) -> Result<()> {
         let mut now = stub.clone();
         if stub.kind == Kind::File && self.tell_time(map, stub.id)? {
@@ -466,8 +470,7 @@ impl<B: Backing> Tree<B> {
                 mtime: SetTime::Keep,
             };
             if uid.is_some() || gid.is_some() {
-                // A process without the right to give files away keeps them; so it is on a FUSE mount without root,
-                // too.
+                // Without the right to give files away the owner stays, as on a FUSE mount without root.
                 let _ = self.engine.namespace.set_attr(found.inode, owner, None);
             }
             // After the owner, whose change takes set-id bits away.
@@ -505,7 +508,7 @@ impl<B: Backing> Tree<B> {
         Ok(())
     }
 
-    /// Tells a stub when it was last written to, which the kernel did not see. Whether it was news.
+    /// Sets a stub's time of its last write, which the kernel did not see. Returns whether the time changed.
     pub(crate) fn tell_time(&self, map: &mut Map, id: StubId) -> Result<bool> {
         let inode = self.inode_of(map, id)?;
         let mtime = self.engine.namespace.attr(inode, None)?.mtime;
@@ -536,12 +539,11 @@ impl<B: Backing> Tree<B> {
             }
             None => match item.paths.iter().find(|path| self.stands(path, id)) {
                 Some(path) => (self.root_fd(), path.clone(), AtFlags::SYMLINK_NOFOLLOW),
-                // Told when its name is synced.
+                // The time is set when the name is synced.
                 None => return Ok(false),
             },
         };
-        // By an earlier firnd: the last to set the stub's time after the last write, that firnd or a program, set the
-        // right one.
+        // After a restart the stub's time is right: an earlier firnd or a program set it after the last write.
         if item.told_mtime.is_none() {
             let stat = statat(dir, &*path, flags)?;
             if (Time {
@@ -571,7 +573,7 @@ impl<B: Backing> Tree<B> {
         Ok(true)
     }
 
-    /// Ingests bytes that a program without the library wrote into the stub itself.
+    /// Takes in bytes that a program without the library wrote to the stub itself.
     pub(crate) fn absorb(&self, map: &mut Map, stub: &Stub) -> Result<()> {
         let known = map.item(stub.id).and_then(|item| item.absorbed);
         if known == Some((stub.size, stub.mtime)) {
@@ -595,8 +597,8 @@ impl<B: Backing> Tree<B> {
         Ok(())
     }
 
-    /// Holes are what the program did not write, and so, most likely, are zeros at the ends of what is between
-    /// them: the kernel keeps whole pages. Below `size` the file's own bytes stay there.
+    /// Copies the written parts of a stub. Holes were not written. Zeros beside a hole were most likely not written
+    /// either, because the kernel keeps whole pages; below `size` the file keeps its own bytes there.
     fn copy_in(
         &self,
         source: &rustix::fd::OwnedFd,

@@ -22,12 +22,12 @@ pub struct Trace(Arc<Shared>);
 struct Shared {
     /// How long each write takes.
     write_time: Duration,
-    state: Mutex<State>,
+    state: Mutex<TraceState>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct State {
+struct TraceState {
     events: Vec<Event>,
     /// Inode number of the file whose writes wait.
     held_file: Option<u64>,

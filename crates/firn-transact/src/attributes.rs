@@ -217,7 +217,7 @@ impl<B: Backing> Objects<B> {
         self.change_staged_copy(object, change, |change| change.attributes = true)
     }
 
-    /// The same; `note` takes down what kind of change of a held object it was.
+    /// Changes the attributes of a staged copy; `note` records which kind of change of a held object it was.
     fn change_staged_copy(
         &self,
         object: &Arc<Object<B>>,

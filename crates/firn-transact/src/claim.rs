@@ -17,13 +17,13 @@ use parking_lot::Condvar;
 /// One that many may share, or one may have.
 #[derive(Default)]
 pub(crate) struct Claim {
-    state: Mutex<State>,
+    state: Mutex<ClaimState>,
     for_sharers: Condvar,
     for_owners: Condvar,
 }
 
 #[derive(Default)]
-struct State {
+struct ClaimState {
     sharers: usize,
     has_owner: bool,
     waiting_owners: usize,
@@ -60,7 +60,7 @@ impl Claim {
         Owned(claim)
     }
 
-    fn let_go(&self, change: impl FnOnce(&mut State)) {
+    fn let_go(&self, change: impl FnOnce(&mut ClaimState)) {
         let mut state = self.state.lock();
         change(&mut state);
         if state.waiting_owners == 0 {

@@ -81,7 +81,7 @@ impl<B: Backing> Inner<B> {
         self.copy_from_memory(at, size, &mut [])
     }
 
-    /// The same; where memory has the bytes, as many as there is room for are copied to `buf`.
+    /// Where the bytes at `at` are, below `size`. Bytes in memory are copied to `buf`, as far as it has room.
     fn copy_from_memory(&self, at: u64, size: u64, buf: &mut [u8]) -> Stretch {
         if let Some(inline) = self.inline() {
             return match inline.stretch(at) {
@@ -254,7 +254,7 @@ impl<B: Backing> FileData<B> {
         Ok(count)
     }
 
-    /// The same; no transaction begins, is prepared or ends meanwhile.
+    /// Writes to an object. The caller sees to it that no transaction begins, is prepared or ends during the call.
     fn write_object(
         &self,
         object: &Arc<Object<B>>,
@@ -347,8 +347,8 @@ impl<B: Backing> FileData<B> {
         Some(ask(&below))
     }
 
-    /// The same where several hosts may write a file. Elsewhere a file below is not opened before it is read or written:
-    /// a process may have fewer descriptors than programs have files open.
+    /// [`Self::ask_below`] if several hosts may write a file. Otherwise a file below stays closed until it is read or
+    /// written: a process may have fewer descriptors than programs have files open.
     pub(crate) fn ask_shared<T>(
         &self,
         file: &TrackedFile<B>,

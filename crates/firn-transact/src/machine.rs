@@ -421,7 +421,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         self.mount.note(Event::Ended, scope, id);
     }
 
-    /// The same where this host has ended its part: its accesses need not be noted any more.
+    /// Notes the event with which this host's part ended; its accesses need no notes any more.
     fn end_part(&self, event: Event, scope: &[u8], id: Option<u64>) {
         self.note_end(event, scope, id);
         self.end_accesses(scope);

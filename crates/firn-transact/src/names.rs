@@ -87,7 +87,7 @@ impl<B: Backing> Entries<B> {
         Ok(found.map(|found| found.object))
     }
 
-    /// The same, with the attributes that the backing gave for it.
+    /// The object of a name and the attributes that the backing gave for it; the caller holds the names.
     fn find_entry(&self, parent: &Arc<Object<B>>, name: &OsStr) -> Result<Option<FoundName<B>>> {
         match self.tops.find_top_name(parent, name) {
             TopName::Unrelated => {}

@@ -1,4 +1,4 @@
-//! What hosts share that write one scope of names: who takes part, what they say, and the decision.
+//! What hosts share that write one scope of names: the hosts that take part, their states, and the decision.
 //!
 //! ```text
 //! .firn/names-HASH/        one scope, a [`Ballot`]; HASH stands for its key
@@ -13,12 +13,12 @@
 //!   left-HOST              the host has carried the decision out
 //! ```
 //!
-//! What the hosts do with it is said by the caller; here is what must hold whatever that is.
+//! The caller says what the hosts do with it. This module keeps what holds in any case:
 //!
 //! Invariants, beside those of a ballot
 //! * No decision is a commit without a clear verdict on the parts of all hosts that take part.
-//! * Nobody begins to take part while an attempt is open: who puts `in-HOST` and then finds one withdraws, and who puts `try-N`
-//!   and then finds another host gives the attempt up.
+//! * No host begins to take part while an attempt is open. A host that puts `in-HOST` and then finds an attempt
+//!   withdraws; a host that puts `try-N` and then finds another host gives the attempt up.
 //! * A prepared part whose directory is gone, or in which its host takes no part, was aborted: after a commit the directory
 //!   stays until each host has left.
 
@@ -203,7 +203,7 @@ impl<B: Backing> NamesBallots<B> {
         }
     }
 
-    /// Whether a scope was committed; it never is from here on where nobody has decided. A scope in which this host takes no
+    /// Whether a scope was committed. An open scope is decided here: it is aborted. A scope in which this host takes no
     /// part was aborted.
     pub(crate) fn settle_or_abort(&self, key: &[u8]) -> Result<bool, Errno> {
         match self.find(key)? {
@@ -308,7 +308,7 @@ impl<B: Backing> NamesBallot<'_, B> {
         Ok(decision.map(|outcome| outcome.commit))
     }
 
-    /// Decides, if nobody has; whether it is a commit.
+    /// Puts the decision, unless there is one; returns whether it is a commit.
     pub fn settle(&self, commit: bool) -> Result<bool, Errno> {
         let by = self.dir().host().to_owned();
         let outcome = self.ballot.decide(&Outcome { commit, by })?;

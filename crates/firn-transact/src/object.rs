@@ -115,7 +115,7 @@ impl<B: Backing> Change<B> {
 }
 
 impl<B: Backing> Change<B> {
-    /// The same, without the names.
+    /// A copy without the names.
     pub(crate) fn clone_without_names(&self) -> Self {
         Self {
             number: self.number,

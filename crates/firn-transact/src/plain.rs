@@ -1,5 +1,5 @@
-//! A backing without transactions: every call goes through. `.firn` at the top, which is Firn's here, too, is not shown and
-//! cannot be made.
+//! A backing without transactions: it passes every call to the backing below. The reserved directory `.firn` at the top is hidden,
+//! and creating it fails.
 //!
 //! Promise: a call takes no lock and uses no table of transactions.
 
@@ -90,7 +90,7 @@ impl<B: Backing> PlainBacking<B> {
         }
     }
 
-    /// The same for a stub tree, which has files of its own in `.firn`: it is shown.
+    /// Makes the backing of a stub tree, whose `.firn` is shown because it has files of its own there.
     pub fn with_own_shown(base: B) -> Self {
         Self {
             root: PlainInode::below_top(base.root()),

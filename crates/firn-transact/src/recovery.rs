@@ -343,7 +343,7 @@ impl<B: Backing> TransactionalBacking<B> {
         Self::has_transactions_in(base, &firn)
     }
 
-    /// The same of one staging directory, as a host has one.
+    /// Whether the staging directory `dir` of a host has transactions that must be recovered first.
     pub fn has_transactions_in(base: &B, dir: &B::Inode) -> Result<bool, StoreError> {
         let names = staging::list(base, dir)?;
         Ok(names.iter().any(|(name, ..)| name.starts_with(b"tx-")))
@@ -373,7 +373,7 @@ impl<B: Backing> TransactionalBacking<B> {
         Self::open_with_history(base, 0)
     }
 
-    /// The same, keeping what brings back as many commits of each scope.
+    /// [`Self::open`] with a history: keeps the undo logs of the last `history` commits of each scope.
     pub fn open_with_history(base: B, history: u32) -> Result<(Self, Outcome), OpenError> {
         Self::open_with(
             base,
@@ -385,7 +385,7 @@ impl<B: Backing> TransactionalBacking<B> {
         )
     }
 
-    /// The same for one of several hosts that commit together.
+    /// [`Self::open`] for one of several hosts that commit together.
     pub fn open_of_members(base: B, members: Members) -> Result<(Self, Outcome), OpenError> {
         Self::open_with(
             base,
@@ -397,11 +397,10 @@ impl<B: Backing> TransactionalBacking<B> {
         )
     }
 
-    /// The same where an arena has data that was not drained. Before anything is changed `drop_pending` gets the
-    /// scopes of which nothing that is pending in it counts: it was written in a transaction that is no more, or after
-    /// the state that was prepared. Of transactions that were begun with another arena it is taken down what that one
-    /// has to drop. What tells of the transactions is removed after that, so a crash at any instant leaves either the
-    /// data dropped or a next time.
+    /// [`Self::open`] for an arena with data that was not drained. Before anything changes, `drop_pending` gets the
+    /// scopes whose pending data does not count: a transaction that has ended wrote it, or a program after the
+    /// prepared state. If another arena has such data, a record says what that arena has to drop. The records of the
+    /// transactions go afterwards, so a crash at any instant leaves the data dropped, or leaves it to the next open.
     pub fn open_with<E: From<OpenError> + From<StoreError>>(
         base: B,
         opening: Opening,
@@ -410,7 +409,7 @@ impl<B: Backing> TransactionalBacking<B> {
         Self::try_open(base, opening, drop_pending).map_err(|(_, error)| error)
     }
 
-    /// The same; with an error the backing is given back.
+    /// [`Self::open_with`] that gives the backing back with an error.
     pub fn try_open<E: From<OpenError> + From<StoreError>>(
         base: B,
         opening: Opening,

@@ -12,7 +12,7 @@ use crate::backup::Progress;
 use crate::scope::{Scope, Stage};
 use crate::scopes::Scopes;
 use crate::shadow::Shadow;
-use crate::state::State;
+use crate::state::NameState;
 use crate::transactional::TransactionalBacking;
 
 /// Figures of a transaction that is not over.
@@ -29,7 +29,7 @@ pub struct Transaction {
     /// Objects that it changes.
     pub objects: u64,
     /// How many names of files are in each state.
-    pub states: BTreeMap<State, u64>,
+    pub states: BTreeMap<NameState, u64>,
     /// An earlier firnd prepared it.
     pub is_recovered: bool,
     /// Why it could not be applied when that was tried last.

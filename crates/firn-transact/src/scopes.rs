@@ -124,7 +124,7 @@ impl<B: Backing> Scopes<B> {
         self.staged_where(|_| true)
     }
 
-    /// The same of the scope that is, was or comes to be at `path`.
+    /// The transactions of a scope that is, was or will be at `path`, with their stages, in order.
     pub(crate) fn in_order_at(&self, path: &[u8]) -> Vec<(Arc<Scope<B>>, Stage)> {
         self.staged_where(|first| first.is_at(path))
     }

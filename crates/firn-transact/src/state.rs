@@ -21,7 +21,7 @@ use crate::scopes::Scopes;
 
 /// What became of a name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum State {
+pub enum NameState {
     /// New, created or opened for writing.
     Normal,
     /// Cut by `O_TRUNC` or truncate.
@@ -38,15 +38,15 @@ pub enum State {
     DeadReborn,
     /// Renamed away, then the target of another rename.
     DeadRenamed,
-    /// The same, then truncated.
+    /// Renamed away, then the target of another rename, then truncated.
     DeadRenamedTruncated,
     /// Target of a rename, then truncated.
     RenamedTruncated,
 }
 
-use State::*;
+use NameState::*;
 
-impl State {
+impl NameState {
     /// All of them, in the order of the paper's table 1.
     pub const ALL: [Self; 10] = [
         Normal,
@@ -67,7 +67,7 @@ impl State {
     }
 }
 
-impl std::fmt::Display for State {
+impl std::fmt::Display for NameState {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
             Normal => "normal",
@@ -89,7 +89,7 @@ type Name = (Key, OsString);
 
 impl<B: Backing> Scopes<B> {
     /// State of a name of a file in the open transaction; `None` if unchanged.
-    pub fn state_of(&self, parent: &Arc<Object<B>>, name: &OsStr) -> Option<State> {
+    pub fn state_of(&self, parent: &Arc<Object<B>>, name: &OsStr) -> Option<NameState> {
         let states = self.scope_of(parent)?.derive_states();
         states.get(&(parent.key, name.to_owned())).copied()
     }
@@ -97,7 +97,7 @@ impl<B: Backing> Scopes<B> {
 
 impl<B: Backing> Scope<B> {
     /// How many names of files are in each state. Changes that are under way may be seen in part.
-    pub(crate) fn count_states(&self) -> BTreeMap<State, u64> {
+    pub(crate) fn count_states(&self) -> BTreeMap<NameState, u64> {
         let mut counts = BTreeMap::new();
         for state in self.derive_states().into_values() {
             *counts.entry(state).or_insert(0) += 1;
@@ -105,7 +105,7 @@ impl<B: Backing> Scope<B> {
         counts
     }
 
-    fn derive_states(&self) -> HashMap<Name, State> {
+    fn derive_states(&self) -> HashMap<Name, NameState> {
         let changed: Vec<_> = self.changed.lock().values().cloned().collect();
         let mut tables = Tables::default();
         for object in &changed {
@@ -115,7 +115,7 @@ impl<B: Backing> Scope<B> {
             let origin = file.origin.clone()?;
             Some((origin, file.state_in_place()))
         });
-        let mut states: HashMap<Name, State> = in_place.collect();
+        let mut states: HashMap<Name, NameState> = in_place.collect();
         // Changed names come second: a file may have lost the name that it was known by.
         for changed in &tables.names {
             states.extend(
@@ -158,7 +158,7 @@ struct ChangedFile {
 
 impl ChangedFile {
     /// State under the name that it has in the backing and still has.
-    fn state_in_place(&self) -> State {
+    fn state_in_place(&self) -> NameState {
         if self.is_cut { Truncated } else { Normal }
     }
 }
@@ -218,7 +218,7 @@ impl Tables {
     }
 
     /// `None` where there is no file and was none.
-    fn state(&self, changed: &ChangedName) -> Option<State> {
+    fn state(&self, changed: &ChangedName) -> Option<NameState> {
         let old = self.old_file(changed);
         let Some(key) = changed.file else {
             return match old {

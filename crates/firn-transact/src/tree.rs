@@ -98,7 +98,7 @@ impl<B: Backing> Tree<B> {
         }
     }
 
-    /// The same for a directory and all below it.
+    /// Waits until no thread looks up or changes anything at or below a directory, and keeps other threads out.
     pub(crate) fn quiesce_tree(&self, root: &Arc<Object<B>>) -> Quiet<'_, B> {
         self.quiesce(vec![Area::Tree(Arc::clone(root))])
     }

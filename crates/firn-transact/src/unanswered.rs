@@ -55,8 +55,8 @@ impl<B: Backing> Commits<B> {
         left
     }
 
-    /// The same for a scope, before this host joins others there again: what it says late must not be said of the next
-    /// commit.
+    /// Says to the other hosts that this one has applied the last commit of a scope. It does so before this host
+    /// joins the next vote there, so that no late message counts for the next commit.
     pub(crate) fn leave_rest_of(&self, scope: &[u8]) -> Result<(), Errno> {
         self.leave_rest(|(_, of)| of == scope)
     }

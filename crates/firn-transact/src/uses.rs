@@ -22,12 +22,12 @@ use crate::scope::is_at_names;
 
 /// The uses of one kind: of names, or of data.
 pub(crate) struct Uses<B: Backing> {
-    state: Mutex<State<B>>,
+    state: Mutex<UsesState<B>>,
     /// A use has ended, or something is kept no more.
     changed: Condvar,
 }
 
-struct State<B: Backing> {
+struct UsesState<B: Backing> {
     last_number: u64,
     under_way: BTreeMap<u64, Busy<B>>,
     kept: BTreeMap<u64, Vec<Area<B>>>,
@@ -90,7 +90,7 @@ impl<B: Backing> Area<B> {
 impl<B: Backing> Default for Uses<B> {
     fn default() -> Self {
         Self {
-            state: Mutex::new(State {
+            state: Mutex::new(UsesState {
                 last_number: 0,
                 under_way: BTreeMap::new(),
                 kept: BTreeMap::new(),
@@ -100,7 +100,7 @@ impl<B: Backing> Default for Uses<B> {
     }
 }
 
-impl<B: Backing> State<B> {
+impl<B: Backing> UsesState<B> {
     fn next_number(&mut self) -> u64 {
         self.last_number += 1;
         self.last_number
@@ -157,7 +157,7 @@ impl<B: Backing> Uses<B> {
         Kept { uses: self, number }
     }
 
-    fn change(&self, change: impl FnOnce(&mut MutexGuard<'_, State<B>>)) {
+    fn change(&self, change: impl FnOnce(&mut MutexGuard<'_, UsesState<B>>)) {
         let mut state = self.state.lock();
         change(&mut state);
         // A waiting thread either keeps parts, or waits for a thread that does.

@@ -66,7 +66,7 @@ impl<B: Backing> Admission<B> {
         StableNames::new(used, shared.collect())
     }
 
-    /// The same for a change of data or attributes.
+    /// Enters a change of data or attributes.
     pub(crate) fn enter_data_change(
         &self,
         object: &Arc<Object<B>>,

@@ -69,7 +69,7 @@ pub struct Workers([Arc<Crew>; Class::ALL.len()]);
 /// The threads of a class and their work.
 struct Crew {
     class: Class,
-    state: Mutex<State>,
+    state: Mutex<PoolState>,
     work: Condvar,
     /// No task runs or waits.
     quiet: Condvar,
@@ -79,7 +79,7 @@ struct Crew {
 /// * `running + idle <= threads <= threads_max` of the class.
 /// * A task waits in `queue` only if a thread was woken or started for it, or all there may be are running.
 #[derive(Default)]
-struct State {
+struct PoolState {
     queue: Queue,
     /// Threads that run a task.
     running: usize,
@@ -248,7 +248,7 @@ impl Crew {
         }
     }
 
-    fn end_task(&self, state: &mut State, topic: Option<Topic>) {
+    fn end_task(&self, state: &mut PoolState, topic: Option<Topic>) {
         state.running -= 1;
         state.queue.end(topic);
         state.assert_invariants(self.class);
@@ -265,7 +265,7 @@ impl Crew {
     }
 }
 
-impl State {
+impl PoolState {
     fn take(&mut self) -> Option<(Option<Topic>, Task)> {
         let next = self.queue.take()?;
         self.running += 1;

@@ -202,7 +202,7 @@ const FOREIGN_WORDS: &[(&[&str], &str)] = &[
     (&["completion", "complete"], "`completions`"),
 ];
 
-/// What somebody means who types a verb of another program.
+/// The verb of Firn for a verb of another program.
 fn foreign_word(typed: &str) -> Option<&'static str> {
     let typed = typed.to_lowercase();
     let row = FOREIGN_WORDS
@@ -227,7 +227,7 @@ pub fn ended(result: Result<u8, Failure>) -> u8 {
         Ok(code) => code,
         Err(Failure::Unread) => DONE,
         Err(Failure::Told { text, code }) => {
-            // The parser's own has several lines, and what it quotes was typed by who reads it.
+            // A message of the parser has several lines. What it quotes is the reader's own input, so it is safe to show.
             if code == USAGE {
                 output::say_lines(&text)
             } else {

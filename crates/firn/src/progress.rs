@@ -22,7 +22,7 @@ pub struct Meter {
     bar: Option<ProgressBar>,
     /// The most that was ever left: what there is to do.
     total_bytes: u64,
-    /// The same in files.
+    /// The most files that were ever left.
     total_files: u64,
     begin: Instant,
     next_line: Instant,

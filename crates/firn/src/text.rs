@@ -40,7 +40,7 @@ pub fn name(path: &str) -> String {
     quoted(path.as_bytes())
 }
 
-/// The same for a path.
+/// A path that cannot break a line or steer a terminal, and is shown like no other.
 pub fn path(path: &Path) -> String {
     quoted(path.as_os_str().as_encoded_bytes())
 }

@@ -280,7 +280,7 @@ fn killed_under_writers(layers: Layers) {
     );
 }
 
-/// Who is killed in a round with direct access.
+/// The process that is killed in a round with direct access.
 #[derive(Clone, Copy, Debug)]
 enum Killed {
     Writers,
@@ -333,8 +333,8 @@ fn direct_round(seed: u64, number: u64) -> Verified {
             if matches!(killed, Killed::FirndThenWriters) {
                 job.kill(&mut rng, pause_us);
             }
-            // Whoever writes by direct access goes on in its slabs until somebody attaches to the arena. What
-            // it was told counts.
+            // A process with direct access goes on in its slabs until a firnd attaches to the arena. Its writes that
+            // returned count.
             if late {
                 job.end();
             }

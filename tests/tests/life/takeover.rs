@@ -2,6 +2,7 @@
 //!
 //! `FIRN_TAKEOVER_KILLS` sets the kills under writers (`cargo xtask campaign takeover`), `FIRN_SEED` the seed.
 
+use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::os::fd::AsRawFd;
@@ -28,6 +29,8 @@ fn taken_over() -> String {
 
 const WRITERS: u64 = 8;
 const KILLS_DEFAULT: u64 = 12;
+/// A user that has no part in any test.
+const NOBODY: u32 = 65_534;
 
 /// Proves S-crash-1, S-crash-11.
 #[test]
@@ -700,8 +703,16 @@ fn memory_kib(pid: u32, line: &str) -> u64 {
 
 /// Proves S-crash-13.
 #[test]
-fn a_table_that_is_damaged_or_of_another_version_ends_the_mount_and_loses_nothing() {
-    for (what, at) in [("magic", 0), ("version", 8), ("header", 100)] {
+fn a_table_that_is_damaged_or_of_another_version_or_user_ends_the_mount_and_loses_nothing() {
+    let spoilt: [(&str, Spoil); 4] = [
+        ("magic", |table| change_byte(table, 0)),
+        ("version", |table| change_byte(table, 8)),
+        ("header", |table| change_byte(table, 100)),
+        ("owner", |table| {
+            std::os::unix::fs::fchown(table, Some(NOBODY), None).expect("chown");
+        }),
+    ];
+    for (what, spoil) in spoilt {
         let sandbox = Sandbox::new("table");
         let mount = FirnMount::new(
             &sandbox,
@@ -715,9 +726,7 @@ fn a_table_that_is_damaged_or_of_another_version_ends_the_mount_and_loses_nothin
             .write(true)
             .open(table)
             .expect("open");
-        let mut byte = [0];
-        table.read_exact_at(&mut byte, at).expect("read");
-        table.write_all_at(&[byte[0] ^ 0x40], at).expect("write");
+        spoil(&table);
         kill_alone(mount.pid(), libc::SIGKILL);
         wait_until("programs get an error", Duration::from_secs(60), || {
             let written = file
@@ -739,6 +748,40 @@ fn a_table_that_is_damaged_or_of_another_version_ends_the_mount_and_loses_nothin
         );
         again.umount();
     }
+}
+
+/// Makes a live table one that is not to be believed.
+type Spoil = fn(&File);
+
+fn change_byte(table: &File, at: u64) {
+    let mut byte = [0];
+    table.read_exact_at(&mut byte, at).expect("read");
+    table.write_all_at(&[byte[0] ^ 0x40], at).expect("write");
+}
+
+/// A forced unmount is how an administrator ends a mount whose firnd would be started again.
+#[test]
+fn a_forced_unmount_ends_firnd_and_keeper_while_files_are_open() {
+    let sandbox = Sandbox::new("forced");
+    let mut mount = FirnMount::new(&sandbox, &taken_over());
+    let file = File::create(mount.join("file")).expect("create");
+    mount.kill_and_go_on();
+    let (firnd, keeper) = (mount.pid(), keeper_of(mount.pid()).expect("a keeper"));
+    file.write_all_at(b"kept", 0).expect("write");
+    let args: [OsString; 3] = ["umount".into(), "--force".into(), mount.path().into()];
+    sandbox.run(args);
+    for pid in [firnd, keeper] {
+        wait_until("it ends", Duration::from_secs(60), || {
+            is_zombie(pid) || !Path::new("/proc").join(pid.to_string()).exists()
+        });
+    }
+    assert!(!is_mounted(mount.path()));
+    assert!(file.write_all_at(b"x", 0).is_err());
+    drop(file);
+    mount.abandon();
+    let again = FirnMount::new(&sandbox, &taken_over());
+    assert_eq!(fs::read(again.join("file")).expect("read"), b"kept");
+    again.umount();
 }
 
 /// Proves S-crash-1, S-crash-11.

@@ -58,6 +58,9 @@ fn the_screen_shows_mounts_and_checkpoints_while_eight_writers_run() {
         fs::write(path, vec![1; FILE_BYTES * WRITERS]).expect("write");
     }
     mount.wait("durable", mount.path()).ok();
+    // The job that is shown is that of the chosen mount, whatever else the user has mounted.
+    let other_sandbox = Sandbox::new("topother");
+    let other = FirnMount::new(&other_sandbox, SMALL);
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
         for writer in 0..WRITERS {
@@ -70,6 +73,7 @@ fn the_screen_shows_mounts_and_checkpoints_while_eight_writers_run() {
             std::panic::resume_unwind(panic);
         }
     });
+    other.umount();
     mount.umount();
 }
 

@@ -162,7 +162,7 @@ pub struct Read {
 pub struct Landed {
     /// As in [`Endpoint::land`].
     pub number: u64,
-    /// The same buffer.
+    /// The buffer that was given to [`Endpoint::land`].
     pub buffer: Buffer,
 }
 

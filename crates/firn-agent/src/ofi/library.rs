@@ -92,7 +92,7 @@ impl InfoList {
         unsafe { self.first.as_ref() }
     }
 
-    /// The same, for the calls that take it so.
+    /// Pointer to the first entry, for calls of libfabric.
     pub(crate) fn as_ptr(&self) -> *mut Info {
         self.first.as_ptr()
     }

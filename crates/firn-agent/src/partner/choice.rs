@@ -16,7 +16,7 @@ use firn_protocol::PartnerStatus;
 use crate::error::PullError;
 use crate::key_file::KeyFile;
 use crate::partner::desk::Desk;
-use crate::partner::ring::{Candidate, Domains};
+use crate::partner::ring::{Domains, PartnerCandidate};
 use crate::peer::Peer;
 use crate::server::Level;
 
@@ -178,9 +178,9 @@ impl Chooser<'_> {
         has_changed
     }
 
-    fn candidates(&mut self) -> Vec<Candidate> {
+    fn candidates(&mut self) -> Vec<PartnerCandidate> {
         if self.wanted.wanted != "next" {
-            return vec![Candidate {
+            return vec![PartnerCandidate {
                 host: self.wanted.wanted.clone(),
                 is_near: false,
             }];
@@ -195,8 +195,8 @@ impl Chooser<'_> {
     }
 
     /// Whether the host is the partner now; an error says why it cannot be.
-    fn ask(&mut self, candidate: &Candidate) -> Result<bool, String> {
-        let Candidate { host, is_near } = candidate;
+    fn ask(&mut self, candidate: &PartnerCandidate) -> Result<bool, String> {
+        let PartnerCandidate { host, is_near } = candidate;
         let mut peer =
             Peer::connect(host, &self.desk.route()).map_err(|error| self.describe(host, &error))?;
         let note = if *is_near {

@@ -65,7 +65,7 @@ impl Copy {
         self.has_files_in(&files, path, tick)
     }
 
-    /// The same for some of its files. Bytes are read only where all lengths are the same.
+    /// Whether some of its files are below `path`, with the same bytes. Reads bytes only if all lengths agree.
     pub(crate) fn has_files_in(
         &self,
         files: &[BytePath],

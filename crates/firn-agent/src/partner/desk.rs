@@ -35,17 +35,17 @@ pub(crate) struct Desk {
     /// Whether bytes of partners are encrypted on their way.
     encrypt: Encrypt,
     pub(crate) log: Log,
-    state: Mutex<State>,
+    state: Mutex<DeskState>,
 }
 
 #[derive(Default)]
-struct State {
+struct DeskState {
     /// The partner of this host, and what a person should know of it.
     chosen: Option<(String, String)>,
     /// It has had all that was held at one moment since it was chosen.
     is_settled: bool,
     /// The followers.
-    seats: BTreeMap<String, Place>,
+    seats: BTreeMap<String, Follower>,
     /// Formers that were told to drop what they have.
     dismissed: BTreeSet<String>,
     last_seat: u64,
@@ -54,7 +54,7 @@ struct State {
 }
 
 /// The connection of a host that follows.
-struct Place {
+struct Follower {
     number: u64,
     heard_at: Instant,
 }
@@ -107,7 +107,7 @@ impl Desk {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, DeskState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -159,7 +159,7 @@ impl Desk {
         };
         state.last_seat += 1;
         let number = state.last_seat;
-        let place = Place {
+        let place = Follower {
             number,
             heard_at: Instant::now(),
         };
@@ -220,7 +220,7 @@ impl Desk {
     }
 }
 
-impl State {
+impl DeskState {
     fn role(&self, host: &str) -> Role {
         match &self.chosen {
             Some((chosen, _)) if chosen == host => Role::Partner,
@@ -270,7 +270,7 @@ impl Seat {
 impl Drop for Seat {
     fn drop(&mut self) {
         let mut state = self.desk.lock();
-        let is_own = |place: &Place| place.number == self.number;
+        let is_own = |place: &Follower| place.number == self.number;
         if state.seats.get(&self.host).is_some_and(is_own) {
             state.seats.remove(&self.host);
         }

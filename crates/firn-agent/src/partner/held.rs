@@ -26,7 +26,8 @@ use crate::units::{Unit, group_by_name};
 
 /// Between two looks.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
-/// The same while something is closed that was not so at the last look: it is copied if it is the same at the next one.
+/// Time between two looks while a file was closed since the last look: if it is unchanged at the next one, it is
+/// copied.
 const SETTLE: Duration = Duration::from_millis(20);
 /// A look that takes long is not made more often than this share of the time.
 const LOOK_SHARE: u32 = 20;

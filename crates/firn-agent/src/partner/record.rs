@@ -67,8 +67,8 @@ impl Record {
         entries.iter().all(is_like)
     }
 
-    /// The same tree, of which a firnd holds `entries`. It does not hold the others any more: of those no number of
-    /// changes says anything.
+    /// The record of this tree for another firnd, which holds `entries`. Files that it does not hold lose their
+    /// numbers of changes.
     pub(crate) fn renewed(&self, incarnation: &str, entries: &[Entry]) -> Self {
         let now = by_path(entries);
         let renew = |own: &Entry| match now.get(&own.path) {

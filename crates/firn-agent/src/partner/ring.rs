@@ -37,7 +37,7 @@ pub struct DomainsError {
 
 /// A host that may be the partner.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Candidate {
+pub(crate) struct PartnerCandidate {
     pub(crate) host: String,
     /// It fails together with the host that looks for a partner.
     pub(crate) is_near: bool,
@@ -72,7 +72,7 @@ impl Domains {
     }
 
     /// The other hosts, the one to ask first before the others.
-    pub(crate) fn order(&self, this_host: &str, mut hosts: Vec<String>) -> Vec<Candidate> {
+    pub(crate) fn order(&self, this_host: &str, mut hosts: Vec<String>) -> Vec<PartnerCandidate> {
         hosts.push(this_host.to_owned());
         let ring = Ring::of(self, hosts);
         let own = ring.hosts.iter().position(|host| host == this_host);
@@ -87,9 +87,9 @@ impl Domains {
         let others = (own + 1..own + count).map(|at| at % count);
         let others: Vec<usize> = others.filter(|at| !order.contains(at)).collect();
         order.extend(others);
-        let mut candidates: Vec<Candidate> = order
+        let mut candidates: Vec<PartnerCandidate> = order
             .into_iter()
-            .map(|at| Candidate {
+            .map(|at| PartnerCandidate {
                 is_near: self.fail_together(this_host, &ring.hosts[at]),
                 host: ring.hosts[at].clone(),
             })
@@ -211,7 +211,11 @@ mod tests {
     }
 
     /// The partner of each living host.
-    fn partners(domains: &Domains, all: &[String], living: &[String]) -> Vec<(String, Candidate)> {
+    fn partners(
+        domains: &Domains,
+        all: &[String],
+        living: &[String],
+    ) -> Vec<(String, PartnerCandidate)> {
         let partner = |host: &String| {
             let candidates = domains.order(host, all.to_vec()).into_iter();
             let mut living = candidates.filter(|candidate| living.contains(&candidate.host));
@@ -220,7 +224,7 @@ mod tests {
         living.iter().map(partner).collect()
     }
 
-    fn shares(partners: &[(String, Candidate)]) -> Vec<usize> {
+    fn shares(partners: &[(String, PartnerCandidate)]) -> Vec<usize> {
         let mut shares = std::collections::BTreeMap::new();
         for (_, partner) in partners {
             *shares.entry(partner.host.clone()).or_insert(0) += 1;

@@ -32,7 +32,7 @@ use crate::peer::Peer;
 use crate::pull::direct::DirectFile;
 use crate::pull::remote::{Answer, ExpectedMac, Incoming, Remote, failed};
 use crate::pull::staging::{Staging, local};
-use crate::pull::state::State;
+use crate::pull::state::PullState;
 use crate::pull::writers::{Block, Finish, StagedFile, Writers};
 use crate::source::join;
 
@@ -58,7 +58,7 @@ pub(crate) struct Fetch<'a, 't> {
     writers: &'a Writers,
     /// None: bytes come over the connection.
     remote: Option<Remote>,
-    state: &'a mut State<'t>,
+    state: &'a mut PullState<'t>,
     /// Path below the mount point of what is pulled.
     top: BytePath,
     /// Files that are not opened yet.
@@ -107,7 +107,7 @@ enum Ask {
     Open(u32),
     Sum(u32, u64),
     Read(u32, u64),
-    /// The same, with a staging buffer.
+    /// A question for the place of bytes, with a staging buffer.
     Place(u32, u64, u32),
     Check(u32),
     Release(u32),
@@ -126,7 +126,7 @@ impl<'a, 't> Fetch<'a, 't> {
         staging: &'a Staging,
         writers: &'a Writers,
         remote: Option<Remote>,
-        state: &'a mut State<'t>,
+        state: &'a mut PullState<'t>,
         top: BytePath,
         queue: VecDeque<Wanted>,
     ) -> Self {

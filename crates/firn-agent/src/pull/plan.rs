@@ -58,7 +58,7 @@ impl Plan {
         &self.entries
     }
 
-    /// The same, to keep.
+    /// All entries, parents first, by value.
     pub(crate) fn into_entries(self) -> Vec<Entry> {
         self.entries
     }

@@ -93,7 +93,7 @@ impl Parent {
         }
     }
 
-    /// The same where no pull has it.
+    /// Removes an empty staging directory that no pull has locked.
     fn remove_forgotten(&self, path: &Path) {
         let Ok(own) = firn_trust::open_private_dir(&self.dir, Path::new(&self.staged)) else {
             return;

@@ -12,7 +12,7 @@ use crate::message::{Entry, EntryKind};
 use crate::pull::{Outcome, Progress, PullRequest};
 
 /// See the head of this file.
-pub(crate) struct State<'a> {
+pub(crate) struct PullState<'a> {
     pub(crate) outcome: Outcome,
     /// Files that are there, by what they were listed as.
     done: BTreeMap<BytePath, DoneFile>,
@@ -35,7 +35,7 @@ struct DoneFile {
     changed: bool,
 }
 
-impl<'a> State<'a> {
+impl<'a> PullState<'a> {
     pub(crate) fn new(request: &PullRequest, tell: &'a mut dyn FnMut(Progress)) -> Self {
         Self {
             outcome: Outcome::default(),
@@ -67,7 +67,7 @@ impl<'a> State<'a> {
         }
     }
 
-    /// The same for one file that has another size than it was listed with.
+    /// Checks the room for a file whose size differs from the listed one.
     pub(crate) fn check_size(&self, expected: u64, found: u64) -> Result<(), PullError> {
         match self.bytes_max {
             Some(_) if found > expected => Err(PullError::Outgrown {

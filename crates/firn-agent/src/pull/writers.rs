@@ -34,7 +34,7 @@ const THREADS: usize = 3;
 pub(crate) struct StagedFile {
     path: PathBuf,
     file: File,
-    /// The same, past the page cache.
+    /// The file opened a second time, for writes past the page cache.
     direct: Option<DirectFile>,
     /// A thread has it. Changed under the lock of the queue only.
     is_taken: AtomicBool,
@@ -100,7 +100,7 @@ pub(crate) struct Writers {
 }
 
 struct Shared {
-    state: Mutex<State>,
+    state: Mutex<WritersState>,
     /// Wakes a sleeping thread for a job.
     added: Condvar,
     /// Signals the waiting puller that there is a buffer, or that nothing is left.
@@ -108,7 +108,7 @@ struct Shared {
     is_synced: bool,
 }
 
-struct State {
+struct WritersState {
     queue: VecDeque<Job>,
     /// Jobs that a thread has.
     under_way: usize,
@@ -121,7 +121,7 @@ struct State {
     is_awaited: bool,
 }
 
-impl State {
+impl WritersState {
     /// The first job whose file no thread has.
     fn take_job(&mut self) -> Option<Job> {
         let at = self.queue.iter().position(Job::may_be_done)?;
@@ -143,7 +143,7 @@ impl Writers {
     pub(crate) fn start(is_synced: bool) -> io::Result<Self> {
         let free = Pool::create(BUFFERS, BLOCK_BYTES as usize)?;
         let pool = Arc::clone(free[0].pool());
-        let state = State {
+        let state = WritersState {
             queue: VecDeque::new(),
             under_way: 0,
             free,
@@ -235,18 +235,21 @@ impl Drop for Writers {
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, WritersState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Called by the puller only, which is one thread.
-    fn wait_landed<'a>(&self, mut state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+    fn wait_landed<'a>(
+        &self,
+        mut state: MutexGuard<'a, WritersState>,
+    ) -> MutexGuard<'a, WritersState> {
         state.is_awaited = true;
         let waited = self.landed.wait(state);
         waited.unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn wake_thread(&self, state: &State) {
+    fn wake_thread(&self, state: &WritersState) {
         if state.asleep > 0 && state.queue.iter().any(Job::may_be_done) {
             self.added.notify_one();
         }

@@ -11,7 +11,7 @@ pub(super) fn attr(fd: impl AsFd) -> Result<Attr> {
     ask(fd, AtFlags::empty())
 }
 
-/// The same, asked of the server: NFS, CephFS and FUSE do not answer from what they keep.
+/// The object's attributes as the server has them: NFS, CephFS and FUSE do not answer from their caches.
 pub(super) fn attr_now(fd: impl AsFd) -> Result<Attr> {
     ask(fd, AtFlags::STATX_FORCE_SYNC)
 }

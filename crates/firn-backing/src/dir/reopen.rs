@@ -45,7 +45,7 @@ pub(super) fn dir(inode: impl AsFd) -> Result<OwnedFd> {
     open(FdPath::of(inode).as_c_str(), flags, Mode::empty())
 }
 
-/// The same where its mode denies that to its owner: what is to be synced must be opened.
+/// Opens a directory for a sync, also if its mode denies reading to its owner.
 pub(super) fn dir_to_sync(inode: impl AsFd) -> Result<OwnedFd> {
     let inode = inode.as_fd();
     match dir(inode) {

@@ -1,6 +1,6 @@
 //! Figure 6 of the CprFS paper: iozone on one file, with a checkpoint after each phase that writes.
 
-use super::{BEHIND, Candidate, CommitArgs, FIRN, IN_PLACE, NATIVE, PRELOAD, add};
+use super::{BEHIND, CommitArgs, CommitCandidate, FIRN, IN_PLACE, NATIVE, PRELOAD, add};
 use crate::backing::Kind;
 use crate::durable;
 use crate::report::{Limit, Report};
@@ -39,7 +39,7 @@ const PHASES: [Phase; 6] = [
 
 pub(super) fn run(
     args: &CommitArgs,
-    candidates: &[Candidate<'_>],
+    candidates: &[CommitCandidate<'_>],
     report: &mut Report,
 ) -> anyhow::Result<()> {
     let bytes = args
@@ -54,7 +54,7 @@ pub(super) fn run(
         size_text(bytes)
     ));
     report.note(format!("CprFS against NFS, figure 6: {}", paper.join(", ")));
-    let who: Vec<&Candidate> = candidates
+    let who: Vec<&CommitCandidate> = candidates
         .iter()
         .filter(|one| ![IN_PLACE, BEHIND].contains(&one.name))
         .collect();

@@ -164,13 +164,13 @@ impl Watched {
         } = self;
         processes.retain(|process, pidfd| {
             let end = match pidfd {
-                None => Some(None),
+                None => Some(WriterEnd::StatusLost),
                 Some(pidfd) => end_of(*process, pidfd, ended),
             };
             let Some(end) = end else { return true };
             ended.remove(process);
             let ending = match end {
-                Some(end) if !is_failure(end) => Ending::Success,
+                WriterEnd::Known(end) if !is_failure(end) => Ending::Success,
                 _ => Ending::Failure,
             };
             ends.push((*process, ending));
@@ -186,25 +186,30 @@ fn has_ended(pidfd: &OwnedFd) -> bool {
     poll(&mut fds, Some(&now)).is_ok_and(|ready| ready > 0)
 }
 
-/// How a process ended. Outer `None`: the process lives, or its end is not known yet; inner `None`: its status is lost.
-fn end_of(
-    process: u32,
-    pidfd: &OwnedFd,
-    ended: &mut HashMap<u32, Instant>,
-) -> Option<Option<ProcessEnd>> {
+/// How a process that is waited for ended.
+enum WriterEnd {
+    Known(ProcessEnd),
+    /// The process was reaped before its status was read.
+    StatusLost,
+}
+
+/// How a process ended; `None`: the process lives, or its status is not known yet.
+fn end_of(process: u32, pidfd: &OwnedFd, ended: &mut HashMap<u32, Instant>) -> Option<WriterEnd> {
     if !has_ended(pidfd) {
         return None;
     }
     if let Some(end) = end_of_process(pidfd) {
-        return Some(Some(end));
+        return Some(WriterEnd::Known(end));
     }
     let since = ended.entry(process).or_insert_with(Instant::now);
     let is_late = since.elapsed() > REAP_WAIT;
     match Stat::read(process).map(|stat| stat.status) {
-        // A kernel that does not tell later: what the zombie says is all there is.
-        // A zombie that says it failed has failed: a program that is started again at once shall not see what it left.
-        Some(status) if is_late || status != 0 => Some(Some(ProcessEnd::of_wait_status(status))),
-        None if is_late => Some(None),
+        // Older kernels tell no status by the pidfd: after a while that of the zombie counts.
+        // A failure is final, and counts at once: a program that is started again must not see what the failed one left.
+        Some(status) if is_late || status != 0 => {
+            Some(WriterEnd::Known(ProcessEnd::of_wait_status(status)))
+        }
+        None if is_late => Some(WriterEnd::StatusLost),
         _ => None,
     }
 }

@@ -1,4 +1,4 @@
-//! Dropping drained bytes: to make room, because somebody asks, or because the file was changed beside the mount.
+//! Dropping drained bytes: to make room, on request, or because the file was changed beside the mount.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

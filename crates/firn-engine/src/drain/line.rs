@@ -3,19 +3,18 @@
 //! *Interleaved*: first in, first out; a file with more to write goes to the end after each run. *Sequential*: the lane
 //! stays with one file, for its *turn*:
 //!
-//! * A turn ends when nothing of its file is worth a write any more, or after what the file had pending when the turn
-//!   began and [`TURN_BYTES`] at least. Then nothing of the file is under way when the next one begins.
-//! * Awaited files come before all others, first awaited, first served.
-//! * A turn of a file that is not awaited is interrupted for them once it has [`INTERRUPTIBLE_BYTES`], and goes on
-//!   after them.
+//! * A turn ends when the file has nothing left to write, or after max(bytes pending when the turn began, [`TURN_BYTES`]).
+//!   The next turn begins when no write of the file is in flight.
+//! * Files that a caller waits for (*awaited*, as by fsync(2)) come before all others, first awaited, first served.
+//! * The turn of a file that is not awaited is interrupted for them after [`INTERRUPTIBLE_BYTES`], and goes on after them.
 //!
-//! So an awaited file has its turn after those that were awaited before it, and at most [`INTERRUPTIBLE_BYTES`] and one
-//! run of one other file.
+//! An awaited file therefore waits for the files that were awaited before it, and for at most [`INTERRUPTIBLE_BYTES`] and
+//! one run (a write of contiguous bytes) of one other file.
 //!
 //! Invariants
 //! * A file stands in line at most once.
-//! * Of a sequential line only the file whose turn it is has runs under way, but for files whose writes hang.
-//! * Only a file in line is kept: it may be closed when it is let go, which must not be under the lock of the queue.
+//! * In a sequential line only the file whose turn it is has writes in flight. Files whose writes hang are the exception.
+//! * The line has a reference to the files in it only. The last reference closes the file, and is dropped outside the lock.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::{Arc, Weak};
@@ -118,7 +117,7 @@ impl<T> Line<T> {
 /// A sequential line.
 pub(crate) struct Turns<T> {
     /// Where each file in line stands, by its address.
-    places: HashMap<usize, Place>,
+    places: HashMap<usize, LinePlace>,
     /// Files that are ready, in the order in which they came.
     ready: BTreeMap<u64, Arc<T>>,
     /// By the order in which they were waited for.
@@ -129,7 +128,7 @@ pub(crate) struct Turns<T> {
     interrupted: Option<Turn<T>>,
 }
 
-enum Place {
+enum LinePlace {
     Ready(u64),
     Awaited,
     Turn,
@@ -139,7 +138,7 @@ enum Place {
 struct Turn<T> {
     /// Its address is no other file's while this is here.
     file: Weak<T>,
-    /// The same, while it is in line.
+    /// Keeps the file alive while it is in line.
     in_line: Option<Arc<T>>,
     is_awaited: bool,
     /// Bytes of its runs so far.
@@ -196,7 +195,7 @@ impl<T> Turns<T> {
         if let Some(turn) = self.turn.as_mut().filter(has_turn) {
             turn.is_awaited |= is_awaited;
             turn.in_line = Some(file);
-            self.places.insert(key, Place::Turn);
+            self.places.insert(key, LinePlace::Turn);
             return;
         }
         self.line_up(file, is_awaited);
@@ -209,10 +208,10 @@ impl<T> Turns<T> {
         let key = address(&file);
         if is_awaited {
             self.awaited.insert(number, file);
-            self.places.insert(key, Place::Awaited);
+            self.places.insert(key, LinePlace::Awaited);
         } else {
             self.ready.insert(number, file);
-            self.places.insert(key, Place::Ready(number));
+            self.places.insert(key, LinePlace::Ready(number));
         }
     }
 
@@ -223,11 +222,11 @@ impl<T> Turns<T> {
             turn.is_awaited = true;
         }
         match self.places.get(&address(file)) {
-            Some(Place::Ready(number)) => {
+            Some(LinePlace::Ready(number)) => {
                 self.ready.remove(number);
             }
-            Some(Place::Interrupted) => self.interrupted = None,
-            Some(Place::Awaited | Place::Turn) | None => return,
+            Some(LinePlace::Interrupted) => self.interrupted = None,
+            Some(LinePlace::Awaited | LinePlace::Turn) | None => return,
         }
         self.line_up(Arc::clone(file), true);
     }
@@ -267,7 +266,7 @@ impl<T> Turns<T> {
         if let Some(turn) = turn
             && let Some(file) = &turn.in_line
         {
-            self.places.insert(address(file), Place::Interrupted);
+            self.places.insert(address(file), LinePlace::Interrupted);
             self.interrupted = Some(turn);
         }
     }
@@ -287,7 +286,9 @@ impl<T> Turns<T> {
 
     fn assert_places(&self) {
         let in_turn = self.places.values();
-        let in_turn = in_turn.filter(|place| matches!(place, Place::Turn)).count();
+        let in_turn = in_turn
+            .filter(|place| matches!(place, LinePlace::Turn))
+            .count();
         let interrupted = usize::from(self.interrupted.is_some());
         let others = self.ready.len() + self.awaited.len() + interrupted;
         assert!(in_turn <= 1, "one file has its turn");

@@ -27,10 +27,10 @@ pub(crate) struct DrainQueue<T> {
     order: Order,
     /// What is pending of the files of the lane.
     pub(crate) held: Held,
-    state: Mutex<State<T>>,
+    state: Mutex<QueueState<T>>,
 }
 
-struct State<T> {
+struct QueueState<T> {
     line: Line<T>,
     retries: Vec<(Instant, Arc<T>)>,
     aging: VecDeque<(Instant, Weak<T>)>,
@@ -63,7 +63,7 @@ pub(crate) struct QueueFigures<T> {
 
 impl<T> DrainQueue<T> {
     pub(crate) fn new(order: Order) -> Self {
-        let state = State {
+        let state = QueueState {
             line: match order {
                 Order::Interleaved => Line::interleaved(),
                 Order::Sequential => Line::sequential(),
@@ -215,7 +215,7 @@ impl<T> DrainQueue<T> {
     }
 }
 
-impl<T> State<T> {
+impl<T> QueueState<T> {
     fn next_retry(&self) -> Option<Instant> {
         self.retries.iter().map(|(at, _)| *at).min()
     }

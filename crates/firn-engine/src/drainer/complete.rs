@@ -20,7 +20,7 @@ use crate::options::DrainPolicy;
 /// Drained ranges of a file before the first look whether they can be forgotten.
 const DRAINED_RANGES_KEPT: usize = 8;
 
-/// The first bytes of a job, so many of them.
+/// The parts that hold the first `bytes` bytes of a job.
 fn first_bytes(parts: &[Part], bytes: u64) -> Vec<Part> {
     let mut left = bytes;
     let mut first = Vec::new();
@@ -224,10 +224,10 @@ impl<B: Backing> Drainer<B> {
         }
     }
 
-    /// After a change of what is pending: who waited for it, and what ends with the last byte.
+    /// Follows up a change of what is pending: returns the waiters that are satisfied, and ends the file id with the
+    /// last byte.
     ///
-    /// Lets go of the lock while the backing works. Whoever comes meanwhile leaves the rest, its own waiters
-    /// too, to the caller that was first.
+    /// Releases the lock while the backing works. A second caller returns at once; the first one takes its waiters too.
     pub(crate) fn finish_drained(
         &self,
         file: &Arc<File<B>>,

@@ -195,7 +195,7 @@ impl<B: Backing> Drainer<B> {
     }
 
     fn next_parts_from(&self, state: &FileState<B>, max: JobMax, start: u64) -> Option<Vec<Part>> {
-        let mut found = Candidate::default();
+        let mut found = JobCandidate::default();
         for (offset, extent) in state.pending.extents().from(start) {
             let part = Part { extent, offset };
             let chunk = extent.piece.slab.chunk;
@@ -207,7 +207,7 @@ impl<B: Backing> Drainer<B> {
                 if self.is_worth_a_write(&found) {
                     return Some(found.parts);
                 }
-                found = Candidate::default();
+                found = JobCandidate::default();
             }
             if busy {
                 continue;
@@ -240,7 +240,7 @@ impl<B: Backing> Drainer<B> {
     }
 
     /// Whether that goes to the backing: a caller asked for a part of it, or it is long.
-    fn is_worth_a_write(&self, found: &Candidate) -> bool {
+    fn is_worth_a_write(&self, found: &JobCandidate) -> bool {
         let is_long = || found.bytes >= self.base.write_bytes_min();
         found.forced || (self.base.options.drain == DrainPolicy::Eager && is_long())
     }
@@ -278,7 +278,7 @@ impl<B: Backing> Drainer<B> {
 
 /// What may become a job.
 #[derive(Default)]
-struct Candidate {
+struct JobCandidate {
     parts: Vec<Part>,
     bytes: u64,
     spilled_bytes: u64,
@@ -286,7 +286,7 @@ struct Candidate {
     forced: bool,
 }
 
-impl Candidate {
+impl JobCandidate {
     /// Whether a further part may be of the same job.
     fn takes(&self, part: &Part, is_spilled: bool, max: JobMax) -> bool {
         let len = part.extent.len;

@@ -1,4 +1,4 @@
-//! Who has a file open, how, and how its writers left it.
+//! The handles of a file, how each is served, and how its writers left it.
 //!
 //! Invariants
 //! * Each handle is counted in one of the modes.
@@ -127,7 +127,7 @@ impl Opens {
         self.is_cut
     }
 
-    /// What an earlier firnd knew. Whoever had the file open is cut off from it, unless the handle is there again.
+    /// Restores what an earlier firnd knew. A file that was open is cut, unless a handle of a writer is there again.
     pub(crate) fn restore_ending(&mut self, ending: Ending) {
         self.ending = match ending {
             Ending::Open if self.writers == 0 => Ending::Cut,
@@ -146,7 +146,7 @@ impl Opens {
         self.is_cut = true;
     }
 
-    /// Follows from who has it open; whether it became another one.
+    /// Derives the ending from the handles; returns whether it changed.
     pub(crate) fn update_ending(&mut self) -> bool {
         let ending = if self.writers > 0 {
             Ending::Open

@@ -75,7 +75,7 @@ struct Run {
     ops: u64,
 }
 
-/// An operation whose outcome is told to nobody, since the world stopped.
+/// An operation without a known outcome, since the world stopped.
 struct Stopped;
 
 impl Run {
@@ -407,7 +407,7 @@ impl Run {
         match piece.place {
             PartPlace::Memory => {
                 let at = arena.address(arena.geometry().data_offset() + piece.at);
-                // SAFETY: in the mapping, where nobody writes while the list is held.
+                // SAFETY: in the mapping, where no thread writes while the list is held.
                 let bytes = unsafe { std::slice::from_raw_parts(at, piece.bytes as usize) };
                 found.copy_from_slice(bytes);
             }
@@ -830,8 +830,8 @@ impl Run {
         Ok(())
     }
 
-    /// Whoever is asked says the same, and what is said to be durable is there, by each of its names and with all of its
-    /// bytes, after a loss of power.
+    /// All answers about a file's level agree. After a loss of power a file with the level durable is there by each of
+    /// its names and with all of its bytes.
     fn check_levels(&mut self) -> Result<(), Stopped> {
         if self.rng.random_range(0..8) != 0 {
             return Ok(());

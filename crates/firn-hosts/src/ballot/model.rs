@@ -36,7 +36,7 @@ fn set(hosts: Hosts) -> BTreeSet<u8> {
         .collect()
 }
 
-/// The same set with other numbers of hosts: host `i` is `order[i]`.
+/// The set after renumbering: host `i` becomes `order[i]`.
 fn reordered(hosts: Hosts, order: [u8; HOSTS]) -> Hosts {
     let of_host = |host: usize| (hosts >> host & 1) << order[host];
     (0..HOSTS).map(of_host).sum()
@@ -52,7 +52,7 @@ trait Model: Copy + Debug + Ord + Hash {
     fn check(&self);
     /// Whether no host has to do anything more, and nothing is left.
     fn is_over(&self) -> bool;
-    /// The same with other numbers of hosts.
+    /// The state after renumbering the hosts.
     fn reordered(&self, order: [u8; HOSTS]) -> Self;
 }
 
@@ -136,7 +136,7 @@ impl<D: Copy + PartialEq, const STATES: usize> History<D, STATES> {
 trait Directory: Copy + PartialEq {
     /// Which ballot of its name it is of, from 1 on.
     fn number(&self) -> u8;
-    /// The same with other numbers of hosts.
+    /// The directory after renumbering the hosts.
     fn reordered(self, order: [u8; HOSTS]) -> Self;
 }
 
@@ -220,7 +220,7 @@ impl<D: Directory, P: Copy + Default, const CLAIMS: usize, const STATES: usize>
         }
     }
 
-    /// The same with other numbers of hosts.
+    /// The world after renumbering the hosts.
     fn renumbered(&self, order: [u8; HOSTS]) -> Self {
         let mut hosts = self.hosts;
         for (host, new) in self.hosts.iter().zip(order) {

@@ -18,7 +18,7 @@ pub(super) const POLITE_FOR: Duration = Duration::from_millis(250);
 /// A lock that another host has is tried again after this, and then after twice as long each time.
 const REST_MIN: Duration = Duration::from_millis(1);
 const REST_MAX: Duration = Duration::from_millis(50);
-/// The same for the one that is next.
+/// Time between two tries of the next host in line.
 const REST_IN_LINE: Duration = Duration::from_millis(8);
 /// A lock file that was unused for this long is removed.
 const IDLE: Duration = Duration::from_secs(2);

@@ -65,7 +65,7 @@ impl Table {
             .collect()
     }
 
-    /// The same; returns what was removed.
+    /// Removes from each lock the range that `what` returns for it; returns the removed ranges.
     fn cut(&mut self, what: impl Fn(&Held) -> Option<LockRange>) -> Vec<LockRange> {
         let mut removed = Vec::new();
         let mut left = Vec::with_capacity(self.held.len());

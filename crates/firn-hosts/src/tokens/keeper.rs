@@ -24,7 +24,7 @@ pub struct LaneToken {
 }
 
 struct Shared {
-    state: Mutex<State>,
+    state: Mutex<KeeperState>,
     /// The keeper has something new to look at.
     changed: Condvar,
     /// The keeper has ended.
@@ -32,7 +32,7 @@ struct Shared {
     wake: Mutex<Option<Arc<Waker>>>,
 }
 
-struct State {
+struct KeeperState {
     turn: Turn,
     is_stopping: bool,
     has_ended: bool,
@@ -43,7 +43,7 @@ impl LaneToken {
         let turn = Turn::new(limits, renew_every, Instant::now());
         Self {
             shared: Arc::new(Shared {
-                state: Mutex::new(State {
+                state: Mutex::new(KeeperState {
                     turn,
                     is_stopping: false,
                     has_ended: false,
@@ -113,7 +113,7 @@ impl LaneToken {
     }
 
     /// Runs a step of the state; wakes the lane afterwards if there is news.
-    fn update<T>(&self, work: impl FnOnce(&mut MutexGuard<'_, State>) -> T) -> T {
+    fn update<T>(&self, work: impl FnOnce(&mut MutexGuard<'_, KeeperState>) -> T) -> T {
         let (done, has_news) = {
             let mut state = self.shared.state.lock();
             let done = work(&mut state);

@@ -84,7 +84,7 @@ pub enum TokenState {
     Without,
 }
 
-/// The same in figures.
+/// Figures of a token, for the status.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TokenFigures {
     /// What it does now.

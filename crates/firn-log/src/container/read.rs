@@ -241,8 +241,8 @@ impl<B: Backing> Container<B> {
         }
     }
 
-    /// The same for bytes of a change, which are in its log from `position` on: block by block, of which some were given
-    /// up, and others have to be read first.
+    /// Finds the places of a change's bytes, which begin at `position` of its log. It goes block by block: some
+    /// blocks were given up, others have to be read first.
     fn locate_in_log(
         &self,
         base: &B,
@@ -600,7 +600,7 @@ impl<B: Backing> Container<B> {
         }
     }
 
-    /// The same, by the indexes that are used.
+    /// The span that a change wrote, by the indexes in use.
     fn span(&self, base: &B, key: Key) -> TableResult<Arc<Span>> {
         let tables = {
             let view = self.view.lock();

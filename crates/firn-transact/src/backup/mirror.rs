@@ -73,19 +73,19 @@ pub(super) struct Told {
 
 /// Where the copy of one transaction is. Transactions do not wait for each other's copies.
 struct Slot<B: Backing> {
-    place: Exclusive<Place<B>>,
+    place: Exclusive<SlotState<B>>,
     /// Callers that wait for a round of this transaction to end.
     hurry: AtomicU32,
 }
 
 /// What a caller has of a [`Slot`] alone.
-pub(super) struct Place<B: Backing> {
+pub(super) struct SlotState<B: Backing> {
     pub(super) copy: Option<Copy<B>>,
     /// The slot is not in the table any more.
     is_removed: bool,
 }
 
-impl<B: Backing> Place<B> {
+impl<B: Backing> SlotState<B> {
     pub(super) fn is_whole(&self) -> bool {
         self.copy.as_ref().is_some_and(|copy| copy.is_whole)
     }
@@ -155,15 +155,19 @@ impl<B: Backing> Mirror<B> {
     }
 
     /// Works with the copy of a transaction, alone. A round of it that is under way ends soon.
-    pub(super) fn with_place<T>(&self, serial: u64, work: impl FnOnce(&mut Place<B>) -> T) -> T {
+    pub(super) fn with_place<T>(
+        &self,
+        serial: u64,
+        work: impl FnOnce(&mut SlotState<B>) -> T,
+    ) -> T {
         self.work_in_slot(serial, true, |place, _| work(place))
     }
 
-    /// The same for a round. The work is told how many callers wait for it to end.
+    /// Works with the copy of a transaction alone, for a round. `work` learns how many callers wait for its end.
     pub(super) fn with_place_in_round<T>(
         &self,
         serial: u64,
-        work: impl FnOnce(&mut Place<B>, &AtomicU32) -> T,
+        work: impl FnOnce(&mut SlotState<B>, &AtomicU32) -> T,
     ) -> T {
         self.work_in_slot(serial, false, work)
     }
@@ -172,7 +176,7 @@ impl<B: Backing> Mirror<B> {
         &self,
         serial: u64,
         hurries: bool,
-        work: impl FnOnce(&mut Place<B>, &AtomicU32) -> T,
+        work: impl FnOnce(&mut SlotState<B>, &AtomicU32) -> T,
     ) -> T {
         loop {
             let slot = self.slot(serial);
@@ -194,7 +198,7 @@ impl<B: Backing> Mirror<B> {
 
     fn slot(&self, serial: u64) -> Arc<Slot<B>> {
         let new_slot = || {
-            let place = Place {
+            let place = SlotState {
                 copy: None,
                 is_removed: false,
             };
@@ -215,7 +219,7 @@ impl<B: Backing> Mirror<B> {
     pub(super) fn tell<T>(
         &self,
         scope: &Scope<B>,
-        place: &Place<B>,
+        place: &SlotState<B>,
         result: &Result<T, BackupError>,
         left_bytes: u64,
     ) {

@@ -11,7 +11,7 @@ use firn_backing::{Backing, Errno, Kind, SyncScope};
 use super::MANIFEST;
 use super::content::copy_out;
 use super::mirror::{
-    CopiedFile, Copy, Mirror, Place, Progress, Stamp, Told, backup_failed, file_name, is_name,
+    CopiedFile, Copy, Mirror, Progress, SlotState, Stamp, Told, backup_failed, file_name, is_name,
     load, load_name, remove_manifest_of, token, unlink_if_there,
 };
 use super::portable::Paths;
@@ -86,7 +86,7 @@ impl<B: Backing> Backups<B> {
     fn copy_ahead(
         &self,
         mirror: &Mirror<B>,
-        place: &mut Place<B>,
+        place: &mut SlotState<B>,
         hurry: &AtomicU32,
         scope: &Arc<Scope<B>>,
     ) -> Result<u64, BackupError> {
@@ -113,7 +113,7 @@ impl<B: Backing> Backups<B> {
     fn copy_of<'a>(
         &self,
         mirror: &Mirror<B>,
-        place: &'a mut Place<B>,
+        place: &'a mut SlotState<B>,
         scope: &Scope<B>,
     ) -> Result<&'a mut Copy<B>, BackupError> {
         if place.copy.is_none() {
@@ -166,7 +166,7 @@ impl<B: Backing> Backups<B> {
     fn back_up_now(
         &self,
         mirror: &Mirror<B>,
-        place: &mut Place<B>,
+        place: &mut SlotState<B>,
         scope: &Scope<B>,
         record: &ChangeLog,
     ) -> Result<u64, BackupError> {
@@ -324,8 +324,8 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(known)
     }
 
-    /// The same backing with a backup in `store`, a directory of this mount alone. Directories of transactions that are over
-    /// are removed; one of a transaction that the backing does not know is refused, for it may be all that is left of it.
+    /// Adds a backup in `store`, a directory of this mount alone. Removes directories of transactions that are over.
+    /// A directory of an unknown transaction is an error, because it may be all that is left of it.
     pub fn backed_up(self, store: B, known: &BTreeSet<String>) -> Result<Self, BackupError> {
         let mirror = Mirror::new(store);
         let store = &mirror.store;
@@ -460,7 +460,7 @@ impl<B: Backing> Round<'_, B> {
     }
 }
 
-fn drop_copy<B: Backing>(mirror: &Mirror<B>, place: &mut Place<B>, serial: u64) {
+fn drop_copy<B: Backing>(mirror: &Mirror<B>, place: &mut SlotState<B>, serial: u64) {
     mirror.told.lock().remove(&serial);
     let Some(copy) = place.copy.take() else {
         return;

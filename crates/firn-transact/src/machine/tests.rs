@@ -163,7 +163,7 @@ fn trace<'a>(
     }
 }
 
-/// The same at the top, of a mount without anything special.
+/// The steps of a request at the top of a plain mount, and its result.
 fn steps(store: &Store, verb: Verb<'_>) -> (Vec<&'static str>, Result<Answer, TransactionError>) {
     trace(store, &SimMount::of(store), verb, TOP)
 }

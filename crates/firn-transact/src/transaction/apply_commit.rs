@@ -55,7 +55,7 @@ pub(crate) struct Commits<B: Backing> {
     pub(crate) endings: Arc<Endings<B>>,
     /// Applied commits of which the other hosts could not be told.
     pub(crate) to_leave: Mutex<BTreeSet<AppliedCommit>>,
-    /// The same of scopes of names, by their keys.
+    /// Keys of applied scopes of names of which the other hosts could not be told.
     pub(crate) keys_to_leave: Mutex<BTreeSet<Vec<u8>>>,
 }
 

@@ -596,7 +596,7 @@ fn an_arena_that_comes_back_after_its_host_was_given_up_brings_back_nothing() {
     }
 }
 
-/// Nobody has anything to drop.
+/// For an arena without pieces of the scopes: panics.
 fn nothing(scopes: &[Vec<u8>]) -> Result<(), TransactionError> {
     panic!("{scopes:?} are dropped in an arena that has nothing of them");
 }

@@ -14,7 +14,7 @@ use firn_transact::{Mode, TransactionalBacking};
 
 use crate::oracle;
 
-use firn_transact::state::State;
+use firn_transact::state::NameState;
 use oracle::Book;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -113,8 +113,8 @@ fn state_by_inodes(
     before: &[Option<u64>; 3],
     after: &[Option<u64>; 3],
     cut: &[u64],
-) -> Option<State> {
-    use State::*;
+) -> Option<NameState> {
+    use NameState::*;
     let own = before[at];
     let is_moved = own.is_some() && (0..3).any(|other| after[other] == own && before[other] != own);
     let Some(file) = after[at] else {
@@ -216,7 +216,8 @@ fn all_in(mode: Mode, disk: SimBacking, calls: &[Call], len: u32) {
                 let expected = state_by_inodes(at, &inos_before, &inos_after, &cut);
                 let found = backing.scopes.state_of(&backing.root(), OsStr::new(name));
                 // Of a file that nothing became of there is none.
-                let found = found.or((expected == Some(State::Normal)).then_some(State::Normal));
+                let found =
+                    found.or((expected == Some(NameState::Normal)).then_some(NameState::Normal));
                 assert_eq!(found, expected, "{sequence:?}: {name}");
             }
         }
@@ -303,9 +304,9 @@ fn a_name_that_a_directory_took_from_a_file_is_deleted() {
     assert_eq!(
         [0, 1, 2].map(state),
         [
-            Some(State::Deleted),
-            Some(State::Dead),
-            Some(State::Renamed)
+            Some(NameState::Deleted),
+            Some(NameState::Dead),
+            Some(NameState::Renamed)
         ]
     );
 }
@@ -323,9 +324,9 @@ fn each_name_of_a_file_with_several_has_a_state_of_its_own() {
         let state = |at: usize| backing.scopes.state_of(&root, OsStr::new(NAMES[at]));
         assert_eq!(
             (state(left), state(removed)),
-            (Some(State::Truncated), Some(State::Deleted))
+            (Some(NameState::Truncated), Some(NameState::Deleted))
         );
         run(&backing, Call::Create(removed), 0).expect("create");
-        assert_eq!(state(removed), Some(State::Reborn));
+        assert_eq!(state(removed), Some(NameState::Reborn));
     }
 }

@@ -34,7 +34,7 @@ pub struct Wanted {
     pub every: Duration,
     /// The directory whose checkpoints are shown; none: the chosen mount.
     pub directory: Option<PathBuf>,
-    /// The backing or mount of the job; none: the only one that is mounted here.
+    /// The backing or mount of the job; none: the chosen mount.
     pub job_path: Option<PathBuf>,
 }
 
@@ -66,6 +66,8 @@ struct Choice {
     is_paused: AtomicBool,
     /// Directory whose checkpoints are shown.
     directory: Mutex<Option<PathBuf>>,
+    /// The backing or mount of the job; none: the only one that is mounted here.
+    job_path: Mutex<Option<PathBuf>>,
 }
 
 /// Threads that ask.
@@ -88,6 +90,7 @@ impl Sampler {
                 shows_job: AtomicBool::new(shows_job),
                 is_paused: AtomicBool::new(false),
                 directory: Mutex::new(wanted.directory.clone()),
+                job_path: Mutex::new(wanted.job_path.clone()),
             }),
             wanted,
         };
@@ -116,6 +119,9 @@ impl Sampler {
         self.choice
             .is_paused
             .store(view.is_paused, Ordering::Relaxed);
+        if view.job.is_none() && self.wanted.job_path.is_none() {
+            self.choose_job(self.mount_directory(view));
+        }
         if self.wanted.directory.is_none() {
             let path = match &view.job {
                 Some(job) => job_directory(job, view),
@@ -127,6 +133,18 @@ impl Sampler {
                 drop(directory);
                 lock(&self.board).checkpoints = Checkpoints::Asked;
             }
+        }
+    }
+
+    /// The job of a mount is shown when the user asks for a job.
+    fn choose_job(&self, mount: Option<PathBuf>) {
+        let mut job_path = lock(&self.choice.job_path);
+        if *job_path != mount {
+            *job_path = mount;
+            drop(job_path);
+            let mut board = lock(&self.board);
+            board.job = None;
+            board.job_rates = Rates::default();
         }
     }
 
@@ -363,8 +381,12 @@ fn watch_job(watch: &Watch) {
             std::thread::sleep(Duration::from_millis(100));
             continue;
         }
-        let seen = Job::look(watch.wanted.job_path.as_deref(), CHILD_PATIENCE);
+        let path = lock(&watch.choice.job_path).clone();
+        let seen = Job::look(path.as_deref(), CHILD_PATIENCE);
         let seen = seen.map_err(|failure| failure.text().unwrap_or_default());
+        if *lock(&watch.choice.job_path) != path {
+            continue;
+        }
         let mut board = lock(&watch.board);
         if let Ok(job) = &seen {
             let total = &job.total;

@@ -20,7 +20,7 @@ pub const VERB: Verb = Verb {
     about: "Let other hosts pull checkpoints out of this one's memory",
     long: "Serves `firn pull` on other hosts, in the foreground, until it is interrupted. It reads memory, spill file \
                and backing of one mount, and may be killed at any time. Its address and a new key are in \
-               .firn/agent-HOST in the backing, a file that only its user can read: who can read it may pull. Bytes \
+               .firn/agent-HOST in the backing, a file that only its user can read. Every reader of the file may pull. Bytes \
                are encrypted on their way where one side says --encrypt yes, or has an address that is not private. \
                `firn pull` without --backing goes over ssh, which starts an agent by itself, with --stdio.\n\n\
                Where the mount has the option `partner`, it looks for a partner among the other agents of the backing, whose \

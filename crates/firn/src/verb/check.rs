@@ -20,8 +20,8 @@ pub const VERB: Verb = Verb {
     about: "Check an arena and logs for damage, and lanes for lost files",
     long: "Only reads: the arena, and of a backing or mount point every log of files that lie in logs (layout=log). \
                `firn recover` and `firn mount` never interpret damaged records, and recover everything else. With --orphans, walks a backing that no host has mounted, and its lanes \
-               (placement=dirs), and looks for logs whose file is gone: a power loss may leave files without a name, and names without a file, of what \
-               nobody had synced.",
+               (placement=dirs), and looks for logs whose file is gone. A power loss may leave files without a name, and names without a file, of \
+               changes that were not synced.",
     examples: &[
         (
             "firn check /scratch/run42",

@@ -20,7 +20,7 @@ pub const VERB: Verb = Verb {
     about: "Serve the metrics of all mounts to Prometheus",
     long: "Answers GET /metrics with the figures of all mounts of this host that the user may ask: root all of them, others their \
                own. A mount whose firnd does not answer within 2 seconds is there with `firn_up 0`. Sockets that systemd \
-               hands over (LISTEN_FDS) are used instead of --listen. With --textfile it serves nobody and writes the \
+               hands over (LISTEN_FDS) are used instead of --listen. With --textfile it opens no socket and writes the \
                metrics to a file every 15 seconds, for node_exporter. docs/METRICS.md lists the metrics; \
                examples/monitoring has alert rules and a dashboard. SIGTERM ends it.",
     examples: &[

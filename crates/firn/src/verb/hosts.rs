@@ -21,7 +21,7 @@ pub const VERB: Verb = Verb {
            its process is there and does not beat (it is stopped, or its backing hangs), and `dead` if its \
            process is gone. Where locks of the backing do not tell, it is `silent` for 30 s and `dead` then. The age of a beat is measured by the clock of the backing's file system; what a \
            state rests on is said below the table. Shown too: what a host mounts otherwise than the others, which one has \
-           the token of a lane, which one keeps files in logs from being flattened, who is whose partner, and the commands \
+           the token of a lane, which one keeps files in logs from being flattened, the partner of each, and the commands \
            that recover what dead hosts held. Hosts show themselves with participants, tokens, placement, partner or \
            layout=log; of the others only this host's own mount is seen. BACKING need not be mounted here.",
     examples: &[

@@ -25,7 +25,7 @@ pub const VERB: Verb = Verb {
                in the scope, `.` the scope itself and ../FILE beside it; next, the first change in another scope of the rule or the end of \
                the writers with success; and idle, the last close. Words are FILES=writers, FILES=same and FILES=N (so \
                many files must be there), FILES=renewed (those that were there must be written again), begins=FILES (what begins the scope), keep=N (firnd removes what is older than the newest N complete \
-               ones) and CAPTURE=number. `#` begins a \
+               ones) and CAPTURE=integer, number or text. `#` begins a \
                comment.\n\n\
                A trace has one operation a line: PROCESS and mkdir PATH, open PATH, write PATH BYTES, close PATH, truncate PATH, rename \
                FROM TO, link FROM TO, symlink TARGET PATH, unlink PATH, rmdir PATH, exit CODE or kill; or it is what strace -f -e \

@@ -33,7 +33,7 @@ pub const BEGIN: Verb = Verb {
            at once. (With mode=shadow the backing shows them, and an abort undoes them.) The mount must have \
            drain=commit. With --create the transaction makes the directory PATH itself: the backing has it with the \
            commit, and an abort takes it away. With --owner, the transaction is aborted as soon as that process ends, \
-           unless it was prepared before. Without, it stays open until somebody commits or aborts it.",
+           unless it was prepared before. Without it, the transaction stays open until `firn commit` or `firn abort`.",
     examples: &[
         ("firn begin /work", "the whole mount"),
         (

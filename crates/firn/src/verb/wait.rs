@@ -22,7 +22,7 @@ pub const VERB: Verb = Verb {
     about: "Wait until files are in the directory (drained) or on its disks (durable)",
     long: "Drains everything at or below PATH now and waits until that is done. With --until durable, it also has the \
            effect of fsync(2) on every file and on the directories that name it. Files that lie in logs (layout=log) are \
-           flattened for `drained` and `durable`; what somebody has open for writing stays logged. With --until \
+           flattened for `drained` and `durable`; those open for writing stay logged. With --until \
            partnered, nothing is drained: it waits until a partner host (option `partner`) has copies in its memory.",
     examples: &[
         (

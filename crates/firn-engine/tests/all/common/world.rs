@@ -87,7 +87,7 @@ fn take_over_memory_files(last: &Path, next: &Path) {
     }
 }
 
-/// Drains step by step, when a test says so; whoever waits for a drain takes the steps that are missing.
+/// Drains step by step, when a test says so; a caller that waits for a drain takes the missing steps.
 struct Stepper(Weak<Engine<SimBacking>>);
 
 impl Stepper {
@@ -285,7 +285,7 @@ impl World {
         world
     }
 
-    /// The world stops after so many more steps.
+    /// The world stops after `steps` more steps.
     pub fn stop_in(&self, steps: u64) {
         let now = self.fuse.steps.load(Ordering::Relaxed);
         self.fuse

@@ -8,15 +8,15 @@
 
 use std::collections::HashMap;
 
-use firn_transact::state::State::{self, *};
+use firn_transact::state::NameState::{self, *};
 
 /// What a rename makes of its two names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Renaming {
     /// Of the name that it was.
-    pub source: State,
+    pub source: NameState,
     /// Of the name that it is now.
-    pub target: State,
+    pub target: NameState,
     /// The name that was renamed to the target before loses its leading *dead*.
     pub former_source_is_freed: bool,
 }
@@ -32,7 +32,7 @@ pub trait Transitions: Copy {
     fn rename(source: Self, target: Self) -> Option<Renaming>;
 }
 
-impl Transitions for State {
+impl Transitions for NameState {
     /// Whether its own file went to another name.
     fn leads_with_dead(self) -> bool {
         matches!(self, Dead | DeadReborn | DeadRenamed | DeadRenamedTruncated)
@@ -118,18 +118,18 @@ impl Transitions for State {
 /// The states of one directory's names.
 #[derive(Debug, Default)]
 pub struct Book {
-    states: HashMap<String, State>,
+    states: HashMap<String, NameState>,
     /// Name that a renamed one came from.
     sources: HashMap<String, String>,
 }
 
 impl Book {
     /// `None` for a name that nothing became of.
-    pub fn get(&self, name: &str) -> Option<State> {
+    pub fn get(&self, name: &str) -> Option<NameState> {
         self.states.get(name).copied()
     }
 
-    fn state(&self, name: &str) -> State {
+    fn state(&self, name: &str) -> NameState {
         self.get(name).unwrap_or(Normal)
     }
 
@@ -150,7 +150,7 @@ impl Book {
     }
 
     pub fn rename(&mut self, from: &str, to: &str) {
-        let Some(renaming) = State::rename(self.state(from), self.state(to)) else {
+        let Some(renaming) = NameState::rename(self.state(from), self.state(to)) else {
             return;
         };
         if renaming.former_source_is_freed
@@ -197,9 +197,9 @@ mod tests {
 
     #[test]
     fn figure_5() {
-        let after = |f: fn(State) -> State| State::ALL.map(f);
+        let after = |f: fn(NameState) -> NameState| NameState::ALL.map(f);
         assert_eq!(
-            after(<State as Transitions>::create),
+            after(<NameState as Transitions>::create),
             [
                 Normal,
                 Truncated,
@@ -214,7 +214,7 @@ mod tests {
             ]
         );
         assert_eq!(
-            after(<State as Transitions>::truncate),
+            after(<NameState as Transitions>::truncate),
             [
                 Truncated,
                 Truncated,
@@ -229,7 +229,7 @@ mod tests {
             ]
         );
         assert_eq!(
-            after(<State as Transitions>::unlink),
+            after(<NameState as Transitions>::unlink),
             [
                 Deleted, Deleted, Deleted, Dead, Deleted, Deleted, Dead, Dead, Dead, Deleted
             ]
@@ -242,7 +242,7 @@ mod tests {
         let plain = [Normal, Truncated];
         let renamed = [Renamed, RenamedTruncated, DeadRenamed, DeadRenamedTruncated];
         let free = [Normal, Truncated, Deleted, Reborn];
-        let rows: [(&[State], &[State], State, bool); 12] = [
+        let rows: [(&[NameState], &[NameState], NameState, bool); 12] = [
             (&plain, &free, Renamed, false),
             (
                 &plain,
@@ -279,7 +279,7 @@ mod tests {
         for (sources, targets, expected, star) in rows {
             for &source in sources {
                 for &target in targets {
-                    let found = State::rename(source, target).expect("it exists");
+                    let found = NameState::rename(source, target).expect("it exists");
                     // Truncation goes along with the file.
                     let kept = matches!(source, RenamedTruncated | DeadRenamedTruncated);
                     let expected = if kept { expected.truncate() } else { expected };
@@ -294,9 +294,12 @@ mod tests {
                 }
             }
         }
-        for target in State::ALL {
+        for target in NameState::ALL {
             assert_eq!(
-                (State::rename(Dead, target), State::rename(Deleted, target)),
+                (
+                    NameState::rename(Dead, target),
+                    NameState::rename(Deleted, target)
+                ),
                 (None, None)
             );
         }
@@ -304,12 +307,12 @@ mod tests {
 
     #[test]
     fn the_example_of_the_paper() {
-        let first = State::rename(Normal, Normal).expect("rename(a, b)");
+        let first = NameState::rename(Normal, Normal).expect("rename(a, b)");
         assert_eq!(
             (first.source, first.target, first.former_source_is_freed),
             (Dead, Renamed, false)
         );
-        let second = State::rename(Normal, first.target).expect("rename(c, b)");
+        let second = NameState::rename(Normal, first.target).expect("rename(c, b)");
         assert_eq!((second.source, second.target), (Dead, Renamed));
         assert!(second.former_source_is_freed);
         assert_eq!(first.source.freed(), Deleted);
@@ -325,7 +328,7 @@ mod tests {
                 more.extend(a.exists().then(|| a.truncate()));
                 for &b in &reached {
                     more.extend(
-                        State::rename(a, b)
+                        NameState::rename(a, b)
                             .into_iter()
                             .flat_map(|r| [r.source, r.target]),
                     );
@@ -336,6 +339,6 @@ mod tests {
             }
             reached = more;
         }
-        assert_eq!(reached, BTreeSet::from(State::ALL));
+        assert_eq!(reached, BTreeSet::from(NameState::ALL));
     }
 }

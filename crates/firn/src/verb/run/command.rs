@@ -13,8 +13,8 @@ const LIBUV_USES_IO_URING: &str = "UV_USE_IO_URING";
 const OPEN_MPI_LIST: &str = "OMPI_MCA_mca_base_env_list";
 /// The file in which ROMIO looks for hints.
 pub(super) const ROMIO_HINTS: &str = "ROMIO_HINTS";
-/// OMPIO must not write bytes back that it read beside its own.
-const OMPIO_SIEVES: &str = "OMPI_MCA_fbtl_posix_write_datasieving";
+/// With data sieving OMPIO reads a range, changes its part and writes all of it back: over what other ranks wrote meanwhile.
+const OMPIO_DATA_SIEVING: &str = "OMPI_MCA_fbtl_posix_write_datasieving";
 
 /// What a command needs to know of its mounts.
 pub(super) struct Environment {
@@ -30,7 +30,7 @@ pub(super) fn start(words: &[OsString], environment: &Environment) -> Result<Chi
     let (program, args) = words.split_first().expect("clap demands one");
     let mut command = Command::new(program);
     command.args(args);
-    environment.give_to(&mut command);
+    environment.set_environment(&mut command);
     command.spawn().map_err(|error| {
         let code = if error.kind() == std::io::ErrorKind::NotFound {
             127
@@ -48,41 +48,41 @@ pub(super) fn start(words: &[OsString], environment: &Environment) -> Result<Chi
 }
 
 impl Environment {
-    fn give_to(&self, command: &mut Command) {
+    fn set_environment(&self, command: &mut Command) {
         let is_set = |name: &str| std::env::var_os(name).is_some();
         command.env("FIRN_PREFIX", &self.prefix);
-        let mut names = vec!["FIRN_PREFIX"];
-        // The preload library sees no io_uring: Node would write into stubs, and on a mount through the kernel's cache.
+        let mut forwarded = vec!["FIRN_PREFIX"];
+        // I/O by io_uring bypasses the preload library: Node would write into the stub files, or through the kernel's page cache.
         if !is_set(LIBUV_USES_IO_URING) {
             command.env(LIBUV_USES_IO_URING, "0");
         }
         if let Some(library) = &self.preload {
-            let before = std::env::var_os("LD_PRELOAD");
-            command.env("LD_PRELOAD", with_library(library, before));
-            names.insert(0, "LD_PRELOAD");
+            let other_libraries = std::env::var_os("LD_PRELOAD");
+            command.env("LD_PRELOAD", prepend_library(library, other_libraries));
+            forwarded.insert(0, "LD_PRELOAD");
         }
         if let Some(hints) = &self.romio_hints {
             command.env(ROMIO_HINTS, hints);
-            names.push(ROMIO_HINTS);
-            if !is_set(OMPIO_SIEVES) {
-                command.env(OMPIO_SIEVES, "false");
+            forwarded.push(ROMIO_HINTS);
+            if !is_set(OMPIO_DATA_SIEVING) {
+                command.env(OMPIO_DATA_SIEVING, "false");
             }
         }
         if is_set(firn_client::paths::RUNTIME_DIR_ENV) {
-            names.push(firn_client::paths::RUNTIME_DIR_ENV);
+            forwarded.push(firn_client::paths::RUNTIME_DIR_ENV);
         }
         // Ranks on other hosts get the environment only if Open MPI is told to pass it.
         if !is_set(OPEN_MPI_LIST) {
-            command.env(OPEN_MPI_LIST, names.join(";"));
+            command.env(OPEN_MPI_LIST, forwarded.join(";"));
         }
     }
 }
 
-fn with_library(library: &Path, before: Option<OsString>) -> OsString {
+fn prepend_library(library: &Path, other_libraries: Option<OsString>) -> OsString {
     let mut list = library.as_os_str().to_owned();
-    if let Some(before) = before.filter(|before| !before.is_empty()) {
+    if let Some(others) = other_libraries.filter(|others| !others.is_empty()) {
         list.push(OsStr::new(":"));
-        list.push(before);
+        list.push(others);
     }
     list
 }

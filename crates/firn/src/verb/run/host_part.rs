@@ -29,7 +29,7 @@ use signal_hook::iterator::Signals;
 use super::message::{
     Keep, Mounted, Order, Report, ReportWanted, Setup, Word, read_order, send_word,
 };
-use super::place::Place;
+use super::place::RunDirs;
 use super::{frontend_here, prune, restart};
 use crate::failure::{DONE, FAILED, Failure, PARTLY, USAGE};
 use crate::progress::Meter;
@@ -172,7 +172,7 @@ fn serve(speaker: &Speaker, events: &Receiver<Event>) -> Result<u8, Failure> {
 
 /// The mount of a run on this host.
 struct HostMount {
-    place: Place,
+    place: RunDirs,
     /// The preload library alone serves the files.
     is_tree: bool,
     romio_hints: Option<PathBuf>,
@@ -189,7 +189,7 @@ impl HostMount {
         if setup.may_choose_frontend {
             options.frontend = frontend_here(&mut |text| speaker.notice(text));
         }
-        let place = Place::make(
+        let place = RunDirs::make(
             path(&setup.prefix),
             &setup.default_prefix,
             path(&setup.backing),
@@ -447,7 +447,7 @@ fn make_durable(
 }
 
 /// A file in the runtime directory, at the same path on all hosts, with hints for ROMIO.
-fn write_hints(place: &Place, hints: &str) -> Result<PathBuf, Failure> {
+fn write_hints(place: &RunDirs, hints: &str) -> Result<PathBuf, Failure> {
     let runtime = firn_client::paths::create_runtime_dir()?;
     let key = firn_client::Key::of(&place.prefix);
     let file = runtime.join(format!("{:016x}.romio-hints", key.0));

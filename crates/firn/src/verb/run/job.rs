@@ -58,7 +58,7 @@ struct Running {
 }
 
 /// How far a host is.
-enum State {
+enum HostState {
     Starting,
     Ready,
     Mounted,
@@ -73,7 +73,7 @@ struct Host {
     own_name: String,
     /// Number of its words; none before the first.
     id: Option<u64>,
-    state: State,
+    state: HostState,
     /// What it mounted.
     mounted: Option<Mounted>,
     last_word: Instant,
@@ -84,7 +84,7 @@ struct Host {
 
 impl Host {
     fn has_ended(&self) -> bool {
-        matches!(self.state, State::Ended(_) | State::Failed(..))
+        matches!(self.state, HostState::Ended(_) | HostState::Failed(..))
     }
 }
 
@@ -131,7 +131,7 @@ impl<'a> Job<'a> {
             name: name.clone(),
             own_name: name.clone(),
             id: None,
-            state: State::Starting,
+            state: HostState::Starting,
             mounted: None,
             last_word: Instant::now(),
             is_lost: false,
@@ -207,14 +207,14 @@ impl<'a> Job<'a> {
         &mut self,
         make: impl FnOnce(&[String]) -> Setup,
     ) -> Result<Vec<Mounted>, Failure> {
-        self.wait_for_all(|state| matches!(state, State::Starting))?;
+        self.wait_for_all(|state| matches!(state, HostState::Starting))?;
         let names: Vec<String> = self
             .hosts
             .iter()
             .map(|host| host.own_name.clone())
             .collect();
         self.order(&Order::Mount(Box::new(make(&names))));
-        self.wait_for_all(|state| matches!(state, State::Ready))?;
+        self.wait_for_all(|state| matches!(state, HostState::Ready))?;
         Ok(self
             .hosts
             .iter()
@@ -223,7 +223,7 @@ impl<'a> Job<'a> {
     }
 
     /// Until no host is in such a state; an error if one fails, or is lost, or a signal comes before.
-    fn wait_for_all(&mut self, is_before: impl Fn(&State) -> bool) -> Result<(), Failure> {
+    fn wait_for_all(&mut self, is_before: impl Fn(&HostState) -> bool) -> Result<(), Failure> {
         loop {
             if let Some(failure) = self.find_failure() {
                 return Err(failure);
@@ -240,7 +240,7 @@ impl<'a> Job<'a> {
         }
     }
 
-    fn describe_interruption(&self, is_before: &impl Fn(&State) -> bool) -> String {
+    fn describe_interruption(&self, is_before: &impl Fn(&HostState) -> bool) -> String {
         let waited_for = self.hosts.iter().filter(|host| is_before(&host.state));
         let names: Vec<&str> = waited_for.map(|host| host.name.as_str()).collect();
         format!(
@@ -254,9 +254,9 @@ impl<'a> Job<'a> {
         let is_one = self.hosts.len() == 1;
         self.hosts.iter().find_map(|host| {
             let (text, code) = match &host.state {
-                State::Failed(text, code) if is_one => (text.clone(), *code),
-                State::Failed(text, code) => (format!("{}: {text}", host.name), *code),
-                State::Ended(_) => (format!("the mount on {} has ended", host.name), FAILED),
+                HostState::Failed(text, code) if is_one => (text.clone(), *code),
+                HostState::Failed(text, code) => (format!("{}: {text}", host.name), *code),
+                HostState::Ended(_) => (format!("the mount on {} has ended", host.name), FAILED),
                 _ if host.is_lost => {
                     let program = std::env::current_exe().unwrap_or_else(|_| "firn".into());
                     let program = crate::text::path(&program);
@@ -309,8 +309,9 @@ impl<'a> Job<'a> {
         self.order(&Order::End(policy));
         let mut signals = 0;
         // A host that has not begun sees that orders have ended.
-        let is_waited_for =
-            |host: &Host| matches!(host.state, State::Ready | State::Mounted) && !host.is_lost;
+        let is_waited_for = |host: &Host| {
+            matches!(host.state, HostState::Ready | HostState::Mounted) && !host.is_lost
+        };
         while self.hosts.iter().any(is_waited_for) {
             match self.next_event() {
                 Some(Event::Signal(SIGINT | SIGTERM)) => {
@@ -356,7 +357,7 @@ impl<'a> Job<'a> {
         let is_one = self.hosts.len() == 1;
         for host in &self.hosts {
             match &host.state {
-                State::Ended(report) => {
+                HostState::Ended(report) => {
                     ended.waited.bytes += report.waited_bytes;
                     ended.waited.files += report.waited_files;
                     ended.held_bytes += report.held_bytes;
@@ -371,8 +372,8 @@ impl<'a> Job<'a> {
                     }
                 }
                 // It never had a mount.
-                State::Failed(..) | State::Starting | State::Ready => {}
-                State::Mounted => {
+                HostState::Failed(..) | HostState::Starting | HostState::Ready => {}
+                HostState::Mounted => {
                     ended.failures.extend(self.describe_lost(host));
                     if host.is_lost {
                         ended.lost.push(host.own_name.clone());
@@ -418,7 +419,7 @@ impl<'a> Job<'a> {
             // is ended.
             let is_vain = running.hosts.iter().all(|at| {
                 let host = &self.hosts[*at];
-                host.has_ended() || host.is_lost || matches!(host.state, State::Starting)
+                host.has_ended() || host.is_lost || matches!(host.state, HostState::Starting)
             });
             if is_vain && matches!(running.child.try_wait(), Ok(None)) {
                 let _ = kill_process(Pid::from_child(&running.child), Signal::TERM);
@@ -477,7 +478,7 @@ impl<'a> Job<'a> {
         match word {
             Word::Hello(name) => {
                 host.own_name.clone_from(name);
-                host.state = State::Ready;
+                host.state = HostState::Ready;
             }
             Word::Alive => {}
             Word::Notice(text) if is_one => output::say(text),
@@ -489,9 +490,9 @@ impl<'a> Job<'a> {
             Word::Notice(_) => {}
             Word::Mounted(mounted) => {
                 host.mounted = Some(mounted.clone());
-                host.state = State::Mounted;
+                host.state = HostState::Mounted;
             }
-            Word::Failed { text, code } => host.state = State::Failed(text.clone(), *code),
+            Word::Failed { text, code } => host.state = HostState::Failed(text.clone(), *code),
             Word::Record(record) => match record.as_ref().clone().check() {
                 Ok(record) => self.report.add(record),
                 Err(error) => self
@@ -509,7 +510,7 @@ impl<'a> Job<'a> {
                 self.report.failures.push(text);
             }
             Word::Left { bytes, files } => (host.left_bytes, host.left_files) = (*bytes, *files),
-            Word::Ended(report) => host.state = State::Ended(report.clone()),
+            Word::Ended(report) => host.state = HostState::Ended(report.clone()),
         }
     }
 
@@ -536,8 +537,8 @@ impl<'a> Job<'a> {
         for at in 0..self.hosts.len() {
             let host = &self.hosts[at];
             let limit = match host.state {
-                State::Starting | State::Ready => self.timeout.max(START_LIMIT),
-                State::Mounted | State::Ended(_) | State::Failed(..) => self.timeout,
+                HostState::Starting | HostState::Ready => self.timeout.max(START_LIMIT),
+                HostState::Mounted | HostState::Ended(_) | HostState::Failed(..) => self.timeout,
             };
             if host.last_word.elapsed() > limit {
                 self.lose(at);
@@ -551,7 +552,7 @@ impl<'a> Job<'a> {
             return;
         }
         host.is_lost = true;
-        if let State::Mounted = host.state {
+        if let HostState::Mounted = host.state {
             output::say(&format!("{} does not answer any more", host.name));
         }
     }

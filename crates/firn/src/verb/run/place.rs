@@ -10,7 +10,7 @@ use crate::text;
 pub(in crate::verb) const NAMES: &str = "names";
 
 /// The two directories of a run.
-pub(super) struct Place {
+pub(super) struct RunDirs {
     pub(super) prefix: PathBuf,
     pub(super) backing: PathBuf,
     /// The backing was made for this run's names only: nothing is drained to it.
@@ -19,7 +19,7 @@ pub(super) struct Place {
     is_default: bool,
 }
 
-impl Place {
+impl RunDirs {
     /// Makes what is missing; without a `prefix` it is `default` in the runtime directory.
     pub(super) fn make(
         prefix: Option<PathBuf>,

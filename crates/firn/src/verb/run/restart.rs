@@ -40,19 +40,19 @@ struct Restart<'a> {
     partner: String,
     route: Route,
     prefix: &'a Path,
-    /// The same, open.
+    /// The directory `prefix`, open.
     top: OwnedFd,
     restored_files: u64,
     restored_bytes: u64,
     near_files: u64,
 }
 
-/// What a file that a partner has a copy of is here.
+/// State on this mount of a file that a partner has a copy of.
 #[derive(PartialEq)]
 enum Here {
-    /// It is not, or it has no bytes yet, or older ones.
+    /// The file is missing, has no bytes yet, or older ones.
     Missing,
-    /// The same.
+    /// The file is the same here.
     Same,
     /// The file was written since.
     Newer,
@@ -92,7 +92,7 @@ pub(super) fn restore(host: &str, prefix: &Path, backing: &Path) -> Result<(), F
     Ok(())
 }
 
-/// The same from one host that has copies; false: it has none.
+/// Brings what `host` held from one host that has copies; false: that host has none.
 fn restore_from(partner: &str, host: &str, prefix: &Path, backing: &Path) -> Result<bool, Failure> {
     let route = Route::Backing {
         dir: backing.to_owned(),

@@ -51,7 +51,7 @@ pub fn text(seen: &Seen, detail: Detail, paint: Paint) -> String {
 
 /// When a line of a mount is shown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Place {
+enum LineRank {
     /// First, because something is wrong.
     Trouble,
     /// Always.
@@ -61,14 +61,14 @@ enum Place {
 }
 
 /// The lines of a mount, in the order in which they were added.
-struct Lines(Vec<(Place, String)>);
+struct Lines(Vec<(LineRank, String)>);
 
 impl Lines {
-    fn add(&mut self, place: Place, label: &str, what: &str) {
+    fn add(&mut self, place: LineRank, label: &str, what: &str) {
         self.0.push((place, format!("  {label:<13} {what}\n")));
     }
 
-    fn in_place(&self, place: Place) -> impl Iterator<Item = &str> {
+    fn in_place(&self, place: LineRank) -> impl Iterator<Item = &str> {
         let in_place = self.0.iter().filter(move |(of, _)| *of == place);
         in_place.map(|(_, line)| line.as_str())
     }
@@ -79,7 +79,7 @@ fn mount(s: &Status, detail: Detail, paint: Paint) -> String {
     add_trouble(s, paint, &mut lines);
     add_main(s, paint, &mut lines);
     add_detail(s, paint, &mut lines);
-    let is_healthy = lines.in_place(Place::Trouble).next().is_none();
+    let is_healthy = lines.in_place(LineRank::Trouble).next().is_none();
     let head = paint.head(&s.mount_point.to_string());
     let health = if is_healthy {
         format!("  {}", paint.good("healthy"))
@@ -87,17 +87,17 @@ fn mount(s: &Status, detail: Detail, paint: Paint) -> String {
         String::new()
     };
     let mut text = format!("{head}  on  {}{health}\n", s.backing);
-    text.extend(lines.in_place(Place::Trouble));
-    text.extend(lines.in_place(Place::Main));
+    text.extend(lines.in_place(LineRank::Trouble));
+    text.extend(lines.in_place(LineRank::Main));
     if detail == Detail::All {
-        text.extend(lines.in_place(Place::Detail));
+        text.extend(lines.in_place(LineRank::Detail));
     }
     text
 }
 
 /// What is wrong, and the command or option that helps.
 fn add_trouble(s: &Status, paint: Paint, lines: &mut Lines) {
-    let mut line = |label: &str, what: String| lines.add(Place::Trouble, label, &what);
+    let mut line = |label: &str, what: String| lines.add(LineRank::Trouble, label, &what);
     let point = &s.mount_point;
     let retry = s
         .lanes
@@ -211,7 +211,7 @@ fn is_lane_in_trouble(lane: &LaneStatus) -> bool {
 
 /// The figures that a user of the mount needs.
 fn add_main(s: &Status, paint: Paint, lines: &mut Lines) {
-    let mut line = |label: &str, what: String| lines.add(Place::Main, label, &what);
+    let mut line = |label: &str, what: String| lines.add(LineRank::Main, label, &what);
     line("in memory", format!("{}; {}", held(s), arena(s, paint)));
     line(
         "received",
@@ -261,7 +261,7 @@ fn add_main(s: &Status, paint: Paint, lines: &mut Lines) {
 
 /// All else.
 fn add_detail(s: &Status, paint: Paint, lines: &mut Lines) {
-    let mut line = |label: &str, what: String| lines.add(Place::Detail, label, &what);
+    let mut line = |label: &str, what: String| lines.add(LineRank::Detail, label, &what);
     let chunk = bytes(s.chunk_bytes);
     let used = bytes(s.arena_used_bytes);
     line("arena", format!("{used} in use, chunks of {chunk}"));
