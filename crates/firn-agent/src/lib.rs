@@ -24,6 +24,7 @@
 
 mod auth;
 mod block_mac;
+mod copy_directory;
 mod data_cipher;
 mod data_path;
 mod encryption;
@@ -43,7 +44,6 @@ mod pull;
 mod sealed;
 pub mod server;
 mod session;
-mod shelf;
 mod source;
 mod strangers;
 mod transport;

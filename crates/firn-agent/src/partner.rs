@@ -18,13 +18,13 @@
 mod choice;
 mod copies;
 mod copy;
-mod desk;
 mod held;
 mod record;
 mod ring;
+mod service;
 
 pub(crate) use choice::choose_partners;
 pub(crate) use copies::Copies;
 pub(crate) use copy::CopyFile;
-pub(crate) use desk::{Desk, Role, Seat};
 pub use ring::{Domains, DomainsError};
+pub(crate) use service::{PartnerService, Registration, Role};

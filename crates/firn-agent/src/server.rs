@@ -30,7 +30,7 @@ use crate::holds::Holds;
 use crate::key_file::{KeyFile, check_host};
 use crate::link::Link;
 use crate::munge::Munge;
-use crate::partner::{Copies, Desk, Domains, choose_partners};
+use crate::partner::{Copies, Domains, PartnerService, choose_partners};
 use crate::session::{Sent, Session};
 use crate::source::default_hold_max;
 use crate::strangers::{Stranger, Strangers};
@@ -103,7 +103,7 @@ pub struct AgentOptions {
 /// An agent that listens.
 pub struct Agent {
     mount: Mount,
-    desk: Arc<Desk>,
+    service: Arc<PartnerService>,
     /// What the mount says of partners; none: it wants none.
     partner: Option<(PartnerStatus, Domains)>,
     listener: TcpListener,
@@ -119,7 +119,7 @@ struct Shared {
     munge: Option<Munge>,
     transport: TransportChoice,
     holds: Arc<Holds>,
-    desk: Arc<Desk>,
+    service: Arc<PartnerService>,
     log: Log,
     strangers: Strangers,
     sessions: AtomicUsize,
@@ -170,7 +170,8 @@ impl Agent {
             Copies::beside(region.path.as_path()),
             options.partner_bytes_max.unwrap_or(region.bytes),
         );
-        let desk = Desk::new(host, &mount, copies, options.encrypt, options.log.clone());
+        let service =
+            PartnerService::new(host, &mount, copies, options.encrypt, options.log.clone());
         let shared = Shared {
             scope: mount.mount_point.clone(),
             key: key_file.key.clone(),
@@ -182,7 +183,7 @@ impl Agent {
                     .hold_max
                     .unwrap_or_else(|| default_hold_max(region.bytes)),
             ),
-            desk: Arc::clone(&desk),
+            service: Arc::clone(&service),
             log: options.log,
             strangers: Strangers::default(),
             sessions: AtomicUsize::new(0),
@@ -190,7 +191,7 @@ impl Agent {
         };
         Ok(Self {
             mount,
-            desk,
+            service,
             partner,
             listener,
             key_file,
@@ -211,12 +212,12 @@ impl Agent {
     /// Removes the key from the backing, and copies that are not needed from memory; may be called from any thread.
     pub fn remover(&self) -> impl Fn() + Send + 'static {
         let file = self.key_file.clone();
-        let desk = Arc::clone(&self.desk);
+        let service = Arc::clone(&self.service);
         move || {
-            if let Err(error) = file.remove(&desk.backing, &desk.host) {
-                desk.log.say(Level::Event, || error.to_string());
+            if let Err(error) = file.remove(&service.backing, &service.host) {
+                service.log.say(Level::Event, || error.to_string());
             }
-            desk.leave();
+            service.leave();
         }
     }
 
@@ -225,18 +226,20 @@ impl Agent {
         let Some((wanted, domains)) = self.partner.take() else {
             return Ok(());
         };
-        let desk = Arc::clone(&self.desk);
+        let service = Arc::clone(&self.service);
         // What an earlier agent of this host has copied is followed further, or dropped where its source has another
         // partner now.
-        for source in desk.copies.hosts() {
-            if let Err(error) = desk.adopt(&source) {
-                desk.log.say(Level::Event, || format!("{source}: {error}"));
+        for source in service.copies.hosts() {
+            if let Err(error) = service.adopt(&source) {
+                service
+                    .log
+                    .say(Level::Event, || format!("{source}: {error}"));
             }
         }
         let key_file = self.key_file.clone();
         std::thread::Builder::new()
             .name("agent-choice".into())
-            .spawn(move || choose_partners(&desk, &key_file, &wanted, &domains))
+            .spawn(move || choose_partners(&service, &key_file, &wanted, &domains))
             .map_err(|error| AgentError::Io {
                 what: "cannot start a thread",
                 error,
@@ -343,7 +346,7 @@ impl Shared {
             link,
             Some(&self.scope),
             Some(&self.holds),
-            Some(&self.desk),
+            Some(&self.service),
             &self.log,
         )
         .offering(offer);

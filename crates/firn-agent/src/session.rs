@@ -19,7 +19,7 @@ use crate::given::{Given, GivenFile};
 use crate::holds::Holds;
 use crate::link::Link;
 use crate::message::{BLOCK_BYTES, Entry, ErrorKind, FRAME_BYTES_MAX, Reply, Request};
-use crate::partner::{Copies, Desk, Role, Seat};
+use crate::partner::{Copies, PartnerService, Registration, Role};
 use crate::server::{Level, Log};
 use crate::source::{SendError, Source, SourceError, join};
 use crate::transport::Transport;
@@ -53,7 +53,7 @@ pub(crate) struct Session<'a, T> {
     holds: Option<&'a Arc<Holds>>,
     log: &'a Log,
     /// What the agent knows of partners; none where it serves one puller.
-    desk: Option<&'a Arc<Desk>>,
+    service: Option<&'a Arc<PartnerService>>,
     /// What the puller reads by itself. Before [`Session::files`]: its right ends before what is held for it.
     exposure: Option<Exposure>,
     /// Before [`Session::given`]: lists end before their connection.
@@ -69,7 +69,7 @@ pub(crate) struct Session<'a, T> {
 /// The other side is the partner of this host, or was, and follows it.
 struct Following {
     /// Before its connection to firnd ends.
-    seat: Seat,
+    registration: Registration,
     /// Connection that marks files.
     source: Source,
     host: String,
@@ -86,7 +86,7 @@ impl<'a, T: Transport> Session<'a, T> {
         link: Link<T>,
         scope: Option<&'a Path>,
         holds: Option<&'a Arc<Holds>>,
-        desk: Option<&'a Arc<Desk>>,
+        service: Option<&'a Arc<PartnerService>>,
         log: &'a Log,
     ) -> Self {
         Self {
@@ -94,7 +94,7 @@ impl<'a, T: Transport> Session<'a, T> {
             scope,
             holds,
             log,
-            desk,
+            service,
             files: BTreeMap::new(),
             given: None,
             offer: Offer::default(),
@@ -123,7 +123,7 @@ impl<'a, T: Transport> Session<'a, T> {
                 request => request?,
             };
             if let Some(following) = &self.following
-                && !following.seat.hear()
+                && !following.registration.hear()
             {
                 return Err(WireError::OutOfTurn(
                     "it follows by another connection".into(),
@@ -228,8 +228,8 @@ impl<'a, T: Transport> Session<'a, T> {
 
     /// `HOST/path`: what this host has of another one.
     fn list_copies(&mut self, path: &BytePath) -> Result<(BytePath, Vec<Entry>), SourceError> {
-        let copies = match self.desk {
-            Some(desk) => Arc::clone(&desk.copies),
+        let copies = match self.service {
+            Some(service) => Arc::clone(&service.copies),
             None => Arc::new(self.find_copies()?),
         };
         let entries = copies.list(path)?;
@@ -453,19 +453,19 @@ impl<'a, T: Transport> Session<'a, T> {
     // ---- partners ------------------------------------------------------------------------------
 
     fn adopt(&self, host: &str) -> Result<Reply, SourceError> {
-        let adopted = self.desk()?.adopt(host);
+        let adopted = self.service()?.adopt(host);
         adopted.map(|()| Reply::Done).map_err(refused)
     }
 
     fn follow(&mut self, host: String) -> Result<Reply, SourceError> {
-        let (seat, note) = self.desk()?.seat(&host)?;
+        let (registration, note) = self.service()?.register_follower(&host)?;
         let source = self.open_source(&self.resolve(&BytePath::default())?)?;
         if let Some(note) = &note {
             source.speak_of_partner(&host, note)?;
         }
         let (incarnation, arena) = source.identity()?;
         self.following = Some(Following {
-            seat,
+            registration,
             source,
             host,
             note,
@@ -495,8 +495,8 @@ impl<'a, T: Transport> Session<'a, T> {
         said.map(|()| Reply::Done)
     }
 
-    fn desk(&self) -> Result<&'a Arc<Desk>, SourceError> {
-        self.desk
+    fn service(&self) -> Result<&'a Arc<PartnerService>, SourceError> {
+        self.service
             .ok_or_else(|| refused("an agent of ssh has no partners".into()))
     }
 
@@ -511,7 +511,7 @@ impl<'a, T: Transport> Session<'a, T> {
 impl Following {
     /// What is held, as far as it is for this host.
     fn list(&mut self, path: &BytePath) -> Result<Vec<Entry>, SourceError> {
-        let role = self.seat.role();
+        let role = self.registration.role();
         let mut entries = match role {
             Role::Partner | Role::Former => self.source.list_held(path)?,
             Role::Dismissed => return Ok(vec![Entry::directory()]),
@@ -545,7 +545,7 @@ impl Following {
         }
         self.marks = marks;
         if role == Role::Partner && self.marks.values().all(Option::is_some) {
-            self.seat.settle();
+            self.registration.settle();
         }
         Ok(entries)
     }

@@ -1,11 +1,11 @@
-//! Leases of client processes: what they publish is taken in, and the lease ends when we say so.
+//! Leases of client processes: a client stores bytes into a slab and publishes records of them. firnd accepts the records, and
+//! only firnd ends a lease.
 //!
 //! Promises
-//! * Everything that a client published before the end of its lease is taken in, and nothing after it.
-//! * A slab is not used again while a client may still store bytes into it. So a client that was stopped in the middle
-//!   of a copy does no harm, nor does one whose firnd died.
-//! * Records are believed only as far as they keep to the rules of the lease. A client can spoil its own
-//!   bytes and no others.
+//! * Every record that a client published before the end of its lease is accepted, and none after it.
+//! * A slab is not used again while a client may still store bytes into it. This holds if the client is stopped (SIGSTOP) in
+//!   a copy, and if it outlives the firnd that granted the lease.
+//! * Each record is checked against the lease before it is used. A client can spoil its own bytes and no others.
 //!
 //! The client's side, and how both agree, is in firn-direct's `slab_writer`; docs/FORMAT.md says what a crash
 //! leaves.
@@ -32,13 +32,15 @@ pub struct ClientLease {
     pid: u32,
     /// Sequence of the first record.
     sequence: u64,
+    /// Index of the first record.
     first: u32,
+    /// Records that the client may publish.
     count: u32,
-    /// Records taken in.
+    /// Records that are accepted.
     taken: u32,
-    /// The last of them, as far as it was taken in; `None` once it cannot grow any more.
+    /// The last accepted record; `None` once it cannot grow any more.
     open: Option<Piece>,
-    /// End of the last of them, from the start of the chunk.
+    /// End of the last accepted record, from the start of the chunk.
     end: u32,
     /// Whether the client was seen idle and cannot begin to store bytes again.
     stopped: bool,
@@ -54,11 +56,11 @@ pub struct Taken {
     pub offset: u64,
     /// Bytes from the start of the chunk.
     pub position: u32,
-    /// Bytes.
+    /// Length in bytes.
     pub len: u32,
     /// Sequence of the piece.
     pub sequence: u64,
-    /// When the client wrote them, as it says: nanoseconds since 1970. To be bounded before it is believed.
+    /// When the client says that it wrote them, in nanoseconds since 1970: the caller bounds it.
     pub modified: u64,
 }
 

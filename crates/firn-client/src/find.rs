@@ -73,7 +73,7 @@ pub fn mounts() -> Result<Vec<Mount>, ClientError> {
     Ok(of_kernel.chain(trees_in(&dirs.of(user.uid))?).collect())
 }
 
-/// The place on a mount that `path` means.
+/// Finds the mount that serves `path`, and the path within it.
 pub fn find(path: &Path) -> Result<Place, ClientError> {
     let absolute = resolve(path)?;
     let user = User::of_process();

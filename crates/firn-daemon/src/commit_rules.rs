@@ -483,9 +483,6 @@ impl CommitRules {
             return Ok(());
         };
         if self.note_failures(scope) {
-            let mut table = self.table.lock();
-            table.machine.not_committed(scope);
-            self.publish(table);
             return Ok(());
         }
         let committed = self.commit_transaction(&transaction);
@@ -514,14 +511,19 @@ impl CommitRules {
         }
     }
 
-    /// Notes writers whose bad end is not told yet; true: there are some.
+    /// Notes writers whose bad end is not told yet. True: there are some, and the scope is not committed.
     fn note_failures(&self, scope: ScopeNumber) -> bool {
         let writers = self.table.lock().machine.living_writers(scope);
-        let has_failed = writers.iter().any(|writer| self.exits.has_failed(*writer));
-        if has_failed {
-            self.table.lock().machine.note_failure(scope);
+        if !writers.iter().any(|writer| self.exits.has_failed(*writer)) {
+            return false;
         }
-        has_failed
+        let mut table = self.table.lock();
+        let actions = table.machine.note_failure(scope);
+        self.publish(table);
+        if let Err(errno) = self.carry_out(actions) {
+            tracing::warn!(%errno, "after the failure of a writer");
+        }
+        true
     }
 
     fn commit_transaction(&self, transaction: &Transaction) -> Result<(), TransactionError> {

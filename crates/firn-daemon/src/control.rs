@@ -118,6 +118,7 @@ impl Drop for Control {
     }
 }
 
+/// Accepts connections until `stop` is set and one more has come.
 fn accept(
     listener: &UnixListener,
     service: &Arc<dyn Service>,

@@ -121,7 +121,7 @@ fn find_new(request: &MountRequest, reporter: &mut Reporter<'_>) -> Result<Found
     })
 }
 
-/// Finds a mount that an earlier firnd served. Its mount point is not looked at: nobody would answer.
+/// Finds a mount that an earlier firnd served. Its mount point is not looked at: no firnd answers there yet.
 fn find_served(request: &MountRequest, connection: Connection) -> Result<Found, MountError> {
     let options = &request.options;
     let backing = preflight::check_backing(&request.backing, options.read_only)?;
@@ -383,7 +383,7 @@ impl Mount {
         result
     }
 
-    /// Whether data stays behind that nobody wants to.
+    /// An error where data stays behind that was not meant to stay.
     fn result_of(&self, stop: &Stop, checked: &Checked) -> Result<(), MountError> {
         let backing = checked.backing.clone();
         match (stop.left_bytes, stop.left_in_logs.error) {
@@ -410,7 +410,7 @@ impl Mount {
         loop {
             match self.events.recv_timeout(SAMPLE_EVERY) {
                 Err(RecvTimeoutError::Timeout) => self.parts.run_due(),
-                // The mount holds a sender: this cannot be. If it is, nobody will ask again.
+                // The mount holds a sender, so this cannot be. If it is, no request comes any more.
                 Err(RecvTimeoutError::Disconnected) | Ok(Event::Ended) => {
                     tracing::info!("unmounted by umount(8)");
                     return End::unasked(Ending {
@@ -450,7 +450,7 @@ struct End {
     gave_up: bool,
     /// It does not wait for a backing that does not answer.
     force: bool,
-    /// Who asked for it.
+    /// The client that asked for the end.
     client: Option<Client>,
     /// What becomes of the data that is held.
     held: HeldPolicy,

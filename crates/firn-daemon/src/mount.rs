@@ -36,8 +36,8 @@ pub fn mount_with_notices(
 pub fn firnd_main() -> ExitCode {
     // For ps, top and pgrep: the kernel named the process after the link that it was started by.
     let _ = rustix::thread::set_name(c"firnd");
-    // A Ctrl-C for the terminal's programs is none for the mount. Fails for a group leader, who has
-    // no terminal to lose.
+    // A Ctrl-C for the programs of the terminal must not end the mount. It fails for the leader of a process group, which
+    // has no terminal to lose.
     let _ = rustix::process::setsid();
     process::prepare();
     let Ok(mut pipe) = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdout(), 3).map(File::from)

@@ -232,7 +232,8 @@ fn open_lanes(
     })
 }
 
-/// A lane that new files go to.
+/// Opens a lane that new files go to. The lane gets the mark of this primary, and the record of the primary its path. A recorded
+/// lane without the mark is refused: another directory may be mounted there.
 fn open_wanted(
     lane: &Path,
     backing: &Path,

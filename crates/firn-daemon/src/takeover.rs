@@ -210,6 +210,8 @@ impl Takeover {
         }
     }
 
+    /// Gives the FUSE connection to the keeper, and writes the head of the live table: the next firnd finds both. An error is the
+    /// reason why the mount is not taken over.
     fn keep_connection(
         &self,
         device: BorrowedFd<'_>,

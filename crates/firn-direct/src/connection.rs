@@ -418,7 +418,7 @@ impl Connection {
         Ok(Packet { len: len?, fd })
     }
 
-    /// The same with as many descriptors as there is room for.
+    /// Receives a packet with up to `FILES_MAX` descriptors, which `files` has afterwards.
     fn receive_with_files(
         &self,
         head: &mut Incoming<'_>,

@@ -1,15 +1,14 @@
 //! The objects that the kernel knows, and the names that lead to them.
 //!
 //! Invariants
-//! * One [`Inode`] for each object of the backing, whatever its number of names: hard links share it.
-//! * An inode's names hold its parents, so the path of an inode with pending data can always be told,
-//!   also when the kernel has forgotten the directories above.
-//! * An inode number is the backing's inode number where that is possible, so that programs see the
-//!   numbers that they see in the backing.
-//! * The kernel may know more inodes than a process may hold descriptors: the objects of the inodes used
-//!   last are held ([`Objects`]), the others are looked up again by a name. What is about to lose its
-//!   last known name is held for good before.
-//! * The tables by key and by name know at most twice as many objects as there are, or 1024.
+//! * An object of the backing has one [`Inode`], however many names (hard links) it has.
+//! * A name has a reference to its parent directory. So an inode with pending data has a path, also when the kernel has
+//!   forgotten the directories above.
+//! * An inode has the number that the object has in the backing, where that is possible.
+//! * The kernel may know more inodes than a process may have descriptors. The objects of the inodes that were used last are
+//!   open ([`Objects`]); the others are looked up again by a name. An object is opened for good before it loses its last
+//!   known name.
+//! * The tables by key and by name have at most twice as many entries as there are objects, or 1024.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::OsStr;
@@ -37,22 +36,22 @@ pub(crate) type Name = Arc<OsStr>;
 /// A directory and a name in it.
 type Link<B> = (Arc<Inode<B>>, Name);
 
-/// First number for objects whose inode number cannot serve: above any inode number met in practice.
+/// First inode number of objects whose own number cannot be used: above every number seen in practice.
 const SYNTHETIC: u64 = 1 << 62;
 
-/// How often a name was made or changed: the first was by an earlier firnd.
+/// Counts changes of names. The first one stands for all changes by earlier firnds.
 static NAME_CHANGES: AtomicU64 = AtomicU64::new(NAMES_OF_EARLIER_FIRND);
 const NAMES_OF_EARLIER_FIRND: u64 = 1;
 
-/// The last change of a name so far.
+/// The number of the last change of a name.
 pub(crate) fn last_name_change() -> u64 {
     NAME_CHANGES.load(Ordering::Acquire)
 }
 
-/// Fewer objects are not looked at for those that are gone.
+/// The tables are swept of objects that are gone once they have this many entries.
 const SWEEP_AT_LEAST: usize = 1024;
 
-/// Files that stay known here when the kernel forgets them, because they were synced or cut: some 6 MiB.
+/// Files that are remembered after the kernel has forgotten them, because they were synced or cut: about 6 MiB.
 const REMEMBERED_MAX: usize = 16_384;
 
 /// The objects of the inodes used last, by [`Inode::serial`].

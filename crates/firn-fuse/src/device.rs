@@ -140,7 +140,7 @@ fn mount_by_helper(mount_point: &Path, options: &SessionOptions) -> Result<Owned
         .env("_FUSE_COMMFD", theirs.as_raw_fd().to_string());
     let (device, ended) = std::thread::scope(|scope| {
         let running = scope.spawn(move || {
-            // Without it, and without the helper, nobody can send any more.
+            // Without this descriptor and without the helper, no process can send any more.
             let _theirs = theirs;
             firn_process::run(helper, limits())
         });

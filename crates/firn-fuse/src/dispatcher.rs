@@ -54,8 +54,8 @@ use crate::watch::{WatchFound, Watched, WatchedChange, watch_of};
 pub struct AdapterOptions {
     /// How long the kernel may keep attributes without asking.
     pub attr_timeout: Duration,
-    /// How long it may keep names. None where other hosts rename and remove files: whoever opens one by its name gets what
-    /// has that name now.
+    /// How long the kernel may keep names. Zero where other hosts rename and remove files: an open by name gets the file
+    /// that has the name now.
     pub name_timeout: Duration,
     /// Ask the kernel to read drained files itself (it needs CAP_SYS_ADMIN).
     pub passthrough: bool,
@@ -176,7 +176,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         }
     }
 
-    /// So many threads may be in calls of the backing; the transport has one more.
+    /// Sets how many threads may be in calls of the backing; the transport has one more.
     pub(crate) fn set_threads(&self, threads: usize) {
         self.call_slots.set_threads(threads);
     }
@@ -381,8 +381,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             .run_about(Class::Call, topic, move || call(&engine));
     }
 
-    /// Runs a change of an object's attributes, or of the names in a directory. Where it may wait for a transaction a
-    /// worker does: the threads that answer the kernel stay free for those who only read.
+    /// Runs a change of an object's attributes, or of the names in a directory. Where the change may wait for a
+    /// transaction, a worker runs it: the threads that answer the kernel stay free for reads.
     fn run_change(&self, inode: InodeId, call: impl FnOnce(&Engine<B>) + Send + 'static) {
         if self.holds_up_changes() {
             self.run_on_worker(Topic::Inode(inode), call);

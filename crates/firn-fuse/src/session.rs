@@ -67,7 +67,7 @@ pub enum SessionError {
     Start(io::Error),
 }
 
-/// The way on for a user who may not open the device.
+/// What a user does that may not open the device.
 fn way_without_fuse(refusal: &str) -> &'static str {
     if refusal.contains("/dev/fuse") {
         "; ask the administrator for access to it, or run without FUSE: `firn run`, or mount with --frontend=preload"

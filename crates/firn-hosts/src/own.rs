@@ -141,16 +141,15 @@ pub fn must_find_dir<B: Backing>(
     }
 }
 
-/// Opens a directory of Firn's own, made if nothing has its name. It hands nothing of the group and the ACL of
-/// `parent` on to what is made in it.
+/// Opens a directory of Firn's own, and creates it if nothing has its name. What is created in it inherits neither the group nor
+/// the ACL of `parent`.
 pub fn dir<B: Backing>(base: &B, parent: &B::Inode, name: &str) -> Result<B::Inode, OwnError> {
     let (inode, attr) = match base.mkdir(&own_caller(), parent, OsStr::new(name), 0o700) {
         Ok(made) => made,
         Err(Errno::EXIST) => return must_find_dir(base, parent, name),
         Err(errno) => return Err(errno.into()),
     };
-    // A user with permission to rename in `parent` may have put something else there meanwhile, which is not to be
-    // changed.
+    // A user that may rename in `parent` may have put another object there meanwhile: it is checked before it is changed.
     check(
         name,
         &Attr {

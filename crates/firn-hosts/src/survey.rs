@@ -124,8 +124,8 @@ struct Found<B: Backing> {
     terms: Terms,
 }
 
-/// Looks at all hosts that have a lease in a backing. `boot` is the run of this kernel ([`Holder::boot`]); `rest` waits for
-/// the given time, `LOOK_AGAIN_FOR` altogether at most.
+/// Says of all hosts that have a lease in a backing whether they live. `boot` is the id of this boot of the host
+/// ([`Holder::boot`]). `rest` waits for the given time; all its waits together are at most `LOOK_AGAIN_FOR`.
 pub fn survey<B: Backing>(
     base: &B,
     boot: &str,

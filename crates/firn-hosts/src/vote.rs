@@ -1,16 +1,16 @@
-//! A directory in which hosts decide about one thing.
+//! A directory in which hosts vote on one thing: a commit, a choice, a removal.
 //!
 //! ```text
-//! NAME                     put once: the content of one host, which counts for all
-//! PREFIX-HOST              the host has come so far
-//! put-NAME.HOST.N.new      on its way to NAME
+//! NAME                     put once by one host; its content counts for all hosts
+//! PREFIX-HOST              HOST has reached the step PREFIX
+//! put-NAME.HOST.N.new      a file that is being written, and gets the name NAME
 //! ```
 //!
 //! Invariants
 //! * A put-once file never changes: all hosts read the same contents.
 //! * Of two hosts that put files of different names and then look for the other's, at least one sees the other's file.
 //!   Both files are in the same directory, and a name is there before its put returns.
-//! * A file with bytes is whole, and durable, before it has its name.
+//! * A file is complete and durable before it gets its name.
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
@@ -22,14 +22,14 @@ use serde::de::DeserializeOwned;
 
 use crate::own::{self, OwnError, own_caller};
 
-/// Before the name of what is not in its place yet.
+/// Prefix of files that have not got their name yet.
 const PUT: &str = "put-";
-/// Before the name of a directory that is being removed.
+/// Prefix of a directory that is being removed.
 const RETIRED: &str = "over-";
-/// Each host puts a few files at most before it sees that the directory is gone, so this is never reached by them.
+/// Tries of a removal while hosts add files: far more than the files that they add before they see that it goes.
 const REMOVE_TRIES_MAX: usize = 1000;
 
-/// One such directory, as one of the hosts sees it.
+/// A directory of votes, opened by one of the hosts.
 pub struct VoteDir<'a, B: Backing> {
     base: &'a B,
     top: B::Inode,

@@ -391,11 +391,14 @@ impl<B: Backing> Container<B> {
         Err(Errno::IO)
     }
 
+    /// Gives the segments of the next part of a walk; empty at its end. A part with more pieces than memory has room for is halved
+    /// until it fits, and the next one is larger again.
     fn find_part(&self, base: &B, walk: &mut Walk) -> TableResult<Vec<Segment>> {
         loop {
             let mut range = walk.part();
             let pieces_max = self.memory.pieces_max();
             let mut layers = Layers::new(match range.end - range.start {
+                // The smallest range cannot be halved: it has to fit.
                 ..=WALK_BYTES_MIN => u64::MAX,
                 _ => pieces_max,
             });

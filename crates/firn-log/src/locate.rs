@@ -91,6 +91,7 @@ impl Locating {
         self.add_part(range, None, position)
     }
 
+    /// Adds the next part of the list, joined with the part before where both are one range of one file.
     fn add_part(&mut self, range: Range<u64>, file: Option<usize>, position: u64) -> Room {
         debug_assert!(range.start >= self.end, "parts are told in order");
         debug_assert!(range.start <= range.end);

@@ -407,7 +407,7 @@ impl<B: Backing> Table<B> {
         Ok(true)
     }
 
-    /// What a change that is in it wrote.
+    /// The range that a change in this table wrote; `None`: the change is not in the table.
     pub(crate) fn span(
         &self,
         base: &B,

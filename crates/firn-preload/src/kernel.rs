@@ -71,6 +71,8 @@ impl Fallback for Kernel {
         Err(leave_to_kernel(held, at, call))
     }
 
+    /// Gives back what is not written after a lease was lost, and waits. `Ok`: the caller tries again. `Err`: the result for the
+    /// program, if the descriptor is of another file by now.
     fn lease_lost(
         mut held: Held,
         claim: &mut Claim,
@@ -78,9 +80,9 @@ impl Fallback for Kernel {
         done: usize,
         _call: Call,
     ) -> Result<Held, Handled> {
-        let is_stranger = lost == LeaseLost::Revoked
+        let is_other_file = lost == LeaseLost::Revoked
             && token_of(held.fd).is_none_or(|token| token.token != held.token);
-        if is_stranger {
+        if is_other_file {
             held.set_private(false);
             held.set_tag(tag::NONE);
             return Err(if done > 0 {

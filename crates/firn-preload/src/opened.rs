@@ -62,6 +62,7 @@ pub(crate) fn note_open(fd: c_int, flags: c_int, before: &Moment, by: By) -> Not
     Noted::Else
 }
 
+/// Tracks a descriptor that was just opened on a mount, unless its flags or its use rule that out.
 fn note_on_mount(
     fd: c_int,
     flags: c_int,
@@ -78,7 +79,7 @@ fn note_on_mount(
     if flags & UNUSUAL != 0 {
         return report::count_left(Reason::Flags);
     }
-    // A standard descriptor has a stream of stdio from the start.
+    // Descriptors 0 to 2 have a stdio stream already, which has a buffer of its own.
     if by == By::Stdio || fd <= libc::STDERR_FILENO {
         return report::count_left(Reason::Stdio);
     }
@@ -92,6 +93,7 @@ fn note_on_mount(
     held.patience.begin_small();
     held.entry.in_kernel.store(0, Ordering::Relaxed);
     held.set_tag(if writes { tag::WRITER } else { tag::READER });
+    // Another thread has changed the table of descriptors meanwhile: the number may be another file by now.
     if !before.is_undisturbed() {
         held.set_tag(tag::NONE);
         report::count_left(Reason::Shared);

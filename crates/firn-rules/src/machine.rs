@@ -1533,12 +1533,17 @@ impl Machine {
         scope.map_or_else(Vec::new, |scope| scope.living.iter().copied().collect())
     }
 
-    /// A writer of a scope ends badly: the scope is dropped once its writers are gone.
-    pub fn note_failure(&mut self, number: ScopeNumber) {
+    /// A writer of a scope ends badly: the scope is not committed, and is dropped once its writers are gone. They may be gone by
+    /// now: an end that is told during a commit changes nothing.
+    pub fn note_failure(&mut self, number: ScopeNumber) -> Vec<Action> {
+        let mut actions = Vec::new();
         if let Some(scope) = self.scopes.get_mut(&number) {
             scope.has_failed = true;
+            scope.is_over = false;
             scope.changes += 1;
+            self.end_if_left(number, &mut actions);
         }
+        actions
     }
 
     /// The commit of a scope failed: it is open as before.

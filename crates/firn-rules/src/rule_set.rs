@@ -123,9 +123,7 @@ impl RuleSet {
             path: path.to_vec(),
         }
     }
-}
 
-impl RuleSet {
     /// Looks the path of what is no directory up: a rule whose scope is a directory has nothing to do with its own name.
     pub fn locate_file(&self, path: &[u8]) -> LocatedPath {
         let mut located = self.locate(path);

@@ -559,3 +559,24 @@ fn a_closed_file_that_is_renamed_to_its_name_is_complete() {
         .collect();
     assert_eq!(what, ["begin", "join", "commit", "begin", "join", "abort"]);
 }
+
+#[test]
+fn a_failure_that_is_noted_before_a_commit_drops_a_scope_whose_writers_are_gone() {
+    let mut machine = machine("hf");
+    let rules = Arc::clone(machine.rules());
+    let [state, event] = ["rng_state_0.pth", "trainer_state.json"]
+        .map(|name| rules.locate(format!("checkpoint-1/{name}").as_bytes()));
+    let mut actions = Vec::new();
+    for (handle, path) in [(1, &state), (2, &event)] {
+        make(&mut machine, 7, &Operation::Open { path, handle });
+        let ending = Ending::Success;
+        actions = make(&mut machine, 7, &Operation::Close { handle, ending });
+    }
+    let [Action::Commit { scope }] = actions[..] else {
+        panic!("{actions:?}");
+    };
+    // Its end is told while the caller is at the commit.
+    assert_eq!(machine.exited(7, Ending::Failure), []);
+    let actions = machine.note_failure(scope);
+    assert!(matches!(actions[..], [Action::Abort { .. }]), "{actions:?}");
+}

@@ -284,7 +284,7 @@ impl<B: Backing> History<B> {
             .remove_transaction(firn, dir, &format!("tx-{serial}"))
     }
 
-    /// Removes what only the redo parts of a kept log refer to.
+    /// Removes the files that only the redo of a kept log needs; those that an undo needs stay.
     fn clear_redo(&self, dir: &B::Inode) -> Result<(), Errno> {
         for mark in [staging::OPEN, staging::ARENA, staging::BACKUP] {
             if staging::find(&self.home.base, dir, OsStr::new(mark))?.is_some() {

@@ -72,7 +72,7 @@ impl Cluster {
     }
 
     /// What host `at` keeps for others.
-    fn shelf(&self, at: usize) -> Option<PathBuf> {
+    fn copies_dir(&self, at: usize) -> Option<PathBuf> {
         let runtime = fs::read_dir(self.hosts[at].runtime()).expect("the runtime directory");
         let mut paths = runtime.map(|entry| entry.expect("an entry").path());
         paths.find(|path| path.extension().is_some_and(|end| end == "partner"))
@@ -81,7 +81,11 @@ impl Cluster {
     /// The files of all whole copies that host `at` keeps.
     fn copied_files(&self, at: usize) -> Vec<PathBuf> {
         let mut files = Vec::new();
-        for host in self.shelf(at).into_iter().flat_map(|dir| paths_in(&dir)) {
+        for host in self
+            .copies_dir(at)
+            .into_iter()
+            .flat_map(|dir| paths_in(&dir))
+        {
             let whole = |path: &PathBuf| !is_hidden(path);
             for copy in paths_in(&host).into_iter().filter(whole) {
                 add_files(&copy.join("tree"), &mut files);
@@ -92,7 +96,10 @@ impl Cluster {
 
     /// The hosts of which host `at` keeps whole copies.
     fn sources(&self, at: usize) -> Vec<String> {
-        let dirs = self.shelf(at).into_iter().flat_map(|dir| paths_in(&dir));
+        let dirs = self
+            .copies_dir(at)
+            .into_iter()
+            .flat_map(|dir| paths_in(&dir));
         let is_whole = |copy: &PathBuf| !is_hidden(copy) && copy.join("tree").exists();
         let with_copies = dirs.filter(|dir| paths_in(dir).iter().any(is_whole));
         let name = |dir: PathBuf| {
@@ -108,8 +115,8 @@ impl Cluster {
         (0..self.hosts.len()).any(|at| self.sources(at).iter().any(|source| source == host))
     }
 
-    fn shelf_bytes(&self, at: usize) -> u64 {
-        self.shelf(at).map_or(0, |dir| bytes_below(&dir))
+    fn copied_bytes(&self, at: usize) -> u64 {
+        self.copies_dir(at).map_or(0, |dir| bytes_below(&dir))
     }
 
     fn pull(&self, from: &str, source: &str, target: &Path) -> Outcome {
@@ -311,10 +318,10 @@ fn a_copy_goes_when_its_source_does_not_hold_it_any_more() {
     hosts[0]
         .wait(hosts[0].mount.path(), "partnered", "60s")
         .ok();
-    assert!(cluster.shelf_bytes(1) > 8 * MIB as u64);
+    assert!(cluster.copied_bytes(1) > 8 * MIB as u64);
     hosts[0].wait(&one, "drained", "60s").ok();
     wait_until("the drained copy is gone", LIMIT, || {
-        cluster.shelf_bytes(1) < 5 * MIB as u64
+        cluster.copied_bytes(1) < 5 * MIB as u64
     });
     cluster
         .pull("n1", "n0/step_1", &cluster.shared.join("none"))
@@ -324,9 +331,9 @@ fn a_copy_goes_when_its_source_does_not_hold_it_any_more() {
         .ok();
     fs::remove_dir_all(&two).expect("remove");
     wait_until("the removed copy is gone", LIMIT, || {
-        cluster.shelf_bytes(1) == 0
+        cluster.copied_bytes(1) == 0
     });
-    assert_eq!(cluster.shelf(1), None, "nothing of it stays");
+    assert_eq!(cluster.copies_dir(1), None, "nothing of it stays");
 }
 
 /// Proves S-partner-4: an arena that is lost is not one that was drained.
@@ -356,7 +363,7 @@ fn copies_of_a_lost_arena_stay_until_the_backing_has_them() {
     let n1 = hosts.remove(0);
     let mount = n1.mount;
     assert_eq!(n1.agent.end(), Some(0));
-    assert!(cluster.shelf_bytes(1) > 0);
+    assert!(cluster.copied_bytes(1) > 0);
     for name in FILES {
         fs::write(top.join(name), read(&target.join(name))).expect("restore");
     }
@@ -368,7 +375,7 @@ fn copies_of_a_lost_arena_stay_until_the_backing_has_them() {
     drain.ok();
     let agent = Agent::start_unnamed(n1.sandbox, mount.path(), &[]);
     assert_eq!(agent.end(), Some(0));
-    assert_eq!(cluster.shelf_bytes(1), 0, "the backing has all of it");
+    assert_eq!(cluster.copied_bytes(1), 0, "the backing has all of it");
 }
 
 /// Proves S-partner-6: a partner that is gone is not waited for.
@@ -625,7 +632,7 @@ fn a_partner_without_room_keeps_what_it_has_and_says_so() {
         .wait(&two, "partnered", "1s")
         .code(3)
         .says("has no room");
-    assert!(cluster.shelf_bytes(1) < 6 * MIB as u64);
+    assert!(cluster.copied_bytes(1) < 6 * MIB as u64);
     source.wait(&one, "partnered", "1s").ok();
     cluster
         .pull("n1", "n0/step_1", &cluster.shared.join("copy"))
@@ -826,7 +833,7 @@ fn copies_are_encrypted_on_their_way_where_one_of_the_hosts_says_so() {
             });
             let refused = source.wait(&top, "partnered", "1s").code(3);
             refused.says("there is no partner");
-            assert_eq!(cluster.shelf(1), None);
+            assert_eq!(cluster.copies_dir(1), None);
             continue;
         };
         source.wait(&top, "partnered", "60s").ok();
@@ -870,7 +877,7 @@ fn a_job_restarts_on_another_host_from_the_memory_of_the_partner() {
     let backed = hosts[0].write("step_0", 9);
     hosts[0].wait(&backed, "durable", "60s").ok();
     wait_until("one checkpoint is left to the partner", LIMIT, || {
-        cluster.shelf_bytes(1) < 5 * MIB as u64
+        cluster.copied_bytes(1) < 5 * MIB as u64
     });
     let before = contents(&first);
     let old = contents(&backed);

@@ -14,11 +14,11 @@ use firn_protocol::path::BytePath;
 use firn_trust::visit_own;
 use rustix::fs::FileType;
 
+use crate::copy_directory::{CopyDirectory, is_name};
 use crate::error::PullError;
 use crate::follow::{Follower, LookReport, Policy, Step};
 use crate::peer::{Peer, Route};
 use crate::pull::{Listed, Outcome, PullRequest, PullSource, check_entries};
-use crate::shelf::{Shelf, is_name};
 use crate::source::join;
 use crate::transport_choice::Carriage;
 use crate::units::{Unit, group_by_name};
@@ -73,7 +73,7 @@ pub fn follow(
 ) -> Result<std::convert::Infallible, PullError> {
     let policy = KeepNewest {
         request,
-        shelf: Shelf::open(&request.target)?,
+        directory: CopyDirectory::open(&request.target)?,
         chosen: 0,
         tell,
     };
@@ -83,7 +83,7 @@ pub fn follow(
 /// See the head of this file.
 struct KeepNewest<'a> {
     request: &'a FollowRequest,
-    shelf: Shelf,
+    directory: CopyDirectory,
     /// Complete checkpoints of this look that were found so far.
     chosen: usize,
     tell: &'a mut dyn FnMut(FollowEvent<'_>),
@@ -118,7 +118,7 @@ impl Policy for KeepNewest<'_> {
         }
         self.chosen += 1;
         let name = unit.file_name();
-        if self.shelf.has(name) && self.find_copy(name)? == Listed::of(unit) {
+        if self.directory.has(name) && self.find_copy(name)? == Listed::of(unit) {
             return Ok(Step::Skip);
         }
         let request = PullRequest {
@@ -126,7 +126,7 @@ impl Policy for KeepNewest<'_> {
             route: self.request.route.clone(),
             source: PullSource::Path(join(&self.request.source, unit.name.as_path())),
             carriage: self.request.carriage.clone(),
-            target: self.shelf.begin(name)?,
+            target: self.directory.begin(name)?,
             cut: false,
             patience: Duration::ZERO,
             bytes_max: None,
@@ -141,7 +141,7 @@ impl Policy for KeepNewest<'_> {
         outcome: Outcome,
         elapsed: Duration,
     ) -> Result<(), PullError> {
-        self.shelf.finish(unit.file_name())?;
+        self.directory.finish(unit.file_name())?;
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
         (self.tell)(FollowEvent::Copied {
             name: &unit.name,
@@ -153,9 +153,9 @@ impl Policy for KeepNewest<'_> {
     }
 
     fn remove_unneeded(&mut self, (): &mut (), _now: &[Unit]) -> Result<Vec<PullError>, PullError> {
-        let mut failures = self.shelf.sweep();
+        let mut failures = self.directory.sweep();
         let mut dated = Vec::new();
-        for name in self.shelf.names()? {
+        for name in self.directory.names()? {
             match self.find_copy(&name) {
                 Ok(copy) => dated.push((copy.mtime_s, name)),
                 Err(error) => failures.push(error),
@@ -183,7 +183,7 @@ impl KeepNewest<'_> {
     fn find_copy(&self, name: &OsStr) -> Result<Listed, PullError> {
         let mut found = Listed::new(Path::new(name).into());
         let uid = rustix::process::geteuid().as_raw();
-        visit_own(&self.shelf, name, uid, &mut |_, stat| {
+        visit_own(&self.directory, name, uid, &mut |_, stat| {
             if FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile {
                 found.files += 1;
                 found.bytes += stat.st_size as u64;
@@ -193,12 +193,12 @@ impl KeepNewest<'_> {
             let seconds = stat.st_mtime as i64;
             found.mtime_s = found.mtime_s.max(seconds);
         })
-        .map_err(self.shelf.failed(name))?;
+        .map_err(self.directory.failed(name))?;
         Ok(found)
     }
 
     fn remove(&mut self, name: &OsString) -> Result<(), PullError> {
-        self.shelf.remove(name)?;
+        self.directory.remove(name)?;
         (self.tell)(FollowEvent::Removed {
             name: &BytePath::from(Path::new(name)),
         });

@@ -15,8 +15,8 @@ use firn_protocol::PartnerStatus;
 
 use crate::error::PullError;
 use crate::key_file::KeyFile;
-use crate::partner::desk::Desk;
 use crate::partner::ring::{Domains, PartnerCandidate};
+use crate::partner::service::PartnerService;
 use crate::peer::Peer;
 use crate::server::Level;
 
@@ -35,13 +35,13 @@ const FORMERS_MAX: usize = 8;
 
 /// Looks for partners until the process ends.
 pub(crate) fn choose_partners(
-    desk: &Arc<Desk>,
+    service: &Arc<PartnerService>,
     key_file: &KeyFile,
     wanted: &PartnerStatus,
     domains: &Domains,
 ) -> ! {
     let mut chooser = Chooser {
-        desk,
+        service,
         record: key_file.clone(),
         wanted,
         domains,
@@ -54,7 +54,7 @@ pub(crate) fn choose_partners(
     let mut waits = SEARCH.start();
     let mut better = NextLook::new();
     loop {
-        if desk.last_heard().is_some() {
+        if service.last_heard().is_some() {
             chooser.note("");
             chooser.forget_formers();
             if better.is_due() {
@@ -100,7 +100,7 @@ impl NextLook {
 }
 
 struct Chooser<'a> {
-    desk: &'a Arc<Desk>,
+    service: &'a Arc<PartnerService>,
     /// As it is in the backing.
     record: KeyFile,
     wanted: &'a PartnerStatus,
@@ -133,7 +133,7 @@ impl Chooser<'_> {
                 Err(error) => failure = error,
             }
         }
-        self.desk.choose(None);
+        self.service.choose(None);
         self.note(&failure);
         false
     }
@@ -141,11 +141,11 @@ impl Chooser<'_> {
     /// Asks the hosts that come before the partner, where all that is held has a copy: a partner that is still at it is not
     /// exchanged. True: hosts have come or gone, or the partner is another one.
     fn seek_better(&mut self) -> bool {
-        let Some((partner, _)) = self.desk.chosen() else {
+        let Some((partner, _)) = self.service.chosen() else {
             return false;
         };
-        if self.wanted.wanted != "next" || !self.desk.is_settled() {
-            return !self.desk.is_settled();
+        if self.wanted.wanted != "next" || !self.service.is_settled() {
+            return !self.service.is_settled();
         }
         let candidates = self.candidates();
         let mut hosts: Vec<String> = candidates.iter().map(|found| found.host.clone()).collect();
@@ -156,7 +156,7 @@ impl Chooser<'_> {
             .into_iter()
             .take_while(|candidate| candidate.host != partner);
         for candidate in better.collect::<Vec<_>>() {
-            let record = KeyFile::load(&self.desk.backing, &candidate.host).ok();
+            let record = KeyFile::load(&self.service.backing, &candidate.host).ok();
             let is_known = |(known, asked_at): &(Option<KeyFile>, Instant)| {
                 let key = |record: &Option<KeyFile>| record.as_ref().map(|own| own.key.clone());
                 key(known) == key(&record) && asked_at.elapsed() < BETTER_AGAIN
@@ -164,13 +164,13 @@ impl Chooser<'_> {
             if self.unreached.get(&candidate.host).is_some_and(is_known) {
                 continue;
             }
-            let before = self.desk.chosen();
+            let before = self.service.chosen();
             if self.ask(&candidate) == Ok(true) {
                 self.unreached.remove(&candidate.host);
                 return true;
             }
             // The one that was there stays the partner.
-            self.desk.choose(before);
+            self.service.choose(before);
             has_changed = true;
             self.unreached
                 .insert(candidate.host, (record, Instant::now()));
@@ -185,8 +185,8 @@ impl Chooser<'_> {
                 is_near: false,
             }];
         }
-        match KeyFile::list_hosts(&self.desk.backing) {
-            Ok(hosts) => self.domains.order(&self.desk.host, hosts),
+        match KeyFile::list_hosts(&self.service.backing) {
+            Ok(hosts) => self.domains.order(&self.service.host, hosts),
             Err(error) => {
                 self.note(&error.to_string());
                 Vec::new()
@@ -197,26 +197,26 @@ impl Chooser<'_> {
     /// Whether the host is the partner now; an error says why it cannot be.
     fn ask(&mut self, candidate: &PartnerCandidate) -> Result<bool, String> {
         let PartnerCandidate { host, is_near } = candidate;
-        let mut peer =
-            Peer::connect(host, &self.desk.route()).map_err(|error| self.describe(host, &error))?;
+        let mut peer = Peer::connect(host, &self.service.route())
+            .map_err(|error| self.describe(host, &error))?;
         let note = if *is_near {
             format!("{host} is in the same failure domain: no other one has an agent")
         } else {
             String::new()
         };
         // It comes before the answer to this does.
-        self.desk.choose(Some((host.clone(), note)));
-        peer.adopt(&self.desk.host)
+        self.service.choose(Some((host.clone(), note)));
+        peer.adopt(&self.service.host)
             .map_err(|error| error.to_string())?;
         let begun = Instant::now();
-        while self.desk.last_heard().is_none() {
+        while self.service.last_heard().is_none() {
             if begun.elapsed() > COMING_LIMIT {
                 return Ok(false);
             }
             std::thread::sleep(Duration::from_millis(5));
         }
         self.name_partner(host);
-        self.desk.log.say(Level::Event, || {
+        self.service.log.say(Level::Event, || {
             format!("the partner of this host is {host}")
         });
         Ok(true)
@@ -236,7 +236,7 @@ impl Chooser<'_> {
 
     /// Names the earlier partners no more, once the partner has all that they have.
     fn forget_formers(&mut self) {
-        if !self.record.formers.is_empty() && self.desk.is_settled() {
+        if !self.record.formers.is_empty() && self.service.is_settled() {
             self.store_record(KeyFile {
                 formers: Vec::new(),
                 ..self.record.clone()
@@ -248,9 +248,9 @@ impl Chooser<'_> {
         if record == self.record {
             return;
         }
-        match record.store(&self.desk.backing, &self.desk.host) {
+        match record.store(&self.service.backing, &self.service.host) {
             Ok(()) => self.record = record,
-            Err(error) => self.desk.log.say(Level::Event, || error.to_string()),
+            Err(error) => self.service.log.say(Level::Event, || error.to_string()),
         }
     }
 
@@ -259,7 +259,7 @@ impl Chooser<'_> {
         if matches!(error, PullError::KeyFile(error) if !error.is_missing())
             && self.distrusted.insert(host.to_owned())
         {
-            self.desk
+            self.service
                 .log
                 .say(Level::Event, || format!("{host} is passed over: {text}"));
         }
@@ -269,12 +269,12 @@ impl Chooser<'_> {
     /// Tells firnd, which may be another one than it was told before. Best effort: there may be none.
     fn note(&mut self, text: &str) {
         if self.told != text && !text.is_empty() {
-            self.desk
+            self.service
                 .log
                 .say(Level::Event, || format!("there is no partner: {text}"));
         }
         text.clone_into(&mut self.told);
-        self.mount = tell(self.mount.take(), &self.desk.mount_point, text);
+        self.mount = tell(self.mount.take(), &self.service.mount_point, text);
     }
 }
 

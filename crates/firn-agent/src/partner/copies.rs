@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   KEY.partner/           mode 0700, looked at before anything in it is used
-//!       HOST/              a shelf for each host that this one is, or was, the partner of
+//!       HOST/              a directory of copies for each host that this one is, or was, the partner of
 //!           NUMBER/        a copy: what was directly in the mount under one name
 //!               record     which files, and which changes of them
 //!               tree
@@ -26,13 +26,13 @@ use firn_protocol::path::BytePath;
 use firn_trust::{create_private_dir, names_in, open_beneath, open_private_dir};
 use rustix::fs::{CWD, Mode, OFlags};
 
+use crate::copy_directory::{CopyDirectory, next_name};
 use crate::error::PullError;
 use crate::key_file::check_host;
 use crate::message::{Entry, ErrorKind};
 use crate::partner::copy::{Copy, CopyFile, TREE};
 use crate::partner::record::{Record, stored_bytes};
 use crate::pull::local;
-use crate::shelf::{Shelf, next_name};
 use crate::source::{SourceError, check_path, join};
 
 const RECORD: &str = "record";
@@ -99,36 +99,36 @@ impl Copies {
             .collect()
     }
 
-    /// The shelf of a host; none where it is not there, or others can have put something there.
-    fn find_shelf(&self, host: &str) -> Option<Arc<Shelf>> {
+    /// The directory of a host; none where it is not there, or others can have put something there.
+    fn find_directory(&self, host: &str) -> Option<Arc<CopyDirectory>> {
         self.check_place().ok()?;
         let dir = open_private_dir(CWD, &self.dir).ok()?;
         let dir = open_private_dir(dir, Path::new(host)).ok()?;
-        Some(Arc::new(Shelf::in_memory(dir, self.dir.join(host))))
+        Some(Arc::new(CopyDirectory::in_memory(dir, self.dir.join(host))))
     }
 
-    fn make_shelf(&self, host: &str) -> Result<Shelf, PullError> {
+    fn make_directory(&self, host: &str) -> Result<CopyDirectory, PullError> {
         self.check_place()?;
         let path = self.dir.join(host);
         let dir = create_private_dir(CWD, &self.dir)?;
         let dir = create_private_dir(dir, Path::new(host)).map_err(|error| error.at(&path))?;
-        Ok(Shelf::in_memory(dir, path))
+        Ok(CopyDirectory::in_memory(dir, path))
     }
 
     /// The whole copies of a host's files. One that cannot be read is none.
     pub(crate) fn copies_of(&self, host: &str) -> Vec<Copy> {
-        let Some(shelf) = self.find_shelf(host) else {
+        let Some(directory) = self.find_directory(host) else {
             return Vec::new();
         };
-        let names = shelf.names().unwrap_or_default();
-        let copies = names.iter().filter_map(|name| load(&shelf, name));
+        let names = directory.names().unwrap_or_default();
+        let copies = names.iter().filter_map(|name| load(&directory, name));
         copies.collect()
     }
 
     /// The copy of what was directly in the mount of a host under this name.
     pub(crate) fn find(&self, host: &str, unit: &BytePath) -> Option<Copy> {
-        let shelf = self.find_shelf(host)?;
-        load(&shelf, &name_of(unit)).filter(|copy| copy.record.unit == *unit)
+        let directory = self.find_directory(host)?;
+        load(&directory, &name_of(unit)).filter(|copy| copy.record.unit == *unit)
     }
 
     // ---- room ----------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ impl Copies {
     /// Begins a copy. Returns the name of its tree, which does not exist.
     pub(crate) fn begin(&self, host: &str, unit: &BytePath) -> Result<PathBuf, PullError> {
         let _open = self.lock_open()?;
-        let next = self.make_shelf(host)?.begin(&name_of(unit))?;
+        let next = self.make_directory(host)?.begin(&name_of(unit))?;
         create_private_dir(CWD, &next)?;
         Ok(next.join(TREE))
     }
@@ -175,28 +175,28 @@ impl Copies {
     /// Gives the tree that was begun, and is whole, its name and its record.
     pub(crate) fn finish(&self, host: &str, record: &Record) -> Result<(), PullError> {
         let _open = self.lock_open()?;
-        let shelf = self.make_shelf(host)?;
+        let directory = self.make_directory(host)?;
         let name = name_of(&record.unit);
         let next = next_name(&name);
-        write_record(&shelf, &Path::new(&next).join(RECORD), record)?;
-        shelf.finish(&name)
+        write_record(&directory, &Path::new(&next).join(RECORD), record)?;
+        directory.finish(&name)
     }
 
     /// Gives the tree of a whole copy another record.
     pub(crate) fn renew(&self, host: &str, record: &Record) -> Result<(), PullError> {
         let _open = self.lock_open()?;
-        let shelf = self.make_shelf(host)?;
+        let directory = self.make_directory(host)?;
         let name = PathBuf::from(name_of(&record.unit));
         let next = name.join(NEXT_RECORD);
-        write_record(&shelf, &next, record)?;
-        rustix::fs::renameat(&shelf, &next, &shelf, name.join(RECORD))
-            .map_err(shelf.failed(next.as_os_str()))
+        write_record(&directory, &next, record)?;
+        rustix::fs::renameat(&directory, &next, &directory, name.join(RECORD))
+            .map_err(directory.failed(next.as_os_str()))
     }
 
     /// Gives up what was begun.
     pub(crate) fn abandon(&self, host: &str, unit: &BytePath) -> Result<(), PullError> {
-        match self.find_shelf(host) {
-            Some(shelf) => shelf.abandon(&name_of(unit)),
+        match self.find_directory(host) {
+            Some(directory) => directory.abandon(&name_of(unit)),
             None => Ok(()),
         }
     }
@@ -208,9 +208,9 @@ impl Copies {
     }
 
     fn remove_copy(&self, host: &str, unit: &BytePath) -> Result<(), PullError> {
-        if let Some(shelf) = self.find_shelf(host) {
-            shelf.abandon(&name_of(unit))?;
-            shelf.remove(&name_of(unit))?;
+        if let Some(directory) = self.find_directory(host) {
+            directory.abandon(&name_of(unit))?;
+            directory.remove(&name_of(unit))?;
         }
         self.remove_empty_dirs(host);
         Ok(())
@@ -223,8 +223,8 @@ impl Copies {
     }
 
     fn remove_leftovers(&self, host: &str) -> Result<(), PullError> {
-        let shelf = self.find_shelf(host);
-        let failures = shelf.map_or_else(Vec::new, |shelf| shelf.sweep());
+        let directory = self.find_directory(host);
+        let failures = directory.map_or_else(Vec::new, |directory| directory.sweep());
         failures.into_iter().next().map_or(Ok(()), Err)
     }
 
@@ -252,7 +252,7 @@ impl Copies {
         Ok(left_bytes)
     }
 
-    /// Removes the shelf of a host, and the directory of all, where nothing is left in them.
+    /// Removes the directory of a host, and the directory of all, where nothing is left in them.
     fn remove_empty_dirs(&self, host: &str) {
         let _ = std::fs::remove_dir(self.dir.join(host));
         let _ = std::fs::remove_dir(&self.dir);
@@ -324,28 +324,28 @@ impl Drop for Room {
     }
 }
 
-/// Name of a copy on the shelf. A name of the mount may be as long as a name can be, and leaves no room for a prefix.
+/// Name of a copy in its directory. A name of the mount may be as long as a name can be, and leaves no room for a prefix.
 fn name_of(unit: &BytePath) -> OsString {
     let number = xxhash_rust::xxh3::xxh3_128(unit.as_bytes());
     format!("{number:032x}").into()
 }
 
-/// The shelf is private: what is in it is ours.
-fn load(shelf: &Arc<Shelf>, name: &OsStr) -> Option<Copy> {
+/// The directory is private: what is in it is ours.
+fn load(directory: &Arc<CopyDirectory>, name: &OsStr) -> Option<Copy> {
     let path = Path::new(name).join(RECORD);
-    let file = open_beneath(shelf, &path, OFlags::RDONLY, Mode::empty()).ok()?;
+    let file = open_beneath(directory, &path, OFlags::RDONLY, Mode::empty()).ok()?;
     let text = io::read_to_string(File::from(file)).ok()?;
     let record: Record = serde_json::from_str(&text).ok()?;
     let is_plain = firn_trust::is_component(record.unit.as_bytes()) && !record.entries.is_empty();
-    is_plain.then(|| Copy::new(record, shelf, name))
+    is_plain.then(|| Copy::new(record, directory, name))
 }
 
-fn write_record(shelf: &Shelf, path: &Path, record: &Record) -> Result<(), PullError> {
+fn write_record(directory: &CopyDirectory, path: &Path, record: &Record) -> Result<(), PullError> {
     let text = serde_json::to_vec(record).expect("it is plain JSON");
     let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::TRUNC;
-    let file = open_beneath(shelf, path, flags, Mode::RUSR | Mode::WUSR)
-        .map_err(shelf.failed(path.as_os_str()))?;
-    let shown = shelf.path().join(path);
+    let file = open_beneath(directory, path, flags, Mode::RUSR | Mode::WUSR)
+        .map_err(directory.failed(path.as_os_str()))?;
+    let shown = directory.path().join(path);
     File::from(file).write_all(&text).map_err(local(&shown))
 }
 
@@ -372,7 +372,7 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     use super::*;
-    use crate::shelf::removed_name;
+    use crate::copy_directory::removed_name;
 
     #[test]
     fn copies_where_others_may_write_are_none() {

@@ -11,9 +11,9 @@ use firn_protocol::path::BytePath;
 use firn_trust::open_beneath;
 use rustix::fs::{AtFlags, Mode, OFlags, StatxFlags};
 
+use crate::copy_directory::CopyDirectory;
 use crate::error::PullError;
 use crate::partner::record::Record;
-use crate::shelf::Shelf;
 use crate::source::join;
 
 pub(super) const TREE: &str = "tree";
@@ -26,9 +26,9 @@ pub(crate) type Tick<'a> = dyn FnMut() -> Result<(), PullError> + 'a;
 /// A whole copy.
 pub(crate) struct Copy {
     pub(crate) record: Record,
-    /// Below the shelf.
+    /// Below the directory.
     tree: PathBuf,
-    shelf: Arc<Shelf>,
+    directory: Arc<CopyDirectory>,
 }
 
 /// A file of a copy, open for reading. A copy that is removed meanwhile stays readable by this handle.
@@ -39,11 +39,11 @@ pub(crate) struct CopyFile {
 
 impl Copy {
     /// The copy of this name, with its record.
-    pub(super) fn new(record: Record, shelf: &Arc<Shelf>, name: &OsStr) -> Self {
+    pub(super) fn new(record: Record, directory: &Arc<CopyDirectory>, name: &OsStr) -> Self {
         Self {
             record,
             tree: Path::new(name).join(TREE),
-            shelf: Arc::clone(shelf),
+            directory: Arc::clone(directory),
         }
     }
 
@@ -51,7 +51,7 @@ impl Copy {
     pub(crate) fn open(&self, below: &Path) -> io::Result<File> {
         let flags = OFlags::RDONLY | OFlags::NONBLOCK;
         let path = join(&self.tree.as_path().into(), below);
-        Ok(open_beneath(&self.shelf, path.as_path(), flags, Mode::empty())?.into())
+        Ok(open_beneath(&self.directory, path.as_path(), flags, Mode::empty())?.into())
     }
 
     /// Whether every file of it is below `path`, with the same bytes. `tick` is called all the time: the backing may be

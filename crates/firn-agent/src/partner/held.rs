@@ -15,8 +15,8 @@ use crate::follow::{Follower, LookReport, Policy, Step};
 use crate::message::{Entry, ErrorKind};
 use crate::partner::copies::{NoRoom, Room};
 use crate::partner::copy::Copy;
-use crate::partner::desk::Desk;
 use crate::partner::record::{Record, stored_bytes};
+use crate::partner::service::PartnerService;
 use crate::peer::{Peer, Route};
 use crate::pull::{Outcome, PullRequest, PullSource, check_entries, is_same_file};
 use crate::server::Level;
@@ -40,21 +40,21 @@ const RETRY: Backoff = Backoff::new(Duration::from_millis(100), Duration::from_s
 const RETRY_FOR: Duration = Duration::from_secs(60);
 
 /// Follows until the source has another partner, or cannot be reached for long. Copies stay.
-pub(super) fn follow_source(desk: &Arc<Desk>, source: &str) {
+pub(super) fn follow_source(service: &Arc<PartnerService>, source: &str) {
     let error = Follower::new(CopyHeld {
-        desk,
+        service,
         source,
-        route: desk.route(),
+        route: service.route(),
     })
     .run();
-    desk.log.say(Level::Event, || {
+    service.log.say(Level::Event, || {
         format!("this host does not follow {source} any more: {error}")
     });
 }
 
 /// Copies all that a host holds, and marks it there.
 struct CopyHeld<'a> {
-    desk: &'a Arc<Desk>,
+    service: &'a Arc<PartnerService>,
     source: &'a str,
     route: Route,
 }
@@ -107,8 +107,8 @@ impl Policy for CopyHeld<'_> {
 
     fn connect(&mut self) -> Result<Link, PullError> {
         let mut peer = Peer::connect(self.source, &self.route)?;
-        let (incarnation, arena) = peer.follow(&self.desk.host)?;
-        self.desk.copies.sweep(self.source)?;
+        let (incarnation, arena) = peer.follow(&self.service.host)?;
+        self.service.copies.sweep(self.source)?;
         Ok(Link {
             peer,
             incarnation,
@@ -137,7 +137,7 @@ impl Policy for CopyHeld<'_> {
     }
 
     fn confirm_copy(&mut self, link: &mut Link, unit: &Unit) -> Result<bool, PullError> {
-        let copy = self.desk.copies.find(self.source, &unit.name);
+        let copy = self.service.copies.find(self.source, &unit.name);
         let is_of = |copy: Copy| copy.record.covers(&link.incarnation, &unit.entries);
         let is_whole = copy.is_some_and(is_of);
         if is_whole {
@@ -147,10 +147,10 @@ impl Policy for CopyHeld<'_> {
     }
 
     fn plan_copy(&mut self, link: &mut Link, unit: &Unit) -> Result<Step<Room>, PullError> {
-        let copy = self.desk.copies.find(self.source, &unit.name);
+        let copy = self.service.copies.find(self.source, &unit.name);
         if let Some(copy) = copy {
             let is_of_lost = copy.record.arena != link.arena;
-            if is_of_lost && is_needed(&copy, unit, &self.desk.mount_point, link)? {
+            if is_of_lost && is_needed(&copy, unit, &self.service.mount_point, link)? {
                 return Ok(Step::Refuse(self.describe_needed(&unit.name)));
             }
             if !is_of_lost && let Some(entries) = self.renew(link, &copy, &unit.name)? {
@@ -159,7 +159,7 @@ impl Policy for CopyHeld<'_> {
             }
         }
         let bytes = stored_bytes(&unit.entries);
-        let room = match self.desk.copies.reserve(bytes) {
+        let room = match self.service.copies.reserve(bytes) {
             Ok(room) => room,
             Err(NoRoom {
                 used_bytes,
@@ -167,7 +167,7 @@ impl Policy for CopyHeld<'_> {
             }) => {
                 return Ok(Step::Refuse(format!(
                     "{} has no room for {} of {}: {} of {} are in use (raise it with `firn agent --partner-size`)",
-                    self.desk.host,
+                    self.service.host,
                     quantity::bytes(bytes),
                     unit.name,
                     quantity::bytes(used_bytes),
@@ -181,7 +181,7 @@ impl Policy for CopyHeld<'_> {
             source: PullSource::Held(unit.name.clone()),
             // Each copy is a pull: to register the arena would take longer than most of them.
             carriage: Carriage::connection(),
-            target: self.desk.copies.begin(self.source, &unit.name)?,
+            target: self.service.copies.begin(self.source, &unit.name)?,
             cut: false,
             patience: Duration::ZERO,
             bytes_max: Some(bytes),
@@ -210,8 +210,8 @@ impl Policy for CopyHeld<'_> {
             incarnation: link.incarnation.clone(),
             entries: outcome.entries,
         };
-        self.desk.copies.finish(self.source, &record)?;
-        self.desk.log.say(Level::Event, || {
+        self.service.copies.finish(self.source, &record)?;
+        self.service.log.say(Level::Event, || {
             let mib = outcome.bytes as f64 / f64::from(1 << 20);
             let seconds = elapsed.as_secs_f64();
             format!(
@@ -223,11 +223,11 @@ impl Policy for CopyHeld<'_> {
     }
 
     fn abandon_copy(&mut self, unit: &Unit) -> Result<(), PullError> {
-        self.desk.copies.abandon(self.source, &unit.name)
+        self.service.copies.abandon(self.source, &unit.name)
     }
 
     fn describe_failure(&self, unit: &Unit, error: &PullError) -> String {
-        format!("{} cannot copy {}: {error}", self.desk.host, unit.name)
+        format!("{} cannot copy {}: {error}", self.service.host, unit.name)
     }
 
     /// What the source does not hold any more was drained or removed, if it has the same arena still. If it has
@@ -238,18 +238,18 @@ impl Policy for CopyHeld<'_> {
         now: &[Unit],
     ) -> Result<Vec<PullError>, PullError> {
         let held: BTreeSet<_> = now.iter().map(|unit| &unit.name).collect();
-        for copy in self.desk.copies.copies_of(self.source) {
+        for copy in self.service.copies.copies_of(self.source) {
             let unit = &copy.record.unit;
             if held.contains(unit) {
                 continue;
             }
-            let path = self.desk.mount_point.join(unit);
+            let path = self.service.mount_point.join(unit);
             let is_drained = copy.record.arena == link.arena
                 || (link.compared.insert(unit.clone())
                     && copy.is_in(&path, &mut || link.beat_if_due())?);
             if is_drained {
-                self.desk.copies.remove(self.source, unit)?;
-                self.desk.log.say(Level::Event, || {
+                self.service.copies.remove(self.source, unit)?;
+                self.service.log.say(Level::Event, || {
                     let shown = quoted_path(Path::new(unit.as_path()));
                     let source = self.source;
                     format!("removed {shown} of {source}: it does not hold it any more")
@@ -261,7 +261,7 @@ impl Policy for CopyHeld<'_> {
 
     fn tell_problem(&mut self, problem: &str) {
         let source = self.source;
-        self.desk
+        self.service
             .log
             .say(Level::Event, || format!("partner of {source}: {problem}"));
     }
@@ -327,8 +327,8 @@ impl CopyHeld<'_> {
             }
         }
         let record = copy.record.renewed(&link.incarnation, &entries);
-        self.desk.copies.renew(self.source, &record)?;
-        self.desk.log.say(Level::Event, || {
+        self.service.copies.renew(self.source, &record)?;
+        self.service.log.say(Level::Event, || {
             let source = self.source;
             format!("the copy of {unit} of {source} is as it holds it: nothing is copied anew")
         });
@@ -336,7 +336,7 @@ impl CopyHeld<'_> {
     }
 
     fn describe_needed(&self, name: &BytePath) -> String {
-        let here = &self.desk.host;
+        let here = &self.service.host;
         let source = self.source;
         format!(
             "{here} keeps what an arena that {source} lost had of {name} and copies nothing newer of that name: take it with `firn \

@@ -73,12 +73,15 @@ impl Exits {
     pub(super) fn has_failed(&self, process: u32) -> bool {
         let watched = self.watched.lock();
         match watched.processes.get(&process) {
-            Some(Some(pidfd)) if has_ended(pidfd) => end_of_process(pidfd).map_or_else(
-                || Stat::read(process).is_none_or(|stat| stat.status != 0),
-                is_failure,
-            ),
-            Some(Some(_)) => Stat::read(process)
-                .is_some_and(|stat| stat.is_exiting && !stat.is_stopped && stat.status != 0),
+            Some(Some(pidfd)) => {
+                // A process that is reaped after this is known to its pidfd.
+                let in_proc = ProcEnd::read(process);
+                match (end_of_process(pidfd), in_proc) {
+                    (Some(end), _) | (None, ProcEnd::Exiting(end)) => is_failure(end),
+                    (None, ProcEnd::Running) => false,
+                    (None, ProcEnd::Gone) => true,
+                }
+            }
             Some(None) => true,
             None => false,
         }
@@ -203,14 +206,13 @@ fn end_of(process: u32, pidfd: &OwnedFd, ended: &mut HashMap<u32, Instant>) -> O
     }
     let since = ended.entry(process).or_insert_with(Instant::now);
     let is_late = since.elapsed() > REAP_WAIT;
-    match Stat::read(process).map(|stat| stat.status) {
+    match ProcEnd::read(process) {
         // Older kernels tell no status by the pidfd: after a while that of the zombie counts.
         // A failure is final, and counts at once: a program that is started again must not see what the failed one left.
-        Some(status) if is_late || status != 0 => {
-            Some(WriterEnd::Known(ProcessEnd::of_wait_status(status)))
-        }
-        None if is_late => Some(WriterEnd::StatusLost),
-        _ => None,
+        ProcEnd::Exiting(end) if is_late || is_failure(end) => Some(WriterEnd::Known(end)),
+        ProcEnd::Exiting(_) => None,
+        // The number is that of another process by now, or of none.
+        ProcEnd::Running | ProcEnd::Gone => is_late.then_some(WriterEnd::StatusLost),
     }
 }
 
@@ -218,27 +220,32 @@ fn is_failure(end: ProcessEnd) -> bool {
     end != ProcessEnd::Exited(0)
 }
 
-/// A part of /proc/PID/stat.
-struct Stat {
-    is_exiting: bool,
-    is_stopped: bool,
-    /// As wait(2) gives it, once the process is exiting; of a process that is stopped, the signal that stopped it.
-    status: i32,
+/// What /proc/PID/stat says of the end of a process.
+enum ProcEnd {
+    /// There is no such process.
+    Gone,
+    Running,
+    /// The process is a zombie, or gives back its memory and files.
+    Exiting(ProcessEnd),
 }
 
-impl Stat {
-    /// `None`: there is no such process.
-    fn read(process: u32) -> Option<Self> {
-        let text = std::fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
+impl ProcEnd {
+    fn read(process: u32) -> Self {
+        let Ok(text) = std::fs::read_to_string(format!("/proc/{process}/stat")) else {
+            return Self::Gone;
+        };
         // The name of the program is in parentheses, and may have some itself.
-        let (_, fields) = text.rsplit_once(')')?;
-        let flags: u64 = fields.split_ascii_whitespace().nth(6)?.parse().ok()?;
-        let status = fields.split_ascii_whitespace().next_back()?.parse().ok()?;
-        Some(Self {
-            is_exiting: flags & EXITING != 0,
-            // A first thread may have exited before the others were stopped. These signals kill no process.
-            is_stopped: (libc::SIGSTOP..=libc::SIGTTOU).contains(&status),
-            status,
-        })
+        let fields = text.rsplit_once(')').map_or("", |(_, fields)| fields);
+        let mut fields = fields.split_ascii_whitespace();
+        let flags = fields.nth(6).and_then(|flags| flags.parse::<u64>().ok());
+        let status = fields.next_back().and_then(|status| status.parse().ok());
+        match (flags, status) {
+            // The first thread may have exited before the others were stopped. A signal that stops kills no process.
+            (Some(_), Some(libc::SIGSTOP..=libc::SIGTTOU)) => Self::Running,
+            (Some(flags), Some(status)) if flags & EXITING != 0 => {
+                Self::Exiting(ProcessEnd::of_wait_status(status))
+            }
+            _ => Self::Running,
+        }
     }
 }

@@ -1,9 +1,9 @@
 //! Which programs use io_uring.
 //!
-//! The kernel does not move the offset of a FUSE file for io_uring requests at the current offset where the file has no
-//! page cache. It works with a copy of the offset for each asynchronous request (`fuse_direct_IO` in fs/fuse/file.c,
-//! Linux 6.18), so each write lands on the one before. Through its page cache it does it right. So files that a program
-//! with an io_uring opens are served that way, which costs memory, and half of the throughput or more.
+//! For a FUSE file without page cache, the kernel does not advance the file offset after an io_uring request at the current
+//! offset: each asynchronous request has a copy of the offset (`fuse_direct_IO` in fs/fuse/file.c, Linux 6.18). Every write
+//! would overwrite the one before. I/O through the page cache is right, so files that a program with an io_uring opens get the
+//! page cache. That costs memory, and half of the throughput or more.
 
 use std::collections::HashMap;
 use std::fs;
@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-/// What was seen of a thread holds for this long. A program makes its rings before it opens files for them, most do when
+/// How long an answer about a thread is valid. A program makes its rings before it opens files for them, most do when
 /// they start.
 const HOLDS_FOR: Duration = Duration::from_secs(1);
 /// Threads that are remembered at most.

@@ -85,7 +85,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             let was_set = set == Err(Errno::EXIST)
                 && before.is_some()
                 && names.has_value(inode, &name, &value);
-            // By the firnd that died.
+            // The firnd that died has set it: a creation that is repeated would fail.
             reply.done(if was_set { Ok(()) } else { set });
         });
     }

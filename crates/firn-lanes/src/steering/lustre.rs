@@ -1,6 +1,6 @@
-//! Lustre: an extended attribute that is set before the file's objects are made.
+//! Places new files on a chosen OST of Lustre: the extended attribute `lustre.lov` is set before the objects of the file are made.
 //!
-//! As `llapi_layout_file_open` of its library does it (lustreapi(7)): the file is opened with `O_LOV_DELAY_CREATE`, so
+//! `llapi_layout_file_open` does the same (lustreapi(7)): the file is opened with `O_LOV_DELAY_CREATE`, so
 //! that no OST is chosen yet, and gets a layout of one stripe that begins at the wanted OST.
 
 use std::ffi::{CStr, OsString};
@@ -12,7 +12,7 @@ use rustix::fs::{OFlags, XattrFlags, fgetxattr, fsetxattr};
 
 use super::{Created, Driver, Location, check_magic, parse_numbers};
 
-/// What `statfs` says of it (LL_SUPER_MAGIC).
+/// `f_type` of Lustre in statfs(2) (LL_SUPER_MAGIC).
 const MAGIC: u64 = 0x0BD0_0BD0;
 const LAYOUT: &CStr = c"lustre.lov";
 const MAGIC_V1: u32 = 0x0BD1_0BD0;
@@ -25,7 +25,7 @@ const POOL_BYTES: usize = 16;
 /// `struct lov_user_ost_data_v1`: an object's id, a generation, the index of its OST.
 const OBJECT_BYTES: usize = 24;
 
-/// `O_LOV_DELAY_CREATE`: no file of another file system minds these two flags.
+/// `O_LOV_DELAY_CREATE`. Lustre takes these two flags for it; they have no effect on regular files elsewhere.
 fn delay_create() -> OFlags {
     OFlags::NOCTTY | OFlags::from_bits_retain(libc::O_ASYNC as u32)
 }

@@ -119,14 +119,14 @@ impl Sampler {
         self.choice
             .is_paused
             .store(view.is_paused, Ordering::Relaxed);
+        let path = match &view.job {
+            Some(job) => job_directory(job, view),
+            None => self.mount_directory(view),
+        };
         if view.job.is_none() && self.wanted.job_path.is_none() {
-            self.choose_job(self.mount_directory(view));
+            self.choose_job(path.clone());
         }
         if self.wanted.directory.is_none() {
-            let path = match &view.job {
-                Some(job) => job_directory(job, view),
-                None => self.mount_directory(view),
-            };
             let mut directory = lock(&self.choice.directory);
             if *directory != path {
                 *directory = path;

@@ -64,7 +64,7 @@ impl Connection {
     pub(super) fn answer(&self, unique: u64, errno: i32, payload: &[&[u8]]) {
         match self.send(unique, -errno, payload) {
             Ok(()) => {}
-            // The mount is gone, or nobody waits any more.
+            // The mount is gone, or its caller does not wait any more.
             Err(error)
                 if matches!(
                     Errno::from_io_error(&error),

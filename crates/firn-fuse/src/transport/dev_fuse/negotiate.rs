@@ -1,7 +1,10 @@
 //! What the mount asks of the kernel at INIT.
 //!
-//! Not asked: the writeback cache (halves throughput, design measurement); locks, but on mounts that share them with other
-//! hosts (else the kernel has them, and nobody is asked); and O_TRUNC as a part of open. With it the kernel has a file truncated before it looks whether a program runs from it: ETXTBSY came too late for the program.
+//! Not asked for:
+//! * the writeback cache: it halved the throughput when it was measured;
+//! * locks, except on mounts that share them with other hosts: otherwise the kernel keeps them itself;
+//! * O_TRUNC as a part of open: the kernel would have a file truncated before it looks whether a program runs from it, and
+//!   ETXTBSY would come too late.
 
 use std::io;
 
@@ -12,8 +15,8 @@ use crate::transport::dev_fuse::abi::{self, InitIn, InitOut, init_flags as flag}
 /// raised.
 pub(super) const WRITE_BYTES_MAX: u32 = 1 << 20;
 /// Requests of asynchronous callers (pages that are read ahead for mappings, closes, io_uring) that the kernel hands to
-/// firnd at a time. While so many hang, it keeps back all others, also those for other files; so there is no limit of
-/// Firn's own. The kernel's for a mount of another user than root is `max_user_bgreq` of the module fuse.
+/// firnd at a time. While that many hang, the kernel keeps back all others, also those for other files: so Firn asks for the
+/// largest number. For a mount of a user other than root, the kernel's limit is `max_user_bgreq` of the module fuse.
 const BACKGROUND_MAX: u16 = u16::MAX;
 /// A backing that is itself stacked cannot be passed through, and that is the depth that says so.
 const STACK_DEPTH: u32 = 1;

@@ -1,13 +1,14 @@
-//! What the connections of an agent know of partners.
+//! What all connections of an agent share about partners: which host is the partner of this one, and which hosts it is the
+//! partner of.
 //!
 //! ```text
-//!   chosen: the partner      copies, marks; when it has all that is held, the others may go
-//!   all others that follow   formers: keep what they have until then, copy nothing more; then drop it, and go
+//!   the chosen follower     the partner: copies held files and marks them
+//!   all other followers     former partners: keep their copies until the partner has marked all, then drop them
 //! ```
 //!
 //! Invariants
-//! * Each host follows by one connection, the last that it made.
-//! * No former is told to drop anything before the partner has marked all that is held and closed.
+//! * A host follows by one connection: the last that it made.
+//! * A former partner drops nothing before the partner has marked all that is held and closed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -25,8 +26,8 @@ use crate::peer::Route;
 use crate::server::{Level, Log};
 use crate::source::SourceError;
 
-/// Of one agent.
-pub(crate) struct Desk {
+/// The partners of the host of one agent.
+pub(crate) struct PartnerService {
     /// What this host is called.
     pub(crate) host: String,
     pub(crate) backing: PathBuf,
@@ -35,20 +36,20 @@ pub(crate) struct Desk {
     /// Whether bytes of partners are encrypted on their way.
     encrypt: Encrypt,
     pub(crate) log: Log,
-    state: Mutex<DeskState>,
+    state: Mutex<ServiceState>,
 }
 
 #[derive(Default)]
-struct DeskState {
+struct ServiceState {
     /// The partner of this host, and what a person should know of it.
     chosen: Option<(String, String)>,
     /// It has had all that was held at one moment since it was chosen.
     is_settled: bool,
     /// The followers.
-    seats: BTreeMap<String, Follower>,
+    followers: BTreeMap<String, Follower>,
     /// Formers that were told to drop what they have.
     dismissed: BTreeSet<String>,
-    last_seat: u64,
+    last_registration: u64,
     /// Hosts that this one is the partner of.
     sources: BTreeSet<String>,
 }
@@ -59,9 +60,9 @@ struct Follower {
     heard_at: Instant,
 }
 
-/// The right of a connection to follow this host. Dropped, its host does not follow.
-pub(crate) struct Seat {
-    desk: Arc<Desk>,
+/// A connection that follows this host. Dropping it ends that.
+pub(crate) struct Registration {
+    service: Arc<PartnerService>,
     host: String,
     number: u64,
 }
@@ -79,7 +80,7 @@ pub(crate) enum Role {
     Over,
 }
 
-impl Desk {
+impl PartnerService {
     /// Of an agent that knows of no other yet.
     pub(crate) fn new(
         host: String,
@@ -107,7 +108,7 @@ impl Desk {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, DeskState> {
+    fn lock(&self) -> MutexGuard<'_, ServiceState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -132,7 +133,10 @@ impl Desk {
     pub(crate) fn last_heard(&self) -> Option<Instant> {
         let state = self.lock();
         let (chosen, _) = state.chosen.as_ref()?;
-        state.seats.get(chosen).map(|place| place.heard_at)
+        state
+            .followers
+            .get(chosen)
+            .map(|follower| follower.heard_at)
     }
 
     /// Whether no former is needed any more.
@@ -141,10 +145,10 @@ impl Desk {
     }
 
     /// Lets a host follow; with what a person should know of it, where it is the partner.
-    pub(crate) fn seat(
+    pub(crate) fn register_follower(
         self: &Arc<Self>,
         host: &str,
-    ) -> Result<(Seat, Option<String>), SourceError> {
+    ) -> Result<(Registration, Option<String>), SourceError> {
         let refused = |kind, message| Err(SourceError { kind, message });
         let mut state = self.lock();
         let note = match &state.chosen {
@@ -157,19 +161,19 @@ impl Desk {
             // It looks for one.
             None => return refused(ErrorKind::Stale, format!("{} has no partner", self.host)),
         };
-        state.last_seat += 1;
-        let number = state.last_seat;
-        let place = Follower {
+        state.last_registration += 1;
+        let number = state.last_registration;
+        let follower = Follower {
             number,
             heard_at: Instant::now(),
         };
-        state.seats.insert(host.to_owned(), place);
-        let seat = Seat {
-            desk: Arc::clone(self),
+        state.followers.insert(host.to_owned(), follower);
+        let registration = Registration {
+            service: Arc::clone(self),
             host: host.to_owned(),
             number,
         };
-        Ok((seat, note))
+        Ok((registration, note))
     }
 
     // ---- of other hosts ------------------------------------------------------------------------
@@ -183,13 +187,13 @@ impl Desk {
         if !self.lock().sources.insert(source.to_owned()) {
             return Ok(());
         }
-        let desk = Arc::clone(self);
+        let service = Arc::clone(self);
         let name = source.to_owned();
         let started = std::thread::Builder::new()
             .name("agent-partner".into())
             .spawn(move || {
-                follow_source(&desk, &name);
-                desk.lock().sources.remove(&name);
+                follow_source(&service, &name);
+                service.lock().sources.remove(&name);
             });
         if let Err(error) = started {
             self.lock().sources.remove(source);
@@ -202,7 +206,7 @@ impl Desk {
     }
 }
 
-impl Desk {
+impl PartnerService {
     /// This agent ends: copies of what is in the backing by now are removed, others stay for its next start.
     pub(crate) fn leave(&self) {
         self.copies.close();
@@ -220,7 +224,7 @@ impl Desk {
     }
 }
 
-impl DeskState {
+impl ServiceState {
     fn role(&self, host: &str) -> Role {
         match &self.chosen {
             Some((chosen, _)) if chosen == host => Role::Partner,
@@ -230,11 +234,11 @@ impl DeskState {
     }
 }
 
-impl Seat {
+impl Registration {
     /// The host is there. False: it has another connection, or is not needed any more.
     pub(crate) fn hear(&self) -> bool {
-        let mut state = self.desk.lock();
-        match state.seats.get_mut(&self.host) {
+        let mut state = self.service.lock();
+        match state.followers.get_mut(&self.host) {
             Some(place) if place.number == self.number => {
                 place.heard_at = Instant::now();
                 true
@@ -246,7 +250,7 @@ impl Seat {
     /// What it is when it asks for a list. One that is dismissed hears so in one list, and by its next question it has
     /// dropped what it had.
     pub(crate) fn role(&self) -> Role {
-        let mut state = self.desk.lock();
+        let mut state = self.service.lock();
         let role = state.role(&self.host);
         if role != Role::Dismissed {
             return role;
@@ -260,19 +264,19 @@ impl Seat {
 
     /// It has all that is held.
     pub(crate) fn settle(&self) {
-        let mut state = self.desk.lock();
+        let mut state = self.service.lock();
         if state.role(&self.host) == Role::Partner {
             state.is_settled = true;
         }
     }
 }
 
-impl Drop for Seat {
+impl Drop for Registration {
     fn drop(&mut self) {
-        let mut state = self.desk.lock();
-        let is_own = |place: &Follower| place.number == self.number;
-        if state.seats.get(&self.host).is_some_and(is_own) {
-            state.seats.remove(&self.host);
+        let mut state = self.service.lock();
+        let is_own = |follower: &Follower| follower.number == self.number;
+        if state.followers.get(&self.host).is_some_and(is_own) {
+            state.followers.remove(&self.host);
         }
     }
 }

@@ -1,13 +1,13 @@
-//! A shelf: a directory of copies, each of which appears, is exchanged and goes as a whole.
+//! A directory of copies. Each copy appears, is replaced and disappears as a whole.
 //!
 //! ```text
-//!   NAME            a whole copy
-//!   .next-NAME      one in the making: it gets NAME, or is exchanged for what has it, when it is whole
-//!   .removed-NAME   one that is being removed
+//!   NAME            a complete copy
+//!   .next-NAME      a copy that is being made: once complete it is renamed to NAME, or exchanged for the old copy
+//!   .removed-NAME   a copy that is being removed
 //! ```
 //!
 //! Promises
-//! * At every moment NAME has a whole copy or nothing: it changes by one rename.
+//! * At every moment NAME is a complete copy or is not there: one rename changes it.
 //! * A copy loses its name before the first of its files is removed.
 //! * Names are changed and removed by the descriptor of the directory, in which no other user may replace them. What
 //!   another user put there is no copy and is not removed.
@@ -27,17 +27,17 @@ use crate::pull::{is_on_firn, local, rename_new, sync_dir};
 const NEXT: &str = ".next-";
 const REMOVED: &str = ".removed-";
 
-/// See the head of this file.
-pub(crate) struct Shelf {
+/// A directory of copies, by its descriptor.
+pub(crate) struct CopyDirectory {
     dir: OwnedFd,
-    /// Of the directory: for messages, and for a pull, which checks the directory of its target itself.
+    /// For messages, and for a pull, which checks the directory of its target itself.
     path: PathBuf,
     uid: u32,
-    /// Whether names are made durable: on a firn mount they are held, and that is what was asked for.
+    /// Whether names are made durable. On a firn mount they are not: copies there are meant to be held.
     is_synced: bool,
 }
 
-impl Shelf {
+impl CopyDirectory {
     /// Opens a directory, which others may share as long as they cannot replace names in it.
     pub(crate) fn open(path: &Path) -> Result<Self, PullError> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
@@ -158,7 +158,7 @@ impl Shelf {
     }
 }
 
-impl AsFd for Shelf {
+impl AsFd for CopyDirectory {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.dir.as_fd()
     }
@@ -207,8 +207,8 @@ mod tests {
         names
     }
 
-    fn begin(shelf: &Shelf, bytes: &str) -> PathBuf {
-        let next = shelf.begin(COPY.as_ref()).unwrap();
+    fn begin(directory: &CopyDirectory, bytes: &str) -> PathBuf {
+        let next = directory.begin(COPY.as_ref()).unwrap();
         fs::create_dir(&next).unwrap();
         fs::write(next.join("rank0"), bytes).unwrap();
         next
@@ -217,43 +217,43 @@ mod tests {
     #[test]
     fn a_copy_appears_is_exchanged_and_goes_as_a_whole() {
         let top = tempfile::tempdir().unwrap();
-        let shelf = Shelf::open(top.path()).unwrap();
+        let directory = CopyDirectory::open(top.path()).unwrap();
         let read = || fs::read_to_string(top.path().join("step_1/rank0")).unwrap();
-        begin(&shelf, "half");
+        begin(&directory, "half");
         assert_eq!(names(top.path()), [".next-step_1"]);
         // Begun again: nothing of the first try is used.
-        begin(&shelf, "old");
-        shelf.finish(COPY.as_ref()).unwrap();
+        begin(&directory, "old");
+        directory.finish(COPY.as_ref()).unwrap();
         assert_eq!(read(), "old");
-        begin(&shelf, "new");
+        begin(&directory, "new");
         assert_eq!(read(), "old");
-        shelf.finish(COPY.as_ref()).unwrap();
+        directory.finish(COPY.as_ref()).unwrap();
         assert_eq!(read(), "new");
         assert_eq!(names(top.path()), [COPY]);
-        assert_eq!(shelf.names().unwrap(), [COPY]);
-        shelf.remove(COPY.as_ref()).unwrap();
-        shelf.remove(COPY.as_ref()).unwrap();
+        assert_eq!(directory.names().unwrap(), [COPY]);
+        directory.remove(COPY.as_ref()).unwrap();
+        directory.remove(COPY.as_ref()).unwrap();
         assert!(names(top.path()).is_empty());
     }
 
     #[test]
     fn what_was_interrupted_is_swept_and_a_pull_that_goes_on_is_not() {
         let top = tempfile::tempdir().unwrap();
-        let shelf = Shelf::open(top.path()).unwrap();
+        let directory = CopyDirectory::open(top.path()).unwrap();
         for name in [".next-step_1", ".removed-step_2", "step_3"] {
             fs::create_dir_all(top.path().join(name).join("sub")).unwrap();
         }
         fs::create_dir(top.path().join(".firn-pull-.next-step_1")).unwrap();
-        assert!(shelf.sweep().is_empty());
+        assert!(directory.sweep().is_empty());
         assert_eq!(names(top.path()), [".firn-pull-.next-step_1", "step_3"]);
-        assert_eq!(shelf.names().unwrap(), ["step_3"]);
+        assert_eq!(directory.names().unwrap(), ["step_3"]);
     }
 
     /// Proves S-agent-34.
     #[test]
     fn what_another_user_put_there_is_no_copy_and_stays() {
         let top = tempfile::tempdir().unwrap();
-        let shelf = Shelf::open(top.path()).unwrap();
+        let directory = CopyDirectory::open(top.path()).unwrap();
         for name in [COPY, ".next-step_2", ".removed-step_3"] {
             fs::create_dir(top.path().join(name)).unwrap();
             if chown(top.path().join(name), Some(65_534), None).is_err() {
@@ -262,13 +262,13 @@ mod tests {
             }
         }
         let before = names(top.path());
-        assert!(shelf.names().unwrap().is_empty());
+        assert!(directory.names().unwrap().is_empty());
         assert!(matches!(
-            shelf.begin(COPY.as_ref()),
+            directory.begin(COPY.as_ref()),
             Err(PullError::Exists { .. })
         ));
-        shelf.remove(COPY.as_ref()).unwrap();
-        assert!(shelf.sweep().is_empty());
+        directory.remove(COPY.as_ref()).unwrap();
+        assert!(directory.sweep().is_empty());
         assert_eq!(names(top.path()), before);
     }
 }
