@@ -9,7 +9,8 @@
 //! * A slot changes its place only while no chunk is in it.
 //! * A slot is in the arena or in a memory file, whole, at every instant: its word is stored after the new place has memory
 //!   and before the old one loses it.
-//! * The bytes of a memory file that was given away ([`MemoryFile::reader`], [`MemoryFile::share`]) are not used for another file.
+//! * The bytes of a memory file that was given away ([`MemoryFile::reader`], [`Arena::begin_view`]) are not used for another file.
+//! * A memory file keeps its name while it is a view, even without a slot: the next firnd finds it by that.
 //!
 //! Relies on: one thread makes memory files and fills them. Any thread may return idle slots.
 
@@ -50,6 +51,8 @@ pub struct MemoryFile {
     is_given: AtomicBool,
     /// Slots are put into it, so it stays while it has none. Changes under the lock of the table.
     is_being_filled: AtomicBool,
+    /// The kernel reads it by itself, so it stays while it has no slot. Changes under the lock of the table.
+    is_view: AtomicBool,
 }
 
 /// Slots in memory files, and the rest of what they are.
@@ -146,14 +149,13 @@ impl MemoryFile {
         rustix::fs::open(path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())
     }
 
-    /// From here on somebody else reads it, and its bytes stay those of one file of so many bytes.
-    pub fn share(&self, len: u64) -> Result<(), Errno> {
-        self.is_given.store(true, Ordering::Release);
-        self.set_len(len)
-    }
-
     fn is_being_filled(&self) -> bool {
         self.is_being_filled.load(Ordering::Acquire)
+    }
+
+    /// Whether it has a use beside its slots.
+    fn is_held(&self) -> bool {
+        self.is_being_filled() || self.is_view.load(Ordering::Acquire)
     }
 
     fn is_empty(&self) -> bool {
@@ -208,6 +210,7 @@ impl MemoryFiles {
             slots: Mutex::default(),
             is_given: AtomicBool::new(false),
             is_being_filled: AtomicBool::new(false),
+            is_view: AtomicBool::new(false),
         });
         self.table.lock().files.insert(number, Arc::clone(&file));
         file
@@ -270,7 +273,7 @@ impl MemoryFiles {
     fn remove_if_unused(&self, table: &mut Table, file: &Arc<MemoryFile>) {
         let known = table.files.get(&file.number);
         let is_known = known.is_some_and(|known| Arc::ptr_eq(known, file));
-        if is_known && file.is_empty() && !file.is_being_filled() {
+        if is_known && file.is_empty() && !file.is_held() {
             table.files.remove(&file.number);
             self.unlink(file.number);
         }
@@ -298,6 +301,18 @@ impl MemoryFiles {
         self.remove_if_unused(&mut table, file);
     }
 
+    fn begin_view(&self, file: &MemoryFile) {
+        let _table = self.table.lock();
+        file.is_given.store(true, Ordering::Release);
+        file.is_view.store(true, Ordering::Release);
+    }
+
+    fn end_view(&self, file: &Arc<MemoryFile>) {
+        let mut table = self.table.lock();
+        file.is_view.store(false, Ordering::Release);
+        self.remove_if_unused(&mut table, file);
+    }
+
     fn unlink(&self, number: u16) {
         let removed = self
             .dir()
@@ -307,7 +322,7 @@ impl MemoryFiles {
         }
     }
 
-    /// Removes the memory files beside the arena that have no slot of it.
+    /// Removes the memory files beside the arena that have no slot of it and are no view.
     pub(crate) fn remove_unused(&self) {
         let Ok(dir) = self.dir() else { return };
         let numbers = firn_trust::names_in(dir).unwrap_or_default();
@@ -320,7 +335,7 @@ impl MemoryFiles {
                 table
                     .files
                     .get(&number)
-                    .is_some_and(|file| !file.is_empty())
+                    .is_some_and(|file| !file.is_empty() || file.is_held())
             };
             if !is_used {
                 self.table.lock().files.remove(&number);
@@ -440,10 +455,8 @@ impl Arena {
                 continue;
             };
             let start = u64::from(place.index) * bytes;
-            // Longer than what it holds, for who uses the slot again.
-            let mapped = self
-                .grow_file(&place.file, start + bytes)
-                .and_then(|()| self.map.map_over(at, bytes, place.file.file(), start));
+            // The file keeps its length, which the kernel may show to readers: nothing is put into the slot again.
+            let mapped = self.map.map_over(at, bytes, place.file.file(), start);
             if let Err(source) = mapped {
                 if used.contains(&slot) {
                     let path = quoted_path(&self.path);
@@ -458,8 +471,31 @@ impl Arena {
             self.memory_files.note_slot(&place.file, place.index, slot);
             self.pool.lock().adopt_lent_slot(slot);
         }
-        self.memory_files.remove_unused();
         Ok(())
+    }
+
+    /// Removes memory files that an earlier firnd left and that nothing uses. To be called once views are reopened.
+    pub fn remove_unused_memory_files(&self) {
+        self.memory_files.remove_unused();
+    }
+
+    /// The kernel is about to read a memory file by itself, as a file of `len` bytes: from here on its bytes stay those of
+    /// that file.
+    pub fn begin_view(&self, file: &MemoryFile, len: u64) -> Result<(), Errno> {
+        self.memory_files.begin_view(file);
+        file.set_len(len)
+    }
+
+    /// The memory file that the kernel reads since an earlier firnd; `Err`: why it is not believed.
+    pub fn reopen_view(&self, number: u16) -> Result<Arc<MemoryFile>, String> {
+        let file = self.memory_files.open(number)?;
+        self.memory_files.begin_view(&file);
+        Ok(file)
+    }
+
+    /// No descriptor is left by which the kernel reads a memory file; it is removed if it has no slot.
+    pub fn end_view(&self, file: &Arc<MemoryFile>) {
+        self.memory_files.end_view(file);
     }
 
     /// A memory file for the bytes of a file that needs so many slots: one that was used before, if an idle one is as long.

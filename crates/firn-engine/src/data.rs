@@ -212,11 +212,13 @@ impl<B: Backing> Engine<B> {
             return false;
         };
         state.shorten_pieces(&self.base.arena, &memory, size);
-        let is_shared = memory.share(size).is_ok();
-        if is_shared {
-            state.view = Some(memory);
+        if let Err(errno) = self.base.arena.begin_view(&memory, size) {
+            tracing::debug!(%errno, "the kernel cannot be given a memory file");
+            self.base.arena.end_view(&memory);
+            return false;
         }
-        is_shared
+        state.view = Some(memory);
+        true
     }
 
     /// The length of a file of which the arena has bytes. The backing is asked once for each contents.
@@ -429,11 +431,7 @@ impl<B: Backing> Engine<B> {
         self.base.journal.record_released(&handle, &mut state);
         match mode {
             OpenMode::Engine => {}
-            OpenMode::Memory => {
-                if !state.opens.has_passthrough() {
-                    state.view = None;
-                }
-            }
+            OpenMode::Memory => state.end_view(&self.base.arena),
             OpenMode::Passthrough => state.changes += u64::from(handle.writable),
             OpenMode::Cached { .. } => {
                 self.kernel_cache.count_cached_release();

@@ -195,9 +195,7 @@ impl<B: Backing> KernelCache<B> {
         if *mode == OpenMode::Memory {
             *mode = OpenMode::Engine;
             state.opens.change_mode(OpenMode::Memory, OpenMode::Engine);
-            if !state.opens.has_passthrough() {
-                state.view = None;
-            }
+            state.end_view(&self.base.arena);
         }
     }
 

@@ -36,6 +36,16 @@ impl<B: Backing> FileState<B> {
         self.view.is_none() || !self.opens.has_writers()
     }
 
+    /// Lets go of the view once no handle is left by which the kernel reads it.
+    pub(crate) fn end_view(&mut self, arena: &Arena) {
+        if self.opens.has_passthrough() {
+            return;
+        }
+        if let Some(view) = self.view.take() {
+            arena.end_view(&view);
+        }
+    }
+
     /// No record of a piece reaches beyond a length that its memory file is about to get.
     pub(crate) fn shorten_pieces(&self, arena: &Arena, memory: &Arc<MemoryFile>, len: u64) {
         for (_, extent) in self.pending.extents().iter() {
@@ -195,7 +205,7 @@ impl<B: Backing> Engine<B> {
             let (offset, rest) = (store.offset + done as u64, &store.bytes[done..]);
             match self.write(handle, offset, rest, None)? {
                 Written::Bytes(count) => done += count,
-                Written::Full => return Err(Errno::NOSPC),
+                Written::Full => self.room.wait_for_room()?,
             }
         }
         Ok(())

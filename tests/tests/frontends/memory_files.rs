@@ -32,6 +32,11 @@ fn write_and_settle(mount: &FirnMount, path: &Path, data: &[u8]) {
     });
 }
 
+fn drain(sandbox: &Sandbox, mount: &FirnMount) {
+    let at = mount.path().as_os_str();
+    sandbox.run(["drain".as_ref(), "--wait".as_ref(), at]).ok();
+}
+
 /// Whether the kernel of this machine reads memory files by itself; else firnd reads them for it.
 fn is_passed_through(mount: &FirnMount, path: &Path) -> bool {
     let before = mount.status().read_bytes;
@@ -68,13 +73,7 @@ fn a_settled_file_reads_the_same_by_every_way_and_counts_once() {
         "{} used",
         status.arena_used_bytes
     );
-    sandbox
-        .run([
-            "drain".as_ref(),
-            "--wait".as_ref(),
-            mount.path().as_os_str(),
-        ])
-        .ok();
+    drain(&sandbox, &mount);
     assert_same_bytes("drained", &read(&path), &data);
     drop((mapping, file));
     let drained = mount.backing().join("held");
@@ -206,10 +205,7 @@ fn stores_to_a_mapping_of_a_drained_file_reach_the_backing() {
     let path = mount.join("held");
     let mut expected = bytes(5, 3 * MIB);
     write_and_settle(&mount, &path, &expected);
-    let drain = || {
-        let at = mount.path().as_os_str();
-        sandbox.run(["drain".as_ref(), "--wait".as_ref(), at]).ok();
-    };
+    let drain = || drain(&sandbox, &mount);
     for round in 0..4usize {
         if round % 2 == 0 {
             drain();
@@ -240,6 +236,63 @@ fn stores_to_a_mapping_of_a_drained_file_reach_the_backing() {
         );
     }
     mount.umount();
+}
+
+/// Proves S-memory-2, S-memory-3, S-crash-11: with firnd killed between the changes.
+#[test]
+fn readers_writers_and_mappings_of_a_memory_file_go_on_when_firnd_is_killed() {
+    let seed = seed("readers_writers_and_mappings_of_a_memory_file_go_on_when_firnd_is_killed");
+    let mut random = generator(seed);
+    let sandbox = Sandbox::new("memgoon");
+    let mut mount = FirnMount::new(&sandbox, &format!("{OPTIONS},takeover=auto"));
+    for life in 0..env_count("FIRN_CRASH_ROUNDS", 4) {
+        let path = mount.join(format!("held{life}"));
+        let mut expected = bytes(life, 4 * MIB + 333);
+        write_and_settle(&mount, &path, &expected);
+        let reader = File::open(&path).expect("open");
+        let seen = Mapping::new(&reader, expected.len(), MapFlags::PRIVATE).expect("mmap");
+        let writer = open_rw(&path);
+        let stored = Mapping::new(&writer, expected.len(), MapFlags::SHARED).expect("mmap");
+        for round in 0..12u64 {
+            let what = format!("life {life}, round {round}");
+            let at = random.random_range(0..expected.len() - 5000);
+            let data = bytes(random.random(), random.random_range(1..5000));
+            match random.random_range(0..4) {
+                0 => {
+                    mount.kill_and_go_on();
+                }
+                1 => {
+                    writer.write_all_at(&data, at as u64).expect("write");
+                    expected[at..at + data.len()].copy_from_slice(&data);
+                }
+                2 => {
+                    stored.write(at, &data);
+                    expected[at..at + data.len()].copy_from_slice(&data);
+                    if random.random_bool(0.3) {
+                        writer.sync_all().expect("fsync");
+                    }
+                }
+                _ => drain(&sandbox, &mount),
+            }
+            assert_same_bytes(&what, &read_at(&reader, 0, expected.len()), &expected);
+            assert_same_bytes(&what, &seen.read(0, expected.len()), &expected);
+            let end = read_at(&reader, expected.len() as u64 - 1, 1);
+            assert_eq!(end, expected[expected.len() - 1..], "{what}");
+            let beyond = reader.read_at(&mut [0; 1], expected.len() as u64);
+            assert_eq!(beyond.expect("read"), 0, "{what}: it ends where it ended");
+        }
+        drop((stored, writer, seen, reader));
+        assert_eq!(mount.status().lost_open_files, 0);
+        wait_until("all are closed", PATIENCE, || {
+            mount.status().open_files == 0
+        });
+        assert_same_bytes("opened anew", &read(&path), &expected);
+        drain(&sandbox, &mount);
+        let drained = mount.backing().join(format!("held{life}"));
+        assert_same_bytes("in the backing", &read(&drained), &expected);
+    }
+    mount.umount();
+    assert_eq!(memory_files(&sandbox), [] as [PathBuf; 0]);
 }
 
 /// Files of a mount, and what each of them has to hold.

@@ -142,6 +142,7 @@ fn attach(path: &Path) -> (Arena, Vec<Damage>) {
         arena.keep_piece(found.at, found.piece.len);
     }
     arena.free_unkept_slabs(&stored);
+    arena.remove_unused_memory_files();
     (arena, damage)
 }
 
@@ -161,7 +162,9 @@ fn a_memory_file_has_the_bytes_in_order_and_memory_counts_once() {
     assert_eq!(verify(&f.arena).len(), 3);
     assert!(allocated(f.dir.path()) <= before, "memory counts twice");
     let len = 2 * CHUNK + CHUNK / 2;
-    memory.share(len).expect("it gets its length");
+    f.arena
+        .begin_view(&memory, len)
+        .expect("it gets its length");
     let given = memory.reader().expect("given");
     let mut bytes = vec![0; len as usize + 1];
     let file = std::fs::File::from(given);
@@ -173,6 +176,12 @@ fn a_memory_file_has_the_bytes_in_order_and_memory_counts_once() {
     assert!(matches!(place, Located::MemoryFile(_, at) if at == CHUNK + 5));
     drop_pieces(&f.arena, &pieces);
     f.arena.trim_memory_files(u64::MAX);
+    assert_eq!(
+        f.memory_files().len(),
+        1,
+        "the next firnd finds a view by its name"
+    );
+    f.arena.end_view(&memory);
     assert_eq!(
         f.memory_files(),
         [] as [PathBuf; 0],
@@ -234,7 +243,9 @@ fn regression_a_cut_file_that_is_read_in_its_memory_file_is_no_damage() {
     settle(&f.arena, 1, &mut pieces, &memory);
     let cut = CHUNK / 4;
     f.arena.shorten_piece(pieces[2].0, cut);
-    memory.share(2 * CHUNK + cut).expect("it gets its length");
+    f.arena
+        .begin_view(&memory, 2 * CHUNK + cut)
+        .expect("it gets its length");
     let Fixture { dir, arena } = f;
     drop(memory);
     drop(arena);
@@ -439,6 +450,33 @@ fn memory_files_of_an_arena_that_is_gone_are_in_nobodys_way() {
     drop(arena);
     firn_arena::remove_memory_files(&dir.path().join("arena"));
     assert_eq!(memory_files_in(dir.path()), [] as [PathBuf; 0]);
+}
+
+#[test]
+fn a_view_without_a_slot_is_there_after_an_attach() {
+    let f = Fixture::new();
+    let mut pieces = write_file(&f.arena, 1, 3);
+    let memory = f.arena.begin_memory_file(3).expect("no error");
+    let memory = memory.expect("one");
+    settle(&f.arena, 1, &mut pieces, &memory);
+    let (number, len) = (memory.number(), 2 * CHUNK + CHUNK / 2);
+    f.arena
+        .begin_view(&memory, len)
+        .expect("it gets its length");
+    drop_pieces(&f.arena, &pieces);
+    let Fixture { dir, arena } = f;
+    drop((memory, arena));
+    let (arena, _, _) = Arena::attach(&dir.path().join("arena")).expect("attached");
+    let view = arena.reopen_view(number).expect("it is there");
+    arena.remove_unused_memory_files();
+    arena.trim_memory_files(0);
+    let mut bytes = vec![0; len as usize + 1];
+    assert_eq!(view.load(0, &mut bytes), Ok(len as usize), "its length");
+    assert!(bytes[..len as usize] == bytes_of(1, 0, len));
+    arena.end_view(&view);
+    assert_eq!(memory_files_in(dir.path()), [] as [PathBuf; 0]);
+    assert!(arena.reopen_view(number).is_err(), "its name is gone");
+    arena.assert_invariants();
 }
 
 #[test]
