@@ -162,8 +162,10 @@ impl RestartArgs {
         more: &str,
     ) -> anyhow::Result<Mount<'a>> {
         let chunk_bytes = 4 << 20;
-        let arena_bytes =
+        // Beside the files: what their writers lease, and the part that settling leaves to writers.
+        let files =
             u64::from(self.most()) * (self.size().next_multiple_of(chunk_bytes) + 3 * chunk_bytes);
+        let arena_bytes = (files + files / 16).next_multiple_of(chunk_bytes);
         let options = format!("drain=demand,close=held,fsync=held,arena-size={arena_bytes},{more}");
         let mount = firn.mount(
             &work.subdir(&format!("backing-{name}"))?,
