@@ -141,11 +141,11 @@ impl RestartArgs {
         report: &mut Report,
     ) -> anyhow::Result<()> {
         let plain = self.mount(firn, work, "held", "memory-files=0")?;
-        let copies = self.mount(firn, work, "copies", "memory-files=0,kernel-copies=100")?;
+        let pages = self.mount(firn, work, "pages", "memory-files=1M,passthrough=off")?;
         let memory = self.mount(firn, work, "memory", "memory-files=1M")?;
         let mounts = held::Mounts {
             plain: &plain,
-            copies: &copies,
+            pages: &pages,
             memory: &memory,
             preload: firn.preload()?,
         };

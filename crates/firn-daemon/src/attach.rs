@@ -328,8 +328,6 @@ fn policies(arena: &Arena, options: &Options) -> EngineOptions {
         spill_upper_percent: options.spill_upper_percent,
         spill_lower_percent: options.spill_lower_percent,
         passthrough: passthrough(options),
-        kernel_copies_bytes_max: options.arena_bytes / 100
-            * u64::from(options.kernel_copies_percent),
         memory_file_bytes_min: memory_file_bytes_min(options),
         serves_every_read: options.participants != Participants::Off,
         objects_max: process::objects_max(),

@@ -151,16 +151,11 @@ impl<B: Backing> Engine<B> {
         // In any case it is noted how the file is now.
         let unchanged =
             is_cacheable && !allowed && self.kernel_cache.is_as_cached(&inode) && !is_shared;
-        let reads_memory = self.kernel_cache.passes_memory_through()
-            && self.room.settles()
-            && kernel_reads == KernelReads::Passthrough;
-        let keeps_copies = self.kernel_cache.kernel_copies.are_allowed();
-        let held_size = if is_cacheable && (keeps_copies || reads_memory) {
-            self.size_if_held(&file)
-        } else {
-            None
-        };
-        let mut copy = None;
+        let reads_memory = self.kernel_cache.passes_memory_through();
+        let is_in_memory_file = is_cacheable && kernel_reads == KernelReads::Passthrough;
+        let settled_size = is_in_memory_file
+            .then(|| self.settled_size(&file))
+            .flatten();
         let opened = self.add_handle(&inode, flags, |state| {
             // The file may have been dropped and made anew meanwhile; its descriptors come again.
             let both = state
@@ -172,25 +167,20 @@ impl<B: Backing> Engine<B> {
             let quiet = in_backing && !state.opens.has_through_engine() && !wants_write;
             // While the kernel caches pages for an open file, it refuses to pass the inode through.
             let is_cached = state.opens.has_cached();
-            if state.view.is_some() || (reads_memory && self.begin_view(state, held_size)) {
+            if state.view.is_some() || (reads_memory && self.begin_view(state, settled_size)) {
                 OpenMode::Memory
             } else if state.opens.has_passthrough() || (allowed && both && quiet && !is_cached) {
                 OpenMode::Passthrough
             } else if is_cacheable && in_backing && (!allowed || is_cached) {
                 OpenMode::Cached { keep: unchanged }
+            } else if !reads_memory && self.may_keep_pages(state, settled_size) {
+                let keep = inode.keep_pages_of(state.changes);
+                OpenMode::Cached { keep }
             } else {
-                let size = held_size.filter(|_| keeps_copies);
-                copy = size.and_then(|size| self.kernel_cache.admit_copy(&inode, state, size));
-                copy.as_ref().map_or(OpenMode::Engine, |copy| {
-                    let keep = copy.is_current;
-                    OpenMode::Cached { keep }
-                })
+                OpenMode::Engine
             }
         });
-        if let Some(copy) = copy {
-            self.kernel_cache.kernel_copies.drop_pages(&copy.dropped);
-        }
-        if held_size.is_some() && opened.mode != OpenMode::Memory {
+        if is_cacheable && settled_size.is_none() {
             self.room.settle_later(&file);
         }
         Ok(opened)
@@ -221,20 +211,29 @@ impl<B: Backing> Engine<B> {
         true
     }
 
-    /// The length of a file of which the arena has bytes. The backing is asked once for each contents.
-    fn size_if_held(&self, file: &Arc<File<B>>) -> Option<u64> {
-        let changes = {
+    /// The length of a file all of whose bytes are in one memory file.
+    fn settled_size(&self, file: &Arc<File<B>>) -> Option<u64> {
+        if !self.room.settles() {
+            return None;
+        }
+        {
             let state = file.lock();
-            if state.pending.is_empty() && state.cache.is_empty() {
+            let bytes = state.whole_bytes();
+            if bytes < self.base.options.memory_file_bytes_min {
                 return None;
             }
-            state.changes
-        };
-        let known = self
-            .kernel_cache
-            .kernel_copies
-            .size_of(file.inode.id, changes);
-        known.or_else(|| self.intake.size_of(file).ok())
+            state.memory_file(&self.base.arena, bytes)?;
+        }
+        self.intake.size_of(file).ok()
+    }
+
+    /// Whether the kernel may keep pages of a held file that it cannot read by itself: nobody writes it, and all of its
+    /// `size` bytes are in a memory file. Bytes of the backing do not qualify, because another host may change them unseen.
+    fn may_keep_pages(&self, state: &FileState<B>, size: Option<u64>) -> bool {
+        let is_used_otherwise =
+            state.opens.has_passthrough() || state.opens.has_writers() || state.direct.has_grant();
+        let settled = size.filter(|_| !is_used_otherwise);
+        settled.is_some_and(|size| state.memory_file(&self.base.arena, size).is_some())
     }
 
     /// Opens what a handle needs of the backing, so that open(2) tells what is wrong.
@@ -285,12 +284,9 @@ impl<B: Backing> Engine<B> {
     ) -> Opened {
         let writable = flags & O_ACCMODE != 0;
         let mut chosen = OpenMode::Engine;
-        let mut has_kernel_copy = false;
         let mut is_first_writer = false;
         let file = self.open_files.file_with(inode, |state| {
             chosen = mode(state);
-            let is_held = !state.pending.is_empty() || !state.cache.is_empty();
-            has_kernel_copy = is_held && matches!(chosen, OpenMode::Cached { .. });
             if let OpenMode::Cached { .. } = chosen {
                 self.kernel_cache.count_cached_open();
             }
@@ -320,7 +316,6 @@ impl<B: Backing> Engine<B> {
             readable: access != O_WRONLY,
             writable,
             lease: Mutex::new(None),
-            has_kernel_copy,
             written: AtomicU64::new(0),
             killed: AtomicBool::new(false),
             closing: AtomicBool::new(false),
@@ -450,10 +445,6 @@ impl<B: Backing> Engine<B> {
             events.note(&file.inode, FileChange::Closed);
         }
         self.open_files.keep_cut(&file.inode);
-        if handle.has_kernel_copy {
-            self.kernel_cache.kernel_copies.close(file.inode.id);
-            self.kernel_cache.end_kernel_copy(file);
-        }
         if handle.writable {
             self.open_files.note_written(file);
         }

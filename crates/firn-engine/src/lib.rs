@@ -27,7 +27,7 @@
 //!              tree: names and objects · drain: queues · lost
 //!              base: backing, arena, journal, policies, counters, errors
 //! tables       names · tables: files, handles · grants · privileges · file_journal with file_id and ending · claims
-//!              errors · counters · kernel_copies
+//!              errors · counters
 //! a file       file: pending, drain_state, opens, direct · cache
 //! values       extents · retry · options · api
 //! ```
@@ -56,7 +56,6 @@ mod file_journal;
 mod grants;
 mod intake;
 mod kernel_cache;
-mod kernel_copies;
 mod live;
 mod lost;
 mod names;

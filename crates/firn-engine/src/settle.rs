@@ -108,7 +108,7 @@ impl<B: Backing> FileState<B> {
 
     /// Bytes from the start of the file that the arena has without a gap, all of them pending or all of them drained; 0:
     /// there are none.
-    fn whole_bytes(&self) -> u64 {
+    pub(crate) fn whole_bytes(&self) -> u64 {
         let (pending, cached) = (self.pending.bytes(), self.cache.bytes());
         let (bytes, end) = if pending == 0 {
             (cached, self.cache.extents().end())

@@ -130,14 +130,6 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
                     coherence.invalidate_attributes(inode);
                 }
             }));
-        let weak = Arc::downgrade(&coherence);
-        engine
-            .kernel_cache
-            .on_kernel_copy_dropped(Arc::new(move |inode| {
-                if let Some(coherence) = weak.upgrade() {
-                    coherence.drop_pages_later(inode);
-                }
-            }));
         let named = Arc::clone(&engine);
         let failures = Failures::new(move |inode, name| named.tree.shown_path(inode, name));
         let passthrough = Arc::<Passthrough<R::BackingId>>::default();

@@ -119,10 +119,6 @@ part! {
         gauge cached_bytes: u64,
         /// Drained bytes that left the arena, to make room or because a request asked.
         counter evicted_bytes: u64,
-        /// Bytes of held files of which the kernel may have a copy in its page cache.
-        gauge kernel_copies_bytes: u64,
-        /// The most bytes of held files that the kernel may have copies of.
-        gauge kernel_copies_max_bytes: u64,
         /// Bytes of the arena's memory that memory files have, those that wait to be used again included.
         gauge memory_file_bytes: u64,
         /// Bytes of held files that were moved into memory files.

@@ -1,5 +1,5 @@
 //! A held file read by itself in each way that there is, beside a file of the same size on the file system below with a warm
-//! cache: from firnd, from the kernel's own copy of it, and from its memory file.
+//! cache: from firnd, from pages that the kernel keeps of it, and from its memory file.
 
 use std::path::{Path, PathBuf};
 
@@ -14,8 +14,8 @@ const BLOCK_BYTES: u64 = 1 << 20;
 const NATIVE: &str = "native, warm";
 const BY_FIRND: &str = "held, by firnd";
 const BY_PRELOAD: &str = "held, preload";
-const COPY_FIRST: &str = "kernel copy, first";
-const COPY_AGAIN: &str = "kernel copy, again";
+const PAGES_FIRST: &str = "kernel's pages, first";
+const PAGES_AGAIN: &str = "kernel's pages, again";
 const MEMORY_FIRST: &str = "memory file, first";
 const MEMORY_AGAIN: &str = "memory file, again";
 const MEMORY_PRELOAD: &str = "memory file, preload";
@@ -27,10 +27,10 @@ const MOST_MEMORY: f64 = 1.05;
 
 /// The mounts that hold the file.
 pub(super) struct Mounts<'a> {
-    /// Without memory files and copies in the kernel's cache.
+    /// Without memory files.
     pub(super) plain: &'a Mount<'a>,
-    /// With `kernel-copies`.
-    pub(super) copies: &'a Mount<'a>,
+    /// With memory files that the kernel cannot read by itself, as without root.
+    pub(super) pages: &'a Mount<'a>,
     /// With `memory-files`.
     pub(super) memory: &'a Mount<'a>,
     /// The preload library.
@@ -69,8 +69,8 @@ impl<'a> Files<'a> {
             bytes,
         };
         let plain = files.mounts.plain.path().join("image");
-        let copies = files.mounts.copies.path().join("image");
-        for path in [&files.native, &plain, &copies] {
+        let pages = files.mounts.pages.path().join("image");
+        for path in [&files.native, &plain, &pages] {
             write(path, bytes)?;
         }
         read(&files.native, bytes, false, None)?;
@@ -84,7 +84,7 @@ impl<'a> Files<'a> {
     fn ways(&self) -> Vec<ReadWay<'_>> {
         let preload = Some(self.mounts.preload.as_path());
         let held = self.mounts.plain.path().join("image");
-        let copy = self.mounts.copies.path().join("image");
+        let kept = self.mounts.pages.path().join("image");
         let way = |name, path: &PathBuf, before, preload| ReadWay {
             name,
             path: path.clone(),
@@ -95,8 +95,8 @@ impl<'a> Files<'a> {
             way(NATIVE, &self.native, Before::Nothing, None),
             way(BY_FIRND, &held, Before::Nothing, None),
             way(BY_PRELOAD, &held, Before::Nothing, preload),
-            way(COPY_FIRST, &copy, Before::ForgetPages, None),
-            way(COPY_AGAIN, &copy, Before::Nothing, None),
+            way(PAGES_FIRST, &kept, Before::ForgetPages, None),
+            way(PAGES_AGAIN, &kept, Before::Nothing, None),
             way(MEMORY_FIRST, &self.memory_file(), Before::WriteAnew, None),
             way(MEMORY_AGAIN, &self.memory_file(), Before::Nothing, None),
             way(
@@ -112,7 +112,7 @@ impl<'a> Files<'a> {
     pub(super) fn measure(&self, repeats: u32, report: &mut Report) -> anyhow::Result<()> {
         let file_system = crate::machine::file_system_of(&self.native);
         report.note(format!(
-            "{NATIVE}: the same bytes on {file_system}, in its page cache; {COPY_FIRST}: the kernel has nothing of the held \
+            "{NATIVE}: the same bytes on {file_system}, in its page cache; {PAGES_FIRST}: the kernel has nothing of the held \
              file; {MEMORY_FIRST}: written anew and settled just before"
         ));
         let mut settling = Vec::new();
@@ -185,11 +185,11 @@ impl<'a> Files<'a> {
     pub(super) fn remove(&self) -> anyhow::Result<()> {
         let Mounts {
             plain,
-            copies,
+            pages,
             memory,
             ..
         } = self.mounts;
-        for mount in [plain, copies, memory] {
+        for mount in [plain, pages, memory] {
             std::fs::remove_file(mount.path().join("image"))?;
         }
         Ok(())

@@ -49,7 +49,6 @@ impl<B: Backing> Room<B> {
             }
             self.evict(&mut state);
             drop(state);
-            self.kernel_cache.end_kernel_copy(&file);
             self.open_files.drop_if_unused(&file);
         }
         enough()
@@ -89,7 +88,6 @@ impl<B: Backing> Room<B> {
             }
             freed += self.evict(&mut state);
             drop(state);
-            self.kernel_cache.end_kernel_copy(&file);
             self.open_files.drop_if_unused(&file);
         }
         self.wake_writers();
@@ -138,7 +136,6 @@ impl<B: Backing> Room<B> {
             self.evict(&mut state);
             drop(state);
             refresh_view(&self.intake, &self.open_files, file);
-            self.kernel_cache.end_kernel_copy(file);
             self.wake_writers();
         }
         Ok(())

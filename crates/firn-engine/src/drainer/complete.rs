@@ -106,7 +106,6 @@ impl<B: Backing> Drainer<B> {
         if done {
             self.open_files.note_written(&file);
             self.open_files.close_if_unused(&file);
-            self.kernel_cache.end_kernel_copy(&file);
         }
         if cached {
             self.room.note_cached(&file);
