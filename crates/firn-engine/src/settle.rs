@@ -99,6 +99,7 @@ impl<B: Backing> FileState<B> {
                 .is_some_and(|oldest| self.drain.is_forced(oldest));
         !self.opens.has_writers()
             && !self.opens.has_passthrough()
+            && self.view.is_none()
             && !self.direct.has_grant()
             && !self.direct.has_chunk_lists()
             && self.drain.is_idle()

@@ -33,12 +33,30 @@ impl<B: Backing> FileState<B> {
     /// Whether drained bytes may stay in the arena. Not while a program may store to a mapping: what it stores where they
     /// lie would be in the cache and never in the backing.
     pub(crate) fn may_cache(&self) -> bool {
-        self.view.is_none() || !self.opens.has_writers()
+        !self.is_passed_through_memory() || !self.opens.has_writers()
     }
 
-    /// Lets go of the view once no handle is left by which the kernel reads it.
+    /// Whether the kernel reads the file from its memory file.
+    pub(crate) fn is_passed_through_memory(&self) -> bool {
+        self.view.is_some() && self.opens.has_passthrough()
+    }
+
+    /// Makes the memory file that has all `size` bytes of the file its view.
+    pub(crate) fn begin_view(&mut self, arena: &Arena, size: u64) -> Option<Arc<MemoryFile>> {
+        let memory = self.memory_file(arena, size)?;
+        self.shorten_pieces(arena, &memory, size);
+        if let Err(errno) = arena.begin_view(&memory, size) {
+            tracing::debug!(%errno, "nobody can be given a memory file");
+            arena.end_view(&memory);
+            return None;
+        }
+        self.view = Some(Arc::clone(&memory));
+        Some(memory)
+    }
+
+    /// Lets go of the view once no handle is left by which it is read.
     pub(crate) fn end_view(&mut self, arena: &Arena) {
-        if self.opens.has_passthrough() {
+        if self.opens.has_viewers() {
             return;
         }
         if let Some(view) = self.view.take() {
