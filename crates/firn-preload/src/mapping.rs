@@ -27,6 +27,9 @@ use crate::table::{self, tag};
 const SLOTS: usize = 64;
 /// Smaller mappings are the kernel's: asking firnd costs more than they gain.
 const MAP_BYTES_MIN: usize = 1 << 20;
+const PAGE_BYTES: usize = 4096;
+/// A huge page.
+const HUGE_BYTES: usize = 2 << 20;
 /// In [`Slot::start`]: a thread is about to fill the slot.
 const CLAIMED: usize = 1;
 
@@ -78,16 +81,8 @@ pub(crate) unsafe fn map_memory_file(fd: c_int, wanted: Wanted) -> Option<isize>
     let kept = keep_open(fd);
     let file = kept.and_then(|_| ask_for_file(fd));
     let mapped = file.map(|file| {
-        let number = file.as_fd().as_raw_fd();
-        let Wanted {
-            at,
-            len,
-            prot,
-            flags,
-            offset,
-        } = wanted;
         // SAFETY: what the program asked of mmap(2), whose promises it keeps, of another file with the same bytes.
-        unsafe { syscall!(libc::SYS_mmap, at, len, prot, flags, number, offset) }
+        unsafe { map_in_huge_pages(wanted, file.as_fd().as_raw_fd()) }
     });
     match (mapped, kept) {
         (Some(start), Some(kept)) if start > 0 => {
@@ -105,6 +100,51 @@ pub(crate) unsafe fn map_memory_file(fd: c_int, wanted: Wanted) -> Option<isize>
             }
             release_slot(slot);
             return None;
+        }
+    }
+    mapped
+}
+
+/// mmap(2) at an address at which the kernel can map whole huge pages of the file, where the program leaves the address to
+/// the kernel: its own choice is aligned to small pages.
+///
+/// # Safety
+/// As for mmap(2).
+unsafe fn map_in_huge_pages(wanted: Wanted, number: c_int) -> isize {
+    let Wanted {
+        at,
+        len,
+        prot,
+        flags,
+        offset,
+    } = wanted;
+    let is_free = at.is_null() && flags & libc::MAP_FIXED == 0 && len >= HUGE_BYTES;
+    let room = len.next_multiple_of(PAGE_BYTES).saturating_add(HUGE_BYTES);
+    let reserve = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    // SAFETY: new memory where the kernel finds room replaces nothing.
+    let reserve = || unsafe {
+        let (prot, flags) = (libc::PROT_NONE, reserve);
+        syscall!(libc::SYS_mmap, 0usize, room, prot, flags, -1isize, 0usize)
+    };
+    let start = if is_free { reserve() } else { -1 };
+    if start < 0 {
+        // SAFETY: as the caller promises.
+        return unsafe { syscall!(libc::SYS_mmap, at, len, prot, flags, number, offset) };
+    }
+    let start = start as usize;
+    let ahead = (offset as usize).wrapping_sub(start) % HUGE_BYTES;
+    let (aligned, fixed) = (start + ahead, flags | libc::MAP_FIXED);
+    // SAFETY: within what was just reserved, and known to this function only.
+    let mapped = unsafe { syscall!(libc::SYS_mmap, aligned, len, prot, fixed, number, offset) };
+    let used = if mapped < 0 {
+        start..start
+    } else {
+        aligned..aligned + len.next_multiple_of(PAGE_BYTES)
+    };
+    for unused in [start..used.start, used.end..start + room] {
+        if !unused.is_empty() {
+            // SAFETY: as reserved, and not mapped to the program.
+            unsafe { syscall!(libc::SYS_munmap, unused.start, unused.len()) };
         }
     }
     mapped
@@ -208,7 +248,7 @@ pub(crate) fn note_moved(at: *const c_void, len: usize, to: *const c_void, to_le
     let from = at as usize;
     for slot in &MAPPINGS {
         let (start, end) = slot.range();
-        if start == from && end <= from.saturating_add(len.next_multiple_of(4096)) {
+        if start == from && end <= from.saturating_add(len.next_multiple_of(PAGE_BYTES)) {
             let claimed =
                 slot.start
                     .compare_exchange(start, CLAIMED, Ordering::AcqRel, Ordering::Relaxed);
@@ -225,7 +265,7 @@ impl Slot {
     fn range(&self) -> (usize, usize) {
         let start = self.start.load(Ordering::Acquire);
         let end = self.end.load(Ordering::Acquire);
-        (start, end.next_multiple_of(4096))
+        (start, end.next_multiple_of(PAGE_BYTES))
     }
 
     /// Closes what its mapping kept open, unless another thread does.
