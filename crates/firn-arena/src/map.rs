@@ -189,7 +189,7 @@ impl Map {
         let prot = ProtFlags::READ | ProtFlags::WRITE;
         let flags = MapFlags::SHARED | MapFlags::FIXED;
         // SAFETY: in range, of whole pages, and replaced in one step: a thread that touches it finds the one or the other
-        // file. That nobody needs the bytes that were there is the caller's to know.
+        // file. The caller knows that the bytes that were there are not needed.
         unsafe {
             rustix::mm::mmap(
                 self.at(at, len).cast(),

@@ -188,7 +188,7 @@ impl<B: Backing> Engine<B> {
         Ok(opened)
     }
 
-    /// Lets the kernel read a file of `size` bytes from its memory file, if all of it is in one and nobody writes it.
+    /// Lets the kernel read a file of `size` bytes from its memory file, if all of it is in one and it has no writer.
     fn begin_view(&self, state: &mut FileState<B>, size: Option<u64>) -> bool {
         // The kernel has an inode in one mode only; and held lists keep their bytes, whatever a later writer stores.
         let is_used_otherwise = state.opens.has_through_engine()
@@ -219,7 +219,7 @@ impl<B: Backing> Engine<B> {
         self.intake.size_of(file).ok()
     }
 
-    /// Whether the kernel may keep pages of a held file that it cannot read by itself: nobody writes it, and all of its
+    /// Whether the kernel may keep pages of a held file that it cannot read by itself: it has no writer, and all of its
     /// `size` bytes are in a memory file. Bytes of the backing do not qualify, because another host may change them unseen.
     fn may_keep_pages(&self, state: &FileState<B>, size: Option<u64>) -> bool {
         let is_used_otherwise =

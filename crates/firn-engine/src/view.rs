@@ -1,12 +1,12 @@
-//! Memory files that the kernel reads by itself, while programs have the file open.
+//! Memory files that the kernel, or a mapping of a process, reads while the file is open.
 //!
-//! The kernel cannot take a memory file back from an open descriptor. So as long as one is open, whatever changes the file is
-//! stored in the memory file too, under the lock of the file and before the change is answered: its *view*. Where the bytes
-//! still lie in that memory file they are stored where they are; where newer ones lie elsewhere, the older ones that the
-//! view had there are of no extent any more.
+//! Neither can be told to read elsewhere. So the memory file is the file's *view* until the last such handle is released:
+//! each change of the file is stored in the view too, under the lock of the file and before the change is answered. Where
+//! the file's bytes still lie in the view, they are stored where they are. Where newer bytes lie elsewhere, no extent is left
+//! that uses the older ones of the view.
 //!
 //! Promises
-//! * Who reads the view sees each write(2), truncation and removal of bytes that returned before.
+//! * A reader of the view sees each write(2), truncation and removal of bytes that returned before.
 //! * The view is never shorter than what an extent of the file has in it: firnd maps it.
 
 use std::ops::Range;

@@ -1,4 +1,5 @@
-//! Memory files: large held files that the kernel reads by itself, and what those see who have one open while it changes.
+//! Memory files: large held files that the kernel reads by itself, and what their readers see
+//! while they change.
 //!
 //! `FIRN_CRASH_ROUNDS` sets the rounds of kill -9, `FIRN_SEED` the seed.
 
@@ -82,7 +83,7 @@ fn a_settled_file_reads_the_same_by_every_way_and_counts_once() {
     assert_same_bytes("in the backing", &read(&drained), &data);
 }
 
-/// Proves S-memory-2: through read(2), a mapping and a second opener, whoever writes and cuts.
+/// Proves S-memory-2: through read(2), a mapping and a second opener, beside writes and truncations.
 #[test]
 fn every_reader_of_a_memory_file_sees_the_changes_before_it() {
     let seed = seed("every_reader_of_a_memory_file_sees_the_changes_before_it");
