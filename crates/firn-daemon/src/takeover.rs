@@ -15,7 +15,7 @@ use firn_arena::live::{Left, LiveTable};
 use firn_backing::Volume as _;
 use firn_client::paths::RuntimeFiles;
 use firn_config::{Drain, Options};
-use firn_engine::{Engine, Resumed, ResumedRequests};
+use firn_engine::{Engine, KeptFile, Resumed, ResumedRequests};
 use firn_format::live::{Device, Exchange, Header};
 use firn_format::mountinfo;
 use firn_fuse::KeepConnection;
@@ -44,9 +44,14 @@ impl TakenOver {
     /// Opens what the firnd that died has left.
     pub(crate) fn open(
         files: &RuntimeFiles,
-        device: OwnedFd,
-        died: Duration,
+        connection: Connection,
+        link: Option<&Arc<KeeperLink>>,
     ) -> Result<Self, MountError> {
+        let Connection {
+            device,
+            died,
+            files: kept,
+        } = connection;
         let (table, Left { header, contents }) =
             LiveTable::open(&files.live).map_err(|error| MountError::NotTakenOver {
                 why: error.to_string(),
@@ -66,6 +71,8 @@ impl TakenOver {
                 table: Arc::new(table),
                 contents,
                 takeovers,
+                files: kept,
+                keeper: link.map(|link| Arc::clone(link) as _),
             },
             left: Mutex::new(None),
         })
@@ -160,6 +167,9 @@ impl Takeover {
                 Ok(made) => {
                     let made = Arc::new(made);
                     engine.note_live(Arc::clone(&made));
+                    if let Some(link) = link {
+                        engine.keep_files_by(Arc::clone(link) as _);
+                    }
                     table = Some(made);
                 }
                 Err(error) => {
@@ -291,13 +301,21 @@ impl Part for Takeover {
 
 /// The connection that a firnd gets from its keeper, where there is one.
 pub(crate) fn connection_of(resumed: Option<ResumedMount>) -> Option<Connection> {
-    let ResumedMount { device, died } = resumed?;
-    let device = device?;
-    Some(Connection { device, died })
+    let ResumedMount {
+        device,
+        died,
+        files,
+    } = resumed?;
+    Some(Connection {
+        device: device?,
+        died,
+        files,
+    })
 }
 
 /// A connection whose firnd died.
 pub(crate) struct Connection {
     pub(crate) device: OwnedFd,
     pub(crate) died: Duration,
+    pub(crate) files: Vec<KeptFile>,
 }

@@ -61,6 +61,8 @@ pub(crate) struct FileState<B: Backing> {
     pub plain_in: u32,
     /// No name leads to it any more.
     pub unlinked: bool,
+    /// The keeper has it for the next firnd. Only while it is open.
+    pub is_kept: bool,
 }
 
 /// A file that firnd has something to do with.
@@ -110,6 +112,7 @@ impl<B: Backing> File<B> {
             partnered_changes: 0,
             plain_in: 0,
             unlinked: false,
+            is_kept: false,
         };
         Self {
             inode,

@@ -34,5 +34,6 @@ mod setup;
 mod spill;
 mod strangers;
 mod takeover;
+mod takeover_nameless;
 mod takeover_programs;
 mod top;

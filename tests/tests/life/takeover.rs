@@ -227,7 +227,7 @@ fn is(number: libc::c_long, wanted: &[libc::c_long]) -> bool {
     wanted.contains(&number)
 }
 
-const LINES: [Line; 15] = [
+const LINES: [Line; 17] = [
     Line {
         name: "mkdir",
         call: |number, _| is(number, &[libc::SYS_mkdirat]),
@@ -289,6 +289,26 @@ const LINES: [Line; 15] = [
         prepare: |dir| fs::write(dir.join("old"), "old").expect("write"),
         act: |dir| fs::remove_file(dir.join("old")),
         check: |dir| assert!(!dir.join("old").exists()),
+    },
+    Line {
+        name: "unlink of an open file",
+        call: |number, _| is(number, &[libc::SYS_unlinkat]),
+        prepare: |dir| fs::write(dir.join("old"), "old bytes").expect("write"),
+        act: |dir| go_on_without_name(&dir.join("old"), || fs::remove_file(dir.join("old"))),
+        check: |dir| assert!(!dir.join("old").exists()),
+    },
+    Line {
+        name: "rename over an open file",
+        call: is_rename,
+        prepare: |dir| {
+            fs::write(dir.join("old"), "old bytes").expect("write");
+            fs::write(dir.join("new"), "new").expect("write");
+        },
+        act: |dir| {
+            let rename = || fs::rename(dir.join("new"), dir.join("old"));
+            go_on_without_name(&dir.join("old"), rename)
+        },
+        check: |dir| assert_eq!(fs::read(dir.join("old")).expect("read"), b"new"),
     },
     Line {
         name: "rmdir",
@@ -430,6 +450,23 @@ const LINES: [Line; 15] = [
         check: |dir| assert_eq!(fs::read(dir.join("old")).expect("read"), b"new"),
     },
 ];
+
+/// Uses a file that loses its name while it is open. It holds "old bytes".
+fn go_on_without_name(
+    path: &Path,
+    remove_name: impl FnOnce() -> std::io::Result<()>,
+) -> std::io::Result<()> {
+    let file = OpenOptions::new().read(true).write(true).open(path)?;
+    file.write_all_at(b"OLD", 0)?;
+    remove_name()?;
+    file.write_all_at(b"more", 9)?;
+    let mut found = [0; 13];
+    file.read_exact_at(&mut found, 0)?;
+    assert_eq!(&found, b"OLD bytesmore");
+    file.set_len(3)?;
+    assert_eq!(file.metadata()?.len(), 3);
+    Ok(())
+}
 
 fn is_rename(number: libc::c_long, _: &[u64; 6]) -> bool {
     is(number, &[libc::SYS_renameat2, libc::SYS_renameat])
@@ -633,7 +670,7 @@ fn a_firnd_that_is_killed_while_it_takes_over_is_replaced_too() {
 }
 
 /// A child of a process, by whichever of its threads, that has not ended.
-fn child_of(parent: u32) -> Option<u32> {
+pub(crate) fn child_of(parent: u32) -> Option<u32> {
     let threads = fs::read_dir(format!("/proc/{parent}/task")).ok()?.flatten();
     let lists =
         threads.filter_map(|thread| fs::read_to_string(thread.path().join("children")).ok());
