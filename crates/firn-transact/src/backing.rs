@@ -246,18 +246,22 @@ impl<B: Backing> Files for TransactionalBacking<B> {
         }
     }
 
-    /// What has no name is in no transaction.
+    /// What has no name is in no transaction, but for what one has removed and would bring back.
     fn adopt(&self, descriptor: OwnedFd) -> Result<AdoptedBy<Self>> {
         let adopted = self.home.base.adopt(descriptor)?;
-        let object = self
-            .tree
-            .adopt_nameless(&self.home.base, adopted.inode, &adopted.attr);
+        let (base, found) = (&self.home.base, &adopted.attr);
+        let inode = adopted.inode.clone();
+        let object = match self.entries.hidden_place((found.dev, found.ino)) {
+            Some((root, name)) => self.tree.intern(base, inode, found, &root, &name),
+            None => self.tree.adopt_nameless(base, inode, found),
+        };
+        let attr = self.own_links.attr_below(&object, &adopted.inode)?;
         let file = TrackedFile::new(&object, adopted.access);
         Ok(Adopted {
             inode: object,
             file,
             access: adopted.access,
-            attr: adopted.attr,
+            attr,
         })
     }
 }

@@ -36,4 +36,5 @@ mod strangers;
 mod takeover;
 mod takeover_nameless;
 mod takeover_programs;
+mod takeover_transactions;
 mod top;
