@@ -59,11 +59,11 @@ static int write_all(int target, const char *path, const void *from, uint64_t by
     return 0;
 }
 
-/* Reads what is in no memory: from the spill file by the library, else through the mount. */
+/* Reads what has no address: from the spill file or a memory file by the library, else through the mount. */
 static int fetch(firn *mount, const struct firn_chunk_meta *piece, uint64_t from, size_t bytes, int file,
                  const char *path)
 {
-    if (piece->place == FIRN_IN_SPILL) {
+    if (piece->place == FIRN_IN_SPILL || piece->place == FIRN_IN_MEMORY_FILE) {
         int error = firn_read_chunk(mount, piece, from, buffer, bytes);
         return error ? fail_firn(path, error) : 0;
     }
@@ -93,6 +93,9 @@ static int copy_piece(firn *mount, const struct firn_chunk_meta *piece, int file
         return write_all(target, target_path, piece->address, piece->bytes, piece->offset);
     case FIRN_IN_HOLE:
         return 0;
+    case FIRN_IN_MEMORY_FILE:
+        copied->memory += piece->bytes;
+        break;
     case FIRN_IN_SPILL:
         copied->spill += piece->bytes;
         break;

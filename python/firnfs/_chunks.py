@@ -47,8 +47,8 @@ class Chunks:
             array = (ctypes.c_ubyte * piece.bytes).from_address(piece.address)
             self._arrays.append(weakref.ref(array))
             return memoryview(array).cast("B").toreadonly()
-        if piece.place == _ffi.IN_SPILL:
-            # A copy: a device that fails would end this process at the mapping.
+        if piece.place in (_ffi.IN_SPILL, _ffi.IN_MEMORY_FILE):
+            # A copy: a device that fails would end this process at the mapping, and a memory file has no address here.
             buffer = ctypes.create_string_buffer(piece.bytes)
             result = _ffi.library().firn_read_chunk(self._handle.pointer, byref(piece), 0, buffer, piece.bytes)
             _ffi.check(result, self._path)
@@ -133,7 +133,7 @@ def chunks(path: PathLike) -> Chunks:
     """Gives the bytes of a file of a mount where they are in shared memory, without a copy.
 
     What is in memory keeps its place and its bytes until the block ends, whatever is done to the file. What was
-    spilled, or is in the backing only, is copied.
+    spilled, is in a memory file, or is in the backing only, is copied.
 
     Args:
         path: A file on a mount of this user.

@@ -35,7 +35,7 @@ LEVELS = ("held", "spilled", "partnered", "logged", "drained", "durable")
 PARTNERED, LOGGED, DRAINED, DURABLE = 2, 3, 4, 5
 STATES = ("whole", "written", "cut", "in-transaction", "empty", "unknown", "unreadable")
 NEXT_ID = 2**64 - 1
-IN_MEMORY, IN_SPILL, IN_BACKING, IN_HOLE = range(4)
+IN_MEMORY, IN_SPILL, IN_BACKING, IN_HOLE, IN_MEMORY_FILE = range(5)
 
 
 class StatusStructure(Structure):

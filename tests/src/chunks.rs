@@ -84,6 +84,7 @@ impl Control {
 /// The files in which pieces are.
 pub struct Files {
     arena: File,
+    arena_path: BytePath,
     offset: u64,
     bytes: u64,
     spill: Option<File>,
@@ -97,6 +98,7 @@ impl Files {
         let spill = region.spill.as_ref().map(|spill| open(&spill.path));
         Self {
             arena: open(&region.path),
+            arena_path: region.path.clone(),
             offset: region.offset,
             bytes: region.bytes,
             spill,
@@ -125,6 +127,12 @@ impl Files {
                     read_at(&self.arena, self.offset + piece.at, len)
                 }
                 Place::Spill => read_at(self.spill.as_ref().expect("a spill file"), piece.at, len),
+                Place::MemoryFile => {
+                    let number = piece.chunk.expect("the number of a memory file");
+                    let mut path = self.arena_path.as_path().as_os_str().to_owned();
+                    path.push(format!(".m{number}"));
+                    read_at(&File::open(path).expect("open"), piece.at, len)
+                }
                 Place::Backing => read_at(&File::open(behind).expect("open"), piece.at, len),
                 Place::Hole => vec![0; len],
             };

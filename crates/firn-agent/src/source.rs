@@ -262,7 +262,7 @@ impl Source {
         let in_memory = list
             .pieces
             .iter()
-            .filter(|piece| piece.place == Place::Memory);
+            .filter(|piece| matches!(piece.place, Place::Memory | Place::MemoryFile));
         let bytes = in_memory.map(|piece| piece.bytes).sum();
         Ok(self.holds.take(bytes).map(|hold| HeldFile {
             list,
@@ -292,7 +292,9 @@ impl Source {
             match run[0].place {
                 Place::Memory => sender.send_memory(run, file)?,
                 Place::Hole => sender.send_hole(run)?,
-                Place::Spill | Place::Backing => sender.send_copies(run, file)?,
+                Place::Spill | Place::MemoryFile | Place::Backing => {
+                    sender.send_copies(run, file)?
+                }
             }
         }
         Ok(data.end(link)?)

@@ -1,7 +1,7 @@
 //! The mapped region: its parts, its fixed facts, its words.
 //!
 //! The parts have locks and invariants of their own: `pool` (free chunks, slots and slabs), `uses` (what keeps a slab),
-//! `homes` (where each chunk is), `spill_area`, `lingering` (clients that may still store bytes) and `listeners`. What
+//! `homes` (where each chunk is), `spill_area`, `memory_files` (slots that the arena's file does without), `lingering` (clients that may still store bytes) and `listeners`. What
 //! is done with several of them: `create`, `attach`, `lease`, `publish`, `moves` and `client`.
 //!
 //! Locks: who moves a chunk (`spill_area`) locks the pool meanwhile; no other two locks are held together.
@@ -21,6 +21,7 @@ use crate::homes::Homes;
 use crate::lingering::LingeringWriters;
 use crate::listeners::Listeners;
 use crate::map::{JournalRegion, Map};
+use crate::memory_files::MemoryFiles;
 use crate::pool::{NumaNodeFigures, Pool};
 use crate::refs::SlabRef;
 use crate::spill_area::SpillArea;
@@ -42,6 +43,7 @@ pub struct Arena {
     pub(crate) homes: Homes,
     pub(crate) uses: SlabUses,
     pub(crate) spill: SpillArea,
+    pub(crate) memory_files: MemoryFiles,
     pub(crate) lingering: LingeringWriters,
     pub(crate) listeners: Listeners,
 }
@@ -65,6 +67,7 @@ impl Arena {
             homes: Homes::new(geometry.chunks()),
             uses: SlabUses::new(&geometry),
             spill: SpillArea::default(),
+            memory_files: MemoryFiles::new(path),
             lingering: LingeringWriters::default(),
             listeners: Listeners::default(),
         }
@@ -141,7 +144,11 @@ impl Arena {
         // Not slot by slot: chunks may be smaller than a huge page.
         while at < end && go_on() {
             let len = (end - at).min(POPULATE_BYTES);
-            self.map.populate(at, len)?;
+            let populated = self.map.populate(at, len);
+            // A memory file that programs read is as long as what it holds.
+            if self.memory_file_figures().files == 0 {
+                populated?;
+            }
             at += len;
         }
         Ok(())

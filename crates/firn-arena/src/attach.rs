@@ -15,6 +15,7 @@ use crate::create::place;
 use crate::damage::Damage;
 use crate::homes::read_homes;
 use crate::lingering::{LingeringWriter, LingeringWriters, revoke_all};
+use crate::memory_files::{read_places, report_unreadable_slots};
 use crate::open::open_arena;
 use crate::refs::{PieceRef, SlabRef, Stored};
 use crate::scan::{report_unreadable, scan};
@@ -56,11 +57,14 @@ impl Arena {
         let mut stored = Vec::new();
         scan(&arena.tables, &mut damage, &mut |found| stored.push(found));
         arena.restore_sequence(&stored);
-        let homes = read_homes(&arena.tables, &mut damage);
+        let mut homes = read_homes(&arena.tables, &mut damage);
+        let mut found = read_places(&arena.tables, &arena.memory_files, &arena.superblock.uuid);
+        report_unreadable_slots(&mut found, &stored, &mut homes, &mut damage);
         if arena.geometry.spill_count > 0 {
             arena.spill = SpillArea::from_opened(SpillFile::open(&arena.superblock, true));
             report_unreadable(&homes, &stored, &arena.spill, &mut damage);
         }
+        arena.adopt_memory_files(found, &homes)?;
         arena.adopt(&stored, &lingering, &homes);
         arena.lingering = LingeringWriters::new(lingering);
         Ok((arena, stored, damage))

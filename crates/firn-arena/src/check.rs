@@ -8,6 +8,7 @@ use crate::ArenaError;
 use crate::damage::Damage;
 use crate::homes::read_homes;
 use crate::map::JournalRegion;
+use crate::memory_files::{MemoryFiles, read_places, report_unreadable_slots};
 use crate::open::open_arena;
 use crate::refs::Stored;
 use crate::scan::{report_unreadable, scan};
@@ -43,7 +44,10 @@ pub fn check(path: &Path) -> Result<Report, ArenaError> {
     let mut damage = Vec::new();
     let mut pieces = Vec::new();
     scan(&tables, &mut damage, &mut |stored| pieces.push(stored));
-    let homes = read_homes(&tables, &mut damage);
+    let mut homes = read_homes(&tables, &mut damage);
+    let memory_files = MemoryFiles::new(path);
+    let mut found = read_places(&tables, &memory_files, &superblock.uuid);
+    report_unreadable_slots(&mut found, &pieces, &mut homes, &mut damage);
     let spill = match geometry.spill_count {
         0 => SpillArea::default(),
         _ => SpillArea::from_opened(SpillFile::open(&superblock, false)),

@@ -41,6 +41,22 @@ pub enum Damage {
         /// What is wrong with the file.
         why: String,
     },
+    /// Pieces whose data a memory file should have.
+    #[error(
+        "chunk {chunk}: {pieces} pieces, {bytes} bytes, are in slot {slot} and cannot be read: {why}"
+    )]
+    MemoryFile {
+        /// Index.
+        chunk: u32,
+        /// Of memory.
+        slot: u32,
+        /// How many.
+        pieces: u64,
+        /// Of them all.
+        bytes: u64,
+        /// What is wrong with the file.
+        why: String,
+    },
     /// A slab whose state is none.
     #[error("chunk {} slab {}: state word {word:#010x} is none; its records were read all the same", slab.chunk, slab.slab)]
     Slab {

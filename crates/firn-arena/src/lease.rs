@@ -31,6 +31,9 @@ impl Arena {
     /// The same near another CPU. A smaller slab near by is not preferred to a larger one far away.
     pub fn lease_slab_near(&self, class: Class, cpu: Option<u32>) -> Option<Lease> {
         self.free_lingering_slabs();
+        if self.pool.lock().wants_idle_slot() {
+            self.return_idle_slots(1);
+        }
         let mut pool = self.pool.lock();
         let near = cpu.map_or_else(|| pool.topology().here(), |cpu| pool.topology().of_cpu(cpu));
         let order = [Class::Whole, Class::Medium, Class::Small];
@@ -43,21 +46,27 @@ impl Arena {
             self.listeners.report_memory_used(self.geometry.chunk_count);
             return None;
         };
-        // With the pool locked: whoever sees a chunk there finds its class and home in its table.
-        let generation = self.enter_lease(class, &taken);
+        let lease = self.begin_lease(class, &taken);
         let memory_used = pool.memory_used();
         drop(pool);
         if taken.cut.is_some() {
             self.listeners.report_memory_used(memory_used);
         }
-        let TakenSlab { chunk, slab, .. } = taken;
+        Some(lease)
+    }
+
+    /// Begins the lease of a slab that was taken. With the pool locked: whoever sees a chunk there finds its class and
+    /// home in its table.
+    pub(crate) fn begin_lease(&self, class: Class, taken: &TakenSlab) -> Lease {
+        let generation = self.enter_lease(class, taken);
+        let &TakenSlab { chunk, slab, .. } = taken;
         let bytes = self.tables.bytes_of(class, slab);
         let records = self.tables.records_of(class, slab);
-        Some(Lease {
+        Lease {
             slab: SlabRef { chunk, slab },
             class,
             cursor: SlabCursor::new(generation, bytes, records),
-        })
+        }
     }
 
     /// Stores a new lease in the tables; returns its generation. The state comes last: until then the slab is free.

@@ -23,6 +23,7 @@ mod lingering;
 mod listeners;
 pub mod live;
 mod map;
+mod memory_files;
 mod moves;
 mod open;
 mod pool;
@@ -46,6 +47,7 @@ pub use lease::Lease;
 pub use map::JournalRegion;
 #[cfg(feature = "probe")]
 pub use map::set_probe;
+pub use memory_files::{MemoryFile, MemoryFileFigures, remove_memory_files};
 pub use moves::{Located, Place, SpillFigures, Spilled};
 pub use pool::NumaNodeFigures;
 pub use refs::{PieceRef, SlabRef, Stored};

@@ -143,6 +143,15 @@ impl Map {
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) }
     }
 
+    /// Copies bytes to another place, which is the caller's.
+    pub(crate) fn copy_within(&self, from: u64, to: u64, len: u64) {
+        probe();
+        assert!(from + len <= to || to + len <= from, "a copy onto itself");
+        let (source, target) = (self.at(from, len), self.at(to, len));
+        // SAFETY: both in range, and apart as just asserted; the caller owns the target.
+        unsafe { std::ptr::copy_nonoverlapping(source, target, len as usize) }
+    }
+
     pub(crate) fn read(&self, at: u64, bytes: &mut [u8]) {
         let from = self.at(at, bytes.len() as u64);
         // SAFETY: in range; `bytes` is ours and does not overlap the mapping.
@@ -153,7 +162,6 @@ impl Map {
     /// 4 KiB pages halve the copy speed). Advice: failure is not an error here.
     pub(crate) fn populate(&self, at: u64, len: u64) -> rustix::io::Result<()> {
         const MADV_POPULATE_WRITE: i32 = 23;
-        const MADV_COLLAPSE: i32 = 25;
         let base = self.at(at, len).cast::<libc::c_void>();
         // SAFETY: in range; populating changes no contents.
         if unsafe { libc::madvise(base, len as usize, MADV_POPULATE_WRITE) } != 0 {
@@ -163,13 +171,65 @@ impl Map {
                     .unwrap_or(libc::EIO),
             ));
         }
-        // SAFETY: in range; collapsing changes no contents.
-        unsafe { libc::madvise(base, len as usize, MADV_COLLAPSE) };
+        self.collapse(at, len);
         Ok(())
     }
 }
 
 impl Map {
+    /// Maps bytes of another file where the range was.
+    pub(crate) fn map_over(
+        &self,
+        at: u64,
+        len: u64,
+        file: BorrowedFd<'_>,
+        offset: u64,
+    ) -> rustix::io::Result<()> {
+        let prot = ProtFlags::READ | ProtFlags::WRITE;
+        let flags = MapFlags::SHARED | MapFlags::FIXED;
+        // SAFETY: in range, of whole pages, and replaced in one step: a thread that touches it finds the one or the other
+        // file. That nobody needs the bytes that were there is the caller's to know.
+        unsafe {
+            rustix::mm::mmap(
+                self.at(at, len).cast(),
+                len as usize,
+                prot,
+                flags,
+                file,
+                offset,
+            )
+        }
+        .map(drop)
+    }
+
+    /// Maps the arena's own bytes again where another file was.
+    pub(crate) fn map_back(&self, at: u64, len: u64) -> rustix::io::Result<()> {
+        self.map_over(at, len, self.file(), at)
+    }
+
+    /// Gives a range without memory some, in huge pages where the kernel can: a page of each is touched and the rest comes
+    /// with the huge page, which costs half of what [`Map::populate`] does.
+    pub(crate) fn populate_huge(&self, at: u64, len: u64) -> rustix::io::Result<()> {
+        const MADV_POPULATE_WRITE: i32 = 23;
+        let step = DATA_ALIGN.min(len);
+        for start in (at..at + len).step_by(step as usize) {
+            let base = self.at(start, step).cast::<libc::c_void>();
+            // SAFETY: in range; populating changes no contents.
+            if unsafe { libc::madvise(base, PAGE as usize, MADV_POPULATE_WRITE) } != 0 {
+                return Err(no_memory());
+            }
+            self.collapse(start, step);
+        }
+        self.populate(at, len)
+    }
+
+    fn collapse(&self, at: u64, len: u64) {
+        const MADV_COLLAPSE: i32 = 25;
+        let base = self.at(at, len).cast::<libc::c_void>();
+        // SAFETY: in range; collapsing changes no contents.
+        unsafe { libc::madvise(base, len as usize, MADV_COLLAPSE) };
+    }
+
     /// Pages of the range that are still to come are taken from NUMA node `id`, or from others where it
     /// has none left (mbind(2)). For a file on tmpfs this holds for every process that touches them.
     pub(crate) fn prefer_numa_node(&self, at: u64, len: u64, id: u32) -> rustix::io::Result<()> {
@@ -199,6 +259,14 @@ impl Map {
         Err(rustix::io::Errno::from_raw_os_error(
             errno.unwrap_or(libc::EIO),
         ))
+    }
+}
+
+/// Why madvise(2) gave a page no memory. EFAULT is what a touch would be SIGBUS for: the file system is full.
+fn no_memory() -> rustix::io::Errno {
+    match std::io::Error::last_os_error().raw_os_error() {
+        Some(libc::EFAULT) | None => rustix::io::Errno::NOSPC,
+        Some(errno) => rustix::io::Errno::from_raw_os_error(errno),
     }
 }
 

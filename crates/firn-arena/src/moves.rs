@@ -11,7 +11,9 @@ use firn_format::home::Home;
 use rustix::io::Errno;
 
 use crate::arena::Arena;
+use crate::lease::Lease;
 use crate::map::probe;
+use crate::memory_files::MemoryFile;
 use crate::refs::SlabRef;
 use crate::spill::{SpillFault, SpillFile};
 
@@ -43,12 +45,14 @@ unsafe impl Send for Place {}
 unsafe impl Sync for Place {}
 
 /// Bytes from the start of a file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub enum Located {
     /// Of the arena.
     Arena(u64),
     /// Of the spill file.
     Spill(u64),
+    /// Of this memory file.
+    MemoryFile(Arc<MemoryFile>, u64),
 }
 
 /// Figures of the spill file.
@@ -135,6 +139,9 @@ impl Arena {
     /// Where pending bytes are, for those who map or open the files themselves; holds while the slab is pinned.
     /// `None`: the spill file is gone, or damage hides where they are.
     pub fn locate_bytes(&self, slab: SlabRef, position: u32) -> Option<Located> {
+        if let Some((file, start)) = self.memory_file_of(slab.chunk) {
+            return Some(Located::MemoryFile(file, start + u64::from(position)));
+        }
         match (self.homes.get(slab.chunk)?, self.spill.file()) {
             (Home::Memory(slot), _) => Some(Located::Arena(
                 self.geometry().slot_offset(slot) + u64::from(position),
@@ -150,6 +157,32 @@ impl Arena {
             .in_memory(slab, position)
             .expect("a leased slab is in memory");
         self.map.write(at, data);
+    }
+
+    /// Copies bytes of a slab that is pinned to a leased slab, where nobody sees them before they are published.
+    pub fn copy_slab(
+        &self,
+        (from, position): (SlabRef, u32),
+        lease: &Lease,
+        to: u32,
+        len: usize,
+    ) -> Result<(), Errno> {
+        assert!(lease.start() <= to && u64::from(to) + len as u64 <= u64::from(lease.end()));
+        let target = self.data_offset(lease.slab().chunk) + u64::from(to);
+        match self.place(from, position, len as u32) {
+            Place::Memory(_) => {
+                let source = self.in_memory(from, position).ok_or(Errno::IO)?;
+                self.map.copy_within(source, target, len as u64);
+                Ok(())
+            }
+            Place::Spill(file, at) => {
+                let mut bytes = vec![0; len];
+                file.read(at, &mut bytes)?;
+                self.map.write(target, &bytes);
+                Ok(())
+            }
+            Place::Nowhere => Err(Errno::IO),
+        }
     }
 
     /// Changes pending bytes where they lie. False: they are spilled or about to be; nothing was changed.
@@ -218,11 +251,12 @@ impl Arena {
             unreachable!("a resting chunk is in memory");
         };
         let bytes = self.geometry().chunk_bytes;
-        let data = self.map.at(self.geometry().slot_offset(from), bytes);
+        let there = self.bytes_there(chunk);
+        let data = self.map.at(self.geometry().slot_offset(from), there);
         // SAFETY: in the mapping; all its pieces are sealed and `begin_copy` keeps changes out. If the chunk
         // is freed meanwhile its slot is not reused before `abandon_move`.
         let written = file.write(to, unsafe {
-            std::slice::from_raw_parts(data, bytes as usize)
+            std::slice::from_raw_parts(data, there as usize)
         });
         let moved = written.is_ok() && self.homes.close(chunk);
         let mut pool = self.pool.lock();

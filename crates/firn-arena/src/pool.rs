@@ -13,6 +13,7 @@
 //! * Only slabs of chunks in memory that do not move are free for writers.
 //! * Slots of memory belong to NUMA nodes, equal runs of them in the order of the NUMA nodes. A writer gets a
 //!   slab of the nearest NUMA node that has one, also where a chunk has to be cut for it.
+//! * A slot that a memory file has is `lent`; without a chunk it is idle, or stuck, and not free.
 //! * `resting` holds the chunks in memory of which no slab is leased, in the order in which the last lease
 //!   of each ended; nothing where there is no spill file.
 
@@ -38,6 +39,14 @@ pub(crate) struct Pool {
     moving: Option<Moving>,
     /// A chunk has moved, and its slot of memory is not free yet.
     leaving: bool,
+    /// By slot of memory: a memory file has it.
+    lent: Vec<bool>,
+    /// Slots of memory files without a chunk.
+    idle: BTreeSet<u32>,
+    /// The same of which the arena's file could not take one back.
+    stuck: Vec<u32>,
+    /// Slots on their way between the arena's file and a memory file.
+    exchanged: usize,
     /// Chunks and slots of memory that an attach left to nobody.
     lost: (usize, usize),
     /// Changes since the invariants were asserted.
@@ -136,6 +145,10 @@ impl Pool {
             clock: 0,
             moving: None,
             leaving: false,
+            lent: vec![false; geometry.chunk_count as usize],
+            idle: BTreeSet::new(),
+            stuck: Vec::new(),
+            exchanged: 0,
             lost: (0, 0),
             unchecked: 0,
         }
@@ -254,7 +267,9 @@ impl Pool {
         let used = in_memory + away;
         let lost_chunks = self.chunks.len().checked_sub(self.free_chunks.len() + used);
         let slots = self.geometry.chunk_count as usize;
-        let lost_slots = slots.checked_sub(free_memory + in_memory + usize::from(self.leaving));
+        let lent = self.idle.len() + self.stuck.len() + self.exchanged;
+        let known = free_memory + in_memory + lent + usize::from(self.leaving);
+        let lost_slots = slots.checked_sub(known);
         let (lost_chunks, lost_slots) = lost_chunks
             .zip(lost_slots)
             .expect("no more chunks and slots than there are");
@@ -414,13 +429,144 @@ impl Pool {
     /// A chunk left this slot.
     pub(crate) fn free_slot(&mut self, home: Home) {
         match home {
-            Home::Memory(slot) => {
-                let numa_node = numa_node_of(&self.geometry, &self.topology, slot);
-                self.numa_nodes[numa_node].free_memory.push(slot);
+            Home::Memory(slot) if self.lent[slot as usize] => {
+                self.idle.insert(slot);
             }
+            Home::Memory(slot) => self.push_free_slot(slot),
             Home::Spill(slot) => self.free_spill.push(slot),
         }
         self.check();
+    }
+
+    fn push_free_slot(&mut self, slot: u32) {
+        let numa_node = numa_node_of(&self.geometry, &self.topology, slot);
+        self.numa_nodes[numa_node].free_memory.push(slot);
+    }
+
+    // ---- slots of memory files -----------------------------------------------------------------
+
+    /// Takes a free slot for a memory file, while more than `spare` are free.
+    pub(crate) fn take_slot_to_lend(&mut self, spare: u32) -> Option<u32> {
+        let free = |of: &NumaNode| of.free_memory.len();
+        if self.numa_nodes.iter().map(free).sum::<usize>() <= spare as usize {
+            return None;
+        }
+        let slot = self
+            .numa_nodes
+            .iter_mut()
+            .find_map(|numa_node| numa_node.free_memory.pop())?;
+        self.exchanged += 1;
+        self.check();
+        Some(slot)
+    }
+
+    /// The slot that was taken stays in the arena's file.
+    pub(crate) fn keep_slot(&mut self, slot: u32) {
+        self.exchanged -= 1;
+        self.push_free_slot(slot);
+        self.check();
+    }
+
+    /// A memory file has the slot that was taken.
+    pub(crate) fn lend_slot(&mut self, slot: u32) {
+        self.exchanged -= 1;
+        self.lent[slot as usize] = true;
+        self.idle.insert(slot);
+        self.check();
+    }
+
+    /// Takes an idle slot, to be given back to the arena's file.
+    pub(crate) fn take_idle_slot(&mut self) -> Option<u32> {
+        let slot = self.idle.pop_first()?;
+        self.exchanged += 1;
+        Some(slot)
+    }
+
+    /// The same of this slot; false if it is not idle.
+    pub(crate) fn take_this_idle_slot(&mut self, slot: u32) -> bool {
+        let is_idle = self.idle.remove(&slot);
+        self.exchanged += usize::from(is_idle);
+        is_idle
+    }
+
+    /// There is no memory for a slot that was to be given back.
+    pub(crate) fn put_stuck_slot(&mut self, slot: u32) {
+        self.exchanged -= 1;
+        self.stuck.push(slot);
+        self.check();
+    }
+
+    /// What could not be given back is tried again.
+    pub(crate) fn retry_stuck_slots(&mut self) {
+        self.idle.extend(self.stuck.drain(..));
+    }
+
+    /// The arena's file has the slot again.
+    pub(crate) fn unlend_slot(&mut self, slot: u32) {
+        self.exchanged -= 1;
+        self.lent[slot as usize] = false;
+        self.push_free_slot(slot);
+        self.check();
+    }
+
+    /// At attach: a memory file has this slot.
+    pub(crate) fn adopt_lent_slot(&mut self, slot: u32) {
+        self.lent[slot as usize] = true;
+        let numa_node = numa_node_of(&self.geometry, &self.topology, slot);
+        let free = &mut self.numa_nodes[numa_node].free_memory;
+        let before = free.len();
+        free.retain(|&known| known != slot);
+        if free.len() < before {
+            self.idle.insert(slot);
+        }
+    }
+
+    /// At attach: nobody knows where this slot is, and what is in it.
+    pub(crate) fn lose_slot(&mut self, slot: u32) {
+        let numa_node = numa_node_of(&self.geometry, &self.topology, slot);
+        let free = &mut self.numa_nodes[numa_node].free_memory;
+        let before = free.len();
+        free.retain(|&known| known != slot);
+        self.lost.1 += before - free.len();
+    }
+
+    pub(crate) fn is_idle_slot(&self, slot: u32) -> bool {
+        self.idle.contains(&slot)
+    }
+
+    pub(crate) fn idle_slots(&self) -> usize {
+        self.idle.len()
+    }
+
+    /// Whether the next chunk of a writer needs a slot that a memory file has.
+    pub(crate) fn wants_idle_slot(&self) -> bool {
+        !self.idle.is_empty()
+            && self
+                .numa_nodes
+                .iter()
+                .all(|numa_node| numa_node.free_memory.is_empty())
+    }
+
+    /// Takes a free chunk for an idle slot, as one slab.
+    pub(crate) fn take_idle_chunk(&mut self, slot: u32) -> Option<TakenSlab> {
+        if self.free_chunks.is_empty() || !self.idle.remove(&slot) {
+            return None;
+        }
+        let chunk = self.free_chunks.pop()?;
+        let numa_node = numa_node_of(&self.geometry, &self.topology, slot);
+        *self.at(chunk) = Chunk {
+            class: Some(Class::Whole),
+            used: 1,
+            leased: 1,
+            numa_node,
+            ..Chunk::default()
+        };
+        self.check();
+        Some(TakenSlab {
+            chunk,
+            slab: 0,
+            cut: Some(slot),
+        })
     }
 
     // ---- moves -------------------------------------------------------------------------------
@@ -546,21 +692,18 @@ impl Pool {
     /// These chunks and slots are in use, or nobody knows what is in them.
     pub(crate) fn reserve(&mut self, chunk: &dyn Fn(u32) -> bool, slot: &dyn Fn(Home) -> bool) {
         let free_memory = |of: &Self| {
-            of.numa_nodes
-                .iter()
-                .map(|numa_node| numa_node.free_memory.len())
-                .sum::<usize>()
+            let free = |numa_node: &NumaNode| numa_node.free_memory.len();
+            of.numa_nodes.iter().map(free).sum::<usize>() + of.idle.len()
         };
         let before = (self.free_chunks.len(), free_memory(self));
         self.free_chunks.retain(|&c| !chunk(c));
         for numa_node in &mut self.numa_nodes {
             numa_node.free_memory.retain(|&s| !slot(Home::Memory(s)));
         }
+        self.idle.retain(|&s| !slot(Home::Memory(s)));
         // Until they are adopted.
-        self.lost = (
-            before.0 - self.free_chunks.len(),
-            before.1 - free_memory(self),
-        );
+        self.lost.0 += before.0 - self.free_chunks.len();
+        self.lost.1 += before.1 - free_memory(self);
         self.free_spill.retain(|&s| !slot(Home::Spill(s)));
     }
 
@@ -589,7 +732,8 @@ impl Pool {
 
     /// Slots of memory in use.
     pub(crate) fn memory_used(&self) -> u32 {
-        self.numa_nodes.iter().map(NumaNode::used).sum()
+        let unused = self.idle.len() + self.exchanged;
+        self.numa_nodes.iter().map(NumaNode::used).sum::<u32>() - unused as u32
     }
 
     /// What the NUMA nodes have and gave.
@@ -618,9 +762,11 @@ impl Pool {
     /// Whether a slab of `class` could be taken.
     pub(crate) fn has(&self, class: Class) -> bool {
         let whole = !self.free_chunks.is_empty();
-        self.numa_nodes
-            .iter()
-            .any(|numa_node| numa_node.has(class, whole))
+        (whole && !self.idle.is_empty())
+            || self
+                .numa_nodes
+                .iter()
+                .any(|numa_node| numa_node.has(class, whole))
     }
 }
 

@@ -7,7 +7,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use firn_format::append::{RecordTable, Room};
-use firn_format::piece::{Piece, dead};
+use firn_format::piece::{Checked, FROZEN, Piece, dead};
 use firn_format::slab::SlabState;
 
 use crate::arena::Arena;
@@ -80,6 +80,17 @@ impl Arena {
         (PieceRef { slab, record }, piece.sequence)
     }
 
+    /// Counts the first `bytes` of a leased slab as used, though no record tells of them: they are in the backing, too. The piece
+    /// is none that a recovery finds.
+    pub fn use_without_piece(&self, lease: &Lease, bytes: u64) -> PieceRef {
+        let slab = lease.slab;
+        self.uses.add(slab, bytes);
+        PieceRef {
+            slab,
+            record: self.tables.records_of(lease.class(), slab.slab).start,
+        }
+    }
+
     fn records(&self, slab: SlabRef) -> Records<'_> {
         Records {
             tables: &self.tables,
@@ -108,6 +119,30 @@ impl Arena {
         self.tables
             .seal(at)
             .store(dead(generation), Ordering::Release);
+    }
+
+    /// Takes what a piece has from `end` of its chunk on out of its record: its file was cut, and a memory file that is as
+    /// short as its file would be taken for a damaged one. One store: a crash leaves the old length or the new one.
+    pub fn shorten_piece(&self, at: PieceRef, end: u64) {
+        let generation = self.tables.generation(at.slab).load(Ordering::Relaxed);
+        let raw = self.tables.load(at);
+        let checked = raw.check(generation, 0, self.geometry.chunk_bytes);
+        let Ok(Checked::Live(piece)) = checked else {
+            return;
+        };
+        let len = end.saturating_sub(u64::from(piece.position));
+        if len == 0 || len >= u64::from(piece.len) {
+            return;
+        }
+        let shorter = Piece {
+            len: len as u32,
+            ..piece
+        };
+        probe();
+        self.tables.seal(at).store(
+            shorter.seal(generation) | raw.seal & FROZEN,
+            Ordering::Release,
+        );
     }
 
     /// The time of the last write to a piece, nanoseconds since 1970, as its record has it.

@@ -59,6 +59,12 @@ impl Tables {
             .u64(self.geometry.table_offset(chunk) + chunk_word::HOME)
     }
 
+    /// Where the slot of memory with this index is: the word lies in the table of the chunk of that index.
+    pub(crate) fn memory_place(&self, slot: u32) -> &AtomicU64 {
+        self.map
+            .u64(self.geometry.table_offset(slot) + chunk_word::MEMORY_PLACE)
+    }
+
     // ---- slabs -------------------------------------------------------------------------------
 
     fn slab_word(&self, slab: SlabRef, word: u64) -> u64 {

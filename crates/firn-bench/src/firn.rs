@@ -266,6 +266,12 @@ impl Mount<'_> {
         wait_until("the arena gets its memory", || Ok(!populates()?))
     }
 
+    /// Waits until so many bytes were moved into memory files since the mount began.
+    pub fn wait_settled(&self, bytes: u64) -> anyhow::Result<()> {
+        let is_settled = || Ok(self.number("settled_bytes")? >= bytes);
+        wait_until("the file is in a memory file", is_settled)
+    }
+
     /// Waits until the files that were removed have left the arena.
     pub fn wait_empty(&self) -> anyhow::Result<()> {
         wait_until("the arena is empty", || Ok(self.number("held_bytes")? == 0))

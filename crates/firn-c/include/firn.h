@@ -262,7 +262,8 @@ enum firn_place {
     FIRN_IN_MEMORY = 0,  /* in the region */
     FIRN_IN_SPILL = 1,   /* in the spill file */
     FIRN_IN_BACKING = 2, /* in the backing only: read it through the mount */
-    FIRN_IN_HOLE = 3     /* never written: zeros */
+    FIRN_IN_HOLE = 3,    /* never written: zeros */
+    FIRN_IN_MEMORY_FILE = 4 /* in a memory file, whose number is firn_chunk_meta.chunk: copy it with firn_read_chunk() */
 };
 
 /* firn_chunk_meta.chunk of what is in no chunk. */

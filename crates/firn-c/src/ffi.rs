@@ -87,6 +87,7 @@ pub(crate) unsafe trait CallerSized: Copy {}
 const IN_MEMORY: u32 = 0;
 const IN_SPILL: u32 = 1;
 const IN_BACKING: u32 = 2;
+const IN_MEMORY_FILE: u32 = 4;
 const IN_HOLE: u32 = 3;
 const NO_CHUNK: u32 = u32::MAX;
 
@@ -282,6 +283,7 @@ fn meta(mount: &OpenMount, piece: &ChunkPiece) -> Result<ChunkMeta, Error> {
     let place = match piece.place {
         Place::Memory => IN_MEMORY,
         Place::Spill => IN_SPILL,
+        Place::MemoryFile => IN_MEMORY_FILE,
         Place::Backing => IN_BACKING,
         Place::Hole => IN_HOLE,
     };
@@ -301,6 +303,7 @@ fn piece_of(meta: &ChunkMeta) -> Result<ChunkPiece, Error> {
     let place = match meta.place {
         IN_MEMORY => Place::Memory,
         IN_SPILL => Place::Spill,
+        IN_MEMORY_FILE => Place::MemoryFile,
         IN_BACKING => Place::Backing,
         IN_HOLE => Place::Hole,
         _ => return Err(Error::Argument("the piece is none of this mount")),

@@ -22,7 +22,7 @@ use crate::connect::Connection;
 use crate::error::ClientError;
 use crate::find::{self, Mount, find};
 use crate::levels::Levels;
-use crate::region::{Mapping, View};
+use crate::region::{Mapping, MemoryFile, View};
 
 /// Why a request about an open mount failed.
 #[derive(Debug, thiserror::Error)]
@@ -343,7 +343,7 @@ impl OpenMount {
         match place {
             Place::Memory => Some(&mapping.region),
             Place::Spill => mapping.spill.as_ref().map(|spill| &spill.view),
-            Place::Backing | Place::Hole => None,
+            Place::MemoryFile | Place::Backing | Place::Hole => None,
         }
     }
 
@@ -375,6 +375,12 @@ impl OpenMount {
                 let spill = mapping.spill.as_ref().ok_or(outside)?;
                 // SAFETY: `to` is writable for `len` bytes, as promised to this function.
                 unsafe { spill.read(at, to, len) }
+            }
+            Place::MemoryFile => {
+                let number = piece.chunk.and_then(|number| u16::try_from(number).ok());
+                let file = MemoryFile::open(&self.region, number.ok_or(outside)?)?;
+                // SAFETY: `to` is writable for `len` bytes, as promised to this function.
+                unsafe { file.read(at, to, len) }
             }
             Place::Backing => Err(MountError::InBacking),
             Place::Hole => {

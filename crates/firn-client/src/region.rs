@@ -5,9 +5,11 @@
 //! * Every copy is within what was mapped: checked here.
 
 use std::mem::MaybeUninit;
+use std::path::Path;
 use std::ptr::NonNull;
 
 use firn_format::geometry::DATA_ALIGN;
+use firn_format::memory_file::memory_file_name;
 use firn_format::spill::{SPILL_HEADER_BYTES, SpillHeader};
 use firn_format::superblock::{SUPERBLOCK_BYTES, Superblock};
 use firn_protocol::path::BytePath;
@@ -77,32 +79,78 @@ impl Spill {
     ///
     /// # Safety
     /// `to` is writable for `len` bytes.
-    pub(crate) unsafe fn read(
-        &self,
-        mut at: u64,
-        to: *mut u8,
-        len: usize,
-    ) -> Result<(), MountError> {
-        let failed = |errno| MountError::System {
-            what: "read",
-            path: self.path.clone(),
-            errno,
-        };
-        // SAFETY: writable for `len` bytes, as the caller promises; C need not have written to it yet.
-        let mut out = unsafe { std::slice::from_raw_parts_mut(to.cast::<MaybeUninit<u8>>(), len) };
-        while !out.is_empty() {
-            match rustix::io::pread(&self.file, &mut *out, at) {
-                Ok(([], _)) => return Err(failed(Errno::IO)),
-                Ok((read, _)) => {
-                    let n = read.len();
-                    at += n as u64;
-                    out = &mut out[n..];
-                }
-                Err(Errno::INTR) => {}
-                Err(errno) => return Err(failed(errno)),
+    pub(crate) unsafe fn read(&self, at: u64, to: *mut u8, len: usize) -> Result<(), MountError> {
+        // SAFETY: as the caller promises.
+        unsafe { read(&self.file, &self.path, at, to, len) }
+    }
+}
+
+/// Reads all of a range of a file.
+///
+/// # Safety
+/// `to` is writable for `len` bytes.
+unsafe fn read(
+    file: &OwnedFd,
+    path: &BytePath,
+    mut at: u64,
+    to: *mut u8,
+    len: usize,
+) -> Result<(), MountError> {
+    let failed = |errno| MountError::System {
+        what: "read",
+        path: path.clone(),
+        errno,
+    };
+    // SAFETY: writable for `len` bytes, as the caller promises; C need not have written to it yet.
+    let mut out = unsafe { std::slice::from_raw_parts_mut(to.cast::<MaybeUninit<u8>>(), len) };
+    while !out.is_empty() {
+        match rustix::io::pread(file, &mut *out, at) {
+            Ok(([], _)) => return Err(failed(Errno::IO)),
+            Ok((read, _)) => {
+                let n = read.len();
+                at += n as u64;
+                out = &mut out[n..];
             }
+            Err(Errno::INTR) => {}
+            Err(errno) => return Err(failed(errno)),
         }
-        Ok(())
+    }
+    Ok(())
+}
+
+/// A memory file of the arena. Its name holds while a list names it: it is opened for each read.
+pub(crate) struct MemoryFile {
+    file: OwnedFd,
+    path: BytePath,
+}
+
+impl MemoryFile {
+    pub(crate) fn open(region: &DataRegion, number: u16) -> Result<Self, MountError> {
+        let name = memory_file_name(region.path.as_path().as_os_str(), number);
+        let path: BytePath = Path::new(&name).into();
+        let (file, _) = open(&path, 0)?;
+        let stat = rustix::fs::fstat(&file).map_err(|errno| MountError::System {
+            what: "stat",
+            path: path.clone(),
+            errno,
+        })?;
+        let uid = rustix::process::geteuid().as_raw();
+        match firn_trust::Facts::of(&stat).check(firn_trust::Expected::File, uid) {
+            Ok(()) => Ok(Self { file, path }),
+            Err(why) => Err(MountError::Foreign {
+                path,
+                why: why.to_string(),
+            }),
+        }
+    }
+
+    /// Reads from `at` of the file.
+    ///
+    /// # Safety
+    /// `to` is writable for `len` bytes.
+    pub(crate) unsafe fn read(&self, at: u64, to: *mut u8, len: usize) -> Result<(), MountError> {
+        // SAFETY: as the caller promises.
+        unsafe { read(&self.file, &self.path, at, to, len) }
     }
 }
 

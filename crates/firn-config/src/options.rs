@@ -503,8 +503,8 @@ pub struct Options {
     pub allow_other: bool,
     /// Kernel passthrough for reads.
     pub passthrough: Passthrough,
-    /// Percent of the arena's bytes of held files that the kernel may cache as well; 0: none.
-    pub kernel_copies_percent: u32,
+    /// Files of at least so many bytes get memory files of their own; 0: none.
+    pub memory_file_bytes_min: u64,
     /// Whether another firnd goes on with the mount.
     pub takeover: Takeover,
     /// Directory of the arena; `None`: the runtime directory.
@@ -605,7 +605,7 @@ impl Options {
             fuse_threads: 0,
             allow_other: false,
             passthrough: Passthrough::Auto,
-            kernel_copies_percent: 0,
+            memory_file_bytes_min: 16 << 20,
             takeover: Takeover::No,
             arena_dir: None,
             spill: None,

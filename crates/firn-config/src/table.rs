@@ -623,21 +623,23 @@ pub static TABLE: [Row; 52] = [
         set: |o, v| o.takeover = v.choice(),
     },
     Row {
-        name: "kernel-copies",
-        kind: Kind::Count {
+        name: "memory-files",
+        kind: Kind::Size {
             min: 0,
-            max: 100,
-            zero: None,
+            max: 1 << 40,
+            power_of_two: false,
         },
-        default: "0",
-        help: "Percentage of arena-size that the kernel may cache of held files",
-        long: "Up to this percentage, a held file that is open for reading only is read through the kernel's page \
-              cache, so its bytes may be in memory twice. With `0`, each read comes to firnd. Use `100` for \
-              programs that map files, or read them in small blocks or several times; a restart that reads each \
-              file once, in blocks of 1 MiB and more, is faster with `0`",
+        default: "16M",
+        help: "Smallest held file that gets a memory file of its own; 0: none does",
+        long: "With `drain=demand`, a file of this size and more is moved into \
+               a file of its own in memory, in order and in huge pages, once its writers have closed it. As root, on \
+               Linux 6.9 or later and with `passthrough=auto`, the kernel then reads it there by itself, at the speed of its page \
+               cache; elsewhere the kernel keeps pages of it, and the preload library reads it where it is. The bytes are in \
+               memory once, and count in `arena-size`. Moving costs a copy that nobody waits for, at the pace of `drain-cpu`. Not with \
+               `drain=commit` and `frontend=preload`.",
         changes_promises: false,
-        get: |o| o.kernel_copies_percent.to_string(),
-        set: |o, v| o.kernel_copies_percent = v.number() as u32,
+        get: |o| size_text(o.memory_file_bytes_min),
+        set: |o, v| o.memory_file_bytes_min = v.number(),
     },
     Row {
         name: "arena-dir",

@@ -348,12 +348,19 @@ fn policies(arena: &Arena, options: &Options) -> EngineOptions {
         spill_upper_percent: options.spill_upper_percent,
         spill_lower_percent: options.spill_lower_percent,
         passthrough: passthrough(options),
-        kernel_copies_bytes_max: options.arena_bytes / 100
-            * u64::from(options.kernel_copies_percent),
+        memory_file_bytes_min: memory_file_bytes_min(options),
         serves_every_read: options.participants != Participants::Off,
         objects_max: process::objects_max(),
         open_files_max: process::objects_max(),
         ..EngineOptions::new(arena.geometry().chunk_bytes)
+    }
+}
+
+/// The list of a stub names no other files, so its reader would ask firnd for each part of a memory file.
+fn memory_file_bytes_min(options: &Options) -> u64 {
+    match options.frontend {
+        Frontend::Fuse => options.memory_file_bytes_min,
+        Frontend::Preload => 0,
     }
 }
 

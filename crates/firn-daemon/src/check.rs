@@ -196,6 +196,15 @@ fn table_damage(damage: &firn_arena::Damage) -> Damage {
                 message,
             };
         }
+        Found::MemoryFile { chunk, slot, .. } => {
+            let place = format!("chunk {chunk}, slot {slot}");
+            let message = damage.to_string();
+            return Damage {
+                part: "memory file".into(),
+                place,
+                message,
+            };
+        }
         Found::Slab { slab, .. } | Found::Count { slab, .. } => {
             format!("chunk {}, slab {}", slab.chunk, slab.slab)
         }

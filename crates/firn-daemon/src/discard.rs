@@ -115,8 +115,9 @@ pub fn discard(arena: &Path) -> Result<DiscardReport, RecoverError> {
     if let Err(error) = frontend::discard_tree(&files) {
         left.push(error.to_string());
     }
-    // Before the spill file, which means nothing without it.
+    // Before its other files, which mean nothing without it.
     std::fs::remove_file(&arena).map_err(AttachError::io("remove the arena"))?;
+    firn_arena::remove_memory_files(&arena);
     let spill = report.spill.clone().filter(|spill| {
         let removed = match &report.spill_fault {
             None | Some(SpillFault::Truncated { .. }) => {

@@ -156,8 +156,9 @@ fn remove_empty(arena: Arena) -> Result<(), AttachError> {
     let path = arena.path().to_owned();
     let spill = arena.spill_file().map(|file| file.path().to_owned());
     drop(arena);
-    std::fs::remove_file(path)
+    std::fs::remove_file(&path)
         .map_err(AttachError::io("remove the empty arena of another size"))?;
+    firn_arena::remove_memory_files(&path);
     if let Some(spill) = spill {
         std::fs::remove_file(spill).map_err(AttachError::io("remove the empty spill file"))?;
     }

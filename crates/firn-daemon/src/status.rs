@@ -65,6 +65,7 @@ pub(crate) fn chunk_piece(part: ListedPart) -> ChunkPiece {
     let place = match part.place {
         PartPlace::Memory => Place::Memory,
         PartPlace::Spill => Place::Spill,
+        PartPlace::MemoryFile => Place::MemoryFile,
         PartPlace::Backing => Place::Backing,
         PartPlace::Hole => Place::Hole,
     };

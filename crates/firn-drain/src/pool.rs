@@ -1,4 +1,4 @@
-//! The threads of a mount that carry data: IO threads, and the one that fills the spill file.
+//! The threads of a mount that carry data: IO threads, and the one that moves chunks to the spill file and to memory files.
 //!
 //! Promise: [`Pool::stop`] returns when no thread of the pool touches the engine any more. [`Pool::stop_within`] gives
 //! up on threads whose call of the backing does not return.
@@ -10,10 +10,11 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use firn_backing::{Backing, Errno};
-use firn_engine::{Engine, Executor, LaneIndex, LaneLimits, SpillStep};
+use firn_engine::{Engine, Executor, LaneIndex, LaneLimits, SettleStep, SpillStep};
 use firn_hosts::tokens::{LaneToken, Tokens};
 
 use crate::board::Board;
+use crate::cpu::thread_time;
 use crate::crew::Crew;
 use crate::pacer::Pacer;
 use crate::sleepers::Sleepers;
@@ -45,9 +46,9 @@ impl IoThreads {
 pub struct Pool {
     crew: Crew,
     tokens: Option<Tokens>,
-    /// Where the thread that spills sleeps.
-    spill: Arc<Sleepers>,
-    spiller: Option<JoinHandle<()>>,
+    /// Where the thread that moves chunks sleeps.
+    moves: Arc<Sleepers>,
+    mover: Option<JoinHandle<()>>,
 }
 
 /// Wakes the threads for the engine.
@@ -83,8 +84,9 @@ impl Pool {
         engine.drainer.set_executor(Arc::new(WakeThreads {
             sleepers: Arc::clone(&sleepers),
         }));
-        let spill = Arc::new(Sleepers::default());
-        let spiller = start_spiller(&engine, &spill)?;
+        let pacer = Pacer::start(io_threads.cpu_percent).map(Arc::new);
+        let moves = Arc::new(Sleepers::default());
+        let mover = start_mover(&engine, &moves, pacer.clone())?;
         let thread_count = io_threads.count.max(1);
         // One thread of several lanes is for another lane.
         let of_lane = thread_count - usize::from(lanes.len() > 1 && thread_count > 1);
@@ -97,14 +99,14 @@ impl Pool {
             engine,
             lanes,
             sleepers,
-            pacer: Pacer::start(io_threads.cpu_percent).map(Arc::new),
+            pacer,
         };
         // A pool that could not start whole is dropped, which stops what did start.
         let pool = Self {
             crew: Crew::new(worker, thread_count),
             tokens,
-            spill,
-            spiller,
+            moves,
+            mover,
         };
         pool.crew.start()?;
         Ok(pool)
@@ -125,7 +127,7 @@ impl Pool {
     pub fn stop(&mut self) {
         self.begin_stop();
         let of_lanes = self.crew.take_threads().into_iter();
-        for thread in of_lanes.chain(self.spiller.take()) {
+        for thread in of_lanes.chain(self.mover.take()) {
             if thread.join().is_err() {
                 tracing::error!("an IO thread panicked");
             }
@@ -143,7 +145,7 @@ impl Pool {
         while self.is_running() {
             if Instant::now() >= deadline {
                 self.crew.abandon();
-                self.spiller = None;
+                self.mover = None;
                 self.tokens = None;
                 return false;
             }
@@ -155,12 +157,12 @@ impl Pool {
 
     fn begin_stop(&self) {
         self.crew.stop();
-        self.spill.stop();
+        self.moves.stop();
     }
 
     fn is_running(&self) -> bool {
-        let spills = |thread: &JoinHandle<()>| !thread.is_finished();
-        self.spiller.as_ref().is_some_and(spills) || self.crew.is_running()
+        let moves = |thread: &JoinHandle<()>| !thread.is_finished();
+        self.mover.as_ref().is_some_and(moves) || self.crew.is_running()
     }
 }
 
@@ -170,30 +172,47 @@ impl Drop for Pool {
     }
 }
 
-/// Starts the thread that moves chunks to the spill file, where there is one.
-fn start_spiller<B: Backing>(
+/// Starts the thread that moves chunks, where there is a spill file or there may be memory files.
+fn start_mover<B: Backing>(
     engine: &Arc<Engine<B>>,
     sleepers: &Arc<Sleepers>,
+    pacer: Option<Arc<Pacer>>,
 ) -> io::Result<Option<JoinHandle<()>>> {
-    if engine.arena().spill_figures().is_none() {
+    let spills = engine.arena().spill_figures().is_some();
+    if !spills && !engine.room.settles() {
         return Ok(None);
     }
     let waker = Arc::clone(sleepers);
     engine.room.set_spill_waker(Arc::new(move || waker.wake()));
+    let waker = Arc::clone(sleepers);
+    engine.room.set_settle_waker(Arc::new(move || waker.wake()));
     let engine = Arc::clone(engine);
     let sleepers = Arc::clone(sleepers);
-    let thread = std::thread::Builder::new().name("firn-spill".into());
+    let thread = std::thread::Builder::new().name("firn-move".into());
     thread
-        .spawn(move || run_spiller(&engine, &sleepers))
+        .spawn(move || run_mover(&engine, &sleepers, pacer.as_deref()))
         .map(Some)
 }
 
-fn run_spiller<B: Backing>(engine: &Engine<B>, sleepers: &Sleepers) {
+fn run_mover<B: Backing>(engine: &Engine<B>, sleepers: &Sleepers, pacer: Option<&Pacer>) {
     while !sleepers.is_stopping() {
         let ticket = sleepers.ticket();
-        match engine.room.spill_step() {
-            SpillStep::More => {}
-            SpillStep::Idle { retry } => sleepers.sleep(ticket, retry),
+        let SpillStep::Idle { retry } = engine.room.spill_step() else {
+            continue;
+        };
+        // Memory that is short comes first; nobody waits for a file to be settled.
+        if let Some(delay) = pacer.and_then(Pacer::delay) {
+            sleepers.sleep(ticket, Some(delay));
+            continue;
+        }
+        let before = thread_time();
+        let step = engine.room.settle_step();
+        if let Some(pacer) = pacer {
+            pacer.charge(thread_time() - before, false);
+        }
+        if let SettleStep::Idle { retry: settle } = step {
+            let soonest = [retry, settle].into_iter().flatten().min();
+            sleepers.sleep(ticket, soonest);
         }
     }
 }

@@ -52,6 +52,10 @@ pub enum OpenMode {
     /// ([`OpenFiles::backing_fd`] gives it). Every later open of the same inode gets this mode too until
     /// all are released.
     Passthrough,
+    /// All bytes of the file are in a memory file, which the kernel may read itself ([`OpenFiles::memory_fd`] gives it). Every
+    /// later open of the same inode gets this mode too until all are released; reads and writes of those that may write
+    /// come to the engine, and what they change is stored in the memory file at once.
+    Memory,
     /// This handle only reads, and the file has no pending bytes or no writer: the kernel may cache pages and read
     /// ahead. It drops them after each write ([`KernelCache::has_cached_readers`]).
     Cached {

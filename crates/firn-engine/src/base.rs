@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use firn_arena::{Arena, Located as LocatedBytes};
 use firn_backing::Backing;
-use firn_format::data_socket::{Extent as Listed, IN_MEMORY, IN_SPILL};
+use firn_format::data_socket::{Extent as Listed, IN_MEMORY, IN_MEMORY_FILE, IN_SPILL};
 use firn_format::geometry::{SLAB_MEDIUM, SLAB_SMALL};
 use firn_format::slab::Class;
 
@@ -35,6 +35,7 @@ impl<B: Backing> Base<B> {
         {
             LocatedBytes::Arena(at) => (at, IN_MEMORY),
             LocatedBytes::Spill(at) => (at, IN_SPILL),
+            LocatedBytes::MemoryFile(_, at) => (at, IN_MEMORY_FILE),
         };
         Some(Listed {
             offset,

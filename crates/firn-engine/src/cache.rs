@@ -22,8 +22,6 @@ use crate::extents::{Extent, Extents};
 #[derive(Default)]
 pub(crate) struct Cached {
     parts: Option<Box<Parts>>,
-    /// Not evicted to make room.
-    pinned: bool,
 }
 
 struct Parts {

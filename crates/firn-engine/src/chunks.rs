@@ -15,7 +15,7 @@ use std::sync::atomic::Ordering;
 
 use firn_arena::SlabRef;
 use firn_backing::{Backing, Errno, Kind};
-use firn_format::data_socket::{Extent as Listed, IN_MEMORY};
+use firn_format::data_socket::{Extent as Listed, IN_MEMORY, IN_MEMORY_FILE};
 
 use crate::Result;
 use crate::base::Base;
@@ -34,9 +34,10 @@ pub struct ListedPart {
     /// Where they are.
     pub place: PartPlace,
     /// [`PartPlace::Memory`]: bytes from the start of the first chunk. [`PartPlace::Spill`]: from the start of the
-    /// spill file. [`PartPlace::Backing`]: from the start of the file. [`PartPlace::Hole`]: 0.
+    /// spill file. [`PartPlace::MemoryFile`]: from the start of that. [`PartPlace::Backing`]: from the start of the file.
+    /// [`PartPlace::Hole`]: 0.
     pub at: u64,
-    /// Index of the chunk, in memory and in the spill file.
+    /// Index of the chunk, in memory and in the spill file; number of the memory file.
     pub chunk: Option<u32>,
 }
 
@@ -47,7 +48,10 @@ pub enum PartPlace {
     Memory,
     /// In the spill file.
     Spill,
-    /// In the backing only, which may have a hole there.
+    /// In a memory file.
+    MemoryFile,
+    /// In the backing only, which may have a hole there, or in memory that changes with the file: to be read through the
+    /// mount.
     Backing,
     /// Nowhere: they are zeros.
     Hole,
@@ -98,13 +102,20 @@ impl<B: Backing> HeldChunks<B> {
         engine.room.check_cache(&file)?;
         let mut state = file.lock_settled();
         engine.intake.ingest_published(&file, &mut state);
-        let in_arena = held.take(&state)?;
+        // What a writer changes is stored in the memory file of those who read it: nothing of it can be promised to stay.
+        let is_viewed = state.view.is_some();
+        let in_arena = if is_viewed {
+            (held.bytes, held.changes) = (state.pending.end(), state.changes);
+            Vec::new()
+        } else {
+            held.take(&state)?
+        };
         drop(state);
         held.count_memory(&in_arena);
         // All else was in the backing already when the lock was let go, and a change since then shows.
         let attr = engine.base.backing.attr(&engine.tree.object(&inode)?)?;
-        let in_backing = attr.size;
         held.bytes = whole_size(&attr, held.bytes);
+        let in_backing = if is_viewed { held.bytes } else { attr.size };
         let mut pieces = Vec::new();
         let mut at = 0;
         for listed in in_arena {
@@ -148,7 +159,9 @@ impl<B: Backing> HeldChunks<B> {
     }
 
     fn count_memory(&mut self, in_arena: &[Listed]) {
-        let in_memory = in_arena.iter().filter(|part| part.place == IN_MEMORY);
+        let in_memory = in_arena
+            .iter()
+            .filter(|part| part.place == IN_MEMORY || part.place == IN_MEMORY_FILE);
         self.memory_bytes = in_memory.map(|part| part.len).sum();
         self.engine
             .base
@@ -213,6 +226,19 @@ impl<B: Backing> Base<B> {
             place,
         }: &Listed,
     ) -> ListedPart {
+        if place == IN_MEMORY_FILE {
+            let (file, _) = self
+                .arena
+                .memory_file_of(chunk)
+                .expect("a chunk that is held stays where it is");
+            return ListedPart {
+                offset,
+                bytes: len,
+                place: PartPlace::MemoryFile,
+                at,
+                chunk: Some(u32::from(file.number())),
+            };
+        }
         let chunk = Some(chunk);
         if place == IN_MEMORY {
             let at = at - self.arena.geometry().data_offset();

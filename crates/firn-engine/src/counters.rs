@@ -27,15 +27,17 @@ pub(crate) enum Decision {
     Spilled,
     /// Put off: no caller waits for it, and programs want the CPUs.
     PutOff,
+    /// A chunk went to a memory file.
+    Settled,
 }
 
 /// Counts of [`Decision`]s.
-pub(crate) struct Decisions(pub(crate) Tally<7>);
+pub(crate) struct Decisions(pub(crate) Tally<8>);
 
 impl Default for Decisions {
     fn default() -> Self {
         Self(Tally::new([
-            "picked", "written", "waits", "retried", "given up", "spilled", "put off",
+            "picked", "written", "waits", "retried", "given up", "spilled", "put off", "settled",
         ]))
     }
 }

@@ -151,12 +151,11 @@ impl<B: Backing> Engine<B> {
         // In any case it is noted how the file is now.
         let unchanged =
             is_cacheable && !allowed && self.kernel_cache.is_as_cached(&inode) && !is_shared;
-        let held_size = if is_cacheable && self.kernel_cache.kernel_copies.are_allowed() {
-            self.size_if_held(&file)
-        } else {
-            None
-        };
-        let mut copy = None;
+        let reads_memory = self.kernel_cache.passes_memory_through();
+        let is_in_memory_file = is_cacheable && kernel_reads == KernelReads::Passthrough;
+        let settled_size = is_in_memory_file
+            .then(|| self.settled_size(&file))
+            .flatten();
         let opened = self.add_handle(&inode, flags, |state| {
             // The file may have been dropped and made anew meanwhile; its descriptors come again.
             let both = state
@@ -168,38 +167,73 @@ impl<B: Backing> Engine<B> {
             let quiet = in_backing && !state.opens.has_through_engine() && !wants_write;
             // While the kernel caches pages for an open file, it refuses to pass the inode through.
             let is_cached = state.opens.has_cached();
-            if state.opens.has_passthrough() || (allowed && both && quiet && !is_cached) {
+            if state.view.is_some() || (reads_memory && self.begin_view(state, settled_size)) {
+                OpenMode::Memory
+            } else if state.opens.has_passthrough() || (allowed && both && quiet && !is_cached) {
                 OpenMode::Passthrough
             } else if is_cacheable && in_backing && (!allowed || is_cached) {
                 OpenMode::Cached { keep: unchanged }
+            } else if !reads_memory && self.may_keep_pages(state, settled_size) {
+                let keep = inode.keep_pages_of(state.changes);
+                OpenMode::Cached { keep }
             } else {
-                copy = held_size.and_then(|size| self.kernel_cache.admit_copy(&inode, state, size));
-                copy.as_ref().map_or(OpenMode::Engine, |copy| {
-                    let keep = copy.is_current;
-                    OpenMode::Cached { keep }
-                })
+                OpenMode::Engine
             }
         });
-        if let Some(copy) = copy {
-            self.kernel_cache.kernel_copies.drop_pages(&copy.dropped);
+        if is_cacheable && settled_size.is_none() {
+            self.room.settle_later(&file);
         }
         Ok(opened)
     }
 
-    /// The length of a file of which the arena has bytes. The backing is asked once for each contents.
-    fn size_if_held(&self, file: &Arc<File<B>>) -> Option<u64> {
-        let changes = {
+    /// Lets the kernel read a file of `size` bytes from its memory file, if all of it is in one and nobody writes it.
+    fn begin_view(&self, state: &mut FileState<B>, size: Option<u64>) -> bool {
+        // The kernel has an inode in one mode only; and held lists keep their bytes, whatever a later writer stores.
+        let is_used_otherwise = state.opens.has_through_engine()
+            || state.opens.has_passthrough()
+            || state.opens.has_cached()
+            || state.opens.has_writers()
+            || state.direct.has_grant()
+            || state.direct.has_chunk_lists();
+        let Some(size) = size.filter(|_| !is_used_otherwise) else {
+            return false;
+        };
+        let Some(memory) = state.memory_file(&self.base.arena, size) else {
+            return false;
+        };
+        state.shorten_pieces(&self.base.arena, &memory, size);
+        if let Err(errno) = self.base.arena.begin_view(&memory, size) {
+            tracing::debug!(%errno, "the kernel cannot be given a memory file");
+            self.base.arena.end_view(&memory);
+            return false;
+        }
+        state.view = Some(memory);
+        true
+    }
+
+    /// The length of a file all of whose bytes are in one memory file.
+    fn settled_size(&self, file: &Arc<File<B>>) -> Option<u64> {
+        if !self.room.settles() {
+            return None;
+        }
+        {
             let state = file.lock();
-            if state.pending.is_empty() && state.cache.is_empty() {
+            let bytes = state.whole_bytes();
+            if bytes < self.base.options.memory_file_bytes_min {
                 return None;
             }
-            state.changes
-        };
-        let known = self
-            .kernel_cache
-            .kernel_copies
-            .size_of(file.inode.id, changes);
-        known.or_else(|| self.intake.size_of(file).ok())
+            state.memory_file(&self.base.arena, bytes)?;
+        }
+        self.intake.size_of(file).ok()
+    }
+
+    /// Whether the kernel may keep pages of a held file that it cannot read by itself: nobody writes it, and all of its
+    /// `size` bytes are in a memory file. Bytes of the backing do not qualify, because another host may change them unseen.
+    fn may_keep_pages(&self, state: &FileState<B>, size: Option<u64>) -> bool {
+        let is_used_otherwise =
+            state.opens.has_passthrough() || state.opens.has_writers() || state.direct.has_grant();
+        let settled = size.filter(|_| !is_used_otherwise);
+        settled.is_some_and(|size| state.memory_file(&self.base.arena, size).is_some())
     }
 
     /// Opens what a handle needs of the backing, so that open(2) tells what is wrong.
@@ -250,12 +284,9 @@ impl<B: Backing> Engine<B> {
     ) -> Opened {
         let writable = flags & O_ACCMODE != 0;
         let mut chosen = OpenMode::Engine;
-        let mut has_kernel_copy = false;
         let mut is_first_writer = false;
         let file = self.open_files.file_with(inode, |state| {
             chosen = mode(state);
-            let is_held = !state.pending.is_empty() || !state.cache.is_empty();
-            has_kernel_copy = is_held && matches!(chosen, OpenMode::Cached { .. });
             if let OpenMode::Cached { .. } = chosen {
                 self.kernel_cache.count_cached_open();
             }
@@ -265,6 +296,9 @@ impl<B: Backing> Engine<B> {
                 // What the kernel writes by itself is not seen here.
                 state.changes += u64::from(chosen == OpenMode::Passthrough);
                 state.direct.invalidate_list(&self.base.arena);
+                if !state.may_cache() {
+                    state.cache.drop_all(&self.base.arena);
+                }
                 self.base.journal.update_ending(state);
             }
         });
@@ -282,7 +316,6 @@ impl<B: Backing> Engine<B> {
             readable: access != O_WRONLY,
             writable,
             lease: Mutex::new(None),
-            has_kernel_copy,
             written: AtomicU64::new(0),
             killed: AtomicBool::new(false),
             closing: AtomicBool::new(false),
@@ -393,6 +426,7 @@ impl<B: Backing> Engine<B> {
         self.base.journal.record_released(&handle, &mut state);
         match mode {
             OpenMode::Engine => {}
+            OpenMode::Memory => state.end_view(&self.base.arena),
             OpenMode::Passthrough => state.changes += u64::from(handle.writable),
             OpenMode::Cached { .. } => {
                 self.kernel_cache.count_cached_release();
@@ -412,10 +446,6 @@ impl<B: Backing> Engine<B> {
             events.note(&file.inode, FileChange::Closed);
         }
         self.open_files.keep_cut(&file.inode);
-        if handle.has_kernel_copy {
-            self.kernel_cache.kernel_copies.close(file.inode.id);
-            self.kernel_cache.end_kernel_copy(file);
-        }
         if handle.writable {
             self.open_files.note_written(file);
         }
@@ -425,6 +455,9 @@ impl<B: Backing> Engine<B> {
         }
         if is_closed {
             self.open_files.take_from_keeper(file);
+        }
+        if is_written {
+            self.room.settle_later(file);
         }
         self.open_files.drop_if_unused(file);
         self.room.wake_writers();

@@ -11,12 +11,14 @@
 //! writes the file while there is a grant, and a file's leases are filled one after the other.
 
 use std::ops::Range;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Instant;
 
 use firn_backing::{Backing, LocateLimits, Located, LocatedPart};
 use firn_format::data_socket::{
-    EXTENTS_MAX, Extent as Listed, FILES_MAX, IN_BACKING, LEASE_SLABS_MAX, Slab, TO_BE_ASKED,
+    EXTENTS_MAX, Extent as Listed, FILES_MAX, IN_BACKING, IN_MEMORY_FILE, LEASE_SLABS_MAX, Slab,
+    TO_BE_ASKED,
 };
 use firn_format::geometry::WORDS_COUNT;
 use firn_format::slab::Class;
@@ -351,23 +353,27 @@ impl<B: Backing> DirectAccess<B> {
             Some(last) if extents.len() >= EXTENTS_MAX => last.offset + last.len,
             _ => u64::MAX,
         };
+        // Given away under the lock: from here on its bytes stay those of this file.
+        let mut files = self.give_memory_files(&mut extents, files_max);
         let word = (file.inode.id.0 % u64::from(WORDS_COUNT)) as u32;
         state.direct.set_listed(word);
         let (slot, mut stamp) = self.base.arena.file_word(word);
         let source = state.open_reader();
         drop(state);
-        let located = match files_max {
+        let located = match files_max - files.len() {
             0 => None,
-            _ => self.locate(file, source, from..end, files_max),
+            more => self.locate(file, source, from..end, more),
         };
         // What is drained before the backing is asked counts all the same; what is cut makes the list invalid.
         let size = self
             .tree
             .size_beside(&file.inode, pending_end)
             .map_err(|_| DirectRefusal::Busy)?;
-        let mut files = Vec::new();
         let mut until = None;
-        if let Some((located, object, changes)) = located {
+        if let Some((mut located, object, changes)) = located {
+            for part in &mut located.parts {
+                part.file = part.file.map(|index| index + files.len());
+            }
             end = end.min(located.end);
             extents.retain(|extent| extent.offset < end);
             extents = fill_gaps(&extents, &located.parts);
@@ -375,7 +381,7 @@ impl<B: Backing> DirectAccess<B> {
                 end = cut.offset;
                 extents.truncate(EXTENTS_MAX);
             }
-            files = located.files;
+            files.extend(located.files);
             until = Some(located.until);
             let mut state = file.lock();
             if !may_be_listed(&state) {
@@ -403,6 +409,30 @@ impl<B: Backing> DirectAccess<B> {
             files,
             until,
         }))
+    }
+
+    /// Descriptors of the memory files that extents lie in, by which they are named from then on. What is in more than
+    /// `files_max` of them is read through the kernel.
+    fn give_memory_files(&self, extents: &mut [Listed], files_max: usize) -> Vec<OwnedFd> {
+        let mut numbers = Vec::new();
+        let mut files = Vec::new();
+        let arena = &self.base.arena;
+        for extent in extents.iter_mut().filter(|it| it.place == IN_MEMORY_FILE) {
+            let Some((memory, _)) = arena.memory_file_of(extent.chunk) else {
+                continue;
+            };
+            let known = numbers.iter().position(|number| *number == memory.number());
+            let index = known.or_else(|| {
+                let is_room = files.len() < files_max.min(FILES_MAX);
+                files.push(is_room.then(|| memory.reader().ok()).flatten()?);
+                numbers.push(memory.number());
+                Some(files.len() - 1)
+            });
+            if let Some(index) = index {
+                (extent.chunk, extent.place) = (index as u32, IN_BACKING);
+            }
+        }
+        files
     }
 
     /// Where the backing has bytes of a range, of which object, and as of which change by other hosts. What cannot be found is read by the

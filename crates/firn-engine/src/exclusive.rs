@@ -15,6 +15,7 @@ use crate::file::{BackingFile, File, FileState};
 use crate::intake::Intake;
 use crate::open_files::OpenFiles;
 use crate::space::Room;
+use crate::view::refresh_view;
 
 /// Changes files while no drain writes to them.
 pub struct Exclusive<B: Backing> {
@@ -55,6 +56,7 @@ impl<B: Backing> Exclusive<B> {
         for waiter in waiters {
             (waiter.done)(Ok(()));
         }
+        refresh_view(&self.intake, &self.open_files, file);
     }
 
     /// Drops what is pending at or below `path`. Of a file that has no name any more it is drained instead, if it can
@@ -107,6 +109,7 @@ impl<B: Backing> Exclusive<B> {
         let Some(file_id) = state.pending.file_id().filter(|_| cuts) else {
             state.unlocked(|| self.base.backing.set_len(&target.file, size))?;
             state.cache.drop_range(&self.base.arena, size..u64::MAX);
+            state.show_len(&self.base.arena, size);
             state.cache.trust();
             if !state.pending.is_empty() {
                 state.pending.touch();
@@ -142,6 +145,7 @@ impl<B: Backing> Exclusive<B> {
                 .cancelled_bytes
                 .fetch_add(cancelled, Ordering::Relaxed);
             self.drain.count_held(file, before, state.pending.bytes());
+            state.show_len(&self.base.arena, size);
             state.pending.touch();
             state.pending.keep_time(&self.base.arena);
             file.inode.data_unsynced.store(true, Ordering::Release);
@@ -173,6 +177,8 @@ impl<B: Backing> Exclusive<B> {
         file.inode.data_unsynced.store(true, Ordering::Release);
         file.end_exclusive(&mut state);
         self.drain.enqueue(file, &mut state);
+        drop(state);
+        refresh_view(&self.intake, &self.open_files, file);
         result
     }
 }

@@ -196,8 +196,6 @@ impl<B: Backing> Engine<B> {
                 ..LaneStatus::default()
             }
         });
-        let (kernel_copies_bytes, kernel_copies_max_bytes) =
-            self.kernel_cache.kernel_copies.bytes();
         let direct_access = self.intake.grants.figures();
         let (durable_files, durable_bytes) = self.tree.names.count_synced();
         Status {
@@ -232,8 +230,8 @@ impl<B: Backing> Engine<B> {
             evicted_bytes: get(&counters.evicted_bytes),
             read_bytes: get(&counters.read_bytes),
             close_wait_seconds: get(&counters.close_wait_us) as f64 / 1e6,
-            kernel_copies_bytes,
-            kernel_copies_max_bytes,
+            memory_file_bytes: self.base.arena.memory_file_figures().bytes,
+            settled_bytes: self.room.settle.settled_bytes(),
             direct_files: direct_access.files,
             direct_leases: direct_access.leases,
             direct_errors: direct_access.errors,

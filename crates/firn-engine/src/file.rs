@@ -20,7 +20,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use firn_arena::Arena;
+use firn_arena::{Arena, MemoryFile};
 use firn_backing::lock::{Mutex, MutexGuard};
 use firn_backing::{Access, Backing, LaneIndex};
 use firn_format::durability::DurabilityLevel;
@@ -50,6 +50,8 @@ pub(crate) struct FileState<B: Backing> {
     pub direct: DirectState,
     /// Drained bytes that are still in the arena.
     pub cache: Cached,
+    /// What the kernel reads by itself, while a handle is open that way: it has the bytes of the file, whatever changes.
+    pub view: Option<Arc<MemoryFile>>,
     pub reader: Option<Arc<BackingFile<B>>>,
     pub writer: Option<Arc<BackingFile<B>>>,
     /// Version of the contents: changes with each write or truncation, and no other file uses the same number.
@@ -59,6 +61,8 @@ pub(crate) struct FileState<B: Backing> {
     /// Epoch ([`Privileges::epoch`](crate::privileges::Privileges)) in which the file was last seen without set-id bits
     /// and capabilities; 0: never.
     pub plain_in: u32,
+    /// What is drained of it is not evicted to make room.
+    pub is_pinned: bool,
     /// No name leads to it any more.
     pub unlinked: bool,
     /// The keeper has it for the next firnd. Only while it is open.
@@ -106,11 +110,13 @@ impl<B: Backing> File<B> {
             },
             direct: DirectState::default(),
             cache: Cached::default(),
+            view: None,
             reader: None,
             writer: None,
             changes: FIRST_CHANGE.fetch_add(CHANGES_OF_A_FILE, Ordering::Relaxed),
             partnered_changes: 0,
             plain_in: 0,
+            is_pinned: false,
             unlinked: false,
             is_kept: false,
         };

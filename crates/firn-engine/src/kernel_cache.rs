@@ -6,9 +6,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use firn_backing::{Backing, KernelReads, Time};
 
 use crate::base::Base;
-use crate::file::{File, FileState};
+use crate::file::File;
 use crate::intake::Intake;
-use crate::kernel_copies::{Admission, KernelCopies};
 use crate::names::{Inode, Stamp};
 use crate::open_files::OpenFiles;
 use crate::privileges::Privileges;
@@ -22,10 +21,10 @@ pub struct KernelCache<B: Backing> {
     pub(crate) privileges: Arc<Privileges>,
     pub(crate) intake: Arc<Intake<B>>,
     pub(crate) open_files: Arc<OpenFiles<B>>,
-    /// Held files of which it may have a copy.
-    pub(crate) kernel_copies: KernelCopies,
     /// It may read files of the backing by itself, until it once could not.
     passthrough: AtomicBool,
+    /// The same of memory files.
+    memory_passthrough: AtomicBool,
     /// Open handles whose pages it caches.
     cached_opens: AtomicU64,
 }
@@ -42,8 +41,8 @@ impl<B: Backing> KernelCache<B> {
             privileges: Arc::clone(privileges),
             intake: Arc::clone(intake),
             open_files: Arc::clone(open_files),
-            kernel_copies: KernelCopies::new(intake.base.options.kernel_copies_bytes_max),
             passthrough: AtomicBool::new(intake.base.options.passthrough),
+            memory_passthrough: AtomicBool::new(intake.base.options.passthrough),
             cached_opens: AtomicU64::new(0),
         }
     }
@@ -62,21 +61,6 @@ impl<B: Backing> KernelCache<B> {
     /// Whether the kernel can be given files to read by itself.
     pub(crate) fn can_pass_through(&self) -> bool {
         self.passthrough.load(Ordering::Relaxed)
-    }
-
-    /// Whether the kernel may cache a held file: it has no writer, and all of its `size` bytes are in the arena. Bytes
-    /// of the backing do not qualify, because another host may change them unseen.
-    pub(crate) fn admit_copy(
-        &self,
-        inode: &Inode<B>,
-        state: &FileState<B>,
-        size: u64,
-    ) -> Option<Admission> {
-        let in_arena = state.pending.bytes() + state.cache.bytes();
-        if in_arena != size || state.opens.has_writers() || state.direct.has_grant() {
-            return None;
-        }
-        self.kernel_copies.admit(inode.id, size, state.changes)
     }
 
     /// Whether the backing's file is as it was when the kernel began to cache it. Only what was old then
@@ -100,6 +84,7 @@ impl<B: Backing> KernelCache<B> {
             is_settled: attr.mtime.sec.max(attr.ctime.sec) + SETTLED_S < Time::now().sec,
             changes_by_others: changes_by_others.max(before.map_or(0, |it| it.changes_by_others)),
             pages_after: before.map_or(changes_by_others, |it| it.pages_after),
+            held_changes: before.and_then(|it| it.held_changes),
         };
         *cached = Some(Box::new(now));
         now.is_settled && !now.has_stale_pages() && before == Some(now)
@@ -176,6 +161,26 @@ impl<B: Backing> KernelCache<B> {
         }
     }
 
+    /// Whether the kernel can be given memory files to read by itself.
+    pub(crate) fn passes_memory_through(&self) -> bool {
+        self.memory_passthrough.load(Ordering::Relaxed) && !self.base.options.serves_every_read
+    }
+
+    /// The kernel cannot read this handle's memory file: it and all later ones come to the engine.
+    pub fn no_memory_passthrough(&self, handle: HandleId) {
+        self.memory_passthrough.store(false, Ordering::Relaxed);
+        let Ok(handle) = self.open_files.handle(handle) else {
+            return;
+        };
+        let mut state = handle.file.lock();
+        let mut mode = handle.mode.lock();
+        if *mode == OpenMode::Memory {
+            *mode = OpenMode::Engine;
+            state.opens.change_mode(OpenMode::Memory, OpenMode::Engine);
+            state.end_view(&self.base.arena);
+        }
+    }
+
     /// The kernel cannot pass this handle through: it and all later ones come to the engine.
     pub fn no_passthrough(&self, handle: HandleId) {
         self.passthrough.store(false, Ordering::Relaxed);
@@ -231,31 +236,6 @@ impl<B: Backing> KernelCache<B> {
             inode
                 .is_size_stale_in_kernel
                 .store(false, Ordering::Release);
-        }
-    }
-
-    /// Calls `observer` with each file whose pages the kernel is to drop because it may keep no copy of it any more.
-    /// It is called with no lock held and may be called by a thread that a request waits for, so it must not wait for
-    /// the kernel. To be called once, before the first open.
-    pub fn on_kernel_copy_dropped(&self, observer: Arc<dyn Fn(InodeId) + Send + Sync>) {
-        self.kernel_copies.set_observer(observer);
-    }
-
-    /// After the arena may have lost its last byte of a file: a copy in the kernel's cache is not a second one any
-    /// more. Where the kernel reads drained files straight from the backing, it is of no more use either.
-    pub(crate) fn end_kernel_copy(&self, file: &File<B>) {
-        if !self.kernel_copies.are_allowed() {
-            return;
-        }
-        {
-            let state = file.lock();
-            if !state.pending.is_empty() || !state.cache.is_empty() {
-                return;
-            }
-        }
-        let inode = file.inode.id;
-        if self.kernel_copies.forget(inode) && self.allows_passthrough() {
-            self.kernel_copies.drop_pages(&[inode]);
         }
     }
 

@@ -27,7 +27,7 @@
 //!              tree: names and objects · drain: queues · lost
 //!              base: backing, arena, journal, policies, counters, errors
 //! tables       names · tables: files, handles · grants · privileges · file_journal with file_id and ending · claims
-//!              errors · counters · kernel_copies
+//!              errors · counters
 //! a file       file: pending, drain_state, opens, direct · cache
 //! values       extents · retry · options · api
 //! ```
@@ -56,7 +56,6 @@ mod file_journal;
 mod grants;
 mod intake;
 mod kernel_cache;
-mod kernel_copies;
 mod live;
 mod lost;
 mod nameless;
@@ -71,6 +70,7 @@ mod reads;
 mod recovery;
 mod repeat;
 mod retry;
+mod settle;
 mod shared;
 mod size;
 mod small_map;
@@ -80,6 +80,7 @@ mod sync;
 mod tables;
 mod tree;
 mod truncate;
+mod view;
 mod write;
 
 pub use api::*;
@@ -110,6 +111,7 @@ pub use privilege_rules::PrivilegeRules;
 pub use privileges::Principal;
 pub use recovery::{Recovered, StoredArena};
 pub use repeat::{Creation, MadeObject};
+pub use settle::SettleStep;
 pub use space::Room;
 pub use spill::SpillStep;
 pub use tree::NameTree;

@@ -16,6 +16,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use firn_arena::MemoryFile;
 use firn_arena::live::LiveTable;
 use firn_backing::{Attr, Backing, Errno, Kind, Time};
 use firn_format::live::{
@@ -207,10 +208,16 @@ impl<B: Backing> Engine<B> {
         let (Some(live), Ok(handle)) = (self.live(), self.open_files.handle(id)) else {
             return;
         };
-        let served_by = match (*handle.mode.lock(), passed_through) {
-            (_, Some(number)) => ServedBy::Passthrough(number),
+        let mode = *handle.mode.lock();
+        let view = handle.file.lock().view.as_ref().map(|view| view.number());
+        let served_by = match (mode, passed_through) {
+            (OpenMode::Memory, Some(id)) => ServedBy::Memory {
+                id,
+                file: view.expect("a handle of this mode has a view"),
+            },
+            (_, Some(id)) => ServedBy::Passthrough(id),
             (OpenMode::Cached { .. }, None) => ServedBy::Cache,
-            (OpenMode::Engine | OpenMode::Passthrough, None) => ServedBy::Engine,
+            (OpenMode::Engine | OpenMode::Passthrough | OpenMode::Memory, None) => ServedBy::Engine,
         };
         let inode = &handle.file.inode;
         let noted = Handle {
@@ -322,6 +329,7 @@ impl<B: Backing> Engine<B> {
             ServedBy::Engine => OpenMode::Engine,
             ServedBy::Cache => OpenMode::Cached { keep: false },
             ServedBy::Passthrough(_) => OpenMode::Passthrough,
+            ServedBy::Memory { .. } => OpenMode::Memory,
             ServedBy::Directory => {
                 let object = self.tree.object(&known)?;
                 let dir = self.base.backing.open_dir(&object)?;
@@ -332,13 +340,31 @@ impl<B: Backing> Engine<B> {
         if known.kind != Kind::File {
             return Err(Errno::IO);
         }
-        self.insert_handle(id, &known, handle.flags, |_| mode);
+        let view = self.reopen_view(handle.served_by)?;
+        self.insert_handle(id, &known, handle.flags, |state| {
+            state.view = view.or(state.view.take());
+            mode
+        });
         self.note_opener(id, handle.opener);
         // Where a process wrote directly, the kernel may take the file for shorter than it is.
         if self.open_files.is_writer(id) {
             known.is_size_stale_in_kernel.store(true, Ordering::Release);
         }
         Ok(resumed_handle(handle))
+    }
+}
+
+impl<B: Backing> Engine<B> {
+    /// The memory file from which the kernel goes on to read a handle.
+    fn reopen_view(&self, served_by: ServedBy) -> Result<Option<Arc<MemoryFile>>> {
+        let ServedBy::Memory { file, .. } = served_by else {
+            return Ok(None);
+        };
+        let view = self.base.arena.reopen_view(file).map_err(|why| {
+            tracing::warn!(file, why, "a memory file that the kernel reads is lost");
+            Errno::IO
+        })?;
+        Ok(Some(view))
     }
 }
 

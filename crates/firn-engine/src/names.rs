@@ -146,11 +146,26 @@ pub(crate) struct Stamp {
     pub changes_by_others: u64,
     /// The kernel has no page from before this one of them.
     pub pages_after: u64,
+    /// The contents ([`FileState::changes`](crate::file::FileState)) that it last kept pages of while they were in a memory
+    /// file.
+    pub held_changes: Option<u64>,
 }
 
 impl Stamp {
     pub(crate) fn has_stale_pages(&self) -> bool {
         self.pages_after < self.changes_by_others
+    }
+}
+
+impl<B: Backing> Inode<B> {
+    /// The kernel is about to keep pages of these contents, which are in a memory file; whether those that it may have
+    /// are of them.
+    pub(crate) fn keep_pages_of(&self, changes: u64) -> bool {
+        let mut cached = self.cached.lock();
+        let Some(stamp) = cached.as_mut() else {
+            return false;
+        };
+        stamp.held_changes.replace(changes) == Some(changes)
     }
 }
 

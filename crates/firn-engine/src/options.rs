@@ -66,8 +66,9 @@ pub struct EngineOptions {
     pub spill_lower_percent: u32,
     /// Let the kernel read files that have nothing pending.
     pub passthrough: bool,
-    /// Bytes of held files that the kernel may keep in its cache as well; 0: none, each read comes to the engine.
-    pub kernel_copies_bytes_max: u64,
+    /// Files of at least so many bytes get a memory file of their own once they are closed, where what is written stays in
+    /// memory (`DrainPolicy::Demand`); 0: none does.
+    pub memory_file_bytes_min: u64,
     /// Every read of a program comes to the engine: the kernel caches no bytes, and no process is told where bytes lie.
     pub serves_every_read: bool,
     /// Objects of the backing (descriptors) held beside those of files in use. The kernel may know more;
@@ -94,7 +95,7 @@ impl EngineOptions {
             spill_upper_percent: 80,
             spill_lower_percent: 60,
             passthrough: false,
-            kernel_copies_bytes_max: 1 << 30,
+            memory_file_bytes_min: 0,
             serves_every_read: false,
             objects_max: 4096,
             open_files_max: 4096,

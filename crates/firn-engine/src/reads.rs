@@ -65,10 +65,20 @@ impl<B: Backing> Reads<B> {
         }
         // Programs cut and write the file faster than it is read.
         let mut state = file.begin_exclusive();
-        let look = state.unlocked(|| self.read_once(file, offset, buf));
+        let bytes = state.unlocked(|| self.read_exclusively(file, offset, buf));
         file.end_exclusive(&mut state);
         self.drain.enqueue(file, &mut state);
-        Ok(look?.bytes)
+        bytes
+    }
+
+    /// Reads a file that no drain writes to and nothing cuts, as the caller has seen to.
+    pub(crate) fn read_exclusively(
+        &self,
+        file: &Arc<File<B>>,
+        offset: u64,
+        buf: &mut [u8],
+    ) -> Result<u64> {
+        self.read_once(file, offset, buf).map(|look| look.bytes)
     }
 
     /// Whether what was read is the file at some moment. Bytes of the backing are read after it was looked what is pending:

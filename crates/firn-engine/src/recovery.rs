@@ -136,6 +136,7 @@ impl<B: Backing> Engine<B> {
     ) -> Result<Arc<Self>, EngineError> {
         // It was made with the arena: at no instant is there an arena without a journal.
         let journal = Journal::open(arena.journal_region()).0;
+        arena.remove_unused_memory_files();
         let engine = Self::assemble(backing, arena, journal, options)?;
         Ok(engine.start())
     }
@@ -175,6 +176,7 @@ impl<B: Backing> Engine<B> {
         replay.ledger.settle_all_renames();
         let mut engine = Self::assemble(backing, arena, journal, options)?;
         let requests = resumed.map(|resumed| engine.resume(resumed));
+        engine.base.arena.remove_unused_memory_files();
         let files = stored.iter().map(|stored| stored.piece.file);
         let highest = files.max().unwrap_or(0).max(replay.last_file);
         engine.base.journal.set_last_file_id(highest);
@@ -203,6 +205,8 @@ impl<B: Backing> Engine<B> {
             if engine.base.options.drain == DrainPolicy::Eager {
                 engine.drain.force(&file, &mut state);
             }
+            drop(state);
+            engine.room.settle_later(&file);
         }
         Ok((engine, recovered))
     }

@@ -24,6 +24,7 @@ use crate::file::File;
 use crate::intake::Intake;
 use crate::kernel_cache::KernelCache;
 use crate::open_files::OpenFiles;
+use crate::settle::Settle;
 use crate::spill::Spill;
 use crate::tree::NameTree;
 
@@ -65,6 +66,7 @@ pub struct Room<B: Backing> {
     pub(crate) kernel_cache: Arc<KernelCache<B>>,
     pub(crate) space: Space<B>,
     pub(crate) spill: Spill,
+    pub(crate) settle: Settle<B>,
 }
 
 impl<B: Backing> Room<B> {
@@ -78,6 +80,7 @@ impl<B: Backing> Room<B> {
             kernel_cache: Arc::clone(kernel_cache),
             space: Space::default(),
             spill: Spill::default(),
+            settle: Settle::default(),
         }
     }
 }

@@ -83,8 +83,6 @@ pub(crate) struct Handle<B: Backing> {
     pub readable: bool,
     pub writable: bool,
     pub lease: Mutex<Option<Lease>>,
-    /// It counts in the engine's table of kernel copies.
-    pub has_kernel_copy: bool,
     /// How the frontend serves it.
     pub mode: Mutex<OpenMode>,
     /// Bytes written: decides the class of the next slab.

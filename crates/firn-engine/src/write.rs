@@ -187,12 +187,16 @@ impl<B: Backing> Writes<B> {
         let Some(extent) = state.pending.extents().covering(range) else {
             return false;
         };
+        if state.reserve_view(offset, data.len() as u64).is_err() {
+            return false;
+        }
         state.note_change(&self.base.arena);
         let changed = self
             .base
             .arena
             .overwrite_bytes(extent.piece.slab, extent.position, data);
         if changed {
+            state.show(offset, data);
             state.pending.touch();
             self.base
                 .arena
@@ -252,8 +256,13 @@ impl<B: Backing> Writes<B> {
                 // Everything was drained meanwhile and the file id ended: the reserved room is used for the next one.
                 continue;
             }
+            if let Err(error) = state.reserve_view(offset, u64::from(reserved.len)) {
+                tracing::warn!(%error, path = %file.shown(), "no memory for what readers of a memory file are to see");
+                return 0;
+            }
             let extent = self.publish(&mut state, lease, file_id, offset, reserved);
             self.intake.ingest(file, &mut state, offset, extent);
+            state.show(offset, &data[..reserved.len as usize]);
             handle
                 .written
                 .fetch_add(u64::from(reserved.len), Ordering::Relaxed);

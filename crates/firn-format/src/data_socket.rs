@@ -353,6 +353,8 @@ pub const IN_SPILL: u32 = 1;
 pub const IN_BACKING: u32 = 2;
 /// [`Extent::place`]: not listed yet; a request from an offset in this extent on returns it. [`Extent::at`] is unused.
 pub const TO_BE_ASKED: u32 = 3;
+/// [`Extent::place`]: a memory file.
+pub const IN_MEMORY_FILE: u32 = 4;
 
 #[cfg(test)]
 mod tests {

@@ -12,6 +12,7 @@ pub mod histogram;
 pub mod home;
 pub mod journal;
 pub mod live;
+pub mod memory_file;
 pub mod mountinfo;
 pub mod piece;
 pub mod processor;

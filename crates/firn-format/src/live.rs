@@ -14,7 +14,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 /// First bytes of the file.
 pub const MAGIC: [u8; 8] = *b"FIRNLIVE";
 /// Raised when a byte changes its meaning.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 /// Bytes before the first cell.
 pub const HEADER_BYTES: usize = 8192;
 /// Bytes of a cell.
@@ -228,6 +228,13 @@ pub enum ServedBy {
     Cache,
     /// The kernel, from a file of the backing that it has under this number.
     Passthrough(i32),
+    /// The kernel, from a memory file of the arena.
+    Memory {
+        /// The kernel's number for it.
+        id: i32,
+        /// The number in its name.
+        file: u16,
+    },
     /// An open directory.
     Directory,
 }
@@ -381,7 +388,7 @@ struct RawHandle {
     seal: u32,
     tag: u8,
     served_by: u8,
-    unused: u16,
+    memory_file: u16,
     id: u64,
     node: u64,
     unique: u64,
@@ -544,17 +551,22 @@ pub fn encode_node(node: &Node, at: &[u32]) -> Vec<CellBytes> {
 impl Handle {
     /// The stored form.
     pub fn encode(&self) -> CellBytes {
+        let mut memory_file = 0;
         let (served_by, backing_id) = match self.served_by {
             ServedBy::Engine => (1, 0),
             ServedBy::Cache => (2, 0),
             ServedBy::Passthrough(id) => (3, id),
             ServedBy::Directory => (4, 0),
+            ServedBy::Memory { id, file } => {
+                memory_file = file;
+                (5, id)
+            }
         };
         let raw = RawHandle {
             seal: 0,
             tag: TAG_HANDLE,
             served_by,
-            unused: 0,
+            memory_file,
             id: self.id,
             node: self.node,
             unique: self.unique,
@@ -680,6 +692,10 @@ fn decode_handle(cell: &CellBytes) -> Option<Cell> {
         2 => ServedBy::Cache,
         3 => ServedBy::Passthrough(raw.backing_id),
         4 => ServedBy::Directory,
+        5 => ServedBy::Memory {
+            id: raw.backing_id,
+            file: raw.memory_file,
+        },
         _ => return None,
     };
     Some(Cell::Handle(Handle {
@@ -889,6 +905,7 @@ mod tests {
             ServedBy::Engine,
             ServedBy::Cache,
             ServedBy::Passthrough(3),
+            ServedBy::Memory { id: 4, file: 5 },
             ServedBy::Directory,
         ] {
             let handle = Handle {

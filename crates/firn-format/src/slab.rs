@@ -15,6 +15,9 @@ pub mod chunk_word {
     pub const CLASS: u64 = 0;
     /// `u64`: [`crate::home::Home`] of the chunk's data, or 0. Counts while the class is not free.
     pub const HOME: u64 = 8;
+    /// `u64`: [`crate::memory_file::MemoryPlace`] of the slot of memory with this chunk's index, or 0: its bytes are in
+    /// the arena. It says nothing of the chunk itself.
+    pub const MEMORY_PLACE: u64 = 16;
 }
 
 /// Offsets of the words in a slab header.

@@ -19,7 +19,7 @@ use crate::geometry::Geometry;
 /// First bytes of an arena.
 pub const MAGIC: [u8; 8] = *b"FIRNAREN";
 /// Version of everything in the arena.
-pub const VERSION: u32 = 4;
+pub const VERSION: u32 = 5;
 /// Bytes of the superblock.
 pub const SUPERBLOCK_BYTES: usize = 4096;
 /// Longest path of a backing that is kept.

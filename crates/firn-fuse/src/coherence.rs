@@ -145,16 +145,6 @@ impl<B: Backing> Coherence<B> {
         }
     }
 
-    /// Has a worker drop all pages of a file without known readers: to make room, not because they are wrong. The
-    /// caller may be a thread that a request waits for.
-    pub(crate) fn drop_pages_later(self: &Arc<Self>, inode: InodeId) {
-        let coherence = Arc::clone(self);
-        self.workers
-            .run_about(Class::Call, Topic::Pages(inode), move || {
-                Invalidate::invalidate(&*coherence, &Cached::Inode(inode));
-            });
-    }
-
     /// Calls `answer` once no reader can see what was there before a change by another host that this one has learnt of.
     pub(crate) fn after_changes_by_others(
         self: &Arc<Self>,

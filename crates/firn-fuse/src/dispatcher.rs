@@ -130,14 +130,6 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
                     coherence.invalidate_attributes(inode);
                 }
             }));
-        let weak = Arc::downgrade(&coherence);
-        engine
-            .kernel_cache
-            .on_kernel_copy_dropped(Arc::new(move |inode| {
-                if let Some(coherence) = weak.upgrade() {
-                    coherence.drop_pages_later(inode);
-                }
-            }));
         let named = Arc::clone(&engine);
         let failures = Failures::new(move |inode, name| named.tree.shown_path(inode, name));
         let passthrough = Arc::<Passthrough<R::BackingId>>::default();
@@ -232,7 +224,9 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     pub(crate) fn resume(&self, left: ResumedRequests, adopt: impl Fn(i32) -> R::BackingId) {
         let mut ids: HashMap<i32, Arc<R::BackingId>> = HashMap::new();
         for handle in &left.handles {
-            if let ServedBy::Passthrough(number) = handle.served_by {
+            if let ServedBy::Passthrough(number) | ServedBy::Memory { id: number, .. } =
+                handle.served_by
+            {
                 let id = ids.entry(number).or_insert_with(|| Arc::new(adopt(number)));
                 self.passthrough.restore(handle.inode, handle.id, id);
             }

@@ -107,6 +107,8 @@ pub(crate) enum HandleMode<I> {
     CachedKeep,
     /// The kernel, from the backing's own file.
     Passthrough(Arc<I>),
+    /// The kernel serves mappings, from a file that it was given; reads and writes come to Firn.
+    PassthroughMappings(Arc<I>),
 }
 
 /// A successful answer.

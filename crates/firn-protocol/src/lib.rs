@@ -415,9 +415,11 @@ pub struct ChunkPiece {
     /// Where they are.
     pub place: Place,
     /// [`Place::Memory`]: bytes from the start of the region. [`Place::Spill`]: from the start of the spill
-    /// file. [`Place::Backing`]: from the start of the file. [`Place::Hole`]: 0.
+    /// file. [`Place::MemoryFile`]: from the start of that. [`Place::Backing`]: from the start of the file.
+    /// [`Place::Hole`]: 0.
     pub at: u64,
-    /// Index of the chunk, in memory and in the spill file.
+    /// Index of the chunk, in memory and in the spill file; number of the memory file, whose name is that of the region's
+    /// file with `.m` and this number behind it.
     pub chunk: Option<u32>,
 }
 
@@ -429,6 +431,9 @@ pub enum Place {
     Memory,
     /// In the spill file.
     Spill,
+    /// In a memory file.
+    #[serde(rename = "memory-file")]
+    MemoryFile,
     /// In the backing only, which may have a hole there.
     Backing,
     /// Nowhere: they are zeros.
@@ -441,6 +446,7 @@ impl Place {
         match self {
             Self::Memory => "memory",
             Self::Spill => "spill",
+            Self::MemoryFile => "memory-file",
             Self::Backing => "backing",
             Self::Hole => "hole",
         }

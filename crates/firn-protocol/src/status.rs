@@ -119,10 +119,10 @@ part! {
         gauge cached_bytes: u64,
         /// Drained bytes that left the arena, to make room or because a request asked.
         counter evicted_bytes: u64,
-        /// Bytes of held files of which the kernel may have a copy in its page cache.
-        gauge kernel_copies_bytes: u64,
-        /// The most bytes of held files that the kernel may have copies of.
-        gauge kernel_copies_max_bytes: u64,
+        /// Bytes of the arena's memory that memory files have, those that wait to be used again included.
+        gauge memory_file_bytes: u64,
+        /// Bytes of held files that were moved into memory files.
+        counter settled_bytes: u64,
         /// Processes that are connected to the data socket for direct access.
         gauge direct_clients: u64,
         /// Files that processes write by direct access now.
@@ -164,7 +164,8 @@ part! {
         /// Requests of the kernel that failed, by operation. A lookup of a name that is not there is one.
         counter failed_requests: BTreeMap<String, u64>,
         /// Decisions of the drain: `picked`, `written`, `waits` (after an error), `retried`, `given up` (the error was
-        /// reported to those that waited), `spilled` and `put off` (programs wanted the CPUs).
+        /// reported to those that waited), `spilled`, `put off` (programs wanted the CPUs) and `settled` (a chunk went to a
+        /// memory file).
         counter drain_decisions: BTreeMap<String, u64>,
         /// Steps of transactions on this host: `begin`, `quiesce`, `drained`, `prepared`, `decided`, `applied`, `ended`,
         /// `undone`.

@@ -638,7 +638,7 @@ impl<B: Backing> Tree<B> {
         while let Some(rest) = bytes.get(done..).filter(|rest| !rest.is_empty()) {
             match self.engine.write(handle, at + done as u64, rest, None)? {
                 Written::Bytes(n) => done += n,
-                Written::Full => self.wait_for_room()?,
+                Written::Full => self.engine.room.wait_for_room()?,
             }
         }
         Ok(done)
@@ -646,11 +646,7 @@ impl<B: Backing> Tree<B> {
 
     /// Waits until the arena may have room again.
     pub fn wait_for_room(&self) -> Result<()> {
-        let (tell, told) = std::sync::mpsc::channel();
-        self.engine.room.on_space(Box::new(move |result| {
-            let _ = tell.send(result);
-        }));
-        told.recv().unwrap_or(Err(Errno::IO))
+        self.engine.room.wait_for_room()
     }
 
     /// After a crash: the last change that was logged may not have been made.

@@ -399,6 +399,38 @@ impl<B: Backing> Recovery<B> {
         })
     }
 
+    /// Applies a commit that is decided.
+    fn finish_decided(
+        &self,
+        firn: &B::Inode,
+        StoredTransaction { serial, dir, .. }: &StoredTransaction<B>,
+        (log, direction): (&ChangeLog, Direction),
+        outcome: &mut Outcome,
+    ) -> Result<(), OpenError> {
+        let new = staging::dir(&self.home.base, dir, staging::NEW)?;
+        let away = staging::dir(&self.home.base, dir, staging::AWAY)?;
+        let below = (&self.home.base, self.home.device);
+        Apply::new(below, (log, direction), &new, &away).run()?;
+        if self.home.has_more_names(dir)? {
+            self.home.base.sync_all()?;
+        } else {
+            self.home
+                .sync_what_was_applied(firn, log.scope_after(direction))?;
+        }
+        self.endings.finish_commit(dir, (log, direction), *serial)?;
+        self.history.remove_or_keep(firn, *serial, dir)?;
+        let id = log.id_after(direction);
+        outcome.finished.push(id);
+        if direction == Direction::Redo && self.arena_notes.living.open.contains(serial) {
+            outcome.unanswered.push(Unanswered {
+                id,
+                scope: log.scope.clone(),
+                path_after: log.scope_after(direction).to_vec(),
+            });
+        }
+        Ok(())
+    }
+
     fn recover(&self, firn: &B::Inode, outcome: &mut Outcome) -> Result<(), OpenError> {
         for stored in self.home.stored_transactions(firn)? {
             let goes_on = self.arena_notes.goes_on(&stored)?;
@@ -432,28 +464,7 @@ impl<B: Backing> Recovery<B> {
                 None => record(staging::COMMIT)?.map(|log| (log, Direction::Redo)),
             };
             if let Some((log, direction)) = decided {
-                let new = staging::dir(&self.home.base, &dir, staging::NEW)?;
-                let away = staging::dir(&self.home.base, &dir, staging::AWAY)?;
-                let below = (&self.home.base, self.home.device);
-                Apply::new(below, (&log, direction), &new, &away).run()?;
-                if self.home.has_more_names(&dir)? {
-                    self.home.base.sync_all()?;
-                } else {
-                    self.home
-                        .sync_what_was_applied(firn, log.scope_after(direction))?;
-                }
-                self.endings
-                    .finish_commit(&dir, (&log, direction), serial)?;
-                self.history.remove_or_keep(firn, serial, &dir)?;
-                let id = log.id_after(direction);
-                outcome.finished.push(id);
-                if direction == Direction::Redo && self.arena_notes.living.open.contains(&serial) {
-                    outcome.unanswered.push(Unanswered {
-                        id,
-                        scope: log.scope.clone(),
-                        path_after: log.scope_after(direction).to_vec(),
-                    });
-                }
+                self.finish_decided(firn, &stored, (&log, direction), outcome)?;
             } else if goes_on && self.go_on(&stored, prepared.as_ref())? {
                 outcome.going_on.push(serial);
             } else if let Some(record) = prepared {

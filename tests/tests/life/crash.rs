@@ -35,12 +35,13 @@ const OPTIONS: [&str; 5] = [
 ];
 
 /// Past the kernel also: memory that is never drained unasked, large enough for all writers and not.
-const DIRECT_OPTIONS: [&str; 5] = [
+const DIRECT_OPTIONS: [&str; 6] = [
     "arena-size=64M,chunk-size=4M",
     "arena-size=16M,chunk-size=1M,close=held",
     "arena-size=64M,chunk-size=1M,close=held,drain-age=10min",
     "memory=512M,chunk-size=1M,drain=demand",
     "memory=64M,chunk-size=1M,drain=demand",
+    "memory=512M,chunk-size=1M,drain=demand,memory-files=64K",
 ];
 
 struct Job {

@@ -5,5 +5,6 @@ mod client;
 mod create;
 mod journal;
 mod journal_growth;
+mod memory_files;
 mod numa;
 mod spill;

@@ -35,6 +35,8 @@ impl ArenaFile {
             tracing::warn!(%error, "cannot put the damaged arena aside");
             return;
         }
+        // Nothing that they hold is missing in the backing.
+        firn_arena::remove_memory_files(&self.files.arena);
         if let Some(spill) = spill {
             // Its name without this would be taken for that of an arena that is gone.
             let _ = std::fs::rename(spill, spill.with_extension("spill.damaged"));
@@ -43,8 +45,9 @@ impl ArenaFile {
     }
 
     fn remove(&self, spill: Option<&Path>) -> io::Result<()> {
-        // In this order: without the arena the spill file means nothing and is replaced.
+        // In this order: without the arena its other files mean nothing and are replaced.
         std::fs::remove_file(&self.files.arena)?;
+        firn_arena::remove_memory_files(&self.files.arena);
         if let Some(spill) = spill
             && let Err(error) = std::fs::remove_file(spill)
         {

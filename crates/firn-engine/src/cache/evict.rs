@@ -9,6 +9,14 @@ use firn_format::slab::Class;
 use crate::Result;
 use crate::file::{File, FileState};
 use crate::space::Room;
+use crate::view::refresh_view;
+
+impl<B: Backing> FileState<B> {
+    /// Whether somebody else relies on the memory that its bytes are in.
+    fn is_read_in_place(&self) -> bool {
+        self.direct.has_chunk_lists() || self.view.is_some()
+    }
+}
 
 impl<B: Backing> Room<B> {
     /// After a drain that left cached bytes.
@@ -33,15 +41,14 @@ impl<B: Backing> Room<B> {
                 break;
             };
             let mut state = file.lock();
-            // Where a list of chunks is held, it would make no room.
-            if state.cache.pinned || state.direct.has_chunk_lists() {
+            // Where a list of chunks is held, or the kernel reads the memory file, it would make no room.
+            if state.is_pinned || state.is_read_in_place() {
                 drop(state);
                 self.space.evictable.add(&file);
                 continue;
             }
             self.evict(&mut state);
             drop(state);
-            self.kernel_cache.end_kernel_copy(&file);
             self.open_files.drop_if_unused(&file);
         }
         enough()
@@ -74,14 +81,13 @@ impl<B: Backing> Room<B> {
         for file in self.cached_below(path) {
             let mut state = file.lock();
             stay += state.pending.bytes();
-            state.cache.pinned = false;
-            if state.direct.has_chunk_lists() {
+            state.is_pinned = false;
+            if state.is_read_in_place() {
                 stay += state.cache.bytes();
                 continue;
             }
             freed += self.evict(&mut state);
             drop(state);
-            self.kernel_cache.end_kernel_copy(&file);
             self.open_files.drop_if_unused(&file);
         }
         self.wake_writers();
@@ -100,7 +106,7 @@ impl<B: Backing> Room<B> {
             if held == 0 {
                 continue;
             }
-            state.cache.pinned = pinned;
+            state.is_pinned = pinned;
             files += 1;
             bytes += held;
         }
@@ -116,7 +122,7 @@ impl<B: Backing> Room<B> {
     }
 
     /// At open: what is cached goes if the backing's file was changed beside the mount.
-    pub(crate) fn check_cache(&self, file: &File<B>) -> Result<()> {
+    pub(crate) fn check_cache(&self, file: &Arc<File<B>>) -> Result<()> {
         if file.lock().cache.is_empty() {
             return Ok(());
         }
@@ -129,7 +135,7 @@ impl<B: Backing> Room<B> {
             state.changes += 1;
             self.evict(&mut state);
             drop(state);
-            self.kernel_cache.end_kernel_copy(file);
+            refresh_view(&self.intake, &self.open_files, file);
             self.wake_writers();
         }
         Ok(())

@@ -106,7 +106,6 @@ impl<B: Backing> Drainer<B> {
         if done {
             self.open_files.note_written(&file);
             self.open_files.close_if_unused(&file);
-            self.kernel_cache.end_kernel_copy(&file);
         }
         if cached {
             self.room.note_cached(&file);
@@ -165,14 +164,14 @@ impl<B: Backing> Drainer<B> {
             state
                 .pending
                 .remove_drained(&self.base.arena, offset, extent);
-            match self.base.options.drain {
-                DrainPolicy::Eager => self.base.arena.release_bytes(extent.piece.slab, extent.len),
-                DrainPolicy::Demand => {
-                    let cached_bytes = &self.base.counters.cached_bytes;
-                    state
-                        .cache
-                        .insert(&self.base.arena, cached_bytes, offset, extent);
-                }
+            let is_cached = self.base.options.drain == DrainPolicy::Demand && state.may_cache();
+            if is_cached {
+                let cached_bytes = &self.base.counters.cached_bytes;
+                state
+                    .cache
+                    .insert(&self.base.arena, cached_bytes, offset, extent);
+            } else {
+                self.base.arena.release_bytes(extent.piece.slab, extent.len);
             }
         }
         state.check();

@@ -13,6 +13,7 @@ use crate::{HandleId, OpenMode};
 pub(crate) struct Opens {
     handles: SmallVec<[HandleId; 1]>,
     through_engine: u32,
+    /// The kernel reads the backing's file, or the file's memory file: never both.
     passthrough: u32,
     cached: u32,
     writers: u32,
@@ -62,7 +63,7 @@ impl Opens {
     fn count_mut(&mut self, mode: OpenMode) -> &mut u32 {
         match mode {
             OpenMode::Engine => &mut self.through_engine,
-            OpenMode::Passthrough => &mut self.passthrough,
+            OpenMode::Passthrough | OpenMode::Memory => &mut self.passthrough,
             OpenMode::Cached { .. } => &mut self.cached,
         }
     }
@@ -161,8 +162,8 @@ impl Opens {
 
     #[inline]
     fn check(&self) {
-        let in_modes =
-            u64::from(self.through_engine) + u64::from(self.passthrough) + u64::from(self.cached);
+        let by_kernel = self.passthrough + self.cached;
+        let in_modes = u64::from(self.through_engine) + u64::from(by_kernel);
         debug_assert_eq!(
             in_modes,
             self.handles.len() as u64,

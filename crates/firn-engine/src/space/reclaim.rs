@@ -8,12 +8,12 @@ use firn_arena::Lease;
 use firn_backing::{Backing, Errno};
 use firn_format::slab::Class;
 
-use crate::Done;
 use crate::counters::Decision;
 use crate::file::File;
 use crate::options::DrainPolicy;
 use crate::space::{Room, Slot};
 use crate::tables::Handle;
+use crate::{Done, Result};
 
 impl<B: Backing> Room<B> {
     /// A slab for the next bytes of a handle: small ones first, so that many small files fit, whole
@@ -54,6 +54,16 @@ impl<B: Backing> Room<B> {
         // What was freed between the caller's failed write and now was not told to this waiter.
         self.space.note_room(&self.base.arena);
         self.drain.wake_all();
+    }
+
+    /// Waits until there may be room in the arena; the error with which a write fails where nothing can drain. To be called
+    /// by a thread on which no drain depends, with no lock held.
+    pub fn wait_for_room(&self) -> Result<()> {
+        let (tell, told) = std::sync::mpsc::channel();
+        self.on_space(Box::new(move |result| {
+            let _ = tell.send(result);
+        }));
+        told.recv().unwrap_or(Err(Errno::IO))
     }
 
     /// Tells waiting writers of room that became free. Called with no lock held.

@@ -17,6 +17,7 @@ use firn_sim::SimBacking;
 use rand::{RngExt, SeedableRng, rngs::StdRng};
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
+use std::os::unix::fs::FileExt;
 use std::sync::{Arc, Mutex};
 
 const CALLER: Caller = Caller {
@@ -27,6 +28,7 @@ const CALLER: Caller = Caller {
 const DIRS: [&str; 3] = ["d0", "d1", "d2"];
 const NAMES: [&str; 4] = ["a", "b", "c", "d"];
 const FILE_MAX: u64 = 150_000;
+const MEMORY_FILE_MIN: u64 = 4096;
 const O_RDWR: i32 = 2;
 
 struct Open {
@@ -85,6 +87,12 @@ impl Run {
         let mut options = world::options();
         if demand {
             options.drain = DrainPolicy::Demand;
+            // Half of these put files into memory files.
+            options.memory_file_bytes_min = if (seed / 64).is_multiple_of(2) {
+                MEMORY_FILE_MIN
+            } else {
+                0
+            };
         }
         if seed / 4 % 2 == 1 {
             options.order = Order::Sequential;
@@ -259,7 +267,7 @@ impl Run {
                     expected
                 ),
                 PartPlace::Hole => assert!(expected.iter().all(|byte| *byte == 0)),
-                PartPlace::Memory | PartPlace::Spill => {}
+                PartPlace::Memory | PartPlace::Spill | PartPlace::MemoryFile => {}
             }
         }
         assert_eq!(end, held.bytes(), "{pieces:?}");
@@ -408,6 +416,12 @@ impl Run {
                 .expect("it is there")
                 .read(piece.at, &mut found)
                 .expect("read"),
+            PartPlace::MemoryFile => {
+                let mut path = arena.path().as_os_str().to_owned();
+                path.push(format!(".m{}", piece.chunk.expect("a number")));
+                let file = std::fs::File::open(path).expect("it is there");
+                file.read_exact_at(&mut found, piece.at).expect("read");
+            }
             PartPlace::Backing | PartPlace::Hole => return None,
         }
         Some(found)
@@ -922,6 +936,9 @@ impl Run {
         }
         if self.rng.random_bool(0.5) {
             self.world.spill();
+        }
+        if self.rng.random_bool(0.5) {
+            self.world.settle(self.rng.random_range(1..12));
         }
         for _ in 0..self.rng.random_range(1..4) {
             self.world.drain_step();

@@ -162,6 +162,16 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             });
             engine.flush(handle, by, drained);
         };
+        let stores = self.engine.open_files.may_have_stores(handle);
+        let (engine, workers) = (Arc::clone(&self.engine), self.workers.clone());
+        let flush = move |released: Result<(), Errno>| {
+            if !stores {
+                return flush(released);
+            }
+            workers.run_about(Class::Call, Topic::Inode(inode), move || {
+                flush(released.and(engine.take_stores(handle)));
+            });
+        };
         // Locks of a process end with its first close of the file, and others see before what it wrote.
         self.release_locks(
             inode,
@@ -177,7 +187,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let workers = self.workers.clone();
         let coherence = Arc::clone(&self.coherence);
         let is_durable = engine.options().fsync == FsyncPolicy::Durable;
-        let drained = Box::new(move |result: Result<(), Errno>| match result {
+        let drained: Done = Box::new(move |result: Result<(), Errno>| match result {
             Ok(()) if is_durable => {
                 workers.run_about(Class::Call, Topic::Inode(inode), move || {
                     let synced = engine.sync_file(handle, data_only);
@@ -186,7 +196,15 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             }
             result => reply.done(result),
         });
-        self.engine.fsync(handle, drained);
+        if !self.engine.open_files.may_have_stores(handle) {
+            return self.engine.fsync(handle, drained);
+        }
+        self.run_on_worker(Topic::Inode(inode), move |engine| {
+            match engine.take_stores(handle) {
+                Ok(()) => engine.fsync(handle, drained),
+                Err(errno) => drained(Err(errno)),
+            }
+        });
     }
 
     pub(super) fn fsyncdir(&self, inode: InodeId, reply: Reply<R>) {

@@ -1,5 +1,6 @@
 //! Handles: opened, told to the kernel, and released.
 
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use firn_backing::{Backing, Caller, Errno, Kind};
@@ -117,14 +118,14 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         if self.holds_locks(handle, &spaces, what) {
             let engine = Arc::clone(&self.engine);
             let release = move |_: Result<(), Errno>| {
-                engine.release(handle);
+                end_handle(&engine, handle);
                 reply.send(Answer::Done);
             };
             return self.release_locks(inode, handle, &spaces, what, release);
         }
         match self.call_slots.acquire() {
             Some(_slot) => {
-                self.engine.release(handle);
+                end_handle(&self.engine, handle);
                 reply.send(Answer::Done);
             }
             None => {
@@ -132,7 +133,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
                 // many such answers are missing.
                 reply.send(Answer::Done);
                 let engine = Arc::clone(&self.engine);
-                let call = Box::new(move || engine.release(handle));
+                let call = Box::new(move || end_handle(&engine, handle));
                 self.call_slots.run_elsewhere(Topic::Inode(inode), call);
             }
         }
@@ -157,6 +158,14 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     }
 }
 
+/// The last use of a handle is over, that of its mappings too.
+fn end_handle<B: Backing>(engine: &Engine<B>, handle: HandleId) {
+    if let Err(error) = engine.take_stores(handle) {
+        tracing::error!(%error, "stores to a mapping are lost");
+    }
+    engine.release(handle);
+}
+
 /// Notes a handle for the next firnd, before the kernel hears of it.
 fn note_handle<B: Backing, R: Responder>(
     engine: &Engine<B>,
@@ -166,7 +175,9 @@ fn note_handle<B: Backing, R: Responder>(
     reply: &Reply<R>,
 ) {
     let passed_through = match mode {
-        HandleMode::Passthrough(id) => Some(R::backing_number(id)),
+        HandleMode::Passthrough(id) | HandleMode::PassthroughMappings(id) => {
+            Some(R::backing_number(id))
+        }
         HandleMode::Direct | HandleMode::Cached | HandleMode::CachedKeep => None,
     };
     engine.note_open_handle(handle, reply.number(), flags, passed_through);
@@ -271,24 +282,40 @@ impl<R: Responder> Opener<R> {
             OpenMode::Engine => HandleMode::Direct,
             OpenMode::Cached { keep: true } => HandleMode::CachedKeep,
             OpenMode::Cached { keep: false } => HandleMode::Cached,
-            OpenMode::Passthrough => match self.backing_id(engine, inode, opened.handle, reply) {
-                Some(id) => HandleMode::Passthrough(id),
-                None => {
-                    engine.kernel_cache.no_passthrough(opened.handle);
-                    HandleMode::Direct
+            OpenMode::Passthrough => {
+                let file = || engine.open_files.backing_fd(opened.handle);
+                match self.backing_id(inode, opened.handle, file, reply) {
+                    Some(id) => HandleMode::Passthrough(id),
+                    None => {
+                        engine.kernel_cache.no_passthrough(opened.handle);
+                        HandleMode::Direct
+                    }
                 }
-            },
+            }
+            OpenMode::Memory => {
+                let file = || engine.open_files.memory_fd(opened.handle);
+                match self.backing_id(inode, opened.handle, file, reply) {
+                    Some(id) if engine.open_files.is_writer(opened.handle) => {
+                        HandleMode::PassthroughMappings(id)
+                    }
+                    Some(id) => HandleMode::Passthrough(id),
+                    None => {
+                        engine.kernel_cache.no_memory_passthrough(opened.handle);
+                        HandleMode::Direct
+                    }
+                }
+            }
         }
     }
 
-    fn backing_id<B: Backing>(
+    /// The id of the file that `file` gives, which the kernel reads by itself.
+    fn backing_id(
         &self,
-        engine: &Engine<B>,
         inode: InodeId,
         handle: HandleId,
+        file: impl Fn() -> Option<OwnedFd>,
         reply: &Reply<R>,
     ) -> Option<Arc<R::BackingId>> {
-        let file = || engine.open_files.backing_fd(handle);
         let register = |file| reply.register_backing(file);
         self.passthrough
             .as_ref()?

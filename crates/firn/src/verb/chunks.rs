@@ -75,7 +75,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     if args.json {
         output::print_json(&listed)?;
     }
-    let held = |piece: &ChunkPiece| matches!(piece.place, Place::Memory | Place::Spill);
+    let held = |piece: &ChunkPiece| !matches!(piece.place, Place::Backing | Place::Hole);
     if !listed.pieces.iter().any(held) {
         let path = text::path(&args.path);
         return Err(Failure::new(
@@ -91,7 +91,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
 
 fn table(pieces: &[ChunkPiece], paint: Paint) -> String {
     let head = format!(
-        "{:>16} {:>14} {:<8} {:>8} {:>16}",
+        "{:>16} {:>14} {:<11} {:>8} {:>16}",
         "OFFSET", "BYTES", "WHERE", "CHUNK", "AT"
     );
     let mut table = paint.head(&head) + "\n";
@@ -110,7 +110,7 @@ fn table(pieces: &[ChunkPiece], paint: Paint) -> String {
             at.to_string()
         };
         table += &format!(
-            "{offset:>16} {bytes:>14} {:<8} {chunk:>8} {at:>16}\n",
+            "{offset:>16} {bytes:>14} {:<11} {chunk:>8} {at:>16}\n",
             place.as_str()
         );
     }

@@ -15,7 +15,7 @@ use firn_arena::{Arena, Identity};
 use firn_backing::{Errno, Files, Names, Volume};
 use firn_engine::{
     DrainPolicy, Engine, EngineOptions, Entry, Executor, InodeId, LaneIndex, LaneLimits, Pick,
-    ROOT, Recovered, SpillStep,
+    ROOT, Recovered, SettleStep, SpillStep,
 };
 use firn_format::geometry::Geometry;
 use firn_sim::{Fault, SimBacking};
@@ -46,8 +46,44 @@ impl Fuse {
             std::fs::copy(&spill, spill.with_extension("crashed"))
                 .expect("the spill file is copied");
         }
+        for memory_file in memory_files_of(&path) {
+            let mut to = memory_file.clone().into_os_string();
+            to.push(CRASHED);
+            std::fs::copy(&memory_file, to).expect("the memory file is copied");
+        }
         self.stopped.store(true, Ordering::Relaxed);
         true
+    }
+}
+
+/// What is added to the name of a memory file as it was at a crash.
+const CRASHED: &str = ".crashed";
+
+/// The memory files of an arena, whole ones or as they were at a crash.
+fn memory_files_of(arena: &Path) -> Vec<PathBuf> {
+    let mut prefix = arena.file_name().expect("a name").to_owned();
+    prefix.push(".m");
+    let dir = std::fs::read_dir(arena.parent().expect("a directory")).expect("a directory");
+    let names = dir.map(|entry| entry.expect("an entry").path());
+    let is_of_arena = |path: &PathBuf| {
+        let name = path.file_name().expect("a name").as_encoded_bytes();
+        name.starts_with(prefix.as_encoded_bytes())
+    };
+    names.filter(is_of_arena).collect()
+}
+
+/// The memory files of the last life become those of the next as they were at its crash.
+fn take_over_memory_files(last: &Path, next: &Path) {
+    for path in memory_files_of(last) {
+        let name = path.file_name().expect("a name").to_str().expect("text");
+        let Some(number) = name.strip_suffix(CRASHED) else {
+            std::fs::remove_file(&path).expect("removed");
+            continue;
+        };
+        let number = number.rsplit_once(".m").expect("a number").1;
+        let mut to = next.as_os_str().to_owned();
+        to.push(format!(".m{number}"));
+        std::fs::rename(&path, to).expect("the crashed memory file");
     }
 }
 
@@ -306,7 +342,9 @@ impl World {
             self.lives += 1;
             let path = path_in(self.dir.path(), self.lives);
             std::fs::rename(&crashed, &path).expect("the crashed arena");
-            let _ = std::fs::remove_file(path_in(self.dir.path(), self.lives - 1));
+            let last = path_in(self.dir.path(), self.lives - 1);
+            let _ = std::fs::remove_file(&last);
+            take_over_memory_files(&last, &path);
             let spill = self.dir.path().join(SPILL);
             if spill.exists() {
                 std::fs::rename(spill.with_extension("crashed"), spill)
@@ -360,6 +398,15 @@ impl World {
     /// Moves chunks to the spill file as long as memory is short.
     pub fn spill(&self) {
         while self.engine.room.spill_step() == SpillStep::More && !self.stopped() {}
+    }
+
+    /// Moves files into memory files, so many steps or until none is left to move.
+    pub fn settle(&self, steps: u32) {
+        for _ in 0..steps {
+            if self.stopped() || matches!(self.engine.room.settle_step(), SettleStep::Idle { .. }) {
+                return;
+            }
+        }
     }
 
     /// Drains until nothing is held.

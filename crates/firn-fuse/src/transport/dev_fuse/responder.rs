@@ -248,6 +248,10 @@ fn open_out(fh: u64, mode: &HandleMode<BackingId>) -> OpenOut {
         HandleMode::CachedKeep => (open_flags::KEEP_CACHE, 0),
         HandleMode::Cached => (0, 0),
         HandleMode::Passthrough(id) => (open_flags::PASSTHROUGH, id.number()),
+        HandleMode::PassthroughMappings(id) => (
+            open_flags::PASSTHROUGH | open_flags::DIRECT_IO | open_flags::PARALLEL_DIRECT_WRITES,
+            id.number(),
+        ),
     };
     OpenOut {
         fh,

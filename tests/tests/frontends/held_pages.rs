@@ -1,4 +1,5 @@
-//! Held files that the kernel caches: read by firnd once, right after every change, bounded, and dropped when drained.
+//! Held files that the kernel keeps pages of, where it cannot read their memory files by itself: read by firnd once, and right
+//! after every change.
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
@@ -16,9 +17,7 @@ use rand::RngExt;
 use rustix::mm::MapFlags;
 
 const MIB: usize = 1 << 20;
-const HELD: &str = "arena-size=64M,chunk-size=1M,drain=demand,close=held,fsync=held";
-const OPTIONS: &str =
-    "arena-size=64M,chunk-size=1M,drain=demand,close=held,fsync=held,kernel-copies=100";
+const OPTIONS: &str = "arena-size=64M,chunk-size=1M,drain=demand,close=held,fsync=held,passthrough=off,memory-files=1M";
 
 /// `firn drain --wait`, then `firn evict`: the arena has nothing of the files any more.
 fn drain_and_evict(sandbox: &Sandbox, path: &Path) {
@@ -28,12 +27,12 @@ fn drain_and_evict(sandbox: &Sandbox, path: &Path) {
     sandbox.run([OsStr::new("evict"), path.as_os_str()]).ok();
 }
 
-/// Writes a file, and returns once firnd knows that it is closed: the kernel's RELEASE may come after close(2)
-/// returned, and the kernel caches no held file that is open for writing.
-fn write_and_close(mount: &FirnMount, path: &Path, data: &[u8]) {
+/// Writes a file, and returns once it is in a memory file.
+fn write_and_settle(mount: &FirnMount, path: &Path, data: &[u8]) {
+    let before = mount.status().settled_bytes;
     fs::write(path, data).expect("write");
-    wait_until("the writer is gone", Duration::from_secs(10), || {
-        mount.status().open_files == 0
+    wait_until("the file is settled", Duration::from_secs(30), || {
+        mount.status().settled_bytes >= before + data.len() as u64
     });
 }
 
@@ -45,7 +44,7 @@ fn a_held_file_is_read_by_firnd_once_and_then_by_the_kernel() {
     let mount = FirnMount::new(&sandbox, OPTIONS);
     let path = mount.join("held");
     let data = bytes(1, 8 * MIB);
-    write_and_close(&mount, &path, &data);
+    write_and_settle(&mount, &path, &data);
     assert_same_bytes("the first time", &read(&path), &data);
     let served = mount.status().read_bytes;
     assert!(served >= data.len() as u64, "firnd gave {served} bytes");
@@ -60,7 +59,6 @@ fn a_held_file_is_read_by_firnd_once_and_then_by_the_kernel() {
             "round {round}: {again} bytes"
         );
     }
-    assert_eq!(mount.status().kernel_copies_bytes, data.len() as u64);
     mount.umount();
 }
 
@@ -142,66 +140,22 @@ fn a_read_sees_what_was_written_by_direct_access_after_the_kernel_cached_the_fil
     mount.umount();
 }
 
-/// Proves S-read-4.
+/// Proves S-read-3: pages that the kernel kept of a held file are not taken for those of the backing.
 #[test]
-fn kernel_copies_are_bounded() {
-    let sandbox = Sandbox::new("copybound");
-    let mount = FirnMount::new(&sandbox, &format!("{HELD},kernel-copies=25"));
-    let bound = mount.status().kernel_copies_max_bytes;
-    assert_eq!(bound / MIB as u64, 15, "a quarter of the arena, about");
-    let names: Vec<_> = (0..4).map(|at| mount.join(format!("held{at}"))).collect();
-    for (at, name) in names.iter().enumerate() {
-        write_and_close(&mount, name, &bytes(at as u64, 6 * MIB));
-    }
-    for (at, name) in names.iter().enumerate() {
-        assert_same_bytes("held", &read(name), &bytes(at as u64, 6 * MIB));
-        assert!(mount.status().kernel_copies_bytes <= bound);
-    }
-    // What is open stays, and there is no room for a third.
-    let open: Vec<_> = names[..3]
-        .iter()
-        .map(|name| File::open(name).expect("open"))
-        .collect();
-    assert_eq!(mount.status().kernel_copies_bytes, 12 * MIB as u64);
-    for (at, file) in open.iter().enumerate() {
-        let data = bytes(at as u64, 6 * MIB);
-        assert_same_bytes("open", &read_at(file, 0, data.len()), &data);
-    }
-    let served = mount.status().read_bytes;
-    read_at(&open[2], 0, 6 * MIB);
-    assert_eq!(mount.status().read_bytes, served + 6 * MIB as u64);
-    drop(open);
-    let large = mount.join("large");
-    fs::write(&large, bytes(9, 20 * MIB)).expect("write");
-    for _ in 0..2 {
-        let served = mount.status().read_bytes;
-        read(&large);
-        assert_eq!(mount.status().read_bytes, served + 20 * MIB as u64);
-    }
-    mount.umount();
-}
-
-/// Proves S-read-4: and the kernel reads the file from the backing then.
-#[test]
-fn the_kernels_copy_of_a_file_that_is_in_the_backing_only_is_dropped() {
+fn a_file_that_left_the_arena_is_read_as_the_backing_has_it() {
     let sandbox = Sandbox::new("copydrained");
     let mount = FirnMount::new(&sandbox, OPTIONS);
     let path = mount.join("held");
     let data = bytes(4, 4 * MIB);
-    write_and_close(&mount, &path, &data);
+    write_and_settle(&mount, &path, &data);
     let file = File::open(&path).expect("open");
     assert_same_bytes("held", &read_at(&file, 0, data.len()), &data);
-    assert_eq!(mount.status().kernel_copies_bytes, data.len() as u64);
     drain_and_evict(&sandbox, mount.path());
     assert_same_bytes("still open", &read_at(&file, 0, data.len()), &data);
     assert_same_bytes("opened beside it", &read(&path), &data);
     drop(file);
-    wait_until("the copy is dropped", Duration::from_secs(10), || {
-        mount.status().kernel_copies_bytes == 0
-    });
-    assert_same_bytes("drained", &read(&path), &data);
-    let served = mount.status().read_bytes;
-    assert_same_bytes("drained", &read(&path), &data);
-    assert_eq!(mount.status().read_bytes, served, "firnd reads it no more");
+    let by_others = bytes(5, 3 * MIB + 5);
+    fs::write(mount.backing().join("held"), &by_others).expect("write");
+    assert_same_bytes("changed by others", &read(&path), &by_others);
     mount.umount();
 }

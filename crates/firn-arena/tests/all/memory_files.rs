@@ -1,0 +1,504 @@
+//! Slots in memory files: their bytes are found there, also after a crash at any store; they are used again and come
+//! back; what is wrong with a memory file is told and never read as other bytes.
+
+use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use firn_arena::{Arena, Damage, Identity, Lease, Located, MemoryFile, PieceRef, SlabRef, check};
+use firn_format::geometry::Geometry;
+use firn_format::piece::Piece;
+use firn_format::slab::{Class, chunk_word};
+
+const CHUNK: u64 = 128 << 10;
+const CHUNKS: u32 = 8;
+
+struct Fixture {
+    dir: tempfile::TempDir,
+    arena: Arena,
+}
+
+impl Fixture {
+    fn new() -> Self {
+        let dir = tempfile::tempdir_in("/dev/shm").expect("a directory on tmpfs");
+        let geometry = Geometry::new(u64::from(CHUNKS) * CHUNK, CHUNK).expect("a valid geometry");
+        let identity = Identity {
+            backing: PathBuf::from("/backing"),
+            dev: 1,
+            ino: 2,
+        };
+        let arena = Arena::create(&dir.path().join("arena"), geometry, &identity);
+        let arena = arena.expect("created");
+        Self { dir, arena }
+    }
+
+    fn memory_files(&self) -> Vec<PathBuf> {
+        memory_files_in(self.dir.path())
+    }
+}
+
+fn memory_files_in(dir: &Path) -> Vec<PathBuf> {
+    let mut found: Vec<PathBuf> = std::fs::read_dir(dir)
+        .expect("a directory")
+        .map(|entry| entry.expect("an entry").path())
+        .filter(|path| path.to_string_lossy().contains("arena.m"))
+        .collect();
+    found.sort();
+    found
+}
+
+fn bytes_of(file: u64, offset: u64, len: u64) -> Vec<u8> {
+    (offset..offset + len)
+        .map(|at| (file.wrapping_mul(37) ^ at.wrapping_mul(11) ^ (at >> 8)) as u8)
+        .collect()
+}
+
+fn publish(arena: &Arena, mut lease: Lease, file: u64, offset: u64, len: u64) -> PieceRef {
+    let room = lease.reserve(file, offset, len).expect("room");
+    assert_eq!(u64::from(room.len), len);
+    arena.fill_slab(lease.slab(), room.position, &bytes_of(file, offset, len));
+    let sequence = arena.next_sequence();
+    let piece = arena.publish_piece(&mut lease, room, (file, offset), sequence, 0);
+    arena.seal_slab(lease);
+    piece
+}
+
+/// A file of `chunks` chunks, the last half full, in slabs of the arena's own file.
+fn write_file(arena: &Arena, file: u64, chunks: u64) -> Vec<(PieceRef, u64)> {
+    (0..chunks)
+        .map(|chunk| {
+            let lease = arena.lease_slab(Class::Whole).expect("room");
+            let len = len_of(chunk, chunks);
+            (publish(arena, lease, file, chunk * CHUNK, len), len)
+        })
+        .collect()
+}
+
+fn len_of(chunk: u64, chunks: u64) -> u64 {
+    if chunk + 1 == chunks {
+        CHUNK / 2
+    } else {
+        CHUNK
+    }
+}
+
+/// Moves the file into a memory file, chunk by chunk.
+fn settle(arena: &Arena, file: u64, old: &mut [(PieceRef, u64)], memory: &Arc<MemoryFile>) {
+    let chunks = old.len() as u64;
+    for (chunk, (piece, len)) in old.iter_mut().enumerate() {
+        let lease = arena.lease_memory_slot(memory, chunk as u16, 0);
+        let lease = lease.expect("no error").expect("a slot");
+        let new = publish(
+            arena,
+            lease,
+            file,
+            chunk as u64 * CHUNK,
+            len_of(chunk as u64, chunks),
+        );
+        arena.retire_bytes(*piece, *len as u32, true);
+        *piece = new;
+    }
+    arena.end_memory_file(memory);
+}
+
+fn drop_pieces(arena: &Arena, pieces: &[(PieceRef, u64)]) {
+    for (piece, len) in pieces {
+        arena.retire_bytes(*piece, *len as u32, true);
+    }
+}
+
+/// Every piece has its bytes; returns them.
+fn verify(arena: &Arena) -> Vec<Piece> {
+    let (stored, damage) = arena.read_pieces();
+    assert_eq!(damage, []);
+    for found in &stored {
+        let mut bytes = vec![0; found.piece.len as usize];
+        arena
+            .copy_out(found.at.slab, found.piece.position, &mut bytes)
+            .expect("readable");
+        let Piece {
+            file, offset, len, ..
+        } = found.piece;
+        assert!(bytes == bytes_of(file, offset, u64::from(len)), "{found:?}");
+    }
+    stored.into_iter().map(|stored| stored.piece).collect()
+}
+
+/// All slots of memory can be leased as whole chunks.
+fn lease_all(arena: &Arena) {
+    let leases: Vec<Lease> = std::iter::from_fn(|| arena.lease_slab(Class::Whole)).collect();
+    let whole = leases.iter().filter(|lease| lease.class() == Class::Whole);
+    assert_eq!(whole.count(), CHUNKS as usize, "slots are lost");
+    for lease in leases {
+        arena.seal_slab(lease);
+    }
+}
+
+/// Attaches and keeps everything.
+fn attach(path: &Path) -> (Arena, Vec<Damage>) {
+    let (arena, stored, damage) = Arena::attach(path).expect("attached");
+    for found in &stored {
+        arena.keep_piece(found.at, found.piece.len);
+    }
+    arena.free_unkept_slabs(&stored);
+    arena.remove_unused_memory_files();
+    (arena, damage)
+}
+
+#[test]
+fn a_memory_file_has_the_bytes_in_order_and_memory_counts_once() {
+    let f = Fixture::new();
+    let mut pieces = write_file(&f.arena, 1, 3);
+    assert_eq!(f.arena.memory_used(), 3);
+    let before = allocated(f.dir.path());
+    let memory = f
+        .arena
+        .begin_memory_file(3)
+        .expect("no error")
+        .expect("one");
+    settle(&f.arena, 1, &mut pieces, &memory);
+    assert_eq!(f.arena.memory_used(), 3);
+    assert_eq!(verify(&f.arena).len(), 3);
+    assert!(allocated(f.dir.path()) <= before, "memory counts twice");
+    let len = 2 * CHUNK + CHUNK / 2;
+    f.arena
+        .begin_view(&memory, len)
+        .expect("it gets its length");
+    let given = memory.reader().expect("given");
+    let mut bytes = vec![0; len as usize + 1];
+    let file = std::fs::File::from(given);
+    let got = file.read_at(&mut bytes, 0).expect("read");
+    assert_eq!(got as u64, len, "it is as long as the file");
+    assert!(bytes[..got] == bytes_of(1, 0, len));
+    assert!(file.write_at(b"x", 0).is_err(), "it can only be read");
+    let place = f.arena.locate_bytes(pieces[1].0.slab, 5).expect("a place");
+    assert!(matches!(place, Located::MemoryFile(_, at) if at == CHUNK + 5));
+    drop_pieces(&f.arena, &pieces);
+    f.arena.trim_memory_files(u64::MAX);
+    assert_eq!(
+        f.memory_files().len(),
+        1,
+        "the next firnd finds a view by its name"
+    );
+    f.arena.end_view(&memory);
+    assert_eq!(
+        f.memory_files(),
+        [] as [PathBuf; 0],
+        "what was given is not used again"
+    );
+    lease_all(&f.arena);
+    f.arena.assert_invariants();
+}
+
+/// Bytes that the files of a directory take.
+fn allocated(dir: &Path) -> u64 {
+    use std::os::unix::fs::MetadataExt;
+    let entries = std::fs::read_dir(dir).expect("a directory");
+    let blocks = |entry: std::io::Result<std::fs::DirEntry>| {
+        entry
+            .expect("an entry")
+            .metadata()
+            .expect("metadata")
+            .blocks()
+    };
+    entries.map(blocks).sum::<u64>() * 512
+}
+
+#[test]
+fn an_idle_memory_file_is_used_again_and_gives_way_to_writers() {
+    let f = Fixture::new();
+    let mut pieces = write_file(&f.arena, 1, 3);
+    let memory = f
+        .arena
+        .begin_memory_file(3)
+        .expect("no error")
+        .expect("one");
+    settle(&f.arena, 1, &mut pieces, &memory);
+    drop_pieces(&f.arena, &pieces);
+    f.arena.trim_memory_files(3 * CHUNK);
+    assert_eq!(f.arena.memory_file_figures().idle_bytes, 3 * CHUNK);
+    let mut pieces = write_file(&f.arena, 2, 3);
+    let again = f
+        .arena
+        .begin_memory_file(3)
+        .expect("no error")
+        .expect("one");
+    assert!(Arc::ptr_eq(&again, &memory));
+    settle(&f.arena, 2, &mut pieces, &again);
+    assert_eq!(verify(&f.arena).len(), 3);
+    drop_pieces(&f.arena, &pieces);
+    assert_eq!(f.arena.memory_used(), 0);
+    lease_all(&f.arena);
+    assert_eq!(f.memory_files(), [] as [PathBuf; 0]);
+    f.arena.assert_invariants();
+}
+
+#[test]
+fn regression_a_cut_file_that_is_read_in_its_memory_file_is_no_damage() {
+    let f = Fixture::new();
+    let mut pieces = write_file(&f.arena, 1, 3);
+    let memory = f.arena.begin_memory_file(3).expect("no error");
+    let memory = memory.expect("one");
+    settle(&f.arena, 1, &mut pieces, &memory);
+    let cut = CHUNK / 4;
+    f.arena.shorten_piece(pieces[2].0, cut);
+    f.arena
+        .begin_view(&memory, 2 * CHUNK + cut)
+        .expect("it gets its length");
+    let Fixture { dir, arena } = f;
+    drop(memory);
+    drop(arena);
+    let (arena, damage) = attach(&dir.path().join("arena"));
+    assert_eq!(damage, []);
+    let found = verify(&arena);
+    let last = found.iter().find(|piece| piece.offset == 2 * CHUNK);
+    assert_eq!(last.map(|piece| u64::from(piece.len)), Some(cut));
+}
+
+#[test]
+fn regression_a_memory_file_keeps_its_name_while_it_is_filled() {
+    let f = Fixture::new();
+    let mut pieces = write_file(&f.arena, 1, 3);
+    let begin = || f.arena.begin_memory_file(3).expect("no error");
+    let memory = begin().expect("one");
+    settle(&f.arena, 1, &mut pieces, &memory);
+    drop_pieces(&f.arena, &pieces);
+    let mut pieces = write_file(&f.arena, 2, 3);
+    let again = begin().expect("one");
+    assert!(Arc::ptr_eq(&again, &memory));
+    // A writer finds no other room.
+    assert_eq!(f.arena.return_idle_slots(3), 3);
+    settle(&f.arena, 2, &mut pieces, &again);
+    let Fixture { dir, arena } = f;
+    drop((memory, again));
+    drop(arena);
+    let (arena, damage) = attach(&dir.path().join("arena"));
+    assert_eq!(damage, []);
+    assert_eq!(verify(&arena).len(), 3);
+}
+
+#[test]
+fn a_crash_at_any_store_leaves_each_piece_whole_and_each_slot_usable() {
+    let steps = Arc::new(AtomicU64::new(0));
+    let mut crashes = 0;
+    loop {
+        let f = Fixture::new();
+        let crashed = tempfile::tempdir_in("/dev/shm").expect("a directory on tmpfs");
+        let mut pieces = write_file(&f.arena, 1, 3);
+        steps.store(0, Ordering::Relaxed);
+        let (from, to) = (f.dir.path().to_owned(), crashed.path().to_owned());
+        let count = Arc::clone(&steps);
+        firn_arena::set_probe(Some(Box::new(move || {
+            if count.fetch_add(1, Ordering::Relaxed) == crashes {
+                copy_dir(&from, &to);
+            }
+        })));
+        let memory = f
+            .arena
+            .begin_memory_file(3)
+            .expect("no error")
+            .expect("one");
+        settle(&f.arena, 1, &mut pieces, &memory);
+        let kept_until = steps.load(Ordering::Relaxed);
+        drop_pieces(&f.arena, &pieces);
+        f.arena.trim_memory_files(u64::MAX);
+        f.arena.trim_memory_files(0);
+        firn_arena::set_probe(None);
+        if steps.load(Ordering::Relaxed) <= crashes {
+            break;
+        }
+        let (arena, damage) = attach(&crashed.path().join("arena"));
+        assert_eq!(damage, [], "step {crashes}: a crash is no damage");
+        let found = verify(&arena);
+        if crashes < kept_until {
+            for chunk in 0..3 {
+                let has = found.iter().any(|piece| piece.offset == chunk * CHUNK);
+                assert!(has, "step {crashes}: chunk {chunk} is lost");
+            }
+        }
+        let (stored, _) = arena.read_pieces();
+        for stored in stored {
+            arena.retire_bytes(stored.at, stored.piece.len, true);
+        }
+        lease_all(&arena);
+        arena.assert_invariants();
+        assert_eq!(memory_files_in(crashed.path()), [] as [PathBuf; 0]);
+        crashes += 1;
+    }
+    assert!(crashes > 20, "{crashes} crashes");
+}
+
+fn copy_dir(from: &Path, to: &Path) {
+    for entry in std::fs::read_dir(from).expect("a directory") {
+        let path = entry.expect("an entry").path();
+        std::fs::copy(&path, to.join(path.file_name().expect("a name"))).expect("copied");
+    }
+}
+
+/// A settled file whose memory file was changed by `change` between two lives.
+fn damaged(change: impl FnOnce(&Path, &Fixture)) -> (Fixture, Vec<Damage>) {
+    let Fixture { dir, arena } = Fixture::new();
+    let mut pieces = write_file(&arena, 1, 3);
+    let memory = arena.begin_memory_file(3).expect("no error").expect("one");
+    settle(&arena, 1, &mut pieces, &memory);
+    let f = Fixture { dir, arena };
+    let path = f.memory_files().remove(0);
+    change(&path, &f);
+    let checked = check(&f.dir.path().join("arena")).expect("checked").damage;
+    let Fixture { dir, arena } = f;
+    drop(memory);
+    drop(arena);
+    let (arena, damage) = attach(&dir.path().join("arena"));
+    assert_eq!(checked, damage, "`firn check` tells the same");
+    (Fixture { dir, arena }, damage)
+}
+
+/// Says how many chunks are unreadable, and reads all others.
+fn count_unreadable(f: &Fixture) -> usize {
+    let (stored, _) = f.arena.read_pieces();
+    let unreadable = stored.iter().filter(|found| {
+        let mut bytes = vec![0; found.piece.len as usize];
+        let read = f
+            .arena
+            .copy_out(found.at.slab, found.piece.position, &mut bytes);
+        let Piece {
+            file, offset, len, ..
+        } = found.piece;
+        assert!(read.is_err() || bytes == bytes_of(file, offset, u64::from(len)));
+        read.is_err()
+    });
+    unreadable.count()
+}
+
+#[test]
+fn a_memory_file_that_is_gone_short_or_of_others_is_told_and_not_read() {
+    let (f, damage) = damaged(|path, _| std::fs::remove_file(path).expect("removed"));
+    assert_eq!((damage.len(), count_unreadable(&f)), (3, 3), "{damage:?}");
+    let (f, damage) = damaged(|path, _| {
+        let file = std::fs::File::options()
+            .write(true)
+            .open(path)
+            .expect("opens");
+        file.set_len(CHUNK + 7).expect("cut");
+    });
+    assert_eq!((damage.len(), count_unreadable(&f)), (2, 2), "{damage:?}");
+    let (f, damage) = damaged(|path, _| {
+        std::fs::set_permissions(path, PermissionsExt::from_mode(0o644)).expect("a mode");
+    });
+    assert_eq!((damage.len(), count_unreadable(&f)), (3, 3), "{damage:?}");
+    let (f, damage) = damaged(|path, f| {
+        let target = f.dir.path().join("elsewhere");
+        std::fs::rename(path, &target).expect("moved");
+        std::os::unix::fs::symlink(&target, path).expect("a link");
+    });
+    assert_eq!((damage.len(), count_unreadable(&f)), (3, 3), "{damage:?}");
+    if rustix::process::geteuid().is_root() {
+        let (f, damage) = damaged(|path, _| {
+            std::os::unix::fs::chown(path, Some(65534), None).expect("another owner");
+        });
+        assert_eq!((damage.len(), count_unreadable(&f)), (3, 3), "{damage:?}");
+    }
+}
+
+#[test]
+fn a_flipped_bit_in_the_word_of_a_slot_is_damage_of_that_slot() {
+    let (f, damage) = damaged(|_, f| {
+        let geometry = *f.arena.geometry();
+        let chunk = f.arena.read_pieces().0[1].at.slab.chunk;
+        let firn_format::home::Home::Memory(slot) = f.arena.home(chunk).expect("a home") else {
+            panic!("in memory");
+        };
+        let at = geometry.table_offset(slot) + chunk_word::MEMORY_PLACE;
+        let file = std::fs::File::options()
+            .read(true)
+            .write(true)
+            .open(f.arena.path())
+            .expect("opens");
+        let mut byte = [0];
+        file.read_exact_at(&mut byte, at).expect("read");
+        file.write_all_at(&[byte[0] ^ 1], at).expect("written");
+    });
+    assert!(
+        matches!(&damage[..], [Damage::MemoryFile { pieces: 1, .. }]),
+        "{damage:?}"
+    );
+    assert_eq!(count_unreadable(&f), 1);
+}
+
+#[test]
+fn memory_files_of_an_arena_that_is_gone_are_in_nobodys_way() {
+    let f = Fixture::new();
+    let stale = f.dir.path().join("arena.m0");
+    std::fs::write(&stale, b"stale").expect("written");
+    let mut pieces = write_file(&f.arena, 1, 2);
+    let memory = f
+        .arena
+        .begin_memory_file(2)
+        .expect("no error")
+        .expect("one");
+    settle(&f.arena, 1, &mut pieces, &memory);
+    assert_eq!(verify(&f.arena).len(), 2);
+    std::fs::write(f.dir.path().join("arena.m7"), b"stale").expect("written");
+    let Fixture { dir, arena } = f;
+    drop(memory);
+    drop(arena);
+    let (arena, damage) = attach(&dir.path().join("arena"));
+    assert_eq!(damage, []);
+    assert_eq!(verify(&arena).len(), 2);
+    assert_eq!(memory_files_in(dir.path()), [stale]);
+    drop(arena);
+    firn_arena::remove_memory_files(&dir.path().join("arena"));
+    assert_eq!(memory_files_in(dir.path()), [] as [PathBuf; 0]);
+}
+
+#[test]
+fn a_view_without_a_slot_is_there_after_an_attach() {
+    let f = Fixture::new();
+    let mut pieces = write_file(&f.arena, 1, 3);
+    let memory = f.arena.begin_memory_file(3).expect("no error");
+    let memory = memory.expect("one");
+    settle(&f.arena, 1, &mut pieces, &memory);
+    let (number, len) = (memory.number(), 2 * CHUNK + CHUNK / 2);
+    f.arena
+        .begin_view(&memory, len)
+        .expect("it gets its length");
+    drop_pieces(&f.arena, &pieces);
+    let Fixture { dir, arena } = f;
+    drop((memory, arena));
+    let (arena, _, _) = Arena::attach(&dir.path().join("arena")).expect("attached");
+    let view = arena.reopen_view(number).expect("it is there");
+    arena.remove_unused_memory_files();
+    arena.trim_memory_files(0);
+    let mut bytes = vec![0; len as usize + 1];
+    assert_eq!(view.load(0, &mut bytes), Ok(len as usize), "its length");
+    assert!(bytes[..len as usize] == bytes_of(1, 0, len));
+    arena.end_view(&view);
+    assert_eq!(memory_files_in(dir.path()), [] as [PathBuf; 0]);
+    assert!(arena.reopen_view(number).is_err(), "its name is gone");
+    arena.assert_invariants();
+}
+
+#[test]
+fn without_spare_slots_a_memory_file_gets_none() {
+    let f = Fixture::new();
+    let memory = f
+        .arena
+        .begin_memory_file(2)
+        .expect("no error")
+        .expect("one");
+    let spare = CHUNKS - 1;
+    let lease = f
+        .arena
+        .lease_memory_slot(&memory, 0, spare)
+        .expect("no error");
+    let slab: SlabRef = lease.as_ref().expect("one is to spare").slab();
+    assert!(f.arena.memory_file_of(slab.chunk).is_some());
+    let none = f
+        .arena
+        .lease_memory_slot(&memory, 1, spare)
+        .expect("no error");
+    assert!(none.is_none());
+    f.arena.seal_slab(lease.expect("a lease"));
+    f.arena.assert_invariants();
+}

@@ -1,0 +1,229 @@
+//! A held file read by itself in each way that there is, beside a file of the same size on the file system below with a warm
+//! cache: from firnd, from pages that the kernel keeps of it, and from its memory file.
+
+use std::path::{Path, PathBuf};
+
+use crate::firn::Mount;
+use crate::options::WorkDir;
+use crate::report::{Limit, Report, Sample};
+use crate::worker::{self, Task};
+use firn_config::size_text;
+
+const GIB: f64 = (1u64 << 30) as f64;
+const BLOCK_BYTES: u64 = 1 << 20;
+const NATIVE: &str = "native, warm";
+const BY_FIRND: &str = "held, by firnd";
+const BY_PRELOAD: &str = "held, preload";
+const PAGES_FIRST: &str = "kernel's pages, first";
+const PAGES_AGAIN: &str = "kernel's pages, again";
+const MEMORY_FIRST: &str = "memory file, first";
+const MEMORY_AGAIN: &str = "memory file, again";
+const MEMORY_PRELOAD: &str = "memory file, preload";
+/// Of native, by read(2) and by a mapping that is copied out of.
+const LEAST_READ: f64 = 0.8;
+const LEAST_MAPPED: f64 = 0.9;
+/// Memory beside the bytes of the file.
+const MOST_MEMORY: f64 = 1.05;
+
+/// The mounts that hold the file.
+pub(super) struct Mounts<'a> {
+    /// Without memory files.
+    pub(super) plain: &'a Mount<'a>,
+    /// With memory files that the kernel cannot read by itself, as without root.
+    pub(super) pages: &'a Mount<'a>,
+    /// With `memory-files`.
+    pub(super) memory: &'a Mount<'a>,
+    /// The preload library.
+    pub(super) preload: PathBuf,
+}
+
+/// The file, on the file system below and on each mount.
+pub(super) struct Files<'a> {
+    mounts: Mounts<'a>,
+    native: PathBuf,
+    bytes: u64,
+}
+
+/// What is done to a file before it is read, so that it is read for the first time.
+#[derive(Clone, Copy)]
+enum Before {
+    Nothing,
+    ForgetPages,
+    WriteAnew,
+}
+
+/// One way to read.
+struct ReadWay<'a> {
+    name: &'static str,
+    path: PathBuf,
+    before: Before,
+    preload: Option<&'a Path>,
+}
+
+impl<'a> Files<'a> {
+    /// Writes it everywhere.
+    pub(super) fn prepare(work: &WorkDir, mounts: Mounts<'a>, bytes: u64) -> anyhow::Result<Self> {
+        let files = Self {
+            mounts,
+            native: work.subdir("native")?.join("image"),
+            bytes,
+        };
+        let plain = files.mounts.plain.path().join("image");
+        let pages = files.mounts.pages.path().join("image");
+        for path in [&files.native, &plain, &pages] {
+            write(path, bytes)?;
+        }
+        read(&files.native, bytes, false, None)?;
+        Ok(files)
+    }
+
+    fn memory_file(&self) -> PathBuf {
+        self.mounts.memory.path().join("image")
+    }
+
+    fn ways(&self) -> Vec<ReadWay<'_>> {
+        let preload = Some(self.mounts.preload.as_path());
+        let held = self.mounts.plain.path().join("image");
+        let kept = self.mounts.pages.path().join("image");
+        let way = |name, path: &PathBuf, before, preload| ReadWay {
+            name,
+            path: path.clone(),
+            before,
+            preload,
+        };
+        vec![
+            way(NATIVE, &self.native, Before::Nothing, None),
+            way(BY_FIRND, &held, Before::Nothing, None),
+            way(BY_PRELOAD, &held, Before::Nothing, preload),
+            way(PAGES_FIRST, &kept, Before::ForgetPages, None),
+            way(PAGES_AGAIN, &kept, Before::Nothing, None),
+            way(MEMORY_FIRST, &self.memory_file(), Before::WriteAnew, None),
+            way(MEMORY_AGAIN, &self.memory_file(), Before::Nothing, None),
+            way(
+                MEMORY_PRELOAD,
+                &self.memory_file(),
+                Before::Nothing,
+                preload,
+            ),
+        ]
+    }
+
+    /// Reads it by read(2) and by a mapping in each way, and judges the ratios.
+    pub(super) fn measure(&self, repeats: u32, report: &mut Report) -> anyhow::Result<()> {
+        let file_system = crate::machine::file_system_of(&self.native);
+        report.note(format!(
+            "{NATIVE}: the same bytes on {file_system}, in its page cache; {PAGES_FIRST}: the kernel has nothing of the held \
+             file; {MEMORY_FIRST}: written anew and settled just before"
+        ));
+        let mut settling = Vec::new();
+        for (way, mmap, least) in [("read(2)", false, LEAST_READ), ("mmap", true, LEAST_MAPPED)] {
+            let ways = self.ways();
+            let mut samples = vec![Vec::new(); ways.len()];
+            for _ in 0..repeats {
+                for (way, samples) in ways.iter().zip(&mut samples) {
+                    match way.before {
+                        Before::Nothing => {}
+                        Before::ForgetPages => forget_pages(&way.path)?,
+                        Before::WriteAnew => settling.push(self.write_memory_file()?),
+                    }
+                    samples.push(read(&way.path, self.bytes, mmap, way.preload)?);
+                }
+            }
+            let names = ways.iter().map(|way| way.name.to_owned());
+            let name = format!("{} by {way}, 1 process", size_text(self.bytes));
+            report.add(name, names.zip(samples).collect());
+            self.judge(report, way, least);
+        }
+        let name = format!("{} moved into a memory file", size_text(self.bytes));
+        report.add(name, vec![("settling".to_owned(), settling)]);
+        self.judge_memory(report)
+    }
+
+    fn judge(&self, report: &mut Report, way: &str, least: f64) {
+        for name in [MEMORY_FIRST, MEMORY_AGAIN, MEMORY_PRELOAD] {
+            let case = report.cases.last();
+            let ratio = case.and_then(|case| case.ratio(name, NATIVE, "throughput"));
+            let ratio = ratio.as_slice().to_vec();
+            let what = format!("{name} by {way} to {NATIVE}");
+            report.judge(what, Limit::Least(least), &ratio);
+        }
+    }
+
+    fn judge_memory(&self, report: &mut Report) -> anyhow::Result<()> {
+        let used = self.mounts.memory.number("arena_used_bytes")?;
+        let ratio = used as f64 / self.bytes as f64;
+        let what = "memory of the arena to the bytes of the file";
+        report.judge(what.to_owned(), Limit::Most(MOST_MEMORY), &[ratio]);
+        Ok(())
+    }
+
+    /// Writes the file anew and waits until all of it is in a memory file.
+    fn write_memory_file(&self) -> anyhow::Result<Sample> {
+        let path = self.memory_file();
+        let mount = self.mounts.memory;
+        if path.exists() {
+            std::fs::remove_file(&path)?;
+        }
+        let before = mount.number("settled_bytes")?;
+        let cpu_before = mount.cpu_s();
+        write(&path, self.bytes)?;
+        let closed_ns = crate::cpu::now_ns();
+        mount.wait_settled(before + self.bytes)?;
+        let gib = self.bytes as f64 / GIB;
+        let seconds = (crate::cpu::now_ns() - closed_ns) as f64 * 1e-9;
+        Ok(vec![
+            ("until settled", "s/GiB", seconds / gib),
+            (
+                "CPU of firnd, writing included",
+                "s/GiB",
+                (mount.cpu_s() - cpu_before) / gib,
+            ),
+        ])
+    }
+
+    /// Or the mounts would drain it at their end.
+    pub(super) fn remove(&self) -> anyhow::Result<()> {
+        let Mounts {
+            plain,
+            pages,
+            memory,
+            ..
+        } = self.mounts;
+        for mount in [plain, pages, memory] {
+            std::fs::remove_file(mount.path().join("image"))?;
+        }
+        Ok(())
+    }
+}
+
+fn write(path: &Path, bytes: u64) -> anyhow::Result<()> {
+    let task = Task::Write {
+        path: path.to_owned(),
+        runs: vec![(bytes / BLOCK_BYTES, BLOCK_BYTES)],
+        sync: false,
+        over: false,
+    };
+    worker::run_all(&[task]).map(drop)
+}
+
+/// The kernel drops its pages of a file of the mount when somebody opens it for writing.
+fn forget_pages(path: &Path) -> anyhow::Result<()> {
+    drop(std::fs::File::options().write(true).open(path)?);
+    Ok(())
+}
+
+fn read(path: &Path, bytes: u64, mmap: bool, preload: Option<&Path>) -> anyhow::Result<Sample> {
+    let task = Task::Read {
+        path: path.to_owned(),
+        bytes: BLOCK_BYTES,
+        mmap,
+        passes: 1,
+    };
+    let outcomes = worker::run_with(preload, &[task])?;
+    let gib = bytes as f64 / GIB;
+    let cpu_s: f64 = outcomes.iter().map(|outcome| outcome.cpu_s).sum();
+    Ok(vec![
+        ("throughput", "GiB/s", gib / worker::elapsed_s(&outcomes)),
+        ("CPU of the reader", "s/GiB", cpu_s / gib),
+    ])
+}

@@ -1,0 +1,307 @@
+//! One step: a chunk moves, or the next file begins.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use firn_arena::{Lease, PieceRef};
+use firn_backing::{Backing, Errno};
+use firn_format::memory_file::MEMORY_FILE_SLOTS_MAX;
+
+use super::{SettleStep, Source, Task, Waker};
+use crate::counters::Decision;
+use crate::extents::Extent;
+use crate::file::{File, FileState};
+use crate::options::DrainPolicy;
+use crate::space::Room;
+
+/// Of all slots of memory, the part that settling leaves free for writers.
+const SPARE_PART: u32 = 32;
+/// Of all slots of memory, the part that idle memory files may have: checkpoints come in equal sizes, and memory that was
+/// used before costs a fraction of memory that was not.
+const KEEP_PART: u64 = 4;
+
+/// Until it is seen again whether a half moved file has room: nobody waits for it, and room comes as checkpoints go.
+const ROOM_RETRY: Duration = Duration::from_secs(1);
+
+/// What became of a chunk.
+enum Moved {
+    /// It is in the memory file.
+    Done,
+    /// The file has changed or is used: it is settled another time.
+    NotNow,
+    /// No slot of memory is free beside those of writers.
+    NoRoom,
+}
+
+impl<B: Backing> Room<B> {
+    /// Calls `f` when [`Room::settle_step`] may have something to do.
+    pub fn set_settle_waker(&self, f: Waker) {
+        *self.settle.waker.write() = Some(f);
+    }
+
+    /// Whether files are settled at all. Where the drain takes bytes out of the arena as they come, none stays to be read.
+    pub fn settles(&self) -> bool {
+        let options = &self.base.options;
+        options.memory_file_bytes_min > 0
+            && options.drain == DrainPolicy::Demand
+            && !options.serves_every_read
+    }
+
+    /// Has a file settled that may be large enough and that nobody writes. To be called without its lock.
+    pub(crate) fn settle_later(&self, file: &Arc<File<B>>) {
+        if !self.settles() {
+            return;
+        }
+        {
+            let state = file.lock();
+            let bytes = state.whole_bytes();
+            if bytes < self.base.options.memory_file_bytes_min
+                || state.opens.has_writers()
+                || state.memory_file(&self.base.arena, bytes).is_some()
+            {
+                return;
+            }
+        }
+        self.settle.waiting.add(file);
+        self.settle.wake();
+    }
+
+    /// Moves a chunk of a large closed file into a memory file, if there is one to move.
+    pub fn settle_step(&self) -> SettleStep {
+        let task = self.settle.task.lock().take();
+        let Some(mut task) = task.or_else(|| self.begin_next_task()) else {
+            self.base.arena.trim_memory_files(self.idle_bytes_max());
+            self.wake_writers();
+            return SettleStep::Idle { retry: None };
+        };
+        match self.move_chunk(&task) {
+            Ok(Moved::Done) => {
+                self.base.counters.drain_decisions.count(Decision::Settled);
+                task.next += 1;
+                let is_over = u64::from(task.next) * self.chunk_bytes() >= task.bytes;
+                if is_over {
+                    self.base.arena.end_memory_file(&task.memory);
+                    tracing::debug!(path = %task.file.shown(), bytes = task.bytes, "drain: settled");
+                } else {
+                    *self.settle.task.lock() = Some(task);
+                }
+            }
+            Ok(Moved::NotNow) => self.base.arena.end_memory_file(&task.memory),
+            Ok(Moved::NoRoom) => {
+                *self.settle.task.lock() = Some(task);
+                return self.make_room_to_settle();
+            }
+            Err(errno) => {
+                self.base.arena.end_memory_file(&task.memory);
+                tracing::info!(path = %task.file.shown(), %errno, "a file cannot be put into a memory file: it stays where it is");
+            }
+        }
+        self.wake_writers();
+        SettleStep::More
+    }
+
+    /// Takes slots back that no file is in.
+    fn make_room_to_settle(&self) -> SettleStep {
+        let returned = self.base.arena.trim_memory_files(0);
+        self.wake_writers();
+        if returned > 0 {
+            return SettleStep::More;
+        }
+        SettleStep::Idle {
+            retry: Some(ROOM_RETRY),
+        }
+    }
+
+    fn chunk_bytes(&self) -> u64 {
+        self.base.arena.geometry().chunk_bytes
+    }
+
+    /// Bytes that idle memory files may have.
+    fn idle_bytes_max(&self) -> u64 {
+        self.base.arena.geometry().data_bytes() / KEEP_PART
+    }
+
+    fn begin_next_task(&self) -> Option<Task<B>> {
+        // Each file once: what cannot be settled now comes again when it is opened or closed.
+        while let Some(file) = self.settle.waiting.pop() {
+            let (bytes, changes) = {
+                let state = file.lock();
+                let bytes = state.whole_bytes();
+                if !state.may_be_settled() || state.memory_file(&self.base.arena, bytes).is_some() {
+                    continue;
+                }
+                (bytes, state.changes)
+            };
+            let slots = bytes.div_ceil(self.chunk_bytes());
+            if bytes < self.base.options.memory_file_bytes_min
+                || slots > u64::from(MEMORY_FILE_SLOTS_MAX)
+            {
+                continue;
+            }
+            match self.base.arena.begin_memory_file(slots as u32) {
+                Ok(Some(memory)) => {
+                    return Some(Task {
+                        file,
+                        memory,
+                        changes,
+                        bytes,
+                        next: 0,
+                    });
+                }
+                Ok(None) => {}
+                Err(errno) => tracing::info!(%errno, "cannot make a memory file"),
+            }
+        }
+        None
+    }
+
+    fn move_chunk(&self, task: &Task<B>) -> Result<Moved, Errno> {
+        let start = u64::from(task.next) * self.chunk_bytes();
+        let range = start..task.bytes.min(start + self.chunk_bytes());
+        let arena = &self.base.arena;
+        let Some(source) = self.pin_source(task, range.clone()) else {
+            return Ok(Moved::NotNow);
+        };
+        let spare = arena.geometry().chunk_count / SPARE_PART;
+        let copied = arena
+            .lease_memory_slot(&task.memory, task.next, spare)
+            .and_then(|lease| {
+                let Some(lease) = lease else {
+                    return Ok(None);
+                };
+                match self.copy_parts(&source, &lease, start) {
+                    Ok(()) => Ok(Some(lease)),
+                    Err(errno) => {
+                        arena.seal_slab(lease);
+                        Err(errno)
+                    }
+                }
+            });
+        for (_, extent) in &source.parts {
+            arena.unpin_slab(extent.piece.slab);
+        }
+        let Some(lease) = copied? else {
+            return Ok(Moved::NoRoom);
+        };
+        Ok(self.put_in_place(task, &source, lease, range))
+    }
+
+    /// What the arena has of a range of a file that nothing happened to; its slabs are pinned.
+    fn pin_source(&self, task: &Task<B>, range: Range<u64>) -> Option<Source> {
+        let state = task.file.lock();
+        if state.changes != task.changes || !state.may_be_settled() {
+            return None;
+        }
+        let source = state.source(range)?;
+        // What was moved out of memory would come back, and other bytes would have to go for it.
+        let is_spilled = |(_, extent): &(u64, Extent)| {
+            let chunk = extent.piece.slab.chunk;
+            self.base.arena.is_spilled(chunk)
+        };
+        if source.parts.iter().any(is_spilled) {
+            return None;
+        }
+        for (_, extent) in &source.parts {
+            self.base.arena.pin_slab(extent.piece.slab);
+        }
+        Some(source)
+    }
+
+    fn copy_parts(&self, source: &Source, lease: &Lease, start: u64) -> Result<(), Errno> {
+        for (offset, extent) in &source.parts {
+            let from = (extent.piece.slab, extent.position);
+            let to = (offset - start) as u32;
+            self.base
+                .arena
+                .copy_slab(from, lease, to, extent.len as usize)?;
+        }
+        Ok(())
+    }
+
+    /// Lets the copy be what the file has there, if the file still is as it was copied.
+    fn put_in_place(
+        &self,
+        task: &Task<B>,
+        source: &Source,
+        mut lease: Lease,
+        range: Range<u64>,
+    ) -> Moved {
+        let arena = &self.base.arena;
+        let mut state = task.file.lock();
+        let is_as_copied = state.changes == task.changes
+            && state.may_be_settled()
+            && state.source(range.clone()).as_ref() == Some(source);
+        if is_as_copied {
+            if source.is_pending {
+                self.publish_settled(&mut state, &mut lease, range.clone());
+            } else {
+                self.cache_settled(&mut state, &lease, range.clone());
+            }
+            state.check();
+        }
+        drop(state);
+        arena.seal_slab(lease);
+        if !is_as_copied {
+            return Moved::NotNow;
+        }
+        let bytes = range.end - range.start;
+        self.settle
+            .settled_bytes
+            .fetch_add(bytes, Ordering::Relaxed);
+        Moved::Done
+    }
+
+    fn publish_settled(&self, state: &mut FileState<B>, lease: &mut Lease, range: Range<u64>) {
+        let arena = &self.base.arena;
+        let file_id = state.pending.file_id().expect("it has pending bytes");
+        let len = range.end - range.start;
+        let room = lease
+            .reserve(file_id.get(), range.start, len)
+            .expect("the slot holds a chunk");
+        assert_eq!((room.position, u64::from(room.len)), (0, len));
+        let sequence = arena.next_sequence();
+        // The latest write's: a recovery takes the latest of all pieces.
+        let modified = state.pending.recorded_ns();
+        let piece = arena.publish_piece(
+            lease,
+            room,
+            (file_id.get(), range.start),
+            sequence,
+            modified,
+        );
+        state.direct.invalidate_list(arena);
+        state.pending.insert(
+            arena,
+            range.start,
+            Extent {
+                len,
+                piece,
+                position: 0,
+                sequence,
+            },
+        );
+        // No write made it: the next one makes a piece of its own.
+        state.pending.end_tail();
+    }
+
+    fn cache_settled(&self, state: &mut FileState<B>, lease: &Lease, range: Range<u64>) {
+        let arena = &self.base.arena;
+        let len = range.end - range.start;
+        let piece: PieceRef = arena.use_without_piece(lease, len);
+        let (sequence, total) = (0, &self.base.counters.cached_bytes);
+        state.direct.invalidate_list(arena);
+        state.cache.insert(
+            arena,
+            total,
+            range.start,
+            Extent {
+                len,
+                piece,
+                position: 0,
+                sequence,
+            },
+        );
+    }
+}

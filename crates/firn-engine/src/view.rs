@@ -1,0 +1,268 @@
+//! Memory files that the kernel reads by itself, while programs have the file open.
+//!
+//! The kernel cannot take a memory file back from an open descriptor. So as long as one is open, whatever changes the file is
+//! stored in the memory file too, under the lock of the file and before the change is answered: its *view*. Where the bytes
+//! still lie in that memory file they are stored where they are; where newer ones lie elsewhere, the older ones that the
+//! view had there are of no extent any more.
+//!
+//! Promises
+//! * Who reads the view sees each write(2), truncation and removal of bytes that returned before.
+//! * The view is never shorter than what an extent of the file has in it: firnd maps it.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use firn_arena::{Arena, MemoryFile};
+use firn_backing::{Backing, Errno};
+
+use crate::engine::Engine;
+use crate::file::{File, FileState};
+use crate::intake::Intake;
+use crate::open_files::OpenFiles;
+use crate::reads::Reads;
+use crate::{HandleId, OpenMode, Result, Written};
+
+/// Bytes that are stored at once.
+const PART_BYTES: usize = 1 << 20;
+/// Bytes that are compared at once: few, so that writers seldom come between.
+const COMPARED_BYTES: usize = 64 << 10;
+/// Bytes that are compared while no drain is under way.
+const WINDOW_BYTES: u64 = 8 << 20;
+
+impl<B: Backing> FileState<B> {
+    /// Whether drained bytes may stay in the arena. Not while a program may store to a mapping: what it stores where they
+    /// lie would be in the cache and never in the backing.
+    pub(crate) fn may_cache(&self) -> bool {
+        self.view.is_none() || !self.opens.has_writers()
+    }
+
+    /// Lets go of the view once no handle is left by which the kernel reads it.
+    pub(crate) fn end_view(&mut self, arena: &Arena) {
+        if self.opens.has_passthrough() {
+            return;
+        }
+        if let Some(view) = self.view.take() {
+            arena.end_view(&view);
+        }
+    }
+
+    /// No record of a piece reaches beyond a length that its memory file is about to get.
+    pub(crate) fn shorten_pieces(&self, arena: &Arena, memory: &Arc<MemoryFile>, len: u64) {
+        for (_, extent) in self.pending.extents().iter() {
+            let place = arena.memory_file_of(extent.piece.slab.chunk);
+            if let Some((file, start)) = place
+                && Arc::ptr_eq(&file, memory)
+            {
+                arena.shorten_piece(extent.piece, len.saturating_sub(start));
+            }
+        }
+    }
+
+    /// Has memory for bytes that are about to be shown, so that showing them cannot fail for the lack of it.
+    pub(crate) fn reserve_view(&self, offset: u64, len: u64) -> Result<()> {
+        self.view
+            .as_ref()
+            .map_or(Ok(()), |view| view.reserve(offset, len))
+    }
+
+    /// Stores bytes that were just taken in what the kernel reads.
+    pub(crate) fn show(&self, offset: u64, data: &[u8]) {
+        if let Some(view) = &self.view {
+            warn_of(view.store(offset, data));
+        }
+    }
+
+    /// Makes what the kernel reads as long as the file is, of which nothing before a cut lies beyond.
+    pub(crate) fn show_len(&self, arena: &Arena, len: u64) {
+        let Some(view) = &self.view else { return };
+        self.shorten_pieces(arena, view, len);
+        warn_of(view.set_len(len));
+        // Written while the cut was under way.
+        for (offset, extent) in self.pending.extents().within(len..u64::MAX) {
+            let mut bytes = vec![0; extent.len as usize];
+            let copied = arena.copy_out(extent.piece.slab, extent.position, &mut bytes);
+            warn_of(copied.and_then(|()| view.store(offset, &bytes)));
+        }
+    }
+}
+
+fn warn_of(result: std::result::Result<(), Errno>) {
+    if let Err(error) = result {
+        tracing::warn!(%error, "a program that has a file open in memory does not see a change");
+    }
+}
+
+/// Stores all that a file has in what the kernel reads, after a change that told of no bytes.
+pub(crate) fn refresh_view<B: Backing>(
+    intake: &Arc<Intake<B>>,
+    open_files: &Arc<OpenFiles<B>>,
+    file: &Arc<File<B>>,
+) {
+    let Some(view) = file.lock().view.clone() else {
+        return;
+    };
+    let reads = Reads::new(intake, open_files);
+    if let Err(error) = refresh(&reads, file, &view) {
+        tracing::warn!(%error, path = %file.shown(), "a program that has a file open in memory does not see a change");
+    }
+}
+
+fn refresh<B: Backing>(
+    reads: &Reads<B>,
+    file: &Arc<File<B>>,
+    view: &Arc<MemoryFile>,
+) -> Result<()> {
+    let mut buffer = vec![0; PART_BYTES];
+    let mut offset = 0;
+    loop {
+        let changes = file.lock().changes;
+        let bytes = reads.read_at_one_moment(file, offset, &mut buffer)?;
+        let state = file.lock();
+        if state.changes != changes {
+            continue;
+        }
+        view.store(offset, &buffer[..bytes as usize])?;
+        offset += bytes;
+        if bytes < PART_BYTES as u64 {
+            let in_arena = state.pending.end().max(state.cache.extents().end());
+            let len = offset.max(in_arena);
+            state.shorten_pieces(&reads.base.arena, view, len);
+            return view.set_len(len);
+        }
+    }
+}
+
+impl<B: Backing> OpenFiles<B> {
+    /// A descriptor of the memory file that a handle is read from, for the kernel.
+    pub fn memory_fd(&self, handle: HandleId) -> Option<std::os::fd::OwnedFd> {
+        let handle = self.handle(handle).ok()?;
+        let state = handle.file.lock();
+        let view = state.view.as_ref()?;
+        rustix::io::fcntl_dupfd_cloexec(view.file(), 0).ok()
+    }
+
+    /// Whether programs may have stored to a mapping of this handle's file what only the memory file has. A shared mapping
+    /// that can be stored to is of a descriptor that reads and writes.
+    pub fn may_have_stores(&self, handle: HandleId) -> bool {
+        self.handle(handle).is_ok_and(|handle| {
+            handle.readable && handle.writable && *handle.mode.lock() == OpenMode::Memory
+        })
+    }
+}
+
+/// Bytes that programs stored to a mapping.
+struct Store {
+    offset: u64,
+    bytes: Vec<u8>,
+}
+
+impl<B: Backing> Engine<B> {
+    /// Takes what programs stored to a shared mapping of a file that the kernel reads from a memory file as written. To be
+    /// called when a handle that may write is closed or synced.
+    pub fn take_stores(&self, handle: HandleId) -> Result<()> {
+        let file = Arc::clone(&self.open_files.handle(handle)?.file);
+        let view = file.lock().view.clone();
+        let Some(view) = view.filter(|_| self.open_files.may_have_stores(handle)) else {
+            return Ok(());
+        };
+        let end = self.intake.size_of(&file)?;
+        let mut offset = 0;
+        while offset < end {
+            let window = offset..end.min(offset + WINDOW_BYTES);
+            for store in self.find_stores(&file, &view, window.clone())? {
+                self.take_store(handle, &store)?;
+            }
+            offset = window.end;
+        }
+        Ok(())
+    }
+
+    /// Where the memory file differs from the file. No drain is under way meanwhile: one that has read a page before a store to
+    /// it would make the page clean after this has looked, and what lies in the memory file itself does not differ.
+    fn find_stores(
+        &self,
+        file: &Arc<File<B>>,
+        view: &MemoryFile,
+        window: Range<u64>,
+    ) -> Result<Vec<Store>> {
+        let mut state = file.begin_exclusive();
+        let found = state.unlocked(|| {
+            let mut stores = Vec::new();
+            for offset in window.clone().step_by(COMPARED_BYTES) {
+                let len = (window.end - offset).min(COMPARED_BYTES as u64);
+                add_stores(&self.reads, file, view, offset..offset + len, &mut stores)?;
+            }
+            Ok(stores)
+        });
+        file.end_exclusive(&mut state);
+        self.drainer.drain.enqueue(file, &mut state);
+        found
+    }
+
+    fn take_store(&self, handle: HandleId, store: &Store) -> Result<()> {
+        let mut done = 0;
+        while done < store.bytes.len() {
+            let (offset, rest) = (store.offset + done as u64, &store.bytes[done..]);
+            match self.write(handle, offset, rest, None)? {
+                Written::Bytes(count) => done += count,
+                Written::Full => self.room.wait_for_room()?,
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Compares a range, again where a write(2) came between: what differs then may be what that has changed.
+fn add_stores<B: Backing>(
+    reads: &Reads<B>,
+    file: &Arc<File<B>>,
+    view: &MemoryFile,
+    range: Range<u64>,
+    stores: &mut Vec<Store>,
+) -> Result<()> {
+    let mut stored = vec![0; (range.end - range.start) as usize];
+    let mut known = stored.clone();
+    loop {
+        let changes = file.lock().changes;
+        let bytes = view.load(range.start, &mut stored)?;
+        let bytes = bytes.min(reads.read_exclusively(file, range.start, &mut known)? as usize);
+        if file.lock().changes != changes {
+            continue;
+        }
+        for run in differing_runs(&stored[..bytes], &known[..bytes]) {
+            stores.push(Store {
+                offset: range.start + run.start as u64,
+                bytes: stored[run].to_vec(),
+            });
+        }
+        return Ok(());
+    }
+}
+
+/// The runs of bytes in which two pieces of the same length differ. No byte more: others may write those meanwhile.
+fn differing_runs(one: &[u8], other: &[u8]) -> Vec<Range<usize>> {
+    let mut runs: Vec<Range<usize>> = Vec::new();
+    if one == other {
+        return runs;
+    }
+    for at in (0..one.len()).filter(|&at| one[at] != other[at]) {
+        match runs.last_mut() {
+            Some(last) if last.end == at => last.end += 1,
+            _ => runs.push(at..at + 1),
+        }
+    }
+    runs
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_bytes_that_differ_are_in_the_runs() {
+        assert_eq!(differing_runs(b"", b""), []);
+        assert_eq!(differing_runs(b"same", b"same"), []);
+        assert_eq!(differing_runs(b"abcdef", b"xbcyzf"), [0..1, 3..5]);
+        assert_eq!(differing_runs(b"abcd", b"xycz"), [0..2, 3..4]);
+    }
+}

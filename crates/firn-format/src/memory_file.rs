@@ -1,0 +1,115 @@
+//! Where a slot of memory lies that a memory file has: one word for each slot.
+//!
+//! A memory file holds the bytes of one large file in order, in slots that the arena's own file does without. The low half
+//! of the word is the number of the memory file and the index of the slot in it, the high half the CRC32C of the arena's
+//! uuid, the slot and the low half. One word, so that a slot changes its place with one store; a sum, because a flipped
+//! bit would give one file's bytes to another.
+
+use std::ffi::{OsStr, OsString};
+
+/// Slots of one memory file at most: an index has 16 bits.
+pub const MEMORY_FILE_SLOTS_MAX: u32 = 1 << 16;
+
+/// Which part of which memory file a slot is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct MemoryPlace {
+    /// The number in the name of the memory file.
+    pub file: u16,
+    /// The slot begins at this many times the size of a chunk.
+    pub index: u16,
+}
+
+impl MemoryPlace {
+    /// The stored word of `slot` of the arena `uuid`; never 0, which says that the slot is in the arena.
+    pub fn to_word(self, slot: u32, uuid: &[u8; 16]) -> u64 {
+        let place = u32::from(self.file) << 16 | u32::from(self.index);
+        u64::from(place) | u64::from(sum(place, slot, uuid)) << 32
+    }
+
+    /// From the stored word of `slot`; `None` is damage, or no place.
+    pub fn from_word(word: u64, slot: u32, uuid: &[u8; 16]) -> Option<Self> {
+        let place = word as u32;
+        let is_whole = (word >> 32) as u32 == sum(place, slot, uuid);
+        (is_whole && word != 0).then_some(Self {
+            file: (place >> 16) as u16,
+            index: place as u16,
+        })
+    }
+}
+
+fn sum(place: u32, slot: u32, uuid: &[u8; 16]) -> u32 {
+    let mut bytes = [0u8; 24];
+    bytes[0..16].copy_from_slice(uuid);
+    bytes[16..20].copy_from_slice(&slot.to_le_bytes());
+    bytes[20..24].copy_from_slice(&place.to_le_bytes());
+    let sum = crc32c::crc32c(&bytes);
+    // The word of place 0 must not be 0.
+    if place == 0 && sum == 0 { 1 } else { sum }
+}
+
+/// The name of memory file `number` beside the arena of this name.
+pub fn memory_file_name(arena: &OsStr, number: u16) -> OsString {
+    let mut name = arena.to_owned();
+    name.push(format!(".m{number}"));
+    name
+}
+
+/// The number in a name, if it is that of a memory file of the arena of this name.
+pub fn memory_file_number(arena: &OsStr, name: &OsStr) -> Option<u16> {
+    let arena = arena.as_encoded_bytes();
+    let rest = name.as_encoded_bytes().strip_prefix(arena)?;
+    let digits = std::str::from_utf8(rest.strip_prefix(b".m")?).ok()?;
+    let number: u16 = digits.parse().ok()?;
+    (number.to_string() == digits).then_some(number)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const UUID: [u8; 16] = [7; 16];
+
+    #[test]
+    fn what_is_stored_comes_back_and_is_no_place_of_another_slot_or_arena() {
+        for (file, index) in [(0, 0), (1, 0), (0, 1), (u16::MAX, u16::MAX)] {
+            for slot in [0, 1, 77, u32::MAX] {
+                let place = MemoryPlace { file, index };
+                let word = place.to_word(slot, &UUID);
+                assert_ne!(word, 0);
+                assert_eq!(MemoryPlace::from_word(word, slot, &UUID), Some(place));
+                assert_eq!(MemoryPlace::from_word(word, slot ^ 1, &UUID), None);
+                assert_eq!(MemoryPlace::from_word(word, slot, &[8; 16]), None);
+            }
+        }
+        assert_eq!(MemoryPlace::from_word(0, 0, &UUID), None);
+    }
+
+    #[test]
+    fn one_flipped_bit_is_never_another_place() {
+        let word = MemoryPlace { file: 3, index: 9 }.to_word(5, &UUID);
+        for bit in 0..64 {
+            let flipped = word ^ 1 << bit;
+            assert_eq!(MemoryPlace::from_word(flipped, 5, &UUID), None, "bit {bit}");
+        }
+    }
+
+    #[test]
+    fn names_are_those_of_one_arena() {
+        let arena = OsStr::new("ab.arena");
+        let name = memory_file_name(arena, 12);
+        assert_eq!(memory_file_number(arena, &name), Some(12));
+        for other in [
+            "ab.arena",
+            "ab.arena.m",
+            "ab.arena.m012",
+            "ab.arena.m70000",
+            "b.arena.m1",
+        ] {
+            assert_eq!(
+                memory_file_number(arena, OsStr::new(other)),
+                None,
+                "{other}"
+            );
+        }
+    }
+}
