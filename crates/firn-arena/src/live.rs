@@ -14,7 +14,8 @@ use std::sync::atomic::Ordering;
 
 use firn_format::live::{
     CELL_BYTES, Cell, CellBytes, Contents, HEADER_BYTES, Handle, Header, LOOKUPS_AT, LiveError,
-    MAGIC, Node, Request, WORDS_AT, cells_of_name, decode_cell, encode_node, read_contents, word,
+    MAGIC, Node, Request, Transaction, WORDS_AT, cells_of_name, decode_cell, encode_node,
+    read_contents, word,
 };
 use firn_trust::{TrustError, create_private_file, open_private_file};
 use parking_lot::Mutex;
@@ -68,6 +69,13 @@ struct Cells {
     allocated: u32,
     nodes: HashMap<u64, NodeCells>,
     handles: HashMap<u64, HandleCell>,
+    /// Cells of transactions, by their numbers.
+    transactions: HashMap<u64, TransactionCell>,
+}
+
+struct TransactionCell {
+    cell: u32,
+    transaction: Transaction,
 }
 
 struct HandleCell {
@@ -153,7 +161,9 @@ impl LiveTable {
         let nodes = contents.nodes.iter().flat_map(|stored| &stored.cells);
         let handles = contents.handles.iter().flat_map(|stored| &stored.cells);
         let requests = contents.requests.iter().flat_map(|stored| &stored.cells);
-        for cell in nodes.chain(handles).chain(requests) {
+        let transactions = contents.transactions.iter();
+        let transactions = transactions.flat_map(|stored| &stored.cells);
+        for cell in nodes.chain(handles).chain(requests).chain(transactions) {
             is_used[*cell as usize] = true;
         }
         let unused = is_used.iter().enumerate().filter(|(_, used)| !**used);
@@ -530,6 +540,60 @@ impl LiveTable {
         }
     }
 
+    /// A transaction has begun, and its owner is about to hear of it.
+    pub fn note_transaction(&self, transaction: Transaction) {
+        let mut cells = self.cells.lock();
+        let Some(cell) = self.take_cell(&mut cells) else {
+            return;
+        };
+        self.store(cell, &transaction.encode());
+        let entry = TransactionCell { cell, transaction };
+        if let Some(before) = cells.transactions.insert(transaction.serial, entry) {
+            self.free(&mut cells, &[before.cell]);
+        }
+    }
+
+    /// The abort of a transaction is about to begin.
+    pub fn note_abort(&self, serial: u64) {
+        let noted = self
+            .cells
+            .lock()
+            .transactions
+            .get(&serial)
+            .map(|noted| noted.transaction);
+        if let Some(noted) = noted {
+            self.note_transaction(Transaction {
+                is_ending: true,
+                ..noted
+            });
+        }
+    }
+
+    /// A transaction is over.
+    pub fn forget_transaction(&self, serial: u64) {
+        let mut cells = self.cells.lock();
+        if let Some(noted) = cells.transactions.remove(&serial) {
+            self.free(&mut cells, &[noted.cell]);
+        }
+    }
+
+    /// Forgets transactions that are not among these.
+    pub fn retain_transactions(&self, is_there: impl Fn(u64) -> bool) {
+        let serials: Vec<u64> = self.cells.lock().transactions.keys().copied().collect();
+        for serial in serials.into_iter().filter(|serial| !is_there(*serial)) {
+            self.forget_transaction(serial);
+        }
+    }
+
+    /// Goes on with a transaction of an earlier firnd.
+    pub fn adopt_transaction(&self, transaction: Transaction, cell: u32) {
+        let entry = TransactionCell { cell, transaction };
+        self.cells
+            .lock()
+            .transactions
+            .insert(transaction.serial, entry);
+    }
+
     /// Drops cells of an earlier firnd that are of no use.
     pub fn drop_cells(&self, given: &[u32]) {
         self.free(&mut self.cells.lock(), given);
@@ -542,7 +606,7 @@ fn mapped_bytes() -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use firn_format::live::{Device, Exchange, Moment, ObjectIdentity, ServedBy};
+    use firn_format::live::{Device, Exchange, Moment, ObjectIdentity, ServedBy, TransactionOwner};
 
     use super::*;
 
@@ -703,6 +767,33 @@ mod tests {
         let (_, left) = LiveTable::open(&path).unwrap();
         assert!(left.contents.requests.is_empty());
         assert!(left.contents.nodes.is_empty());
+    }
+
+    #[test]
+    fn a_transaction_is_there_until_its_end_and_its_abort_is_seen() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, table) = sealed(dir.path());
+        let transaction = Transaction {
+            serial: 5,
+            owner: TransactionOwner::Unowned,
+            is_ending: false,
+        };
+        let found = || {
+            let (_, left) = LiveTable::open(&path).unwrap();
+            let stored = left.contents.transactions.into_iter();
+            stored.map(|stored| stored.entry).collect::<Vec<_>>()
+        };
+        table.note_transaction(transaction);
+        assert_eq!(found(), [transaction]);
+        table.note_abort(5);
+        let ending = Transaction {
+            is_ending: true,
+            ..transaction
+        };
+        assert_eq!(found(), [ending]);
+        table.note_abort(6);
+        table.retain_transactions(|serial| serial == 6);
+        assert!(found().is_empty());
     }
 
     #[test]

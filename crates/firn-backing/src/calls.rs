@@ -23,8 +23,8 @@ use std::ops::Range;
 use std::os::fd::OwnedFd;
 
 use crate::{
-    Access, Attr, AttrChange, Caller, DataPart, DescriptorUse, DirEntry, DurabilityLevel, Facts,
-    Features, FileUse, Freshness, KernelReads, LaneIndex, LocateLimits, Located, LockMode,
+    Access, Adopted, Attr, AttrChange, Caller, DataPart, DescriptorUse, DirEntry, DurabilityLevel,
+    Facts, Features, FileUse, Freshness, KernelReads, LaneIndex, LocateLimits, Located, LockMode,
     LockRequest, NewKind, PageAdvice, Placing, Remove, RenameFlags, Resize, Result, Seek, SetTime,
     StatFs, SyncScope, Target,
 };
@@ -34,6 +34,9 @@ pub type TargetOf<'a, B> = Target<'a, <B as Volume>::Inode, <B as Volume>::File>
 
 /// What [`Names::create_placed`] of a backing makes: a file, which is open.
 pub type Created<B> = (<B as Volume>::Inode, <B as Volume>::File, Attr);
+
+/// What [`Files::adopt`] of a backing gives.
+pub type AdoptedBy<B> = Adopted<<B as Volume>::Inode, <B as Volume>::File>;
 
 /// A directory tree on some file system, as a whole.
 pub trait Volume: Send + Sync + 'static {
@@ -156,6 +159,9 @@ pub trait Files: Volume {
     fn lock(&self, file: &Self::File, request: LockRequest) -> Result<bool>;
     /// A descriptor of the file for another process or the kernel; `None` where there is none.
     fn descriptor(&self, file: &Self::File, purpose: DescriptorUse) -> Option<OwnedFd>;
+    /// Goes on with a file of an earlier process, whose [`Files::descriptor`] gave this one for [`DescriptorUse::Keeping`].
+    /// The caller vouches for its origin.
+    fn adopt(&self, descriptor: OwnedFd) -> Result<AdoptedBy<Self>>;
 }
 
 /// Files that several hosts write, or that others than this process read.

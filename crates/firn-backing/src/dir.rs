@@ -26,11 +26,11 @@ use rustix::fs::{
 
 use crate::unsynced::{self, Key, Place, Tracked, Unsynced, path_of_entry};
 use crate::{
-    Access, Attr, AttrChange, Attributes, Backing, Caller, Created, DataPart, DescriptorUse,
-    DirEntry, DurabilityLevel, Errno, Facts, Features, FileUse, Files, Freshness, KernelReads,
-    Kind, LaneIndex, LocateLimits, Located, LockRequest, Names, NewKind, PageAdvice, Placement,
-    Placing, Remove, RenameFlags, Resize, Result, Seek, SetTime, Sharing, StatFs, SyncScope,
-    Target, TargetOf, Volume, resize_by_set_len, write_parts_singly,
+    Access, Adopted, AdoptedBy, Attr, AttrChange, Attributes, Backing, Caller, Created, DataPart,
+    DescriptorUse, DirEntry, DurabilityLevel, Errno, Facts, Features, FileUse, Files, Freshness,
+    KernelReads, Kind, LaneIndex, LocateLimits, Located, LockRequest, Names, NewKind, PageAdvice,
+    Placement, Placing, Remove, RenameFlags, Resize, Result, Seek, SetTime, Sharing, StatFs,
+    SyncScope, Target, TargetOf, Volume, resize_by_set_len, write_parts_singly,
 };
 
 mod attr;
@@ -742,14 +742,45 @@ impl Files for DirBacking {
             {
                 None
             }
-            (DescriptorUse::Passthrough, _) | (DescriptorUse::Reading, Access::Read) => {
-                fd.try_clone_to_owned().ok()
-            }
+            (DescriptorUse::Passthrough | DescriptorUse::Keeping, _)
+            | (DescriptorUse::Reading, Access::Read) => fd.try_clone_to_owned().ok(),
             // One of its own, whose flags and offset are no affair of this process, which may write this one.
             (DescriptorUse::Reading, Access::Write | Access::ReadWrite) => {
                 reopen::file(fd, Access::Read).ok()
             }
         }
+    }
+
+    fn adopt(&self, descriptor: OwnedFd) -> Result<AdoptedBy<Self>> {
+        let attr = attr::attr(&descriptor)?;
+        let flags = fs::fcntl_getfl(&descriptor)?;
+        if attr.kind != Kind::File || flags.contains(OFlags::PATH) {
+            return Err(Errno::BADF);
+        }
+        let access = match flags & OFlags::ACCMODE {
+            OFlags::RDONLY => Access::Read,
+            OFlags::WRONLY => Access::Write,
+            _ => Access::ReadWrite,
+        };
+        let path = FdPath::of(&descriptor);
+        let object = fs::open(
+            path.as_c_str(),
+            OFlags::PATH | OFlags::CLOEXEC,
+            Mode::empty(),
+        )?;
+        let inode = DirInode::new(object, &attr);
+        let file = DirFile {
+            fd: descriptor,
+            access,
+            key: inode.key,
+            lane: inode.lane,
+        };
+        Ok(Adopted {
+            inode,
+            file,
+            access,
+            attr,
+        })
     }
 }
 

@@ -10,10 +10,11 @@
 //! Invariant: a value is of one side from its first call to its last, and so is all that it gives out.
 
 use std::ffi::OsStr;
+use std::os::fd::OwnedFd;
 
 use crate::{
-    Access, Attr, Attributes, Backing, Caller, Created, Files, Names, NewKind, Placement, Placing,
-    Result, Sharing, Volume, forward,
+    Access, AdoptedBy, Attr, Attributes, Backing, Caller, Created, Files, Names, NewKind,
+    Placement, Placing, Result, Sharing, Volume, forward,
 };
 
 /// A backing without a layer, or with it.
@@ -112,6 +113,12 @@ macro_rules! created {
     };
 }
 
+macro_rules! adopted {
+    ($side:ident) => {
+        |adopted| adopted.map(Either::$side, Either::$side)
+    };
+}
+
 impl<L: Backing, U: Backing> Volume for Either<L, U> {
     type Inode = Either<L::Inode, U::Inode>;
     type File = Either<L::File, U::File>;
@@ -198,6 +205,13 @@ impl<L: Backing, U: Backing> Files for Either<L, U> {
 
     fn open(&self, inode: &Self::Inode, access: Access) -> Result<Self::File> {
         give!(self, inode, |side| side.open(inode, access), handle)
+    }
+
+    fn adopt(&self, descriptor: OwnedFd) -> Result<AdoptedBy<Self>> {
+        match self {
+            Self::Lower(side) => side.adopt(descriptor).map(adopted!(Lower)),
+            Self::Upper(side) => side.adopt(descriptor).map(adopted!(Upper)),
+        }
     }
 }
 

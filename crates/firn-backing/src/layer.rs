@@ -226,6 +226,14 @@ macro_rules! forward {
             $via!(self, file file, |below| below.descriptor(file, purpose))
         }
     };
+    (@adopt $via:ident) => {
+        fn adopt(
+            &self,
+            descriptor: ::std::os::fd::OwnedFd,
+        ) -> $crate::Result<$crate::AdoptedBy<Self>> {
+            $via!(self, |below| below.adopt(descriptor))
+        }
+    };
 
     // Sharing.
     (@kernel_reads $via:ident) => {

@@ -156,6 +156,33 @@ pub enum DescriptorUse {
     Passthrough,
     /// Another process reads the file, and cannot write it.
     Reading,
+    /// A later process goes on with the file, which may have no name any more: [`Files::adopt`](crate::Files::adopt).
+    Keeping,
+}
+
+/// A file that a backing has from a descriptor.
+#[derive(Debug)]
+pub struct Adopted<I, F> {
+    /// The object.
+    pub inode: I,
+    /// The open file.
+    pub file: F,
+    /// How it is open.
+    pub access: Access,
+    /// What the object is.
+    pub attr: crate::Attr,
+}
+
+impl<I, F> Adopted<I, F> {
+    /// The same as a layer shows it.
+    pub fn map<J, G>(self, inode: impl FnOnce(I) -> J, file: impl FnOnce(F) -> G) -> Adopted<J, G> {
+        Adopted {
+            inode: inode(self.inode),
+            file: file(self.file),
+            access: self.access,
+            attr: self.attr,
+        }
+    }
 }
 
 /// How much is made durable.

@@ -615,7 +615,7 @@ pub static TABLE: [Row; 52] = [
         help: "Let another firnd continue the mount if firnd dies, so that programs only wait",
         long: "With `auto`, a small process (firn-keeper) keeps the connection to the kernel, and starts firnd \
                again when it was killed: open files, directories, locks and mappings go on. It needs Linux 6.9. A \
-               mount in the foreground or with layout=log is not taken over, nor one in which a transaction is open: \
+               mount in the foreground or with layout=log is not taken over, nor one in which a transaction is open in buffer mode: \
                programs that use it get errors until it is mounted again, as with `no`. `firn status` says whether it would be. `no` \
                is the default until a release has shown `auto` under the programs of its users.",
         changes_promises: true,

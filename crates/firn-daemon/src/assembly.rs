@@ -166,7 +166,11 @@ impl MountSetup<'_> {
                 patience,
             )?),
         };
-        parts.push(Transactions::new(gate, patience, &forget, rules)?);
+        let transactions = Transactions::new(gate, patience, &forget, rules)?;
+        if let Some(taken) = self.taken_over {
+            transactions.resume(&taken.resumed.contents.transactions);
+        }
+        parts.push(transactions);
         if let Some(lease) = &self.attached.host_lease {
             let lease = Arc::clone(lease);
             parts.push(Participation::new(gate, lease, &forget, workers));
@@ -182,8 +186,15 @@ impl MountSetup<'_> {
     fn make_gate(&self) -> Option<Arc<TransactionGate>> {
         let tests_conflicts = self.options.participants != Participants::Off;
         let engine = &self.attached.engine;
-        let make =
-            || TransactionGate::new(Arc::clone(engine), &self.checked.backing, tests_conflicts);
+        let make = || {
+            let backing = &self.checked.backing;
+            let gate = TransactionGate::new(Arc::clone(engine), backing, tests_conflicts);
+            let names_cached = Duration::from_millis(self.options.attr_timeout_ms);
+            match self.taken_over {
+                None => gate,
+                Some(_) => gate.of_taken_over(names_cached),
+            }
+        };
         (self.options.drain == Drain::Commit).then(|| Arc::new(make()))
     }
 

@@ -21,6 +21,7 @@ use firn_engine::{
 use firn_format::quantity::{bytes, count};
 use firn_format::quote::quoted_path;
 use firn_hosts::LeaseUse;
+use firn_transact::LivingTransactions;
 use firn_trust::{Distrust, TrustError};
 use firn_workers::Workers;
 use rustix::fs::{Mode as FileMode, OFlags};
@@ -73,6 +74,7 @@ impl Attached {
             files: &files,
             options,
             purpose: Purpose::Mount,
+            living: living_transactions(resumed),
         };
         Self::attach(&target, locks, resumed, notice)
     }
@@ -90,6 +92,7 @@ impl Attached {
             files: &files,
             options,
             purpose: Purpose::Salvage,
+            living: LivingTransactions::default(),
         };
         Self::attach(&target, locks, None, notice)
     }
@@ -105,6 +108,7 @@ impl Attached {
             files,
             options,
             purpose,
+            ..
         } = target;
         let identity = identify(backing)?;
         // Before its first byte is touched: where the backing knows no flock(2), this is the only lock.
@@ -176,6 +180,22 @@ impl Drop for Attached {
             drop(last);
         }
     }
+}
+
+/// Transactions of a mount that is taken over.
+fn living_transactions(resumed: Option<&Resumed>) -> LivingTransactions {
+    let mut living = LivingTransactions::default();
+    for stored in resumed
+        .iter()
+        .flat_map(|resumed| &resumed.contents.transactions)
+    {
+        let transaction = stored.entry;
+        living.open.insert(transaction.serial);
+        if transaction.is_ending {
+            living.ending.insert(transaction.serial);
+        }
+    }
+    living
 }
 
 /// What an arena knows its backing by.

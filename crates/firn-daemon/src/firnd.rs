@@ -122,12 +122,15 @@ fn find_new(request: &MountRequest, reporter: &mut Reporter<'_>) -> Result<Found
 }
 
 /// Finds a mount that an earlier firnd served. Its mount point is not looked at: no firnd answers there yet.
-fn find_served(request: &MountRequest, connection: Connection) -> Result<Found, MountError> {
+fn find_served(
+    request: &MountRequest,
+    connection: Connection,
+    link: Option<&Arc<KeeperLink>>,
+) -> Result<Found, MountError> {
     let options = &request.options;
     let backing = preflight::check_backing(&request.backing, options.read_only)?;
     let files = find_runtime_files(&backing, options)?;
-    let Connection { device, died } = connection;
-    let taken_over = TakenOver::open(&files, device, died)?;
+    let taken_over = TakenOver::open(&files, connection, link)?;
     let mount_point = taken_over.mount_point();
     Ok(Found {
         checked: Checked {
@@ -142,6 +145,7 @@ fn find_served(request: &MountRequest, connection: Connection) -> Result<Found, 
 fn find_mount(
     request: &MountRequest,
     connection: Option<Connection>,
+    link: Option<&Arc<KeeperLink>>,
     reporter: &mut Reporter<'_>,
 ) -> Result<Found, MountError> {
     let Some(connection) = connection else {
@@ -149,7 +153,7 @@ fn find_mount(
     };
     // The keeper has made the log standard error.
     log::start_in_background(&request.options, &request.mount_point);
-    find_served(request, connection)
+    find_served(request, connection, link)
 }
 
 /// Sends events to the log and to the file of events; a mount in the foreground has standard error.
@@ -205,7 +209,7 @@ fn serve_kept(
         checked,
         files,
         taken_over,
-    } = find_mount(request, connection, &mut reporter)?;
+    } = find_mount(request, connection, link.as_ref(), &mut reporter)?;
     let members = participants::members(options)?;
     let terms = terms_of(options, false);
     let locks = Locks::take(

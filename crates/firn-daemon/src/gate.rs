@@ -30,6 +30,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
+use std::time::{Duration, Instant};
 
 use firn_backing::lock::{Mutex, assert_none_held};
 use firn_backing::{Errno, is_below};
@@ -47,6 +48,9 @@ use crate::store::{Layers as _, LoggableStore, Store, TransactionalObject, Trans
 /// The directory at the top of a scope.
 pub(crate) type ScopeRoot = TransactionalObject;
 
+/// An abort right after a takeover waits no longer for what the kernel caches (`attr-timeout`).
+const NAMES_AWAITED_MAX: Duration = Duration::from_secs(5);
+
 /// The gate of one mount.
 pub(crate) struct TransactionGate {
     engine: Arc<Engine<Store>>,
@@ -62,6 +66,8 @@ pub(crate) struct TransactionGate {
     watch: OnceLock<Weak<dyn ChangeWatch>>,
     /// Held while the log is emptied and switched, so that the end of one transaction does not switch it off for another.
     switching: Mutex<()>,
+    /// The kernel has names from an earlier firnd until then, which this one does not know.
+    foreign_names_until: Option<Instant>,
 }
 
 /// Changes under way, and quiesced directories.
@@ -123,6 +129,22 @@ impl TransactionGate {
             accesses,
             watch: OnceLock::new(),
             switching: Mutex::default(),
+            foreign_names_until: None,
+        }
+    }
+
+    /// The gate of a mount that was taken over, whose kernel may cache names for so long.
+    pub(crate) fn of_taken_over(self, names_cached: Duration) -> Self {
+        Self {
+            foreign_names_until: Some(Instant::now() + names_cached.min(NAMES_AWAITED_MAX)),
+            ..self
+        }
+    }
+
+    /// Waits until the kernel has no name from an earlier firnd: names are about to be told as changed.
+    pub(crate) fn await_foreign_names(&self) {
+        if let Some(until) = self.foreign_names_until {
+            std::thread::sleep(until.saturating_duration_since(Instant::now()));
         }
     }
 

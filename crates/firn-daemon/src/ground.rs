@@ -6,6 +6,7 @@ use std::sync::Arc;
 use firn_backing::DirBacking;
 use firn_client::paths::RuntimeFiles;
 use firn_config::Options;
+use firn_transact::LivingTransactions;
 
 use crate::error::AttachError;
 use crate::host_lease::{HostLease, open_backing};
@@ -32,6 +33,8 @@ pub(crate) struct Target<'a> {
     pub(crate) files: &'a RuntimeFiles,
     pub(crate) options: &'a Options,
     pub(crate) purpose: Purpose,
+    /// Transactions whose programs did not see the end of an earlier firnd.
+    pub(crate) living: LivingTransactions,
 }
 
 /// The ground of a store, and the parts of a mount that it comes with.

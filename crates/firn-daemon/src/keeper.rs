@@ -36,7 +36,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 pub(crate) use link::{KeeperLink, ResumedMount, Summons};
 pub(crate) use message::uptime;
-use message::{Message, Socket, Tag};
+use message::{Kept, Message, Socket, Tag};
 
 /// The name under which the binary is a keeper.
 pub const KEEPER_NAME: &str = "firn-keeper";
@@ -71,12 +71,6 @@ struct Keeper {
     failures_in_a_row: u32,
 }
 
-/// A descriptor that is kept for the next firnd.
-struct Kept {
-    tag: Tag,
-    descriptor: OwnedFd,
-}
-
 /// How far a firnd is.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum State {
@@ -102,6 +96,8 @@ enum Next {
 pub fn keeper_main() -> ExitCode {
     let _ = rustix::thread::set_name(c"firn-keeper");
     let _ = rustix::process::setsid();
+    // Files without a name may be many.
+    let _ = firn_backing::raise_descriptor_limit();
     // They are for firnd, which drains and ends; the keeper goes with it.
     for signal in [SIGTERM, SIGINT, SIGHUP] {
         // A handler and not SIG_IGN, which firnd would inherit.
@@ -132,12 +128,12 @@ impl Keeper {
     fn begin(ends_with_parent: bool) -> io::Result<Self> {
         let request = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3)?;
         let mut kept = vec![Kept {
-            tag: Tag::Request,
+            label: Tag::Request.into(),
             descriptor: request,
         }];
         if ends_with_parent && let Some(parent) = getppid() {
             kept.push(Kept {
-                tag: Tag::Caller,
+                label: Tag::Caller.into(),
                 descriptor: pidfd_open(parent, PidfdFlags::empty())?,
             });
         }
@@ -163,8 +159,10 @@ impl Keeper {
         let firnd = loop {
             match socket.receive()? {
                 None => return Err(io::ErrorKind::UnexpectedEof.into()),
-                Some(Message::Keep(Tag::Firnd, descriptor)) => break descriptor,
-                Some(Message::Keep(tag, descriptor)) => kept.push(Kept { tag, descriptor }),
+                Some(Message::Keep(given)) if given.label.tag == Tag::Firnd => {
+                    break given.descriptor;
+                }
+                Some(Message::Keep(given)) => kept.push(given),
                 Some(_) => {}
             }
         };
@@ -232,10 +230,11 @@ impl Keeper {
 
     fn take(&mut self, message: Message) {
         match message {
-            Message::Keep(tag, descriptor) => {
-                self.kept.retain(|kept| kept.tag != tag);
-                self.kept.push(Kept { tag, descriptor });
+            Message::Keep(given) => {
+                self.kept.retain(|kept| kept.label != given.label);
+                self.kept.push(given);
             }
+            Message::Drop(label) => self.kept.retain(|kept| kept.label != label),
             Message::Serving => self.state = State::Serves(Instant::now()),
             Message::Ending => self.state = State::Ends,
             Message::Begin { .. } => {}
@@ -274,12 +273,12 @@ impl Keeper {
     }
 
     fn has(&self, tag: Tag) -> bool {
-        self.kept.iter().any(|kept| kept.tag == tag)
+        self.kept.iter().any(|kept| kept.label.tag == tag)
     }
 
     /// Programs are told that no firnd serves the mount any more. A mount that ended has nothing to abort.
     fn give_up(&self) {
-        let control = self.kept.iter().find(|kept| kept.tag == Tag::Control);
+        let control = self.kept.iter().find(|kept| kept.label.tag == Tag::Control);
         if let Some(control) = control {
             let _ = rustix::io::write(&control.descriptor, b"1");
         }
@@ -293,32 +292,43 @@ struct Started {
     child: Pid,
 }
 
+impl Started {
+    fn give(&self, kept: &[Kept], died: Option<Duration>) -> io::Result<()> {
+        for kept in kept {
+            self.socket.send(kept.label, &kept.descriptor)?;
+        }
+        self.socket.begin(died)
+    }
+}
+
 /// Starts firnd and gives it what is kept. `died`: when the end of the one before it was seen, since the host started.
 fn start_firnd(kept: &[Kept], died: Option<Duration>) -> io::Result<Started> {
     let (ours, theirs) = Socket::pair()?;
-    for kept in kept {
-        if kept.tag == Tag::Request {
-            // Each firnd reads it from its beginning, and the position is one for all of its descriptors.
-            File::from(kept.descriptor.try_clone()?).rewind()?;
-        }
-        ours.send(kept.tag, &kept.descriptor)?;
+    let find = |tag| kept.iter().find(|kept| kept.label.tag == tag);
+    if let Some(request) = find(Tag::Request) {
+        // Each firnd reads it from its beginning, and the position is one for all of its descriptors.
+        File::from(request.descriptor.try_clone()?).rewind()?;
     }
-    ours.begin(died)?;
     let mut firnd = Command::new("/proc/self/exe");
     firnd.arg0("firnd").arg(KEPT).stdin(theirs.into_stdio());
     if died.is_some() {
         firnd.stdout(Stdio::null());
     }
-    if let Some(log) = kept.iter().find(|kept| kept.tag == Tag::Log) {
+    if let Some(log) = find(Tag::Log) {
         firnd.stderr(log.descriptor.try_clone()?);
     }
     let child = firnd.spawn()?;
+    // Its end of the socket: a firnd that dies early must not leave this process waiting for room.
+    drop(firnd);
     let child = Pid::from_child(&child);
-    Ok(Started {
+    let started = Started {
         socket: ours,
         firnd: pidfd_open(child, PidfdFlags::empty())?,
         child,
-    })
+    };
+    // More than a socket holds may be kept, so firnd reads meanwhile. Where it has died, its end is found below.
+    let _ = started.give(kept, died);
+    Ok(started)
 }
 
 /// A process that waits for the end of these descriptors does not wait for the keeper.

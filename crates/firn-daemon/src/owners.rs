@@ -26,6 +26,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Instant;
 
+use firn_format::live::TransactionOwner;
 use firn_protocol::{Owner, OwnerStatus};
 use parking_lot::{Condvar, Mutex};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
@@ -70,6 +71,10 @@ enum Watched {
         pid: u32,
         process: OwnedFd,
     },
+    /// It had ended when this firnd began; 0: a process that is not known.
+    Gone {
+        pid: u32,
+    },
 }
 
 impl Watched {
@@ -103,10 +108,33 @@ impl Watched {
                 ends
             }
             Self::Process { process, .. } => vec![(process.as_fd(), PollFlags::IN)],
+            Self::Gone { .. } => Vec::new(),
+        }
+    }
+
+    /// What the next firnd can know it by. A connection ends with this one: its process stands for it.
+    fn stored(&self) -> TransactionOwner {
+        let pid = self.status().pid;
+        match firn_client::start_ticks_of(pid) {
+            Ok(start_ticks) if pid != 0 => TransactionOwner::Process { pid, start_ticks },
+            _ => TransactionOwner::Connection,
+        }
+    }
+
+    fn of_stored(owner: TransactionOwner) -> Option<Self> {
+        match owner {
+            TransactionOwner::Unowned => None,
+            TransactionOwner::Connection => Some(Self::Gone { pid: 0 }),
+            TransactionOwner::Process { pid, start_ticks } => {
+                Some(Self::of_process(pid, start_ticks).unwrap_or(Self::Gone { pid }))
+            }
         }
     }
 
     fn is_gone(&self) -> bool {
+        if let Self::Gone { .. } = self {
+            return true;
+        }
         let mut fds: Vec<PollFd<'_>> = self
             .ends()
             .into_iter()
@@ -122,7 +150,7 @@ impl Watched {
                 pid: peer.pid,
                 connection: true,
             },
-            Self::Process { pid, .. } => OwnerStatus {
+            Self::Process { pid, .. } | Self::Gone { pid } => OwnerStatus {
                 pid: *pid,
                 connection: false,
             },
@@ -132,7 +160,7 @@ impl Watched {
     fn in_words(&self) -> String {
         match self {
             Self::Connection { peer, .. } => format!("the connection of process {}", peer.pid),
-            Self::Process { pid, .. } => format!("process {pid}"),
+            Self::Process { pid, .. } | Self::Gone { pid } => format!("process {pid}"),
         }
     }
 }
@@ -210,6 +238,24 @@ impl Owners {
             changed: Condvar::new(),
             wake: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
         })
+    }
+
+    /// Goes on with the owner of a transaction of an earlier firnd. One that ended meanwhile is found by the thread.
+    pub(crate) fn resume(&self, scope: &[u8], owner: TransactionOwner, is_open: bool) {
+        let owned = Owned {
+            is_open,
+            ..Owned::new(Watched::of_stored(owner).map(Arc::new))
+        };
+        self.table.lock().owned.insert(scope.to_vec(), owned);
+    }
+
+    /// The owner of the transaction of a scope, for the next firnd.
+    pub(crate) fn stored_owner(&self, scope: &[u8]) -> TransactionOwner {
+        let owner = {
+            let table = self.table.lock();
+            table.owned.get(scope).and_then(|owned| owned.owner.clone())
+        };
+        owner.map_or(TransactionOwner::Unowned, |owner| owner.stored())
     }
 
     /// A request about the transaction of a scope begins, and ends when `Request` is dropped. Waits for an abort that

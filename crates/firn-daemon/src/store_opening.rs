@@ -82,6 +82,7 @@ fn open_transactional(
             let opening = Opening {
                 history: options.history,
                 arena: Some(arena.id()),
+                living: target.living.clone(),
                 ..Opening::default()
             };
             TransactionalBacking::open_with(ground, opening, |scopes| arena.drop_below(scopes))?

@@ -14,8 +14,8 @@ use std::time::Duration;
 use firn_arena::live::{Left, LiveTable};
 use firn_backing::Volume as _;
 use firn_client::paths::RuntimeFiles;
-use firn_config::{Drain, Options};
-use firn_engine::{Engine, Resumed, ResumedRequests};
+use firn_config::{Drain, Mode, Options, Participants};
+use firn_engine::{Engine, KeptFile, Resumed, ResumedRequests};
 use firn_format::live::{Device, Exchange, Header};
 use firn_format::mountinfo;
 use firn_fuse::KeepConnection;
@@ -44,9 +44,14 @@ impl TakenOver {
     /// Opens what the firnd that died has left.
     pub(crate) fn open(
         files: &RuntimeFiles,
-        device: OwnedFd,
-        died: Duration,
+        connection: Connection,
+        link: Option<&Arc<KeeperLink>>,
     ) -> Result<Self, MountError> {
+        let Connection {
+            device,
+            died,
+            files: kept,
+        } = connection;
         let (table, Left { header, contents }) =
             LiveTable::open(&files.live).map_err(|error| MountError::NotTakenOver {
                 why: error.to_string(),
@@ -66,6 +71,8 @@ impl TakenOver {
                 table: Arc::new(table),
                 contents,
                 takeovers,
+                files: kept,
+                keeper: link.map(|link| Arc::clone(link) as _),
             },
             left: Mutex::new(None),
         })
@@ -74,7 +81,7 @@ impl TakenOver {
     /// Puts the table out of use until [`TakenOver::go_on_with`]: recovery ends open transactions, and a firnd that found them
     /// ended must not go on with programs that were in one. Without transactions nothing is done.
     pub(crate) fn suspend(&self, options: &Options) {
-        if options.drain == Drain::Commit {
+        if loses_transactions(options) {
             self.resumed.table.unseal();
         }
     }
@@ -120,6 +127,15 @@ impl TakenOver {
     }
 }
 
+/// Whether a transaction that is open goes on: the backing has all that it changed, and no other host is in it.
+fn keeps_open_transactions(options: &Options) -> bool {
+    options.mode == Mode::Shadow && options.participants == Participants::Off
+}
+
+fn loses_transactions(options: &Options) -> bool {
+    options.drain == Drain::Commit && !keeps_open_transactions(options)
+}
+
 /// Why a mount is not taken over if its firnd dies; none: it is.
 fn name_obstacle(engine: &Engine<Store>) -> Option<&'static str> {
     if engine.backing().features().finishes_files || engine.backing().logged().is_some() {
@@ -133,7 +149,8 @@ pub(crate) struct Takeover {
     link: Option<Arc<KeeperLink>>,
     table: Option<Arc<LiveTable>>,
     obstacle: Mutex<Option<&'static str>>,
-    has_transactions: bool,
+    /// A transaction that is open would end with firnd.
+    loses_transactions: bool,
     /// Open files that were lost at the last takeover.
     bad_handles: u64,
     arena: [u8; 16],
@@ -160,6 +177,9 @@ impl Takeover {
                 Ok(made) => {
                     let made = Arc::new(made);
                     engine.note_live(Arc::clone(&made));
+                    if let Some(link) = link {
+                        engine.keep_files_by(Arc::clone(link) as _);
+                    }
                     table = Some(made);
                 }
                 Err(error) => {
@@ -175,7 +195,7 @@ impl Takeover {
             link: link.cloned(),
             table,
             obstacle: Mutex::new(obstacle),
-            has_transactions: options.drain == Drain::Commit,
+            loses_transactions: loses_transactions(options),
             bad_handles: 0,
             arena: engine.arena().superblock().uuid,
             mount_point: mount_point.to_owned(),
@@ -193,7 +213,7 @@ impl Takeover {
             link: link.cloned(),
             table: Some(Arc::clone(&taken.resumed.table)),
             obstacle: Mutex::new(None),
-            has_transactions: options.drain == Drain::Commit,
+            loses_transactions: loses_transactions(options),
             bad_handles: left.as_ref().map_or(0, |left| left.bad_handles),
             arena: taken.header.arena,
             mount_point: taken.mount_point(),
@@ -264,7 +284,7 @@ impl Part for Takeover {
     fn show(&self, status: &mut Status) {
         let obstacle = *self.obstacle.lock();
         status.takeover = match obstacle {
-            None if self.has_transactions => "ready, while no transaction is open".into(),
+            None if self.loses_transactions => "ready, while no transaction is open".into(),
             None => "ready".into(),
             Some(why) => why.into(),
         };
@@ -291,13 +311,21 @@ impl Part for Takeover {
 
 /// The connection that a firnd gets from its keeper, where there is one.
 pub(crate) fn connection_of(resumed: Option<ResumedMount>) -> Option<Connection> {
-    let ResumedMount { device, died } = resumed?;
-    let device = device?;
-    Some(Connection { device, died })
+    let ResumedMount {
+        device,
+        died,
+        files,
+    } = resumed?;
+    Some(Connection {
+        device: device?,
+        died,
+        files,
+    })
 }
 
 /// A connection whose firnd died.
 pub(crate) struct Connection {
     pub(crate) device: OwnedFd,
     pub(crate) died: Duration,
+    pub(crate) files: Vec<KeptFile>,
 }

@@ -65,7 +65,9 @@ pub(crate) fn abort_orphan(
         ..StepsOfMount::of(gate)
     };
     let scope = shown_scope(path);
-    match Machine::new(gate.store(), &mount).run(Verb::Abort, path) {
+    let aborted = Machine::new(gate.store(), &mount).run(Verb::Abort, path);
+    answer::forget_ended(gate);
+    match aborted {
         Ok(_) | Err(TransactionError::Stage(StageError::NoTransaction)) => {
             tracing::info!(%scope, "a transaction is aborted: its owner is gone");
             Ok(())

@@ -426,7 +426,8 @@ impl<B: Backing> Engine<B> {
                 self.kernel_cache.count_cached_release();
             }
         }
-        let orphan = state.unlinked && state.opens.is_empty();
+        let is_closed = state.opens.is_empty();
+        let orphan = state.unlinked && is_closed;
         // The kernel drops the FLUSH of a process that was killed before firnd had read it.
         let is_written = handle.writable && !state.opens.has_writers();
         if is_written && self.base.options.close == ClosePolicy::Drain && !state.unlinked {
@@ -445,6 +446,9 @@ impl<B: Backing> Engine<B> {
         self.open_files.close_if_unused(file);
         if orphan {
             self.exclusive.discard(file);
+        }
+        if is_closed {
+            self.open_files.take_from_keeper(file);
         }
         if is_written {
             self.room.settle_later(file);

@@ -65,6 +65,8 @@ pub(crate) struct FileState<B: Backing> {
     pub is_pinned: bool,
     /// No name leads to it any more.
     pub unlinked: bool,
+    /// The keeper has it for the next firnd. Only while it is open.
+    pub is_kept: bool,
 }
 
 /// A file that firnd has something to do with.
@@ -116,6 +118,7 @@ impl<B: Backing> File<B> {
             plain_in: 0,
             is_pinned: false,
             unlinked: false,
+            is_kept: false,
         };
         Self {
             inode,

@@ -24,6 +24,7 @@ use firn_format::live::{
 };
 
 use crate::engine::Engine;
+use crate::nameless::{FileKeeper, KeptFile};
 use crate::names::{Inode, KnownObject, NumberBase};
 use crate::{HandleId, InodeId, OpenMode, ROOT, Result};
 
@@ -38,6 +39,10 @@ pub struct Resumed {
     pub contents: Contents,
     /// How often the mount was taken over, this time included.
     pub takeovers: u64,
+    /// Open files without a name.
+    pub files: Vec<KeptFile>,
+    /// Keeps such files from now on.
+    pub keeper: Option<Arc<dyn FileKeeper>>,
 }
 
 /// What of it concerns requests and their answers.
@@ -314,6 +319,10 @@ impl<B: Backing> Engine<B> {
                 }
             }
         }
+        if let Some(keeper) = &resumed.keeper {
+            self.keep_files_by(Arc::clone(keeper));
+        }
+        self.resume_nameless(&resumed.files);
         for stored in &resumed.contents.requests {
             let request = stored.entry;
             let cell = stored.cells[0];

@@ -608,6 +608,16 @@ impl<B: Backing> Names<B> {
         self.renamed(from, to, exchange);
     }
 
+    /// The object with this identity, if one is known.
+    pub(crate) fn by_key(&self, key: Key) -> Option<Arc<Inode<B>>> {
+        self.tables.lock().by_key.get(&key).and_then(Weak::upgrade)
+    }
+
+    /// Holds an object from here on that no name leads to.
+    pub(crate) fn hold(&self, inode: &Inode<B>, object: B::Inode) {
+        *inode.held.lock() = Some(object);
+    }
+
     pub(crate) fn root(&self) -> &Arc<Inode<B>> {
         &self.root
     }

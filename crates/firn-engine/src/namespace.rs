@@ -378,7 +378,11 @@ impl<B: Backing> Namespace<B> {
         let parent = self.tree.object(&dir)?;
         self.open_files
             .with_descriptor(|| self.tree.names.hold_last(&self.base.backing, dir.id, name))?;
-        self.base.backing.unlink(&parent, name)?;
+        let removed = self.base.backing.unlink(&parent, name);
+        if let (Err(_), Some(file)) = (&removed, &file) {
+            self.open_files.take_from_keeper(file);
+        }
+        removed?;
         self.tree.names.unlinked(dir.id, name);
         if let Some(file) = file {
             self.note_removed_name(&file);
@@ -401,6 +405,7 @@ impl<B: Backing> Namespace<B> {
         if let Some(path) = dir.path_of(name) {
             self.record_name_removal(&file, path)?;
         }
+        self.open_files.keep_before_removal(&file);
         Ok(Some(file))
     }
 
@@ -456,6 +461,7 @@ impl<B: Backing> Namespace<B> {
             Err(errno) => matches!(errno, Errno::STALE | Errno::NOENT),
         };
         if !gone {
+            self.open_files.take_from_keeper(file);
             return;
         }
         let unused = {
@@ -464,7 +470,6 @@ impl<B: Backing> Namespace<B> {
             state.opens.is_empty()
         };
         if !unused {
-            // It keeps what it has open from here on.
             self.open_files.open_nameless(file);
         }
         if unused {
@@ -522,6 +527,7 @@ impl<B: Backing> Namespace<B> {
             && let Some(path) = new_dir.path_of(new_name)
         {
             self.record_name_removal(file, path)?;
+            self.open_files.keep_before_removal(file);
         }
         if !exchange {
             self.open_files.with_descriptor(|| {
@@ -541,6 +547,9 @@ impl<B: Backing> Namespace<B> {
             let done = result.is_ok();
             let journal = &self.base.journal;
             journal.append_end(&Record::RenameEnd { id, done });
+        }
+        if let (Err(_), Some(file)) = (&result, &replaced) {
+            self.open_files.take_from_keeper(file);
         }
         result?;
         if let Some(file) = replaced {

@@ -11,8 +11,8 @@
 //! [`OpenFiles::close_excess_files`] is called with no lock held.
 
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, OnceLock};
 
 use firn_backing::{
     Access, Backing, DescriptorUse, Errno, Facts, FileUse, KernelReads, LaneIndex, is_below,
@@ -21,6 +21,7 @@ use firn_backing::{
 use crate::base::Base;
 use crate::drain::Drain;
 use crate::file::{BackingFile, File, FileState, Route};
+use crate::nameless::FileKeeper;
 use crate::names::Inode;
 use crate::tables::{FileTable, Handle, HandleTable};
 use crate::tree::NameTree;
@@ -33,6 +34,8 @@ pub struct OpenFiles<B: Backing> {
     pub(crate) drain: Arc<Drain<B>>,
     pub(crate) files: FileTable<B>,
     pub(crate) handles: HandleTable<B>,
+    /// Has files without a name for the next firnd.
+    pub(crate) keeper: OnceLock<Arc<dyn FileKeeper>>,
 }
 
 impl<B: Backing> OpenFiles<B> {
@@ -43,6 +46,7 @@ impl<B: Backing> OpenFiles<B> {
             drain: Arc::clone(drain),
             files: FileTable::default(),
             handles: HandleTable::default(),
+            keeper: OnceLock::new(),
         }
     }
 }
@@ -141,7 +145,7 @@ impl<B: Backing> OpenFiles<B> {
         let _ = self.open_below(file, writes);
     }
 
-    fn open_below(&self, file: &File<B>, writes: bool) -> Result<()> {
+    pub(crate) fn open_below(&self, file: &File<B>, writes: bool) -> Result<()> {
         self.with_descriptor(|| {
             if writes {
                 self.writer(file).map(drop)
@@ -149,19 +153,6 @@ impl<B: Backing> OpenFiles<B> {
                 self.reader(file).map(drop)
             }
         })
-    }
-
-    /// A file that programs have open lost its last name.
-    pub(crate) fn open_nameless(&self, file: &File<B>) {
-        let writes = {
-            let state = file.lock();
-            state.opens.has_writers() || !state.pending.is_empty()
-        };
-        let kept = self.open_below(file, writes);
-        if let Err(errno) = kept {
-            // It is held as an object, and opened by that when it is used.
-            tracing::debug!(%errno, "a file without a name is not open below");
-        }
     }
 
     /// The file that a handle is open on.

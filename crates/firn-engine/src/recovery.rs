@@ -459,8 +459,13 @@ impl<B: Backing> Recovery<'_, B> {
         (truncations, failed)
     }
 
-    /// Looks for a known file under its names.
+    /// Looks for a known file among those that are open without a name, and under its names.
     fn search(&self, known: &KnownFile) -> Search<Arc<Inode<B>>> {
+        let key = (known.identity.dev, known.identity.ino);
+        let nameless = self.engine.find_nameless(key);
+        if let Some(inode) = nameless.filter(|inode| is_same(known, inode)) {
+            return Search::Found(inode);
+        }
         let mut found = None;
         let mut reason = String::from("it has no name");
         let mut replaced = false;

@@ -3,7 +3,7 @@
 //! ```text
 //! 0      header, two pages: arena, connection, mount point, the exchange of INIT
 //! 8128   words that change: how often the mount was taken over, and how long programs waited
-//! 8192   cells of 128 bytes: a node, an open handle, a request in work, the rest of a long name
+//! 8192   cells of 128 bytes: a node, an open handle, a request in work, a transaction, the rest of a long name
 //! ```
 //!
 //! A cell counts if its seal is right, the CRC32C of the bytes behind it. A cell that is being written when firnd dies does
@@ -14,7 +14,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 /// First bytes of the file.
 pub const MAGIC: [u8; 8] = *b"FIRNLIVE";
 /// Raised when a byte changes its meaning.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 /// Bytes before the first cell.
 pub const HEADER_BYTES: usize = 8192;
 /// Bytes of a cell.
@@ -266,6 +266,33 @@ pub struct Request {
     pub node: u64,
 }
 
+/// A transaction that programs change things in, or that is prepared.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Transaction {
+    /// Its number in the backing.
+    pub serial: u64,
+    /// With what it is aborted.
+    pub owner: TransactionOwner,
+    /// Its abort has begun: it is not gone on with.
+    pub is_ending: bool,
+}
+
+/// What a transaction ends with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TransactionOwner {
+    /// Nothing but a request.
+    Unowned,
+    /// A process, told from later ones of its number by its start.
+    Process {
+        /// Its number.
+        pid: u32,
+        /// When it began, in ticks since the host did.
+        start_ticks: u64,
+    },
+    /// A connection to the firnd that died, of a process that is not known.
+    Connection,
+}
+
 /// What a cell tells.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Cell {
@@ -291,6 +318,8 @@ pub enum Cell {
     Handle(Handle),
     /// A request in work.
     Request(Request),
+    /// A transaction.
+    Transaction(Transaction),
 }
 
 /// A cell in its stored form.
@@ -300,6 +329,7 @@ const TAG_NODE: u8 = 0x4e;
 const TAG_NAME: u8 = 0x61;
 const TAG_HANDLE: u8 = 0x48;
 const TAG_REQUEST: u8 = 0x52;
+const TAG_TRANSACTION: u8 = 0x54;
 
 /// Where the count of look-ups is in a node's cell.
 pub const LOOKUPS_AT: usize = 56;
@@ -382,6 +412,23 @@ struct RawRequest {
     rest_too: [u8; 24],
 }
 
+#[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+struct RawTransaction {
+    seal: u32,
+    tag: u8,
+    /// 1: none, 2: a process, 3: a connection.
+    owner: u8,
+    is_ending: u8,
+    unused: u8,
+    serial: u64,
+    start_ticks: u64,
+    pid: u32,
+    unused_too: u32,
+    rest: [u8; 96],
+}
+
+const _: () = assert!(size_of::<RawTransaction>() == CELL_BYTES);
 const _: () = assert!(size_of::<RawNode>() == CELL_BYTES);
 const _: () = assert!(std::mem::offset_of!(RawNode, lookups) == LOOKUPS_AT);
 const _: () = assert!(size_of::<RawName>() == CELL_BYTES);
@@ -545,6 +592,30 @@ impl Request {
     }
 }
 
+impl Transaction {
+    /// The stored form.
+    pub fn encode(&self) -> CellBytes {
+        let (owner, pid, start_ticks) = match self.owner {
+            TransactionOwner::Unowned => (1, 0, 0),
+            TransactionOwner::Process { pid, start_ticks } => (2, pid, start_ticks),
+            TransactionOwner::Connection => (3, 0, 0),
+        };
+        let raw = RawTransaction {
+            seal: 0,
+            tag: TAG_TRANSACTION,
+            owner,
+            is_ending: self.is_ending.into(),
+            unused: 0,
+            serial: self.serial,
+            start_ticks,
+            pid,
+            unused_too: 0,
+            rest: [0; 96],
+        };
+        sealed(raw.as_bytes())
+    }
+}
+
 /// A cell that is neither free nor whole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DamagedCell;
@@ -563,6 +634,7 @@ pub fn decode_cell(cell: &CellBytes) -> Result<Option<Cell>, DamagedCell> {
         TAG_NAME => decode_name(cell),
         TAG_HANDLE => decode_handle(cell),
         TAG_REQUEST => decode_request(cell),
+        TAG_TRANSACTION => decode_transaction(cell),
         _ => None,
     };
     decoded.map(Some).ok_or(DamagedCell)
@@ -635,6 +707,24 @@ fn decode_request(cell: &CellBytes) -> Option<Cell> {
     }))
 }
 
+fn decode_transaction(cell: &CellBytes) -> Option<Cell> {
+    let raw = RawTransaction::read_from_bytes(cell).ok()?;
+    let owner = match raw.owner {
+        1 => TransactionOwner::Unowned,
+        2 => TransactionOwner::Process {
+            pid: raw.pid,
+            start_ticks: raw.start_ticks,
+        },
+        3 => TransactionOwner::Connection,
+        _ => return None,
+    };
+    Some(Cell::Transaction(Transaction {
+        serial: raw.serial,
+        owner,
+        is_ending: raw.is_ending != 0,
+    }))
+}
+
 /// What a table holds.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Contents {
@@ -644,6 +734,8 @@ pub struct Contents {
     pub handles: Vec<Stored<Handle>>,
     /// Requests in work.
     pub requests: Vec<Stored<Request>>,
+    /// Transactions. One may be there twice: it is ending if one of them says so.
+    pub transactions: Vec<Stored<Transaction>>,
     /// Cells that are neither free nor whole, and nodes whose name is not whole.
     pub damaged: u64,
 }
@@ -670,6 +762,10 @@ pub fn read_contents(bytes: &[u8]) -> Contents {
                 cells: vec![at],
             }),
             Ok(Some(Cell::Request(entry))) => contents.requests.push(Stored {
+                entry,
+                cells: vec![at],
+            }),
+            Ok(Some(Cell::Transaction(entry))) => contents.transactions.push(Stored {
                 entry,
                 cells: vec![at],
             }),
@@ -822,6 +918,29 @@ mod tests {
         };
         let decoded = decode_cell(&request.encode()).unwrap();
         assert_eq!(decoded, Some(Cell::Request(request)));
+    }
+
+    #[test]
+    fn transactions_come_back() {
+        let process = TransactionOwner::Process {
+            pid: 7,
+            start_ticks: 8,
+        };
+        for owner in [
+            TransactionOwner::Unowned,
+            process,
+            TransactionOwner::Connection,
+        ] {
+            for is_ending in [false, true] {
+                let transaction = Transaction {
+                    serial: 3,
+                    owner,
+                    is_ending,
+                };
+                let decoded = decode_cell(&transaction.encode()).unwrap();
+                assert_eq!(decoded, Some(Cell::Transaction(transaction)));
+            }
+        }
     }
 
     #[test]

@@ -1,11 +1,12 @@
 //! The traits: names go to the primary, data to where the file lies.
 
+use std::os::fd::OwnedFd;
 use std::thread::Builder;
 
 use firn_backing::{
-    Access, AttrChange, Attributes, Created, DataPart, DirEntry, Facts, Features, Files, Freshness,
-    LaneIndex, Names, NewKind, Placement, Placing, Remove, Sharing, StatFs, SyncScope, Target,
-    TargetOf, Volume, copy_through_memory, forward,
+    Access, AdoptedBy, AttrChange, Attributes, Created, DataPart, DescriptorUse, DirEntry, Facts,
+    Features, Files, Freshness, LaneIndex, Names, NewKind, Placement, Placing, Remove, Sharing,
+    StatFs, SyncScope, Target, TargetOf, Volume, copy_through_memory, forward,
 };
 
 use super::*;
@@ -329,7 +330,23 @@ impl<B: Backing> Attributes for Lanes<B> {
 impl<B: Backing> Files for Lanes<B> {
     forward!(noted: resize allocate);
     // Each file has one home, so its lock is the same for all.
-    forward!(home: seek advise lock descriptor);
+    forward!(home: seek advise lock);
+
+    /// A placed file is two objects, and one descriptor does not lead to both.
+    fn descriptor(&self, file: &LanesFile<B>, purpose: DescriptorUse) -> Option<OwnedFd> {
+        if purpose == DescriptorUse::Keeping && file.placed.is_some() {
+            return None;
+        }
+        self.home_of_file(file).descriptor(&file.file, purpose)
+    }
+
+    fn adopt(&self, descriptor: OwnedFd) -> Result<AdoptedBy<Self>> {
+        let adopted = self.primary.adopt(descriptor)?;
+        Ok(adopted.map(
+            |inode| LanesInode::Primary(inode, Position::TOP),
+            |file| LanesFile { file, placed: None },
+        ))
+    }
 
     fn open(&self, inode: &LanesInode<B>, access: Access) -> Result<LanesFile<B>> {
         let (home, object) = self.home(inode);

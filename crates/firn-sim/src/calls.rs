@@ -18,11 +18,11 @@ use super::rename::rename;
 use super::{DiskState, SimBacking};
 use firn_backing::unsynced::{self, Place, Tracked, Unsynced, path_of_entry};
 use firn_backing::{
-    Access, Attr, AttrChange, Attributes, Backing, Caller, Created, DataPart, DescriptorUse,
-    DirEntry, DurabilityLevel, Errno, Facts, Features, FileUse, Files, Freshness, KernelReads,
-    Kind, LaneIndex, LocateLimits, Located, LockRequest, Names, NewKind, PageAdvice, Placement,
-    Placing, Remove, RenameFlags, Resize, Result, Seek, Sharing, StatFs, SyncScope, Target,
-    TargetOf, Volume, resize_by_set_len, write_parts_singly,
+    Access, AdoptedBy, Attr, AttrChange, Attributes, Backing, Caller, Created, DataPart,
+    DescriptorUse, DirEntry, DurabilityLevel, Errno, Facts, Features, FileUse, Files, Freshness,
+    KernelReads, Kind, LaneIndex, LocateLimits, Located, LockRequest, Names, NewKind, PageAdvice,
+    Placement, Placing, Remove, RenameFlags, Resize, Result, Seek, Sharing, StatFs, SyncScope,
+    Target, TargetOf, Volume, resize_by_set_len, write_parts_singly,
 };
 
 /// A reference to a simulated object.
@@ -707,6 +707,11 @@ impl Files for SimBacking {
 
     fn descriptor(&self, _file: &SimFile, _purpose: DescriptorUse) -> Option<OwnedFd> {
         None
+    }
+
+    /// It gives no descriptors.
+    fn adopt(&self, _descriptor: OwnedFd) -> Result<AdoptedBy<Self>> {
+        Err(Errno::BADF)
     }
 }
 

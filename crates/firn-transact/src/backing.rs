@@ -6,11 +6,11 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use firn_backing::{
-    Access, Attr, AttrChange, Attributes, Backing, Caller, Created, DataPart, DescriptorUse,
-    DirEntry, DurabilityLevel, Errno, Facts, FileUse, Files, Freshness, KernelReads, LocateLimits,
-    Located, LockRequest, Names, NewKind, PageAdvice, Placement, Placing, Remove, RenameFlags,
-    Resize, Result, Seek, SetTime, Sharing, SyncScope, Target, TargetOf, Volume, forward,
-    resize_by_set_len,
+    Access, Adopted, AdoptedBy, Attr, AttrChange, Attributes, Backing, Caller, Created, DataPart,
+    DescriptorUse, DirEntry, DurabilityLevel, Errno, Facts, FileUse, Files, Freshness, KernelReads,
+    LocateLimits, Located, LockRequest, Names, NewKind, PageAdvice, Placement, Placing, Remove,
+    RenameFlags, Resize, Result, Seek, SetTime, Sharing, SyncScope, Target, TargetOf, Volume,
+    forward, resize_by_set_len,
 };
 
 use crate::data::TrackedFile;
@@ -239,8 +239,30 @@ impl<B: Backing> Files for TransactionalBacking<B> {
 
     /// None: the kernel would go on reading the descriptor after a change in a transaction, and what a process reads by
     /// itself would stay as it was before one.
-    fn descriptor(&self, _file: &TrackedFile<B>, _purpose: DescriptorUse) -> Option<OwnedFd> {
-        None
+    fn descriptor(&self, file: &TrackedFile<B>, purpose: DescriptorUse) -> Option<OwnedFd> {
+        match purpose {
+            DescriptorUse::Passthrough | DescriptorUse::Reading => None,
+            DescriptorUse::Keeping => self.file_data.descriptor_to_keep(file),
+        }
+    }
+
+    /// What has no name is in no transaction, but for what one has removed and would bring back.
+    fn adopt(&self, descriptor: OwnedFd) -> Result<AdoptedBy<Self>> {
+        let adopted = self.home.base.adopt(descriptor)?;
+        let (base, found) = (&self.home.base, &adopted.attr);
+        let inode = adopted.inode.clone();
+        let object = match self.entries.hidden_place((found.dev, found.ino)) {
+            Some((root, name)) => self.tree.intern(base, inode, found, &root, &name),
+            None => self.tree.adopt_nameless(base, inode, found),
+        };
+        let attr = self.own_links.attr_below(&object, &adopted.inode)?;
+        let file = TrackedFile::new(&object, adopted.access);
+        Ok(Adopted {
+            inode: object,
+            file,
+            access: adopted.access,
+            attr,
+        })
     }
 }
 

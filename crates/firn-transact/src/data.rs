@@ -1,11 +1,12 @@
 //! Data of files in a transaction: the staged copy's where it was written, the backing's where it was not.
 
 use std::io::IoSlice;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use firn_backing::{
-    Access, Backing, DataPart, Errno, PageAdvice, Result, Seek, write_parts_singly,
+    Access, Backing, DataPart, DescriptorUse, Errno, PageAdvice, Result, Seek, write_parts_singly,
 };
 
 use crate::attributes::Objects;
@@ -345,6 +346,13 @@ impl<B: Backing> FileData<B> {
             .lower_file(&self.home.base, &inner, which)
             .ok()?;
         Some(ask(&below))
+    }
+
+    /// What a later process gets a file by, whose data is not changed in a transaction.
+    pub(crate) fn descriptor_to_keep(&self, file: &TrackedFile<B>) -> Option<OwnedFd> {
+        self.unchanged(&file.object)?;
+        let keep = |below: &B::File| self.home.base.descriptor(below, DescriptorUse::Keeping);
+        self.ask_below(file, keep).flatten()
     }
 
     /// [`Self::ask_below`] if several hosts may write a file. Otherwise a file below stays closed until it is read or

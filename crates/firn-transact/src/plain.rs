@@ -4,11 +4,12 @@
 //! Promise: a call takes no lock and uses no table of transactions.
 
 use std::ffi::OsStr;
+use std::os::fd::OwnedFd;
 
 use firn_backing::{
-    Attr, Attributes, Backing, Caller, Created, DirEntry, Errno, Files, Freshness, Kind, Names,
-    NewKind, Placement, Placing, Remove, RenameFlags, Result, Sharing, Target, TargetOf, Volume,
-    forward,
+    AdoptedBy, Attr, Attributes, Backing, Caller, Created, DirEntry, Errno, Files, Freshness, Kind,
+    Names, NewKind, Placement, Placing, Remove, RenameFlags, Result, Sharing, Target, TargetOf,
+    Volume, forward,
 };
 
 use crate::staging;
@@ -261,6 +262,11 @@ impl<B: Backing> Attributes for PlainBacking<B> {
 impl<B: Backing> Files for PlainBacking<B> {
     forward!(base: open read_at write_parts resize allocate seek copy_range);
     forward!(base: sync advise lock descriptor);
+
+    fn adopt(&self, descriptor: OwnedFd) -> Result<AdoptedBy<Self>> {
+        let adopted = self.base.adopt(descriptor)?;
+        Ok(adopted.map(PlainInode::below_top, |file| file))
+    }
 }
 
 impl<B: Backing> Sharing for PlainBacking<B> {

@@ -3,7 +3,9 @@
 //! Promise: a crash during a recovery leaves what the next one needs. Pending data that an arena must drop is dropped, or
 //! noted durably for an arena that is not at hand, before the records that say so are removed.
 
-use std::ffi::OsStr;
+use std::collections::BTreeSet;
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::sync::Arc;
 
 use firn_backing::{Backing, Errno, Kind, RenameFlags, SyncScope};
@@ -17,16 +19,20 @@ use crate::history::History;
 use crate::names_ballot::NamesBallots;
 use crate::object::{Inner, Object};
 use crate::own::OwnError;
+use crate::paths::{join, names_in, parent_of};
 use crate::records::Endings;
-use crate::scope::ArenaId;
+use crate::scope::{ArenaId, Scope, Stage};
 use crate::scopes::Scopes;
+use crate::shadow::Shadow;
 use crate::shadow::shared::SharedTransactions;
 use crate::shadow::undo::ShadowUndo;
 use crate::staging;
 use crate::staging_dir::Home;
 use crate::transaction::arenas::ArenaNotes;
+use crate::transaction::top::TopUndo;
 use crate::transactional::TransactionalBacking;
 use crate::tree::Tree;
+use crate::unanswered::Unanswered;
 use crate::vote::Votes;
 
 /// What [`TransactionalBacking::open`] did.
@@ -38,6 +44,19 @@ pub struct Outcome {
     pub undone: Vec<Vec<u8>>,
     /// Those that are prepared and wait for a decision: numbers and scopes.
     pub waiting: Vec<(u64, Vec<u8>)>,
+    /// Serial numbers of those that go on.
+    pub going_on: Vec<u64>,
+    /// Commits among the finished ones whose programs may ask for them again.
+    pub(crate) unanswered: Vec<Unanswered>,
+}
+
+/// Transactions of an earlier firnd whose programs did not see its end, by their serial numbers.
+#[derive(Clone, Debug, Default)]
+pub struct LivingTransactions {
+    /// They go on, as far as all of them is in the backing.
+    pub open: BTreeSet<u64>,
+    /// Those of them whose aborts had begun: nothing changes in them but by an abort.
+    pub ending: BTreeSet<u64>,
 }
 
 /// How [`TransactionalBacking::open_with`] opens a backing.
@@ -49,6 +68,8 @@ pub struct Opening {
     pub members: Option<Members>,
     /// The arena that is at hand. Others are told what they must drop when they come back.
     pub arena: Option<ArenaId>,
+    /// What goes on from an earlier firnd.
+    pub living: LivingTransactions,
 }
 
 /// A transaction as it is found in the backing.
@@ -56,6 +77,16 @@ pub(super) struct StoredTransaction<B: Backing> {
     serial: u64,
     name: String,
     pub(super) dir: B::Inode,
+}
+
+impl<B: Backing> Clone for StoredTransaction<B> {
+    fn clone(&self) -> Self {
+        Self {
+            serial: self.serial,
+            name: self.name.clone(),
+            dir: self.dir.clone(),
+        }
+    }
 }
 
 impl<B: Backing> Home<B> {
@@ -130,6 +161,21 @@ impl<B: Backing> ArenaNotes<B> {
         Ok(scopes)
     }
 
+    /// Whether a stored transaction goes on: programs are in it, and the backing has all that they changed.
+    pub(super) fn goes_on(&self, stored: &StoredTransaction<B>) -> Result<bool, StoreError> {
+        let base = &self.home.base;
+        if self.home.members.is_some() || !self.living.open.contains(&stored.serial) {
+            return Ok(false);
+        }
+        for decided in [staging::COMMIT, staging::UNDO] {
+            if staging::find(base, &stored.dir, OsStr::new(decided))?.is_some() {
+                return Ok(false);
+            }
+        }
+        let is_begun = staging::find(base, &stored.dir, OsStr::new(staging::OPEN))?.is_some();
+        Ok(is_begun && Shadow::is_at(base, &stored.dir)?)
+    }
+
     /// Whether the hosts have decided to commit a transaction that is prepared here.
     fn is_decided_commit(&self, dir: &B::Inode, id: u64, scope: &[u8]) -> Result<bool, StoreError> {
         let decision = match staging::load(&self.home.base, dir, staging::KEY)? {
@@ -167,6 +213,67 @@ impl<B: Backing> StoredScopes<B> {
             own_links: Arc::clone(own_links),
             shared: Arc::clone(shared),
         }
+    }
+
+    /// Goes on with a transaction in shadow mode of an earlier firnd. `None` where its top was not put in its place yet.
+    pub(crate) fn revive_scope(
+        &self,
+        stored: &StoredTransaction<B>,
+    ) -> Result<Option<Arc<Scope<B>>>, StoreError> {
+        let StoredTransaction { serial, name, dir } = stored;
+        let base = &self.home.base;
+        let found = Shadow::find(base, dir)?;
+        let path = staging::load_scope(base, dir, staging::OPEN)?;
+        let (Some(shadow), Some(path)) = (found, path) else {
+            return Ok(None);
+        };
+        let top = self.home.find_top_undo(dir, name, shadow.kept_dir())?;
+        let Some(path_now) = self.present_path(&path, top.as_ref())? else {
+            return Ok(None);
+        };
+        let root = self.intern_path(&path_now)?;
+        let mut scope = self.new_scope(*serial, root, path, dir.clone(), None)?;
+        scope.is_revived = true;
+        if let Some(top) = top {
+            scope.top.names.lock().before = top.before.map(OsString::from_vec);
+        }
+        for (key, name, is_dir) in shadow.list_kept(base)? {
+            self.own_links
+                .found_hidden(*serial, key, shadow.kept_dir(), name, is_dir);
+        }
+        Ok(Some(Arc::new(scope)))
+    }
+
+    /// The path under which programs see the top of a stored transaction; none where it is not there.
+    fn present_path(
+        &self,
+        path: &[u8],
+        top: Option<&TopUndo<B>>,
+    ) -> Result<Option<Vec<u8>>, StoreError> {
+        let Some(top) = top else {
+            return Ok(Some(path.to_vec()));
+        };
+        for name in top.names.iter().chain(&top.before) {
+            let name_os = OsStr::from_bytes(name);
+            let found = staging::find(&self.home.base, &top.parent, name_os)?;
+            if found.is_some_and(|(_, attr)| attr.ino == top.ino) {
+                return Ok(Some(join(parent_of(path), name)));
+            }
+        }
+        Ok(None)
+    }
+
+    /// The object at a path of the backing.
+    pub(crate) fn intern_path(&self, path: &[u8]) -> Result<Arc<Object<B>>, Errno> {
+        let mut found = Arc::clone(self.tree.top());
+        for name in names_in(path) {
+            let parent = found.inode(&self.home.base)?;
+            let (inode, attr) = self.home.base.lookup(&parent, name)?;
+            found = self
+                .tree
+                .intern(&self.home.base, inode, &attr, &found, name);
+        }
+        Ok(found)
     }
 
     /// A transaction that an earlier firnd prepared: its scope is as it was before, and frozen.
@@ -237,6 +344,27 @@ impl<B: Backing> Recovery<B> {
         }
     }
 
+    /// Goes on with a transaction of an earlier firnd; whether that can be.
+    fn go_on(
+        &self,
+        stored: &StoredTransaction<B>,
+        prepared: Option<&ChangeLog>,
+    ) -> Result<bool, StoreError> {
+        let Some(scope) = self.stored_scopes.revive_scope(stored)? else {
+            return Ok(false);
+        };
+        if self.arena_notes.living.ending.contains(&stored.serial) {
+            // Some of it may be undone: it is open until all is, and can be nothing else.
+            self.home.forget_record(&scope.dir)?;
+            scope.refuse_changes(true);
+            scope.shadow.iter().for_each(Shadow::begin_undo);
+        } else if let Some(record) = prepared {
+            scope.set_stage(Stage::Prepared(record.id));
+        }
+        self.scopes.add(scope);
+        Ok(true)
+    }
+
     fn recover_all<E: From<OpenError> + From<StoreError>>(
         &self,
         drop_pending: impl FnOnce(&[Vec<u8>]) -> Result<(), E>,
@@ -271,8 +399,42 @@ impl<B: Backing> Recovery<B> {
         })
     }
 
+    /// Applies a commit that is decided.
+    fn finish_decided(
+        &self,
+        firn: &B::Inode,
+        StoredTransaction { serial, dir, .. }: &StoredTransaction<B>,
+        (log, direction): (&ChangeLog, Direction),
+        outcome: &mut Outcome,
+    ) -> Result<(), OpenError> {
+        let new = staging::dir(&self.home.base, dir, staging::NEW)?;
+        let away = staging::dir(&self.home.base, dir, staging::AWAY)?;
+        let below = (&self.home.base, self.home.device);
+        Apply::new(below, (log, direction), &new, &away).run()?;
+        if self.home.has_more_names(dir)? {
+            self.home.base.sync_all()?;
+        } else {
+            self.home
+                .sync_what_was_applied(firn, log.scope_after(direction))?;
+        }
+        self.endings.finish_commit(dir, (log, direction), *serial)?;
+        self.history.remove_or_keep(firn, *serial, dir)?;
+        let id = log.id_after(direction);
+        outcome.finished.push(id);
+        if direction == Direction::Redo && self.arena_notes.living.open.contains(serial) {
+            outcome.unanswered.push(Unanswered {
+                id,
+                scope: log.scope.clone(),
+                path_after: log.scope_after(direction).to_vec(),
+            });
+        }
+        Ok(())
+    }
+
     fn recover(&self, firn: &B::Inode, outcome: &mut Outcome) -> Result<(), OpenError> {
-        for StoredTransaction { serial, name, dir } in self.home.stored_transactions(firn)? {
+        for stored in self.home.stored_transactions(firn)? {
+            let goes_on = self.arena_notes.goes_on(&stored)?;
+            let StoredTransaction { serial, name, dir } = stored.clone();
             self.scopes.skip_serial(serial);
             let record = |file| self.home.load_record(&dir, &name, file);
             let mut prepared = record(staging::RECORD)?;
@@ -302,20 +464,9 @@ impl<B: Backing> Recovery<B> {
                 None => record(staging::COMMIT)?.map(|log| (log, Direction::Redo)),
             };
             if let Some((log, direction)) = decided {
-                let new = staging::dir(&self.home.base, &dir, staging::NEW)?;
-                let away = staging::dir(&self.home.base, &dir, staging::AWAY)?;
-                let below = (&self.home.base, self.home.device);
-                Apply::new(below, (&log, direction), &new, &away).run()?;
-                if self.home.has_more_names(&dir)? {
-                    self.home.base.sync_all()?;
-                } else {
-                    self.home
-                        .sync_what_was_applied(firn, log.scope_after(direction))?;
-                }
-                self.endings
-                    .finish_commit(&dir, (&log, direction), serial)?;
-                self.history.remove_or_keep(firn, serial, &dir)?;
-                outcome.finished.push(log.id_after(direction));
+                self.finish_decided(firn, &stored, (&log, direction), outcome)?;
+            } else if goes_on && self.go_on(&stored, prepared.as_ref())? {
+                outcome.going_on.push(serial);
             } else if let Some(record) = prepared {
                 outcome.waiting.push((record.id, record.scope.clone()));
                 self.stored_scopes.wait_for_decision(serial, dir, record)?;
@@ -422,7 +573,12 @@ impl<B: Backing> TransactionalBacking<B> {
         let backing = Self::assemble_over(base, &top, has_own, opening);
         let recovered = Recovery::new(&backing).recover_all(drop_pending);
         match recovered {
-            Ok(outcome) => Ok((backing, outcome)),
+            Ok(outcome) => {
+                for commit in &outcome.unanswered {
+                    backing.note_unanswered(commit.clone());
+                }
+                Ok((backing, outcome))
+            }
             Err(error) => Err((backing.into_base(), error)),
         }
     }

@@ -83,6 +83,8 @@ pub(crate) struct Scope<B: Backing> {
     pub(crate) recovered: Option<ChangeLog>,
     /// It undoes an earlier commit.
     pub(crate) is_undo: bool,
+    /// Programs changed things in it through an earlier firnd: this one does not know what of that is not durable.
+    pub(crate) is_revived: bool,
     /// Prepared to commit with other hosts: what processes here used before.
     pub(crate) used: Mutex<Option<Vec<Used>>>,
     /// How it is applied.
@@ -135,6 +137,7 @@ impl<B: Backing> Scope<B> {
             refusing: AtomicBool::new(false),
             recovered,
             is_undo: false,
+            is_revived: false,
             used: Mutex::default(),
             application: Application::default(),
         })

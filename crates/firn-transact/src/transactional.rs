@@ -96,7 +96,12 @@ impl<B: Backing> TransactionalBacking<B> {
         let shared = Arc::new(SharedTransactions::new(&home));
         let votes = Arc::new(Votes::new(&home, &tree, &scopes, &shared));
         let names_ballots = Arc::new(NamesBallots::new(&home));
-        let arena_notes = Arc::new(ArenaNotes::new(&votes, &names_ballots, opening.arena));
+        let arena_notes = Arc::new(ArenaNotes::new(
+            &votes,
+            &names_ballots,
+            opening.arena,
+            opening.living,
+        ));
         let backups = Arc::new(Backups::new(&home, &scopes));
         let history = Arc::new(History::new(&home, &tree, &scopes, opening.history));
         let endings = Arc::new(Endings::new(&home, &scopes, &own_links, &history, &backups));

@@ -136,6 +136,19 @@ impl<B: Backing> Tree<B> {
         object
     }
 
+    /// Takes up a file that has no name any more, and is in no transaction for that.
+    pub(crate) fn adopt_nameless(&self, base: &B, inode: B::Inode, attr: &Attr) -> Arc<Object<B>> {
+        let inner = Inner {
+            base: Some(inode.clone()),
+            change: None,
+        };
+        let object = Object::new((attr.dev, attr.ino), attr.kind, inner, None);
+        let object = Arc::new(object.in_lane(base.facts(&inode).lane));
+        object.become_nameless(&mut object.inner.own().edit(), inode);
+        self.adopt(&object);
+        object
+    }
+
     /// Takes up a new object of a transaction.
     pub(crate) fn adopt(&self, object: &Arc<Object<B>>) {
         insert(&mut self.objects.lock(), object);

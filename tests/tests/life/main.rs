@@ -34,5 +34,7 @@ mod setup;
 mod spill;
 mod strangers;
 mod takeover;
+mod takeover_nameless;
 mod takeover_programs;
+mod takeover_transactions;
 mod top;

@@ -191,6 +191,33 @@ fn a_shell_that_works_in_the_mount_goes_on() {
     });
 }
 
+/// Files of `tempfile` have no name from their first moment on.
+const TEMPORARY_FILES: &str = r#"
+import os, random, tempfile
+stop, scratch = os.environ["STOP"], os.environ["SCRATCH"]
+rng, count = random.Random(int(os.environ["SEED"])), 0
+while not os.path.exists(stop):
+    count += 1
+    with tempfile.TemporaryFile(dir=".") as one, tempfile.SpooledTemporaryFile(max_size=100, dir=".") as two:
+        data = rng.randbytes(rng.randrange(1, 300000))
+        for file in (one, two):
+            file.write(data)
+        one.flush()
+        one.truncate(len(data) // 2)
+        one.seek(0)
+        assert one.read() == data[: len(data) // 2]
+        two.seek(0)
+        assert two.read() == data
+print("temporary files:", count, "rounds")
+"#;
+
+/// Proves S-crash-11.
+#[test]
+fn a_program_with_temporary_files_goes_on() {
+    let script = format!("python3 - <<'END'\n{TEMPORARY_FILES}\nEND\n");
+    live_through_kills("temporary files", &script, |_| {});
+}
+
 /// Proves S-crash-11.
 #[test]
 fn a_build_goes_on() {

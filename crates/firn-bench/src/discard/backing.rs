@@ -75,7 +75,7 @@ impl Files for DiscardBacking {
         Ok(parts.iter().map(DataPart::len).sum())
     }
 
-    forward!(dir: open read_at resize allocate seek copy_range sync advise lock descriptor);
+    forward!(dir: open read_at resize allocate seek copy_range sync advise lock descriptor adopt);
 }
 
 impl Sharing for DiscardBacking {

@@ -7,15 +7,19 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
+use firn_engine::{FileKeeper, InodeId, KeptFile};
 use firn_workers::spawn_thread;
 use parking_lot::Mutex;
 use rustix::process::{PidfdFlags, getpid, pidfd_open};
 
-use super::message::{Message, Socket, Tag};
+use super::message::{Kept, Label, Message, Socket, Tag};
 use super::{KEEPER_NAME, REPLACES};
 
 /// Keepers that firnd starts at most: a host that kills each of them wants none.
 const KEEPERS_MAX: u32 = 20;
+
+/// How long a keeper that is stopped holds up the removal of an open file's name. The file is not kept then.
+const SEND_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// What firnd was started with.
 pub(crate) struct Summons {
@@ -35,6 +39,8 @@ pub(crate) struct ResumedMount {
     pub(crate) device: Option<OwnedFd>,
     /// When its death was seen, since the host started.
     pub(crate) died: Duration,
+    /// Open files without a name.
+    pub(crate) files: Vec<KeptFile>,
 }
 
 /// The keeper, as firnd has it.
@@ -45,7 +51,7 @@ pub(crate) struct KeeperLink {
 struct LinkState {
     socket: Arc<Socket>,
     /// What the keeper has, for another one.
-    kept: Vec<(Tag, OwnedFd)>,
+    kept: Vec<Kept>,
     is_ending: bool,
     started: u32,
 }
@@ -54,25 +60,29 @@ impl Summons {
     /// Takes what the keeper at the other end of stdin has for firnd.
     pub(crate) fn receive() -> io::Result<Self> {
         let socket = Socket::new(rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3)?);
+        socket.limit_waits(SEND_TIMEOUT)?;
         let mut kept = Vec::new();
         let died = loop {
             match socket.receive()? {
                 None => return Err(io::ErrorKind::UnexpectedEof.into()),
-                Some(Message::Keep(tag, descriptor)) => kept.push((tag, descriptor)),
+                Some(Message::Keep(given)) => kept.push(given),
                 Some(Message::Begin { died }) => break died,
                 Some(_) => {}
             }
         };
         let copy_of = |tag: Tag| {
-            let found = kept.iter().find(|(kept, _)| *kept == tag);
-            found
-                .map(|(_, descriptor)| descriptor.try_clone())
-                .transpose()
+            let found = kept.iter().find(|kept| kept.label.tag == tag);
+            found.map(|kept| kept.descriptor.try_clone()).transpose()
         };
         let request = copy_of(Tag::Request)?.ok_or(io::ErrorKind::InvalidData)?;
         let caller = copy_of(Tag::Caller)?;
         let device = copy_of(Tag::Device)?;
-        let resumed = died.map(|died| ResumedMount { device, died });
+        let files = copy_files(&kept)?;
+        let resumed = died.map(|died| ResumedMount {
+            device,
+            died,
+            files,
+        });
         let state = LinkState {
             socket: Arc::new(socket),
             kept,
@@ -92,12 +102,17 @@ impl Summons {
 
 impl KeeperLink {
     /// Has the keeper keep a descriptor. Returns whether it does.
-    pub(crate) fn keep(&self, tag: Tag, descriptor: BorrowedFd<'_>) -> io::Result<()> {
+    pub(crate) fn keep(
+        &self,
+        label: impl Into<Label>,
+        descriptor: BorrowedFd<'_>,
+    ) -> io::Result<()> {
+        let label = label.into();
         let descriptor = descriptor.try_clone_to_owned()?;
         let mut state = self.state.lock();
-        let sent = state.socket.send(tag, &descriptor);
-        state.kept.retain(|(kept, _)| *kept != tag);
-        state.kept.push((tag, descriptor));
+        let sent = state.socket.send(label, &descriptor);
+        state.kept.retain(|kept| kept.label != label);
+        state.kept.push(Kept { label, descriptor });
         sent
     }
 
@@ -173,19 +188,56 @@ impl KeeperLink {
     }
 }
 
-fn start_keeper(kept: &[(Tag, OwnedFd)]) -> io::Result<Socket> {
-    let (ours, theirs) = Socket::pair()?;
-    for (tag, descriptor) in kept {
-        ours.send(*tag, descriptor)?;
+impl FileKeeper for KeeperLink {
+    fn keep_file(&self, node: InodeId, descriptor: BorrowedFd<'_>) -> io::Result<()> {
+        self.keep(label_of_file(node), descriptor)
     }
-    let this = pidfd_open(getpid(), PidfdFlags::empty())?;
-    ours.send(Tag::Firnd, &this)?;
+
+    fn drop_file(&self, node: InodeId) {
+        let label = label_of_file(node);
+        let mut state = self.state.lock();
+        // A keeper that was killed is followed by one that does not get the file.
+        let _ = state.socket.drop_kept(label);
+        state.kept.retain(|kept| kept.label != label);
+    }
+}
+
+fn label_of_file(node: InodeId) -> Label {
+    Label {
+        tag: Tag::NamelessFile,
+        number: node.0,
+    }
+}
+
+fn copy_files(kept: &[Kept]) -> io::Result<Vec<KeptFile>> {
+    let files = kept
+        .iter()
+        .filter(|kept| kept.label.tag == Tag::NamelessFile);
+    let copies = files.map(|kept| {
+        Ok(KeptFile {
+            node: InodeId(kept.label.number),
+            descriptor: kept.descriptor.try_clone()?,
+        })
+    });
+    copies.collect()
+}
+
+fn start_keeper(kept: &[Kept]) -> io::Result<Socket> {
+    let (ours, theirs) = Socket::pair()?;
+    ours.limit_waits(SEND_TIMEOUT)?;
     let mut keeper = Command::new("/proc/self/exe");
-    let keeper = keeper
+    keeper
         .arg0(KEEPER_NAME)
         .arg(REPLACES)
         .stdin(theirs.into_stdio());
     let mut child = keeper.spawn()?;
+    // Its end of the socket, so that its death is seen here.
+    drop(keeper);
+    for kept in kept {
+        ours.send(kept.label, &kept.descriptor)?;
+    }
+    let this = pidfd_open(getpid(), PidfdFlags::empty())?;
+    ours.send(Tag::Firnd.into(), &this)?;
     // Its end is seen at the socket; this only takes it out of the table of processes.
     let reap = move || {
         let _ = child.wait();

@@ -29,6 +29,8 @@ pub(crate) enum Tag {
     CanBeTakenOver = 6,
     /// The log: standard error of the next firnd, until that has opened it by itself.
     Log = 7,
+    /// An open file without a name. Its number is that of the kernel's node.
+    NamelessFile = 8,
 }
 
 impl Tag {
@@ -41,17 +43,41 @@ impl Tag {
             Self::Firnd,
             Self::CanBeTakenOver,
             Self::Log,
+            Self::NamelessFile,
         ]
         .into_iter()
         .find(|tag| *tag as u8 == number)
     }
 }
 
+/// Which of the descriptors one is. There is one at a time of each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Label {
+    pub(crate) tag: Tag,
+    /// 0 where the tag says all.
+    pub(crate) number: u64,
+}
+
+impl From<Tag> for Label {
+    fn from(tag: Tag) -> Self {
+        Self { tag, number: 0 }
+    }
+}
+
+/// A descriptor that is kept for the next firnd.
+#[derive(Debug)]
+pub(crate) struct Kept {
+    pub(crate) label: Label,
+    pub(crate) descriptor: OwnedFd,
+}
+
 /// A packet.
 #[derive(Debug)]
 pub(crate) enum Message {
     /// Keep this for the next firnd; to a firnd: this was kept.
-    Keep(Tag, OwnedFd),
+    Keep(Kept),
+    /// Nothing needs this any more.
+    Drop(Label),
     /// Programs see the mount.
     Serving,
     /// The mount ends with this firnd.
@@ -65,6 +91,7 @@ const SERVING: u8 = 2;
 const ENDING: u8 = 3;
 const BEGIN: u8 = 4;
 const BEGIN_AGAIN: u8 = 5;
+const DROP: u8 = 6;
 const PACKET_BYTES: usize = 16;
 
 /// One end of the connection between a keeper and its firnd.
@@ -96,9 +123,15 @@ impl Socket {
         self.0.into()
     }
 
+    /// Bounds how long a packet waits for room.
+    pub(crate) fn limit_waits(&self, timeout: Duration) -> io::Result<()> {
+        use rustix::net::sockopt::{Timeout, set_socket_timeout};
+        Ok(set_socket_timeout(&self.0, Timeout::Send, Some(timeout))?)
+    }
+
     /// Has the other side keep a descriptor.
-    pub(crate) fn send(&self, tag: Tag, descriptor: &OwnedFd) -> io::Result<()> {
-        let packet = self::packet(KEEP, tag as u8, 0);
+    pub(crate) fn send(&self, label: Label, descriptor: &OwnedFd) -> io::Result<()> {
+        let packet = self::packet(KEEP, label.tag as u8, label.number);
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut rights = SendAncillaryBuffer::new(&mut space);
         let descriptors = [descriptor.as_fd()];
@@ -106,6 +139,11 @@ impl Socket {
         let parts = [IoSlice::new(&packet)];
         rustix::io::retry_on_intr(|| sendmsg(&self.0, &parts, &mut rights, SendFlags::NOSIGNAL))?;
         Ok(())
+    }
+
+    /// Has the other side keep a descriptor no longer.
+    pub(crate) fn drop_kept(&self, label: Label) -> io::Result<()> {
+        self.tell(packet(DROP, label.tag as u8, label.number))
     }
 
     fn tell(&self, packet: [u8; PACKET_BYTES]) -> io::Result<()> {
@@ -190,8 +228,18 @@ fn packet(what: u8, tag: u8, number: u64) -> [u8; PACKET_BYTES] {
 
 fn understand(packet: [u8; PACKET_BYTES], given: Option<OwnedFd>) -> Option<Message> {
     let [what, tag, _, _, _, _, _, _, number @ ..] = packet;
+    let label = || {
+        Some(Label {
+            tag: Tag::of(tag)?,
+            number: u64::from_ne_bytes(number),
+        })
+    };
     match what {
-        KEEP => Some(Message::Keep(Tag::of(tag)?, given?)),
+        KEEP => Some(Message::Keep(Kept {
+            label: label()?,
+            descriptor: given?,
+        })),
+        DROP => Some(Message::Drop(label()?)),
         SERVING => Some(Message::Serving),
         ENDING => Some(Message::Ending),
         BEGIN => Some(Message::Begin { died: None }),
@@ -210,12 +258,24 @@ mod tests {
     fn descriptors_and_words_arrive_in_order_and_the_end_is_seen() {
         let (one, other) = Socket::pair().unwrap();
         let file: OwnedFd = std::fs::File::open("/dev/null").unwrap().into();
-        one.send(Tag::Device, &file).unwrap();
+        one.send(Tag::Device.into(), &file).unwrap();
+        let nameless = Label {
+            tag: Tag::NamelessFile,
+            number: u64::MAX,
+        };
+        one.send(nameless, &file).unwrap();
+        one.drop_kept(nameless).unwrap();
         one.say_serving().unwrap();
         one.begin(Some(Duration::from_micros(7))).unwrap();
         drop(one);
         let receive = || other.receive().unwrap();
-        assert!(matches!(receive(), Some(Message::Keep(Tag::Device, _))));
+        for label in [Tag::Device.into(), nameless] {
+            let Some(Message::Keep(kept)) = receive() else {
+                panic!("no descriptor");
+            };
+            assert_eq!(kept.label, label);
+        }
+        assert!(matches!(receive(), Some(Message::Drop(label)) if label == nameless));
         assert!(matches!(receive(), Some(Message::Serving)));
         let Some(Message::Begin { died }) = receive() else {
             panic!("no beginning");

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use firn_backing::is_below;
 use firn_engine::Cached;
+use firn_format::live::{Stored, Transaction, TransactionOwner};
 use firn_protocol::{Reply, Request, Status};
 use firn_workers::spawn_thread;
 
@@ -52,6 +53,31 @@ impl Transactions {
             forget: Arc::clone(forget),
             rules,
         }))
+    }
+
+    /// Goes on with the owners of transactions of an earlier firnd.
+    pub(crate) fn resume(&self, stored: &[Stored<Transaction>]) {
+        let Some(live) = self.gate.engine().live() else {
+            return;
+        };
+        for Stored { entry, cells } in stored {
+            let found = self.gate.store().transaction_numbered(entry.serial);
+            match found {
+                Some(found) => {
+                    // An abort that had begun goes on as one for an owner that is gone.
+                    let owner = if entry.is_ending {
+                        TransactionOwner::Connection
+                    } else {
+                        entry.owner
+                    };
+                    self.owners.resume(found.scope(), owner, found.is_open());
+                    for cell in cells {
+                        live.adopt_transaction(*entry, *cell);
+                    }
+                }
+                None => live.drop_cells(cells),
+            }
+        }
     }
 
     /// The answer to a request about a transaction, which may have an owner.

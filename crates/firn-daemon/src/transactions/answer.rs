@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use firn_backing::Caller;
 use firn_engine::Cached;
+use firn_format::live::Transaction;
 use firn_protocol::path::BytePath;
 use firn_protocol::{Reply, Request};
 use firn_transact::machine::{Answer, CommitOptions, Verb};
@@ -134,9 +135,14 @@ pub(crate) fn answer_owned(
     };
     let (mut reply, path_after) = answer(gate, request, peer, context);
     match (request, &reply, owner) {
-        (Request::Begin { .. }, Reply::Done, Some(owner)) => under_way.begun(owner),
+        (Request::Begin { .. }, Reply::Done, Some(owner)) => {
+            under_way.begun(owner);
+            note_begun(gate, owners, scope);
+        }
         (Request::Commit { begin: true, .. }, Reply::Committed { .. }, _) => {
-            under_way.begun_next(path_after.as_deref().unwrap_or(scope));
+            let next = path_after.as_deref().unwrap_or(scope);
+            under_way.begun_next(next);
+            note_begun(gate, owners, next);
         }
         (_, Reply::Error { .. }, _) if needs_owner && is_open(gate, scope).is_none() => {
             if let Some(owner) = owners.aborted_for(scope) {
@@ -146,7 +152,29 @@ pub(crate) fn answer_owned(
         _ => {}
     }
     under_way.end(is_open(gate, scope));
+    forget_ended(gate);
     reply
+}
+
+/// Before the owner of a transaction hears that it has begun: from now on it goes on where firnd dies.
+fn note_begun(gate: &TransactionGate, owners: &Owners, scope: &[u8]) {
+    if let Some(live) = gate.engine().live()
+        && let Some(found) = gate.store().current_transaction(scope)
+    {
+        live.note_transaction(Transaction {
+            serial: found.serial(),
+            owner: owners.stored_owner(scope),
+            is_ending: false,
+        });
+    }
+}
+
+/// Forgets transactions that are over, of those that the next firnd would go on with.
+pub(super) fn forget_ended(gate: &TransactionGate) {
+    if let Some(live) = gate.engine().live() {
+        let is_there = |serial| gate.store().transaction_numbered(serial).is_some();
+        live.retain_transactions(is_there);
+    }
 }
 
 /// The answer of a mount without transactions.

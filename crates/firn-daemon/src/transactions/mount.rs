@@ -111,6 +111,7 @@ impl Mount<LoggableStore> for StepsOfMount<'_> {
                 self.forget_directory(parent_of(path));
             }
         }
+        self.gate.await_foreign_names();
     }
 
     fn forget_directory(&self, path: &[u8]) {
@@ -167,6 +168,12 @@ impl Mount<LoggableStore> for StepsOfMount<'_> {
 
     fn apply_later(&self) {
         (self.apply_later)();
+    }
+
+    fn note_abort(&self, serial: u64) {
+        if let Some(live) = self.gate.engine().live() {
+            live.note_abort(serial);
+        }
     }
 
     fn note(&self, event: Event, scope: &[u8], id: Option<u64>) {

@@ -6,11 +6,11 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
 
 use firn_backing::{
-    Access, Attr, AttrChange, Attributes, Backing, Caller, Created, DataPart, DescriptorUse,
-    DurabilityLevel, Errno, Facts, Features, FileUse, Files, Freshness, KernelReads, LocateLimits,
-    Located, Names, NewKind, PageAdvice, Placement, Placing, Remove, RenameFlags, Resize, Result,
-    Seek, SetTime, Sharing, SyncScope, Target, TargetOf, Time, Volume, copy_through_memory,
-    forward,
+    Access, Adopted, AdoptedBy, Attr, AttrChange, Attributes, Backing, Caller, Created, DataPart,
+    DescriptorUse, DurabilityLevel, Errno, Facts, Features, FileUse, Files, Freshness, KernelReads,
+    LocateLimits, Located, Names, NewKind, PageAdvice, Placement, Placing, Remove, RenameFlags,
+    Resize, Result, Seek, SetTime, Sharing, SyncScope, Target, TargetOf, Time, Volume,
+    copy_through_memory, forward,
 };
 
 use super::{LOCATED_FOR_MIN, LogBacking, LogFile, LogInode, Region};
@@ -411,10 +411,27 @@ impl<B: Backing> Files for LogBacking<B> {
 
     /// None where the kernel, or a process that reads by itself, would miss bytes in logs, now or later.
     fn descriptor(&self, file: &LogFile<B>, purpose: DescriptorUse) -> Option<OwnedFd> {
-        match file.logged {
-            None => self.below.descriptor(&file.below, purpose),
-            Some(_) => None,
+        match (&file.logged, purpose) {
+            (None, _) | (Some(_), DescriptorUse::Keeping) => {
+                self.below.descriptor(&file.below, purpose)
+            }
+            (Some(_), DescriptorUse::Passthrough | DescriptorUse::Reading) => None,
         }
+    }
+
+    fn adopt(&self, descriptor: OwnedFd) -> Result<AdoptedBy<Self>> {
+        let below = self.below.adopt(descriptor)?;
+        let inode = self.inode(below.inode, &below.attr, Region::Files, false)?;
+        let logged = self.open_logged(&inode, below.access)?;
+        Ok(Adopted {
+            inode,
+            file: LogFile {
+                below: below.file,
+                logged,
+            },
+            access: below.access,
+            attr: below.attr,
+        })
     }
 }
 

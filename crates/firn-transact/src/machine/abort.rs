@@ -33,6 +33,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
             Found::Prepared(prepared) => prepared.call_commit_off()?,
             Found::Open(_) => {}
         }
+        self.mount.note_abort(found.serial());
         match found.refuse_changes() {
             Err(AbortError::Stage(StageError::NoTransaction)) => Ok(*then),
             Err(error) => Err(error.into()),

@@ -92,6 +92,10 @@ pub trait Mount<B: Backing> {
     /// [`TransactionalBacking::commits_to_apply`]: crate::TransactionalBacking::commits_to_apply
     fn apply_later(&self);
 
+    /// The abort of the transaction with this serial number is about to begin: it does not go on, whatever becomes of the
+    /// process.
+    fn note_abort(&self, serial: u64);
+
     /// Counts and logs what became of the transaction in `scope`.
     fn note(&self, event: Event, scope: &[u8], id: Option<u64>);
 }

@@ -62,6 +62,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
                     let then = Box::new(restore);
                     return Ok(Step::CallOff { found, then });
                 }
+                self.mount.note_abort(found.serial());
                 found.refuse_changes()?;
                 Ok(Step::Restore {
                     place: Place::scope(found.handle()),

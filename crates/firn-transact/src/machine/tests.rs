@@ -132,6 +132,8 @@ impl Mount<SimBacking> for SimMount<'_> {
         Ok(!hosts.is_empty())
     }
 
+    fn note_abort(&self, _serial: u64) {}
+
     fn apply_later(&self) {
         self.ask("apply later".into());
     }

@@ -1,17 +1,28 @@
 //! Changes of names in shadow mode: they go through, and what was there before is kept.
 
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::sync::Arc;
 
 use firn_backing::{Backing, Errno, Kind, RenameFlags, Result};
 
 use super::{NO_BYTES, Shadow};
 use crate::names::Entries;
-use crate::object::Object;
+use crate::object::{Key, Location, Object};
 use crate::scope::Scope;
 use crate::tree::Names;
 
 impl<B: Backing> Entries<B> {
+    /// Where an object counts as being that a transaction has removed: in the scope, under the name that it is kept by.
+    pub(crate) fn hidden_place(&self, key: Key) -> Option<Location<B>> {
+        let (serial, name) = {
+            let hidden = self.tree.hidden.0.lock();
+            let link = hidden.get(&key)?.first()?;
+            (link.serial, OsString::from(&link.name))
+        };
+        let scope = self.scopes.find(|scope| scope.serial == serial)?;
+        Some((Arc::clone(&scope.root), name))
+    }
+
     pub(crate) fn remove_shadowed(
         &self,
         (scope, shadow): (&Scope<B>, &Shadow<B>),

@@ -24,7 +24,7 @@ use crate::change_log::LogError;
 use crate::error::StoreError;
 use crate::names_ballot::NamesBallots;
 use crate::own::is_path;
-use crate::recovery::Opening;
+use crate::recovery::{LivingTransactions, Opening};
 use crate::scope::ArenaId;
 use crate::shadow::shared::SharedTransactions;
 use crate::staging;
@@ -45,6 +45,8 @@ pub(crate) struct ArenaNotes<B: Backing> {
     pub(crate) names_ballots: Arc<NamesBallots<B>>,
     /// [`crate::Opening::arena`].
     pub(crate) arena: Option<ArenaId>,
+    /// [`crate::Opening::living`].
+    pub(crate) living: LivingTransactions,
 }
 
 impl<B: Backing> ArenaNotes<B> {
@@ -52,6 +54,7 @@ impl<B: Backing> ArenaNotes<B> {
         votes: &Arc<Votes<B>>,
         names_ballots: &Arc<NamesBallots<B>>,
         arena: Option<ArenaId>,
+        living: LivingTransactions,
     ) -> Self {
         Self {
             home: Arc::clone(&votes.home),
@@ -59,6 +62,7 @@ impl<B: Backing> ArenaNotes<B> {
             votes: Arc::clone(votes),
             names_ballots: Arc::clone(names_ballots),
             arena,
+            living,
         }
     }
 
@@ -94,6 +98,9 @@ impl<B: Backing> ArenaNotes<B> {
     fn undecided(&self, home: &B::Inode) -> Result<BTreeSet<Line>, StoreError> {
         let mut found = BTreeSet::new();
         for stored in self.home.stored_transactions(home)? {
+            if self.goes_on(&stored)? {
+                continue;
+            }
             let scopes = self.scopes_to_drop_of(&stored)?;
             if scopes.is_empty() {
                 continue;

@@ -258,6 +258,11 @@ impl<'a, B: Backing> Found<'a, B> {
         &self.handle().scope.path
     }
 
+    /// [`Open::serial`].
+    pub fn serial(&self) -> u64 {
+        self.handle().scope.serial
+    }
+
     /// Path under which programs see its scope.
     pub fn path_now(&self) -> Vec<u8> {
         self.handle().scope.path_now()

@@ -97,7 +97,12 @@ impl<B: Backing> TransactionalBacking<B> {
     pub(crate) fn write_record(&self, scope: &Scope<B>, id: u64) -> Result<(), BackupError> {
         let mut record = self.differences.make_record(scope, id)?;
         self.history.stage_undo(scope, &mut record)?;
-        self.home.base.sync_scope(SyncScope::Changes)?;
+        let changes = if scope.is_revived {
+            SyncScope::All
+        } else {
+            SyncScope::Changes
+        };
+        self.home.base.sync_scope(changes)?;
         staging::write(
             &self.home.base,
             &scope.dir,

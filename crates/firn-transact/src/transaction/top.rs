@@ -331,12 +331,7 @@ impl<B: Backing> StoredScopes<B> {
         } else {
             path
         };
-        let mut root = Arc::clone(self.tree.top());
-        for name in names_in(above) {
-            let parent = root.inode(&self.home.base)?;
-            let (inode, attr) = self.home.base.lookup(&parent, name)?;
-            root = self.tree.intern(&self.home.base, inode, &attr, &root, name);
-        }
+        let root = self.intern_path(above)?;
         let Some((staging_dir, name)) = staged else {
             return Ok(root);
         };

@@ -9,7 +9,7 @@ use common::Verbs;
 use firn_backing::{Access, Backing, Errno, Files, Names, RenameFlags, SetTime, Time, Volume};
 use firn_sim::{Fault, Tree, tree};
 use firn_sim::{SimBacking, suite};
-use firn_transact::{Mode, TransactionalBacking};
+use firn_transact::{LivingTransactions, Mode, Opening, TransactionError, TransactionalBacking};
 
 fn seen(backing: &TransactionalBacking<SimBacking>) -> Tree {
     tree(backing).expect("tree")
@@ -102,6 +102,94 @@ fn a_crash_at_any_call_in_a_transaction_leaves_the_tree_before() {
             let backing = power_fails(&disk, seed * 31 + at, (at % 3 == 0).then_some(1 + at % 60));
             assert_same(&seen(&backing), &old, &format!("seed {seed}, call {at}"));
             assert_eq!(backing.transactions(), [], "seed {seed}, call {at}");
+            if is_over {
+                println!("seed {seed}: {at} calls");
+                break;
+            }
+        }
+    }
+}
+
+/// The process dies, and another one goes on with its open transactions, which are these.
+fn go_on(disk: &SimBacking, serial: u64) -> TransactionalBacking<SimBacking> {
+    disk.revive();
+    let opening = Opening {
+        living: LivingTransactions {
+            open: [serial].into(),
+            ..LivingTransactions::default()
+        },
+        ..Opening::default()
+    };
+    let opened =
+        TransactionalBacking::open_with(disk.clone(), opening, |_| Ok::<(), TransactionError>(()));
+    let (backing, outcome) = opened.expect("open");
+    assert_eq!(outcome.going_on, [serial]);
+    assert_eq!(outcome.undone, [] as [Vec<u8>; 0]);
+    backing.in_mode(Mode::Shadow)
+}
+
+/// How a transaction ends that went on.
+#[derive(Clone, Copy, Debug)]
+enum End {
+    Abort,
+    PowerFails,
+    Commit,
+    PrepareAndCommit,
+}
+
+#[test]
+fn a_transaction_goes_on_whose_process_dies_at_any_call_and_ends_as_without_that() {
+    const ENDS: [End; 4] = [
+        End::Abort,
+        End::PowerFails,
+        End::Commit,
+        End::PrepareAndCommit,
+    ];
+    for seed in common::seeds(8, 1000) {
+        for at in 1.. {
+            let (backing, old) = before(seed);
+            let serial = backing.begin(&backing.root(), b"").expect("begin").serial();
+            let disk = backing.base().clone();
+            disk.crash_at(disk.steps() + at);
+            suite::differential::run_alone(&backing, seed + 1_000_000, 60);
+            let is_over = !disk.is_dead();
+            drop(backing);
+            let backing = go_on(&disk, serial);
+            // Another process, which dies between two calls.
+            suite::differential::run_alone(&backing, seed + 2_000_000, 40);
+            drop(backing);
+            let mut backing = go_on(&disk, serial);
+            suite::differential::run_alone(&backing, seed + 3_000_000, 40);
+            let new = seen(&backing);
+            let end = ENDS[at as usize % ENDS.len()];
+            let told = format!("seed {seed}, call {at}, {end:?}");
+            let wanted = match end {
+                End::Abort => {
+                    backing.abort(&backing.root()).expect(&told);
+                    &old
+                }
+                End::PowerFails => {
+                    drop(backing);
+                    backing = power_fails(&disk, seed * 31 + at, None);
+                    &old
+                }
+                End::Commit => {
+                    backing.commit(&backing.root(), 5).expect(&told);
+                    &new
+                }
+                End::PrepareAndCommit => {
+                    backing.prepare(&backing.root(), 5).expect(&told);
+                    drop(backing);
+                    backing = go_on(&disk, serial);
+                    backing.commit(&backing.root(), 5).expect(&told);
+                    &new
+                }
+            };
+            assert_same(&seen(&backing), wanted, &told);
+            assert_eq!(backing.transactions(), [], "{told}");
+            drop(backing);
+            let backing = power_fails(&disk, seed + at, None);
+            assert_same(&seen(&backing), wanted, &told);
             if is_over {
                 println!("seed {seed}: {at} calls");
                 break;
