@@ -36,3 +36,4 @@ mod strangers;
 mod takeover;
 mod takeover_programs;
 mod top;
+mod upgrade;

@@ -29,6 +29,14 @@ pub(crate) enum Tag {
     CanBeTakenOver = 6,
     /// The log: standard error of the next firnd, until that has opened it by itself.
     Log = 7,
+    /// The program of the firnd that served last; none: that of the keeper.
+    Program = 16,
+    /// The program of an upgrade, until it serves.
+    NextProgram = 17,
+    /// The request of an upgrade, until it is served.
+    NextRequest = 18,
+    /// A file to which the firnd of an upgrade tells why it does not serve.
+    UpgradeReport = 19,
 }
 
 impl Tag {
@@ -41,6 +49,10 @@ impl Tag {
             Self::Firnd,
             Self::CanBeTakenOver,
             Self::Log,
+            Self::Program,
+            Self::NextProgram,
+            Self::NextRequest,
+            Self::UpgradeReport,
         ]
         .into_iter()
         .find(|tag| *tag as u8 == number)
@@ -56,8 +68,38 @@ pub(crate) enum Message {
     Serving,
     /// The mount ends with this firnd.
     Ending,
+    /// To the keeper: ask whether this firnd goes on, and kill it if it does not say so for so long.
+    Watch(Duration),
+    /// To a firnd: does it go on?
+    Ping,
+    /// It goes on.
+    Pong,
     /// To a firnd: all that was kept was sent. `died`: when the end of the one before it was seen, since the host started.
-    Begin { died: Option<Duration> },
+    Begin {
+        died: Option<Duration>,
+        upgrade: LastUpgrade,
+    },
+}
+
+/// What became of the last upgrade of a mount.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum LastUpgrade {
+    /// There was none.
+    #[default]
+    None = 0,
+    /// The firnd that begins is to serve it, or one before it has.
+    Done = 1,
+    /// The new program did not come to serve; [`Tag::UpgradeReport`] says why.
+    Refused = 2,
+}
+
+impl LastUpgrade {
+    fn of(number: u8) -> Self {
+        let all = [Self::Done, Self::Refused];
+        let found = all.into_iter().find(|one| *one as u8 == number);
+        found.unwrap_or_default()
+    }
 }
 
 const KEEP: u8 = 1;
@@ -65,6 +107,9 @@ const SERVING: u8 = 2;
 const ENDING: u8 = 3;
 const BEGIN: u8 = 4;
 const BEGIN_AGAIN: u8 = 5;
+const WATCH: u8 = 16;
+const PING: u8 = 17;
+const PONG: u8 = 18;
 const PACKET_BYTES: usize = 16;
 
 /// One end of the connection between a keeper and its firnd.
@@ -97,7 +142,7 @@ impl Socket {
     }
 
     /// Has the other side keep a descriptor.
-    pub(crate) fn send(&self, tag: Tag, descriptor: &OwnedFd) -> io::Result<()> {
+    pub(crate) fn send(&self, tag: Tag, descriptor: impl AsFd) -> io::Result<()> {
         let packet = self::packet(KEEP, tag as u8, 0);
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut rights = SendAncillaryBuffer::new(&mut space);
@@ -121,11 +166,24 @@ impl Socket {
         self.tell(packet(ENDING, 0, 0))
     }
 
-    pub(crate) fn begin(&self, died: Option<Duration>) -> io::Result<()> {
-        let ns = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+    pub(crate) fn say_watch(&self, limit: Duration) -> io::Result<()> {
+        self.tell(packet(WATCH, 0, nanoseconds(limit)))
+    }
+
+    pub(crate) fn say_pong(&self) -> io::Result<()> {
+        self.tell(packet(PONG, 0, 0))
+    }
+
+    /// Asks firnd whether it goes on. One that does not read has had enough questions.
+    pub(crate) fn ping(&self) {
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        let _ = rustix::net::send(&self.0, &packet(PING, 0, 0), flags);
+    }
+
+    pub(crate) fn begin(&self, died: Option<Duration>, upgrade: LastUpgrade) -> io::Result<()> {
         self.tell(match died {
             None => packet(BEGIN, 0, 0),
-            Some(time) => packet(BEGIN_AGAIN, 0, ns(time)),
+            Some(time) => packet(BEGIN_AGAIN, upgrade as u8, nanoseconds(time)),
         })
     }
 
@@ -180,6 +238,10 @@ pub(crate) fn uptime() -> Duration {
     Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
 }
 
+fn nanoseconds(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
+
 fn packet(what: u8, tag: u8, number: u64) -> [u8; PACKET_BYTES] {
     let mut packet = [0; PACKET_BYTES];
     packet[0] = what;
@@ -194,9 +256,18 @@ fn understand(packet: [u8; PACKET_BYTES], given: Option<OwnedFd>) -> Option<Mess
         KEEP => Some(Message::Keep(Tag::of(tag)?, given?)),
         SERVING => Some(Message::Serving),
         ENDING => Some(Message::Ending),
-        BEGIN => Some(Message::Begin { died: None }),
+        WATCH => Some(Message::Watch(Duration::from_nanos(u64::from_ne_bytes(
+            number,
+        )))),
+        PING => Some(Message::Ping),
+        PONG => Some(Message::Pong),
+        BEGIN => Some(Message::Begin {
+            died: None,
+            upgrade: LastUpgrade::None,
+        }),
         BEGIN_AGAIN => Some(Message::Begin {
             died: Some(Duration::from_nanos(u64::from_ne_bytes(number))),
+            upgrade: LastUpgrade::of(tag),
         }),
         _ => None,
     }
@@ -212,14 +283,16 @@ mod tests {
         let file: OwnedFd = std::fs::File::open("/dev/null").unwrap().into();
         one.send(Tag::Device, &file).unwrap();
         one.say_serving().unwrap();
-        one.begin(Some(Duration::from_micros(7))).unwrap();
+        one.begin(Some(Duration::from_micros(7)), LastUpgrade::Refused)
+            .unwrap();
         drop(one);
         let receive = || other.receive().unwrap();
         assert!(matches!(receive(), Some(Message::Keep(Tag::Device, _))));
         assert!(matches!(receive(), Some(Message::Serving)));
-        let Some(Message::Begin { died }) = receive() else {
+        let Some(Message::Begin { died, upgrade }) = receive() else {
             panic!("no beginning");
         };
+        assert_eq!(upgrade, LastUpgrade::Refused);
         assert_eq!(died, Some(Duration::from_micros(7)));
         assert!(receive().is_none());
     }
