@@ -140,6 +140,7 @@ impl Campaign {
                 let length = ("FIRN_CRASH_ROUNDS", rounds);
                 system("life", "every_acknowledged_byte", length, seed)?;
                 system("frontends", "kill_9_of_writer_or_firnd", length, seed)?;
+                system("frontends", "kill_9_while_files_settle", length, seed)?;
                 system("transactions", "killed_at_any_moment", length, seed)?;
                 system("transactions", "survives_kill_9", length, seed)?;
                 system("transactions", "commit_rules", length, seed)?;

@@ -2,11 +2,7 @@
 //!
 //! A comment names its subject (the thread, the host, the caller) and its parameter. [`WORDS`] stand for all of them and
 //! for none. Code in a comment, between backquotes, may use them: `nobody` is a user.
-//!
-//! Files of before this rule are listed in `words/not_clean.txt`, sorted. The list only shrinks: a file that is clean must
-//! leave it (`cargo xtask words --shrink`), and no file may enter it.
 
-use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -26,34 +22,14 @@ const EXCEPTIONS: [(&str, &str, &str); 1] = [(
 /// Directories with code, below the top of the repository.
 const DIRS: [&str; 5] = ["crates", "fuzz", "lab", "tests", "xtask"];
 
-/// Files that are not clean yet, one a line.
-const NOT_CLEAN: &str = "xtask/src/words/not_clean.txt";
-
 /// Checks the comments of the code
 #[derive(clap::Args)]
-pub(crate) struct Words {
-    /// Remove the files that are clean by now from the list of those that are not
-    #[arg(long)]
-    shrink: bool,
-}
+pub(crate) struct Words {}
 
 impl Words {
     pub(crate) fn run(self) -> anyhow::Result<()> {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
-        let list = root.join(NOT_CLEAN);
-        let text = fs::read_to_string(&list).with_context(|| format!("cannot read {NOT_CLEAN}"))?;
-        let listed: BTreeSet<_> = text.lines().map(str::to_owned).collect();
-        let uses = find_uses(&root)?;
-        if self.shrink {
-            let left: String = listed
-                .iter()
-                .filter(|file| uses.iter().any(|used| used.file == **file))
-                .map(|file| format!("{file}\n"))
-                .collect();
-            fs::write(&list, left).with_context(|| format!("cannot write {NOT_CLEAN}"))?;
-            return Ok(());
-        }
-        let complaints = complaints(&uses, &listed);
+        let complaints = complaints(&find_uses(&root)?);
         if !complaints.is_empty() {
             bail!("comments\n{complaints}");
         }
@@ -68,16 +44,11 @@ struct Use {
     word: &'static str,
 }
 
-/// One line for each word in a file that is not listed, and for each listed file that is clean.
-fn complaints(uses: &[Use], listed: &BTreeSet<String>) -> String {
+/// One line for each use.
+fn complaints(uses: &[Use]) -> String {
     let mut text = String::new();
-    for Use { file, line, word } in uses.iter().filter(|used| !listed.contains(&used.file)) {
+    for Use { file, line, word } in uses {
         let _ = writeln!(text, "{file}:{line}: \"{word}\": name the subject");
-    }
-    for file in listed {
-        if !uses.iter().any(|used| used.file == *file) {
-            let _ = writeln!(text, "{file} is clean: run `cargo xtask words --shrink`");
-        }
     }
     text
 }
@@ -166,19 +137,5 @@ mod tests {
         ];
         let expected = [(1, "who"), (2, "so many"), (3, "nobody")];
         assert_eq!(words_in(&lines.join("\n")), expected);
-    }
-
-    #[test]
-    fn the_list_of_files_that_are_not_clean_only_shrinks() {
-        let uses = ["a.rs", "b.rs"].map(|file| Use {
-            file: file.to_owned(),
-            line: 3,
-            word: "who",
-        });
-        let listed = BTreeSet::from(["b.rs".to_owned(), "c.rs".to_owned()]);
-        assert_eq!(
-            complaints(&uses, &listed),
-            "a.rs:3: \"who\": name the subject\nc.rs is clean: run `cargo xtask words --shrink`\n"
-        );
     }
 }

@@ -4,7 +4,7 @@
 //! `homes` (where each chunk is), `spill_area`, `memory_files` (slots that the arena's file does without), `lingering` (clients that may still store bytes) and `listeners`. What
 //! is done with several of them: `create`, `attach`, `lease`, `publish`, `moves` and `client`.
 //!
-//! Locks: who moves a chunk (`spill_area`) locks the pool meanwhile; no other two locks are held together.
+//! Locks: a move of a chunk (`spill_area`) locks the pool meanwhile; no other two locks are held together.
 
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
@@ -114,7 +114,7 @@ impl Arena {
             .fetch_add(1, Ordering::AcqRel)
             + 1
     }
-    /// Says who has it attached, for messages of others.
+    /// Names the process that has it attached, for messages of others.
     pub fn set_holder(&self, pid: u32, mount_point: &Path) {
         let bytes = mount_point.as_os_str().as_bytes();
         let bytes = &bytes[..bytes.len().min(state_word::HOLDER_PATH_MAX)];
@@ -155,7 +155,7 @@ impl Arena {
     }
 
     /// Asserts that what is counted is what is there: of slabs and chunks, here and in the piece tables. To be called
-    /// while nobody else uses the arena.
+    /// while no other thread uses the arena.
     pub fn assert_invariants(&self) {
         let pool = self.pool.lock();
         pool.assert_invariants();

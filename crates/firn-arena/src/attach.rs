@@ -29,7 +29,7 @@ struct AdoptedChunk {
     chunk: u32,
     /// Sequence of its newest piece.
     newest: u64,
-    /// How it is cut, and its slabs in use; `None`: nobody can tell.
+    /// How it is cut, and its slabs in use; `None`: its table does not tell.
     cut: Option<(Class, Vec<u32>)>,
 }
 
@@ -143,7 +143,7 @@ impl Arena {
         let mut adopted = Vec::new();
         for chunk in 0..self.geometry.chunks() {
             match (self.tables.class(chunk), used.remove(&chunk)) {
-                // Its pieces may be whole: nobody gets it while this arena lives.
+                // Its pieces may be whole: it is not leased while this arena lives.
                 (Err(_), _) => adopted.push(AdoptedChunk {
                     chunk,
                     newest: u64::MAX,

@@ -55,7 +55,7 @@ impl Arena {
         Some(lease)
     }
 
-    /// Begins the lease of a slab that was taken. With the pool locked: whoever sees a chunk there finds its class and
+    /// Begins the lease of a slab that was taken. With the pool locked: a thread that sees the chunk there finds its class and
     /// home in its table.
     pub(crate) fn begin_lease(&self, class: Class, taken: &TakenSlab) -> Lease {
         let generation = self.enter_lease(class, taken);

@@ -13,8 +13,8 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 
 use firn_format::live::{
-    CELL_BYTES, CellBytes, Contents, HEADER_BYTES, Handle, Header, LOOKUPS_AT, LiveError, MAGIC,
-    Node, Request, WORDS_AT, cells_of_name, encode_node, read_contents, word,
+    CELL_BYTES, Cell, CellBytes, Contents, HEADER_BYTES, Handle, Header, LOOKUPS_AT, LiveError,
+    MAGIC, Node, Request, WORDS_AT, cells_of_name, decode_cell, encode_node, read_contents, word,
 };
 use firn_trust::{TrustError, create_private_file, open_private_file};
 use parking_lot::Mutex;
@@ -255,6 +255,12 @@ impl LiveTable {
         self.map.u32(at).store(seal, Ordering::Release);
     }
 
+    fn load(&self, cell: u32) -> CellBytes {
+        let mut bytes = [0; CELL_BYTES];
+        self.map.read(Self::at(cell), &mut bytes);
+        bytes
+    }
+
     fn clear(&self, cell: u32) {
         self.map.u32(Self::at(cell)).store(0, Ordering::Release);
     }
@@ -434,6 +440,25 @@ impl LiveTable {
         }
     }
 
+    /// The process of an open handle is about to map a memory file.
+    pub fn note_view(&self, id: u64, number: u16) {
+        let mut cells = self.cells.lock();
+        let Some(&HandleCell { cell, node }) = cells.handles.get(&id) else {
+            return;
+        };
+        let Ok(Some(Cell::Handle(mut handle))) = decode_cell(&self.load(cell)) else {
+            return;
+        };
+        handle.view = Some(number);
+        // The older one goes last: at each instant the handle is there.
+        let Some(newer) = self.take_cell(&mut cells) else {
+            return;
+        };
+        self.store(newer, &handle.encode());
+        cells.handles.insert(id, HandleCell { cell: newer, node });
+        self.free(&mut cells, &[cell]);
+    }
+
     /// A handle is not open any more.
     pub fn forget_handle(&self, id: u64) {
         let mut cells = self.cells.lock();
@@ -544,6 +569,7 @@ mod tests {
             unique: id,
             flags: 2,
             served_by: ServedBy::Engine,
+            view: None,
             opener: 0,
         }
     }
@@ -585,6 +611,28 @@ mod tests {
         table.forget_handle(10);
         let (_, left) = LiveTable::open(&path).unwrap();
         assert_eq!(left.contents.nodes.len(), 1);
+    }
+
+    #[test]
+    fn the_view_of_a_handle_is_found_and_its_cells_come_back() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, table) = sealed(dir.path());
+        table.note_handle(&handle(7, 2), &node(2, 1, "file"));
+        for number in 0..1000 {
+            table.note_view(7, number);
+        }
+        let cells = table.cells.lock().end;
+        assert!(cells < 10, "{cells} cells");
+        drop(table);
+        let (_, left) = LiveTable::open(&path).unwrap();
+        let [stored] = &left.contents.handles[..] else {
+            panic!("{:?}", left.contents.handles);
+        };
+        let expected = Handle {
+            view: Some(999),
+            ..handle(7, 2)
+        };
+        assert_eq!(stored.entry, expected);
     }
 
     #[test]

@@ -161,17 +161,18 @@ impl Map {
     /// Gives the range memory, now, and huge pages where the kernel can (docs/PERFORMANCE.md: cold
     /// 4 KiB pages halve the copy speed). Advice: failure is not an error here.
     pub(crate) fn populate(&self, at: u64, len: u64) -> rustix::io::Result<()> {
+        self.populate_small(at, len)?;
+        self.collapse(at, len);
+        Ok(())
+    }
+
+    fn populate_small(&self, at: u64, len: u64) -> rustix::io::Result<()> {
         const MADV_POPULATE_WRITE: i32 = 23;
         let base = self.at(at, len).cast::<libc::c_void>();
         // SAFETY: in range; populating changes no contents.
         if unsafe { libc::madvise(base, len as usize, MADV_POPULATE_WRITE) } != 0 {
-            return Err(rustix::io::Errno::from_raw_os_error(
-                std::io::Error::last_os_error()
-                    .raw_os_error()
-                    .unwrap_or(libc::EIO),
-            ));
+            return Err(no_memory());
         }
-        self.collapse(at, len);
         Ok(())
     }
 }
@@ -188,7 +189,7 @@ impl Map {
         let prot = ProtFlags::READ | ProtFlags::WRITE;
         let flags = MapFlags::SHARED | MapFlags::FIXED;
         // SAFETY: in range, of whole pages, and replaced in one step: a thread that touches it finds the one or the other
-        // file. That nobody needs the bytes that were there is the caller's to know.
+        // file. The caller knows that the bytes that were there are not needed.
         unsafe {
             rustix::mm::mmap(
                 self.at(at, len).cast(),
@@ -210,17 +211,12 @@ impl Map {
     /// Gives a range without memory some, in huge pages where the kernel can: a page of each is touched and the rest comes
     /// with the huge page, which costs half of what [`Map::populate`] does.
     pub(crate) fn populate_huge(&self, at: u64, len: u64) -> rustix::io::Result<()> {
-        const MADV_POPULATE_WRITE: i32 = 23;
-        let step = DATA_ALIGN.min(len);
-        for start in (at..at + len).step_by(step as usize) {
-            let base = self.at(start, step).cast::<libc::c_void>();
-            // SAFETY: in range; populating changes no contents.
-            if unsafe { libc::madvise(base, PAGE as usize, MADV_POPULATE_WRITE) } != 0 {
-                return Err(no_memory());
-            }
-            self.collapse(start, step);
+        for start in (at..at + len).step_by(DATA_ALIGN as usize) {
+            self.populate_small(start, PAGE)?;
         }
-        self.populate(at, len)
+        // Once for all of them: each call waits for all CPUs.
+        self.collapse(at, len);
+        self.populate_small(at, len)
     }
 
     fn collapse(&self, at: u64, len: u64) {

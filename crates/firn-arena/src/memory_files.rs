@@ -1,8 +1,8 @@
 //! Memory files: each has the bytes of one large file in order, in huge pages, and is that file's storage.
 //!
 //! A memory file is a tmpfs file beside the arena. Its bytes lie in *slots* of the arena's memory: for each slot that a memory
-//! file has, the arena's own file has a hole, and the memory file is mapped where the slot was. So whoever reads a slot
-//! by its address here reads the memory file, and memory counts once. The word of a slot says where its bytes are
+//! file has, the arena's own file has a hole, and the memory file is mapped where the slot was. A reader of the slot's
+//! address reads the memory file, and memory counts once. The word of a slot says where its bytes are
 //! ([`firn_format::memory_file`]).
 //!
 //! Promises
@@ -47,7 +47,7 @@ pub struct MemoryFile {
     file: OwnedFd,
     /// The slots that it has, by index.
     slots: Mutex<Vec<Option<u32>>>,
-    /// Somebody else may read it: its bytes stay those of one file.
+    /// The kernel or another process may read it: its bytes stay those of one file.
     is_given: AtomicBool,
     /// Slots are put into it, so it stays while it has none. Changes under the lock of the table.
     is_being_filled: AtomicBool,
@@ -93,7 +93,7 @@ impl MemoryFile {
         self.number
     }
 
-    /// The file, for who maps or reads it.
+    /// The file, to be mapped or read.
     pub fn file(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
     }
@@ -111,7 +111,7 @@ impl MemoryFile {
         rustix::fs::fallocate(&self.file, FallocateFlags::KEEP_SIZE, at, len)
     }
 
-    /// Stores bytes for those who read it.
+    /// Stores bytes that its readers see.
     pub fn store(&self, mut at: u64, mut bytes: &[u8]) -> Result<(), Errno> {
         while !bytes.is_empty() {
             match rustix::io::pwrite(&self.file, bytes, at) {
@@ -141,7 +141,7 @@ impl MemoryFile {
         Ok(done)
     }
 
-    /// A descriptor that can only read it, for somebody else: from here on its bytes stay those of one file.
+    /// A descriptor that can only read it, for another process: from here on its bytes stay those of one file.
     pub fn reader(&self) -> Result<OwnedFd, Errno> {
         use std::os::fd::AsRawFd;
         self.is_given.store(true, Ordering::Release);
@@ -162,7 +162,7 @@ impl MemoryFile {
         self.slots.lock().iter().all(Option::is_none)
     }
 
-    /// Whether somebody else may read it.
+    /// Whether the kernel or another process may read it.
     pub fn is_given(&self) -> bool {
         self.is_given.load(Ordering::Acquire)
     }
@@ -188,7 +188,7 @@ impl MemoryFiles {
         memory_file_name(&self.arena_name, number)
     }
 
-    /// Opens a memory file that is there, if nobody else could have made it.
+    /// Opens a memory file that is there, if no other user could have made it.
     pub(crate) fn open(&self, number: u16) -> Result<Arc<MemoryFile>, String> {
         if let Some(known) = self.table.lock().files.get(&number) {
             return Ok(Arc::clone(known));
@@ -433,7 +433,7 @@ pub(crate) fn report_unreadable_slots(
 }
 
 impl Arena {
-    /// At attach: maps the slots that memory files have, and takes them out of the free ones. Slots whose place nobody knows
+    /// At attach: maps the slots that memory files have, and takes them out of the free ones. Slots whose place is unknown
     /// are lost to this arena while it lives, unless they are without a chunk.
     pub(crate) fn adopt_memory_files(
         &self,
@@ -498,8 +498,8 @@ impl Arena {
         self.memory_files.end_view(file);
     }
 
-    /// A memory file for the bytes of a file that needs so many slots: one that was used before, if an idle one is as long.
-    /// `None`: no memory file has so many.
+    /// A memory file for the bytes of a file that needs `slots` slots: one that was used before, if an idle one is as long.
+    /// `None`: `slots` is more than a memory file can have.
     pub fn begin_memory_file(&self, slots: u32) -> Result<Option<Arc<MemoryFile>>, Errno> {
         if slots == 0 || slots > MEMORY_FILE_SLOTS_MAX {
             return Ok(None);
@@ -589,7 +589,7 @@ impl Arena {
             .memory_place(slot)
             .store(word, Ordering::Release);
         probe();
-        // From here on it has memory twice until this is done; who attaches does it again.
+        // Until this is done the slot has memory twice; an attach does it again.
         let _ = punch(self.map.file(), at, bytes);
         self.memory_files.note_slot(file, index, slot);
         self.pool.lock().lend_slot(slot);

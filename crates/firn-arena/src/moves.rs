@@ -41,7 +41,7 @@ pub enum Place {
 
 // SAFETY: the pointer is into the shared mapping, which any thread may read while the slab is pinned.
 unsafe impl Send for Place {}
-// SAFETY: a shared reference gives no more than the pointer itself, and nobody writes through it.
+// SAFETY: a shared reference gives no more than the pointer itself, through which nothing is written.
 unsafe impl Sync for Place {}
 
 /// Bytes from the start of a file.
@@ -97,7 +97,7 @@ impl Arena {
                 .lock()
                 .can_move(&|chunk| !self.homes.is_held(chunk))
     }
-    /// Where a chunk is; `None`: it is free, or nobody knows.
+    /// Where a chunk is; `None`: it is free, or damage hides it.
     pub fn home(&self, chunk: u32) -> Option<Home> {
         self.homes.get(chunk)
     }
@@ -136,7 +136,7 @@ impl Arena {
             .expect("a leased chunk is in memory")
     }
 
-    /// Where pending bytes are, for those who map or open the files themselves; holds while the slab is pinned.
+    /// Where pending bytes are, for readers that map or open the files themselves; holds while the slab is pinned.
     /// `None`: the spill file is gone, or damage hides where they are.
     pub fn locate_bytes(&self, slab: SlabRef, position: u32) -> Option<Located> {
         if let Some((file, start)) = self.memory_file_of(slab.chunk) {
@@ -151,7 +151,7 @@ impl Arena {
         }
     }
 
-    /// Copies bytes to reserved room of a leased slab. Nobody sees them before they are published.
+    /// Copies bytes to reserved room of a leased slab. No reader sees them before they are published.
     pub fn fill_slab(&self, slab: SlabRef, position: u32, data: &[u8]) {
         let at = self
             .in_memory(slab, position)
@@ -159,7 +159,7 @@ impl Arena {
         self.map.write(at, data);
     }
 
-    /// Copies bytes of a slab that is pinned to a leased slab, where nobody sees them before they are published.
+    /// Copies bytes of a slab that is pinned to a leased slab, where no reader sees them before they are published.
     pub fn copy_slab(
         &self,
         (from, position): (SlabRef, u32),

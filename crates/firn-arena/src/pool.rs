@@ -6,8 +6,8 @@
 //! Invariants
 //! * A chunk is free or has a class, but for those that an attach found damaged, and then not both. So it is with slots:
 //!   each is free or a chunk's, or its chunk has just moved.
-//! * Of a chunk in memory the slabs that are not used are free, beside its NUMA node; of one that moves they wait with the
-//!   move, and of one in the spill file nobody gets them.
+//! * The unused slabs of a chunk in memory are free, beside its NUMA node. Those of a chunk that moves wait with the move,
+//!   and those of a chunk in the spill file are not free.
 //! * A chunk has a class exactly while one of its slabs is in use, or it was emptied while it moved.
 //! * Chunks and slots are reused last in, first out: their pages are the warm ones.
 //! * Only slabs of chunks in memory that do not move are free for writers.
@@ -47,7 +47,7 @@ pub(crate) struct Pool {
     stuck: Vec<u32>,
     /// Slots on their way between the arena's file and a memory file.
     exchanged: usize,
-    /// Chunks and slots of memory that an attach left to nobody.
+    /// Chunks and slots of memory that an attach gave up.
     lost: (usize, usize),
     /// Changes since the invariants were asserted.
     unchecked: u32,
@@ -98,7 +98,7 @@ struct Moving {
     chunk: u32,
     to: u32,
     rested_since: u64,
-    /// Its free slabs: nobody may write to them now.
+    /// Its free slabs: none may be written to now.
     free: Vec<u32>,
     emptied: bool,
 }
@@ -521,7 +521,7 @@ impl Pool {
         }
     }
 
-    /// At attach: nobody knows where this slot is, and what is in it.
+    /// At attach: damage hides where this slot is, and what is in it.
     pub(crate) fn lose_slot(&mut self, slot: u32) {
         let numa_node = numa_node_of(&self.geometry, &self.topology, slot);
         let free = &mut self.numa_nodes[numa_node].free_memory;
@@ -653,7 +653,7 @@ impl Pool {
 
     // ---- attach ------------------------------------------------------------------------------
 
-    /// This chunk is cut so, and these slabs of it are in use. `None`: nobody knows where its data is.
+    /// This chunk is cut so, and these slabs of it are in use. `None`: damage hides where its data is.
     pub(crate) fn adopt(&mut self, chunk: u32, class: Class, used: &[u32], home: Option<Home>) {
         let numa_node = match home {
             Some(Home::Memory(memory)) => {
@@ -689,7 +689,7 @@ impl Pool {
         self.at(chunk).leased += 1;
     }
 
-    /// These chunks and slots are in use, or nobody knows what is in them.
+    /// These chunks and slots are in use, or damage hides what is in them.
     pub(crate) fn reserve(&mut self, chunk: &dyn Fn(u32) -> bool, slot: &dyn Fn(Home) -> bool) {
         let free_memory = |of: &Self| {
             let free = |numa_node: &NumaNode| numa_node.free_memory.len();

@@ -167,7 +167,7 @@ impl Arena {
         self.release_uses(slab, PIN);
     }
 
-    /// Keeps a slab, and its data where it is, for any time: who waits for room does not wait for this chunk
+    /// Keeps a slab, and its data where it is, for any time: a writer without room does not wait for this chunk
     /// to move.
     pub fn hold_slab(&self, slab: SlabRef) {
         self.uses.add(slab, PIN);

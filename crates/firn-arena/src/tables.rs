@@ -1,6 +1,6 @@
 //! The piece tables: where each word of a chunk, a slab and a record lies in the mapping.
 //!
-//! Promise: whoever needs a word of a table names it here, so an offset is computed in one place. Words are atomics;
+//! Promise: each word of a table has its function here, so an offset is computed in one place. Words are atomics;
 //! which order their stores need is said where they are stored.
 
 use std::ops::Range;

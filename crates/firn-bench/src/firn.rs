@@ -317,7 +317,7 @@ impl Mount<'_> {
         wait_until("the arena gets its memory", || Ok(!populates()?))
     }
 
-    /// Waits until so many bytes were moved into memory files since the mount began.
+    /// Waits until `bytes` were moved into memory files since the mount began.
     pub fn wait_settled(&self, bytes: u64) -> anyhow::Result<()> {
         let is_settled = || Ok(self.number("settled_bytes")? >= bytes);
         wait_until("the file is in a memory file", is_settled)

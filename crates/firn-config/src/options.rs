@@ -485,7 +485,7 @@ pub struct Options {
     pub allow_other: bool,
     /// Kernel passthrough for reads.
     pub passthrough: Passthrough,
-    /// Files of at least so many bytes get memory files of their own; 0: none.
+    /// Bytes from which on a file gets a memory file of its own; 0: none does.
     pub memory_file_bytes_min: u64,
     /// Whether another firnd goes on with the mount.
     pub takeover: Takeover,

@@ -53,7 +53,7 @@ pub(crate) struct Attached {
     pub(crate) host_lease: Option<Arc<LeaseState>>,
     /// What the beats of this host's lease say, where it has one.
     pub(crate) beats: Option<Arc<LeaseState>>,
-    /// From what keeps others away to who drains.
+    /// From the locks that keep others away to the threads that drain.
     pub(crate) parts: Vec<Arc<dyn Part>>,
 }
 

@@ -59,7 +59,7 @@ pub struct Damage {
 }
 
 impl CheckReport {
-    /// Why nothing of the spill file was read, where somebody else could have made it.
+    /// Why nothing of the spill file was read, where another user could have made it.
     pub fn spill_distrust(&self) -> Option<String> {
         let fault = self.spill_fault.as_ref();
         let distrusted = fault.filter(|fault| matches!(fault, SpillFault::Distrusted { .. }));

@@ -477,6 +477,12 @@ fn answer<B: Backing>(
             .direct_access
             .list_extents(token, arg, len as usize)
             .map_or_else(Answer::from, of_list),
+        Op::Map => engine
+            .direct_access
+            .map_file(token)
+            .map_or_else(Answer::from, |file| {
+                Answer(Reply::default(), Vec::new(), vec![file])
+            }),
         // A list needs no end: its word tells when it does not hold any more.
         Op::EndRead => Answer::status(Status::Ok),
         _ => Answer::status(Status::Malformed),

@@ -200,7 +200,7 @@ fn run_mover<B: Backing>(engine: &Engine<B>, sleepers: &Sleepers, pacer: Option<
         let SpillStep::Idle { retry } = engine.room.spill_step() else {
             continue;
         };
-        // Memory that is short comes first; nobody waits for a file to be settled.
+        // Memory that is short comes first; no program waits for a file to be settled.
         if let Some(delay) = pacer.and_then(Pacer::delay) {
             sleepers.sleep(ticket, Some(delay));
             continue;

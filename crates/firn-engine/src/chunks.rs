@@ -102,7 +102,7 @@ impl<B: Backing> HeldChunks<B> {
         engine.room.check_cache(&file)?;
         let mut state = file.lock_settled();
         engine.intake.ingest_published(&file, &mut state);
-        // What a writer changes is stored in the memory file of those who read it: nothing of it can be promised to stay.
+        // What a writer changes is stored in the memory file at once, where the readers see it: its bytes cannot be promised to stay.
         let is_viewed = state.view.is_some();
         let in_arena = if is_viewed {
             (held.bytes, held.changes) = (state.pending.end(), state.changes);

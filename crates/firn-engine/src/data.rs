@@ -167,7 +167,9 @@ impl<B: Backing> Engine<B> {
             let quiet = in_backing && !state.opens.has_through_engine() && !wants_write;
             // While the kernel caches pages for an open file, it refuses to pass the inode through.
             let is_cached = state.opens.has_cached();
-            if state.view.is_some() || (reads_memory && self.begin_view(state, settled_size)) {
+            if state.is_passed_through_memory()
+                || (reads_memory && self.begin_view(state, settled_size))
+            {
                 OpenMode::Memory
             } else if state.opens.has_passthrough() || (allowed && both && quiet && !is_cached) {
                 OpenMode::Passthrough
@@ -186,7 +188,7 @@ impl<B: Backing> Engine<B> {
         Ok(opened)
     }
 
-    /// Lets the kernel read a file of `size` bytes from its memory file, if all of it is in one and nobody writes it.
+    /// Lets the kernel read a file of `size` bytes from its memory file, if all of it is in one and it has no writer.
     fn begin_view(&self, state: &mut FileState<B>, size: Option<u64>) -> bool {
         // The kernel has an inode in one mode only; and held lists keep their bytes, whatever a later writer stores.
         let is_used_otherwise = state.opens.has_through_engine()
@@ -198,17 +200,7 @@ impl<B: Backing> Engine<B> {
         let Some(size) = size.filter(|_| !is_used_otherwise) else {
             return false;
         };
-        let Some(memory) = state.memory_file(&self.base.arena, size) else {
-            return false;
-        };
-        state.shorten_pieces(&self.base.arena, &memory, size);
-        if let Err(errno) = self.base.arena.begin_view(&memory, size) {
-            tracing::debug!(%errno, "the kernel cannot be given a memory file");
-            self.base.arena.end_view(&memory);
-            return false;
-        }
-        state.view = Some(memory);
-        true
+        state.begin_view(&self.base.arena, size).is_some()
     }
 
     /// The length of a file all of whose bytes are in one memory file.
@@ -227,7 +219,7 @@ impl<B: Backing> Engine<B> {
         self.intake.size_of(file).ok()
     }
 
-    /// Whether the kernel may keep pages of a held file that it cannot read by itself: nobody writes it, and all of its
+    /// Whether the kernel may keep pages of a held file that it cannot read by itself: it has no writer, and all of its
     /// `size` bytes are in a memory file. Bytes of the backing do not qualify, because another host may change them unseen.
     fn may_keep_pages(&self, state: &FileState<B>, size: Option<u64>) -> bool {
         let is_used_otherwise =
@@ -320,6 +312,7 @@ impl<B: Backing> Engine<B> {
             killed: AtomicBool::new(false),
             closing: AtomicBool::new(false),
             opener: AtomicU32::new(0),
+            is_mapped: AtomicBool::new(false),
             mode: Mutex::new(chosen),
         };
         self.open_files.handles.insert(handle);
@@ -423,10 +416,11 @@ impl<B: Backing> Engine<B> {
             state.opens.end_closing();
         }
         state.opens.remove(handle.id, mode, handle.writable);
+        handle.end_mapped(&mut state);
+        state.end_view(&self.base.arena);
         self.base.journal.record_released(&handle, &mut state);
         match mode {
-            OpenMode::Engine => {}
-            OpenMode::Memory => state.end_view(&self.base.arena),
+            OpenMode::Engine | OpenMode::Memory => {}
             OpenMode::Passthrough => state.changes += u64::from(handle.writable),
             OpenMode::Cached { .. } => {
                 self.kernel_cache.count_cached_release();

@@ -328,6 +328,42 @@ impl<B: Backing> DirectAccess<B> {
         Err(DirectRefusal::Busy)
     }
 
+    /// A descriptor of the memory file that has all of a file, for mappings of the process that has it open for reading. As
+    /// long as it is open, that shows each change.
+    pub fn map_file(&self, token: HandleId) -> Answer<OwnedFd> {
+        let handle = self.open_files.handle(token).ok();
+        let handle = handle.filter(|handle| handle.readable && !handle.writable);
+        let handle = handle.ok_or(DirectRefusal::BadToken)?;
+        let size = self.intake.size_of(&handle.file);
+        let size = size.map_err(|_| DirectRefusal::Busy)?;
+        let mut state = handle.file.lock();
+        let is_used_otherwise = self.base.options.serves_every_read
+            || state.opens.has_passthrough()
+            || state.opens.has_writers()
+            || state.direct.has_grant()
+            || state.direct.has_chunk_lists();
+        let view = match state.view.clone() {
+            Some(view) => Some(view),
+            None if is_used_otherwise => None,
+            None => state.begin_view(&self.base.arena, size),
+        };
+        let view = view.ok_or(DirectRefusal::Busy)?;
+        let file = view.reader().map_err(|_| DirectRefusal::Busy);
+        // A handle that the kernel serves from the view has it in any case.
+        if *handle.mode.lock() == OpenMode::Memory {
+            return file;
+        }
+        if file.is_err() {
+            state.end_view(&self.base.arena);
+        } else if handle.note_mapped(&mut state) {
+            // For the next firnd, before the process can map it.
+            if let Some(live) = self.tree.names.live() {
+                live.note_view(token.0, view.number());
+            }
+        }
+        file
+    }
+
     /// The list, or `None` if the file changed during the look.
     fn try_to_list(
         &self,

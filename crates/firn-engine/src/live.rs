@@ -204,23 +204,24 @@ impl<B: Backing> Engine<B> {
             return;
         };
         let mode = *handle.mode.lock();
-        let view = handle.file.lock().view.as_ref().map(|view| view.number());
         let served_by = match (mode, passed_through) {
-            (OpenMode::Memory, Some(id)) => ServedBy::Memory {
-                id,
-                file: view.expect("a handle of this mode has a view"),
-            },
-            (_, Some(id)) => ServedBy::Passthrough(id),
+            (_, Some(number)) => ServedBy::Passthrough(number),
             (OpenMode::Cached { .. }, None) => ServedBy::Cache,
             (OpenMode::Engine | OpenMode::Passthrough | OpenMode::Memory, None) => ServedBy::Engine,
         };
         let inode = &handle.file.inode;
+        let view = if mode == OpenMode::Memory {
+            handle.file.lock().view.as_ref().map(|view| view.number())
+        } else {
+            None
+        };
         let noted = Handle {
             id: id.0,
             node: inode.id.0,
             unique,
             flags,
             served_by,
+            view,
             opener: handle.opener.load(Ordering::Relaxed),
         };
         live.note_handle(&noted, &inode.as_node(0));
@@ -237,6 +238,7 @@ impl<B: Backing> Engine<B> {
             unique,
             flags: 0,
             served_by: ServedBy::Directory,
+            view: None,
             opener: 0,
         };
         live.note_handle(&noted, &inode.as_node(0));
@@ -286,8 +288,19 @@ impl<B: Backing> Engine<B> {
         self.open_files.handles.begin_numbers(numbers.0);
         Nodes::new(self, &resumed.table, &resumed.contents.nodes).restore_all();
         let mut requests = ResumedRequests::default();
-        for stored in &resumed.contents.handles {
+        // One is there twice where firnd died while it noted its view.
+        let handles = &resumed.contents.handles;
+        let viewers: HashSet<u64> = handles
+            .iter()
+            .filter(|stored| stored.entry.view.is_some())
+            .map(|stored| stored.entry.id)
+            .collect();
+        for stored in handles {
             let (handle, cell) = (&stored.entry, stored.cells[0]);
+            if handle.view.is_none() && viewers.contains(&handle.id) {
+                resumed.table.drop_cells(&[cell]);
+                continue;
+            }
             match self.resume_handle(handle) {
                 Ok(restored) => {
                     resumed.table.adopt_handle(handle, cell);
@@ -319,8 +332,8 @@ impl<B: Backing> Engine<B> {
         let mode = match handle.served_by {
             ServedBy::Engine => OpenMode::Engine,
             ServedBy::Cache => OpenMode::Cached { keep: false },
+            ServedBy::Passthrough(_) if handle.view.is_some() => OpenMode::Memory,
             ServedBy::Passthrough(_) => OpenMode::Passthrough,
-            ServedBy::Memory { .. } => OpenMode::Memory,
             ServedBy::Directory => {
                 let object = self.tree.object(&known)?;
                 let dir = self.base.backing.open_dir(&object)?;
@@ -331,11 +344,17 @@ impl<B: Backing> Engine<B> {
         if known.kind != Kind::File {
             return Err(Errno::IO);
         }
-        let view = self.reopen_view(handle.served_by)?;
+        let view = handle.view.map(|number| self.reopen_view(number));
+        let view = view.transpose()?;
+        let is_mapped = view.is_some() && mode != OpenMode::Memory;
         self.insert_handle(id, &known, handle.flags, |state| {
             state.view = view.or(state.view.take());
             mode
         });
+        if is_mapped {
+            let inserted = self.open_files.handle(id)?;
+            inserted.note_mapped(&mut inserted.file.lock());
+        }
         self.note_opener(id, handle.opener);
         // Where a process wrote directly, the kernel may take the file for shorter than it is.
         if self.open_files.is_writer(id) {
@@ -346,16 +365,12 @@ impl<B: Backing> Engine<B> {
 }
 
 impl<B: Backing> Engine<B> {
-    /// The memory file from which the kernel goes on to read a handle.
-    fn reopen_view(&self, served_by: ServedBy) -> Result<Option<Arc<MemoryFile>>> {
-        let ServedBy::Memory { file, .. } = served_by else {
-            return Ok(None);
-        };
-        let view = self.base.arena.reopen_view(file).map_err(|why| {
-            tracing::warn!(file, why, "a memory file that the kernel reads is lost");
+    /// The memory file that a handle's reader goes on to read.
+    fn reopen_view(&self, number: u16) -> Result<Arc<MemoryFile>> {
+        self.base.arena.reopen_view(number).map_err(|why| {
+            tracing::warn!(number, why, "a memory file that a program reads is lost");
             Errno::IO
-        })?;
-        Ok(Some(view))
+        })
     }
 }
 

@@ -66,7 +66,7 @@ pub struct EngineOptions {
     pub spill_lower_percent: u32,
     /// Let the kernel read files that have nothing pending.
     pub passthrough: bool,
-    /// Files of at least so many bytes get a memory file of their own once they are closed, where what is written stays in
+    /// Bytes from which on a file gets a memory file of its own once it is closed, where what is written stays in
     /// memory (`DrainPolicy::Demand`); 0: none does.
     pub memory_file_bytes_min: u64,
     /// Every read of a program comes to the engine: the kernel caches no bytes, and no process is told where bytes lie.

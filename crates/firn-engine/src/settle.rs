@@ -1,12 +1,12 @@
 //! Large closed files move into memory files, where their bytes lie in order.
 //!
-//! A thread of the drain calls [`Room::settle_step`](crate::Room::settle_step) until it is idle; each call moves one chunk. A
-//! settled chunk is a piece of the arena like any other, in a slot that a memory file has, so whoever reads pieces reads
-//! it. To settle is to write the same bytes once more: the new piece is published, and then the older ones die. A crash
-//! between the two leaves both, with the same bytes, and the newer one counts.
+//! The moving thread of the drain calls [`Room::settle_step`](crate::Room::settle_step) until it is idle; each call moves one
+//! chunk. A settled chunk is a piece of the arena like any other, in a slot of a memory file. Settling writes the same bytes
+//! once more: the new piece is published, and then the older ones die. A crash between the two leaves both, with the same
+//! bytes, and the newer one counts.
 //!
 //! Promises
-//! * A file is settled only while nobody has it open for writing, drains it, waits for it, or holds a list of its chunks.
+//! * A file is settled only while it has no writer and no drain, no program waits for it, and no list of its chunks is held.
 //! * Settling takes one chunk of memory beside the file, and leaves the last free slots to writers.
 //! * Its bytes, their times and its count of changes stay what they are.
 
@@ -90,7 +90,7 @@ struct Source {
 }
 
 impl<B: Backing> FileState<B> {
-    /// Whether nobody is about to change the file, or relies on where its bytes lie.
+    /// Whether the file has no writer and no drain, and no list or view relies on where its bytes lie.
     fn may_be_settled(&self) -> bool {
         let is_asked_for = self.drain.has_waiters()
             || self
@@ -99,6 +99,7 @@ impl<B: Backing> FileState<B> {
                 .is_some_and(|oldest| self.drain.is_forced(oldest));
         !self.opens.has_writers()
             && !self.opens.has_passthrough()
+            && self.view.is_none()
             && !self.direct.has_grant()
             && !self.direct.has_chunk_lists()
             && self.drain.is_idle()

@@ -93,6 +93,24 @@ pub(crate) struct Handle<B: Backing> {
     pub closing: AtomicBool,
     /// The thread that opened it, on mounts that need it; 0 if it is not known.
     pub opener: AtomicU32,
+    /// Its process maps the file's memory file. Changes under the file's lock.
+    pub is_mapped: AtomicBool,
+}
+
+impl<B: Backing> Handle<B> {
+    /// Its process maps the view of the file from here on; false: it did already.
+    pub(crate) fn note_mapped(&self, state: &mut FileState<B>) -> bool {
+        let is_first = !self.is_mapped.swap(true, Ordering::AcqRel);
+        state.opens.count_mapped(is_first);
+        is_first
+    }
+
+    /// It is over, and so are the mappings of its process.
+    pub(crate) fn end_mapped(&self, state: &mut FileState<B>) {
+        if self.is_mapped.swap(false, Ordering::AcqRel) {
+            state.opens.uncount_mapped();
+        }
+    }
 }
 
 /// Open files and directories.

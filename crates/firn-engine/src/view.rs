@@ -1,12 +1,12 @@
-//! Memory files that the kernel reads by itself, while programs have the file open.
+//! Memory files that the kernel, or a mapping of a process, reads while the file is open.
 //!
-//! The kernel cannot take a memory file back from an open descriptor. So as long as one is open, whatever changes the file is
-//! stored in the memory file too, under the lock of the file and before the change is answered: its *view*. Where the bytes
-//! still lie in that memory file they are stored where they are; where newer ones lie elsewhere, the older ones that the
-//! view had there are of no extent any more.
+//! Neither can be told to read elsewhere. So the memory file is the file's *view* until the last such handle is released:
+//! each change of the file is stored in the view too, under the lock of the file and before the change is answered. Where
+//! the file's bytes still lie in the view, they are stored where they are. Where newer bytes lie elsewhere, no extent is left
+//! that uses the older ones of the view.
 //!
 //! Promises
-//! * Who reads the view sees each write(2), truncation and removal of bytes that returned before.
+//! * A reader of the view sees each write(2), truncation and removal of bytes that returned before.
 //! * The view is never shorter than what an extent of the file has in it: firnd maps it.
 
 use std::ops::Range;
@@ -33,12 +33,30 @@ impl<B: Backing> FileState<B> {
     /// Whether drained bytes may stay in the arena. Not while a program may store to a mapping: what it stores where they
     /// lie would be in the cache and never in the backing.
     pub(crate) fn may_cache(&self) -> bool {
-        self.view.is_none() || !self.opens.has_writers()
+        !self.is_passed_through_memory() || !self.opens.has_writers()
     }
 
-    /// Lets go of the view once no handle is left by which the kernel reads it.
+    /// Whether the kernel reads the file from its memory file.
+    pub(crate) fn is_passed_through_memory(&self) -> bool {
+        self.view.is_some() && self.opens.has_passthrough()
+    }
+
+    /// Makes the memory file that has all `size` bytes of the file its view.
+    pub(crate) fn begin_view(&mut self, arena: &Arena, size: u64) -> Option<Arc<MemoryFile>> {
+        let memory = self.memory_file(arena, size)?;
+        self.shorten_pieces(arena, &memory, size);
+        if let Err(errno) = arena.begin_view(&memory, size) {
+            tracing::debug!(%errno, "nobody can be given a memory file");
+            arena.end_view(&memory);
+            return None;
+        }
+        self.view = Some(Arc::clone(&memory));
+        Some(memory)
+    }
+
+    /// Lets go of the view once no handle is left by which it is read.
     pub(crate) fn end_view(&mut self, arena: &Arena) {
-        if self.opens.has_passthrough() {
+        if self.opens.has_viewers() {
             return;
         }
         if let Some(view) = self.view.take() {

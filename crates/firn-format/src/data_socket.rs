@@ -15,7 +15,7 @@
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// Version of these messages; firnd refuses others with [`Status::Version`].
-pub const DATA_SOCKET_VERSION: u32 = 7;
+pub const DATA_SOCKET_VERSION: u32 = 8;
 
 /// ioctl(2) on an open file of a mount, `_IOR('F', 0xd0, Token)`: its firnd and its token. ENOTTY from any other file
 /// system.
@@ -103,6 +103,11 @@ pub enum Op {
     ///
     /// The file does not become longer than `arg` (RLIMIT_FSIZE): EFBIG if it has that length already.
     Append = 16,
+
+    /// A descriptor of the memory file that has all bytes of a file that is open for reading (`SCM_RIGHTS`), for mmap(2).
+    /// It can only read, and shows each change of the file until the open file is closed. [`Status::Busy`]: there is none,
+    /// or the kernel maps the file as fast.
+    Map = 17,
 }
 
 /// [`Request::len`] of [`Op::Adopt`]: the client had a token for the stub before.
@@ -117,7 +122,7 @@ impl Op {
         let stubs = [
             Adopt, Release, Read, Write, Attr, AttrOf, Truncate, Sync, Allocate, Append,
         ];
-        let both = [Hello, OpenWrite, Lease, EndWrite, Extents, EndRead];
+        let both = [Hello, OpenWrite, Lease, EndWrite, Extents, EndRead, Map];
         both.into_iter().chain(stubs).find(|op| *op as u32 == word)
     }
 }

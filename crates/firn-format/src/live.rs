@@ -226,15 +226,8 @@ pub enum ServedBy {
     Engine,
     /// The kernel's page cache.
     Cache,
-    /// The kernel, from a file of the backing that it has under this number.
+    /// The kernel, from a file that it has under this number: the backing's, or a memory file.
     Passthrough(i32),
-    /// The kernel, from a memory file of the arena.
-    Memory {
-        /// The kernel's number for it.
-        id: i32,
-        /// The number in its name.
-        file: u16,
-    },
     /// An open directory.
     Directory,
 }
@@ -252,6 +245,8 @@ pub struct Handle {
     pub flags: i32,
     /// What serves it.
     pub served_by: ServedBy,
+    /// Number of the memory file that the kernel or a mapping of its process reads.
+    pub view: Option<u16>,
     /// The thread that opened it; 0: unknown.
     pub opener: u32,
 }
@@ -358,7 +353,8 @@ struct RawHandle {
     seal: u32,
     tag: u8,
     served_by: u8,
-    memory_file: u16,
+    /// The number of the memory file plus one; 0: none.
+    view: u16,
     id: u64,
     node: u64,
     unique: u64,
@@ -504,22 +500,17 @@ pub fn encode_node(node: &Node, at: &[u32]) -> Vec<CellBytes> {
 impl Handle {
     /// The stored form.
     pub fn encode(&self) -> CellBytes {
-        let mut memory_file = 0;
         let (served_by, backing_id) = match self.served_by {
             ServedBy::Engine => (1, 0),
             ServedBy::Cache => (2, 0),
             ServedBy::Passthrough(id) => (3, id),
             ServedBy::Directory => (4, 0),
-            ServedBy::Memory { id, file } => {
-                memory_file = file;
-                (5, id)
-            }
         };
         let raw = RawHandle {
             seal: 0,
             tag: TAG_HANDLE,
             served_by,
-            memory_file,
+            view: self.view.map_or(0, |file| file.saturating_add(1)),
             id: self.id,
             node: self.node,
             unique: self.unique,
@@ -620,10 +611,6 @@ fn decode_handle(cell: &CellBytes) -> Option<Cell> {
         2 => ServedBy::Cache,
         3 => ServedBy::Passthrough(raw.backing_id),
         4 => ServedBy::Directory,
-        5 => ServedBy::Memory {
-            id: raw.backing_id,
-            file: raw.memory_file,
-        },
         _ => return None,
     };
     Some(Cell::Handle(Handle {
@@ -632,6 +619,7 @@ fn decode_handle(cell: &CellBytes) -> Option<Cell> {
         unique: raw.unique,
         flags: raw.flags,
         served_by,
+        view: raw.view.checked_sub(1),
         opener: raw.opener,
     }))
 }
@@ -805,12 +793,13 @@ mod tests {
 
     #[test]
     fn handles_and_requests_come_back() {
-        for served_by in [
-            ServedBy::Engine,
-            ServedBy::Cache,
-            ServedBy::Passthrough(3),
-            ServedBy::Memory { id: 4, file: 5 },
-            ServedBy::Directory,
+        for (served_by, view) in [
+            (ServedBy::Engine, None),
+            (ServedBy::Engine, Some(0)),
+            (ServedBy::Cache, Some(65_533)),
+            (ServedBy::Passthrough(3), None),
+            (ServedBy::Passthrough(4), Some(7)),
+            (ServedBy::Directory, None),
         ] {
             let handle = Handle {
                 id: 1,
@@ -818,6 +807,7 @@ mod tests {
                 unique: 3,
                 flags: 4,
                 served_by,
+                view,
                 opener: 5,
             };
             let decoded = decode_cell(&handle.encode()).unwrap();

@@ -224,9 +224,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     pub(crate) fn resume(&self, left: ResumedRequests, adopt: impl Fn(i32) -> R::BackingId) {
         let mut ids: HashMap<i32, Arc<R::BackingId>> = HashMap::new();
         for handle in &left.handles {
-            if let ServedBy::Passthrough(number) | ServedBy::Memory { id: number, .. } =
-                handle.served_by
-            {
+            if let ServedBy::Passthrough(number) = handle.served_by {
                 let id = ids.entry(number).or_insert_with(|| Arc::new(adopt(number)));
                 self.passthrough.restore(handle.inode, handle.id, id);
             }

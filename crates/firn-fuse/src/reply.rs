@@ -97,7 +97,7 @@ pub(crate) struct ListedEntry<'a> {
     pub(crate) name: &'a OsStr,
 }
 
-/// Who serves reads and writes of an open file.
+/// What serves reads and writes of an open file.
 pub(crate) enum HandleMode<I> {
     /// Firn, each of them.
     Direct,
@@ -175,7 +175,7 @@ fn histogram_of(times: &RequestTimes, operation: OperationKind) -> Option<&TimeH
     }
 }
 
-/// What a request is about, for those who read the log.
+/// What a request is about, for the log.
 pub(crate) struct Subject {
     pub(crate) operation: OperationKind,
     pub(crate) inode: InodeId,
@@ -248,7 +248,7 @@ impl<R: Responder> Reply<R> {
         }
     }
 
-    /// Nobody gets the answer.
+    /// The answer is not sent.
     fn give_back(&mut self, answer: Answer<'_, R::BackingId>) {
         let give_back = &self.replies.give_back;
         match answer {
@@ -426,7 +426,7 @@ pub(crate) mod tests {
     use super::*;
     use crate::request::Operation;
 
-    /// Answers in words, to whoever listens.
+    /// Answers in words, to the test that has the other end.
     pub(crate) struct Recorded(pub(crate) mpsc::Sender<Result<String, Errno>>);
 
     impl Responder for Recorded {

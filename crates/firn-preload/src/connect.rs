@@ -181,6 +181,11 @@ pub(crate) fn connect_to_read(
     Some((link, reply))
 }
 
+/// The same for a mapping.
+pub(crate) fn connect_to_map(token: &Token) -> Option<u32> {
+    connect_within(token, ATTEMPTS, &mut First::Nothing)
+}
+
 /// The same for stubs, which nothing else serves: however often, and without the arena where this process cannot
 /// map it.
 pub(crate) fn connect_for_stubs(token: &Token) -> Option<u32> {

@@ -34,6 +34,7 @@ mod kernel;
 mod lease;
 mod list;
 mod lock;
+mod mapping;
 mod memory;
 mod offset;
 mod opened;

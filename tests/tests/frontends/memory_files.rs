@@ -1,12 +1,14 @@
-//! Memory files: large held files that the kernel reads by itself, and what those see who have one open while it changes.
+//! Memory files: large held files that the kernel reads by itself, and what their readers see
+//! while they change.
 //!
 //! `FIRN_CRASH_ROUNDS` sets the rounds of kill -9, `FIRN_SEED` the seed.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
+use std::io::{BufRead, BufReader, Lines, Write};
 use std::os::unix::fs::{FileExt, PermissionsExt, chown};
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::Duration;
 
 use firn_tests::command::{run, wait_until};
@@ -81,7 +83,7 @@ fn a_settled_file_reads_the_same_by_every_way_and_counts_once() {
     assert_same_bytes("in the backing", &read(&drained), &data);
 }
 
-/// Proves S-memory-2: through read(2), a mapping and a second opener, whoever writes and cuts.
+/// Proves S-memory-2: through read(2), a mapping and a second opener, beside writes and truncations.
 #[test]
 fn every_reader_of_a_memory_file_sees_the_changes_before_it() {
     let seed = seed("every_reader_of_a_memory_file_sees_the_changes_before_it");
@@ -497,4 +499,134 @@ fn a_full_tmpfs_keeps_files_where_they_are() {
     assert_same_bytes("settled", &read(&path), &expected);
     let backing = mount.umount();
     assert_same_bytes("in the backing", &read(&backing.join("held")), &expected);
+}
+
+/// A program under the preload library that maps a file for reading, and says what it sees.
+struct Mapper {
+    child: Child,
+    answers: Lines<BufReader<ChildStdout>>,
+}
+
+const MAPPER: &str = "
+import mmap, os, sys, zlib
+file = os.open(sys.argv[1], os.O_RDONLY)
+if sys.argv[2] == 'child' and os.fork(): os.wait(); os._exit(0)
+mapped = mmap.mmap(file, 0, int(sys.argv[3]), mmap.PROT_READ)
+os.close(file)
+def memory_file(): return any('.arena.m' in line for line in open('/proc/self/maps'))
+print(memory_file(), flush=True)
+for line in sys.stdin:
+    if line == 'sum\\n': print(zlib.crc32(mapped), flush=True)
+    elif line == 'unmap\\n': mapped.close(); print(memory_file(), flush=True)
+";
+
+impl Mapper {
+    /// Whether it maps the memory file is its first answer.
+    fn start(sandbox: &Sandbox, path: &Path, who: &str, flags: i32) -> Self {
+        let mut python = Command::new("/usr/bin/python3");
+        python.args(["-c", MAPPER]).arg(path);
+        python.args([who, &flags.to_string()]);
+        let mut child = Frontend::Mount
+            .preload(sandbox, &mut python)
+            .env_remove("FIRN_PRELOAD_REPORT")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("python");
+        let out = child.stdout.take().expect("its output");
+        let answers = BufReader::new(out).lines();
+        Self { child, answers }
+    }
+
+    fn answer(&mut self) -> String {
+        let answer = self.answers.next().expect("it lives");
+        answer.expect("an answer")
+    }
+
+    fn ask(&mut self, question: &str) -> String {
+        let stdin = self.child.stdin.as_mut().expect("its input");
+        writeln!(stdin, "{question}").expect("it lives");
+        self.answer()
+    }
+
+    fn end(mut self) {
+        drop(self.child.stdin.take());
+        assert!(self.child.wait().expect("it ends").success());
+    }
+}
+
+/// Proves S-memory-5, S-memory-2, S-crash-11: without passthrough, as for a user without root.
+#[test]
+fn a_mapping_of_the_preload_library_is_the_memory_file_and_shows_each_change() {
+    let seed = seed("a_mapping_of_the_preload_library_is_the_memory_file_and_shows_each_change");
+    let mut random = generator(seed);
+    let sandbox = Sandbox::new("memmap");
+    let options = format!("{OPTIONS},passthrough=off,takeover=auto");
+    let mut mount = FirnMount::new(&sandbox, &options);
+    let path = mount.join("held");
+    let mut expected = bytes(11, 4 * MIB + 77);
+    write_and_settle(&mount, &path, &expected);
+    let mut mappers = [
+        Mapper::start(&sandbox, &path, "parent", libc::MAP_SHARED),
+        Mapper::start(&sandbox, &path, "child", libc::MAP_SHARED),
+        Mapper::start(&sandbox, &path, "parent", libc::MAP_PRIVATE),
+    ];
+    for mapper in &mut mappers {
+        assert_eq!(mapper.answer(), "True", "it maps the memory file");
+    }
+    for round in 0..30u64 {
+        match random.random_range(0..4) {
+            0 => {
+                mount.kill_and_go_on();
+            }
+            1 => drain(&sandbox, &mount),
+            _ => {
+                let at = random.random_range(0..expected.len() - 9000);
+                let data = bytes(round, random.random_range(1..9000));
+                let writer = open_rw(&path);
+                writer.write_all_at(&data, at as u64).expect("write");
+                expected[at..at + data.len()].copy_from_slice(&data);
+            }
+        }
+        for (which, mapper) in mappers.iter_mut().enumerate() {
+            let sum = crc32(&expected);
+            assert_eq!(mapper.ask("sum"), sum, "round {round}, mapper {which}");
+        }
+        assert_same_bytes("by read", &read(&path), &expected);
+    }
+    assert_eq!(
+        mount.status().open_files,
+        3,
+        "they are open while they are mapped"
+    );
+    for mut mapper in mappers {
+        assert_eq!(mapper.ask("unmap"), "False");
+        mapper.end();
+    }
+    wait_until("all are closed", PATIENCE, || {
+        mount.status().open_files == 0
+    });
+    assert_eq!(mount.status().lost_open_files, 0);
+    let backing = mount.umount();
+    assert_same_bytes("in the backing", &read(&backing.join("held")), &expected);
+    assert_eq!(memory_files(&sandbox), [] as [PathBuf; 0]);
+}
+
+/// zlib's checksum, in decimal digits.
+fn crc32(bytes: &[u8]) -> String {
+    let mut command = Command::new("/usr/bin/python3");
+    command.args([
+        "-c",
+        "import sys, zlib; print(zlib.crc32(sys.stdin.buffer.read()))",
+    ]);
+    let mut child = command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("python");
+    let mut stdin = child.stdin.take().expect("its input");
+    stdin.write_all(bytes).expect("written");
+    drop(stdin);
+    let out = child.wait_with_output().expect("it ends").stdout;
+    String::from_utf8(out).expect("digits").trim().to_owned()
 }

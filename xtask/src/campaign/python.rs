@@ -125,14 +125,14 @@ fn test_command(python: &Path, rounds: u64) -> Command {
     pytest
 }
 
-fn measure(python: &Path, saves: u32) -> anyhow::Result<()> {
-    let mut bench = command(python);
-    bench
-        .args(["bench/saves.py", "--preload", "--rounds"])
-        .arg(saves.to_string())
-        .arg("--work")
-        .arg(target_dir().join("tmp/saves"));
-    run_with_arenas(&mut bench)
+fn measure(python: &Path, rounds: u32) -> anyhow::Result<()> {
+    for words in [&["bench/saves.py", "--preload"][..], &["bench/loads.py"]] {
+        let mut bench = command(python);
+        bench.args(words).arg("--rounds").arg(rounds.to_string());
+        bench.arg("--work").arg(target_dir().join("tmp/saves"));
+        run_with_arenas(&mut bench)?;
+    }
+    Ok(())
 }
 
 /// A Python program in the package's directory, which finds the release build.

@@ -19,6 +19,7 @@ const PAGES_AGAIN: &str = "kernel's pages, again";
 const MEMORY_FIRST: &str = "memory file, first";
 const MEMORY_AGAIN: &str = "memory file, again";
 const MEMORY_PRELOAD: &str = "memory file, preload";
+const MEMORY_WITHOUT_ROOT: &str = "without root, preload";
 /// Of native, by read(2) and by a mapping that is copied out of.
 const LEAST_READ: f64 = 0.8;
 const LEAST_MAPPED: f64 = 0.9;
@@ -99,6 +100,7 @@ impl<'a> Files<'a> {
             way(PAGES_AGAIN, &kept, Before::Nothing, None),
             way(MEMORY_FIRST, &self.memory_file(), Before::WriteAnew, None),
             way(MEMORY_AGAIN, &self.memory_file(), Before::Nothing, None),
+            way(MEMORY_WITHOUT_ROOT, &kept, Before::Nothing, preload),
             way(
                 MEMORY_PRELOAD,
                 &self.memory_file(),
@@ -140,7 +142,12 @@ impl<'a> Files<'a> {
     }
 
     fn judge(&self, report: &mut Report, way: &str, least: f64) {
-        for name in [MEMORY_FIRST, MEMORY_AGAIN, MEMORY_PRELOAD] {
+        for name in [
+            MEMORY_FIRST,
+            MEMORY_AGAIN,
+            MEMORY_PRELOAD,
+            MEMORY_WITHOUT_ROOT,
+        ] {
             let case = report.cases.last();
             let ratio = case.and_then(|case| case.ratio(name, NATIVE, "throughput"));
             let ratio = ratio.as_slice().to_vec();
@@ -206,7 +213,7 @@ fn write(path: &Path, bytes: u64) -> anyhow::Result<()> {
     worker::run_all(&[task]).map(drop)
 }
 
-/// The kernel drops its pages of a file of the mount when somebody opens it for writing.
+/// The kernel drops its pages of a file of the mount when it is opened for writing.
 fn forget_pages(path: &Path) -> anyhow::Result<()> {
     drop(std::fs::File::options().write(true).open(path)?);
     Ok(())

@@ -12,7 +12,7 @@ use crate::space::Room;
 use crate::view::refresh_view;
 
 impl<B: Backing> FileState<B> {
-    /// Whether somebody else relies on the memory that its bytes are in.
+    /// Whether a list of chunks or a reader of its memory file relies on where its bytes are.
     fn is_read_in_place(&self) -> bool {
         self.direct.has_chunk_lists() || self.view.is_some()
     }

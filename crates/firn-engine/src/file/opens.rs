@@ -16,6 +16,8 @@ pub(crate) struct Opens {
     /// The kernel reads the backing's file, or the file's memory file: never both.
     passthrough: u32,
     cached: u32,
+    /// Handles whose processes map the file's memory file: in any mode but that in which the kernel reads it.
+    mapped: u32,
     writers: u32,
     /// Writers of which a descriptor was closed, as far as anybody asks for that.
     closing_writers: u32,
@@ -31,6 +33,7 @@ impl Default for Opens {
             through_engine: 0,
             passthrough: 0,
             cached: 0,
+            mapped: 0,
             writers: 0,
             closing_writers: 0,
             ending: Ending::Closed,
@@ -91,6 +94,19 @@ impl Opens {
     /// Whether of each writer a descriptor was closed: most likely there was no other.
     pub(crate) fn are_writers_closing(&self) -> bool {
         self.closing_writers == self.writers
+    }
+
+    pub(crate) fn count_mapped(&mut self, is_first: bool) {
+        self.mapped += u32::from(is_first);
+    }
+
+    pub(crate) fn uncount_mapped(&mut self) {
+        self.mapped -= 1;
+    }
+
+    /// Whether the kernel or a process may read the file's memory file unseen.
+    pub(crate) fn has_viewers(&self) -> bool {
+        self.passthrough + self.mapped > 0
     }
 
     pub(crate) fn has_writers(&self) -> bool {

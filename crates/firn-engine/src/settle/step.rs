@@ -22,7 +22,7 @@ const SPARE_PART: u32 = 32;
 /// used before costs a fraction of memory that was not.
 const KEEP_PART: u64 = 4;
 
-/// Until it is seen again whether a half moved file has room: nobody waits for it, and room comes as checkpoints go.
+/// Until it is seen again whether a half moved file has room: no program waits for it, and room comes as checkpoints go.
 const ROOM_RETRY: Duration = Duration::from_secs(1);
 
 /// What became of a chunk.
@@ -49,7 +49,7 @@ impl<B: Backing> Room<B> {
             && !options.serves_every_read
     }
 
-    /// Has a file settled that may be large enough and that nobody writes. To be called without its lock.
+    /// Has a file settled that may be large enough and has no writer. To be called without its lock.
     pub(crate) fn settle_later(&self, file: &Arc<File<B>>) {
         if !self.settles() {
             return;

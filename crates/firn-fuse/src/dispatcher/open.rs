@@ -72,7 +72,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
                 flags_to_create(engine, made, (&caller, mode), flags, &mut reply)
             };
             let create = || {
-                // Of a file that somebody else has made meanwhile the contents change.
+                // Another process has made the file meanwhile: its contents change.
                 let gate = gate.as_deref().filter(|_| flags & libc::O_TRUNC != 0);
                 let _pass = enter_change(gate, at.parent)?;
                 let mode = masked(engine, at.parent, mode.mode, umask);
@@ -129,7 +129,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
                 reply.send(Answer::Done);
             }
             None => {
-                // Nobody waits for the answer, and the kernel holds back what it reads ahead, of any file, while
+                // No program waits for the answer, and the kernel holds back what it reads ahead, of any file, while
                 // many such answers are missing.
                 reply.send(Answer::Done);
                 let engine = Arc::clone(&self.engine);

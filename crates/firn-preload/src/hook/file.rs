@@ -8,6 +8,7 @@ use std::ffi::{c_char, c_int, c_void};
 use libc::{mode_t, off64_t, size_t};
 
 use super::{export, forward, stream};
+use crate::mapping;
 use crate::opened::{By, Noted, note_open};
 use crate::probe;
 use crate::real::{
@@ -113,16 +114,35 @@ unsafe fn do_mmap(
     fd: c_int,
     offset: off64_t,
 ) -> *mut c_void {
-    // A mapping shows what goes through the kernel, and only that.
-    if tag_of(fd) != tag::NONE && flags & libc::MAP_ANONYMOUS == 0 {
+    if flags & libc::MAP_ANONYMOUS == 0 {
         if tag_of(fd) == tag::STUB {
             // SAFETY: what the program asked of mmap(2), whose promises it keeps.
             if let Some(result) = unsafe { stub::map_copy(at, len, prot, flags, fd, offset) } {
                 return with_errno(result) as *mut c_void;
             }
         } else {
-            share::share_descriptor(fd);
+            let wanted = mapping::Wanted {
+                at,
+                len,
+                prot,
+                flags,
+                offset,
+            };
+            // SAFETY: what the program asked of mmap(2), whose promises it keeps.
+            if let Some(mapped) = unsafe { mapping::map_memory_file(fd, wanted) } {
+                if flags & libc::MAP_FIXED != 0 {
+                    probe::forget_pages();
+                }
+                return mapped as *mut c_void;
+            }
+            // A mapping shows what goes through the kernel, and only that.
+            if tag_of(fd) != tag::NONE {
+                share::share_descriptor(fd);
+            }
         }
+    }
+    if flags & libc::MAP_FIXED != 0 {
+        mapping::note_unmapped(at, len);
     }
     let mapped = forward!(MMAP(at, len, prot, flags, fd, offset));
     if flags & libc::MAP_FIXED != 0 {
@@ -132,6 +152,8 @@ unsafe fn do_mmap(
 }
 
 unsafe fn do_munmap(at: *mut c_void, len: size_t) -> c_int {
+    // First: another thread may map something there at once.
+    mapping::note_unmapped(at, len);
     let result = forward!(MUNMAP(at, len));
     probe::forget_pages();
     result
@@ -153,5 +175,8 @@ unsafe fn do_mremap(
 ) -> *mut c_void {
     let result = forward!(MREMAP(at, len, to_len, flags, to));
     probe::forget_pages();
+    if result != libc::MAP_FAILED {
+        mapping::note_moved(at, len, result, to_len);
+    }
     result
 }

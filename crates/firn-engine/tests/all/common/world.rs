@@ -400,7 +400,7 @@ impl World {
         while self.engine.room.spill_step() == SpillStep::More && !self.stopped() {}
     }
 
-    /// Moves files into memory files, so many steps or until none is left to move.
+    /// Moves files into memory files, for `steps` steps or until none is left to move.
     pub fn settle(&self, steps: u32) {
         for _ in 0..steps {
             if self.stopped() || matches!(self.engine.room.settle_step(), SettleStep::Idle { .. }) {

@@ -127,7 +127,7 @@ impl reply::Responder for Responder {
     }
 
     fn add_entry_plus(&mut self, entry: &ListedEntry<'_>, attributes: &Attributes) -> bool {
-        // The directory may not know what the entry is, as where files lie in lanes; who looked it up does.
+        // The directory may not know what the entry is, as where files lie in lanes; the lookup does.
         let entry = ListedEntry {
             ino: attributes.inode.0,
             kind: Some(attributes.attr.kind),
