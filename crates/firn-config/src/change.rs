@@ -64,7 +64,8 @@ mod tests {
         for name in FIXED_OPTIONS {
             assert!(row(name).is_some(), "{name}");
         }
-        let options = Options::default();
+        let mut options = Options::default();
+        options.settle();
         let error = change(&options, "arena-size=1G,close=held,ro,noexec").unwrap_err();
         let text = error.to_string();
         assert!(
