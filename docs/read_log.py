@@ -133,7 +133,7 @@ def replay(container, data):
     if "done-all" in names or "head" not in names:
         return data
     version, _name, base, _checksum = container.link("head").split()
-    if version != "firn-log-4":
+    if version != "firn-log-5":
         sys.exit(f"{container.path!r} has another version: {version}")
     if base != "-":
         data = data[: int(base)]
@@ -177,11 +177,13 @@ def main(backing, path):
     with open(plain, "rb") as file:
         data = bytearray(file.read())
     # In lanes the file has the number of its link.
-    of_file = sorted(name for name in top.names() if name.startswith(f"{os.lstat(plain).st_ino:016x}-"))
-    if len({name.split("-")[1] for name in of_file}) > 1:
-        sys.exit(f"logs of removed files with the same number are left: {of_file}")
-    for name in of_file:
-        data = replay(Own(name, top), data)
+    dirs = [name for name in top.names() if name.startswith(f"{os.lstat(plain).st_ino:016x}-")]
+    if len(dirs) > 1:
+        sys.exit(f"logs of removed files with the same number are left: {dirs}")
+    for name in dirs:
+        of_file = Own(name, top)
+        for container in sorted(inside for inside in of_file.names() if inside.startswith(name)):
+            data = replay(Own(container, of_file), data)
     sys.stdout.buffer.write(data)
 
 

@@ -128,7 +128,7 @@ fn has_containers<B: Backing>(backing: &Path, base: &B) -> Result<bool, AttachEr
         return Ok(false);
     };
     let names = own::list(base, &top).map_err(|errno| refused(errno.into()))?;
-    Ok(names.iter().any(|(name, ..)| firn_log::is_container(name)))
+    Ok(names.iter().any(|(name, ..)| firn_log::is_file_dir(name)))
 }
 
 /// Logs of files that are not in the backing: those that were not removed through Firn, and those that a host was
@@ -142,7 +142,7 @@ pub(crate) fn find_unowned<B: Backing>(
     let show = |kind: &'static str, containers: Vec<String>| {
         let shown = containers.into_iter().map(move |container| FoundOrphan {
             kind,
-            path: Path::new(TOP).join(CONTAINERS).join(container),
+            path: firn_log::container_path(&container),
             bytes: 0,
             is_removed: false,
         });

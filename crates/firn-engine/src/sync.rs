@@ -46,6 +46,14 @@ impl<B: Backing> Engine<B> {
         }
     }
 
+    /// Whether a close of this handle would have something to wait for, or to tell.
+    pub fn is_pending(&self, handle: HandleId) -> bool {
+        self.open_files.handle(handle).is_ok_and(|handle| {
+            let state = handle.file.lock();
+            !state.pending.is_empty() || state.direct.has_grant() || state.drain.failure().is_some()
+        })
+    }
+
     /// Counts how long a close waits for the backing from now on.
     fn time_close(&self, done: Done) -> Done {
         let base = Arc::clone(&self.base);

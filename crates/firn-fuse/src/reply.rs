@@ -111,6 +111,15 @@ pub(crate) enum HandleMode<I> {
     PassthroughMappings(Arc<I>),
 }
 
+/// Whether a close(2) of an open file is a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ClosesAs {
+    /// FLUSH, which close(2) waits for.
+    Request,
+    /// Nothing: the kernel tells of the last close alone, by RELEASE.
+    Nothing,
+}
+
 /// A successful answer.
 pub(crate) enum Answer<'a, I> {
     /// Nothing to tell.
@@ -123,6 +132,7 @@ pub(crate) enum Answer<'a, I> {
     Opened {
         handle: HandleId,
         mode: HandleMode<I>,
+        closing: ClosesAs,
     },
     /// Of create.
     Created {
@@ -547,6 +557,7 @@ pub(crate) mod tests {
             None => Answer::Opened {
                 handle,
                 mode: mode(),
+                closing: ClosesAs::Request,
             },
             Some(entry) => Answer::Created {
                 entry,

@@ -258,7 +258,12 @@ impl<'a, B: Backing> VoteDir<'a, B> {
 
     /// Whether this is the name of such a directory.
     pub fn is_retired(name: &str) -> bool {
-        name.starts_with(RETIRED)
+        Self::name_before_retired(name).is_some()
+    }
+
+    /// The name that such a directory had; `None` if this is not the name of one.
+    pub fn name_before_retired(name: &str) -> Option<&str> {
+        name.strip_prefix(RETIRED)?.split('.').next()
     }
 }
 

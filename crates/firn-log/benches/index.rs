@@ -145,8 +145,10 @@ fn measure(pattern: &str, offset_of: impl Fn(u64) -> u64) -> u64 {
 /// Bytes of indexes and of sorted ones.
 fn index_bytes(dir: &Path) -> (u64, u64) {
     let (mut frames, mut sorted) = (0, 0);
-    for container in std::fs::read_dir(dir.join(".firn/log")).expect("containers") {
-        let container = container.expect("a container").path();
+    let list = |path| std::fs::read_dir(path).expect("list").flatten();
+    let files = list(dir.join(".firn/log"));
+    for container in files.flat_map(|file| list(file.path())) {
+        let container = container.path();
         for entry in std::fs::read_dir(container).expect("a container") {
             let entry = entry.expect("a file");
             let bytes = entry.metadata().expect("a file").len();

@@ -21,7 +21,8 @@ pub use self::settle::{Left, Logged};
 
 use self::settle::{Ended, HostsGone};
 use crate::container::Memory;
-use crate::file::{ContainerSite, Listed, LoggedFile};
+use crate::file::{ContainerSite, LoggedFile};
+use crate::file_dir;
 use crate::file_id::FileId;
 use crate::orphans::{self, DEAD, DYING};
 use crate::tag::{self, Home};
@@ -105,17 +106,17 @@ struct Files<B: Backing> {
     known: HashMap<FileId, Arc<LoggedFile<B>>>,
     /// Files whose last name this host is removing: an open of one makes no container without a mark.
     dying: HashSet<FileId>,
-    /// When the containers were listed last, or are being listed.
+    /// When the files with containers were listed last, or are being listed.
     listed: Option<Instant>,
     listing: Arc<Listing>,
 }
 
-/// Names of all containers at one moment. The contents of a container are read at the first use of its file, so the cost
+/// The files with containers at one moment. Containers are listed and read at the first use of their file, so the cost
 /// follows the files in use.
 #[derive(Default)]
 struct Listing {
     began: Option<Instant>,
-    containers: HashMap<FileId, Vec<Listed>>,
+    files: HashSet<FileId>,
 }
 
 /// An object of a [`LogBacking`].
@@ -321,11 +322,7 @@ impl<B: Backing> LogBacking<B> {
         };
         let file = match self.find(Some(id))? {
             Some(file) => file,
-            None if own::find(&self.below, &self.top, OsStr::new(&id.container_name(0)))?
-                .is_none() =>
-            {
-                return Ok(None);
-            }
+            None if file_dir::find(&self.below, &self.top, id)?.is_none() => return Ok(None),
             None => self.find_or_add(id)?,
         };
         // A file whose containers cannot be read still has a time.
@@ -335,12 +332,12 @@ impl<B: Backing> LogBacking<B> {
         Ok(Some(file))
     }
 
-    /// Lists the containers again, if the last list is older than [`Setup::patience`].
+    /// Lists the files with containers again, if the last list is older than [`Setup::patience`].
     fn look_around(&self) -> Result<()> {
         self.look_around_after(self.setup.patience)
     }
 
-    /// Lists the containers again, if the last list is older than `patience`.
+    /// The same, if the last list is older than `patience`.
     fn look_around_after(&self, patience: Duration) -> Result<()> {
         {
             let mut files = self.files.lock();
@@ -352,26 +349,22 @@ impl<B: Backing> LogBacking<B> {
             files.listed = Some(Instant::now());
         }
         let began = Instant::now();
-        let mut containers: HashMap<FileId, Vec<Listed>> = HashMap::new();
-        for (name, dir, _) in own::list(&self.below, &self.top)? {
-            if let Some((id, number)) = FileId::of_container(&name) {
-                let listed = Listed { number, dir };
-                containers.entry(id).or_default().push(listed);
-            }
-        }
+        let logged: HashSet<FileId> = file_dir::list_files(&self.below, &self.top)?
+            .into_iter()
+            .collect();
         let without_containers: Vec<_> = {
             let mut files = self.files.lock();
-            for &id in containers.keys() {
+            for &id in &logged {
                 let new = || Arc::new(LoggedFile::new(id));
                 files.known.entry(id).or_insert_with(new);
             }
-            let has_none = |file: &&Arc<LoggedFile<B>>| !containers.contains_key(&file.id);
+            let has_none = |file: &&Arc<LoggedFile<B>>| !logged.contains(&file.id);
             let without = files.known.values().filter(has_none);
             let without = without.map(Arc::clone).collect();
             if files.listing.began < Some(began) {
                 files.listing = Arc::new(Listing {
                     began: Some(began),
-                    containers,
+                    files: logged,
                 });
             }
             without
@@ -389,9 +382,11 @@ impl<B: Backing> LogBacking<B> {
         let Some(began) = listing.began else {
             return;
         };
-        let listed = listing.containers.get(&file.id).map(Vec::as_slice);
+        let is_listed = listing.files.contains(&file.id);
         // The next open of the file returns the error.
-        if let Err(error) = file.look_at_shared(&self.place(), began, listed) {
+        let place = self.place();
+        let looked = file.look_after_listing(&place, began, is_listed);
+        if let Err(error) = looked.and_then(|()| file.look_after_sync(&place)) {
             tracing::debug!(ino = file.id.ino, %error, "containers cannot be read");
         }
     }
@@ -485,13 +480,10 @@ impl<B: Backing> LogBacking<B> {
     fn see_others(&self, opened: &Opened<B>) -> Result<()> {
         let place = self.place();
         let file = &opened.file;
-        file.wait_for(&place, &mut || {
-            file.look_again(&place)?;
-            match opened.access {
-                Access::Read => Ok(()),
-                Access::Write | Access::ReadWrite => file.take_epoch(&place),
-            }
-        })?;
+        file.wait_for(&place, &mut || file.look_again(&place))?;
+        if opened.access != Access::Read {
+            file.raise_epoch();
+        }
         if !file.is_logged() {
             // Another host may have written the plain file.
             self.below.attr_now(&opened.inode)?;

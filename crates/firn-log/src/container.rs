@@ -72,6 +72,8 @@ pub struct Container<B: Backing> {
     own: Mutex<OwnState<B>>,
     own_made: Condvar,
     is_sorting: AtomicBool,
+    /// The last look found that all bytes are in the plain file.
+    was_seen_flat: AtomicBool,
     /// Fault that the last look found; a backing that is behind may be the reason.
     fault: Mutex<Option<String>>,
     /// The last record of the file's time that this host knows of, and its number.
@@ -213,6 +215,7 @@ impl<B: Backing> Container<B> {
             own: Mutex::new(OwnState::None),
             own_made: Condvar::new(),
             is_sorting: AtomicBool::new(false),
+            was_seen_flat: AtomicBool::new(false),
             fault: Mutex::default(),
             time: Mutex::default(),
             news: AtomicU64::new(next_change()),
@@ -292,7 +295,8 @@ impl<B: Backing> Container<B> {
         Ok(())
     }
 
-    fn raise_epoch(&self) {
+    /// What this host writes from now on is newer than all that it has read of indexes.
+    pub(crate) fn raise_epoch(&self) {
         let last = self.view.lock().last_epoch();
         let next = last.map_or(0, |last| last + 1);
         self.epoch.fetch_max(next, Ordering::AcqRel);
@@ -364,15 +368,26 @@ impl<B: Backing> Container<B> {
         self.add_own(base, &own, appended)
     }
 
-    /// Makes what this host wrote durable and known to others.
+    /// Makes what this host wrote durable and known to others, and sees what others wrote.
     pub fn sync(&self, base: &B) -> Result<()> {
+        self.sync_own(base)?;
+        self.take_epoch(base)
+    }
+
+    /// Makes what this host wrote durable and known to others.
+    pub(crate) fn sync_own(&self, base: &B) -> Result<()> {
         if let Some(own) = self.made_own() {
             let appended = own.sync(base, self.epoch.load(Ordering::Acquire))?;
             if let Some(appended) = appended {
                 self.note_appended(&own, appended);
             }
         }
-        self.take_epoch(base)
+        Ok(())
+    }
+
+    /// Whether the last look found that all bytes are in the plain file.
+    pub(crate) fn was_seen_flat(&self) -> bool {
+        self.was_seen_flat.load(Ordering::Acquire)
     }
 
     /// Bytes of the file below that count.

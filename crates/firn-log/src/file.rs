@@ -3,7 +3,6 @@
 //! A generation is a container. A new one is made when the last one is ending and writes continue. The lowest lies over
 //! the plain file; when it is flat, the next one does.
 
-use std::ffi::OsStr;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -12,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use crate::behind::{Behind, is_gone, read_whole};
 use crate::container::{ChangeError, Changed, Container, Memory, Walk, next_change};
+use crate::file_dir::{self, Listed};
 use crate::file_id::FileId;
 use crate::frame::Change;
 use crate::head::{self, HEAD, Head};
@@ -24,7 +24,7 @@ use crate::seal::{Ending, Flat, WRITING};
 use crate::tag::{self, Home};
 use firn_backing::lock::Mutex;
 use firn_backing::{Access, Attr, Backing, DataPart, Errno, LocateLimits, Result, Seek, Time};
-use firn_hosts::{VoteDir, own};
+use firn_hosts::{OwnError, VoteDir, own};
 use parking_lot::Condvar;
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -67,9 +67,11 @@ pub(crate) struct LoggedFile<B: Backing> {
 #[derive(Default)]
 struct Looks {
     is_under_way: bool,
-    /// Begin of the last listing that was looked at.
+    /// When this host synced the file last, until it has looked what others had synced by then: before it uses the file.
+    synced: Option<Instant>,
+    /// Begin of the last look.
     last: Option<Instant>,
-    /// Begin of the last listing that was looked at, also if the look failed.
+    /// The same, also if the look failed.
     last_tried: Option<Instant>,
 }
 
@@ -97,6 +99,7 @@ pub(crate) struct ToldOf<'a> {
 }
 
 struct Generation<B: Backing> {
+    id: FileId,
     number: u32,
     /// Inode number of its directory, which is held open: a later container may have the same name.
     dir: u64,
@@ -111,14 +114,6 @@ struct Generation<B: Backing> {
     is_name_durable: AtomicBool,
     /// This host has tagged the plain file.
     is_tagged: AtomicBool,
-}
-
-/// A container that a listing has.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct Listed {
-    pub(crate) number: u32,
-    /// Inode number of its directory.
-    pub(crate) dir: u64,
 }
 
 /// Where containers are, and the identity of this host.
@@ -136,10 +131,26 @@ pub(crate) struct ContainerSite<'a, B: Backing> {
     pub(crate) is_alive: &'a IsAlive<'a>,
 }
 
-impl<B: Backing> ContainerSite<'_, B> {
+impl<'a, B: Backing> ContainerSite<'a, B> {
     /// That of what this host writes to a file.
     pub(crate) fn turn_of(&self, id: FileId) -> u64 {
         self.turn.wrapping_add(xxh3_64(&id.ino.to_le_bytes()))
+    }
+
+    /// The end of a container, which has this name; None if it is gone.
+    fn ending<'c>(
+        &self,
+        id: FileId,
+        container: &'c Container<B>,
+        name: &str,
+    ) -> Result<Option<Ending<'c, B>>>
+    where
+        'a: 'c,
+    {
+        match file_dir::find(self.base, self.top, id)? {
+            Some(dir) => Ending::of(self.base, container, &dir, name),
+            None => Ok(None),
+        }
     }
 }
 
@@ -242,39 +253,73 @@ impl<B: Backing> LoggedFile<B> {
         self.looks.lock().last_tried.is_some()
     }
 
-    /// Opens the generations of a listing that this call made, beginning at `began`. A look at a later listing makes this one
-    /// void. Where a generation cannot be read, the file is not read before a later look.
-    pub(crate) fn look(
-        &self,
-        place: &ContainerSite<'_, B>,
-        began: Instant,
-        listed: &[Listed],
-    ) -> Result<()> {
+    /// Looks for the generations that there are. A look that began later makes this one void. Where a generation cannot be
+    /// read, the file is not read before a later look.
+    pub(crate) fn look_again(&self, place: &ContainerSite<'_, B>) -> Result<()> {
+        let began = Instant::now();
         let is_seen = |looks: &Looks| looks.last.is_some_and(|last| last > began);
-        self.look_unless(&is_seen, place, began, listed)
+        self.look_unless(&is_seen, place, began)
     }
 
-    /// [`LoggedFile::look`] with a listing that several threads use: the first one looks, the others wait for it.
-    pub(crate) fn look_at_shared(
+    /// Looks for the generations that there are, unless that was done since this host synced the file. A writer that syncs
+    /// and closes the file never reads what others wrote.
+    pub(crate) fn look_after_sync(&self, place: &ContainerSite<'_, B>) -> Result<()> {
+        let (synced, last) = {
+            let looks = self.looks.lock();
+            (looks.synced, looks.last)
+        };
+        if synced.is_none() {
+            return Ok(());
+        }
+        if last < synced {
+            self.look_again(place)?;
+        }
+        self.raise_epoch();
+        let mut looks = self.looks.lock();
+        // Another sync may have ended meanwhile.
+        if looks.synced == synced {
+            looks.synced = None;
+        }
+        Ok(())
+    }
+
+    /// What this host writes from now on is newer than all that it has seen.
+    pub(crate) fn raise_epoch(&self) {
+        if let Some(top) = self.all().last() {
+            top.container.raise_epoch();
+        }
+    }
+
+    /// The bytes that others synced until now are seen by the next use of the file ([`LoggedFile::look_after_sync`]).
+    /// What readers have of it ends here: which of that is old is known only then.
+    fn note_synced(&self) {
+        self.looks.lock().synced = Some(Instant::now());
+        if self.is_logged() {
+            self.changes.fetch_max(next_change(), Ordering::AcqRel);
+        }
+    }
+
+    /// The same after a listing of all files that several threads use: the first one looks, the others wait for it.
+    /// `began` is when the listing began, `is_listed` whether it has the file.
+    pub(crate) fn look_after_listing(
         &self,
         place: &ContainerSite<'_, B>,
         began: Instant,
-        listed: Option<&[Listed]>,
+        is_listed: bool,
     ) -> Result<()> {
-        if listed.is_none() && !self.has_containers() {
+        if !is_listed && !self.has_containers() {
             return Ok(());
         }
         let is_seen = |looks: &Looks| looks.last_tried.is_some_and(|last| last >= began);
-        self.look_unless(&is_seen, place, began, listed.unwrap_or_default())
+        self.look_unless(&is_seen, place, began)
     }
 
-    /// Opens the generations that are listed, and forgets those that are gone or flat.
+    /// Opens the generations that there are, and forgets those that are gone or flat.
     fn look_unless(
         &self,
         is_seen: &dyn Fn(&Looks) -> bool,
         place: &ContainerSite<'_, B>,
         began: Instant,
-        listed: &[Listed],
     ) -> Result<()> {
         {
             let mut looks = self.looks.lock();
@@ -287,7 +332,7 @@ impl<B: Backing> LoggedFile<B> {
             looks.is_under_way = true;
             looks.last_tried = looks.last_tried.max(Some(began));
         }
-        let seen = self.look_alone(place, listed);
+        let seen = self.look_alone(place);
         *self.trouble.lock() = seen.err();
         let mut looks = self.looks.lock();
         looks.is_under_way = false;
@@ -300,8 +345,8 @@ impl<B: Backing> LoggedFile<B> {
 
     /// One look at a time: of two that find the same container both would open it, and what this host knows of its own
     /// logs would be lost with one of them.
-    fn look_alone(&self, place: &ContainerSite<'_, B>, listed: &[Listed]) -> Result<()> {
-        let mut listed = listed.to_vec();
+    fn look_alone(&self, place: &ContainerSite<'_, B>) -> Result<()> {
+        let mut listed = self.list(place)?;
         listed.sort_unstable();
         let known = self.all();
         let mut found = Vec::new();
@@ -326,10 +371,8 @@ impl<B: Backing> LoggedFile<B> {
             let Some(generation) = generation else {
                 continue;
             };
-            if generation.is_flat(place)? {
-                continue;
-            }
             match generation.container.refresh(place.base) {
+                _ if generation.container.was_seen_flat() => continue,
                 // Another host was faster, and is removing it.
                 Err(_) if generation.is_flat(place)? => continue,
                 refreshed => refreshed?,
@@ -395,7 +438,8 @@ impl<B: Backing> LoggedFile<B> {
         number: u32,
     ) -> Result<Option<Generation<B>>> {
         let name = self.id.container_name(number);
-        let Some((dir, attr)) = own::find_dir(place.base, place.top, &name)? else {
+        let find = || file_dir::find_container(place.base, place.top, self.id, number);
+        let Some((dir, attr)) = find()? else {
             return Ok(None);
         };
         let head = match head::load(place.base, &dir, self.id, number)? {
@@ -403,9 +447,7 @@ impl<B: Backing> LoggedFile<B> {
             // It is being made: it has no writes yet.
             Ok(None) => return Ok(None),
             // Removed since it was opened.
-            Err(_) if own::find_dir(place.base, place.top, &name)?.is_none() => {
-                return Ok(None);
-            }
+            Err(_) if find()?.is_none() => return Ok(None),
             Err(error) => {
                 tracing::error!(
                     container = name,
@@ -419,6 +461,7 @@ impl<B: Backing> LoggedFile<B> {
         let container = Container::open_unread(dir, &name, place.host, base_bytes, place.memory)
             .in_turn(place.turn_of(self.id));
         Ok(Some(Generation {
+            id: self.id,
             number,
             dir: attr.ino,
             name,
@@ -489,6 +532,7 @@ impl<B: Backing> LoggedFile<B> {
         buf: &mut [u8],
         offset: u64,
     ) -> Result<usize> {
+        self.look_after_sync(place)?;
         for _ in 0..LOOKS_MAX {
             self.trouble()?;
             self.check_lost()?;
@@ -516,6 +560,7 @@ impl<B: Backing> LoggedFile<B> {
         range: Range<u64>,
         limits: LocateLimits,
     ) -> Result<Locating> {
+        self.look_after_sync(place)?;
         for _ in 0..LOOKS_MAX {
             self.trouble()?;
             self.check_lost()?;
@@ -554,6 +599,7 @@ impl<B: Backing> LoggedFile<B> {
         offset: u64,
         what: Seek,
     ) -> Result<u64> {
+        self.look_after_sync(place)?;
         let len = self.len(plain_bytes);
         if offset >= len {
             return Err(Errno::NXIO);
@@ -578,20 +624,9 @@ impl<B: Backing> LoggedFile<B> {
         }
     }
 
-    /// Looks for the generations that there are.
-    pub(crate) fn look_again(&self, place: &ContainerSite<'_, B>) -> Result<()> {
-        let began = Instant::now();
-        self.look(place, began, &self.list(place)?)
-    }
-
     /// The containers of the file that have a name.
     fn list(&self, place: &ContainerSite<'_, B>) -> Result<Vec<Listed>> {
-        let names = own::list(place.base, place.top)?;
-        let listed = names.iter().filter_map(|(name, dir, _)| {
-            let (id, number) = FileId::of_container(name)?;
-            (id == self.id).then_some(Listed { number, dir: *dir })
-        });
-        Ok(listed.collect())
+        Ok(file_dir::list(place.base, place.top, self.id)?)
     }
 
     /// Says that it is to lose its last name, or has lost it.
@@ -613,7 +648,15 @@ impl<B: Backing> LoggedFile<B> {
         place: &ContainerSite<'_, B>,
         visit: &mut dyn FnMut(&VoteDir<'_, B>) -> Result<()>,
     ) -> Result<()> {
-        for listed in self.list(place)? {
+        let listed = match file_dir::list(place.base, place.top, self.id) {
+            Err(OwnError::Backing(error)) => return Err(error),
+            Err(error) => {
+                tracing::warn!("the containers of a file are left as they are: {error}");
+                return Ok(());
+            }
+            Ok(listed) => listed,
+        };
+        for listed in listed {
             let name = self.id.container_name(listed.number);
             let find = || Found::find(place.base, place.top, &name, place.host);
             let Found::Container(container) = find()? else {
@@ -625,21 +668,6 @@ impl<B: Backing> LoggedFile<B> {
             }
         }
         Ok(())
-    }
-
-    /// What this host writes from now on is newer than what others have published.
-    pub(crate) fn take_epoch(&self, place: &ContainerSite<'_, B>) -> Result<()> {
-        for _ in 0..LOOKS_MAX {
-            let Some(top) = self.all().pop() else {
-                return Ok(());
-            };
-            match top.container.take_epoch(place.base) {
-                // Another host has flattened it since it was looked at, and removed it.
-                Err(_) if !top.is_current(place)? => self.look_again(place)?,
-                taken => return taken,
-            }
-        }
-        Err(Errno::IO)
     }
 
     /// This host is going to write to it.
@@ -730,6 +758,7 @@ impl<B: Backing> LoggedFile<B> {
         make: &dyn Fn(&Container<B>) -> Changed,
     ) -> Result<()> {
         self.is_written.store(true, Ordering::Release);
+        self.look_after_sync(place)?;
         for _ in 0..LOOKS_MAX {
             self.trouble()?;
             let top = self.join(place, plain)?;
@@ -778,8 +807,12 @@ impl<B: Backing> LoggedFile<B> {
             return Ok(());
         }
         let number = last.map_or(0, |last| last + 1);
-        let name = self.id.container_name(number);
-        let dir = own::dir(place.base, place.top, &name)?;
+        let dir = match file_dir::make_container(place.base, place.top, self.id, number) {
+            // Another host removes the directory of the file: it is made anew.
+            Err(OwnError::Backing(error)) if is_gone(error) => return Ok(()),
+            made => made?,
+        };
+        let find = || file_dir::find_container(place.base, place.top, self.id, number);
         // Asked after the container was made: a removal of the last name marks the containers that exist by then.
         if self.is_removed.load(Ordering::Acquire) {
             own::store(place.base, &dir, DEAD, place.host.as_bytes())?;
@@ -788,7 +821,7 @@ impl<B: Backing> LoggedFile<B> {
         }
         match self.put_head(place, number, plain) {
             // It was there, and was flat and removed meanwhile.
-            Err(_) if own::find_dir(place.base, place.top, &name)?.is_none() => Ok(()),
+            Err(_) if find()?.is_none() => Ok(()),
             put => put,
         }
     }
@@ -803,7 +836,7 @@ impl<B: Backing> LoggedFile<B> {
     ) -> Result<()> {
         let name = self.id.container_name(number);
         let container = Container::open_unread(dir, &name, place.host, 0, place.memory);
-        let Some(ending) = Ending::of(place.base, &container, place.top, &name)? else {
+        let Some(ending) = place.ending(self.id, &container, &name)? else {
             return Ok(());
         };
         // They found a head that this host does not see yet.
@@ -831,8 +864,8 @@ impl<B: Backing> LoggedFile<B> {
         plain: &PlainBytes<'_>,
     ) -> Result<()> {
         let numbers = self.list(place)?;
-        let name = self.id.container_name(number);
-        let Some((dir, _)) = own::find_dir(place.base, place.top, &name)? else {
+        let found = file_dir::find_container(place.base, place.top, self.id, number)?;
+        let Some((dir, _)) = found else {
             return Ok(());
         };
         let has_none = || -> Result<bool> {
@@ -854,8 +887,15 @@ impl<B: Backing> LoggedFile<B> {
         Head::new(self.id, number, plain_bytes).put(place.base, &dir)
     }
 
-    /// Makes what this host wrote durable and known.
+    /// Makes what this host wrote durable and known. Its next use of the file sees what others have synced.
     pub(crate) fn sync(&self, place: &ContainerSite<'_, B>) -> Result<()> {
+        self.sync_own(place)?;
+        self.note_synced();
+        Ok(())
+    }
+
+    /// Makes what this host wrote durable and known.
+    fn sync_own(&self, place: &ContainerSite<'_, B>) -> Result<()> {
         for generation in self.all() {
             if generation.is_joined.load(Ordering::Acquire) {
                 match generation.sync(place) {
@@ -882,7 +922,7 @@ impl<B: Backing> LoggedFile<B> {
 
     /// This host writes to it no more, and has published what it wrote.
     pub(crate) fn end_writing(&self, place: &ContainerSite<'_, B>) -> Result<()> {
-        self.sync(place)?;
+        self.sync_own(place)?;
         for generation in self.all() {
             generation.end_writing(place)?;
         }
@@ -918,6 +958,7 @@ impl<B: Backing> LoggedFile<B> {
             let generations = self.all();
             let Some(lowest) = generations.first() else {
                 if !self.has_remains.load(Ordering::Acquire) {
+                    file_dir::remove_empty(place.base, place.top, self.id)?;
                     return Ok(Flattened::Flat);
                 }
                 self.end_remains(place, &|| Ok(place.base.attr_now(inode)?.size))?;
@@ -988,12 +1029,13 @@ impl<B: Backing> LoggedFile<B> {
         teller: &mut Teller<'_>,
     ) -> Result<bool> {
         let name = self.id.container_name(number);
-        let Some((dir, _)) = own::find_dir(place.base, place.top, &name)? else {
+        let found = file_dir::find_container(place.base, place.top, self.id, number)?;
+        let Some((dir, _)) = found else {
             return Ok(true);
         };
         let memory = place.memory;
         let container = Container::open_unread(dir, &name, place.host, plain.size, memory);
-        let Some(ending) = Ending::of(place.base, &container, place.top, &name)? else {
+        let Some(ending) = place.ending(self.id, &container, &name)? else {
             return Ok(true);
         };
         let is_other_alive = |host: &str| Ok(host != place.host && is_alive(host)?);
@@ -1020,6 +1062,7 @@ impl<B: Backing> LoggedFile<B> {
     /// Removes all containers of the file, which has no name and is not open.
     pub(crate) fn remove(&self, place: &ContainerSite<'_, B>) -> Result<()> {
         self.visit_containers(place, &mut |container| container.retire())?;
+        file_dir::remove_empty(place.base, place.top, self.id)?;
         let old = std::mem::take(&mut *self.generations.lock());
         drop(old);
         Ok(())
@@ -1029,7 +1072,7 @@ impl<B: Backing> LoggedFile<B> {
 impl<B: Backing> Generation<B> {
     /// None if it is gone: a later container may have its name.
     fn ending<'a>(&'a self, place: &ContainerSite<'a, B>) -> Result<Option<Ending<'a, B>>> {
-        let found = Ending::of(place.base, &self.container, place.top, &self.name)?;
+        let found = place.ending(self.id, &self.container, &self.name)?;
         Ok(found.filter(|ending| ending.votes().ino() == self.dir))
     }
 
@@ -1051,7 +1094,7 @@ impl<B: Backing> Generation<B> {
 
     /// Makes what this host wrote durable and known.
     fn sync(&self, place: &ContainerSite<'_, B>) -> Result<()> {
-        self.container.sync(place.base)?;
+        self.container.sync_own(place.base)?;
         if self.container.has_own_log() {
             self.sync_name(place)
         } else {
@@ -1062,7 +1105,7 @@ impl<B: Backing> Generation<B> {
     /// Makes its name durable, once.
     fn sync_name(&self, place: &ContainerSite<'_, B>) -> Result<()> {
         if !self.is_name_durable.load(Ordering::Acquire) {
-            place.base.sync_dir(place.top)?;
+            file_dir::sync(place.base, place.top, self.id)?;
             self.is_name_durable.store(true, Ordering::Release);
         }
         Ok(())
@@ -1126,7 +1169,7 @@ impl<B: Backing> Generation<B> {
 
     /// Whether its name still leads to it.
     fn is_current(&self, place: &ContainerSite<'_, B>) -> Result<bool> {
-        let found = own::find(place.base, place.top, OsStr::new(&self.name))?;
+        let found = file_dir::find_container(place.base, place.top, self.id, self.number)?;
         Ok(found.is_some_and(|(_, attr)| attr.ino == self.dir))
     }
 

@@ -1,4 +1,4 @@
-//! Which file a container is of, and the names of containers.
+//! Which file a container is of, and the names of containers and of their directories.
 
 use std::ffi::OsStr;
 
@@ -55,23 +55,33 @@ impl FileId {
         }
     }
 
+    /// Name of the directory in `.firn/log` that has the containers.
+    pub(crate) fn dir_name(self) -> String {
+        format!("{:016x}-{:016x}", self.ino, self.birth)
+    }
+
+    /// Name of a container in that directory. It has the name of the file too, so messages need no path.
     pub(crate) fn container_name(self, generation: u32) -> String {
-        format!("{:016x}-{:016x}-{generation:08x}", self.ino, self.birth)
+        format!("{}-{generation:08x}", self.dir_name())
+    }
+
+    /// The file that a directory in `.firn/log` is of.
+    pub(crate) fn of_dir(name: &[u8]) -> Option<Self> {
+        let name = std::str::from_utf8(name).ok()?;
+        let (ino, birth) = name.split_once('-')?;
+        let id = Self {
+            ino: u64::from_str_radix(ino, 16).ok()?,
+            birth: u64::from_str_radix(birth, 16).ok()?,
+        };
+        (id.dir_name() == name).then_some(id)
     }
 
     /// The file and the generation that a container's name is of.
     pub(crate) fn of_container(name: &[u8]) -> Option<(Self, u32)> {
         let name = std::str::from_utf8(name).ok()?;
-        let mut fields = name.split('-');
-        let mut number = |digits: usize| {
-            let field = fields.next().filter(|field| field.len() == digits)?;
-            u64::from_str_radix(field, 16).ok()
-        };
-        let id = Self {
-            ino: number(16)?,
-            birth: number(16)?,
-        };
-        let generation = u32::try_from(number(8)?).ok()?;
+        let (dir, generation) = name.rsplit_once('-')?;
+        let id = Self::of_dir(dir.as_bytes())?;
+        let generation = u32::from_str_radix(generation, 16).ok()?;
         (id.container_name(generation) == name).then_some((id, generation))
     }
 }
@@ -84,7 +94,7 @@ fn load_number<B: Backing>(base: &B, inode: &B::Inode) -> Result<Option<u64>> {
     }
 }
 
-/// Whether a name in `.firn/log` is that of a container.
-pub fn is_container(name: &[u8]) -> bool {
-    FileId::of_container(name).is_some()
+/// Whether a name in `.firn/log` is that of the directory of a file.
+pub fn is_file_dir(name: &[u8]) -> bool {
+    FileId::of_dir(name).is_some()
 }

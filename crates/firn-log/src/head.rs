@@ -4,7 +4,7 @@
 //! byte of data that would have to be synced before it counts. So making a container waits for no device.
 //!
 //! ```text
-//! firn-log-4 INO-BIRTH-GENERATION BASE CRC
+//! firn-log-5 INO-BIRTH-GENERATION BASE CRC
 //!
 //! INO-BIRTH-GENERATION   the container's name
 //! BASE                   bytes of the plain file that count below it; - where it lies over another generation
@@ -27,7 +27,7 @@ use crate::seal::{CLOSING, SEAL_NAME};
 
 const MAGIC: &str = "firn-log-";
 /// What containers are made and read with.
-pub const VERSION: u32 = 4;
+pub const VERSION: u32 = 5;
 /// Version of containers whose heads were files.
 const VERSION_OF_FILES: u32 = 1;
 

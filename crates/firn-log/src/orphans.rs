@@ -25,6 +25,7 @@ use firn_hosts::{OwnError, VoteDir};
 
 use crate::backing::{CONTAINERS, Liveness};
 use crate::behind::is_gone;
+use crate::file_dir::{self, Listed};
 use crate::file_id::FileId;
 use crate::head::HEAD;
 use crate::names::Writer;
@@ -42,9 +43,10 @@ pub(crate) enum Found<'a, B: Backing> {
 }
 
 impl<'a, B: Backing> Found<'a, B> {
-    /// Looks for the container of this name.
+    /// Looks for the container of this name. The name of a file's directory stands for all that may be in it, where that
+    /// is not to be believed.
     pub(crate) fn find(base: &'a B, top: &B::Inode, name: &str, host: &'a str) -> Result<Self> {
-        match VoteDir::find(base, top, name, host) {
+        match find_in_file_dir(base, top, name, host) {
             Ok(Some(container)) => Ok(Self::Container(container)),
             Ok(None) => Ok(Self::Gone),
             Err(OwnError::Backing(error)) => Err(error),
@@ -53,6 +55,22 @@ impl<'a, B: Backing> Found<'a, B> {
                 Ok(Self::Distrusted)
             }
         }
+    }
+}
+
+fn find_in_file_dir<'a, B: Backing>(
+    base: &'a B,
+    top: &B::Inode,
+    name: &str,
+    host: &'a str,
+) -> std::result::Result<Option<VoteDir<'a, B>>, OwnError> {
+    let container = FileId::of_container(name.as_bytes()).map(|(id, _)| id);
+    let Some(id) = container.or_else(|| FileId::of_dir(name.as_bytes())) else {
+        return Ok(None);
+    };
+    match file_dir::find(base, top, id)? {
+        Some(dir) if container.is_some() => VoteDir::find(base, &dir, name, host),
+        _ => Ok(None),
     }
 }
 
@@ -81,11 +99,11 @@ pub(crate) fn end_last_life<B: Backing>(
     is_alive: &Liveness,
 ) -> std::result::Result<HashSet<String>, OwnError> {
     let is_over = |by: &str| -> Result<bool> { Ok(by == host || !is_alive(by)?) };
-    put_off(VoteDir::remove_retired(base, top))?;
+    put_off(remove_remains(base, top))?;
     let mut marked = HashSet::new();
     for (_, name) in list_containers(base, top)? {
         // One that is not as it must be is not read either, and is named where its file is opened.
-        let Ok(Some(container)) = VoteDir::find(base, top, &name, host) else {
+        let Ok(Some(container)) = find_in_file_dir(base, top, &name, host) else {
             continue;
         };
         container.withdraw_hint(WRITING)?;
@@ -94,7 +112,7 @@ pub(crate) fn end_last_life<B: Backing>(
         };
         let is_removed = mark.is_dead
             && is_over(&mark.by)?
-            && put_off(remove_unused(&container, host, is_alive))?.unwrap_or(false);
+            && put_off(remove_unused(base, top, &container, is_alive))?.unwrap_or(false);
         if !is_removed && mark.by == host {
             marked.insert(name);
         }
@@ -134,21 +152,26 @@ fn put_off<T>(removed: Result<T>) -> Result<Option<T>> {
 
 /// Removes a container whose file has no users, unless another host that lives writes to it.
 fn remove_unused<B: Backing>(
+    base: &B,
+    top: &B::Inode,
     container: &VoteDir<'_, B>,
-    host: &str,
     is_alive: &Liveness,
 ) -> Result<bool> {
     for writer in container.hosts(WRITING)? {
-        if writer != host && is_alive(&writer)? {
+        if writer != container.host() && is_alive(&writer)? {
             return Ok(false);
         }
     }
     match container.retire() {
-        Ok(()) => Ok(true),
+        Ok(()) => {}
         // Another host came first, if the name does not lead to it any more.
-        Err(error) if is_gone(error) && !container.is_current()? => Ok(true),
-        Err(error) => Err(error),
+        Err(error) if is_gone(error) && !container.is_current()? => {}
+        Err(error) => return Err(error),
     }
+    if let Some((id, _)) = FileId::of_container(container.name().as_bytes()) {
+        file_dir::remove_empty(base, top, id)?;
+    }
+    Ok(true)
 }
 
 /// Result of the search for containers without files.
@@ -187,7 +210,7 @@ impl<B: Backing> Search<'_, B> {
     ///
     /// Files are searched for in all of the backing, and only where a container gives reason to.
     pub(crate) fn run(&self, scope: Scope) -> Result<Orphans> {
-        put_off(VoteDir::remove_retired(self.base, self.top))?;
+        put_off(remove_remains(self.base, self.top))?;
         let mut orphans = Orphans::default();
         let mut wanted = Vec::new();
         for (id, name) in list_containers(self.base, self.top)? {
@@ -248,7 +271,7 @@ impl<B: Backing> Search<'_, B> {
         name: String,
         orphans: &mut Orphans,
     ) -> Result<()> {
-        if remove_unused(container, self.host, self.is_alive)? {
+        if remove_unused(self.base, self.top, container, self.is_alive)? {
             orphans.removed.push(name)
         } else {
             orphans.waiting.push(name)
@@ -260,7 +283,7 @@ impl<B: Backing> Search<'_, B> {
 /// Removes what is left of containers whose removal some host began.
 pub fn remove_retired<B: Backing>(base: &B) -> std::result::Result<(), OwnError> {
     if let Some(top) = find_top(base)? {
-        put_off(VoteDir::remove_retired(base, &top))?;
+        put_off(remove_remains(base, &top))?;
     }
     Ok(())
 }
@@ -279,7 +302,13 @@ pub fn find_unowned<B: Backing>(base: &B) -> Result<Unowned> {
     let Some(top) = find_top(base)? else {
         return Ok(unowned);
     };
-    unowned.unfinished = VoteDir::find_retired(base, &top)?;
+    for id in file_dir::list_files(base, &top)? {
+        if let Some(dir) = file_dir::find(base, &top, id).ok().flatten() {
+            unowned
+                .unfinished
+                .extend(VoteDir::find_retired(base, &dir)?);
+        }
+    }
     let containers = list_containers(base, &top)?;
     for name in search_files(base, containers)?.missing {
         match Found::find(base, &top, &name, "")? {
@@ -352,13 +381,35 @@ fn is_lost<B: Backing>(container: &VoteDir<'_, B>) -> Result<bool> {
     Ok(is_written && !is_marked)
 }
 
+/// All containers. Where the directory of a file is not to be believed, its name stands for them.
 fn list_containers<B: Backing>(base: &B, top: &B::Inode) -> Result<Vec<(FileId, String)>> {
-    let names = own::list(base, top)?.into_iter();
-    let containers = names.filter_map(|(name, ..)| {
-        let (id, _) = FileId::of_container(&name)?;
-        Some((id, String::from_utf8(name).ok()?))
-    });
-    Ok(containers.collect())
+    let mut containers = Vec::new();
+    for id in file_dir::list_files(base, top)? {
+        match file_dir::list(base, top, id) {
+            Ok(listed) => {
+                let named = |listed: &Listed| (id, id.container_name(listed.number));
+                containers.extend(listed.iter().map(named));
+            }
+            Err(OwnError::Backing(error)) => return Err(error),
+            Err(_) => containers.push((id, id.dir_name())),
+        }
+    }
+    Ok(containers)
+}
+
+/// Removes what is left of containers whose removal a host began, and directories of files that have no container.
+fn remove_remains<B: Backing>(base: &B, top: &B::Inode) -> Result<()> {
+    for id in file_dir::list_files(base, top)? {
+        match file_dir::find(base, top, id) {
+            Ok(Some(dir)) => VoteDir::remove_retired(base, &dir)?,
+            Ok(None) => continue,
+            Err(OwnError::Backing(error)) => return Err(error),
+            // It is left as it is, and named where its file is opened.
+            Err(_) => continue,
+        }
+        file_dir::remove_empty(base, top, id)?;
+    }
+    Ok(())
 }
 
 /// Whether a directory in `.firn` has files that are to get names: those of transactions and stub trees. A file whose

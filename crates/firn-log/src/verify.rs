@@ -9,6 +9,7 @@ use firn_hosts::own::{self, TOP};
 use firn_hosts::{OwnError, VoteDir};
 
 use crate::backing::CONTAINERS;
+use crate::file_dir;
 use crate::file_id::FileId;
 use crate::frame::{CHECKED_BYTES, Change, Frame, Next, Written};
 use crate::head::{self, HEAD, HeadError};
@@ -73,6 +74,13 @@ impl Finding {
             host: None,
             offset: None,
             fault: Fault::Unfinished,
+        }
+    }
+
+    fn distrusted(container: String, why: &OwnError) -> Self {
+        Self {
+            fault: Fault::Distrusted(why.to_string()),
+            ..Self::unfinished(container)
         }
     }
 }
@@ -147,9 +155,39 @@ pub fn verify<B: Backing>(base: &B) -> Result<Verified> {
         return Ok(verified);
     };
     let mut dying = Vec::new();
-    for (name, ..) in own::list(base, &top)? {
+    for file in file_dir::list_files(base, &top)? {
+        verify_file(base, &top, file, &mut verified, &mut dying)?;
+    }
+    // A host is about to remove the name of these, or has removed it.
+    let removed = orphans::search_files(base, dying)?.missing;
+    let unfinished = removed.into_iter().map(Finding::unfinished);
+    verified.findings.extend(unfinished);
+    Ok(verified)
+}
+
+/// Reads the containers of a file; `dying` gets those whose file a host is removing.
+fn verify_file<B: Backing>(
+    base: &B,
+    top: &B::Inode,
+    file: FileId,
+    verified: &mut Verified,
+    dying: &mut Vec<(FileId, String)>,
+) -> Result<()> {
+    let dir = match file_dir::find(base, top, file) {
+        Ok(Some(dir)) => dir,
+        Ok(None) => return Ok(()),
+        Err(OwnError::Backing(errno)) => return Err(errno),
+        Err(error) => {
+            verified.containers += 1;
+            let distrusted = Finding::distrusted(file.dir_name(), &error);
+            verified.findings.push(distrusted);
+            return Ok(());
+        }
+    };
+    for (name, ..) in own::list(base, &dir)? {
         let container = String::from_utf8_lossy(&name).into_owned();
-        let Some((file, generation)) = FileId::of_container(&name) else {
+        let Some((_, generation)) = FileId::of_container(&name).filter(|(id, _)| *id == file)
+        else {
             if VoteDir::<B>::is_retired(&container) {
                 verified.findings.push(Finding::unfinished(container));
             }
@@ -157,14 +195,14 @@ pub fn verify<B: Backing>(base: &B) -> Result<Verified> {
         };
         let mut verifier = Verifier {
             base,
-            top: &top,
+            dir: &dir,
             container,
             findings: Vec::new(),
             is_dying: false,
         };
         let outcome = verifier.verify(file, generation);
         let is_gone = matches!(
-            base.lookup(&top, OsStr::from_bytes(&name)),
+            base.lookup(&dir, OsStr::from_bytes(&name)),
             Err(Errno::NOENT)
         );
         if is_gone {
@@ -179,16 +217,13 @@ pub fn verify<B: Backing>(base: &B) -> Result<Verified> {
             dying.push((file, verifier.container));
         }
     }
-    // A host is about to remove the name of these, or has removed it.
-    let removed = orphans::search_files(base, dying)?.missing;
-    let unfinished = removed.into_iter().map(Finding::unfinished);
-    verified.findings.extend(unfinished);
-    Ok(verified)
+    Ok(())
 }
 
 struct Verifier<'a, B: Backing> {
     base: &'a B,
-    top: &'a B::Inode,
+    /// Directory of the file.
+    dir: &'a B::Inode,
     container: String,
     findings: Vec<Finding>,
     /// A host has said that it removes the file.
@@ -229,7 +264,7 @@ impl<B: Backing> Verifier<'_, B> {
     }
 
     fn verify(&mut self, file: FileId, generation: u32) -> Result<()> {
-        let found = VoteDir::find(self.base, self.top, &self.container, "");
+        let found = VoteDir::find(self.base, self.dir, &self.container, "");
         let Some(Some(votes)) = self.trust(None, found)? else {
             return Ok(());
         };

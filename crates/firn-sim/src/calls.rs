@@ -508,6 +508,7 @@ impl Names for SimBacking {
         let listing = self.listing(dir.0.ino)?;
         // Without the lock: the sink may call back.
         for entry in listing.iter().filter(|entry| entry.cookie > cookie) {
+            self.entries_read.fetch_add(1, Ordering::Relaxed);
             if !sink(DirEntry {
                 name: &entry.name,
                 ino: entry.ino,

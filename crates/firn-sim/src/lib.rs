@@ -62,6 +62,8 @@ pub struct SimBacking {
     process: usize,
     /// Files that are open.
     open: Arc<AtomicUsize>,
+    /// Entries of directories that this process has read.
+    entries_read: Arc<AtomicU64>,
     /// syncfs(2) has no effect.
     is_synced_one_by_one: Arc<AtomicBool>,
     unsynced: Arc<Unsynced>,
@@ -213,6 +215,7 @@ impl SimBacking {
             state: Arc::clone(&self.state),
             process,
             open: Arc::default(),
+            entries_read: Arc::default(),
             is_synced_one_by_one: Arc::clone(&self.is_synced_one_by_one),
             unsynced: Arc::default(),
             lanes: Arc::clone(&self.lanes),
@@ -304,6 +307,11 @@ impl SimBacking {
     /// Files open now.
     pub fn open_files(&self) -> usize {
         self.open.load(Ordering::Relaxed)
+    }
+
+    /// Entries of directories that this process has read.
+    pub fn entries_read(&self) -> u64 {
+        self.entries_read.load(Ordering::Relaxed)
     }
 
     /// Has every later call ask `plan`.

@@ -72,22 +72,18 @@ fn index_bytes(pattern: Pattern, dir: &Path, firn: &Firn, pieces: u64) -> anyhow
     Ok(bytes as f64 / CLIENTS as f64)
 }
 
-/// Bytes of all indexes in the containers in `dir`.
+/// Bytes of all indexes at or below `dir`.
 fn bytes_of_indexes(dir: &Path) -> anyhow::Result<u64> {
     let mut bytes = 0;
     let list = |dir: &Path| {
         std::fs::read_dir(dir).with_context(|| format!("there are no logs in {}", dir.display()))
     };
-    for container in list(dir)? {
-        let container = container?;
-        if !container.file_type()?.is_dir() {
-            continue;
-        }
-        for file in list(&container.path())? {
-            let file = file?;
-            if file.file_name().to_string_lossy().starts_with("i-") {
-                bytes += file.metadata()?.len();
-            }
+    for entry in list(dir)? {
+        let entry = entry?;
+        if entry.file_type()?.is_dir() {
+            bytes += bytes_of_indexes(&entry.path())?;
+        } else if entry.file_name().to_string_lossy().starts_with("i-") {
+            bytes += entry.metadata()?.len();
         }
     }
     Ok(bytes)

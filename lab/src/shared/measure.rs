@@ -35,9 +35,12 @@ pub enum Layout {
     Plain,
     /// Through Firn, to logs.
     Log,
+    /// Through Firn, to logs that are flattened behind the close, as by default.
+    LogBehind,
 }
 
 impl Layout {
+    /// Those of the figures.
     pub const ALL: [Self; 3] = [Self::Native, Self::Plain, Self::Log];
 
     pub fn name(self) -> &'static str {
@@ -45,6 +48,7 @@ impl Layout {
             Self::Native => "native",
             Self::Plain => "Firn, plain",
             Self::Log => "Firn, logs",
+            Self::LogBehind => "Firn, logs, flattened behind",
         }
     }
 }
@@ -112,7 +116,9 @@ impl Job {
         File::create(site.dir(0).join(NAME))?;
         match layout {
             Layout::Native => self.run_natively(site),
-            Layout::Plain | Layout::Log => self.run_through_firn(layout, site, hosts),
+            Layout::Plain | Layout::Log | Layout::LogBehind => {
+                self.run_through_firn(layout, site, hosts)
+            }
         }
     }
 
@@ -156,6 +162,9 @@ impl Job {
             copied_s: None,
             flat: None,
         };
+        if layout == Layout::LogBehind {
+            mounts[0].wait_until_level("drained", &points[0].join(NAME))?;
+        }
         if layout == Layout::Log {
             touch_free_memory(self.memory_on(site));
             let begin = Instant::now();
@@ -192,6 +201,7 @@ impl Job {
                     "{ARENA},layout=log,flatten=demand,host={}",
                     host_name(client)
                 ),
+                Layout::LogBehind => format!("{ARENA},layout=log,host={}", host_name(client)),
                 _ => ARENA.to_owned(),
             };
             let backing = site.dir(client);

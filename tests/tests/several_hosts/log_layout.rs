@@ -148,7 +148,7 @@ impl Hosts {
         wait_until("the file is plain", LIMIT, is_plain);
     }
 
-    /// Names of containers.
+    /// Directories of files with containers.
     fn containers(&self) -> Vec<String> {
         let names = fs::read_dir(self.backing().join(".firn/log")).expect("list .firn/log");
         let names = names.map(|entry| entry.expect("entry").file_name());
@@ -162,10 +162,13 @@ impl Hosts {
         // In lanes a file has the number of its link.
         let link = fs::symlink_metadata(self.plain(file)).expect("stat");
         let ino = link.ino();
-        let mut containers = self.containers();
-        containers.retain(|name| name.starts_with(&format!("{ino:016x}-")));
+        let mut files = self.containers();
+        files.retain(|name| name.starts_with(&format!("{ino:016x}-")));
+        assert_eq!(files.len(), 1, "{files:?}");
+        let dir = self.backing().join(".firn/log").join(&files[0]);
+        let containers: Vec<_> = fs::read_dir(&dir).expect("list").flatten().collect();
         assert_eq!(containers.len(), 1, "{containers:?}");
-        self.backing().join(".firn/log").join(&containers[0])
+        containers[0].path()
     }
 
     /// The only log of a host in a container.
@@ -851,7 +854,8 @@ fn a_check_names_what_is_damaged_or_lost_in_logs() {
         let mount = cluster.mount(0, "flatten=off");
         fs::write(mount.join("file"), record(1)).expect("write");
         mount.umount();
-        let container = cluster.containers().pop().expect("a container");
+        let dir = cluster.containers().pop().expect("a file in logs");
+        let container = format!("{dir}-00000000");
         let sound = check("--json").ok().json();
         assert_eq!(sound["logs"]["containers"], 1);
         assert_eq!(sound["logs"]["findings"].as_array().map(Vec::len), Some(0));
@@ -883,7 +887,7 @@ fn a_check_names_what_is_damaged_or_lost_in_logs() {
         fs::remove_file(cluster.plain("file")).expect("unlink");
         let lost = check("--orphans").code(1);
         assert!(lost.stdout.contains(&container), "{lost}");
-        assert_eq!(cluster.containers(), [container]);
+        assert_eq!(cluster.containers(), [dir]);
     }
 }
 
@@ -1404,7 +1408,7 @@ fn a_head_that_is_damaged_costs_no_byte() {
     };
     fs::remove_file(&head).expect("unlink");
     assert_refused("file head: it is missing");
-    symlink("firn-log-4 something else", &head).expect("symlink");
+    symlink("firn-log-5 something else", &head).expect("symlink");
     assert_refused("file head: it is damaged");
     flatten(&[all, accept, &report]).code(3).says("lost.json");
     let text = fs::read_to_string(&report).expect("read");

@@ -219,11 +219,9 @@ fn hosts_write_one_file_to_logs_on_different_servers() {
 /// Addresses of the servers that have logs and indexes of a host.
 fn servers_of_logs(backing: &Path, host: &str) -> BTreeSet<String> {
     let mut servers = BTreeSet::new();
-    for container in fs::read_dir(backing.join(".firn/log")).unwrap() {
-        let container = container.unwrap();
-        if !container.file_type().unwrap().is_dir() {
-            continue;
-        }
+    let files = fs::read_dir(backing.join(".firn/log")).unwrap().flatten();
+    let dirs = files.filter(|file| file.file_type().unwrap().is_dir());
+    for container in dirs.flat_map(|file| fs::read_dir(file.path()).unwrap().flatten()) {
         for entry in fs::read_dir(container.path()).unwrap() {
             let entry = entry.unwrap();
             let name = entry.file_name().into_string().unwrap();

@@ -15,7 +15,7 @@ use crate::coherence::Coherence;
 use crate::dispatcher::{AdapterOptions, Dispatcher, attributes_of};
 use crate::gate::enter_change;
 use crate::passthrough::Passthrough;
-use crate::reply::{Answer, HandleMode, Reply, Responder};
+use crate::reply::{Answer, ClosesAs, HandleMode, Reply, Responder};
 use crate::request::{Name, NewMode};
 use crate::topic::Topic;
 use crate::watch::{Watched, WatchedChange, watch_of};
@@ -98,6 +98,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             reply.answer(opened.map(|handle| Answer::Opened {
                 handle,
                 mode: HandleMode::Cached,
+                closing: ClosesAs::Request,
             }));
         });
     }
@@ -154,6 +155,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             io_uring_users: Arc::clone(&self.io_uring_users),
             caller,
             options: self.options,
+            keeps_locks: self.locks.is_some(),
         }
     }
 }
@@ -218,6 +220,8 @@ struct Opener<R: Responder> {
     io_uring_users: Arc<IoUringUsers>,
     caller: Caller,
     options: AdapterOptions,
+    /// Locks of programs are not the kernel's own.
+    keeps_locks: bool,
 }
 
 impl<R: Responder> Opener<R> {
@@ -236,8 +240,13 @@ impl<R: Responder> Opener<R> {
         let mode = self.choose_mode(engine, inode, opened, &reply);
         let handle = opened.handle;
         note_handle(engine, handle, flags, &mode, &reply);
+        let closing = self.closes_as(engine, handle, flags, &mode);
         coherence.tell_size(inode, handle, opened.size, move || {
-            reply.send(Answer::Opened { handle, mode });
+            reply.send(Answer::Opened {
+                handle,
+                mode,
+                closing,
+            });
         });
     }
 
@@ -261,6 +270,24 @@ impl<R: Responder> Opener<R> {
             handle: opened.handle,
             mode,
         });
+    }
+
+    /// A close waits for pending bytes and ends locks. A reader of a file without pending bytes waits for none, and its locks
+    /// are the kernel's own.
+    fn closes_as<B: Backing>(
+        &self,
+        engine: &Engine<B>,
+        handle: HandleId,
+        flags: i32,
+        mode: &HandleMode<R::BackingId>,
+    ) -> ClosesAs {
+        let is_read_by_kernel = !matches!(mode, HandleMode::Direct);
+        let reads_only = flags & libc::O_ACCMODE == libc::O_RDONLY;
+        if reads_only && is_read_by_kernel && !self.keeps_locks && !engine.is_pending(handle) {
+            ClosesAs::Nothing
+        } else {
+            ClosesAs::Request
+        }
     }
 
     /// How the kernel is to treat a handle. One that the engine offers for passthrough comes to the engine after all

@@ -396,7 +396,9 @@ impl<B: Backing> Files for LogBacking<B> {
             opened
                 .file
                 .wait_for(&place, &mut || opened.file.sync(&place))?;
-            self.see_others(opened)?;
+            if !opened.file.is_logged() {
+                self.see_others(opened)?;
+            }
         }
         self.below.sync(&file.below, data_only)
     }

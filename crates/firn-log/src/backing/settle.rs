@@ -17,6 +17,7 @@ use parking_lot::Condvar;
 
 use super::{LogBacking, LogInode, Opened, WhenClosed};
 use crate::file::{Flattened, LoggedFile, ToldOf};
+use crate::file_dir;
 use crate::file_id::FileId;
 use crate::orphans::{Orphans, Scope, Search, has_files_of_programs};
 use crate::salvage::{Report, may_be_damage};
@@ -307,7 +308,7 @@ impl<B: Backing> LogBacking<B> {
         top: &LogInode<B>,
         visit: &mut dyn FnMut(Found<'_, B>),
     ) -> Result<usize> {
-        let mut wanted = self.list_containers()?;
+        let mut wanted = self.list_files()?;
         if let Some(id) = top.id {
             if wanted.contains(&id) {
                 visit(Found {
@@ -354,8 +355,8 @@ impl<B: Backing> LogBacking<B> {
     /// What is in logs, as far as this host knows; without a call of the backing.
     pub fn count_logged(&self) -> Logged {
         let files = self.files.lock();
-        let listed = &files.listing.containers;
-        let is_logged = |file: &&Arc<LoggedFile<B>>| match listed.contains_key(&file.id) {
+        let listed = &files.listing.files;
+        let is_logged = |file: &&Arc<LoggedFile<B>>| match listed.contains(&file.id) {
             // It was not used since it was listed.
             true if !file.was_looked_at() => true,
             _ => file.is_logged(),
@@ -425,12 +426,9 @@ impl<B: Backing> LogBacking<B> {
     }
 
     /// The files that have containers. Of two with one inode number the older one was removed.
-    fn list_containers(&self) -> Result<BTreeSet<FileId>> {
-        let names = own::list(&self.below, &self.top)?;
-        let ids = names
-            .iter()
-            .filter_map(|(name, ..)| FileId::of_container(name));
-        Ok(ids.map(|(id, _)| id).collect())
+    fn list_files(&self) -> Result<BTreeSet<FileId>> {
+        let listed = file_dir::list_files(&self.below, &self.top)?;
+        Ok(listed.into_iter().collect())
     }
 
     fn flatten_found(&self, id: FileId, inode: &B::Inode) -> Result<Flattened> {

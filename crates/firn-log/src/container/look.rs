@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use firn_backing::{Access, Backing, Errno, Result};
 use firn_hosts::own;
@@ -13,7 +14,7 @@ use crate::frame::Change;
 use crate::index_reader::{News, has_synced_frame_after, read_index};
 use crate::names::Writer;
 use crate::resolve::{Outline, WriterId};
-use crate::seal::{SEAL_NAME, Seal};
+use crate::seal::{ALL, SEAL_NAME, Seal};
 use crate::table::{Table, TableError, TableResult};
 use crate::times;
 
@@ -104,6 +105,9 @@ impl<B: Backing> Container<B> {
 
     fn look(&self, base: &B) -> TableResult<()> {
         let names = own::list(base, &self.dir)?;
+        if names.iter().any(|(name, ..)| name == ALL.as_bytes()) {
+            self.was_seen_flat.store(true, Ordering::Release);
+        }
         self.look_at_time(
             base,
             times::last(names.iter().map(|(name, ..)| name.as_slice())),

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use firn_backing::{
-    Access, Backing, DataPart, Errno, FileUse, Files, Names, Placement, RenameFlags, Resize,
+    Access, Backing, DataPart, Errno, FileUse, Files, Names, Placement, RenameFlags, Resize, Seek,
     Sharing, Volume,
 };
 use firn_hosts::own;
@@ -19,6 +19,8 @@ use firn_sim::{SimBacking, suite};
 use firn_transact::PlainBacking;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
+
+use crate::common;
 
 fn setup(host: &str) -> Setup {
     Setup {
@@ -289,6 +291,8 @@ fn who_makes_a_file_longer_does_not_cut_what_it_has_not_seen() {
     let a = LogBacking::open(disk.another_process(), patient).expect("open");
     let b = logged_by(&disk.another_process(), "b");
     let file = written_by(&a, "file", b"some");
+    // The first use after the sync looks at what others wrote.
+    assert_eq!(a.attr_of_file(&file).expect("attr").size, 4);
     let of_b = opened_by(&b, "file");
     let written = b.write_at(&of_b, &[IoSlice::new(&[7; 100])], 0);
     assert_eq!(written, Ok(100));
@@ -556,18 +560,7 @@ fn read<B: Backing>(host: &B, name: &str) -> Option<Vec<u8>> {
 }
 
 fn containers(disk: &SimBacking) -> usize {
-    let (firn, _) = disk
-        .lookup(&disk.root(), OsStr::new(".firn"))
-        .expect("lookup");
-    let (top, _) = disk.lookup(&firn, OsStr::new("log")).expect("lookup");
-    let dir = disk.open_dir(&top).expect("open");
-    let mut count = 0;
-    let mut sink = |entry: firn_backing::DirEntry<'_>| {
-        count += usize::from(entry.name != "." && entry.name != "..");
-        true
-    };
-    disk.read_dir(&dir, 0, &mut sink).expect("read");
-    count
+    common::containers(disk).len()
 }
 
 /// A file that another host removes or replaces while it is in logs: a program that has it open reads its bytes or an
@@ -642,16 +635,18 @@ fn logs_of_a_removed_file_are_not_those_of_a_new_one() {
     let (_, file, attr) = made.expect("create");
     disk.write_at(&file, &[IoSlice::new(b"plain")], 0)
         .expect("write");
-    let (firn, _) = disk.lookup(&root, OsStr::new(".firn")).expect("lookup");
-    let (top, _) = disk.lookup(&firn, OsStr::new("log")).expect("lookup");
-    let listed = own::list(&disk, &top).expect("list");
-    let old = String::from_utf8(listed[0].0.clone()).expect("a name");
-    let (_, rest) = old.split_once('-').expect("number and birth");
-    let new = format!("{:016x}-{rest}", attr.ino);
-    let old = OsStr::new(&old);
-    let flags = RenameFlags::empty();
-    disk.rename(&top, old, &top, OsStr::new(&new), flags)
-        .expect("rename");
+    let rename = |dir: &_| {
+        let listed = own::list(&disk, dir).expect("list");
+        let old = String::from_utf8(listed[0].0.clone()).expect("a name");
+        let (_, rest) = old.split_once('-').expect("number and birth");
+        let new = format!("{:016x}-{rest}", attr.ino);
+        let flags = RenameFlags::empty();
+        disk.rename(dir, OsStr::new(&old), dir, OsStr::new(&new), flags)
+            .expect("rename");
+        new
+    };
+    rename(&common::log_dir(&disk));
+    let new = rename(&common::file_dirs(&disk)[0].0);
 
     let hosts = ["b", "c"].map(|host| logged_by(&disk.another_process(), host));
     for host in &hosts {
@@ -718,6 +713,92 @@ fn the_calls_for_one_file_do_not_grow_with_the_number_of_files() {
         calls
     };
     assert_eq!(calls_of_a_lookup(4), calls_of_a_lookup(40));
+}
+
+/// Opening, writing, closing and flattening a file reads nothing of other files, but for the listing of all files, which
+/// is made once in a while.
+#[test]
+fn what_is_listed_for_one_file_does_not_grow_with_the_number_of_files() {
+    let entries_of_one_file = |files: usize| {
+        let disk = SimBacking::new();
+        let a = logged_by(&disk.another_process(), "a");
+        let names: Vec<String> = (0..files).map(|number| number.to_string()).collect();
+        let open: Vec<_> = names
+            .iter()
+            .map(|name| written_by(&a, name, b"bytes"))
+            .collect();
+        let disk_of_b = disk.another_process();
+        let patience = Duration::from_secs(3600);
+        let setup = Setup {
+            patience,
+            ..setup("b")
+        };
+        let b = LogBacking::open(disk_of_b.clone(), setup).expect("open");
+        b.lookup(&b.root(), OsStr::new("0")).expect("lookup");
+        let before = disk_of_b.entries_read();
+        let file = written_by(&b, "mine", b"bytes");
+        b.note_use(&file, FileUse::Finished).expect("finish");
+        drop(file);
+        assert_eq!(b.settle().error, None);
+        assert_eq!(read(&b, "mine"), Some(b"bytes".to_vec()));
+        drop(open);
+        disk_of_b.entries_read() - before
+    };
+    assert_eq!(entries_of_one_file(4), entries_of_one_file(40));
+}
+
+/// Proves S-log-3, S-log-4: a sync reads nothing of other hosts. The next use of the file, whatever it is, sees what they
+/// had synced by then.
+#[test]
+fn what_others_synced_before_a_sync_is_seen_by_the_next_use() {
+    type Use = fn(&Logged, &<Logged as Volume>::File);
+    let uses: [(&str, Use); 4] = [
+        ("read", |a, file| {
+            let mut bytes = [0; 20];
+            assert_eq!(a.read_at(file, &mut bytes, 0), Ok(10));
+            assert_eq!(bytes[..10], *b"overbehind");
+        }),
+        ("stat", |a, file| {
+            assert_eq!(a.attr_of_file(file).expect("stat").size, 10);
+        }),
+        ("seek", |a, file| {
+            assert_eq!(a.seek(file, 9, Seek::Data), Ok(9));
+        }),
+        ("write", |a, file| {
+            let written = a.write_at(file, &[IoSlice::new(b"new")], 0);
+            assert_eq!(written, Ok(3));
+            let mut bytes = [0; 20];
+            assert_eq!(a.read_at(file, &mut bytes, 0), Ok(10));
+            assert_eq!(bytes[..10], *b"newrbehind");
+        }),
+    ];
+    for (what, use_file) in uses {
+        let disk = SimBacking::new();
+        let disk_of_a = disk.another_process();
+        let patience = Duration::from_hours(1);
+        let setup = Setup {
+            patience,
+            ..setup("a")
+        };
+        let a = LogBacking::open(disk_of_a.clone(), setup).expect("open");
+        let b = logged_by(&disk.another_process(), "b");
+        let file = written_by(&a, "file", b"before");
+        let of_b = opened_by(&b, "file");
+        let written = b.write_at(&of_b, &[IoSlice::new(b"overbehind")], 0);
+        assert_eq!(written, Ok(10));
+        b.sync(&of_b, false).expect("sync");
+        let written = a.write_at(&file, &[IoSlice::new(b"x")], 0);
+        assert_eq!(written, Ok(1));
+        let b_syncs = b.write_at(&of_b, &[IoSlice::new(b"overbehind")], 0);
+        assert_eq!(b_syncs, Ok(10));
+        b.sync(&of_b, false).expect("sync");
+        let before = disk_of_a.entries_read();
+        a.sync(&file, false).expect("sync");
+        assert_eq!(disk_of_a.entries_read(), before, "{what}: a sync looks");
+        use_file(&a, &file);
+        let inode = a.lookup(&a.root(), OsStr::new("file")).expect("lookup").0;
+        assert_eq!(a.attr(&inode).expect("stat").size, 10, "{what}");
+    }
 }
 
 /// A file with these bytes, open for writing.

@@ -13,6 +13,8 @@ use firn_sim::{SimBacking, suite};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
+use crate::common::first_container;
+
 type Logged = LogBacking<SimBacking>;
 type Inode = <SimBacking as Volume>::Inode;
 
@@ -72,23 +74,9 @@ fn written(random: &mut StdRng) -> (SimBacking, Vec<u8>, History) {
     (disk, expected, history)
 }
 
-fn top(disk: &SimBacking) -> Inode {
-    let (firn, _) = disk
-        .lookup(&disk.root(), OsStr::new(".firn"))
-        .expect("lookup");
-    disk.lookup(&firn, OsStr::new("log")).expect("lookup").0
-}
-
 /// The container, if the file is not flat.
 fn container(disk: &SimBacking) -> Option<Inode> {
-    let names = own::list(disk, &top(disk)).expect("list");
-    let name = names.into_iter().next()?.0;
-    let name = String::from_utf8(name).expect("a name");
-    Some(
-        disk.lookup(&top(disk), OsStr::new(&name))
-            .expect("lookup")
-            .0,
-    )
+    Some(first_container(disk)?.1)
 }
 
 fn names(disk: &SimBacking, dir: &Inode) -> Vec<String> {
@@ -155,7 +143,7 @@ fn damage_link(disk: &SimBacking, dir: &Inode, name: &str, random: &mut StdRng) 
     let mut text = disk.readlink(&inode).expect("read");
     disk.unlink(dir, OsStr::new(name)).expect("remove");
     // A version that is another one is no damage.
-    let at = random.random_range("firn-log-4 ".len()..text.len());
+    let at = random.random_range("firn-log-5 ".len()..text.len());
     match random.random_range(0..5) {
         0 => text.truncate(at),
         1 => return,
@@ -409,20 +397,22 @@ fn what_cannot_be_told_is_not_given_up() {
 /// Proves S-log-33.
 #[test]
 fn a_container_of_another_user_is_not_believed() {
-    type Change = fn(&SimBacking, &Inode);
-    const VERSION: usize = 2;
-    let changes: [Change; 6] = [
-        |disk, dir| disk.set_mode(dir, 0o755).expect("mode"),
-        |disk, dir| disk.set_owner(dir, Some(12345), None).expect("owner"),
+    type Change = fn(&SimBacking, &Inode, &Inode);
+    const VERSION: usize = 4;
+    let changes: [Change; 8] = [
+        |disk, parent, _| disk.set_mode(parent, 0o755).expect("mode"),
+        |disk, parent, _| disk.set_owner(parent, Some(12345), None).expect("owner"),
+        |disk, _, dir| disk.set_mode(dir, 0o755).expect("mode"),
+        |disk, _, dir| disk.set_owner(dir, Some(12345), None).expect("owner"),
         // A host that has read these before does not read them again.
-        |disk, dir| {
+        |disk, _, dir| {
             disk.unlink(dir, OsStr::new("head")).expect("remove");
             let me = suite::own_caller();
             let later = OsStr::new("firn-log-9 whatever");
             disk.symlink(&me, dir, OsStr::new("head"), later)
                 .expect("symlink");
         },
-        |disk, dir| {
+        |disk, _, dir| {
             let names = names(disk, dir);
             let name = names.iter().find(|name| name.starts_with("i-"));
             let name = OsStr::new(name.expect("an index"));
@@ -430,9 +420,9 @@ fn a_container_of_another_user_is_not_believed() {
             disk.set_mode(&index, 0o666).expect("mode");
         },
         // Half removed.
-        |disk, dir| disk.unlink(dir, OsStr::new("head")).expect("remove"),
+        |disk, _, dir| disk.unlink(dir, OsStr::new("head")).expect("remove"),
         // Of a version whose heads were files.
-        |disk, dir| {
+        |disk, _, dir| {
             disk.unlink(dir, OsStr::new("head")).expect("remove");
             let me = suite::own_caller();
             disk.create(&me, dir, OsStr::new("head"), 0o600)
@@ -446,7 +436,8 @@ fn a_container_of_another_user_is_not_believed() {
         let me = suite::own_caller();
         let other = host.create(&me, &host.root(), OsStr::new("other"), 0o644);
         drop(other.expect("create"));
-        change(&disk, &container(&disk).expect("there"));
+        let (parent, container) = first_container(&disk).expect("there");
+        change(&disk, &parent, &container);
         assert!(number >= VERSION || read(&host).is_err(), "change {number}");
         let (_, host) = begin_host(&disk, "e");
         assert!(read(&host).is_err(), "change {number}");

@@ -218,6 +218,10 @@ fn what_is_told_of_bytes_are_those_that_are_read() {
 fn log_of(dir: &Path, host: &str) -> File {
     let containers = fs::read_dir(dir.join(".firn/log")).expect("list");
     let containers = containers.map(|entry| entry.expect("entry").path());
+    let containers = containers.filter_map(|path| fs::read_dir(path).ok());
+    let containers = containers
+        .flatten()
+        .map(|entry| entry.expect("entry").path());
     let logs = containers.filter_map(|path| fs::read_dir(path).ok());
     let logs = logs.flatten().map(|entry| entry.expect("entry").path());
     let is_log = |path: &std::path::PathBuf| {

@@ -13,6 +13,8 @@ use firn_log::{LogBacking, Setup, WhenClosed};
 use firn_sim::{SimBacking, suite};
 use parking_lot::Mutex;
 
+use crate::common::{containers, first_container};
+
 type Logged = LogBacking<SimBacking>;
 type File = <Logged as Volume>::File;
 
@@ -91,7 +93,7 @@ impl World {
             }
             Err(error) => assert_eq!(error, Errno::NOENT, "call {at}"),
         }
-        let left = leftovers(&self.disk);
+        let left = containers(&self.disk);
         assert!(left.is_empty(), "call {at}: {left:?}");
     }
 }
@@ -117,14 +119,6 @@ fn read(host: &Logged, inode: &<Logged as Volume>::Inode) -> Vec<u8> {
     let count = host.read_at(&file, &mut bytes, 0).expect("read");
     bytes.truncate(count);
     bytes
-}
-
-/// Names in `.firn/log`.
-fn leftovers(disk: &SimBacking) -> Vec<String> {
-    let top = firn_log::make_dir(disk).expect("found");
-    let names = own::list(disk, &top).expect("list").into_iter();
-    let names = names.map(|(name, ..)| String::from_utf8_lossy(&name).into_owned());
-    names.collect()
 }
 
 /// Calls that a host makes in some work.
@@ -174,7 +168,7 @@ fn a_host_that_lives_ends_the_replacement_in_which_another_one_died() {
         assert!(bytes == DATA || bytes.is_empty(), "call {at}");
         let left = world.a.flatten_below(&world.a.root()).expect("flatten");
         assert!(left.is_empty(), "call {at}: {left:?}");
-        let left = leftovers(&world.disk);
+        let left = containers(&world.disk);
         assert!(left.is_empty(), "call {at}: {left:?}");
     }
 }
@@ -199,9 +193,9 @@ fn what_is_left_of_a_container_goes_with_the_host_that_died() {
         close(&mut world);
         world.b_dies_in(at, &flatten);
         let is_retired = |name: &String| name.starts_with("over-");
-        retired += usize::from(leftovers(&world.disk).iter().any(is_retired));
+        retired += usize::from(containers(&world.disk).iter().any(is_retired));
         world.a.end_removals().expect("end");
-        assert!(!leftovers(&world.disk).iter().any(is_retired), "call {at}");
+        assert!(!containers(&world.disk).iter().any(is_retired), "call {at}");
         world.assert_whole_or_gone("x", at);
     }
     assert!(retired > 0, "it never died in the removal of a container");
@@ -269,7 +263,7 @@ fn regression_a_host_that_comes_back_and_removes_a_file_leaves_nothing_of_its_lo
             world.b.end_removals().expect("end");
             let orphans = world.b.find_orphans().expect("find");
             assert!(orphans.lost.is_empty(), "{what}, call {at}: {orphans:?}");
-            let left = leftovers(&world.disk);
+            let left = containers(&world.disk);
             assert!(left.is_empty(), "{what}, call {at}: {left:?}");
         }
     }
@@ -366,15 +360,7 @@ fn a_file_that_moves_while_it_is_searched_keeps_its_logs() {
     fn begin() -> World {
         let mut world = World::new();
         rename(&world.disk, ("", "x"), ("dir", "x"));
-        let (firn, top) = (own::TOP, firn_log::CONTAINERS);
-        let firn = world.disk.lookup(&world.disk.root(), OsStr::new(firn));
-        let top = world.disk.lookup(&firn.expect("found").0, OsStr::new(top));
-        let top = top.expect("found").0;
-        let container = leftovers(&world.disk).pop().expect("one");
-        let (dir, _) = world
-            .disk
-            .lookup(&top, OsStr::new(&container))
-            .expect("found");
+        let (_, dir) = first_container(&world.disk).expect("one");
         own::store(&world.disk, &dir, "dying", b"b").expect("mark");
         world.file = None;
         world.b_dies();

@@ -7,9 +7,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use firn_backing::{Access, Backing, FileUse, Files, Names, SetTime, Sharing, Time, Volume};
-use firn_hosts::own;
 use firn_log::{LogBacking, Setup, WhenClosed};
 use firn_sim::{SimBacking, suite};
+
+use crate::common::containers;
 
 type Logged = LogBacking<SimBacking>;
 
@@ -132,17 +133,6 @@ fn write(host: &Logged, file: &<Logged as Volume>::File, offset: u64, data: &[u8
         .expect("note_opened");
     let count = host.write_at(file, &[IoSlice::new(data)], offset);
     assert_eq!(count, Ok(data.len()));
-}
-
-fn containers(disk: &SimBacking) -> Vec<String> {
-    let (firn, _) = disk
-        .lookup(&disk.root(), OsStr::new(".firn"))
-        .expect("found");
-    let (top, _) = disk.lookup(&firn, OsStr::new("log")).expect("found");
-    let names = own::list(disk, &top).expect("list").into_iter();
-    names
-        .map(|(name, ..)| String::from_utf8_lossy(&name).into_owned())
-        .collect()
 }
 
 /// Proves S-log-70.

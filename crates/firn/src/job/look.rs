@@ -6,7 +6,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use firn_backing::{DirBacking, Kind};
+use firn_backing::{DirBacking, Kind, Volume};
 use firn_client::{ClientError, Connection, Mount};
 use firn_format::quote::quoted_path;
 use firn_hosts::ballot::JOINED;
@@ -21,8 +21,8 @@ use crate::ask::{Unanswered, ask_child, ask_each};
 use crate::failure::{FAILED, Failure, NOT_FIRN, USAGE};
 use crate::text;
 
-/// Containers of logs that are looked into, and for how long: each is a directory to be listed.
-const CONTAINERS_MAX: usize = 2_000;
+/// Files in logs that are looked at, and for how long: two directories to be listed for each.
+const LOGGED_FILES_MAX: usize = 2_000;
 const CONTAINERS_FOR: Duration = Duration::from_millis(300);
 
 /// A host of the backing, as its files there say.
@@ -342,7 +342,6 @@ fn find_keepers(
     base: &DirBacking,
     notes: &mut Vec<String>,
 ) -> Result<BTreeMap<String, u64>, OwnError> {
-    use firn_backing::Volume as _;
     let mut keepers = BTreeMap::new();
     let Some((top, _)) = own::find_dir(base, &base.root(), TOP)? else {
         return Ok(keepers);
@@ -351,33 +350,39 @@ fn find_keepers(
         return Ok(keepers);
     };
     let end = Instant::now() + CONTAINERS_FOR;
-    let names = own::list(base, &logs)?;
-    let containers = names
-        .into_iter()
-        .filter(|(_, _, kind)| matches!(kind, Some(Kind::Dir) | None));
-    for (index, (name, ..)) in containers.enumerate() {
-        if index >= CONTAINERS_MAX || Instant::now() > end {
+    for (index, file) in own_dirs_in(base, &logs)?.enumerate() {
+        if index >= LOGGED_FILES_MAX || Instant::now() > end {
             notes.push("there are more files in logs than were looked at".to_owned());
             break;
         }
-        let Ok(name) = String::from_utf8(name) else {
-            continue;
-        };
         // It may be removed meanwhile.
-        let Ok(Some((container, _))) = own::find_dir(base, &logs, &name) else {
+        let Ok(containers) = own_dirs_in(base, &file) else {
             continue;
         };
-        let Ok(inside) = own::list(base, &container) else {
-            continue;
-        };
-        for (name, ..) in inside {
-            let name = String::from_utf8(name).unwrap_or_default();
-            if let Some(host) = name.strip_prefix(JOINED) {
-                *keepers.entry(host.to_owned()).or_default() += 1;
+        for container in containers {
+            for (name, ..) in own::list(base, &container).unwrap_or_default() {
+                let name = String::from_utf8(name).unwrap_or_default();
+                if let Some(host) = name.strip_prefix(JOINED) {
+                    *keepers.entry(host.to_owned()).or_default() += 1;
+                }
             }
         }
     }
     Ok(keepers)
+}
+
+/// The directories in a directory that are Firn's own, opened one after the other.
+fn own_dirs_in<'a>(
+    base: &'a DirBacking,
+    dir: &'a <DirBacking as Volume>::Inode,
+) -> Result<impl Iterator<Item = <DirBacking as Volume>::Inode> + 'a, OwnError> {
+    let names = own::list(base, dir)?.into_iter();
+    let dirs = names.filter(|(_, _, kind)| matches!(kind, Some(Kind::Dir) | None));
+    Ok(dirs.filter_map(move |(name, ..)| {
+        let name = String::from_utf8(name).ok()?;
+        let found = own::find_dir(base, dir, &name).ok()?;
+        found.map(|(dir, _)| dir)
+    }))
 }
 
 /// Asks this host's own mount of the backing at `path`; `None`: it has none.

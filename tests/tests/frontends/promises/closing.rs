@@ -3,12 +3,14 @@
 use std::fs::{self, File};
 use std::io::Write;
 use std::process::Command;
+use std::sync::mpsc;
 use std::time::Duration;
 
 use firn_tests::faultfs::FaultFs;
 use firn_tests::fsops::{assert_same_bytes, close, read};
 use firn_tests::mount::{SMALL, patient};
 use firn_tests::random::bytes;
+use firn_tests::sandbox::kill_alone;
 use firn_tests::{FirnMount, Hand, Sandbox, run, wait_until};
 use rustix::io::Errno;
 
@@ -84,6 +86,45 @@ fn a_close_demands_the_drain_of_its_file() {
     assert_eq!(status.held_bytes, 100_000, "of the file that is open");
     assert_eq!(kept.close(), Ok(()));
     mount.umount();
+}
+
+/// Firnd as it stands still, until this is dropped.
+struct Stopped(u32);
+
+impl Stopped {
+    fn stop(pid: u32) -> Self {
+        kill_alone(pid, libc::SIGSTOP);
+        Self(pid)
+    }
+}
+
+impl Drop for Stopped {
+    fn drop(&mut self) {
+        kill_alone(self.0, libc::SIGCONT);
+    }
+}
+
+/// Proves S-close-9: read by the kernel from the backing, or from its own pages.
+#[test]
+fn the_close_of_a_reader_waits_for_nothing() {
+    for options in ["passthrough=auto", "passthrough=off"] {
+        let sandbox = Sandbox::new("readerclose");
+        let mount = FirnMount::new(&sandbox, &format!("{SMALL},{options}"));
+        fs::write(mount.join("file"), bytes(5, 50_000)).expect("write");
+        wait_until("drained", LIMIT, || mount.status().held_bytes == 0);
+        let reader = File::open(mount.join("file")).expect("open");
+        let stopped = Stopped::stop(mount.pid());
+        let (closed, is_closed) = mpsc::channel();
+        let closes = std::thread::spawn(move || {
+            drop(reader);
+            closed.send(())
+        });
+        let closed = is_closed.recv_timeout(LIMIT);
+        drop(stopped);
+        closes.join().expect("a reader").expect("send");
+        assert_eq!(closed, Ok(()), "{options}: a close waits for firnd");
+        mount.umount();
+    }
 }
 
 /// Proves S-close-4.

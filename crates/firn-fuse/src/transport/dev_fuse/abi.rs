@@ -90,6 +90,8 @@ pub(super) mod init_flags {
 pub(super) mod open_flags {
     pub(crate) const DIRECT_IO: u32 = 1 << 0;
     pub(crate) const KEEP_CACHE: u32 = 1 << 1;
+    /// From Linux 5.16 on; earlier kernels ignore it.
+    pub(crate) const NOFLUSH: u32 = 1 << 5;
     pub(crate) const PARALLEL_DIRECT_WRITES: u32 = 1 << 6;
     pub(crate) const PASSTHROUGH: u32 = 1 << 7;
 }

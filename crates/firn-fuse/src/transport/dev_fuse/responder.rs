@@ -10,7 +10,7 @@ use firn_backing::{Attr, Errno, Kind, LockMode, StatFs, Time};
 use firn_hosts::InTheWay;
 use zerocopy::IntoBytes;
 
-use crate::reply::{self, Answer, Attributes, HandleMode, ListedEntry};
+use crate::reply::{self, Answer, Attributes, ClosesAs, HandleMode, ListedEntry};
 use crate::transport::dev_fuse::abi::{
     self, AttrOut, DIRENT_ALIGN, Dirent, EntryOut, FileLock, GetxattrOut, IoctlOut, LseekOut,
     OpenOut, StatfsOut, WriteOut, open_flags,
@@ -95,8 +95,12 @@ impl reply::Responder for Responder {
             Answer::Done => self.answer(&[]),
             Answer::Attributes(of) => self.answer(&[attr_out(&of).as_bytes()]),
             Answer::Entry(of) => self.answer(&[entry_out(&of).as_bytes()]),
-            Answer::Opened { handle, mode } => {
-                self.answer(&[open_out(handle.0, &mode).as_bytes()]);
+            Answer::Opened {
+                handle,
+                mode,
+                closing,
+            } => {
+                self.answer(&[open_out(handle.0, &mode, closing).as_bytes()]);
             }
             Answer::Created {
                 entry,
@@ -104,7 +108,7 @@ impl reply::Responder for Responder {
                 mode,
             } => self.answer(&[
                 entry_out(&entry).as_bytes(),
-                open_out(handle.0, &mode).as_bytes(),
+                open_out(handle.0, &mode, ClosesAs::Request).as_bytes(),
             ]),
             Answer::Data(data) => self.answer(&[data]),
             Answer::Size(size) => self.answer(&[GetxattrOut { size, padding: 0 }.as_bytes()]),
@@ -239,8 +243,8 @@ fn entry_out(of: &Attributes) -> EntryOut {
     }
 }
 
-fn open_out(fh: u64, mode: &HandleMode<BackingId>) -> OpenOut {
-    let (open_flags, backing_id) = match mode {
+fn open_out(fh: u64, mode: &HandleMode<BackingId>, closing: ClosesAs) -> OpenOut {
+    let (served, backing_id) = match mode {
         HandleMode::Direct => (
             open_flags::DIRECT_IO | open_flags::PARALLEL_DIRECT_WRITES,
             0,
@@ -253,9 +257,13 @@ fn open_out(fh: u64, mode: &HandleMode<BackingId>) -> OpenOut {
             id.number(),
         ),
     };
+    let closed = match closing {
+        ClosesAs::Request => 0,
+        ClosesAs::Nothing => open_flags::NOFLUSH,
+    };
     OpenOut {
         fh,
-        open_flags,
+        open_flags: served | closed,
         backing_id,
     }
 }

@@ -176,17 +176,50 @@ impl Ground for SimLanes {
     }
 }
 
-/// Names in `.firn/log` but those of turns.
-pub fn containers<B: Backing>(base: &B) -> Vec<String> {
+/// The directory of all containers.
+pub fn log_dir<B: Backing>(base: &B) -> B::Inode {
     let (firn, _) = base
         .lookup(&base.root(), OsStr::new(own::TOP))
         .expect("lookup");
-    let (top, _) = base.lookup(&firn, OsStr::new(own::LOGS)).expect("lookup");
-    let listed = own::list(base, &top).expect("list").into_iter();
-    listed
-        .map(|(name, ..)| String::from_utf8_lossy(&name).into_owned())
-        .filter(|name| !name.starts_with("turn-"))
-        .collect()
+    base.lookup(&firn, OsStr::new(own::LOGS)).expect("lookup").0
+}
+
+/// Directories of files, and what is in each of them.
+pub fn file_dirs<B: Backing>(base: &B) -> Vec<(B::Inode, Vec<String>)> {
+    let top = log_dir(base);
+    let names = names(base, &top).into_iter();
+    let dirs = names.filter(|name| !name.starts_with("turn-")).map(|name| {
+        let (dir, _) = base.lookup(&top, OsStr::new(&name)).expect("lookup");
+        let inside = self::names(base, &dir);
+        (dir, inside)
+    });
+    dirs.collect()
+}
+
+/// Containers of all files, what is left of removed ones, and `empty` for each directory of a file that has none.
+pub fn containers<B: Backing>(base: &B) -> Vec<String> {
+    let names = file_dirs(base).into_iter().flat_map(|(_, names)| {
+        if names.is_empty() {
+            vec!["empty".to_owned()]
+        } else {
+            names
+        }
+    });
+    names.collect()
+}
+
+/// The first container, and the directory that it is in.
+pub fn first_container<B: Backing>(base: &B) -> Option<(B::Inode, B::Inode)> {
+    let (parent, names) = file_dirs(base).into_iter().next()?;
+    let name = names.first()?;
+    let (container, _) = base.lookup(&parent, OsStr::new(name)).expect("lookup");
+    Some((parent, container))
+}
+
+fn names<B: Backing>(base: &B, dir: &B::Inode) -> Vec<String> {
+    let listed = own::list(base, dir).expect("list").into_iter();
+    let names = listed.map(|(name, ..)| String::from_utf8_lossy(&name).into_owned());
+    names.collect()
 }
 
 /// All bytes of a file, opened anew; none if there is none of that name.
