@@ -5,6 +5,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 use crate::cpu;
@@ -13,6 +14,10 @@ use firn_testfs::cleanup::{Guard, Leftover, expect};
 
 /// Far more than anything here takes.
 const WAIT_MAX: Duration = Duration::from_secs(120);
+/// The name of the process that keeps a mount for the next firnd.
+const KEEPER_NAME: &str = "firn-keeper";
+/// Longer than a firnd must have served for its keeper to start another one at once.
+const SERVED_WELL_S: f64 = 0.5;
 
 /// Where arenas and sockets of this run lie, apart from the user's own mounts.
 pub struct Firn {
@@ -167,12 +172,58 @@ impl Mount<'_> {
 
     /// The host fails: firnd is killed, and its memory is gone.
     pub fn lose(self) -> anyhow::Result<()> {
-        use rustix::process::{Pid, Signal, kill_process};
         let arena = self.arena()?;
-        let pid = Pid::from_raw(self.pid as i32).context("firnd has no pid")?;
-        kill_process(pid, Signal::KILL)?;
-        firn_testfs::unmount_lazily(&self.path);
+        self.crash()?;
         Ok(std::fs::remove_file(arena)?)
+    }
+
+    /// firnd is killed, with its keeper if it has one. The arena stays.
+    pub fn crash(self) -> anyhow::Result<()> {
+        let parent = self.parent()?;
+        let is_keeper = name_of_process(parent) == KEEPER_NAME;
+        if is_keeper {
+            signal(parent, Signal::STOP)?;
+        }
+        signal(self.pid, Signal::KILL)?;
+        if is_keeper {
+            signal(parent, Signal::KILL)?;
+        }
+        firn_testfs::unmount_lazily(&self.path);
+        Ok(())
+    }
+
+    /// kill -9 of firnd. Its keeper, if it has one, starts another one.
+    pub fn kill_firnd(&self) -> anyhow::Result<()> {
+        signal(self.pid, Signal::KILL)
+    }
+
+    /// Waits until another firnd answers.
+    pub fn note_takeover(&mut self) -> anyhow::Result<()> {
+        let before = u64::from(self.pid);
+        let find = || {
+            let status = self.status().ok();
+            status.and_then(|status| number(&status, "pid"))
+        };
+        wait_until("another firnd goes on with the mount", || {
+            Ok(find().is_some_and(|pid| pid != before))
+        })?;
+        self.pid = self.number("pid")? as u32;
+        Ok(())
+    }
+
+    /// Waits until the death of firnd counts as none of its start: its keeper starts another one at once.
+    pub fn wait_served_well(&self) -> anyhow::Result<()> {
+        wait_until("firnd has served for a while", || {
+            Ok(self.figure("uptime_seconds")? >= SERVED_WELL_S)
+        })
+    }
+
+    /// The process that started firnd.
+    pub fn parent(&self) -> anyhow::Result<u32> {
+        let text = std::fs::read_to_string(format!("/proc/{}/status", self.pid))?;
+        let line = text.lines().find_map(|line| line.strip_prefix("PPid:"));
+        let parent = line.context("firnd has no parent")?;
+        Ok(parent.trim().parse()?)
     }
 
     /// `firn flatten` of `path`.
@@ -282,6 +333,13 @@ impl Mount<'_> {
         number(&self.status()?, name).with_context(|| format!("`firn status` told no {name}"))
     }
 
+    /// A figure of the status that is no whole number.
+    pub fn figure(&self, name: &str) -> anyhow::Result<f64> {
+        let status = self.status()?;
+        let found = value_of(&status, name).and_then(Value::as_f64);
+        found.with_context(|| format!("`firn status` told no {name}"))
+    }
+
     /// The arena's file.
     pub fn arena(&self) -> anyhow::Result<PathBuf> {
         let status = self.status()?;
@@ -330,7 +388,10 @@ fn command(program: &Path, runtime_dir: &Path) -> Command {
 }
 
 /// Waits for a condition that firnd brings about.
-fn wait_until(what: &str, holds: impl Fn() -> anyhow::Result<bool>) -> anyhow::Result<()> {
+pub(crate) fn wait_until(
+    what: &str,
+    holds: impl Fn() -> anyhow::Result<bool>,
+) -> anyhow::Result<()> {
     let begin = Instant::now();
     while !holds()? {
         if begin.elapsed() > WAIT_MAX {
@@ -343,24 +404,31 @@ fn wait_until(what: &str, holds: impl Fn() -> anyhow::Result<bool>) -> anyhow::R
 
 /// The text called `name`, at the top of `value` or below.
 fn text<'a>(value: &'a Value, name: &str) -> Option<&'a str> {
-    match value {
-        Value::Object(map) => map
-            .get(name)
-            .and_then(Value::as_str)
-            .or_else(|| map.values().find_map(|inner| text(inner, name))),
-        Value::Array(list) => list.iter().find_map(|inner| text(inner, name)),
-        _ => None,
-    }
+    value_of(value, name).and_then(Value::as_str)
 }
 
 /// The number called `name`, wherever it stands in `value`.
 fn number(value: &Value, name: &str) -> Option<u64> {
+    value_of(value, name).and_then(Value::as_u64)
+}
+
+/// What is called `name`, at the top of `value` or below.
+fn value_of<'a>(value: &'a Value, name: &str) -> Option<&'a Value> {
     match value {
         Value::Object(map) => map
             .get(name)
-            .and_then(Value::as_u64)
-            .or_else(|| map.values().find_map(|inner| number(inner, name))),
-        Value::Array(list) => list.iter().find_map(|inner| number(inner, name)),
+            .or_else(|| map.values().find_map(|inner| value_of(inner, name))),
+        Value::Array(list) => list.iter().find_map(|inner| value_of(inner, name)),
         _ => None,
     }
+}
+
+fn signal(pid: u32, signal: Signal) -> anyhow::Result<()> {
+    let pid = Pid::from_raw(pid as i32).context("a process without a number")?;
+    Ok(kill_process(pid, signal)?)
+}
+
+fn name_of_process(pid: u32) -> String {
+    let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+    name.trim_end().to_owned()
 }

@@ -25,4 +25,5 @@ pub mod serve;
 pub mod sizes;
 pub mod spill;
 pub mod supervisor;
+pub mod takeover;
 pub mod worker;

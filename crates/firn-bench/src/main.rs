@@ -14,7 +14,7 @@ use firn_bench::options::Common;
 use firn_bench::program::{self, Program};
 use firn_bench::report::Report;
 use firn_bench::{checkpoint, commit, drain, ingest, meta, network, pull, read, restart, spill};
-use firn_bench::{serve, worker};
+use firn_bench::{serve, takeover, worker};
 
 /// Measure Firn beside its baselines.
 #[derive(Debug, Parser)]
@@ -42,8 +42,9 @@ enum Benchmark {
     Drain(drain::DrainArgs),
     Commit(commit::CommitArgs),
     Pull(pull::PullArgs),
+    Takeover(takeover::TakeoverArgs),
     /// Runs ingest, checkpoint (on the file system of --dir), read, meta,
-    /// restart, spill, drain and commit, one after the other.
+    /// restart, spill, drain, commit and takeover, one after the other.
     ///
     /// --json writes one file for each, with the benchmark's name before the extension.
     All(AllArgs),
@@ -96,6 +97,7 @@ fn measure(benchmark: Benchmark) -> anyhow::Result<()> {
         Benchmark::Drain(args) => args.common().publish(&args.run()?),
         Benchmark::Commit(args) => args.common().publish(&args.run()?),
         Benchmark::Pull(args) => args.common().publish(&args.run()?),
+        Benchmark::Takeover(args) => args.common().publish(&args.run()?),
         Benchmark::All(args) => all(&args.common),
     }
 }
@@ -116,7 +118,8 @@ fn all(common: &Common) -> anyhow::Result<()> {
     publish(restart::RestartArgs::with(common.clone()).run()?)?;
     publish(spill::SpillArgs::with(common.clone()).run()?)?;
     publish(drain::DrainArgs::with(common.clone()).run()?)?;
-    publish(commit::CommitArgs::with(common.clone()).run()?)
+    publish(commit::CommitArgs::with(common.clone()).run()?)?;
+    publish(takeover::TakeoverArgs::with(common.clone()).run()?)
 }
 
 /// `report.json` becomes `report.read.json`; standard output stays what it is.

@@ -106,6 +106,8 @@ pub enum Operation {
     Create,
     /// open(O_CREAT), write 1 KiB, close.
     CreateSmall,
+    /// open(O_CREAT), close.
+    CreateEmpty,
     /// stat(2).
     Stat,
     /// opendir and readdir to the end, once; `count` names must be there.
@@ -495,6 +497,7 @@ fn names(dir: &PathBuf, count: u64, operation: Operation, buffer: &[u8]) -> anyh
         let done = match operation {
             Operation::Create => create(&path, buffer),
             Operation::CreateSmall => create(&path, &buffer[..1024]),
+            Operation::CreateEmpty => create(&path, &[]),
             Operation::Patch => OpenOptions::new().write(true).open(&path).and_then(|file| {
                 file.write_all_at(&buffer[..1024], 1024)?;
                 close(file)

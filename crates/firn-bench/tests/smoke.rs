@@ -84,6 +84,19 @@ fn a_report_on_standard_output_is_json_alone() {
     assert_nothing_is_left(dir.path());
 }
 
+#[test]
+fn pauses_stand_beside_a_mount_that_is_made_again_and_rates_beside_those_without() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let report = run(dir.path(), &["takeover", "--kills", "1"]);
+    let cases = report["cases"].as_array().expect("cases");
+    let candidates = |case: &Value| names(&case["candidates"]).join(", ");
+    let found: Vec<String> = cases.iter().map(candidates).collect();
+    let pauses = "mounted again, files lost, takeover=auto";
+    let rates = "takeover=no, takeover=auto";
+    assert_eq!(found, [pauses, pauses, rates, rates]);
+    assert_nothing_is_left(dir.path());
+}
+
 /// A benchmark that is going to be ended.
 struct Running {
     child: Child,

@@ -59,6 +59,8 @@ pub struct Connection {
     stream: BufReader<UnixStream>,
     /// There is none, because firnd closed it in favour of others: it is opened again for the next request.
     is_closed: bool,
+    /// firnd may speak another version of the protocol.
+    of_any_version: bool,
     /// Incarnation of the firnd that it was opened to; empty before the first answer.
     incarnation: String,
     /// Package version of firnd.
@@ -70,14 +72,21 @@ pub struct Connection {
 impl Connection {
     /// Connects to the firnd of `mount`.
     pub fn open(mount: &Mount) -> Result<Self, ClientError> {
-        Self::over(mount, connect(mount)?)
+        Self::over(mount, connect(mount)?, false)
     }
 
-    fn over(mount: &Mount, stream: UnixStream) -> Result<Self, ClientError> {
+    /// Connects to the firnd of `mount`, also where it speaks another version of the protocol: for [`Connection::upgrade`] and
+    /// [`Connection::status`].
+    pub fn open_of_any_version(mount: &Mount) -> Result<Self, ClientError> {
+        Self::over(mount, connect(mount)?, true)
+    }
+
+    fn over(mount: &Mount, stream: UnixStream, of_any_version: bool) -> Result<Self, ClientError> {
         let mut connection = Self {
             mount: mount.clone(),
             stream: BufReader::new(stream),
             is_closed: true,
+            of_any_version,
             incarnation: String::new(),
             version: String::new(),
             pid: 0,
@@ -101,11 +110,13 @@ impl Connection {
         match self.attempt(&Request::Hello, ANSWER, &mut |_| {})? {
             Some(Reply::Hello {
                 protocol, version, ..
-            }) if protocol != PROTOCOL_VERSION => Err(ClientError::Protocol {
-                found: protocol,
-                expected: PROTOCOL_VERSION,
-                version,
-            }),
+            }) if protocol != PROTOCOL_VERSION && !self.of_any_version => {
+                Err(ClientError::Protocol {
+                    found: protocol,
+                    expected: PROTOCOL_VERSION,
+                    version,
+                })
+            }
             // The one that was asked before has ended, and another one serves the mount.
             Some(Reply::Hello { incarnation, .. })
                 if !self.incarnation.is_empty() && incarnation != self.incarnation =>
@@ -235,6 +246,16 @@ impl Connection {
             pinned,
         })? {
             Reply::Pinned { files, bytes } => Ok((files, bytes)),
+            other => Err(nonsense(&other)),
+        }
+    }
+
+    /// Has firnd die and this process's program go on with the mount, with these options changed. Gives the process
+    /// that starts it, and that ends where it cannot.
+    pub fn upgrade(&mut self, options: &str) -> Result<u32, ClientError> {
+        let options = options.to_owned();
+        match self.ask(&Request::Upgrade { options })? {
+            Reply::Upgrading { keeper } => Ok(keeper),
             other => Err(nonsense(&other)),
         }
     }
@@ -628,7 +649,7 @@ mod tests {
                 theirs.get_mut().write_all(reply.as_bytes()).unwrap();
             }
         });
-        Connection::over(&mount(), ours)
+        Connection::over(&mount(), ours, false)
     }
 
     /// What a firnd of this version says first.
@@ -799,7 +820,7 @@ mod tests {
                     std::thread::sleep(pause);
                 }
             });
-            Connection::over(&mount, ours).err().unwrap()
+            Connection::over(&mount, ours, false).err().unwrap()
         };
         let dripped = ask(b" ", Duration::from_millis(100));
         assert!(matches!(dripped, ClientError::Silent { .. }), "{dripped}");
@@ -818,7 +839,7 @@ mod tests {
             .write_all(b"{\"reply\":\"error\",\"errno\":11,\"message\":\"too many\"}\n")
             .unwrap();
         drop(theirs);
-        let refused = Connection::over(&mount(), ours).err().unwrap();
+        let refused = Connection::over(&mount(), ours, false).err().unwrap();
         assert!(
             matches!(refused, ClientError::Refused { errno: 11, .. }),
             "{refused}"

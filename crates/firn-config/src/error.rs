@@ -47,6 +47,14 @@ pub enum ConfigError {
         /// What to do.
         advice: &'static str,
     },
+    /// A mount that programs have keeps them as they are.
+    #[error(
+        "{names}: cannot change while programs have the mount; unmount, and mount with the new value"
+    )]
+    Fixed {
+        /// The options.
+        names: String,
+    },
     /// A file cannot be read or parsed.
     #[error("{path}: {message}")]
     File {

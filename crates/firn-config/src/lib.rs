@@ -10,6 +10,7 @@
 //! * [`Options`] that come out of [`Sources::resolve`] are in range and free of contradictions.
 //! * Nothing here reads the environment of the process but [`Surroundings::of_process`] and [`misspelt_variables`].
 
+mod change;
 mod complete;
 mod environment;
 mod error;
@@ -26,6 +27,7 @@ mod suggest;
 pub mod table;
 mod value;
 
+pub use change::{FIXED_OPTIONS, change_options};
 pub use complete::complete_minus_o;
 pub use environment::{
     UnknownVariable, VARIABLES, Variable, misspelt_variables, unknown_variables,

@@ -404,8 +404,9 @@ pub enum TokenService {
     Etcd,
 }
 
-/// The options of a mount.
+/// The options of a mount. One that a request of another version lacks has its default.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct Options {
     /// Bytes of chunks in the arena.
     pub arena_bytes: u64,
@@ -418,76 +419,57 @@ pub struct Options {
     /// Writes that one I/O server gets at once; 0: as many as there are IO threads.
     pub lane_writers: u32,
     /// How programs reach the files.
-    #[serde(default)]
     pub frontend: Frontend,
     /// When data goes to the backing.
-    #[serde(default)]
     pub drain: Drain,
     /// Commits of a scope that can be undone; 0: none.
     pub history: u32,
     /// What becomes of changes in a transaction.
-    #[serde(default)]
     pub mode: Mode,
     /// Hosts that commit together.
-    #[serde(default)]
     pub participants: Participants,
     /// The name of this one; `None`: the host's.
-    #[serde(default)]
     pub host: Option<String>,
     /// The host that has copies of what this one holds.
-    #[serde(default)]
     pub partner: Partner,
     /// Which hosts fail together; none: each alone.
-    #[serde(default)]
     pub partner_domains: Option<PathBuf>,
     /// Milliseconds that a commit waits for the other hosts.
-    #[serde(default)]
     pub participants_wait_ms: u64,
     /// What gives each lane one writing host.
-    #[serde(default)]
     pub tokens: TokenService,
     /// Milliseconds that a host holds a token while others wait for it.
-    #[serde(default)]
     pub token_hold_ms: u64,
     /// Milliseconds that a drain waits for a token that does not come.
-    #[serde(default)]
     pub token_wait_ms: u64,
     /// Members of the etcd cluster, HOST:PORT each.
-    #[serde(default)]
     pub token_endpoints: Vec<String>,
     /// Name of the tokens in etcd; `None`: that of the backing.
-    #[serde(default)]
     pub token_group: Option<String>,
     /// Names of commit rules, and paths of files of them.
-    #[serde(default)]
     pub rules: Vec<String>,
     /// A second directory for what is prepared; `None`: none.
-    #[serde(default, with = "firn_protocol::path::exact_option")]
+    #[serde(with = "firn_protocol::path::exact_option")]
     pub backup: Option<PathBuf>,
     /// Milliseconds between its rounds.
-    #[serde(default)]
     pub backup_every_ms: u64,
     /// What chooses the I/O server of a new file.
-    #[serde(default)]
     pub placement: Placement,
     /// Directories that files are placed in, each on a server of its own.
-    #[serde(default, with = "firn_protocol::path::exact_list")]
+    #[serde(with = "firn_protocol::path::exact_list")]
     pub lanes: Vec<PathBuf>,
     /// A file that says which names go to which lane; `None`: numbers in names say it.
-    #[serde(default, with = "firn_protocol::path::exact_option")]
+    #[serde(with = "firn_protocol::path::exact_option")]
     pub lane_map: Option<PathBuf>,
     /// With a placement of one file system: what it calls each lane's server.
     pub servers: Vec<String>,
     /// With `placement=command`: the program.
     pub place_command: Option<PathBuf>,
     /// How the bytes of new files lie in the backing until they are closed.
-    #[serde(default)]
     pub layout: Layout,
     /// Patterns of the names of files that lie in logs; empty: all.
-    #[serde(default)]
     pub log_files: Vec<String>,
     /// When logs become the plain file.
-    #[serde(default)]
     pub flatten: Flatten,
     /// When close returns.
     pub close: Close,
@@ -507,42 +489,38 @@ pub struct Options {
     pub memory_file_bytes_min: u64,
     /// Whether another firnd goes on with the mount.
     pub takeover: Takeover,
+    /// Milliseconds in which firnd must answer its keeper; 0: it is not asked.
+    pub watchdog_ms: u64,
     /// Directory of the arena; `None`: the runtime directory.
-    #[serde(default, with = "firn_protocol::path::exact_option")]
+    #[serde(with = "firn_protocol::path::exact_option")]
     pub arena_dir: Option<PathBuf>,
     /// Where the NUMA nodes are described; `None`: all memory is as near.
-    #[serde(default, with = "firn_protocol::path::exact_option")]
+    #[serde(with = "firn_protocol::path::exact_option")]
     pub numa_topology: Option<PathBuf>,
     /// The spill file, or a directory for it; `None`: nothing spills.
-    #[serde(default, with = "firn_protocol::path::exact_option")]
+    #[serde(with = "firn_protocol::path::exact_option")]
     pub spill: Option<PathBuf>,
     /// Its bytes; 0: as many as `arena_bytes`.
-    #[serde(default)]
     pub spill_bytes: u64,
     /// Percent of the arena in use above which chunks move there.
-    #[serde(default)]
     pub spill_upper_percent: u32,
     /// Percent of the arena in use down to which they move.
-    #[serde(default)]
     pub spill_lower_percent: u32,
     /// Milliseconds that the kernel may keep attributes and names.
     pub attr_timeout_ms: u64,
     /// How much firnd logs.
     pub log_level: LogLevel,
     /// Socket of the host's system log.
-    #[serde(default)]
     pub system_log: Option<PathBuf>,
     /// See the table.
     pub record: RecordPlace,
     /// Whether the mount refuses changes.
     pub read_only: bool,
     /// Whether the mount may hide files that are at the mount point.
-    #[serde(default)]
     pub nonempty: bool,
     /// Whether the arena's memory is taken at mount instead of at first use.
     pub populate: bool,
     /// Flags of the mount that the kernel honours (`nodev`, `noexec`, …).
-    #[serde(default)]
     pub kernel_flags: Vec<KernelFlag>,
 }
 
@@ -607,6 +585,7 @@ impl Options {
             passthrough: Passthrough::Auto,
             memory_file_bytes_min: 16 << 20,
             takeover: Takeover::No,
+            watchdog_ms: 0,
             arena_dir: None,
             spill: None,
             numa_topology: None,

@@ -123,6 +123,19 @@ impl Sources {
 }
 
 impl Resolved {
+    /// Options that are there, with these over them.
+    pub(crate) fn change(options: &Options, changes: &MinusO) -> Result<Options, ConfigError> {
+        let mut resolved = Self {
+            options: options.clone(),
+            origins: TABLE.iter().map(|row| (row, Origin::Default)).collect(),
+        };
+        resolved.take(&changes.given, &Origin::MinusO)?;
+        resolved.add_implied()?;
+        resolved.check()?;
+        resolved.options.settle();
+        Ok(resolved.options)
+    }
+
     fn take(&mut self, given: &[Given], origin: &Origin) -> Result<(), ConfigError> {
         for Given { row, text } in given {
             let name = row.name;

@@ -64,7 +64,7 @@ pub fn row(name: &str) -> Option<&'static Row> {
 }
 
 /// Every option.
-pub static TABLE: [Row; 52] = [
+pub static TABLE: [Row; 53] = [
     Row {
         name: "arena-size",
         kind: Kind::Size {
@@ -614,13 +614,28 @@ pub static TABLE: [Row; 52] = [
         default: "no",
         help: "Let another firnd continue the mount if firnd dies, so that programs only wait",
         long: "With `auto`, a small process (firn-keeper) keeps the connection to the kernel, and starts firnd \
-               again when it was killed: open files, directories, locks and mappings go on. It needs Linux 6.9. A \
-               mount in the foreground or with layout=log is not taken over, nor one in which a transaction is open in buffer mode: \
+               again when it was killed: open files, directories, locks and mappings go on. Before Linux 6.9, calls \
+               that wait for firnd then end with EIO. A mount in the foreground or with layout=log is not taken over, nor one in which a transaction is open in buffer mode: \
                programs that use it get errors until it is mounted again, as with `no`. `firn status` says whether it would be. `no` \
                is the default until a release has shown `auto` under the programs of its users.",
         changes_promises: true,
         get: |o| word(o.takeover),
         set: |o, v| o.takeover = v.choice(),
+    },
+    Row {
+        name: "watchdog",
+        kind: Kind::Duration {
+            min_ms: 0,
+            max_ms: 86_400_000,
+        },
+        default: "0",
+        help: "Kill a firnd that hangs for this long, and let another one continue the mount",
+        long: "With `takeover=auto`, the keeper asks firnd four times in this time whether it goes on. An answer needs the locks of \
+               the engine, and no backing: a firnd that waits for a slow backing answers. `0` does not ask. A host \
+               without enough memory or CPUs may stop a healthy firnd for seconds, and a debugger for longer.",
+        changes_promises: false,
+        get: |o| duration_text(o.watchdog_ms),
+        set: |o, v| o.watchdog_ms = v.number(),
     },
     Row {
         name: "memory-files",

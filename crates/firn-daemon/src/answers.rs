@@ -222,6 +222,7 @@ impl Answers {
             | Request::Commit { .. }
             | Request::Abort { .. }
             | Request::Restore { .. }) => transactions::answer_without(&request),
+            Request::Upgrade { .. } => unreachable!("each mount has a part for it"),
             Request::Unmount { force, held } => return self.unmount(force, held, say),
         };
         reply.into()

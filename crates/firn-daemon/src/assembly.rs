@@ -76,9 +76,9 @@ impl MountSetup<'_> {
     fn prepare_takeover(&self) -> Arc<Takeover> {
         let link = self.link.as_ref();
         match self.taken_over {
-            Some(taken) => Takeover::go_on(self.options, taken, link),
+            Some(taken) => Takeover::go_on(self.request, taken, link),
             None => Takeover::begin(
-                self.options,
+                self.request,
                 &self.attached.engine,
                 &self.attached.files,
                 &self.checked.mount_point,

@@ -9,7 +9,7 @@ use std::time::Duration;
 use firn_client::paths::RuntimeFiles;
 use firn_format::quantity::bytes;
 use firn_format::quote::quoted_path;
-use firn_fuse::detach;
+use firn_fuse::{SessionError, detach};
 use firn_protocol::events::TARGET;
 use firn_protocol::{HeldPolicy, Reply};
 use firn_workers::spawn_thread;
@@ -69,15 +69,21 @@ pub(crate) fn serve(
     };
     link.watch().map_err(MountError::io("start a thread"))?;
     let served = serve_kept(request, reporter, kept);
-    let is_final = matches!(
-        served,
-        Err(MountError::NotTakenOver { .. } | MountError::Session(_))
-    );
-    if is_taken_over && is_final {
-        // Another try would find the same.
+    if is_taken_over && served.as_ref().is_err_and(is_final) {
         link.say_ending();
     }
     served
+}
+
+/// Whether another firnd would find the same. One that lacks memory, threads or descriptors now is tried again.
+fn is_final(error: &MountError) -> bool {
+    match error {
+        MountError::NotTakenOver { .. } => true,
+        MountError::Session(SessionError::Start(error)) => {
+            error.kind() == std::io::ErrorKind::InvalidData
+        }
+        _ => false,
+    }
 }
 
 /// What a mount has of its keeper.
@@ -255,7 +261,7 @@ fn serve_kept(
         taken_over: taken_over.as_ref(),
     };
     let mount = Mount::start(context, attached)?;
-    mount.tell_keeper();
+    mount.tell_keeper(Duration::from_millis(options.watchdog_ms));
     if let Some(taken) = &taken_over {
         taken.note_end_of_pause();
     }
@@ -308,6 +314,7 @@ impl Mount {
             return Err(error);
         }
         let setup = MountSetup {
+            request,
             options,
             checked,
             attached: &attached,
@@ -327,9 +334,16 @@ impl Mount {
     }
 
     /// Tells the keeper, if there is one, that programs see the mount.
-    fn tell_keeper(&self) {
+    fn tell_keeper(&self, watchdog: Duration) {
         if let Some(link) = &self.link {
             link.say_serving();
+            let engine = Arc::downgrade(&self.attached.engine);
+            let probe = move || {
+                if let Some(engine) = engine.upgrade() {
+                    let _ = engine.figures();
+                }
+            };
+            link.watch_hangs(watchdog, Arc::new(probe));
         }
     }
 

@@ -57,7 +57,7 @@ pub fn firnd_main() -> ExitCode {
             let summons = Summons::receive().map_err(MountError::io("hear from the keeper"))?;
             let file = summons.request.try_clone();
             let file = file.map_err(MountError::io("read the request"))?;
-            let request = read_request(File::from(file))?;
+            let request = read_request(File::from(file))?.with_changes()?;
             firnd::serve(&request, Reporter::Pipe(reporter), Some(summons))
         });
     match result {

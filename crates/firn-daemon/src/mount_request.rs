@@ -2,8 +2,13 @@
 
 use std::path::PathBuf;
 
-use firn_config::Options;
+use firn_config::{Options, Unknown, change_options, parse_minus_o};
 use serde::{Deserialize, Serialize};
+
+use crate::error::MountError;
+
+/// Exit status: an invalid option.
+const USAGE: u8 = 2;
 
 /// What to mount where and how.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -20,4 +25,22 @@ pub struct MountRequest {
     pub foreground: bool,
     /// The process that asks for the mount ends it: a signal is for that process, as long as it lives.
     pub ends_with_parent: bool,
+    /// Options that `firn upgrade` gave since, as after `-o`, the oldest first.
+    #[serde(default)]
+    pub changes: Vec<String>,
+}
+
+impl MountRequest {
+    /// The request with its changes as options.
+    pub(crate) fn with_changes(mut self) -> Result<Self, MountError> {
+        for text in &self.changes {
+            let changed = parse_minus_o(text, Unknown::Refuse)
+                .and_then(|changes| change_options(&self.options, &changes));
+            self.options = changed.map_err(|error| MountError::Reported {
+                text: error.to_string(),
+                code: USAGE,
+            })?;
+        }
+        Ok(self)
+    }
 }

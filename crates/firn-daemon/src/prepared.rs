@@ -20,6 +20,7 @@ use crate::event::Event;
 use crate::frontend::{Frontend, Stubs};
 use crate::gate::TransactionGate;
 use crate::keeper::KeeperLink;
+use crate::mount_request::MountRequest;
 use crate::part::Part;
 use crate::parts::{Forget, FuseRequests, StubNames, WaitingWriters};
 use crate::preflight::Checked;
@@ -28,6 +29,7 @@ use crate::takeover::{TakenOver, Takeover};
 
 /// What a mount is put together from.
 pub(crate) struct MountSetup<'a> {
+    pub(crate) request: &'a MountRequest,
     pub(crate) options: &'a Options,
     pub(crate) checked: &'a Checked,
     pub(crate) attached: &'a Attached,

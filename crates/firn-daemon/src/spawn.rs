@@ -5,7 +5,8 @@
 //! `Failed`. Then the pipe is closed and stdout is the log.
 
 use std::fs::File;
-use std::io::{BufRead, BufReader, Seek, Write};
+use std::io::{BufRead, BufReader, Read, Seek, Write};
+use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -21,6 +22,8 @@ use crate::mount_request::MountRequest;
 
 /// The name under which the binary is firnd.
 const NAME: &str = "firnd";
+/// Bytes of words that are read: notices and one failure.
+const REPORT_BYTES_MAX: u64 = 64 << 10;
 
 /// What firnd says before it is on its own.
 #[derive(Debug, Serialize, Deserialize)]
@@ -91,7 +94,7 @@ fn with_absolute_paths(request: &MountRequest) -> MountRequest {
 }
 
 /// The request in a file without a name: each firnd of the mount reads it from its beginning.
-fn write_request(request: &MountRequest) -> Result<File, MountError> {
+pub(crate) fn write_request(request: &MountRequest) -> Result<File, MountError> {
     let json =
         serde_json::to_vec(request).map_err(|e| MountError::io("encode the request")(e.into()))?;
     let keep = MountError::io("keep the request");
@@ -148,6 +151,21 @@ pub(crate) fn report_failure(pipe: &mut File, error: &MountError) {
             code: error.exit_code(),
         },
     );
+}
+
+/// Why there is no mount, in a file of words.
+pub(crate) fn read_failure(words: OwnedFd) -> Option<String> {
+    // Its position is that of the firnd that wrote it.
+    let mut words = File::from(words);
+    words.rewind().ok()?;
+    let lines = BufReader::new(words.take(REPORT_BYTES_MAX)).lines();
+    lines.map_while(Result::ok).find_map(|line| {
+        let word = serde_json::from_str(&line).ok()?;
+        match word {
+            Word::Failed { text, .. } => Some(text),
+            Word::Notice(_) | Word::Ready => None,
+        }
+    })
 }
 
 fn say(pipe: &mut File, word: &Word) {

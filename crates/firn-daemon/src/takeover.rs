@@ -9,9 +9,11 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use firn_arena::live::{Left, LiveTable};
+use firn_arena::ArenaError;
+use firn_arena::live::{Left, LiveTable, LiveTableError};
 use firn_backing::Volume as _;
 use firn_client::paths::RuntimeFiles;
 use firn_config::{Drain, Mode, Options, Participants};
@@ -19,13 +21,18 @@ use firn_engine::{Engine, KeptFile, Resumed, ResumedRequests};
 use firn_format::live::{Device, Exchange, Header};
 use firn_format::mountinfo;
 use firn_fuse::KeepConnection;
-use firn_protocol::Status;
+use firn_protocol::{Reply, Request, Status};
 use parking_lot::Mutex;
+use rustix::fs::{MemfdFlags, Mode as FileMode, OFlags, fstat, memfd_create, open};
+use rustix::io::Errno;
+use rustix::process::{Pid, Signal, geteuid, getpid, kill_process};
 
 use crate::attach::Attached;
 use crate::error::MountError;
-use crate::keeper::{KeeperLink, ResumedMount, uptime};
-use crate::part::{Part, Stop};
+use crate::keeper::{KeeperLink, NextFirnd, ResumedMount, uptime};
+use crate::mount_request::MountRequest;
+use crate::part::{Part, Question, Stop};
+use crate::spawn::write_request;
 use crate::store::{Layers as _, Store};
 
 /// A mount of the kernel whose firnd died, and that this one goes on with.
@@ -53,9 +60,7 @@ impl TakenOver {
             files: kept,
         } = connection;
         let (table, Left { header, contents }) =
-            LiveTable::open(&files.live).map_err(|error| MountError::NotTakenOver {
-                why: error.to_string(),
-            })?;
+            LiveTable::open(&files.live).map_err(refuse_table)?;
         if contents.damaged > 0 {
             tracing::warn!(
                 entries = contents.damaged,
@@ -136,6 +141,21 @@ fn loses_transactions(options: &Options) -> bool {
     options.drain == Drain::Commit && !keeps_open_transactions(options)
 }
 
+/// A table that is none is refused for good; what cannot be opened or mapped now is tried again.
+fn refuse_table(error: LiveTableError) -> MountError {
+    match error {
+        LiveTableError::Io(errno) if errno != Errno::NOENT => {
+            MountError::io("open the live table")(errno.into())
+        }
+        LiveTableError::Map(ArenaError::Io { source, .. }) => {
+            MountError::io("map the live table")(source.into())
+        }
+        error => MountError::NotTakenOver {
+            why: error.to_string(),
+        },
+    }
+}
+
 /// Why a mount is not taken over if its firnd dies; none: it is.
 fn name_obstacle(engine: &Engine<Store>) -> Option<&'static str> {
     if engine.backing().features().finishes_files || engine.backing().logged().is_some() {
@@ -151,21 +171,26 @@ pub(crate) struct Takeover {
     obstacle: Mutex<Option<&'static str>>,
     /// A transaction that is open would end with firnd.
     loses_transactions: bool,
+    /// Whether the kernel sends requests again.
+    resends: AtomicBool,
     /// Open files that were lost at the last takeover.
     bad_handles: u64,
     arena: [u8; 16],
     mount_point: PathBuf,
+    /// What the mount was made with, and what upgrades changed.
+    request: MountRequest,
 }
 
 impl Takeover {
     /// For a mount that is made now.
     pub(crate) fn begin(
-        options: &Options,
+        request: &MountRequest,
         engine: &Arc<Engine<Store>>,
         files: &RuntimeFiles,
         mount_point: &Path,
         link: Option<&Arc<KeeperLink>>,
     ) -> Arc<Self> {
+        let options = &request.options;
         let mut obstacle = match link {
             None => Some("takeover=no, or the mount is in the foreground"),
             Some(_) => name_obstacle(engine),
@@ -196,15 +221,17 @@ impl Takeover {
             table,
             obstacle: Mutex::new(obstacle),
             loses_transactions: loses_transactions(options),
+            resends: AtomicBool::new(true),
             bad_handles: 0,
             arena: engine.arena().superblock().uuid,
             mount_point: mount_point.to_owned(),
+            request: request.clone(),
         })
     }
 
     /// For a mount that is gone on with.
     pub(crate) fn go_on(
-        options: &Options,
+        request: &MountRequest,
         taken: &TakenOver,
         link: Option<&Arc<KeeperLink>>,
     ) -> Arc<Self> {
@@ -213,10 +240,12 @@ impl Takeover {
             link: link.cloned(),
             table: Some(Arc::clone(&taken.resumed.table)),
             obstacle: Mutex::new(None),
-            loses_transactions: loses_transactions(options),
+            loses_transactions: loses_transactions(&request.options),
+            resends: AtomicBool::new(firn_fuse::sends_again(&taken.header.exchange)),
             bad_handles: left.as_ref().map_or(0, |left| left.bad_handles),
             arena: taken.header.arena,
             mount_point: taken.mount_point(),
+            request: request.clone(),
         })
     }
 
@@ -260,17 +289,81 @@ impl Takeover {
     }
 }
 
+/// Why a mount is not upgraded. The firnd that serves it goes on.
+#[derive(Debug, thiserror::Error)]
+enum UpgradeError {
+    #[error("the mount cannot be taken over, so no other firnd can go on with it: {0}")]
+    NotReady(&'static str),
+    #[error(
+        "`firn upgrade` runs in another PID namespace, where firnd does not see its program: run it where firnd runs"
+    )]
+    Unseen,
+    #[error("the program of `firn upgrade` cannot be opened: {0}")]
+    Program(rustix::io::Errno),
+    #[error(
+        "the program of `firn upgrade` {0}: install it so that only root, or the user of the mount, can change it"
+    )]
+    Distrusted(firn_trust::Distrust),
+    #[error("the request of the next firnd cannot be written: {0}")]
+    Request(Box<MountError>),
+    #[error("the keeper of the mount does not answer: {0}; try again")]
+    Keeper(std::io::Error),
+}
+
+impl Takeover {
+    /// Gives the keeper the program of a client, and the request with `changes`. Gives the process of the keeper.
+    fn prepare_upgrade(&self, client: u32, changes: &str) -> Result<Pid, UpgradeError> {
+        let Some(link) = &self.link else {
+            return Err(UpgradeError::NotReady("it has no keeper"));
+        };
+        let program = open_program(client)?;
+        let mut request = self.request.clone();
+        if !changes.is_empty() {
+            request.changes.push(changes.to_owned());
+        }
+        let request = write_request(&request);
+        let report = memfd_create(c"firn-upgrade", MemfdFlags::CLOEXEC);
+        let next = NextFirnd {
+            program,
+            request: request
+                .map_err(|error| UpgradeError::Request(Box::new(error)))?
+                .into(),
+            report: report.map_err(|errno| UpgradeError::Keeper(errno.into()))?,
+        };
+        let keeper = link.keep_next(&next).map_err(UpgradeError::Keeper)?;
+        keeper.ok_or_else(|| UpgradeError::Keeper(std::io::ErrorKind::NotFound.into()))
+    }
+}
+
+/// The program that a process runs. Its name may lead to another one by now, or to none.
+fn open_program(process: u32) -> Result<OwnedFd, UpgradeError> {
+    if process == 0 {
+        return Err(UpgradeError::Unseen);
+    }
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC;
+    let path = format!("/proc/{process}/exe");
+    let program = open(path, flags, FileMode::empty()).map_err(UpgradeError::Program)?;
+    let stat = fstat(&program).map_err(UpgradeError::Program)?;
+    firn_trust::Facts::of(&stat)
+        .check_program(geteuid().as_raw())
+        .map_err(UpgradeError::Distrusted)?;
+    Ok(program)
+}
+
+/// Dies as by kill -9: nothing is ended, and the next firnd goes on.
+fn die() -> ! {
+    let _ = kill_process(getpid(), Signal::KILL);
+    // The signal comes before the call returns, unless a debugger holds it back.
+    std::process::abort()
+}
+
 impl KeepConnection for Takeover {
     fn keep(&self, device: BorrowedFd<'_>, exchange: &Exchange, resends: bool) {
         if self.obstacle.lock().is_some() {
             return;
         }
-        let kept = if resends {
-            self.keep_connection(device, exchange)
-        } else {
-            Err("the kernel does not send requests again (Linux 6.9 does)")
-        };
-        if let Err(why) = kept {
+        self.resends.store(resends, Ordering::Relaxed);
+        if let Err(why) = self.keep_connection(device, exchange) {
             tracing::info!(why, "the mount cannot be taken over if firnd dies");
             *self.obstacle.lock() = Some(why);
             if let Some(table) = &self.table {
@@ -285,10 +378,16 @@ impl Part for Takeover {
         let obstacle = *self.obstacle.lock();
         status.takeover = match obstacle {
             None if self.loses_transactions => "ready, while no transaction is open".into(),
+            None if !self.resends.load(Ordering::Relaxed) => {
+                "ready, and requests that are under way then end with EIO (before Linux 6.9)".into()
+            }
             None => "ready".into(),
             Some(why) => why.into(),
         };
         status.lost_open_files = self.bad_handles;
+        if let Some(link) = &self.link {
+            status.upgrade.clone_from(&link.last_upgrade);
+        }
         if let Some(table) = self.table.as_ref().filter(|_| obstacle.is_none()) {
             status.takeovers = table.takeovers();
             status.takeover_last_seconds = table.last_pause_ns() as f64 / 1e9;
@@ -296,6 +395,28 @@ impl Part for Takeover {
             status.live_table_bytes = table.bytes();
             status.live_table_lost = table.lost();
         }
+    }
+
+    fn answer(&self, question: &mut Question<'_>) -> Option<Reply> {
+        let Request::Upgrade { options } = question.request else {
+            return None;
+        };
+        let prepared = match *self.obstacle.lock() {
+            Some(why) => Err(UpgradeError::NotReady(why)),
+            None => self.prepare_upgrade(question.client.peer.pid, options),
+        };
+        Some(match prepared {
+            Ok(keeper) => {
+                let keeper = keeper.as_raw_pid() as u32;
+                tracing::info!("firnd dies: the program of `firn upgrade` goes on with the mount");
+                (question.say)(Reply::Upgrading { keeper });
+                die()
+            }
+            Err(error) => Reply::Error {
+                errno: libc::EINVAL,
+                message: error.to_string(),
+            },
+        })
     }
 
     fn stop(&self, stop: &mut Stop) {

@@ -242,6 +242,20 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         self.replies.repeated.fill(left);
     }
 
+    /// Gives up what an earlier firnd had in work, where the kernel does not send it again: `refuse` ends a request.
+    pub(crate) fn end_left_requests(&self, left: &mut ResumedRequests, refuse: impl Fn(u64)) {
+        let count = left.requests.len();
+        for (number, request) in left.requests.drain() {
+            refuse(number);
+            // Its note goes.
+            drop(self.engine.note_resumed_request(&request));
+        }
+        tracing::warn!(
+            count,
+            "requests that were under way end with EIO: this kernel does not send them again (Linux 6.9 does)"
+        );
+    }
+
     /// The caller of a request got a signal.
     pub(crate) fn interrupt(&self, unique: u64) {
         tracing::trace!(unique, "interrupt");
@@ -256,7 +270,10 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
 
     /// Carries out a request, now or later; its answer goes to `responder`.
     pub(crate) fn dispatch(&self, request: Request<'_>, responder: R) {
-        let reply = Reply::new(&request, responder, &self.replies);
+        let mut reply = Reply::new(&request, responder, &self.replies);
+        if !self.negotiated.resends {
+            reply.note_in_work(&self.engine);
+        }
         let _span = reply.span().entered();
         let Request {
             unique,

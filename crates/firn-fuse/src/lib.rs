@@ -41,6 +41,6 @@ pub use dispatcher::AdapterOptions;
 pub use failures::Failures;
 pub use gate::{Gate, Pass, RangeAccess};
 pub use session::{KeptConnection, Session, SessionError, SessionOptions};
-pub use transport::dev_fuse::KeepConnection;
+pub use transport::dev_fuse::{KeepConnection, sends_again};
 pub use unanswered::{WaitingThread, WaitingThreads};
 pub use watch::{ChangeWatch, WatchTicket, WatchedChange};

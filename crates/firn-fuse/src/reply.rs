@@ -321,6 +321,11 @@ impl<R: Responder> Reply<R> {
         None
     }
 
+    /// Notes that the request is in work, where the kernel does not send it again: the next firnd ends it.
+    pub(crate) fn note_in_work<B: Backing>(&mut self, engine: &Engine<B>) {
+        self.noted = engine.note_request(self.number(), Subjects::default());
+    }
+
     /// Gives back what a request of the same number opened before firnd died: the kernel never heard of it.
     pub(crate) fn release_older(&self) {
         if !self.is_repeated() {

@@ -173,6 +173,12 @@ pub enum Request {
     Record,
     /// Drop the errors that are recorded (the data stays and is still tried).
     ClearErrors,
+    /// Die, and have the program of the client go on with the mount: [`Reply::Upgrading`] is the last word of this
+    /// firnd. Client and firnd may speak different versions of this protocol.
+    Upgrade {
+        /// Options that change, as after `-o`.
+        options: String,
+    },
     /// Unmount and end. With `force`: unmount even if a file is open (lazily) and end even if data
     /// cannot be drained (it stays in the arena).
     Unmount {
@@ -287,13 +293,19 @@ pub enum Reply {
         #[serde(default)]
         written_files: u64,
     },
+    /// Answer to [`Request::Upgrade`]: this firnd dies now.
+    Upgrading {
+        /// The process that starts the next firnd, and that ends where it cannot.
+        keeper: u32,
+    },
     /// Done.
     Done,
     /// Not an answer, and the end of the connection: it was idle and is closed in favour of another one. What was sent
     /// since the last answer was not carried out: connect again, and repeat it.
     Closed,
     /// Too many connections are in use, each with a request or with something that it holds; nothing was done. A few
-    /// more are answered [`Request::Hello`], [`Request::Status`] and [`Request::Unmount`].
+    /// more are answered [`Request::Hello`], [`Request::Status`], [`Request::Upgrade`] and
+    /// [`Request::Unmount`].
     Busy {
         /// How many there may be.
         connections: u32,

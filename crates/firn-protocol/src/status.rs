@@ -72,6 +72,8 @@ part! {
         gauge takeover_last_seconds: f64,
         /// Time for which programs waited at all takeovers.
         counter takeover_seconds: f64,
+        /// What became of the last `firn upgrade`: `done`, or `refused`, and why; empty: there was none.
+        text upgrade: String,
         /// Open files that were lost to their programs at the last takeover.
         gauge lost_open_files: u64,
         /// Memory of the live table, which another firnd goes on from.

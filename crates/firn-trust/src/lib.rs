@@ -148,6 +148,24 @@ impl Facts {
         Ok(())
     }
 
+    /// Whether this is a program that only `uid` and root can change.
+    pub fn check_program(&self, uid: u32) -> Result<(), Distrust> {
+        const WRITABLE: u32 = 0o022;
+        self.check_kind(Expected::File)?;
+        if self.uid != uid && self.uid != 0 {
+            return Err(Distrust::Owner {
+                found: self.uid,
+                expected: uid,
+            });
+        }
+        if self.mode & WRITABLE != 0 {
+            return Err(Distrust::Mode {
+                found: self.mode & 0o7777,
+            });
+        }
+        Ok(())
+    }
+
     fn check_kind(&self, expected: Expected) -> Result<(), Distrust> {
         let (wanted, words) = match expected {
             Expected::Directory => (FileType::Directory, "a directory"),
@@ -192,6 +210,17 @@ mod tests {
         uid: 7,
         nlink: 1,
     };
+
+    #[test]
+    fn a_program_is_believed_if_only_its_user_and_root_can_change_it() {
+        let of = |mode, uid| Facts { mode, uid, ..FILE };
+        assert_eq!(of(libc::S_IFREG | 0o755, 7).check_program(7), Ok(()));
+        assert_eq!(of(libc::S_IFREG | 0o755, 0).check_program(7), Ok(()));
+        assert!(of(libc::S_IFREG | 0o755, 8).check_program(7).is_err());
+        assert!(of(libc::S_IFREG | 0o775, 7).check_program(7).is_err());
+        assert!(of(libc::S_IFREG | 0o757, 0).check_program(7).is_err());
+        assert!(DIR.check_program(7).is_err());
+    }
 
     #[test]
     fn only_what_is_ours_and_closed_to_others_is_believed() {

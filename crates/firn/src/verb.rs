@@ -42,6 +42,7 @@ mod status;
 mod top;
 mod transaction;
 mod umount;
+mod upgrade;
 mod version;
 mod wait;
 
@@ -83,6 +84,7 @@ pub static GROUPS: &[Group] = &[
         verbs: &[
             &mount::VERB,
             &umount::VERB,
+            &upgrade::VERB,
             &run::VERB,
             &status::VERB,
             &top::VERB,

@@ -38,3 +38,4 @@ mod takeover_nameless;
 mod takeover_programs;
 mod takeover_transactions;
 mod top;
+mod upgrade;

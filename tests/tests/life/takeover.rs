@@ -12,14 +12,16 @@ use std::process::{Child, Command};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
+use firn_format::live::{HEADER_BYTES, Header};
 use firn_tests::ack::{returned_operations, verify};
+use firn_tests::faultfs::FaultFs;
 use firn_tests::mount::SMALL;
 use firn_tests::preloaded::DIRECT_AFTER;
 use firn_tests::random::{env_count, generator};
 use firn_tests::sandbox::{is_mounted, is_zombie, keeper_of, kill, kill_alone, preload_library};
 use firn_tests::trace::{CallFilter, KillAt, Moment, kill_running_at_call};
 use firn_tests::transaction::{behind, firn};
-use firn_tests::{FirnMount, Sandbox, helper_binary, seed, wait_until};
+use firn_tests::{FirnMount, Sandbox, helper_binary, run, seed, wait_until};
 use rand::RngExt;
 
 /// Options of a small mount that another firnd goes on with.
@@ -794,6 +796,234 @@ fn change_byte(table: &File, at: u64) {
     let mut byte = [0];
     table.read_exact_at(&mut byte, at).expect("read");
     table.write_all_at(&[byte[0] ^ 0x40], at).expect("write");
+}
+
+/// FUSE_HAS_RESEND in the second word of flags of an INIT request, and where that word is: after the header of 40 bytes
+/// and four words.
+const RESEND_IN_FLAGS2: u32 = 1 << 7;
+const FLAGS2_AT: usize = 40 + 4 * 4;
+
+/// Makes the kernel of a mount one that does not send requests again, as far as the next firnd knows.
+fn forget_resends(sandbox: &Sandbox) {
+    let path = sandbox.arena().with_extension("live");
+    let table = OpenOptions::new().read(true).write(true).open(path);
+    let table = table.expect("open");
+    let mut bytes = vec![0; HEADER_BYTES];
+    table.read_exact_at(&mut bytes, 0).expect("read");
+    let mut header = Header::decode(&bytes).expect("a header");
+    let flags = &mut header.exchange.asked[FLAGS2_AT..FLAGS2_AT + 4];
+    let word = u32::from_ne_bytes(flags.try_into().expect("a word"));
+    assert_ne!(word & RESEND_IN_FLAGS2, 0);
+    flags.copy_from_slice(&(word & !RESEND_IN_FLAGS2).to_ne_bytes());
+    let encoded = header.encode().expect("it fits");
+    table.write_all_at(&encoded, 0).expect("write");
+}
+
+/// A call of a program about a path.
+type Call = fn(&Path) -> std::io::Result<()>;
+
+/// As before Linux 6.9: the kernel is never asked to send requests again, and does not.
+///
+/// Proves S-crash-16.
+#[test]
+fn without_resends_requests_under_way_end_with_an_error_and_all_else_goes_on() {
+    let sandbox = Sandbox::new("resends");
+    let fault = FaultFs::new(&sandbox);
+    let options = format!("{SMALL},takeover=auto,close=held,drain-age=10min,attr-timeout=10min");
+    let mut mount = FirnMount::over(&sandbox, fault.path(), &options);
+    let file = OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create_new(true)
+        .open(mount.join("file"))
+        .expect("create");
+    file.write_all_at(b"one", 0).expect("write");
+    for name in ["hung", "goes-on"] {
+        fs::create_dir(mount.join(name)).expect("mkdir");
+    }
+    let dir = File::open(mount.join("hung")).expect("open a directory");
+    forget_resends(&sandbox);
+    // The first takeover learns it, and notes all requests from then on.
+    mount.kill_and_go_on();
+    assert!(
+        mount.status().takeover.contains("EIO"),
+        "{}",
+        mount.status().takeover
+    );
+    let calls: [(&str, Call); 3] = [
+        ("lookup", |path| fs::symlink_metadata(path).map(drop)),
+        ("mkdir", |path| fs::create_dir(path)),
+        ("lookup", |path| File::open(path).map(drop)),
+    ];
+    for (round, (operation, call)) in (0..).zip(calls) {
+        mount.wait_until_served_well();
+        let before = mount.pid();
+        fault.hang(operation, "hung/");
+        let path = mount.join(format!("hung/new{round}"));
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| call(&path));
+            wait_until("it hangs", Duration::from_secs(60), || {
+                fault.hung_count() >= 1
+            });
+            kill_alone(before, libc::SIGKILL);
+            fault.let_go();
+            let refused = waits
+                .join()
+                .expect("it ends")
+                .expect_err("it was under way");
+            assert_eq!(refused.raw_os_error(), Some(libc::EIO), "{operation}");
+        });
+        mount.note_takeover(before);
+        file.write_all_at(b"two", 3 * (round + 1))
+            .expect("open files go on");
+        fs::create_dir(mount.join(format!("goes-on/dir{round}"))).expect("mkdir");
+        let made = fs::read_dir(mount.join("hung")).expect("list").count() as u64;
+        assert!(made <= round + 1, "{made}");
+    }
+    let mut bytes = [0; 12];
+    file.read_exact_at(&mut bytes, 0).expect("read");
+    assert_eq!(&bytes, b"onetwotwotwo");
+    assert_eq!(mount.status().lost_open_files, 0);
+    drop((file, dir));
+    let backing = mount.umount();
+    assert_eq!(fs::read(backing.join("file")).expect("read"), bytes);
+}
+
+/// Proves S-crash-15.
+#[test]
+fn a_firnd_that_stands_still_is_killed_and_another_one_goes_on() {
+    let sandbox = Sandbox::new("stands");
+    let options = format!("{SMALL},takeover=auto,watchdog=500ms");
+    let mut mount = FirnMount::new(&sandbox, &options);
+    let file = File::create(mount.join("file")).expect("create");
+    file.write_all_at(b"one", 0).expect("write");
+    let first = mount.pid();
+    // One that answers is left alone, however often it is asked.
+    wait_until("it is asked often", Duration::from_secs(60), || {
+        mount.status().uptime_seconds > 2.0
+    });
+    assert_eq!(mount.status().pid, first);
+    for (index, bytes) in (1..).zip([b"two", b"3rd"]) {
+        mount.wait_until_served_well();
+        let before = mount.pid();
+        kill_alone(before, libc::SIGSTOP);
+        file.write_all_at(bytes, 3 * index).expect("programs wait");
+        mount.note_takeover(before);
+    }
+    assert!(sandbox.logs().contains("firnd does not answer"));
+    assert_eq!(mount.status().takeovers, 2);
+    drop(file);
+    let backing = mount.umount();
+    assert_eq!(fs::read(backing.join("file")).expect("read"), b"onetwo3rd");
+}
+
+/// A tmpfs of its own, in place of a directory.
+struct SmallMemory(PathBuf);
+
+impl SmallMemory {
+    fn over(dir: &Path, size: &str) -> Self {
+        let options = format!("size={size},mode=0700");
+        run(Command::new("mount")
+            .args(["-t", "tmpfs", "-o", &options, "tmpfs"])
+            .arg(dir))
+        .ok();
+        Self(dir.to_owned())
+    }
+
+    /// Leaves no byte of it.
+    fn fill(&self) -> PathBuf {
+        let path = self.0.join("filler");
+        let mut filler = File::create(&path).expect("create");
+        let block = vec![1; 4096];
+        while filler.write_all(&block).is_ok() {}
+        path
+    }
+}
+
+impl Drop for SmallMemory {
+    fn drop(&mut self) {
+        firn_tests::sandbox::unmount_lazily(&self.0);
+    }
+}
+
+/// Proves S-crash-1, S-crash-11.
+#[test]
+fn a_table_without_room_loses_open_files_to_their_programs_and_no_byte() {
+    const FILES: usize = 1500;
+    let sandbox = Sandbox::new("room");
+    let memory = SmallMemory::over(sandbox.runtime(), "64M");
+    let options = format!("{SMALL},takeover=auto,close=held,drain-age=10min");
+    let mut mount = FirnMount::new(&sandbox, &options);
+    let kept = File::create(mount.join("kept")).expect("create");
+    kept.write_all_at(b"before", 0).expect("write");
+    let filler = memory.fill();
+    let create = |index| {
+        let file = File::create(mount.join(format!("file{index}"))).expect("create");
+        file.write_all_at(b"1", 0).expect("write");
+        file
+    };
+    let files: Vec<File> = (0..FILES).map(create).collect();
+    let lost = mount.status().live_table_lost;
+    assert!(lost > 0, "the table found no room");
+    mount.kill_and_go_on();
+    kept.write_all_at(b"after!", 6)
+        .expect("what is in the table goes on");
+    let refused = files
+        .iter()
+        .filter(|file| file.write_all_at(b"2", 1).is_err());
+    let refused = refused.count();
+    assert!(refused > 0 && refused as u64 <= lost, "{refused} of {lost}");
+    fs::remove_file(filler).expect("remove");
+    let again = File::create(mount.join("new")).expect("what is opened now goes on");
+    mount.kill_and_go_on();
+    again.write_all_at(b"new", 0).expect("write");
+    drop((files, kept, again));
+    let backing = mount.umount();
+    assert_eq!(
+        fs::read(backing.join("kept")).expect("read"),
+        b"beforeafter!"
+    );
+    for index in 0..FILES {
+        let bytes = fs::read(backing.join(format!("file{index}"))).expect("read");
+        assert!(bytes == b"1" || bytes == b"12", "file{index}: {bytes:?}");
+    }
+    println!("{lost} entries without room, {refused} of {FILES} open files lost");
+}
+
+/// The next firnd inherits the limits of the keeper.
+fn limit_address_space(pid: u32, bytes: u64) {
+    let limit = libc::rlimit {
+        rlim_cur: bytes,
+        rlim_max: libc::RLIM_INFINITY,
+    };
+    let none = std::ptr::null_mut();
+    // SAFETY: the call reads a limit, and writes nothing.
+    let set = unsafe { libc::prlimit(pid as i32, libc::RLIMIT_AS, &raw const limit, none) };
+    assert_eq!(set, 0);
+}
+
+/// Proves S-crash-13.
+#[test]
+fn a_firnd_without_memory_is_tried_again_until_there_is_some() {
+    let sandbox = Sandbox::new("memory");
+    let mut mount = FirnMount::new(&sandbox, &taken_over());
+    let file = File::create(mount.join("file")).expect("create");
+    file.write_all_at(b"one", 0).expect("write");
+    mount.wait_until_served_well();
+    let (before, keeper) = (mount.pid(), keeper_of(mount.pid()).expect("a keeper"));
+    // Enough to begin, and not for the address space of the live table.
+    limit_address_space(keeper, 450_000_000);
+    kill_alone(before, libc::SIGKILL);
+    wait_until("one of them has failed", Duration::from_secs(60), || {
+        sandbox.logs().contains("map the live table")
+    });
+    limit_address_space(keeper, libc::RLIM_INFINITY);
+    file.write_all_at(b"two", 3).expect("programs wait");
+    mount.note_takeover(before);
+    assert_eq!(mount.status().lost_open_files, 0);
+    drop(file);
+    let backing = mount.umount();
+    assert_eq!(fs::read(backing.join("file")).expect("read"), b"onetwo");
 }
 
 /// A forced unmount is how an administrator ends a mount whose firnd would be started again.

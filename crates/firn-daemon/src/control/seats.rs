@@ -29,7 +29,7 @@ const HOLDERS_MAX: usize = 8;
 fn is_short(request: &Request) -> bool {
     matches!(
         request,
-        Request::Hello | Request::Status | Request::Unmount { .. }
+        Request::Hello | Request::Status | Request::Upgrade { .. } | Request::Unmount { .. }
     )
 }
 

@@ -10,10 +10,11 @@ use std::time::Duration;
 use firn_engine::{FileKeeper, InodeId, KeptFile};
 use firn_workers::spawn_thread;
 use parking_lot::Mutex;
-use rustix::process::{PidfdFlags, getpid, pidfd_open};
+use rustix::process::{Pid, PidfdFlags, getpid, getppid, pidfd_open};
 
-use super::message::{Kept, Label, Message, Socket, Tag};
+use super::message::{Kept, Label, LastUpgrade, Message, Socket, Tag};
 use super::{KEEPER_NAME, REPLACES};
+use crate::spawn::read_failure;
 
 /// Keepers that firnd starts at most: a host that kills each of them wants none.
 const KEEPERS_MAX: u32 = 20;
@@ -46,6 +47,21 @@ pub(crate) struct ResumedMount {
 /// The keeper, as firnd has it.
 pub(crate) struct KeeperLink {
     state: Mutex<LinkState>,
+    /// Returns where firnd goes on. None: it does not serve yet.
+    probe: Mutex<Option<Probe>>,
+    /// What became of the last upgrade of the mount, for the status.
+    pub(crate) last_upgrade: String,
+}
+
+/// Takes what every request takes, and returns.
+type Probe = Arc<dyn Fn() + Send + Sync>;
+
+/// What an upgrade gives to the next firnd.
+pub(crate) struct NextFirnd {
+    pub(crate) program: OwnedFd,
+    pub(crate) request: OwnedFd,
+    /// An empty file, in which the next firnd tells why it does not serve.
+    pub(crate) report: OwnedFd,
 }
 
 struct LinkState {
@@ -54,6 +70,10 @@ struct LinkState {
     kept: Vec<Kept>,
     is_ending: bool,
     started: u32,
+    /// The keeper's process.
+    keeper: Option<Pid>,
+    /// In which firnd must answer; 0: it is not asked.
+    watchdog: Duration,
 }
 
 impl Summons {
@@ -62,11 +82,11 @@ impl Summons {
         let socket = Socket::new(rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3)?);
         socket.limit_waits(SEND_TIMEOUT)?;
         let mut kept = Vec::new();
-        let died = loop {
+        let (died, upgrade) = loop {
             match socket.receive()? {
                 None => return Err(io::ErrorKind::UnexpectedEof.into()),
                 Some(Message::Keep(given)) => kept.push(given),
-                Some(Message::Begin { died }) => break died,
+                Some(Message::Begin { died, upgrade }) => break (died, upgrade),
                 Some(_) => {}
             }
         };
@@ -77,6 +97,14 @@ impl Summons {
         let request = copy_of(Tag::Request)?.ok_or(io::ErrorKind::InvalidData)?;
         let caller = copy_of(Tag::Caller)?;
         let device = copy_of(Tag::Device)?;
+        let last_upgrade = match upgrade {
+            LastUpgrade::None => String::new(),
+            LastUpgrade::Done => "done".into(),
+            LastUpgrade::Refused => match copy_of(Tag::UpgradeReport)?.and_then(read_failure) {
+                Some(why) => format!("refused: {why}"),
+                None => "refused: the new firnd ended and did not say why".into(),
+            },
+        };
         let files = copy_files(&kept)?;
         let resumed = died.map(|died| ResumedMount {
             device,
@@ -88,10 +116,14 @@ impl Summons {
             kept,
             is_ending: false,
             started: 0,
+            keeper: getppid(),
+            watchdog: Duration::ZERO,
         };
         Ok(Self {
             link: Arc::new(KeeperLink {
                 state: Mutex::new(state),
+                probe: Mutex::new(None),
+                last_upgrade,
             }),
             request,
             caller,
@@ -139,6 +171,31 @@ impl KeeperLink {
         }
     }
 
+    /// Has the keeper start another program when this firnd dies. Gives the process of the keeper.
+    pub(crate) fn keep_next(&self, next: &NextFirnd) -> io::Result<Option<Pid>> {
+        self.keep(Tag::UpgradeReport, next.report.as_fd())?;
+        self.keep(Tag::NextRequest, next.request.as_fd())?;
+        // The keeper tries it from here on.
+        self.keep(Tag::NextProgram, next.program.as_fd())?;
+        Ok(self.state.lock().keeper)
+    }
+
+    /// Has the keeper kill firnd if `probe` does not return for so long.
+    pub(crate) fn watch_hangs(&self, limit: Duration, probe: Probe) {
+        *self.probe.lock() = Some(probe);
+        let mut state = self.state.lock();
+        state.watchdog = limit;
+        let _ = state.socket.say_watch(limit);
+    }
+
+    fn answer_ping(&self, socket: &Socket) {
+        let probe = self.probe.lock().clone();
+        if let Some(probe) = probe {
+            probe();
+        }
+        let _ = socket.say_pong();
+    }
+
     /// Programs see the mount.
     pub(crate) fn say_serving(&self) {
         let _ = self.state.lock().socket.say_serving();
@@ -156,8 +213,11 @@ impl KeeperLink {
         let link = Arc::clone(self);
         let watch = move || {
             while let Some(socket) = link.socket_to_watch() {
-                // A keeper says nothing to a firnd that has begun.
-                while let Ok(Some(_)) = socket.receive() {}
+                while let Ok(Some(message)) = socket.receive() {
+                    if matches!(message, Message::Ping) {
+                        link.answer_ping(&socket);
+                    }
+                }
                 link.replace_keeper();
             }
         };
@@ -176,8 +236,10 @@ impl KeeperLink {
         }
         state.started += 1;
         match start_keeper(&state.kept) {
-            Ok(socket) => {
+            Ok(StartedKeeper { socket, keeper }) => {
+                let _ = socket.say_watch(state.watchdog);
                 state.socket = Arc::new(socket);
+                state.keeper = Some(keeper);
                 tracing::warn!("the keeper of the mount was killed; another one has its place");
             }
             Err(error) => {
@@ -222,7 +284,12 @@ fn copy_files(kept: &[Kept]) -> io::Result<Vec<KeptFile>> {
     copies.collect()
 }
 
-fn start_keeper(kept: &[Kept]) -> io::Result<Socket> {
+struct StartedKeeper {
+    socket: Socket,
+    keeper: Pid,
+}
+
+fn start_keeper(kept: &[Kept]) -> io::Result<StartedKeeper> {
     let (ours, theirs) = Socket::pair()?;
     ours.limit_waits(SEND_TIMEOUT)?;
     let mut keeper = Command::new("/proc/self/exe");
@@ -238,10 +305,14 @@ fn start_keeper(kept: &[Kept]) -> io::Result<Socket> {
     }
     let this = pidfd_open(getpid(), PidfdFlags::empty())?;
     ours.send(Tag::Firnd.into(), &this)?;
+    let keeper = Pid::from_child(&child);
     // Its end is seen at the socket; this only takes it out of the table of processes.
     let reap = move || {
         let _ = child.wait();
     };
     spawn_thread("firn-reaper", reap)?;
-    Ok(ours)
+    Ok(StartedKeeper {
+        socket: ours,
+        keeper,
+    })
 }

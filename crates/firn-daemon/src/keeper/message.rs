@@ -31,6 +31,14 @@ pub(crate) enum Tag {
     Log = 7,
     /// An open file without a name. Its number is that of the kernel's node.
     NamelessFile = 8,
+    /// The program of the firnd that served last; none: that of the keeper.
+    Program = 9,
+    /// The program of an upgrade, until it serves.
+    NextProgram = 10,
+    /// The request of an upgrade, until it is served.
+    NextRequest = 11,
+    /// A file to which the firnd of an upgrade tells why it does not serve.
+    UpgradeReport = 12,
 }
 
 impl Tag {
@@ -44,6 +52,10 @@ impl Tag {
             Self::CanBeTakenOver,
             Self::Log,
             Self::NamelessFile,
+            Self::Program,
+            Self::NextProgram,
+            Self::NextRequest,
+            Self::UpgradeReport,
         ]
         .into_iter()
         .find(|tag| *tag as u8 == number)
@@ -82,8 +94,38 @@ pub(crate) enum Message {
     Serving,
     /// The mount ends with this firnd.
     Ending,
+    /// To the keeper: ask whether this firnd goes on, and kill it if it does not say so for so long.
+    Watch(Duration),
+    /// To a firnd: does it go on?
+    Ping,
+    /// It goes on.
+    Pong,
     /// To a firnd: all that was kept was sent. `died`: when the end of the one before it was seen, since the host started.
-    Begin { died: Option<Duration> },
+    Begin {
+        died: Option<Duration>,
+        upgrade: LastUpgrade,
+    },
+}
+
+/// What became of the last upgrade of a mount.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum LastUpgrade {
+    /// There was none.
+    #[default]
+    None = 0,
+    /// The firnd that begins is to serve it, or one before it has.
+    Done = 1,
+    /// The new program did not come to serve; [`Tag::UpgradeReport`] says why.
+    Refused = 2,
+}
+
+impl LastUpgrade {
+    fn of(number: u8) -> Self {
+        let all = [Self::Done, Self::Refused];
+        let found = all.into_iter().find(|one| *one as u8 == number);
+        found.unwrap_or_default()
+    }
 }
 
 const KEEP: u8 = 1;
@@ -92,6 +134,9 @@ const ENDING: u8 = 3;
 const BEGIN: u8 = 4;
 const BEGIN_AGAIN: u8 = 5;
 const DROP: u8 = 6;
+const WATCH: u8 = 7;
+const PING: u8 = 8;
+const PONG: u8 = 9;
 const PACKET_BYTES: usize = 16;
 
 /// One end of the connection between a keeper and its firnd.
@@ -130,7 +175,7 @@ impl Socket {
     }
 
     /// Has the other side keep a descriptor.
-    pub(crate) fn send(&self, label: Label, descriptor: &OwnedFd) -> io::Result<()> {
+    pub(crate) fn send(&self, label: Label, descriptor: impl AsFd) -> io::Result<()> {
         let packet = self::packet(KEEP, label.tag as u8, label.number);
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut rights = SendAncillaryBuffer::new(&mut space);
@@ -159,11 +204,24 @@ impl Socket {
         self.tell(packet(ENDING, 0, 0))
     }
 
-    pub(crate) fn begin(&self, died: Option<Duration>) -> io::Result<()> {
-        let ns = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+    pub(crate) fn say_watch(&self, limit: Duration) -> io::Result<()> {
+        self.tell(packet(WATCH, 0, nanoseconds(limit)))
+    }
+
+    pub(crate) fn say_pong(&self) -> io::Result<()> {
+        self.tell(packet(PONG, 0, 0))
+    }
+
+    /// Asks firnd whether it goes on. One that does not read has had enough questions.
+    pub(crate) fn ping(&self) {
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        let _ = rustix::net::send(&self.0, &packet(PING, 0, 0), flags);
+    }
+
+    pub(crate) fn begin(&self, died: Option<Duration>, upgrade: LastUpgrade) -> io::Result<()> {
         self.tell(match died {
             None => packet(BEGIN, 0, 0),
-            Some(time) => packet(BEGIN_AGAIN, 0, ns(time)),
+            Some(time) => packet(BEGIN_AGAIN, upgrade as u8, nanoseconds(time)),
         })
     }
 
@@ -218,6 +276,10 @@ pub(crate) fn uptime() -> Duration {
     Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
 }
 
+fn nanoseconds(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
+
 fn packet(what: u8, tag: u8, number: u64) -> [u8; PACKET_BYTES] {
     let mut packet = [0; PACKET_BYTES];
     packet[0] = what;
@@ -242,9 +304,18 @@ fn understand(packet: [u8; PACKET_BYTES], given: Option<OwnedFd>) -> Option<Mess
         DROP => Some(Message::Drop(label()?)),
         SERVING => Some(Message::Serving),
         ENDING => Some(Message::Ending),
-        BEGIN => Some(Message::Begin { died: None }),
+        WATCH => Some(Message::Watch(Duration::from_nanos(u64::from_ne_bytes(
+            number,
+        )))),
+        PING => Some(Message::Ping),
+        PONG => Some(Message::Pong),
+        BEGIN => Some(Message::Begin {
+            died: None,
+            upgrade: LastUpgrade::None,
+        }),
         BEGIN_AGAIN => Some(Message::Begin {
             died: Some(Duration::from_nanos(u64::from_ne_bytes(number))),
+            upgrade: LastUpgrade::of(tag),
         }),
         _ => None,
     }
@@ -266,7 +337,8 @@ mod tests {
         one.send(nameless, &file).unwrap();
         one.drop_kept(nameless).unwrap();
         one.say_serving().unwrap();
-        one.begin(Some(Duration::from_micros(7))).unwrap();
+        one.begin(Some(Duration::from_micros(7)), LastUpgrade::Refused)
+            .unwrap();
         drop(one);
         let receive = || other.receive().unwrap();
         for label in [Tag::Device.into(), nameless] {
@@ -277,9 +349,10 @@ mod tests {
         }
         assert!(matches!(receive(), Some(Message::Drop(label)) if label == nameless));
         assert!(matches!(receive(), Some(Message::Serving)));
-        let Some(Message::Begin { died }) = receive() else {
+        let Some(Message::Begin { died, upgrade }) = receive() else {
             panic!("no beginning");
         };
+        assert_eq!(upgrade, LastUpgrade::Refused);
         assert_eq!(died, Some(Duration::from_micros(7)));
         assert!(receive().is_none());
     }

@@ -159,6 +159,7 @@ fn path_of_current_names(request: &Request) -> Option<&BytePath> {
         | Request::ClearErrors
         | Request::Abort { .. }
         | Request::Restore { .. }
+        | Request::Upgrade { .. }
         | Request::Unmount { .. } => None,
     }
 }

@@ -135,6 +135,16 @@ impl Part for Transactions {
         }
     }
 
+    fn refuse(&self, request: &Request) -> Option<Reply> {
+        let Request::Upgrade { .. } = request else {
+            return None;
+        };
+        in_the_way(&self.gate).map(|message| Reply::Error {
+            errno: libc::EBUSY,
+            message: format!("a transaction does not outlive this firnd: {message}"),
+        })
+    }
+
     fn answer(&self, question: &mut Question<'_>) -> Option<Reply> {
         match question.request {
             request @ (Request::Begin { .. }

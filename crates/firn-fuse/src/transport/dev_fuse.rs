@@ -15,6 +15,7 @@ mod abi;
 mod connection;
 mod message;
 mod negotiate;
+mod orphans;
 mod responder;
 
 use std::ffi::OsStr;
@@ -30,13 +31,14 @@ use firn_format::live::Exchange;
 use zerocopy::{FromBytes, IntoBytes};
 
 use crate::coherence::Notifier;
-use crate::dispatcher::Dispatcher;
+use crate::dispatcher::{Dispatcher, Negotiated};
 use crate::transport::dev_fuse::abi::{
     InitOut, InvalEntryOut, InvalInodeOut, StoreOut, notification,
 };
 use crate::transport::dev_fuse::connection::{Connection, Received};
 use crate::transport::dev_fuse::message::{Message, parse};
 use crate::transport::dev_fuse::negotiate::{WRITE_BYTES_MAX, Wishes, name_differences, negotiate};
+use crate::transport::dev_fuse::orphans::Orphans;
 use crate::unanswered::EarlyAnswer;
 
 pub(crate) use responder::Responder;
@@ -86,13 +88,18 @@ pub(crate) fn serve<B: Backing>(
     threads: usize,
 ) -> io::Result<Served> {
     let connection = Connection::new(device);
+    let mut orphans = Orphans::none();
     let left = match origin {
         Origin::Mounted { keep } => {
             shake_hands(&mut dispatcher, &connection, keep)?;
             None
         }
-        Origin::Resumed { exchange, left } => {
-            agree_again(&mut dispatcher, exchange)?;
+        Origin::Resumed { exchange, mut left } => {
+            if !agree_again(&mut dispatcher, exchange)?.resends {
+                let refuse = |number| connection.refuse_orphan(number);
+                dispatcher.end_left_requests(&mut left, refuse);
+                orphans = Orphans::of_earlier_firnd();
+            }
             Some(left)
         }
     };
@@ -102,16 +109,20 @@ pub(crate) fn serve<B: Backing>(
         .start(Arc::new(KernelCaches(Arc::clone(&connection))));
     if let Some(left) = left {
         dispatcher.resume(left, |number| connection.adopt_backing(number));
-        // Also what an earlier try read: no firnd has answered it.
-        connection.request_resend()?;
+        if !orphans.are_left() {
+            // Also what an earlier try read: no firnd has answered it.
+            connection.request_resend()?;
+        }
     }
+    let orphans = Arc::new(orphans);
     let dispatcher = Arc::new(dispatcher);
     let start = |index| {
         let dispatcher = Arc::clone(&dispatcher);
         let connection = Arc::clone(&connection);
+        let orphans = Arc::clone(&orphans);
         std::thread::Builder::new()
             .name(format!("firn-fuse-{index}"))
-            .spawn(move || serve_requests(&dispatcher, &connection))
+            .spawn(move || serve_requests(&dispatcher, &connection, &orphans))
     };
     let threads: io::Result<Vec<_>> = (0..=threads).map(start).collect();
     Ok(Served(threads?))
@@ -128,7 +139,7 @@ fn wishes_of<B: Backing>(dispatcher: &Dispatcher<B, Responder>) -> Wishes {
 fn agree_again<B: Backing>(
     dispatcher: &mut Dispatcher<B, Responder>,
     exchange: &Exchange,
-) -> io::Result<()> {
+) -> io::Result<Negotiated> {
     let refused = |text: String| io::Error::new(io::ErrorKind::InvalidData, text);
     let Some(Message::Init { init, .. }) = parse(&exchange.asked) else {
         return Err(refused("the kept INIT is none".into()));
@@ -144,7 +155,15 @@ fn agree_again<B: Backing>(
         )));
     }
     dispatcher.set_negotiated(negotiated);
-    Ok(())
+    Ok(negotiated)
+}
+
+/// Whether the kernel of a kept connection sends requests again.
+pub fn sends_again(exchange: &Exchange) -> bool {
+    match parse(&exchange.asked) {
+        Some(Message::Init { init, .. }) => negotiate::offers_resend(&init),
+        _ => false,
+    }
 }
 
 /// Answers the first request.
@@ -185,42 +204,65 @@ fn shake_hands<B: Backing>(
     }
 }
 
+/// Whether a thread that reads requests goes on.
+enum Next {
+    Read,
+    End,
+}
+
 /// Reads and dispatches requests until the kernel lets go of the mount.
 fn serve_requests<B: Backing>(
     dispatcher: &Dispatcher<B, Responder>,
     connection: &Arc<Connection>,
+    orphans: &Orphans,
 ) -> io::Result<()> {
     let mut buffer = vec![0; BUFFER_BYTES];
+    let mut received = orphans.receive_first(connection, &mut buffer)?;
     loop {
-        let len = match connection.receive(&mut buffer)? {
+        let len = match received {
             Received::Request(len) => len,
             Received::Ended => return Ok(()),
         };
-        match parse(&buffer[..len]) {
-            Some(Message::Request {
-                request,
-                listing_bytes_max,
-            }) => {
-                let responder = Responder::new(connection, request.unique, listing_bytes_max);
-                dispatcher.dispatch(request, responder);
-            }
-            Some(Message::Forget(forgotten)) => {
-                forgotten.for_each(|(inode, count)| dispatcher.forget(inode, count));
-            }
-            // It needs no answer. Two have a meaning: the kernel asks again (EAGAIN), or never again (ENOSYS).
-            Some(Message::Interrupt { unique }) => dispatcher.interrupt(unique),
-            Some(Message::Unsupported { unique }) => connection.answer(unique, libc::ENOSYS, &[]),
-            Some(Message::Invalid { unique } | Message::Init { unique, .. }) => {
-                connection.answer(unique, libc::EINVAL, &[]);
-            }
-            Some(Message::Destroy { unique }) => {
-                connection.answer(unique, 0, &[]);
-                return Ok(());
-            }
-            Some(Message::Ignored) => {}
-            None => tracing::error!(len, "a message of the kernel is shorter than its header"),
+        match take_message(dispatcher, connection, &buffer[..len]) {
+            Next::Read => received = connection.receive(&mut buffer)?,
+            Next::End => return Ok(()),
         }
     }
+}
+
+fn take_message<B: Backing>(
+    dispatcher: &Dispatcher<B, Responder>,
+    connection: &Arc<Connection>,
+    bytes: &[u8],
+) -> Next {
+    match parse(bytes) {
+        Some(Message::Request {
+            request,
+            listing_bytes_max,
+        }) => {
+            let responder = Responder::new(connection, request.unique, listing_bytes_max);
+            dispatcher.dispatch(request, responder);
+        }
+        Some(Message::Forget(forgotten)) => {
+            forgotten.for_each(|(inode, count)| dispatcher.forget(inode, count));
+        }
+        // It needs no answer. Two have a meaning: the kernel asks again (EAGAIN), or never again (ENOSYS).
+        Some(Message::Interrupt { unique }) => dispatcher.interrupt(unique),
+        Some(Message::Unsupported { unique }) => connection.answer(unique, libc::ENOSYS, &[]),
+        Some(Message::Invalid { unique } | Message::Init { unique, .. }) => {
+            connection.answer(unique, libc::EINVAL, &[]);
+        }
+        Some(Message::Destroy { unique }) => {
+            connection.answer(unique, 0, &[]);
+            return Next::End;
+        }
+        Some(Message::Ignored) => {}
+        None => tracing::error!(
+            len = bytes.len(),
+            "a message of the kernel is shorter than its header"
+        ),
+    }
+    Next::Read
 }
 
 impl EarlyAnswer for Connection {

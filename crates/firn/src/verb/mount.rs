@@ -124,6 +124,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         options: resolve(matches)?.options,
         foreground: matches.get_flag("foreground"),
         ends_with_parent: false,
+        changes: Vec::new(),
     };
     firn_daemon::mount_with_notices(request, &mut |text| output::say(&text))?;
     Ok(DONE)

@@ -173,6 +173,7 @@ fn mount(call: Call) -> Result<u8, Failure> {
         options,
         foreground: false,
         ends_with_parent: false,
+        changes: Vec::new(),
     };
     firn_daemon::mount_with_notices(request, &mut |text| output::say(&text))?;
     if call.verbose {

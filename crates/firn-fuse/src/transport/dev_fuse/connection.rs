@@ -77,6 +77,17 @@ impl Connection {
         }
     }
 
+    /// Ends a request of an earlier firnd, if it is one that was read and not answered.
+    pub(super) fn refuse_orphan(&self, unique: u64) {
+        match self.send(unique, -libc::EIO, &[]) {
+            Ok(()) => tracing::warn!(
+                unique,
+                "a request ends with EIO: firnd died before it had answered"
+            ),
+            Err(error) => tracing::trace!(unique, %error, "no request of this number waits"),
+        }
+    }
+
     /// Tells the kernel something that it did not ask for.
     pub(super) fn notify(&self, code: i32, payload: &[&[u8]]) -> io::Result<()> {
         self.send(0, code, payload)

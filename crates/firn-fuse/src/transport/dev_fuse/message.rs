@@ -63,6 +63,14 @@ impl Iterator for Forgotten<'_> {
     }
 }
 
+/// The number of the request that a message is, or is about.
+pub(super) fn number_of(bytes: &[u8]) -> Option<u64> {
+    /// Set in the number of an interruption, beside that of its request.
+    const INTERRUPTION: u64 = 1;
+    let (header, _) = InHeader::read_from_prefix(bytes).ok()?;
+    Some(header.unique & !INTERRUPTION)
+}
+
 /// What follows the header of a message.
 struct Arguments<'a>(&'a [u8]);
 

@@ -63,10 +63,7 @@ pub(super) fn negotiate(
         );
         return Err(io::Error::new(io::ErrorKind::Unsupported, message));
     }
-    let mut offered = u64::from(asked.flags);
-    if offered & flag::INIT_EXT != 0 {
-        offered |= u64::from(asked.flags2) << 32;
-    }
+    let offered = offered_flags(asked);
     for (_, name) in WANTED.iter().filter(|(flag, _)| offered & flag == 0) {
         tracing::info!(capability = name, "the kernel does not offer it");
     }
@@ -108,9 +105,22 @@ pub(super) fn negotiate(
     let negotiated = Negotiated {
         passthrough: has(flag::PASSTHROUGH),
         applies_umask: has(flag::DONT_MASK),
-        resends: offered & flag::HAS_RESEND != 0,
+        resends: offers_resend(asked),
     };
     Ok((answer, negotiated))
+}
+
+fn offered_flags(asked: &InitIn) -> u64 {
+    let flags = u64::from(asked.flags);
+    if flags & flag::INIT_EXT == 0 {
+        return flags;
+    }
+    flags | u64::from(asked.flags2) << 32
+}
+
+/// Whether the kernel sends again what was read and not answered.
+pub(super) fn offers_resend(asked: &InitIn) -> bool {
+    offered_flags(asked) & flag::HAS_RESEND != 0
 }
 
 /// Names what differs between the answer that the kernel got at INIT and the one that these options would give.

@@ -201,6 +201,7 @@ impl HostMount {
             options,
             foreground: false,
             ends_with_parent: true,
+            changes: Vec::new(),
         };
         firn_daemon::mount_with_notices(request, &mut |text| speaker.notice(text))?;
         let mut mount = Self {

@@ -1,0 +1,88 @@
+//! Options that are given to a mount that programs have.
+
+use crate::error::ConfigError;
+use crate::minus_o::MinusO;
+use crate::options::Options;
+use crate::resolve::Resolved;
+use crate::table::row;
+
+/// What the kernel, the arena or open files were told when the mount was made, and cannot be told again.
+pub const FIXED_OPTIONS: [&str; 21] = [
+    "frontend",
+    "takeover",
+    "read-only",
+    "allow-other",
+    "arena-size",
+    "chunk-size",
+    "arena-dir",
+    "numa-topology",
+    "spill",
+    "spill-size",
+    "memory-files",
+    "drain",
+    "mode",
+    "layout",
+    "log-files",
+    "placement",
+    "lanes",
+    "lane-map",
+    "servers",
+    "participants",
+    "host",
+];
+
+/// These options with what `changes` says over them. The result is one that a mount may have.
+pub fn change_options(options: &Options, changes: &MinusO) -> Result<Options, ConfigError> {
+    let changed = Resolved::change(options, changes)?;
+    let mut fixed: Vec<&'static str> = FIXED_OPTIONS
+        .into_iter()
+        .filter_map(row)
+        .filter(|row| (row.get)(options) != (row.get)(&changed))
+        .map(|row| row.name)
+        .collect();
+    fixed.extend(changes.kernel_flags.first().map(|_| "flags of mount(8)"));
+    if fixed.is_empty() {
+        Ok(changed)
+    } else {
+        Err(ConfigError::Fixed {
+            names: fixed.join(", "),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::minus_o::{Unknown, parse_minus_o};
+
+    fn change(options: &Options, text: &str) -> Result<Options, ConfigError> {
+        change_options(options, &parse_minus_o(text, Unknown::Refuse).unwrap())
+    }
+
+    #[test]
+    fn what_is_fixed_is_an_option_and_is_named_if_it_changes() {
+        for name in FIXED_OPTIONS {
+            assert!(row(name).is_some(), "{name}");
+        }
+        let mut options = Options::default();
+        options.settle();
+        let error = change(&options, "arena-size=1G,close=held,ro,noexec").unwrap_err();
+        let text = error.to_string();
+        assert!(
+            text.contains("read-only, arena-size, flags of mount(8)"),
+            "{text}"
+        );
+        // What is as it was does not change.
+        let same = format!("arena-size={}", options.arena_bytes);
+        assert_eq!(change(&options, &same).unwrap(), options);
+    }
+
+    #[test]
+    fn others_change_and_must_fit_together() {
+        let options = Options::default();
+        let changed = change(&options, "drain-age=7s,io-threads=3").unwrap();
+        assert_eq!((changed.drain_age_ms, changed.io_threads), (7_000, 3));
+        assert_eq!(changed.arena_bytes, options.arena_bytes);
+        assert!(change(&options, "history=3").is_err());
+    }
+}

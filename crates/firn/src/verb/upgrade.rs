@@ -1,0 +1,202 @@
+//! `firn upgrade`.
+
+use std::ffi::OsString;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use clap::{Arg, ArgMatches, Command, ValueHint, value_parser};
+use firn_client::{ClientError, Connection, Mount, Place};
+use firn_config::{Unknown, parse_minus_o};
+use firn_protocol::Status;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+
+use crate::failure::{DONE, FAILED, Failure, USAGE};
+use crate::verb::mount::minus_o;
+use crate::verb::{NO_CONNECTION, Verb, find};
+use crate::{output, text};
+
+/// Between two questions for the next firnd.
+const ASK_EVERY: Duration = Duration::from_millis(20);
+/// After the end of the keeper: a firnd that has just begun starts another keeper.
+const LAST_QUESTIONS: Duration = Duration::from_secs(10);
+
+pub const VERB: Verb = Verb {
+    name: "upgrade",
+    about: "Have this version of firn go on with a mount that programs have",
+    long: "firnd is replaced by the program that runs this command; programs wait for a moment, and keep their files, \
+           locks and mappings. The mount needs takeover=auto, and no open transaction. Files may be open and requests \
+           under way. Where the new firnd refuses the mount, the one before is started again, and the exit status is 1. \
+           `-o` changes options; what the kernel, the arena or open files were told at the mount cannot change, and is \
+           named.",
+    examples: &[
+        (
+            "/opt/firn-2.0/bin/firn upgrade /ckpt",
+            "version 2.0 goes on with the mount",
+        ),
+        (
+            "firn upgrade /ckpt -o io-threads=8,drain-age=5s",
+            "the same version, with other options",
+        ),
+    ],
+    exits: &[
+        (0, "the new firnd serves the mount"),
+        (
+            1,
+            "it does not: the one before goes on, unless the message says that the mount has ended",
+        ),
+        (2, "an invalid option or argument; nothing was done"),
+        (10, "not a firn mount"),
+        (
+            11,
+            "a transaction is open or prepared: commit or abort it first; nothing was done",
+        ),
+        NO_CONNECTION,
+    ],
+    args,
+    run,
+};
+
+fn args(command: Command) -> Command {
+    command
+        .arg(
+            Arg::new("path")
+                .value_name("DIR")
+                .help("The mount point, or the backing")
+                .required(true)
+                .value_hint(ValueHint::DirPath)
+                .value_parser(value_parser!(PathBuf)),
+        )
+        .arg(minus_o().help("Options that change, as after `firn mount -o`"))
+}
+
+fn run(matches: &ArgMatches) -> Result<u8, Failure> {
+    let path: &PathBuf = matches.get_one("path").expect("clap demands it");
+    let options = join_options(matches)?;
+    let Place { mount, relative } = find(path)?;
+    if !relative.is_empty() {
+        let (path, top) = (text::path(path), text::path(&mount.mount_point));
+        return Err(Failure::new(
+            USAGE,
+            format!("{path} is inside the mount at {top}: run `firn upgrade {top}`"),
+        ));
+    }
+    let mut connection = Connection::open_of_any_version(&mount)?;
+    let (before, version) = (connection.pid, connection.version.clone());
+    let keeper = connection.upgrade(&options)?;
+    let status = Upgrade::begin(&mount, before, keeper).wait()?;
+    judge(&status)?;
+    output::say(&format!(
+        "firn {} goes on with {} (before: {version}); programs waited {:.0} ms",
+        status.version,
+        text::path(&mount.mount_point),
+        status.takeover_last_seconds * 1e3
+    ));
+    Ok(DONE)
+}
+
+/// All `-o` as one list, of which each word is an option of this version.
+fn join_options(matches: &ArgMatches) -> Result<String, Failure> {
+    let lists: Vec<&OsString> = matches.get_many("minus-o").into_iter().flatten().collect();
+    let mut joined = Vec::new();
+    for list in lists {
+        parse_minus_o(list, Unknown::Refuse)?;
+        let list = list.to_str();
+        joined.push(list.ok_or_else(|| Failure::new(USAGE, "an option is not UTF-8"))?);
+    }
+    Ok(joined.join(","))
+}
+
+/// An upgrade whose outcome is waited for.
+struct Upgrade<'a> {
+    mount: &'a Mount,
+    /// The process of the firnd that served.
+    before: u32,
+    /// None: it has ended.
+    keeper: Option<OwnedFd>,
+}
+
+impl<'a> Upgrade<'a> {
+    fn begin(mount: &'a Mount, before: u32, keeper: u32) -> Self {
+        let keeper = Pid::from_raw(keeper as i32);
+        Self {
+            mount,
+            before,
+            keeper: keeper.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok()),
+        }
+    }
+
+    /// The status of the next firnd, whichever it is. It may take as long as its backing does.
+    fn wait(&self) -> Result<Status, Failure> {
+        let mut until = None;
+        loop {
+            match self.ask() {
+                Ok(Some(status)) => return Ok(status),
+                Err(error) if until.is_some_and(|until| until <= Instant::now()) => {
+                    let mount_point = text::path(&self.mount.mount_point);
+                    return Err(Failure::new(
+                        FAILED,
+                        format!(
+                            "no firnd goes on with {mount_point}, and the mount has ended: {error}"
+                        ),
+                    ));
+                }
+                Ok(None) | Err(_) => {}
+            }
+            if until.is_none() && self.has_keeper_ended() {
+                until = Some(Instant::now() + LAST_QUESTIONS);
+            }
+            std::thread::sleep(ASK_EVERY);
+        }
+    }
+
+    /// None: the firnd before has not ended yet.
+    fn ask(&self) -> Result<Option<Status>, ClientError> {
+        let mut connection = Connection::open_of_any_version(self.mount)?;
+        if connection.pid == self.before {
+            return Ok(None);
+        }
+        connection.status().map(Some)
+    }
+
+    fn has_keeper_ended(&self) -> bool {
+        let now = Timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
+        let ended = |keeper: &OwnedFd| {
+            let mut keeper = [PollFd::new(keeper, PollFlags::IN)];
+            poll(&mut keeper, Some(&now)).is_ok_and(|count| count > 0)
+        };
+        self.keeper.as_ref().is_none_or(ended)
+    }
+}
+
+/// Whether the firnd of this status is the one that was asked for.
+fn judge(status: &Status) -> Result<(), Failure> {
+    let failed = |why: &str| {
+        let version = &status.version;
+        Failure::new(
+            FAILED,
+            format!("firn {version} goes on with the mount as before: {why}"),
+        )
+    };
+    match status.upgrade.strip_prefix("refused: ") {
+        Some(why) => Err(failed(why)),
+        None if status.upgrade == "done" && runs_this_program(status.pid) => Ok(()),
+        None => Err(failed(
+            "another `firn upgrade`, or another mount, came between",
+        )),
+    }
+}
+
+/// Whether a process runs the program of this one.
+fn runs_this_program(pid: u32) -> bool {
+    let program = |process: &str| {
+        let program = std::fs::metadata(format!("/proc/{process}/exe")).ok()?;
+        Some((program.dev(), program.ino()))
+    };
+    program("self").is_some_and(|own| program(&pid.to_string()) == Some(own))
+}
