@@ -178,9 +178,11 @@ def main(backing, path):
         data = bytearray(file.read())
     # In lanes the file has the number of its link.
     dirs = [name for name in top.names() if name.startswith(f"{os.lstat(plain).st_ino:016x}-")]
-    if len(dirs) > 1:
+    if len({name[:33] for name in dirs}) > 1:
         sys.exit(f"logs of removed files with the same number are left: {dirs}")
     for name in dirs:
+        if name.count("-") != 1:
+            sys.exit(f"{name} is of an earlier version, which has to flatten it")
         of_file = Own(name, top)
         for container in sorted(inside for inside in of_file.names() if inside.startswith(name)):
             data = replay(Own(container, of_file), data)

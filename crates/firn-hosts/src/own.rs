@@ -55,6 +55,14 @@ pub enum OwnError {
         /// The most that it may have.
         bytes_max: u64,
     },
+    /// An earlier version of Firn made it, and this one reads it no more.
+    #[error(
+        "{name} is of an earlier version of Firn: run `firn flatten --backing DIR --all` with that version first"
+    )]
+    EarlierVersion {
+        /// Its name, as above.
+        name: String,
+    },
     /// The backing refused something.
     #[error("the backing failed: {0}")]
     Backing(#[source] Errno),
@@ -79,6 +87,7 @@ impl OwnError {
                 bytes,
                 bytes_max,
             },
+            Self::EarlierVersion { name } => Self::EarlierVersion { name: full(name) },
             Self::Backing(errno) => Self::Backing(errno),
         }
     }
@@ -108,6 +117,10 @@ impl From<OwnError> for Errno {
                     "{name:?} has {bytes} bytes, and Firn writes no more than {bytes_max}"
                 );
                 Self::FBIG
+            }
+            OwnError::EarlierVersion { name } => {
+                tracing::error!("{name:?} is of an earlier version of Firn: that one flattens it");
+                Self::PROTONOSUPPORT
             }
         }
     }

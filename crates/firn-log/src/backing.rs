@@ -215,6 +215,8 @@ impl<B: Backing> LogBacking<B> {
     pub fn open(below: B, setup: Setup) -> std::result::Result<Self, OwnError> {
         let top = make_dir(&below)?;
         let home = Home::of(&below.attr(&top)?);
+        // Before anything is changed: logs of an earlier version are refused.
+        file_dir::list_files(&below, &top)?;
         let marked = orphans::end_last_life(&below, &top, &setup.host, &setup.is_alive)?;
         let turn = match below.lane_of_turn(0) {
             Some(_) => turn::take(&below, &top, &setup.host, &setup.is_alive),

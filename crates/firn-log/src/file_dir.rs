@@ -111,9 +111,20 @@ pub(crate) fn list<B: Backing>(
     Ok(listed.collect())
 }
 
-/// The files that have a directory.
-pub(crate) fn list_files<B: Backing>(base: &B, top: &B::Inode) -> Result<Vec<FileId>> {
-    let names = own::list(base, top)?;
+/// The files that have a directory. An error where a container lies beside them, as up to version 4: its bytes would be
+/// missing in its file.
+pub(crate) fn list_files<B: Backing>(
+    base: &B,
+    top: &B::Inode,
+) -> std::result::Result<Vec<FileId>, OwnError> {
+    let names = own::list(base, top).map_err(OwnError::Backing)?;
+    let is_container = |name: &[u8]| FileId::of_container(name).is_some();
+    if let Some((name, ..)) = names.iter().find(|(name, ..)| is_container(name)) {
+        let name = String::from_utf8_lossy(name).into_owned();
+        return Err(OwnError::EarlierVersion { name }
+            .below(CONTAINERS)
+            .below(TOP));
+    }
     let ids = names.iter().filter_map(|(name, ..)| FileId::of_dir(name));
     Ok(ids.collect())
 }

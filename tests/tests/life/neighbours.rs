@@ -379,11 +379,14 @@ fn regression_logs_of_another_user_are_not_read_without_firn() {
         let mut logs = names.filter(|name| name.starts_with("d-"));
         logs.next().map(|name| container.join(name))
     };
-    let mut containers = names(&firn.join("log"))
-        .into_iter()
-        .map(|name| firn.join("log").join(name));
+    let below = |dir: &Path| {
+        let dir = dir.to_owned();
+        names(&dir).into_iter().map(move |name| dir.join(name))
+    };
+    let mut containers = below(&firn.join("log")).flat_map(|file| below(&file).collect::<Vec<_>>());
     let found = containers.find_map(|container| Some((log_of(&container)?, container)));
     let (data, container) = found.expect("a container with a log");
+    let of_file = container.parent().expect("the directory of a file");
     let secret = sandbox.join("secret");
     fs::write(&secret, b"a secret of the user's").expect("write");
     set_mode(&secret, 0o600);
@@ -391,6 +394,7 @@ fn regression_logs_of_another_user_are_not_read_without_firn() {
     for path in [
         &firn,
         &firn.join("log"),
+        of_file,
         &container,
         &container.join("head"),
         &data,

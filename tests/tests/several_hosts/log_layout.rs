@@ -644,6 +644,35 @@ fn a_mount_without_the_layout_has_logged_files_as_they_are() {
     }
 }
 
+/// Proves S-log-33: its files would be read without what is in it.
+#[test]
+fn a_backing_with_a_container_of_an_earlier_version_is_refused() {
+    let cluster = Hosts::new("earlier", 1);
+    let mount = cluster.mount(0, "flatten=off");
+    fs::write(mount.join("file"), "in a log").expect("write");
+    mount.umount();
+    let host = &cluster.hosts[0];
+    let top = cluster.backing().join(".firn/log");
+    let earlier = top.join("0000000000000123-0000000000000456-00000000");
+    fs::create_dir(&earlier).expect("mkdir");
+    let args = || mount_args(&cluster.backing(), &host.join("mnt"), OPTIONS);
+    host.run(args())
+        .code(1)
+        .says("of an earlier version of Firn");
+    let mut python = Command::new("python3");
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/read_log.py");
+    python.arg(&script).arg(cluster.backing()).arg("file");
+    assert_eq!(
+        run(&mut python).ok().stdout,
+        "in a log",
+        "the others are untouched"
+    );
+    fs::remove_dir(&earlier).expect("rmdir");
+    let mount = cluster.mount(0, "");
+    assert_eq!(fs::read(mount.join("file")).expect("read"), b"in a log");
+    mount.umount();
+}
+
 /// Proves S-log-8.
 #[test]
 fn what_cannot_go_together_is_refused_with_the_reason() {

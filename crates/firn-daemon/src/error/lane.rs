@@ -71,6 +71,7 @@ impl LaneFault {
             OwnError::Backing(errno) => Self::of(errno),
             OwnError::Distrusted { name, why } => Self::Marker { name, why },
             OwnError::TooLong { .. } => Self::of(Errno::FBIG),
+            OwnError::EarlierVersion { .. } => Self::of(Errno::PROTONOSUPPORT),
         }
     }
 }

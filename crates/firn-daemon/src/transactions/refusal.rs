@@ -160,6 +160,7 @@ fn refuse_own(error: &OwnError, scope: &str) -> Refused {
         ),
         OwnError::Distrusted { .. } => (libc::EPERM, format!("{scope}: {error}")),
         OwnError::TooLong { .. } => (libc::EFBIG, format!("{scope}: {error}")),
+        OwnError::EarlierVersion { .. } => (libc::EPROTONOSUPPORT, format!("{scope}: {error}")),
     }
 }
 
