@@ -98,7 +98,7 @@ impl Tables {
         self.map.u32(self.slab_word(slab, slab_word::PUBLISHED))
     }
 
-    /// Returns the word with the id of the process that has the slab's lease.
+    /// Returns the word with the id of the client process that holds the slab's lease.
     pub(crate) fn holder(&self, slab: SlabRef) -> &AtomicU32 {
         self.map.u32(self.slab_word(slab, slab_word::HOLDER))
     }
