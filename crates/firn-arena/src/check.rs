@@ -1,4 +1,4 @@
-//! `firn check`: what is damaged in an arena, without changing it.
+//! Finds the damage in an arena for `firn check`, without changing the arena.
 
 use std::path::Path;
 
@@ -16,27 +16,27 @@ use crate::spill::{SpillFault, SpillFile};
 use crate::spill_area::SpillArea;
 use crate::tables::Tables;
 
-/// What a check found.
+/// The result of a check of an arena.
 pub struct Report {
-    /// What the arena is.
+    /// The checked superblock of the arena.
     pub superblock: Superblock,
-    /// firnd's lifetimes.
+    /// The stored epoch, which counts the lifetimes of firnd.
     pub epoch: u64,
-    /// Process id that last had it attached.
+    /// Id of the process that last had the arena attached.
     pub holder_pid: u32,
-    /// Where it was mounted.
+    /// Path of the mount point where the arena was mounted.
     pub holder_path: Vec<u8>,
-    /// Pending pieces, as far as the tables know.
+    /// The pieces that are pending according to the piece tables.
     pub pieces: Vec<Stored>,
-    /// What is wrong.
+    /// All damage that the check found.
     pub damage: Vec<Damage>,
-    /// What is wrong with the spill file, also where no piece is in it.
+    /// The fault of the spill file, if any. It is reported even if the file holds no piece.
     pub spill_fault: Option<SpillFault>,
-    /// For the check of the journal.
+    /// Both halves of the journal, for the check of the journal.
     pub journal: JournalRegion,
 }
 
-/// Reads an arena without changing it; it may be in use.
+/// Checks the arena at `path` without changing it. The arena may be in use.
 pub fn check(path: &Path) -> Result<Report, ArenaError> {
     let (map, superblock) = open_arena(path, false)?;
     let geometry = superblock.geometry;

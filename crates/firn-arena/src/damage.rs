@@ -1,86 +1,86 @@
-//! What can be wrong with the words and records of an arena.
+//! The kinds of damage that the arena finds in its stored words and records.
 
 use firn_format::FormatError;
 
 use crate::refs::{PieceRef, SlabRef};
 
-/// A word or record that is not what it can be.
+/// A stored word or record with an invalid value.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Damage {
-    /// A chunk whose class is none.
+    /// The class word of a chunk is invalid.
     #[error("chunk {chunk}: class word {word:#010x} is none; its pieces cannot be found")]
     Chunk {
-        /// Index.
+        /// Index of the chunk.
         chunk: u32,
-        /// Stored.
+        /// The stored value of the word.
         word: u32,
     },
-    /// A chunk whose data cannot be found.
+    /// The home word of a chunk is invalid for this chunk, so its data cannot be found.
     #[error(
         "chunk {chunk}: home word {word:#018x} is none of its own; the data of its pieces cannot be found"
     )]
     Home {
-        /// Index.
+        /// Index of the chunk.
         chunk: u32,
-        /// Stored.
+        /// The stored value of the word.
         word: u64,
     },
-    /// Pieces whose data the spill file should have.
+    /// Pieces have their data in the spill file, and the data cannot be read.
     #[error(
         "chunk {chunk}: {pieces} pieces, {bytes} bytes, are in slot {slot} of the spill file and cannot be read: {why}"
     )]
     Spill {
-        /// Index.
+        /// Index of the chunk.
         chunk: u32,
-        /// In the spill file.
+        /// Index of the slot in the spill file.
         slot: u32,
-        /// How many.
+        /// Number of the pieces.
         pieces: u64,
-        /// Of them all.
+        /// Total bytes of these pieces.
         bytes: u64,
         /// What is wrong with the file.
         why: String,
     },
-    /// Pieces whose data a memory file should have.
+    /// Pieces have their data in a memory file, and the data cannot be read.
     #[error(
         "chunk {chunk}: {pieces} pieces, {bytes} bytes, are in slot {slot} and cannot be read: {why}"
     )]
     MemoryFile {
-        /// Index.
+        /// Index of the chunk.
         chunk: u32,
-        /// Of memory.
+        /// Index of the memory slot.
         slot: u32,
-        /// How many.
+        /// Number of the pieces.
         pieces: u64,
-        /// Of them all.
+        /// Total bytes of these pieces.
         bytes: u64,
         /// What is wrong with the file.
         why: String,
     },
-    /// A slab whose state is none.
+    /// The state word of a slab is invalid.
     #[error("chunk {} slab {}: state word {word:#010x} is none; its records were read all the same", slab.chunk, slab.slab)]
     Slab {
-        /// Which.
+        /// The damaged slab.
         slab: SlabRef,
-        /// Stored.
+        /// The stored value of the word.
         word: u32,
     },
-    /// A publish counter beyond the table.
+    /// The publish counter of a slab exceeds the number of its records.
     #[error("chunk {} slab {}: publish counter {published} exceeds {max}", slab.chunk, slab.slab)]
     Count {
-        /// Which.
+        /// The damaged slab.
         slab: SlabRef,
-        /// Stored.
+        /// The stored value of the counter.
         published: u32,
-        /// Records that the slab has.
+        /// Number of records of the slab.
         max: u32,
     },
-    /// A published record that fails its check: its bytes are lost.
+    /// A published record fails its check, so the bytes of its piece are lost.
     #[error("piece record {} of chunk {}: {error}; its data cannot be used", piece.record, piece.slab.chunk)]
     Piece {
-        /// Which.
+        /// The damaged piece record.
         piece: PieceRef,
-        /// Why.
+        /// The check that failed.
         error: FormatError,
     },
 }

@@ -1,6 +1,6 @@
-//! The listeners that are called when room becomes free, or when memory becomes short.
+//! Callbacks that the arena calls when room becomes free or memory becomes short.
 //!
-//! Promise: a callback is called with no lock of the arena held but the one that guards it. So it must neither set a
+//! Promise: during a callback the arena holds only the lock that guards this callback. A callback must neither set a
 //! callback nor call the arena.
 
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -13,7 +13,7 @@ type Callback = Box<dyn Fn() + Send + Sync>;
 pub(crate) struct Listeners {
     freed: Mutex<Option<Callback>>,
     pressure: Mutex<Option<Callback>>,
-    /// More slots of memory than this in use are pressure.
+    /// Memory is short when more than this number of memory slots is in use.
     pressure_above: AtomicU32,
 }
 
@@ -37,14 +37,14 @@ impl Listeners {
         self.pressure_above.store(slots, Ordering::Release);
     }
 
-    /// Room became free.
+    /// Calls the callback for freed room, if one is set.
     pub(crate) fn report_freed(&self) {
         if let Some(callback) = &*self.freed.lock() {
             callback();
         }
     }
 
-    /// `slots` slots of memory are in use.
+    /// Calls the callback for memory pressure if `slots`, the memory slots in use, exceeds its limit.
     pub(crate) fn report_memory_used(&self, slots: u32) {
         if slots > self.pressure_above.load(Ordering::Acquire)
             && let Some(callback) = &*self.pressure.lock()

@@ -1,17 +1,17 @@
-//! Names of slabs and piece records, and what is found in a record.
+//! References to slabs and piece records, and the contents of a stored record.
 
 use firn_format::piece::Piece;
 
-/// One slab.
+/// Identifies a slab by its chunk and its index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SlabRef {
     /// Index of the chunk.
     pub chunk: u32,
-    /// Index of the slab in it.
+    /// Index of the slab in the chunk.
     pub slab: u32,
 }
 
-/// One piece record.
+/// Identifies a piece record by its slab and its index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PieceRef {
     /// The slab that holds the data.
@@ -20,13 +20,13 @@ pub struct PieceRef {
     pub record: u32,
 }
 
-/// A piece found at attach.
+/// A piece that the arena found when it was attached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stored {
-    /// Where its record is.
+    /// The place of the piece's record.
     pub at: PieceRef,
-    /// What it says.
+    /// The decoded record.
     pub piece: Piece,
-    /// Time of the last write to it, nanoseconds since 1970; 0: unknown. No checksum covers it.
+    /// Time of the last write to the piece, in nanoseconds since 1970; 0 if unknown. No checksum covers this time.
     pub modified: u64,
 }

@@ -1,4 +1,4 @@
-//! Reading every piece record that counts.
+//! Reads the valid piece records of all slabs, and reports the damaged ones.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{Ordering, fence};
@@ -12,17 +12,17 @@ use crate::refs::{PieceRef, SlabRef, Stored};
 use crate::spill_area::SpillArea;
 use crate::tables::Tables;
 
-/// How often a slab is read that a live arena leases anew meanwhile.
+/// Maximum number of reads of a slab. A read is repeated if the arena leased the slab again during the read.
 const TRIES: usize = 3;
 
-/// What the records of a slab say.
+/// The result of reading the records of one slab.
 #[derive(Default)]
 struct Records {
     live: Vec<Stored>,
     damage: Vec<Damage>,
 }
 
-/// Reads every piece record that counts; what fails its check goes to `damage`.
+/// Passes each valid piece record to `live`, and adds each failed check to `damage`.
 pub(crate) fn scan(tables: &Tables, damage: &mut Vec<Damage>, live: &mut dyn FnMut(Stored)) {
     for chunk in 0..tables.geometry().chunks() {
         match tables.class(chunk) {
@@ -47,12 +47,12 @@ fn scan_slab(
     match tables.state(slab) {
         Ok(SlabState::Free) => return,
         Ok(_) => {}
-        // Which state it was is unknown: its records are checked one by one all the same.
+        // The state is unknown, but each record has a check of its own, so the records are read.
         Err(word) => damage.push(Damage::Slab { slab, word }),
     }
-    // A live arena may lease the slab anew while it is read: then what was read is of two leases. It may
-    // also free the chunk and cut it into slabs of another class, whose records lie elsewhere: then
-    // nothing of this slab is there any more.
+    // A live arena may lease the slab again during the read. The records read are then of two leases, so the
+    // slab is read again. The arena may also free the chunk and divide it into slabs of another class. The
+    // records of that class lie elsewhere, so this slab no longer exists.
     for _ in 0..TRIES {
         let generation = tables.generation(slab).load(Ordering::Acquire);
         let found = read_records(tables, slab, class, generation);
@@ -88,8 +88,8 @@ fn read_records(tables: &Tables, slab: SlabRef, class: Class, generation: u64) -
             .load(at)
             .check(generation, bytes.start.into(), bytes.end.into());
         match checked {
-            // A whole record beyond the counter was being published when its writer died: its bytes are there, so
-            // it counts.
+            // A valid record beyond the counter is accepted. Its writer died while publishing the record, and the
+            // bytes of the piece are complete.
             Ok(Checked::Live(piece)) => {
                 let modified = tables.modified(at).load(Ordering::Relaxed);
                 found.live.push(Stored {
@@ -102,21 +102,21 @@ fn read_records(tables: &Tables, slab: SlabRef, class: Class, generation: u64) -
             Err(error) if (index as u32) < published => {
                 found.damage.push(Damage::Piece { piece: at, error });
             }
-            // Not published: whatever lies here is left over from an earlier lease.
+            // The record is not published. Its contents are left over from an earlier lease.
             Err(_) => {}
         }
     }
     found
 }
 
-/// Names the pieces whose bytes are in slots that the spill file does not have.
+/// Adds damage for pieces whose bytes are in slots that the spill file does not have.
 pub(crate) fn report_unreadable(
     homes: &[Option<Home>],
     pieces: &[Stored],
     spill: &SpillArea,
     damage: &mut Vec<Damage>,
 ) {
-    // Pieces and bytes, by chunk and its slot.
+    // Number of pieces and their bytes, by chunk and slot of the spill file.
     let mut unreadable: BTreeMap<(u32, u32), (u64, u64)> = BTreeMap::new();
     for stored in pieces {
         let chunk = stored.at.slab.chunk;

@@ -1,7 +1,7 @@
-//! The piece tables: where each word of a chunk, a slab and a record lies in the mapping.
+//! Gives access to the piece tables: each word of a chunk, a slab and a record in the mapping.
 //!
-//! Promise: each word of a table has its function here, so an offset is computed in one place. Words are atomics;
-//! which order their stores need is said where they are stored.
+//! Promise: each word of a table has its function in this module, so each offset is computed in one place. The words
+//! are atomics. The code that stores a word states the memory order that the store needs.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -44,7 +44,9 @@ impl Tables {
             .u32(self.geometry.table_offset(chunk) + chunk_word::CLASS)
     }
 
-    /// How a chunk is cut; `None`: it is free. The error is the word that says nothing.
+    /// Returns the class of a chunk, which gives the size of its slabs.
+    ///
+    /// Returns `None` if the chunk is free. The error is the stored word, which is invalid.
     pub(crate) fn class(&self, chunk: u32) -> Result<Option<Class>, u32> {
         Class::from_word(self.class_word(chunk).load(Ordering::Acquire))
     }
@@ -59,7 +61,9 @@ impl Tables {
             .u64(self.geometry.table_offset(chunk) + chunk_word::HOME)
     }
 
-    /// Where the slot of memory with this index is: the word lies in the table of the chunk of that index.
+    /// Returns the word with the place of the memory slot `slot`.
+    ///
+    /// The word lies in the table of the chunk with the same index.
     pub(crate) fn memory_place(&self, slot: u32) -> &AtomicU64 {
         self.map
             .u64(self.geometry.table_offset(slot) + chunk_word::MEMORY_PLACE)
@@ -75,7 +79,7 @@ impl Tables {
         self.map.u32(self.slab_word(slab, slab_word::STATE))
     }
 
-    /// The error is the word that says nothing.
+    /// Returns the state of a slab. The error is the stored word, which is invalid.
     pub(crate) fn state(&self, slab: SlabRef) -> Result<SlabState, u32> {
         SlabState::from_word(self.state_word(slab).load(Ordering::Acquire))
     }
@@ -89,17 +93,17 @@ impl Tables {
         self.map.u64(self.slab_word(slab, slab_word::GENERATION))
     }
 
-    /// Records published in the slab's lease.
+    /// Returns the counter of records published under the slab's lease.
     pub(crate) fn published(&self, slab: SlabRef) -> &AtomicU32 {
         self.map.u32(self.slab_word(slab, slab_word::PUBLISHED))
     }
 
-    /// The process that has the slab's lease.
+    /// Returns the word with the id of the client process that holds the slab's lease.
     pub(crate) fn holder(&self, slab: SlabRef) -> &AtomicU32 {
         self.map.u32(self.slab_word(slab, slab_word::HOLDER))
     }
 
-    /// Offset of the word in which a client says that it stores bytes.
+    /// Returns the offset of the word in which a client marks that it is storing bytes.
     pub(crate) fn writer_offset(&self, slab: SlabRef) -> u64 {
         self.slab_word(slab, slab_word::WRITER)
     }
@@ -108,18 +112,18 @@ impl Tables {
         self.map.u64(self.writer_offset(slab))
     }
 
-    /// Slabs of a chunk that is cut so.
+    /// Returns the number of slabs in a chunk of this class.
     pub(crate) fn slab_count(&self, class: Class) -> u32 {
         (self.geometry.chunk_bytes / class.slab_bytes(self.geometry.chunk_bytes)) as u32
     }
 
-    /// Bytes of a slab, from the start of its chunk.
+    /// Returns the byte range of a slab, relative to the start of its chunk.
     pub(crate) fn bytes_of(&self, class: Class, slab: u32) -> Range<u32> {
         let bytes = class.slab_bytes(self.geometry.chunk_bytes) as u32;
         slab * bytes..(slab + 1) * bytes
     }
 
-    /// Records of a slab, in the table of its chunk.
+    /// Returns the indexes of a slab's records in the table of its chunk.
     pub(crate) fn records_of(&self, class: Class, slab: u32) -> Range<u32> {
         let each = self.geometry.records_per_chunk() / self.slab_count(class);
         slab * each..(slab + 1) * each
@@ -144,7 +148,7 @@ impl Tables {
         self.record_word(at, word::MODIFIED)
     }
 
-    /// A record as it stands, to be checked.
+    /// Loads a record without checking it. The caller must check the record.
     pub(crate) fn load(&self, at: PieceRef) -> RawPiece {
         let seal = self.seal(at).load(Ordering::Acquire);
         let load = |word| self.record_word(at, word).load(Ordering::Relaxed);

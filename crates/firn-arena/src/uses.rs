@@ -1,10 +1,10 @@
-//! What keeps each slab from being leased again.
+//! Counts the uses of each slab; a slab in use cannot be leased again.
 //!
-//! Promise: exactly one caller learns that a slab became free: the one that released the last use.
+//! Promise: only the caller that releases the last use of a slab learns that the slab became free.
 //!
 //! Invariants
-//! * No more uses are released than were added (asserted).
-//! * A slab that counts 0 has no live byte, no lease, no I/O under way and no holder.
+//! * The uses released never exceed the uses added (asserted).
+//! * A slab whose count is 0 has no live byte, no lease, no I/O under way and no holder.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
@@ -17,10 +17,10 @@ pub(crate) const PIN: u64 = 1 << 40;
 
 /// The uses of all slabs, counted without a lock: live bytes, plus [`PIN`] for each other use.
 pub(crate) struct SlabUses {
-    /// By smallest slab; a larger slab has the counter of its first.
+    /// One counter for each smallest slab. A larger slab uses the counter of its first smallest slab.
     counts: Vec<AtomicU64>,
     small_slabs: u32,
-    /// Leases that have not ended.
+    /// Number of leases that have not ended.
     leased: AtomicU32,
 }
 
@@ -39,7 +39,7 @@ impl SlabUses {
         &self.counts[slab.chunk as usize * self.small_slabs as usize + slab.slab as usize]
     }
 
-    /// A free slab is leased: the lease is its first use.
+    /// Counts a new lease of a free slab. The lease is the first use of the slab.
     pub(crate) fn begin_lease(&self, slab: SlabRef) {
         let before = self.count(slab).swap(PIN, Ordering::AcqRel);
         debug_assert_eq!(before, 0, "{slab:?} is leased while it is used");
@@ -51,18 +51,18 @@ impl SlabUses {
         self.leased.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// A lease ends; the caller releases its [`PIN`].
+    /// Counts the end of a lease. The caller releases the [`PIN`] of the lease.
     pub(crate) fn end_lease(&self) {
         let before = self.leased.fetch_sub(1, Ordering::Relaxed);
         debug_assert!(before > 0, "more leases ended than began");
     }
 
-    /// Leases that have not ended.
+    /// Returns the number of leases that have not ended.
     pub(crate) fn leased(&self) -> u32 {
         self.leased.load(Ordering::Relaxed)
     }
 
-    /// At attach: a slab with records is used until it is known what of it is pending.
+    /// Pins a slab with records at attach, until its pending pieces are known.
     pub(crate) fn set_pinned(&self, slab: SlabRef) {
         self.count(slab).store(PIN, Ordering::Relaxed);
     }
@@ -72,7 +72,7 @@ impl SlabUses {
         self.count(slab).fetch_add(amount, Ordering::AcqRel);
     }
 
-    /// Takes live bytes, or a [`PIN`], away. True: it was the last use.
+    /// Releases live bytes, or a [`PIN`]. Returns true if this was the last use of the slab.
     pub(crate) fn release(&self, slab: SlabRef, amount: u64) -> bool {
         let before = self.count(slab).fetch_sub(amount, Ordering::AcqRel);
         assert!(
@@ -86,7 +86,7 @@ impl SlabUses {
         self.count(slab).load(Ordering::Acquire) > 0
     }
 
-    /// Whether the only use of a leased slab is the lease.
+    /// Returns whether the lease is the only use of a leased slab.
     pub(crate) fn is_only_leased(&self, slab: SlabRef) -> bool {
         self.count(slab).load(Ordering::Acquire) == PIN
     }
