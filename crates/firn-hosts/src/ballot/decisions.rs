@@ -10,7 +10,7 @@ use serde::de::DeserializeOwned;
 
 use super::{CLAIM, DONE, WHOLE};
 
-/// How long a host takes part.
+/// How long a host counts as a participant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Presence {
     /// Until the host records that it has left, even after its death. Its files and claims are durable.
@@ -66,7 +66,7 @@ pub trait Protocol {
     /// The content of a decision.
     type Decision: Serialize + DeserializeOwned;
 
-    /// How long a host takes part.
+    /// How long a host counts as a participant.
     const PRESENCE: Presence = Presence::Kept;
 
     /// Returns the work that follows from a decision.
@@ -148,8 +148,10 @@ pub enum JoinStep {
     Refused,
 }
 
-/// The next step of a host that wants to take part. `is_open`: the ballot is neither decided nor closed, and the
-/// directory has its name; `has_put`: the host has said that it takes part.
+/// Returns the next step of a host that wants to take part.
+///
+/// `is_open`: the ballot is neither decided nor closed, and its directory still has its name. `has_put`: the host has
+/// put its file.
 pub fn next_join(is_open: bool, has_put: bool) -> JoinStep {
     match (is_open, has_put) {
         (true, false) => JoinStep::Put,
