@@ -6,7 +6,7 @@
 //!
 //! Modules: [`connection`] requests grants, leases and lists from firnd. [`arena_map`] maps the arena.
 //! [`slab_writer`] fills a leased slab. [`copy()`] copies bytes into and out of the arena. [`syscall`](mod@syscall)
-//! makes the system calls of all of them.
+//! has the system calls that the other modules use.
 
 pub mod arena_map;
 pub mod connection;

@@ -1,8 +1,9 @@
 //! The writer of a lease: it copies bytes into a leased slab and publishes them with one store.
 //!
 //! Promises
-//! * No function here allocates memory, takes a lock, makes a system call that may block, or uses the standard
-//!   library's I/O, so it may run in a signal handler.
+//! * No function here allocates memory, takes a lock or uses the standard library's I/O, so it may run in a signal
+//!   handler. There is no system call either, except uname(2) at the first query of the clock; [`prepare`] makes that
+//!   query in advance.
 //! * [`Appended::Bytes`] is returned only for bytes that firnd ingests, even if this process and firnd die at once.
 //!   Bytes of an append that returned [`Appended::Revoked`] are never ingested.
 //! * No byte is stored into a slab that firnd may have given to another process.
