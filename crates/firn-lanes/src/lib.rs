@@ -135,10 +135,10 @@ pub struct Lanes<B: Backing> {
     longest: AtomicU64,
 }
 
-/// Free room that a lane must have for a new file, as a multiple of the usual file size. It allows for a second file
-/// of that size that waits for the same lane.
+/// Room that a full lane must have before it gets new files again, as a multiple of the longest file. It allows for a
+/// second file of that size that waits for the same lane.
 const FILES_OF_USUAL_ROOM: u64 = 2;
-/// The usual file size in bytes, until a file was written.
+/// Minimum of that room in bytes. It applies until a longer file was written.
 const USUAL_ROOM_MIN: u64 = 1 << 20;
 
 /// An object of [`Lanes`].
@@ -242,7 +242,7 @@ impl<B: Backing> LanesInode<B> {
         }
     }
 
-    /// What has this name in the directory and is no placed file.
+    /// Returns the object `name` of this directory, which is not a placed file.
     fn child(&self, name: &OsStr, inode: B::Inode) -> Self {
         Self::Primary(inode, self.position().of_child(name))
     }
@@ -334,7 +334,7 @@ impl<B: Backing> Lanes<B> {
         }
     }
 
-    /// The room that a lane which had none must have before it gets new files.
+    /// Returns the room in bytes that a full lane must have before it gets new files again.
     fn usual_room(&self) -> u64 {
         let longest = self.longest.load(Ordering::Relaxed);
         longest
@@ -342,7 +342,8 @@ impl<B: Backing> Lanes<B> {
             .max(USUAL_ROOM_MIN)
     }
 
-    /// What has this name in the primary, as it is above. The link of a placed file becomes that file.
+    /// Returns the object with this name in the primary, as users of this backing see it. The link of a placed file
+    /// becomes that file.
     fn resolve(
         &self,
         parent: &LanesInode<B>,
