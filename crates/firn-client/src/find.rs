@@ -4,7 +4,7 @@
 //! a mounted backing. This module makes no request to a firn mount, so `firn status` can report a dead or stopped
 //! firnd.
 //!
-//! A user who may mount FUSE file systems chooses the type and the source of the mount. This module therefore trusts
+//! A user that may mount FUSE file systems chooses the type and the source of the mount. This module therefore trusts
 //! these fields only if the kernel says that the user itself mounted it. Root may ask about all mounts. If root and
 //! other users mounted the same backing, the mount of root counts.
 

@@ -1,6 +1,6 @@
 //! Opens, checks, reads and writes the files and directories that Firn owns in a backing or a backup.
 //!
-//! A user who may create names at the top of a backing could plant a `.firn` there, with a change log for the next
+//! A user that may create names at the top of a backing could plant a `.firn` there, with a change log for the next
 //! mount to apply. Examples of such backings are a directory of mode 1777 and the project directory of a group. Firn
 //! therefore checks each object before it uses the content.
 //!
@@ -152,7 +152,7 @@ pub fn dir<B: Backing>(base: &B, parent: &B::Inode, name: &str) -> Result<B::Ino
         Err(Errno::EXIST) => return must_find_dir(base, parent, name),
         Err(errno) => return Err(errno.into()),
     };
-    // Check the new directory before changing it. A user who may rename in `parent` may have replaced it by another
+    // Check the new directory before changing it. A user that may rename in `parent` may have replaced it by another
     // object.
     check(
         name,

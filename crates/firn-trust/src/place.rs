@@ -1,6 +1,6 @@
 //! Checks that no other user can replace an object that Firn owns.
 //!
-//! A user who may rename in a directory decides where each path through it leads, even if the objects below are
+//! A user that may rename in a directory decides where each path through it leads, even if the objects below are
 //! closed to that user. An attacker could put back an old directory of the victim in this way, with an old arena in
 //! it. Objects that Firn keeps outside the backing therefore lie below safe directories. Such a directory belongs to
 //! the user or to root, and others either may not write to it or may only add names (the sticky bit). Examples are
