@@ -1,4 +1,4 @@
-//! Errors as C sees them: an errno, its meaning, and the words for the last one.
+//! Errors for C: an errno value, its meaning, and the message of the last error.
 
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char, c_int};
@@ -13,16 +13,16 @@ thread_local! {
     static MESSAGE: RefCell<CString> = RefCell::default();
 }
 
-/// Why a call failed.
+/// Error of a call.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
-    /// What the call does failed.
+    /// The operation on the mount failed.
     #[error(transparent)]
     Mount(#[from] MountError),
-    /// Checkpoints cannot be looked at.
+    /// The checkpoints cannot be listed.
     #[error(transparent)]
     Checkpoints(#[from] CheckpointError),
-    /// The memory of an earlier mount has what the backing lacks.
+    /// The arena of an earlier mount still has data that the backing lacks.
     #[error(
         "{} is not mounted, and {} holds what an earlier mount left in memory: mount it again, or `firn recover` it",
         quoted(path),
@@ -31,13 +31,13 @@ pub(crate) enum Error {
     NotMounted {
         /// The directory that was asked about.
         path: Vec<u8>,
-        /// That memory.
+        /// The arena.
         arena: PathBuf,
     },
-    /// An argument that cannot be.
+    /// An argument is invalid.
     #[error("{0}")]
     Argument(&'static str),
-    /// A panic.
+    /// The library panicked.
     #[error("a fault in libfirn: {0}")]
     Fault(String),
 }
@@ -54,26 +54,26 @@ impl Error {
     }
 }
 
-/// Keeps the words for [`last`].
+/// Stores the message that [`last`] returns.
 pub(crate) fn keep_message(error: &Error) {
     let text = CString::new(error.to_string().replace('\0', "?")).unwrap_or_default();
-    // At the end of the thread its variables are gone.
+    // When a thread ends, its thread-local variables are already destroyed.
     let _ = MESSAGE.try_with(|message| message.replace(text));
 }
 
-/// The words for the last error of this thread.
+/// Returns the message of the last error of this thread.
 pub(crate) fn last() -> *const c_char {
     MESSAGE
         .try_with(|message| message.borrow().as_ptr())
         .unwrap_or(c"".as_ptr())
 }
 
-/// What an errno of this library means.
+/// Returns the meaning of an errno value of this library.
 pub(crate) fn meaning(error: c_int) -> &'static CStr {
     const UNKNOWN: &CStr = c"an error of the system: firn_error_message() says more";
     match error {
         0 => return c"done",
-        // What the kernel knows; others cannot be an `Errno`.
+        // The kernel's range of errno values. Other values cannot be an `Errno`.
         1..4096 => {}
         _ => return UNKNOWN,
     }

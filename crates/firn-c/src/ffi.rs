@@ -1,8 +1,9 @@
-//! What C sees: pointers are checked and translated here, nothing is decided.
+//! The functions and types that C uses. They only check and translate pointers.
 //!
-//! Arguments have types that are pointers in C and say what firn.h asks of the program: a reference that may be null
-//! (`Option<&T>`), a box that the program gives back (`Option<Box<T>>`), a string ([`CPath`]), a structure of the
-//! program's own size ([`CallerPlace`]). They are made by C, so what is below is safe code.
+//! The types of the arguments are pointers in C and express what firn.h requires of the program. `Option<&T>` is a
+//! reference that may be null. `Option<Box<T>>` is a box that the program gives back. [`CPath`] is a string.
+//! [`CallerPlace`] is a structure whose size the program sets. Only C creates values of these types, under the rules
+//! of firn.h, so the code below can rely on them and is mostly safe code.
 
 use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_void};
 use std::marker::PhantomData;
@@ -25,7 +26,7 @@ mod transaction;
 /// `struct firn`.
 pub struct Handle(Arc<OpenMount>, RegionPaths);
 
-/// The paths of the region, for C.
+/// The paths of the region's files, as C strings.
 struct RegionPaths {
     arena: CString,
     spill: Option<CString>,
@@ -77,11 +78,13 @@ unsafe impl Send for ChunkMeta {}
 // SAFETY: a list does not change, so threads may read it at the same time.
 unsafe impl Sync for ChunkMeta {}
 
-/// A structure that the program makes and the library fills. Its first field is `size_t size`, which the
-/// program sets to what it was compiled with, so that later versions of the library can add fields.
+/// A structure that the program allocates and the library fills.
+///
+/// The first field is `size_t size`. The program sets it to the size with which it was compiled, so that later
+/// versions of the library can add fields.
 ///
 /// # Safety
-/// The type is `repr(C)`, begins with a `usize` and has no padding.
+/// The type must be `repr(C)`, begin with a `usize` and have no padding.
 pub(crate) unsafe trait CallerSized: Copy {}
 
 const IN_MEMORY: u32 = 0;
@@ -91,7 +94,7 @@ const IN_MEMORY_FILE: u32 = 4;
 const IN_HOLE: u32 = 3;
 const NO_CHUNK: u32 = u32::MAX;
 
-/// Does `work`; keeps the words of its error. Nothing unwinds out of here.
+/// Runs `work`, stores the message of its error, and returns the errno value. No panic unwinds out of this function.
 fn guarded(work: impl FnOnce() -> Result<(), Error>) -> c_int {
     let failed = match catch_unwind(AssertUnwindSafe(work)) {
         Ok(Ok(())) => return 0,
@@ -106,7 +109,7 @@ fn guarded(work: impl FnOnce() -> Result<(), Error>) -> c_int {
     failed.errno()
 }
 
-/// A path from C: null, or a string that ends with a zero byte and stays as it is for `'a`.
+/// A path from C. The pointer is null or points to a zero-terminated string that does not change during `'a`.
 #[repr(transparent)]
 pub struct CPath<'a> {
     start: *const c_char,
@@ -114,7 +117,7 @@ pub struct CPath<'a> {
 }
 
 impl<'a> CPath<'a> {
-    /// The path.
+    /// Returns the path. Fails if the pointer is null.
     fn path(self) -> Result<&'a Path, Error> {
         if self.start.is_null() {
             return Err(Error::Argument("the path is a null pointer"));
@@ -125,7 +128,7 @@ impl<'a> CPath<'a> {
     }
 }
 
-/// A place from C for a structure: null, or as large as its first word, `size`, says.
+/// A place from C for a structure. The pointer is null, or the place is as large as its first word, `size`, says.
 #[repr(transparent)]
 pub struct CallerPlace<'a, T> {
     start: *mut T,
@@ -133,8 +136,10 @@ pub struct CallerPlace<'a, T> {
 }
 
 impl<T: CallerSized> CallerPlace<'_, T> {
-    /// Fills the structure as far as its `size` says. What it lacks is not written; what this version of the library
-    /// does not know of it is zeroed.
+    /// Fills the structure up to its `size`.
+    ///
+    /// Fields that the program's structure lacks are not written. Fields that this version of the library does not
+    /// know are zeroed.
     fn fill(self, value: T) -> Result<(), Error> {
         if self.start.is_null() {
             return Err(Error::Argument(NO_PLACE));
@@ -159,7 +164,7 @@ impl<T: CallerSized> CallerPlace<'_, T> {
     }
 }
 
-/// A place from C for a value: null, or writable.
+/// A place from C for a value. The pointer is null or writable.
 type OutPlace<'a, T> = Option<&'a mut MaybeUninit<T>>;
 
 fn mount_of(handle: Option<&Handle>) -> Result<&Arc<OpenMount>, Error> {

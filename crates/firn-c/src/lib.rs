@@ -1,11 +1,11 @@
-//! `libfirn`: the C interface, as include/firn.h documents it.
+//! `libfirn`: the C interface, which include/firn.h documents.
 //!
 //! Promises
-//! * Nothing unwinds into C: a panic becomes `ENOTRECOVERABLE`.
+//! * No panic unwinds into C; a panic becomes `ENOTRECOVERABLE`.
 //!
-//! Pointers of C are checked and translated here, nothing is decided: what a call does is `firn_client`'s.
+//! This crate only checks and translates the pointers of C. The crate `firn_client` implements the calls.
 //!
-//! Layout: [`ffi`] is what C sees; [`error`] its errors.
+//! Modules: [`ffi`] has the functions and types that C uses. [`error`] has their errors.
 
 mod error;
 mod ffi;

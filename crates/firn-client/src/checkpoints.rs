@@ -1,16 +1,16 @@
-//! The checkpoints of a directory: what each is, whether it is whole, and where its data is.
+//! Lists the checkpoints of a directory: the state of each, whether it is whole, and the level of its data.
 //!
-//! A checkpoint is a directory of the user directly below the one that is asked about, or a file of the user there with a
-//! step in its name ([`step_of`]). Symbolic links, and names that begin with a dot, are none. What other users made there,
-//! or in a checkpoint, does not count, whatever its dates are.
+//! A checkpoint is one of the following, directly below the directory: a directory that the user owns, or a file that
+//! the user owns with a step in its name ([`step_of`]). Symbolic links and names that begin with a dot are no
+//! checkpoints. Objects that other users made there or inside a checkpoint are ignored, whatever their times are.
 //!
 //! Promises
-//! * One is whole if it has files and firnd knows nothing against them: no file is open for writing or was cut, and no
-//!   transaction is open that may have changed it. What firnd cannot know, because the directory is not mounted, is
-//!   nowhere said to be whole.
-//! * Its level is the lowest of its files' levels.
-//! * The newest one is the one in which something was modified last.
-//! * What vanishes meanwhile is left out.
+//! * A checkpoint is whole if it has files and firnd knows nothing against it. No file is open for writing, no file
+//!   was cut, and no open transaction may have changed the checkpoint. Without a mount there is no firnd to ask, so
+//!   the state is reported as unknown and never as whole.
+//! * The level of a checkpoint is the lowest level of its files.
+//! * The newest checkpoint is the one that contains the most recent modification.
+//! * Objects that vanish during the listing are left out.
 
 use std::collections::{HashMap, HashSet};
 use std::ffi::{OsStr, OsString};
@@ -33,27 +33,27 @@ use crate::error::ClientError;
 use crate::find::{self, Mount, Place};
 use crate::levels::Levels;
 
-/// Times of a transaction's changes come from the backing's clock, which may differ from firnd's by this much.
+/// Maximum difference between the backing's clock, which stamps the changes of a transaction, and the clock of firnd.
 const CLOCKS_APART_MAX: Duration = Duration::from_secs(60);
 
-/// Why checkpoints cannot be looked at.
+/// Error of listing checkpoints.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {
-    /// firnd said so, or cannot be asked.
+    /// firnd refused the request, or firnd cannot be reached.
     #[error(transparent)]
     Client(#[from] ClientError),
-    /// The system refused to look at a path.
+    /// A system call on a path failed.
     #[error("{}: {}", quoted_path(path), reason(*errno))]
     System {
         /// The path.
         path: PathBuf,
-        /// Why not; ESTALE: something else is in its place.
+        /// The error. ESTALE means that another object is in the place of the expected one.
         errno: Errno,
     },
 }
 
 impl CheckpointError {
-    /// The errno that says it best, positive.
+    /// Returns the positive errno value that fits the error best.
     pub fn errno(&self) -> i32 {
         match self {
             Self::Client(error) => error.errno(),
@@ -61,7 +61,7 @@ impl CheckpointError {
         }
     }
 
-    /// The exit code that says it (docs/OPERATIONS.md).
+    /// Returns the exit code for this error (docs/OPERATIONS.md).
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Client(error) => error.exit_code(),
@@ -77,7 +77,7 @@ fn reason(errno: Errno) -> String {
     }
 }
 
-/// Whether a checkpoint can be used, as far as that is known.
+/// Whether a checkpoint can be used, as far as Firn knows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Wholeness {
     /// Nothing is known against it.
@@ -86,16 +86,16 @@ pub enum Wholeness {
     Written,
     /// The writer of a file was killed before it closed the file, or firnd was.
     Cut,
-    /// A transaction that is not over may have changed it.
+    /// An open transaction may have changed it.
     InTransaction,
-    /// There is no file in it.
+    /// The checkpoint has no files.
     Empty,
-    /// No firnd can be asked.
+    /// There is no firnd that can be asked.
     Unknown,
 }
 
 impl Wholeness {
-    /// In one word, for tables and JSON.
+    /// Returns the state as one word, for tables and JSON.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Whole => "whole",
@@ -113,33 +113,34 @@ impl Wholeness {
 pub struct Checkpoint {
     /// Its name in the directory.
     pub name: OsString,
-    /// The object that was looked at.
+    /// The file system object that was examined.
     pub object: ObjectId,
     /// Whether it is a directory.
     pub is_dir: bool,
-    /// From its name.
+    /// The step number in its name.
     pub step: Option<u64>,
-    /// Newest time of modification of anything of the user's in it: seconds and nanoseconds.
+    /// Newest modification time of all objects of the user in the checkpoint: seconds and nanoseconds.
     pub modified: (i64, i64),
     /// Bytes of the user's files in it.
     pub bytes: u64,
-    /// Of those bytes, what is not in the backing yet.
+    /// Bytes of these files that are not in the backing yet.
     pub held_bytes: u64,
-    /// Of those bytes, what a sync made durable.
+    /// Bytes of these files that a sync made durable.
     pub durable_bytes: u64,
-    /// Those files.
+    /// Number of these files.
     pub files: u64,
-    /// Whether it can be used.
+    /// Whether the checkpoint can be used.
     pub wholeness: Wholeness,
-    /// Whether a program has a file of it open, for reading too.
+    /// Whether a program has one of its files open, for reading or writing.
     pub is_open: bool,
-    /// The lowest level of its files; none where it has none.
+    /// The lowest durability level of its files. `None` if it has no files.
     pub level: Option<DurabilityLevel>,
-    /// Whether a symbolic link beside it leads to it.
+    /// Whether a symbolic link in the same directory leads to it.
     pub is_linked: bool,
 }
 
-/// The user's regular files at or below `path`, as paths below it; a file has the empty path. Symbolic links are not followed.
+/// Returns the user's regular files at or below `path`, as paths relative to `path`. If `path` is a file, its
+/// relative path is empty. Symbolic links are not followed.
 pub(crate) fn own_files(path: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
     let found = rustix::fs::lstat(path).map_err(failed(path))?;
     if FileType::from_raw_mode(found.st_mode) == FileType::RegularFile {
@@ -160,52 +161,52 @@ pub(crate) fn own_files(path: &Path) -> Result<Vec<PathBuf>, CheckpointError> {
     Ok(files)
 }
 
-/// The checkpoints of a directory, and what stands beside them.
+/// The checkpoints of a directory, and the other directories in it.
 #[derive(Default)]
 pub struct Listing {
-    /// The user's checkpoints, the newest first.
+    /// The user's checkpoints, newest first.
     pub checkpoints: Vec<Checkpoint>,
     /// Directories of other users.
     pub foreign: Vec<(OsString, ObjectId)>,
-    /// Those that could not be looked at, and why.
+    /// Checkpoints that could not be examined, with the error.
     pub failed: Vec<(OsString, ObjectId, CheckpointError)>,
 }
 
 /// A directory of checkpoints.
 #[derive(Debug)]
 pub struct Directory {
-    /// Mount that has it; None: it is in a backing that is not mounted.
+    /// The mount that serves the directory. `None` if the directory is in a backing that is not mounted.
     mount: Option<Mount>,
     path: PathBuf,
     dir: OwnedFd,
-    /// User whose checkpoints count.
+    /// The user whose checkpoints are listed.
     uid: u32,
 }
 
-/// First look at a checkpoint, before firnd was asked.
+/// A checkpoint as found in the file system, before firnd is asked.
 struct Found {
     name: OsString,
     stat: Stat,
     files: Vec<FoundFile>,
     modified: (i64, i64),
-    /// The last change of anything in it, which no program can set.
+    /// Newest change time (ctime) of all objects in it, in seconds. No program can set this time.
     changed_s: i64,
 }
 
 struct FoundFile {
-    /// Below the directory.
+    /// Path relative to the directory.
     path: PathBuf,
     bytes: u64,
 }
 
 impl Directory {
-    /// The directory at a place of a mount.
+    /// Opens the directory at a place of a mount.
     pub fn open(place: Place) -> Result<Self, CheckpointError> {
         let path = place.mount.mount_point.join(&place.relative);
         Self::open_at(path, Some(place.mount))
     }
 
-    /// The directory at a path, mounted or not.
+    /// Opens the directory at a path, whether or not it is on a mount.
     pub fn find(path: &Path) -> Result<Self, CheckpointError> {
         match find::find(path) {
             Ok(place) => Self::open(place),
@@ -230,27 +231,27 @@ impl Directory {
         })
     }
 
-    /// Where it is.
+    /// Returns the path of the directory.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Its descriptor.
+    /// Returns the file descriptor of the directory.
     pub fn dir(&self) -> &OwnedFd {
         &self.dir
     }
 
-    /// User whose checkpoints count.
+    /// The user whose checkpoints are listed.
     pub fn uid(&self) -> u32 {
         self.uid
     }
 
-    /// Whether a firnd can be asked.
+    /// Returns whether the directory is on a mount, so that a firnd can be asked.
     pub fn is_mounted(&self) -> bool {
         self.mount.is_some()
     }
 
-    /// What an earlier mount left in memory of the backing that this directory, which is not mounted, is in.
+    /// Returns the arena that an earlier mount left in memory, for a directory in a backing that is not mounted.
     pub fn left_arena(&self) -> Option<PathBuf> {
         let above = self.path.ancestors();
         let mut arenas = above.filter_map(|dir| match find::find(dir) {
@@ -260,7 +261,8 @@ impl Directory {
         arenas.next()
     }
 
-    /// The host that has in memory what is not in the backing.
+    /// Returns the host whose memory holds the data that is not in the backing yet. Returns `None` if the directory
+    /// is not on a mount.
     pub fn host(&self) -> Result<Option<String>, CheckpointError> {
         let Some(mount) = &self.mount else {
             return Ok(None);
@@ -280,7 +282,7 @@ impl Directory {
         Ok(Some(host))
     }
 
-    /// Looks at all that is directly in it.
+    /// Lists the checkpoints that are directly in the directory.
     pub fn look(&self) -> Result<Listing, CheckpointError> {
         let mut looked = Listing::default();
         let mut found = Vec::new();
@@ -314,14 +316,16 @@ impl Directory {
                 }
             }
         }
-        // Afterwards: firnd knows by now each name that was found, and what was begun meanwhile is not whole.
+        // Ask firnd after the listing. By then firnd knows each name that was found, and a file opened since then
+        // makes its checkpoint not whole.
         let knowledge = self.ask_firnd()?;
         let judged = found.into_iter().map(|one| {
             let is_linked = linked.contains(&one.name);
             knowledge.judge(one, is_linked)
         });
         looked.checkpoints = judged.collect();
-        // Equal times are those of one tick of the clock: then step and name decide, so that two runs say the same.
+        // Equal times come from the same clock tick. Then the step and the name decide, so that the order is the same
+        // in each run.
         looked.checkpoints.sort_by(|a, b| {
             let age = |one: &Checkpoint| (one.modified, one.step);
             (age(b), &b.name).cmp(&(age(a), &a.name))
@@ -329,7 +333,7 @@ impl Directory {
         Ok(looked)
     }
 
-    /// Looks at a name in the directory.
+    /// Returns the attributes of a name in the directory. Returns `None` if the name does not exist.
     pub fn look_at(&self, name: &OsStr) -> Result<Option<Stat>, CheckpointError> {
         match statat(&self.dir, name, AtFlags::SYMLINK_NOFOLLOW) {
             Ok(stat) => Ok(Some(stat)),
@@ -338,7 +342,7 @@ impl Directory {
         }
     }
 
-    /// Whether a program has a file at or below a name open.
+    /// Returns whether a program has a file at or below a name open.
     pub fn is_open(&self, name: &OsStr) -> Result<bool, CheckpointError> {
         let Some(mount) = &self.mount else {
             return Ok(false);
@@ -402,7 +406,7 @@ impl Directory {
         })
     }
 
-    /// The checkpoint that a symbolic link of this directory leads to or into.
+    /// Returns the checkpoint to which, or into which, a symbolic link of this directory leads.
     fn linked_checkpoint(&self, link: &Path) -> Option<OsString> {
         let target = link.canonicalize().ok()?;
         let top = self.path.canonicalize().ok()?;
@@ -410,13 +414,13 @@ impl Directory {
     }
 }
 
-/// What a firnd knows of a directory, or that there is none.
+/// What firnd knows about a directory. `firnd` is `None` if the directory is not mounted.
 struct Knowledge {
     firnd: Option<Firnd>,
     levels: Levels,
-    /// What programs do, or did, with the files of each checkpoint: those too that came after the look.
+    /// How programs use or used the files of each checkpoint, including files that appeared after the listing.
     uses: HashMap<OsString, Uses>,
-    /// The directory, as paths of files in `levels` begin.
+    /// Path of the directory in the form in which paths in `levels` begin.
     top: PathBuf,
 }
 
@@ -431,10 +435,10 @@ struct Firnd {
     transactions: Vec<OpenTransaction>,
 }
 
-/// A transaction that is not over.
+/// An open transaction.
 struct OpenTransaction {
     scope: PathBuf,
-    /// Begin in seconds since 1970: it changed nothing before that. None: unknown.
+    /// Start time in seconds since 1970; the transaction changed nothing before that. `None` if it is unknown.
     begun_s: Option<i64>,
 }
 
@@ -484,7 +488,10 @@ impl Knowledge {
 }
 
 impl Firnd {
-    /// One in the checkpoint may have; one around it has where something was changed since it began.
+    /// Returns whether an open transaction may have changed a checkpoint.
+    ///
+    /// A transaction inside the checkpoint always may have. A transaction around the checkpoint may have if something
+    /// in the checkpoint changed after the transaction began.
     fn may_have_changed(&self, checkpoint: &Path, found: &Found) -> bool {
         self.transactions.iter().any(|transaction| {
             let apart_s = CLOCKS_APART_MAX.as_secs() as i64;
@@ -497,7 +504,7 @@ impl Firnd {
     }
 }
 
-/// By the name in `top` that the files are at or below.
+/// Returns the uses of files, grouped by the name in `top` that the files are at or below.
 fn uses_of(levels: &Levels, top: &Path) -> HashMap<OsString, Uses> {
     let mut uses = HashMap::<OsString, Uses>::new();
     for file in levels.all_known() {
@@ -539,7 +546,7 @@ fn first_name(path: &Path) -> Option<OsString> {
     }
 }
 
-/// The error of a call on a path.
+/// Returns a function that makes the error of a failed call on a path.
 pub fn failed(path: &Path) -> impl Fn(Errno) -> CheckpointError {
     move |errno| CheckpointError::System {
         path: path.to_owned(),

@@ -1,15 +1,18 @@
-//! The control socket: a request, progress, an answer.
+//! The client side of the control socket: it sends a request, receives progress messages, and then receives the
+//! answer.
 //!
 //! Promises
-//! * A [`Connection`] exists only after firnd has said Hello in our protocol.
-//! * A firnd may close a connection that was unused for long in favour of others. It is connected to again, once for a
-//!   request: the close says that nothing was carried out. Another firnd than the first is never asked.
-//! * Hello and short questions fail after `ANSWER_S` seconds of silence; waits may take for ever.
-//! * Root asking the firnd of another user takes a short answer from it within `ANSWER_S` seconds and
-//!   `OTHERS_REPLY_BYTES_MAX` bytes, or none: that firnd may be any program.
-//! * A firnd that is gone is an error and no SIGPIPE: the program may be any user's.
-//! * Nothing is sent before the runtime directory and the process at the other end were found to be of the user that
-//!   mounted.
+//! * A [`Connection`] exists only after firnd has sent Hello with the client's protocol version.
+//! * firnd may close a connection that was unused for long, to make room for others. The client then reconnects, at
+//!   most once for each request. The close guarantees that firnd did not carry out the request. The client never
+//!   reconnects to another firnd process than the first.
+//! * Hello and short requests fail after `ANSWER_S` seconds of silence. Waits may take for ever.
+//! * If root asks the firnd of another user, the answer to a short request must arrive within `ANSWER_S` seconds, and
+//!   no answer may exceed `OTHERS_REPLY_BYTES_MAX` bytes. That firnd may be any program, so root does not trust it.
+//! * If firnd is gone, the client gets an error and no SIGPIPE, because the calling program may not handle the
+//!   signal.
+//! * The client sends nothing before two checks: the runtime directory and the process at the other end must belong
+//!   to the user that mounted.
 
 use std::io::{self, BufRead, BufReader};
 use std::os::fd::OwnedFd;
@@ -33,35 +36,35 @@ use crate::find::Mount;
 use crate::liveness::Liveness;
 use crate::paths::open_runtime_dir;
 
-/// Seconds that firnd may take to answer a short question. firnd answers from memory, so only a stopped
-/// or starved one needs longer than a moment.
+/// Maximum time in seconds for the answer to a short request. firnd answers from memory, so it needs longer only if
+/// it is stopped or gets no CPU time.
 const ANSWER_S: u64 = 10;
 const ANSWER: Option<Duration> = Some(Duration::from_secs(ANSWER_S));
-/// Bytes of the longest answer that is taken: 10^6 pending files with long paths.
+/// Maximum size of an answer in bytes. It allows for 10^6 pending files with long paths.
 const REPLY_BYTES_MAX: usize = 1 << 30;
-/// Bytes of the longest answer from another user's firnd: 10^5 pending files.
+/// Maximum size in bytes of an answer from the firnd of another user. It allows for 10^5 pending files.
 const OTHERS_REPLY_BYTES_MAX: usize = 16 << 20;
 
-/// How far a long request is.
+/// Progress of a long request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Progress {
     /// Bytes still to be drained.
     pub bytes_left: u64,
-    /// Files that still have some.
+    /// Number of files that have such bytes.
     pub files_left: u64,
     /// `draining`, `syncing`, `unmounting`.
     pub phase: String,
 }
 
-/// A connection to a firnd that speaks our protocol.
+/// A connection to a firnd that uses the same protocol version.
 pub struct Connection {
     mount: Mount,
     stream: BufReader<UnixStream>,
-    /// There is none, because firnd closed it in favour of others: it is opened again for the next request.
+    /// firnd has closed the connection to make room for others. The next request reconnects.
     is_closed: bool,
-    /// firnd may speak another version of the protocol.
+    /// firnd may use another version of the protocol.
     of_any_version: bool,
-    /// Incarnation of the firnd that it was opened to; empty before the first answer.
+    /// Incarnation of the firnd to which the connection was first opened. Empty before the first Hello.
     incarnation: String,
     /// Package version of firnd.
     pub version: String,
@@ -92,14 +95,14 @@ impl Connection {
             pid: 0,
         };
         connection.greet().or_else(|error| match error {
-            // Closed as soon as it was open: many come at once.
+            // firnd closed the new connection at once, because many processes connect at the same time.
             ClientError::Busy { holders, .. } if holders.is_empty() => connection.reopen(),
             error => Err(error),
         })?;
         Ok(connection)
     }
 
-    /// Connects again, to the same firnd.
+    /// Reconnects to the same firnd process.
     fn reopen(&mut self) -> Result<(), ClientError> {
         self.stream = BufReader::new(connect(&self.mount)?);
         self.greet()
@@ -117,7 +120,7 @@ impl Connection {
                     version,
                 })
             }
-            // The one that was asked before has ended, and another one serves the mount.
+            // The first firnd has ended, and another process serves the mount.
             Some(Reply::Hello { incarnation, .. })
                 if !self.incarnation.is_empty() && incarnation != self.incarnation =>
             {
@@ -138,12 +141,12 @@ impl Connection {
         }
     }
 
-    /// Tells the firnd at the other end from every other.
+    /// Returns an identifier that distinguishes this firnd process from all others.
     pub fn incarnation(&self) -> &str {
         &self.incarnation
     }
 
-    /// The state of the mount.
+    /// Returns the state of the mount.
     pub fn status(&mut self) -> Result<Status, ClientError> {
         match self.ask(&Request::Status)? {
             Reply::Status(status) => Ok(*status),
@@ -151,7 +154,7 @@ impl Connection {
         }
     }
 
-    /// What firnd recorded of the run so far.
+    /// Returns the record of the run so far.
     pub fn record(&mut self) -> Result<RunRecord, ClientError> {
         match self.ask(&Request::Record)? {
             Reply::Record(record) => Ok(*record),
@@ -159,13 +162,13 @@ impl Connection {
         }
     }
 
-    /// Files at or below `path` that are open or have bytes in the arena.
+    /// Returns the files at or below `path` that are open or have bytes in the arena.
     pub fn files(&mut self, path: &BytePath) -> Result<Vec<FileStatus>, ClientError> {
         self.list_files(path, false)
     }
 
-    /// All files at or below `path` of which firnd knows more than the backing shows. Any other one was closed, as far as
-    /// firnd knows, and is drained, or logged.
+    /// Returns all files at or below `path` about which firnd knows more than the backing shows. As far as firnd
+    /// knows, every other file was closed and is drained or logged.
     pub fn known_files(&mut self, path: &BytePath) -> Result<Vec<FileStatus>, ClientError> {
         self.list_files(path, true)
     }
@@ -178,7 +181,7 @@ impl Connection {
         }
     }
 
-    /// Where the mount's data can be mapped.
+    /// Returns the location of the mount's data region, for mapping.
     pub fn region(&mut self) -> Result<DataRegion, ClientError> {
         match self.ask(&Request::Region)? {
             Reply::Region(region) => Ok(region),
@@ -186,7 +189,7 @@ impl Connection {
         }
     }
 
-    /// Where each byte of the file at `path` is. It holds until it is released or the connection ends.
+    /// Requests the chunk list of the file at `path`. The list is held until it is released or the connection ends.
     pub fn chunks(&mut self, path: &BytePath) -> Result<ChunkList, ClientError> {
         match self.ask(&Request::Chunks { path: path.clone() })? {
             Reply::Chunks(list) => Ok(list),
@@ -194,7 +197,8 @@ impl Connection {
         }
     }
 
-    /// Whether the file was changed since its list was made. Any answer says that the list held until now.
+    /// Returns whether the file was changed since its list was made. Any answer confirms that the list was held until
+    /// now.
     pub fn check_chunks(&mut self, list: u64) -> Result<bool, ClientError> {
         match self.ask(&Request::CheckChunks { list })? {
             Reply::ChunksChecked { changed } => Ok(changed),
@@ -202,17 +206,17 @@ impl Connection {
         }
     }
 
-    /// A list is not used any more.
+    /// Releases a chunk list.
     pub fn release_chunks(&mut self, list: u64) -> Result<(), ClientError> {
         self.done(&Request::ReleaseChunks { list })
     }
 
-    /// What an agent has sent to a puller since it said so last.
+    /// Reports what an agent has sent to a puller since its last report.
     pub fn report_pull(&mut self, files: u64, bytes: u64) -> Result<(), ClientError> {
         self.done(&Request::ReportPull { files, bytes })
     }
 
-    /// A short request whose only answer is that it is done.
+    /// Makes a short request whose only answer is that it is done.
     pub fn done(&mut self, request: &Request) -> Result<(), ClientError> {
         match self.ask(request)? {
             Reply::Done => Ok(()),
@@ -220,7 +224,8 @@ impl Connection {
         }
     }
 
-    /// Frees the memory of drained data: bytes freed, bytes that stay because they are not drained.
+    /// Frees the memory of drained data. Returns the freed bytes, and the bytes that remain because they are not
+    /// drained.
     pub fn evict(&mut self, path: &BytePath) -> Result<(u64, u64), ClientError> {
         match self.ask(&Request::Evict { path: path.clone() })? {
             Reply::Evicted {
@@ -231,7 +236,7 @@ impl Connection {
         }
     }
 
-    /// Where a file lies, or would lie.
+    /// Returns where a file is placed, or where it would be placed.
     pub fn explain_placement(&mut self, path: &BytePath) -> Result<Explanation, ClientError> {
         match self.ask(&Request::Place { path: path.clone() })? {
             Reply::Placed(explanation) => Ok(explanation),
@@ -239,7 +244,7 @@ impl Connection {
         }
     }
 
-    /// Keeps files in memory, or no longer: their number and bytes.
+    /// Pins files in memory, or unpins them. Returns the number of these files and their bytes.
     pub fn pin(&mut self, path: &BytePath, pinned: bool) -> Result<(u64, u64), ClientError> {
         match self.ask(&Request::Pin {
             path: path.clone(),
@@ -250,8 +255,9 @@ impl Connection {
         }
     }
 
-    /// Has firnd die and this process's program go on with the mount, with these options changed. Gives the process
-    /// that starts it, and that ends where it cannot.
+    /// Asks firnd to end, so that the program of this process serves the mount with the changed `options`.
+    ///
+    /// Returns the process id of the keeper, which starts the program. The keeper ends if no firnd can serve the mount.
     pub fn upgrade(&mut self, options: &str) -> Result<u32, ClientError> {
         let options = options.to_owned();
         match self.ask(&Request::Upgrade { options })? {
@@ -260,8 +266,10 @@ impl Connection {
         }
     }
 
-    /// Asks for the end of firnd, and gives what waits for it beside the answer: how many files stay in logs, because
-    /// other hosts write to them.
+    /// Asks firnd to unmount and to end.
+    ///
+    /// Returns a handle that can wait for the end of the process, and the answer. The answer is the number of files
+    /// that remain in logs because other hosts write to them.
     pub fn unmount(
         &mut self,
         force: bool,
@@ -271,7 +279,7 @@ impl Connection {
         if self.is_closed {
             self.reopen()?;
         }
-        // Before it is asked, and of a connection that stays: from the request on firnd does not close it.
+        // Take the process handle before the request. firnd does not close the connection once it has the request.
         let mut process = self.process();
         let request = Request::Unmount { force, held };
         let mut answer = self.attempt(&request, None, progress);
@@ -288,7 +296,7 @@ impl Connection {
         Ok((process, answer))
     }
 
-    /// A request that may take for ever ([`Request::Wait`]).
+    /// Makes a request that may take for ever ([`Request::Wait`]).
     pub fn wait(
         &mut self,
         request: &Request,
@@ -300,7 +308,8 @@ impl Connection {
         }
     }
 
-    /// A request about a transaction: the number of a commit, and the hosts that have not applied it yet.
+    /// Makes a request about a transaction. If the request committed, returns the number of the commit and the hosts
+    /// that have not applied it yet.
     pub fn transaction(
         &mut self,
         request: &Request,
@@ -315,7 +324,7 @@ impl Connection {
     fn process(&self) -> Process {
         let peer = firn_trust::peer(self.stream.get_ref()).ok();
         let pid = peer.and_then(|peer| Pid::from_raw(peer.pid?.get().try_into().ok()?));
-        // It answered Hello, and as long as we are connected its process id is not reused.
+        // The process answered Hello, and its id is not reused while this connection exists.
         let pidfd = pid.and_then(|pid| rustix::process::pidfd_open(pid, PidfdFlags::empty()).ok());
         let socket = self.stream.get_ref().try_clone().ok();
         Process {
@@ -329,7 +338,8 @@ impl Connection {
         self.exchange(request, ANSWER, &mut |_| {})
     }
 
-    /// An answer to a request, on another connection if firnd has closed this one.
+    /// Returns the answer to a request. If firnd has closed the connection, the client reconnects and repeats the
+    /// request.
     fn exchange(
         &mut self,
         request: &Request,
@@ -348,7 +358,8 @@ impl Connection {
         }
     }
 
-    /// An answer to a request; `None`: firnd has closed the connection before and carried nothing out.
+    /// Sends a request once and returns the answer. Returns `None` if firnd had closed the connection before, so that
+    /// it did not carry out the request.
     fn attempt(
         &mut self,
         request: &Request,
@@ -362,7 +373,7 @@ impl Connection {
             .set_read_timeout(timeout)
             .and_then(|()| stream.set_write_timeout(timeout))
             .and_then(|()| send_all(stream, &line));
-        // A firnd that refuses or closes a connection says why first, often before the request is sent.
+        // A firnd that refuses or closes a connection sends the reason first, often before this request is sent.
         let closed = |error: &io::Error| {
             matches!(
                 error.kind(),
@@ -487,18 +498,18 @@ impl Connection {
     }
 }
 
-/// A firnd that is about to end.
+/// A firnd process that is about to end.
 pub struct Process {
-    /// Process of firnd, where it can be had: not across PID namespaces.
+    /// pidfd of the process. `None` if the process is in another PID namespace.
     pidfd: Option<OwnedFd>,
-    /// firnd serves a connection as long as it lives, and the kernel closes it then.
+    /// A connection to firnd. firnd keeps it open as long as it lives, and the kernel closes it afterwards.
     socket: Option<UnixStream>,
-    /// Its process id, as it says itself.
+    /// Process id, as firnd reported it.
     pub id: u32,
 }
 
 impl Process {
-    /// Waits until it has ended and let go of every file; false where it has not within `limit`.
+    /// Waits until the process has ended and has closed every file. Returns false if it has not ended within `limit`.
     pub fn wait(&self, limit: Option<Duration>) -> bool {
         let deadline = limit.map(|limit| Instant::now() + limit);
         loop {
@@ -508,7 +519,7 @@ impl Process {
                 (Some(pidfd), _) => {
                     poll(&mut [PollFd::new(pidfd, PollFlags::IN)], timeout.as_ref())
                 }
-                // Hung up, and not merely an unread answer.
+                // Wait for a hang-up, because an unread answer is no end of the process.
                 (None, Some(socket)) => poll(
                     &mut [PollFd::new(socket, PollFlags::RDHUP)],
                     timeout.as_ref(),
@@ -525,13 +536,13 @@ impl Process {
     }
 }
 
-/// Why there is no reply.
+/// The reason why there is no reply.
 enum ReadError {
     Io(io::Error),
     Nonsense(String),
 }
 
-/// The socket of the firnd of `mount`, with that firnd at its other end.
+/// Connects to the socket of `mount` and checks that the process at the other end belongs to the user that mounted.
 fn connect(mount: &Mount) -> Result<UnixStream, ClientError> {
     if mount.is_of_another_user() && !rustix::process::geteuid().is_root() {
         return Err(not_yours(mount));
@@ -585,8 +596,8 @@ fn not_yours(mount: &Mount) -> ClientError {
     }
 }
 
-/// A socket may be removed, or looked for in another place than where it is: whether firnd lives is asked of the
-/// kernel.
+/// Returns the error for a missing socket. The socket may have been removed, or may be in another runtime directory.
+/// The kernel therefore decides whether firnd is alive.
 fn without_socket(mount: &Mount) -> ClientError {
     let mount_point = mount.mount_point.clone();
     match mount.liveness(Duration::from_secs(ANSWER_S)) {

@@ -12,7 +12,7 @@ use crate::paths::PathsError;
 /// A failed call of this crate.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
-    /// The path is on no mount of firn.
+    /// The path is not on a mount of firn.
     #[error(
         "{} is not on a firn mount{}",
         quoted_path(path),
@@ -24,7 +24,7 @@ pub enum ClientError {
         /// The arena that an earlier mount of this backing left.
         arena: Option<PathBuf>,
     },
-    /// The mount is there, its firnd is not.
+    /// The mount exists, but its firnd is dead.
     #[error(
         "the mount at {} is dead: firnd was killed; run `firn mount {} {}` to recover",
         quoted_path(mount_point),
@@ -34,31 +34,31 @@ pub enum ClientError {
     Dead {
         /// Its backing.
         backing: PathBuf,
-        /// Where it is mounted.
+        /// The mount point.
         mount_point: PathBuf,
     },
-    /// The mount is alive, and there is no way to its firnd.
+    /// The mount is alive, but its firnd cannot be reached through a socket.
     #[error(
         "the firnd of the mount at {} lives, but its socket is not in {}: set FIRN_RUNTIME_DIR to the directory with which it was mounted; if its socket was removed, send that firnd SIGTERM, which drains and unmounts",
         quoted_path(mount_point),
         quoted_path(runtime_dir)
     )]
     NoSocket {
-        /// Where it is mounted.
+        /// The mount point.
         mount_point: PathBuf,
-        /// Where its socket was looked for.
+        /// The runtime directory in which the socket was expected.
         runtime_dir: PathBuf,
     },
-    /// Another process listens where firnd should.
+    /// A process of another user listens on the socket.
     #[error(
         "what answers at {} is not the firnd of {}: {why}; nothing was sent to it",
         quoted_path(socket),
         quoted_path(mount_point)
     )]
     Stranger {
-        /// Where it is mounted.
+        /// The mount point.
         mount_point: PathBuf,
-        /// Where the stranger listens.
+        /// The socket on which that process listens.
         socket: PathBuf,
         /// The process found.
         why: PeerError,
@@ -66,20 +66,20 @@ pub enum ClientError {
     /// The runtime directory cannot be used.
     #[error(transparent)]
     Paths(#[from] PathsError),
-    /// firnd is there, but does not speak.
+    /// firnd is alive, but does not answer.
     #[error(
         "firnd of {} does not answer within {seconds} s (process {pid}); it may be stopped or its machine overloaded: look at its log, {}",
         quoted_path(mount_point),
         quoted_path(log)
     )]
     Silent {
-        /// Where it is mounted.
+        /// The mount point.
         mount_point: PathBuf,
-        /// How long we waited.
+        /// Seconds that the client waited.
         seconds: u64,
-        /// Process that holds the socket, as far as it is known.
+        /// Id of the process that holds the socket, or `unknown`.
         pid: String,
-        /// Where it says more.
+        /// The log of firnd, which has more details.
         log: PathBuf,
     },
     /// The connection ended before the answer.
@@ -90,19 +90,20 @@ pub enum ClientError {
         quoted_path(log)
     )]
     Gone {
-        /// Where it is mounted.
+        /// The mount point.
         mount_point: PathBuf,
-        /// Where it says more.
+        /// The log of firnd, which has more details.
         log: PathBuf,
     },
-    /// firnd serves no more connections now.
+    /// firnd accepts no more connections now.
     #[error("the firnd of {} has no connection left for this: {}", quoted_path(mount_point), in_use(*connections, holders))]
     Busy {
-        /// Where it is mounted.
+        /// The mount point.
         mount_point: PathBuf,
-        /// How many there may be.
+        /// Maximum number of connections.
         connections: u32,
-        /// The processes with the most of them; None: ours was closed in favour of many that came at once.
+        /// The processes with the most connections. Empty if firnd closed this connection because many processes
+        /// connected at once.
         holders: Vec<Holder>,
     },
     /// firnd belongs to another user.
@@ -111,7 +112,7 @@ pub enum ClientError {
         quoted_path(mount_point)
     )]
     NotYours {
-        /// Where it is mounted.
+        /// The mount point.
         mount_point: PathBuf,
         /// Whose it is.
         user_id: u32,
@@ -128,7 +129,7 @@ pub enum ClientError {
         /// firnd's package version.
         version: String,
     },
-    /// firnd says something that is no answer to the question.
+    /// firnd sent a message that is not a valid answer to the request.
     #[error(
         "firnd sent what this firn does not understand ({what}); are both of the same version? compare `firn version` and `firn status`"
     )]
@@ -136,7 +137,7 @@ pub enum ClientError {
         /// What.
         what: String,
     },
-    /// firnd did what it could and failed.
+    /// firnd refused the request, or tried it and failed.
     #[error("{message}")]
     Refused {
         /// The errno that says it best.
@@ -155,7 +156,7 @@ pub enum ClientError {
 }
 
 impl ClientError {
-    /// The errno that says it best, positive.
+    /// Returns the positive errno value that fits the error best.
     pub fn errno(&self) -> i32 {
         use rustix::io::Errno;
         match self {
@@ -169,14 +170,14 @@ impl ClientError {
             Self::Busy { .. } => Errno::AGAIN.raw_os_error(),
             Self::NotYours { .. } => Errno::ACCESS.raw_os_error(),
             Self::Protocol { .. } | Self::Nonsense { .. } => Errno::PROTO.raw_os_error(),
-            // Whatever a firnd may say, an error is not 0.
+            // A faulty firnd may send 0 or a negative number, but an error must not be reported as 0.
             Self::Refused { errno, .. } if *errno > 0 => *errno,
             Self::Refused { .. } => Errno::PROTO.raw_os_error(),
             Self::Io { error, .. } => error.raw_os_error().unwrap_or(Errno::IO.raw_os_error()),
         }
     }
 
-    /// The exit code that says it (docs/OPERATIONS.md).
+    /// Returns the exit code for this error (docs/OPERATIONS.md).
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::NoMount { .. } => 10,

@@ -1,12 +1,12 @@
-//! From a path to the mount it belongs to.
+//! Finds the mount that a path belongs to.
 //!
-//! A path may be a mount point, anything below one (whether or not it exists), a backing, or anything
-//! below a backing that is mounted. Nothing here asks a firn mount for anything: a dead or stopped
-//! firnd must not keep `firn status` from saying so.
+//! A path may be a mount point, anything below a mount point (whether or not it exists), a backing, or anything below
+//! a mounted backing. This module makes no request to a firn mount, so `firn status` can report a dead or stopped
+//! firnd.
 //!
-//! A user that may mount FUSE chooses the type and the source of the mount, so they are believed only where the kernel
-//! says that this user mounted it. Root may ask about all mounts; of a backing that root and others mounted, root's is
-//! meant.
+//! A user that may mount FUSE file systems chooses the type and the source of the mount. This module therefore trusts
+//! these fields only if the kernel says that the user itself mounted it. Root may ask about all mounts. If root and
+//! other users mounted the same backing, the mount of root counts.
 
 use std::io;
 use std::os::unix::ffi::OsStrExt;
@@ -20,33 +20,33 @@ use crate::error::ClientError;
 use crate::paths::{Key, RuntimeDirs, RuntimeFiles, open_runtime_dir};
 use crate::trees::trees_in;
 
-/// A mount of ours.
+/// A mount of Firn.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mount {
-    /// The backing, canonical.
+    /// Canonical path of the backing.
     pub backing: PathBuf,
-    /// Where it is mounted.
+    /// The mount point.
     pub mount_point: PathBuf,
     /// The user that mounted it.
     pub user_id: u32,
-    /// It is a stub tree, which the kernel does not know as a mount of ours.
+    /// Whether the mount is a stub tree, which the kernel does not list as a mount of Firn.
     pub is_tree: bool,
     /// The runtime directory of the user that mounted it.
     pub runtime_dir: PathBuf,
 }
 
 impl Mount {
-    /// Its files in the runtime directory of the user that mounted it.
+    /// Returns the paths of the mount's files in the runtime directory of the user that mounted it.
     pub fn files(&self) -> RuntimeFiles {
         RuntimeFiles::in_dir(&self.runtime_dir, &self.backing, None)
     }
 
-    /// Whether another user mounted it.
+    /// Returns whether another user mounted it.
     pub fn is_of_another_user(&self) -> bool {
         self.user_id != rustix::process::geteuid().as_raw()
     }
 
-    /// The key of its backing.
+    /// Returns the key of the backing.
     pub fn key(&self) -> Key {
         Key::of(&self.backing)
     }
@@ -57,11 +57,12 @@ impl Mount {
 pub struct Place {
     /// The mount.
     pub mount: Mount,
-    /// Path below the mount point, without a leading slash; empty: the mount itself.
+    /// Path below the mount point, without a leading slash. Empty for the mount point itself.
     pub relative: BytePath,
 }
 
-/// All mounts of this user that this process sees; of root, those of all users.
+/// Returns all mounts of this user that this process sees. For root it returns the mounts of all users in the
+/// kernel's table.
 pub fn mounts() -> Result<Vec<Mount>, ClientError> {
     let user = User::of_process();
     let dirs = RuntimeDirs::of_process()?;
@@ -102,7 +103,7 @@ pub fn find(path: &Path) -> Result<Place, ClientError> {
     }
 }
 
-/// What an earlier mount of the backing left, for the message.
+/// Returns the arena that an earlier mount of the backing left, for the error message.
 fn arena_of(backing: &Path, dirs: &RuntimeDirs, user: User) -> Option<PathBuf> {
     let dir = dirs.of(user.uid);
     open_runtime_dir(&dir, user.uid).ok().flatten()?;
@@ -116,7 +117,7 @@ fn not_yours(mount: Mount) -> ClientError {
     }
 }
 
-/// The user that asks.
+/// The user of this process.
 #[derive(Clone, Copy, Debug)]
 struct User {
     uid: u32,
@@ -138,7 +139,7 @@ impl User {
     }
 }
 
-/// The kernel's mounts, for one user.
+/// The kernel's mount table, as one user may use it.
 struct Table<'a> {
     entries: Vec<Entry>,
     dirs: &'a RuntimeDirs,
@@ -159,7 +160,7 @@ impl Table<'_> {
         let Ok(below) = absolute.strip_prefix(&entry.mount_point) else {
             return Ok(None);
         };
-        // A bind mount of a directory of the mount: its own root comes first.
+        // In a bind mount of a directory of the mount, the path begins with the root of the bind mount.
         let top = entry.root.strip_prefix("/").unwrap_or(&entry.root);
         Ok(Some(Place {
             mount,
@@ -167,7 +168,8 @@ impl Table<'_> {
         }))
     }
 
-    /// The mount with the longest backing that holds the path, the last one of several.
+    /// Returns the mount with the longest backing that contains the path. If several mounts have that backing, the
+    /// last one counts.
     fn find_in_backing(
         &self,
         absolute: &Path,
@@ -183,7 +185,7 @@ impl Table<'_> {
     }
 }
 
-/// The place of a path in a mount, below the directory of it that holds the path.
+/// Returns the place of a path in a mount. `top` selects the directory of the mount that contains the path.
 fn place(mount: Mount, absolute: &Path, top: fn(&Mount) -> &Path) -> Place {
     let below = absolute
         .strip_prefix(top(&mount))
@@ -192,7 +194,7 @@ fn place(mount: Mount, absolute: &Path, top: fn(&Mount) -> &Path) -> Place {
     Place { mount, relative }
 }
 
-/// The place in a stub tree, or in the backing of one.
+/// Returns the place of a path in a stub tree or in its backing.
 fn find_tree(trees: &[Mount], absolute: &Path) -> Result<Option<Place>, ClientError> {
     let below = |top: fn(&Mount) -> &Path| {
         let holds = trees.iter().filter(|tree| absolute.starts_with(top(tree)));
@@ -202,7 +204,8 @@ fn find_tree(trees: &[Mount], absolute: &Path) -> Result<Option<Place>, ClientEr
     Ok(below(|tree| &tree.mount_point).or_else(|| below(|tree| &tree.backing)))
 }
 
-/// `None`: not a mount of firn, or the kernel does not say whose.
+/// Converts an entry of the kernel's table to a mount. Returns `None` if the entry is not a mount of firn, or the
+/// kernel does not name its user.
 fn mount_of(entry: &Entry, dirs: &RuntimeDirs) -> Option<Mount> {
     let user_id = entry.user_id.filter(|_| entry.fs_type == FIRN)?;
     Some(Mount {
@@ -214,7 +217,7 @@ fn mount_of(entry: &Entry, dirs: &RuntimeDirs) -> Option<Mount> {
     })
 }
 
-/// Without slashes at its end.
+/// Returns the path without trailing slashes.
 fn below_top(path: &Path) -> BytePath {
     let mut bytes = path.as_os_str().as_bytes();
     while let [rest @ .., b'/'] = bytes {
@@ -232,8 +235,9 @@ fn read_mountinfo() -> Result<Vec<Entry>, ClientError> {
     Ok(parse(&bytes))
 }
 
-/// Resolves symlinks in the longest part of `path` that can be resolved, and appends the rest: the
-/// path may not exist yet, or lie on a mount whose firnd is dead.
+/// Resolves symbolic links in the longest part of `path` that can be resolved, and appends the rest.
+///
+/// The rest may be unresolvable because the path does not exist yet, or lies on a mount whose firnd is dead.
 pub fn resolve(path: &Path) -> Result<PathBuf, ClientError> {
     let failed = |error: io::Error| ClientError::Io {
         what: quoted_path(path),

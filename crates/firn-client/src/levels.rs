@@ -1,7 +1,8 @@
-//! Which level each file of a place has, for all verbs that show it.
+//! The durability level of each file of a place, for all commands that show levels.
 //!
-//! firnd lists the files of which it knows more than the backing shows: those that are open, have bytes in the arena,
-//! were synced, or were cut. Any other file is drained, or logged; an unknown level is not claimed.
+//! firnd lists the files about which it knows more than the backing shows. These files are open, have bytes in the
+//! arena, were synced, or were cut. Every other file is drained or logged. If the attribute of such a file cannot be
+//! read, the file counts as drained.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -15,31 +16,32 @@ use crate::connect::Connection;
 use crate::error::ClientError;
 use crate::find::Place;
 
-/// The attribute in which a file of a mount says its level.
+/// Extended attribute through which a file of a mount reports its level.
 const LEVEL_ATTRIBUTE: &str = "user.firn.state";
-/// The attribute that a file in the backing has as long as bytes of it are in logs.
+/// Extended attribute of a file in the backing. The file has it as long as some of its bytes are in logs.
 const LOGGED_ATTRIBUTE: &str = "user.firn.logged";
 
-/// What is known of the files of a place.
+/// Levels of the files of a place.
 pub struct Levels {
     known: HashMap<PathBuf, FileStatus>,
     idle: IdleFiles,
-    /// Where the files are that stubs stand for, if the mount is a stub tree.
+    /// Backing of the files for which the stubs stand. `None` if the mount is not a stub tree.
     stub_backing: Option<PathBuf>,
 }
 
-/// How the level of a file is found that firnd does not list.
+/// How to find the level of a file that firnd does not list.
 enum IdleFiles {
     /// No file of this mount is in logs.
     Drained,
-    /// The mount says it of each file below this mount point.
+    /// Read the attribute of the file below this mount point.
     Ask(PathBuf),
-    /// The file in this backing says whether it is in logs.
+    /// Read the attribute of the file in this backing.
     LookAt(PathBuf),
 }
 
 impl Levels {
-    /// Levels of all files at or below a place, by its firnd. `status` is not older than the place.
+    /// Asks firnd for the levels of all files at or below a place. The caller must have read `status` after it found
+    /// the place.
     pub fn ask(
         connection: &mut Connection,
         place: &Place,
@@ -50,7 +52,8 @@ impl Levels {
             status.logged_files > 0 || status.options.iter().any(|option| option == "layout=log");
         let mut known = HashMap::<PathBuf, FileStatus>::new();
         for file in files {
-            // A file that was replaced beside the mount may be listed by the name that it had: the lower answer counts.
+            // A file that was replaced outside the mount may still be listed under its old name. The lower level
+            // counts.
             let path = file.path.as_path().to_owned();
             let is_higher = |other: &FileStatus| other.state < file.state;
             if !known.get(&path).is_some_and(is_higher) {
@@ -68,7 +71,7 @@ impl Levels {
         })
     }
 
-    /// Levels of the files in a backing that is not mounted.
+    /// Returns the levels of the files in a backing that is not mounted.
     pub fn of_backing() -> Self {
         Self {
             known: HashMap::new(),
@@ -77,24 +80,26 @@ impl Levels {
         }
     }
 
-    /// What firnd says of the file at a path below the mount point.
+    /// Returns what firnd reports about the file at a path below the mount point.
     pub fn known(&self, relative: &Path) -> Option<&FileStatus> {
         self.known.get(relative)
     }
 
-    /// All files that firnd says something of.
+    /// Returns all files that firnd listed.
     pub fn all_known(&self) -> impl Iterator<Item = &FileStatus> {
         self.known.values()
     }
 
-    /// Durability level of all bytes of the file at a path below the mount point.
+    /// Returns the durability level that all bytes of the file have. The path is relative to the mount point.
     pub fn level(&self, relative: &Path) -> DurabilityLevel {
         let level = self.known(relative).map(|file| file.state);
         level.unwrap_or_else(|| self.level_of_idle(relative))
     }
 
-    /// Bytes of the file at a path below the mount point, of which stat(2) shows `shown_bytes`. A stub is empty: what it
-    /// stands for is in the backing, as far as it is not held.
+    /// Returns the size in bytes of the file at a path below the mount point; `shown_bytes` is the size that stat(2)
+    /// shows.
+    ///
+    /// A stub is always empty. Its data is in the backing, and the held part of it is in the arena.
     pub fn size(&self, relative: &Path, shown_bytes: u64) -> u64 {
         let backing = self.stub_backing.as_ref();
         let in_backing = backing
@@ -104,7 +109,7 @@ impl Levels {
         shown_bytes.max(in_backing).max(held)
     }
 
-    /// Whether its writers closed it, as far as that is known.
+    /// Returns whether the writers closed the file. The default is `Closed` for files that firnd does not list.
     pub fn ending(&self, relative: &Path) -> Ending {
         self.known(relative)
             .map_or(Ending::Closed, |file| file.ending)

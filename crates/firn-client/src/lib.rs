@@ -1,9 +1,9 @@
-//! What a program does with a mount: state, drain and wait, chunk lists, transactions, lists of checkpoints.
+//! The client side of a mount: its state, drains and waits, chunk lists, transactions, and lists of checkpoints.
 //!
-//! From any path to the mount it lies on ([`mod@find`]), from the backing of that mount to its files
-//! ([`paths`]), and over the control socket to firnd ([`connect`]). [`OpenMount`] puts them together with the
-//! mapping of the arena ([`region`]); the C library is a thin layer over it. Direct access is in `firn-direct`,
-//! which the preload library uses without this crate.
+//! The module [`mod@find`] finds the mount that any path belongs to. The module [`paths`] finds the runtime files of
+//! a mount from its backing. The module [`connect`] sends requests to firnd over the control socket. [`OpenMount`]
+//! combines these with the mapping of the arena ([`region`]). The C library is a thin layer over [`OpenMount`].
+//! Direct access is in the crate `firn-direct`, which the preload library uses without this crate.
 //!
 //! ```no_run
 //! use firn_client::{ChunkList, OpenMount};
@@ -12,7 +12,7 @@
 //!
 //! let mount = Arc::new(OpenMount::open(Path::new("/ckpt"))?);
 //! println!("{} bytes are held in memory", mount.status()?.held_bytes);
-//! // Where each byte of a checkpoint is. What is listed stays as it is until the list is dropped.
+//! // Where each byte of a checkpoint is. The listed pieces stay unchanged until the list is dropped.
 //! let chunks = ChunkList::make(&mount, Path::new("/ckpt/step12/rank0"))?;
 //! assert!(!chunks.was_changed()?);
 //! # Ok::<(), firn_client::MountError>(())

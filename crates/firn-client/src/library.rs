@@ -1,19 +1,21 @@
-//! The preload library, as a file.
+//! Finds the file of the preload library.
 
 use std::path::{Path, PathBuf};
 
-/// Its file name.
+/// File name of the library.
 pub const NAME: &str = "libfirn_preload.so";
 
-/// Where the Python package has it, below a directory of Python packages.
+/// Path of the library's directory in the Python package, relative to a directory of Python packages.
 const IN_PYTHON_PACKAGE: &str = "firnfs/_lib";
 
-/// The library that belongs to `program`: beside it, or where a package puts it.
+/// Returns the path of the library that belongs to `program`. The library is beside the program or in the place where
+/// a package installs it.
 pub fn beside(program: &Path) -> Option<PathBuf> {
     let dir = program.parent()?;
     let places = [
         dir.join(NAME),
-        // If both exist, the first is that of the same installation: only packages for /usr have the second.
+        // If both `lib` and `lib/firn` have the library, `lib` belongs to the same installation, because only
+        // packages for /usr use `lib/firn`.
         dir.join("../lib").join(NAME),
         dir.join("../lib64").join(NAME),
         dir.join("../lib/firn").join(NAME),
@@ -24,8 +26,9 @@ pub fn beside(program: &Path) -> Option<PathBuf> {
         .find_map(|place| place.canonicalize().ok())
 }
 
-/// Where pip puts it together with a program in `dir`: in each Python of the same prefix, first where the package is of
-/// this version.
+/// Returns the paths where pip installs the library together with a program in `dir`.
+///
+/// The paths cover each Python below the same prefix. Packages of this version come first.
 fn in_python_packages(dir: &Path) -> Vec<PathBuf> {
     // pip install --target DIR: DIR/bin/firn and DIR/firnfs.
     let mut packages = vec![dir.join("..")];
@@ -40,7 +43,7 @@ fn in_python_packages(dir: &Path) -> Vec<PathBuf> {
             }
         }
     }
-    // A name of another version sorts behind, and equal ones in an order that stays.
+    // Packages of other versions come last; the path decides among the rest, so that the order is stable.
     let of_this_version = concat!("firnfs-", env!("CARGO_PKG_VERSION"), ".dist-info");
     packages.sort_by_key(|package| (!package.join(of_this_version).is_dir(), package.clone()));
     let places = packages

@@ -1,5 +1,5 @@
-//! Whether the firnd of a mount lives: asked of the kernel, which knows it whatever became of sockets and runtime
-//! directories.
+//! Checks whether the firnd of a mount is alive. The check asks the kernel, so it works even if the sockets or the
+//! runtime directory are gone.
 
 use std::os::fd::AsFd;
 use std::path::Path;
@@ -13,21 +13,23 @@ use rustix::io::Errno;
 use crate::find::Mount;
 use crate::paths::open_runtime_dir;
 
-/// What is known of the firnd of a mount.
+/// State of the firnd of a mount.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Liveness {
-    /// It serves the mount.
+    /// firnd serves the mount.
     Living,
-    /// It has ended, and its mount is still in the tree.
+    /// firnd has ended, and its mount is still in the mount tree.
     Dead,
-    /// It does not answer within the time.
+    /// firnd does not answer within the time limit.
     Silent,
-    /// The kernel does not sender.
+    /// The kernel returned another error, which says nothing about firnd.
     Unknown(Errno),
 }
 
 impl Mount {
-    /// Asks the kernel, for `patience` at most. A stub tree is no mount: whether its arena is locked tells.
+    /// Checks whether the firnd of this mount is alive, within `patience`.
+    ///
+    /// A stub tree is not a kernel mount. For a stub tree the lock of its arena gives the answer.
     pub fn liveness(&self, patience: Duration) -> Liveness {
         if self.is_tree {
             return if is_locked(self) {
@@ -38,15 +40,15 @@ impl Mount {
         }
         let (sender, answer) = mpsc::channel();
         let mount_point = self.mount_point.clone();
-        // On a thread of its own: a stopped firnd makes it wait for ever.
+        // The call runs on its own thread, because it blocks for ever if firnd is stopped.
         std::thread::spawn(move || sender.send(of_mount_point(&mount_point)));
         answer.recv_timeout(patience).unwrap_or(Liveness::Silent)
     }
 }
 
-/// Asks the kernel whether a mount point is alive, without a time limit.
+/// Checks whether a mount point is alive, without a time limit.
 pub fn of_mount_point(path: &Path) -> Liveness {
-    // AT_STATX_FORCE_SYNC: without it the kernel may answer from what it remembers of the directory.
+    // AT_STATX_FORCE_SYNC is necessary: without it the kernel may answer from cached attributes.
     let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::STATX_FORCE_SYNC;
     match statx(CWD, path, flags, StatxFlags::TYPE) {
         Ok(_) => Liveness::Living,

@@ -1,11 +1,11 @@
-//! A mount that a program works with: its connection, its mapping, its chunk lists, its transactions.
+//! A mount that a program works with: its connection, its mapping, its chunk lists and its transactions.
 //!
 //! Promises
-//! * An [`OpenMount`] that met anything but an answer (silence, nonsense, the end of firnd) asks no more: a
-//!   late answer is never taken for another question's.
-//! * A [`ChunkList`] gives its right up when it is dropped.
+//! * An [`OpenMount`] makes no more requests after a request got no valid answer (silence, an invalid message, the
+//!   end of firnd). A late answer is therefore never taken for the answer to another request.
+//! * A [`ChunkList`] releases its right when it is dropped.
 //!
-//! Threads share an `OpenMount`; their requests take turns.
+//! Threads may share an `OpenMount`; their requests are made one after the other.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::path::{Path, PathBuf};
@@ -27,25 +27,25 @@ use crate::region::{Mapping, MemoryFile, View};
 /// Why a request about an open mount failed.
 #[derive(Debug, thiserror::Error)]
 pub enum MountError {
-    /// firnd said so, or cannot be asked.
+    /// firnd refused the request, or firnd cannot be reached.
     #[error(transparent)]
     Client(#[from] ClientError),
-    /// What lies at a path cannot be looked at.
+    /// A path cannot be examined.
     #[error(transparent)]
     Look(#[from] CheckpointError),
     /// There is no file at or below a path.
     #[error("there is no file in {}", quoted_path(path))]
     NoFile {
-        /// Where.
+        /// The path.
         path: PathBuf,
     },
-    /// The connection met an error before, or is closed.
+    /// The connection failed earlier, or is closed.
     #[error("this handle has no connection any more: close it and open another")]
     Closed,
-    /// A list whose connection is gone.
+    /// The connection of the chunk list has ended.
     #[error("the list does not hold any more: {0}")]
     ListEnded(String),
-    /// A path on another mount.
+    /// The path is on another mount.
     #[error(
         "{} is on the mount at {}, the handle is of {}",
         quoted_path(path),
@@ -55,42 +55,42 @@ pub enum MountError {
     OtherMount {
         /// As asked for.
         path: PathBuf,
-        /// Its mount point.
+        /// The mount point of the path.
         found: PathBuf,
-        /// That of the handle.
+        /// The mount point of the handle.
         expected: PathBuf,
     },
-    /// Nothing to copy from.
+    /// The bytes are only in the backing, so they cannot be copied from the arena.
     #[error("these bytes are in the backing only: read them through the mount")]
     InBacking,
     /// The region was not mapped before its bytes were asked for.
     #[error("the region is not mapped: firn_map_region() comes first")]
     NotMapped,
-    /// A range that the piece, or a piece that the mount does not have.
+    /// The piece does not have this range, or the mount does not have this piece.
     #[error("{0}")]
     Range(&'static str),
-    /// A file of the mount that is not what firnd said.
+    /// A file of the mount is not the file that firnd described.
     #[error("{path} is not the file of this mount: {why}")]
     Foreign {
-        /// Which.
+        /// The file.
         path: BytePath,
-        /// What is wrong.
+        /// The difference.
         why: String,
     },
-    /// The system refused something.
+    /// A system call failed.
     #[error("cannot {what} {path}: {errno}")]
     System {
-        /// What was tried.
+        /// The operation.
         what: &'static str,
-        /// On what.
+        /// The file of the operation.
         path: BytePath,
-        /// Why not.
+        /// The error of the system call.
         errno: Errno,
     },
 }
 
 impl MountError {
-    /// The errno that says it best.
+    /// Returns the errno value that fits the error best.
     pub fn errno(&self) -> i32 {
         let errno = match self {
             Self::Client(error) => return error.errno(),
@@ -107,25 +107,25 @@ impl MountError {
     }
 }
 
-/// Room of a mount for what is written next. Others may take it meanwhile.
+/// Free space of a mount for later writes. Other processes may use it at any time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Room {
-    /// Bytes of the arena that are free, or have drained data that makes way.
+    /// Bytes of the arena that are free or hold drained data that can be evicted.
     pub memory_bytes: u64,
-    /// Bytes of the spill file that are free; 0 also where there is none.
+    /// Free bytes of the spill file. The value is 0 if there is no spill file.
     pub spill_bytes: u64,
-    /// Bytes that the backing has available to this user, without those that held data will take.
+    /// Bytes that are available to this user in the backing, less the bytes that held data will need.
     pub backing_bytes: u64,
 }
 
 /// A mount and the connection to its firnd.
 pub struct OpenMount {
     found: Mount,
-    /// `None`: it is over.
+    /// The connection. `None` after it was closed or has failed.
     connection: Mutex<Option<Connection>>,
     region: DataRegion,
     mapping: OnceLock<Mapping>,
-    /// Held while it is mapped.
+    /// Lock that lets one thread at a time map the region.
     maps: Mutex<()>,
 }
 
@@ -144,7 +144,7 @@ impl OpenMount {
         })
     }
 
-    /// Ends the connection, and with it all chunk lists.
+    /// Closes the connection, which ends all chunk lists.
     pub fn close(&self) {
         self.lock_connection().take();
     }
@@ -152,14 +152,15 @@ impl OpenMount {
     fn lock_connection(&self) -> MutexGuard<'_, Option<Connection>> {
         let lock = self.connection.lock();
         lock.unwrap_or_else(|poisoned| {
-            // A panic in the middle of a question: its answer must not be taken for another's.
+            // A thread panicked during a request. The pending answer must not be taken for the answer to another
+            // request.
             let mut connection = PoisonError::into_inner(poisoned);
             *connection = None;
             connection
         })
     }
 
-    /// Asks; whatever is no answer to the question ends the connection, and so what it holds.
+    /// Makes a request. If the request gets no valid answer, the connection ends with everything that it holds.
     fn ask<T>(
         &self,
         question: impl FnOnce(&mut Connection) -> Result<T, ClientError>,
@@ -177,7 +178,7 @@ impl OpenMount {
         Ok(answer?)
     }
 
-    /// The path below the mount of one that must be on it.
+    /// Returns the path below the mount point. Fails if `path` is on another mount.
     fn relative(&self, path: &Path) -> Result<BytePath, MountError> {
         let place = find(path)?;
         if (&place.mount.backing, place.mount.user_id) != (&self.found.backing, self.found.user_id)
@@ -193,28 +194,30 @@ impl OpenMount {
 
     // ---- state and drain -----------------------------------------------------------------------
 
-    /// The state of the mount.
+    /// Returns the state of the mount.
     pub fn status(&self) -> Result<Status, MountError> {
         self.ask(Connection::status)
     }
 
-    /// What an agent has sent to a puller since it said so last.
+    /// Reports to firnd what an agent has sent to a puller since its last report.
     pub fn report_pull(&self, files: u64, bytes: u64) -> Result<(), MountError> {
         self.ask(|connection| connection.report_pull(files, bytes))
     }
 
-    /// The files at or below `path`, a path below the mount point, that firnd has something to do with.
+    /// Returns the files at or below `path` that are open or have bytes in the arena. The path is relative to the
+    /// mount point.
     pub fn files(&self, path: &BytePath) -> Result<Vec<FileStatus>, MountError> {
         self.ask(|connection| connection.files(path))
     }
 
-    /// Tells its firnd from every other.
+    /// Returns an identifier that distinguishes this firnd process from all others.
     pub fn incarnation(&self) -> Result<String, MountError> {
         self.ask(|connection| Ok(connection.incarnation().to_owned()))
     }
 
-    /// Says which host has copies of what the mount holds, and what a person should know of it. It counts as long as
-    /// the connection lives, and no other one names a partner.
+    /// Tells firnd which host keeps copies of the files that the mount holds, with a note for people.
+    ///
+    /// The statement is valid as long as this connection lives. Meanwhile no other connection can name a partner.
     pub fn speak_of_partner(&self, host: Option<&str>, note: &str) -> Result<(), MountError> {
         let request = Request::Partner {
             host: host.map(str::to_owned),
@@ -223,20 +226,22 @@ impl OpenMount {
         self.ask(|connection| connection.done(&request))
     }
 
-    /// Says that the partner has the file at `path`, a path below the mount point, as it was at `changes`.
+    /// Tells firnd that the partner has the file at `path` as it was at the change count `changes`. The path is
+    /// relative to the mount point.
     pub fn mark_partnered(&self, path: &BytePath, changes: u64) -> Result<(), MountError> {
         let path = path.clone();
         self.ask(|connection| connection.done(&Request::MarkPartnered { path, changes }))
     }
 
-    /// Begins to drain the files at or below `path`.
+    /// Starts to drain the files at or below `path`, and does not wait.
     pub fn drain(&self, path: &Path) -> Result<(), MountError> {
         let path = self.relative(path)?;
         self.ask(|connection| connection.done(&Request::Drain { path }))
     }
 
-    /// Drains the files at or below `path` and waits until all of them have a durability level; refused with
-    /// ETIMEDOUT after `timeout_ms`.
+    /// Drains the files at or below `path` and waits until all of them have the durability level `until`.
+    ///
+    /// Fails with ETIMEDOUT after `timeout_ms` milliseconds.
     pub fn wait(
         &self,
         path: &Path,
@@ -251,7 +256,8 @@ impl OpenMount {
         self.ask(|connection| connection.wait(&request, &mut |_| {}))
     }
 
-    /// The lowest durability level of the files at or below `path`: the caller's, and others' of which firnd knows.
+    /// Returns the lowest durability level of the files at or below `path`. The files are those of the caller, and
+    /// those of other users that firnd knows.
     pub fn level(&self, path: &Path) -> Result<DurabilityLevel, MountError> {
         let relative = self.relative(path)?;
         let top = self.found.mount_point.join(&relative);
@@ -260,7 +266,7 @@ impl OpenMount {
             mount: self.found.clone(),
             relative,
         };
-        // After the look: firnd knows each file by now that was found.
+        // Ask firnd after the directory was listed, so that firnd knows each listed file.
         let levels = self.ask(|connection| {
             let status = connection.status()?;
             Levels::ask(connection, &place, &status)
@@ -274,11 +280,11 @@ impl OpenMount {
         })
     }
 
-    /// How many bytes can be written to the mount, and where they would stay.
+    /// Returns how many bytes can be written to the mount, and where they would be kept.
     pub fn room(&self) -> Result<Room, MountError> {
         let status = self.status()?;
         let spill = status.spill.as_ref();
-        // A stub tree is on tmpfs, whose room says nothing of the backing.
+        // A stub tree is on tmpfs, whose free space says nothing about the backing.
         let shown = if self.found.is_tree {
             &self.found.backing
         } else {
@@ -303,12 +309,12 @@ impl OpenMount {
 
     // ---- the data region -----------------------------------------------------------------------
 
-    /// Where the mount keeps what it holds.
+    /// Returns the location of the data region of the mount.
     pub fn region(&self) -> &DataRegion {
         &self.region
     }
 
-    /// The region in this process, once it was mapped.
+    /// Returns the mapping of the region, if the region was mapped.
     pub fn mapping(&self) -> Option<&Mapping> {
         self.mapping.get()
     }
@@ -320,13 +326,14 @@ impl OpenMount {
             return Ok(mapping);
         }
         let mapping = Mapping::new(&self.region)?;
-        // The files may be those of a later mount: an answer now says that they are not.
+        // The mapped files could belong to a later mount. An answer of firnd now proves that they do not.
         self.ask(Connection::region)?;
         Ok(self.mapping.get_or_init(|| mapping))
     }
 
-    /// Where the bytes of a piece are in this process; `None`: they are not in memory or the spill file, or the
-    /// region is not mapped.
+    /// Returns the address of the bytes of a piece in this process.
+    ///
+    /// Returns `None` if the bytes are neither in memory nor in the spill file, or if the region is not mapped.
     pub fn address_of(&self, piece: &ChunkPiece) -> Result<Option<*const u8>, MountError> {
         let Some(view) = self.view_of(piece.place) else {
             return Ok(None);
@@ -347,11 +354,11 @@ impl OpenMount {
         }
     }
 
-    /// Copies `len` bytes of a piece, from `from` bytes into it on.
+    /// Copies `len` bytes of a piece, starting `from` bytes into the piece.
     ///
     /// # Safety
-    /// `to` is writable for `len` bytes, which no other thread uses during the call. The bytes are those of the file
-    /// only if the piece's list is held.
+    /// `to` must be writable for `len` bytes, and no other thread may use that memory during the call. The copied
+    /// bytes are the file's bytes only if the chunk list of the piece is held.
     pub unsafe fn read_piece(
         &self,
         piece: &ChunkPiece,
@@ -391,7 +398,8 @@ impl OpenMount {
         }
     }
 
-    /// Fills `out` with bytes of a piece, from `from` bytes into it on: [`OpenMount::read_piece`] for Rust.
+    /// Fills `out` with bytes of a piece, starting `from` bytes into the piece. This is [`OpenMount::read_piece`] for
+    /// Rust.
     pub fn fill_from_piece(
         &self,
         piece: &ChunkPiece,
@@ -402,7 +410,8 @@ impl OpenMount {
         unsafe { self.read_piece(piece, from, out.as_mut_ptr(), out.len()) }
     }
 
-    /// The file of the arena, once the region was mapped, and where the region begins in it: for sendfile(2).
+    /// Returns the arena file and the offset of the data region in it, for sendfile(2). Returns `None` if the region
+    /// is not mapped.
     pub fn arena_file(&self) -> Option<(BorrowedFd<'_>, u64)> {
         let mapping = self.mapping()?;
         Some((mapping.arena.as_fd(), self.region.offset))
@@ -410,7 +419,7 @@ impl OpenMount {
 
     // ---- transactions --------------------------------------------------------------------------
 
-    /// A request about the transaction at a path; the number of a commit.
+    /// Makes a request about the transaction at a path. Returns the number of the commit if the request committed.
     pub fn request_transaction(
         &self,
         path: &Path,
@@ -421,20 +430,20 @@ impl OpenMount {
     }
 }
 
-/// Where all bytes of a file are, and the right to find them there until it is dropped.
+/// The location of all bytes of a file. The bytes stay in these places until the list is dropped.
 pub struct ChunkList {
     mount: Arc<OpenMount>,
     number: u64,
-    /// Of the file.
+    /// Size of the file in bytes.
     pub bytes: u64,
-    /// [`firn_protocol::FileStatus::changes`] of what is listed.
+    /// Change count of the listed content ([`firn_protocol::FileStatus::changes`]).
     pub changes: u64,
     /// Sorted by offset, without gap or overlap.
     pub pieces: Vec<ChunkPiece>,
 }
 
 impl ChunkList {
-    /// Lists the file at `path`.
+    /// Requests the chunk list of the file at `path`.
     pub fn make(mount: &Arc<OpenMount>, path: &Path) -> Result<Self, MountError> {
         let relative = mount.relative(path)?;
         let made = mount.ask(|connection| connection.chunks(&relative))?;
@@ -447,9 +456,9 @@ impl ChunkList {
         })
     }
 
-    /// The bytes of a piece, or `None` if it is not in memory or the region is not mapped.
+    /// Returns the bytes of a piece. Returns `None` if the piece is not in memory or the region is not mapped.
     ///
-    /// The bytes are those of the file only if [`ChunkList::was_changed`] is false after they were read.
+    /// The bytes are the file's bytes only if [`ChunkList::was_changed`] returns false after they were read.
     pub fn bytes_in_memory(&self, piece: &ChunkPiece) -> Result<Option<&[u8]>, MountError> {
         if piece.place != Place::Memory {
             return Ok(None);
@@ -460,7 +469,7 @@ impl ChunkList {
         Ok(address.map(|at| unsafe { std::slice::from_raw_parts(at, piece.bytes as usize) }))
     }
 
-    /// Whether the file was changed since the list was made; an error where the list may have ended.
+    /// Returns whether the file was changed since the list was made. Fails if the list may have ended.
     pub fn was_changed(&self) -> Result<bool, MountError> {
         self.mount
             .ask(|connection| connection.check_chunks(self.number))
@@ -470,7 +479,7 @@ impl ChunkList {
 
 impl Drop for ChunkList {
     fn drop(&mut self) {
-        // Best effort: without a connection nothing is held.
+        // A failure is ignored: without a connection firnd holds nothing for this list.
         let _ = self
             .mount
             .ask(|connection| connection.release_chunks(self.number));

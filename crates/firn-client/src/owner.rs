@@ -1,24 +1,26 @@
-//! Processes that own a transaction, and the modes of what they make.
+//! Processes that own a transaction, and the file modes that mkdir(2) would use.
 
 use std::io;
 
 use firn_protocol::Owner;
 
-/// The process `pid` as an owner: distinguished from a later one with the same number by the time at which it began.
+/// Describes the process `pid` as the owner of a transaction. The start time distinguishes the process from a later
+/// one with the same id.
 pub fn owner_process(pid: u32) -> io::Result<Owner> {
     let start_ticks = start_ticks_of(pid)?;
     Ok(Owner::Process { pid, start_ticks })
 }
 
-/// When a process that lives began, in clock ticks since the host started (`starttime` of proc_pid_stat(5)).
+/// Returns the start time of a living process, in clock ticks since the host started (`starttime` of
+/// proc_pid_stat(5)).
 pub fn start_ticks_of(pid: u32) -> io::Result<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"))?;
     parse_start_ticks(&stat).ok_or_else(|| io::ErrorKind::InvalidData.into())
 }
 
-/// Permission bits without those of this process's umask, as mkdir(2) takes them.
+/// Returns `mode` without the bits of this process's umask, as mkdir(2) applies it.
 pub fn without_umask(mode: u32) -> u32 {
-    // umask(2) could only tell it by changing it, for all threads.
+    // umask(2) returns the mask only by changing it, for all threads of the process.
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     mode & !parse_umask(&status).unwrap_or(0o077)
 }
@@ -31,7 +33,7 @@ fn parse_umask(status: &str) -> Option<u32> {
 }
 
 fn parse_start_ticks(stat: &str) -> Option<u64> {
-    // The second field is a name in parentheses, which may hold anything.
+    // The second field is the program name in parentheses; the name may contain any characters.
     let (_, rest) = stat.rsplit_once(')')?;
     const AFTER_NAME: usize = 22 - 3;
     rest.split_ascii_whitespace().nth(AFTER_NAME)?.parse().ok()

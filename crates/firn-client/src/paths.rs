@@ -1,9 +1,9 @@
-//! Where the files of a running or interrupted mount are.
+//! Paths of the files of a running or interrupted mount.
 //!
-//! The runtime directory (`/dev/shm/firn-UID`, or `FIRN_RUNTIME_DIR`) holds `KEY.arena`, `KEY.sock` and
-//! `KEY.log`. It is the user's own and mode 0700. Any user may create names in /dev/shm, so a directory of
-//! another user, or one that others may enter, is refused and never mended silently. [`open_runtime_dir`] checks
-//! this; each reader of the directory opens it that way.
+//! The runtime directory (`/dev/shm/firn-UID`, or `FIRN_RUNTIME_DIR`) holds `KEY.arena`, `KEY.sock` and `KEY.log`. It
+//! belongs to the user and has mode 0700. Any user may create names in /dev/shm. Firn therefore refuses a directory
+//! that belongs to another user or that other users may enter, and never repairs it silently. [`open_runtime_dir`]
+//! makes this check; every reader opens the directory with this function.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -16,20 +16,21 @@ use firn_trust::{TrustError, check_place_of, create_private_dir, open_private_di
 use rustix::fs::CWD;
 use rustix::io::Errno;
 
-/// The variable that moves the runtime directory.
+/// Environment variable that sets the runtime directory.
 pub const RUNTIME_DIR_ENV: &str = "FIRN_RUNTIME_DIR";
-/// A socket's path is limited to 107 bytes (unix(7)); `/` and `KEY.sock` take 22 of them.
+/// Maximum length of the runtime directory's path. The path of a socket is limited to 107 bytes (unix(7)), and `/`
+/// with `KEY.sock` takes 22 of them.
 const RUNTIME_DIR_BYTES_MAX: usize = 107 - 22;
 
-/// Why the runtime directory cannot be used.
+/// Error of the runtime directory.
 #[derive(Debug, thiserror::Error)]
 pub enum PathsError {
-    /// It cannot be made or opened, or is not as it must be.
+    /// The directory cannot be created or opened, or it fails the checks of owner and mode.
     #[error(
         "the runtime directory {0}; FIRN_RUNTIME_DIR names another one, which must be yours, with mode 0700"
     )]
     Refused(TrustError),
-    /// firnd and the programs of a job have other current directories.
+    /// The path is relative. firnd and the programs of a job have different current directories.
     #[error(
         "FIRN_RUNTIME_DIR is {}, which is not an absolute path: set it to one that begins with /",
         quoted_path(dir)
@@ -38,19 +39,19 @@ pub enum PathsError {
         /// The value of the variable.
         dir: PathBuf,
     },
-    /// Sockets in it could not be reached.
+    /// The path is too long for the sockets in the directory.
     #[error(
         "the path of the runtime directory {} is longer than {RUNTIME_DIR_BYTES_MAX} bytes, too long for a socket; set FIRN_RUNTIME_DIR to a shorter one",
         quoted_path(dir)
     )]
     TooLong {
-        /// Which.
+        /// The directory.
         dir: PathBuf,
     },
 }
 
 impl PathsError {
-    /// The errno that says it best.
+    /// Returns the errno value that fits the error best.
     pub fn errno(&self) -> Errno {
         match self {
             Self::Refused(error) => error.errno(),
@@ -60,7 +61,7 @@ impl PathsError {
     }
 }
 
-/// Where runtime directories are, as the environment of this process says.
+/// The location of runtime directories, according to the environment of this process.
 #[derive(Clone, Debug)]
 pub struct RuntimeDirs {
     /// The value of [`RUNTIME_DIR_ENV`].
@@ -68,7 +69,7 @@ pub struct RuntimeDirs {
 }
 
 impl RuntimeDirs {
-    /// Reads the environment.
+    /// Reads the location from the environment of this process.
     pub fn of_process() -> Result<Self, PathsError> {
         Self::chosen_by(std::env::var_os(RUNTIME_DIR_ENV))
     }
@@ -84,7 +85,7 @@ impl RuntimeDirs {
         }
     }
 
-    /// The runtime directory of user `uid`, whether or not it exists.
+    /// Returns the path of the runtime directory of user `uid`. The directory need not exist.
     pub fn of(&self, uid: u32) -> PathBuf {
         self.chosen
             .clone()
@@ -92,12 +93,12 @@ impl RuntimeDirs {
     }
 }
 
-/// The runtime directory of this user, whether or not it exists.
+/// Returns the path of the runtime directory of this user. The directory need not exist.
 pub fn runtime_dir() -> Result<PathBuf, PathsError> {
     Ok(RuntimeDirs::of_process()?.of(rustix::process::geteuid().as_raw()))
 }
 
-/// Makes the runtime directory if need be, and makes sure that it is private to this user.
+/// Creates the runtime directory if it does not exist, and checks that it is private to this user.
 pub fn create_runtime_dir() -> Result<PathBuf, PathsError> {
     let dir = runtime_dir()?;
     check_above(&dir, rustix::process::geteuid().as_raw())?;
@@ -105,8 +106,9 @@ pub fn create_runtime_dir() -> Result<PathBuf, PathsError> {
     Ok(dir)
 }
 
-/// Opens the runtime directory of user `uid`, if it is there. Refused where it is not that user's, or not private:
-/// then nothing in it may be believed.
+/// Opens the runtime directory of user `uid`. Returns `None` if it does not exist.
+///
+/// Fails if the directory does not belong to that user or is not private. In that case no file in it can be trusted.
 pub fn open_runtime_dir(dir: &Path, uid: u32) -> Result<Option<OwnedFd>, PathsError> {
     match open_private_dir_of(CWD, dir, uid) {
         Ok(opened) => check_above(dir, uid).map(|()| Some(opened)),
@@ -115,7 +117,8 @@ pub fn open_runtime_dir(dir: &Path, uid: u32) -> Result<Option<OwnedFd>, PathsEr
     }
 }
 
-/// Refuses a runtime directory that others could exchange for another one of the user.
+/// Checks the directories above a runtime directory. Fails if other users could replace the runtime directory by
+/// another directory of the user.
 fn check_above(dir: &Path, uid: u32) -> Result<(), PathsError> {
     let above = dir.parent().unwrap_or(Path::new("/"));
     check_place_of(above, uid).map_err(|error| match error {
@@ -128,12 +131,12 @@ fn check_above(dir: &Path, uid: u32) -> Result<(), PathsError> {
     })
 }
 
-/// Names a backing: XXH3, 64 bits, of its canonical path.
+/// Key of a backing: the 64-bit XXH3 hash of its canonical path.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Key(pub u64);
 
 impl Key {
-    /// The key of a backing; the path must be canonical.
+    /// Returns the key of a backing. The path must be canonical.
     pub fn of(canonical_backing: &Path) -> Self {
         Self(xxhash_rust::xxh3::xxh3_64(
             canonical_backing.as_os_str().as_bytes(),
@@ -147,10 +150,10 @@ impl fmt::Display for Key {
     }
 }
 
-/// The files of one mount.
+/// The paths of the files of one mount.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RuntimeFiles {
-    /// Of the backing.
+    /// The key of the backing.
     pub key: Key,
     /// The arena, in `arena-dir` or the runtime directory.
     pub arena: PathBuf,
@@ -158,25 +161,25 @@ pub struct RuntimeFiles {
     pub socket: PathBuf,
     /// firnd's log.
     pub log: PathBuf,
-    /// Events of the mount, as lines of JSON.
+    /// The events of the mount, one JSON object on each line.
     pub events: PathBuf,
     /// The record of the last mount that ended.
     pub record: PathBuf,
-    /// What the kernel has of the mount, for a firnd that takes it over.
+    /// The kernel's state of the mount, for a firnd that takes the mount over.
     pub live: PathBuf,
-    /// What the preload library reads of a stub tree (`firn_format::data_socket::StubTree`).
+    /// The description of a stub tree for the preload library (`firn_format::data_socket::StubTree`).
     pub stub: PathBuf,
-    /// The names of a stub tree that were synced.
+    /// The synced names of a stub tree.
     pub names: PathBuf,
 }
 
 impl RuntimeFiles {
-    /// The files for a backing of this user; the path must be canonical.
+    /// Returns the paths for a backing of this user. The path of the backing must be canonical.
     pub fn of(canonical_backing: &Path, arena_dir: Option<&Path>) -> Result<Self, PathsError> {
         Ok(Self::in_dir(&runtime_dir()?, canonical_backing, arena_dir))
     }
 
-    /// The files for a backing in the runtime directory `dir`.
+    /// Returns the paths for a backing, in the runtime directory `dir`.
     pub fn in_dir(dir: &Path, canonical_backing: &Path, arena_dir: Option<&Path>) -> Self {
         let key = Key::of(canonical_backing);
         Self {

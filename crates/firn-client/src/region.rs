@@ -1,8 +1,9 @@
-//! The data region and the spill file in this process, for reading.
+//! Maps the data region and the spill file of a mount into this process, for reading.
 //!
 //! Invariants
-//! * What is mapped is the arena that firnd named: its superblock and the spill file's header carry its uuid.
-//! * Every copy is within what was mapped: checked here.
+//! * The mapped files belong to the arena that firnd named: the superblock and the header of the spill file have its
+//!   uuid.
+//! * Every copy stays within the mapping; this module checks the range.
 
 use std::mem::MaybeUninit;
 use std::path::Path;
@@ -21,19 +22,20 @@ use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use crate::open_mount::MountError;
 
-/// Both files, mapped.
+/// The mapped arena and the mapped spill file.
 pub struct Mapping {
     /// The data region of the arena.
     pub region: View,
-    /// The arena.
+    /// The open arena file.
     pub(crate) arena: OwnedFd,
-    /// The spill file, where the mount has one.
+    /// The spill file. `None` if the mount has none.
     pub spill: Option<Spill>,
 }
 
-/// The spill file; read(2) tells of errors that a load would die of.
+/// The spill file. It is read with read(2), which returns an error where a load from the mapping would kill the
+/// process.
 pub struct Spill {
-    /// All of the file.
+    /// A mapping of the whole file.
     pub view: View,
     file: OwnedFd,
     path: BytePath,
@@ -75,20 +77,20 @@ impl Spill {
         Ok(Self { view, file, path })
     }
 
-    /// Reads from `at` of the file.
+    /// Reads `len` bytes at offset `at` of the file.
     ///
     /// # Safety
-    /// `to` is writable for `len` bytes.
+    /// `to` must be writable for `len` bytes.
     pub(crate) unsafe fn read(&self, at: u64, to: *mut u8, len: usize) -> Result<(), MountError> {
         // SAFETY: as the caller promises.
         unsafe { read(&self.file, &self.path, at, to, len) }
     }
 }
 
-/// Reads all of a range of a file.
+/// Reads a complete range of a file.
 ///
 /// # Safety
-/// `to` is writable for `len` bytes.
+/// `to` must be writable for `len` bytes.
 unsafe fn read(
     file: &OwnedFd,
     path: &BytePath,
@@ -118,7 +120,8 @@ unsafe fn read(
     Ok(())
 }
 
-/// A memory file of the arena. Its name holds while a list names it: it is opened for each read.
+/// A memory file of the arena. Its name exists as long as a chunk list refers to it, so the file is opened for each
+/// read.
 pub(crate) struct MemoryFile {
     file: OwnedFd,
     path: BytePath,
@@ -144,17 +147,17 @@ impl MemoryFile {
         }
     }
 
-    /// Reads from `at` of the file.
+    /// Reads `len` bytes at offset `at` of the file.
     ///
     /// # Safety
-    /// `to` is writable for `len` bytes.
+    /// `to` must be writable for `len` bytes.
     pub(crate) unsafe fn read(&self, at: u64, to: *mut u8, len: usize) -> Result<(), MountError> {
         // SAFETY: as the caller promises.
         unsafe { read(&self.file, &self.path, at, to, len) }
     }
 }
 
-/// A file and its first bytes.
+/// Opens a file and reads its first bytes.
 fn open(path: &BytePath, head_bytes: usize) -> Result<(OwnedFd, Vec<u8>), MountError> {
     let failed = |what| {
         move |errno| MountError::System {
@@ -205,7 +208,8 @@ impl View {
                 why,
             });
         }
-        // Huge pages need an address that agrees with the offset modulo their size: reserve more, then choose.
+        // Huge pages need an address that is congruent to the offset modulo their size. So reserve a larger range,
+        // then choose the address in it.
         let align = DATA_ALIGN as usize;
         let len = usize::try_from(bytes).map_err(|_| failed(Errno::NOMEM))?;
         let room = len.checked_add(align).ok_or_else(|| failed(Errno::NOMEM))?;
@@ -244,7 +248,7 @@ impl View {
         Ok(Self { base, len })
     }
 
-    /// Address of byte `at` of the view, or `None` if fewer than `bytes` bytes follow.
+    /// Returns the address of byte `at` of the view. Returns `None` if fewer than `bytes` bytes follow.
     pub fn address(&self, at: u64, bytes: u64) -> Option<*const u8> {
         let inside = at
             .checked_add(bytes)
@@ -253,7 +257,7 @@ impl View {
         inside.then(|| unsafe { self.base.as_ptr().add(at as usize).cast_const() })
     }
 
-    /// Its first byte.
+    /// Returns the address of the first byte.
     pub fn start(&self) -> *const u8 {
         self.base.as_ptr()
     }

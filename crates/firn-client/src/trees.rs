@@ -1,5 +1,5 @@
-//! Stub trees: what firnd writes down for the preload library and for `firn`, since the kernel does not know
-//! them as mounts of ours.
+//! Records of stub trees. firnd writes them for the preload library and for `firn`, because the kernel does not list
+//! stub trees as mounts of Firn.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -17,8 +17,9 @@ use zerocopy::{FromBytes, IntoBytes};
 use crate::find::Mount;
 use crate::paths::{PathsError, open_runtime_dir};
 
-/// The trees that are written down in the runtime directory of this user, those of dead firnds too. Refused where the
-/// directory may be another user's.
+/// Returns the stub trees that are recorded in the runtime directory of this user, also those of dead firnds.
+///
+/// Fails if the directory may belong to another user.
 pub fn trees_in(runtime_dir: &Path) -> Result<Vec<Mount>, PathsError> {
     let Some(dir) = open_runtime_dir(runtime_dir, user())? else {
         return Ok(Vec::new());
@@ -36,7 +37,7 @@ pub fn trees_in(runtime_dir: &Path) -> Result<Vec<Mount>, PathsError> {
     Ok(trees)
 }
 
-/// The tree that is written down in a file of the runtime directory of this user.
+/// Reads the record of a stub tree from a file in the runtime directory of this user.
 pub fn read(path: &Path) -> Result<Option<Mount>, PathsError> {
     let (Some(runtime_dir), Some(name)) = (path.parent(), path.file_name()) else {
         return Ok(None);
@@ -65,7 +66,7 @@ fn user() -> u32 {
     rustix::process::geteuid().as_raw()
 }
 
-/// Writes a tree down; readers see the old record or the new one.
+/// Writes the record of a stub tree atomically: a reader sees either the old record or the new one.
 pub fn write(path: &Path, tree: &StubTree) -> io::Result<()> {
     let new = path.with_extension("stub.new");
     let mut file = File::options()
@@ -78,7 +79,7 @@ pub fn write(path: &Path, tree: &StubTree) -> io::Result<()> {
     std::fs::rename(&new, path)
 }
 
-/// A path as [`StubTree`] has it; `None` where it does not fit.
+/// Converts a path to the form in which [`StubTree`] stores it. Returns `None` if the path is too long.
 pub fn path_bytes(path: &Path) -> Option<[u8; PATH_BYTES]> {
     let mut bytes = [0; PATH_BYTES];
     let path = path.as_os_str().as_bytes();

@@ -1,15 +1,15 @@
-//! Copies into the arena: past the caches where the bytes are many.
+//! Copies bytes into the arena. Large copies bypass the CPU caches.
 //!
-//! A slab is read next by a drain, not by the writer, and glibc's memcpy never chooses non-temporal stores
-//! on machines with a large last cache (docs/PERFORMANCE.md).
+//! The next reader of a slab is a drain and not the writer, so caching is of no use. On machines with a large
+//! last-level cache, glibc's memcpy never chooses non-temporal stores (docs/PERFORMANCE.md).
 
 use std::ptr;
 
-/// From here on stores that leave the caches alone win: 30 GiB/s instead of 16 where the source is in a cache.
-/// Shorter ones would win too, but what is short may be read again soon.
+/// Minimum size in bytes of a copy with non-temporal stores. They reach 30 GiB/s instead of 16 if the source is in a
+/// cache. Shorter copies would gain too, but their bytes may be read again soon.
 const STREAM_BYTES_MIN: usize = 64 << 10;
 
-/// Copies `len` bytes. When it returns, a Release store publishes them, however they were stored.
+/// Copies `len` bytes. A Release store after the call publishes the bytes, whichever kind of store was used.
 ///
 /// # Safety
 /// As for [`ptr::copy_nonoverlapping`].
@@ -45,10 +45,11 @@ unsafe fn copy_many(to: *mut u8, from: *const u8, len: usize) {
     unsafe { ptr::copy_nonoverlapping(from, to, len) }
 }
 
-/// Copies the ends plainly and what is aligned between them by `body`, `step` bytes at a time.
+/// Copies the unaligned ends with ordinary stores, and the aligned part between them with `body`, `step` bytes at a
+/// time.
 ///
 /// # Safety
-/// As for [`copy`]; the processor has what `body` needs.
+/// As for [`copy`]; the processor must have the features that `body` needs.
 #[cfg(target_arch = "x86_64")]
 unsafe fn stream(
     to: *mut u8,
@@ -64,18 +65,20 @@ unsafe fn stream(
     unsafe {
         ptr::copy_nonoverlapping(from, to, head);
         body(to.add(head), from.add(head), middle);
-        // Weakly ordered stores: without this a later Release store could be seen before them.
+        // Non-temporal stores are weakly ordered. Without this fence, a later Release store could become visible
+        // before them.
         std::arch::x86_64::_mm_sfence();
         ptr::copy_nonoverlapping(from.add(done), to.add(done), len - done);
     }
 }
 
-/// How far ahead of the loads the source is asked for. The processor's own prefetcher stops at the end of a page;
-/// with this a source that no cache holds is read at 21 instead of 18 GiB/s.
+/// Distance in bytes between a load and the prefetch of the source. The processor's own prefetcher stops at the end
+/// of a page. With this prefetch, a source outside all caches is read at 21 instead of 18 GiB/s.
 #[cfg(target_arch = "x86_64")]
 const AHEAD_BYTES: usize = 2 << 10;
 
-/// A body of [`stream`]: four vectors at a time. A prefetch never faults, so it may reach beyond the source.
+/// Defines a body of [`stream`] that copies four vectors at a time. A prefetch never faults, so it may reach beyond
+/// the source.
 #[cfg(target_arch = "x86_64")]
 macro_rules! body {
     ($(#[$doc:meta])* $name:ident, $feature:literal, $bytes:literal, $load:ident, $store:ident) => {

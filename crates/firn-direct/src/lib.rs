@@ -1,10 +1,12 @@
 //! Direct access: a client process writes and reads the arena itself.
 //!
-//! This crate is linked into the preload library, and so loaded into every program. It depends only on the wire format
-//! of the data socket and the check of the listener's user, and has none of the control protocol's JSON.
+//! This crate is linked into the preload library, which is loaded into every program. The crate therefore depends
+//! only on the wire format of the data socket and on the check of the listener's user. It does not contain the JSON
+//! of the control protocol.
 //!
-//! Layout: [`connection`] asks firnd for grants, leases and lists; [`arena_map`] maps the arena; [`slab_writer`]
-//! fills a leased slab; [`copy()`] is the copy into and out of the arena; [`syscall`](mod@syscall) is below them.
+//! Modules: [`connection`] requests grants, leases and lists from firnd. [`arena_map`] maps the arena.
+//! [`slab_writer`] fills a leased slab. [`copy()`] copies bytes into and out of the arena. [`syscall`](mod@syscall)
+//! has the system calls that the other modules use.
 
 pub mod arena_map;
 pub mod connection;

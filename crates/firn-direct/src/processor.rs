@@ -1,9 +1,10 @@
-//! The C library's knowledge of the processor, which spares asking the processor again.
+//! Takes the features of the processor from the C library, so that the processor need not be queried again.
 //!
-//! glibc asks when a program starts, to choose its own memcpy, and tells what it found since 2.33
-//! (`<sys/platform/x86.h>`). Where it does not, [`firn_format::processor`] asks at the first use.
+//! glibc queries the processor when a program starts, to choose its own memcpy. Since version 2.33 it makes the
+//! result available (`<sys/platform/x86.h>`). With other C libraries, [`firn_format::processor`] queries the
+//! processor at the first use.
 
-/// Takes the answers over. Looks a symbol up, so not in a signal handler.
+/// Takes over the result of the C library. The function looks up a symbol, so it must not run in a signal handler.
 pub fn take_from_c_library() {
     #[cfg(target_arch = "x86_64")]
     if let Some(processor) = x86::known_to_c_library() {
@@ -17,8 +18,10 @@ mod x86 {
 
     use firn_format::processor::Processor;
 
-    /// glibc's `struct cpuid_feature`: EAX, EBX, ECX and EDX of a leaf of CPUID, as the processor has them and as they
-    /// can be used: not without the system, and not what GLIBC_TUNABLES takes away.
+    /// glibc's `struct cpuid_feature`: EAX, EBX, ECX and EDX of a leaf of CPUID.
+    ///
+    /// `cpuid` has the features of the processor. `usable` has those that programs can use: the system must support
+    /// them, and GLIBC_TUNABLES must not disable them.
     #[repr(C)]
     struct Leaf {
         cpuid: [c_uint; 4],
@@ -27,7 +30,7 @@ mod x86 {
 
     type LeafOf = unsafe extern "C" fn(c_uint) -> *const Leaf;
 
-    /// glibc's numbers (`CPUID_INDEX_1`, `CPUID_INDEX_7`).
+    /// glibc's indexes of the leaves (`CPUID_INDEX_1`, `CPUID_INDEX_7`).
     const LEAF_1: c_uint = 0;
     const LEAF_7: c_uint = 1;
     const EBX: usize = 1;

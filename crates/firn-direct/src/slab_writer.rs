@@ -1,20 +1,21 @@
-//! The writing end of a lease: bytes into a leased slab, published by one store.
+//! The writer of a lease: it copies bytes into a leased slab and publishes them with one store.
 //!
 //! Promises
-//! * Nothing here allocates, locks, calls the system or the standard library's I/O: it may run in a
-//!   signal handler.
-//! * [`Appended::Bytes`] is told only of bytes that firnd ingests, also when this process and firnd die
-//!   at once. Of [`Appended::Revoked`] nothing is ingested, now or later.
+//! * No function here allocates memory, takes a lock or uses the standard library's I/O, so it may run in a signal
+//!   handler. There is no system call either, except uname(2) at the first query of the clock; [`prepare`] makes that
+//!   query in advance.
+//! * [`Appended::Bytes`] is returned only for bytes that firnd ingests, even if this process and firnd die at once.
+//!   Bytes of an append that returned [`Appended::Revoked`] are never ingested.
 //! * No byte is stored into a slab that firnd may have given to another process.
 //!
 //! How firnd and a writer agree
-//! * The slab's *writer word* is `writer_idle(generation)` while the lease stands. The writer makes it
-//!   busy before it stores bytes and idle afterwards; firnd ends the lease by taking it from idle to 0. A
-//!   slab whose writer is busy is not given away before it is idle or its process is dead.
-//! * A piece is published by a compare-exchange of its seal. firnd freezes the last seal (`FROZEN`): the
-//!   writer begins a new record. firnd poisons the seal after the last one: the lease is over.
+//! * The slab's *writer word* is `writer_idle(generation)` while the lease is valid. The writer sets the word to busy
+//!   before it stores bytes, and back to idle afterwards. firnd ends the lease by changing the word from idle to 0.
+//!   If the writer is busy, firnd gives the slab away only after the word is idle or the process is dead.
+//! * A piece is published by a compare-exchange of its seal. If firnd freezes the last seal (`FROZEN`), the writer
+//!   begins a new record. If firnd poisons the seal after the last one, the lease is over.
 //!
-//! Where the bytes go and how a record is published: `firn_format::append`, which firnd uses too.
+//! The module `firn_format::append` defines where the bytes go and how a record is published; firnd uses it too.
 
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
@@ -27,34 +28,36 @@ use rustix::time::ClockId;
 
 use crate::copy::copy;
 
-/// What only the first write of a process waits for, better done while firnd works.
+/// Does in advance the work that the first write of a process needs, so that it overlaps with work of firnd.
 pub fn prepare() {
     firn_format::processor::processor();
-    // Where the kernel keeps its clock is looked up at the first question.
+    // The first call looks up where the kernel keeps its clock.
     let _ = now_ns();
 }
 
-/// What became of [`SlabWriter::append`].
+/// Result of [`SlabWriter::append`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Appended {
-    /// This many bytes were taken and are as safe as after write(2); fewer than given where the slab ends.
+    /// This many bytes were accepted, and are as safe as after write(2). The number is smaller than requested if the
+    /// slab ends.
     Bytes(usize),
-    /// Nothing was taken: no room or no record is left, or the bytes end beyond `OFFSET_MAX`, where only
-    /// the kernel's way goes. Ask for another lease.
+    /// Nothing was accepted. The slab has no room or no record left, or the bytes end beyond `OFFSET_MAX`, where only
+    /// writes through the kernel are possible. The caller must request another lease.
     Full,
-    /// Nothing was taken: firnd ended the lease. Give the offset back and write through the kernel.
+    /// Nothing was accepted, because firnd ended the lease. The caller must give the offset back and write through
+    /// the kernel.
     Revoked,
 }
 
-/// The writing end of one lease. Only its holder appends.
+/// The writer of one lease. Only the holder of the lease appends.
 #[derive(Debug)]
 pub struct SlabWriter {
     base: *mut u8,
     slab: Slab,
     file_id: u64,
-    /// Records are counted from the first of the lease.
+    /// Position of the next append. Records are counted from the first record of the lease.
     cursor: SlabCursor,
-    /// Time of the last write, nanoseconds since 1970.
+    /// Time of the last write, in nanoseconds since 1970.
     modified: u64,
 }
 
@@ -62,7 +65,7 @@ pub struct SlabWriter {
 // (`&mut self`), whichever that is.
 unsafe impl Send for SlabWriter {}
 
-/// The lease's piece records in the mapping.
+/// The piece records of the lease in the mapping.
 #[derive(Clone, Copy)]
 struct Records {
     first: *mut u8,
@@ -79,11 +82,12 @@ impl RecordTable for Records {
 }
 
 impl SlabWriter {
-    /// Begins a lease that firnd just granted. `base` is the address where offset 0 of the arena would be.
+    /// Creates the writer of a lease that firnd just granted. `base` is the address at which offset 0 of the arena
+    /// would be.
     ///
     /// # Safety
-    /// As long as the writer is used, the records, the writer word and the data that `slab` names are mapped at their
-    /// offsets from `base`, readable and writable. No other `SlabWriter` has the same lease.
+    /// As long as the writer is used, the records, the writer word and the data that `slab` names must be mapped at
+    /// their offsets from `base`, readable and writable. No other `SlabWriter` may have the same lease.
     pub unsafe fn new(base: *mut u8, slab: Slab, file_id: u64) -> Self {
         Self {
             base,
@@ -94,29 +98,29 @@ impl SlabWriter {
         }
     }
 
-    /// The lease.
+    /// Returns the lease.
     pub fn slab(&self) -> &Slab {
         &self.slab
     }
 
-    /// Bytes that are still free, as far as records suffice.
+    /// Returns the number of free bytes that the remaining records can describe.
     pub fn free_bytes(&self) -> u32 {
         self.cursor.free_bytes()
     }
 
-    /// Whether half of the bytes or of the records are used: time to ask for the next lease. Of a chunk of
-    /// 4 MiB what is left is copied in 130 µs, and an answer of firnd may take as long.
+    /// Returns whether half of the bytes or of the records are used, so that it is time to request the next lease.
+    /// The rest of a chunk of 4 MiB is copied in 130 µs, and an answer of firnd may take as long.
     pub fn is_half_full(&self) -> bool {
         let size = self.slab.end.saturating_sub(self.slab.start);
         let count = self.slab.record_count;
         self.free_bytes() <= size / 2 || self.cursor.next_record() >= count - count / 2
     }
 
-    /// Takes bytes of the file at `offset`, the first ones of them where the slab ends.
+    /// Appends bytes of the file at `offset`. If the slab ends, only the first bytes are accepted.
     ///
     /// # Safety
-    /// `data` is readable for `len` bytes and does not overlap the slab. A fault while it is read leaves the
-    /// slab's writer word busy: then the writer is not used again.
+    /// `data` must be readable for `len` bytes and must not overlap the slab. A fault during the read of `data`
+    /// leaves the slab's writer word busy; the writer must not be used again after that.
     #[inline]
     pub unsafe fn append(&mut self, offset: u64, data: *const u8, len: usize) -> Appended {
         if len == 0 {
@@ -168,7 +172,7 @@ impl SlabWriter {
         }
     }
 
-    /// Begins a piece. `filled`: where bytes of it lie already.
+    /// Begins a new piece. `filled` is the room into which the bytes were already copied, if they were.
     ///
     /// # Safety
     /// As for `append_busy`.
@@ -182,7 +186,7 @@ impl SlabWriter {
         let Some(room) = self.cursor.room_for_piece(offset, len as u64) else {
             return Appended::Full;
         };
-        // Bytes copied behind a frozen piece mostly lie in their place already.
+        // Bytes that were copied behind a frozen piece are usually in the right place already.
         if filled != Some(room) {
             // SAFETY: the room lies in the slab and is no longer than `data`.
             unsafe { self.fill(room, data) };
@@ -208,8 +212,10 @@ impl SlabWriter {
         }
     }
 
-    /// The time, as the kernel stamps files with it, but later than that of the write before: a comparison of times
-    /// sees each write. No call of the system: the kernel keeps this clock in memory (vdso(7)).
+    /// Returns the time by the clock with which the kernel stamps files. The result is later than the time of the
+    /// previous write, so a comparison of times detects each write.
+    ///
+    /// There is no system call, because the kernel keeps this clock in memory (vdso(7)).
     #[inline(always)]
     fn next_time(&mut self) -> u64 {
         self.modified = now_ns().max(self.modified.saturating_add(1));
@@ -234,7 +240,7 @@ impl SlabWriter {
     }
 }
 
-/// The clock that the kernel stamps files with ([`firn_format::clock`]), in nanoseconds.
+/// Returns the time of the clock with which the kernel stamps files ([`firn_format::clock`]), in nanoseconds.
 #[inline(always)]
 fn now_ns() -> u64 {
     let now = rustix::time::clock_gettime(if is_exact() {
@@ -247,7 +253,7 @@ fn now_ns() -> u64 {
         .wrapping_add(now.tv_nsec as u64)
 }
 
-/// Whether the kernel may stamp files with exact times. Asked at the first call, by any thread.
+/// Returns whether the kernel may stamp files with exact times. The first call, by any thread, asks the kernel.
 #[inline(always)]
 fn is_exact() -> bool {
     const EXACT: u8 = 1;
@@ -263,7 +269,8 @@ fn is_exact() -> bool {
     }
 }
 
-/// Not a part of its caller, which would have the 390 bytes of uname(2) on its stack at each write.
+/// Asks the kernel whether it stamps files with exact times. This is a separate function because uname(2) needs 390
+/// bytes of stack, which each write would otherwise use.
 #[cold]
 #[inline(never)]
 fn ask_whether_exact() -> bool {

@@ -1,25 +1,27 @@
-//! Which lane a thread writes to next: one set of threads serves all lanes.
+//! Decides to which lane a thread writes next. One set of threads serves all lanes.
 //!
 //! Promises
-//! * A lane with work and without a writer gets the next thread that is free; of several, each gets one in turn.
-//! * The last free thread of several lanes is for one without writers: a lane whose writes hang leaves the others one.
+//! * The next free thread goes to a lane that has work and no writer. If there are several such lanes, they take
+//!   turns.
+//! * If there are several lanes, the last free thread is reserved for a lane without writers. A lane whose writes
+//!   hang therefore always leaves one thread to the others.
 //!
 //! Invariants
-//! * A lane has no more writers than `lane-writers`, but for those that stand in for such as hang.
+//! * A lane has at most `lane-writers` writers, not counting those that replace hanging ones.
 //! * Each thread that entered a lane leaves it.
 
 use parking_lot::Mutex;
 
-/// Writers of all lanes.
+/// The writers of all lanes.
 pub(crate) struct Board {
     thread_count: usize,
-    /// Most writers of a lane.
+    /// Maximum number of writers of a lane.
     lane_writers_max: usize,
     state: Mutex<BoardState>,
 }
 
 struct BoardState {
-    /// Threads that pick from a lane or write to it.
+    /// Number of threads that pick from a lane or write to it, for each lane.
     writers: Vec<usize>,
     /// The lane that was entered last.
     last: usize,
@@ -43,7 +45,7 @@ impl Round {
 }
 
 impl Board {
-    /// A board for `thread_count` threads, of which at most `lane_writers_max` write to one lane at once.
+    /// Creates a board for `thread_count` threads, of which at most `lane_writers_max` write to one lane at once.
     pub(crate) fn new(lane_count: usize, thread_count: usize, lane_writers_max: usize) -> Self {
         assert!(lane_count > 0 && thread_count > 0 && lane_writers_max > 0);
         Self {
@@ -56,7 +58,8 @@ impl Board {
         }
     }
 
-    /// Enters the lane that has waited most for a writer, of those that were not looked at in this round.
+    /// Enters the lane with the fewest writers, among the lanes that were not looked at in this round. Returns `None`
+    /// if no lane can be entered.
     pub(crate) fn enter_next(&self, round: &mut Round) -> Option<usize> {
         let mut state = self.state.lock();
         let count = state.writers.len();
@@ -64,7 +67,7 @@ impl Board {
         let lane = (0..count)
             .map(|step| (first + step) % count)
             .filter(|lane| !round.looked_at[*lane] && self.may_enter(&state.writers, *lane))
-            // The first of several.
+            // `min_by_key` returns the first of several equal lanes.
             .min_by_key(|lane| state.writers[*lane])?;
         round.looked_at[lane] = true;
         state.last = lane;

@@ -1,43 +1,43 @@
-//! CPU time: of the calling thread, and what became of the CPUs that this process may use.
+//! Measures the CPU time of the calling thread, and the use of the CPUs on which this process may run.
 //!
-//! Relies on /proc/stat (proc_stat(5)): ticks of each CPU since boot, by what it did. In a container too it has the CPUs
-//! of the host, so those of this process's affinity are added up.
+//! Relies on /proc/stat (proc_stat(5)), which has the ticks of each CPU since boot by kind of use. In a container the
+//! file also lists all CPUs of the host, so only the CPUs in this process's affinity are added up.
 
 use std::time::{Duration, Instant};
 
 use rustix::thread::{CpuSet, sched_getaffinity};
 use rustix::time::{ClockId, clock_gettime};
 
-/// USER_HZ, the same on all architectures that Firn is built for.
+/// USER_HZ, which is the same on all architectures for which Firn is built.
 const TICKS_PER_SECOND: f64 = 100.0;
 
-/// CPU time that this thread has used.
+/// Returns the CPU time that this thread has used.
 pub(crate) fn thread_time() -> Duration {
     let time = clock_gettime(ClockId::ThreadCPUTime);
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
-/// Use of the CPUs between two looks at a [`CpuClock`].
+/// Use of the CPUs between two calls of [`CpuClock::look`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Window {
-    /// CPUs that this process may use.
+    /// Number of CPUs that this process may use.
     pub cpus: f64,
-    /// How many of them were idle, on average.
+    /// Average number of these CPUs that were idle.
     pub idle: f64,
-    /// How many of them programs computed on: what the kernel did is not in it.
+    /// Average number of these CPUs that ran programs, without the time in the kernel.
     pub user: f64,
-    /// From look to look.
+    /// Time between the two calls.
     pub elapsed: Duration,
 }
 
-/// Tells what becomes of the CPUs of this process.
+/// Measures the use of the CPUs of this process.
 pub(crate) struct CpuClock {
     cpus: CpuSet,
     looked_at: Instant,
     ticks: Ticks,
 }
 
-/// Sums over some CPUs since boot.
+/// Ticks of some CPUs since boot, added up.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Ticks {
     idle: u64,
@@ -45,7 +45,7 @@ struct Ticks {
 }
 
 impl CpuClock {
-    /// `None` where the kernel does not say.
+    /// Starts the measurement. Returns `None` if the kernel does not give the numbers.
     pub(crate) fn start() -> Option<Self> {
         let cpus = sched_getaffinity(None).ok()?;
         Some(Self {
@@ -55,19 +55,19 @@ impl CpuClock {
         })
     }
 
-    /// Time since the last look.
+    /// Returns the time since the last look.
     pub(crate) fn age(&self) -> Duration {
         self.looked_at.elapsed()
     }
 
-    /// What passed since the last look.
+    /// Returns the use of the CPUs since the last look.
     pub(crate) fn look(&mut self) -> Option<Window> {
         let ticks = Ticks::read(&self.cpus)?;
         let now = Instant::now();
         let elapsed = now - self.looked_at;
         let cpus = f64::from(self.cpus.count());
         let average = |from: u64, to: u64| {
-            // Time of waiting for I/O may go down (proc_stat(5)).
+            // The time of waiting for I/O may decrease (proc_stat(5)).
             let seconds = to.saturating_sub(from) as f64 / TICKS_PER_SECOND;
             (seconds / elapsed.as_secs_f64()).min(cpus)
         };
@@ -89,13 +89,13 @@ impl Ticks {
         Self::parse(&text, |cpu| cpu < CpuSet::MAX_CPU && cpus.is_set(cpu))
     }
 
-    /// Times of the CPUs of `is_ours`; `None`: none of them is there.
+    /// Returns the ticks of the CPUs that `is_ours` accepts. Returns `None` if the text has none of them.
     fn parse(text: &str, is_ours: impl Fn(usize) -> bool) -> Option<Self> {
         let mut sum = None;
         for line in text.lines().take_while(|line| line.starts_with("cpu")) {
             let mut fields = line.split_ascii_whitespace();
             let number = fields.next()?.strip_prefix("cpu")?;
-            // The first line is all of them together.
+            // The first line is the sum of all CPUs.
             if number.is_empty() || !is_ours(number.parse().ok()?) {
                 continue;
             }

@@ -1,13 +1,14 @@
-//! The IO threads of a mount, which serve all of its lanes.
+//! The I/O threads of a mount, which serve all of its lanes.
 //!
 //! Promises
-//! * A job that was picked is completed, also if its execution panics.
-//! * New threads start when all threads are in writes that hang, or all writers of a lane with more to write
-//!   ([`Crew::replace_hung`]). So a file whose writes hang does not stop the drain of others.
+//! * A picked job is completed, even if its execution panics.
+//! * A new thread starts if all threads hang in writes, or if all writers of a lane hang and the lane has more to
+//!   write ([`Crew::replace_hung`]). A file whose writes hang therefore does not stop the drain of other files.
 //!
 //! Invariants
-//! * One file has fewer writes under way than there are regular threads for its lane, where there is more than one.
-//! * At most [`STAND_INS_MAX`] threads beside the regular ones.
+//! * If a lane has more than one regular thread, one file has fewer writes in progress than the lane has regular
+//!   threads.
+//! * There are at most [`STAND_INS_MAX`] threads in addition to the regular ones.
 
 use std::io;
 use std::sync::Arc;
@@ -21,12 +22,12 @@ use parking_lot::Mutex;
 use crate::sleepers::Sleepers;
 use crate::worker::{Role, Worker};
 
-/// A write that takes longer than this counts as hanging.
+/// Time after which a write counts as hanging.
 const HANGS_AFTER: Duration = Duration::from_secs(5);
-/// Most threads at a time that replace hanging ones.
+/// Maximum number of threads at a time that replace hanging ones.
 const STAND_INS_MAX: usize = 64;
 
-/// The I/O threads and their number.
+/// The I/O threads and their regular number.
 pub(crate) struct Crew {
     sleepers: Arc<Sleepers>,
     lane_count: usize,
@@ -35,7 +36,7 @@ pub(crate) struct Crew {
     start_thread: Box<dyn Fn(usize, Role) -> io::Result<IoThread> + Send + Sync>,
     has_work: Box<dyn Fn(usize) -> bool + Send + Sync>,
     started_count: AtomicUsize,
-    /// The log has the message that writes hang, and not yet that they returned.
+    /// The log has the message that writes hang, and no message yet that they returned.
     has_told_of_hang: AtomicBool,
 }
 
@@ -44,10 +45,10 @@ struct IoThread {
     clock: Arc<JobClock>,
 }
 
-/// The job of a thread, and since when it runs.
+/// The lane and the start time of a thread's current job.
 pub(crate) struct JobClock {
     zero: Instant,
-    /// Milliseconds from `zero` to the begin of the job, plus one; 0 without a job.
+    /// Milliseconds from `zero` to the start of the job, plus one. 0 means that there is no job.
     began_ms: AtomicU64,
     lane: AtomicUsize,
 }
@@ -61,7 +62,7 @@ impl JobClock {
         }
     }
 
-    /// A job of `lane` begins.
+    /// Records the start of a job of `lane`.
     pub(crate) fn start(&self, lane: usize) {
         self.lane.store(lane, Ordering::Relaxed);
         self.began_ms.store(self.now_ms(), Ordering::Relaxed);
@@ -75,7 +76,7 @@ impl JobClock {
         1 + self.zero.elapsed().as_millis() as u64
     }
 
-    /// The lane of the present job.
+    /// Returns the lane of the current job. Returns `None` if there is no job.
     fn lane(&self) -> Option<usize> {
         let is_at_job = self.began_ms.load(Ordering::Relaxed) > 0;
         is_at_job.then(|| self.lane.load(Ordering::Relaxed))
@@ -88,7 +89,7 @@ impl JobClock {
     }
 }
 
-/// Whether a lane has threads at its jobs, and all of them hang.
+/// Returns whether threads execute jobs of the lane, and all of these threads hang.
 fn lane_hangs(threads: &[IoThread], lane: usize) -> bool {
     let mut at_lane = threads
         .iter()
@@ -98,7 +99,7 @@ fn lane_hangs(threads: &[IoThread], lane: usize) -> bool {
 }
 
 impl Crew {
-    /// Makes a crew without threads; [`Crew::start`] starts `regular_count`.
+    /// Creates a crew without threads. [`Crew::start`] starts `regular_count` threads.
     pub(crate) fn new<B: Backing>(worker: Worker<B>, regular_count: usize) -> Self {
         let sleepers = Arc::clone(&worker.sleepers);
         let lane_count = worker.lanes.len();
@@ -146,8 +147,8 @@ impl Crew {
         Ok(())
     }
 
-    /// Starts one more thread if all threads hang, or all writers of a lane with more to write. That thread ends when it
-    /// finds no job.
+    /// Starts one more thread if all threads hang, or if all writers of a lane hang and the lane has more to write.
+    /// The new thread ends when it finds no job.
     pub(crate) fn replace_hung(&self) {
         let role = {
             let mut threads = self.threads.lock();
@@ -176,7 +177,7 @@ impl Crew {
         }
     }
 
-    /// Logs once for each outage: a server may be away for a night, and threads are replaced all the time.
+    /// Logs once for each outage. A server may be away for a night, and threads are replaced all that time.
     fn tell_of_hang(&self, role: Role) {
         let message =
             "writes to the backing do not return: another thread goes on with what is left";
@@ -193,23 +194,23 @@ impl Crew {
         }
     }
 
-    /// Lets the threads end after the job each of them is at.
+    /// Stops the threads. Each thread ends after its current job.
     pub(crate) fn stop(&self) {
         self.sleepers.stop();
     }
 
-    /// Whether a thread has not ended.
+    /// Returns whether a thread is still running.
     pub(crate) fn is_running(&self) -> bool {
         let threads = self.threads.lock();
         threads.iter().any(|thread| !thread.handle.is_finished())
     }
 
-    /// Gives up on threads whose call of the backing does not return.
+    /// Forgets the threads whose call of the backing does not return.
     pub(crate) fn abandon(&self) {
         self.threads.lock().clear();
     }
 
-    /// Takes the threads, to be joined.
+    /// Returns all threads, so that the caller can join them.
     pub(crate) fn take_threads(&self) -> Vec<JoinHandle<()>> {
         let threads = std::mem::take(&mut *self.threads.lock());
         threads.into_iter().map(|thread| thread.handle).collect()

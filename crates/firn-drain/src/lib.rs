@@ -1,15 +1,18 @@
-//! IO threads: carry pieces from the arena to the backing.
+//! The I/O threads, which carry pieces from the arena to the backing.
 //!
 //! The engine decides what is written next ([`firn_engine::Drainer::pick`]) and what a result means
-//! ([`firn_engine::Drainer::complete`]). This crate decides which thread does it and how much at once. A lane is one
-//! I/O server. The queue of a lane in the engine gives its files and their order. One set of threads serves all lanes
-//! (`crew::Crew`), each lane within its limits (`board::Board`). [`Pool`] is the whole, and is the engine's executor.
+//! ([`firn_engine::Drainer::complete`]). This crate decides which thread does it and how much it writes at once. A
+//! lane is one I/O server. The engine has a queue for each lane, which gives the files and their order. One set of
+//! threads serves all lanes (`crew::Crew`), each lane within its limits (`board::Board`). [`Pool`] combines all of
+//! this and is the engine's executor.
 //!
-//! Drains without waiters leave the CPUs to programs (`pacer::Pacer`), where the option `drain-cpu` asks for it.
+//! If the option `drain-cpu` asks for it, drains that no caller waits for leave the CPUs to programs
+//! (`pacer::Pacer`).
 //!
-//! Several hosts can give each lane one writer among them (`firn_hosts::tokens`): a thread enters a lane's token before it
-//! picks, and leaves it after it has completed. A picked range blocks a truncation of its file, so nothing may be waited
-//! for between `pick` and `execute`; no thread waits for a service of tokens.
+//! Several hosts can ensure that only one of them writes to a lane at a time (`firn_hosts::tokens`). A thread enters
+//! the token of a lane before it picks, and leaves it after it has completed the job. A picked range blocks a
+//! truncation of its file. A thread therefore never waits between `pick` and `execute`. No thread waits for the
+//! service of the tokens.
 
 mod board;
 mod cpu;

@@ -1,17 +1,20 @@
-//! Leaves the CPUs to programs: how much CPU time the IO threads take while no caller waits for them.
+//! Leaves the CPUs to programs: limits the CPU time of the I/O threads while no caller waits for them.
 //!
-//! Priorities would not do. A thread of another session or control group does not feel them (sched(7), "The autogroup
-//! feature"). An unprivileged process cannot take a low one back when a caller begins to wait. A thread of low priority
-//! keeps a lock for as long as it is not run. So the IO threads look at the CPUs. As long as some are idle, or programs
-//! compute on few, the IO threads have no limit. Where programs compute and nothing is idle, they get what the option
-//! `drain-cpu` sets: a part of one CPU, however many there are. The threads of a program wait for each other in each
-//! step, so what one thread loses the whole program loses.
+//! Thread priorities do not solve this, for three reasons. A thread of another session or control group is not
+//! affected by them (sched(7), "The autogroup feature"). An unprivileged process cannot raise a low priority again
+//! when a caller begins to wait. A thread of low priority keeps a lock as long as it does not run.
+//!
+//! The I/O threads therefore measure the use of the CPUs. As long as some CPUs are idle, or programs compute on few
+//! of them, the I/O threads have no limit. If programs compute and no CPU is idle, the I/O threads get the part of
+//! one CPU that the option `drain-cpu` sets, whatever the number of CPUs. That part is small because the threads of a
+//! program wait for each other in each step: the time that one thread loses is lost for the whole program.
 //!
 //! Promises
-//! * Where CPUs are idle no job waits, but for the first twentieth of a second after all were wanted.
-//! * Where all are wanted, the IO threads of a mount use no more than their part, but for the first twentieth of a second.
+//! * While CPUs are idle, no job waits, except in the first twentieth of a second after all CPUs were busy.
+//! * While all CPUs are busy, the I/O threads of a mount use no more than their part, except in the first twentieth
+//!   of a second.
 //!
-//! A job that must not be late does not ask: [`Pacer::delay`] is for drains without waiters.
+//! Only drains without waiting callers call [`Pacer::delay`]. A job that must not be late never does.
 
 use std::time::{Duration, Instant};
 
@@ -19,36 +22,38 @@ use parking_lot::Mutex;
 
 use crate::cpu::{CpuClock, Window};
 
-/// Between two looks at the CPUs: long enough that ticks of 10 ms say something.
+/// Time between two looks at the CPUs. It is long enough to measure with ticks of 10 ms.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
-/// Where less than this part of all CPUs is idle, a program may want more of them.
+/// If less than this part of all CPUs is idle, programs may want more of them.
 const IDLE_PART_MIN: f64 = 0.1;
-/// Where programs compute on less than this part of all CPUs, they have what they want. What the kernel does is mostly
-/// for the drain: its threads carry the data on to the device.
+/// If programs compute on less than this part of all CPUs, they have what they need. Most of the kernel's time is
+/// work of the drain, whose kernel threads carry the data to the device.
 const USER_PART_MIN: f64 = 0.25;
-/// Longest sleep for CPU time that was used: it is looked again then.
+/// Maximum sleep for CPU time that was used. After it the CPUs are looked at again.
 const SLEEP_MAX: Duration = Duration::from_millis(20);
 
 /// Paces the IO threads of a mount.
 pub(crate) struct Pacer {
-    /// CPUs that the IO threads have in any case: less than one.
+    /// Number of CPUs that the I/O threads always get; less than one.
     least: f64,
     state: Mutex<PacerState>,
 }
 
 struct PacerState {
     clock: CpuClock,
-    /// CPUs that the IO threads may use; infinite: as many as they like.
+    /// Number of CPUs that the I/O threads may use. Infinite means no limit.
     budget: f64,
     /// CPU time of jobs since the last look.
     used: Duration,
-    /// Until then the CPU time used is paid for.
+    /// Time until which the used CPU time is within the budget; jobs without waiters are delayed until then.
     paid_until: Instant,
 }
 
 impl Pacer {
-    /// For IO threads that take `percent` of a CPU where programs want all of them. `None`: they have no limit, because it
-    /// is 100 or more, or because the kernel does not say what becomes of the CPUs.
+    /// Creates a pacer for I/O threads that take `percent` of a CPU while programs want all of them.
+    ///
+    /// Returns `None` if the threads have no limit: `percent` is 100 or more, or the kernel does not report the use
+    /// of the CPUs.
     pub(crate) fn start(percent: u32) -> Option<Self> {
         let clock = (percent < 100).then(CpuClock::start).flatten()?;
         Some(Self {
@@ -62,7 +67,7 @@ impl Pacer {
         })
     }
 
-    /// A job used this much CPU time. An awaited job (`is_awaited`) does not delay the next ones.
+    /// Records the CPU time of a job. A job for which a caller waits (`is_awaited`) does not delay later jobs.
     pub(crate) fn charge(&self, used: Duration, is_awaited: bool) {
         let mut state = self.state.lock();
         state.used += used;
@@ -72,7 +77,7 @@ impl Pacer {
         }
     }
 
-    /// How long a job without waiters is to be put off; `None`: not at all.
+    /// Returns how long a job without waiters must be delayed. Returns `None` if it need not be.
     pub(crate) fn delay(&self) -> Option<Duration> {
         let mut state = self.state.lock();
         state.look(self.least);
@@ -97,7 +102,8 @@ impl PacerState {
     }
 }
 
-/// CPUs that the IO threads may use after a window in which their jobs used `used` of CPU time.
+/// Returns the number of CPUs that the I/O threads may use, after a window in which their jobs used `used` of CPU
+/// time.
 fn next_budget(budget: f64, window: Window, used: Duration, least: f64) -> f64 {
     let own = used.as_secs_f64() / window.elapsed.as_secs_f64();
     let spare = window.idle - window.cpus * IDLE_PART_MIN;
@@ -106,7 +112,7 @@ fn next_budget(budget: f64, window: Window, used: Duration, least: f64) -> f64 {
     } else if spare < 0.0 {
         least
     } else if budget.is_infinite() {
-        // Nothing was missing.
+        // The budget was sufficient.
         budget
     } else {
         (own + spare).max(least)

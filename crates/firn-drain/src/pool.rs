@@ -1,7 +1,8 @@
-//! The threads of a mount that carry data: IO threads, and the one that moves chunks to the spill file and to memory files.
+//! The threads of a mount that move data: the I/O threads, and one thread that moves chunks to the spill file and to
+//! memory files.
 //!
-//! Promise: [`Pool::stop`] returns when no thread of the pool touches the engine any more. [`Pool::stop_within`] gives
-//! up on threads whose call of the backing does not return.
+//! Promise: after [`Pool::stop`] returns, no thread of the pool uses the engine. [`Pool::stop_within`] gives up on
+//! threads whose call of the backing does not return.
 
 use std::io;
 use std::sync::Arc;
@@ -20,19 +21,20 @@ use crate::pacer::Pacer;
 use crate::sleepers::Sleepers;
 use crate::worker::{Lane, Worker, is_io_thread};
 
-/// The IO threads of a mount.
+/// Number and limits of the I/O threads of a mount.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IoThreads {
-    /// Of all lanes together; at least one.
+    /// Number of threads for all lanes together; at least one.
     pub count: usize,
-    /// Most of them that write to one lane at once; at least one.
+    /// Maximum number of threads that write to one lane at once; at least one.
     pub lane_writers_max: usize,
-    /// Percent of a CPU that they take without a waiting caller while programs want all CPUs; from 100 on no limit.
+    /// Percent of one CPU that the threads use while programs want all CPUs and no caller waits. From 100 on there is
+    /// no limit.
     pub cpu_percent: u32,
 }
 
 impl IoThreads {
-    /// `count` threads, each for any lane, without a limit of the CPU.
+    /// Describes `count` threads, each for any lane, without a limit of the CPU time.
     pub const fn new(count: usize) -> Self {
         Self {
             count,
@@ -42,16 +44,16 @@ impl IoThreads {
     }
 }
 
-/// Running IO threads; stops them when dropped.
+/// The running I/O threads. Dropping the value stops them.
 pub struct Pool {
     crew: Crew,
     tokens: Option<Tokens>,
-    /// Where the thread that moves chunks sleeps.
+    /// The place where the thread that moves chunks sleeps.
     moves: Arc<Sleepers>,
     mover: Option<JoinHandle<()>>,
 }
 
-/// Wakes the threads for the engine.
+/// Lets the engine wake the threads.
 struct WakeThreads {
     sleepers: Arc<Sleepers>,
 }
@@ -68,8 +70,8 @@ impl Executor for WakeThreads {
 }
 
 impl Pool {
-    /// Starts threads that drain all lanes of `engine` into its backing. With `tokens` each lane has one writer among
-    /// several hosts.
+    /// Starts threads that drain all lanes of `engine` into its backing. With `tokens`, only one of several hosts
+    /// writes to a lane at a time.
     pub fn start<B: Backing>(
         engine: Arc<Engine<B>>,
         io_threads: IoThreads,
@@ -88,7 +90,7 @@ impl Pool {
         let moves = Arc::new(Sleepers::default());
         let mover = start_mover(&engine, &moves, pacer.clone())?;
         let thread_count = io_threads.count.max(1);
-        // One thread of several lanes is for another lane.
+        // If there are several lanes, one thread is reserved for another lane.
         let of_lane = thread_count - usize::from(lanes.len() > 1 && thread_count > 1);
         let worker = Worker {
             board: Board::new(lanes.len(), thread_count, io_threads.lane_writers_max),
@@ -101,7 +103,7 @@ impl Pool {
             sleepers,
             pacer,
         };
-        // A pool that could not start whole is dropped, which stops what did start.
+        // If not all threads could be started, dropping the pool stops those that were.
         let pool = Self {
             crew: Crew::new(worker, thread_count),
             tokens,
@@ -112,18 +114,18 @@ impl Pool {
         Ok(pool)
     }
 
-    /// Starts one more thread if writes that do not return keep all threads, or all threads of a lane with work. The
-    /// caller repeats this periodically.
+    /// Starts one more thread if writes that do not return occupy all threads, or all threads of a lane with work.
+    /// The caller must call this periodically.
     pub fn replace_hung(&self) {
         self.crew.replace_hung();
     }
 
-    /// The tokens of all lanes; none on a mount without.
+    /// Returns the tokens of all lanes. The result is empty if the mount has no tokens.
     pub fn lane_tokens(&self) -> &[LaneToken] {
         self.tokens.as_ref().map_or(&[], Tokens::lanes)
     }
 
-    /// Ends the threads after the job each of them is at.
+    /// Stops the threads and waits for them. Each thread ends after its current job.
     pub fn stop(&mut self) {
         self.begin_stop();
         let of_lanes = self.crew.take_threads().into_iter();
@@ -132,12 +134,12 @@ impl Pool {
                 tracing::error!("an IO thread panicked");
             }
         }
-        // Given back, for the other hosts.
+        // Give the tokens back for the other hosts.
         self.tokens = None;
     }
 
-    /// As [`Pool::stop`], but waits for at most `patience`. False: threads are left in calls of the backing, and
-    /// end with the process.
+    /// Does the same as [`Pool::stop`], but waits for at most `patience`. Returns false if threads remain in calls of
+    /// the backing; they end with the process.
     pub fn stop_within(&mut self, patience: Duration) -> bool {
         const CHECK_EVERY: Duration = Duration::from_millis(5);
         self.begin_stop();
@@ -172,7 +174,7 @@ impl Drop for Pool {
     }
 }
 
-/// Starts the thread that moves chunks, where there is a spill file or there may be memory files.
+/// Starts the thread that moves chunks, if there is a spill file or there may be memory files.
 fn start_mover<B: Backing>(
     engine: &Arc<Engine<B>>,
     sleepers: &Arc<Sleepers>,
@@ -200,7 +202,7 @@ fn run_mover<B: Backing>(engine: &Engine<B>, sleepers: &Sleepers, pacer: Option<
         let SpillStep::Idle { retry } = engine.room.spill_step() else {
             continue;
         };
-        // Memory that is short comes first; no program waits for a file to be settled.
+        // Short memory comes first. No program waits for a file to be moved, so this work may be delayed.
         if let Some(delay) = pacer.and_then(Pacer::delay) {
             sleepers.sleep(ticket, Some(delay));
             continue;

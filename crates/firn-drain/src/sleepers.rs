@@ -1,4 +1,4 @@
-//! Where threads without work sleep and are woken.
+//! The place where threads without work sleep, and how they are woken.
 //!
 //! Promise: a wake between [`Sleepers::ticket`] and [`Sleepers::sleep`] is never lost.
 
@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 
-/// Counts wakes, so that a thread can tell whether one came since it looked for work.
+/// A count of wakes. With it a thread can tell whether a wake came since it looked for work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Ticket(u64);
 
@@ -26,12 +26,12 @@ struct SleepersState {
 }
 
 impl Sleepers {
-    /// To be taken before looking for work.
+    /// Returns a ticket. A thread must take it before it looks for work.
     pub(crate) fn ticket(&self) -> Ticket {
         Ticket(self.state.lock().wakes)
     }
 
-    /// Sleeps until a wake that is newer than `ticket`, or for `at_most`.
+    /// Sleeps until a wake that is newer than `ticket`, at most for `at_most`.
     pub(crate) fn sleep(&self, ticket: Ticket, at_most: Option<Duration>) {
         let mut state = self.state.lock();
         if state.wakes != ticket.0 || self.is_stopping() {
@@ -45,8 +45,10 @@ impl Sleepers {
         state.sleepers -= 1;
     }
 
-    /// There may be work: wakes one sleeper. A thread that finds work wakes the next, so that a burst of work brings up
-    /// as many threads as it keeps busy and a single job only one.
+    /// Wakes one sleeper, because there may be work.
+    ///
+    /// A thread that finds work wakes the next thread. A burst of work therefore wakes as many threads as it keeps
+    /// busy, and a single job wakes only one.
     pub(crate) fn wake(&self) {
         let mut state = self.state.lock();
         state.wakes += 1;
@@ -55,7 +57,7 @@ impl Sleepers {
         }
     }
 
-    /// Ends all sleep for good.
+    /// Wakes all sleepers. From now on no thread sleeps.
     pub(crate) fn stop(&self) {
         let mut state = self.state.lock();
         state.wakes += 1;
@@ -63,7 +65,7 @@ impl Sleepers {
         self.woken.notify_all();
     }
 
-    /// Whether [`Sleepers::stop`] was called.
+    /// Returns whether [`Sleepers::stop`] was called.
     pub(crate) fn is_stopping(&self) -> bool {
         self.stopping.load(Ordering::Acquire)
     }

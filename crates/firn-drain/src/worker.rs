@@ -1,4 +1,4 @@
-//! What an IO thread does: enter a lane, pick, execute, complete, leave.
+//! The loop of an I/O thread: enter a lane, pick, execute, complete, leave.
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -19,7 +19,7 @@ thread_local! {
     static IS_IO_THREAD: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Whether the calling thread carries out jobs. It must not wait for one.
+/// Returns whether the calling thread is an I/O thread. Such a thread executes jobs, so it must not wait for a job.
 pub(crate) fn is_io_thread() -> bool {
     IS_IO_THREAD.get()
 }
@@ -28,21 +28,21 @@ pub(crate) fn is_io_thread() -> bool {
 pub(crate) enum Role {
     /// Runs until the pool stops.
     Regular,
-    /// Runs while there is something to do.
+    /// Runs as long as there is work.
     StandIn,
-    /// Serves one lane whose writers all hang, while that lane has work.
+    /// Serves one lane whose writers all hang, as long as the lane has work.
     StandInOfLane(usize),
 }
 
-/// One I/O server, as its writers see it.
+/// A lane as its writers see it: one I/O server.
 pub(crate) struct Lane {
     index: LaneIndex,
-    /// Gives it one writer among several hosts.
+    /// The token that lets only one of several hosts write to the lane.
     token: Option<LaneToken>,
 }
 
 impl Lane {
-    /// `sleepers` are woken when the token may be used.
+    /// Creates a lane. `sleepers` are woken when the token may be used.
     pub(crate) fn new(
         index: LaneIndex,
         token: Option<LaneToken>,
@@ -63,19 +63,19 @@ pub(crate) struct Worker<B: Backing> {
     pub(crate) board: Board,
     pub(crate) limits: LaneLimits,
     pub(crate) sleepers: Arc<Sleepers>,
-    /// Set where the drain leaves the CPUs to programs.
+    /// The pacer, if the drain leaves the CPUs to programs.
     pub(crate) pacer: Option<Arc<Pacer>>,
 }
 
-/// How a thread that paces itself goes on.
+/// The pacing of a thread.
 struct Pace<'a> {
     pacer: &'a Pacer,
-    /// A caller waits for a drain, or for room.
+    /// Whether a caller waits for a drain or for room.
     is_awaited: bool,
 }
 
 impl Pace<'_> {
-    /// How long to sleep because programs want the CPU; `None`: there is no need.
+    /// Returns how long to sleep because programs want the CPUs. Returns `None` if no sleep is needed.
     fn delay(&self) -> Option<Duration> {
         if self.is_awaited {
             None
@@ -85,20 +85,20 @@ impl Pace<'_> {
     }
 }
 
-/// What a thread found in the lanes.
+/// Result of a search for work in the lanes.
 enum Found<B: Backing> {
     Job(LaneJob<B>),
     Nothing {
-        /// Time until another look.
+        /// Time until the next search. `None` if a wake comes when there is work.
         retry: Option<Duration>,
     },
 }
 
-/// A job of a lane that was entered for it.
+/// A job, and the lane that the thread has entered for it.
 struct LaneJob<B: Backing> {
     lane: usize,
     job: Job<B>,
-    /// Use of the lane's token, where it has one.
+    /// Use of the lane's token, if the lane has one.
     token_use: Option<Use>,
 }
 
@@ -136,7 +136,7 @@ impl<B: Backing> Worker<B> {
                     self.sleepers.sleep(ticket, retry);
                 }
                 Found::Nothing { .. } => {
-                    // A thread that found the lane full meanwhile has not looked into it.
+                    // Another thread may have found the lane full meanwhile and not searched it, so wake one.
                     self.sleepers.wake();
                     return;
                 }
@@ -144,7 +144,7 @@ impl<B: Backing> Worker<B> {
         }
     }
 
-    /// Looks at each lane that may be entered until one has a job.
+    /// Searches the lanes that may be entered, until one has a job.
     fn find_job(&self, round: &mut Round, role: Role) -> Found<B> {
         round.begin();
         let mut retry: Option<Duration> = None;
@@ -159,7 +159,8 @@ impl<B: Backing> Worker<B> {
         Found::Nothing { retry }
     }
 
-    /// The next job of a lane that the thread has entered. It has left the lane again if there is none.
+    /// Picks the next job of a lane that the thread has entered. If there is no job, the thread has left the lane
+    /// again.
     fn pick_from(&self, lane: usize, role: Role) -> Found<B> {
         let Lane { index, token } = &self.lanes[lane];
         let token_use = match token.as_ref().map(|token| self.use_token(*index, token)) {
@@ -193,7 +194,8 @@ impl<B: Backing> Worker<B> {
         }
     }
 
-    /// Begins to use a lane's token; the time until another look where the lane has no work, or not the token.
+    /// Starts to use a lane's token. If the lane has no work or the token is not available, returns the time until
+    /// the next search.
     fn use_token(&self, lane: LaneIndex, token: &LaneToken) -> Result<Use, Option<Duration>> {
         if let NextWork::Later { retry } = self.engine.drainer.next_work(lane) {
             return Err(retry);
@@ -211,12 +213,12 @@ impl<B: Backing> Worker<B> {
         self.board.leave(lane);
     }
 
-    /// Whether a lane has something to look at now.
+    /// Returns whether a lane has work now.
     pub(crate) fn has_work(&self, lane: usize) -> bool {
         self.engine.drainer.next_work(self.lanes[lane].index) == NextWork::Now
     }
 
-    /// Executes and completes a job, and charges its CPU time where the drain is paced.
+    /// Executes and completes a job. If the drain is paced, the job's CPU time is charged.
     fn perform(&self, job: Job<B>, pace: Option<&Pace<'_>>) {
         let before = pace.map(|_| thread_time());
         let outcome = self.execute(&job);
@@ -226,7 +228,8 @@ impl<B: Backing> Worker<B> {
         }
     }
 
-    /// A panic is a bug, but the bytes of the job are still in the arena: told as EIO, they stay there.
+    /// Executes a job and catches a panic. A panic is a bug, but the bytes of the job are still in the arena. The job
+    /// then fails with EIO, so that the bytes stay there.
     fn execute(&self, job: &Job<B>) -> JobOutcome {
         catch_unwind(AssertUnwindSafe(|| job.execute(&self.engine))).unwrap_or_else(|_| {
             tracing::error!("writing to the backing panicked; the data is kept and tried again");

@@ -1,11 +1,11 @@
-//! One decision of several hosts, from the first that takes part to the removal of its directory.
+//! One decision of several hosts, from the first host that joins to the removal of its directory.
 //!
 //! ```text
-//! in-HOST        the host takes part; what it brings
+//! in-HOST        the host takes part; the file holds what it brings
 //! closing        new participants are refused; put once
 //! decision       what was decided; put once
 //! out-HOST       the host changes nothing any more
-//! claim-UNIT     JSON: the host that does this unit of work, put once; `Living`: locked by it
+//! claim-UNIT     Kept: JSON with the host that does this unit, put once; Living: locked by that host
 //! done-UNIT      the unit is done, durably; put once
 //! left-HOST      the host has ended its part
 //! whole          locked by the host that does a unit that concerns the whole, or removes the directory
@@ -15,29 +15,31 @@
 //! Open ──join──► Open ──close──► Closing ──decide──► Decided ──stop──► work, unit by unit ──leave──► all left ──► retired
 //! ```
 //!
-//! What a host does next is a pure function of what it sees ([`next`], [`next_join`], [`next_decision`]). [`Ballot`] looks,
-//! does one such action, and looks again. A crash, a faster host or an old listing only changes what the next look says, so
-//! recovery is the same loop.
+//! The next action of a host is a pure function of the files that the host sees ([`next`], [`next_join`],
+//! [`next_decision`]). [`Ballot`] reads the directory, does one action, and reads again. A crash, a faster host or an
+//! outdated listing changes only what the next read returns. Recovery is therefore the same loop.
 //!
 //! | [`Presence`] | `Kept` | `Living` |
 //! |---|---|---|
-//! | a host takes part | until it says that it has left, also after its death | while it lives |
-//! | a decision | at any time | when there are no participants, and new ones are refused |
-//! | work is done by | a host that takes part; its claim outlives it | any host that lives; a claim is a lock |
-//! | the directory goes, by the host that has `whole` locked | when all have left | when all is done |
+//! | a host takes part | until it records that it has left, even after its death | while it is alive |
+//! | a decision may be taken | at any time | when there are no participants, and new ones are refused |
+//! | work is done by | a participant; its claim outlives it | any living host; a claim is a lock |
+//! | the directory is removed, by the host that has locked `whole` | when all participants have left | when all work is done |
 //!
 //! Invariants (`ballot/model.rs` checks them in all interleavings of three hosts)
-//! * There is one decision, for ever; no unit of work begins before it.
-//! * `Kept`: a host that takes part and then looks is seen by each host that decides and then looks, or sees the decision.
-//! * `Living`: a host that takes part and then looks is seen by each host that puts `closing` and then looks, or sees
-//!   `closing`. So no living host takes part in what is decided.
-//! * With [`Plan::stops_first`], no host that takes part changes anything once a unit of work has begun.
-//! * Two hosts never do the same unit at the same time, no unit is begun again after it is done, and none before those
-//!   of earlier stages are done. A [`Unit::Whole`] and the removal exclude all other work.
-//! * The directory goes when every host that took part has left and every unit is done.
+//! * There is one decision, and it never changes. No unit of work begins before the decision.
+//! * `Kept`: take a host that joins and then looks, and a host that decides and then looks. Either the second sees
+//!   the first as a participant, or the first sees the decision.
+//! * `Living`: take a host that joins and then looks, and a host that puts `closing` and then looks. Either the
+//!   second sees the first as a participant, or the first sees `closing`. No living host is therefore part of what is
+//!   decided.
+//! * With [`Plan::stops_first`], no participant changes anything once a unit of work has begun.
+//! * Two hosts never do the same unit at the same time. A unit is never begun again after it is done. A unit begins
+//!   only after all units of earlier stages are done. A [`Unit::Whole`] and the removal exclude all other work.
+//! * The directory is removed only when every participant has left and every unit is done.
 //!
-//! Relies on [`VoteDir`], and on a host that has changed the directory listing it anew: what another host did before
-//! that change is in the listing.
+//! Relies on [`VoteDir`]. A host that has changed the directory must then list it anew: the new listing includes
+//! every change that other hosts made before that.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -57,30 +59,30 @@ pub use self::decisions::{
     next_decision, next_join,
 };
 
-/// Version of the names and contents of its files: hosts with different ones do not understand each other.
+/// Version of the names and contents of a ballot's files. Hosts with different versions cannot work together.
 pub const BALLOT_VERSION: u32 = 3;
 
-/// Before the name of a host that takes part.
+/// Prefix of the file of a participant; the host's name follows.
 pub const JOINED: &str = "in-";
-/// Name of the file that refuses new participants.
+/// Name of the file that tells hosts that new participants are refused.
 pub const CLOSING: &str = "closing";
-/// What was decided.
+/// Name of the file with the decision.
 pub const DECISION: &str = "decision";
-/// Before the name of a unit that is done.
+/// Prefix of the file of a unit that is done; the unit's name follows.
 pub const DONE: &str = "done-";
 const OUT: &str = "out-";
 const CLAIM: &str = "claim-";
 const LEFT: &str = "left-";
 const WHOLE: &str = "whole";
 
-/// What the file of a decision has: a line with the CRC32C of what follows, in hexadecimal, and JSON.
+/// Encodes a decision as the content of its file: a line with the CRC32C of the rest in hexadecimal, then JSON.
 pub fn encode_decision(decision: &impl Serialize) -> Result<Vec<u8>, Errno> {
     let json = serde_json::to_string_pretty(decision).map_err(|_| Errno::INVAL)?;
     let checksum = crc32c::crc32c(json.as_bytes());
     Ok(format!("{checksum:08x}\n{json}").into_bytes())
 }
 
-/// What such a file says; `None`: it is damaged.
+/// Decodes the content of a decision file. Returns `None` if the content is damaged.
 pub fn decode_decision<D: DeserializeOwned>(bytes: &[u8]) -> Option<D> {
     let (checksum, json) = std::str::from_utf8(bytes).ok()?.split_once('\n')?;
     let checksum = u32::from_str_radix(checksum, 16).ok()?;
@@ -95,43 +97,43 @@ pub fn decode_decision<D: DeserializeOwned>(bytes: &[u8]) -> Option<D> {
 pub enum Joined {
     /// The host takes part.
     Yes,
-    /// The ballot was over.
+    /// The ballot was closed or decided already, or its directory was being removed.
     Over,
 }
 
-/// How far a host has come with what was decided.
+/// Progress of a host with the work after a decision.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Progress {
-    /// All work is done: the host may end its own part, and leave.
+    /// All work is done. The host may end its own part and leave.
     Done,
-    /// Other hosts come first.
+    /// The host waits for other hosts.
     Waits(Waiting<String>),
     /// The directory has been removed, or has no name any more.
     Gone,
 }
 
-/// Result of an attempt to do something alone.
+/// Result of an attempt to do work under the lock of the whole ballot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Alone {
-    /// It was done.
+    /// The work was done.
     Done,
-    /// Another host holds it.
+    /// Another host holds the lock.
     Busy,
     /// The directory has been removed, or has no name any more.
     Gone,
 }
 
-/// What a process has claimed by a lock, and what it found that others have locked.
+/// The claims that this process has locked, and those that it found locked by others.
 struct Locks<B: Backing> {
-    /// At most one; it ends when its unit is done.
+    /// The claim that this process has locked. The lock ends when the unit is done.
     own: Option<LockedClaim<B>>,
-    /// Claims of others. They may be free by now: the next look at the ballot asks again.
+    /// Claims that others had locked at the last attempt. Their locks may be free by now; the next look tries again.
     busy: BTreeSet<String>,
 }
 
 struct LockedClaim<B: Backing> {
     name: String,
-    /// Locked.
+    /// The open file that holds the lock.
     _file: B::File,
 }
 
@@ -144,24 +146,26 @@ impl<B: Backing> Locks<B> {
     }
 }
 
-/// One ballot, as one of the hosts sees it.
+/// One ballot, as one of the hosts uses it.
 pub struct Ballot<'a, B: Backing, P: Protocol> {
     dir: VoteDir<'a, B>,
     protocol: P,
 }
 
 impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
-    /// The ballot that has this directory.
+    /// Creates the ballot whose files are in `dir`.
     pub fn in_dir(dir: VoteDir<'a, B>, protocol: P) -> Self {
         Self { dir, protocol }
     }
 
-    /// Its directory.
+    /// Returns the ballot's directory.
     pub fn dir(&self) -> &VoteDir<'a, B> {
         &self.dir
     }
 
-    /// What was decided, if anything was.
+    /// Returns the decision. Returns `None` if there is none yet.
+    ///
+    /// A damaged decision is an error (EIO).
     pub fn decision(&self) -> Result<Option<P::Decision>, Errno> {
         let Some(stored) = self.dir.read(DECISION)? else {
             return Ok(None);
@@ -175,24 +179,24 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
         }
     }
 
-    /// Hosts that take part.
+    /// Returns the names of the hosts that take part.
     pub fn joined(&self) -> Result<Vec<String>, Errno> {
         self.dir.hosts(JOINED)
     }
 
-    /// Whether this host takes part and has not ended its part.
+    /// Returns whether this host takes part and has not ended its part.
     pub fn is_taking_part(&self) -> Result<bool, Errno> {
         let names = self.dir.names()?;
         let has = |prefix| names.contains(&self.dir.own_file(prefix));
         Ok(has(JOINED) && !has(LEFT))
     }
 
-    /// What it is about.
+    /// Returns the protocol, which defines the decision and the work that follows.
     pub fn protocol(&self) -> &P {
         &self.protocol
     }
 
-    /// Looks at all of it, but at what is locked.
+    /// Reads the state of the ballot from its files, without testing locks.
     pub fn view(&self) -> Result<View<String, P::Decision>, Errno> {
         let names = self.dir.names()?;
         let decision = self.decision()?;
@@ -236,15 +240,16 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
         Ok(claimed)
     }
 
-    /// What a host brought that takes part.
+    /// Returns the bytes that a participant brought. Returns `None` if the host has not joined.
     pub fn brought_by(&self, host: &str) -> Result<Option<Vec<u8>>, OwnError> {
         self.dir.read(&format!("{JOINED}{host}"))
     }
 
-    /// Takes part and brings `bytes`, unless the ballot is over or is removed meanwhile.
+    /// Joins the ballot with `bytes`.
+    ///
+    /// Returns [`Joined::Over`] if the ballot is over or its directory is removed at the same time.
     pub fn join(&self, bytes: &[u8]) -> Result<Joined, Errno> {
-        // A host that takes part only while it lives brings nothing that others would have to see: it puts its file at
-        // once.
+        // With `Living`, a host brings nothing that other hosts have to see, so it puts its file at once.
         let mut is_open = P::PRESENCE == Presence::Living || self.is_open()?;
         let mut has_put = false;
         loop {
@@ -277,7 +282,9 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
         Ok(!names.contains(CLOSING) && !names.contains(DECISION) && self.dir.is_current()?)
     }
 
-    /// Takes part no more. Only for a host that has changed nothing, or takes part while it lives.
+    /// Withdraws this host from the ballot.
+    ///
+    /// Only a host that has changed nothing may call this, or any host with `Presence::Living`.
     pub fn withdraw(&self) -> Result<(), Errno> {
         match P::PRESENCE {
             Presence::Kept => self.dir.withdraw(JOINED),
@@ -285,8 +292,10 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
         }
     }
 
-    /// Closes the ballot: afterwards no host that `is_living` takes part, and none can begin to. A decision may be
-    /// damaged.
+    /// Closes the ballot to new participants.
+    ///
+    /// After a result of `Decide` or `Decided`, no host that `is_living` accepts takes part, and no host can join.
+    /// The function accepts a damaged decision file.
     pub fn close(
         &self,
         is_living: &dyn Fn(&str) -> Result<bool, Errno>,
@@ -308,14 +317,18 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
         }
     }
 
-    /// Decides, if nothing was decided yet. Returns the decision that counts; None if the directory is gone.
+    /// Puts the decision, unless there is one already.
+    ///
+    /// Returns the decision that counts. Returns `None` if the directory is gone.
     pub fn decide(&self, decision: &P::Decision) -> Result<Option<P::Decision>, Errno> {
         self.dir.put_once(DECISION, &encode_decision(decision)?)?;
         self.decision()
     }
 
-    /// Carries a decision out as far as other hosts let this one. `work` does a unit, and may be asked for one that an
-    /// earlier life of this host, or another host that is dead, has begun.
+    /// Does the work of a decision, as far as other hosts allow.
+    ///
+    /// `work` does one unit. The unit may have been begun before, by an earlier process of this host or by another
+    /// host that has died.
     pub fn carry_out<E: From<Errno>>(
         &self,
         mut work: impl FnMut(&Unit) -> Result<(), E>,
@@ -326,7 +339,7 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
             let view = self.look(&locks, decision.take())?;
             let action = self.next(&view);
             decision = view.decision;
-            // Asked after the names: those of a directory that is being removed are gone one by one.
+            // Check this after the names were read: when a directory is being removed, its names vanish one by one.
             if P::PRESENCE == Presence::Living && !self.dir.is_current()? {
                 return Ok(Progress::Gone);
             }
@@ -347,8 +360,11 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
         }
     }
 
-    /// Does something with the whole, or removes the directory, if no other host is at it and the directory is still
-    /// there. A host that was late would else change what came since then.
+    /// Runs `work` under the lock of the whole ballot, if no other host holds that lock and the directory still
+    /// exists.
+    ///
+    /// The check of the directory protects later state: a host that was late would otherwise change a newer
+    /// directory.
     pub fn do_alone<E: From<Errno>>(
         &self,
         work: &mut dyn FnMut() -> Result<(), E>,
@@ -361,7 +377,7 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
         if locks.own.is_none() {
             return Ok(Alone::Busy);
         }
-        // A later directory may have its name.
+        // The name may belong to a later directory by now.
         if !self.dir.is_current()? {
             return Ok(Alone::Gone);
         }
@@ -369,20 +385,24 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
         Ok(Alone::Done)
     }
 
-    /// Says that this host has ended its part, and removes the directory if it is the last one.
+    /// Records that this host has ended its part. Removes the directory if this host is the last one.
     pub fn leave(&self) -> Result<(), Errno> {
         self.dir.put_once(&self.dir.own_file(LEFT), b"")?;
         self.remove_if_over()
     }
 
-    /// Says that this host, which has changed nothing, leaves whatever was decided. Others do the work.
+    /// Records that this host has stopped and left, whatever was decided.
+    ///
+    /// Only a host that has changed nothing may call this. The other hosts do the work.
     pub fn leave_unchanged(&self) -> Result<(), Errno> {
         self.stop()?;
         self.leave()
     }
 
-    /// Removes the directory if all is over, or if it is empty. Another host may be removing it; if that host dies, the
-    /// next caller completes the removal.
+    /// Removes the directory if the ballot is over, or if the directory is empty.
+    ///
+    /// Another host may be removing the directory at the same time. If that host dies, the next caller completes the
+    /// removal.
     pub fn remove_if_over(&self) -> Result<(), Errno> {
         match self.remove() {
             Err(Errno::NOENT | Errno::STALE) => Ok(()),
@@ -395,7 +415,7 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
         loop {
             match self.next(&self.look(&locks, None)?) {
                 Action::ClaimRemoval => self.lock_claim(WHOLE, &mut locks)?,
-                // The next ballot may have the name already.
+                // The name may belong to the next ballot already.
                 Action::Retire if self.dir.is_current()? => return self.dir.retire(),
                 Action::Wait(Waiting::Decision) => return self.dir.remove_empty(),
                 _ => return Ok(()),
@@ -403,7 +423,8 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
         }
     }
 
-    /// Looks at all of it. A decision that is known is not read again.
+    /// Reads the state of the ballot, including the locks in `locks`. A decision that is already known is not read
+    /// again.
     fn look(
         &self,
         locks: &Locks<B>,
@@ -444,9 +465,9 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
         }
     }
 
-    /// Locks a claim. Where files cannot be locked several hosts do the same work.
+    /// Tries to lock a claim. On file systems without locks several hosts may do the same work.
     fn lock_claim(&self, name: &str, locks: &mut Locks<B>) -> Result<(), Errno> {
-        // What it had locked is done, by another host that had it before.
+        // The unit of the earlier lock is done: another host had done it before.
         locks.own = None;
         let base = self.dir.base();
         let file = own::open_or_create(base, self.dir.dir(), name)?;
@@ -462,7 +483,7 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
             name: name.to_owned(),
             _file: file,
         });
-        // What was done before the lock was free is to be in the next listing.
+        // The next listing must include everything that was done before the lock was free.
         own::touch(base, self.dir.dir(), &self.dir.own_file("look-"))
     }
 }

@@ -1,28 +1,31 @@
-//! Locks that programs have of files, and that keep out programs on other hosts.
+//! File locks of programs that also exclude programs on other hosts.
 //!
 //! ```text
 //! .firn/locks/
-//!   INO         bytes that programs of a host have locked by fcntl(2), of the file with this inode number
-//!   INO.flock   the same for flock(2): these locks and the ones before do not know of each other
-//!   INO.end     the end of that file: an appending host has it locked until others can see what it appended
-//!   host-NAME   locked by that host as long as it lives
+//!   INO         bytes of the file with this inode number that programs of a host have locked by fcntl(2)
+//!   INO.flock   the same for flock(2); locks of fcntl(2) and of flock(2) are independent of each other
+//!   INO.end     the end of that file: an appending host keeps it locked until other hosts can see the appended bytes
+//!   host-NAME   locked by that host as long as it is alive
 //! ```
 //!
-//! A host locks a range of `INO` while any of its programs has it, and decides itself which of them has it ([`Table`]).
-//! It never waits in the file system: locks are tried, so that a waiting program can be interrupted.
+//! A host locks a range of `INO` while any of its programs has that range locked. The host decides itself which of
+//! its programs gets a lock ([`Table`]). The host tries locks and never blocks in the file system, so that a waiting
+//! program can be interrupted.
 //!
-//! A lock of byte *n* is one of byte *n* of `INO`. A host that waits for a lock stands *in line*: it has byte *n* +
-//! 2^62 locked. A host that comes later lets it go first, though not for longer than [`POLITE_FOR`]: a host in line may
-//! itself wait for a program that comes later. So a host that locks again and again does not keep out the others.
+//! A lock of byte *n* of the file is a lock of byte *n* of `INO`. A host that waits for a lock also queues: it locks
+//! byte *n* with an offset of 2^62 in `INO`. A host that comes later lets the queued host go first, for at most
+//! [`POLITE_FOR`]. The time is limited because a queued host may itself wait for a program that comes later. The
+//! queue prevents a host that locks again and again from keeping out the others.
 //!
 //! Promises
-//! * Of two programs on any hosts that have bytes of a file locked, both share them, as far as locks of the backing reach.
-//! * Where it is seen that they do not reach a host that lives, or where there are none, each request fails with ENOLCK.
-//! * Locks of a host end with its firnd, however that ends.
-//! * A lock file is removed only under a lock of all of it, and a host that locks one checks afterwards whether it
-//!   still has its name.
+//! * If two programs on any hosts have the same bytes of a file locked, both locks are shared. This holds as far as
+//!   locks of the backing reach.
+//! * Each request fails with ENOLCK if the backing has no locks, or if its locks are seen not to reach a living host.
+//! * The locks of a host end with its firnd, whatever the reason for the end.
+//! * A lock file is removed only under a lock of the whole file. A host that locks a lock file checks afterwards that
+//!   the file still has its name.
 //!
-//! All calls of the backing are made by one thread, `firn-locks`, so nothing else waits for a server that hangs.
+//! One thread, `firn-locks`, makes all calls of the backing, so no other thread waits for a server that hangs.
 
 mod keeper;
 mod table;
@@ -45,23 +48,23 @@ use self::keeper::POLITE_FOR;
 #[cfg(doc)]
 use self::table::Table;
 
-/// In `.firn/`.
+/// Name of the directory with the lock files, in `.firn/`.
 pub const FILE_LOCKS: &str = "locks";
 
-/// Called once with the outcome.
+/// Callback, called once with the result.
 pub type Done = Box<dyn FnOnce(Result<(), Errno>) + Send>;
 
-/// Called once with a lock that conflicts, if there is one.
+/// Callback, called once with a conflicting lock, or with `None` if there is none.
 pub type TestDone = Box<dyn FnOnce(Result<Option<InTheWay>, Errno>) + Send>;
 
-/// Kind of a file's locks.
+/// The kind of a file lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Space {
-    /// Locks of fcntl(2).
+    /// A byte-range lock of fcntl(2).
     Bytes,
-    /// The lock of flock(2).
+    /// A lock of flock(2).
     Flock,
-    /// That of the end, which is one whatever the range is.
+    /// The lock of the end of the file. There is one such lock, whatever the range is.
     End,
 }
 
@@ -72,37 +75,37 @@ pub struct Wanted {
     pub file: u64,
     /// Kind of the lock.
     pub space: Space,
-    /// The program.
+    /// The program that wants the lock.
     pub owner: Owner,
-    /// The locked bytes.
+    /// The bytes to lock.
     pub range: LockRange,
     /// Shared or exclusive.
     pub mode: LockMode,
 }
 
-/// What is to be let go of a file.
+/// The locks of a file that a request releases.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Released {
-    /// These bytes of one owner.
+    /// These bytes of the owner with this number.
     Range(u64, LockRange),
-    /// All of one owner.
+    /// All locks of the owner with this number.
     Owner(u64),
-    /// All that was taken through one open file.
+    /// All locks that were taken through the open file with this number.
     Handle(u64),
 }
 
-/// A lock that is in the way.
+/// A lock that conflicts with a wanted lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct InTheWay {
-    /// Bytes of it.
+    /// The conflicting bytes.
     pub range: LockRange,
-    /// How it is held.
+    /// Shared or exclusive.
     pub mode: LockMode,
-    /// The process, if it is one of this host.
+    /// Process id of the holder. `None` if the holder is on another host.
     pub pid: Option<u32>,
 }
 
-/// Names the other hosts that live and may lock files in this backing.
+/// Returns the names of the other living hosts that may lock files in this backing.
 pub type OtherHosts = Box<dyn Fn() -> Result<Vec<String>, Errno> + Send>;
 
 /// The locks of one mount.
@@ -110,7 +113,7 @@ pub struct FileLocks {
     shared: Arc<Shared>,
 }
 
-/// What requests and the thread have in common.
+/// State that requests share with the thread.
 struct Shared {
     state: Mutex<FileLocksState>,
     changed: Condvar,
@@ -119,31 +122,33 @@ struct Shared {
 #[derive(Default)]
 struct FileLocksState {
     jobs: Vec<Job>,
-    /// Requests that are not granted yet, by the number that they can be interrupted by.
+    /// Requests that are not granted yet, by the number of their ticket.
     waiting: HashMap<u64, Done>,
     last_number: u64,
-    /// Owners of locks, by file.
+    /// Owners of granted locks, by file and kind.
     holders: HashMap<(u64, Space), Vec<Owner>>,
     is_stopping: bool,
-    /// Nothing is taken any more.
+    /// New requests are refused.
     is_closed: bool,
     has_ended: bool,
 }
 
-/// A request that waits, to be interrupted.
+/// Identifies a waiting request, so that it can be interrupted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Ticket(u64);
 
 impl Ticket {
-    /// Tells it from every other one: a number for an owner that locks once.
+    /// Returns the unique number of the ticket. The number can also serve as the number of an owner that locks only
+    /// once.
     pub fn number(self) -> u64 {
         self.0
     }
 }
 
 impl FileLocks {
-    /// Locks in `dir` ([`FILE_LOCKS`]) for programs of the host of this name. `other_hosts` is asked once in a while whether
-    /// locks reach them.
+    /// Starts the lock thread for programs of the host of this name. The lock files are in `dir` ([`FILE_LOCKS`]).
+    ///
+    /// The thread calls `other_hosts` from time to time and checks whether locks reach those hosts.
     pub fn start<B: Backing + 'static>(
         base: B,
         dir: B::Inode,
@@ -161,7 +166,7 @@ impl FileLocks {
         Ok(Arc::new(Self { shared }))
     }
 
-    /// Refuses every lock with ENOLCK: for a host that may not write to the backing.
+    /// Returns a service that refuses every lock with ENOLCK, for a host that may not write to the backing.
     pub fn refused() -> Arc<Self> {
         let state = FileLocksState {
             is_closed: true,
@@ -176,19 +181,21 @@ impl FileLocks {
         })
     }
 
-    /// For a request that is to come.
+    /// Returns a new ticket for a request.
     pub fn next_ticket(&self) -> Ticket {
         let mut state = self.shared.state.lock();
         state.last_number += 1;
         Ticket(state.last_number)
     }
 
-    /// Takes note of a request that is to come ([`FileLocks::acquire`]), so that it can be interrupted from now on.
+    /// Registers a request before [`FileLocks::acquire`], so that it can be interrupted from now on.
     pub fn register(&self, ticket: Ticket, done: Done) {
         self.shared.state.lock().waiting.insert(ticket.0, done);
     }
 
-    /// Takes `wanted` for the request. Without `waits` it fails with EAGAIN where another lock is in the way.
+    /// Requests the lock `wanted`. The result goes to the callback that was registered for `ticket`.
+    ///
+    /// If another lock conflicts, the request waits if `waits` is set, and fails with EAGAIN otherwise.
     pub fn acquire(&self, ticket: Ticket, wanted: Wanted, waits: bool) {
         self.shared.send(Job::Acquire {
             number: ticket.0,
@@ -197,17 +204,18 @@ impl FileLocks {
         });
     }
 
-    /// Ends a request that is not granted yet with EINTR; false where it is.
+    /// Ends a waiting request with EINTR. Returns false if the request has ended already.
     pub fn interrupt(&self, ticket: Ticket) -> bool {
         self.fail(ticket, Errno::INTR)
     }
 
-    /// Ends a request that is not granted yet with `errno`; false if it is granted.
+    /// Ends a waiting request with `errno`. Returns false if the request has ended already.
     pub fn fail(&self, ticket: Ticket, errno: Errno) -> bool {
         self.shared.answer(ticket.0, Err(errno))
     }
 
-    /// Lets go of locks of a file. What was written under them is to be seen by other hosts before.
+    /// Releases locks of a file. Before this call the caller must make its writes under these locks visible to other
+    /// hosts.
     pub fn release(&self, file: u64, space: Space, what: Released, done: Done) {
         self.shared.send(Job::Release {
             file,
@@ -217,7 +225,7 @@ impl FileLocks {
         });
     }
 
-    /// Whether there is something to release. Makes no call of the backing.
+    /// Returns whether there are locks that `what` would release. Makes no call of the backing.
     pub fn is_held(&self, file: u64, space: Space, what: Released) -> bool {
         let state = self.shared.state.lock();
         let holders = state.holders.get(&(file, space));
@@ -229,12 +237,12 @@ impl FileLocks {
         })
     }
 
-    /// Looks what is in the way of a lock.
+    /// Looks for a lock that conflicts with `wanted`, and passes it to `done`.
     pub fn test(&self, wanted: Wanted, done: TestDone) {
         self.shared.send(Job::Test { wanted, done });
     }
 
-    /// Releases everything, and removes lock files that no other host needs. Waits for that at most `patience`.
+    /// Releases all locks, and removes lock files that no other host needs. Waits for at most `patience`.
     pub fn stop(&self, patience: Duration) {
         let deadline = Instant::now() + patience;
         let mut state = self.shared.state.lock();
@@ -277,7 +285,7 @@ impl Shared {
         }
     }
 
-    /// Ends a request; false if it was ended before.
+    /// Ends a request with `outcome`. Returns false if the request has ended already.
     fn answer(&self, number: u64, outcome: Result<(), Errno>) -> bool {
         let done = self.state.lock().waiting.remove(&number);
         match done {

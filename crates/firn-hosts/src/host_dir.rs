@@ -1,33 +1,35 @@
-//! The directory of a host in a backing, `.firn/host-NAME/`: its lease, how it mounts ([`crate::publish_terms`]), and what its
-//! transactions keep.
+//! The directory of a host in a backing, `.firn/host-NAME/`. The directory holds the host's lease, its mount terms
+//! ([`crate::publish_terms`]) and the state of its transactions.
 //!
-//! A host has one such directory in a backing, whatever it uses the backing for. Lanes of a placement have none: the
-//! backing that they belong to tells which hosts live.
+//! A host has one such directory in a backing, whatever it uses the backing for. The directories of lanes have no
+//! host directories; the backing that owns the lanes records which hosts are alive.
 
 use firn_backing::{Backing, Errno};
 
 use crate::own::{self, OwnError, TOP};
 
-/// Before the name of a host, in the name of its directory.
+/// Prefix of the name of a host's directory; the host's name follows.
 const PREFIX: &str = "host-";
 
-/// The name of a host's directory.
+/// Returns the name of a host's directory.
 pub fn host_dir_name(host: &str) -> String {
     format!("{PREFIX}{host}")
 }
 
-/// The host that has the directory of this name; `None`: it is no host's.
+/// Returns the host whose directory has this name.
+///
+/// Returns `None` if the name is not the name of a host directory.
 pub fn host_of_dir(name: &str) -> Option<&str> {
     name.strip_prefix(PREFIX)
 }
 
-/// Opens the directory of a host, made if it is not there.
+/// Opens the directory of a host, and creates the directory if it does not exist.
 pub fn make_host_dir<B: Backing>(base: &B, host: &str) -> Result<B::Inode, OwnError> {
     let top = own::dir(base, &base.root(), TOP)?;
     own::dir(base, &top, &host_dir_name(host)).map_err(|error| error.below(TOP))
 }
 
-/// The directory of a host, if it is there.
+/// Opens the directory of a host. Returns `None` if the directory does not exist.
 pub fn find_host_dir<B: Backing>(base: &B, host: &str) -> Result<Option<B::Inode>, OwnError> {
     let Some((top, _)) = own::find_dir(base, &base.root(), TOP)? else {
         return Ok(None);
@@ -36,7 +38,7 @@ pub fn find_host_dir<B: Backing>(base: &B, host: &str) -> Result<Option<B::Inode
     Ok(found.map_err(|error| error.below(TOP))?.map(|(dir, _)| dir))
 }
 
-/// The hosts that have a directory, alive or not.
+/// Returns the names of all hosts that have a directory, whether they are alive or dead.
 pub fn list_hosts<B: Backing>(base: &B) -> Result<Vec<String>, OwnError> {
     let Some((top, _)) = own::find_dir(base, &base.root(), TOP)? else {
         return Ok(Vec::new());
@@ -44,7 +46,7 @@ pub fn list_hosts<B: Backing>(base: &B) -> Result<Vec<String>, OwnError> {
     Ok(list_hosts_in(base, &top)?)
 }
 
-/// The hosts that have a directory in an open `.firn/`.
+/// Returns the names of all hosts that have a directory in `top`, an open `.firn/`.
 pub(crate) fn list_hosts_in<B: Backing>(base: &B, top: &B::Inode) -> Result<Vec<String>, Errno> {
     let names = own::list(base, top)?.into_iter();
     let names = names.filter_map(|(name, ..)| String::from_utf8(name).ok());

@@ -1,20 +1,23 @@
-//! The lease of a host: one process at a time acts in the name of the host in a backing, and others see that it lives.
+//! The lease of a host: it lets one process at a time act in the name of the host in a backing, and shows other hosts
+//! that this process is alive.
 //!
-//! A lease is a file, `lease` in the host's directory ([`crate::host_dir`]). The holder keeps it locked
-//! ([`Backing::try_lock`]) and rewrites a record in it ([`Lease::beat_every`]). The lock says that the lease is held.
-//! The record names the holder and what the backing is used for. The record's count betrays locks that do not reach
-//! other hosts: where a host gets the lock while another host's count grows, the lock is worth nothing.
+//! A lease is a file named `lease` in the host's directory ([`crate::host_dir`]). The holder keeps the file locked
+//! ([`Backing::try_lock`]) and rewrites a record in it at intervals ([`Lease::beat_every`]). The lock shows that the
+//! lease is held. The record names the holder and the purposes for which the holder uses the backing. The record also
+//! has a counter, which reveals locks that do not reach other hosts. If a host gets the lock while the counter of
+//! another host still grows, the locks of this file system exclude no other host.
 //!
 //! ```text
-//! held:      lock + count grows       free:    no lock, record says released
-//! orphaned:  no lock, count stands    broken:  no lock for us, and count grows: LeaseError::Unreached
+//! held:      lock + count grows         free:    no lock, record says released
+//! orphaned:  no lock, count unchanged   broken:  no lock for us, and count grows: LeaseError::Unreached
 //! ```
 //!
 //! Invariants
-//! * The record is written by the holder only, and whole: [`RECORD_BYTES`] bytes, in one write.
-//! * A use is in the record before the host begins with it, and stays there as long as the host has the lease.
-//! * A lease whose last holder did not release it is taken at once where this kernel kept the lock of that holder too
-//!   (same boot, same device). Elsewhere it is taken after its count has stood still for [`STALE_AFTER`].
+//! * Only the holder writes the record, and always completely: [`RECORD_BYTES`] bytes in one write.
+//! * The record lists a use before the host begins with that use. The use stays listed as long as the host has the
+//!   lease.
+//! * A lease that was not released is taken at once if this kernel also kept the lock of the last holder (same boot,
+//!   same device). Otherwise the lease is taken after its counter has not changed for [`STALE_AFTER`].
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
@@ -25,43 +28,45 @@ use serde::{Deserialize, Serialize};
 
 use crate::own::{self, OwnError};
 
-/// Version of a lease's place and record: hosts with different ones do not see each other.
+/// Version of a lease's place and record. Hosts with different versions do not see each other.
 pub const LEASE_VERSION: u32 = 3;
 
-/// Name of the file in the directory of a host.
+/// Name of the lease file in the directory of a host.
 pub(crate) const LEASE: &str = "lease";
-/// How often a holder rewrites its record for those that share transactions with it.
+/// Time between two beats of a holder that shares transactions with other hosts.
 const BEAT_EVERY: Duration = Duration::from_secs(1);
-/// How often other holders rewrite their record: the hosts share a disk, and each rewrite is a sync.
+/// Time between two beats of all other holders. It is longer because the hosts share a disk, and each beat is a sync.
 const BEAT_SELDOM_EVERY: Duration = Duration::from_secs(2);
-/// A count that stands still for this long is of a holder that is gone, if its lock is free, too.
+/// If the counter of a lease has not changed for this long and the lock is free, the holder is dead.
 pub const STALE_AFTER: Duration = Duration::from_secs(5);
-/// A host that writes to logs is treated as living for longer, where its lock says nothing. Late writes of such a host
-/// land in the next generation.
+/// The same limit for a host that writes to logs and whose lock proves nothing. It is longer, and late writes of such
+/// a host go to the next generation.
 const LOGS_STALE_AFTER: Duration = Duration::from_secs(30);
 const _: () = assert!(BEAT_SELDOM_EVERY.as_millis() * 2 < STALE_AFTER.as_millis());
-/// How often the count is read meanwhile.
+/// Time between two reads of the counter while a host waits for [`STALE_AFTER`].
 const LOOK_EVERY: Duration = Duration::from_millis(500);
-/// Bytes of the record: checksum, JSON, spaces, newline. One block of most file systems, so a beat is one write of one block.
+/// Size of the record in bytes: checksum, JSON, spaces, newline. The size is one block of most file systems, so a
+/// beat writes one block.
 const RECORD_BYTES: usize = 4096;
-/// No lease of any version has more bytes.
+/// Maximum size of a lease file of any version, in bytes.
 const LEASE_BYTES_MAX: u64 = 64 << 10;
-/// Bytes of a report as JSON that always find room: the rest of the record has 512 at most, as a host's name has 64.
+/// Maximum size in bytes of a report as JSON that always fits. The rest of the record has at most 512 bytes, because
+/// the name of a host has at most 64.
 pub const REPORT_BYTES_MAX: usize = RECORD_BYTES - 512;
 
-/// The host that has a lease, or had it last.
+/// The process that holds a lease, or held it last.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Holder {
     /// Name of the host.
     pub host: String,
-    /// Its process, for people.
+    /// Process id of the holder, shown to people.
     pub pid: u32,
-    /// Tells a run of a kernel from all others (`/proc/sys/kernel/random/boot_id`).
+    /// Boot id of the host (`/proc/sys/kernel/random/boot_id`). Each boot of a kernel has its own.
     pub boot: String,
 }
 
 impl Holder {
-    /// This process, under this name.
+    /// Describes this process as a holder for the host of this name.
     pub fn this_process(host: &str) -> std::io::Result<Self> {
         let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?;
         Ok(Self {
@@ -72,22 +77,23 @@ impl Holder {
     }
 }
 
-/// What a host uses a backing for, as far as other hosts rely on it.
+/// A purpose for which a host uses a backing and on which other hosts rely.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum LeaseUse {
-    /// It commits together with others.
+    /// The host commits together with other hosts.
     Transactions,
-    /// It shares tokens that are locks of files in the backing.
+    /// The host shares tokens that are file locks in the backing.
     Tokens,
-    /// It shares lanes, or tokens of a service elsewhere: nothing depends on the lease, which only shows that it lives.
+    /// The host shares lanes, or tokens of a service outside the backing. Nothing depends on the lease; it only shows
+    /// that the host is alive.
     Lanes,
-    /// It writes to logs.
+    /// The host writes to logs.
     Logs,
 }
 
 impl LeaseUse {
-    /// How often those that look at the lease for this use have to see it beat.
+    /// Returns the time between two beats that this use requires.
     fn beat_every(self) -> Duration {
         match self {
             Self::Transactions => BEAT_EVERY,
@@ -95,7 +101,7 @@ impl LeaseUse {
         }
     }
 
-    /// How long those that look at the lease for this use believe in a beat, where its lock says nothing.
+    /// Returns how long a beat counts as a sign of life for this use, if the lock proves nothing.
     pub(crate) fn stale_after(self) -> Duration {
         match self {
             Self::Transactions | Self::Tokens | Self::Lanes => STALE_AFTER,
@@ -104,31 +110,33 @@ impl LeaseUse {
     }
 }
 
-/// How the holder of a lease is, in JSON, for people on other hosts. Nothing of what hosts do depends on it.
+/// State of a holder as JSON, for people on other hosts. No action of a host depends on it.
 pub type Report = serde_json::Value;
 
-/// What the file of a lease says.
+/// Content of a lease file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Record {
     holder: Holder,
-    /// Device number of the backing as the holder's kernel has it.
+    /// Device number of the backing on the holder's host.
     device: u64,
-    /// Tells this holding from any other of the same host.
+    /// Random number that distinguishes this holding from all other holdings of the same host.
     holding: u64,
-    /// What the backing is used for.
+    /// The purposes for which the holder uses the backing.
     uses: BTreeSet<LeaseUse>,
-    /// Beats so far.
+    /// Number of beats so far.
     count: u64,
-    /// The holder gave the lease back.
+    /// The holder has released the lease.
     released: bool,
-    /// As of the last beat; none: the holder has said nothing yet, or it had no room.
+    /// Report of the last beat. `None` if the holder has not reported yet, or the report did not fit.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     report: Option<Report>,
 }
 
 impl Record {
-    /// Whether this is the same beat of the same holding. What is reported does not count: a number may come back from
-    /// JSON as its neighbour.
+    /// Returns whether both records are the same beat of the same holding.
+    ///
+    /// The report is not compared, because a floating-point number may change slightly when it is written as JSON and
+    /// read again.
     fn is_same_beat(&self, other: &Self) -> bool {
         let of = |record: &Self| {
             let Self {
@@ -156,13 +164,13 @@ impl Record {
 /// Why a lease could not be taken or kept.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LeaseError {
-    /// Another host has it.
+    /// Another process holds the lease.
     #[error("{} has it", named(holder))]
     Held {
-        /// The holder; `None`: it has not written its record yet.
+        /// The holder. `None` if the holder has not written its record yet.
         holder: Option<Holder>,
     },
-    /// Its lock is free here, and its holder lives.
+    /// The lock is free on this host, although the holder is alive.
     #[error(
         "{} has it and goes on, and its lock does not keep this host out",
         named(holder)
@@ -171,16 +179,16 @@ pub enum LeaseError {
         /// The holder.
         holder: Option<Holder>,
     },
-    /// Another host took it from this holder.
+    /// Another process took the lease from this holder.
     #[error("{} took it", named(by))]
     Lost {
-        /// The holder; `None`: its record cannot be read.
+        /// The new holder. `None` if its record cannot be read.
         by: Option<Holder>,
     },
-    /// The file system does not lock its file.
+    /// The file system cannot lock the lease file.
     #[error("its file cannot be locked: {0}")]
     NoLock(#[source] Errno),
-    /// Its file is not as a file of Firn's own must be, or the backing failed.
+    /// The lease file is not in the state that Firn requires of its files, or the backing failed.
     #[error(transparent)]
     Own(#[from] OwnError),
 }
@@ -198,21 +206,22 @@ fn named(holder: &Option<Holder>) -> String {
     }
 }
 
-/// The beat of a lease as another host sees it: two equal ones are of a lease whose beat stands still.
+/// One beat of a lease as another host reads it. If two reads return equal beats, the holder has not beaten between
+/// them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Beat {
     bytes: Vec<u8>,
 }
 
 impl Beat {
-    /// Reads the beat of the lease in the directory of a host; `None`: there is none.
+    /// Reads the beat of the lease in the directory of a host. Returns `None` if there is no lease file.
     pub fn read<B: Backing>(base: &B, dir: &B::Inode) -> Result<Option<Self>, OwnError> {
         let bytes = own::load_at_most(base, dir, LEASE, LEASE_BYTES_MAX)?;
         Ok(bytes.map(|bytes| Self { bytes }))
     }
 
     fn record(&self) -> Option<Record> {
-        // Its line: a file of another version may be longer.
+        // The record is the first line. A file of another version may be longer.
         let line = self.bytes.split(|byte| *byte == b'\n').next()?;
         let text = std::str::from_utf8(line).ok()?.trim_end();
         let (sum, json) = text.split_once(' ')?;
@@ -223,40 +232,43 @@ impl Beat {
         serde_json::from_str(json).ok()
     }
 
-    /// The host that wrote it.
+    /// Returns the holder that wrote the beat. Returns `None` if the record cannot be read.
     pub fn holder(&self) -> Option<Holder> {
         self.record().map(|record| record.holder)
     }
 
-    /// Whether its holder may use the backing for this. True for a record that cannot be read, as it may just be
-    /// written.
+    /// Returns whether the holder may use the backing for this purpose.
+    ///
+    /// The answer is true for an unreadable record, because the holder may be writing it at this moment.
     pub fn may_be_for(&self, purpose: LeaseUse) -> bool {
         self.record()
             .is_none_or(|record| record.uses.contains(&purpose))
     }
 
-    /// The number of the holding that it is of.
+    /// Returns the number of the holding that wrote the beat. Returns `None` if the record cannot be read.
     pub(crate) fn holding(&self) -> Option<u64> {
         self.record().map(|record| record.holding)
     }
 
-    /// Whether its holder gave the lease back.
+    /// Returns whether the holder has released the lease.
     pub fn is_released(&self) -> bool {
         self.record().is_some_and(|record| record.released)
     }
 
-    /// What its holder uses the backing for; `None`: its record cannot be read now.
+    /// Returns the purposes for which the holder uses the backing. Returns `None` if the record cannot be read.
     pub fn uses(&self) -> Option<BTreeSet<LeaseUse>> {
         self.record().map(|record| record.uses)
     }
 
-    /// How its holder was when it beat.
+    /// Returns the report that the holder wrote with this beat.
     pub fn report(&self) -> Option<Report> {
         self.record()?.report
     }
 
-    /// Whether a free lock proves that its holder is gone: the lease was never taken, it was given back, or this kernel
-    /// kept the lock.
+    /// Returns whether a free lock proves that the holder is gone.
+    ///
+    /// That is true in three cases: the lease was never taken, the holder released it, or this kernel kept the
+    /// holder's lock.
     pub fn is_settled_by_lock(&self, boot: &str, device: u64) -> bool {
         match self.record() {
             Some(record) => {
@@ -267,17 +279,19 @@ impl Beat {
     }
 }
 
-/// A lease that this host has until it is dropped or the process ends.
+/// A lease that this process holds until the value is dropped or the process ends.
 pub struct Lease<B: Backing> {
-    /// Locked.
+    /// The open lease file, which holds the lock.
     file: B::File,
     dir: B::Inode,
     record: Record,
 }
 
 impl<B: Backing> Lease<B> {
-    /// Takes the lease in `dir`, the directory of a host, for one use. `rest` waits for the given time; it is called only where a
-    /// holder that did not release the lease may still live.
+    /// Takes the lease in `dir`, the directory of a host, for one purpose.
+    ///
+    /// `rest` must wait for the given time. It is called only if a holder that did not release the lease may still be
+    /// alive.
     pub fn take(
         base: &B,
         dir: &B::Inode,
@@ -321,12 +335,14 @@ impl<B: Backing> Lease<B> {
         Ok(lease)
     }
 
-    /// A number that tells this holding from any other.
+    /// Returns the random number of this holding.
     pub(crate) fn holding(&self) -> u64 {
         self.record.holding
     }
 
-    /// Shows that the holder lives, and how it is. Fails with [`LeaseError::Lost`] where another host has taken the lease.
+    /// Writes the next beat with `report`, which shows other hosts that the holder is alive.
+    ///
+    /// Fails with [`LeaseError::Lost`] if another process has taken the lease.
     pub fn beat(&mut self, base: &B, report: Option<Report>) -> Result<(), LeaseError> {
         self.must_be_ours(base)?;
         self.record.count += 1;
@@ -334,7 +350,7 @@ impl<B: Backing> Lease<B> {
         self.write(base)
     }
 
-    /// Says, durably, that the holder uses the backing for this, too.
+    /// Adds `purpose` durably to the purposes in the record.
     pub fn add_use(&mut self, base: &B, purpose: LeaseUse) -> Result<(), LeaseError> {
         self.must_be_ours(base)?;
         self.record.uses.insert(purpose);
@@ -342,19 +358,19 @@ impl<B: Backing> Lease<B> {
         self.write(base)
     }
 
-    /// What the holder uses the backing for.
+    /// Returns the purposes for which the holder uses the backing.
     pub fn uses(&self) -> &BTreeSet<LeaseUse> {
         &self.record.uses
     }
 
-    /// How often the lease has to beat for all that it is used for.
+    /// Returns the time between two beats that all purposes together require.
     pub fn beat_every(&self) -> Duration {
         let uses = self.record.uses.iter();
         let every = uses.map(|purpose| purpose.beat_every()).min();
         every.unwrap_or(BEAT_SELDOM_EVERY)
     }
 
-    /// Gives the lease back, and says so: the next holder waits for nothing. `report` stays to be read.
+    /// Releases the lease and records that, so that the next holder need not wait. `report` remains in the record.
     pub fn release(mut self, base: &B, report: Option<Report>) -> Result<(), LeaseError> {
         self.must_be_ours(base)?;
         self.record.released = true;
@@ -362,7 +378,8 @@ impl<B: Backing> Lease<B> {
         self.write(base)
     }
 
-    /// Whether a process has the lease in `dir`, as far as locks reach. The answer may be old when it comes.
+    /// Returns whether a process holds the lease in `dir`, as far as locks reach. The holder may change before the
+    /// caller uses the answer.
     pub fn is_held(base: &B, dir: &B::Inode) -> Result<bool, OwnError> {
         let Some(inode) = own::find_file(base, dir, LEASE)? else {
             return Ok(false);
@@ -387,7 +404,8 @@ impl<B: Backing> Lease<B> {
     }
 }
 
-/// The report is left out where it is too long: a host that lives must beat whatever it has to say.
+/// Encodes a record. A report that is too long is left out, because a living host must be able to beat whatever it
+/// reports.
 fn encode(record: &Record) -> Result<Vec<u8>, Errno> {
     match encode_whole(record) {
         Err(Errno::NAMETOOLONG) if record.report.is_some() => encode_whole(&Record {
@@ -416,7 +434,7 @@ fn random_number() -> Result<u64, Errno> {
 enum Locking<F> {
     Locked(F),
     Held,
-    /// The file lost its name before it was locked: another one may have it now.
+    /// The file lost its name before it was locked. Another file may have the name now.
     Replaced,
 }
 
@@ -435,7 +453,9 @@ fn lock<B: Backing>(base: &B, dir: &B::Inode) -> Result<Locking<B::File>, LeaseE
     }
 }
 
-/// Watches leases whose locks are free here for [`STALE_AFTER`]. Returns the first one that beats.
+/// Watches leases whose locks are free on this host, for [`STALE_AFTER`].
+///
+/// Returns the first beat that has changed and is not a release. Returns `None` if no lease beats.
 pub(crate) fn find_living<K>(
     watched: &[(K, Beat)],
     rest: &mut dyn FnMut(Duration),

@@ -1,27 +1,30 @@
-//! Hosts that share a backing and nothing else: how they agree on something, and how one knows that another lives.
+//! Coordination of hosts that share a backing and have no other connection. This crate lets them take a decision
+//! together, lock files against each other, and detect which hosts are alive.
 //!
-//! * [`own`]: files and directories of Firn's own in a backing, looked at before anything in them is believed.
-//! * [`VoteDir`]: a directory for one decision. A *put-once* file has the content of exactly one host; files with a
-//!   host's name say how far that host has come.
-//! * [`Ballot`]: one decision, from the first host that takes part to the removal of its directory.
-//! * [`Members`]: which hosts take part, and which of them this one is.
-//! * [`Lease`]: one process at a time acts in the name of a host, and loses that when it dies: a lock on a file and a
-//!   counted heartbeat in it.
-//! * [`HostWatch`]: which hosts live, of those that use the backing for one thing.
-//! * [`tokens`]: one host at a time writes to an I/O server.
-//! * [`FileLocks`]: locks that programs of several hosts have of files.
-//! * [`PeerWatch`]: how the hosts that live use the backing.
-//! * [`survey()`]: one look at all hosts, by a process that takes no part.
-//! * [`check_reach`]: whether locks in this backing exclude other hosts, as far as that can be seen from here.
+//! * [`own`]: opens and checks the files and directories that Firn keeps in a backing.
+//! * [`VoteDir`]: a directory for one decision. A *put-once* file has the content of exactly one host. Files with a
+//!   host's name in their name record the progress of that host.
+//! * [`Ballot`]: one decision, from the first host that joins to the removal of its directory.
+//! * [`Members`]: the hosts that take part, and the name of this host.
+//! * [`Lease`]: lets one process at a time act in the name of a host. The lease is a locked file with a heartbeat
+//!   counter; the lease ends when the process dies.
+//! * [`HostWatch`]: tells which hosts are alive, among the hosts that use the backing for one purpose.
+//! * [`tokens`]: let one host at a time write to an I/O server.
+//! * [`FileLocks`]: file locks that programs of several hosts hold.
+//! * [`PeerWatch`]: reads how the living hosts use the backing.
+//! * [`survey()`]: looks at all hosts once, for a process that does not take part.
+//! * [`check_reach`]: checks, as far as this host can see, that locks in this backing exclude other hosts.
 //!
 //! Promises
-//! * No host is a coordinator: every step may be done by any host, repeated, and cut short by its death.
-//! * Nothing depends on clocks of several hosts. A heartbeat is a count; a waiting host measures its own time.
-//! * A call of the backing is made with no lock of this crate held.
+//! * No host is a coordinator. Any host may do any step, a step may be repeated, and a host may die in the middle of
+//!   a step.
+//! * No clock of one host is compared with a clock of another host. A heartbeat is a counter, and a waiting host
+//!   measures its own time.
+//! * No lock of this crate is held during a call of the backing.
 //!
 //! Relies on
-//! * link(2) failing where the name exists, for all hosts: also where create(O_EXCL) does not.
-//! * Names and synced data being seen by other hosts when they look them up anew (close-to-open).
+//! * link(2) fails on every host if the name exists, also on file systems where create(O_EXCL) does not.
+//! * A host that looks up a name again sees the names and the synced data of other hosts (close-to-open consistency).
 
 pub mod ballot;
 mod file_locks;

@@ -1,44 +1,46 @@
-//! Which hosts take part in something, as one of them sees them.
+//! The hosts that take part in a joint operation, as one of these hosts knows them.
 
-/// This host and the others.
+/// The name of this host, and the hosts that are expected to take part.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Members {
-    /// Name of this host among them: one component of a path.
+    /// Name of this host among the members: one path component.
     pub host: String,
-    /// All of them, this one included.
+    /// All expected members, including this host.
     pub expected: Expected,
 }
 
 /// The hosts that are expected to take part.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Expected {
-    /// This many, of any name.
+    /// The number of hosts; any names are accepted.
     Count(usize),
-    /// These, by name.
+    /// The names of the hosts.
     Hosts(Vec<String>),
 }
 
-/// Whether all members have come.
+/// Result of comparing the hosts that have joined with the expected members.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Attendance {
     /// Hosts are missing.
     Incomplete {
-        /// How many it will be.
+        /// Number of hosts that are expected.
         expected: usize,
-        /// The names of those that have not come, where they are known.
+        /// Names of the missing hosts. A missing host is listed only if its name is known.
         missing: Vec<String>,
     },
-    /// All, and no others.
+    /// All expected hosts have joined, and no other host has.
     Complete,
-    /// More than take part.
+    /// More hosts have joined than are expected.
     TooMany {
-        /// How many take part.
+        /// Number of hosts that are expected.
         expected: usize,
     },
 }
 
 impl Members {
-    /// Whether the hosts that have come are all. `known`: hosts that must be among them where only their number is known.
+    /// Returns whether the hosts in `come` are all expected members.
+    ///
+    /// `known` names hosts that must be in `come` if the members are given by number only.
     pub fn attendance(&self, come: &[String], known: &[String]) -> Attendance {
         let (expected, names) = match &self.expected {
             Expected::Count(count) => (*count, known),
@@ -58,7 +60,8 @@ impl Members {
         }
     }
 
-    /// Whether `hosts` hosts are more than may take part. Hosts that are expected by name are never too many.
+    /// Returns whether `hosts` hosts are more than may take part. The answer is always false if the members are given
+    /// by name.
     pub fn are_too_many(&self, hosts: usize) -> bool {
         matches!(self.expected, Expected::Count(count) if hosts > count)
     }

@@ -1,14 +1,15 @@
-//! What is Firn's own in a backing or a backup: looked at before anything in it is believed.
+//! Opens, checks, reads and writes the files and directories that Firn owns in a backing or a backup.
 //!
-//! A user with permission to create names at the top of a backing (a directory of mode 1777, the project directory of a
-//! group) may plant a `.firn` there, with a change log for the next mount to apply.
+//! A user that may create names at the top of a backing could plant a `.firn` there, with a change log for the next
+//! mount to apply. Examples of such backings are a directory of mode 1777 and the project directory of a group. Firn
+//! therefore checks each object before it uses the content.
 //!
 //! Promises
-//! * Every directory of Firn's own is opened by [`find_dir`] or [`dir`]: a directory and no link to one, of
-//!   the effective user, closed to all others. Nothing is mended: a directory that was open to others may
-//!   already hold what they put there.
-//! * Every file of Firn's own is read by [`load`]: regular, of the effective user, and no longer than what Firn
-//!   writes, before any memory is taken for it.
+//! * Every directory that Firn owns is opened by [`find_dir`] or [`dir`]. It must be a directory and not a symbolic
+//!   link, belong to the effective user, and be closed to all other users. A directory with wrong permissions is
+//!   never repaired, because other users may already have put files into it.
+//! * Every file that Firn owns is read by [`load`]. It must be a regular file of the effective user and no longer
+//!   than Firn writes it. These checks come before memory is allocated for it.
 
 use std::ffi::OsStr;
 use std::io::IoSlice;
@@ -17,45 +18,46 @@ use std::os::unix::ffi::OsStrExt;
 use firn_backing::{Access, Attr, Backing, Caller, Errno, Kind, RenameFlags};
 use firn_trust::{Distrust, Expected, Facts};
 
-/// The directory at the top of a backing that is Firn's own.
+/// Name of Firn's directory at the top of a backing.
 pub const TOP: &str = ".firn";
-/// In it: logs of files that many hosts write.
+/// Name of the directory in `.firn/` for the logs of files that several hosts write.
 pub const LOGS: &str = "log";
-/// In it: files of a stub tree that have no name yet.
+/// Name of the directory in `.firn/` for files of a stub tree that have no name yet.
 pub const STUBS: &str = "stub";
 
-/// Bits of a mode that say what kind of object it is (`S_IFMT`).
+/// Bits of a mode that give the file type (`S_IFMT`).
 const FILE_TYPE_BITS: u32 = 0o170_000;
 
-/// Bytes of the largest file that is written or read: 2^30 are a redo record of some 5 × 10^6 objects.
+/// Maximum size in bytes of a file that Firn writes or reads. A redo record of 2^30 bytes describes some 5 × 10^6
+/// objects.
 pub const FILE_BYTES_MAX: u64 = 1 << 30;
 
-/// Why something of Firn's own could not be opened.
+/// Error of opening a file or directory that Firn owns.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum OwnError {
-    /// It is not as what is Firn's own must be.
+    /// The object fails the checks of owner, type and mode.
     #[error(
         "{name} {why}; Firn reads nothing from it: mount as the user whose it is, or look at what it is and move it away"
     )]
     Distrusted {
-        /// Its name, with the directories above it as far as they are known.
+        /// Name of the object, with the directories above it as far as they are known.
         name: String,
-        /// What is wrong with it.
+        /// The failed check.
         why: Distrust,
     },
-    /// It is longer than anything that Firn writes there.
+    /// The file is longer than any file that Firn writes there.
     #[error(
         "{name} has {bytes} bytes, and Firn writes no more than {bytes_max}: look at what it is and move it away"
     )]
     TooLong {
-        /// Its name, as above.
+        /// Name of the file, with the directories above it as far as they are known.
         name: String,
         /// Its size.
         bytes: u64,
-        /// The most that it may have.
+        /// Maximum size in bytes.
         bytes_max: u64,
     },
-    /// An earlier version of Firn made it, and this one reads it no more.
+    /// An earlier version of Firn wrote it in a format that this version does not read.
     #[error(
         "{name} is of an earlier version of Firn: run `firn flatten --backing DIR --all` with that version first"
     )]
@@ -63,13 +65,13 @@ pub enum OwnError {
         /// Its name, as above.
         name: String,
     },
-    /// The backing refused something.
+    /// A call of the backing failed.
     #[error("the backing failed: {0}")]
     Backing(#[source] Errno),
 }
 
 impl OwnError {
-    /// Adds the directory to the error.
+    /// Puts the directory `dir` before the name in the error.
     #[must_use]
     pub fn below(self, dir: &str) -> Self {
         let full = |name: String| format!("{dir}/{name}");
@@ -99,7 +101,7 @@ impl From<Errno> for OwnError {
     }
 }
 
-/// For calls of [`Backing`], which know errnos only. What was found is in the log.
+/// Converts the error for callers of [`Backing`], which handle only errno values. The details go to the log.
 impl From<OwnError> for Errno {
     fn from(error: OwnError) -> Self {
         match error {
@@ -126,7 +128,7 @@ impl From<OwnError> for Errno {
     }
 }
 
-/// Opens a directory of Firn's own; `None` where nothing has its name.
+/// Opens and checks a directory that Firn owns. Returns `None` if the name does not exist.
 pub fn find_dir<B: Backing>(
     base: &B,
     parent: &B::Inode,
@@ -142,7 +144,7 @@ pub fn find_dir<B: Backing>(
     }
 }
 
-/// Opens a directory of Firn's own that is there; ENOENT where nothing has its name.
+/// Opens and checks a directory that Firn owns and that must exist. Fails with ENOENT if the name does not exist.
 pub fn must_find_dir<B: Backing>(
     base: &B,
     parent: &B::Inode,
@@ -154,15 +156,17 @@ pub fn must_find_dir<B: Backing>(
     }
 }
 
-/// Opens a directory of Firn's own, and creates it if nothing has its name. What is created in it inherits neither the group nor
-/// the ACL of `parent`.
+/// Opens and checks a directory that Firn owns, and creates it if the name does not exist.
+///
+/// Objects in a created directory inherit neither the group nor the ACL of `parent`.
 pub fn dir<B: Backing>(base: &B, parent: &B::Inode, name: &str) -> Result<B::Inode, OwnError> {
     let (inode, attr) = match base.mkdir(&own_caller(), parent, OsStr::new(name), 0o700) {
         Ok(made) => made,
         Err(Errno::EXIST) => return must_find_dir(base, parent, name),
         Err(errno) => return Err(errno.into()),
     };
-    // A user that may rename in `parent` may have put another object there meanwhile: it is checked before it is changed.
+    // Check the new directory before changing it. A user that may rename in `parent` may have replaced it by another
+    // object.
     check(
         name,
         &Attr {
@@ -186,7 +190,7 @@ pub fn dir<B: Backing>(base: &B, parent: &B::Inode, name: &str) -> Result<B::Ino
     Ok(inode)
 }
 
-/// Finds a file of Firn's own; `None` where nothing has its name.
+/// Finds and checks a file that Firn owns. Returns `None` if the name does not exist.
 pub fn find_file<B: Backing>(
     base: &B,
     parent: &B::Inode,
@@ -196,12 +200,12 @@ pub fn find_file<B: Backing>(
     let Some((inode, attr)) = found else {
         return Ok(None);
     };
-    // In a private directory a second name is what a crash left of ours.
+    // The link count is not checked. In a private directory a second name can only be a leftover of a crash of Firn.
     check(name, &Attr { nlink: 1, ..attr }, Expected::File)?;
     Ok(Some(inode))
 }
 
-/// Opens a file of Firn's own for reading and writing, made empty if nothing has its name.
+/// Opens a file that Firn owns for reading and writing. Creates it empty if the name does not exist.
 pub fn open_or_create<B: Backing>(
     base: &B,
     parent: &B::Inode,
@@ -213,14 +217,14 @@ pub fn open_or_create<B: Backing>(
         }
         match base.create(&own_caller(), parent, OsStr::new(name), 0o600) {
             Ok((_, file, _)) => return Ok(file),
-            // Another thread or host made it first.
+            // Another thread or host created the file first.
             Err(Errno::EXIST) => {}
             Err(errno) => return Err(errno.into()),
         }
     }
 }
 
-/// The bytes of a file of Firn's own; `None` where nothing has its name.
+/// Reads a file that Firn owns, of at most [`FILE_BYTES_MAX`] bytes. Returns `None` if the name does not exist.
 pub fn load<B: Backing>(
     base: &B,
     parent: &B::Inode,
@@ -229,7 +233,7 @@ pub fn load<B: Backing>(
     load_at_most(base, parent, name, FILE_BYTES_MAX)
 }
 
-/// The bytes of a file of Firn's own with at most `bytes_max` bytes.
+/// Reads a file that Firn owns, of at most `bytes_max` bytes. Returns `None` if the name does not exist.
 pub fn load_at_most<B: Backing>(
     base: &B,
     parent: &B::Inode,
@@ -241,7 +245,7 @@ pub fn load_at_most<B: Backing>(
         Err(Errno::NOENT) => return Ok(None),
         Err(errno) => return Err(errno.into()),
     };
-    // In a private directory a second name is what a crash left of ours.
+    // The link count is not checked. In a private directory a second name can only be a leftover of a crash of Firn.
     check(name, &Attr { nlink: 1, ..attr }, Expected::File)?;
     if attr.size > bytes_max {
         return Err(OwnError::TooLong {
@@ -259,7 +263,8 @@ pub fn load_at_most<B: Backing>(
     Ok(Some(bytes))
 }
 
-/// The text of a symbolic link of Firn's own; `None` where nothing has its name. What it leads to is not looked at.
+/// Reads the target of a symbolic link that Firn owns, and does not follow it. Returns `None` if the name does not
+/// exist.
 pub fn load_link<B: Backing>(
     base: &B,
     parent: &B::Inode,
@@ -286,7 +291,7 @@ fn check(name: &str, attr: &Attr, expected: Expected) -> Result<(), OwnError> {
         })
 }
 
-/// This process, for objects that are its own.
+/// Returns this process as the owner of objects that Firn creates for itself.
 pub fn own_caller() -> Caller {
     Caller {
         uid: rustix::process::geteuid().as_raw(),
@@ -295,7 +300,7 @@ pub fn own_caller() -> Caller {
     }
 }
 
-/// `Ok(None)` where there is nothing of that name.
+/// Looks up `name` in `parent`. Returns `Ok(None)` if the name does not exist.
 pub fn find<B: Backing>(
     base: &B,
     parent: &B::Inode,
@@ -308,19 +313,19 @@ pub fn find<B: Backing>(
     }
 }
 
-/// The name that something has before it is whole.
+/// Returns the temporary name that a file has until it is complete.
 pub fn new_name(name: &str) -> String {
     format!("{name}.new")
 }
 
-/// Makes a file with these bytes, durable but for its name, which is not yet `name` ([`new_name`]).
+/// Creates a file with these bytes under its temporary name ([`new_name`]). The content is durable; the name is not.
 pub fn write<B: Backing>(
     base: &B,
     parent: &B::Inode,
     name: &str,
     bytes: &[u8],
 ) -> Result<(), Errno> {
-    // It would not be read again.
+    // A longer file would be refused when it is read.
     if bytes.len() as u64 > FILE_BYTES_MAX {
         return Err(Errno::FBIG);
     }
@@ -334,7 +339,7 @@ pub fn write<B: Backing>(
     base.sync(&file, false)
 }
 
-/// pwrite(2), until all is written.
+/// Writes all bytes at `offset`, with as many pwrite(2) calls as necessary.
 pub fn write_all<B: Backing>(
     base: &B,
     file: &B::File,
@@ -351,7 +356,7 @@ pub fn write_all<B: Backing>(
     Ok(())
 }
 
-/// Puts a file with these bytes in the place of `name`, durably.
+/// Replaces the file `name` by a file with these bytes, durably.
 pub fn store<B: Backing>(
     base: &B,
     parent: &B::Inode,
@@ -362,7 +367,7 @@ pub fn store<B: Backing>(
     base.sync_dir(parent)
 }
 
-/// Puts a file with these bytes in the place of `name`. The next sync of the directory makes the name durable.
+/// Replaces the file `name` by a file with these bytes. The new name is durable after the next sync of the directory.
 pub fn put<B: Backing>(base: &B, parent: &B::Inode, name: &str, bytes: &[u8]) -> Result<(), Errno> {
     write(base, parent, name, bytes)?;
     let new = new_name(name);
@@ -375,12 +380,14 @@ pub fn put<B: Backing>(base: &B, parent: &B::Inode, name: &str, bytes: &[u8]) ->
     )
 }
 
-/// Changes a directory, by a file of this name that is made and removed: where listings lag, the next one that this process
-/// reads has all that came before.
+/// Changes a directory by creating and removing the file `name` in it.
+///
+/// Some file systems return outdated listings. After this change, the next listing of this process includes all
+/// earlier changes of other hosts.
 pub fn touch<B: Backing>(base: &B, dir: &B::Inode, name: &str) -> Result<(), Errno> {
     let name = OsStr::new(name);
     match base.create(&own_caller(), dir, name, 0o600) {
-        // Another thread is at it, or one that died left it.
+        // Another thread is doing the same, or a process that died left the file.
         Ok(_) | Err(Errno::EXIST) => {}
         Err(error) => return Err(error),
     }
@@ -390,10 +397,10 @@ pub fn touch<B: Backing>(base: &B, dir: &B::Inode, name: &str) -> Result<(), Err
     }
 }
 
-/// A name, the inode number and the kind of what it leads to.
+/// Directory entry: name, inode number, and file type if the file system reports it.
 pub type Entry = (Vec<u8>, u64, Option<Kind>);
 
-/// Names and kinds in a directory, but `.` and `..`.
+/// Lists the entries of a directory, without `.` and `..`.
 pub fn list<B: Backing>(base: &B, dir: &B::Inode) -> Result<Vec<Entry>, Errno> {
     let mut names = Vec::new();
     base.read_dir(&base.open_dir(dir)?, 0, &mut |entry| {
@@ -405,12 +412,12 @@ pub fn list<B: Backing>(base: &B, dir: &B::Inode) -> Result<Vec<Entry>, Errno> {
     Ok(names)
 }
 
-/// Removes all that is below a directory.
+/// Removes everything in a directory, recursively.
 pub fn clear<B: Backing>(base: &B, dir: &B::Inode) -> Result<(), Errno> {
     clear_but(base, dir, &|_| false)
 }
 
-/// Removes all below a directory, except the names in it that `stays` accepts.
+/// Removes everything in a directory recursively, except the entries of `dir` whose names `stays` accepts.
 pub fn clear_but<B: Backing>(
     base: &B,
     dir: &B::Inode,
@@ -423,7 +430,7 @@ pub fn clear_but<B: Backing>(
         let name = OsStr::from_bytes(&name);
         let kind = match kind {
             Some(kind) => kind,
-            // A name that leads nowhere is no directory's.
+            // A name that has vanished is not a directory.
             None => find(base, dir, name)?.map_or(Kind::File, |(_, attr)| attr.kind),
         };
         if kind == Kind::Dir {
@@ -436,7 +443,9 @@ pub fn clear_but<B: Backing>(
     Ok(())
 }
 
-/// Whether a stored path, relative to the backing, stays in it: components between single slashes, or nothing.
+/// Returns whether a stored path, relative to the backing, stays inside the backing.
+///
+/// A valid path is empty, or consists of components that are separated by single slashes.
 pub fn is_path(path: &[u8]) -> bool {
     path.is_empty()
         || path

@@ -1,14 +1,16 @@
-//! Whether locks of files in a backing keep other hosts out.
+//! Checks whether file locks in a backing exclude other hosts.
 //!
-//! No file system says how far its locks reach. The kernel of each host keeps them with NFS and `local_lock=`, Lustre
-//! without `-o flock`, BeeGFS without global locks and every FUSE server that has no locks of its own. Each host then
-//! believes that it is alone. Two things can be seen from one host:
+//! No file system reports how far its locks reach. In these cases the kernel of each host keeps the locks for itself:
+//! NFS with `local_lock=`, Lustre without `-o flock`, BeeGFS without global locks, and every FUSE server that does
+//! not implement locks. Each host then believes that it is alone. One host can check two things:
 //!
-//! * Two open files of one file here: they must exclude each other, and the lock must end with its open file.
-//! * The leases of other hosts: where a lock is free whose holder beats, it does not reach this host.
+//! * Two open files of the same file on this host must exclude each other, and the lock must end when its open file
+//!   is closed.
+//! * The leases of other hosts: if the lock of a lease is free although the beat of its holder grows, the lock does
+//!   not reach this host.
 //!
-//! So hosts whose locks do not reach each other are found out when the second of them comes, as long as the first one
-//! lives. Two that never live at the same time have nothing to exclude.
+//! If the locks of two hosts do not reach each other, the host that comes second detects this, provided that the
+//! first host is alive. Two hosts that are never alive at the same time need no exclusion.
 
 use std::ffi::OsStr;
 use std::time::Duration;
@@ -19,25 +21,25 @@ use crate::host_dir::{host_dir_name, list_hosts_in};
 use crate::lease::{Beat, Holder, Lease, find_living};
 use crate::own::{self, OwnError, TOP};
 
-/// The file that is locked to see what comes of it, before the name of the host.
+/// Prefix of the name of the file that is locked for the check; the host's name follows.
 const PROBE: &str = "probe-";
-/// Some servers hear of a close a little later.
+/// Number of attempts to lock after the close, because some servers learn of a close with a delay.
 const CLOSE_TRIES: u32 = 20;
 const CLOSE_REST: Duration = Duration::from_millis(50);
 
 /// Why hosts cannot rely on locks in a backing.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ReachError {
-    /// The file system has none.
+    /// The file system does not support locks.
     #[error("its file system refuses to lock a file: {0}")]
     Refused(#[source] Errno),
-    /// Two open files have the same lock.
+    /// Two open files held the same exclusive lock at the same time.
     #[error("its file system lets two open files of this host lock the same file")]
     NotExclusive,
-    /// A lock outlives what it belongs to.
+    /// A lock remained after its open file was closed.
     #[error("its file system keeps a file locked that was closed")]
     NotReleased,
-    /// A host that lives does not keep this one out.
+    /// The lock of a living host's lease does not exclude this host.
     #[error(
         "locks of its file system stay on their host: {host} is alive and does not keep this one out"
     )]
@@ -45,7 +47,7 @@ pub enum ReachError {
         /// Its name.
         host: String,
     },
-    /// A file of Firn's own is not as it must be, or the backing failed.
+    /// A file or directory that Firn owns is not in the required state, or the backing failed.
     #[error(transparent)]
     Own(#[from] OwnError),
 }
@@ -56,8 +58,10 @@ impl From<Errno> for ReachError {
     }
 }
 
-/// Looks how far locks in a backing reach, by files in `.firn/` and by the leases of the other hosts. `rest` waits for so
-/// long.
+/// Checks how far locks in a backing reach. The check uses a probe file in `.firn/` and the leases of the other
+/// hosts.
+///
+/// `rest` must wait for the given time.
 pub fn check_reach<B: Backing>(
     base: &B,
     me: &Holder,
@@ -71,7 +75,7 @@ pub fn check_reach<B: Backing>(
     })
 }
 
-/// What can be seen of two open files of this host.
+/// Checks that two open files of this host exclude each other.
 fn check_here<B: Backing>(
     base: &B,
     dir: &B::Inode,
@@ -85,8 +89,9 @@ fn check_here<B: Backing>(
     Ok(removed?)
 }
 
-/// Whether two open files of this host exclude each other by locks of the file `name` in `dir`, which is made, and left to
-/// the caller.
+/// Checks that two open files of this host exclude each other when both lock the file `name` in `dir`.
+///
+/// The function creates the file and does not remove it; the caller removes it.
 pub fn check_two_files<B: Backing>(
     base: &B,
     dir: &B::Inode,
@@ -112,7 +117,7 @@ pub fn check_two_files<B: Backing>(
     Err(ReachError::NotReleased)
 }
 
-/// Looks for leases whose locks are free and whose holders beat.
+/// Checks that no lease has a free lock while the beat of its holder grows.
 fn check_others<B: Backing>(
     base: &B,
     top: &B::Inode,

@@ -1,24 +1,25 @@
-//! One look at all hosts that have a lease in a backing, by a process that need not have one: which hosts live, since
-//! when, and what each says of itself.
+//! Examines all hosts that have a lease in a backing: which hosts are alive, since when, and what each host reports.
+//! The examining process need not have a lease itself.
 //!
 //! ```text
-//!   lock held, beat young   alive         lock free, given back                        left
+//!   lock held, beat young   alive         lock free, lease released                    left
 //!   lock held, beat old     silent        lock free, same kernel, or beat very old     dead
 //!                                         lock free, beat young                        alive: the lock may not reach
 //!                                         lock free, beat old, locks reach             dead
-//!                                         lock free, beat old                          silent: dead, stopped, or behind
+//!                                         lock free, beat old                          silent: dead, stopped, or delayed
 //! ```
 //!
-//! Locks are seen to reach where the lease of a host with another kernel is locked here: then the lock of each host is
-//! believed.
+//! Locks reach this host if it sees the lock of a host that runs another kernel. In that case the survey trusts the
+//! locks of all hosts.
 //!
 //! Promises
-//! * No clock of a host is compared with another one's. A beat is as old as its file, by the clock that stamps files:
-//!   the time of a probe file that is made for it. A process that may not make one compares with the youngest beat,
-//!   which is a lower bound.
-//! * A beat that grows while it is looked at proves life, whatever times say ([`LOOK_AGAIN_FOR`]).
-//! * What a host says of itself is only shown to people: no part of Firn acts on a survey.
-//! * Nothing stays in the backing.
+//! * No clock of a host is compared with the clock of another host. The age of a beat is the age of its file, by the
+//!   clock that stamps files. The survey reads that clock by creating a probe file. A process that may not create a
+//!   file compares with the youngest beat instead, which gives a lower bound of the age.
+//! * A beat that grows during the survey proves that its host is alive, whatever the file times say
+//!   ([`LOOK_AGAIN_FOR`]).
+//! * The reports of hosts are only shown to people; no part of Firn acts on a survey.
+//! * The survey leaves nothing in the backing.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
@@ -32,100 +33,103 @@ use crate::lease::{Beat, Holder, LEASE, Lease, LeaseUse, Report, STALE_AFTER};
 use crate::own::{self, OwnError, TOP};
 use crate::terms::{Terms, terms_of_holding};
 
-/// The file whose time is compared, before the number of the process.
+/// Prefix of the name of the probe file whose time is compared; the process id follows.
 const PROBE: &str = "probe-time-";
-/// How long beats that seem old are looked at again.
+/// How long the survey watches beats that seem old.
 pub const LOOK_AGAIN_FOR: Duration = Duration::from_millis(800);
 const LOOK_AGAIN_EVERY: Duration = Duration::from_millis(100);
-/// Looks at a record that is just being written.
+/// Maximum number of attempts to read a record that its holder is writing.
 const READ_TRIES: usize = 4;
 const READ_AGAIN_AFTER: Duration = Duration::from_millis(5);
-/// Hosts that are looked at; a directory of Firn's own may have any number of names.
+/// Maximum number of hosts in a survey. The directory may contain any number of names.
 pub const HOSTS_MAX: usize = 4096;
 
-/// Whether a host lives.
+/// State of a host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Life {
-    /// It beats.
+    /// The host beats.
     Alive,
-    /// It does not beat. Its process is there, and stopped, or its backing hangs; or its lock says nothing here.
+    /// The host does not beat. Its process exists but is stopped, or its backing hangs, or its lock proves nothing
+    /// here.
     Silent,
-    /// Its process is gone, and did not say so.
+    /// The process of the host ended without releasing the lease.
     Dead,
-    /// It gave its lease back.
+    /// The host released its lease.
     Left,
 }
 
 impl Life {
-    /// Whether the host may still have the backing mounted.
+    /// Returns whether the host may still have the backing mounted.
     pub fn may_live(self) -> bool {
         matches!(self, Self::Alive | Self::Silent)
     }
 }
 
-/// What the answer whether a host lives rests on.
+/// The evidence for the state of a host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Evidence {
-    /// The lock of its lease, which this kernel keeps, or its word that it left.
+    /// The lock of its lease, or the release in its record.
     Lock,
-    /// Its beat grew meanwhile.
+    /// The beat grew during the survey.
     Beat,
-    /// The age of its beat, by the clock of the file system.
+    /// The age of the beat, by the clock of the file system.
     ServerClock,
-    /// How much older its beat is than the youngest one, as this process may make no file there.
+    /// The age of the beat relative to the youngest beat, because this process may not create a probe file.
     YoungestBeat,
 }
 
-/// A host that has, or had, the backing mounted.
+/// A host that has the backing mounted, or had it mounted.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostSeen {
     /// Its name.
     pub host: String,
-    /// Whether it lives.
+    /// State of the host.
     pub life: Life,
-    /// What that rests on.
+    /// Evidence for the state.
     pub evidence: Evidence,
     /// Whether its lease is locked.
     pub is_locked: bool,
-    /// Time since its last beat; none: it cannot be told.
+    /// Time since the last beat. `None` if it is unknown.
     pub beat_age: Option<Duration>,
-    /// Its process; none: its record could not be read.
+    /// The process that holds the lease. `None` if the record could not be read.
     pub holder: Option<Holder>,
-    /// What it uses the backing for.
+    /// The purposes for which the host uses the backing.
     pub uses: BTreeSet<LeaseUse>,
-    /// How it mounts; empty: it has not said so in this holding.
+    /// How the host mounts. Empty if the host has not published terms in this holding.
     pub terms: Terms,
-    /// How it was at its last beat.
+    /// Report of the host's last beat.
     pub report: Option<Report>,
 }
 
-/// What was found.
+/// Result of a survey.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Survey {
     /// Hosts by name.
     pub hosts: Vec<HostSeen>,
-    /// Hosts that could not be looked at, and why.
+    /// Hosts whose examination failed, with the error.
     pub failed: BTreeMap<String, OwnError>,
-    /// There are more than `HOSTS_MAX`.
+    /// More than `HOSTS_MAX` hosts exist, and the list is incomplete.
     pub is_cut: bool,
 }
 
-/// A lease at the first look.
+/// A lease as found at the first look.
 struct Found<B: Backing> {
     host: String,
     dir: B::Inode,
     beat: Beat,
     is_locked: bool,
     is_settled: bool,
-    /// Nanoseconds of the file's clock.
+    /// Modification time of the lease file in nanoseconds, by the clock that stamps files.
     beaten_ns: i128,
     terms: Terms,
 }
 
-/// Says of all hosts that have a lease in a backing whether they live. `boot` is the id of this boot of the host
-/// ([`Holder::boot`]). `rest` waits for the given time; all its waits together are at most `LOOK_AGAIN_FOR`.
+/// Examines all hosts that have a lease in a backing.
+///
+/// `boot` is the boot id of this host ([`Holder::boot`]). `rest` must wait for the given time. The waits while old
+/// beats are watched add up to at most [`LOOK_AGAIN_FOR`]; each record that is being written adds up to 15 ms.
 pub fn survey<B: Backing>(
     base: &B,
     boot: &str,
@@ -181,7 +185,7 @@ fn find<B: Backing>(
     let Some(beat) = read_whole(base, &dir, rest)? else {
         return Ok(None);
     };
-    // Asked after the file was opened: a client of a network file system has asked its server then.
+    // Read the time after the file was opened. At the open, the client of a network file system has asked its server.
     let Some((_, attr)) = own::find(base, &dir, OsStr::new(LEASE))? else {
         return Ok(None);
     };
@@ -198,7 +202,7 @@ fn find<B: Backing>(
     }))
 }
 
-/// A record that is being written is read again.
+/// Reads a beat, and repeats the read if the holder is writing the record at that moment.
 fn read_whole<B: Backing>(
     base: &B,
     dir: &B::Inode,
@@ -215,7 +219,7 @@ fn read_whole<B: Backing>(
     Ok(read)
 }
 
-/// Whether a host with another kernel keeps this one out.
+/// Returns whether the lock of a host that runs another kernel is visible on this host.
 fn locks_reach<B: Backing>(found: &[Found<B>], boot: &str) -> bool {
     let is_other = |found: &Found<B>| {
         let holder = found.beat.holder();
@@ -224,7 +228,7 @@ fn locks_reach<B: Backing>(found: &[Found<B>], boot: &str) -> bool {
     found.iter().any(|found| found.is_locked && is_other(found))
 }
 
-/// The hosts whose beats grow.
+/// Watches the doubtful leases and returns the hosts whose beats change.
 fn look_again<B: Backing>(
     base: &B,
     doubted: &[&Found<B>],
@@ -248,12 +252,13 @@ fn look_again<B: Backing>(
 }
 
 impl<B: Backing> Found<B> {
-    /// Whether its lock alone says that its holder died.
+    /// Returns whether the free lock alone proves that the holder died.
     fn is_dead(&self) -> bool {
         !self.is_locked && self.is_settled && !self.beat.is_released()
     }
 
-    /// How long its beat is believed where its lock says nothing: as long as for the most patient use.
+    /// Returns how long the beat counts as a sign of life if the lock proves nothing: the longest time of all its
+    /// uses.
     fn stale_after(&self) -> Duration {
         let uses = self.beat.uses().unwrap_or_default();
         let longest = uses.iter().map(|purpose| purpose.stale_after()).max();
@@ -298,7 +303,7 @@ impl<B: Backing> Found<B> {
     }
 }
 
-/// What the clock that stamps files says now.
+/// Current time of the clock that stamps files.
 struct Clock {
     now_ns: i128,
     evidence: Evidence,
@@ -318,10 +323,11 @@ impl Clock {
         })
     }
 
-    /// The age of a beat. None where it is from the future: then times are not those of one clock.
+    /// Returns the age of a beat. Returns `None` if the beat lies in the future by more than [`STALE_AFTER`], because
+    /// the times then come from different clocks.
     fn age<B: Backing>(&self, found: &Found<B>) -> Option<Duration> {
         let age_ns = self.now_ns - found.beaten_ns;
-        // A beat may have come since the probe.
+        // The holder may have beaten after the probe.
         if age_ns < -(STALE_AFTER.as_nanos() as i128) {
             return None;
         }
@@ -329,7 +335,7 @@ impl Clock {
     }
 }
 
-/// The time of a file that is made now; `None`: this process may make none.
+/// Returns the time stamp of a new probe file. Returns `None` if this process cannot create one.
 fn probe<B: Backing>(base: &B) -> Result<Option<i128>, OwnError> {
     let Some((top, _)) = own::find_dir(base, &base.root(), TOP)? else {
         return Ok(None);
@@ -338,7 +344,7 @@ fn probe<B: Backing>(base: &B) -> Result<Option<i128>, OwnError> {
     let name = OsStr::new(&name);
     let made = match base.create(&own::own_caller(), &top, name, 0o600) {
         Ok((_, file, _)) => base.attr_of_file(&file).map(Some),
-        // A process of this number that was killed at it left its own, or another host has one of this number.
+        // A killed process with the same id left its probe file, or another host has a process with this id.
         Err(Errno::EXIST) => Ok(None),
         Err(Errno::ROFS | Errno::ACCESS | Errno::PERM | Errno::NOSPC | Errno::DQUOT) => {
             return Ok(None);

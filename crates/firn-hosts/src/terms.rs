@@ -1,14 +1,16 @@
-//! How the hosts that live use a backing: each says so in a file beside its lease, and looks at what the others say.
+//! Publishes and reads the terms: how each living host uses the backing. Each host writes its terms to a file beside
+//! its lease and reads the files of the other hosts.
 //!
 //! ```text
-//! host-A/  lease    A lives
+//! host-A/  lease    A is alive
 //!          terms    holding of that lease, and {"layout":"log","tokens":"flock",…}
 //! ```
 //!
 //! Promises
-//! * Of two hosts that come at the same time at least one sees the other: each says its own before it looks.
-//! * What a host that is gone said does not count: it names the holding of the lease that it was said in, and that lease
-//!   is held, or its count grows.
+//! * If two hosts start at the same time, at least one of them sees the other, because each host publishes its terms
+//!   before it reads.
+//! * The terms of a dead host do not count. Terms name the holding of the lease under which they were written. They
+//!   count only while that lease is held or its count grows.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -19,31 +21,31 @@ use crate::host_dir::{find_host_dir, list_hosts};
 use crate::lease::{Beat, Holder, Lease};
 use crate::own::{self, OwnError};
 
-/// Name of the file.
+/// Name of the file in the host's directory.
 const TERMS: &str = "terms";
-/// Bytes that it has at most: 256 lanes have long paths.
+/// Maximum size of the file in bytes. The terms list up to 256 lanes, each with a long path.
 const TERMS_BYTES_MAX: u64 = 4 << 20;
 
-/// What a host says, by names of options and formats.
+/// The terms of a host: values by the names of options and formats.
 pub type Terms = BTreeMap<String, String>;
 
-/// The file.
+/// Content of the file.
 #[derive(Debug, Serialize, Deserialize)]
 struct Stored {
     holding: u64,
     terms: Terms,
 }
 
-/// A host that lives.
+/// A living host and its terms.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Peer {
     /// Its name.
     pub host: String,
-    /// What it says.
+    /// Its terms.
     pub terms: Terms,
 }
 
-/// Says how the holder of `lease`, which is in `dir`, uses the backing.
+/// Writes the terms of the holder of `lease`, durably, to the host directory `dir`.
 pub fn publish_terms<B: Backing>(
     base: &B,
     dir: &B::Inode,
@@ -58,7 +60,9 @@ pub fn publish_terms<B: Backing>(
     own::store(base, dir, TERMS, &bytes)
 }
 
-/// What the host of a directory has said in the holding that its beat is of.
+/// Reads the terms that the host of `dir` wrote during the holding that `beat` belongs to.
+///
+/// Returns `None` if there is no such file, if the file is unreadable, or if it belongs to another holding.
 pub(crate) fn terms_of_holding<B: Backing>(
     base: &B,
     dir: &B::Inode,
@@ -72,32 +76,32 @@ pub(crate) fn terms_of_holding<B: Backing>(
     Ok(current.map(|stored| stored.terms))
 }
 
-/// Looks at the hosts that have leases in a backing.
+/// Finds the living hosts that have leases in a backing, with their terms.
 pub struct PeerWatch {
     me: Holder,
-    /// The last beat of each host whose lock says nothing.
+    /// Last beat of each host whose lock proves nothing.
     seen: HashMap<String, Beat>,
 }
 
-/// Whether a host lives.
+/// Whether a host is alive.
 enum Life {
     Lives,
     Gone,
-    /// Its lock is free, and its beat was not there, or another one, the last time. It is looked at again.
+    /// The lock is free, and this process has not seen a beat of the host before. The next look decides.
     Unknown,
 }
 
-/// What a look has found.
+/// Result of one look at the other hosts.
 #[derive(Debug, Default)]
 pub struct Peers {
-    /// Hosts that live.
+    /// The hosts that are alive.
     pub living: Vec<Peer>,
-    /// There may be more: the next look, after a time in which each living host beats, tells.
+    /// There may be more living hosts. The next look decides, once every living host has had time to beat.
     pub is_unsure: bool,
 }
 
 impl PeerWatch {
-    /// For this process.
+    /// Creates a watch for the process `me`.
     pub fn new(me: Holder) -> Self {
         Self {
             me,
@@ -105,7 +109,7 @@ impl PeerWatch {
         }
     }
 
-    /// The other hosts that live, by their names.
+    /// Returns the other living hosts, sorted by name.
     pub fn look<B: Backing>(&mut self, base: &B) -> Result<Peers, OwnError> {
         let mut peers = Peers::default();
         let mut hosts = list_hosts(base)?;

@@ -1,22 +1,23 @@
-//! Tokens of lanes: one host at a time writes to an I/O server.
+//! Tokens of lanes: each token lets one host at a time write to an I/O server.
 //!
-//! A lane's token is a lock that all hosts over a backing know. A drain asks for it before it picks work, holds it for
-//! a batch, and gives it back so that the next host has its turn. Where the locks are kept is a [`LockService`]:
+//! The token of a lane is a lock that all hosts of a backing share. A drain requests the token before it picks work,
+//! holds the token for one batch, and then gives it back so that the next host has its turn. A [`LockService`] keeps
+//! the locks:
 //!
-//! * [`FlockService`]: files of Firn's own in the backing, for file systems whose locks reach all hosts.
-//! * `firn-etcd`: etcd, over its JSON gateway, for the others.
+//! * [`FlockService`]: lock files in the backing, for file systems whose locks reach all hosts.
+//! * `firn-etcd`: etcd over its JSON gateway, for all other file systems.
 //!
 //! Promises
-//! * A token is advice about time and never about truth: no byte depends on it. Two writers on a server are slow, not
-//!   wrong.
-//! * No lane waits longer than [`Limits::wait`] for a service that does not answer or a holder that does not go on.
-//!   From then on the lane goes on without its token, says so, and asks again ever more rarely.
-//! * No caller waits in a call of the service. Each lane has a thread that makes them ([`LaneToken`]), and which may
-//!   hang.
-//! * What is asked for is taken back, and what is held is given back, when the tokens are stopped; that is waited for
-//!   for a moment only.
+//! * Tokens affect speed only; the correctness of data never depends on them. Two hosts that write to one server at
+//!   the same time are slow, but not wrong.
+//! * If the service does not answer or the holder makes no progress, no lane waits longer than [`Limits::wait`]. Then
+//!   the lane writes without its token, reports that, and requests the token again at growing intervals.
+//! * No caller waits for a call of the service. Each lane has its own thread that makes these calls ([`LaneToken`]),
+//!   and that thread may hang.
+//! * When the tokens are stopped, open requests are withdrawn and held tokens are given back. The stop waits for that
+//!   only a short time.
 //!
-//! docs/internals/tokens.md has the picture.
+//! docs/internals/tokens.md has a diagram.
 
 mod flock;
 mod keeper;

@@ -3,14 +3,14 @@
 //! ```text
 //! NAME                     put once by one host; its content counts for all hosts
 //! PREFIX-HOST              HOST has reached the step PREFIX
-//! put-NAME.HOST.N.new      a file that is being written, and gets the name NAME
+//! put-NAME.HOST.N.new      a file that is being written and will be linked as NAME
 //! ```
 //!
 //! Invariants
-//! * A put-once file never changes: all hosts read the same contents.
-//! * Of two hosts that put files of different names and then look for the other's, at least one sees the other's file.
-//!   Both files are in the same directory, and a name is there before its put returns.
-//! * A file is complete and durable before it gets its name.
+//! * A put-once file never changes, so all hosts read the same content.
+//! * Assume that two hosts put files of different names and then look for each other's file. At least one host sees
+//!   the other's file, because both files are in the same directory and a name exists before its put returns.
+//! * A file is complete and durable before it gets its final name.
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
@@ -22,26 +22,27 @@ use serde::de::DeserializeOwned;
 
 use crate::own::{self, OwnError, own_caller};
 
-/// Prefix of files that have not got their name yet.
+/// Prefix of files that do not have their final name yet.
 const PUT: &str = "put-";
 /// Prefix of a directory that is being removed.
 const RETIRED: &str = "over-";
-/// Tries of a removal while hosts add files: far more than the files that they add before they see that it goes.
+/// Maximum number of attempts to remove a directory while hosts add files to it. This is far more than the number of
+/// files that hosts add before they notice the removal.
 const REMOVE_TRIES_MAX: usize = 1000;
 
-/// A directory of votes, opened by one of the hosts.
+/// A vote directory that one of the hosts has opened.
 pub struct VoteDir<'a, B: Backing> {
     base: &'a B,
     top: B::Inode,
     name: String,
     dir: B::Inode,
-    /// Its inode number.
+    /// Inode number of the directory.
     ino: u64,
     host: &'a str,
 }
 
 impl<'a, B: Backing> VoteDir<'a, B> {
-    /// Opens the directory `name` in `top`, if it is there.
+    /// Opens the directory `name` in `top`. Returns `None` if it does not exist.
     pub fn find(
         base: &'a B,
         top: &B::Inode,
@@ -59,7 +60,7 @@ impl<'a, B: Backing> VoteDir<'a, B> {
         }))
     }
 
-    /// Opens it, made durably if it is not there.
+    /// Opens the directory `name` in `top`, and creates it durably if it does not exist.
     pub fn make(base: &'a B, top: &B::Inode, name: &str, host: &'a str) -> Result<Self, OwnError> {
         let dir = own::dir(base, top, name)?;
         base.sync_dir(top)?;
@@ -73,32 +74,32 @@ impl<'a, B: Backing> VoteDir<'a, B> {
         })
     }
 
-    /// What it is in.
+    /// Returns the backing that contains the directory.
     pub(crate) fn base(&self) -> &'a B {
         self.base
     }
 
-    /// The directory itself.
+    /// Returns the directory's inode.
     pub fn dir(&self) -> &B::Inode {
         &self.dir
     }
 
-    /// The inode number of the directory.
+    /// Returns the inode number of the directory.
     pub fn ino(&self) -> u64 {
         self.ino
     }
 
-    /// Its name.
+    /// Returns the name of the directory.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// This host.
+    /// Returns the name of this host.
     pub fn host(&self) -> &str {
         self.host
     }
 
-    /// All names in it.
+    /// Returns all names in the directory.
     pub fn names(&self) -> Result<BTreeSet<String>, Errno> {
         let names = own::list(self.base, &self.dir)?.into_iter();
         Ok(names
@@ -106,12 +107,12 @@ impl<'a, B: Backing> VoteDir<'a, B> {
             .collect())
     }
 
-    /// The name of this host's own file of a kind.
+    /// Returns the name of this host's file with the given prefix.
     pub fn own_file(&self, prefix: &str) -> String {
         format!("{prefix}{}", self.host)
     }
 
-    /// The hosts that have a file of a kind.
+    /// Returns the hosts that have a file with the given prefix.
     pub fn hosts(&self, prefix: &str) -> Result<Vec<String>, Errno> {
         Ok(self
             .names()?
@@ -121,12 +122,12 @@ impl<'a, B: Backing> VoteDir<'a, B> {
             .collect())
     }
 
-    /// The bytes of a file, if it is there.
+    /// Reads a file. Returns `None` if it does not exist.
     pub fn read(&self, name: &str) -> Result<Option<Vec<u8>>, OwnError> {
         own::load(self.base, &self.dir, name)
     }
 
-    /// What [`VoteDir::put_json`] put, if it is there.
+    /// Reads a value that [`VoteDir::put_json`] wrote. Returns `None` if the file does not exist.
     pub fn read_json<T: DeserializeOwned>(&self, name: &str) -> Result<Option<T>, Errno> {
         let Some(bytes) = self.read(name)? else {
             return Ok(None);
@@ -136,10 +137,12 @@ impl<'a, B: Backing> VoteDir<'a, B> {
             .map_err(|_| Errno::IO)
     }
 
-    /// Puts a file where there is none, durably; whether it was this one that came first.
+    /// Creates the file `name` durably, unless the name exists already.
+    ///
+    /// Returns whether this call created the file.
     pub fn put_once(&self, name: &str, bytes: &[u8]) -> Result<bool, Errno> {
         let put = match bytes {
-            // Whole from the beginning.
+            // An empty file is complete as soon as it exists.
             [] => self
                 .base
                 .create(&own_caller(), &self.dir, OsStr::new(name), 0o600)
@@ -155,10 +158,10 @@ impl<'a, B: Backing> VoteDir<'a, B> {
         Ok(is_first)
     }
 
-    /// Gives a file the name when all its bytes are durable; EEXIST if there is one of that name.
+    /// Writes a file durably and then links it as `name`. Fails with EEXIST if the name exists.
     fn link_once(&self, name: &str, bytes: &[u8]) -> Result<(), Errno> {
-        // The working name is that of no other host and of no other thread of this one: two threads of a firnd may
-        // put the same file at once.
+        // No other host and no other thread of this host uses the same working name. Two threads of a firnd may put
+        // the same file at the same time.
         static PUTS: AtomicU64 = AtomicU64::new(0);
         let number = PUTS.fetch_add(1, Ordering::Relaxed);
         let working = format!("{PUT}{name}.{}.{number}", self.host);
@@ -170,26 +173,27 @@ impl<'a, B: Backing> VoteDir<'a, B> {
         linked.map(drop)
     }
 
-    /// Puts an empty file that means nothing after a power loss.
+    /// Creates an empty file without syncing it. The file must mean nothing after a power loss.
     pub(crate) fn put_hint(&self, name: &str) -> Result<(), Errno> {
         Ok(own::open_or_create(self.base, &self.dir, name).map(drop)?)
     }
 
-    /// [`VoteDir::put_once`] of a value as JSON.
+    /// Writes a value as JSON by [`VoteDir::put_once`].
     pub fn put_json(&self, name: &str, value: &impl Serialize) -> Result<bool, Errno> {
         let mut bytes = serde_json::to_vec_pretty(value).expect("plain data");
         bytes.push(b'\n');
         self.put_once(name, &bytes)
     }
 
-    /// Takes this host's own file of a kind away again, durably.
+    /// Removes this host's file with the given prefix, durably.
     pub fn withdraw(&self, prefix: &str) -> Result<(), Errno> {
         self.withdraw_hint(prefix)?;
         self.base.sync_dir(&self.dir)
     }
 
-    /// Takes this host's own file of a kind away. After a power loss the file may be there again, so it must mean
-    /// nothing then.
+    /// Removes this host's file with the given prefix, without a sync.
+    ///
+    /// After a power loss the file may exist again, so the file must mean nothing then.
     pub fn withdraw_hint(&self, prefix: &str) -> Result<(), Errno> {
         let name = self.own_file(prefix);
         match self.base.unlink(&self.dir, OsStr::new(&name)) {
@@ -198,7 +202,7 @@ impl<'a, B: Backing> VoteDir<'a, B> {
         }
     }
 
-    /// Removes files, durably: nothing that is removed later is gone before them.
+    /// Removes files durably. The sync orders this removal before all later ones.
     pub fn remove_files<'n>(&self, names: impl IntoIterator<Item = &'n str>) -> Result<(), Errno> {
         for name in names {
             self.base.unlink(&self.dir, OsStr::new(name))?;
@@ -206,13 +210,14 @@ impl<'a, B: Backing> VoteDir<'a, B> {
         self.base.sync_dir(&self.dir)
     }
 
-    /// Whether its name still leads to it.
+    /// Returns whether the name of the directory still leads to this directory.
     pub fn is_current(&self) -> Result<bool, Errno> {
         let found = own::find(self.base, &self.top, OsStr::new(&self.name))?;
         Ok(found.is_some_and(|(_, attr)| attr.ino == self.ino))
     }
 
-    /// Removes the directory if nothing is in it. A host that is about to put something into it finds it gone.
+    /// Removes the directory if it is empty. A host that then tries to put a file into it gets an error, because the
+    /// directory is gone.
     pub fn remove_empty(&self) -> Result<(), Errno> {
         match self.base.rmdir(&self.top, OsStr::new(&self.name)) {
             Err(Errno::NOTEMPTY | Errno::EXIST) => Ok(()),
@@ -220,8 +225,10 @@ impl<'a, B: Backing> VoteDir<'a, B> {
         }
     }
 
-    /// Removes the directory so that hosts find all of it or nothing under its name: it gets another name first.
-    /// Only one host may do this for a directory.
+    /// Removes the directory atomically for other hosts: under its name they find either all of it or nothing. The
+    /// directory is renamed first, and then its content is removed.
+    ///
+    /// Only one host may call this for a directory.
     pub fn retire(&self) -> Result<(), Errno> {
         let retired = format!("{RETIRED}{}.{}", self.name, self.host);
         remove_dir(self.base, &self.top, &retired)?;
@@ -236,8 +243,10 @@ impl<'a, B: Backing> VoteDir<'a, B> {
         remove_dir(self.base, &self.top, &retired)
     }
 
-    /// Removes the directories in `top` that hosts were removing by [`VoteDir::retire`] when they died, as those hosts may
-    /// never come back. A live host that is removing one at the same time finds it gone. What is not Firn's own is left.
+    /// Removes the directories in `top` whose removal by [`VoteDir::retire`] was cut short by the death of a host.
+    ///
+    /// The dead hosts may never return. If a living host is removing one of these directories at the same time, that
+    /// host finds it gone. Directories that Firn does not own are left.
     pub fn remove_retired(base: &B, top: &B::Inode) -> Result<(), Errno> {
         for name in Self::find_retired(base, top)? {
             match own::find_dir(base, top, &name) {
@@ -249,14 +258,14 @@ impl<'a, B: Backing> VoteDir<'a, B> {
         Ok(())
     }
 
-    /// The names of these directories.
+    /// Returns the names of directories in `top` whose removal by [`VoteDir::retire`] is unfinished.
     pub fn find_retired(base: &B, top: &B::Inode) -> Result<Vec<String>, Errno> {
         let names = own::list(base, top)?.into_iter();
         let names = names.map(|(name, ..)| String::from_utf8_lossy(&name).into_owned());
         Ok(names.filter(|name| Self::is_retired(name)).collect())
     }
 
-    /// Whether this is the name of such a directory.
+    /// Returns whether a directory of this name was being removed by [`VoteDir::retire`].
     pub fn is_retired(name: &str) -> bool {
         Self::name_before_retired(name).is_some()
     }
@@ -267,8 +276,10 @@ impl<'a, B: Backing> VoteDir<'a, B> {
     }
 }
 
-/// Removes a retired directory. A host that opened it before may still be putting something into it, so the removal is
-/// repeated while that goes on. Such a host finds its file gone, as if it had come later.
+/// Removes a retired directory.
+///
+/// A host that opened the directory earlier may still be adding files, so the removal is repeated as long as files
+/// appear. Such a host later finds its file gone, as if it had come after the removal.
 fn remove_dir<B: Backing>(base: &B, top: &B::Inode, name: &str) -> Result<(), Errno> {
     for _ in 0..REMOVE_TRIES_MAX {
         let Some((dir, _)) = own::find_dir(base, top, name)? else {

@@ -1,5 +1,6 @@
-//! Which hosts live that use a backing for one thing: by the locks of their leases, and where those say nothing by their
-//! beats.
+//! Detects which hosts are alive, among the hosts that use a backing for one purpose.
+//!
+//! The lock of a host's lease is the first evidence. If the lock proves nothing, the heartbeat in the lease decides.
 
 use std::collections::HashMap;
 use std::time::Instant;
@@ -11,17 +12,17 @@ use crate::host_dir::{find_host_dir, list_hosts};
 use crate::lease::{Beat, Lease, LeaseUse};
 use crate::own::OwnError;
 
-/// Looks at the hosts that use a backing for one thing.
+/// Detects whether hosts that use a backing for one purpose are alive.
 pub struct HostWatch {
     purpose: LeaseUse,
-    /// The run of this kernel ([`crate::Holder::boot`]).
+    /// Boot id of this host ([`crate::Holder::boot`]).
     boot: String,
-    /// The last beat of each host whose lock says nothing, and since when it stands still.
+    /// For each host whose lock proves nothing: its last beat, and the time when this process first saw that beat.
     seen: Mutex<HashMap<String, (Beat, Instant)>>,
 }
 
 impl HostWatch {
-    /// For hosts that have this use in their leases.
+    /// Creates a watch for hosts whose leases record the use `purpose`.
     pub fn new(purpose: LeaseUse, boot: String) -> Self {
         Self {
             purpose,
@@ -30,7 +31,8 @@ impl HostWatch {
         }
     }
 
-    /// Whether a process uses the backing for this in the name of a host, as far as can be seen from here.
+    /// Returns whether a process is alive that uses the backing for this purpose in the name of `host`, as far as
+    /// this host can see.
     pub fn is_living<B: Backing>(&self, base: &B, host: &str) -> Result<bool, OwnError> {
         let Some(dir) = find_host_dir(base, host)? else {
             return Ok(false);
@@ -52,7 +54,7 @@ impl HostWatch {
         Ok(self.is_fresh(host, beat))
     }
 
-    /// Whether a beat has not stood still for too long.
+    /// Returns whether the beat has changed within the stale time of this purpose.
     fn is_fresh(&self, host: &str, beat: Beat) -> bool {
         let mut seen = self.seen.lock();
         let (last, since) = seen
@@ -64,7 +66,7 @@ impl HostWatch {
         since.elapsed() < self.purpose.stale_after()
     }
 
-    /// The hosts that live, but `me`.
+    /// Returns the names of the living hosts, without `me`.
     pub fn others_living<B: Backing>(&self, base: &B, me: &str) -> Result<Vec<String>, OwnError> {
         let mut living = Vec::new();
         for host in list_hosts(base)? {

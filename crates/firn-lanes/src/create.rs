@@ -1,7 +1,8 @@
-//! A new file: first in its lane, then under a name.
+//! Creates a new file: first in its lane, then under its name.
 //!
-//! The kernel locks a directory while a name is made in it. So the making of a name does not wait for a lane that hangs
-//! if another one will do. Each lane has a thread of its own for the calls, and what it makes too late is removed.
+//! The kernel locks a directory while a name is created in it. The creation therefore does not wait for a hanging
+//! lane if another lane is possible. Each lane has its own thread for these calls. A file that is created too late is
+//! removed.
 
 use std::cmp::Reverse;
 use std::sync::atomic::AtomicBool;
@@ -16,17 +17,18 @@ use crate::removal::Removal;
 use crate::rule::Reason;
 use crate::state::Call;
 
-/// Bytes of a file's name that its entry in the lane repeats, so that a listing of the lane is readable.
+/// Maximum number of bytes of a file's name that its entry in the lane repeats. They make a listing of the lane
+/// readable.
 const NAME_BYTES: usize = 200;
-/// Links of a directory that are looked at when it gets its first file from this host.
+/// Maximum number of links that are counted in a directory that gets its first file from this host.
 const COUNTED_MAX: usize = 256;
-/// A lane that does not make a file so soon hangs, or is so slow that another one is better.
+/// Time within which a lane must create a file. A slower lane hangs, or is so slow that another lane is better.
 const ANSWERS_WITHIN: Duration = Duration::from_secs(2);
 
-/// What [`Backing::create`] returns.
+/// Result of [`Backing::create`].
 type Created<B> = (LanesInode<B>, LanesFile<B>, Attr);
 
-/// A file that is to be made.
+/// The parameters of a file to create.
 pub(crate) struct NewFile<'a, B: Backing> {
     pub(crate) caller: &'a Caller,
     pub(crate) parent: &'a B::Inode,
@@ -34,58 +36,58 @@ pub(crate) struct NewFile<'a, B: Backing> {
     pub(crate) mode: u32,
 }
 
-/// What the rule chooses a lane by: where a file is going to have its name.
+/// The place where a file will have its name, by which the rule chooses a lane.
 pub(crate) struct PlaceByName<'a, B: Backing> {
     pub(crate) parent: &'a B::Inode,
-    /// Sum of the numbers in the directory's path.
+    /// Sum of the numbers in the path of the directory.
     pub(crate) numbers: u64,
     pub(crate) name: &'a OsStr,
 }
 
-/// Lanes that a file may go to.
+/// The lanes that are allowed for a file.
 #[derive(Clone, Copy)]
 enum Wanted {
-    /// This one, and no other.
+    /// Only this lane.
     Fixed(usize),
-    /// This lane, or one of those after it; and the number of lanes.
+    /// This lane or one of those after it; the second number is the number of lanes.
     First(usize, usize),
 }
 
-/// A file in a lane that has no name above yet.
+/// A created file in a lane that has no name in the primary yet.
 struct MadeFile<B: Backing> {
     inode: B::Inode,
     file: B::File,
     attr: Attr,
 }
 
-/// Why a file was not made in a lane.
+/// The reason why a file was not created in a lane.
 enum CreateError {
-    /// The lane failed: another one may do.
+    /// The lane failed. Another lane may succeed.
     Lane(Errno),
-    /// The lane, which had no room, has less than files take: only this many bytes.
+    /// The lane was full and still has less room than a file needs: only this number of bytes.
     Short(u64),
-    /// The name, the primary or the caller.
+    /// The error concerns the name, the primary or the caller.
     Other(Errno),
 }
 
 type MakeResult<B> = std::result::Result<MadeFile<B>, CreateError>;
 
-/// The making of a file in one lane. It may go on while another lane is tried.
+/// The creation of a file in one lane. It may continue while another lane is tried.
 struct Attempt<B: Backing> {
     lane: usize,
     entry: OsString,
-    /// In the staging directory.
+    /// The link in the staging directory.
     link: B::Inode,
     link_attr: Attr,
     has_ended: Arc<AtomicBool>,
 }
 
-/// The lanes that were asked for one file.
+/// The attempts to create one file.
 struct Attempts<B: Backing> {
     under_way: Vec<Attempt<B>>,
     sender: mpsc::Sender<(usize, MakeResult<B>)>,
     receiver: mpsc::Receiver<(usize, MakeResult<B>)>,
-    /// Lanes that have less room than files take, and how much.
+    /// Lanes with less room than a file needs, and that room in bytes.
     short: Vec<(usize, u64)>,
     failed: Option<Errno>,
 }
@@ -103,7 +105,7 @@ impl<B: Backing> Default for Attempts<B> {
     }
 }
 
-/// Says that a task has ended, also when it panics or never begins.
+/// Marks a task as ended when it is dropped. That includes a panic, and a task that never begins.
 struct EndOfTask(Arc<AtomicBool>);
 
 impl Drop for EndOfTask {
@@ -113,7 +115,7 @@ impl Drop for EndOfTask {
 }
 
 impl<B: Backing> Lanes<B> {
-    /// [`Backing::create`], in the lane that the rule chooses.
+    /// Creates a file in the lane that the rule chooses ([`Backing::create`]).
     pub(crate) fn create_by_name(
         &self,
         rule: &Rule,
@@ -121,7 +123,7 @@ impl<B: Backing> Lanes<B> {
         new: &NewFile<'_, B>,
     ) -> Result<Created<B>> {
         let (made_in, owner) = self.owner_in(new.parent, new.caller)?;
-        // Outside of transactions the file is made where it has its name.
+        // Outside transactions the file is created in the directory of its name.
         let dir = if std::ptr::eq(place.parent, new.parent) {
             made_in
         } else {
@@ -143,7 +145,7 @@ impl<B: Backing> Lanes<B> {
         Ok(created)
     }
 
-    /// Creates a file of Firn's own in the lane of its turn. The lane's figures do not count it.
+    /// Creates a file that Firn owns, in the lane of its turn. The counts of the lane do not include it.
     pub(crate) fn create_by_turn(
         &self,
         rule: &Rule,
@@ -177,8 +179,10 @@ impl<B: Backing> Lanes<B> {
         Ok((parent.child(new.name, inode), file, attr))
     }
 
-    /// How many files of a directory each of the first `count` lanes has. It is a hint: a part of a large directory says
-    /// as much as all of it, and what cannot be read is not counted.
+    /// Returns the number of files of a directory on each of the first `count` lanes.
+    ///
+    /// The numbers are a hint. A part of a large directory is as informative as all of it, and entries that cannot be
+    /// read are not counted.
     fn count_files_in(&self, dir: &B::Inode, count: usize) -> Vec<u64> {
         let mut links = Vec::new();
         let mut add = |entry: DirEntry<'_>| {
@@ -203,8 +207,8 @@ impl<B: Backing> Lanes<B> {
         counts
     }
 
-    /// A new file in the lane that is wanted. Where that one is full, gone or hangs, in the next one that is not, unless it
-    /// is fixed.
+    /// Creates a file in the wanted lane. If that lane is full, gone or hanging and not fixed, the next usable lane
+    /// is taken.
     fn create_wanted(
         &self,
         wanted: Wanted,
@@ -227,7 +231,7 @@ impl<B: Backing> Lanes<B> {
             .map(|created| (lane, created))
     }
 
-    /// In this lane, however long it takes.
+    /// Creates a file in this lane, however long it takes.
     fn create_in_one(
         &self,
         attempts: &mut Attempts<B>,
@@ -242,7 +246,8 @@ impl<B: Backing> Lanes<B> {
         }
     }
 
-    /// In one of these lanes. One that does not answer in a moment is not waited for as long as there is another.
+    /// Creates a file in one of these lanes. The function does not wait for a slow lane as long as there is another
+    /// one.
     fn create_in_any(
         &self,
         attempts: &mut Attempts<B>,
@@ -258,7 +263,7 @@ impl<B: Backing> Lanes<B> {
                 return Ok(made);
             }
         }
-        // No lane has room for a file as they are; the one that has most is better than none.
+        // No lane has enough room for a file, so the lane with the most room is tried first.
         attempts.short.sort_by_key(|(_, room)| Reverse(*room));
         for (lane, room) in std::mem::take(&mut attempts.short) {
             attempts.failed.get_or_insert(Errno::NOSPC);
@@ -269,7 +274,7 @@ impl<B: Backing> Lanes<B> {
                 }
             }
         }
-        // All that do not fail hang: the first that answers has it.
+        // All lanes that do not fail hang, so the first lane that answers is taken.
         for lane in hung {
             self.begin(attempts, lane, None, owner, new)?;
         }
@@ -281,18 +286,19 @@ impl<B: Backing> Lanes<B> {
         Err(attempts.failed.unwrap_or(Errno::IO))
     }
 
-    /// The room that a lane must have for a new file, if it had none before.
+    /// Returns the room in bytes that a full lane must have for a new file. Returns `None` if the lane is not full.
     fn room_wanted(&self, lane: usize) -> Option<u64> {
         let lane = &self.setup.lanes[lane];
         if lane.progress.state() != LaneState::Full {
             return None;
         }
-        // Files that are gone above may still take room.
+        // Removed files that still wait for their removal from the lane may occupy room.
         let _ = self.finish_removals();
         Some(self.usual_room())
     }
 
-    /// Begins to make a file in a lane, by a thread that may hang there. `room`: bytes that the lane must have free.
+    /// Starts the creation of a file in a lane, on a thread that may hang there. `room` is the number of bytes that
+    /// the lane must have free.
     fn begin(
         &self,
         attempts: &mut Attempts<B>,
@@ -305,7 +311,7 @@ impl<B: Backing> Lanes<B> {
         let entry = new_entry(new.name)?;
         let place = Arc::clone(&self.setup.lanes[lane]);
         let target = place.target_of(&entry);
-        // The link first: from it the next mount finds the file, should this be cut off.
+        // Create the link first. If the creation is interrupted, the next mount finds the file by this link.
         let (link, link_attr) = self.primary.symlink(owner, staging, &entry, &target)?;
         let mark = self.mark_of(&link_attr);
         let has_ended = Arc::new(AtomicBool::new(false));
@@ -327,13 +333,15 @@ impl<B: Backing> Lanes<B> {
             let end = EndOfTask(has_ended);
             let made = place.make_file(&entry, &owner, mode, mark, room);
             drop(end);
-            // The caller may have another one by now, and removes this one later.
+            // The caller may have taken another lane's file by now; then it removes this one later.
             let _ = sender.send((lane, made));
         });
         Ok(())
     }
 
-    /// Waits for one of the attempts, `at_most` that long. None: it failed, as is noted, or none has ended.
+    /// Waits for one of the attempts, at most for `at_most`.
+    ///
+    /// Returns `None` if no attempt has ended, or if one failed; the failure is recorded.
     fn await_attempt(
         &self,
         attempts: &mut Attempts<B>,
@@ -366,7 +374,7 @@ impl<B: Backing> Lanes<B> {
         Ok(None)
     }
 
-    /// Gives the file its name, last: once it has it, nothing may fail any more.
+    /// Gives the file its name. This is the last step, because nothing may fail after it.
     fn finish(
         &self,
         attempt: Attempt<B>,
@@ -395,7 +403,7 @@ impl<B: Backing> Lanes<B> {
         Ok((LanesInode::Placed(placed), opened, attr))
     }
 
-    /// Removes what an attempt that has ended left.
+    /// Removes the file and the link of an attempt that has ended.
     fn take_back(&self, attempt: &Attempt<B>) {
         let _ = self.remove_entry(attempt.lane, &attempt.entry);
         let staging = self.staging();

@@ -1,27 +1,28 @@
-//! Placement over several directories (`placement=dirs`): a backing over backings.
+//! Placement of files over several directories (`placement=dirs`): a backing on top of several backings.
 //!
-//! Names live in the *primary* backing. A regular file that is created here goes whole to one *lane*, a directory on a
-//! server of its own. The primary has a symbolic link to it, so that everything is readable without Firn. Above this
-//! backing there is no such link: it is a plain file in every respect.
+//! All names are in the *primary* backing. A new regular file goes completely to one *lane*, which is a directory on
+//! its own server. The primary has a symbolic link to the file, so that everything is readable without Firn. Users of
+//! this backing do not see the link; the file appears to them as a regular file in every respect.
 //!
-//! | of a placed file | is that of |
+//! | property of a placed file | taken from |
 //! |---|---|
 //! | inode number, device, number of names | the link in the primary |
 //! | all other attributes, and data | the file in the lane |
 //! | a further name | a further name of the link |
 //!
-//! A link is Firn's own if the file that it names says so ([`Mark`]); any other link stays a link. A change of the mark
-//! needs permission to write to the file, so a link that a user copied or made by hand harms no other user's file.
+//! A link is Firn's own if the file that it names has the matching mark ([`Mark`]). Every other link remains an
+//! ordinary link. A change of the mark needs permission to write to the file. A link that a user copied or made by
+//! hand therefore harms no other user's file.
 //!
 //! Promises
-//! * A name leads to a whole file or to none. The link gets its name after the file is there and marked, and the file
-//!   goes after the removal of its last name is durable (module `removal`).
-//! * After a crash of this process the next [`Lanes::open`] finishes what was being made or removed. A power loss may
-//!   leave two kinds of unsynced remains: a file that no link names, and a link to a file that is not there.
+//! * A name leads to a complete file or to none. The link gets its name after the file exists and is marked. The file
+//!   is removed only after the removal of its last name is durable (module `removal`).
+//! * After a crash of this process, the next [`Lanes::open`] finishes the interrupted creations and removals. A power
+//!   loss may leave two kinds of unsynced remains: a file that no link names, and a link to a missing file.
 //!   [`Lanes::find_orphans`] finds both.
 //! * After [`Backing::sync_dir`] of a directory, the names in it lead to their files after a power loss too.
 //!
-//! Which lane: [`rule`].
+//! The module [`rule`] chooses the lane.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
@@ -54,17 +55,17 @@ use state::{Call, Progress};
 /// A directory for placed files, on one server.
 pub struct Lane<B: Backing> {
     backing: B,
-    /// Absolute path of its top directory, as links have it.
+    /// Absolute path of its top directory, as it appears in links.
     path: OsString,
-    /// Names that were made or removed so far.
+    /// Number of names that were created or removed so far.
     changes: AtomicU64,
-    /// How many of them are durable.
+    /// Number of these changes that are durable.
     synced: AtomicU64,
     progress: Progress,
 }
 
 impl<B: Backing> Lane<B> {
-    /// The top directory of `backing` is the directory at `path`, an absolute path without a slash at its end.
+    /// Creates a lane. `path` is the absolute path of the top directory of `backing`, without a slash at its end.
     pub fn new(backing: B, path: OsString) -> Arc<Self> {
         debug_assert!(path.as_bytes().starts_with(b"/") && !path.as_bytes().ends_with(b"/"));
         Arc::new(Self {
@@ -76,12 +77,13 @@ impl<B: Backing> Lane<B> {
         })
     }
 
-    /// The directory's path.
+    /// Returns the path of the directory.
     pub fn path(&self) -> &OsStr {
         &self.path
     }
 
-    /// The file's entry that a link with this text names: a name in the top directory.
+    /// Returns the name of the file in this lane to which a link with this text leads. Returns `None` if the link
+    /// leads elsewhere.
     fn entry_of<'a>(&self, target: &'a [u8]) -> Option<&'a OsStr> {
         entry_below(&self.path, target)
     }
@@ -97,7 +99,7 @@ impl<B: Backing> Lane<B> {
         self.changes.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// Makes the names of its files durable, if any has changed.
+    /// Syncs the names of the lane's files, if any name has changed.
     fn sync_names(&self) -> Result<()> {
         let changes = self.changes.load(Ordering::Acquire);
         if changes > self.synced.load(Ordering::Acquire) {
@@ -108,17 +110,17 @@ impl<B: Backing> Lane<B> {
     }
 }
 
-/// What a backing over lanes is made of.
+/// The parts of a backing over lanes.
 pub struct Setup<B: Backing> {
-    /// Which primary this is, in the marks of its files: a random number that it keeps.
+    /// Id of the primary in the marks of its files: a random number that the primary stores.
     pub id: u128,
-    /// Directory of the primary for links that have no name yet, for this use only. None: nothing is changed.
+    /// Staging directory of the primary, for links that have no name yet. `None` if the backing is read-only.
     pub staging: Option<B::Inode>,
-    /// The lanes. New files go to the first of them, to as many as `rule` has.
+    /// The lanes. New files go to the first ones, as many as `rule` has.
     pub lanes: Vec<Arc<Lane<B>>>,
-    /// Paths of lanes that have files and cannot be reached.
+    /// Paths of lanes that have files but cannot be reached.
     pub absent: Vec<OsString>,
-    /// Which of the lanes a new file goes to. None: it stays in the primary.
+    /// Chooses the lane of a new file. `None`: new files stay in the primary.
     pub rule: Option<Rule>,
 }
 
@@ -129,29 +131,30 @@ pub struct Lanes<B: Backing> {
     removals: Removals<B>,
     /// Threads for calls of lanes that may hang.
     workers: Workers,
-    /// Bytes of the longest file that was written.
+    /// Size in bytes of the longest file that was written.
     longest: AtomicU64,
 }
 
-/// A new file is given room for itself, and for one as long that waits for the same lane.
+/// Room that a full lane must have before it gets new files again, as a multiple of the longest file. It allows for a
+/// second file of that size that waits for the same lane.
 const FILES_OF_USUAL_ROOM: u64 = 2;
-/// The room that a file is taken to need before any was written.
+/// Minimum of that room in bytes. It applies until a longer file was written.
 const USUAL_ROOM_MIN: u64 = 1 << 20;
 
 /// An object of [`Lanes`].
 pub enum LanesInode<B: Backing> {
-    /// It lies in the primary.
+    /// The object is in the primary.
     Primary(B::Inode, Position),
     /// A placed file.
     Placed(Arc<PlacedFile<B>>),
 }
 
-/// Where something lies in the primary.
+/// Position of an object in the primary.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Position {
     region: Region,
-    /// Sum of the numbers in its name and in those of the directories above ([`rule::Parent::sum`]), as they were when it
-    /// was looked up.
+    /// Sum of the numbers in its name and in the names of the directories above, at the time of the lookup
+    /// ([`rule::Parent::sum`]).
     numbers: u64,
 }
 
@@ -161,7 +164,7 @@ impl Position {
         numbers: 0,
     };
 
-    /// That of what has this name in a directory.
+    /// Returns the value for the object `name` in a directory with this value.
     fn of_child(self, name: &OsStr) -> Self {
         Self {
             region: self.region.of_child(name),
@@ -170,25 +173,25 @@ impl Position {
     }
 }
 
-/// A part of the primary.
+/// A part of the primary with its own rules for placement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Region {
     /// The top directory.
     Top,
     /// `.firn`.
     Firn,
-    /// What is below that: files of Firn's own lie in the primary, and those that a transaction is going to give another
-    /// name lie where they are placed.
+    /// Objects below `.firn`. Files that Firn owns stay in the primary. Files that a transaction is going to rename
+    /// stay in the lanes in which they are placed.
     Own,
-    /// `.firn/log` and what is below it: a file there goes to a lane only if it has a turn, and a link that leads to no
-    /// file is none.
+    /// `.firn/log` and everything below it. A file there goes to a lane only if it has a turn. A link to a missing
+    /// file counts as no link.
     Logs,
-    /// All else.
+    /// All other objects.
     Files,
 }
 
 impl Region {
-    /// That of what has this name in a directory.
+    /// Returns the value for the object `name` in a directory with this value.
     fn of_child(self, name: &OsStr) -> Self {
         match self {
             Self::Top if name == TOP => Self::Firn,
@@ -199,7 +202,7 @@ impl Region {
         }
     }
 
-    /// Whether a new file goes to a lane because of its name.
+    /// Returns whether a new file goes to a lane because of its name.
     fn takes_placed_files(self) -> bool {
         matches!(self, Self::Top | Self::Files)
     }
@@ -209,7 +212,7 @@ impl Region {
 pub struct PlacedFile<B: Backing> {
     link: B::Inode,
     lane: usize,
-    /// Its name in the lane.
+    /// Name of the file in the lane.
     entry: OsString,
     file: B::Inode,
 }
@@ -217,7 +220,7 @@ pub struct PlacedFile<B: Backing> {
 /// An open file of [`Lanes`].
 pub struct LanesFile<B: Backing> {
     file: B::File,
-    /// Where it lies, if it is placed.
+    /// The placed file. `None` if the file is in the primary.
     placed: Option<Arc<PlacedFile<B>>>,
 }
 
@@ -231,7 +234,7 @@ impl<B: Backing> Clone for LanesInode<B> {
 }
 
 impl<B: Backing> LanesInode<B> {
-    /// The object in the primary: for a placed file its link, which is no directory either.
+    /// Returns the object in the primary. For a placed file that is its link, which is not a directory either.
     fn in_primary(&self) -> &B::Inode {
         match self {
             Self::Primary(inode, _) => inode,
@@ -239,12 +242,12 @@ impl<B: Backing> LanesInode<B> {
         }
     }
 
-    /// What has this name in the directory and is no placed file.
+    /// Returns the object `name` of this directory, which is not a placed file.
     fn child(&self, name: &OsStr, inode: B::Inode) -> Self {
         Self::Primary(inode, self.position().of_child(name))
     }
 
-    /// Position in a directory.
+    /// Returns the position of the object.
     fn position(&self) -> Position {
         match self {
             Self::Primary(_, position) => *position,
@@ -257,7 +260,8 @@ impl<B: Backing> LanesInode<B> {
 }
 
 impl<B: Backing> Lanes<B> {
-    /// Over `primary`. What a crash left in the staging directory is finished first.
+    /// Opens a backing over `primary`. The function first finishes the creations and removals that a crash left in
+    /// the staging directory.
     pub fn open(primary: B, setup: Setup<B>) -> Result<Self> {
         let opened = Self {
             primary,
@@ -270,22 +274,22 @@ impl<B: Backing> Lanes<B> {
         Ok(opened)
     }
 
-    /// The lanes, in their order.
+    /// Returns the lanes in their order.
     pub fn lanes(&self) -> &[Arc<Lane<B>>] {
         &self.setup.lanes
     }
 
-    /// Paths of lanes that have files and cannot be reached.
+    /// Paths of lanes that have files but cannot be reached.
     pub fn absent(&self) -> &[OsString] {
         &self.setup.absent
     }
 
-    /// Which of the lanes a new file goes to, if they take any.
+    /// Returns the rule that chooses the lane of a new file. Returns `None` if new files stay in the primary.
     pub fn rule(&self) -> Option<&Rule> {
         self.setup.rule.as_ref()
     }
 
-    /// Where a file lies: its path in its lane, and none in the primary.
+    /// Returns the path of a file in its lane. Returns `None` if the file is in the primary.
     pub fn path_in_lane(&self, inode: &LanesInode<B>) -> Option<OsString> {
         match inode {
             LanesInode::Primary(..) => None,
@@ -301,7 +305,7 @@ impl<B: Backing> Lanes<B> {
         &self.setup.lanes[placed.lane]
     }
 
-    /// The backing that an object's data lies in, and the object there.
+    /// Returns the backing that contains an object's data, and the object in that backing.
     fn home<'a>(&'a self, inode: &'a LanesInode<B>) -> (&'a B, &'a B::Inode) {
         match inode {
             LanesInode::Primary(inode, _) => (&self.primary, inode),
@@ -309,7 +313,7 @@ impl<B: Backing> Lanes<B> {
         }
     }
 
-    /// The backing that an open file lies in.
+    /// Returns the backing that contains an open file.
     fn home_of_file(&self, file: &LanesFile<B>) -> &B {
         match &file.placed {
             None => &self.primary,
@@ -317,7 +321,7 @@ impl<B: Backing> Lanes<B> {
         }
     }
 
-    /// Makes a call of the backing that an open file lies in.
+    /// Makes a call of the backing that contains an open file.
     fn call_home<T>(
         &self,
         file: &LanesFile<B>,
@@ -330,7 +334,7 @@ impl<B: Backing> Lanes<B> {
         }
     }
 
-    /// The room that a lane which had none must have before it gets new files.
+    /// Returns the room in bytes that a full lane must have before it gets new files again.
     fn usual_room(&self) -> u64 {
         let longest = self.longest.load(Ordering::Relaxed);
         longest
@@ -338,7 +342,8 @@ impl<B: Backing> Lanes<B> {
             .max(USUAL_ROOM_MIN)
     }
 
-    /// What has this name in the primary, as it is above. The link of a placed file becomes that file.
+    /// Returns the object with this name in the primary, as users of this backing see it. The link of a placed file
+    /// becomes that file.
     fn resolve(
         &self,
         parent: &LanesInode<B>,

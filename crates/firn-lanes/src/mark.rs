@@ -1,19 +1,19 @@
-//! What a file in a lane says of the link that leads to it, in an extended attribute.
+//! The mark of a file in a lane: an extended attribute that names the link to the file.
 
 use std::ffi::OsStr;
 
 use firn_backing::{Backing, Errno, Result};
 
-/// The attribute's name. It is not shown above.
+/// Name of the attribute. Users of [`crate::Lanes`] do not see it.
 pub const XATTR: &str = "user.firn.link";
 
 /// Length of a stored mark, in bytes.
 const BYTES: usize = 24;
 
-/// Whose link a file in a lane belongs to.
+/// Identifies the link that a file in a lane belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Mark {
-    /// The primary that the link is in.
+    /// Id of the primary that contains the link.
     pub primary: u128,
     /// Inode number of the link.
     pub link: u64,
@@ -36,12 +36,12 @@ impl Mark {
     }
 }
 
-/// Marks a file.
+/// Writes the mark of a file.
 pub fn write<B: Backing>(lane: &B, file: &B::Inode, mark: Mark) -> Result<()> {
     lane.set_xattr(file, OsStr::new(XATTR), &mark.to_bytes(), 0)
 }
 
-/// A file's mark; none of a file that Firn did not place.
+/// Reads the mark of a file. Returns `None` if Firn did not place the file.
 pub fn read<B: Backing>(lane: &B, file: &B::Inode) -> Result<Option<Mark>> {
     match lane.get_xattr(file, OsStr::new(XATTR)) {
         Ok(bytes) => Ok(Mark::from_bytes(&bytes)),

@@ -1,5 +1,5 @@
-//! What a crash may leave: files in lanes without a link, links in the staging directory, and links to files that a
-//! power loss took.
+//! Finds and removes the remains of a crash: files in lanes without a link, links in the staging directory, and links
+//! to files that a power loss removed.
 
 use std::collections::HashSet;
 use std::path::PathBuf;
@@ -9,24 +9,24 @@ use super::*;
 /// A file without a link, or a link without a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Orphan {
-    /// A file in a lane whose link has no name in the primary: a crash cut off its creation or removal.
+    /// A file in a lane whose link has no name in the primary. A crash interrupted its creation or removal.
     File {
         /// Index of the lane.
         lane: usize,
-        /// Its name there.
+        /// Its name in that directory.
         entry: OsString,
         /// Its length in bytes.
         bytes: u64,
     },
     /// A link in the staging directory.
     Link {
-        /// Its name there.
+        /// Its name in that directory.
         entry: OsString,
     },
-    /// A link to a file that its lane does not have; programs see a dangling link. Either the file was not synced, or
-    /// the lane is another directory than before: a person should look before the link is removed.
+    /// A link to a file that is missing in its lane; programs see a dangling link. Either the file was not synced, or
+    /// the lane's path now leads to another directory. A person should check that before the link is removed.
     Dangling {
-        /// Where the link is, relative to the top of the primary.
+        /// Path of the link, relative to the root of the primary.
         path: PathBuf,
     },
 }
@@ -34,31 +34,34 @@ pub enum Orphan {
 /// The symbolic links of a primary.
 #[derive(Default)]
 struct Links {
-    /// Inode numbers.
+    /// Inode numbers of the links.
     inos: HashSet<u64>,
-    /// Links of Firn's form that lead nowhere.
+    /// Links in Firn's form that lead to no file.
     dangling: Vec<PathBuf>,
 }
 
-/// Why orphans could not be found.
+/// Error of the search for orphans.
 #[derive(Debug, thiserror::Error)]
 pub enum OrphanError {
-    /// The primary.
+    /// The primary cannot be read.
     #[error("cannot read the primary backing: {0}")]
     Primary(Errno),
-    /// A lane.
+    /// A lane cannot be read.
     #[error("cannot read lane {lane}: {error}")]
     Lane {
-        /// Its number, from 0.
+        /// Index of the lane.
         lane: usize,
-        /// Why.
+        /// The error.
         error: Errno,
     },
 }
 
 impl<B: Backing> Lanes<B> {
-    /// Walks the primary and the lanes, which must not change meanwhile: a file that is just being made looks like an
-    /// orphan. Files of other primaries, and files that carry no mark, are not reported.
+    /// Finds all orphans in the primary and the lanes.
+    ///
+    /// The primary and the lanes must not change during the call, because a file that is being created looks like an
+    /// orphan. Files of other primaries are not reported. Files without a mark are reported only if they are empty
+    /// and have a name that Firn gives.
     pub fn find_orphans(&self) -> std::result::Result<Vec<Orphan>, OrphanError> {
         let links = self.find_links().map_err(OrphanError::Primary)?;
         let staged = match &self.setup.staging {
@@ -81,7 +84,7 @@ impl<B: Backing> Lanes<B> {
         Ok(found)
     }
 
-    /// Removes what [`Lanes::find_orphans`] found.
+    /// Removes an orphan that [`Lanes::find_orphans`] found.
     pub fn remove_orphan(&self, orphan: &Orphan) -> Result<()> {
         match orphan {
             Orphan::File { lane, entry, .. } => {
@@ -101,7 +104,7 @@ impl<B: Backing> Lanes<B> {
         }
     }
 
-    /// All symbolic links in the primary outside of the staging directory.
+    /// Returns all symbolic links in the primary outside the staging directory.
     fn find_links(&self) -> Result<Links> {
         let staging = match &self.setup.staging {
             Some(staging) => Some(self.primary.attr(staging)?.ino),
@@ -127,7 +130,8 @@ impl<B: Backing> Lanes<B> {
         Ok(links)
     }
 
-    /// Whether a link names a file that its lane does not have, or has as an empty file without a mark.
+    /// Returns whether a link names a file that is missing in its lane, or that is an empty file without a mark
+    /// there.
     fn is_dangling(&self, link: &B::Inode) -> Result<bool> {
         let target = self.primary.readlink(link)?;
         let Some((_, lane, entry)) = self.lane_of_target(&target) else {
@@ -140,9 +144,9 @@ impl<B: Backing> Lanes<B> {
         }
     }
 
-    /// Names and lengths of this primary's files in a lane that none of `links` leads to.
+    /// Returns the names and sizes of this primary's files in a lane to which none of `links` leads.
     ///
-    /// An empty file without a mark counts too: a crash cut its creation off before the mark.
+    /// An empty file without a mark counts too, because a crash interrupted its creation before the mark was written.
     fn unnamed_files(&self, lane: &Lane<B>, links: &HashSet<u64>) -> Result<Vec<(OsString, u64)>> {
         let root = lane.backing.root();
         let mut unnamed = Vec::new();
@@ -163,7 +167,7 @@ impl<B: Backing> Lanes<B> {
     }
 }
 
-/// How many files in a lane belong to the primary with this id.
+/// Returns the number of files in a lane that belong to the primary with this id.
 pub fn count_files<B: Backing>(lane: &B, id: u128) -> Result<usize> {
     let root = lane.root();
     let mut count = 0;
@@ -176,7 +180,8 @@ pub fn count_files<B: Backing>(lane: &B, id: u128) -> Result<usize> {
     Ok(count)
 }
 
-/// Whether a crash cut off the creation of this file: it is empty and has no mark.
+/// Returns whether a crash interrupted the creation of this file: it is empty, has a name that Firn gives, and has no
+/// mark.
 fn is_unmarked<B: Backing>(lane: &B, file: &B::Inode, attr: &Attr, entry: &OsStr) -> Result<bool> {
     Ok(attr.size == 0 && create::is_entry(entry) && mark::read(lane, file)?.is_none())
 }

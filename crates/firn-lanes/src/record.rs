@@ -1,17 +1,19 @@
-//! Which lanes a primary has files in: `.firn/lanes/` in the primary, and a file of its own in each lane.
+//! The record of a primary's lanes: `.firn/lanes/` in the primary, and a marker file in each lane.
 //!
 //! ```text
-//! .firn/lanes/primary      which primary this is, in the marks of its files: a random number
+//! .firn/lanes/primary      the id of this primary, for the marks of its files: a random number
 //! .firn/lanes/lane-HASH    a lane: its path
 //! LANE/.firn-ID            the directory is a lane of the primary ID
 //! ```
 //!
 //! Invariants
-//! * Every file is put once and never changes, so hosts that mount the same primary with different lanes need no lock.
-//! * A lane is recorded before the first file goes to it, and has its own file before it is recorded.
-//! * A lane is forgotten only when it has no files.
+//! * Every file is put once and never changes. Hosts that mount the same primary with different lanes therefore need
+//!   no lock.
+//! * A lane gets its marker file before it is recorded, and it is recorded before the first file goes to it.
+//! * A lane is removed from the record only if it has no files.
 //!
-//! Relies on `.firn/` being closed to all others (`firn_hosts::own`): nothing of it is believed otherwise.
+//! Relies on `.firn/` being closed to all other users (`firn_hosts::own`). Otherwise nothing in the record is
+//! trusted.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -23,22 +25,23 @@ use firn_hosts::{OwnError, VoteDir};
 
 use crate::mark::{self, Mark};
 
-/// The directory of the record in `.firn/`.
+/// Name of the record's directory in `.firn/`.
 const DIR: &str = "lanes";
-/// Directories of links that are being made or removed, one for each host.
+/// Name of the directory with one staging directory for each host. A staging directory holds links of files that are
+/// being created or removed.
 const STAGING: &str = "placing";
 const PRIMARY: &str = "primary";
 const LANE: &str = "lane-";
-/// Before the primary's id, in the name of its file in a lane.
+/// Prefix of the marker file in a lane; the id of the primary follows.
 const MARKER: &str = ".firn-";
 
 const MAGIC: [u8; 8] = *b"FIRNLANE";
 /// Version of the record.
 pub const VERSION: u32 = 1;
-/// Magic, version and checksum.
+/// Size in bytes of the magic, the version and the checksum.
 const HEAD_BYTES: usize = 16;
 
-/// What a primary says of its lanes.
+/// The record of a primary's lanes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Record {
     /// Id of this primary.
@@ -47,18 +50,18 @@ pub struct Record {
     pub lanes: Vec<OsString>,
 }
 
-/// Why the record is not believed, or could not be read or written.
+/// Error of the record: it cannot be trusted, read or written.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RecordError {
-    /// It is not Firn's own, or the primary failed.
+    /// Firn does not own an object of the record, or a call of the primary failed.
     #[error(transparent)]
     Own(#[from] OwnError),
-    /// One of its files.
+    /// A file of the record is damaged.
     #[error("{TOP}/{DIR}/{name} {why}")]
     Damaged {
         /// Its name.
         name: String,
-        /// What is wrong, and what to do.
+        /// The damage, and what to do.
         why: &'static str,
     },
 }
@@ -70,7 +73,7 @@ impl From<Errno> for RecordError {
 }
 
 impl Record {
-    /// Reads the record of a primary; none where no file was ever placed.
+    /// Reads the record of a primary. Returns `None` if no file was ever placed.
     pub fn find<B: Backing>(primary: &B) -> Result<Option<Self>, RecordError> {
         let Some((top, _)) = own::find_dir(primary, &primary.root(), TOP)? else {
             return Ok(None);
@@ -82,7 +85,7 @@ impl Record {
         }
     }
 
-    /// Reads it, made if it is not there. `host` is the name of this one.
+    /// Reads the record of a primary, and creates it if it does not exist. `host` is the name of this host.
     pub fn make<B: Backing>(primary: &B, host: &str) -> Result<Self, RecordError> {
         let dir = open_dir(primary, host)?;
         if let Some(record) = Self::read(&dir)? {
@@ -91,11 +94,11 @@ impl Record {
         let mut id = [0; 16];
         getrandom::fill(&mut id).map_err(|_| Errno::IO)?;
         dir.put_once(PRIMARY, &encode(&id))?;
-        // Another host may have been first.
+        // Another host may have created the record first.
         Ok(Self::read(&dir)?.ok_or(Errno::NOENT)?)
     }
 
-    /// Adds a lane, durably.
+    /// Adds a lane to the record, durably.
     pub fn add<B: Backing>(
         &mut self,
         primary: &B,
@@ -110,7 +113,7 @@ impl Record {
         Ok(())
     }
 
-    /// Forgets a lane that has no file of this primary.
+    /// Removes a lane from the record. The lane must have no file of this primary.
     pub fn forget<B: Backing>(&mut self, primary: &B, lane: &OsStr) -> Result<(), RecordError> {
         let dir = open_dir(primary, "")?;
         dir.remove_files([file_name(lane).as_str()])?;
@@ -118,7 +121,7 @@ impl Record {
         Ok(())
     }
 
-    /// Reads the record. `None`: a crash came before its first file was written.
+    /// Reads the record. Returns `None` if its first file was never written, because of a crash.
     fn read<B: Backing>(dir: &VoteDir<'_, B>) -> Result<Option<Self>, RecordError> {
         let Some(id) = read_file(dir, PRIMARY)? else {
             return Ok(None);
@@ -132,7 +135,7 @@ impl Record {
             .map_err(|_| damaged(PRIMARY, "is damaged: put it back from a backup"))?;
         let mut lanes = Vec::new();
         for name in dir.names()?.iter().filter(|name| name.starts_with(LANE)) {
-            // A host may have removed it since it was listed.
+            // Another host may have removed the file since the directory was listed.
             let Some(path) = read_file(dir, name)? else {
                 continue;
             };
@@ -150,12 +153,12 @@ impl Record {
     }
 }
 
-/// Opens the directory of links of `host` that are being made or removed.
+/// Opens the staging directory of `host`, which holds links of files that are being created or removed.
 pub fn open_staging<B: Backing>(primary: &B, host: &str) -> Result<B::Inode, OwnError> {
     open_dir_of_host(primary, STAGING, host)
 }
 
-/// Opens the directory of `host` in the directory `name` of `.firn/`, which has one for each host.
+/// Opens the directory of `host` in the directory `name` of `.firn/`, which has one directory for each host.
 pub(crate) fn open_dir_of_host<B: Backing>(
     primary: &B,
     name: &str,
@@ -166,13 +169,13 @@ pub(crate) fn open_dir_of_host<B: Backing>(
     own::dir(primary, &all, host).map_err(|error| error.below(name).below(TOP))
 }
 
-/// Whether a directory says that it is a lane of the primary with this id.
+/// Returns whether a directory has the marker file of the primary with this id.
 pub fn is_marked<B: Backing>(lane: &B, id: u128) -> Result<bool, OwnError> {
     Ok(own::find_file(lane, &lane.root(), &marker(id))?.is_some())
 }
 
-/// Makes a directory say so, durably. Where its file system has no extended attributes, it cannot be a lane
-/// (EOPNOTSUPP).
+/// Puts the marker file of the primary with this id into a directory, durably. If the file system has no extended
+/// attributes, the directory cannot be a lane (EOPNOTSUPP).
 pub fn put_mark<B: Backing>(lane: &B, id: u128) -> Result<(), OwnError> {
     let name = marker(id);
     drop(own::open_or_create(lane, &lane.root(), &name)?);
@@ -187,7 +190,7 @@ pub fn put_mark<B: Backing>(lane: &B, id: u128) -> Result<(), OwnError> {
     Ok(())
 }
 
-/// Takes that away again.
+/// Removes the marker file again.
 pub fn remove_mark<B: Backing>(lane: &B, id: u128) -> Result<(), Errno> {
     match lane.unlink(&lane.root(), OsStr::new(&marker(id))) {
         Err(Errno::NOENT) => Ok(()),
@@ -208,7 +211,8 @@ fn file_name(lane: &OsStr) -> String {
     format!("{LANE}{:016x}", xxhash_rust::xxh3::xxh3_64(lane.as_bytes()))
 }
 
-/// As paths in links are: absolute, one slash between components, none of them `.` or `..`.
+/// Returns whether a path has the form of a lane's path in links. It must be absolute, with single slashes, and
+/// without the components `.` and `..`.
 pub fn is_lane_path(path: &OsStr) -> bool {
     let below = path.as_bytes().strip_prefix(b"/");
     below.is_some_and(|below| !below.is_empty() && own::is_path(below))

@@ -1,8 +1,8 @@
-//! The end of a placed file: its last name first, the file last.
+//! Removes placed files: first the last name, and at the end the file in the lane.
 //!
-//! The file may go only when the removal of its name is durable in the primary; else a power loss could bring the name
-//! back and not the file. One sync for each removal would be slow, so files wait for it together, and each has a link
-//! in the staging directory meanwhile, from which the next mount goes on after a crash.
+//! The file may be removed only after the removal of its name is durable in the primary. Otherwise a power loss could
+//! bring back the name without the file. A sync for each removal would be slow, so files wait for a common sync.
+//! Meanwhile each has a link in the staging directory, by which the next mount continues after a crash.
 
 use firn_backing::SyncScope;
 use std::collections::HashMap;
@@ -12,20 +12,20 @@ use firn_backing::lock::Mutex;
 
 use super::*;
 
-/// At most this many files wait for a sync.
+/// Maximum number of files that wait for a sync.
 const WAITING_MAX: usize = 64;
 
-/// Files without a name that are still in their lanes, by the inode number of their link.
+/// Files that have no name but are still in their lanes, by the inode number of their link.
 pub(crate) struct Removals<B: Backing> {
     waiting: Mutex<HashMap<u64, Removal<B>>>,
 }
 
-/// A file that is to be removed from its lane, with the link in the staging directory that leads to it.
+/// A file that must be removed from its lane, with its link in the staging directory.
 pub(crate) struct Removal<B: Backing> {
     pub(crate) link: B::Inode,
     pub(crate) lane: usize,
     pub(crate) entry: OsString,
-    /// The attempt to make it has ended.
+    /// Whether the attempt to create the file has ended.
     pub(crate) has_ended: Arc<AtomicBool>,
 }
 
@@ -48,16 +48,16 @@ impl<B: Backing> Default for Removals<B> {
     }
 }
 
-/// A placed file that a call is about to take a name from.
+/// A placed file from which a call is about to remove a name.
 pub(crate) struct Doomed<B: Backing> {
     placed: Arc<PlacedFile<B>>,
     ino: u64,
-    /// The name is its last, and a link in the staging directory stands for it.
+    /// The name is the file's last one, and a link in the staging directory stands for it.
     is_staged: bool,
 }
 
 impl<B: Backing> Removals<B> {
-    /// Whether a link has no name but the one in the staging directory.
+    /// Returns whether the only name of a link is the one in the staging directory.
     pub(crate) fn contains(&self, link: u64) -> bool {
         self.waiting.lock().contains_key(&link)
     }
@@ -83,12 +83,13 @@ impl<B: Backing> Removals<B> {
 }
 
 impl<B: Backing> Lanes<B> {
-    /// Prepares that `name` is removed or replaced: none where it leads to no placed file. A link in the staging
-    /// directory keeps the file known if it is the last name.
+    /// Prepares the removal or replacement of `name`. Returns `None` if the name does not lead to a placed file.
+    ///
+    /// If it is the last name, a link in the staging directory keeps the file known.
     pub(crate) fn doom(&self, parent: &B::Inode, name: &OsStr) -> Result<Option<Doomed<B>>> {
         let (link, attr) = match self.primary.lookup(parent, name) {
             Ok(found) if found.1.kind == Kind::Symlink => found,
-            // The call that removes the name reports what is wrong with it.
+            // The call that removes the name reports any error of the lookup.
             _ => return Ok(None),
         };
         let Some((placed, _)) = self.follow(&link, &attr)? else {
@@ -108,7 +109,7 @@ impl<B: Backing> Lanes<B> {
         }))
     }
 
-    /// Takes names with `call`, of which `doomed` loses one in `parent` if it succeeds.
+    /// Runs `call`, which removes names. If it succeeds, `doomed` has lost a name in `parent`.
     pub(crate) fn end_names(
         &self,
         doomed: Option<Doomed<B>>,
@@ -126,21 +127,21 @@ impl<B: Backing> Lanes<B> {
         }
     }
 
-    /// The name is still there.
+    /// Undoes the preparation, because the name still exists.
     fn spare(&self, doomed: Doomed<B>) {
         if doomed.is_staged {
-            // What stays is a further name of a link that has one, and the next mount removes it.
+            // If this fails, the link keeps a second name in the staging directory, which the next mount removes.
             let staging = self.staging();
             let _ = staging.and_then(|dir| self.primary.unlink(dir, &doomed.placed.entry));
         }
     }
 
-    /// The call has succeeded.
+    /// Continues after the call has removed the name.
     fn remove(&self, doomed: Doomed<B>, parent: &B::Inode) -> Result<()> {
         let names = self.primary.attr(&doomed.placed.link)?.nlink;
         if doomed.is_staged {
             if names > 1 {
-                // A rename onto itself, or another host has made one.
+                // The name still exists: the call renamed it onto itself, or another host created a name.
                 self.spare(doomed);
                 return Ok(());
             }
@@ -156,7 +157,7 @@ impl<B: Backing> Lanes<B> {
             }
             return Ok(());
         }
-        // Another host may have taken the other name at the same time.
+        // Another host may have removed the other name at the same time.
         if names == 0 {
             self.primary.sync_dir(parent)?;
             self.remove_from_lane(&doomed.placed)?;
@@ -164,17 +165,18 @@ impl<B: Backing> Lanes<B> {
         Ok(())
     }
 
-    /// Whether files wait to be removed from lanes that answer.
+    /// Returns whether files wait for their removal from lanes that answer.
     pub fn has_removals(&self) -> bool {
         self.removals.count(|one| self.is_ready(one)) > 0
     }
 
-    /// Whether a file can be removed now. Those of a lane that hangs wait: a thread that removed them would hang, too.
+    /// Returns whether a file can be removed now. Files of a hanging lane wait, because a thread that removed them
+    /// would hang too.
     fn is_ready(&self, removal: &Removal<B>) -> bool {
         removal.has_ended.load(Ordering::Acquire) && !self.setup.lanes[removal.lane].names_hang()
     }
 
-    /// Removes the files that wait for it, after one sync of the primary for all.
+    /// Removes the waiting files, after one sync of the primary for all of them.
     pub fn finish_removals(&self) -> Result<()> {
         let waiting = self.removals.find(|one| self.is_ready(one));
         if waiting.is_empty() {
@@ -190,7 +192,7 @@ impl<B: Backing> Lanes<B> {
         Ok(())
     }
 
-    /// Goes on after a crash: what is in the staging directory was being made or being removed.
+    /// Continues after a crash: each link in the staging directory belongs to an interrupted creation or removal.
     pub(crate) fn clear_staging(&self) -> Result<()> {
         let Some(staging) = &self.setup.staging else {
             return Ok(());
@@ -204,7 +206,7 @@ impl<B: Backing> Lanes<B> {
             let (link, _) = self.primary.lookup(staging, &entry)?;
             let target = self.primary.readlink(&link)?;
             if self.refuse_absent(&target).is_err() {
-                // Its file goes when the lane is back.
+                // The file is removed when the lane is reachable again.
                 continue;
             }
             let lane = self.lane_of_target(&target).map(|(number, ..)| number);
@@ -216,7 +218,8 @@ impl<B: Backing> Lanes<B> {
         Ok(())
     }
 
-    /// Ends a link in the staging directory, and before it, with `remove_file`, its file if it has no other name.
+    /// Removes a link from the staging directory. If the link has no other name, `remove_file` first removes its
+    /// file.
     fn end_staged(
         &self,
         link: &B::Inode,

@@ -1,14 +1,14 @@
-//! Which lane a new file goes to.
+//! Chooses the lane of a new file.
 //!
-//! In this order:
+//! The first of these rules that applies decides:
 //!
-//! 1. the first line of the configuration file whose pattern matches the file's name (the paper's way);
-//! 2. where the name has a number: the sum of the numbers in it, and in the names of the directories above it, modulo the
-//!    lanes. Files of a checkpoint differ in the number of a rank, wherever it stands, and have the others in common: so
-//!    the hosts of a job balance exactly without a message;
-//! 3. the lane with the fewest files of the directory (module `balance`), where the name has no number, or the sum's lane
-//!    has far more than its share. Of several such lanes it is the next one in turn, from a start that differs between
-//!    hosts.
+//! 1. The first line of the configuration file whose pattern matches the file's name (as in the paper).
+//! 2. If the name has a number: the sum of the numbers in the name and in the names of the directories above, modulo
+//! the number of lanes. The files of a checkpoint differ in the number of a rank, at any place in the path, and have
+//! all other numbers in common. The hosts of a job therefore balance exactly, without messages.
+//! 3. The lane with the fewest files of the directory (module `balance`). This rule applies if the name has no
+//! number, or if the lane of the sum has far more than its share. If several lanes have equally few files, they take
+//! turns, from a start that differs between hosts.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -22,7 +22,7 @@ use balance::Dirs;
 
 mod balance;
 
-/// Decides for one mount.
+/// The rule of one mount.
 #[derive(Debug)]
 pub struct Rule {
     lanes: usize,
@@ -31,21 +31,22 @@ pub struct Rule {
     dirs: Mutex<Dirs>,
 }
 
-/// A directory that gets a new file.
+/// The directory of a new file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Parent {
     /// Its inode number.
     pub ino: u64,
-    /// Sum of the numbers in its name and in those above it, as far as they are known ([`add_numbers`]).
+    /// Sum of the numbers in its name and in the names of the directories above, as far as they are known
+    /// ([`add_numbers`]).
     pub sum: u64,
 }
 
-/// Why a name goes to a lane.
+/// The reason for the choice of a lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reason {
-    /// This line of the configuration file, from 1.
+    /// This line of the configuration file, counted from 1.
     Line(usize),
-    /// The sum of the numbers in the name and in those of the directories.
+    /// The sum of the numbers in the name and in the names of the directories.
     Number(u64),
     /// The lane has the fewest files of the directory.
     Balance,
@@ -58,21 +59,21 @@ struct Line {
     lane: usize,
 }
 
-/// What is wrong with a configuration file.
+/// Error in a configuration file.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("line {line}: {reason}")]
 pub struct MapError {
-    /// From 1.
+    /// Line number, counted from 1.
     pub line: usize,
-    /// What is wrong, and what to write.
+    /// The error, and how to correct it.
     pub reason: String,
 }
 
 impl Rule {
-    /// Without a configuration file, for `lanes` lanes (at least 1), on the host of this name.
+    /// Creates a rule without a configuration file, for `lanes` lanes (at least 1), on the host of this name.
     pub fn new(lanes: usize, host: &str) -> Self {
         assert!(lanes > 0, "there is a lane to go to");
-        // Hosts of a job have consecutive numbers, so that their turns are spread, too.
+        // Hosts of a job usually have consecutive numbers, which spreads their turns too.
         let number = sum_numbers(host.as_bytes());
         Self {
             lanes,
@@ -82,9 +83,10 @@ impl Rule {
         }
     }
 
-    /// With the configuration file `text`: lines of a pattern and the number of a lane, from 0. A pattern is compared
-    /// with a file's name, without its directories, and may have `*`, `?`, `[…]` and `{…,…}`. Lines that are empty or
-    /// begin with `#` say nothing.
+    /// Adds the configuration file `text`: lines of a pattern and the number of a lane, counted from 0.
+    ///
+    /// A pattern is compared with a file's name without its directories. The pattern may have `*`, `?`, `[…]` and
+    /// `{…,…}`. Empty lines and lines that begin with `#` are ignored.
     pub fn with_map(self, text: &str) -> Result<Self, MapError> {
         let mut lines = Vec::new();
         for (number, line) in (1..).zip(text.lines().map(str::trim)) {
@@ -105,13 +107,13 @@ impl Rule {
         Ok(Self { lines, ..self })
     }
 
-    /// How many lanes take new files.
+    /// Returns the number of lanes that accept new files.
     pub fn lane_count(&self) -> usize {
         self.lanes
     }
 
-    /// The lane of a new file with this name, and why. `count_files` says how many files a directory that is new here
-    /// has on each lane.
+    /// Returns the lane of a new file with this name, and the reason. `count_files` returns the number of files on
+    /// each lane; it is called for a directory that is not known yet.
     pub fn choose(
         &self,
         parent: Parent,
@@ -138,17 +140,18 @@ impl Rule {
         (dirs.emptiest(dir, self.lane_of_turn(turn)), Reason::Balance)
     }
 
-    /// A file that was to be placed by [`Rule::choose`] was made in a lane of the directory with this inode number.
+    /// Records that a file, for which [`Rule::choose`] was called, was created in a lane. `dir` is the inode number
+    /// of its directory.
     pub fn note_file(&self, dir: u64, lane: usize) {
         self.dirs.lock().count_file(dir, lane);
     }
 
-    /// A directory with this inode number was made.
+    /// Records that a directory with this inode number was created.
     pub fn note_new_dir(&self, dir: u64) {
         self.dirs.lock().forget(dir);
     }
 
-    /// The lane that the name alone asks for, below directories with this sum of numbers.
+    /// Returns the lane that the name alone determines. `sum` is the sum of numbers of the directories above.
     pub fn explain(&self, sum: u64, name: &OsStr) -> Option<(usize, Reason)> {
         self.find_line(name).or_else(|| self.find_number(sum, name))
     }
@@ -163,7 +166,7 @@ impl Rule {
         Some((line.lane, Reason::Line(line.number)))
     }
 
-    /// The lane of a turn: turns go round the lanes.
+    /// Returns the lane of a turn. Turns go round all lanes.
     pub fn lane_of_turn(&self, turn: u64) -> usize {
         (turn % self.lanes as u64) as usize
     }
@@ -192,12 +195,12 @@ fn parse_line(line: &str, lanes: usize) -> Result<(GlobMatcher, usize), String> 
     Ok((pattern.compile_matcher(), lane))
 }
 
-/// The sum of numbers of a directory that has this name in one with the sum `above`.
+/// Returns the sum of numbers of the directory `name` in a directory with the sum `above`.
 pub fn add_numbers(above: u64, name: &OsStr) -> u64 {
     above.wrapping_add(sum_numbers(name.as_bytes()).unwrap_or(0))
 }
 
-/// The sum of the numbers in a name, modulo 2^64, if it has any.
+/// Returns the sum of the numbers in a name, modulo 2^64. Returns `None` if the name has no number.
 fn sum_numbers(name: &[u8]) -> Option<u64> {
     let parts = name.split(|byte| !byte.is_ascii_digit());
     let numbers = parts.filter(|part| !part.is_empty()).map(parse_digits);

@@ -1,10 +1,11 @@
-//! What a mount has seen of a lane: what went to it, and whether it takes more.
+//! The state of a lane as a mount has seen it: the files and bytes that went to the lane, and whether it accepts
+//! more.
 //!
-//! The state is advice: a lane that is full or gone is asked again by each call that needs it, and by a new file that
-//! may not go elsewhere. It is in the log once, so that a lane that comes and goes does not fill it.
+//! The state is advice only. Each call that needs a full or absent lane tries it again, and so does a new file that
+//! may not go elsewhere. Each state is logged only once, so that a lane that comes and goes does not fill the log.
 //!
-//! A lane that hangs says nothing. So the calls that are under way are known, and since when: a status that is asked for
-//! looks at that and at nothing that could hang.
+//! A hanging lane reports nothing. The state therefore records the calls in progress and their start times. A status
+//! request reads only that record and makes no call that could hang.
 
 use std::collections::BTreeMap;
 use std::os::unix::ffi::OsStrExt;
@@ -17,44 +18,44 @@ use firn_format::quote::quoted;
 
 use crate::Lane;
 
-/// Whether a lane takes files and bytes.
+/// Whether a lane accepts files and bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum LaneState {
-    /// As far as is known.
+    /// No failure is known.
     #[default]
     Ok,
-    /// A write or a creation found no room, and none was found since.
+    /// A write or a creation found no room, and no room was found since.
     Full,
-    /// The last call did not find a directory that answers as it should.
+    /// The last call failed because the directory was missing or its file system did not work.
     Gone,
-    /// A call of it does not return.
+    /// A call of the lane does not return.
     Hung,
 }
 
-/// What went to a lane since the mount.
+/// Counts of what went to a lane since the mount.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LaneFigures {
-    /// Files that were placed there.
+    /// Number of files that were placed there.
     pub files: u64,
-    /// Bytes that were written there.
+    /// Number of bytes that were written there.
     pub bytes: u64,
-    /// Whether it takes more.
+    /// Whether the lane accepts more.
     pub state: LaneState,
 }
 
-/// Kind of a call to a lane, by the time that it may take.
+/// Kind of a call to a lane, which determines how long the call may take.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Call {
-    /// It makes, removes or looks up a name, or asks for attributes.
+    /// The call creates, removes or looks up a name, or reads attributes.
     Name,
-    /// It moves bytes.
+    /// The call transfers bytes.
     Data,
-    /// It makes durable what may be many gigabytes.
+    /// The call syncs data, which may be many gigabytes.
     Sync,
 }
 
 impl Call {
-    /// A call that takes longer counts as hanging.
+    /// Returns the time after which a call counts as hanging.
     fn hangs_after(self) -> Duration {
         match self {
             Self::Name => Duration::from_secs(2),
@@ -68,27 +69,27 @@ impl Call {
 pub(crate) struct Progress {
     files: AtomicU64,
     bytes: AtomicU64,
-    /// A [`LaneState`] that calls told, as its place in [`STATES`].
+    /// State that returned calls have shown, as an index of [`STATES`].
     state: AtomicU8,
     is_over_quota: AtomicBool,
     is_full_logged: AtomicBool,
     is_gone_logged: AtomicBool,
     is_hung_logged: AtomicBool,
     calls: Mutex<Calls>,
-    /// When a write to a lane without room looked for room last.
+    /// Time when a write to a lane without room last checked for room.
     looked_for_room: Mutex<Option<Instant>>,
 }
 
-/// The calls of a lane that are under way, by the order of their begin.
+/// The calls of a lane that are in progress, in the order of their start.
 #[derive(Debug, Default)]
 struct Calls {
     last_number: u64,
     under_way: BTreeMap<u64, (Call, Instant)>,
 }
 
-/// The states that a call that returns can tell.
+/// The states that a returned call can show.
 const STATES: [LaneState; 3] = [LaneState::Ok, LaneState::Full, LaneState::Gone];
-/// A lane without room that takes bytes again is asked for its room this often.
+/// Minimum time between two checks for room in a full lane that accepts bytes again.
 const LOOK_FOR_ROOM_EVERY: Duration = Duration::from_secs(1);
 
 impl Progress {
@@ -100,7 +101,7 @@ impl Progress {
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// What calls that returned told.
+    /// Returns the state that returned calls have shown.
     pub(crate) fn state(&self) -> LaneState {
         STATES[usize::from(self.state.load(Ordering::Relaxed))]
     }
@@ -110,7 +111,7 @@ impl Progress {
         self.state.store(state as u8, Ordering::Relaxed);
     }
 
-    /// Whether the lane is full by a quota, of which its file system may not tell.
+    /// Returns whether the lane is full because of a quota, which its file system may not report as missing room.
     pub(crate) fn is_over_quota(&self) -> bool {
         self.is_over_quota.load(Ordering::Relaxed)
     }
@@ -141,7 +142,7 @@ impl Progress {
         }
     }
 
-    /// Whether this is the first time that the lane is in this state.
+    /// Returns whether this is the first time that the lane is in this state.
     fn is_news(&self, state: LaneState) -> bool {
         let logged = match state {
             LaneState::Ok => return false,
@@ -152,7 +153,7 @@ impl Progress {
         !logged.swap(true, Ordering::Relaxed)
     }
 
-    /// Whether it is time to look for room, which the caller then does.
+    /// Returns whether the caller should check for room now.
     fn may_look_for_room(&self) -> bool {
         let mut looked = self.looked_for_room.lock();
         let is_recent = looked.is_some_and(|at| at.elapsed() < LOOK_FOR_ROOM_EVERY);
@@ -163,7 +164,7 @@ impl Progress {
     }
 }
 
-/// A call that has begun; it has ended when this is dropped.
+/// A call in progress. Dropping the value marks the call as ended.
 struct CallUnderWay<'a> {
     progress: &'a Progress,
     number: u64,
@@ -175,7 +176,8 @@ impl Drop for CallUnderWay<'_> {
     }
 }
 
-/// The state that a failed call tells of; none where it is about the file or the caller.
+/// Returns the state of the lane that a failed call shows. Returns `None` if the error concerns only the file or the
+/// caller.
 pub(crate) fn state_behind(error: Errno) -> Option<LaneState> {
     match error {
         Errno::NOSPC | Errno::DQUOT => Some(LaneState::Full),
@@ -194,17 +196,17 @@ pub(crate) fn state_behind(error: Errno) -> Option<LaneState> {
 }
 
 impl<B: Backing> Lane<B> {
-    /// Bytes and files since the mount, and whether the lane takes more.
+    /// Returns the counts since the mount, and whether the lane accepts more.
     pub fn figures(&self) -> LaneFigures {
         self.progress.figures()
     }
 
-    /// Whether a call that makes or removes a name, or asks for one, does not return.
+    /// Returns whether a call of the kind [`Call::Name`] does not return.
     pub(crate) fn names_hang(&self) -> bool {
         self.progress.hangs(|call| call == Call::Name)
     }
 
-    /// Makes a call of the lane's directory, and notes what it tells of the lane.
+    /// Makes a call of the lane's directory, and records what the result shows about the lane.
     pub(crate) fn call<T>(&self, kind: Call, make: impl FnOnce(&B) -> Result<T>) -> Result<T> {
         let under_way = self.progress.begin_call(kind);
         let done = make(&self.backing);
@@ -212,10 +214,10 @@ impl<B: Backing> Lane<B> {
         self.note(done)
     }
 
-    /// Notes what a call of the lane tells of it.
+    /// Records what the result of a call shows about the lane.
     fn note<T>(&self, done: Result<T>) -> Result<T> {
         match &done {
-            // A full lane still answers: only room that is found shows that it takes more.
+            // A full lane still answers, so a successful call does not prove that it has room again.
             Ok(_) if self.progress.state() == LaneState::Gone => {
                 self.progress.set_state(LaneState::Ok);
             }
@@ -229,7 +231,7 @@ impl<B: Backing> Lane<B> {
         done
     }
 
-    /// The lane is found full or gone.
+    /// Records that the lane is full or gone.
     pub(crate) fn note_state(&self, state: LaneState, error: Errno) {
         if state == LaneState::Full {
             let is_quota = error == Errno::DQUOT;
@@ -248,7 +250,7 @@ impl<B: Backing> Lane<B> {
         }
     }
 
-    /// A new file went elsewhere because the lane did not answer.
+    /// Records that a new file went elsewhere because the lane did not answer.
     pub(crate) fn note_hang(&self) {
         if self.progress.is_news(LaneState::Hung) {
             let lane = quoted(self.path.as_bytes());
@@ -256,17 +258,18 @@ impl<B: Backing> Lane<B> {
         }
     }
 
-    /// Bytes that the lane's file system has for files.
+    /// Returns the number of bytes that are available in the lane's file system.
     pub(crate) fn find_room(&self) -> Result<u64> {
         let room = self.call(Call::Name, Volume::statfs)?;
         Ok(room.blocks_available.saturating_mul(room.block_size))
     }
 
-    /// A write to the lane succeeded. If the lane had no room, it has now if there are `usual` bytes.
+    /// Records that a write to the lane succeeded. If the lane was full, it accepts files again if `usual` bytes are
+    /// available.
     pub(crate) fn note_written(&self, usual: u64) {
         let progress = &self.progress;
         let is_full = progress.state() == LaneState::Full;
-        // What a quota leaves is known only by trying, when there is a new file.
+        // The room under a quota is known only by trying, when there is a new file.
         if is_full && !progress.is_over_quota() && progress.may_look_for_room() {
             let room = self.find_room();
             if room.is_ok_and(|room| room >= usual) && progress.state() == LaneState::Full {

@@ -1,4 +1,4 @@
-//! How a process that is not this process's child has ended.
+//! Returns how a process ended that is not a child of this process.
 
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd};
@@ -13,7 +13,7 @@ pub enum ProcessEnd {
 }
 
 impl ProcessEnd {
-    /// From a status as wait(2) gives it.
+    /// Decodes a status as wait(2) returns it.
     pub fn of_wait_status(status: i32) -> Self {
         let [low, high, ..] = status.to_le_bytes();
         match low & 0x7f {
@@ -23,8 +23,10 @@ impl ProcessEnd {
     }
 }
 
-/// How the process of a pidfd ended; `None`: it was not reaped yet, or the kernel is older than 6.15. The descriptor must have
-/// been opened while the process was there.
+/// Returns how the process of a pidfd ended.
+///
+/// Returns `None` if the process was not reaped yet, or the kernel is older than 6.15. The descriptor must have been
+/// opened while the process existed.
 pub fn end_of_process(pidfd: impl AsFd) -> Option<ProcessEnd> {
     let wanted = u64::from(libc::PIDFD_INFO_EXIT);
     let mut info = MaybeUninit::<libc::pidfd_info>::zeroed();

@@ -1,13 +1,13 @@
-//! Runs a program to its end: gives it its input, takes its output, and kills it at a deadline.
+//! Runs a program to its end: passes its input, collects its output, and kills the program at a deadline.
 //!
 //! Promises
 //! * [`run`] returns at most [`KILL_WAIT`] after the deadline, whatever the program and its descendants do.
-//! * A program that did not end by itself is killed with its process group, and it is reaped.
-//! * The output takes no more memory than was allowed.
-//! * Input and output are moved side by side, so neither can block the other.
+//! * A program that did not end by itself is killed with its process group, and is reaped.
+//! * The output never takes more memory than the caller allowed.
+//! * Input and output are processed concurrently, so neither can block the other.
 //!
-//! A descendant that keeps the output open does not delay the return: once the program has ended, only the bytes
-//! that are in the pipe by then are read.
+//! A descendant that keeps the output open does not delay the return. Once the program has ended, only the bytes that
+//! are in the pipe at that moment are read.
 //!
 //! ```
 //! use firn_process::{Excess, Limits, run};
@@ -40,30 +40,30 @@ use rustix::fd::OwnedFd;
 use rustix::io::{Errno, ioctl_fionbio, ioctl_fionread, retry_on_intr};
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
 
-/// How long a killed program is waited for. One that hangs in the kernel is left to a thread, which reaps it.
+/// Maximum wait for a killed program. A program that hangs in the kernel is left to a thread, which reaps it.
 pub const KILL_WAIT: Duration = Duration::from_secs(1);
-/// Bytes that are read at once: what a pipe holds by default.
+/// Maximum number of bytes of one read: the default capacity of a pipe.
 const READ_BYTES: usize = 64 << 10;
 
-/// What happens to output beyond the bound.
+/// Treatment of output beyond the limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Excess {
-    /// It is read and forgotten.
+    /// The excess is read and discarded.
     Discard,
-    /// It ends the program, with [`RunError::TooMuch`].
+    /// The excess ends the program with [`RunError::TooMuch`].
     Refuse,
 }
 
-/// What a program is given, and how far it may go.
+/// Input and limits of a program.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits<'a> {
-    /// What it reads from its standard input, which then ends.
+    /// Content of its standard input, after which the input ends.
     pub input: &'a [u8],
-    /// Bytes of its standard output and error that are kept, in the order in which they came.
+    /// Maximum number of bytes of its standard output and error that are kept, in their order of arrival.
     pub output_bytes_max: usize,
-    /// Output beyond that.
+    /// Treatment of output beyond that limit.
     pub excess: Excess,
-    /// When it is killed.
+    /// Time at which the program is killed.
     pub deadline: Instant,
 }
 
@@ -77,16 +77,16 @@ pub struct Ended {
 }
 
 impl Ended {
-    /// What it said, for people.
+    /// Returns the output as text, for people.
     pub fn text(&self) -> String {
         String::from_utf8_lossy(&self.output).trim().to_owned()
     }
 }
 
-/// Why a program did not end by itself.
+/// The reason why a program did not end by itself.
 #[derive(Debug, thiserror::Error)]
 pub enum RunError {
-    /// It is not there, or may not be executed.
+    /// The program does not exist, or may not be executed.
     #[error("{0}")]
     Start(#[source] io::Error),
     /// It was killed at the deadline.
@@ -95,7 +95,7 @@ pub enum RunError {
     /// It was killed because of its output.
     #[error("its output has more than {bytes_max} bytes")]
     TooMuch {
-        /// The bound.
+        /// The limit.
         bytes_max: usize,
     },
     /// It was killed because the kernel refused a call.
@@ -103,7 +103,7 @@ pub enum RunError {
     Watch(#[source] io::Error),
 }
 
-/// Runs `command` within `limits`. Standard input, output and error and the process group are set here.
+/// Runs `command` within `limits`. The function sets the standard input, output and error and the process group.
 pub fn run(mut command: Command, limits: Limits<'_>) -> Result<Ended, RunError> {
     let (output, stdout) = io::pipe().map_err(RunError::Start)?;
     command.stderr(stdout.try_clone().map_err(RunError::Start)?);
@@ -111,7 +111,7 @@ pub fn run(mut command: Command, limits: Limits<'_>) -> Result<Ended, RunError> 
     let input = give_input(&mut command, limits.input).map_err(RunError::Start)?;
     command.process_group(0);
     let child = command.spawn().map_err(RunError::Start)?;
-    // This process's copies of the program's ends of the pipes go with it.
+    // Dropping the command closes this process's copies of the program's ends of the pipes.
     drop(command);
     let mut program = Program(Some(child));
     let mut streams = Streams {
@@ -139,7 +139,7 @@ fn give_input(command: &mut Command, bytes: &[u8]) -> io::Result<Option<PipeWrit
     Ok(Some(input))
 }
 
-/// A child that is killed and reaped with this value, unless it ended before.
+/// A child process. Dropping the value kills and reaps the child, unless it has ended before.
 struct Program(Option<Child>);
 
 impl Program {
@@ -161,11 +161,11 @@ impl Drop for Program {
         let Some(mut child) = self.0.take() else {
             return;
         };
-        // The child is not reaped yet, so its number is no other process's.
+        // The child is not reaped yet, so its process id cannot belong to another process.
         let _ = kill_process_group(Pid::from_child(&child), Signal::KILL);
         let _ = child.kill();
         if !has_ended_within(&child, KILL_WAIT) {
-            // Without a thread it stays a zombie until this process ends.
+            // If no thread can be started, the child remains a zombie until this process ends.
             let _ = std::thread::Builder::new()
                 .name("firn-reaper".into())
                 .spawn(move || child.wait());
@@ -190,17 +190,17 @@ fn has_ended_within(child: &Child, wait: Duration) -> bool {
 
 /// This process's ends of a program's pipes.
 struct Streams<'a> {
-    /// None once the program and its descendants have closed it.
+    /// `None` once the program and its descendants have closed it.
     output: Option<PipeReader>,
     kept: Vec<u8>,
-    /// None once everything is written, or the program reads no more.
+    /// `None` once all input is written, or the program has closed its standard input.
     input: Option<PipeWriter>,
     to_write: &'a [u8],
     limits: Limits<'a>,
 }
 
 impl Streams<'_> {
-    /// Waits until something can be done and does it. Returns whether the program has ended.
+    /// Waits until a pipe is ready or the program ends, and reads or writes. Returns whether the program has ended.
     fn wait(&mut self, end: &OwnedFd) -> Result<bool, RunError> {
         let left = self
             .limits
@@ -233,7 +233,7 @@ impl Streams<'_> {
         Ok(has_ended)
     }
 
-    /// What is in the pipe now; a descendant may write more for ever.
+    /// Reads the bytes that are in the pipe now. A descendant could write more bytes for ever.
     fn read_rest(&mut self) -> Result<(), RunError> {
         let mut rest = match &self.output {
             Some(output) => {
@@ -248,7 +248,7 @@ impl Streams<'_> {
         Ok(())
     }
 
-    /// One read of the output, in which there is something, or its end.
+    /// Reads the output once. The pipe must have data or be at its end.
     fn read(&mut self, bytes_max: usize) -> Result<usize, RunError> {
         let Some(output) = &self.output else {
             return Ok(0);
@@ -275,7 +275,7 @@ impl Streams<'_> {
         match rustix::io::write(input, self.to_write) {
             Ok(count) => self.to_write = &self.to_write[count..],
             Err(Errno::AGAIN | Errno::INTR) => {}
-            // The program reads no more.
+            // The program has closed its standard input.
             Err(Errno::PIPE) => self.to_write = &[],
             Err(errno) => return Err(RunError::Watch(errno.into())),
         }

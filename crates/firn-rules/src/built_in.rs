@@ -1,6 +1,6 @@
-//! The rules that have a name of their own.
+//! The built-in rules, each with its own name.
 
-/// One rule a line, in the language of [`crate::parse_rules`].
+/// The rules, one on each line, in the language of [`crate::parse_rules`].
 pub const BUILT_IN: &str = "\
 # name              scope                         commit                                 needs
 hf                  checkpoint-*/                 close:trainer_state.json               rng_state*.pth=writers

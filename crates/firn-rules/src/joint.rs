@@ -1,23 +1,26 @@
-//! One checkpoint that several hosts write: what each host says of its part, and what it does next.
+//! A checkpoint that several hosts write together: the state that each host publishes about its part, and the next
+//! step of each host.
 //!
-//! Each host has a machine of its own, which sees the changes of its own programs. Hosts meet in a directory of the backing
-//! (`firn_transact::NamesBallot`), where each takes part before its first change. No host asks another one.
+//! Each host has its own machine, which sees the changes of that host's programs. The hosts share a directory of the
+//! backing (`firn_transact::NamesBallot`). Each host joins there before its first change. No host sends requests to
+//! another host.
 //!
 //! ```text
-//!   writing ──event──► each host says how its part is ──all closed, needs hold──► attempt N
-//!      ▲                                                                             │ each prepares, publishes
-//!      └───────── refused: one had changed, a conflict, one did not come ◄───────────┤
-//!                                                                                    ▼ all go together
-//!   any host has failed or is dead ──► aborted                                    committed
+//!   writing ──event──► each host publishes the state of its part ──all closed, needs hold──► attempt N
+//!      ▲                                                                                    │ each prepares, publishes
+//!      └───────── refused: a part changed, a conflict, a host did not publish ◄─────────────┤
+//!                                                                                           ▼ no conflict
+//!   any host has failed or is dead ──► aborted                                          committed
 //! ```
 //!
-//! What a host does next is a pure function of what it sees ([`next_step`]): a crash, a faster host or an old listing only changes
-//! what the next look says.
+//! The next step of a host is a pure function of what the host sees ([`next_step`]). A crash, a faster host or an
+//! outdated listing changes only what the host sees at the next look.
 //!
 //! Invariants
-//! * There is one decision. It is a commit only after a verdict that the parts of all hosts that take part go together.
-//! * A part that is published does not change until the verdict or the decision is known.
-//! * A host that fails or dies before the decision ends in an abort for all.
+//! * There is one decision. It is a commit only after a verdict that the parts of all participating hosts have no
+//!   conflict.
+//! * A published part does not change until the verdict or the decision is known.
+//! * If a host fails or dies before the decision, all hosts abort.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -26,132 +29,132 @@ use serde::{Deserialize, Serialize};
 #[cfg(test)]
 mod model;
 
-/// What hosts wait for that have seen no event.
+/// Text for hosts that wait because no host has seen the event.
 pub const EVENT: &str = "the event";
 
-/// Files that a need counts.
+/// Number of files that a condition counts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct NeedCount {
-    /// There now.
+    /// Files that exist now.
     pub found: usize,
-    /// In the checkpoint that was committed before.
+    /// Files of the previous committed checkpoint.
     pub before: usize,
 }
 
-/// What a host says of its part.
+/// State of a host's part, as the host publishes it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HostState {
-    /// Grows with each change of the part.
+    /// Counter of changes of the part.
     pub changes: u64,
-    /// Files that are open for writing, and changes that are under way.
+    /// Number of files that are open for writing, and of changes in progress.
     pub open: usize,
-    /// Writers that live.
+    /// Number of living writers.
     pub living: usize,
-    /// Jobs that go on, of writers that have ended well.
+    /// Number of jobs that continue although their writers have ended well.
     pub idle_jobs: usize,
-    /// Writers that a need counts: those that live.
+    /// Number of living writers, for conditions that count writers.
     pub writers: usize,
-    /// Those of the checkpoint before.
+    /// Number of writers of the previous checkpoint.
     pub writers_before: usize,
-    /// One for each need of the rule.
+    /// Counts for the conditions of the rule, in their order.
     pub needs: Vec<NeedCount>,
 }
 
 /// An attempt to commit.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Attempt {
-    /// From 1.
+    /// Number of the attempt, counted from 1.
     pub number: u64,
-    /// The hosts that take part, and what they had said.
+    /// The participating hosts, with the change count that each had published.
     pub changes: BTreeMap<String, u64>,
-    /// Those that have published their part.
+    /// The hosts that have published their part.
     pub published: BTreeSet<String>,
-    /// Whether it may become a commit; none: that is open.
+    /// Whether the attempt may become a commit. `None` if that is not decided yet.
     pub is_clear: Option<bool>,
-    /// It may not, because hosts changed the same.
+    /// The attempt may not become a commit, because two hosts changed the same object.
     pub is_conflict: bool,
 }
 
 impl Attempt {
-    /// It may still become a commit.
+    /// Returns whether the attempt may still become a commit.
     pub fn is_open(&self) -> bool {
         self.is_clear != Some(false)
     }
 }
 
-/// What a host sees.
+/// The state of a joint checkpoint as a host sees it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Look {
     /// Hosts that take part.
     pub joined: BTreeSet<String>,
-    /// What they say of their parts.
+    /// The published states of their parts.
     pub states: BTreeMap<String, HostState>,
-    /// One has seen the event.
+    /// A host has seen the event.
     pub has_event: bool,
     /// The last attempt.
     pub attempt: Option<Attempt>,
-    /// Whether it is committed.
+    /// The decision: whether the checkpoint is committed. `None` if there is no decision yet.
     pub decision: Option<bool>,
 }
 
 /// A host's own part.
 #[derive(Clone, Debug, Default)]
 pub struct OwnPart {
-    /// How it is.
+    /// State of the part.
     pub state: HostState,
-    /// Its machine has seen the event.
+    /// The machine of this host has seen the event.
     pub has_event: bool,
-    /// One of its writers has failed.
+    /// A writer on this host has failed.
     pub has_failed: bool,
-    /// The event has come, too, when all writers have ended well.
+    /// The end of all writers with success also counts as the event.
     pub ends_with_writers: bool,
-    /// The attempt that it is prepared for.
+    /// The attempt for which this host has prepared its part.
     pub prepared_for: Option<u64>,
-    /// The attempt has stood for longer than other hosts are waited for.
+    /// The attempt has lasted longer than the time for which hosts wait for each other.
     pub is_late: bool,
 }
 
-/// What a host does next.
+/// The next step of a host.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Step {
-    /// Nothing, as this is not there yet.
+    /// Wait for this.
     Wait(String),
-    /// Says that the event has come.
+    /// Record that the event was seen.
     PutEvent,
-    /// Says how its part is.
+    /// Publish the state of the host's part.
     PutState,
-    /// Begins an attempt.
+    /// Begin an attempt.
     Try(Attempt),
-    /// Prepares its part, and publishes it.
+    /// Prepare the host's part for the attempt with this number, and publish it.
     Publish(u64),
-    /// Says that there is no commit in this attempt.
+    /// Record that the attempt fails.
     GiveUp {
         /// The attempt.
         number: u64,
         /// Why.
         why: String,
     },
-    /// Tests whether the parts go together.
+    /// Check whether the parts of the hosts conflict.
     Judge(Attempt),
-    /// Decides.
+    /// Put the decision.
     Decide {
         /// Whether it is a commit.
         commit: bool,
-        /// Why not.
+        /// Reason of an abort.
         why: String,
     },
-    /// Opens its part again: this attempt has failed.
+    /// Open the part again, because the attempt with this number has failed.
     Reopen(u64),
-    /// Carries the commit out, and leaves.
+    /// Apply the commit, and leave.
     Apply,
-    /// Drops its part, and leaves.
+    /// Undo the host's part, and leave.
     Undo,
 }
 
-/// What of the hosts' parts keeps the checkpoint from its commit; none: nothing.
+/// Returns the reason why the parts of the hosts do not allow the commit, or `None`.
 pub type Obstacle<'a> = &'a dyn Fn(&BTreeMap<String, HostState>) -> Option<String>;
 
-/// What host `me` does next. `dead`: hosts that are gone.
+/// Returns the next step of the host `me`. `dead` are the hosts that are dead.
 pub fn next_step(
     look: &Look,
     me: &str,
@@ -189,7 +192,7 @@ fn abort(why: String) -> Step {
     Step::Decide { commit: false, why }
 }
 
-/// Hosts of which it is not known how their part is.
+/// Returns a wait for a host that has not published the state of its part.
 fn unknown(look: &Look) -> Option<Step> {
     let mut unknown = look.joined.iter();
     let host = unknown.find(|host| !look.states.contains_key(*host))?;
@@ -229,7 +232,7 @@ fn next_of_open(look: &Look, own: &OwnPart, obstacle: Obstacle<'_>) -> Step {
         .map(|(host, state)| (host.clone(), state.changes))
         .collect();
     let last = look.attempt.as_ref();
-    // A conflict stays one until something changes; a host that did not come may come the next time.
+    // A conflict remains until a part changes. A host that did not publish in time may do so in the next attempt.
     let is_tried = last.is_some_and(|last| last.is_conflict && last.changes == changes);
     match obstacle {
         Some(what) if are_gone => {

@@ -1,4 +1,4 @@
-//! The language of rules: one rule a line.
+//! The language of rules, one rule on each line.
 //!
 //! ```text
 //! # name   scope          commit                       needs and other words
@@ -6,32 +6,32 @@
 //! lammps   restart.{T}.*  next                         T=number *=same
 //! ```
 //!
-//! A mistake is told with its line and column, what was expected, and the nearest word.
+//! An error message has the line, the column, the expected text and the nearest valid word.
 
 use std::collections::BTreeMap;
 use std::fmt;
 
 use crate::pattern::{CaptureKind, Captures, Pattern, PatternError, PatternMatch, capture_names};
 
-/// What makes a scope complete.
+/// The event that makes a scope complete.
 #[derive(Clone, Debug)]
 pub(crate) enum Event {
     /// The last descriptor for writing of a file is closed.
     Close(Target),
-    /// Something is renamed to a name.
+    /// A file or directory is renamed to a name.
     Rename(Target),
     /// A name is removed.
     Unlink(Target),
-    /// The first change in another scope of the rule, or the writers end with success.
+    /// The first change in another scope of the rule, or the successful end of all writers.
     Next,
     /// The last descriptor for writing in the scope is closed.
     Idle,
 }
 
-/// What an event is about.
+/// The subject of an event.
 #[derive(Clone, Debug)]
 pub(crate) enum Target {
-    /// The scope itself: its top gets another name.
+    /// The scope itself: its top is renamed.
     Itself,
     /// A path in the scope.
     Inside(Pattern),
@@ -39,14 +39,14 @@ pub(crate) enum Target {
     Beside(Pattern),
 }
 
-/// How many files must be there.
+/// The number of files that a condition requires.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Count {
-    /// One for each process that writes in the scope, or wrote in the one before.
+    /// One file for each process that writes in the scope, or wrote in the previous scope.
     Writers,
-    /// As many as in the scope before.
+    /// As many files as the previous scope had.
     Same,
-    /// Each that the scope had before it began has been made or written again.
+    /// Every file that the scope had before it began must have been created or written again.
     Renewed,
     Number(usize),
 }
@@ -62,49 +62,49 @@ pub(crate) struct Need {
 /// One rule.
 #[derive(Clone, Debug)]
 pub struct Rule {
-    /// Its name.
+    /// Name of the rule.
     pub name: String,
-    /// As it was written.
+    /// Text of the rule in its source.
     pub text: String,
     pub(crate) scope: ScopePattern,
     pub(crate) event: Event,
     pub(crate) needs: Vec<Need>,
-    /// Complete checkpoints that stay; none: all of them.
+    /// Number of complete checkpoints that are kept. `None`: all of them are kept.
     pub(crate) keep: Option<usize>,
 }
 
-/// Which paths are in a scope.
+/// Pattern of the paths that belong to a scope.
 #[derive(Clone, Debug)]
 pub(crate) struct ScopePattern {
     pub(crate) is_dir: bool,
-    /// The tops of scopes.
+    /// Pattern of the top names of scopes.
     tops: Pattern,
     has_captures: bool,
-    /// In a directory, what begins a scope; none: everything.
+    /// For a scope in a directory: the names that begin a scope. `None`: every name does.
     begins: Option<Pattern>,
 }
 
-/// The scope that a path is in.
+/// The scope that contains a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Found {
-    /// The directory that the tops of the scope are in.
+    /// The directory that contains the tops of the scope.
     pub(crate) dir: Vec<u8>,
-    /// The directory or file of the scope that the path is, or is in.
+    /// The top directory or file of the scope. The path is this top or lies in it.
     pub(crate) top: Vec<u8>,
     pub(crate) identity: Identity,
 }
 
-/// What tells scopes of one rule in one directory apart.
+/// Distinguishes the scopes of one rule in one directory.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Identity {
     /// The path of the top.
     Path(Vec<u8>),
-    /// Values of the captures.
+    /// The values of the captures.
     Captures(Captures),
 }
 
 impl Found {
-    /// The step of the scope: the value of its one capture, or the last number in its name.
+    /// Returns the step of the scope: the value of its only capture; otherwise the last number in its name.
     pub(crate) fn step(&self) -> Option<String> {
         if let Identity::Captures(captures) = &self.identity
             && let [value] = captures.values().collect::<Vec<_>>()[..]
@@ -120,13 +120,13 @@ impl Found {
     }
 }
 
-/// The directory of a path; empty: the top.
+/// Returns the directory of a path. The result is empty for the root of the mount.
 pub fn parent_of(path: &[u8]) -> &[u8] {
     let end = path.iter().rposition(|byte| *byte == b'/').unwrap_or(0);
     &path[..end]
 }
 
-/// What is below a directory, relative to it.
+/// Returns `path` relative to `dir`. Returns `None` if the path is not below the directory.
 pub(crate) fn relative<'a>(path: &'a [u8], dir: &[u8]) -> Option<&'a [u8]> {
     if dir.is_empty() {
         return Some(path);
@@ -135,7 +135,7 @@ pub(crate) fn relative<'a>(path: &'a [u8], dir: &[u8]) -> Option<&'a [u8]> {
 }
 
 impl ScopePattern {
-    /// The scope that a change of `path` is in; the outermost one where several match.
+    /// Returns the scope that contains `path`. If several scopes match, the outermost one is returned.
     pub(crate) fn find(&self, path: &[u8]) -> Option<Found> {
         if let Some(begins) = &self.begins {
             let top = parent_of(path);
@@ -152,7 +152,7 @@ impl ScopePattern {
         ends.into_iter().find_map(|end| self.of_top(&path[..end]))
     }
 
-    /// Matches each path that [`ScopePattern::find`] finds a scope for.
+    /// Returns a regular expression for each path for which [`ScopePattern::find`] returns a scope.
     fn expression(&self) -> String {
         let tops = self.tops.expression();
         match &self.begins {
@@ -166,7 +166,7 @@ impl ScopePattern {
         self.has_captures
     }
 
-    /// Whether one checkpoint is in several directories, as `processor*/{T}/` has it.
+    /// Returns whether one checkpoint may span several directories, as with `processor*/{T}/`.
     pub(crate) fn is_wide(&self) -> bool {
         self.has_captures && self.tops.has_directories()
     }
@@ -180,7 +180,7 @@ impl ScopePattern {
                 identity: Identity::Path(top.to_vec()),
             });
         }
-        // The tops are beside each other, in the directory that the pattern begins in.
+        // All tops of a scope are in one directory, in which the pattern begins.
         let top = (1..depth).fold(top, |at, _| parent_of(at));
         Some(Found {
             dir: parent_of(top).to_vec(),
@@ -191,12 +191,12 @@ impl ScopePattern {
 }
 
 impl Rule {
-    /// How many complete checkpoints stay; none: all of them.
+    /// Returns the number of complete checkpoints that are kept. `None`: all of them are kept.
     pub fn keep(&self) -> Option<usize> {
         self.keep
     }
 
-    /// Names beside a scope that the event is about.
+    /// Returns the pattern of names beside a scope that the event concerns.
     pub(crate) fn marker(&self) -> Option<&Pattern> {
         match &self.event {
             Event::Close(Target::Beside(names))
@@ -206,7 +206,7 @@ impl Rule {
         }
     }
 
-    /// A regular expression for all paths that the rule may have to do with.
+    /// Returns a regular expression for all paths that the rule may concern.
     pub(crate) fn expression(&self) -> String {
         let scopes = self.scope.expression();
         match self.marker() {
@@ -216,18 +216,18 @@ impl Rule {
     }
 }
 
-/// A mistake in a rule.
+/// An error in a rule.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub struct RuleError {
-    /// The file, or that rules are built in.
+    /// Name of the file, or a text that names the built-in rules.
     pub source_name: String,
-    /// From 1.
+    /// Line number, counted from 1.
     pub line: usize,
-    /// From 1, in bytes.
+    /// Column in bytes, counted from 1.
     pub column: usize,
-    /// What was expected, and what was found.
+    /// The expected text and the text that was found.
     pub message: String,
-    /// The nearest word, if one is near.
+    /// The nearest valid word. `None` if no word is near.
     pub nearest: Option<String>,
 }
 
@@ -248,7 +248,7 @@ impl fmt::Display for RuleError {
     }
 }
 
-/// The one of `words` that was probably meant.
+/// Returns the entry of `words` that was probably meant.
 pub(crate) fn nearest<'a>(word: &str, words: impl IntoIterator<Item = &'a str>) -> Option<String> {
     let distances = words
         .into_iter()
@@ -257,11 +257,11 @@ pub(crate) fn nearest<'a>(word: &str, words: impl IntoIterator<Item = &'a str>) 
     (distance <= 1 + one.len() / 4).then(|| one.to_owned())
 }
 
-/// One word of a line.
+/// A word of a line.
 #[derive(Clone, Copy)]
 struct Word<'a> {
     text: &'a str,
-    /// Bytes before it.
+    /// Number of bytes before the word in the line.
     at: usize,
 }
 
@@ -321,7 +321,7 @@ impl LineParser<'_> {
         let kinds = self.capture_kinds(*scope, rest)?;
         let is_dir = self.is_dir_scope(*scope)?;
         let begins = self.begins_word(rest, is_dir)?;
-        // At any depth, where the pattern does not begin with a slash.
+        // A pattern without a leading slash matches at any depth.
         let (scope_text, prefix) = match scope.text.strip_prefix('/') {
             Some(text) => (text, ""),
             None => (scope.text, "(?:.*/)?"),
@@ -355,7 +355,7 @@ impl LineParser<'_> {
         Ok(Some(rule))
     }
 
-    /// What `begins=` is given.
+    /// Parses the value of `begins=`.
     fn begins_word<'a>(
         &self,
         rest: &[Word<'a>],
@@ -389,7 +389,7 @@ impl LineParser<'_> {
         Ok(is_dir)
     }
 
-    /// `T=number` says what the capture `{T}` of the scope may be.
+    /// Parses words such as `T=number`, which set the kind of the capture `{T}` of the scope.
     fn capture_kinds(
         &self,
         scope: Word<'_>,
@@ -467,7 +467,7 @@ impl LineParser<'_> {
             let message = "expected a path in the scope, or `../NAME` beside it";
             return Err(self.error(at, message, None));
         }
-        // The files of a scope that is no directory are beside each other.
+        // The files of a scope that is not a directory are all in one directory.
         let is_beside = beside.is_some() || !is_dir;
         if beside.is_some() && !is_dir {
             let message =
@@ -538,12 +538,12 @@ impl LineParser<'_> {
 
 const EVENTS: &str = "`close:FILE`, `rename:FILE`, `unlink:FILE`, `next` or `idle`";
 
-/// Bytes of a file of rules at most.
+/// Maximum size of a file of rules in bytes.
 pub const RULES_BYTES_MAX: usize = 64 << 10;
-/// Rules of one mount at most.
+/// Maximum number of rules of one mount.
 pub const RULES_MAX: usize = 256;
 
-/// The rules in a text, each of which has its own name. `source_name` is shown with a mistake.
+/// Parses the rules in a text. Each rule must have a different name. `source_name` is shown in error messages.
 pub fn parse_rules(text: &str, source_name: &str) -> Result<Vec<Rule>, RuleError> {
     let mut rules: Vec<Rule> = Vec::new();
     for (index, line) in text.lines().enumerate() {

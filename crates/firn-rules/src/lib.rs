@@ -1,9 +1,10 @@
-//! Commit rules: which changes of a program that knows nothing of Firn are one checkpoint, and when it is complete.
+//! Commit rules: they tell which changes of a program form one checkpoint, and when that checkpoint is complete. The
+//! program itself need not know Firn.
 //!
-//! A rule names a scope, the event that makes it complete, and what must hold before it is committed
-//! ([`parse_rules`]; [`BUILT_IN`] has those for known programs). [`Machine`] watches what programs do and says when a
-//! transaction begins, commits or is aborted. It knows no file system: firnd drives it with the operations of a mount,
-//! `firn rules test` with a recorded list of them ([`trace`]).
+//! A rule names a scope, the event that completes the scope, and the conditions for its commit ([`parse_rules`]).
+//! [`BUILT_IN`] has rules for known programs. [`Machine`] receives the operations of programs and returns when a
+//! transaction begins, commits or aborts. The machine knows no file system. firnd drives it with the operations of a
+//! mount, and `firn rules test` drives it with a recorded list of operations ([`trace`]).
 
 mod built_in;
 pub mod joint;

@@ -1,4 +1,5 @@
-//! The machine of commit rules: operations of programs in, begins, commits and aborts of scopes out. It does no I/O.
+//! The state machine of commit rules. Its input is the operations of programs; its output is begins, commits and
+//! aborts of scopes. It does no I/O.
 //!
 //! ```text
 //!                first change                     event, needs hold
@@ -12,16 +13,17 @@
 //!                                   └───── the remover was killed, a newer one failed ─────────► as before
 //! ```
 //!
-//! The caller asks [`Machine::before`] before an operation, does what comes back, makes the operation, and tells
-//! [`Machine::after`]. Until its commit a scope is visible to its own programs only.
+//! Before an operation the caller calls [`Machine::before`] and carries out the returned actions. Then the caller
+//! makes the operation and calls [`Machine::after`]. Until its commit a scope is visible only to the programs that
+//! write it.
 //!
 //! Invariants
-//! * A top is in one scope that is not over.
-//! * A scope commits once, and only where no descriptor for writing is open in it.
-//! * The scope that was committed last is not removed before the next one is committed, but by programs that ended well, at the end
-//!   of the mount, with no newer one begun.
-//! * No two jobs write one file of a scope.
-//! * `keep=N` removes no scope that is open, that was committed last, or that a link leads to.
+//! * A top belongs to at most one open scope.
+//! * A scope commits once, and only while no descriptor in it is open for writing.
+//! * The scope that was committed last is removed only after a newer one is committed. There is one exception:
+//!   programs that ended well removed it, the mount ends, and no newer scope was begun.
+//! * Two jobs never write the same file of a scope.
+//! * `keep=N` never removes a scope that is open, that was committed last, or to which a link leads.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -31,34 +33,36 @@ use crate::language::{Count, Event, Found, Identity, Need, Rule, Target, parent_
 use crate::pattern::Captures;
 use crate::rule_set::{LocatedPath, PathRole, RuleSet};
 
-/// Number of a scope; none is given twice.
+/// Number of a scope. A number is never reused.
 pub type ScopeNumber = u64;
 
-/// In the place of a handle: the file is not open for writing.
+/// Value instead of a handle for a file that is not open for writing.
 pub const NOT_OPEN: u64 = u64::MAX;
 
 /// How a process ended, or closed a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ending {
-    /// By close(2), or by an exit with success.
+    /// By close(2), or by an exit with status 0.
     Success,
-    /// A file was closed by the end of its process: how that ends, its exit tells.
+    /// The end of its process closed the file. The exit of the process tells whether it succeeded.
     Exit,
-    /// By a signal, by an exit with an error, or in a way that is not known.
+    /// By a signal, by an exit with an error, or in an unknown way.
     Failure,
 }
 
-/// What a program does.
+/// An operation of a program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operation<'a> {
-    /// Opens a file for writing, or makes one; `handle` is the caller's number of the open file, [`NOT_OPEN`] where it made one and
-    /// does not write it.
+    /// Opens a file for writing, or creates one.
+    ///
+    /// `handle` is the caller's number of the open file. It is [`NOT_OPEN`] if the program created a file without
+    /// writing to it.
     Open { path: &'a LocatedPath, handle: u64 },
-    /// Closes it, or is ended with it open.
+    /// Closes an open file, or ends while the file is open.
     Close { handle: u64, ending: Ending },
-    /// Makes a directory or link, or changes attributes or the length.
+    /// Creates a directory or a link, or changes attributes or the length of a file.
     Change { path: &'a LocatedPath },
-    /// Gives a name to something, also in place of something else.
+    /// Renames a file or directory, possibly over an existing one.
     Rename {
         from: &'a LocatedPath,
         to: &'a LocatedPath,
@@ -68,7 +72,7 @@ pub enum Operation<'a> {
 }
 
 impl<'a> Operation<'a> {
-    /// The paths that it changes; a close has none.
+    /// Returns the paths that the operation changes. A close changes none.
     fn paths(&self) -> [Option<&'a LocatedPath>; 2] {
         match *self {
             Self::Close { .. } => [None, None],
@@ -80,59 +84,59 @@ impl<'a> Operation<'a> {
     }
 }
 
-/// What the caller has to do.
+/// An action that the caller must carry out.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// From here on the names `tops` in directory `dir` belong to a transaction.
+    /// Begin a transaction to which the names `tops` in the directory `dir` belong from now on.
     Begin {
         scope: ScopeNumber,
         rule: String,
         dir: Vec<u8>,
         tops: Vec<Vec<u8>>,
-        /// What other hosts know the scope by.
+        /// Key under which other hosts know the scope.
         key: Vec<u8>,
     },
-    /// These names belong to it, too.
+    /// Add these names to the transaction.
     Join {
         scope: ScopeNumber,
         tops: Vec<Vec<u8>>,
     },
-    /// It is committed, in this order with the others.
+    /// Commit the scope. Commits must be carried out in the order of the actions.
     Commit { scope: ScopeNumber },
-    /// With several hosts: what this host has seen makes it complete, or it has failed. The hosts decide ([`crate::joint`]).
+    /// Ask all hosts to decide ([`crate::joint`]). As far as this host has seen, the scope is complete or has failed.
     Propose { scope: ScopeNumber },
-    /// It never was.
+    /// Abort the scope: undo all its changes.
     Abort { scope: ScopeNumber, reason: String },
-    /// More may be complete than the rule keeps: the caller looks what is in the directory, and asks [`Machine::rotate`].
+    /// Check for checkpoints beyond the number that the rule keeps: list the directory and call [`Machine::rotate`].
     Rotate { rule: usize, dir: Vec<u8> },
-    /// These names are to go, all or none, and then [`Machine::committed`] is told, or [`Machine::aborted`].
+    /// Remove these names, all or none. Then call [`Machine::committed`] or [`Machine::aborted`].
     Remove {
         scope: ScopeNumber,
         rule: String,
         tops: Vec<Vec<u8>>,
-        /// What other hosts know the checkpoint by.
+        /// Key under which other hosts know the checkpoint.
         key: Vec<u8>,
     },
 }
 
-/// What has to be done before an operation, and the scope that it is made in.
+/// The actions that must come before an operation, and the scope of the operation.
 #[derive(Debug, Default)]
 pub struct Entered {
-    /// In this order.
+    /// The actions, in the order in which they must be carried out.
     pub actions: Vec<Action>,
-    /// To be given to [`Machine::after`].
+    /// The scope, to be passed to [`Machine::after`].
     pub scope: Option<ScopeNumber>,
 }
 
-/// An operation that cannot be.
+/// The reason why an operation is refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Refusal {
-    /// Its names are in two scopes.
+    /// The names of the operation are in two scopes.
     #[error(
         "it would move a file from one checkpoint that is not complete into another (rule `{rule}`): wait until one of them is complete"
     )]
     TwoScopes {
-        /// The rule of the first one.
+        /// The rule of the first scope.
         rule: String,
     },
     /// A living process of another job has written the same file of the scope.
@@ -145,7 +149,7 @@ pub enum Refusal {
         /// The file.
         path: String,
     },
-    /// A writer of the scope has failed, so what another process adds would be dropped with it.
+    /// A writer of the scope has failed. What another process adds would be dropped with the scope.
     #[error(
         "a writer of this checkpoint has failed, and others still run (rule `{rule}`): it is dropped when they have ended; start again then"
     )]
@@ -156,7 +160,7 @@ pub enum Refusal {
 }
 
 impl Refusal {
-    /// The name of the rule.
+    /// Returns the name of the rule.
     pub fn rule(&self) -> &str {
         match self {
             Self::TwoScopes { rule } | Self::Failed { rule } | Self::OtherJob { rule, .. } => rule,
@@ -164,7 +168,7 @@ impl Refusal {
     }
 }
 
-/// What tells scopes apart.
+/// Identifies a scope.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Key {
     rule: usize,
@@ -172,60 +176,61 @@ struct Key {
     identity: Identity,
 }
 
-/// Why a scope is open.
+/// The purpose of an open scope.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Purpose {
     Write,
-    /// Nothing but removals yet.
+    /// Only names of a committed scope were removed so far.
     Removal,
-    /// Removals of a part, by programs that have ended well: what is left is complete.
+    /// A part was removed by programs that have ended well. The rest is complete.
     Thinning,
 }
 
-/// A scope that is not over.
+/// An open scope.
 #[derive(Debug)]
 struct Scope {
     key: Key,
     purpose: Purpose,
     tops: BTreeSet<Vec<u8>>,
-    /// Tops that have no name any more.
+    /// Tops whose names were removed.
     removed_tops: BTreeSet<Vec<u8>>,
-    /// Files that are there, as far as they were seen.
+    /// Files that exist, as far as the machine has seen them.
     files: BTreeSet<Vec<u8>>,
-    /// Of those, what was there before it began and was neither made nor written since.
+    /// Files that existed before the scope began and were neither created nor written since.
     unchanged: BTreeSet<Vec<u8>>,
-    /// Processes that changed something and live.
+    /// Living processes that changed something in the scope.
     living: BTreeSet<u32>,
-    /// All that did.
+    /// All processes that changed something in the scope.
     writers: BTreeSet<u32>,
-    /// Jobs that go on after writers of theirs have ended well, as a shell script between two commands.
+    /// Jobs that continue after their writers have ended well. An example is a shell script between two commands.
     idle_jobs: BTreeSet<u32>,
-    /// There was a checkpoint of this name before.
+    /// A checkpoint of this name existed before.
     was_there: bool,
-    /// One of them ended badly.
+    /// A writer ended badly.
     has_failed: bool,
-    /// Of a removal: a checkpoint was begun after it, and dropped.
+    /// For a removal: a newer checkpoint was begun after it, and was dropped.
     has_newer_failed: bool,
     /// Jobs that opened files for writing, by path.
     written_by: BTreeMap<Vec<u8>, u32>,
-    /// Tops that got another name in their directory.
+    /// Tops that were renamed within their directory: old and new name.
     renamed_tops: Vec<[Vec<u8>; 2]>,
-    /// Grows with each change, and with each end of a writer.
+    /// Counter of changes and of ends of writers.
     changes: u64,
-    /// It has a checkpoint more than the hosts know of, which is not complete before its event comes again.
+    /// The scope has grown by a checkpoint that the other hosts do not know. That checkpoint is complete only after
+    /// the next event.
     is_extended: bool,
-    /// The file that another job was refused last.
+    /// The last file that was refused to another job.
     refused: Option<String>,
-    /// Files that are open for writing.
+    /// Files that are open for writing, by handle.
     open: BTreeMap<u64, Vec<u8>>,
     event_seen: bool,
-    /// Files that the end of a process closed, by the process.
+    /// Files that were closed by the end of a process, by process.
     closed_by_exit: BTreeMap<u32, Vec<Vec<u8>>>,
-    /// Operations that were let in and are not made yet.
+    /// Number of operations that were allowed and are not finished.
     under_way: usize,
-    /// The caller has not begun it yet, or not added a name.
+    /// The caller has not finished beginning the scope, or adding a name to it.
     is_beginning: bool,
-    /// It was given to the caller to be committed or aborted.
+    /// The caller was told to commit or abort the scope.
     is_over: bool,
 }
 
@@ -235,7 +240,7 @@ struct Committed {
     key: Key,
     tops: BTreeSet<Vec<u8>>,
     files: BTreeSet<Vec<u8>>,
-    /// Writers that lived when it was committed.
+    /// Number of writers that were alive at the commit.
     writers: usize,
 }
 
@@ -244,45 +249,45 @@ struct Committed {
 pub struct Writer {
     /// Its number.
     pub process: u32,
-    /// It has not ended.
+    /// Whether the process is alive.
     pub is_living: bool,
 }
 
-/// A scope for people and status.
+/// State of a scope for the status and for people.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct ScopeState {
     /// Its number.
     pub scope: ScopeNumber,
     /// The name of its rule.
     pub rule: String,
-    /// What it is called by: its first top.
+    /// Name of the scope: its first top.
     pub path: String,
-    /// Open descriptors for writing.
+    /// Number of descriptors that are open for writing.
     pub open: usize,
-    /// What the commit waits for.
+    /// The condition that the commit waits for.
     pub waits_for: String,
 }
 
-/// Watches the operations of one mount.
+/// The state machine for the operations of one mount.
 #[derive(Debug)]
 pub struct Machine {
     rules: Arc<RuleSet>,
     last_number: ScopeNumber,
     scopes: BTreeMap<ScopeNumber, Scope>,
-    /// The newest last.
+    /// Committed scopes, the newest last.
     committed: Vec<Committed>,
-    /// Jobs of processes that write; others are of one job, which has number 0.
+    /// The job of each process that writes. All other processes belong to one job with the number 0.
     jobs: BTreeMap<u32, u32>,
-    /// Of these, the jobs whose first process lives.
+    /// The jobs whose first process is alive.
     living_jobs: BTreeSet<u32>,
-    /// The hosts that write a checkpoint together; 0: this one alone.
+    /// Number of hosts that write a checkpoint together. 0 means that this host writes alone.
     hosts: usize,
 }
 
-/// Commits of one rule in one directory that are remembered at most.
+/// Maximum number of commits of one rule in one directory that the machine remembers.
 const REMEMBERED_MAX: usize = 64;
 
-/// A step in the order of numbers, or, where it is none, of its characters.
+/// A step for sorting: by its number, or by its characters if it is not a number.
 struct Step(f64, String);
 
 impl Step {
@@ -297,7 +302,7 @@ impl Step {
 }
 
 impl Scope {
-    /// One that nothing has happened in.
+    /// Creates an empty scope.
     fn new(key: Key, purpose: Purpose) -> Self {
         Self {
             key,
@@ -332,7 +337,7 @@ impl Scope {
         self.tops.iter().any(is_at)
     }
 
-    /// A path relative to its top, or to the directory of the tops where the scope has files.
+    /// Returns a path relative to its top. If the scope consists of files, the path is relative to their directory.
     fn inside<'a>(&self, path: &'a [u8], is_dir: bool) -> Option<&'a [u8]> {
         if !is_dir {
             return relative(path, &self.key.dir);
@@ -348,7 +353,8 @@ impl Scope {
         count_files(files, &self.tops, need, (is_dir, &self.key.dir))
     }
 
-    /// All of it was removed, by programs that have ended well, and no newer one was begun since and dropped.
+    /// Returns whether programs that ended well removed the whole scope, and no newer scope was begun and dropped
+    /// since.
     fn is_meant_removal(&self) -> bool {
         let is_whole = self.removed_tops == self.tops && self.under_way == 0 && !self.is_beginning;
         is_whole && self.living.is_empty() && !self.has_failed && !self.has_newer_failed
@@ -377,12 +383,12 @@ fn count_files(
     files.iter().filter(is_needed).count()
 }
 
-/// What a checkpoint waits for whose files have to be made or written again.
+/// Returns the text for a checkpoint whose files must be created or written again.
 fn not_renewed(found: usize, need: &Need) -> String {
     format!("{found} files to be written again for `{}`", need.text)
 }
 
-/// Whether all values of `some` are those of `all`.
+/// Returns whether all values of `some` are also in `identity`.
 fn agrees(some: &Captures, identity: &Identity) -> bool {
     match identity {
         Identity::Captures(all) => some
@@ -393,7 +399,7 @@ fn agrees(some: &Captures, identity: &Identity) -> bool {
 }
 
 impl Machine {
-    /// A machine that has seen nothing.
+    /// Creates a machine with an empty history.
     pub fn new(rules: Arc<RuleSet>) -> Self {
         Self {
             rules,
@@ -406,12 +412,13 @@ impl Machine {
         }
     }
 
-    /// Sets the number of hosts that write a checkpoint together; none of them then commits one alone.
+    /// Sets the number of hosts that write a checkpoint together. Then no host commits a checkpoint alone.
     pub fn set_hosts(&mut self, hosts: usize) {
         self.hosts = hosts;
     }
 
-    /// This host's part of a scope that several hosts write. Without what the caller knows: attempts.
+    /// Returns this host's part of a scope that several hosts write. The caller must add the attempts, which the
+    /// machine does not know.
     pub fn own_part(&self, number: ScopeNumber) -> Option<OwnPart> {
         let scope = self.scopes.get(&number)?;
         let rule = &self.rules.rules()[scope.key.rule];
@@ -424,7 +431,7 @@ impl Machine {
             }),
         };
         let is_write = scope.purpose == Purpose::Write;
-        // What hosts have said of an event stands, so what has been added since counts as open.
+        // The hosts' statements about an earlier event remain valid, so everything added since then counts as open.
         let awaits_event = scope.is_extended && !scope.event_seen && !scope.living.is_empty();
         Some(OwnPart {
             state: HostState {
@@ -433,7 +440,7 @@ impl Machine {
                     + scope.under_way
                     + scope.closed_by_exit.len()
                     + usize::from(awaits_event),
-                // A removal that is made waits for a newer checkpoint, and not for programs.
+                // A finished removal waits for a newer checkpoint and not for programs.
                 living: scope.living.len().max(usize::from(!is_write)),
                 idle_jobs: scope.idle_jobs.len(),
                 writers: scope.living.len(),
@@ -456,13 +463,14 @@ impl Machine {
         })
     }
 
-    /// Tops of a scope that got other names, which the other hosts give to their parts, too.
+    /// Returns the tops of a scope that were renamed. The other hosts rename their parts in the same way.
     pub fn renamed_tops(&self, number: ScopeNumber) -> Vec<[Vec<u8>; 2]> {
         let scope = self.scopes.get(&number);
         scope.map_or_else(Vec::new, |scope| scope.renamed_tops.clone())
     }
 
-    /// In whose name a rename is made here that another host has made: a writer of the scope that has the top `from`, and whether it lives.
+    /// Returns the process in whose name this host repeats a rename of another host. The process is a writer of the
+    /// scope that has the top `from`; the result tells whether it is alive.
     pub fn writer_of_top(&self, number: ScopeNumber, from: &[u8]) -> Option<Writer> {
         let scope = self.scopes.get(&number)?;
         let is_there = scope.tops.contains(from) && !scope.removed_tops.contains(from);
@@ -476,7 +484,8 @@ impl Machine {
         })
     }
 
-    /// What of the parts of all hosts keeps a scope from its commit.
+    /// Returns the reason why the parts of all hosts do not allow the commit of a scope. Returns `None` if the commit
+    /// is possible.
     pub fn obstacle_among_hosts(
         &self,
         number: ScopeNumber,
@@ -487,13 +496,13 @@ impl Machine {
         let needs = self.rules.rules()[scope.key.rule].needs.iter().enumerate();
         for (index, need) in needs {
             let of = |state: &HostState| state.needs.get(index).copied().unwrap_or_default();
-            // A host that has only removed something counts nothing.
+            // If all hosts have only removed names, there is nothing to count.
             if states.values().all(|state| state.needs.is_empty()) {
                 continue;
             }
             let found = sum(&|state| of(state).found);
             if need.count == Count::Renewed {
-                // Writers that have ended well meant no more.
+                // If all writers have ended well, they did not intend to write more files.
                 let of_write =
                     |state: &HostState| state.living * usize::from(!state.needs.is_empty());
                 if found > 0 && sum(&of_write) > 0 {
@@ -503,7 +512,7 @@ impl Machine {
             }
             let wanted = match need.count {
                 Count::Number(number) => number,
-                // Each host of the job writes.
+                // Each host of the job is expected to write.
                 Count::Writers => sum(&|state| state.writers)
                     .max(sum(&|state| state.writers_before))
                     .max(self.hosts),
@@ -517,7 +526,9 @@ impl Machine {
         None
     }
 
-    /// No program changes a scope from here on until [`Machine::not_committed`]. False: it has changed since `changes`.
+    /// Freezes a scope for an attempt to commit: no program changes it until [`Machine::not_committed`].
+    ///
+    /// Returns false if the scope has changed since the change count `changes`.
     pub fn begin_attempt(&mut self, number: ScopeNumber, changes: u64) -> bool {
         let Some(part) = self.own_part(number) else {
             return false;
@@ -529,13 +540,14 @@ impl Machine {
         may_begin
     }
 
-    /// Says which job a process belongs to, until its end. The caller tells the end of the job's first process, `job`, too.
+    /// Records the job of a process until the process ends. The caller must also report the end of the job's first
+    /// process, `job`.
     pub fn note_job(&mut self, process: u32, job: u32) {
         self.jobs.insert(process, job);
         self.living_jobs.insert(job);
     }
 
-    /// Whether the job of a process is known.
+    /// Returns whether the job of a process is known.
     pub fn knows_job(&self, process: u32) -> bool {
         self.jobs.contains_key(&process)
     }
@@ -544,7 +556,7 @@ impl Machine {
         self.jobs.get(&process).copied().unwrap_or(0)
     }
 
-    /// The file at or below `path` that a living process of another job has written in a scope.
+    /// Returns a file at or below `path` that a living process of another job has written in a scope.
     fn file_of_other_job(&self, process: u32, path: &[u8], scope: &Scope) -> Option<Vec<u8>> {
         let own = self.job_of(process);
         let lives = |job: u32| {
@@ -582,34 +594,34 @@ impl Machine {
         Ok(())
     }
 
-    /// The rules.
+    /// Returns the rules.
     pub fn rules(&self) -> &Arc<RuleSet> {
         &self.rules
     }
 
-    /// The scope that a change of `path` would be in: its rule, and the top that the path belongs to.
+    /// Returns the rule of the scope that a change of `path` would belong to, and the top that contains the path.
     pub fn explain(&self, path: &LocatedPath) -> Option<(&Rule, Vec<u8>)> {
         let (key, top) = self.key_of(path)?;
         Some((&self.rules.rules()[key.rule], top))
     }
 
-    /// Whether a change of this path is in a scope, or begins one.
+    /// Returns whether a change of this path belongs to a scope, or begins one.
     pub fn concerns(&self, path: &LocatedPath) -> bool {
         self.open_scope_of(path.path()).is_some() || self.key_of(path).is_some()
     }
 
-    /// Whether a directory shows names of a scope that is not over, or a path lies in one.
+    /// Returns whether a directory contains names of an open scope, or the path lies in an open scope.
     pub fn is_near_scope(&self, path: &[u8]) -> bool {
         let mut scopes = self.scopes.values();
         scopes.any(|scope| scope.key.dir == path || scope.has(path))
     }
 
-    /// Whether no scope is open: then only rules can have to do with a path.
+    /// Returns whether no scope is open. In that case only the rules can concern a path.
     pub fn is_empty(&self) -> bool {
         self.scopes.is_empty()
     }
 
-    /// Whether a process has changed something in a scope that is not over.
+    /// Returns whether a process has changed something in an open scope.
     pub fn is_writer(&self, process: u32) -> bool {
         self.scopes
             .values()
@@ -628,7 +640,7 @@ impl Machine {
             .map(|(number, _)| *number)
     }
 
-    /// The scope that a rule gives a path, and its top.
+    /// Returns the scope that the rules assign to a path, and its top.
     fn key_of(&self, path: &LocatedPath) -> Option<(Key, Vec<u8>)> {
         let found = path.matches.iter().filter_map(|one| {
             let found = match &one.role {
@@ -637,7 +649,7 @@ impl Machine {
             };
             Some((one.rule, found))
         });
-        // A file in a directory that is a scope belongs to that one, whatever its own name says.
+        // A file in a directory that is a scope belongs to that scope, whatever the file's own name is.
         let found = found.min_by_key(|(_, found)| found.top.len());
         let (rule, Found { dir, top, identity }) = found?;
         Some((
@@ -650,7 +662,7 @@ impl Machine {
         ))
     }
 
-    /// The scope that a name beside it is a mark of: the one with the same captures, or the newest one that is open.
+    /// Returns the scope that a name beside it refers to: the scope with the same captures, or the newest open one.
     fn marked(&self, rule: usize, path: &[u8], captures: &Captures) -> Option<Found> {
         let dir = parent_of(path);
         let mut open = self.scopes.values().rev();
@@ -692,7 +704,7 @@ impl Machine {
         }
     }
 
-    /// Whether an operation has to wait: a scope that it is in begins or ends.
+    /// Returns whether an operation must wait, because a scope that it concerns is beginning or ending.
     pub fn is_busy(&self, operation: &Operation<'_>) -> bool {
         let paths = operation.paths();
         let mut busy = self.scopes.values();
@@ -704,8 +716,10 @@ impl Machine {
         })
     }
 
-    /// What must be done before an operation, which is not busy. The caller says with [`Machine::begun`] that a scope has begun
-    /// and has its names, and tells [`Machine::after`] of the operation also where it was not made.
+    /// Returns the actions that must come before an operation. The operation must not be busy ([`Machine::is_busy`]).
+    ///
+    /// When a scope has begun and has its names, the caller must call [`Machine::begun`]. The caller must call
+    /// [`Machine::after`] even if the operation was not made.
     pub fn before(&mut self, process: u32, operation: &Operation<'_>) -> Result<Entered, Refusal> {
         let mut actions = Vec::new();
         let scope = self.enter_operation(process, operation, &mut actions)?;
@@ -756,7 +770,7 @@ impl Machine {
         Ok(entered)
     }
 
-    /// The caller has begun a scope, or added names to it. `was_there`: a name of it led to something before.
+    /// Records that the caller has begun a scope or added names to it. `was_there`: one of the names existed before.
     pub fn begun(&mut self, number: ScopeNumber, was_there: bool) {
         if let Some(scope) = self.scopes.get_mut(&number) {
             scope.is_beginning = false;
@@ -764,13 +778,15 @@ impl Machine {
         }
     }
 
-    /// What the open scope of a path waits for.
+    /// Returns the condition that the open scope of a path waits for.
     pub fn waits_of(&self, path: &[u8]) -> Option<String> {
         Some(self.waits_for(self.open_scope_of(path)?))
     }
 
-    /// The mount ends: what is not complete is aborted, and the removal of a whole checkpoint by programs that ended well is
-    /// committed, unless a newer one was begun after it and is not complete.
+    /// Ends all scopes at the end of the mount. Incomplete scopes are aborted.
+    ///
+    /// The removal of a whole checkpoint by programs that ended well is committed, unless a newer checkpoint was
+    /// begun after it and is incomplete.
     pub fn end_all(&mut self, reason: &str) -> Vec<Action> {
         let mut actions = Vec::new();
         let numbers = self.open_scopes();
@@ -794,7 +810,7 @@ impl Machine {
         actions
     }
 
-    /// A descriptor that a process has inherited is open: it writes, too.
+    /// Records that a process has inherited an open descriptor, so that the process counts as a writer.
     pub fn inherited(&mut self, process: u32, handle: u64) {
         let mut scopes = self.scopes.values_mut();
         if let Some(scope) = scopes.find(|scope| scope.open.contains_key(&handle)) {
@@ -802,7 +818,7 @@ impl Machine {
         }
     }
 
-    /// The scope of a path; it begins where there is none.
+    /// Returns the scope of a path, and begins the scope if there is none.
     fn enter(
         &mut self,
         process: u32,
@@ -855,7 +871,7 @@ impl Machine {
         Some(number)
     }
 
-    /// What each host knows a scope by.
+    /// Returns the key under which each host knows a scope.
     fn shared_key(&self, key: &Key) -> Vec<u8> {
         let mut words = vec![self.rules.rules()[key.rule].name.as_bytes(), &key.dir];
         match &key.identity {
@@ -926,7 +942,7 @@ impl Machine {
         actions
     }
 
-    /// A removal becomes the beginning of something new.
+    /// Turns a removal into the beginning of a new checkpoint.
     fn change_purpose(&mut self, number: ScopeNumber, process: u32) {
         if let Some(scope) = self.scopes.get_mut(&number) {
             scope.purpose = Purpose::Write;
@@ -934,7 +950,7 @@ impl Machine {
         }
     }
 
-    /// Names in the directory of a scope belong to it from here on, if they do not lie in it anyway.
+    /// Adds names in the directory of a scope to the scope, unless they lie in the scope already.
     fn join(&mut self, number: ScopeNumber, paths: &[&[u8]], actions: &mut Vec<Action>) {
         let Some(scope) = self.scopes.get_mut(&number) else {
             return;
@@ -955,7 +971,7 @@ impl Machine {
         }
     }
 
-    /// With `next`, the first change in a scope is the event of those before.
+    /// Ends the earlier scopes of a rule with the event `next`, because a change in another scope is their event.
     fn end_previous(&mut self, key: &Key, actions: &mut Vec<Action>) {
         if !self.ends_with_next(key.rule) {
             return;
@@ -970,7 +986,8 @@ impl Machine {
         }
     }
 
-    /// Whether the rule's scopes are complete when the next one begins: also idle ones of several files that name no needs.
+    /// Returns whether the scopes of the rule are complete when the next one begins. That includes idle scopes of
+    /// several files without conditions.
     fn ends_with_next(&self, rule: usize) -> bool {
         let rule = &self.rules.rules()[rule];
         match rule.event {
@@ -980,7 +997,8 @@ impl Machine {
         }
     }
 
-    /// What follows from an operation that was made in the scope that [`Machine::before`] gave, or failed.
+    /// Returns the actions that follow from an operation. The operation was made in the scope that
+    /// [`Machine::before`] returned, or it failed.
     pub fn after(
         &mut self,
         process: u32,
@@ -996,7 +1014,7 @@ impl Machine {
         if is_made {
             self.note_made(process, operation, &mut actions);
         }
-        // It may have waited for this one.
+        // The scope may have waited for this operation.
         if let Some(number) = entered {
             self.try_commit(number, &mut actions);
             self.end_if_left(number, &mut actions);
@@ -1018,10 +1036,10 @@ impl Machine {
                         scope.open.insert(handle, path.to_vec());
                     }
                     scope.written_by.insert(path.to_vec(), job);
-                    // Idle is how a scope is, and not what has happened to it.
+                    // Idle is a state and not an event, so a new change ends it.
                     let is_idle = matches!(self.rules.rules()[scope.key.rule].event, Event::Idle);
                     scope.event_seen &= !is_idle;
-                    // One that has entered is known, and may be gone by now.
+                    // A process that has entered is known already, and may have ended by now.
                     if !scope.writers.contains(&process) {
                         scope.note_process(process);
                     }
@@ -1060,7 +1078,7 @@ impl Machine {
                 Ending::Exit if scope.living.contains(&process) => {
                     scope.closed_by_exit.entry(process).or_default().push(path);
                 }
-                // Its end is known already, and counts if it was bad.
+                // The end of the process is known already. Only a bad end matters here.
                 Ending::Exit => self.closed(number, &path, actions),
                 Ending::Failure => scope.has_failed = true,
             }
@@ -1132,7 +1150,7 @@ impl Machine {
             scope.written_by.insert(path, job);
         }
         if moved.is_empty() {
-            // What was there before the scope began.
+            // The file existed before the scope began.
             scope.files.insert(to.to_vec());
         }
         if scope.tops.contains(from) {
@@ -1148,14 +1166,14 @@ impl Machine {
             };
             scope.event_seen |= is_event;
         }
-        // A file that was written under another name gets its own, complete: torch.save and os.replace.
+        // The file was written under another name and now gets its own name, complete: torch.save and os.replace.
         if matches!(rule.event, Event::Idle) && rule.is_idle_enough() {
             scope.event_seen |= scope.open.is_empty() && is_scope_name(scope, to);
         }
         self.try_commit(number, actions);
     }
 
-    /// A process is gone.
+    /// Records the end of a process.
     pub fn exited(&mut self, process: u32, ending: Ending) -> Vec<Action> {
         let mut actions = Vec::new();
         let job = self.jobs.remove(&process);
@@ -1187,7 +1205,7 @@ impl Machine {
                     self.closed(number, &path, &mut actions);
                 }
             }
-            // One writer less is counted.
+            // There is one writer less to count.
             let scope = &self.scopes[&number];
             if scope.purpose == Purpose::Write && !scope.living.is_empty() {
                 self.try_commit(number, &mut actions);
@@ -1197,8 +1215,10 @@ impl Machine {
         actions
     }
 
-    /// What follows once all writers of a scope are gone. A program that is killed in a call leaves the call under way: the scope
-    /// may just begin, and ends with the call.
+    /// Ends a scope once all its writers are gone.
+    ///
+    /// If a program is killed in a call, the call is still in progress. The scope may be beginning at that moment; it
+    /// ends together with the call.
     fn end_if_left(&mut self, number: ScopeNumber, actions: &mut Vec<Action>) {
         let Some(scope) = self.scopes.get(&number) else {
             return;
@@ -1220,7 +1240,7 @@ impl Machine {
             Purpose::Removal if has_failed => {
                 self.abort(number, "its removal was cut off", actions);
             }
-            // It removed a part, which is all that it meant to remove: what is left is complete.
+            // The program removed only the part that it meant to remove. The rest is complete.
             Purpose::Removal => {
                 if scope.removed_tops != scope.tops {
                     scope.purpose = Purpose::Thinning;
@@ -1229,7 +1249,7 @@ impl Machine {
             }
             Purpose::Thinning => self.try_commit(number, actions),
             Purpose::Write => {
-                // A program that changes what is complete, and ends well, leaves it complete.
+                // A program that changes a complete checkpoint and ends well leaves it complete.
                 scope.event_seen |= (ends_with_next || scope.was_there) && !has_failed;
                 if scope.event_seen {
                     self.try_commit(number, actions);
@@ -1272,7 +1292,7 @@ impl Machine {
         committed.find(|one| one.key.rule == rule && one.key.dir == dir)
     }
 
-    /// Why a scope is not committed now; none: it can be.
+    /// Returns the reason why a scope cannot be committed now. Returns `None` if it can be.
     fn obstacle(&self, number: ScopeNumber) -> Option<String> {
         let scope = &self.scopes[&number];
         let rule = &self.rules.rules()[scope.key.rule];
@@ -1310,7 +1330,7 @@ impl Machine {
             return Some(format!("{count} files to be closed, as {path}"));
         }
         let is_dir = rule.scope.is_dir;
-        // The needs of a scope of several hosts are counted over all of them.
+        // If several hosts write the scope, its conditions are counted over all hosts.
         let needs = if self.hosts > 0 {
             &[][..]
         } else {
@@ -1319,7 +1339,7 @@ impl Machine {
         for need in needs {
             let found = scope.count(need, is_dir);
             if need.count == Count::Renewed {
-                // Writers that have ended well meant no more.
+                // If all writers have ended well, they did not intend to write more files.
                 if found > 0 && !scope.living.is_empty() {
                     return Some(not_renewed(found, need));
                 }
@@ -1366,7 +1386,7 @@ impl Machine {
         actions.push(Action::Commit { scope: number });
     }
 
-    /// The caller has committed a scope: others may go now.
+    /// Records that the caller has committed a scope. The result lists actions that are possible now.
     pub fn committed(&mut self, number: ScopeNumber) -> Vec<Action> {
         let mut actions = Vec::new();
         let Some(scope) = self.scopes.remove(&number) else {
@@ -1378,7 +1398,7 @@ impl Machine {
         if scope.purpose == Purpose::Removal {
             return actions;
         }
-        // What is thinned out does not become newer.
+        // A checkpoint from which a part was removed does not become newer.
         let place = match scope.purpose {
             Purpose::Thinning => self.committed.len().min(thinned_at),
             Purpose::Removal | Purpose::Write => self.committed.len(),
@@ -1410,8 +1430,11 @@ impl Machine {
         actions
     }
 
-    /// The complete checkpoints beyond those that the rule keeps in a directory, the oldest first. `names`: what is there;
-    /// `linked`: tops that a link there leads to. They wait for nothing, and changes of them wait until they are gone.
+    /// Returns the removal of the complete checkpoints beyond those that the rule keeps in a directory, the oldest
+    /// first.
+    ///
+    /// `names` are the names in the directory. `linked` are the tops to which a link there leads. The removals wait
+    /// for nothing, and changes of these checkpoints wait until they are removed.
     pub fn rotate(
         &mut self,
         (rule, dir): (usize, &[u8]),
@@ -1431,8 +1454,10 @@ impl Machine {
         old.into_iter().map(|old| self.begin_removal(old)).collect()
     }
 
-    /// What is complete in a directory, the oldest first: what this machine saw committed comes last, in its order, and what was
-    /// there before it in the order of the steps. Without a step a name is nothing that is rotated.
+    /// Returns the complete checkpoints in a directory, the oldest first.
+    ///
+    /// Checkpoints that existed before this machine come first, in the order of their steps. Those that this machine
+    /// saw committed follow, in the order of their commits. Names without a step are never rotated.
     fn complete_scopes(
         &self,
         (rule, dir): (usize, &[u8]),
@@ -1453,7 +1478,7 @@ impl Machine {
                 _ => None,
             });
             let found = found.filter(|found| found.dir == dir && found.top == path.path());
-            // Another rule may have the name first.
+            // Another rule may come first for this name.
             let key = self.key_of(path).map(|(key, _)| key);
             let (Some(found), Some(key)) = (found, key.filter(|key| key.rule == rule)) else {
                 continue;
@@ -1497,7 +1522,7 @@ impl Machine {
         }
     }
 
-    /// With several hosts: the names of [`Action::Remove`] are gone here, and the hosts decide.
+    /// Records that this host has removed the names of [`Action::Remove`]. With several hosts, the hosts then decide.
     pub fn removal_made(&mut self, number: ScopeNumber) {
         if let Some(scope) = self.scopes.get_mut(&number) {
             scope.removed_tops = scope.tops.clone();
@@ -1514,27 +1539,29 @@ impl Machine {
         }
     }
 
-    /// The caller is about to abort a scope: no program changes it any more.
+    /// Records that the caller is about to abort a scope. No program changes the scope any more.
     pub fn note_aborting(&mut self, number: ScopeNumber) {
         if let Some(scope) = self.scopes.get_mut(&number) {
             scope.is_over = true;
         }
     }
 
-    /// The caller has aborted a scope, or could not begin it.
+    /// Records that the caller has aborted a scope, or could not begin it.
     pub fn aborted(&mut self, number: ScopeNumber) {
         self.scopes.remove(&number);
     }
 
-    /// The processes that write in a scope and are not known to have ended.
+    /// Returns the processes that write in a scope and are not known to have ended.
     pub fn living_writers(&self, number: ScopeNumber) -> Vec<u32> {
         let scope = self.scopes.get(&number);
         let scope = scope.filter(|scope| scope.purpose == Purpose::Write);
         scope.map_or_else(Vec::new, |scope| scope.living.iter().copied().collect())
     }
 
-    /// A writer of a scope ends badly: the scope is not committed, and is dropped once its writers are gone. They may be gone by
-    /// now: an end that is told during a commit changes nothing.
+    /// Records that a writer of a scope ended badly. The scope is not committed, and is dropped once its writers are
+    /// gone.
+    ///
+    /// The writers may be gone already, because an end that is reported during a commit has no effect.
     pub fn note_failure(&mut self, number: ScopeNumber) -> Vec<Action> {
         let mut actions = Vec::new();
         if let Some(scope) = self.scopes.get_mut(&number) {
@@ -1546,14 +1573,14 @@ impl Machine {
         actions
     }
 
-    /// The commit of a scope failed: it is open as before.
+    /// Records that the commit of a scope failed. The scope is open as before.
     pub fn not_committed(&mut self, number: ScopeNumber) {
         if let Some(scope) = self.scopes.get_mut(&number) {
             scope.is_over = false;
         }
     }
 
-    /// The scopes that are not over, the oldest first.
+    /// Returns the states of the open scopes, the oldest first.
     pub fn states(&self) -> Vec<ScopeState> {
         let state = |(number, scope): (&ScopeNumber, &Scope)| ScopeState {
             scope: *number,
@@ -1569,13 +1596,13 @@ impl Machine {
         self.scopes.iter().map(state).collect()
     }
 
-    /// The numbers of scopes that are not over.
+    /// Returns the numbers of the open scopes.
     pub fn open_scopes(&self) -> Vec<ScopeNumber> {
         self.scopes.keys().copied().collect()
     }
 }
 
-/// Whether the top `path` is the one that the scope is called by.
+/// Returns whether `path` is the top after which the scope is named.
 fn is_scope_name(scope: &Scope, path: &[u8]) -> bool {
     match &scope.key.identity {
         Identity::Path(name) => name == path,
@@ -1597,7 +1624,8 @@ fn is_target(scope: &Scope, target: &Target, path: &[u8], is_dir: bool) -> bool 
 }
 
 impl Rule {
-    /// Whether closed files are enough for `idle`: a scope of one file, or one that says which files it has.
+    /// Returns whether closed files suffice for the event `idle`. They do for a scope of one file, and for a rule
+    /// that names the needed files.
     fn is_idle_enough(&self) -> bool {
         let is_one_file = !self.scope.is_dir && !self.scope.has_captures();
         is_one_file

@@ -1,38 +1,39 @@
-//! Patterns of paths, compiled to regular expressions over bytes.
+//! Patterns for paths, compiled to regular expressions over bytes.
 //!
-//! `*` any characters but `/`, `?` one of them, `[…]` a class, `**` any characters, `{name}` a capture, `|` alternatives.
+//! The syntax: `*` matches any characters but `/`, `?` one such character, `[…]` a class of characters, and `**` any
+//! characters. `{name}` is a capture, and `|` separates alternatives.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 
 use regex::bytes::Regex;
 
-/// What a capture may be.
+/// The kind of text that a capture matches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CaptureKind {
     /// Any characters but `/`, as few as the pattern allows.
     Text,
-    /// Digits.
+    /// Decimal digits.
     Integer,
-    /// A number, also with a fraction or an exponent.
+    /// A number, which may have a fraction or an exponent.
     Number,
 }
 
-/// What is wrong with a pattern, and where.
+/// An error in a pattern, with its position.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct PatternError {
-    /// Bytes before the fault.
+    /// Position of the error: the number of bytes before it.
     pub(crate) at: usize,
     pub(crate) message: String,
 }
 
-/// Values of the captures of a pattern, by their names.
+/// Values of the captures of a pattern, by name.
 pub(crate) type Captures = BTreeMap<String, Vec<u8>>;
 
-/// Characters of a name.
+/// Regular expression for one character of a file name.
 const NAME: &str = "[^/]";
 
-/// One alternative as a regular expression without anchors.
+/// Translates one alternative to a regular expression without anchors.
 fn translate(
     text: &str,
     start: usize,
@@ -48,7 +49,7 @@ fn translate(
         };
         let mut len = first.len_utf8();
         match first {
-            // Also no directory at all.
+            // The pattern also matches no directory at all.
             '*' if rest.starts_with("**/") => {
                 regex.push_str("(?:.*/)?");
                 len = 3;
@@ -110,7 +111,7 @@ fn compile(pattern: &str) -> Regex {
     Regex::new(&pattern).expect("made of escaped parts")
 }
 
-/// Names of the captures in a text, in their order.
+/// Returns the names of the captures in a text, in their order.
 pub(crate) fn capture_names(text: &str) -> Vec<String> {
     let mut names: Vec<String> = Vec::new();
     let mut rest = text;
@@ -126,11 +127,11 @@ pub(crate) fn capture_names(text: &str) -> Vec<String> {
     names
 }
 
-/// A regular expression that matches what `expression` does, and captures nothing.
+/// Returns a regular expression that matches the same as `expression` and captures nothing.
 fn without_captures(expression: &str) -> String {
     let mut bare = String::new();
     let mut rest = expression;
-    // A `(` of a pattern is escaped, so each of these begins a capture.
+    // A literal `(` of a pattern is escaped, so each `(?P<` begins a capture.
     while let Some((before, after)) = rest.split_once("(?P<") {
         bare.push_str(before);
         bare.push_str("(?:");
@@ -140,25 +141,26 @@ fn without_captures(expression: &str) -> String {
     bare
 }
 
-/// A set of alternatives, of which one matches a whole path.
+/// A set of alternatives. A path matches if one alternative matches the whole path.
 #[derive(Clone, Debug)]
 pub(crate) struct Pattern {
     alternatives: Vec<Regex>,
-    /// Names in each of them; 1 where `**` leaves that open.
+    /// Number of path components of each alternative. The value is 1 for an alternative with `**`, whose number is
+    /// not fixed.
     depths: Vec<usize>,
-    /// One regular expression for all of them, without captures and anchors.
+    /// One regular expression for all alternatives, without captures and anchors.
     any: String,
 }
 
-/// How a path matches a pattern.
+/// The match of a path with a pattern.
 pub(crate) struct PatternMatch {
     pub(crate) captures: Captures,
-    /// Names in the alternative that matches.
+    /// Number of path components in the alternative that matches.
     pub(crate) depth: usize,
 }
 
 impl Pattern {
-    /// `prefix` and `suffix` are regular expressions.
+    /// Compiles a pattern. `prefix` and `suffix` are regular expressions that surround each alternative.
     pub(crate) fn new(
         text: &str,
         kinds: &BTreeMap<String, CaptureKind>,
@@ -190,12 +192,12 @@ impl Pattern {
         })
     }
 
-    /// As a part of a larger regular expression.
+    /// Returns the regular expression of the pattern, for use in a larger one.
     pub(crate) fn expression(&self) -> &str {
         &self.any
     }
 
-    /// Whether an alternative has more than one name.
+    /// Returns whether an alternative has more than one path component.
     pub(crate) fn has_directories(&self) -> bool {
         self.depths.iter().any(|depth| *depth > 1)
     }
@@ -204,12 +206,12 @@ impl Pattern {
         self.alternatives.iter().any(|one| one.is_match(path))
     }
 
-    /// The captures of the first alternative that matches.
+    /// Returns the captures of the first alternative that matches.
     pub(crate) fn captures(&self, path: &[u8]) -> Option<Captures> {
         self.find(path).map(|found| found.captures)
     }
 
-    /// The first alternative that matches.
+    /// Returns the first alternative that matches, with its captures.
     pub(crate) fn find(&self, path: &[u8]) -> Option<PatternMatch> {
         let mut alternatives = self.alternatives.iter().zip(&self.depths);
         alternatives.find_map(|(one, depth)| {

@@ -1,7 +1,7 @@
-//! The rules of a mount, compiled into one set of patterns, and the value of the option `rules`.
+//! The rules of a mount, compiled into one set of patterns. The module also reads the value of the option `rules`.
 //!
-//! A path is looked up once, in one pass over its bytes, however many rules there are ([`RuleSet::locate`]). Only a rule that
-//! the pass names is asked for its captures. Nothing here has a lock.
+//! A path is looked up once, in one pass over its bytes, whatever the number of rules ([`RuleSet::locate`]). Captures
+//! are computed only for the rules that this pass finds. Nothing in this module takes a lock.
 
 use std::io;
 
@@ -13,69 +13,70 @@ use crate::language::{
 };
 use crate::pattern::Captures;
 
-/// Bytes of the compiled patterns at most. The built-in rules take less than 1 MiB.
+/// Maximum size of the compiled patterns in bytes. The built-in rules take less than 1 MiB.
 const COMPILED_BYTES_MAX: usize = 64 << 20;
 
-/// Rules in the order of the option, with one set of patterns for all of them.
+/// The rules in the order of the option, with one set of patterns for all of them.
 #[derive(Clone, Debug)]
 pub struct RuleSet {
     rules: Vec<Rule>,
-    /// Pattern N matches each path that rule N may have to do with.
+    /// Pattern N matches each path that rule N may concern.
     patterns: RegexSet,
 }
 
-/// How a rule has to do with a path.
+/// The role of a path for a rule.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum PathRole {
     /// The path is in a scope.
     Scope(Found),
-    /// The path is a name that the event is about, beside the scope with these captures.
+    /// The path is the subject of the rule's event. It lies beside the scope that has these captures.
     Marker(Captures),
 }
 
-/// A rule that has to do with a path.
+/// A rule that concerns a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Match {
-    /// The place of the rule in the set.
+    /// Index of the rule in the set.
     pub(crate) rule: usize,
     pub(crate) role: PathRole,
 }
 
-/// A path, relative to the mount, with all that the rules say of it.
+/// A path, relative to the mount, with its role for each rule that concerns it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LocatedPath {
     path: Vec<u8>,
-    /// In the order of the rules.
+    /// The matches, in the order of the rules.
     pub(crate) matches: Vec<Match>,
 }
 
 impl LocatedPath {
-    /// The path.
+    /// Returns the path.
     pub fn path(&self) -> &[u8] {
         &self.path
     }
 
-    /// Whether no rule has to do with the path, whatever scopes are open.
+    /// Returns whether no rule concerns the path, whatever scopes are open.
     pub fn is_free(&self) -> bool {
         self.matches.is_empty()
     }
 }
 
-/// The checkpoint that a path is in.
+/// A checkpoint that contains a path.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CheckpointOfPath {
     /// The name of the rule.
     pub rule: String,
-    /// The directory or file of the checkpoint that the path is, or is in.
+    /// The top directory or file of the checkpoint. The path is this top or lies in it.
     pub top: Vec<u8>,
-    /// Value of the one capture of the rule, or else the last number of the name.
+    /// The value of the rule's only capture; otherwise the last number in the name.
     pub step: Option<String>,
-    /// Key of the checkpoint: equal for all its paths, and different for all others.
+    /// Key of the checkpoint. All paths of one checkpoint have the same key, and different checkpoints have different
+    /// keys.
     pub group: String,
 }
 
 impl RuleSet {
-    /// The checkpoint that a path is in, as far as patterns alone tell.
+    /// Returns the checkpoint that contains a path, as far as the patterns alone can tell.
     pub fn checkpoint_of(&self, path: &[u8]) -> Option<CheckpointOfPath> {
         let located = self.locate(path);
         let scopes = located.matches.into_iter().filter_map(|one| {
@@ -93,7 +94,7 @@ impl RuleSet {
         })
     }
 
-    /// Compiles rules.
+    /// Compiles the rules.
     pub fn new(rules: Vec<Rule>) -> Result<Self, RuleSetError> {
         let expressions = rules
             .iter()
@@ -106,12 +107,12 @@ impl RuleSet {
         Ok(Self { rules, patterns })
     }
 
-    /// The rules, in their order.
+    /// Returns the rules in their order.
     pub fn rules(&self) -> &[Rule] {
         &self.rules
     }
 
-    /// Looks a path up.
+    /// Returns the roles of a path for all rules.
     pub fn locate(&self, path: &[u8]) -> LocatedPath {
         let matches = self.patterns.matches(path);
         let matches = matches.into_iter().filter_map(|rule| {
@@ -124,7 +125,8 @@ impl RuleSet {
         }
     }
 
-    /// Looks the path of what is no directory up: a rule whose scope is a directory has nothing to do with its own name.
+    /// Returns the roles of a path that is not a directory. If the scope of a rule is a directory, the rule does not
+    /// concern a file with the directory's own name.
     pub fn locate_file(&self, path: &[u8]) -> LocatedPath {
         let mut located = self.locate(path);
         located.matches.retain(|one| match &one.role {
@@ -143,7 +145,7 @@ fn role_of(rule: &Rule, path: &[u8]) -> Option<PathRole> {
     Some(PathRole::Marker(rule.marker()?.captures(name)?))
 }
 
-/// Why rules cannot be used.
+/// Error of loading rules.
 #[derive(Debug, thiserror::Error)]
 pub enum RuleSetError {
     /// No built-in rule has this name.
@@ -152,7 +154,7 @@ pub enum RuleSetError {
         nearest.as_ref().map(|word| format!("; did you mean `{word}`?")).unwrap_or_default()
     )]
     Unknown {
-        /// The word.
+        /// The unknown name.
         name: String,
         /// The nearest name.
         nearest: Option<String>,
@@ -162,7 +164,7 @@ pub enum RuleSetError {
     Read {
         /// The file.
         path: String,
-        /// Why not.
+        /// The error.
         source: io::Error,
     },
     /// A file is too long.
@@ -174,24 +176,26 @@ pub enum RuleSetError {
     /// A rule has a mistake.
     #[error(transparent)]
     Rule(#[from] RuleError),
-    /// The patterns are too many, or too long.
+    /// There are too many patterns, or they are too long.
     #[error("the rules take more than {} MiB as one set of patterns: give shorter patterns, or fewer of them", COMPILED_BYTES_MAX >> 20)]
     Large,
-    /// A name is there twice.
+    /// Two rules have the same name.
     #[error("rule `{name}` is there twice: give another name to one of them")]
     Twice {
         /// The name.
         name: String,
     },
-    /// There is none, or there are too many.
+    /// There are no rules, or too many.
     #[error("expected 1 to {RULES_MAX} rules, found {found}")]
     Count {
-        /// How many there are.
+        /// Number of rules.
         found: usize,
     },
 }
 
-/// The rules that a list names. `read` gives the contents of a file, [`RULES_BYTES_MAX`] and one more byte at most.
+/// Loads the rules that `list` names.
+///
+/// `read` returns the content of a file, of which it reads at most [`RULES_BYTES_MAX`] + 1 bytes.
 pub fn load_rules(
     list: &str,
     mut read: impl FnMut(&str) -> io::Result<String>,

@@ -1,6 +1,6 @@
-//! Recorded operations of programs, and what rules make of them.
+//! Replays recorded operations of programs and reports what the rules do.
 //!
-//! One operation a line, `PROCESS OPERATION PATH…`, or lines of `strace -f`:
+//! Each line is one operation, `PROCESS OPERATION PATH…`, or a line of `strace -f`:
 //!
 //! ```text
 //! 1 mkdir checkpoint-5
@@ -23,25 +23,25 @@ use crate::rule_set::{LocatedPath, RuleSet};
 /// One operation of a trace.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Step {
-    /// Makes a directory.
+    /// Create a directory.
     Mkdir(String),
-    /// Opens a file for writing, which is made or cut where it is not a change in place.
+    /// Open a file for writing. The open creates or truncates the file, unless it is an update in place.
     Open(String),
-    /// Writes bytes at the end of a file that is open.
+    /// Append this number of bytes to an open file.
     Write(String, u64),
-    /// Closes the file.
+    /// Close the file.
     Close(String),
-    /// Cuts a file to no bytes.
+    /// Truncate a file to zero bytes.
     Truncate(String),
-    /// Gives a file another name.
+    /// Rename a file.
     Rename(String, String),
-    /// Gives a file one more name.
+    /// Add a hard link to a file.
     Link(String, String),
-    /// Makes a symbolic link: target and path.
+    /// Create a symbolic link: target and path.
     Symlink(String, String),
-    /// Removes a file.
+    /// Remove a file.
     Unlink(String),
-    /// Removes a directory.
+    /// Remove a directory.
     Rmdir(String),
     /// The process ends with this code.
     Exit(u8),
@@ -49,23 +49,23 @@ pub enum Step {
     Kill,
 }
 
-/// A step with its process and its line.
+/// A step with its process and its line number.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TraceLine {
-    /// From 1.
+    /// Line number, counted from 1.
     pub line: usize,
-    /// The process.
+    /// The process id.
     pub process: u32,
-    /// What it does.
+    /// The operation.
     pub step: Step,
 }
 
-/// A line that is no operation.
+/// Error for a line that is not an operation.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub struct TraceError {
-    /// From 1.
+    /// Line number, counted from 1.
     pub line: usize,
-    /// What was expected, and found.
+    /// The expected text and the text that was found.
     pub message: String,
 }
 
@@ -80,8 +80,9 @@ const WORDS: [&str; 12] = [
     "exit", "kill",
 ];
 
-/// The steps of a trace in its own form, or in strace's. `top`: the directory that paths of strace are made relative to;
-/// those elsewhere are left out.
+/// Parses a trace in Firn's own form or in the form of strace.
+///
+/// `top` is the directory to which the paths of strace are made relative. Operations on paths elsewhere are left out.
 pub fn parse_trace(text: &str, top: &str) -> Result<Vec<TraceLine>, TraceError> {
     let mut strace = Strace::new(top);
     let mut steps = Vec::new();
@@ -170,7 +171,7 @@ fn parse_line(line: &str) -> Result<(u32, Step), String> {
     Ok((process, step))
 }
 
-/// What strace prints of the calls that change files.
+/// Parser for the calls in the output of strace that change files.
 struct Strace {
     top: String,
     /// Paths of descriptors that are open for writing.
@@ -196,7 +197,8 @@ impl Strace {
         is_call || rest.starts_with("+++ ") || rest.starts_with("--- ") || rest.starts_with("<... ")
     }
 
-    /// `[pid 12] call`, `12 call`, `12 1700000000.5 call` or `call`.
+    /// Splits the process id from the call. The forms are `[pid 12] call`, `12 call`, `12 1700000000.5 call` and
+    /// `call`.
     fn without_process(line: &str) -> (u32, &str) {
         if let Some((pid, rest)) = line
             .strip_prefix("[pid")
@@ -295,40 +297,40 @@ impl Strace {
     }
 }
 
-/// What rules made of a line.
+/// One reaction of the rules to an operation.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize)]
 pub struct Outcome {
-    /// The line of the operation after, or, for a begin, before which it happened.
+    /// The line of the operation that caused it. A begin happens before that operation, everything else after it.
     pub line: usize,
     /// `begin`, `join`, `commit`, `abort`, `remove` (by `keep=N`) or `refuse`.
     pub what: &'static str,
-    /// The rule.
+    /// The name of the rule.
     pub rule: String,
-    /// The names.
+    /// The names of the checkpoint.
     pub paths: Vec<String>,
-    /// Why, of an abort or a refusal.
+    /// The reason of an abort or a refusal.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub reason: String,
 }
 
-/// The number of the process that started all those of a trace.
+/// The process id that stands for the process that started all processes of a trace.
 const JOB: u32 = u32::MAX;
 
-/// Plays operations, and notes what the rules do.
+/// Replays operations, and records what the rules do.
 pub struct Player {
     machine: Machine,
-    /// What programs have made and not removed.
+    /// Names that programs have created and not removed.
     names: BTreeSet<String>,
     /// Open files by process and path, with their handles.
     open: Vec<(u32, String, u64)>,
     last_handle: u64,
-    /// Rules and names of scopes.
+    /// The rule and the names of each scope.
     scopes: BTreeMap<ScopeNumber, (String, Vec<String>)>,
     outcomes: Vec<Outcome>,
 }
 
 impl Player {
-    /// A player to which nothing has happened.
+    /// Creates a player with an empty history.
     pub fn new(rules: Arc<RuleSet>) -> Self {
         Self {
             machine: Machine::new(rules),
@@ -340,12 +342,12 @@ impl Player {
         }
     }
 
-    /// What happened.
+    /// Returns the recorded reactions of the rules.
     pub fn outcomes(&self) -> &[Outcome] {
         &self.outcomes
     }
 
-    /// What is not over.
+    /// Returns the scopes that are open.
     pub fn states(&self) -> Vec<ScopeState> {
         self.machine.states()
     }
@@ -377,7 +379,7 @@ impl Player {
         }
     }
 
-    /// Plays one line.
+    /// Replays one line.
     pub fn play(&mut self, line: &TraceLine) {
         self.note_names(&line.step);
         let process = line.process;
@@ -431,7 +433,7 @@ impl Player {
         }
     }
 
-    /// The job that started all processes of the trace ends.
+    /// Ends the job that started all processes of the trace.
     pub fn end_job(&mut self, line: usize) {
         let actions = self.machine.exited(JOB, Ending::Success);
         self.take(line, actions);
@@ -500,7 +502,7 @@ impl Player {
                     self.take(line, more);
                     continue;
                 }
-                // One host has no others to ask.
+                // The player is the only host, so there is no other host to ask.
                 Action::Propose { .. } => continue,
                 Action::Rotate { rule, dir } => {
                     let names = self.names.iter().map(|name| self.locate(name));

@@ -1,12 +1,14 @@
-//! What is below a directory that is open: reached by descriptors, through no symbolic link, and never out of it.
+//! Opens, lists and removes objects below an open directory. The functions use descriptors, follow no symbolic link,
+//! and never leave the directory.
 //!
-//! A path may lead elsewhere each time that it is used, where another user may rename what it goes through. What was
-//! looked at on a descriptor is therefore used by that descriptor, with these functions.
+//! If another user may rename a directory on a path, the path may lead to another object each time. An object that
+//! was checked on a descriptor is therefore used through that descriptor, with these functions.
 //!
 //! Promises
-//! * No symbolic link is followed, no mount point is crossed, and `..` is refused: what is opened, or removed, is below
-//!   the directory that is given.
-//! * Kernels before 5.6, and containers that do not know openat2(2), get the same by one openat(2) for each component.
+//! * No symbolic link is followed, no mount point is crossed, and `..` is refused. Every opened or removed object is
+//!   below the given directory.
+//! * Kernels before 5.6, and containers without openat2(2), get the same behaviour by one openat(2) for each
+//!   component.
 
 use std::ffi::{CStr, OsStr};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -17,19 +19,21 @@ use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags, ResolveFlags, Stat, Statx
 use rustix::fs::{fchmod, fstat, openat, openat2, statat, statx, unlinkat};
 use rustix::io::Errno;
 
-/// Flags for a directory on the way.
+/// Flags to open a directory on the path.
 const THROUGH: OFlags = OFlags::PATH
     .union(OFlags::DIRECTORY)
     .union(OFlags::NOFOLLOW)
     .union(OFlags::CLOEXEC);
-/// Flags for a directory that is read.
+/// Flags to open a directory for reading.
 const LISTED: OFlags = OFlags::RDONLY
     .union(OFlags::DIRECTORY)
     .union(OFlags::NOFOLLOW)
     .union(OFlags::CLOEXEC);
 
-/// Opens what is at `path` below `dir`. `mode` counts with O_CREAT and must be empty without. ELOOP: there is a symbolic
-/// link on the way, or at its end (with O_DIRECTORY: ENOTDIR); EXDEV: the path, or a mount on its way, leads out of `dir`.
+/// Opens the object at `path` below `dir`. `mode` applies with O_CREAT and must be empty otherwise.
+///
+/// Fails with ELOOP if there is a symbolic link on the path or at its end (at the end with O_DIRECTORY: ENOTDIR).
+/// Fails with EXDEV if the path, or a mount on it, leads out of `dir`.
 pub fn open_beneath(
     dir: impl AsFd,
     path: &Path,
@@ -49,7 +53,7 @@ pub fn open_beneath(
     }
 }
 
-/// The same without openat2(2).
+/// Does the work of [`open_beneath`] without openat2(2).
 fn walk_beneath(dir: impl AsFd, path: &Path, flags: OFlags, mode: Mode) -> Result<OwnedFd, Errno> {
     let device = fstat(dir.as_fd())?.st_dev;
     let mut parent: Option<OwnedFd> = None;
@@ -84,7 +88,7 @@ fn is_link(dir: impl AsFd, name: &OsStr) -> bool {
     found.is_ok_and(|found| found.st_mode & libc::S_IFMT == libc::S_IFLNK)
 }
 
-/// Opens the directory that `path` lies in, for the calls that take a directory and a name in it.
+/// Opens the directory that contains `path`, for system calls that take a directory and a name in it.
 pub fn open_parent_beneath(dir: impl AsFd, path: &Path) -> Result<OwnedFd, Errno> {
     match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => {
@@ -94,7 +98,8 @@ pub fn open_parent_beneath(dir: impl AsFd, path: &Path) -> Result<OwnedFd, Errno
     }
 }
 
-/// Opens a directory below `dir` for reading. One that its owner closed to himself is given mode 0700 first.
+/// Opens a directory below `dir` for reading. If the mode denies access to the owner, the directory first gets mode
+/// 0700.
 pub fn open_dir_beneath(dir: impl AsFd, path: &Path) -> Result<OwnedFd, Errno> {
     match open_beneath(dir.as_fd(), path, LISTED, Mode::empty()) {
         Err(Errno::ACCESS) => {
@@ -106,16 +111,16 @@ pub fn open_dir_beneath(dir: impl AsFd, path: &Path) -> Result<OwnedFd, Errno> {
     }
 }
 
-/// chmod(2) of what is open, also by O_PATH.
+/// Changes the mode of an open object, also of one that was opened with O_PATH.
 fn set_mode_by_descriptor(fd: impl AsFd, mode: Mode) -> Result<(), Errno> {
     let path = format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd());
     rustix::fs::chmod(path, mode)
 }
 
-/// Names in a directory that is open for reading, without `.` and `..`.
+/// Returns the names in a directory that is open for reading, without `.` and `..`.
 pub fn names_in(dir: impl AsFd) -> Result<Vec<std::ffi::OsString>, Errno> {
     let mut names = Vec::new();
-    // A descriptor of its own: where the given one stands does not matter.
+    // The listing uses its own descriptor, so the position of the given one does not matter.
     for entry in Dir::read_from(dir)? {
         let entry = entry?;
         let name = entry.file_name();
@@ -130,8 +135,8 @@ fn is_dot(name: &CStr) -> bool {
     matches!(name.to_bytes(), b"." | b"..")
 }
 
-/// Removes what `name` names in `dir`: a directory with all that is in it, whatever the modes of directories are.
-/// ENOENT: there is nothing.
+/// Removes the object `name` in `dir`. A directory is removed with its content, whatever the modes of directories in
+/// it are. Fails with ENOENT if the name does not exist.
 pub fn remove_beneath(dir: impl AsFd, name: &OsStr) -> Result<(), Errno> {
     let dir = dir.as_fd();
     if !crate::is_component(name.as_bytes()) {
@@ -164,7 +169,7 @@ fn empty_dir(dir: OwnedFd) -> Result<(), Errno> {
     Ok(())
 }
 
-/// Which object something is, whatever its name: no other one has the same numbers while it exists.
+/// Identifies an object independent of its name. No two existing objects have the same numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ObjectId {
     device: u64,
@@ -172,7 +177,7 @@ pub struct ObjectId {
 }
 
 impl ObjectId {
-    /// Facts from a stat structure.
+    /// Takes the numbers from a stat structure.
     pub fn of(stat: &Stat) -> Self {
         // The width of these fields differs between architectures.
         #[allow(clippy::unnecessary_cast)]
@@ -183,8 +188,10 @@ impl ObjectId {
     }
 }
 
-/// [`remove_beneath`] of one object. ESTALE: something else has its name, and nothing of that was removed. Of a directory
-/// the contents are removed by its descriptor, and the name only if it names an empty directory then.
+/// Removes the object `name` in `dir` like [`remove_beneath`], if it is `object`.
+///
+/// Fails with ESTALE if another object has the name; nothing of that object is removed. The content of a directory is
+/// removed by its descriptor. The name is removed only if it names an empty directory then.
 pub fn remove_object(dir: impl AsFd, name: &OsStr, object: ObjectId) -> Result<(), Errno> {
     let dir = dir.as_fd();
     let check = |found: Stat| {
@@ -204,9 +211,10 @@ pub fn remove_object(dir: impl AsFd, name: &OsStr, object: ObjectId) -> Result<(
     unlinkat(dir, name, AtFlags::REMOVEDIR)
 }
 
-/// Visits what `name` names in `dir`, and all below where it is a directory, as far as it belongs to user `uid`: what
-/// others put there, and what vanishes meanwhile, is not visited. Paths are relative to `dir`. What is told of each is what the
-/// file system says now (`stat_now`).
+/// Visits the object `name` in `dir` and, if it is a directory, all objects below it that belong to user `uid`.
+///
+/// Objects of other users and objects that vanish during the visit are left out. Paths are relative to `dir`. The
+/// attributes of each object are current (`stat_now`).
 pub fn visit_own(
     dir: impl AsFd,
     name: &OsStr,
@@ -216,11 +224,11 @@ pub fn visit_own(
     visit_own_at(dir, name, Path::new(name), uid, visit)
 }
 
-/// statat(2) of a name whose attributes the kernel asks for before, also where it has some that it may still use: on a mount
-/// those may be from before another host's write.
+/// Returns current attributes of a name. The kernel is made to request them anew, even if it has cached ones that are
+/// still valid. On a mount, cached attributes may be older than a write of another host.
 fn stat_now(dir: impl AsFd, name: &OsStr) -> Result<Stat, Errno> {
     let flags = AtFlags::SYMLINK_NOFOLLOW.union(AtFlags::STATX_FORCE_SYNC);
-    // A container that does not know statx(2) has what stat(2) says.
+    // In a container without statx(2), the result of stat(2) must do.
     let _ = statx(dir.as_fd(), name, flags, StatxFlags::BASIC_STATS);
     statat(dir, name, AtFlags::SYMLINK_NOFOLLOW)
 }

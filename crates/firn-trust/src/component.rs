@@ -1,22 +1,21 @@
-//! Names in stored records: one path component each.
+//! Checks names in stored records: each must be one path component.
 
 use std::ffi::OsStr;
 
-/// A stored name that would lead out of the directory that it belongs to.
+/// Error for a stored name that would lead out of its directory.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("a stored name is not a single path component: {name:?}")]
 pub struct BadComponent {
-    /// The name, with what is not UTF-8 replaced.
+    /// The name, in which invalid UTF-8 is replaced.
     pub name: String,
 }
 
-/// Whether `name` names something in a directory and nothing outside it: not empty, not `.` or `..`, and without
-/// slash and NUL.
+/// Returns whether `name` is a single path component: not empty, not `.` or `..`, and without slash and NUL.
 pub fn is_component(name: &[u8]) -> bool {
     !matches!(name, b"" | b"." | b"..") && !name.iter().any(|byte| matches!(byte, b'/' | 0))
 }
 
-/// The same for names that are decoded from a record: nothing after this check can leave a directory.
+/// Checks a name that was decoded from a record, and returns it. A checked name cannot lead out of its directory.
 pub fn check_component(name: &[u8]) -> Result<&OsStr, BadComponent> {
     use std::os::unix::ffi::OsStrExt;
     if is_component(name) {

@@ -1,19 +1,20 @@
-//! Whose a file or directory is, looked at before anything in it is believed.
+//! Checks the owner and the permissions of a file or directory before Firn uses its content.
 //!
-//! Any user may create names in `/dev/shm`, in `/tmp`, in a group's project directory, and so in many backings.
-//! What Firn finds there under a name of its own may have been planted. Everything of Firn's own (runtime
-//! directory, arena, spill file, `.firn/`, backup, sockets) is therefore opened by the functions of this crate.
+//! Any user may create names in `/dev/shm`, in `/tmp`, in a group's project directory, and therefore in many
+//! backings. An object that Firn finds there under one of its names may have been planted. The functions of this
+//! crate therefore open everything that Firn owns: the runtime directory, the arena, the spill file, `.firn/`,
+//! backups and sockets.
 //!
 //! Promises
-//! * No symbolic link is followed in the last component, and what was looked at is what was opened: the check is
-//!   made on the descriptor, never on a path.
-//! * Only what belongs to the effective user and is closed to group and others is opened. Nothing is mended: a
-//!   directory of another mode may already hold what others put there.
-//! * What is kept at a path outside of the backing lies where no other user can put something else ([`check_place`]).
-//!   What is below a directory that was looked at is reached by its descriptor ([`open_beneath`]).
-//! * [`Facts::check`] and [`open_dir_raw`] allocate nothing and touch no `errno`, for the preload library.
+//! * No symbolic link is followed in the last component. The check is made on the descriptor and never on a path, so
+//!   the checked object is the opened object.
+//! * Only objects that belong to the effective user and are closed to group and others are opened. A wrong mode is
+//!   never repaired, because other users may already have put files into such a directory.
+//! * Files that Firn keeps at a path outside the backing lie where no other user can replace them ([`check_place`]).
+//!   Objects below a checked directory are reached by its descriptor ([`open_beneath`]).
+//! * [`Facts::check`] and [`open_dir_raw`] allocate no memory and do not change `errno`, for the preload library.
 //!
-//! What is defended against whom: docs/SECURITY.md.
+//! docs/SECURITY.md describes the attackers and the defences.
 
 mod beneath;
 mod component;
@@ -32,21 +33,21 @@ pub use peer::{Peer, PeerError, check_peer, peer};
 pub use place::{check_place, check_place_of, check_shared_parent};
 use rustix::fs::{FileType, Stat};
 
-/// Permission bits that only the owner may have in what is private.
+/// Permission bits that a private object must not have.
 const OTHERS: u32 = 0o077;
 
-/// What an object must be to be Firn's own.
+/// The kind of object that is expected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Expected {
     /// A directory.
     Directory,
     /// A regular file with one name.
     File,
-    /// A symbolic link, which cannot be changed: its permission bits mean nothing.
+    /// A symbolic link. Its permission bits are not checked, because they mean nothing.
     Symlink,
 }
 
-/// What fstat(2) tells of an object, as far as it decides whether the object is believed.
+/// The attributes from fstat(2) that decide whether an object is trusted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Facts {
     /// `st_mode`: type and permission bits.
@@ -57,38 +58,38 @@ pub struct Facts {
     pub nlink: u64,
 }
 
-/// Why an object is not believed. The text goes on a sentence that names the object.
+/// The reason why an object is not trusted. The text continues a sentence that begins with the name of the object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Distrust {
-    /// It is of another kind.
+    /// The object is of another kind.
     #[error("is {found} instead of {expected}")]
     Kind {
-        /// What it is, such as "a symbolic link".
+        /// The kind that was found, such as "a symbolic link".
         found: &'static str,
-        /// What it must be.
+        /// The expected kind.
         expected: &'static str,
     },
-    /// Another user made it.
+    /// The object belongs to another user.
     #[error("belongs to user {found} instead of user {expected}")]
     Owner {
         /// The owner.
         found: u32,
-        /// The owner that it must have.
+        /// The expected owner.
         expected: u32,
     },
-    /// Others may change it or look into it.
+    /// Other users may change or read the object.
     #[error("has mode {found:04o}, which lets others in")]
     Mode {
         /// Its permission bits.
         found: u32,
     },
-    /// It may have another name in a place that others may reach.
+    /// The object may have another name in a place that other users can reach.
     #[error("has {found} names (hard links) instead of one")]
     Links {
-        /// How many.
+        /// Number of names.
         found: u64,
     },
-    /// Others may rename and remove what is in it, and put something else in its place.
+    /// Other users may rename and remove the entries of the directory, and replace them.
     #[error("has mode {found:04o}: others may replace what is in it, because it has no sticky bit")]
     Replaceable {
         /// Its permission bits.
@@ -97,7 +98,7 @@ pub enum Distrust {
 }
 
 impl Facts {
-    /// Facts from a stat structure.
+    /// Takes the attributes from a stat structure.
     pub fn of(stat: &Stat) -> Self {
         // The width of these fields differs between architectures.
         #[allow(clippy::unnecessary_cast)]
@@ -108,7 +109,7 @@ impl Facts {
         }
     }
 
-    /// Whether this is `expected`, of user `uid`, and closed to all others.
+    /// Checks that the object is `expected`, belongs to user `uid`, and is closed to all others.
     pub fn check(&self, expected: Expected, uid: u32) -> Result<(), Distrust> {
         self.check_kind(expected)?;
         if self.uid != uid {
@@ -128,8 +129,10 @@ impl Facts {
         }
     }
 
-    /// Whether names of Firn's own in this directory stay what they are: it belongs to `uid` or root, and others
-    /// may not write to it or only add names (the sticky bit).
+    /// Checks that no other user can replace Firn's entries in this directory.
+    ///
+    /// The directory must belong to `uid` or root. Others must not have write permission, or the sticky bit must be
+    /// set, which lets them only add names.
     pub fn check_parent(&self, uid: u32) -> Result<(), Distrust> {
         const STICKY: u32 = 0o1000;
         const WRITABLE: u32 = 0o022;

@@ -1,4 +1,4 @@
-//! Opening directories and files of Firn's own.
+//! Opens and creates directories and files that Firn owns.
 
 use std::ffi::CStr;
 use std::fmt::Write;
@@ -12,29 +12,29 @@ use rustix::io::Errno;
 
 use crate::{Distrust, Expected, Facts};
 
-/// An object of Firn's own that cannot be used.
+/// Error for an object of Firn that cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum TrustError {
-    /// The kernel refused.
+    /// A system call failed.
     #[error("{} cannot be opened: {error}", shown(path))]
     Io {
-        /// What.
+        /// Path of the object.
         path: PathBuf,
-        /// Why.
+        /// The error.
         error: io::Error,
     },
-    /// It is not as what is Firn's own must be.
+    /// The object fails the checks of owner, type and mode.
     #[error(
         "{} {why}; Firn reads nothing from it: look at it, then remove it or choose another place",
         shown(path)
     )]
     Distrusted {
-        /// What.
+        /// Path of the object.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The failed check.
         why: Distrust,
     },
-    /// Others may put something else in the place of what Firn keeps there.
+    /// Other users may replace the objects that Firn keeps there.
     #[error(
         "{} is no place for files of Firn: {}{why}; {}",
         shown(place),
@@ -42,17 +42,17 @@ pub enum TrustError {
         place_advice(why)
     )]
     Exposed {
-        /// Where Firn is to keep files.
+        /// The directory in which Firn was to keep files.
         place: PathBuf,
-        /// The directory that others may change: that one, or one on the way to it.
+        /// The directory that others may change: `place`, or a directory on the path to it.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The failed check.
         why: Distrust,
     },
 }
 
 impl TrustError {
-    /// The errno that says it best: EPERM where something is not as it must be.
+    /// Returns the errno value that fits the error best. Failed checks are EPERM.
     pub fn errno(&self) -> Errno {
         match self {
             Self::Io { error, .. } => Errno::from_io_error(error).unwrap_or(Errno::IO),
@@ -60,7 +60,7 @@ impl TrustError {
         }
     }
 
-    /// The same for a caller that knows the whole path of what was opened by its name.
+    /// Replaces the path in the error, for a caller that opened an object by its name and knows the whole path.
     pub fn at(self, path: &Path) -> Self {
         match self {
             Self::Io { error, .. } => Self::Io {
@@ -75,14 +75,14 @@ impl TrustError {
         }
     }
 
-    /// Whether there is nothing of that name.
+    /// Returns whether the error is that the name does not exist.
     pub fn is_missing(&self) -> bool {
         matches!(self, Self::Io { error, .. } if error.kind() == io::ErrorKind::NotFound)
     }
 }
 
-/// O_NONBLOCK: a named pipe in the place of a file must not make us wait for its other end. For regular files it
-/// means nothing.
+/// O_NONBLOCK is set so that a named pipe in the place of a file does not block the open. The flag has no effect on
+/// regular files.
 const FLAGS: OFlags = OFlags::NOFOLLOW
     .union(OFlags::CLOEXEC)
     .union(OFlags::NONBLOCK);
@@ -91,12 +91,13 @@ const DIRECTORY: OFlags = OFlags::RDONLY
     .union(OFlags::NOFOLLOW)
     .union(OFlags::CLOEXEC);
 
-/// Opens `path`, from `parent` where it is relative, as a private directory of the effective user.
+/// Opens `path` as a private directory of the effective user. A relative path starts at `parent`.
 pub fn open_private_dir(parent: impl AsFd, path: &Path) -> Result<OwnedFd, TrustError> {
     open_private_dir_of(parent, path, effective_user())
 }
 
-/// The same for a directory of user `uid`, for root, which may look at what is another user's.
+/// Does the work of [`open_private_dir`] for a directory of user `uid`. Root uses it to read directories of other
+/// users.
 pub fn open_private_dir_of(
     parent: impl AsFd,
     path: &Path,
@@ -108,7 +109,7 @@ pub fn open_private_dir_of(
     Ok(dir)
 }
 
-/// The same, and makes the directory, with mode 0700, where nothing has its name.
+/// Does the work of [`open_private_dir`], and creates the directory with mode 0700 if the name does not exist.
 pub fn create_private_dir(parent: impl AsFd, path: &Path) -> Result<OwnedFd, TrustError> {
     match mkdirat(parent.as_fd(), path, Mode::RWXU) {
         Ok(()) | Err(Errno::EXIST) => open_private_dir(parent, path),
@@ -119,8 +120,9 @@ pub fn create_private_dir(parent: impl AsFd, path: &Path) -> Result<OwnedFd, Tru
     }
 }
 
-/// Opens an existing regular file that is private to the effective user; `flags` say for what. Nothing is
-/// truncated before the file was looked at: O_TRUNC is an error of the caller.
+/// Opens an existing regular file that is private to the effective user. `flags` select the access.
+///
+/// The caller must not pass O_TRUNC, because nothing may be truncated before the file was checked.
 pub fn open_private_file(
     parent: impl AsFd,
     path: &Path,
@@ -137,7 +139,7 @@ pub fn open_private_file(
     Ok(file)
 }
 
-/// Makes a regular file with mode 0600 that did not exist; EEXIST where something has its name.
+/// Creates a new regular file with mode 0600. Fails with EEXIST if the name exists.
 pub fn create_private_file(
     parent: impl AsFd,
     path: &Path,
@@ -152,23 +154,23 @@ pub fn create_private_file(
     })
 }
 
-/// Why [`open_dir_raw`] or [`open_file_raw`] gave nothing.
+/// Error of [`open_dir_raw`] and [`open_file_raw`].
 #[derive(Debug)]
 pub enum RawError {
-    /// The kernel refused.
+    /// A system call failed.
     Io(Errno),
-    /// It is not believed. Closing the descriptor is left to the caller: the standard library does it by close(3),
+    /// The object fails the checks. The caller must close the descriptor: the standard library would call close(3),
     /// which the preload library interposes.
     Distrusted(Distrust, OwnedFd),
 }
 
-/// [`open_private_dir_of`] that allocates nothing, for the preload library.
+/// Does the work of [`open_private_dir_of`] without memory allocation, for the preload library.
 pub fn open_dir_raw(path: &CStr, uid: u32) -> Result<OwnedFd, RawError> {
     let dir = openat(rustix::fs::CWD, path, DIRECTORY, Mode::empty()).map_err(RawError::Io)?;
     believed(dir, Expected::Directory, uid)
 }
 
-/// [`open_private_file`] of user `uid`, for reading, that allocates nothing.
+/// Opens a private file of user `uid` for reading, like [`open_private_file`] but without memory allocation.
 pub fn open_file_raw(parent: impl AsFd, name: &CStr, uid: u32) -> Result<OwnedFd, RawError> {
     let file =
         openat(parent, name, FLAGS.union(OFlags::RDONLY), Mode::empty()).map_err(RawError::Io)?;
@@ -207,7 +209,8 @@ fn effective_user() -> u32 {
     rustix::process::geteuid().as_raw()
 }
 
-/// ELOOP and ENOTDIR say little; what has the name says more.
+/// Returns the error of a failed open. ELOOP and ENOTDIR are not specific, so the object is examined for a better
+/// message.
 fn open_error(
     parent: impl AsFd,
     path: &Path,
@@ -251,8 +254,8 @@ fn place_advice(why: &Distrust) -> &'static str {
     }
 }
 
-/// A path in a message: the printer of the message replaces controls (`firn_format::quote`); bytes that are no UTF-8
-/// would be lost before.
+/// Returns a path as text for a message. Invalid UTF-8 is escaped here, because it would be lost later. Control
+/// characters are replaced where the message is printed (`firn_format::quote`).
 fn shown(path: &Path) -> String {
     let mut text = String::new();
     for chunk in path.as_os_str().as_bytes().utf8_chunks() {

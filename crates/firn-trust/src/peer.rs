@@ -1,15 +1,15 @@
-//! The process at the other end of a Unix socket, and its user.
+//! Identifies the process at the other end of a Unix socket, and its user.
 
 use std::num::NonZeroU32;
 use std::os::fd::{AsFd, AsRawFd};
 
 use rustix::io::Errno;
 
-/// The process at the other end of a connected socket. Of a listening socket the kernel tells the process that called
+/// The process at the other end of a connected socket. For a listening socket it is the process that called
 /// listen(2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Peer {
-    /// Its process id; `None` where it is in a PID namespace that this process does not see.
+    /// Its process id. `None` if the process is in a PID namespace that this process cannot see.
     pub pid: Option<NonZeroU32>,
     /// Its effective user.
     pub uid: u32,
@@ -17,26 +17,27 @@ pub struct Peer {
     pub gid: u32,
 }
 
-/// Why the peer of a socket is not spoken to.
+/// The reason why a peer is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PeerError {
-    /// The kernel does not tell the user.
+    /// The kernel does not report the user.
     #[error("the kernel does not tell which user is at the other end: {0}")]
     Unknown(Errno),
-    /// It is another user.
+    /// The peer is another user.
     #[error("user {found} is at the other end instead of user {expected}")]
     Other {
         /// The user found.
         found: u32,
-        /// The user that it must be.
+        /// The expected user.
         expected: u32,
     },
 }
 
-/// The process at the other end (`SO_PEERCRED`, unix(7)). Allocates nothing and leaves `errno` as it is.
+/// Returns the process at the other end (`SO_PEERCRED`, unix(7)). The function allocates no memory and does not
+/// change `errno`.
 ///
-/// `rustix::net::sockopt::socket_peercred` must not be used for it: its process id cannot be 0, which is what the
-/// kernel says of a process in a PID namespace that is not visible.
+/// `rustix::net::sockopt::socket_peercred` must not be used here. Its process id cannot be 0, but the kernel reports
+/// 0 for a process in a PID namespace that is not visible.
 pub fn peer(socket: impl AsFd) -> Result<Peer, Errno> {
     let mut found = libc::ucred {
         pid: 0,
@@ -72,8 +73,8 @@ pub fn peer(socket: impl AsFd) -> Result<Peer, Errno> {
     }
 }
 
-/// Makes sure that user `uid` is at the other end of a connected socket, before anything is sent. Allocates nothing
-/// and leaves `errno` as it is.
+/// Checks that the process at the other end of a connected socket belongs to user `uid`. Call it before anything is
+/// sent. The function allocates no memory and does not change `errno`.
 pub fn check_peer(socket: impl AsFd, uid: u32) -> Result<(), PeerError> {
     let found = peer(socket).map_err(PeerError::Unknown)?.uid;
     if found != uid {

@@ -1,14 +1,15 @@
-//! Whether other users are unable to put an object in the place of one of Firn's own.
+//! Checks that no other user can replace an object that Firn owns.
 //!
-//! A user that may rename in a directory decides what each path through it leads to, also where what is below is closed
-//! to that user. An old directory of the victim, with an old arena in it, can be put back that way. So what Firn keeps
-//! outside of the backing lies below directories that belong to the user or to root, and that others may not write to,
-//! or only add names to (the sticky bit): `/dev/shm`, `/tmp` and `/run/user/UID` are such places. sshd asks the same of
-//! the way to its files (`StrictModes`).
+//! A user that may rename in a directory decides where each path through it leads, even if the objects below are
+//! closed to that user. An attacker could put back an old directory of the victim in this way, with an old arena in
+//! it. Objects that Firn keeps outside the backing therefore lie below safe directories. Such a directory belongs to
+//! the user or to root, and others either may not write to it or may only add names (the sticky bit). Examples are
+//! `/dev/shm`, `/tmp` and `/run/user/UID`. sshd requires the same of the path to its files (`StrictModes`).
 //!
 //! Promises
-//! * Each directory is looked at by its descriptor, from the root on, and the next name is looked up in it.
-//! * A symbolic link on the way counts only if it belongs to the user or to root; the way that it leads is looked at, too.
+//! * Each directory is checked by its descriptor, from the root on, and the next name is looked up in it.
+//! * A symbolic link on the path is accepted only if it belongs to the user or to root. The directories of its target
+//!   are checked too.
 
 use std::collections::VecDeque;
 use std::ffi::{OsStr, OsString};
@@ -22,22 +23,23 @@ use rustix::io::Errno;
 
 use crate::{Distrust, Facts, TrustError};
 
-/// As many symbolic links as the kernel follows (path_resolution(7)).
+/// Maximum number of symbolic links, as in the kernel (path_resolution(7)).
 const LINKS_MAX: usize = 40;
 
-/// Whether Firn may keep files of its own in a directory that is open, which others may share. What is above it is not
-/// looked at: enough for a caller that goes by the descriptor.
+/// Checks that Firn may keep its files in an open directory, which other users may share.
+///
+/// The directories above are not checked. That is sufficient for a caller that uses the descriptor.
 pub fn check_shared_parent(dir: impl AsFd, path: &Path) -> Result<(), TrustError> {
     check_dir(dir, path, path, effective_user())
 }
 
-/// Whether Firn may keep files of its own in this directory, which others may share, and find them there by their path
-/// later.
+/// Checks that Firn may keep its files in this directory, which other users may share, and later find them by their
+/// path.
 pub fn check_place(dir: &Path) -> Result<(), TrustError> {
     check_place_of(dir, effective_user())
 }
 
-/// The same for files of user `uid`.
+/// Does the check of [`check_place`] for files of user `uid`.
 pub fn check_place_of(dir: &Path, uid: u32) -> Result<(), TrustError> {
     let io = |at: &Path, error| TrustError::Io {
         path: at.to_owned(),
@@ -70,11 +72,11 @@ const PATH_LINK: OFlags = OFlags::PATH.union(OFlags::NOFOLLOW).union(OFlags::CLO
 struct Way<'a> {
     place: &'a Path,
     uid: u32,
-    /// The directories from the root to where the walk is: each open, and its path.
+    /// The open directories from the root to the current position of the walk, with their paths.
     above: Vec<(OwnedFd, PathBuf)>,
-    /// What is still to be walked.
+    /// The names that remain to be walked.
     names: VecDeque<OsString>,
-    /// Symbolic links that were followed.
+    /// Number of symbolic links that were followed.
     links: usize,
 }
 
@@ -92,7 +94,7 @@ impl Way<'_> {
             path: path.clone(),
             error: errno.into(),
         };
-        // O_DIRECTORY mounts what autofs mounts when it is used.
+        // O_DIRECTORY makes autofs mount its file system.
         match openat(dir, name, PATH_DIR, Mode::empty()) {
             Ok(next) => {
                 self.above.push((next, path));
@@ -177,8 +179,10 @@ fn effective_user() -> u32 {
     rustix::process::geteuid().as_raw()
 }
 
-/// The owner of an object; 0 where it may be root. In a user namespace that does not know root, as containers without
-/// privileges have it, `/` and `/dev/shm` belong to the user that stands for all unknown ones.
+/// Returns the owner of an object, or 0 if the owner may be root.
+///
+/// In a user namespace that does not know root, as in unprivileged containers, `/` and `/dev/shm` belong to the user
+/// that stands for all unknown users.
 fn owner_of(facts: &Facts) -> u32 {
     match unknown_user() {
         Some(unknown) if facts.uid == unknown => 0,
@@ -186,7 +190,8 @@ fn owner_of(facts: &Facts) -> u32 {
     }
 }
 
-/// The user that stands for root among others (user_namespaces(7)); none where root is known.
+/// Returns the user that stands for root and other unknown users (user_namespaces(7)). Returns `None` if the
+/// namespace knows root.
 fn unknown_user() -> Option<u32> {
     static UNKNOWN: OnceLock<Option<u32>> = OnceLock::new();
     *UNKNOWN.get_or_init(|| {
@@ -199,8 +204,8 @@ fn unknown_user() -> Option<u32> {
     })
 }
 
-/// Whether a map of users has the root of the namespace outside: its lines are the first user here, the first one
-/// outside, and a count.
+/// Returns whether a user map contains the root user outside the namespace. Each line has the first user inside, the
+/// first user outside, and a count.
 fn knows_root(map: &str) -> bool {
     let outside = |line: &str| line.split_whitespace().nth(1).map(str::to_owned);
     map.lines().filter_map(outside).any(|first| first == "0")

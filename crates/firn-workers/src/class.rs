@@ -1,28 +1,32 @@
-//! The kinds of work that firnd has threads for.
+//! The classes of work for which firnd has threads.
 
-/// Topics of calls that may hang, so that those of others still find a thread: 500 files (docs/SEMANTICS.md,
-/// S-error-11), each with calls by its name, calls by its inode and pages that are dropped.
+/// Maximum number of topics whose calls may hang while calls of other topics still find a thread. It allows for 500
+/// files (docs/SEMANTICS.md, S-error-11). Each file has calls by its name, calls by its inode, and pages that are
+/// dropped.
 pub const TOPICS_MAX: usize = 3 * 512;
-/// Tasks of one topic that run at a time. More of them at once gain nothing on one file.
+/// Maximum number of tasks of one topic that run at a time. More tasks at once are not faster on one file.
 pub const TOPIC_TASKS_MAX: usize = 16;
-/// Tasks that run at a time beside the first of each topic, over all topics. They are for speed only; without this
-/// bound, a few files with many callers each would use all threads up when they hang.
+/// Maximum number of tasks that run at a time in addition to the first task of each topic, over all topics. These
+/// tasks exist for speed only. Without this bound, a few hanging files with many callers each would occupy all
+/// threads.
 pub const FURTHER_TASKS_MAX: usize = 64;
 
-/// A kind of work, with threads of its own.
+/// A class of work, which has its own threads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Class {
-    /// Calls of the backing, which may hang, each with its topic: fsync, fallocate, lseek, copy_file_range, and
-    /// whatever is requested while the threads of the transport are in calls that do not return.
+    /// Calls of the backing, which may hang; each has a topic. Examples are fsync, fallocate, lseek and
+    /// copy_file_range. The class also takes any request that arrives while the threads of the transport are in calls
+    /// that do not return.
     Call,
-    /// Work that does not call the backing, and so goes on where every call hangs: stalled writes that found room.
+    /// Work without calls of the backing, which continues even if every call hangs: stalled writes that found room.
     Memory,
-    /// One task for each connection of the control socket: 64, and 8 more for requests of the status or the end.
+    /// One task for each connection of the control socket: 64 connections, and 8 more for requests of the status or
+    /// the end.
     ControlClient,
-    /// One task for each connection of the data socket, and for those that wait for one: enough for a process of each
-    /// core of a large host.
+    /// One task for each connection of the data socket, and for each waiting connection. The bound allows for a
+    /// process on each core of a large host.
     DataClient,
-    /// Jobs that firnd does once or now and then; one of each kind at a time.
+    /// Jobs that firnd does once or occasionally, one of each kind at a time.
     Job,
 }
 
@@ -35,19 +39,19 @@ impl Class {
         Self::Job,
     ];
 
-    /// Threads at a time.
+    /// Returns the maximum number of threads of the class.
     pub const fn threads_max(self) -> usize {
         match self {
             Self::Call => TOPICS_MAX + FURTHER_TASKS_MAX,
             Self::Memory => 32,
-            // Twice the seats, because the thread of a connection that just left may not have ended.
+            // Twice the number of connections, because the thread of a closed connection may not have ended.
             Self::ControlClient => 2 * (64 + 8),
             Self::DataClient => 1024 + 16,
             Self::Job => 16,
         }
     }
 
-    /// Name of the threads: at most 15 bytes (prctl(2), PR_SET_NAME).
+    /// Returns the name of the threads, of at most 15 bytes (prctl(2), PR_SET_NAME).
     pub const fn thread_name(self) -> &'static str {
         match self {
             Self::Call => "firn-call",
@@ -58,10 +62,10 @@ impl Class {
         }
     }
 
-    /// Size of a thread's stack, where the platform's default is more than is needed.
+    /// Returns the stack size of a thread. Returns `None` if the default of the platform is used.
     pub(crate) const fn stack_bytes(self) -> Option<usize> {
         match self {
-            // Its threads answer short questions, and there may be many.
+            // These threads answer short requests, and there may be many of them.
             Self::DataClient => Some(256 << 10),
             _ => None,
         }

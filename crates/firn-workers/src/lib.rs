@@ -1,17 +1,18 @@
-//! The threads of firnd that come and go: one pool, with a limit for each class of work.
+//! The thread pool of firnd. Threads start and end on demand, with a limit for each class of work.
 //!
 //! Promises
-//! * Nothing here blocks its caller. A class has threads as long as it has work, up to its limit, and keeps idle ones
-//!   for `IDLE`.
-//! * Classes take no threads from each other: whatever hangs in one, the others go on.
-//! * Tasks of one [`Topic`] start in the order given, and so do tasks without a topic.
-//! * As long as the tasks of fewer than [`TOPICS_MAX`] topics hang, those of another topic run, however many tasks of
-//!   the hanging topics there are. Beside the first of each topic at most [`FURTHER_TASKS_MAX`] run at a time, and at
-//!   most [`TOPIC_TASKS_MAX`] of one topic. The others wait for one of their topic to end.
-//! * A task that panics takes no thread with it.
+//! * No function of the pool blocks its caller, except [`Workers::wait_until_quiet`], and [`Workers::run`] if the
+//!   system gives no thread at all. A class has threads as long as it has work, up to its limit, and keeps idle
+//!   threads for `IDLE`.
+//! * Classes take no threads from each other. If the tasks of one class hang, all other classes go on.
+//! * Tasks of one [`Topic`] start in the order in which they were given, and so do tasks without a topic.
+//! * As long as tasks of fewer than [`TOPICS_MAX`] topics hang, tasks of other topics run, whatever the number of
+//!   hanging tasks. In addition to the first task of each topic, at most [`FURTHER_TASKS_MAX`] tasks run at a time,
+//!   and at most [`TOPIC_TASKS_MAX`] of one topic. All other tasks wait for a task of their topic to end.
+//! * A task that panics does not end its thread.
 //!
-//! Not in here: threads that live as long as the mount ([`spawn_thread`]), and those of a lane of the drain, which are
-//! a fixed set with an order and a token of their own (`firn-drain`).
+//! The pool does not include threads that live as long as the mount ([`spawn_thread`]). It also does not include the
+//! threads of a drain lane, which are a fixed set with an order and a token of their own (`firn-drain`).
 
 mod class;
 mod topic;
@@ -26,21 +27,21 @@ pub use class::{Class, FURTHER_TASKS_MAX, TOPIC_TASKS_MAX, TOPICS_MAX};
 use topic::Queue;
 pub use topic::Topic;
 
-/// A thread ends after this long without work.
+/// Time without work after which a thread ends.
 const IDLE: Duration = Duration::from_secs(10);
 
-/// What a worker does.
+/// A task for a worker thread.
 pub type Task = Box<dyn FnOnce() + Send>;
 
-/// Why no thread begins a task now.
+/// The reason why no thread can begin a task now.
 #[derive(Debug)]
 pub enum Refused {
     /// All threads of the class are in use.
     Full {
-        /// Bound on the threads.
+        /// Maximum number of threads.
         threads_max: usize,
     },
-    /// The system gives no thread.
+    /// The system cannot start a thread.
     NoThread(io::Error),
 }
 
@@ -62,30 +63,32 @@ impl std::error::Error for Refused {
     }
 }
 
-/// Handle to the pool; clones share it.
+/// Handle to the pool. Clones share the pool.
 #[derive(Clone)]
 pub struct Workers([Arc<Crew>; Class::ALL.len()]);
 
-/// The threads of a class and their work.
+/// The threads of a class, and their tasks.
 struct Crew {
     class: Class,
     state: Mutex<PoolState>,
     work: Condvar,
-    /// No task runs or waits.
+    /// Signals that no task runs or waits.
     quiet: Condvar,
 }
 
+/// State of the threads of a class.
+///
 /// Invariants
 /// * `running + idle <= threads <= threads_max` of the class.
-/// * A task waits in `queue` only if a thread was woken or started for it, or all there may be are running.
+/// * A task waits in `queue` only if a thread was woken or started for it, or all allowed threads are running.
 #[derive(Default)]
 struct PoolState {
     queue: Queue,
-    /// Threads that run a task.
+    /// Number of threads that run a task.
     running: usize,
     threads: usize,
     idle: usize,
-    /// Tasks so far.
+    /// Number of tasks given so far.
     given: u64,
 }
 
@@ -107,13 +110,13 @@ impl Workers {
         &self.0[class as usize]
     }
 
-    /// Runs `task` when a thread of the class is free.
+    /// Runs `task` as soon as a thread of the class is free.
     pub fn run(&self, class: Class, task: impl FnOnce() + Send + 'static) {
         self.crew(class).add(None, Box::new(task));
     }
 
-    /// Runs `task`, which may hang for what `topic` means, when the limits for the topic allow it and a thread of the
-    /// class is free.
+    /// Runs `task`, which may hang on the object of `topic`. It runs as soon as the limits of the topic allow it and
+    /// a thread of the class is free.
     pub fn run_about(
         &self,
         class: Class,
@@ -123,12 +126,12 @@ impl Workers {
         self.add_about(class, topic, Box::new(task));
     }
 
-    /// [`Workers::run_about`] for a task that is boxed already.
+    /// Does the same as [`Workers::run_about`] for a boxed task.
     pub fn add_about(&self, class: Class, topic: impl Into<Topic>, task: Task) {
         self.crew(class).add(Some(topic.into()), task);
     }
 
-    /// Runs `task` at once, or drops it and says why not.
+    /// Runs `task` at once. If no thread is available, drops the task and returns the reason.
     pub fn try_run(
         &self,
         class: Class,
@@ -137,14 +140,14 @@ impl Workers {
         self.crew(class).try_run(Box::new(task))
     }
 
-    /// Returns when no task of the classes runs or waits; never, if one hangs.
+    /// Waits until no task of the classes runs or waits. The call never returns if a task hangs.
     pub fn wait_until_quiet(&self, classes: &[Class]) {
         loop {
             let before = self.tasks_given(classes);
             for class in classes {
                 self.crew(*class).wait_until_quiet();
             }
-            // A task of one class may have given one to a class that had been quiet already.
+            // A task of one class may have given a task to a class that was quiet already.
             if self.tasks_given(classes) == before {
                 return;
             }
@@ -196,7 +199,7 @@ impl Crew {
         })
     }
 
-    /// Starts one more thread, which is counted already.
+    /// Starts one more thread. The caller has already counted the thread.
     fn grow(self: &Arc<Self>) {
         let Err(error) = self.start_thread(None) else {
             return;
@@ -204,7 +207,7 @@ impl Crew {
         tracing::warn!(%error, class = self.class.thread_name(), "cannot start a worker thread");
         let mut state = self.state.lock();
         state.threads -= 1;
-        // Without any thread this work would never be done; slow is better.
+        // Without any thread the tasks would never run, so this thread runs them, although that blocks the caller.
         while state.threads == 0
             && let Some((topic, task)) = state.take()
         {
@@ -222,7 +225,7 @@ impl Crew {
         thread.spawn(move || crew.serve(first)).map(drop)
     }
 
-    /// A thread's life: `first`, which is counted as running already, and then what comes.
+    /// Body of a thread: runs `first`, which is already counted as running, and then the tasks of the queue.
     fn serve(&self, first: Option<Task>) {
         let is_counted = first.is_some();
         if let Some(task) = first {
@@ -282,14 +285,15 @@ impl PoolState {
     }
 }
 
-/// A task that panics drops what it holds, and a reply that is dropped answers EIO; the thread goes on.
+/// Runs a task and catches a panic, so that the thread goes on. The panic drops the values of the task; a dropped
+/// reply answers EIO.
 fn run_task(task: Task) {
     if std::panic::catch_unwind(std::panic::AssertUnwindSafe(task)).is_err() {
         tracing::error!("a worker's task panicked");
     }
 }
 
-/// A thread that lives as long as what it serves, outside of the pool.
+/// Starts a thread outside the pool, which lives as long as the object that it serves.
 pub fn spawn_thread(name: &str, serve: impl FnOnce() + Send + 'static) -> io::Result<()> {
     std::thread::Builder::new()
         .name(name.into())

@@ -1,40 +1,40 @@
-//! Tasks in the order in which they may begin, and the topics that they may hang for.
+//! The queue of tasks, in the order in which they may begin, and the topics on which tasks may hang.
 
 use std::collections::{HashMap, VecDeque};
 
 use crate::Task;
 use crate::class::{FURTHER_TASKS_MAX, TOPIC_TASKS_MAX};
 
-/// What a task may wait for: tasks that hang together have the same topic. No task waits for one of the same topic that
-/// begins later.
+/// The object on which a task may hang. Tasks that hang together have the same topic. A task never waits for a task
+/// of the same topic that begins later.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Topic {
-    /// What kind of thing it is, by a number of the caller's.
+    /// Kind of the object: a number that the caller chooses.
     pub kind: u8,
-    /// Number of the thing among those of its kind.
+    /// Number of the object among the objects of its kind.
     pub id: u64,
-    /// Number of the part of the thing.
+    /// Number of the part of the object.
     pub part: u64,
 }
 
-/// Tasks that wait for a thread, and tasks that wait for others of their topic.
+/// Tasks that wait for a thread, and tasks that wait for other tasks of their topic.
 ///
-/// A task is *started* once it may have a thread: it is in `ready`, or runs.
+/// A task is *started* once it may have a thread: it is in `ready`, or it runs.
 ///
 /// Invariants
-/// * `topics` has exactly the topics with a started task; `started` counts these tasks.
-/// * `further_tasks` is the sum of `started - 1` over all topics, and at most [`FURTHER_TASKS_MAX`]. So with a thread
-///   for each topic and [`FURTHER_TASKS_MAX`] more, the first task of a topic always finds a thread.
+/// * `topics` contains exactly the topics with a started task; `started` counts these tasks.
+/// * `further_tasks` is the sum of `started - 1` over all topics, and at most [`FURTHER_TASKS_MAX`]. If there is a
+///   thread for each topic and [`FURTHER_TASKS_MAX`] more, the first task of a topic therefore always finds a thread.
 /// * `started` of a topic is at most [`TOPIC_TASKS_MAX`].
-/// * A topic with waiting tasks and fewer than [`TOPIC_TASKS_MAX`] started ones is in `short_topics`, and
+/// * If a topic has waiting tasks and fewer than [`TOPIC_TASKS_MAX`] started ones, it is in `short_topics`, and
 ///   `further_tasks` is [`FURTHER_TASKS_MAX`].
-/// * `short_topics` has exactly the topics with `is_short`, each once.
+/// * `short_topics` contains exactly the topics with `is_short`, each once.
 #[derive(Default)]
 pub(crate) struct Queue {
     ready: VecDeque<(Option<Topic>, Task)>,
     topics: HashMap<Topic, TopicTasks>,
     further_tasks: usize,
-    /// Topics that get the next further task, in turn.
+    /// Topics that wait for the next further task, in turn.
     short_topics: VecDeque<Topic>,
 }
 
@@ -46,7 +46,7 @@ struct TopicTasks {
 }
 
 impl Queue {
-    /// Adds a task; `false` if it has to wait for a task that was started before.
+    /// Adds a task. Returns false if the task must wait for an earlier task to end.
     pub(crate) fn add(&mut self, topic: Option<Topic>, task: Task) -> bool {
         let Some(topic) = topic else {
             self.ready.push_back((None, task));
@@ -64,7 +64,8 @@ impl Queue {
         is_started
     }
 
-    /// Starts a waiting task of a topic that has a started one, if the limits allow it.
+    /// Starts a waiting task of a topic that already has a started one, if the limits allow it. Returns whether a
+    /// task was started.
     fn start_further_task(&mut self, topic: Topic) -> bool {
         let tasks = self
             .topics
@@ -86,17 +87,17 @@ impl Queue {
         true
     }
 
-    /// Started tasks that have no thread yet.
+    /// Returns the number of started tasks that have no thread yet.
     pub(crate) fn ready(&self) -> usize {
         self.ready.len()
     }
 
-    /// The next task for a thread. To be told of its end by [`Queue::end`].
+    /// Returns the next task for a thread. The caller must report the end of the task by [`Queue::end`].
     pub(crate) fn take(&mut self) -> Option<(Option<Topic>, Task)> {
         self.ready.pop_front()
     }
 
-    /// Says that a task of the topic ended, and starts those that waited for it.
+    /// Records that a task of the topic ended, and starts tasks that waited for it.
     pub(crate) fn end(&mut self, topic: Option<Topic>) {
         let Some(topic) = topic else { return };
         let tasks = self
@@ -111,7 +112,8 @@ impl Queue {
         } else {
             tasks.started -= 1;
             self.further_tasks -= 1;
-            // Others come first, so that a topic with many tasks does not keep them from starting more than one each.
+            // Other topics come first, so that a topic with many tasks does not prevent them from starting more than
+            // one task each.
             self.start_task_of_short_topic();
             self.start_further_task(topic);
         }
@@ -123,7 +125,7 @@ impl Queue {
             let tasks = self.topics.get_mut(&topic);
             tasks.expect("a short topic has a started task").is_short = false;
             if self.start_further_task(topic) {
-                // If more of its tasks wait, it goes to the end of the line.
+                // If more tasks of this topic wait, the topic goes to the end of the queue.
                 self.start_further_task(topic);
                 return;
             }

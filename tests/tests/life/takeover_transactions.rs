@@ -19,7 +19,7 @@ use crate::takeover::{act_with_kill, is, taken_over};
 
 const ID: u64 = 7;
 const LIMIT: Duration = Duration::from_secs(60);
-/// Every so many calls of a commit or abort CI kills firnd.
+/// CI kills firnd at each third call of a commit or abort; the campaign at each call.
 const CALLS_OF_CI: usize = 3;
 
 fn options() -> String {

@@ -20,7 +20,7 @@ use crate::worker::make_buffer;
 /// Between two writes: its wait is the precision of a pause.
 const WRITE_EVERY: Duration = Duration::from_millis(1);
 const WRITE_BYTES: u64 = 4096;
-/// The writer goes round in so many blocks, so that what is pending stays as it is.
+/// The writer goes round in this many blocks, so the pending bytes stay as many.
 const WRITER_BLOCKS: u64 = 256;
 /// Bytes of one write of the pending data.
 const FILL_BYTES: u64 = 1 << 20;

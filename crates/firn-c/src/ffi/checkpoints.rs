@@ -1,4 +1,4 @@
-//! The checkpoints of a directory, as C asks for them.
+//! The functions of the C interface that list the checkpoints of a directory.
 
 use std::ffi::{CString, OsStr, OsString, c_char, c_int};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -40,7 +40,7 @@ const _: () = assert!(size_of::<CheckpointItem>() == 72);
 /// `struct firn_checkpoint_list`.
 pub struct CheckpointListHandle {
     items: Vec<CheckpointItem>,
-    /// What `name` of the items points to.
+    /// The strings to which the `name` fields of the items point.
     _names: Vec<CString>,
 }
 
@@ -76,7 +76,7 @@ impl CheckpointListHandle {
     }
 }
 
-/// None of one without a step.
+/// Converts a checkpoint for C. Returns `None` if the checkpoint has no step.
 fn item_of(checkpoint: &Checkpoint) -> Option<CheckpointItem> {
     let (modified_s, modified_ns) = checkpoint.modified;
     Some(CheckpointItem {

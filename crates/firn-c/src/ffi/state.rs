@@ -1,4 +1,4 @@
-//! The state of a mount, the drain, and waiting for it.
+//! The functions of the C interface for the state of a mount, for drains and for waits.
 
 use std::ffi::c_int;
 
@@ -118,7 +118,7 @@ pub extern "C" fn firn_wait(
     })
 }
 
-/// The number of a level in C.
+/// Returns the number of a level in C.
 pub(super) fn number_of(level: DurabilityLevel) -> c_int {
     match level {
         DurabilityLevel::Held => HELD,

@@ -1,4 +1,4 @@
-//! Transactions, as C asks for them.
+//! The functions of the C interface for transactions.
 
 use std::ffi::{c_int, c_uint};
 
@@ -15,7 +15,7 @@ const BEGIN_NEXT: c_uint = 1;
 /// `FIRN_COMMIT_ASYNC`.
 const ASYNC: c_uint = 2;
 
-/// Sends the request that `make` makes of the path below the mount.
+/// Sends a request about a transaction. `make` builds the request from the path below the mount point.
 fn request(
     handle: Option<&Handle>,
     path: CPath<'_>,
@@ -25,7 +25,7 @@ fn request(
     Ok(mount.request_transaction(path.path()?, make)?)
 }
 
-/// Only a commit can take the next number: elsewhere the number would be an accident.
+/// Returns the id. Fails for `FIRN_NEXT_ID`, because only a commit may choose the next number.
 fn checked_id(id: u64) -> Result<u64, Error> {
     match id {
         NEXT_ID => Err(Error::Argument(

@@ -1,6 +1,7 @@
-//! What a host does next at a ballot: pure functions of what it sees, without a path or a call of a backing.
+//! The next step of a host at a ballot, as pure functions of what the host sees. The functions know no paths and make
+//! no calls of a backing.
 //!
-//! `ballot/model.rs` goes through all of what may come of them.
+//! `ballot/model.rs` explores all sequences of these steps.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,26 +10,26 @@ use serde::de::DeserializeOwned;
 
 use super::{CLAIM, DONE, WHOLE};
 
-/// How long a host takes part.
+/// How long a host counts as a participant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Presence {
-    /// Until it says that it has left, also after its death. What it says and claims is durable.
+    /// Until the host records that it has left, even after its death. Its files and claims are durable.
     Kept,
-    /// While it lives. What it says means nothing after a power loss, and what it claims is locked.
+    /// While the host is alive. Its files mean nothing after a power loss, and its claims are locks.
     Living,
 }
 
 /// A part of the work after a decision, which one host does.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Unit {
-    /// Other hosts may do others of the same stage at the same time.
+    /// A unit that may run in parallel with other units of the same stage.
     Part(String),
-    /// Excludes all other work.
+    /// A unit that excludes all other work.
     Whole(&'static str),
 }
 
 impl Unit {
-    /// Its name.
+    /// Returns the name of the unit.
     pub fn name(&self) -> &str {
         match self {
             Self::Part(name) => name,
@@ -36,7 +37,7 @@ impl Unit {
         }
     }
 
-    /// What is claimed to do it.
+    /// Returns the name of the claim that a host needs to do this unit.
     pub(super) fn claim(&self) -> String {
         match self {
             Self::Part(name) => format!("{CLAIM}{name}"),
@@ -44,45 +45,46 @@ impl Unit {
         }
     }
 
-    /// What says that it is done.
+    /// Returns the name of the file that marks this unit as done.
     pub fn done_file(&self) -> String {
         format!("{DONE}{}", self.name())
     }
 }
 
-/// What hosts do after a decision.
+/// The work that hosts do after a decision.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Plan {
-    /// Work begins when all hosts that take part have stopped.
+    /// Work begins only after all participants have stopped.
     pub stops_first: bool,
-    /// Units of work, in stages: those of one stage in any order, when all of the earlier ones are done.
+    /// Units of work, in stages. The units of one stage may be done in any order, after all units of the earlier
+    /// stages.
     pub stages: Vec<Vec<Unit>>,
 }
 
-/// What a decision is about.
+/// Defines a kind of decision and the work that follows from it.
 pub trait Protocol {
-    /// What is decided.
+    /// The content of a decision.
     type Decision: Serialize + DeserializeOwned;
 
-    /// How long a host takes part.
+    /// How long a host counts as a participant.
     const PRESENCE: Presence = Presence::Kept;
 
-    /// What follows from a decision.
+    /// Returns the work that follows from a decision.
     fn plan(&self, decision: &Self::Decision) -> Plan;
 }
 
-/// What a host sees of a ballot. `H` names a host, `D` is a decision.
+/// The state of a ballot as one host sees it. `H` names a host; `D` is a decision.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct View<H: Ord, D> {
     /// Hosts that take part.
     pub joined: BTreeSet<H>,
     /// New participants are refused.
     pub is_closing: bool,
-    /// What was decided.
+    /// The decision. `None` if there is none yet.
     pub decision: Option<D>,
     /// Hosts that change nothing any more.
     pub stopped: BTreeSet<H>,
-    /// What is claimed, and by whom.
+    /// The claimed units by the name of their claim, with the claimant.
     pub claimed: BTreeMap<String, Claimant<H>>,
     /// Units that are done.
     pub done: BTreeSet<String>,
@@ -93,34 +95,34 @@ pub struct View<H: Ord, D> {
 /// The host that has claimed a unit.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Claimant<H> {
-    /// This host.
+    /// The named host.
     Host(H),
-    /// An unknown process that has it locked.
+    /// An unknown process, which has the claim locked.
     Unknown,
 }
 
 impl<H: Ord + Clone, D> View<H, D> {
-    /// Whether a host that comes now may take part.
+    /// Returns whether a host may join now.
     pub fn is_open(&self) -> bool {
         self.decision.is_none() && !self.is_closing
     }
 
-    /// Whether a host takes part and has not ended its part.
+    /// Returns whether a host takes part and has not ended its part.
     pub fn is_taking_part(&self, host: &H) -> bool {
         self.joined.contains(host) && !self.left.contains(host)
     }
 
-    /// Hosts that take part and have not stopped.
+    /// Returns the hosts that take part and have not stopped.
     pub fn running(&self) -> Vec<H> {
         self.joined.difference(&self.stopped).cloned().collect()
     }
 
-    /// Hosts that take part and have not ended their part.
+    /// Returns the hosts that take part and have not ended their part.
     pub fn remaining(&self) -> Vec<H> {
         self.joined.difference(&self.left).cloned().collect()
     }
 
-    /// The units of the first stage that is not done; none if all is.
+    /// Returns the undone units of the first stage that is not done. Returns an empty list if all stages are done.
     fn undone<'p>(&self, plan: &'p Plan) -> Vec<&'p Unit> {
         let undone = |stage: &'p Vec<Unit>| -> Vec<&'p Unit> {
             let units = stage.iter();
@@ -133,21 +135,23 @@ impl<H: Ord + Clone, D> View<H, D> {
     }
 }
 
-/// What a host does next that wants to take part.
+/// The next step of a host that wants to take part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum JoinStep {
-    /// Says that it takes part, and looks again.
+    /// Put the file that says that the host takes part, then look again.
     Put,
-    /// Takes that back: the ballot was over before it came.
+    /// Remove that file again, because the ballot was over before the host joined.
     Withdraw,
-    /// Nothing: it takes part.
+    /// Do nothing, because the host takes part.
     Joined,
-    /// Nothing: the ballot is over.
+    /// Do nothing, because the ballot is over.
     Refused,
 }
 
-/// The next step of a host that wants to take part. `is_open`: the ballot is neither decided nor closed, and the
-/// directory has its name; `has_put`: the host has said that it takes part.
+/// Returns the next step of a host that wants to take part.
+///
+/// `is_open`: the ballot is neither decided nor closed, and its directory still has its name. `has_put`: the host has
+/// put its file.
 pub fn next_join(is_open: bool, has_put: bool) -> JoinStep {
     match (is_open, has_put) {
         (true, false) => JoinStep::Put,
@@ -160,18 +164,19 @@ pub fn next_join(is_open: bool, has_put: bool) -> JoinStep {
 /// The next step of a host that wants a decision about a ballot without participants.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum DecisionStep<H> {
-    /// Puts `closing`, and looks again.
+    /// Put `closing`, then look again.
     Close,
-    /// Decides.
+    /// Put the decision.
     Decide,
-    /// Nothing: these hosts live and take part.
+    /// Wait, because these living hosts take part.
     Wait(Vec<H>),
-    /// Nothing: it is decided.
+    /// Do nothing, because the ballot is decided.
     Decided,
 }
 
-/// The next step on the way to a decision of a ballot in which hosts take part while they live. `living`: those that take
-/// part and live, as was asked after the look.
+/// Returns the next step towards a decision, in a ballot in which hosts take part while they are alive.
+///
+/// `living` are the participants that are alive. The caller must determine them after it has read `view`.
 pub fn next_decision<H: Ord + Clone, D>(view: &View<H, D>, living: Vec<H>) -> DecisionStep<H> {
     if !living.is_empty() {
         return DecisionStep::Wait(living);
@@ -185,44 +190,44 @@ pub fn next_decision<H: Ord + Clone, D>(view: &View<H, D>, living: Vec<H>) -> De
     }
 }
 
-/// What a host does next when there may be a decision. Doing it twice does no harm.
+/// The next action of a host when there may be a decision. An action may safely be repeated.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Action<H> {
-    /// Says that it changes nothing any more.
+    /// Record that this host changes nothing any more.
     Stop,
-    /// Claims a unit of work.
+    /// Claim a unit of work.
     Claim(Unit),
-    /// Does a unit of work, and says so.
+    /// Do a unit of work, and record that it is done.
     Work(Unit),
-    /// Ends its own part, and says so.
+    /// End the host's own part, and record that.
     Leave,
-    /// Claims the removal, as long as this process lives.
+    /// Claim the removal of the directory. The claim ends with this process.
     ClaimRemoval,
-    /// Removes the directory.
+    /// Remove the directory.
     Retire,
-    /// Looks again later.
+    /// Look again later, because of this.
     Wait(Waiting<H>),
 }
 
-/// What a host waits for.
+/// The event or the hosts that a host waits for.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Waiting<H> {
     /// A decision.
     Decision,
-    /// These hosts have not stopped.
+    /// These hosts must stop first.
     Stop(Vec<H>),
-    /// This host does a unit of work, or some.
+    /// This host is doing at least one unit of work.
     Work(Claimant<H>),
-    /// These hosts have not left.
+    /// These hosts must leave first.
     Leave(Vec<H>),
-    /// Work that a host that takes part has to do.
+    /// A participant must do the remaining work.
     Unfinished,
-    /// Another process removes the directory, or does a unit that concerns the whole.
+    /// Another process is removing the directory, or doing a unit that concerns the whole.
     Removal,
 }
 
 impl Waiting<String> {
-    /// The hosts that are waited for, as far as they are known.
+    /// Returns the hosts that are waited for, as far as they are known.
     pub fn hosts(self) -> Vec<String> {
         match self {
             Self::Decision | Self::Unfinished | Self::Removal => Vec::new(),
@@ -233,7 +238,7 @@ impl Waiting<String> {
     }
 }
 
-/// The next action of the host `me`.
+/// Returns the next action of the host `me`.
 pub fn next<H: Ord + Clone, P: Protocol>(
     view: &View<H, P::Decision>,
     me: &H,
@@ -250,7 +255,7 @@ pub fn next<H: Ord + Clone, P: Protocol>(
     }
 }
 
-/// Next action of a host that takes part.
+/// Returns the next action of a host that takes part.
 fn next_of_member<H: Ord + Clone, D>(view: &View<H, D>, me: &H, plan: &Plan) -> Action<H> {
     if plan.stops_first && !view.stopped.contains(me) {
         return Action::Stop;
@@ -266,7 +271,7 @@ fn next_of_member<H: Ord + Clone, D>(view: &View<H, D>, me: &H, plan: &Plan) -> 
     next_of_worker(view, me, &undone)
 }
 
-/// Of a host that takes part no more, or never did.
+/// Returns the next action of a host that does not take part, or takes part no more.
 fn next_of_other<H: Ord + Clone, D>(view: &View<H, D>, me: &H, plan: &Plan) -> Action<H> {
     let remaining = view.remaining();
     if !remaining.is_empty() {
@@ -278,7 +283,7 @@ fn next_of_other<H: Ord + Clone, D>(view: &View<H, D>, me: &H, plan: &Plan) -> A
     next_of_remover(view, me)
 }
 
-/// Next action of any host, in a ballot whose work is done by the living hosts.
+/// Returns the next action of any host, in a ballot whose work the living hosts do.
 fn next_of_living<H: Ord + Clone, D>(view: &View<H, D>, me: &H, plan: &Plan) -> Action<H> {
     let undone = view.undone(plan);
     if !undone.is_empty() {
@@ -287,7 +292,7 @@ fn next_of_living<H: Ord + Clone, D>(view: &View<H, D>, me: &H, plan: &Plan) -> 
     next_of_remover(view, me)
 }
 
-/// Next action of any host, when all is over.
+/// Returns the next action of any host, when all work is done.
 fn next_of_remover<H: Ord + Clone, D>(view: &View<H, D>, me: &H) -> Action<H> {
     match view.claimed.get(WHOLE) {
         None => Action::ClaimRemoval,
@@ -296,7 +301,8 @@ fn next_of_remover<H: Ord + Clone, D>(view: &View<H, D>, me: &H) -> Action<H> {
     }
 }
 
-/// Next action of a host that may work: a unit that it has claimed, or else an unclaimed one.
+/// Returns the next action of a host that may work. The host first does a unit that it has claimed; otherwise it
+/// claims a free unit.
 fn next_of_worker<H: Ord + Clone, D>(view: &View<H, D>, me: &H, undone: &[&Unit]) -> Action<H> {
     let claimant = |unit: &Unit| view.claimed.get(&unit.claim());
     let is_mine = |unit: &Unit| claimant(unit) == Some(&Claimant::Host(me.clone()));

@@ -11,25 +11,26 @@ use super::table::{Held, Table};
 use super::{Done, InTheWay, OtherHosts, Owner, Released, Shared, Space, TestDone, Wanted};
 use crate::own;
 
-/// A program's lock of byte *n* that is waited for has byte *n* + this locked.
+/// Offset of the queue: a program that waits for byte *n* has byte *n* + `LINE` of the lock file locked.
 const LINE: u64 = 1 << 62;
-/// For this long a host that comes later lets those in line go first.
+/// How long a host that comes later lets queued hosts go first.
 pub(super) const POLITE_FOR: Duration = Duration::from_millis(250);
-/// A lock that another host has is tried again after this, and then after twice as long each time.
+/// First pause before a lock of another host is tried again. The pause doubles each time, up to `REST_MAX`.
 const REST_MIN: Duration = Duration::from_millis(1);
 const REST_MAX: Duration = Duration::from_millis(50);
-/// Time between two tries of the next host in line.
+/// Maximum pause between two attempts of a request that has a place in the queue.
 const REST_IN_LINE: Duration = Duration::from_millis(8);
-/// A lock file that was unused for this long is removed.
+/// How long a lock file is unused before it is removed.
 const IDLE: Duration = Duration::from_secs(2);
-/// How long it is believed that locks reach the other hosts.
+/// How long a successful check counts that locks reach the other hosts.
 const REACH_FOR: Duration = Duration::from_secs(1);
-/// A host has its lease a moment before it has locked its name: for this long no lock is refused for that.
+/// How long a failed check is tolerated before locks are refused. A new host has its lease a moment before it has
+/// locked its `host-NAME` file.
 const REACH_PATIENCE: Duration = Duration::from_secs(3);
-/// How often a lock file may be found to have lost its name before the request fails.
+/// How often a lock file may have lost its name before the request fails.
 const TRIES_MAX: usize = 100;
 
-/// Something to do.
+/// A request to the lock thread.
 pub(super) enum Job {
     Acquire {
         number: u64,
@@ -48,7 +49,7 @@ pub(super) enum Job {
     },
 }
 
-/// A request that is tried until it is granted.
+/// A request for a lock, tried until it is granted.
 struct Waiting {
     number: u64,
     wanted: Wanted,
@@ -58,7 +59,7 @@ struct Waiting {
     rest: Duration,
 }
 
-/// A test that is repeated until it is known whether locks reach all hosts.
+/// A test for a conflicting lock, repeated until the thread knows whether locks reach all hosts.
 struct PendingTest {
     wanted: Wanted,
     done: TestDone,
@@ -69,7 +70,7 @@ enum Tried {
     Granted,
     /// Another lock conflicts.
     Busy,
-    /// It is not known yet whether locks reach all hosts.
+    /// The thread does not know yet whether locks reach all hosts.
     InDoubt,
 }
 
@@ -77,7 +78,7 @@ enum Tried {
 enum Tested {
     Free,
     Conflict(InTheWay),
-    /// It is not known yet whether locks reach all hosts.
+    /// The thread does not know yet whether locks reach all hosts.
     InDoubt,
 }
 
@@ -85,9 +86,9 @@ enum Tested {
 struct LockFile<B: Backing> {
     file: B::File,
     ino: u64,
-    /// What programs have.
+    /// Locks that programs hold.
     held: Table,
-    /// What requests wait for; their owners are the numbers of the requests.
+    /// Queue locks of waiting requests. The number of an owner is the number of its request.
     line: Table,
     used: Instant,
 }
@@ -98,14 +99,14 @@ impl<B: Backing> LockFile<B> {
     }
 }
 
-/// Whether locks keep other hosts out.
+/// Result of the checks whether locks exclude other hosts.
 struct Reach {
-    /// The file with the name of this host.
+    /// Error of locking this host's `host-NAME` file. `None` if the file is locked.
     own: Option<Errno>,
     other_hosts: OtherHosts,
-    /// When all others were found to be reached.
+    /// Time of the last check that found all other hosts reached.
     seen: Option<Instant>,
-    /// Since when one is not.
+    /// Time since when at least one host is not reached.
     in_doubt: Option<Instant>,
 }
 
@@ -117,7 +118,7 @@ pub(super) struct Keeper<B: Backing> {
     files: HashMap<(u64, Space), LockFile<B>>,
     waiting: Vec<Waiting>,
     pending_tests: Vec<PendingTest>,
-    /// Locked as long as this host lives.
+    /// This host's `host-NAME` file, locked as long as the host is alive.
     name: Option<B::File>,
     reach: Reach,
 }
@@ -163,7 +164,7 @@ impl<B: Backing> Keeper<B> {
         self.end();
     }
 
-    /// Waits until there is something to do; none at the end.
+    /// Waits until there is work, and returns the new requests. Returns `None` when the thread must end.
     fn next_jobs(&self) -> Option<Vec<Job>> {
         let mut state = self.shared.state.lock();
         if state.jobs.is_empty() && !state.is_stopping {
@@ -222,7 +223,7 @@ impl<B: Backing> Keeper<B> {
         }
     }
 
-    /// Answers a test, or keeps it until it is known whether locks reach all hosts.
+    /// Answers a test. If the thread does not know yet whether locks reach all hosts, the test is kept and repeated.
     fn answer_test(&mut self, wanted: Wanted, done: TestDone) {
         match self.test(wanted) {
             Ok(Tested::Free) => done(Ok(None)),
@@ -246,7 +247,7 @@ impl<B: Backing> Keeper<B> {
         }
     }
 
-    /// Tries what is due, first come, first served.
+    /// Tries the waiting requests that are due, in the order of their arrival.
     fn try_waiting(&mut self) {
         let mut index = 0;
         while index < self.waiting.len() {
@@ -295,7 +296,7 @@ impl<B: Backing> Keeper<B> {
         }
     }
 
-    /// Whether one of this host has waited longer for some of the same bytes, and is to go first.
+    /// Returns whether an earlier request of this host waits for some of the same bytes and must go first.
     fn is_behind(&self, waiting: &Waiting, index: usize) -> bool {
         let wanted = &waiting.wanted;
         let is_before = |earlier: &Waiting| {
@@ -315,7 +316,7 @@ impl<B: Backing> Keeper<B> {
         lock.is_some_and(|lock| lock.line.owners().any(is_it))
     }
 
-    /// Answers the program that asked, or gives the lock back if the program waits no more.
+    /// Tells the program that its lock is granted. If the program waits no more, the lock is released.
     fn grant(&mut self, waiting: &Waiting) {
         let Wanted {
             file,
@@ -362,7 +363,7 @@ impl<B: Backing> Keeper<B> {
                 Ok(true)
             };
             if is_current != Ok(true) {
-                // With the file go the locks. Another host may have removed it since it was opened.
+                // Dropping the file releases its locks. Another host may have removed the file since it was opened.
                 self.files.remove(&key);
                 is_current?;
                 continue;
@@ -375,7 +376,7 @@ impl<B: Backing> Keeper<B> {
         Err(Errno::NOLCK)
     }
 
-    /// Tries to lock a range for this host. A program that has to wait stands in line from then on.
+    /// Tries to lock a range for this host. On failure, a request that waits takes a place in the queue.
     fn try_in_backing(&mut self, waiting: &Waiting, key: (u64, Space)) -> Result<bool, Errno> {
         let Wanted { range, mode, .. } = waiting.wanted;
         let lock = self.files.get_mut(&key).ok_or(Errno::NOLCK)?;
@@ -390,7 +391,7 @@ impl<B: Backing> Keeper<B> {
         if waiting.waits && no_lock(self.base.lock(&lock.file, LockRequest::Range(line, mode)))? {
             let owner = owner_in_line(waiting.number);
             let (range, conflict) = (line, lock.line.conflict(owner.number, line, mode));
-            // Of two of this host that exclude each other the first one stands for both.
+            // If two requests of this host exclude each other, the queue lock of the first one stands for both.
             if conflict.is_none() {
                 lock.line.add(Held { owner, range, mode });
             }
@@ -435,7 +436,8 @@ impl<B: Backing> Keeper<B> {
         released
     }
 
-    /// Looks for a lock that conflicts with the wanted one: of this host's programs, then of other hosts.
+    /// Looks for a lock that conflicts with the wanted one, first among the programs of this host, then on other
+    /// hosts.
     fn test(&mut self, wanted: Wanted) -> Result<Tested, Errno> {
         let Wanted {
             file,
@@ -457,7 +459,7 @@ impl<B: Backing> Keeper<B> {
         if !self.reaches_others()? {
             return Ok(Tested::InDoubt);
         }
-        // A file that has lost its name has no locks.
+        // A lock file that has lost its name carries no valid locks.
         if !self.is_current(key)? {
             self.files.remove(&key);
             self.open(key)?;
@@ -479,7 +481,7 @@ impl<B: Backing> Keeper<B> {
         Ok(Tested::Conflict(InTheWay { range, mode, pid }))
     }
 
-    /// Tells requests that do not wait which owners have locks of a file.
+    /// Publishes which owners have locks of a file, for calls that do not wait for the thread.
     fn tell_holders(&self, key: (u64, Space)) {
         let lock = self.files.get(&key);
         let owners = lock.map(|lock| lock.held.owners().collect());
@@ -509,7 +511,7 @@ impl<B: Backing> Keeper<B> {
         Ok(())
     }
 
-    /// Whether the name of a lock file still leads to it.
+    /// Returns whether the name of a lock file still leads to the opened file.
     fn is_current(&self, key: (u64, Space)) -> Result<bool, Errno> {
         let Some(lock) = self.files.get(&key) else {
             return Ok(false);
@@ -518,7 +520,7 @@ impl<B: Backing> Keeper<B> {
         Ok(found.is_some_and(|(_, attr)| attr.ino == lock.ino))
     }
 
-    /// Closes files that were unused for `idle`, and removes those that no other host uses.
+    /// Closes lock files that were unused for `idle`, and removes those that no other host uses.
     fn remove_idle(&mut self, idle: Duration) {
         let is_idle = |lock: &LockFile<B>| lock.is_unused() && lock.used.elapsed() >= idle;
         let all = self.files.iter();
@@ -534,17 +536,17 @@ impl<B: Backing> Keeper<B> {
         }
     }
 
-    /// The lock ends when the file is closed.
+    /// Removes a lock file if no other host has a lock in it. The lock for the removal ends when the file is closed.
     fn remove_if_free(&self, file: B::File, name: &str, is_current: bool) {
         let whole = LockRequest::Range(LockRange::WHOLE, LockMode::Exclusive);
         let locked = self.base.lock(&file, whole);
         if is_current && locked == Ok(true) {
-            // What stays is removed by a later one.
+            // A file that cannot be removed now is removed later.
             let _ = self.base.unlink(&self.dir, OsStr::new(name));
         }
     }
 
-    /// Removes unused lock files, which hosts that died left.
+    /// Removes unused lock files that dead hosts left.
     fn remove_left(&self) {
         let Ok(names) = own::list(&self.base, &self.dir) else {
             return;
@@ -595,7 +597,7 @@ impl<B: Backing> Keeper<B> {
 
     // ---- reach -------------------------------------------------------------------------------
 
-    /// Locks the name of this host, by which others see that locks reach it.
+    /// Locks this host's `host-NAME` file, by which other hosts see that locks reach it.
     fn take_name(&mut self) {
         let taken = || -> Result<B::File, Errno> {
             let name = host_name(&self.host);
@@ -615,8 +617,9 @@ impl<B: Backing> Keeper<B> {
         }
     }
 
-    /// Whether the locks of all other hosts that live are seen here; ENOLCK if they are not, false while that is
-    /// unknown.
+    /// Returns whether this host sees the locks of all other living hosts.
+    ///
+    /// Returns false while that is unknown, and fails with ENOLCK if a host stays unreached.
     fn reaches_others(&mut self) -> Result<bool, Errno> {
         let is_fresh = |seen: Instant| seen.elapsed() < REACH_FOR;
         if self.reach.seen.is_some_and(is_fresh) {
@@ -669,7 +672,7 @@ fn host_name(host: &str) -> String {
     format!("host-{host}")
 }
 
-/// Requests are numbered, and nothing else is known of them.
+/// Returns the owner that stands for a request in the queue. Only the number of the request is known.
 fn owner_in_line(number: u64) -> Owner {
     Owner {
         number,
@@ -678,7 +681,8 @@ fn owner_in_line(number: u64) -> Owner {
     }
 }
 
-/// Bytes of a lock file that stand for these of the file. Those beyond [`LINE`] are one.
+/// Returns the bytes of the lock file that stand for these bytes of the file. All bytes from [`LINE`] - 1 on share
+/// one byte.
 fn of_bytes(range: LockRange) -> LockRange {
     LockRange {
         first: range.first.min(LINE - 1),
@@ -686,7 +690,7 @@ fn of_bytes(range: LockRange) -> LockRange {
     }
 }
 
-/// Bytes of a lock file that stand for the line of these of the file.
+/// Returns the bytes of the lock file that stand for the queue for these bytes of the file.
 fn of_line(range: LockRange) -> LockRange {
     let LockRange { first, last } = of_bytes(range);
     LockRange {
@@ -695,7 +699,7 @@ fn of_line(range: LockRange) -> LockRange {
     }
 }
 
-/// What a program is told where the backing has no locks.
+/// Returns the error that a program gets if the backing has no locks.
 fn refused(error: &Errno) -> Errno {
     match *error {
         Errno::NOSYS | Errno::OPNOTSUPP | Errno::INVAL | Errno::PERM => Errno::NOLCK,

@@ -1,23 +1,23 @@
-//! Which programs of this host have which bytes of a file locked.
+//! The table of locks that programs of this host have on one file.
 //!
 //! Invariants
 //! * Ranges of one owner do not overlap.
-//! * Ranges of two owners that overlap are both shared.
+//! * If ranges of two owners overlap, both locks are shared.
 
 use firn_backing::{LockMode, LockRange};
 
-/// Owner of a lock.
+/// The owner of a lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Owner {
-    /// Tells it from every other one.
+    /// Unique number of the owner.
     pub number: u64,
-    /// The open file through which the lock was taken: with its end the lock ends, too.
+    /// Number of the open file through which the lock was taken. The lock ends with that open file.
     pub handle: u64,
-    /// The process, to be told to others.
+    /// Process id of the owner, reported to other processes.
     pub pid: u32,
 }
 
-/// A lock of a range.
+/// A held lock of a byte range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Held {
     pub(super) owner: Owner,
@@ -25,7 +25,7 @@ pub(super) struct Held {
     pub(super) mode: LockMode,
 }
 
-/// See the module.
+/// The locks of this host's programs on one file; the module text describes it.
 #[derive(Default)]
 pub(super) struct Table {
     held: Vec<Held>,
@@ -40,7 +40,7 @@ impl Table {
         self.held.iter().map(|held| held.owner)
     }
 
-    /// A lock of another owner that excludes this one.
+    /// Returns a lock of another owner that excludes the given one.
     pub(super) fn conflict(&self, owner: u64, range: LockRange, mode: LockMode) -> Option<Held> {
         let excludes = |held: &&Held| {
             let is_alone = held.mode == LockMode::Exclusive || mode == LockMode::Exclusive;
@@ -49,14 +49,15 @@ impl Table {
         self.held.iter().find(excludes).copied()
     }
 
-    /// Enters a lock, in the place of what its owner had of these bytes.
+    /// Adds a lock. It replaces the locks that its owner had on the same bytes.
     pub(super) fn add(&mut self, lock: Held) {
         self.cut(|held| (held.owner.number == lock.owner.number).then_some(lock.range));
         self.held.push(lock);
         debug_assert!(self.is_consistent());
     }
 
-    /// Removes from each lock the range that `what` returns for it. Returns the bytes that are unlocked now.
+    /// Removes from each lock the range that `what` returns for that lock. Returns the removed bytes on which no lock
+    /// remains.
     pub(super) fn remove(&mut self, what: impl Fn(&Held) -> Option<LockRange>) -> Vec<LockRange> {
         let removed = self.cut(what);
         removed
@@ -65,7 +66,7 @@ impl Table {
             .collect()
     }
 
-    /// Removes from each lock the range that `what` returns for it; returns the removed ranges.
+    /// Removes from each lock the range that `what` returns for that lock. Returns the removed ranges.
     fn cut(&mut self, what: impl Fn(&Held) -> Option<LockRange>) -> Vec<LockRange> {
         let mut removed = Vec::new();
         let mut left = Vec::with_capacity(self.held.len());
@@ -86,7 +87,7 @@ impl Table {
         removed
     }
 
-    /// The unlocked bytes of a range.
+    /// Returns the parts of a range that are not locked.
     fn uncovered(&self, range: LockRange) -> Vec<LockRange> {
         let mut free = vec![range];
         for held in &self.held {

@@ -2,21 +2,22 @@
 //!
 //! ```text
 //! .firn/tokens/
-//!   lane-0        locked by the host that writes to lane 0; its record says which host that is
-//!   lane-0.next   locked by the one that is next
+//!   lane-0        locked by the host that writes to lane 0; the record in it names that host
+//!   lane-0.next   locked by the next host
 //! ```
 //!
-//! A host that wants the token locks `lane-0.next`, then `lane-0`, then lets go of the first. So a host that gave the
-//! token back comes behind the host that is next, and the holder sees by one try whether another host waits.
+//! A host that wants the token locks `lane-0.next`, then `lane-0`, and then releases `lane-0.next`. A host that gave
+//! the token back therefore queues behind the next host. The holder detects waiting hosts by one attempt to lock
+//! `lane-0.next`.
 //!
 //! Promises
-//! * A token ends with its process, as soon as the file system sees that it is gone.
-//! * Only the host that is next looks often whether the token is free; the others look seldom.
+//! * A token ends with its process, as soon as the file system notices that the process is gone.
+//! * Only the next host checks often whether the token is free; all other hosts check seldom.
 //!
-//! Locks are tried and not waited for, because a wait in the call could not be cut short. A client of NFS that waits
-//! for a lock only looks itself, every second at first and every 30 seconds in the end.
+//! The service tries locks and never blocks in a lock call, because a blocking call could not be cut short. An NFS
+//! client that blocks for a lock only polls itself, every second at first and finally every 30 seconds.
 //!
-//! Relies on [`crate::check_reach`] having found that locks reach other hosts.
+//! Relies on [`crate::check_reach`]: that check must have found that locks reach other hosts.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -26,15 +27,16 @@ use firn_backing::{Access, Backing, LockMode};
 
 use super::service::{Asked, Behind, LockService, ServiceError};
 
-/// Bytes of a holder's record: its host's name, which has 64 at most, its process and the number of the holding.
+/// Size of a holder's record in bytes: the name of its host (at most 64), its process id and the number of the
+/// holding.
 const RECORD_BYTES: usize = 128;
-/// A look at the token takes a part of the time between two looks, so that servers are not kept busy by them.
+/// Pause between two attempts, as a multiple of the duration of one attempt. It limits the load on the servers.
 const REST_PER_LOOK: u32 = 20;
 const REST_MIN: Duration = Duration::from_millis(2);
 const REST_MAX: Duration = Duration::from_millis(100);
-/// How much more seldom a host that is not next looks.
+/// Factor by which the pause is longer for a host that is not the next one.
 const REST_BEHIND: u32 = 4;
-/// How often the holder's record is read meanwhile.
+/// Minimum time between two reads of the holder's record.
 const READ_RECORD_EVERY: Duration = Duration::from_millis(200);
 
 /// The token of one lane as a file in a backing.
@@ -43,11 +45,11 @@ pub struct FlockService<B: Backing> {
     dir: B::Inode,
     lane: usize,
     host: String,
-    /// Open, and locked once this host is next.
+    /// Open file `lane-N.next`. It is locked once this host is the next one.
     next: Option<Lock<B::File>>,
-    /// Open, and locked once this host has the token.
+    /// Open file `lane-N`. It is locked once this host has the token.
     token: Option<Lock<B::File>>,
-    /// Holdings so far.
+    /// Number of holdings of this host so far.
     holdings: u64,
     seen: Option<Seen>,
 }
@@ -57,14 +59,15 @@ struct Lock<F> {
     is_ours: bool,
 }
 
-/// The record that was read last.
+/// The holder's record as it was last read.
 struct Seen {
     record: String,
     at: Instant,
 }
 
 impl<B: Backing> FlockService<B> {
-    /// The token of lane `lane` in `dir`, a directory of Firn's own, for the host of this name.
+    /// Creates the service for the token of lane `lane`. `dir` is a directory that Firn owns; `host` is the name of
+    /// this host.
     pub fn new(base: Arc<B>, dir: B::Inode, lane: usize, host: &str) -> Self {
         Self {
             base,
@@ -86,7 +89,7 @@ impl<B: Backing> FlockService<B> {
         format!("lane-{}.next", self.lane)
     }
 
-    /// Whether the lock in `slot` is ours now.
+    /// Tries to lock the file `name` unless this host holds the lock already. Returns whether this host holds it now.
     fn try_lock(
         base: &B,
         dir: &B::Inode,
@@ -113,7 +116,9 @@ impl<B: Backing> FlockService<B> {
             && Self::try_lock(&base, &dir, &mut self.token, &token)?)
     }
 
-    /// Writes which host has the token. Not synced: others see it when this host gives the token back at the latest.
+    /// Writes the record that names this host as the holder.
+    ///
+    /// The record is not synced. Other hosts see it at the latest when this host gives the token back.
     fn write_record(&mut self) -> Result<(), OwnError> {
         let Some(token) = &self.token else {
             return Ok(());
@@ -126,7 +131,7 @@ impl<B: Backing> FlockService<B> {
         Ok(own::write_all(&*self.base, &token.file, &record, 0)?)
     }
 
-    /// The record of the holder, which is looked at now and then.
+    /// Returns the holder's record. The file is read again only after [`READ_RECORD_EVERY`].
     fn holding(&mut self) -> Result<String, OwnError> {
         let now = Instant::now();
         let is_fresh = |seen: &Seen| now - seen.at < READ_RECORD_EVERY;
@@ -141,7 +146,7 @@ impl<B: Backing> FlockService<B> {
     }
 
     fn read_record(&self) -> Result<String, OwnError> {
-        // Opened anew: a client of a network file system asks the server then.
+        // Open the file again, because the client of a network file system then asks the server.
         let Some(inode) = own::find_file(&*self.base, &self.dir, &self.token_name())? else {
             return Ok(String::new());
         };
@@ -154,7 +159,7 @@ impl<B: Backing> FlockService<B> {
     }
 }
 
-/// The name of the host in a record, if it is one that a host may have.
+/// Returns the name of the host in a record. Returns `None` if the record has no valid host name.
 fn host_of(record: &str) -> Option<String> {
     let host = record.split(' ').next()?;
     let is_allowed = |byte: u8| byte.is_ascii_alphanumeric() || b".-_".contains(&byte);
@@ -190,7 +195,7 @@ where
     }
 
     fn give_back(&mut self) -> Result<(), ServiceError> {
-        // In this order: the next host finds the token free at once.
+        // Release in this order, so that the next host finds the token free at once.
         self.token = None;
         self.next = None;
         self.seen = None;

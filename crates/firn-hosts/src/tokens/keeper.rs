@@ -1,8 +1,8 @@
-//! The threads that speak to the lock service, one for each lane.
+//! The keepers: threads that make the calls of the lock service, one thread for each lane.
 //!
 //! Promises
 //! * [`LaneToken::enter`], [`LaneToken::leave`] and [`LaneToken::figures`] never wait for the service.
-//! * No lock is held while the service is called, or while the lane's threads are woken.
+//! * No lock is held while a keeper calls the service or wakes the threads of its lane.
 
 use std::io;
 use std::sync::Arc;
@@ -14,10 +14,10 @@ use parking_lot::Condvar;
 use super::service::{Asked, LockService, ServiceError};
 use super::turn::{Limits, Permit, Step, TokenFigures, Turn, Use};
 
-/// Wakes the threads of a lane.
+/// Callback that wakes the threads of a lane.
 pub type Waker = Box<dyn Fn() + Send + Sync>;
 
-/// The token of one lane, for the lane's threads. Cloned, it is the same token.
+/// The token of one lane, as the threads of the lane use it. A clone is a handle to the same token.
 #[derive(Clone)]
 pub struct LaneToken {
     shared: Arc<Shared>,
@@ -25,9 +25,9 @@ pub struct LaneToken {
 
 struct Shared {
     state: Mutex<KeeperState>,
-    /// The keeper has something new to look at.
+    /// Signals the keeper that its next step may have changed.
     changed: Condvar,
-    /// The keeper has ended.
+    /// Signals that the keeper has ended.
     ended: Condvar,
     wake: Mutex<Option<Arc<Waker>>>,
 }
@@ -55,12 +55,13 @@ impl LaneToken {
         }
     }
 
-    /// Says how the lane's threads are woken, when the answer of [`LaneToken::enter`] may be another one.
+    /// Sets the callback that wakes the threads of the lane. It is called when [`LaneToken::enter`] may return
+    /// another permit.
     pub fn set_waker(&self, wake: Waker) {
         *self.shared.wake.lock() = Some(Arc::new(wake));
     }
 
-    /// To be asked before anything is picked, where there is something to pick.
+    /// Requests a permit to write. A thread with work to pick must call this before it picks.
     pub fn enter(&self) -> Permit {
         self.update(|state| {
             if state.is_stopping {
@@ -74,7 +75,7 @@ impl LaneToken {
         })
     }
 
-    /// To be told when everything that was picked with a permit is done.
+    /// Ends the use of a permit. The thread must call this when all work that it picked with the permit is done.
     pub fn leave(&self, ended: Use) {
         let mut state = self.shared.state.lock();
         if state.turn.leave(&ended, Instant::now()) {
@@ -82,7 +83,7 @@ impl LaneToken {
         }
     }
 
-    /// What the token does.
+    /// Returns the state and the counters of the token.
     pub fn figures(&self) -> TokenFigures {
         self.shared.state.lock().turn.figures(Instant::now())
     }
@@ -93,7 +94,7 @@ impl LaneToken {
         self.wake();
     }
 
-    /// Waits for the end of the keeper, until `deadline`.
+    /// Waits until the keeper has ended, at most until `deadline`.
     fn await_end(&self, deadline: Instant) {
         let mut state = self.shared.state.lock();
         while !state.has_ended {
@@ -112,7 +113,7 @@ impl LaneToken {
         }
     }
 
-    /// Runs a step of the state; wakes the lane afterwards if there is news.
+    /// Runs `work` on the state, and afterwards wakes the lane if the state has news.
     fn update<T>(&self, work: impl FnOnce(&mut MutexGuard<'_, KeeperState>) -> T) -> T {
         let (done, has_news) = {
             let mut state = self.shared.state.lock();
@@ -125,7 +126,8 @@ impl LaneToken {
         done
     }
 
-    /// What the keeper does now, after it has slept if there was nothing; `None`: it is over.
+    /// Returns the next step of the keeper. If there is nothing to do, the call sleeps first. Returns `None` when the
+    /// keeper must end.
     fn next_step(&self) -> Option<Step> {
         self.update(|state| {
             let step = state.turn.next_step(Instant::now());
@@ -153,7 +155,7 @@ impl LaneToken {
                 Step::GiveBack => {
                     let given_back = service.give_back();
                     if let Err(error) = given_back {
-                        // The next host has to wait until the service sees that this host is gone.
+                        // The next host must wait until the service notices that this host is gone.
                         tracing::debug!(%error, "cannot give the token of a lane back");
                     }
                     self.update(|state| state.turn.note_given_back());
@@ -197,7 +199,7 @@ fn note_failure(turn: &mut Turn, error: &ServiceError) {
     }
 }
 
-/// Says that a keeper has ended, also when it panics.
+/// Marks the keeper as ended when it is dropped, also after a panic.
 struct EndOfKeeper<'a>(&'a LaneToken);
 
 impl Drop for EndOfKeeper<'_> {
@@ -207,16 +209,16 @@ impl Drop for EndOfKeeper<'_> {
     }
 }
 
-/// The tokens of all lanes of a mount, and their keepers. Stopped when dropped.
+/// The tokens of all lanes of a mount, with their keepers. Dropping the value stops them.
 pub struct Tokens {
     lanes: Vec<LaneToken>,
 }
 
-/// How long a dropped [`Tokens`] waits until its tokens are given back.
+/// How long the drop of [`Tokens`] waits for the tokens to be given back.
 const STOP_PATIENCE: Duration = Duration::from_secs(1);
 
 impl Tokens {
-    /// Starts a keeper for each of these services, one a lane in this order.
+    /// Starts a keeper for each service. The services are in the order of the lanes, one for each lane.
     pub fn start(services: Vec<Box<dyn LockService>>, limits: Limits) -> io::Result<Self> {
         let mut tokens = Self { lanes: Vec::new() };
         for (index, mut service) in services.into_iter().enumerate() {
@@ -233,18 +235,19 @@ impl Tokens {
         Ok(tokens)
     }
 
-    /// The tokens, lane by lane.
+    /// Returns all tokens, in the order of the lanes.
     pub fn lanes(&self) -> &[LaneToken] {
         &self.lanes
     }
 
-    /// The token of a lane.
+    /// Returns the token of a lane.
     pub fn lane(&self, index: usize) -> Option<&LaneToken> {
         self.lanes.get(index)
     }
 
-    /// Gives all tokens back and lets the lanes go on without. Waits for at most `patience`; a keeper that is in a call
-    /// of its service ends after it.
+    /// Stops all keepers and gives all tokens back. The lanes go on without tokens.
+    ///
+    /// The call waits for at most `patience`. A keeper that is inside a call of its service ends after that call.
     pub fn stop_within(&self, patience: Duration) {
         let deadline = Instant::now() + patience;
         for lane in &self.lanes {

@@ -1,22 +1,23 @@
-//! What tokens have in the backing: `.firn/tokens/`, whichever service keeps them.
+//! The files of tokens in the backing, `.firn/tokens/`. They exist for every lock service.
 
 use crate::own::{self, TOP};
 use crate::{OwnError, VoteDir};
 use firn_backing::{Backing, Errno};
 
 const DIR: &str = "tokens";
-/// Put once: the name of the backing's tokens outside of it.
+/// Name of a put-once file. It holds the name by which outside services know the tokens of this backing.
 const GROUP: &str = "group";
-/// Hexadecimal digits of that name.
+/// Number of hexadecimal digits in that name.
 const GROUP_DIGITS: usize = 16;
 
-/// Opens the directory, made if it is not there.
+/// Opens `.firn/tokens/`, and creates it if it does not exist.
 pub fn make_dir<B: Backing>(base: &B) -> Result<B::Inode, OwnError> {
     let top = own::dir(base, &base.root(), TOP)?;
     own::dir(base, &top, DIR).map_err(|error| error.below(TOP))
 }
 
-/// A name for the tokens of this backing, the same on all hosts: the first one makes it up.
+/// Returns the name for the tokens of this backing, which is equal on all hosts. The first host generates the name at
+/// random.
 pub fn find_group<B: Backing>(base: &B, host: &str) -> Result<String, OwnError> {
     let top = own::dir(base, &base.root(), TOP)?;
     let in_top = |error: OwnError| error.below(TOP);

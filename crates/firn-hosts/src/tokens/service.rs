@@ -1,59 +1,61 @@
-//! What a lock service does for the token of one lane.
+//! The interface of a lock service for the token of one lane.
 
 use std::error::Error;
 use std::time::Duration;
 
 use crate::OwnError;
 
-/// What came of a question.
+/// Result of a request for the token.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Asked {
     /// This host has the token.
     Granted,
-    /// Others have it first.
+    /// Other hosts are ahead in the queue.
     Behind(Behind),
 }
 
-/// The host that has the token instead.
+/// The current holding of the token, and the time until the next request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Behind {
-    /// Name of the host that has it, for people.
+    /// Name of the holder, for people. `None` if it is unknown.
     pub holder: Option<String>,
-    /// Differs between any two holdings: as long as it changes the token goes from hand to hand.
+    /// Identifies the holding; any two holdings have different values. As long as the value changes, the token passes
+    /// from host to host.
     pub holding: String,
-    /// How long to rest before the next question.
+    /// How long to wait before the next request.
     pub rest: Duration,
 }
 
-/// Why a service did not do what it was asked for.
+/// Error of a lock service.
 #[derive(Debug, thiserror::Error)]
 pub enum ServiceError {
-    /// Another host may have the token already.
+    /// The token is lost, and another host may have it already.
     #[error("the token was lost: {why}")]
     Lost {
         /// What happened.
         why: String,
     },
-    /// A file of Firn's own is not as it must be, or the backing failed.
+    /// A file that Firn owns is not in the required state, or the backing failed.
     #[error(transparent)]
     File(#[from] OwnError),
-    /// A service that is not in the backing did not answer, or refused.
+    /// A service outside the backing did not answer, or refused the request.
     #[error(transparent)]
     Outside(Box<dyn Error + Send + Sync>),
 }
 
-/// The locks of one lane, as this host uses them. One thread makes all calls, one after the other; a call may take
-/// long, but only where the service does not answer.
+/// The lock of one lane, as this host uses it.
+///
+/// One thread makes all calls, one after the other. A call may take long only if the service does not answer.
 pub trait LockService: Send {
-    /// One step towards the token: asks, or looks again after an earlier question. A host that asked keeps its place in
-    /// the queue from one step to the next.
+    /// Requests the token, or checks an earlier request again. A host keeps its place in the queue between two calls.
     fn ask(&mut self) -> Result<Asked, ServiceError>;
-    /// Gives the token back, or takes the question back.
+    /// Gives the token back, or withdraws the request.
     fn give_back(&mut self) -> Result<(), ServiceError>;
-    /// Whether another host waits for the token that this host has.
+    /// Returns whether another host waits for the token that this host holds.
     fn others_wait(&mut self) -> Result<bool, ServiceError>;
-    /// Shows that the holder lives.
+    /// Tells the service that the holder is alive.
     fn renew(&mut self) -> Result<(), ServiceError>;
-    /// How often a holder must; `None`: the service sees it by itself.
+    /// Returns the time between two calls of `renew`. Returns `None` if the service detects the death of a holder by
+    /// itself.
     fn renew_every(&self) -> Option<Duration>;
 }

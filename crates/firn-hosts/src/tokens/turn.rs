@@ -1,20 +1,20 @@
-//! What a lane may do now, and what its keeper has to do next.
+//! The state machine of a lane's token: it decides what the threads of the lane may do and what the keeper does next.
 //!
 //! ```text
 //!           enter                   granted
 //!   Idle ──────────► Waiting ───────────────────► Held
-//!    ▲                  │  nothing moved for `wait`, │ idle, or the batch is over and others wait,
-//!    │                  ▼  or `WAITS_MAX` of them    │ or lost
+//!    ▲                  │  no change for `wait`,      │ idle, or the batch is over and others wait,
+//!    │                  ▼  or `WAITS_MAX * wait` over │ or lost
 //!    │               Without ──── granted ──────────►│
 //!    └───────────────────────────────────────────────┘
 //! ```
 //!
 //! Invariants
-//! * `uses` counts the permits of the present holding only.
-//! * While something is to be given back (`is_returning`), nothing is asked.
-//! * In `Without` every permit is given at once, whatever the service does.
-//! * No wait is longer than `WAITS_MAX * wait`, whatever the service says: that a token goes from hand to hand is only
-//!   what it says.
+//! * `uses` counts only permits of the present holding.
+//! * While the token must be given back (`is_returning`), the keeper makes no request.
+//! * In the state `Without` every permit is given at once, whatever the service does.
+//! * No wait is longer than `WAITS_MAX * wait`, whatever the service reports. That the token changes hands is only a
+//!   claim of the service.
 
 use std::time::{Duration, Instant};
 
@@ -22,32 +22,32 @@ use firn_backing::backoff::Backoff;
 
 use super::service::Behind;
 
-/// A token that is not used is kept for this long: giving it back and asking anew costs a round trip or two.
+/// How long an unused token is kept. Giving it back and requesting it again would cost one or two round trips.
 const LINGER: Duration = Duration::from_millis(10);
-/// Between questions that fail.
+/// Time between requests that fail.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(50), Duration::from_secs(1));
-/// A lane waits for its turn in a queue that moves for this many times `wait`. Queues of up to `wait / hold` times as
-/// many hosts are served in order.
+/// How many times `wait` a lane waits in a queue that moves. In queues of up to `WAITS_MAX * wait / hold` hosts every
+/// host is therefore served in order.
 pub const WAITS_MAX: u32 = 8;
-/// Without its token a lane asks again at least this often, if `wait` is not longer.
+/// Maximum time between two requests of a lane that writes without its token, unless `wait` is longer.
 const ASK_AGAIN_LAST: Duration = Duration::from_secs(60);
 
-/// How long a token is held, and waited for.
+/// How long a lane holds a token, and how long it waits for one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Length of a batch: then the token goes to a host that waits for it.
+    /// Length of a batch. After it the token goes to a host that waits for it.
     pub hold: Duration,
-    /// How long to wait while the service does not answer and the token does not change hands, and [`WAITS_MAX`] times
-    /// as long while it does. At least twice `hold`.
+    /// Maximum wait while the service does not answer or the token does not change hands. While the token changes
+    /// hands, the maximum is [`WAITS_MAX`] times as long. Must be at least twice `hold`.
     pub wait: Duration,
 }
 
-/// What a thread of a lane may do.
+/// What a thread of a lane may do now.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Permit {
-    /// Pick and write. The use must be handed back ([`crate::tokens::LaneToken::leave`]).
+    /// The thread may pick and write. It must hand the use back ([`crate::tokens::LaneToken::leave`]).
     Go(Use),
-    /// Wait until the lane is woken, but no longer than this.
+    /// The thread must wait until the lane is woken, but no longer than this time.
     Wait(Duration),
 }
 
@@ -55,12 +55,12 @@ pub enum Permit {
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "the token is held until each use has ended"]
 pub struct Use {
-    /// `None`: without a token.
+    /// Number of the holding. `None` if the thread writes without a token.
     holding: Option<u64>,
 }
 
 impl Use {
-    /// Whether the lane had its token.
+    /// Returns whether the thread writes with the token.
     pub fn has_token(&self) -> bool {
         self.holding.is_some()
     }
@@ -70,49 +70,49 @@ impl Use {
     }
 }
 
-/// What a lane's token does, for people.
+/// State of a lane's token, for people.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum TokenState {
     /// The lane has nothing to write.
     #[default]
     Idle,
-    /// It was asked for.
+    /// The token was requested.
     Waiting,
-    /// This host has it.
+    /// This host has the token.
     Held,
-    /// The lane writes without it.
+    /// The lane writes without the token.
     Without,
 }
 
 /// Figures of a token, for the status.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TokenFigures {
-    /// What it does now.
+    /// State of the token.
     pub state: TokenState,
-    /// For how long.
+    /// Time since the token entered that state.
     pub age: Duration,
-    /// The host that has it instead, as far as this host was told.
+    /// The host that holds the token, if the service named one.
     pub holder: Option<String>,
-    /// How often it was granted.
+    /// Number of times the token was granted.
     pub granted: u64,
-    /// How long this host has waited for it, over all times.
+    /// Total time that this host has waited for the token.
     pub waited: Duration,
-    /// How often the lane went on without it.
+    /// Number of times the lane went on without the token.
     pub went_without: u64,
-    /// Questions that failed.
+    /// Number of failed requests.
     pub errors: u64,
-    /// Why the last of them did.
+    /// Reason of the last failure.
     pub last_error: Option<String>,
 }
 
-/// What the keeper of a lane does next.
+/// The next step of a keeper.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Step {
     Ask,
     GiveBack,
     LookForOthers,
     Renew,
-    /// Until something changes, or for this long.
+    /// Sleep until something changes, or for this time.
     Sleep(Option<Duration>),
 }
 
@@ -126,17 +126,17 @@ enum Phase {
 
 #[derive(Debug)]
 struct Waiting {
-    /// When the token changed hands last, as far as this host was told.
+    /// Time of the last change of hands, as far as the service reported it.
     moved: Instant,
-    /// The holding that was seen last.
+    /// The holding that the service reported last.
     holding: Option<String>,
     ask_at: Instant,
-    /// Questions in a row that failed.
+    /// Number of failed requests in a row.
     failures: u32,
 }
 
 impl Waiting {
-    /// The end of a wait that began at `began`.
+    /// Returns the end of a wait that began at `began`.
     fn ends_at(&self, began: Instant, limits: Limits) -> Instant {
         (self.moved + limits.wait).min(began + limits.wait * WAITS_MAX)
     }
@@ -145,7 +145,7 @@ impl Waiting {
 #[derive(Debug)]
 struct Held {
     batch_ends: Instant,
-    /// Another host waits for the end of the batch.
+    /// Another host waits for the end of this batch.
     is_awaited: bool,
     look_at: Instant,
     renew_at: Option<Instant>,
@@ -154,19 +154,20 @@ struct Held {
 #[derive(Debug)]
 struct Without {
     ask_at: Instant,
-    /// Questions since the lane goes without.
+    /// Number of requests since the lane went on without the token.
     tries: u32,
-    /// A question is under way.
+    /// A request is in progress.
     is_asking: bool,
-    /// The lane had work since the last of them.
+    /// The lane had work since the last request.
     is_wanted: bool,
     /// The holding that did not end.
     stuck_holding: Option<String>,
-    /// The queue moved until the end of the wait. The lane does not wait for it again: it stands in it while it writes.
+    /// The queue moved until the end of the wait. The lane does not wait for that queue again; it keeps its place in
+    /// the queue while it writes.
     is_queue_long: bool,
-    /// It stands in it now.
+    /// The lane has a place in the queue now.
     is_in_line: bool,
-    /// When a thread of the lane had something to write last.
+    /// Time when a thread of the lane last had something to write.
     wanted_at: Instant,
 }
 
@@ -179,16 +180,16 @@ pub(crate) struct Turn {
     phase_since: Instant,
     /// Number of the present holding.
     holding: u64,
-    /// Permits of it that have not ended.
+    /// Number of permits of that holding that have not ended.
     uses: u32,
-    /// Since when there are none.
+    /// Time since when no permit is in use.
     unused_since: Instant,
-    /// The service has a question of this host, or this host has the token.
+    /// The service has a request of this host, or this host has the token.
     is_asked: bool,
     is_returning: bool,
-    /// The lane's threads are to be woken.
+    /// The threads of the lane must be woken.
     has_news: bool,
-    /// The keeper is.
+    /// The keeper must be woken.
     has_task: bool,
     figures: TokenFigures,
 }
@@ -213,7 +214,7 @@ impl Turn {
 
     // ---- threads of the lane -----------------------------------------------------------------
 
-    /// A thread of the lane has something to write.
+    /// Requests a permit for a thread of the lane that has something to write.
     pub(crate) fn enter(&mut self, now: Instant) -> Permit {
         match &mut self.phase {
             Phase::Idle => {
@@ -236,7 +237,8 @@ impl Turn {
                 })
             }
             Phase::Held(_) if self.uses == 0 => {
-                // It is the turn of another host. The keeper may be in a call that does not return.
+                // Another host has its turn. The keeper may be inside a call that does not return, so this thread
+                // ends the holding.
                 self.end_holding(now);
                 self.begin_to_wait(now);
                 self.has_task = true;
@@ -247,7 +249,7 @@ impl Turn {
                 if now < until {
                     return Permit::Wait(until - now);
                 }
-                // Writes of this host hang, and so does the service.
+                // Writes of this host hang, and the keeper's call of the service hangs too.
                 self.end_holding(now);
                 self.go_without(now);
                 Permit::Go(Use::without_token())
@@ -260,7 +262,7 @@ impl Turn {
         }
     }
 
-    /// It has written. Whether that was the last use, after which the token may be given back.
+    /// Ends one use of the token. Returns whether it was the last use, after which the token may be given back.
     pub(crate) fn leave(&mut self, ended: &Use, now: Instant) -> bool {
         if ended.holding != Some(self.holding) {
             return false;
@@ -275,7 +277,7 @@ impl Turn {
 
     // ---- the keeper --------------------------------------------------------------------------
 
-    /// What to do now.
+    /// Returns the next step of the keeper.
     pub(crate) fn next_step(&mut self, now: Instant) -> Step {
         if self.is_returning {
             return Step::GiveBack;
@@ -358,7 +360,7 @@ impl Turn {
         Step::Sleep(Some(until - now))
     }
 
-    /// The service granted the token.
+    /// Records that the service granted the token.
     pub(crate) fn note_granted(&mut self, now: Instant) {
         if matches!(self.phase, Phase::Waiting(_)) {
             self.figures.waited += now - self.phase_since;
@@ -381,15 +383,16 @@ impl Turn {
         self.has_news = true;
     }
 
-    /// Shortly before the end of the batch, so that a batch without waiting hosts goes on without a gap.
+    /// Returns the time from the start of a batch to the check for waiting hosts. The check comes shortly before the
+    /// end of the batch, so that the next batch follows without a gap if no host waits.
     fn look_after(&self) -> Duration {
         self.limits.hold * 7 / 8
     }
 
-    /// The service named the host that comes first.
+    /// Records that other hosts are ahead in the queue.
     pub(crate) fn note_behind(&mut self, behind: Behind, now: Instant) {
         self.figures.holder = behind.holder;
-        // No write waits for the answer, and the service that gives it may be none.
+        // No write waits for this answer, and the service may be unreliable, so keep a minimum pause.
         let rest_in_line = behind.rest.max(RETRY.first());
         match &mut self.phase {
             Phase::Waiting(waiting) => {
@@ -417,7 +420,7 @@ impl Turn {
         }
     }
 
-    /// The service did not answer, or refused.
+    /// Records that the service did not answer, or refused the request.
     pub(crate) fn note_failure(&mut self, why: String, now: Instant) {
         self.figures.errors += 1;
         self.figures.last_error = Some(why);
@@ -427,7 +430,7 @@ impl Turn {
                 waiting.ask_at = now + RETRY.after(waiting.failures);
             }
             Phase::Without(without) if without.is_asking || without.is_in_line => self.put_off(now),
-            // What the holder is to do is tried again in a while; the lease may end meanwhile.
+            // The failed check or renewal is repeated later. The holder's lease at the service may end before that.
             Phase::Held(held) => {
                 held.look_at = held.look_at.max(now + RETRY.last());
                 held.renew_at = held.renew_at.map(|at| at.max(now + RETRY.first()));
@@ -436,7 +439,7 @@ impl Turn {
         }
     }
 
-    /// The token is lost: another host may have it.
+    /// Records that the token is lost. Another host may have it.
     pub(crate) fn note_lost(&mut self, why: String, now: Instant) {
         self.figures.errors += 1;
         self.figures.last_error = Some(why);
@@ -445,7 +448,7 @@ impl Turn {
         }
     }
 
-    /// Records whether other hosts wait for the token. Without any, another batch begins.
+    /// Records whether other hosts wait for the token. If none waits, another batch begins.
     pub(crate) fn note_others(&mut self, are_waiting: bool, now: Instant) {
         let look_after = self.look_after();
         if let Phase::Held(held) = &mut self.phase {
@@ -457,31 +460,31 @@ impl Turn {
         }
     }
 
-    /// The holder was seen to live.
+    /// Records that the service has renewed the holding.
     pub(crate) fn note_renewed(&mut self, now: Instant) {
         if let Phase::Held(held) = &mut self.phase {
             held.renew_at = self.renew_every.map(|every| now + every);
         }
     }
 
-    /// The service has nothing of this host any more, or was told so in vain.
+    /// Records that the token or the request was given back, even if the call of the service failed.
     pub(crate) fn note_given_back(&mut self) {
         self.is_returning = false;
         self.is_asked = false;
         self.has_news = true;
     }
 
-    /// Whether something was asked for that is not given back.
+    /// Returns whether a request or the token is not given back yet.
     pub(crate) fn has_asked(&self) -> bool {
         self.is_asked
     }
 
-    /// Whether the lane's threads are to be woken; says so once.
+    /// Returns whether the threads of the lane must be woken, and clears that flag.
     pub(crate) fn take_news(&mut self) -> bool {
         std::mem::take(&mut self.has_news)
     }
 
-    /// Whether the keeper is to be woken; says so once.
+    /// Returns whether the keeper must be woken, and clears that flag.
     pub(crate) fn take_task(&mut self) -> bool {
         std::mem::take(&mut self.has_task)
     }
@@ -540,7 +543,7 @@ impl Turn {
             "no token came: the drain of this lane goes on without it"
         );
         self.figures.went_without += 1;
-        // What was asked for before may not be given back yet.
+        // An earlier request may not be given back yet.
         let is_in_line = is_queue_long && self.is_asked && !self.is_returning;
         let without = Without {
             ask_at: if is_in_line {
@@ -561,7 +564,7 @@ impl Turn {
         self.has_task = true;
     }
 
-    /// The lane goes on without its token, and asks again later than after the last try.
+    /// Records a failed attempt of a lane that writes without its token. The next request comes after a longer time.
     fn put_off(&mut self, now: Instant) {
         let last = self.limits.wait.max(ASK_AGAIN_LAST);
         if let Phase::Without(without) = &mut self.phase {

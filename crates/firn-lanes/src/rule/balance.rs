@@ -1,29 +1,30 @@
-//! Counts of files on each lane, for the directories that get new files, as far as this host knows.
+//! Counts the files of each directory on each lane, as far as this host knows. The counts correct the placement by
+//! numbers in names.
 //!
-//! Numbers in names balance the lanes over all hosts without a message, unless they do not tell files apart: a sum that
-//! is the same for all names, steps of a thousand on four lanes, or no number at all. The names alone do not show that,
-//! so each directory has its files counted.
+//! Numbers in names balance the lanes over all hosts without messages, if the numbers distinguish the files. They do
+//! not if the sum is the same for all names, if numbers grow by a thousand on four lanes, or if there is no number.
+//! The names alone do not reveal these cases, so the files of each directory are counted.
 //!
 //! Invariants
-//! * Only what differs between the lanes counts: `files` is 0 for one of them and [`AHEAD_MAX`] at most when a
-//!   directory is found. So a new lane does not get all files of the next checkpoint.
-//! * There are at most [`DIRS_MAX`] directories; the one that was looked at first goes first.
+//! * Only differences between the lanes count. When a directory is found, `files` is 0 for one lane and at most
+//!   [`AHEAD_MAX`] for the others. A new lane therefore does not get all files of the next checkpoint.
+//! * There are at most [`DIRS_MAX`] directories. The one that was added first is removed first.
 
 use std::collections::{HashMap, VecDeque};
 
 const DIRS_MAX: usize = 1 << 12;
-/// Files of a directory, found when it is looked at, by which a lane is ahead of the emptiest one.
+/// Maximum number of files by which a lane counts as ahead of the emptiest lane when a directory is added.
 const AHEAD_MAX: u64 = 8;
-/// A lane may get this many files of a directory whatever the others have: the ranks of one host may be all of one
-/// lane, and those of other hosts of the others.
+/// Number of files of a directory that a lane may always get, whatever the other lanes have. All ranks of one host
+/// may belong to one lane, while the ranks of other hosts belong to the others.
 const FEW_FILES: u64 = 4;
 
 /// The directories, by their inode number.
 #[derive(Debug, Default)]
 pub(super) struct Dirs {
-    /// Files on each lane.
+    /// Number of files on each lane, by directory.
     dirs: HashMap<u64, Vec<u64>>,
-    /// Each directory once.
+    /// The directories in the order in which they were added, each once.
     oldest_first: VecDeque<u64>,
 }
 
@@ -32,7 +33,7 @@ impl Dirs {
         self.dirs.contains_key(&dir)
     }
 
-    /// Adds a directory with this many files on each lane. A known directory stays as it is.
+    /// Adds a directory with its number of files on each lane. If the directory is known already, nothing changes.
     pub(super) fn add(&mut self, dir: u64, mut files: Vec<u64>) {
         if self.contains(dir) {
             return;
@@ -49,25 +50,26 @@ impl Dirs {
         self.oldest_first.push_back(dir);
     }
 
-    /// Another directory may have its inode number now.
+    /// Forgets a directory, because another directory may have its inode number now.
     pub(super) fn forget(&mut self, dir: u64) {
         if self.dirs.remove(&dir).is_some() {
             self.oldest_first.retain(|known| *known != dir);
         }
     }
 
-    /// Whether one more file on this lane is far more than its share.
+    /// Returns whether one more file would give this lane far more than its share.
     pub(super) fn is_crowded(&self, dir: u64, lane: usize) -> bool {
         let Some(files) = self.dirs.get(&dir) else {
             return false;
         };
         let all = files.iter().sum::<u64>() + 1;
-        // Half as much again as its share, and one.
+        // The limit is one and a half times the share, plus one.
         let most = (3 * all).div_ceil(2 * files.len() as u64) + 1;
         files[lane] + 1 > most.max(FEW_FILES)
     }
 
-    /// The lane with the fewest files of a directory; of several, the first one from `start` on.
+    /// Returns the lane with the fewest files of a directory. If several lanes have equally few, the first one from
+    /// `start` on is returned.
     pub(super) fn emptiest(&self, dir: u64, start: usize) -> usize {
         let Some(files) = self.dirs.get(&dir) else {
             return start;

@@ -1,6 +1,7 @@
-//! Any other file system: a program of the site makes the file.
+//! Places new files on any other file system: a program that the site provides creates the file.
 //!
-//! The program runs as the file's owner in the file's directory, so that it can do nothing that the owner could not.
+//! The program runs as the owner of the file, in the file's directory. It can therefore do only what the owner can
+//! do.
 
 use std::ffi::{OsStr, OsString};
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
@@ -15,48 +16,48 @@ use rustix::fs::{Access, AtFlags, CWD, Mode, accessat, fchmod, statat};
 
 use super::{Created, Driver, Location, Refusal, create_plain, open_made};
 
-/// How long a program may take.
+/// Maximum run time of a program.
 const TIME_LIMIT: Duration = Duration::from_secs(10);
-/// Bytes of what it says that are repeated.
+/// Maximum number of bytes of the program's output in a message.
 const MESSAGE_BYTES: usize = 400;
 
-/// Why a program did not do what it was asked to.
+/// Error of a program.
 #[derive(Debug, thiserror::Error)]
 pub enum ProgramError {
     /// The program could not be started, or had to be killed.
     #[error("cannot run `{program}`: {source}")]
     NotRun {
-        /// As it was given.
+        /// The program, as it was configured.
         program: String,
-        /// Why.
+        /// The error.
         source: RunError,
     },
-    /// It ended with an error.
+    /// The program ended with an error.
     #[error("`{program}`: {message}")]
     Failed {
-        /// As it was given.
+        /// The program, as it was configured.
         program: String,
-        /// Its output, or how it ended.
+        /// The output of the program, or how it ended.
         message: String,
     },
-    /// It did not end.
+    /// The program did not end in time.
     #[error("`{program}` did not end within {} s", TIME_LIMIT.as_secs())]
     TimeLimit {
-        /// As it was given.
+        /// The program, as it was configured.
         program: String,
     },
 }
 
-/// Makes files by `PROGRAM LANE . NAME`, in the file's directory.
+/// Creates files by running `PROGRAM LANE . NAME` in the file's directory.
 #[derive(Debug)]
 pub struct ProgramOfSite {
     program: OsString,
-    /// What the program calls the lanes.
+    /// Names of the lanes for the program.
     servers: Vec<OsString>,
 }
 
 impl ProgramOfSite {
-    /// `program` makes an empty regular file, or fails where the name exists.
+    /// Creates the placement. `program` must create an empty regular file, and must fail if the name exists.
     pub fn new(program: OsString, servers: &[OsString]) -> Self {
         Self {
             program,
@@ -98,7 +99,7 @@ impl Driver for ProgramOfSite {
             Err(Errno::NOENT) => {}
             Err(error) => return Err(error),
         }
-        // Without the caller's ids the program would run as root in a directory of another user.
+        // Without the caller's ids the program would run as root in a directory of another user, so it is not run.
         let made = match new.caller {
             None => Err(Refusal::from(Errno::ACCESS)),
             Some(caller) => match self.run(caller, new, lane) {
@@ -120,8 +121,9 @@ impl Driver for ProgramOfSite {
     }
 }
 
-/// The file that the program made: EIO if that is anything but an empty file of the caller with one name. A program may
-/// give it any mode, also one that keeps its owner from opening it.
+/// Opens the file that the program created. Fails with EIO if it is not an empty file of the caller with one name.
+///
+/// The program may give the file any mode, even one that prevents its owner from opening it.
 fn open_made_by(caller: &Caller, new: &NewFile<'_>) -> Result<OwnedFd> {
     let (file, stat) = open_made(new).map_err(|_| Errno::IO)?;
     if stat.st_nlink != 1 || stat.st_uid != caller.uid {
@@ -131,7 +133,7 @@ fn open_made_by(caller: &Caller, new: &NewFile<'_>) -> Result<OwnedFd> {
     Ok(file)
 }
 
-/// Runs a program to its end, within the time limit; the first line that it printed.
+/// Runs a program to its end, within the time limit. Returns the first line of its output.
 pub(super) fn run_program(
     program: &OsStr,
     arguments: &[OsString],

@@ -1,7 +1,8 @@
-//! Places new files on a chosen OST of Lustre: the extended attribute `lustre.lov` is set before the objects of the file are made.
+//! Places new files on a chosen OST of Lustre. The module sets the extended attribute `lustre.lov` before the objects
+//! of the file are allocated.
 //!
-//! `llapi_layout_file_open` does the same (lustreapi(7)): the file is opened with `O_LOV_DELAY_CREATE`, so
-//! that no OST is chosen yet, and gets a layout of one stripe that begins at the wanted OST.
+//! `llapi_layout_file_open` does the same (lustreapi(7)). The file is opened with `O_LOV_DELAY_CREATE`, so that no
+//! OST is chosen yet. Then the file gets a layout of one stripe that begins at the chosen OST.
 
 use std::ffi::{CStr, OsString};
 use std::os::fd::BorrowedFd;
@@ -18,19 +19,20 @@ const LAYOUT: &CStr = c"lustre.lov";
 const MAGIC_V1: u32 = 0x0BD1_0BD0;
 const MAGIC_V3: u32 = 0x0BD3_0BD0;
 const PATTERN_RAID0: u32 = 1;
-/// `struct lov_user_md_v1` without objects.
+/// Size of `struct lov_user_md_v1` without objects, in bytes.
 const HEADER_BYTES: usize = 32;
-/// `struct lov_user_md_v3` has the name of a pool after it.
+/// Size of the pool name that follows it in `struct lov_user_md_v3`, in bytes.
 const POOL_BYTES: usize = 16;
-/// `struct lov_user_ost_data_v1`: an object's id, a generation, the index of its OST.
+/// Size of `struct lov_user_ost_data_v1` in bytes: the id of an object, a generation, and the index of its OST.
 const OBJECT_BYTES: usize = 24;
 
-/// `O_LOV_DELAY_CREATE`. Lustre takes these two flags for it; they have no effect on regular files elsewhere.
+/// Returns `O_LOV_DELAY_CREATE`. Lustre encodes it as these two flags, which have no effect on regular files
+/// elsewhere.
 fn delay_create() -> OFlags {
     OFlags::NOCTTY | OFlags::from_bits_retain(libc::O_ASYNC as u32)
 }
 
-/// Lanes are OSTs.
+/// Placement on Lustre: each lane is an OST.
 #[derive(Debug)]
 pub struct Lustre {
     /// The index of each lane's OST.
@@ -38,7 +40,7 @@ pub struct Lustre {
 }
 
 impl Lustre {
-    /// For OSTs with these indices, in decimal.
+    /// Creates the placement for OSTs with these decimal indexes.
     pub fn new(servers: &[OsString]) -> std::result::Result<Self, String> {
         let osts = parse_numbers(servers, "the index of an OST, as `lfs osts` shows it")?;
         Ok(Self { osts })
@@ -67,7 +69,7 @@ impl Driver for Lustre {
     }
 }
 
-/// One stripe of the default size, on this OST.
+/// Encodes a layout of one stripe of the default size on this OST.
 fn encode_layout(ost: u16) -> [u8; HEADER_BYTES] {
     let mut layout = [0; HEADER_BYTES];
     layout[0..4].copy_from_slice(&MAGIC_V1.to_ne_bytes());

@@ -1,7 +1,8 @@
-//! File systems that give a new file the layout of its directory: a staging directory for each lane.
+//! Places new files on file systems where a new file gets the layout of its directory. There is a staging directory
+//! for each lane.
 //!
-//! A file is made there and gets its name by a rename. What a crash leaves in a staging directory was never reported as
-//! made: it is removed before the next mount makes files.
+//! A file is created in the staging directory and gets its name by a rename. After a crash, files may remain in a
+//! staging directory. Their creation was never reported, so the next mount removes them before it creates files.
 
 use std::ffi::{OsStr, OsString};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -16,22 +17,22 @@ use crate::record::open_dir_of_host;
 use super::command::{ProgramError, run_program};
 use super::{Created, Driver, Location, create_plain, open_to_ask};
 
-/// In `.firn/`, with a directory for each host.
+/// Name of the directory in `.firn/` that has a directory for each host.
 const STAGING: &str = "steering";
 
-/// Makes each file in the directory of its lane first.
+/// Placement by staging directories: each file is first created in the directory of its lane.
 #[derive(Debug)]
 pub struct Staged {
-    /// Of this host alone, open for reading, one for each lane; their layout is set.
+    /// The staging directories of this host, one for each lane, open for reading. Their layouts are set.
     dirs: Vec<OwnedFd>,
     finder: Finder,
 }
 
-/// Asks the file system where a file is.
+/// Function that asks the file system for the lane of a file.
 pub type Finder = fn(BorrowedFd<'_>) -> Location;
 
 impl Staged {
-    /// Removes what is left in the directories.
+    /// Creates the placement. Removes all remains in the directories.
     pub fn new(dirs: Vec<OwnedFd>, finder: Finder) -> Result<Self> {
         for dir in &dirs {
             for entry in fs::Dir::read_from(dir)? {
@@ -47,13 +48,14 @@ impl Staged {
 }
 
 impl Driver for Staged {
-    /// The file system has taken the layouts of the staging directories.
+    /// Always succeeds, because the file system has already accepted the layouts of the staging directories.
     fn check(&self, _: BorrowedFd<'_>) -> std::result::Result<(), String> {
         Ok(())
     }
 
     fn create(&self, new: &NewFile<'_>, lane: usize) -> Result<Created> {
-        // Only the kernel can apply a default ACL to a new file, and only where the name is.
+        // Only the kernel can apply a default ACL to a new file, and only in the directory in which the file is
+        // created.
         if has_default_acl(new.parent) {
             let file = create_plain(new)?;
             return Ok(Created::from_wish(file, Err(Errno::OPNOTSUPP)));
@@ -92,14 +94,14 @@ fn has_default_acl(dir: BorrowedFd<'_>) -> bool {
     fs::getxattr(path, c"system.posix_acl_default", no_value).is_ok()
 }
 
-/// The group that the kernel would have given in a directory with the set-group-id bit.
+/// Sets the group that the kernel would have set in a directory with the set-group-id bit.
 fn take_group(file: &OwnedFd, new: &NewFile<'_>) -> Result<()> {
     let parent = fstat_path(new.parent)?;
     if parent.st_mode & libc::S_ISGID == 0 {
         return Ok(());
     }
     fs::fchown(file, None, Some(Gid::from_raw(parent.st_gid)))?;
-    // The change of group took the set-id bits away.
+    // The change of the group cleared the set-id bits.
     fs::fchmod(file, Mode::from_raw_mode(new.mode))
 }
 
@@ -107,11 +109,11 @@ fn fstat_path(fd: BorrowedFd<'_>) -> Result<fs::Stat> {
     fs::statat(fd, c"", AtFlags::EMPTY_PATH)
 }
 
-/// Gives the staged file its name, which must be free: EEXIST otherwise.
+/// Renames the staged file to its name. Fails with EEXIST if the name exists.
 fn give_name(dir: BorrowedFd<'_>, entry: &OsStr, new: &NewFile<'_>) -> Result<()> {
     let (parent, name) = (new.parent, new.name);
     match fs::renameat_with(dir, entry, parent, name, RenameFlags::NOREPLACE) {
-        // A file system that cannot rename like this can link, or neither.
+        // A file system without this kind of rename may support links, or neither.
         Err(Errno::INVAL | Errno::NOSYS) => {}
         done => return done,
     }
@@ -120,7 +122,7 @@ fn give_name(dir: BorrowedFd<'_>, entry: &OsStr, new: &NewFile<'_>) -> Result<()
         Err(Errno::PERM | Errno::OPNOTSUPP | Errno::NOSYS) => {}
         Err(error) => return Err(error),
     }
-    // The name is taken by an empty file first, which the rename replaces.
+    // An empty file takes the name first, and the rename replaces it.
     drop(create_plain(new)?);
     fs::renameat(dir, entry, parent, name).inspect_err(|_| {
         let _ = unlinkat(parent, name, AtFlags::empty());
@@ -142,13 +144,13 @@ pub fn open_dirs(
     dirs.collect()
 }
 
-/// MooseFS: the storage class of a directory, by the tool for it.
+/// Sets the storage class of a directory in MooseFS, with the tool of MooseFS.
 pub fn tell_moosefs(dir: BorrowedFd<'_>, class: &OsStr) -> std::result::Result<(), ProgramError> {
     let arguments = [class.to_owned(), path_for_tool(dir)];
     run_program(OsStr::new("mfssetsclass"), &arguments, |_| {}).map(drop)
 }
 
-/// MooseFS: the storage class of a file.
+/// Returns the lane of a file in MooseFS by its storage class.
 pub fn find_in_moosefs(file: BorrowedFd<'_>) -> Location {
     let arguments = [path_for_tool(file)];
     let said = run_program(OsStr::new("mfsgetsclass"), &arguments, |_| {});
@@ -159,7 +161,7 @@ pub fn find_in_moosefs(file: BorrowedFd<'_>) -> Location {
     class.map_or(Location::Unknown, Location::Server)
 }
 
-/// The tool follows this process's link to the object.
+/// Returns a path for the tool, which follows this process's link to the open object.
 fn path_for_tool(fd: BorrowedFd<'_>) -> OsString {
     format!("/proc/{}/fd/{}", std::process::id(), fd.as_raw_fd()).into()
 }
