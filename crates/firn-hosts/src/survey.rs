@@ -129,7 +129,7 @@ struct Found<B: Backing> {
 /// Examines all hosts that have a lease in a backing.
 ///
 /// `boot` is the boot id of this host ([`Holder::boot`]). `rest` must wait for the given time. The waits while old
-/// beats are watched add up to at most [`LOOK_AGAIN_FOR`]; each record that is being written adds up to 15 ms.
+/// beats are watched add up to at most `LOOK_AGAIN_FOR`; each record that is being written adds up to 15 ms.
 pub fn survey<B: Backing>(
     base: &B,
     boot: &str,
