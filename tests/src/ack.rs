@@ -108,7 +108,8 @@ pub fn write_until_error(dir: &Path, log: &Path, seed: u64) {
     };
     loop {
         let op = writer.choose(&mut rng);
-        if log.during(op, || writer.perform(op)).is_err() {
+        if let Err(error) = log.during(op, || writer.perform(op)) {
+            eprintln!("the writer in {} ends at {op:?}: {error}", dir.display());
             return;
         }
     }

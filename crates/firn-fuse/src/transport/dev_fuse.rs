@@ -216,7 +216,9 @@ fn serve_requests<B: Backing>(
     connection: &Arc<Connection>,
     orphans: &Orphans,
 ) -> io::Result<()> {
-    let mut buffer = vec![0; BUFFER_BYTES];
+    // Each byte is stored, so that all pages are there before the first read(2). A SIGKILL during a read(2) that waits for a
+    // page makes the kernel end the request with EIO, and no other firnd gets it.
+    let mut buffer = vec![u8::MAX; BUFFER_BYTES];
     let mut received = orphans.receive_first(connection, &mut buffer)?;
     loop {
         let len = match received {
