@@ -4,11 +4,11 @@
 //!
 //! 1. The first line of the configuration file whose pattern matches the file's name (as in the paper).
 //! 2. If the name has a number: the sum of the numbers in the name and in the names of the directories above, modulo
-//! the number of lanes. The files of a checkpoint differ in the number of a rank, at any place in the path, and have
-//! all other numbers in common. The hosts of a job therefore balance exactly, without messages.
+//!    the number of lanes. The files of a checkpoint differ in the number of a rank, at any place in the path, and have
+//!    all other numbers in common. The hosts of a job therefore balance exactly, without messages.
 //! 3. The lane with the fewest files of the directory (module `balance`). This rule applies if the name has no
-//! number, or if the lane of the sum has far more than its share. If several lanes have equally few files, they take
-//! turns, from a start that differs between hosts.
+//!    number, or if the lane of the sum has far more than its share. If several lanes have equally few files, they take
+//!    turns, from a start that differs between hosts.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
