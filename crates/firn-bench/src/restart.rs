@@ -82,9 +82,10 @@ impl RestartArgs {
         report.note(format!(
             "{PLAIN}: a bare fuser server that passes on to tmpfs, page cache as it comes"
         ));
-        let mount = match self.common.baseline_only {
-            true => None,
-            false => Some(self.mount(&firn, &work, "firn", "memory-files=0")?),
+        let mount = if self.common.baseline_only {
+            None
+        } else {
+            Some(self.mount(&firn, &work, "firn", "memory-files=0")?)
         };
         let candidates = self.candidates(&work, &firn, mount.as_ref())?;
         for candidate in &candidates {

@@ -133,7 +133,7 @@ impl TransactionGate {
         }
     }
 
-    /// The gate of a mount that was taken over, whose kernel may cache names for so long.
+    /// The gate of a mount that was taken over. The kernel may keep names from before for `names_cached`.
     pub(crate) fn of_taken_over(self, names_cached: Duration) -> Self {
         Self {
             foreign_names_until: Some(Instant::now() + names_cached.min(NAMES_AWAITED_MAX)),

@@ -190,17 +190,10 @@ impl<B: Backing> Engine<B> {
 
     /// Lets the kernel read a file of `size` bytes from its memory file, if all of it is in one and it has no writer.
     fn begin_view(&self, state: &mut FileState<B>, size: Option<u64>) -> bool {
-        // The kernel has an inode in one mode only; and held lists keep their bytes, whatever a later writer stores.
-        let is_used_otherwise = state.opens.has_through_engine()
-            || state.opens.has_passthrough()
-            || state.opens.has_cached()
-            || state.opens.has_writers()
-            || state.direct.has_grant()
-            || state.direct.has_chunk_lists();
-        let Some(size) = size.filter(|_| !is_used_otherwise) else {
-            return false;
-        };
-        state.begin_view(&self.base.arena, size).is_some()
+        // The kernel has an inode in one mode only.
+        let has_other_mode = state.opens.has_through_engine() || state.opens.has_cached();
+        let size = size.filter(|_| !has_other_mode);
+        size.is_some_and(|size| state.begin_view(&self.base.arena, size).is_some())
     }
 
     /// The length of a file all of whose bytes are in one memory file.

@@ -334,19 +334,14 @@ impl<B: Backing> DirectAccess<B> {
         let handle = self.open_files.handle(token).ok();
         let handle = handle.filter(|handle| handle.readable && !handle.writable);
         let handle = handle.ok_or(DirectRefusal::BadToken)?;
+        if self.base.options.serves_every_read {
+            return Err(DirectRefusal::Busy);
+        }
         let size = self.intake.size_of(&handle.file);
         let size = size.map_err(|_| DirectRefusal::Busy)?;
         let mut state = handle.file.lock();
-        let is_used_otherwise = self.base.options.serves_every_read
-            || state.opens.has_passthrough()
-            || state.opens.has_writers()
-            || state.direct.has_grant()
-            || state.direct.has_chunk_lists();
-        let view = match state.view.clone() {
-            Some(view) => Some(view),
-            None if is_used_otherwise => None,
-            None => state.begin_view(&self.base.arena, size),
-        };
+        let known = state.view.clone();
+        let view = known.or_else(|| state.begin_view(&self.base.arena, size));
         let view = view.ok_or(DirectRefusal::Busy)?;
         let file = view.reader().map_err(|_| DirectRefusal::Busy);
         // A handle that the kernel serves from the view has it in any case.

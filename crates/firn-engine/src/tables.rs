@@ -101,7 +101,9 @@ impl<B: Backing> Handle<B> {
     /// Its process maps the view of the file from here on; false: it did already.
     pub(crate) fn note_mapped(&self, state: &mut FileState<B>) -> bool {
         let is_first = !self.is_mapped.swap(true, Ordering::AcqRel);
-        state.opens.count_mapped(is_first);
+        if is_first {
+            state.opens.count_mapped();
+        }
         is_first
     }
 

@@ -41,12 +41,20 @@ impl<B: Backing> FileState<B> {
         self.view.is_some() && self.opens.has_passthrough()
     }
 
-    /// Makes the memory file that has all `size` bytes of the file its view.
+    /// Makes the memory file that has all `size` bytes of the file its view. Returns `None` if no memory file has all of them,
+    /// or if the file is written, passed through or listed: a list of chunks keeps its bytes, and a view shows changes.
     pub(crate) fn begin_view(&mut self, arena: &Arena, size: u64) -> Option<Arc<MemoryFile>> {
+        let is_used_otherwise = self.opens.has_passthrough()
+            || self.opens.has_writers()
+            || self.direct.has_grant()
+            || self.direct.has_chunk_lists();
+        if is_used_otherwise {
+            return None;
+        }
         let memory = self.memory_file(arena, size)?;
         self.shorten_pieces(arena, &memory, size);
         if let Err(errno) = arena.begin_view(&memory, size) {
-            tracing::debug!(%errno, "nobody can be given a memory file");
+            tracing::debug!(%errno, "a memory file cannot be made a view");
             arena.end_view(&memory);
             return None;
         }

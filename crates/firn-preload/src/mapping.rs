@@ -17,6 +17,7 @@ use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering};
 use firn_direct::connection::{Files, Payload};
 use firn_direct::syscall::Descriptor;
 use firn_format::data_socket::{Op, Request};
+use firn_format::geometry::{DATA_ALIGN, PAGE};
 
 use crate::connect::{self, OWN_FD_MIN};
 use crate::devices;
@@ -27,9 +28,9 @@ use crate::table::{self, tag};
 const SLOTS: usize = 64;
 /// Smaller mappings are the kernel's: asking firnd costs more than they gain.
 const MAP_BYTES_MIN: usize = 1 << 20;
-const PAGE_BYTES: usize = 4096;
+const PAGE_BYTES: usize = PAGE as usize;
 /// A huge page.
-const HUGE_BYTES: usize = 2 << 20;
+const HUGE_BYTES: usize = DATA_ALIGN as usize;
 /// In [`Slot::start`]: a thread is about to fill the slot.
 const CLAIMED: usize = 1;
 

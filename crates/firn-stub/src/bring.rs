@@ -644,11 +644,6 @@ impl<B: Backing> Tree<B> {
         Ok(done)
     }
 
-    /// Waits until the arena may have room again.
-    pub fn wait_for_room(&self) -> Result<()> {
-        self.engine.room.wait_for_room()
-    }
-
     /// After a crash: the last change that was logged may not have been made.
     pub(crate) fn mend(&self, last: Last) -> std::io::Result<()> {
         let mut map = self.map.lock();

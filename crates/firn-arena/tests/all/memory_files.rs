@@ -136,6 +136,12 @@ fn lease_all(arena: &Arena) {
 }
 
 /// Attaches and keeps everything.
+/// A memory file for `slots` chunks.
+fn begin_file(arena: &Arena, slots: u32) -> Arc<MemoryFile> {
+    let memory = arena.begin_memory_file(slots).expect("no error");
+    memory.expect("one")
+}
+
 fn attach(path: &Path) -> (Arena, Vec<Damage>) {
     let (arena, stored, damage) = Arena::attach(path).expect("attached");
     for found in &stored {
@@ -152,11 +158,7 @@ fn a_memory_file_has_the_bytes_in_order_and_memory_counts_once() {
     let mut pieces = write_file(&f.arena, 1, 3);
     assert_eq!(f.arena.memory_used(), 3);
     let before = allocated(f.dir.path());
-    let memory = f
-        .arena
-        .begin_memory_file(3)
-        .expect("no error")
-        .expect("one");
+    let memory = begin_file(&f.arena, 3);
     settle(&f.arena, 1, &mut pieces, &memory);
     assert_eq!(f.arena.memory_used(), 3);
     assert_eq!(verify(&f.arena).len(), 3);
@@ -209,21 +211,13 @@ fn allocated(dir: &Path) -> u64 {
 fn an_idle_memory_file_is_used_again_and_gives_way_to_writers() {
     let f = Fixture::new();
     let mut pieces = write_file(&f.arena, 1, 3);
-    let memory = f
-        .arena
-        .begin_memory_file(3)
-        .expect("no error")
-        .expect("one");
+    let memory = begin_file(&f.arena, 3);
     settle(&f.arena, 1, &mut pieces, &memory);
     drop_pieces(&f.arena, &pieces);
     f.arena.trim_memory_files(3 * CHUNK);
     assert_eq!(f.arena.memory_file_figures().idle_bytes, 3 * CHUNK);
     let mut pieces = write_file(&f.arena, 2, 3);
-    let again = f
-        .arena
-        .begin_memory_file(3)
-        .expect("no error")
-        .expect("one");
+    let again = begin_file(&f.arena, 3);
     assert!(Arc::ptr_eq(&again, &memory));
     settle(&f.arena, 2, &mut pieces, &again);
     assert_eq!(verify(&f.arena).len(), 3);
@@ -238,8 +232,7 @@ fn an_idle_memory_file_is_used_again_and_gives_way_to_writers() {
 fn regression_a_cut_file_that_is_read_in_its_memory_file_is_no_damage() {
     let f = Fixture::new();
     let mut pieces = write_file(&f.arena, 1, 3);
-    let memory = f.arena.begin_memory_file(3).expect("no error");
-    let memory = memory.expect("one");
+    let memory = begin_file(&f.arena, 3);
     settle(&f.arena, 1, &mut pieces, &memory);
     let cut = CHUNK / 4;
     f.arena.shorten_piece(pieces[2].0, cut);
@@ -294,11 +287,7 @@ fn a_crash_at_any_store_leaves_each_piece_whole_and_each_slot_usable() {
                 copy_dir(&from, &to);
             }
         })));
-        let memory = f
-            .arena
-            .begin_memory_file(3)
-            .expect("no error")
-            .expect("one");
+        let memory = begin_file(&f.arena, 3);
         settle(&f.arena, 1, &mut pieces, &memory);
         let kept_until = steps.load(Ordering::Relaxed);
         drop_pieces(&f.arena, &pieces);
@@ -340,7 +329,7 @@ fn copy_dir(from: &Path, to: &Path) {
 fn damaged(change: impl FnOnce(&Path, &Fixture)) -> (Fixture, Vec<Damage>) {
     let Fixture { dir, arena } = Fixture::new();
     let mut pieces = write_file(&arena, 1, 3);
-    let memory = arena.begin_memory_file(3).expect("no error").expect("one");
+    let memory = begin_file(&arena, 3);
     settle(&arena, 1, &mut pieces, &memory);
     let f = Fixture { dir, arena };
     let path = f.memory_files().remove(0);
@@ -432,11 +421,7 @@ fn memory_files_of_an_arena_that_is_gone_are_in_nobodys_way() {
     let stale = f.dir.path().join("arena.m0");
     std::fs::write(&stale, b"stale").expect("written");
     let mut pieces = write_file(&f.arena, 1, 2);
-    let memory = f
-        .arena
-        .begin_memory_file(2)
-        .expect("no error")
-        .expect("one");
+    let memory = begin_file(&f.arena, 2);
     settle(&f.arena, 1, &mut pieces, &memory);
     assert_eq!(verify(&f.arena).len(), 2);
     std::fs::write(f.dir.path().join("arena.m7"), b"stale").expect("written");
@@ -456,8 +441,7 @@ fn memory_files_of_an_arena_that_is_gone_are_in_nobodys_way() {
 fn a_view_without_a_slot_is_there_after_an_attach() {
     let f = Fixture::new();
     let mut pieces = write_file(&f.arena, 1, 3);
-    let memory = f.arena.begin_memory_file(3).expect("no error");
-    let memory = memory.expect("one");
+    let memory = begin_file(&f.arena, 3);
     settle(&f.arena, 1, &mut pieces, &memory);
     let (number, len) = (memory.number(), 2 * CHUNK + CHUNK / 2);
     f.arena
@@ -482,11 +466,7 @@ fn a_view_without_a_slot_is_there_after_an_attach() {
 #[test]
 fn without_spare_slots_a_memory_file_gets_none() {
     let f = Fixture::new();
-    let memory = f
-        .arena
-        .begin_memory_file(2)
-        .expect("no error")
-        .expect("one");
+    let memory = begin_file(&f.arena, 2);
     let spare = CHUNKS - 1;
     let lease = f
         .arena

@@ -349,7 +349,7 @@ impl<B: Backing> Call<'_, B> {
                     swept = true;
                     self.tree.sweep()?;
                 }
-                Written::Full => self.tree.wait_for_room()?,
+                Written::Full => self.engine.room.wait_for_room()?,
             }
         }
     }

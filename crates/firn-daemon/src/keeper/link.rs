@@ -180,7 +180,7 @@ impl KeeperLink {
         Ok(self.state.lock().keeper)
     }
 
-    /// Has the keeper kill firnd if `probe` does not return for so long.
+    /// Has the keeper kill firnd if `probe` does not return within `limit`.
     pub(crate) fn watch_hangs(&self, limit: Duration, probe: Probe) {
         *self.probe.lock() = Some(probe);
         let mut state = self.state.lock();

@@ -94,7 +94,7 @@ pub(crate) enum Message {
     Serving,
     /// The mount ends with this firnd.
     Ending,
-    /// To the keeper: ask whether this firnd goes on, and kill it if it does not say so for so long.
+    /// To the keeper: ask whether this firnd goes on, and kill it if no answer comes within this time.
     Watch(Duration),
     /// To a firnd: does it go on?
     Ping,

@@ -96,8 +96,8 @@ impl Opens {
         self.closing_writers == self.writers
     }
 
-    pub(crate) fn count_mapped(&mut self, is_first: bool) {
-        self.mapped += u32::from(is_first);
+    pub(crate) fn count_mapped(&mut self) {
+        self.mapped += 1;
     }
 
     pub(crate) fn uncount_mapped(&mut self) {
