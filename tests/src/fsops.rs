@@ -6,7 +6,9 @@ use std::os::fd::{AsRawFd, FromRawFd};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::ptr;
+use std::time::Duration;
 
+use crate::wait_until;
 use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, MsyncFlags, ProtFlags};
 
@@ -82,6 +84,17 @@ pub fn assert_same_bytes(what: &str, found: &[u8], expected: &[u8]) {
         let expected = &expected[at..end];
         panic!("{what}: differs from byte {at} on: found {found:x?}, expected {expected:x?}");
     }
+}
+
+/// Waits until a file of the backing has these bytes. With `flatten=behind`, the default, logs become the plain file only
+/// some time after the last close.
+#[track_caller]
+pub fn assert_becomes_plain(plain: &Path, expected: &[u8]) {
+    const LIMIT: Duration = Duration::from_secs(60);
+    let what = plain.display().to_string();
+    wait_until(&format!("{what} is plain"), LIMIT, || {
+        read(plain) == expected
+    });
 }
 
 /// A mapped part of a file.

@@ -144,8 +144,7 @@ impl Hosts {
 
     /// The logs of a file become the plain file, with these bytes, after its last close.
     fn assert_becomes_plain(&self, name: &str, expected: &[u8]) {
-        let is_plain = || fs::read(self.plain(name)).expect("read") == expected;
-        wait_until("the file is plain", LIMIT, is_plain);
+        assert_becomes_plain(&self.plain(name), expected);
     }
 
     /// Directories of files with containers.
