@@ -16,7 +16,7 @@ use std::time::Duration;
 use firn_tests::ack::returned_operations;
 use firn_tests::command::write_program;
 use firn_tests::faultfs::FaultFs;
-use firn_tests::fsops::{Mapping, read_at};
+use firn_tests::fsops::{Mapping, assert_becomes_plain, read_at};
 use firn_tests::lanes::place_in;
 use firn_tests::mount::mount_args;
 use firn_tests::preloaded::{Frontend, direct_bytes};
