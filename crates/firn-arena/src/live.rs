@@ -14,8 +14,8 @@ use std::sync::atomic::Ordering;
 
 use firn_format::live::{
     CELL_BYTES, Cell, CellBytes, Contents, HEADER_BYTES, Handle, Header, LOOKUPS_AT, LiveError,
-    MAGIC, Node, Request, Transaction, WORDS_AT, cells_of_name, decode_cell, encode_node,
-    read_contents, word,
+    Node, PathSum, Request, Stored, Transaction, UndoneScope, WORDS_AT, cells_of_name, decode_cell,
+    encode_node, read_contents, word,
 };
 use firn_trust::{TrustError, create_private_file, open_private_file};
 use parking_lot::Mutex;
@@ -71,6 +71,8 @@ struct Cells {
     handles: HashMap<u64, HandleCell>,
     /// Cells of transactions, by their numbers.
     transactions: HashMap<u64, TransactionCell>,
+    /// Scopes that were undone, and processes that were told, with their cells.
+    undone_scopes: Vec<(UndoneScope, u32)>,
 }
 
 struct TransactionCell {
@@ -147,6 +149,7 @@ impl LiveTable {
             cells: Mutex::new(Cells {
                 end: allocated,
                 allocated,
+                undone_scopes: contents.undone_scopes.iter().map(undone_cell).collect(),
                 ..Cells::default()
             }),
         };
@@ -163,7 +166,10 @@ impl LiveTable {
         let requests = contents.requests.iter().flat_map(|stored| &stored.cells);
         let transactions = contents.transactions.iter();
         let transactions = transactions.flat_map(|stored| &stored.cells);
-        for cell in nodes.chain(handles).chain(requests).chain(transactions) {
+        let undone_scopes = contents.undone_scopes.iter();
+        let undone_scopes = undone_scopes.flat_map(|stored| &stored.cells);
+        let used = nodes.chain(handles).chain(requests);
+        for cell in used.chain(transactions).chain(undone_scopes) {
             is_used[*cell as usize] = true;
         }
         let unused = is_used.iter().enumerate().filter(|(_, used)| !**used);
@@ -179,11 +185,6 @@ impl LiveTable {
         let bytes = header.encode().ok_or(Errno::NAMETOOLONG)?;
         self.map.write(0, &bytes);
         Ok(())
-    }
-
-    /// From now on the table does not count, until it is sealed again.
-    pub fn unseal(&self) {
-        self.map.write(0, &[0; MAGIC.len()]);
     }
 
     /// Takes the table away: nothing is to be taken over any more.
@@ -594,10 +595,46 @@ impl LiveTable {
             .insert(transaction.serial, entry);
     }
 
+    /// A scope is about to be undone, or a process was told that it was. Nothing changes where that is noted already.
+    pub fn note_undone_scope(&self, scope: UndoneScope) {
+        let mut cells = self.cells.lock();
+        let is_noted = |(noted, _): &(UndoneScope, u32)| *noted == scope;
+        if cells.undone_scopes.iter().any(is_noted) {
+            return;
+        }
+        let Some(cell) = self.take_cell(&mut cells) else {
+            return;
+        };
+        self.store(cell, &scope.encode());
+        cells.undone_scopes.push((scope, cell));
+    }
+
+    /// No program has to be told of the scope at this path any more.
+    pub fn forget_undone_scope(&self, path: PathSum) {
+        let mut cells = self.cells.lock();
+        let all = std::mem::take(&mut cells.undone_scopes);
+        let (gone, kept) = all.into_iter().partition(|(noted, _)| noted.path == path);
+        cells.undone_scopes = kept;
+        let gone: Vec<(UndoneScope, u32)> = gone;
+        for (_, cell) in gone {
+            self.free(&mut cells, &[cell]);
+        }
+    }
+
+    /// Scopes that were undone, and processes that were told of them.
+    pub fn undone_scopes(&self) -> Vec<UndoneScope> {
+        let cells = self.cells.lock();
+        cells.undone_scopes.iter().map(|(scope, _)| *scope).collect()
+    }
+
     /// Drops cells of an earlier firnd that are of no use.
     pub fn drop_cells(&self, given: &[u32]) {
         self.free(&mut self.cells.lock(), given);
     }
+}
+
+fn undone_cell(stored: &Stored<UndoneScope>) -> (UndoneScope, u32) {
+    (stored.entry, stored.cells[0])
 }
 
 fn mapped_bytes() -> u64 {

@@ -69,7 +69,11 @@ impl MountSetup<'_> {
         parts.start()?;
         let arena = self.attached.engine.arena();
         arena.set_holder(std::process::id(), &self.checked.mount_point);
+        let forget = prepared.forget();
         let frontend = prepared.start(self, &data_path, &takeover)?;
+        if let Some(taken) = self.taken_over {
+            taken.forget_lost(&self.attached.engine, &forget)?;
+        }
         Ok(Assembled { parts, frontend })
     }
 
@@ -168,7 +172,8 @@ impl MountSetup<'_> {
         };
         let transactions = Transactions::new(gate, patience, &forget, rules)?;
         if let Some(taken) = self.taken_over {
-            transactions.resume(&taken.resumed.contents.transactions);
+            let stored = &taken.resumed.contents.transactions;
+            transactions.resume(stored, &self.attached.undone);
         }
         parts.push(transactions);
         if let Some(lease) = &self.attached.host_lease {

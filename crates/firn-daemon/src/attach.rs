@@ -21,7 +21,6 @@ use firn_engine::{
 use firn_format::quantity::{bytes, count};
 use firn_format::quote::quoted_path;
 use firn_hosts::LeaseUse;
-use firn_transact::LivingTransactions;
 use firn_trust::{Distrust, TrustError};
 use firn_workers::Workers;
 use rustix::fs::{Mode as FileMode, OFlags};
@@ -45,8 +44,8 @@ use crate::token_source::TokenSource;
 pub(crate) struct Attached {
     pub(crate) engine: Arc<Engine<Store>>,
     pub(crate) recovered: Recovered,
-    /// Transactions in which programs were, and are not any more.
-    pub(crate) left_transactions: usize,
+    /// Scopes of transactions that were undone.
+    pub(crate) undone: Vec<Vec<u8>>,
     pub(crate) files: RuntimeFiles,
     pub(crate) workers: Workers,
     pub(crate) io_threads: Arc<IoThreads>,
@@ -74,9 +73,9 @@ impl Attached {
             files: &files,
             options,
             purpose: Purpose::Mount,
-            living: living_transactions(resumed),
+            resumed,
         };
-        Self::attach(&target, locks, resumed, notice)
+        Self::attach(&target, locks, notice)
     }
 
     /// The same for an arena of which parts may be gone with its spill file: what is left is drained.
@@ -92,15 +91,14 @@ impl Attached {
             files: &files,
             options,
             purpose: Purpose::Salvage,
-            living: LivingTransactions::default(),
+            resumed: None,
         };
-        Self::attach(&target, locks, None, notice)
+        Self::attach(&target, locks, notice)
     }
 
     fn attach(
         target: &Target<'_>,
         mut locks: Locks,
-        resumed: Option<&Resumed>,
         notice: &mut dyn FnMut(String),
     ) -> Result<Self, AttachError> {
         let &Target {
@@ -108,7 +106,7 @@ impl Attached {
             files,
             options,
             purpose,
-            ..
+            resumed,
         } = target;
         let identity = identify(backing)?;
         // Before its first byte is touched: where the backing knows no flock(2), this is the only lock.
@@ -133,7 +131,7 @@ impl Attached {
             tell_of_exposed_names(backing, options, notice);
             parts.push(meet_hosts(target, &opened.store, &workers, lease, notice)?);
         }
-        let left_transactions = opened.left_transactions;
+        let undone = opened.undone;
         let Begun { engine, recovered } = begin_engine(opened.store, found, options, resumed)?;
         tell(&recovered, options.drain, notice);
         let is_damaged = was_damaged || !recovered.damage.is_empty();
@@ -156,7 +154,7 @@ impl Attached {
         Ok(Self {
             engine,
             recovered,
-            left_transactions,
+            undone,
             files: files.clone(),
             workers,
             io_threads,
@@ -180,22 +178,6 @@ impl Drop for Attached {
             drop(last);
         }
     }
-}
-
-/// Transactions of a mount that is taken over.
-fn living_transactions(resumed: Option<&Resumed>) -> LivingTransactions {
-    let mut living = LivingTransactions::default();
-    for stored in resumed
-        .iter()
-        .flat_map(|resumed| &resumed.contents.transactions)
-    {
-        let transaction = stored.entry;
-        living.open.insert(transaction.serial);
-        if transaction.is_ending {
-            living.ending.insert(transaction.serial);
-        }
-    }
-    living
 }
 
 /// What an arena knows its backing by.

@@ -45,8 +45,9 @@ use parking_lot::Condvar;
 use self::exits::Exits;
 use self::joint::{End, EventKind, Hosts, Joint};
 use crate::error::MountError;
-use crate::gate::TransactionGate;
+use crate::gate::{TransactionGate, join_path};
 use crate::parts::Forget;
+use crate::process::process_of;
 
 /// The rules that the option names.
 pub(crate) fn load(words: &[String]) -> Result<RuleSet, RuleSetError> {
@@ -183,15 +184,6 @@ fn name_of(path: &[u8]) -> OsString {
     OsStr::from_bytes(name.unwrap_or(path)).to_owned()
 }
 
-/// The process of a thread; the thread where that cannot be seen.
-fn process_of(thread: u32) -> u32 {
-    let status = std::fs::read_to_string(format!("/proc/{thread}/status"));
-    let status = status.unwrap_or_default();
-    let line = status.lines().find_map(|line| line.strip_prefix("Tgid:"));
-    line.and_then(|text| text.trim().parse().ok())
-        .unwrap_or(thread)
-}
-
 fn errno_of(error: &TransactionError) -> Errno {
     tracing::warn!(%error, "a transaction of a commit rule");
     match (error.backing_errno(), error) {
@@ -283,6 +275,16 @@ impl CommitRules {
         }
     }
 
+    /// Counts the checkpoint that a firnd had open in this scope when it died.
+    pub(crate) fn count_undone(&self, path: &[u8]) {
+        let located = self.rules.locate(path);
+        let mut table = self.table.lock();
+        let rule = table.machine.explain(&located).map(|(rule, _)| rule.name.clone());
+        if let Some(rule) = rule {
+            table.counts.entry(rule).or_default().aborts += 1;
+        }
+    }
+
     /// Waits for the ends of writers, until [`CommitRules::stop`].
     pub(crate) fn watch_exits(&self) {
         self.exits
@@ -307,11 +309,7 @@ impl CommitRules {
     }
 
     fn locate_name(&self, (parent, name): (InodeId, &OsStr), is_file: bool) -> Option<LocatedPath> {
-        let mut path = self.gate.engine().tree.path_of(parent)?;
-        if !path.is_empty() {
-            path.push(b'/');
-        }
-        path.extend_from_slice(name.as_bytes());
+        let path = join_path(self.gate.engine().tree.path_of(parent)?, name);
         Some(if is_file {
             self.rules.locate_file(&path)
         } else {
@@ -503,6 +501,9 @@ impl CommitRules {
         self.publish(table);
         match committed {
             Ok(()) => {
+                for path in &transaction.paths {
+                    self.gate.settle_undone_scope(path);
+                }
                 let paths = shown(&transaction.paths);
                 tracing::info!(rule = transaction.rule, %paths, "a commit rule has committed a checkpoint");
                 self.carry_out(more)

@@ -235,9 +235,6 @@ fn serve_kept(
     begin_log(request, &checked, &files, link.as_deref())?;
     tell_limits(&mut reporter);
     tracing::info!(backing = %quoted_path(&checked.backing), mount_point = %quoted_path(&checked.mount_point), "attaching");
-    if let Some(taken) = &taken_over {
-        taken.suspend(options);
-    }
     let mut attached = Attached::new(
         &checked.backing,
         files,
@@ -251,6 +248,9 @@ fn serve_kept(
     {
         attached.finish(ArenaEnd::Keep);
         return Err(error);
+    }
+    if let Some(taken) = &taken_over {
+        taken.await_lost_names(Duration::from_millis(options.attr_timeout_ms));
     }
     let caller = caller.map_or_else(|| caller_of(request), |caller| Ok(Some(caller)))?;
     let context = MountContext {

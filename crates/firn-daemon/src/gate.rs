@@ -26,17 +26,19 @@
 //! every lock of the engine.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsStr;
 use std::ops::Range;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use firn_backing::lock::{Mutex, assert_none_held};
-use firn_backing::{Errno, is_below};
+use firn_backing::{Caller, Errno, is_below};
 use firn_engine::{Engine, HandleId, InodeId};
 use firn_format::durability::DurabilityLevel;
-use firn_fuse::{ChangeWatch, Gate, Pass, RangeAccess};
+use firn_fuse::{ChangeWatch, ChangedObject, Gate, Pass, RangeAccess};
 use firn_transact::conflict::{Access, Log};
 use firn_transact::machine::Pending;
 use firn_transact::{Place, ScopeError, TransactionError};
@@ -44,12 +46,13 @@ use parking_lot::Condvar;
 
 use crate::process;
 use crate::store::{Layers as _, LoggableStore, Store, TransactionalObject, TransactionalStore};
+use crate::undone_scopes::{AskedChange, UndoneScopes};
 
 /// The directory at the top of a scope.
 pub(crate) type ScopeRoot = TransactionalObject;
 
-/// An abort right after a takeover waits no longer for what the kernel caches (`attr-timeout`).
-const NAMES_AWAITED_MAX: Duration = Duration::from_secs(5);
+/// An abort during or right after a takeover waits no longer for what the kernel caches (`attr-timeout`).
+pub(crate) const NAMES_AWAITED_MAX: Duration = Duration::from_secs(5);
 
 /// The gate of one mount.
 pub(crate) struct TransactionGate {
@@ -68,6 +71,8 @@ pub(crate) struct TransactionGate {
     switching: Mutex<()>,
     /// The kernel has names from an earlier firnd until then, which this one does not know.
     foreign_names_until: Option<Instant>,
+    /// Scopes whose programs an earlier firnd left; none where there was no such firnd.
+    undone_scopes: Option<UndoneScopes>,
 }
 
 /// Changes under way, and quiesced directories.
@@ -130,14 +135,33 @@ impl TransactionGate {
             watch: OnceLock::new(),
             switching: Mutex::default(),
             foreign_names_until: None,
+            undone_scopes: None,
         }
     }
 
     /// The gate of a mount that was taken over. The kernel may keep names from before for `names_cached`.
     pub(crate) fn of_taken_over(self, names_cached: Duration) -> Self {
+        let undone_scopes = self.engine.live().map(UndoneScopes::of);
         Self {
             foreign_names_until: Some(Instant::now() + names_cached.min(NAMES_AWAITED_MAX)),
+            undone_scopes,
             ..self
+        }
+    }
+
+    /// The programs of the transaction that had this scope when firnd died need not be told of its end any more.
+    pub(crate) fn settle_undone_scope(&self, path: &[u8]) {
+        if let Some(scopes) = &self.undone_scopes {
+            scopes.settle(path);
+        }
+    }
+
+    /// The path of what is changed; none: it has no name, and belongs to no transaction.
+    fn path_of_change(&self, object: ChangedObject<'_>) -> Option<Vec<u8>> {
+        let tree = &self.engine.tree;
+        match object {
+            ChangedObject::Inode(inode) | ChangedObject::Handle(inode, _) => tree.path_of(inode),
+            ChangedObject::Name(dir, name) => Some(join_path(tree.path_of(dir)?, name)),
         }
     }
 
@@ -301,6 +325,15 @@ impl TransactionGate {
     }
 }
 
+/// The path of a name in a directory.
+pub(crate) fn join_path(mut dir: Vec<u8>, name: &OsStr) -> Vec<u8> {
+    if !dir.is_empty() {
+        dir.push(b'/');
+    }
+    dir.extend_from_slice(name.as_bytes());
+    dir
+}
+
 fn not_a_scope(errno: Errno) -> TransactionError {
     match errno {
         Errno::NOENT => ScopeError::Missing.into(),
@@ -353,6 +386,41 @@ impl Gate for TransactionGate {
             {
                 return Ok(pass);
             }
+        }
+    }
+
+    fn has_undone_scopes(&self) -> bool {
+        self.undone_scopes
+            .as_ref()
+            .is_some_and(UndoneScopes::has_some)
+    }
+
+    fn admit(
+        &self,
+        caller: Caller,
+        is_repeated: bool,
+        object: ChangedObject<'_>,
+    ) -> Result<(), Errno> {
+        let Some(scopes) = &self.undone_scopes else {
+            return Ok(());
+        };
+        let has_lost_handle = match object {
+            ChangedObject::Handle(_, handle) => {
+                if self.engine.open_files.inode_of_handle(handle).is_some() {
+                    return Ok(());
+                }
+                true
+            }
+            ChangedObject::Inode(_) | ChangedObject::Name(..) => false,
+        };
+        match self.path_of_change(object) {
+            None => Ok(()),
+            Some(path) => scopes.admit(&AskedChange {
+                caller,
+                path: &path,
+                is_repeated,
+                has_lost_handle,
+            }),
         }
     }
 

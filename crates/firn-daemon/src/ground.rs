@@ -6,7 +6,7 @@ use std::sync::Arc;
 use firn_backing::DirBacking;
 use firn_client::paths::RuntimeFiles;
 use firn_config::Options;
-use firn_transact::LivingTransactions;
+use firn_engine::Resumed;
 
 use crate::error::AttachError;
 use crate::host_lease::{HostLease, open_backing};
@@ -33,8 +33,8 @@ pub(crate) struct Target<'a> {
     pub(crate) files: &'a RuntimeFiles,
     pub(crate) options: &'a Options,
     pub(crate) purpose: Purpose,
-    /// Transactions whose programs did not see the end of an earlier firnd.
-    pub(crate) living: LivingTransactions,
+    /// What an earlier firnd left whose programs did not see its end.
+    pub(crate) resumed: Option<&'a Resumed>,
 }
 
 /// The ground of a store, and the parts of a mount that it comes with.

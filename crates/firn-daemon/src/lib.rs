@@ -68,6 +68,7 @@ mod takeover;
 mod timeline;
 mod token_source;
 mod transactions;
+mod undone_scopes;
 mod unmounted;
 
 pub use backup::{BackupReport, FromBackup, recover_from_backup};

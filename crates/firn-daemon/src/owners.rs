@@ -47,6 +47,15 @@ pub(crate) struct ControlPeer {
     pub(crate) gid: u32,
 }
 
+/// Why a transaction was aborted without a request.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum AbortCause {
+    /// Its owner, in words, had ended.
+    OwnerGone(String),
+    /// It could not go on without the firnd that died.
+    FirndDied,
+}
+
 /// Why a request about a transaction is refused.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Refusal {
@@ -209,8 +218,8 @@ struct Table {
     owned: HashMap<Vec<u8>, Owned>,
     /// Requests under way, by scope.
     requests: HashMap<Vec<u8>, u32>,
-    /// Owners of the last transaction of a scope that was aborted for them.
-    aborted: HashMap<Vec<u8>, String>,
+    /// Why the last transaction of a scope was aborted, where that was not asked for.
+    aborted: HashMap<Vec<u8>, AbortCause>,
     is_stopped: bool,
 }
 
@@ -291,8 +300,14 @@ impl Owners {
         })
     }
 
-    /// The owner of the last transaction of a scope, where it was aborted for the owner's end and none was begun since.
-    pub(crate) fn aborted_for(&self, scope: &[u8]) -> Option<String> {
+    /// A transaction of an earlier firnd was undone.
+    pub(crate) fn note_undone(&self, scope: &[u8]) {
+        let mut table = self.table.lock();
+        table.aborted.insert(scope.to_vec(), AbortCause::FirndDied);
+    }
+
+    /// Why the last transaction of a scope was aborted, where that was not asked for and none was begun since.
+    pub(crate) fn abort_cause(&self, scope: &[u8]) -> Option<AbortCause> {
         self.table.lock().aborted.get(scope).cloned()
     }
 
@@ -418,7 +433,8 @@ impl Table {
     fn end_aborted(&mut self, scope: &[u8]) {
         let owned = self.owned.remove(scope);
         if let Some(owner) = owned.and_then(|owned| owned.owner) {
-            self.aborted.insert(scope.to_owned(), owner.in_words());
+            let cause = AbortCause::OwnerGone(owner.in_words());
+            self.aborted.insert(scope.to_owned(), cause);
         }
     }
 }

@@ -5,9 +5,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use firn_backing::{Backing, DirBacking};
-use firn_config::{Drain, Frontend, Mode, Options};
+use firn_config::{Drain, Frontend, Mode};
+use firn_engine::Resumed;
 use firn_transact::{
-    AbortError, Members, Opening, PlainBacking, TransactionError, TransactionalBacking,
+    AbortError, LivingTransactions, Members, Opening, PlainBacking, TransactionError,
+    TransactionalBacking,
 };
 
 use crate::error::AttachError;
@@ -22,8 +24,8 @@ use crate::store::{LoggableStore, Store, TransactionalStore, shown_scope};
 /// What a mount writes to.
 pub(crate) struct OpenedStore {
     pub(crate) store: Store,
-    /// Transactions in which programs were, and are not any more: undone, or prepared by an earlier firnd.
-    pub(crate) left_transactions: usize,
+    /// Scopes of transactions that were undone.
+    pub(crate) undone: Vec<Vec<u8>>,
     /// The parts that it comes with ([`OpenedGround::parts`](crate::ground::OpenedGround)).
     pub(crate) parts: Vec<Arc<dyn Part>>,
 }
@@ -42,16 +44,17 @@ pub(crate) fn open_store(
     let has_transactions = target.options.drain == Drain::Commit
         || TransactionalBacking::has_transactions(&directory)?;
     let ground = open_ground(target, directory, lease, notice)?;
-    let (store, left_transactions) = if has_transactions {
-        let Recovered { store, left } =
-            open_transactional(target, ground.store, members, arena, notice)?;
-        (store, left)
+    let Recovered { store, undone } = if has_transactions {
+        open_transactional(target, ground.store, members, arena, notice)?
     } else {
-        (Store::Lower(plain(target, ground.store)?), 0)
+        Recovered {
+            store: Store::Lower(plain(target, ground.store)?),
+            undone: Vec::new(),
+        }
     };
     Ok(OpenedStore {
         store,
-        left_transactions,
+        undone,
         parts: ground.parts,
     })
 }
@@ -59,8 +62,8 @@ pub(crate) fn open_store(
 /// A store whose transactions were recovered.
 struct Recovered {
     store: Store,
-    /// Transactions that were undone, or wait for a decision.
-    left: usize,
+    /// Scopes of transactions that were undone.
+    undone: Vec<Vec<u8>>,
 }
 
 /// The store after its transactions were finished or undone: one that can have others, where the options say so.
@@ -82,12 +85,13 @@ fn open_transactional(
             let opening = Opening {
                 history: options.history,
                 arena: Some(arena.id()),
-                living: target.living.clone(),
+                living: living_transactions(target.resumed),
                 ..Opening::default()
             };
-            TransactionalBacking::open_with(ground, opening, |scopes| arena.drop_below(scopes))?
+            let drop_pending = |scopes: &[Vec<u8>]| drop_uncommitted(target, arena, scopes);
+            TransactionalBacking::open_with(ground, opening, drop_pending)?
         }
-        Some(members) => open_of_members(ground, members, options, arena, notice)?,
+        Some(members) => open_of_members(target, ground, members, arena, notice)?,
     };
     let store = store.in_mode(match options.mode {
         Mode::Buffer => firn_transact::Mode::Buffer,
@@ -110,7 +114,7 @@ fn open_transactional(
         let Some((id, scope)) = outcome.waiting.first() else {
             return Ok(Recovered {
                 store: Store::Lower(plain(target, store.into_base())?),
-                left: outcome.undone.len(),
+                undone: outcome.undone,
             });
         };
         let scope = shown_scope(scope);
@@ -124,8 +128,37 @@ fn open_transactional(
     }
     Ok(Recovered {
         store: Store::Upper(store),
-        left: outcome.undone.len() + outcome.waiting.len(),
+        undone: outcome.undone,
     })
+}
+
+/// Transactions of a mount that is taken over.
+fn living_transactions(resumed: Option<&Resumed>) -> LivingTransactions {
+    let mut living = LivingTransactions::default();
+    for stored in resumed
+        .iter()
+        .flat_map(|resumed| &resumed.contents.transactions)
+    {
+        let transaction = stored.entry;
+        living.open.insert(transaction.serial);
+        if transaction.is_ending {
+            living.ending.insert(transaction.serial);
+        }
+    }
+    living
+}
+
+/// What was written in transactions that do not go on counts no more. That programs were in them is noted first: a later firnd
+/// would not find the transactions.
+fn drop_uncommitted(
+    target: &Target<'_>,
+    arena: &mut Found,
+    scopes: &[Vec<u8>],
+) -> Result<(), AttachError> {
+    if let Some(resumed) = target.resumed {
+        resumed.lose_scopes(scopes);
+    }
+    arena.drop_below(scopes)
 }
 
 /// A transaction belongs to the participants and the host that it was begun with. Only a mount with the same ones, or
@@ -161,22 +194,24 @@ fn plain<B: Backing>(target: &Target<'_>, base: B) -> Result<PlainBacking<B>, At
 
 /// What this host left open is undone when the other hosts have stopped, which they hear of by this.
 fn open_of_members(
+    target: &Target<'_>,
     mut ground: LoggableStore,
     members: Members,
-    options: &Options,
     arena: &mut Found,
     notice: &mut dyn FnMut(String),
 ) -> Result<(TransactionalStore, firn_transact::Outcome), AttachError> {
-    let deadline = Instant::now() + Duration::from_millis(options.participants_wait_ms);
+    let deadline = Instant::now() + Duration::from_millis(target.options.participants_wait_ms);
     let mut waits = participants::LOOK_AGAIN.start();
     let mut is_reported = false;
     loop {
         let opening = Opening {
             members: Some(members.clone()),
             arena: Some(arena.id()),
+            living: living_transactions(target.resumed),
             ..Opening::default()
         };
-        match TransactionalBacking::try_open(ground, opening, |scopes| arena.drop_below(scopes)) {
+        let drop_pending = |scopes: &[Vec<u8>]| drop_uncommitted(target, arena, scopes);
+        match TransactionalBacking::try_open(ground, opening, drop_pending) {
             Err((
                 base,
                 AttachError::Transactions(

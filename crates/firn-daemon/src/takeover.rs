@@ -5,6 +5,7 @@
 //! * A table is believed only if it is this user's, of this version, of this arena, and whole in its header.
 //! * Where the mount cannot be gone on with, the keeper is told: it aborts the connection, and no program waits for ever.
 
+use std::collections::BTreeSet;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
@@ -16,22 +17,26 @@ use firn_arena::ArenaError;
 use firn_arena::live::{Left, LiveTable, LiveTableError};
 use firn_backing::Volume as _;
 use firn_client::paths::RuntimeFiles;
-use firn_config::{Drain, Mode, Options, Participants};
 use firn_engine::{Engine, KeptFile, Resumed, ResumedRequests};
 use firn_format::live::{Device, Exchange, Header};
 use firn_format::mountinfo;
 use firn_fuse::KeepConnection;
 use firn_protocol::{Reply, Request, Status};
+use firn_transact::parent_of;
+use firn_workers::spawn_thread;
 use parking_lot::Mutex;
 use rustix::fs::{MemfdFlags, Mode as FileMode, OFlags, fstat, memfd_create, open};
 use rustix::io::Errno;
+use rustix::param::clock_ticks_per_second;
 use rustix::process::{Pid, Signal, geteuid, getpid, kill_process};
 
 use crate::attach::Attached;
 use crate::error::MountError;
 use crate::keeper::{KeeperLink, NextFirnd, ResumedMount, uptime};
+use crate::gate::NAMES_AWAITED_MAX;
 use crate::mount_request::MountRequest;
 use crate::part::{Part, Question, Stop};
+use crate::parts::Forget;
 use crate::spawn::write_request;
 use crate::store::{Layers as _, Store};
 
@@ -78,38 +83,68 @@ impl TakenOver {
                 takeovers,
                 files: kept,
                 keeper: link.map(|link| Arc::clone(link) as _),
+                died_ticks: ticks_of_time(died),
+                losses: Default::default(),
             },
             left: Mutex::new(None),
         })
     }
 
-    /// Puts the table out of use until [`TakenOver::go_on_with`]: recovery ends open transactions, and a firnd that found them
-    /// ended must not go on with programs that were in one. Without transactions nothing is done.
-    pub(crate) fn suspend(&self, options: &Options) {
-        if loses_transactions(options) {
-            self.resumed.table.unseal();
-        }
-    }
-
-    /// Takes what recovery found of the kernel's requests. Refuses an arena that the table is not of, and programs that
-    /// were in a transaction.
+    /// Takes what recovery found of the kernel's requests. Refuses an arena that the table is not of.
     pub(crate) fn go_on_with(&self, attached: &mut Attached) -> Result<(), MountError> {
         let refuse = |why: &str| Err(MountError::NotTakenOver { why: why.into() });
         if attached.engine.arena().superblock().uuid != self.header.arena {
             return refuse("the live table belongs to another arena");
         }
-        if attached.left_transactions > 0 {
-            return refuse(
-                "a transaction was open or prepared, and ended with the firnd that died",
-            );
-        }
         *self.left.lock() = attached.recovered.requests.take();
-        self.resumed
-            .table
-            .seal(&self.header)
-            .map_err(|error| MountError::NotTakenOver {
-                why: error.to_string(),
-            })
+        Ok(())
+    }
+
+    /// Waits until the kernel has no name from a transaction that was undone: this firnd does not know all of them.
+    pub(crate) fn await_lost_names(&self, names_cached: Duration) {
+        if let Some(loss) = self.last_loss() {
+            let until = loss + names_cached.min(NAMES_AWAITED_MAX);
+            std::thread::sleep(until.saturating_sub(uptime()));
+        }
+    }
+
+    /// When the last firnd died whose transactions were undone, since the host started.
+    fn last_loss(&self) -> Option<Duration> {
+        let scopes = self.resumed.table.undone_scopes().into_iter();
+        scopes.map(|scope| scope.died_ticks).max().map(time_of_ticks)
+    }
+
+    /// Scopes of which the kernel may have what was undone.
+    fn lost_scopes(&self) -> BTreeSet<Vec<u8>> {
+        let scopes = self.resumed.losses.lock().scopes.clone();
+        let is_recent = |loss| uptime().saturating_sub(loss) < RECENT_LOSS;
+        if scopes.is_empty() && self.last_loss().is_some_and(is_recent) {
+            // A firnd that undid them has died since, and no path is known.
+            return BTreeSet::from([Vec::new()]);
+        }
+        scopes
+    }
+
+    /// Has the kernel drop what it has of files in transactions that were undone. Programs must be served meanwhile: the
+    /// kernel waits for requests that it has under way.
+    pub(crate) fn forget_lost(
+        &self,
+        engine: &Arc<Engine<Store>>,
+        forget: &Forget,
+    ) -> Result<(), MountError> {
+        let scopes = self.lost_scopes();
+        if scopes.is_empty() {
+            return Ok(());
+        }
+        let (engine, forget) = (Arc::clone(engine), Arc::clone(forget));
+        let forget_all = move || {
+            for scope in scopes {
+                let cached = engine.namespace.revalidate_names(&scope);
+                let parent = engine.tree.cached_at(parent_of(&scope));
+                cached.into_iter().chain(parent).for_each(&*forget);
+            }
+        };
+        spawn_thread("firn-forget", forget_all).map_err(MountError::io("start a thread"))
     }
 
     /// Where the mount is.
@@ -132,14 +167,18 @@ impl TakenOver {
     }
 }
 
-/// Whether a transaction that is open goes on: the backing has all that it changed, and no other host is in it.
-fn keeps_open_transactions(options: &Options) -> bool {
-    options.mode == Mode::Shadow && options.participants == Participants::Off
+/// A time since the host started, as the starts of processes are told.
+fn ticks_of_time(time: Duration) -> u64 {
+    time.as_millis() as u64 * clock_ticks_per_second() / 1000
 }
 
-fn loses_transactions(options: &Options) -> bool {
-    options.drain == Drain::Commit && !keeps_open_transactions(options)
+/// The end of the tick.
+fn time_of_ticks(ticks: u64) -> Duration {
+    Duration::from_millis((ticks + 1).saturating_mul(1000) / clock_ticks_per_second())
 }
+
+/// For so long the keeper tries to start a firnd.
+const RECENT_LOSS: Duration = Duration::from_secs(60);
 
 /// A table that is none is refused for good; what cannot be opened or mapped now is tried again.
 fn refuse_table(error: LiveTableError) -> MountError {
@@ -169,8 +208,6 @@ pub(crate) struct Takeover {
     link: Option<Arc<KeeperLink>>,
     table: Option<Arc<LiveTable>>,
     obstacle: Mutex<Option<&'static str>>,
-    /// A transaction that is open would end with firnd.
-    loses_transactions: bool,
     /// Whether the kernel sends requests again.
     resends: AtomicBool,
     /// Open files that were lost at the last takeover.
@@ -220,7 +257,6 @@ impl Takeover {
             link: link.cloned(),
             table,
             obstacle: Mutex::new(obstacle),
-            loses_transactions: loses_transactions(options),
             resends: AtomicBool::new(true),
             bad_handles: 0,
             arena: engine.arena().superblock().uuid,
@@ -240,7 +276,6 @@ impl Takeover {
             link: link.cloned(),
             table: Some(Arc::clone(&taken.resumed.table)),
             obstacle: Mutex::new(None),
-            loses_transactions: loses_transactions(&request.options),
             resends: AtomicBool::new(firn_fuse::sends_again(&taken.header.exchange)),
             bad_handles: left.as_ref().map_or(0, |left| left.bad_handles),
             arena: taken.header.arena,
@@ -377,7 +412,6 @@ impl Part for Takeover {
     fn show(&self, status: &mut Status) {
         let obstacle = *self.obstacle.lock();
         status.takeover = match obstacle {
-            None if self.loses_transactions => "ready, while no transaction is open".into(),
             None if !self.resends.load(Ordering::Relaxed) => {
                 "ready, and requests that are under way then end with EIO (before Linux 6.9)".into()
             }

@@ -20,9 +20,9 @@ use crate::gate::TransactionGate;
 use crate::store::{LoggableStore, shown_scope};
 
 pub(crate) use self::answer::{RequestContext, answer_owned, answer_without};
-pub(crate) use self::last::{give_up, give_up_all, in_the_way, leave};
+pub(crate) use self::last::{ends_with_firnd, give_up, give_up_all, in_the_way, leave};
 pub(crate) use self::status::status;
-pub(crate) use self::steps::steps;
+pub(crate) use self::steps::{note_undone, steps};
 
 /// Takes a request of a client through its steps.
 fn run(

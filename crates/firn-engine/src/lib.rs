@@ -100,7 +100,9 @@ pub use file::FileId;
 pub use file_events::{FileChange, FileEvent};
 pub use firn_backing::LaneIndex;
 pub use kernel_cache::KernelCache;
-pub use live::{NotedRequest, Resumed, ResumedHandle, ResumedRequest, ResumedRequests, Subjects};
+pub use live::{
+    NotedRequest, Resumed, ResumedHandle, ResumedRequest, ResumedRequests, Subjects, TakeoverLosses,
+};
 pub use lost::{LostFile, LostFiles};
 pub use nameless::{FileKeeper, KeptFile};
 pub use namespace::Namespace;

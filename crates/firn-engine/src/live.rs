@@ -10,7 +10,7 @@
 //! Files that no program has open are not in the table. The kernel knows them by the backing's inode number; a request for one
 //! gets ESTALE, upon which the kernel looks its name up and finds the same number.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::sync::Arc;
@@ -18,9 +18,10 @@ use std::sync::atomic::Ordering;
 
 use firn_arena::MemoryFile;
 use firn_arena::live::LiveTable;
-use firn_backing::{Attr, Backing, Errno, Kind, Time};
+use firn_backing::lock::Mutex;
+use firn_backing::{Attr, Backing, Errno, Kind, Time, is_below};
 use firn_format::live::{
-    Contents, Handle, Moment, Node, ObjectIdentity, Request, ServedBy, Stored,
+    Contents, Handle, Moment, Node, ObjectIdentity, PathSum, Request, ServedBy, Stored, UndoneScope,
 };
 
 use crate::engine::Engine;
@@ -43,6 +44,21 @@ pub struct Resumed {
     pub files: Vec<KeptFile>,
     /// Keeps such files from now on.
     pub keeper: Option<Arc<dyn FileKeeper>>,
+    /// When the earlier firnd died, in clock ticks since the host started.
+    pub died_ticks: u64,
+    /// What its programs lose.
+    pub losses: Mutex<TakeoverLosses>,
+}
+
+/// What programs lose at a takeover: what they wrote in transactions that do not go on.
+#[derive(Debug, Default)]
+pub struct TakeoverLosses {
+    /// Paths of the scopes.
+    pub scopes: BTreeSet<Vec<u8>>,
+    /// Handles that are not open any more.
+    handles: HashSet<u64>,
+    /// Their cells, which are free.
+    cells: HashSet<u32>,
 }
 
 /// What of it concerns requests and their answers.
@@ -75,6 +91,78 @@ pub struct ResumedRequest {
     /// What is known of it.
     pub request: Request,
     cell: u32,
+}
+
+impl Resumed {
+    /// What programs wrote below these paths does not count: the transactions that they wrote it in do not go on. To be
+    /// called before that is so in the backing, where a later firnd would not find them any more.
+    ///
+    /// A handle that writes there goes: its program would write on after what was dropped.
+    pub fn lose_scopes(&self, scopes: &[Vec<u8>]) {
+        for path in scopes {
+            self.table.note_undone_scope(UndoneScope {
+                path: PathSum::of(path),
+                died_ticks: self.died_ticks,
+                told: None,
+            });
+        }
+        let paths = NodePaths::of(&self.contents.nodes);
+        let mut losses = self.losses.lock();
+        for stored in &self.contents.handles {
+            let handle = &stored.entry;
+            let is_lost = || {
+                let paths = paths.paths_of(handle.node, PATH_DEPTH_MAX);
+                let is_in_one = |path: &Vec<u8>| scopes.iter().any(|scope| is_below(path, scope));
+                paths.iter().any(is_in_one)
+            };
+            if has_uncommitted_bytes(handle) && is_lost() && losses.cells.insert(stored.cells[0]) {
+                losses.handles.insert(handle.id);
+                self.table.drop_cells(&stored.cells);
+            }
+        }
+        losses.scopes.extend(scopes.iter().cloned());
+    }
+}
+
+/// Directories above each other in a path of 4096 bytes.
+const PATH_DEPTH_MAX: usize = 2048;
+
+/// Whether a handle writes, or is read from a memory file, which may have what was dropped.
+fn has_uncommitted_bytes(handle: &Handle) -> bool {
+    let writes = handle.flags & libc::O_ACCMODE != libc::O_RDONLY;
+    handle.served_by != ServedBy::Directory && (writes || handle.view.is_some())
+}
+
+/// Paths of nodes, as a table has them.
+struct NodePaths<'a>(HashMap<u64, Vec<&'a Node>>);
+
+impl<'a> NodePaths<'a> {
+    fn of(nodes: &'a [Stored<Node>]) -> Self {
+        let mut by_id: HashMap<u64, Vec<&Node>> = HashMap::new();
+        for node in nodes {
+            by_id.entry(node.entry.id).or_default().push(&node.entry);
+        }
+        Self(by_id)
+    }
+
+    /// All that a node may have: of one that was being renamed both. `depth`: damage could make a circle of directories.
+    fn paths_of(&self, id: u64, depth: usize) -> Vec<Vec<u8>> {
+        if id == ROOT.0 {
+            return vec![Vec::new()];
+        }
+        let nodes = self.0.get(&id).filter(|_| depth > 0);
+        let paths_below = |node: &&Node| {
+            let mut paths = self.paths_of(node.parent, depth - 1);
+            for path in &mut paths {
+                if !path.is_empty() {
+                    path.push(b'/');
+                }
+                path.extend_from_slice(&node.name);
+            }
+            paths
+        };
+        nodes.into_iter().flatten().flat_map(paths_below).collect()
+    }
 }
 
 /// A request in work that is noted, until this is dropped.
@@ -300,8 +388,13 @@ impl<B: Backing> Engine<B> {
             .filter(|stored| stored.entry.view.is_some())
             .map(|stored| stored.entry.id)
             .collect();
+        let lost = resumed.losses.lock().handles.clone();
+        requests.bad_handles += lost.len() as u64;
         for stored in handles {
             let (handle, cell) = (&stored.entry, stored.cells[0]);
+            if lost.contains(&handle.id) {
+                continue;
+            }
             if handle.view.is_none() && viewers.contains(&handle.id) {
                 resumed.table.drop_cells(&[cell]);
                 continue;

@@ -3,7 +3,8 @@
 //! ```text
 //! 0      header, two pages: arena, connection, mount point, the exchange of INIT
 //! 8128   words that change: how often the mount was taken over, and how long programs waited
-//! 8192   cells of 128 bytes: a node, an open handle, a request in work, a transaction, the rest of a long name
+//! 8192   cells of 128 bytes: a node, an open handle, a request in work, a transaction, a scope that was undone, the rest of a
+//!        long name
 //! ```
 //!
 //! A cell counts if its seal is right, the CRC32C of the bytes behind it. A cell that is being written when firnd dies does
@@ -293,6 +294,45 @@ pub enum TransactionOwner {
     Connection,
 }
 
+/// A path, by what is enough to know it again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PathSum {
+    /// Its bytes.
+    pub len: u32,
+    /// CRC32C of them.
+    pub sum: u32,
+}
+
+impl PathSum {
+    /// Of a path relative to the backing.
+    pub fn of(path: &[u8]) -> Self {
+        Self {
+            len: path.len() as u32,
+            sum: crc32c::crc32c(path),
+        }
+    }
+}
+
+/// The scope of a transaction that could not go on when its firnd died. Programs that were in it are told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct UndoneScope {
+    /// Its path.
+    pub path: PathSum,
+    /// When firnd died, in clock ticks since the host started. A process that began later was not in the transaction.
+    pub died_ticks: u64,
+    /// A process that was told; none: the entry is the scope's own.
+    pub told: Option<u32>,
+}
+
+impl UndoneScope {
+    /// Whether a path is that of the scope or below it.
+    pub fn covers(&self, path: &[u8]) -> bool {
+        let len = self.path.len as usize;
+        let is_whole = len == 0 || path.len() == len || path.get(len) == Some(&b'/');
+        is_whole && path.get(..len).map(PathSum::of) == Some(self.path)
+    }
+}
+
 /// What a cell tells.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Cell {
@@ -320,6 +360,8 @@ pub enum Cell {
     Request(Request),
     /// A transaction.
     Transaction(Transaction),
+    /// A scope that was undone, or a process that was told of it.
+    UndoneScope(UndoneScope),
 }
 
 /// A cell in its stored form.
@@ -330,6 +372,7 @@ const TAG_NAME: u8 = 0x61;
 const TAG_HANDLE: u8 = 0x48;
 const TAG_REQUEST: u8 = 0x52;
 const TAG_TRANSACTION: u8 = 0x54;
+const TAG_UNDONE_SCOPE: u8 = 0x55;
 
 /// Where the count of look-ups is in a node's cell.
 pub const LOOKUPS_AT: usize = 56;
@@ -428,6 +471,23 @@ struct RawTransaction {
     rest: [u8; 96],
 }
 
+#[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+struct RawUndoneScope {
+    seal: u32,
+    tag: u8,
+    /// 1: a process was told, 0: the scope itself.
+    is_told: u8,
+    unused: u16,
+    died_ticks: u64,
+    path_len: u32,
+    path_sum: u32,
+    told: u32,
+    unused_too: u32,
+    rest: [u8; 96],
+}
+
+const _: () = assert!(size_of::<RawUndoneScope>() == CELL_BYTES);
 const _: () = assert!(size_of::<RawTransaction>() == CELL_BYTES);
 const _: () = assert!(size_of::<RawNode>() == CELL_BYTES);
 const _: () = assert!(std::mem::offset_of!(RawNode, lookups) == LOOKUPS_AT);
@@ -616,6 +676,25 @@ impl Transaction {
     }
 }
 
+impl UndoneScope {
+    /// The stored form.
+    pub fn encode(&self) -> CellBytes {
+        let raw = RawUndoneScope {
+            seal: 0,
+            tag: TAG_UNDONE_SCOPE,
+            is_told: self.told.is_some().into(),
+            unused: 0,
+            died_ticks: self.died_ticks,
+            path_len: self.path.len,
+            path_sum: self.path.sum,
+            told: self.told.unwrap_or_default(),
+            unused_too: 0,
+            rest: [0; 96],
+        };
+        sealed(raw.as_bytes())
+    }
+}
+
 /// A cell that is neither free nor whole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DamagedCell;
@@ -635,6 +714,7 @@ pub fn decode_cell(cell: &CellBytes) -> Result<Option<Cell>, DamagedCell> {
         TAG_HANDLE => decode_handle(cell),
         TAG_REQUEST => decode_request(cell),
         TAG_TRANSACTION => decode_transaction(cell),
+        TAG_UNDONE_SCOPE => decode_undone_scope(cell),
         _ => None,
     };
     decoded.map(Some).ok_or(DamagedCell)
@@ -725,6 +805,18 @@ fn decode_transaction(cell: &CellBytes) -> Option<Cell> {
     }))
 }
 
+fn decode_undone_scope(cell: &CellBytes) -> Option<Cell> {
+    let raw = RawUndoneScope::read_from_bytes(cell).ok()?;
+    Some(Cell::UndoneScope(UndoneScope {
+        path: PathSum {
+            len: raw.path_len,
+            sum: raw.path_sum,
+        },
+        died_ticks: raw.died_ticks,
+        told: (raw.is_told != 0).then_some(raw.told),
+    }))
+}
+
 /// What a table holds.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Contents {
@@ -736,6 +828,8 @@ pub struct Contents {
     pub requests: Vec<Stored<Request>>,
     /// Transactions. One may be there twice: it is ending if one of them says so.
     pub transactions: Vec<Stored<Transaction>>,
+    /// Scopes that were undone, and processes that were told of them.
+    pub undone_scopes: Vec<Stored<UndoneScope>>,
     /// Cells that are neither free nor whole, and nodes whose name is not whole.
     pub damaged: u64,
 }
@@ -766,6 +860,10 @@ pub fn read_contents(bytes: &[u8]) -> Contents {
                 cells: vec![at],
             }),
             Ok(Some(Cell::Transaction(entry))) => contents.transactions.push(Stored {
+                entry,
+                cells: vec![at],
+            }),
+            Ok(Some(Cell::UndoneScope(entry))) => contents.undone_scopes.push(Stored {
                 entry,
                 cells: vec![at],
             }),
@@ -940,6 +1038,30 @@ mod tests {
                 let decoded = decode_cell(&transaction.encode()).unwrap();
                 assert_eq!(decoded, Some(Cell::Transaction(transaction)));
             }
+        }
+    }
+
+    #[test]
+    fn scopes_that_were_undone_come_back_and_cover_what_is_below() {
+        for told in [None, Some(0), Some(7)] {
+            let scope = UndoneScope {
+                path: PathSum::of(b"a/b"),
+                died_ticks: 9,
+                told,
+            };
+            let decoded = decode_cell(&scope.encode()).unwrap();
+            assert_eq!(decoded, Some(Cell::UndoneScope(scope)));
+        }
+        let scope = |path: &[u8]| UndoneScope {
+            path: PathSum::of(path),
+            died_ticks: 0,
+            told: None,
+        };
+        for below in [&b"a/b"[..], b"a/b/c"] {
+            assert!(scope(b"a/b").covers(below) && scope(b"").covers(below));
+        }
+        for beside in [&b"a"[..], b"a/bc", b"a/c", b"b"] {
+            assert!(!scope(b"a/b").covers(beside));
         }
     }
 

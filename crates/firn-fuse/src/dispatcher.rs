@@ -38,7 +38,7 @@ use crate::caller::IoUringUsers;
 use crate::coherence::Coherence;
 use crate::direct_access::{self, DataSocket};
 use crate::failures::Failures;
-use crate::gate::{Gate, note_accesses};
+use crate::gate::{Gate, admit, note_accesses};
 use crate::passthrough::Passthrough;
 use crate::repeated::RepeatedRequests;
 use crate::reply::{Answer, Attributes, GiveBack, Replies, Reply, Responder};
@@ -282,6 +282,12 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         } = request;
         trace(unique, caller, &operation);
         if let Some(gate) = &self.gate {
+            if gate.has_undone_scopes()
+                && let Err(errno) = admit(&**gate, caller, reply.is_repeated(), &operation)
+            {
+                reply.give_up_first_try(&self.engine);
+                return reply.error(errno);
+            }
             note_accesses(&**gate, caller, &operation);
         }
         match operation {

@@ -16,13 +16,14 @@
 //! * A change waits only for what is done with a directory above the object that it changes.
 //! * While a pass is held, no change comes to wait that was let in before.
 
+use std::ffi::OsStr;
 use std::ops::Range;
 use std::sync::Arc;
 
 use firn_backing::{Caller, Errno};
 use firn_engine::{HandleId, InodeId};
 
-use crate::request::{COPY_BYTES_MAX, CopyRange, Fallocate, Operation, Read, Write};
+use crate::request::{COPY_BYTES_MAX, CopyRange, Fallocate, Name, Operation, Read, Write};
 use crate::watch::ChangeWatch;
 
 /// What a request does with a range of a file.
@@ -32,6 +33,17 @@ pub enum RangeAccess {
     Read,
     /// It writes the range.
     Write,
+}
+
+/// What a request changes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ChangedObject<'a> {
+    /// A name in a directory.
+    Name(InodeId, &'a OsStr),
+    /// An object, by its number.
+    Inode(InodeId),
+    /// A file, by a handle that may have been lost with an earlier firnd.
+    Handle(InodeId, HandleId),
 }
 
 /// Leave to make one change. Held while the engine makes it; a thread has one at a time.
@@ -70,6 +82,18 @@ pub trait Gate: Send + Sync {
     /// Waits until the contents of an object may be changed in the backing; an error where that does not come.
     fn enter_change(&self, inode: InodeId) -> Result<Pass<'_>, Errno>;
 
+    /// Whether transactions have ended with an earlier firnd, and some of their programs may not know it: then
+    /// [`Gate::admit`] is asked about each change.
+    fn has_undone_scopes(&self) -> bool {
+        false
+    }
+
+    /// Refuses a change that belonged to a transaction which has ended with an earlier firnd. `is_repeated`: that firnd had
+    /// the request already.
+    fn admit(&self, _: Caller, _is_repeated: bool, _: ChangedObject<'_>) -> Result<(), Errno> {
+        Ok(())
+    }
+
     /// What watches changes of names and files, on a mount with commit rules.
     fn watch(&self) -> Option<Arc<dyn ChangeWatch>> {
         None
@@ -85,6 +109,68 @@ pub(crate) fn enter_change(
     inode: InodeId,
 ) -> Result<Option<Pass<'_>>, Errno> {
     gate.map(|gate| gate.enter_change(inode)).transpose()
+}
+
+/// [`Gate::admit`] for all that a request changes.
+pub(crate) fn admit(
+    gate: &dyn Gate,
+    caller: Caller,
+    is_repeated: bool,
+    operation: &Operation<'_>,
+) -> Result<(), Errno> {
+    let mut changed = changed_objects(operation).into_iter().flatten();
+    changed.try_for_each(|object| gate.admit(caller, is_repeated, object))
+}
+
+/// What an operation changes; a sync or close of a file ends changes of it. Every operation is named: a new one has to decide
+/// here whether it changes something.
+fn changed_objects<'a>(operation: &Operation<'a>) -> [Option<ChangedObject<'a>>; 2] {
+    let name = |at: &Name<'a>| Some(ChangedObject::Name(at.parent, at.name));
+    match operation {
+        Operation::Unlink(at)
+        | Operation::Rmdir(at)
+        | Operation::Mknod { at, .. }
+        | Operation::Mkdir { at, .. }
+        | Operation::Symlink { at, .. }
+        | Operation::Create { at, .. } => [name(at), None],
+        Operation::Link { inode, at } => [name(at), Some(ChangedObject::Inode(*inode))],
+        Operation::Rename { from, to, .. } => [name(from), name(to)],
+        Operation::Setattr { inode, .. }
+        | Operation::Setxattr { inode, .. }
+        | Operation::Removexattr { inode, .. } => [Some(ChangedObject::Inode(*inode)), None],
+        Operation::Open { inode, flags } if flags & libc::O_ACCMODE != libc::O_RDONLY => {
+            [Some(ChangedObject::Inode(*inode)), None]
+        }
+        Operation::Write(Write { inode, handle, .. })
+        | Operation::Fallocate(Fallocate { inode, handle, .. })
+        | Operation::CopyRange(CopyRange {
+            to_inode: inode,
+            to: handle,
+            ..
+        })
+        | Operation::Flush { inode, handle, .. }
+        | Operation::Fsync { inode, handle, .. } => {
+            [Some(ChangedObject::Handle(*inode, *handle)), None]
+        }
+        Operation::Lookup(_)
+        | Operation::Getattr { .. }
+        | Operation::Readlink { .. }
+        | Operation::Open { .. }
+        | Operation::Opendir { .. }
+        | Operation::Read(_)
+        | Operation::Release { .. }
+        | Operation::Readdir { .. }
+        | Operation::Readdirplus { .. }
+        | Operation::Releasedir { .. }
+        | Operation::Fsyncdir { .. }
+        | Operation::Statfs { .. }
+        | Operation::Getxattr { .. }
+        | Operation::Listxattr { .. }
+        | Operation::Ioctl { .. }
+        | Operation::Lseek { .. }
+        | Operation::Getlk(_)
+        | Operation::Setlk { .. } => [None, None],
+    }
 }
 
 /// Notes which bytes a request uses. Every operation is named: a new operation has to decide here whether two hosts can

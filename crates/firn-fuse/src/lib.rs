@@ -39,7 +39,7 @@ pub use coherence::Invalidator;
 pub use device::{detach, open_control};
 pub use dispatcher::AdapterOptions;
 pub use failures::Failures;
-pub use gate::{Gate, Pass, RangeAccess};
+pub use gate::{ChangedObject, Gate, Pass, RangeAccess};
 pub use session::{KeptConnection, Session, SessionError, SessionOptions};
 pub use transport::dev_fuse::{KeepConnection, sends_again};
 pub use unanswered::{WaitingThread, WaitingThreads};

@@ -340,6 +340,15 @@ impl<R: Responder> Reply<R> {
         }
     }
 
+    /// The request is refused: nothing of what was noted of it stands.
+    pub(crate) fn give_up_first_try<B: Backing>(&mut self, engine: &Engine<B>) {
+        if self.is_repeated() {
+            self.release_older();
+            let resumed = self.replies.repeated.take_request(self.number());
+            self.noted = resumed.and_then(|resumed| engine.note_resumed_request(&resumed));
+        }
+    }
+
     /// The kernel's number of the request.
     pub(crate) fn unique(&self) -> u64 {
         self.unique

@@ -18,7 +18,8 @@ use crate::owners::{Owners, Scopes};
 use crate::part::{Part, Parts, Question, Stop};
 use crate::status::list_files;
 use crate::transactions::{
-    RequestContext, abort_orphan, answer_owned, give_up, in_the_way, is_open, leave, status,
+    RequestContext, abort_orphan, answer_owned, ends_with_firnd, give_up, in_the_way, is_open, leave, note_undone,
+    status,
 };
 
 /// Makes the kernel drop what it has cached, where it caches something.
@@ -55,8 +56,15 @@ impl Transactions {
         }))
     }
 
-    /// Goes on with the owners of transactions of an earlier firnd.
-    pub(crate) fn resume(&self, stored: &[Stored<Transaction>]) {
+    /// Goes on with the owners of transactions of an earlier firnd, and notes the scopes of those that were undone.
+    pub(crate) fn resume(&self, stored: &[Stored<Transaction>], undone: &[Vec<u8>]) {
+        for scope in undone {
+            note_undone(&self.gate, scope);
+            self.owners.note_undone(scope);
+            if let Some(rules) = &self.rules {
+                rules.count_undone(scope);
+            }
+        }
         let Some(live) = self.gate.engine().live() else {
             return;
         };
@@ -139,7 +147,7 @@ impl Part for Transactions {
         let Request::Upgrade { .. } = request else {
             return None;
         };
-        in_the_way(&self.gate).map(|message| Reply::Error {
+        ends_with_firnd(&self.gate).map(|message| Reply::Error {
             errno: libc::EBUSY,
             message: format!("a transaction does not outlive this firnd: {message}"),
         })

@@ -10,10 +10,10 @@ use firn_protocol::{Reply, Request};
 use firn_transact::machine::{Answer, CommitOptions, Verb};
 use firn_transact::{ScopeError, TopMaker};
 
-use super::refusal::{orphaned, refused};
+use super::refusal::{aborted, refused};
 use super::{is_open, run};
 use crate::gate::TransactionGate;
-use crate::owners::{ControlPeer, Owners, Refusal, Request as UnderWay};
+use crate::owners::{AbortCause, ControlPeer, Owners, Refusal, Request as UnderWay};
 use crate::store::shown_scope;
 
 /// Parts of the mount that an answer uses.
@@ -101,7 +101,9 @@ pub(crate) fn answer_owned(
     let under_way = loop {
         match owners.enter(scope) {
             Ok(under_way) => break under_way,
-            Err(Refusal::Aborted { owner }) if needs_owner => return orphaned(scope, &owner),
+            Err(Refusal::Aborted { owner }) if needs_owner => {
+                return aborted(scope, &AbortCause::OwnerGone(owner));
+            }
             Err(Refusal::Aborted { .. }) if matches!(request, Request::Abort { .. }) => {
                 return Reply::Done;
             }
@@ -145,13 +147,14 @@ pub(crate) fn answer_owned(
             note_begun(gate, owners, next);
         }
         (_, Reply::Error { .. }, _) if needs_owner && is_open(gate, scope).is_none() => {
-            if let Some(owner) = owners.aborted_for(scope) {
-                reply = orphaned(scope, &owner);
+            if let Some(cause) = owners.abort_cause(scope) {
+                reply = aborted(scope, &cause);
             }
         }
         _ => {}
     }
     under_way.end(is_open(gate, scope));
+    gate.settle_undone_scope(scope);
     forget_ended(gate);
     reply
 }

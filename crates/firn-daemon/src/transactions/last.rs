@@ -47,6 +47,18 @@ pub(crate) fn give_up_all(gate: &TransactionGate) {
     }
 }
 
+/// The first transaction that would be aborted, or lose what waits for its outcome, if another firnd went on with the mount.
+pub(crate) fn ends_with_firnd(gate: &TransactionGate) -> Option<String> {
+    let all = gate.store().open_transactions();
+    let found = all.iter().find(|found| !found.outlives_firnd())?;
+    let scope = shown_scope(&found.path_now());
+    Some(if found.is_of_names() {
+        format!("a checkpoint of a commit rule is open in {scope}: try again when it is complete")
+    } else {
+        format!("a transaction is open in {scope}: firn commit or firn abort it first")
+    })
+}
+
 /// Why the mount must not be unmounted. Decided commits are applied first.
 pub(crate) fn in_the_way(gate: &TransactionGate) -> Option<String> {
     let mut begun_here = gate.store().open_transactions();

@@ -8,6 +8,7 @@ use firn_transact::{
     StoreError, TransactionError, VoteError,
 };
 
+use crate::owners::AbortCause;
 use crate::participants;
 use crate::store::shown_scope;
 
@@ -50,14 +51,20 @@ pub(super) fn refused(error: &TransactionError, path: &BytePath) -> Reply {
     Reply::Error { errno, message }
 }
 
-/// The answer to a prepare or commit of a transaction whose owner is gone.
-pub(super) fn orphaned(scope: &[u8], owner: &str) -> Reply {
+/// The answer to a prepare or commit of a transaction that was aborted without a request.
+pub(super) fn aborted(scope: &[u8], cause: &AbortCause) -> Reply {
     let scope = shown_scope(scope);
-    Reply::Error {
-        errno: libc::ECANCELED,
-        message: format!(
+    let message = match cause {
+        AbortCause::OwnerGone(owner) => format!(
             "{scope}: the owner of the transaction, {owner}, was gone before it was prepared: it is aborted"
         ),
+        AbortCause::FirndDied => format!(
+            "{scope}: firnd died before the transaction was prepared: it is aborted; begin another one and write again"
+        ),
+    };
+    Reply::Error {
+        errno: libc::ECANCELED,
+        message,
     }
 }
 

@@ -35,6 +35,13 @@ fn tell(event: Event, scope: &str, id: Option<u64>) {
     }
 }
 
+/// A transaction in `scope` was undone because it could not go on without the firnd that died.
+pub(crate) fn note_undone(gate: &TransactionGate, scope: &[u8]) {
+    let shown = shown_scope(scope);
+    tracing::warn!(scope = %shown, "firnd died while a transaction was open: it is aborted, and its programs get errors");
+    note(gate, Event::Undone, scope, None);
+}
+
 /// Counts what became of the transaction in `scope`, and logs it with `log-level=debug`.
 pub(super) fn note(gate: &TransactionGate, event: Event, scope: &[u8], id: Option<u64>) {
     let index = match event {

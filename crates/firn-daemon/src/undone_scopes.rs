@@ -1,0 +1,103 @@
+//! Scopes of transactions that ended with an earlier firnd, as long as a program that was in one may not know it.
+//!
+//! A transaction in buffer mode is in the memory of its firnd, and the next one undoes it. A program that goes on would
+//! make the rest of its changes outside of any transaction, or in a new checkpoint of a commit rule. So it is told:
+//!
+//! | change in such a scope | answer |
+//! |---|---|
+//! | by a handle that wrote there when firnd died | ECANCELED, until it is closed |
+//! | the kernel sends it again: it was under way when firnd died | ECANCELED |
+//! | the first one of a process that ran when firnd died | ECANCELED |
+//! | any other one | is made |
+//!
+//! Promise: the live table has which processes are to be told, so a kill of this firnd changes nothing.
+//!
+//! Relies on: a scope is forgotten with the next request about its transaction, or the next checkpoint that is committed there.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use firn_arena::live::LiveTable;
+use firn_backing::{Caller, Errno};
+use firn_format::live::{PathSum, UndoneScope};
+use firn_format::quote::quoted;
+
+use crate::process::process_of;
+
+/// What a change is about, for [`UndoneScopes::admit`].
+pub(crate) struct AskedChange<'a> {
+    pub(crate) caller: Caller,
+    pub(crate) path: &'a [u8],
+    /// An earlier firnd had the request already.
+    pub(crate) is_repeated: bool,
+    /// It uses a handle that was lost.
+    pub(crate) has_lost_handle: bool,
+}
+
+/// The scopes of one mount.
+pub(crate) struct UndoneScopes {
+    table: Arc<LiveTable>,
+    has_some: AtomicBool,
+}
+
+impl UndoneScopes {
+    pub(crate) fn of(table: &Arc<LiveTable>) -> Self {
+        let found = Self {
+            table: Arc::clone(table),
+            has_some: AtomicBool::new(false),
+        };
+        found.look();
+        found
+    }
+
+    fn look(&self) {
+        let has_some = !self.table.undone_scopes().is_empty();
+        self.has_some.store(has_some, Ordering::Release);
+    }
+
+    pub(crate) fn has_some(&self) -> bool {
+        self.has_some.load(Ordering::Acquire)
+    }
+
+    /// Refuses a change of a program that is to be told.
+    pub(crate) fn admit(&self, change: &AskedChange<'_>) -> Result<(), Errno> {
+        let noted = self.table.undone_scopes();
+        let covering = noted.iter().filter(|scope| scope.covers(change.path));
+        let (told, scopes): (Vec<&UndoneScope>, _) = covering.partition(|one| one.told.is_some());
+        let Some(last) = scopes.iter().max_by_key(|scope: &&&UndoneScope| scope.died_ticks) else {
+            return Ok(());
+        };
+        let process = process_of(change.caller.pid);
+        let was_told = told
+            .iter()
+            .any(|one| one.told == Some(process) && one.died_ticks == last.died_ticks);
+        let must_fail = change.is_repeated || change.has_lost_handle;
+        if !must_fail && (was_told || !ran_at(process, last.died_ticks)) {
+            return Ok(());
+        }
+        for scope in scopes {
+            self.table.note_undone_scope(UndoneScope {
+                told: Some(process),
+                ..*scope
+            });
+        }
+        if !was_told {
+            let path = quoted(change.path);
+            tracing::warn!(process, %path, "a change is refused: its transaction was aborted when firnd died");
+        }
+        Err(Errno::CANCELED)
+    }
+
+    /// The program that a transaction was for knows of its end.
+    pub(crate) fn settle(&self, path: &[u8]) {
+        if self.has_some() {
+            self.table.forget_undone_scope(PathSum::of(path));
+            self.look();
+        }
+    }
+}
+
+/// Whether a process had begun by a time in clock ticks. One that is not seen may have.
+fn ran_at(process: u32, ticks: u64) -> bool {
+    firn_client::start_ticks_of(process).map_or(true, |began| began <= ticks)
+}
