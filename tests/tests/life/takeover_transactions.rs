@@ -1,19 +1,25 @@
-//! Transactions that are open or prepared in shadow mode, while firnd is killed: they go on, and end as without the kill.
+//! Transactions that are open or prepared while firnd is killed. In shadow mode they go on, and end as without the kill. In buffer
+//! mode, and where a commit rule has begun them, they are aborted, their programs are told, and the mount goes on.
 //!
-//! `FIRN_TAKEOVER_KILLS` has each call of a commit and an abort killed (`cargo xtask campaign takeover`), `FIRN_SEED` sets the
-//! seed.
+//! `FIRN_TAKEOVER_KILLS` has each call of a commit and an abort killed, and that many kills at random moments (`cargo xtask
+//! campaign takeover`), `FIRN_SEED` sets the seed.
 
 use std::fs::{self, File, OpenOptions};
+use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use firn_tests::random::env_count;
-use firn_tests::sandbox::kill_alone;
+use firn_tests::ack::{returned_operations, verify};
+use firn_tests::fsops::close;
+use firn_tests::random::{env_count, generator};
+use firn_tests::sandbox::{helper_binary, kill_alone};
 use firn_tests::trace::{KillAt, Moment};
 use firn_tests::transaction::{firn, firn_id, firn_with};
 use firn_tests::{FirnMount, Sandbox, seed, wait_until};
+use rand::RngExt;
 
 use crate::takeover::{act_with_kill, is, taken_over};
 
@@ -301,4 +307,454 @@ fn a_transaction_whose_owner_ended_during_the_pause_is_aborted_and_another_goes_
     wait_until("the other is aborted", LIMIT, || count(&mount) == 0);
     check_old(&mount.join("lives"));
     mount.umount();
+}
+
+// ---- buffer mode ---------------------------------------------------------------------------------
+
+fn buffered() -> String {
+    format!("{},drain=commit,mode=buffer", taken_over())
+}
+
+#[track_caller]
+fn assert_errno<T>(result: io::Result<T>, errno: i32) {
+    let found = result.map(drop).map_err(|error| error.raw_os_error());
+    assert_eq!(found, Err(Some(errno)));
+}
+
+/// A transaction ended with the firnd that was killed: every open file of it says so.
+#[track_caller]
+fn assert_told(files: OpenFiles) {
+    let OpenFiles {
+        changed,
+        removed,
+        new,
+    } = files;
+    for file in [&changed, &new] {
+        for _ in 0..2 {
+            assert_errno(file.write_all_at(b"x", 0), libc::ECANCELED);
+        }
+        assert_errno(file.sync_all(), libc::ECANCELED);
+    }
+    for file in [changed, new] {
+        assert_eq!(close(file), Err(rustix::io::Errno::CANCELED));
+    }
+    drop(removed);
+}
+
+/// Proves S-crash-17, S-crash-18.
+#[test]
+fn an_open_transaction_in_buffer_mode_is_aborted_and_the_mount_goes_on() {
+    let sandbox = Sandbox::new("aborted");
+    let mut mount = FirnMount::new(&sandbox, &buffered());
+    assert_eq!(mount.status().takeover, "ready");
+    let dir = mount.join("scope");
+    make_old(&dir);
+    fs::write(mount.join("outside"), "").expect("write");
+    let outside = open(&mount.join("outside"));
+    firn(&sandbox, "begin", &dir).ok();
+    let files = change(&dir);
+    change_more(&dir, &files, b'0');
+    outside.write_all_at(b"one", 0).expect("write");
+    mount.kill_and_go_on();
+    outside.write_all_at(b"two", 3).expect("others only wait");
+    assert_told(files);
+    assert!(is_old(&dir), "what the kernel had of it is gone");
+    assert_eq!(mount.status().transactions.len(), 0);
+    for verb in ["commit", "prepare"] {
+        let refused = firn_id(&sandbox, verb, &dir, ID);
+        assert_ne!(refused.code, 0);
+        assert!(refused.stderr.contains("firnd died"), "{refused}");
+    }
+    assert!(sandbox.logs().contains("firnd died while a transaction was open"));
+    assert_eq!(mount.status().transaction_steps.get("undone"), Some(&1));
+    // The next one is as any other, for this process too.
+    firn(&sandbox, "begin", &dir).ok();
+    let files = change(&dir);
+    change_more(&dir, &files, b'0');
+    drop(files);
+    firn(&sandbox, "commit", &dir).ok();
+    check_changed(&dir, b'0');
+    drop(outside);
+    let backing = mount.umount();
+    check_changed(&backing.join("scope"), b'0');
+    assert_eq!(fs::read(backing.join("outside")).expect("read"), b"onetwo");
+}
+
+/// Proves S-crash-18.
+#[test]
+fn each_process_that_ran_is_told_once_that_its_transaction_was_aborted() {
+    let sandbox = Sandbox::new("told");
+    let mut mount = FirnMount::new(&sandbox, &buffered());
+    let dir = mount.join("scope");
+    make_old(&dir);
+    firn(&sandbox, "begin", &dir).ok();
+    fs::write(dir.join("part"), "one").expect("write");
+    mount.kill_and_go_on();
+    // A kill right after the abort does not make firnd forget whom it has to tell.
+    mount.kill_and_go_on();
+    assert_errno(fs::rename(dir.join("moved"), dir.join("x")), libc::ECANCELED);
+    fs::rename(dir.join("moved"), dir.join("x")).expect("it was told");
+    mount.kill_and_go_on();
+    fs::write(dir.join("y"), "y").expect("it was told before the kill");
+    let mut touch = Command::new("touch");
+    assert!(touch.arg(dir.join("z")).status().expect("touch").success());
+    assert!(!dir.join("part").exists());
+    mount.umount();
+}
+
+/// A change that firnd had read when it died belongs to the transaction: it is not made outside of it.
+///
+/// Proves S-crash-17, S-crash-18.
+#[test]
+fn a_change_under_way_in_an_aborted_transaction_is_not_made() {
+    let seed = seed("changes under way");
+    let sandbox = Sandbox::new("underway");
+    let mut mount = FirnMount::new(&sandbox, &buffered());
+    let acts: [fn(&Path) -> io::Result<()>; 4] = [
+        |dir| fs::remove_file(dir.join("removed")),
+        |dir| fs::rename(dir.join("moved"), dir.join("changed")),
+        |dir| fs::create_dir(dir.join("made")),
+        |dir| File::create(dir.join("made")).map(drop),
+    ];
+    for (number, act) in acts.into_iter().enumerate() {
+        let dir = mount.join(format!("scope{number}"));
+        make_old(&dir);
+        firn(&sandbox, "begin", &dir).ok();
+        let at = KillAt {
+            call: |number, _| is(number, &[libc::SYS_openat2, libc::SYS_openat, libc::SYS_newfstatat, libc::SYS_statx]),
+            skip: seed as usize % 2,
+            when: Moment::Before,
+        };
+        let acted = act_with_kill(&mut mount, at, || act(&dir));
+        match acted {
+            Err(error) => assert_eq!(error.raw_os_error(), Some(libc::ECANCELED), "{number}"),
+            Ok(_) => println!("change {number} was made before the kill"),
+        }
+        check_old(&dir);
+        firn(&sandbox, "abort", &dir);
+    }
+    mount.umount();
+}
+
+/// Proves S-crash-17.
+#[test]
+fn a_prepared_transaction_in_buffer_mode_keeps_its_outcome() {
+    for verb in ["commit", "abort"] {
+        let sandbox = Sandbox::new("outcome");
+        let mut mount = FirnMount::new(&sandbox, &buffered());
+        let dir = mount.join("scope");
+        make_old(&dir);
+        firn(&sandbox, "begin", &dir).ok();
+        let files = change(&dir);
+        change_more(&dir, &files, b'0');
+        firn_id(&sandbox, "prepare", &dir, ID).ok();
+        files.changed.write_all_at(b"late", 0).expect("it is held");
+        for _ in 0..2 {
+            mount.kill_and_go_on();
+        }
+        assert_told(files);
+        assert!(is_old(&dir), "it is shown as at the begin");
+        assert_errno(fs::write(dir.join("late"), "late"), libc::EBUSY);
+        let id = format!("--id={ID}");
+        let more: &[&str] = if verb == "commit" { &[&id] } else { &[] };
+        firn_with(&sandbox, verb, &dir, more).ok();
+        let check = |dir: &Path| match verb {
+            "commit" => check_changed(dir, b'0'),
+            _ => check_old(dir),
+        };
+        check(&dir);
+        fs::write(dir.join("after"), "after").expect("a change after the end");
+        check(&mount.umount().join("scope"));
+    }
+}
+
+/// Proves S-crash-17, S-crash-18.
+#[test]
+fn a_commit_in_buffer_mode_that_firnd_died_in_is_whole_or_undone() {
+    let seed = seed("takeover during a commit in buffer mode");
+    let sandbox = Sandbox::new("whole");
+    let mut mount = FirnMount::new(&sandbox, &buffered());
+    let is_campaign = env_count("FIRN_TAKEOVER_KILLS", 0) > 0;
+    let step = if is_campaign { 1 } else { CALLS_OF_CI };
+    let (mut committed, mut aborted) = (0, 0);
+    for skip in (seed as usize % step..).step_by(step) {
+        let dir = mount.join(format!("scope{skip}"));
+        make_old(&dir);
+        firn(&sandbox, "begin", &dir).ok();
+        let files = change(&dir);
+        change_more(&dir, &files, b'0');
+        let at = KillAt {
+            call: is_step,
+            skip,
+            when: Moment::Before,
+        };
+        let mut outcome = None;
+        let reached = act_with_kill(&mut mount, at, || {
+            outcome = Some(firn_id(&sandbox, "commit", &dir, ID));
+            Ok(())
+        });
+        let was_answered = outcome.expect("the request was made").code == 0;
+        if was_answered || firn_id(&sandbox, "commit", &dir, ID).code == 0 {
+            check_changed(&dir, b'0');
+            files.changed.write_all_at(b"NEW", 0).expect("write on");
+            committed += 1;
+        } else {
+            check_old(&dir);
+            assert_told(files);
+            aborted += 1;
+        }
+        if !reached.expect("the request was made") && was_answered {
+            break;
+        }
+    }
+    mount.umount();
+    println!("every {step}. call: {committed} commits, {aborted} aborts");
+    assert!(committed > 0 && aborted > 0);
+}
+
+// ---- commit rules --------------------------------------------------------------------------------
+
+/// `step-N/` is complete once `done` is closed, and `now.bin` and `now.idx` are, once the second is.
+fn with_rules(sandbox: &Sandbox) -> String {
+    let rules = sandbox.path().join("site.rules");
+    let text = "a  step-*/  close:done\nb  now.bin|now.idx  close:now.idx\n";
+    fs::write(&rules, text).expect("write the rules");
+    format!("{},rules={}", taken_over(), rules.display())
+}
+
+/// Writes `now.bin` and `now.idx` of one checkpoint over those of the last one.
+fn write_now(dir: &Path, text: &str) -> io::Result<()> {
+    fs::write(dir.join("now.bin"), text)?;
+    fs::write(dir.join("now.idx"), text)
+}
+
+#[track_caller]
+fn assert_now(dir: &Path, text: &str) {
+    for name in ["now.bin", "now.idx"] {
+        assert_eq!(fs::read_to_string(dir.join(name)).expect("read"), text);
+    }
+}
+
+/// Proves S-crash-17, S-crash-18.
+#[test]
+fn a_checkpoint_of_a_rule_that_is_open_is_aborted_and_the_next_one_works() {
+    let sandbox = Sandbox::new("rules");
+    let options = with_rules(&sandbox);
+    let mut mount = FirnMount::new(&sandbox, &options);
+    let top = mount.path().to_owned();
+    write_now(&top, "first").expect("write");
+    assert_now(mount.backing(), "first");
+    // The first file of the next one is complete, and firnd dies before the second.
+    fs::write(top.join("now.bin"), "second").expect("write");
+    assert_eq!(mount.status().transactions.len(), 1);
+    mount.kill_and_go_on();
+    assert_now(&top, "first");
+    let half = OpenOptions::new().write(true).open(top.join("now.idx"));
+    assert_errno(half, libc::ECANCELED);
+    assert_now(mount.backing(), "first");
+    assert_eq!(mount.status().rule_aborts.get("b"), Some(&1));
+    write_now(&top, "third").expect("the next one works");
+    assert_now(mount.backing(), "third");
+    // Now while a file is being written over.
+    let old = open(&top.join("now.bin"));
+    old.write_all_at(b"fourt", 0).expect("write");
+    mount.kill_and_go_on();
+    assert_errno(old.write_all_at(b"h", 5), libc::ECANCELED);
+    assert_eq!(close(old), Err(rustix::io::Errno::CANCELED));
+    assert_now(&top, "third");
+    assert_now(mount.backing(), "third");
+    write_now(&top, "fifth").expect("the next one works");
+    mount.kill_and_go_on();
+    write_now(&top, "sixth").expect("no checkpoint was open");
+    mount.umount();
+    assert_now(&sandbox.join("backing"), "sixth");
+}
+
+/// Proves S-crash-12, S-crash-17.
+#[test]
+fn the_close_that_completes_a_checkpoint_says_whether_it_is_committed() {
+    let seed = seed("the close of a checkpoint");
+    let sandbox = Sandbox::new("event");
+    let options = with_rules(&sandbox);
+    let mut mount = FirnMount::new(&sandbox, &options);
+    let is_campaign = env_count("FIRN_TAKEOVER_KILLS", 0) > 0;
+    let step = if is_campaign { 1 } else { CALLS_OF_CI };
+    let (mut committed, mut aborted) = (0, 0);
+    for skip in (seed as usize % step..).step_by(step) {
+        let dir = mount.join(format!("step-{skip}"));
+        fs::create_dir(&dir).expect("mkdir");
+        fs::write(dir.join("data"), "data").expect("write");
+        let done = File::create(dir.join("done")).expect("create");
+        done.write_all_at(b"done", 0).expect("write");
+        let at = KillAt {
+            call: is_step,
+            skip,
+            when: Moment::Before,
+        };
+        let closed = act_with_kill(&mut mount, at, || Ok(close(done)?));
+        let behind = mount.backing().join(format!("step-{skip}"));
+        match &closed {
+            Ok(_) => {
+                for name in ["data", "done"] {
+                    assert_eq!(fs::read_to_string(behind.join(name)).expect("read"), name);
+                    assert_eq!(fs::read_to_string(dir.join(name)).expect("read"), name);
+                }
+                committed += 1;
+            }
+            Err(error) => {
+                assert_eq!(error.raw_os_error(), Some(libc::ECANCELED));
+                assert!(!behind.exists() && !dir.exists());
+                aborted += 1;
+            }
+        }
+        if matches!(closed, Ok(false)) {
+            break;
+        }
+    }
+    mount.umount();
+    println!("every {step}. call: {committed} commits, {aborted} aborts");
+    assert!(committed > 0 && aborted > 0);
+}
+
+// ---- kills at random moments ---------------------------------------------------------------------
+
+/// Writers outside of every transaction.
+const WRITERS: u64 = 2;
+const KILLS_OF_CI: u64 = 6;
+const FILES: u64 = 4;
+
+/// Files of one generation, over those of the one before, as a job writes them.
+fn write_generation(dir: &Path, generation: u64) -> io::Result<()> {
+    for file in 0..FILES {
+        fs::write(dir.join(format!("file{file}")), format!("{generation:8}"))?;
+    }
+    Ok(())
+}
+
+/// The generation that all files have.
+#[track_caller]
+fn find_generation(dir: &Path) -> u64 {
+    let read = |file: u64| {
+        let text = fs::read_to_string(dir.join(format!("file{file}"))).expect("read");
+        text.trim().parse::<u64>().expect("a generation")
+    };
+    let first = read(0);
+    for file in 1..FILES {
+        assert_eq!(read(file), first, "files of two generations in {dir:?}");
+    }
+    first
+}
+
+/// A job in transactions: it begins anew where one was aborted. Gives the last generation that was committed.
+fn run_transactions(sandbox: &Sandbox, dir: &Path, ends: &AtomicBool) -> u64 {
+    let mut generation = 0;
+    let mut aborts = 0;
+    while !ends.load(Ordering::Relaxed) {
+        if firn(sandbox, "begin", dir).code != 0 {
+            // firnd died under the request, after the begin or before.
+            firn(sandbox, "abort", dir);
+            continue;
+        }
+        let written = write_generation(dir, generation + 1);
+        if let Err(error) = &written {
+            assert_eq!(error.raw_os_error(), Some(libc::ECANCELED));
+        }
+        let id = (generation + 1).to_string();
+        let commit = || firn_with(sandbox, "commit", dir, &["--id", &id]).code == 0;
+        let is_committed = written.is_ok() && (commit() || commit());
+        if is_committed {
+            generation += 1;
+        } else {
+            firn(sandbox, "abort", dir);
+            aborts += 1;
+        }
+        assert_eq!(find_generation(dir), generation);
+    }
+    println!("{generation} transactions were committed, {aborts} aborted");
+    generation
+}
+
+/// A job that knows of no transaction: a commit rule has each step whole.
+fn run_checkpoints(dir: &Path, ends: &AtomicBool) -> Vec<u64> {
+    let (mut step, mut whole) = (0, Vec::new());
+    while !ends.load(Ordering::Relaxed) {
+        step += 1;
+        let at = dir.join(format!("step-{step}"));
+        let write = || {
+            fs::create_dir(&at)?;
+            write_generation(&at, step)?;
+            let done = File::create(at.join("done"))?;
+            Ok(close(done)?)
+        };
+        let written: io::Result<()> = write();
+        match written {
+            Ok(()) => whole.push(step),
+            Err(error) => {
+                let told = [libc::ECANCELED, libc::ESTALE, libc::ENOENT];
+                assert!(error.raw_os_error().is_some_and(|errno| told.contains(&errno)), "{error}");
+            }
+        }
+        // A checkpoint an instant: most of the time none is open.
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    println!("{} of {step} checkpoints are whole", whole.len());
+    whole
+}
+
+/// Proves S-crash-11, S-crash-17, S-crash-18.
+#[test]
+fn kills_at_random_moments_abort_what_is_open_and_nothing_else() {
+    let seed = seed("kills over open transactions");
+    let mut rng = generator(seed);
+    let sandbox = Sandbox::new("random");
+    let options = with_rules(&sandbox);
+    let mut mount = FirnMount::new(&sandbox, &options);
+    let scope = mount.join("scope");
+    fs::create_dir(&scope).expect("mkdir");
+    write_generation(&scope, 0).expect("write");
+    let start = |number: u64| {
+        let dir = mount.join(format!("writer{number}"));
+        fs::create_dir(&dir).expect("mkdir");
+        let log = sandbox.path().join(format!("log{number}"));
+        let mut writer = Command::new(helper_binary());
+        writer.arg("writer").arg(&dir).arg(&log);
+        writer.arg((seed ^ number).to_string());
+        (writer.spawn().expect("start a writer"), dir, log)
+    };
+    let mut writers: Vec<_> = (0..WRITERS).map(start).collect();
+    let kills = env_count("FIRN_TAKEOVER_KILLS", KILLS_OF_CI);
+    let ends = AtomicBool::new(false);
+    let top = mount.path().to_owned();
+    let (generation, whole) = std::thread::scope(|threads| {
+        let transactions = threads.spawn(|| run_transactions(&sandbox, &scope, &ends));
+        let checkpoints = threads.spawn(|| run_checkpoints(&top, &ends));
+        for number in 0..kills {
+            mount.note_progress();
+            // The random moment is the point of the test, not a wait for a condition.
+            std::thread::sleep(Duration::from_millis(rng.random_range(300..900)));
+            mount.kill_and_go_on();
+            for (writer, ..) in &mut writers {
+                let ended = writer.try_wait().expect("wait");
+                assert!(ended.is_none(), "a writer saw an error after kill {number}, seed {seed}");
+            }
+        }
+        ends.store(true, Ordering::Relaxed);
+        (transactions.join().expect("transactions"), checkpoints.join().expect("checkpoints"))
+    });
+    for (writer, dir, log) in &mut writers {
+        assert!(returned_operations(log) > 0);
+        writer.kill().expect("kill a writer");
+        writer.wait().expect("wait");
+        verify(dir, log);
+    }
+    assert_eq!(find_generation(&scope), generation);
+    let backing = mount.umount();
+    assert_eq!(find_generation(&backing.join("scope")), generation);
+    for step in whole {
+        assert_eq!(find_generation(&backing.join(format!("step-{step}"))), step);
+    }
+    for (_, dir, log) in &writers {
+        verify(&backing.join(dir.file_name().expect("a name")), log);
+    }
+    println!("{kills} kills, seed {seed}");
 }

@@ -866,3 +866,64 @@ fn begin_and_abort(host: &Sandbox, mount: &FirnMount<'_>) {
     run(&mut on(host, mount, &["begin"])).ok();
     run(&mut on(host, mount, &["abort"])).ok();
 }
+
+/// Two hosts, the first of which another firnd goes on with.
+fn taken_over_pair(name: &str) -> Cluster {
+    let cluster = Cluster::new(name, 2, &format!("{OPTIONS},takeover=auto"));
+    fs::write(cluster.backing().join("shared"), "").expect("write");
+    cluster
+}
+
+/// Proves S-crash-17, S-crash-18, S-tx-71.
+#[test]
+fn a_host_that_is_taken_over_loses_its_part_and_no_host_commits() {
+    let cluster = taken_over_pair("lostpart");
+    let mut mounts = cluster.mounts();
+    begin_all(&cluster, &mounts);
+    work(&mounts, 200);
+    let files = [0, 1].map(|at| open(&mounts[at], "shared"));
+    mounts[0].kill_and_go_on();
+    let refused = files[0].write_all_at(b"x", 0);
+    let errno = refused.expect_err("it is told").raw_os_error();
+    assert_eq!(errno, Some(libc::ECANCELED));
+    files[1].write_all_at(b"x", RANGE).expect("the other host's goes on");
+    let refused = run(&mut on(&cluster.hosts[0], &mounts[0], &["commit"]));
+    assert!(refused.code != 0 && refused.stderr.contains("firnd died"), "{refused}");
+    assert_eq!(mounts[1].status().transactions.len(), 1);
+    run(&mut on(&cluster.hosts[1], &mounts[1], &["abort"])).ok();
+    drop(files);
+    assert_eq!(fs::metadata(cluster.backing().join("shared")).expect("stat").len(), 0);
+    begin_all(&cluster, &mounts);
+    work(&mounts, 200);
+    cluster.all_ok(&mounts, &["commit"]);
+    assert!(fs::read(cluster.backing().join("shared")).expect("read") == expected(2, 200));
+    mounts.into_iter().for_each(|mount| drop(mount.umount()));
+}
+
+/// Proves S-crash-17, S-tx-31, S-tx-69.
+#[test]
+fn a_host_that_is_taken_over_while_prepared_commits_with_the_others() {
+    for verb in ["commit", "abort"] {
+        let cluster = taken_over_pair("prepared");
+        let mut mounts = cluster.mounts();
+        begin_all(&cluster, &mounts);
+        work(&mounts, 200);
+        cluster.all_ok(&mounts, &["prepare", "--id", "7"]);
+        for _ in 0..2 {
+            mounts[0].kill_and_go_on();
+        }
+        // The other host decides first.
+        for at in [1, 0] {
+            run(&mut on(&cluster.hosts[at], &mounts[at], &[verb])).ok();
+        }
+        let expected = match verb {
+            "commit" => expected(2, 200),
+            _ => Vec::new(),
+        };
+        for mount in &mounts {
+            assert!(fs::read(mount.join("shared")).expect("read") == expected, "{verb}");
+        }
+        mounts.into_iter().for_each(|mount| drop(mount.umount()));
+        assert!(fs::read(cluster.backing().join("shared")).expect("read") == expected);
+    }
+}
