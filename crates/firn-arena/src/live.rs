@@ -624,7 +624,11 @@ impl LiveTable {
     /// Scopes that were undone, and processes that were told of them.
     pub fn undone_scopes(&self) -> Vec<UndoneScope> {
         let cells = self.cells.lock();
-        cells.undone_scopes.iter().map(|(scope, _)| *scope).collect()
+        cells
+            .undone_scopes
+            .iter()
+            .map(|(scope, _)| *scope)
+            .collect()
     }
 
     /// Drops cells of an earlier firnd that are of no use.
@@ -831,6 +835,29 @@ mod tests {
         table.note_abort(6);
         table.retain_transactions(|serial| serial == 6);
         assert!(found().is_empty());
+    }
+
+    #[test]
+    fn an_undone_scope_and_what_was_told_of_it_outlive_firnd_until_they_are_forgotten() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, table) = sealed(dir.path());
+        let scope = |path: &[u8], told| UndoneScope {
+            path: PathSum::of(path),
+            died_ticks: 3,
+            told,
+        };
+        let all = [scope(b"a", None), scope(b"a", Some(7)), scope(b"b", None)];
+        for _ in 0..2 {
+            all.into_iter().for_each(|one| table.note_undone_scope(one));
+        }
+        drop(table);
+        let (table, _) = LiveTable::open(&path).unwrap();
+        assert_eq!(table.undone_scopes(), all);
+        table.note_handle(&handle(9, 4), &node(4, 2, "file"));
+        table.forget_undone_scope(PathSum::of(b"a"));
+        let (again, left) = LiveTable::open(&path).unwrap();
+        assert_eq!(again.undone_scopes(), [scope(b"b", None)]);
+        assert_eq!((left.contents.handles.len(), left.contents.damaged), (1, 0));
     }
 
     #[test]

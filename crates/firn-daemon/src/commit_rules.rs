@@ -279,7 +279,10 @@ impl CommitRules {
     pub(crate) fn count_undone(&self, path: &[u8]) {
         let located = self.rules.locate(path);
         let mut table = self.table.lock();
-        let rule = table.machine.explain(&located).map(|(rule, _)| rule.name.clone());
+        let rule = table
+            .machine
+            .explain(&located)
+            .map(|(rule, _)| rule.name.clone());
         if let Some(rule) = rule {
             table.counts.entry(rule).or_default().aborts += 1;
         }

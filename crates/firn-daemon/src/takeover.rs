@@ -32,8 +32,8 @@ use rustix::process::{Pid, Signal, geteuid, getpid, kill_process};
 
 use crate::attach::Attached;
 use crate::error::MountError;
-use crate::keeper::{KeeperLink, NextFirnd, ResumedMount, uptime};
 use crate::gate::NAMES_AWAITED_MAX;
+use crate::keeper::{KeeperLink, NextFirnd, ResumedMount, uptime};
 use crate::mount_request::MountRequest;
 use crate::part::{Part, Question, Stop};
 use crate::parts::Forget;
@@ -111,7 +111,10 @@ impl TakenOver {
     /// When the last firnd died whose transactions were undone, since the host started.
     fn last_loss(&self) -> Option<Duration> {
         let scopes = self.resumed.table.undone_scopes().into_iter();
-        scopes.map(|scope| scope.died_ticks).max().map(time_of_ticks)
+        scopes
+            .map(|scope| scope.died_ticks)
+            .max()
+            .map(time_of_ticks)
     }
 
     /// Scopes of which the kernel may have what was undone.

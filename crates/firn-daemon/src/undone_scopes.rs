@@ -64,7 +64,10 @@ impl UndoneScopes {
         let noted = self.table.undone_scopes();
         let covering = noted.iter().filter(|scope| scope.covers(change.path));
         let (told, scopes): (Vec<&UndoneScope>, _) = covering.partition(|one| one.told.is_some());
-        let Some(last) = scopes.iter().max_by_key(|scope: &&&UndoneScope| scope.died_ticks) else {
+        let Some(last) = scopes
+            .iter()
+            .max_by_key(|scope: &&&UndoneScope| scope.died_ticks)
+        else {
             return Ok(());
         };
         let process = process_of(change.caller.pid);

@@ -608,3 +608,91 @@ impl<'a, B: Backing> Nodes<'a, B> {
         found.is_ok_and(|(_, attr)| is_same_object(&identity_of(&attr), &node.object))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn node(id: u64, parent: u64, name: &str) -> Node {
+        Node {
+            id,
+            parent,
+            object: ObjectIdentity {
+                dev: 1,
+                ino: id,
+                birth: None,
+            },
+            kind: kind_number(Kind::File),
+            generation: 0,
+            lookups: 1,
+            name: name.as_bytes().to_vec(),
+        }
+    }
+
+    fn handle(id: u64, node: u64, flags: i32) -> Handle {
+        Handle {
+            id,
+            node,
+            unique: id,
+            flags,
+            served_by: ServedBy::Engine,
+            view: None,
+            opener: 0,
+        }
+    }
+
+    fn open(path: &std::path::Path) -> (LiveTable, Contents) {
+        let (table, left) = LiveTable::open(path).unwrap();
+        (table, left.contents)
+    }
+
+    #[test]
+    fn handles_that_write_in_a_lost_scope_go_and_all_others_stay() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("table");
+        let table = LiveTable::create(&path).unwrap();
+        let header = firn_format::live::Header {
+            arena: [1; 16],
+            device: Default::default(),
+            mount_point: Vec::new(),
+            exchange: Default::default(),
+        };
+        table.seal(&header).unwrap();
+        table.note_node(&node(2, ROOT.0, "scope"));
+        for (id, of, flags) in [
+            (7, node(3, 2, "file"), libc::O_WRONLY),
+            (8, node(3, 2, "file"), libc::O_RDONLY),
+            (9, node(4, ROOT.0, "scope2"), libc::O_RDWR),
+            (10, node(5, 0, ""), libc::O_RDWR),
+            (11, node(6, ROOT.0, "moves"), libc::O_RDWR),
+        ] {
+            table.note_handle(&handle(id, of.id, flags), &of);
+        }
+        // Its rename into the scope was under way.
+        table.begin_move(6, 2, b"moved");
+        drop(table);
+        let (table, contents) = open(&path);
+        let resumed = Resumed {
+            table: Arc::new(table),
+            contents,
+            takeovers: 1,
+            files: Vec::new(),
+            keeper: None,
+            died_ticks: 5,
+            losses: Mutex::default(),
+        };
+        for _ in 0..2 {
+            resumed.lose_scopes(&[b"scope".to_vec()]);
+        }
+        let (table, contents) = open(&path);
+        let mut left: Vec<u64> = contents.handles.iter().map(|one| one.entry.id).collect();
+        left.sort_unstable();
+        assert_eq!(left, [8, 9, 10]);
+        let scopes = table.undone_scopes();
+        assert!(scopes.len() == 1 && scopes[0].covers(b"scope/file"));
+        resumed.lose_scopes(&[Vec::new()]);
+        let (_, contents) = open(&path);
+        let left: Vec<u64> = contents.handles.iter().map(|one| one.entry.id).collect();
+        assert_eq!(left, [8, 10]);
+    }
+}

@@ -365,7 +365,11 @@ fn an_open_transaction_in_buffer_mode_is_aborted_and_the_mount_goes_on() {
         assert_ne!(refused.code, 0);
         assert!(refused.stderr.contains("firnd died"), "{refused}");
     }
-    assert!(sandbox.logs().contains("firnd died while a transaction was open"));
+    assert!(
+        sandbox
+            .logs()
+            .contains("firnd died while a transaction was open")
+    );
     assert_eq!(mount.status().transaction_steps.get("undone"), Some(&1));
     // The next one is as any other, for this process too.
     firn(&sandbox, "begin", &dir).ok();
@@ -392,7 +396,10 @@ fn each_process_that_ran_is_told_once_that_its_transaction_was_aborted() {
     mount.kill_and_go_on();
     // A kill right after the abort does not make firnd forget whom it has to tell.
     mount.kill_and_go_on();
-    assert_errno(fs::rename(dir.join("moved"), dir.join("x")), libc::ECANCELED);
+    assert_errno(
+        fs::rename(dir.join("moved"), dir.join("x")),
+        libc::ECANCELED,
+    );
     fs::rename(dir.join("moved"), dir.join("x")).expect("it was told");
     mount.kill_and_go_on();
     fs::write(dir.join("y"), "y").expect("it was told before the kill");
@@ -421,7 +428,17 @@ fn a_change_under_way_in_an_aborted_transaction_is_not_made() {
         make_old(&dir);
         firn(&sandbox, "begin", &dir).ok();
         let at = KillAt {
-            call: |number, _| is(number, &[libc::SYS_openat2, libc::SYS_openat, libc::SYS_newfstatat, libc::SYS_statx]),
+            call: |number, _| {
+                is(
+                    number,
+                    &[
+                        libc::SYS_openat2,
+                        libc::SYS_openat,
+                        libc::SYS_newfstatat,
+                        libc::SYS_statx,
+                    ],
+                )
+            },
             skip: seed as usize % 2,
             when: Moment::Before,
         };
@@ -691,7 +708,12 @@ fn run_checkpoints(dir: &Path, ends: &AtomicBool) -> Vec<u64> {
             Ok(()) => whole.push(step),
             Err(error) => {
                 let told = [libc::ECANCELED, libc::ESTALE, libc::ENOENT];
-                assert!(error.raw_os_error().is_some_and(|errno| told.contains(&errno)), "{error}");
+                assert!(
+                    error
+                        .raw_os_error()
+                        .is_some_and(|errno| told.contains(&errno)),
+                    "{error}"
+                );
             }
         }
         // A checkpoint an instant: most of the time none is open.
@@ -735,11 +757,17 @@ fn kills_at_random_moments_abort_what_is_open_and_nothing_else() {
             mount.kill_and_go_on();
             for (writer, ..) in &mut writers {
                 let ended = writer.try_wait().expect("wait");
-                assert!(ended.is_none(), "a writer saw an error after kill {number}, seed {seed}");
+                assert!(
+                    ended.is_none(),
+                    "a writer saw an error after kill {number}, seed {seed}"
+                );
             }
         }
         ends.store(true, Ordering::Relaxed);
-        (transactions.join().expect("transactions"), checkpoints.join().expect("checkpoints"))
+        (
+            transactions.join().expect("transactions"),
+            checkpoints.join().expect("checkpoints"),
+        )
     });
     for (writer, dir, log) in &mut writers {
         assert!(returned_operations(log) > 0);

@@ -886,13 +886,23 @@ fn a_host_that_is_taken_over_loses_its_part_and_no_host_commits() {
     let refused = files[0].write_all_at(b"x", 0);
     let errno = refused.expect_err("it is told").raw_os_error();
     assert_eq!(errno, Some(libc::ECANCELED));
-    files[1].write_all_at(b"x", RANGE).expect("the other host's goes on");
+    files[1]
+        .write_all_at(b"x", RANGE)
+        .expect("the other host's goes on");
     let refused = run(&mut on(&cluster.hosts[0], &mounts[0], &["commit"]));
-    assert!(refused.code != 0 && refused.stderr.contains("firnd died"), "{refused}");
+    assert!(
+        refused.code != 0 && refused.stderr.contains("firnd died"),
+        "{refused}"
+    );
     assert_eq!(mounts[1].status().transactions.len(), 1);
     run(&mut on(&cluster.hosts[1], &mounts[1], &["abort"])).ok();
     drop(files);
-    assert_eq!(fs::metadata(cluster.backing().join("shared")).expect("stat").len(), 0);
+    assert_eq!(
+        fs::metadata(cluster.backing().join("shared"))
+            .expect("stat")
+            .len(),
+        0
+    );
     begin_all(&cluster, &mounts);
     work(&mounts, 200);
     cluster.all_ok(&mounts, &["commit"]);
@@ -921,7 +931,10 @@ fn a_host_that_is_taken_over_while_prepared_commits_with_the_others() {
             _ => Vec::new(),
         };
         for mount in &mounts {
-            assert!(fs::read(mount.join("shared")).expect("read") == expected, "{verb}");
+            assert!(
+                fs::read(mount.join("shared")).expect("read") == expected,
+                "{verb}"
+            );
         }
         mounts.into_iter().for_each(|mount| drop(mount.umount()));
         assert!(fs::read(cluster.backing().join("shared")).expect("read") == expected);

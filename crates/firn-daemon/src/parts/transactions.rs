@@ -18,8 +18,8 @@ use crate::owners::{Owners, Scopes};
 use crate::part::{Part, Parts, Question, Stop};
 use crate::status::list_files;
 use crate::transactions::{
-    RequestContext, abort_orphan, answer_owned, ends_with_firnd, give_up, in_the_way, is_open, leave, note_undone,
-    status,
+    RequestContext, abort_orphan, answer_owned, ends_with_firnd, give_up, in_the_way, is_open,
+    leave, note_undone, status,
 };
 
 /// Makes the kernel drop what it has cached, where it caches something.

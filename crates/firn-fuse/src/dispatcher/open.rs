@@ -162,7 +162,10 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
 
 /// The last use of a handle is over, that of its mappings too.
 fn end_handle<B: Backing>(engine: &Engine<B>, handle: HandleId) {
-    if let Err(error) = engine.take_stores(handle) {
+    // A handle that was lost with an earlier firnd has none.
+    if engine.open_files.may_have_stores(handle)
+        && let Err(error) = engine.take_stores(handle)
+    {
         tracing::error!(%error, "stores to a mapping are lost");
     }
     engine.release(handle);
