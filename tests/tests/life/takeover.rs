@@ -536,7 +536,7 @@ fn each_change_takes_effect_once_with_firnd_killed_before_and_after_it() {
 }
 
 /// An answer of firnd to the kernel.
-fn is_answer(number: libc::c_long, _: &[u64; 6]) -> bool {
+pub(crate) fn is_answer(number: libc::c_long, _: &[u64; 6]) -> bool {
     is(number, &[libc::SYS_writev])
 }
 
