@@ -72,7 +72,7 @@ impl MountSetup<'_> {
         let forget = prepared.forget();
         let frontend = prepared.start(self, &data_path, &takeover)?;
         if let Some(taken) = self.taken_over {
-            taken.forget_lost(&self.attached.engine, &forget)?;
+            taken.forget_lost(self.attached, &forget);
         }
         Ok(Assembled { parts, frontend })
     }

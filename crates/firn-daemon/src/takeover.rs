@@ -23,7 +23,7 @@ use firn_format::mountinfo;
 use firn_fuse::KeepConnection;
 use firn_protocol::{Reply, Request, Status};
 use firn_transact::parent_of;
-use firn_workers::spawn_thread;
+use firn_workers::Class;
 use parking_lot::Mutex;
 use rustix::fs::{MemfdFlags, Mode as FileMode, OFlags, fstat, memfd_create, open};
 use rustix::io::Errno;
@@ -130,24 +130,19 @@ impl TakenOver {
 
     /// Has the kernel drop what it has of files in transactions that were undone. Programs must be served meanwhile: the
     /// kernel waits for requests that it has under way.
-    pub(crate) fn forget_lost(
-        &self,
-        engine: &Arc<Engine<Store>>,
-        forget: &Forget,
-    ) -> Result<(), MountError> {
+    pub(crate) fn forget_lost(&self, attached: &Attached, forget: &Forget) {
         let scopes = self.lost_scopes();
         if scopes.is_empty() {
-            return Ok(());
+            return;
         }
-        let (engine, forget) = (Arc::clone(engine), Arc::clone(forget));
-        let forget_all = move || {
+        let (engine, forget) = (Arc::clone(&attached.engine), Arc::clone(forget));
+        attached.workers.run(Class::Job, move || {
             for scope in scopes {
                 let cached = engine.namespace.revalidate_names(&scope);
                 let parent = engine.tree.cached_at(parent_of(&scope));
                 cached.into_iter().chain(parent).for_each(&*forget);
             }
-        };
-        spawn_thread("firn-forget", forget_all).map_err(MountError::io("start a thread"))
+        });
     }
 
     /// Where the mount is.
