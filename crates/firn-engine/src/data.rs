@@ -16,9 +16,9 @@ use crate::tables::Handle;
 use crate::write::WriteStart;
 use crate::{ClosePolicy, Entry, HandleId, InodeId, OpenMode, Opened, Principal, Result, Written};
 
-const O_ACCMODE: i32 = 0o3;
-const O_WRONLY: i32 = 0o1;
-const O_RDWR: i32 = 0o2;
+pub(crate) const O_ACCMODE: i32 = 0o3;
+pub(crate) const O_WRONLY: i32 = 0o1;
+pub(crate) const O_RDWR: i32 = 0o2;
 const O_EXCL: i32 = 0o200;
 const O_TRUNC: i32 = 0o1000;
 

@@ -24,6 +24,7 @@ use firn_format::live::{
     Contents, Handle, Moment, Node, ObjectIdentity, PathSum, Request, ServedBy, Stored, UndoneScope,
 };
 
+use crate::data::O_ACCMODE;
 use crate::engine::Engine;
 use crate::nameless::{FileKeeper, KeptFile};
 use crate::names::{Inode, KnownObject, NumberBase};
@@ -129,7 +130,7 @@ const PATH_DEPTH_MAX: usize = 2048;
 
 /// Whether a handle writes, or is read from a memory file, which may have what was dropped.
 fn has_uncommitted_bytes(handle: &Handle) -> bool {
-    let writes = handle.flags & libc::O_ACCMODE != libc::O_RDONLY;
+    let writes = handle.flags & O_ACCMODE != 0;
     handle.served_by != ServedBy::Directory && (writes || handle.view.is_some())
 }
 
@@ -612,6 +613,7 @@ impl<'a, B: Backing> Nodes<'a, B> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::data::{O_RDWR, O_WRONLY};
 
     fn node(id: u64, parent: u64, name: &str) -> Node {
         Node {
@@ -660,11 +662,11 @@ mod tests {
         table.seal(&header).unwrap();
         table.note_node(&node(2, ROOT.0, "scope"));
         for (id, of, flags) in [
-            (7, node(3, 2, "file"), libc::O_WRONLY),
-            (8, node(3, 2, "file"), libc::O_RDONLY),
-            (9, node(4, ROOT.0, "scope2"), libc::O_RDWR),
-            (10, node(5, 0, ""), libc::O_RDWR),
-            (11, node(6, ROOT.0, "moves"), libc::O_RDWR),
+            (7, node(3, 2, "file"), O_WRONLY),
+            (8, node(3, 2, "file"), 0),
+            (9, node(4, ROOT.0, "scope2"), O_RDWR),
+            (10, node(5, 0, ""), O_RDWR),
+            (11, node(6, ROOT.0, "moves"), O_RDWR),
         ] {
             table.note_handle(&handle(id, of.id, flags), &of);
         }
