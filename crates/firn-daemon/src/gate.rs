@@ -389,10 +389,8 @@ impl Gate for TransactionGate {
         }
     }
 
-    fn has_undone_scopes(&self) -> bool {
-        self.undone_scopes
-            .as_ref()
-            .is_some_and(UndoneScopes::has_some)
+    fn checks_changes(&self) -> bool {
+        self.undone_scopes.is_some()
     }
 
     fn admit(
@@ -413,15 +411,21 @@ impl Gate for TransactionGate {
             }
             ChangedObject::Inode(_) | ChangedObject::Name(..) => false,
         };
-        match self.path_of_change(object) {
-            None => Ok(()),
-            Some(path) => scopes.admit(&AskedChange {
+        let path = self.path_of_change(object);
+        let may_be_in_one = has_lost_handle || path.is_some();
+        let admitted = if scopes.has_some() && may_be_in_one {
+            scopes.admit(&AskedChange {
                 caller,
-                path: &path,
+                path: path.as_deref(),
                 is_repeated,
-                has_lost_handle,
-            }),
+            })
+        } else {
+            Ok(())
+        };
+        if has_lost_handle {
+            return Err(Errno::CANCELED);
         }
+        admitted
     }
 
     fn watch(&self) -> Option<Arc<dyn ChangeWatch>> {

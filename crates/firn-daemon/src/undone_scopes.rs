@@ -5,7 +5,7 @@
 //!
 //! | change in such a scope | answer |
 //! |---|---|
-//! | by a handle that wrote there when firnd died | ECANCELED, until it is closed |
+//! | by a handle that could write there when firnd died, and was lost with it | ECANCELED, until it is closed |
 //! | the kernel sends it again: it was under way when firnd died | ECANCELED |
 //! | the first one of a process that ran when firnd died | ECANCELED |
 //! | any other one | is made |
@@ -27,11 +27,10 @@ use crate::process::process_of;
 /// What a change is about, for [`UndoneScopes::admit`].
 pub(crate) struct AskedChange<'a> {
     pub(crate) caller: Caller,
-    pub(crate) path: &'a [u8],
+    /// None: what it is about lost its name with the transaction, and may be in any scope.
+    pub(crate) path: Option<&'a [u8]>,
     /// An earlier firnd had the request already.
     pub(crate) is_repeated: bool,
-    /// It uses a handle that was lost.
-    pub(crate) has_lost_handle: bool,
 }
 
 /// The scopes of one mount.
@@ -62,7 +61,8 @@ impl UndoneScopes {
     /// Refuses a change of a program that is to be told.
     pub(crate) fn admit(&self, change: &AskedChange<'_>) -> Result<(), Errno> {
         let noted = self.table.undone_scopes();
-        let covering = noted.iter().filter(|scope| scope.covers(change.path));
+        let is_covering = |scope: &&UndoneScope| change.path.is_none_or(|path| scope.covers(path));
+        let covering = noted.iter().filter(is_covering);
         let (told, scopes): (Vec<&UndoneScope>, _) = covering.partition(|one| one.told.is_some());
         let Some(last) = scopes
             .iter()
@@ -74,8 +74,7 @@ impl UndoneScopes {
         let was_told = told
             .iter()
             .any(|one| one.told == Some(process) && one.died_ticks == last.died_ticks);
-        let must_fail = change.is_repeated || change.has_lost_handle;
-        if !must_fail && (was_told || !ran_at(process, last.died_ticks)) {
+        if !change.is_repeated && (was_told || !ran_at(process, last.died_ticks)) {
             return Ok(());
         }
         for scope in scopes {
@@ -85,8 +84,12 @@ impl UndoneScopes {
             });
         }
         if !was_told {
-            let path = quoted(change.path);
-            tracing::warn!(process, %path, "a change is refused: its transaction was aborted when firnd died");
+            let path = change.path.map(quoted);
+            tracing::warn!(
+                process,
+                path,
+                "a change is refused: its transaction was aborted when firnd died"
+            );
         }
         Err(Errno::CANCELED)
     }

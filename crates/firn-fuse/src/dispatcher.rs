@@ -282,7 +282,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         } = request;
         trace(unique, caller, &operation);
         if let Some(gate) = &self.gate {
-            if gate.has_undone_scopes()
+            if gate.checks_changes()
                 && let Err(errno) = admit(&**gate, caller, reply.is_repeated(), &operation)
             {
                 reply.give_up_first_try(&self.engine);

@@ -82,9 +82,8 @@ pub trait Gate: Send + Sync {
     /// Waits until the contents of an object may be changed in the backing; an error where that does not come.
     fn enter_change(&self, inode: InodeId) -> Result<Pass<'_>, Errno>;
 
-    /// Whether transactions have ended with an earlier firnd, and some of their programs may not know it: then
-    /// [`Gate::admit`] is asked about each change.
-    fn has_undone_scopes(&self) -> bool {
+    /// Whether transactions may have ended with an earlier firnd: then [`Gate::admit`] is asked about each change.
+    fn checks_changes(&self) -> bool {
         false
     }
 

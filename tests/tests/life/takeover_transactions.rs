@@ -531,7 +531,7 @@ fn a_commit_in_buffer_mode_that_firnd_died_in_is_whole_or_undone() {
 /// `step-N/` is complete once `done` is closed, and `now.bin` and `now.idx` are, once the second is.
 fn with_rules(sandbox: &Sandbox) -> String {
     let rules = sandbox.path().join("site.rules");
-    let text = "a  step-*/  close:done\nb  now.bin|now.idx  close:now.idx\n";
+    let text = "a  step-*/  close:done\nb  {X}.bin|{X}.idx  close:{X}.idx\n";
     fs::write(&rules, text).expect("write the rules");
     format!("{},rules={}", taken_over(), rules.display())
 }
@@ -659,6 +659,17 @@ fn find_generation(dir: &Path) -> u64 {
     first
 }
 
+/// Asks for a commit until a firnd says what became of it.
+fn commit_surely(sandbox: &Sandbox, dir: &Path, id: &str) -> bool {
+    let mut is_committed = false;
+    wait_until("a firnd answers", LIMIT, || {
+        let outcome = firn_with(sandbox, "commit", dir, &["--id", id]);
+        is_committed = outcome.code == 0;
+        is_committed || outcome.stderr.contains("it is aborted")
+    });
+    is_committed
+}
+
 /// A job in transactions: it begins anew where one was aborted. Gives the last generation that was committed.
 fn run_transactions(sandbox: &Sandbox, dir: &Path, ends: &AtomicBool) -> u64 {
     let mut generation = 0;
@@ -674,8 +685,7 @@ fn run_transactions(sandbox: &Sandbox, dir: &Path, ends: &AtomicBool) -> u64 {
             assert_eq!(error.raw_os_error(), Some(libc::ECANCELED));
         }
         let id = (generation + 1).to_string();
-        let commit = || firn_with(sandbox, "commit", dir, &["--id", &id]).code == 0;
-        let is_committed = written.is_ok() && (commit() || commit());
+        let is_committed = written.is_ok() && commit_surely(sandbox, dir, &id);
         if is_committed {
             generation += 1;
         } else {
