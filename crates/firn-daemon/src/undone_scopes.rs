@@ -105,5 +105,6 @@ impl UndoneScopes {
 
 /// Whether a process had begun by a time in clock ticks. One that is not seen may have.
 fn ran_at(process: u32, ticks: u64) -> bool {
-    firn_client::start_ticks_of(process).map_or(true, |began| began <= ticks)
+    let began = firn_client::start_ticks_of(process);
+    !began.is_ok_and(|began| began > ticks)
 }

@@ -394,7 +394,7 @@ fn each_process_that_ran_is_told_once_that_its_transaction_was_aborted() {
     firn(&sandbox, "begin", &dir).ok();
     fs::write(dir.join("part"), "one").expect("write");
     mount.kill_and_go_on();
-    // A kill right after the abort does not make firnd forget whom it has to tell.
+    // A kill right after the abort does not make firnd forget which programs it has to tell.
     mount.kill_and_go_on();
     assert_errno(
         fs::rename(dir.join("moved"), dir.join("x")),
