@@ -136,6 +136,13 @@ struct Open {
     connection: ManuallyDrop<Connection>,
 }
 
+/// Whether this process is connected to any arena.
+pub(crate) fn has_connection() -> bool {
+    LINKS
+        .iter()
+        .any(|link| link.socket.load(Ordering::Relaxed) != 0)
+}
+
 /// Connects to the arena that a token names; the number of the connection. For a writer: of a new connection the grant
 /// and the first lease come along, as from [`ask_open`].
 pub(crate) fn connect_to_write(token: &Token, lease_bytes: u64) -> Option<(u32, Option<Reply>)> {

@@ -6,6 +6,7 @@
 use std::ffi::c_int;
 use std::sync::atomic::Ordering;
 
+use crate::connect;
 use crate::devices;
 use crate::report::{self, Reason};
 use crate::sharing::Moment;
@@ -90,7 +91,7 @@ fn note_on_mount(
     held.reset();
     held.identity = identity;
     held.token = token;
-    held.patience.begin_small();
+    held.patience.begin_small(connect::has_connection());
     held.entry.in_kernel.store(0, Ordering::Relaxed);
     held.set_tag(if writes { tag::WRITER } else { tag::READER });
     // Another thread has changed the table of descriptors meanwhile: the number may be another file by now.
