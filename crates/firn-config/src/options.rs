@@ -584,7 +584,7 @@ impl Options {
             allow_other: false,
             passthrough: Passthrough::Auto,
             memory_file_bytes_min: 16 << 20,
-            takeover: Takeover::No,
+            takeover: Takeover::Auto,
             watchdog_ms: 0,
             arena_dir: None,
             spill: None,

@@ -611,13 +611,12 @@ pub static TABLE: [Row; 53] = [
     Row {
         name: "takeover",
         kind: Kind::Choice(words::<Takeover>()),
-        default: "no",
+        default: "auto",
         help: "Let another firnd continue the mount if firnd dies, so that programs only wait",
         long: "With `auto`, a small process (firn-keeper) keeps the connection to the kernel, and starts firnd \
                again when it was killed: open files, directories, locks and mappings go on. Before Linux 6.9, calls \
                that wait for firnd then end with EIO. A mount in the foreground or with layout=log is not taken over, nor one in which a transaction is open in buffer mode: \
-               programs that use it get errors until it is mounted again, as with `no`. `firn status` says whether it would be. `no` \
-               is the default until a release has shown `auto` under the programs of its users.",
+               programs that use it get errors until it is mounted again, as with `no`. `firn status` says whether it would be.",
         changes_promises: true,
         get: |o| word(o.takeover),
         set: |o, v| o.takeover = v.choice(),
