@@ -328,7 +328,7 @@ impl<B: Backing> LogBacking<B> {
             None => self.find_or_add(id)?,
         };
         // A file whose containers cannot be read still has a time.
-        if let Err(error) = file.look_again(&self.place()) {
+        if let Err(error) = file.refresh(&self.place()) {
             tracing::debug!(ino = id.ino, %error, "containers cannot be read");
         }
         Ok(Some(file))
@@ -387,8 +387,8 @@ impl<B: Backing> LogBacking<B> {
         let is_listed = listing.files.contains(&file.id);
         // The next open of the file returns the error.
         let place = self.place();
-        let looked = file.look_after_listing(&place, began, is_listed);
-        if let Err(error) = looked.and_then(|()| file.look_after_sync(&place)) {
+        let looked = file.refresh_after_listing(&place, began, is_listed);
+        if let Err(error) = looked.and_then(|()| file.refresh_after_sync(&place)) {
             tracing::debug!(ino = file.id.ino, %error, "containers cannot be read");
         }
     }
@@ -414,7 +414,7 @@ impl<B: Backing> LogBacking<B> {
             return read();
         };
         loop {
-            file.check_lost()?;
+            file.check_exists()?;
             let seen = file.changes.load(Ordering::Acquire);
             let attr = read()?;
             let size = file.len(attr.size);
@@ -482,7 +482,7 @@ impl<B: Backing> LogBacking<B> {
     fn see_others(&self, opened: &Opened<B>) -> Result<()> {
         let place = self.place();
         let file = &opened.file;
-        file.wait_for(&place, &mut || file.look_again(&place))?;
+        file.wait_for(&place, &mut || file.refresh(&place))?;
         if opened.access != Access::Read {
             file.raise_epoch();
         }

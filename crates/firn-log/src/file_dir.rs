@@ -18,8 +18,8 @@ use firn_hosts::VoteDir;
 use firn_hosts::own::{self, OwnError, TOP};
 
 use crate::backing::CONTAINERS;
-use crate::behind::is_gone;
 use crate::file_id::FileId;
+use crate::lag::is_gone;
 
 /// A container that a listing has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]

@@ -17,10 +17,10 @@ use firn_backing::{Access, Backing, Errno};
 use firn_hosts::OwnError;
 use firn_hosts::own::{self, own_caller};
 
-use crate::behind::is_gone;
 use crate::file_id::FileId;
 use crate::frame::Change;
 use crate::index_reader::find_frame;
+use crate::lag::is_gone;
 use crate::names::Writer;
 use crate::run::FILE_BYTES_MAX;
 use crate::seal::{CLOSING, SEAL_NAME};

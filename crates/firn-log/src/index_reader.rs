@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use firn_backing::{Backing, Errno, Result};
 
-use crate::behind::read_whole;
 use crate::frame::{FRAME_BYTES_MAX, Frame, MAGIC, Next};
+use crate::lag::read_whole;
 use crate::resolve::WriterId;
 
 /// Bytes of an index that are read at once; larger than any frame.
@@ -14,7 +14,7 @@ pub(crate) const INDEX_READ_BYTES: usize = 2 << 20;
 const INDEX_LOOK_BYTES: usize = 16 << 10;
 
 /// Frames of one index that were not known.
-pub(crate) struct News {
+pub(crate) struct FramesRead {
     pub(crate) writer: WriterId,
     pub(crate) from: u64,
     /// Where the last one ends.
@@ -31,7 +31,7 @@ pub(crate) fn read_index<B: Backing>(
     index: &B::File,
     writer: WriterId,
     range: Range<u64>,
-) -> Result<News> {
+) -> Result<FramesRead> {
     read_part(base, index, writer, range.start, range.end, range.end)
 }
 
@@ -43,8 +43,8 @@ pub(crate) fn read_part<B: Backing>(
     from: u64,
     to: u64,
     limit: u64,
-) -> Result<News> {
-    let mut news = News {
+) -> Result<FramesRead> {
+    let mut frames_read = FramesRead {
         writer,
         from,
         to: from,
@@ -58,16 +58,16 @@ pub(crate) fn read_part<B: Backing>(
         count = base.read_at(index, &mut buf, from)?;
     }
     let mut rest = &buf[..count];
-    while news.to < to
+    while frames_read.to < to
         && let Next::Frame(frame, bytes) = Frame::decode(rest)
-        && news.to + bytes as u64 <= limit
+        && frames_read.to + bytes as u64 <= limit
     {
-        news.frames.push((news.to, frame));
-        news.to += bytes as u64;
+        frames_read.frames.push((frames_read.to, frame));
+        frames_read.to += bytes as u64;
         rest = &rest[bytes..];
     }
-    news.is_all = rest.is_empty() && count < buf.len();
-    Ok(news)
+    frames_read.is_all = rest.is_empty() && count < buf.len();
+    Ok(frames_read)
 }
 
 /// Whether an index goes on after `offset`, where no whole frame is, with one that says that there was one.

@@ -18,7 +18,6 @@
 
 mod append;
 pub mod backing;
-mod behind;
 pub mod block;
 pub mod container;
 pub mod cut;
@@ -28,6 +27,7 @@ mod file_id;
 pub mod frame;
 pub mod head;
 mod index_reader;
+mod lag;
 mod locate;
 mod logs;
 pub mod names;

@@ -24,10 +24,10 @@ use firn_hosts::own::{self, STUBS, TOP};
 use firn_hosts::{OwnError, VoteDir};
 
 use crate::backing::{CONTAINERS, Liveness};
-use crate::behind::is_gone;
 use crate::file_dir::{self, Listed};
 use crate::file_id::FileId;
 use crate::head::HEAD;
+use crate::lag::is_gone;
 use crate::names::Writer;
 use crate::seal::WRITING;
 

@@ -191,7 +191,7 @@ impl Layers {
 
 /// What counts of each change, and of the plain file.
 #[derive(Clone, Debug)]
-pub(crate) struct Outline {
+pub(crate) struct LengthChanges {
     /// Bytes of the plain file that count where no host wrote.
     base_bytes: u64,
     /// The shortest length of all cuts: each host had seen the plain file.
@@ -202,7 +202,7 @@ pub(crate) struct Outline {
     last_epoch: Option<u64>,
 }
 
-impl Default for Outline {
+impl Default for LengthChanges {
     fn default() -> Self {
         Self {
             base_bytes: 0,
@@ -214,7 +214,7 @@ impl Default for Outline {
     }
 }
 
-impl Outline {
+impl LengthChanges {
     /// Takes a cut, which hides the frames of its own index before it.
     fn add_cut(&mut self, key: Key, cut: &Cut) {
         self.note_epoch(key.epoch);
@@ -279,7 +279,7 @@ impl Outline {
     }
 
     /// Where the bytes of `range` are, which the file has: in order and without gaps.
-    pub(crate) fn paint(&self, range: Range<u64>, layers: Layers) -> Vec<Segment> {
+    pub(crate) fn resolve(&self, range: Range<u64>, layers: Layers) -> Vec<Segment> {
         let mut found = layers.found;
         // The oldest first. Layers of one change do not overlap, and if they do, all readers must see the same.
         found.sort_unstable_by_key(|layer| (layer.key, layer.place));
@@ -369,8 +369,8 @@ impl VisiblePart {
 #[derive(Clone, Debug, Default)]
 pub struct Resolver {
     /// Shared with readers.
-    outline: Arc<Outline>,
-    changes: BTreeMap<Key, Painting>,
+    length_changes: Arc<LengthChanges>,
+    changes: BTreeMap<Key, ByteChange>,
     /// Length of the file.
     len: u64,
     /// Least length of the file by what is not in memory.
@@ -379,7 +379,7 @@ pub struct Resolver {
 
 /// A change of bytes.
 #[derive(Clone, Debug)]
-struct Painting {
+struct ByteChange {
     /// From its first byte to its last, in the file.
     covers: Range<u64>,
     runs: Vec<Run>,
@@ -390,12 +390,12 @@ struct Painting {
 impl Resolver {
     /// For a file whose plain file has `base_bytes` bytes that count.
     pub fn new(base_bytes: u64) -> Self {
-        let outline = Outline {
+        let length_changes = LengthChanges {
             base_bytes,
-            ..Outline::default()
+            ..LengthChanges::default()
         };
         Self {
-            outline: Arc::new(outline),
+            length_changes: Arc::new(length_changes),
             len: base_bytes,
             ..Self::default()
         }
@@ -403,14 +403,14 @@ impl Resolver {
 
     /// Sets how many bytes of the plain file count.
     pub fn set_base(&mut self, bytes: u64) {
-        if self.outline.base_bytes != bytes {
-            self.change_outline(|outline| outline.base_bytes = bytes);
+        if self.length_changes.base_bytes != bytes {
+            self.update_length_changes(|length_changes| length_changes.base_bytes = bytes);
         }
     }
 
     /// The last that it was told of the plain file's length.
     pub fn base_bytes(&self) -> u64 {
-        self.outline.base_bytes
+        self.length_changes.base_bytes
     }
 
     /// Takes a change, whose frame begins at `offset` in the writer's index; in whatever order they come.
@@ -421,11 +421,14 @@ impl Resolver {
             frame: offset,
         };
         match frame.change {
-            Change::Cut(cut) => return self.change_outline(|outline| outline.add_cut(key, &cut)),
+            Change::Cut(cut) => {
+                return self
+                    .update_length_changes(|length_changes| length_changes.add_cut(key, &cut));
+            }
             Change::Grown(len) => {
-                return self.change_outline(|outline| {
-                    outline.note_epoch(key.epoch);
-                    outline.grow(writer, Growth { frame: offset, len });
+                return self.update_length_changes(|length_changes| {
+                    length_changes.note_epoch(key.epoch);
+                    length_changes.grow(writer, Growth { frame: offset, len });
                 });
             }
             Change::Synced => return,
@@ -435,18 +438,18 @@ impl Resolver {
         let spans = || runs.iter().map(Run::span);
         let start = spans().map(|span| span.start).min();
         let end = spans().map(|span| span.end).max();
-        let painting = Painting {
+        let change = ByteChange {
             covers: start.unwrap_or(0)..end.unwrap_or(0),
             runs,
             span: span.map(Arc::new),
         };
-        self.len = self.len.max(self.end_of(key, &painting));
-        self.changes.insert(key, painting);
+        self.len = self.len.max(self.end_of(key, &change));
+        self.changes.insert(key, change);
     }
 
     /// Takes what is known of cuts and growths.
-    pub(crate) fn change_outline(&mut self, change: impl FnOnce(&mut Outline)) {
-        change(Arc::make_mut(&mut self.outline));
+    pub(crate) fn update_length_changes(&mut self, change: impl FnOnce(&mut LengthChanges)) {
+        change(Arc::make_mut(&mut self.length_changes));
         self.len = self.find_len();
     }
 
@@ -462,8 +465,8 @@ impl Resolver {
         let changes = other.changes.iter();
         let later = changes.filter(|(key, _)| key.writer == writer && key.frame >= from);
         self.changes
-            .extend(later.map(|(key, painting)| (*key, painting.clone())));
-        self.change_outline(|outline| outline.merge(&other.outline));
+            .extend(later.map(|(key, change)| (*key, change.clone())));
+        self.update_length_changes(|length_changes| length_changes.merge(&other.length_changes));
     }
 
     /// Sets the least length of the file by what is not in memory.
@@ -490,40 +493,40 @@ impl Resolver {
     /// The largest epoch of a change.
     pub fn last_epoch(&self) -> Option<u64> {
         let change = self.changes.keys().next_back().map(|key| key.epoch);
-        self.outline.last_epoch.max(change)
+        self.length_changes.last_epoch.max(change)
     }
 
     fn find_len(&self) -> u64 {
         let changes = self.changes.iter();
-        let end = changes.map(|(key, painting)| self.end_of(*key, painting));
-        let least = self.outline.least_len().max(self.outside_end);
+        let end = changes.map(|(key, change)| self.end_of(*key, change));
+        let least = self.length_changes.least_len().max(self.outside_end);
         least.max(end.max().unwrap_or(0))
     }
 
     /// Least length of the file because of a change: zeros make no file longer.
-    fn end_of(&self, key: Key, painting: &Painting) -> u64 {
-        match painting.span {
-            Some(_) => painting.covers.end.min(self.outline.limit_of(key)),
+    fn end_of(&self, key: Key, change: &ByteChange) -> u64 {
+        match change.span {
+            Some(_) => change.covers.end.min(self.length_changes.limit_of(key)),
             None => 0,
         }
     }
 
     /// Bytes of the plain file that count: those that no host has cut.
     pub fn base_end(&self) -> u64 {
-        self.outline.base_end()
+        self.length_changes.base_end()
     }
 
-    pub(crate) fn outline(&self) -> Arc<Outline> {
-        Arc::clone(&self.outline)
+    pub(crate) fn length_changes(&self) -> Arc<LengthChanges> {
+        Arc::clone(&self.length_changes)
     }
 
     /// Finds the layers that may have bytes in `range`. False if those are too many.
     pub(crate) fn collect(&self, range: &Range<u64>, layers: &mut Layers) -> bool {
         let overlaps = |covers: &Range<u64>| covers.start < range.end && covers.end > range.start;
         let changes = self.changes.iter();
-        let mut near = changes.filter(|(_, painting)| overlaps(&painting.covers));
-        near.all(|(key, painting)| {
-            layers_of(*key, painting.span.as_deref(), &painting.runs)
+        let mut near = changes.filter(|(_, change)| overlaps(&change.covers));
+        near.all(|(key, change)| {
+            layers_of(*key, change.span.as_deref(), &change.runs)
                 .all(|layer| layers.take(layer, range))
         })
     }
@@ -536,7 +539,7 @@ impl Resolver {
         }
         let mut layers = Layers::new(u64::MAX);
         self.collect(&range, &mut layers);
-        self.outline.paint(range, layers)
+        self.length_changes.resolve(range, layers)
     }
 }
 

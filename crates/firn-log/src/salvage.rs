@@ -22,7 +22,7 @@ use crate::head::{self, HEAD, Head, HeadError};
 use crate::index_reader::{find_frame, has_synced_frame_after, read_index};
 use crate::names::Writer;
 use crate::resolve::WriterId;
-use crate::seal::{ALL, Ending, SEAL_NAME, Seal, done_name, is_done_part};
+use crate::seal::{DONE_ALL, Ending, SEAL_NAME, Seal, done_name, is_done_part};
 
 /// Something that is given up.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -74,13 +74,13 @@ pub trait Report {
 }
 
 /// Tells the losses of one container.
-pub(crate) struct Teller<'a> {
+pub(crate) struct LossReporter<'a> {
     pub(crate) path: &'a Path,
     pub(crate) container: &'a str,
     pub(crate) report: &'a mut dyn Report,
 }
 
-impl Teller<'_> {
+impl LossReporter<'_> {
     fn tell(&mut self, lost: LostPart) -> Result<()> {
         self.report.add(Loss {
             path: self.path.to_owned(),
@@ -109,7 +109,7 @@ impl<B: Backing> Ending<'_, B> {
         (file, generation): (FileId, u32),
         plain: &Attr,
         is_alive: &dyn Fn(&str) -> Result<bool>,
-        teller: &mut Teller<'_>,
+        reporter: &mut LossReporter<'_>,
     ) -> Result<bool> {
         let dir = self.votes().dir();
         match head::load(self.base, dir, file, generation)? {
@@ -122,8 +122,8 @@ impl<B: Backing> Ending<'_, B> {
         }
         let head = Head::new(file, generation, plain.size);
         self.alone(&mut || {
-            teller.tell(LostPart::Head { base: head.base })?;
-            teller.report.sync()?;
+            reporter.tell(LostPart::Head { base: head.base })?;
+            reporter.report.sync()?;
             match self.base.unlink(dir, OsStr::new(HEAD)) {
                 Ok(()) | Err(Errno::NOENT) => {}
                 Err(error) => return Err(error),
@@ -138,17 +138,17 @@ impl<B: Backing> Ending<'_, B> {
         &self,
         unit_bytes: u64,
         is_alive: &dyn Fn(&str) -> Result<bool>,
-        teller: &mut Teller<'_>,
+        reporter: &mut LossReporter<'_>,
     ) -> Result<bool> {
         if !self.close(is_alive)? {
             return Ok(false);
         }
-        self.alone(&mut || self.give_up_alone(unit_bytes, teller))
+        self.alone(&mut || self.give_up_alone(unit_bytes, reporter))
     }
 
-    fn give_up_alone(&self, unit_bytes: u64, teller: &mut Teller<'_>) -> Result<()> {
+    fn give_up_alone(&self, unit_bytes: u64, reporter: &mut LossReporter<'_>) -> Result<()> {
         let names = self.votes().names()?;
-        if names.contains(ALL) {
+        if names.contains(DONE_ALL) {
             return Ok(());
         }
         let stored = own::load(self.base, self.votes().dir(), SEAL_NAME)?;
@@ -168,7 +168,7 @@ impl<B: Backing> Ending<'_, B> {
             }
         }
         // From here on only this seal's reader reads the container.
-        self.container.take_seal(self.base, seal.clone())?;
+        self.container.apply_seal(self.base, seal.clone())?;
         if old.is_none() {
             seal.len = self.container.len();
         }
@@ -176,21 +176,21 @@ impl<B: Backing> Ending<'_, B> {
         let is_flat = |unit: u64| !is_damaged && names.contains(&done_name(unit));
         // Where a sorted index is found to be damaged, the bytes are those that the index itself gives.
         loop {
-            let rejected = self.container.count_rejected();
+            let rejected = self.container.rejected_table_count();
             let visited = self.visit_lost_bytes(&mut seal, &is_flat, &mut |_| Ok(()));
-            if self.container.count_rejected() == rejected {
+            if self.container.rejected_table_count() == rejected {
                 visited?;
                 break;
             }
         }
         if is_damaged {
-            teller.tell(LostPart::Seal)?;
+            reporter.tell(LostPart::Seal)?;
         }
         for (writer, index) in &salvaged {
-            self.tell_changes(writer, &index.lost, teller)?;
+            self.tell_changes(writer, &index.lost, reporter)?;
         }
         self.visit_lost_bytes(&mut seal, &is_flat, &mut |part| {
-            teller.tell(LostPart::Bytes {
+            reporter.tell(LostPart::Bytes {
                 range: part.file,
                 host: part.host,
                 log: part.log,
@@ -199,14 +199,14 @@ impl<B: Backing> Ending<'_, B> {
         if old.is_some_and(|old| old == seal) || (stored.is_none() && seal.lost.is_empty()) {
             return Ok(());
         }
-        teller.report.sync()?;
+        reporter.report.sync()?;
         if is_damaged {
             // With the old seal the file may have been divided into other parts.
             let done = names.iter().filter(|name| is_done_part(name));
             self.votes().remove_files(done.map(String::as_str))?;
         }
         own::store(self.base, self.votes().dir(), SEAL_NAME, &seal.encode()?)?;
-        self.container.take_seal(self.base, seal)
+        self.container.apply_seal(self.base, seal)
     }
 
     /// Tells parts of an index that are lost, but what sorted indexes have of it.
@@ -214,11 +214,11 @@ impl<B: Backing> Ending<'_, B> {
         &self,
         writer: &Writer,
         lost: &[Range<u64>],
-        teller: &mut Teller<'_>,
+        reporter: &mut LossReporter<'_>,
     ) -> Result<()> {
         let covered = self.container.covered(writer);
         for range in lost.iter().filter(|range| range.end > covered) {
-            teller.tell(LostPart::Changes {
+            reporter.tell(LostPart::Changes {
                 host: writer.host().to_owned(),
                 index: writer.index_name(),
                 range: range.clone(),

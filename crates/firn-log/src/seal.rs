@@ -52,7 +52,7 @@ pub(crate) const SEAL_NAME: &str = ballot::DECISION;
 const CUT: &str = "cut";
 const END: &str = "all";
 /// In a container: the plain file is the file.
-pub(crate) const ALL: &str = "done-all";
+pub(crate) const DONE_ALL: &str = "done-all";
 /// Bytes of the plain file that one host writes at a time. The seal names them, so hosts divide a file in one way.
 pub const UNIT_BYTES: u64 = 256 << 20;
 /// Bytes that are read from logs before they are written: enough of each log that a disk does not seek for most of its
@@ -274,20 +274,20 @@ impl<'a, B: Backing> Ending<'a, B> {
             DecisionStep::Decided => {}
         }
         let seal = Seal::load(self.base, self.votes().dir())?;
-        self.container.take_seal(self.base, seal)?;
+        self.container.apply_seal(self.base, seal)?;
         Ok(true)
     }
 
     /// Puts a seal by what the indexes have now, if there is none.
     fn decide(&self, inode: &B::Inode, unit_bytes: u64) -> Result<()> {
-        let lengths = self.container.index_lengths(self.base)?;
+        let lengths = self.container.sync_and_measure_indexes(self.base)?;
         let indexes = lengths
             .iter()
             .map(|(writer, bytes)| (writer.index_name(), *bytes))
             .collect();
         let mut seal = Seal::new(indexes, unit_bytes);
         // The length is that of these bytes of the indexes, whatever a host that was taken for dead adds meanwhile.
-        self.container.take_seal(self.base, seal.clone())?;
+        self.container.apply_seal(self.base, seal.clone())?;
         seal.len = self.container.len();
         // Asked for after `closing` is there: a later change of the time is recorded in the container.
         let modified = self.base.attr_now(inode)?.mtime;
@@ -317,7 +317,7 @@ impl<'a, B: Backing> Ending<'a, B> {
     pub fn flatten(&self, inode: &B::Inode, plain: &B::File) -> Result<Flat> {
         let seal = Seal::load(self.base, self.votes().dir())?;
         let names = self.votes().names()?;
-        if names.contains(ALL) {
+        if names.contains(DONE_ALL) {
             return Ok(Flat::Done);
         }
         let last_time = self.last_time(&names);
@@ -328,7 +328,7 @@ impl<'a, B: Backing> Ending<'a, B> {
         }
         // From here on the plain file has another time than the file.
         let last_time = last_time.or(Some(0));
-        self.container.look_at_time(self.base, last_time)?;
+        self.container.load_time(self.base, last_time)?;
         let parts = self.find_parts(&seal)?;
         self.ballot.protocol().parts.get_or_init(|| parts);
         let progress = self
@@ -559,7 +559,7 @@ impl<'a, B: Backing> Ending<'a, B> {
 
     /// Whether the plain file is the file.
     pub fn is_flat(&self) -> Result<bool> {
-        let found = own::find(self.base, self.votes().dir(), OsStr::new(ALL))?;
+        let found = own::find(self.base, self.votes().dir(), OsStr::new(DONE_ALL))?;
         Ok(found.is_some())
     }
 

@@ -30,7 +30,7 @@ use crate::block::{BLOCK_BYTES, LayerDecoder, LayerEncoder, SpanEncoder, decode_
 use crate::cut::{Growths, Limit, Limits};
 use crate::frame::{Cut, Span};
 use crate::names::Writer;
-use crate::resolve::{Key, Layer, Layers, Outline, WriterId};
+use crate::resolve::{Key, Layer, Layers, LengthChanges, WriterId};
 use crate::run::FILE_BYTES_MAX;
 
 const MAGIC: [u8; 8] = *b"FIRNSORT";
@@ -152,16 +152,18 @@ impl Cuts {
     }
 
     /// Tells them of a file; they are of an index of `writer`.
-    pub(crate) fn tell(&self, writer: WriterId, outline: &mut Outline) {
+    pub(crate) fn apply_to(&self, writer: WriterId, length_changes: &mut LengthChanges) {
         if let Some(base) = self.base {
-            outline.limit_base(base);
+            length_changes.limit_base(base);
         }
         for (of, limits) in &self.limits {
             let of = of.id();
-            limits.iter().for_each(|limit| outline.limit(of, limit));
+            limits
+                .iter()
+                .for_each(|limit| length_changes.limit(of, limit));
         }
         for growth in self.growths.iter() {
-            outline.grow(writer, growth);
+            length_changes.grow(writer, growth);
         }
     }
 

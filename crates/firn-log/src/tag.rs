@@ -13,8 +13,8 @@ use std::ffi::OsStr;
 
 use firn_backing::{Attr, Backing, Errno, Result};
 
-use crate::behind::is_gone;
 use crate::file_id::FileId;
+use crate::lag::is_gone;
 
 const NAME: &str = "user.firn.logged";
 

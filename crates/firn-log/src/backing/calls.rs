@@ -248,7 +248,7 @@ impl<B: Backing> Files for LogBacking<B> {
             (_, access) => access,
         };
         if let Some(opened) = &logged {
-            opened.file.check_lost()?;
+            opened.file.check_exists()?;
         }
         let below = self.below.open(&inode.below, below_access)?;
         Ok(LogFile { below, logged })
@@ -272,7 +272,7 @@ impl<B: Backing> Files for LogBacking<B> {
             }
             None => {
                 if let Some(opened) = opened {
-                    opened.file.check_lost()?;
+                    opened.file.check_exists()?;
                 }
                 self.below.read_at(&file.below, buf, offset)
             }
@@ -439,7 +439,7 @@ impl<B: Backing> Sharing for LogBacking<B> {
     fn kernel_reads(&self, file: &LogFile<B>) -> KernelReads {
         match &file.logged {
             None => self.below.kernel_reads(&file.below),
-            Some(opened) if opened.file.is_logged() || opened.file.check_lost().is_err() => {
+            Some(opened) if opened.file.is_logged() || opened.file.check_exists().is_err() => {
                 KernelReads::Shared
             }
             Some(_) => KernelReads::Cached,

@@ -16,7 +16,7 @@ use firn_hosts::own::{self, TOP};
 use parking_lot::Condvar;
 
 use super::{LogBacking, LogInode, Opened, WhenClosed};
-use crate::file::{Flattened, LoggedFile, ToldOf};
+use crate::file::{Flattened, LoggedFile, LossTarget};
 use crate::file_dir;
 use crate::file_id::FileId;
 use crate::orphans::{Orphans, Scope, Search, has_files_of_programs};
@@ -279,7 +279,7 @@ impl<B: Backing> LogBacking<B> {
                 flattened => return flattened,
             }
             let plain = self.below.attr_now(found.inode)?;
-            let mut told = ToldOf {
+            let mut told = LossTarget {
                 path: &found.path,
                 report,
             };
@@ -358,7 +358,7 @@ impl<B: Backing> LogBacking<B> {
         let listed = &files.listing.files;
         let is_logged = |file: &&Arc<LoggedFile<B>>| match listed.contains(&file.id) {
             // It was not used since it was listed.
-            true if !file.was_looked_at() => true,
+            true if !file.was_refreshed() => true,
             _ => file.is_logged(),
         };
         let mut all = Logged::default();

@@ -1,4 +1,11 @@
-//! Looks what the indexes of all hosts say, and how long the file is by them.
+//! Refreshes a container: reads what other hosts added to their indexes, and finds the length of the file.
+//!
+//! One pass lists the directory, then handles each index: it opens new tables and reads the frames after them. After
+//! the seal was found, only the bytes of each index that the seal names count.
+//!
+//! Races
+//! * Two threads may read the same frames. The second one finds that the position has moved, and drops its frames.
+//! * A host may remove files of the container once it is flat. Callers ask for that when a refresh fails.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -8,48 +15,49 @@ use std::sync::atomic::Ordering;
 use firn_backing::{Access, Backing, Errno, Result};
 use firn_hosts::own;
 
-use super::view::{Tail, View};
-use super::{Container, TRIES_MAX};
+use super::view::{IndexState, View};
+use super::{Container, REBUILDS_MAX};
 use crate::frame::Change;
-use crate::index_reader::{News, has_synced_frame_after, read_index};
+use crate::index_reader::{FramesRead, has_synced_frame_after, read_index};
 use crate::names::Writer;
-use crate::resolve::{Outline, WriterId};
-use crate::seal::{ALL, SEAL_NAME, Seal};
+use crate::resolve::{LengthChanges, WriterId};
+use crate::seal::{DONE_ALL, SEAL_NAME, Seal};
 use crate::table::{Table, TableError, TableResult};
 use crate::times;
 
-/// A look while others go on writing finds something new each time. After this many looks in a row, something earlier
-/// may have been missed; a longer streak is most unlikely.
-const SETTLING_LOOKS_MAX: usize = 16;
+/// Bound on the passes that look for a state without new changes. Each pass may find new changes while other hosts
+/// write. Sixteen such passes in a row are most unlikely, and then an earlier change may be missed.
+const REFRESHES_MAX: usize = 16;
 
 impl<B: Backing> Container<B> {
-    /// Whether a sorted index that is used was found to be damaged.
-    pub(super) fn has_damaged(&self) -> bool {
+    /// Returns whether a table in use was found to be damaged.
+    pub(super) fn has_damaged_table(&self) -> bool {
         let view = self.view.lock();
         view.tables.iter().any(|table| table.is_damaged())
     }
 
-    /// Reads all indexes anew: damaged sorted ones unsorted, and what counts of them by `seal`. Meanwhile others read
-    /// by what was known.
-    pub(super) fn read_again(&self, base: &B, seal: Option<Arc<Seal>>) -> Result<()> {
+    /// Builds a new view from all indexes, without damaged tables and by `seal`, and replaces the old view with it.
+    ///
+    /// Other threads use the old view meanwhile. An index whose table is damaged is read unsorted.
+    pub(super) fn rebuild_view(&self, base: &B, seal: Option<Arc<Seal>>) -> Result<()> {
         let (base_bytes, mut rejected, seal) = {
             let view = self.view.lock();
             let seal = seal.or_else(|| view.seal.clone());
             (view.resolver.base_bytes(), view.rejected.clone(), seal)
         };
-        let mut damaged = self.damaged();
-        for _ in 0..TRIES_MAX {
+        let mut damaged = self.damaged_tables();
+        for _ in 0..REBUILDS_MAX {
             rejected.extend(damaged);
             let mut view = View::new(base_bytes);
             view.seal = seal.clone();
             view.rejected = rejected.clone();
             let fresh = Self::unread(self.dir.clone(), &self.name, &self.host, &self.memory, view);
-            match fresh.look(base) {
-                Err(TableError::Damaged) => damaged = fresh.damaged(),
+            match fresh.read_indexes(base) {
+                Err(TableError::Damaged) => damaged = fresh.damaged_tables(),
                 Err(error) => return Err(error.into()),
                 Ok(()) => {
-                    let read = std::mem::replace(&mut *fresh.view.lock(), View::new(0));
-                    self.exchange_view(read);
+                    let view = std::mem::replace(&mut *fresh.view.lock(), View::new(0));
+                    self.replace_view(view);
                     return Ok(());
                 }
             }
@@ -57,65 +65,70 @@ impl<B: Backing> Container<B> {
         Err(Errno::IO)
     }
 
-    /// How many sorted indexes were found that are not used.
-    pub(crate) fn count_rejected(&self) -> usize {
+    /// Returns how many tables were rejected because they are damaged.
+    pub(crate) fn rejected_table_count(&self) -> usize {
         self.view.lock().rejected.len()
     }
 
-    fn damaged(&self) -> Vec<String> {
+    /// Returns the names of the tables in use that are damaged.
+    fn damaged_tables(&self) -> Vec<String> {
         let view = self.view.lock();
         let damaged = view.tables.iter().filter(|table| table.is_damaged());
         damaged.map(|table| table.name.clone()).collect()
     }
 
-    fn exchange_view(&self, mut new: View<B>) {
+    /// Replaces the view with `new`, which gets this host's own changes from the old one.
+    fn replace_view(&self, mut new: View<B>) {
         let mut view = self.view.lock();
         new.resolver.set_base(view.resolver.base_bytes());
         if new.seal.is_none() {
-            new.keep_own(&view);
+            new.copy_own(&view);
         }
         let old = std::mem::replace(&mut *view, new);
-        self.note_news();
+        self.note_change_by_others();
         drop(view);
-        // Its files are closed after the lock is free.
+        // The old view is dropped after the lock is released, because that closes files.
         drop(old);
     }
 
-    /// Reads what the other hosts have appended since the last time.
+    /// Reads what other hosts have appended to their indexes since the last call.
     pub fn refresh(&self, base: &B) -> Result<()> {
-        match self.look(base) {
-            Err(TableError::Damaged) => self.read_again(base, None),
+        match self.read_indexes(base) {
+            Err(TableError::Damaged) => self.rebuild_view(base, None),
             outcome => Ok(outcome?),
         }
     }
 
-    /// Looks until all is seen that comes before what is seen: what another host wrote after it had read a third one's
-    /// bytes may be read before those. How much was read of the indexes of others.
-    pub(super) fn see_settled(&self, base: &B) -> Result<BTreeMap<Writer, u64>> {
-        let mut seen = self.view.lock().seen();
-        for _ in 0..SETTLING_LOOKS_MAX {
+    /// Refreshes until a pass finds nothing new, and returns how far the index of each other host was read.
+    ///
+    /// Race: host A may write after it has read a change of host B. One pass may read A's index after B's, and so see
+    /// A's change without B's. The next pass sees B's change.
+    pub(super) fn refresh_until_stable(&self, base: &B) -> Result<BTreeMap<Writer, u64>> {
+        let mut offsets = self.view.lock().read_offsets();
+        for _ in 0..REFRESHES_MAX {
             self.refresh(base)?;
-            let before = std::mem::replace(&mut seen, self.view.lock().seen());
-            if before == seen {
+            let before = std::mem::replace(&mut offsets, self.view.lock().read_offsets());
+            if before == offsets {
                 break;
             }
         }
-        Ok(seen)
+        Ok(offsets)
     }
 
-    fn look(&self, base: &B) -> TableResult<()> {
+    /// Makes one pass over all indexes.
+    fn read_indexes(&self, base: &B) -> TableResult<()> {
         let names = own::list(base, &self.dir)?;
-        if names.iter().any(|(name, ..)| name == ALL.as_bytes()) {
+        if names.iter().any(|(name, ..)| name == DONE_ALL.as_bytes()) {
             self.was_seen_flat.store(true, Ordering::Release);
         }
-        self.look_at_time(
+        self.load_time(
             base,
             times::last(names.iter().map(|(name, ..)| name.as_slice())),
         )?;
         if self.view.lock().seal.is_none()
             && names.iter().any(|(name, ..)| name == SEAL_NAME.as_bytes())
         {
-            return Ok(self.take_seal(base, Seal::load(base, &self.dir)?)?);
+            return Ok(self.apply_seal(base, Seal::load(base, &self.dir)?)?);
         }
         let tables: Vec<_> = names
             .iter()
@@ -123,22 +136,22 @@ impl<B: Backing> Container<B> {
             .collect();
         let mut writers: BTreeMap<String, Writer> = BTreeMap::new();
         let listed = names.iter().filter_map(|(name, ..)| Writer::of_index(name));
-        // An index that counts and has no name any more is missed.
-        let counting = self.seal().map_or_else(Vec::new, |seal| seal.writers());
+        // An index that the seal names is handled also if its file is gone, so that its absence is noticed.
+        let sealed = self.seal().map_or_else(Vec::new, |seal| seal.writers());
         writers.extend(
             listed
-                .chain(counting)
+                .chain(sealed)
                 .map(|writer| (writer.index_name(), writer)),
         );
         for writer in writers.values() {
-            self.take_tables(base, writer, &tables)?;
-            self.read_tail(base, writer)?;
+            self.use_tables(base, writer, &tables)?;
+            self.read_new_frames(base, writer)?;
         }
-        self.settle_len(base)
+        self.update_len(base)
     }
 
-    /// Reads the last record of the file's time.
-    pub(crate) fn look_at_time(&self, base: &B, last: Option<u64>) -> Result<()> {
+    /// Reads record `last` of the file's modification time, if it is newer than the known one.
+    pub(crate) fn load_time(&self, base: &B, last: Option<u64>) -> Result<()> {
         let known = (*self.time.lock()).map(|(number, _)| number);
         if let Some(last) = last.filter(|_| last > known)
             && let Some(record) = times::load(base, &self.dir, last)?
@@ -148,47 +161,50 @@ impl<B: Backing> Container<B> {
         Ok(())
     }
 
-    /// Uses the sorted indexes that there are of an index.
-    pub(super) fn take_tables(
+    /// Uses the tables in `listed` that cover more of the index of `writer` than those in use, or as much with fewer
+    /// tables.
+    pub(super) fn use_tables(
         &self,
         base: &B,
         writer: &Writer,
         listed: &[(Writer, Range<u64>)],
     ) -> TableResult<()> {
-        let of_writer = listed.iter().filter(|(of, _)| of == writer);
+        let of_writer = listed
+            .iter()
+            .filter(|(table_writer, _)| table_writer == writer);
         let parts: Vec<&Range<u64>> = of_writer.map(|(_, part)| part).collect();
         if parts.is_empty() {
             return Ok(());
         }
         let (known, limit) = {
             let view = self.view.lock();
-            let tail = view.tails.get(&writer.id());
-            let known = tail.map_or_else(Vec::new, |tail| tail.cover.clone());
+            let state = view.indexes.get(&writer.id());
+            let known = state.map_or_else(Vec::new, |state| state.cover.clone());
             (known, view.limit_of(writer))
         };
-        let found = loop {
-            let found = self.find_cover(base, writer, &parts, limit, &known)?;
-            match self.find_ends(base, writer.id(), &found) {
-                Ok(()) => break found,
-                // One that is not used yet.
-                Err(TableError::Damaged) if self.reject_damaged(&found) => {}
+        let cover = loop {
+            let cover = self.find_cover(base, writer, &parts, limit, &known)?;
+            match self.find_ends(base, writer.id(), &cover) {
+                Ok(()) => break cover,
+                // The damaged table is not in use yet: it is rejected, and the others are tried.
+                Err(TableError::Damaged) if self.reject_damaged(&cover) => {}
                 Err(error) => return Err(error),
             }
         };
         let end = |cover: &[Arc<Table<B>>]| cover.last().map_or(0, |table| table.part().end);
-        let is_better = match end(&found).cmp(&end(&known)) {
+        let is_better = match end(&cover).cmp(&end(&known)) {
             std::cmp::Ordering::Greater => true,
-            std::cmp::Ordering::Equal => found.len() < known.len(),
+            std::cmp::Ordering::Equal => cover.len() < known.len(),
             std::cmp::Ordering::Less => false,
         };
         if is_better {
             let mut view = self.view.lock();
-            let new = || Tail::new(writer.clone(), false);
-            let tail = view.tails.entry(writer.id()).or_insert_with(new);
-            let is_more = end(&found) > tail.offset;
-            let old = view.set_cover(writer.id(), found);
+            let new = || IndexState::new(writer.clone(), false);
+            let state = view.indexes.entry(writer.id()).or_insert_with(new);
+            let is_more = end(&cover) > state.offset;
+            let old = view.set_cover(writer.id(), cover);
             if is_more {
-                self.note_news();
+                self.note_change_by_others();
             }
             drop(view);
             drop(old);
@@ -196,17 +212,17 @@ impl<B: Backing> Container<B> {
         Ok(())
     }
 
-    /// Finds how long the file is by tables of `writer` that are to be used, after all cuts that there will be.
+    /// Finds where each of `tables` ends in the file, with the cuts and growths that these tables add.
     fn find_ends(&self, base: &B, writer: WriterId, tables: &[Arc<Table<B>>]) -> TableResult<()> {
-        let known = self.view.lock().resolver.outline();
-        let mut outline = Outline::clone(&known);
+        let known = self.view.lock().resolver.length_changes();
+        let mut length_changes = LengthChanges::clone(&known);
         for table in tables {
-            table.directory.cuts.tell(writer, &mut outline);
+            table.directory.cuts.apply_to(writer, &mut length_changes);
         }
-        find_ends(base, tables, &outline)
+        find_ends(base, tables, &length_changes)
     }
 
-    /// Uses none of these that is damaged; whether there was one that is not in use.
+    /// Rejects the damaged ones of `tables`, unless they are in use. Returns whether there were any.
     fn reject_damaged(&self, tables: &[Arc<Table<B>>]) -> bool {
         let mut view = self.view.lock();
         let is_used =
@@ -215,12 +231,12 @@ impl<B: Backing> Container<B> {
             .iter()
             .filter(|table| table.is_damaged() && !is_used(table));
         let damaged: Vec<String> = damaged.map(|table| table.name.clone()).collect();
-        let is_any = !damaged.is_empty();
+        let has_new_damage = !damaged.is_empty();
         view.rejected.extend(damaged);
-        is_any
+        has_new_damage
     }
 
-    /// Finds the fewest tables that follow each other from the beginning of an index.
+    /// Returns the fewest tables that follow each other from the beginning of an index, up to `limit`.
     fn find_cover(
         &self,
         base: &B,
@@ -257,6 +273,7 @@ impl<B: Backing> Container<B> {
         }
     }
 
+    /// Opens a table. Returns `None` if it is rejected or damaged.
     fn open_table(
         &self,
         base: &B,
@@ -274,34 +291,34 @@ impl<B: Backing> Container<B> {
         Ok(table.map(Arc::new))
     }
 
-    /// Reads the frames of another host's index that are not known yet.
-    fn read_tail(&self, base: &B, writer: &Writer) -> Result<()> {
-        let mut is_asked = false;
+    /// Reads new frames of another host's index, and checks that the index has all bytes that count.
+    fn read_new_frames(&self, base: &B, writer: &Writer) -> Result<()> {
+        let mut has_asked_length = false;
         loop {
             if self.is_own(writer.id()) {
                 return Ok(());
             }
-            let found = match self.find_tail(writer) {
-                Some(found) => Some(found),
+            let opened = match self.find_open_index(writer) {
+                Some(opened) => Some(opened),
                 None => self.open_index(base, writer)?,
             };
-            if let Some((index, _)) = &found
-                && !std::mem::replace(&mut is_asked, true)
+            if let Some((index, _)) = &opened
+                && !std::mem::replace(&mut has_asked_length, true)
             {
-                // Else it is read as far as the client knew it.
+                // Asks the server for the length. A read would otherwise end at the length that the client has cached.
                 base.attr_of_file_now(index)?;
             }
             let limit = self.view.lock().limit_of(writer);
-            let Some((index, offset)) = found else {
+            let Some((index, offset)) = opened else {
                 return self.check_missing(writer, limit);
             };
             if self.skip_lost(writer, offset) {
                 continue;
             }
-            let news = read_index(base, &index, writer.id(), offset..limit)?;
-            let is_end = news.to == offset;
-            let is_all = news.is_all;
-            let is_due = self.add_news(news);
+            let frames_read = read_index(base, &index, writer.id(), offset..limit)?;
+            let is_end = frames_read.to == offset;
+            let is_all = frames_read.is_all;
+            let is_due = self.add_frames(frames_read);
             if is_due {
                 self.sort(base, writer, self.memory.sort_others_bytes());
             }
@@ -315,22 +332,22 @@ impl<B: Backing> Container<B> {
         }
     }
 
-    /// Skips a part of an index that was given up as lost; returns whether there is one at `offset`.
+    /// Skips a part of an index that was given up as lost. Returns whether such a part begins at `offset`.
     fn skip_lost(&self, writer: &Writer, offset: u64) -> bool {
         let mut view = self.view.lock();
         let seal = view.seal.clone();
         let end = seal.and_then(|seal| seal.lost.end_of_part(writer, offset));
-        let tail = view.tails.get_mut(&writer.id());
-        match (end, tail) {
-            (Some(end), Some(tail)) => {
-                tail.offset = tail.offset.max(end);
+        let state = view.indexes.get_mut(&writer.id());
+        match (end, state) {
+            (Some(end), Some(state)) => {
+                state.offset = state.offset.max(end);
                 true
             }
             _ => false,
         }
     }
 
-    /// EIO where an index that counts is not there, and no sorted ones have all of it.
+    /// Fails with EIO if an index has bytes that count, but no file, and no tables or given-up parts in place of them.
     fn check_missing(&self, writer: &Writer, limit: u64) -> Result<()> {
         let is_lost = |covered| {
             let seal = self.seal();
@@ -348,7 +365,8 @@ impl<B: Backing> Container<B> {
         Err(Errno::IO)
     }
 
-    /// EIO where the index is shorter than what counts of it, or a synced frame is not whole.
+    /// Fails with EIO if the frames of an index end at `offset`, before the bytes that count end or before a synced
+    /// frame.
     fn check_end(
         &self,
         base: &B,
@@ -372,23 +390,25 @@ impl<B: Backing> Container<B> {
         Err(Errno::IO)
     }
 
-    /// An index that is open, and how far it was read.
-    fn find_tail(&self, writer: &Writer) -> Option<(Arc<B::File>, u64)> {
+    /// Returns the file of an open index, and how far it was read.
+    fn find_open_index(&self, writer: &Writer) -> Option<(Arc<B::File>, u64)> {
         let view = self.view.lock();
-        let tail = view.tails.get(&writer.id())?;
-        Some((tail.index.clone()?, tail.offset))
+        let state = view.indexes.get(&writer.id())?;
+        Some((state.index.clone()?, state.offset))
     }
 
-    /// Finds how long the file is by sorted indexes, where that takes reading them.
-    pub(super) fn settle_len(&self, base: &B) -> TableResult<()> {
+    /// Finds the length of the file by the tables. Reads blocks of tables where a cut hides their last bytes.
+    ///
+    /// Race: another thread may change the tables or cuts meanwhile. Then the search begins again.
+    pub(super) fn update_len(&self, base: &B) -> TableResult<()> {
         loop {
-            let (outline, tables) = {
+            let (length_changes, tables) = {
                 let view = self.view.lock();
-                (view.resolver.outline(), Arc::clone(&view.tables))
+                (view.resolver.length_changes(), Arc::clone(&view.tables))
             };
-            find_ends(base, &tables, &outline)?;
+            find_ends(base, &tables, &length_changes)?;
             let mut view = self.view.lock();
-            let is_same = Arc::ptr_eq(&view.resolver.outline(), &outline);
+            let is_same = Arc::ptr_eq(&view.resolver.length_changes(), &length_changes);
             if is_same && Arc::ptr_eq(&view.tables, &tables) {
                 view.note_tables_end();
                 return Ok(());
@@ -396,17 +416,18 @@ impl<B: Backing> Container<B> {
         }
     }
 
-    /// From now on only that counts which the seal has. What was read beyond, of a host that was taken for dead, is
-    /// forgotten with all else, and read again.
-    pub(crate) fn take_seal(&self, base: &B, seal: Seal) -> Result<()> {
+    /// Applies a seal: from now on only the bytes of each index that the seal names count.
+    ///
+    /// This host may have read more, of a host that was taken for dead. So the view is built again.
+    pub(crate) fn apply_seal(&self, base: &B, seal: Seal) -> Result<()> {
         if self.seal().is_some_and(|known| *known == seal) {
             return self.refresh(base);
         }
-        self.read_again(base, Some(Arc::new(seal)))
+        self.rebuild_view(base, Some(Arc::new(seal)))
     }
 
-    /// How many bytes of each index are whole frames, durably.
-    pub(crate) fn index_lengths(&self, base: &B) -> Result<Vec<(Writer, u64)>> {
+    /// Syncs each index, and returns how many bytes of it are complete frames.
+    pub(crate) fn sync_and_measure_indexes(&self, base: &B) -> Result<Vec<(Writer, u64)>> {
         self.refresh(base)?;
         let mut lengths = Vec::new();
         for (name, ..) in own::list(base, &self.dir)? {
@@ -417,23 +438,23 @@ impl<B: Backing> Container<B> {
                 continue;
             };
             let index = base.open(&inode, Access::Read)?;
-            // What is decided to count is durable before that decision.
+            // The seal is made from these lengths, so the bytes are durable before the seal.
             base.sync(&index, true)?;
             base.attr_of_file_now(&index)?;
             let mut end = self.covered(&writer);
             loop {
-                let news = read_index(base, &index, writer.id(), end..u64::MAX)?;
-                if news.to == end {
+                let frames_read = read_index(base, &index, writer.id(), end..u64::MAX)?;
+                if frames_read.to == end {
                     break;
                 }
-                end = news.to;
+                end = frames_read.to;
             }
             lengths.push((writer, end));
         }
         Ok(lengths)
     }
 
-    /// The last change in the last index that this host has made.
+    /// Returns the last change in this host's last index, other than a note of a sync.
     pub(crate) fn last_change_of_own_index(&self, base: &B) -> Result<Option<Change>> {
         let names = own::list(base, &self.dir)?;
         let indexes = names.iter().filter_map(|(name, ..)| Writer::of_index(name));
@@ -448,62 +469,69 @@ impl<B: Backing> Container<B> {
         let mut last = None;
         let mut end = 0;
         loop {
-            let news = read_index(base, &index, writer.id(), end..u64::MAX)?;
-            if news.to == end {
+            let frames_read = read_index(base, &index, writer.id(), end..u64::MAX)?;
+            if frames_read.to == end {
                 return Ok(last);
             }
-            end = news.to;
-            let mut changes = news.frames.into_iter().map(|(_, frame)| frame.change);
-            let last_of_these = changes.rfind(|change| *change != Change::Synced);
-            last = last_of_these.or(last);
+            end = frames_read.to;
+            let mut changes = frames_read
+                .frames
+                .into_iter()
+                .map(|(_, frame)| frame.change);
+            let last_read = changes.rfind(|change| *change != Change::Synced);
+            last = last_read.or(last);
         }
     }
 
-    /// Opens the index of another host, and says how far it was read; none if it is gone by now.
+    /// Opens another host's index. Returns its file and how far it was read, or `None` if there is no such file.
     fn open_index(&self, base: &B, writer: &Writer) -> Result<Option<(Arc<B::File>, u64)>> {
         let Some(inode) = own::find_file(base, &self.dir, &writer.index_name())? else {
             return Ok(None);
         };
         let index = Arc::new(base.open(&inode, Access::Read)?);
         let mut view = self.view.lock();
-        let new = || Tail::new(writer.clone(), false);
-        let tail = view.tails.entry(writer.id()).or_insert_with(new);
-        let known = match &tail.index {
+        let new = || IndexState::new(writer.clone(), false);
+        let state = view.indexes.entry(writer.id()).or_insert_with(new);
+        let known = match &state.index {
             Some(known) => Arc::clone(known),
             None => {
-                tail.index = Some(Arc::clone(&index));
+                state.index = Some(Arc::clone(&index));
                 index
             }
         };
-        Ok(Some((known, tail.offset)))
+        Ok(Some((known, state.offset)))
     }
 
-    /// Takes what was read; returns whether enough is unsorted to be sorted.
-    fn add_news(&self, news: News) -> bool {
+    /// Adds frames that were read to the view. Returns whether the index has enough unsorted bytes to be sorted.
+    fn add_frames(&self, frames_read: FramesRead) -> bool {
         let mut view = self.view.lock();
         let view = &mut *view;
-        let Some(tail) = view.tails.get_mut(&news.writer) else {
+        let Some(state) = view.indexes.get_mut(&frames_read.writer) else {
             return false;
         };
-        // Another thread may have read them too.
-        if tail.offset != news.from {
+        // Another thread has read these frames meanwhile.
+        if state.offset != frames_read.from {
             return false;
         }
-        tail.offset = news.to;
-        let is_more = !news.frames.is_empty();
-        let is_due = tail.is_due(self.memory.sort_others_bytes());
-        for (offset, frame) in news.frames {
-            view.add(news.writer, offset, frame);
+        state.offset = frames_read.to;
+        let is_more = !frames_read.frames.is_empty();
+        let is_due = state.is_due(self.memory.sort_others_bytes());
+        for (offset, frame) in frames_read.frames {
+            view.add(frames_read.writer, offset, frame);
         }
         if is_more {
-            self.note_news();
+            self.note_change_by_others();
         }
         is_due
     }
 }
 
-/// Finds how long the file is by each of these tables, by what cuts left.
-fn find_ends<B: Backing>(base: &B, tables: &[Arc<Table<B>>], outline: &Outline) -> TableResult<()> {
-    let find = |table: &Arc<Table<B>>| table.find_end(base, outline.limits_of(table.writer));
+/// Finds where each of the tables ends in the file, after all cuts.
+fn find_ends<B: Backing>(
+    base: &B,
+    tables: &[Arc<Table<B>>],
+    length_changes: &LengthChanges,
+) -> TableResult<()> {
+    let find = |table: &Arc<Table<B>>| table.find_end(base, length_changes.limits_of(table.writer));
     tables.iter().try_for_each(find)
 }
