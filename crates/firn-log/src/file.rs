@@ -26,7 +26,7 @@ use crate::file_id::FileId;
 use crate::frame::Change;
 use crate::head::{self, HEAD, Head};
 use crate::lag::{LagRetry, is_gone, read_whole};
-use crate::locate::{Holder, Locating, Room};
+use crate::locate::{Holder, LocatedList, Room};
 use crate::orphans::{DEAD, DYING, Found, unmark};
 use crate::resolve::{Segment, Source};
 use crate::run::Piece;
@@ -603,7 +603,7 @@ impl<B: Backing> LoggedFile<B> {
         plain: &B::File,
         range: Range<u64>,
         limits: LocateLimits,
-    ) -> Result<Locating> {
+    ) -> Result<LocatedList> {
         self.refresh_after_sync(site)?;
         for _ in 0..ATTEMPTS_MAX {
             self.check_readable()?;
@@ -614,7 +614,7 @@ impl<B: Backing> LoggedFile<B> {
             let len = generations
                 .last()
                 .map_or(plain_bytes, |top| top.container.len());
-            let mut located = Locating::new(range.start, limits);
+            let mut located = LocatedList::new(range.start, limits);
             let existing = range.start..range.end.min(len);
             let room = if existing.is_empty() {
                 Ok(Room::Left)
@@ -1319,7 +1319,7 @@ fn locate_in_stack<B: Backing>(
     generations: &[Arc<Generation<B>>],
     plain: &B::File,
     range: Range<u64>,
-    located: &mut Locating,
+    located: &mut LocatedList,
 ) -> Result<Room> {
     let Some((top, rest)) = generations.split_last() else {
         let start = range.start;
@@ -1328,7 +1328,7 @@ fn locate_in_stack<B: Backing>(
             None => located.skip(range),
         });
     };
-    let below = |range: Range<u64>, located: &mut Locating| {
+    let below = |range: Range<u64>, located: &mut LocatedList| {
         let end = range.end;
         let room = locate_in_stack(base, rest, plain, range, located)?;
         // The file below may be shorter than the range. Bytes beyond its end are zeros.

@@ -49,7 +49,7 @@ impl<B: Backing> Sorter<'_, B> {
                 change @ (Change::Written(_) | Change::Zeroed(_)) => {
                     let (span, runs) = change.split();
                     let whole = layers_of(key, span.as_ref(), &runs);
-                    layers.extend(whole.flat_map(Layer::split_short));
+                    layers.extend(whole.flat_map(Layer::split_if_short));
                     spans.extend(span.map(|span| (offset, span)));
                 }
             }

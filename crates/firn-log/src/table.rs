@@ -401,7 +401,7 @@ impl<B: Backing> Table<B> {
                 if layer.run.offset() >= range.end {
                     break;
                 }
-                if !layers.take(layer, range) {
+                if !layers.add(layer, range) {
                     return Ok(false);
                 }
             }

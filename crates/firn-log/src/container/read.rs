@@ -21,7 +21,7 @@ use super::{Container, Walk};
 use crate::frame::{CHECKED_BYTES, Span};
 use crate::index_reader::read_exact;
 use crate::lag::read_whole;
-use crate::locate::{Check, Holder, Locating, Room};
+use crate::locate::{Check, Holder, LocatedList, Room};
 use crate::resolve::{Key, Segment, Source, WriterId};
 use crate::seal::Lost;
 use crate::table::{TableError, TableResult};
@@ -220,9 +220,9 @@ impl<B: Backing> Container<B> {
     pub(crate) fn locate(
         &self,
         base: &B,
-        below: &dyn Fn(Range<u64>, &mut Locating) -> Result<Room>,
+        below: &dyn Fn(Range<u64>, &mut LocatedList) -> Result<Room>,
         range: Range<u64>,
-        located: &mut Locating,
+        located: &mut LocatedList,
     ) -> Result<Room> {
         let mut walk = Walk::in_steps(range);
         let mut changes = BTreeMap::new();
@@ -261,7 +261,7 @@ impl<B: Backing> Container<B> {
         (key, change): (Key, &mut ListedChange<B>),
         position: u64,
         range: Range<u64>,
-        located: &mut Locating,
+        located: &mut LocatedList,
     ) -> Result<Room> {
         let ListedChange { source, last_block } = change;
         let in_span = range_in_span(&source.span, position, range.end - range.start)?;
@@ -300,7 +300,7 @@ impl<B: Backing> Container<B> {
         key: Key,
         log: &ChangeLocation<B>,
         block: u64,
-        located: &mut Locating,
+        located: &mut LocatedList,
     ) -> Result<Option<BlockHolder>> {
         let file = log.file.as_ref().ok_or(Errno::IO)?;
         let position = log.span.position + block * CHECKED_BYTES;
@@ -308,7 +308,7 @@ impl<B: Backing> Container<B> {
             return Ok(Some(BlockHolder::Unlisted));
         }
         if !log.is_own && !self.is_checked(key, block) {
-            match located.take_block(key.writer) {
+            match located.check_block(key.writer) {
                 Check::Now => {
                     let bytes = self.load_block(base, key, &log.span, block, PageUse::Keep)?;
                     if bytes.is_none() {

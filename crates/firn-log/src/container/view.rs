@@ -89,7 +89,7 @@ impl<B: Backing> View<B> {
         state.cover = cover;
         state.offset = state.offset.max(state.covered());
         debug_assert!(state.covered() <= state.offset, "what is sorted is known");
-        self.resolver.forget(id, state.covered());
+        self.resolver.drop_changes_before(id, state.covered());
         let covers = self.indexes.values().flat_map(|state| state.cover.iter());
         let tables = Arc::new(covers.map(Arc::clone).collect());
         let old = std::mem::replace(&mut self.tables, tables);
@@ -102,7 +102,7 @@ impl<B: Backing> View<B> {
         let length_changes = self.resolver.length_changes();
         let end = |table: &Arc<Table<B>>| table.end(length_changes.limits_of(table.writer));
         let known = self.tables.iter().filter_map(end);
-        self.resolver.set_outside_end(known.max().unwrap_or(0));
+        self.resolver.set_tables_end(known.max().unwrap_or(0));
     }
 
     /// Copies this host's own changes from `old`. This host knows them from its appends, which may be ahead of what it
@@ -115,7 +115,7 @@ impl<B: Backing> View<B> {
             new_state.offset = new_state.offset.max(state.offset);
             let covered = new_state.covered();
             debug_assert!(covered <= new_state.offset, "what is sorted is known");
-            self.resolver.take_changes(&old.resolver, *id, covered);
+            self.resolver.copy_from(&old.resolver, *id, covered);
         }
         self.update_tables_end();
     }
