@@ -25,7 +25,7 @@ use crate::file::{ContainerSite, LoggedFile};
 use crate::file_dir;
 use crate::file_id::FileId;
 use crate::orphans::{self, DEAD, DYING};
-use crate::tag::{self, Home};
+use crate::tag::{self, TopId};
 use crate::turn;
 
 /// Name of the directory of all containers, in `.firn/`.
@@ -86,7 +86,7 @@ pub struct Setup {
 pub struct LogBacking<B: Backing> {
     below: B,
     top: B::Inode,
-    home: Home,
+    top_id: TopId,
     memory: Arc<Memory>,
     /// Turn of this host's logs among the lanes below; 0 without lanes.
     turn: u64,
@@ -214,7 +214,7 @@ impl<B: Backing> LogBacking<B> {
     /// Opens the log layout over `below`; its directory there is `.firn/log`.
     pub fn open(below: B, setup: Setup) -> std::result::Result<Self, OwnError> {
         let top = make_dir(&below)?;
-        let home = Home::of(&below.attr(&top)?);
+        let top_id = TopId::of(&below.attr(&top)?);
         // Before anything is changed: logs of an earlier version are refused.
         file_dir::list_files(&below, &top)?;
         let marked = orphans::end_last_life(&below, &top, &setup.host, &setup.is_alive)?;
@@ -225,7 +225,7 @@ impl<B: Backing> LogBacking<B> {
         Ok(Self {
             below,
             top,
-            home,
+            top_id,
             turn,
             memory: Memory::new(INDEX_BYTES_MAX),
             setup,
@@ -258,7 +258,7 @@ impl<B: Backing> LogBacking<B> {
         ContainerSite {
             base: &self.below,
             top: &self.top,
-            home: self.home,
+            top_id: self.top_id,
             host: &self.setup.host,
             turn: self.turn,
             memory: &self.memory,
@@ -450,7 +450,7 @@ impl<B: Backing> LogBacking<B> {
                 }
                 None => {
                     drop(files);
-                    tag::check(&self.below, &inode.below, id, self.home)?;
+                    tag::check(&self.below, &inode.below, id, self.top_id)?;
                     return Ok(None);
                 }
             };
@@ -489,7 +489,7 @@ impl<B: Backing> LogBacking<B> {
         if !file.is_logged() {
             // Another host may have written the plain file.
             self.below.attr_now(&opened.inode)?;
-            tag::check(&self.below, &opened.inode, file.id, self.home)?;
+            tag::check(&self.below, &opened.inode, file.id, self.top_id)?;
         }
         Ok(())
     }

@@ -32,7 +32,7 @@ use crate::resolve::{Segment, Source};
 use crate::run::Piece;
 use crate::salvage::{LossReporter, Report};
 use crate::seal::{Ending, Flat, WRITING};
-use crate::tag::{self, Home};
+use crate::tag::{self, TopId};
 use firn_backing::lock::Mutex;
 use firn_backing::{Access, Attr, Backing, DataPart, Errno, LocateLimits, Result, Seek, Time};
 use firn_hosts::{OwnError, VoteDir, own};
@@ -137,7 +137,7 @@ pub(crate) struct ContainerSite<'a, B: Backing> {
     pub(crate) base: &'a B,
     pub(crate) top: &'a B::Inode,
     /// Identity of `top`, as stored in tags of plain files.
-    pub(crate) home: Home,
+    pub(crate) top_id: TopId,
     pub(crate) host: &'a str,
     /// This host's turn: the lane of its logs ([`crate::turn`]).
     pub(crate) turn: u64,
@@ -902,7 +902,7 @@ impl<B: Backing> LoggedFile<B> {
                 Ok(())
             }
         };
-        ending.alone(remove).map(drop)
+        ending.run_exclusively(remove).map(drop)
     }
 
     /// Puts the head into a container that has none, which lets hosts write to it.
@@ -970,7 +970,7 @@ impl<B: Backing> LoggedFile<B> {
             && !self.is_removed.load(Ordering::Acquire)
             && !generation.is_tagged.swap(true, Ordering::AcqRel)
         {
-            tag::set(site.base, inode, site.home, &generation.name);
+            tag::set(site.base, inode, site.top_id, &generation.name);
         }
     }
 

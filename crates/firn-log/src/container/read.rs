@@ -542,7 +542,7 @@ impl<B: Backing> Container<B> {
         };
         let state = view.indexes.get(&writer);
         let name = state.map(|state| state.writer.log_name(log));
-        name.map_or_else(BTreeSet::new, |name| seal.lost.blocks_of(&name))
+        name.map_or_else(BTreeSet::new, |name| seal.lost.lost_blocks(&name))
     }
 
     /// Returns the parts of a segment whose blocks are damaged, if the segment lies in a log. Blocks in `known` are

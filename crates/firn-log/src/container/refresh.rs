@@ -336,7 +336,7 @@ impl<B: Backing> Container<B> {
     fn skip_lost(&self, writer: &Writer, offset: u64) -> bool {
         let mut view = self.view.lock();
         let seal = view.seal.clone();
-        let end = seal.and_then(|seal| seal.lost.end_of_part(writer, offset));
+        let end = seal.and_then(|seal| seal.lost.end_of_lost_part(writer, offset));
         let state = view.indexes.get_mut(&writer.id());
         match (end, state) {
             (Some(end), Some(state)) => {
@@ -351,7 +351,7 @@ impl<B: Backing> Container<B> {
     fn check_missing(&self, writer: &Writer, limit: u64) -> Result<()> {
         let is_lost = |covered| {
             let seal = self.seal();
-            seal.and_then(|seal| seal.lost.end_of_part(writer, covered)) == Some(limit)
+            seal.and_then(|seal| seal.lost.end_of_lost_part(writer, covered)) == Some(limit)
         };
         let covered = self.covered(writer);
         if limit == u64::MAX || covered >= limit || is_lost(covered) {
