@@ -27,7 +27,7 @@ fn setup(host: &str) -> Setup {
         host: host.to_owned(),
         chooses: Box::new(|_: &OsStr| true),
         is_alive: Box::new(|host| Ok(host != "dead")),
-        patience: Duration::ZERO,
+        view_age_max: Duration::ZERO,
         lag_max: Duration::ZERO,
         unit_bytes: 64 << 10,
         when_closed: WhenClosed::Flatten,
@@ -285,7 +285,7 @@ fn a_cut_to_the_length_that_the_file_has_is_none() {
 fn who_makes_a_file_longer_does_not_cut_what_it_has_not_seen() {
     let disk = SimBacking::new();
     let patient = Setup {
-        patience: Duration::from_hours(1),
+        view_age_max: Duration::from_hours(1),
         ..setup("a")
     };
     let a = LogBacking::open(disk.another_process(), patient).expect("open");
@@ -730,7 +730,7 @@ fn what_is_listed_for_one_file_does_not_grow_with_the_number_of_files() {
         let disk_of_b = disk.another_process();
         let patience = Duration::from_secs(3600);
         let setup = Setup {
-            patience,
+            view_age_max: patience,
             ..setup("b")
         };
         let b = LogBacking::open(disk_of_b.clone(), setup).expect("open");
@@ -777,7 +777,7 @@ fn what_others_synced_before_a_sync_is_seen_by_the_next_use() {
         let disk_of_a = disk.another_process();
         let patience = Duration::from_hours(1);
         let setup = Setup {
-            patience,
+            view_age_max: patience,
             ..setup("a")
         };
         let a = LogBacking::open(disk_of_a.clone(), setup).expect("open");

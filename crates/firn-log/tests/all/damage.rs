@@ -28,7 +28,7 @@ fn begin_host(disk: &SimBacking, host: &str) -> (SimBacking, Logged) {
         chooses: Box::new(|name: &OsStr| name == "file"),
         // Those that wrote died before the others came.
         is_alive: Box::new(move |_: &str| Ok(writes)),
-        patience: Duration::ZERO,
+        view_age_max: Duration::ZERO,
         lag_max: Duration::ZERO,
         unit_bytes: 4096,
         when_closed: WhenClosed::Flatten,

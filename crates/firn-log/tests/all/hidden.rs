@@ -20,7 +20,7 @@ fn mount(disk: &SimBacking, host: &str, chooses: bool) -> Logged {
         host: host.to_owned(),
         chooses: Box::new(move |_: &OsStr| chooses),
         is_alive: Box::new(|_| Ok(false)),
-        patience: Duration::ZERO,
+        view_age_max: Duration::ZERO,
         lag_max: Duration::ZERO,
         unit_bytes: 4 << 10,
         when_closed: WhenClosed::Keep,

@@ -21,7 +21,7 @@ fn logged(ground: &SimLanes, host: &str) -> Logged {
         host: host.to_owned(),
         chooses: Box::new(|name: &OsStr| name != "plain"),
         is_alive: Box::new(|host| Ok(host != "dead")),
-        patience: Duration::ZERO,
+        view_age_max: Duration::ZERO,
         lag_max: Duration::ZERO,
         unit_bytes: 4096,
         when_closed: WhenClosed::Flatten,

@@ -31,7 +31,7 @@ fn host(dir: &Path, name: &str, patience: Duration) -> Logged {
         host: name.to_owned(),
         chooses: Box::new(|_: &OsStr| true),
         is_alive: Box::new(|_| Ok(true)),
-        patience,
+        view_age_max: patience,
         lag_max: Duration::ZERO,
         unit_bytes: 1024,
         when_closed: WhenClosed::Flatten,

@@ -787,7 +787,7 @@ fn begin_host<G: Ground>(
         host: name.to_owned(),
         chooses: Box::new(|_: &OsStr| true),
         is_alive: Box::new(move |host| Ok(alive.lock().contains(host))),
-        patience: Duration::ZERO,
+        view_age_max: Duration::ZERO,
         // A host that is dead waits for the backing, too.
         lag_max: match trouble {
             Trouble::Behind => Duration::from_millis(100),

@@ -104,7 +104,7 @@ fn logged(disk: &SimBacking, host: &str, living: &Arc<Mutex<HashSet<&'static str
         host: host.to_owned(),
         chooses: Box::new(|_: &OsStr| true),
         is_alive: Box::new(move |host| Ok(living.lock().contains(host))),
-        patience: Duration::ZERO,
+        view_age_max: Duration::ZERO,
         lag_max: Duration::ZERO,
         unit_bytes: 4 << 10,
         when_closed: WhenClosed::Keep,

@@ -26,7 +26,7 @@ fn logged(disk: &SimBacking, host: &str, b_lives: &Arc<AtomicBool>) -> Logged {
         host: host.to_owned(),
         chooses: Box::new(|_: &OsStr| true),
         is_alive: Box::new(move |host| Ok(host != "b" || b_lives.load(Ordering::Relaxed))),
-        patience: Duration::ZERO,
+        view_age_max: Duration::ZERO,
         lag_max: Duration::ZERO,
         unit_bytes: 4 << 10,
         when_closed: WhenClosed::Flatten,

@@ -23,7 +23,7 @@ pub fn begin_host(dir: &Path, host: &str, alive: &'static [&'static str]) -> Log
         host: host.to_owned(),
         chooses: Box::new(|_: &OsStr| true),
         is_alive: Box::new(move |host| Ok(alive.contains(&host))),
-        patience: Duration::ZERO,
+        view_age_max: Duration::ZERO,
         lag_max: Duration::ZERO,
         unit_bytes: 64 << 20,
         when_closed: WhenClosed::Flatten,
