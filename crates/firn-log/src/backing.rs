@@ -229,7 +229,7 @@ impl<B: Backing> LogBacking<B> {
         let top_id = TopId::of(&below.attr(&top)?);
         // This check comes before any change: logs of an earlier version are refused.
         file_dir::list_files(&below, &top)?;
-        let marked = orphans::end_last_life(&below, &top, &setup.host, &setup.is_alive)?;
+        let marked = orphans::clean_up_last_life(&below, &top, &setup.host, &setup.is_alive)?;
         let turn = match below.lane_of_turn(0) {
             Some(_) => turn::take(&below, &top, &setup.host, &setup.is_alive),
             None => 0,

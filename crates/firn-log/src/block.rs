@@ -6,7 +6,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::frame::{Span, is_span};
+use crate::frame::{Span, is_valid_span};
 use crate::resolve::{Key, Layer, Place, WriterId};
 use crate::run::Run;
 
@@ -227,7 +227,7 @@ pub fn decode_spans(bytes: &[u8]) -> impl Iterator<Item = Result<(u64, Span), Da
                     .collect(),
             };
             (rest, before) = (left, frame);
-            is_span(&span).then_some((frame, span))
+            is_valid_span(&span).then_some((frame, span))
         };
         let decoded = decode().ok_or(Damaged);
         if decoded.is_err() {
@@ -286,7 +286,7 @@ mod tests {
                 prop_assert!(layer.run.span().end <= crate::run::FILE_BYTES_MAX);
             }
             for (_, span) in decode_spans(&bytes).flatten() {
-                prop_assert!(is_span(&span));
+                prop_assert!(is_valid_span(&span));
             }
         }
     }

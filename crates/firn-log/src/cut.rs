@@ -64,7 +64,7 @@ impl Limits {
     }
 
     /// Returns whether decoded limits meet the invariant and the bounds of a file.
-    pub(crate) fn is_right(&self) -> bool {
+    pub(crate) fn is_valid(&self) -> bool {
         let grows = |pair: &[Limit]| pair[0].until < pair[1].until && pair[0].len < pair[1].len;
         let is_file = |limit: &Limit| limit.until > 0 && limit.len <= FILE_BYTES_MAX;
         self.0.windows(2).all(grows) && self.0.iter().all(is_file)
@@ -117,7 +117,7 @@ impl Growths {
     }
 
     /// Returns whether decoded growths meet the invariant and the bounds of a file.
-    pub(crate) fn is_right(&self) -> bool {
+    pub(crate) fn is_valid(&self) -> bool {
         let falls = |pair: &[Growth]| pair[0].frame < pair[1].frame && pair[0].len > pair[1].len;
         let is_file = |growth: &Growth| growth.len <= FILE_BYTES_MAX;
         self.0.windows(2).all(falls) && self.0.iter().all(is_file)
@@ -138,7 +138,7 @@ mod tests {
             let mut limits = Limits::default();
             for &(until, len) in &cuts {
                 limits.add(Limit { until, len });
-                prop_assert!(limits.is_right());
+                prop_assert!(limits.is_valid());
             }
                     let expected = |frame: u64| {
                         let applying = cuts.iter().filter(|(until, _)| *until > frame);
@@ -154,7 +154,7 @@ mod tests {
             let mut known = Growths::default();
             for &(frame, len) in &growths {
                 known.add(Growth { frame, len });
-                prop_assert!(known.is_right());
+                prop_assert!(known.is_valid());
             }
                     let ends = growths.iter().map(|(frame, len)| expected(*frame).min(*len));
             prop_assert_eq!(known.end(Some(&limits)), ends.max().unwrap_or(0));

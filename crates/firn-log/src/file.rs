@@ -27,7 +27,7 @@ use crate::frame::Change;
 use crate::head::{self, HEAD, Head};
 use crate::lag::{LagRetry, is_gone, read_whole};
 use crate::locate::{Holder, LocatedList, Room};
-use crate::orphans::{DEAD, DYING, Found, unmark};
+use crate::orphans::{ContainerLookup, DEAD, DYING, unmark};
 use crate::resolve::{Segment, Source};
 use crate::run::Piece;
 use crate::salvage::{LossReporter, Report};
@@ -702,12 +702,12 @@ impl<B: Backing> LoggedFile<B> {
         };
         for listed in listed {
             let name = self.id.container_name(listed.number);
-            let find = || Found::find(site.base, site.top, &name, site.host);
-            let Found::Container(container) = find()? else {
+            let find = || ContainerLookup::find(site.base, site.top, &name, site.host);
+            let ContainerLookup::Trusted(container) = find()? else {
                 continue;
             };
             match visit(&container) {
-                Err(Errno::NOENT) if matches!(find()?, Found::Gone) => {}
+                Err(Errno::NOENT) if matches!(find()?, ContainerLookup::Gone) => {}
                 visited => visited?,
             }
         }

@@ -307,7 +307,7 @@ impl LengthChanges {
                 rank,
                 file_start: part.file.start,
                 file_end: part.file.end,
-                run_offset: part.at,
+                run_offset: part.run_offset,
             }));
         }
         // A stable sort is fast here, because the parts of one layer are in order already.

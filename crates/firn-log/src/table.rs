@@ -167,12 +167,12 @@ impl Cuts {
         }
     }
 
-    fn is_right(&self) -> bool {
+    fn is_valid(&self) -> bool {
         let is_limited =
-            |(writer, limits): (&Writer, &Limits)| writer.is_right() && limits.is_right();
+            |(writer, limits): (&Writer, &Limits)| writer.is_valid() && limits.is_valid();
         self.base <= Some(FILE_BYTES_MAX)
             && self.limits.iter().all(is_limited)
-            && self.growths.is_right()
+            && self.growths.is_valid()
     }
 }
 
@@ -249,10 +249,10 @@ impl Directory {
         }
         let (found, rest) = postcard::take_from_bytes::<Self>(body).ok()?;
         let data_bytes = file_bytes - tail.len() as u64;
-        (rest.is_empty() && found.is_right(data_bytes)).then_some(found)
+        (rest.is_empty() && found.is_valid(data_bytes)).then_some(found)
     }
 
-    fn is_right(&self, data_bytes: u64) -> bool {
+    fn is_valid(&self, data_bytes: u64) -> bool {
         let layers = self.layers.iter().map(|block| block.place);
         let mut places = layers.chain(self.spans.iter().map(|block| block.place));
         let mut reach = 0;
@@ -266,8 +266,8 @@ impl Directory {
             && has_order
             && self.layers.is_sorted_by_key(|block| block.lowest)
             && self.spans.is_sorted_by_key(|block| block.first)
-            && self.cuts.is_right()
-            && places.all(|place| place.is_right(data_bytes))
+            && self.cuts.is_valid()
+            && places.all(|place| place.is_valid(data_bytes))
     }
 
     fn note_written(&mut self, layer: &Layer) {
@@ -284,7 +284,7 @@ impl Directory {
 }
 
 impl BlockPlace {
-    fn is_right(self, data_bytes: u64) -> bool {
+    fn is_valid(self, data_bytes: u64) -> bool {
         let end = self.position.checked_add(u64::from(self.bytes));
         u64::from(self.bytes) <= BLOCK_BYTES_MAX && end.is_some_and(|end| end <= data_bytes)
     }
