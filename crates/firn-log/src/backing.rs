@@ -231,7 +231,7 @@ impl<B: Backing> LogBacking<B> {
         file_dir::list_files(&below, &top)?;
         let marked = orphans::clean_up_last_life(&below, &top, &setup.host, &setup.is_alive)?;
         let turn = match below.lane_of_turn(0) {
-            Some(_) => turn::take(&below, &top, &setup.host, &setup.is_alive),
+            Some(_) => turn::take_turn(&below, &top, &setup.host, &setup.is_alive),
             None => 0,
         };
         Ok(Self {

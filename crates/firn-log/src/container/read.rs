@@ -628,7 +628,7 @@ impl<B: Backing> Container<B> {
             }
             Arc::clone(&view.tables)
         };
-        let table = tables.iter().find(|table| table.has(key));
+        let table = tables.iter().find(|table| table.holds(key));
         let span = match table {
             Some(table) => table.span(base, &self.memory.blocks, key)?,
             None => None,

@@ -317,13 +317,13 @@ impl<B: Backing> Container<B> {
             }
             let frames_read = read_index(base, &index, writer.id(), offset..limit)?;
             let is_end = frames_read.to == offset;
-            let is_all = frames_read.is_all;
+            let reached_end = frames_read.reached_end;
             let is_due = self.add_frames(frames_read);
             if is_due {
                 self.sort(base, writer, self.memory.sort_others_bytes());
             }
             if is_end {
-                return if is_all && limit == u64::MAX {
+                return if reached_end && limit == u64::MAX {
                     Ok(())
                 } else {
                     self.check_end(base, &index, writer, offset, limit)
@@ -532,6 +532,7 @@ fn find_ends<B: Backing>(
     tables: &[Arc<Table<B>>],
     length_changes: &LengthChanges,
 ) -> TableResult<()> {
-    let find = |table: &Arc<Table<B>>| table.find_end(base, length_changes.limits_of(table.writer));
+    let find =
+        |table: &Arc<Table<B>>| table.compute_end(base, length_changes.limits_of(table.writer));
     tables.iter().try_for_each(find)
 }
