@@ -1,8 +1,8 @@
-//! Quantities as people are shown them: one way to write a size, a rate, a time and a count, in every message.
+//! Quantities in messages: one form for sizes, rates, durations and counts.
 
 const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];
 
-/// `0 B`, `1023 B`, `1.5 KiB`, `12.0 MiB`.
+/// Formats a size: `0 B`, `1023 B`, `1.5 KiB`, `12.0 MiB`.
 pub fn bytes(bytes: u64) -> String {
     if bytes < 1024 {
         return format!("{bytes} B");
@@ -11,7 +11,7 @@ pub fn bytes(bytes: u64) -> String {
     let mut units = UNITS.iter();
     let mut unit = units.next().copied().unwrap_or_default();
     for next in units {
-        // What would be printed as 1024.0 is 1.0 of the next unit.
+        // A value that would be printed as 1024.0 is printed as 1.0 of the next unit.
         if value < 1023.95 {
             break;
         }
@@ -20,12 +20,12 @@ pub fn bytes(bytes: u64) -> String {
     format!("{value:.1} {unit}")
 }
 
-/// `1.5 MiB/s`.
+/// Formats a rate: `1.5 MiB/s`.
 pub fn rate(bytes_per_s: f64) -> String {
     format!("{}/s", bytes(bytes_per_s.max(0.0) as u64))
 }
 
-/// `40 ms`, `2.1 s`, `3 min 20 s`, `5 h 10 min`, `3 d 2 h`.
+/// Formats a duration: `40 ms`, `2.1 s`, `3 min 20 s`, `5 h 10 min`, `3 d 2 h`.
 pub fn seconds(seconds: f64) -> String {
     let whole = seconds as u64;
     match whole {
@@ -37,7 +37,7 @@ pub fn seconds(seconds: f64) -> String {
     }
 }
 
-/// `1 file`, `2 files`.
+/// Formats a count with its noun: `1 file`, `2 files`.
 pub fn count(number: u64, noun: &str) -> String {
     if number == 1 {
         format!("1 {noun}")
