@@ -168,7 +168,7 @@ impl SlabCursor {
         modified: u64,
     ) -> Result<u32, AppendError> {
         let record = self.record;
-        let word = |at| records.word(record, at);
+        let word = |offset| records.word(record, offset);
         let old_seal = word(word::SEAL).load(Ordering::Acquire);
         if old_seal == poison(self.generation) {
             return Err(AppendError::Revoked);

@@ -46,8 +46,8 @@ impl<const N: usize> Buckets<N> {
     }
 
     fn load(&self) -> Vec<u64> {
-        let all = self.counts.iter().chain([&self.above]);
-        all.map(|count| count.load(Ordering::Relaxed)).collect()
+        let buckets = self.counts.iter().chain([&self.above]);
+        buckets.map(|count| count.load(Ordering::Relaxed)).collect()
     }
 }
 

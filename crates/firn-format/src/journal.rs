@@ -59,8 +59,8 @@ pub fn encode_frame(generation: u64, sequence: u64, payload: &[u8], out: &mut Ve
 
 /// Returns the payload of the frame at the start of `bytes`, if the frame is valid and has this `sequence`.
 pub fn decode_frame(generation: u64, sequence: u64, bytes: &[u8]) -> Option<&[u8]> {
-    let (found, payload) = peek_frame(generation, bytes)?;
-    (found == sequence).then_some(payload)
+    let (frame_sequence, payload) = peek_frame(generation, bytes)?;
+    (frame_sequence == sequence).then_some(payload)
 }
 
 /// Returns the sequence and the payload of the frame at the start of `bytes`, if the frame is valid.

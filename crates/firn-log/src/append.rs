@@ -100,11 +100,11 @@ impl<B: Backing> Appender<B> {
         };
         base.sync(&self.file, true)?;
         let mut state = self.state.lock();
-        let is_more = end > state.synced;
+        let has_synced_more = end > state.synced;
         state.synced = state.synced.max(end);
         state.clean_end = state.clean_end.max(end);
         debug_assert!(state.synced <= state.clean_end && state.clean_end <= state.end);
-        Ok(is_more)
+        Ok(has_synced_more)
     }
 
     /// Marks a note of a sync, which lies in `range`, as needing no sync. A note that is lost only makes a later reader

@@ -76,8 +76,8 @@ impl<Last: Default> BlockEncoder<Last> {
 
     /// Ends the block and begins another. Returns the block's bytes, or `None` if it is empty.
     pub fn take(&mut self) -> Option<Vec<u8>> {
-        let made = std::mem::take(self);
-        (!made.bytes.is_empty()).then_some(made.bytes)
+        let block = std::mem::take(self);
+        (!block.bytes.is_empty()).then_some(block.bytes)
     }
 
     /// Appends an encoded entry.

@@ -298,9 +298,9 @@ impl<B: Backing> Container<B> {
     }
 
     fn note_time(&self, number: u64, record: Record) {
-        let mut known = self.time.lock();
-        if known.is_none_or(|(last, _)| last < number) {
-            *known = Some((number, record));
+        let mut last_record = self.time.lock();
+        if last_record.is_none_or(|(last, _)| last < number) {
+            *last_record = Some((number, record));
         }
     }
 
@@ -378,9 +378,9 @@ impl<B: Backing> Container<B> {
     /// it touches a file.
     fn refresh_before_resize(&self, base: &B) -> Result<BTreeMap<Writer, u64>> {
         own::touch(base, &self.dir, &format!("look-{}", self.host))?;
-        let seen = self.refresh_until_stable(base)?;
+        let offsets = self.refresh_until_stable(base)?;
         self.raise_epoch();
-        Ok(seen)
+        Ok(offsets)
     }
 
     /// Makes the bytes of `piece` zero, as far as the file reaches.

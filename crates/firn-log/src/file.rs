@@ -384,23 +384,22 @@ impl<B: Backing> LoggedFile<B> {
     fn refresh_exclusively(&self, site: &ContainerSite<'_, B>) -> Result<()> {
         let mut listed = self.list(site)?;
         listed.sort_unstable();
-        let known = self.snapshot();
+        let old_generations = self.snapshot();
         let mut present = Vec::new();
         let listed_count = listed.len();
-        let has_vanished = |known: &Arc<Generation<B>>| {
-            let is_same =
-                |listed: &Listed| (listed.number, listed.dir) == (known.number, known.dir);
-            !known.was_flat.load(Ordering::Acquire) && !listed.iter().any(is_same)
+        let has_vanished = |old: &Arc<Generation<B>>| {
+            let is_same = |listed: &Listed| (listed.number, listed.dir) == (old.number, old.dir);
+            !old.was_flat.load(Ordering::Acquire) && !listed.iter().any(is_same)
         };
         // Another host removes a generation after it is flat, or together with the file.
-        if known.iter().any(has_vanished) && self.has_lost_last_name(site)? {
+        if old_generations.iter().any(has_vanished) && self.has_lost_last_name(site)? {
             self.is_removed_elsewhere.store(true, Ordering::Release);
         }
         for listed in listed {
             let is_same = |generation: &&Arc<Generation<B>>| {
                 (generation.number, generation.dir) == (listed.number, listed.dir)
             };
-            let old = known.iter().find(is_same);
+            let old = old_generations.iter().find(is_same);
             let generation = match old {
                 Some(old) => Some(Arc::clone(old)),
                 None => self.open_generation(site, listed.number)?,
@@ -418,8 +417,8 @@ impl<B: Backing> LoggedFile<B> {
         }
         self.has_remains
             .store(present.len() < listed_count, Ordering::Release);
-        let is_unchanged = known.len() == present.len()
-            && known
+        let is_unchanged = old_generations.len() == present.len()
+            && old_generations
                 .iter()
                 .zip(&present)
                 .all(|(old, new)| Arc::ptr_eq(old, new));
@@ -541,10 +540,10 @@ impl<B: Backing> LoggedFile<B> {
         given: Time,
         set: &dyn Fn() -> Result<()>,
     ) -> Result<()> {
-        let known = self.snapshot();
+        let generations = self.snapshot();
         set()?;
         let mut is_recorded = false;
-        for generation in &known {
+        for generation in &generations {
             // While this host is registered as a writer, no other host ends the container.
             if !generation.is_joined.load(Ordering::Acquire) {
                 is_recorded |= generation.record_time(site, given)?;
@@ -920,8 +919,8 @@ impl<B: Backing> LoggedFile<B> {
         plain_len: &PlainLen<'_>,
     ) -> Result<()> {
         let containers = self.list(site)?;
-        let found = file_dir::find_container(site.base, site.top, self.id, number)?;
-        let Some((dir, _)) = found else {
+        let opened = file_dir::find_container(site.base, site.top, self.id, number)?;
+        let Some((dir, _)) = opened else {
             return Ok(());
         };
         let has_no_head = || -> Result<bool> {
@@ -1084,8 +1083,8 @@ impl<B: Backing> LoggedFile<B> {
         reporter: &mut LossReporter<'_>,
     ) -> Result<bool> {
         let name = self.id.container_name(number);
-        let found = file_dir::find_container(site.base, site.top, self.id, number)?;
-        let Some((dir, _)) = found else {
+        let opened = file_dir::find_container(site.base, site.top, self.id, number)?;
+        let Some((dir, _)) = opened else {
             return Ok(true);
         };
         let memory = site.memory;
@@ -1127,8 +1126,8 @@ impl<B: Backing> LoggedFile<B> {
 impl<B: Backing> Generation<B> {
     /// Returns the [`Ending`] of this generation, or `None` if it is removed. A later container may have the same name.
     fn ending<'a>(&'a self, site: &ContainerSite<'a, B>) -> Result<Option<Ending<'a, B>>> {
-        let found = site.ending(self.id, &self.container, &self.name)?;
-        Ok(found.filter(|ending| ending.votes().ino() == self.dir))
+        let ending = site.ending(self.id, &self.container, &self.name)?;
+        Ok(ending.filter(|ending| ending.votes().ino() == self.dir))
     }
 
     /// Registers this host as a writer. Returns false if the container accepts no new writers.
@@ -1226,8 +1225,8 @@ impl<B: Backing> Generation<B> {
 
     /// Returns whether the container's name still leads to this container.
     fn is_current(&self, site: &ContainerSite<'_, B>) -> Result<bool> {
-        let found = file_dir::find_container(site.base, site.top, self.id, self.number)?;
-        Ok(found.is_some_and(|(_, attr)| attr.ino == self.dir))
+        let container = file_dir::find_container(site.base, site.top, self.id, self.number)?;
+        Ok(container.is_some_and(|(_, attr)| attr.ino == self.dir))
     }
 
     /// Returns whether a registered writer still writes. A registration of this host may be from its earlier life, so

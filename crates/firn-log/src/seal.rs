@@ -575,14 +575,14 @@ impl<'a, B: Backing> Ending<'a, B> {
 
     /// Returns whether the container accepts no new writers.
     pub fn is_closing(&self) -> Result<bool> {
-        let found = own::find(self.base, self.votes().dir(), OsStr::new(CLOSING))?;
-        Ok(found.is_some())
+        let file = own::find(self.base, self.votes().dir(), OsStr::new(CLOSING))?;
+        Ok(file.is_some())
     }
 
     /// Returns whether all bytes are in the plain file.
     pub fn is_flat(&self) -> Result<bool> {
-        let found = own::find(self.base, self.votes().dir(), OsStr::new(DONE_ALL))?;
-        Ok(found.is_some())
+        let file = own::find(self.base, self.votes().dir(), OsStr::new(DONE_ALL))?;
+        Ok(file.is_some())
     }
 
     /// Removes a flat container, unless another host holds its exclusive lock.

@@ -441,8 +441,8 @@ impl<B: Backing> Table<B> {
             return Ok(None);
         };
         let bytes = self.load_block(base, cache, block.place)?;
-        for found in decode_spans(&bytes) {
-            let (frame, span) = found.map_err(|_| self.mark_damaged())?;
+        for decoded in decode_spans(&bytes) {
+            let (frame, span) = decoded.map_err(|_| self.mark_damaged())?;
             if frame == key.frame {
                 let span = Arc::new(span);
                 cache.spans.insert(id, Arc::clone(&span));
@@ -465,9 +465,9 @@ impl<B: Backing> Table<B> {
         if limits.of(first) == limits.of(last) {
             return Some(end.min(limits.of(last)));
         }
-        let known = self.end.lock();
-        let known = known.as_ref()?;
-        (known.limits == limits.between(first, last)).then_some(known.end)
+        let known_end = self.end.lock();
+        let known_end = known_end.as_ref()?;
+        (known_end.limits == limits.between(first, last)).then_some(known_end.end)
     }
 
     /// Computes the end in the file of the bytes that `limits` do not hide, and stores it for [`Table::end`].

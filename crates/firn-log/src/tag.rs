@@ -47,9 +47,9 @@ pub(crate) fn is_tag(attribute: &OsStr) -> bool {
 
 /// Removes the tag's name from a list of attribute names, each of which ends with a zero byte.
 pub(crate) fn without_tag(names: &[u8]) -> Vec<u8> {
-    let all = names.split_inclusive(|byte| *byte == 0);
-    let others = all.filter(|name| name.strip_suffix(b"\0") != Some(NAME.as_bytes()));
-    others.flatten().copied().collect()
+    let split_names = names.split_inclusive(|byte| *byte == 0);
+    let other_names = split_names.filter(|name| name.strip_suffix(b"\0") != Some(NAME.as_bytes()));
+    other_names.flatten().copied().collect()
 }
 
 /// Sets the tag of a plain file. A failure is only logged, because the tag is an extra safeguard.

@@ -314,8 +314,8 @@ impl<B: Backing> Verifier<'_, B> {
             file: SEAL_NAME,
             host: None,
         };
-        let found = own::load(self.base, dir, SEAL_NAME);
-        let Some(bytes) = self.accept_trusted(Some(&subject), found)?.flatten() else {
+        let lookup = own::load(self.base, dir, SEAL_NAME);
+        let Some(bytes) = self.accept_trusted(Some(&subject), lookup)?.flatten() else {
             return Ok(None);
         };
         let seal = Seal::decode(&bytes);
@@ -333,8 +333,8 @@ impl<B: Backing> Verifier<'_, B> {
             file: &name,
             host: Some(writer.host()),
         };
-        let found = own::find_file(self.base, dir, &name);
-        let Some(Some(inode)) = self.accept_trusted(Some(&subject), found)? else {
+        let lookup = own::find_file(self.base, dir, &name);
+        let Some(Some(inode)) = self.accept_trusted(Some(&subject), lookup)? else {
             return Ok(());
         };
         let index = self.base.open(&inode, Access::Read)?;
@@ -379,8 +379,8 @@ impl<B: Backing> Verifier<'_, B> {
             host: Some(writer.host()),
         };
         if open.as_ref().is_none_or(|(log, _)| *log != written.log) {
-            let found = own::find_file(self.base, dir, &name);
-            *open = match self.accept_trusted(Some(&subject), found)?.flatten() {
+            let lookup = own::find_file(self.base, dir, &name);
+            *open = match self.accept_trusted(Some(&subject), lookup)?.flatten() {
                 Some(inode) => Some((written.log, self.base.open(&inode, Access::Read)?)),
                 None => None,
             };
@@ -417,8 +417,8 @@ impl<B: Backing> Verifier<'_, B> {
             file: name,
             host: Some(writer.host()),
         };
-        let found = own::find_file(self.base, dir, name);
-        let Some(Some(_)) = self.accept_trusted(Some(&subject), found)? else {
+        let lookup = own::find_file(self.base, dir, name);
+        let Some(Some(_)) = self.accept_trusted(Some(&subject), lookup)? else {
             return Ok(());
         };
         let is_whole = match Table::open(self.base, dir, writer, part)? {

@@ -108,10 +108,10 @@ impl<B: Backing> Names for LogBacking<B> {
             Placing::Turn(_) | Placing::Beside(_) => false,
         };
         let below = placing.map(|inode| &inode.below);
-        let made = self
+        let created = self
             .below
             .create_placed(caller, &parent.below, name, mode, below);
-        let (inode, below, attr) = made?;
+        let (inode, below, attr) = created?;
         let inode = self.make_inode(inode, &attr, region, is_chosen)?;
         let logged = self.open_logged(&inode, Access::ReadWrite)?;
         Ok((inode, LogFile { below, logged }, attr))
@@ -201,13 +201,13 @@ impl<B: Backing> Attributes for LogBacking<B> {
 
     fn set_attr(&self, inode: &LogInode<B>, change: AttrChange<'_>) -> Result<()> {
         let set = || self.below.set_attr(&inode.below, change);
-        let given = match change {
+        let new_time = match change {
             AttrChange::SetXattr { name, .. } if tag::is_tag(name) => return Err(Errno::PERM),
             AttrChange::RemoveXattr { name } if tag::is_tag(name) => return Err(Errno::NODATA),
             AttrChange::Times { mtime, .. } => match mtime {
                 SetTime::Keep => return set(),
                 SetTime::Now => Time::now(),
-                SetTime::At(given) => given,
+                SetTime::At(new_time) => new_time,
             },
             AttrChange::Mode(_)
             | AttrChange::Owner { .. }
@@ -216,7 +216,7 @@ impl<B: Backing> Attributes for LogBacking<B> {
         };
         match self.find_and_refresh(inode.id)? {
             Some(file) => {
-                file.set_modified(&self.site(), given, &set)?;
+                file.set_modified(&self.site(), new_time, &set)?;
                 *file.modified.lock() = None;
                 Ok(())
             }

@@ -482,8 +482,8 @@ impl<B: Backing> LogBacking<B> {
                 return Ok(Flattened::Written);
             }
             file.wait_for(&site, &mut || file.remove(&site))?;
-            let known = self.files.lock().by_id.remove(&file.id);
-            drop(known);
+            let removed = self.files.lock().by_id.remove(&file.id);
+            drop(removed);
             return Ok(Flattened::Flat);
         }
         match self.setup.when_closed {
@@ -512,7 +512,7 @@ impl<B: Backing> LogBacking<B> {
     pub(super) fn forget_if_unused(&self, file: &Arc<LoggedFile<B>>) {
         /// Number of references to a file that no other thread uses: the caller's, and the one in `by_id`.
         const UNUSED_REFERENCES: usize = 2;
-        let known = {
+        let removed = {
             let mut files = self.files.lock();
             let is_unused = file.opens.load(Ordering::Acquire) == 0
                 && Arc::strong_count(file) <= UNUSED_REFERENCES
@@ -522,7 +522,7 @@ impl<B: Backing> LogBacking<B> {
             }
             is_unused.then(|| files.by_id.remove(&file.id))
         };
-        drop(known);
+        drop(removed);
     }
 }
 

@@ -185,18 +185,18 @@ impl<B: Backing> Container<B> {
     ) -> Result<usize> {
         let mut walk = Walk::new(offset..offset.saturating_add(buf.len() as u64));
         let mut rest = buf;
-        let mut done = 0;
+        let mut bytes_read = 0;
         loop {
             let segments = self.find_next(base, &mut walk)?;
             if segments.is_empty() {
-                return Ok(done);
+                return Ok(bytes_read);
             }
             let mut wanted = Vec::new();
             for segment in segments {
                 let len = (segment.file.end - segment.file.start) as usize;
                 let (part, later) = rest.split_at_mut(len);
                 rest = later;
-                done += len;
+                bytes_read += len;
                 match segment.source {
                     Source::Hole | Source::Zeros => part.fill(0),
                     Source::Plain => {

@@ -152,8 +152,8 @@ impl<B: Backing> Container<B> {
 
     /// Reads record `last` of the file's modification time, if it is newer than the known one.
     pub(crate) fn load_time(&self, base: &B, last: Option<u64>) -> Result<()> {
-        let known = (*self.time.lock()).map(|(number, _)| number);
-        if let Some(last) = last.filter(|_| last > known)
+        let known_number = (*self.time.lock()).map(|(number, _)| number);
+        if let Some(last) = last.filter(|_| last > known_number)
             && let Some(record) = times::load(base, &self.dir, last)?
         {
             self.note_time(last, record);
@@ -176,14 +176,14 @@ impl<B: Backing> Container<B> {
         if parts.is_empty() {
             return Ok(());
         }
-        let (known, limit) = {
+        let (in_use, limit) = {
             let view = self.view.lock();
             let state = view.indexes.get(&writer.id());
-            let known = state.map_or_else(Vec::new, |state| state.cover.clone());
-            (known, view.limit_of(writer))
+            let in_use = state.map_or_else(Vec::new, |state| state.cover.clone());
+            (in_use, view.limit_of(writer))
         };
         let cover = loop {
-            let cover = self.find_cover(base, writer, &parts, limit, &known)?;
+            let cover = self.find_cover(base, writer, &parts, limit, &in_use)?;
             match self.find_ends(base, writer.id(), &cover) {
                 Ok(()) => break cover,
                 // The damaged table is not in use yet: it is rejected, and the others are tried.
@@ -192,18 +192,18 @@ impl<B: Backing> Container<B> {
             }
         };
         let end = |cover: &[Arc<Table<B>>]| cover.last().map_or(0, |table| table.part().end);
-        let is_better = match end(&cover).cmp(&end(&known)) {
+        let is_better = match end(&cover).cmp(&end(&in_use)) {
             std::cmp::Ordering::Greater => true,
-            std::cmp::Ordering::Equal => cover.len() < known.len(),
+            std::cmp::Ordering::Equal => cover.len() < in_use.len(),
             std::cmp::Ordering::Less => false,
         };
         if is_better {
             let mut view = self.view.lock();
             let new = || IndexState::new(writer.clone(), false);
             let state = view.indexes.entry(writer.id()).or_insert_with(new);
-            let is_more = end(&cover) > state.offset;
+            let has_more = end(&cover) > state.offset;
             let old = view.set_cover(writer.id(), cover);
-            if is_more {
+            if has_more {
                 self.note_change_by_others();
             }
             drop(view);
@@ -214,8 +214,8 @@ impl<B: Backing> Container<B> {
 
     /// Finds where each of `tables` ends in the file, with the cuts and growths that these tables add.
     fn find_ends(&self, base: &B, writer: WriterId, tables: &[Arc<Table<B>>]) -> TableResult<()> {
-        let known = self.view.lock().resolver.length_changes();
-        let mut length_changes = LengthChanges::clone(&known);
+        let present = self.view.lock().resolver.length_changes();
+        let mut length_changes = LengthChanges::clone(&present);
         for table in tables {
             table.directory.cuts.apply_to(writer, &mut length_changes);
         }
@@ -243,19 +243,19 @@ impl<B: Backing> Container<B> {
         writer: &Writer,
         parts: &[&Range<u64>],
         limit: u64,
-        known: &[Arc<Table<B>>],
+        in_use: &[Arc<Table<B>>],
     ) -> Result<Vec<Arc<Table<B>>>> {
         let mut cover: Vec<Arc<Table<B>>> = Vec::new();
         loop {
-            let at = cover.last().map_or(0, |table| table.part().end);
+            let covered = cover.last().map_or(0, |table| table.part().end);
             let next = parts
                 .iter()
-                .filter(|part| part.start == at && part.end <= limit);
+                .filter(|part| part.start == covered && part.end <= limit);
             let mut next: Vec<_> = next.collect();
             next.sort_unstable_by_key(|part| std::cmp::Reverse(part.end));
             let before = cover.len();
             for part in next {
-                let same = known
+                let same = in_use
                     .iter()
                     .find(|table| table.part() == **part && !table.is_damaged());
                 let table = match same {
@@ -492,14 +492,14 @@ impl<B: Backing> Container<B> {
         let mut view = self.view.lock();
         let new = || IndexState::new(writer.clone(), false);
         let state = view.indexes.entry(writer.id()).or_insert_with(new);
-        let known = match &state.index {
-            Some(known) => Arc::clone(known),
+        let file = match &state.index {
+            Some(file) => Arc::clone(file),
             None => {
                 state.index = Some(Arc::clone(&index));
                 index
             }
         };
-        Ok(Some((known, state.offset)))
+        Ok(Some((file, state.offset)))
     }
 
     /// Adds frames that were read to the view. Returns whether the index has enough unsorted bytes to be sorted.
@@ -514,12 +514,12 @@ impl<B: Backing> Container<B> {
             return false;
         }
         state.offset = frames_read.to;
-        let is_more = !frames_read.frames.is_empty();
+        let has_new_frames = !frames_read.frames.is_empty();
         let is_due = state.is_due(self.memory.sort_others_bytes());
         for (offset, frame) in frames_read.frames {
             view.add(frames_read.writer, offset, frame);
         }
-        if is_more {
+        if has_new_frames {
             self.note_change_by_others();
         }
         is_due

@@ -101,8 +101,8 @@ impl<B: Backing> View<B> {
     pub(super) fn update_tables_end(&mut self) {
         let length_changes = self.resolver.length_changes();
         let end = |table: &Arc<Table<B>>| table.end(length_changes.limits_of(table.writer));
-        let known = self.tables.iter().filter_map(end);
-        self.resolver.set_tables_end(known.max().unwrap_or(0));
+        let known_ends = self.tables.iter().filter_map(end);
+        self.resolver.set_tables_end(known_ends.max().unwrap_or(0));
     }
 
     /// Copies this host's own changes from `old`. This host knows them from its appends, which may be ahead of what it
