@@ -678,6 +678,7 @@ fn decode_node(cell: &CellBytes) -> Option<Cell> {
     })
 }
 
+/// Decodes a cell with a part of a name. Returns `None` if it is not valid.
 fn decode_name(cell: &CellBytes) -> Option<Cell> {
     let raw = RawName::read_from_bytes(cell).ok()?;
     Some(Cell::Name {
@@ -686,6 +687,7 @@ fn decode_name(cell: &CellBytes) -> Option<Cell> {
     })
 }
 
+/// Decodes the cell of a handle. Returns `None` if it is not valid.
 fn decode_handle(cell: &CellBytes) -> Option<Cell> {
     let raw = RawHandle::read_from_bytes(cell).ok()?;
     let served_by = match raw.served_by {
@@ -706,6 +708,7 @@ fn decode_handle(cell: &CellBytes) -> Option<Cell> {
     }))
 }
 
+/// Decodes the cell of a request. Returns `None` if it is not valid.
 fn decode_request(cell: &CellBytes) -> Option<Cell> {
     let raw = RawRequest::read_from_bytes(cell).ok()?;
     Some(Cell::Request(Request {
@@ -717,6 +720,7 @@ fn decode_request(cell: &CellBytes) -> Option<Cell> {
     }))
 }
 
+/// Decodes the cell of a transaction. Returns `None` if it is not valid.
 fn decode_transaction(cell: &CellBytes) -> Option<Cell> {
     let raw = RawTransaction::read_from_bytes(cell).ok()?;
     let owner = match raw.owner {

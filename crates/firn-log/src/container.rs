@@ -210,7 +210,7 @@ impl<B: Backing> Container<B> {
         base_bytes: u64,
         memory: &Arc<Memory>,
     ) -> Self {
-        Self::unread(dir, name, host, memory, View::new(base_bytes))
+        Self::with_view(dir, name, host, memory, View::new(base_bytes))
     }
 
     /// Sets this host's turn, which selects the lane of its files.
@@ -218,7 +218,14 @@ impl<B: Backing> Container<B> {
         Self { turn, ..self }
     }
 
-    fn unread(dir: B::Inode, name: &str, host: &str, memory: &Arc<Memory>, view: View<B>) -> Self {
+    /// Makes a container with a given view.
+    fn with_view(
+        dir: B::Inode,
+        name: &str,
+        host: &str,
+        memory: &Arc<Memory>,
+        view: View<B>,
+    ) -> Self {
         static OPENED: AtomicU64 = AtomicU64::new(0);
         Self {
             number: OPENED.fetch_add(1, Ordering::Relaxed),

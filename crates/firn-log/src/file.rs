@@ -684,8 +684,8 @@ impl<B: Backing> LoggedFile<B> {
         self.visit_containers(site, &mut |container| unmark(site.base, container))
     }
 
-    /// Calls `visit` for each trustworthy container of the file. A container that is removed during the call is
-    /// skipped, because only a flat one or one of a removed file is.
+    /// Calls `visit` for each container of the file that is trusted. A container that another host removes during the
+    /// call is skipped: it is flat, or its file is removed.
     fn visit_containers(
         &self,
         site: &ContainerSite<'_, B>,

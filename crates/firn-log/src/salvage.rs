@@ -85,7 +85,7 @@ pub(crate) struct LossReporter<'a> {
 
 impl LossReporter<'_> {
     /// Adds one loss to the report.
-    fn report(&mut self, lost: LostPart) -> Result<()> {
+    fn add(&mut self, lost: LostPart) -> Result<()> {
         self.report.add(Loss {
             path: self.path.to_owned(),
             container: self.container.to_owned(),
@@ -128,7 +128,7 @@ impl<B: Backing> Ending<'_, B> {
         }
         let head = Head::new(file, generation, plain.size);
         self.run_exclusively(&mut || {
-            reporter.report(LostPart::Head { base: head.base })?;
+            reporter.add(LostPart::Head { base: head.base })?;
             reporter.report.sync()?;
             match self.base.unlink(dir, OsStr::new(HEAD)) {
                 Ok(()) | Err(Errno::NOENT) => {}
@@ -196,13 +196,13 @@ impl<B: Backing> Ending<'_, B> {
             }
         }
         if is_damaged {
-            reporter.report(LostPart::Seal)?;
+            reporter.add(LostPart::Seal)?;
         }
         for (writer, index) in &salvaged {
             self.report_lost_frames(writer, &index.lost, reporter)?;
         }
         self.visit_lost_bytes(&mut seal, &is_flat, &mut |part| {
-            reporter.report(LostPart::Bytes {
+            reporter.add(LostPart::Bytes {
                 range: part.file,
                 host: part.host,
                 log: part.log,
@@ -230,7 +230,7 @@ impl<B: Backing> Ending<'_, B> {
     ) -> Result<()> {
         let covered = self.container.covered(writer);
         for range in lost.iter().filter(|range| range.end > covered) {
-            reporter.report(LostPart::Changes {
+            reporter.add(LostPart::Changes {
                 host: writer.host().to_owned(),
                 index: writer.index_name(),
                 range: range.clone(),

@@ -259,6 +259,7 @@ impl Directory {
         (rest.is_empty() && directory.is_valid(data_bytes)).then_some(directory)
     }
 
+    /// Returns whether a decoded directory is consistent. `data_bytes` is the length of all blocks.
     fn is_valid(&self, data_bytes: u64) -> bool {
         let layers = self.layers.iter().map(|block| block.place);
         let mut places = layers.chain(self.spans.iter().map(|block| block.place));

@@ -480,6 +480,7 @@ impl<B: Backing> Container<B> {
         let window = match ahead.find(id) {
             Some(known) if known.contains(start..end) => known,
             _ if pieces.len() == 1 && end - start >= AHEAD_BYTES_MIN => {
+                // A long piece is read straight into the caller's buffer. A window would only add a copy.
                 read_exact(base, &file, pieces[0].buf, start)?;
                 pages.note_read(base, &file, start, pieces[0].buf.len());
                 return Ok(());

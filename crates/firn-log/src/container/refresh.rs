@@ -51,7 +51,8 @@ impl<B: Backing> Container<B> {
             let mut view = View::new(base_bytes);
             view.seal = seal.clone();
             view.rejected = rejected.clone();
-            let fresh = Self::unread(self.dir.clone(), &self.name, &self.host, &self.memory, view);
+            let fresh =
+                Self::with_view(self.dir.clone(), &self.name, &self.host, &self.memory, view);
             match fresh.read_indexes(base) {
                 Err(TableError::Damaged) => damaged = fresh.damaged_tables(),
                 Err(error) => return Err(error.into()),
@@ -316,13 +317,13 @@ impl<B: Backing> Container<B> {
                 continue;
             }
             let frames_read = read_index(base, &index, writer.id(), offset..limit)?;
-            let is_end = frames_read.to == offset;
+            let has_read_none = frames_read.to == offset;
             let reached_end = frames_read.reached_end;
             let is_due = self.add_frames(frames_read);
             if is_due {
                 self.sort(base, writer, self.memory.sort_others_bytes());
             }
-            if is_end {
+            if has_read_none {
                 return if reached_end && limit == u64::MAX {
                     Ok(())
                 } else {
