@@ -3,9 +3,9 @@
 //! firnd (`firn-arena`) and client processes (`firn-direct`) append with this code. Each has its own mapping of the
 //! piece records ([`RecordTable`]).
 //!
-//! * **Page rule.** Bytes that continue the last piece lie directly after it. A new piece of a page or more begins at a
-//!   position congruent to its file offset modulo the page size, and so does the first piece of a slab. So whole pages
-//!   can be written to the backing or mapped as they are.
+//! * **Page rule.** Bytes that continue the last piece lie directly after it. A new piece of a page or more, or the
+//!   first piece of a slab, begins at an aligned position: congruent to its file offset modulo the page size. So whole
+//!   pages can be written to the backing or mapped as they are.
 //! * **Seal protocol.** The other fields of a record are stored first. One compare-exchange of its seal then publishes
 //!   the piece, or more bytes of the last piece.
 //!

@@ -31,8 +31,8 @@ pub const SLAB_MEDIUM: u64 = 512 << 10;
 pub const CHUNK_MIN: u64 = SLAB_SMALL;
 /// Largest length of a chunk. Positions in a chunk have 32 bits.
 pub const CHUNK_MAX: u64 = 1 << 30;
-/// Number of piece records for each 64 KiB of a chunk. With 13 the table of a 4 MiB chunk has nine pages (0.9 % of the
-/// data), and a slab of scattered 4 KiB writes is nearly full before its records are used up.
+/// Number of piece records for each 64 KiB of a chunk. With 13 the table of a 4 MiB chunk has nine pages, which is 0.9 %
+/// of the data. A slab of scattered 4 KiB writes is then nearly full when its last record is used.
 pub const RECORDS_PER_SMALL: u32 = 13;
 
 /// Offset of the words of files. Each word tells processes with direct access to a file whether their view of the file
@@ -45,6 +45,12 @@ pub const WORDS_BYTES: u64 = WORDS_COUNT as u64 * 4;
 
 /// Number of bytes of each half of the journal that always have memory. The rest gets memory when the journal grows.
 pub const JOURNAL_STEP: u64 = 256 << 10;
+/// A half of the journal may grow to the data's length divided by this. A record of a file's name has some 200 bytes, so
+/// the names of as many files of 4 KiB as fit in the arena fit in it. An unused part has no memory.
+const JOURNAL_DATA_SHARE: u64 = 16;
+/// Bounds on the maximum length of a half of the journal.
+const JOURNAL_HALF_MIN: u64 = 4 * JOURNAL_STEP;
+const JOURNAL_HALF_MAX: u64 = 4 << 30;
 
 /// The layout of one arena.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -102,12 +108,11 @@ impl Geometry {
                     "arena-size and spill-size {spill_bytes} are more than 2^32 chunks"
                 ))
             })?;
-        // A record of a file's name has some 200 bytes. 1/16 of the data suffices for the names of as many files of 4
-        // KiB as fit, and an unused part of the journal has no memory. The size is computed from the chunks, not from
-        // `arena_bytes`: the superblock stores only the chunks, and must give the same size.
+        // The size is computed from the chunks, not from `arena_bytes`: the superblock stores only the chunks, and must
+        // give the same size.
         let data_bytes = count * chunk_bytes;
-        let journal_half_bytes = (data_bytes / 16)
-            .clamp(4 * JOURNAL_STEP, 4 << 30)
+        let journal_half_bytes = (data_bytes / JOURNAL_DATA_SHARE)
+            .clamp(JOURNAL_HALF_MIN, JOURNAL_HALF_MAX)
             .next_multiple_of(JOURNAL_STEP);
         Ok(Self {
             chunk_bytes,

@@ -1,7 +1,7 @@
 //! Makes tables: of the frames of an index, and of smaller tables.
 //!
-//! A host sorts a part of its index when the part is too long for other hosts to keep in memory, and the rest when it
-//! ends writing. Tables of like size are then merged. So an index of any length is sorted with little memory.
+//! A host sorts a part of its index before the part becomes too long for the memory of other hosts. It sorts the rest
+//! when it ends writing. Tables of like size are then merged. So an index of any length is sorted with little memory.
 //!
 //! Merged tables are not removed. A host for which less of the index counts may need the smaller ones.
 
@@ -20,8 +20,8 @@ use crate::table::{Cuts, Table, TableWriter};
 
 /// Number of tables of one level that are merged into one of the next level.
 const MERGED_TABLES: usize = 16;
-/// When a host ends writing, a table stays as it is if it is more than this many times as long as all tables after it
-/// together.
+/// When a host ends writing, its last tables are merged. A table stays as it is if it is more than this many times as
+/// long as all tables after it.
 const STAYS_LENGTH_RATIO: u64 = 4;
 
 /// Sorts one index: the container's directory, and the writer of the index.
