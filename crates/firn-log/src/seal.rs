@@ -411,21 +411,21 @@ impl<'a, B: Backing> Ending<'a, B> {
     /// Copies the bytes of a range from logs into the plain file. A second thread reads one batch ahead.
     fn copy_logs(&self, range: Range<u64>, plain: &B::File) -> Result<()> {
         std::thread::scope(|scope| {
-            let (batches, read) = mpsc::sync_channel(0);
+            let (sender, receiver) = mpsc::sync_channel(0);
             let (freed_buffers, free_buffers) = mpsc::channel();
             let walk = Walk::new(range.clone());
             let reader = std::thread::Builder::new().name("firn-flatten".into());
             let reader = reader.spawn_scoped(scope, move || {
-                let send = |batch| batches.send(batch).map_err(|_| Errno::CANCELED);
+                let send = |batch| sender.send(batch).map_err(|_| Errno::CANCELED);
                 self.read_batches(walk, &free_buffers, &send)
             });
             let Ok(reader) = reader else {
                 return self.copy_logs_alone(range, plain);
             };
             let write = |batch| self.write_batch(batch, plain, &freed_buffers);
-            let written = read.iter().try_for_each(write);
+            let written = receiver.iter().try_for_each(write);
             // The reader may be waiting for its batch to be taken. Dropping the channel ends that wait.
-            drop(read);
+            drop(receiver);
             match reader.join() {
                 Ok(outcome) => written.and(outcome),
                 Err(panic) => std::panic::resume_unwind(panic),
@@ -456,7 +456,7 @@ impl<'a, B: Backing> Ending<'a, B> {
             for segment in segments {
                 match segment.source {
                     Source::Log { .. } => {
-                        self.gather(segment, &mut gathered, free_buffers, send)?
+                        self.add_to_batch(segment, &mut gathered, free_buffers, send)?
                     }
                     Source::Zeros => send(Batch::Zeros(segment.file))?,
                     Source::Plain | Source::Hole => {}
@@ -467,7 +467,7 @@ impl<'a, B: Backing> Ending<'a, B> {
     }
 
     /// Adds a segment to the batch. Each time the batch is full, it is read and sent.
-    fn gather(
+    fn add_to_batch(
         &self,
         mut segment: Segment,
         gathered: &mut Vec<Segment>,
