@@ -546,7 +546,7 @@ impl Resolver {
         let mut near = changes.filter(|(_, change)| overlaps(&change.covers));
         near.all(|(key, change)| {
             layers_of(*key, change.span.as_deref(), &change.runs)
-                .all(|layer| layers.take(layer, range))
+                .all(|layer| layers.add(layer, range))
         })
     }
 

@@ -465,7 +465,7 @@ impl<B: Backing> Sharing for LogBacking<B> {
         }
         self.refresh_listing_older_than(half)?;
         self.refresh_file(&opened.file);
-        let listed_at = self.files.lock().listed_at.ok_or(Errno::IO)?;
+        let listed_at = self.files.lock().listed.ok_or(Errno::IO)?;
         let site = self.site();
         let located = opened.file.locate(&site, &file.below, range, limits)?;
         Ok(Some(Located {

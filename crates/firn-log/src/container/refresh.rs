@@ -411,7 +411,7 @@ impl<B: Backing> Container<B> {
             let mut view = self.view.lock();
             let is_same = Arc::ptr_eq(&view.resolver.length_changes(), &length_changes);
             if is_same && Arc::ptr_eq(&view.tables, &tables) {
-                view.note_tables_end();
+                view.update_tables_end();
                 return Ok(());
             }
         }

@@ -84,7 +84,7 @@ impl<B: Backing> Container<B> {
     fn tables_of(&self, writer: &Writer) -> Vec<Arc<Table<B>>> {
         let view = self.view.lock();
         let state = view.indexes.get(&writer.id());
-        state.map_or_else(Vec::new, |state| state.tables_of.clone())
+        state.map_or_else(Vec::new, |state| state.cover.clone())
     }
 
     /// Lists the tables in the container, and uses those of one index.

@@ -649,12 +649,12 @@ impl<G: Ground> World<G> {
 
     /// Closes a file on all other hosts before it loses its name. No promise covers later reads through them.
     fn close_elsewhere(&mut self, host: usize, name: &str) {
-        let Some(&ino) = self.names.get(name) else {
+        let Some(&removed_ino) = self.names.get(name) else {
             return;
         };
         for (number, other) in self.hosts.iter_mut().enumerate() {
             if number != host {
-                other.open.retain(|(ino, _)| *ino != ino);
+                other.open.retain(|(ino, _)| *ino != removed_ino);
             }
         }
     }
