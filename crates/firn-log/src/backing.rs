@@ -9,7 +9,7 @@
 //! * An open and the first use after a sync refresh them at once.
 //!
 //! How a last name is removed: the containers are marked before the name goes and again after it. A host that restarts,
-//! or another host, then finishes an interrupted removal ([`crate::orphans`]).
+//! or another host, then finishes an interrupted removal (`crate::orphans`).
 
 mod calls;
 mod settle;
