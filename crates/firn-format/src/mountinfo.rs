@@ -28,6 +28,9 @@ pub struct Entry {
     pub options: String,
 }
 
+/// Number of fields before the optional ones.
+const FIXED_FIELDS: usize = 6;
+
 /// Type of Firn's mounts.
 pub const FIRN: &str = "fuse.firn";
 
@@ -41,8 +44,9 @@ pub fn parse(text: &[u8]) -> Vec<Entry> {
 /// Parses one line.
 fn parse_line(line: &[u8]) -> Option<Entry> {
     let fields: Vec<&[u8]> = line.split(|byte| *byte == b' ').collect();
-    // The optional fields end with a field that is a hyphen. The first six fields are not optional.
-    let hyphen = fields.iter().skip(6).position(|field| *field == b"-")? + 6;
+    // The optional fields end with a field that is a hyphen.
+    let mut optional = fields.iter().skip(FIXED_FIELDS);
+    let hyphen = optional.position(|field| *field == b"-")? + FIXED_FIELDS;
     let [fs_type, source, options] = fields.get(hyphen + 1..hyphen + 4)? else {
         return None;
     };

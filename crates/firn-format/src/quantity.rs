@@ -1,6 +1,9 @@
 //! Quantities in messages: one form for sizes, rates, durations and counts.
 
 const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];
+const MINUTE_S: u64 = 60;
+const HOUR_S: u64 = 60 * MINUTE_S;
+const DAY_S: u64 = 24 * HOUR_S;
 
 /// Formats a size: `0 B`, `1023 B`, `1.5 KiB`, `12.0 MiB`.
 pub fn bytes(bytes: u64) -> String {
@@ -30,10 +33,10 @@ pub fn seconds(seconds: f64) -> String {
     let whole = seconds as u64;
     match whole {
         0 if seconds < 0.9995 => format!("{:.0} ms", seconds * 1e3),
-        0..60 => format!("{seconds:.1} s"),
-        60..3600 => format!("{} min {} s", whole / 60, whole % 60),
-        3600..86400 => format!("{} h {} min", whole / 3600, whole % 3600 / 60),
-        _ => format!("{} d {} h", whole / 86400, whole % 86400 / 3600),
+        0..MINUTE_S => format!("{seconds:.1} s"),
+        MINUTE_S..HOUR_S => format!("{} min {} s", whole / MINUTE_S, whole % MINUTE_S),
+        HOUR_S..DAY_S => format!("{} h {} min", whole / HOUR_S, whole % HOUR_S / MINUTE_S),
+        _ => format!("{} d {} h", whole / DAY_S, whole % DAY_S / HOUR_S),
     }
 }
 

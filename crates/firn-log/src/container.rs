@@ -103,6 +103,12 @@ pub struct Memory {
     bytes: u64,
 }
 
+/// Fractions of the memory for table blocks, as divisors of its bytes: what may be unsorted, or in one step of a walk.
+const SORT_SHARE: u64 = 128;
+const SORT_LAST_SHARE: u64 = 512;
+const SORT_OTHERS_SHARE: u64 = 32;
+const PIECES_SHARE: u64 = 512;
+
 impl Memory {
     /// Makes memory for at most `bytes` bytes of table blocks. Unsorted parts of indexes, and one call's needs, take a
     /// fraction of that for each writing host.
@@ -118,23 +124,23 @@ impl Memory {
 
     /// Returns from how many unsorted bytes on a host sorts its own index.
     fn sort_bytes(&self) -> u64 {
-        self.bytes / 128
+        self.bytes / SORT_SHARE
     }
 
     /// Returns from how many unsorted bytes on a host sorts its own index when it ends writing. Fewer bytes cost
     /// readers little.
     fn sort_last_bytes(&self) -> u64 {
-        self.bytes / 512
+        self.bytes / SORT_LAST_SHARE
     }
 
     /// Returns from how many unsorted bytes on a host sorts another host's index. That host died or could not sort.
     fn sort_others_bytes(&self) -> u64 {
-        self.bytes / 32
+        self.bytes / SORT_OTHERS_SHARE
     }
 
     /// Returns how many pieces one step of a [`Walk`] may hold in memory.
     fn pieces_max(&self) -> u64 {
-        self.bytes / 512
+        self.bytes / PIECES_SHARE
     }
 }
 

@@ -626,11 +626,11 @@ impl<'a, B: Backing> TableWriter<'a, B> {
         let temporary_name = format!("new-{random:016x}");
         let caller = own::own_caller();
         let name = OsStr::new(&temporary_name);
-        let created = base.create_placed(&caller, dir, name, 0o600, Placing::Turn(turn))?;
+        let (_, file, _) = base.create_placed(&caller, dir, name, 0o600, Placing::Turn(turn))?;
         Ok(Self {
             base,
             dir,
-            file: created.1,
+            file,
             temporary_name,
             position: 0,
             directory: Directory {
