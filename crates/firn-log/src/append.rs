@@ -69,7 +69,7 @@ impl<B: Backing> Appender<B> {
             let batch = std::mem::take(&mut state.batch);
             let end = state.end;
             let result = state.unlocked(|| own::write_all(base, &self.file, &bytes, end));
-            debug_assert_eq!(state.end, end, "one batch is write_ended at a time");
+            debug_assert_eq!(state.end, end, "one batch is written at a time");
             if result.is_ok() {
                 state.end += bytes.len() as u64;
             }
@@ -116,7 +116,7 @@ impl<B: Backing> Appender<B> {
         }
         debug_assert!(
             state.clean_end <= state.end,
-            "what is clean_end was appended"
+            "the clean part was appended"
         );
     }
 
