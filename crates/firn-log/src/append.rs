@@ -114,10 +114,7 @@ impl<B: Backing> Appender<B> {
         if state.clean_end == range.start {
             state.clean_end = range.end;
         }
-        debug_assert!(
-            state.clean_end <= state.end,
-            "the clean part was appended"
-        );
+        debug_assert!(state.clean_end <= state.end, "the clean part was appended");
     }
 
     /// Returns the number of durable bytes.
