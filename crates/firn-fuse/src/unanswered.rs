@@ -24,7 +24,6 @@
 //! * The thread that removes a request from the table answers it: so there is exactly one answer.
 //! * An interrupted request that stays in the table is checked every [`CHECK_INTERVAL`], because the kernel reports no
 //!   second signal.
-//! * An interrupted request that stays is looked at again every [`CHECK_INTERVAL`]: the kernel tells of no further signal.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
