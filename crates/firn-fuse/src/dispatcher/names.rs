@@ -1,4 +1,8 @@
-//! Names: looked up, made, moved and removed.
+//! Requests that look up, make, link, rename and remove names.
+//!
+//! A change of names must take effect once, although the kernel sends a request again after the death of a firnd. So
+//! each change calls [`Reply::begin_once`]: it notes the request in the arena before the change. For a repeated request
+//! it returns the note of the firnd that died, and the change is then made only if it was not made before.
 
 use std::ffi::{OsStr, OsString};
 
@@ -14,6 +18,7 @@ use crate::topic::Topic;
 use crate::watch::WatchedChange;
 
 impl<B: Backing, R: Responder> Dispatcher<B, R> {
+    /// Answers a look-up of a name.
     pub(super) fn lookup(&self, at: Name<'_>, reply: Reply<R>) {
         let options = self.options;
         let topic = Topic::name(at.parent, at.name);
@@ -24,6 +29,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         });
     }
 
+    /// Answers a readlink(2).
     pub(super) fn readlink(&self, inode: InodeId, reply: Reply<R>) {
         self.run_call(Topic::Inode(inode), move |engine| {
             match engine.namespace.readlink(inode) {
@@ -33,6 +39,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         });
     }
 
+    /// Answers a mknod(2), which makes a file, device, socket or FIFO.
     pub(super) fn mknod(
         &self,
         caller: Caller,
@@ -58,6 +65,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         });
     }
 
+    /// Answers a mkdir(2).
     pub(super) fn mkdir(&self, caller: Caller, at: Name<'_>, mode: NewMode, reply: Reply<R>) {
         let at = at.to_owned();
         let umask = self.umask_to_apply(mode);
@@ -74,6 +82,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         });
     }
 
+    /// Answers a symlink(2).
     pub(super) fn symlink(&self, caller: Caller, at: Name<'_>, target: &OsStr, reply: Reply<R>) {
         let at = at.to_owned();
         let target = target.to_owned();
@@ -91,17 +100,18 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         });
     }
 
+    /// Answers a link(2).
     pub(super) fn link(&self, caller: Caller, inode: InodeId, at: Name<'_>, mut reply: Reply<R>) {
         let at = at.to_owned();
         let options = self.options;
         let watched = self.watch_of(|| WatchedChange::Make(at.parent, at.name.clone()));
         self.run_watched(caller, at.parent, watched, move |engine, watched| {
-            let before = reply.begin_once(engine, || Subjects {
+            let noted = reply.begin_once(engine, || Subjects {
                 node: Some(inode),
                 ..Subjects::default()
             });
             let linked = watched.make(|| {
-                if before.is_some() {
+                if noted.is_some() {
                     engine.namespace.link_again(inode, at.parent, &at.name)
                 } else {
                     engine.namespace.link(inode, at.parent, &at.name)
@@ -111,33 +121,36 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         });
     }
 
+    /// Answers an unlink(2).
     pub(super) fn unlink(&self, caller: Caller, at: Name<'_>, reply: Reply<R>) {
         self.remove_name(caller, at, Kind::File, reply);
     }
 
+    /// Answers an rmdir(2).
     pub(super) fn rmdir(&self, caller: Caller, at: Name<'_>, reply: Reply<R>) {
         self.remove_name(caller, at, Kind::Dir, reply);
     }
 
-    /// Removes a name of a directory, or of anything else.
+    /// Removes a name. `kind`: [`Kind::Dir`] for rmdir(2), else unlink(2).
     fn remove_name(&self, caller: Caller, at: Name<'_>, kind: Kind, mut reply: Reply<R>) {
         let at = at.to_owned();
         let watched = self.watch_of(|| WatchedChange::Remove(at.parent, at.name.clone()));
         self.run_watched(caller, at.parent, watched, move |engine, watched| {
             let names = &engine.namespace;
-            let before = reply.begin_once(engine, || Subjects {
+            let noted = reply.begin_once(engine, || Subjects {
                 subject: names.identify_name(at.parent, &at.name),
                 ..Subjects::default()
             });
-            let remove = || match (before, kind) {
+            let remove = || match (noted, kind) {
                 (None, Kind::Dir) => names.rmdir(at.parent, &at.name),
                 (None, _) => names.unlink(at.parent, &at.name),
-                (Some(before), kind) => names.remove_again(at.parent, &at.name, kind, before),
+                (Some(noted), kind) => names.remove_again(at.parent, &at.name, kind, noted),
             };
             reply.done(watched.make(remove));
         });
     }
 
+    /// Answers a rename(2), with the flags of renameat2(2).
     pub(super) fn rename(
         &self,
         caller: Caller,
@@ -159,30 +172,31 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         });
         self.run_watched(caller, from.parent, watched, move |engine, watched| {
             let names = &engine.namespace;
-            let before = reply.begin_once(engine, || Subjects {
+            let noted = reply.begin_once(engine, || Subjects {
                 subject: names.identify_name(from.parent, &from.name),
                 other: names.identify_name(to.parent, &to.name),
                 node: None,
             });
-            let rename = || match before {
+            let rename = || match noted {
                 None => names.rename(from.parent, &from.name, to.parent, &to.name, flags),
-                Some(before) => names.rename_again(
+                Some(noted) => names.rename_again(
                     (from.parent, &from.name),
                     (to.parent, &to.name),
                     flags,
-                    before,
+                    noted,
                 ),
             };
             reply.done(watched.make(rename));
         });
     }
 
-    /// The umask, where the kernel has not applied it.
+    /// Returns the umask to apply, or `None` if the kernel has applied it already.
     pub(super) fn umask_to_apply(&self, mode: NewMode) -> Option<u32> {
         self.negotiated.applies_umask.then_some(mode.umask)
     }
 
-    /// Runs a change that answers with what it made in a directory.
+    /// Runs a change that makes an object in a directory, and answers with its entry. If a repeated request has made the
+    /// object already, answers with that one.
     fn run_creation(
         &self,
         caller: Caller,
@@ -194,8 +208,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let parent = new.at.parent;
         let watched = self.watch_of(|| WatchedChange::Make(parent, new.at.name.clone()));
         self.run_watched(caller, parent, watched, move |engine, watched| {
-            let before = reply.begin_once(engine, Subjects::default);
-            let made = before.and_then(|before| new.find(engine, &caller, before.began));
+            let noted = reply.begin_once(engine, Subjects::default);
+            let made = noted.and_then(|noted| new.find(engine, &caller, noted.began));
             let created = watched.make(|| match made {
                 Some(entry) => Ok(entry),
                 None => create(engine),
@@ -205,18 +219,18 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     }
 }
 
-/// What a request makes in a directory.
+/// An object that a request is to make in a directory.
 struct NewObject {
     at: OwnedName,
     kind: Kind,
-    /// Where it leads, of a symbolic link.
+    /// The target of a symbolic link.
     target: Option<OsString>,
     mode: u32,
     umask: Option<u32>,
 }
 
 impl NewObject {
-    /// What the same request made before firnd died, if it did.
+    /// Looks for the object that the same request made before firnd died.
     fn find<B: Backing>(
         &self,
         engine: &Engine<B>,
@@ -230,15 +244,16 @@ impl NewObject {
             target: self.target.as_deref(),
         };
         let mode = masked(engine, self.at.parent, self.mode, self.umask);
-        let by = Creation {
+        let creation = Creation {
             caller,
             mode,
             began,
         };
-        engine.namespace.find_made(made, by)
+        engine.namespace.find_made(made, creation)
     }
 }
 
+/// Answers with the entry of a name, or with the error.
 fn answer_entry<B: Backing, R: Responder>(
     engine: &Engine<B>,
     options: AdapterOptions,
