@@ -74,7 +74,10 @@ impl MinusO {
 /// Parses one word as an option.
 fn given(word: &[u8]) -> Result<Given, ConfigError> {
     let (key, value) = match word.iter().position(|byte| *byte == b'=') {
-        (&word[..at], Some(OsStr::from_bytes(&word[at + 1..]))), => Some(equals) => ( => (&word[..at], Some(OsStr::from_bytes(&word[at + 1..]))),
+        Some(equals) => (
+            &word[..equals],
+            Some(OsStr::from_bytes(&word[equals + 1..])),
+        ),
         None => (word, None),
     };
     // Quoting changes only names that no option has.

@@ -12,7 +12,7 @@ use strum::{IntoStaticStr, VariantArray, VariantNames};
 use crate::kernel::KernelFlag;
 use crate::table::TABLE;
 
-/// When data goes to the backing.
+/// When the drain writes data to the backing.
 #[derive(
     Clone,
     Copy,
@@ -38,7 +38,7 @@ pub enum Drain {
     Commit,
 }
 
-/// How programs reach the files.
+/// How programs get to the files of a mount.
 #[derive(
     Clone,
     Copy,
@@ -248,7 +248,7 @@ pub enum Passthrough {
     Off,
 }
 
-/// Whether another firnd goes on with the mount where one dies.
+/// Whether another firnd goes on with the mount after firnd has died.
 #[derive(
     Clone,
     Copy,
@@ -419,9 +419,9 @@ pub struct Options {
     pub order: Order,
     /// Most writes that one I/O server gets at a time; 0: as many as there are I/O threads.
     pub lane_writers: u32,
-    /// How programs reach the files.
+    /// How programs get to the files.
     pub frontend: Frontend,
-    /// When data goes to the backing.
+    /// When the drain writes data to the backing.
     pub drain: Drain,
     /// Number of commits of a scope that can be undone; 0: none.
     pub history: u32,
