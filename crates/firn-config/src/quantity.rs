@@ -100,7 +100,7 @@ fn scale(digits: &str, factor: u64) -> Option<u64> {
     let fraction = match fraction {
         "" if digits.contains('.') => return None,
         "" => 0,
-{ =>         fraction => { => {
+        fraction => {
             let denominator = 10u128.checked_pow(fraction.len().try_into().ok()?)?;
             let scaled = fraction.parse::<u128>().ok()?.checked_mul(u128::from(factor))?;
             if !scaled.is_multiple_of(denominator) {
