@@ -114,7 +114,8 @@ pub fn unknown_variables<S: AsRef<OsStr>>(
         .into_iter()
         .filter_map(|name| {
             let name = name.as_ref().to_str()?;
-            let is_unknown = name.starts_with(PREFIX) && !names_read.iter().any(|other| other == name);
+            let is_unknown =
+                name.starts_with(PREFIX) && !names_read.iter().any(|other| other == name);
             is_unknown.then(|| UnknownVariable {
                 name: name.to_owned(),
                 nearest: nearest(name, &names_read),

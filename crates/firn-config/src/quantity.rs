@@ -102,7 +102,10 @@ fn scale(digits: &str, factor: u64) -> Option<u64> {
         "" => 0,
         fraction => {
             let denominator = 10u128.checked_pow(fraction.len().try_into().ok()?)?;
-            let scaled = fraction.parse::<u128>().ok()?.checked_mul(u128::from(factor))?;
+            let scaled = fraction
+                .parse::<u128>()
+                .ok()?
+                .checked_mul(u128::from(factor))?;
             if !scaled.is_multiple_of(denominator) {
                 return None;
             }

@@ -1053,7 +1053,7 @@ fn word(value: impl Into<&'static str>) -> String {
 
 /// Formats a switch.
 fn switch_text(is_on: bool) -> String {
-if is_on { "yes" } else { "no" }.to_owned()
+    if is_on { "yes" } else { "no" }.to_owned()
 }
 
 /// Formats a path for readers; empty if there is none.
@@ -1077,7 +1077,7 @@ impl Value {
     }
     fn switch(self) -> bool {
         match self {
-            on, => Value::Switch(is_on) => is_on, => on,
+            Value::Switch(is_on) => is_on,
             other => panic!("the table expects yes or no, got {other:?}"),
         }
     }

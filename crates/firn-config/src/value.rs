@@ -161,9 +161,8 @@ impl Kind {
             Kind::Endpoints => endpoints(text).map(Value::Names),
             Kind::Hosts if text == "off" => Ok(Value::Number(0)),
             Kind::Hosts => match text.parse() {
-                Ok(number) => {
-                    within(number, 2, NODES_MAX, text, |number| number.to_string()).map(Value::Number)
-                }
+                Ok(number) => within(number, 2, NODES_MAX, text, |number| number.to_string())
+                    .map(Value::Number),
                 Err(_) => hosts(text).map(Value::Names),
             },
         }
@@ -340,7 +339,8 @@ fn patterns(text: &str) -> Result<Vec<String>, String> {
 fn rules(text: &str) -> Result<Vec<String>, String> {
     let mut rules: Vec<String> = Vec::new();
     for word in text.split([':', ',']) {
-        let is_name = |letter: char| letter.is_ascii_alphanumeric() || letter == '-' || letter == '_';
+        let is_name =
+            |letter: char| letter.is_ascii_alphanumeric() || letter == '-' || letter == '_';
         if word.is_empty() || !(word.starts_with('/') || word.chars().all(is_name)) {
             return Err(format!(
                 "`{word}` is neither the name of a rule nor the absolute path of a file of rules: `firn rules list` shows the names"
@@ -367,7 +367,8 @@ fn host_name(text: &str) -> Result<String, String> {
 
 /// Checks a name that Firn will use in file names and in arguments of programs. `owner`: what has the name, for the error.
 fn plain_name(text: &str, owner: &str) -> Result<String, String> {
-    let is_allowed = |letter: char| letter.is_ascii_alphanumeric() || matches!(letter, '.' | '-' | '_');
+    let is_allowed =
+        |letter: char| letter.is_ascii_alphanumeric() || matches!(letter, '.' | '-' | '_');
     if text.is_empty() || text.len() > NAME_BYTES_MAX || !text.chars().all(is_allowed) {
         return Err(format!(
             "`{text}` is not the name of {owner}: it has {}",
@@ -416,8 +417,9 @@ fn endpoint(text: &str) -> Result<String, String> {
     }
     let address = text.strip_prefix("http://").unwrap_or(text);
     let address = address.trim_end_matches('/');
-    let is_allowed =
-        |letter: char| letter.is_ascii_alphanumeric() || matches!(letter, '.' | '-' | '_' | ':' | '[' | ']');
+    let is_allowed = |letter: char| {
+        letter.is_ascii_alphanumeric() || matches!(letter, '.' | '-' | '_' | ':' | '[' | ']')
+    };
     let port = address
         .rsplit_once(':')
         .filter(|(host, _)| !host.is_empty());
