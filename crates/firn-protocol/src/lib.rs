@@ -81,8 +81,8 @@ pub enum Request {
     Files {
         /// Path below the mount point, without a leading slash.
         path: BytePath,
-        /// List also idle files of which firnd knows more than the backing shows: that they were synced, or that their
-        /// writer was killed.
+        /// List also idle files of which firnd knows more than the backing shows: that they were synced, or that
+        /// firnd died while they were open.
         #[serde(default)]
         idle: bool,
     },
