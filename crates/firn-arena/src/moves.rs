@@ -274,7 +274,7 @@ impl Arena {
         self.homes.open(chunk);
         if !stays {
             left(chunk);
-            self.pool.lock().left(from);
+            self.pool.lock().free_left_slot(from);
         }
         written?;
         self.listeners.report_freed();

@@ -189,7 +189,7 @@ impl Arena {
         probe();
         self.tables.set_state(slab, SlabState::Free);
         let mut pool = self.pool.lock();
-        if pool.give(slab.chunk, slab.slab) {
+        if pool.free_slab(slab.chunk, slab.slab) {
             self.forget_chunk(slab.chunk, &mut pool);
         }
         drop(pool);
