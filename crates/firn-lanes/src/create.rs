@@ -20,6 +20,8 @@ use crate::state::Call;
 /// Maximum number of bytes of a file's name that its entry in the lane repeats. They make a listing of the lane
 /// readable.
 const NAME_BYTES: usize = 200;
+/// Number of hexadecimal digits at the end of an entry.
+const ID_DIGITS: usize = 16;
 /// Maximum number of links that are counted in a directory that gets its first file from this host.
 const COUNTED_MAX: usize = 256;
 /// Time within which a lane must create a file. A slower lane hangs, or is so slow that another lane is better.
@@ -410,7 +412,7 @@ impl<B: Backing> Lanes<B> {
         let _ = staging.and_then(|dir| self.primary.unlink(dir, &attempt.entry));
     }
 
-    /// Leaves attempts that are under way to the removals: the files go once the lane has answered.
+    /// Leaves attempts under way to the removals: their files are removed when their lanes have answered.
     fn abandon(&self, attempts: Attempts<B>) {
         for attempt in attempts.under_way {
             self.setup.lanes[attempt.lane].note_hang();
@@ -424,6 +426,7 @@ impl<B: Backing> Lanes<B> {
         }
     }
 
+    /// Renames a link from the staging directory to its name.
     fn give_name(
         &self,
         staging: &B::Inode,
@@ -434,16 +437,17 @@ impl<B: Backing> Lanes<B> {
     ) -> Result<()> {
         let flags = RenameFlags::NOREPLACE;
         match self.primary.rename(staging, entry, parent, name, flags) {
-            // A file system, such as NFS, that cannot rename like this.
+            // A file system, such as NFS, that does not support this kind of rename.
             Err(Errno::INVAL) => {
                 self.primary.link(link, parent, name)?;
                 self.primary.unlink(staging, entry)
             }
-            done => done,
+            result => result,
         }
     }
 
-    /// The inode number of `parent`, and the owner of what `caller` makes there: the link is made elsewhere, where the kernel cannot know of it.
+    /// Returns the inode number of `parent`, and the owner of a file that `caller` makes there. The file itself is created in
+    /// another directory, where the kernel cannot apply the set-group-id bit of `parent`.
     fn owner_in(&self, parent: &B::Inode, caller: &Caller) -> Result<(u64, Caller)> {
         let attr = self.primary.attr(parent)?;
         if attr.kind != Kind::Dir {
@@ -459,7 +463,7 @@ impl<B: Backing> Lanes<B> {
 }
 
 impl<B: Backing> Lane<B> {
-    /// A file in the lane, marked as that of its link. `room`: bytes that the lane must have free.
+    /// Creates a file in the lane, with the mark of its link. `room`: bytes that the lane must have free.
     fn make_file(
         &self,
         entry: &OsStr,
@@ -468,10 +472,10 @@ impl<B: Backing> Lane<B> {
         mark: Mark,
         room: Option<u64>,
     ) -> MakeResult<B> {
-        if let Some(wanted) = room {
-            let found = self.find_room().map_err(CreateError::Lane)?;
-            if found < wanted {
-                return Err(CreateError::Short(found));
+        if let Some(room_needed) = room {
+            let room_found = self.find_room().map_err(CreateError::Lane)?;
+            if room_found < room_needed {
+                return Err(CreateError::Short(room_found));
             }
         }
         let made = self.call(Call::Name, |backing| {
@@ -486,7 +490,7 @@ impl<B: Backing> Lane<B> {
             Ok(MadeFile { inode, file, attr })
         });
         made.map_err(|error| match error {
-            // Its directory is not there, or closed to this process.
+            // The lane's directory is missing, or this process may not use it.
             Errno::NOENT | Errno::ACCESS => {
                 self.note_state(LaneState::Gone, error);
                 CreateError::Lane(error)
@@ -496,12 +500,13 @@ impl<B: Backing> Lane<B> {
         })
     }
 
-    /// A lane that a quota had refused shows room that it does not give: whether it does is tried.
+    /// After a write exceeded a quota, the free room of the file system says nothing. Then this tries to allocate `room` bytes.
+    /// If that succeeds, the lane is not full any more.
     fn prove_room(&self, backing: &B, file: &B::File, room: u64) -> Result<()> {
         if self.progress.is_over_quota() {
             match backing.allocate(file, 0, 0, room) {
                 Ok(()) => backing.set_len(file, 0)?,
-                // It cannot be asked.
+                // The file system does not support the allocation, so the room is assumed.
                 Err(Errno::OPNOTSUPP | Errno::NOSYS) => {}
                 Err(error) => return Err(error),
             }
@@ -511,7 +516,7 @@ impl<B: Backing> Lane<B> {
     }
 }
 
-/// A name for a new file in a lane: unlike any other, and told from its name above.
+/// Returns a new entry in a lane: the begin of the file's name, to make listings readable, and a random number.
 fn new_entry(name: &OsStr) -> Result<OsString> {
     let bytes = name.as_bytes();
     let mut entry = OsStr::from_bytes(&bytes[..bytes.len().min(NAME_BYTES)]).to_owned();
@@ -520,9 +525,9 @@ fn new_entry(name: &OsStr) -> Result<OsString> {
     Ok(entry)
 }
 
-/// Whether an entry of a lane has the form that [`new_entry`] gives it.
+/// Whether an entry of a lane has the form of [`new_entry`].
 pub(crate) fn is_entry(entry: &OsStr) -> bool {
     let id = entry.as_bytes().rsplit(|&byte| byte == b'.').next();
     entry.as_bytes().contains(&b'.')
-        && id.is_some_and(|id| id.len() == 16 && id.iter().all(u8::is_ascii_hexdigit))
+        && id.is_some_and(|id| id.len() == ID_DIGITS && id.iter().all(u8::is_ascii_hexdigit))
 }
