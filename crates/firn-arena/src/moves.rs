@@ -127,7 +127,7 @@ impl Arena {
 
     /// The address of byte `at` of the file.
     pub fn address(&self, at: u64) -> *const u8 {
-        self.map.at(at, 1)
+        self.map.address(at, 1)
     }
 
     /// Where the data of a leased chunk begins, in bytes from the start of the file.
@@ -220,7 +220,7 @@ impl Arena {
     /// Where pending bytes are, for vectored writes and readers of the file. Holds while the slab is pinned.
     pub fn place(&self, slab: SlabRef, position: u32, len: u32) -> Place {
         match (self.homes.get(slab.chunk), self.spill.file()) {
-            (Some(Home::Memory(slot)), _) => Place::Memory(self.map.at(
+            (Some(Home::Memory(slot)), _) => Place::Memory(self.map.address(
                 self.geometry().slot_offset(slot) + u64::from(position),
                 u64::from(len),
             )),
@@ -252,7 +252,7 @@ impl Arena {
         };
         let bytes = self.geometry().chunk_bytes;
         let there = self.bytes_there(chunk);
-        let data = self.map.at(self.geometry().slot_offset(from), there);
+        let data = self.map.address(self.geometry().slot_offset(from), there);
         // SAFETY: in the mapping; all its pieces are sealed and `begin_copy` keeps changes out. If the chunk
         // is freed meanwhile its slot is not reused before `abandon_move`.
         let written = file.write(to, unsafe {

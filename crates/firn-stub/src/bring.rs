@@ -375,7 +375,7 @@ impl<B: Backing> Tree<B> {
     /// Removes a name from the backing.
     pub(crate) fn unlink(&self, map: &mut Map, path: &[u8]) -> Result<()> {
         let is_dir = map
-            .at(path)
+            .stub_at(path)
             .and_then(|id| map.item(id))
             .is_some_and(|item| item.kind == Kind::Dir);
         let result = self.parent(path).and_then(|(dir, name)| {
