@@ -46,8 +46,8 @@ pub fn check(path: &Path) -> Result<Report, ArenaError> {
     scan(&tables, &mut damage, &mut |stored| pieces.push(stored));
     let mut homes = read_homes(&tables, &mut damage);
     let memory_files = MemoryFiles::new(path);
-    let mut found = read_places(&tables, &memory_files, &superblock.uuid);
-    report_unreadable_slots(&mut found, &pieces, &mut homes, &mut damage);
+    let mut slots = read_places(&tables, &memory_files, &superblock.uuid);
+    report_unreadable_slots(&mut slots, &pieces, &mut homes, &mut damage);
     let spill = match geometry.spill_count {
         0 => SpillArea::default(),
         _ => SpillArea::from_opened(SpillFile::open(&superblock, false)),

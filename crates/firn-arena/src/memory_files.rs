@@ -631,7 +631,7 @@ impl Arena {
     }
 
     /// Returns how many bytes of a chunk's slot exist, in whole pages. A memory file may end within its last slot.
-    pub(crate) fn bytes_there(&self, chunk: u32) -> u64 {
+    pub(crate) fn existing_bytes(&self, chunk: u32) -> u64 {
         let chunk_bytes = self.geometry.chunk_bytes;
         let Some((file, start)) = self.memory_file_of(chunk) else {
             return chunk_bytes;

@@ -234,10 +234,14 @@ impl Pool {
                     "chunk {chunk} moves"
                 );
             }
-            let count = slabs.len();
+            let free_count = slabs.len();
             slabs.sort_unstable();
             slabs.dedup();
-            assert_eq!(slabs.len(), count, "a slab of chunk {chunk} is free twice");
+            assert_eq!(
+                slabs.len(),
+                free_count,
+                "a slab of chunk {chunk} is free twice"
+            );
             assert!(
                 slabs.last().is_none_or(|&slab| slab < self.slabs(class)),
                 "chunk {chunk}: {slabs:?}"
@@ -253,10 +257,10 @@ impl Pool {
                 chunk_state.used
             );
             if !chunk_state.is_away {
-                let all = self.slabs(class) as usize;
+                let slab_count = self.slabs(class) as usize;
                 assert_eq!(
-                    count + chunk_state.used as usize,
-                    all,
+                    free_count + chunk_state.used as usize,
+                    slab_count,
                     "slabs of chunk {chunk}"
                 );
             }
@@ -292,8 +296,8 @@ impl Pool {
         let lost_chunks = self.chunks.len().checked_sub(self.free_chunks.len() + used);
         let slots = self.geometry.chunk_count as usize;
         let lent = self.idle.len() + self.stuck.len() + self.exchanged;
-        let known = free_memory + in_memory + lent + usize::from(self.is_slot_leaving);
-        let lost_slots = slots.checked_sub(known);
+        let accounted = free_memory + in_memory + lent + usize::from(self.is_slot_leaving);
+        let lost_slots = slots.checked_sub(accounted);
         let (lost_chunks, lost_slots) = lost_chunks
             .zip(lost_slots)
             .expect("no more chunks and slots than there are");
@@ -734,7 +738,7 @@ impl Pool {
         }
         self.idle
             .retain(|&free_slot| !slot(Home::Memory(free_slot)));
-        // They count as lost until `adopt` takes them.
+        // The reserved chunks and slots count as lost until `adopt` takes them.
         self.lost.0 += before.0 - self.free_chunks.len();
         self.lost.1 += before.1 - free_memory(self);
         self.free_spill

@@ -86,7 +86,7 @@ pub enum SpillFault {
     Taken {
         /// The file.
         path: PathBuf,
-        /// That arena.
+        /// The path of the other arena.
         arena: PathBuf,
     },
     /// The file does not belong to this arena.
@@ -315,15 +315,15 @@ impl SpillFile {
         if writable {
             lock(&path, &file)?;
         }
-        let found = rustix::fs::fstat(&file)
+        let file_len = rustix::fs::fstat(&file)
             .map_err(call_fault(&path, "stat it"))?
             .st_size as u64;
-        let expected = file_bytes(geometry);
-        let is_short = found < expected;
+        let expected_len = file_bytes(geometry);
+        let is_short = file_len < expected_len;
         let truncated = is_short.then(|| SpillFault::Truncated {
             path: path.clone(),
-            found,
-            expected,
+            found: file_len,
+            expected: expected_len,
         });
         Ok((Self::assemble(&path, file, geometry), truncated.or(refused)))
     }

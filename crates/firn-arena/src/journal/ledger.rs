@@ -185,6 +185,7 @@ impl Ledger {
             }
             Record::NameRemoved { file, path } => {
                 if let Some(file_state) = self.files.get_mut(file) {
+                    // The record precedes the unlink, which may have failed: the name may still lead to the file.
                     file_state.doubt(path);
                 }
             }
@@ -199,7 +200,9 @@ impl Ledger {
                     to: to.clone(),
                     exchange: *exchange,
                 };
+                // Records of renames under way can end in any order. So one that touches the same names is settled first.
                 self.settle_renames(|other_id, other| other_id == *id || other.overlaps(&rename));
+                // Other than an exchange, the rename replaces the object at `to`, if it succeeds.
                 if !exchange {
                     for file_state in self.files.values_mut() {
                         file_state.doubt(to);
@@ -230,6 +233,7 @@ impl Ledger {
                 if let Some(file_state) = self.files.get_mut(file) {
                     file_state.truncating.retain(|(begun, _)| begun != sequence);
                     if *done {
+                        // The truncation dropped all older pieces beyond the new length.
                         let drained = DrainedRange {
                             offset: *size,
                             len: u64::MAX - size,
@@ -297,7 +301,7 @@ impl Ledger {
         self.settle_renames(|_, _| true);
     }
 
-    /// Does the same for the renames that match.
+    /// Forgets the renames under way that match, and adds the names that they may have given.
     fn settle_renames(&mut self, which: impl Fn(u64, &Rename) -> bool) {
         let settled = self.renames.extract_if(.., |id, rename| which(*id, rename));
         for (_, rename) in settled {

@@ -99,22 +99,26 @@ pub struct Journal<M: Medium> {
     unchecked: usize,
 }
 
-/// Reads a journal without changing it.
+/// Reads a journal without changing it, and returns the state that its records give.
+///
+/// The active half is the one with the largest generation in a valid header. Its frames are read up to the first place
+/// after which no valid one follows; bytes that are skipped, and contents that are not valid, are reported as damage.
 pub fn replay<M: Medium>(medium: &M) -> Replay {
     let half_bytes = medium.len() / 2;
     let mut header = [0u8; HALF_HEADER_BYTES];
-    let mut best: Option<(usize, u64)> = None;
+    let mut newest: Option<(usize, u64)> = None;
     for half in 0..2 {
         medium.read(half * half_bytes, &mut header);
         if let Some(generation) = decode_half_header(&header)
-            && best.is_none_or(|(_, best_generation)| generation > best_generation)
+            && newest.is_none_or(|(_, newest_generation)| generation > newest_generation)
         {
-            best = Some((half, generation));
+            newest = Some((half, generation));
         }
     }
-    // Before the first snapshot only half 0 has a header, with generation 1.
-    let (half, generation) = best.unwrap_or((1, 0));
-    let read = |half: usize| {
+    // Before the first snapshot only half 0 has a header, with generation 1. If that header is damaged, half 0 is tried
+    // below as the successor of an empty half 1 of generation 0.
+    let (half, generation) = newest.unwrap_or((1, 0));
+    let read_half = |half: usize| {
         let used = medium
             .used(half * half_bytes, half_bytes)
             .max(HALF_HEADER_BYTES.min(half_bytes));
@@ -123,76 +127,79 @@ pub fn replay<M: Medium>(medium: &M) -> Replay {
         bytes
     };
     let other = 1 - half;
-    let mut bytes = read(other);
-    let mut out = Replay {
+    let mut bytes = read_half(other);
+    let mut replay = Replay {
         half,
         generation,
         end: HALF_HEADER_BYTES,
         ..Replay::default()
     };
-    // If a half without a valid header has records of the next generation, it was the active one, and its header is damaged.
-    // While a snapshot is being written, the magic in the header is 0.
-    let is_damaged = decode_half_header(&bytes).is_none() && bytes[..8] != [0; 8];
+    // The other half may be the active one with a damaged header: then it has records of the next generation. A header with
+    // a magic of 0 is not damaged: a crash interrupted the snapshot, and the old half is still the active one.
+    let is_header_damaged = decode_half_header(&bytes).is_none() && bytes[..8] != [0; 8];
     let next_generation = generation.saturating_add(1);
-    if is_damaged && next_frame(&bytes, next_generation, HALF_HEADER_BYTES, 0).is_some() {
-        out.damage.push(Damage::Header { half: other });
-        (out.half, out.generation) = (other, next_generation);
-    } else if best.is_none() {
+    if is_header_damaged && next_frame(&bytes, next_generation, HALF_HEADER_BYTES, 0).is_some() {
+        replay.damage.push(Damage::Header { half: other });
+        (replay.half, replay.generation) = (other, next_generation);
+    } else if newest.is_none() {
         return Replay {
             damage: vec![Damage::NoHalf],
             end: HALF_HEADER_BYTES,
             ..Replay::default()
         };
     } else {
-        bytes = read(half);
+        bytes = read_half(half);
     }
-    let half = out.half;
-    let generation = out.generation;
-    while let Some((at, sequence, payload)) = next_frame(&bytes, generation, out.end, out.sequence)
+    let half = replay.half;
+    let generation = replay.generation;
+    while let Some((offset, sequence, payload)) =
+        next_frame(&bytes, generation, replay.end, replay.sequence)
     {
-        if at > out.end {
-            out.damage.push(Damage::Hole {
+        if offset > replay.end {
+            replay.damage.push(Damage::Hole {
                 half,
-                at: out.end,
-                bytes: at - out.end,
+                at: replay.end,
+                bytes: offset - replay.end,
             });
         }
         match Record::decode(payload) {
             Ok(record) => {
                 if let Record::FileIdBegin { file, .. } = record {
-                    out.last_file = out.last_file.max(file);
+                    replay.last_file = replay.last_file.max(file);
                 }
-                out.ledger.apply(&record);
+                replay.ledger.apply(&record);
             }
-            Err(error) => out.damage.push(Damage::Record {
+            Err(error) => replay.damage.push(Damage::Record {
                 half,
-                at,
+                at: offset,
                 why: error.to_string(),
             }),
         }
-        out.records += 1;
-        out.end = at + frame_bytes(payload.len());
-        out.sequence = sequence + 1;
+        replay.records += 1;
+        replay.end = offset + frame_bytes(payload.len());
+        replay.sequence = sequence + 1;
     }
-    out
+    replay
 }
 
-/// Returns the next complete frame at or after `from`, with its offset, sequence and content. Its sequence must be at least
-/// `sequence` and possible in a half. After a torn tail there is none; after damage in the middle there is one.
+/// Returns the next complete frame at or after `from`, with its offset, sequence number and content.
+///
+/// The frame's sequence number must be at least `sequence`, and no larger than a half can have frames. The search finds
+/// nothing after a torn tail, and finds the next frame after damage in the middle.
 fn next_frame(
     bytes: &[u8],
     generation: u64,
     from: usize,
     sequence: u64,
 ) -> Option<(usize, u64, &[u8])> {
-    let mut at = from;
-    while at + FRAME_HEADER_BYTES < bytes.len() {
-        if let Some((frame_sequence, payload)) = peek_frame(generation, &bytes[at..])
+    let mut offset = from;
+    while offset + FRAME_HEADER_BYTES < bytes.len() {
+        if let Some((frame_sequence, payload)) = peek_frame(generation, &bytes[offset..])
             && (sequence..bytes.len() as u64).contains(&frame_sequence)
         {
-            return Some((at, frame_sequence, payload));
+            return Some((offset, frame_sequence, payload));
         }
-        at += FRAME_ALIGN;
+        offset += FRAME_ALIGN;
     }
     None
 }

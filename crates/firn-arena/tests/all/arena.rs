@@ -147,11 +147,11 @@ fn flipped_bits_are_named_and_what_is_whole_is_kept() {
     append(&arena, &mut lease, 1, 9000, b"second").unwrap();
     // Its writer is gone without giving the lease back.
     let _ = lease;
-    let g = *arena.geometry();
+    let geometry = *arena.geometry();
     drop(arena);
-    let record = g.record_offset(first.slab.chunk, first.record);
-    let header = g.slab_header_offset(first.slab.chunk, 0);
-    let class = g.table_offset(first.slab.chunk) + chunk_word::CLASS;
+    let record = geometry.record_offset(first.slab.chunk, first.record);
+    let header = geometry.slab_header_offset(first.slab.chunk, 0);
+    let class = geometry.table_offset(first.slab.chunk) + chunk_word::CLASS;
     type Test = fn(&Damage) -> bool;
     let cases: [(u64, usize, Test); 5] = [
         (record + word::OFFSET, 1, |d| {

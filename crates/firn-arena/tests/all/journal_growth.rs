@@ -150,9 +150,9 @@ fn memory_comes_with_the_names_and_goes_with_them() {
     }
     let after = medium.state().bytes_used();
     assert!(after <= 8 * STEP, "{after} of {full}");
-    let found = replay(&medium.copy());
+    let replayed = replay(&medium.copy());
     assert_eq!(
-        (&found.ledger, &found.damage[..]),
+        (&replayed.ledger, &replayed.damage[..]),
         (journal.ledger(), &[][..])
     );
 }
@@ -166,11 +166,11 @@ fn a_crash_at_any_header_or_release_replays_to_what_was_there() {
     let mut checked = 0;
     let mut check = |journal: &Journal<Scarce>, before: &firn_arena::journal::Ledger| {
         for bytes in std::mem::take(&mut medium.state().seen) {
-            let found = replay(&Memory(bytes));
-            assert_eq!(found.damage, []);
-            let sizes = [found.ledger.len(), before.len(), journal.ledger().len()];
+            let replayed = replay(&Memory(bytes));
+            assert_eq!(replayed.damage, []);
+            let sizes = [replayed.ledger.len(), before.len(), journal.ledger().len()];
             assert!(
-                &found.ledger == before || &found.ledger == journal.ledger(),
+                &replayed.ledger == before || &replayed.ledger == journal.ledger(),
                 "{sizes:?} {checked}"
             );
             checked += 1;
@@ -192,9 +192,9 @@ fn a_crash_at_any_header_or_release_replays_to_what_was_there() {
             check(&journal, &before);
         }
         drop(journal);
-        let found;
-        (journal, found) = Journal::open(medium.clone());
-        assert_eq!(found.damage, []);
+        let replayed;
+        (journal, replayed) = Journal::open(medium.clone());
+        assert_eq!(replayed.damage, []);
         let ledger = journal.ledger().clone();
         check(&journal, &ledger);
     }
@@ -219,9 +219,9 @@ fn without_memory_a_beginning_is_refused_and_ends_still_fit() {
             })
             .ok();
     }
-    let found = replay(&medium.copy());
+    let replayed = replay(&medium.copy());
     assert_eq!(
-        (&found.ledger, &found.damage[..]),
+        (&replayed.ledger, &replayed.damage[..]),
         (journal.ledger(), &[][..])
     );
     for file in 1..=files / 2 {
@@ -234,6 +234,6 @@ fn without_memory_a_beginning_is_refused_and_ends_still_fit() {
         .expect("there is room again");
     let ledger = journal.ledger().clone();
     drop(journal);
-    let (journal, found) = Journal::open(medium.clone());
-    assert_eq!((journal.ledger(), &found.ledger), (&ledger, &ledger));
+    let (journal, replayed) = Journal::open(medium.clone());
+    assert_eq!((journal.ledger(), &replayed.ledger), (&ledger, &ledger));
 }
