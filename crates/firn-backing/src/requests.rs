@@ -9,7 +9,7 @@ use crate::{LockMode, LockRange, Time};
 /// What to do with a time of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SetTime {
-    /// Keep it.
+    /// Keep the time that the file has.
     Keep,
     /// Set it to the present time.
     Now,
@@ -37,9 +37,9 @@ impl<I, F> Copy for Target<'_, I, F> {}
 /// How old attributes may be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Freshness {
-    /// As this host knows them: a network file system may not have seen changes by other hosts.
+    /// The attributes that this host knows: a network file system may not have seen changes by other hosts.
     Known,
-    /// As the server knows them. Later reads see all bytes up to the returned length.
+    /// The attributes that the server knows. Later reads see all bytes up to the returned length.
     Current,
 }
 
@@ -127,9 +127,9 @@ pub enum Resize {
 /// Advice about cached pages of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PageAdvice {
-    /// They will be synced soon: begin to write them to the device.
+    /// The pages will be synced soon: begin to write them to the device.
     WriteOut,
-    /// They will not be read again: free their memory.
+    /// The pages will not be read again: free their memory.
     Forget,
 }
 

@@ -219,12 +219,12 @@ pub struct Attr {
 /// Whether the kernel may serve reads of an open file by itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum KernelReads {
-    /// It may keep pages while the file is open, until this host learns that other hosts changed the file
+    /// The kernel may keep pages while the file is open, until this host learns that other hosts changed the file
     /// ([`Facts::changes_by_others`]). Attributes do not show such a change.
     Shared,
-    /// It may keep pages until the next open of the file.
+    /// The kernel may keep pages until the next open of the file.
     Cached,
-    /// It may read the file of the backing, if there is a descriptor of it.
+    /// The kernel may read the file of the backing directly, if there is a descriptor of it.
     Passthrough,
 }
 
@@ -250,16 +250,16 @@ pub struct Located {
     pub files: Vec<OwnedFd>,
     /// Offset up to which the asked range was searched.
     pub end: u64,
-    /// Until then the answer is valid. Later, other hosts may have changed the file without this host knowing it.
+    /// Time up to which the answer is valid. Later, other hosts may have changed the file without this host knowing it.
     pub until: Instant,
 }
 
 /// Which other locks a lock allows beside it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LockMode {
-    /// No other lock.
+    /// No other lock may overlap.
     Exclusive,
-    /// Other shared locks.
+    /// Other shared locks may overlap.
     Shared,
 }
 

@@ -44,9 +44,9 @@ const OBJECTS_PER_THREAD: usize = 4;
 pub enum Place {
     /// At this path from the top of the backing. The number is that of the object's names.
     At(Vec<u8>, u64),
-    /// It has no name any more, so nothing of it survives its last close.
+    /// The object has no name any more, so nothing of it survives its last close.
     Gone,
-    /// It has a name, but the name is not known.
+    /// The object has a name, but the name is not known.
     Unknown,
 }
 

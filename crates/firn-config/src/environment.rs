@@ -228,7 +228,7 @@ mod tests {
                 collect(&path, named);
                 continue;
             }
-            // This file has misspelt names, and would find the names of tests in its own list.
+            // Left out of the search: this source file has misspelt names, and names of tests.
             if path.ends_with("environment.rs") || entry.metadata().unwrap().len() > 1 << 20 {
                 continue;
             }

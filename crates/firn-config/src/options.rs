@@ -29,12 +29,12 @@ use crate::table::TABLE;
 #[serde(rename_all = "lowercase")]
 #[strum(serialize_all = "lowercase")]
 pub enum Drain {
-    /// As soon as data comes.
+    /// Data is drained as soon as it is written.
     #[default]
     Eager,
-    /// When it is asked for: by fsync(2), `firn drain`, `firn wait`.
+    /// Data is drained when it is asked for: by fsync(2), `firn drain` or `firn wait`.
     Demand,
-    /// As soon as data comes. In a transaction the data goes to staged copies until the commit.
+    /// Data is drained as soon as it is written. In a transaction it goes to staged copies until the commit.
     Commit,
 }
 
@@ -145,16 +145,16 @@ pub enum Layout {
 #[serde(rename_all = "lowercase")]
 #[strum(serialize_all = "lowercase")]
 pub enum Flatten {
-    /// After the last host has closed the file, in the background.
+    /// The file is flattened in the background, after the last host has closed it.
     #[default]
     Behind,
-    /// When the last host closes the file; that close waits.
+    /// The file is flattened when the last host closes it; that close waits.
     Close,
-    /// At the unmount.
+    /// Files are flattened at the unmount.
     Demand,
-    /// When the file is opened for reading, and at the unmount.
+    /// The file is flattened when it is opened for reading, and at the latest at the unmount.
     Read,
-    /// Not by this mount.
+    /// This mount flattens no file.
     Off,
 }
 
@@ -174,11 +174,11 @@ pub enum Flatten {
 #[serde(rename_all = "lowercase")]
 #[strum(serialize_all = "lowercase")]
 pub enum Close {
-    /// As `drain` decides. Resolved options never have this value.
+    /// The option `drain` decides. Resolved options never have this value.
     Auto,
-    /// When the file is drained.
+    /// The close returns when the file is drained.
     Drain,
-    /// At once, with the bytes in the arena.
+    /// The close returns at once; the bytes are in the arena.
     Held,
 }
 
@@ -286,9 +286,9 @@ pub enum Takeover {
 #[serde(rename_all = "lowercase")]
 #[strum(serialize_all = "lowercase")]
 pub enum Order {
-    /// In turns: one write of each file after the other.
+    /// The files take turns: one write of each after the other.
     Interleaved,
-    /// One file after the other.
+    /// Each file is written to its end before the next one begins.
     Sequential,
 }
 
@@ -346,10 +346,10 @@ impl LogLevel {
 #[serde(rename_all = "lowercase")]
 #[strum(serialize_all = "lowercase")]
 pub enum Mode {
-    /// They are held until the commit.
+    /// Changes are held until the commit.
     #[default]
     Buffer,
-    /// They go to the backing at once, and the old state is saved to undo them.
+    /// Changes go to the backing at once, and the old state is saved to undo them.
     Shadow,
 }
 
@@ -357,12 +357,12 @@ pub enum Mode {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Participants {
-    /// This host alone.
+    /// This host commits alone.
     #[default]
     Off,
-    /// This number of hosts, whichever they are.
+    /// This number of hosts commits together, whichever hosts they are.
     Count(u32),
-    /// The hosts with these names.
+    /// The hosts with these names commit together.
     Hosts(Vec<String>),
 }
 
@@ -370,7 +370,7 @@ pub enum Participants {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Partner {
-    /// No host.
+    /// No host keeps copies.
     #[default]
     None,
     /// The host after this one, among the hosts that have an agent.
@@ -396,12 +396,12 @@ pub enum Partner {
 #[serde(rename_all = "lowercase")]
 #[strum(serialize_all = "lowercase")]
 pub enum TokenService {
-    /// Nowhere: hosts write without a token.
+    /// There is no token: hosts write without one.
     #[default]
     None,
-    /// As locks of files in the backing.
+    /// Tokens are locks of files in the backing.
     Flock,
-    /// In etcd.
+    /// Tokens are keys in etcd.
     Etcd,
 }
 

@@ -288,21 +288,27 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             note_accesses(&**gate, caller, &operation);
         }
         match operation {
-            Operation::Lookup(at) => self.lookup(at, reply),
+            Operation::Lookup(child) => self.lookup(child, reply),
             Operation::Getattr { inode, handle } => self.getattr(inode, handle, reply),
             Operation::Setattr { inode, set } => self.setattr(caller, inode, set, reply),
             Operation::Readlink { inode } => self.readlink(inode, reply),
-            Operation::Mknod { at, mode, device } => self.mknod(caller, at, mode, device, reply),
-            Operation::Mkdir { at, mode } => self.mkdir(caller, at, mode, reply),
-            Operation::Unlink(at) => self.unlink(caller, at, reply),
-            Operation::Rmdir(at) => self.rmdir(caller, at, reply),
-            Operation::Symlink { at, target } => self.symlink(caller, at, target, reply),
+            Operation::Mknod {
+                child,
+                mode,
+                device,
+            } => self.mknod(caller, child, mode, device, reply),
+            Operation::Mkdir { child, mode } => self.mkdir(caller, child, mode, reply),
+            Operation::Unlink(child) => self.unlink(caller, child, reply),
+            Operation::Rmdir(child) => self.rmdir(caller, child, reply),
+            Operation::Symlink { child, target } => self.symlink(caller, child, target, reply),
             Operation::Rename { from, to, flags } => {
                 self.rename(caller, from, to, flags, reply);
             }
-            Operation::Link { inode, at } => self.link(caller, inode, at, reply),
+            Operation::Link { inode, child } => self.link(caller, inode, child, reply),
             Operation::Open { inode, flags } => self.open(caller, inode, flags, reply),
-            Operation::Create { at, mode, flags } => self.create(caller, at, mode, flags, reply),
+            Operation::Create { child, mode, flags } => {
+                self.create(caller, child, mode, flags, reply)
+            }
             Operation::Opendir { inode } => self.opendir(inode, reply),
             Operation::Release { inode, handle } => self.release(inode, handle, reply),
             Operation::Releasedir { handle, .. } => self.releasedir(handle, reply),

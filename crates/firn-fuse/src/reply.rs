@@ -114,9 +114,9 @@ pub(crate) enum HandleMode<I> {
 /// Whether a close(2) of an open file sends a request to Firn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ClosesAs {
-    /// It sends a FLUSH and waits for the answer.
+    /// The close sends a FLUSH and waits for the answer.
     Request,
-    /// It sends none. Only the last close is reported, by RELEASE.
+    /// The close sends nothing. Only the last close is reported, by RELEASE.
     Nothing,
 }
 
@@ -582,7 +582,7 @@ pub(crate) mod tests {
             (Operation::Opendir { inode }, opened(None), &["directory 9"]),
             (
                 Operation::Create {
-                    at: name,
+                    child: name,
                     mode: crate::request::NewMode { mode: 0, umask: 0 },
                     flags: 0,
                 },

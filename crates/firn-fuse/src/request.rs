@@ -135,14 +135,14 @@ operations! {
     Getattr { inode: InodeId, handle: Option<HandleId> } = "getattr",
     Setattr { inode: InodeId, set: SetAttr } = "setattr",
     Readlink { inode: InodeId } = "readlink",
-    Mknod { at: Name<'a>, mode: NewMode, device: u64 } = "mknod",
-    Mkdir { at: Name<'a>, mode: NewMode } = "mkdir",
+    Mknod { child: Name<'a>, mode: NewMode, device: u64 } = "mknod",
+    Mkdir { child: Name<'a>, mode: NewMode } = "mkdir",
     Unlink(Name<'a>) = "unlink",
     Rmdir(Name<'a>) = "rmdir",
-    Symlink { at: Name<'a>, target: &'a OsStr } = "symlink",
+    Symlink { child: Name<'a>, target: &'a OsStr } = "symlink",
     /// `flags`: those of renameat2(2).
     Rename { from: Name<'a>, to: Name<'a>, flags: u32 } = "rename",
-    Link { inode: InodeId, at: Name<'a> } = "link",
+    Link { inode: InodeId, child: Name<'a> } = "link",
     /// `flags`: those of open(2).
     Open { inode: InodeId, flags: i32 } = "open",
     Read(Read) = "read",
@@ -154,7 +154,7 @@ operations! {
     Opendir { inode: InodeId } = "opendir",
     /// Lists the entries after the one with this cookie. 0: from the beginning.
     Readdir { inode: InodeId, handle: HandleId, cookie: i64 } = "readdir",
-    /// As [`Operation::Readdir`], but with attributes. Each entry of the answer counts as one look-up.
+    /// Does what [`Operation::Readdir`] does, with attributes. Each entry of the answer counts as one look-up.
     Readdirplus { inode: InodeId, handle: HandleId, cookie: i64 } = "readdirplus",
     Releasedir { inode: InodeId, handle: HandleId } = "releasedir",
     Fsyncdir { inode: InodeId } = "fsyncdir",
@@ -166,7 +166,7 @@ operations! {
     /// `size`: as for [`Operation::Getxattr`].
     Listxattr { inode: InodeId, size: u32 } = "listxattr",
     Removexattr { inode: InodeId, name: &'a OsStr } = "removexattr",
-    Create { at: Name<'a>, mode: NewMode, flags: i32 } = "create",
+    Create { child: Name<'a>, mode: NewMode, flags: i32 } = "create",
     Ioctl { inode: InodeId, handle: HandleId, command: u32, out_size: u32 } = "ioctl",
     Fallocate(Fallocate) = "fallocate",
     /// `whence`: SEEK_DATA or SEEK_HOLE; the kernel answers the other values itself.
@@ -235,15 +235,15 @@ impl<'a> Operation<'a> {
     /// Returns the inode that the operation is about. If it is about a name, returns the directory and the name in it.
     pub(crate) fn subject(&self) -> (InodeId, Option<&'a OsStr>) {
         match self {
-            Self::Lookup(at)
-            | Self::Unlink(at)
-            | Self::Rmdir(at)
-            | Self::Mknod { at, .. }
-            | Self::Mkdir { at, .. }
-            | Self::Symlink { at, .. }
-            | Self::Rename { from: at, .. }
-            | Self::Link { at, .. }
-            | Self::Create { at, .. } => (at.parent, Some(at.name)),
+            Self::Lookup(child)
+            | Self::Unlink(child)
+            | Self::Rmdir(child)
+            | Self::Mknod { child, .. }
+            | Self::Mkdir { child, .. }
+            | Self::Symlink { child, .. }
+            | Self::Rename { from: child, .. }
+            | Self::Link { child, .. }
+            | Self::Create { child, .. } => (child.parent, Some(child.name)),
             Self::Getattr { inode, .. }
             | Self::Setattr { inode, .. }
             | Self::Readlink { inode }

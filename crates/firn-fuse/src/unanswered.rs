@@ -141,7 +141,7 @@ struct Watched {
 /// The last progress of the drain that a check has seen.
 struct Progress {
     drained_bytes: u64,
-    at: Instant,
+    changed_at: Instant,
 }
 
 /// What to do with an unanswered request now.
@@ -262,7 +262,7 @@ impl Unanswered {
     fn check_watched(&self) {
         let mut progress = Progress {
             drained_bytes: (self.drained_bytes)(),
-            at: Instant::now(),
+            changed_at: Instant::now(),
         };
         loop {
             std::thread::sleep(CHECK_INTERVAL);
@@ -270,7 +270,7 @@ impl Unanswered {
             if drained_bytes != progress.drained_bytes {
                 progress = Progress {
                     drained_bytes,
-                    at: Instant::now(),
+                    changed_at: Instant::now(),
                 };
             }
             let mut requests = std::mem::take(&mut self.watched.lock().requests);
@@ -299,7 +299,7 @@ impl Unanswered {
                     .exits_at
                     .zip(progress)
                     .is_some_and(|(exits_at, progress)| {
-                        exits_at.max(progress.at).elapsed() >= EXIT_DRAIN_TIMEOUT
+                        exits_at.max(progress.changed_at).elapsed() >= EXIT_DRAIN_TIMEOUT
                     });
             // Without the lock from here: `fate` reads files in /proc.
             drop(shard);

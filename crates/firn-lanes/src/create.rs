@@ -49,9 +49,9 @@ pub(crate) struct PlaceByName<'a, B: Backing> {
 /// The lanes that are allowed for a file.
 #[derive(Clone, Copy)]
 enum Wanted {
-    /// Only this lane.
+    /// The file goes to this lane or is not created.
     Fixed(usize),
-    /// This lane or one of those after it; the second number is the number of lanes.
+    /// The file goes to this lane or to one that follows it; the second number is the number of lanes.
     First(usize, usize),
 }
 

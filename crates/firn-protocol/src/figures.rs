@@ -14,11 +14,11 @@ use serde::{Deserialize, Serialize};
 /// How a figure changes with time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// It only grows, from 0 when firnd attaches.
+    /// The value only grows, from 0 when firnd attaches.
     Counter,
-    /// It goes up and down.
+    /// The value goes up and down.
     Gauge,
-    /// It counts observations by their size.
+    /// The figure counts observations by their size.
     Histogram,
 }
 

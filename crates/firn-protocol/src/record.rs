@@ -253,12 +253,12 @@ pub struct RunRecord {
 /// Reasons why a record cannot be read.
 #[derive(Debug)]
 pub enum RecordError {
-    /// It is longer than any record that firnd writes.
+    /// The file is longer than any record that firnd writes.
     TooLong {
         /// Its size.
         bytes: u64,
     },
-    /// It is not the JSON of a record.
+    /// The file is not the JSON of a record.
     Malformed(serde_json::Error),
     /// Another version of Firn wrote it.
     Version {

@@ -382,12 +382,12 @@ part! {
 states! {
     /// Whether a lane takes files and bytes.
     LaneState {
-        /// It does, as far as firnd knows.
+        /// The lane takes files, as far as firnd knows.
         #[default]
         Ok = "ok",
-        /// Its server had no room.
+        /// The lane's server had no room.
         Full = "full",
-        /// It did not behave as a directory.
+        /// The lane's directory did not behave as a directory.
         Gone = "gone",
         /// A call of its server does not return.
         Hung = "hung",
@@ -468,12 +468,12 @@ part! {
 states! {
     /// How far a transaction is.
     TransactionStage {
-        /// It takes changes.
+        /// The transaction takes changes.
         #[default]
         Open = "open",
-        /// It is durable and waits for its decision.
+        /// The transaction is durable and waits for its decision.
         Prepared = "prepared",
-        /// It is committed but not applied yet.
+        /// The transaction is committed but not applied yet.
         Decided = "decided",
     }
 }

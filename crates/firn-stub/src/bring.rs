@@ -10,7 +10,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::ffi::OsStr;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::time::Duration;
 
@@ -23,7 +23,7 @@ use rustix::fs::{
 };
 
 use crate::StubId;
-use crate::map::{LoggedChange, Map};
+use crate::map::{Item, LoggedChange, Map};
 use crate::path::{Rel, is_private, join, private_path};
 use crate::tree::{Stub, Tree, WalkedDir, errno};
 
@@ -46,16 +46,26 @@ pub(crate) struct Walk {
     pub dirs: Vec<WalkedDir>,
 }
 
+/// A way to reach a stub.
+enum StubAccess {
+    /// An open descriptor of the stub.
+    Descriptor(OwnedFd),
+    /// A path of the stub below the root of the tree.
+    Path(Rel),
+}
+
 impl<B: Backing> Tree<B> {
     /// Gives the backing the names and attributes of the tree.
     ///
-    /// Continues after an error and returns the first; the next call tries the rest again. While programs change the
-    /// tree, removals look like renames: the call then waits up to a second for a quiet tree.
+    /// Continues after an error and returns the first one; the next call tries the rest again.
+    ///
+    /// A stub without a name was removed, or a program was renaming it during the walk. So names are removed only after a
+    /// walk without renames, for which the call waits up to a second.
     pub fn reconcile(&self) -> Result<()> {
         self.sync_names(QUIET_TRIES)
     }
 
-    /// Does the same for a caller that repeats it: does not wait, and may leave removals for the next call.
+    /// Does what [`Tree::reconcile`] does, but does not wait: removals may be left for the next call.
     pub fn reconcile_soon(&self) -> Result<()> {
         self.sync_names(0)
     }
@@ -102,7 +112,7 @@ impl<B: Backing> Tree<B> {
         first_error.map_or(Ok(()), Err)
     }
 
-    /// Only removes names whose stub is gone, and thereby drops their data, to make room for a writer.
+    /// Removes the names in the backing whose stub is gone. Their pending data is dropped, which makes room for a writer.
     pub fn sweep(&self) -> Result<()> {
         let mut map = self.map.lock();
         let walk = self.walk().map_err(|error| errno(&error))?;
@@ -112,7 +122,7 @@ impl<B: Backing> Tree<B> {
         swept
     }
 
-    /// Does the same for a caller that repeats it: does nothing if no directory has changed since the last complete sweep.
+    /// Does what [`Tree::sweep`] does, unless no directory has changed since the last complete sweep.
     pub fn sweep_soon(&self) -> Result<()> {
         let is_swept = self
             .swept
@@ -141,9 +151,9 @@ impl<B: Backing> Tree<B> {
         Ok(())
     }
 
-    // ---- looking -----------------------------------------------------------------------------
+    // ---- walks -------------------------------------------------------------------------------
 
-    /// Walks through the tree.
+    /// Lists all stubs of the tree, and tells whether a rename may have made the list incomplete.
     fn walk(&self) -> std::io::Result<Walk> {
         let began = Time::now();
         let mut walk = Walk {
@@ -181,8 +191,8 @@ impl<B: Backing> Tree<B> {
                 ctime: dir.ctime,
             });
         }
-        // A rename changes the times of its directories. So there was none if each directory has the time of its visit, and
-        // that time is older than the walk.
+        // A rename changes the change times of its directories. So no rename happened during the walk if each directory
+        // still has the time that the walk saw, and that time is at least `QUIET` older than the walk.
         walk.is_quiet = walk.is_quiet
             && walk
                 .dirs
@@ -488,7 +498,7 @@ impl<B: Backing> Tree<B> {
                 // Without the right to give files away the owner stays, as on a FUSE mount without root.
                 let _ = self.engine.namespace.set_attr(inode.inode, owner, None);
             }
-            // After the owner, whose change clears set-id bits.
+            // The mode is set after the owner, because a change of the owner clears set-id bits.
             self.engine.namespace.set_attr(
                 inode.inode,
                 SetAttr {
@@ -523,8 +533,10 @@ impl<B: Backing> Tree<B> {
         Ok(())
     }
 
-    /// Sets the modification time of a stub to that of the last write to its file, which the kernel did not see. Returns
-    /// whether the time changed.
+    /// Sets the modification time of a stub to that of the last write to its file. The kernel did not see that write,
+    /// because the preload library sent it to firnd. Returns whether the time of the stub changed.
+    ///
+    /// `shown_mtime` in the map is the time that the stub shows already. It is unknown after a restart of firnd.
     pub(crate) fn update_stub_time(&self, map: &mut Map, id: StubId) -> Result<bool> {
         let inode = self.inode_of(map, id)?;
         let mtime = self.engine.namespace.attr(inode, None)?.mtime;
@@ -534,32 +546,19 @@ impl<B: Backing> Tree<B> {
         if item.shown_mtime == Some(mtime) {
             return Ok(false);
         }
-        let open = self
-            .opens
-            .lock()
-            .values()
-            .find(|open| open.id == id)
-            .map(|open| open.fd.try_clone());
-        let open = match open {
-            Some(fd) => Some(fd.map_err(|error| errno(&error))?),
-            // Root can open the stub even if no path of it is known.
-            None if !item.paths.iter().any(|path| self.is_at(path, id)) => {
-                id.open(self.root_fd()).ok()
-            }
-            None => None,
+        let Some(access) = self.reach_stub(item, id)? else {
+            // The time is set when the name is synced, because then the path is known.
+            return Ok(false);
         };
-        let (dir, path, flags) = match &open {
-            Some(fd) => {
-                let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(fd));
+        let (dir, path, flags) = match &access {
+            StubAccess::Descriptor(fd) => {
+                let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
                 (rustix::fs::CWD, path.into_bytes(), AtFlags::empty())
             }
-            None => match item.paths.iter().find(|path| self.is_at(path, id)) {
-                Some(path) => (self.root_fd(), path.clone(), AtFlags::SYMLINK_NOFOLLOW),
-                // No path is known. The time is set when the name is synced.
-                None => return Ok(false),
-            },
+            StubAccess::Path(path) => (self.root_fd(), path.clone(), AtFlags::SYMLINK_NOFOLLOW),
         };
-        // After a restart of firnd: if the stub changed after the last write, an earlier firnd or a program has set its time.
+        // After a restart: if the stub changed after the last write, an earlier firnd or a program has set its time, and
+        // that time stays.
         if item.shown_mtime.is_none() {
             let stat = statat(dir, &*path, flags)?;
             if (Time {
@@ -587,6 +586,24 @@ impl<B: Backing> Tree<B> {
             *time = mtime;
         }
         Ok(true)
+    }
+
+    /// Returns a way to reach a stub: a descriptor of a client, a path, or as root its file handle. `None` if there is none.
+    fn reach_stub(&self, item: &Item, id: StubId) -> Result<Option<StubAccess>> {
+        let fd = self
+            .opens
+            .lock()
+            .values()
+            .find(|open| open.id == id)
+            .map(|open| open.fd.try_clone());
+        if let Some(fd) = fd {
+            let fd = fd.map_err(|error| errno(&error))?;
+            return Ok(Some(StubAccess::Descriptor(fd)));
+        }
+        if let Some(path) = item.paths.iter().find(|path| self.is_at(path, id)) {
+            return Ok(Some(StubAccess::Path(path.clone())));
+        }
+        Ok(id.open(self.root_fd()).ok().map(StubAccess::Descriptor))
     }
 
     /// Copies bytes into the file that a program without the preload library wrote to the stub itself.

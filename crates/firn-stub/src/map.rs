@@ -59,7 +59,7 @@ impl Changes {
     }
 }
 
-/// What is known of one stub.
+/// The facts that are known of one stub.
 #[derive(Debug)]
 pub(crate) struct Item {
     pub kind: Kind,

@@ -145,7 +145,7 @@ fn only_the_expected_user_is_connected_to_and_another_hears_nothing() {
     firnd.read_exact(&mut hello).unwrap();
     let expected = Request::new(Op::Hello, 0, DATA_SOCKET_VERSION.into());
     assert_eq!(hello, expected.as_bytes());
-    // No arena and no descriptor: that is none.
+    // An answer with neither an arena nor a descriptor is no hello.
     firnd.write_all(Reply::default().as_bytes()).unwrap();
     assert!(connection.receive_hello(&[0; 16]).is_none());
 }

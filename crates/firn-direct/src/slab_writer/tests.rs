@@ -225,7 +225,7 @@ fn a_writer_that_was_busy_when_it_was_revoked_publishes_nothing() {
         let fake = Fake::new(8);
         let mut writer = fake.writer();
         assert_eq!(append(&mut writer, 0, b"kept"), Appended::Bytes(4));
-        // As between the first and the last step of an append.
+        // The state between the first and the last step of an append.
         fake.word(WRITER)
             .store(writer_idle(GENERATION) | WRITER_BUSY, Ordering::SeqCst);
         assert_eq!(fake.revoke(), 1);

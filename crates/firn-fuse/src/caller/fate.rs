@@ -185,7 +185,7 @@ mod tests {
         for signal in [libc::SIGALRM, libc::SIGCHLD, libc::SIGUSR1, libc::SIGPROF] {
             assert_eq!(fate(signal, bit(signal)), Some(Fate::GoesOn));
         }
-        // As of a shell that waits for its child under a debugger.
+        // The status of a shell that waits for its child under a debugger.
         assert_eq!(fate(libc::SIGCHLD, 0), Some(Fate::GoesOn));
         // A blocked signal does nothing yet.
         assert_eq!(

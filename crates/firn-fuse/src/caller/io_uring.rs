@@ -63,7 +63,7 @@ mod tests {
         let users = IoUringUsers::default();
         assert!(!users.contains(std::process::id()));
         for thread in 0..3 * REMEMBERED_MAX as u32 {
-            // No such threads.
+            // This process has no io_uring threads.
             assert!(!users.contains(u32::MAX - thread));
         }
         assert!(users.0.lock().len() <= REMEMBERED_MAX);

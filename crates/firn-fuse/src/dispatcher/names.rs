@@ -19,12 +19,12 @@ use crate::watch::WatchedChange;
 
 impl<B: Backing, R: Responder> Dispatcher<B, R> {
     /// Answers a look-up of a name.
-    pub(super) fn lookup(&self, at: Name<'_>, reply: Reply<R>) {
+    pub(super) fn lookup(&self, child: Name<'_>, reply: Reply<R>) {
         let options = self.options;
-        let topic = Topic::name(at.parent, at.name);
-        let at = at.to_owned();
+        let topic = Topic::name(child.parent, child.name);
+        let child = child.to_owned();
         self.run_call(topic, move |engine| {
-            let entry = engine.namespace.lookup(at.parent, &at.name);
+            let entry = engine.namespace.lookup(child.parent, &child.name);
             answer_entry(engine, options, entry, reply);
         });
     }
@@ -43,51 +43,53 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     pub(super) fn mknod(
         &self,
         caller: Caller,
-        at: Name<'_>,
+        child: Name<'_>,
         mode: NewMode,
         device: u64,
         reply: Reply<R>,
     ) {
-        let at = at.to_owned();
+        let child = child.to_owned();
         let umask = self.umask_to_apply(mode);
         let new = NewObject {
-            at: at.clone(),
+            child: child.clone(),
             kind: Kind::from_mode(mode.mode).unwrap_or(Kind::File),
             target: None,
             mode: mode.mode,
             umask,
         };
         self.run_creation(caller, new, reply, move |engine| {
-            let mode = masked(engine, at.parent, mode.mode, umask);
+            let mode = masked(engine, child.parent, mode.mode, umask);
             engine
                 .namespace
-                .mknod(&caller, at.parent, &at.name, mode, device)
+                .mknod(&caller, child.parent, &child.name, mode, device)
         });
     }
 
     /// Answers a mkdir(2).
-    pub(super) fn mkdir(&self, caller: Caller, at: Name<'_>, mode: NewMode, reply: Reply<R>) {
-        let at = at.to_owned();
+    pub(super) fn mkdir(&self, caller: Caller, child: Name<'_>, mode: NewMode, reply: Reply<R>) {
+        let child = child.to_owned();
         let umask = self.umask_to_apply(mode);
         let new = NewObject {
-            at: at.clone(),
+            child: child.clone(),
             kind: Kind::Dir,
             target: None,
             mode: mode.mode,
             umask,
         };
         self.run_creation(caller, new, reply, move |engine| {
-            let mode = masked(engine, at.parent, mode.mode, umask);
-            engine.namespace.mkdir(&caller, at.parent, &at.name, mode)
+            let mode = masked(engine, child.parent, mode.mode, umask);
+            engine
+                .namespace
+                .mkdir(&caller, child.parent, &child.name, mode)
         });
     }
 
     /// Answers a symlink(2).
-    pub(super) fn symlink(&self, caller: Caller, at: Name<'_>, target: &OsStr, reply: Reply<R>) {
-        let at = at.to_owned();
+    pub(super) fn symlink(&self, caller: Caller, child: Name<'_>, target: &OsStr, reply: Reply<R>) {
+        let child = child.to_owned();
         let target = target.to_owned();
         let new = NewObject {
-            at: at.clone(),
+            child: child.clone(),
             kind: Kind::Symlink,
             target: Some(target.clone()),
             mode: 0o777,
@@ -96,25 +98,33 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         self.run_creation(caller, new, reply, move |engine| {
             engine
                 .namespace
-                .symlink(&caller, at.parent, &at.name, &target)
+                .symlink(&caller, child.parent, &child.name, &target)
         });
     }
 
     /// Answers a link(2).
-    pub(super) fn link(&self, caller: Caller, inode: InodeId, at: Name<'_>, mut reply: Reply<R>) {
-        let at = at.to_owned();
+    pub(super) fn link(
+        &self,
+        caller: Caller,
+        inode: InodeId,
+        child: Name<'_>,
+        mut reply: Reply<R>,
+    ) {
+        let child = child.to_owned();
         let options = self.options;
-        let watched = self.watch_of(|| WatchedChange::Make(at.parent, at.name.clone()));
-        self.run_watched(caller, at.parent, watched, move |engine, watched| {
+        let watched = self.watch_of(|| WatchedChange::Make(child.parent, child.name.clone()));
+        self.run_watched(caller, child.parent, watched, move |engine, watched| {
             let noted = reply.begin_once(engine, || Subjects {
                 node: Some(inode),
                 ..Subjects::default()
             });
             let linked = watched.make(|| {
                 if noted.is_some() {
-                    engine.namespace.link_again(inode, at.parent, &at.name)
+                    engine
+                        .namespace
+                        .link_again(inode, child.parent, &child.name)
                 } else {
-                    engine.namespace.link(inode, at.parent, &at.name)
+                    engine.namespace.link(inode, child.parent, &child.name)
                 }
             });
             answer_entry(engine, options, linked, reply);
@@ -122,29 +132,29 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     }
 
     /// Answers an unlink(2).
-    pub(super) fn unlink(&self, caller: Caller, at: Name<'_>, reply: Reply<R>) {
-        self.remove_name(caller, at, Kind::File, reply);
+    pub(super) fn unlink(&self, caller: Caller, child: Name<'_>, reply: Reply<R>) {
+        self.remove_name(caller, child, Kind::File, reply);
     }
 
     /// Answers an rmdir(2).
-    pub(super) fn rmdir(&self, caller: Caller, at: Name<'_>, reply: Reply<R>) {
-        self.remove_name(caller, at, Kind::Dir, reply);
+    pub(super) fn rmdir(&self, caller: Caller, child: Name<'_>, reply: Reply<R>) {
+        self.remove_name(caller, child, Kind::Dir, reply);
     }
 
     /// Removes a name. `kind`: [`Kind::Dir`] for rmdir(2), else unlink(2).
-    fn remove_name(&self, caller: Caller, at: Name<'_>, kind: Kind, mut reply: Reply<R>) {
-        let at = at.to_owned();
-        let watched = self.watch_of(|| WatchedChange::Remove(at.parent, at.name.clone()));
-        self.run_watched(caller, at.parent, watched, move |engine, watched| {
+    fn remove_name(&self, caller: Caller, child: Name<'_>, kind: Kind, mut reply: Reply<R>) {
+        let child = child.to_owned();
+        let watched = self.watch_of(|| WatchedChange::Remove(child.parent, child.name.clone()));
+        self.run_watched(caller, child.parent, watched, move |engine, watched| {
             let names = &engine.namespace;
             let noted = reply.begin_once(engine, || Subjects {
-                subject: names.identify_name(at.parent, &at.name),
+                subject: names.identify_name(child.parent, &child.name),
                 ..Subjects::default()
             });
             let remove = || match (noted, kind) {
-                (None, Kind::Dir) => names.rmdir(at.parent, &at.name),
-                (None, _) => names.unlink(at.parent, &at.name),
-                (Some(noted), kind) => names.remove_again(at.parent, &at.name, kind, noted),
+                (None, Kind::Dir) => names.rmdir(child.parent, &child.name),
+                (None, _) => names.unlink(child.parent, &child.name),
+                (Some(noted), kind) => names.remove_again(child.parent, &child.name, kind, noted),
             };
             reply.done(watched.make(remove));
         });
@@ -205,8 +215,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         create: impl FnOnce(&Engine<B>) -> Result<Entry, Errno> + Send + 'static,
     ) {
         let options = self.options;
-        let parent = new.at.parent;
-        let watched = self.watch_of(|| WatchedChange::Make(parent, new.at.name.clone()));
+        let parent = new.child.parent;
+        let watched = self.watch_of(|| WatchedChange::Make(parent, new.child.name.clone()));
         self.run_watched(caller, parent, watched, move |engine, watched| {
             let noted = reply.begin_once(engine, Subjects::default);
             let made = noted.and_then(|noted| new.find(engine, &caller, noted.began));
@@ -221,7 +231,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
 
 /// An object that a request is to make in a directory.
 struct NewObject {
-    at: OwnedName,
+    child: OwnedName,
     kind: Kind,
     /// The target of a symbolic link.
     target: Option<OsString>,
@@ -238,12 +248,12 @@ impl NewObject {
         began: Moment,
     ) -> Option<Entry> {
         let made = MadeObject {
-            parent: self.at.parent,
-            name: &self.at.name,
+            parent: self.child.parent,
+            name: &self.child.name,
             kind: self.kind,
             target: self.target.as_deref(),
         };
-        let mode = masked(engine, self.at.parent, self.mode, self.umask);
+        let mode = masked(engine, self.child.parent, self.mode, self.umask);
         let creation = Creation {
             caller,
             mode,

@@ -55,35 +55,35 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     pub(super) fn create(
         &self,
         caller: Caller,
-        at: Name<'_>,
+        child: Name<'_>,
         mode: NewMode,
         flags: i32,
         mut reply: Reply<R>,
     ) {
-        let at = at.to_owned();
+        let child = child.to_owned();
         let umask = self.umask_to_apply(mode);
         let opener = self.opener(caller);
         let gate = self.gate.clone();
-        let watched = self.watch_of(|| WatchedChange::Create(at.parent, at.name.clone()));
-        self.run_watched(caller, at.parent, watched, move |engine, watched| {
+        let watched = self.watch_of(|| WatchedChange::Create(child.parent, child.name.clone()));
+        self.run_watched(caller, child.parent, watched, move |engine, watched| {
             reply.release_older();
             let made = MadeObject {
-                parent: at.parent,
-                name: &at.name,
+                parent: child.parent,
+                name: &child.name,
                 kind: Kind::File,
                 target: None,
             };
             let flags = {
-                let mode = masked(engine, at.parent, mode.mode, umask);
+                let mode = masked(engine, child.parent, mode.mode, umask);
                 flags_to_create(engine, made, (&caller, mode), flags, &mut reply)
             };
             let create = || {
                 // Another process may have made the file meanwhile. Then O_TRUNC changes its contents, which only the
                 // gate can allow.
                 let gate = gate.as_deref().filter(|_| flags & libc::O_TRUNC != 0);
-                let _pass = enter_change(gate, at.parent)?;
-                let mode = masked(engine, at.parent, mode.mode, umask);
-                engine.create(&caller, at.parent, &at.name, mode, flags)
+                let _pass = enter_change(gate, child.parent)?;
+                let mode = masked(engine, child.parent, mode.mode, umask);
+                engine.create(&caller, child.parent, &child.name, mode, flags)
             };
             let writes = flags & libc::O_ACCMODE != libc::O_RDONLY;
             let handle_of = |(_, opened): &(Entry, Opened)| writes.then_some(opened.handle);

@@ -165,19 +165,19 @@ messages! {
     LinkIn { old_nodeid: u64 } = 8
     OpenIn { flags: u32, open_flags: u32 } = 8
     CreateIn { flags: u32, mode: u32, umask: u32, open_flags: u32 } = 16
-    /// Of READ, READDIR and READDIRPLUS.
+    /// The body of READ, READDIR and READDIRPLUS.
     ReadIn { fh: u64, offset: u64, size: u32, read_flags: u32, lock_owner: u64, flags: u32, padding: u32 } = 40
     WriteIn { fh: u64, offset: u64, size: u32, write_flags: u32, lock_owner: u64, flags: u32, padding: u32 } = 40
-    /// Of RELEASE and RELEASEDIR.
+    /// The body of RELEASE and RELEASEDIR.
     ReleaseIn { fh: u64, flags: u32, release_flags: u32, lock_owner: u64 } = 24
     FlushIn { fh: u64, unused: u32, padding: u32, lock_owner: u64 } = 24
     FsyncIn { fh: u64, flags: u32, padding: u32 } = 16
     /// A range up to its last byte; `kind` as `l_type` in fcntl(2).
     FileLock { first: u64, last: u64, kind: u32, pid: u32 } = 24
-    /// Of GETLK, SETLK and SETLKW.
+    /// The body of GETLK, SETLK and SETLKW.
     LockIn { fh: u64, owner: u64, lock: FileLock, flags: u32, padding: u32 } = 48
     SetxattrIn { size: u32, flags: u32 } = 8
-    /// Of GETXATTR and LISTXATTR.
+    /// The body of GETXATTR and LISTXATTR.
     GetxattrIn { size: u32, padding: u32 } = 8
     IoctlIn { fh: u64, flags: u32, command: u32, argument: u64, in_size: u32, out_size: u32 } = 32
     FallocateIn { fh: u64, offset: u64, len: u64, mode: u32, padding: u32 } = 32

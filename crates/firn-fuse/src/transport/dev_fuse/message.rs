@@ -187,13 +187,13 @@ fn parse_operation<'a>(
         },
         opcode::READLINK => Operation::Readlink { inode },
         opcode::SYMLINK => Operation::Symlink {
-            at: name_in(inode, arguments)?,
+            child: name_in(inode, arguments)?,
             target: arguments.take_name()?,
         },
         opcode::MKNOD => {
             let mknod: MknodIn = arguments.take()?;
             Operation::Mknod {
-                at: name_in(inode, arguments)?,
+                child: name_in(inode, arguments)?,
                 mode: NewMode {
                     mode: mknod.mode,
                     umask: mknod.umask,
@@ -204,7 +204,7 @@ fn parse_operation<'a>(
         opcode::MKDIR => {
             let mkdir: MkdirIn = arguments.take()?;
             Operation::Mkdir {
-                at: name_in(inode, arguments)?,
+                child: name_in(inode, arguments)?,
                 mode: NewMode {
                     mode: mkdir.mode,
                     umask: mkdir.umask,
@@ -233,7 +233,7 @@ fn parse_operation<'a>(
             let link: LinkIn = arguments.take()?;
             Operation::Link {
                 inode: InodeId(link.old_nodeid),
-                at: name_in(inode, arguments)?,
+                child: name_in(inode, arguments)?,
             }
         }
         opcode::OPEN => {
@@ -246,7 +246,7 @@ fn parse_operation<'a>(
         opcode::CREATE => {
             let create: CreateIn = arguments.take()?;
             Operation::Create {
-                at: name_in(inode, arguments)?,
+                child: name_in(inode, arguments)?,
                 mode: NewMode {
                     mode: create.mode,
                     umask: create.umask,
