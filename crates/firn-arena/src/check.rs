@@ -1,4 +1,7 @@
 //! Finds the damage in an arena for `firn check`, without changing the arena.
+//!
+//! The arena is mapped read-only, and a firnd may have it attached. All parts are read as an attach reads them: piece
+//! tables, homes, memory files and the spill file.
 
 use std::path::Path;
 

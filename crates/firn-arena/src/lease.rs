@@ -134,7 +134,7 @@ impl Arena {
         let pool = self.pool.lock();
         [Class::Small, Class::Medium, Class::Whole]
             .into_iter()
-            .any(|smaller| smaller <= class && pool.has(smaller))
+            .any(|smaller| smaller <= class && pool.has_slab(smaller))
     }
 
     /// Ends a lease. The slab is freed when nothing in it is pending.

@@ -65,7 +65,7 @@ struct NumaNode {
     /// Free slabs of each class, as chunk and slab. When a chunk is freed, its slabs are removed, so no entry is stale.
     free_slabs: [Vec<(u32, u32)>; 3],
     slots: u32,
-    foreign: u64,
+    foreign_slabs: u64,
 }
 
 /// Figures of one NUMA node's part of the arena.
@@ -176,6 +176,34 @@ impl Pool {
 
     /// Asserts the invariants at the head of this file.
     pub(crate) fn assert_invariants(&self) {
+        self.assert_free_chunks();
+        let mut free_slabs = self.collect_free_slabs();
+        let mut in_memory = 0;
+        let mut away_count = 0;
+        let mut resting = 0;
+        for (chunk, chunk_state) in self.chunks.iter().enumerate() {
+            let slabs = std::mem::take(&mut free_slabs[chunk]);
+            let Some(class) = chunk_state.class else {
+                assert!(
+                    slabs.is_empty() && chunk_state.rests_since.is_none(),
+                    "chunk {chunk} is not in use"
+                );
+                continue;
+            };
+            self.assert_chunk(chunk, class, slabs);
+            resting += usize::from(chunk_state.rests_since.is_some());
+            if chunk_state.is_away {
+                away_count += 1
+            } else {
+                in_memory += 1
+            }
+        }
+        assert_eq!(self.resting.len(), resting, "chunks that rest");
+        self.assert_counts(in_memory, away_count);
+    }
+
+    /// Asserts that each free chunk is free once and has no class.
+    fn assert_free_chunks(&self) {
         let mut free = vec![false; self.chunks.len()];
         for &chunk in &self.free_chunks {
             assert!(
@@ -187,6 +215,11 @@ impl Pool {
                 "chunk {chunk} is free and in use"
             );
         }
+    }
+
+    /// Returns the free slabs of each chunk. Asserts that each is listed under the NUMA node and class of its chunk, and that
+    /// the chunk is in memory.
+    fn collect_free_slabs(&self) -> Vec<Vec<u32>> {
         let mut free_slabs = vec![Vec::new(); self.chunks.len()];
         for (index, numa_node) in self.numa_nodes.iter().enumerate() {
             for (class, slabs) in numa_node.free_slabs.iter().enumerate() {
@@ -206,87 +239,79 @@ impl Pool {
                 }
             }
         }
-        let mut in_memory = 0;
-        let mut away_count = 0;
-        let mut resting = 0;
-        for (chunk, chunk_state) in self.chunks.iter().enumerate() {
-            let mut slabs = std::mem::take(&mut free_slabs[chunk]);
-            let Some(class) = chunk_state.class else {
-                assert!(
-                    slabs.is_empty() && chunk_state.rests_since.is_none(),
-                    "chunk {chunk} is not in use"
-                );
-                continue;
-            };
-            let moving = self
-                .moving
-                .as_ref()
-                .filter(|moving| moving.chunk as usize == chunk);
-            if let Some(moving) = moving {
-                assert!(
-                    slabs.is_empty() && !chunk_state.is_away,
-                    "chunk {chunk} moves and its slabs can be had"
-                );
-                slabs.clone_from(&moving.free);
-                assert_eq!(
-                    moving.is_emptied,
-                    chunk_state.used == 0,
-                    "chunk {chunk} moves"
-                );
-            }
-            let free_count = slabs.len();
-            slabs.sort_unstable();
-            slabs.dedup();
+        free_slabs
+    }
+
+    /// Asserts the invariants of a chunk in use. `free_slabs` are its slabs that a writer could get.
+    fn assert_chunk(&self, chunk: usize, class: Class, mut free_slabs: Vec<u32>) {
+        let chunk_state = self.chunks[chunk];
+        let moving = self
+            .moving
+            .as_ref()
+            .filter(|moving| moving.chunk as usize == chunk);
+        if let Some(moving) = moving {
+            assert!(
+                free_slabs.is_empty() && !chunk_state.is_away,
+                "chunk {chunk} moves and its slabs can be had"
+            );
+            free_slabs.clone_from(&moving.free);
             assert_eq!(
-                slabs.len(),
-                free_count,
-                "a slab of chunk {chunk} is free twice"
+                moving.is_emptied,
+                chunk_state.used == 0,
+                "chunk {chunk} moves"
             );
-            assert!(
-                slabs.last().is_none_or(|&slab| slab < self.slabs(class)),
-                "chunk {chunk}: {slabs:?}"
-            );
-            assert!(
-                chunk_state.used > 0 || moving.is_some(),
-                "chunk {chunk} has a class and is empty"
-            );
-            assert!(
-                chunk_state.leased <= chunk_state.used,
-                "chunk {chunk}: {} leased, {} used",
-                chunk_state.leased,
-                chunk_state.used
-            );
-            if !chunk_state.is_away {
-                let slab_count = self.slabs(class) as usize;
-                assert_eq!(
-                    free_count + chunk_state.used as usize,
-                    slab_count,
-                    "slabs of chunk {chunk}"
-                );
-            }
-            let is_resting = self.geometry.spill_count > 0
-                && chunk_state.leased == 0
-                && !chunk_state.is_away
-                && moving.is_none();
-            assert_eq!(
-                chunk_state.rests_since.is_some(),
-                is_resting,
-                "chunk {chunk} may move"
-            );
-            if let Some(since) = chunk_state.rests_since {
-                assert!(
-                    self.resting.contains(&(since, chunk as u32)),
-                    "chunk {chunk} rests"
-                );
-                resting += 1;
-            }
-            if chunk_state.is_away {
-                away_count += 1
-            } else {
-                in_memory += 1
-            }
         }
-        assert_eq!(self.resting.len(), resting, "chunks that rest");
+        let free_count = free_slabs.len();
+        free_slabs.sort_unstable();
+        free_slabs.dedup();
+        assert_eq!(
+            free_slabs.len(),
+            free_count,
+            "a slab of chunk {chunk} is free twice"
+        );
+        assert!(
+            free_slabs
+                .last()
+                .is_none_or(|&slab| slab < self.slabs(class)),
+            "chunk {chunk}: {free_slabs:?}"
+        );
+        assert!(
+            chunk_state.used > 0 || moving.is_some(),
+            "chunk {chunk} has a class and is empty"
+        );
+        assert!(
+            chunk_state.leased <= chunk_state.used,
+            "chunk {chunk}: {} leased, {} used",
+            chunk_state.leased,
+            chunk_state.used
+        );
+        if !chunk_state.is_away {
+            let slab_count = self.slabs(class) as usize;
+            assert_eq!(
+                free_count + chunk_state.used as usize,
+                slab_count,
+                "slabs of chunk {chunk}"
+            );
+        }
+        let is_resting = self.geometry.spill_count > 0
+            && chunk_state.leased == 0
+            && !chunk_state.is_away
+            && moving.is_none();
+        assert_eq!(
+            chunk_state.rests_since.is_some(),
+            is_resting,
+            "chunk {chunk} may move"
+        );
+        if let Some(since) = chunk_state.rests_since {
+            assert!(
+                self.resting.contains(&(since, chunk as u32)),
+                "chunk {chunk} rests"
+            );
+        }
+    }
+
+    /// Asserts that chunks and slots are free, in use or lost: `in_memory` and `away_count` are the chunks in use.
+    fn assert_counts(&self, in_memory: usize, away_count: usize) {
         let free_memory: usize = self
             .numa_nodes
             .iter()
@@ -341,16 +366,19 @@ impl Pool {
         &mut self.numa_nodes[numa_node].free_slabs[class_index(class)]
     }
 
-    /// Takes a slab of `class` for a writer that runs near the NUMA node `near`. `None`: there is no room.
+    /// Takes a free slab of `class` for a writer that runs near the NUMA node `near`. `None`: no node has one.
+    ///
+    /// The nearest node with a free slab of the class, or with a free slot of memory, gives the slab. If it has no free
+    /// slab, a free chunk gets a slot of the node and is cut into slabs of the class.
     pub(crate) fn take(&mut self, class: Class, near: usize) -> Option<TakenSlab> {
         let has_free_chunk = !self.free_chunks.is_empty();
-        let has = |numa_node: &NumaNode| numa_node.has(class, has_free_chunk);
+        let has_room = |numa_node: &NumaNode| numa_node.has_slab(class, has_free_chunk);
         let numa_node = self
             .topology
             .order(near)
             .iter()
             .map(|&numa_node| numa_node as usize)
-            .find(|&numa_node| has(&self.numa_nodes[numa_node]))?;
+            .find(|&numa_node| has_room(&self.numa_nodes[numa_node]))?;
         let taken = if let Some((chunk, slab)) =
             self.numa_nodes[numa_node].free_slabs[class_index(class)].pop()
         {
@@ -360,25 +388,28 @@ impl Pool {
                 cut: None,
             }
         } else {
-            let memory = self.numa_nodes[numa_node]
+            let slot = self.numa_nodes[numa_node]
                 .free_memory
                 .pop()
-                .expect("just looked");
-            let chunk = self.free_chunks.pop().expect("just looked");
+                .expect("a node without a free slab of the class has a free slot");
+            let chunk = self
+                .free_chunks
+                .pop()
+                .expect("`has_room` needs a free chunk");
             *self.chunk_mut(chunk) = Chunk {
                 class: Some(class),
                 numa_node,
                 ..Chunk::default()
             };
-            let others = (1..self.slabs(class)).rev().map(|slab| (chunk, slab));
-            self.numa_nodes[numa_node].free_slabs[class_index(class)].extend(others);
+            let other_slabs = (1..self.slabs(class)).rev().map(|slab| (chunk, slab));
+            self.numa_nodes[numa_node].free_slabs[class_index(class)].extend(other_slabs);
             TakenSlab {
                 chunk,
                 slab: 0,
-                cut: Some(memory),
+                cut: Some(slot),
             }
         };
-        self.numa_nodes[numa_node].foreign += u64::from(numa_node != near);
+        self.numa_nodes[numa_node].foreign_slabs += u64::from(numa_node != near);
         self.disturb(taken.chunk);
         let chunk = self.chunk_mut(taken.chunk);
         chunk.used += 1;
@@ -781,7 +812,7 @@ impl Pool {
             id: self.topology.id(index),
             bytes: bytes(numa_node.slots),
             used_bytes: bytes(numa_node.used()),
-            foreign_slabs: numa_node.foreign,
+            foreign_slabs: numa_node.foreign_slabs,
         };
         self.numa_nodes.iter().enumerate().map(figures).collect()
     }
@@ -800,13 +831,13 @@ impl Pool {
     }
 
     /// Whether a slab of `class` can be taken.
-    pub(crate) fn has(&self, class: Class) -> bool {
+    pub(crate) fn has_slab(&self, class: Class) -> bool {
         let has_free_chunk = !self.free_chunks.is_empty();
         (has_free_chunk && !self.idle.is_empty())
             || self
                 .numa_nodes
                 .iter()
-                .any(|numa_node| numa_node.has(class, has_free_chunk))
+                .any(|numa_node| numa_node.has_slab(class, has_free_chunk))
     }
 }
 
@@ -815,8 +846,9 @@ impl NumaNode {
         self.slots - self.free_memory.len() as u32
     }
 
-    fn has(&self, class: Class, free_chunk: bool) -> bool {
+    /// Whether a slab of `class` can be taken from this node.
+    fn has_slab(&self, class: Class, has_free_chunk: bool) -> bool {
         !self.free_slabs[class_index(class)].is_empty()
-            || (free_chunk && !self.free_memory.is_empty())
+            || (has_free_chunk && !self.free_memory.is_empty())
     }
 }

@@ -1,4 +1,7 @@
-//! Data types that a [`Backing`](crate::Backing) returns.
+//! Data types that a [`Backing`](crate::Backing) returns: attributes, times, directory entries, and what it knows about a
+//! file beyond that.
+//!
+//! The types have no reference to a backing, so layers pass them on unchanged.
 
 use std::ffi::OsStr;
 use std::io::IoSlice;

@@ -1,4 +1,6 @@
 //! Changes options of a mount while programs use it.
+//!
+//! Promise: the changed options are checked as those of a new mount, and a change of a fixed option is refused as a whole.
 
 use crate::error::ConfigError;
 use crate::minus_o::MinusO;

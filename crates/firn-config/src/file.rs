@@ -1,4 +1,8 @@
-//! Reads a file `firn.toml`: keys at its top level are names of options, and there is nothing else.
+//! Reads the options in a file `firn.toml`.
+//!
+//! The file is a TOML table without sections. Each key is the name of an option, in the one spelling of the table; each
+//! value is a string, an integer, a boolean, or `{ escaped = "…" }` for a path that is not UTF-8. A file that does not
+//! exist has no options. Errors name the file and the line or the key.
 
 use std::ffi::OsString;
 use std::io::ErrorKind;

@@ -1,4 +1,9 @@
 //! Fills a new tree with stubs for the contents of the backing.
+//!
+//! The tree gets each directory, file, link and device with its attributes; files are empty. Names of one object in the
+//! backing become names of one stub. Parents precede their contents; directories get their attributes last.
+//!
+//! A crash in between leaves a log that is not marked as filled. The next firnd then clears the tree and begins again.
 
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};

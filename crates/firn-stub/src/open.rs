@@ -1,4 +1,12 @@
 //! Adopted stubs: descriptors that clients have sent over the data socket.
+//!
+//! A program opens a stub in the kernel. The preload library sends the descriptor to firnd, which *adopts* it: it opens the
+//! file of the stub in the engine and returns a handle. Reads and writes of the program then go to that handle.
+//!
+//! Promises
+//! * Only stubs of this tree are adopted; other descriptors are refused (EXDEV).
+//! * firnd keeps no open file of the client, only an `O_PATH` descriptor, so the client's locks end with the client.
+//! * A file stays open in the engine as long as a client has it open, even if its name is gone.
 
 use std::ffi::OsStr;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};

@@ -1,5 +1,6 @@
-//! The journal against its own promises: any cut of the bytes replays to a prefix of what was
-//! appended, and a snapshot changes nothing.
+//! Tests of the journal with random records.
+//!
+//! The bytes, cut anywhere, replay to a prefix of the appended records, and a snapshot does not change the ledger.
 
 use firn_arena::journal::{Damage, Full, Journal, Ledger, Medium, Memory, PathState, replay};
 use firn_format::record::{Ending, Identity, Record};
@@ -83,10 +84,10 @@ fn any_record() -> impl Strategy<Value = Record> {
     ]
 }
 
-/// A medium that remembers its bytes after every single store.
+/// A medium that keeps a copy of its bytes after each store, and after the first half of each store.
 struct Recorder {
     memory: Memory,
-    after: std::sync::Arc<std::sync::Mutex<Vec<Vec<u8>>>>,
+    copies: std::sync::Arc<std::sync::Mutex<Vec<Vec<u8>>>>,
 }
 
 impl Medium for Recorder {
@@ -94,13 +95,13 @@ impl Medium for Recorder {
         self.memory.len()
     }
     fn write(&mut self, at: usize, bytes: &[u8]) {
-        // A store may be torn anywhere: keep the state with its first half, too.
+        // A crash can tear a store, unless it is one word.
         if bytes.len() != 8 {
             self.memory.write(at, &bytes[..bytes.len() / 2]);
         }
-        self.after.lock().unwrap().push(self.memory.0.clone());
+        self.copies.lock().unwrap().push(self.memory.0.clone());
         self.memory.write(at, bytes);
-        self.after.lock().unwrap().push(self.memory.0.clone());
+        self.copies.lock().unwrap().push(self.memory.0.clone());
     }
     fn read(&self, at: usize, bytes: &mut [u8]) {
         self.memory.read(at, bytes);
@@ -120,19 +121,19 @@ proptest! {
     /// A crash after, or in the middle of, any store leaves the ledger before or after the append.
     #[test]
     fn a_crash_at_any_store_replays_to_before_or_after(records in prop::collection::vec(any_record(), 1..40)) {
-        let after = std::sync::Arc::default();
+        let copies = std::sync::Arc::default();
         let memory = Memory(vec![0; 2 * 1024]);
-        let mut journal = Journal::create(Recorder { memory, after: std::sync::Arc::clone(&after) });
+        let mut journal = Journal::create(Recorder { memory, copies: std::sync::Arc::clone(&copies) });
         let mut before = Ledger::default();
         for record in records {
-            after.lock().unwrap().clear();
+            copies.lock().unwrap().clear();
             let result = journal.append(&record);
             let mut expected = before.clone();
             if result.is_ok() {
                 expected.apply(&record);
             }
             prop_assert_eq!(journal.ledger(), &expected);
-            for bytes in after.lock().unwrap().drain(..) {
+            for bytes in copies.lock().unwrap().drain(..) {
                 let replayed = replay(&Memory(bytes));
                 prop_assert!(replayed.ledger == before || replayed.ledger == expected, "{record:?}: replayed {:?}\nbefore {before:?}\nafter {expected:?}", replayed.ledger);
                 prop_assert_eq!(&replayed.damage, &vec![]);

@@ -1,5 +1,8 @@
-//! Slots in memory files: their bytes are found there, also after a crash at any store; they are used again and come
-//! back; what is wrong with a memory file is told and never read as other bytes.
+//! Tests of slots in memory files.
+//!
+//! * Their bytes can be read there, also after a crash at any store.
+//! * The slots are used again, and return to the arena's file.
+//! * A damaged memory file is reported, and never read as other bytes.
 
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Path, PathBuf};
@@ -39,18 +42,18 @@ impl Fixture {
 }
 
 fn memory_files_in(dir: &Path) -> Vec<PathBuf> {
-    let mut found: Vec<PathBuf> = std::fs::read_dir(dir)
+    let mut paths: Vec<PathBuf> = std::fs::read_dir(dir)
         .expect("a directory")
         .map(|entry| entry.expect("an entry").path())
         .filter(|path| path.to_string_lossy().contains("arena.m"))
         .collect();
-    found.sort();
-    found
+    paths.sort();
+    paths
 }
 
 fn bytes_of(file: u64, offset: u64, len: u64) -> Vec<u8> {
     (offset..offset + len)
-        .map(|at| (file.wrapping_mul(37) ^ at.wrapping_mul(11) ^ (at >> 8)) as u8)
+        .map(|offset| (file.wrapping_mul(37) ^ offset.wrapping_mul(11) ^ (offset >> 8)) as u8)
         .collect()
 }
 
@@ -108,24 +111,31 @@ fn drop_pieces(arena: &Arena, pieces: &[(PieceRef, u64)]) {
     }
 }
 
-/// Every piece has its bytes; returns them.
+/// Asserts that each piece has its bytes. Returns the pieces.
 fn verify(arena: &Arena) -> Vec<Piece> {
     let (stored, damage) = arena.read_pieces();
     assert_eq!(damage, []);
-    for found in &stored {
-        let mut bytes = vec![0; found.piece.len as usize];
+    for stored_piece in &stored {
+        let mut bytes = vec![0; stored_piece.piece.len as usize];
         arena
-            .copy_out(found.at.slab, found.piece.position, &mut bytes)
+            .copy_out(
+                stored_piece.at.slab,
+                stored_piece.piece.position,
+                &mut bytes,
+            )
             .expect("readable");
         let Piece {
             file, offset, len, ..
-        } = found.piece;
-        assert!(bytes == bytes_of(file, offset, u64::from(len)), "{found:?}");
+        } = stored_piece.piece;
+        assert!(
+            bytes == bytes_of(file, offset, u64::from(len)),
+            "{stored_piece:?}"
+        );
     }
     stored.into_iter().map(|stored| stored.piece).collect()
 }
 
-/// All slots of memory can be leased as whole chunks.
+/// Asserts that all slots of memory can be leased as whole chunks.
 fn lease_all(arena: &Arena) {
     let leases: Vec<Lease> = std::iter::from_fn(|| arena.lease_slab(Class::Whole)).collect();
     let whole = leases.iter().filter(|lease| lease.class() == Class::Whole);
@@ -135,17 +145,17 @@ fn lease_all(arena: &Arena) {
     }
 }
 
-/// Attaches and keeps everything.
-/// A memory file for `slots` chunks.
+/// Begins a memory file for `slots` chunks.
 fn begin_file(arena: &Arena, slots: u32) -> Arc<MemoryFile> {
     let memory = arena.begin_memory_file(slots).expect("no error");
     memory.expect("one")
 }
 
+/// Attaches and keeps all pieces.
 fn attach(path: &Path) -> (Arena, Vec<Damage>) {
     let (arena, stored, damage) = Arena::attach(path).expect("attached");
-    for found in &stored {
-        arena.keep_piece(found.at, found.piece.len);
+    for stored_piece in &stored {
+        arena.keep_piece(stored_piece.at, stored_piece.piece.len);
     }
     arena.free_unkept_slabs(&stored);
     arena.remove_unused_memory_files();
@@ -252,8 +262,8 @@ fn regression_a_cut_file_that_is_read_in_its_memory_file_is_no_damage() {
     drop(arena);
     let (arena, damage) = attach(&dir.path().join("arena"));
     assert_eq!(damage, []);
-    let found = verify(&arena);
-    let last = found.iter().find(|piece| piece.offset == 2 * CHUNK);
+    let live_pieces = verify(&arena);
+    let last = live_pieces.iter().find(|piece| piece.offset == 2 * CHUNK);
     assert_eq!(last.map(|piece| u64::from(piece.len)), Some(cut));
 }
 
@@ -307,10 +317,12 @@ fn a_crash_at_any_store_leaves_each_piece_whole_and_each_slot_usable() {
         }
         let (arena, damage) = attach(&crashed.path().join("arena"));
         assert_eq!(damage, [], "step {crashes}: a crash is no damage");
-        let found = verify(&arena);
+        let live_pieces = verify(&arena);
         if crashes < kept_until {
             for chunk in 0..3 {
-                let has = found.iter().any(|piece| piece.offset == chunk * CHUNK);
+                let has = live_pieces
+                    .iter()
+                    .any(|piece| piece.offset == chunk * CHUNK);
                 assert!(has, "step {crashes}: chunk {chunk} is lost");
             }
         }
@@ -356,14 +368,16 @@ fn damaged(change: impl FnOnce(&Path, &Fixture)) -> (Fixture, Vec<Damage>) {
 /// Says how many chunks are unreadable, and reads all others.
 fn count_unreadable(fixture: &Fixture) -> usize {
     let (stored, _) = fixture.arena.read_pieces();
-    let unreadable = stored.iter().filter(|found| {
-        let mut bytes = vec![0; found.piece.len as usize];
-        let read = fixture
-            .arena
-            .copy_out(found.at.slab, found.piece.position, &mut bytes);
+    let unreadable = stored.iter().filter(|stored_piece| {
+        let mut bytes = vec![0; stored_piece.piece.len as usize];
+        let read = fixture.arena.copy_out(
+            stored_piece.at.slab,
+            stored_piece.piece.position,
+            &mut bytes,
+        );
         let Piece {
             file, offset, len, ..
-        } = found.piece;
+        } = stored_piece.piece;
         assert!(read.is_err() || bytes == bytes_of(file, offset, u64::from(len)));
         read.is_err()
     });

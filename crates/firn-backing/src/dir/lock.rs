@@ -1,4 +1,8 @@
-//! Locks of whole files (flock(2)) and of ranges (fcntl(2)). rustix has no locks of ranges.
+//! Locks of files in a real directory, without waiting.
+//!
+//! * A lock of a whole file is a flock(2): it belongs to the open file.
+//! * A lock of a range is an fcntl(2) lock: it belongs to the process. libc makes this call, because rustix has none for
+//!   ranges.
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 

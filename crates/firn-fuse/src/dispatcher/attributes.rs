@@ -1,4 +1,8 @@
-//! Requests about attributes, extended attributes and the figures of the file system.
+//! Answers requests about attributes, extended attributes and the figures of the file system.
+//!
+//! Promises
+//! * An answer has no attribute from before a change by another host of which this host knows.
+//! * A truncation waits for a transaction that is being prepared or applied in its directory.
 
 use std::ffi::OsStr;
 use std::sync::Arc;

@@ -1,4 +1,11 @@
 //! Writes answers in the form that the kernel reads.
+//!
+//! A [`Responder`] belongs to one request and sends its one answer: an error, or a payload whose layout `abi` describes.
+//!
+//! Promises
+//! * The kernel accepts each answer: an errno is replaced if the kernel or a program would misunderstand it
+//!   ([`errno_to_send`]).
+//! * A listing is no longer than the kernel asked for.
 
 use std::io;
 use std::os::fd::OwnedFd;
