@@ -472,7 +472,7 @@ impl Connection {
 }
 
 impl<const N: usize> FdMessage<N> {
-    /// `CMSG_LEN` for this number of descriptors. The kernel has room for so many and closes others.
+    /// `CMSG_LEN` for this number of descriptors. The kernel has room for that number and closes further ones.
     const BYTES: usize = size_of::<libc::cmsghdr>() + N * size_of::<c_int>();
 
     /// Returns a message with room for descriptors.

@@ -25,7 +25,7 @@ const ID_DIGITS: usize = 16;
 /// Maximum number of links that are counted in a directory that gets its first file from this host.
 const COUNTED_MAX: usize = 256;
 /// Time within which a lane must create a file. A slower lane hangs, or is so slow that another lane is better.
-const ANSWERS_WITHIN: Duration = Duration::from_secs(2);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Result of [`Backing::create`].
 type Created<B> = (LanesInode<B>, LanesFile<B>, Attr);
@@ -107,7 +107,7 @@ impl<B: Backing> Default for Attempts<B> {
     }
 }
 
-/// Marks a task as ended when it is dropped. That includes a panic, and a task that never begins.
+/// Marks a task that has begun as ended when this value is dropped, also if the task panics.
 struct EndOfTask(Arc<AtomicBool>);
 
 impl Drop for EndOfTask {
@@ -261,7 +261,7 @@ impl<B: Backing> Lanes<B> {
         let (hung, others): (Vec<usize>, Vec<usize>) = order.into_iter().partition(lane_hangs);
         for lane in others {
             self.begin(attempts, lane, self.room_wanted(lane), owner, new)?;
-            if let Some(made) = self.await_attempt(attempts, Some(ANSWERS_WITHIN))? {
+            if let Some(made) = self.await_attempt(attempts, Some(ANSWER_TIMEOUT))? {
                 return Ok(made);
             }
         }
@@ -271,7 +271,7 @@ impl<B: Backing> Lanes<B> {
             attempts.failed.get_or_insert(Errno::NOSPC);
             if room > 0 {
                 self.begin(attempts, lane, None, owner, new)?;
-                if let Some(made) = self.await_attempt(attempts, Some(ANSWERS_WITHIN))? {
+                if let Some(made) = self.await_attempt(attempts, Some(ANSWER_TIMEOUT))? {
                     return Ok(made);
                 }
             }
@@ -311,8 +311,8 @@ impl<B: Backing> Lanes<B> {
     ) -> Result<()> {
         let staging = self.staging()?;
         let entry = new_entry(new.name)?;
-        let place = Arc::clone(&self.setup.lanes[lane]);
-        let target = place.target_of(&entry);
+        let lane_of_file = Arc::clone(&self.setup.lanes[lane]);
+        let target = lane_of_file.target_of(&entry);
         // Create the link first. If the creation is interrupted, the next mount finds the file by this link.
         let (link, link_attr) = self.primary.symlink(owner, staging, &entry, &target)?;
         let mark = self.mark_of(&link_attr);
@@ -332,42 +332,43 @@ impl<B: Backing> Lanes<B> {
             part: 0,
         };
         self.workers.run_about(Class::Call, topic, move || {
+            // Dropped before the answer is sent, also if the creation panics.
             let end = EndOfTask(has_ended);
-            let made = place.make_file(&entry, &owner, mode, mark, room);
+            let result = lane_of_file.make_file(&entry, &owner, mode, mark, room);
             drop(end);
-            // The caller may have taken another lane's file by now; then it removes this one later.
-            let _ = sender.send((lane, made));
+            // The caller may have taken the file of another lane by now. Then it removes this one later.
+            let _ = sender.send((lane, result));
         });
         Ok(())
     }
 
-    /// Waits for one of the attempts, at most for `at_most`.
+    /// Waits for one of the attempts, at most for `timeout`.
     ///
     /// Returns `None` if no attempt has ended, or if one failed; the failure is recorded.
     fn await_attempt(
         &self,
         attempts: &mut Attempts<B>,
-        at_most: Option<Duration>,
+        timeout: Option<Duration>,
     ) -> Result<Option<(Attempt<B>, MadeFile<B>)>> {
-        let ended = match at_most {
-            Some(time) => attempts.receiver.recv_timeout(time).ok(),
+        let answer = match timeout {
+            Some(timeout) => attempts.receiver.recv_timeout(timeout).ok(),
             None => attempts.receiver.recv().ok(),
         };
-        let Some((lane, made)) = ended else {
+        let Some((lane, result)) = answer else {
             return Ok(None);
         };
-        let place = attempts
+        let index = attempts
             .under_way
             .iter()
             .position(|attempt| attempt.lane == lane);
         let attempt = attempts
             .under_way
-            .swap_remove(place.expect("one attempt in a lane at a time"));
-        let error = match made {
+            .swap_remove(index.expect("one attempt in a lane at a time"));
+        let error = match result {
             Ok(made) => return Ok(Some((attempt, made))),
             Err(error) => error,
         };
-        self.take_back(&attempt);
+        self.remove_attempt(&attempt);
         match error {
             CreateError::Lane(errno) => attempts.failed = attempts.failed.or(Some(errno)),
             CreateError::Short(room) => attempts.short.push((lane, room)),
@@ -386,7 +387,7 @@ impl<B: Backing> Lanes<B> {
         let staging = self.staging()?;
         let named = self.give_name(staging, &attempt.link, &attempt.entry, new.parent, new.name);
         if let Err(error) = named {
-            self.take_back(&attempt);
+            self.remove_attempt(&attempt);
             return Err(error);
         }
         let link_attr = self.primary.attr(&attempt.link);
@@ -406,7 +407,7 @@ impl<B: Backing> Lanes<B> {
     }
 
     /// Removes the file and the link of an attempt that has ended.
-    fn take_back(&self, attempt: &Attempt<B>) {
+    fn remove_attempt(&self, attempt: &Attempt<B>) {
         let _ = self.remove_entry(attempt.lane, &attempt.entry);
         let staging = self.staging();
         let _ = staging.and_then(|dir| self.primary.unlink(dir, &attempt.entry));
