@@ -128,31 +128,31 @@ fn no_random(error: getrandom::Error) -> WireError {
 pub fn answer_handshake<T: Transport>(
     link: &mut Link<T>,
     terms: &Terms<'_>,
-    until: Instant,
+    deadline: Instant,
 ) -> Result<(), WireError> {
-    answer_telling(link, terms, until, &mut || {})
+    answer_telling(link, terms, deadline, &mut || {})
 }
 
 /// [`answer_handshake`] that calls `heard` when the hello has come.
 pub(crate) fn answer_telling<T: Transport>(
     link: &mut Link<T>,
     terms: &Terms<'_>,
-    until: Instant,
+    deadline: Instant,
     heard: &mut dyn FnMut(),
 ) -> Result<(), WireError> {
-    let hello = match receive_greeting(link, until) {
+    let hello = match receive_greeting(link, deadline) {
         Ok(Request::Hello(hello)) => hello,
         Ok(_) => return Err(WireError::NoHello),
-        Err(error @ WireError::Version { .. }) => return reject(link, error, until),
+        Err(error @ WireError::Version { .. }) => return reject(link, error, deadline),
         Err(error) => return Err(error),
     };
     heard();
-    match admit(link, terms, &hello, until) {
-        Err(error) => reject(link, error, until),
+    match admit(link, terms, &hello, deadline) {
+        Err(error) => reject(link, error, deadline),
         admitted => admitted,
     }?;
     // A recorded handshake that is replayed ends here: this message needs the new keys.
-    match link.receive(HANDSHAKE_BYTES_MAX, until)? {
+    match link.receive(HANDSHAKE_BYTES_MAX, deadline)? {
         Request::Ready => Ok(()),
         _ => Err(WireError::NoHello),
     }
@@ -162,10 +162,10 @@ fn admit<T: Transport>(
     link: &mut Link<T>,
     terms: &Terms<'_>,
     hello: &Hello,
-    until: Instant,
+    deadline: Instant,
 ) -> Result<(), WireError> {
     let wrapped = match (&hello.credential, terms.munge) {
-        (Some(credential), Some(munge)) => Some(munge.unwrap(credential, until)?),
+        (Some(credential), Some(munge)) => Some(munge.unwrap(credential, deadline)?),
         (Some(_), None) => return Err(WireError::MungeUnwanted),
         (None, _) => None,
     };
@@ -182,7 +182,7 @@ fn admit<T: Transport>(
         protocol: PROTOCOL_VERSION,
         handshake: lower::encode_string(&exchange.write(&agreement)?),
     };
-    link.send(&welcome, until)?;
+    link.send(&welcome, deadline)?;
     // After the answer: the puller, too, says which side has to give way.
     let is_encrypted = terms.side.agree(&side_of(hello))?;
     link.seal(exchange.finish(), block_key, is_encrypted);
@@ -193,7 +193,7 @@ fn admit<T: Transport>(
 fn reject<T: Transport>(
     link: &mut Link<T>,
     error: WireError,
-    until: Instant,
+    deadline: Instant,
 ) -> Result<(), WireError> {
     let reason = match error {
         WireError::Version { .. } => Some(Rejection::Version),
@@ -209,7 +209,7 @@ fn reject<T: Transport>(
             protocol: PROTOCOL_VERSION,
             reason,
         };
-        link.send(&rejected, until)?;
+        link.send(&rejected, deadline)?;
     }
     Err(error)
 }
@@ -220,12 +220,12 @@ fn reject<T: Transport>(
 pub fn begin_handshake<T: Transport>(
     link: &mut Link<T>,
     terms: &Terms<'_>,
-    until: Instant,
+    deadline: Instant,
 ) -> Result<(), WireError> {
     let wrapped = match terms.munge {
         Some(munge) => {
             let key = Key::random().map_err(no_random)?;
-            let credential = munge.wrap(&key, until)?;
+            let credential = munge.wrap(&key, deadline)?;
             Some((key, credential))
         }
         None => None,
@@ -255,8 +255,8 @@ pub fn begin_handshake<T: Transport>(
     let (nonce, tag) = message.split_at(hello.nonce.len());
     hello.nonce.copy_from_slice(nonce);
     hello.tag.copy_from_slice(tag);
-    link.send(&Request::Hello(hello), until)?;
-    let handshake = match receive_greeting(link, until)? {
+    link.send(&Request::Hello(hello), deadline)?;
+    let handshake = match receive_greeting(link, deadline)? {
         Reply::Welcome { handshake, .. } => handshake,
         Reply::Rejected { reason, .. } => {
             return Err(match reason {
@@ -274,7 +274,7 @@ pub fn begin_handshake<T: Transport>(
         .map_err(|error| WireError::Nonsense(error.to_string()))?;
     let is_encrypted = terms.side.agree(&agreement.side)?;
     link.seal(exchange.finish(), agreement.block_key, is_encrypted);
-    link.send(&Request::Ready, until)
+    link.send(&Request::Ready, deadline)
 }
 
 // ---- both --------------------------------------------------------------------------------------
@@ -303,13 +303,13 @@ fn prologue(hello: &Hello) -> Vec<u8> {
 /// A message of the handshake; the other side's version is looked at before anything else of it.
 fn receive_greeting<M: DeserializeOwned>(
     link: &mut Link<impl Transport>,
-    until: Instant,
+    deadline: Instant,
 ) -> Result<M, WireError> {
     #[derive(Deserialize)]
     struct Versioned {
         protocol: u32,
     }
-    let frame = link.receive_frame(HANDSHAKE_BYTES_MAX, until)?;
+    let frame = link.receive_frame(HANDSHAKE_BYTES_MAX, deadline)?;
     match serde_json::from_slice(frame) {
         Ok(Versioned { protocol }) if protocol != PROTOCOL_VERSION => {
             Err(WireError::Version { found: protocol })

@@ -85,11 +85,11 @@ impl DataCipher {
         &mut self,
         inner: &mut T,
         plain: &[u8],
-        until: Instant,
+        deadline: Instant,
     ) -> io::Result<()> {
         for plain in plain.chunks(PLAIN_BYTES_MAX) {
             self.record_of(plain.len()).copy_from_slice(plain);
-            self.send_record(inner, plain.len(), until)?;
+            self.send_record(inner, plain.len(), deadline)?;
         }
         Ok(())
     }
@@ -100,7 +100,7 @@ impl DataCipher {
         inner: &mut T,
         file: BorrowedFd<'_>,
         bytes: std::ops::Range<u64>,
-        until: Instant,
+        deadline: Instant,
     ) -> io::Result<()> {
         let mut at = bytes.start;
         while at < bytes.end {
@@ -110,7 +110,7 @@ impl DataCipher {
                 // The arena is shorter than its list says.
                 Ok(0) => return Err(io::ErrorKind::InvalidData.into()),
                 Ok(count) => {
-                    self.send_record(inner, count, until)?;
+                    self.send_record(inner, count, deadline)?;
                     at += count as u64;
                 }
                 Err(rustix::io::Errno::INTR) => {}
@@ -131,7 +131,7 @@ impl DataCipher {
         &mut self,
         inner: &mut T,
         bytes: usize,
-        until: Instant,
+        deadline: Instant,
     ) -> io::Result<()> {
         let length = u32::try_from(bytes).expect("records are of that size");
         let length = length.to_be_bytes();
@@ -140,21 +140,21 @@ impl DataCipher {
         head.copy_from_slice(&length);
         let tag = cipher.encrypt_in_place(&mut rest[..bytes], &length);
         rest[bytes..][..TAG_BYTES].copy_from_slice(&tag);
-        inner.send(&self.record[..LENGTH_BYTES + bytes + TAG_BYTES], until)
+        inner.send(&self.record[..LENGTH_BYTES + bytes + TAG_BYTES], deadline)
     }
 
     pub(crate) fn receive<T: Transport>(
         &mut self,
         inner: &mut T,
         into: &mut [u8],
-        until: Instant,
+        deadline: Instant,
     ) -> io::Result<()> {
         let mut done = 0;
         while done < into.len() {
             let left = &mut into[done..];
             let ready = self.plain.len() - self.taken;
             if ready == 0 {
-                done += self.receive_record(inner, left, until)?;
+                done += self.receive_record(inner, left, deadline)?;
                 continue;
             }
             let count = ready.min(left.len());
@@ -170,10 +170,10 @@ impl DataCipher {
         &mut self,
         inner: &mut T,
         into: &mut [u8],
-        until: Instant,
+        deadline: Instant,
     ) -> io::Result<usize> {
         let mut length = [0; LENGTH_BYTES];
-        inner.receive(&mut length, until)?;
+        inner.receive(&mut length, deadline)?;
         let bytes = u32::from_be_bytes(length) as usize;
         // No side of ours sends an empty one.
         if !(1..=PLAIN_BYTES_MAX).contains(&bytes) {
@@ -189,8 +189,8 @@ impl DataCipher {
             &mut self.plain[..]
         };
         let mut tag = [0; TAG_BYTES];
-        inner.receive(plain, until)?;
-        inner.receive(&mut tag, until)?;
+        inner.receive(plain, deadline)?;
+        inner.receive(&mut tag, deadline)?;
         let cipher = self.received.next(&self.key);
         if cipher.decrypt_in_place(plain, &tag, &length).is_err() {
             plain.fill(0);

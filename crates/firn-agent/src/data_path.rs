@@ -64,13 +64,13 @@ pub(crate) fn send_bytes_or_zeros<T>(
 pub(crate) struct InLine {
     /// None: they are encrypted.
     hasher: Option<BlockHasher>,
-    until: Instant,
+    deadline: Instant,
 }
 
 impl InLine {
     /// For one answer.
-    pub(crate) fn begin(hasher: Option<BlockHasher>, until: Instant) -> Self {
-        Self { hasher, until }
+    pub(crate) fn begin(hasher: Option<BlockHasher>, deadline: Instant) -> Self {
+        Self { hasher, deadline }
     }
 
     fn hash(&mut self, bytes: &[u8]) {
@@ -88,11 +88,11 @@ impl<T: Transport> DataPath<T> for InLine {
         parts: &[MemoryPart<'_>],
     ) -> Result<(), WireError> {
         let bytes = parts.iter().map(|part| part.bytes.len() as u64).sum();
-        link.send(&Reply::Bytes { bytes }, self.until)?;
+        link.send(&Reply::Bytes { bytes }, self.deadline)?;
         for part in parts {
             let at = arena.start + part.at;
             let bytes = part.bytes.len() as u64;
-            link.send_file(arena.file, at, bytes, self.until)?;
+            link.send_file(arena.file, at, bytes, self.deadline)?;
             // While the network has the bytes, which stay as they are.
             self.hash(part.bytes);
         }
@@ -102,17 +102,17 @@ impl<T: Transport> DataPath<T> for InLine {
     fn send_copy(&mut self, link: &mut Link<T>, copy: &[u8]) -> Result<(), WireError> {
         self.hash(copy);
         let bytes = copy.len() as u64;
-        link.send(&Reply::Bytes { bytes }, self.until)?;
-        link.send_data(copy, self.until)
+        link.send(&Reply::Bytes { bytes }, self.deadline)?;
+        link.send_data(copy, self.deadline)
     }
 
     fn send_zeros(&mut self, link: &mut Link<T>, bytes: u64) -> Result<(), WireError> {
-        link.send(&Reply::Zeros { bytes }, self.until)
+        link.send(&Reply::Zeros { bytes }, self.deadline)
     }
 
     fn end(&mut self, link: &mut Link<T>) -> Result<(), WireError> {
         let mac = self.hasher.take().map(BlockHasher::finish);
-        link.send(&Reply::End { mac }, self.until)
+        link.send(&Reply::End { mac }, self.deadline)
     }
 }
 
@@ -126,7 +126,7 @@ pub(crate) struct Told<'a> {
     told: usize,
     /// None: the puller wants no MAC.
     hasher: Option<BlockHasher>,
-    until: Instant,
+    deadline: Instant,
 }
 
 /// A part that is smaller is gathered: a message and a read of its own would take longer than the copy.
@@ -143,7 +143,7 @@ impl<'a> Told<'a> {
         staging: &'a mut [u8],
         staging_at: u64,
         hasher: Option<BlockHasher>,
-        until: Instant,
+        deadline: Instant,
     ) -> Self {
         Self {
             staging,
@@ -151,7 +151,7 @@ impl<'a> Told<'a> {
             staged: 0,
             told: 0,
             hasher,
-            until,
+            deadline,
         }
     }
 
@@ -178,7 +178,7 @@ impl<'a> Told<'a> {
             bytes,
         };
         self.told = self.staged;
-        link.send(&reply, self.until)
+        link.send(&reply, self.deadline)
     }
 }
 
@@ -204,7 +204,7 @@ impl<T: Transport> DataPath<T> for Told<'_> {
                 self.tell_staged(link)?;
                 let at = run[0].at;
                 let bytes = bytes as u64;
-                link.send(&Reply::InMemory { at, bytes }, self.until)?;
+                link.send(&Reply::InMemory { at, bytes }, self.deadline)?;
             }
         }
         Ok(())
@@ -222,12 +222,12 @@ impl<T: Transport> DataPath<T> for Told<'_> {
             return self.send_copy(link, zeros);
         }
         self.tell_staged(link)?;
-        link.send(&Reply::Zeros { bytes }, self.until)
+        link.send(&Reply::Zeros { bytes }, self.deadline)
     }
 
     fn end(&mut self, link: &mut Link<T>) -> Result<(), WireError> {
         self.tell_staged(link)?;
         let mac = self.hasher.take().map(BlockHasher::finish);
-        link.send(&Reply::Placed { mac }, self.until)
+        link.send(&Reply::Placed { mac }, self.deadline)
     }
 }

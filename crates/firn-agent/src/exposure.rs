@@ -201,12 +201,12 @@ impl Exposure {
         &mut self,
         buffer: u32,
         hasher: Option<BlockHasher>,
-        until: Instant,
+        deadline: Instant,
     ) -> Option<Told<'_>> {
         let hasher = hasher.filter(|_| self.is_summed);
         let at = u64::from(buffer) * BLOCK_BYTES;
         let staging = self.staging.get_mut(usize::try_from(buffer).ok()?)?;
-        Some(Told::begin(staging, at, hasher, until))
+        Some(Told::begin(staging, at, hasher, deadline))
     }
 }
 

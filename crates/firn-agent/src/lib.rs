@@ -31,13 +31,14 @@ mod encryption;
 mod error;
 mod exposure;
 mod follow;
-mod given;
+
 pub mod holds;
 mod key_file;
 mod link;
 pub mod message;
 mod munge;
 pub mod ofi;
+mod origin;
 mod partner;
 mod peer;
 mod pull;

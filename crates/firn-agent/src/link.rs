@@ -52,7 +52,7 @@ impl<T: Transport> Link<T> {
     }
 
     /// Sends a message.
-    pub fn send(&mut self, message: &impl Serialize, until: Instant) -> Result<(), WireError> {
+    pub fn send(&mut self, message: &impl Serialize, deadline: Instant) -> Result<(), WireError> {
         self.buffer.clear();
         self.buffer.resize(LENGTH_BYTES, 0);
         serde_json::to_writer(&mut self.buffer, message).expect("a message is plain JSON");
@@ -62,16 +62,16 @@ impl<T: Transport> Link<T> {
             "the maker of a message bounds it"
         );
         self.buffer[..LENGTH_BYTES].copy_from_slice(&(length as u32).to_be_bytes());
-        self.transport.send(&self.buffer, until).map_err(ended)
+        self.transport.send(&self.buffer, deadline).map_err(ended)
     }
 
     /// The next message, of at most `bytes_max` bytes.
     pub fn receive<M: DeserializeOwned>(
         &mut self,
         bytes_max: usize,
-        until: Instant,
+        deadline: Instant,
     ) -> Result<M, WireError> {
-        let frame = self.receive_frame(bytes_max, until)?;
+        let frame = self.receive_frame(bytes_max, deadline)?;
         serde_json::from_slice(frame).map_err(|error| WireError::Nonsense(error.to_string()))
     }
 
@@ -79,22 +79,22 @@ impl<T: Transport> Link<T> {
     pub(crate) fn receive_frame(
         &mut self,
         bytes_max: usize,
-        until: Instant,
+        deadline: Instant,
     ) -> Result<&[u8], WireError> {
         let mut length = [0; LENGTH_BYTES];
-        self.transport.receive(&mut length, until).map_err(ended)?;
+        self.transport.receive(&mut length, deadline).map_err(ended)?;
         let length = u32::from_be_bytes(length) as usize;
         if length > bytes_max {
             return Err(WireError::TooLong { length, bytes_max });
         }
         self.buffer.resize(length, 0);
-        self.transport.receive(&mut self.buffer, until)?;
+        self.transport.receive(&mut self.buffer, deadline)?;
         Ok(&self.buffer)
     }
 
     /// Sends bytes that a message has announced.
-    pub fn send_data(&mut self, bytes: &[u8], until: Instant) -> Result<(), WireError> {
-        Ok(self.transport.send_data(bytes, until)?)
+    pub fn send_data(&mut self, bytes: &[u8], deadline: Instant) -> Result<(), WireError> {
+        Ok(self.transport.send_data(bytes, deadline)?)
     }
 
     /// Sends bytes of a file from `at` on, without a copy where they are not encrypted.
@@ -103,14 +103,14 @@ impl<T: Transport> Link<T> {
         file: BorrowedFd<'_>,
         at: u64,
         bytes: u64,
-        until: Instant,
+        deadline: Instant,
     ) -> Result<(), WireError> {
-        Ok(self.transport.send_file(file, at, bytes, until)?)
+        Ok(self.transport.send_file(file, at, bytes, deadline)?)
     }
 
     /// Fills `into` with bytes that a message has announced.
-    pub fn receive_data(&mut self, into: &mut [u8], until: Instant) -> Result<(), WireError> {
-        Ok(self.transport.receive_data(into, until)?)
+    pub fn receive_data(&mut self, into: &mut [u8], deadline: Instant) -> Result<(), WireError> {
+        Ok(self.transport.receive_data(into, deadline)?)
     }
 }
 

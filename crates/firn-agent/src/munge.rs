@@ -40,12 +40,12 @@ pub struct Munge {
 
 impl Munge {
     /// A credential from which only this user learns the key.
-    pub(crate) fn wrap(&self, key: &Key, until: Instant) -> Result<String, WireError> {
+    pub(crate) fn wrap(&self, key: &Key, deadline: Instant) -> Result<String, WireError> {
         let mut command = self.command("munge");
         command.arg(format!("--restrict-uid={}", geteuid().as_raw()));
         // The cipher is named: a munged may have been built with none as its default.
         command.args(["--cipher=aes128", "--mac=sha256", "--zip=none"]);
-        let credential = converse(command, key.digits().as_bytes(), until)?;
+        let credential = converse(command, key.digits().as_bytes(), deadline)?;
         let credential = credential.trim_end();
         if credential.len() > CREDENTIAL_BYTES_MAX {
             return Err(failed("munge", "its credential is too long"));
@@ -54,10 +54,10 @@ impl Munge {
     }
 
     /// The key of a credential that this user made.
-    pub(crate) fn unwrap(&self, credential: &str, until: Instant) -> Result<Key, WireError> {
+    pub(crate) fn unwrap(&self, credential: &str, deadline: Instant) -> Result<Key, WireError> {
         let mut command = self.command("unmunge");
         command.args(["--numeric", "--keys=UID"]);
-        let output = converse(command, credential.as_bytes(), until)?;
+        let output = converse(command, credential.as_bytes(), deadline)?;
         let (uid, key) = parse(&output).ok_or_else(|| failed("unmunge", "it said nonsense"))?;
         if uid != geteuid().as_raw() {
             return Err(WireError::OtherUser { uid });
@@ -82,13 +82,13 @@ fn parse(output: &str) -> Option<(u32, Key)> {
 }
 
 /// Gives a program its input and takes its output.
-fn converse(command: Command, input: &[u8], until: Instant) -> Result<String, WireError> {
+fn converse(command: Command, input: &[u8], deadline: Instant) -> Result<String, WireError> {
     let name = command.get_program().to_string_lossy().into_owned();
     let limits = Limits {
         input,
         output_bytes_max: OUTPUT_BYTES_MAX,
         excess: Excess::Refuse,
-        deadline: until,
+        deadline,
     };
     let Ended { status, output } =
         firn_process::run(command, limits).map_err(|error| match error {
@@ -150,18 +150,18 @@ mod tests {
 
     #[test]
     fn a_program_that_hangs_says_too_much_or_is_not_there_is_an_error_in_time() {
-        let until = Instant::now() + Duration::from_millis(300);
+        let deadline = Instant::now() + Duration::from_millis(300);
         let mut hangs = Command::new("sleep");
         hangs.arg("1000");
         assert!(matches!(
-            converse(hangs, b"x", until),
+            converse(hangs, b"x", deadline),
             Err(WireError::Munge { .. })
         ));
-        let until = Instant::now() + Duration::from_secs(60);
-        let endless = converse(Command::new("yes"), b"x", until);
+        let deadline = Instant::now() + Duration::from_secs(60);
+        let endless = converse(Command::new("yes"), b"x", deadline);
         assert!(matches!(endless, Err(WireError::Munge { .. })));
-        let missing = converse(Command::new("/no/munge"), b"x", until);
+        let missing = converse(Command::new("/no/munge"), b"x", deadline);
         assert!(matches!(missing, Err(WireError::NoMunge { .. })));
-        assert_eq!(converse(Command::new("cat"), b"x\n", until).unwrap(), "x\n");
+        assert_eq!(converse(Command::new("cat"), b"x\n", deadline).unwrap(), "x\n");
     }
 }

@@ -128,7 +128,7 @@ impl Cipher {
         &mut self,
         inner: &mut T,
         plain: &[u8],
-        until: Instant,
+        deadline: Instant,
     ) -> io::Result<()> {
         for plain in plain.chunks(PLAIN_BYTES_MAX) {
             self.record
@@ -139,7 +139,7 @@ impl Cipher {
             let length = written.map_err(|error| io::Error::other(error.to_string()))?;
             let head = u16::try_from(length).expect("chunks are of that size");
             self.record[..LENGTH_BYTES].copy_from_slice(&head.to_be_bytes());
-            inner.send(&self.record, until)?;
+            inner.send(&self.record, deadline)?;
         }
         Ok(())
     }
@@ -148,13 +148,13 @@ impl Cipher {
         &mut self,
         inner: &mut T,
         into: &mut [u8],
-        until: Instant,
+        deadline: Instant,
     ) -> io::Result<()> {
         let mut done = 0;
         while done < into.len() {
             let left = &mut into[done..];
             done += match self.plain.len() - self.taken {
-                0 => self.receive_record(inner, left, until)?,
+                0 => self.receive_record(inner, left, deadline)?,
                 ready => {
                     let count = ready.min(left.len());
                     left[..count].copy_from_slice(&self.plain[self.taken..][..count]);
@@ -171,16 +171,16 @@ impl Cipher {
         &mut self,
         inner: &mut T,
         into: &mut [u8],
-        until: Instant,
+        deadline: Instant,
     ) -> io::Result<usize> {
         let mut length = [0; LENGTH_BYTES];
-        inner.receive(&mut length, until)?;
+        inner.receive(&mut length, deadline)?;
         let length = usize::from(u16::from_be_bytes(length));
         // Firn never sends an empty one.
         let plain_bytes = length.checked_sub(TAG_BYTES).filter(|bytes| *bytes > 0);
         let plain_bytes = plain_bytes.ok_or_else(tampered)?;
         self.record.resize(length, 0);
-        inner.receive(&mut self.record, until)?;
+        inner.receive(&mut self.record, deadline)?;
         self.plain.clear();
         self.taken = 0;
         let is_direct = plain_bytes <= into.len();
@@ -232,42 +232,42 @@ impl<T> Sealed<T> {
 
 impl<T: Transport> Sealed<T> {
     /// Bytes of a message.
-    pub(crate) fn receive(&mut self, into: &mut [u8], until: Instant) -> io::Result<()> {
+    pub(crate) fn receive(&mut self, into: &mut [u8], deadline: Instant) -> io::Result<()> {
         // Bytes of files are records of their own.
         if self.data.as_ref().is_some_and(|data| data.has_rest()) {
             return Err(tampered());
         }
         match &mut self.cipher {
-            Some(cipher) => cipher.receive(&mut self.inner, into, until),
-            None => self.inner.receive(into, until),
+            Some(cipher) => cipher.receive(&mut self.inner, into, deadline),
+            None => self.inner.receive(into, deadline),
         }
     }
 
     /// A message.
-    pub(crate) fn send(&mut self, bytes: &[u8], until: Instant) -> io::Result<()> {
+    pub(crate) fn send(&mut self, bytes: &[u8], deadline: Instant) -> io::Result<()> {
         match &mut self.cipher {
-            Some(cipher) => cipher.send(&mut self.inner, bytes, until),
-            None => self.inner.send(bytes, until),
+            Some(cipher) => cipher.send(&mut self.inner, bytes, deadline),
+            None => self.inner.send(bytes, deadline),
         }
     }
 
     /// Bytes of a file.
-    pub(crate) fn receive_data(&mut self, into: &mut [u8], until: Instant) -> io::Result<()> {
+    pub(crate) fn receive_data(&mut self, into: &mut [u8], deadline: Instant) -> io::Result<()> {
         // Messages are records of their own.
         if self.cipher.as_ref().is_some_and(|cipher| cipher.has_rest()) {
             return Err(tampered());
         }
         match &mut self.data {
-            Some(data) => data.receive(&mut self.inner, into, until),
-            None => self.inner.receive(into, until),
+            Some(data) => data.receive(&mut self.inner, into, deadline),
+            None => self.inner.receive(into, deadline),
         }
     }
 
     /// Bytes of a file.
-    pub(crate) fn send_data(&mut self, bytes: &[u8], until: Instant) -> io::Result<()> {
+    pub(crate) fn send_data(&mut self, bytes: &[u8], deadline: Instant) -> io::Result<()> {
         match &mut self.data {
-            Some(data) => data.send(&mut self.inner, bytes, until),
-            None => self.inner.send(bytes, until),
+            Some(data) => data.send(&mut self.inner, bytes, deadline),
+            None => self.inner.send(bytes, deadline),
         }
     }
 
@@ -277,11 +277,11 @@ impl<T: Transport> Sealed<T> {
         file: BorrowedFd<'_>,
         at: u64,
         bytes: u64,
-        until: Instant,
+        deadline: Instant,
     ) -> io::Result<()> {
         match &mut self.data {
-            Some(data) => data.send_file(&mut self.inner, file, at..at + bytes, until),
-            None => self.inner.send_file(file, at, bytes, until),
+            Some(data) => data.send_file(&mut self.inner, file, at..at + bytes, deadline),
+            None => self.inner.send_file(file, at, bytes, deadline),
         }
     }
 }

@@ -319,8 +319,8 @@ impl Shared {
             ..Terms::of_tcp(&socket, &self.key, self.encrypt)?
         };
         let mut link = Link::over(Stream::over_tcp(socket)?);
-        let until = Instant::now() + HANDSHAKE_LIMIT;
-        answer_telling(&mut link, &terms, until, &mut || stranger.hear())?;
+        let deadline = Instant::now() + HANDSHAKE_LIMIT;
+        answer_telling(&mut link, &terms, deadline, &mut || stranger.hear())?;
         let how = if link.is_encrypted() {
             ", encrypted"
         } else {
@@ -404,8 +404,8 @@ fn serve_transport<T: Transport>(
     hold_max: Option<u64>,
     log: &Log,
 ) -> Result<(), WireError> {
-    let until = Instant::now() + HANDSHAKE_LIMIT;
-    answer_handshake(&mut link, &Terms::of_pipes(), until)?;
+    let deadline = Instant::now() + HANDSHAKE_LIMIT;
+    answer_handshake(&mut link, &Terms::of_pipes(), deadline)?;
     let holds = hold_max.map(Holds::new);
     Session::new(link, None, holds.as_ref(), None, log).serve()
 }

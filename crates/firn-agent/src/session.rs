@@ -15,7 +15,7 @@ use firn_protocol::path::BytePath;
 use crate::data_path::{DataPath, InLine};
 use crate::error::WireError;
 use crate::exposure::{Exposure, Offer};
-use crate::given::{Given, GivenFile};
+use crate::origin::{Origin, OriginFile};
 use crate::holds::Holds;
 use crate::link::Link;
 use crate::message::{BLOCK_BYTES, Entry, ErrorKind, FRAME_BYTES_MAX, Reply, Request};
@@ -56,9 +56,9 @@ pub(crate) struct Session<'a, T> {
     service: Option<&'a Arc<PartnerService>>,
     /// What the puller reads by itself. Before [`Session::files`]: its right ends before what is held for it.
     exposure: Option<Exposure>,
-    /// Before [`Session::given`]: lists end before their connection.
-    files: BTreeMap<u32, GivenFile>,
-    given: Option<Given>,
+    /// Before [`Session::origin`]: lists end before their connection.
+    files: BTreeMap<u32, OriginFile>,
+    origin: Option<Origin>,
     offer: Offer,
     following: Option<Following>,
     sent: Sent,
@@ -96,7 +96,7 @@ impl<'a, T: Transport> Session<'a, T> {
             log,
             service,
             files: BTreeMap::new(),
-            given: None,
+            origin: None,
             offer: Offer::default(),
             exposure: None,
             following: None,
@@ -138,7 +138,7 @@ impl<'a, T: Transport> Session<'a, T> {
     }
 
     fn answer(&mut self, request: Request) -> Result<(), WireError> {
-        let until = Instant::now() + ANSWER_LIMIT;
+        let deadline = Instant::now() + ANSWER_LIMIT;
         let reply = match request {
             Request::List { path } => {
                 let listed = self.list(&path);
@@ -157,13 +157,13 @@ impl<'a, T: Transport> Session<'a, T> {
                 file,
                 offset,
                 bytes,
-            } => return self.answer_read(file, offset, bytes, None, until),
+            } => return self.answer_read(file, offset, bytes, None, deadline),
             Request::Place {
                 file,
                 offset,
                 bytes,
                 buffer,
-            } => return self.answer_read(file, offset, bytes, Some(buffer), until),
+            } => return self.answer_read(file, offset, bytes, Some(buffer), deadline),
             Request::Expose { providers, sums } => self.expose(&providers, sums),
             Request::Open { file, path } => self.open(file, &path),
             Request::Sum {
@@ -178,7 +178,7 @@ impl<'a, T: Transport> Session<'a, T> {
             }
         };
         let reply = reply.unwrap_or_else(SourceError::into_reply);
-        self.link.send(&reply, until)
+        self.link.send(&reply, deadline)
     }
 
     // ---- requests ------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ impl<'a, T: Transport> Session<'a, T> {
         listed: Result<(BytePath, Vec<Entry>), SourceError>,
     ) -> Result<(), WireError> {
         // A large tree takes its time; that is no fault.
-        let until = Instant::now() + ANSWER_LIMIT;
+        let deadline = Instant::now() + ANSWER_LIMIT;
         match listed {
             Ok((relative, entries)) => {
                 self.log.say(Level::Step, || {
@@ -197,11 +197,11 @@ impl<'a, T: Transport> Session<'a, T> {
                 });
                 for batch in batches(&entries) {
                     let entries = batch.to_vec();
-                    self.link.send(&Reply::Entries { entries }, until)?;
+                    self.link.send(&Reply::Entries { entries }, deadline)?;
                 }
-                self.link.send(&Reply::Listed { path: relative }, until)
+                self.link.send(&Reply::Listed { path: relative }, deadline)
             }
-            Err(error) => self.link.send(&error.into_reply(), until),
+            Err(error) => self.link.send(&error.into_reply(), deadline),
         }
     }
 
@@ -234,7 +234,7 @@ impl<'a, T: Transport> Session<'a, T> {
         };
         let entries = copies.list(path)?;
         self.forget_list();
-        self.given = Some(Given::Copies(copies));
+        self.origin = Some(Origin::Copies(copies));
         Ok((path.clone(), entries))
     }
 
@@ -258,14 +258,14 @@ impl<'a, T: Transport> Session<'a, T> {
     /// This connection is a puller's from now on, also for firnd.
     fn give(&mut self, source: Source) {
         source.report(0, 0);
-        self.given = Some(Given::Mount(source));
+        self.origin = Some(Origin::Mount(source));
     }
 
     /// Lets go of all that the last list gave a right to.
     fn forget_list(&mut self) {
         self.exposure = None;
         self.files.clear();
-        self.given = None;
+        self.origin = None;
     }
 
     /// A mount that was mounted anew since the last list is another one.
@@ -312,7 +312,7 @@ impl<'a, T: Transport> Session<'a, T> {
         if self.files.len() >= FILES_MAX || self.files.contains_key(&file) {
             return Ok(Reply::Full);
         }
-        let Some(held) = self.given()?.open(path)? else {
+        let Some(held) = self.origin()?.open(path)? else {
             return Ok(Reply::Full);
         };
         let bytes = held.bytes();
@@ -330,41 +330,41 @@ impl<'a, T: Transport> Session<'a, T> {
         offset: u64,
         bytes: u64,
         buffer: Option<u32>,
-        until: Instant,
+        deadline: Instant,
     ) -> Result<(), WireError> {
         let Self {
             link,
-            given,
+            origin,
             files,
             exposure,
             ..
         } = self;
-        let (Some(given), Some(held)) = (given, files.get_mut(&file)) else {
-            return link.send(&not_held(file).into_reply(), until);
+        let (Some(origin), Some(held)) = (origin, files.get_mut(&file)) else {
+            return link.send(&not_held(file).into_reply(), deadline);
         };
         if let Err(error) = check_range(bytes) {
-            return link.send(&error.into_reply(), until);
+            return link.send(&error.into_reply(), deadline);
         }
         let hasher = link.block_hasher();
         let (mut in_line, mut told);
         let data: &mut dyn DataPath<T> = match buffer {
             None => {
-                in_line = InLine::begin(hasher, until);
+                in_line = InLine::begin(hasher, deadline);
                 &mut in_line
             }
             Some(buffer) => match exposure
                 .as_mut()
-                .and_then(|own| own.tell(buffer, hasher, until))
+                .and_then(|own| own.tell(buffer, hasher, deadline))
             {
                 Some(begun) => {
                     told = begun;
                     &mut told
                 }
-                None => return link.send(&not_exposed(buffer).into_reply(), until),
+                None => return link.send(&not_exposed(buffer).into_reply(), deadline),
             },
         };
         let count = bytes.min(held.bytes().saturating_sub(offset));
-        match given.send(held, offset, bytes, link, data) {
+        match origin.send(held, offset, bytes, link, data) {
             Ok(()) => {
                 if buffer.is_some() {
                     self.log.say(Level::Step, || {
@@ -392,7 +392,7 @@ impl<'a, T: Transport> Session<'a, T> {
                 "the connection is encrypted, and libfabric encrypts nothing".into(),
             ));
         }
-        let Given::Mount(source) = self.given()? else {
+        let Origin::Mount(source) = self.origin()? else {
             return Err(refused(
                 "copies of other hosts are sent over the connection only: use --transport tcp"
                     .into(),
@@ -406,11 +406,11 @@ impl<'a, T: Transport> Session<'a, T> {
 
     fn sum(&mut self, file: u32, offset: u64, bytes: u64) -> Result<Reply, SourceError> {
         check_range(bytes)?;
-        let Self { given, files, .. } = self;
-        let (Some(given), Some(held)) = (given, files.get_mut(&file)) else {
+        let Self { origin, files, .. } = self;
+        let (Some(origin), Some(held)) = (origin, files.get_mut(&file)) else {
             return Err(not_held(file));
         };
-        let (bytes, sum) = given.sum(held, offset, bytes)?;
+        let (bytes, sum) = origin.sum(held, offset, bytes)?;
         Ok(Reply::Sum {
             bytes,
             xxh3: format!("{sum:032x}"),
@@ -423,7 +423,7 @@ impl<'a, T: Transport> Session<'a, T> {
             self.log
                 .say(Level::Step, || format!("(6) file {file} was read"));
         }
-        let (changed, snapshot) = self.given()?.check(held)?;
+        let (changed, snapshot) = self.origin()?.check(held)?;
         self.log.say(Level::Step, || {
             format!("(7) checked file {file}: changed {changed}, snapshot {snapshot}")
         });
@@ -441,7 +441,7 @@ impl<'a, T: Transport> Session<'a, T> {
     }
 
     fn report(&mut self) {
-        if let Some(Given::Mount(source)) = &self.given {
+        if let Some(Origin::Mount(source)) = &self.origin {
             source.report(
                 self.sent.files - self.reported.files,
                 self.sent.bytes - self.reported.bytes,
@@ -461,7 +461,7 @@ impl<'a, T: Transport> Session<'a, T> {
         let (registration, note) = self.service()?.register_follower(&host)?;
         let source = self.open_source(&self.resolve(&BytePath::default())?)?;
         if let Some(note) = &note {
-            source.speak_of_partner(&host, note)?;
+            source.announce_partner(&host, note)?;
         }
         let (incarnation, arena) = source.identity()?;
         self.following = Some(Following {
@@ -491,7 +491,7 @@ impl<'a, T: Transport> Session<'a, T> {
             return Ok(Reply::Done);
         };
         let note = if text.is_empty() { own } else { text };
-        let said = following.source.speak_of_partner(&following.host, note);
+        let said = following.source.announce_partner(&following.host, note);
         said.map(|()| Reply::Done)
     }
 
@@ -500,8 +500,8 @@ impl<'a, T: Transport> Session<'a, T> {
             .ok_or_else(|| refused("an agent of ssh has no partners".into()))
     }
 
-    fn given(&self) -> Result<&Given, SourceError> {
-        self.given.as_ref().ok_or_else(|| SourceError {
+    fn origin(&self) -> Result<&Origin, SourceError> {
+        self.origin.as_ref().ok_or_else(|| SourceError {
             kind: ErrorKind::Refused,
             message: "a puller lists before it opens".into(),
         })
@@ -540,7 +540,7 @@ impl Following {
             held.partnered &= is_marked;
             if role == Role::Former && !is_marked {
                 // It copies what is closed, and this is for the partner to copy.
-                entry.reopen();
+                entry.mark_open();
             }
         }
         self.marks = marks;

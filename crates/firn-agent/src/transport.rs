@@ -20,10 +20,10 @@ use rustix::net::sockopt;
 /// See the head of this file.
 pub trait Transport: Send {
     /// Fills `into`; [`io::ErrorKind::UnexpectedEof`] where the other side has ended.
-    fn receive(&mut self, into: &mut [u8], until: Instant) -> io::Result<()>;
+    fn receive(&mut self, into: &mut [u8], deadline: Instant) -> io::Result<()>;
 
     /// Sends all of `bytes`.
-    fn send(&mut self, bytes: &[u8], until: Instant) -> io::Result<()>;
+    fn send(&mut self, bytes: &[u8], deadline: Instant) -> io::Result<()>;
 
     /// Sends `bytes` bytes of `file`, from `at` on.
     fn send_file(
@@ -31,7 +31,7 @@ pub trait Transport: Send {
         file: BorrowedFd<'_>,
         at: u64,
         bytes: u64,
-        until: Instant,
+        deadline: Instant,
     ) -> io::Result<()>;
 }
 
@@ -68,30 +68,30 @@ impl Stream {
 }
 
 impl Transport for Stream {
-    fn receive(&mut self, into: &mut [u8], until: Instant) -> io::Result<()> {
+    fn receive(&mut self, into: &mut [u8], deadline: Instant) -> io::Result<()> {
         let mut done = 0;
         while done < into.len() {
             match rustix::io::read(&self.input, &mut into[done..]) {
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
                 Ok(count) => done += count,
                 Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => wait_for(&self.input, PollFlags::IN, until)?,
+                Err(Errno::AGAIN) => wait_for(&self.input, PollFlags::IN, deadline)?,
                 Err(errno) => return Err(errno.into()),
             }
         }
         Ok(())
     }
 
-    fn send(&mut self, bytes: &[u8], until: Instant) -> io::Result<()> {
+    fn send(&mut self, bytes: &[u8], deadline: Instant) -> io::Result<()> {
         let mut left = bytes;
         while !left.is_empty() {
             match rustix::io::write(&self.output, left) {
                 Ok(count) => left = &left[count..],
                 Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => wait_for(&self.output, PollFlags::OUT, until)?,
+                Err(Errno::AGAIN) => wait_for(&self.output, PollFlags::OUT, deadline)?,
                 Err(errno) => return Err(errno.into()),
             }
-            check_time(until)?;
+            check_time(deadline)?;
         }
         Ok(())
     }
@@ -101,7 +101,7 @@ impl Transport for Stream {
         file: BorrowedFd<'_>,
         at: u64,
         bytes: u64,
-        until: Instant,
+        deadline: Instant,
     ) -> io::Result<()> {
         let mut offset = at;
         let end = at + bytes;
@@ -111,26 +111,26 @@ impl Transport for Stream {
                 // The arena is shorter than its list says.
                 Ok(0) => return Err(io::ErrorKind::InvalidData.into()),
                 Ok(_) | Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => wait_for(&self.output, PollFlags::OUT, until)?,
+                Err(Errno::AGAIN) => wait_for(&self.output, PollFlags::OUT, deadline)?,
                 Err(errno) => return Err(errno.into()),
             }
-            check_time(until)?;
+            check_time(deadline)?;
         }
         Ok(())
     }
 }
 
 /// A peer that takes a byte now and then is late all the same.
-fn check_time(until: Instant) -> io::Result<()> {
-    if Instant::now() >= until {
+fn check_time(deadline: Instant) -> io::Result<()> {
+    if Instant::now() >= deadline {
         return Err(io::ErrorKind::TimedOut.into());
     }
     Ok(())
 }
 
-fn wait_for(fd: impl AsFd, flags: PollFlags, until: Instant) -> io::Result<()> {
+fn wait_for(fd: impl AsFd, flags: PollFlags, deadline: Instant) -> io::Result<()> {
     loop {
-        let left = until.saturating_duration_since(Instant::now());
+        let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
             return Err(io::ErrorKind::TimedOut.into());
         }
@@ -171,14 +171,14 @@ mod tests {
         let file = tempfile::tempfile().unwrap();
         let data: Vec<u8> = (0..9_u32 << 20).map(|at| (at % 251) as u8).collect();
         std::os::unix::fs::FileExt::write_all_at(&file, &data, 0).unwrap();
-        let until = Instant::now() + LIMIT;
+        let deadline = Instant::now() + LIMIT;
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                here.send(b"before", until).unwrap();
-                here.send_file(file.as_fd(), 77, (8 << 20) + 1, until)
+                here.send(b"before", deadline).unwrap();
+                here.send_file(file.as_fd(), 77, (8 << 20) + 1, deadline)
                     .unwrap();
-                here.send(b"after", until).unwrap();
-                let beyond = here.send_file(file.as_fd(), 8 << 20, 2 << 20, until);
+                here.send(b"after", deadline).unwrap();
+                let beyond = here.send_file(file.as_fd(), 8 << 20, 2 << 20, deadline);
                 assert_eq!(beyond.unwrap_err().kind(), io::ErrorKind::InvalidData);
             });
             let mut found = vec![0; 6 + (8 << 20) + 1 + 5];

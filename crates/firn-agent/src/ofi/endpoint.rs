@@ -335,11 +335,11 @@ impl Endpoint {
 
     /// Lets the provider serve others, for about `limit`.
     pub fn progress(&mut self, limit: Duration) {
-        let until = Instant::now() + limit;
+        let deadline = Instant::now() + limit;
         let mut spins = 0;
-        while Instant::now() < until {
+        while Instant::now() < deadline {
             // What becomes of the reads of others is theirs to see.
-            match self.parts.next_completion(until) {
+            match self.parts.next_completion(deadline) {
                 Ok(Some(_)) | Err(_) => spins = 0,
                 Ok(None) => self.parts.pause(&mut spins),
             }
@@ -434,7 +434,7 @@ impl Endpoint {
     /// A buffer that all bytes have arrived in, or `None` after `limit`. An error where nothing arrived for `silence`.
     pub fn poll(&mut self, limit: Duration, silence: Duration) -> Result<Option<Landed>, OfiError> {
         let mut looked_at = Instant::now();
-        let until = looked_at + limit;
+        let deadline = looked_at + limit;
         let mut spins = 0;
         loop {
             if let Some(landed) = self.landed.pop_front() {
@@ -443,7 +443,7 @@ impl Endpoint {
             if let Some(failed) = &self.failed {
                 return Err(failed.clone());
             }
-            match self.parts.next_completion(until) {
+            match self.parts.next_completion(deadline) {
                 Ok(Some(context)) => {
                     self.complete(context);
                     spins = 0;
@@ -453,7 +453,7 @@ impl Endpoint {
                     self.waited += now - looked_at;
                     looked_at = now;
                     self.check_silence(silence)?;
-                    if now >= until {
+                    if now >= deadline {
                         return Ok(None);
                     }
                     self.parts.pause(&mut spins);
@@ -663,13 +663,13 @@ impl Parts {
     }
 
     /// The context of a read that is complete; waits for one where the provider can. An error is that of a read.
-    fn next_completion(&mut self, until: Instant) -> Result<Option<*mut Context>, isize> {
+    fn next_completion(&mut self, deadline: Instant) -> Result<Option<*mut Context>, isize> {
         let queue = self.completions.as_ptr();
         let mut entry = CqEntry {
             op_context: null_mut(),
         };
         let into = (&raw mut entry).cast();
-        let wait = until
+        let wait = deadline
             .saturating_duration_since(Instant::now())
             .min(WAIT_MAX);
         // SAFETY: the queue is open, its table has both functions in every version, and an entry has the format that
@@ -770,10 +770,10 @@ impl Endpoint {
     /// about one of ten closes that cancel a read.
     fn end_reads(&mut self) {
         self.waiting.clear();
-        let until = Instant::now() + CLOSE_LIMIT;
+        let deadline = Instant::now() + CLOSE_LIMIT;
         let mut spins = 0;
-        while self.failed.is_none() && self.under_way > 0 && Instant::now() < until {
-            match self.parts.next_completion(until) {
+        while self.failed.is_none() && self.under_way > 0 && Instant::now() < deadline {
+            match self.parts.next_completion(deadline) {
                 Ok(Some(context)) => {
                     self.complete(context);
                     spins = 0;

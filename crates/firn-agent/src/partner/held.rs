@@ -283,9 +283,9 @@ impl Policy for CopyHeld<'_> {
     fn wait(&mut self, link: &mut Link, look: LookReport) -> Result<(), PullError> {
         let shortest = if look.is_settling { SETTLE } else { LOOK_EVERY };
         let pause = (LOOK_SHARE * look.listed_in).clamp(shortest, LOOK_EVERY_MAX);
-        let until = Instant::now() + pause;
+        let deadline = Instant::now() + pause;
         loop {
-            let rest = until.saturating_duration_since(Instant::now());
+            let rest = deadline.saturating_duration_since(Instant::now());
             std::thread::sleep(rest.min(BEAT_EVERY));
             if rest <= BEAT_EVERY {
                 return Ok(());
