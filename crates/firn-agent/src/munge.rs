@@ -162,6 +162,9 @@ mod tests {
         assert!(matches!(endless, Err(WireError::Munge { .. })));
         let missing = converse(Command::new("/no/munge"), b"x", deadline);
         assert!(matches!(missing, Err(WireError::NoMunge { .. })));
-        assert_eq!(converse(Command::new("cat"), b"x\n", deadline).unwrap(), "x\n");
+        assert_eq!(
+            converse(Command::new("cat"), b"x\n", deadline).unwrap(),
+            "x\n"
+        );
     }
 }

@@ -22,7 +22,7 @@ use firn_protocol::PartnerStatus;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
-use crate::auth::{Key, Terms, answer_handshake, answer_telling};
+use crate::auth::{Key, Terms, answer_handshake, answer_handshake_with};
 use crate::encryption::Encrypt;
 use crate::error::{AgentError, WireError};
 use crate::exposure::Offer;
@@ -320,7 +320,7 @@ impl Shared {
         };
         let mut link = Link::over(Stream::over_tcp(socket)?);
         let deadline = Instant::now() + HANDSHAKE_LIMIT;
-        answer_telling(&mut link, &terms, deadline, &mut || stranger.hear())?;
+        answer_handshake_with(&mut link, &terms, deadline, &mut || stranger.hear())?;
         let how = if link.is_encrypted() {
             ", encrypted"
         } else {
