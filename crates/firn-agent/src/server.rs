@@ -335,7 +335,7 @@ impl Shared {
         };
         let mut link = Link::over(Stream::over_tcp(socket)?);
         let deadline = Instant::now() + HANDSHAKE_LIMIT;
-        answer_handshake_with(&mut link, &terms, deadline, &mut || stranger.hear())?;
+        answer_handshake_with(&mut link, &terms, deadline, &mut || stranger.record_hello())?;
         let suffix = if link.is_encrypted() {
             ", encrypted"
         } else {

@@ -377,7 +377,7 @@ impl<'a, T: Transport> Session<'a, T> {
             }
             Some(buffer) => match exposure
                 .as_mut()
-                .and_then(|exposure| exposure.tell(buffer, hasher, deadline))
+                .and_then(|exposure| exposure.begin_answer(buffer, hasher, deadline))
             {
                 Some(data_path) => {
                     placed = data_path;
