@@ -138,7 +138,7 @@ impl<'a, T: Transport> Session<'a, T> {
                 request => request?,
             };
             if let Some(following) = &self.following
-                && !following.registration.hear()
+                && !following.registration.record_request()
             {
                 return Err(WireError::OutOfTurn(
                     "it follows by another connection".into(),
