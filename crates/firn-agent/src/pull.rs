@@ -195,7 +195,7 @@ pub fn pull(
         // If the agent was never reached, a missing agent is more likely a mistake of the user than a passing failure. A
         // failed ssh has already told the user why.
         let is_likely_mistake = error.is_absence() || matches!(request.route, Route::Ssh { .. });
-        if !error.may_pass() || (!state.was_listed && is_likely_mistake) {
+        if !error.is_transient() || (!state.was_listed && is_likely_mistake) {
             return Err(error);
         } else if is_fabric_error && carriage.transport == TransportChoice::Auto {
             // Only libfabric failed. The next attempt sends the bytes over the connection.
