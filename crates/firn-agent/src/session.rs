@@ -154,7 +154,7 @@ impl<'a, T: Transport> Session<'a, T> {
     }
 
     fn answer(&mut self, request: Request) -> Result<(), WireError> {
-        let deadline = Instant::now() + ANSWER_LIMIT;
+        let deadline = Instant::now() + ANSWER_TIMEOUT;
         let reply = match request {
             Request::List { path } => {
                 let listed = self.list(&path);
@@ -209,7 +209,7 @@ impl<'a, T: Transport> Session<'a, T> {
         listed: Result<(BytePath, Vec<Entry>), SourceError>,
     ) -> Result<(), WireError> {
         // The timeout begins after the list was made, because a large tree may take longer.
-        let deadline = Instant::now() + ANSWER_LIMIT;
+        let deadline = Instant::now() + ANSWER_TIMEOUT;
         match listed {
             Ok((relative, entries)) => {
                 self.log.say(Level::Step, || {

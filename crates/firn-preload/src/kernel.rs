@@ -1,11 +1,17 @@
-//! Descriptors of files of a mount: what goes neither into a lease nor by a list goes to the kernel.
+//! Descriptors of files of a mount. The kernel serves each call for which direct access is not possible.
 //!
-//! A descriptor is a candidate at first. At a write, or a read, firnd is asked; while it agrees, the offset is private
-//! and bytes go by direct access. A call that does not fit there (no room, a lease revoked, a list that does not hold,
-//! a descriptor that others got) gives the offset back, and goes to the kernel as it came.
+//! ```text
+//!   candidate ── firnd grants a write, or lists the extents ──► direct access: the offset is private
+//!       ▲                                                              │
+//!       └── no room, a lease revoked, a list void, a call that needs the kernel's offset ◄──┘
+//! ```
 //!
-//! A number that was closed by a raw call: firnd ended its leases at the close, so the first write finds them revoked.
-//! The write sees by its token that the descriptor is another one, and leaves it alone.
+//! A call that direct access cannot serve gives the offset back to the kernel, which then serves the call. After
+//! [`REFUSALS_MAX`] refusals, or once the descriptor is shared, it stays with the kernel for good.
+//!
+//! A program may close a descriptor by a raw system call, which the library does not see. Then firnd ends the leases of the
+//! file, so the next write through that number finds its lease revoked. It compares the tokens, sees that the number now is
+//! another file, and leaves it to the kernel.
 
 use std::ffi::c_int;
 use std::sync::atomic::Ordering;
@@ -29,16 +35,16 @@ use crate::report::{self, Call, Reason};
 use crate::sys;
 use crate::table::{self, Entered, Entry, Held, tag};
 
-/// Refusals after which a descriptor is left to the kernel for good.
+/// Refusals of firnd after which a descriptor stays with the kernel for good.
 const REFUSALS_MAX: u32 = 16;
-/// Bytes through the kernel after firnd refused.
+/// Bytes that go through the kernel after a refusal, before firnd is asked again.
 const REFUSED_BYTES: u64 = HESITATE_BYTES_MAX;
-/// The first lease of a file that gets direct access: as it is no small one, not a slab that this call would fill.
+/// Bytes of the first lease of a file. A file that gets direct access is not small, so more than the first write will come.
 const FIRST_LEASE_BYTES: u64 = 128 << 10;
-/// The first read of a file of at least this size is worth the question.
+/// Size from which the first read of a file is worth asking for a list.
 const LISTED_FILE_BYTES_MIN: u64 = 64 << 10;
 
-/// The kernel, as a descriptor's fallback.
+/// The kernel as the fallback of a descriptor.
 pub(crate) enum Kernel {}
 
 impl Fallback for Kernel {
@@ -60,7 +66,8 @@ impl Fallback for Kernel {
             && !claim.cut_back(&held, 0)
             && !claim.is_given_back()
         {
-            // A signal handler claimed more behind it: what was claimed is done here.
+            // A signal handler has claimed a range behind this one. So the kernel cannot repeat the call at its own offset,
+            // and the caller must serve the claimed range.
             give_back(&mut held);
             claim.give_back(false, 0);
             return Ok(held);
@@ -71,8 +78,10 @@ impl Fallback for Kernel {
         Err(leave_to_kernel(held, at, call))
     }
 
-    /// Gives back what is not written after a lease was lost, and waits. `Ok`: the caller tries again. `Err`: the result for the
-    /// program, if the descriptor is of another file by now.
+    /// Gives the offset back to the kernel after `done` bytes of a claim, and postpones the next question to firnd.
+    ///
+    /// `Ok` means that the caller goes on with the rest. `Err` is the result for the program if the number is another file
+    /// by now.
     fn lease_lost(
         mut held: Held,
         claim: &mut Claim,
@@ -122,7 +131,7 @@ impl Fallback for Kernel {
     }
 
     fn seek_in_file(held: &mut Held, offset: i64, whence: c_int) -> Result<u64, c_int> {
-        // From the end, or to data: that does not depend on the offset.
+        // A seek from the end, to data or to a hole does not depend on the offset.
         let target = offset::seek_in_kernel(held.fd, offset, whence);
         count_or_errno(target).map(|offset| offset as u64)
     }
@@ -132,16 +141,17 @@ impl Fallback for Kernel {
     }
 }
 
+/// Turns the result of a system call into a count, or into an errno.
 fn count_or_errno(result: isize) -> Result<usize, c_int> {
     usize::try_from(result).map_err(|_| result.wrapping_neg() as c_int)
 }
 
 // ---- calls -----------------------------------------------------------------------------------------
 
-/// The usual write, at the descriptor's offset or at `at`: short, and into the lease that is there. `None`: it is
-/// another one, and nothing was done.
+/// The fast path of a write, at the descriptor's offset or at `at`: it is short and fits into the current lease. Returns
+/// `None` if the write is another one; then nothing was done.
 #[inline(always)]
-pub(crate) fn write_usual(
+pub(crate) fn write_fast(
     fd: c_int,
     run: Run<'_, Readable>,
     at: Option<u64>,
@@ -172,7 +182,7 @@ pub(crate) fn write_usual(
     Some(Handled::Done(len as isize))
 }
 
-/// The rest of a write whose first try came to `appended`.
+/// Finishes a write of the fast path that did not store all bytes. `appended` is the result of its first step.
 #[cold]
 fn write_rest(
     mut held: Held,
@@ -202,11 +212,11 @@ fn write_rest(
     })
 }
 
-/// Writes at the descriptor's offset, or at `at`.
+/// write(2) and its kin, at the descriptor's offset or at `at`.
 pub(crate) fn write_file(fd: c_int, source: Source<'_>, at: Option<u64>, call: Call) -> Handled {
     let held = match table::lock_entry(fd) {
         Entered::Held(held) if held.tag == tag::WRITER => held,
-        Entered::Again(entry) => return write_again(fd, entry, source, at),
+        Entered::Again(entry) => return write_in_handler(fd, entry, source, at),
         _ => return Handled::Forward(Ticket::NONE),
     };
     match total_of(source.total(), at) {
@@ -215,7 +225,7 @@ pub(crate) fn write_file(fd: c_int, source: Source<'_>, at: Option<u64>, call: C
     }
 }
 
-/// Reads at the descriptor's offset, or at `at`.
+/// read(2) and its kin, at the descriptor's offset or at `at`.
 pub(crate) fn read_file(fd: c_int, target: Target<'_>, at: Option<u64>, call: Call) -> Handled {
     let held = match table::lock_entry(fd) {
         Entered::Held(held) if held.tag == tag::READER => held,
@@ -234,7 +244,7 @@ pub(crate) fn read_file(fd: c_int, target: Target<'_>, at: Option<u64>, call: Ca
     }
 }
 
-/// Bytes of a call, where there is something to do that the kernel would not refuse.
+/// Returns the number of bytes of a call; `None` if it has none, or if the kernel would refuse the call.
 fn total_of(total: Option<usize>, at: Option<u64>) -> Option<usize> {
     total.filter(|total| *total > 0 && at.unwrap_or(0) <= i64::MAX as u64)
 }
@@ -247,16 +257,21 @@ pub(crate) fn seek_file(fd: c_int, offset: i64, whence: c_int) -> Handled {
         }
         Entered::Again(entry) if entry.is_private() => {
             let in_file = || count_or_errno(offset::seek_in_kernel(fd, offset, whence));
-            offset::seek_again(entry, offset, whence, in_file)
+            offset::seek_in_handler(entry, offset, whence, in_file)
         }
         _ => Handled::Forward(Ticket::NONE),
     }
 }
 
-/// A signal handler writes to the descriptor that the interrupted code is busy with: through the kernel,
-/// behind what that code claimed.
+/// write(2) in a signal handler that has interrupted a hook on the same descriptor. It writes through the kernel, behind the
+/// range that the interrupted hook has claimed.
 #[cold]
-fn write_again(fd: c_int, entry: &'static Entry, source: Source<'_>, at: Option<u64>) -> Handled {
+fn write_in_handler(
+    fd: c_int,
+    entry: &'static Entry,
+    source: Source<'_>,
+    at: Option<u64>,
+) -> Handled {
     if at.is_some() || !entry.is_private() {
         return Handled::Forward(Ticket::of(entry));
     }
@@ -288,7 +303,8 @@ fn write_again(fd: c_int, entry: &'static Entry, source: Source<'_>, at: Option<
     Handled::of(failed.map_or(Ok(done), |error| error.after(done)))
 }
 
-/// What to do before a call that uses the kernel's offset of `fd`.
+/// Gives the kernel its offset back before a call of the kernel that uses it. The returned ticket must be finished after the
+/// call.
 pub(crate) fn before_kernel(fd: c_int, call: Call) -> Ticket {
     match table::lock_entry(fd) {
         Entered::Held(held) if held.tag != tag::INTERNAL => {
@@ -305,12 +321,12 @@ pub(crate) fn before_kernel(fd: c_int, call: Call) -> Ticket {
     }
 }
 
-/// The descriptor is the kernel's for good.
+/// Leaves a descriptor to the kernel for good, and ends its grant.
 pub(crate) fn leave_for_good(mut held: Held, reason: Reason) {
-    let granted = held.is_private();
+    let was_granted = held.is_private();
     let link = held.link;
     let token = held.token;
-    let end = if held.tag == tag::WRITER {
+    let end_op = if held.tag == tag::WRITER {
         Op::EndWrite
     } else {
         Op::EndRead
@@ -319,13 +335,13 @@ pub(crate) fn leave_for_good(mut held: Held, reason: Reason) {
     held.list.unmap_extents();
     held.set_tag(tag::NONE);
     drop(held);
-    if granted {
-        connect::ask_firnd(link, end, token, 0);
+    if was_granted {
+        connect::ask_firnd(link, end_op, token, 0);
     }
     report::count_left(reason);
 }
 
-/// Leaves this call to the kernel, with the kernel's offset right.
+/// Leaves a call to the kernel. If the call uses the kernel's offset (`at` is `None`), that is made right first.
 fn leave_to_kernel(mut held: Held, at: Option<u64>, call: Call) -> Handled {
     report::count_kernel(call);
     if at.is_some() {
@@ -340,7 +356,7 @@ fn leave_to_kernel(mut held: Held, at: Option<u64>, call: Call) -> Handled {
     Handled::Forward(Ticket::of(held.entry))
 }
 
-/// The offset is the kernel's again, and the descriptor a candidate.
+/// Ends direct access for now: gives the offset back to the kernel, and drops the lease.
 fn give_back(held: &mut Held) {
     if !held.is_private() {
         return;
@@ -352,14 +368,14 @@ fn give_back(held: &mut Held) {
     held.lease.clear_lease();
 }
 
-/// Whether the number still is the file that was opened.
+/// Whether the number still is the file that was opened, and not another one after a raw close(2).
 fn is_same(held: &Held) -> bool {
     sys::identity(held.fd).is_some_and(|(identity, _)| identity == held.identity)
 }
 
 // ---- the grant to write ----------------------------------------------------------------------------
 
-/// Whether firnd grants direct access; asked unless it refused a short while ago.
+/// Asks firnd for a grant to write `total` bytes, unless it is too early. Returns whether the descriptor has direct access.
 #[cold]
 fn request_grant(held: &mut Held, total: usize) -> bool {
     if held.patience.is_small(total as u64) || !held.patience.may_ask(total) {
@@ -368,10 +384,10 @@ fn request_grant(held: &mut Held, total: usize) -> bool {
     if held.entry.in_kernel.load(Ordering::Acquire) != 0 || !sys::is_unlimited(Resource::Fsize) {
         return false;
     }
-    let unusual = libc::O_APPEND | libc::O_DIRECT | libc::O_SYNC | libc::O_DSYNC | libc::O_PATH;
+    let unsupported = libc::O_APPEND | libc::O_DIRECT | libc::O_SYNC | libc::O_DSYNC | libc::O_PATH;
     let flags = sys::fcntl(held.fd, libc::F_GETFL, 0);
-    let is_usual = flags >= 0 && flags as c_int & unusual == 0;
-    if !is_usual || !is_same(held) || held.patience.refusals() >= REFUSALS_MAX {
+    let is_supported = flags >= 0 && flags as c_int & unsupported == 0;
+    if !is_supported || !is_same(held) || held.patience.refusals() >= REFUSALS_MAX {
         held.set_tag(tag::NONE);
         return false;
     }
@@ -379,7 +395,7 @@ fn request_grant(held: &mut Held, total: usize) -> bool {
         Some(reply) if connect::is_ok(&reply) => {
             held.file_id = reply.file_id;
             held.lease.clear_lease();
-            // With the grant.
+            // The first lease came with the grant.
             held.lease.has_asked = true;
             held.patience.note_grant();
             offset::make_private(held)
@@ -402,18 +418,21 @@ fn request_grant(held: &mut Held, total: usize) -> bool {
     }
 }
 
+/// Requests a grant and a first lease: over the known connection, or over a new one with a token of the open file.
 fn open_write(held: &mut Held, lease_bytes: u64) -> Option<Reply> {
-    let known = if held.link != 0 {
+    let reply = if held.link != 0 {
         connect::ask_open(held.link, held.token, lease_bytes)
     } else {
         devices::first_token(held.token).and_then(|token| open_with(held, &token, lease_bytes))
     };
-    if known.is_some_and(|reply| Status::from_word(reply.status) != Status::BadToken) {
-        return known;
+    if reply.is_some_and(|reply| Status::from_word(reply.status) != Status::BadToken) {
+        return reply;
     }
+    // The token is void, because firnd was started again, or the connection has ended.
     open_with(held, &token_of(held.fd)?, lease_bytes)
 }
 
+/// Connects with a token and requests a grant and a first lease.
 #[inline(never)]
 fn open_with(held: &mut Held, token: &Token, lease_bytes: u64) -> Option<Reply> {
     let (link, first) = connect::connect_to_write(token, lease_bytes)?;
@@ -423,19 +442,20 @@ fn open_with(held: &mut Held, token: &Token, lease_bytes: u64) -> Option<Reply> 
 
 // ---- the list to read by ---------------------------------------------------------------------------
 
-/// Asks firnd where the bytes are, for a read at `at` or the descriptor's offset. Whether it said so.
+/// Asks firnd where the bytes of a file are, for a read at `at` or at the descriptor's offset, unless it is too early.
+/// Returns whether the descriptor has a list now.
 #[cold]
 fn request_list(held: &mut Held, at: Option<u64>, total: usize) -> bool {
-    if stays_small(held, total) || !held.patience.may_ask(total) {
+    if is_small_read(held, total) || !held.patience.may_ask(total) {
         return false;
     }
     if held.entry.in_kernel.load(Ordering::Acquire) != 0 {
         return false;
     }
-    let same = is_same(held);
+    let is_same = is_same(held);
     let offset = || sys::lseek(held.fd, 0, libc::SEEK_CUR);
     let at = at.unwrap_or_else(|| u64::try_from(offset()).unwrap_or(0));
-    match fetch::fetch_list(held, at).filter(|_| same) {
+    match fetch::fetch_list(held, at).filter(|_| is_same) {
         Some(Status::Ok) if !held.list.extents().is_empty() => offset::make_private(held),
         Some(Status::Busy) if held.patience.refusals() < REFUSALS_MAX => {
             held.list.unmap_extents();
@@ -457,9 +477,8 @@ fn request_list(held: &mut Held, at: Option<u64>, total: usize) -> bool {
     }
 }
 
-/// Whether a read of up to `total` bytes goes through the kernel because so little was read yet, of a file that is
-/// small as a whole.
-fn stays_small(held: &mut Held, total: usize) -> bool {
+/// Whether a read goes through the kernel because the program has read little so far, and the file as a whole is small.
+fn is_small_read(held: &mut Held, total: usize) -> bool {
     if !held.patience.may_be_small() {
         return false;
     }
@@ -470,20 +489,21 @@ fn stays_small(held: &mut Held, total: usize) -> bool {
     size < LISTED_FILE_BYTES_MIN && held.patience.is_small(size.min(total as u64))
 }
 
-/// The list does not hold any more.
+/// Drops a void list, and asks for a new one at the next read. A list that has served few bytes counts as a refusal.
 fn drop_list(held: &mut Held) {
     let link = held.link;
     let token = held.token;
-    let was_worth_it = held.list.read_bytes() >= HESITATE_BYTES_MAX;
+    let has_paid_off = held.list.read_bytes() >= HESITATE_BYTES_MAX;
     give_back(held);
     held.list.unmap_extents();
-    if was_worth_it {
+    if has_paid_off {
         held.patience.forget_refusals();
     } else {
         held.patience.count_refusal();
     }
-    let is_last = held.patience.refusals() >= REFUSALS_MAX;
-    held.patience.wait_for(if is_last { u64::MAX } else { 0 });
+    let is_too_often = held.patience.refusals() >= REFUSALS_MAX;
+    held.patience
+        .wait_for(if is_too_often { u64::MAX } else { 0 });
     connect::ask_firnd(link, Op::EndRead, token, 0);
     report::count_left(Reason::Changed);
 }

@@ -1,16 +1,19 @@
-//! When firnd is asked for direct access: not before an open file has moved some bytes, and later again after firnd
-//! refused, took a grant back or had no room.
+//! The policy that decides when firnd is asked for direct access to an open file.
+//!
+//! Direct access costs a request at its begin and at its end, so it pays off only for many bytes. firnd is asked first after
+//! the open file has moved some bytes through the kernel. It is asked again after further bytes if it has refused, revoked a
+//! grant or had no room. The number of these bytes grows with each grant that brought little.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Bytes that an open file moves through the kernel before firnd is asked for the first time, unless
-/// `FIRN_PRELOAD_DIRECT_AFTER` says otherwise: a grant and its end cost as much as this many bytes do there.
+/// `FIRN_PRELOAD_DIRECT_AFTER` says otherwise. A grant and its end cost as much time as this many bytes through the kernel.
 const DIRECT_AFTER_BYTES: u64 = 64 << 10;
-/// A call counts as at least this many bytes: it is a trip to firnd, whatever it carries.
+/// A call counts as at least this many bytes, because each call through the kernel costs a trip to firnd.
 pub(crate) const CALL_BYTES_MIN: u64 = 8 << 10;
 static DIRECT_AFTER: AtomicU64 = AtomicU64::new(DIRECT_AFTER_BYTES);
 
-/// Sets after how many bytes firnd is asked, once, at the start of a program.
+/// Sets the bytes before the first question, from the text of an environment variable. It is called once, at the start.
 pub(crate) fn set_direct_after(bytes: Option<&[u8]>) {
     let number = bytes.and_then(|text| std::str::from_utf8(text).ok()?.parse::<u64>().ok());
     if let Some(number) = number {
@@ -18,22 +21,24 @@ pub(crate) fn set_direct_after(bytes: Option<&[u8]>) {
     }
 }
 
-/// Bytes by the fallback before firnd is asked again after a grant that ended early: at first …
+/// Bytes by the fallback before firnd is asked again, after the first grant that ended early. They double each time.
 const HESITATE_BYTES_MIN: u64 = 128 << 10;
-/// … and at last, which is also what a grant must have brought to count as worth it.
+/// Maximum of these bytes. A grant that moves as many bytes has paid off.
 pub(crate) const HESITATE_BYTES_MAX: u64 = 8 << 20;
-/// The same where the arena had no room: a drain's step.
+/// Maximum number of times that these bytes double.
+const DOUBLINGS_MAX: u32 = 6;
+/// Bytes by the fallback before firnd is asked again if the arena had no room. A drain frees about as many.
 const FULL_BYTES: u64 = 1 << 20;
 
-/// When firnd is asked again. All zeros: now.
+/// State of the policy for one open file. All zeros mean that firnd may be asked now.
 pub(crate) struct Patience {
-    /// Bytes through the kernel before firnd is asked for the first time.
+    /// Bytes left to move through the kernel before firnd is asked for the first time.
     small_bytes: u64,
-    /// Bytes by the fallback before firnd is asked again.
+    /// Bytes left to move by the fallback before firnd is asked again.
     wait_bytes: u64,
-    /// Bytes in leases or by lists since the last grant.
+    /// Bytes moved by direct access since the last grant.
     fast_bytes: u64,
-    /// How often firnd refused or took back.
+    /// Number of refusals and of grants that brought little.
     refusals: u32,
 }
 
@@ -47,36 +52,39 @@ impl Patience {
         }
     }
 
-    /// The file was just opened: it may be so small that direct access never pays.
+    /// Begins for a file that was just opened and may be too small for direct access.
     pub(crate) fn begin_small(&mut self) {
         self.small_bytes = DIRECT_AFTER.load(Ordering::Relaxed);
     }
 
-    /// Whether calls may still go through the kernel because little was moved so far.
+    /// Whether few bytes were moved so far, so that calls still go through the kernel.
     pub(crate) fn may_be_small(&self) -> bool {
         self.small_bytes > 0
     }
 
-    /// Whether a call of `bytes` belongs to the first ones, which go through the kernel.
+    /// Counts a call of `bytes`, and returns whether it belongs to the first calls, which go through the kernel.
     pub(crate) fn is_small(&mut self, bytes: u64) -> bool {
         self.small_bytes = self.small_bytes.saturating_sub(bytes.max(CALL_BYTES_MIN));
         self.small_bytes > 0
     }
 
+    /// Bytes moved by direct access since the last grant.
     pub(crate) fn fast_bytes(&self) -> u64 {
         self.fast_bytes
     }
 
+    /// Number of refusals and of grants that brought little.
     pub(crate) fn refusals(&self) -> u32 {
         self.refusals
     }
 
+    /// Counts bytes that were moved by direct access.
     #[inline(always)]
     pub(crate) fn count_fast(&mut self, bytes: usize) {
         self.fast_bytes = self.fast_bytes.wrapping_add(bytes as u64);
     }
 
-    /// Whether it is time to ask; if not, `total` more bytes go by the fallback.
+    /// Whether firnd may be asked now. If not, the `total` bytes of this call count as moved by the fallback.
     pub(crate) fn may_ask(&mut self, total: usize) -> bool {
         if self.wait_bytes == 0 {
             return true;
@@ -85,34 +93,35 @@ impl Patience {
         false
     }
 
-    /// firnd agreed.
+    /// Records a grant.
     pub(crate) fn note_grant(&mut self) {
         self.fast_bytes = 0;
     }
 
-    /// Asks again after `bytes` more bytes.
+    /// Postpones the next question until `bytes` were moved by the fallback.
     pub(crate) fn wait_for(&mut self, bytes: u64) {
         self.wait_bytes = bytes;
     }
 
-    /// The arena has no room.
+    /// Postpones the next question because the arena has no room.
     pub(crate) fn wait_for_room(&mut self) {
         self.wait_bytes = FULL_BYTES;
     }
 
+    /// Records a refusal.
     pub(crate) fn count_refusal(&mut self) {
         self.refusals = self.refusals.saturating_add(1);
     }
 
-    /// What was refused or taken back before does not count any more.
+    /// Forgets earlier refusals, because direct access has paid off.
     pub(crate) fn forget_refusals(&mut self) {
         self.refusals = 0;
     }
 
-    /// A grant ended: after one that brought little firnd is asked later each time.
+    /// Records the end of a grant. After one that brought little the next question is postponed, each time further.
     pub(crate) fn wait_longer(&mut self) {
         if self.fast_bytes < HESITATE_BYTES_MAX {
-            let wait = HESITATE_BYTES_MIN << self.refusals.min(6);
+            let wait = HESITATE_BYTES_MIN << self.refusals.min(DOUBLINGS_MAX);
             self.wait_bytes = wait.min(HESITATE_BYTES_MAX);
             self.count_refusal();
         } else {

@@ -46,7 +46,7 @@ fn write_to(fd: c_int, source: Source<'_>, at: Option<u64>, call: Call) -> Handl
 
 #[inline(never)]
 fn write_ours(fd: c_int, run: Run<'_, Readable>) -> ssize_t {
-    match kernel::write_usual(fd, run, None, Call::Write) {
+    match kernel::write_fast(fd, run, None, Call::Write) {
         Some(Handled::Done(result)) if result >= 0 => result,
         handled => write_slowly(fd, run, handled),
     }
@@ -112,7 +112,7 @@ unsafe fn do_pwrite(fd: c_int, data: *const c_void, len: size_t, offset: off64_t
 #[inline(never)]
 fn pwrite_ours(fd: c_int, run: Run<'_, Readable>, offset: u64) -> Handled {
     let slowly = || run.as_memory(|source| write_to(fd, source, Some(offset), Call::Pwrite));
-    kernel::write_usual(fd, run, Some(offset), Call::Pwrite).unwrap_or_else(slowly)
+    kernel::write_fast(fd, run, Some(offset), Call::Pwrite).unwrap_or_else(slowly)
 }
 
 #[inline(always)]

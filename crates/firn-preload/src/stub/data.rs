@@ -60,7 +60,7 @@ pub(crate) fn write_stub(
     let mut held = match lock_stub(fd) {
         Entered::Held(held) => held,
         Entered::Again(entry) => {
-            return Handled::of(write_again(fd, entry, source, (at, append)));
+            return Handled::of(write_in_handler(fd, entry, source, (at, append)));
         }
         Entered::Not => return Handled::Forward(Ticket::NONE),
         Entered::Vforked => return Handled::of(Err(libc::EIO)),
@@ -132,7 +132,7 @@ fn append_all(mut held: Held, source: Source<'_>, at: Option<u64>, total: usize)
 /// A signal handler writes to the descriptor that the interrupted code is busy with, and over whose connection
 /// it may be: it makes one of its own.
 #[cold]
-fn write_again(
+fn write_in_handler(
     fd: c_int,
     entry: &'static Entry,
     source: Source<'_>,
@@ -169,7 +169,7 @@ pub(crate) fn seek_stub(fd: c_int, offset: i64, whence: c_int) -> Handled {
             descriptor::seek_descriptor::<Socket>(held, offset, whence)
         }
         Entered::Again(entry) if entry.is_private() => {
-            offset::seek_again(entry, offset, whence, || Err(libc::EIO))
+            offset::seek_in_handler(entry, offset, whence, || Err(libc::EIO))
         }
         // From the end of the stub the kernel would count from 0.
         Entered::Again(_) if !matches!(whence, libc::SEEK_SET | libc::SEEK_CUR) => {
