@@ -1,14 +1,16 @@
-//! One descriptor of ours: its offset, its lease or list, and what serves the bytes that neither can.
+//! write(2), read(2) and lseek(2) of one descriptor: by a lease or a list where possible, else by the fallback.
 //!
 //! ```text
-//!            hook ── Held, ProgramMemory ──► write / read / seek
-//!                                             │ claim a range of the offset
-//!                       lease (slabs) ◄───────┤───────► list (extents)
-//!                                             │ what does not go there
+//!            hook ── locked entry, ProgramMemory ──► write / read / seek
+//!                                             │ claims a range of the offset
+//!              write: lease (slabs) ◄─────────┼─────────► read: list (extents)
+//!                                             │ other bytes
 //!                            Fallback: Kernel (a mount) or Socket (a stub)
 //! ```
 //!
-//! A mount's descriptors ([`crate::kernel`]) and stubs ([`crate::stub`]) differ in their [`Fallback`] alone.
+//! Descriptors of a mount ([`crate::kernel`]) and stubs ([`crate::stub`]) differ only in their [`Fallback`].
+//!
+//! In all functions `at` is the offset that the call names, as pwrite(2) does; `None` means the descriptor's own offset.
 
 use std::ffi::c_int;
 
@@ -21,15 +23,15 @@ use crate::offset::{Claim, current_offset, set_offset};
 use crate::report::{self, Call};
 use crate::table::Held;
 
-/// Writes `total` bytes at the descriptor's offset, or at `at`.
+/// Writes `total` bytes of a source, into leases as far as possible.
 pub(crate) fn write_descriptor<F: Fallback>(
     mut held: Held,
     source: Source<'_>,
     (at, total): (Option<u64>, usize),
     call: Call,
 ) -> Handled {
-    let leases = F::may_lease(&mut held, total) && source.is_good();
-    if !leases {
+    let uses_leases = F::may_lease(&mut held, total) && source.is_good();
+    if !uses_leases {
         held = match F::leave(held, None, at, call) {
             Ok(held) => held,
             Err(handled) => return handled,
@@ -39,21 +41,22 @@ pub(crate) fn write_descriptor<F: Fallback>(
     if claim.is_beyond_files() {
         claim.cut_back(&held, 0);
         return match F::leave(held, None, at, call) {
-            // As the kernel says where offset and length together are too large.
+            // The kernel reports the same if offset and length together are too large.
             Ok(_) => Handled::of(Err(libc::EINVAL)),
             Err(handled) => handled,
         };
     }
-    let (done, lost) = if leases {
+    let (done, lost) = if uses_leases {
         fill::fill_leases(&mut held, source, claim.offset, total)
     } else {
         (0, None)
     };
-    go_on::<F>(held, source, claim, (at, total), (done, lost), call)
+    finish_write::<F>(held, source, claim, (at, total), (done, lost), call)
 }
 
-/// The rest of a write of which `done` bytes went into leases.
-pub(crate) fn go_on<F: Fallback>(
+/// Finishes a write of which `done` bytes are in leases: the fallback writes the rest. `lost` is the reason if a lease was
+/// lost before that.
+pub(crate) fn finish_write<F: Fallback>(
     mut held: Held,
     source: Source<'_>,
     mut claim: Claim,
@@ -97,7 +100,7 @@ pub(crate) fn go_on<F: Fallback>(
     Handled::of(failed.map_or(Ok(done), |error| error.after(done)))
 }
 
-/// Reads up to `total` bytes at the descriptor's offset, or at `at`.
+/// Reads up to `total` bytes, by the list if there is one, else by the fallback.
 pub(crate) fn read_descriptor<F: Fallback>(
     mut held: Held,
     target: Target<'_>,
@@ -127,7 +130,7 @@ pub(crate) fn read_descriptor<F: Fallback>(
     Handled::of(result)
 }
 
-/// Reads by the list: `Err` is how the call ends; `Ok` leaves it to the fallback.
+/// Reads by the list. `Err` is the end of the call, with its result. `Ok` means that the fallback must serve the call.
 fn read_by_list<F: Fallback>(
     mut held: Held,
     target: Target<'_>,
@@ -136,8 +139,8 @@ fn read_by_list<F: Fallback>(
     call: Call,
 ) -> Result<Held, Handled> {
     let left = held.list.size().saturating_sub(claim.offset);
-    let wanted = total.min(usize::try_from(left).unwrap_or(usize::MAX));
-    if !target.is_good(wanted) {
+    let expected = total.min(usize::try_from(left).unwrap_or(usize::MAX));
+    if !target.is_good(expected) {
         return F::leave(held, Some(claim), at, call);
     }
     let Some(done) = copy::copy_out::<F>(&mut held, target, claim.offset, total) else {
@@ -148,7 +151,7 @@ fn read_by_list<F: Fallback>(
     Err(Handled::Done(done as isize))
 }
 
-/// Reads by the fallback; an errno where it gave nothing.
+/// Reads by the fallback. Returns the number of bytes, or an errno if the first read failed.
 pub(crate) fn read_by_fallback<F: Fallback>(
     held: &mut Held,
     target: Target<'_>,
@@ -158,9 +161,9 @@ pub(crate) fn read_by_fallback<F: Fallback>(
     let mut done = 0;
     for run in target.runs(0, total) {
         match F::read_at(held, run, offset.wrapping_add(done as u64)) {
-            Ok(got) => {
-                done += got;
-                if got < run.len() {
+            Ok(count) => {
+                done += count;
+                if count < run.len() {
                     break;
                 }
             }
@@ -182,12 +185,13 @@ pub(crate) fn seek_descriptor<F: Fallback>(mut held: Held, offset: i64, whence: 
     }
 }
 
+/// Sets the offset as lseek(2) does, and returns it.
 fn seek_to<F: Fallback>(held: &mut Held, offset: i64, whence: c_int) -> Result<u64, c_int> {
     report::count_direct(Call::Lseek, 0);
-    let now = |held: &Held| current_offset(held) as i64;
+    let current = |held: &Held| current_offset(held) as i64;
     let target = match whence {
         libc::SEEK_SET => offset,
-        libc::SEEK_CUR => now(held).checked_add(offset).ok_or(libc::EOVERFLOW)?,
+        libc::SEEK_CUR => current(held).checked_add(offset).ok_or(libc::EOVERFLOW)?,
         _ => {
             let target = F::seek_in_file(held, offset, whence)?;
             set_offset(held, target);

@@ -208,7 +208,7 @@ fn write_rest(
     let claim = Claim::of_private(at, offset, len);
     run.as_memory(|source| {
         let done = (done + more, lost);
-        descriptor::go_on::<Kernel>(held, source, claim, (at, len), done, call)
+        descriptor::finish_write::<Kernel>(held, source, claim, (at, len), done, call)
     })
 }
 

@@ -1,7 +1,7 @@
-//! Descriptors that were just opened: which of them are ours.
+//! Finds out which new descriptors the library serves: regular files of a Firn mount, and stubs.
 //!
-//! Ours are regular files of a Firn mount. Nothing is asked of firnd yet, but the token of the first file of each
-//! device. No fstatfs(2): on a mount that is a trip to firnd of its own.
+//! At this time firnd is asked only for the token of the first file of each device. fstatfs(2) is not used, because on a
+//! mount it costs a trip to firnd of its own.
 
 use std::ffi::c_int;
 use std::sync::atomic::Ordering;
@@ -13,32 +13,33 @@ use crate::stub;
 use crate::sys::{self, Identity};
 use crate::table::{self, ACTIVE, tag};
 
-/// Flags with which every write moves the offset or blocks go to the disk: not what the arena is for.
-const UNUSUAL: c_int = libc::O_APPEND | libc::O_SYNC | libc::O_DSYNC | libc::O_DIRECT;
+/// Flags for which direct access is not supported: with O_APPEND each write goes to the end of the file, and with the others
+/// bytes go to the disk.
+const UNSUPPORTED_FLAGS: c_int = libc::O_APPEND | libc::O_SYNC | libc::O_DSYNC | libc::O_DIRECT;
 
-/// How a descriptor came to be.
+/// The user of a new descriptor.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum By {
-    /// A call that leaves its use to the program.
+    /// The program itself.
     Program,
-    /// stdio, for libstdc++: it reads and writes the descriptor itself.
+    /// libstdc++, which has opened the file by stdio but reads and writes the descriptor itself.
     StreamBuffer,
-    /// stdio: its own calls are not seen.
+    /// stdio, whose own calls are not seen.
     Stdio,
 }
 
-/// What a new descriptor is.
+/// The kind of a new descriptor.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Noted {
     /// A stub.
     Stub,
-    /// A stub that cannot be used, and why.
+    /// A stub that cannot be used, with the errno for the program.
     Unusable(c_int),
-    /// Anything else.
+    /// No stub.
     Else,
 }
 
-/// A call gave the descriptor `fd`, opened with `flags`. Keeps errno.
+/// Registers a new descriptor that was opened with `flags`. `before` was taken before the file was opened. It keeps errno.
 pub(crate) fn note_open(fd: c_int, flags: c_int, before: &Moment, by: By) -> Noted {
     if fd < 0 || ACTIVE.load(Ordering::Relaxed) == 0 {
         return Noted::Else;
@@ -62,7 +63,7 @@ pub(crate) fn note_open(fd: c_int, flags: c_int, before: &Moment, by: By) -> Not
     Noted::Else
 }
 
-/// Tracks a descriptor that was just opened on a mount, unless its flags or its use rule that out.
+/// Registers a new descriptor of a regular file on a mount, unless its flags or its user rule direct access out.
 fn note_on_mount(
     fd: c_int,
     flags: c_int,
@@ -76,10 +77,10 @@ fn note_on_mount(
     let Some(token) = devices::token_on_mount(fd, identity.device) else {
         return;
     };
-    if flags & UNUSUAL != 0 {
+    if flags & UNSUPPORTED_FLAGS != 0 {
         return report::count_left(Reason::Flags);
     }
-    // Descriptors 0 to 2 have a stdio stream already, which has a buffer of its own.
+    // A stdio stream with its own buffer uses descriptors 0 to 2 already.
     if by == By::Stdio || fd <= libc::STDERR_FILENO {
         return report::count_left(Reason::Stdio);
     }
@@ -93,14 +94,14 @@ fn note_on_mount(
     held.patience.begin_small();
     held.entry.in_kernel.store(0, Ordering::Relaxed);
     held.set_tag(if writes { tag::WRITER } else { tag::READER });
-    // Another thread has changed the table of descriptors meanwhile: the number may be another file by now.
+    // Another thread has begun a fork or exec since the file was opened, so a child may share the descriptor.
     if !before.is_undisturbed() {
         held.set_tag(tag::NONE);
         report::count_left(Reason::Shared);
     }
 }
 
-/// The number was closed unseen and is another descriptor now.
+/// Forgets the state of a number that was closed unseen and is another file now.
 pub(crate) fn forget_stale(fd: c_int) {
     if table::tag_of(fd) == tag::STUB {
         stub::close_stub(fd);

@@ -121,7 +121,7 @@ unsafe fn do_mmap(
                 return with_errno(result) as *mut c_void;
             }
         } else {
-            let wanted = mapping::Wanted {
+            let arguments = mapping::MapArguments {
                 at,
                 len,
                 prot,
@@ -129,7 +129,7 @@ unsafe fn do_mmap(
                 offset,
             };
             // SAFETY: what the program asked of mmap(2), whose promises it keeps.
-            if let Some(mapped) = unsafe { mapping::map_memory_file(fd, wanted) } {
+            if let Some(mapped) = unsafe { mapping::map_memory_file(fd, arguments) } {
                 if flags & libc::MAP_FIXED != 0 {
                     probe::forget_pages();
                 }

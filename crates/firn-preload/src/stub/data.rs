@@ -1,4 +1,4 @@
-//! write(2), read(2) and lseek(2) on stubs.
+//! write(2), read(2) and lseek(2) of stubs.
 
 use std::ffi::c_int;
 
@@ -18,21 +18,23 @@ use crate::stub::write::{OwnConnection, append_source, write_source};
 use crate::sys;
 use crate::table::{Entry, Held, stub_mark, stub_mark_of};
 
-/// Makes the offset private where the descriptor is not shared.
-fn own_offset(held: &mut Held) {
-    // A child that is being made would find the kernel's offset parked.
+/// Makes the offset private if the descriptor is not shared.
+fn take_offset(held: &mut Held) {
+    // While a child is being made, it would inherit a parked offset.
     let is_own = stub_mark_of(held.fd) == stub_mark::OWN && !sharing::is_under_way();
     if !held.is_private() && is_own {
         offset::make_private(held);
     }
 }
 
-/// Whether a write goes to the end of the file.
+/// Whether a write appends to the file.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Append {
-    /// If the descriptor has O_APPEND.
+    /// The write appends if the descriptor has O_APPEND.
     AsOpened,
+    /// The write appends.
     Always,
+    /// The write does not append, even if the descriptor has O_APPEND.
     Never,
 }
 
@@ -46,7 +48,7 @@ impl Append {
     }
 }
 
-/// write(2) and its kin, at the descriptor's offset or at `at`.
+/// write(2) and its kin, at the descriptor's offset or at `at`. With O_SYNC the file is synced before it returns.
 pub(crate) fn write_stub(
     fd: c_int,
     source: Source<'_>,
@@ -90,7 +92,8 @@ pub(crate) fn write_stub(
     }
 }
 
-/// How many bytes of a write the limit of file sizes lets through (getrlimit(2)); none: SIGXFSZ and EFBIG.
+/// Returns how many bytes of a write the limit of file sizes allows (getrlimit(2)). If it allows none, the process gets
+/// SIGXFSZ, and the error is EFBIG.
 fn bytes_within_limit(held: &Held, at: Option<u64>, total: usize) -> Result<usize, c_int> {
     let Some(limit) = sys::limit_of(Resource::Fsize) else {
         return Ok(total);
@@ -103,34 +106,35 @@ fn bytes_within_limit(held: &Held, at: Option<u64>, total: usize) -> Result<usiz
     Ok(total.min(usize::try_from(limit - from).unwrap_or(usize::MAX)))
 }
 
-/// The file that is locked as long as this host lives.
-fn prepare_call(held: &mut Held, forbidden: c_int, total: usize) -> Result<(), Handled> {
-    if held.stub.flags & libc::O_ACCMODE == forbidden {
+/// Prepares a read or write: makes sure that firnd knows the descriptor, and takes the offset if possible. `Err` is the end
+/// of a call whose access mode is `forbidden_access`, that moves no bytes, or that finds no firnd.
+fn prepare_call(held: &mut Held, forbidden_access: c_int, total: usize) -> Result<(), Handled> {
+    if held.stub.flags & libc::O_ACCMODE == forbidden_access {
         return Err(Handled::of(Err(libc::EBADF)));
     }
     if total == 0 {
         return Err(Handled::of(Ok(0)));
     }
     adopt(held).map_err(|errno| Handled::of(Err(errno)))?;
-    own_offset(held);
+    take_offset(held);
     Ok(())
 }
 
-/// Appends, and moves the offset behind it unless the call named one.
+/// Appends a source to the file, and sets the offset to its end unless the call named an offset.
 fn append_all(mut held: Held, source: Source<'_>, at: Option<u64>, total: usize) -> Handled {
     held.stub.wrote = true;
     report::count_kernel(Call::Write);
     let appended = append_source(&mut held, source, total);
-    if let Ok((done, place)) = appended
+    if let Ok((done, start)) = appended
         && at.is_none()
     {
-        offset::set_offset(&held, place.wrapping_add(done as u64));
+        offset::set_offset(&held, start.wrapping_add(done as u64));
     }
     Handled::of(appended.map(|(done, _)| done))
 }
 
-/// A signal handler writes to the descriptor that the interrupted code is busy with, and over whose connection
-/// it may be: it makes one of its own.
+/// write(2) in a signal handler that has interrupted a hook on the same stub. The interrupted hook may be using the
+/// connection, so the handler makes one of its own.
 #[cold]
 fn write_in_handler(
     fd: c_int,
@@ -142,9 +146,9 @@ fn write_in_handler(
     let flags = sys::fcntl(fd, libc::F_GETFL, 0) as c_int;
     let mut firnd = OwnConnection::for_stub(fd, flags & libc::O_ACCMODE).ok_or(libc::EIO)?;
     if append.is_wanted(flags) {
-        let (done, place) = append_source(&mut firnd, source, total)?;
+        let (done, start) = append_source(&mut firnd, source, total)?;
         if at.is_none() {
-            offset::set_offset_of_entry(entry, fd, place.wrapping_add(done as u64));
+            offset::set_offset_of_entry(entry, fd, start.wrapping_add(done as u64));
         }
         return Ok(done);
     }
@@ -165,13 +169,13 @@ fn write_in_handler(
 pub(crate) fn seek_stub(fd: c_int, offset: i64, whence: c_int) -> Handled {
     match lock_stub(fd) {
         Entered::Held(mut held) => {
-            own_offset(&mut held);
+            take_offset(&mut held);
             descriptor::seek_descriptor::<Socket>(held, offset, whence)
         }
         Entered::Again(entry) if entry.is_private() => {
             offset::seek_in_handler(entry, offset, whence, || Err(libc::EIO))
         }
-        // From the end of the stub the kernel would count from 0.
+        // The kernel knows the empty stub only, so it cannot find the end of the file.
         Entered::Again(_) if !matches!(whence, libc::SEEK_SET | libc::SEEK_CUR) => {
             Handled::of(Err(libc::EIO))
         }
@@ -179,7 +183,8 @@ pub(crate) fn seek_stub(fd: c_int, offset: i64, whence: c_int) -> Handled {
     }
 }
 
-/// FIONREAD: bytes from the offset to the end of the file, which may lie before it.
+/// Returns the bytes from the offset to the end of the file, for the ioctl FIONREAD. It is negative if the offset is beyond
+/// the end.
 pub(crate) fn count_unread(fd: c_int) -> Result<i64, c_int> {
     let mut held = match lock_stub(fd) {
         Entered::Held(held) => held,

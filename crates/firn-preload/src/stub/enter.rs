@@ -1,7 +1,7 @@
-//! How a call finds the entry of a stub.
+//! Locks the entry of a stub for a call.
 //!
-//! Every call looks first whether the number still is the file that was opened: no release by the kernel ends
-//! the lease of a descriptor that was closed by a raw call.
+//! Each call first checks whether the number still is the file that was opened. If the program has closed a stub by a raw
+//! system call, firnd does not notice, and the lease of the stub is still valid.
 
 use std::ffi::c_int;
 
@@ -13,17 +13,19 @@ use crate::table::{self, Entry, Held, mark_stub, stub_mark, stub_mark_of, tag};
 use crate::trees;
 use crate::vfork::in_vfork_child;
 
-/// How a call finds the descriptor.
+/// Result of locking the entry of a stub.
 pub(crate) enum Entered {
+    /// The entry is locked.
     Held(Held),
-    /// This thread was interrupted by a signal while it held the entry.
+    /// This thread holds the lock already: the caller is a signal handler that has interrupted a hook.
     Again(&'static Entry),
-    /// It is no stub (any more).
+    /// The descriptor is no stub.
     Not,
-    /// In a child of vfork(2), which has nothing of its own to keep what a stub needs.
+    /// The caller is in a child of vfork(2), which has no memory of its own for the state of a stub.
     Vforked,
 }
 
+/// Locks the entry of a descriptor if it is a stub. An inherited stub gets its entry here.
 pub(crate) fn lock_stub(fd: c_int) -> Entered {
     if in_vfork_child() {
         return Entered::Vforked;
@@ -31,12 +33,12 @@ pub(crate) fn lock_stub(fd: c_int) -> Entered {
     let Some(mut held) = table::lock_new_entry(fd) else {
         return table::entry_of(fd).map_or(Entered::Not, Entered::Again);
     };
-    let found = sys::identity(fd);
+    let current = sys::identity(fd);
     if held.tag == tag::STUB {
-        if found.is_some_and(|(identity, _)| identity == held.identity) {
+        if current.is_some_and(|(identity, _)| identity == held.identity) {
             return Entered::Held(held);
         }
-        // Closed by a raw call: firnd is told at once, and a firnd that is gone is not waited for.
+        // The stub was closed by a raw call. firnd is told now, without waiting for a firnd that is gone.
         let adopted = held.stub.adopted;
         let link = held.link;
         let token = held.token;
@@ -45,9 +47,9 @@ pub(crate) fn lock_stub(fd: c_int) -> Entered {
             connect::ask_firnd(link, Op::Release, token, 0);
         }
     }
-    // The first use in this process: inherited, or just opened.
+    // This is the first use of the descriptor in this process: it was inherited or just opened.
     held.reset();
-    match found {
+    match current {
         Some((identity, mode)) if is_regular(mode) && trees::is_stub_on(fd, identity.device) => {
             held.identity = identity;
             held.stub.flags = sys::fcntl(fd, libc::F_GETFL, 0) as c_int;
@@ -64,11 +66,12 @@ pub(crate) fn lock_stub(fd: c_int) -> Entered {
     }
 }
 
+/// Whether a mode is that of a regular file.
 pub(crate) fn is_regular(mode: u32) -> bool {
     mode & libc::S_IFMT == libc::S_IFREG
 }
 
-/// The number is no stub's any more.
+/// Forgets the stub of a number.
 pub(crate) fn forget_stub(held: &mut Held) {
     held.list.unmap_extents();
     held.reset();

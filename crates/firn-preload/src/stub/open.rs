@@ -1,4 +1,4 @@
-//! The life of a stub's descriptor: opened, copied, inherited, shared, closed.
+//! The life of a stub's descriptor: it is opened, copied, inherited, shared and closed.
 
 use std::ffi::c_int;
 use std::mem::MaybeUninit;
@@ -18,17 +18,21 @@ use crate::table::{self, Held, mark_stub, stub_mark};
 use crate::trees;
 use crate::vfork::in_vfork_child;
 
-/// A call just gave a descriptor of a regular file on `device`, opened with `flags`; whether it is a stub.
-/// `Err`: it is, and cannot be used.
+/// Descriptors that are checked if /proc is not there: the usual limit of a process.
+const USUAL_FD_LIMIT: c_int = 1024;
+
+/// Registers a descriptor of a regular file on `device` that was just opened with `flags`. Returns whether it is a stub. An
+/// error means that it is a stub and cannot be used.
 pub(crate) fn register_open(fd: c_int, device: u64, flags: c_int) -> Result<bool, c_int> {
     if in_vfork_child() || !trees::is_stub_on(fd, device) {
         return Ok(false);
     }
     if fd as usize >= table::FDS {
-        // The library has no room to keep it, and the kernel no bytes of it.
+        // The table has no entry for so high a number, and the kernel cannot serve a stub.
         return Err(libc::EMFILE);
     }
-    // The C library writes what it says before it ends a program to standard error by itself.
+    // The C library itself writes to standard error before it ends a program, and hooks do not see that. So the offset of a
+    // standard descriptor stays with the kernel.
     let is_standard = fd <= libc::STDERR_FILENO;
     mark_stub(
         fd,
@@ -43,7 +47,7 @@ pub(crate) fn register_open(fd: c_int, device: u64, flags: c_int) -> Result<bool
     };
     held.stub.flags |= flags & libc::O_TRUNC;
     if held.stub.flags & libc::O_PATH != 0 {
-        // fcntl(2) tells nothing of what it is used for.
+        // F_GETFL does not return the access mode of such a descriptor.
         held.stub.flags |= flags & libc::O_ACCMODE;
     }
     match adopt(&mut held) {
@@ -59,31 +63,31 @@ pub(crate) fn register_open(fd: c_int, device: u64, flags: c_int) -> Result<bool
     }
 }
 
-/// `fd` is a copy of a stub's descriptor.
+/// Registers a new descriptor that is a copy of a stub's descriptor.
 pub(crate) fn register_copy(fd: c_int) {
     if fd < 0 || in_vfork_child() {
         return;
     }
     mark_stub(fd, stub_mark::SHARED);
-    // At once: a stub without a name lives as long as firnd knows of an open descriptor.
+    // firnd is told at once, because a stub without a name lives only while firnd knows an open descriptor of it.
     if let Entered::Held(mut held) = lock_stub(fd) {
         let _ = adopt(&mut held);
     }
 }
 
-/// At the start of a program: descriptors that it inherited.
+/// Finds the stubs among the descriptors that a program has inherited, at its start.
 pub(crate) fn find_inherited() {
     if !trees::has_trees() {
         return;
     }
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let Ok(dir) = rustix::fs::openat(CWD, c"/proc/self/fd", flags, Mode::empty()) else {
-        (0..1024).for_each(mark_inherited);
+        (0..USUAL_FD_LIMIT).for_each(mark_inherited);
         return;
     };
     let dir = Descriptor::from(dir);
-    let mut room = [MaybeUninit::uninit(); 2048];
-    let mut entries = RawDir::new(&dir, &mut room);
+    let mut buffer = [MaybeUninit::uninit(); 2048];
+    let mut entries = RawDir::new(&dir, &mut buffer);
     while let Some(Ok(entry)) = entries.next() {
         let name = entry.file_name().to_str().ok();
         if let Some(fd) = name.and_then(|name| name.parse().ok())
@@ -100,7 +104,7 @@ fn mark_inherited(fd: c_int) {
     }
 }
 
-/// Others are about to get the descriptor: its offset is the kernel's from now on.
+/// Gives the offset of a stub back to the kernel for good, because other processes or descriptors are about to share it.
 pub(crate) fn share_offset(fd: c_int) {
     match lock_stub(fd) {
         Entered::Held(mut held) => {
@@ -114,7 +118,7 @@ pub(crate) fn share_offset(fd: c_int) {
     }
 }
 
-/// The descriptor's status flags may have changed.
+/// Reads the status flags of a stub again, because they may have changed.
 pub(crate) fn flags_changed(fd: c_int) {
     if let Entered::Held(mut held) = lock_stub(fd) {
         let status = sys::fcntl(fd, libc::F_GETFL, 0) as c_int;
@@ -122,7 +126,7 @@ pub(crate) fn flags_changed(fd: c_int) {
     }
 }
 
-/// Before close(2): what it returns, -errno where what was written could not be taken care of.
+/// Releases a stub before close(2). Returns the result for the program: 0, or `-errno` if the written bytes may be lost.
 pub(crate) fn close_stub(fd: c_int) -> isize {
     let Entered::Held(mut held) = lock_stub(fd) else {
         return 0;
@@ -139,7 +143,7 @@ pub(crate) fn close_stub(fd: c_int) -> isize {
     result
 }
 
-/// Tells firnd that the descriptor is closed. `once`: without retries, for a firnd that may be gone.
+/// Tells firnd that a descriptor is closed. With `once` it does not wait for a firnd that is gone.
 fn release_token(held: &mut Held, once: bool) -> Result<(), c_int> {
     give_back(held);
     if once {
@@ -149,7 +153,7 @@ fn release_token(held: &mut Held, once: bool) -> Result<(), c_int> {
     send_request(held, Op::Release, 0, 0, Payload::none()).map(drop)
 }
 
-/// The offset is the kernel's again.
+/// Gives a private offset back to the kernel.
 fn give_back(held: &mut Held) {
     if held.is_private() {
         offset::return_offset(held, |_| true);

@@ -1,4 +1,4 @@
-//! firnd as the fallback of a stub: what goes neither into a lease nor by a list goes over the data socket.
+//! firnd as the fallback of a stub: serves the bytes that neither a lease nor a list can serve, over the data socket.
 
 use std::ffi::c_int;
 
@@ -17,12 +17,12 @@ use crate::stub::request::{ask_size, send_request};
 use crate::stub::write::write_run;
 use crate::table::Held;
 
-/// Bytes that go by requests where there is no connection for leases.
+/// Bytes that are moved by requests after the loss of a connection, before leases are requested again.
 const UNCONNECTED_BYTES: u64 = 128 << 10;
-/// A read of at least this many bytes is worth asking for the list.
+/// Size from which a read is worth asking for a list.
 const LIST_BYTES_MIN: u64 = 4 << 10;
 
-/// firnd, over the data socket, as a descriptor's fallback.
+/// firnd over the data socket as the fallback of a descriptor.
 pub(crate) enum Socket {}
 
 impl Fallback for Socket {
@@ -37,7 +37,7 @@ impl Fallback for Socket {
             Some(reply) if connect::is_ok(&reply) => {
                 held.file_id = reply.file_id;
                 held.lease.clear_lease();
-                // With the grant.
+                // The first lease came with the grant.
                 held.lease.has_asked = true;
                 held.patience.note_grant();
                 held.stub.granted = true;
@@ -62,8 +62,8 @@ impl Fallback for Socket {
         if !held.patience.may_ask(total) || (total as u64) < LIST_BYTES_MIN {
             return false;
         }
-        let answer = fetch::fetch_known_list(held);
-        let is_listed = answer == Some(Status::Ok) && !held.list.extents().is_empty();
+        let status = fetch::fetch_known_list(held);
+        let is_listed = status == Some(Status::Ok) && !held.list.extents().is_empty();
         if !is_listed {
             held.list.unmap_extents();
             wait_longer_after(held, Reason::Refused);
@@ -132,7 +132,7 @@ impl Fallback for Socket {
             libc::SEEK_END => (ask_size(held)? as i64)
                 .checked_add(offset)
                 .ok_or(libc::EOVERFLOW)?,
-            // All of a file is data, up to its end: POSIX allows this answer where holes are not known.
+            // The whole file counts as data. POSIX allows this answer if holes are not known.
             libc::SEEK_DATA | libc::SEEK_HOLE => {
                 let size = ask_size(held)? as i64;
                 if offset < 0 || offset >= size {
