@@ -3,7 +3,7 @@
 use firn_direct::connection::Files;
 use firn_format::data_socket::{Extent, FILES_MAX, Reply, Status};
 
-use crate::connect::{self, Wanted};
+use crate::connect::{self, ExtentRequest};
 use crate::devices;
 use crate::list::files;
 use crate::sys;
@@ -20,8 +20,8 @@ pub(crate) fn fetch_list(held: &mut Held, at: u64) -> Option<Status> {
     let token = devices::first_token(held.token).or_else(|| devices::token_of(held.fd))?;
     held.list.map_extents()?;
     let mut request = ListRequest::new(held, at);
-    let (room, wanted) = (held.list.room()?, request.wanted());
-    let (link, first) = connect::connect_to_read(&token, wanted, room)?;
+    let (room, extent_request) = (held.list.room()?, request.extent_request());
+    let (link, first) = connect::connect_to_read(&token, extent_request, room)?;
     (held.link, held.token) = (link, token.token);
     match fetch_from(held, request, first)? {
         // A list without files of the backing is to cover the whole file. An empty list may have extents before `at`.
@@ -64,8 +64,8 @@ impl ListRequest {
         }
     }
 
-    fn wanted(&mut self) -> Wanted<'_> {
-        Wanted {
+    fn extent_request(&mut self) -> ExtentRequest<'_> {
+        ExtentRequest {
             from: self.from,
             files_max: self.files_max,
             files: &mut self.files,
@@ -76,7 +76,7 @@ impl ListRequest {
     fn ask(&mut self, held: &mut Held) -> Option<Reply> {
         let link = held.link;
         let token = held.token;
-        connect::ask_extents(link, token, self.wanted(), held.list.room()?)
+        connect::ask_extents(link, token, self.extent_request(), held.list.room()?)
     }
 }
 
@@ -162,7 +162,12 @@ pub(crate) fn is_valid(held: &mut Held) -> bool {
     }
     let mut request = ListRequest::new(held, BEYOND_FILES);
     let mut nothing = [];
-    let reply = connect::ask_extents(held.link, held.token, request.wanted(), &mut nothing);
+    let reply = connect::ask_extents(
+        held.link,
+        held.token,
+        request.extent_request(),
+        &mut nothing,
+    );
     let Some(reply) = reply.filter(connect::is_ok) else {
         return false;
     };
