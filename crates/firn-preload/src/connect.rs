@@ -563,8 +563,8 @@ fn number_of(index: usize, attempts: u32) -> u32 {
 
 /// Marks a descriptor as the library's own, or removes that mark. Hooks do not touch such descriptors.
 fn set_internal(fd: c_int, internal: bool) {
-    if let Some(mut held) = table::lock_new_entry(fd) {
-        held.set_tag(if internal { tag::INTERNAL } else { tag::NONE });
+    if let Some(mut locked) = table::lock_new_entry(fd) {
+        locked.set_tag(if internal { tag::INTERNAL } else { tag::NONE });
     }
 }
 

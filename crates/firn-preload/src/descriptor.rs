@@ -21,43 +21,43 @@ use crate::list::copy;
 use crate::memory::{Source, Target};
 use crate::offset::{Claim, current_offset, set_offset};
 use crate::report::{self, Call};
-use crate::table::Held;
+use crate::table::LockedEntry;
 
 /// Writes `total` bytes of a source, into leases as far as possible.
 pub(crate) fn write_descriptor<F: Fallback>(
-    mut held: Held,
+    mut locked: LockedEntry,
     source: Source<'_>,
     (at, total): (Option<u64>, usize),
     call: Call,
 ) -> Handled {
-    let uses_leases = F::may_lease(&mut held, total) && source.is_good();
+    let uses_leases = F::may_lease(&mut locked, total) && source.is_accessible();
     if !uses_leases {
-        held = match F::leave(held, None, at, call) {
-            Ok(held) => held,
+        locked = match F::leave(locked, None, at, call) {
+            Ok(locked) => locked,
             Err(handled) => return handled,
         };
     }
-    let claim = Claim::of_range(&mut held, at, total);
+    let claim = Claim::of_range(&mut locked, at, total);
     if claim.is_beyond_files() {
-        claim.cut_back(&held, 0);
-        return match F::leave(held, None, at, call) {
+        claim.cut_back(&locked, 0);
+        return match F::leave(locked, None, at, call) {
             // The kernel reports the same if offset and length together are too large.
             Ok(_) => Handled::of(Err(libc::EINVAL)),
             Err(handled) => handled,
         };
     }
     let (done, lost) = if uses_leases {
-        fill::fill_leases(&mut held, source, claim.offset, total)
+        fill::fill_leases(&mut locked, source, claim.offset, total)
     } else {
         (0, None)
     };
-    finish_write::<F>(held, source, claim, (at, total), (done, lost), call)
+    finish_write::<F>(locked, source, claim, (at, total), (done, lost), call)
 }
 
 /// Finishes a write of which `done` bytes are in leases: the fallback writes the rest. `lost` is the reason if a lease was
 /// lost before that.
 pub(crate) fn finish_write<F: Fallback>(
-    mut held: Held,
+    mut locked: LockedEntry,
     source: Source<'_>,
     mut claim: Claim,
     (at, total): (Option<u64>, usize),
@@ -69,13 +69,13 @@ pub(crate) fn finish_write<F: Fallback>(
         return Handled::Done(done as isize);
     }
     if let Some(lost) = lost {
-        held = match F::lease_lost(held, &mut claim, lost, done, call) {
-            Ok(held) => held,
+        locked = match F::lease_lost(locked, &mut claim, lost, done, call) {
+            Ok(locked) => locked,
             Err(handled) => return handled,
         };
         if done == 0 {
-            held = match F::leave(held, Some(&mut claim), at, call) {
-                Ok(held) => held,
+            locked = match F::leave(locked, Some(&mut claim), at, call) {
+                Ok(locked) => locked,
                 Err(handled) => return handled,
             };
         }
@@ -83,7 +83,7 @@ pub(crate) fn finish_write<F: Fallback>(
     report::count_kernel(call);
     let mut failed = None;
     for run in source.runs(done, total - done) {
-        match F::write_at(&mut held, run, claim.offset.wrapping_add(done as u64)) {
+        match F::write_at(&mut locked, run, claim.offset.wrapping_add(done as u64)) {
             Ok(more) => {
                 done += more;
                 if more < run.len() {
@@ -96,71 +96,71 @@ pub(crate) fn finish_write<F: Fallback>(
             }
         }
     }
-    claim.settle_offset(&held, done);
+    claim.settle_offset(&locked, done);
     Handled::of(failed.map_or(Ok(done), |error| error.after(done)))
 }
 
 /// Reads up to `total` bytes, by the list if there is one, else by the fallback.
 pub(crate) fn read_descriptor<F: Fallback>(
-    mut held: Held,
+    mut locked: LockedEntry,
     target: Target<'_>,
     (at, total): (Option<u64>, usize),
     call: Call,
 ) -> Handled {
-    let is_listed = F::has_list(&mut held, at, total);
+    let is_listed = F::has_list(&mut locked, at, total);
     if !is_listed {
-        held = match F::leave(held, None, at, call) {
-            Ok(held) => held,
+        locked = match F::leave(locked, None, at, call) {
+            Ok(locked) => locked,
             Err(handled) => return handled,
         };
     }
-    let mut claim = Claim::of_range(&mut held, at, total);
+    let mut claim = Claim::of_range(&mut locked, at, total);
     if claim.offset > i64::MAX as u64 {
         return Handled::of(Err(libc::EINVAL));
     }
     if is_listed {
-        held = match read_by_list::<F>(held, target, &mut claim, (at, total), call) {
-            Ok(held) => held,
+        locked = match read_by_list::<F>(locked, target, &mut claim, (at, total), call) {
+            Ok(locked) => locked,
             Err(handled) => return handled,
         };
     }
     report::count_kernel(call);
-    let result = read_by_fallback::<F>(&mut held, target, claim.offset, total);
-    claim.settle_offset(&held, result.unwrap_or(0));
+    let result = read_by_fallback::<F>(&mut locked, target, claim.offset, total);
+    claim.settle_offset(&locked, result.unwrap_or(0));
     Handled::of(result)
 }
 
 /// Reads by the list. `Err` is the end of the call, with its result. `Ok` means that the fallback must serve the call.
 fn read_by_list<F: Fallback>(
-    mut held: Held,
+    mut locked: LockedEntry,
     target: Target<'_>,
     claim: &mut Claim,
     (at, total): (Option<u64>, usize),
     call: Call,
-) -> Result<Held, Handled> {
-    let left = held.list.size().saturating_sub(claim.offset);
+) -> Result<LockedEntry, Handled> {
+    let left = locked.list.size().saturating_sub(claim.offset);
     let expected = total.min(usize::try_from(left).unwrap_or(usize::MAX));
-    if !target.is_good(expected) {
-        return F::leave(held, Some(claim), at, call);
+    if !target.is_accessible(expected) {
+        return F::leave(locked, Some(claim), at, call);
     }
-    let Some(done) = copy::copy_out::<F>(&mut held, target, claim.offset, total) else {
-        return F::list_lost(held, claim, at, call);
+    let Some(done) = copy::copy_out::<F>(&mut locked, target, claim.offset, total) else {
+        return F::list_lost(locked, claim, at, call);
     };
-    claim.settle_offset(&held, done);
+    claim.settle_offset(&locked, done);
     report::count_direct(call, done);
     Err(Handled::Done(done as isize))
 }
 
 /// Reads by the fallback. Returns the number of bytes, or an errno if the first read failed.
 pub(crate) fn read_by_fallback<F: Fallback>(
-    held: &mut Held,
+    locked: &mut LockedEntry,
     target: Target<'_>,
     offset: u64,
     total: usize,
 ) -> Result<usize, c_int> {
     let mut done = 0;
     for run in target.runs(0, total) {
-        match F::read_at(held, run, offset.wrapping_add(done as u64)) {
+        match F::read_at(locked, run, offset.wrapping_add(done as u64)) {
             Ok(count) => {
                 done += count;
                 if count < run.len() {
@@ -175,32 +175,40 @@ pub(crate) fn read_by_fallback<F: Fallback>(
 }
 
 /// lseek(2).
-pub(crate) fn seek_descriptor<F: Fallback>(mut held: Held, offset: i64, whence: c_int) -> Handled {
-    if !F::has_offset(&held) {
-        return Handled::Forward(Ticket::of(held.entry));
+pub(crate) fn seek_descriptor<F: Fallback>(
+    mut locked: LockedEntry,
+    offset: i64,
+    whence: c_int,
+) -> Handled {
+    if !F::has_offset(&locked) {
+        return Handled::Forward(Ticket::of(locked.entry));
     }
-    match seek_to::<F>(&mut held, offset, whence) {
+    match seek_to::<F>(&mut locked, offset, whence) {
         Ok(target) => Handled::Done(target as isize),
         Err(errno) => Handled::Done(-(errno as isize)),
     }
 }
 
 /// Sets the offset as lseek(2) does, and returns it.
-fn seek_to<F: Fallback>(held: &mut Held, offset: i64, whence: c_int) -> Result<u64, c_int> {
+fn seek_to<F: Fallback>(
+    locked: &mut LockedEntry,
+    offset: i64,
+    whence: c_int,
+) -> Result<u64, c_int> {
     report::count_direct(Call::Lseek, 0);
-    let current = |held: &Held| current_offset(held) as i64;
+    let current = |locked: &LockedEntry| current_offset(locked) as i64;
     let target = match whence {
         libc::SEEK_SET => offset,
-        libc::SEEK_CUR => current(held).checked_add(offset).ok_or(libc::EOVERFLOW)?,
+        libc::SEEK_CUR => current(locked).checked_add(offset).ok_or(libc::EOVERFLOW)?,
         _ => {
-            let target = F::seek_in_file(held, offset, whence)?;
-            set_offset(held, target);
+            let target = F::seek_in_file(locked, offset, whence)?;
+            set_offset(locked, target);
             return Ok(target);
         }
     };
     let target = u64::try_from(target).map_err(|_| libc::EINVAL)?;
     if whence == libc::SEEK_SET || offset != 0 {
-        set_offset(held, target);
+        set_offset(locked, target);
     }
     Ok(target)
 }

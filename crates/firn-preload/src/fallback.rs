@@ -12,7 +12,7 @@ use crate::lease::LeaseLost;
 use crate::memory::{Readable, Run, Writable};
 use crate::offset::Claim;
 use crate::report::{self, Call, Reason};
-use crate::table::Held;
+use crate::table::LockedEntry;
 
 /// Why bytes were not written, with the errno for the program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,54 +46,62 @@ impl WriteError {
 /// means the descriptor's own offset.
 pub(crate) trait Fallback {
     /// Returns whether a write may use leases. It asks firnd for a grant if it is time for that.
-    fn may_lease(held: &mut Held, total: usize) -> bool;
+    fn may_lease(locked: &mut LockedEntry, total: usize) -> bool;
     /// Returns whether the descriptor has a list. It asks firnd for one if that is worth it.
-    fn has_list(held: &mut Held, at: Option<u64>, total: usize) -> bool;
+    fn has_list(locked: &mut LockedEntry, at: Option<u64>, total: usize) -> bool;
     /// Gives up direct access for a call. A fallback that is the kernel gives the offset back and ends the call here.
     fn leave(
-        held: Held,
+        locked: LockedEntry,
         claim: Option<&mut Claim>,
         at: Option<u64>,
         call: Call,
-    ) -> Result<Held, Handled>;
+    ) -> Result<LockedEntry, Handled>;
     /// Handles the loss of a lease after `done` bytes of a claim.
     fn lease_lost(
-        held: Held,
+        locked: LockedEntry,
         claim: &mut Claim,
         lost: LeaseLost,
         done: usize,
         call: Call,
-    ) -> Result<Held, Handled>;
+    ) -> Result<LockedEntry, Handled>;
     /// Handles a list that has become void, so that the bytes copied by it do not count.
     fn list_lost(
-        held: Held,
+        locked: LockedEntry,
         claim: &mut Claim,
         at: Option<u64>,
         call: Call,
-    ) -> Result<Held, Handled>;
+    ) -> Result<LockedEntry, Handled>;
     /// Writes a run at an offset. Returns the number of bytes, which may be less than the run has.
-    fn write_at(held: &mut Held, run: Run<'_, Readable>, at: u64) -> Result<usize, WriteError>;
+    fn write_at(
+        locked: &mut LockedEntry,
+        run: Run<'_, Readable>,
+        at: u64,
+    ) -> Result<usize, WriteError>;
     /// Reads into a run from an offset. Returns the number of bytes; 0 at the end of the file.
-    fn read_at(held: &mut Held, run: Run<'_, Writable>, at: u64) -> Result<usize, c_int>;
+    fn read_at(locked: &mut LockedEntry, run: Run<'_, Writable>, at: u64) -> Result<usize, c_int>;
     /// Returns the target of an lseek(2) from the end of the file, to data or to a hole.
-    fn seek_in_file(held: &mut Held, offset: i64, whence: c_int) -> Result<u64, c_int>;
+    fn seek_in_file(locked: &mut LockedEntry, offset: i64, whence: c_int) -> Result<u64, c_int>;
     /// Whether this library can serve lseek(2) of the descriptor.
-    fn has_offset(held: &Held) -> bool;
+    fn has_offset(locked: &LockedEntry) -> bool;
 }
 
 /// Postpones the next question for a grant after a lease was lost. If there is no connection, `unconnected_bytes` must be
 /// moved by the fallback first.
-pub(crate) fn wait_after_lost_lease(held: &mut Held, lost: LeaseLost, unconnected_bytes: u64) {
+pub(crate) fn wait_after_lost_lease(
+    locked: &mut LockedEntry,
+    lost: LeaseLost,
+    unconnected_bytes: u64,
+) {
     match lost {
         LeaseLost::Full => {
-            held.patience.wait_for_room();
+            locked.ask_policy.wait_for_room();
             report::count_left(Reason::NoRoom);
         }
         LeaseLost::NoConnection | LeaseLost::Limited => {
-            held.patience.wait_for(unconnected_bytes);
+            locked.ask_policy.wait_for(unconnected_bytes);
             report::count_left(Reason::NoConnection);
         }
-        LeaseLost::Revoked => wait_longer_after(held, Reason::Revoked),
+        LeaseLost::Revoked => wait_longer_after(locked, Reason::Revoked),
     }
 }
 
@@ -103,7 +111,7 @@ pub(crate) fn is_full(reply: &Reply) -> bool {
 }
 
 /// Counts a grant or a list that has ended, and postpones the next question if it has brought little.
-pub(crate) fn wait_longer_after(held: &mut Held, reason: Reason) {
+pub(crate) fn wait_longer_after(locked: &mut LockedEntry, reason: Reason) {
     report::count_left(reason);
-    held.patience.wait_longer();
+    locked.ask_policy.wait_longer();
 }

@@ -32,6 +32,7 @@
 //!
 //! `FIRN_PRELOAD=off` turns the library off. `FIRN_PRELOAD_REPORT=1` prints at exit how many calls used direct access.
 
+mod ask_policy;
 mod c_library;
 mod connect;
 mod cookie;
@@ -48,7 +49,6 @@ mod mapping;
 mod memory;
 mod offset;
 mod opened;
-mod patience;
 mod probe;
 mod real;
 mod report;

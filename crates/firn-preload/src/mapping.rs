@@ -194,9 +194,9 @@ fn keep_open(fd: c_int) -> Option<c_int> {
     let copy = rustix::io::fcntl_dupfd_cloexec(sys::borrow(fd)?, OWN_FD_MIN);
     let copy = copy.ok()?.into_raw_fd();
     match table::lock_new_entry(copy) {
-        Some(mut held) => {
-            held.reset();
-            held.set_tag(tag::INTERNAL);
+        Some(mut locked) => {
+            locked.reset();
+            locked.set_tag(tag::INTERNAL);
             Some(copy)
         }
         None => {
@@ -208,10 +208,10 @@ fn keep_open(fd: c_int) -> Option<c_int> {
 
 /// Closes such a copy.
 fn close_kept(fd: c_int) {
-    if let Some(mut held) = table::lock_new_entry(fd)
-        && held.tag == tag::INTERNAL
+    if let Some(mut locked) = table::lock_new_entry(fd)
+        && locked.tag == tag::INTERNAL
     {
-        held.set_tag(tag::NONE);
+        locked.set_tag(tag::NONE);
     }
     sys::close(fd);
 }

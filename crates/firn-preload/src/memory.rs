@@ -114,7 +114,7 @@ impl<'a, Access> ProgramMemory<'a, Access> {
 
 impl Source<'_> {
     /// Whether the first and the last byte of each part can be read.
-    pub(crate) fn is_good(self) -> bool {
+    pub(crate) fn is_accessible(self) -> bool {
         self.parts
             .iter()
             .all(|part| probe::is_readable(part.iov_base, part.iov_len))
@@ -123,7 +123,7 @@ impl Source<'_> {
 
 impl Target<'_> {
     /// Whether the first and the last byte of each part can be written, within the first `len` bytes.
-    pub(crate) fn is_good(self, len: usize) -> bool {
+    pub(crate) fn is_accessible(self, len: usize) -> bool {
         self.runs(0, len)
             .all(|run| probe::is_writable(run.start.cast(), run.len))
     }
@@ -187,7 +187,7 @@ impl<'a> Run<'a, Readable> {
 
     /// Whether the first and the last byte can be read.
     #[inline(always)]
-    pub(crate) fn is_good(self) -> bool {
+    pub(crate) fn is_accessible(self) -> bool {
         probe::is_readable(self.start.cast(), self.len)
     }
 

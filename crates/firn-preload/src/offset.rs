@@ -14,7 +14,7 @@ use std::sync::atomic::Ordering;
 
 use crate::handled::Handled;
 use crate::sys;
-use crate::table::{self, Entry, Held};
+use crate::table::{self, Entry, LockedEntry};
 
 /// The range of a file that a call works on.
 pub(crate) struct Claim {
@@ -42,8 +42,8 @@ enum ClaimOrigin {
 impl Claim {
     /// Claims `total` bytes at `at`, or at the descriptor's offset, which moves behind them.
     #[inline(always)]
-    pub(crate) fn of_range(held: &mut Held, at: Option<u64>, total: usize) -> Self {
-        Self::of_entry(held.entry, held.fd, at, total)
+    pub(crate) fn of_range(locked: &mut LockedEntry, at: Option<u64>, total: usize) -> Self {
+        Self::of_entry(locked.entry, locked.fd, at, total)
     }
 
     /// Does the same as [`Claim::of_range`] in a signal handler whose thread holds the lock of the entry.
@@ -90,8 +90,8 @@ impl Claim {
     }
 
     /// Cuts the claim back to its first `done` bytes. Returns false if a later claim depends on where it ends.
-    pub(crate) fn cut_back(&self, held: &Held, done: usize) -> bool {
-        self.cut_back_entry(held.entry, held.fd, done)
+    pub(crate) fn cut_back(&self, locked: &LockedEntry, done: usize) -> bool {
+        self.cut_back_entry(locked.entry, locked.fd, done)
     }
 
     /// Does the same as [`Claim::cut_back`] in a signal handler whose thread holds the lock of the entry.
@@ -132,13 +132,13 @@ impl Claim {
     }
 
     /// Ends the claim after `done` bytes were used, and moves the offset to their end if it is not there.
-    pub(crate) fn settle_offset(&self, held: &Held, done: usize) {
+    pub(crate) fn settle_offset(&self, locked: &LockedEntry, done: usize) {
         match self.origin {
             ClaimOrigin::GivenBack(given_at) if done > given_at => {
-                sys::lseek(held.fd, (done - given_at) as i64, libc::SEEK_CUR);
+                sys::lseek(locked.fd, (done - given_at) as i64, libc::SEEK_CUR);
             }
             ClaimOrigin::Private | ClaimOrigin::Shared if done < self.total => {
-                self.cut_back(held, done);
+                self.cut_back(locked, done);
             }
             _ => {}
         }
@@ -149,16 +149,16 @@ impl Claim {
 const PARKED: i64 = i64::MAX;
 
 /// Makes the offset private, at the kernel's current value, and parks the kernel's one. Returns whether that was possible.
-pub(crate) fn make_private(held: &mut Held) -> bool {
+pub(crate) fn make_private(locked: &mut LockedEntry) -> bool {
     // A signal handler that wrote between the two calls of lseek(2) would move an offset that was read already.
     sys::without_signals(|| {
-        let offset = sys::lseek(held.fd, 0, libc::SEEK_CUR);
-        held.entry.offset.store(offset as u64, Ordering::Relaxed);
+        let offset = sys::lseek(locked.fd, 0, libc::SEEK_CUR);
+        locked.entry.offset.store(offset as u64, Ordering::Relaxed);
         // A parked offset means that another process has taken the descriptor unseen, and has made its offset private.
         let is_usable = offset >= 0 && offset as i64 != PARKED;
-        held.set_private(is_usable && sys::lseek(held.fd, PARKED, libc::SEEK_SET) >= 0);
+        locked.set_private(is_usable && sys::lseek(locked.fd, PARKED, libc::SEEK_SET) >= 0);
     });
-    held.is_private()
+    locked.is_private()
 }
 
 /// Asks the kernel for the target of an lseek(2) of a descriptor with a private offset, and parks the kernel's offset again.
@@ -173,21 +173,21 @@ pub(crate) fn seek_in_kernel(fd: c_int, offset: i64, whence: c_int) -> isize {
 
 /// Gives a private offset back to the kernel. The kernel's offset is set only if `is_same` confirms that the number still is
 /// the same file.
-pub(crate) fn return_offset(held: &mut Held, is_same: impl FnOnce(&Held) -> bool) {
+pub(crate) fn return_offset(locked: &mut LockedEntry, is_same: impl FnOnce(&LockedEntry) -> bool) {
     sys::without_signals(|| {
-        held.set_private(false);
-        if is_same(held) {
-            held.entry.copy_offset_to_kernel(held.fd);
+        locked.set_private(false);
+        if is_same(locked) {
+            locked.entry.copy_offset_to_kernel(locked.fd);
         }
     });
 }
 
 /// Returns the current offset, private or the kernel's.
-pub(crate) fn current_offset(held: &Held) -> u64 {
-    if held.is_private() {
-        held.entry.offset.load(Ordering::Relaxed)
+pub(crate) fn current_offset(locked: &LockedEntry) -> u64 {
+    if locked.is_private() {
+        locked.entry.offset.load(Ordering::Relaxed)
     } else {
-        sys::lseek(held.fd, 0, libc::SEEK_CUR) as u64
+        sys::lseek(locked.fd, 0, libc::SEEK_CUR) as u64
     }
 }
 
@@ -200,8 +200,8 @@ pub(crate) fn private_offset(fd: c_int) -> Option<u64> {
 }
 
 /// Sets the current offset, private or the kernel's.
-pub(crate) fn set_offset(held: &Held, offset: u64) {
-    set_offset_of_entry(held.entry, held.fd, offset);
+pub(crate) fn set_offset(locked: &LockedEntry, offset: u64) {
+    set_offset_of_entry(locked.entry, locked.fd, offset);
 }
 
 /// Does the same as [`set_offset`] in a signal handler whose thread holds the lock of the entry.

@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 
 use crate::devices;
 use crate::report::{self, Reason};
-use crate::sharing::Moment;
+use crate::sharing::SharingCount;
 use crate::stub;
 use crate::sys::{self, Identity};
 use crate::table::{self, ACTIVE, tag};
@@ -19,7 +19,7 @@ const UNSUPPORTED_FLAGS: c_int = libc::O_APPEND | libc::O_SYNC | libc::O_DSYNC |
 
 /// The user of a new descriptor.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum By {
+pub(crate) enum OpenedBy {
     /// The program itself.
     Program,
     /// libstdc++, which has opened the file by stdio but reads and writes the descriptor itself.
@@ -30,19 +30,24 @@ pub(crate) enum By {
 
 /// The kind of a new descriptor.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Noted {
+pub(crate) enum NewDescriptor {
     /// A stub.
     Stub,
     /// A stub that cannot be used, with the errno for the program.
     Unusable(c_int),
     /// No stub.
-    Else,
+    Other,
 }
 
 /// Registers a new descriptor that was opened with `flags`. `before` was taken before the file was opened. It keeps errno.
-pub(crate) fn note_open(fd: c_int, flags: c_int, before: &Moment, by: By) -> Noted {
+pub(crate) fn register_opened(
+    fd: c_int,
+    flags: c_int,
+    before: &SharingCount,
+    by: OpenedBy,
+) -> NewDescriptor {
     if fd < 0 || ACTIVE.load(Ordering::Relaxed) == 0 {
-        return Noted::Else;
+        return NewDescriptor::Other;
     }
     if table::tag_of(fd) != tag::NONE {
         forget_stale(fd);
@@ -50,17 +55,17 @@ pub(crate) fn note_open(fd: c_int, flags: c_int, before: &Moment, by: By) -> Not
     let path_only = flags & libc::O_PATH != 0
         || flags & libc::O_DIRECTORY != 0 && flags & libc::O_TMPFILE != libc::O_TMPFILE;
     let Some((identity, mode)) = sys::identity(fd).filter(|_| !path_only) else {
-        return Noted::Else;
+        return NewDescriptor::Other;
     };
     if mode & libc::S_IFMT == libc::S_IFREG {
         match stub::register_open(fd, identity.device, flags) {
-            Ok(true) => return Noted::Stub,
-            Err(errno) => return Noted::Unusable(errno),
+            Ok(true) => return NewDescriptor::Stub,
+            Err(errno) => return NewDescriptor::Unusable(errno),
             Ok(false) => {}
         }
     }
     note_on_mount(fd, flags, (identity, mode), before, by);
-    Noted::Else
+    NewDescriptor::Other
 }
 
 /// Registers a new descriptor of a regular file on a mount, unless its flags or its user rule direct access out.
@@ -68,8 +73,8 @@ fn note_on_mount(
     fd: c_int,
     flags: c_int,
     (identity, mode): (Identity, u32),
-    before: &Moment,
-    by: By,
+    before: &SharingCount,
+    by: OpenedBy,
 ) {
     if mode & libc::S_IFMT != libc::S_IFREG {
         return;
@@ -81,22 +86,22 @@ fn note_on_mount(
         return report::count_left(Reason::Flags);
     }
     // A stdio stream with its own buffer uses descriptors 0 to 2 already.
-    if by == By::Stdio || fd <= libc::STDERR_FILENO {
+    if by == OpenedBy::Stdio || fd <= libc::STDERR_FILENO {
         return report::count_left(Reason::Stdio);
     }
     let writes = flags & libc::O_ACCMODE != libc::O_RDONLY;
-    let Some(mut held) = table::lock_new_entry(fd) else {
+    let Some(mut locked) = table::lock_new_entry(fd) else {
         return;
     };
-    held.reset();
-    held.identity = identity;
-    held.token = token;
-    held.patience.begin_small();
-    held.entry.in_kernel.store(0, Ordering::Relaxed);
-    held.set_tag(if writes { tag::WRITER } else { tag::READER });
+    locked.reset();
+    locked.identity = identity;
+    locked.token = token;
+    locked.ask_policy.begin_small();
+    locked.entry.in_kernel.store(0, Ordering::Relaxed);
+    locked.set_tag(if writes { tag::WRITER } else { tag::READER });
     // Another thread has begun a fork or exec since the file was opened, so a child may share the descriptor.
     if !before.is_undisturbed() {
-        held.set_tag(tag::NONE);
+        locked.set_tag(tag::NONE);
         report::count_left(Reason::Shared);
     }
 }
@@ -107,12 +112,12 @@ pub(crate) fn forget_stale(fd: c_int) {
         stub::close_stub(fd);
         return;
     }
-    if let table::Entered::Held(mut held) = table::lock_entry(fd)
+    if let table::Entered::Locked(mut locked) = table::lock_entry(fd)
         && table::is_owner()
-        && held.tag != tag::INTERNAL
+        && locked.tag != tag::INTERNAL
     {
-        held.list.unmap_extents();
-        held.set_private(false);
-        held.set_tag(tag::NONE);
+        locked.list.unmap_extents();
+        locked.set_private(false);
+        locked.set_tag(tag::NONE);
     }
 }

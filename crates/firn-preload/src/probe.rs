@@ -84,11 +84,11 @@ impl Pages {
 /// Probes a page, and remembers it if it is good.
 #[cold]
 fn remember(slot: &AtomicUsize, page_and_era: usize, probe: fn(usize) -> bool) -> bool {
-    let is_good = probe(page_and_era & !(PAGE - 1));
-    if is_good {
+    let is_accessible = probe(page_and_era & !(PAGE - 1));
+    if is_accessible {
         slot.store(page_and_era, Ordering::Relaxed);
     }
-    is_good
+    is_accessible
 }
 
 /// Whether a buffer is so short that a write of it may take the fast path.

@@ -18,11 +18,11 @@ pub(crate) fn share_descriptor(fd: c_int) {
         return stub::share_offset(fd);
     }
     match table::lock_entry(fd) {
-        Entered::Held(held) if held.tag != tag::INTERNAL => {
-            kernel::leave_for_good(held, Reason::Shared)
+        Entered::Locked(locked) if locked.tag != tag::INTERNAL => {
+            kernel::leave_for_good(locked, Reason::Shared)
         }
         // This is a signal handler that has interrupted a hook. The private offset already includes the hook's claim.
-        Entered::Again(entry) if entry.is_private() => {
+        Entered::Interrupted(entry) if entry.is_private() => {
             entry.copy_offset_to_kernel(fd);
         }
         _ => {}

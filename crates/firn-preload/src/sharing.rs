@@ -46,11 +46,11 @@ pub(crate) fn is_under_way() -> bool {
 }
 
 /// The count at some moment. A caller takes it before it opens a file.
-pub(crate) struct Moment {
+pub(crate) struct SharingCount {
     total: u64,
 }
 
-impl Moment {
+impl SharingCount {
     /// Takes the current count.
     #[inline(always)]
     pub(crate) fn now() -> Self {

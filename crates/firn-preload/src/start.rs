@@ -9,8 +9,8 @@ use std::sync::atomic::Ordering;
 use crate::hook::stream;
 use crate::table::{self, ACTIVE, tag};
 use crate::{
-    c_library, connect, devices, list, lock, patience, real, report, share, sharing, stub, summary,
-    trees,
+    ask_policy, c_library, connect, devices, list, lock, real, report, share, sharing, stub,
+    summary, trees,
 };
 
 #[used]
@@ -56,13 +56,13 @@ extern "C" fn start(_argc: c_int, argv: *const *const c_char, envp: *const *cons
     trees::begin_trees(dir);
     firn_direct::processor::take_from_c_library();
     stub::set_wait_limit(wait);
-    patience::set_direct_after(direct_after);
+    ask_policy::set_direct_after(direct_after);
     ACTIVE.store(u32::from(sees_forks), Ordering::Release);
     if sees_forks {
         stub::find_inherited();
         (0..3)
             .filter(|fd| table::tag_of(*fd) == tag::STUB)
-            .for_each(stream::stub_at);
+            .for_each(stream::replace_stream_of_stub);
     }
 }
 

@@ -11,17 +11,17 @@
 //! * [`STUBS`] says which descriptors are stubs. It is not wiped, because a child has these stubs too and the kernel cannot
 //!   serve them. So the tag zero makes a process look there first.
 //! * A tag may be out of date. Only the entry, under its lock, is decisive. Tags are changed under the lock.
-//! * While [`Held::is_private`], `Entry::offset` is the descriptor's offset, and the kernel's offset is stale. The offset
+//! * While [`LockedEntry::is_private`], `Entry::offset` is the descriptor's offset, and the kernel's offset is stale. The offset
 //!   does not become private while a call that uses the kernel's offset is under way (`Entry::in_kernel`).
 
 use std::ffi::c_int;
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 
+use crate::ask_policy::AskPolicy;
 use crate::lease::LeaseSlot;
 use crate::list::List;
 use crate::lock::{Guard, Locked};
-use crate::patience::Patience;
 use crate::stub::state::StubState;
 use crate::sys::{self, Identity};
 use crate::trees;
@@ -159,7 +159,7 @@ pub(crate) struct Inner {
     /// File id in piece records.
     pub(crate) file_id: u64,
     /// Decides when firnd is asked for a grant or a list.
-    pub(crate) patience: Patience,
+    pub(crate) ask_policy: AskPolicy,
     /// State that only a stub has.
     pub(crate) stub: StubState,
     /// The lease that writes fill.
@@ -206,7 +206,7 @@ impl Inner {
             },
             token: 0,
             file_id: 0,
-            patience: Patience::new(),
+            ask_policy: AskPolicy::new(),
             stub: StubState::new(),
             lease: LeaseSlot::new(),
             list: List::new(),
@@ -215,13 +215,13 @@ impl Inner {
 }
 
 /// A locked entry. Dropping it unlocks the entry.
-pub(crate) struct Held {
+pub(crate) struct LockedEntry {
     pub(crate) fd: c_int,
     pub(crate) entry: &'static Entry,
     inner: Guard<'static, Inner>,
 }
 
-impl Deref for Held {
+impl Deref for LockedEntry {
     type Target = Inner;
     #[inline(always)]
     fn deref(&self) -> &Inner {
@@ -229,14 +229,14 @@ impl Deref for Held {
     }
 }
 
-impl DerefMut for Held {
+impl DerefMut for LockedEntry {
     #[inline(always)]
     fn deref_mut(&mut self) -> &mut Inner {
         &mut self.inner
     }
 }
 
-impl Held {
+impl LockedEntry {
     /// Whether the offset is private to this process.
     #[inline(always)]
     pub(crate) fn is_private(&self) -> bool {
@@ -269,11 +269,11 @@ impl Held {
 /// Result of locking the entry of a descriptor.
 pub(crate) enum Entered {
     /// The entry is locked.
-    Held(Held),
+    Locked(LockedEntry),
     /// This thread holds the lock already: the caller is a signal handler that has interrupted a hook.
-    Again(&'static Entry),
+    Interrupted(&'static Entry),
     /// The descriptor is of no interest to the library.
-    Not,
+    NotServed,
 }
 
 /// Returns the tag of a descriptor. It takes one load, except at the first use of a descriptor.
@@ -321,31 +321,31 @@ fn look_up(fd: c_int) -> u32 {
 #[inline(always)]
 pub(crate) fn lock_entry(fd: c_int) -> Entered {
     if in_vfork_child() {
-        return Entered::Not;
+        return Entered::NotServed;
     }
     let Some(entry) = TABLE.entries.get(fd as usize) else {
-        return Entered::Not;
+        return Entered::NotServed;
     };
     let Some(inner) = entry.inner.take_lock() else {
-        return Entered::Again(entry);
+        return Entered::Interrupted(entry);
     };
-    let held = Held { fd, entry, inner };
-    if matches!(held.tag, tag::UNKNOWN | tag::NONE) {
-        Entered::Not
+    let locked = LockedEntry { fd, entry, inner };
+    if matches!(locked.tag, tag::UNKNOWN | tag::NONE) {
+        Entered::NotServed
     } else {
-        Entered::Held(held)
+        Entered::Locked(locked)
     }
 }
 
 /// Locks the entry of a descriptor even if the library does not know it yet. Returns `None` if this process may not use the
 /// table, if the descriptor is too high, or if this thread holds the lock.
-pub(crate) fn lock_new_entry(fd: c_int) -> Option<Held> {
+pub(crate) fn lock_new_entry(fd: c_int) -> Option<LockedEntry> {
     if in_vfork_child() || !is_owner() {
         return None;
     }
     let entry = TABLE.entries.get(fd as usize)?;
     let inner = entry.inner.take_lock()?;
-    Some(Held { fd, entry, inner })
+    Some(LockedEntry { fd, entry, inner })
 }
 
 /// Whether the table belongs to this process. A child of fork(2) finds an empty table and takes it over.

@@ -7,7 +7,7 @@ use crate::connect::{self, ExtentRequest};
 use crate::devices;
 use crate::list::files;
 use crate::sys;
-use crate::table::{Held, tag};
+use crate::table::{LockedEntry, tag};
 
 /// Maximum number of requests for one read beyond the end of a list.
 const REQUESTS_MAX: u32 = 64;
@@ -16,26 +16,26 @@ const BEYOND_FILES: u64 = i64::MAX as u64;
 
 /// Fetches a list for a read at the offset `at`, over a new connection if needed. Returns firnd's status; `None` if there is
 /// no connection or no memory.
-pub(crate) fn fetch_list(held: &mut Held, at: u64) -> Option<Status> {
-    let token = devices::first_token(held.token).or_else(|| devices::token_of(held.fd))?;
-    held.list.map_extents()?;
-    let mut request = ListRequest::new(held, at);
-    let (room, extent_request) = (held.list.room()?, request.extent_request());
+pub(crate) fn fetch_list(locked: &mut LockedEntry, at: u64) -> Option<Status> {
+    let token = devices::first_token(locked.token).or_else(|| devices::token_of(locked.fd))?;
+    locked.list.map_extents()?;
+    let mut request = ListRequest::new(locked, at);
+    let (room, extent_request) = (locked.list.room()?, request.extent_request());
     let (link, first) = connect::connect_to_read(&token, extent_request, room)?;
-    (held.link, held.token) = (link, token.token);
-    match fetch_from(held, request, first)? {
+    (locked.link, locked.token) = (link, token.token);
+    match fetch_from(locked, request, first)? {
         // A list without files of the backing is to cover the whole file. An empty list may have extents before `at`.
-        Status::Ok if at > 0 && !held.list.is_limited() => fetch_known_list(held),
-        Status::Ok if at > 0 && held.list.extents().is_empty() => fetch_known_list(held),
+        Status::Ok if at > 0 && !locked.list.is_limited() => fetch_known_list(locked),
+        Status::Ok if at > 0 && locked.list.extents().is_empty() => fetch_known_list(locked),
         status => Some(status),
     }
 }
 
 /// Fetches a list from the beginning of the file, over the known connection.
-pub(crate) fn fetch_known_list(held: &mut Held) -> Option<Status> {
-    held.list.map_extents()?;
-    let request = ListRequest::new(held, 0);
-    fetch_from(held, request, None)
+pub(crate) fn fetch_known_list(locked: &mut LockedEntry) -> Option<Status> {
+    locked.list.map_extents()?;
+    let request = ListRequest::new(locked, 0);
+    fetch_from(locked, request, None)
 }
 
 /// A request for the extents from some offset on.
@@ -51,10 +51,11 @@ struct ListRequest {
 }
 
 impl ListRequest {
-    fn new(held: &Held, from: u64) -> Self {
+    fn new(locked: &LockedEntry, from: u64) -> Self {
         // A stub may be shared with other processes, and then the descriptors in its list would have to be shared too. So a
         // stub's list names no files.
-        let names_files = held.tag == tag::READER && (held.list.is_limited() || files::has_room());
+        let names_files =
+            locked.tag == tag::READER && (locked.list.is_limited() || files::has_room());
         let files_max = if names_files { FILES_MAX as u32 } else { 0 };
         Self {
             from,
@@ -73,43 +74,50 @@ impl ListRequest {
     }
 
     /// Makes the request over the known connection. Returns `None` if the connection has ended or the list is full.
-    fn ask(&mut self, held: &mut Held) -> Option<Reply> {
-        let link = held.link;
-        let token = held.token;
-        connect::ask_extents(link, token, self.extent_request(), held.list.room()?)
+    fn ask(&mut self, locked: &mut LockedEntry) -> Option<Reply> {
+        let link = locked.link;
+        let token = locked.token;
+        connect::ask_extents(link, token, self.extent_request(), locked.list.room()?)
     }
 }
 
 /// Fetches a list from the request's offset on. `first` is the first answer if it is known already.
 ///
 /// A list without files of the backing is fetched up to the end of the file, another one only in its first part.
-fn fetch_from(held: &mut Held, request: ListRequest, mut first: Option<Reply>) -> Option<Status> {
-    held.list.map = connect::arena_map(held.link)?;
-    held.list.begin_at(request.from);
+fn fetch_from(
+    locked: &mut LockedEntry,
+    request: ListRequest,
+    mut first: Option<Reply>,
+) -> Option<Status> {
+    locked.list.map = connect::arena_map(locked.link)?;
+    locked.list.begin_at(request.from);
     let mut request = request;
     loop {
-        let reply = first.take().or_else(|| request.ask(held))?;
-        match take_answer(held, &mut request, &reply) {
+        let reply = first.take().or_else(|| request.ask(locked))?;
+        match take_answer(locked, &mut request, &reply) {
             Status::Ok => {}
             status => return Some(status),
         }
-        let end = held.list.end;
-        if held.list.is_limited() || end >= held.list.size || end <= request.from {
+        let end = locked.list.end;
+        if locked.list.is_limited() || end >= locked.list.size || end <= request.from {
             return Some(Status::Ok);
         }
-        request = ListRequest::new(held, end);
+        request = ListRequest::new(locked, end);
     }
 }
 
 /// Extends the list by an answer. Returns the answer's status, or `Busy` if the file has changed since the first answer.
-fn take_answer(held: &mut Held, request: &mut ListRequest, reply: &Reply) -> Status {
+fn take_answer(locked: &mut LockedEntry, request: &mut ListRequest, reply: &Reply) -> Status {
     let status = Status::from_word(reply.status);
     if status != Status::Ok {
         return status;
     }
-    let owner = held.fd;
+    let owner = locked.fd;
     let files = &mut request.files;
-    if held.list.add_answer(reply, files, request.asked_ns, owner) {
+    if locked
+        .list
+        .add_answer(reply, files, request.asked_ns, owner)
+    {
         Status::Ok
     } else {
         Status::Busy
@@ -120,27 +128,27 @@ fn take_answer(held: &mut Held, request: &mut ListRequest, reply: &Reply) -> Sta
 ///
 /// `Some(true)` means that the list covers the byte, `Some(false)` that the fallback must read it, and `None` that the list
 /// is void.
-pub(crate) fn reach(held: &mut Held, at: u64) -> Option<bool> {
-    if held.list.covers(at) {
+pub(crate) fn reach(locked: &mut LockedEntry, at: u64) -> Option<bool> {
+    if locked.list.covers(at) {
         return Some(true);
     }
-    if !held.list.is_limited() || at >= held.list.size || !held.list.prepare_to_reach(at) {
+    if !locked.list.is_limited() || at >= locked.list.size || !locked.list.prepare_to_reach(at) {
         return Some(false);
     }
     for _ in 0..REQUESTS_MAX {
-        if !held.list.has_room() {
+        if !locked.list.has_room() {
             break;
         }
-        let end = held.list.end;
-        let mut request = ListRequest::new(held, end);
-        let reply = request.ask(held)?;
-        if take_answer(held, &mut request, &reply) != Status::Ok {
+        let end = locked.list.end;
+        let mut request = ListRequest::new(locked, end);
+        let reply = request.ask(locked)?;
+        if take_answer(locked, &mut request, &reply) != Status::Ok {
             return None;
         }
-        if held.list.covers(at) {
+        if locked.list.covers(at) {
             return Some(true);
         }
-        if held.list.end <= end {
+        if locked.list.end <= end {
             break;
         }
     }
@@ -149,29 +157,29 @@ pub(crate) fn reach(held: &mut Held, at: u64) -> Option<bool> {
 
 /// Begins the list anew at an offset whose extent must be requested again. Returns the extent there or behind it. `None`
 /// means that the list is void.
-pub(crate) fn ask_again(held: &mut Held, at: u64) -> Option<Option<Extent>> {
-    held.list.begin_at(at);
-    reach(held, at)?;
-    Some(held.list.find_extent(at))
+pub(crate) fn ask_again(locked: &mut LockedEntry, at: u64) -> Option<Option<Extent>> {
+    locked.list.begin_at(at);
+    reach(locked, at)?;
+    Some(locked.list.find_extent(at))
 }
 
 /// Whether a list is still valid. If its time is over, firnd is asked, and may prolong it.
-pub(crate) fn is_valid(held: &mut Held) -> bool {
-    if !held.list.is_expired() {
+pub(crate) fn is_valid(locked: &mut LockedEntry) -> bool {
+    if !locked.list.is_expired() {
         return true;
     }
-    let mut request = ListRequest::new(held, BEYOND_FILES);
+    let mut request = ListRequest::new(locked, BEYOND_FILES);
     let mut nothing = [];
     let reply = connect::ask_extents(
-        held.link,
-        held.token,
+        locked.link,
+        locked.token,
         request.extent_request(),
         &mut nothing,
     );
     let Some(reply) = reply.filter(connect::is_ok) else {
         return false;
     };
-    let list = &mut held.list;
+    let list = &mut locked.list;
     list.note_valid(&reply, request.asked_ns);
     reply.stamp == list.stamp && reply.size == list.size && !list.is_expired()
 }

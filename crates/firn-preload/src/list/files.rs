@@ -103,32 +103,34 @@ impl ListFile {
 
 /// Marks a number as the library's own, so that hooks do not touch it. Returns false if that is not possible.
 fn guard_number(fd: c_int, owner: c_int) -> bool {
-    let Some(mut held) = table::lock_new_entry(fd) else {
+    let Some(mut locked) = table::lock_new_entry(fd) else {
         return false;
     };
-    held.reset();
-    held.owner = owner + 1;
-    held.set_tag(tag::INTERNAL);
+    locked.reset();
+    locked.owner = owner + 1;
+    locked.set_tag(tag::INTERNAL);
     true
 }
 
 /// Removes that mark.
 fn release_number(fd: c_int) {
-    if let Some(mut held) = table::lock_new_entry(fd)
-        && held.tag == tag::INTERNAL
+    if let Some(mut locked) = table::lock_new_entry(fd)
+        && locked.tag == tag::INTERNAL
     {
-        held.owner = 0;
-        held.set_tag(tag::NONE);
+        locked.owner = 0;
+        locked.set_tag(tag::NONE);
     }
 }
 
 /// Moves a file of a list to another number, because the program wants to use this number.
 pub(crate) fn move_file(fd: c_int) {
     let owner = match table::lock_entry(fd) {
-        Entered::Held(held) if held.tag == tag::INTERNAL && held.owner != 0 => held.owner - 1,
+        Entered::Locked(locked) if locked.tag == tag::INTERNAL && locked.owner != 0 => {
+            locked.owner - 1
+        }
         _ => return,
     };
-    if let Entered::Held(mut held) = table::lock_entry(owner) {
-        held.list.move_file(fd, owner);
+    if let Entered::Locked(mut locked) = table::lock_entry(owner) {
+        locked.list.move_file(fd, owner);
     }
 }

@@ -11,7 +11,7 @@ use crate::connect;
 use crate::stub::enter::{Entered, lock_stub};
 use crate::stub::request::{Wait, ask_size, check_status, send_request};
 use crate::sys::{self, syscall};
-use crate::table::Held;
+use crate::table::LockedEntry;
 use crate::trees;
 use crate::vfork::in_vfork_child;
 
@@ -39,11 +39,11 @@ impl Attr {
 /// Returns the attributes of a descriptor; `None` if it is no stub.
 pub(crate) fn attr_of_fd(fd: c_int) -> Option<Result<Attr, c_int>> {
     match lock_stub(fd) {
-        Entered::Held(mut held) => {
-            let reply = send_request(&mut held, Op::Attr, 0, 0, Payload::none());
+        Entered::Locked(mut locked) => {
+            let reply = send_request(&mut locked, Op::Attr, 0, 0, Payload::none());
             Some(reply.map(|reply| Attr::of(&reply)))
         }
-        Entered::Again(_) => attr_of_path(fd, c"".as_ptr(), libc::AT_EMPTY_PATH, None),
+        Entered::Interrupted(_) => attr_of_path(fd, c"".as_ptr(), libc::AT_EMPTY_PATH, None),
         _ => None,
     }
 }
@@ -145,20 +145,20 @@ fn request_success(
     data: &[u64],
     size_after: u64,
 ) -> Option<Result<(), c_int>> {
-    let mut held = match lock_stub(fd) {
-        Entered::Held(held) => held,
-        Entered::Again(_) | Entered::Vforked => return Some(Err(libc::EIO)),
-        Entered::Not => return None,
+    let mut locked = match lock_stub(fd) {
+        Entered::Locked(locked) => locked,
+        Entered::Interrupted(_) | Entered::Vforked => return Some(Err(libc::EIO)),
+        Entered::NotStub => return None,
     };
     let writes = matches!(op, Op::Truncate | Op::Allocate);
-    if writes && held.stub.flags & libc::O_ACCMODE == libc::O_RDONLY {
+    if writes && locked.stub.flags & libc::O_ACCMODE == libc::O_RDONLY {
         return Some(Err(if op == Op::Truncate {
             libc::EINVAL
         } else {
             libc::EBADF
         }));
     }
-    if let Err(errno) = check_size_limit(&mut held, size_after) {
+    if let Err(errno) = check_size_limit(&mut locked, size_after) {
         return Some(Err(errno));
     }
     let data = data.as_bytes();
@@ -166,15 +166,15 @@ fn request_success(
         data: data.into(),
         ..Payload::none()
     };
-    held.stub.wrote |= writes;
-    Some(send_request(&mut held, op, arg, data.len() as u32, payload).map(drop))
+    locked.stub.wrote |= writes;
+    Some(send_request(&mut locked, op, arg, data.len() as u32, payload).map(drop))
 }
 
 /// Checks whether the limit of file sizes (getrlimit(2)) lets a file grow to a size. If not, the process gets SIGXFSZ, and
 /// the error is EFBIG.
-fn check_size_limit(held: &mut Held, size_after: u64) -> Result<(), c_int> {
+fn check_size_limit(locked: &mut LockedEntry, size_after: u64) -> Result<(), c_int> {
     let is_beyond = sys::limit_of(Resource::Fsize).is_some_and(|limit| size_after > limit);
-    if is_beyond && size_after > ask_size(held)? {
+    if is_beyond && size_after > ask_size(locked)? {
         sys::raise_signal(libc::SIGXFSZ);
         return Err(libc::EFBIG);
     }

@@ -16,14 +16,14 @@ use crate::stub::request::{adopt, ask_size};
 use crate::stub::socket::Socket;
 use crate::stub::write::{OwnConnection, append_source, write_source};
 use crate::sys;
-use crate::table::{Entry, Held, stub_mark, stub_mark_of};
+use crate::table::{Entry, LockedEntry, stub_mark, stub_mark_of};
 
 /// Makes the offset private if the descriptor is not shared.
-fn take_offset(held: &mut Held) {
+fn take_offset(locked: &mut LockedEntry) {
     // While a child is being made, it would inherit a parked offset.
-    let is_own = stub_mark_of(held.fd) == stub_mark::OWN && !sharing::is_under_way();
-    if !held.is_private() && is_own {
-        offset::make_private(held);
+    let is_own = stub_mark_of(locked.fd) == stub_mark::OWN && !sharing::is_under_way();
+    if !locked.is_private() && is_own {
+        offset::make_private(locked);
     }
 }
 
@@ -59,28 +59,28 @@ pub(crate) fn write_stub(
     if source.is_outside() {
         return Handled::of(Err(libc::EFAULT));
     }
-    let mut held = match lock_stub(fd) {
-        Entered::Held(held) => held,
-        Entered::Again(entry) => {
+    let mut locked = match lock_stub(fd) {
+        Entered::Locked(locked) => locked,
+        Entered::Interrupted(entry) => {
             return Handled::of(write_in_handler(fd, entry, source, (at, append)));
         }
-        Entered::Not => return Handled::Forward(Ticket::NONE),
+        Entered::NotStub => return Handled::Forward(Ticket::NONE),
         Entered::Vforked => return Handled::of(Err(libc::EIO)),
     };
     let mut total = source.total().unwrap_or(CALL_BYTES_MAX);
-    if let Err(handled) = prepare_call(&mut held, libc::O_RDONLY, total) {
+    if let Err(handled) = prepare_call(&mut locked, libc::O_RDONLY, total) {
         return handled;
     }
-    let flags = held.stub.flags;
+    let flags = locked.stub.flags;
     let handled = if append.is_wanted(flags) {
-        append_all(held, source, at, total)
+        append_all(locked, source, at, total)
     } else {
-        total = match bytes_within_limit(&held, at, total) {
+        total = match bytes_within_limit(&locked, at, total) {
             Ok(total) => total,
             Err(errno) => return Handled::of(Err(errno)),
         };
-        held.stub.wrote = true;
-        descriptor::write_descriptor::<Socket>(held, source, (at, total), call)
+        locked.stub.wrote = true;
+        descriptor::write_descriptor::<Socket>(locked, source, (at, total), call)
     };
     let is_synced = flags & (libc::O_SYNC | libc::O_DSYNC) != 0;
     match handled {
@@ -94,11 +94,11 @@ pub(crate) fn write_stub(
 
 /// Returns how many bytes of a write the limit of file sizes allows (getrlimit(2)). If it allows none, the process gets
 /// SIGXFSZ, and the error is EFBIG.
-fn bytes_within_limit(held: &Held, at: Option<u64>, total: usize) -> Result<usize, c_int> {
+fn bytes_within_limit(locked: &LockedEntry, at: Option<u64>, total: usize) -> Result<usize, c_int> {
     let Some(limit) = sys::limit_of(Resource::Fsize) else {
         return Ok(total);
     };
-    let from = at.unwrap_or_else(|| offset::current_offset(held));
+    let from = at.unwrap_or_else(|| offset::current_offset(locked));
     if from >= limit {
         sys::raise_signal(libc::SIGXFSZ);
         return Err(libc::EFBIG);
@@ -108,27 +108,36 @@ fn bytes_within_limit(held: &Held, at: Option<u64>, total: usize) -> Result<usiz
 
 /// Prepares a read or write: makes sure that firnd knows the descriptor, and takes the offset if possible. `Err` is the end
 /// of a call whose access mode is `forbidden_access`, that moves no bytes, or that finds no firnd.
-fn prepare_call(held: &mut Held, forbidden_access: c_int, total: usize) -> Result<(), Handled> {
-    if held.stub.flags & libc::O_ACCMODE == forbidden_access {
+fn prepare_call(
+    locked: &mut LockedEntry,
+    forbidden_access: c_int,
+    total: usize,
+) -> Result<(), Handled> {
+    if locked.stub.flags & libc::O_ACCMODE == forbidden_access {
         return Err(Handled::of(Err(libc::EBADF)));
     }
     if total == 0 {
         return Err(Handled::of(Ok(0)));
     }
-    adopt(held).map_err(|errno| Handled::of(Err(errno)))?;
-    take_offset(held);
+    adopt(locked).map_err(|errno| Handled::of(Err(errno)))?;
+    take_offset(locked);
     Ok(())
 }
 
 /// Appends a source to the file, and sets the offset to its end unless the call named an offset.
-fn append_all(mut held: Held, source: Source<'_>, at: Option<u64>, total: usize) -> Handled {
-    held.stub.wrote = true;
+fn append_all(
+    mut locked: LockedEntry,
+    source: Source<'_>,
+    at: Option<u64>,
+    total: usize,
+) -> Handled {
+    locked.stub.wrote = true;
     report::count_kernel(Call::Write);
-    let appended = append_source(&mut held, source, total);
+    let appended = append_source(&mut locked, source, total);
     if let Ok((done, start)) = appended
         && at.is_none()
     {
-        offset::set_offset(&held, start.wrapping_add(done as u64));
+        offset::set_offset(&locked, start.wrapping_add(done as u64));
     }
     Handled::of(appended.map(|(done, _)| done))
 }
@@ -168,15 +177,15 @@ fn write_in_handler(
 /// lseek(2).
 pub(crate) fn seek_stub(fd: c_int, offset: i64, whence: c_int) -> Handled {
     match lock_stub(fd) {
-        Entered::Held(mut held) => {
-            take_offset(&mut held);
-            descriptor::seek_descriptor::<Socket>(held, offset, whence)
+        Entered::Locked(mut locked) => {
+            take_offset(&mut locked);
+            descriptor::seek_descriptor::<Socket>(locked, offset, whence)
         }
-        Entered::Again(entry) if entry.is_private() => {
+        Entered::Interrupted(entry) if entry.is_private() => {
             offset::seek_in_handler(entry, offset, whence, || Err(libc::EIO))
         }
         // The kernel knows the empty stub only, so it cannot find the end of the file.
-        Entered::Again(_) if !matches!(whence, libc::SEEK_SET | libc::SEEK_CUR) => {
+        Entered::Interrupted(_) if !matches!(whence, libc::SEEK_SET | libc::SEEK_CUR) => {
             Handled::of(Err(libc::EIO))
         }
         _ => Handled::Forward(Ticket::NONE),
@@ -186,13 +195,13 @@ pub(crate) fn seek_stub(fd: c_int, offset: i64, whence: c_int) -> Handled {
 /// Returns the bytes from the offset to the end of the file, for the ioctl FIONREAD. It is negative if the offset is beyond
 /// the end.
 pub(crate) fn count_unread(fd: c_int) -> Result<i64, c_int> {
-    let mut held = match lock_stub(fd) {
-        Entered::Held(held) => held,
-        Entered::Again(_) | Entered::Vforked => return Err(libc::EIO),
-        Entered::Not => return Err(libc::ENOTTY),
+    let mut locked = match lock_stub(fd) {
+        Entered::Locked(locked) => locked,
+        Entered::Interrupted(_) | Entered::Vforked => return Err(libc::EIO),
+        Entered::NotStub => return Err(libc::ENOTTY),
     };
-    let size = ask_size(&mut held)? as i64;
-    Ok(size.wrapping_sub(offset::current_offset(&held) as i64))
+    let size = ask_size(&mut locked)? as i64;
+    Ok(size.wrapping_sub(offset::current_offset(&locked) as i64))
 }
 
 /// read(2) and its kin.
@@ -200,14 +209,14 @@ pub(crate) fn read_stub(fd: c_int, target: Target<'_>, at: Option<u64>, call: Ca
     if target.is_outside() {
         return Handled::of(Err(libc::EFAULT));
     }
-    let mut held = match lock_stub(fd) {
-        Entered::Held(held) => held,
-        Entered::Again(_) | Entered::Vforked => return Handled::of(Err(libc::EIO)),
-        Entered::Not => return Handled::Forward(Ticket::NONE),
+    let mut locked = match lock_stub(fd) {
+        Entered::Locked(locked) => locked,
+        Entered::Interrupted(_) | Entered::Vforked => return Handled::of(Err(libc::EIO)),
+        Entered::NotStub => return Handled::Forward(Ticket::NONE),
     };
     let total = target.total().unwrap_or(CALL_BYTES_MAX);
-    if let Err(handled) = prepare_call(&mut held, libc::O_WRONLY, total) {
+    if let Err(handled) = prepare_call(&mut locked, libc::O_WRONLY, total) {
         return handled;
     }
-    descriptor::read_descriptor::<Socket>(held, target, (at, total), call)
+    descriptor::read_descriptor::<Socket>(locked, target, (at, total), call)
 }

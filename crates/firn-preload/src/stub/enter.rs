@@ -9,18 +9,18 @@ use firn_format::data_socket::Op;
 
 use crate::connect;
 use crate::sys;
-use crate::table::{self, Entry, Held, mark_stub, stub_mark, stub_mark_of, tag};
+use crate::table::{self, Entry, LockedEntry, mark_stub, stub_mark, stub_mark_of, tag};
 use crate::trees;
 use crate::vfork::in_vfork_child;
 
 /// Result of locking the entry of a stub.
 pub(crate) enum Entered {
     /// The entry is locked.
-    Held(Held),
+    Locked(LockedEntry),
     /// This thread holds the lock already: the caller is a signal handler that has interrupted a hook.
-    Again(&'static Entry),
+    Interrupted(&'static Entry),
     /// The descriptor is no stub.
-    Not,
+    NotStub,
     /// The caller is in a child of vfork(2), which has no memory of its own for the state of a stub.
     Vforked,
 }
@@ -30,38 +30,38 @@ pub(crate) fn lock_stub(fd: c_int) -> Entered {
     if in_vfork_child() {
         return Entered::Vforked;
     }
-    let Some(mut held) = table::lock_new_entry(fd) else {
-        return table::entry_of(fd).map_or(Entered::Not, Entered::Again);
+    let Some(mut locked) = table::lock_new_entry(fd) else {
+        return table::entry_of(fd).map_or(Entered::NotStub, Entered::Interrupted);
     };
     let current = sys::identity(fd);
-    if held.tag == tag::STUB {
-        if current.is_some_and(|(identity, _)| identity == held.identity) {
-            return Entered::Held(held);
+    if locked.tag == tag::STUB {
+        if current.is_some_and(|(identity, _)| identity == locked.identity) {
+            return Entered::Locked(locked);
         }
         // The stub was closed by a raw call. firnd is told now, without waiting for a firnd that is gone.
-        let adopted = held.stub.adopted;
-        let link = held.link;
-        let token = held.token;
-        forget_stub(&mut held);
+        let adopted = locked.stub.adopted;
+        let link = locked.link;
+        let token = locked.token;
+        forget_stub(&mut locked);
         if adopted {
             connect::ask_firnd(link, Op::Release, token, 0);
         }
     }
     // This is the first use of the descriptor in this process: it was inherited or just opened.
-    held.reset();
+    locked.reset();
     match current {
         Some((identity, mode)) if is_regular(mode) && trees::is_stub_on(fd, identity.device) => {
-            held.identity = identity;
-            held.stub.flags = sys::fcntl(fd, libc::F_GETFL, 0) as c_int;
+            locked.identity = identity;
+            locked.stub.flags = sys::fcntl(fd, libc::F_GETFL, 0) as c_int;
             if stub_mark_of(fd) == stub_mark::NONE {
                 mark_stub(fd, stub_mark::SHARED);
             }
-            held.set_tag(tag::STUB);
-            Entered::Held(held)
+            locked.set_tag(tag::STUB);
+            Entered::Locked(locked)
         }
         _ => {
-            forget_stub(&mut held);
-            Entered::Not
+            forget_stub(&mut locked);
+            Entered::NotStub
         }
     }
 }
@@ -72,8 +72,8 @@ pub(crate) fn is_regular(mode: u32) -> bool {
 }
 
 /// Forgets the stub of a number.
-pub(crate) fn forget_stub(held: &mut Held) {
-    held.list.unmap_extents();
-    held.reset();
-    mark_stub(held.fd, stub_mark::NONE);
+pub(crate) fn forget_stub(locked: &mut LockedEntry) {
+    locked.list.unmap_extents();
+    locked.reset();
+    mark_stub(locked.fd, stub_mark::NONE);
 }

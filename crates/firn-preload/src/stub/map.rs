@@ -14,7 +14,7 @@ use crate::stub::enter::{Entered, lock_stub};
 use crate::stub::request::{adopt, ask_size};
 use crate::stub::socket::Socket;
 use crate::sys::syscall;
-use crate::table::Held;
+use crate::table::LockedEntry;
 
 const PAGE_BYTES: i64 = firn_format::geometry::PAGE as i64;
 
@@ -30,19 +30,20 @@ pub(crate) unsafe fn map_copy(
     fd: c_int,
     offset: i64,
 ) -> Option<isize> {
-    let mut held = match lock_stub(fd) {
-        Entered::Held(held) => held,
-        Entered::Again(_) | Entered::Vforked => return Some(-(libc::ENODEV as isize)),
-        Entered::Not => return None,
+    let mut locked = match lock_stub(fd) {
+        Entered::Locked(locked) => locked,
+        Entered::Interrupted(_) | Entered::Vforked => return Some(-(libc::ENODEV as isize)),
+        Entered::NotStub => return None,
     };
     let is_shared = flags & libc::MAP_TYPE != libc::MAP_PRIVATE;
     let is_shared_writable = is_shared && prot & libc::PROT_WRITE != 0;
-    let size = check_access(held.stub.flags & libc::O_ACCMODE, is_shared_writable).and_then(|()| {
-        if len == 0 || offset < 0 || offset % PAGE_BYTES != 0 {
-            return Err(libc::EINVAL);
-        }
-        ask_size(&mut held)
-    });
+    let size =
+        check_access(locked.stub.flags & libc::O_ACCMODE, is_shared_writable).and_then(|()| {
+            if len == 0 || offset < 0 || offset % PAGE_BYTES != 0 {
+                return Err(libc::EINVAL);
+            }
+            ask_size(&mut locked)
+        });
     let size = match size {
         Ok(size) => size,
         Err(errno) => return Some(-(errno as isize)),
@@ -68,7 +69,7 @@ pub(crate) unsafe fn map_copy(
     let bytes = size.saturating_sub(offset as u64).min(len as u64) as usize;
     // SAFETY: the memory was just mapped for writing, and only this function knows it.
     let run: Run<'_, Writable> = unsafe { Run::new(start as *mut c_void, bytes) };
-    let filled = run.as_memory(|target| copy_file(&mut held, target, offset as u64, bytes));
+    let filled = run.as_memory(|target| copy_file(&mut locked, target, offset as u64, bytes));
     if let Err(errno) = filled {
         // SAFETY: the memory was mapped above, and only this function knows it.
         unsafe { syscall!(libc::SYS_munmap, start, len) };
@@ -94,7 +95,7 @@ fn check_access(access: c_int, is_shared_writable: bool) -> Result<(), c_int> {
 
 /// Copies bytes of the file, by its list or by requests. Returns their number.
 fn copy_file(
-    held: &mut Held,
+    locked: &mut LockedEntry,
     target: Target<'_>,
     offset: u64,
     total: usize,
@@ -102,13 +103,13 @@ fn copy_file(
     if total == 0 {
         return Ok(0);
     }
-    adopt(held)?;
-    if Socket::has_list(held, None, total) {
-        if let Some(done) = copy::copy_out::<Socket>(held, target, offset, total) {
+    adopt(locked)?;
+    if Socket::has_list(locked, None, total) {
+        if let Some(done) = copy::copy_out::<Socket>(locked, target, offset, total) {
             return Ok(done);
         }
-        held.list.unmap_extents();
-        wait_longer_after(held, Reason::Changed);
+        locked.list.unmap_extents();
+        wait_longer_after(locked, Reason::Changed);
     }
-    descriptor::read_by_fallback::<Socket>(held, target, offset, total)
+    descriptor::read_by_fallback::<Socket>(locked, target, offset, total)
 }

@@ -14,7 +14,7 @@ use crate::offset;
 use crate::stub::enter::{Entered, forget_stub, lock_stub};
 use crate::stub::request::{adopt, send_request};
 use crate::sys;
-use crate::table::{self, Held, mark_stub, stub_mark};
+use crate::table::{self, LockedEntry, mark_stub, stub_mark};
 use crate::trees;
 use crate::vfork::in_vfork_child;
 
@@ -42,22 +42,22 @@ pub(crate) fn register_open(fd: c_int, device: u64, flags: c_int) -> Result<bool
             stub_mark::OWN
         },
     );
-    let Entered::Held(mut held) = lock_stub(fd) else {
+    let Entered::Locked(mut locked) = lock_stub(fd) else {
         return Ok(true);
     };
-    held.stub.flags |= flags & libc::O_TRUNC;
-    if held.stub.flags & libc::O_PATH != 0 {
+    locked.stub.flags |= flags & libc::O_TRUNC;
+    if locked.stub.flags & libc::O_PATH != 0 {
         // F_GETFL does not return the access mode of such a descriptor.
-        held.stub.flags |= flags & libc::O_ACCMODE;
+        locked.stub.flags |= flags & libc::O_ACCMODE;
     }
-    match adopt(&mut held) {
+    match adopt(&mut locked) {
         Ok(()) => Ok(true),
         Err(libc::ENODEV) => {
-            forget_stub(&mut held);
+            forget_stub(&mut locked);
             Ok(false)
         }
         Err(errno) => {
-            forget_stub(&mut held);
+            forget_stub(&mut locked);
             Err(errno)
         }
     }
@@ -70,8 +70,8 @@ pub(crate) fn register_copy(fd: c_int) {
     }
     mark_stub(fd, stub_mark::SHARED);
     // firnd is told at once, because a stub without a name lives only while firnd knows an open descriptor of it.
-    if let Entered::Held(mut held) = lock_stub(fd) {
-        let _ = adopt(&mut held);
+    if let Entered::Locked(mut locked) = lock_stub(fd) {
+        let _ = adopt(&mut locked);
     }
 }
 
@@ -107,11 +107,11 @@ fn mark_inherited(fd: c_int) {
 /// Gives the offset of a stub back to the kernel for good, because other processes or descriptors are about to share it.
 pub(crate) fn share_offset(fd: c_int) {
     match lock_stub(fd) {
-        Entered::Held(mut held) => {
-            give_back(&mut held);
+        Entered::Locked(mut locked) => {
+            give_back(&mut locked);
             mark_stub(fd, stub_mark::SHARED);
         }
-        Entered::Again(entry) if entry.is_private() => {
+        Entered::Interrupted(entry) if entry.is_private() => {
             entry.copy_offset_to_kernel(fd);
         }
         _ => {}
@@ -120,42 +120,42 @@ pub(crate) fn share_offset(fd: c_int) {
 
 /// Reads the status flags of a stub again, because they may have changed.
 pub(crate) fn flags_changed(fd: c_int) {
-    if let Entered::Held(mut held) = lock_stub(fd) {
+    if let Entered::Locked(mut locked) = lock_stub(fd) {
         let status = sys::fcntl(fd, libc::F_GETFL, 0) as c_int;
-        held.stub.flags = status | held.stub.flags & libc::O_TRUNC;
+        locked.stub.flags = status | locked.stub.flags & libc::O_TRUNC;
     }
 }
 
 /// Releases a stub before close(2). Returns the result for the program: 0, or `-errno` if the written bytes may be lost.
 pub(crate) fn close_stub(fd: c_int) -> isize {
-    let Entered::Held(mut held) = lock_stub(fd) else {
+    let Entered::Locked(mut locked) = lock_stub(fd) else {
         return 0;
     };
     let mut result = 0;
-    if held.stub.adopted || held.stub.wrote {
-        let once = !held.stub.wrote;
-        result = match release_token(&mut held, once) {
+    if locked.stub.adopted || locked.stub.wrote {
+        let once = !locked.stub.wrote;
+        result = match release_token(&mut locked, once) {
             Ok(()) => 0,
             Err(errno) => -(errno as isize),
         };
     }
-    forget_stub(&mut held);
+    forget_stub(&mut locked);
     result
 }
 
 /// Tells firnd that a descriptor is closed. With `once` it does not wait for a firnd that is gone.
-fn release_token(held: &mut Held, once: bool) -> Result<(), c_int> {
-    give_back(held);
+fn release_token(locked: &mut LockedEntry, once: bool) -> Result<(), c_int> {
+    give_back(locked);
     if once {
-        let _ = connect::ask_firnd(held.link, Op::Release, held.token, 0);
+        let _ = connect::ask_firnd(locked.link, Op::Release, locked.token, 0);
         return Ok(());
     }
-    send_request(held, Op::Release, 0, 0, Payload::none()).map(drop)
+    send_request(locked, Op::Release, 0, 0, Payload::none()).map(drop)
 }
 
 /// Gives a private offset back to the kernel.
-fn give_back(held: &mut Held) {
-    if held.is_private() {
-        offset::return_offset(held, |_| true);
+fn give_back(locked: &mut LockedEntry) {
+    if locked.is_private() {
+        offset::return_offset(locked, |_| true);
     }
 }

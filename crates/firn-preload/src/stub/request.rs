@@ -13,7 +13,7 @@ use crate::connect;
 use crate::fallback::WriteError;
 use crate::report::{self, Reason};
 use crate::sys;
-use crate::table::Held;
+use crate::table::LockedEntry;
 use crate::trees;
 
 /// Longest time that a call waits for the next firnd, unless `FIRN_PRELOAD_WAIT` (in seconds) says otherwise.
@@ -59,15 +59,15 @@ impl Wait {
 }
 
 /// Makes sure that firnd knows the descriptor. It waits for a firnd if none runs.
-pub(crate) fn adopt(held: &mut Held) -> Result<(), c_int> {
-    if held.stub.adopted {
+pub(crate) fn adopt(locked: &mut LockedEntry) -> Result<(), c_int> {
+    if locked.stub.adopted {
         return Ok(());
     }
     let mut wait = Wait::new();
     loop {
-        let socket = trees::data_socket_on(held.identity.device);
+        let socket = trees::data_socket_on(locked.identity.device);
         if let Some(link) = socket.and_then(|socket| connect::connect_for_stubs(&socket))
-            && adopt_over(held, link)?
+            && adopt_over(locked, link)?
         {
             return Ok(());
         }
@@ -77,12 +77,12 @@ pub(crate) fn adopt(held: &mut Held) -> Result<(), c_int> {
 }
 
 /// Makes the firnd of a connection know the descriptor. Returns false if the connection has ended.
-fn adopt_over(held: &mut Held, link: u32) -> Result<bool, c_int> {
-    let open_flags = held.stub.flags & (libc::O_ACCMODE | libc::O_TRUNC);
-    let again = if held.stub.known { ADOPT_AGAIN } else { 0 };
+fn adopt_over(locked: &mut LockedEntry, link: u32) -> Result<bool, c_int> {
+    let open_flags = locked.stub.flags & (libc::O_ACCMODE | libc::O_TRUNC);
+    let again = if locked.stub.known { ADOPT_AGAIN } else { 0 };
     let request = Request::new(Op::Adopt, 0, open_flags as u64).with_len(again);
     let mut payload = Payload {
-        fd: sys::borrow(held.fd),
+        fd: sys::borrow(locked.fd),
         ..Payload::none()
     };
     let reply = match connect::call_firnd(link, &request, &mut payload) {
@@ -91,14 +91,14 @@ fn adopt_over(held: &mut Held, link: u32) -> Result<bool, c_int> {
         Err(CallError::NotSent | CallError::NoReply) => return Ok(false),
     };
     check_status(&reply)?;
-    held.link = link;
-    held.token = reply.file_id;
-    held.stub.adopted = true;
-    held.stub.known = true;
-    held.stub.flags &= !libc::O_TRUNC;
-    held.stub.granted = false;
-    held.lease.clear_lease();
-    held.list.unmap_extents();
+    locked.link = link;
+    locked.token = reply.file_id;
+    locked.stub.adopted = true;
+    locked.stub.known = true;
+    locked.stub.flags &= !libc::O_TRUNC;
+    locked.stub.granted = false;
+    locked.lease.clear_lease();
+    locked.list.unmap_extents();
     Ok(true)
 }
 
@@ -115,18 +115,18 @@ pub(crate) fn check_status(reply: &Reply) -> Result<(), c_int> {
 /// Makes a request about a stub, and repeats it over a new connection if the connection has ended. firnd may have executed
 /// it before. So an append, which would be written twice, is not repeated.
 pub(crate) fn send_request(
-    held: &mut Held,
+    locked: &mut LockedEntry,
     op: Op,
     arg: u64,
     len: u32,
     mut payload: Payload<'_>,
 ) -> Result<Reply, c_int> {
-    repeat_request(held, op, arg, len, &mut payload).map_err(WriteError::errno)
+    repeat_request(locked, op, arg, len, &mut payload).map_err(WriteError::errno)
 }
 
 /// Does the same as [`send_request`]. Its error says whether firnd may have executed a part of the request.
 pub(crate) fn repeat_request(
-    held: &mut Held,
+    locked: &mut LockedEntry,
     op: Op,
     arg: u64,
     len: u32,
@@ -134,26 +134,26 @@ pub(crate) fn repeat_request(
 ) -> Result<Reply, WriteError> {
     let mut failed = WriteError::Failed as fn(c_int) -> WriteError;
     for _ in 0..CONNECTIONS_MAX {
-        adopt(held).map_err(failed)?;
-        let request = Request::new(op, held.token, arg).with_len(len);
-        match connect::call_firnd(held.link, &request, payload) {
+        adopt(locked).map_err(failed)?;
+        let request = Request::new(op, locked.token, arg).with_len(len);
+        match connect::call_firnd(locked.link, &request, payload) {
             Ok(reply) if Status::from_word(reply.status) == Status::BadToken => {}
             Ok(reply) => return check_status(&reply).map(|()| reply).map_err(failed),
             Err(CallError::Fault) => return Err(failed(libc::EFAULT)),
             // An append that comes as a file may be repeated, because firnd has noted in the file how far it came.
             Err(CallError::NoReply) if op == Op::Append && payload.fd.is_none() => {
-                held.stub.adopted = false;
+                locked.stub.adopted = false;
                 return Err(WriteError::Unknown(libc::EIO));
             }
             Err(CallError::NoReply) => failed = WriteError::Unknown,
             Err(CallError::NotSent) => {}
         }
-        held.stub.adopted = false;
+        locked.stub.adopted = false;
     }
     Err(failed(libc::EIO))
 }
 
 /// Asks firnd for the size of the file.
-pub(crate) fn ask_size(held: &mut Held) -> Result<u64, c_int> {
-    send_request(held, Op::Attr, 0, 0, Payload::none()).map(|reply| reply.size)
+pub(crate) fn ask_size(locked: &mut LockedEntry) -> Result<u64, c_int> {
+    send_request(locked, Op::Attr, 0, 0, Payload::none()).map(|reply| reply.size)
 }

@@ -22,7 +22,7 @@ use crate::report::Call;
 use crate::stub::data::{Append, write_stub};
 use crate::stub::request::{check_status, repeat_request};
 use crate::sys::{self, syscall};
-use crate::table::Held;
+use crate::table::LockedEntry;
 use crate::trees;
 
 /// A way to make requests about a stub.
@@ -38,7 +38,7 @@ pub(crate) trait Requester {
 }
 
 /// Makes requests over the process's connection, which is made again if it has ended.
-impl Requester for Held {
+impl Requester for LockedEntry {
     fn request(
         &mut self,
         op: Op,

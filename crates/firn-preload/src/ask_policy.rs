@@ -22,32 +22,32 @@ pub(crate) fn set_direct_after(bytes: Option<&[u8]>) {
 }
 
 /// Bytes by the fallback before firnd is asked again, after the first grant that ended early. They double each time.
-const HESITATE_BYTES_MIN: u64 = 128 << 10;
+const RETRY_BYTES_MIN: u64 = 128 << 10;
 /// Maximum of these bytes. A grant that moves as many bytes has paid off.
-pub(crate) const HESITATE_BYTES_MAX: u64 = 8 << 20;
+pub(crate) const RETRY_BYTES_MAX: u64 = 8 << 20;
 /// Maximum number of times that these bytes double.
 const DOUBLINGS_MAX: u32 = 6;
 /// Bytes by the fallback before firnd is asked again if the arena had no room. A drain frees about as many.
 const FULL_BYTES: u64 = 1 << 20;
 
 /// State of the policy for one open file. All zeros mean that firnd may be asked now.
-pub(crate) struct Patience {
+pub(crate) struct AskPolicy {
     /// Bytes left to move through the kernel before firnd is asked for the first time.
     small_bytes: u64,
     /// Bytes left to move by the fallback before firnd is asked again.
     wait_bytes: u64,
     /// Bytes moved by direct access since the last grant.
-    fast_bytes: u64,
+    direct_bytes: u64,
     /// Number of refusals and of grants that brought little.
     refusals: u32,
 }
 
-impl Patience {
+impl AskPolicy {
     pub(crate) const fn new() -> Self {
         Self {
             small_bytes: 0,
             wait_bytes: 0,
-            fast_bytes: 0,
+            direct_bytes: 0,
             refusals: 0,
         }
     }
@@ -69,8 +69,8 @@ impl Patience {
     }
 
     /// Bytes moved by direct access since the last grant.
-    pub(crate) fn fast_bytes(&self) -> u64 {
-        self.fast_bytes
+    pub(crate) fn direct_bytes(&self) -> u64 {
+        self.direct_bytes
     }
 
     /// Number of refusals and of grants that brought little.
@@ -80,8 +80,8 @@ impl Patience {
 
     /// Counts bytes that were moved by direct access.
     #[inline(always)]
-    pub(crate) fn count_fast(&mut self, bytes: usize) {
-        self.fast_bytes = self.fast_bytes.wrapping_add(bytes as u64);
+    pub(crate) fn count_direct_bytes(&mut self, bytes: usize) {
+        self.direct_bytes = self.direct_bytes.wrapping_add(bytes as u64);
     }
 
     /// Whether firnd may be asked now. If not, the `total` bytes of this call count as moved by the fallback.
@@ -95,7 +95,7 @@ impl Patience {
 
     /// Records a grant.
     pub(crate) fn note_grant(&mut self) {
-        self.fast_bytes = 0;
+        self.direct_bytes = 0;
     }
 
     /// Postpones the next question until `bytes` were moved by the fallback.
@@ -120,13 +120,13 @@ impl Patience {
 
     /// Records the end of a grant. After one that brought little the next question is postponed, each time further.
     pub(crate) fn wait_longer(&mut self) {
-        if self.fast_bytes < HESITATE_BYTES_MAX {
-            let wait = HESITATE_BYTES_MIN << self.refusals.min(DOUBLINGS_MAX);
-            self.wait_bytes = wait.min(HESITATE_BYTES_MAX);
+        if self.direct_bytes < RETRY_BYTES_MAX {
+            let wait = RETRY_BYTES_MIN << self.refusals.min(DOUBLINGS_MAX);
+            self.wait_bytes = wait.min(RETRY_BYTES_MAX);
             self.count_refusal();
         } else {
             self.refusals = 0;
         }
-        self.fast_bytes = 0;
+        self.direct_bytes = 0;
     }
 }
