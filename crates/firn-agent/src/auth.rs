@@ -11,16 +11,16 @@
 //!     │── Ready, encrypted ─────────────────────────────────────────────►│
 //! ```
 //!
-//! The shared key is that of the agent, or a new one within the credential of the hello ([`crate::munge`]). Over pipes it
-//! is all zeros: ssh, which carries the pipes, has authenticated both ends, and the handshake only makes keys.
+//! The shared key is that of the agent, or a new one within the credential of the hello ([`crate::munge`]). Over pipes
+//! it is all zeros: ssh, which carries the pipes, has authenticated both ends, and the handshake only makes keys.
 //!
 //! Promises
 //! * The key is never sent. A side without it is not served, and learns only that its key is wrong.
 //! * The whole hello is the prologue of the handshake. So a change of any field of it ends the connection.
-//! * A recorded handshake cannot be replayed. Each side adds an ephemeral key, and an agent serves a puller only after a
-//!   first message that is encrypted with the resulting keys.
-//! * For a puller without the key the agent reads at most [`HANDSHAKE_BYTES_MAX`] bytes at a time, and one deadline holds
-//!   for the whole handshake.
+//! * A recorded handshake cannot be replayed. Each side adds an ephemeral key, and an agent serves a puller only after
+//!   a first message that is encrypted with the resulting keys.
+//! * For a puller without the key the agent reads at most [`HANDSHAKE_BYTES_MAX`] bytes at a time, and one deadline
+//!   holds for the whole handshake.
 
 use std::fmt;
 use std::io;
@@ -291,8 +291,8 @@ fn side_of(hello: &Hello) -> Side {
     }
 }
 
-/// Returns what both sides must have sent and received alike: the hello without its handshake message, which Noise checks
-/// by itself.
+/// Returns what both sides must have sent and received alike: the hello without its handshake message, which Noise
+/// checks by itself.
 fn prologue(hello: &Hello) -> Vec<u8> {
     let plain_fields = Hello {
         nonce: [0; 32],

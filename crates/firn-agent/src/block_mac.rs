@@ -1,11 +1,13 @@
 //! Authentication of files' bytes that are not encrypted, by a message authentication code (MAC) for each answer.
 //!
-//! The MAC is AEGIS-128L (RFC 10032). The agent makes a key for each connection and sends it encrypted in the handshake.
-//! The MAC of an answer is in the message that ends the answer. That message is encrypted and numbered. So an attacker
-//! does not learn the MAC, and bytes that are forged, left out, or of another answer or connection do not match it.
+//! The MAC is AEGIS-128L (RFC 10032). The agent makes a key for each connection and sends it encrypted in the
+//! handshake. The MAC of an answer is in the message that ends the answer. That message is encrypted and numbered. So
+//! an attacker does not learn the MAC, and bytes that are forged, left out, or of another answer or connection do not
+//! match it.
 //!
-//! AEGIS is at least as fast as CRC32C, which finds only accidental errors. So no option chooses between the two. Measured
-//! in one thread with AES-NI, in GB/s: AEGIS-128L 21, CRC32C 14, POLYVAL 6.4, Poly1305 5.3, GHASH 4.8, BLAKE3 4.7.
+//! AEGIS is at least as fast as CRC32C, which finds only accidental errors. So no option chooses between the two.
+//! Measured in one thread with AES-NI, in GB/s: AEGIS-128L 21, CRC32C 14, POLYVAL 6.4, Poly1305 5.3, GHASH 4.8, BLAKE3
+//! 4.7.
 
 use std::fmt;
 

@@ -9,8 +9,8 @@
 //! Promises
 //! * At any time NAME is a complete copy or does not exist, because one rename changes it.
 //! * A copy is renamed before the first of its files is removed.
-//! * Names are changed and removed by the descriptor of the directory, in which no other user may replace names. A file or
-//!   directory of another user counts as no copy and is not removed.
+//! * Names are changed and removed by the descriptor of the directory, in which no other user may replace names. A file
+//!   or directory of another user counts as no copy and is not removed.
 
 use std::ffi::{OsStr, OsString};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -89,8 +89,8 @@ impl CopyDirectory {
         (status.st_uid == self.uid).then_some(status)
     }
 
-    /// Begins a copy: returns the path at which it is to be made, after removing an earlier unfinished copy there. It is an
-    /// error if another user has the name.
+    /// Begins a copy: returns the path at which it is to be made, after removing an earlier unfinished copy there. It
+    /// is an error if another user has the name.
     pub(crate) fn begin(&self, name: &OsStr) -> Result<PathBuf, PullError> {
         let exists = statat(&self.dir, name, AtFlags::SYMLINK_NOFOLLOW).is_ok();
         if exists && !self.has(name) {
@@ -135,8 +135,8 @@ impl CopyDirectory {
         self.remove_own(&removed)
     }
 
-    /// Removes the remains of interrupted copies and removals. No copy may be under way. Returns one error for each name
-    /// that could not be removed.
+    /// Removes the remains of interrupted copies and removals. No copy may be under way. Returns one error for each
+    /// name that could not be removed.
     pub(crate) fn sweep(&self) -> Vec<PullError> {
         let names = match self.all_names() {
             Ok(names) => names,

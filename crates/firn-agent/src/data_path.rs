@@ -1,7 +1,7 @@
 //! The two ways by which the bytes of an answer reach a puller.
 //!
-//! [`DataPath`] is the interface. With [`InLine`] the bytes follow on the connection. With [`PlacedAnswer`] the agent says
-//! where they are, and the puller reads them by libfabric.
+//! [`DataPath`] is the interface. With [`InLine`] the bytes follow on the connection. With [`PlacedAnswer`] the agent
+//! says where they are, and the puller reads them by libfabric.
 
 use std::os::fd::BorrowedFd;
 use std::time::Instant;
@@ -133,9 +133,11 @@ pub(crate) struct PlacedAnswer<'a> {
     deadline: Instant,
 }
 
-/// Parts of fewer bytes are copied to the staging buffer. A message and a read for each would take longer than the copy.
+/// Parts of fewer bytes are copied to the staging buffer. A message and a read for each would take longer than the
+/// copy.
 const PART_BYTES_MIN: usize = 64 << 10;
-/// Fewer zeros are copied to the staging buffer too. They would make no hole in a file, but would divide a block further.
+/// Fewer zeros are copied to the staging buffer too. They would make no hole in a file, but would divide a block
+/// further.
 const ZEROS_BYTES_MIN: u64 = 4096;
 /// Maximum number of parts of an answer: parts in memory, runs of zeros, and a staged part after each of them.
 pub(crate) const PARTS_MAX: usize =

@@ -1,14 +1,14 @@
 //! The decision whether bytes of files are encrypted.
 //!
-//! In the handshake each side states whether it refuses, allows or requires encryption, and which two addresses it sees.
-//! Both sides compute the same decision from both statements ([`Side::agree`]). A change of a statement on its way ends
-//! the connection.
+//! In the handshake each side states whether it refuses, allows or requires encryption, and which two addresses it
+//! sees. Both sides compute the same decision from both statements ([`Side::agree`]). A change of a statement on its
+//! way ends the connection.
 //!
 //! `auto` requires encryption in two cases:
 //!
 //! * The other side's address is not private. Then the network between the two is not that of one cluster.
-//! * The two sides see different addresses. Then something between them ends one connection and begins another: a router
-//!   that translates addresses, a forwarded port, or an attacker.
+//! * The two sides see different addresses. Then something between them ends one connection and begins another: a
+//!   router that translates addresses, a forwarded port, or an attacker.
 
 use std::io;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr, TcpStream};
@@ -83,8 +83,8 @@ impl Side {
         }
     }
 
-    /// Returns whether files' bytes are encrypted, given the statements of both sides. It is an error if one side requires
-    /// encryption and the other one refuses it.
+    /// Returns whether files' bytes are encrypted, given the statements of both sides. It is an error if one side
+    /// requires encryption and the other one refuses it.
     pub(crate) fn agree(&self, peer: &Self) -> Result<bool, WireError> {
         use Encryption::{Possible, Refused, Required};
         let is_direct = self.here == peer.there && self.there == peer.here;

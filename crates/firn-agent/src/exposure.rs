@@ -1,10 +1,10 @@
 //! Exposes an agent's memory to one puller, which reads it by libfabric.
 //!
 //! Promises
-//! * A puller can read the data region of the arena and the agent's staging buffers, and can write nothing. Its keys are
-//!   new and random. They are valid until its connection ends or lists again.
-//! * At most [`EXPOSURES_MAX`] pullers of the process have exposed memory at once, because hardware locks the whole arena
-//!   in memory for each of them.
+//! * A puller can read the data region of the arena and the agent's staging buffers, and can write nothing. Its keys
+//!   are new and random. They are valid until its connection ends or lists again.
+//! * At most [`EXPOSURES_MAX`] pullers of the process have exposed memory at once, because hardware locks the whole
+//!   arena in memory for each of them.
 //! * The data region stays mapped while it is exposed.
 
 use std::net::IpAddr;
@@ -207,10 +207,11 @@ impl Exposure {
         Ok((exposure, exposed))
     }
 
-    /// Begins an answer that says where bytes are, with the staging buffer that the puller has chosen. Returns `None` if
-    /// there is no such buffer.
+    /// Begins an answer that says where bytes are, with the staging buffer that the puller has chosen. Returns `None`
+    /// if there is no such buffer.
     ///
-    /// The puller must have read the earlier content of the buffer. Otherwise it sees other bytes, and their MAC is wrong.
+    /// The puller must have read the earlier content of the buffer. Otherwise it sees other bytes, and their MAC is
+    /// wrong.
     pub(crate) fn begin_answer(
         &mut self,
         buffer: u32,

@@ -1,7 +1,7 @@
 //! Following a host: copies its checkpoints as they become complete, again and again.
 //!
-//! Terms: the *source* is the followed host. A *unit* is a name in the followed directory with everything below it, usually
-//! one checkpoint. A *round* lists the source once, and copies and removes units.
+//! Terms: the *source* is the followed host. A *unit* is a name in the followed directory with everything below it,
+//! usually one checkpoint. A *round* lists the source once, and copies and removes units.
 //!
 //! ```text
 //!   connect ─► list ─► closed, and unchanged since the last round? ─► plan ─► pull ─► finish ─► remove unneeded copies
@@ -10,16 +10,17 @@
 //!      └── after a failure, with a backoff
 //! ```
 //!
-//! A [`Policy`] decides what is copied to which place, which hosts are told, and which copies are removed. There are two:
-//! [`newest`] keeps the newest checkpoints of a source that does not know of it (`firn pull --follow`). `partner::CopyHeld`
-//! keeps copies of what its source holds in memory, and marks them there.
+//! A [`Policy`] decides what is copied to which place, which hosts are told, and which copies are removed. There are
+//! two: [`newest`] keeps the newest checkpoints of a source that does not know of it (`firn pull --follow`).
+//! `partner::CopyHeld` keeps copies of what its source holds in memory, and marks them there.
 //!
 //! Promises
-//! * A unit is copied only if all of its files are closed, and none has changed since the last round on this connection.
+//! * A unit is copied only if all of its files are closed, and none has changed since the last round on this
+//!   connection.
 //! * A copy is made by [`pull`]: it appears complete or not at all.
 //! * A failed step is tried again in the next round. It is reported unless it failed in the round before, too.
-//! * A failure of this host at one unit does not keep other units from being copied or removed. A failure of the connection
-//!   or of the source ends the round.
+//! * A failure of this host at one unit does not keep other units from being copied or removed. A failure of the
+//!   connection or of the source ends the round.
 
 pub(crate) mod newest;
 
@@ -56,8 +57,8 @@ pub(crate) trait Policy {
     /// Lists the units of the source.
     fn list(&mut self, connection: &mut Self::Connection) -> Result<Vec<Unit>, PullError>;
 
-    /// Returns whether this host has a complete copy of the unit as it is now. If so, it first makes sure that all hosts
-    /// that need to know of the copy do.
+    /// Returns whether this host has a complete copy of the unit as it is now. If so, it first makes sure that all
+    /// hosts that need to know of the copy do.
     fn confirm_copy(
         &mut self,
         _connection: &mut Self::Connection,
@@ -97,8 +98,8 @@ pub(crate) trait Policy {
         error.to_string()
     }
 
-    /// Removes copies that are no longer needed. `units` is what the source has now. Returns one error for each copy that
-    /// could not be removed.
+    /// Removes copies that are no longer needed. `units` is what the source has now. Returns one error for each copy
+    /// that could not be removed.
     fn remove_unneeded(
         &mut self,
         connection: &mut Self::Connection,

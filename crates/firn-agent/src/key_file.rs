@@ -23,8 +23,8 @@ use crate::auth::Key;
 const FILE_BYTES_MAX: usize = 4096;
 /// Prefix of the names of these files.
 const FILE_PREFIX: &str = "agent-";
-/// Suffix of the name of a file that is being written (`firn_hosts::own::new_name`). No host may have such a name, because
-/// its file would look like an unfinished one.
+/// Suffix of the name of a file that is being written (`firn_hosts::own::new_name`). No host may have such a name,
+/// because its file would look like an unfinished one.
 const UNFINISHED_SUFFIX: &str = ".new";
 /// Bytes of the longest name of a host (POSIX).
 const HOST_BYTES_MAX: usize = 255;

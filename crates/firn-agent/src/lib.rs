@@ -7,18 +7,19 @@
 //! ```
 //!
 //! The *agent* ([`Agent`]) is an ordinary client of firnd. It maps the arena for reading and holds chunk lists of the
-//! requested files. It may be killed at any time. The *puller* ([`pull()`]) requests files, checks them and writes them. A
-//! *follower* pulls checkpoints as they become complete: for `firn pull --follow` ([`follow()`]), and as the partner of
-//! another host.
+//! requested files. It may be killed at any time. The *puller* ([`pull()`]) requests files, checks them and writes
+//! them. A *follower* pulls checkpoints as they become complete: for `firn pull --follow` ([`follow()`]), and as the
+//! partner of another host.
 //!
 //! Promises
-//! * A copy is complete when it gets its name. Each byte was authenticated, each file was checked against its chunk list
-//!   after its last byte was read, and the name appears by one rename.
-//! * Neither side accepts a peer without the key. An agent reads frames of at most [`message::HANDSHAKE_BYTES_MAX`] bytes
-//!   from such a peer, for at most [`server::HANDSHAKE_LIMIT`].
-//! * The memory that a puller takes for an agent is bounded whatever the agent sends. A pull without progress is given up.
-//! * The memory that an agent holds of the arena is bounded ([`holds::Holds`]), and is released when the connection ends
-//!   that it is held for. An agent queues nothing: it answers a request before it reads the next one.
+//! * A copy is complete when it gets its name. Each byte was authenticated, each file was checked against its chunk
+//!   list after its last byte was read, and the name appears by one rename.
+//! * Neither side accepts a peer without the key. An agent reads frames of at most [`message::HANDSHAKE_BYTES_MAX`]
+//!   bytes from such a peer, for at most [`server::HANDSHAKE_LIMIT`].
+//! * The memory that a puller takes for an agent is bounded whatever the agent sends. A pull without progress is given
+//!   up.
+//! * The memory that an agent holds of the arena is bounded ([`holds::Holds`]), and is released when the connection
+//!   ends that it is held for. An agent queues nothing: it answers a request before it reads the next one.
 //! * No writer waits for an agent.
 //!
 //! Protocol, crash behaviour and authentication: docs/internals/agent.md.

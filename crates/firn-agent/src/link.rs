@@ -1,8 +1,8 @@
 //! One end of a connection: sends and receives messages as frames, and bytes of files between the frames.
 //!
-//! A link begins in the clear. After the handshake it encrypts messages; bytes of files are encrypted too, or plain with
-//! a MAC. The sender of a message guarantees that it fits into a frame. A receiver checks the length of a frame before it
-//! takes memory for it.
+//! A link begins in the clear. After the handshake it encrypts messages; bytes of files are encrypted too, or plain
+//! with a MAC. The sender of a message guarantees that it fits into a frame. A receiver checks the length of a frame
+//! before it takes memory for it.
 
 use std::io;
 use std::os::fd::BorrowedFd;

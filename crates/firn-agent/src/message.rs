@@ -1,7 +1,7 @@
 //! Messages between puller and agent.
 //!
-//! A message travels as a *frame*: its length in 4 bytes, most significant first, and then a [`Request`] or [`Reply`] as
-//! JSON. The bytes that a [`Reply::Bytes`] announces follow its frame.
+//! A message travels as a *frame*: its length in 4 bytes, most significant first, and then a [`Request`] or [`Reply`]
+//! as JSON. The bytes that a [`Reply::Bytes`] announces follow its frame.
 //!
 //! The agent answers requests in their order. Each answer ends with one final reply. Only [`Request::List`],
 //! [`Request::ListHeld`], [`Request::Read`] and [`Request::Place`] have partial replies before it.
@@ -11,8 +11,8 @@
 //! [`BlockMac`].
 //!
 //! Invariants
-//! * A frame has at most [`FRAME_BYTES_MAX`] bytes, and at most [`HANDSHAKE_BYTES_MAX`] before the end of the handshake.
-//!   The length is checked before memory is taken for the frame.
+//! * A frame has at most [`FRAME_BYTES_MAX`] bytes, and at most [`HANDSHAKE_BYTES_MAX`] before the end of the
+//!   handshake. The length is checked before memory is taken for the frame.
 //! * A list has at most [`ENTRIES_MAX`] entries, and at most [`LIST_NAME_BYTES_MAX`] bytes of names.
 //! * A block has at most [`BLOCK_BYTES`] bytes. It is the unit of requests, checksums and comparisons.
 
@@ -27,7 +27,8 @@ use crate::encryption::Encryption;
 
 /// Version of this protocol. An agent and a puller of different versions refuse each other.
 pub const PROTOCOL_VERSION: u32 = 6;
-/// Bytes of the longest frame. An entry with a path and a link target of 4 KiB each fits, even if every byte is escaped.
+/// Bytes of the longest frame. An entry with a path and a link target of 4 KiB each fits, even if every byte is
+/// escaped.
 pub const FRAME_BYTES_MAX: usize = 64 << 10;
 /// Bytes of the longest frame from a peer that has not proved yet that it has the key.
 pub const HANDSHAKE_BYTES_MAX: usize = 1024;
@@ -35,8 +36,8 @@ pub const HANDSHAKE_BYTES_MAX: usize = 1024;
 /// nothing.
 pub const BLOCK_BYTES: u64 = 1 << 20;
 /// Number of staging buffers of an agent, of one block each. The agent copies bytes into them that a puller reads by
-/// libfabric and that are not in memory. The puller names the buffer for each request, and reuses a buffer only after it
-/// has read it.
+/// libfabric and that are not in memory. The puller names the buffer for each request, and reuses a buffer only after
+/// it has read it.
 pub const STAGING_BUFFERS: u64 = 16;
 /// Bytes of the longest path in a message, and of the longest link target.
 pub const PATH_BYTES_MAX: usize = 4096;
@@ -59,8 +60,8 @@ pub type Tag = [u8; 16];
 pub enum Request {
     /// The first message of a connection.
     Hello(Hello),
-    /// Ends the handshake. It is the first encrypted message, so it proves that the hello was not replayed from a record.
-    /// It has no reply.
+    /// Ends the handshake. It is the first encrypted message, so it proves that the hello was not replayed from a
+    /// record. It has no reply.
     Ready,
     /// Lists everything at and below a path.
     List {
@@ -272,7 +273,8 @@ pub struct Hello {
     pub here: Option<SocketAddr>,
     /// The agent's address as the puller sees it; `None` over pipes.
     pub there: Option<SocketAddr>,
-    /// A MUNGE credential of the puller's user with the key in it ([`crate::Munge`]). `None` if both sides have the key.
+    /// A MUNGE credential of the puller's user with the key in it ([`crate::Munge`]). `None` if both sides have the
+    /// key.
     pub credential: Option<String>,
 }
 

@@ -10,9 +10,10 @@
 //! ```
 //!
 //! Promises
-//! * The API is safe: exposed memory and the buffers of reads live until libfabric no longer uses them, even after errors.
-//! * Another host decides neither where bytes are written nor how many. A read stays within its buffer, and the address of
-//!   an endpoint is copied into an array that is longer than any address.
+//! * The API is safe: exposed memory and the buffers of reads live until libfabric no longer uses them, even after
+//!   errors.
+//! * Another host decides neither where bytes are written nor how many. A read stays within its buffer, and the address
+//!   of an endpoint is copied into an array that is longer than any address.
 //! * After an error an endpoint begins no further read.
 
 pub mod abi;

@@ -1,4 +1,5 @@
-//! The two origins of the files that an agent sends: the mount that it serves, and partner copies of other hosts' files.
+//! The two origins of the files that an agent sends: the mount that it serves, and partner copies of other hosts'
+//! files.
 //!
 //! A list chooses the origin, and files are opened from it until the next list.
 
@@ -69,8 +70,8 @@ impl Origin {
         }
     }
 
-    /// Returns two answers: whether a file was changed since it was opened, and whether the bytes that were read are the
-    /// file as it was opened. A partner copy never changes, because a newer copy replaces the file.
+    /// Returns two answers: whether a file was changed since it was opened, and whether the bytes that were read are
+    /// the file as it was opened. A partner copy never changes, because a newer copy replaces the file.
     pub(crate) fn check(&self, file: &OriginFile) -> Result<(bool, bool), SourceError> {
         match (self, file) {
             (Self::Mount(source), OriginFile::Held(file)) => source.check(file),

@@ -1,7 +1,7 @@
 //! The puller's end of a connection: connects to an agent, sends requests and receives replies.
 //!
-//! Replies arrive in the order of the requests, and requests may be sent ahead. Whatever an agent sends, a list is bounded
-//! in entries, bytes and time, and an answer in time. An error of the agent becomes a [`PullError`].
+//! Replies arrive in the order of the requests, and requests may be sent ahead. Whatever an agent sends, a list is
+//! bounded in entries, bytes and time, and an answer in time. An error of the agent becomes a [`PullError`].
 
 use std::io;
 use std::net::{IpAddr, TcpStream, ToSocketAddrs};
@@ -294,8 +294,8 @@ impl Peer {
         }
     }
 
-    /// Checks a part of a list, and returns the bytes of its names. A part without entries or with a too long name ends the
-    /// pull.
+    /// Checks a part of a list, and returns the bytes of its names. A part without entries or with a too long name ends
+    /// the pull.
     fn check_entries(&self, entries: &[Entry]) -> Result<usize, PullError> {
         if entries.is_empty() {
             return Err(self.implausible("a part of a list with nothing in it"));

@@ -6,8 +6,8 @@
 //! Promises
 //! * The copy gets its name by one rename, after each block was authenticated, each file checked and everything synced.
 //!   On a firn mount nothing is synced. If puller or agent die earlier, nothing has that name.
-//! * A puller connects again after a broken connection. Blocks that are already in the staging directory are compared by
-//!   checksums and not sent again. That includes blocks of an earlier puller that was killed.
+//! * A puller connects again after a broken connection. Blocks that are already in the staging directory are compared
+//!   by checksums and not sent again. That includes blocks of an earlier puller that was killed.
 
 mod compare;
 mod direct;
@@ -171,8 +171,8 @@ pub(crate) fn check_entries(entries: Vec<Entry>) -> Result<Vec<Entry>, String> {
 
 /// Pulls a tree. It connects again as often as needed, until no block has arrived for `request.patience`.
 ///
-/// `report_progress` is called whenever the number of bytes or files to come changes. After an error the received blocks
-/// stay in the staging directory, and a later pull with the same target uses them.
+/// `report_progress` is called whenever the number of bytes or files to come changes. After an error the received
+/// blocks stay in the staging directory, and a later pull with the same target uses them.
 pub fn pull(
     request: &PullRequest,
     report_progress: &mut dyn FnMut(Progress),
@@ -192,8 +192,8 @@ pub fn pull(
         writers.wait()?;
         let is_stalled = state.is_stalled();
         let is_fabric_error = matches!(error, PullError::Fabric { .. });
-        // If the agent was never reached, a missing agent is more likely a mistake of the user than a passing failure. A
-        // failed ssh has already told the user why.
+        // If the agent was never reached, a missing agent is more likely a mistake of the user than a passing failure.
+        // A failed ssh has already told the user why.
         let is_likely_mistake = error.is_absence() || matches!(request.route, Route::Ssh { .. });
         if !error.is_transient() || (!state.was_listed && is_likely_mistake) {
             return Err(error);
@@ -269,7 +269,8 @@ fn attempt(
     Ok(plan)
 }
 
-/// Returns an error if a file of the plan was not closed by its writers. The error names the first one and counts others.
+/// Returns an error if a file of the plan was not closed by its writers. The error names the first one and counts
+/// others.
 fn check_complete(host: &str, request: &PullRequest, plan: &Plan) -> Result<(), PullError> {
     let mut unfinished = plan
         .files()
@@ -301,7 +302,8 @@ pub fn list_entries(host: &str, route: &Route, path: &BytePath) -> Result<Vec<En
     check_entries(entries).map_err(|what| peer.implausible(what))
 }
 
-/// Lists a directory of another host: one item for each name in it. For a file, the list has one item with an empty name.
+/// Lists a directory of another host: one item for each name in it. For a file, the list has one item with an empty
+/// name.
 pub fn list(host: &str, route: &Route, path: &BytePath) -> Result<Vec<Listed>, PullError> {
     let entries = list_entries(host, route, path)?;
     if entries[0].kind != EntryKind::Directory {

@@ -4,13 +4,14 @@
 //!   record = length of ciphertext and tag, 2 bytes, most significant first │ ciphertext │ tag, 16 bytes
 //! ```
 //!
-//! Messages are encrypted on every connection. Bytes of files travel between two records of messages. They are encrypted
-//! by a [`DataCipher`], or plain, and then a message has their [`BlockMac`](crate::block_mac::BlockMac).
+//! Messages are encrypted on every connection. Bytes of files travel between two records of messages. They are
+//! encrypted by a [`DataCipher`], or plain, and then a message has their [`BlockMac`](crate::block_mac::BlockMac).
 //!
 //! Promises
 //! * Each message in either direction is in records that are encrypted and authenticated (ChaCha20-Poly1305).
-//! * Records are numbered. A record that was changed, left out, repeated, moved, or comes from another connection ends the
-//!   connection, and no byte of it is returned. A cut connection is noticed because the rest of an answer is missing.
+//! * Records are numbered. A record that was changed, left out, repeated, moved, or comes from another connection ends
+//!   the connection, and no byte of it is returned. A cut connection is noticed because the rest of an answer is
+//!   missing.
 //! * An attacker that learns the shared key later cannot read earlier recordings, because the keys of records come from
 //!   ephemeral keys.
 //!
@@ -65,8 +66,8 @@ impl Exchange {
         Ok(message)
     }
 
-    /// Reads the other side's message and returns its payload. It is an error if the other side has another key or another
-    /// prologue.
+    /// Reads the other side's message and returns its payload. It is an error if the other side has another key or
+    /// another prologue.
     pub(crate) fn read(&mut self, message: &[u8]) -> Result<Vec<u8>, WireError> {
         let mut payload = vec![0; message.len()];
         let read = self.0.read_message(message, &mut payload);
@@ -259,7 +260,8 @@ impl<T: Transport> Sealed<T> {
 
     /// Receives bytes of a file.
     pub(crate) fn receive_data(&mut self, into: &mut [u8], deadline: Instant) -> io::Result<()> {
-        // Data begins after the last record of a message. A rest of that record means that the announced length is wrong.
+        // Data begins after the last record of a message. A rest of that record means that the announced length is
+        // wrong.
         if self.cipher.as_ref().is_some_and(|cipher| cipher.has_rest()) {
             return Err(tampered());
         }

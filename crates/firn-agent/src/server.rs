@@ -4,8 +4,8 @@
 //! session (`crate::session`).
 //!
 //! Invariants
-//! * There are at most `STRANGERS_MAX` strangers, each for at most [`HANDSHAKE_LIMIT`]. A further one replaces the stranger
-//!   that has been silent longest (`crate::strangers`).
+//! * There are at most `STRANGERS_MAX` strangers, each for at most [`HANDSHAKE_LIMIT`]. A further one replaces the
+//!   stranger that has been silent longest (`crate::strangers`).
 //! * There are at most `SESSIONS_MAX` sessions. A further connection is closed after its handshake.
 //! * Refused connections add at most one line to the log in `REFUSAL_LOG_INTERVAL`.
 //! * A connection takes a thread and a buffer of one frame. The frame of a stranger has at most
@@ -88,8 +88,8 @@ pub struct AgentOptions {
     pub path: PathBuf,
     /// Address to listen at.
     pub listen: SocketAddr,
-    /// Name or address at which pullers reach this host. `None` means that of `listen`, or the host's name if `listen` is
-    /// unspecified.
+    /// Name or address at which pullers reach this host. `None` means that of `listen`, or the host's name if `listen`
+    /// is unspecified.
     pub address: Option<String>,
     /// Name of this host for pullers and partners. `None` means the name in the mount's options, or else the system's.
     pub host: Option<String>,
@@ -220,8 +220,8 @@ impl Agent {
         &self.mount.mount_point
     }
 
-    /// Returns a function for the end of the agent. It removes the record from the backing, and copies that are not needed
-    /// from memory. It may be called from any thread.
+    /// Returns a function for the end of the agent. It removes the record from the backing, and copies that are not
+    /// needed from memory. It may be called from any thread.
     pub fn remover(&self) -> impl Fn() + Send + 'static {
         let file = self.key_file.clone();
         let service = Arc::clone(&self.service);
@@ -239,8 +239,8 @@ impl Agent {
             return Ok(());
         };
         let service = Arc::clone(&self.service);
-        // An earlier agent of this host may have copied files of other hosts. These hosts are followed again. The copies
-        // are dropped if their source has another partner by now.
+        // An earlier agent of this host may have copied files of other hosts. These hosts are followed again. The
+        // copies are dropped if their source has another partner by now.
         for source in service.copies.hosts() {
             if let Err(error) = service.adopt(&source) {
                 service
@@ -389,8 +389,8 @@ impl Shared {
 }
 
 impl Refusals {
-    /// Returns the line to log now, and forgets the refusals in it. Returns `None` if there are none, or if the last line
-    /// is too recent.
+    /// Returns the line to log now, and forgets the refusals in it. Returns `None` if there are none, or if the last
+    /// line is too recent.
     fn next_line(&mut self, now: Instant) -> Option<String> {
         let is_recent = |logged_at: Instant| now.duration_since(logged_at) < REFUSAL_LOG_INTERVAL;
         if self.count == 0 || self.logged_at.is_some_and(is_recent) {

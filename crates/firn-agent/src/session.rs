@@ -88,8 +88,8 @@ struct Following {
     source: Source,
     /// Name of the partner.
     host: String,
-    /// Note about this partner that the status shows if the partner itself sets none. `None` for a former partner, which
-    /// firnd is not told of.
+    /// Note about this partner that the status shows if the partner itself sets none. `None` for a former partner,
+    /// which firnd is not told of.
     note: Option<String>,
     /// The held files of the last list, each with the number of changes that the partner has marked since.
     marks: BTreeMap<BytePath, Option<u64>>,
@@ -290,7 +290,8 @@ impl<'a, T: Transport> Session<'a, T> {
         self.origin = None;
     }
 
-    /// Opens the mount for a new list. It is opened each time, because it may have been mounted again since the last list.
+    /// Opens the mount for a new list. It is opened each time, because it may have been mounted again since the last
+    /// list.
     fn open_source(&mut self, path: &Path) -> Result<Source, SourceError> {
         self.forget_list();
         let source = Source::open(self.scope.unwrap_or(path), self.holds)?;
@@ -329,8 +330,8 @@ impl<'a, T: Transport> Session<'a, T> {
         }
     }
 
-    /// Holds a file under a number. The reply is `Full` if this connection holds as many files as it may or has the number
-    /// already, or if the agent holds as many bytes as it may.
+    /// Holds a file under a number. The reply is `Full` if this connection holds as many files as it may or has the
+    /// number already, or if the agent holds as many bytes as it may.
     fn open(&mut self, file: u32, path: &BytePath) -> Result<Reply, SourceError> {
         if self.files.len() >= FILES_MAX || self.files.contains_key(&file) {
             return Ok(Reply::Full);
@@ -542,8 +543,8 @@ impl<'a, T: Transport> Session<'a, T> {
 impl Following {
     /// Lists held files for the follower, and adjusts the list to its role.
     ///
-    /// A former partner sees unmarked files as open, so that only the current partner copies them. A dismissed one sees an
-    /// empty mount, after which it drops its copies.
+    /// A former partner sees unmarked files as open, so that only the current partner copies them. A dismissed one sees
+    /// an empty mount, after which it drops its copies.
     fn list(&mut self, path: &BytePath) -> Result<Vec<Entry>, SourceError> {
         let role = self.registration.role();
         let mut entries = match role {
@@ -554,7 +555,8 @@ impl Following {
                 return Err(refused(format!("{host} is not the partner any more")));
             }
         };
-        // A former partner that has become the partner must follow anew. Only then firnd is told of it and takes its marks.
+        // A former partner that has become the partner must follow anew. Only then firnd is told of it and takes its
+        // marks.
         if role == Role::Partner && self.note.is_none() {
             return Err(SourceError {
                 kind: ErrorKind::Stale,

@@ -4,8 +4,8 @@
 //! in the spill file, in the backing, or in a hole.
 //!
 //! Promises
-//! * Bytes in memory are handed to a [`DataPath`] without a copy. Bytes of the spill file and of the backing pass through
-//!   one buffer of [`COPY_BYTES`].
+//! * Bytes in memory are handed to a [`DataPath`] without a copy. Bytes of the spill file and of the backing pass
+//!   through one buffer of [`COPY_BYTES`].
 //! * No path leads out of the mount. Each component is resolved by itself, and no symbolic link is followed.
 //!
 //! This module relies on S-chunks-1: bytes in memory do not change until their chunk list is released.
@@ -384,8 +384,8 @@ impl Source {
         opened.read_exact_at(into, offset).map_err(stale)
     }
 
-    /// Opens a file for reading: through the mount, because a layer may keep the file elsewhere in the backing. Files of
-    /// a stub tree are empty, so they are opened in the backing.
+    /// Opens a file for reading: through the mount, because a layer may keep the file elsewhere in the backing. Files
+    /// of a stub tree are empty, so they are opened in the backing.
     fn open_for_reading(&self, path: &BytePath) -> io::Result<File> {
         // If a pipe has replaced the file, open(2) without O_NONBLOCK would block this session.
         let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
@@ -444,8 +444,8 @@ impl<T: Transport> Sender<'_, T> {
         Ok(self.data.send_zeros(self.link, bytes)?)
     }
 
-    /// Sends parts that must be read first. Runs of zeros are sent as zeros, because the backing has holes that no chunk
-    /// list shows.
+    /// Sends parts that must be read first. Runs of zeros are sent as zeros, because the backing has holes that no
+    /// chunk list shows.
     fn send_copies(&mut self, run: &[ChunkPiece], file: &mut HeldFile) -> Result<(), SendError> {
         for part in run {
             self.source.copy(file, part, |copy| {

@@ -3,10 +3,10 @@
 //! Silent peers must not keep others out. So a new connection replaces an old one when the bound is reached.
 //!
 //! Invariants
-//! * At most [`STRANGERS_MAX`] strangers are connected. A further one replaces the oldest of those that have not sent their
-//!   hello, or the oldest of all if all have sent it.
-//! * At most as many again are *closing*. Their connection is shut down, but their thread, and maybe a process of MUNGE,
-//!   has not ended yet.
+//! * At most [`STRANGERS_MAX`] strangers are connected. A further one replaces the oldest of those that have not sent
+//!   their hello, or the oldest of all if all have sent it.
+//! * At most as many again are *closing*. Their connection is shut down, but their thread, and maybe a process of
+//!   MUNGE, has not ended yet.
 
 use std::collections::BTreeMap;
 use std::io;

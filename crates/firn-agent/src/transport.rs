@@ -5,8 +5,8 @@
 //! Promises of every implementation
 //! * A call ends at its deadline, with [`io::ErrorKind::TimedOut`].
 //! * Bytes arrive in the order in which they were sent.
-//! * [`Transport::send_file`] does not copy the bytes of the file to this process. The kernel may send them after the call
-//!   has returned. So the caller must not change them until the other side has acknowledged them.
+//! * [`Transport::send_file`] does not copy the bytes of the file to this process. The kernel may send them after the
+//!   call has returned. So the caller must not change them until the other side has acknowledged them.
 
 use std::io;
 use std::net::TcpStream;

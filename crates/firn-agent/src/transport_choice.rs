@@ -1,7 +1,7 @@
 //! The choice of the transport of files' bytes: the connection itself, or a provider of libfabric.
 //!
-//! The puller names the providers that it has, the best first. The agent takes the first one that it has and that its own
-//! option allows. The names come from another host, so their number and length are bounded.
+//! The puller names the providers that it has, the best first. The agent takes the first one that it has and that its
+//! own option allows. The names come from another host, so their number and length are bounded.
 
 use std::fmt;
 use std::str::FromStr;
@@ -95,8 +95,8 @@ impl TransportChoice {
         }
     }
 
-    /// Returns the providers of this host that a puller names to an agent, the best first. If there are none, bytes come
-    /// over the connection.
+    /// Returns the providers of this host that a puller names to an agent, the best first. If there are none, bytes
+    /// come over the connection.
     pub(crate) fn wanted_providers(&self) -> Result<Vec<String>, OfiError> {
         match self {
             Self::Tcp => Ok(Vec::new()),
@@ -119,8 +119,8 @@ impl TransportChoice {
         matches!(self, Self::Ofi { .. })
     }
 
-    /// Chooses for an agent: returns the first of the puller's providers that this host has and that this option allows.
-    /// An error is a text for the puller.
+    /// Chooses for an agent: returns the first of the puller's providers that this host has and that this option
+    /// allows. An error is a text for the puller.
     pub(crate) fn choose(&self, wanted: &[String]) -> Result<String, String> {
         let is_long = |name: &String| name.len() > PROVIDER_BYTES_MAX;
         if wanted.len() > PROVIDERS_MAX || wanted.iter().any(is_long) {

@@ -1,13 +1,14 @@
 //! The policy that decides when firnd is asked for direct access to an open file.
 //!
-//! Direct access costs a request at its begin and at its end, so it pays off only for many bytes. firnd is asked first after
-//! the open file has moved some bytes through the kernel. It is asked again after further bytes if it has refused, revoked a
-//! grant or had no room. The number of these bytes grows with each grant that brought little.
+//! Direct access costs a request at its begin and at its end, so it pays off only for many bytes. firnd is asked first
+//! after the open file has moved some bytes through the kernel. It is asked again after further bytes if it has
+//! refused, revoked a grant or had no room. The number of these bytes grows with each grant that brought little.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Bytes that an open file moves through the kernel before firnd is asked for the first time, unless
-/// `FIRN_PRELOAD_DIRECT_AFTER` says otherwise. A grant and its end cost as much time as this many bytes through the kernel.
+/// `FIRN_PRELOAD_DIRECT_AFTER` says otherwise. A grant and its end cost as much time as this many bytes through the
+/// kernel.
 const DIRECT_AFTER_BYTES: u64 = 64 << 10;
 /// A call counts as at least this many bytes, because each call through the kernel costs a trip to firnd.
 pub(crate) const CALL_BYTES_MIN: u64 = 8 << 10;

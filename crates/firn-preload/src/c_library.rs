@@ -21,13 +21,13 @@ pub(crate) fn is_gnu() -> bool {
 }
 
 type Handler = extern "C" fn();
-/// Type of `__register_atfork`, which pthread_atfork(3) calls. The last argument names the caller's library, whose unloading
-/// removes the handlers.
+/// Type of `__register_atfork`, which pthread_atfork(3) calls. The last argument names the caller's library, whose
+/// unloading removes the handlers.
 type RegisterAtFork =
     unsafe extern "C" fn(Option<Handler>, Option<Handler>, Option<Handler>, *mut c_void) -> c_int;
 
-/// Registers functions that are called before and after each fork(2) as long as the process lives. Returns whether that is
-/// possible.
+/// Registers functions that are called before and after each fork(2) as long as the process lives. Returns whether that
+/// is possible.
 pub(crate) fn register_at_fork(before: Handler, parent: Handler, child: Handler) -> bool {
     let Some(address) = look_up(c"__register_atfork") else {
         return false;
@@ -63,7 +63,8 @@ macro_rules! own {
     )*};
 }
 
-// Functions that the standard library would take from libgcc_s.so.1. Nothing unwinds here, because a panic ends the process.
+// Functions that the standard library would take from libgcc_s.so.1. Nothing unwinds here, because a panic ends the
+// process.
 own! {
     "_Unwind_RaiseException" = refuse_to_unwind;
     "_Unwind_Backtrace" = end_backtrace;
@@ -101,8 +102,8 @@ extern "C" fn stop() -> ! {
     std::process::abort()
 }
 
-// The loader's function that finds thread-local memory. A direct reference would make this library need the loader under the
-// name that it has with the GNU C library.
+// The loader's function that finds thread-local memory. A direct reference would make this library need the loader
+// under the name that it has with the GNU C library.
 #[cfg(target_arch = "x86_64")]
 own! { "__tls_get_addr" = find_thread_memory; }
 

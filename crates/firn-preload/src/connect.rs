@@ -44,7 +44,8 @@ const NO_SLAB: Slab = Slab {
     reserved: 0,
     modified: 0,
 };
-/// The library's own descriptors have this number or a higher one, so that programs that choose numbers do not meet them.
+/// The library's own descriptors have this number or a higher one, so that programs that choose numbers do not meet
+/// them.
 pub(crate) const OWN_FD_MIN: c_int = 900;
 
 /// The connection to one arena, and its successors.
@@ -54,8 +55,8 @@ struct Link {
     inner: Locked<Inner>,
 }
 
-// SAFETY: the value consists of words, locks, an empty map, and options of words, for each of which zero bytes are valid.
-// Zeros mean no connection, and `ask_first` sets the rest before the first one.
+// SAFETY: the value consists of words, locks, an empty map, and options of words, for each of which zero bytes are
+// valid. Zeros mean no connection, and `ask_first` sets the rest before the first one.
 static LINKS: Wiped<[Link; LINKS_COUNT]> =
     unsafe { Wiped::new([const { Link::new() }; LINKS_COUNT]) };
 
@@ -82,8 +83,8 @@ struct Inner {
     stash_next: usize,
 }
 
-/// The leases of one answer. firnd's answer is received into it directly, because callers may have little stack. All zeros
-/// mean no lease.
+/// The leases of one answer. firnd's answer is received into it directly, because callers may have little stack. All
+/// zeros mean no lease.
 struct Leases {
     /// Token of the open file.
     token: u64,
@@ -147,8 +148,8 @@ struct Open {
 
 /// Connects to the arena that a token names, for a writer. Returns the link number.
 ///
-/// If a new connection was made, firnd's answer to a request for the grant and the first lease is returned too. It is the
-/// same as that of [`ask_open`].
+/// If a new connection was made, firnd's answer to a request for the grant and the first lease is returned too. It is
+/// the same as that of [`ask_open`].
 pub(crate) fn connect_to_write(token: &Token, lease_bytes: u64) -> Option<(u32, Option<Reply>)> {
     let mut first = FirstRequest::Open(lease_bytes, None);
     let link = connect_within(token, ATTEMPTS, &mut first)?;
@@ -198,8 +199,8 @@ pub(crate) fn connect_to_map(token: &Token) -> Option<u32> {
     connect_within(token, ATTEMPTS, &mut FirstRequest::Nothing)
 }
 
-/// Connects for a stub, which only firnd can serve. So the number of connections is not limited, and a process that cannot
-/// map the arena still gets a connection for requests.
+/// Connects for a stub, which only firnd can serve. So the number of connections is not limited, and a process that
+/// cannot map the arena still gets a connection for requests.
 pub(crate) fn connect_for_stubs(token: &Token) -> Option<u32> {
     let attempts_max = u32::MAX / LINKS_COUNT as u32 - 1;
     connect_within(token, attempts_max, &mut FirstRequest::Nothing)
@@ -354,8 +355,8 @@ enum FirstRequest<'a> {
     ),
 }
 
-/// Sends the first requests of a connection in one packet, and receives their answers. So firnd works on the second request
-/// while this process maps the arena.
+/// Sends the first requests of a connection in one packet, and receives their answers. So firnd works on the second
+/// request while this process maps the arena.
 #[inline(never)]
 fn ask_first(
     connection: &Connection,
@@ -442,7 +443,8 @@ impl Inner {
 }
 
 impl Open {
-    /// Receives the answer to an earlier request for leases, if it is outstanding. Returns `None` if the connection ended.
+    /// Receives the answer to an earlier request for leases, if it is outstanding. Returns `None` if the connection
+    /// ended.
     fn collect_reply(&mut self) -> Option<()> {
         let Some(token) = self.inner.ahead.take() else {
             return Some(());
@@ -519,8 +521,8 @@ fn open_request(token: u64, lease_bytes: u64) -> Request {
     Request::new(Op::OpenWrite, token, lease_bytes).with_len(sys::current_cpu())
 }
 
-/// Requests leases without waiting for the answer, which [`take_lease`] receives. Returns whether the request was sent: only
-/// one may be outstanding.
+/// Requests leases without waiting for the answer, which [`take_lease`] receives. Returns whether the request was sent:
+/// only one may be outstanding.
 pub(crate) fn ask_ahead(link: u32, token: u64, lease_bytes: u64) -> bool {
     let Some(mut open) = open_link(link) else {
         return false;
@@ -528,8 +530,8 @@ pub(crate) fn ask_ahead(link: u32, token: u64, lease_bytes: u64) -> bool {
     open.inner.ahead.is_none() && open.send_lease_request(token, lease_bytes).is_some()
 }
 
-/// Takes the next lease that was requested before. It receives an outstanding answer if no lease is stored. Returns `None`
-/// if there is no lease.
+/// Takes the next lease that was requested before. It receives an outstanding answer if no lease is stored. Returns
+/// `None` if there is no lease.
 pub(crate) fn take_lease(link: u32, token: u64) -> Option<NextLease> {
     let mut open = open_link(link)?;
     if let Some(lease) = open.take_lease(token) {
@@ -548,8 +550,8 @@ pub(crate) fn ask_lease(link: u32, token: u64, lease_bytes: u64) -> Option<NextL
     open.take_lease(token)
 }
 
-/// Returns where the arena of a connection is mapped. The mapping lasts as long as the process, even if the connection has
-/// ended.
+/// Returns where the arena of a connection is mapped. The mapping lasts as long as the process, even if the connection
+/// has ended.
 pub(crate) fn arena_map(number: u32) -> Option<ArenaMap> {
     let index = number as usize % LINKS_COUNT;
     let inner = LINKS.get(index)?.inner.take_lock()?;
@@ -626,8 +628,8 @@ pub(crate) fn call_firnd(
     open.close_if_ended(reply)
 }
 
-/// Makes a connection that the caller owns. A signal handler needs one if it interrupts the thread that holds the lock of
-/// the usual connection.
+/// Makes a connection that the caller owns. A signal handler needs one if it interrupts the thread that holds the lock
+/// of the usual connection.
 pub(crate) fn connect_once(token: &Token) -> Option<Connection> {
     let connection = connect_to(token)?;
     connection.send_hello(None).ok()?;

@@ -1,8 +1,8 @@
 //! Streams of stdio over stubs.
 //!
-//! The system calls of an ordinary stream are not seen by hooks. So streams over stubs are made with fopencookie(3), which
-//! calls functions of this module. Such a stream has the number of its descriptor (`fileno`). It is a byte stream, so wide
-//! characters are refused, as in each stream that was used for bytes.
+//! The system calls of an ordinary stream are not seen by hooks. So streams over stubs are made with fopencookie(3),
+//! which calls functions of this module. Such a stream has the number of its descriptor (`fileno`). It is a byte
+//! stream, so wide characters are refused, as in each stream that was used for bytes.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -147,14 +147,14 @@ pub(crate) fn standard_slot(fd: c_int) -> Option<*mut *mut FILE> {
     }
 }
 
-/// Replaces the stream of a standard descriptor that has become a stub. The new stream stays for good; it also works if the
-/// descriptor becomes another file later.
+/// Replaces the stream of a standard descriptor that has become a stub. The new stream stays for good; it also works if
+/// the descriptor becomes another file later.
 pub(crate) fn replace_standard(fd: c_int) {
     let Some(slot) = standard_slot(fd) else {
         return;
     };
-    // SAFETY: these are the program's streams. It must not use a stream while it redirects the stream's descriptor, with or
-    // without this library.
+    // SAFETY: these are the program's streams. It must not use a stream while it redirects the stream's descriptor,
+    // with or without this library.
     unsafe {
         let old = *slot;
         if old.is_null() || is_ours(old) || libc::fileno(old) != fd {

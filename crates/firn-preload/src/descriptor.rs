@@ -10,7 +10,8 @@
 //!
 //! Descriptors of a mount ([`crate::kernel`]) and stubs ([`crate::stub`]) differ only in their [`Fallback`].
 //!
-//! In all functions `at` is the offset that the call names, as pwrite(2) does; `None` means the descriptor's own offset.
+//! In all functions `at` is the offset that the call names, as pwrite(2) does; `None` means the descriptor's own
+//! offset.
 
 use std::ffi::c_int;
 
@@ -54,8 +55,8 @@ pub(crate) fn write_descriptor<F: Fallback>(
     finish_write::<F>(locked, source, claim, (at, total), (done, lost), call)
 }
 
-/// Finishes a write of which `done` bytes are in leases: the fallback writes the rest. `lost` is the reason if a lease was
-/// lost before that.
+/// Finishes a write of which `done` bytes are in leases: the fallback writes the rest. `lost` is the reason if a lease
+/// was lost before that.
 pub(crate) fn finish_write<F: Fallback>(
     mut locked: LockedEntry,
     source: Source<'_>,

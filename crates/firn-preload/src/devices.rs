@@ -1,7 +1,7 @@
 //! The devices that are Firn mounts.
 //!
-//! Each device is asked once, for the token of the first regular file that is opened there. fstatfs(2) is not used, because
-//! on a mount it costs a trip to firnd of its own.
+//! Each device is asked once, for the token of the first regular file that is opened there. fstatfs(2) is not used,
+//! because on a mount it costs a trip to firnd of its own.
 
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -54,8 +54,8 @@ pub(crate) fn is_known_mount(device: u64) -> bool {
         .any(|known| known.load(Ordering::Relaxed) == verdict)
 }
 
-/// Finds out whether the device of a descriptor is a Firn mount. Returns `None` if not. If the device was unknown, the token
-/// of the open file is returned; for a known mount 0 is returned instead.
+/// Finds out whether the device of a descriptor is a Firn mount. Returns `None` if not. If the device was unknown, the
+/// token of the open file is returned; for a known mount 0 is returned instead.
 pub(crate) fn token_on_mount(fd: c_int, device: u64) -> Option<u64> {
     let key = device.wrapping_add(1) << 1;
     for known in &KNOWN.known {

@@ -1,7 +1,7 @@
 //! The fallback of a descriptor, which serves the bytes that neither a lease nor a list can serve.
 //!
-//! It is the kernel for files of a mount, and firnd over the data socket for stubs. A fallback also decides when firnd is
-//! asked for a grant or a list, and what happens when these are lost.
+//! It is the kernel for files of a mount, and firnd over the data socket for stubs. A fallback also decides when firnd
+//! is asked for a grant or a list, and what happens when these are lost.
 
 use std::ffi::c_int;
 
@@ -19,8 +19,8 @@ use crate::table::LockedEntry;
 pub(crate) enum WriteError {
     /// None of the bytes is in the file.
     Failed(c_int),
-    /// firnd ended before it answered, so some of the bytes may be stored. A count without them would make the program write
-    /// them again. So the call fails, even if it has written other bytes before.
+    /// firnd ended before it answered, so some of the bytes may be stored. A count without them would make the program
+    /// write them again. So the call fails, even if it has written other bytes before.
     Unknown(c_int),
 }
 
@@ -42,8 +42,8 @@ impl WriteError {
 /// Serves the bytes of a descriptor that neither lease nor list can serve.
 ///
 /// Some methods return `Err(Handled)`, which is the end of the call: its result, or that the kernel must serve it. `Ok`
-/// means that the caller goes on by the fallback's `write_at` or `read_at`. `at` is the offset that the call names; `None`
-/// means the descriptor's own offset.
+/// means that the caller goes on by the fallback's `write_at` or `read_at`. `at` is the offset that the call names;
+/// `None` means the descriptor's own offset.
 pub(crate) trait Fallback {
     /// Returns whether a write may use leases. It asks firnd for a grant if it is time for that.
     fn may_lease(locked: &mut LockedEntry, total: usize) -> bool;
@@ -85,8 +85,8 @@ pub(crate) trait Fallback {
     fn has_offset(locked: &LockedEntry) -> bool;
 }
 
-/// Postpones the next question for a grant after a lease was lost. If there is no connection, `unconnected_bytes` must be
-/// moved by the fallback first.
+/// Postpones the next question for a grant after a lease was lost. If there is no connection, `unconnected_bytes` must
+/// be moved by the fallback first.
 pub(crate) fn wait_after_lost_lease(
     locked: &mut LockedEntry,
     lost: LeaseLost,

@@ -23,8 +23,8 @@ impl Handled {
     }
 }
 
-/// Marks a call of the kernel that may use the kernel's offset of a descriptor. While it is under way the offset does not
-/// become private.
+/// Marks a call of the kernel that may use the kernel's offset of a descriptor. While it is under way the offset does
+/// not become private.
 pub(crate) struct Ticket {
     entry: Option<&'static Entry>,
 }

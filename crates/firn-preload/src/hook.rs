@@ -1,7 +1,8 @@
 //! The hooks: exported functions that a program calls in place of those of the C library.
 //!
-//! A hook looks at the tag of its descriptor. For most descriptors it then calls the real function with the same arguments.
-//! Pairs such as `open` and `open64` are one function, because `off_t` has 64 bits on all machines that Firn runs on.
+//! A hook looks at the tag of its descriptor. For most descriptors it then calls the real function with the same
+//! arguments. Pairs such as `open` and `open64` are one function, because `off_t` has 64 bits on all machines that Firn
+//! runs on.
 
 mod asynchronous;
 mod change;
@@ -43,8 +44,8 @@ macro_rules! forward {
 }
 use forward;
 
-/// Makes the memory of a call from an array of vectors. Returns `None` if the kernel would refuse the array: its length is
-/// invalid, or it cannot be read.
+/// Makes the memory of a call from an array of vectors. Returns `None` if the kernel would refuse the array: its length
+/// is invalid, or it cannot be read.
 ///
 /// # Safety
 /// If `parts` points to `count` vectors, the same as for [`ProgramMemory::new`].
@@ -58,7 +59,7 @@ unsafe fn memory_of<'a, Access>(
     if !crate::probe::is_readable(parts.cast(), count as usize * size_of::<libc::iovec>()) {
         return None;
     }
-    // SAFETY: the program has passed `count` vectors to a call that uses them as `Access` says, and the array was just found
-    // readable.
+    // SAFETY: the program has passed `count` vectors to a call that uses them as `Access` says, and the array was just
+    // found readable.
     Some(unsafe { ProgramMemory::new(std::slice::from_raw_parts(parts, count as usize)) })
 }

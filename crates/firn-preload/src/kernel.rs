@@ -9,9 +9,9 @@
 //! A call that direct access cannot serve gives the offset back to the kernel, which then serves the call. After
 //! [`REFUSALS_MAX`] refusals, or once the descriptor is shared, it stays with the kernel for good.
 //!
-//! A program may close a descriptor by a raw system call, which the library does not see. Then firnd ends the leases of the
-//! file, so the next write through that number finds its lease revoked. It compares the tokens, sees that the number now is
-//! another file, and leaves it to the kernel.
+//! A program may close a descriptor by a raw system call, which the library does not see. Then firnd ends the leases of
+//! the file, so the next write through that number finds its lease revoked. It compares the tokens, sees that the
+//! number now is another file, and leaves it to the kernel.
 
 use std::ffi::c_int;
 use std::sync::atomic::Ordering;
@@ -39,7 +39,8 @@ use crate::table::{self, Entered, Entry, LockedEntry, tag};
 const REFUSALS_MAX: u32 = 16;
 /// Bytes that go through the kernel after a refusal, before firnd is asked again.
 const REFUSED_BYTES: u64 = RETRY_BYTES_MAX;
-/// Bytes of the first lease of a file. A file that gets direct access is not small, so more than the first write will come.
+/// Bytes of the first lease of a file. A file that gets direct access is not small, so more than the first write will
+/// come.
 const FIRST_LEASE_BYTES: u64 = 128 << 10;
 /// Size from which the first read of a file is worth asking for a list.
 const LISTED_FILE_BYTES_MIN: u64 = 64 << 10;
@@ -66,8 +67,8 @@ impl Fallback for Kernel {
             && !claim.cut_back(&locked, 0)
             && !claim.is_given_back()
         {
-            // A signal handler has claimed a range behind this one. So the kernel cannot repeat the call at its own offset,
-            // and the caller must serve the claimed range.
+            // A signal handler has claimed a range behind this one. So the kernel cannot repeat the call at its own
+            // offset, and the caller must serve the claimed range.
             give_back(&mut locked);
             claim.give_back(false, 0);
             return Ok(locked);
@@ -80,8 +81,8 @@ impl Fallback for Kernel {
 
     /// Gives the offset back to the kernel after `done` bytes of a claim, and postpones the next question to firnd.
     ///
-    /// `Ok` means that the caller goes on with the rest. `Err` is the result for the program if the number is another file
-    /// by now.
+    /// `Ok` means that the caller goes on with the rest. `Err` is the result for the program if the number is another
+    /// file by now.
     fn lease_lost(
         mut locked: LockedEntry,
         claim: &mut Claim,
@@ -152,8 +153,8 @@ fn count_or_errno(result: isize) -> Result<usize, c_int> {
 
 // ---- calls -----------------------------------------------------------------------------------------
 
-/// The fast path of a write, at the descriptor's offset or at `at`: it is short and fits into the current lease. Returns
-/// `None` if the write is another one; then nothing was done.
+/// The fast path of a write, at the descriptor's offset or at `at`: it is short and fits into the current lease.
+/// Returns `None` if the write is another one; then nothing was done.
 #[inline(always)]
 pub(crate) fn write_fast(
     fd: c_int,
@@ -267,8 +268,8 @@ pub(crate) fn seek_file(fd: c_int, offset: i64, whence: c_int) -> Handled {
     }
 }
 
-/// write(2) in a signal handler that has interrupted a hook on the same descriptor. It writes through the kernel, behind the
-/// range that the interrupted hook has claimed.
+/// write(2) in a signal handler that has interrupted a hook on the same descriptor. It writes through the kernel,
+/// behind the range that the interrupted hook has claimed.
 #[cold]
 fn write_in_handler(
     fd: c_int,
@@ -307,8 +308,8 @@ fn write_in_handler(
     Handled::of(failed.map_or(Ok(done), |error| error.after(done)))
 }
 
-/// Gives the kernel its offset back before a call of the kernel that uses it. The returned ticket must be finished after the
-/// call.
+/// Gives the kernel its offset back before a call of the kernel that uses it. The returned ticket must be finished
+/// after the call.
 pub(crate) fn before_kernel(fd: c_int, call: Call) -> Ticket {
     match table::lock_entry(fd) {
         Entered::Locked(locked) if locked.tag != tag::INTERNAL => {
@@ -379,7 +380,8 @@ fn is_same(locked: &LockedEntry) -> bool {
 
 // ---- the grant to write ----------------------------------------------------------------------------
 
-/// Asks firnd for a grant to write `total` bytes, unless it is too early. Returns whether the descriptor has direct access.
+/// Asks firnd for a grant to write `total` bytes, unless it is too early. Returns whether the descriptor has direct
+/// access.
 #[cold]
 fn request_grant(locked: &mut LockedEntry, total: usize) -> bool {
     if locked.ask_policy.is_small(total as u64) || !locked.ask_policy.may_ask(total) {

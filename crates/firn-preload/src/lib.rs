@@ -1,9 +1,9 @@
 //! `libfirn_preload.so`: lets unmodified programs write and read files of a Firn mount in the arena, at memory speed.
 //!
-//! `LD_PRELOAD=libfirn_preload.so PROGRAM` puts the functions of module `hook` before those of the C library. They act on
-//! descriptors of files on a Firn mount, and on *stubs*: empty files of a stub tree, whose bytes firnd has. For all other
-//! descriptors a hook costs a load and a branch. An unusual call goes to the kernel, and so through the mount: it is slower
-//! but equally right.
+//! `LD_PRELOAD=libfirn_preload.so PROGRAM` puts the functions of module `hook` before those of the C library. They act
+//! on descriptors of files on a Firn mount, and on *stubs*: empty files of a stub tree, whose bytes firnd has. For all
+//! other descriptors a hook costs a load and a branch. An unusual call goes to the kernel, and so through the mount: it
+//! is slower but equally right.
 //!
 //! | modules | job |
 //! |---|---|
@@ -21,12 +21,12 @@
 //! * A child of fork(2) uses no state of its parent, because it finds that state as zeros (`table`).
 //!
 //! This library relies on the following:
-//! * The C library is that of GNU. In a process with another one (musl) this library forwards each call and does nothing
-//!   else (`c_library`).
+//! * The C library is that of GNU. In a process with another one (musl) this library forwards each call and does
+//!   nothing else (`c_library`).
 //! * A descriptor with direct access belongs to this process alone. Before a call that could share it (dup, fork, exec,
 //!   SCM_RIGHTS, mmap, …) its offset is given back to the kernel (`share`).
-//! * Raw system calls are not seen. A program may close a descriptor by a raw call (`kernel`). It may not move the offset of
-//!   one descriptor both by raw calls and by the C library.
+//! * Raw system calls are not seen. A program may close a descriptor by a raw call (`kernel`). It may not move the
+//!   offset of one descriptor both by raw calls and by the C library.
 //!
 //! A small file goes through the kernel only, because a grant would cost more than it saves (`ask_policy`).
 //!

@@ -1,10 +1,10 @@
 //! The list of a file: where its bytes are, as firnd has told.
 //!
-//! A list is *current* while the file's word in the arena equals the list's stamp. firnd keeps the listed bytes where they
-//! are. So a reader copies bytes first and then looks at the word: if it has changed, the copy does not count.
+//! A list is *current* while the file's word in the arena equals the list's stamp. firnd keeps the listed bytes where
+//! they are. So a reader copies bytes first and then looks at the word: if it has changed, the copy does not count.
 //!
-//! Bytes in files of the backing are read by descriptors that came with the list. Other hosts can change these files without
-//! changing the word. So such a list is valid for a limited time, and then firnd is asked whether it still is.
+//! Bytes in files of the backing are read by descriptors that came with the list. Other hosts can change these files
+//! without changing the word. So such a list is valid for a limited time, and then firnd is asked whether it still is.
 //!
 //! Holes, and bytes that only firnd can read, are gaps of the list. The descriptor's fallback serves them
 //! ([`crate::fallback`]).
@@ -14,8 +14,8 @@
 //!   not requested    this part is known           not requested yet
 //! ```
 //!
-//! A list without files of the backing covers the whole file. A list with such files begins where the program began to read
-//! and grows as it reads, because the file may have millions of pieces.
+//! A list without files of the backing covers the whole file. A list with such files begins where the program began to
+//! read and grows as it reads, because the file may have millions of pieces.
 //!
 //! Invariants
 //! * `count <= LIST_MAX`, and answers of firnd have filled the first `count` extents.
@@ -149,7 +149,8 @@ impl List {
             return None;
         }
         let room = self.extents.wrapping_add(self.count).cast();
-        // SAFETY: the mapping has room for `EXTENTS_MAX` more extents, as was just checked, and the list is borrowed mutably.
+        // SAFETY: the mapping has room for `EXTENTS_MAX` more extents, as was just checked, and the list is borrowed
+        // mutably.
         Some(unsafe { std::slice::from_raw_parts_mut(room, EXTENTS_MAX) })
     }
 
@@ -157,10 +158,11 @@ impl List {
         self.count + EXTENTS_MAX <= LIST_MAX
     }
 
-    /// Extends the list by an answer, whose extents are in [`List::room`] already. It was requested at `asked_ns`, and `owner`
-    /// is the program's descriptor.
+    /// Extends the list by an answer, whose extents are in [`List::room`] already. It was requested at `asked_ns`, and
+    /// `owner` is the program's descriptor.
     ///
-    /// Returns false if the file has changed since the first answer, or if its word is not mapped. Then the list is void.
+    /// Returns false if the file has changed since the first answer, or if its word is not mapped. Then the list is
+    /// void.
     fn add_answer(
         &mut self,
         reply: &Reply,
@@ -191,8 +193,8 @@ impl List {
         }
     }
 
-    /// Takes over the descriptors of an answer, whose extents begin at index `first`. Extents of an answer name files by
-    /// their index in the answer; afterwards they name them by their index in the list.
+    /// Takes over the descriptors of an answer, whose extents begin at index `first`. Extents of an answer name files
+    /// by their index in the answer; afterwards they name them by their index in the list.
     fn keep_files(&mut self, files: &mut Files, first: usize, owner: c_int) {
         const NONE: u32 = u32::MAX;
         let mut index_of = [NONE; firn_format::data_socket::FILES_MAX];
@@ -208,8 +210,8 @@ impl List {
         }
     }
 
-    /// Keeps a received descriptor, unless the list has one of the same file already. Returns the file's index in the list;
-    /// `None` if there is no room for it.
+    /// Keeps a received descriptor, unless the list has one of the same file already. Returns the file's index in the
+    /// list; `None` if there is no room for it.
     fn keep_file(
         &mut self,
         received: &firn_direct::syscall::Descriptor,
@@ -237,8 +239,8 @@ impl List {
 
     fn files(&self) -> impl Iterator<Item = ListFile> + use<> {
         let start = self.files_start();
-        // SAFETY: `keep_file` has written the first `file_count` files. They stay mapped until `unmap_extents`, which uses
-        // this iterator up before it unmaps them.
+        // SAFETY: `keep_file` has written the first `file_count` files. They stay mapped until `unmap_extents`, which
+        // uses this iterator up before it unmaps them.
         (0..self.file_count).map(move |index| unsafe { start.add(index).read() })
     }
 
@@ -290,8 +292,8 @@ impl List {
         (self.start..self.end).contains(&at)
     }
 
-    /// Prepares the list to be extended up to `at`, which is outside of the known part. The list may begin anew for that.
-    /// Returns false if the read is too far away to be worth it, so that the fallback serves it.
+    /// Prepares the list to be extended up to `at`, which is outside of the known part. The list may begin anew for
+    /// that. Returns false if the read is too far away to be worth it, so that the fallback serves it.
     fn prepare_to_reach(&mut self, at: u64) -> bool {
         let is_near =
             at >= self.end && at - self.end <= self.last_bytes.max(NEAR_BYTES) && self.has_room();
@@ -351,7 +353,8 @@ impl List {
             .is_some_and(|word| word.load(Ordering::Relaxed) == self.stamp)
     }
 
-    /// Returns the extent that has the byte at `offset`, or the first one behind it. The search begins at the last result.
+    /// Returns the extent that has the byte at `offset`, or the first one behind it. The search begins at the last
+    /// result.
     fn find_extent(&mut self, offset: u64) -> Option<Extent> {
         let ends_before = |extent: &Extent| extent.offset.saturating_add(extent.len) <= offset;
         let extents = self.extents();

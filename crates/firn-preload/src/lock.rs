@@ -1,13 +1,13 @@
 //! A lock that knows its owner, so that a signal handler can find out that its own thread holds it.
 //!
-//! The lock is one word: 0 if it is free, else the owner's [`thread_pointer`](sys::thread_pointer), which is even. Bit 0 is
-//! set while a thread may wait. Because owner and lock are one word, a held lock always has a known owner. All zeros are a
-//! free lock.
+//! The lock is one word: 0 if it is free, else the owner's [`thread_pointer`](sys::thread_pointer), which is even. Bit
+//! 0 is set while a thread may wait. Because owner and lock are one word, a held lock always has a known owner. All
+//! zeros are a free lock.
 //!
 //! A guarded value is in a [`Locked`], and only its [`Guard`] gives access to it.
 //!
-//! While the process has one thread, only signal handlers can interfere, and a handler unlocks before it returns. So plain
-//! loads and stores are enough then. They save the 4 ns of each locked instruction.
+//! While the process has one thread, only signal handlers can interfere, and a handler unlocks before it returns. So
+//! plain loads and stores are enough then. They save the 4 ns of each locked instruction.
 
 use std::cell::UnsafeCell;
 use std::marker::PhantomData;
@@ -48,8 +48,8 @@ pub(crate) fn never_single() {
 /// Whether the process has one thread. Only that thread itself can start further ones.
 #[inline(always)]
 fn is_single() -> bool {
-    // SAFETY: the address is that of a byte of the C library or of this module. The C library changes the byte only while
-    // there is one thread.
+    // SAFETY: the address is that of a byte of the C library or of this module. The C library changes the byte only
+    // while there is one thread.
     unsafe { AtomicU8::from_ptr(SINGLE.load(Ordering::Relaxed)).load(Ordering::Relaxed) != 0 }
 }
 
@@ -66,8 +66,8 @@ impl Lock {
         let this_thread = sys::thread_pointer();
         if is_single() && self.word.load(Ordering::Relaxed) == 0 {
             self.word.store(this_thread, Ordering::Relaxed);
-            // The compiler must not move accesses to the guarded value before the store. Otherwise a signal handler could
-            // take the lock in between and find the value half changed.
+            // The compiler must not move accesses to the guarded value before the store. Otherwise a signal handler
+            // could take the lock in between and find the value half changed.
             compiler_fence(Ordering::SeqCst);
             return true;
         }
@@ -104,8 +104,8 @@ impl Lock {
             if word & !WAITING == this_thread {
                 return false;
             }
-            // Further threads may wait. So a thread that has waited takes the lock with the bit set, and wakes one of them
-            // when it unlocks.
+            // Further threads may wait. So a thread that has waited takes the lock with the bit set, and wakes one of
+            // them when it unlocks.
             let new_word = if word == 0 {
                 this_thread | WAITING
             } else {
@@ -182,8 +182,8 @@ impl<T> Deref for Guard<'_, T> {
     type Target = T;
     #[inline(always)]
     fn deref(&self) -> &T {
-        // SAFETY: this guard holds the lock until it is dropped, and it is the only one: even a signal handler of this thread
-        // gets no second one.
+        // SAFETY: this guard holds the lock until it is dropped, and it is the only one: even a signal handler of this
+        // thread gets no second one.
         unsafe { &*self.of.value.get() }
     }
 }

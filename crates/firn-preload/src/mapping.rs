@@ -1,11 +1,11 @@
 //! mmap(2) of a held file that is open for reading: maps the file's memory file, so that no page fault goes to firnd.
 //!
-//! firnd stores each change of the file in its memory file too, while the open file stays open. So the library keeps a copy
-//! of the program's descriptor open as long as the mapping exists.
+//! firnd stores each change of the file in its memory file too, while the open file stays open. So the library keeps a
+//! copy of the program's descriptor open as long as the mapping exists.
 //!
 //! Invariants
-//! * Each mapping of a memory file has a *slot* with its range and the kept descriptor. Only the thread that has claimed a
-//!   slot changes it.
+//! * Each mapping of a memory file has a *slot* with its range and the kept descriptor. Only the thread that has
+//!   claimed a slot changes it.
 //! * If the program unmaps the middle of a mapping, the kept descriptor stays open until the process ends.
 //!
 //! A child of fork(2) inherits mappings, slots and descriptors, and they are valid there.
@@ -106,8 +106,8 @@ pub(crate) unsafe fn map_memory_file(fd: c_int, arguments: MapArguments) -> Opti
     mapped
 }
 
-/// Maps a file. If the program leaves the address to the kernel, an address is chosen at which huge pages of the file can be
-/// mapped as such. The kernel's own choice would be aligned to small pages only.
+/// Maps a file. If the program leaves the address to the kernel, an address is chosen at which huge pages of the file
+/// can be mapped as such. The kernel's own choice would be aligned to small pages only.
 ///
 /// It reserves a larger range, maps the file at the aligned address within it, and unmaps the rest.
 ///
@@ -161,8 +161,8 @@ unsafe fn map_in_huge_pages(arguments: MapArguments, number: c_int) -> isize {
     mapped
 }
 
-/// Whether a descriptor is a file of a mount that is open for reading only. The table is not asked, because it does not know
-/// descriptors that are copied or shared.
+/// Whether a descriptor is a file of a mount that is open for reading only. The table is not asked, because it does not
+/// know descriptors that are copied or shared.
 fn is_reader_of_mount(fd: c_int) -> bool {
     let Some((identity, mode)) = sys::identity(fd) else {
         return false;

@@ -1,11 +1,11 @@
 //! Memory that the program passed to a call, for the call to read or to write.
 //!
-//! A hook makes one [`ProgramMemory`] of the arguments of its call. That is the only unsafe step; the code below it is safe.
-//! No Rust reference to the memory is ever made, because other threads of the program may change it, and it may not be
-//! mapped.
+//! A hook makes one [`ProgramMemory`] of the arguments of its call. That is the only unsafe step; the code below it is
+//! safe. No Rust reference to the memory is ever made, because other threads of the program may change it, and it may
+//! not be mapped.
 //!
-//! For memory that is not mapped the kernel returns EFAULT. A copy in this library would die of SIGSEGV, as a copy in the
-//! program would. So [`probe`] looks at the memory before a copy.
+//! For memory that is not mapped the kernel returns EFAULT. A copy in this library would die of SIGSEGV, as a copy in
+//! the program would. So [`probe`] looks at the memory before a copy.
 
 use std::ffi::{c_int, c_void};
 use std::marker::PhantomData;
@@ -194,8 +194,8 @@ impl<'a> Run<'a, Readable> {
     /// Appends the run to a leased slab, as bytes of the file from `offset` on.
     #[inline(always)]
     pub(crate) fn append_to(self, writer: &mut SlabWriter, offset: u64) -> Appended {
-        // SAFETY: the program passed the bytes to be read (`new`). They do not overlap the arena's mapping, which the program
-        // does not know. Bad pointers that `probe` does not find fault as in the program itself.
+        // SAFETY: the program passed the bytes to be read (`new`). They do not overlap the arena's mapping, which the
+        // program does not know. Bad pointers that `probe` does not find fault as in the program itself.
         unsafe { writer.append(offset, self.start, self.len) }
     }
 
@@ -215,8 +215,8 @@ impl<'a> Run<'a, Writable> {
     /// Copies bytes of the arena to the begin of the run. With `streams` they are stored past the processor's caches.
     pub(crate) fn fill_from(self, from: ArenaBytes, streams: bool) {
         let len = self.len.min(from.len());
-        // SAFETY: the source has as many mapped bytes (`ArenaBytes`). It does not overlap the program's memory, because the
-        // program does not know the arena's mapping. The program passed the target to be written (`new`).
+        // SAFETY: the source has as many mapped bytes (`ArenaBytes`). It does not overlap the program's memory, because
+        // the program does not know the arena's mapping. The program passed the target to be written (`new`).
         unsafe {
             if streams {
                 firn_direct::copy(self.start, from.start(), len);
@@ -234,7 +234,8 @@ impl<'a> Run<'a, Writable> {
 
     /// pread(2).
     pub(crate) fn read_from(self, fd: c_int, at: u64) -> isize {
-        // SAFETY: the program passed the bytes to be written (`new`), and the kernel returns EFAULT if it cannot write them.
+        // SAFETY: the program passed the bytes to be written (`new`), and the kernel returns EFAULT if it cannot write
+        // them.
         unsafe { sys::pread(fd, self.start.cast(), self.len, at) }
     }
 }

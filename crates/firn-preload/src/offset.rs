@@ -1,13 +1,13 @@
 //! The offset of a descriptor, which is private to this process or the kernel's.
 //!
-//! A call *claims* its range of the offset before it moves bytes. So a signal handler that interrupts the call and uses the
-//! same descriptor gets the next range. After the call the unused rest of a claim is given back, unless a later claim lies
-//! behind it.
+//! A call *claims* its range of the offset before it moves bytes. So a signal handler that interrupts the call and uses
+//! the same descriptor gets the next range. After the call the unused rest of a claim is given back, unless a later
+//! claim lies behind it.
 //!
-//! While the offset is private, the kernel's offset is *parked* at a value at which no byte can be read or written. Some uses
-//! of the descriptor are not seen: a raw system call, or a process that copied it by pidfd_getfd(2). They fail with EINVAL
-//! instead of moving bytes at an old offset. The alternative is an lseek(2) after each call, which would make a write of 64
-//! bytes six times as slow.
+//! While the offset is private, the kernel's offset is *parked* at a value at which no byte can be read or written.
+//! Some uses of the descriptor are not seen: a raw system call, or a process that copied it by pidfd_getfd(2). They
+//! fail with EINVAL instead of moving bytes at an old offset. The alternative is an lseek(2) after each call, which
+//! would make a write of 64 bytes six times as slow.
 
 use std::ffi::c_int;
 use std::sync::atomic::Ordering;
@@ -120,8 +120,8 @@ impl Claim {
         matches!(self.origin, ClaimOrigin::GivenBack(0))
     }
 
-    /// Records that the kernel has the offset from now on: `done` bytes after the start if the claim was cut back there,
-    /// else behind the range.
+    /// Records that the kernel has the offset from now on: `done` bytes after the start if the claim was cut back
+    /// there, else behind the range.
     pub(crate) fn give_back(&mut self, is_cut: bool, done: usize) {
         self.origin = match &self.origin {
             ClaimOrigin::Private if is_cut => ClaimOrigin::GivenBack(done),
@@ -148,7 +148,8 @@ impl Claim {
 /// Value of a parked offset: the largest one, at which read(2) and write(2) fail with EINVAL.
 const PARKED: i64 = i64::MAX;
 
-/// Makes the offset private, at the kernel's current value, and parks the kernel's one. Returns whether that was possible.
+/// Makes the offset private, at the kernel's current value, and parks the kernel's one. Returns whether that was
+/// possible.
 pub(crate) fn make_private(locked: &mut LockedEntry) -> bool {
     // A signal handler that wrote between the two calls of lseek(2) would move an offset that was read already.
     sys::without_signals(|| {
@@ -161,8 +162,8 @@ pub(crate) fn make_private(locked: &mut LockedEntry) -> bool {
     locked.is_private()
 }
 
-/// Asks the kernel for the target of an lseek(2) of a descriptor with a private offset, and parks the kernel's offset again.
-/// It serves seeks for which only the kernel knows the file: from its end, to data or to a hole.
+/// Asks the kernel for the target of an lseek(2) of a descriptor with a private offset, and parks the kernel's offset
+/// again. It serves seeks for which only the kernel knows the file: from its end, to data or to a hole.
 pub(crate) fn seek_in_kernel(fd: c_int, offset: i64, whence: c_int) -> isize {
     let target = sys::lseek(fd, offset, whence);
     if target >= 0 {
@@ -171,8 +172,8 @@ pub(crate) fn seek_in_kernel(fd: c_int, offset: i64, whence: c_int) -> isize {
     target
 }
 
-/// Gives a private offset back to the kernel. The kernel's offset is set only if `is_same` confirms that the number still is
-/// the same file.
+/// Gives a private offset back to the kernel. The kernel's offset is set only if `is_same` confirms that the number
+/// still is the same file.
 pub(crate) fn return_offset(locked: &mut LockedEntry, is_same: impl FnOnce(&LockedEntry) -> bool) {
     sys::without_signals(|| {
         locked.set_private(false);
@@ -213,8 +214,8 @@ pub(crate) fn set_offset_of_entry(entry: &Entry, fd: c_int, offset: u64) {
     }
 }
 
-/// lseek(2) of a private offset in a signal handler whose thread holds the lock of the entry. `in_file` returns the target
-/// of a seek from the end of the file, to data or to a hole.
+/// lseek(2) of a private offset in a signal handler whose thread holds the lock of the entry. `in_file` returns the
+/// target of a seek from the end of the file, to data or to a hole.
 #[cold]
 pub(crate) fn seek_in_handler(
     entry: &Entry,

@@ -1,7 +1,7 @@
 //! Finds out which new descriptors the library serves: regular files of a Firn mount, and stubs.
 //!
-//! At this time firnd is asked only for the token of the first file of each device. fstatfs(2) is not used, because on a
-//! mount it costs a trip to firnd of its own.
+//! At this time firnd is asked only for the token of the first file of each device. fstatfs(2) is not used, because on
+//! a mount it costs a trip to firnd of its own.
 
 use std::ffi::c_int;
 use std::sync::atomic::Ordering;
@@ -13,8 +13,8 @@ use crate::stub;
 use crate::sys::{self, Identity};
 use crate::table::{self, ACTIVE, tag};
 
-/// Flags for which direct access is not supported: with O_APPEND each write goes to the end of the file, and with the others
-/// bytes go to the disk.
+/// Flags for which direct access is not supported: with O_APPEND each write goes to the end of the file, and with the
+/// others bytes go to the disk.
 const UNSUPPORTED_FLAGS: c_int = libc::O_APPEND | libc::O_SYNC | libc::O_DSYNC | libc::O_DIRECT;
 
 /// The user of a new descriptor.
@@ -39,7 +39,8 @@ pub(crate) enum NewDescriptor {
     Other,
 }
 
-/// Registers a new descriptor that was opened with `flags`. `before` was taken before the file was opened. It keeps errno.
+/// Registers a new descriptor that was opened with `flags`. `before` was taken before the file was opened. It keeps
+/// errno.
 pub(crate) fn register_opened(
     fd: c_int,
     flags: c_int,

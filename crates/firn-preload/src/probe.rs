@@ -1,12 +1,12 @@
 //! Finds bad pointers before bytes are copied, so that calls return EFAULT as they do without the library.
 //!
-//! The kernel checks each page that it copies. A copy in the process itself dies of SIGSEGV at the first bad page. So the
-//! kernel is asked about the first and the last page of a buffer, and of an array of vectors. Good pages are remembered, so
-//! that each is asked about once. A call with a bad page goes to the kernel, which returns EFAULT or copies the bytes before
-//! that page.
+//! The kernel checks each page that it copies. A copy in the process itself dies of SIGSEGV at the first bad page. So
+//! the kernel is asked about the first and the last page of a buffer, and of an array of vectors. Good pages are
+//! remembered, so that each is asked about once. A call with a bad page goes to the kernel, which returns EFAULT or
+//! copies the bytes before that page.
 //!
-//! Two kinds of bad pages are not found: those between good ones, and those that the C library itself has unmapped since
-//! (free(3), the end of a thread). Pages that the program unmaps or protects are found, because hooks see that.
+//! Two kinds of bad pages are not found: those between good ones, and those that the C library itself has unmapped
+//! since (free(3), the end of a thread). Pages that the program unmaps or protects are found, because hooks see that.
 
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
@@ -28,8 +28,8 @@ const PAGE: usize = 4096;
 /// Number of remembered pages: 1 MiB of buffers, in 2 KiB of memory.
 const PAGES: usize = 256;
 
-/// The pages that the kernel has found good, each in the slot of its number modulo [`PAGES`]. A slot has the address of the
-/// page, and in the low bits the [`ERA`] in which the page was good.
+/// The pages that the kernel has found good, each in the slot of its number modulo [`PAGES`]. A slot has the address of
+/// the page, and in the low bits the [`ERA`] in which the page was good.
 struct Pages {
     slots: [AtomicUsize; PAGES],
 }
@@ -37,8 +37,8 @@ struct Pages {
 static READABLE: Pages = Pages::new();
 static WRITABLE: Pages = Pages::new();
 
-/// Number of the current era. A new era begins when good pages may have become bad. Its low bits are never all 0, so that an
-/// empty slot matches no page.
+/// Number of the current era. A new era begins when good pages may have become bad. Its low bits are never all 0, so
+/// that an empty slot matches no page.
 static ERA: AtomicUsize = AtomicUsize::new(1);
 
 /// Forgets all good pages, because the program has unmapped or protected memory.

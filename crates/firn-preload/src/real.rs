@@ -1,8 +1,8 @@
 //! The *real* functions, which the hooks replace for the program and call themselves.
 //!
-//! A program may call a hook before [`crate::start`] has run: a replacement of malloc may open and read files in its own
-//! constructor. So each real function is at first a *fallback* that makes the system call itself. A function that is more
-//! than a system call is looked up if it is called so early.
+//! A program may call a hook before [`crate::start`] has run: a replacement of malloc may open and read files in its
+//! own constructor. So each real function is at first a *fallback* that makes the system call itself. A function that
+//! is more than a system call is looked up if it is called so early.
 
 use std::ffi::{CStr, c_char, c_int, c_long, c_uint, c_ulong, c_void};
 use std::marker::PhantomData;
@@ -15,8 +15,8 @@ use crate::sys::{syscall, with_errno};
 /// A function of the C library, or of a library that is preloaded after this one.
 #[repr(C)]
 pub(crate) struct Real<F> {
-    /// Address of the function. It is the first field, because hooks of variadic functions jump to the address that they read
-    /// there.
+    /// Address of the function. It is the first field, because hooks of variadic functions jump to the address that
+    /// they read there.
     at: AtomicPtr<c_void>,
     name: &'static CStr,
     kind: PhantomData<F>,

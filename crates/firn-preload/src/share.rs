@@ -1,5 +1,5 @@
-//! Handles descriptors that another process, or another descriptor of this one, is about to share. Their offset is given back
-//! to the kernel before that.
+//! Handles descriptors that another process, or another descriptor of this one, is about to share. Their offset is
+//! given back to the kernel before that.
 
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicI32, Ordering};
@@ -47,14 +47,15 @@ pub(crate) fn end_sharing() {
     }
 }
 
-/// Prepares all descriptors for a call that does not return here if it succeeds, such as execl(3). If it fails, it usually
-/// fails before anything is shared.
+/// Prepares all descriptors for a call that does not return here if it succeeds, such as execl(3). If it fails, it
+/// usually fails before anything is shared.
 pub(crate) fn share_all() {
     begin_sharing();
     end_sharing();
 }
 
-/// Sockets of the parent that a child of fork(2) must close. They are stored here, because the child finds an empty table.
+/// Sockets of the parent that a child of fork(2) must close. They are stored here, because the child finds an empty
+/// table.
 static INHERITED: [AtomicI32; 4] = [const { AtomicI32::new(-1) }; 4];
 
 /// Runs before fork(2).

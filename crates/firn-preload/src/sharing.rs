@@ -1,8 +1,8 @@
 //! Counts the calls that copy all descriptors to another process: fork, exec and spawn.
 //!
-//! The race: one thread opens a file while another one is in fork(2). A child then shares the new descriptor, which must not
-//! get a private offset. Two counters rule that out. `under_way` says that such a call has not returned yet. `total` says
-//! that one has begun since the thread began to open its file.
+//! The race: one thread opens a file while another one is in fork(2). A child then shares the new descriptor, which
+//! must not get a private offset. Two counters rule that out. `under_way` says that such a call has not returned yet.
+//! `total` says that one has begun since the thread began to open its file.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
@@ -32,7 +32,8 @@ pub(crate) fn count_begin() {
     SHARING.total.fetch_add(1, Ordering::SeqCst);
 }
 
-/// Counts the end of such a call. In a child of fork(2) the counter is 0 already, because the child has not begun the call.
+/// Counts the end of such a call. In a child of fork(2) the counter is 0 already, because the child has not begun the
+/// call.
 pub(crate) fn count_end() {
     let one_less = |count: u32| Some(count.saturating_sub(1));
     let _ = SHARING

@@ -1,7 +1,7 @@
 //! The start and the end of the library in a process.
 //!
-//! At the start it finds out whether it can and should act, reads its environment variables, and sets [`ACTIVE`] last. At the
-//! end it prints the report.
+//! At the start it finds out whether it can and should act, reads its environment variables, and sets [`ACTIVE`] last.
+//! At the end it prints the report.
 
 use std::ffi::{CStr, c_char, c_int};
 use std::sync::atomic::Ordering;
@@ -21,8 +21,8 @@ static START: extern "C" fn(c_int, *const *const c_char, *const *const c_char) =
 #[unsafe(link_section = ".fini_array")]
 static END: extern "C" fn() = end;
 
-/// The constructor of the library. Only the GNU C library passes arguments and environment to constructors, so they are read
-/// after the check for it.
+/// The constructor of the library. Only the GNU C library passes arguments and environment to constructors, so they are
+/// read after the check for it.
 extern "C" fn start(_argc: c_int, argv: *const *const c_char, envp: *const *const c_char) {
     real::resolve();
     if !c_library::is_gnu() {

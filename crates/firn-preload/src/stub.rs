@@ -1,13 +1,15 @@
 //! Stubs: descriptors of empty files on tmpfs, whose bytes firnd has.
 //!
 //! The kernel cannot serve calls of a stub. Bytes that neither a lease nor a list can serve go to firnd over the data
-//! socket. If firnd is gone, a call waits some time for the next one, and then fails with EIO. No byte is ever written to
-//! the stub itself.
+//! socket. If firnd is gone, a call waits some time for the next one, and then fails with EIO. No byte is ever written
+//! to the stub itself.
 //!
-//! While a stub may be shared with other processes or descriptors, the kernel's offset is the valid one. A call claims its
-//! range by one lseek(2), which is atomic. A stub that is not shared has a private offset, like a descriptor of a mount.
+//! While a stub may be shared with other processes or descriptors, the kernel's offset is the valid one. A call claims
+//! its range by one lseek(2), which is atomic. A stub that is not shared has a private offset, like a descriptor of a
+//! mount.
 //!
-//! firnd must know each open stub, which is *adopted* for that: firnd gets a copy of its descriptor and gives it a token.
+//! firnd must know each open stub, which is *adopted* for that: firnd gets a copy of its descriptor and gives it a
+//! token.
 
 mod attributes;
 mod data;

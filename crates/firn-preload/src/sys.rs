@@ -19,8 +19,8 @@ pub(crate) use firn_direct::syscall;
 
 /// Borrows a descriptor of the program. Returns `None` for a negative number.
 pub(crate) fn borrow(fd: c_int) -> Option<BorrowedFd<'static>> {
-    // SAFETY: the number is not -1. If the program closes the descriptor meanwhile, a system call fails or uses the file that
-    // has the number then, as it does without the library.
+    // SAFETY: the number is not -1. If the program closes the descriptor meanwhile, a system call fails or uses the
+    // file that has the number then, as it does without the library.
     (fd >= 0).then(|| unsafe { BorrowedFd::borrow_raw(fd) })
 }
 
@@ -33,8 +33,8 @@ pub(crate) fn current_cpu() -> u32 {
     if result == 0 { cpu.wrapping_add(1) } else { 0 }
 }
 
-/// Returns an even number that identifies this thread within the process. A child of vfork(2) has the number of the thread
-/// that waits for it.
+/// Returns an even number that identifies this thread within the process. A child of vfork(2) has the number of the
+/// thread that waits for it.
 #[inline(always)]
 pub(crate) fn thread_pointer() -> u64 {
     let pointer: u64;
@@ -53,8 +53,8 @@ pub(crate) fn thread_pointer() -> u64 {
 
 /// Adds to a word that only this thread and its signal handlers change. Returns the value before.
 ///
-/// It is one instruction, so a handler does not interrupt it. Without the lock prefix, which other threads would need, it is
-/// 4 ns faster.
+/// It is one instruction, so a handler does not interrupt it. Without the lock prefix, which other threads would need,
+/// it is 4 ns faster.
 #[inline(always)]
 pub(crate) fn add_to_word(word: &AtomicU64, more: u64) -> u64 {
     #[cfg(target_arch = "x86_64")]
@@ -152,8 +152,8 @@ pub(crate) fn file_size(fd: c_int) -> Option<u64> {
     with_statx(fd, c"", libc::STATX_SIZE, flags, |stat| stat.stx_size)
 }
 
-/// Makes the kernel ask the server for the size of a file. O_APPEND, sendfile(2), splice(2) and mappings use the kernel's
-/// size, and the kernel does not see writes by direct access.
+/// Makes the kernel ask the server for the size of a file. O_APPEND, sendfile(2), splice(2) and mappings use the
+/// kernel's size, and the kernel does not see writes by direct access.
 pub(crate) fn refresh_size(fd: c_int) {
     let flags = libc::AT_EMPTY_PATH | libc::AT_STATX_FORCE_SYNC;
     with_statx(fd, c"", libc::STATX_SIZE, flags, |_| ());

@@ -1,18 +1,18 @@
 //! The state that the library keeps for each descriptor, in arrays indexed by descriptor.
 //!
 //! Each descriptor has a *tag*, a word that a hook reads without a lock, and an *entry*, which has a lock. The tag says
-//! which hooks must look at the entry. The *private offset* of an entry replaces the kernel's offset while this process has
-//! direct access.
+//! which hooks must look at the entry. The *private offset* of an entry replaces the kernel's offset while this process
+//! has direct access.
 //!
 //! Invariants
-//! * Tags and entries are in [`TABLE`], which children of fork(2) find as zeros ([`Wiped`]). Zeros mean that no descriptor
-//!   is known and no lock is held.
+//! * Tags and entries are in [`TABLE`], which children of fork(2) find as zeros ([`Wiped`]). Zeros mean that no
+//!   descriptor is known and no lock is held.
 //! * A child of vfork(2) shares the table with its parent and must not touch it. [`lock_entry`] finds no entry there.
-//! * [`STUBS`] says which descriptors are stubs. It is not wiped, because a child has these stubs too and the kernel cannot
-//!   serve them. So the tag zero makes a process look there first.
+//! * [`STUBS`] says which descriptors are stubs. It is not wiped, because a child has these stubs too and the kernel
+//!   cannot serve them. So the tag zero makes a process look there first.
 //! * A tag may be out of date. Only the entry, under its lock, is decisive. Tags are changed under the lock.
-//! * While [`LockedEntry::is_private`], `Entry::offset` is the descriptor's offset, and the kernel's offset is stale. The offset
-//!   does not become private while a call that uses the kernel's offset is under way (`Entry::in_kernel`).
+//! * While [`LockedEntry::is_private`], `Entry::offset` is the descriptor's offset, and the kernel's offset is stale.
+//!   The offset does not become private while a call that uses the kernel's offset is under way (`Entry::in_kernel`).
 
 use std::ffi::c_int;
 use std::ops::{Deref, DerefMut};
@@ -136,8 +136,8 @@ pub(crate) static ACTIVE: AtomicU32 = AtomicU32::new(0);
 pub(crate) struct Entry {
     /// The offset while it is private. A signal handler may raise it at any time.
     pub(crate) offset: AtomicU64,
-    /// Whether the offset is private to this process. It is set under the lock and with signals blocked, because a handler
-    /// that interrupts the holder of the lock may read it.
+    /// Whether the offset is private to this process. It is set under the lock and with signals blocked, because a
+    /// handler that interrupts the holder of the lock may read it.
     private: AtomicBool,
     /// Number of calls under way that use the kernel's offset.
     pub(crate) in_kernel: AtomicU32,
@@ -184,8 +184,8 @@ impl Entry {
         self.private.load(Ordering::Relaxed)
     }
 
-    /// Sets the kernel's offset to the private one, which stays private. A signal handler calls it if its thread holds the
-    /// lock.
+    /// Sets the kernel's offset to the private one, which stays private. A signal handler calls it if its thread holds
+    /// the lock.
     pub(crate) fn copy_offset_to_kernel(&self, fd: c_int) {
         let offset = self.offset.load(Ordering::Relaxed) as i64;
         sys::lseek(fd, offset, libc::SEEK_SET);
@@ -195,8 +195,8 @@ impl Entry {
 impl Inner {
     pub(crate) const fn new() -> Self {
         Self {
-            // Zero like all other fields. A static with other bytes would be in file-backed memory, which the kernel does
-            // not wipe on fork(2).
+            // Zero like all other fields. A static with other bytes would be in file-backed memory, which the kernel
+            // does not wipe on fork(2).
             tag: tag::UNKNOWN,
             link: 0,
             owner: 0,
@@ -337,8 +337,8 @@ pub(crate) fn lock_entry(fd: c_int) -> Entered {
     }
 }
 
-/// Locks the entry of a descriptor even if the library does not know it yet. Returns `None` if this process may not use the
-/// table, if the descriptor is too high, or if this thread holds the lock.
+/// Locks the entry of a descriptor even if the library does not know it yet. Returns `None` if this process may not use
+/// the table, if the descriptor is too high, or if this thread holds the lock.
 pub(crate) fn lock_new_entry(fd: c_int) -> Option<LockedEntry> {
     if in_vfork_child() || !is_owner() {
         return None;

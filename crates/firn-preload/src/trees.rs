@@ -1,10 +1,10 @@
 //! The stub trees of this host. Each firnd that serves one describes it in a file of the runtime directory.
 //!
-//! A process reads the directory at its start. It reads it again if it meets an unknown file system that may be a tmpfs and
-//! the directory has changed since. Children of fork(2) read it anew.
+//! A process reads the directory at its start. It reads it again if it meets an unknown file system that may be a tmpfs
+//! and the directory has changed since. Children of fork(2) read it anew.
 //!
-//! Any user may create a directory with that name in /dev/shm. So the directory and its files are read only if this user
-//! owns them and no other user may change them.
+//! Any user may create a directory with that name in /dev/shm. So the directory and its files are read only if this
+//! user owns them and no other user may change them.
 
 use std::ffi::{CStr, c_int};
 use std::mem::MaybeUninit;
@@ -28,7 +28,8 @@ use crate::wiped::Wiped;
 const TREES_COUNT: usize = 4;
 /// Bytes of the longest path of the runtime directory, with the zero byte at its end.
 const DIR_BYTES: usize = DIR_BYTES_MAX + 1;
-/// Bytes of the longest path that `firn` accepts: the 107 bytes of a socket's path (unix(7)) without `/` and `KEY.sock`.
+/// Bytes of the longest path that `firn` accepts: the 107 bytes of a socket's path (unix(7)) without `/` and
+/// `KEY.sock`.
 const DIR_BYTES_MAX: usize = 107 - 22;
 const EMPTY: StubTree = StubTree {
     magic: 0,
@@ -47,8 +48,8 @@ const EMPTY: StubTree = StubTree {
 /// Path of the runtime directory, ended by a zero byte. It is set once, at the start.
 static DIR: [AtomicU8; DIR_BYTES] = [const { AtomicU8::new(0) }; DIR_BYTES];
 
-/// Whether this process or the one that it was forked from has met a tree. It is not wiped, so a child knows that it must
-/// read the directory.
+/// Whether this process or the one that it was forked from has met a tree. It is not wiped, so a child knows that it
+/// must read the directory.
 static HAS_MET_TREE: AtomicBool = AtomicBool::new(false);
 
 /// The known trees. Each has the same index in all arrays.
@@ -130,8 +131,8 @@ pub(crate) fn has_stubs(device: u64) -> bool {
     has_trees() && tree_on(device).is_some()
 }
 
-/// Whether locks of stubs on a device are refused. The kernel would keep them on this host only, and other hosts use the
-/// files too.
+/// Whether locks of stubs on a device are refused. The kernel would keep them on this host only, and other hosts use
+/// the files too.
 pub(crate) fn refuses_locks(device: u64) -> bool {
     let tree = tree_on(device).and_then(|index| TREES.refuses_locks.get(index));
     tree.is_some_and(|refuses| refuses.load(Ordering::Acquire) != 0)

@@ -1,7 +1,8 @@
 //! Memory that children of fork(2) find as zeros (`MADV_WIPEONFORK`, madvise(2)).
 //!
-//! State of this process alone (descriptors, connections, held locks) is in values of [`Wiped`]. Otherwise a child would use
-//! the sockets, leases and offsets of its parent. So zeros must be valid, and must mean that nothing is known yet.
+//! State of this process alone (descriptors, connections, held locks) is in values of [`Wiped`]. Otherwise a child
+//! would use the sockets, leases and offsets of its parent. So zeros must be valid, and must mean that nothing is known
+//! yet.
 
 use std::ops::Deref;
 

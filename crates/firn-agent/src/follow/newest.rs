@@ -3,8 +3,8 @@
 //! Promises
 //! * A copy is removed only if there are as many newer complete copies as are to be kept. The end or loss of the source
 //!   removes no copy.
-//! * The directory of the copies is one in which no other user may replace names. Files of other users there count as no
-//!   copies and are not removed. Files that other users put into a copy do not count for its age.
+//! * The directory of the copies is one in which no other user may replace names. Files of other users there count as
+//!   no copies and are not removed. Files that other users put into a copy do not count for its age.
 
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};

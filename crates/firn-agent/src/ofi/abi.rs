@@ -1,8 +1,8 @@
 //! The used part of libfabric's ABI, as declared in `rdma/*.h` of libfabric 1.17.
 //!
-//! libfabric keeps its ABI stable in two ways. It adds members only at the end of structures, so a prefix is enough for a
-//! structure that libfabric allocates. A table of functions begins with its size, which tells whether it has a function
-//! ([`has`]). Structures that are allocated here are declared as a whole.
+//! libfabric keeps its ABI stable in two ways. It adds members only at the end of structures, so a prefix is enough for
+//! a structure that libfabric allocates. A table of functions begins with its size, which tells whether it has a
+//! function ([`has`]). Structures that are allocated here are declared as a whole.
 //!
 //! `tests/all/ofi_abi.rs` compares sizes, offsets and constants with the headers.
 

@@ -1,15 +1,15 @@
 //! An endpoint of libfabric: exposes memory to other endpoints, and reads the memory that they expose.
 //!
-//! A *landing* is a buffer with all the reads that fill it. It has *landed* when all of them are complete. A *context* is
-//! memory that libfabric uses for one read while it is under way.
+//! A *landing* is a buffer with all the reads that fill it. It has *landed* when all of them are complete. A *context*
+//! is memory that libfabric uses for one read while it is under way.
 //!
 //! Invariants
 //! * A landing is in [`Endpoint::landings`] from its first read until its last one is complete. Its buffer is dropped
 //!   before that only after libfabric has closed the endpoint. If the endpoint cannot be closed, the buffer is leaked.
 //! * A context is free, or belongs to exactly one read under way.
 //!
-//! libfabric allows one thread at a time to use an endpoint (FI_THREAD_DOMAIN). So all methods that use libfabric's state
-//! take `&mut self`.
+//! libfabric allows one thread at a time to use an endpoint (FI_THREAD_DOMAIN). So all methods that use libfabric's
+//! state take `&mut self`.
 
 use std::collections::VecDeque;
 use std::mem::{ManuallyDrop, offset_of};
@@ -85,8 +85,8 @@ impl<T> Object<T> {
 
 impl<T> Drop for Object<T> {
     fn drop(&mut self) {
-        // SAFETY: the object is open and closed once. The order of the fields of `Parts` makes sure that everything that
-        // depends on it was closed before.
+        // SAFETY: the object is open and closed once. The order of the fields of `Parts` makes sure that everything
+        // that depends on it was closed before.
         let _ = unsafe { close(self.fid()) };
     }
 }
@@ -155,8 +155,8 @@ impl RemoteRegion {
         Ok(Self { key, base, bytes })
     }
 
-    /// Makes a read from the offset `at` of the region into the range `into` of a buffer. It is an error if the read leaves
-    /// the region.
+    /// Makes a read from the offset `at` of the region into the range `into` of a buffer. It is an error if the read
+    /// leaves the region.
     pub fn read(&self, at: u64, into: Range<usize>) -> Result<Read, OfiError> {
         let bytes = into.len() as u64;
         if into.start > into.end || at.checked_add(bytes).is_none_or(|end| end > self.bytes) {
@@ -254,8 +254,8 @@ struct Parts {
     info: InfoList,
 }
 
-// SAFETY: libfabric's objects may be used by any thread, but by one at a time (FI_THREAD_DOMAIN). No method with `&self`
-// changes them, and the contexts belong to this value alone.
+// SAFETY: libfabric's objects may be used by any thread, but by one at a time (FI_THREAD_DOMAIN). No method with
+// `&self` changes them, and the contexts belong to this value alone.
 unsafe impl Send for Endpoint {}
 
 impl Endpoint {
@@ -344,8 +344,8 @@ impl Endpoint {
         Ok(address)
     }
 
-    /// Lets other endpoints read memory. Reads must name the key of the returned region: `key`, or one that the provider has
-    /// chosen.
+    /// Lets other endpoints read memory. Reads must name the key of the returned region: `key`, or one that the
+    /// provider has chosen.
     pub fn expose(&mut self, memory: Arc<dyn Memory>, key: u64) -> Result<Region, OfiError> {
         let (start, bytes) = (memory.start(), memory.bytes());
         let registered = self.parts.register(start, bytes, FI_REMOTE_READ, key);
@@ -391,8 +391,8 @@ impl Endpoint {
                 "an address of a length that none has",
             ));
         }
-        // A provider reads as many bytes as its addresses have, or up to a zero byte. Both end within this zeroed array,
-        // which is also aligned.
+        // A provider reads as many bytes as its addresses have, or up to a zero byte. Both end within this zeroed
+        // array, which is also aligned.
         let mut padded = [0_u64; ADDRESS_BYTES_MAX / size_of::<u64>()];
         for (word, bytes) in padded.iter_mut().zip(address.chunks(size_of::<u64>())) {
             let mut word_bytes = [0; size_of::<u64>()];
@@ -429,8 +429,8 @@ impl Endpoint {
         Ok(())
     }
 
-    /// Begins reads into a buffer, whose pool must be prepared. When all are complete, [`Endpoint::poll`] returns the buffer
-    /// with `number`.
+    /// Begins reads into a buffer, whose pool must be prepared. When all are complete, [`Endpoint::poll`] returns the
+    /// buffer with `number`.
     pub fn land(&mut self, number: u64, buffer: Buffer, reads: Vec<Read>) -> Result<(), OfiError> {
         let buffer_bytes = buffer.len();
         let read_bytes_max = self.parts.read_bytes_max();
@@ -468,8 +468,8 @@ impl Endpoint {
         self.begin_reads()
     }
 
-    /// Returns a buffer that has landed, or `None` if there is none within `timeout`. It is an error if reads are under way
-    /// and none was complete for `stall_timeout`.
+    /// Returns a buffer that has landed, or `None` if there is none within `timeout`. It is an error if reads are under
+    /// way and none was complete for `stall_timeout`.
     pub fn poll(
         &mut self,
         timeout: Duration,
@@ -560,9 +560,9 @@ impl Endpoint {
             let peer = self.peer.expect("connected before it reads");
             let into = &mut landing.buffer[next.read.into.clone()];
             let endpoint = self.parts.endpoint.as_ptr();
-            // SAFETY: the endpoint is open, and the table is checked for the function. The landing owns the buffer, and the
-            // context is taken off the free ones. So both stay where they are and are not accessed until the read is
-            // complete or the endpoint is closed.
+            // SAFETY: the endpoint is open, and the table is checked for the function. The landing owns the buffer, and
+            // the context is taken off the free ones. So both stay where they are and are not accessed until the read
+            // is complete or the endpoint is closed.
             let code = unsafe {
                 let ops = (*endpoint).rma;
                 if has(ops, offset_of!(OpsRma, read)) {
@@ -707,7 +707,8 @@ impl Parts {
         Ok(registered)
     }
 
-    /// Returns the descriptor of a pool's registration, which libfabric wants with each read; null without a registration.
+    /// Returns the descriptor of a pool's registration, which libfabric wants with each read; null without a
+    /// registration.
     fn descriptor(&self, pool: &Arc<Pool>) -> *mut std::ffi::c_void {
         let mut local = self.local.iter();
         let local = local.find(|local| Arc::ptr_eq(&local.pool, pool));
@@ -716,8 +717,8 @@ impl Parts {
         registered.map_or(null_mut(), |mr| unsafe { (*mr.as_ptr()).mem_desc })
     }
 
-    /// Returns the context of a complete read, if there is one. A provider that can wait waits for one, at most until the
-    /// deadline. An error is that of a failed read.
+    /// Returns the context of a complete read, if there is one. A provider that can wait waits for one, at most until
+    /// the deadline. An error is that of a failed read.
     fn next_completion(&mut self, deadline: Instant) -> Result<Option<*mut Context>, isize> {
         let queue = self.completions.as_ptr();
         let mut entry = CqEntry {
@@ -727,8 +728,8 @@ impl Parts {
         let wait = deadline
             .saturating_duration_since(Instant::now())
             .min(WAIT_MAX);
-        // SAFETY: the queue is open, its table has both functions in every version, and `entry` has the format with which
-        // the queue was opened.
+        // SAFETY: the queue is open, its table has both functions in every version, and `entry` has the format with
+        // which the queue was opened.
         let count = unsafe {
             let ops = (*queue).ops;
             if self.can_wait && !wait.is_zero() {
@@ -808,8 +809,8 @@ unsafe fn open_completions(domain: &Object<Domain>) -> Result<(Object<Cq>, bool)
 }
 
 impl Endpoint {
-    /// Closes the endpoint, after a short wait for reads under way. Returns the buffers of all landings; some may have only
-    /// a part of their bytes. After an error libfabric may still write to the buffers, so they are leaked.
+    /// Closes the endpoint, after a short wait for reads under way. Returns the buffers of all landings; some may have
+    /// only a part of their bytes. After an error libfabric may still write to the buffers, so they are leaked.
     pub fn close(mut self) -> Result<Vec<Buffer>, OfiError> {
         self.shut_down()
             .map_err(|error| self.failure(Operation::Close, error))?;
@@ -821,8 +822,8 @@ impl Endpoint {
             .collect())
     }
 
-    /// Waits for the reads under way, for at most [`CLOSE_TIMEOUT`]. A close with reads under way would cancel them, and in
-    /// ofi_rxm of libfabric 1.17 about one of ten such closes follows a null pointer.
+    /// Waits for the reads under way, for at most [`CLOSE_TIMEOUT`]. A close with reads under way would cancel them,
+    /// and in ofi_rxm of libfabric 1.17 about one of ten such closes follows a null pointer.
     fn end_reads(&mut self) {
         self.queue.clear();
         let deadline = Instant::now() + CLOSE_TIMEOUT;

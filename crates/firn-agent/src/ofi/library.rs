@@ -143,8 +143,9 @@ impl Library {
     pub fn load() -> Result<&'static Self, OfiError> {
         static LOADED: OnceLock<Result<Library, OfiError>> = OnceLock::new();
         let loaded = LOADED.get_or_init(|| {
-            // SAFETY: loading runs libfabric's constructors, which change nothing of this program. It is the library that
-            // any program of this user would be linked with. It is never unloaded, so its threads and texts stay valid.
+            // SAFETY: loading runs libfabric's constructors, which change nothing of this program. It is the library
+            // that any program of this user would be linked with. It is never unloaded, so its threads and texts stay
+            // valid.
             let handle = unsafe { libc::dlopen(FILE.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
             let handle = NonNull::new(handle).ok_or_else(loader_error)?;
             // SAFETY: each function has the type of the field that it is stored in (rdma/fabric.h, rdma/fi_errno.h), in
@@ -187,7 +188,8 @@ impl Library {
         text(unsafe { (self.strerror)(number) })
     }
 
-    /// Returns the providers of this host that can read remote memory, in the order in which to try them: hardware first.
+    /// Returns the providers of this host that can read remote memory, in the order in which to try them: hardware
+    /// first.
     pub fn providers(&'static self) -> Vec<Provider> {
         let mut providers: Vec<Provider> = Vec::new();
         if let Ok(list) = self.info(None, None) {
@@ -206,8 +208,8 @@ impl Library {
         providers
     }
 
-    /// Returns libfabric's entries for a provider. If the provider has IP addresses, they are those of the network interface
-    /// with the address `near`.
+    /// Returns libfabric's entries for a provider. If the provider has IP addresses, they are those of the network
+    /// interface with the address `near`.
     pub(crate) fn find(
         &'static self,
         provider: &str,
@@ -275,8 +277,8 @@ impl Library {
         }
     }
 
-    /// Makes the entry that describes what this program needs: reads of remote memory between endpoints of type RDM, which
-    /// need no connection.
+    /// Makes the entry that describes what this program needs: reads of remote memory between endpoints of type RDM,
+    /// which need no connection.
     fn hints(&'static self, provider: Option<&str>) -> Result<InfoList, isize> {
         let no_memory = -(libc::ENOMEM as isize);
         // SAFETY: with a null pointer fi_dupinfo allocates an empty entry and its parts.

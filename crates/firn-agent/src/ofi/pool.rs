@@ -102,8 +102,8 @@ impl Deref for Buffer {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: the range has `buffer_bytes` mapped bytes, which the kernel has initialized with zeros. `create` makes a
-        // single value for each index, so this borrow of it is the only access.
+        // SAFETY: the range has `buffer_bytes` mapped bytes, which the kernel has initialized with zeros. `create`
+        // makes a single value for each index, so this borrow of it is the only access.
         unsafe { std::slice::from_raw_parts(self.start(), self.pool.buffer_bytes) }
     }
 }

@@ -1,11 +1,11 @@
 //! The choice of a host's partner.
 //!
-//! While no partner follows this host, it asks other hosts in the order of the ring (a *search*). While one does, it looks
-//! now and then for a better one: a host that comes earlier in the ring, because it has come back or is new. A chosen host
-//! becomes the partner when it connects to follow.
+//! While no partner follows this host, it asks other hosts in the order of the ring (a *search*). While one does, it
+//! looks now and then for a better one: a host that comes earlier in the ring, because it has come back or is new. A
+//! chosen host becomes the partner when it connects to follow.
 //!
-//! Promise: the record of this host names every host that may have the only copy of a file. So an earlier partner stays in
-//! the record, as a former, until the new partner has copies of all held files.
+//! Promise: the record of this host names every host that may have the only copy of a file. So an earlier partner stays
+//! in the record, as a former, until the new partner has copies of all held files.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -158,8 +158,8 @@ impl Chooser<'_> {
     /// Asks the hosts that come before the current partner in the ring, if the partner has copies of all held files. A
     /// partner that is still copying is not replaced.
     ///
-    /// Returns whether the next search should come soon: the partner is still copying, hosts have come or gone, a host was
-    /// asked, or the partner has changed.
+    /// Returns whether the next search should come soon: the partner is still copying, hosts have come or gone, a host
+    /// was asked, or the partner has changed.
     fn seek_better(&mut self) -> bool {
         let Some((partner, _)) = self.service.chosen() else {
             return false;
@@ -226,8 +226,8 @@ impl Chooser<'_> {
         }
     }
 
-    /// Asks a host to become the partner, and waits until it follows. Returns whether it does in time. An error says why it
-    /// cannot become the partner.
+    /// Asks a host to become the partner, and waits until it follows. Returns whether it does in time. An error says
+    /// why it cannot become the partner.
     fn ask(&mut self, candidate: &PartnerCandidate) -> Result<bool, String> {
         let PartnerCandidate { host, is_near } = candidate;
         let mut peer = Peer::connect(host, &self.service.route())
@@ -303,7 +303,8 @@ impl Chooser<'_> {
 
     /// Tells firnd why there is no partner, or nothing with an empty text. A new reason is logged.
     ///
-    /// firnd is told again each time, because it may have been started again. A failure is ignored, because it may not run.
+    /// firnd is told again each time, because it may have been started again. A failure is ignored, because it may not
+    /// run.
     fn set_note(&mut self, text: &str) {
         if self.note != text && !text.is_empty() {
             self.service

@@ -13,8 +13,8 @@
 //!
 //! Invariants
 //! * NUMBER always has a complete tree and the record of that tree.
-//! * All copies, with those being made, take at most `bytes_max` bytes. A file counts with the size at which it was opened,
-//!   not with the listed one.
+//! * All copies, with those being made, take at most `bytes_max` bytes. A file counts with the size at which it was
+//!   opened, not with the listed one.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -101,7 +101,8 @@ impl Copies {
             .collect()
     }
 
-    /// Opens the directory of copies of a host. Returns `None` if it does not exist or another user may have changed it.
+    /// Opens the directory of copies of a host. Returns `None` if it does not exist or another user may have changed
+    /// it.
     fn find_directory(&self, host: &str) -> Option<Arc<CopyDirectory>> {
         self.check_parents().ok()?;
         let dir = open_private_dir(CWD, &self.dir).ok()?;
@@ -238,8 +239,8 @@ impl Copies {
         *self.lock_names() = true;
     }
 
-    /// Removes the copies of a host of which every byte is also below `mount_point`, and all unfinished copies. Returns the
-    /// bytes of the copies that stay. [`Copies::close`] must have been called.
+    /// Removes the copies of a host of which every byte is also below `mount_point`, and all unfinished copies. Returns
+    /// the bytes of the copies that stay. [`Copies::close`] must have been called.
     pub(crate) fn remove_drained(&self, host: &str, mount_point: &Path) -> Result<u64, PullError> {
         let mut remaining_bytes = 0;
         for copy in self.copies_of(host) {
@@ -328,7 +329,8 @@ impl Drop for Room {
     }
 }
 
-/// Returns the name of a unit's copy in its directory: a hash, because the unit's own name may be too long for a prefix.
+/// Returns the name of a unit's copy in its directory: a hash, because the unit's own name may be too long for a
+/// prefix.
 fn name_of(unit: &BytePath) -> OsString {
     let number = xxhash_rust::xxh3::xxh3_128(unit.as_bytes());
     format!("{number:032x}").into()

@@ -57,8 +57,8 @@ impl Copy {
         Ok(open_beneath(&self.directory, path.as_path(), flags, Mode::empty())?.into())
     }
 
-    /// Whether each file of the copy is also below `path`, with the same bytes. `tick` is called often, because the backing
-    /// may be slow.
+    /// Whether each file of the copy is also below `path`, with the same bytes. `tick` is called often, because the
+    /// backing may be slow.
     pub(crate) fn is_in(&self, path: &Path, tick: &mut Tick<'_>) -> Result<bool, PullError> {
         let files: Vec<_> = self
             .record
@@ -68,7 +68,8 @@ impl Copy {
         self.has_files_in(&files, path, tick)
     }
 
-    /// Whether each of `files` is also below `path`, with the same bytes. All lengths are compared before any byte is read.
+    /// Whether each of `files` is also below `path`, with the same bytes. All lengths are compared before any byte is
+    /// read.
     pub(crate) fn has_files_in(
         &self,
         files: &[BytePath],
@@ -117,8 +118,8 @@ impl CopyFile {
     }
 }
 
-/// Compares the length of a local file with that of a file on the mount. The kernel may have cached an old length of the
-/// latter, from before another host wrote to it, so a new one is forced.
+/// Compares the length of a local file with that of a file on the mount. The kernel may have cached an old length of
+/// the latter, from before another host wrote to it, so a new one is forced.
 fn has_same_length(copy: &File, mounted: &File) -> io::Result<bool> {
     let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_FORCE_SYNC;
     let mounted_bytes = rustix::fs::statx(mounted, c"", flags, StatxFlags::SIZE)?.stx_size;

@@ -1,8 +1,8 @@
 //! The partner's side: keeps copies of the files that one source host holds in memory.
 //!
-//! It follows the source (`crate::follow`) while the source accepts it as a partner. A copy is marked at the source with
-//! the number of changes that it has. The connection that follows must not be silent for long, or the source takes this
-//! partner for dead. So it sends beats during long work.
+//! It follows the source (`crate::follow`) while the source accepts it as a partner. A copy is marked at the source
+//! with the number of changes that it has. The connection that follows must not be silent for long, or the source takes
+//! this partner for dead. So it sends beats during long work.
 //!
 //! Invariants
 //! * A file is marked only if a complete copy with the marked number of changes has its name.
@@ -313,7 +313,8 @@ impl Policy for CopyHeld<'_> {
 }
 
 impl CopyHeld<'_> {
-    /// Tries to keep a copy that was made under an earlier firnd of the source, whose numbers of changes mean nothing now.
+    /// Tries to keep a copy that was made under an earlier firnd of the source, whose numbers of changes mean nothing
+    /// now.
     ///
     /// If each held file has the same bytes as the copy, the copy gets a new record, and the held entries are returned.
     /// Returns `None` if the copy must be made anew.

@@ -37,8 +37,8 @@ impl Record {
         by_path(&self.entries)
     }
 
-    /// Whether the copy has each held file of `entries` with the same length and number of changes, counted by the firnd
-    /// `incarnation`. Entries that are not held do not matter.
+    /// Whether the copy has each held file of `entries` with the same length and number of changes, counted by the
+    /// firnd `incarnation`. Entries that are not held do not matter.
     pub(crate) fn covers(&self, incarnation: &str, entries: &[Entry]) -> bool {
         if self.incarnation != incarnation {
             return false;

@@ -1,10 +1,11 @@
 //! The order in which a host asks other hosts to be its partner.
 //!
-//! All hosts form a ring. A *failure domain* is a set of hosts that fail together, such as a rack. The ring has the domains
-//! one after the other. Within a domain the hosts are sorted by name, with numbers by value (`n2` before `n10`).
+//! All hosts form a ring. A *failure domain* is a set of hosts that fail together, such as a rack. The ring has the
+//! domains one after the other. Within a domain the hosts are sorted by name, with numbers by value (`n2` before
+//! `n10`).
 //!
-//! The partner of a host is *k* places further on, where *k* is the number of hosts of the largest domain. So each host is
-//! the partner of exactly one other, and the two are in different domains. Without domains *k* is 1.
+//! The partner of a host is *k* places further on, where *k* is the number of hosts of the largest domain. So each host
+//! is the partner of exactly one other, and the two are in different domains. Without domains *k* is 1.
 //!
 //! ```text
 //!   domain a    domain b    domain c         largest domain: 2 hosts
@@ -13,8 +14,8 @@
 //!
 //! If one domain has more than half of the hosts, its hosts share the hosts of the other domains as partners.
 //!
-//! If the partner does not answer, the next choice is the partner's own partner, and so on. So the remaining hosts still
-//! have one partner each, and no host needs to know which others are gone.
+//! If the partner does not answer, the next choice is the partner's own partner, and so on. So the remaining hosts
+//! still have one partner each, and no host needs to know which others are gone.
 
 use std::cmp::Ordering;
 use std::ops::Range;
@@ -47,8 +48,8 @@ pub(crate) struct PartnerCandidate {
 }
 
 impl Domains {
-    /// Parses a file of failure domains. Each line has a pattern of host names, a space, and the name of a domain. Empty
-    /// lines and lines that begin with `#` are ignored.
+    /// Parses a file of failure domains. Each line has a pattern of host names, a space, and the name of a domain.
+    /// Empty lines and lines that begin with `#` are ignored.
     pub fn parse(text: &str) -> Result<Self, DomainsError> {
         let mut lines = Vec::new();
         for (line, text) in (1..).zip(text.lines().map(str::trim)) {
@@ -153,8 +154,8 @@ impl Ring {
         if 2 * self.largest.len() <= count {
             return (index + self.largest.len()) % count;
         }
-        // The largest domain has more hosts than there are others. Its hosts take the others as partners in turn, and each
-        // of the others takes one of its hosts.
+        // The largest domain has more hosts than there are others. Its hosts take the others as partners in turn, and
+        // each of the others takes one of its hosts.
         let other_host = |position: usize| (self.largest.end + position) % count;
         if self.largest.contains(&index) {
             other_host((index - self.largest.start) % others)
@@ -176,8 +177,8 @@ fn parse_line(line: &str) -> Result<(GlobMatcher, String), String> {
     Ok((glob.compile_matcher(), domain.to_owned()))
 }
 
-/// Compares names of hosts by characters, and numbers in them by value. Different names are never equal, because names such
-/// as `n1` and `n01` are compared as texts in the end.
+/// Compares names of hosts by characters, and numbers in them by value. Different names are never equal, because names
+/// such as `n1` and `n01` are compared as texts in the end.
 fn compare_names(a: &str, b: &str) -> Ordering {
     let parts = |name: &str| {
         let mut parts: Vec<(String, u128)> = vec![(String::new(), 0)];

@@ -1,7 +1,7 @@
 //! The state of partners that all connections of an agent share.
 //!
-//! It knows which host is the partner of this one, which hosts follow this one, and which *sources* this host follows. A
-//! follower has one of these roles:
+//! It knows which host is the partner of this one, which hosts follow this one, and which *sources* this host follows.
+//! A follower has one of these roles:
 //!
 //! | role | which follower | what it does |
 //! |---|---|---|
@@ -150,8 +150,8 @@ impl PartnerService {
         self.lock().is_settled
     }
 
-    /// Registers a connection as that of the follower `host`. It replaces an earlier connection of the host. For the chosen
-    /// partner the note about it is returned too.
+    /// Registers a connection as that of the follower `host`. It replaces an earlier connection of the host. For the
+    /// chosen partner the note about it is returned too.
     ///
     /// A host that was dismissed is refused. While no partner is chosen, the error is stale: the host may try again.
     pub(crate) fn register_follower(
@@ -216,8 +216,8 @@ impl PartnerService {
 }
 
 impl PartnerService {
-    /// Cleans up at the end of the agent: removes copies whose bytes are in the backing. The other copies stay for the next
-    /// agent, and the log says how many bytes they have.
+    /// Cleans up at the end of the agent: removes copies whose bytes are in the backing. The other copies stay for the
+    /// next agent, and the log says how many bytes they have.
     pub(crate) fn leave(&self) {
         self.copies.close();
         for host in self.copies.hosts() {

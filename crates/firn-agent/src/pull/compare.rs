@@ -81,7 +81,8 @@ pub(crate) fn is_same_file(
     }
 }
 
-/// Compares the checksum of each block. Returns false at the first one that differs, or if the local file cannot be read.
+/// Compares the checksum of each block. Returns false at the first one that differs, or if the local file cannot be
+/// read.
 fn has_same_sums(
     peer: &mut Peer,
     bytes: u64,

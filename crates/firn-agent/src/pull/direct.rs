@@ -1,8 +1,8 @@
 //! Writes past the page cache (`O_DIRECT`).
 //!
-//! Each file of a pull is synced at its end, so the page cache only costs time: it finds pages and copies each byte once
-//! more, on processors that the network needs. With `O_DIRECT` the disk takes the bytes from the buffers in which they
-//! arrived.
+//! Each file of a pull is synced at its end, so the page cache only costs time: it finds pages and copies each byte
+//! once more, on processors that the network needs. With `O_DIRECT` the disk takes the bytes from the buffers in which
+//! they arrived.
 //!
 //! This module relies on `STATX_DIOALIGN` of statx(2) for the alignment that a file system wants. Local file systems
 //! report it. tmpfs and most network file systems do not; their files are written through the page cache.

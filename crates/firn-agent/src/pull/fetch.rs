@@ -3,8 +3,10 @@
 //! Each file takes these requests, in this order:
 //!
 //! ```text
-//!   Open ─► for each block: Sum, if an earlier pull wrote it; Read, if it is new or its sum differs ─► Check ─► Release
+//!   Open ─► for each block: Sum, Read, or both ─► Check ─► Release
 //! ```
+//!
+//! A block that an earlier pull has written is compared by `Sum`. A new block, or one whose sum differs, is read.
 //!
 //! With libfabric the puller sends `Place` instead of `Read` and then reads the block out of the agent's memory
 //! ([`Remote`]). Such a block arrives after the reply.
@@ -14,8 +16,8 @@
 //!
 //! Invariants
 //! * A block reaches the writers only after it was authenticated, by its MAC or by decryption.
-//! * Memory taken for an agent is bounded whatever the agent says. A block has few parts, and the blocks of an open file
-//!   are counted, not listed.
+//! * Memory taken for an agent is bounded whatever the agent says. A block has few parts, and the blocks of an open
+//!   file are counted, not listed.
 //! * A file is finished only after a `Check` that follows its last byte has said that its bytes are one snapshot.
 
 use std::collections::{BTreeMap, VecDeque};
@@ -270,7 +272,8 @@ impl<'a, 't> Fetch<'a, 't> {
         Some(FileRequest::Open(self.last_file_number))
     }
 
-    /// Returns the request for the next block of an open file: its checksum if an earlier pull wrote it, else its bytes.
+    /// Returns the request for the next block of an open file: its checksum if an earlier pull wrote it, else its
+    /// bytes.
     ///
     /// The agent decides how many blocks a file has, so a block takes memory only once it is requested.
     fn next_block(&mut self, file_number: u32) -> FileRequest {
@@ -417,7 +420,8 @@ impl<'a, 't> Fetch<'a, 't> {
 
     /// Receives the bytes of a block into `buffer`. Returns `None` if their MAC is wrong or missing.
     ///
-    /// Zeros are to be written only if the staged file had bytes in this block (`has_staged_bytes`). Else they stay a hole.
+    /// Zeros are to be written only if the staged file had bytes in this block (`has_staged_bytes`). Else they stay a
+    /// hole.
     fn receive_block(
         &mut self,
         buffer: &mut [u8],
@@ -465,8 +469,8 @@ impl<'a, 't> Fetch<'a, 't> {
         }
     }
 
-    /// Returns the range of the buffer for the next `bytes` of a block. `at` bytes came before; `expected_bytes` is the size
-    /// of the block. An agent that sends nothing, or more than the rest of the block, is refused.
+    /// Returns the range of the buffer for the next `bytes` of a block. `at` bytes came before; `expected_bytes` is the
+    /// size of the block. An agent that sends nothing, or more than the rest of the block, is refused.
     fn check_part(
         &self,
         at: u64,

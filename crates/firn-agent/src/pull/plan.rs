@@ -5,8 +5,8 @@
 //!
 //! Invariants
 //! * The first entry is the pulled file or directory itself, with the empty path.
-//! * The parent of each other entry is a directory that came before it, and each part of its path is one valid name. So no
-//!   entry leaves the copy, not even through a symbolic link of the plan.
+//! * The parent of each other entry is a directory that came before it, and each part of its path is one valid name. So
+//!   no entry leaves the copy, not even through a symbolic link of the plan.
 //! * Each path is unique.
 
 use std::collections::BTreeMap;

@@ -6,8 +6,8 @@
 //!   request Place ─► replies InMemory, Staged, Zeros … Placed ─► reads under way ─► all complete ─► MAC ─► writers
 //! ```
 //!
-//! A block has *landed* when all of its reads are complete. Bytes in the arena are read where they are (`InMemory`). The
-//! agent copies other bytes into the staging buffer that the request names (`Staged`).
+//! A block has *landed* when all of its reads are complete. Bytes in the arena are read where they are (`InMemory`).
+//! The agent copies other bytes into the staging buffer that the request names (`Staged`).
 //!
 //! Invariants
 //! * At most one block uses a staging buffer, from its request until it has landed.
@@ -75,7 +75,8 @@ impl Incoming {
         self.read.iter().map(|range| range.len() as u64).sum()
     }
 
-    /// Returns whether the bytes match their MAC. Without a MAC it is true: the fabric's own checksums protect the bytes.
+    /// Returns whether the bytes match their MAC. Without a MAC it is true: the fabric's own checksums protect the
+    /// bytes.
     pub(crate) fn is_intact(&self, buffer: &[u8]) -> bool {
         let Some(ExpectedMac { hasher, mac }) = &self.mac else {
             return true;
@@ -116,8 +117,8 @@ pub(crate) struct Remote {
 impl Remote {
     /// Agrees on libfabric with the agent, if options and encryption allow it.
     ///
-    /// Returns `None` if bytes come over the connection. With `--transport auto` that is also the result of a refusal or
-    /// of a failure; with a provider by name both are errors.
+    /// Returns `None` if bytes come over the connection. With `--transport auto` that is also the result of a refusal
+    /// or of a failure; with a provider by name both are errors.
     pub(crate) fn agree(
         peer: &mut Peer,
         carriage: &Carriage,

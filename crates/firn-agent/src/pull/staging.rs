@@ -10,8 +10,8 @@
 //! * NAME appears complete, and never replaces an existing file or directory.
 //! * Files of an earlier pull are used again or removed. Their bytes are trusted only after a comparison of checksums.
 //! * Everything is created, changed and removed below the checked directory. Each path is resolved from its descriptor,
-//!   and through no symbolic link ([`firn_trust::open_beneath`]). The parent directory must be one in which no other user
-//!   may replace names.
+//!   and through no symbolic link ([`firn_trust::open_beneath`]). The parent directory must be one in which no other
+//!   user may replace names.
 //! * A name of the copy that already exists as a file of another kind ends the pull. Such a file system takes two names
 //!   for one (it may ignore case). Then one file of the source could overwrite another, or a link could lead out.
 
@@ -86,7 +86,8 @@ impl Parent {
         kind_of(&self.dir, name).is_some()
     }
 
-    /// Removes the staging directory if it has no tree. A pull that was killed after its rename leaves such a directory.
+    /// Removes the staging directory if it has no tree. A pull that was killed after its rename leaves such a
+    /// directory.
     fn remove_empty(&self, own: &OwnedFd) {
         let is_empty = names_in(own).is_ok_and(|names| names.iter().all(|name| name == LOCK));
         if is_empty {
@@ -157,8 +158,8 @@ impl Staging {
             opened => opened,
         };
         let file = match opened {
-            // `prepare` has removed whatever differs from the plan. So this is another entry of the plan, whose name the
-            // file system takes for the name of this one.
+            // `prepare` has removed whatever differs from the plan. So this is another entry of the plan, whose name
+            // the file system takes for the name of this one.
             Err(Errno::LOOP | Errno::ISDIR | Errno::NXIO) => return Err(self.collision(path)),
             opened => File::from(opened.map_err(|errno| self.failed(path)(errno))?),
         };
@@ -516,8 +517,8 @@ mod tests {
         paths
     }
 
-    /// Number of the last step of a pull. After each step an attacker may exchange the staging directory for a link to a
-    /// private directory of the puller's user with the same names.
+    /// Number of the last step of a pull. After each step an attacker may exchange the staging directory for a link to
+    /// a private directory of the puller's user with the same names.
     const STEPS: usize = 4;
 
     /// Proves S-agent-31.

@@ -1,12 +1,13 @@
 //! Threads that write received blocks to the disk while the network brings the next ones.
 //!
-//! The puller takes a free buffer, fills it, and queues it as a *job*. A thread does the job and returns the buffer. The
-//! first error of a job is kept and returned by the next call that waits.
+//! The puller takes a free buffer, fills it, and queues it as a *job*. A thread does the job and returns the buffer.
+//! The first error of a job is kept and returned by the next call that waits.
 //!
 //! Invariants
-//! * There are exactly [`BUFFERS`] buffers of one block. So a disk that is slower than the network slows the network down.
-//! * At most one thread works on a file at a time, and it takes the file's jobs in their order. So no two threads contend
-//!   for the lock of an inode, and the last job (length, mode, time, sync) follows all blocks.
+//! * There are exactly [`BUFFERS`] buffers of one block. So a disk that is slower than the network slows the network
+//!   down.
+//! * At most one thread works on a file at a time, and it takes the file's jobs in their order. So no two threads
+//!   contend for the lock of an inode, and the last job (length, mode, time, sync) follows all blocks.
 //! * If a thread sleeps and a job can be started, a thread has been woken. Only one is woken for a job, because a wake
 //!   costs more time than a small block.
 

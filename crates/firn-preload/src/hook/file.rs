@@ -1,7 +1,7 @@
 //! Hooks of open(2) and its kin, of mmap(2), and of calls that unmap or protect memory.
 //!
-//! `open` is variadic in C. On x86-64 and AArch64 Linux three fixed arguments are passed in the same way. The third one is
-//! passed on, whatever it is, and the kernel uses it only if the flags say so.
+//! `open` is variadic in C. On x86-64 and AArch64 Linux three fixed arguments are passed in the same way. The third one
+//! is passed on, whatever it is, and the kernel uses it only if the flags say so.
 
 use std::ffi::{c_char, c_int, c_void};
 
@@ -39,8 +39,8 @@ export! { mprotect = do_mprotect(at: *mut c_void, len: size_t, prot: c_int) -> c
 export! { mremap = do_mremap(
 at: *mut c_void, len: size_t, to_len: size_t, flags: c_int, to: *mut c_void) -> *mut c_void }
 
-/// Registers a descriptor that was just opened with `flags`. Returns the result for the program: the descriptor, or -1 with
-/// errno if it is a stub that cannot be used. Otherwise it keeps errno.
+/// Registers a descriptor that was just opened with `flags`. Returns the result for the program: the descriptor, or -1
+/// with errno if it is a stub that cannot be used. Otherwise it keeps errno.
 pub(super) fn finish_open(fd: c_int, flags: c_int, before: &SharingCount) -> c_int {
     match register_opened(fd, flags, before, OpenedBy::Program) {
         NewDescriptor::Unusable(errno) => {

@@ -1,10 +1,10 @@
 //! Hooks of file locks: flock(2), lockf(3), and the locks of fcntl(2).
 //!
-//! A range may be relative to the offset or to the end of the file. The kernel does not know a private offset, and never
-//! knows the end of a stub. So the hooks compute such a range.
+//! A range may be relative to the offset or to the end of the file. The kernel does not know a private offset, and
+//! never knows the end of a stub. So the hooks compute such a range.
 //!
-//! The kernel keeps locks of stubs on this host only. If other hosts use the files too, such locks would not exclude them.
-//! Then they are refused with ENOLCK.
+//! The kernel keeps locks of stubs on this host only. If other hosts use the files too, such locks would not exclude
+//! them. Then they are refused with ENOLCK.
 
 use std::ffi::{c_int, c_short};
 
@@ -78,7 +78,8 @@ pub(super) unsafe fn lock_range(fd: c_int, command: c_int, arg: usize) -> c_int 
     lock.l_whence = libc::SEEK_SET as c_short;
     let result = forward!(FCNTL(fd, command, &raw mut lock as usize));
     if result == 0 && matches!(command, libc::F_GETLK | libc::F_OFD_GETLK) {
-        // SAFETY: the program has passed the lock to be written. If the range is not locked, fcntl(2) changes only its type.
+        // SAFETY: the program has passed the lock to be written. If the range is not locked, fcntl(2) changes only its
+        // type.
         unsafe {
             if c_int::from(lock.l_type) == libc::F_UNLCK {
                 (&raw mut (*program_lock).l_type).write_unaligned(lock.l_type);

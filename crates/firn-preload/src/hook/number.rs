@@ -93,7 +93,8 @@ fn before_dup(from: c_int, to: c_int) {
         share::share_descriptor(from);
     }
     if tag_of(to) == tag::STUB {
-        // The kernel closes `to` within the call, so firnd must be told before. The call fails only if `from` is not open.
+        // The kernel closes `to` within the call, so firnd must be told before. The call fails only if `from` is not
+        // open.
         if sys::fcntl(from, libc::F_GETFD, 0) >= 0 {
             stub::close_stub(to);
         }

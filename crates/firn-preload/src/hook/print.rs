@@ -1,7 +1,8 @@
-//! Hooks of functions that write text to a descriptor by calls that no hook sees: dprintf(3) and backtrace_symbols_fd(3).
+//! Hooks of functions that write text to a descriptor by calls that no hook sees: dprintf(3) and
+//! backtrace_symbols_fd(3).
 //!
-//! For a descriptor of a mount the offset is given back to the kernel before. For a stub the text is written to a file in
-//! memory, and from there to the stub.
+//! For a descriptor of a mount the offset is given back to the kernel before. For a stub the text is written to a file
+//! in memory, and from there to the stub.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::os::fd::{AsFd, AsRawFd};
@@ -23,7 +24,8 @@ do_vdprintf_chk(fd: c_int, flag: c_int, format: *const c_char, arguments: Argume
 export! { backtrace_symbols_fd =
 do_backtrace_symbols_fd(addresses: *const *mut c_void, count: c_int, fd: c_int) -> () }
 
-/// Lets a function of the C library print to a descriptor. Returns the function's result, which is negative for an error.
+/// Lets a function of the C library print to a descriptor. Returns the function's result, which is negative for an
+/// error.
 fn print_to(fd: c_int, print: impl FnOnce(c_int) -> c_int) -> c_int {
     if tag_of(fd) == tag::STUB {
         let Some(text) = stub::new_memory_file() else {
@@ -73,7 +75,8 @@ macro_rules! variadic {
         #[unsafe(no_mangle)]
         #[unsafe(naked)]
         unsafe extern "C" fn $name() -> c_int {
-            // The registers are stored as in "Register Save Area" of the x86-64 psABI (3.5.7), and the list behind them.
+            // The registers are stored as in "Register Save Area" of the x86-64 psABI (3.5.7), and the list behind
+            // them.
             #[cfg(target_arch = "x86_64")]
             std::arch::naked_asm!(
                 "sub rsp, 216",

@@ -70,8 +70,8 @@ extern "C" fn share_all() {
     share::share_all();
 }
 
-/// Defines hooks of variadic functions. A hook calls [`share_all`], and then jumps to the real function with the arguments as
-/// they are.
+/// Defines hooks of variadic functions. A hook calls [`share_all`], and then jumps to the real function with the
+/// arguments as they are.
 macro_rules! variadic {
     ($($name:ident = $real:ident;)*) => {$(
         #[unsafe(no_mangle)]
@@ -108,8 +108,8 @@ variadic! {
     clone = CLONE;
 }
 
-/// Defines vfork(2). It returns twice on one stack, so it must not have a stack frame: the child would overwrite the return
-/// address. As in the C library, the return address is in a register meanwhile, of which the child has a copy.
+/// Defines vfork(2). It returns twice on one stack, so it must not have a stack frame: the child would overwrite the
+/// return address. As in the C library, the return address is in a register meanwhile, of which the child has a copy.
 macro_rules! vforks {
     ($($name:ident)+) => {$(
         #[unsafe(no_mangle)]

@@ -40,7 +40,8 @@ from: c_int, from_at: *mut off64_t, to: c_int, to_at: *mut off64_t, len: size_t,
 
 export! { ioctl __ioctl = do_ioctl(fd: c_int, request: c_ulong, arg: usize) -> c_int }
 
-/// Requests of ioctl(2) about a range of a file that may be relative to the offset (`struct space_resv` of linux/falloc.h).
+/// Requests of ioctl(2) about a range of a file that may be relative to the offset (`struct space_resv` of
+/// linux/falloc.h).
 const RANGE_REQUESTS: [c_ulong; 5] = [
     0x4030_5828,
     0x4030_5829,
@@ -206,7 +207,8 @@ unsafe fn do_lseek(fd: c_int, offset: off64_t, whence: c_int) -> off64_t {
     }
 }
 
-/// Gives a descriptor back to the kernel for one call that uses the kernel's offset or size. The ticket is finished after it.
+/// Gives a descriptor back to the kernel for one call that uses the kernel's offset or size. The ticket is finished
+/// after it.
 #[inline(always)]
 fn hand_back(fd: c_int) -> Ticket {
     if tag_of(fd) != tag::NONE {
@@ -215,8 +217,8 @@ fn hand_back(fd: c_int) -> Ticket {
     Ticket::NONE
 }
 
-/// Whether a call that moves bytes between descriptors within the kernel involves a stub. The kernel has no bytes of stubs,
-/// so the call fails like for files without such support. Programs then read and write instead.
+/// Whether a call that moves bytes between descriptors within the kernel involves a stub. The kernel has no bytes of
+/// stubs, so the call fails like for files without such support. Programs then read and write instead.
 fn involves_stub(first: c_int, second: c_int) -> bool {
     tag_of(first) == tag::STUB || tag_of(second) == tag::STUB
 }

@@ -1,5 +1,5 @@
-//! Hooks of the stat family. For a stub the kernel knows everything but the size, which firnd is asked for. For a file of a
-//! mount the kernel asks firnd itself, if the call wants the size.
+//! Hooks of the stat family. For a stub the kernel knows everything but the size, which firnd is asked for. For a file
+//! of a mount the kernel asks firnd itself, if the call wants the size.
 
 use std::ffi::{c_char, c_int};
 
@@ -72,7 +72,8 @@ impl FileName {
     }
 }
 
-/// Corrects the size of a stub in the kernel's answer. `again` repeats the kernel's call, if firnd has just set the times.
+/// Corrects the size of a stub in the kernel's answer. `again` repeats the kernel's call, if firnd has just set the
+/// times.
 ///
 /// # Safety
 /// If `result` is 0, the kernel has filled `to`.
@@ -194,8 +195,8 @@ unsafe fn do_statx(
         && flags & libc::AT_STATX_DONT_SYNC == 0
         && devices::is_known_mount(device)
     {
-        // After writes by direct access the kernel's size is out of date. A call that does not ask for the size would get it,
-        // marked as valid.
+        // After writes by direct access the kernel's size is out of date. A call that does not ask for the size would
+        // get it, marked as valid.
         return forward!(STATX(
             dir,
             path,

@@ -1,7 +1,8 @@
 //! Hooks of the functions of stdio that open and close streams.
 //!
-//! The reads and writes of a stream are not seen by hooks. So streams are left to the kernel, with two exceptions: libstdc++
-//! reads and writes the descriptors of its streams itself, and streams over stubs are made by [`crate::cookie`].
+//! The reads and writes of a stream are not seen by hooks. So streams are left to the kernel, with two exceptions:
+//! libstdc++ reads and writes the descriptors of its streams itself, and streams over stubs are made by
+//! [`crate::cookie`].
 
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::atomic::Ordering;
@@ -88,8 +89,9 @@ unsafe extern "C" fn do_fopen(
 
 /// Opens a stream over an existing stub. Returns `None` if the path leads to no stub.
 ///
-/// The C library must not open a stream of its own for such a file. That stream would have to be closed, and a close ends the
-/// locks (fcntl(2)) that the program holds on the file by another descriptor. A file that does not exist yet has no locks.
+/// The C library must not open a stream of its own for such a file. That stream would have to be closed, and a close
+/// ends the locks (fcntl(2)) that the program holds on the file by another descriptor. A file that does not exist yet
+/// has no locks.
 ///
 /// # Safety
 /// `path` and `mode` are C strings.
@@ -147,7 +149,8 @@ fn is_stub(fd: c_int) -> bool {
     trees::may_have_trees() && !in_vfork_child() && trees::is_stub(fd)
 }
 
-/// Replaces a stream that the C library has just opened on a stub. The new stream has the same descriptor number if possible.
+/// Replaces a stream that the C library has just opened on a stub. The new stream has the same descriptor number if
+/// possible.
 ///
 /// # Safety
 /// The stream was not used yet, and `mode` is a C string.
@@ -185,7 +188,8 @@ unsafe fn over_stub(
     }
 }
 
-/// Replaces the stream of a standard descriptor that has become a stub, because the old stream would write to the stub itself.
+/// Replaces the stream of a standard descriptor that has become a stub, because the old stream would write to the stub
+/// itself.
 pub(crate) fn replace_stream_of_stub(fd: c_int) {
     if fd <= libc::STDERR_FILENO && !in_vfork_child() && tag_of(fd) == tag::STUB {
         cookie::replace_standard(fd);
@@ -272,8 +276,8 @@ unsafe fn do_fclose(file: *mut FILE) -> c_int {
     }
 }
 
-/// Forgets the descriptor of a stream that is about to be closed or was just opened. Before the end of standard error it prints
-/// the report.
+/// Forgets the descriptor of a stream that is about to be closed or was just opened. Before the end of standard error
+/// it prints the report.
 ///
 /// # Safety
 /// `file` is null or an open stream.

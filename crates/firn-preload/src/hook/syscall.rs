@@ -1,7 +1,7 @@
 //! Hook of syscall(3), which makes system calls by number. A call for which there is a hook goes to that hook.
 //!
-//! libuv (Node, Julia, CMake, Neovim) asks for sizes, copies and closes by syscall(3). Other programs use it for calls that
-//! their C library does not have. System calls by a program's own instruction are not seen.
+//! libuv (Node, Julia, CMake, Neovim) asks for sizes, copies and closes by syscall(3). Other programs use it for calls
+//! that their C library does not have. System calls by a program's own instruction are not seen.
 
 use std::ffi::{c_char, c_int, c_long, c_uint, c_void};
 
@@ -18,8 +18,8 @@ use crate::{lock, share, trees};
 /// The six arguments of a system call. Arguments that the program has not passed have any value.
 type Arguments = [usize; 6];
 
-/// Returns the function that makes a system call: that of the C library, or [`make_call`]. The hook jumps to it with the
-/// arguments in place. A call would not do, because some system calls that start a process return on another stack.
+/// Returns the function that makes a system call: that of the C library, or [`make_call`]. The hook jumps to it with
+/// the arguments in place. A call would not do, because some system calls that start a process return on another stack.
 extern "C" fn find_maker(number: c_long) -> *const c_void {
     match number {
         #[cfg(target_arch = "x86_64")]
@@ -94,8 +94,8 @@ macro_rules! hooked {
             match number {
                 $($(#[$when])* libc::$number => true,)*
                 libc::SYS_openat2 | libc::SYS_pidfd_getfd => true,
-                // A ring of io_uring would move bytes within the kernel, which has no bytes of stubs. A program that gets no
-                // ring makes ordinary calls.
+                // A ring of io_uring would move bytes within the kernel, which has no bytes of stubs. A program that
+                // gets no ring makes ordinary calls.
                 libc::SYS_io_uring_setup => trees::has_trees(),
                 _ => false,
             }
@@ -179,7 +179,8 @@ hooked! {
     SYS_utime => utime(0 as *const c_char, 1 as *const libc::utimbuf);
 }
 
-/// openat2(2), for which the C library has no function. Its arguments are directory, path, `struct open_how` and its size.
+/// openat2(2), for which the C library has no function. Its arguments are directory, path, `struct open_how` and its
+/// size.
 ///
 /// # Safety
 /// The same as for the system call.

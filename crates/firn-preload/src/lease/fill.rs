@@ -1,7 +1,7 @@
 //! Fills leased slabs with the bytes of a write, and requests the next leases in time.
 //!
-//! The next lease is requested when the current one is half full or too small for the call. So firnd finds a slab while the
-//! bytes are copied.
+//! The next lease is requested when the current one is half full or too small for the call. So firnd finds a slab while
+//! the bytes are copied.
 
 use firn_direct::slab_writer::{Appended, SlabWriter};
 use firn_format::data_socket::Status;
@@ -17,8 +17,8 @@ use crate::table::LockedEntry;
 /// written much is expected to write as much again.
 const WANTED_BYTES_MAX: u64 = 16 << 20;
 
-/// Writes `total` bytes of a source to leases, for the file's offset `offset`. Returns how many were written, and the reason
-/// if not all were.
+/// Writes `total` bytes of a source to leases, for the file's offset `offset`. Returns how many were written, and the
+/// reason if not all were.
 pub(crate) fn fill_leases(
     locked: &mut LockedEntry,
     source: Source<'_>,

@@ -1,6 +1,7 @@
 //! Reads bytes of a file by its list: copies them out of the arena, or reads them from files of the backing.
 //!
-//! The result counts only if the list is current after the last byte was copied, and if no used descriptor was replaced.
+//! The result counts only if the list is current after the last byte was copied, and if no used descriptor was
+//! replaced.
 
 use firn_format::data_socket::{Extent, IN_BACKING, IN_MEMORY, TO_BE_ASKED};
 
@@ -10,12 +11,12 @@ use crate::memory::{Run, Target, Writable};
 use crate::report;
 use crate::table::LockedEntry;
 
-/// Reads of at least this size are stored past the processor's caches, which is a third faster. They would not fit into the
-/// caches, while the program uses the bytes of a smaller read from there.
+/// Reads of at least this size are stored past the processor's caches, which is a third faster. They would not fit into
+/// the caches, while the program uses the bytes of a smaller read from there.
 const STREAM_BYTES_MIN: usize = 16 << 20;
 
-/// Reads `total` bytes from `offset` on, or as many as the file has. Returns their number, or `None` if the list is void or
-/// a gap of it could not be read.
+/// Reads `total` bytes from `offset` on, or as many as the file has. Returns their number, or `None` if the list is
+/// void or a gap of it could not be read.
 pub(crate) fn copy_out<F: Fallback>(
     locked: &mut LockedEntry,
     target: Target<'_>,
@@ -39,8 +40,8 @@ pub(crate) fn copy_out<F: Fallback>(
     (locked.list.is_current() && locked.list.are_same(used_files)).then_some(done)
 }
 
-/// Fills the beginning of a run: from the arena, from a file of the backing, or by the fallback. Returns the number of bytes.
-/// `at` is the run's offset in the file. For each used file its bit is set in `used_files`.
+/// Fills the beginning of a run: from the arena, from a file of the backing, or by the fallback. Returns the number of
+/// bytes. `at` is the run's offset in the file. For each used file its bit is set in `used_files`.
 fn copy_some<F: Fallback>(
     locked: &mut LockedEntry,
     run: Run<'_, Writable>,
@@ -77,8 +78,8 @@ fn copy_some<F: Fallback>(
 
 /// Reads the beginning of a run from a file of the backing.
 ///
-/// Returns the number of bytes. `Some(None)` means that nothing could be read, so that the fallback must find out why. `None`
-/// means that the list is void.
+/// Returns the number of bytes. `Some(None)` means that nothing could be read, so that the fallback must find out why.
+/// `None` means that the list is void.
 fn read_backing(
     locked: &mut LockedEntry,
     run: Run<'_, Writable>,

@@ -14,8 +14,8 @@ const REQUESTS_MAX: u32 = 64;
 /// An offset at which no file has bytes. A request for it only asks whether a list is still valid.
 const BEYOND_FILES: u64 = i64::MAX as u64;
 
-/// Fetches a list for a read at the offset `at`, over a new connection if needed. Returns firnd's status; `None` if there is
-/// no connection or no memory.
+/// Fetches a list for a read at the offset `at`, over a new connection if needed. Returns firnd's status; `None` if
+/// there is no connection or no memory.
 pub(crate) fn fetch_list(locked: &mut LockedEntry, at: u64) -> Option<Status> {
     let token = devices::first_token(locked.token).or_else(|| devices::token_of(locked.fd))?;
     locked.list.map_extents()?;
@@ -52,8 +52,8 @@ struct ListRequest {
 
 impl ListRequest {
     fn new(locked: &LockedEntry, from: u64) -> Self {
-        // A stub may be shared with other processes, and then the descriptors in its list would have to be shared too. So a
-        // stub's list names no files.
+        // A stub may be shared with other processes, and then the descriptors in its list would have to be shared too.
+        // So a stub's list names no files.
         let names_files =
             locked.tag == tag::READER && (locked.list.is_limited() || files::has_room());
         let files_max = if names_files { FILES_MAX as u32 } else { 0 };
@@ -106,7 +106,8 @@ fn fetch_from(
     }
 }
 
-/// Extends the list by an answer. Returns the answer's status, or `Busy` if the file has changed since the first answer.
+/// Extends the list by an answer. Returns the answer's status, or `Busy` if the file has changed since the first
+/// answer.
 fn take_answer(locked: &mut LockedEntry, request: &mut ListRequest, reply: &Reply) -> Status {
     let status = Status::from_word(reply.status);
     if status != Status::Ok {
@@ -126,8 +127,8 @@ fn take_answer(locked: &mut LockedEntry, request: &mut ListRequest, reply: &Repl
 
 /// Extends a list that names files of the backing up to the byte at an offset.
 ///
-/// `Some(true)` means that the list covers the byte, `Some(false)` that the fallback must read it, and `None` that the list
-/// is void.
+/// `Some(true)` means that the list covers the byte, `Some(false)` that the fallback must read it, and `None` that the
+/// list is void.
 pub(crate) fn reach(locked: &mut LockedEntry, at: u64) -> Option<bool> {
     if locked.list.covers(at) {
         return Some(true);
@@ -155,8 +156,8 @@ pub(crate) fn reach(locked: &mut LockedEntry, at: u64) -> Option<bool> {
     Some(false)
 }
 
-/// Begins the list anew at an offset whose extent must be requested again. Returns the extent there or behind it. `None`
-/// means that the list is void.
+/// Begins the list anew at an offset whose extent must be requested again. Returns the extent there or behind it.
+/// `None` means that the list is void.
 pub(crate) fn ask_again(locked: &mut LockedEntry, at: u64) -> Option<Option<Extent>> {
     locked.list.begin_at(at);
     reach(locked, at)?;

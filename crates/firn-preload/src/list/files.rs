@@ -1,11 +1,11 @@
 //! Files of the backing that a list names. The library owns their descriptors.
 //!
 //! Invariants
-//! * Each descriptor has a high number and the tag `INTERNAL`, so that the program's calls do not meet it. It is closed with
-//!   its list. All lists end before fork(2) and similar calls, so children have none of these descriptors.
+//! * Each descriptor has a high number and the tag `INTERNAL`, so that the program's calls do not meet it. It is closed
+//!   with its list. All lists end before fork(2) and similar calls, so children have none of these descriptors.
 //! * A process has at most [`FILES_OPEN_MAX`] of them, and uses at most half of the high numbers that it may have.
-//! * Bytes that were read by a descriptor count only if its number still is the same file ([`ListFile::is_same`]), because a
-//!   raw system call may have closed it.
+//! * Bytes that were read by a descriptor count only if its number still is the same file ([`ListFile::is_same`]),
+//!   because a raw system call may have closed it.
 
 use std::ffi::c_int;
 use std::os::fd::{AsFd, IntoRawFd};
@@ -53,8 +53,8 @@ pub(crate) struct ListFile {
 }
 
 impl ListFile {
-    /// Copies a received descriptor to a high number, for the list of the program's descriptor `owner`. Returns `None` if
-    /// there are too many files or no number is free.
+    /// Copies a received descriptor to a high number, for the list of the program's descriptor `owner`. Returns `None`
+    /// if there are too many files or no number is free.
     pub(crate) fn keep(received: &Descriptor, identity: Identity, owner: c_int) -> Option<Self> {
         if FILES_OPEN.fetch_add(1, Ordering::AcqRel) < files_max()
             && let Ok(fd) = rustix::io::fcntl_dupfd_cloexec(received.as_fd(), OWN_FD_MIN)

@@ -83,8 +83,8 @@ pub(crate) fn attr_of_path(
     }
 }
 
-/// Makes a request over the usual connection. In a signal handler whose thread holds that connection, it makes one of its
-/// own.
+/// Makes a request over the usual connection. In a signal handler whose thread holds that connection, it makes one of
+/// its own.
 fn request_in_any_context(socket: &Token, request: &Request) -> Result<Reply, CallError> {
     match connect::connect_for_stubs(socket) {
         Some(link) => connect::call_firnd(link, request, &mut Payload::none()),
@@ -136,8 +136,8 @@ fn handle_of(dir: c_int, path: *const libc::c_char, flags: c_int) -> Option<(u64
     Some((u64::from(high) << 32 | u64::from(low), generation))
 }
 
-/// Makes a request about a stub that has no answer but success. `size_after` is the size that the file grows to, if it is
-/// smaller now. Returns `None` if the descriptor is no stub.
+/// Makes a request about a stub that has no answer but success. `size_after` is the size that the file grows to, if it
+/// is smaller now. Returns `None` if the descriptor is no stub.
 fn request_success(
     fd: c_int,
     op: Op,
@@ -170,8 +170,8 @@ fn request_success(
     Some(send_request(&mut locked, op, arg, data.len() as u32, payload).map(drop))
 }
 
-/// Checks whether the limit of file sizes (getrlimit(2)) lets a file grow to a size. If not, the process gets SIGXFSZ, and
-/// the error is EFBIG.
+/// Checks whether the limit of file sizes (getrlimit(2)) lets a file grow to a size. If not, the process gets SIGXFSZ,
+/// and the error is EFBIG.
 fn check_size_limit(locked: &mut LockedEntry, size_after: u64) -> Result<(), c_int> {
     let is_beyond = sys::limit_of(Resource::Fsize).is_some_and(|limit| size_after > limit);
     if is_beyond && size_after > ask_size(locked)? {

@@ -106,8 +106,8 @@ fn bytes_within_limit(locked: &LockedEntry, at: Option<u64>, total: usize) -> Re
     Ok(total.min(usize::try_from(limit - from).unwrap_or(usize::MAX)))
 }
 
-/// Prepares a read or write: makes sure that firnd knows the descriptor, and takes the offset if possible. `Err` is the end
-/// of a call whose access mode is `forbidden_access`, that moves no bytes, or that finds no firnd.
+/// Prepares a read or write: makes sure that firnd knows the descriptor, and takes the offset if possible. `Err` is the
+/// end of a call whose access mode is `forbidden_access`, that moves no bytes, or that finds no firnd.
 fn prepare_call(
     locked: &mut LockedEntry,
     forbidden_access: c_int,
@@ -192,8 +192,8 @@ pub(crate) fn seek_stub(fd: c_int, offset: i64, whence: c_int) -> Handled {
     }
 }
 
-/// Returns the bytes from the offset to the end of the file, for the ioctl FIONREAD. It is negative if the offset is beyond
-/// the end.
+/// Returns the bytes from the offset to the end of the file, for the ioctl FIONREAD. It is negative if the offset is
+/// beyond the end.
 pub(crate) fn count_unread(fd: c_int) -> Result<i64, c_int> {
     let mut locked = match lock_stub(fd) {
         Entered::Locked(locked) => locked,

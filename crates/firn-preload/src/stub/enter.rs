@@ -1,7 +1,7 @@
 //! Locks the entry of a stub for a call.
 //!
-//! Each call first checks whether the number still is the file that was opened. If the program has closed a stub by a raw
-//! system call, firnd does not notice, and the lease of the stub is still valid.
+//! Each call first checks whether the number still is the file that was opened. If the program has closed a stub by a
+//! raw system call, firnd does not notice, and the lease of the stub is still valid.
 
 use std::ffi::c_int;
 

@@ -1,7 +1,7 @@
 //! mmap(2) of a stub: gives the program private memory with a copy of the file's bytes, made at the call.
 //!
-//! Later changes of the file do not appear in the mapping. A shared mapping to write to is refused, because its stores would
-//! not reach firnd.
+//! Later changes of the file do not appear in the mapping. A shared mapping to write to is refused, because its stores
+//! would not reach firnd.
 
 use std::ffi::{c_int, c_void};
 

@@ -21,8 +21,8 @@ use crate::vfork::in_vfork_child;
 /// Descriptors that are checked if /proc is not there: the usual limit of a process.
 const USUAL_FD_LIMIT: c_int = 1024;
 
-/// Registers a descriptor of a regular file on `device` that was just opened with `flags`. Returns whether it is a stub. An
-/// error means that it is a stub and cannot be used.
+/// Registers a descriptor of a regular file on `device` that was just opened with `flags`. Returns whether it is a
+/// stub. An error means that it is a stub and cannot be used.
 pub(crate) fn register_open(fd: c_int, device: u64, flags: c_int) -> Result<bool, c_int> {
     if in_vfork_child() || !trees::is_stub_on(fd, device) {
         return Ok(false);
@@ -31,8 +31,8 @@ pub(crate) fn register_open(fd: c_int, device: u64, flags: c_int) -> Result<bool
         // The table has no entry for so high a number, and the kernel cannot serve a stub.
         return Err(libc::EMFILE);
     }
-    // The C library itself writes to standard error before it ends a program, and hooks do not see that. So the offset of a
-    // standard descriptor stays with the kernel.
+    // The C library itself writes to standard error before it ends a program, and hooks do not see that. So the offset
+    // of a standard descriptor stays with the kernel.
     let is_standard = fd <= libc::STDERR_FILENO;
     mark_stub(
         fd,
@@ -104,7 +104,8 @@ fn mark_inherited(fd: c_int) {
     }
 }
 
-/// Gives the offset of a stub back to the kernel for good, because other processes or descriptors are about to share it.
+/// Gives the offset of a stub back to the kernel for good, because other processes or descriptors are about to share
+/// it.
 pub(crate) fn share_offset(fd: c_int) {
     match lock_stub(fd) {
         Entered::Locked(mut locked) => {
@@ -126,7 +127,8 @@ pub(crate) fn flags_changed(fd: c_int) {
     }
 }
 
-/// Releases a stub before close(2). Returns the result for the program: 0, or `-errno` if the written bytes may be lost.
+/// Releases a stub before close(2). Returns the result for the program: 0, or `-errno` if the written bytes may be
+/// lost.
 pub(crate) fn close_stub(fd: c_int) -> isize {
     let Entered::Locked(mut locked) = lock_stub(fd) else {
         return 0;

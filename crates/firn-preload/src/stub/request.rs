@@ -1,7 +1,8 @@
 //! Requests about a stub.
 //!
-//! A stub is *adopted* before its first request: firnd gets a copy of the descriptor and returns a token. After a restart of
-//! firnd it is adopted again. If no firnd runs, a call waits for one, at most [`WAIT_MS`], and then fails with EIO.
+//! A stub is *adopted* before its first request: firnd gets a copy of the descriptor and returns a token. After a
+//! restart of firnd it is adopted again. If no firnd runs, a call waits for one, at most [`WAIT_MS`], and then fails
+//! with EIO.
 
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -44,8 +45,8 @@ impl Wait {
         Self { waited_ms: 0 }
     }
 
-    /// Pauses, and reads the runtime directory again, where a new firnd describes its tree. The error is EIO if the call has
-    /// waited long enough, and EMFILE or ENFILE if no descriptor is left to connect with.
+    /// Pauses, and reads the runtime directory again, where a new firnd describes its tree. The error is EIO if the
+    /// call has waited long enough, and EMFILE or ENFILE if no descriptor is left to connect with.
     pub(crate) fn pause(&mut self) -> Result<(), c_int> {
         sys::check_descriptors_left(CONNECT_DESCRIPTORS)?;
         if self.waited_ms >= WAIT_MS.load(Ordering::Relaxed) {
@@ -102,7 +103,8 @@ fn adopt_over(locked: &mut LockedEntry, link: u32) -> Result<bool, c_int> {
     Ok(true)
 }
 
-/// Turns the status of a reply into a result for the program. ENODEV means that the descriptor is no stub of this firnd.
+/// Turns the status of a reply into a result for the program. ENODEV means that the descriptor is no stub of this
+/// firnd.
 pub(crate) fn check_status(reply: &Reply) -> Result<(), c_int> {
     match Status::from_word(reply.status) {
         Status::Ok => Ok(()),
@@ -112,8 +114,8 @@ pub(crate) fn check_status(reply: &Reply) -> Result<(), c_int> {
     }
 }
 
-/// Makes a request about a stub, and repeats it over a new connection if the connection has ended. firnd may have executed
-/// it before. So an append, which would be written twice, is not repeated.
+/// Makes a request about a stub, and repeats it over a new connection if the connection has ended. firnd may have
+/// executed it before. So an append, which would be written twice, is not repeated.
 pub(crate) fn send_request(
     locked: &mut LockedEntry,
     op: Op,

@@ -1,9 +1,11 @@
-//! Sends the bytes of write(2) to firnd by requests. A write to an offset is divided into packets, an append is one request.
+//! Sends the bytes of write(2) to firnd by requests. A write to an offset is divided into packets, an append is one
+//! request.
 //!
 //! Promises
 //! * A returned count is the number of stored bytes. If it is not known, the call fails ([`WriteError::Unknown`]).
-//! * An append is one request, so that firnd stores its bytes together and only once. Bytes that do not fit into a packet are
-//!   sent as a file in memory (memfd_create(2)). firnd notes its progress there, so that the next firnd can finish.
+//! * An append is one request, so that firnd stores its bytes together and only once. Bytes that do not fit into a
+//!   packet are sent as a file in memory (memfd_create(2)). firnd notes its progress there, so that the next firnd can
+//!   finish.
 
 use std::ffi::{c_int, c_void};
 use std::os::fd::{AsFd, AsRawFd, FromRawFd};
