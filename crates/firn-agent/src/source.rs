@@ -115,7 +115,7 @@ impl From<MountError> for SendError {
 /// A mount, as opened for one connection of the agent.
 pub(crate) struct Source {
     /// Paths and options of the mount.
-    found: Mount,
+    mount_info: Mount,
     /// Connection to firnd, and the mapped memory.
     mount: Arc<OpenMount>,
     /// Bound of the bytes that the agent holds in memory.
@@ -137,13 +137,13 @@ pub(crate) struct HeldFile {
 impl Source {
     /// Opens the mount that `path` is on, and maps its memory. Without `holds` the default bound of held bytes applies.
     pub(crate) fn open(path: &Path, holds: Option<&Arc<Holds>>) -> Result<Self, SourceError> {
-        let found = firn_client::find(path)?.mount;
-        let mount = Arc::new(OpenMount::open(&found.mount_point)?);
+        let mount_info = firn_client::find(path)?.mount;
+        let mount = Arc::new(OpenMount::open(&mount_info.mount_point)?);
         mount.map_region()?;
         let default = || Holds::new(default_hold_max(mount.region().bytes));
         let holds = holds.map_or_else(default, Arc::clone);
         Ok(Self {
-            found,
+            mount_info,
             mount,
             holds,
         })
@@ -157,16 +157,17 @@ impl Source {
 
     /// Turns a path of this host into one relative to the mount point. A path on another mount is refused.
     pub(crate) fn relative(&self, path: &Path) -> Result<BytePath, SourceError> {
-        let place = firn_client::find(path)?;
-        if (&place.mount.backing, place.mount.user_id) != (&self.found.backing, self.found.user_id)
+        let location = firn_client::find(path)?;
+        if (&location.mount.backing, location.mount.user_id)
+            != (&self.mount_info.backing, self.mount_info.user_id)
         {
-            let mount_point = BytePath::from(self.found.mount_point.as_path());
+            let mount_point = BytePath::from(self.mount_info.mount_point.as_path());
             let shown = BytePath::from(path);
             return Err(SourceError::refused(format!(
                 "{shown} is not on the mount at {mount_point}, which this agent serves"
             )));
         }
-        Ok(place.relative)
+        Ok(location.relative)
     }
 
     // ---- the tree ------------------------------------------------------------------------------
@@ -228,7 +229,7 @@ impl Source {
                 message: format!("{top}: nothing of it is held"),
             });
         }
-        self.check_still_mounted(top, &self.found.mount_point)?;
+        self.check_still_mounted(top, &self.mount_info.mount_point)?;
         Ok(listing.entries)
     }
 
@@ -257,13 +258,15 @@ impl Source {
 
     /// Returns the path on this host of a path relative to the mount point.
     fn locate(&self, path: &BytePath) -> PathBuf {
-        self.found.mount_point.join(path)
+        self.mount_info.mount_point.join(path)
     }
 
     /// Returns the path in the backing of a file of a stub tree, where the tree's own file is empty. `None` for a FUSE
     /// mount.
     fn locate_in_backing(&self, path: &BytePath) -> Option<PathBuf> {
-        self.found.is_tree.then(|| self.found.backing.join(path))
+        self.mount_info
+            .is_tree
+            .then(|| self.mount_info.backing.join(path))
     }
 
     /// Returns the open mount, whose memory is mapped.
@@ -389,10 +392,10 @@ impl Source {
     fn open_for_reading(&self, path: &BytePath) -> io::Result<File> {
         // If a pipe has replaced the file, open(2) without O_NONBLOCK would block this session.
         let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
-        let top = if self.found.is_tree {
-            &self.found.backing
+        let top = if self.mount_info.is_tree {
+            &self.mount_info.backing
         } else {
-            &self.found.mount_point
+            &self.mount_info.mount_point
         };
         let dir = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let top = rustix::fs::open(top, dir, Mode::empty())?;

@@ -10,8 +10,8 @@
 //!
 //! Descriptors of a mount ([`crate::kernel`]) and stubs ([`crate::stub`]) differ only in their [`Fallback`].
 //!
-//! In all functions `at` is the offset that the call names, as pwrite(2) does; `None` means the descriptor's own
-//! offset.
+//! In all functions `explicit_offset` is the offset that the call names, as pwrite(2) does; `None` means the
+//! descriptor's own offset.
 
 use std::ffi::c_int;
 
@@ -28,20 +28,20 @@ use crate::table::LockedEntry;
 pub(crate) fn write_descriptor<F: Fallback>(
     mut locked: LockedEntry,
     source: Source<'_>,
-    (at, total): (Option<u64>, usize),
+    (explicit_offset, total): (Option<u64>, usize),
     call: Call,
 ) -> Handled {
     let uses_leases = F::may_lease(&mut locked, total) && source.is_accessible();
     if !uses_leases {
-        locked = match F::leave(locked, None, at, call) {
+        locked = match F::leave(locked, None, explicit_offset, call) {
             Ok(locked) => locked,
             Err(handled) => return handled,
         };
     }
-    let claim = Claim::of_range(&mut locked, at, total);
+    let claim = Claim::of_range(&mut locked, explicit_offset, total);
     if claim.is_beyond_files() {
         claim.cut_back(&locked, 0);
-        return match F::leave(locked, None, at, call) {
+        return match F::leave(locked, None, explicit_offset, call) {
             // The kernel reports the same if offset and length together are too large.
             Ok(_) => Handled::of(Err(libc::EINVAL)),
             Err(handled) => handled,
@@ -52,7 +52,14 @@ pub(crate) fn write_descriptor<F: Fallback>(
     } else {
         (0, None)
     };
-    finish_write::<F>(locked, source, claim, (at, total), (done, lost), call)
+    finish_write::<F>(
+        locked,
+        source,
+        claim,
+        (explicit_offset, total),
+        (done, lost),
+        call,
+    )
 }
 
 /// Finishes a write of which `done` bytes are in leases: the fallback writes the rest. `lost` is the reason if a lease
@@ -61,7 +68,7 @@ pub(crate) fn finish_write<F: Fallback>(
     mut locked: LockedEntry,
     source: Source<'_>,
     mut claim: Claim,
-    (at, total): (Option<u64>, usize),
+    (explicit_offset, total): (Option<u64>, usize),
     (mut done, lost): (usize, Option<LeaseLost>),
     call: Call,
 ) -> Handled {
@@ -75,7 +82,7 @@ pub(crate) fn finish_write<F: Fallback>(
             Err(handled) => return handled,
         };
         if done == 0 {
-            locked = match F::leave(locked, Some(&mut claim), at, call) {
+            locked = match F::leave(locked, Some(&mut claim), explicit_offset, call) {
                 Ok(locked) => locked,
                 Err(handled) => return handled,
             };
@@ -105,22 +112,23 @@ pub(crate) fn finish_write<F: Fallback>(
 pub(crate) fn read_descriptor<F: Fallback>(
     mut locked: LockedEntry,
     target: Target<'_>,
-    (at, total): (Option<u64>, usize),
+    (explicit_offset, total): (Option<u64>, usize),
     call: Call,
 ) -> Handled {
-    let is_listed = F::has_list(&mut locked, at, total);
+    let is_listed = F::has_list(&mut locked, explicit_offset, total);
     if !is_listed {
-        locked = match F::leave(locked, None, at, call) {
+        locked = match F::leave(locked, None, explicit_offset, call) {
             Ok(locked) => locked,
             Err(handled) => return handled,
         };
     }
-    let mut claim = Claim::of_range(&mut locked, at, total);
+    let mut claim = Claim::of_range(&mut locked, explicit_offset, total);
     if claim.offset > i64::MAX as u64 {
         return Handled::of(Err(libc::EINVAL));
     }
     if is_listed {
-        locked = match read_by_list::<F>(locked, target, &mut claim, (at, total), call) {
+        locked = match read_by_list::<F>(locked, target, &mut claim, (explicit_offset, total), call)
+        {
             Ok(locked) => locked,
             Err(handled) => return handled,
         };
@@ -136,16 +144,16 @@ fn read_by_list<F: Fallback>(
     mut locked: LockedEntry,
     target: Target<'_>,
     claim: &mut Claim,
-    (at, total): (Option<u64>, usize),
+    (explicit_offset, total): (Option<u64>, usize),
     call: Call,
 ) -> Result<LockedEntry, Handled> {
     let left = locked.list.size().saturating_sub(claim.offset);
     let expected = total.min(usize::try_from(left).unwrap_or(usize::MAX));
     if !target.is_accessible(expected) {
-        return F::leave(locked, Some(claim), at, call);
+        return F::leave(locked, Some(claim), explicit_offset, call);
     }
     let Some(done) = copy::copy_out::<F>(&mut locked, target, claim.offset, total) else {
-        return F::list_lost(locked, claim, at, call);
+        return F::list_lost(locked, claim, explicit_offset, call);
     };
     claim.settle_offset(&locked, done);
     report::count_direct(call, done);

@@ -42,18 +42,18 @@ impl WriteError {
 /// Serves the bytes of a descriptor that neither lease nor list can serve.
 ///
 /// Some methods return `Err(Handled)`, which is the end of the call: its result, or that the kernel must serve it. `Ok`
-/// means that the caller goes on by the fallback's `write_at` or `read_at`. `at` is the offset that the call names;
-/// `None` means the descriptor's own offset.
+/// means that the caller goes on by the fallback's `write_at` or `read_at`. `explicit_offset` is the offset that the
+/// call names; `None` means the descriptor's own offset.
 pub(crate) trait Fallback {
     /// Returns whether a write may use leases. It asks firnd for a grant if it is time for that.
     fn may_lease(locked: &mut LockedEntry, total: usize) -> bool;
     /// Returns whether the descriptor has a list. It asks firnd for one if that is worth it.
-    fn has_list(locked: &mut LockedEntry, at: Option<u64>, total: usize) -> bool;
+    fn has_list(locked: &mut LockedEntry, explicit_offset: Option<u64>, total: usize) -> bool;
     /// Gives up direct access for a call. A fallback that is the kernel gives the offset back and ends the call here.
     fn leave(
         locked: LockedEntry,
         claim: Option<&mut Claim>,
-        at: Option<u64>,
+        explicit_offset: Option<u64>,
         call: Call,
     ) -> Result<LockedEntry, Handled>;
     /// Handles the loss of a lease after `done` bytes of a claim.
@@ -68,7 +68,7 @@ pub(crate) trait Fallback {
     fn list_lost(
         locked: LockedEntry,
         claim: &mut Claim,
-        at: Option<u64>,
+        explicit_offset: Option<u64>,
         call: Call,
     ) -> Result<LockedEntry, Handled>;
     /// Writes a run at an offset. Returns the number of bytes, which may be less than the run has.

@@ -3,7 +3,7 @@
 //! ```text
 //!   candidate ── firnd grants a write, or lists the extents ──► direct access: the offset is private
 //!       ▲                                                              │
-//!       └── no room, a lease revoked, a list void, a call that needs the kernel's offset ◄──┘
+//!       └── no room, lease revoked, list void, kernel's offset needed ◄┘
 //! ```
 //!
 //! A call that direct access cannot serve gives the offset back to the kernel, which then serves the call. After
@@ -53,14 +53,14 @@ impl Fallback for Kernel {
         locked.is_private() || request_grant(locked, total)
     }
 
-    fn has_list(locked: &mut LockedEntry, at: Option<u64>, total: usize) -> bool {
-        locked.is_private() || request_list(locked, at, total)
+    fn has_list(locked: &mut LockedEntry, explicit_offset: Option<u64>, total: usize) -> bool {
+        locked.is_private() || request_list(locked, explicit_offset, total)
     }
 
     fn leave(
         mut locked: LockedEntry,
         claim: Option<&mut Claim>,
-        at: Option<u64>,
+        explicit_offset: Option<u64>,
         call: Call,
     ) -> Result<LockedEntry, Handled> {
         if let Some(claim) = claim
@@ -73,10 +73,13 @@ impl Fallback for Kernel {
             claim.give_back(false, 0);
             return Ok(locked);
         }
-        if at.is_none() && locked.tag == tag::READER && !locked.list.extents().is_empty() {
+        if explicit_offset.is_none()
+            && locked.tag == tag::READER
+            && !locked.list.extents().is_empty()
+        {
             drop_list(&mut locked);
         }
-        Err(leave_to_kernel(locked, at, call))
+        Err(leave_to_kernel(locked, explicit_offset, call))
     }
 
     /// Gives the offset back to the kernel after `done` bytes of a claim, and postpones the next question to firnd.
@@ -111,14 +114,14 @@ impl Fallback for Kernel {
     fn list_lost(
         mut locked: LockedEntry,
         claim: &mut Claim,
-        at: Option<u64>,
+        explicit_offset: Option<u64>,
         call: Call,
     ) -> Result<LockedEntry, Handled> {
         let is_cut = claim.cut_back(&locked, 0);
         drop_list(&mut locked);
         claim.give_back(is_cut, 0);
         if is_cut {
-            return Err(leave_to_kernel(locked, at, call));
+            return Err(leave_to_kernel(locked, explicit_offset, call));
         }
         Ok(locked)
     }
@@ -153,13 +156,13 @@ fn count_or_errno(result: isize) -> Result<usize, c_int> {
 
 // ---- calls -----------------------------------------------------------------------------------------
 
-/// The fast path of a write, at the descriptor's offset or at `at`: it is short and fits into the current lease.
-/// Returns `None` if the write is another one; then nothing was done.
+/// The fast path of a write, at the descriptor's offset or at `explicit_offset`: it is short and fits into the current
+/// lease. Returns `None` if the write is another one; then nothing was done.
 #[inline(always)]
 pub(crate) fn write_fast(
     fd: c_int,
     run: Run<'_, Readable>,
-    at: Option<u64>,
+    explicit_offset: Option<u64>,
     call: Call,
 ) -> Option<Handled> {
     let Entered::Locked(mut locked) = table::lock_entry(fd) else {
@@ -177,10 +180,17 @@ pub(crate) fn write_fast(
     if !run.is_accessible() {
         return None;
     }
-    let offset = at.unwrap_or_else(|| sys::add_to_word(&locked.entry.offset, len as u64));
+    let offset =
+        explicit_offset.unwrap_or_else(|| sys::add_to_word(&locked.entry.offset, len as u64));
     let appended = run.append_to(locked.lease.writer()?, offset);
     if appended != Appended::Bytes(len) {
-        return Some(write_rest(locked, run, (at, offset), appended, call));
+        return Some(write_rest(
+            locked,
+            run,
+            (explicit_offset, offset),
+            appended,
+            call,
+        ));
     }
     locked.ask_policy.count_direct_bytes(len);
     report::count_direct(call, len);
@@ -192,7 +202,7 @@ pub(crate) fn write_fast(
 fn write_rest(
     mut locked: LockedEntry,
     run: Run<'_, Readable>,
-    (at, offset): (Option<u64>, u64),
+    (explicit_offset, offset): (Option<u64>, u64),
     appended: Appended,
     call: Call,
 ) -> Handled {
@@ -210,48 +220,69 @@ fn write_rest(
             fill::fill_run(&mut locked, run.rest(done), next, len - done)
         }
     };
-    let claim = Claim::of_private(at, offset, len);
+    let claim = Claim::of_private(explicit_offset, offset, len);
     run.as_memory(|source| {
         let done = (done + more, lost);
-        descriptor::finish_write::<Kernel>(locked, source, claim, (at, len), done, call)
+        descriptor::finish_write::<Kernel>(
+            locked,
+            source,
+            claim,
+            (explicit_offset, len),
+            done,
+            call,
+        )
     })
 }
 
-/// write(2) and its kin, at the descriptor's offset or at `at`.
-pub(crate) fn write_file(fd: c_int, source: Source<'_>, at: Option<u64>, call: Call) -> Handled {
+/// write(2) and its kin, at the descriptor's offset or at `explicit_offset`.
+pub(crate) fn write_file(
+    fd: c_int,
+    source: Source<'_>,
+    explicit_offset: Option<u64>,
+    call: Call,
+) -> Handled {
     let locked = match table::lock_entry(fd) {
         Entered::Locked(locked) if locked.tag == tag::WRITER => locked,
-        Entered::Interrupted(entry) => return write_in_handler(fd, entry, source, at),
+        Entered::Interrupted(entry) => return write_in_handler(fd, entry, source, explicit_offset),
         _ => return Handled::Forward(Ticket::NONE),
     };
-    match total_of(source.total(), at) {
-        Some(total) => descriptor::write_descriptor::<Kernel>(locked, source, (at, total), call),
-        None => leave_to_kernel(locked, at, call),
+    match total_of(source.total(), explicit_offset) {
+        Some(total) => {
+            descriptor::write_descriptor::<Kernel>(locked, source, (explicit_offset, total), call)
+        }
+        None => leave_to_kernel(locked, explicit_offset, call),
     }
 }
 
-/// read(2) and its kin, at the descriptor's offset or at `at`.
-pub(crate) fn read_file(fd: c_int, target: Target<'_>, at: Option<u64>, call: Call) -> Handled {
+/// read(2) and its kin, at the descriptor's offset or at `explicit_offset`.
+pub(crate) fn read_file(
+    fd: c_int,
+    target: Target<'_>,
+    explicit_offset: Option<u64>,
+    call: Call,
+) -> Handled {
     let locked = match table::lock_entry(fd) {
         Entered::Locked(locked) if locked.tag == tag::READER => locked,
-        _ if at.is_some() => return Handled::Forward(Ticket::NONE),
+        _ if explicit_offset.is_some() => return Handled::Forward(Ticket::NONE),
         Entered::NotServed => return Handled::Forward(Ticket::NONE),
         entered => {
             drop(entered);
             return Handled::Forward(before_kernel(fd, call));
         }
     };
-    match total_of(target.total(), at) {
-        Some(total) => descriptor::read_descriptor::<Kernel>(locked, target, (at, total), call),
-        None => Kernel::leave(locked, None, at, call)
+    match total_of(target.total(), explicit_offset) {
+        Some(total) => {
+            descriptor::read_descriptor::<Kernel>(locked, target, (explicit_offset, total), call)
+        }
+        None => Kernel::leave(locked, None, explicit_offset, call)
             .err()
             .unwrap_or(Handled::Forward(Ticket::NONE)),
     }
 }
 
 /// Returns the number of bytes of a call; `None` if it has none, or if the kernel would refuse the call.
-fn total_of(total: Option<usize>, at: Option<u64>) -> Option<usize> {
-    total.filter(|total| *total > 0 && at.unwrap_or(0) <= i64::MAX as u64)
+fn total_of(total: Option<usize>, explicit_offset: Option<u64>) -> Option<usize> {
+    total.filter(|total| *total > 0 && explicit_offset.unwrap_or(0) <= i64::MAX as u64)
 }
 
 /// lseek(2).
@@ -275,9 +306,9 @@ fn write_in_handler(
     fd: c_int,
     entry: &'static Entry,
     source: Source<'_>,
-    at: Option<u64>,
+    explicit_offset: Option<u64>,
 ) -> Handled {
-    if at.is_some() || !entry.is_private() {
+    if explicit_offset.is_some() || !entry.is_private() {
         return Handled::Forward(Ticket::of(entry));
     }
     let Some(total) = source.total() else {
@@ -288,8 +319,8 @@ fn write_in_handler(
     let mut done = 0;
     let mut failed = None;
     for run in source.runs(0, total) {
-        let at = claim.offset.wrapping_add(done as u64);
-        match count_or_errno(run.write_to(fd, at)) {
+        let run_offset = claim.offset.wrapping_add(done as u64);
+        match count_or_errno(run.write_to(fd, run_offset)) {
             Ok(more) => {
                 done += more;
                 if more < run.len() {
@@ -346,10 +377,11 @@ pub(crate) fn leave_for_good(mut locked: LockedEntry, reason: Reason) {
     report::count_left(reason);
 }
 
-/// Leaves a call to the kernel. If the call uses the kernel's offset (`at` is `None`), that is made right first.
-fn leave_to_kernel(mut locked: LockedEntry, at: Option<u64>, call: Call) -> Handled {
+/// Leaves a call to the kernel. If the call uses the kernel's offset (`explicit_offset` is `None`), that is made right
+/// first.
+fn leave_to_kernel(mut locked: LockedEntry, explicit_offset: Option<u64>, call: Call) -> Handled {
     report::count_kernel(call);
-    if at.is_some() {
+    if explicit_offset.is_some() {
         return Handled::Forward(Ticket::NONE);
     }
     if locked.is_private() {
@@ -448,10 +480,10 @@ fn open_with(locked: &mut LockedEntry, token: &Token, lease_bytes: u64) -> Optio
 
 // ---- the list to read by ---------------------------------------------------------------------------
 
-/// Asks firnd where the bytes of a file are, for a read at `at` or at the descriptor's offset, unless it is too early.
-/// Returns whether the descriptor has a list now.
+/// Asks firnd where the bytes of a file are, for a read at `explicit_offset` or at the descriptor's offset, unless it
+/// is too early. Returns whether the descriptor has a list now.
 #[cold]
-fn request_list(locked: &mut LockedEntry, at: Option<u64>, total: usize) -> bool {
+fn request_list(locked: &mut LockedEntry, explicit_offset: Option<u64>, total: usize) -> bool {
     if is_small_read(locked, total) || !locked.ask_policy.may_ask(total) {
         return false;
     }
@@ -460,8 +492,8 @@ fn request_list(locked: &mut LockedEntry, at: Option<u64>, total: usize) -> bool
     }
     let is_same = is_same(locked);
     let offset = || sys::lseek(locked.fd, 0, libc::SEEK_CUR);
-    let at = at.unwrap_or_else(|| u64::try_from(offset()).unwrap_or(0));
-    match fetch::fetch_list(locked, at).filter(|_| is_same) {
+    let start = explicit_offset.unwrap_or_else(|| u64::try_from(offset()).unwrap_or(0));
+    match fetch::fetch_list(locked, start).filter(|_| is_same) {
         Some(Status::Ok) if !locked.list.extents().is_empty() => offset::make_private(locked),
         Some(Status::Busy) if locked.ask_policy.refusals() < REFUSALS_MAX => {
             locked.list.unmap_extents();

@@ -40,17 +40,26 @@ enum ClaimOrigin {
 }
 
 impl Claim {
-    /// Claims `total` bytes at `at`, or at the descriptor's offset, which moves behind them.
+    /// Claims `total` bytes at `explicit_offset`, or at the descriptor's offset, which moves behind them.
     #[inline(always)]
-    pub(crate) fn of_range(locked: &mut LockedEntry, at: Option<u64>, total: usize) -> Self {
-        Self::of_entry(locked.entry, locked.fd, at, total)
+    pub(crate) fn of_range(
+        locked: &mut LockedEntry,
+        explicit_offset: Option<u64>,
+        total: usize,
+    ) -> Self {
+        Self::of_entry(locked.entry, locked.fd, explicit_offset, total)
     }
 
     /// Does the same as [`Claim::of_range`] in a signal handler whose thread holds the lock of the entry.
     #[inline(always)]
-    pub(crate) fn of_entry(entry: &Entry, fd: c_int, at: Option<u64>, total: usize) -> Self {
-        let (offset, origin) = match at {
-            Some(at) => (at, ClaimOrigin::Given),
+    pub(crate) fn of_entry(
+        entry: &Entry,
+        fd: c_int,
+        explicit_offset: Option<u64>,
+        total: usize,
+    ) -> Self {
+        let (offset, origin) = match explicit_offset {
+            Some(explicit_offset) => (explicit_offset, ClaimOrigin::Given),
             None if entry.is_private() => (
                 sys::add_to_word(&entry.offset, total as u64),
                 ClaimOrigin::Private,
@@ -70,8 +79,8 @@ impl Claim {
     }
 
     /// Makes the claim of a caller that has moved the private offset itself.
-    pub(crate) fn of_private(at: Option<u64>, offset: u64, total: usize) -> Self {
-        let origin = if at.is_some() {
+    pub(crate) fn of_private(explicit_offset: Option<u64>, offset: u64, total: usize) -> Self {
+        let origin = if explicit_offset.is_some() {
             ClaimOrigin::Given
         } else {
             ClaimOrigin::Private

@@ -25,7 +25,7 @@ export! { lockf lockf64 = do_lockf(fd: c_int, command: c_int, len: off64_t) -> c
 /// Whether a descriptor is a stub whose locks are refused, because other hosts use the file too.
 fn is_refused(fd: c_int) -> bool {
     tag_of(fd) == tag::STUB
-        && sys::identity(fd).is_some_and(|(found, _)| trees::refuses_locks(found.device))
+        && sys::identity(fd).is_some_and(|(identity, _)| trees::refuses_locks(identity.device))
 }
 
 fn refuse() -> c_int {

@@ -55,16 +55,16 @@ unsafe fn do_read(fd: c_int, data: *mut c_void, len: size_t) -> ssize_t {
     if tag_of(fd) == tag::NONE {
         return forward!(READ(fd, data, len));
     }
-    // SAFETY: the program gave the bytes to read(2).
+    // SAFETY: the program has passed the bytes to read(2).
     unsafe { read_served(fd, data, len) }
 }
 
 /// Reads from a descriptor that the library serves.
-fn read_from(fd: c_int, target: Target<'_>, at: Option<u64>, call: Call) -> Handled {
+fn read_from(fd: c_int, target: Target<'_>, explicit_offset: Option<u64>, call: Call) -> Handled {
     if tag_of(fd) == tag::STUB {
-        stub::read_stub(fd, target, at, call)
+        stub::read_stub(fd, target, explicit_offset, call)
     } else {
-        kernel::read_file(fd, target, at, call)
+        kernel::read_file(fd, target, explicit_offset, call)
     }
 }
 
@@ -74,7 +74,7 @@ fn read_from(fd: c_int, target: Target<'_>, at: Option<u64>, call: Call) -> Hand
 /// The same as for read(2).
 #[inline(never)]
 unsafe fn read_served(fd: c_int, data: *mut c_void, len: size_t) -> ssize_t {
-    // SAFETY: the program gave the bytes to read(2), to be written.
+    // SAFETY: the program has passed the bytes to read(2), to be written.
     let run: Run<'_, Writable> = unsafe { Run::new(data, len) };
     match run.as_memory(|target| read_from(fd, target, None, Call::Read)) {
         Handled::Done(result) => with_errno(result),
@@ -90,7 +90,7 @@ unsafe fn do_read_chk(fd: c_int, data: *mut c_void, len: size_t, size: size_t) -
     if len > size {
         return forward!(READ_CHK(fd, data, len, size));
     }
-    // SAFETY: the program gave `size` bytes to read(2), and `len` are no more.
+    // SAFETY: the program has passed `size` bytes to read(2), and `len` are no more.
     unsafe { do_read(fd, data, len) }
 }
 
@@ -99,7 +99,7 @@ unsafe fn do_readv(fd: c_int, parts: *const iovec, count: c_int) -> ssize_t {
     if tag_of(fd) == tag::NONE {
         return forward!(READV(fd, parts, count));
     }
-    // SAFETY: the program gave the vectors to readv(2), to be written.
+    // SAFETY: the program has passed the vectors to readv(2), to be written.
     let handled = match unsafe { memory_of(parts, count) } {
         Some(target) => read_from(fd, target, None, Call::Readv),
         // The kernel refuses this number of vectors.
@@ -119,7 +119,7 @@ unsafe fn do_readv(fd: c_int, parts: *const iovec, count: c_int) -> ssize_t {
 #[inline(always)]
 unsafe fn do_pread(fd: c_int, data: *mut c_void, len: size_t, offset: off64_t) -> ssize_t {
     if matches!(tag_of(fd), tag::READER | tag::STUB) && offset >= 0 {
-        // SAFETY: the program gave the bytes to pread(2), to be written.
+        // SAFETY: the program has passed the bytes to pread(2), to be written.
         let run: Run<'_, Writable> = unsafe { Run::new(data, len) };
         let read = |target: Target<'_>| read_from(fd, target, Some(offset as u64), Call::Pread);
         if let Handled::Done(result) = run.as_memory(read) {
@@ -139,14 +139,14 @@ unsafe fn do_pread_chk(
     if len > size {
         return forward!(PREAD_CHK(fd, data, len, offset, size));
     }
-    // SAFETY: the program gave `size` bytes to pread(2), and `len` are no more.
+    // SAFETY: the program has passed `size` bytes to pread(2), and `len` are no more.
     unsafe { do_pread(fd, data, len, offset) }
 }
 
 #[inline(always)]
 unsafe fn do_preadv(fd: c_int, parts: *const iovec, count: c_int, offset: off64_t) -> ssize_t {
     if matches!(tag_of(fd), tag::READER | tag::STUB) && offset >= 0 {
-        // SAFETY: the program gave the vectors to preadv(2), to be written.
+        // SAFETY: the program has passed the vectors to preadv(2), to be written.
         let target = unsafe { memory_of(parts, count) };
         if let Some(target) = target
             && let Handled::Done(result) = read_from(fd, target, Some(offset as u64), Call::Preadv)
@@ -169,7 +169,7 @@ unsafe fn do_preadv2(
         return with_errno(-(libc::EOPNOTSUPP as isize));
     }
     if tag_of(fd) != tag::NONE && (flags == 0 || tag_of(fd) == tag::STUB) {
-        // SAFETY: the program gave the vectors to preadv2(2), which without flags is readv(2) or preadv(2).
+        // SAFETY: the program has passed the vectors to preadv2(2), which without flags is readv(2) or preadv(2).
         return unsafe {
             if offset == -1 {
                 do_readv(fd, parts, count)

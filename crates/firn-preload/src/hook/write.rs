@@ -29,7 +29,7 @@ do_pwritev2(fd: c_int, parts: *const iovec, count: c_int, offset: off64_t, flags
 #[inline(always)]
 unsafe fn do_write(fd: c_int, data: *const c_void, len: size_t) -> ssize_t {
     if matches!(tag_of(fd), tag::WRITER | tag::STUB) {
-        // SAFETY: the program gave the bytes to write(2), to be read.
+        // SAFETY: the program has passed the bytes to write(2), to be read.
         let run = unsafe { Run::new(data.cast_mut(), len) };
         return write_served(fd, run);
     }
@@ -37,13 +37,14 @@ unsafe fn do_write(fd: c_int, data: *const c_void, len: size_t) -> ssize_t {
 }
 
 /// Writes to a descriptor that the library serves.
-fn write_to(fd: c_int, source: Source<'_>, at: Option<u64>, call: Call) -> Handled {
+fn write_to(fd: c_int, source: Source<'_>, explicit_offset: Option<u64>, call: Call) -> Handled {
     if tag_of(fd) == tag::STUB {
-        return stub::write_stub(fd, source, at, Append::AsOpened, call);
+        return stub::write_stub(fd, source, explicit_offset, Append::AsOpened, call);
     }
-    kernel::write_file(fd, source, at, call)
+    kernel::write_file(fd, source, explicit_offset, call)
 }
 
+/// write(2) of a descriptor that the library serves: by the fast path if possible.
 #[inline(never)]
 fn write_served(fd: c_int, run: Run<'_, Readable>) -> ssize_t {
     match kernel::write_fast(fd, run, None, Call::Write) {
@@ -70,7 +71,7 @@ fn write_slowly(fd: c_int, run: Run<'_, Readable>, handled: Option<Handled>) -> 
 #[inline(always)]
 unsafe fn do_writev(fd: c_int, parts: *const iovec, count: c_int) -> ssize_t {
     if matches!(tag_of(fd), tag::WRITER | tag::STUB) {
-        // SAFETY: the program gave the vectors to writev(2).
+        // SAFETY: the program has passed the vectors to writev(2).
         return unsafe { writev_served(fd, parts, count) };
     }
     forward!(WRITEV(fd, parts, count))
@@ -82,7 +83,7 @@ unsafe fn do_writev(fd: c_int, parts: *const iovec, count: c_int) -> ssize_t {
 /// The same as for writev(2).
 #[inline(never)]
 unsafe fn writev_served(fd: c_int, parts: *const iovec, count: c_int) -> ssize_t {
-    // SAFETY: the program gave the vectors to writev(2), to be read.
+    // SAFETY: the program has passed the vectors to writev(2), to be read.
     let handled = match unsafe { memory_of(parts, count) } {
         Some(source) => write_to(fd, source, None, Call::Writev),
         // The kernel refuses this number of vectors.
@@ -102,7 +103,7 @@ unsafe fn writev_served(fd: c_int, parts: *const iovec, count: c_int) -> ssize_t
 #[inline(always)]
 unsafe fn do_pwrite(fd: c_int, data: *const c_void, len: size_t, offset: off64_t) -> ssize_t {
     if matches!(tag_of(fd), tag::WRITER | tag::STUB) && offset >= 0 {
-        // SAFETY: the program gave the bytes to pwrite(2), to be read.
+        // SAFETY: the program has passed the bytes to pwrite(2), to be read.
         let run = unsafe { Run::new(data.cast_mut(), len) };
         if let Handled::Done(result) = pwrite_served(fd, run, offset as u64) {
             return with_errno(result);
@@ -120,7 +121,7 @@ fn pwrite_served(fd: c_int, run: Run<'_, Readable>, offset: u64) -> Handled {
 #[inline(always)]
 unsafe fn do_pwritev(fd: c_int, parts: *const iovec, count: c_int, offset: off64_t) -> ssize_t {
     if matches!(tag_of(fd), tag::WRITER | tag::STUB) && offset >= 0 {
-        // SAFETY: the program gave the vectors to pwritev(2), to be read.
+        // SAFETY: the program has passed the vectors to pwritev(2), to be read.
         let source = unsafe { memory_of(parts, count) };
         if let Some(source) = source
             && let Handled::Done(result) = write_to(fd, source, Some(offset as u64), Call::Pwritev)
@@ -140,7 +141,7 @@ unsafe fn do_pwritev2(
     flags: c_int,
 ) -> ssize_t {
     if flags == 0 && matches!(tag_of(fd), tag::WRITER | tag::STUB) {
-        // SAFETY: the program gave the vectors to pwritev2(2), which without flags is writev(2) or pwritev(2).
+        // SAFETY: the program has passed the vectors to pwritev2(2), which without flags is writev(2) or pwritev(2).
         return unsafe {
             if offset == -1 {
                 do_writev(fd, parts, count)
@@ -150,7 +151,7 @@ unsafe fn do_pwritev2(
         };
     }
     if tag_of(fd) == tag::STUB {
-        // SAFETY: the program gave the vectors to pwritev2(2).
+        // SAFETY: the program has passed the vectors to pwritev2(2).
         return unsafe { write_flagged(fd, parts, count, offset, flags) };
     }
     // A call at the offset needs the kernel's offset. An append needs the kernel's size of the file.
@@ -191,7 +192,7 @@ unsafe fn write_flagged(
     if offset < -1 {
         return with_errno(-(libc::EINVAL as isize));
     }
-    // SAFETY: the program gave the vectors to pwritev2(2), to be read.
+    // SAFETY: the program has passed the vectors to pwritev2(2), to be read.
     let Some(source) = (unsafe { memory_of(parts, count) }) else {
         return with_errno(if count == 0 {
             0
@@ -199,8 +200,8 @@ unsafe fn write_flagged(
             -(libc::EINVAL as isize)
         });
     };
-    let at = u64::try_from(offset).ok();
-    match stub::write_stub(fd, source, at, append, Call::Pwritev) {
+    let explicit_offset = u64::try_from(offset).ok();
+    match stub::write_stub(fd, source, explicit_offset, append, Call::Pwritev) {
         Handled::Done(result) if result >= 0 && synced => match stub::sync_stub(fd, true) {
             Some(Err(errno)) => with_errno(-(errno as isize)),
             _ => result,

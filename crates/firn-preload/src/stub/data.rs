@@ -48,11 +48,12 @@ impl Append {
     }
 }
 
-/// write(2) and its kin, at the descriptor's offset or at `at`. With O_SYNC the file is synced before it returns.
+/// write(2) and its kin, at the descriptor's offset or at `explicit_offset`. With O_SYNC the file is synced before it
+/// returns.
 pub(crate) fn write_stub(
     fd: c_int,
     source: Source<'_>,
-    at: Option<u64>,
+    explicit_offset: Option<u64>,
     append: Append,
     call: Call,
 ) -> Handled {
@@ -62,7 +63,12 @@ pub(crate) fn write_stub(
     let mut locked = match lock_stub(fd) {
         Entered::Locked(locked) => locked,
         Entered::Interrupted(entry) => {
-            return Handled::of(write_in_handler(fd, entry, source, (at, append)));
+            return Handled::of(write_in_handler(
+                fd,
+                entry,
+                source,
+                (explicit_offset, append),
+            ));
         }
         Entered::NotStub => return Handled::Forward(Ticket::NONE),
         Entered::Vforked => return Handled::of(Err(libc::EIO)),
@@ -73,14 +79,14 @@ pub(crate) fn write_stub(
     }
     let flags = locked.stub.flags;
     let handled = if append.is_wanted(flags) {
-        append_all(locked, source, at, total)
+        append_all(locked, source, explicit_offset, total)
     } else {
-        total = match bytes_within_limit(&locked, at, total) {
+        total = match bytes_within_limit(&locked, explicit_offset, total) {
             Ok(total) => total,
             Err(errno) => return Handled::of(Err(errno)),
         };
         locked.stub.wrote = true;
-        descriptor::write_descriptor::<Socket>(locked, source, (at, total), call)
+        descriptor::write_descriptor::<Socket>(locked, source, (explicit_offset, total), call)
     };
     let is_synced = flags & (libc::O_SYNC | libc::O_DSYNC) != 0;
     match handled {
@@ -94,11 +100,15 @@ pub(crate) fn write_stub(
 
 /// Returns how many bytes of a write the limit of file sizes allows (getrlimit(2)). If it allows none, the process gets
 /// SIGXFSZ, and the error is EFBIG.
-fn bytes_within_limit(locked: &LockedEntry, at: Option<u64>, total: usize) -> Result<usize, c_int> {
+fn bytes_within_limit(
+    locked: &LockedEntry,
+    explicit_offset: Option<u64>,
+    total: usize,
+) -> Result<usize, c_int> {
     let Some(limit) = sys::limit_of(Resource::Fsize) else {
         return Ok(total);
     };
-    let from = at.unwrap_or_else(|| offset::current_offset(locked));
+    let from = explicit_offset.unwrap_or_else(|| offset::current_offset(locked));
     if from >= limit {
         sys::raise_signal(libc::SIGXFSZ);
         return Err(libc::EFBIG);
@@ -128,14 +138,14 @@ fn prepare_call(
 fn append_all(
     mut locked: LockedEntry,
     source: Source<'_>,
-    at: Option<u64>,
+    explicit_offset: Option<u64>,
     total: usize,
 ) -> Handled {
     locked.stub.wrote = true;
     report::count_kernel(Call::Write);
     let appended = append_source(&mut locked, source, total);
     if let Ok((done, start)) = appended
-        && at.is_none()
+        && explicit_offset.is_none()
     {
         offset::set_offset(&locked, start.wrapping_add(done as u64));
     }
@@ -149,19 +159,19 @@ fn write_in_handler(
     fd: c_int,
     entry: &'static Entry,
     source: Source<'_>,
-    (at, append): (Option<u64>, Append),
+    (explicit_offset, append): (Option<u64>, Append),
 ) -> Result<usize, c_int> {
     let total = source.total().ok_or(libc::EINVAL)?;
     let flags = sys::fcntl(fd, libc::F_GETFL, 0) as c_int;
     let mut firnd = OwnConnection::for_stub(fd, flags & libc::O_ACCMODE).ok_or(libc::EIO)?;
     if append.is_wanted(flags) {
         let (done, start) = append_source(&mut firnd, source, total)?;
-        if at.is_none() {
+        if explicit_offset.is_none() {
             offset::set_offset_of_entry(entry, fd, start.wrapping_add(done as u64));
         }
         return Ok(done);
     }
-    let claim = Claim::of_entry(entry, fd, at, total);
+    let claim = Claim::of_entry(entry, fd, explicit_offset, total);
     if claim.is_beyond_files() {
         claim.cut_back_entry(entry, fd, 0);
         return Err(libc::EINVAL);
@@ -205,7 +215,12 @@ pub(crate) fn count_unread(fd: c_int) -> Result<i64, c_int> {
 }
 
 /// read(2) and its kin.
-pub(crate) fn read_stub(fd: c_int, target: Target<'_>, at: Option<u64>, call: Call) -> Handled {
+pub(crate) fn read_stub(
+    fd: c_int,
+    target: Target<'_>,
+    explicit_offset: Option<u64>,
+    call: Call,
+) -> Handled {
     if target.is_outside() {
         return Handled::of(Err(libc::EFAULT));
     }
@@ -218,5 +233,5 @@ pub(crate) fn read_stub(fd: c_int, target: Target<'_>, at: Option<u64>, call: Ca
     if let Err(handled) = prepare_call(&mut locked, libc::O_WRONLY, total) {
         return handled;
     }
-    descriptor::read_descriptor::<Socket>(locked, target, (at, total), call)
+    descriptor::read_descriptor::<Socket>(locked, target, (explicit_offset, total), call)
 }

@@ -51,7 +51,7 @@ impl Fallback for Socket {
         locked.stub.granted
     }
 
-    fn has_list(locked: &mut LockedEntry, _at: Option<u64>, total: usize) -> bool {
+    fn has_list(locked: &mut LockedEntry, _explicit_offset: Option<u64>, total: usize) -> bool {
         if locked.stub.flags & libc::O_ACCMODE != libc::O_RDONLY {
             return false;
         }
@@ -74,7 +74,7 @@ impl Fallback for Socket {
     fn leave(
         locked: LockedEntry,
         _claim: Option<&mut Claim>,
-        _at: Option<u64>,
+        _explicit_offset: Option<u64>,
         _call: Call,
     ) -> Result<LockedEntry, Handled> {
         Ok(locked)
@@ -96,7 +96,7 @@ impl Fallback for Socket {
     fn list_lost(
         mut locked: LockedEntry,
         _claim: &mut Claim,
-        _at: Option<u64>,
+        _explicit_offset: Option<u64>,
         _call: Call,
     ) -> Result<LockedEntry, Handled> {
         locked.list.unmap_extents();
