@@ -226,7 +226,7 @@ def test_a_transaction_that_somebody_else_ends_does_not_count(make_mount: Callab
 def test_what_was_lost_with_the_memory_of_a_host_is_no_checkpoint(
     make_mount: Callable[..., Path], tmp_path: Path
 ) -> None:
-    mount, backing = make_mount(drain="demand"), tmp_path / "backing0"
+    mount, backing = make_mount(drain="demand", takeover="no"), tmp_path / "backing0"
     save(mount, 1, durable=True)
     save(mount, 2)
     save(mount, 3)

@@ -86,7 +86,8 @@ def test_the_memory_of_a_dead_mount_is_no_old_checkpoint(tmp_path: Path) -> None
     backing, point = tmp_path / "backing", tmp_path / "mnt"
     backing.mkdir()
     point.mkdir()
-    mount = [firnfs.find_firn(), "mount", "--arena-size=16M", "--drain=demand", str(backing), str(point)]
+    options = "arena-size=16M,drain=demand,takeover=no"
+    mount = [firnfs.find_firn(), "mount", "-o", options, str(backing), str(point)]
     subprocess.run(mount, check=True)
     try:
         with firnfs.checkpoint(point, step=1) as new:

@@ -1,24 +1,26 @@
-//! The handshake: identifies both sides, and makes the keys that they go on with. Noise (NNpsk0) with a key that both
-//! sides have.
+//! The handshake between puller and agent: authenticates both sides and makes the keys of the connection.
+//!
+//! It is the Noise protocol NNpsk0 with a key that both sides have (psk). `e` is an ephemeral key, `ee` the secret that
+//! both ephemeral keys give. *Terms* are what one side brings to the handshake; `encryption` is what it says about the
+//! encryption of files' bytes.
 //!
 //! ```text
-//!   puller                                                      agent
-//!     │── Hello {version, wish, addresses, credential} │ e, psk ──►│
-//!     │◄─────────── Welcome │ e, ee, {wish, addresses, block key} ─│
-//!     │── Ready, encrypted ───────────────────────────────────────►│
+//!   puller                                                            agent
+//!     │── Hello {version, encryption, addresses, credential} │ e, psk ──►│
+//!     │◄─────────── Welcome │ e, ee, {encryption, addresses, block key} ─│
+//!     │── Ready, encrypted ─────────────────────────────────────────────►│
 //! ```
 //!
-//! The shared key (psk) is that of the agent, or one that came in the hello within a credential ([`crate::munge`]). Pipes
-//! need none: what carries them (ssh) authenticates both ends, and the handshake only makes keys.
+//! The shared key is that of the agent, or a new one within the credential of the hello ([`crate::munge`]). Over pipes
+//! it is all zeros: ssh, which carries the pipes, has authenticated both ends, and the handshake only makes keys.
 //!
 //! Promises
-//! * The key is never sent. A side without it is not believed, and learns only that its key is wrong.
-//! * All of the hello is in the handshake: a change of a word of it, the wish for encryption, an address or the
-//!   credential, ends the connection.
-//! * A recorded handshake cannot be replayed: each side adds an ephemeral key, and an agent serves a puller only after the
-//!   first message that is encrypted with the resulting keys.
-//! * A puller that has not shown the key makes the agent read [`HANDSHAKE_BYTES_MAX`] bytes at a time, until one
-//!   deadline for the whole handshake.
+//! * The key is never sent. A side without it is not served, and learns only that its key is wrong.
+//! * The whole hello is the prologue of the handshake. So a change of any field of it ends the connection.
+//! * A recorded handshake cannot be replayed. Each side adds an ephemeral key, and an agent serves a puller only after
+//!   a first message that is encrypted with the resulting keys.
+//! * For a puller without the key the agent reads at most [`HANDSHAKE_BYTES_MAX`] bytes at a time, and one deadline
+//!   holds for the whole handshake.
 
 use std::fmt;
 use std::io;
@@ -39,36 +41,36 @@ use crate::sealed::Exchange;
 use crate::transport::Transport;
 
 pub(crate) const KEY_BYTES: usize = 32;
-/// Tells this use of a key from all others.
+/// Prefix of the prologue. It keeps a handshake of another protocol or version with the same key from being accepted.
 const CONTEXT: &[u8] = b"firn-agent 6 ";
-/// Key of a connection over pipes: no secret.
-const PIPES: Key = Key([0; KEY_BYTES]);
+/// Shared key of connections over pipes. It is no secret.
+const PIPES_KEY: Key = Key([0; KEY_BYTES]);
 
-/// What agent and puller both have.
+/// The secret that agent and puller share: 256 random bits.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Key([u8; KEY_BYTES]);
 
-/// By what one side goes in a handshake.
+/// What one side brings to a handshake.
 pub struct Terms<'a> {
-    /// None: the connection itself, or MUNGE, identifies the other side.
+    /// The shared key; `None` if MUNGE or the connection itself identifies the other side.
     pub key: Option<&'a Key>,
-    /// The puller's: instead of a key. The agent's: as well as one.
+    /// MUNGE. A puller uses it in place of a key. An agent accepts credentials of it beside its key.
     pub munge: Option<&'a Munge>,
-    /// What it says of the connection.
+    /// This side's addresses, and what it says about encryption.
     pub side: Side,
 }
 
-/// What the agent says in its message of the handshake.
+/// The payload of the agent's handshake message.
 #[derive(Serialize, Deserialize)]
 pub struct Agreement {
-    /// What it says of the connection.
+    /// The agent's addresses, and what it says about encryption.
     side: Side,
-    /// Encrypts bytes of files, or authenticates those that are not encrypted.
+    /// Key that encrypts the bytes of files, or authenticates them if they are not encrypted.
     block_key: BlockKey,
 }
 
 impl<'a> Terms<'a> {
-    /// Over TCP, with a key.
+    /// Terms of a TCP connection with a key.
     pub fn of_tcp(socket: &TcpStream, key: &'a Key, encrypt: Encrypt) -> io::Result<Self> {
         Ok(Self {
             key: Some(key),
@@ -77,7 +79,7 @@ impl<'a> Terms<'a> {
         })
     }
 
-    /// Over pipes whose carrier (ssh) has authenticated both ends.
+    /// Terms of a connection over pipes. ssh, which carries them, has authenticated both ends.
     pub fn of_pipes() -> Self {
         Self {
             key: None,
@@ -88,24 +90,24 @@ impl<'a> Terms<'a> {
 }
 
 impl Key {
-    /// A new one.
+    /// Makes a new random key.
     pub fn random() -> Result<Self, getrandom::Error> {
         Ok(Self(random_bytes()?))
     }
 
-    /// As [`Key::digits`] writes it.
+    /// Reads a key in the form of [`Key::digits`]. Returns `None` for any other text.
     pub fn from_digits(digits: &str) -> Option<Self> {
         let bytes = mixed::decode_vec(digits).ok()?;
         bytes.try_into().ok().map(Self)
     }
 
-    /// In hexadecimal.
+    /// Returns the key in 64 hexadecimal digits.
     pub fn digits(&self) -> String {
         lower::encode_string(&self.0)
     }
 }
 
-/// Leaves the key out.
+/// Shows no byte of the key, so that no log has it.
 impl fmt::Debug for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Key(…)")
@@ -124,52 +126,53 @@ fn no_random(error: getrandom::Error) -> WireError {
 
 // ---- the agent's side --------------------------------------------------------------------------
 
-/// The agent's side.
+/// Carries out the agent's side of the handshake. Afterwards messages on `link` are encrypted.
 pub fn answer_handshake<T: Transport>(
     link: &mut Link<T>,
     terms: &Terms<'_>,
-    until: Instant,
+    deadline: Instant,
 ) -> Result<(), WireError> {
-    answer_telling(link, terms, until, &mut || {})
+    answer_handshake_with(link, terms, deadline, &mut || {})
 }
 
-/// [`answer_handshake`] that calls `heard` when the hello has come.
-pub(crate) fn answer_telling<T: Transport>(
+/// Does the same as [`answer_handshake`], and calls `on_hello` when a whole hello has arrived.
+pub(crate) fn answer_handshake_with<T: Transport>(
     link: &mut Link<T>,
     terms: &Terms<'_>,
-    until: Instant,
-    heard: &mut dyn FnMut(),
+    deadline: Instant,
+    on_hello: &mut dyn FnMut(),
 ) -> Result<(), WireError> {
-    let hello = match receive_greeting(link, until) {
+    let hello = match receive_greeting(link, deadline) {
         Ok(Request::Hello(hello)) => hello,
         Ok(_) => return Err(WireError::NoHello),
-        Err(error @ WireError::Version { .. }) => return reject(link, error, until),
+        Err(error @ WireError::Version { .. }) => return reject(link, error, deadline),
         Err(error) => return Err(error),
     };
-    heard();
-    match admit(link, terms, &hello, until) {
-        Err(error) => reject(link, error, until),
+    on_hello();
+    match admit(link, terms, &hello, deadline) {
+        Err(error) => reject(link, error, deadline),
         admitted => admitted,
     }?;
-    // A recorded handshake that is replayed ends here: this message needs the new keys.
-    match link.receive(HANDSHAKE_BYTES_MAX, until)? {
+    // A replayed handshake ends here, because only the owner of the ephemeral key can send this message.
+    match link.receive(HANDSHAKE_BYTES_MAX, deadline)? {
         Request::Ready => Ok(()),
         _ => Err(WireError::NoHello),
     }
 }
 
+/// Checks a hello, sends the welcome, and begins encryption. No welcome is sent to a puller without the key.
 fn admit<T: Transport>(
     link: &mut Link<T>,
     terms: &Terms<'_>,
     hello: &Hello,
-    until: Instant,
+    deadline: Instant,
 ) -> Result<(), WireError> {
-    let wrapped = match (&hello.credential, terms.munge) {
-        (Some(credential), Some(munge)) => Some(munge.unwrap(credential, until)?),
+    let credential_key = match (&hello.credential, terms.munge) {
+        (Some(credential), Some(munge)) => Some(munge.unwrap(credential, deadline)?),
         (Some(_), None) => return Err(WireError::MungeUnwanted),
         (None, _) => None,
     };
-    let key = wrapped.as_ref().or(terms.key).unwrap_or(&PIPES);
+    let key = credential_key.as_ref().or(terms.key).unwrap_or(&PIPES_KEY);
     let mut exchange = Exchange::answer(&key.0, &prologue(hello));
     exchange.read(&[&hello.nonce[..], &hello.tag].concat())?;
     let block_key = BlockKey::random().map_err(no_random)?;
@@ -182,18 +185,18 @@ fn admit<T: Transport>(
         protocol: PROTOCOL_VERSION,
         handshake: lower::encode_string(&exchange.write(&agreement)?),
     };
-    link.send(&welcome, until)?;
-    // After the answer: the puller, too, says which side has to give way.
+    link.send(&welcome, deadline)?;
+    // This check follows the welcome, so that the puller can make it too and name the side that must change.
     let is_encrypted = terms.side.agree(&side_of(hello))?;
     link.seal(exchange.finish(), block_key, is_encrypted);
     Ok(())
 }
 
-/// Tells a puller what it may do about it, where it may do anything.
+/// Sends a puller the reason of its rejection if the puller can do something about it. Always returns `error`.
 fn reject<T: Transport>(
     link: &mut Link<T>,
     error: WireError,
-    until: Instant,
+    deadline: Instant,
 ) -> Result<(), WireError> {
     let reason = match error {
         WireError::Version { .. } => Some(Rejection::Version),
@@ -209,29 +212,29 @@ fn reject<T: Transport>(
             protocol: PROTOCOL_VERSION,
             reason,
         };
-        link.send(&rejected, until)?;
+        link.send(&rejected, deadline)?;
     }
     Err(error)
 }
 
 // ---- the puller's side -------------------------------------------------------------------------
 
-/// The puller's side.
+/// Carries out the puller's side of the handshake. Afterwards messages on `link` are encrypted.
 pub fn begin_handshake<T: Transport>(
     link: &mut Link<T>,
     terms: &Terms<'_>,
-    until: Instant,
+    deadline: Instant,
 ) -> Result<(), WireError> {
-    let wrapped = match terms.munge {
+    let new_key = match terms.munge {
         Some(munge) => {
             let key = Key::random().map_err(no_random)?;
-            let credential = munge.wrap(&key, until)?;
+            let credential = munge.wrap(&key, deadline)?;
             Some((key, credential))
         }
         None => None,
     };
-    let (own_key, credential) = wrapped.unzip();
-    let key = own_key.as_ref().or(terms.key).unwrap_or(&PIPES);
+    let (credential_key, credential) = new_key.unzip();
+    let key = credential_key.as_ref().or(terms.key).unwrap_or(&PIPES_KEY);
     let wrong_key = match &credential {
         Some(_) => || WireError::CredentialRefused,
         None => || WireError::WrongKey,
@@ -255,14 +258,14 @@ pub fn begin_handshake<T: Transport>(
     let (nonce, tag) = message.split_at(hello.nonce.len());
     hello.nonce.copy_from_slice(nonce);
     hello.tag.copy_from_slice(tag);
-    link.send(&Request::Hello(hello), until)?;
-    let handshake = match receive_greeting(link, until)? {
+    link.send(&Request::Hello(hello), deadline)?;
+    let handshake = match receive_greeting(link, deadline)? {
         Reply::Welcome { handshake, .. } => handshake,
         Reply::Rejected { reason, .. } => {
             return Err(match reason {
                 Rejection::Munge => WireError::MungeUnwanted,
                 Rejection::Key => wrong_key(),
-                // It names the same one.
+                // An agent of another version has named it, and `receive_greeting` has returned that error.
                 Rejection::Version => WireError::NoHello,
             });
         }
@@ -274,12 +277,12 @@ pub fn begin_handshake<T: Transport>(
         .map_err(|error| WireError::Nonsense(error.to_string()))?;
     let is_encrypted = terms.side.agree(&agreement.side)?;
     link.seal(exchange.finish(), agreement.block_key, is_encrypted);
-    link.send(&Request::Ready, until)
+    link.send(&Request::Ready, deadline)
 }
 
 // ---- both --------------------------------------------------------------------------------------
 
-/// The part of a hello that is said of a side.
+/// Returns the puller's addresses and what it says about encryption.
 fn side_of(hello: &Hello) -> Side {
     Side {
         encryption: hello.encryption,
@@ -288,28 +291,30 @@ fn side_of(hello: &Hello) -> Side {
     }
 }
 
-/// All of a hello but the message of the handshake, which is in the handshake anyhow.
+/// Returns what both sides must have sent and received alike: the hello without its handshake message, which Noise
+/// checks by itself.
 fn prologue(hello: &Hello) -> Vec<u8> {
-    let said = Hello {
+    let plain_fields = Hello {
         nonce: [0; 32],
         tag: [0; 16],
         ..hello.clone()
     };
     let mut prologue = CONTEXT.to_vec();
-    serde_json::to_writer(&mut prologue, &said).expect("it is plain JSON");
+    serde_json::to_writer(&mut prologue, &plain_fields).expect("it is plain JSON");
     prologue
 }
 
-/// A message of the handshake; the other side's version is looked at before anything else of it.
+/// Receives a message of the handshake. Its version is checked before any other field, because another version may have
+/// other fields.
 fn receive_greeting<M: DeserializeOwned>(
     link: &mut Link<impl Transport>,
-    until: Instant,
+    deadline: Instant,
 ) -> Result<M, WireError> {
     #[derive(Deserialize)]
     struct Versioned {
         protocol: u32,
     }
-    let frame = link.receive_frame(HANDSHAKE_BYTES_MAX, until)?;
+    let frame = link.receive_frame(HANDSHAKE_BYTES_MAX, deadline)?;
     match serde_json::from_slice(frame) {
         Ok(Versioned { protocol }) if protocol != PROTOCOL_VERSION => {
             Err(WireError::Version { found: protocol })
@@ -329,8 +334,8 @@ mod tests {
     use crate::encryption::Encryption;
     use crate::transport::Stream;
 
-    /// What both sides came to, each with its link.
-    struct Met {
+    /// Result of a handshake on both sides.
+    struct Handshake {
         puller: Result<Link<Stream>, WireError>,
         agent: Result<Link<Stream>, WireError>,
     }
@@ -388,13 +393,13 @@ mod tests {
         serde_json::to_vec(&message).unwrap()
     }
 
-    /// A handshake through a relay that changes hello and answer.
-    fn meet(
+    /// Carries out a handshake through a relay that may change the hello and the answer.
+    fn shake_hands(
         puller: &Terms<'_>,
         agent: &Terms<'_>,
         on_hello: impl FnOnce(Vec<u8>) -> Vec<u8>,
         on_answer: impl FnOnce(Vec<u8>) -> Vec<u8>,
-    ) -> Met {
+    ) -> Handshake {
         let (puller_end, mut from_puller) = UnixStream::pair().unwrap();
         let (agent_end, mut from_agent) = UnixStream::pair().unwrap();
         std::thread::scope(|scope| {
@@ -411,7 +416,7 @@ mod tests {
             if let Some(answer) = read_frame(&mut from_agent) {
                 write_frame(&mut from_puller, &on_answer(answer));
             }
-            // What comes then is encrypted: it goes as it is.
+            // All later messages are encrypted, and the relay passes them on unchanged.
             let mut to_agent = from_agent.try_clone().unwrap();
             let mut from = from_puller.try_clone().unwrap();
             scope.spawn(move || {
@@ -424,11 +429,12 @@ mod tests {
             }
             let agent = agent.join().unwrap();
             let _ = from_puller.shutdown(std::net::Shutdown::Both);
-            Met { puller, agent }
+            Handshake { puller, agent }
         })
     }
 
-    fn same(frame: Vec<u8>) -> Vec<u8> {
+    /// Changes nothing.
+    fn unchanged(frame: Vec<u8>) -> Vec<u8> {
         frame
     }
 
@@ -437,31 +443,31 @@ mod tests {
         let key = Key::random().unwrap();
         let other = Key::random().unwrap();
         let agent = terms(&key, agent_side());
-        let met = meet(&terms(&key, puller_side()), &agent, same, same);
-        let (puller, agent_link) = (met.puller.unwrap(), met.agent.unwrap());
+        let handshake = shake_hands(&terms(&key, puller_side()), &agent, unchanged, unchanged);
+        let (puller, agent_link) = (handshake.puller.unwrap(), handshake.agent.unwrap());
         assert!(!puller.is_encrypted() && !agent_link.is_encrypted());
-        // Both authenticate blocks alike.
+        // Both sides have the same key for the MACs of blocks.
         let mac = |link: &Link<Stream>| {
             let mut hasher = link.block_hasher().unwrap();
             hasher.update(b"a block");
             hasher.finish()
         };
         assert_eq!(mac(&puller), mac(&agent_link));
-        let met = meet(&terms(&other, puller_side()), &agent, same, same);
-        assert!(matches!(met.puller.err(), Some(WireError::WrongKey)));
-        assert!(matches!(met.agent.err(), Some(WireError::WrongKey)));
-        // A side without any.
-        let none = Terms {
+        let handshake = shake_hands(&terms(&other, puller_side()), &agent, unchanged, unchanged);
+        assert!(matches!(handshake.puller.err(), Some(WireError::WrongKey)));
+        assert!(matches!(handshake.agent.err(), Some(WireError::WrongKey)));
+        // A puller without any key.
+        let keyless = Terms {
             key: None,
             ..terms(&key, puller_side())
         };
-        let met = meet(&none, &agent, same, same);
-        assert!(matches!(met.agent.err(), Some(WireError::WrongKey)));
+        let handshake = shake_hands(&keyless, &agent, unchanged, unchanged);
+        assert!(matches!(handshake.agent.err(), Some(WireError::WrongKey)));
     }
 
     /// Proves S-agent-18.
     #[test]
-    fn what_is_changed_on_its_way_ends_the_handshake() {
+    fn a_change_on_the_way_ends_the_handshake() {
         let key = Key::random().unwrap();
         let puller = terms(&key, puller_side());
         let agent = terms(&key, agent_side());
@@ -475,64 +481,71 @@ mod tests {
             ("nonce", vec![9; 32].into()),
         ] {
             let on_hello = |hello| edit(hello, |hello| hello[field] = value);
-            let met = meet(&puller, &agent, on_hello, same);
-            assert!(met.puller.is_err() && met.agent.is_err(), "{field}");
+            let handshake = shake_hands(&puller, &agent, on_hello, unchanged);
+            assert!(
+                handshake.puller.is_err() && handshake.agent.is_err(),
+                "{field}"
+            );
         }
-        for at in [0, 40, 90, 130, 200] {
+        for index in [0, 40, 90, 130, 200] {
             let on_answer = |answer| {
                 edit(answer, |answer| {
                     let mut digits = answer["handshake"].as_str().unwrap().to_owned();
-                    let flipped = if &digits[at..=at] == "0" { "1" } else { "0" };
-                    digits.replace_range(at..=at, flipped);
+                    let changed = if &digits[index..=index] == "0" {
+                        "1"
+                    } else {
+                        "0"
+                    };
+                    digits.replace_range(index..=index, changed);
                     answer["handshake"] = digits.into();
                 })
             };
-            let met = meet(&puller, &agent, same, on_answer);
+            let handshake = shake_hands(&puller, &agent, unchanged, on_answer);
             assert!(
-                matches!(met.puller.err(), Some(WireError::WrongKey)),
-                "{at}"
+                matches!(handshake.puller.err(), Some(WireError::WrongKey)),
+                "{index}"
             );
-            assert!(met.agent.is_err());
+            assert!(handshake.agent.is_err());
         }
     }
 
     #[test]
-    fn what_was_recorded_lets_no_peer_in() {
+    fn a_replayed_handshake_lets_no_peer_in() {
         let key = Key::random().unwrap();
         let agent = terms(&key, agent_side());
-        let mut heard = None;
+        let mut recorded = None;
         let on_hello = |hello: Vec<u8>| {
-            heard = Some(hello.clone());
+            recorded = Some(hello.clone());
             hello
         };
         assert!(
-            meet(&terms(&key, puller_side()), &agent, on_hello, same)
+            shake_hands(&terms(&key, puller_side()), &agent, on_hello, unchanged)
                 .agent
                 .is_ok()
         );
-        // Replayed by a peer without the key: the hello is valid, so it is answered, but the peer is not served.
+        // A peer without the key replays the hello. The hello is valid, so it is answered, but the peer is not served.
         let other = Key::random().unwrap();
-        let again = |_| heard.unwrap();
-        let met = meet(&terms(&other, puller_side()), &agent, again, same);
-        assert!(met.puller.is_err() && met.agent.is_err());
+        let replay = |_| recorded.unwrap();
+        let handshake = shake_hands(&terms(&other, puller_side()), &agent, replay, unchanged);
+        assert!(handshake.puller.is_err() && handshake.agent.is_err());
     }
 
     #[test]
     fn both_see_a_third_party_between_them_and_encrypt() {
         let key = Key::random().unwrap();
         let agent = terms(&key, side(Encryption::Possible, "10.0.0.2:6", "10.0.0.9:7"));
-        let met = meet(&terms(&key, puller_side()), &agent, same, same);
-        let (puller, agent) = (met.puller.unwrap(), met.agent.unwrap());
+        let handshake = shake_hands(&terms(&key, puller_side()), &agent, unchanged, unchanged);
+        let (puller, agent) = (handshake.puller.unwrap(), handshake.agent.unwrap());
         assert!(puller.is_encrypted() && agent.is_encrypted());
         assert!(puller.block_hasher().is_none());
         let agent = terms(&key, side(Encryption::Refused, "10.0.0.2:6", "10.0.0.9:7"));
-        let met = meet(&terms(&key, puller_side()), &agent, same, same);
+        let handshake = shake_hands(&terms(&key, puller_side()), &agent, unchanged, unchanged);
         assert!(matches!(
-            met.puller.err(),
+            handshake.puller.err(),
             Some(WireError::PeerRefusesEncryption)
         ));
         assert!(matches!(
-            met.agent.err(),
+            handshake.agent.err(),
             Some(WireError::PeerRequiresEncryption)
         ));
     }
@@ -544,19 +557,19 @@ mod tests {
         let puller = terms(&key, puller_side());
         let agent = terms(&key, agent_side());
         let older = |hello| edit(hello, |hello| hello["protocol"] = 4.into());
-        let met = meet(&puller, &agent, older, same);
+        let handshake = shake_hands(&puller, &agent, older, unchanged);
         assert!(matches!(
-            met.agent.err(),
+            handshake.agent.err(),
             Some(WireError::Version { found: 4 })
         ));
-        // What an agent of version 4 answers, which reads of a hello what it knows.
+        // The answer of an agent of version 4, which ignores unknown fields of a hello.
         let challenge = |_| {
             br#"{"reply":"challenge","protocol":4,"nonce":[0],"encryption":"possible","munge":false}"#
                 .to_vec()
         };
-        let met = meet(&puller, &agent, same, challenge);
+        let handshake = shake_hands(&puller, &agent, unchanged, challenge);
         assert!(matches!(
-            met.puller.err(),
+            handshake.puller.err(),
             Some(WireError::Version { found: 4 })
         ));
         let newer = |answer| {
@@ -564,15 +577,15 @@ mod tests {
                 answer["protocol"] = (PROTOCOL_VERSION + 1).into()
             })
         };
-        let met = meet(&puller, &agent, same, newer);
+        let handshake = shake_hands(&puller, &agent, unchanged, newer);
         assert!(matches!(
-            met.puller.err(),
+            handshake.puller.err(),
             Some(WireError::Version { found }) if found == PROTOCOL_VERSION + 1
         ));
     }
 
     #[test]
-    fn the_messages_of_a_handshake_are_as_small_as_an_agent_reads_them() {
+    fn the_longest_messages_of_a_handshake_fit_into_its_frames() {
         let long = "[1111:2222:3333:4444:5555:6666:7777:8888]:65535";
         let hello = Hello {
             protocol: PROTOCOL_VERSION,

@@ -2,15 +2,15 @@
 //!
 //! ```text
 //!   NAME            a complete copy
-//!   .next-NAME      a copy that is being made: once complete it is renamed to NAME, or exchanged for the old copy
+//!   .next-NAME      a copy that is being made; when complete it is renamed to NAME, or exchanged for the old NAME
 //!   .removed-NAME   a copy that is being removed
 //! ```
 //!
 //! Promises
-//! * At every moment NAME is a complete copy or is not there: one rename changes it.
-//! * A copy loses its name before the first of its files is removed.
-//! * Names are changed and removed by the descriptor of the directory, in which no other user may replace them. What
-//!   another user put there is no copy and is not removed.
+//! * At any time NAME is a complete copy or does not exist, because one rename changes it.
+//! * A copy is renamed before the first of its files is removed.
+//! * Names are changed and removed by the descriptor of the directory, in which no other user may replace names. A file
+//!   or directory of another user counts as no copy and is not removed.
 
 use std::ffi::{OsStr, OsString};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -27,18 +27,19 @@ use crate::pull::{is_on_firn, local, rename_new, sync_dir};
 const NEXT: &str = ".next-";
 const REMOVED: &str = ".removed-";
 
-/// A directory of copies, by its descriptor.
+/// An open directory of copies.
 pub(crate) struct CopyDirectory {
     dir: OwnedFd,
-    /// For messages, and for a pull, which checks the directory of its target itself.
+    /// Path for messages, and for the target of a pull, which checks the directory itself.
     path: PathBuf,
+    /// User that owns the copies.
     uid: u32,
-    /// Whether names are made durable. On a firn mount they are not: copies there are meant to be held.
+    /// Whether names are made durable. On a firn mount they are not: there a user wants copies held in memory.
     is_synced: bool,
 }
 
 impl CopyDirectory {
-    /// Opens a directory, which others may share as long as they cannot replace names in it.
+    /// Opens a directory. It is refused if another user may replace names in it.
     pub(crate) fn open(path: &Path) -> Result<Self, PullError> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let dir = rustix::fs::open(path, flags, Mode::empty());
@@ -51,7 +52,7 @@ impl CopyDirectory {
         })
     }
 
-    /// In a directory that was looked at, and whose names last as long as the memory of this host.
+    /// Uses a directory that was checked already and is in memory, so that its names need not be made durable.
     pub(crate) fn in_memory(dir: OwnedFd, path: PathBuf) -> Self {
         Self {
             dir,
@@ -66,7 +67,7 @@ impl CopyDirectory {
         &self.path
     }
 
-    /// Names of the whole copies.
+    /// Returns the names of the complete copies.
     pub(crate) fn names(&self) -> Result<Vec<OsString>, PullError> {
         let mut names = self.all_names()?;
         names.retain(|name| is_name(name) && self.has(name));
@@ -77,21 +78,22 @@ impl CopyDirectory {
         names_in(&self.dir).map_err(|errno| local(&self.path)(errno.into()))
     }
 
-    /// Whether there is a whole copy of this name.
+    /// Whether there is a complete copy of this name.
     pub(crate) fn has(&self, name: &OsStr) -> bool {
         self.find_own(name).is_some()
     }
 
-    /// What has this name, where it is the user's.
+    /// Returns the status of a name if it exists and belongs to this user.
     fn find_own(&self, name: &OsStr) -> Option<Stat> {
-        let found = statat(&self.dir, name, AtFlags::SYMLINK_NOFOLLOW).ok()?;
-        (found.st_uid == self.uid).then_some(found)
+        let status = statat(&self.dir, name, AtFlags::SYMLINK_NOFOLLOW).ok()?;
+        (status.st_uid == self.uid).then_some(status)
     }
 
-    /// Makes room for a copy in the making. Returns its path, at which nothing is.
+    /// Begins a copy: returns the path at which it is to be made, after removing an earlier unfinished copy there. It
+    /// is an error if another user has the name.
     pub(crate) fn begin(&self, name: &OsStr) -> Result<PathBuf, PullError> {
-        let is_taken = statat(&self.dir, name, AtFlags::SYMLINK_NOFOLLOW).is_ok();
-        if is_taken && !self.has(name) {
+        let exists = statat(&self.dir, name, AtFlags::SYMLINK_NOFOLLOW).is_ok();
+        if exists && !self.has(name) {
             return Err(PullError::Exists {
                 path: self.path.join(name),
             });
@@ -100,7 +102,7 @@ impl CopyDirectory {
         Ok(self.path.join(next_name(name)))
     }
 
-    /// Gives the copy that was begun, and is whole now, its name.
+    /// Gives a begun and complete copy its name, and removes the copy that had the name before.
     pub(crate) fn finish(&self, name: &OsStr) -> Result<(), PullError> {
         let next = next_name(name);
         let is_exchanged = self.has(name);
@@ -113,16 +115,16 @@ impl CopyDirectory {
         if self.is_synced {
             sync_dir(&self.dir).map_err(local(&self.path))?;
         }
-        // What the name had before.
+        // After an exchange the old copy has the name of an unfinished one.
         self.abandon(name)
     }
 
-    /// Removes what was begun.
+    /// Removes a copy that was begun and is not finished, if there is one.
     pub(crate) fn abandon(&self, name: &OsStr) -> Result<(), PullError> {
         self.remove_own(&next_name(name))
     }
 
-    /// Removes a copy; there may be none.
+    /// Removes a complete copy, if there is one.
     pub(crate) fn remove(&self, name: &OsStr) -> Result<(), PullError> {
         let removed = removed_name(name);
         self.remove_own(&removed)?;
@@ -133,25 +135,28 @@ impl CopyDirectory {
         self.remove_own(&removed)
     }
 
-    /// Removes what interrupted copies and removals left. No copy may be under way. Returns what could not be removed.
+    /// Removes the remains of interrupted copies and removals. No copy may be under way. Returns one error for each
+    /// name that could not be removed.
     pub(crate) fn sweep(&self) -> Vec<PullError> {
         let names = match self.all_names() {
             Ok(names) => names,
             Err(error) => return vec![error],
         };
-        let left = names.iter().filter(|name| is_left_over(name));
-        left.filter_map(|name| self.remove_own(name).err())
+        let leftovers = names.iter().filter(|name| is_leftover(name));
+        leftovers
+            .filter_map(|name| self.remove_own(name).err())
             .collect()
     }
 
+    /// Removes a name and everything below it, if it belongs to this user.
     fn remove_own(&self, name: &OsStr) -> Result<(), PullError> {
-        let Some(found) = self.find_own(name) else {
+        let Some(status) = self.find_own(name) else {
             return Ok(());
         };
-        remove_object(&self.dir, name, ObjectId::of(&found)).map_err(self.failed(name))
+        remove_object(&self.dir, name, ObjectId::of(&status)).map_err(self.failed(name))
     }
 
-    /// An error of the file system at this name.
+    /// Makes errors of the system calls on a name.
     pub(crate) fn failed(&self, name: &OsStr) -> impl Fn(Errno) -> PullError {
         let path = self.path.join(name);
         move |errno| local(&path)(errno.into())
@@ -164,25 +169,26 @@ impl AsFd for CopyDirectory {
     }
 }
 
-/// Whether a copy can have this name.
+/// Whether a copy may have this name: names that begin with a dot are reserved.
 pub(crate) fn is_name(name: &OsStr) -> bool {
     !name.is_empty() && !name.as_bytes().starts_with(b".")
 }
 
-fn is_left_over(name: &OsStr) -> bool {
+/// Whether a name is that of an unfinished copy or of a copy that is being removed.
+fn is_leftover(name: &OsStr) -> bool {
     [NEXT, REMOVED]
         .iter()
         .any(|prefix| name.as_bytes().starts_with(prefix.as_bytes()))
 }
 
-/// Name of a copy in the making.
+/// Returns the name under which the copy `name` is made.
 pub(crate) fn next_name(name: &OsStr) -> OsString {
     let mut next = OsString::from(NEXT);
     next.push(name);
     next
 }
 
-/// Name of a copy that is being removed.
+/// Returns the name that the copy `name` gets before it is removed.
 pub(crate) fn removed_name(name: &OsStr) -> OsString {
     let mut removed = OsString::from(REMOVED);
     removed.push(name);
@@ -215,13 +221,13 @@ mod tests {
     }
 
     #[test]
-    fn a_copy_appears_is_exchanged_and_goes_as_a_whole() {
+    fn a_copy_appears_is_replaced_and_disappears_as_a_whole() {
         let top = tempfile::tempdir().unwrap();
         let directory = CopyDirectory::open(top.path()).unwrap();
         let read = || fs::read_to_string(top.path().join("step_1/rank0")).unwrap();
         begin(&directory, "half");
         assert_eq!(names(top.path()), [".next-step_1"]);
-        // Begun again: nothing of the first try is used.
+        // The second begin removes the first try.
         begin(&directory, "old");
         directory.finish(COPY.as_ref()).unwrap();
         assert_eq!(read(), "old");
@@ -237,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_interrupted_is_swept_and_a_pull_that_goes_on_is_not() {
+    fn unfinished_copies_are_swept_and_the_staging_directory_of_a_pull_is_not() {
         let top = tempfile::tempdir().unwrap();
         let directory = CopyDirectory::open(top.path()).unwrap();
         for name in [".next-step_1", ".removed-step_2", "step_3"] {
@@ -251,7 +257,7 @@ mod tests {
 
     /// Proves S-agent-34.
     #[test]
-    fn what_another_user_put_there_is_no_copy_and_stays() {
+    fn files_of_another_user_are_no_copies_and_are_not_removed() {
         let top = tempfile::tempdir().unwrap();
         let directory = CopyDirectory::open(top.path()).unwrap();
         for name in [COPY, ".next-step_2", ".removed-step_3"] {

@@ -1,7 +1,7 @@
-//! How the bytes of an answer reach a puller.
+//! The two ways by which the bytes of an answer reach a puller.
 //!
-//! [`DataPath`] is the seam. [`InLine`] is always there: bytes follow on the connection. [`Told`] says where they are,
-//! and the puller reads them by libfabric.
+//! [`DataPath`] is the interface. With [`InLine`] the bytes follow on the connection. With [`PlacedAnswer`] the agent
+//! says where they are, and the puller reads them by libfabric.
 
 use std::os::fd::BorrowedFd;
 use std::time::Instant;
@@ -12,24 +12,24 @@ use crate::link::Link;
 use crate::message::{BLOCK_BYTES, Reply};
 use crate::transport::Transport;
 
-/// A part of the arena that a list holds.
+/// A range of the arena that a chunk list holds.
 pub(crate) struct MemoryPart<'a> {
-    /// From the start of the data region.
+    /// Offset from the start of the data region.
     pub(crate) at: u64,
-    /// The bytes, mapped.
+    /// The mapped bytes.
     pub(crate) bytes: &'a [u8],
 }
 
-/// The arena: its file, and where the data region begins in it.
+/// The arena's file, and the offset in it of the data region.
 #[derive(Clone, Copy)]
 pub(crate) struct ArenaFile<'a> {
     pub(crate) file: BorrowedFd<'a>,
     pub(crate) start: u64,
 }
 
-/// See the head of this file. Parts of an answer come in their order, then its end, once.
+/// Sends one answer. The caller passes the parts of the answer in their order, and then calls `end` once.
 pub(crate) trait DataPath<T> {
-    /// Parts that are in memory, and stay as they are while their list is held.
+    /// Sends parts in memory. They must not change while their chunk list is held.
     fn send_memory(
         &mut self,
         link: &mut Link<T>,
@@ -37,17 +37,18 @@ pub(crate) trait DataPath<T> {
         parts: &[MemoryPart<'_>],
     ) -> Result<(), WireError>;
 
-    /// Bytes that were read into a buffer.
+    /// Sends bytes that were read into a buffer.
     fn send_copy(&mut self, link: &mut Link<T>, bytes: &[u8]) -> Result<(), WireError>;
 
-    /// Sends `bytes` zeros.
+    /// Sends `bytes` zeros, of which only the number is sent.
     fn send_zeros(&mut self, link: &mut Link<T>, bytes: u64) -> Result<(), WireError>;
 
-    /// The end of the answer.
+    /// Ends the answer, with its MAC if it has one.
     fn end(&mut self, link: &mut Link<T>) -> Result<(), WireError>;
 }
 
-/// Bytes that were read into a buffer; nothing but how many where they are all zeros, as holes are that no list tells.
+/// Sends bytes that were read into a buffer. If all are zeros only their number is sent: the backing has holes that no
+/// chunk list shows.
 pub(crate) fn send_bytes_or_zeros<T>(
     data: &mut dyn DataPath<T>,
     link: &mut Link<T>,
@@ -60,17 +61,17 @@ pub(crate) fn send_bytes_or_zeros<T>(
     }
 }
 
-/// Bytes follow their messages.
+/// Sends the bytes of an answer over the connection, after the messages that announce them.
 pub(crate) struct InLine {
-    /// None: they are encrypted.
+    /// Hasher for the MAC; `None` if bytes are encrypted.
     hasher: Option<BlockHasher>,
-    until: Instant,
+    deadline: Instant,
 }
 
 impl InLine {
-    /// For one answer.
-    pub(crate) fn begin(hasher: Option<BlockHasher>, until: Instant) -> Self {
-        Self { hasher, until }
+    /// Begins an answer.
+    pub(crate) fn begin(hasher: Option<BlockHasher>, deadline: Instant) -> Self {
+        Self { hasher, deadline }
     }
 
     fn hash(&mut self, bytes: &[u8]) {
@@ -88,12 +89,12 @@ impl<T: Transport> DataPath<T> for InLine {
         parts: &[MemoryPart<'_>],
     ) -> Result<(), WireError> {
         let bytes = parts.iter().map(|part| part.bytes.len() as u64).sum();
-        link.send(&Reply::Bytes { bytes }, self.until)?;
+        link.send(&Reply::Bytes { bytes }, self.deadline)?;
         for part in parts {
-            let at = arena.start + part.at;
+            let offset = arena.start + part.at;
             let bytes = part.bytes.len() as u64;
-            link.send_file(arena.file, at, bytes, self.until)?;
-            // While the network has the bytes, which stay as they are.
+            link.send_file(arena.file, offset, bytes, self.deadline)?;
+            // The bytes are hashed after the call, while the network sends them. They cannot change meanwhile.
             self.hash(part.bytes);
         }
         Ok(())
@@ -102,56 +103,61 @@ impl<T: Transport> DataPath<T> for InLine {
     fn send_copy(&mut self, link: &mut Link<T>, copy: &[u8]) -> Result<(), WireError> {
         self.hash(copy);
         let bytes = copy.len() as u64;
-        link.send(&Reply::Bytes { bytes }, self.until)?;
-        link.send_data(copy, self.until)
+        link.send(&Reply::Bytes { bytes }, self.deadline)?;
+        link.send_data(copy, self.deadline)
     }
 
     fn send_zeros(&mut self, link: &mut Link<T>, bytes: u64) -> Result<(), WireError> {
-        link.send(&Reply::Zeros { bytes }, self.until)
+        link.send(&Reply::Zeros { bytes }, self.deadline)
     }
 
     fn end(&mut self, link: &mut Link<T>) -> Result<(), WireError> {
         let mac = self.hasher.take().map(BlockHasher::finish);
-        link.send(&Reply::End { mac }, self.until)
+        link.send(&Reply::End { mac }, self.deadline)
     }
 }
 
-/// The puller is told where bytes are: where they lie in the arena, or in a staging buffer, in which what lies
-/// elsewhere and what is small is gathered.
-pub(crate) struct Told<'a> {
+/// Says where the bytes of an answer are: in the arena, or in a staging buffer of the agent.
+///
+/// Bytes that are not in memory, and small parts, are copied to the staging buffer one after the other.
+pub(crate) struct PlacedAnswer<'a> {
     staging: &'a mut [u8],
-    /// Of the staging buffer, among those of the connection.
-    staging_at: u64,
+    /// Offset of the staging buffer among all of the connection.
+    staging_start: u64,
+    /// Bytes that were copied to the staging buffer.
     staged: usize,
-    told: usize,
-    /// None: the puller wants no MAC.
+    /// The first of these bytes, of which the puller was told already.
+    announced: usize,
+    /// Hasher for the MAC; `None` if the puller wants no MAC.
     hasher: Option<BlockHasher>,
-    until: Instant,
+    deadline: Instant,
 }
 
-/// A part that is smaller is gathered: a message and a read of its own would take longer than the copy.
+/// Parts of fewer bytes are copied to the staging buffer. A message and a read for each would take longer than the
+/// copy.
 const PART_BYTES_MIN: usize = 64 << 10;
-/// Fewer zeros are gathered like other bytes: they make no hole in a file, and a block has few parts.
+/// Fewer zeros are copied to the staging buffer too. They would make no hole in a file, but would divide a block
+/// further.
 const ZEROS_BYTES_MIN: u64 = 4096;
-/// Parts of an answer: what is in memory, what is gathered between them, and zeros.
+/// Maximum number of parts of an answer: parts in memory, runs of zeros, and a staged part after each of them.
 pub(crate) const PARTS_MAX: usize =
     2 * (BLOCK_BYTES / PART_BYTES_MIN as u64 + BLOCK_BYTES / ZEROS_BYTES_MIN + 1) as usize;
 
-impl<'a> Told<'a> {
-    /// For one answer, with a staging buffer that is as large as the largest one.
+impl<'a> PlacedAnswer<'a> {
+    /// Begins an answer. The staging buffer has room for the longest answer.
     pub(crate) fn begin(
         staging: &'a mut [u8],
-        staging_at: u64,
+        staging_start: u64,
         hasher: Option<BlockHasher>,
-        until: Instant,
+        deadline: Instant,
     ) -> Self {
         Self {
             staging,
-            staging_at,
+            staging_start,
             staged: 0,
-            told: 0,
+            announced: 0,
             hasher,
-            until,
+            deadline,
         }
     }
 
@@ -161,28 +167,29 @@ impl<'a> Told<'a> {
         }
     }
 
+    /// Copies bytes to the staging buffer.
     fn stage(&mut self, bytes: &[u8]) {
         let end = self.staged + bytes.len();
         self.staging[self.staged..end].copy_from_slice(bytes);
         self.staged = end;
     }
 
-    /// Tells of what was gathered since the last time.
-    fn tell_staged<T: Transport>(&mut self, link: &mut Link<T>) -> Result<(), WireError> {
-        let bytes = (self.staged - self.told) as u64;
+    /// Tells the puller of the bytes that were staged since the last call.
+    fn announce_staged<T: Transport>(&mut self, link: &mut Link<T>) -> Result<(), WireError> {
+        let bytes = (self.staged - self.announced) as u64;
         if bytes == 0 {
             return Ok(());
         }
         let reply = Reply::Staged {
-            at: self.staging_at + self.told as u64,
+            at: self.staging_start + self.announced as u64,
             bytes,
         };
-        self.told = self.staged;
-        link.send(&reply, self.until)
+        self.announced = self.staged;
+        link.send(&reply, self.deadline)
     }
 }
 
-impl<T: Transport> DataPath<T> for Told<'_> {
+impl<T: Transport> DataPath<T> for PlacedAnswer<'_> {
     fn send_memory(
         &mut self,
         link: &mut Link<T>,
@@ -193,18 +200,18 @@ impl<T: Transport> DataPath<T> for Told<'_> {
             |a: &MemoryPart<'_>, b: &MemoryPart<'_>| a.at + a.bytes.len() as u64 == b.at;
         for run in parts.chunk_by(are_adjacent) {
             let bytes: usize = run.iter().map(|part| part.bytes.len()).sum();
-            let is_gathered = bytes < PART_BYTES_MIN;
+            let is_staged = bytes < PART_BYTES_MIN;
             for part in run {
                 self.hash(part.bytes);
-                if is_gathered {
+                if is_staged {
                     self.stage(part.bytes);
                 }
             }
-            if !is_gathered {
-                self.tell_staged(link)?;
+            if !is_staged {
+                self.announce_staged(link)?;
                 let at = run[0].at;
                 let bytes = bytes as u64;
-                link.send(&Reply::InMemory { at, bytes }, self.until)?;
+                link.send(&Reply::InMemory { at, bytes }, self.deadline)?;
             }
         }
         Ok(())
@@ -221,13 +228,13 @@ impl<T: Transport> DataPath<T> for Told<'_> {
             let zeros = &[0; ZEROS_BYTES_MIN as usize][..bytes as usize];
             return self.send_copy(link, zeros);
         }
-        self.tell_staged(link)?;
-        link.send(&Reply::Zeros { bytes }, self.until)
+        self.announce_staged(link)?;
+        link.send(&Reply::Zeros { bytes }, self.deadline)
     }
 
     fn end(&mut self, link: &mut Link<T>) -> Result<(), WireError> {
-        self.tell_staged(link)?;
+        self.announce_staged(link)?;
         let mac = self.hasher.take().map(BlockHasher::finish);
-        link.send(&Reply::Placed { mac }, self.until)
+        link.send(&Reply::Placed { mac }, self.deadline)
     }
 }

@@ -1,11 +1,14 @@
-//! Whether bytes of files are encrypted on their way, and which side demands it.
+//! The decision whether bytes of files are encrypted.
 //!
-//! Each side says in the handshake what it wishes and between which addresses it sees the connection. From both
-//! together both decide the same ([`Side::agree`]); a change of a word of it on its way ends the connection.
+//! In the handshake each side states whether it refuses, allows or requires encryption, and which two addresses it
+//! sees. Both sides compute the same decision from both statements ([`Side::agree`]). A change of a statement on its
+//! way ends the connection.
 //!
-//! `auto` wants encryption in two cases. The other side has an address that is not private: the network between the two is
-//! then not that of one cluster. Or the two sides see different addresses: then a router that translates addresses, a
-//! forwarded port or a stranger ends one connection and begins another.
+//! `auto` requires encryption in two cases:
+//!
+//! * The other side's address is not private. Then the network between the two is not that of one cluster.
+//! * The two sides see different addresses. Then something between them ends one connection and begins another: a
+//!   router that translates addresses, a forwarded port, or an attacker.
 
 use std::io;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr, TcpStream};
@@ -14,32 +17,32 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::WireError;
 
-/// What the user says.
+/// The user's option `--encrypt`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Encrypt {
-    /// Where the other side's address is not private.
+    /// Requires encryption if the other side's address is not private, or if the two sides see different addresses.
     #[default]
     Auto,
-    /// Always.
+    /// Requires encryption always.
     Yes,
-    /// Never.
+    /// Refuses encryption.
     No,
 }
 
-/// What one side wishes for one connection.
+/// What one side states about the encryption of one connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Encryption {
-    /// It cannot, or its user does not want it.
+    /// The side does not encrypt.
     Refused,
-    /// As the other side wants, if both sides see the same addresses.
+    /// The other side decides. If the two sides see different addresses, this counts as required.
     Possible,
-    /// Refuses a connection without it.
+    /// The side accepts no connection without encryption.
     Required,
 }
 
 impl Encrypt {
-    /// The wish towards a peer with this address.
+    /// Returns what this option states towards a peer with this address.
     fn towards(self, peer: IpAddr) -> Encryption {
         match self {
             Self::No => Encryption::Refused,
@@ -49,19 +52,19 @@ impl Encrypt {
     }
 }
 
-/// What one side says of a connection.
+/// The statement of one side about a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Side {
-    /// Its wish.
+    /// Whether it refuses, allows or requires encryption.
     pub encryption: Encryption,
-    /// Its own end as it sees it; none over pipes.
+    /// Its own address as it sees it; `None` over pipes.
     pub here: Option<SocketAddr>,
-    /// Address of the other side.
+    /// The other side's address as it sees it; `None` over pipes.
     pub there: Option<SocketAddr>,
 }
 
 impl Side {
-    /// The side of a TCP connection.
+    /// Makes the statement about a TCP connection.
     pub fn of_tcp(socket: &TcpStream, encrypt: Encrypt) -> io::Result<Self> {
         let there = socket.peer_addr()?;
         Ok(Self {
@@ -71,7 +74,7 @@ impl Side {
         })
     }
 
-    /// The side of pipes, whose carrier encrypts.
+    /// Makes the statement about pipes. ssh, which carries them, encrypts already.
     pub fn of_pipes() -> Self {
         Self {
             encryption: Encryption::Refused,
@@ -80,15 +83,16 @@ impl Side {
         }
     }
 
-    /// Whether the connection is encrypted where the one side says this and the other `peer`.
+    /// Returns whether files' bytes are encrypted, given the statements of both sides. It is an error if one side
+    /// requires encryption and the other one refuses it.
     pub(crate) fn agree(&self, peer: &Self) -> Result<bool, WireError> {
         use Encryption::{Possible, Refused, Required};
         let is_direct = self.here == peer.there && self.there == peer.here;
-        let wish = |side: &Self| match side.encryption {
+        let effective = |side: &Self| match side.encryption {
             Possible if !is_direct => Required,
-            wish => wish,
+            stated => stated,
         };
-        match (wish(self), wish(peer)) {
+        match (effective(self), effective(peer)) {
             (Required, Refused) => Err(WireError::PeerRefusesEncryption),
             (Refused, Required) => Err(WireError::PeerRequiresEncryption),
             (own, peer) => Ok(own == Required || peer == Required),
@@ -96,12 +100,12 @@ impl Side {
     }
 }
 
-/// One form of an address: a socket may name an IPv4 address in two ways.
+/// Returns the canonical form of an address, because a socket may show an IPv4 address as an IPv6 one.
 fn canonical(address: SocketAddr) -> SocketAddr {
     SocketAddr::new(address.ip().to_canonical(), address.port())
 }
 
-/// Whether an address is of this host, its link, or a network that the Internet does not route (RFC 1918, RFC 4193).
+/// Whether an address belongs to this host, to its link, or to a private network (RFC 1918, RFC 4193).
 fn is_private(address: IpAddr) -> bool {
     match address.to_canonical() {
         IpAddr::V4(v4) => v4.is_private() || v4.is_loopback() || v4.is_link_local(),
@@ -169,15 +173,15 @@ mod tests {
     #[test]
     fn two_sides_agree_on_encryption_or_one_of_them_says_why_not() {
         use Encryption::{Possible, Refused, Required};
-        let wishes = [Refused, Possible, Required];
+        let statements = [Refused, Possible, Required];
         let (a, b) = ("10.0.0.1:5", "10.0.0.2:6");
         let agree = |own, peer| side(own, a, b).agree(&side(peer, b, a));
-        for own in wishes {
-            for peer in wishes {
-                let clash = [own, peer].contains(&Refused) && [own, peer].contains(&Required);
-                let found = agree(own, peer);
-                assert_eq!(found.is_err(), clash, "{own:?} {peer:?}");
-                assert_eq!(found.ok(), agree(peer, own).ok());
+        for own in statements {
+            for peer in statements {
+                let is_conflict = [own, peer].contains(&Refused) && [own, peer].contains(&Required);
+                let decision = agree(own, peer);
+                assert_eq!(decision.is_err(), is_conflict, "{own:?} {peer:?}");
+                assert_eq!(decision.ok(), agree(peer, own).ok());
             }
         }
         assert!(agree(Possible, Required).unwrap());
@@ -185,11 +189,11 @@ mod tests {
     }
 
     #[test]
-    fn who_is_between_two_private_addresses_does_not_take_encryption_away() {
+    fn a_relay_between_two_private_addresses_does_not_switch_encryption_off() {
         use Encryption::{Possible, Refused};
         let (puller, agent) = ("10.0.0.1:5", "10.0.0.2:6");
         for (here, there) in [
-            // Another host, another port of the same host, both.
+            // The agent sees another host, another port of the same host, or both; or it sees no addresses.
             ("10.0.0.2:6", "10.0.0.9:5"),
             ("10.0.0.2:6", "10.0.0.1:7"),
             ("127.0.0.1:6", "127.0.0.1:7"),

@@ -1,4 +1,7 @@
-//! What can go wrong between an agent and a puller. Every text says what to do next.
+//! Errors of agents and pullers. Each text says what happened and what a user can do next.
+//!
+//! [`WireError`] is an error of one connection. [`AgentError`] says why an agent cannot run, [`PullError`] why a pull
+//! failed. A [`PullError`] also tells whether another try may succeed.
 
 use std::io;
 use std::path::PathBuf;
@@ -11,128 +14,128 @@ use firn_protocol::path::BytePath;
 use crate::key_file::KeyFileError;
 use crate::message::{ErrorKind, PROTOCOL_VERSION};
 
-/// What can go wrong on the wire.
+/// Error of a connection.
 #[derive(Debug, thiserror::Error)]
 pub enum WireError {
     /// The other side closed the connection between two messages.
     #[error("the connection was closed")]
     Ended,
-    /// The other side does not begin as a puller, or an agent, does.
+    /// The other side does not begin with the handshake of an agent or puller.
     #[error("it does not speak the protocol of firn agents")]
     NoHello,
     /// The other side does not have the key.
     #[error("the key is wrong")]
     WrongKey,
-    /// MUNGE cannot be asked.
+    /// A program of MUNGE cannot be started.
     #[error("cannot start `{program}`: {error}; MUNGE must be installed on both hosts")]
     NoMunge {
-        /// What was started.
+        /// Name of the program.
         program: String,
-        /// Why not.
+        /// Error of the start.
         error: io::Error,
     },
-    /// MUNGE says no.
+    /// A program of MUNGE failed or refused the credential.
     #[error("{program}: {told}")]
     Munge {
         /// Name of the program.
         program: String,
-        /// Its words.
+        /// Message of the program.
         told: String,
     },
-    /// A credential of another user.
+    /// The credential is one of another user.
     #[error("its credential is one of user {uid}, and this agent serves its own user only")]
     OtherUser {
-        /// Whose it is.
+        /// User that made the credential.
         uid: u32,
     },
-    /// The puller has a credential that the agent does not ask for.
+    /// The puller sent a credential, and the agent accepts none.
     #[error("the agent takes no credentials of MUNGE: it was started without --munge")]
     MungeUnwanted,
-    /// The agent ended the connection when it had seen the credential.
+    /// The agent refused the credential, or the key in it.
     #[error("the agent did not believe the credential")]
     CredentialRefused,
-    /// This side wants encryption and the other one does not.
+    /// This side requires encryption, and the other side refuses it.
     #[error("the other side does not encrypt, and this one does not go on without")]
     PeerRefusesEncryption,
-    /// The other side wants encryption and this one does not.
+    /// The other side requires encryption, and this side refuses it.
     #[error("the other side wants encryption, which is switched off here")]
     PeerRequiresEncryption,
-    /// The other side speaks another version.
+    /// The other side speaks another version of the protocol.
     #[error("it speaks version {found} of the protocol and not {PROTOCOL_VERSION}")]
     Version {
-        /// The other side's.
+        /// Version of the other side.
         found: u32,
     },
-    /// A frame that no side of Firn would send.
+    /// The other side announced a frame that is longer than any of the protocol.
     #[error("it announced a message of {length} bytes, where {bytes_max} are the most")]
     TooLong {
-        /// Bytes announced.
+        /// Announced length.
         length: usize,
-        /// The most that are taken.
+        /// Length of the longest frame.
         bytes_max: usize,
     },
-    /// No message.
+    /// A frame is no message of the protocol.
     #[error("it sent what is no message ({0})")]
     Nonsense(String),
-    /// A message that answers nothing that was asked.
+    /// A message is not allowed at this point of the protocol.
     #[error("it sent a message out of its turn ({0})")]
     OutOfTurn(String),
-    /// The system refused something, the connection broke or took too long.
+    /// A system call failed, the connection broke, or a deadline passed.
     #[error("{0}")]
     Io(#[from] io::Error),
 }
 
-/// Why there is no agent.
+/// Why an agent cannot run.
 #[derive(Debug, thiserror::Error)]
 pub enum AgentError {
-    /// There is no such mount, or it cannot be asked.
+    /// The mount does not exist or does not answer.
     #[error(transparent)]
     Client(#[from] ClientError),
-    /// The key cannot be left where pullers look for it.
+    /// The agent's record cannot be written to the backing.
     #[error(transparent)]
     KeyFile(#[from] KeyFileError),
-    /// The address is taken, or is none of this host.
+    /// The agent cannot listen at its address: it is in use, or is none of this host.
     #[error(
         "cannot listen at {address}: {error}; --listen ADDRESS:PORT chooses another, port 0 any free one"
     )]
     Listen {
         /// The address.
         address: String,
-        /// Why.
+        /// Error of the system call.
         error: io::Error,
     },
-    /// The file of failure domains.
+    /// The file of failure domains cannot be read, or has an error.
     #[error("partner-domains={}: {why}", quoted_path(path))]
     Domains {
         /// Path of the file.
         path: PathBuf,
-        /// What is wrong.
+        /// Description of the error.
         why: String,
     },
-    /// A host that is to survive itself.
+    /// The wanted partner is this host itself.
     #[error("partner={host} is this host: mount with the name of another one, or partner=next")]
     OwnPartner {
-        /// Its name.
+        /// Name of this host.
         host: String,
     },
-    /// What was asked for by name is not there.
+    /// This host does not have the provider of libfabric that an option names.
     #[error(transparent)]
     Fabric(#[from] OfiError),
-    /// No random bytes.
+    /// The kernel gave no random bytes for a key.
     #[error("the kernel gives no random bytes for a key: {0}")]
     Random(#[from] getrandom::Error),
-    /// Something else.
+    /// Another system call failed.
     #[error("{what}: {error}")]
     Io {
-        /// What was tried.
+        /// What the agent cannot do.
         what: &'static str,
-        /// Why not.
+        /// Error of the system call.
         error: io::Error,
     },
 }
 
 impl AgentError {
-    /// Exit code for this error (docs/OPERATIONS.md).
+    /// Returns the exit code for this error (docs/OPERATIONS.md).
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Client(error) => error.exit_code(),
@@ -147,7 +150,7 @@ impl AgentError {
     }
 }
 
-/// Why nothing was pulled. Unless it says otherwise, what has arrived stays for the next try.
+/// Why a pull failed. Unless a variant says otherwise, received blocks stay in the staging directory for the next try.
 #[derive(Debug, thiserror::Error)]
 pub enum PullError {
     /// The agent cannot be reached.
@@ -157,23 +160,23 @@ pub enum PullError {
     Connect {
         /// Name of the source host.
         host: String,
-        /// Where it was looked for.
+        /// Address of the agent.
         address: String,
-        /// Why not.
+        /// Error of the connection.
         error: io::Error,
     },
-    /// The key file tells no agent.
+    /// The agent's record cannot be read.
     #[error(transparent)]
     KeyFile(#[from] KeyFileError),
     /// ssh cannot be started.
     #[error("cannot start {program}: {error}; --backing or --key-file reach an agent without it")]
     Ssh {
-        /// What was started.
+        /// Name of the program.
         program: String,
-        /// Why not.
+        /// Error of the start.
         error: io::Error,
     },
-    /// The connection failed.
+    /// The connection to the agent failed.
     #[error(
         "the connection to the agent on {host} failed: {error}{}",
         wire_advice(error)
@@ -181,18 +184,18 @@ pub enum PullError {
     Wire {
         /// Name of the source host.
         host: String,
-        /// Cause.
+        /// Error of the connection.
         error: WireError,
     },
-    /// Reads of the source's memory failed.
+    /// Reads of the source's memory by libfabric failed.
     #[error("no bytes from {host} by libfabric: {error}")]
     Fabric {
         /// Name of the source host.
         host: String,
-        /// Why.
+        /// Error of libfabric.
         error: OfiError,
     },
-    /// Bytes are to be encrypted, and libfabric does not.
+    /// Libfabric was required, but the connection is encrypted and libfabric cannot encrypt.
     #[error(
         "the connection to {host} is encrypted, as one side asked for, and libfabric encrypts nothing: say --encrypt no on both sides, or --transport tcp"
     )]
@@ -200,17 +203,17 @@ pub enum PullError {
         /// Name of the source host.
         host: String,
     },
-    /// The agent says so.
+    /// The agent answered with an error.
     #[error("{host}: {message}")]
     Remote {
         /// Name of the source host.
         host: String,
-        /// Whether to try again.
+        /// Kind of the error, which says whether another try may succeed.
         kind: ErrorKind,
-        /// Its words.
+        /// Text of the agent.
         message: String,
     },
-    /// It holds as much as it may for others, for as long as this pull waits.
+    /// The agent held as many bytes for other pulls as it may, for as long as this pull waited.
     #[error(
         "{host} holds as much memory for other pulls as it may (`firn agent --hold-max`): try again when they are over"
     )]
@@ -218,23 +221,23 @@ pub enum PullError {
         /// Name of the source host.
         host: String,
     },
-    /// There is more than there is room for.
+    /// The source has more bytes than this pull may store.
     #[error("{bytes} bytes came of what was listed with {bytes_max}")]
     Outgrown {
-        /// Bytes that there are.
+        /// Bytes of the source.
         bytes: u64,
-        /// Bytes that there may be.
+        /// Maximum number of bytes.
         bytes_max: u64,
     },
-    /// An agent sent names or numbers that cannot be.
+    /// The agent sent names or numbers that no honest agent sends.
     #[error("the agent on {host} described what cannot be ({what}); nothing of it was believed")]
     Implausible {
         /// Name of the source host.
         host: String,
-        /// What.
+        /// The refused name or number.
         what: String,
     },
-    /// Not all files were closed by their writers.
+    /// A file is open for writing or was cut off.
     #[error(
         "{} of {host} is not a complete checkpoint: {example}{}; --cut pulls it as it is",
         path,
@@ -243,14 +246,14 @@ pub enum PullError {
     Incomplete {
         /// Name of the source host.
         host: String,
-        /// What was to be pulled.
+        /// The path that was to be pulled.
         path: BytePath,
-        /// One of its files and what is wrong.
+        /// One such file, and its state.
         example: String,
-        /// How many more there are.
+        /// Number of further such files.
         more: usize,
     },
-    /// A file was changed each time that it was read.
+    /// A file without a snapshot was changed during each try to read it.
     #[error(
         "{path} of {host} was changed each of the {tries} times that it was read, and a part of it is in the backing only, which keeps no snapshot: pull it when its writer has closed it"
     )]
@@ -259,20 +262,20 @@ pub enum PullError {
         host: String,
         /// Path of the file.
         path: BytePath,
-        /// How often it was read.
+        /// Number of tries.
         tries: u32,
     },
-    /// Bytes arrive other than they left, by their MAC.
+    /// Blocks of a file did not match their MACs too often.
     #[error(
         "a block of {path} was not what was sent {tries} times: a network card, a switch or memory is faulty, or an attacker on the network changes it"
     )]
     Corrupt {
         /// Path of the file.
         path: BytePath,
-        /// How often.
+        /// Number of damaged blocks.
         tries: u32,
     },
-    /// There is something under the name that the copy was to have.
+    /// The name of the copy exists already.
     #[error(
         "{} exists: choose another name, or remove it first",
         quoted_path(path)
@@ -281,36 +284,36 @@ pub enum PullError {
         /// Path that exists already.
         path: PathBuf,
     },
-    /// Two names of the source are one on the target.
+    /// The target's file system takes two names of the source for one.
     #[error(
         "{}: the file system there takes two names of the source for one (it may not tell upper from lower case): pull into another file system",
         quoted_path(path)
     )]
     Collision {
-        /// One of them, or their directory.
+        /// Path of one of the names, or of their directory.
         path: PathBuf,
     },
-    /// Another pull to the same place is under way.
+    /// Another pull with the same target is under way.
     #[error("another `firn pull` to {} is under way", quoted_path(path))]
     Busy {
-        /// Where to.
+        /// The target.
         path: PathBuf,
     },
-    /// A staging directory that is not ours.
+    /// The staging directory or its parent could be changed by another user.
     #[error(transparent)]
     Trust(#[from] firn_trust::TrustError),
-    /// The file system of the target refused something.
+    /// A system call on the target's file system failed.
     #[error("{}: {error}", quoted_path(path))]
     Local {
         /// Path of the failed call.
         path: PathBuf,
-        /// Why.
+        /// Error of the call.
         error: io::Error,
     },
 }
 
 impl PullError {
-    /// The exit code that says it (docs/OPERATIONS.md).
+    /// Returns the exit code for this error (docs/OPERATIONS.md).
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Exists { .. } | Self::Busy { .. } => 11,
@@ -318,7 +321,7 @@ impl PullError {
         }
     }
 
-    /// Whether the directory of the copy is at fault, and not the source or the way to it.
+    /// Whether the error is one of the target, not of the source or the connection.
     pub fn is_of_target(&self) -> bool {
         matches!(
             self,
@@ -330,7 +333,7 @@ impl PullError {
         )
     }
 
-    /// Whether the source has something else now than it has listed.
+    /// Whether the source has changed since it was listed.
     pub(crate) fn is_change_of_source(&self) -> bool {
         match self {
             Self::Incomplete { .. } | Self::KeepsChanging { .. } | Self::Outgrown { .. } => true,
@@ -339,12 +342,12 @@ impl PullError {
         }
     }
 
-    /// Whether the source holds as much for others as it may.
+    /// Whether the agent holds as many bytes as it may.
     pub(crate) fn is_full(&self) -> bool {
         matches!(self, Self::Full { .. })
     }
 
-    /// Whether there is no agent that could be asked.
+    /// Whether the error shows that no agent runs: its record is unusable, or nothing listens at its address.
     pub(crate) fn is_absence(&self) -> bool {
         match self {
             Self::Connect { error, .. } => error.kind() == io::ErrorKind::ConnectionRefused,
@@ -353,21 +356,21 @@ impl PullError {
         }
     }
 
-    /// Whether it may be over with another connection.
-    pub fn may_pass(&self) -> bool {
+    /// Whether a new connection may succeed.
+    pub fn is_transient(&self) -> bool {
         match self {
             Self::Connect { .. } | Self::Full { .. } => true,
-            // An agent that is started again writes it anew.
+            // An agent that is started again writes a new record.
             Self::KeyFile(error) => error.is_missing(),
             Self::Wire { error, .. } => matches!(error, WireError::Ended | WireError::Io(_)),
-            Self::Fabric { error, .. } => error.may_pass(),
+            Self::Fabric { error, .. } => error.is_transient(),
             Self::Remote { kind, .. } => *kind == ErrorKind::Stale,
             _ => false,
         }
     }
 }
 
-/// The words for an agent that cannot read what it is asked for, and what a puller may do.
+/// Turns an error of the mount into the kind and the text of an agent's reply.
 pub(crate) fn describe_mount_error(error: &MountError) -> (ErrorKind, String) {
     let kind = match error {
         MountError::Client(ClientError::Refused { errno, .. })
@@ -382,6 +385,7 @@ pub(crate) fn describe_mount_error(error: &MountError) -> (ErrorKind, String) {
     (kind, error.to_string())
 }
 
+/// Returns what a puller's user can do about an error of the connection.
 fn wire_advice(error: &WireError) -> &'static str {
     match error {
         WireError::WrongKey => {

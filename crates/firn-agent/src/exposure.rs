@@ -1,10 +1,11 @@
-//! An agent's memory, exposed to one puller by libfabric.
+//! Exposes an agent's memory to one puller, which reads it by libfabric.
 //!
 //! Promises
-//! * What is exposed is the data region, for reading, and the staging buffers; by keys that are new for each puller,
-//!   until its connection ends or lists anew.
-//! * At most [`EXPOSURES_MAX`] pullers are served so at once: each locks the arena's memory where hardware reads it.
-//! * The region stays mapped as long as it is exposed.
+//! * A puller can read the data region of the arena and the agent's staging buffers, and can write nothing. Its keys
+//!   are new and random. They are valid until its connection ends or lists again.
+//! * At most [`EXPOSURES_MAX`] pullers of the process have exposed memory at once, because hardware locks the whole
+//!   arena in memory for each of them.
+//! * The data region stays mapped while it is exposed.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -16,36 +17,38 @@ use crate::ofi::{Buffer, Endpoint, Memory, OfiError, Pool, Region};
 use firn_client::OpenMount;
 
 use crate::block_mac::BlockHasher;
-use crate::data_path::Told;
+use crate::data_path::PlacedAnswer;
 use crate::message::{BLOCK_BYTES, ErrorKind, Exposed, STAGING_BUFFERS};
 use crate::source::SourceError;
 use crate::transport_choice::TransportChoice;
 
-/// Pullers that are served by libfabric at once.
+/// Maximum number of pullers that read memory by libfabric at once.
 const EXPOSURES_MAX: usize = 4;
-/// How long the end of a connection may wait for the thread that serves its reads.
-const PROGRESS: Duration = Duration::from_millis(50);
+/// Longest time of one call that serves reads. The end of a connection waits for such a call.
+const PROGRESS_TIMEOUT: Duration = Duration::from_millis(50);
 
-/// What an agent may serve by, and near which address of this host.
+/// The libfabric transports that an agent offers to a puller.
 #[derive(Clone, Default)]
 pub(crate) struct Offer {
+    /// The agent's option.
     pub(crate) transport: TransportChoice,
+    /// Address of this host on the puller's connection, whose network interface is to be used; `None` means any.
     pub(crate) near: Option<IpAddr>,
 }
 
-/// The data region of a mount that is mapped.
+/// The mapped data region of a mount.
 struct ArenaMemory {
     mount: Arc<OpenMount>,
     bytes: usize,
     start: *const u8,
 }
 
-// SAFETY: memory that other processes write to and that this value only tells the place of.
+// SAFETY: this type only carries the address of the memory and never reads or writes it.
 unsafe impl Send for ArenaMemory {}
-// SAFETY: as above.
+// SAFETY: as for `Send`.
 unsafe impl Sync for ArenaMemory {}
 
-// SAFETY: `start` and `bytes` are those of the mapping, which is made once and lives as long as `mount`.
+// SAFETY: `start` and `bytes` describe the mapping of `mount`, which is made once and lives as long as `mount`.
 unsafe impl Memory for ArenaMemory {
     fn start(&self) -> *const u8 {
         self.start
@@ -58,6 +61,7 @@ unsafe impl Memory for ArenaMemory {
 }
 
 impl ArenaMemory {
+    /// Returns the data region of a mount; `None` if it is not mapped.
     fn of(mount: &Arc<OpenMount>) -> Option<Self> {
         let region = &mount.mapping()?.region;
         let bytes = mount.region().bytes;
@@ -69,41 +73,44 @@ impl ArenaMemory {
     }
 }
 
-/// One of [`EXPOSURES_MAX`].
+/// The right to one of [`EXPOSURES_MAX`] exposures. Dropping it gives the right back.
 struct ExposureSlot;
 
-static TAKEN: AtomicUsize = AtomicUsize::new(0);
+/// Number of exposures of this process.
+static EXPOSURES: AtomicUsize = AtomicUsize::new(0);
 
 impl ExposureSlot {
+    /// Takes a slot; `None` if all are in use.
     fn take() -> Option<Self> {
-        let free = |taken| (taken < EXPOSURES_MAX).then_some(taken + 1);
-        let taken = TAKEN.try_update(Ordering::AcqRel, Ordering::Acquire, free);
-        // Not made where there is none to give back.
-        taken.is_ok().then(|| Self)
+        let one_more = |count| (count < EXPOSURES_MAX).then_some(count + 1);
+        let updated = EXPOSURES.try_update(Ordering::AcqRel, Ordering::Acquire, one_more);
+        // `then_some` would make a slot in any case, and drop it: that would give back a slot that was not taken.
+        updated.is_ok().then(|| Self)
     }
 }
 
 impl Drop for ExposureSlot {
     fn drop(&mut self) {
-        TAKEN.fetch_sub(1, Ordering::AcqRel);
+        EXPOSURES.fetch_sub(1, Ordering::AcqRel);
     }
 }
 
-/// What serves the reads of the puller.
-enum Served {
-    /// Hardware.
-    Alone { _endpoint: Box<Endpoint> },
-    /// A thread, until it is told to stop.
-    ByThread {
+/// What answers the reads of the puller.
+enum ReadServer {
+    /// Hardware answers them. The endpoint is only kept open.
+    Hardware { _endpoint: Box<Endpoint> },
+    /// A thread calls the provider until `stop` is set.
+    Thread {
         stop: Arc<AtomicBool>,
         thread: Option<JoinHandle<()>>,
     },
 }
 
-impl Served {
+impl ReadServer {
+    /// Starts a thread if the provider needs one.
     fn start(mut endpoint: Endpoint) -> std::io::Result<Self> {
         if !endpoint.needs_progress() {
-            return Ok(Self::Alone {
+            return Ok(Self::Hardware {
                 _endpoint: Box::new(endpoint),
             });
         }
@@ -112,19 +119,19 @@ impl Served {
         let thread = std::thread::Builder::new().name("agent-fabric".into());
         let thread = thread.spawn(move || {
             while !stopped.load(Ordering::Relaxed) {
-                endpoint.progress(PROGRESS);
+                endpoint.progress(PROGRESS_TIMEOUT);
             }
         })?;
-        Ok(Self::ByThread {
+        Ok(Self::Thread {
             stop,
             thread: Some(thread),
         })
     }
 }
 
-impl Drop for Served {
+impl Drop for ReadServer {
     fn drop(&mut self) {
-        if let Self::ByThread { stop, thread } = self {
+        if let Self::Thread { stop, thread } = self {
             stop.store(true, Ordering::Relaxed);
             if let Some(thread) = thread.take() {
                 let _ = thread.join();
@@ -133,18 +140,23 @@ impl Drop for Served {
     }
 }
 
-/// See the head of this file.
+/// Memory that is exposed to one puller; see the head of this file. Dropping it ends the exposure.
 pub(crate) struct Exposure {
-    _served: Served,
+    _server: ReadServer,
     staging: Vec<Buffer>,
+    /// Whether answers have a MAC.
     is_summed: bool,
+    /// Name of the provider.
     provider: String,
+    /// Size of the data region.
     bytes: u64,
-    _place: ExposureSlot,
+    _slot: ExposureSlot,
 }
 
 impl Exposure {
-    /// Exposes the memory of a mount by the first of the providers that this host has, too.
+    /// Exposes the memory of a mount. Of the puller's `providers` it uses the first one that this host has too.
+    ///
+    /// Returns the exposure, and what the puller needs to know for its reads.
     pub(crate) fn open(
         offer: &Offer,
         mount: &Arc<OpenMount>,
@@ -152,7 +164,7 @@ impl Exposure {
         is_summed: bool,
     ) -> Result<(Self, Exposed), SourceError> {
         let provider = offer.transport.choose(providers).map_err(refused)?;
-        let place = ExposureSlot::take().ok_or_else(|| {
+        let slot = ExposureSlot::take().ok_or_else(|| {
             refused(format!(
                 "the agent reads for {EXPOSURES_MAX} pullers by libfabric already, and for no more at once: try again later, or use --transport tcp"
             ))
@@ -183,30 +195,38 @@ impl Exposure {
             arena: arena.into(),
             staging: staged.into(),
         };
-        let served = Served::start(endpoint).map_err(|error| refused(error.to_string()))?;
+        let server = ReadServer::start(endpoint).map_err(|error| refused(error.to_string()))?;
         let exposure = Self {
-            _served: served,
+            _server: server,
             staging,
             is_summed,
             provider: exposed.provider.clone(),
             bytes,
-            _place: place,
+            _slot: slot,
         };
         Ok((exposure, exposed))
     }
 
-    /// How an answer is told that uses one of the staging buffers. The puller chose it and reads nothing of it now; one
-    /// that does so all the same sees bytes change.
-    pub(crate) fn tell(
+    /// Begins an answer that says where bytes are, with the staging buffer that the puller has chosen. Returns `None`
+    /// if there is no such buffer.
+    ///
+    /// The puller must have read the earlier content of the buffer. Otherwise it sees other bytes, and their MAC is
+    /// wrong.
+    pub(crate) fn begin_answer(
         &mut self,
         buffer: u32,
         hasher: Option<BlockHasher>,
-        until: Instant,
-    ) -> Option<Told<'_>> {
+        deadline: Instant,
+    ) -> Option<PlacedAnswer<'_>> {
         let hasher = hasher.filter(|_| self.is_summed);
-        let at = u64::from(buffer) * BLOCK_BYTES;
+        let staging_start = u64::from(buffer) * BLOCK_BYTES;
         let staging = self.staging.get_mut(usize::try_from(buffer).ok()?)?;
-        Some(Told::begin(staging, at, hasher, until))
+        Some(PlacedAnswer::begin(
+            staging,
+            staging_start,
+            hasher,
+            deadline,
+        ))
     }
 }
 
@@ -226,7 +246,7 @@ fn refused(message: impl Into<String>) -> SourceError {
     }
 }
 
-/// Two random keys, for providers that choose none themselves.
+/// Makes two random keys. Some providers choose keys of their own instead.
 fn random_keys() -> Result<[u64; 2], SourceError> {
     let key = || getrandom::u64().map_err(|error| refused(error.to_string()));
     Ok([key()?, key()?])

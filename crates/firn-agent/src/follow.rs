@@ -1,20 +1,26 @@
-//! Following: what another host has is copied as it becomes complete, for as long as that host has something new.
+//! Following a host: copies its checkpoints as they become complete, again and again.
+//!
+//! Terms: the *source* is the followed host. A *unit* is a name in the followed directory with everything below it,
+//! usually one checkpoint. A *round* lists the source once, and copies and removes units.
 //!
 //! ```text
-//!   connect ─► list ─► closed, and the same as at the last look? ─► plan ─► pull ─► finish ─► remove what is not needed
-//!      ▲                                                                                                │
-//!      └────────────── after a failure, the next wait of a backoff ◄─── wait for the next look ◄────────┘
+//!   connect ─► list ─► closed, and unchanged since the last round? ─► plan ─► pull ─► finish ─► remove unneeded copies
+//!      ▲         ▲                                                                                       │
+//!      │         └───────────────────────────── wait for the next round ◄────────────────────────────────┘
+//!      └── after a failure, with a backoff
 //! ```
 //!
-//! What is wanted, where a copy goes, which hosts are told, and what is removed when, is a [`Policy`]. There are two:
-//! [`newest`] keeps the newest checkpoints of a host that knows nothing of it (`firn pull --follow`), and
-//! `partner::CopyHeld` keeps what its source holds, and marks it there.
+//! A [`Policy`] decides what is copied to which place, which hosts are told, and which copies are removed. There are
+//! two: [`newest`] keeps the newest checkpoints of a source that does not know of it (`firn pull --follow`).
+//! `partner::CopyHeld` keeps copies of what its source holds in memory, and marks them there.
 //!
 //! Promises
-//! * Nothing is copied that is open or was cut off, or was different at the last look over the same connection.
-//! * A copy is made as by [`pull`]: whole or not there.
-//! * Whatever fails is tried again, and told when it has not failed at the look before. What fails here, at one name,
-//!   keeps no other one from being copied or removed; what fails on the way or at the source ends the look.
+//! * A unit is copied only if all of its files are closed, and none has changed since the last round on this
+//!   connection.
+//! * A copy is made by [`pull`]: it appears complete or not at all.
+//! * A failed step is tried again in the next round. It is reported unless it failed in the round before, too.
+//! * A failure of this host at one unit does not keep other units from being copied or removed. A failure of the
+//!   connection or of the source ends the round.
 
 pub(crate) mod newest;
 
@@ -29,28 +35,30 @@ use crate::error::PullError;
 use crate::pull::{Outcome, PullRequest, pull};
 use crate::units::Unit;
 
-/// What makes one kind of following different from another.
+/// The decisions of one kind of following.
 pub(crate) trait Policy {
-    /// What a look goes by.
+    /// Connection to the source that a round uses.
     type Connection;
-    /// What a copy in the making holds until it is whole or given up.
+    /// Space reserved for a copy that is being made. It is dropped when the copy is complete or given up.
     type Room;
 
-    /// Waits after failures.
+    /// Pauses after failures.
     fn retry(&self) -> Backoff;
 
-    /// Reaches the source.
+    /// Connects to the source.
     fn connect(&mut self) -> Result<Self::Connection, PullError>;
 
-    /// Whether a source that could not be reached is followed no more.
-    fn is_over(&self, _error: &PullError, _unreached_for: Duration) -> bool {
+    /// Whether to stop following a source after a failure to connect. `time_unreachable` is the time since the last
+    /// connection ended.
+    fn is_over(&self, _error: &PullError, _time_unreachable: Duration) -> bool {
         false
     }
 
-    /// Lists what the source has.
+    /// Lists the units of the source.
     fn list(&mut self, connection: &mut Self::Connection) -> Result<Vec<Unit>, PullError>;
 
-    /// Whether a whole copy of these entries is here already, and every host that needs to know of it does.
+    /// Returns whether this host has a complete copy of the unit as it is now. If so, it first makes sure that all
+    /// hosts that need to know of the copy do.
     fn confirm_copy(
         &mut self,
         _connection: &mut Self::Connection,
@@ -59,19 +67,19 @@ pub(crate) trait Policy {
         Ok(false)
     }
 
-    /// Decides what becomes of something that is complete.
+    /// Decides what to do with a unit that is closed and unchanged.
     fn plan_copy(
         &mut self,
         connection: &mut Self::Connection,
         unit: &Unit,
     ) -> Result<Step<Self::Room>, PullError>;
 
-    /// Is called all the time while a copy is made.
+    /// Is called often while a copy is made. An error of it gives the copy up.
     fn tick(&mut self, _connection: &mut Self::Connection) -> Result<(), PullError> {
         Ok(())
     }
 
-    /// Gives a copy that is whole its name, and tells the hosts that need to know.
+    /// Gives a complete copy its name, and tells the hosts that need to know of it.
     fn finish_copy(
         &mut self,
         connection: &mut Self::Connection,
@@ -80,28 +88,29 @@ pub(crate) trait Policy {
         elapsed: Duration,
     ) -> Result<(), PullError>;
 
-    /// Gives up what was begun of a copy.
+    /// Removes what was made of a copy that is given up.
     fn abandon_copy(&mut self, _unit: &Unit) -> Result<(), PullError> {
         Ok(())
     }
 
-    /// Says that something cannot be copied, which keeps nothing else from it.
+    /// Describes a failure of this host to copy one unit.
     fn describe_failure(&self, _unit: &Unit, error: &PullError) -> String {
         error.to_string()
     }
 
-    /// Removes copies that are not needed beside what the source has now. Returns what could not be removed.
+    /// Removes copies that are no longer needed. `units` is what the source has now. Returns one error for each copy
+    /// that could not be removed.
     fn remove_unneeded(
         &mut self,
         connection: &mut Self::Connection,
-        now: &[Unit],
+        units: &[Unit],
     ) -> Result<Vec<PullError>, PullError>;
 
-    /// Tells a person of a problem.
-    fn tell_problem(&mut self, problem: &str);
+    /// Reports a problem to the user.
+    fn show_problem(&mut self, problem: &str);
 
-    /// Tells the source of all problems of a look.
-    fn report_problems(
+    /// Reports all problems of a round to the source.
+    fn report_to_source(
         &mut self,
         _connection: &mut Self::Connection,
         _problems: &[String],
@@ -109,145 +118,150 @@ pub(crate) trait Policy {
         Ok(())
     }
 
-    /// Waits for the next look.
+    /// Waits until the next round.
     fn wait(
         &mut self,
         connection: &mut Self::Connection,
-        look: LookReport,
+        round: RoundReport,
     ) -> Result<(), PullError>;
 }
 
-/// What becomes of something that is complete at the source.
+/// What to do with a unit that is complete at the source.
 pub(crate) enum Step<R> {
-    /// Nothing is to be copied.
+    /// The unit is not to be copied.
     Skip,
-    /// Nothing can be copied; why.
+    /// The unit cannot be copied, for this reason.
     Refuse(String),
-    /// It is copied.
+    /// The unit is to be copied.
     Pull {
-        /// What is pulled.
+        /// The pull that makes the copy.
         request: PullRequest,
-        /// What the copy holds meanwhile.
+        /// Space that is reserved for the copy.
         room: R,
     },
 }
 
-/// What the time of the next look depends on.
-pub(crate) struct LookReport {
-    /// How long the source took to list what it has.
-    pub(crate) listed_in: Duration,
-    /// Something is closed that has changed since the look before.
+/// Result of a round, on which the time of the next one depends.
+pub(crate) struct RoundReport {
+    /// Time that the list took.
+    pub(crate) list_time: Duration,
+    /// Whether a unit is closed but has changed since the last round. It can be copied in the next one.
     pub(crate) is_settling: bool,
 }
 
 /// Follows one host.
 pub(crate) struct Follower<P> {
     policy: P,
-    /// At the last look over the same connection, by name.
-    seen: BTreeMap<BytePath, Unit>,
+    /// Units of the last round on this connection, by name.
+    last_units: BTreeMap<BytePath, Unit>,
     problems: Problems,
-    waits: Waits,
+    retry_pauses: Waits,
 }
 
-/// What failed, each told once for as long as it fails at every look.
+/// Problems of this round and the last one. A problem that lasts is reported once.
 #[derive(Default)]
 struct Problems {
-    before: BTreeSet<String>,
-    /// At this look, in the order in which it was found.
-    now: Vec<String>,
+    last_round: BTreeSet<String>,
+    /// Problems of this round, in the order in which they occurred.
+    this_round: Vec<String>,
 }
 
 impl Problems {
-    fn begin_look(&mut self) {
-        self.before = std::mem::take(&mut self.now).into_iter().collect();
+    fn begin_round(&mut self) {
+        self.last_round = std::mem::take(&mut self.this_round).into_iter().collect();
     }
 
-    /// Whether it is to be told.
+    /// Adds a problem. Returns whether it is new, and so is to be reported.
     fn add(&mut self, problem: &str) -> bool {
-        if self.now.iter().any(|known| known == problem) {
+        if self.this_round.iter().any(|known| known == problem) {
             return false;
         }
-        self.now.push(problem.to_owned());
-        !self.before.contains(problem)
+        self.this_round.push(problem.to_owned());
+        !self.last_round.contains(problem)
     }
 }
 
 impl<P: Policy> Follower<P> {
-    /// Nothing is known of the source yet.
+    /// Makes a follower that knows nothing of its source yet.
     pub(crate) fn new(policy: P) -> Self {
         Self {
-            waits: policy.retry().start(),
+            retry_pauses: policy.retry().start(),
             policy,
-            seen: BTreeMap::new(),
+            last_units: BTreeMap::new(),
             problems: Problems::default(),
         }
     }
 
-    /// Follows until the policy says that it is over. Returns what it ended with.
+    /// Follows until the policy says that it is over. Returns the error that ended it.
     pub(crate) fn run(mut self) -> PullError {
-        let mut reached_at = Instant::now();
+        let mut last_connected_at = Instant::now();
         loop {
             match self.policy.connect() {
                 Ok(connection) => {
                     let Err(error) = self.follow_connection(connection);
-                    reached_at = Instant::now();
-                    // The next connection may be to another firnd, which counts changes anew.
-                    self.seen.clear();
+                    last_connected_at = Instant::now();
+                    // The next connection may be to another firnd, whose numbers of changes mean other states.
+                    self.last_units.clear();
                     self.add_problem(&error.to_string());
                 }
-                Err(error) if self.policy.is_over(&error, reached_at.elapsed()) => return error,
+                Err(error) if self.policy.is_over(&error, last_connected_at.elapsed()) => {
+                    return error;
+                }
                 Err(error) => {
-                    self.problems.begin_look();
+                    self.problems.begin_round();
                     self.add_problem(&error.to_string());
                 }
             }
-            self.waits.sleep();
+            self.retry_pauses.sleep();
         }
     }
 
-    /// Looks again and again, until something fails.
+    /// Makes rounds over one connection until an error.
     fn follow_connection(
         &mut self,
         mut connection: P::Connection,
     ) -> Result<Infallible, PullError> {
         loop {
-            self.problems.begin_look();
-            let look = self.look(&mut connection)?;
-            self.waits.reset();
-            self.policy.wait(&mut connection, look)?;
+            self.problems.begin_round();
+            let round = self.make_round(&mut connection)?;
+            self.retry_pauses.reset();
+            self.policy.wait(&mut connection, round)?;
         }
     }
 
-    fn look(&mut self, connection: &mut P::Connection) -> Result<LookReport, PullError> {
-        let begun = Instant::now();
-        let now = self.policy.list(connection)?;
-        let mut look = LookReport {
-            listed_in: begun.elapsed(),
+    /// Lists the source once, copies complete units, and removes unneeded copies.
+    fn make_round(&mut self, connection: &mut P::Connection) -> Result<RoundReport, PullError> {
+        let started_at = Instant::now();
+        let units = self.policy.list(connection)?;
+        let mut round = RoundReport {
+            list_time: started_at.elapsed(),
             is_settling: false,
         };
-        for unit in &now {
+        for unit in &units {
             if self.policy.confirm_copy(connection, unit)? || unit.is_open() {
                 continue;
             }
-            let earlier = self.seen.get(&unit.name);
+            let earlier = self.last_units.get(&unit.name);
             if earlier.is_some_and(|earlier| earlier.has_same_files(unit)) {
                 self.copy(connection, unit)?;
             } else {
-                look.is_settling = true;
+                round.is_settling = true;
             }
         }
-        for error in self.policy.remove_unneeded(connection, &now)? {
+        for error in self.policy.remove_unneeded(connection, &units)? {
             self.add_problem(&error.to_string());
         }
         self.policy
-            .report_problems(connection, &self.problems.now)?;
-        let by_name = now.into_iter().map(|unit| (unit.name.clone(), unit));
-        self.seen = by_name.collect();
-        Ok(look)
+            .report_to_source(connection, &self.problems.this_round)?;
+        let by_name = units.into_iter().map(|unit| (unit.name.clone(), unit));
+        self.last_units = by_name.collect();
+        Ok(round)
     }
 
+    /// Copies a unit. Only a failure of the connection or of the source is returned; other failures become problems.
     fn copy(&mut self, connection: &mut P::Connection, unit: &Unit) -> Result<(), PullError> {
         match self.try_copy(connection, unit) {
+            // The unit changed meanwhile. A later round finds it complete.
             Err(error) if error.is_change_of_source() => self.policy.abandon_copy(unit),
             Err(error) if error.is_of_target() || error.is_full() => {
                 let problem = self.policy.describe_failure(unit, &error);
@@ -258,32 +272,34 @@ impl<P: Policy> Follower<P> {
         }
     }
 
+    /// Plans, pulls and finishes a copy.
     fn try_copy(&mut self, connection: &mut P::Connection, unit: &Unit) -> Result<(), PullError> {
         let (request, _room) = match self.policy.plan_copy(connection, unit)? {
             Step::Skip => return Ok(()),
-            Step::Refuse(why) => {
-                self.add_problem(&why);
+            Step::Refuse(reason) => {
+                self.add_problem(&reason);
                 return Ok(());
             }
             Step::Pull { request, room } => (request, room),
         };
-        let begun = Instant::now();
-        let mut lost = None;
+        let started_at = Instant::now();
+        let mut tick_error = None;
         let pulled = pull(&request, &mut |_| {
-            if lost.is_none() {
-                lost = self.policy.tick(connection).err();
+            if tick_error.is_none() {
+                tick_error = self.policy.tick(connection).err();
             }
         });
-        if let Some(error) = lost {
+        if let Some(error) = tick_error {
             return Err(error);
         }
         self.policy
-            .finish_copy(connection, unit, pulled?, begun.elapsed())
+            .finish_copy(connection, unit, pulled?, started_at.elapsed())
     }
 
+    /// Adds a problem to this round, and reports it if it is new.
     fn add_problem(&mut self, problem: &str) {
         if self.problems.add(problem) {
-            self.policy.tell_problem(problem);
+            self.policy.show_problem(problem);
         }
     }
 }
@@ -296,18 +312,18 @@ mod tests {
     use crate::error::WireError;
     use crate::message::{Entry, EntryKind};
 
-    /// What a look finds; none: the source cannot be reached.
-    type Look = Option<Vec<Unit>>;
+    /// The units that a round lists; `None` if the list fails.
+    type Round = Option<Vec<Unit>>;
 
-    /// A source of which everything is known, and what it was asked for.
+    /// A policy with scripted rounds, and a record of the calls.
     #[derive(Default)]
     struct Script {
-        looks: std::collections::VecDeque<Look>,
+        rounds: std::collections::VecDeque<Round>,
         planned: Vec<String>,
-        told: Vec<String>,
+        reported: Vec<String>,
     }
 
-    fn lost() -> PullError {
+    fn connection_lost() -> PullError {
         PullError::Wire {
             host: "n1".into(),
             error: WireError::Ended,
@@ -323,16 +339,19 @@ mod tests {
         }
 
         fn connect(&mut self) -> Result<(), PullError> {
-            let next = self.looks.front().ok_or_else(lost);
+            let next = self.rounds.front().ok_or_else(connection_lost);
             next.map(drop)
         }
 
-        fn is_over(&self, _error: &PullError, _unreached_for: Duration) -> bool {
+        fn is_over(&self, _error: &PullError, _time_unreachable: Duration) -> bool {
             true
         }
 
         fn list(&mut self, (): &mut ()) -> Result<Vec<Unit>, PullError> {
-            self.looks.pop_front().flatten().ok_or_else(lost)
+            self.rounds
+                .pop_front()
+                .flatten()
+                .ok_or_else(connection_lost)
         }
 
         fn plan_copy(&mut self, (): &mut (), unit: &Unit) -> Result<Step<()>, PullError> {
@@ -358,16 +377,16 @@ mod tests {
         fn remove_unneeded(
             &mut self,
             (): &mut (),
-            _now: &[Unit],
+            _units: &[Unit],
         ) -> Result<Vec<PullError>, PullError> {
             Ok(Vec::new())
         }
 
-        fn tell_problem(&mut self, problem: &str) {
-            self.told.push(problem.to_owned());
+        fn show_problem(&mut self, problem: &str) {
+            self.reported.push(problem.to_owned());
         }
 
-        fn wait(&mut self, (): &mut (), _look: LookReport) -> Result<(), PullError> {
+        fn wait(&mut self, (): &mut (), _round: RoundReport) -> Result<(), PullError> {
             Ok(())
         }
     }
@@ -382,9 +401,10 @@ mod tests {
         }
     }
 
-    fn follow(looks: impl IntoIterator<Item = Look>) -> Script {
+    /// Follows the scripted rounds until they end.
+    fn follow(rounds: impl IntoIterator<Item = Round>) -> Script {
         let mut script = Script {
-            looks: looks.into_iter().collect(),
+            rounds: rounds.into_iter().collect(),
             ..Script::default()
         };
         let _ = Follower::new(&mut script).run();
@@ -392,7 +412,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_closed_and_the_same_twice_is_copied() {
+    fn a_unit_that_is_closed_and_unchanged_in_two_rounds_is_copied() {
         let closed = |bytes| unit("step", bytes, Ending::Closed);
         let open = || unit("open", 1, Ending::Open);
         let script = follow([Some(vec![closed(1), open()]), Some(vec![closed(2), open()])]);
@@ -402,7 +422,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_seen_before_a_failure_does_not_count() {
+    fn a_round_before_a_failure_does_not_count() {
         let closed = || Some(vec![unit("step", 1, Ending::Closed)]);
         assert!(follow([closed(), None, closed()]).planned.is_empty());
         assert_eq!(
@@ -412,19 +432,19 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_of_one_copy_keeps_no_other_one_and_is_told_once() {
+    fn a_failure_of_one_copy_does_not_stop_others_and_is_reported_once() {
         let both = || {
             let names = ["one", "two"];
             Some(names.map(|name| unit(name, 1, Ending::Closed)).to_vec())
         };
         let script = follow([both(), both(), both(), both()]);
         assert_eq!(script.planned, ["one", "two", "one", "two", "one", "two"]);
-        let cannot = |name: &str| format!("another `firn pull` to {name} is under way");
-        // The last one is the end of the script.
+        let busy = |name: &str| format!("another `firn pull` to {name} is under way");
+        // The fourth report is the lost connection at the end of the script.
         assert_eq!(
-            script.told[..3],
-            ["no room".to_owned(), cannot("two"), cannot("one")]
+            script.reported[..3],
+            ["no room".to_owned(), busy("two"), busy("one")]
         );
-        assert_eq!(script.told.len(), 4, "{:?}", script.told);
+        assert_eq!(script.reported.len(), 4, "{:?}", script.reported);
     }
 }

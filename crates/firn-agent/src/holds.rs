@@ -1,23 +1,25 @@
-//! What an agent holds of the arena, over all its connections.
+//! Bound of the arena memory that an agent holds for all of its connections together.
 //!
-//! Invariant: `held_bytes <= bytes_max`, but for one file that is larger by itself, which is held alone.
+//! The engine cannot free memory of a held file. So a bound keeps pullers from filling the arena.
+//!
+//! Invariant: `held_bytes <= bytes_max`, except while a single file that is larger than the bound is held alone.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// The bound and what counts against it.
+/// The bound, and the bytes that count against it.
 pub struct Holds {
     bytes_max: u64,
     held_bytes: Mutex<u64>,
 }
 
-/// A held part of it, given back on drop.
+/// The right to hold some bytes. Dropping it gives the bytes back.
 pub struct Hold {
     holds: Arc<Holds>,
     bytes: u64,
 }
 
 impl Holds {
-    /// Nothing is held yet.
+    /// Makes a bound of `bytes_max`, against which no byte counts yet.
     pub fn new(bytes_max: u64) -> Arc<Self> {
         Arc::new(Self {
             bytes_max,
@@ -25,7 +27,9 @@ impl Holds {
         })
     }
 
-    /// The right to hold `bytes`; `None`: something must be let go first.
+    /// Takes the right to hold `bytes` more. Returns `None` if the bound leaves no room until another hold ends.
+    ///
+    /// A file without bytes in memory always gets the right, and so does any file if nothing else is held.
     pub fn take(self: &Arc<Self>, bytes: u64) -> Option<Hold> {
         let mut held = self
             .held_bytes
@@ -60,7 +64,7 @@ mod tests {
         let first = holds.take(6).unwrap();
         assert!(holds.take(5).is_none());
         let second = holds.take(4).unwrap();
-        assert!(holds.take(0).is_some(), "what takes no memory always may");
+        assert!(holds.take(0).is_some(), "no memory is always granted");
         drop((first, second));
         let large = holds.take(100).unwrap();
         assert!(holds.take(1).is_none());

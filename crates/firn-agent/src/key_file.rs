@@ -1,9 +1,12 @@
-//! How a puller finds an agent: `.firn/agent-HOST` in the backing, with an address and a key.
+//! The record of an agent: the file `.firn/agent-HOST` in the backing, with the agent's address, key and partners.
+//!
+//! Pullers find an agent by this file. Without the backing a user copies the file to the puller's host.
 //!
 //! Promises
-//! * The file has mode 0600, in a directory with mode 0700: only the user and root can read it. A file of another
-//!   owner, kind or mode is not believed ([`firn_hosts::own`]).
-//! * It is put in its place whole; an agent removes only its own.
+//! * The file has mode 0600, in a directory with mode 0700, so only the user and root can read it. A file of another
+//!   owner, kind or mode is refused ([`firn_hosts::own`]).
+//! * The file appears and changes by a rename, so a reader always sees a whole one.
+//! * An agent removes only a file with its own key.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -16,67 +19,67 @@ use serde::{Deserialize, Serialize};
 
 use crate::auth::Key;
 
-/// Bytes of the longest file: what ours have, several times.
+/// Bytes of the longest file that is read. Agents write a fraction of it.
 const FILE_BYTES_MAX: usize = 4096;
-/// What the names of the files begin with.
+/// Prefix of the names of these files.
 const FILE_PREFIX: &str = "agent-";
-/// What the name of a file ends with until it is whole (`firn_hosts::own::new_name`). A host that ends so would be taken
-/// for the record of another one that is being written.
-const UNFINISHED: &str = ".new";
+/// Suffix of the name of a file that is being written (`firn_hosts::own::new_name`). No host may have such a name,
+/// because its file would look like an unfinished one.
+const UNFINISHED_SUFFIX: &str = ".new";
 /// Bytes of the longest name of a host (POSIX).
 const HOST_BYTES_MAX: usize = 255;
 
-/// Why there is no key.
+/// Why a record cannot be read or written.
 #[derive(Debug, thiserror::Error)]
 pub enum KeyFileError {
-    /// No agent has left one.
+    /// The file does not exist.
     #[error(
         "there is no {}: no agent runs on that host for this backing; start `firn agent` there",
         quoted_path(path)
     )]
     Missing {
-        /// Where it was looked for.
+        /// Path of the file.
         path: PathBuf,
     },
-    /// It is not as it must be, or cannot be read.
+    /// The file has a wrong owner, kind, mode or content, or cannot be read.
     #[error("{}: {why}", quoted_path(path))]
     Unusable {
         /// Path of the file.
         path: PathBuf,
-        /// Why.
+        /// Reason.
         why: String,
     },
-    /// No name for a file.
+    /// The name of the host cannot be part of a file's name.
     #[error(
         "`{host}` is no name of a host: that has letters, digits, `.`, `-` and `_`, does not end in `.new`, and is not `.` or `..`"
     )]
     Host {
-        /// As given.
+        /// The refused name.
         host: String,
     },
 }
 
 impl KeyFileError {
-    /// Whether there may be one later.
+    /// Whether the file does not exist, so that a later try may find it.
     pub fn is_missing(&self) -> bool {
         matches!(self, Self::Missing { .. })
     }
 }
 
-/// What is in a key file.
+/// The content of an agent's record.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KeyFile {
-    /// Where the agent listens, as `ADDRESS:PORT` or `NAME:PORT`.
+    /// Address of the agent, as `ADDRESS:PORT` or `NAME:PORT`.
     pub address: String,
-    /// Its key.
+    /// Key of the agent.
     pub key: Key,
-    /// The host that has copies of what that host holds, or had them when it was lost.
+    /// The partner: the host that has, or last had, copies of the files that the agent's host holds.
     pub partner: Option<String>,
-    /// Hosts that were the partner before, as long as the partner may not have all that they have.
+    /// Former partners that may have copies which the partner does not have yet.
     pub formers: Vec<String>,
 }
 
-/// The stored form of the file.
+/// The content of the file as JSON.
 #[derive(Serialize, Deserialize)]
 struct Stored {
     address: String,
@@ -87,11 +90,11 @@ struct Stored {
     formers: Vec<String>,
 }
 
-/// Whether `host` may be the name of a file, or a part of it, and is not what a record is called until it is whole.
+/// Checks whether the name of a host can be part of a file's name and does not look like an unfinished record.
 pub fn check_host(host: &str) -> Result<(), KeyFileError> {
-    let is_good = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
+    let is_allowed = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
     let is_name = firn_trust::is_component(host.as_bytes()) && host.len() <= HOST_BYTES_MAX;
-    if !is_name || !host.chars().all(is_good) || host.ends_with(UNFINISHED) {
+    if !is_name || !host.chars().all(is_allowed) || host.ends_with(UNFINISHED_SUFFIX) {
         return Err(KeyFileError::Host { host: host.into() });
     }
     Ok(())
@@ -103,7 +106,7 @@ fn file_name(host: &str) -> Result<String, KeyFileError> {
 }
 
 impl KeyFile {
-    /// Leaves it for pullers.
+    /// Writes the record of the agent on `host`. It replaces an earlier one.
     pub fn store(&self, backing: &Path, host: &str) -> Result<(), KeyFileError> {
         let name = file_name(host)?;
         let stored = Stored {
@@ -113,19 +116,19 @@ impl KeyFile {
             formers: self.formers.clone(),
         };
         let bytes = serde_json::to_vec(&stored).expect("it is plain JSON");
-        let done = || -> Result<(), OwnError> {
-            let base = open(backing)?;
+        let write = || -> Result<(), OwnError> {
+            let base = open_backing(backing)?;
             let top = own::dir(&base, &base.root(), TOP)?;
             Ok(own::store(&base, &top, &name, &bytes)?)
         };
-        done().map_err(unusable(backing, &name))
+        write().map_err(unusable(backing, &name))
     }
 
-    /// Loads the file of the agent on `host`.
+    /// Reads the record of the agent on `host` from the backing.
     pub fn load(backing: &Path, host: &str) -> Result<Self, KeyFileError> {
         let name = file_name(host)?;
         let read = || -> Result<Option<Vec<u8>>, OwnError> {
-            let base = open(backing)?;
+            let base = open_backing(backing)?;
             match own::find_dir(&base, &base.root(), TOP)? {
                 Some((top, _)) => own::load(&base, &top, &name),
                 None => Ok(None),
@@ -141,7 +144,7 @@ impl KeyFile {
         }
     }
 
-    /// Loads a copy of the file from a path that the user chose.
+    /// Reads a copy of a record from a path that the user has chosen.
     pub fn load_from(path: &Path) -> Result<Self, KeyFileError> {
         let flags = rustix::fs::OFlags::RDONLY;
         let file = match firn_trust::open_private_file(rustix::fs::CWD, path, flags) {
@@ -166,13 +169,14 @@ impl KeyFile {
         Self::parse(&bytes[..count]).ok_or_else(|| garbled(path))
     }
 
+    /// Parses the content of a file. Returns `None` if no agent writes such a content.
     fn parse(bytes: &[u8]) -> Option<Self> {
         if bytes.len() >= FILE_BYTES_MAX {
             return None;
         }
         let stored: Stored = serde_json::from_slice(bytes).ok()?;
-        let mut named = stored.partner.iter().chain(&stored.formers);
-        if named.any(|host| check_host(host).is_err()) {
+        let mut hosts = stored.partner.iter().chain(&stored.formers);
+        if hosts.any(|host| check_host(host).is_err()) {
             return None;
         }
         Some(Self {
@@ -183,15 +187,15 @@ impl KeyFile {
         })
     }
 
-    /// Hosts that have copies of what that host holds, or may have: first the one that has the newest.
+    /// Hosts that may have partner copies of this host's files. The first one has the newest.
     pub fn holders(&self) -> impl Iterator<Item = &String> {
         self.partner.iter().chain(&self.formers)
     }
 
-    /// Hosts with a record in a backing, believed or not.
+    /// Lists the hosts with a record in a backing, by the names of the files. The records are not read.
     pub fn list_hosts(backing: &Path) -> Result<Vec<String>, KeyFileError> {
         let list = || -> Result<Vec<String>, OwnError> {
-            let base = open(backing)?;
+            let base = open_backing(backing)?;
             let Some((top, _)) = own::find_dir(&base, &base.root(), TOP)? else {
                 return Ok(Vec::new());
             };
@@ -206,24 +210,24 @@ impl KeyFile {
         list().map_err(unusable(backing, ""))
     }
 
-    /// Removes it, where it is still this one.
+    /// Removes the record of `host` if it has this key. Another agent may have replaced it, and its record stays.
     pub fn remove(&self, backing: &Path, host: &str) -> Result<(), KeyFileError> {
         if !Self::load(backing, host).is_ok_and(|stored| stored.key == self.key) {
             return Ok(());
         }
         let name = file_name(host)?;
-        let done = || -> Result<(), OwnError> {
-            let base = open(backing)?;
+        let remove = || -> Result<(), OwnError> {
+            let base = open_backing(backing)?;
             if let Some((top, _)) = own::find_dir(&base, &base.root(), TOP)? {
                 base.unlink(&top, OsStr::new(&name))?;
             }
             Ok(())
         };
-        done().map_err(unusable(backing, &name))
+        remove().map_err(unusable(backing, &name))
     }
 }
 
-fn open(backing: &Path) -> Result<DirBacking, firn_backing::Errno> {
+fn open_backing(backing: &Path) -> Result<DirBacking, firn_backing::Errno> {
     DirBacking::open(backing).map_err(|error| {
         firn_backing::Errno::from_io_error(&error).unwrap_or(firn_backing::Errno::IO)
     })
@@ -236,6 +240,7 @@ fn unusable<'a>(backing: &'a Path, name: &'a str) -> impl Fn(OwnError) -> KeyFil
     }
 }
 
+/// Makes the error of a file with a content that no agent writes.
 fn garbled(path: &Path) -> KeyFileError {
     KeyFileError::Unusable {
         path: path.into(),
@@ -270,7 +275,7 @@ mod tests {
         );
         assert_eq!(KeyFile::load(backing.path(), "n1").unwrap(), first);
         assert_eq!(KeyFile::load_from(&path).unwrap(), first);
-        // A search for copies finds the partner; the record stays this agent's.
+        // The record with a partner replaces the one without.
         let partnered = KeyFile {
             partner: Some("n2".into()),
             formers: vec!["n3".into()],
@@ -292,12 +297,12 @@ mod tests {
     }
 
     #[test]
-    fn regression_a_record_that_is_not_whole_is_no_host() {
+    fn regression_an_unfinished_record_is_not_listed_as_a_host() {
         let backing = tempfile::tempdir().unwrap();
         key_file().store(backing.path(), "n1").unwrap();
-        let whole = backing.path().join(".firn/agent-n1");
+        let finished = backing.path().join(".firn/agent-n1");
         let unfinished = backing.path().join(".firn").join(own::new_name("agent-n1"));
-        std::fs::copy(whole, unfinished).unwrap();
+        std::fs::copy(finished, unfinished).unwrap();
         assert_eq!(KeyFile::list_hosts(backing.path()).unwrap(), ["n1"]);
     }
 
@@ -322,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn garbage_is_no_key_file_and_a_path_no_host() {
+    fn a_garbled_record_and_a_name_that_is_no_host_are_refused() {
         let backing = tempfile::tempdir().unwrap();
         key_file().store(backing.path(), "n1").unwrap();
         let path = backing.path().join(".firn/agent-n1");

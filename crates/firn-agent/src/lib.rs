@@ -1,26 +1,28 @@
-//! Checkpoints leave a host without their writer (CRUISE, section 4.6).
+//! Copies held files from one host to another, without help of the process that wrote them (CRUISE, section 4.6).
 //!
 //! ```text
 //!   source host                                    target host
 //!   firnd ◄─ chunk lists ─ agent ══ Transport ══ puller ─► staging directory ─ rename ─► DIR
-//!   arena ───────── sendfile ──┘                    └─ writes behind, on threads
+//!   arena ───────── sendfile ──┘                    └─ threads that write blocks to the disk
 //! ```
 //!
-//! The *agent* ([`Agent`]) is an ordinary client of firnd: it maps the arena for reading, holds chunk lists of what it
-//! is asked for and may be killed at any time. The *puller* ([`pull()`]) asks, checks and writes. A *follower* pulls what
-//! becomes complete, again and again: for `firn pull --follow` ([`follow()`]), and as the partner of another host.
+//! The *agent* ([`Agent`]) is an ordinary client of firnd. It maps the arena for reading and holds chunk lists of the
+//! requested files. It may be killed at any time. The *puller* ([`pull()`]) requests files, checks them and writes
+//! them. A *follower* pulls checkpoints as they become complete: for `firn pull --follow` ([`follow()`]), and as the
+//! partner of another host.
 //!
 //! Promises
-//! * What a pull leaves under its name is whole: every byte was authenticated, every file was checked against its
+//! * A copy is complete when it gets its name. Each byte was authenticated, each file was checked against its chunk
 //!   list after its last byte was read, and the name appears by one rename.
-//! * Neither side believes a peer without the key. Until the peer has shown it, an agent takes at most
-//!   [`message::HANDSHAKE_BYTES_MAX`] bytes and [`server::HANDSHAKE_LIMIT`] from any peer.
-//! * Whatever an agent says, a puller takes bounded memory for it, and gives up what does not go on.
-//! * What an agent holds of the arena ends with the connection for which it holds it, and is bounded
-//!   ([`holds::Holds`]). Nothing is queued: a request is answered before the next one is read.
+//! * Neither side accepts a peer without the key. An agent reads frames of at most [`message::HANDSHAKE_BYTES_MAX`]
+//!   bytes from such a peer, for at most [`server::HANDSHAKE_LIMIT`].
+//! * The memory that a puller takes for an agent is bounded whatever the agent sends. A pull without progress is given
+//!   up.
+//! * The memory that an agent holds of the arena is bounded ([`holds::Holds`]), and is released when the connection
+//!   ends that it is held for. An agent queues nothing: it answers a request before it reads the next one.
 //! * No writer waits for an agent.
 //!
-//! Protocol, crash behaviour, authentication: docs/internals/agent.md.
+//! Protocol, crash behaviour and authentication: docs/internals/agent.md.
 
 mod auth;
 mod block_mac;
@@ -31,13 +33,14 @@ mod encryption;
 mod error;
 mod exposure;
 mod follow;
-mod given;
+
 pub mod holds;
 mod key_file;
 mod link;
 pub mod message;
 mod munge;
 pub mod ofi;
+mod origin;
 mod partner;
 mod peer;
 mod pull;

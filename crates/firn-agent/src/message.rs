@@ -1,18 +1,20 @@
-//! Messages between puller and agent: frames of a length and JSON.
+//! Messages between puller and agent.
 //!
-//! A frame is its length in 4 bytes, the most significant first, and a [`Request`] or [`Reply`] as JSON. After a
-//! [`Reply::Bytes`] that many bytes follow. The agent answers requests in their order, each with one final
-//! reply; only [`Request::List`], [`Request::ListHeld`], [`Request::Read`] and [`Request::Place`] have others before it.
+//! A message travels as a *frame*: its length in 4 bytes, most significant first, and then a [`Request`] or [`Reply`]
+//! as JSON. The bytes that a [`Reply::Bytes`] announces follow its frame.
 //!
-//! [`Request::Hello`], [`Reply::Welcome`] and [`Reply::Rejected`] go in the clear, all other frames encrypted and
-//! authenticated (`crate::auth`). Bytes of files are either encrypted as well, or go as they are and have a
-//! [`BlockMac`] in the frame that ends their answer.
+//! The agent answers requests in their order. Each answer ends with one final reply. Only [`Request::List`],
+//! [`Request::ListHeld`], [`Request::Read`] and [`Request::Place`] have partial replies before it.
+//!
+//! [`Request::Hello`], [`Reply::Welcome`] and [`Reply::Rejected`] are sent in the clear. All other frames are encrypted
+//! and authenticated (`crate::auth`). Bytes of files are encrypted too, or they are plain and the final reply has their
+//! [`BlockMac`].
 //!
 //! Invariants
-//! * A frame has at most [`FRAME_BYTES_MAX`] bytes, before the handshake is over [`HANDSHAKE_BYTES_MAX`]: looked at
-//!   before memory is taken for it.
-//! * A list has at most [`ENTRIES_MAX`] entries, whose names have at most [`LIST_NAME_BYTES_MAX`] bytes.
-//! * A block has at most [`BLOCK_BYTES`] bytes, and is the unit of requests, checksums and comparisons.
+//! * A frame has at most [`FRAME_BYTES_MAX`] bytes, and at most [`HANDSHAKE_BYTES_MAX`] before the end of the
+//!   handshake. The length is checked before memory is taken for the frame.
+//! * A list has at most [`ENTRIES_MAX`] entries, and at most [`LIST_NAME_BYTES_MAX`] bytes of names.
+//! * A block has at most [`BLOCK_BYTES`] bytes. It is the unit of requests, checksums and comparisons.
 
 use std::net::SocketAddr;
 
@@ -23,288 +25,292 @@ use serde::{Deserialize, Serialize};
 use crate::block_mac::BlockMac;
 use crate::encryption::Encryption;
 
-/// Version of this protocol; an agent and a puller of different ones do not work together.
+/// Version of this protocol. An agent and a puller of different versions refuse each other.
 pub const PROTOCOL_VERSION: u32 = 6;
-/// Bytes of the longest frame: an entry with a path and a link target of 4 KiB each, every byte of them escaped.
+/// Bytes of the longest frame. An entry with a path and a link target of 4 KiB each fits, even if every byte is
+/// escaped.
 pub const FRAME_BYTES_MAX: usize = 64 << 10;
-/// Bytes of the longest frame from a peer that has not shown the key yet.
+/// Bytes of the longest frame from a peer that has not proved yet that it has the key.
 pub const HANDSHAKE_BYTES_MAX: usize = 1024;
-/// Bytes of a block: it is written while it is still in the processor's cache, and larger ones gained nothing.
+/// Bytes of a block. A block of this size is written while it is still in the processor's cache; larger ones gained
+/// nothing.
 pub const BLOCK_BYTES: u64 = 1 << 20;
-/// Staging buffers of a block each, for what a puller reads by itself and is not in memory. A puller names the one that
-/// is to be used, and none of which it has not read all.
+/// Number of staging buffers of an agent, of one block each. The agent copies bytes into them that a puller reads by
+/// libfabric and that are not in memory. The puller names the buffer for each request, and reuses a buffer only after
+/// it has read it.
 pub const STAGING_BUFFERS: u64 = 16;
-/// Bytes of the longest path in a message, and of the longest target of a link.
+/// Bytes of the longest path in a message, and of the longest link target.
 pub const PATH_BYTES_MAX: usize = 4096;
-/// Entries of the largest tree that is listed.
+/// Maximum number of entries of a list.
 pub const ENTRIES_MAX: usize = 1 << 20;
-/// Bytes of all paths and link targets of a list: 256 for each entry of the largest one, which both sides have in memory.
+/// Maximum number of bytes of all paths and link targets of a list: 256 for each of [`ENTRIES_MAX`] entries. Both sides
+/// have a whole list in memory.
 pub const LIST_NAME_BYTES_MAX: usize = 256 << 20;
 
 const PAGE_BYTES: u64 = 4096;
 
 /// An ephemeral public key (Curve25519).
 pub type PublicKey = [u8; 32];
-/// The tag of a message of the handshake.
+/// The authentication tag of a handshake message.
 pub type Tag = [u8; 16];
 
-/// What a puller asks.
+/// A request of a puller, or of a host that looks for a partner.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "request")]
 pub enum Request {
     /// The first message of a connection.
     Hello(Hello),
-    /// The end of the handshake, the first message that is encrypted: it shows that the hello is not a recorded one
-    /// that is replayed. Has no answer.
+    /// Ends the handshake. It is the first encrypted message, so it proves that the hello was not replayed from a
+    /// record. It has no reply.
     Ready,
-    /// What is at and below a path.
+    /// Lists everything at and below a path.
     List {
-        /// As the source host names it; empty: the mount of the agent.
+        /// Path on the source host; empty means the mount that the agent serves.
         path: BytePath,
     },
-    /// The files at and below a path that firnd holds, and the directories that lead to them.
+    /// Lists the files at and below a path that firnd holds, and the directories above them.
     ListHeld {
-        /// Path below the mount point; empty: all of it.
+        /// Path relative to the mount point; empty means the whole mount.
         path: BytePath,
     },
-    /// Be the partner of a host that has left its record in the same backing.
+    /// Asks this agent to become the partner of a host, whose record is in the same backing.
     Adopt {
-        /// Its name.
+        /// Name of the host that wants a partner.
         host: String,
     },
-    /// This connection is the partner's: what it marks counts until it ends.
+    /// Makes this connection that of a partner. The partner's marks count until the connection ends.
     Follow {
         /// Name of the partner.
         host: String,
     },
-    /// On a connection that follows: there is a copy of a file.
+    /// Says that the partner has a copy of a file. It is allowed after [`Request::Follow`] only.
     Mark {
-        /// Path below the mount point.
+        /// Path relative to the mount point.
         path: BytePath,
-        /// [`Held::changes`] of what was copied.
+        /// [`Held::changes`] of the copied file.
         changes: u64,
     },
-    /// On a connection that follows: what people should know of the partner.
+    /// Sets the note about the partner in the status. It is allowed after [`Request::Follow`] only.
     Note {
-        /// Empty: nothing.
+        /// Text for people; empty means no note.
         text: String,
     },
-    /// On a connection that follows: the partner lives.
+    /// Shows that the partner is alive. It is allowed after [`Request::Follow`] only.
     Beat,
-    /// Hold a file, as it is now.
+    /// Holds a file as it is now.
     Open {
-        /// The number by which the puller means it from now on.
+        /// Number of the file in later requests, chosen by the puller.
         file: u32,
-        /// Path below the mount point.
+        /// Path relative to the mount point.
         path: BytePath,
     },
-    /// Bytes of a file that is held.
+    /// Asks for bytes of a held file.
     Read {
         /// Number of the file.
         file: u32,
-        /// Bytes from its start.
+        /// Bytes from the start of the file.
         offset: u64,
-        /// Length; at most [`BLOCK_BYTES`].
+        /// Number of bytes; at most [`BLOCK_BYTES`].
         bytes: u64,
     },
-    /// Let this puller read memory by itself, until it lists again.
+    /// Asks for the right to read memory by libfabric, until the next list.
     Expose {
         /// Providers of libfabric that the puller has, the best first.
         providers: Vec<String>,
-        /// Whether answers to [`Request::Place`] have a [`BlockMac`].
+        /// Whether answers to [`Request::Place`] are to have a [`BlockMac`].
         sums: bool,
     },
-    /// Where bytes of a file are that is held, for a puller that reads them by itself.
+    /// Asks where bytes of a held file are, so that the puller can read them by libfabric.
     Place {
         /// Number of the file.
         file: u32,
-        /// Bytes from its start.
+        /// Bytes from the start of the file.
         offset: u64,
-        /// Length; at most [`BLOCK_BYTES`].
+        /// Number of bytes; at most [`BLOCK_BYTES`].
         bytes: u64,
-        /// Staging buffer for what is not in memory, below [`STAGING_BUFFERS`].
+        /// Index of the staging buffer for bytes that are not in memory; less than [`STAGING_BUFFERS`].
         buffer: u32,
     },
-    /// A checksum that tells whether the puller has these bytes already.
+    /// Asks for the checksum of bytes that the puller may have already.
     Sum {
         /// Number of the file.
         file: u32,
-        /// Bytes from its start.
+        /// Bytes from the start of the file.
         offset: u64,
-        /// Length; at most [`BLOCK_BYTES`].
+        /// Number of bytes; at most [`BLOCK_BYTES`].
         bytes: u64,
     },
-    /// Whether all that was read of a file so far is the file.
+    /// Asks whether the bytes that were read of a file so far are one state of the file.
     Check {
         /// Number of the file.
         file: u32,
     },
-    /// Let go of a file.
+    /// Releases a held file.
     Release {
         /// Number of the file.
         file: u32,
     },
 }
 
-/// What an agent answers.
+/// A reply of an agent.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "reply")]
 pub enum Reply {
-    /// Answer to [`Request::Hello`]: the agent has the key, too.
+    /// Answers [`Request::Hello`]: the puller has the right key, and this message proves that the agent has it too.
     Welcome {
         /// [`PROTOCOL_VERSION`] of the agent.
         protocol: u32,
-        /// The agent's message of the handshake, in hexadecimal digits; in it, encrypted, an
-        /// `crate::auth::Agreement`.
+        /// The agent's handshake message in hexadecimal digits. Its encrypted payload is a `crate::auth::Agreement`.
         handshake: String,
     },
-    /// The other answer to [`Request::Hello`]; the connection ends.
+    /// Answers [`Request::Hello`] of a puller that is not let in. The connection ends.
     Rejected {
         /// [`PROTOCOL_VERSION`] of the agent.
         protocol: u32,
-        /// Why.
+        /// Reason of the refusal.
         reason: Rejection,
     },
-    /// Not the end: a part of the answer to [`Request::List`].
+    /// Partial answer to [`Request::List`] and [`Request::ListHeld`].
     Entries {
-        /// Parents before what is in them.
+        /// Entries; a directory comes before the entries in it.
         entries: Vec<Entry>,
     },
-    /// The end of the answer to [`Request::List`].
+    /// Ends the answer to [`Request::List`] and [`Request::ListHeld`].
     Listed {
-        /// What was listed, below the mount point.
+        /// The listed path, relative to the mount point.
         path: BytePath,
     },
-    /// Answer to [`Request::Open`].
+    /// Answers [`Request::Open`].
     Opened {
-        /// Bytes of the file.
+        /// Size of the file.
         bytes: u64,
-        /// [`Held::changes`] of what is held now; none: it is a copy.
+        /// [`Held::changes`] of the file as it is held; `None` for a partner copy.
         changes: Option<u64>,
     },
-    /// Not the end: this many bytes of the answer to [`Request::Read`] follow.
+    /// Partial answer to [`Request::Read`]: bytes of the file follow this frame.
     Bytes {
-        /// How many.
+        /// Number of bytes that follow.
         bytes: u64,
     },
-    /// Not the end: this many bytes of the answer to [`Request::Read`] are zeros, and do not follow.
+    /// Partial answer to [`Request::Read`] and [`Request::Place`]: the next bytes are zeros and are not sent.
     Zeros {
-        /// How many.
+        /// Number of zeros.
         bytes: u64,
     },
-    /// The end of the answer to [`Request::Read`]; there are fewer bytes than were asked for where the file ends.
+    /// Ends the answer to [`Request::Read`]. If the file ends in the requested range, fewer bytes came before.
     End {
-        /// Of the bytes that followed a [`Reply::Bytes`]; none where they are encrypted.
+        /// MAC of all bytes that followed a [`Reply::Bytes`]; `None` if they were encrypted.
         mac: Option<BlockMac>,
     },
-    /// Answer to [`Request::Expose`].
+    /// Answers [`Request::Expose`].
     Exposed(Exposed),
-    /// Not the end: this many bytes of the answer to [`Request::Place`] are in the data region.
+    /// Partial answer to [`Request::Place`]: the next bytes are in the data region.
     InMemory {
-        /// From its start.
+        /// Offset from the start of the data region.
         at: u64,
-        /// How many.
+        /// Number of bytes.
         bytes: u64,
     },
-    /// The bytes are in the staging buffers.
+    /// Partial answer to [`Request::Place`]: the next bytes are in a staging buffer.
     Staged {
-        /// From the start of the first one.
+        /// Offset from the start of the first staging buffer.
         at: u64,
-        /// How many.
+        /// Number of bytes.
         bytes: u64,
     },
-    /// The end of the answer to [`Request::Place`].
+    /// Ends the answer to [`Request::Place`].
     Placed {
-        /// Of the bytes in memory and in the staging buffers; none where the puller wanted none.
+        /// MAC of the bytes in memory and in staging buffers; `None` if the puller asked for no MACs.
         mac: Option<BlockMac>,
     },
-    /// Answer to [`Request::Sum`].
+    /// Answers [`Request::Sum`].
     Sum {
-        /// Bytes that it is of; fewer than were asked for where the file ends.
+        /// Number of bytes in the sum. If the file ends in the requested range, it is less than requested.
         bytes: u64,
-        /// XXH3 of them, 128 bits in hexadecimal digits.
+        /// XXH3 of the bytes: 128 bits in hexadecimal digits.
         xxh3: String,
     },
-    /// Answer to [`Request::Check`].
+    /// Answers [`Request::Check`].
     Checked {
-        /// The file was changed through the mount since it was opened, or may have been.
+        /// Whether the file was changed through the mount since it was opened, or may have been.
         changed: bool,
-        /// What was read is all the same the file as it was when it was opened.
+        /// Whether the bytes that were read are the file as it was opened, even if it was changed.
         snapshot: bool,
     },
-    /// Answer to [`Request::Follow`].
+    /// Answers [`Request::Follow`].
     Following {
-        /// The firnd that counts the changes.
+        /// Incarnation of the firnd that counts the changes.
         incarnation: String,
-        /// Its arena.
+        /// Identity of its arena.
         arena: String,
     },
-    /// Done.
+    /// The request was carried out.
     Done,
-    /// Answer to [`Request::Open`]: the agent holds as much as it may. Release something, or ask later.
+    /// Answers [`Request::Open`]: the agent holds as many bytes as it may. The puller releases a file or asks later.
     Full,
-    /// Failed.
+    /// The request failed.
     Error {
         /// What a puller may do about it.
         kind: ErrorKind,
-        /// What happened and what to do.
+        /// What happened and what a user can do.
         message: String,
     },
 }
 
-/// What a puller begins with.
+/// The first message of a puller.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hello {
     /// [`PROTOCOL_VERSION`] of the puller.
     pub protocol: u32,
-    /// The puller's ephemeral key. Up to version 4 a random number had this place, so that agents of those versions
-    /// answer with theirs.
+    /// The puller's ephemeral key. Up to version 4 this field was a random number. Its name is kept so that agents of
+    /// those versions can read the hello and answer with their version.
     pub nonce: PublicKey,
-    /// Of the first message of the handshake: the puller has the key.
+    /// Tag of the first handshake message, which proves that the puller has the key.
     pub tag: Tag,
-    /// The puller's wish.
+    /// Whether the puller requires, allows or refuses the encryption of files' bytes.
     pub encryption: Encryption,
-    /// The puller's end of the connection as it sees it; none over pipes.
+    /// The puller's own address as the puller sees it; `None` over pipes.
     pub here: Option<SocketAddr>,
-    /// Address of the agent.
+    /// The agent's address as the puller sees it; `None` over pipes.
     pub there: Option<SocketAddr>,
-    /// What MUNGE says of the puller, with the key in it ([`crate::Munge`]). None: both have one already.
+    /// A MUNGE credential of the puller's user with the key in it ([`crate::Munge`]). `None` if both sides have the
+    /// key.
     pub credential: Option<String>,
 }
 
-/// Why an agent does not let a puller in.
+/// Reason why an agent does not let a puller in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Rejection {
-    /// It speaks another version.
+    /// The puller speaks another version of the protocol.
     Version,
-    /// The agent takes no [`Hello::credential`].
+    /// The agent accepts no [`Hello::credential`].
     Munge,
-    /// The key, or the credential, is wrong.
+    /// The key or the credential is wrong.
     Key,
 }
 
-/// Where a puller reads by itself.
+/// The agent's endpoint and the memory that a puller may read by libfabric.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Exposed {
-    /// The provider of libfabric.
+    /// Name of the provider of libfabric.
     pub provider: String,
-    /// Of the agent's endpoint, as the provider writes it.
+    /// Address of the agent's endpoint, in the provider's format.
     pub address: Vec<u8>,
-    /// The data region.
+    /// The data region of the arena.
     pub arena: ExposedRegion,
-    /// The staging buffers, one after the other.
+    /// All staging buffers, one after the other.
     pub staging: ExposedRegion,
 }
 
-/// Memory of the agent.
+/// A region of the agent's memory that a puller may read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ExposedRegion {
-    /// The right to read it.
+    /// Key that libfabric asks for in each read.
     pub key: u64,
-    /// What its first byte is called.
+    /// Address of the first byte in reads: a virtual address or 0, as the provider wants it.
     pub base: u64,
-    /// How many bytes it has.
+    /// Size of the region.
     pub bytes: u64,
 }
 
@@ -312,43 +318,43 @@ pub struct ExposedRegion {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ErrorKind {
-    /// What is held does not hold any more, or the mount cannot be asked now: connect again.
+    /// A held file is not what it was, or the mount does not answer now. The puller connects again.
     Stale,
-    /// There is no such file.
+    /// The file does not exist.
     Missing,
-    /// Trying again is no use.
+    /// Another try would fail too.
     Refused,
 }
 
-/// Something at or below the path that was listed.
+/// A file or directory at or below the listed path.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Entry {
-    /// Path below the one that was listed; empty: that itself.
+    /// Path relative to the listed path; empty for the listed path itself.
     pub path: BytePath,
-    /// What it is.
+    /// Kind of the file.
     pub kind: EntryKind,
     /// Permission bits.
     pub mode: u32,
-    /// Seconds of its modification time.
+    /// Seconds of the modification time.
     pub mtime_s: i64,
     /// Nanoseconds of the modification time.
     pub mtime_ns: u32,
-    /// What firnd says of a file in a list of held ones.
+    /// State of a held file. Only [`Request::ListHeld`] asks for it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub held: Option<Held>,
 }
 
-/// What firnd says of a file that it holds.
+/// State of a file that firnd holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Held {
-    /// Another number after each change of its bytes or its length, as long as the same firnd runs.
+    /// Number of changes of the file's bytes or length. It is different after each change while the same firnd runs.
     pub changes: u64,
-    /// The partner is known to have it.
+    /// Whether the partner has marked a copy of this state.
     pub partnered: bool,
 }
 
 impl Entry {
-    /// A directory that is listed itself.
+    /// Makes the entry of a listed directory itself.
     pub(crate) fn directory() -> Self {
         Self {
             path: BytePath::default(),
@@ -360,12 +366,12 @@ impl Entry {
         }
     }
 
-    /// Bytes of its path and of the target of a link.
+    /// Length of the path and of a link's target.
     pub(crate) fn name_bytes(&self) -> usize {
         self.path.as_bytes().len() + self.target_bytes()
     }
 
-    /// Bytes of the target of a link.
+    /// Length of a link's target; 0 for other kinds.
     pub(crate) fn target_bytes(&self) -> usize {
         match &self.kind {
             EntryKind::Link { target } => target.as_bytes().len(),
@@ -373,7 +379,7 @@ impl Entry {
         }
     }
 
-    /// Bytes of memory that a copy of it takes: whole pages, and what the kernel has of each name.
+    /// Bytes of memory that a copy takes: whole pages for its bytes, and one page for the kernel's own records.
     pub(crate) fn stored_bytes(&self) -> u64 {
         let bytes = match self.kind {
             EntryKind::File { bytes, .. } => bytes,
@@ -383,25 +389,26 @@ impl Entry {
         pages.unwrap_or(bytes).saturating_add(PAGE_BYTES)
     }
 
-    /// Makes a file one that is open for writing.
-    pub(crate) fn reopen(&mut self) {
+    /// Lists a file as open for writing, so that no follower copies it.
+    pub(crate) fn mark_open(&mut self) {
         if let EntryKind::File { ending, .. } = &mut self.kind {
             *ending = Ending::Open;
         }
     }
 
+    /// Number of changes of a held file.
     pub(crate) fn changes(&self) -> Option<u64> {
         self.held.map(|held| held.changes)
     }
 
-    /// Whether the file has other changes than it was listed with.
+    /// Whether the number of changes differs from the listed one. It is false if either number is unknown.
     pub(crate) fn is_older_than(&self, changes: Option<u64>) -> bool {
-        let listed = self.changes().zip(changes);
-        listed.is_some_and(|(listed, now)| listed != now)
+        let both = self.changes().zip(changes);
+        both.is_some_and(|(listed, current)| listed != current)
     }
 }
 
-/// What an [`Entry`] is.
+/// Kind of an [`Entry`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "kind")]
 pub enum EntryKind {
@@ -409,14 +416,14 @@ pub enum EntryKind {
     Directory,
     /// A regular file.
     File {
-        /// Its bytes as far as is known without opening it.
+        /// Size as far as it is known without opening the file.
         bytes: u64,
-        /// Whether its writers closed it.
+        /// Whether the writers of the file have closed it.
         ending: Ending,
     },
     /// A symbolic link.
     Link {
-        /// Where it leads.
+        /// Text of the link.
         target: BytePath,
     },
     /// A pipe, a socket or a device.

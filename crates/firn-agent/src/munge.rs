@@ -1,20 +1,20 @@
-//! MUNGE: a daemon of the site that says which user made a credential, on any of its hosts.
+//! Authentication by MUNGE: its daemon munged, on each host of a site, attests which user made a credential.
 //!
 //! ```text
-//!   puller:  new key ─► munge --restrict-uid=SELF ─► credential, in its hello
-//!   agent:   credential ─► unmunge ─► key, if its user made it and it was not used before
+//!   puller:  new key ─► munge --restrict-uid=SELF ─► credential, in the hello
+//!   agent:   credential ─► unmunge ─► key, if this user made the credential and it was not used before
 //! ```
 //!
-//! The handshake goes on with that key as with any other. It shows that both sides are the same user: the puller has
-//! made the credential, and the agent was able to open it. The credential is part of the handshake, so it belongs to
-//! this connection: carried to another one, it gives no part in the keys of this one.
+//! The handshake uses this key like any other. A complete handshake shows that both sides are the same user: the puller
+//! could make the credential, and the agent could open it. The credential is part of the handshake. So an attacker that
+//! copies it to another connection gains nothing.
 //!
-//! munge(1) and unmunge(1) are started, and libmunge is not loaded. Where there is a munged there are these programs, a
-//! connection costs two of them once, and no foreign code runs in a process that maps the arena.
+//! The programs munge(1) and unmunge(1) are run in place of loading libmunge. They exist wherever munged does, each
+//! connection runs them once, and no foreign code runs in a process that maps the arena.
 //!
 //! Promises
-//! * A credential of another user, one that was used before or one that is too old opens nothing.
-//! * No call takes longer than its deadline, whatever becomes of munged.
+//! * A credential of another user, a used one and an expired one are refused.
+//! * No call takes longer than its deadline, even if munged hangs.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -26,26 +26,32 @@ use rustix::process::geteuid;
 use crate::auth::Key;
 use crate::error::WireError;
 
-/// Bytes of the longest credential: what a key needs, twice.
+/// Bytes of the longest credential: twice what a credential with a key needs.
 pub(crate) const CREDENTIAL_BYTES_MAX: usize = 512;
-/// Bytes of the longest output of these programs.
+/// Bytes of the longest output of munge(1) and unmunge(1).
 const OUTPUT_BYTES_MAX: usize = 1024;
+/// Exit status of unmunge(1): the credential has expired (munge.h).
+const EMUNGE_CRED_EXPIRED: i32 = 15;
+/// Exit status of unmunge(1): the credential was made in the future.
+const EMUNGE_CRED_REWOUND: i32 = 16;
+/// Exit status of unmunge(1): the credential was used before.
+const EMUNGE_CRED_REPLAYED: i32 = 17;
 
-/// How munged is reached.
+/// Access to the munged of this host.
 #[derive(Clone, Debug, Default)]
 pub struct Munge {
-    /// Its socket, if not where it is by default.
+    /// Socket of munged; `None` means the default one.
     pub socket: Option<PathBuf>,
 }
 
 impl Munge {
-    /// A credential from which only this user learns the key.
-    pub(crate) fn wrap(&self, key: &Key, until: Instant) -> Result<String, WireError> {
+    /// Makes a credential with a key in it, which only processes of this user can open.
+    pub(crate) fn wrap(&self, key: &Key, deadline: Instant) -> Result<String, WireError> {
         let mut command = self.command("munge");
         command.arg(format!("--restrict-uid={}", geteuid().as_raw()));
-        // The cipher is named: a munged may have been built with none as its default.
+        // The cipher is named, because the default of a munged may be no encryption.
         command.args(["--cipher=aes128", "--mac=sha256", "--zip=none"]);
-        let credential = converse(command, key.digits().as_bytes(), until)?;
+        let credential = run_program(command, key.digits().as_bytes(), deadline)?;
         let credential = credential.trim_end();
         if credential.len() > CREDENTIAL_BYTES_MAX {
             return Err(failed("munge", "its credential is too long"));
@@ -53,11 +59,11 @@ impl Munge {
         Ok(credential.to_owned())
     }
 
-    /// The key of a credential that this user made.
-    pub(crate) fn unwrap(&self, credential: &str, until: Instant) -> Result<Key, WireError> {
+    /// Opens a credential and returns its key. A credential of another user is refused.
+    pub(crate) fn unwrap(&self, credential: &str, deadline: Instant) -> Result<Key, WireError> {
         let mut command = self.command("unmunge");
         command.args(["--numeric", "--keys=UID"]);
-        let output = converse(command, credential.as_bytes(), until)?;
+        let output = run_program(command, credential.as_bytes(), deadline)?;
         let (uid, key) = parse(&output).ok_or_else(|| failed("unmunge", "it said nonsense"))?;
         if uid != geteuid().as_raw() {
             return Err(WireError::OtherUser { uid });
@@ -65,6 +71,7 @@ impl Munge {
         Ok(key)
     }
 
+    /// Returns a command of MUNGE with the option for the socket.
     fn command(&self, program: &str) -> Command {
         let mut command = Command::new(program);
         if let Some(socket) = &self.socket {
@@ -74,21 +81,21 @@ impl Munge {
     }
 }
 
-/// `UID:  1000`, an empty line, the payload.
+/// Parses the output of unmunge(1): a line such as `UID:  1000`, an empty line, and the payload.
 fn parse(output: &str) -> Option<(u32, Key)> {
     let (head, payload) = output.split_once("\n\n")?;
     let uid = head.strip_prefix("UID:")?.trim().parse().ok()?;
     Some((uid, Key::from_digits(payload)?))
 }
 
-/// Gives a program its input and takes its output.
-fn converse(command: Command, input: &[u8], until: Instant) -> Result<String, WireError> {
+/// Runs a program with an input. Returns its output, or its error message as an error.
+fn run_program(command: Command, input: &[u8], deadline: Instant) -> Result<String, WireError> {
     let name = command.get_program().to_string_lossy().into_owned();
     let limits = Limits {
         input,
         output_bytes_max: OUTPUT_BYTES_MAX,
         excess: Excess::Refuse,
-        deadline: until,
+        deadline,
     };
     let Ended { status, output } =
         firn_process::run(command, limits).map_err(|error| match error {
@@ -102,24 +109,27 @@ fn converse(command: Command, input: &[u8], until: Instant) -> Result<String, Wi
     if status.success() {
         return Ok(output);
     }
-    // What munged says of a credential that it could open is in the status alone (munge.h).
-    let told = match status.code() {
-        Some(15) => "Expired credential: its time is over, or the clocks of the hosts differ",
-        Some(16) => "Rewound credential: the clocks of the hosts differ",
-        Some(17) => "Replayed credential",
+    // For these three the credential is opened, and only the exit status says what is wrong.
+    let message = match status.code() {
+        Some(EMUNGE_CRED_EXPIRED) => {
+            "Expired credential: its time is over, or the clocks of the hosts differ"
+        }
+        Some(EMUNGE_CRED_REWOUND) => "Rewound credential: the clocks of the hosts differ",
+        Some(EMUNGE_CRED_REPLAYED) => "Replayed credential",
         _ => {
             let mut lines = output.lines();
             let line = lines.find_map(|line| line.split_once("Error: "));
-            line.map_or("it failed without a word", |(_, told)| told)
+            line.map_or("it failed without a word", |(_, message)| message)
         }
     };
-    Err(failed(&name, told))
+    Err(failed(&name, message))
 }
 
-fn failed(program: &str, told: impl Into<String>) -> WireError {
+/// Makes the error of a program that was started and did not succeed.
+fn failed(program: &str, message: impl Into<String>) -> WireError {
     WireError::Munge {
         program: program.into(),
-        told: told.into(),
+        told: message.into(),
     }
 }
 
@@ -130,7 +140,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_a_user_and_a_key_are_taken_from_unmunge() {
+    fn an_output_of_unmunge_is_accepted_only_with_a_user_and_a_key() {
         let digits = Key::random().unwrap().digits();
         let (uid, key) = parse(&format!("UID:             1000\n\n{digits}")).unwrap();
         assert_eq!((uid, key.digits()), (1000, digits.clone()));
@@ -149,19 +159,22 @@ mod tests {
     }
 
     #[test]
-    fn a_program_that_hangs_says_too_much_or_is_not_there_is_an_error_in_time() {
-        let until = Instant::now() + Duration::from_millis(300);
+    fn a_program_that_hangs_writes_too_much_or_is_missing_is_an_error_in_time() {
+        let deadline = Instant::now() + Duration::from_millis(300);
         let mut hangs = Command::new("sleep");
         hangs.arg("1000");
         assert!(matches!(
-            converse(hangs, b"x", until),
+            run_program(hangs, b"x", deadline),
             Err(WireError::Munge { .. })
         ));
-        let until = Instant::now() + Duration::from_secs(60);
-        let endless = converse(Command::new("yes"), b"x", until);
+        let deadline = Instant::now() + Duration::from_secs(60);
+        let endless = run_program(Command::new("yes"), b"x", deadline);
         assert!(matches!(endless, Err(WireError::Munge { .. })));
-        let missing = converse(Command::new("/no/munge"), b"x", until);
+        let missing = run_program(Command::new("/no/munge"), b"x", deadline);
         assert!(matches!(missing, Err(WireError::NoMunge { .. })));
-        assert_eq!(converse(Command::new("cat"), b"x\n", until).unwrap(), "x\n");
+        assert_eq!(
+            run_program(Command::new("cat"), b"x\n", deadline).unwrap(),
+            "x\n"
+        );
     }
 }

@@ -1,20 +1,20 @@
 //! Reads of another host's memory (RDMA) by libfabric.
 //!
-//! libfabric is loaded with dlopen(3) when it is first asked for, so one binary runs where there is none and needs no
-//! headers to be built. What is used of its ABI is declared in [`abi`], and compared with the headers by a test.
+//! libfabric is loaded with dlopen(3) when it is first needed. So the same binary runs on hosts without it, and a build
+//! needs no headers. Module [`abi`] declares the used part of its ABI, and a test compares it with the headers.
 //!
 //! ```text
 //!   exposing host                                   reading host
-//!   Endpoint ── expose(memory) ─► Region ········► Endpoint ── land(buffer, reads) ─► poll() gives the buffer back
-//!       progress(), where the provider has no hardware for it
+//!   Endpoint ── expose(memory) ─► Region ········► Endpoint ── land(buffer, reads) ─► poll() returns the filled buffer
+//!       progress(), if the provider has no hardware that answers reads
 //! ```
 //!
 //! Promises
-//! * Safe to call: memory that is exposed, and buffers that bytes arrive in, live until libfabric has let go of them,
-//!   whatever fails.
-//! * Nothing that another host sends decides where bytes land or how many: a read has the bounds of its buffer. Its
-//!   address is copied into room for the longest one.
-//! * An endpoint that met an error reads no more.
+//! * The API is safe: exposed memory and the buffers of reads live until libfabric no longer uses them, even after
+//!   errors.
+//! * Another host decides neither where bytes are written nor how many. A read stays within its buffer, and the address
+//!   of an endpoint is copied into an array that is longer than any address.
+//! * After an error an endpoint begins no further read.
 
 pub mod abi;
 mod endpoint;

@@ -2,18 +2,21 @@
 //!
 //! ```text
 //!   source host                                          partner host
-//!   ring: which is next? ── Adopt ─────────────────────► agent begins to follow the source
-//!   Follow ◄──────────────────────────────────────────── a connection; marks end when it closes
-//!   firnd: held files ──── ListHeld ───────────────────► a file that is complete and unchanged since the last poll: pull
-//!   firnd: `partnered` ◄── Mark path, changes ────────── the copy is whole
+//!   chooses by the ring ─── Adopt ─────────────────────► agent begins to follow the source
+//!   Follow ◄──────────────────────────────────────────── opens a connection; its marks count until it closes
+//!   firnd: held files ──── ListHeld ───────────────────► pulls what is complete and unchanged since the last round
+//!   firnd: `partnered` ◄── Mark path, changes ────────── has a complete copy
 //! ```
 //!
+//! Modules: `ring` orders the hosts, and `choice` chooses the partner among them. `service` is the state that all
+//! connections of an agent share. `held` follows a source. `copies`, `copy` and `record` store the copies.
+//!
 //! Promises
-//! * A file is marked only after a copy of its directory is complete: made at the same count of changes, and renamed into the
-//!   partner's directory of copies.
-//! * A copy is removed in three cases only: its source, with the same arena, holds nothing of it any more; the source
-//!   has another partner that has copies of all that it holds; or every byte of the copy was found in the backing.
-//! * No writer waits for a partner. A step that fails is tried again, and the status of the source says what is wrong.
+//! * A file is marked only when a complete copy of its directory, made at the same number of changes, has been renamed
+//!   into the partner's directory of copies.
+//! * A copy is removed in three cases only: the source has the same arena and no longer holds the files; the source has
+//!   another partner with copies of all that it holds; or the backing has every byte of the copy.
+//! * No writer waits for a partner. A failed step is tried again, and the status of the source shows the problem.
 
 mod choice;
 mod copies;

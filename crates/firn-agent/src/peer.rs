@@ -1,4 +1,7 @@
-//! The puller's end of a connection, and the ways to an agent.
+//! The puller's end of a connection: connects to an agent, sends requests and receives replies.
+//!
+//! Replies arrive in the order of the requests, and requests may be sent ahead. Whatever an agent sends, a list is
+//! bounded in entries, bytes and time, and an answer in time. An error of the agent becomes a [`PullError`].
 
 use std::io;
 use std::net::{IpAddr, TcpStream, ToSocketAddrs};
@@ -22,76 +25,78 @@ use crate::message::{
 use crate::munge::Munge;
 use crate::transport::Stream;
 
-/// How long an address may take to answer.
-const CONNECT_LIMIT: Duration = Duration::from_secs(5);
-/// How long the handshake may take; an ssh may have to ask for a password.
-const HANDSHAKE_LIMIT: Duration = Duration::from_secs(10);
-const SSH_LIMIT: Duration = Duration::from_secs(120);
-/// How long one answer may take, all of it: a block that comes from a slow backing.
-const ANSWER_LIMIT: Duration = Duration::from_secs(60);
-/// A list may take longer, as long as at least this many bytes of names come a second.
+/// Longest time to connect to one address.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Longest time of a handshake over TCP.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Longest time of a handshake over ssh, which may ask the user for a password.
+const SSH_TIMEOUT: Duration = Duration::from_secs(120);
+/// Longest time of one whole answer, such as a block that comes from a slow backing.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(60);
+/// A list may take longer than [`ANSWER_TIMEOUT`] while at least this many bytes of names arrive per second.
 const LIST_BYTES_PER_S_MIN: usize = 8 << 10;
 
-/// How an agent is reached.
+/// How to reach and authenticate an agent.
 #[derive(Clone, Debug)]
 pub enum Route {
-    /// By what it left in the backing.
+    /// By the agent's record in the backing.
     Backing {
-        /// The backing.
+        /// Path of the backing.
         dir: PathBuf,
-        /// Whether bytes are encrypted on their way.
+        /// Whether bytes of files are encrypted.
         encrypt: Encrypt,
     },
-    /// By a copy of its key file.
+    /// By a copy of the agent's record.
     KeyFile {
         /// Path of the copy.
         path: PathBuf,
-        /// Where it listens, if not where the file says.
+        /// Address of the agent; `None` means the one in the record.
         address: Option<String>,
-        /// Whether bytes are encrypted on their way.
+        /// Whether bytes of files are encrypted.
         encrypt: Encrypt,
     },
-    /// MUNGE identifies both sides.
+    /// By an address; MUNGE authenticates both sides.
     Munge {
-        /// Where the agent listens.
+        /// Address of the agent.
         address: String,
-        /// How munged is reached.
+        /// Access to munged.
         munge: Munge,
-        /// Whether bytes are encrypted on their way.
+        /// Whether bytes of files are encrypted.
         encrypt: Encrypt,
     },
-    /// It is started by ssh and ends with the connection.
+    /// By ssh, which starts an agent for this connection.
     Ssh {
-        /// The program and its arguments before the host.
+        /// The program ssh and its arguments before the host.
         command: Vec<String>,
-        /// What is run there.
+        /// Path or name of the program firn on the source host.
         firn: String,
     },
 }
 
-/// A connection to an agent, with the agent at its other end.
+/// A connection to an agent.
 pub struct Peer {
+    /// Name of the source host, for messages.
     host: String,
-    /// Before the process that carries it: it ends when its pipes are closed.
+    /// The connection. It is dropped before `_ssh`, because ssh ends when its pipes are closed.
     link: Link<Stream>,
-    /// This host's address on the way there; none through ssh.
+    /// This host's address on the connection; `None` over ssh.
     near: Option<IpAddr>,
-    /// When the answer that comes now is late.
-    answer_until: Instant,
-    _ssh: Option<Ssh>,
+    /// Deadline of the answer that is being received.
+    answer_deadline: Instant,
+    _ssh: Option<SshProcess>,
 }
 
-/// What an agent at an address is asked to believe.
+/// How the handshake authenticates both sides.
 #[derive(Clone, Copy)]
-enum Trust<'a> {
+enum Authentication<'a> {
     Key(&'a Key),
     Munge(&'a Munge),
 }
 
-/// A process of ours.
-struct Ssh(Child);
+/// A process of ssh. Dropping it ends the process.
+struct SshProcess(Child);
 
-impl Drop for Ssh {
+impl Drop for SshProcess {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
@@ -101,11 +106,17 @@ impl Drop for Ssh {
 impl Peer {
     /// Connects to the agent on `host`.
     pub fn connect(host: &str, route: &Route) -> Result<Self, PullError> {
-        let bare = host.rsplit('@').next().unwrap_or(host);
+        // ssh takes `user@host`.
+        let bare_host = host.rsplit('@').next().unwrap_or(host);
         match route {
             Route::Backing { dir, encrypt } => {
-                let file = KeyFile::load(dir, bare)?;
-                Self::connect_tcp(bare, &file.address, Trust::Key(&file.key), *encrypt)
+                let file = KeyFile::load(dir, bare_host)?;
+                Self::connect_tcp(
+                    bare_host,
+                    &file.address,
+                    Authentication::Key(&file.key),
+                    *encrypt,
+                )
             }
             Route::KeyFile {
                 path,
@@ -114,13 +125,13 @@ impl Peer {
             } => {
                 let file = KeyFile::load_from(path)?;
                 let address = address.as_ref().unwrap_or(&file.address);
-                Self::connect_tcp(bare, address, Trust::Key(&file.key), *encrypt)
+                Self::connect_tcp(bare_host, address, Authentication::Key(&file.key), *encrypt)
             }
             Route::Munge {
                 address,
                 munge,
                 encrypt,
-            } => Self::connect_tcp(bare, address, Trust::Munge(munge), *encrypt),
+            } => Self::connect_tcp(bare_host, address, Authentication::Munge(munge), *encrypt),
             Route::Ssh { command, firn } => Self::connect_ssh(host, command, firn),
         }
     }
@@ -128,7 +139,7 @@ impl Peer {
     fn connect_tcp(
         host: &str,
         address: &str,
-        trust: Trust<'_>,
+        authentication: Authentication<'_>,
         encrypt: Encrypt,
     ) -> Result<Self, PullError> {
         let failed = |error| PullError::Connect {
@@ -139,13 +150,13 @@ impl Peer {
         let socket = connect_any(address).map_err(failed)?;
         let near = Some(socket.local_addr().map_err(failed)?.ip());
         let side = Side::of_tcp(&socket, encrypt).map_err(failed)?;
-        let (key, munge) = match trust {
-            Trust::Key(key) => (Some(key), None),
-            Trust::Munge(munge) => (None, Some(munge)),
+        let (key, munge) = match authentication {
+            Authentication::Key(key) => (Some(key), None),
+            Authentication::Munge(munge) => (None, Some(munge)),
         };
         let terms = Terms { key, munge, side };
         let stream = Stream::over_tcp(socket).map_err(failed)?;
-        let peer = Self::greet(host, stream, &terms, HANDSHAKE_LIMIT, None)?;
+        let peer = Self::greet(host, stream, &terms, HANDSHAKE_TIMEOUT, None)?;
         Ok(Self { near, ..peer })
     }
 
@@ -164,21 +175,22 @@ impl Peer {
             .map_err(failed)?;
         let input = child.stdout.take().expect("it is a pipe");
         let output = child.stdin.take().expect("it is a pipe");
-        let ssh = Ssh(child);
+        let ssh = SshProcess(child);
         let stream =
             Stream::over_pipes(OwnedFd::from(input), OwnedFd::from(output)).map_err(failed)?;
-        Self::greet(host, stream, &Terms::of_pipes(), SSH_LIMIT, Some(ssh))
+        Self::greet(host, stream, &Terms::of_pipes(), SSH_TIMEOUT, Some(ssh))
     }
 
+    /// Carries out the handshake over a new stream.
     fn greet(
         host: &str,
         stream: Stream,
         terms: &Terms<'_>,
-        limit: Duration,
-        ssh: Option<Ssh>,
+        timeout: Duration,
+        ssh: Option<SshProcess>,
     ) -> Result<Self, PullError> {
         let mut link = Link::over(stream);
-        let greeted = begin_handshake(&mut link, terms, Instant::now() + limit);
+        let greeted = begin_handshake(&mut link, terms, Instant::now() + timeout);
         greeted.map_err(|error| PullError::Wire {
             host: host.into(),
             error,
@@ -187,41 +199,41 @@ impl Peer {
             host: host.into(),
             link,
             near: None,
-            answer_until: Instant::now(),
+            answer_deadline: Instant::now(),
             _ssh: ssh,
         })
     }
 
-    /// The source host, for messages.
+    /// Name of the source host, for messages.
     pub(crate) fn host(&self) -> &str {
         &self.host
     }
 
-    /// Whether all that goes over the connection is encrypted.
+    /// Whether bytes of files are encrypted.
     pub(crate) fn is_encrypted(&self) -> bool {
         self.link.is_encrypted()
     }
 
-    /// This host's address on the way to it; none through ssh.
+    /// This host's address on the connection; `None` over ssh.
     pub(crate) fn near(&self) -> Option<IpAddr> {
         self.near
     }
 
-    /// Sends a request; its answer comes after those to the requests before.
+    /// Sends a request. Its answer comes after the answers to earlier requests.
     pub(crate) fn send(&mut self, request: &Request) -> Result<(), PullError> {
-        let sent = self.link.send(request, Instant::now() + ANSWER_LIMIT);
+        let sent = self.link.send(request, Instant::now() + ANSWER_TIMEOUT);
         sent.map_err(|error| self.broken(error))
     }
 
-    /// The first reply of an answer; an error that the agent tells is one here.
+    /// Receives the first reply of the next answer. A reply that says an error is returned as an error.
     pub(crate) fn receive(&mut self) -> Result<Reply, PullError> {
-        self.answer_until = Instant::now() + ANSWER_LIMIT;
+        self.answer_deadline = Instant::now() + ANSWER_TIMEOUT;
         self.receive_more()
     }
 
-    /// The next reply of the same answer.
+    /// Receives the next reply of the same answer.
     pub(crate) fn receive_more(&mut self) -> Result<Reply, PullError> {
-        match self.link.receive(FRAME_BYTES_MAX, self.answer_until) {
+        match self.link.receive(FRAME_BYTES_MAX, self.answer_deadline) {
             Ok(Reply::Error { kind, message }) => Err(PullError::Remote {
                 host: self.host.clone(),
                 kind,
@@ -232,23 +244,24 @@ impl Peer {
         }
     }
 
-    /// Bytes that follow a [`Reply::Bytes`].
+    /// Receives bytes that a [`Reply::Bytes`] has announced.
     pub(crate) fn receive_bytes(&mut self, into: &mut [u8]) -> Result<(), PullError> {
-        let received = self.link.receive_data(into, self.answer_until);
+        let received = self.link.receive_data(into, self.answer_deadline);
         received.map_err(|error| self.broken(error))
     }
 
-    /// What authenticates the bytes of an answer; none where they are encrypted.
+    /// Returns the hasher for the MAC of an answer; `None` if bytes of files are encrypted.
     pub(crate) fn block_hasher(&self) -> Option<BlockHasher> {
         self.link.block_hasher()
     }
 
-    /// What is at and below a path, parents first, and that path below the mount point.
+    /// Lists everything at and below a path, parents first. Returns the path relative to the mount point, and the list.
     pub(crate) fn list(&mut self, path: &BytePath) -> Result<(BytePath, Vec<Entry>), PullError> {
         self.receive_list(&Request::List { path: path.clone() })
     }
 
-    /// What firnd holds there at and below a path below the mount point, with the directories that lead to it.
+    /// Lists the files that firnd holds at and below a path, which is relative to the mount point, and the directories
+    /// above them.
     pub(crate) fn list_held(
         &mut self,
         path: &BytePath,
@@ -256,32 +269,33 @@ impl Peer {
         self.receive_list(&Request::ListHeld { path: path.clone() })
     }
 
-    /// Bounded in number, names and time, whatever the agent sends.
+    /// Receives a list. Its number of entries, its bytes and its time are bounded, whatever the agent sends.
     fn receive_list(&mut self, request: &Request) -> Result<(BytePath, Vec<Entry>), PullError> {
         self.send(request)?;
-        let mut all = Vec::new();
+        let mut list = Vec::new();
         let mut name_bytes = 0;
         let mut reply = self.receive()?;
-        let begun = Instant::now() + ANSWER_LIMIT;
+        let first_deadline = Instant::now() + ANSWER_TIMEOUT;
         loop {
             match reply {
                 Reply::Entries { entries } => {
                     name_bytes += self.check_entries(&entries)?;
-                    all.extend(entries);
+                    list.extend(entries);
                 }
-                Reply::Listed { path } => return Ok((path, all)),
+                Reply::Listed { path } => return Ok((path, list)),
                 other => return Err(self.out_of_turn(&other)),
             }
-            if all.len() > ENTRIES_MAX || name_bytes > LIST_NAME_BYTES_MAX {
+            if list.len() > ENTRIES_MAX || name_bytes > LIST_NAME_BYTES_MAX {
                 return Err(self.implausible("more files than an agent lists"));
             }
-            self.answer_until =
-                begun + Duration::from_secs((name_bytes / LIST_BYTES_PER_S_MIN) as u64);
+            self.answer_deadline =
+                first_deadline + Duration::from_secs((name_bytes / LIST_BYTES_PER_S_MIN) as u64);
             reply = self.receive_more()?;
         }
     }
 
-    /// Bytes of the names of a part of a list, in which there is something, and no name that no host has.
+    /// Checks a part of a list, and returns the bytes of its names. A part without entries or with a too long name ends
+    /// the pull.
     fn check_entries(&self, entries: &[Entry]) -> Result<usize, PullError> {
         if entries.is_empty() {
             return Err(self.implausible("a part of a list with nothing in it"));
@@ -296,12 +310,12 @@ impl Peer {
 
     // ---- partners ------------------------------------------------------------------------------
 
-    /// Asks the other host to be the partner of `host`.
+    /// Asks the other host to become the partner of `host`.
     pub(crate) fn adopt(&mut self, host: &str) -> Result<(), PullError> {
-        self.done(&Request::Adopt { host: host.into() })
+        self.request_done(&Request::Adopt { host: host.into() })
     }
 
-    /// Follows as the partner `host`; gives the firnd that counts the changes and its arena.
+    /// Begins to follow as the partner `host`. Returns the incarnation of the source's firnd, and its arena.
     pub(crate) fn follow(&mut self, host: &str) -> Result<(String, String), PullError> {
         self.send(&Request::Follow { host: host.into() })?;
         match self.receive()? {
@@ -310,23 +324,24 @@ impl Peer {
         }
     }
 
-    /// There is a copy of a file as it was at `changes`.
+    /// Tells the source that there is a copy of a file with this number of changes.
     pub(crate) fn mark(&mut self, path: &BytePath, changes: u64) -> Result<(), PullError> {
         let path = path.clone();
-        self.done(&Request::Mark { path, changes })
+        self.request_done(&Request::Mark { path, changes })
     }
 
-    /// What people should know of this partner.
+    /// Sets the note about this partner in the source's status.
     pub(crate) fn note(&mut self, text: &str) -> Result<(), PullError> {
-        self.done(&Request::Note { text: text.into() })
+        self.request_done(&Request::Note { text: text.into() })
     }
 
-    /// This partner lives.
+    /// Shows the source that this partner is alive.
     pub(crate) fn beat(&mut self) -> Result<(), PullError> {
-        self.done(&Request::Beat)
+        self.request_done(&Request::Beat)
     }
 
-    fn done(&mut self, request: &Request) -> Result<(), PullError> {
+    /// Sends a request whose reply is `Done`.
+    fn request_done(&mut self, request: &Request) -> Result<(), PullError> {
         self.send(request)?;
         match self.receive()? {
             Reply::Done => Ok(()),
@@ -334,14 +349,14 @@ impl Peer {
         }
     }
 
-    /// A reply that answers something else.
+    /// Makes the error of a reply that does not answer the request.
     pub(crate) fn out_of_turn(&self, reply: &Reply) -> PullError {
         let mut text = format!("{reply:?}");
         text.truncate(text.floor_char_boundary(80));
         self.broken(WireError::OutOfTurn(text))
     }
 
-    /// Something that no agent of ours says.
+    /// Makes the error of an answer that no honest agent sends.
     pub(crate) fn implausible(&self, what: impl Into<String>) -> PullError {
         PullError::Implausible {
             host: self.host.clone(),
@@ -349,7 +364,7 @@ impl Peer {
         }
     }
 
-    /// What was held does not hold any more.
+    /// Makes the error of a held file that has changed. A pull tries again after it.
     pub(crate) fn stale(&self, message: impl Into<String>) -> PullError {
         PullError::Remote {
             host: self.host.clone(),
@@ -358,6 +373,7 @@ impl Peer {
         }
     }
 
+    /// Makes the error of a failed connection.
     fn broken(&self, error: WireError) -> PullError {
         PullError::Wire {
             host: self.host.clone(),
@@ -366,11 +382,11 @@ impl Peer {
     }
 }
 
-/// The first of the addresses of a name that answers.
+/// Connects to the first address of a name that accepts. Returns the last error if none does.
 fn connect_any(address: &str) -> io::Result<TcpStream> {
     let mut last = io::Error::from(io::ErrorKind::AddrNotAvailable);
     for address in address.to_socket_addrs()? {
-        match TcpStream::connect_timeout(&address, CONNECT_LIMIT) {
+        match TcpStream::connect_timeout(&address, CONNECT_TIMEOUT) {
             Ok(socket) => return Ok(socket),
             Err(error) => last = error,
         }

@@ -1,10 +1,13 @@
-//! The puller: a tree of another host, whole or not there.
+//! The puller: copies a tree of another host's mount, completely or not at all.
+//!
+//! A pull connects to the agent, lists the tree, checks the list (`plan`), fetches the files (`fetch`) into a staging
+//! directory (`staging`), and gives the complete copy its name.
 //!
 //! Promises
-//! * The copy appears under its name by one rename, after all of it was compared, checked and (but on a firn mount)
-//!   synced. Whatever ends the puller or the agent before leaves nothing under that name.
-//! * A broken connection is made again; blocks that are there are compared and not sent again, also those that an
-//!   earlier puller left which was killed.
+//! * The copy gets its name by one rename, after each block was authenticated, each file checked and everything synced.
+//!   On a firn mount nothing is synced. If puller or agent die earlier, nothing has that name.
+//! * A puller connects again after a broken connection. Blocks that are already in the staging directory are compared
+//!   by checksums and not sent again. That includes blocks of an earlier puller that was killed.
 
 mod compare;
 mod direct;
@@ -38,36 +41,36 @@ pub(crate) use staging::{is_on_firn, local, rename_new, sync_dir};
 use state::PullState;
 use writers::Writers;
 
-/// Between two tries to connect again.
+/// Pauses between two attempts to connect.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(2));
 
-/// What is to be pulled.
+/// The source, the target and the options of a pull.
 pub struct PullRequest {
     /// Name of the source host.
     pub host: String,
-    /// How its agent is reached.
+    /// How to reach the agent of the source host.
     pub route: Route,
-    /// What is pulled of it.
+    /// The tree or file to pull.
     pub source: PullSource,
-    /// What carries bytes.
+    /// Transport of the files' bytes.
     pub carriage: Carriage,
-    /// Name of the copy.
+    /// Path of the copy.
     pub target: PathBuf,
-    /// Also what its writers have not closed.
+    /// Whether files that their writers have not closed are pulled too. Otherwise such a file is an error.
     pub cut: bool,
-    /// How long it is tried without a byte that comes.
+    /// Longest time without a received block, after which the pull gives up (`--patience`).
     pub patience: Duration,
-    /// Bytes of memory that the copy may take, with no file larger than it is listed; none: as many as it does.
+    /// Bytes of memory that the copy may take; no file may then be larger than it was listed. `None` means no limit.
     pub bytes_max: Option<u64>,
 }
 
-/// What is to be pulled of a host.
+/// The tree or file that a pull copies.
 #[derive(Clone, Debug)]
 pub enum PullSource {
-    /// What is at and below a path there; empty: the mount of the agent; not absolute: `HOST/path`, partner copies of
-    /// what that host held.
+    /// The tree at a path of the source host. An empty path means the mount that the agent serves. A relative path
+    /// `HOST/path` means the partner copies of files that HOST held.
     Path(BytePath),
-    /// What firnd holds at and below a path below the mount point.
+    /// The files that firnd holds at and below a path, which is relative to the mount point.
     Held(BytePath),
 }
 
@@ -79,58 +82,58 @@ impl PullSource {
     }
 }
 
-/// How far it is.
+/// Progress of a pull.
 #[derive(Clone, Copy, Debug)]
 pub struct Progress {
-    /// Bytes that are not there yet.
+    /// Bytes that are still to come.
     pub left_bytes: u64,
-    /// Files that are not there yet.
+    /// Files that are still to come.
     pub left_files: u64,
 }
 
-/// What came of it.
+/// Result of a complete pull.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Outcome {
-    /// What carried bytes last: `tcp`, `ssh`, or `ofi:` and a provider.
+    /// Transport of the last connection: `tcp`, `ssh`, or `ofi:` and the name of a provider.
     pub transport: String,
-    /// Regular files.
+    /// Number of regular files.
     pub files: u64,
-    /// Their bytes.
+    /// Size of all files together.
     pub bytes: u64,
     /// Bytes of files that came over the network.
     pub received_bytes: u64,
-    /// Bytes that an earlier pull had brought.
+    /// Bytes that were in the staging directory already and were not sent again.
     pub reused_bytes: u64,
-    /// Blocks that arrived damaged and were sent again.
+    /// Number of blocks that arrived damaged and were requested again.
     pub damaged_blocks: u64,
-    /// How often the connection was made again.
+    /// Number of connections after the first one.
     pub reconnects: u64,
-    /// Files that were changed while they were pulled: each is as it was when it was opened.
+    /// Files that were changed during the pull. The copy of each has the state in which the agent opened it.
     pub changed: Vec<BytePath>,
-    /// Pipes, sockets and devices.
+    /// Pipes, sockets and devices, which were not pulled.
     pub left_out: Vec<BytePath>,
-    /// What was pulled, as it was listed.
+    /// The last list of the source.
     #[serde(skip)]
     pub entries: Vec<Entry>,
 }
 
-/// Something in a directory that is listed.
+/// A file or directory of another host, with totals of the files in it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Listed {
-    /// Its name; of a file that was asked for itself: empty.
+    /// Name in the listed directory; empty if the listed path is itself a file.
     pub name: BytePath,
-    /// Regular files in it, or itself.
+    /// Number of regular files: those in the directory, or 1 for a file.
     pub files: u64,
-    /// Their bytes.
+    /// Size of these files together.
     pub bytes: u64,
-    /// `closed` if all of the files are.
+    /// `open` if any of the files is open, else `cut` if any was cut off, else `closed`.
     pub ending: Ending,
-    /// Seconds of its newest modification time.
+    /// Seconds of the newest modification time among its entries.
     pub mtime_s: i64,
 }
 
 impl Listed {
-    /// Something of which nothing is known yet.
+    /// Makes the totals of no files.
     pub(crate) fn new(name: BytePath) -> Self {
         Self {
             name,
@@ -141,13 +144,14 @@ impl Listed {
         }
     }
 
+    /// Sums up the entries of a unit.
     pub(crate) fn of(unit: &Unit) -> Self {
         let mut listed = Self::new(unit.name.clone());
         for entry in &unit.entries {
             if let EntryKind::File { bytes, ending } = entry.kind {
                 listed.files += 1;
                 listed.bytes += bytes;
-                listed.ending = worse(listed.ending, ending);
+                listed.ending = combine_endings(listed.ending, ending);
             }
             listed.mtime_s = listed.mtime_s.max(entry.mtime_s);
         }
@@ -155,22 +159,28 @@ impl Listed {
     }
 }
 
-/// Whether a list of an agent can be pulled; an error says what cannot be.
+/// Checks whether a list of an agent is safe to pull. An error names the first entry that is not.
 pub fn check_list(entries: Vec<Entry>) -> Result<(), String> {
     check_entries(entries).map(drop)
 }
 
-/// Returns the list of an agent if it can be pulled; else an error that says why not.
+/// Returns the list of an agent if it is safe to pull. An error names the first entry that is not.
 pub(crate) fn check_entries(entries: Vec<Entry>) -> Result<Vec<Entry>, String> {
     Plan::check(entries).map(Plan::into_entries)
 }
 
-/// Pulls.
-pub fn pull(request: &PullRequest, tell: &mut dyn FnMut(Progress)) -> Result<Outcome, PullError> {
+/// Pulls a tree. It connects again as often as needed, until no block has arrived for `request.patience`.
+///
+/// `report_progress` is called whenever the number of bytes or files to come changes. After an error the received
+/// blocks stay in the staging directory, and a later pull with the same target uses them.
+pub fn pull(
+    request: &PullRequest,
+    report_progress: &mut dyn FnMut(Progress),
+) -> Result<Outcome, PullError> {
     let staging = Staging::open(&request.target)?;
     let writers = Writers::start(staging.is_synced()).map_err(local(&request.target))?;
-    let mut state = PullState::new(request, tell);
-    let mut waits = RETRY.start();
+    let mut state = PullState::new(request, report_progress);
+    let mut retry_pauses = RETRY.start();
     let mut carriage = request.carriage.clone();
     let plan = loop {
         let moved_at = state.moved_at;
@@ -178,24 +188,25 @@ pub fn pull(request: &PullRequest, tell: &mut dyn FnMut(Progress)) -> Result<Out
             Ok(plan) => break plan,
             Err(error) => error,
         };
-        // Nothing may land in a file that the next connection compares.
+        // The next connection compares the staged files, so no write of this one may be under way then.
         writers.wait()?;
-        let is_late = state.is_late();
-        let is_fabric = matches!(error, PullError::Fabric { .. });
-        // Before anything was heard, a host without an agent is more likely a mistake than a break. ssh has said why.
-        let is_hopeless = error.is_absence() || matches!(request.route, Route::Ssh { .. });
-        if !error.may_pass() || (!state.was_listed && is_hopeless) {
+        let is_stalled = state.is_stalled();
+        let is_fabric_error = matches!(error, PullError::Fabric { .. });
+        // If the agent was never reached, a missing agent is more likely a mistake of the user than a passing failure.
+        // A failed ssh has already told the user why.
+        let is_likely_mistake = error.is_absence() || matches!(request.route, Route::Ssh { .. });
+        if !error.is_transient() || (!state.was_listed && is_likely_mistake) {
             return Err(error);
-        } else if is_fabric && carriage.transport == TransportChoice::Auto {
-            // The connection is there all the same.
+        } else if is_fabric_error && carriage.transport == TransportChoice::Auto {
+            // Only libfabric failed. The next attempt sends the bytes over the connection.
             carriage.transport = TransportChoice::Tcp;
-        } else if is_late {
+        } else if is_stalled {
             return Err(error);
         }
         if state.moved_at > moved_at {
-            waits.reset();
+            retry_pauses.reset();
         }
-        waits.sleep();
+        retry_pauses.sleep();
         state.outcome.reconnects += 1;
     };
     writers.wait()?;
@@ -206,7 +217,7 @@ pub fn pull(request: &PullRequest, tell: &mut dyn FnMut(Progress)) -> Result<Out
     Ok(outcome)
 }
 
-/// All that is not there yet, over one connection.
+/// Pulls all files that are not complete yet, over one connection. Returns the plan of its list.
 fn attempt(
     request: &PullRequest,
     carriage: &Carriage,
@@ -220,7 +231,7 @@ fn attempt(
         PullSource::Held(path) => peer.list_held(path),
     };
     let (top, entries) = listed.map_err(|error| match error {
-        // It was there: its mount is gone, and may come back.
+        // An earlier connection has listed the path. So its mount is gone only for now, and the pull tries again.
         PullError::Remote { host, message, .. } if state.was_listed => PullError::Remote {
             host,
             kind: ErrorKind::Stale,
@@ -247,7 +258,7 @@ fn attempt(
     let bytes = wanted
         .iter()
         .fold(0_u64, |sum, wanted| sum.saturating_add(wanted.bytes));
-    state.begin(wanted.len() as u64, bytes);
+    state.set_left(wanted.len() as u64, bytes);
     let remote = Remote::agree(&mut peer, carriage, writers)?;
     state.outcome.transport = match &remote {
         Some(remote) => format!("ofi:{}", remote.provider()),
@@ -258,6 +269,8 @@ fn attempt(
     Ok(plan)
 }
 
+/// Returns an error if a file of the plan was not closed by its writers. The error names the first one and counts
+/// others.
 fn check_complete(host: &str, request: &PullRequest, plan: &Plan) -> Result<(), PullError> {
     let mut unfinished = plan
         .files()
@@ -282,14 +295,15 @@ fn check_complete(host: &str, request: &PullRequest, plan: &Plan) -> Result<(), 
     })
 }
 
-/// What is at and below a path of another host, parents first.
+/// Lists everything at and below a path of another host, parents first.
 pub fn list_entries(host: &str, route: &Route, path: &BytePath) -> Result<Vec<Entry>, PullError> {
     let mut peer = Peer::connect(host, route)?;
     let (_, entries) = peer.list(path)?;
     check_entries(entries).map_err(|what| peer.implausible(what))
 }
 
-/// What is in a directory of another host, or a file itself.
+/// Lists a directory of another host: one item for each name in it. For a file, the list has one item with an empty
+/// name.
 pub fn list(host: &str, route: &Route, path: &BytePath) -> Result<Vec<Listed>, PullError> {
     let entries = list_entries(host, route, path)?;
     if entries[0].kind != EntryKind::Directory {
@@ -301,8 +315,8 @@ pub fn list(host: &str, route: &Route, path: &BytePath) -> Result<Vec<Listed>, P
     Ok(listed)
 }
 
-/// A checkpoint that is still written is not over yet, one that was cut never will be.
-fn worse(a: Ending, b: Ending) -> Ending {
+/// Combines the endings of two files of a checkpoint. `Open` comes first, because an open checkpoint can still change.
+fn combine_endings(a: Ending, b: Ending) -> Ending {
     match (a, b) {
         (Ending::Open, _) | (_, Ending::Open) => Ending::Open,
         (Ending::Cut, _) | (_, Ending::Cut) => Ending::Cut,

@@ -1,20 +1,21 @@
-//! Encryption of a connection: the Noise protocol NNpsk0, from its handshake on.
+//! Encryption of a connection by the Noise protocol NNpsk0: its key exchange, and the records after it.
 //!
 //! ```text
-//!   record = length of the rest, 2 bytes, the most significant first │ ciphertext │ tag, 16 bytes
+//!   record = length of ciphertext and tag, 2 bytes, most significant first │ ciphertext │ tag, 16 bytes
 //! ```
 //!
-//! Messages are sealed on every connection. Bytes of files go between two records: encrypted by their
-//! [`DataCipher`], or as they are, and a message says their [`BlockMac`](crate::block_mac::BlockMac).
+//! Messages are encrypted on every connection. Bytes of files travel between two records of messages. They are
+//! encrypted by a [`DataCipher`], or plain, and then a message has their [`BlockMac`](crate::block_mac::BlockMac).
 //!
 //! Promises
 //! * Each message in either direction is in records that are encrypted and authenticated (ChaCha20-Poly1305).
-//! * Records count: one that was changed, left out, repeated, moved, or comes from another connection ends this one,
-//!   and nothing of it is handed on. What is cut off is missed by the reader of the rest of an answer.
-//! * An attacker that learns the key later cannot read what was recorded before: the records' keys are of an exchange
-//!   of ephemeral keys.
+//! * Records are numbered. A record that was changed, left out, repeated, moved, or comes from another connection ends
+//!   the connection, and no byte of it is returned. A cut connection is noticed because the rest of an answer is
+//!   missing.
+//! * An attacker that learns the shared key later cannot read earlier recordings, because the keys of records come from
+//!   ephemeral keys.
 //!
-//! Sizes and times of records are not hidden.
+//! The sizes and times of records are not hidden.
 
 use std::fmt;
 use std::io;
@@ -32,38 +33,41 @@ const PATTERN: &str = "Noise_NNpsk0_25519_ChaChaPoly_SHA256";
 const TAG_BYTES: usize = 16;
 /// Bytes of the length before a record.
 const LENGTH_BYTES: usize = 2;
-/// Bytes that one record has at most, of those that are encrypted.
+/// Maximum number of plain bytes of a record.
 const PLAIN_BYTES_MAX: usize = u16::MAX as usize - TAG_BYTES;
-/// Bytes of a message of the exchange without its payload: an ephemeral key and a tag.
-const EXCHANGE_BYTES: usize = 32 + TAG_BYTES;
+/// Bytes of an ephemeral public key (Curve25519).
+const PUBLIC_KEY_BYTES: usize = 32;
+/// Bytes of a message of the key exchange without its payload.
+const EXCHANGE_BYTES: usize = PUBLIC_KEY_BYTES + TAG_BYTES;
 
-/// One side of the exchange of ephemeral keys.
+/// One side of the key exchange. Each side writes one message and reads one; the puller writes first.
 pub(crate) struct Exchange(HandshakeState);
 
 impl Exchange {
-    /// Handshake of the puller, which speaks first. Both sides must have said the same before, the prologue.
+    /// Begins the puller's side. `prologue` is what both sides have sent and received before; it must be equal on both.
     pub(crate) fn begin(shared_key: &[u8; 32], prologue: &[u8]) -> Self {
-        let begun = builder(shared_key, prologue).and_then(Builder::build_initiator);
-        Self(begun.expect("the pattern needs nothing else"))
+        let state = builder(shared_key, prologue).and_then(Builder::build_initiator);
+        Self(state.expect("the pattern needs a prologue and a shared key only"))
     }
 
-    /// The agent's side of the handshake.
+    /// Begins the agent's side.
     pub(crate) fn answer(shared_key: &[u8; 32], prologue: &[u8]) -> Self {
-        let begun = builder(shared_key, prologue).and_then(Builder::build_responder);
-        Self(begun.expect("the pattern needs nothing else"))
+        let state = builder(shared_key, prologue).and_then(Builder::build_responder);
+        Self(state.expect("the pattern needs a prologue and a shared key only"))
     }
 
-    /// The next message.
+    /// Returns this side's message, with `payload` in it.
     pub(crate) fn write(&mut self, payload: &[u8]) -> Result<Vec<u8>, WireError> {
         let mut message = vec![0; EXCHANGE_BYTES + payload.len()];
         let written = self.0.write_message(payload, &mut message);
-        // Nothing but the kernel's random numbers can fail.
+        // The only possible failure is that the kernel gives no random numbers.
         let length = written.map_err(|error| io::Error::other(error.to_string()))?;
         message.truncate(length);
         Ok(message)
     }
 
-    /// What the other side's message says; an error where it does not have the key, or the prologue is another one.
+    /// Reads the other side's message and returns its payload. It is an error if the other side has another key or
+    /// another prologue.
     pub(crate) fn read(&mut self, message: &[u8]) -> Result<Vec<u8>, WireError> {
         let mut payload = vec![0; message.len()];
         let read = self.0.read_message(message, &mut payload);
@@ -71,14 +75,14 @@ impl Exchange {
         Ok(payload)
     }
 
-    /// What encrypts from now on, after both messages.
+    /// Returns the cipher of the connection, after both messages.
     pub(crate) fn finish(self) -> Cipher {
         let noise = self.0.into_transport_mode();
         Cipher {
-            noise: noise.expect("both messages are over"),
+            noise: noise.expect("both messages were exchanged"),
             record: Vec::new(),
             plain: Vec::new(),
-            taken: 0,
+            plain_used: 0,
         }
     }
 }
@@ -89,18 +93,18 @@ fn builder<'a>(shared_key: &'a [u8; 32], prologue: &'a [u8]) -> Result<Builder<'
         .psk(0, shared_key)
 }
 
-/// The state of both directions.
+/// Encrypts and decrypts the messages of a connection.
 pub(crate) struct Cipher {
     noise: TransportState,
-    /// As it is on the way, with its length.
+    /// Buffer for one record in its encrypted form, with its length.
     record: Vec<u8>,
-    /// The last record that was received and did not fit into what was asked for.
+    /// Plain bytes of the last received record, if a reader asked for fewer than the record has.
     plain: Vec<u8>,
-    /// How much of it was handed on.
-    taken: usize,
+    /// Bytes of `plain` that were returned already.
+    plain_used: usize,
 }
 
-/// A third party between the two sides wrote on the connection.
+/// Error: a record was changed on its way, or is not the next one.
 #[derive(Debug)]
 struct Tampered;
 
@@ -119,16 +123,16 @@ pub(crate) fn tampered() -> io::Error {
 }
 
 impl Cipher {
-    /// Whether a part of the last record was not taken yet.
+    /// Whether a part of the last record was not returned yet.
     fn has_rest(&self) -> bool {
-        self.taken < self.plain.len()
+        self.plain_used < self.plain.len()
     }
 
     fn send<T: Transport>(
         &mut self,
         inner: &mut T,
         plain: &[u8],
-        until: Instant,
+        deadline: Instant,
     ) -> io::Result<()> {
         for plain in plain.chunks(PLAIN_BYTES_MAX) {
             self.record
@@ -137,9 +141,10 @@ impl Cipher {
                 .noise
                 .write_message(plain, &mut self.record[LENGTH_BYTES..]);
             let length = written.map_err(|error| io::Error::other(error.to_string()))?;
-            let head = u16::try_from(length).expect("chunks are of that size");
-            self.record[..LENGTH_BYTES].copy_from_slice(&head.to_be_bytes());
-            inner.send(&self.record, until)?;
+            let length =
+                u16::try_from(length).expect("a chunk and its tag are at most u16::MAX bytes");
+            self.record[..LENGTH_BYTES].copy_from_slice(&length.to_be_bytes());
+            inner.send(&self.record, deadline)?;
         }
         Ok(())
     }
@@ -148,17 +153,17 @@ impl Cipher {
         &mut self,
         inner: &mut T,
         into: &mut [u8],
-        until: Instant,
+        deadline: Instant,
     ) -> io::Result<()> {
         let mut done = 0;
         while done < into.len() {
             let left = &mut into[done..];
-            done += match self.plain.len() - self.taken {
-                0 => self.receive_record(inner, left, until)?,
-                ready => {
-                    let count = ready.min(left.len());
-                    left[..count].copy_from_slice(&self.plain[self.taken..][..count]);
-                    self.taken += count;
+            done += match self.plain.len() - self.plain_used {
+                0 => self.receive_record(inner, left, deadline)?,
+                available => {
+                    let count = available.min(left.len());
+                    left[..count].copy_from_slice(&self.plain[self.plain_used..][..count]);
+                    self.plain_used += count;
                     count
                 }
             };
@@ -166,23 +171,24 @@ impl Cipher {
         Ok(())
     }
 
-    /// Bytes that went straight into `into`; 0: the record is larger, and is in [`Cipher::plain`].
+    /// Receives the next record. If it fits into `into` it is decrypted there, and its size is returned. Else it is
+    /// decrypted into [`Cipher::plain`], and 0 is returned.
     fn receive_record<T: Transport>(
         &mut self,
         inner: &mut T,
         into: &mut [u8],
-        until: Instant,
+        deadline: Instant,
     ) -> io::Result<usize> {
         let mut length = [0; LENGTH_BYTES];
-        inner.receive(&mut length, until)?;
+        inner.receive(&mut length, deadline)?;
         let length = usize::from(u16::from_be_bytes(length));
-        // Firn never sends an empty one.
+        // Neither side sends an empty record.
         let plain_bytes = length.checked_sub(TAG_BYTES).filter(|bytes| *bytes > 0);
         let plain_bytes = plain_bytes.ok_or_else(tampered)?;
         self.record.resize(length, 0);
-        inner.receive(&mut self.record, until)?;
+        inner.receive(&mut self.record, deadline)?;
         self.plain.clear();
-        self.taken = 0;
+        self.plain_used = 0;
         let is_direct = plain_bytes <= into.len();
         let plain = if is_direct {
             &mut into[..plain_bytes]
@@ -199,16 +205,17 @@ impl Cipher {
     }
 }
 
-/// A transport that is encrypted once its handshake is over.
+/// A transport that encrypts from the end of the handshake on.
 pub(crate) struct Sealed<T> {
     inner: T,
+    /// Cipher of messages; `None` before the end of the handshake.
     cipher: Option<Box<Cipher>>,
-    /// None where bytes of files are not encrypted.
+    /// Cipher of files' bytes; `None` if they are not encrypted.
     data: Option<Box<DataCipher>>,
 }
 
 impl<T> Sealed<T> {
-    /// As it is.
+    /// Makes a transport that does not encrypt yet.
     pub(crate) fn open(inner: T) -> Self {
         Self {
             inner,
@@ -217,7 +224,7 @@ impl<T> Sealed<T> {
         }
     }
 
-    /// Encrypts and authenticates messages from now on, and bytes of files where there is a key for them.
+    /// Begins to encrypt messages. With a `data_key` it begins to encrypt bytes of files too.
     pub(crate) fn seal(&mut self, cipher: Cipher, data_key: Option<BlockKey>) {
         let is_puller = cipher.noise.is_initiator();
         self.data = data_key.map(|key| Box::new(DataCipher::new(key, is_puller)));
@@ -231,57 +238,58 @@ impl<T> Sealed<T> {
 }
 
 impl<T: Transport> Sealed<T> {
-    /// Bytes of a message.
-    pub(crate) fn receive(&mut self, into: &mut [u8], until: Instant) -> io::Result<()> {
-        // Bytes of files are records of their own.
+    /// Receives bytes of a message.
+    pub(crate) fn receive(&mut self, into: &mut [u8], deadline: Instant) -> io::Result<()> {
+        // A message begins after the last record of data. A rest of that record means that its length was changed.
         if self.data.as_ref().is_some_and(|data| data.has_rest()) {
             return Err(tampered());
         }
         match &mut self.cipher {
-            Some(cipher) => cipher.receive(&mut self.inner, into, until),
-            None => self.inner.receive(into, until),
+            Some(cipher) => cipher.receive(&mut self.inner, into, deadline),
+            None => self.inner.receive(into, deadline),
         }
     }
 
-    /// A message.
-    pub(crate) fn send(&mut self, bytes: &[u8], until: Instant) -> io::Result<()> {
+    /// Sends a message.
+    pub(crate) fn send(&mut self, bytes: &[u8], deadline: Instant) -> io::Result<()> {
         match &mut self.cipher {
-            Some(cipher) => cipher.send(&mut self.inner, bytes, until),
-            None => self.inner.send(bytes, until),
+            Some(cipher) => cipher.send(&mut self.inner, bytes, deadline),
+            None => self.inner.send(bytes, deadline),
         }
     }
 
-    /// Bytes of a file.
-    pub(crate) fn receive_data(&mut self, into: &mut [u8], until: Instant) -> io::Result<()> {
-        // Messages are records of their own.
+    /// Receives bytes of a file.
+    pub(crate) fn receive_data(&mut self, into: &mut [u8], deadline: Instant) -> io::Result<()> {
+        // Data begins after the last record of a message. A rest of that record means that the announced length is
+        // wrong.
         if self.cipher.as_ref().is_some_and(|cipher| cipher.has_rest()) {
             return Err(tampered());
         }
         match &mut self.data {
-            Some(data) => data.receive(&mut self.inner, into, until),
-            None => self.inner.receive(into, until),
+            Some(data) => data.receive(&mut self.inner, into, deadline),
+            None => self.inner.receive(into, deadline),
         }
     }
 
-    /// Bytes of a file.
-    pub(crate) fn send_data(&mut self, bytes: &[u8], until: Instant) -> io::Result<()> {
+    /// Sends bytes of a file that are in memory.
+    pub(crate) fn send_data(&mut self, bytes: &[u8], deadline: Instant) -> io::Result<()> {
         match &mut self.data {
-            Some(data) => data.send(&mut self.inner, bytes, until),
-            None => self.inner.send(bytes, until),
+            Some(data) => data.send(&mut self.inner, bytes, deadline),
+            None => self.inner.send(bytes, deadline),
         }
     }
 
-    /// Bytes of a file that is here, from `at` on.
+    /// Sends `bytes` of an open file from the offset `at` on.
     pub(crate) fn send_file(
         &mut self,
         file: BorrowedFd<'_>,
         at: u64,
         bytes: u64,
-        until: Instant,
+        deadline: Instant,
     ) -> io::Result<()> {
         match &mut self.data {
-            Some(data) => data.send_file(&mut self.inner, file, at..at + bytes, until),
-            None => self.inner.send_file(file, at, bytes, until),
+            Some(data) => data.send_file(&mut self.inner, file, at..at + bytes, deadline),
+            None => self.inner.send_file(file, at, bytes, deadline),
         }
     }
 }
@@ -300,21 +308,21 @@ mod tests {
 
     const KEY: [u8; 32] = [7; 32];
 
-    /// What was sent, and what is heard.
+    /// A transport in memory: the bytes that were sent, and those that are to be received.
     #[derive(Default)]
     struct Wire {
         sent: Vec<u8>,
-        heard: Vec<u8>,
+        incoming: Vec<u8>,
     }
 
     impl Transport for Wire {
         fn receive(&mut self, into: &mut [u8], _: Instant) -> io::Result<()> {
-            if self.heard.len() < into.len() {
+            if self.incoming.len() < into.len() {
                 return Err(io::ErrorKind::UnexpectedEof.into());
             }
-            let rest = self.heard.split_off(into.len());
-            into.copy_from_slice(&self.heard);
-            self.heard = rest;
+            let rest = self.incoming.split_off(into.len());
+            into.copy_from_slice(&self.incoming);
+            self.incoming = rest;
             Ok(())
         }
 
@@ -328,6 +336,7 @@ mod tests {
         }
     }
 
+    /// Ciphers of both sides after a key exchange.
     fn ciphers(puller_key: &[u8; 32], agent_key: &[u8; 32]) -> Result<(Cipher, Cipher), WireError> {
         let mut puller = Exchange::begin(puller_key, b"said before");
         let mut agent = Exchange::answer(agent_key, b"said before");
@@ -336,7 +345,7 @@ mod tests {
         Ok((puller.finish(), agent.finish()))
     }
 
-    /// Both ends of a connection.
+    /// Makes the two ends of a connection with encrypted data: puller and agent.
     fn ends() -> [Sealed<Wire>; 2] {
         let (puller, agent) = ciphers(&KEY, &KEY).unwrap();
         let key = BlockKey::random().unwrap();
@@ -347,7 +356,7 @@ mod tests {
         })
     }
 
-    /// What is sent in a test.
+    /// The kind of records that a test sends.
     #[derive(Clone, Copy, PartialEq, Eq, Debug)]
     enum Kind {
         Messages,
@@ -359,7 +368,7 @@ mod tests {
     }
 
     #[test]
-    fn who_has_another_key_gets_through_no_exchange() {
+    fn a_side_with_another_key_or_prologue_gets_through_no_exchange() {
         assert!(ciphers(&KEY, &KEY).is_ok());
         let other = ciphers(&KEY, &[8; 32]);
         assert!(matches!(other, Err(WireError::WrongKey)));
@@ -371,16 +380,16 @@ mod tests {
         assert!(Exchange::answer(&KEY, b"said").read(&hello).is_ok());
     }
 
-    /// Sends what is random in pieces that are; what was said and the records.
-    fn talk(
+    /// Sends random bytes in pieces of random size. Returns the plain bytes and the records.
+    fn send_random(
         generator: &mut StdRng,
         from: &mut Sealed<Wire>,
         kind: Kind,
     ) -> (Vec<u8>, Vec<Vec<u8>>) {
-        let mut said = Vec::new();
+        let mut sent = Vec::new();
         for _ in 0..generator.random_range(1..6) {
-            let most = [3, 5000, 600_000][generator.random_range(0..3)];
-            let mut plain = vec![0; generator.random_range(1..=most)];
+            let bytes_max = [3, 5000, 600_000][generator.random_range(0..3)];
+            let mut plain = vec![0; generator.random_range(1..=bytes_max)];
             generator.fill(&mut plain[..]);
             if kind == Kind::Messages {
                 from.send(&plain, soon()).unwrap();
@@ -394,7 +403,7 @@ mod tests {
             } else {
                 from.send_data(&plain, soon()).unwrap();
             }
-            said.extend(plain);
+            sent.extend(plain);
         }
         let mut left = std::mem::take(&mut from.inner.sent);
         let mut records = Vec::new();
@@ -406,107 +415,114 @@ mod tests {
             let rest = left.split_off(bytes);
             records.push(std::mem::replace(&mut left, rest));
         }
-        (said, records)
+        (sent, records)
     }
 
-    /// Reads pieces that are random until the end, or an error.
-    fn hear(
+    /// Receives pieces of random size until an error, which is the last item of the result.
+    fn receive_random(
         generator: &mut StdRng,
         to: &mut Sealed<Wire>,
         (wire, kind): (Vec<u8>, Kind),
     ) -> (Vec<u8>, io::Error) {
-        to.inner.heard = wire;
-        let mut heard = Vec::new();
+        to.inner.incoming = wire;
+        let mut received = Vec::new();
         loop {
-            let most = [1, 100, 300_000][generator.random_range(0..3)];
-            let mut piece = vec![0; generator.random_range(1..=most)];
-            let received = match kind {
+            let bytes_max = [1, 100, 300_000][generator.random_range(0..3)];
+            let mut piece = vec![0; generator.random_range(1..=bytes_max)];
+            let result = match kind {
                 Kind::Messages => to.receive(&mut piece, soon()),
                 Kind::Data => to.receive_data(&mut piece, soon()),
             };
-            match received {
-                Ok(()) => heard.extend(piece),
-                Err(error) => return (heard, error),
+            match result {
+                Ok(()) => received.extend(piece),
+                Err(error) => return (received, error),
             }
         }
     }
 
     #[test]
-    fn what_is_sent_arrives_and_none_of_it_can_be_read_on_its_way() {
+    fn sent_bytes_arrive_and_cannot_be_read_on_the_way() {
         let mut generator = StdRng::seed_from_u64(1);
         let [mut puller, mut agent] = ends();
         for round in 0..100 {
             let kind = [Kind::Messages, Kind::Data][round / 2 % 2];
-            let (said, records) = talk(&mut generator, &mut puller, kind);
+            let (sent, records) = send_random(&mut generator, &mut puller, kind);
             let wire = records.concat();
-            let probe = &said[..said.len().min(16)];
+            let probe = &sent[..sent.len().min(16)];
             assert!(probe.len() < 4 || !wire.windows(probe.len()).any(|part| part == probe));
-            agent.inner.heard = wire;
-            let mut heard = vec![0; said.len()];
+            agent.inner.incoming = wire;
+            let mut received = vec![0; sent.len()];
             match kind {
-                Kind::Messages => agent.receive(&mut heard, soon()).unwrap(),
-                Kind::Data => agent.receive_data(&mut heard, soon()).unwrap(),
+                Kind::Messages => agent.receive(&mut received, soon()).unwrap(),
+                Kind::Data => agent.receive_data(&mut received, soon()).unwrap(),
             }
-            assert!(heard == said);
+            assert!(received == sent);
             std::mem::swap(&mut puller, &mut agent);
         }
     }
 
     #[test]
-    fn a_message_is_no_data_and_data_is_no_message() {
+    fn a_message_is_not_received_as_data_and_data_not_as_a_message() {
         let [mut puller, mut agent] = ends();
         puller.send(b"a message", soon()).unwrap();
-        agent.inner.heard = std::mem::take(&mut puller.inner.sent);
+        agent.inner.incoming = std::mem::take(&mut puller.inner.sent);
         agent.receive(&mut [0; 4], soon()).unwrap();
         assert!(agent.receive_data(&mut [0; 5], soon()).is_err());
         agent.receive(&mut [0; 5], soon()).unwrap();
         puller.send_data(b"some data", soon()).unwrap();
-        agent.inner.heard = std::mem::take(&mut puller.inner.sent);
+        agent.inner.incoming = std::mem::take(&mut puller.inner.sent);
         agent.receive_data(&mut [0; 4], soon()).unwrap();
         assert!(agent.receive(&mut [0; 5], soon()).is_err());
         agent.receive_data(&mut [0; 5], soon()).unwrap();
     }
 
     #[test]
-    fn of_what_was_changed_on_its_way_nothing_is_handed_on() {
+    fn no_byte_of_a_changed_record_is_returned() {
         for seed in 0..800 {
             let kind = [Kind::Messages, Kind::Data][seed as usize % 2];
             let change = seed / 2 % 7;
             let mut generator = StdRng::seed_from_u64(seed);
             let [mut puller, mut agent] = ends();
-            let (said, mut records) = talk(&mut generator, &mut puller, kind);
+            let (sent, mut records) = send_random(&mut generator, &mut puller, kind);
             let before = records.clone();
-            let at = generator.random_range(0..records.len());
+            let index = generator.random_range(0..records.len());
             match change {
                 0 => {
-                    let record = &mut records[at];
+                    let record = &mut records[index];
                     let bit = generator.random_range(0..8 * record.len());
                     record[bit / 8] ^= 1 << (bit % 8);
                 }
-                1 => drop(records.remove(at)),
-                2 => records.insert(at, before[generator.random_range(0..before.len())].clone()),
+                1 => drop(records.remove(index)),
+                2 => records.insert(
+                    index,
+                    before[generator.random_range(0..before.len())].clone(),
+                ),
                 3 => records.shuffle(&mut generator),
-                4 => records.truncate(at),
-                // Of another connection with the same shared key.
+                4 => records.truncate(index),
+                // A record of another connection with the same shared key.
                 5 => {
                     let [mut other, _] = ends();
-                    records[at] = talk(&mut generator, &mut other, kind).1.remove(0);
+                    records[index] = send_random(&mut generator, &mut other, kind).1.remove(0);
                 }
-                // What its sender said is sent back to it.
+                // The records are sent back to their sender.
                 _ => std::mem::swap(&mut puller, &mut agent),
             }
             let is_same = change < 6 && records == before;
-            let (heard, error) = hear(&mut generator, &mut agent, (records.concat(), kind));
-            let told = format!("seed {seed}, {kind:?}");
-            assert!(said.starts_with(&heard), "{told}");
-            assert!(heard.len() < said.len() || change != 0, "{told}");
+            let wire = (records.concat(), kind);
+            let (received, error) = receive_random(&mut generator, &mut agent, wire);
+            let case = format!("seed {seed}, {kind:?}");
+            assert!(sent.starts_with(&received), "{case}");
+            assert!(received.len() < sent.len() || change != 0, "{case}");
             let is_end = error.kind() == io::ErrorKind::UnexpectedEof;
             assert!(
                 is_end || error.kind() == io::ErrorKind::InvalidData,
-                "{told}: {error}"
+                "{case}: {error}"
             );
-            let must_tell = matches!(change, 2 | 5 | 6);
-            assert!(is_same || !must_tell || !is_end, "{told}: not noticed");
+            let must_be_noticed = matches!(change, 2 | 5 | 6);
+            assert!(
+                is_same || !must_be_noticed || !is_end,
+                "{case}: not noticed"
+            );
         }
     }
 }

@@ -1,11 +1,14 @@
-//! The agent: which peers connect, how many, and for how long.
+//! The agent's server: accepts connections, bounds their number and time, and gives each one a thread.
+//!
+//! A *stranger* is a peer that has not proved yet that it has the key. After the handshake the connection becomes a
+//! session (`crate::session`).
 //!
 //! Invariants
-//! * At most `STRANGERS_MAX` connections whose puller has not shown the key, each for [`HANDSHAKE_LIMIT`] at most. For one
-//!   more, the longest idle of them is closed (`crate::strangers`).
-//! * At most `SESSIONS_MAX` others. One more is closed at once.
-//! * Peers without the key cost the log one line in `TELL_EVERY`.
-//! * A connection is a thread and a buffer of at most one frame; a stranger's is one of
+//! * There are at most `STRANGERS_MAX` strangers, each for at most [`HANDSHAKE_LIMIT`]. A further one replaces the
+//!   stranger that has been silent longest (`crate::strangers`).
+//! * There are at most `SESSIONS_MAX` sessions. A further connection is closed after its handshake.
+//! * Refused connections add at most one line to the log in `REFUSAL_LOG_INTERVAL`.
+//! * A connection takes a thread and a buffer of one frame. The frame of a stranger has at most
 //!   [`crate::message::HANDSHAKE_BYTES_MAX`] bytes.
 
 use std::io;
@@ -22,7 +25,7 @@ use firn_protocol::PartnerStatus;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
-use crate::auth::{Key, Terms, answer_handshake, answer_telling};
+use crate::auth::{Key, Terms, answer_handshake, answer_handshake_with};
 use crate::encryption::Encrypt;
 use crate::error::{AgentError, WireError};
 use crate::exposure::Offer;
@@ -37,23 +40,25 @@ use crate::strangers::{Stranger, Strangers};
 use crate::transport::{Stream, Transport};
 use crate::transport_choice::TransportChoice;
 
-/// How long a stranger has to show the key.
+/// Longest time of a handshake.
 pub const HANDSHAKE_LIMIT: Duration = Duration::from_secs(5);
-/// Pullers at once: a firnd serves 64 connections, and each puller takes one.
+/// Maximum number of sessions. Each takes one of the 64 connections that a firnd serves.
 const SESSIONS_MAX: usize = 16;
-/// How often the log at most says something of connections that were not let in.
-const TELL_EVERY: Duration = Duration::from_secs(10);
+/// Shortest time between two lines of the log about refused connections.
+const REFUSAL_LOG_INTERVAL: Duration = Duration::from_secs(10);
+/// Pause after a failed accept(2), because the lack of descriptors or memory may last.
+const ACCEPT_RETRY_PAUSE: Duration = Duration::from_millis(50);
 
-/// What a line of the log is about.
+/// Level of a line of the log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Level {
-    /// Worth knowing.
+    /// An event that an operator should know of.
     Event,
-    /// A step of the protocol, by its number in figure 3 of CRUISE.
+    /// A step of the protocol, with its number in figure 3 of CRUISE.
     Step,
 }
 
-/// Where an agent says what it does.
+/// The log of an agent.
 #[derive(Clone)]
 pub struct Log {
     write: Arc<dyn Fn(&str) + Send + Sync>,
@@ -61,7 +66,7 @@ pub struct Log {
 }
 
 impl Log {
-    /// A log; with the steps of the protocol or without.
+    /// Makes a log that passes its lines to `write`. Lines of [`Level::Step`] are left out unless `with_steps`.
     pub fn new(write: impl Fn(&str) + Send + Sync + 'static, with_steps: bool) -> Self {
         Self {
             write: Arc::new(write),
@@ -69,6 +74,7 @@ impl Log {
         }
     }
 
+    /// Writes a line, if lines of its level are wanted. `text` is called only then.
     pub(crate) fn say(&self, level: Level, text: impl FnOnce() -> String) {
         if level == Level::Event || self.with_steps {
             (self.write)(&text());
@@ -76,43 +82,46 @@ impl Log {
     }
 }
 
-/// How an agent is started.
+/// Options of an agent.
 pub struct AgentOptions {
-    /// A path on the mount that it serves.
+    /// A path on the mount to serve.
     pub path: PathBuf,
-    /// Where it listens.
+    /// Address to listen at.
     pub listen: SocketAddr,
-    /// Name or address by which pullers reach this host; none: that of `listen`, or the name of the host.
+    /// Name or address at which pullers reach this host. `None` means that of `listen`, or the host's name if `listen`
+    /// is unspecified.
     pub address: Option<String>,
-    /// What pullers and partners call this host; none: what the mount is told to call it, or the name of the host.
+    /// Name of this host for pullers and partners. `None` means the name in the mount's options, or else the system's.
     pub host: Option<String>,
-    /// Bytes of other hosts' files that it keeps copies of; none: as many as the arena has.
+    /// Maximum size of the partner copies of other hosts' files. `None` means the size of the arena.
     pub partner_bytes_max: Option<u64>,
-    /// Bytes of the arena that it may hold at once; none: a quarter.
+    /// Maximum number of bytes of the arena that the agent holds. `None` means a quarter of the arena.
     pub hold_max: Option<u64>,
-    /// Whether bytes are encrypted on their way.
+    /// Whether bytes of files are encrypted.
     pub encrypt: Encrypt,
-    /// Pullers may show a credential of MUNGE instead of the key.
+    /// MUNGE, if pullers may show a credential of it instead of the key.
     pub munge: Option<Munge>,
-    /// What pullers may have their bytes carried by.
+    /// Transports that pullers may choose.
     pub transport: TransportChoice,
-    /// Where it says what it does.
+    /// Log of the agent.
     pub log: Log,
 }
 
-/// An agent that listens.
+/// An agent that listens for connections.
 pub struct Agent {
     mount: Mount,
     service: Arc<PartnerService>,
-    /// What the mount says of partners; none: it wants none.
+    /// The mount's options of partners and the failure domains. `None` if the mount wants no partner, or after
+    /// [`Agent::seek_partner`].
     partner: Option<(PartnerStatus, Domains)>,
     listener: TcpListener,
     key_file: KeyFile,
     shared: Arc<Shared>,
 }
 
-/// What the threads of all connections have.
+/// State that the threads of all connections share.
 struct Shared {
+    /// Mount point of the served mount.
     scope: PathBuf,
     key: Key,
     encrypt: Encrypt,
@@ -122,21 +131,23 @@ struct Shared {
     service: Arc<PartnerService>,
     log: Log,
     strangers: Strangers,
+    /// Number of sessions.
     sessions: AtomicUsize,
     refusals: Mutex<Refusals>,
 }
 
-/// Connections that were not let in since the log has said so.
+/// Refused connections that the log does not mention yet.
 #[derive(Default)]
 struct Refusals {
-    told_at: Option<Instant>,
-    /// Why the last one was not.
+    /// When the log mentioned a refusal last.
+    logged_at: Option<Instant>,
+    /// Address and reason of the last refusal.
     last: String,
     count: u64,
 }
 
 impl Agent {
-    /// Listens, and leaves address and key in the backing.
+    /// Begins to listen, and writes the agent's address and key to its record in the backing.
     pub fn start(options: AgentOptions) -> Result<Self, AgentError> {
         options.transport.check()?;
         let mount = firn_client::find(&options.path)?.mount;
@@ -157,10 +168,10 @@ impl Agent {
         };
         let listener = TcpListener::bind(options.listen).map_err(failed)?;
         let bound = listener.local_addr().map_err(failed)?;
-        // Until there is another partner, the copies of an earlier agent are where they were.
+        // The record keeps the partners of an earlier agent, because they have its copies until another partner does.
         let earlier = KeyFile::load(&mount.backing, &host).ok();
         let key_file = KeyFile {
-            address: advertised(bound, options.address.as_deref(), &host),
+            address: advertised_address(bound, options.address.as_deref(), &host),
             key: Key::random()?,
             partner: earlier.as_ref().and_then(|earlier| earlier.partner.clone()),
             formers: earlier.map_or_else(Vec::new, |earlier| earlier.formers),
@@ -199,17 +210,18 @@ impl Agent {
         })
     }
 
-    /// Where pullers reach it.
+    /// Address at which pullers reach this agent.
     pub fn address(&self) -> &str {
         &self.key_file.address
     }
 
-    /// The mount that it serves.
+    /// Mount point of the served mount.
     pub fn mount_point(&self) -> &Path {
         &self.mount.mount_point
     }
 
-    /// Removes the key from the backing, and copies that are not needed from memory; may be called from any thread.
+    /// Returns a function for the end of the agent. It removes the record from the backing, and copies that are not
+    /// needed from memory. It may be called from any thread.
     pub fn remover(&self) -> impl Fn() + Send + 'static {
         let file = self.key_file.clone();
         let service = Arc::clone(&self.service);
@@ -221,14 +233,14 @@ impl Agent {
         }
     }
 
-    /// Looks for a partner, where the mount wants one, from now on.
+    /// Starts a thread that looks for a partner, if the mount wants one.
     pub fn seek_partner(&mut self) -> Result<(), AgentError> {
         let Some((wanted, domains)) = self.partner.take() else {
             return Ok(());
         };
         let service = Arc::clone(&self.service);
-        // What an earlier agent of this host has copied is followed further, or dropped where its source has another
-        // partner now.
+        // An earlier agent of this host may have copied files of other hosts. These hosts are followed again. The
+        // copies are dropped if their source has another partner by now.
         for source in service.copies.hosts() {
             if let Err(error) = service.adopt(&source) {
                 service
@@ -247,7 +259,7 @@ impl Agent {
         Ok(())
     }
 
-    /// Serves until the process ends.
+    /// Accepts connections until an error or the end of the process.
     pub fn serve(&self) -> Result<std::convert::Infallible, AgentError> {
         let failed = |error| AgentError::Io {
             what: "cannot take connections",
@@ -258,19 +270,18 @@ impl Agent {
             match self.listener.accept() {
                 Ok((socket, from)) => self.admit(socket, from),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
-                    self.wait_for_puller().map_err(failed)?;
-                    self.shared.tell_refusals(None);
+                    self.wait_for_connection().map_err(failed)?;
+                    self.shared.log_refusals(None);
                 }
-                // The puller was gone before it was let in, or there are no descriptors now.
-                Err(error) if is_passing(&error) => std::thread::sleep(Duration::from_millis(50)),
+                Err(error) if is_transient(&error) => std::thread::sleep(ACCEPT_RETRY_PAUSE),
                 Err(error) => return Err(failed(error)),
             }
         }
     }
 
-    /// Not longer than what is to be said may wait.
-    fn wait_for_puller(&self) -> io::Result<()> {
-        let timeout = Timespec::try_from(TELL_EVERY).ok();
+    /// Waits for a connection, but at most until the next line about refusals may be due.
+    fn wait_for_connection(&self) -> io::Result<()> {
+        let timeout = Timespec::try_from(REFUSAL_LOG_INTERVAL).ok();
         let mut listener = [PollFd::new(&self.listener, PollFlags::IN)];
         match poll(&mut listener, timeout.as_ref()) {
             Ok(_) | Err(Errno::INTR) => Ok(()),
@@ -278,35 +289,39 @@ impl Agent {
         }
     }
 
+    /// Starts a thread for a connection, whose peer is a stranger until its handshake is complete.
     fn admit(&self, socket: TcpStream, from: SocketAddr) {
         let stranger = match self.shared.strangers.admit(&socket) {
             Ok(stranger) => stranger,
-            Err(error) => return self.shared.tell_refusals(Some((from, &error.to_string()))),
+            Err(error) => return self.shared.log_refusals(Some((from, &error.to_string()))),
         };
         let shared = Arc::clone(&self.shared);
         let thread = std::thread::Builder::new().name("agent-puller".into());
         let started = thread.spawn(move || shared.serve(socket, from, stranger));
         if let Err(error) = started {
             let text = format!("no thread for it: {error}");
-            self.shared.tell_refusals(Some((from, &text)));
+            self.shared.log_refusals(Some((from, &text)));
         }
     }
 }
 
 impl Shared {
+    /// Serves one connection from its handshake to its end: the body of its thread.
     fn serve(self: &Arc<Self>, socket: TcpStream, from: SocketAddr, stranger: Stranger) {
-        let begun = Instant::now();
+        let started_at = Instant::now();
         let link = match self.greet(socket, from, stranger) {
             Ok(link) => link,
-            Err(error) => return self.tell_refusals(Some((from, &error.to_string()))),
+            Err(error) => return self.log_refusals(Some((from, &error.to_string()))),
         };
         match self.serve_link(link, from) {
-            Ok(sent) => self.log.say(Level::Event, || summary(from, sent, begun)),
+            Ok(sent) => self
+                .log
+                .say(Level::Event, || summary(from, sent, started_at)),
             Err(error) => self.log.say(Level::Event, || format!("{from}: {error}")),
         }
     }
 
-    /// A connection whose other side has shown the key.
+    /// Carries out the handshake. Returns the connection, and the transports that its puller may choose.
     fn greet(
         &self,
         socket: TcpStream,
@@ -319,19 +334,20 @@ impl Shared {
             ..Terms::of_tcp(&socket, &self.key, self.encrypt)?
         };
         let mut link = Link::over(Stream::over_tcp(socket)?);
-        let until = Instant::now() + HANDSHAKE_LIMIT;
-        answer_telling(&mut link, &terms, until, &mut || stranger.hear())?;
-        let how = if link.is_encrypted() {
+        let deadline = Instant::now() + HANDSHAKE_LIMIT;
+        answer_handshake_with(&mut link, &terms, deadline, &mut || stranger.record_hello())?;
+        let suffix = if link.is_encrypted() {
             ", encrypted"
         } else {
             ""
         };
         self.log
-            .say(Level::Step, || format!("(1) {from} is connected{how}"));
+            .say(Level::Step, || format!("(1) {from} is connected{suffix}"));
         let transport = self.transport.clone();
         Ok((link, Offer { transport, near }))
     }
 
+    /// Serves a connection after its handshake, unless there are as many sessions as allowed.
     fn serve_link(
         self: &Arc<Self>,
         (link, offer): (Link<Stream>, Offer),
@@ -339,7 +355,7 @@ impl Shared {
     ) -> Result<Sent, WireError> {
         let Some(_session) = SessionSlot::take(self) else {
             let text = format!("{SESSIONS_MAX} pullers are connected, and no more at once");
-            self.tell_refusals(Some((from, &text)));
+            self.log_refusals(Some((from, &text)));
             return Err(WireError::Ended);
         };
         let mut session = Session::new(
@@ -355,13 +371,13 @@ impl Shared {
         served.map(|()| sent)
     }
 
-    /// Says that a connection was not let in, or with none what was not said yet: at once, but seldom.
-    fn tell_refusals(&self, refused: Option<(SocketAddr, &str)>) {
+    /// Counts a refused connection, with the reason, and logs the refusals that are due. With `None` it only logs.
+    fn log_refusals(&self, refused: Option<(SocketAddr, &str)>) {
         let line = {
             let refusals = self.refusals.lock();
             let mut refusals = refusals.unwrap_or_else(PoisonError::into_inner);
-            if let Some((from, why)) = refused {
-                refusals.last = format!("{from}: {why}");
+            if let Some((from, reason)) = refused {
+                refusals.last = format!("{from}: {reason}");
                 refusals.count += 1;
             }
             refusals.next_line(Instant::now())
@@ -373,13 +389,14 @@ impl Shared {
 }
 
 impl Refusals {
-    /// What is to be said now.
+    /// Returns the line to log now, and forgets the refusals in it. Returns `None` if there are none, or if the last
+    /// line is too recent.
     fn next_line(&mut self, now: Instant) -> Option<String> {
-        let is_early = |told_at: Instant| now.duration_since(told_at) < TELL_EVERY;
-        if self.count == 0 || self.told_at.is_some_and(is_early) {
+        let is_recent = |logged_at: Instant| now.duration_since(logged_at) < REFUSAL_LOG_INTERVAL;
+        if self.count == 0 || self.logged_at.is_some_and(is_recent) {
             return None;
         }
-        self.told_at = Some(now);
+        self.logged_at = Some(now);
         let others = match std::mem::take(&mut self.count) - 1 {
             0 => String::new(),
             count => format!(" (and {count} more since the last line like this)"),
@@ -388,7 +405,7 @@ impl Refusals {
     }
 }
 
-/// Serves one puller that started this agent itself, over ssh: the connection identifies it.
+/// Serves one puller over the pipes of an ssh connection, by which it has started this agent. ssh has authenticated it.
 pub fn serve_pipes(
     input: OwnedFd,
     output: OwnedFd,
@@ -404,21 +421,22 @@ fn serve_transport<T: Transport>(
     hold_max: Option<u64>,
     log: &Log,
 ) -> Result<(), WireError> {
-    let until = Instant::now() + HANDSHAKE_LIMIT;
-    answer_handshake(&mut link, &Terms::of_pipes(), until)?;
+    let deadline = Instant::now() + HANDSHAKE_LIMIT;
+    answer_handshake(&mut link, &Terms::of_pipes(), deadline)?;
     let holds = hold_max.map(Holds::new);
     Session::new(link, None, holds.as_ref(), None, log).serve()
 }
 
-/// A puller among those that there may be.
+/// One of the [`SESSIONS_MAX`] sessions. Dropping it makes room for another one.
 struct SessionSlot(Arc<Shared>);
 
 impl SessionSlot {
+    /// Takes a slot; `None` if all are in use.
     fn take(shared: &Arc<Shared>) -> Option<Self> {
-        let free = |taken| (taken < SESSIONS_MAX).then_some(taken + 1);
-        let taken = &shared.sessions;
-        taken
-            .try_update(Ordering::AcqRel, Ordering::Acquire, free)
+        let one_more = |count| (count < SESSIONS_MAX).then_some(count + 1);
+        shared
+            .sessions
+            .try_update(Ordering::AcqRel, Ordering::Acquire, one_more)
             .ok()?;
         Some(Self(Arc::clone(shared)))
     }
@@ -435,7 +453,7 @@ fn name_of_host() -> String {
     name.nodename().to_string_lossy().into_owned()
 }
 
-/// The failure domains that a mount names, read before the agent begins.
+/// Reads the file of failure domains that the mount's options name. It is an error if the wanted partner is this host.
 fn read_domains(
     host: &str,
     partner: PartnerStatus,
@@ -446,42 +464,49 @@ fn read_domains(
     let Some(path) = &partner.domains else {
         return Ok((partner, Domains::default()));
     };
-    let refused = |why: String| AgentError::Domains {
+    let invalid = |why: String| AgentError::Domains {
         path: path.as_path().into(),
         why,
     };
-    let text = std::fs::read_to_string(path).map_err(|error| refused(error.to_string()))?;
-    let domains = Domains::parse(&text).map_err(|error| refused(error.to_string()))?;
+    let text = std::fs::read_to_string(path).map_err(|error| invalid(error.to_string()))?;
+    let domains = Domains::parse(&text).map_err(|error| invalid(error.to_string()))?;
     Ok((partner, domains))
 }
 
-fn is_passing(error: &io::Error) -> bool {
-    let no_descriptors = [libc::EMFILE, libc::ENFILE, libc::ENOBUFS, libc::ENOMEM];
+/// Whether accept(2) may succeed later: the peer has gone, a signal came, or descriptors or memory are short.
+fn is_transient(error: &io::Error) -> bool {
+    let shortages = [libc::EMFILE, libc::ENFILE, libc::ENOBUFS, libc::ENOMEM];
     matches!(
         error.kind(),
         io::ErrorKind::ConnectionAborted | io::ErrorKind::Interrupted
     ) || error
         .raw_os_error()
-        .is_some_and(|errno| no_descriptors.contains(&errno))
+        .is_some_and(|errno| shortages.contains(&errno))
 }
 
-/// What pullers connect to: an address that listens everywhere is none.
-fn advertised(bound: SocketAddr, given: Option<&str>, host: &str) -> String {
+/// Returns the address that pullers are to connect to.
+///
+/// `configured` may be a name, an IPv4 or IPv6 address, or a name with a port. Without it the bound address is used, or
+/// the host's name if the bound address is unspecified.
+fn advertised_address(bound: SocketAddr, configured: Option<&str>, host: &str) -> String {
     let port = bound.port();
-    match given {
-        Some(given) if given.contains(':') && given.parse::<std::net::Ipv6Addr>().is_err() => {
-            given.to_owned()
+    match configured {
+        Some(address)
+            if address.contains(':') && address.parse::<std::net::Ipv6Addr>().is_err() =>
+        {
+            address.to_owned()
         }
-        Some(given) if given.contains(':') => format!("[{given}]:{port}"),
-        Some(given) => format!("{given}:{port}"),
+        Some(address) if address.contains(':') => format!("[{address}]:{port}"),
+        Some(address) => format!("{address}:{port}"),
         None if bound.ip().is_unspecified() => format!("{host}:{port}"),
         None => bound.to_string(),
     }
 }
 
-fn summary(from: SocketAddr, sent: Sent, begun: Instant) -> String {
+/// Returns the line of the log at the end of a session.
+fn summary(from: SocketAddr, sent: Sent, started_at: Instant) -> String {
     let Sent { files, bytes } = sent;
-    let seconds = begun.elapsed().as_secs_f64();
+    let seconds = started_at.elapsed().as_secs_f64();
     let mib = bytes as f64 / f64::from(1 << 20);
     format!(
         "{from}: {files} files, {mib:.1} MiB in {seconds:.1} s ({:.0} MiB/s)",
@@ -489,7 +514,7 @@ fn summary(from: SocketAddr, sent: Sent, begun: Instant) -> String {
     )
 }
 
-/// What the line says that an agent begins with.
+/// Returns the first line of an agent's log.
 pub fn greeting(agent: &Agent) -> String {
     format!(
         "serves the mount at {} at {}",
@@ -503,17 +528,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_crowd_of_strangers_costs_a_line_in_ten_seconds() {
+    fn many_refused_strangers_cost_one_line_in_ten_seconds() {
         let mut refusals = Refusals::default();
-        let begun = Instant::now();
+        let started_at = Instant::now();
         let mut lines = Vec::new();
         // 1,000 a second for 25 seconds.
-        for at in 0..25_000_u64 {
-            refusals.last = format!("stranger {at}");
+        for number in 0..25_000_u64 {
+            refusals.last = format!("stranger {number}");
             refusals.count += 1;
-            lines.extend(refusals.next_line(begun + Duration::from_millis(at)));
+            lines.extend(refusals.next_line(started_at + Duration::from_millis(number)));
         }
-        lines.extend(refusals.next_line(begun + Duration::from_secs(60)));
+        lines.extend(refusals.next_line(started_at + Duration::from_secs(60)));
         assert_eq!(
             lines,
             [
@@ -523,6 +548,9 @@ mod tests {
                 "stranger 24999 (and 4998 more since the last line like this)",
             ]
         );
-        assert_eq!(refusals.next_line(begun + Duration::from_secs(90)), None);
+        assert_eq!(
+            refusals.next_line(started_at + Duration::from_secs(90)),
+            None
+        );
     }
 }

@@ -1,8 +1,12 @@
-//! One connection of an agent: requests and their answers, one after the other.
+//! One connection of an agent: receives requests and answers them one after the other.
+//!
+//! A puller's connection lists a path, and then opens, reads, checks and releases files of that list. The connection of
+//! a partner (*following*) lists held files and marks those of which the partner has a copy.
 //!
 //! Promises
-//! * At most [`FILES_MAX`] files are held, and nothing after the end of the connection.
-//! * A puller that sends nothing for [`IDLE_LIMIT`], or does not take an answer within [`ANSWER_LIMIT`], is let go.
+//! * A connection holds at most [`FILES_MAX`] files, and none after its end or after the next list.
+//! * A puller that sends no request for [`IDLE_TIMEOUT`], or does not receive an answer within [`ANSWER_TIMEOUT`], is
+//!   disconnected.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -15,73 +19,84 @@ use firn_protocol::path::BytePath;
 use crate::data_path::{DataPath, InLine};
 use crate::error::WireError;
 use crate::exposure::{Exposure, Offer};
-use crate::given::{Given, GivenFile};
 use crate::holds::Holds;
 use crate::link::Link;
 use crate::message::{BLOCK_BYTES, Entry, ErrorKind, FRAME_BYTES_MAX, Reply, Request};
+use crate::origin::{Origin, OriginFile};
 use crate::partner::{Copies, PartnerService, Registration, Role};
 use crate::server::{Level, Log};
 use crate::source::{SendError, Source, SourceError, join};
 use crate::transport::Transport;
 
-/// Files that one connection holds at most.
+/// Maximum number of files that one connection holds.
 const FILES_MAX: usize = 64;
-/// How long a puller may ask nothing: as long as its disk may stand still.
-const IDLE_LIMIT: Duration = Duration::from_secs(120);
-/// Longest silence of a partner that follows. After it the partner counts as dead, and its copies do not count.
-const FOLLOWER_IDLE_LIMIT: Duration = Duration::from_secs(10);
-/// How long a puller may take for one answer, of [`BLOCK_BYTES`] at most: 9 KB/s.
-const ANSWER_LIMIT: Duration = Duration::from_secs(120);
-/// Bytes of entries that go into one frame, by the longest that they can become as JSON.
+/// Longest time without a request of a puller. The puller's disk may stall that long.
+const IDLE_TIMEOUT: Duration = Duration::from_secs(120);
+/// Longest time without a request of a partner. After it the partner counts as dead, and its marks do not count.
+const FOLLOWER_IDLE_TIMEOUT: Duration = Duration::from_secs(10);
+/// Longest time for one answer of at most [`BLOCK_BYTES`]: a puller must receive 9 KB/s.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(120);
+/// Bytes of a frame for entries. The rest is for the JSON around them.
 const ENTRIES_BYTES: usize = FRAME_BYTES_MAX - 1024;
+/// Longest JSON of an entry without its path and link target.
+const ENTRY_JSON_BYTES: usize = 320;
+/// Longest JSON of one byte of a path: a control character becomes `\u001b`, a byte that is not UTF-8 `\\xe9`.
+const JSON_BYTES_PER_NAME_BYTE: usize = 6;
 
-/// Bytes after which the status is told again how much was sent.
+/// Bytes sent after which firnd is told again.
 const REPORT_BYTES: u64 = 64 << 20;
 
-/// What a connection did, for the log and the status.
+/// Files and bytes that a connection has sent, for the log and the status.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Sent {
     pub(crate) files: u64,
     pub(crate) bytes: u64,
 }
 
-/// See the head of this file.
+/// One connection of an agent; see the head of this file.
+///
+/// Fields are dropped in their order, which matters for some of them.
 pub(crate) struct Session<'a, T> {
     link: Link<T>,
-    /// The mount that the agent serves; none: the one that the first path is on.
+    /// Mount point of the mount that the agent serves. `None` for an agent of ssh, where the listed path decides.
     scope: Option<&'a Path>,
+    /// Bound of held bytes that all connections share; `None` for an agent of ssh.
     holds: Option<&'a Arc<Holds>>,
     log: &'a Log,
-    /// What the agent knows of partners; none where it serves one puller.
+    /// Partners of this host and hosts whose partner it is; `None` for an agent of ssh.
     service: Option<&'a Arc<PartnerService>>,
-    /// What the puller reads by itself. Before [`Session::files`]: its right ends before what is held for it.
+    /// Memory that the puller may read by libfabric. It comes before `files`, because the right to read must end before
+    /// the files are released.
     exposure: Option<Exposure>,
-    /// Before [`Session::given`]: lists end before their connection.
-    files: BTreeMap<u32, GivenFile>,
-    given: Option<Given>,
+    /// Held files by their number. They come before `origin`, because a chunk list must end before its connection.
+    files: BTreeMap<u32, OriginFile>,
+    /// Where files are opened; `None` before the first list.
+    origin: Option<Origin>,
     offer: Offer,
+    /// Set if the other side is a partner that follows this host.
     following: Option<Following>,
     sent: Sent,
-    /// The part of it that firnd knows of.
+    /// The part of `sent` that firnd has been told.
     reported: Sent,
 }
 
-/// The other side is the partner of this host, or was, and follows it.
+/// State of a connection whose other side is the partner of this host, or a former one.
 struct Following {
-    /// Before its connection to firnd ends.
+    /// The right to be the follower. It is dropped before `source`, whose connection the marks depend on.
     registration: Registration,
-    /// Connection that marks files.
+    /// The mount, over the connection on which files are marked.
     source: Source,
+    /// Name of the partner.
     host: String,
-    /// What a person should know of this partner, whatever it says itself; none: it is a former one, of which firnd
-    /// does not hear.
+    /// Note about this partner that the status shows if the partner itself sets none. `None` for a former partner,
+    /// which firnd is not told of.
     note: Option<String>,
-    /// What was held at its last list, with the changes of which it has said since that it has copies.
+    /// The held files of the last list, each with the number of changes that the partner has marked since.
     marks: BTreeMap<BytePath, Option<u64>>,
 }
 
 impl<'a, T: Transport> Session<'a, T> {
-    /// Over a connection whose other end was found to be a puller.
+    /// Makes a session over a connection whose handshake is complete.
     pub(crate) fn new(
         link: Link<T>,
         scope: Option<&'a Path>,
@@ -96,7 +111,7 @@ impl<'a, T: Transport> Session<'a, T> {
             log,
             service,
             files: BTreeMap::new(),
-            given: None,
+            origin: None,
             offer: Offer::default(),
             exposure: None,
             following: None,
@@ -105,25 +120,25 @@ impl<'a, T: Transport> Session<'a, T> {
         }
     }
 
-    /// Adds the offer of libfabric near an address of this host, as far as options allow it.
+    /// Adds the offer of libfabric that a puller may accept.
     pub(crate) fn offering(self, offer: Offer) -> Self {
         Self { offer, ..self }
     }
 
-    /// Answers until the connection ends.
+    /// Answers requests until the connection ends.
     pub(crate) fn serve(&mut self) -> Result<(), WireError> {
         loop {
-            let limit = match self.following {
-                Some(_) => FOLLOWER_IDLE_LIMIT,
-                None => IDLE_LIMIT,
+            let timeout = match self.following {
+                Some(_) => FOLLOWER_IDLE_TIMEOUT,
+                None => IDLE_TIMEOUT,
             };
-            let idle = Instant::now() + limit;
-            let request = match self.link.receive(FRAME_BYTES_MAX, idle) {
+            let deadline = Instant::now() + timeout;
+            let request = match self.link.receive(FRAME_BYTES_MAX, deadline) {
                 Err(WireError::Ended) => return Ok(()),
                 request => request?,
             };
             if let Some(following) = &self.following
-                && !following.registration.hear()
+                && !following.registration.record_request()
             {
                 return Err(WireError::OutOfTurn(
                     "it follows by another connection".into(),
@@ -133,23 +148,28 @@ impl<'a, T: Transport> Session<'a, T> {
         }
     }
 
+    /// Files and bytes sent so far.
     pub(crate) fn sent(&self) -> Sent {
         self.sent
     }
 
     fn answer(&mut self, request: Request) -> Result<(), WireError> {
-        let until = Instant::now() + ANSWER_LIMIT;
+        let deadline = Instant::now() + ANSWER_TIMEOUT;
         let reply = match request {
             Request::List { path } => {
                 let listed = self.list(&path);
                 return self.answer_list(&path, listed);
             }
             Request::ListHeld { path } => {
-                let listed = self.list_held(&path).map_err(|error| self.explain(error));
+                let listed = self
+                    .list_held(&path)
+                    .map_err(|error| self.mark_stale_if_unmounted(error));
                 return self.answer_list(&path, listed);
             }
             Request::Adopt { host } => self.adopt(&host),
-            Request::Follow { host } => self.follow(host).map_err(|error| self.explain(error)),
+            Request::Follow { host } => self
+                .follow(host)
+                .map_err(|error| self.mark_stale_if_unmounted(error)),
             Request::Mark { path, changes } => self.mark(&path, changes),
             Request::Note { text } => self.note(&text),
             Request::Beat => Ok(Reply::Done),
@@ -157,13 +177,13 @@ impl<'a, T: Transport> Session<'a, T> {
                 file,
                 offset,
                 bytes,
-            } => return self.answer_read(file, offset, bytes, None, until),
+            } => return self.answer_read(file, offset, bytes, None, deadline),
             Request::Place {
                 file,
                 offset,
                 bytes,
                 buffer,
-            } => return self.answer_read(file, offset, bytes, Some(buffer), until),
+            } => return self.answer_read(file, offset, bytes, Some(buffer), deadline),
             Request::Expose { providers, sums } => self.expose(&providers, sums),
             Request::Open { file, path } => self.open(file, &path),
             Request::Sum {
@@ -178,7 +198,7 @@ impl<'a, T: Transport> Session<'a, T> {
             }
         };
         let reply = reply.unwrap_or_else(SourceError::into_reply);
-        self.link.send(&reply, until)
+        self.link.send(&reply, deadline)
     }
 
     // ---- requests ------------------------------------------------------------------------------
@@ -188,8 +208,8 @@ impl<'a, T: Transport> Session<'a, T> {
         path: &BytePath,
         listed: Result<(BytePath, Vec<Entry>), SourceError>,
     ) -> Result<(), WireError> {
-        // A large tree takes its time; that is no fault.
-        let until = Instant::now() + ANSWER_LIMIT;
+        // The timeout begins after the list was made, because a large tree may take longer.
+        let deadline = Instant::now() + ANSWER_TIMEOUT;
         match listed {
             Ok((relative, entries)) => {
                 self.log.say(Level::Step, || {
@@ -197,27 +217,28 @@ impl<'a, T: Transport> Session<'a, T> {
                 });
                 for batch in batches(&entries) {
                     let entries = batch.to_vec();
-                    self.link.send(&Reply::Entries { entries }, until)?;
+                    self.link.send(&Reply::Entries { entries }, deadline)?;
                 }
-                self.link.send(&Reply::Listed { path: relative }, until)
+                self.link.send(&Reply::Listed { path: relative }, deadline)
             }
-            Err(error) => self.link.send(&error.into_reply(), until),
+            Err(error) => self.link.send(&error.into_reply(), deadline),
         }
     }
 
+    /// Lists a path of the mount, or partner copies if the path is relative.
     fn list(&mut self, path: &BytePath) -> Result<(BytePath, Vec<Entry>), SourceError> {
         let is_copy = !path.is_empty() && !path.as_path().is_absolute();
-        let listed = if is_copy {
+        if is_copy {
             return self.list_copies(path);
-        } else {
-            self.list_mounted(path)
-        };
-        listed.map_err(|error| self.explain(error))
+        }
+        self.list_mounted(path)
+            .map_err(|error| self.mark_stale_if_unmounted(error))
     }
 
-    fn explain(&self, error: SourceError) -> SourceError {
+    /// Makes an error stale if the mount of this agent is gone. A killed firnd may soon be mounted again, so the puller
+    /// is to try again.
+    fn mark_stale_if_unmounted(&self, error: SourceError) -> SourceError {
         SourceError {
-            // A firnd that was killed may be mounted again soon.
             kind: match self.scope {
                 Some(scope) if firn_client::find(scope).is_err() => ErrorKind::Stale,
                 _ => error.kind,
@@ -226,7 +247,7 @@ impl<'a, T: Transport> Session<'a, T> {
         }
     }
 
-    /// `HOST/path`: what this host has of another one.
+    /// Lists partner copies. `path` is `HOST/path`: the name of the host that held the files, and a path there.
     fn list_copies(&mut self, path: &BytePath) -> Result<(BytePath, Vec<Entry>), SourceError> {
         let copies = match self.service {
             Some(service) => Arc::clone(&service.copies),
@@ -234,41 +255,43 @@ impl<'a, T: Transport> Session<'a, T> {
         };
         let entries = copies.list(path)?;
         self.forget_list();
-        self.given = Some(Given::Copies(copies));
+        self.origin = Some(Origin::Copies(copies));
         Ok((path.clone(), entries))
     }
 
-    /// Those beside the arena of the only mount.
+    /// Returns the partner copies beside the arena of the only mount of this user.
     fn find_copies(&self) -> Result<Copies, SourceError> {
         let path = self.resolve(&BytePath::default())?;
         let region = OpenMount::open(&path)?.region().path.clone();
         Ok(Copies::new(Copies::beside(region.as_path()), 0))
     }
 
+    /// Lists held files. For a partner, only those that the partner is to copy are listed as closed.
     fn list_held(&mut self, path: &BytePath) -> Result<(BytePath, Vec<Entry>), SourceError> {
         if let Some(following) = &mut self.following {
             return Ok((path.clone(), following.list(path)?));
         }
         let source = self.open_source(&self.resolve(&BytePath::default())?)?;
         let entries = source.list_held(path)?;
-        self.give(source);
+        self.set_source(source);
         Ok((path.clone(), entries))
     }
 
-    /// This connection is a puller's from now on, also for firnd.
-    fn give(&mut self, source: Source) {
+    /// Makes a mount the origin of the files of this connection. firnd counts the connection as a puller from now on.
+    fn set_source(&mut self, source: Source) {
         source.report(0, 0);
-        self.given = Some(Given::Mount(source));
+        self.origin = Some(Origin::Mount(source));
     }
 
-    /// Lets go of all that the last list gave a right to.
+    /// Releases the files of the last list, and the right to read memory.
     fn forget_list(&mut self) {
         self.exposure = None;
         self.files.clear();
-        self.given = None;
+        self.origin = None;
     }
 
-    /// A mount that was mounted anew since the last list is another one.
+    /// Opens the mount for a new list. It is opened each time, because it may have been mounted again since the last
+    /// list.
     fn open_source(&mut self, path: &Path) -> Result<Source, SourceError> {
         self.forget_list();
         let source = Source::open(self.scope.unwrap_or(path), self.holds)?;
@@ -282,37 +305,38 @@ impl<'a, T: Transport> Session<'a, T> {
         let source = self.open_source(&path)?;
         let relative = source.relative(&path)?;
         let entries = source.list(&relative)?;
-        self.give(source);
+        self.set_source(source);
         Ok((relative, entries))
     }
 
-    /// The path of this host that a puller means.
+    /// Returns the path on this host that a puller means. An empty path means the served mount, or for an agent of ssh
+    /// the only mount of this user.
     fn resolve(&self, path: &BytePath) -> Result<PathBuf, SourceError> {
-        match (path.is_empty(), self.scope) {
-            (true, Some(scope)) => Ok(scope.to_owned()),
-            (true, None) => match firn_client::mounts()?.as_slice() {
-                [mount] => Ok(mount.mount_point.clone()),
-                mounts => Err(SourceError {
-                    kind: ErrorKind::Refused,
-                    message: format!(
-                        "there are {} mounts of this user: name a path on one of them",
-                        mounts.len()
-                    ),
-                }),
-            },
-            (false, _) if !path.as_path().is_absolute() => Err(SourceError {
-                kind: ErrorKind::Refused,
-                message: format!("{path} is not an absolute path"),
-            }),
-            (false, _) => Ok(path.clone().into()),
+        if !path.is_empty() {
+            if path.as_path().is_absolute() {
+                return Ok(path.clone().into());
+            }
+            return Err(refused(format!("{path} is not an absolute path")));
+        }
+        if let Some(scope) = self.scope {
+            return Ok(scope.to_owned());
+        }
+        match firn_client::mounts()?.as_slice() {
+            [mount] => Ok(mount.mount_point.clone()),
+            mounts => Err(refused(format!(
+                "there are {} mounts of this user: name a path on one of them",
+                mounts.len()
+            ))),
         }
     }
 
+    /// Holds a file under a number. The reply is `Full` if this connection holds as many files as it may or has the
+    /// number already, or if the agent holds as many bytes as it may.
     fn open(&mut self, file: u32, path: &BytePath) -> Result<Reply, SourceError> {
         if self.files.len() >= FILES_MAX || self.files.contains_key(&file) {
             return Ok(Reply::Full);
         }
-        let Some(held) = self.given()?.open(path)? else {
+        let Some(held) = self.origin()?.open(path)? else {
             return Ok(Reply::Full);
         };
         let bytes = held.bytes();
@@ -323,48 +347,48 @@ impl<'a, T: Transport> Session<'a, T> {
         Ok(Reply::Opened { bytes, changes })
     }
 
-    /// Answers a read; with a staging buffer, by telling where the bytes are.
+    /// Answers `Read` by sending bytes. With a staging buffer it answers `Place` by saying where the bytes are.
     fn answer_read(
         &mut self,
         file: u32,
         offset: u64,
         bytes: u64,
         buffer: Option<u32>,
-        until: Instant,
+        deadline: Instant,
     ) -> Result<(), WireError> {
         let Self {
             link,
-            given,
+            origin,
             files,
             exposure,
             ..
         } = self;
-        let (Some(given), Some(held)) = (given, files.get_mut(&file)) else {
-            return link.send(&not_held(file).into_reply(), until);
+        let (Some(origin), Some(held)) = (origin, files.get_mut(&file)) else {
+            return link.send(&file_not_held(file).into_reply(), deadline);
         };
         if let Err(error) = check_range(bytes) {
-            return link.send(&error.into_reply(), until);
+            return link.send(&error.into_reply(), deadline);
         }
         let hasher = link.block_hasher();
-        let (mut in_line, mut told);
+        let (mut in_line, mut placed);
         let data: &mut dyn DataPath<T> = match buffer {
             None => {
-                in_line = InLine::begin(hasher, until);
+                in_line = InLine::begin(hasher, deadline);
                 &mut in_line
             }
             Some(buffer) => match exposure
                 .as_mut()
-                .and_then(|own| own.tell(buffer, hasher, until))
+                .and_then(|exposure| exposure.begin_answer(buffer, hasher, deadline))
             {
-                Some(begun) => {
-                    told = begun;
-                    &mut told
+                Some(data_path) => {
+                    placed = data_path;
+                    &mut placed
                 }
-                None => return link.send(&not_exposed(buffer).into_reply(), until),
+                None => return link.send(&buffer_not_exposed(buffer).into_reply(), deadline),
             },
         };
         let count = bytes.min(held.bytes().saturating_sub(offset));
-        match given.send(held, offset, bytes, link, data) {
+        match origin.send(held, offset, bytes, link, data) {
             Ok(()) => {
                 if buffer.is_some() {
                     self.log.say(Level::Step, || {
@@ -378,13 +402,14 @@ impl<'a, T: Transport> Session<'a, T> {
                 Ok(())
             }
             Err(SendError::Wire(error)) => Err(error),
-            // The other side waits for bytes: nothing that could be said now would be understood.
+            // A part of the answer may have been sent, so the puller would take an error for the next part.
             Err(SendError::Source(error)) => {
                 Err(WireError::Io(std::io::Error::other(error.message)))
             }
         }
     }
 
+    /// Registers memory with libfabric, so that the puller can read it.
     fn expose(&mut self, providers: &[String], sums: bool) -> Result<Reply, SourceError> {
         self.exposure = None;
         if self.link.is_encrypted() {
@@ -392,7 +417,7 @@ impl<'a, T: Transport> Session<'a, T> {
                 "the connection is encrypted, and libfabric encrypts nothing".into(),
             ));
         }
-        let Given::Mount(source) = self.given()? else {
+        let Origin::Mount(source) = self.origin()? else {
             return Err(refused(
                 "copies of other hosts are sent over the connection only: use --transport tcp"
                     .into(),
@@ -404,26 +429,28 @@ impl<'a, T: Transport> Session<'a, T> {
         Ok(Reply::Exposed(exposed))
     }
 
+    /// Computes the checksum of a range of a held file.
     fn sum(&mut self, file: u32, offset: u64, bytes: u64) -> Result<Reply, SourceError> {
         check_range(bytes)?;
-        let Self { given, files, .. } = self;
-        let (Some(given), Some(held)) = (given, files.get_mut(&file)) else {
-            return Err(not_held(file));
+        let Self { origin, files, .. } = self;
+        let (Some(origin), Some(held)) = (origin, files.get_mut(&file)) else {
+            return Err(file_not_held(file));
         };
-        let (bytes, sum) = given.sum(held, offset, bytes)?;
+        let (bytes, sum) = origin.sum(held, offset, bytes)?;
         Ok(Reply::Sum {
             bytes,
             xxh3: format!("{sum:032x}"),
         })
     }
 
+    /// Checks whether the bytes that were read of a file are one state of it.
     fn check(&mut self, file: u32) -> Result<Reply, SourceError> {
-        let held = self.files.get(&file).ok_or_else(|| not_held(file))?;
+        let held = self.files.get(&file).ok_or_else(|| file_not_held(file))?;
         if self.exposure.is_some() {
             self.log
                 .say(Level::Step, || format!("(6) file {file} was read"));
         }
-        let (changed, snapshot) = self.given()?.check(held)?;
+        let (changed, snapshot) = self.origin()?.check(held)?;
         self.log.say(Level::Step, || {
             format!("(7) checked file {file}: changed {changed}, snapshot {snapshot}")
         });
@@ -440,8 +467,9 @@ impl<'a, T: Transport> Session<'a, T> {
         Reply::Done
     }
 
+    /// Tells firnd what was sent since the last report.
     fn report(&mut self) {
-        if let Some(Given::Mount(source)) = &self.given {
+        if let Some(Origin::Mount(source)) = &self.origin {
             source.report(
                 self.sent.files - self.reported.files,
                 self.sent.bytes - self.reported.bytes,
@@ -452,16 +480,18 @@ impl<'a, T: Transport> Session<'a, T> {
 
     // ---- partners ------------------------------------------------------------------------------
 
+    /// Begins to follow a host that wants this host as its partner.
     fn adopt(&self, host: &str) -> Result<Reply, SourceError> {
         let adopted = self.service()?.adopt(host);
         adopted.map(|()| Reply::Done).map_err(refused)
     }
 
+    /// Makes this connection that of the partner `host`, and returns which firnd and arena the partner follows.
     fn follow(&mut self, host: String) -> Result<Reply, SourceError> {
         let (registration, note) = self.service()?.register_follower(&host)?;
         let source = self.open_source(&self.resolve(&BytePath::default())?)?;
         if let Some(note) = &note {
-            source.speak_of_partner(&host, note)?;
+            source.announce_partner(&host, note)?;
         }
         let (incarnation, arena) = source.identity()?;
         self.following = Some(Following {
@@ -474,6 +504,7 @@ impl<'a, T: Transport> Session<'a, T> {
         Ok(Reply::Following { incarnation, arena })
     }
 
+    /// Records that the follower has a copy of a file. firnd is told only of the marks of the current partner.
     fn mark(&mut self, path: &BytePath, changes: u64) -> Result<Reply, SourceError> {
         let following = self.following.as_mut().ok_or_else(not_following)?;
         if following.note.is_some() {
@@ -485,14 +516,15 @@ impl<'a, T: Transport> Session<'a, T> {
         Ok(Reply::Done)
     }
 
+    /// Sets the note about the partner in the status. An empty text restores this host's own note.
     fn note(&self, text: &str) -> Result<Reply, SourceError> {
         let following = self.following.as_ref().ok_or_else(not_following)?;
-        let Some(own) = &following.note else {
+        let Some(default_note) = &following.note else {
             return Ok(Reply::Done);
         };
-        let note = if text.is_empty() { own } else { text };
-        let said = following.source.speak_of_partner(&following.host, note);
-        said.map(|()| Reply::Done)
+        let note = if text.is_empty() { default_note } else { text };
+        let announced = following.source.announce_partner(&following.host, note);
+        announced.map(|()| Reply::Done)
     }
 
     fn service(&self) -> Result<&'a Arc<PartnerService>, SourceError> {
@@ -500,8 +532,8 @@ impl<'a, T: Transport> Session<'a, T> {
             .ok_or_else(|| refused("an agent of ssh has no partners".into()))
     }
 
-    fn given(&self) -> Result<&Given, SourceError> {
-        self.given.as_ref().ok_or_else(|| SourceError {
+    fn origin(&self) -> Result<&Origin, SourceError> {
+        self.origin.as_ref().ok_or_else(|| SourceError {
             kind: ErrorKind::Refused,
             message: "a puller lists before it opens".into(),
         })
@@ -509,7 +541,10 @@ impl<'a, T: Transport> Session<'a, T> {
 }
 
 impl Following {
-    /// What is held, as far as it is for this host.
+    /// Lists held files for the follower, and adjusts the list to its role.
+    ///
+    /// A former partner sees unmarked files as open, so that only the current partner copies them. A dismissed one sees
+    /// an empty mount, after which it drops its copies.
     fn list(&mut self, path: &BytePath) -> Result<Vec<Entry>, SourceError> {
         let role = self.registration.role();
         let mut entries = match role {
@@ -520,7 +555,8 @@ impl Following {
                 return Err(refused(format!("{host} is not the partner any more")));
             }
         };
-        // One that was a former when it came follows anew: firnd hears of a partner, and takes its marks, from then on.
+        // A former partner that has become the partner must follow anew. Only then firnd is told of it and takes its
+        // marks.
         if role == Role::Partner && self.note.is_none() {
             return Err(SourceError {
                 kind: ErrorKind::Stale,
@@ -532,15 +568,15 @@ impl Following {
             let Some(held) = &mut entry.held else {
                 continue;
             };
-            let full = join(path, entry.path.as_path());
-            let mark = self.marks.get(&full).copied().flatten();
+            let full_path = join(path, entry.path.as_path());
+            let mark = self.marks.get(&full_path).copied().flatten();
             let is_marked = mark == Some(held.changes);
-            marks.insert(full, mark.filter(|_| is_marked));
-            // What another host has marked, this one marks as well.
+            marks.insert(full_path, mark.filter(|_| is_marked));
+            // A mark of another host does not count for this follower, which must mark the file too.
             held.partnered &= is_marked;
             if role == Role::Former && !is_marked {
-                // It copies what is closed, and this is for the partner to copy.
-                entry.reopen();
+                // A follower copies closed files only, and this file is for the current partner to copy.
+                entry.mark_open();
             }
         }
         self.marks = marks;
@@ -551,6 +587,7 @@ impl Following {
     }
 }
 
+/// Makes the error of a request that is allowed after `Follow` only.
 fn not_following() -> SourceError {
     refused("this connection does not follow".into())
 }
@@ -562,30 +599,27 @@ fn refused(message: String) -> SourceError {
     }
 }
 
-fn not_held(file: u32) -> SourceError {
-    SourceError {
-        kind: ErrorKind::Refused,
-        message: format!("this connection holds no file {file}"),
-    }
+fn file_not_held(file: u32) -> SourceError {
+    refused(format!("this connection holds no file {file}"))
 }
 
-fn not_exposed(buffer: u32) -> SourceError {
+fn buffer_not_exposed(buffer: u32) -> SourceError {
     refused(format!(
         "this connection exposes no staging buffer {buffer}"
     ))
 }
 
+/// Refuses a request for no bytes, or for more than a block.
 fn check_range(bytes: u64) -> Result<(), SourceError> {
     if (1..=BLOCK_BYTES).contains(&bytes) {
         return Ok(());
     }
-    Err(SourceError {
-        kind: ErrorKind::Refused,
-        message: format!("{bytes} bytes are not between 1 and {BLOCK_BYTES}"),
-    })
+    Err(refused(format!(
+        "{bytes} bytes are not between 1 and {BLOCK_BYTES}"
+    )))
 }
 
-/// Entries in groups that fit into a frame each.
+/// Divides entries into batches that fit into a frame each.
 fn batches(mut entries: &[Entry]) -> Vec<&[Entry]> {
     let mut batches = Vec::new();
     while !entries.is_empty() {
@@ -594,7 +628,7 @@ fn batches(mut entries: &[Entry]) -> Vec<&[Entry]> {
             bytes += json_bytes_max(entry);
             bytes <= ENTRIES_BYTES
         });
-        // One alone always fits.
+        // A single entry always fits.
         let count = fits.count().max(1);
         let (batch, rest) = entries.split_at(count);
         batches.push(batch);
@@ -603,9 +637,9 @@ fn batches(mut entries: &[Entry]) -> Vec<&[Entry]> {
     batches
 }
 
-/// A byte of a path takes six at most: a control character is `\u001b`, a byte that is no UTF-8 `\\xe9`.
+/// Returns an upper bound of the length of an entry as JSON.
 fn json_bytes_max(entry: &Entry) -> usize {
-    320 + 6 * entry.name_bytes()
+    ENTRY_JSON_BYTES + JSON_BYTES_PER_NAME_BYTE * entry.name_bytes()
 }
 
 #[cfg(test)]

@@ -1,11 +1,14 @@
-//! What an agent reads: a mount, its tree, and files of it by their chunk lists.
+//! The source of an agent: lists the tree of a mount, and reads its files by their chunk lists.
+//!
+//! Terms: a file is *held* while the agent has its chunk list. The list says where each byte of the file is: in memory,
+//! in the spill file, in the backing, or in a hole.
 //!
 //! Promises
-//! * Bytes in memory are handed to a [`DataPath`] where they are; bytes of the spill file and of the backing pass through
-//!   one buffer of [`COPY_BYTES`].
-//! * No path leads out of the mount: components are looked at one by one, and no link is followed.
+//! * Bytes in memory are handed to a [`DataPath`] without a copy. Bytes of the spill file and of the backing pass
+//!   through one buffer of [`COPY_BYTES`].
+//! * No path leads out of the mount. Each component is resolved by itself, and no symbolic link is followed.
 //!
-//! Relies on chunk lists being held (S-chunks-1): bytes in memory stay what they are until the list is released.
+//! This module relies on S-chunks-1: bytes in memory do not change until their chunk list is released.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{File, Metadata};
@@ -33,10 +36,16 @@ use crate::message::{
 };
 use crate::transport::Transport;
 
-/// Bytes that are copied at a time where sendfile(2) is no use: they stay in the processor's cache for the checksum.
+/// Bytes that are copied at a time where sendfile(2) cannot be used: few enough to be in the processor's cache for the
+/// checksum.
 pub(crate) const COPY_BYTES: usize = 128 << 10;
 
-/// Why the mount does not give what was asked for.
+/// Permission bits of an entry, with the set-id and sticky bits.
+const MODE_BITS: u32 = 0o7777;
+/// The default bound of held bytes is the size of the arena divided by this.
+const DEFAULT_HOLD_DIVISOR: u64 = 4;
+
+/// Why the mount cannot answer a request, in the words of a reply.
 pub(crate) struct SourceError {
     pub(crate) kind: ErrorKind,
     pub(crate) message: String,
@@ -71,11 +80,11 @@ impl From<ClientError> for SourceError {
     }
 }
 
-/// What went wrong while a file was sent.
+/// Why the bytes of a file could not be sent. The connection is over in both cases.
 pub(crate) enum SendError {
-    /// The connection: it is over.
+    /// The connection failed.
     Wire(WireError),
-    /// The file: the other side has a part of an answer, so the connection is over too.
+    /// The file could not be read. The puller may have received a part of the answer and waits for the rest of it.
     Source(SourceError),
 }
 
@@ -103,96 +112,109 @@ impl From<MountError> for SendError {
     }
 }
 
-/// A mount as one connection sees it. Dropped, it holds nothing any more.
+/// A mount, as opened for one connection of the agent.
 pub(crate) struct Source {
-    found: Mount,
+    /// Paths and options of the mount.
+    mount_info: Mount,
+    /// Connection to firnd, and the mapped memory.
     mount: Arc<OpenMount>,
+    /// Bound of the bytes that the agent holds in memory.
     holds: Arc<Holds>,
 }
 
-/// A file that is held.
+/// A file that is held by its chunk list. Dropping it releases the list.
 pub(crate) struct HeldFile {
     list: ChunkList,
     path: BytePath,
-    /// Opened when bytes are needed that only the backing has.
+    /// The file opened for reading; `None` until a byte is needed that only the backing has.
     backing: Option<File>,
-    /// For what is copied; empty until something is.
+    /// Buffer for bytes that must be copied; empty until the first copy.
     buffer: Vec<u8>,
+    /// The file's share of the held bytes.
     _hold: Hold,
 }
 
 impl Source {
-    /// Opens the mount that `path` is on, and maps its memory.
+    /// Opens the mount that `path` is on, and maps its memory. Without `holds` the default bound of held bytes applies.
     pub(crate) fn open(path: &Path, holds: Option<&Arc<Holds>>) -> Result<Self, SourceError> {
-        let found = firn_client::find(path)?.mount;
-        let mount = Arc::new(OpenMount::open(&found.mount_point)?);
+        let mount_info = firn_client::find(path)?.mount;
+        let mount = Arc::new(OpenMount::open(&mount_info.mount_point)?);
         mount.map_region()?;
         let default = || Holds::new(default_hold_max(mount.region().bytes));
         let holds = holds.map_or_else(default, Arc::clone);
         Ok(Self {
-            found,
+            mount_info,
             mount,
             holds,
         })
     }
 
-    /// Adds what was sent to the status of the mount. An error is ignored: the next request to firnd reports it.
+    /// Adds the sent files and bytes to the status of the mount. An error is ignored, because the next request to firnd
+    /// reports it.
     pub(crate) fn report(&self, files: u64, bytes: u64) {
         let _ = self.mount.report_pull(files, bytes);
     }
 
-    /// The path below the mount point that one of this host is.
+    /// Turns a path of this host into one relative to the mount point. A path on another mount is refused.
     pub(crate) fn relative(&self, path: &Path) -> Result<BytePath, SourceError> {
-        let place = firn_client::find(path)?;
-        if (&place.mount.backing, place.mount.user_id) != (&self.found.backing, self.found.user_id)
+        let location = firn_client::find(path)?;
+        if (&location.mount.backing, location.mount.user_id)
+            != (&self.mount_info.backing, self.mount_info.user_id)
         {
-            let mount_point = BytePath::from(self.found.mount_point.as_path());
+            let mount_point = BytePath::from(self.mount_info.mount_point.as_path());
             let shown = BytePath::from(path);
             return Err(SourceError::refused(format!(
                 "{shown} is not on the mount at {mount_point}, which this agent serves"
             )));
         }
-        Ok(place.relative)
+        Ok(location.relative)
     }
 
     // ---- the tree ------------------------------------------------------------------------------
 
-    /// What is at and below a path, parents first.
+    /// Lists everything at and below a path, parents first.
     pub(crate) fn list(&self, top: &BytePath) -> Result<Vec<Entry>, SourceError> {
         check_path(top)?;
         let mut listing = Listing {
             source: self,
-            known: self.known_files(top)?,
+            files: self.known_files(top)?,
             entries: Vec::new(),
             name_bytes: 0,
         };
         let metadata = self.locate(top).symlink_metadata();
         let metadata = metadata.map_err(|error| missing(top, &error))?;
         listing.walk(top, Path::new(""), &metadata)?;
-        // Without its mount, the directory below the mount point was walked: firnd lives still, and it is mounted.
-        self.known_files(top)?;
-        self.relative(&self.locate(top))
-            .map_err(|error| SourceError {
-                kind: ErrorKind::Stale,
-                ..error
-            })?;
+        self.check_still_mounted(top, &self.locate(top))?;
         Ok(listing.entries)
     }
 
-    /// What firnd holds at and below a path, what is open for writing there, and the directories that lead to both,
-    /// parents first.
+    /// Checks, after a walk of `top`, that firnd answers and that `path` is still on this mount.
+    ///
+    /// If firnd had been killed or unmounted during the walk, the walk would have listed the directory under the mount
+    /// point. Such a list is stale.
+    fn check_still_mounted(&self, top: &BytePath, path: &Path) -> Result<(), SourceError> {
+        self.known_files(top)?;
+        self.relative(path).map_err(|error| SourceError {
+            kind: ErrorKind::Stale,
+            ..error
+        })?;
+        Ok(())
+    }
+
+    /// Lists the files at and below a path that a partner is to copy or that are open for writing, and the directories
+    /// above them, parents first.
     pub(crate) fn list_held(&self, top: &BytePath) -> Result<Vec<Entry>, SourceError> {
         check_path(top)?;
         let mut listing = Listing {
             source: self,
-            known: self.known_files(top)?,
+            files: self.known_files(top)?,
             entries: Vec::new(),
             name_bytes: 0,
         };
-        let wanted = |file: &&FileStatus| may_be_copied(file) || is_begun(file);
-        let held: Vec<_> = listing.known.values().filter(wanted).cloned().collect();
+        let is_wanted = |file: &&FileStatus| may_be_copied(file) || is_being_written(file);
+        let wanted: Vec<_> = listing.files.values().filter(is_wanted).cloned().collect();
         let mut listed = BTreeSet::new();
-        for file in held {
+        for file in wanted {
             let Ok(shown) = file.path.as_path().strip_prefix(top.as_path()) else {
                 continue;
             };
@@ -207,55 +229,54 @@ impl Source {
                 message: format!("{top}: nothing of it is held"),
             });
         }
-        // As in a list of all.
-        self.known_files(top)?;
-        self.relative(&self.found.mount_point)
-            .map_err(|error| SourceError {
-                kind: ErrorKind::Stale,
-                ..error
-            })?;
+        self.check_still_mounted(top, &self.mount_info.mount_point)?;
         Ok(listing.entries)
     }
 
-    /// Which firnd it is, and its arena.
+    /// Returns the incarnation of firnd, which changes with each start, and the identity of its arena.
     pub(crate) fn identity(&self) -> Result<(String, String), SourceError> {
         let incarnation = self.mount.incarnation()?;
         Ok((incarnation, self.mount.region().uuid.clone()))
     }
 
-    /// Tells firnd of the partner.
-    pub(crate) fn speak_of_partner(&self, host: &str, note: &str) -> Result<(), SourceError> {
+    /// Tells firnd the name of the partner, and a note about it for the status.
+    pub(crate) fn announce_partner(&self, host: &str, note: &str) -> Result<(), SourceError> {
         Ok(self.mount.speak_of_partner(Some(host), note)?)
     }
 
-    /// Tells firnd that the partner has a file as it was at `changes`.
+    /// Tells firnd that the partner has a copy of a file with this number of changes.
     pub(crate) fn mark_partnered(&self, path: &BytePath, changes: u64) -> Result<(), SourceError> {
         check_path(path)?;
         Ok(self.mount.mark_partnered(path, changes)?)
     }
 
+    /// Asks firnd for the status of the files at and below a path that it knows.
     fn known_files(&self, top: &BytePath) -> Result<BTreeMap<BytePath, FileStatus>, SourceError> {
-        let known = self.mount.files(top)?.into_iter();
-        Ok(known.map(|file| (file.path.clone(), file)).collect())
+        let files = self.mount.files(top)?.into_iter();
+        Ok(files.map(|file| (file.path.clone(), file)).collect())
     }
 
+    /// Returns the path on this host of a path relative to the mount point.
     fn locate(&self, path: &BytePath) -> PathBuf {
-        self.found.mount_point.join(path)
+        self.mount_info.mount_point.join(path)
     }
 
-    /// What the file is in the backing of a stub tree, whose own files are empty.
+    /// Returns the path in the backing of a file of a stub tree, where the tree's own file is empty. `None` for a FUSE
+    /// mount.
     fn locate_in_backing(&self, path: &BytePath) -> Option<PathBuf> {
-        self.found.is_tree.then(|| self.found.backing.join(path))
+        self.mount_info
+            .is_tree
+            .then(|| self.mount_info.backing.join(path))
     }
 
-    /// The mount, whose memory is mapped.
+    /// Returns the open mount, whose memory is mapped.
     pub(crate) fn mount(&self) -> &Arc<OpenMount> {
         &self.mount
     }
 
     // ---- files ---------------------------------------------------------------------------------
 
-    /// Holds a file; `None` where too much is held already.
+    /// Holds a file as it is now. Returns `None` if the agent holds as many bytes as it may.
     pub(crate) fn hold(&self, path: &BytePath) -> Result<Option<HeldFile>, SourceError> {
         check_path(path)?;
         let list = ChunkList::make(&self.mount, &self.locate(path))?;
@@ -273,7 +294,7 @@ impl Source {
         }))
     }
 
-    /// Answers a read: bytes, zeros where there is a hole, and the checksum of the bytes.
+    /// Sends a range of a file: its bytes, zeros for holes, and at the end the MAC.
     pub(crate) fn send<T: Transport>(
         &self,
         file: &mut HeldFile,
@@ -300,7 +321,7 @@ impl Source {
         Ok(data.end(link)?)
     }
 
-    /// A checksum of bytes, and how many there are.
+    /// Returns the number of bytes in a range of a file, and their checksum. The range ends at the end of the file.
     pub(crate) fn sum(
         &self,
         file: &mut HeldFile,
@@ -323,7 +344,7 @@ impl Source {
         Ok((total, sum.digest128()))
     }
 
-    /// Hands the bytes of a part out, a buffer at a time.
+    /// Reads the bytes of a part into a buffer and passes them to `take`, at most [`COPY_BYTES`] at a time.
     fn copy(
         &self,
         file: &mut HeldFile,
@@ -347,43 +368,49 @@ impl Source {
         Ok(())
     }
 
+    /// Reads bytes of a file that only the backing has. A file that was cut or removed meanwhile is stale.
     fn read_backing(
         &self,
         file: &mut HeldFile,
-        at: u64,
+        offset: u64,
         into: &mut [u8],
     ) -> Result<(), SourceError> {
         let shown = file.path.clone();
-        // It was cut or removed since it was listed: the list does not say any more what it is.
-        let failed = |error: io::Error| SourceError {
+        let stale = |error: io::Error| SourceError {
             kind: ErrorKind::Stale,
             message: format!("{shown}: {error}"),
         };
         if file.backing.is_none() {
-            file.backing = Some(self.open_for_reading(&file.path).map_err(failed)?);
+            file.backing = Some(self.open_for_reading(&file.path).map_err(stale)?);
         }
         let opened = file.backing.as_ref().expect("it was opened above");
-        opened.read_exact_at(into, at).map_err(failed)
+        opened.read_exact_at(into, offset).map_err(stale)
     }
 
-    /// Through the mount, which knows where the backing has it; a stub tree has no other way than the backing.
+    /// Opens a file for reading: through the mount, because a layer may keep the file elsewhere in the backing. Files
+    /// of a stub tree are empty, so they are opened in the backing.
     fn open_for_reading(&self, path: &BytePath) -> io::Result<File> {
-        // The opening of a pipe in the place of the file would block this session.
+        // If a pipe has replaced the file, open(2) without O_NONBLOCK would block this session.
         let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
-        let top = match self.found.is_tree {
-            true => &self.found.backing,
-            false => &self.found.mount_point,
+        let top = if self.mount_info.is_tree {
+            &self.mount_info.backing
+        } else {
+            &self.mount_info.mount_point
         };
         let dir = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let top = rustix::fs::open(top, dir, Mode::empty())?;
         let file = File::from(open_beneath(&top, path.as_path(), flags, Mode::empty())?);
-        match file.metadata()?.is_file() {
-            true => Ok(file),
-            false => Err(io::Error::other("it is no regular file any more")),
+        if file.metadata()?.is_file() {
+            Ok(file)
+        } else {
+            Err(io::Error::other("it is no regular file any more"))
         }
     }
 
-    /// Whether a file changed since it was held, and whether what was read of it is a snapshot all the same.
+    /// Returns two answers: whether a file was changed since it was held, and whether the bytes that were read are the
+    /// file as it was held.
+    ///
+    /// Memory and spill file keep the held bytes, so only bytes of the backing can differ after a change.
     pub(crate) fn check(&self, file: &HeldFile) -> Result<(bool, bool), SourceError> {
         let changed = file.list.was_changed()?;
         let in_backing = |piece: &ChunkPiece| piece.place == Place::Backing;
@@ -392,7 +419,7 @@ impl Source {
     }
 }
 
-/// The answer to a read.
+/// Sends the parts of one read.
 struct Sender<'a, T> {
     source: &'a Source,
     link: &'a mut Link<T>,
@@ -400,12 +427,13 @@ struct Sender<'a, T> {
 }
 
 impl<T: Transport> Sender<'_, T> {
+    /// Sends parts in memory without a copy.
     fn send_memory(&mut self, run: &[ChunkPiece], file: &HeldFile) -> Result<(), SendError> {
         let mount = &self.source.mount;
         let (arena, start) = mount.arena_file().ok_or(MountError::NotMapped)?;
         let arena = ArenaFile { file: arena, start };
         let part = |part: &ChunkPiece| -> Result<_, MountError> {
-            // Within the region, or it is an error before a byte of it leaves.
+            // A part outside the mapped region is an error here, before a byte of the answer is sent.
             let bytes = file.list.bytes_in_memory(part)?;
             let bytes = bytes.ok_or(MountError::NotMapped)?;
             Ok(MemoryPart { at: part.at, bytes })
@@ -419,7 +447,8 @@ impl<T: Transport> Sender<'_, T> {
         Ok(self.data.send_zeros(self.link, bytes)?)
     }
 
-    /// What must be read anyhow is looked at: the backing has holes that no list tells.
+    /// Sends parts that must be read first. Runs of zeros are sent as zeros, because the backing has holes that no
+    /// chunk list shows.
     fn send_copies(&mut self, run: &[ChunkPiece], file: &mut HeldFile) -> Result<(), SendError> {
         for part in run {
             self.source.copy(file, part, |copy| {
@@ -430,23 +459,23 @@ impl<T: Transport> Sender<'_, T> {
     }
 }
 
-/// Bytes of an arena that an agent may hold by default: a quarter.
+/// Returns how many bytes of an arena an agent may hold unless an option says otherwise.
 pub(crate) fn default_hold_max(arena_bytes: u64) -> u64 {
-    arena_bytes / 4
+    arena_bytes / DEFAULT_HOLD_DIVISOR
 }
 
 impl HeldFile {
-    /// Bytes of the file.
+    /// Size of the file.
     pub(crate) fn bytes(&self) -> u64 {
         self.list.bytes
     }
 
-    /// Which changes of the file it has.
+    /// Number of changes of the file when it was held.
     pub(crate) fn changes(&self) -> u64 {
         self.list.changes
     }
 
-    /// The parts of pieces that a range of the file is.
+    /// Returns the pieces of a range of the file, in order. The first and the last one are cut to the range.
     fn parts(&self, offset: u64, bytes: u64) -> Vec<ChunkPiece> {
         let end = offset.saturating_add(bytes);
         let pieces = &self.list.pieces;
@@ -456,12 +485,12 @@ impl HeldFile {
             .take_while(|piece| piece.offset < end);
         within
             .map(|piece| {
-                let from = piece.offset.max(offset);
-                let to = (piece.offset + piece.bytes).min(end);
+                let part_start = piece.offset.max(offset);
+                let part_end = (piece.offset + piece.bytes).min(end);
                 ChunkPiece {
-                    offset: from,
-                    bytes: to - from,
-                    at: piece.at + (from - piece.offset),
+                    offset: part_start,
+                    bytes: part_end - part_start,
+                    at: piece.at + (part_start - piece.offset),
                     ..*piece
                 }
             })
@@ -469,17 +498,20 @@ impl HeldFile {
     }
 }
 
-/// A walk over a tree.
+/// A list in the making.
 struct Listing<'a> {
     source: &'a Source,
-    known: BTreeMap<BytePath, FileStatus>,
+    /// Files that firnd knows at and below the listed path, by their path relative to the mount point.
+    files: BTreeMap<BytePath, FileStatus>,
     entries: Vec<Entry>,
-    /// Of all paths and link targets.
+    /// Bytes of all paths and link targets in `entries`.
     name_bytes: usize,
 }
 
 impl Listing<'_> {
-    /// `path` is below the mount point, `shown` below what is listed. What vanishes meanwhile is left out.
+    /// Adds the file or directory at `path` and everything below it. Files that vanish during the walk are left out.
+    ///
+    /// `path` is relative to the mount point, and `shown` is the same path relative to the listed one.
     fn walk(
         &mut self,
         path: &BytePath,
@@ -489,7 +521,7 @@ impl Listing<'_> {
         let full = self.source.locate(path);
         let kind = match metadata.file_type() {
             kind if kind.is_dir() => EntryKind::Directory,
-            kind if kind.is_file() => self.file(path, metadata),
+            kind if kind.is_file() => self.file_kind(path, metadata),
             kind if kind.is_symlink() => match std::fs::read_link(&full) {
                 Ok(target) => EntryKind::Link {
                     target: target.into(),
@@ -514,6 +546,7 @@ impl Listing<'_> {
         Ok(())
     }
 
+    /// Adds an entry. A list that grows beyond the bounds of the protocol is refused.
     fn push(
         &mut self,
         path: &BytePath,
@@ -525,7 +558,7 @@ impl Listing<'_> {
         let entry = Entry {
             path: shown.into(),
             kind,
-            mode: metadata.mode() & 0o7777,
+            mode: metadata.mode() & MODE_BITS,
             mtime_s: metadata.mtime(),
             mtime_ns: metadata.mtime_nsec() as u32,
             held,
@@ -543,7 +576,8 @@ impl Listing<'_> {
         Ok(())
     }
 
-    /// A held file, with the directories above it that were not listed yet. One that is gone is left out.
+    /// Adds a file, and before it the directories above it that are not in the list yet. `listed` has those that are.
+    /// A file or directory that is gone by now is left out.
     fn add_held(
         &mut self,
         top: &BytePath,
@@ -551,13 +585,13 @@ impl Listing<'_> {
         file: &FileStatus,
         listed: &mut BTreeSet<PathBuf>,
     ) -> Result<(), SourceError> {
-        let above = shown
+        let directories = shown
             .ancestors()
             .skip(1)
             .collect::<Vec<_>>()
             .into_iter()
             .rev();
-        for dir in above {
+        for dir in directories {
             if listed.contains(dir) {
                 continue;
             }
@@ -575,43 +609,46 @@ impl Listing<'_> {
             changes: file.changes,
             partnered: file.state == DurabilityLevel::Partnered,
         });
-        let kind = self.file(&file.path, &metadata);
+        let kind = self.file_kind(&file.path, &metadata);
         self.push(&file.path, shown, kind, &metadata, held)
     }
 
-    fn file(&self, path: &BytePath, metadata: &Metadata) -> EntryKind {
-        let known = self.known.get(path);
-        let in_backing = self.source.locate_in_backing(path);
-        let in_backing = in_backing
+    /// Makes the kind of a regular file. Its size is the largest of what mount, backing and firnd report: a file of a
+    /// stub tree is empty itself, and firnd knows of held bytes beyond the end in the backing.
+    fn file_kind(&self, path: &BytePath, metadata: &Metadata) -> EntryKind {
+        let status = self.files.get(path);
+        let backing_path = self.source.locate_in_backing(path);
+        let backing_bytes = backing_path
             .and_then(|path| path.metadata().ok())
-            .map_or(0, |found| found.len());
-        let held_end = known.map_or(0, |file| file.held_end);
+            .map_or(0, |metadata| metadata.len());
+        let held_end = status.map_or(0, |file| file.held_end);
         EntryKind::File {
-            bytes: metadata.len().max(in_backing).max(held_end),
-            ending: known.map_or(Ending::Closed, |file| file.ending),
+            bytes: metadata.len().max(backing_bytes).max(held_end),
+            ending: status.map_or(Ending::Closed, |file| file.ending),
         }
     }
 }
 
-/// Whether a partner gets it: it is not in the backing, and no abort can undo it.
+/// Whether a partner is to copy a file: some of its bytes are held only in memory, and no abort can undo them.
 fn may_be_copied(file: &FileStatus) -> bool {
     file.held_bytes > 0 && file.state < DurabilityLevel::Logged && !file.in_transaction
 }
 
-/// Whether a writer has the file open outside a transaction: the checkpoint beside it is not complete.
-fn is_begun(file: &FileStatus) -> bool {
+/// Whether a file is open for writing outside a transaction, so that its checkpoint is not complete.
+fn is_being_written(file: &FileStatus) -> bool {
     file.ending == Ending::Open && !file.in_transaction
 }
 
-/// A path below another one; an empty one adds nothing.
+/// Appends a relative path to another one. An empty relative path gives the other one unchanged.
 pub(crate) fn join(top: &BytePath, below: &Path) -> BytePath {
-    match below.as_os_str().is_empty() {
-        true => top.clone(),
-        false => top.as_path().join(below).into(),
+    if below.as_os_str().is_empty() {
+        top.clone()
+    } else {
+        top.as_path().join(below).into()
     }
 }
 
-/// Whether a path stays below where it begins.
+/// Refuses a path that could lead out of the directory that it is relative to, or that is too long.
 pub(crate) fn check_path(path: &BytePath) -> Result<(), SourceError> {
     let bytes = path.as_path().as_os_str().as_bytes();
     let is_inside = bytes.len() <= PATH_BYTES_MAX
@@ -627,10 +664,12 @@ pub(crate) fn check_path(path: &BytePath) -> Result<(), SourceError> {
     )))
 }
 
+/// Makes the error of a path that cannot be listed: missing if it does not exist, else stale.
 fn missing(path: &BytePath, error: &io::Error) -> SourceError {
-    let shown = match path.is_empty() {
-        true => "the mount point".to_owned(),
-        false => path.to_string(),
+    let shown = if path.is_empty() {
+        "the mount point".to_owned()
+    } else {
+        path.to_string()
     };
     let kind = match error.kind() {
         io::ErrorKind::NotFound => ErrorKind::Missing,

@@ -1,98 +1,106 @@
-//! Connections whose other side has not shown the key.
+//! Bounds the *strangers*: connections whose other side has not proved yet that it has the key.
+//!
+//! Silent peers must not keep others out. So a new connection replaces an old one when the bound is reached.
 //!
 //! Invariants
-//! * At most [`STRANGERS_MAX`] are served. One more ends the one that has not said its hello for the longest, or if all
-//!   have, the one that said it first: silent peers do not keep others out.
-//! * At most as many again are on their way out: with a thread, and maybe a process of MUNGE, but no connection.
+//! * At most [`STRANGERS_MAX`] strangers are connected. A further one replaces the oldest of those that have not sent
+//!   their hello, or the oldest of all if all have sent it.
+//! * At most as many again are *closing*. Their connection is shut down, but their thread, and maybe a process of
+//!   MUNGE, has not ended yet.
 
 use std::collections::BTreeMap;
 use std::io;
 use std::net::{Shutdown, TcpStream};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+/// Maximum number of connected strangers.
 const STRANGERS_MAX: usize = 32;
 
-/// See the head of this file.
+/// All strangers of an agent; see the head of this file.
 #[derive(Default)]
 pub(crate) struct Strangers {
-    places: Arc<Mutex<Places>>,
+    state: Arc<Mutex<State>>,
 }
 
 #[derive(Default)]
-struct Places {
-    last: u64,
-    served: BTreeMap<u64, Served>,
-    leaving: usize,
+struct State {
+    last_number: u64,
+    /// Connected strangers by their number, which grows with each connection.
+    connected: BTreeMap<u64, Connected>,
+    /// Number of closing strangers.
+    closing: usize,
 }
 
-struct Served {
+struct Connected {
     socket: TcpStream,
-    has_spoken: bool,
+    /// Whether the stranger has sent a whole hello.
+    sent_hello: bool,
 }
 
-/// The place of one of them; given back when it is dropped.
+/// One stranger. It is dropped when its handshake is over, and then no longer counts.
 pub(crate) struct Stranger {
-    places: Arc<Mutex<Places>>,
+    state: Arc<Mutex<State>>,
     number: u64,
 }
 
-fn lock(places: &Mutex<Places>) -> MutexGuard<'_, Places> {
-    places.lock().unwrap_or_else(PoisonError::into_inner)
+fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
+    state.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Strangers {
-    /// A place for a new connection.
+    /// Admits a new connection, in place of another one if the bound is reached. It fails if too many are closing.
     pub(crate) fn admit(&self, socket: &TcpStream) -> io::Result<Stranger> {
         let socket = socket.try_clone()?;
-        let mut places = lock(&self.places);
-        if places.served.len() >= STRANGERS_MAX {
-            if places.leaving >= STRANGERS_MAX {
+        let mut state = lock(&self.state);
+        if state.connected.len() >= STRANGERS_MAX {
+            if state.closing >= STRANGERS_MAX {
                 return Err(io::Error::other("too many connections"));
             }
-            places.end_idlest();
+            state.close_oldest();
         }
-        places.last += 1;
-        let number = places.last;
-        let served = Served {
+        state.last_number += 1;
+        let number = state.last_number;
+        let connected = Connected {
             socket,
-            has_spoken: false,
+            sent_hello: false,
         };
-        places.served.insert(number, served);
+        state.connected.insert(number, connected);
         Ok(Stranger {
-            places: Arc::clone(&self.places),
+            state: Arc::clone(&self.state),
             number,
         })
     }
 }
 
-impl Places {
-    fn end_idlest(&mut self) {
-        let order = |(number, served): &(&u64, &Served)| (served.has_spoken, **number);
-        let idlest = self.served.iter().min_by_key(order);
-        if let Some(number) = idlest.map(|(number, _)| *number)
-            && let Some(served) = self.served.remove(&number)
+impl State {
+    /// Shuts down the oldest connection without a hello, or the oldest of all if all have sent theirs.
+    fn close_oldest(&mut self) {
+        let order = |(number, stranger): &(&u64, &Connected)| (stranger.sent_hello, **number);
+        let oldest = self.connected.iter().min_by_key(order);
+        if let Some(number) = oldest.map(|(number, _)| *number)
+            && let Some(stranger) = self.connected.remove(&number)
         {
-            self.leaving += 1;
-            // Its thread finds the end.
-            let _ = served.socket.shutdown(Shutdown::Both);
+            self.closing += 1;
+            // The stranger's thread fails with an end of the stream, and drops the `Stranger`.
+            let _ = stranger.socket.shutdown(Shutdown::Both);
         }
     }
 }
 
 impl Stranger {
-    /// It has said its hello.
-    pub(crate) fn hear(&self) {
-        if let Some(served) = lock(&self.places).served.get_mut(&self.number) {
-            served.has_spoken = true;
+    /// Records that the stranger has sent its hello.
+    pub(crate) fn record_hello(&self) {
+        if let Some(stranger) = lock(&self.state).connected.get_mut(&self.number) {
+            stranger.sent_hello = true;
         }
     }
 }
 
 impl Drop for Stranger {
     fn drop(&mut self) {
-        let mut places = lock(&self.places);
-        if places.served.remove(&self.number).is_none() {
-            places.leaving -= 1;
+        let mut state = lock(&self.state);
+        if state.connected.remove(&self.number).is_none() {
+            state.closing -= 1;
         }
     }
 }
@@ -104,40 +112,43 @@ mod tests {
 
     use super::*;
 
-    /// Both ends of a connection.
+    /// Both ends of a connection: the agent's and the stranger's.
     fn pair(listener: &TcpListener) -> (TcpStream, TcpStream) {
-        let there = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        (listener.accept().unwrap().0, there)
+        let stranger = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        (listener.accept().unwrap().0, stranger)
     }
 
-    fn is_ended(there: &TcpStream) -> bool {
-        there.set_nonblocking(true).unwrap();
-        matches!((&*there).read(&mut [0]), Ok(0))
+    fn is_closed(stranger: &TcpStream) -> bool {
+        stranger.set_nonblocking(true).unwrap();
+        matches!((&*stranger).read(&mut [0]), Ok(0))
     }
 
     #[test]
-    fn for_each_that_comes_the_longest_silent_one_goes() {
+    fn a_further_stranger_replaces_the_one_that_is_silent_longest() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let strangers = Strangers::default();
         let admit = || {
-            let (here, there) = pair(&listener);
-            (strangers.admit(&here), there)
+            let (socket, stranger) = pair(&listener);
+            (strangers.admit(&socket), stranger)
         };
-        let mut all: Vec<_> = (0..STRANGERS_MAX).map(|_| admit()).collect();
-        all[0].0.as_ref().unwrap().hear();
-        let more: Vec<_> = (0..STRANGERS_MAX).map(|_| admit()).collect();
-        // The one that spoke stays, and the last that came.
-        let ended: Vec<_> = all.iter().map(|(_, there)| is_ended(there)).collect();
-        assert_eq!(ended.iter().position(|ended| !ended), Some(0));
-        assert_eq!(ended.iter().filter(|ended| !**ended).count(), 1);
-        let ended = more.iter().filter(|(_, there)| is_ended(there)).count();
-        assert_eq!(ended, 1, "31 were silent before them");
-        // As long as the threads of those that ended are there, no more come.
+        let mut first: Vec<_> = (0..STRANGERS_MAX).map(|_| admit()).collect();
+        first[0].0.as_ref().unwrap().record_hello();
+        let second: Vec<_> = (0..STRANGERS_MAX).map(|_| admit()).collect();
+        // Of the first ones only the one with a hello is still connected.
+        let closed: Vec<_> = first.iter().map(|(_, socket)| is_closed(socket)).collect();
+        assert_eq!(closed.iter().position(|closed| !closed), Some(0));
+        assert_eq!(closed.iter().filter(|closed| !**closed).count(), 1);
+        let closed = second
+            .iter()
+            .filter(|(_, socket)| is_closed(socket))
+            .count();
+        assert_eq!(closed, 1, "31 of the first were silent longer");
+        // While the closed ones are not dropped, no further one is admitted.
         assert!(admit().0.is_err());
-        all.truncate(1);
+        first.truncate(1);
         assert!(admit().0.is_ok());
-        drop((all, more));
-        assert_eq!(lock(&strangers.places).leaving, 0);
-        assert!(lock(&strangers.places).served.is_empty());
+        drop((first, second));
+        assert_eq!(lock(&strangers.state).closing, 0);
+        assert!(lock(&strangers.state).connected.is_empty());
     }
 }

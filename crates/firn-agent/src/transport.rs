@@ -1,12 +1,12 @@
-//! What carries messages and bytes of files between an agent and a puller.
+//! The byte stream between an agent and a puller.
 //!
-//! [`Transport`] is the seam. [`Stream`] is the one that is always there: a TCP connection, or the two pipes of an ssh.
+//! [`Transport`] is the interface. [`Stream`] implements it over a TCP connection or over the two pipes of ssh.
 //!
 //! Promises of every implementation
 //! * A call ends at its deadline, with [`io::ErrorKind::TimedOut`].
 //! * Bytes arrive in the order in which they were sent.
-//! * [`Transport::send_file`] does not copy the bytes of the file to this process. They may leave the host after it
-//!   has returned: until the other side says that it has them they must stay as they are.
+//! * [`Transport::send_file`] does not copy the bytes of the file to this process. The kernel may send them after the
+//!   call has returned. So the caller must not change them until the other side has acknowledged them.
 
 use std::io;
 use std::net::TcpStream;
@@ -17,37 +17,39 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::sockopt;
 
-/// See the head of this file.
+/// A byte stream in both directions; see the head of this file.
 pub trait Transport: Send {
-    /// Fills `into`; [`io::ErrorKind::UnexpectedEof`] where the other side has ended.
-    fn receive(&mut self, into: &mut [u8], until: Instant) -> io::Result<()>;
+    /// Fills `into`. It fails with [`io::ErrorKind::UnexpectedEof`] if the other side has closed the stream.
+    fn receive(&mut self, into: &mut [u8], deadline: Instant) -> io::Result<()>;
 
     /// Sends all of `bytes`.
-    fn send(&mut self, bytes: &[u8], until: Instant) -> io::Result<()>;
+    fn send(&mut self, bytes: &[u8], deadline: Instant) -> io::Result<()>;
 
-    /// Sends `bytes` bytes of `file`, from `at` on.
+    /// Sends `bytes` bytes of `file`, from the offset `at` on. It fails if the file is shorter.
     fn send_file(
         &mut self,
         file: BorrowedFd<'_>,
         at: u64,
         bytes: u64,
-        until: Instant,
+        deadline: Instant,
     ) -> io::Result<()>;
 }
 
-/// Seconds of silence after which the kernel asks whether the other host is still there.
+/// Time of silence after which TCP probes the other host.
 const KEEP_ALIVE_AFTER: Duration = Duration::from_secs(20);
+/// Time between two probes.
 const KEEP_ALIVE_EVERY: Duration = Duration::from_secs(5);
+/// Probes without an answer after which the connection is broken: 40 s of silence in all.
 const KEEP_ALIVE_TRIES: u32 = 4;
 
-/// A TCP connection, or two pipes.
+/// A [`Transport`] over a TCP connection, or over two pipes.
 pub struct Stream {
     input: OwnedFd,
     output: OwnedFd,
 }
 
 impl Stream {
-    /// Over a connection.
+    /// Makes a stream over a TCP connection, and turns on its keep-alive probes.
     pub fn over_tcp(socket: TcpStream) -> io::Result<Self> {
         socket.set_nodelay(true)?;
         sockopt::set_socket_keepalive(&socket, true)?;
@@ -58,7 +60,7 @@ impl Stream {
         Self::over_pipes(output.try_clone()?, output)
     }
 
-    /// Over what is read from and what is written to, which become non-blocking.
+    /// Makes a stream that reads from `input` and writes to `output`. Both become non-blocking.
     pub fn over_pipes(input: OwnedFd, output: OwnedFd) -> io::Result<Self> {
         for fd in [&input, &output] {
             rustix::io::ioctl_fionbio(fd, true)?;
@@ -68,30 +70,30 @@ impl Stream {
 }
 
 impl Transport for Stream {
-    fn receive(&mut self, into: &mut [u8], until: Instant) -> io::Result<()> {
+    fn receive(&mut self, into: &mut [u8], deadline: Instant) -> io::Result<()> {
         let mut done = 0;
         while done < into.len() {
             match rustix::io::read(&self.input, &mut into[done..]) {
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
                 Ok(count) => done += count,
                 Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => wait_for(&self.input, PollFlags::IN, until)?,
+                Err(Errno::AGAIN) => wait_for(&self.input, PollFlags::IN, deadline)?,
                 Err(errno) => return Err(errno.into()),
             }
         }
         Ok(())
     }
 
-    fn send(&mut self, bytes: &[u8], until: Instant) -> io::Result<()> {
+    fn send(&mut self, bytes: &[u8], deadline: Instant) -> io::Result<()> {
         let mut left = bytes;
         while !left.is_empty() {
             match rustix::io::write(&self.output, left) {
                 Ok(count) => left = &left[count..],
                 Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => wait_for(&self.output, PollFlags::OUT, until)?,
+                Err(Errno::AGAIN) => wait_for(&self.output, PollFlags::OUT, deadline)?,
                 Err(errno) => return Err(errno.into()),
             }
-            check_time(until)?;
+            check_deadline(deadline)?;
         }
         Ok(())
     }
@@ -101,36 +103,37 @@ impl Transport for Stream {
         file: BorrowedFd<'_>,
         at: u64,
         bytes: u64,
-        until: Instant,
+        deadline: Instant,
     ) -> io::Result<()> {
         let mut offset = at;
         let end = at + bytes;
         while offset < end {
             let left = usize::try_from(end - offset).unwrap_or(usize::MAX);
             match rustix::fs::sendfile(&self.output, file, Some(&mut offset), left) {
-                // The arena is shorter than its list says.
+                // The file ends before the requested range does.
                 Ok(0) => return Err(io::ErrorKind::InvalidData.into()),
                 Ok(_) | Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) => wait_for(&self.output, PollFlags::OUT, until)?,
+                Err(Errno::AGAIN) => wait_for(&self.output, PollFlags::OUT, deadline)?,
                 Err(errno) => return Err(errno.into()),
             }
-            check_time(until)?;
+            check_deadline(deadline)?;
         }
         Ok(())
     }
 }
 
-/// A peer that takes a byte now and then is late all the same.
-fn check_time(until: Instant) -> io::Result<()> {
-    if Instant::now() >= until {
+/// Fails after the deadline. A peer that takes a few bytes now and then must not prolong a call.
+fn check_deadline(deadline: Instant) -> io::Result<()> {
+    if Instant::now() >= deadline {
         return Err(io::ErrorKind::TimedOut.into());
     }
     Ok(())
 }
 
-fn wait_for(fd: impl AsFd, flags: PollFlags, until: Instant) -> io::Result<()> {
+/// Waits until a descriptor is ready, but not beyond the deadline.
+fn wait_for(fd: impl AsFd, flags: PollFlags, deadline: Instant) -> io::Result<()> {
     loop {
-        let left = until.saturating_duration_since(Instant::now());
+        let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
             return Err(io::ErrorKind::TimedOut.into());
         }
@@ -151,66 +154,73 @@ mod tests {
 
     use super::*;
 
-    const SOON: Duration = Duration::from_millis(300);
-    const LIMIT: Duration = Duration::from_secs(30);
+    const SHORT_TIMEOUT: Duration = Duration::from_millis(300);
+    const LONG_TIMEOUT: Duration = Duration::from_secs(30);
 
+    /// Both ends of a connection: a stream, and the other side's socket.
     fn pair() -> (Stream, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let there = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        let here = listener.accept().unwrap().0;
-        (Stream::over_tcp(here).unwrap(), there)
+        let other_end = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let socket = listener.accept().unwrap().0;
+        (Stream::over_tcp(socket).unwrap(), other_end)
     }
 
-    fn is_late(result: io::Result<()>) -> bool {
+    fn is_timeout(result: io::Result<()>) -> bool {
         result.is_err_and(|error| error.kind() == io::ErrorKind::TimedOut)
     }
 
     #[test]
-    fn bytes_of_a_file_arrive_with_those_between_them() {
-        let (mut here, mut there) = pair();
+    fn bytes_of_a_file_arrive_in_order_with_other_bytes() {
+        let (mut stream, mut other_end) = pair();
         let file = tempfile::tempfile().unwrap();
-        let data: Vec<u8> = (0..9_u32 << 20).map(|at| (at % 251) as u8).collect();
+        let data: Vec<u8> = (0..9_u32 << 20).map(|index| (index % 251) as u8).collect();
         std::os::unix::fs::FileExt::write_all_at(&file, &data, 0).unwrap();
-        let until = Instant::now() + LIMIT;
+        let deadline = Instant::now() + LONG_TIMEOUT;
         std::thread::scope(|scope| {
             scope.spawn(|| {
-                here.send(b"before", until).unwrap();
-                here.send_file(file.as_fd(), 77, (8 << 20) + 1, until)
+                stream.send(b"before", deadline).unwrap();
+                stream
+                    .send_file(file.as_fd(), 77, (8 << 20) + 1, deadline)
                     .unwrap();
-                here.send(b"after", until).unwrap();
-                let beyond = here.send_file(file.as_fd(), 8 << 20, 2 << 20, until);
+                stream.send(b"after", deadline).unwrap();
+                let beyond = stream.send_file(file.as_fd(), 8 << 20, 2 << 20, deadline);
                 assert_eq!(beyond.unwrap_err().kind(), io::ErrorKind::InvalidData);
             });
-            let mut found = vec![0; 6 + (8 << 20) + 1 + 5];
-            there.read_exact(&mut found).unwrap();
-            assert_eq!(&found[..6], b"before");
-            assert!(found[6..6 + (8 << 20) + 1] == data[77..78 + (8 << 20)]);
-            assert_eq!(&found[6 + (8 << 20) + 1..], b"after");
+            let mut received = vec![0; 6 + (8 << 20) + 1 + 5];
+            other_end.read_exact(&mut received).unwrap();
+            assert_eq!(&received[..6], b"before");
+            assert!(received[6..6 + (8 << 20) + 1] == data[77..78 + (8 << 20)]);
+            assert_eq!(&received[6 + (8 << 20) + 1..], b"after");
             let mut rest = vec![0; 1 << 20];
-            there.read_exact(&mut rest).unwrap();
+            other_end.read_exact(&mut rest).unwrap();
         });
     }
 
     #[test]
-    fn who_takes_nothing_says_nothing_or_takes_a_byte_now_and_then_is_late() {
-        let (mut here, mut there) = pair();
-        assert!(is_late(here.receive(&mut [0; 1], Instant::now() + SOON)));
+    fn a_peer_that_is_silent_or_slow_does_not_prolong_a_call() {
+        let (mut stream, mut other_end) = pair();
+        assert!(is_timeout(
+            stream.receive(&mut [0; 1], Instant::now() + SHORT_TIMEOUT)
+        ));
         let file = tempfile::tempfile().unwrap();
         file.set_len(256 << 20).unwrap();
-        let send =
-            |here: &mut Stream| here.send_file(file.as_fd(), 0, 256 << 20, Instant::now() + SOON);
-        assert!(is_late(send(&mut here)));
-        let much = vec![0; 64 << 20];
-        assert!(is_late(here.send(&much, Instant::now() + SOON)));
+        let send = |stream: &mut Stream| {
+            stream.send_file(file.as_fd(), 0, 256 << 20, Instant::now() + SHORT_TIMEOUT)
+        };
+        assert!(is_timeout(send(&mut stream)));
+        let more_than_buffers = vec![0; 64 << 20];
+        assert!(is_timeout(
+            stream.send(&more_than_buffers, Instant::now() + SHORT_TIMEOUT)
+        ));
         let stop = AtomicBool::new(false);
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 while !stop.load(Ordering::Relaxed) {
-                    there.read_exact(&mut [0; 4096]).unwrap();
+                    other_end.read_exact(&mut [0; 4096]).unwrap();
                     std::thread::sleep(Duration::from_millis(1));
                 }
             });
-            assert!(is_late(send(&mut here)));
+            assert!(is_timeout(send(&mut stream)));
             stop.store(true, Ordering::Relaxed);
         });
     }

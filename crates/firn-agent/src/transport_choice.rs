@@ -1,40 +1,44 @@
-//! What carries bytes between an agent and a puller: the connection itself, or libfabric.
+//! The choice of the transport of files' bytes: the connection itself, or a provider of libfabric.
+//!
+//! The puller names the providers that it has, the best first. The agent takes the first one that it has and that its
+//! own option allows. The names come from another host, so their number and length are bounded.
 
 use std::fmt;
 use std::str::FromStr;
 
 use crate::ofi::{Library, OfiError, has_devices, is_hardware};
 
-/// Providers that a puller may name, and bytes of a name: more than any libfabric has.
+/// Maximum number of providers that a puller may name: more than any libfabric has.
 const PROVIDERS_MAX: usize = 64;
+/// Bytes of the longest name of a provider.
 const PROVIDER_BYTES_MAX: usize = 64;
 
-/// `--transport`.
+/// The option `--transport`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum TransportChoice {
-    /// Hardware that reads remote memory where both sides have it, or else the connection.
+    /// Hardware that reads remote memory if both sides have it, else the connection.
     #[default]
     Auto,
     /// The connection.
     Tcp,
-    /// libfabric, and one of its providers or the best.
+    /// libfabric.
     Ofi {
-        /// Its name, such as `verbs` or `tcp;ofi_rxm`.
+        /// Name of the provider, such as `verbs` or `tcp;ofi_rxm`; `None` means the best one.
         provider: Option<String>,
     },
 }
 
-/// How bytes of files reach a puller.
+/// How the bytes of files reach a puller.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Carriage {
-    /// What carries them.
+    /// The transport.
     pub transport: TransportChoice,
-    /// Whether the agent sums up what libfabric reads; over the connection it always does.
+    /// Whether the agent sends MACs of bytes that libfabric reads. Bytes over the connection are always authenticated.
     pub sums: bool,
 }
 
 impl Carriage {
-    /// The connection, whatever hardware there is.
+    /// Sends bytes over the connection, even if both sides have faster hardware.
     pub fn connection() -> Self {
         Self {
             transport: TransportChoice::Tcp,
@@ -83,7 +87,7 @@ impl fmt::Display for TransportChoice {
 }
 
 impl TransportChoice {
-    /// An error where it names what this host does not have.
+    /// Checks that this host has the named provider, or any provider for `ofi` without a name.
     pub(crate) fn check(&self) -> Result<(), OfiError> {
         match self {
             Self::Auto | Self::Tcp => Ok(()),
@@ -91,70 +95,75 @@ impl TransportChoice {
         }
     }
 
-    /// The providers of this host that a puller may ask an agent for, the best first; none: the connection it is.
+    /// Returns the providers of this host that a puller names to an agent, the best first. If there are none, bytes
+    /// come over the connection.
     pub(crate) fn wanted_providers(&self) -> Result<Vec<String>, OfiError> {
         match self {
             Self::Tcp => Ok(Vec::new()),
-            // Without a device there is nothing to load.
+            // Without a device no provider can be hardware, so libfabric need not be loaded.
             Self::Auto if !has_devices() => Ok(Vec::new()),
             Self::Auto => {
-                let found = Library::load().map(Library::providers);
-                let names = found
+                let providers = Library::load().map(Library::providers);
+                let names = providers
                     .unwrap_or_default()
                     .into_iter()
-                    .map(|found| found.name);
+                    .map(|provider| provider.name);
                 Ok(names.filter(|name| is_hardware(name)).collect())
             }
             Self::Ofi { provider } => find_providers(provider.as_deref()),
         }
     }
 
-    /// Whether it insists on reads by libfabric, which encrypts nothing.
+    /// Whether only libfabric is allowed, which cannot encrypt.
     pub fn is_ofi(&self) -> bool {
         matches!(self, Self::Ofi { .. })
     }
 
-    /// The first of the providers that a puller asks for which an agent may serve by. They are the puller's words.
+    /// Chooses for an agent: returns the first of the puller's providers that this host has and that this option
+    /// allows. An error is a text for the puller.
     pub(crate) fn choose(&self, wanted: &[String]) -> Result<String, String> {
         let is_long = |name: &String| name.len() > PROVIDER_BYTES_MAX;
         if wanted.len() > PROVIDERS_MAX || wanted.iter().any(is_long) {
             return Err("no host has as many providers of libfabric, or such names".into());
         }
-        let there = match self {
+        let available = match self {
             Self::Tcp => {
                 return Err("this agent serves over its connections only (--transport tcp)".into());
             }
             Self::Auto => find_providers(None),
             Self::Ofi { provider } => find_providers(provider.as_deref()),
         };
-        let there = there.map_err(|error| error.to_string())?;
-        let chosen = wanted.iter().find(|name| there.contains(*name));
+        let available = available.map_err(|error| error.to_string())?;
+        let chosen = wanted.iter().find(|name| available.contains(*name));
         chosen.cloned().ok_or_else(|| {
             format!(
                 "no provider of libfabric that both hosts have: the agent's are {}, the puller's {}",
-                there.join(", "),
+                available.join(", "),
                 wanted.join(", ")
             )
         })
     }
 }
 
-/// Providers of this host: those of a name, or all.
+/// Returns the names of this host's providers: those that match `wanted`, or all. It is an error if there are none.
 fn find_providers(wanted: Option<&str>) -> Result<Vec<String>, OfiError> {
-    let found = Library::load()?.providers();
+    let providers = Library::load()?.providers();
     let is_wanted = |provider: &&crate::ofi::Provider| match wanted {
         Some(wanted) => provider.is_named(wanted),
         None => true,
     };
-    let named: Vec<_> = found.iter().filter(is_wanted).cloned().collect();
-    if named.is_empty() {
-        let names: Vec<_> = found.into_iter().map(|provider| provider.name).collect();
+    let matching: Vec<_> = providers.iter().filter(is_wanted).cloned().collect();
+    if matching.is_empty() {
+        let names: Vec<_> = providers
+            .into_iter()
+            .map(|provider| provider.name)
+            .collect();
         return Err(OfiError::NoProvider {
             wanted: wanted.unwrap_or("at all").into(),
             found: names.join(", "),
         });
     }
-    Ok(named.into_iter().map(|provider| provider.name).collect())
+    Ok(matching.into_iter().map(|provider| provider.name).collect())
 }
 
 #[cfg(test)]
@@ -162,7 +171,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_choice_is_what_it_is_written_as_and_no_endless_one_is_looked_at() {
+    fn a_choice_is_parsed_and_written_alike_and_long_lists_of_a_puller_are_refused() {
         for text in ["auto", "tcp", "ofi", "ofi:verbs", "ofi:tcp;ofi_rxm"] {
             let choice: TransportChoice = text.parse().unwrap();
             assert_eq!(choice.to_string(), text);

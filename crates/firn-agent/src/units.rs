@@ -1,4 +1,6 @@
-//! What is directly in a directory of another host: each name with all that is below it. It is copied together.
+//! Units: the names directly in a directory of another host, each with everything below it.
+//!
+//! A unit is usually one checkpoint. A follower copies and removes it as a whole.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -9,25 +11,24 @@ use firn_protocol::path::BytePath;
 
 use crate::message::{Entry, EntryKind};
 
-/// What has one name in a directory.
+/// A name in a directory, with everything below it.
 #[derive(Clone, Debug)]
 pub(crate) struct Unit {
-    /// The name.
+    /// The name in the directory.
     pub(crate) name: BytePath,
-    /// What has the name itself, and all below it, with paths below the name.
+    /// The file or directory of this name, and everything below it. Paths are relative to it.
     pub(crate) entries: Vec<Entry>,
 }
 
-/// Groups a list of a directory, which was checked, by the first names of its paths. The newest comes first: it is what a
-/// restart wants.
+/// Divides the checked list of a directory into units. The newest unit comes first, because a restart needs it most.
 pub(crate) fn group_by_name(entries: &[Entry]) -> Vec<Unit> {
     let mut by_name: BTreeMap<BytePath, Vec<Entry>> = BTreeMap::new();
     for entry in entries.iter().filter(|entry| !entry.path.is_empty()) {
         let name = first_component(&entry.path);
-        let below = entry.path.as_path().strip_prefix(name.as_path());
-        let below = below.expect("it begins with it");
+        let relative = entry.path.as_path().strip_prefix(name.as_path());
+        let relative = relative.expect("a path begins with its first component");
         by_name.entry(name).or_default().push(Entry {
-            path: below.into(),
+            path: relative.into(),
             ..entry.clone()
         });
     }
@@ -39,7 +40,7 @@ pub(crate) fn group_by_name(entries: &[Entry]) -> Vec<Unit> {
     units
 }
 
-/// The first name of a path.
+/// Returns the first component of a path; empty for an empty path.
 pub(crate) fn first_component(path: &BytePath) -> BytePath {
     let mut components = Path::new(path.as_path()).components();
     components.next().map_or_else(BytePath::default, |first| {
@@ -48,6 +49,7 @@ pub(crate) fn first_component(path: &BytePath) -> BytePath {
 }
 
 impl Unit {
+    /// Newest modification time of the entries.
     fn newest_time(&self) -> Option<(i64, u32)> {
         let times = self.entries.iter();
         times.map(|entry| (entry.mtime_s, entry.mtime_ns)).max()
@@ -58,20 +60,20 @@ impl Unit {
         self.name.as_path().as_os_str()
     }
 
-    /// Whether there is a file that its writers have not closed.
+    /// Whether a file of the unit is open or was cut off.
     pub(crate) fn is_open(&self) -> bool {
         let mut files = self.entries.iter().map(|entry| &entry.kind);
         files
             .any(|kind| matches!(kind, EntryKind::File { ending, .. } if *ending != Ending::Closed))
     }
 
-    /// Whether it has the same files in the same state as the other one. Directories are not compared: they change with
-    /// the names of other hosts.
+    /// Whether both units have the same files in the same state. Directories are not compared, because files of other
+    /// hosts change them.
     pub(crate) fn has_same_files(&self, other: &Self) -> bool {
-        self.states_of_files().eq(other.states_of_files())
+        self.file_states().eq(other.file_states())
     }
 
-    fn states_of_files(&self) -> impl Iterator<Item = FileState<'_>> {
+    fn file_states(&self) -> impl Iterator<Item = FileState<'_>> {
         let is_file = |entry: &&Entry| matches!(entry.kind, EntryKind::File { .. });
         self.entries.iter().filter(is_file).map(|entry| FileState {
             path: &entry.path,
@@ -83,7 +85,7 @@ impl Unit {
     }
 }
 
-/// What tells one state of a file from another.
+/// The properties by which a change of a file is noticed.
 #[derive(PartialEq, Eq)]
 struct FileState<'a> {
     path: &'a BytePath,
@@ -139,10 +141,10 @@ mod tests {
             name: "step".into(),
             entries: entries.to_vec(),
         };
-        let a = unit(&[dir(""), file("a", 5, Ending::Closed)]);
+        let original = unit(&[dir(""), file("a", 5, Ending::Closed)]);
         let with_other_dir = unit(&[dir(""), dir("made"), file("a", 5, Ending::Closed)]);
-        assert!(a.has_same_files(&with_other_dir));
-        assert!(!a.has_same_files(&unit(&[dir(""), file("a", 6, Ending::Closed)])));
-        assert!(!a.has_same_files(&unit(&[dir("")])));
+        assert!(original.has_same_files(&with_other_dir));
+        assert!(!original.has_same_files(&unit(&[dir(""), file("a", 6, Ending::Closed)])));
+        assert!(!original.has_same_files(&unit(&[dir("")])));
     }
 }

@@ -1,10 +1,18 @@
-//! The mapped region: its parts, its fixed facts, its words.
+//! The arena as one object: the mapped file, the fixed facts about it, and the parts that keep its state.
 //!
-//! The parts have locks and invariants of their own: `pool` (free chunks, slots and slabs), `uses` (what keeps a slab),
-//! `homes` (where each chunk is), `spill_area`, `memory_files` (slots that the arena's file does without), `lingering` (clients that may still store bytes) and `listeners`. What
-//! is done with several of them: `create`, `attach`, `lease`, `publish`, `moves` and `client`.
+//! Each part has its own lock or atomics, and its own invariants
+//! * `pool`: free chunks, slots and slabs;
+//! * `uses`: the counts that keep slabs in use;
+//! * `homes`: the slot that has the data of each chunk;
+//! * `spill`: the spill file;
+//! * `memory_files`: slots that were moved out of the arena's file into files of their own;
+//! * `lingering`: clients that may still store bytes after their lease ended;
+//! * `listeners`: the callbacks for freed memory and for pressure.
 //!
-//! Locks: a move of a chunk (`spill_area`) locks the pool meanwhile; no other two locks are held together.
+//! The modules `create`, `attach`, `lease`, `publish`, `moves` and `client` implement what needs several parts.
+//!
+//! Lock order: a move of a chunk holds the mover's lock of `spill` and locks the pool in it. No other two locks are held
+//! together.
 
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
@@ -29,10 +37,11 @@ use crate::tables::Tables;
 use crate::topology::Topology;
 use crate::uses::SlabUses;
 
-/// Bytes that get their memory at once: whole huge pages, and no long pause before a mount can end.
+/// Bytes that one step of [`Arena::populate`] allocates: whole huge pages, and few enough that an unmount waits
+/// only shortly for the end of a step.
 const POPULATE_BYTES: u64 = 2 * DATA_ALIGN;
 
-/// The mapped region.
+/// An arena that is mapped and attached.
 pub struct Arena {
     pub(crate) map: Arc<Map>,
     pub(crate) tables: Tables,
@@ -49,7 +58,7 @@ pub struct Arena {
 }
 
 impl Arena {
-    /// An arena all of whose chunks are free, without a spill file.
+    /// Returns an arena whose chunks are all free, without a spill file.
     pub(crate) fn assemble(
         path: &Path,
         map: Arc<Map>,
@@ -72,19 +81,19 @@ impl Arena {
             listeners: Listeners::default(),
         }
     }
-    /// The layout.
+    /// The layout of the file.
     pub fn geometry(&self) -> &Geometry {
         &self.geometry
     }
-    /// The file.
+    /// The path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
-    /// What it was made for.
+    /// The superblock: the arena's identity, layout and backing directory.
     pub fn superblock(&self) -> &Superblock {
         &self.superblock
     }
-    /// The journal's bytes.
+    /// The part of the mapping that the journal uses.
     pub fn journal_region(&self) -> JournalRegion {
         JournalRegion {
             map: Arc::clone(&self.map),
@@ -92,29 +101,29 @@ impl Arena {
             len: 2 * self.geometry.journal_half_bytes,
         }
     }
-    /// Calls `f` whenever a slab was freed.
+    /// Has `f` called whenever a slab or memory was freed.
     pub fn on_free(&self, f: impl Fn() + Send + Sync + 'static) {
         self.listeners.set_freed(Box::new(f));
     }
-    /// Calls `f` when a writer took memory while more than `slots` of it were in use, or found none.
+    /// Has `f` called when a writer takes memory while more than `slots` slots are in use, and when it finds none free.
     pub fn on_pressure(&self, slots: u32, f: impl Fn() + Send + Sync + 'static) {
         self.listeners.set_pressure(slots, Box::new(f));
     }
-    /// The next sequence number.
+    /// Returns the next sequence number; no other call returns the same one.
     pub fn next_sequence(&self) -> u64 {
         self.map
             .u64(state_word::SEQUENCE)
             .fetch_add(1, Ordering::AcqRel)
             + 1
     }
-    /// Counts a lifetime of firnd; returns which it is, from 1.
+    /// Counts one more lifetime of firnd on this arena. Returns its number; the first is 1.
     pub fn begin_epoch(&self) -> u64 {
         self.map
             .u64(state_word::EPOCH)
             .fetch_add(1, Ordering::AcqRel)
             + 1
     }
-    /// Names the process that has it attached, for messages of others.
+    /// Stores which process has the arena attached and where it is mounted, for the messages of other processes.
     pub fn set_holder(&self, pid: u32, mount_point: &Path) {
         let bytes = mount_point.as_os_str().as_bytes();
         let bytes = &bytes[..bytes.len().min(state_word::HOLDER_PATH_MAX)];
@@ -126,36 +135,36 @@ impl Arena {
             .u32(state_word::HOLDER_PID)
             .store(pid, Ordering::Release);
     }
-    /// Bytes of slabs in use in memory.
+    /// Bytes of the slabs in use whose chunks are in memory.
     pub fn used_bytes(&self) -> u64 {
         self.pool.lock().used_bytes().0
     }
 
-    /// What the NUMA nodes have and gave.
+    /// The memory figures of each NUMA node.
     pub fn numa_node_figures(&self) -> Vec<NumaNodeFigures> {
         self.pool.lock().numa_node_figures()
     }
 
-    /// Gives memory to all slots, from the first on, until all are done or `go_on` is false.
+    /// Allocates memory for all slots in order, in steps. Ends early when `go_on` returns false.
     pub fn populate(&self, go_on: &dyn Fn() -> bool) -> Result<(), Errno> {
         let start = self.geometry.slot_offset(0);
-        let end = self.geometry.slot_offset(0) + self.geometry.data_bytes();
-        let mut at = start;
-        // Not slot by slot: chunks may be smaller than a huge page.
-        while at < end && go_on() {
-            let len = (end - at).min(POPULATE_BYTES);
-            let populated = self.map.populate(at, len);
-            // A memory file that programs read is as long as what it holds.
+        let end = start + self.geometry.data_bytes();
+        let mut offset = start;
+        // In fixed steps and not slot by slot: a chunk may be smaller than a huge page.
+        while offset < end && go_on() {
+            let len = (end - offset).min(POPULATE_BYTES);
+            let populated = self.map.populate(offset, len);
+            // With memory files, an error is expected: a file that programs read ends with its last byte, inside its last slot.
             if self.memory_file_figures().files == 0 {
                 populated?;
             }
-            at += len;
+            offset += len;
         }
         Ok(())
     }
 
-    /// Asserts that what is counted is what is there: of slabs and chunks, here and in the piece tables. To be called
-    /// while no other thread uses the arena.
+    /// Asserts that the counts of slabs and chunks in use agree with the piece tables. No other thread may use the arena
+    /// meanwhile.
     pub fn assert_invariants(&self) {
         let pool = self.pool.lock();
         pool.assert_invariants();
@@ -180,7 +189,7 @@ impl Arena {
         }
     }
 
-    /// Asserts that the state of a slab in its table is what its uses say; returns whether it is used.
+    /// Asserts that the table calls a slab free if and only if nothing uses it. Returns whether it is used.
     fn assert_slab(&self, slab: SlabRef) -> bool {
         let is_used = self.uses.is_used(slab);
         let state = self.tables.state(slab);
@@ -192,7 +201,7 @@ impl Arena {
         is_used
     }
 
-    /// The file, for clients that map it themselves.
+    /// The file, for clients that map it by themselves.
     pub fn file(&self) -> rustix::fd::BorrowedFd<'_> {
         self.map.file()
     }

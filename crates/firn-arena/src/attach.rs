@@ -1,4 +1,13 @@
-//! Attaching to an arena that is there: leases of dead writers end, pieces are found, slabs are counted.
+//! Attaches to an existing arena: revokes the leases of earlier writers, reads the pieces, and rebuilds the counts.
+//!
+//! The order matters
+//! * client leases are revoked first, so that no client adds records during the scan;
+//! * the scan reads all piece records, of all chunks;
+//! * homes, memory files and the spill file are read, and what cannot be read is reported as damage;
+//! * pool, homes and uses are filled in. Each slab with pieces gets a pin.
+//!
+//! The caller then counts the pieces that it keeps ([`Arena::keep_piece`]), and [`Arena::free_unkept_slabs`] takes
+//! the pins off. So no slab is freed before the caller has decided about all its pieces.
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
@@ -11,7 +20,7 @@ use firn_format::superblock::state_word;
 
 use crate::ArenaError;
 use crate::arena::Arena;
-use crate::create::place;
+use crate::create::prefer_numa_nodes;
 use crate::damage::Damage;
 use crate::homes::read_homes;
 use crate::lingering::{LingeringWriter, LingeringWriters, revoke_all};
@@ -24,64 +33,66 @@ use crate::spill_area::SpillArea;
 use crate::topology::Topology;
 use crate::uses::PIN;
 
-/// A chunk whose slabs stay as they are after an attach.
+/// A chunk that is in use when an arena is attached.
 struct AdoptedChunk {
     chunk: u32,
-    /// Sequence of its newest piece.
+    /// Sequence number of its newest piece. [`u64::MAX`]: its class is damaged.
     newest: u64,
-    /// How it is cut, and its slabs in use; `None`: its table does not tell.
+    /// The class of its slabs, and the slabs in use in order. `None`: the class is damaged.
     cut: Option<(Class, Vec<u32>)>,
 }
 
 impl Arena {
-    /// Attaches to an existing file and reads its piece tables. Leases of dead writers end. The
-    /// pieces that the caller does not keep afterwards ([`Arena::keep_piece`]) are freed by [`Arena::free_unkept_slabs`].
+    /// Attaches to an existing arena on one NUMA node. Returns it with the pieces and the damage that were read.
     ///
-    /// Where the spill file is gone or damaged, [`Arena::spill_fault`] says so, the pieces in it are named as
-    /// damage and stay pending, and reading them fails.
+    /// The leases of earlier writers end. The caller keeps the pieces that it needs ([`Arena::keep_piece`]) and then frees
+    /// the rest ([`Arena::free_unkept_slabs`]).
+    ///
+    /// If the spill file is gone or damaged, the attach succeeds and [`Arena::spill_fault`] says what is wrong. The pieces
+    /// in the unreadable part are reported as damage and stay pending; reads of them fail.
     pub fn attach(path: &Path) -> Result<(Self, Vec<Stored>, Vec<Damage>), ArenaError> {
         Self::attach_on(path, &Topology::one())
     }
 
-    /// The same on a machine with several NUMA nodes. Pages that are there stay where they are.
+    /// Does what [`Arena::attach`] does on a machine with several NUMA nodes. Pages that exist stay on their node.
     pub fn attach_on(
         path: &Path,
         topology: &Topology,
     ) -> Result<(Self, Vec<Stored>, Vec<Damage>), ArenaError> {
         let (map, superblock) = open_arena(path, true)?;
         let mut arena = Self::assemble(path, map, superblock, topology);
-        place(&arena.map, &arena.geometry, topology);
-        // Before any record is read: what is read is then all there will ever be.
+        prefer_numa_nodes(&arena.map, &arena.geometry, topology);
+        // Before the scan: no client can publish a record that the scan would miss.
         let lingering = revoke_all(&arena.tables, &arena.cut_chunks());
         let mut damage = Vec::new();
         let mut stored = Vec::new();
-        scan(&arena.tables, &mut damage, &mut |found| stored.push(found));
+        scan(&arena.tables, &mut damage, &mut |piece| stored.push(piece));
         arena.restore_sequence(&stored);
         let mut homes = read_homes(&arena.tables, &mut damage);
-        let mut found = read_places(&arena.tables, &arena.memory_files, &arena.superblock.uuid);
-        report_unreadable_slots(&mut found, &stored, &mut homes, &mut damage);
+        let mut slots = read_places(&arena.tables, &arena.memory_files, &arena.superblock.uuid);
+        report_unreadable_slots(&mut slots, &stored, &mut homes, &mut damage);
         if arena.geometry.spill_count > 0 {
             arena.spill = SpillArea::from_opened(SpillFile::open(&arena.superblock, true));
             report_unreadable(&homes, &stored, &arena.spill, &mut damage);
         }
-        arena.adopt_memory_files(found, &homes)?;
+        arena.adopt_memory_files(slots, &homes)?;
         arena.adopt(&stored, &lingering, &homes);
         arena.lingering = LingeringWriters::new(lingering);
         Ok((arena, stored, damage))
     }
 
-    /// What the tables hold now: live pieces and damage.
+    /// Reads the live pieces and the damage that the tables have now.
     pub fn read_pieces(&self) -> (Vec<Stored>, Vec<Damage>) {
         let mut stored = Vec::new();
         let mut damage = Vec::new();
-        scan(&self.tables, &mut damage, &mut |found| stored.push(found));
+        scan(&self.tables, &mut damage, &mut |piece| stored.push(piece));
         (stored, damage)
     }
 
-    /// The next sequence follows every piece that was found. The counter is one word that nothing protects: if it is
-    /// damaged it is too low, or so high that nothing could follow.
+    /// Sets the sequence counter to at least the highest sequence number of the pieces. No checksum covers the counter:
+    /// a damaged one is too low, or so high that no number is left above it.
     fn restore_sequence(&self, stored: &[Stored]) {
-        let highest = stored.iter().map(|found| found.piece.sequence).max();
+        let highest = stored.iter().map(|stored| stored.piece.sequence).max();
         let highest = highest.unwrap_or(0);
         let counter = self.map.u64(state_word::SEQUENCE);
         if counter.fetch_max(highest, Ordering::Relaxed) > SEQUENCE_MAX / 2 {
@@ -89,7 +100,7 @@ impl Arena {
         }
     }
 
-    /// The chunks that are cut, as far as their class can be read.
+    /// The chunks that are cut into slabs, with the class of the slabs. A chunk whose class is damaged is left out.
     fn cut_chunks(&self) -> Vec<(u32, Class)> {
         let class = |chunk| self.tables.class(chunk).ok().flatten();
         (0..self.geometry.chunks())
@@ -97,20 +108,20 @@ impl Arena {
             .collect()
     }
 
-    /// Enters what is in use into pool, homes and uses; everything else is free.
+    /// Enters the chunks, slots and slabs in use into pool, homes and uses. Everything else is free.
     fn adopt(&self, stored: &[Stored], lingering: &[LingeringWriter], homes: &[Option<Home>]) {
-        let mut adopted = self.sort_chunks(stored, lingering);
-        let chunks: HashSet<u32> = adopted.iter().map(|found| found.chunk).collect();
-        let slots: HashSet<Home> = chunks
+        let mut adopted = self.sort_out_chunks(stored, lingering);
+        let used_chunks: HashSet<u32> = adopted.iter().map(|adopted| adopted.chunk).collect();
+        let used_slots: HashSet<Home> = used_chunks
             .iter()
             .filter_map(|chunk| homes[*chunk as usize])
             .collect();
         let mut pool = self.pool.lock();
-        pool.reserve(&|chunk| chunks.contains(&chunk), &|home| {
-            slots.contains(&home)
+        pool.reserve(&|chunk| used_chunks.contains(&chunk), &|home| {
+            used_slots.contains(&home)
         });
-        // The oldest first: in this order they move to the spill file.
-        adopted.sort_unstable_by_key(|found| (found.newest, found.chunk));
+        // The oldest first: chunks move to the spill file in this order.
+        adopted.sort_unstable_by_key(|adopted| (adopted.newest, adopted.chunk));
         for AdoptedChunk { chunk, cut, .. } in adopted {
             let home = homes[chunk as usize];
             self.homes.set(chunk, home);
@@ -121,16 +132,20 @@ impl Arena {
         for LingeringWriter { slab, .. } in lingering {
             pool.lease_on(slab.chunk);
             self.uses.count_lease();
-            // Beside the pin that ends with `free_unkept_slabs`, which is for slabs with pieces.
-            if stored.iter().any(|found| found.at.slab == *slab) {
+            // This pin ends when the writer is gone. A slab with pieces has a second one, which `free_unkept_slabs` takes off.
+            if stored.iter().any(|stored| stored.at.slab == *slab) {
                 self.uses.add(*slab, PIN);
             }
         }
     }
 
-    /// The chunks that stay, with their slabs in use pinned and all others free.
-    fn sort_chunks(&self, stored: &[Stored], lingering: &[LingeringWriter]) -> Vec<AdoptedChunk> {
-        // Slabs in use and the newest write of each chunk.
+    /// Returns the chunks in use, pins their slabs in use, and makes all other slabs and chunks free.
+    fn sort_out_chunks(
+        &self,
+        stored: &[Stored],
+        lingering: &[LingeringWriter],
+    ) -> Vec<AdoptedChunk> {
+        // For each chunk in use: its slabs in use, and the sequence number of its newest piece.
         let mut used: BTreeMap<u32, (Vec<u32>, u64)> = BTreeMap::new();
         for Stored { at, piece, .. } in stored {
             let (slabs, newest) = used.entry(at.slab.chunk).or_default();
@@ -143,7 +158,7 @@ impl Arena {
         let mut adopted = Vec::new();
         for chunk in 0..self.geometry.chunks() {
             match (self.tables.class(chunk), used.remove(&chunk)) {
-                // Its pieces may be whole: it is not leased while this arena lives.
+                // Its pieces may still be valid. No slab of it is leased while this arena is attached.
                 (Err(_), _) => adopted.push(AdoptedChunk {
                     chunk,
                     newest: u64::MAX,
@@ -162,20 +177,21 @@ impl Arena {
         adopted
     }
 
-    /// `used` is sorted.
+    /// Pins the slabs `used` of a chunk and makes its other slabs free. `used` is sorted.
     fn adopt_slabs(&self, chunk: u32, used: &[u32]) {
         for slab in 0..self.geometry.small_slabs() {
-            let at = SlabRef { chunk, slab };
+            let slab_ref = SlabRef { chunk, slab };
             if used.binary_search(&slab).is_ok() {
-                self.tables.set_state(at, SlabState::Sealed);
-                // Until `free_unkept_slabs`, so that no slab is freed while pieces are kept.
-                self.uses.set_pinned(at);
+                self.tables.set_state(slab_ref, SlabState::Sealed);
+                // Pinned until `free_unkept_slabs`, so that no slab is freed while the caller counts pieces.
+                self.uses.set_pinned(slab_ref);
             } else {
-                self.tables.set_state(at, SlabState::Free);
+                self.tables.set_state(slab_ref, SlabState::Free);
             }
         }
     }
 
+    /// Makes a chunk and its slabs free.
     fn clear_chunk(&self, chunk: u32) {
         for slab in 0..self.geometry.small_slabs() {
             self.tables
@@ -185,14 +201,14 @@ impl Arena {
         self.homes.set(chunk, None);
     }
 
-    /// After attach: `bytes` of this piece are pending.
-    pub fn keep_piece(&self, at: PieceRef, bytes: u32) {
-        self.uses.add(at.slab, u64::from(bytes));
+    /// Says after an attach that `bytes` of this piece are pending.
+    pub fn keep_piece(&self, piece: PieceRef, bytes: u32) {
+        self.uses.add(piece.slab, u64::from(bytes));
     }
 
-    /// After attach, once: frees the slabs of which nothing was kept.
+    /// Frees the slabs of which the caller kept nothing. To be called once after an attach.
     pub fn free_unkept_slabs(&self, stored: &[Stored]) {
-        let mut slabs: Vec<SlabRef> = stored.iter().map(|s| s.at.slab).collect();
+        let mut slabs: Vec<SlabRef> = stored.iter().map(|stored| stored.at.slab).collect();
         slabs.sort_unstable();
         slabs.dedup();
         for slab in slabs {

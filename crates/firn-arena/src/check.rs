@@ -1,4 +1,7 @@
 //! Finds the damage in an arena for `firn check`, without changing the arena.
+//!
+//! The arena is mapped read-only, and a firnd may have it attached. All parts are read as an attach reads them: piece
+//! tables, homes, memory files and the spill file.
 
 use std::path::Path;
 
@@ -46,8 +49,8 @@ pub fn check(path: &Path) -> Result<Report, ArenaError> {
     scan(&tables, &mut damage, &mut |stored| pieces.push(stored));
     let mut homes = read_homes(&tables, &mut damage);
     let memory_files = MemoryFiles::new(path);
-    let mut found = read_places(&tables, &memory_files, &superblock.uuid);
-    report_unreadable_slots(&mut found, &pieces, &mut homes, &mut damage);
+    let mut slots = read_places(&tables, &memory_files, &superblock.uuid);
+    report_unreadable_slots(&mut slots, &pieces, &mut homes, &mut damage);
     let spill = match geometry.spill_count {
         0 => SpillArea::default(),
         _ => SpillArea::from_opened(SpillFile::open(&superblock, false)),

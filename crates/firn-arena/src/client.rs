@@ -1,14 +1,21 @@
-//! Leases of client processes: a client stores bytes into a slab and publishes records of them. firnd accepts the records, and
-//! only firnd ends a lease.
+//! Leases of client processes: with one, a client writes to the arena by itself, without a request to firnd.
+//!
+//! A client stores bytes into its leased slab and publishes piece records for them. firnd reads the records, accepts
+//! those that keep to the lease, and only firnd ends a lease.
+//!
+//! Terms
+//! * The *seal* is the last word of a piece record. The record is published once its seal matches the lease.
+//! * A *frozen* record cannot grow; a *poisoned* one can never be published in this lease.
+//! * The *writer word* of a slab says whether its client is idle, is storing bytes, or may store none any more.
 //!
 //! Promises
-//! * Every record that a client published before the end of its lease is accepted, and none after it.
+//! * firnd accepts every record that a client published before the end of its lease, and none after it.
 //! * A slab is not used again while a client may still store bytes into it. This holds if the client is stopped (SIGSTOP) in
 //!   a copy, and if it outlives the firnd that granted the lease.
-//! * Each record is checked against the lease before it is used. A client can spoil its own bytes and no others.
+//! * firnd checks each record against the lease before it uses the record. A client can spoil its own bytes and no others.
 //!
-//! The client's side, and how both agree, is in firn-direct's `slab_writer`; docs/FORMAT.md says what a crash
-//! leaves.
+//! Relies on: clients publish the records of a slab in order, as firn-direct's `slab_writer` does and explains.
+//! docs/FORMAT.md says what a crash leaves.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -23,76 +30,77 @@ use crate::lingering::{LingeringWriter, take_writer_word};
 use crate::map::probe;
 use crate::refs::{PieceRef, SlabRef};
 
-/// A client's right to fill a slab. Not dropped but ended with [`Arena::end_client`].
+/// A client's right to fill a slab. It ends with [`Arena::end_client`]: a dropped one would keep its slab for ever.
 #[derive(Debug)]
 #[must_use = "a lease that is dropped keeps its slab for ever"]
 pub struct ClientLease {
     lease: Lease,
     file_id: u64,
     pid: u32,
-    /// Sequence of the first record.
+    /// Sequence number of the first record; each further record has the next number.
     sequence: u64,
-    /// Index of the first record.
-    first: u32,
-    /// Records that the client may publish.
-    count: u32,
-    /// Records that are accepted.
-    taken: u32,
-    /// The last accepted record; `None` once it cannot grow any more.
-    open: Option<Piece>,
-    /// End of the last accepted record, from the start of the chunk.
+    /// Index of the first record in the chunk's piece table.
+    first_record: u32,
+    /// How many records the client may publish.
+    record_count: u32,
+    /// How many records were accepted.
+    accepted: u32,
+    /// The last accepted record while it may still grow; `None` once it is frozen, and before the first.
+    growing: Option<Piece>,
+    /// Where the bytes of the last accepted record end, in bytes from the start of the chunk.
     end: u32,
-    /// Whether the client was seen idle and cannot begin to store bytes again.
+    /// Whether the client can no longer begin to store bytes, and is not storing any.
     stopped: bool,
-    over: bool,
+    /// Whether the lease was revoked.
+    is_revoked: bool,
 }
 
-/// Bytes that a client published.
+/// Bytes that a client published and that firnd accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Taken {
-    /// The piece that they are in.
+pub struct AcceptedBytes {
+    /// The piece that contains them.
     pub piece: PieceRef,
-    /// Bytes from the start of the file.
+    /// Offset in the file.
     pub offset: u64,
-    /// Bytes from the start of the chunk.
+    /// Offset in the chunk.
     pub position: u32,
     /// Length in bytes.
     pub len: u32,
-    /// Sequence of the piece.
+    /// Sequence number of the piece.
     pub sequence: u64,
-    /// When the client says that it wrote them, in nanoseconds since 1970: the caller bounds it.
+    /// The time of the write as the client gives it, in nanoseconds since 1970. It is not checked: the caller limits it.
     pub modified: u64,
 }
 
-/// A client broke the rules of its lease; what it published before stays.
+/// This record breaks the rules of its client's lease. What the client published before it stays accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("a client's piece record {} of chunk {} breaks the rules of its lease", .0.record, .0.slab.chunk)]
-pub struct Wrong(pub PieceRef);
+pub struct InvalidRecord(pub PieceRef);
 
 impl ClientLease {
-    /// The process that has it.
+    /// The process that has the lease.
     pub fn pid(&self) -> u32 {
         self.pid
     }
-    /// The slab.
+    /// The leased slab.
     pub fn slab(&self) -> SlabRef {
         self.lease.slab()
     }
     /// Whether the lease was revoked.
     pub fn is_over(&self) -> bool {
-        self.over
+        self.is_revoked
     }
-    fn at(&self, index: u32) -> PieceRef {
+    fn record_ref(&self, index: u32) -> PieceRef {
         PieceRef {
             slab: self.lease.slab(),
-            record: self.first + index,
+            record: self.first_record + index,
         }
     }
 }
 
 impl Arena {
-    /// Leases a slab of `class`, or of a smaller one where that is all there is, to process `pid` for
-    /// the file of `file_id`, near `cpu`.
+    /// Leases a slab to process `pid` for the file `file_id`, near `cpu`: of `class`, or of a smaller class if no such slab
+    /// is free. `None`: no slab is free.
     pub fn lease_client(
         &self,
         class: Class,
@@ -103,11 +111,11 @@ impl Arena {
         let lease = self.lease_slab_near(class, cpu)?;
         let slab = lease.slab();
         let records = self.tables.records_of(lease.class(), slab.slab);
-        let count = records.len() as u32;
+        let record_count = records.len() as u32;
         let sequence = self
             .map
             .u64(state_word::SEQUENCE)
-            .fetch_add(count.into(), Ordering::AcqRel)
+            .fetch_add(record_count.into(), Ordering::AcqRel)
             + 1;
         probe();
         self.tables.holder(slab).store(pid, Ordering::Relaxed);
@@ -120,65 +128,73 @@ impl Arena {
             file_id,
             pid,
             sequence,
-            first: records.start,
-            count,
-            taken: 0,
-            open: None,
+            first_record: records.start,
+            record_count,
+            accepted: 0,
+            growing: None,
             stopped: false,
-            over: false,
+            is_revoked: false,
         })
     }
 
-    /// What the client is told of its lease of a file whose last write was at `modified`.
+    /// Describes the lease to the client: where the bytes, the records and the writer word are. `modified` is the time of
+    /// the file's last write.
     pub fn client_slab(&self, lease: &ClientLease, modified: u64) -> Slab {
         let slab = lease.slab();
         Slab {
             chunk: self.data_offset(slab.chunk),
-            records: self.geometry().record_offset(slab.chunk, lease.first),
+            records: self
+                .geometry()
+                .record_offset(slab.chunk, lease.first_record),
             writer: self.tables.writer_offset(slab),
             generation: lease.lease.generation(),
             sequence: lease.sequence,
             start: lease.lease.start(),
             end: lease.lease.end(),
-            record_count: lease.count,
+            record_count: lease.record_count,
             reserved: 0,
             modified,
         }
     }
 
-    /// Tells `sink` of what the client published since the last look; the slab counts the bytes as live.
+    /// Accepts what the client published since the last call, passes it to `sink`, and counts the bytes as live.
+    ///
+    /// Fails at the first record that breaks the rules; `sink` got all that precedes it.
     pub fn take_client(
         &self,
         lease: &mut ClientLease,
-        sink: &mut dyn FnMut(Taken),
-    ) -> Result<(), Wrong> {
-        while !lease.over {
-            // The next record first: once it is there, the one before it has its final length.
-            let next = self.client_piece(lease, lease.taken)?;
+        sink: &mut dyn FnMut(AcceptedBytes),
+    ) -> Result<(), InvalidRecord> {
+        while !lease.is_revoked {
+            // Read the next record before the last one's length: a client publishes a record only when the one before it has its
+            // final length.
+            let next = self.client_piece(lease, lease.accepted)?;
             self.take_growth(lease, sink)?;
             let Some(piece) = next else { break };
-            let at = lease.at(lease.taken);
+            let record_ref = lease.record_ref(lease.accepted);
             if piece.position < lease.end {
-                return Err(Wrong(at));
+                return Err(InvalidRecord(record_ref));
             }
-            lease.taken += 1;
+            lease.accepted += 1;
             lease.end = piece.position + piece.len;
-            lease.open = Some(piece);
+            lease.growing = Some(piece);
             self.enter(lease, piece, 0, sink);
         }
         Ok(())
     }
 
+    /// Accepts the bytes by which the last accepted record grew. It fails if anything but the length changed, or if the
+    /// length shrank.
     fn take_growth(
         &self,
         lease: &mut ClientLease,
-        sink: &mut dyn FnMut(Taken),
-    ) -> Result<(), Wrong> {
-        let Some(before) = lease.open else {
+        sink: &mut dyn FnMut(AcceptedBytes),
+    ) -> Result<(), InvalidRecord> {
+        let Some(before) = lease.growing else {
             return Ok(());
         };
-        let wrong = Wrong(lease.at(lease.taken - 1));
-        let now = self.client_piece(lease, lease.taken - 1)?.ok_or(wrong)?;
+        let wrong = InvalidRecord(lease.record_ref(lease.accepted - 1));
+        let now = self.client_piece(lease, lease.accepted - 1)?.ok_or(wrong)?;
         if (Piece {
             len: before.len,
             ..now
@@ -188,35 +204,46 @@ impl Arena {
             return Err(wrong);
         }
         if now.len > before.len {
-            lease.open = Some(now);
+            lease.growing = Some(now);
             lease.end = now.position + now.len;
             self.enter(lease, now, before.len, sink);
         }
         Ok(())
     }
 
-    fn enter(&self, lease: &ClientLease, piece: Piece, from: u32, sink: &mut dyn FnMut(Taken)) {
+    /// Counts the bytes of the last accepted record from `from` on as live, and passes them to `sink`.
+    fn enter(
+        &self,
+        lease: &ClientLease,
+        piece: Piece,
+        from: u32,
+        sink: &mut dyn FnMut(AcceptedBytes),
+    ) {
         let len = piece.len - from;
         self.uses.add(lease.slab(), len.into());
-        let at = lease.at(lease.taken - 1);
-        sink(Taken {
-            piece: at,
+        let record_ref = lease.record_ref(lease.accepted - 1);
+        sink(AcceptedBytes {
+            piece: record_ref,
             offset: piece.offset + u64::from(from),
             position: piece.position + from,
             len,
             sequence: piece.sequence,
-            // Stored before the seal that was read, or for a write that is still under way.
-            modified: self.modified(at),
+            // The client stores this time before it stores the seal. A newer time belongs to a write under way.
+            modified: self.modified(record_ref),
         });
     }
 
-    /// The piece of a record, if it is published.
-    fn client_piece(&self, lease: &ClientLease, index: u32) -> Result<Option<Piece>, Wrong> {
-        if index >= lease.count {
+    /// The piece of record `index` of the lease; `None` if it is not published. Fails if it breaks the rules.
+    fn client_piece(
+        &self,
+        lease: &ClientLease,
+        index: u32,
+    ) -> Result<Option<Piece>, InvalidRecord> {
+        if index >= lease.record_count {
             return Ok(None);
         }
-        let at = lease.at(index);
-        let raw = self.tables.load(at);
+        let record_ref = lease.record_ref(index);
+        let raw = self.tables.load(record_ref);
         let generation = lease.lease.generation();
         match raw.check(
             generation,
@@ -230,109 +257,112 @@ impl Arena {
             {
                 Ok(Some(piece))
             }
-            Ok(_) => Err(Wrong(at)),
-            // Not published yet: left over from an earlier lease, or half made.
+            Ok(_) => Err(InvalidRecord(record_ref)),
+            // Not published: its words are of an earlier lease, or the client has stored only some of them.
             Err(_) => Ok(None),
         }
     }
 
     /// Whether the client has published anything in this lease.
     pub fn client_has_begun(&self, lease: &ClientLease) -> bool {
-        lease.taken > 0 || !matches!(self.client_piece(lease, 0), Ok(None))
+        lease.accepted > 0 || !matches!(self.client_piece(lease, 0), Ok(None))
     }
 
-    /// Lets the last piece not grow any more: what comes next begins a new one.
+    /// Freezes the last accepted record: the next bytes of the client begin a new piece. Accepts first what was published.
     pub fn freeze_client(
         &self,
         lease: &mut ClientLease,
-        sink: &mut dyn FnMut(Taken),
-    ) -> Result<(), Wrong> {
+        sink: &mut dyn FnMut(AcceptedBytes),
+    ) -> Result<(), InvalidRecord> {
         self.take_client(lease, sink)?;
-        while lease.open.is_some() {
-            let frozen = lease.taken;
+        while lease.growing.is_some() {
+            let frozen = lease.accepted;
             let seal = self.client_seal(lease, frozen - 1);
             probe();
             seal.fetch_or(FROZEN, Ordering::SeqCst);
             self.take_client(lease, sink)?;
-            if lease.taken == frozen {
-                lease.open = None;
+            if lease.accepted == frozen {
+                lease.growing = None;
             }
         }
         Ok(())
     }
 
-    /// Ends the lease: nothing is published any more when this returns, and all that was is taken in. After
-    /// [`Wrong`] too, where what breaks the rules is made void.
+    /// Ends the lease: when this returns, the client can publish nothing more, and `sink` got all that it published.
+    ///
+    /// After [`InvalidRecord`] the lease is ended as well. The record that breaks the rules and all later ones are made void.
     pub fn revoke_client(
         &self,
         lease: &mut ClientLease,
-        sink: &mut dyn FnMut(Taken),
-    ) -> Result<(), Wrong> {
-        if lease.over {
+        sink: &mut dyn FnMut(AcceptedBytes),
+    ) -> Result<(), InvalidRecord> {
+        if lease.is_revoked {
             return Ok(());
         }
         self.stop_client(lease);
         let result = self.poison_client(lease, sink);
         if result.is_err() {
-            // Nothing from the first bad record on may count after a crash either.
-            for index in lease.taken..lease.count {
+            // A later attach reads the records again. It must not accept any from the invalid one on.
+            for index in lease.accepted..lease.record_count {
                 self.client_seal(lease, index)
                     .store(poison(lease.lease.generation()), Ordering::Release);
             }
-            if lease.taken > 0 {
-                self.client_seal(lease, lease.taken - 1)
+            if lease.accepted > 0 {
+                self.client_seal(lease, lease.accepted - 1)
                     .fetch_or(FROZEN, Ordering::SeqCst);
             }
         }
-        lease.open = None;
-        lease.over = true;
+        lease.growing = None;
+        lease.is_revoked = true;
         probe();
         self.tables
             .published(lease.slab())
-            .store(lease.taken, Ordering::Release);
+            .store(lease.accepted, Ordering::Release);
         result
     }
 
+    /// Poisons the first record that is not published, so that the client can publish nothing more. The client may publish
+    /// that record first: then it is accepted, and the next one is tried.
     fn poison_client(
         &self,
         lease: &mut ClientLease,
-        sink: &mut dyn FnMut(Taken),
-    ) -> Result<(), Wrong> {
+        sink: &mut dyn FnMut(AcceptedBytes),
+    ) -> Result<(), InvalidRecord> {
         let generation = lease.lease.generation();
-        // A client that keeps to the rules can be too early only once for each record.
-        for _ in 0..=lease.count {
+        // A client can win this race once for each record, if it keeps to the rules.
+        for _ in 0..=lease.record_count {
             self.freeze_client(lease, sink)?;
-            if lease.taken == lease.count {
+            if lease.accepted == lease.record_count {
                 return Ok(());
             }
-            let seal = self.client_seal(lease, lease.taken);
-            let found = seal.load(Ordering::Acquire);
-            if self.client_piece(lease, lease.taken)?.is_some() {
+            let seal = self.client_seal(lease, lease.accepted);
+            let seal_before = seal.load(Ordering::Acquire);
+            if self.client_piece(lease, lease.accepted)?.is_some() {
                 continue;
             }
             probe();
             let success = Ordering::SeqCst;
             let failure = Ordering::Relaxed;
             if seal
-                .compare_exchange(found, poison(generation), success, failure)
+                .compare_exchange(seal_before, poison(generation), success, failure)
                 .is_ok()
             {
                 return Ok(());
             }
         }
-        Err(Wrong(lease.at(lease.taken)))
+        Err(InvalidRecord(lease.record_ref(lease.accepted)))
     }
 
-    /// Keeps the client from beginning to store bytes, if it is not at it.
+    /// Takes the client's right to begin to store bytes. `lease.stopped` stays false if the client is storing some now.
     fn stop_client(&self, lease: &mut ClientLease) {
         probe();
         lease.stopped = take_writer_word(&self.tables, lease.slab(), lease.lease.generation());
     }
 
-    /// Gives a revoked lease back. The slab is freed when nothing of it is pending and the client is
-    /// known not to touch it.
+    /// Gives back a revoked lease. The slab is freed when nothing in it is pending and the client can no longer store
+    /// bytes into it. Until then a client in the middle of a copy is listed as lingering.
     pub fn end_client(&self, mut lease: ClientLease) {
-        assert!(lease.over, "a lease is revoked before it ends");
+        assert!(lease.is_revoked, "a lease is revoked before it ends");
         if !lease.stopped {
             self.stop_client(&mut lease);
         }
@@ -349,7 +379,7 @@ impl Arena {
         });
     }
 
-    /// Frees the slabs of ended leases whose clients have stopped or died; how many still wait for theirs.
+    /// Frees the slabs of ended leases whose clients have stopped or died. Returns how many slabs still wait.
     pub fn free_lingering_slabs(&self) -> usize {
         if self.lingering.count() == 0 {
             return 0;
@@ -361,24 +391,24 @@ impl Arena {
     }
 
     fn client_seal(&self, lease: &ClientLease, index: u32) -> &AtomicU64 {
-        self.tables.seal(lease.at(index))
+        self.tables.seal(lease.record_ref(index))
     }
 
     // ---- words of files ----------------------------------------------------------------------
 
-    /// Where word `index` lies, and what stands in it.
+    /// The offset of word `index` in the arena's file, and its value.
     pub fn file_word(&self, index: u32) -> (u64, u32) {
-        let at = self.geometry().word_offset(index);
-        (at, self.map.u32(at).load(Ordering::Acquire))
+        let offset = self.geometry().word_offset(index);
+        (offset, self.map.u32(offset).load(Ordering::Acquire))
     }
 
-    /// What was told of the files with this word does not hold any more. To be called before the bytes
-    /// change or their room is used again.
+    /// Raises a file word: readers see that what firnd told them of the word's files holds no longer. To be called before
+    /// the bytes change or their room is used again.
     pub fn raise_file_word(&self, index: u32) {
         self.map
             .u32(self.geometry().word_offset(index))
             .fetch_add(1, Ordering::SeqCst);
-        // Stores of new bytes must not be seen before the word.
+        // A reader must not see new bytes before it sees the raised word.
         std::sync::atomic::fence(Ordering::SeqCst);
     }
 }

@@ -1,6 +1,12 @@
-//! A new arena: its file, with all of its room allocated, and the first journal and superblock in it.
+//! Creates a new arena: its file with all memory allocated, the first journal and the superblock.
 //!
-//! The file has no name until it is whole: an arena that is found can be attached.
+//! Promises
+//! * The file gets its name last. So each arena that has a name can be attached, and a crash before leaves none.
+//! * The memory is allocated here: a file system without room is an error of the mount, never a later SIGBUS.
+//! * An existing file of that name is left alone, and the call fails.
+//!
+//! Relies on: the file system creates files without a name (O_TMPFILE). Where it cannot, the file is called
+//! `*.unfinished` until it is complete, and the next call replaces it.
 
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
@@ -21,29 +27,29 @@ use crate::spill_area::SpillArea;
 use crate::topology::Topology;
 use crate::{ArenaError, Room};
 
-/// What the arena is for.
+/// The backing directory that an arena belongs to.
 #[derive(Clone, Debug)]
 pub struct Identity {
     /// Canonical path of the backing directory.
     pub backing: PathBuf,
-    /// Its device.
+    /// Device number of the directory.
     pub dev: u64,
-    /// Its inode.
+    /// Inode number of the directory.
     pub ino: u64,
 }
 
-/// Asks the kernel to take the pages of each NUMA node's slots from that NUMA node. Advice: where it cannot, slabs
-/// are handed out in the same way.
-pub(crate) fn place(map: &Map, geometry: &Geometry, topology: &Topology) {
+/// Asks the kernel to take the pages of each NUMA node's slots from that node's memory. This is advice: where it fails,
+/// a warning is logged and the slots are leased as if it had not.
+pub(crate) fn prefer_numa_nodes(map: &Map, geometry: &Geometry, topology: &Topology) {
     if topology.count() == 1 {
         return;
     }
     let mut slot = 0;
     while slot < geometry.chunk_count {
         let numa_node = numa_node_of(geometry, topology, slot);
-        let same = |next: &u32| numa_node_of(geometry, topology, *next) == numa_node;
+        let is_same_node = |next: &u32| numa_node_of(geometry, topology, *next) == numa_node;
         let end = (slot..geometry.chunk_count)
-            .take_while(same)
+            .take_while(is_same_node)
             .last()
             .expect("the slot itself")
             + 1;
@@ -58,7 +64,7 @@ pub(crate) fn place(map: &Map, geometry: &Geometry, topology: &Topology) {
 }
 
 impl Arena {
-    /// Makes the file, with all its room allocated, and attaches. Fails if it exists.
+    /// Creates an arena without a spill file, on one NUMA node, and attaches to it. Fails if `path` exists.
     pub fn create(
         path: &Path,
         geometry: Geometry,
@@ -67,8 +73,8 @@ impl Arena {
         Self::create_with_spill(path, geometry, identity, Path::new(""))
     }
 
-    /// The same with a spill file, whose room the geometry says. A spill file there whose arena is gone is
-    /// replaced.
+    /// Creates an arena with a spill file at `spill`, of the size that `geometry` says. A spill file there is replaced if
+    /// its arena no longer exists.
     pub fn create_with_spill(
         path: &Path,
         geometry: Geometry,
@@ -78,7 +84,7 @@ impl Arena {
         Self::create_on(path, geometry, identity, spill, &Topology::one())
     }
 
-    /// The same on a machine with several NUMA nodes, each of which gets an equal part.
+    /// Creates an arena with a spill file on a machine with several NUMA nodes. Each node gets an equal part of the memory.
     pub fn create_on(
         path: &Path,
         geometry: Geometry,
@@ -93,29 +99,29 @@ impl Arena {
                 source,
             }
         };
-        // Without a name until it is whole: an arena that is found can be attached, and a kill in here leaves none.
-        // What an earlier firn left under the name that it used is in no other firn's way.
+        // A firnd that crashed may have left a file under this name. No firnd that runs uses it.
         let unfinished = path.with_extension("unfinished");
         let _ = rustix::fs::unlink(&unfinished);
-        let unnamed = Unnamed::create(path, &unfinished).map_err(io("create it"))?;
+        let new_file = NewFile::create(path, &unfinished).map_err(io("create it"))?;
         probe();
-        let Unnamed { file, name } = unnamed;
-        let made =
+        let NewFile { file, is_named } = new_file;
+        let created =
             Self::initialise(path, file, geometry, identity, spill, topology).and_then(|arena| {
                 probe();
-                let named = give_name(arena.map.file(), name.then_some(&unfinished), path);
-                if named.is_err() && arena.spill.file().is_some() {
+                let naming = give_name(arena.map.file(), is_named.then_some(&unfinished), path);
+                if naming.is_err() && arena.spill.file().is_some() {
                     let _ = rustix::fs::unlink(spill);
                 }
-                named.map_err(io("give it its name"))?;
+                naming.map_err(io("give it its name"))?;
                 Ok(arena)
             });
-        if made.is_err() && name {
+        if created.is_err() && is_named {
             let _ = rustix::fs::unlink(&unfinished);
         }
-        made
+        created
     }
 
+    /// Fills the new file, and returns the arena attached to it. The file gets the name `path` later.
     fn initialise(
         path: &Path,
         file: rustix::fd::OwnedFd,
@@ -124,9 +130,8 @@ impl Arena {
         spill: &Path,
         topology: &Topology,
     ) -> Result<Self, ArenaError> {
-        // Before it is tried: a part of it may be allocated when the rest does not fit.
-        let free_bytes =
-            rustix::fs::fstatvfs(&file).map_or(0, |found| found.f_bavail * found.f_frsize);
+        // Read before the allocation: one that fails may have allocated a part.
+        let free_bytes = rustix::fs::fstatvfs(&file).map_or(0, |fs| fs.f_bavail * fs.f_frsize);
         let failed = |what| {
             move |why| {
                 let path = quoted_path(path);
@@ -149,9 +154,9 @@ impl Arena {
         let map = Map::new(path, file, geometry.file_bytes(), true)
             .map_err(|error| failed("map it")(error.errno()))?;
         let map = Arc::new(map);
-        // Before there are pages: those that are there stay where they are.
-        place(&map, &geometry, topology);
-        // Allocated, not only sized: a full tmpfs must say so here, not with SIGBUS at the first touch.
+        // Before the allocation: pages that exist stay on their NUMA node.
+        prefer_numa_nodes(&map, &geometry, topology);
+        // Allocated, not only sized: a full tmpfs must fail here, and not with SIGBUS at the first access.
         for range in geometry.allocated_ranges() {
             rustix::fs::fallocate(
                 map.file(),
@@ -180,21 +185,21 @@ impl Arena {
             spill,
             ..Self::assemble(path, map, superblock, topology)
         };
-        // Before the superblock: what is an arena has a journal.
+        // The journal precedes the superblock: each arena with a superblock has a journal.
         drop(Journal::create(arena.journal_region()));
         arena.map.write(0, &arena.superblock.encode());
         Ok(arena)
     }
 }
 
-/// A new file of mode 0600, known to this process only.
-struct Unnamed {
+/// A new file of mode 0600 that no other process opens.
+struct NewFile {
     file: rustix::fd::OwnedFd,
-    /// It has the name of what is unfinished after all: the file system makes no files without one.
-    name: bool,
+    /// Whether the file has the name `*.unfinished`, because the file system creates no files without a name.
+    is_named: bool,
 }
 
-impl Unnamed {
+impl NewFile {
     fn create(path: &Path, unfinished: &Path) -> Result<Self, Errno> {
         let mode = Mode::RUSR | Mode::WUSR;
         let dir = match path.parent() {
@@ -202,8 +207,13 @@ impl Unnamed {
             _ => Path::new("."),
         };
         match rustix::fs::open(dir, OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC, mode) {
-            Ok(file) => return Ok(Self { file, name: false }),
-            // A kernel or file system without O_TMPFILE (open(2), ERRORS).
+            Ok(file) => {
+                return Ok(Self {
+                    file,
+                    is_named: false,
+                });
+            }
+            // The kernel or the file system has no O_TMPFILE (open(2), ERRORS).
             Err(Errno::OPNOTSUPP | Errno::ISDIR | Errno::INVAL) => {}
             Err(errno) => return Err(errno),
         }
@@ -211,33 +221,33 @@ impl Unnamed {
             OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW;
         Ok(Self {
             file: rustix::fs::open(unfinished, flags, mode)?,
-            name: true,
+            is_named: true,
         })
     }
 }
 
-/// Gives a file its name where nothing has that: EEXIST otherwise.
+/// Gives the file its name. Fails with EEXIST if a file has that name.
 fn give_name(
     file: impl rustix::fd::AsFd,
     unfinished: Option<&PathBuf>,
     path: &Path,
 ) -> Result<(), Errno> {
     use rustix::fd::AsRawFd;
-    let here = rustix::fs::CWD;
+    let cwd = rustix::fs::CWD;
     match unfinished {
         Some(unfinished) => {
-            rustix::fs::renameat_with(here, unfinished, here, path, RenameFlags::NOREPLACE)
+            rustix::fs::renameat_with(cwd, unfinished, cwd, path, RenameFlags::NOREPLACE)
         }
-        // AT_EMPTY_PATH would need CAP_DAC_READ_SEARCH (open(2), O_TMPFILE).
+        // By way of /proc: AT_EMPTY_PATH would need CAP_DAC_READ_SEARCH (open(2), O_TMPFILE).
         None => {
             let link = format!("/proc/self/fd/{}", file.as_fd().as_raw_fd());
-            rustix::fs::linkat(here, link, here, path, rustix::fs::AtFlags::SYMLINK_FOLLOW)
+            rustix::fs::linkat(cwd, link, cwd, path, rustix::fs::AtFlags::SYMLINK_FOLLOW)
         }
     }
 }
 
-/// What tells an arena from any other. All zeros would be what two arenas have that had no random numbers, so a
-/// source that fails, or gives only zeros, is an error.
+/// Returns a random identity for the arena. A source that fails is an error, and so is one that gives only zeros: two
+/// arenas with an identity of zeros could not be told apart.
 fn random_uuid(
     fill: impl FnOnce(&mut [u8]) -> Result<(), getrandom::Error>,
 ) -> Result<[u8; 16], Errno> {

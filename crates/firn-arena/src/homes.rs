@@ -1,10 +1,17 @@
-//! Where the data of each chunk is now, and the threads that rely on it.
+//! Where the data of each chunk is now, and a gate that holds moves and accesses apart.
 //!
-//! Promise: between [`Homes::enter`] and [`Homes::leave`] a chunk stays where it is.
+//! Terms
+//! * The *home* of a chunk is the slot, of memory or of the spill file, that has its data.
+//! * A thread is *inside* a chunk from [`Homes::enter`] to [`Homes::leave`].
+//! * A chunk is *held* from [`Homes::hold`] to [`Homes::end_hold`].
 //!
-//! One counter a chunk, in the memory of firnd. A move marks it *copying* while the bytes are copied: readers come and
-//! go, but no thread changes a byte in place. Then it closes the gate, waits for those inside to leave, changes the
-//! home and opens again. A thread that comes meanwhile waits; that is short, or the move gives up.
+//! Promise: a chunk keeps its home while a thread is inside or holds it.
+//!
+//! Each chunk has one guard word in firnd's memory: two flags and the count of threads inside. A move goes through
+//! three states
+//! * it sets COPYING and copies the bytes: readers still enter and leave, threads that change bytes are refused;
+//! * it sets CLOSED and waits until no thread is inside: threads that come wait, for at most [`CLOSE_TIMEOUT`];
+//! * it stores the new home and clears both flags.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -15,44 +22,52 @@ use firn_format::home::Home;
 use crate::damage::Damage;
 use crate::tables::Tables;
 
+/// Flag of a guard word: threads that want to enter wait.
 const CLOSED: u32 = 1 << 31;
+/// Flag of a guard word: a move copies the bytes, so no thread may change them.
 const COPYING: u32 = 1 << 30;
+/// Bits of a guard word that count the threads inside.
 const INSIDE: u32 = COPYING - 1;
 
-/// Longest a move waits for those inside: a read of a piece takes less, a write to the backing may take any
-/// time, and then the chunk moves later.
-const CLOSE_WAIT: Duration = Duration::from_millis(2);
+/// The longest time that a move waits for the threads inside. A read of a piece takes less. A write to the backing may take
+/// any time: then the move gives up, and the chunk moves later.
+const CLOSE_TIMEOUT: Duration = Duration::from_millis(2);
 
+/// Home word of a chunk that is free or whose home is unknown.
 const NOWHERE: u32 = u32::MAX;
+/// Flag of a home word: the slot is one of the spill file.
 const IN_SPILL: u32 = 1 << 31;
 
-struct Place {
+/// The home of one chunk and its gate.
+struct ChunkGate {
+    /// The slot of its data, or `NOWHERE`.
     home: AtomicU32,
+    /// Two flags and the count of threads inside.
     guard: AtomicU32,
-    /// Uses that may last, each of which is inside too.
+    /// How many uses without a time limit there are. Each counts as a thread inside, too.
     held: AtomicU32,
 }
 
-/// All chunks.
+/// The home and the gate of every chunk.
 pub(crate) struct Homes {
-    places: Vec<Place>,
+    chunks: Vec<ChunkGate>,
 }
 
 impl Homes {
     pub(crate) fn new(chunks: u32) -> Self {
-        let place = |_| Place {
+        let gate = |_| ChunkGate {
             home: AtomicU32::new(NOWHERE),
             guard: AtomicU32::new(0),
             held: AtomicU32::new(0),
         };
         Self {
-            places: (0..chunks).map(place).collect(),
+            chunks: (0..chunks).map(gate).collect(),
         }
     }
 
-    /// Where a chunk is; `None`: free, or unknown.
+    /// The home of a chunk; `None` if it is free or its home is unknown.
     pub(crate) fn get(&self, chunk: u32) -> Option<Home> {
-        match self.places[chunk as usize].home.load(Ordering::Acquire) {
+        match self.chunks[chunk as usize].home.load(Ordering::Acquire) {
             NOWHERE => None,
             home if home & IN_SPILL != 0 => Some(Home::Spill(home & !IN_SPILL)),
             home => Some(Home::Memory(home)),
@@ -65,16 +80,16 @@ impl Homes {
             Some(Home::Memory(slot)) => slot,
             Some(Home::Spill(slot)) => slot | IN_SPILL,
         };
-        self.places[chunk as usize]
+        self.chunks[chunk as usize]
             .home
             .store(word, Ordering::Release);
     }
 
     fn guard(&self, chunk: u32) -> &AtomicU32 {
-        &self.places[chunk as usize].guard
+        &self.chunks[chunk as usize].guard
     }
 
-    /// From now on the chunk stays where it is.
+    /// Enters a chunk, which keeps its home until [`Homes::leave`]. Waits while a move has the gate closed.
     pub(crate) fn enter(&self, chunk: u32) {
         while self.guard(chunk).fetch_add(1, Ordering::AcqRel) & CLOSED != 0 {
             self.leave(chunk);
@@ -84,59 +99,67 @@ impl Homes {
         }
     }
 
-    /// The same for a thread that changes bytes; false while they are being copied.
+    /// Enters a chunk to change its bytes. Returns false, without entering, while a move copies them: the change could
+    /// miss the copy.
     pub(crate) fn enter_to_change(&self, chunk: u32) -> bool {
-        let free = self.guard(chunk).fetch_add(1, Ordering::AcqRel) & (CLOSED | COPYING) == 0;
-        if !free {
+        let may_change = self.guard(chunk).fetch_add(1, Ordering::AcqRel) & (CLOSED | COPYING) == 0;
+        if !may_change {
             self.leave(chunk);
         }
-        free
+        may_change
     }
 
+    /// Ends one [`Homes::enter`], or one [`Homes::enter_to_change`] that returned true.
     pub(crate) fn leave(&self, chunk: u32) {
-        let before = self.guard(chunk).fetch_sub(1, Ordering::AcqRel);
-        debug_assert!(before & INSIDE > 0, "no thread is inside chunk {chunk}");
+        let guard_before = self.guard(chunk).fetch_sub(1, Ordering::AcqRel);
+        debug_assert!(
+            guard_before & INSIDE > 0,
+            "no thread is inside chunk {chunk}"
+        );
     }
 
-    /// As [`Homes::enter`], for a thread that may stay for any time, so that moves of the chunk are refused instead of
-    /// waited for.
+    /// Enters a chunk for a use without a time limit. The mover sees it in [`Homes::is_held`] and chooses another chunk
+    /// instead of waiting.
     pub(crate) fn hold(&self, chunk: u32) {
-        self.places[chunk as usize]
+        self.chunks[chunk as usize]
             .held
             .fetch_add(1, Ordering::AcqRel);
         self.enter(chunk);
     }
 
-    pub(crate) fn let_go(&self, chunk: u32) {
+    /// Ends one [`Homes::hold`].
+    pub(crate) fn end_hold(&self, chunk: u32) {
         self.leave(chunk);
-        let before = self.places[chunk as usize]
+        let guard_before = self.chunks[chunk as usize]
             .held
             .fetch_sub(1, Ordering::AcqRel);
-        debug_assert!(before > 0, "chunk {chunk} is not held");
+        debug_assert!(guard_before > 0, "chunk {chunk} is not held");
     }
 
+    /// Whether a use without a time limit keeps the chunk where it is.
     pub(crate) fn is_held(&self, chunk: u32) -> bool {
-        self.places[chunk as usize].held.load(Ordering::Acquire) > 0
+        self.chunks[chunk as usize].held.load(Ordering::Acquire) > 0
     }
 
-    /// The bytes of a chunk are about to be copied; false while a thread is inside.
+    /// Begins a move: no thread may change the bytes from now on. Returns false, and begins nothing, if a thread is inside.
     pub(crate) fn begin_copy(&self, chunk: u32) -> bool {
         self.guard(chunk)
             .compare_exchange(0, COPYING, Ordering::AcqRel, Ordering::Acquire)
             .is_ok()
     }
 
-    /// The copy is made: closes the gate and waits until all threads have left. False: they stay too long.
+    /// Closes the gate after the copy, and waits until no thread is inside. Returns false after [`CLOSE_TIMEOUT`]; the
+    /// caller then keeps the old home. In both cases [`Homes::open`] follows.
     pub(crate) fn close(&self, chunk: u32) -> bool {
-        let before = self.guard(chunk).fetch_or(CLOSED, Ordering::AcqRel);
+        let guard_before = self.guard(chunk).fetch_or(CLOSED, Ordering::AcqRel);
         debug_assert_eq!(
-            before & (CLOSED | COPYING),
+            guard_before & (CLOSED | COPYING),
             COPYING,
             "chunk {chunk} is closed after its copy, once"
         );
-        let until = Instant::now() + CLOSE_WAIT;
+        let deadline = Instant::now() + CLOSE_TIMEOUT;
         while self.guard(chunk).load(Ordering::Acquire) & INSIDE != 0 {
-            if Instant::now() >= until {
+            if Instant::now() >= deadline {
                 return false;
             }
             std::thread::yield_now();
@@ -144,46 +167,54 @@ impl Homes {
         true
     }
 
-    /// The move ended, one way or the other.
+    /// Ends a move, done or given up: opens the gate and permits changes.
     pub(crate) fn open(&self, chunk: u32) {
-        let before = self
+        let guard_before = self
             .guard(chunk)
             .fetch_and(!(CLOSED | COPYING), Ordering::AcqRel);
-        debug_assert!(before & COPYING > 0, "chunk {chunk} was not being copied");
+        debug_assert!(
+            guard_before & COPYING > 0,
+            "chunk {chunk} was not being copied"
+        );
     }
 }
 
-/// Where each chunk in use is, as its table says; two that claim one slot are both damaged, because the slot's owner is
-/// unknown.
+/// Reads the home of each chunk in use from its table, for an attach or a check. The index is the chunk.
+///
+/// A home word that is not valid is damage. Two chunks that name the same slot are both damaged, because no one can
+/// say which of them owns it.
 pub(crate) fn read_homes(tables: &Tables, damage: &mut Vec<Damage>) -> Vec<Option<Home>> {
     let geometry = tables.geometry();
-    let word = |chunk| tables.home(chunk).load(Ordering::Acquire);
+    let read_word = |chunk| tables.home(chunk).load(Ordering::Acquire);
     let in_use = |chunk| !matches!(tables.class(chunk), Ok(None));
     let mut homes = vec![None; geometry.chunks() as usize];
     let mut owners = HashMap::new();
     for chunk in (0..geometry.chunks()).filter(|chunk| in_use(*chunk)) {
-        let found = word(chunk);
-        let home = Home::from_word(found, chunk).filter(|home| match *home {
+        let home_word = read_word(chunk);
+        let home = Home::from_word(home_word, chunk).filter(|home| match *home {
             Home::Memory(slot) => slot < geometry.chunk_count,
             Home::Spill(slot) => slot < geometry.spill_count,
         });
         let Some(home) = home else {
-            // A live arena may have freed it between the two looks.
-            if in_use(chunk) && word(chunk) == found {
-                damage.push(Damage::Home { chunk, word: found });
+            // A check may run while firnd uses the arena: the chunk was perhaps freed between the reads.
+            if in_use(chunk) && read_word(chunk) == home_word {
+                damage.push(Damage::Home {
+                    chunk,
+                    word: home_word,
+                });
             }
             continue;
         };
         homes[chunk as usize] = Some(home);
         if let Some(other) = owners.insert(home, chunk)
             && in_use(other)
-            && Home::from_word(word(other), other) == Some(home)
+            && Home::from_word(read_word(other), other) == Some(home)
         {
             homes[chunk as usize] = None;
             homes[other as usize] = None;
             damage.extend([chunk, other].map(|chunk| Damage::Home {
                 chunk,
-                word: word(chunk),
+                word: read_word(chunk),
             }));
         }
     }
@@ -231,9 +262,9 @@ mod tests {
         let homes = Homes::new(2);
         homes.hold(0);
         homes.hold(0);
-        homes.let_go(0);
+        homes.end_hold(0);
         assert!((homes.is_held(0), homes.is_held(1)) == (true, false) && !homes.begin_copy(0));
-        homes.let_go(0);
+        homes.end_hold(0);
         assert!(!homes.is_held(0) && homes.begin_copy(0));
     }
 }

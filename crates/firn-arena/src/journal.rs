@@ -1,16 +1,15 @@
-//! Append, snapshot and replay of metadata records over a byte region.
+//! The journal: metadata records that are appended to a byte region, and replayed from it after a crash.
 //!
-//! The region has two halves. Records are appended to the active one. When it is full, the state that they add up to
-//! (the [`Ledger`]) is written to the other half as a fresh list of records. That half becomes the active one with the
-//! single store of its header.
+//! The region has two halves, of which one is active. Records are appended to the active half. When it is full, a *snapshot*
+//! is written to the other half: the state that the records give (the [`Ledger`]), as a new list of records. One store of the
+//! header makes that half the active one.
 //!
 //! Promises
-//! * A record whose append returned is replayed after the death of the process; one that was being
-//!   appended is replayed whole or not at all.
-//! * The ledger in memory always equals the ledger that a replay gives: both are made by
-//!   [`Ledger::apply`].
-//! * An append that does not fit, even after a snapshot, changes nothing and says so. Nor does one that begins
-//!   something where a snapshot would gain less than 1/64 of a half: so each takes a bounded share of the time.
+//! * A record whose append returned is replayed after the death of the process. A record that was being appended is replayed
+//!   completely or not at all.
+//! * The ledger in memory always equals the ledger that a replay gives, because [`Ledger::apply`] makes both.
+//! * An append that does not fit, even after a snapshot, changes nothing and returns an error. An append that begins something
+//!   also fails if a snapshot would gain less than 1/64 of a half. So snapshots take a bounded share of the time.
 
 mod ledger;
 mod medium;

@@ -1,4 +1,13 @@
 //! Leases: a writer's right to fill a slab.
+//!
+//! Life of a lease
+//! * [`Arena::lease_slab`] takes a free slab from the pool, near the writer's CPU, and stores a new generation for it;
+//! * the writer reserves room, stores bytes and publishes pieces (`publish`);
+//! * [`Arena::seal_slab`] ends the lease: the slab takes no more bytes and is freed when nothing in it is pending.
+//!
+//! Invariants
+//! * A slab has one lease at a time. Piece records of earlier leases have another generation and count for nothing.
+//! * A crash between the stores of a new lease leaves the slab free.
 
 use std::sync::atomic::Ordering;
 
@@ -13,7 +22,7 @@ use crate::pool::{TakenSlab, numa_node_of};
 use crate::refs::{PieceRef, SlabRef};
 use crate::uses::PIN;
 
-/// A writer's right to fill a slab. Not dropped but given back with [`Arena::seal_slab`].
+/// A writer's right to fill a slab. It ends with [`Arena::seal_slab`]: a dropped one would keep its slab for ever.
 #[derive(Debug)]
 #[must_use = "a lease that is dropped keeps its slab for ever"]
 pub struct Lease {
@@ -23,24 +32,27 @@ pub struct Lease {
 }
 
 impl Arena {
-    /// Leases a slab of `class`, or of a smaller one where that is all there is, near the CPU of this thread.
+    /// Leases a slab near the CPU of this thread: of `class`, or of a smaller class if no such slab is free. `None`: no
+    /// slab is free.
     pub fn lease_slab(&self, class: Class) -> Option<Lease> {
         self.lease_slab_near(class, None)
     }
 
-    /// The same near another CPU. A smaller slab near by is not preferred to a larger one far away.
+    /// Does what [`Arena::lease_slab`] does, near `cpu` if it is given. A large slab of a far NUMA node is preferred to
+    /// a smaller one near by.
     pub fn lease_slab_near(&self, class: Class, cpu: Option<u32>) -> Option<Lease> {
         self.free_lingering_slabs();
         if self.pool.lock().wants_idle_slot() {
             self.return_idle_slots(1);
         }
         let mut pool = self.pool.lock();
-        let near = cpu.map_or_else(|| pool.topology().here(), |cpu| pool.topology().of_cpu(cpu));
-        let order = [Class::Whole, Class::Medium, Class::Small];
-        let taken = order
+        let numa_node =
+            cpu.map_or_else(|| pool.topology().here(), |cpu| pool.topology().of_cpu(cpu));
+        let classes = [Class::Whole, Class::Medium, Class::Small];
+        let taken = classes
             .into_iter()
-            .filter(|c| *c <= class)
-            .find_map(|class| pool.take(class, near).map(|taken| (class, taken)));
+            .filter(|smaller| *smaller <= class)
+            .find_map(|class| pool.take(class, numa_node).map(|taken| (class, taken)));
         let Some((class, taken)) = taken else {
             drop(pool);
             self.listeners.report_memory_used(self.geometry.chunk_count);
@@ -55,8 +67,8 @@ impl Arena {
         Some(lease)
     }
 
-    /// Begins the lease of a slab that was taken. With the pool locked: a thread that sees the chunk there finds its class and
-    /// home in its table.
+    /// Begins the lease of a slab that was taken from the pool. The pool must be locked: a thread that sees the chunk in
+    /// the pool then finds the chunk's class and home in its table.
     pub(crate) fn begin_lease(&self, class: Class, taken: &TakenSlab) -> Lease {
         let generation = self.enter_lease(class, taken);
         let &TakenSlab { chunk, slab, .. } = taken;
@@ -69,19 +81,20 @@ impl Arena {
         }
     }
 
-    /// Stores a new lease in the tables; returns its generation. The state comes last: until then the slab is free.
+    /// Stores a new lease in the tables and returns its generation. The state is stored last: after a crash before that,
+    /// the slab is free.
     fn enter_lease(&self, class: Class, taken: &TakenSlab) -> u64 {
         let &TakenSlab { chunk, slab, cut } = taken;
-        let at = SlabRef { chunk, slab };
+        let slab_ref = SlabRef { chunk, slab };
         let generation = self
             .map
             .u64(state_word::GENERATION)
             .fetch_add(1, Ordering::AcqRel)
             + 1;
         probe();
-        self.tables.published(at).store(0, Ordering::Release);
+        self.tables.published(slab_ref).store(0, Ordering::Release);
         self.tables
-            .generation(at)
+            .generation(slab_ref)
             .store(generation, Ordering::Release);
         if let Some(slot) = cut {
             probe();
@@ -90,12 +103,12 @@ impl Arena {
             self.tables.set_class(chunk, Some(class));
         }
         probe();
-        self.tables.set_state(at, SlabState::Leased);
-        self.uses.begin_lease(at);
+        self.tables.set_state(slab_ref, SlabState::Leased);
+        self.uses.begin_lease(slab_ref);
         generation
     }
 
-    /// Whether the slab of a lease is in the memory nearest to the CPU of this thread.
+    /// Whether the leased slab is in the memory nearest to the CPU of this thread.
     pub fn is_near(&self, lease: &Lease) -> bool {
         let Some(Home::Memory(slot)) = self.homes.get(lease.slab.chunk) else {
             return false;
@@ -104,27 +117,27 @@ impl Arena {
         numa_node_of(&self.geometry, pool.topology(), slot) == pool.topology().here()
     }
 
-    /// Whether nothing in the slab of a lease is pending.
+    /// Whether nothing in the leased slab is pending.
     pub fn is_idle(&self, lease: &Lease) -> bool {
         self.uses.is_only_leased(lease.slab)
     }
 
-    /// The share of a writer in the arena's memory if there is one more: half of it is for leases, the other half for
-    /// what waits for the drain.
+    /// The bytes of memory that each writer could lease if there were one more. Half of the memory is for leases; the other
+    /// half is for data that waits for the drain.
     pub fn share_bytes(&self) -> u64 {
         self.geometry.data_bytes() / 2 / (u64::from(self.uses.leased()) + 1)
     }
 
-    /// Whether a lease of `class` or smaller could be had.
+    /// Whether a slab of `class` or of a smaller class is free.
     pub fn has_room(&self, class: Class) -> bool {
         self.free_lingering_slabs();
         let pool = self.pool.lock();
         [Class::Small, Class::Medium, Class::Whole]
             .into_iter()
-            .any(|c| c <= class && pool.has(c))
+            .any(|smaller| smaller <= class && pool.has_slab(smaller))
     }
 
-    /// Ends a lease. The slab is freed when nothing of it is pending.
+    /// Ends a lease. The slab is freed when nothing in it is pending.
     pub fn seal_slab(&self, lease: Lease) {
         let slab = lease.slab;
         probe();
@@ -132,7 +145,7 @@ impl Arena {
         self.end_lease(slab);
     }
 
-    /// The writer of a slab is known not to touch it any more.
+    /// Ends the lease of a slab that its writer can no longer touch.
     pub(crate) fn end_lease(&self, slab: SlabRef) {
         let mut pool = self.pool.lock();
         let may_move = pool.end_lease(slab.chunk);
@@ -147,29 +160,29 @@ impl Arena {
 }
 
 impl Lease {
-    /// The slab.
+    /// The leased slab.
     pub fn slab(&self) -> SlabRef {
         self.slab
     }
-    /// Its class.
+    /// The size class of the slab.
     pub fn class(&self) -> Class {
         self.class
     }
     pub(crate) fn generation(&self) -> u64 {
         self.cursor.generation()
     }
-    /// Start of what is free, at first of the slab.
+    /// Where the free bytes begin, in bytes from the start of the chunk. A new lease begins at the start of the slab.
     pub(crate) fn start(&self) -> u32 {
         self.cursor.position()
     }
     pub(crate) fn end(&self) -> u32 {
         self.cursor.end()
     }
-    /// Bytes not yet used.
+    /// How many bytes are free.
     pub fn free_bytes(&self) -> u32 {
         self.cursor.free_bytes()
     }
-    /// The last piece published here.
+    /// The last piece that was published in this lease.
     pub fn last(&self) -> Option<PieceRef> {
         self.cursor.last().map(|(record, _)| PieceRef {
             slab: self.slab,
@@ -177,18 +190,18 @@ impl Lease {
         })
     }
 
-    /// Whether bytes of `file` at `offset`, filled at `room`, continue the last piece.
+    /// Whether bytes of `file` at `offset` that are stored at `room` continue the last piece.
     pub fn continues(&self, file: u64, offset: u64, room: Room) -> bool {
         self.cursor.continues(file, offset) && room.position == self.cursor.position()
     }
 
-    /// Room for up to `len` bytes of `file` at `offset`, by the page rule (`firn_format::append`). `None`: the
+    /// Returns room for up to `len` bytes of `file` at `offset`, by the page rule of `firn_format::append`. `None`: the
     /// slab is full.
     pub fn reserve(&self, file: u64, offset: u64, len: u64) -> Option<Room> {
         if !self.cursor.continues(file, offset) {
             return self.cursor.room_for_piece(offset, len);
         }
-        // The caller may publish a piece of its own there after all, which needs a record.
+        // The caller may still decide to publish a new piece there, which needs a free record.
         let room = self.cursor.room_behind_last(len);
         room.filter(|_| self.cursor.has_record())
     }

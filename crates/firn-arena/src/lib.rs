@@ -1,14 +1,21 @@
-//! The arena: a fixed-size shared-memory file that outlives every process.
+//! The arena: a fixed-size shared-memory file with the bytes that are not yet in the backing. It outlives every process.
+//!
+//! Layout, from large to small
+//! * The file has a superblock, a journal, a table for each chunk, and *slots* of memory of equal size.
+//! * A *chunk* has its data in one slot, of memory or of the spill file, and its piece records in its table.
+//! * A chunk is cut into *slabs* of one class. A writer leases a slab and fills it.
+//! * A *piece* is a range of a file's bytes in a slab; its record names the file, the offset and the length.
 //!
 //! Promises
-//! * What was published ([`Arena::publish_piece`], [`Arena::extend_piece`]) is found by [`Arena::attach`] after
-//!   the death of every process, whole.
-//! * So it is after chunks moved to the spill file ([`Arena::spill_oldest`]); what that file cannot give is an
-//!   error, never other bytes.
-//! * Numbers read from the file are checked; damage is reported and never interpreted.
+//! * [`Arena::attach`] finds each piece that was published ([`Arena::publish_piece`], [`Arena::extend_piece`]) with all its
+//!   bytes, after the death of every process.
+//! * This also holds for chunks in the spill file ([`Arena::spill_oldest`]). A read that the spill file cannot serve
+//!   is an error, never other bytes.
+//! * Numbers that are read from the file are checked. Damage is reported and never interpreted.
 //!
-//! Relies on: the file lies on a file system whose pages survive processes (tmpfs, hugetlbfs, DAX),
-//! and one firnd at a time has it attached (the daemon's lock).
+//! Relies on
+//! * The file lies on a file system whose pages survive processes (tmpfs, hugetlbfs, DAX).
+//! * At most one firnd has it attached at a time (the daemon's lock).
 
 mod arena;
 mod attach;
@@ -40,7 +47,7 @@ use firn_format::quantity::bytes;
 
 pub use arena::Arena;
 pub use check::{Report, check};
-pub use client::{ClientLease, Taken, Wrong};
+pub use client::{AcceptedBytes, ClientLease, InvalidRecord};
 pub use create::Identity;
 pub use damage::Damage;
 pub use lease::Lease;
@@ -54,7 +61,7 @@ pub use refs::{PieceRef, SlabRef, Stored};
 pub use spill::{SpillFault, SpillFile};
 pub use topology::{SYSFS_NODES, Topology};
 
-/// Why an arena could not be made or attached.
+/// Why an arena could not be created or attached.
 #[derive(Debug, thiserror::Error)]
 pub enum ArenaError {
     /// A system call on the file failed.
@@ -67,24 +74,24 @@ pub enum ArenaError {
         /// Why it failed.
         source: rustix::io::Errno,
     },
-    /// The file system does not have so much room.
-    #[error("{}", no_room(path, *arena_bytes, *need, *why, *room))]
+    /// The file system has too little room.
+    #[error("{}", describe_no_room(path, *arena_bytes, *need, *why, *room))]
     NoRoom {
         /// The file.
         path: String,
-        /// Bytes of chunks wanted: `arena-size`.
+        /// Bytes for slots that were requested: the option `arena-size`.
         arena_bytes: u64,
-        /// Bytes wanted in all.
+        /// Bytes that the file needs in all.
         need: u64,
-        /// The system's reason.
+        /// The errno of the failed call.
         why: rustix::io::Errno,
-        /// What the file system has, where it is full.
+        /// The room that the file system has, if it is full.
         room: Option<Room>,
     },
-    /// The spill file cannot be made.
+    /// The spill file cannot be created or opened.
     #[error(transparent)]
     Spill(#[from] SpillFault),
-    /// It is not a file that only this user could have made.
+    /// The file is not one that only this user could have made.
     #[error(
         "arena {path} {why}; Firn reads nothing from it: remove it, or give another place with arena-dir"
     )]
@@ -94,7 +101,7 @@ pub enum ArenaError {
         /// What is wrong with it.
         why: firn_trust::Distrust,
     },
-    /// The bytes are not an arena that this version can use.
+    /// The file's contents are not an arena that this version can use.
     #[error("{path}: {source}")]
     Format {
         /// The file.
@@ -104,17 +111,17 @@ pub enum ArenaError {
     },
 }
 
-/// Room of a file system that an arena does not fit in.
+/// The room of a file system in which an arena does not fit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Room {
-    /// Bytes that were free.
+    /// Free bytes before the attempt.
     pub free_bytes: u64,
-    /// The largest `arena-size` that would fit, with some room for the journal to grow; none: not one chunk does.
+    /// The largest `arena-size` that would fit, with some room for the journal to grow. `None`: not even one chunk fits.
     pub fitting_bytes: Option<u64>,
 }
 
-/// What an arena needs, what there is, and what to do.
-fn no_room(
+/// The message for [`ArenaError::NoRoom`]: what the arena needs, what is free, and what to do.
+fn describe_no_room(
     path: &str,
     arena_bytes: u64,
     need: u64,
@@ -139,7 +146,7 @@ fn no_room(
     )
 }
 
-/// A size that is a number of chunks, as the option is written.
+/// Writes a size as the option `arena-size`, in MiB if it is a whole number of them, else in KiB.
 fn size_option(size_bytes: u64) -> String {
     match size_bytes % (1 << 20) {
         0 => format!("arena-size={}M", size_bytes >> 20),
@@ -148,7 +155,7 @@ fn size_option(size_bytes: u64) -> String {
 }
 
 impl ArenaError {
-    /// The errno that says it best.
+    /// The errno that fits the error best.
     pub fn errno(&self) -> rustix::io::Errno {
         match self {
             Self::Io { source, .. } => *source,
@@ -174,7 +181,7 @@ mod error_tests {
                 fitting_bytes,
             };
             let path = "/dev/shm/firn-0/1.arena";
-            no_room(path, 256 << 20, 259 << 20, Errno::NOSPC, Some(room))
+            describe_no_room(path, 256 << 20, 259 << 20, Errno::NOSPC, Some(room))
         };
         let text = error(Some(52 << 20));
         assert!(

@@ -31,7 +31,7 @@ pub(crate) struct LingeringWriter {
     pub(crate) pid: u32,
 }
 
-/// All of them; each slab is here at most once.
+/// The list of lingering clients. It has each slab at most once.
 #[derive(Default)]
 pub(crate) struct LingeringWriters {
     writers: Mutex<Vec<LingeringWriter>>,
@@ -77,16 +77,16 @@ impl LingeringWriters {
     }
 }
 
-/// Takes the right to store bytes from the client of a lease; false while it is storing some.
+/// Takes a client's right to store bytes. Returns false if the client is storing bytes at this moment.
 pub(crate) fn take_writer_word(tables: &Tables, slab: SlabRef, generation: u64) -> bool {
     let idle = writer_idle(generation);
     let taken = tables
         .writer(slab)
         .compare_exchange(idle, 0, Ordering::SeqCst, Ordering::Acquire);
-    taken.map_or_else(|found| found != idle | WRITER_BUSY, |_| true)
+    taken.map_or_else(|word| word != idle | WRITER_BUSY, |_| true)
 }
 
-/// Whether the process exists. One that cannot be seen from here counts as alive.
+/// Whether a process is alive. A process that cannot be seen from here counts as alive.
 fn is_alive(pid: u32) -> bool {
     let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) else {
         return true;
@@ -94,19 +94,19 @@ fn is_alive(pid: u32) -> bool {
     match rustix::process::pidfd_open(pid, PidfdFlags::empty()) {
         Err(errno) => errno != rustix::io::Errno::SRCH,
         Ok(process) => {
-            // Readable once the process ended, also while its parent has not waited for it.
+            // The descriptor is readable once the process has ended, even if its parent has not waited for it yet.
             let mut poll = [PollFd::new(&process, PollFlags::IN)];
-            let at_once = Timespec {
+            let no_wait = Timespec {
                 tv_sec: 0,
                 tv_nsec: 0,
             };
-            rustix::event::poll(&mut poll, Some(&at_once)) == Ok(0)
+            rustix::event::poll(&mut poll, Some(&no_wait)) == Ok(0)
         }
     }
 }
 
-/// At attach, before any record is read: ends the leases of clients that may still live, and every list
-/// that readers have. Returns the clients that may be storing bytes. `classes`: the chunks that are cut.
+/// Revokes, for an attach and before any record is read, all client leases and all lists that readers have. `classes`
+/// names the chunks that are cut, with their class. Returns the clients that may be storing bytes now.
 pub(crate) fn revoke_all(tables: &Tables, classes: &[(u32, Class)]) -> Vec<LingeringWriter> {
     for index in 0..WORDS_COUNT {
         let word = tables.geometry().word_offset(index);
@@ -121,7 +121,7 @@ pub(crate) fn revoke_all(tables: &Tables, classes: &[(u32, Class)]) -> Vec<Linge
     lingering
 }
 
-/// Ends the lease that a client has of a slab, if one has; returns it if it may be storing bytes.
+/// Ends the lease that a client may have of a slab. Returns the client if it may be storing bytes now.
 fn revoke_slab(tables: &Tables, slab: SlabRef, class: Class) -> Option<LingeringWriter> {
     let writer = tables.writer(slab);
     if writer.load(Ordering::Acquire) == 0 {
@@ -129,7 +129,8 @@ fn revoke_slab(tables: &Tables, slab: SlabRef, class: Class) -> Option<Lingering
     }
     let generation = tables.generation(slab).load(Ordering::Acquire);
     probe();
-    // Before the writer word is cleared: after a crash in between, these records would never be looked at again.
+    // Once before the writer word is cleared: a crash after that would leave these records valid for ever. Once after it:
+    // the client may have published more in between.
     void_beyond_max(tables, slab, class, generation);
     let stopped = take_writer_word(tables, slab, generation);
     void_beyond_max(tables, slab, class, generation);
@@ -146,15 +147,16 @@ fn revoke_slab(tables: &Tables, slab: SlabRef, class: Class) -> Option<Lingering
     })
 }
 
-/// Voids what `Arena::take_client` would refuse: bytes so far out that few file systems can hold them. Pending, they
-/// could be neither drained nor given up.
+/// Voids records that `Arena::take_client` would refuse because they end beyond the largest offset. As pending bytes
+/// they could be neither drained nor dropped.
 fn void_beyond_max(tables: &Tables, slab: SlabRef, class: Class, generation: u64) {
     let bytes = tables.bytes_of(class, slab.slab);
     for record in tables.records_of(class, slab.slab) {
-        let at = PieceRef { slab, record };
-        let checked = tables
-            .load(at)
-            .check(generation, bytes.start.into(), bytes.end.into());
+        let record_ref = PieceRef { slab, record };
+        let checked =
+            tables
+                .load(record_ref)
+                .check(generation, bytes.start.into(), bytes.end.into());
         if let Ok(Checked::Live(piece)) = checked
             && piece.offset + u64::from(piece.len) > OFFSET_MAX
         {
@@ -164,21 +166,24 @@ fn void_beyond_max(tables: &Tables, slab: SlabRef, class: Class, generation: u64
                 "a client recorded bytes beyond the largest offset; they are dropped"
             );
             probe();
-            tables.seal(at).store(poison(generation), Ordering::SeqCst);
+            tables
+                .seal(record_ref)
+                .store(poison(generation), Ordering::SeqCst);
         }
     }
 }
 
-/// Freezes the published records of a slab, and poisons the first that is not.
+/// Freezes the published records of a slab and poisons the first record that is not published. After that the client can
+/// publish nothing more in this lease.
 fn poison_slab(tables: &Tables, slab: SlabRef, class: Class, generation: u64) {
     let bytes = tables.bytes_of(class, slab.slab);
     let mut records = tables.records_of(class, slab.slab).peekable();
     while let Some(&record) = records.peek() {
-        let at = PieceRef { slab, record };
-        let seal = tables.seal(at);
-        let found = seal.load(Ordering::Acquire);
+        let record_ref = PieceRef { slab, record };
+        let seal = tables.seal(record_ref);
+        let seal_before = seal.load(Ordering::Acquire);
         let is_published = tables
-            .load(at)
+            .load(record_ref)
             .check(generation, bytes.start.into(), bytes.end.into())
             .is_ok();
         probe();
@@ -187,9 +192,9 @@ fn poison_slab(tables: &Tables, slab: SlabRef, class: Class, generation: u64) {
             records.next();
             continue;
         }
-        // If the client publishes it at this instant, it is looked at again.
+        // The exchange fails if the client publishes the record at this instant: then the loop looks at it again.
         let poisoned = seal.compare_exchange(
-            found,
+            seal_before,
             poison(generation),
             Ordering::SeqCst,
             Ordering::Relaxed,

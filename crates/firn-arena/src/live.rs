@@ -1,12 +1,19 @@
-//! The live table of a mount: a mapped file beside the arena, which outlives firnd as the arena does.
+//! The live table of a mount: what a later firnd needs to go on with the mount if this one dies.
+//!
+//! The table is a mapped file beside the arena, so it outlives firnd. It notes the nodes that the kernel knows, open
+//! handles, requests under way and transactions.
+//!
+//! Terms
+//! * A *cell* is a record of fixed size. It counts only while its first word, the *seal*, is valid.
+//! * A *node* is an object of the file system with its name. It has several cells if its name is long.
 //!
 //! Promises
-//! * What is noted here is found by [`LiveTable::open`] after the death of firnd at any instant: a node is there at each
-//!   instant of its move, a cell that is half written does not count.
-//! * An entry that finds no room is counted ([`LiveTable::lost`]), and the mount goes on: nothing else depends on it.
-//! * Numbers read from the file are checked (`firn_format::live`).
+//! * If firnd dies at any instant, [`LiveTable::open`] finds everything that was noted. A node is found at each instant of
+//!   its move to another name. A half-written cell does not count.
+//! * An entry for which there is no room is counted ([`LiveTable::lost`]), and the mount goes on without it.
+//! * Numbers that are read from the file are checked (`firn_format::live`).
 //!
-//! Relies on: one firnd at a time has it open, the one that has the arena.
+//! Relies on: only the firnd that has the arena has the table open.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -26,50 +33,52 @@ use rustix::io::Errno;
 use crate::ArenaError;
 use crate::map::Map;
 
-/// Cells that a table may have: 512 MiB of address space, of which only what is used gets memory.
+/// Most cells of a table: 512 MiB of address space. Only used cells have memory.
 const CELLS_MAX: u32 = 1 << 22;
-/// Cells by which a table grows at least: 64 KiB.
+/// Number of cells by which a table grows at least: 64 KiB.
 const GROW_CELLS_MIN: u32 = 512;
+/// Length of the seal at the start of a cell.
+const SEAL_BYTES: usize = 4;
 
-/// Why a table cannot be made or used.
+/// Reasons why a table cannot be made or used.
 #[derive(Debug, thiserror::Error)]
 pub enum LiveTableError {
-    /// A call failed.
+    /// A system call failed.
     #[error("the live table: {0}")]
     Io(#[from] Errno),
-    /// Another user could have put it there.
+    /// Another user could have made the file.
     #[error("the live table: {0}")]
     Distrusted(#[from] TrustError),
-    /// It cannot be mapped.
+    /// The file cannot be mapped.
     #[error(transparent)]
     Map(#[from] ArenaError),
-    /// It is no table, or not one of this version.
+    /// The file is no table, or one of another version.
     #[error("the live table is not used: {0}")]
     Format(#[from] LiveError),
 }
 
-/// Cells of one node.
+/// A node that is noted in the table.
 struct NodeCells {
     cells: Vec<u32>,
-    /// Cells of the same node under the name that it had before a move which is under way.
-    before: Vec<u32>,
+    /// Cells of the node with its previous name, while it is being moved.
+    cells_before: Vec<u32>,
     node: Node,
-    /// The kernel counts look-ups of it.
+    /// Whether the kernel has counted look-ups of the node.
     is_known: bool,
-    /// Open handles of it, and requests in work that are about it.
+    /// Number of open handles of the node, and of requests under way that are about it.
     uses: u32,
 }
 
 #[derive(Default)]
 struct Cells {
     free: Vec<u32>,
-    /// All cells from this one on are free.
+    /// All cells from this one on are unused.
     end: u32,
-    /// Cells that have memory.
+    /// Number of cells that have memory.
     allocated: u32,
     nodes: HashMap<u64, NodeCells>,
     handles: HashMap<u64, HandleCell>,
-    /// Cells of transactions, by their numbers.
+    /// Transactions, by their serial number.
     transactions: HashMap<u64, TransactionCell>,
     /// Scopes that were undone, and processes that were told, with their cells.
     undone_scopes: Vec<(UndoneScope, u32)>,
@@ -85,7 +94,7 @@ struct HandleCell {
     node: u64,
 }
 
-/// The table of a mount that is served.
+/// The live table of a mount.
 pub struct LiveTable {
     path: PathBuf,
     map: Map,
@@ -100,17 +109,17 @@ impl std::fmt::Debug for LiveTable {
     }
 }
 
-/// What an earlier firnd left.
+/// The content of a table that an earlier firnd left.
 #[derive(Debug)]
 pub struct Left {
-    /// What holds for the whole table.
+    /// Header of the table.
     pub header: Header,
-    /// Its entries.
+    /// Entries of the table.
     pub contents: Contents,
 }
 
 impl LiveTable {
-    /// Makes an empty table, in place of what is there. It counts from [`LiveTable::seal`] on.
+    /// Makes an empty table, in place of an existing one. It counts only after [`LiveTable::seal`].
     pub fn create(path: &Path) -> Result<Self, LiveTableError> {
         match rustix::fs::unlink(path) {
             Ok(()) | Err(Errno::NOENT) => {}
@@ -125,18 +134,18 @@ impl LiveTable {
         })
     }
 
-    /// Opens the table of a firnd that died. It goes on to be written to; nothing of it is known to this process before
-    /// [`LiveTable::adopt_node`] and its like say so.
+    /// Opens the table of a firnd that died. This firnd goes on to write to it. An entry counts as known to this firnd only
+    /// after [`LiveTable::adopt_node`] or one of the other `adopt` functions.
     pub fn open(path: &Path) -> Result<(Self, Left), LiveTableError> {
         let file = open_private_file(CWD, path, OFlags::RDWR)?;
         let len = rustix::fs::fstat(&file)?.st_size as u64;
         let len = len.min(mapped_bytes()) as usize;
         let mut bytes = vec![0; len];
-        let mut done = 0;
-        while done < len {
-            match rustix::io::pread(file.as_fd(), &mut bytes[done..], done as u64)? {
+        let mut read_bytes = 0;
+        while read_bytes < len {
+            match rustix::io::pread(file.as_fd(), &mut bytes[read_bytes..], read_bytes as u64)? {
                 0 => break,
-                count => done += count,
+                count => read_bytes += count,
             }
         }
         let header = Header::decode(&bytes)?;
@@ -157,7 +166,7 @@ impl LiveTable {
         Ok((table, Left { header, contents }))
     }
 
-    /// What is in no entry may be used again.
+    /// Makes all cells free that are in no entry.
     fn find_free_cells(&self, contents: &Contents) {
         let mut cells = self.cells.lock();
         let mut is_used = vec![false; cells.allocated as usize];
@@ -180,14 +189,14 @@ impl LiveTable {
         cells.free = free;
     }
 
-    /// From now on the table counts.
+    /// Makes the table valid: from now on it counts.
     pub fn seal(&self, header: &Header) -> Result<(), LiveTableError> {
         let bytes = header.encode().ok_or(Errno::NAMETOOLONG)?;
         self.map.write(0, &bytes);
         Ok(())
     }
 
-    /// Takes the table away: nothing is to be taken over any more.
+    /// Removes the table, so that no later firnd takes over from it.
     pub fn remove(&self) {
         if let Err(errno) = rustix::fs::unlink(&self.path)
             && errno != Errno::NOENT
@@ -196,54 +205,58 @@ impl LiveTable {
         }
     }
 
-    fn word(&self, at: usize) -> u64 {
-        self.map.u64((WORDS_AT + at) as u64).load(Ordering::Relaxed)
+    fn word(&self, offset: usize) -> u64 {
+        self.map
+            .u64((WORDS_AT + offset) as u64)
+            .load(Ordering::Relaxed)
     }
 
-    fn set_word(&self, at: usize, value: u64) {
+    fn set_word(&self, offset: usize, value: u64) {
         self.map
-            .u64((WORDS_AT + at) as u64)
+            .u64((WORDS_AT + offset) as u64)
             .store(value, Ordering::Relaxed);
     }
 
-    /// How often a firnd went on in the place of another.
+    /// Returns how often a firnd has taken over from another one.
     pub fn takeovers(&self) -> u64 {
         self.word(word::TAKEOVERS)
     }
 
-    /// Nanoseconds of the last pause.
+    /// Returns the length of the last takeover's pause.
     pub fn last_pause_ns(&self) -> u64 {
         self.word(word::LAST_PAUSE)
     }
 
-    /// Nanoseconds of all pauses.
+    /// Returns the length of the pauses of all takeovers together.
     pub fn pauses_ns(&self) -> u64 {
         self.word(word::PAUSES)
     }
 
-    /// Entries that found no room.
+    /// Returns the number of entries for which there was no room.
     pub fn lost(&self) -> u64 {
         self.word(word::LOST)
     }
 
-    /// Bytes of memory that the table takes.
+    /// Returns how much memory the table uses.
     pub fn bytes(&self) -> u64 {
         HEADER_BYTES as u64 + u64::from(self.cells.lock().allocated) * CELL_BYTES as u64
     }
 
-    /// A firnd begins to take over: numbers of earlier ones are told from its own by this count.
+    /// Counts a takeover that begins, and returns the new count. It tells numbers that this firnd gives from those of earlier
+    /// ones.
     pub fn count_takeover(&self) -> u64 {
         let count = self.takeovers() + 1;
         self.set_word(word::TAKEOVERS, count);
         count
     }
 
-    /// Programs waited for so long.
+    /// Notes for how long programs waited during a takeover.
     pub fn note_pause(&self, nanoseconds: u64) {
         self.set_word(word::LAST_PAUSE, nanoseconds);
         self.set_word(word::PAUSES, self.pauses_ns() + nanoseconds);
     }
 
+    /// Counts an entry for which there was no room.
     fn note_lost(&self) {
         let lost = self.lost() + 1;
         self.set_word(word::LOST, lost);
@@ -254,36 +267,43 @@ impl LiveTable {
         }
     }
 
-    fn at(cell: u32) -> u64 {
+    /// Returns the offset of a cell in the file.
+    fn offset_of(cell: u32) -> u64 {
         HEADER_BYTES as u64 + u64::from(cell) * CELL_BYTES as u64
     }
 
-    /// Writes a cell so that it counts only once it is whole: its first word, the seal, comes last.
+    /// Writes a cell. Its seal, the first word, is stored last, so that the cell counts only when it is complete.
     fn store(&self, cell: u32, bytes: &CellBytes) {
-        let at = Self::at(cell);
+        let offset = Self::offset_of(cell);
         let seal = u32::from_ne_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
-        self.map.write(at + 4, &bytes[4..]);
-        self.map.u32(at).store(seal, Ordering::Release);
+        self.map
+            .write(offset + SEAL_BYTES as u64, &bytes[SEAL_BYTES..]);
+        self.map.u32(offset).store(seal, Ordering::Release);
     }
 
+    /// Reads a cell.
     fn load(&self, cell: u32) -> CellBytes {
         let mut bytes = [0; CELL_BYTES];
-        self.map.read(Self::at(cell), &mut bytes);
+        self.map.read(Self::offset_of(cell), &mut bytes);
         bytes
     }
 
+    /// Makes a cell invalid.
     fn clear(&self, cell: u32) {
-        self.map.u32(Self::at(cell)).store(0, Ordering::Release);
+        self.map
+            .u32(Self::offset_of(cell))
+            .store(0, Ordering::Release);
     }
 
-    /// Gives cells back.
-    fn free(&self, cells: &mut Cells, given: &[u32]) {
-        for cell in given {
+    /// Makes cells free.
+    fn free(&self, cells: &mut Cells, unused: &[u32]) {
+        for cell in unused {
             self.clear(*cell);
         }
-        cells.free.extend_from_slice(given);
+        cells.free.extend_from_slice(unused);
     }
 
+    /// Takes a free cell; lets the table grow if necessary. `None`: there is no room, which is counted.
     fn take_cell(&self, cells: &mut Cells) -> Option<u32> {
         if let Some(cell) = cells.free.pop() {
             return Some(cell);
@@ -292,10 +312,10 @@ impl LiveTable {
             let more = GROW_CELLS_MIN.max(cells.allocated / 4);
             let more = more.min(CELLS_MAX - cells.allocated);
             let len = u64::from(more) * CELL_BYTES as u64;
-            // A page without memory would end firnd with SIGBUS at the first store.
+            // Allocated now, because a store to a page without memory would end firnd with SIGBUS.
             let flags = FallocateFlags::empty();
-            let at = Self::at(cells.allocated);
-            if more == 0 || rustix::fs::fallocate(self.map.file(), flags, at, len).is_err() {
+            let offset = Self::offset_of(cells.allocated);
+            if more == 0 || rustix::fs::fallocate(self.map.file(), flags, offset, len).is_err() {
                 self.note_lost();
                 return None;
             }
@@ -305,6 +325,7 @@ impl LiveTable {
         Some(cells.end - 1)
     }
 
+    /// Takes this number of free cells, or none.
     fn take_cells(&self, cells: &mut Cells, count: usize) -> Option<Vec<u32>> {
         let mut taken = Vec::with_capacity(count);
         for _ in 0..count {
@@ -319,22 +340,23 @@ impl LiveTable {
         Some(taken)
     }
 
-    /// Stores a node in new cells.
+    /// Writes a node into new cells, and returns them.
     fn store_node(&self, cells: &mut Cells, node: &Node) -> Option<Vec<u32>> {
-        let at = self.take_cells(cells, cells_of_name(node.name.len()))?;
-        let encoded = encode_node(node, &at);
-        for (cell, bytes) in at.iter().zip(&encoded).rev() {
+        let node_cells = self.take_cells(cells, cells_of_name(node.name.len()))?;
+        let encoded = encode_node(node, &node_cells);
+        for (cell, bytes) in node_cells.iter().zip(&encoded).rev() {
             self.store(*cell, bytes);
         }
-        Some(at)
+        Some(node_cells)
     }
 
+    /// Notes a node, unless it is noted already. `None`: there is no room.
     fn add_node<'a>(&self, cells: &'a mut Cells, node: &Node) -> Option<&'a mut NodeCells> {
         if !cells.nodes.contains_key(&node.id) {
-            let at = self.store_node(cells, node)?;
+            let node_cells = self.store_node(cells, node)?;
             let entry = NodeCells {
-                cells: at,
-                before: Vec::new(),
+                cells: node_cells,
+                cells_before: Vec::new(),
                 node: node.clone(),
                 is_known: false,
                 uses: 0,
@@ -344,7 +366,7 @@ impl LiveTable {
         cells.nodes.get_mut(&node.id)
     }
 
-    /// The kernel is about to hear of a node, or hears of it once more: `node.lookups` is the new count.
+    /// Notes that the kernel is about to get a look-up of a node. `node.lookups`: the new count.
     pub fn note_node(&self, node: &Node) {
         let mut cells = self.cells.lock();
         let Some(entry) = self.add_node(&mut cells, node) else {
@@ -354,11 +376,11 @@ impl LiveTable {
         entry.node.lookups = node.lookups;
         let first = entry.cells[0];
         self.map
-            .u64(Self::at(first) + LOOKUPS_AT as u64)
+            .u64(Self::offset_of(first) + LOOKUPS_AT as u64)
             .store(node.lookups, Ordering::Release);
     }
 
-    /// The kernel knows a node no more.
+    /// Notes that the kernel has given back all look-ups of a node.
     pub fn forget_node(&self, id: u64) {
         let mut cells = self.cells.lock();
         if let Some(entry) = cells.nodes.get_mut(&id) {
@@ -367,6 +389,7 @@ impl LiveTable {
         self.drop_unused_node(&mut cells, id);
     }
 
+    /// Removes a node that neither the kernel nor a handle nor a request uses.
     fn drop_unused_node(&self, cells: &mut Cells, id: u64) {
         let is_unused = |entry: &NodeCells| !entry.is_known && entry.uses == 0;
         if !cells.nodes.get(&id).is_some_and(is_unused) {
@@ -374,16 +397,16 @@ impl LiveTable {
         }
         if let Some(entry) = cells.nodes.remove(&id) {
             self.free(cells, &entry.cells);
-            self.free(cells, &entry.before);
+            self.free(cells, &entry.cells_before);
         }
     }
 
-    /// Whether a node is noted here.
+    /// Whether a node is noted.
     pub fn has_node(&self, id: u64) -> bool {
         self.cells.lock().nodes.contains_key(&id)
     }
 
-    /// A node is about to get another name: from now on it is noted under both.
+    /// Begins the move of a node to another name: until the move ends, the node is noted under both names.
     pub fn begin_move(&self, id: u64, parent: u64, name: &[u8]) {
         let mut cells = self.cells.lock();
         let Some(entry) = cells.nodes.get(&id) else {
@@ -395,27 +418,28 @@ impl LiveTable {
             generation: entry.node.generation.wrapping_add(1),
             ..entry.node.clone()
         };
-        let Some(at) = self.store_node(&mut cells, &moved) else {
+        let Some(node_cells) = self.store_node(&mut cells, &moved) else {
             return;
         };
         let Some(entry) = cells.nodes.get_mut(&id) else {
             return;
         };
-        let older = std::mem::replace(&mut entry.before, std::mem::take(&mut entry.cells));
-        entry.cells = at;
+        let older_cells =
+            std::mem::replace(&mut entry.cells_before, std::mem::take(&mut entry.cells));
+        entry.cells = node_cells;
         entry.node = moved;
-        self.free(&mut cells, &older);
+        self.free(&mut cells, &older_cells);
     }
 
-    /// A node was found under a name. While it is moved, both of its names stay noted.
+    /// Notes the name under which a node was looked up. While the node is being moved, nothing changes.
     pub fn note_found(&self, id: u64, parent: u64, name: &[u8]) {
-        let is_moving = |entry: &NodeCells| !entry.before.is_empty();
+        let is_moving = |entry: &NodeCells| !entry.cells_before.is_empty();
         if !self.cells.lock().nodes.get(&id).is_some_and(is_moving) {
             self.end_move(id, parent, name);
         }
     }
 
-    /// A node has this name and no other one that is noted; `parent` 0: it has none any more.
+    /// Ends the move of a node: it has only this name. `parent` 0: it has no name any more.
     pub fn end_move(&self, id: u64, parent: u64, name: &[u8]) {
         let is_current = |entry: &NodeCells| entry.node.parent == parent && entry.node.name == name;
         let is_noted = {
@@ -429,11 +453,11 @@ impl LiveTable {
         let Some(entry) = cells.nodes.get_mut(&id) else {
             return;
         };
-        let before = std::mem::take(&mut entry.before);
-        self.free(&mut cells, &before);
+        let cells_before = std::mem::take(&mut entry.cells_before);
+        self.free(&mut cells, &cells_before);
     }
 
-    /// The kernel is about to hear of an open handle.
+    /// Notes a handle before the kernel gets it.
     pub fn note_handle(&self, handle: &Handle, node: &Node) {
         let mut cells = self.cells.lock();
         if self.add_node(&mut cells, node).is_none() {
@@ -451,7 +475,7 @@ impl LiveTable {
         }
     }
 
-    /// The process of an open handle is about to map a memory file.
+    /// Notes the memory file that the process of an open handle is about to map.
     pub fn note_view(&self, id: u64, number: u16) {
         let mut cells = self.cells.lock();
         let Some(&HandleCell { cell, node }) = cells.handles.get(&id) else {
@@ -461,7 +485,7 @@ impl LiveTable {
             return;
         };
         handle.view = Some(number);
-        // The older one goes last: at each instant the handle is there.
+        // The new cell is written before the old one is freed, so that the handle is noted at each instant.
         let Some(newer) = self.take_cell(&mut cells) else {
             return;
         };
@@ -470,7 +494,7 @@ impl LiveTable {
         self.free(&mut cells, &[cell]);
     }
 
-    /// A handle is not open any more.
+    /// Notes that a handle was released.
     pub fn forget_handle(&self, id: u64) {
         let mut cells = self.cells.lock();
         let Some(HandleCell { cell, node }) = cells.handles.remove(&id) else {
@@ -480,8 +504,8 @@ impl LiveTable {
         self.end_use(&mut cells, node);
     }
 
-    /// A request begins that must not take effect twice; `node` is what it is about, if that has the request's number of a
-    /// node. Returns its cell, for [`LiveTable::end_request`].
+    /// Notes the begin of a request that must not take effect twice. `node`: the node that the request is about, if any.
+    /// Returns the cell for [`LiveTable::end_request`].
     pub fn begin_request(&self, request: &Request, node: Option<&Node>) -> Option<u32> {
         let mut cells = self.cells.lock();
         if let Some(node) = node {
@@ -496,13 +520,14 @@ impl LiveTable {
         Some(cell)
     }
 
-    /// The request was answered; `node` is what it was about, or 0.
+    /// Notes that a request was answered. `node`: the node that it was about, or 0.
     pub fn end_request(&self, cell: u32, node: u64) {
         let mut cells = self.cells.lock();
         self.free(&mut cells, &[cell]);
         self.end_use(&mut cells, node);
     }
 
+    /// Counts one use of a node less.
     fn end_use(&self, cells: &mut Cells, node: u64) {
         if let Some(entry) = cells.nodes.get_mut(&node) {
             entry.uses -= 1;
@@ -510,19 +535,20 @@ impl LiveTable {
         self.drop_unused_node(cells, node);
     }
 
-    /// Goes on with a request of an earlier firnd, after the node that it is about.
+    /// Takes over a request of an earlier firnd. Its node must be taken over already.
     pub fn adopt_request(&self, request: &Request) {
         if let Some(entry) = self.cells.lock().nodes.get_mut(&request.node) {
             entry.uses += 1;
         }
     }
 
-    /// Goes on with a node of an earlier firnd, under the name that `node` says. `cells`: all that it has.
+    /// Takes over a node of an earlier firnd, under the name in `node`. `at`: its cells with that name; `others`: its other
+    /// cells, which are freed.
     pub fn adopt_node(&self, node: &Node, at: &[u32], others: &[u32]) {
         let mut cells = self.cells.lock();
         let entry = NodeCells {
             cells: at.to_vec(),
-            before: Vec::new(),
+            cells_before: Vec::new(),
             node: node.clone(),
             is_known: node.lookups > 0,
             uses: 0,
@@ -531,7 +557,7 @@ impl LiveTable {
         self.free(&mut cells, others);
     }
 
-    /// Goes on with a handle of an earlier firnd.
+    /// Takes over a handle of an earlier firnd.
     pub fn adopt_handle(&self, handle: &Handle, cell: u32) {
         let mut cells = self.cells.lock();
         let node = handle.node;
@@ -541,7 +567,7 @@ impl LiveTable {
         }
     }
 
-    /// A transaction has begun, and its owner is about to hear of it.
+    /// Notes a transaction, before its owner hears that it has begun.
     pub fn note_transaction(&self, transaction: Transaction) {
         let mut cells = self.cells.lock();
         let Some(cell) = self.take_cell(&mut cells) else {
@@ -549,28 +575,28 @@ impl LiveTable {
         };
         self.store(cell, &transaction.encode());
         let entry = TransactionCell { cell, transaction };
-        if let Some(before) = cells.transactions.insert(transaction.serial, entry) {
-            self.free(&mut cells, &[before.cell]);
+        if let Some(previous) = cells.transactions.insert(transaction.serial, entry) {
+            self.free(&mut cells, &[previous.cell]);
         }
     }
 
-    /// The abort of a transaction is about to begin.
+    /// Notes that the abort of a transaction is about to begin.
     pub fn note_abort(&self, serial: u64) {
-        let noted = self
+        let transaction = self
             .cells
             .lock()
             .transactions
             .get(&serial)
             .map(|noted| noted.transaction);
-        if let Some(noted) = noted {
+        if let Some(transaction) = transaction {
             self.note_transaction(Transaction {
                 is_ending: true,
-                ..noted
+                ..transaction
             });
         }
     }
 
-    /// A transaction is over.
+    /// Removes the note of a transaction that has ended.
     pub fn forget_transaction(&self, serial: u64) {
         let mut cells = self.cells.lock();
         if let Some(noted) = cells.transactions.remove(&serial) {
@@ -578,7 +604,7 @@ impl LiveTable {
         }
     }
 
-    /// Forgets transactions that are not among these.
+    /// Removes the notes of all transactions for which `is_there` is false.
     pub fn retain_transactions(&self, is_there: impl Fn(u64) -> bool) {
         let serials: Vec<u64> = self.cells.lock().transactions.keys().copied().collect();
         for serial in serials.into_iter().filter(|serial| !is_there(*serial)) {
@@ -586,7 +612,7 @@ impl LiveTable {
         }
     }
 
-    /// Goes on with a transaction of an earlier firnd.
+    /// Takes over a transaction of an earlier firnd.
     pub fn adopt_transaction(&self, transaction: Transaction, cell: u32) {
         let entry = TransactionCell { cell, transaction };
         self.cells
@@ -631,9 +657,9 @@ impl LiveTable {
             .collect()
     }
 
-    /// Drops cells of an earlier firnd that are of no use.
-    pub fn drop_cells(&self, given: &[u32]) {
-        self.free(&mut self.cells.lock(), given);
+    /// Frees cells of an earlier firnd that are not taken over.
+    pub fn drop_cells(&self, unused: &[u32]) {
+        self.free(&mut self.cells.lock(), unused);
     }
 }
 
@@ -641,8 +667,9 @@ fn undone_cell(stored: &Stored<UndoneScope>) -> (UndoneScope, u32) {
     (stored.entry, stored.cells[0])
 }
 
+/// Size of the mapping: that of the largest table.
 fn mapped_bytes() -> u64 {
-    LiveTable::at(CELLS_MAX)
+    LiveTable::offset_of(CELLS_MAX)
 }
 
 #[cfg(test)]
@@ -712,7 +739,7 @@ mod tests {
         ids.sort_unstable();
         assert_eq!(ids, [2, 4]);
         assert_eq!(left.contents.handles.len(), 1);
-        // The last handle takes the node of a file with it.
+        // With the last handle its node is removed too.
         table.forget_handle(10);
         let (_, left) = LiveTable::open(&path).unwrap();
         assert_eq!(left.contents.nodes.len(), 1);

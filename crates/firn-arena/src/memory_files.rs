@@ -1,16 +1,21 @@
-//! Memory files: each has the bytes of one large file in order, in huge pages, and is that file's storage.
+//! Memory files: each holds the bytes of one large file in order, in huge pages.
 //!
-//! A memory file is a tmpfs file beside the arena. Its bytes lie in *slots* of the arena's memory: for each slot that a memory
-//! file has, the arena's own file has a hole, and the memory file is mapped where the slot was. A reader of the slot's
-//! address reads the memory file, and memory counts once. The word of a slot says where its bytes are
-//! ([`firn_format::memory_file`]).
+//! Terms
+//! * A *memory file* is a tmpfs file beside the arena.
+//! * A *slot* is room for one chunk. It is in the arena's file, or it is *lent* to a memory file. For a lent slot the
+//!   arena's file has a hole, and the memory file is mapped at the slot's address. So readers of the slot's address read the
+//!   memory file, and the bytes use memory once.
+//! * The *word* of a slot says where its bytes are ([`firn_format::memory_file`]).
+//! * A memory file is *given away* once the kernel or another process may read it by itself. It is a *view* while the kernel
+//!   does so.
 //!
 //! Promises
-//! * A slot changes its place only while no chunk is in it.
-//! * A slot is in the arena or in a memory file, whole, at every instant: its word is stored after the new place has memory
-//!   and before the old one loses it.
-//! * The bytes of a memory file that was given away ([`MemoryFile::reader`], [`Arena::begin_view`]) are not used for another file.
-//! * A memory file keeps its name while it is a view, even without a slot: the next firnd finds it by that.
+//! * A slot is moved between the arena's file and a memory file only while no chunk is in it.
+//! * At every instant all of a slot is in one of the two. To move it, first the new place gets memory, then the word is
+//!   stored, then the old place loses its memory.
+//! * The bytes of a memory file that was given away ([`MemoryFile::reader`], [`Arena::begin_view`]) are never used for another
+//!   file.
+//! * A memory file keeps its name while it is a view, even without a slot, so that the next firnd finds it.
 //!
 //! Relies on: one thread makes memory files and fills them. Any thread may return idle slots.
 
@@ -40,35 +45,35 @@ use crate::map::probe;
 use crate::refs::Stored;
 use crate::tables::Tables;
 
-/// A memory file that is open.
+/// An open memory file.
 #[derive(Debug)]
 pub struct MemoryFile {
     number: u16,
     file: OwnedFd,
-    /// The slots that it has, by index.
+    /// Its slots, by index in the file.
     slots: Mutex<Vec<Option<u32>>>,
-    /// The kernel or another process may read it: its bytes stay those of one file.
+    /// Whether it was given away.
     is_given: AtomicBool,
-    /// Slots are put into it, so it stays while it has none. Changes under the lock of the table.
+    /// Whether it is being filled, so that it stays even without a slot. Changes under the lock of the table.
     is_being_filled: AtomicBool,
-    /// The kernel reads it by itself, so it stays while it has no slot. Changes under the lock of the table.
+    /// Whether it is a view, so that it stays even without a slot. Changes under the lock of the table.
     is_view: AtomicBool,
 }
 
-/// Slots in memory files, and the rest of what they are.
+/// Figures of the memory files of an arena.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MemoryFileFigures {
-    /// Memory files.
+    /// Number of memory files.
     pub files: u32,
-    /// Bytes of their slots.
+    /// Size of all their slots.
     pub bytes: u64,
-    /// Bytes of those slots that hold nothing and wait to be used again.
+    /// Size of those slots that hold no chunk and wait to be used again.
     pub idle_bytes: u64,
 }
 
 /// The memory files of an arena.
 pub(crate) struct MemoryFiles {
-    /// Where the arena lies; none: it cannot be opened, and there are none.
+    /// Directory of the arena. `None`: it cannot be opened, so there are no memory files.
     dir: Option<OwnedFd>,
     arena_name: OsString,
     table: Mutex<Table>,
@@ -80,7 +85,7 @@ struct Table {
     by_slot: HashMap<u32, SlotOfFile>,
 }
 
-/// One slot of a memory file.
+/// A slot of a memory file.
 #[derive(Clone, Debug)]
 struct SlotOfFile {
     file: Arc<MemoryFile>,
@@ -88,17 +93,17 @@ struct SlotOfFile {
 }
 
 impl MemoryFile {
-    /// The number in its name.
+    /// Returns the number in its name.
     pub fn number(&self) -> u16 {
         self.number
     }
 
-    /// The file, to be mapped or read.
+    /// Returns the file, to map or read it.
     pub fn file(&self) -> BorrowedFd<'_> {
         self.file.as_fd()
     }
 
-    /// Makes the file as long as the file whose bytes it has. What it holds of the arena must not lie beyond.
+    /// Sets the length, to that of the file whose bytes it holds. No chunk of the arena may be beyond it.
     pub fn set_len(&self, len: u64) -> Result<(), Errno> {
         if rustix::fs::fstat(&self.file)?.st_size as u64 == len {
             return Ok(());
@@ -106,19 +111,19 @@ impl MemoryFile {
         rustix::fs::ftruncate(&self.file, len)
     }
 
-    /// Gives a range memory, without a change of its bytes.
-    pub fn reserve(&self, at: u64, len: u64) -> Result<(), Errno> {
-        rustix::fs::fallocate(&self.file, FallocateFlags::KEEP_SIZE, at, len)
+    /// Allocates memory for a range, without changing its bytes.
+    pub fn reserve(&self, offset: u64, len: u64) -> Result<(), Errno> {
+        rustix::fs::fallocate(&self.file, FallocateFlags::KEEP_SIZE, offset, len)
     }
 
-    /// Stores bytes that its readers see.
-    pub fn store(&self, mut at: u64, mut bytes: &[u8]) -> Result<(), Errno> {
+    /// Writes bytes at `offset`. Its readers see them.
+    pub fn store(&self, mut offset: u64, mut bytes: &[u8]) -> Result<(), Errno> {
         while !bytes.is_empty() {
-            match rustix::io::pwrite(&self.file, bytes, at) {
+            match rustix::io::pwrite(&self.file, bytes, offset) {
                 Ok(0) => return Err(Errno::IO),
-                Ok(n) => {
-                    bytes = &bytes[n..];
-                    at += n as u64;
+                Ok(written) => {
+                    bytes = &bytes[written..];
+                    offset += written as u64;
                 }
                 Err(Errno::INTR) => {}
                 Err(errno) => return Err(errno),
@@ -127,13 +132,13 @@ impl MemoryFile {
         Ok(())
     }
 
-    /// Reads bytes; less than asked only at its end.
-    pub fn load(&self, at: u64, out: &mut [u8]) -> Result<usize, Errno> {
+    /// Reads bytes from `offset`. Returns their number, which is smaller than asked for only at the end of the file.
+    pub fn load(&self, offset: u64, out: &mut [u8]) -> Result<usize, Errno> {
         let mut done = 0;
         while done < out.len() {
-            match rustix::io::pread(&self.file, &mut out[done..], at + done as u64) {
+            match rustix::io::pread(&self.file, &mut out[done..], offset + done as u64) {
                 Ok(0) => break,
-                Ok(n) => done += n,
+                Ok(count) => done += count,
                 Err(Errno::INTR) => {}
                 Err(errno) => return Err(errno),
             }
@@ -141,7 +146,7 @@ impl MemoryFile {
         Ok(done)
     }
 
-    /// A descriptor that can only read it, for another process: from here on its bytes stay those of one file.
+    /// Returns a read-only descriptor for another process. The memory file is given away from now on.
     pub fn reader(&self) -> Result<OwnedFd, Errno> {
         use std::os::fd::AsRawFd;
         self.is_given.store(true, Ordering::Release);
@@ -153,7 +158,7 @@ impl MemoryFile {
         self.is_being_filled.load(Ordering::Acquire)
     }
 
-    /// Whether it has a use beside its slots.
+    /// Whether it must stay even without a slot.
     fn is_held(&self) -> bool {
         self.is_being_filled() || self.is_view.load(Ordering::Acquire)
     }
@@ -162,7 +167,7 @@ impl MemoryFile {
         self.slots.lock().iter().all(Option::is_none)
     }
 
-    /// Whether the kernel or another process may read it.
+    /// Whether it was given away.
     pub fn is_given(&self) -> bool {
         self.is_given.load(Ordering::Acquire)
     }
@@ -188,21 +193,22 @@ impl MemoryFiles {
         memory_file_name(&self.arena_name, number)
     }
 
-    /// Opens a memory file that is there, if no other user could have made it.
+    /// Opens an existing memory file. An error if another user could have made it.
     pub(crate) fn open(&self, number: u16) -> Result<Arc<MemoryFile>, String> {
-        if let Some(known) = self.table.lock().files.get(&number) {
-            return Ok(Arc::clone(known));
+        if let Some(file) = self.table.lock().files.get(&number) {
+            return Ok(Arc::clone(file));
         }
         let dir = self.dir().map_err(|errno| errno.to_string())?;
         let name = self.name(number);
         let opened = firn_trust::open_private_file(dir, Path::new(&name), OFlags::RDWR);
         let file = opened.map_err(|error| error.to_string())?;
         let file = self.enter(number, file);
-        // An earlier firnd may have given it away.
+        // Whether an earlier firnd gave it away is not known, so it counts as given away.
         file.is_given.store(true, Ordering::Release);
         Ok(file)
     }
 
+    /// Adds an open memory file to the table.
     fn enter(&self, number: u16, file: OwnedFd) -> Arc<MemoryFile> {
         let file = Arc::new(MemoryFile {
             number,
@@ -216,7 +222,7 @@ impl MemoryFiles {
         file
     }
 
-    /// Makes a memory file without slots, under the lowest number that is free.
+    /// Makes a memory file without slots, with the lowest free number.
     fn create(&self) -> Result<Arc<MemoryFile>, Errno> {
         let number = {
             let table = self.table.lock();
@@ -230,17 +236,17 @@ impl MemoryFiles {
                 .map_err(|error| error.errno())
         };
         let file = match create() {
-            // What an arena left that is gone.
+            // An arena that was removed has left this file.
             Err(Errno::EXIST) => {
                 rustix::fs::unlinkat(self.dir()?, &name, AtFlags::empty())?;
                 create()?
             }
-            other => other?,
+            result => result?,
         };
         Ok(self.enter(number, file))
     }
 
-    /// Enters that a memory file has a slot.
+    /// Notes that slot `slot` is lent to a memory file, with this index there.
     pub(crate) fn note_slot(&self, file: &Arc<MemoryFile>, index: u16, slot: u32) {
         let mut slots = file.slots.lock();
         if slots.len() <= usize::from(index) {
@@ -259,7 +265,7 @@ impl MemoryFiles {
         self.table.lock().by_slot.get(&slot).cloned()
     }
 
-    /// A slot is in the arena again; a memory file without slots is removed.
+    /// Notes that a slot is in the arena's file again. Removes the memory file if it is unused.
     fn forget_slot(&self, slot: u32) {
         let mut table = self.table.lock();
         let Some(SlotOfFile { file, index }) = table.by_slot.remove(&slot) else {
@@ -269,44 +275,49 @@ impl MemoryFiles {
         self.remove_if_unused(&mut table, &file);
     }
 
-    /// Removes a memory file that has no slot and gets none. Under the lock of the table: its number may be used again at once.
+    /// Removes a memory file that has no slot and no other use. Called under the lock of the table, because another memory file
+    /// may get the same number at once.
     fn remove_if_unused(&self, table: &mut Table, file: &Arc<MemoryFile>) {
-        let known = table.files.get(&file.number);
-        let is_known = known.is_some_and(|known| Arc::ptr_eq(known, file));
-        if is_known && file.is_empty() && !file.is_held() {
+        let entry = table.files.get(&file.number);
+        let is_in_table = entry.is_some_and(|entry| Arc::ptr_eq(entry, file));
+        if is_in_table && file.is_empty() && !file.is_held() {
             table.files.remove(&file.number);
             self.unlink(file.number);
         }
     }
 
+    /// Notes that a new memory file is being filled.
     fn begin_filling(&self, file: &MemoryFile) {
         let _table = self.table.lock();
         file.is_being_filled.store(true, Ordering::Release);
     }
 
-    /// The same, unless it was removed meanwhile.
+    /// Notes that an existing memory file is being filled again. Returns false if it was removed meanwhile.
     fn begin_filling_again(&self, file: &Arc<MemoryFile>) -> bool {
         let table = self.table.lock();
-        let known = table.files.get(&file.number);
-        let is_known = known.is_some_and(|known| Arc::ptr_eq(known, file));
-        if is_known {
+        let entry = table.files.get(&file.number);
+        let is_in_table = entry.is_some_and(|entry| Arc::ptr_eq(entry, file));
+        if is_in_table {
             file.is_being_filled.store(true, Ordering::Release);
         }
-        is_known
+        is_in_table
     }
 
+    /// Notes that no more slots are added to a memory file.
     fn end_filling(&self, file: &Arc<MemoryFile>) {
         let mut table = self.table.lock();
         file.is_being_filled.store(false, Ordering::Release);
         self.remove_if_unused(&mut table, file);
     }
 
+    /// Notes that a memory file is a view.
     fn begin_view(&self, file: &MemoryFile) {
         let _table = self.table.lock();
         file.is_given.store(true, Ordering::Release);
         file.is_view.store(true, Ordering::Release);
     }
 
+    /// Notes that a memory file is no view any more.
     fn end_view(&self, file: &Arc<MemoryFile>) {
         let mut table = self.table.lock();
         file.is_view.store(false, Ordering::Release);
@@ -344,40 +355,40 @@ impl MemoryFiles {
         }
     }
 
-    fn all(&self) -> Vec<Arc<MemoryFile>> {
+    fn list(&self) -> Vec<Arc<MemoryFile>> {
         self.table.lock().files.values().map(Arc::clone).collect()
     }
 }
 
-/// Removes all memory files of an arena, which is removed already.
+/// Removes all memory files of an arena that was removed already.
 pub fn remove_memory_files(arena: &Path) {
     MemoryFiles::new(arena).remove_unused();
 }
 
-/// A slot that its word says to be in a memory file, and the place, or what is wrong with it.
+/// A slot that is in a memory file, as its word says: the place, or why it is wrong.
 pub(crate) struct FoundSlot {
     pub(crate) slot: u32,
     pub(crate) place: Result<FoundPlace, String>,
 }
 
-/// A place that was found at attach.
+/// Place of a slot in a memory file, as found at attach.
 pub(crate) struct FoundPlace {
     pub(crate) file: Arc<MemoryFile>,
     pub(crate) index: u16,
-    /// Bytes of the slot that the file has.
+    /// Number of bytes of the slot that the file has.
     bytes: u64,
 }
 
-/// The slots in memory files, as their words say.
+/// Returns the slots that are in memory files, as their words say.
 pub(crate) fn read_places(tables: &Tables, files: &MemoryFiles, uuid: &[u8; 16]) -> Vec<FoundSlot> {
     let chunk_bytes = tables.geometry().chunk_bytes;
     let find = |slot, word| {
         let place = MemoryPlace::from_word(word, slot, uuid)
             .ok_or_else(|| format!("word {word:#018x} is no place of slot {slot}"))?;
         let name = files.name(place.file);
-        let named = |why: String| format!("memory file {}: {why}", quoted_path(Path::new(&name)));
-        let file = files.open(place.file).map_err(named)?;
-        let stat = rustix::fs::fstat(&file.file).map_err(|errno| named(errno.to_string()))?;
+        let error = |why: String| format!("memory file {}: {why}", quoted_path(Path::new(&name)));
+        let file = files.open(place.file).map_err(error)?;
+        let stat = rustix::fs::fstat(&file.file).map_err(|errno| error(errno.to_string()))?;
         let start = u64::from(place.index) * chunk_bytes;
         let bytes = (stat.st_size as u64).saturating_sub(start);
         let index = place.index;
@@ -392,7 +403,7 @@ pub(crate) fn read_places(tables: &Tables, files: &MemoryFiles, uuid: &[u8; 16])
         .collect()
 }
 
-/// Takes the homes of chunks away whose bytes their memory file does not have, and names what is in them.
+/// Finds chunks whose memory file is missing or too short. Removes their homes and reports the pieces in them as damage.
 pub(crate) fn report_unreadable_slots(
     found: &mut [FoundSlot],
     pieces: &[Stored],
@@ -409,13 +420,13 @@ pub(crate) fn report_unreadable_slots(
         let Some(&chunk) = chunk_of.get(slot) else {
             continue;
         };
-        let of_chunk = || pieces.iter().filter(|stored| stored.at.slab.chunk == chunk);
+        let pieces_of_chunk = || pieces.iter().filter(|stored| stored.at.slab.chunk == chunk);
         let end = |stored: &Stored| u64::from(stored.piece.position) + u64::from(stored.piece.len);
-        let needed = of_chunk().map(end).max().unwrap_or(0);
+        let needed_bytes = pieces_of_chunk().map(end).max().unwrap_or(0);
         let why = match place {
-            Ok(place) if place.bytes >= needed => continue,
+            Ok(place) if place.bytes >= needed_bytes => continue,
             Ok(place) => format!(
-                "the memory file has {} of {needed} bytes of it",
+                "the memory file has {} of {needed_bytes} bytes of it",
                 place.bytes
             ),
             Err(why) => why.clone(),
@@ -425,16 +436,18 @@ pub(crate) fn report_unreadable_slots(
         damage.push(Damage::MemoryFile {
             chunk,
             slot: *slot,
-            pieces: of_chunk().count() as u64,
-            bytes: of_chunk().map(|stored| u64::from(stored.piece.len)).sum(),
+            pieces: pieces_of_chunk().count() as u64,
+            bytes: pieces_of_chunk()
+                .map(|stored| u64::from(stored.piece.len))
+                .sum(),
             why,
         });
     }
 }
 
 impl Arena {
-    /// At attach: maps the slots that memory files have, and takes them out of the free ones. Slots whose place is unknown
-    /// are lost to this arena while it lives, unless they are without a chunk.
+    /// At attach: maps the slots that are in memory files. A slot whose place is not known, or that cannot be mapped, is lost
+    /// to this arena. If it has a chunk and cannot be mapped, that is an error.
     pub(crate) fn adopt_memory_files(
         &self,
         found: Vec<FoundSlot>,
@@ -449,14 +462,14 @@ impl Arena {
             })
             .collect();
         for FoundSlot { slot, place } in found {
-            let at = self.geometry.slot_offset(slot);
+            let offset = self.geometry.slot_offset(slot);
             let Ok(place) = place else {
                 self.pool.lock().lose_slot(slot);
                 continue;
             };
             let start = u64::from(place.index) * bytes;
-            // The file keeps its length, which the kernel may show to readers: nothing is put into the slot again.
-            let mapped = self.map.map_over(at, bytes, place.file.file(), start);
+            // The file keeps its length, because the kernel may show it to readers. No chunk is put into the slot again.
+            let mapped = self.map.map_over(offset, bytes, place.file.file(), start);
             if let Err(source) = mapped {
                 if used.contains(&slot) {
                     let path = quoted_path(&self.path);
@@ -466,45 +479,44 @@ impl Arena {
                 self.pool.lock().lose_slot(slot);
                 continue;
             }
-            // It may have memory there, too, by a crash between the two.
-            let _ = punch(self.map.file(), at, bytes);
+            // After a crash during a move, the arena's file may have memory for the slot too.
+            let _ = free_memory(self.map.file(), offset, bytes);
             self.memory_files.note_slot(&place.file, place.index, slot);
             self.pool.lock().adopt_lent_slot(slot);
         }
         Ok(())
     }
 
-    /// Removes memory files that an earlier firnd left and that nothing uses. To be called once views are reopened.
+    /// Removes memory files of an earlier firnd that nothing uses. Called after views were reopened.
     pub fn remove_unused_memory_files(&self) {
         self.memory_files.remove_unused();
     }
 
-    /// The kernel is about to read a memory file by itself, as a file of `len` bytes: from here on its bytes stay those of
-    /// that file.
+    /// Begins a view: the kernel is about to read a memory file as a file of `len` bytes.
     pub fn begin_view(&self, file: &MemoryFile, len: u64) -> Result<(), Errno> {
         self.memory_files.begin_view(file);
         file.set_len(len)
     }
 
-    /// The memory file that the kernel reads since an earlier firnd; `Err`: why it is not believed.
+    /// Reopens the memory file of a view that an earlier firnd began. The error says why it is not trusted.
     pub fn reopen_view(&self, number: u16) -> Result<Arc<MemoryFile>, String> {
         let file = self.memory_files.open(number)?;
         self.memory_files.begin_view(&file);
         Ok(file)
     }
 
-    /// No descriptor is left by which the kernel reads a memory file; it is removed if it has no slot.
+    /// Ends a view: the kernel has no descriptor of the memory file any more. Removes the file if it is unused.
     pub fn end_view(&self, file: &Arc<MemoryFile>) {
         self.memory_files.end_view(file);
     }
 
-    /// A memory file for the bytes of a file that needs `slots` slots: one that was used before, if an idle one is as long.
-    /// `None`: `slots` is more than a memory file can have.
+    /// Returns a memory file to fill with a file that needs `slots` slots: an idle one of that length, or a new one. `None`:
+    /// `slots` is more than a memory file can have.
     pub fn begin_memory_file(&self, slots: u32) -> Result<Option<Arc<MemoryFile>>, Errno> {
         if slots == 0 || slots > MEMORY_FILE_SLOTS_MAX {
             return Ok(None);
         }
-        let idle = self.memory_files.all().into_iter().find(|file| {
+        let idle = self.memory_files.list().into_iter().find(|file| {
             let is_as_long = file.slots.lock().len() == slots as usize;
             is_as_long && !file.is_given() && self.is_idle_file(file)
         });
@@ -521,7 +533,7 @@ impl Arena {
         Ok(Some(file))
     }
 
-    /// Whether all slots of a memory file hold nothing.
+    /// Whether no slot of a memory file holds a chunk.
     fn is_idle_file(&self, file: &MemoryFile) -> bool {
         let slots = file.slots.lock().clone();
         let pool = self.pool.lock();
@@ -530,16 +542,16 @@ impl Arena {
             .all(|slot| slot.is_some_and(|slot| pool.is_idle_slot(slot)))
     }
 
-    /// Leases slot `index` of a memory file, which gets that slot if it has none, while more than `spare` slots of memory are
-    /// free. `None`: there is no such slot. To be called by the thread that makes memory files.
+    /// Leases slot `index` of a memory file. If there is no such slot yet, it is added while more than `spare` slots of memory
+    /// are free. `None`: no slot can be had. Called by the thread that fills memory files.
     pub fn lease_memory_slot(
         &self,
         file: &Arc<MemoryFile>,
         index: u16,
         spare: u32,
     ) -> Result<Option<Lease>, Errno> {
-        let known = file.slots.lock().get(usize::from(index)).copied().flatten();
-        let slot = match known {
+        let existing = file.slots.lock().get(usize::from(index)).copied().flatten();
+        let slot = match existing {
             Some(slot) => slot,
             None => match self.add_slot(file, index, spare)? {
                 Some(slot) => slot,
@@ -555,7 +567,7 @@ impl Arena {
         Ok(Some(lease))
     }
 
-    /// Takes a slot out of the arena's file and puts it into a memory file.
+    /// Moves a free slot from the arena's file to a memory file. `None`: no more than `spare` slots are free.
     fn add_slot(
         &self,
         file: &Arc<MemoryFile>,
@@ -566,16 +578,16 @@ impl Arena {
             return Ok(None);
         };
         let bytes = self.geometry.chunk_bytes;
-        let at = self.geometry.slot_offset(slot);
+        let offset = self.geometry.slot_offset(slot);
         let start = u64::from(index) * bytes;
-        let placed = self
+        let moved = self
             .grow_file(file, start + bytes)
-            .and_then(|()| self.map.map_over(at, bytes, file.file(), start))
-            .and_then(|()| self.map.populate_huge(at, bytes));
-        if let Err(errno) = placed {
-            // The arena's file still has the slot.
-            self.map.map_back(at, bytes)?;
-            let _ = punch(file.file(), start, bytes);
+            .and_then(|()| self.map.map_over(offset, bytes, file.file(), start))
+            .and_then(|()| self.map.populate_huge(offset, bytes));
+        if let Err(errno) = moved {
+            // The word still says that the slot is in the arena's file.
+            self.map.map_back(offset, bytes)?;
+            let _ = free_memory(file.file(), start, bytes);
             self.pool.lock().keep_slot(slot);
             return Err(errno);
         }
@@ -589,8 +601,8 @@ impl Arena {
             .memory_place(slot)
             .store(word, Ordering::Release);
         probe();
-        // Until this is done the slot has memory twice; an attach does it again.
-        let _ = punch(self.map.file(), at, bytes);
+        // A crash before this leaves memory in both files; the next attach frees it.
+        let _ = free_memory(self.map.file(), offset, bytes);
         self.memory_files.note_slot(file, index, slot);
         self.pool.lock().lend_slot(slot);
         Ok(Some(slot))
@@ -604,12 +616,12 @@ impl Arena {
         Ok(())
     }
 
-    /// A memory file gets no more slots; it goes if it has none.
+    /// Ends the filling of a memory file. Removes it if it is unused.
     pub fn end_memory_file(&self, file: &Arc<MemoryFile>) {
         self.memory_files.end_filling(file);
     }
 
-    /// The memory file that a chunk is in, and where the chunk begins there.
+    /// Returns the memory file of a chunk, and the offset of the chunk in it. `None`: the chunk is in no memory file.
     pub fn memory_file_of(&self, chunk: u32) -> Option<(Arc<MemoryFile>, u64)> {
         let Some(Home::Memory(slot)) = self.homes.get(chunk) else {
             return None;
@@ -618,17 +630,17 @@ impl Arena {
         Some((file, u64::from(index) * self.geometry.chunk_bytes))
     }
 
-    /// Bytes of a chunk's slot that there are, in whole pages: a memory file may end in its last slot.
-    pub(crate) fn bytes_there(&self, chunk: u32) -> u64 {
-        let all = self.geometry.chunk_bytes;
+    /// Returns how many bytes of a chunk's slot exist, in whole pages. A memory file may end within its last slot.
+    pub(crate) fn existing_bytes(&self, chunk: u32) -> u64 {
+        let chunk_bytes = self.geometry.chunk_bytes;
         let Some((file, start)) = self.memory_file_of(chunk) else {
-            return all;
+            return chunk_bytes;
         };
         let size = rustix::fs::fstat(&file.file).map_or(0, |stat| stat.st_size as u64);
-        all.min(size.saturating_sub(start).next_multiple_of(PAGE))
+        chunk_bytes.min(size.saturating_sub(start).next_multiple_of(PAGE))
     }
 
-    /// Gives idle slots back to the arena's file until `count` are, or none is left; returns how many were.
+    /// Moves idle slots back to the arena's file, up to `count`. Returns how many were moved.
     pub fn return_idle_slots(&self, count: usize) -> usize {
         let mut returned = 0;
         while returned < count {
@@ -642,13 +654,13 @@ impl Arena {
         returned
     }
 
-    /// Gives back the idle slots of all memory files but whole ones of `keep_bytes` in all, which are used again. To be called
-    /// by the thread that makes memory files. Returns how many slots came back.
+    /// Moves idle slots of all memory files back to the arena's file. Keeps wholly idle memory files of `keep_bytes` in all, to
+    /// be used again. Returns how many slots were moved. Called by the thread that fills memory files.
     pub fn trim_memory_files(&self, keep_bytes: u64) -> usize {
         self.pool.lock().retry_stuck_slots();
         let mut kept = 0;
         let mut returned = 0;
-        for file in self.memory_files.all() {
+        for file in self.memory_files.list() {
             let slots: Vec<u32> = file.slots.lock().iter().flatten().copied().collect();
             let bytes = slots.len() as u64 * self.geometry.chunk_bytes;
             if file.is_being_filled() {
@@ -666,21 +678,21 @@ impl Arena {
         returned
     }
 
-    /// Puts a slot that was taken out of the idle ones back into the arena's file. False: there is no memory for it now.
+    /// Moves a slot that was taken from the idle ones back to the arena's file. Returns false if there is no memory for it now.
     pub(crate) fn return_slot(&self, slot: u32) -> bool {
         let bytes = self.geometry.chunk_bytes;
-        let at = self.geometry.slot_offset(slot);
+        let offset = self.geometry.slot_offset(slot);
         let place = self.memory_files.place(slot);
         let unused = place.filter(|place| !place.file.is_given());
         if let Some(SlotOfFile { file, index }) = &unused {
-            // First, so that there is memory for what follows.
-            let _ = punch(file.file(), u64::from(*index) * bytes, bytes);
+            // First, because this frees the memory that the next step needs.
+            let _ = free_memory(file.file(), u64::from(*index) * bytes, bytes);
         }
-        let placed = self
+        let moved = self
             .map
-            .map_back(at, bytes)
-            .and_then(|()| self.map.populate_huge(at, bytes));
-        if let Err(errno) = placed {
+            .map_back(offset, bytes)
+            .and_then(|()| self.map.populate_huge(offset, bytes));
+        if let Err(errno) = moved {
             tracing::warn!(%errno, slot, "no memory for a slot that a memory file had: it is tried again");
             self.pool.lock().put_stuck_slot(slot);
             return false;
@@ -694,7 +706,7 @@ impl Arena {
         true
     }
 
-    /// What memory files have.
+    /// Returns the figures of the memory files.
     pub fn memory_file_figures(&self) -> MemoryFileFigures {
         let table = self.memory_files.table.lock();
         let (files, slots) = (table.files.len() as u32, table.by_slot.len() as u64);
@@ -707,8 +719,8 @@ impl Arena {
     }
 }
 
-/// Gives the memory of a range of a file back.
-fn punch(file: BorrowedFd<'_>, at: u64, len: u64) -> Result<(), Errno> {
+/// Frees the memory of a range of a file.
+fn free_memory(file: BorrowedFd<'_>, offset: u64, len: u64) -> Result<(), Errno> {
     let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-    rustix::fs::fallocate(file, flags, at, len)
+    rustix::fs::fallocate(file, flags, offset, len)
 }

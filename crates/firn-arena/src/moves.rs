@@ -1,8 +1,16 @@
-//! Chunks go to the spill file, and their data is found there.
+//! Reads, fills and changes the bytes of chunks, and moves chunks from memory to the spill file.
 //!
-//! A move: the slot is copied to the spill file; the home word in the chunk's header is stored; the slot of
-//! memory is free. Before the store the copy means nothing, after it the slot of memory does: a crash at any
-//! instant leaves the chunk in exactly one place. Pieces and extents speak of chunks, so none of them changes.
+//! A *slot* is room for one chunk, in memory or in the spill file. The *home word* in a chunk's header names the slot
+//! that has its data. A move has three steps
+//! * the bytes are copied from the slot of memory to a free slot of the spill file;
+//! * the home word is stored;
+//! * the slot of memory becomes free.
+//!
+//! Promises
+//! * A crash at any instant leaves each chunk in exactly one slot: before the store the copy means nothing, after it
+//!   the slot of memory means nothing.
+//! * Pieces and extents name chunks, not slots, so a move changes none of them.
+//! * A thread that reads or changes bytes during a move sees either slot with all its bytes (`homes`).
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -17,25 +25,25 @@ use crate::memory_files::MemoryFile;
 use crate::refs::SlabRef;
 use crate::spill::{SpillFault, SpillFile};
 
-/// What [`Arena::spill_oldest`] did.
+/// The result of [`Arena::spill_oldest`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Spilled {
     /// This chunk is in the spill file now.
     Chunk(u32),
-    /// The chunk was freed, or used by an I/O that lasts, while it was copied: look again.
+    /// The chosen chunk was freed during its copy, or an I/O used it for too long. Another call may move a chunk.
     Again,
-    /// No chunk can move: each is leased or in use, or the spill file is full.
+    /// No chunk can move: each is leased, in use or in the spill file already, or the spill file is full or cannot be used.
     Nothing,
 }
 
-/// Where pending bytes are; holds while their slab is pinned.
+/// Where pending bytes are. The answer holds while their slab is pinned.
 #[derive(Clone, Debug)]
 pub enum Place {
-    /// Mapped here.
+    /// In memory, mapped at this address.
     Memory(*const u8),
-    /// In this file from this offset on.
+    /// In this spill file, from this offset on.
     Spill(Arc<SpillFile>, u64),
-    /// The spill file is gone, or damage hides where they are.
+    /// Unknown: the spill file is gone, or the chunk's home word is damaged.
     Nowhere,
 }
 
@@ -44,14 +52,14 @@ unsafe impl Send for Place {}
 // SAFETY: a shared reference gives no more than the pointer itself, through which nothing is written.
 unsafe impl Sync for Place {}
 
-/// Bytes from the start of a file.
+/// A file that contains pending bytes, and their offset in it.
 #[derive(Clone, Debug)]
 pub enum Located {
-    /// Of the arena.
+    /// In the arena's file.
     Arena(u64),
-    /// Of the spill file.
+    /// In the spill file.
     Spill(u64),
-    /// Of this memory file.
+    /// In this memory file.
     MemoryFile(Arc<MemoryFile>, u64),
 }
 
@@ -67,20 +75,21 @@ pub struct SpillFigures {
 }
 
 impl Arena {
-    /// The spill file, while it can be used.
+    /// The spill file, to be read. `None`: the arena has none, or it could not be opened at attach.
     pub fn spill_file(&self) -> Option<&Arc<SpillFile>> {
         self.spill.file()
     }
-    /// What was wrong with the spill file at attach. What it still has can be read; nothing moves to it.
+    /// The fault that the attach found in the spill file. Its readable slots can still be read; no chunk moves to it.
     pub fn spill_fault(&self) -> Option<&SpillFault> {
         self.spill.fault()
     }
     /// Figures of the spill file; `None` for an arena without one.
     pub fn spill_figures(&self) -> Option<SpillFigures> {
-        let g = self.geometry();
-        (g.spill_count > 0).then(|| SpillFigures {
-            bytes: g.spill_bytes(),
-            used_bytes: g.spill_bytes() - u64::from(self.pool.lock().spill_free()) * g.chunk_bytes,
+        let geometry = self.geometry();
+        (geometry.spill_count > 0).then(|| SpillFigures {
+            bytes: geometry.spill_bytes(),
+            used_bytes: geometry.spill_bytes()
+                - u64::from(self.pool.lock().spill_free()) * geometry.chunk_bytes,
             moved_bytes: self.spill.moved_bytes(),
         })
     }
@@ -88,24 +97,24 @@ impl Arena {
     pub fn memory_used(&self) -> u32 {
         self.pool.lock().memory_used()
     }
-    /// Whether a move could make room in memory.
+    /// Whether a chunk could move to the spill file and so make room in memory.
     pub fn can_spill(&self) -> bool {
-        // What an I/O uses moves soon after; what is held may be held for ever.
+        // A pinned chunk counts as movable: its I/O ends soon. A held chunk does not: it may be held for ever.
         self.spill.usable_file().is_some()
             && self
                 .pool
                 .lock()
                 .can_move(&|chunk| !self.homes.is_held(chunk))
     }
-    /// Where a chunk is; `None`: it is free, or damage hides it.
+    /// The slot that has a chunk's data. `None`: the chunk is free, or its home word is damaged.
     pub fn home(&self, chunk: u32) -> Option<Home> {
         self.homes.get(chunk)
     }
-    /// Whether the data of a chunk has left memory.
+    /// Whether the data of a chunk is in the spill file.
     pub fn is_spilled(&self, chunk: u32) -> bool {
         matches!(self.homes.get(chunk), Some(Home::Spill(_)))
     }
-    /// Whether the data of a chunk can be read, as far as is known without trying.
+    /// Whether the data of a chunk can be read. It looks at what the attach found and reads nothing.
     pub fn is_readable(&self, chunk: u32) -> bool {
         match self.homes.get(chunk) {
             Some(Home::Memory(_)) => true,
@@ -116,6 +125,7 @@ impl Arena {
 
     // ---- data --------------------------------------------------------------------------------
 
+    /// The offset in the arena's file of byte `position` of the slab's chunk; `None` if the chunk is not in memory.
     fn in_memory(&self, slab: SlabRef, position: u32) -> Option<u64> {
         match self.homes.get(slab.chunk) {
             Some(Home::Memory(slot)) => {
@@ -125,19 +135,19 @@ impl Arena {
         }
     }
 
-    /// The address of byte `at` of the file.
-    pub fn address(&self, at: u64) -> *const u8 {
-        self.map.at(at, 1)
+    /// The address of the byte at `offset` of the arena's file.
+    pub fn address(&self, offset: u64) -> *const u8 {
+        self.map.address(offset, 1)
     }
 
-    /// Where the data of a leased chunk begins, in bytes from the start of the file.
+    /// The offset in the arena's file where the data of a leased chunk begins.
     pub fn data_offset(&self, chunk: u32) -> u64 {
         self.in_memory(SlabRef { chunk, slab: 0 }, 0)
             .expect("a leased chunk is in memory")
     }
 
-    /// Where pending bytes are, for readers that map or open the files themselves; holds while the slab is pinned.
-    /// `None`: the spill file is gone, or damage hides where they are.
+    /// The file that contains pending bytes, for readers that open or map files by themselves. The answer holds while the
+    /// slab is pinned. `None`: the spill file is gone, or the chunk's home word is damaged.
     pub fn locate_bytes(&self, slab: SlabRef, position: u32) -> Option<Located> {
         if let Some((file, start)) = self.memory_file_of(slab.chunk) {
             return Some(Located::MemoryFile(file, start + u64::from(position)));
@@ -151,33 +161,34 @@ impl Arena {
         }
     }
 
-    /// Copies bytes to reserved room of a leased slab. No reader sees them before they are published.
+    /// Copies `data` to reserved room of a leased slab. Readers see the bytes only after they are published.
     pub fn fill_slab(&self, slab: SlabRef, position: u32, data: &[u8]) {
-        let at = self
+        let offset = self
             .in_memory(slab, position)
             .expect("a leased slab is in memory");
-        self.map.write(at, data);
+        self.map.write(offset, data);
     }
 
-    /// Copies bytes of a slab that is pinned to a leased slab, where no reader sees them before they are published.
+    /// Copies `len` bytes of a pinned slab to offset `to` of a leased slab's chunk. Readers see the copy only after it is
+    /// published. Fails if the bytes are spilled and cannot be read.
     pub fn copy_slab(
         &self,
-        (from, position): (SlabRef, u32),
+        (source, position): (SlabRef, u32),
         lease: &Lease,
         to: u32,
         len: usize,
     ) -> Result<(), Errno> {
         assert!(lease.start() <= to && u64::from(to) + len as u64 <= u64::from(lease.end()));
         let target = self.data_offset(lease.slab().chunk) + u64::from(to);
-        match self.place(from, position, len as u32) {
+        match self.place(source, position, len as u32) {
             Place::Memory(_) => {
-                let source = self.in_memory(from, position).ok_or(Errno::IO)?;
+                let source = self.in_memory(source, position).ok_or(Errno::IO)?;
                 self.map.copy_within(source, target, len as u64);
                 Ok(())
             }
-            Place::Spill(file, at) => {
+            Place::Spill(file, offset) => {
                 let mut bytes = vec![0; len];
-                file.read(at, &mut bytes)?;
+                file.read(offset, &mut bytes)?;
                 self.map.write(target, &bytes);
                 Ok(())
             }
@@ -185,42 +196,44 @@ impl Arena {
         }
     }
 
-    /// Changes pending bytes where they lie. False: they are spilled or about to be; nothing was changed.
+    /// Changes pending bytes in place. Returns false, and changes nothing, if they are spilled or are being copied to the
+    /// spill file.
     pub fn overwrite_bytes(&self, slab: SlabRef, position: u32, data: &[u8]) -> bool {
         if !self.homes.enter_to_change(slab.chunk) {
             return false;
         }
-        let at = self.in_memory(slab, position);
-        if let Some(at) = at {
-            self.map.write(at, data);
+        let offset = self.in_memory(slab, position);
+        if let Some(offset) = offset {
+            self.map.write(offset, data);
         }
         self.homes.leave(slab.chunk);
-        at.is_some()
+        offset.is_some()
     }
 
-    /// Copies pending bytes out. Fails where they are spilled and the device does.
+    /// Copies pending bytes to `out`. Fails if they are spilled and cannot be read.
     pub fn copy_out(&self, slab: SlabRef, position: u32, out: &mut [u8]) -> Result<(), Errno> {
         self.homes.enter(slab.chunk);
         let result = match self.place(slab, position, out.len() as u32) {
-            // Again by offset, which is checked, and not through the pointer.
+            // Read by offset: `Map::read` checks the range, and the pointer would need unsafe code here.
             Place::Memory(_) => {
-                let at = self
+                let offset = self
                     .in_memory(slab, position)
                     .expect("it stays while we are inside");
-                self.map.read(at, out);
+                self.map.read(offset, out);
                 Ok(())
             }
-            Place::Spill(file, at) => file.read(at, out),
+            Place::Spill(file, offset) => file.read(offset, out),
             Place::Nowhere => Err(Errno::IO),
         };
         self.homes.leave(slab.chunk);
         result
     }
 
-    /// Where pending bytes are, for vectored writes and readers of the file. Holds while the slab is pinned.
+    /// Where pending bytes are, for vectored writes and for readers of the spill file. The answer holds while the slab is
+    /// pinned.
     pub fn place(&self, slab: SlabRef, position: u32, len: u32) -> Place {
         match (self.homes.get(slab.chunk), self.spill.file()) {
-            (Some(Home::Memory(slot)), _) => Place::Memory(self.map.at(
+            (Some(Home::Memory(slot)), _) => Place::Memory(self.map.address(
                 self.geometry().slot_offset(slot) + u64::from(position),
                 u64::from(len),
             )),
@@ -233,48 +246,54 @@ impl Arena {
 
     // ---- moves -------------------------------------------------------------------------------
 
-    /// Moves the chunk whose last lease ended longest ago to the spill file. An error is the device's; the
-    /// chunk stays in memory. `left` is told of a chunk that moved before its slot of memory is used again.
-    pub fn spill_oldest(&self, left: &dyn Fn(u32)) -> Result<Spilled, Errno> {
+    /// Moves to the spill file the chunk whose last lease ended longest ago.
+    ///
+    /// `on_moved` is called with a chunk that moved, before its slot of memory can be used again. An error is the
+    /// device's; then the chunk stays in memory.
+    pub fn spill_oldest(&self, on_moved: &dyn Fn(u32)) -> Result<Spilled, Errno> {
         let Some(file) = self.spill.usable_file() else {
             return Ok(Spilled::Nothing);
         };
-        let _one_at_a_time = self.spill.begin();
-        let begun = self
+        let _only_mover = self.spill.begin();
+        let chosen = self
             .pool
             .lock()
             .begin_move(&mut |chunk| self.homes.begin_copy(chunk));
-        let Some((chunk, to)) = begun else {
+        let Some((chunk, target_slot)) = chosen else {
             return Ok(Spilled::Nothing);
         };
-        let Some(Home::Memory(from)) = self.homes.get(chunk) else {
+        let Some(Home::Memory(memory_slot)) = self.homes.get(chunk) else {
             unreachable!("a resting chunk is in memory");
         };
         let bytes = self.geometry().chunk_bytes;
-        let there = self.bytes_there(chunk);
-        let data = self.map.at(self.geometry().slot_offset(from), there);
-        // SAFETY: in the mapping; all its pieces are sealed and `begin_copy` keeps changes out. If the chunk
-        // is freed meanwhile its slot is not reused before `abandon_move`.
-        let written = file.write(to, unsafe {
-            std::slice::from_raw_parts(data, there as usize)
+        let existing_len = self.existing_bytes(chunk);
+        let data = self
+            .map
+            .address(self.geometry().slot_offset(memory_slot), existing_len);
+        // SAFETY: the bytes are in the mapping. No thread changes them: all pieces of the chunk are sealed, and
+        // `begin_copy` keeps changes in place out. If the chunk is freed during the copy, its slot is not used again before
+        // `abandon_move`.
+        let written = file.write(target_slot, unsafe {
+            std::slice::from_raw_parts(data, existing_len as usize)
         });
         let moved = written.is_ok() && self.homes.close(chunk);
         let mut pool = self.pool.lock();
         let stays = !moved || pool.is_emptied();
         if stays {
+            // The copy failed, an I/O kept its use of the chunk, or the last piece of the chunk died meanwhile.
             if let Some(emptied) = pool.abandon_move(written.is_err()) {
                 self.forget_chunk(emptied, &mut pool);
             }
         } else {
             probe();
-            self.store_home(chunk, Home::Spill(to));
+            self.store_home(chunk, Home::Spill(target_slot));
             pool.finish_move();
         }
         drop(pool);
         self.homes.open(chunk);
         if !stays {
-            left(chunk);
-            self.pool.lock().left(from);
+            on_moved(chunk);
+            self.pool.lock().free_left_slot(memory_slot);
         }
         written?;
         self.listeners.report_freed();
@@ -285,6 +304,7 @@ impl Arena {
         Ok(Spilled::Chunk(chunk))
     }
 
+    /// Stores the slot of a chunk, in the arena for the next attach and in `homes` for this process.
     pub(crate) fn store_home(&self, chunk: u32, home: Home) {
         self.tables
             .home(chunk)
@@ -292,7 +312,7 @@ impl Arena {
         self.homes.set(chunk, Some(home));
     }
 
-    /// Makes what was spilled survive a loss of power, as far as the arena does.
+    /// Syncs the spill file: its bytes survive a loss of power. The arena's own pages survive one only on DAX.
     pub fn sync_spill(&self) -> Result<(), Errno> {
         self.spill.sync()
     }

@@ -1,6 +1,9 @@
-//! Opening the file of an arena that is there.
+//! Opens and maps the file of an existing arena.
 //!
-//! Promise: nothing is believed, nor mapped, that another user could have put there, or that is no arena.
+//! Promise: a file is mapped only if
+//! * it is a regular file, and the path's last component is no symbolic link;
+//! * it belongs to this user, has one name, and no other user has access to it (`firn_trust`);
+//! * its superblock is valid, and the file is at least as long as the superblock says.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -15,7 +18,7 @@ use rustix::io::Errno;
 use crate::ArenaError;
 use crate::map::Map;
 
-/// Opens and maps a file of this user whose superblock is good.
+/// Opens and maps the arena at `path`, for writes too if `writable`. Returns the mapping and the superblock.
 pub(crate) fn open_arena(
     path: &Path,
     writable: bool,
@@ -33,10 +36,10 @@ pub(crate) fn open_arena(
     } else {
         OFlags::RDONLY
     };
-    // O_NONBLOCK: a named pipe in its place may have no writer.
+    // O_NONBLOCK: if the path names a pipe without a writer, the open must not wait for one.
     let flags = access | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK;
     let file = rustix::fs::open(path, flags, Mode::empty()).map_err(|errno| match errno {
-        // What O_NOFOLLOW says of a link.
+        // O_NOFOLLOW reports a symbolic link with ELOOP.
         Errno::LOOP => {
             let why = Distrust::Kind {
                 found: "a symbolic link",
@@ -48,25 +51,26 @@ pub(crate) fn open_arena(
     })?;
     let stat = rustix::fs::fstat(&file).map_err(io("stat it"))?;
     let size = stat.st_size as u64;
-    let facts = Facts::of(&stat).check(Expected::File, rustix::process::geteuid().as_raw());
+    let trust = Facts::of(&stat).check(Expected::File, rustix::process::geteuid().as_raw());
     let distrusted = |why| ArenaError::Distrusted { path: name(), why };
-    if let Err(why @ Distrust::Kind { .. }) = facts {
+    if let Err(why @ Distrust::Kind { .. }) = trust {
         return Err(distrusted(why));
     }
-    let mut page = vec![0u8; SUPERBLOCK_BYTES.min(size as usize)];
-    rustix::io::pread(&file, &mut page[..], 0).map_err(io("read it"))?;
-    // Of a file that is no arena at all this says more than whose it is.
-    let superblock = Superblock::decode(&page).map_err(|source| ArenaError::Format {
-        path: name(),
-        source,
-    })?;
-    facts.map_err(distrusted)?;
-    let expected = superblock.geometry.file_bytes();
-    if size < expected {
+    let mut superblock_bytes = vec![0u8; SUPERBLOCK_BYTES.min(size as usize)];
+    rustix::io::pread(&file, &mut superblock_bytes[..], 0).map_err(io("read it"))?;
+    // Checked before the owner and the mode: if the file is no arena at all, that tells the user more.
+    let superblock =
+        Superblock::decode(&superblock_bytes).map_err(|source| ArenaError::Format {
+            path: name(),
+            source,
+        })?;
+    trust.map_err(distrusted)?;
+    let file_bytes = superblock.geometry.file_bytes();
+    if size < file_bytes {
         let source = FormatError::Truncated {
             what: "arena",
             found: size,
-            expected,
+            expected: file_bytes,
         };
         return Err(ArenaError::Format {
             path: name(),
@@ -74,7 +78,7 @@ pub(crate) fn open_arena(
         });
     }
     Ok((
-        Arc::new(Map::new(path, file, expected, writable)?),
+        Arc::new(Map::new(path, file, file_bytes, writable)?),
         superblock,
     ))
 }

@@ -1,21 +1,26 @@
-//! Which chunks, slots and slabs are free, and which chunk moves next.
+//! The pool of free chunks, slots and slabs, and the order in which chunks move to the spill file.
 //!
-//! A chunk in use has a slot of memory or of the spill file; a new one needs a free chunk and a free slot
-//! of memory. There are as many chunks as slots, so a free chunk is never what is missing.
+//! A chunk in use has a slot, in memory or in the spill file. A new chunk needs a free chunk number and a free slot of
+//! memory. There are as many chunk numbers as slots, so a free slot always finds a free number.
+//!
+//! Terms
+//! * A chunk is *cut* into slabs of one class when it gets a slot.
+//! * A chunk *rests* while it is in memory and none of its slabs is leased. Only a resting chunk may move to the spill file.
+//! * A chunk is *away* while its data is in the spill file.
+//! * A slot is *lent* while a memory file has it. A lent slot without a chunk is *idle*, or *stuck* if the arena's file
+//!   could not take it back.
 //!
 //! Invariants
-//! * A chunk is free or has a class, but for those that an attach found damaged, and then not both. So it is with slots:
-//!   each is free or a chunk's, or its chunk has just moved.
-//! * The unused slabs of a chunk in memory are free, beside its NUMA node. Those of a chunk that moves wait with the move,
-//!   and those of a chunk in the spill file are not free.
-//! * A chunk has a class exactly while one of its slabs is in use, or it was emptied while it moved.
-//! * Chunks and slots are reused last in, first out: their pages are the warm ones.
-//! * Only slabs of chunks in memory that do not move are free for writers.
-//! * Slots of memory belong to NUMA nodes, equal runs of them in the order of the NUMA nodes. A writer gets a
-//!   slab of the nearest NUMA node that has one, also where a chunk has to be cut for it.
-//! * A slot that a memory file has is `lent`; without a chunk it is idle, or stuck, and not free.
-//! * `resting` holds the chunks in memory of which no slab is leased, in the order in which the last lease
-//!   of each ended; nothing where there is no spill file.
+//! * A chunk is free, or it has a class. A chunk that an attach found damaged may be neither.
+//! * A slot is free, or a chunk has it, or the chunk that had it has just moved. Lent slots without a chunk are not free.
+//! * The unused slabs of a chunk in memory are free, in the list of its NUMA node. Those of a moving chunk are in the move,
+//!   and those of a chunk that is away are not free. So writers get slabs only of chunks in memory that do not move.
+//! * A chunk has a class exactly while a slab of it is in use, or while it moves.
+//! * Chunks and slots are reused last in, first out, because the pages of the last one are most likely in a cache.
+//! * Each NUMA node has an equal run of the slots of memory, in the order of the NUMA nodes. A writer gets a slab of the
+//!   nearest NUMA node that has one, even if a chunk must be cut for it.
+//! * `resting` has exactly the resting chunks, in the order in which their last leases ended. It is empty without a spill
+//!   file.
 
 use std::collections::BTreeSet;
 
@@ -25,7 +30,7 @@ use firn_format::slab::Class;
 
 use crate::topology::Topology;
 
-/// Free space, in the memory of firnd; rebuilt at attach.
+/// The pool. It is in the memory of firnd, and rebuilt at attach.
 pub(crate) struct Pool {
     geometry: Geometry,
     topology: Topology,
@@ -34,84 +39,85 @@ pub(crate) struct Pool {
     chunks: Vec<Chunk>,
     numa_nodes: Vec<NumaNode>,
     resting: BTreeSet<(u64, u32)>,
-    /// Counts ends of leases.
+    /// Number of times that a chunk began to rest. Orders `resting`.
     clock: u64,
     moving: Option<Moving>,
-    /// A chunk has moved, and its slot of memory is not free yet.
-    leaving: bool,
-    /// By slot of memory: a memory file has it.
+    /// Whether a chunk has moved and its slot of memory is not free yet.
+    is_slot_leaving: bool,
+    /// For each slot of memory: whether it is lent.
     lent: Vec<bool>,
-    /// Slots of memory files without a chunk.
+    /// Idle slots.
     idle: BTreeSet<u32>,
-    /// The same of which the arena's file could not take one back.
+    /// Stuck slots.
     stuck: Vec<u32>,
-    /// Slots on their way between the arena's file and a memory file.
+    /// Number of slots that are being moved between the arena's file and a memory file.
     exchanged: usize,
-    /// Chunks and slots of memory that an attach gave up.
+    /// Chunks and slots of memory that were lost to damage at attach.
     lost: (usize, usize),
-    /// Changes since the invariants were asserted.
-    unchecked: u32,
+    /// Number of changes since the invariants were checked.
+    unchecked_changes: u32,
 }
 
-/// What is free of one NUMA node.
+/// Free slots and slabs of one NUMA node.
 #[derive(Default)]
 struct NumaNode {
     free_memory: Vec<u32>,
-    /// Free slabs by class: (chunk, slab). Stale entries (of chunks that were freed) cannot occur:
-    /// a chunk's entries go when it is freed.
+    /// Free slabs of each class, as chunk and slab. When a chunk is freed, its slabs are removed, so no entry is stale.
     free_slabs: [Vec<(u32, u32)>; 3],
     slots: u32,
-    foreign: u64,
+    foreign_slabs: u64,
 }
 
-/// One NUMA node's part of the arena.
+/// Figures of one NUMA node's part of the arena.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NumaNodeFigures {
-    /// The kernel's number.
+    /// Number that the kernel gives the NUMA node.
     pub id: u32,
-    /// Bytes of its chunks.
+    /// Size of its slots.
     pub bytes: u64,
-    /// Bytes of those in use.
+    /// Size of those in use.
     pub used_bytes: u64,
-    /// Since attach: slabs given to writers that run nearer to another NUMA node.
+    /// Number of slabs, since attach, that went to writers nearer to another NUMA node.
     pub foreign_slabs: u64,
 }
 
 #[derive(Clone, Copy, Default)]
 struct Chunk {
-    /// While in use.
+    /// Class of its slabs, while it is in use.
     class: Option<Class>,
-    /// Slabs in use.
+    /// Number of slabs in use.
     used: u32,
-    /// Slabs that a writer fills.
+    /// Number of leased slabs.
     leased: u32,
-    /// Its place in `resting`.
+    /// When it began to rest, as a value of [`Pool::clock`].
     rests_since: Option<u64>,
-    /// Its data is not in memory.
-    away: bool,
+    /// Whether its data is in the spill file.
+    is_away: bool,
     /// The NUMA node of its slot, while it is in memory.
     numa_node: usize,
 }
 
-/// A chunk on its way to the spill file.
+/// A chunk that moves to the spill file.
 struct Moving {
     chunk: u32,
+    /// Its slot in the spill file.
     to: u32,
     rested_since: u64,
-    /// Its free slabs: none may be written to now.
+    /// Its free slabs. No writer may get one during the move.
     free: Vec<u32>,
-    emptied: bool,
+    is_emptied: bool,
 }
 
-/// A slab that was taken.
+/// A slab that was taken for a writer.
 pub(crate) struct TakenSlab {
     pub(crate) chunk: u32,
     pub(crate) slab: u32,
-    /// Its chunk was cut for it just now and got this slot.
+    /// Slot of memory that the chunk got, if the chunk was cut for this slab.
     pub(crate) cut: Option<u32>,
 }
 
-fn slot(class: Class) -> usize {
+/// Index of a class in the lists of free slabs.
+fn class_index(class: Class) -> usize {
     match class {
         Class::Small => 0,
         Class::Medium => 1,
@@ -119,7 +125,7 @@ fn slot(class: Class) -> usize {
     }
 }
 
-/// The NUMA node to which a slot of memory belongs.
+/// Returns the NUMA node of a slot of memory.
 pub(crate) fn numa_node_of(geometry: &Geometry, topology: &Topology, memory: u32) -> usize {
     (u64::from(memory) * topology.count() as u64 / u64::from(geometry.chunk_count)) as usize
 }
@@ -144,30 +150,60 @@ impl Pool {
             resting: BTreeSet::new(),
             clock: 0,
             moving: None,
-            leaving: false,
+            is_slot_leaving: false,
             lent: vec![false; geometry.chunk_count as usize],
             idle: BTreeSet::new(),
             stuck: Vec::new(),
             exchanged: 0,
             lost: (0, 0),
-            unchecked: 0,
+            unchecked_changes: 0,
         }
     }
 
-    /// Asserts the invariants after a change. With many chunks, which would take long, after some.
+    /// Checks the invariants after a change, in debug builds. With many chunks the check is slow, so it follows only some
+    /// changes.
     fn check(&mut self) {
         const CHUNKS_EACH_TIME: u32 = 64;
         if !cfg!(debug_assertions) {
             return;
         }
-        self.unchecked += 1;
-        if self.unchecked > self.geometry.chunks() / CHUNKS_EACH_TIME {
-            self.unchecked = 0;
+        self.unchecked_changes += 1;
+        if self.unchecked_changes > self.geometry.chunks() / CHUNKS_EACH_TIME {
+            self.unchecked_changes = 0;
             self.assert_invariants();
         }
     }
 
+    /// Asserts the invariants at the head of this file.
     pub(crate) fn assert_invariants(&self) {
+        self.assert_free_chunks();
+        let mut free_slabs = self.collect_free_slabs();
+        let mut in_memory = 0;
+        let mut away_count = 0;
+        let mut resting = 0;
+        for (chunk, chunk_state) in self.chunks.iter().enumerate() {
+            let slabs = std::mem::take(&mut free_slabs[chunk]);
+            let Some(class) = chunk_state.class else {
+                assert!(
+                    slabs.is_empty() && chunk_state.rests_since.is_none(),
+                    "chunk {chunk} is not in use"
+                );
+                continue;
+            };
+            self.assert_chunk(chunk, class, slabs);
+            resting += usize::from(chunk_state.rests_since.is_some());
+            if chunk_state.is_away {
+                away_count += 1
+            } else {
+                in_memory += 1
+            }
+        }
+        assert_eq!(self.resting.len(), resting, "chunks that rest");
+        self.assert_counts(in_memory, away_count);
+    }
+
+    /// Asserts that each free chunk is free once and has no class.
+    fn assert_free_chunks(&self) {
         let mut free = vec![false; self.chunks.len()];
         for &chunk in &self.free_chunks {
             assert!(
@@ -179,14 +215,23 @@ impl Pool {
                 "chunk {chunk} is free and in use"
             );
         }
+    }
+
+    /// Returns the free slabs of each chunk. Asserts that each is listed under the NUMA node and class of its chunk, and that
+    /// the chunk is in memory.
+    fn collect_free_slabs(&self) -> Vec<Vec<u32>> {
         let mut free_slabs = vec![Vec::new(); self.chunks.len()];
         for (index, numa_node) in self.numa_nodes.iter().enumerate() {
             for (class, slabs) in numa_node.free_slabs.iter().enumerate() {
                 for &(chunk, slab) in slabs {
-                    let found = self.chunks[chunk as usize];
-                    let stands = (found.numa_node, found.class.map(slot), found.away);
+                    let chunk_state = self.chunks[chunk as usize];
+                    let place = (
+                        chunk_state.numa_node,
+                        chunk_state.class.map(class_index),
+                        chunk_state.is_away,
+                    );
                     assert_eq!(
-                        stands,
+                        place,
                         (index, Some(class), false),
                         "slab {slab} of chunk {chunk} is free"
                     );
@@ -194,82 +239,90 @@ impl Pool {
                 }
             }
         }
-        let mut in_memory = 0;
-        let mut away = 0;
-        let mut resting = 0;
-        for (chunk, found) in self.chunks.iter().enumerate() {
-            let mut slabs = std::mem::take(&mut free_slabs[chunk]);
-            let Some(class) = found.class else {
-                assert!(
-                    slabs.is_empty() && found.rests_since.is_none(),
-                    "chunk {chunk} is not in use"
-                );
-                continue;
-            };
-            let moving = self
-                .moving
-                .as_ref()
-                .filter(|moving| moving.chunk as usize == chunk);
-            if let Some(moving) = moving {
-                assert!(
-                    slabs.is_empty() && !found.away,
-                    "chunk {chunk} moves and its slabs can be had"
-                );
-                slabs.clone_from(&moving.free);
-                assert_eq!(moving.emptied, found.used == 0, "chunk {chunk} moves");
-            }
-            let count = slabs.len();
-            slabs.sort_unstable();
-            slabs.dedup();
-            assert_eq!(slabs.len(), count, "a slab of chunk {chunk} is free twice");
+        free_slabs
+    }
+
+    /// Asserts the invariants of a chunk in use. `free_slabs` are its slabs that a writer could get.
+    fn assert_chunk(&self, chunk: usize, class: Class, mut free_slabs: Vec<u32>) {
+        let chunk_state = self.chunks[chunk];
+        let moving = self
+            .moving
+            .as_ref()
+            .filter(|moving| moving.chunk as usize == chunk);
+        if let Some(moving) = moving {
             assert!(
-                slabs.last().is_none_or(|&slab| slab < self.slabs(class)),
-                "chunk {chunk}: {slabs:?}"
+                free_slabs.is_empty() && !chunk_state.is_away,
+                "chunk {chunk} moves and its slabs can be had"
             );
-            assert!(
-                found.used > 0 || moving.is_some(),
-                "chunk {chunk} has a class and is empty"
+            free_slabs.clone_from(&moving.free);
+            assert_eq!(
+                moving.is_emptied,
+                chunk_state.used == 0,
+                "chunk {chunk} moves"
             );
-            assert!(
-                found.leased <= found.used,
-                "chunk {chunk}: {} leased, {} used",
-                found.leased,
-                found.used
-            );
-            if !found.away {
-                let all = self.slabs(class) as usize;
-                assert_eq!(count + found.used as usize, all, "slabs of chunk {chunk}");
-            }
-            let rests = self.geometry.spill_count > 0
-                && found.leased == 0
-                && !found.away
-                && moving.is_none();
-            assert_eq!(found.rests_since.is_some(), rests, "chunk {chunk} may move");
-            if let Some(since) = found.rests_since {
-                assert!(
-                    self.resting.contains(&(since, chunk as u32)),
-                    "chunk {chunk} rests"
-                );
-                resting += 1;
-            }
-            if found.away {
-                away += 1
-            } else {
-                in_memory += 1
-            }
         }
-        assert_eq!(self.resting.len(), resting, "chunks that rest");
+        let free_count = free_slabs.len();
+        free_slabs.sort_unstable();
+        free_slabs.dedup();
+        assert_eq!(
+            free_slabs.len(),
+            free_count,
+            "a slab of chunk {chunk} is free twice"
+        );
+        assert!(
+            free_slabs
+                .last()
+                .is_none_or(|&slab| slab < self.slabs(class)),
+            "chunk {chunk}: {free_slabs:?}"
+        );
+        assert!(
+            chunk_state.used > 0 || moving.is_some(),
+            "chunk {chunk} has a class and is empty"
+        );
+        assert!(
+            chunk_state.leased <= chunk_state.used,
+            "chunk {chunk}: {} leased, {} used",
+            chunk_state.leased,
+            chunk_state.used
+        );
+        if !chunk_state.is_away {
+            let slab_count = self.slabs(class) as usize;
+            assert_eq!(
+                free_count + chunk_state.used as usize,
+                slab_count,
+                "slabs of chunk {chunk}"
+            );
+        }
+        let is_resting = self.geometry.spill_count > 0
+            && chunk_state.leased == 0
+            && !chunk_state.is_away
+            && moving.is_none();
+        assert_eq!(
+            chunk_state.rests_since.is_some(),
+            is_resting,
+            "chunk {chunk} may move"
+        );
+        if let Some(since) = chunk_state.rests_since {
+            assert!(
+                self.resting.contains(&(since, chunk as u32)),
+                "chunk {chunk} rests"
+            );
+        }
+    }
+
+    /// Asserts that chunks and slots are free, in use or lost: `in_memory` and `away_count` are the chunks in use.
+    fn assert_counts(&self, in_memory: usize, away_count: usize) {
         let free_memory: usize = self
             .numa_nodes
             .iter()
             .map(|numa_node| numa_node.free_memory.len())
             .sum();
-        let used = in_memory + away;
+        let used = in_memory + away_count;
         let lost_chunks = self.chunks.len().checked_sub(self.free_chunks.len() + used);
         let slots = self.geometry.chunk_count as usize;
         let lent = self.idle.len() + self.stuck.len() + self.exchanged;
-        let known = free_memory + in_memory + lent + usize::from(self.leaving);
-        let lost_slots = slots.checked_sub(known);
+        let accounted = free_memory + in_memory + lent + usize::from(self.is_slot_leaving);
+        let lost_slots = slots.checked_sub(accounted);
         let (lost_chunks, lost_slots) = lost_chunks
             .zip(lost_slots)
             .expect("no more chunks and slots than there are");
@@ -284,12 +337,12 @@ impl Pool {
         let spilled = self.geometry.spill_count as usize - self.free_spill.len();
         let moving = usize::from(self.moving.is_some());
         assert!(
-            spilled <= away + moving + self.lost.0,
-            "{spilled} slots of the spill file for {away} chunks"
+            spilled <= away_count + moving + self.lost.0,
+            "{spilled} slots of the spill file for {away_count} chunks"
         );
     }
 
-    fn at(&mut self, chunk: u32) -> &mut Chunk {
+    fn chunk_mut(&mut self, chunk: u32) -> &mut Chunk {
         &mut self.chunks[chunk as usize]
     }
 
@@ -307,101 +360,110 @@ impl Pool {
         &self.topology
     }
 
-    /// Free slabs beside those of a chunk.
+    /// Returns the free slabs of a class on the NUMA node of a chunk.
     fn slabs_beside(&mut self, chunk: u32, class: Class) -> &mut Vec<(u32, u32)> {
         let numa_node = self.chunks[chunk as usize].numa_node;
-        &mut self.numa_nodes[numa_node].free_slabs[slot(class)]
+        &mut self.numa_nodes[numa_node].free_slabs[class_index(class)]
     }
 
-    /// Takes a slab of `class` for a writer that runs near `NUMA node`.
+    /// Takes a free slab of `class` for a writer that runs near the NUMA node `near`. `None`: no node has one.
+    ///
+    /// The nearest node with a free slab of the class, or with a free slot of memory, gives the slab. If it has no free
+    /// slab, a free chunk gets a slot of the node and is cut into slabs of the class.
     pub(crate) fn take(&mut self, class: Class, near: usize) -> Option<TakenSlab> {
-        let whole = !self.free_chunks.is_empty();
-        let has = |numa_node: &NumaNode| numa_node.has(class, whole);
+        let has_free_chunk = !self.free_chunks.is_empty();
+        let has_room = |numa_node: &NumaNode| numa_node.has_slab(class, has_free_chunk);
         let numa_node = self
             .topology
             .order(near)
             .iter()
-            .map(|&n| n as usize)
-            .find(|&n| has(&self.numa_nodes[n]))?;
-        let taken =
-            if let Some((chunk, slab)) = self.numa_nodes[numa_node].free_slabs[slot(class)].pop() {
-                TakenSlab {
-                    chunk,
-                    slab,
-                    cut: None,
-                }
-            } else {
-                let memory = self.numa_nodes[numa_node]
-                    .free_memory
-                    .pop()
-                    .expect("just looked");
-                let chunk = self.free_chunks.pop().expect("just looked");
-                *self.at(chunk) = Chunk {
-                    class: Some(class),
-                    numa_node,
-                    ..Chunk::default()
-                };
-                let others = (1..self.slabs(class)).rev().map(|slab| (chunk, slab));
-                self.numa_nodes[numa_node].free_slabs[slot(class)].extend(others);
-                TakenSlab {
-                    chunk,
-                    slab: 0,
-                    cut: Some(memory),
-                }
+            .map(|&numa_node| numa_node as usize)
+            .find(|&numa_node| has_room(&self.numa_nodes[numa_node]))?;
+        let taken = if let Some((chunk, slab)) =
+            self.numa_nodes[numa_node].free_slabs[class_index(class)].pop()
+        {
+            TakenSlab {
+                chunk,
+                slab,
+                cut: None,
+            }
+        } else {
+            let slot = self.numa_nodes[numa_node]
+                .free_memory
+                .pop()
+                .expect("a node without a free slab of the class has a free slot");
+            let chunk = self
+                .free_chunks
+                .pop()
+                .expect("`has_room` needs a free chunk");
+            *self.chunk_mut(chunk) = Chunk {
+                class: Some(class),
+                numa_node,
+                ..Chunk::default()
             };
-        self.numa_nodes[numa_node].foreign += u64::from(numa_node != near);
+            let other_slabs = (1..self.slabs(class)).rev().map(|slab| (chunk, slab));
+            self.numa_nodes[numa_node].free_slabs[class_index(class)].extend(other_slabs);
+            TakenSlab {
+                chunk,
+                slab: 0,
+                cut: Some(slot),
+            }
+        };
+        self.numa_nodes[numa_node].foreign_slabs += u64::from(numa_node != near);
         self.disturb(taken.chunk);
-        let chunk = self.at(taken.chunk);
+        let chunk = self.chunk_mut(taken.chunk);
         chunk.used += 1;
         chunk.leased += 1;
         self.check();
         Some(taken)
     }
 
-    /// The writer of a slab is done; tells whether the chunk may move now.
+    /// Ends the lease of a slab. Returns whether its chunk rests now.
     pub(crate) fn end_lease(&mut self, chunk: u32) -> bool {
-        self.at(chunk).leased -= 1;
-        let rests = self.rest(chunk);
+        self.chunk_mut(chunk).leased -= 1;
+        let is_resting = self.rest(chunk);
         self.check();
-        rests
+        is_resting
     }
 
-    /// Puts a chunk of which no slab is leased behind those that may move.
+    /// Lets a chunk rest if none of its slabs is leased. Returns whether it rests.
     fn rest(&mut self, chunk: u32) -> bool {
-        let found = self.chunks[chunk as usize];
-        let rests = self.geometry.spill_count > 0
-            && found.leased == 0
-            && !found.away
-            && found.class.is_some();
-        if rests && found.rests_since.is_none() {
+        let chunk_state = self.chunks[chunk as usize];
+        let is_resting = self.geometry.spill_count > 0
+            && chunk_state.leased == 0
+            && !chunk_state.is_away
+            && chunk_state.class.is_some();
+        if is_resting && chunk_state.rests_since.is_none() {
             self.clock += 1;
             self.rest_since(chunk, self.clock);
         }
-        rests
+        is_resting
     }
 
+    /// Adds a chunk to `resting`.
     fn rest_since(&mut self, chunk: u32, when: u64) {
-        self.at(chunk).rests_since = Some(when);
+        self.chunk_mut(chunk).rests_since = Some(when);
         self.resting.insert((when, chunk));
     }
 
+    /// Ends the rest of a chunk. Returns since when it has rested.
     fn disturb(&mut self, chunk: u32) -> Option<u64> {
-        let since = self.at(chunk).rests_since.take()?;
+        let since = self.chunk_mut(chunk).rests_since.take()?;
         self.resting.remove(&(since, chunk));
         Some(since)
     }
 
-    /// Gives a slab back; tells whether its chunk is free again, whose slot the caller then gives back.
-    pub(crate) fn give(&mut self, chunk: u32, slab: u32) -> bool {
-        let found = self.at(chunk);
-        let class = found.class.expect("a slab in use has a class");
-        let away = found.away;
-        found.used -= 1;
-        let empty = found.used == 0;
+    /// Frees a slab. Returns whether its chunk is free now; the caller then frees the chunk's slot.
+    pub(crate) fn free_slab(&mut self, chunk: u32, slab: u32) -> bool {
+        let chunk_state = self.chunk_mut(chunk);
+        let class = chunk_state.class.expect("a slab in use has a class");
+        let is_away = chunk_state.is_away;
+        chunk_state.used -= 1;
+        let empty = chunk_state.used == 0;
         match &mut self.moving {
             Some(moving) if moving.chunk == chunk => {
                 moving.free.push(slab);
-                moving.emptied = empty;
+                moving.is_emptied = empty;
                 return false;
             }
             _ => {}
@@ -409,7 +471,7 @@ impl Pool {
         if empty {
             self.free_chunk(chunk);
         } else {
-            if !away {
+            if !is_away {
                 self.slabs_beside(chunk, class).push((chunk, slab));
             }
             self.check();
@@ -417,16 +479,18 @@ impl Pool {
         empty
     }
 
+    /// Frees a chunk.
     fn free_chunk(&mut self, chunk: u32) {
         self.disturb(chunk);
-        if let Some(class) = self.at(chunk).class.take() {
-            self.slabs_beside(chunk, class).retain(|&(c, _)| c != chunk);
+        if let Some(class) = self.chunk_mut(chunk).class.take() {
+            self.slabs_beside(chunk, class)
+                .retain(|&(slab_chunk, _)| slab_chunk != chunk);
         }
-        self.at(chunk).away = false;
+        self.chunk_mut(chunk).is_away = false;
         self.free_chunks.push(chunk);
     }
 
-    /// A chunk left this slot.
+    /// Frees a slot that has no chunk any more. A lent slot becomes idle.
     pub(crate) fn free_slot(&mut self, home: Home) {
         match home {
             Home::Memory(slot) if self.lent[slot as usize] => {
@@ -445,7 +509,7 @@ impl Pool {
 
     // ---- slots of memory files -----------------------------------------------------------------
 
-    /// Takes a free slot for a memory file, while more than `spare` are free.
+    /// Takes a free slot for a memory file, while more than `spare` slots are free.
     pub(crate) fn take_slot_to_lend(&mut self, spare: u32) -> Option<u32> {
         let free = |of: &NumaNode| of.free_memory.len();
         if self.numa_nodes.iter().map(free).sum::<usize>() <= spare as usize {
@@ -460,14 +524,14 @@ impl Pool {
         Some(slot)
     }
 
-    /// The slot that was taken stays in the arena's file.
+    /// Frees a slot that was taken for a memory file and stays in the arena's file.
     pub(crate) fn keep_slot(&mut self, slot: u32) {
         self.exchanged -= 1;
         self.push_free_slot(slot);
         self.check();
     }
 
-    /// A memory file has the slot that was taken.
+    /// Notes that a taken slot is lent now.
     pub(crate) fn lend_slot(&mut self, slot: u32) {
         self.exchanged -= 1;
         self.lent[slot as usize] = true;
@@ -475,33 +539,33 @@ impl Pool {
         self.check();
     }
 
-    /// Takes an idle slot, to be given back to the arena's file.
+    /// Takes an idle slot that is to be moved back to the arena's file.
     pub(crate) fn take_idle_slot(&mut self) -> Option<u32> {
         let slot = self.idle.pop_first()?;
         self.exchanged += 1;
         Some(slot)
     }
 
-    /// The same of this slot; false if it is not idle.
+    /// Takes this slot in the same way. Returns false if it is not idle.
     pub(crate) fn take_this_idle_slot(&mut self, slot: u32) -> bool {
         let is_idle = self.idle.remove(&slot);
         self.exchanged += usize::from(is_idle);
         is_idle
     }
 
-    /// There is no memory for a slot that was to be given back.
+    /// Notes that a taken slot is stuck: the arena's file has no memory for it.
     pub(crate) fn put_stuck_slot(&mut self, slot: u32) {
         self.exchanged -= 1;
         self.stuck.push(slot);
         self.check();
     }
 
-    /// What could not be given back is tried again.
+    /// Makes stuck slots idle, so that they are tried again.
     pub(crate) fn retry_stuck_slots(&mut self) {
         self.idle.extend(self.stuck.drain(..));
     }
 
-    /// The arena's file has the slot again.
+    /// Notes that a taken slot is in the arena's file again.
     pub(crate) fn unlend_slot(&mut self, slot: u32) {
         self.exchanged -= 1;
         self.lent[slot as usize] = false;
@@ -509,24 +573,24 @@ impl Pool {
         self.check();
     }
 
-    /// At attach: a memory file has this slot.
+    /// At attach: notes that a slot is lent.
     pub(crate) fn adopt_lent_slot(&mut self, slot: u32) {
         self.lent[slot as usize] = true;
         let numa_node = numa_node_of(&self.geometry, &self.topology, slot);
         let free = &mut self.numa_nodes[numa_node].free_memory;
         let before = free.len();
-        free.retain(|&known| known != slot);
+        free.retain(|&free_slot| free_slot != slot);
         if free.len() < before {
             self.idle.insert(slot);
         }
     }
 
-    /// At attach: damage hides where this slot is, and what is in it.
+    /// At attach: notes that a slot is lost, because damage hides where it is.
     pub(crate) fn lose_slot(&mut self, slot: u32) {
         let numa_node = numa_node_of(&self.geometry, &self.topology, slot);
         let free = &mut self.numa_nodes[numa_node].free_memory;
         let before = free.len();
-        free.retain(|&known| known != slot);
+        free.retain(|&free_slot| free_slot != slot);
         self.lost.1 += before - free.len();
     }
 
@@ -538,7 +602,7 @@ impl Pool {
         self.idle.len()
     }
 
-    /// Whether the next chunk of a writer needs a slot that a memory file has.
+    /// Whether the next chunk for a writer needs an idle slot, because no other slot is free.
     pub(crate) fn wants_idle_slot(&self) -> bool {
         !self.idle.is_empty()
             && self
@@ -547,14 +611,14 @@ impl Pool {
                 .all(|numa_node| numa_node.free_memory.is_empty())
     }
 
-    /// Takes a free chunk for an idle slot, as one slab.
+    /// Takes a free chunk for an idle slot, cut into one slab, which is leased.
     pub(crate) fn take_idle_chunk(&mut self, slot: u32) -> Option<TakenSlab> {
         if self.free_chunks.is_empty() || !self.idle.remove(&slot) {
             return None;
         }
         let chunk = self.free_chunks.pop()?;
         let numa_node = numa_node_of(&self.geometry, &self.topology, slot);
-        *self.at(chunk) = Chunk {
+        *self.chunk_mut(chunk) = Chunk {
             class: Some(Class::Whole),
             used: 1,
             leased: 1,
@@ -571,8 +635,8 @@ impl Pool {
 
     // ---- moves -------------------------------------------------------------------------------
 
-    /// Begins to move the chunk that rests longest among those that `may`; returns it and its slot in
-    /// the spill file.
+    /// Begins to move a chunk to the spill file: the one among those that `may` move that has rested longest. Returns the chunk
+    /// and its slot in the spill file.
     pub(crate) fn begin_move(&mut self, may: &mut dyn FnMut(u32) -> bool) -> Option<(u32, u32)> {
         assert!(self.moving.is_none(), "one move at a time");
         if self.free_spill.is_empty() {
@@ -590,7 +654,7 @@ impl Pool {
             .expect("a resting chunk is in use");
         let free_slabs = self.slabs_beside(chunk, class);
         let free = free_slabs
-            .extract_if(.., |(c, _)| *c == chunk)
+            .extract_if(.., |(slab_chunk, _)| *slab_chunk == chunk)
             .map(|(_, slab)| slab)
             .collect();
         self.moving = Some(Moving {
@@ -598,48 +662,48 @@ impl Pool {
             to,
             rested_since,
             free,
-            emptied: false,
+            is_emptied: false,
         });
         self.check();
         Some((chunk, to))
     }
 
-    /// Nothing of the chunk that moves is used any more.
+    /// Whether the last slab of the moving chunk was freed.
     pub(crate) fn is_emptied(&self) -> bool {
-        self.moving.as_ref().is_some_and(|moving| moving.emptied)
+        self.moving.as_ref().is_some_and(|moving| moving.is_emptied)
     }
 
-    /// The chunk is in the spill file now; its free slabs wait until all of it is free. Its slot of memory comes
-    /// with [`Pool::left`].
+    /// Ends a move: the chunk is in the spill file. Its free slabs stay unused until the whole chunk is free. Its slot of memory
+    /// is freed by [`Pool::free_left_slot`].
     pub(crate) fn finish_move(&mut self) {
         let moving = self.moving.take().expect("a move is under way");
-        self.at(moving.chunk).away = true;
-        self.leaving = true;
+        self.chunk_mut(moving.chunk).is_away = true;
+        self.is_slot_leaving = true;
         self.check();
     }
 
-    /// The slot of memory of the chunk that moved last can be used again.
-    pub(crate) fn left(&mut self, slot: u32) {
-        self.leaving = false;
+    /// Frees the slot of memory that the moved chunk has left.
+    pub(crate) fn free_left_slot(&mut self, slot: u32) {
+        self.is_slot_leaving = false;
         self.free_slot(Home::Memory(slot));
     }
 
-    /// The chunk stays where it is. `again_last`: its slot of the spill file is tried after the others.
-    /// Returns the chunk if it was emptied and so is free.
-    pub(crate) fn abandon_move(&mut self, again_last: bool) -> Option<u32> {
+    /// Gives up a move: the chunk stays where it is. `try_slot_last`: use its slot in the spill file only after all others.
+    /// Returns the chunk if it was emptied meanwhile and is free now.
+    pub(crate) fn abandon_move(&mut self, try_slot_last: bool) -> Option<u32> {
         let Moving {
             chunk,
             to,
             rested_since,
             free,
-            emptied,
+            is_emptied,
         } = self.moving.take().expect("a move is under way");
-        if again_last {
+        if try_slot_last {
             self.free_spill.insert(0, to);
         } else {
             self.free_spill.push(to);
         }
-        if emptied {
+        if is_emptied {
             self.free_chunk(chunk);
             return Some(chunk);
         }
@@ -653,7 +717,7 @@ impl Pool {
 
     // ---- attach ------------------------------------------------------------------------------
 
-    /// This chunk is cut so, and these slabs of it are in use. `None`: damage hides where its data is.
+    /// At attach: notes that a chunk is in use, with its class and its used slabs. `home` `None`: damage hides where its data is.
     pub(crate) fn adopt(&mut self, chunk: u32, class: Class, used: &[u32], home: Option<Home>) {
         let numa_node = match home {
             Some(Home::Memory(memory)) => {
@@ -661,21 +725,21 @@ impl Pool {
             }
             _ => None,
         };
-        let away = numa_node.is_none();
+        let is_away = numa_node.is_none();
         let used_count = used.len() as u32;
         self.lost = (
             self.lost.0.saturating_sub(1),
-            self.lost.1.saturating_sub(usize::from(!away)),
+            self.lost.1.saturating_sub(usize::from(!is_away)),
         );
         let numa_node = numa_node.unwrap_or(0);
-        *self.at(chunk) = Chunk {
+        *self.chunk_mut(chunk) = Chunk {
             class: Some(class),
             used: used_count,
-            away,
+            is_away,
             numa_node,
             ..Chunk::default()
         };
-        if !away {
+        if !is_away {
             let free = (0..self.slabs(class)).filter(|slab| !used.contains(slab));
             self.slabs_beside(chunk, class)
                 .extend(free.map(|slab| (chunk, slab)));
@@ -683,90 +747,97 @@ impl Pool {
         self.rest(chunk);
     }
 
-    /// A writer of an earlier firnd may still fill a slab of this chunk, which was adopted.
+    /// At attach: notes that a writer of an earlier firnd may still fill a slab of this chunk.
     pub(crate) fn lease_on(&mut self, chunk: u32) {
         self.disturb(chunk);
-        self.at(chunk).leased += 1;
+        self.chunk_mut(chunk).leased += 1;
     }
 
-    /// These chunks and slots are in use, or damage hides what is in them.
+    /// At attach: makes chunks and slots unavailable that are in use, or that damage hides. They count as lost until they are
+    /// adopted.
     pub(crate) fn reserve(&mut self, chunk: &dyn Fn(u32) -> bool, slot: &dyn Fn(Home) -> bool) {
         let free_memory = |of: &Self| {
             let free = |numa_node: &NumaNode| numa_node.free_memory.len();
             of.numa_nodes.iter().map(free).sum::<usize>() + of.idle.len()
         };
         let before = (self.free_chunks.len(), free_memory(self));
-        self.free_chunks.retain(|&c| !chunk(c));
+        self.free_chunks.retain(|&free_chunk| !chunk(free_chunk));
         for numa_node in &mut self.numa_nodes {
-            numa_node.free_memory.retain(|&s| !slot(Home::Memory(s)));
+            numa_node
+                .free_memory
+                .retain(|&free_slot| !slot(Home::Memory(free_slot)));
         }
-        self.idle.retain(|&s| !slot(Home::Memory(s)));
-        // Until they are adopted.
+        self.idle
+            .retain(|&free_slot| !slot(Home::Memory(free_slot)));
+        // The reserved chunks and slots count as lost until `adopt` takes them.
         self.lost.0 += before.0 - self.free_chunks.len();
         self.lost.1 += before.1 - free_memory(self);
-        self.free_spill.retain(|&s| !slot(Home::Spill(s)));
+        self.free_spill
+            .retain(|&free_slot| !slot(Home::Spill(free_slot)));
     }
 
-    /// Slabs of a chunk in use.
+    /// Returns the number of slabs of a chunk that are in use.
     pub(crate) fn used_slabs(&self, chunk: u32) -> u32 {
         self.chunks[chunk as usize].used
     }
 
     // ---- figures -----------------------------------------------------------------------------
 
-    /// Bytes of slabs in use in memory, and elsewhere.
+    /// Returns the size of the slabs in use: in memory, and in the spill file.
     pub(crate) fn used_bytes(&self) -> (u64, u64) {
         let bytes = |chunk: &Chunk| {
-            chunk.class.map_or(0, |c| {
-                u64::from(chunk.used) * c.slab_bytes(self.geometry.chunk_bytes)
+            chunk.class.map_or(0, |class| {
+                u64::from(chunk.used) * class.slab_bytes(self.geometry.chunk_bytes)
             })
         };
-        self.chunks.iter().fold((0, 0), |(memory, away), chunk| {
-            if chunk.away {
-                (memory, away + bytes(chunk))
+        self.chunks.iter().fold((0, 0), |(memory, spilled), chunk| {
+            if chunk.is_away {
+                (memory, spilled + bytes(chunk))
             } else {
-                (memory + bytes(chunk), away)
+                (memory + bytes(chunk), spilled)
             }
         })
     }
 
-    /// Slots of memory in use.
+    /// Returns the number of slots of memory in use.
     pub(crate) fn memory_used(&self) -> u32 {
         let unused = self.idle.len() + self.exchanged;
         self.numa_nodes.iter().map(NumaNode::used).sum::<u32>() - unused as u32
     }
 
-    /// What the NUMA nodes have and gave.
+    /// Returns the figures of each NUMA node.
     pub(crate) fn numa_node_figures(&self) -> Vec<NumaNodeFigures> {
         let bytes = |slots: u32| u64::from(slots) * self.geometry.chunk_bytes;
         let figures = |(index, numa_node): (usize, &NumaNode)| NumaNodeFigures {
             id: self.topology.id(index),
             bytes: bytes(numa_node.slots),
             used_bytes: bytes(numa_node.used()),
-            foreign_slabs: numa_node.foreign,
+            foreign_slabs: numa_node.foreign_slabs,
         };
         self.numa_nodes.iter().enumerate().map(figures).collect()
     }
 
-    /// Slots of the spill file that are free.
+    /// Returns the number of free slots of the spill file.
     pub(crate) fn spill_free(&self) -> u32 {
         self.free_spill.len() as u32
     }
 
-    /// Whether some chunk among those that `may` could move, or is moving.
+    /// Whether a chunk among those that `may` move can move, or is moving.
     pub(crate) fn can_move(&self, may: &dyn Fn(u32) -> bool) -> bool {
-        let rests = || self.resting.iter().any(|&(_, chunk)| may(chunk));
-        self.moving.is_some() || self.leaving || (!self.free_spill.is_empty() && rests())
+        let has_movable_chunk = || self.resting.iter().any(|&(_, chunk)| may(chunk));
+        self.moving.is_some()
+            || self.is_slot_leaving
+            || (!self.free_spill.is_empty() && has_movable_chunk())
     }
 
-    /// Whether a slab of `class` could be taken.
-    pub(crate) fn has(&self, class: Class) -> bool {
-        let whole = !self.free_chunks.is_empty();
-        (whole && !self.idle.is_empty())
+    /// Whether a slab of `class` can be taken.
+    pub(crate) fn has_slab(&self, class: Class) -> bool {
+        let has_free_chunk = !self.free_chunks.is_empty();
+        (has_free_chunk && !self.idle.is_empty())
             || self
                 .numa_nodes
                 .iter()
-                .any(|numa_node| numa_node.has(class, whole))
+                .any(|numa_node| numa_node.has_slab(class, has_free_chunk))
     }
 }
 
@@ -775,7 +846,9 @@ impl NumaNode {
         self.slots - self.free_memory.len() as u32
     }
 
-    fn has(&self, class: Class, free_chunk: bool) -> bool {
-        !self.free_slabs[slot(class)].is_empty() || (free_chunk && !self.free_memory.is_empty())
+    /// Whether a slab of `class` can be taken from this node.
+    fn has_slab(&self, class: Class, has_free_chunk: bool) -> bool {
+        !self.free_slabs[class_index(class)].is_empty()
+            || (has_free_chunk && !self.free_memory.is_empty())
     }
 }

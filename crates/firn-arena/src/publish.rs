@@ -1,8 +1,11 @@
-//! Publishing pieces, and what keeps their slabs: live bytes and other uses.
+//! Publishes pieces, and counts what keeps their slabs in use.
+//!
+//! A *use* of a slab is a byte that is pending (live), a lease, an I/O that reads it, or a hold. A slab is freed with
+//! its last use.
 //!
 //! Invariants
-//! * A slab is free when nothing uses it: no live byte, no lease, no I/O, no holder.
-//! * A piece of which nothing is pending is marked dead before its slab can be leased again.
+//! * A slab is free when nothing uses it.
+//! * A piece without pending bytes is marked dead before its slab can be leased again, so no recovery finds it.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -18,7 +21,7 @@ use crate::refs::{PieceRef, SlabRef};
 use crate::tables::Tables;
 use crate::uses::PIN;
 
-/// The piece records of a slab.
+/// The piece records of one slab, as firn-format's append rule wants to see them.
 struct Records<'a> {
     tables: &'a Tables,
     slab: SlabRef,
@@ -26,11 +29,11 @@ struct Records<'a> {
 
 impl RecordTable for Records<'_> {
     fn word(&self, record: u32, word: u64) -> &AtomicU64 {
-        let at = PieceRef {
+        let piece = PieceRef {
             slab: self.slab,
             record,
         };
-        self.tables.record_word(at, word)
+        self.tables.record_word(piece, word)
     }
 
     fn before_store(&self) {
@@ -39,8 +42,8 @@ impl RecordTable for Records<'_> {
 }
 
 impl Arena {
-    /// Publishes what was filled at `room` as a new piece, `modified` at that time (nanoseconds since 1970). The
-    /// slab counts the bytes as live.
+    /// Publishes the bytes at `room` as a new piece of the file, and counts them as live. `modified` is the time of the
+    /// write, in nanoseconds since 1970.
     pub fn publish_piece(
         &self,
         lease: &mut Lease,
@@ -67,8 +70,8 @@ impl Arena {
         PieceRef { slab, record }
     }
 
-    /// Publishes what was filled directly behind the last piece of the lease as more of it; returns
-    /// the piece and its sequence.
+    /// Publishes `len` bytes that directly follow the last piece of the lease as more of that piece, and counts them as
+    /// live. Returns the piece and its sequence number.
     pub fn extend_piece(&self, lease: &mut Lease, len: u32, modified: u64) -> (PieceRef, u64) {
         let slab = lease.slab;
         self.uses.add(slab, len.into());
@@ -80,8 +83,8 @@ impl Arena {
         (PieceRef { slab, record }, piece.sequence)
     }
 
-    /// Counts the first `bytes` of a leased slab as used, though no record tells of them: they are in the backing, too. The piece
-    /// is none that a recovery finds.
+    /// Counts the first `bytes` of a leased slab as used without a record of them, because the backing has them, too.
+    /// Returns a reference for the count only: no recovery finds such a piece.
     pub fn use_without_piece(&self, lease: &Lease, bytes: u64) -> PieceRef {
         let slab = lease.slab;
         self.uses.add(slab, bytes);
@@ -91,6 +94,7 @@ impl Arena {
         }
     }
 
+    /// The records of a slab, for firn-format's append rule.
     fn records(&self, slab: SlabRef) -> Records<'_> {
         Records {
             tables: &self.tables,
@@ -98,34 +102,41 @@ impl Arena {
         }
     }
 
-    /// `bytes` of a piece are not pending any more; `last` says that none is left. A dead piece is
-    /// marked before its slab can be reused.
-    pub fn retire_bytes(&self, at: PieceRef, bytes: u32, last: bool) {
+    /// Takes `bytes` of a piece off the count of pending bytes. `last` says that none is left; then the piece is marked dead
+    /// before its slab can be leased again.
+    pub fn retire_bytes(&self, piece_ref: PieceRef, bytes: u32, last: bool) {
         if last {
-            self.mark_dead(at);
+            self.mark_dead(piece_ref);
         }
-        self.release_uses(at.slab, u64::from(bytes));
+        self.release_uses(piece_ref.slab, u64::from(bytes));
     }
 
-    /// `bytes` of a slab are not used any more.
+    /// Takes `bytes` of a slab off the count of uses.
     pub fn release_bytes(&self, slab: SlabRef, bytes: u64) {
         self.release_uses(slab, bytes);
     }
 
-    /// Nothing of a piece is pending.
-    pub fn mark_dead(&self, at: PieceRef) {
-        let generation = self.tables.generation(at.slab).load(Ordering::Relaxed);
+    /// Marks a piece dead: nothing of it is pending.
+    pub fn mark_dead(&self, piece_ref: PieceRef) {
+        let generation = self
+            .tables
+            .generation(piece_ref.slab)
+            .load(Ordering::Relaxed);
         probe();
         self.tables
-            .seal(at)
+            .seal(piece_ref)
             .store(dead(generation), Ordering::Release);
     }
 
-    /// Takes what a piece has from `end` of its chunk on out of its record: its file was cut, and a memory file that is as
-    /// short as its file would be taken for a damaged one. One store: a crash leaves the old length or the new one.
-    pub fn shorten_piece(&self, at: PieceRef, end: u64) {
-        let generation = self.tables.generation(at.slab).load(Ordering::Relaxed);
-        let raw = self.tables.load(at);
+    /// Shortens a piece to the bytes before `end` of its chunk, after its file was truncated. The record must not be longer
+    /// than a memory file that was truncated with it: an attach would report damage. The seal is one word, so a crash
+    /// leaves the old length or the new one. Nothing changes if the piece is dead or if `end` is not inside it.
+    pub fn shorten_piece(&self, piece_ref: PieceRef, end: u64) {
+        let generation = self
+            .tables
+            .generation(piece_ref.slab)
+            .load(Ordering::Relaxed);
+        let raw = self.tables.load(piece_ref);
         let checked = raw.check(generation, 0, self.geometry.chunk_bytes);
         let Ok(Checked::Live(piece)) = checked else {
             return;
@@ -139,49 +150,51 @@ impl Arena {
             ..piece
         };
         probe();
-        self.tables.seal(at).store(
+        self.tables.seal(piece_ref).store(
             shorter.seal(generation) | raw.seal & FROZEN,
             Ordering::Release,
         );
     }
 
-    /// The time of the last write to a piece, nanoseconds since 1970, as its record has it.
-    pub fn modified(&self, at: PieceRef) -> u64 {
-        self.tables.modified(at).load(Ordering::Relaxed)
+    /// The time of the last write to a piece, in nanoseconds since 1970, as its record has it.
+    pub fn modified(&self, piece_ref: PieceRef) -> u64 {
+        self.tables.modified(piece_ref).load(Ordering::Relaxed)
     }
 
-    /// Notes the time of a write to a piece, or of one to its file of which no other piece tells.
-    pub fn set_modified(&self, at: PieceRef, modified: u64) {
+    /// Stores in a piece's record the time of a write: to the piece, or to its file if no other record can have it.
+    pub fn set_modified(&self, piece_ref: PieceRef, modified: u64) {
         probe();
-        self.tables.modified(at).store(modified, Ordering::Relaxed);
+        self.tables
+            .modified(piece_ref)
+            .store(modified, Ordering::Relaxed);
     }
 
-    /// Keeps a slab, and its data where it is, while an I/O reads it.
+    /// Keeps a slab in use, and its chunk where it is, for an I/O that reads it. [`Arena::unpin_slab`] ends it.
     pub fn pin_slab(&self, slab: SlabRef) {
         self.uses.add(slab, PIN);
         self.homes.enter(slab.chunk);
     }
-    /// Ends a [`Arena::pin_slab`].
+    /// Ends one [`Arena::pin_slab`].
     pub fn unpin_slab(&self, slab: SlabRef) {
         self.homes.leave(slab.chunk);
         self.release_uses(slab, PIN);
     }
 
-    /// Keeps a slab, and its data where it is, for any time: a writer without room does not wait for this chunk
-    /// to move.
+    /// Keeps a slab in use, and its chunk where it is, without a time limit. A move does not wait for this chunk but takes
+    /// another one. [`Arena::unhold_slab`] ends it.
     pub fn hold_slab(&self, slab: SlabRef) {
         self.uses.add(slab, PIN);
         self.homes.hold(slab.chunk);
     }
-    /// Ends a [`Arena::hold_slab`].
+    /// Ends one [`Arena::hold_slab`]. A writer without memory may now have this chunk moved.
     pub fn unhold_slab(&self, slab: SlabRef) {
-        self.homes.let_go(slab.chunk);
+        self.homes.end_hold(slab.chunk);
         self.release_uses(slab, PIN);
         let memory_used = self.pool.lock().memory_used();
         self.listeners.report_memory_used(memory_used);
     }
 
-    /// Takes a use away; with the last the slab is free, and its chunk if that was its last slab.
+    /// Takes `amount` off the uses of a slab. With the last use the slab becomes free, and with its last slab the chunk.
     pub(crate) fn release_uses(&self, slab: SlabRef, amount: u64) {
         if !self.uses.release(slab, amount) {
             return;
@@ -189,14 +202,14 @@ impl Arena {
         probe();
         self.tables.set_state(slab, SlabState::Free);
         let mut pool = self.pool.lock();
-        if pool.give(slab.chunk, slab.slab) {
+        if pool.free_slab(slab.chunk, slab.slab) {
             self.forget_chunk(slab.chunk, &mut pool);
         }
         drop(pool);
         self.listeners.report_freed();
     }
 
-    /// A chunk became free: so does its slot.
+    /// Makes a chunk and its slot free. All its slabs are free.
     pub(crate) fn forget_chunk(&self, chunk: u32, pool: &mut Pool) {
         probe();
         self.tables.set_class(chunk, None);

@@ -1,4 +1,9 @@
 //! Reads the valid piece records of all slabs, and reports the damaged ones.
+//!
+//! A record is valid if its seal matches its contents and the generation of its slab. The scan also runs while firnd uses
+//! the arena (`firn check`). So it reads a slab again if the slab got a new lease during the read.
+//!
+//! Promise: a record that fails its check is reported if it was published, and is never interpreted.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{Ordering, fence};
@@ -55,58 +60,62 @@ fn scan_slab(
     // records of that class lie elsewhere, so this slab no longer exists.
     for _ in 0..TRIES {
         let generation = tables.generation(slab).load(Ordering::Acquire);
-        let found = read_records(tables, slab, class, generation);
+        let records_read = read_records(tables, slab, class, generation);
         fence(Ordering::Acquire);
         if tables.class(slab.chunk) != Ok(Some(class)) || tables.state(slab) == Ok(SlabState::Free)
         {
             return;
         }
         if tables.generation(slab).load(Ordering::Acquire) == generation {
-            damage.extend(found.damage);
-            found.live.into_iter().for_each(live);
+            damage.extend(records_read.damage);
+            records_read.live.into_iter().for_each(live);
             return;
         }
     }
 }
 
 fn read_records(tables: &Tables, slab: SlabRef, class: Class, generation: u64) -> Records {
-    let mut found = Records::default();
+    let mut records_read = Records::default();
     let published = tables.published(slab).load(Ordering::Acquire);
     let bytes = tables.bytes_of(class, slab.slab);
     let records = tables.records_of(class, slab.slab);
     let max = records.len() as u32;
     if published > max {
-        found.damage.push(Damage::Count {
+        records_read.damage.push(Damage::Count {
             slab,
             published,
             max,
         });
     }
     for (index, record) in records.enumerate() {
-        let at = PieceRef { slab, record };
-        let checked = tables
-            .load(at)
-            .check(generation, bytes.start.into(), bytes.end.into());
+        let piece_ref = PieceRef { slab, record };
+        let checked =
+            tables
+                .load(piece_ref)
+                .check(generation, bytes.start.into(), bytes.end.into());
         match checked {
             // A valid record beyond the counter is accepted. Its writer died while publishing the record, and the
             // bytes of the piece are complete.
             Ok(Checked::Live(piece)) => {
-                let modified = tables.modified(at).load(Ordering::Relaxed);
-                found.live.push(Stored {
-                    at,
+                let modified = tables.modified(piece_ref).load(Ordering::Relaxed);
+                records_read.live.push(Stored {
+                    at: piece_ref,
                     piece,
                     modified,
                 });
             }
             Ok(_) => {}
             Err(error) if (index as u32) < published => {
-                found.damage.push(Damage::Piece { piece: at, error });
+                records_read.damage.push(Damage::Piece {
+                    piece: piece_ref,
+                    error,
+                });
             }
             // The record is not published. Its contents are left over from an earlier lease.
             Err(_) => {}
         }
     }
-    found
+    records_read
 }
 
 /// Adds damage for pieces whose bytes are in slots that the spill file does not have.

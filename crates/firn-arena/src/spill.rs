@@ -1,11 +1,11 @@
-//! The spill file: slots for chunks on a NUMA node-local device.
+//! The spill file: slots for chunks on a local device.
 //!
 //! Promises
-//! * [`SpillFile::write`] returns when the device has the bytes or refused them, not when the page cache has:
-//!   an error that came later would find the bytes gone from memory.
-//! * A file that belongs to another arena is never written to, and no file is replaced unless it is a spill
-//!   file whose arena is gone.
-//! * All its room is allocated at creation, where the file system can.
+//! * When [`SpillFile::write`] returns, the device has the bytes or has refused them; the page cache is not enough. An error
+//!   that came later would find the bytes gone from memory.
+//! * A file that belongs to another arena is never written to. An existing file is replaced only if it is a spill file whose
+//!   arena is gone.
+//! * All of its space is allocated when it is made, if the file system can do so.
 
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
@@ -23,23 +23,25 @@ use rustix::io::Errno;
 
 use crate::map::probe;
 
-/// A firnd that is being killed closes its files one by one.
+/// Longest wait for the lock of the file. A killed firnd closes its files one by one, so the lock may end late.
 const LOCK_WAIT: Duration = Duration::from_secs(5);
+/// Time between two tries to lock.
+const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Why a spill file cannot be made or used.
+/// Reasons why a spill file cannot be made or used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SpillFault {
-    /// A system call on it failed.
+    /// A system call failed.
     #[error("spill file {}: cannot {what}: {source}", quoted_path(path))]
     Io {
         /// The file.
         path: PathBuf,
         /// What was tried.
         what: &'static str,
-        /// Why it failed.
+        /// Error of the call.
         source: Errno,
     },
-    /// The device does not have that much room.
+    /// The device has too little space.
     #[error(
         "spill file {}: no room for {} ({why}): lower spill-size, or put it elsewhere with spill",
         quoted_path(path),
@@ -48,12 +50,12 @@ pub enum SpillFault {
     NoRoom {
         /// The file.
         path: PathBuf,
-        /// Bytes wanted.
+        /// Bytes that the file needs.
         need: u64,
-        /// The system's reason.
+        /// Error of the allocation.
         why: Errno,
     },
-    /// Something is there that is no spill file.
+    /// Another file is there that is no spill file.
     #[error(
         "{} is there and is no spill file of firn ({source}): name another with spill, or remove it",
         quoted_path(path)
@@ -64,7 +66,7 @@ pub enum SpillFault {
         /// What is wrong with it.
         source: FormatError,
     },
-    /// It is not a file that only this user could have made.
+    /// Another user could have made the file.
     #[error(
         "spill file {} {why}; Firn reads nothing from it: remove it, or name another with spill",
         quoted_path(path)
@@ -75,7 +77,7 @@ pub enum SpillFault {
         /// What is wrong with it.
         why: Distrust,
     },
-    /// It belongs to an arena that is there.
+    /// The file belongs to an existing arena.
     #[error(
         "spill file {} belongs to arena {}: name another with spill, or recover that arena first",
         quoted_path(path),
@@ -84,10 +86,10 @@ pub enum SpillFault {
     Taken {
         /// The file.
         path: PathBuf,
-        /// Whose it is.
+        /// The path of the other arena.
         arena: PathBuf,
     },
-    /// Its bytes are not those of this arena.
+    /// The file does not belong to this arena.
     #[error("spill file {}: {source}", quoted_path(path))]
     Foreign {
         /// The file.
@@ -95,7 +97,7 @@ pub enum SpillFault {
         /// What is wrong.
         source: FormatError,
     },
-    /// It is shorter than it was made.
+    /// The file is shorter than when it was made.
     #[error(
         "spill file {} is truncated: {found} bytes, {expected} needed",
         quoted_path(path)
@@ -103,12 +105,12 @@ pub enum SpillFault {
     Truncated {
         /// The file.
         path: PathBuf,
-        /// Bytes there.
+        /// Present length.
         found: u64,
-        /// Bytes that it was made with.
+        /// Length when it was made.
         expected: u64,
     },
-    /// Its path does not fit the superblock.
+    /// The path is too long for the superblock.
     #[error(
         "the path of spill file {} is longer than {SPILL_PATH_MAX} bytes: choose a shorter one",
         quoted_path(path)
@@ -120,7 +122,7 @@ pub enum SpillFault {
 }
 
 impl SpillFault {
-    /// The errno that says it best.
+    /// Returns the errno that describes the fault best.
     pub fn errno(&self) -> Errno {
         match self {
             Self::Io { source, .. } => *source,
@@ -137,9 +139,10 @@ impl SpillFault {
 #[derive(Debug)]
 pub struct SpillFile {
     path: PathBuf,
-    /// Through the page cache: reads of any position.
+    /// Descriptor for reads, which go through the page cache.
     cached: OwnedFd,
-    /// Past it, where the file system can: whole slots, with the device's own answer.
+    /// Descriptor for writes of whole slots that bypass the page cache, so that errors of the device show. `None`: the file
+    /// system has no direct I/O.
     direct: Option<OwnedFd>,
     slot_bytes: u64,
 }
@@ -149,7 +152,8 @@ fn open(path: &Path, flags: OFlags) -> Result<OwnedFd, Errno> {
     rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR)
 }
 
-fn io(path: &Path, what: &'static str) -> impl Fn(Errno) -> SpillFault {
+/// Makes a fault from the error of a call. `what`: the call.
+fn call_fault(path: &Path, what: &'static str) -> impl Fn(Errno) -> SpillFault {
     let path = path.to_owned();
     move |source| SpillFault::Io {
         path: path.clone(),
@@ -158,25 +162,26 @@ fn io(path: &Path, what: &'static str) -> impl Fn(Errno) -> SpillFault {
     }
 }
 
-/// Why a file was not opened: what is no regular file is not believed, whichever error the kernel has for it.
-fn unopened(path: &Path) -> impl Fn(Errno) -> SpillFault {
+/// Makes a fault from the error of an open. If the path leads to anything but a regular file, that is the fault, whatever
+/// error the kernel gave.
+fn open_fault(path: &Path) -> impl Fn(Errno) -> SpillFault {
     let path = path.to_owned();
     move |errno| {
-        let found = rustix::fs::lstat(&path).map(|stat| Facts::of(&stat));
+        let facts = rustix::fs::lstat(&path).map(|stat| Facts::of(&stat));
         let uid = rustix::process::geteuid().as_raw();
-        match found.map(|facts| facts.check(Expected::File, uid)) {
+        match facts.map(|facts| facts.check(Expected::File, uid)) {
             Ok(Err(why)) => SpillFault::Distrusted {
                 path: path.clone(),
                 why,
             },
-            _ => io(&path, "open it")(errno),
+            _ => call_fault(&path, "open it")(errno),
         }
     }
 }
 
-/// Whether only this user could have made it.
+/// Checks that no other user could have made the file.
 fn check_trust(path: &Path, file: BorrowedFd<'_>) -> Result<(), SpillFault> {
-    let stat = rustix::fs::fstat(file).map_err(io(path, "stat it"))?;
+    let stat = rustix::fs::fstat(file).map_err(call_fault(path, "stat it"))?;
     Facts::of(&stat)
         .check(Expected::File, rustix::process::geteuid().as_raw())
         .map_err(|why| SpillFault::Distrusted {
@@ -185,18 +190,20 @@ fn check_trust(path: &Path, file: BorrowedFd<'_>) -> Result<(), SpillFault> {
         })
 }
 
+/// Reads the header of a spill file.
 fn read_header(file: BorrowedFd<'_>) -> Result<SpillHeader, FormatError> {
     let mut page = [0u8; SPILL_HEADER_BYTES];
-    let n = rustix::io::pread(file, &mut page[..], 0).unwrap_or(0);
-    SpillHeader::decode(&page[..n])
+    let read_bytes = rustix::io::pread(file, &mut page[..], 0).unwrap_or(0);
+    SpillHeader::decode(&page[..read_bytes])
 }
 
+/// Returns the length of a spill file.
 fn file_bytes(geometry: &Geometry) -> u64 {
     SPILL_DATA_OFFSET + geometry.spill_bytes()
 }
 
 impl SpillFile {
-    /// Makes the file for the arena `uuid` at `arena`, with all its room.
+    /// Makes the file for the arena `uuid` at path `arena`, and allocates its space.
     pub(crate) fn create(
         path: &Path,
         geometry: &Geometry,
@@ -212,16 +219,17 @@ impl SpillFile {
                 remove_stale(path)?;
                 open(path, flags)
             }
-            other => other,
+            result => result,
         };
-        let file = file.map_err(io(path, "make it"))?;
-        let made = Self::initialise(path, file, geometry, uuid, arena);
-        if made.is_err() {
+        let file = file.map_err(call_fault(path, "make it"))?;
+        let result = Self::initialise(path, file, geometry, uuid, arena);
+        if result.is_err() {
             let _ = rustix::fs::unlink(path);
         }
-        made
+        result
     }
 
+    /// Locks and allocates a new file and writes its header.
     fn initialise(
         path: &Path,
         file: OwnedFd,
@@ -233,9 +241,9 @@ impl SpillFile {
         let need = file_bytes(geometry);
         match rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, need) {
             Ok(()) => {}
-            // The file system cannot promise room: a full device is told when a chunk moves.
+            // The file system cannot allocate. A full device then shows only when a chunk moves.
             Err(Errno::OPNOTSUPP) => {
-                rustix::fs::ftruncate(&file, need).map_err(io(path, "size it"))?
+                rustix::fs::ftruncate(&file, need).map_err(call_fault(path, "size it"))?
             }
             Err(why @ (Errno::NOSPC | Errno::FBIG | Errno::DQUOT)) => {
                 return Err(SpillFault::NoRoom {
@@ -244,7 +252,7 @@ impl SpillFile {
                     why,
                 });
             }
-            Err(source) => return Err(io(path, "allocate it")(source)),
+            Err(source) => return Err(call_fault(path, "allocate it")(source)),
         }
         let header = SpillHeader {
             uuid,
@@ -252,11 +260,12 @@ impl SpillFile {
             slot_count: geometry.spill_count,
             arena_path: arena.as_os_str().as_bytes().to_vec(),
         };
-        write_all(file.as_fd(), &header.encode(), 0).map_err(io(path, "write to it"))?;
-        rustix::fs::fsync(&file).map_err(io(path, "sync it"))?;
+        write_all(file.as_fd(), &header.encode(), 0).map_err(call_fault(path, "write to it"))?;
+        rustix::fs::fsync(&file).map_err(call_fault(path, "sync it"))?;
         Ok(Self::assemble(path, file, geometry))
     }
 
+    /// Makes the value for a file that is open for reads.
     fn assemble(path: &Path, cached: OwnedFd, geometry: &Geometry) -> Self {
         let direct = open(path, OFlags::WRONLY | OFlags::DIRECT).ok();
         Self {
@@ -267,8 +276,7 @@ impl SpillFile {
         }
     }
 
-    /// Opens the file of an arena. The second value says what is wrong with it although the slots that it
-    /// has can be read.
+    /// Opens the spill file of an arena. The second value is a fault despite which the existing slots can be read.
     pub(crate) fn open(
         superblock: &Superblock,
         writable: bool,
@@ -284,11 +292,11 @@ impl SpillFile {
         ) {
             Err(source @ (Errno::ROFS | Errno::ACCESS)) if writable => (
                 open(&path, OFlags::RDONLY),
-                Some(io(&path, "open it for writing")(source)),
+                Some(call_fault(&path, "open it for writing")(source)),
             ),
-            other => (other, None),
+            result => (result, None),
         };
-        let file = file.map_err(unopened(&path))?;
+        let file = file.map_err(open_fault(&path))?;
         check_trust(&path, file.as_fd())?;
         let header = read_header(file.as_fd()).map_err(|source| SpillFault::Foreign {
             path: path.clone(),
@@ -307,20 +315,20 @@ impl SpillFile {
         if writable {
             lock(&path, &file)?;
         }
-        let found = rustix::fs::fstat(&file)
-            .map_err(io(&path, "stat it"))?
+        let file_len = rustix::fs::fstat(&file)
+            .map_err(call_fault(&path, "stat it"))?
             .st_size as u64;
-        let expected = file_bytes(geometry);
-        let short = found < expected;
-        let truncated = short.then(|| SpillFault::Truncated {
+        let expected_len = file_bytes(geometry);
+        let is_short = file_len < expected_len;
+        let truncated = is_short.then(|| SpillFault::Truncated {
             path: path.clone(),
-            found,
-            expected,
+            found: file_len,
+            expected: expected_len,
         });
         Ok((Self::assemble(&path, file, geometry), truncated.or(refused)))
     }
 
-    /// Where it is.
+    /// Returns the path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -331,19 +339,19 @@ impl SpillFile {
         rustix::fs::fstat(&self.cached).is_ok_and(|stat| stat.st_size as u64 >= end)
     }
 
-    /// Where byte `position` of a slot is in the file.
+    /// Returns the offset in the file of byte `position` of a slot.
     pub fn offset(&self, slot: u32, position: u32) -> u64 {
         SPILL_DATA_OFFSET + u64::from(slot) * self.slot_bytes + u64::from(position)
     }
 
-    /// Reads all of `out` from `offset` of the file.
+    /// Fills `out` with bytes from `offset` of the file. EIO if the file ends before.
     pub fn read(&self, mut offset: u64, mut out: &mut [u8]) -> Result<(), Errno> {
         while !out.is_empty() {
             match rustix::io::pread(&self.cached, &mut *out, offset) {
                 Ok(0) => return Err(Errno::IO),
-                Ok(n) => {
-                    out = &mut out[n..];
-                    offset += n as u64;
+                Ok(count) => {
+                    out = &mut out[count..];
+                    offset += count as u64;
                 }
                 Err(Errno::INTR) => {}
                 Err(errno) => return Err(errno),
@@ -352,20 +360,20 @@ impl SpillFile {
         Ok(())
     }
 
-    /// Writes a slot; the device has it when this returns.
+    /// Writes a slot. When this returns, the device has the bytes.
     pub(crate) fn write(&self, slot: u32, bytes: &[u8]) -> Result<(), Errno> {
         probe();
         let offset = self.offset(slot, 0);
         if let Some(direct) = &self.direct {
             match write_all(direct.as_fd(), bytes, offset) {
-                // This memory or this file system cannot after all.
+                // Direct I/O is not possible for this memory or on this file system: the page cache is used.
                 Err(Errno::INVAL | Errno::OPNOTSUPP) => {}
-                other => return other,
+                result => return result,
             }
         }
         write_all(self.cached.as_fd(), bytes, offset)?;
         rustix::fs::fdatasync(&self.cached)?;
-        // The point of the spill file is free memory, the page cache's too.
+        // The spill file exists to free memory, so its pages in the page cache are freed too.
         let _ = rustix::fs::fadvise(
             &self.cached,
             offset,
@@ -375,19 +383,20 @@ impl SpillFile {
         Ok(())
     }
 
-    /// Makes all that was spilled survive a loss of power.
+    /// Makes all spilled chunks durable.
     pub(crate) fn sync(&self) -> Result<(), Errno> {
         rustix::fs::fdatasync(&self.cached)
     }
 }
 
+/// Writes all bytes at `offset`.
 fn write_all(file: BorrowedFd<'_>, mut bytes: &[u8], mut offset: u64) -> Result<(), Errno> {
     while !bytes.is_empty() {
         match rustix::io::pwrite(file, bytes, offset) {
             Ok(0) => return Err(Errno::IO),
-            Ok(n) => {
-                bytes = &bytes[n..];
-                offset += n as u64;
+            Ok(count) => {
+                bytes = &bytes[count..];
+                offset += count as u64;
             }
             Err(Errno::INTR) => {}
             Err(errno) => return Err(errno),
@@ -396,13 +405,13 @@ fn write_all(file: BorrowedFd<'_>, mut bytes: &[u8], mut offset: u64) -> Result<
     Ok(())
 }
 
-/// Held until the file is closed; a file system without locks does without.
+/// Locks the file until it is closed. On a file system without locks it does nothing.
 fn lock(path: &Path, file: &OwnedFd) -> Result<(), SpillFault> {
-    let until = Instant::now() + LOCK_WAIT;
+    let deadline = Instant::now() + LOCK_WAIT;
     loop {
         match rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive) {
-            Err(Errno::WOULDBLOCK) if Instant::now() < until => {
-                std::thread::sleep(Duration::from_millis(10))
+            Err(Errno::WOULDBLOCK) if Instant::now() < deadline => {
+                std::thread::sleep(LOCK_RETRY_INTERVAL)
             }
             Err(Errno::WOULDBLOCK) => {
                 return Err(SpillFault::Taken {
@@ -415,9 +424,9 @@ fn lock(path: &Path, file: &OwnedFd) -> Result<(), SpillFault> {
     }
 }
 
-/// Removes what a NUMA node that lost its memory left: a spill file whose arena is gone.
+/// Removes a spill file whose arena is gone, as after the host lost its memory.
 fn remove_stale(path: &Path) -> Result<(), SpillFault> {
-    let file = open(path, OFlags::RDONLY).map_err(unopened(path))?;
+    let file = open(path, OFlags::RDONLY).map_err(open_fault(path))?;
     check_trust(path, file.as_fd())?;
     let header = read_header(file.as_fd()).map_err(|source| SpillFault::NotSpill {
         path: path.into(),
@@ -425,9 +434,9 @@ fn remove_stale(path: &Path) -> Result<(), SpillFault> {
     })?;
     let arena = PathBuf::from(std::ffi::OsString::from_vec(header.arena_path.clone()));
     let mut page = [0u8; SUPERBLOCK_BYTES];
-    let found =
+    let superblock_read =
         open(&arena, OFlags::RDONLY).and_then(|file| rustix::io::pread(&file, &mut page[..], 0));
-    if found.is_ok()
+    if superblock_read.is_ok()
         && Superblock::decode(&page).is_ok_and(|superblock| superblock.uuid == header.uuid)
     {
         return Err(SpillFault::Taken {
@@ -437,5 +446,5 @@ fn remove_stale(path: &Path) -> Result<(), SpillFault> {
     }
     lock(path, &file)?;
     tracing::info!(spill = %quoted_path(path), arena = %quoted_path(&arena), "replacing a spill file whose arena is gone");
-    rustix::fs::unlink(path).map_err(io(path, "remove it"))
+    rustix::fs::unlink(path).map_err(call_fault(path, "remove it"))
 }

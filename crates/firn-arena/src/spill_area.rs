@@ -1,8 +1,8 @@
-//! The arena's spill file, or what is wrong with it, and what moved there.
+//! The spill file of an arena, the fault that it may have, and the lock and count of moves to it.
 //!
 //! Invariants
-//! * Nothing moves to a file that is missing or has a fault.
-//! * One chunk moves at a time, under [`SpillArea::begin`]'s guard.
+//! * No chunk moves to a file that is missing or has a fault.
+//! * One chunk moves at a time: the mover has the guard of [`SpillArea::begin`].
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,17 +12,19 @@ use rustix::io::Errno;
 
 use crate::spill::{SpillFault, SpillFile};
 
-/// Where chunks go that memory has no room for.
+/// The state of an arena's spill file. The default is an arena without one.
 #[derive(Default)]
 pub(crate) struct SpillArea {
     file: Option<Arc<SpillFile>>,
     fault: Option<SpillFault>,
+    /// Locked by the thread that moves a chunk.
     mover: Mutex<()>,
+    /// Bytes moved since the arena was attached.
     moved_bytes: AtomicU64,
 }
 
 impl SpillArea {
-    /// Of an arena that has just been made.
+    /// The spill area of a new arena.
     pub(crate) fn with_file(file: SpillFile) -> Self {
         Self {
             file: Some(Arc::new(file)),
@@ -30,7 +32,8 @@ impl SpillArea {
         }
     }
 
-    /// Of what an attach found: the file and what is wrong with it, or why there is none.
+    /// The spill area of an attached arena. `opened` is the file with the fault that it may have, or the fault that kept it
+    /// from being opened.
     pub(crate) fn from_opened(opened: Result<(SpillFile, Option<SpillFault>), SpillFault>) -> Self {
         let (file, fault) = match opened {
             Ok((file, fault)) => (Some(Arc::new(file)), fault),
@@ -43,7 +46,7 @@ impl SpillArea {
         }
     }
 
-    /// The file, to be read.
+    /// The file, for reads.
     pub(crate) fn file(&self) -> Option<&Arc<SpillFile>> {
         self.file.as_ref()
     }
@@ -52,22 +55,23 @@ impl SpillArea {
         self.fault.as_ref()
     }
 
-    /// The file, if chunks may move to it.
+    /// The file, if it has no fault: then chunks may move to it.
     pub(crate) fn usable_file(&self) -> Option<&Arc<SpillFile>> {
         self.file.as_ref().filter(|_| self.fault.is_none())
     }
 
-    /// Whether a slot can be read, as far as is known without trying.
+    /// Whether the file has all bytes of a slot. Nothing is read.
     pub(crate) fn has_slot(&self, slot: u32) -> bool {
         let file = self.file.as_ref();
         file.is_some_and(|file| self.fault.is_none() || file.has_slot(slot))
     }
 
-    /// Waits until no other thread moves a chunk.
+    /// Begins a move: waits until no other thread moves a chunk, and keeps others out until the guard is dropped.
     pub(crate) fn begin(&self) -> MutexGuard<'_, ()> {
         self.mover.lock()
     }
 
+    /// Adds to the count of moved bytes. The caller has the guard of [`SpillArea::begin`].
     pub(crate) fn count_moved(&self, bytes: u64) {
         debug_assert!(self.mover.is_locked(), "a chunk moved without its turn");
         self.moved_bytes.fetch_add(bytes, Ordering::Relaxed);

@@ -1,23 +1,29 @@
-//! NUMA nodes: which CPUs are near which memory.
+//! The NUMA nodes of the machine: which CPUs are near which memory.
 //!
-//! Read from files as in /sys/devices/system/node (Documentation/ABI/stable/sysfs-devices-node of the
-//! kernel): `has_memory`, `nodeN/cpulist`, `nodeN/distance`. What cannot be read is taken for one NUMA node.
+//! The facts come from files as in /sys/devices/system/node (Documentation/ABI/stable/sysfs-devices-node of the
+//! kernel): `online`, `has_memory`, `nodeN/cpulist` and `nodeN/distance`. If any of them cannot be read or is not valid,
+//! the machine counts as one NUMA node.
+//!
+//! Only nodes with memory are kept. They are numbered here from 0 without gaps; [`Topology::id`] gives the
+//! kernel's number.
 //!
 //! Invariants
-//! * There is at least one node, and every order is a permutation of all of them, its own NUMA node first.
+//! * There is at least one node.
+//! * The order of each node names every node once, and the node itself first.
 
 use std::path::Path;
 
 /// Where the kernel describes its NUMA nodes.
 pub const SYSFS_NODES: &str = "/sys/devices/system/node";
 
-/// Nodes are numbered here from 0 without gaps; [`Topology::id`] is the kernel's number.
+/// The NUMA nodes with memory, and which of them is nearest to each CPU. Nodes are numbered from 0 without gaps.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Topology {
+    /// The kernel's number of each node.
     ids: Vec<u32>,
-    /// Index of the nearest NUMA node with memory, by CPU.
+    /// The nearest node to each CPU.
     of_cpu: Vec<u32>,
-    /// For each node all NUMA nodes, the nearest first.
+    /// For each node, all nodes, the nearest first.
     orders: Vec<Vec<u32>>,
 }
 
@@ -28,7 +34,7 @@ impl Default for Topology {
 }
 
 impl Topology {
-    /// All memory is as near.
+    /// A machine with one NUMA node: all memory is equally near.
     pub fn one() -> Self {
         Self {
             ids: vec![0],
@@ -37,37 +43,38 @@ impl Topology {
         }
     }
 
-    /// The NUMA nodes that files below `root` describe.
+    /// Reads the nodes from the files below `root`. Returns one node if they cannot be read or are not valid.
     pub fn read(root: &Path) -> Self {
         Self::try_read(root).unwrap_or_else(Self::one)
     }
 
+    /// Reads the nodes; `None` if a file that is needed cannot be read or is not valid.
     fn try_read(root: &Path) -> Option<Self> {
         let text = |name: &str| std::fs::read_to_string(root.join(name)).ok();
-        let online = list(&text("online")?)?;
-        let ids = text("has_memory").map_or(Some(online.clone()), |text| list(&text))?;
-        // A row has a column for each NUMA node that is online, in the order of their numbers.
-        let row = |node: u32| -> Option<Vec<u32>> {
+        let online = parse_list(&text("online")?)?;
+        let ids = text("has_memory").map_or(Some(online.clone()), |text| parse_list(&text))?;
+        // The row of a node in the distance table has a column for each online node, in the order of their numbers.
+        let distances = |node: u32| -> Option<Vec<u32>> {
             let row: Vec<u32> = text(&format!("node{node}/distance"))?
                 .split_ascii_whitespace()
                 .map(|distance| distance.parse().ok())
                 .collect::<Option<_>>()?;
             ids.iter()
-                .map(|id| row.get(online.iter().position(|o| o == id)?).copied())
+                .map(|id| row.get(online.iter().position(|node| node == id)?).copied())
                 .collect()
         };
         let order = |node: u32| -> Option<Vec<u32>> {
-            let row = row(node)?;
+            let distance = distances(node)?;
             let mut order: Vec<u32> = (0..ids.len() as u32).collect();
-            // A node is nearest to itself, whatever its row says; among equals the lower number.
-            order.sort_by_key(|&index| (ids[index as usize] != node, row[index as usize]));
+            // A node is nearest to itself, whatever its row says. Of two equally far nodes the lower number comes first.
+            order.sort_by_key(|&index| (ids[index as usize] != node, distance[index as usize]));
             Some(order)
         };
         let orders: Vec<Vec<u32>> = ids.iter().map(|&id| order(id)).collect::<Option<_>>()?;
         let mut of_cpu = Vec::new();
         for &node in &online {
             let nearest = *order(node)?.first()?;
-            for cpu in list(&text(&format!("node{node}/cpulist"))?)? {
+            for cpu in parse_list(&text(&format!("node{node}/cpulist"))?)? {
                 let cpu = cpu as usize;
                 of_cpu.resize(of_cpu.len().max(cpu + 1), 0);
                 of_cpu[cpu] = nearest;
@@ -95,24 +102,24 @@ impl Topology {
         }
     }
 
-    /// How many NUMA nodes there are.
+    /// The number of nodes.
     pub fn count(&self) -> usize {
         self.ids.len()
     }
 
-    /// The kernel's number of a NUMA node.
+    /// The kernel's number of a node.
     pub fn id(&self, node: usize) -> u32 {
         self.ids[node]
     }
 
-    /// The NUMA node nearest to a CPU; the first one for CPUs that nothing is known of.
+    /// The node nearest to a CPU; the first node if the CPU is not listed.
     pub fn of_cpu(&self, cpu: u32) -> usize {
         self.of_cpu
             .get(cpu as usize)
             .map_or(0, |&node| node as usize)
     }
 
-    /// The NUMA node nearest to the CPU on which this thread runs now.
+    /// The node nearest to the CPU on which this thread runs now.
     pub fn here(&self) -> usize {
         if self.ids.len() == 1 {
             return 0;
@@ -120,14 +127,15 @@ impl Topology {
         self.of_cpu(rustix::thread::sched_getcpu() as u32)
     }
 
-    /// All NUMA nodes, the nearest first.
+    /// All nodes, the nearest to `node` first.
     pub(crate) fn order(&self, node: usize) -> &[u32] {
         &self.orders[node]
     }
 }
 
-/// Reads a list as `0-3,8`; an empty one is a NUMA node without any. More than the kernel could have is none.
-fn list(text: &str) -> Option<Vec<u32>> {
+/// Parses a list of numbers such as `0-3,8`; an empty text is an empty list. `None` if it is not valid or has a number
+/// that no kernel uses.
+fn parse_list(text: &str) -> Option<Vec<u32>> {
     const NUMBER_MAX: u32 = 1 << 16;
     let mut numbers = Vec::new();
     for range in text.trim().split(',').filter(|range| !range.is_empty()) {

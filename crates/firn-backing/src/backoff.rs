@@ -1,4 +1,4 @@
-//! Waits between tries: each is twice as long as the one before, up to a bound.
+//! Waits between tries of something that fails. Each wait is twice as long as the one before, up to a bound.
 //!
 //! Invariants
 //! * `first <= wait <= last` for every wait, and no wait is shorter than the one before it.
@@ -17,7 +17,7 @@
 
 use std::time::Duration;
 
-/// The shortest and the longest wait.
+/// The shortest and the longest wait of a series.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Backoff {
     first: Duration,
@@ -32,23 +32,23 @@ pub struct Waits {
 }
 
 impl Backoff {
-    /// Waits from `first`, the shortest, to `last`, the longest.
+    /// Waits are from `first`, the shortest, to `last`, the longest.
     pub const fn new(first: Duration, last: Duration) -> Self {
         assert!(first.as_nanos() <= last.as_nanos());
         Self { first, last }
     }
 
-    /// The shortest wait.
+    /// Returns the shortest wait.
     pub const fn first(self) -> Duration {
         self.first
     }
 
-    /// The longest wait.
+    /// Returns the longest wait.
     pub const fn last(self) -> Duration {
         self.last
     }
 
-    /// The wait after `failures` failures in a row; at least one.
+    /// Returns the wait after this number of failures in a row, which is at least 1.
     pub fn after(self, failures: u32) -> Duration {
         let doublings = failures.saturating_sub(1).min(u32::BITS - 1);
         self.first.saturating_mul(1 << doublings).min(self.last)
@@ -64,19 +64,19 @@ impl Backoff {
 }
 
 impl Waits {
-    /// The wait before the next try, for a caller that waits in its own way.
+    /// Returns the wait before the next try. For a caller that does not sleep in this thread.
     pub fn next_wait(&mut self) -> Duration {
         let wait = self.next;
         self.next = wait.saturating_mul(2).min(self.backoff.last);
         wait
     }
 
-    /// Waits before the next try.
+    /// Sleeps for the wait before the next try.
     pub fn sleep(&mut self) {
         std::thread::sleep(self.next_wait());
     }
 
-    /// Begins again with the shortest wait.
+    /// Makes the shortest wait the next one.
     pub fn reset(&mut self) {
         self.next = self.backoff.first;
     }

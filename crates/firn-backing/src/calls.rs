@@ -1,21 +1,21 @@
-//! The calls of a backing, in one trait for each thing that a reader asks of it.
+//! The calls of a backing, in one trait for each subject.
 //!
-//! | trait | says |
+//! | trait | calls about |
 //! |---|---|
-//! | [`Volume`] | what the whole is, and that it is durable |
-//! | [`Names`] | which name leads to which object |
+//! | [`Volume`] | the whole tree, and its durability |
+//! | [`Names`] | names, and the objects to which they lead |
 //! | [`Attributes`] | what is known of an object beside its data |
 //! | [`Files`] | the data of a file, and its locks |
 //! | [`Sharing`] | what other hosts and the kernel may see of a file |
-//! | [`Placement`] | where the data of a file lies |
-//! | [`Backing`] | all of these, and the usual form of some calls |
+//! | [`Placement`] | where the data of a file is |
+//! | [`Backing`] | all of these, and the usual forms of some calls |
 //!
-//! A call takes a value where several calls would do the same: [`Remove`] says what [`Names::remove`] removes,
+//! Similar calls are one call with an argument that says which: [`Remove`] says what [`Names::remove`] removes,
 //! [`AttrChange`] what [`Attributes::set_attr`] changes.
 //!
-//! Of these traits only [`Backing`] has a default. A layer implements each call, and names in one place the calls that
-//! it hands down as they are ([`forward!`](crate::forward)). [`Backing`] is implemented once, for every type that has
-//! all the others, so that no layer can have a form of its own.
+//! Only [`Backing`] has default implementations. A layer implements each call of the other traits, and lists in one place
+//! the calls that it forwards unchanged ([`forward!`](crate::forward)). [`Backing`] is implemented once, for every type
+//! that has the other traits, so no layer can change the usual forms.
 
 use std::ffi::OsStr;
 use std::io::IoSlice;
@@ -29,13 +29,13 @@ use crate::{
     StatFs, SyncScope, Target,
 };
 
-/// What [`Attributes::stat`] of a backing is asked about.
+/// The argument of [`Attributes::stat`]: an object or an open file of the backing `B`.
 pub type TargetOf<'a, B> = Target<'a, <B as Volume>::Inode, <B as Volume>::File>;
 
-/// What [`Names::create_placed`] of a backing makes: a file, which is open.
+/// The result of [`Names::create_placed`]: a new file, which is open.
 pub type Created<B> = (<B as Volume>::Inode, <B as Volume>::File, Attr);
 
-/// What [`Files::adopt`] of a backing gives.
+/// The result of [`Files::adopt`].
 pub type AdoptedBy<B> = Adopted<<B as Volume>::Inode, <B as Volume>::File>;
 
 /// A directory tree on some file system, as a whole.
@@ -47,23 +47,26 @@ pub trait Volume: Send + Sync + 'static {
     /// An open directory stream.
     type Dir: Send + Sync + 'static;
 
-    /// The top directory.
+    /// Returns the top directory.
     fn root(&self) -> Self::Inode;
-    /// What holds for all files, from the first call to the last. It makes no system call and waits for nothing: it may be asked with locks held.
+    /// Returns properties that never change. Makes no system call and waits for nothing, so it may be called with locks
+    /// held.
     fn features(&self) -> Features;
-    /// fstatvfs(3).
+    /// Returns the figures of the file system (fstatvfs(3)).
     fn statfs(&self) -> Result<StatFs>;
-    /// Makes what `scope` says durable, data and names, also changes by other programs.
+    /// Makes the data and names in `scope` durable, including changes by other programs.
     fn sync_scope(&self, scope: SyncScope<'_, Self::Inode>) -> Result<()>;
 }
 
 /// Names, and the objects that they lead to.
 pub trait Names: Volume {
-    /// Finds `name` in `parent`, without following a final symlink. `name` has no slash.
+    /// Returns the object of `name` in `parent`. Does not follow a symbolic link. `name` has no slash.
     fn lookup(&self, parent: &Self::Inode, name: &OsStr) -> Result<(Self::Inode, Attr)>;
-    /// Creates and opens a regular file that did not exist (`O_CREAT|O_EXCL`, EEXIST otherwise), for
-    /// reading and writing whatever `mode` allows. `mode` is complete: no umask is applied. The owner
-    /// becomes `caller` where this process may arrange that. `placing` says where its data goes.
+    /// Creates a regular file and opens it for reading and writing, whatever `mode` allows. EEXIST if the name exists
+    /// (`O_CREAT|O_EXCL`).
+    ///
+    /// No umask is applied to `mode`. The owner becomes `caller` if this process may do that. `placing` says where the
+    /// file's data goes.
     fn create_placed(
         &self,
         caller: &Caller,
@@ -72,7 +75,7 @@ pub trait Names: Volume {
         mode: u32,
         placing: Placing<'_, Self::Inode>,
     ) -> Result<Created<Self>>;
-    /// Makes an object that nothing is open of: mkdir(2), mknod(2) or symlink(2). Mode and owner are as in
+    /// Makes an object other than an open file: mkdir(2), mknod(2) or symlink(2). Mode and owner are as in
     /// [`Names::create_placed`].
     fn make(
         &self,
@@ -81,11 +84,11 @@ pub trait Names: Volume {
         name: &OsStr,
         kind: NewKind<'_>,
     ) -> Result<(Self::Inode, Attr)>;
-    /// linkat(2): another name for `inode`.
+    /// Gives `inode` another name (linkat(2)).
     fn link(&self, inode: &Self::Inode, parent: &Self::Inode, name: &OsStr) -> Result<Attr>;
-    /// unlinkat(2).
+    /// Removes a name (unlinkat(2)).
     fn remove(&self, parent: &Self::Inode, name: &OsStr, what: Remove) -> Result<()>;
-    /// renameat2(2).
+    /// Renames an object (renameat2(2)).
     fn rename(
         &self,
         parent: &Self::Inode,
@@ -94,14 +97,14 @@ pub trait Names: Volume {
         new_name: &OsStr,
         flags: RenameFlags,
     ) -> Result<()>;
-    /// The inode that a look-up of `name` would return of an object that was renamed to it. It makes no system call.
+    /// Returns the inode that a look-up of `name` returns after the object was renamed to it. Makes no system call.
     fn moved_to(&self, inode: &Self::Inode, parent: &Self::Inode, name: &OsStr) -> Self::Inode;
-    /// readlinkat(2).
+    /// Returns the target of a symbolic link (readlinkat(2)).
     fn readlink(&self, inode: &Self::Inode) -> Result<Vec<u8>>;
-    /// opendir(3).
+    /// Opens a directory for reading (opendir(3)).
     fn open_dir(&self, inode: &Self::Inode) -> Result<Self::Dir>;
-    /// Reads entries, `.` and `..` included, from `cookie` on (0: from the start; else a
-    /// [`DirEntry::cookie`] of this directory) until `sink` returns false or the directory ends.
+    /// Reads entries, including `.` and `..`, until `sink` returns false or the directory ends. `cookie`: 0 to read from the
+    /// start, else a [`DirEntry::cookie`] of this directory.
     fn read_dir(
         &self,
         dir: &Self::Dir,
@@ -110,36 +113,36 @@ pub trait Names: Volume {
     ) -> Result<()>;
 }
 
-/// Attributes of an object: all that is known of it beside its data.
+/// Attributes of an object: everything that is known of it beside its data.
 pub trait Attributes: Volume {
-    /// fstat(2) of an object or of an open file.
+    /// Returns the attributes of an object or of an open file (fstat(2)).
     fn stat(&self, target: TargetOf<'_, Self>, freshness: Freshness) -> Result<Attr>;
     /// Changes one attribute.
     fn set_attr(&self, inode: &Self::Inode, change: AttrChange<'_>) -> Result<()>;
-    /// getxattr(2) into a buffer of the size that the value has.
+    /// Returns the whole value of an extended attribute (getxattr(2)).
     fn get_xattr(&self, inode: &Self::Inode, name: &OsStr) -> Result<Vec<u8>>;
-    /// listxattr(2): names, each ended by a zero byte.
+    /// Returns the names of the extended attributes, each with a zero byte after it (listxattr(2)).
     fn list_xattr(&self, inode: &Self::Inode) -> Result<Vec<u8>>;
 }
 
 /// The data of regular files, and locks of them.
 pub trait Files: Volume {
-    /// Opens a regular file. `access` is what this process wants, whatever the file's mode says of
-    /// others. Never truncates, never creates, never follows a symlink.
+    /// Opens a regular file. `access` is what this process does with the file, even if the file's mode denies it to its
+    /// owner. Never truncates, creates, or follows a symbolic link.
     fn open(&self, inode: &Self::Inode, access: Access) -> Result<Self::File>;
-    /// pread(2), until `buf` is full or the file ends; returns the bytes read.
+    /// Reads until `buf` is full or the file ends, and returns the number of bytes (pread(2)).
     fn read_at(&self, file: &Self::File, buf: &mut [u8], offset: u64) -> Result<usize>;
-    /// Writes parts that do not overlap, in whatever order they are in. May write less than asked: the bytes that it
-    /// returns, from the first part on, and nothing of the others. After an error none of them counts.
+    /// Writes parts that do not overlap; they may be in any order. Returns the number of written bytes, counted from the
+    /// first part on; it may be less than asked for. After an error, none of the parts counts as written.
     fn write_parts(&self, file: &Self::File, parts: &[DataPart<'_>]) -> Result<u64>;
-    /// Changes the length, or ends a change of it. Returns false where a [`Resize::Finish`] finds that the change was never
-    /// made: the file is as it was before that. All others return true.
+    /// Changes the length, or completes a change of it. Returns false only if [`Resize::Finish`] finds that the change was
+    /// never made: the file is then as before it.
     fn resize(&self, file: &Self::File, resize: Resize) -> Result<bool>;
-    /// fallocate(2) with its `mode` bits.
+    /// Allocates, punches or zeroes a range (fallocate(2) with the bits of `mode`).
     fn allocate(&self, file: &Self::File, mode: i32, offset: u64, len: u64) -> Result<()>;
-    /// lseek(2) with `SEEK_DATA` or `SEEK_HOLE`.
+    /// Returns the next offset with data, or of a hole, from `offset` on (lseek(2)).
     fn seek(&self, file: &Self::File, offset: u64, what: Seek) -> Result<u64>;
-    /// copy_file_range(2), once.
+    /// Copies bytes between files by one copy_file_range(2), and returns their number.
     fn copy_range(
         &self,
         from: &Self::File,
@@ -148,56 +151,58 @@ pub trait Files: Volume {
         to_offset: u64,
         len: u64,
     ) -> Result<u64>;
-    /// fsync(2), or fdatasync(2) where `data_only`.
+    /// Makes the file durable: fsync(2), or with `data_only` fdatasync(2).
     fn sync(&self, file: &Self::File, data_only: bool) -> Result<()>;
-    /// Says what becomes of memory that keeps a range. Waits for nothing, and loses nothing.
+    /// Advises the kernel about cached pages of a range. Waits for nothing and loses no data.
     fn advise(&self, file: &Self::File, range: Range<u64>, advice: PageAdvice);
-    /// Takes, ends or tests a lock, without waiting. False where another owner has one in the way; what this process
-    /// has locked stays as it was.
+    /// Takes, ends or tests a lock, without waiting. Returns false if another owner has a conflicting lock; locks of this
+    /// process are then unchanged.
     ///
-    /// A layer over another backing has no locks of its own: hosts meet in the one below.
+    /// A layer has no locks of its own. It forwards the call, because hosts meet in the backing below.
     fn lock(&self, file: &Self::File, request: LockRequest) -> Result<bool>;
-    /// A descriptor of the file for another process or the kernel; `None` where there is none.
+    /// Returns a descriptor of the file for another process or for the kernel; `None` if there is none.
     fn descriptor(&self, file: &Self::File, purpose: DescriptorUse) -> Option<OwnedFd>;
-    /// Goes on with a file of an earlier process, whose [`Files::descriptor`] gave this one for [`DescriptorUse::Keeping`].
-    /// The caller vouches for its origin.
+    /// Opens a file again from a descriptor that an earlier process got from [`Files::descriptor`] for
+    /// [`DescriptorUse::Keeping`]. The caller guarantees that the descriptor is such a one.
     fn adopt(&self, descriptor: OwnedFd) -> Result<AdoptedBy<Self>>;
 }
 
-/// Files that several hosts write, or that others than this process read.
+/// Files that several hosts write, or that the kernel or other processes read.
 pub trait Sharing: Volume {
-    /// How far the kernel may read an open file by itself.
+    /// Returns whether the kernel may serve reads of an open file by itself.
     fn kernel_reads(&self, file: &Self::File) -> KernelReads;
-    /// Where bytes of `range` lie in files of the backing, as [`Files::read_at`] would give them; `None` where the
-    /// kernel reads the file by itself, or only this process can. What is told stays as it is, whatever becomes of the
-    /// file, until this host changes it, learns that others have ([`Facts::changes_by_others`]), or [`Located::until`].
+    /// Returns where the bytes of `range` are in files of the backing: the bytes that [`Files::read_at`] would return.
+    /// `None`: the kernel reads the file by itself, or only this process can read it.
+    ///
+    /// The answer stays valid, whatever happens to the file, until this host changes the file, learns that another host has
+    /// ([`Facts::changes_by_others`]), or [`Located::until`].
     fn locate(
         &self,
         file: &Self::File,
         range: Range<u64>,
         limits: LocateLimits,
     ) -> Result<Option<Located>>;
-    /// Says what programs of this host do with a file that is open here.
+    /// Notes how programs of this host use a file that is open here.
     fn note_use(&self, file: &Self::File, what: FileUse) -> Result<()>;
-    /// The highest level that the file's bytes in the backing can have now: [`DurabilityLevel::Logged`] where some are in
-    /// logs, [`DurabilityLevel::Drained`] as long as a transaction may still take them back.
+    /// Returns the highest durability level that bytes in the backing can have now: [`DurabilityLevel::Logged`] if some are
+    /// in logs, [`DurabilityLevel::Drained`] while a transaction may still undo them.
     fn level_max(&self, inode: &Self::Inode) -> DurabilityLevel;
 }
 
-/// Where the data of files lies.
+/// Where the data of files is.
 pub trait Placement: Volume {
-    /// What this process knows of an object. It makes no system call and waits for nothing: it may be asked with locks held.
+    /// Returns what is known of an object. Makes no system call and waits for nothing, so it may be called with locks held.
     fn facts(&self, inode: &Self::Inode) -> Facts;
-    /// The lane of a turn, from 0, where turns go round the lanes that take new files; none where this one chooses no
-    /// lane for a new file. It makes no system call either.
+    /// Returns the lane of a turn, counted from 0, if new files go to the lanes in turn. `None`: this backing chooses no lane
+    /// for new files. Makes no system call.
     fn lane_of_turn(&self, turn: u64) -> Option<LaneIndex>;
 }
 
-/// Everything that Firn asks of a backing.
+/// All that Firn asks of a backing.
 ///
-/// Its own calls are the usual forms of those above, and nothing else: it is implemented once, below, for all backings.
+/// Its methods are the usual forms of the calls above. They are implemented once, for all backings.
 pub trait Backing: Names + Attributes + Files + Sharing + Placement {
-    /// Creates a file whose place is that of its name.
+    /// Creates a file; its name decides where its data goes.
     fn create(
         &self,
         caller: &Caller,
@@ -208,7 +213,7 @@ pub trait Backing: Names + Attributes + Files + Sharing + Placement {
         self.create_placed(caller, parent, name, mode, Placing::ByName)
     }
 
-    /// mkdir(2).
+    /// Makes a directory (mkdir(2)).
     fn mkdir(
         &self,
         caller: &Caller,
@@ -219,7 +224,7 @@ pub trait Backing: Names + Attributes + Files + Sharing + Placement {
         self.make(caller, parent, name, NewKind::Dir { mode })
     }
 
-    /// symlink(2).
+    /// Makes a symbolic link (symlink(2)).
     fn symlink(
         &self,
         caller: &Caller,
@@ -230,90 +235,90 @@ pub trait Backing: Names + Attributes + Files + Sharing + Placement {
         self.make(caller, parent, name, NewKind::Symlink { target })
     }
 
-    /// unlink(2).
+    /// Removes a name of anything but a directory (unlink(2)).
     fn unlink(&self, parent: &Self::Inode, name: &OsStr) -> Result<()> {
         self.remove(parent, name, Remove::NonDir)
     }
 
-    /// rmdir(2).
+    /// Removes an empty directory (rmdir(2)).
     fn rmdir(&self, parent: &Self::Inode, name: &OsStr) -> Result<()> {
         self.remove(parent, name, Remove::Dir)
     }
 
-    /// fstat(2) of an object, as this host knows it.
+    /// Returns the attributes of an object as this host knows them (fstat(2)).
     fn attr(&self, inode: &Self::Inode) -> Result<Attr> {
         self.stat(Target::Inode(inode), Freshness::Known)
     }
 
-    /// fstat(2) of an open file, as this host knows it.
+    /// Returns the attributes of an open file as this host knows them (fstat(2)).
     fn attr_of_file(&self, file: &Self::File) -> Result<Attr> {
         self.stat(Target::File(file), Freshness::Known)
     }
 
-    /// fstat(2) of an object, asked of the server.
+    /// Returns the attributes of an object as its server knows them (fstat(2)).
     fn attr_now(&self, inode: &Self::Inode) -> Result<Attr> {
         self.stat(Target::Inode(inode), Freshness::Current)
     }
 
-    /// fstat(2) of an open file, asked of the server.
+    /// Returns the attributes of an open file as its server knows them (fstat(2)).
     fn attr_of_file_now(&self, file: &Self::File) -> Result<Attr> {
         self.stat(Target::File(file), Freshness::Current)
     }
 
-    /// chmod(2).
+    /// Changes the mode (chmod(2)).
     fn set_mode(&self, inode: &Self::Inode, mode: u32) -> Result<()> {
         self.set_attr(inode, AttrChange::Mode(mode))
     }
 
-    /// chown(2).
+    /// Changes the owner (chown(2)).
     fn set_owner(&self, inode: &Self::Inode, uid: Option<u32>, gid: Option<u32>) -> Result<()> {
         self.set_attr(inode, AttrChange::Owner { uid, gid })
     }
 
-    /// utimensat(2).
+    /// Changes the times (utimensat(2)).
     fn set_times(&self, inode: &Self::Inode, atime: SetTime, mtime: SetTime) -> Result<()> {
         self.set_attr(inode, AttrChange::Times { atime, mtime })
     }
 
-    /// setxattr(2).
+    /// Sets an extended attribute (setxattr(2)).
     fn set_xattr(&self, inode: &Self::Inode, name: &OsStr, value: &[u8], flags: i32) -> Result<()> {
         self.set_attr(inode, AttrChange::SetXattr { name, value, flags })
     }
 
-    /// removexattr(2).
+    /// Removes an extended attribute (removexattr(2)).
     fn remove_xattr(&self, inode: &Self::Inode, name: &OsStr) -> Result<()> {
         self.set_attr(inode, AttrChange::RemoveXattr { name })
     }
 
-    /// Whether new objects in directory `inode` take their mode from a POSIX default ACL: then the
-    /// umask of their maker does not count (acl(5)).
+    /// Whether directory `inode` has a POSIX default ACL. New objects then get their mode from it, and the umask of their
+    /// creator does not count (acl(5)).
     fn has_default_acl(&self, inode: &Self::Inode) -> bool {
         self.get_xattr(inode, OsStr::new("system.posix_acl_default"))
             .is_ok()
     }
 
-    /// pwritev(2): bytes that follow each other.
+    /// Writes contiguous bytes and returns their number (pwritev(2)).
     fn write_at(&self, file: &Self::File, data: &[IoSlice<'_>], offset: u64) -> Result<usize> {
         let written = self.write_parts(file, &[DataPart { offset, data }])?;
         Ok(written as usize)
     }
 
-    /// ftruncate(2).
+    /// Sets the length (ftruncate(2)).
     fn set_len(&self, file: &Self::File, len: u64) -> Result<()> {
         self.resize(file, Resize::To(len)).map(|_| ())
     }
 
-    /// A lock of the whole file ([`LockRequest::File`]).
+    /// Takes a lock of the whole file if it is free ([`LockRequest::File`]).
     fn try_lock(&self, file: &Self::File, mode: LockMode) -> Result<bool> {
         self.lock(file, LockRequest::File(mode))
     }
 
-    /// fsync(2) of a directory ([`SyncScope::Dir`]).
+    /// Makes a directory durable ([`SyncScope::Dir`]).
     fn sync_dir(&self, inode: &Self::Inode) -> Result<()> {
         self.sync_scope(SyncScope::Dir(inode))
     }
 
-    /// sync(2) of everything in the backing ([`SyncScope::All`]).
+    /// Makes everything in the backing durable ([`SyncScope::All`]).
     fn sync_all(&self) -> Result<()> {
         self.sync_scope(SyncScope::All)
     }

@@ -1,10 +1,11 @@
-//! The parts of a file that have data: what lies between them is a hole.
+//! Ranges of a file that have data. Between them are holes.
 
 use std::ops::Range;
 
 use crate::{Backing, Errno, Seek};
 
-/// Walks over the data in a range of a file, in order. A file whose holes cannot be told has data everywhere.
+/// Returns the ranges with data within a range of a file, in order. If the file system does not tell holes, all of the
+/// range has data.
 pub fn data_ranges<'a, B: Backing>(
     backing: &'a B,
     file: &'a B::File,
@@ -13,37 +14,40 @@ pub fn data_ranges<'a, B: Backing>(
     DataRanges {
         backing,
         file,
-        rest: range,
+        unsearched: range,
     }
 }
 
-/// See [`data_ranges`].
+/// Iterator of [`data_ranges`].
 pub struct DataRanges<'a, B: Backing> {
     backing: &'a B,
     file: &'a B::File,
-    /// What was not walked over.
-    rest: Range<u64>,
+    /// Part of the range that was not searched yet.
+    unsearched: Range<u64>,
 }
 
 impl<B: Backing> Iterator for DataRanges<'_, B> {
     type Item = Range<u64>;
 
     fn next(&mut self) -> Option<Range<u64>> {
-        let Range { start: at, end } = self.rest;
-        if at >= end {
+        let Range {
+            start: position,
+            end,
+        } = self.unsearched;
+        if position >= end {
             return None;
         }
-        let start = match self.backing.seek(self.file, at, Seek::Data) {
-            Ok(data) => data.clamp(at, end),
+        let start = match self.backing.seek(self.file, position, Seek::Data) {
+            Ok(data) => data.clamp(position, end),
             Err(Errno::NXIO) => end,
-            Err(_) => at,
+            Err(_) => position,
         };
         if start == end {
-            self.rest.start = end;
+            self.unsearched.start = end;
             return None;
         }
         let hole = self.backing.seek(self.file, start, Seek::Hole);
-        self.rest.start = hole.map_or(end, |hole| hole.clamp(start + 1, end));
-        Some(start..self.rest.start)
+        self.unsearched.start = hole.map_or(end, |hole| hole.clamp(start + 1, end));
+        Some(start..self.unsearched.start)
     }
 }

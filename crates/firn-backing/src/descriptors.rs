@@ -1,21 +1,24 @@
-//! How many descriptors this process may have: a backing over a directory takes one for each file in use.
+//! The limit of descriptors of this process. A backing over a directory needs one descriptor for each file in use.
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::Result;
 
-/// Raises the limit of descriptors as far as it goes: root may have as many as the kernel allows, others what their
-/// hard limit says.
+/// Raises the limit of descriptors as far as possible: for root to the kernel's maximum, for others to their hard limit.
 pub fn raise_descriptor_limit() -> Result<()> {
     let kernel_maximum = std::fs::read_to_string("/proc/sys/fs/nr_open")
         .ok()
         .and_then(|text| text.trim().parse().ok());
-    let of = |limit: Option<u64>| Rlimit {
+    let equal_limits = |limit: Option<u64>| Rlimit {
         current: limit,
         maximum: limit,
     };
-    if kernel_maximum.is_some() && setrlimit(Resource::Nofile, of(kernel_maximum)).is_ok() {
+    if kernel_maximum.is_some() && setrlimit(Resource::Nofile, equal_limits(kernel_maximum)).is_ok()
+    {
         return Ok(());
     }
-    setrlimit(Resource::Nofile, of(getrlimit(Resource::Nofile).maximum))
+    setrlimit(
+        Resource::Nofile,
+        equal_limits(getrlimit(Resource::Nofile).maximum),
+    )
 }

@@ -1,16 +1,16 @@
-//! A real directory as the backing.
+//! A directory of a real file system as the backing.
 //!
 //! Promises
-//! * Everything goes through descriptors: the directory may be renamed, or hidden below a mount, and
-//!   the same objects are still meant.
-//! * An inode is an `O_PATH` descriptor: it needs no right on the object, opens no device, and keeps the
-//!   object after its last name is gone.
-//! * New objects belong to the caller where this process is root (`owner`).
+//! * Every call uses descriptors. If the directory is renamed, or hidden below a mount, the calls still reach the same
+//!   objects.
+//! * An inode is an `O_PATH` descriptor. It needs no permission on the object, opens no device, and keeps the object after
+//!   its last name was removed.
+//! * If this process is root, a new object belongs to the caller (`owner`).
 //!
 //! Relies on
 //! * `/proc` being mounted (`proc`).
-//! * The process having umask 0, which the daemon sets at its start: the trait's modes are complete,
-//!   and only with umask 0 do the default ACLs of a parent directory decide alone.
+//! * umask 0, which firnd sets at its start. The modes in calls are complete, and only with umask 0 does the default ACL
+//!   of a parent directory decide alone.
 
 use std::ffi::OsStr;
 use std::io;
@@ -51,24 +51,24 @@ use proc::FdPath;
 use steering::Steering;
 pub use stream::DirStream;
 
-/// Files that are synced at once where each is synced by itself: enough to hide the way to a server.
+/// Number of files that are synced at a time if each file is synced by itself: enough to hide the latency of a server.
 const SYNC_THREADS: usize = 8;
-/// Slices of one pwritev(2), which refuses more (`UIO_MAXIOV`).
+/// Most slices of one pwritev(2) (`UIO_MAXIOV`).
 const SLICES_MAX: usize = 1024;
 
-/// A directory of this machine, on whatever file system.
+/// A backing in a directory of this host, on any file system.
 #[derive(Debug)]
 pub struct DirBacking {
     path: PathBuf,
     root: Arc<DirInode>,
-    /// The file systems that were met, and how each of them is synced.
+    /// File systems that were seen in the directory, and how each is synced.
     devices: Devices,
     unsynced: Unsynced,
-    /// Says where new files go, if the mount asks for that.
+    /// Decides on which server new files go, if the mount asks for that.
     steering: Option<Arc<dyn Steering>>,
 }
 
-/// An object: an `O_PATH` descriptor, and what never changes of it.
+/// An object: an `O_PATH` descriptor, and properties that never change.
 #[derive(Debug)]
 pub struct DirInode {
     fd: OwnedFd,
@@ -108,22 +108,22 @@ pub struct DirFile {
 }
 
 impl DirFile {
-    /// How it was opened.
+    /// Returns the access mode with which the file was opened.
     pub fn access(&self) -> Access {
         self.access
     }
 }
 
 impl DirBacking {
-    /// Opens the directory `path`, which must be readable. ENOTDIR for anything else.
+    /// Opens a backing in the directory `path`, which must be readable. ENOTDIR if it is not a directory.
     pub fn open(path: impl AsRef<Path>) -> io::Result<Self> {
         let path = path.as_ref().canonicalize()?;
         let flags = OFlags::DIRECTORY | OFlags::CLOEXEC;
         let root = fs::open(&path, flags | OFlags::PATH, Mode::empty())?;
-        Self::of_root(root, path)
+        Self::from_root(root, path)
     }
 
-    fn of_root(root: OwnedFd, path: PathBuf) -> io::Result<Self> {
+    fn from_root(root: OwnedFd, path: PathBuf) -> io::Result<Self> {
         let attr = attr::attr(&root)?;
         let root = DirInode::new(root, &attr);
         let devices = Devices::new(root.key.0, reopen::dir(&root)?)?;
@@ -136,33 +136,33 @@ impl DirBacking {
         })
     }
 
-    /// Steers the creation of files in this directory by `steering`.
+    /// Lets `steering` decide on which server new files go.
     pub fn with_steering(mut self, steering: Arc<dyn Steering>) -> Self {
         self.steering = Some(steering);
         self
     }
 
-    /// An object was changed.
-    fn changed(&self, key: Key, fd: BorrowedFd<'_>) {
+    /// Records a change of an object, if the object must be synced by itself.
+    fn record_change(&self, key: Key, fd: BorrowedFd<'_>) {
         if self.devices.is_synced_one_by_one(key.0, fd) {
             self.unsynced.changed(key, || self.place(fd));
         }
     }
 
-    fn changed_inode(&self, inode: &DirInode) {
-        self.changed(inode.key, inode.as_fd());
+    fn record_change_of(&self, inode: &DirInode) {
+        self.record_change(inode.key, inode.as_fd());
     }
 
-    /// An object was made in `parent`.
-    fn made(&self, parent: &DirInode, inode: &DirInode) {
-        self.changed_inode(inode);
-        self.changed_inode(parent);
+    /// Records that an object was made in `parent`.
+    fn record_creation(&self, parent: &DirInode, inode: &DirInode) {
+        self.record_change_of(inode);
+        self.record_change_of(parent);
     }
 
-    /// A name was removed from `parent`, or not.
-    fn removed_if(&self, removed: Result<()>, parent: &DirInode, name: &OsStr) -> Result<()> {
+    /// Records that a name was removed from `parent`, unless `removed` is an error. Returns `removed`.
+    fn record_removal(&self, removed: Result<()>, parent: &DirInode, name: &OsStr) -> Result<()> {
         removed?;
-        self.changed_inode(parent);
+        self.record_change_of(parent);
         if self
             .devices
             .is_synced_one_by_one(parent.key.0, parent.as_fd())
@@ -173,7 +173,7 @@ impl DirBacking {
         Ok(())
     }
 
-    /// Where the kernel says that an object is now.
+    /// Returns the present place of an object, as the kernel tells it.
     fn place(&self, fd: BorrowedFd<'_>) -> Place {
         let Ok(links) = attr::links(fd) else {
             return Place::Unknown;
@@ -184,7 +184,7 @@ impl DirBacking {
         let (Ok(path), Ok(top)) = (absolute(fd), absolute(self.root.as_fd())) else {
             return Place::Unknown;
         };
-        // One of several names was removed, and this descriptor was opened by that one.
+        // The object was opened by this name, which was removed. It has other names.
         if path.ends_with(b" (deleted)") {
             return Place::Unknown;
         }
@@ -196,7 +196,7 @@ impl DirBacking {
         }
     }
 
-    /// Syncs the objects that were changed and need it one by one; all that are there if they are not known.
+    /// Syncs the changed objects that must be synced by themselves. If not all of them are known, syncs every object.
     fn sync_tracked(&self) -> Result<()> {
         unsynced::sync_entries(self)?;
         let version = self.unsynced.begin_sync();
@@ -208,68 +208,70 @@ impl DirBacking {
         Ok(())
     }
 
-    /// syncfs(2) of what it reaches below `top`; calls `each` for the tops of file systems that it does not reach.
+    /// Calls syncfs(2) on the file systems at and below `top`. For each that syncfs(2) does not reach, calls `sync_one_by_one`
+    /// with its top directory.
     fn sync_file_systems(
         &self,
         top: &Arc<DirInode>,
-        each: &mut dyn FnMut(&Arc<DirInode>) -> Result<()>,
+        sync_one_by_one: &mut dyn FnMut(&Arc<DirInode>) -> Result<()>,
     ) -> Result<()> {
-        let mut seen = vec![top.key.0];
-        self.sync_file_system(top, each)?;
+        let mut synced_devices = vec![top.key.0];
+        self.sync_file_system(top, sync_one_by_one)?;
         for path in devices::mounts_below(&absolute(top.as_fd())?, &absolute(self.root.as_fd())?) {
             let Ok((inode, _)) = self.find(&path) else {
                 continue;
             };
-            if inode.kind == Kind::Dir && !seen.contains(&inode.key.0) {
-                seen.push(inode.key.0);
-                self.sync_file_system(&inode, each)?;
+            if inode.kind == Kind::Dir && !synced_devices.contains(&inode.key.0) {
+                synced_devices.push(inode.key.0);
+                self.sync_file_system(&inode, sync_one_by_one)?;
             }
         }
         Ok(())
     }
 
+    /// Calls syncfs(2) on the file system of `top`, or `sync_one_by_one` if syncfs(2) does not reach it.
     fn sync_file_system(
         &self,
         top: &Arc<DirInode>,
-        each: &mut dyn FnMut(&Arc<DirInode>) -> Result<()>,
+        sync_one_by_one: &mut dyn FnMut(&Arc<DirInode>) -> Result<()>,
     ) -> Result<()> {
         match self.devices.syncfs(top.key.0, top.as_fd()) {
             Some(synced) => synced,
-            None => each(top),
+            None => sync_one_by_one(top),
         }
     }
 
-    /// Opens the backing by the descriptor of its directory; `path` is for messages and for keys.
+    /// Opens a backing in the directory `dir`. `path` is used in messages and keys only.
     pub fn of_dir(dir: OwnedFd, path: impl Into<PathBuf>) -> io::Result<Self> {
         let flags = OFlags::DIRECTORY | OFlags::CLOEXEC | OFlags::PATH;
         let root = fs::openat(&dir, c".", flags, Mode::empty())?;
-        Self::of_root(root, path.into())
+        Self::from_root(root, path.into())
     }
 
-    /// The canonical path that was opened. For people and for keys; no call goes through it.
+    /// Returns the canonical path of the directory, for messages and keys. No call uses it.
     pub fn path(&self) -> &Path {
         &self.path
     }
 }
 
-/// The errno of the system call that just failed.
+/// Returns the errno of the system call that just failed.
 fn last_errno() -> Errno {
     Errno::from_io_error(&io::Error::last_os_error()).unwrap_or(Errno::IO)
 }
 
-/// Path of an open object, as the kernel tells it.
+/// Returns the absolute path of an open object, as the kernel tells it.
 fn absolute(fd: BorrowedFd<'_>) -> Result<Vec<u8>> {
     Ok(fs::readlink(FdPath::of(fd).as_c_str(), Vec::new())?.into_bytes())
 }
 
-/// The object that `name` means, without following it.
+/// Opens the object of `name` as `O_PATH`, without following a symbolic link.
 fn object_at(parent: BorrowedFd<'_>, name: &OsStr) -> Result<OwnedFd> {
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     fs::openat(parent, name, flags, Mode::empty())
 }
 
 impl DirBacking {
-    /// The object of this name in a directory.
+    /// Makes the inode of a name in a directory, with the lane that steering gives it.
     fn child(&self, parent: &DirInode, name: &OsStr, inode: OwnedFd, attr: &Attr) -> Arc<DirInode> {
         let Some(steering) = &self.steering else {
             return DirInode::new(inode, attr);
@@ -281,41 +283,43 @@ impl DirBacking {
         DirInode::in_lane(lane, inode, attr)
     }
 
-    /// Syncs all file systems, and where that reaches not all, each object.
+    /// Syncs all file systems. Where syncfs(2) does not reach, syncs the changed objects, or every object if some changes
+    /// are not known.
     fn sync_everything(&self) -> Result<()> {
         let version = self.unsynced.begin_sync();
-        let is_in_doubt = self.unsynced.inherits() || self.unsynced.has_lost_track();
+        let may_miss_changes = self.unsynced.inherits() || self.unsynced.has_lost_track();
         self.sync_file_systems(&self.root, &mut |top| {
-            if is_in_doubt {
+            if may_miss_changes {
                 unsynced::sync_below(self, top)
             } else {
                 Ok(())
             }
         })?;
-        if is_in_doubt {
+        if may_miss_changes {
             self.unsynced.all_synced(version);
         }
         self.sync_tracked()
     }
 
-    /// fsync(2) of a directory.
+    /// Syncs one directory (fsync(2)).
     fn sync_one_dir(&self, inode: &DirInode) -> Result<()> {
         let version = self.unsynced.begin_sync();
         match reopen::dir(inode) {
             Ok(dir) => fs::fsync(dir)?,
-            // A directory that we may write to but not read: the larger promise holds the smaller.
+            // This process may write to the directory but not open it for reading. A sync of its whole file system
+            // includes it.
             Err(Errno::ACCESS) => match self.devices.syncfs(inode.key.0, inode.as_fd()) {
                 Some(synced) => synced?,
                 None => fs::fsync(reopen::dir_to_sync(inode)?)?,
             },
-            Err(e) => return Err(e),
+            Err(errno) => return Err(errno),
         }
         self.unsynced.synced(inode.key, version);
         Ok(())
     }
 }
 
-/// The mode that mknod(2) takes: no type bits mean a regular file.
+/// Adds the type of a regular file to a mode without type bits, as mknod(2) does.
 fn typed(mode: u32) -> u32 {
     if mode & libc::S_IFMT == 0 {
         mode | libc::S_IFREG
@@ -324,7 +328,7 @@ fn typed(mode: u32) -> u32 {
     }
 }
 
-/// Kind and mode of the new object.
+/// Returns kind and mode of a new object.
 fn kind_and_mode(new: NewKind<'_>) -> Result<(Kind, u32)> {
     match new {
         NewKind::Dir { mode } => Ok((Kind::Dir, mode)),
@@ -374,15 +378,15 @@ impl Volume for DirBacking {
     }
 
     fn statfs(&self) -> Result<StatFs> {
-        let s = fs::fstatvfs(&self.root)?;
+        let stat = fs::fstatvfs(&self.root)?;
         Ok(StatFs {
-            block_size: s.f_frsize,
-            blocks: s.f_blocks,
-            blocks_free: s.f_bfree,
-            blocks_available: s.f_bavail,
-            files: s.f_files,
-            files_free: s.f_ffree,
-            name_max: s.f_namemax.try_into().unwrap_or(u32::MAX),
+            block_size: stat.f_frsize,
+            blocks: stat.f_blocks,
+            blocks_free: stat.f_bfree,
+            blocks_available: stat.f_bavail,
+            files: stat.f_files,
+            files_free: stat.f_ffree,
+            name_max: stat.f_namemax.try_into().unwrap_or(u32::MAX),
         })
     }
 
@@ -395,9 +399,9 @@ impl Volume for DirBacking {
             }
             SyncScope::Tree(inode) if inode.key == self.root.key => self.sync_everything(),
             SyncScope::Tree(inode) => {
-                let is_in_doubt = self.unsynced.inherits();
+                let may_miss_changes = self.unsynced.inherits();
                 self.sync_file_systems(inode, &mut |top| {
-                    if is_in_doubt {
+                    if may_miss_changes {
                         unsynced::sync_below(self, top)
                     } else {
                         Ok(())
@@ -427,7 +431,7 @@ impl Names for DirBacking {
     ) -> Result<Created<Self>> {
         let turn = match placing {
             Placing::Turn(turn) => Some(turn),
-            // A name in a staging directory has a number of its own, by which files are spread.
+            // The name decides the lane. Names in a staging directory contain numbers, which spread files over the lanes.
             Placing::ByName | Placing::Named { .. } | Placing::Beside(_) => {
                 stamps::catch_up();
                 None
@@ -437,7 +441,7 @@ impl Names for DirBacking {
         let steered = steering.map(|steering| (steering, parent.lane));
         let made = make::file(caller, parent.as_fd(), name, mode, steered, turn)?;
         let inode = DirInode::in_lane(made.lane, made.inode, &made.attr);
-        self.made(parent, &inode);
+        self.record_creation(parent, &inode);
         Ok((inode, made.file, made.attr))
     }
 
@@ -450,7 +454,7 @@ impl Names for DirBacking {
     ) -> Result<(Self::Inode, Attr)> {
         stamps::catch_up();
         let (kind, mode) = kind_and_mode(new)?;
-        let call = |mode| {
+        let make_object = |mode| {
             let permissions = Mode::from_raw_mode(mode & 0o7777);
             match new {
                 NewKind::Dir { .. } => fs::mkdirat(parent, name, permissions),
@@ -461,19 +465,19 @@ impl Names for DirBacking {
                 NewKind::Symlink { target } => fs::symlinkat(target, parent, name),
             }
         };
-        let (inode, attr) = make::object(caller, parent.as_fd(), name, kind, mode, &call)?;
+        let (inode, attr) = make::object(caller, parent.as_fd(), name, kind, mode, &make_object)?;
         let inode = match kind {
             Kind::Dir => self.child(parent, name, inode, &attr),
             _ => DirInode::new(inode, &attr),
         };
-        self.made(parent, &inode);
+        self.record_creation(parent, &inode);
         Ok((inode, attr))
     }
 
     fn link(&self, inode: &Self::Inode, parent: &Self::Inode, name: &OsStr) -> Result<Attr> {
         stamps::catch_up();
         match fs::linkat(inode, c"", parent, name, AtFlags::EMPTY_PATH) {
-            // Before Linux 6.10 that needs CAP_DAC_READ_SEARCH; following the link in /proc does not, but takes
+            // Before Linux 6.10 `AT_EMPTY_PATH` needs CAP_DAC_READ_SEARCH. To follow the link in /proc does not, but takes
             // several times as long.
             Err(Errno::NOENT) => {
                 let path = FdPath::of(inode);
@@ -481,7 +485,7 @@ impl Names for DirBacking {
             }
             linked => linked?,
         }
-        self.made(parent, inode);
+        self.record_creation(parent, inode);
         let attr = attr::attr(inode)?;
         if self
             .devices
@@ -499,8 +503,8 @@ impl Names for DirBacking {
             Remove::Dir => AtFlags::REMOVEDIR,
         };
         stamps::catch_up();
-        let done = fs::unlinkat(parent, name, flags);
-        self.removed_if(done, parent, name)
+        let removed = fs::unlinkat(parent, name, flags);
+        self.record_removal(removed, parent, name)
     }
 
     fn rename(
@@ -514,15 +518,15 @@ impl Names for DirBacking {
         stamps::catch_up();
         let is_exchange = flags.contains(RenameFlags::EXCHANGE);
         let flags = fs::RenameFlags::from_bits_retain(flags.bits());
-        let call = || fs::renameat_with(parent, name, new_parent, new_name, flags);
+        let rename = || fs::renameat_with(parent, name, new_parent, new_name, flags);
         if !self
             .devices
             .is_synced_one_by_one(parent.key.0, parent.as_fd())
         {
-            return call();
+            return rename();
         }
         let ticket = self.unsynced.begin_rename();
-        let result = call();
+        let result = rename();
         let path = |dir: &DirInode, name| path_of_entry(self.place(dir.as_fd()), name);
         match (result, path(parent, name), path(new_parent, new_name)) {
             (Err(_), ..) => self.unsynced.end_rename(ticket, None, is_exchange),
@@ -532,8 +536,8 @@ impl Names for DirBacking {
             }
             (Ok(()), ..) => self.unsynced.end_unknown_rename(ticket),
         }
-        self.changed_inode(parent);
-        self.changed_inode(new_parent);
+        self.record_change_of(parent);
+        self.record_change_of(new_parent);
         result
     }
 
@@ -544,9 +548,9 @@ impl Names for DirBacking {
     fn readlink(&self, inode: &Self::Inode) -> Result<Vec<u8>> {
         match fs::readlinkat(inode, c"", Vec::new()) {
             Ok(target) => Ok(target.into_bytes()),
-            // The empty path of a host that is no link; readlink(2) of its name says EINVAL.
+            // For an object that is no link, the empty path gives ENOENT, but readlink(2) of a name gives EINVAL.
             Err(Errno::NOENT) => Err(Errno::INVAL),
-            Err(e) => Err(e),
+            Err(errno) => Err(errno),
         }
     }
 
@@ -578,7 +582,7 @@ impl Attributes for DirBacking {
 
     fn set_attr(&self, inode: &Self::Inode, change: AttrChange<'_>) -> Result<()> {
         let done = match change {
-            // Older kernels change the mode of a symlink on some file systems, and still report an error.
+            // On some file systems older kernels change the mode of a symbolic link and still return an error.
             AttrChange::Mode(_) if attr::attr(inode)?.kind == Kind::Symlink => {
                 return Err(Errno::OPNOTSUPP);
             }
@@ -600,7 +604,7 @@ impl Attributes for DirBacking {
             AttrChange::SetXattr { name, value, flags } => xattr::set(inode, name, value, flags),
             AttrChange::RemoveXattr { name } => xattr::remove(inode, name),
         };
-        self.changed_inode(inode);
+        self.record_change_of(inode);
         done
     }
 
@@ -624,24 +628,24 @@ impl Files for DirBacking {
     }
 
     fn read_at(&self, file: &Self::File, buf: &mut [u8], offset: u64) -> Result<usize> {
-        let mut done = 0;
-        while done < buf.len() {
-            match rustix::io::pread(&file.fd, &mut buf[done..], offset + done as u64) {
+        let mut read_bytes = 0;
+        while read_bytes < buf.len() {
+            match rustix::io::pread(&file.fd, &mut buf[read_bytes..], offset + read_bytes as u64) {
                 Ok(0) => break,
-                Ok(count) => done += count,
-                // As read(2): what was read before the fault is good; the next call tells the fault.
-                Err(_) if done > 0 => break,
-                Err(e) => return Err(e),
+                Ok(count) => read_bytes += count,
+                // As in read(2): the bytes before the error count, and the next call returns the error.
+                Err(_) if read_bytes > 0 => break,
+                Err(errno) => return Err(errno),
             }
         }
-        Ok(done)
+        Ok(read_bytes)
     }
 
     fn write_parts(&self, file: &Self::File, parts: &[DataPart<'_>]) -> Result<u64> {
         write_parts_singly(parts, |part| {
             let data = &part.data[..part.data.len().min(SLICES_MAX)];
             let done = rustix::io::pwritev(&file.fd, data, part.offset);
-            self.changed(file.key, file.fd.as_fd());
+            self.record_change(file.key, file.fd.as_fd());
             if let (Some(steering), Ok(bytes)) = (&self.steering, &done) {
                 steering.count_bytes(file.lane, *bytes as u64);
             }
@@ -654,7 +658,7 @@ impl Files for DirBacking {
         resize_by_set_len(resize, len, |len| {
             stamps::catch_up();
             let done = fs::ftruncate(&file.fd, len);
-            self.changed(file.key, file.fd.as_fd());
+            self.record_change(file.key, file.fd.as_fd());
             done
         })
     }
@@ -663,12 +667,12 @@ impl Files for DirBacking {
         stamps::catch_up();
         let mode = FallocateFlags::from_bits_retain(mode as u32);
         let done = fs::fallocate(&file.fd, mode, offset, len);
-        self.changed(file.key, file.fd.as_fd());
+        self.record_change(file.key, file.fd.as_fd());
         done
     }
 
     fn seek(&self, file: &Self::File, offset: u64, what: Seek) -> Result<u64> {
-        // Moves the descriptor's own position, which nothing here uses.
+        // This moves the descriptor's position, which no other code uses.
         let from = match what {
             Seek::Data => SeekFrom::Data(offset),
             Seek::Hole => SeekFrom::Hole(offset),
@@ -684,11 +688,17 @@ impl Files for DirBacking {
         to_offset: u64,
         len: u64,
     ) -> Result<u64> {
-        let mut from_at = from_offset;
-        let mut to_at = to_offset;
+        let mut from_position = from_offset;
+        let mut to_position = to_offset;
         let len = usize::try_from(len).unwrap_or(usize::MAX);
-        let done = fs::copy_file_range(&from.fd, Some(&mut from_at), &to.fd, Some(&mut to_at), len);
-        self.changed(to.key, to.fd.as_fd());
+        let done = fs::copy_file_range(
+            &from.fd,
+            Some(&mut from_position),
+            &to.fd,
+            Some(&mut to_position),
+            len,
+        );
+        self.record_change(to.key, to.fd.as_fd());
         Ok(done? as u64)
     }
 
@@ -705,7 +715,7 @@ impl Files for DirBacking {
     fn advise(&self, file: &Self::File, range: Range<u64>, advice: PageAdvice) {
         let len = range.end - range.start;
         match advice {
-            // SAFETY: the call reads and writes no memory of ours. Where it fails nothing has begun, which is all the same.
+            // SAFETY: the call accesses no memory of this process. A failure is harmless: the write-out begins later.
             PageAdvice::WriteOut => unsafe {
                 libc::sync_file_range(
                     file.fd.as_raw_fd(),
@@ -714,7 +724,7 @@ impl Files for DirBacking {
                     libc::SYNC_FILE_RANGE_WRITE,
                 );
             },
-            // Where it fails the pages stay, which is all the same. No length would mean all up to the end.
+            // A failure is harmless: the pages stay. A length of 0 is left out, because it would mean all up to the end.
             PageAdvice::Forget => {
                 if let Some(len) = NonZero::new(len) {
                     let _ = fs::fadvise(&file.fd, range.start, Some(len), Advice::DontNeed);
@@ -736,7 +746,7 @@ impl Files for DirBacking {
     fn descriptor(&self, file: &Self::File, purpose: DescriptorUse) -> Option<OwnedFd> {
         let fd = file.fd.as_fd();
         match (purpose, file.access) {
-            // What the kernel writes without us we could not tell of when it is to be durable.
+            // This process would not see what the kernel writes, and could not record that the file must be synced.
             (DescriptorUse::Passthrough, _)
                 if self.devices.is_synced_one_by_one(file.key.0, fd) =>
             {
@@ -744,7 +754,7 @@ impl Files for DirBacking {
             }
             (DescriptorUse::Passthrough | DescriptorUse::Keeping, _)
             | (DescriptorUse::Reading, Access::Read) => fd.try_clone_to_owned().ok(),
-            // One of its own, whose flags and offset are no affair of this process, which may write this one.
+            // This descriptor can write, so the other process gets a new one, with its own flags and position.
             (DescriptorUse::Reading, Access::Write | Access::ReadWrite) => {
                 reopen::file(fd, Access::Read).ok()
             }
@@ -789,7 +799,7 @@ impl Sharing for DirBacking {
         KernelReads::Passthrough
     }
 
-    /// The kernel reads it by itself.
+    /// Returns `None`, because the kernel reads the file by itself.
     fn locate(
         &self,
         _file: &Self::File,

@@ -1,13 +1,13 @@
-//! One of two backings, chosen when a mount begins: a layer that is there or is not.
+//! A backing with an optional layer, chosen when a mount begins.
 //!
 //! ```text
 //!   Either::Lower(directory)            the directory alone
-//!   Either::Upper(Lanes<directory>)     the same below a layer
+//!   Either::Upper(Lanes<directory>)     the directory below a layer
 //! ```
 //!
-//! Layers are stacked by nesting: each may be there or not, whatever the others are.
+//! Several optional layers are nested: each may be present or not, whatever the others are.
 //!
-//! Invariant: a value is of one side from its first call to its last, and so is all that it gives out.
+//! Invariant: an [`Either`] never changes its side, and all inodes, files and directories that it returns are of that side.
 
 use std::ffi::OsStr;
 use std::os::fd::OwnedFd;
@@ -17,11 +17,11 @@ use crate::{
     Placement, Placing, Result, Sharing, Volume, forward,
 };
 
-/// A backing without a layer, or with it.
+/// A backing without a layer, or with one.
 pub enum Either<L, U> {
-    /// What the layer would lie over.
+    /// The backing without the layer.
     Lower(L),
-    /// The layer.
+    /// The backing with the layer.
     Upper(U),
 }
 
@@ -35,7 +35,7 @@ impl<L: Clone, U: Clone> Clone for Either<L, U> {
 }
 
 impl<L, U> Either<L, U> {
-    /// The layer, where it is there.
+    /// Returns the layer, if there is one.
     pub fn upper(&self) -> Option<&U> {
         match self {
             Self::Lower(_) => None,
@@ -43,7 +43,7 @@ impl<L, U> Either<L, U> {
         }
     }
 
-    /// What there is without the layer.
+    /// Returns the backing, if there is no layer.
     pub fn lower(&self) -> Option<&L> {
         match self {
             Self::Lower(lower) => Some(lower),
@@ -52,12 +52,12 @@ impl<L, U> Either<L, U> {
     }
 }
 
-/// Something that the other side gave out.
+/// Panics: an argument of a call comes from the other side.
 fn foreign() -> ! {
     unreachable!("a backing is called with what it gave out")
 }
 
-/// Calls the side that what the call is about is of.
+/// Calls the backing of this side with the arguments of this side.
 macro_rules! side {
     ($self:ident, |$side:ident| $call:expr) => {
         match $self {
@@ -84,7 +84,7 @@ macro_rules! side {
     };
 }
 
-/// As `side!`, for a call that returns something of that side; `$wrap` makes it one of both.
+/// Does the same as `side!` for a call that returns something of one side; `$wrap` turns that into a type of both sides.
 macro_rules! give {
     ($self:ident, $of:ident, |$side:ident| $call:expr, $wrap:ident) => {
         match ($self, $of) {

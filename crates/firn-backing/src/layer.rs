@@ -1,10 +1,10 @@
-//! How a layer hands calls down to the backing below it.
+//! Forwarding of calls from a layer to the backing below it.
 
-/// Implements calls of a layer that go as they are to the backing below: `forward!(via: sync lock descriptor);` in an `impl`
-/// block of one of the traits. A call that a layer neither names here nor writes does not compile.
+/// Implements calls that a layer passes to the backing below unchanged: `forward!(via: sync lock descriptor);` in an
+/// `impl` block of one of the traits. A call that the layer neither lists here nor implements does not compile.
 ///
-/// `via` is a macro of the layer. It says which backing below an inode, a file or a directory is of, and what that
-/// calls it:
+/// `via` is a macro of the layer. It translates the arguments of a call into those for the backing below, and makes the
+/// call there:
 ///
 /// ```
 /// macro_rules! via {
@@ -19,8 +19,8 @@
 /// }
 /// ```
 ///
-/// It has such a rule for each kind of thing that its calls are about: nothing, `inode`, `file`, `dir`, two of `inodes`,
-/// and two of `files`.
+/// `via` needs such a rule for each kind of argument that the layer forwards: none, `inode`, `file`, `dir`, two `inodes`,
+/// and two `files`.
 #[macro_export]
 macro_rules! forward {
     ($via:ident: $($call:ident)+) => { $( $crate::forward!(@$call $via); )+ };

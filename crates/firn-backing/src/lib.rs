@@ -1,14 +1,14 @@
 //! The backing: the directory, on any file system, where files end up.
 //!
-//! [`Backing`] is the one seam between Firn and the world below it. [`dir`] is the real one (a
-//! directory and its descriptors). The crate `firn-sim` has its simulated twin (faults, crashes, lost
-//! writes), and the conformance suite that runs over both.
+//! [`Backing`] is the only interface between Firn and the file system below it. [`dir`] implements it with a directory and
+//! its descriptors. The crate `firn-sim` implements it with a simulated disk (faults, crashes, lost writes), and has the
+//! conformance suite for all implementations.
 //!
 //! Promises of every implementation
-//! * A [`Volume::Inode`] refers to the object, not to a name: it stays valid across renames and, while
-//!   it is held, after the last unlink.
-//! * Calls are plain: no retries, no caching, the kernel's errno as it is.
-//! * All calls may be made from any thread at once, and each may take for ever: no caller holds a lock of [`lock`].
+//! * A [`Volume::Inode`] refers to an object, not to a name. It stays valid when the object is renamed and, while it is
+//!   held, after the object's last name was removed.
+//! * A call does one thing: it does not retry or cache, and it returns the kernel's errno.
+//! * Any thread may make any call at any time. Each call may take for ever, so no caller holds a lock of [`lock`].
 
 use std::io::IoSlice;
 
@@ -36,10 +36,10 @@ pub use either::Either;
 pub use requests::*;
 pub use types::*;
 
-/// Result of a backing call: the kernel's errno, untouched.
+/// Result of a call of a backing. The errno is the kernel's, unchanged.
 pub type Result<T> = std::result::Result<T, Errno>;
 
-/// [`Files::write_parts`] where each part is a pwritev(2) of its own.
+/// Implements [`Files::write_parts`] with one call of `write` for each part.
 pub fn write_parts_singly(
     parts: &[DataPart<'_>],
     mut write: impl FnMut(&DataPart<'_>) -> Result<usize>,
@@ -48,7 +48,7 @@ pub fn write_parts_singly(
     for part in parts {
         let count = match write(part) {
             Ok(count) => count as u64,
-            // As write(2): what was written before the fault is good; the next call returns the fault.
+            // As in write(2): the parts before the error count, and the next call returns the error.
             Err(_) if written > 0 => break,
             Err(error) => return Err(error),
         };
@@ -60,8 +60,7 @@ pub fn write_parts_singly(
     Ok(written)
 }
 
-/// [`Files::resize`] of a file whose length only the caller changes: ftruncate(2), where the length is to be another
-/// one.
+/// Implements [`Files::resize`] for a file whose length only the caller changes: calls `set_len` if the length must change.
 pub fn resize_by_set_len(
     resize: Resize,
     len: impl FnOnce() -> Result<u64>,
@@ -79,10 +78,10 @@ pub fn resize_by_set_len(
     Ok(true)
 }
 
-/// Most bytes that [`copy_through_memory`] copies.
+/// Most bytes that one call of [`copy_through_memory`] copies.
 const COPY_BYTES_MAX: u64 = 1 << 20;
 
-/// [`Files::copy_range`] for files that no copy_file_range(2) joins: reads, then writes, once.
+/// Implements [`Files::copy_range`] for files that copy_file_range(2) cannot copy between: one read, then one write.
 pub fn copy_through_memory<B: Backing>(
     backing: &B,
     from: &B::File,
@@ -97,7 +96,7 @@ pub fn copy_through_memory<B: Backing>(
     Ok(written as u64)
 }
 
-/// Whether a path relative to the root is `top` or below it; of the root, whose path is empty, all are.
+/// Whether `path` is `top` or below it. Both are relative to the root, whose path is empty.
 pub fn is_below(path: &[u8], top: &[u8]) -> bool {
     top.is_empty()
         || path

@@ -1,15 +1,14 @@
-//! Locks that are never held across a call of a backing.
+//! Locks that must not be held across a call of a backing.
 //!
-//! A call of a backing may take as long as the server behind it likes. A thread that holds a lock meanwhile makes all
-//! others that want the lock wait for the server. [`Mutex`] and [`RwLock`] are those of `parking_lot`; where debug
-//! assertions are on, each thread counts the guards that it holds, and [`assert_none_held`] is what the simulated
-//! backing asks first in each of its calls.
+//! A call of a backing may wait for a server for ever. If a thread held a lock meanwhile, all threads that want the lock
+//! would wait too. [`Mutex`] and [`RwLock`] are those of `parking_lot`. With debug assertions, each thread also counts the
+//! guards that it holds, and [`assert_none_held`] checks the count: the simulated backing calls it first in each call.
 
 use std::ops::{Deref, DerefMut};
 
 use parking_lot::Condvar;
 
-/// Counts the guards of one thread while it lives.
+/// Counts as one guard of this thread while it lives.
 struct Held(());
 
 #[cfg(debug_assertions)]
@@ -27,13 +26,13 @@ impl Held {
 
 impl Drop for Held {
     fn drop(&mut self) {
-        // A guard that is dropped while the thread's own variables are destroyed is not counted.
+        // The count is gone if a guard is dropped while the thread's variables are destroyed.
         #[cfg(debug_assertions)]
         let _ = HELD.try_with(|held| held.set(held.get() - 1));
     }
 }
 
-/// Panics where the calling thread holds a lock of this module. `call`: what it is about to do.
+/// Panics if the calling thread holds a lock of this module. `call`: name of the call that it is about to make.
 #[track_caller]
 pub fn assert_none_held(call: &str) {
     #[cfg(debug_assertions)]
@@ -52,7 +51,7 @@ pub fn assert_none_held(call: &str) {
 pub struct Mutex<T>(parking_lot::Mutex<T>);
 
 impl<T> Mutex<T> {
-    /// Guards `value`.
+    /// Makes a lock that guards `value`.
     pub const fn new(value: T) -> Self {
         Self(parking_lot::Mutex::new(value))
     }
@@ -64,7 +63,7 @@ impl<T> Mutex<T> {
             _held: Held::count(),
         }
     }
-    /// The lock, if it is free.
+    /// Takes the lock if it is free.
     pub fn try_lock(&self) -> Option<MutexGuard<'_, T>> {
         let guard = self.0.try_lock()?;
         Some(MutexGuard {
@@ -74,29 +73,29 @@ impl<T> Mutex<T> {
     }
 }
 
-/// A lock of a [`Mutex`].
+/// A lock of a [`Mutex`], held until this is dropped.
 pub struct MutexGuard<'a, T> {
     guard: parking_lot::MutexGuard<'a, T>,
     _held: Held,
 }
 
 impl<T> MutexGuard<'_, T> {
-    /// Lets go of the lock while `work` runs, and takes it again.
+    /// Releases the lock, runs `work`, and takes the lock again.
     pub fn unlocked<R>(&mut self, work: impl FnOnce() -> R) -> R {
-        parking_lot::MutexGuard::unlocked(&mut self.guard, || uncounted(work))
+        parking_lot::MutexGuard::unlocked(&mut self.guard, || run_uncounted(work))
     }
-    /// Waits for `condition` to be notified; the lock is free meanwhile.
+    /// Waits until `condition` is notified. The lock is released during the wait.
     pub fn wait(&mut self, condition: &Condvar) {
         condition.wait(&mut self.guard);
     }
-    /// Waits for `condition` to be notified, for at most `time`; the lock is free during the wait.
+    /// Waits until `condition` is notified, for at most `time`. The lock is released during the wait.
     pub fn wait_for(&mut self, condition: &Condvar, time: std::time::Duration) {
         condition.wait_for(&mut self.guard, time);
     }
 }
 
-/// Runs `work`, which the guard that lets go for it is not held across.
-fn uncounted<R>(work: impl FnOnce() -> R) -> R {
+/// Runs `work` without counting the guard that is released for it.
+fn run_uncounted<R>(work: impl FnOnce() -> R) -> R {
     struct CountAgain;
     impl Drop for CountAgain {
         fn drop(&mut self) {
@@ -126,11 +125,11 @@ impl<T> DerefMut for MutexGuard<'_, T> {
 pub struct RwLock<T>(parking_lot::RwLock<T>);
 
 impl<T> RwLock<T> {
-    /// Guards `value`.
+    /// Makes a lock that guards `value`.
     pub const fn new(value: T) -> Self {
         Self(parking_lot::RwLock::new(value))
     }
-    /// Waits for the lock that many may have.
+    /// Waits for the lock for reading, which several threads may have at a time.
     pub fn read(&self) -> impl Deref<Target = T> + '_ {
         let guard = self.0.read();
         RwLockGuard {
@@ -138,7 +137,7 @@ impl<T> RwLock<T> {
             _held: Held::count(),
         }
     }
-    /// Waits for the lock that one may have.
+    /// Waits for the lock for writing, which one thread may have at a time.
     pub fn write(&self) -> impl DerefMut<Target = T> + '_ {
         let guard = self.0.write();
         RwLockGuard {

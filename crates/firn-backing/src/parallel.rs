@@ -1,4 +1,4 @@
-//! The same work on many items, several at a time: calls that wait for a server wait together.
+//! Does the same work on many items in several threads, so that calls that wait for a server wait at the same time.
 //!
 //! ```
 //! use firn_backing::parallel::try_map;
@@ -11,7 +11,7 @@
 use std::convert::Infallible;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// [`try_map`] of work that does not fail.
+/// Works on each item as [`try_map`] does, for work that cannot fail.
 pub fn map<T: Sync, R: Send>(
     thread_name: &str,
     threads: usize,
@@ -23,16 +23,17 @@ pub fn map<T: Sync, R: Send>(
     results
 }
 
-/// A result and the index of its item.
+/// The result for one item.
 struct Done<R> {
     index: usize,
     result: R,
 }
 
-/// Works on each item, in the items' order, with at most `threads` threads, of which the caller's is one. The results have
-/// the order of the items. After an error no further item is begun, and the first error of a thread is returned.
+/// Works on each item and returns the results in the order of the items. At most `threads` threads work, one of which is
+/// the caller's. They take the items in order.
 ///
-/// Without further threads, the caller's thread does all. A panic goes on in the caller.
+/// After an error no further item is begun, and an error is returned. If the system starts no further thread, the caller's
+/// thread works on all items. A panic of a thread continues in the caller.
 pub fn try_map<T: Sync, R: Send, E: Send>(
     thread_name: &str,
     threads: usize,
@@ -41,42 +42,44 @@ pub fn try_map<T: Sync, R: Send, E: Send>(
 ) -> Result<Vec<R>, E> {
     let next = AtomicUsize::new(0);
     let work_on_items = || {
-        let mut done = Vec::new();
+        let mut results = Vec::new();
         loop {
             let index = next.fetch_add(1, Ordering::Relaxed);
             let Some(item) = items.get(index) else {
-                return Ok(done);
+                return Ok(results);
             };
             match work(item) {
-                Ok(result) => done.push(Done { index, result }),
-                Err(errno) => {
+                Ok(result) => results.push(Done { index, result }),
+                Err(error) => {
                     next.store(items.len(), Ordering::Relaxed);
-                    return Err(errno);
+                    return Err(error);
                 }
             }
         }
     };
-    let of_threads: Vec<Result<Vec<Done<R>>, E>> = std::thread::scope(|scope| {
+    let results_of_threads: Vec<Result<Vec<Done<R>>, E>> = std::thread::scope(|scope| {
         let start = |_| {
             let thread = std::thread::Builder::new().name(thread_name.to_owned());
             thread.spawn_scoped(scope, work_on_items).ok()
         };
-        let wanted = threads.min(items.len());
-        let started: Vec<_> = (1..wanted).filter_map(start).collect();
-        let own = work_on_items();
-        let others = started.into_iter().map(|thread| {
+        let thread_count = threads.min(items.len());
+        let started: Vec<_> = (1..thread_count).filter_map(start).collect();
+        let results_of_caller = work_on_items();
+        let results_of_others = started.into_iter().map(|thread| {
             thread
                 .join()
                 .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
         });
-        std::iter::once(own).chain(others).collect()
+        std::iter::once(results_of_caller)
+            .chain(results_of_others)
+            .collect()
     });
-    let mut done = Vec::with_capacity(items.len());
-    for of_thread in of_threads {
-        done.extend(of_thread?);
+    let mut results = Vec::with_capacity(items.len());
+    for results_of_thread in results_of_threads {
+        results.extend(results_of_thread?);
     }
-    done.sort_unstable_by_key(|done| done.index);
-    Ok(done.into_iter().map(|done| done.result).collect())
+    results.sort_unstable_by_key(|done| done.index);
+    Ok(results.into_iter().map(|done| done.result).collect())
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Values that say what a call of a backing is to do: where several calls would do the same, a value says which.
+//! Arguments that say what a call of a backing is to do. Similar calls are one call with such an argument.
 
 use std::ffi::OsStr;
 
@@ -6,18 +6,18 @@ use bitflags::bitflags;
 
 use crate::{LockMode, LockRange, Time};
 
-/// What to do with one of a file's times.
+/// What to do with a time of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SetTime {
-    /// Leave it.
+    /// Keep the time that the file has.
     Keep,
-    /// The present.
+    /// Set it to the present time.
     Now,
-    /// This time.
+    /// Set it to this time.
     At(Time),
 }
 
-/// What [`Attributes::stat`](crate::Attributes::stat) is asked about.
+/// The object whose attributes [`Attributes::stat`](crate::Attributes::stat) returns.
 #[derive(Debug)]
 pub enum Target<'a, I, F> {
     /// An object.
@@ -37,23 +37,23 @@ impl<I, F> Copy for Target<'_, I, F> {}
 /// How old attributes may be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Freshness {
-    /// As the client of a network file system keeps it, which may be behind what other hosts did.
+    /// The attributes that this host knows: a network file system may not have seen changes by other hosts.
     Known,
-    /// As the server has it. Later reads go as far as the length that this returns.
+    /// The attributes that the server knows. Later reads see all bytes up to the returned length.
     Current,
 }
 
 /// A change of one attribute.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AttrChange<'a> {
-    /// fchmod(2); ENOTSUP/EOPNOTSUPP for a symlink.
+    /// fchmod(2). For a symbolic link EOPNOTSUPP.
     Mode(u32),
-    /// fchownat(2) of the object itself; `None` leaves an id as it is. A native chown by a caller
-    /// without privilege clears set-id bits; the kernel does that here as it does anywhere.
+    /// fchownat(2) of the object itself; `None` keeps an id. As always, the kernel clears set-id bits if this process has no
+    /// privilege.
     Owner {
-        /// The user.
+        /// New user id.
         uid: Option<u32>,
-        /// The group.
+        /// New group id.
         gid: Option<u32>,
     },
     /// utimensat(2) of the object itself.
@@ -79,7 +79,7 @@ pub enum AttrChange<'a> {
     },
 }
 
-/// What [`Names::make`](crate::Names::make) makes.
+/// The object that [`Names::make`](crate::Names::make) makes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NewKind<'a> {
     /// mkdir(2).
@@ -89,19 +89,19 @@ pub enum NewKind<'a> {
     },
     /// mknod(2): a regular file, a fifo, a socket or a device.
     Node {
-        /// Type and permission bits; without a type it is a regular file.
+        /// Type and permission bits. Without type bits it is a regular file.
         mode: u32,
-        /// Device number, in the kernel's `dev_t` encoding of userspace.
+        /// Device number, as a userspace `dev_t`.
         rdev: u64,
     },
     /// symlink(2).
     Symlink {
-        /// Where it leads.
+        /// Target of the link.
         target: &'a OsStr,
     },
 }
 
-/// What [`Names::remove`](crate::Names::remove) removes a name of.
+/// The kind of object that [`Names::remove`](crate::Names::remove) removes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Remove {
     /// Anything but a directory.
@@ -110,71 +110,71 @@ pub enum Remove {
     Dir,
 }
 
-/// What becomes of the length of a file.
+/// A change of the length of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Resize {
-    /// It is this one: ftruncate(2).
+    /// Set this length: ftruncate(2).
     To(u64),
-    /// It is this one, or more: another host may have made the file longer since this one asked.
+    /// Set at least this length. Another host may have made the file longer meanwhile.
     AtLeast(u64),
-    /// Ends a [`Resize::To`] of this host in which it died.
+    /// Complete a [`Resize::To`] of this host during which its process died.
     Finish(u64),
-    /// It stays. Contents are changed to what they are, so that the kernel takes away what a change does
-    /// (set-user-ID bits, file capabilities) where this process may not.
+    /// Keep the length. The kernel treats this as a change of contents and removes set-user-ID bits and file capabilities,
+    /// which this process may not be allowed to do.
     Unchanged,
 }
 
-/// What becomes of memory that keeps bytes of a file.
+/// Advice about cached pages of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PageAdvice {
-    /// They are going to be synced: they may begin to go to the device.
+    /// The pages will be synced soon: begin to write them to the device.
     WriteOut,
-    /// They are not going to be read again: the memory may be used otherwise.
+    /// The pages will not be read again: free their memory.
     Forget,
 }
 
-/// What programs of this host do with an open file.
+/// How programs of this host use an open file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileUse {
-    /// A program opens it and cannot write: it sees what other hosts have closed.
+    /// A program opens it for reading only. The program sees what other hosts have written and closed.
     OpenedToRead,
-    /// A program opens it and may write: what it writes is newer than what other hosts have closed, and they know that it
-    /// does.
+    /// A program opens it for writing. What it writes is newer than what other hosts have closed, and they learn that it
+    /// writes.
     OpenedToWrite,
-    /// No program of this host has the file open for writing, and what they wrote is written: what is left to do for it
+    /// No program of this host has it open for writing any more, and all its bytes are written. Remaining work for the file
     /// is to be done soon. The call waits for nothing.
     Written,
-    /// No program of this host has the file open for writing: all that is left to do for it is done now, as far as
-    /// other hosts let it.
+    /// No program of this host has it open for writing any more. Remaining work for the file is done in this call, as far as
+    /// other hosts allow it.
     Finished,
 }
 
 /// What the receiver of a descriptor does with it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DescriptorUse {
-    /// The kernel reads and writes the file by itself, as far as it is open for that here.
+    /// The kernel reads and writes the file itself, as far as the file's access mode allows.
     Passthrough,
-    /// Another process reads the file, and cannot write it.
+    /// Another process reads the file; it must not be able to write.
     Reading,
-    /// A later process goes on with the file, which may have no name any more: [`Files::adopt`](crate::Files::adopt).
+    /// A later process goes on with the file ([`Files::adopt`](crate::Files::adopt)). The file may have no name any more.
     Keeping,
 }
 
-/// A file that a backing has from a descriptor.
+/// A file that a backing has opened again from a descriptor.
 #[derive(Debug)]
 pub struct Adopted<I, F> {
     /// The object.
     pub inode: I,
     /// The open file.
     pub file: F,
-    /// How it is open.
+    /// Access mode of the open file.
     pub access: Access,
-    /// What the object is.
+    /// Attributes of the object.
     pub attr: crate::Attr,
 }
 
 impl<I, F> Adopted<I, F> {
-    /// The same as a layer shows it.
+    /// Translates inode and file into those of a layer.
     pub fn map<J, G>(self, inode: impl FnOnce(I) -> J, file: impl FnOnce(F) -> G) -> Adopted<J, G> {
         Adopted {
             inode: inode(self.inode),
@@ -185,19 +185,19 @@ impl<I, F> Adopted<I, F> {
     }
 }
 
-/// How much is made durable.
+/// What [`Volume::sync_scope`](crate::Volume::sync_scope) makes durable.
 #[derive(Debug)]
 pub enum SyncScope<'a, I> {
-    /// Everything in the backing. Once this was done, what others change beside this backing may be left out. syncfs(2)
-    /// where that reaches the file system; else each file and directory by itself, which the first time takes a walk of
-    /// the whole tree.
+    /// Everything in the backing. After the first such call, changes that others make beside this backing may be left out.
+    ///
+    /// Uses syncfs(2) if that reaches the file system. Else it syncs each file and directory, and the first time walks the
+    /// whole tree for that.
     All,
-    /// Only what was changed through this backing since it was opened, which spares a walk of all else.
+    /// Only what was changed through this backing since it was opened. Spares the walk of the whole tree.
     Changes,
-    /// A directory and all below it; not the names that lead to it.
+    /// A directory and all below it, but not the names that lead to it.
     Tree(&'a I),
-    /// fsync(2) of a directory: it and the names in it, and the symbolic links and devices in it, which no other call
-    /// syncs.
+    /// A directory and the names in it (fsync(2)). Also its symbolic links and devices, which no other call syncs.
     Dir(&'a I),
 }
 
@@ -209,18 +209,18 @@ impl<I> Clone for SyncScope<'_, I> {
 
 impl<I> Copy for SyncScope<'_, I> {}
 
-/// The user for which a name is created.
+/// The process for which an object is made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Caller {
-    /// File system user id of the calling process.
+    /// File system user id.
     pub uid: u32,
-    /// File system group id of the calling process.
+    /// File system group id.
     pub gid: u32,
     /// Process id, 0 if unknown.
     pub pid: u32,
 }
 
-/// How to open a file.
+/// Access mode of an open file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
     /// `O_RDONLY`.
@@ -231,21 +231,21 @@ pub enum Access {
     ReadWrite,
 }
 
-/// What decides where the data of a new file lies: a lane, a log, or neither.
+/// What decides in which lane, and in which log, the data of a new file goes.
 #[derive(Debug)]
 pub enum Placing<'a, I> {
-    /// Its name, and the directory that it is made in.
+    /// Its name and directory.
     ByName,
-    /// The turn, from 0, where turns go round the lanes that take new files. The file lies in no log.
+    /// Its turn, counted from 0: new files go to the lanes in turn. The file is in no log.
     Turn(u64),
-    /// The name that the file is going to have in this directory.
+    /// The name that the file will get later, in this directory.
     Named {
         /// The directory.
         parent: &'a I,
         /// The name.
         name: &'a OsStr,
     },
-    /// The lane of this file. The new file lies in no log.
+    /// The lane of this file. The new file is in no log.
     Beside(&'a I),
 }
 
@@ -272,39 +272,39 @@ impl<'a, I> Placing<'a, I> {
     }
 }
 
-/// How much [`Sharing::locate`](crate::Sharing::locate) tells at once.
+/// Limits of one answer of [`Sharing::locate`](crate::Sharing::locate).
 #[derive(Clone, Copy, Debug)]
 pub struct LocateLimits {
-    /// Parts.
+    /// Most ranges.
     pub parts_max: usize,
-    /// Descriptors. What lies in more files than these is left out.
+    /// Most descriptors. Ranges in further files are left out.
     pub files_max: usize,
 }
 
-/// A lock that is taken, ended or tested, without waiting.
+/// A request about a lock, which never waits.
 ///
-/// Locks of whole files and those of ranges do not know of each other.
+/// Locks of whole files and locks of ranges do not conflict with each other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LockRequest {
-    /// flock(2). The lock excludes other open files, of this process or elsewhere. It belongs to the open file, and ends
-    /// when that is dropped or its process ends, however it ends. [`LockMode::Exclusive`] needs a file that is open for
-    /// writing. How far the lock reaches is the file system's affair: one that keeps it on this host does not say so.
+    /// Lock the whole file (flock(2)). The lock belongs to the open file and conflicts with locks of other open files, in
+    /// this process or elsewhere. It ends when the open file is dropped or its process ends, however it ends.
+    /// [`LockMode::Exclusive`] needs a file that is open for writing. Some file systems keep the lock on this host only, and
+    /// do not tell.
     ///
-    /// Not a lock of an open file description (`F_OFD_SETLK`): at a close Linux tells a FUSE server of the unlock for
-    /// flock(2) and for the locks of a process, but not for those. So the lock of a killed process would stay.
+    /// `F_OFD_SETLK` is no alternative. When a file is closed, Linux tells a FUSE server to unlock locks of flock(2) and of
+    /// processes, but not those of `F_OFD_SETLK`. So such a lock of a killed process would stay.
     File(LockMode),
-    /// fcntl(2) with `F_SETLK`: this process has the range locked in this mode from now on. All locks that a process
-    /// has of a file end when it closes any open file of it, and when it ends: so a process that locks ranges of a file
-    /// has it open once. To lock exclusively needs a file that is open for writing, to share it one that is open for
-    /// reading.
+    /// Lock a range in this mode for this process (fcntl(2) with `F_SETLK`). All locks of a process on a file end when it
+    /// closes any open file of it, so a process that locks ranges has the file open once. An exclusive lock needs a file that
+    /// is open for writing, a shared one a file that is open for reading.
     Range(LockRange, LockMode),
-    /// fcntl(2) with `F_UNLCK`: this process has the range not locked any more.
+    /// Unlock a range (fcntl(2) with `F_UNLCK`).
     Unlock(LockRange),
-    /// fcntl(2) with `F_GETLK`: whether a [`LockRequest::Range`] would be granted now.
+    /// Test whether [`LockRequest::Range`] would be granted now (fcntl(2) with `F_GETLK`).
     Test(LockRange, LockMode),
 }
 
-/// What `seek` looks for.
+/// What [`Files::seek`](crate::Files::seek) looks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Seek {
     /// `SEEK_DATA`.

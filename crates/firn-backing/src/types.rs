@@ -1,4 +1,7 @@
-//! Plain data that a [`Backing`](crate::Backing) gives out.
+//! Data types that a [`Backing`](crate::Backing) returns: attributes, times, directory entries, and what it knows about a
+//! file beyond that.
+//!
+//! The types have no reference to a backing, so layers pass them on unchanged.
 
 use std::ffi::OsStr;
 use std::io::IoSlice;
@@ -9,70 +12,70 @@ use std::time::Instant;
 use firn_format::clock;
 use rustix::time::ClockId;
 
-/// A lane: one I/O server, by its number. Each has a drain queue of its own, and limits of its own.
+/// Number of a lane. A lane is one I/O server; it has its own drain queue and its own limits.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct LaneIndex(u16);
 
 impl LaneIndex {
-    /// The only one, where there is but one server.
+    /// The only lane of a backing with one server.
     pub const FIRST: Self = Self(0);
 
-    /// The lane with this number, counted from 0.
+    /// Returns the lane with this number, counted from 0.
     pub const fn new(number: u16) -> Self {
         Self(number)
     }
 
-    /// Its number, counted from 0: its place in a table of all lanes.
+    /// Returns the number of the lane, counted from 0, as an index into a table of all lanes.
     pub fn index(self) -> usize {
         usize::from(self.0)
     }
 }
 
-/// What holds for all files of a backing, from its first call to its last.
+/// Properties of a backing that never change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Features {
-    /// How many lanes, I/O servers, the data of its files lies in: at least one.
+    /// Number of lanes (I/O servers) that hold the data of its files; at least 1.
     pub lane_count: u16,
-    /// Whether something is left to do for a file when no program of this host writes to it any more
+    /// Whether a file needs further work after the last program of this host has closed it for writing
     /// ([`FileUse::Written`](crate::FileUse::Written)).
     pub finishes_files: bool,
 }
 
-/// What a process knows of an object without asking for it.
+/// Properties of an object that are known without a call of the file system.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Facts {
-    /// The lane that its data lies in, one of [`Features::lane_count`]. It is advice on which thread writes and when: a
-    /// wrong answer costs time and nothing else.
+    /// Lane that holds its data, one of [`Features::lane_count`]. The drain schedules by it; a wrong lane costs time but
+    /// does no harm.
     pub lane: LaneIndex,
-    /// Whether one [`Files::write_parts`](crate::Files::write_parts) of pieces that are far from each other costs about as
-    /// much as if they were next to each other. Of a directory: whether that may be so of a file below it. It is advice too.
+    /// Whether one [`Files::write_parts`](crate::Files::write_parts) of distant pieces costs about as much as one of
+    /// adjoining pieces. For a directory: whether that may be so for a file below it. A wrong value does no harm.
     pub gathers: bool,
-    /// Grows each time this host learns that other hosts have changed the bytes of the file while it was open here.
+    /// Counter that grows when this host learns that other hosts changed the bytes of the file while it was open here.
     pub changes_by_others: u64,
 }
 
-/// Bytes of a file that follow each other.
+/// Contiguous bytes of a file.
 #[derive(Clone, Copy, Debug)]
 pub struct DataPart<'a> {
-    /// Where they begin in the file.
+    /// Offset of the first byte in the file.
     pub offset: u64,
-    /// One slice after the other.
+    /// The bytes, as slices in order.
     pub data: &'a [IoSlice<'a>],
 }
 
 impl DataPart<'_> {
-    /// How many they are.
+    /// Returns the number of bytes.
     pub fn len(&self) -> u64 {
         self.data.iter().map(|slice| slice.len() as u64).sum()
     }
 
-    /// Whether there are none.
+    /// Whether there are no bytes.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 }
 
-/// What kind of object a name leads to.
+/// Kind of an object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Kind {
     /// A regular file.
@@ -92,7 +95,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// From the type bits of `st_mode`; `None` if they name no known kind.
+    /// Returns the kind that the type bits of `st_mode` mean; `None` if they mean no known kind.
     pub fn from_mode(mode: u32) -> Option<Self> {
         match mode & libc::S_IFMT {
             libc::S_IFREG => Some(Self::File),
@@ -107,7 +110,7 @@ impl Kind {
     }
 }
 
-/// A point in time: seconds and nanoseconds since the epoch (`0 <= nsec < 10^9`).
+/// A point in time since 1970, with `0 <= nsec < 10^9`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Time {
     /// Seconds; negative before 1970.
@@ -116,29 +119,32 @@ pub struct Time {
     pub nsec: u32,
 }
 
+/// Nanoseconds in a second.
+const NS_PER_S: u64 = 1_000_000_000;
+
 impl Time {
-    /// The clock that the kernel stamps files with ([`firn_format::clock`]), so that times given by Firn and by the backing do
-    /// not run backwards against each other.
+    /// Returns the present time of the clock with which the kernel stamps files ([`firn_format::clock`]). So times that Firn
+    /// sets and times that the kernel sets are in order.
     pub fn now() -> Self {
-        let t = rustix::time::clock_gettime(if Self::is_exact() {
+        let now = rustix::time::clock_gettime(if Self::is_exact() {
             ClockId::Realtime
         } else {
             ClockId::RealtimeCoarse
         });
         Self {
-            sec: t.tv_sec,
-            nsec: t.tv_nsec as u32,
+            sec: now.tv_sec,
+            nsec: now.tv_nsec as u32,
         }
     }
 
-    /// Whether the kernel may stamp files with exact times.
+    /// Whether the kernel may stamp files with exact times, and not only with the time of the last tick.
     pub(crate) fn is_exact() -> bool {
         static IS_EXACT: OnceLock<bool> = OnceLock::new();
         *IS_EXACT.get_or_init(|| clock::is_exact(rustix::system::uname().release().to_bytes()))
     }
 
-    /// The present, but later than `last` where that was given within the same tick of the clock: a comparison of times
-    /// sees each change.
+    /// Returns the present time, or a time just after `last` if `last` was given within the same tick of the clock. So
+    /// each change gets a later time than the change before.
     pub fn now_after(last: Option<Self>) -> Self {
         let now = Self::now();
         match last {
@@ -147,40 +153,41 @@ impl Time {
         }
     }
 
-    /// Nanoseconds since 1970; 0 before, and the largest number after 2554.
+    /// Returns nanoseconds since 1970: 0 for earlier times, and the largest number for times after 2554.
     pub fn to_ns(self) -> u64 {
-        let sec = u64::try_from(self.sec).ok();
-        sec.map_or(0, |sec| {
-            sec.saturating_mul(1_000_000_000)
+        let seconds = u64::try_from(self.sec).ok();
+        seconds.map_or(0, |seconds| {
+            seconds
+                .saturating_mul(NS_PER_S)
                 .saturating_add(self.nsec.into())
         })
     }
 
-    /// From nanoseconds since 1970.
+    /// Returns the time that is `ns` nanoseconds after 1970.
     pub fn from_ns(ns: u64) -> Self {
         Self {
-            sec: (ns / 1_000_000_000) as i64,
-            nsec: (ns % 1_000_000_000) as u32,
+            sec: (ns / NS_PER_S) as i64,
+            nsec: (ns % NS_PER_S) as u32,
         }
     }
 
-    /// `ns` below 10^9.
+    /// Returns the time `ns` nanoseconds later; `ns` is below 10^9.
     fn plus_ns(self, ns: u32) -> Self {
         let nsec = self.nsec + ns;
         Self {
-            sec: self.sec + i64::from(nsec / 1_000_000_000),
-            nsec: nsec % 1_000_000_000,
+            sec: self.sec + i64::from(nsec / NS_PER_S as u32),
+            nsec: nsec % NS_PER_S as u32,
         }
     }
 }
 
-/// A tick of the kernel with the lowest rate that it can be built for, 100 Hz.
+/// Longest tick of a kernel's clock: that of the lowest configurable rate, 100 Hz.
 pub const TICK_NS_MAX: u32 = 10_000_000;
 
 /// Attributes as statx(2) gives them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Attr {
-    /// Device of the file system that holds the object; with `ino` its identity.
+    /// Device of the object's file system. Together with `ino` it identifies the object.
     pub dev: u64,
     /// Inode number.
     pub ino: u64,
@@ -190,13 +197,13 @@ pub struct Attr {
     pub mode: u32,
     /// Number of names.
     pub nlink: u32,
-    /// Owner.
+    /// User id of the owner.
     pub uid: u32,
-    /// Group.
+    /// Group id.
     pub gid: u32,
     /// Device number of a device file, `dev_t` as userspace sees it.
     pub rdev: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub size: u64,
     /// 512-byte blocks allocated.
     pub blocks: u64,
@@ -208,69 +215,68 @@ pub struct Attr {
     pub mtime: Time,
     /// Last change of attributes.
     pub ctime: Time,
-    /// Birth, where the file system records it: tells a reused inode number from the old file.
+    /// Time of creation, if the file system records it. It tells an object from an older one with the same inode number.
     pub btime: Option<Time>,
 }
 
-/// How far the kernel may read an open file by itself.
+/// Whether the kernel may serve reads of an open file by itself.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum KernelReads {
-    /// It may keep pages while the file is open, until this host learns that others changed it
-    /// ([`Facts::changes_by_others`]): attributes do not tell.
+    /// The kernel may keep pages while the file is open, until this host learns that other hosts changed the file
+    /// ([`Facts::changes_by_others`]). Attributes do not show such a change.
     Shared,
-    /// It may keep pages until the file is opened again.
+    /// The kernel may keep pages until the next open of the file.
     Cached,
-    /// It may read the backing's file, if that has a descriptor.
+    /// The kernel may read the file of the backing directly, if there is a descriptor of it.
     Passthrough,
 }
 
-/// A part of a file that lies in one piece in a file of the backing.
+/// A range of a file that is contiguous in a file of the backing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LocatedPart {
-    /// In the file.
+    /// Offset of the range in the file.
     pub offset: u64,
-    /// Bytes.
+    /// Length of the range.
     pub len: u64,
-    /// Which of [`Located::files`] has them; `None`: ask again from a place in this part on.
+    /// Index in [`Located::files`] of the file with the bytes. `None`: call `locate` again, from an offset in this range.
     pub file: Option<usize>,
-    /// Where they begin in that.
+    /// Offset of the bytes in that file.
     pub position: u64,
 }
 
-/// Where bytes of a file lie in files of the backing, for a process that reads them itself.
+/// Where ranges of a file are in files of the backing, for a process that reads them itself.
 #[derive(Debug)]
 pub struct Located {
-    /// Sorted, and without overlap. What is not in them is only to be had by
-    /// [`Files::read_at`](crate::Files::read_at).
+    /// Ranges, sorted and without overlap. Other bytes can be read only with [`Files::read_at`](crate::Files::read_at).
     pub parts: Vec<LocatedPart>,
-    /// Descriptors that can be read by, and not written.
+    /// Descriptors that are open for reading only.
     pub files: Vec<OwnedFd>,
-    /// Up to here the range was gone through.
+    /// Offset up to which the asked range was searched.
     pub end: u64,
-    /// Other hosts may have changed the file, unseen by this one, from then on.
+    /// Time up to which the answer is valid. Later, other hosts may have changed the file without this host knowing it.
     pub until: Instant,
 }
 
-/// Other locks of the same file that this one allows.
+/// Which other locks a lock allows beside it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LockMode {
-    /// None.
+    /// No other lock may overlap.
     Exclusive,
-    /// Shared ones.
+    /// Other shared locks may overlap.
     Shared,
 }
 
-/// Bytes of a file that a lock of a range covers.
+/// Range of a file that a lock covers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct LockRange {
-    /// The first one.
+    /// Offset of the first byte.
     pub first: u64,
-    /// The last one, at most [`LockRange::LAST`].
+    /// Offset of the last byte, at most [`LockRange::LAST`].
     pub last: u64,
 }
 
 impl LockRange {
-    /// The last byte that a file can have: a range up to it reaches to the end of the file, wherever that comes to be.
+    /// Offset of the last possible byte. A range up to it reaches to the end of the file, however long the file becomes.
     pub const LAST: u64 = i64::MAX as u64;
     /// All bytes.
     pub const WHOLE: Self = Self {
@@ -278,12 +284,12 @@ impl LockRange {
         last: Self::LAST,
     };
 
-    /// Whether both have a byte.
+    /// Whether the ranges have a byte in common.
     pub fn overlaps(&self, other: &Self) -> bool {
         self.first <= other.last && other.first <= self.last
     }
 
-    /// What is left of it without `other`: before and after that.
+    /// Returns this range without `other`: what is before `other`, and what is after it.
     pub fn without(&self, other: &Self) -> impl Iterator<Item = Self> + use<> {
         let Self { first, last } = *self;
         let is_apart = !self.overlaps(other);
@@ -306,24 +312,24 @@ pub struct DirEntry<'a> {
     pub name: &'a OsStr,
     /// Inode number.
     pub ino: u64,
-    /// Kind, where the file system tells.
+    /// Kind of the object, if the file system tells it.
     pub kind: Option<Kind>,
-    /// Where to go on *after* this entry.
+    /// Position from which the listing goes on *after* this entry.
     pub cookie: i64,
 }
 
-/// What statvfs(3) tells.
+/// Figures of a file system, as in statvfs(3).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StatFs {
     /// Fundamental block size in bytes.
     pub block_size: u64,
-    /// Blocks in all.
+    /// Number of blocks.
     pub blocks: u64,
     /// Free blocks.
     pub blocks_free: u64,
     /// Free blocks for users without privilege.
     pub blocks_available: u64,
-    /// Inodes in all.
+    /// Number of inodes.
     pub files: u64,
     /// Free inodes.
     pub files_free: u64,

@@ -1,19 +1,23 @@
-//! Changes made through a backing and not synced since, for file systems that syncfs(2) does not reach.
+//! The account of unsynced changes, for file systems that syncfs(2) does not reach.
 //!
-//! Linux passes syncfs(2) on to no FUSE server but virtiofs, and it means little on a few more file systems: there
-//! every file and directory is synced by itself. Which ones that takes is what this module knows.
+//! Linux sends syncfs(2) to no FUSE server except virtiofs, and on a few more file systems it has little effect. There,
+//! each changed file and directory must be synced by itself. This module records which ones.
+//!
+//! Terms
+//! * An *entry* records a changed object that is not synced yet, with the paths under which it was changed.
+//! * A *walk* syncs every file and directory of a tree. It is needed when the account does not know all changes.
 //!
 //! Invariants
-//! * Every object that was changed through this backing since it was opened, and not synced since, has
-//!   an `Entry`, or `lost_track` is set.
-//! * What was there when the backing was opened is in doubt (`inherited`) until all of it was synced once: the
-//!   process that changed it may have been killed.
-//! * An entry is found under one of its paths, or a rename is under way, or it is not found: then everything is
-//!   walked. A path is a hint, device and inode number say whether it is the object that is meant.
-//! * `names` and the paths of the entries are the same relation, read from both sides.
+//! * Every object that was changed through this backing and not synced since has an `Entry`, or `lost_track` is set.
+//! * `inherited` is set until everything was synced once after the backing was opened. An earlier process may have been
+//!   killed before it synced its changes.
+//! * An object of an entry is at one of the entry's paths, or a rename is under way. If neither is so, another process
+//!   moved the object: `lost_track` is set, and a walk follows. A path is only a hint; device and inode number decide
+//!   whether the object there is the one that is meant.
+//! * `names` and the `paths` of the entries are the same relation, in both directions.
 //!
-//! Paths, not descriptors, because a process may change more files than it may hold open. No lock is held across
-//! a call of the backing.
+//! Entries have paths and not descriptors, because a process may change more files than it can hold open. No lock is held
+//! across a call of the backing.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::{OsStr, OsString};
@@ -24,38 +28,41 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::{Access, Attr, Backing, Errno, Kind, Result};
 
-/// Device and inode number.
+/// Identity of an object: device and inode number.
 pub type Key = (u64, u64);
 
-/// More changed objects than this are not told apart: the next sync walks the tree. Some 200 bytes each.
+/// Most entries, of some 200 bytes each. When there would be more, the account is dropped and the next sync walks the tree.
 const ENTRIES_MAX: usize = 1 << 18;
 
-/// Names that one task of a walk looks at: enough that handing them over costs nothing beside the syncs.
+/// Number of names in one task of a walk: enough that the handover of tasks costs little beside the syncs.
 const WALK_NAMES: usize = 64;
 
-/// Where an object is.
+/// Number of objects to sync for which another thread is worth its start.
+const OBJECTS_PER_THREAD: usize = 4;
+
+/// Where an object is in the backing.
 pub enum Place {
-    /// A path from the top of the backing, and the number of names that the object has.
+    /// At this path from the top of the backing. The number is that of the object's names.
     At(Vec<u8>, u64),
-    /// It has no name any more, so nothing of it outlives its last close.
+    /// The object has no name any more, so nothing of it survives its last close.
     Gone,
-    /// It has a name, which is not known.
+    /// The object has a name, but the name is not known.
     Unknown,
 }
 
-/// A backing that keeps such an account.
+/// A backing with an account of unsynced changes.
 pub trait Tracked: Backing {
-    /// The account.
+    /// Returns the account.
     fn unsynced(&self) -> &Unsynced;
-    /// Files that are synced at once: each waits for a server.
+    /// Returns how many files to sync at a time, because each sync waits for a server.
     fn threads(&self) -> usize;
-    /// The object at a path from the top.
+    /// Returns the object at a path from the top of the backing.
     fn find(&self, path: &[u8]) -> Result<(Self::Inode, Attr)>;
-    /// As [`Names::open_dir`](crate::Names::open_dir), also where the mode denies it to its owner.
+    /// Does the same as [`Names::open_dir`](crate::Names::open_dir), even if the mode denies it to the directory's owner.
     fn open_dir_to_sync(&self, inode: &Self::Inode) -> Result<Self::Dir>;
 }
 
-/// What was changed and is not synced yet, where each file and directory is synced by itself.
+/// The account of unsynced changes of a backing. See the head of the file.
 #[derive(Debug, Default)]
 pub struct Unsynced {
     state: Mutex<AccountState>,
@@ -66,25 +73,26 @@ pub struct Unsynced {
 struct AccountState {
     objects: HashMap<Key, Entry>,
     names: BTreeMap<Vec<u8>, Key>,
-    /// Counts changes.
+    /// Number of changes so far. Each entry and each sync has the version at its time.
     version: u64,
-    /// What was there before may not be synced.
+    /// Whether objects from before this process may be unsynced.
     inherited: bool,
-    /// Version at which a change was made that no entry tells of.
+    /// Version of the last change that no entry records. `None`: the entries record all changes.
     lost_track: Option<u64>,
-    /// Renames that were begun and have not returned.
+    /// Tickets of renames that have begun and not returned.
     renames: BTreeSet<u64>,
-    /// Walks that are under way, and where things were moved to meanwhile, behind their backs perhaps.
+    /// Tickets of walks under way. The paths are those to which something was moved since the walk began: the walk may
+    /// have passed them before.
     walks: HashMap<u64, Vec<Vec<u8>>>,
     last_ticket: u64,
 }
 
 #[derive(Debug)]
 struct Entry {
-    /// Version of the last change.
+    /// Version of the object's last change.
     version: u64,
     paths: Vec<Vec<u8>>,
-    /// It has names that are not known.
+    /// Whether the object has names that are not among `paths`.
     has_more_names: bool,
 }
 
@@ -103,7 +111,7 @@ impl Default for AccountState {
     }
 }
 
-/// A path from the path of a directory and a name in it.
+/// Returns the path of a name in the directory with path `dir`.
 pub fn join(dir: &[u8], name: &OsStr) -> Vec<u8> {
     let mut path = dir.to_vec();
     if !path.is_empty() {
@@ -114,15 +122,18 @@ pub fn join(dir: &[u8], name: &OsStr) -> Vec<u8> {
 }
 
 impl AccountState {
+    /// Returns a new ticket. Tickets ascend.
     fn ticket(&mut self) -> u64 {
         self.last_ticket += 1;
         self.last_ticket
     }
 
+    /// Notes that a change is not recorded by any entry.
     fn lose_track(&mut self) {
         self.lost_track = Some(self.version);
     }
 
+    /// Adds an entry for the object at `path`, which has `links` names.
     fn enter(&mut self, key: Key, path: Vec<u8>, links: u64) {
         if self.objects.len() >= ENTRIES_MAX {
             self.objects.clear();
@@ -139,6 +150,7 @@ impl AccountState {
         self.add_name(key, path);
     }
 
+    /// Notes that `path` now leads to the object, if it has an entry.
     fn add_name(&mut self, key: Key, path: Vec<u8>) {
         self.drop_name(&path);
         if let Some(entry) = self.objects.get_mut(&key) {
@@ -147,7 +159,7 @@ impl AccountState {
         }
     }
 
-    /// The path does not lead to what it led to any more.
+    /// Notes that `path` does not lead to its object any more. If that was the last known path, the entry is removed.
     fn drop_name(&mut self, path: &[u8]) {
         let Some(key) = self.names.remove(path) else {
             return;
@@ -155,16 +167,17 @@ impl AccountState {
         let Some(entry) = self.objects.get_mut(&key) else {
             return;
         };
-        entry.paths.retain(|known| known != path);
+        entry.paths.retain(|entry_path| entry_path != path);
         if entry.paths.is_empty() {
-            let is_elsewhere = entry.has_more_names;
+            let has_unknown_name = entry.has_more_names;
             self.objects.remove(&key);
-            if is_elsewhere {
+            if has_unknown_name {
                 self.lose_track();
             }
         }
     }
 
+    /// Removes the entry of an object that was synced.
     fn forget(&mut self, key: Key) {
         if let Some(entry) = self.objects.remove(&key) {
             for path in entry.paths {
@@ -173,12 +186,12 @@ impl AccountState {
         }
     }
 
-    /// Takes out what is at or below a path: what of the path follows `top`, and which object.
+    /// Removes all names at or below `top`. Returns for each the part of the path after `top`, and the object.
     fn take_below(&mut self, top: &[u8]) -> Vec<(Vec<u8>, Key)> {
         let mut below = top.to_vec();
         below.push(b'/');
         let mut end = top.to_vec();
-        // The byte after the slash.
+        // The byte after the slash: all paths below `top` sort before this.
         end.push(b'/' + 1);
         let mut taken: Vec<(Vec<u8>, Key)> = self
             .names
@@ -190,12 +203,13 @@ impl AccountState {
             let path = [top, rest].concat();
             self.names.remove(&path);
             if let Some(entry) = self.objects.get_mut(key) {
-                entry.paths.retain(|known| *known != path);
+                entry.paths.retain(|entry_path| *entry_path != path);
             }
         }
         taken
     }
 
+    /// Adds names that `take_below` removed, below another top.
     fn put_below(&mut self, top: &[u8], taken: Vec<(Vec<u8>, Key)>) {
         for (rest, key) in taken {
             self.add_name(key, [top, &rest].concat());
@@ -204,7 +218,8 @@ impl AccountState {
 }
 
 impl Unsynced {
-    /// An object was changed. To be called after the change and before it is reported.
+    /// Records a change of an object. Called after the change was made and before it is reported to the caller. `place`
+    /// finds the object's path; it is called only if the object has no entry.
     pub fn changed(&self, key: Key, place: impl FnOnce() -> Place) {
         {
             let mut state = self.state.lock();
@@ -224,7 +239,7 @@ impl Unsynced {
         }
     }
 
-    /// A changed object has got one more name.
+    /// Records that an object got another name. It then has `links` names.
     pub fn linked(&self, key: Key, path: Vec<u8>, links: u64) {
         let mut state = self.state.lock();
         state.add_name(key, path);
@@ -233,12 +248,13 @@ impl Unsynced {
         }
     }
 
-    /// A name was removed.
+    /// Records that a name was removed.
     pub fn removed(&self, path: &[u8]) {
         self.state.lock().drop_name(path);
     }
 
-    /// A rename is going to be made; [`Unsynced::end_rename`] must follow.
+    /// Records that a rename begins, and returns its ticket. [`Unsynced::end_rename`] or
+    /// [`Unsynced::end_unknown_rename`] must follow.
     pub fn begin_rename(&self) -> u64 {
         let mut state = self.state.lock();
         let ticket = state.ticket();
@@ -246,10 +262,10 @@ impl Unsynced {
         ticket
     }
 
-    /// It was made from the one path to the other, or not at all.
+    /// Records the end of a rename. `moved`: the old and the new path; `None` if it failed.
     pub fn end_rename(&self, ticket: u64, moved: Option<(&[u8], &[u8])>, is_exchange: bool) {
         let mut state = self.state.lock();
-        // Two names of one object stay as they are.
+        // rename(2) between two names of one object does nothing.
         let is_same = |(from, to): &(&[u8], &[u8])| {
             from == to
                 || state
@@ -263,7 +279,7 @@ impl Unsynced {
                 let other = state.take_below(to);
                 state.put_below(from, other);
             } else {
-                // It is replaced: a file, or an empty directory.
+                // The target, a file or an empty directory, is replaced.
                 state.drop_name(to);
             }
             state.put_below(to, taken);
@@ -278,7 +294,7 @@ impl Unsynced {
         self.rename_over.notify_all();
     }
 
-    /// A rename was made whose paths are not known.
+    /// Records the end of a rename whose paths are not known.
     pub fn end_unknown_rename(&self, ticket: u64) {
         let mut state = self.state.lock();
         state.version += 1;
@@ -287,12 +303,13 @@ impl Unsynced {
         self.rename_over.notify_all();
     }
 
-    /// To be called before an object is synced; the answer is for [`Unsynced::synced`].
+    /// Returns the present version. Called before a sync begins; [`Unsynced::synced`] takes it.
     pub fn begin_sync(&self) -> u64 {
         self.state.lock().version
     }
 
-    /// The object was synced. Changes that were made meanwhile may not be covered.
+    /// Records that an object was synced. `version`: from before the sync began. A later change may not be covered, so the
+    /// entry then stays.
     pub fn synced(&self, key: Key, version: u64) {
         let mut state = self.state.lock();
         if state
@@ -304,17 +321,17 @@ impl Unsynced {
         }
     }
 
-    /// Whether what was there before this process must be taken for not synced.
+    /// Whether objects from before this process may be unsynced.
     pub fn inherits(&self) -> bool {
         self.state.lock().inherited
     }
 
-    /// Whether there were changes that no entry tells of.
+    /// Whether there are changes that no entry records.
     pub fn has_lost_track(&self) -> bool {
         self.state.lock().lost_track.is_some()
     }
 
-    /// Everything that was there at `version` was synced.
+    /// Records that everything up to `version` was synced.
     pub fn all_synced(&self, version: u64) {
         let mut state = self.state.lock();
         state.inherited = false;
@@ -323,11 +340,12 @@ impl Unsynced {
         }
     }
 
-    /// Forgets everything, as after the end of a process.
+    /// Resets the account to that of a new process.
     pub fn reset(&self) {
         *self.state.lock() = AccountState::default();
     }
 
+    /// Waits until all renames that have begun so far have returned.
     fn wait_for_renames(&self) {
         let mut state = self.state.lock();
         let last = state.last_ticket;
@@ -336,6 +354,7 @@ impl Unsynced {
         }
     }
 
+    /// Returns the known paths of an object that has an entry.
     fn paths_of(&self, key: Key) -> Vec<Vec<u8>> {
         self.state
             .lock()
@@ -346,7 +365,7 @@ impl Unsynced {
     }
 }
 
-/// Syncs every object that has an entry. What is not found is left to a walk: `lost_track` is set.
+/// Syncs every object that has an entry. If an object is not found, `lost_track` is set, and a walk must follow.
 pub fn sync_entries<B: Tracked>(base: &B) -> Result<()> {
     let keys: Vec<Key> = base
         .unsynced()
@@ -358,23 +377,27 @@ pub fn sync_entries<B: Tracked>(base: &B) -> Result<()> {
         .collect();
     let next = AtomicUsize::new(0);
     let failed = Mutex::new(None);
-    in_threads(base.threads().min(keys.len().div_ceil(4)), || {
-        while let Some(key) = keys.get(next.fetch_add(1, Ordering::Relaxed)) {
-            if let Err(errno) = sync_entry(base, *key) {
-                // The others are synced all the same.
-                failed.lock().get_or_insert(errno);
+    run_in_threads(
+        base.threads().min(keys.len().div_ceil(OBJECTS_PER_THREAD)),
+        || {
+            while let Some(key) = keys.get(next.fetch_add(1, Ordering::Relaxed)) {
+                if let Err(errno) = sync_entry(base, *key) {
+                    // The other objects are synced all the same. The first error is returned.
+                    failed.lock().get_or_insert(errno);
+                }
             }
-        }
-    });
+        },
+    );
     failed.into_inner().map_or(Ok(()), Err)
 }
 
+/// Syncs the object of one entry. Does nothing if the entry is removed meanwhile.
 fn sync_entry<B: Tracked>(base: &B, key: Key) -> Result<()> {
     let unsynced = base.unsynced();
     let mut paths = unsynced.paths_of(key);
     loop {
         if paths.is_empty() {
-            // Removed, or synced by another thread.
+            // The object was removed, or another thread has synced it.
             return Ok(());
         }
         for path in &paths {
@@ -386,24 +409,25 @@ fn sync_entry<B: Tracked>(base: &B, key: Key) -> Result<()> {
                 Err(errno) => return Err(errno),
             }
         }
-        // It is being moved, or was moved by another process.
+        // A rename under way may be moving the object; its new path is known when the rename has returned.
         unsynced.wait_for_renames();
-        let now = unsynced.paths_of(key);
-        if now == paths {
+        let paths_now = unsynced.paths_of(key);
+        if paths_now == paths {
             let mut state = unsynced.state.lock();
             state.forget(key);
             state.lose_track();
             return Ok(());
         }
-        paths = now;
+        paths = paths_now;
     }
 }
 
+/// Syncs an object of any kind.
 fn sync_object<B: Tracked>(base: &B, inode: &B::Inode, attr: &Attr, path: &[u8]) -> Result<()> {
     match attr.kind {
         Kind::File => sync_file(base, inode),
         Kind::Dir => sync_dir(base, inode),
-        // No call syncs a symbolic link or a device by itself: it goes with the directory that it is in.
+        // No call syncs a symbolic link or a device by itself; a sync of its directory does.
         _ => {
             let version = base.unsynced().begin_sync();
             let end = path.iter().rposition(|byte| *byte == b'/').unwrap_or(0);
@@ -414,6 +438,7 @@ fn sync_object<B: Tracked>(base: &B, inode: &B::Inode, attr: &Attr, path: &[u8])
     }
 }
 
+/// Syncs a file, which is opened for that in whichever way its mode allows.
 fn sync_file<B: Tracked>(base: &B, inode: &B::Inode) -> Result<()> {
     let opened = match base.open(inode, Access::Read) {
         Err(Errno::ACCESS) => base.open(inode, Access::Write),
@@ -422,36 +447,41 @@ fn sync_file<B: Tracked>(base: &B, inode: &B::Inode) -> Result<()> {
     base.sync(&opened?, false)
 }
 
+/// Syncs a directory.
 fn sync_dir<B: Tracked>(base: &B, inode: &B::Inode) -> Result<()> {
     match base.sync_dir(inode) {
-        // This file system knows no fsync of a directory.
+        // This file system has no fsync of a directory.
         Err(Errno::INVAL) => Ok(()),
         synced => synced,
     }
 }
 
-/// Names in a directory that are to be synced, and what is below them.
+/// Task of a walk: some names in a directory, which are to be synced with all that is below them.
 struct Task<B: Backing> {
     dir: B::Inode,
     names: Vec<OsString>,
 }
 
+/// A walk over one file system.
 struct Walk<'a, B: Tracked> {
     base: &'a B,
     dev: u64,
-    /// Last in, first out: so no more directories are held than the tree is deep, for each thread.
+    /// A stack: so each thread holds at most as many directories as the tree is deep.
     tasks: Mutex<Tasks<B>>,
     more: Condvar,
 }
 
 struct Tasks<B: Backing> {
     waiting: Vec<Task<B>>,
-    /// Tasks that threads are at work on.
+    /// Number of tasks that threads work on now.
     running: usize,
     failed: Option<Errno>,
 }
 
-/// Syncs every file and directory at or below `top`, on the file system that it is on.
+/// Syncs every file and directory at or below `top` that is on the same file system.
+///
+/// A rename during the walk may move something from a part that the walk has not reached to a part that it has passed.
+/// So the account records the targets of all renames during a walk, and they are walked afterwards.
 pub fn sync_below<B: Tracked>(base: &B, top: &B::Inode) -> Result<()> {
     let unsynced = base.unsynced();
     let ticket = {
@@ -482,7 +512,7 @@ pub fn sync_below<B: Tracked>(base: &B, top: &B::Inode) -> Result<()> {
     result
 }
 
-/// An object that is removed while it is looked for needs no sync.
+/// Ignores an error that says that the object was removed meanwhile: then it needs no sync.
 fn may_be_gone(result: Result<()>) -> Result<()> {
     match result {
         Err(Errno::NOENT | Errno::STALE | Errno::NOTDIR | Errno::LOOP) => Ok(()),
@@ -490,6 +520,7 @@ fn may_be_gone(result: Result<()>) -> Result<()> {
     }
 }
 
+/// Walks the tree below `top` once, in several threads.
 fn walk<B: Tracked>(base: &B, top: &B::Inode) -> Result<()> {
     let tasks = Tasks {
         waiting: Vec::new(),
@@ -503,13 +534,14 @@ fn walk<B: Tracked>(base: &B, top: &B::Inode) -> Result<()> {
         tasks: Mutex::new(tasks),
         more: Condvar::new(),
     };
-    walk.dir(top)?;
-    in_threads(base.threads(), || walk.work());
+    walk.sync_dir_and_add_names(top)?;
+    run_in_threads(base.threads(), || walk.run_tasks());
     walk.tasks.into_inner().failed.map_or(Ok(()), Err)
 }
 
 impl<B: Tracked> Walk<'_, B> {
-    fn work(&self) {
+    /// Carries out tasks until none is left and no thread can add one.
+    fn run_tasks(&self) {
         let mut tasks = self.tasks.lock();
         loop {
             let Some(task) = tasks.waiting.pop() else {
@@ -524,7 +556,7 @@ impl<B: Tracked> Walk<'_, B> {
             drop(tasks);
             let mut failed = None;
             for name in &task.names {
-                if let Err(errno) = may_be_gone(self.name(&task.dir, name)) {
+                if let Err(errno) = may_be_gone(self.sync_name(&task.dir, name)) {
                     failed.get_or_insert(errno);
                 }
             }
@@ -535,37 +567,39 @@ impl<B: Tracked> Walk<'_, B> {
         }
     }
 
-    fn name(&self, dir: &B::Inode, name: &OsStr) -> Result<()> {
+    /// Syncs the object of a name. A directory is read, and its names become tasks.
+    fn sync_name(&self, dir: &B::Inode, name: &OsStr) -> Result<()> {
         let (inode, attr) = self.base.lookup(dir, name)?;
         let synced = match attr.kind {
-            // On overlayfs a file may tell another device than its directory.
+            // On overlayfs a file may have another device number than its directory, so it is not compared.
             Kind::File => sync_file(self.base, &inode),
-            // Another file system that is mounted there is looked at by itself.
-            Kind::Dir if attr.dev == self.dev => self.dir(&inode),
+            // The caller of the walk finds file systems that are mounted below by itself.
+            Kind::Dir if attr.dev == self.dev => self.sync_dir_and_add_names(&inode),
             _ => Ok(()),
         };
         match synced {
-            // A caller that may neither read nor write it, and does not own it, has changed nothing in it.
+            // This process may neither read nor write the object and does not own it, so it has changed nothing in it.
             Err(Errno::ACCESS) => Ok(()),
             synced => synced,
         }
     }
 
-    fn dir(&self, dir: &B::Inode) -> Result<()> {
+    /// Adds tasks for the names in a directory, and syncs the directory.
+    fn sync_dir_and_add_names(&self, dir: &B::Inode) -> Result<()> {
         let stream = self.base.open_dir_to_sync(dir)?;
-        let mut all = Vec::new();
+        let mut names = Vec::new();
         self.base.read_dir(&stream, 0, &mut |entry| {
             let is_below = entry.name != "." && entry.name != "..";
             if is_below
                 && !matches!(entry.kind, Some(kind) if kind != Kind::File && kind != Kind::Dir)
             {
-                all.push(entry.name.to_owned());
+                names.push(entry.name.to_owned());
             }
             true
         })?;
         drop(stream);
         let mut tasks = self.tasks.lock();
-        for names in all.chunks(WALK_NAMES) {
+        for names in names.chunks(WALK_NAMES) {
             tasks.waiting.push(Task {
                 dir: dir.clone(),
                 names: names.to_vec(),
@@ -577,11 +611,11 @@ impl<B: Tracked> Walk<'_, B> {
     }
 }
 
-/// Runs `work` in as many threads, one of which is the caller's.
-fn in_threads(count: usize, work: impl Fn() + Sync) {
+/// Runs `work` in `count` threads, one of which is the caller's.
+fn run_in_threads(count: usize, work: impl Fn() + Sync) {
     std::thread::scope(|scope| {
         for _ in 1..count {
-            // If the system gives no more threads, fewer do it.
+            // If the system starts no further thread, the others do all the work.
             let _ = std::thread::Builder::new()
                 .name("sync".into())
                 .spawn_scoped(scope, &work);
@@ -590,7 +624,7 @@ fn in_threads(count: usize, work: impl Fn() + Sync) {
     });
 }
 
-/// The path of what is at `name` below a directory that is at `dir`.
+/// Returns the path of `name` in a directory; `None` if the place of the directory is not known.
 pub fn path_of_entry(dir: Place, name: &OsStr) -> Option<Vec<u8>> {
     match dir {
         Place::At(path, _) => Some(join(&path, name)),
@@ -598,14 +632,14 @@ pub fn path_of_entry(dir: Place, name: &OsStr) -> Option<Vec<u8>> {
     }
 }
 
-/// The names on a path.
+/// Returns the names of which a path consists.
 pub fn components(path: &[u8]) -> impl Iterator<Item = &OsStr> {
     path.split(|byte| *byte == b'/')
         .filter(|name| !name.is_empty())
         .map(OsStr::from_bytes)
 }
 
-/// A path as the kernel takes it; the top is `.`.
+/// Returns a path as the kernel takes it, relative to the top. The top itself is `.`.
 pub fn relative(path: &[u8]) -> OsString {
     if path.is_empty() {
         OsString::from(".")

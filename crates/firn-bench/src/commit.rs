@@ -8,6 +8,7 @@ use crate::durable;
 use crate::firn::{Firn, Mount};
 use crate::options::{Common, parse_size, progress};
 use crate::report::{Limit, Report, Sample};
+use crate::serve::{Mounted, Server};
 use crate::worker::{self, Operation, Task};
 use firn_config::size_text;
 
@@ -16,6 +17,7 @@ mod rules;
 
 const NATIVE: &str = "native";
 const IN_PLACE: &str = "native, in place";
+const PASSTHROUGH: &str = "plain passthrough, in place";
 const FIRN: &str = "firn";
 const BEHIND: &str = "firn, async";
 const PRELOAD: &str = "firn + preload";
@@ -28,7 +30,8 @@ const WRITE_BYTES: u64 = 1 << 20;
 ///
 /// Four parts. new: files of 1 MiB writes, natively with fsync of all files and their directory; goal:
 /// at most 1.15 times as long until durable. small: files of 4 KiB that exist, a quarter of each
-/// rewritten; natively all of each file is written, as cp would, and then syncfs; goals: at most 3
+/// rewritten; natively all of each file is written, as cp would, and then syncfs; a FUSE file system that only passes
+/// requests on shows the share of FUSE; goals: at most 3
 /// times as long, and the commit alone at most 1.5 times. records: figure 6 of the CprFS paper, one file in
 /// records of 4 and 8 KiB; goals: reads and random access at least 0.95 of native, on a network file
 /// system also the sequential write at least 1.3. rules: files that no commit rule has to do with, on a mount with 30 rules
@@ -102,7 +105,7 @@ impl CommitArgs {
         for part in self.parts() {
             match part {
                 Part::New => self.new_files(&candidates, &mut report)?,
-                Part::Small => self.small_files(&candidates, &mut report)?,
+                Part::Small => self.small_files(&prepared.dir, &candidates, &mut report)?,
                 Part::Records => figure6::run(self, &candidates, &mut report)?,
                 Part::Rules if self.common.baseline_only => {}
                 Part::Rules => {
@@ -241,6 +244,7 @@ impl CommitArgs {
 
     fn small_files(
         &self,
+        prepared_dir: &Path,
         candidates: &[CommitCandidate],
         report: &mut Report,
     ) -> anyhow::Result<()> {
@@ -252,7 +256,9 @@ impl CommitArgs {
             operation,
         };
         let mut prepared = Vec::new();
-        let who: Vec<&CommitCandidate> = candidates.iter().collect();
+        let passthrough = Passthrough::start(prepared_dir)?;
+        let mut who: Vec<&CommitCandidate> = candidates.iter().collect();
+        who.insert(2, &passthrough.candidate);
         let samples = self.measure(&who, &name, |candidate| {
             let dir = candidate.dir.join("small");
             if !prepared.contains(&dir) {
@@ -266,8 +272,9 @@ impl CommitArgs {
             } else {
                 Operation::Patch
             };
-            let taken =
-                candidate.write(&[names(dir.clone(), operation)], || durable::sync_all(&dir))?;
+            let taken = candidate.write(&[names(dir.clone(), operation)], || {
+                durable::sync_all(&candidate.behind)
+            })?;
             Ok(vec![taken.sample()])
         })?;
         for dir in prepared {
@@ -350,6 +357,35 @@ struct CommitCandidate<'a> {
     mount: Option<Mount<'a>>,
     /// A library that the processes load.
     preload: Option<PathBuf>,
+}
+
+/// A mounted file system that only passes requests on, and the candidate that writes through it.
+struct Passthrough {
+    candidate: CommitCandidate<'static>,
+    _mounted: Mounted,
+}
+
+impl Passthrough {
+    fn start(dir: &Path) -> anyhow::Result<Self> {
+        let (behind, through) = (dir.join("passthrough.b"), dir.join("passthrough"));
+        std::fs::create_dir_all(&behind)?;
+        std::fs::create_dir_all(&through)?;
+        let server = Server::Plain {
+            source: behind.clone(),
+        };
+        let _mounted = Mounted::start(&server, &through)?;
+        let candidate = CommitCandidate {
+            name: PASSTHROUGH,
+            behind,
+            dir: through,
+            mount: None,
+            preload: None,
+        };
+        Ok(Self {
+            candidate,
+            _mounted,
+        })
+    }
 }
 
 /// What a change took.

@@ -1,4 +1,6 @@
-//! Options that are given to a mount that programs have.
+//! Changes options of a mount while programs use it.
+//!
+//! Promise: the changed options are checked as those of a new mount, and a change of a fixed option is refused as a whole.
 
 use crate::error::ConfigError;
 use crate::minus_o::MinusO;
@@ -6,7 +8,7 @@ use crate::options::Options;
 use crate::resolve::Resolved;
 use crate::table::row;
 
-/// What the kernel, the arena or open files were told when the mount was made, and cannot be told again.
+/// Options that cannot change while the mount exists: the kernel, the arena or open files depend on their first value.
 pub const FIXED_OPTIONS: [&str; 21] = [
     "frontend",
     "takeover",
@@ -31,7 +33,8 @@ pub const FIXED_OPTIONS: [&str; 21] = [
     "host",
 ];
 
-/// These options with what `changes` says over them. The result is one that a mount may have.
+/// Returns `options` with `changes` applied, checked as for a new mount. An error if an option of [`FIXED_OPTIONS`] would
+/// get another value.
 pub fn change_options(options: &Options, changes: &MinusO) -> Result<Options, ConfigError> {
     let changed = Resolved::change(options, changes)?;
     let mut fixed: Vec<&'static str> = FIXED_OPTIONS
@@ -72,7 +75,7 @@ mod tests {
             text.contains("read-only, arena-size, flags of mount(8)"),
             "{text}"
         );
-        // What is as it was does not change.
+        // A fixed option may be given again with its present value.
         let same = format!("arena-size={}", options.arena_bytes);
         assert_eq!(change(&options, &same).unwrap(), options);
     }

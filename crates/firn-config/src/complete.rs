@@ -1,16 +1,16 @@
-//! What a shell may put for a list after `-o` that is not finished.
+//! Completes an unfinished list after `-o`, for a shell.
 
 use crate::table::TABLE;
 use crate::value::Kind;
 
-/// Words of `-o` that are no options of the table: how the mount is, and flags of the kernel.
+/// Words of `-o` that are not in the table: `ro`, `rw`, and flags of the kernel.
 const FLAGS: [&str; 13] = [
     "ro", "rw", "dev", "nodev", "suid", "nosuid", "exec", "noexec", "atime", "noatime", "sync",
     "async", "dirsync",
 ];
 
-/// All lists that `list` may become with one more word: its last option by name, or the last value where that is one
-/// of some words. A name that needs a value ends with `=`.
+/// Returns all lists that complete `list` by one word. The last word is a name, or a value of an option whose values are
+/// words. A name that needs a value ends with `=`.
 pub fn complete_minus_o(list: &str) -> Vec<String> {
     let (before, last) = match list.rfind(',') {
         Some(comma) => list.split_at(comma + 1),
@@ -26,6 +26,7 @@ pub fn complete_minus_o(list: &str) -> Vec<String> {
         .collect()
 }
 
+/// Returns `name=value` for each value that begins with `start`; none unless the values are words.
 fn values(name: &str, start: &str) -> Vec<String> {
     let Some(row) = crate::table::row(name) else {
         return Vec::new();
@@ -42,9 +43,9 @@ fn values(name: &str, start: &str) -> Vec<String> {
         .collect()
 }
 
-/// Names that begin with `start`; those that the list has are not offered again.
+/// Returns the names that begin with `start` and are not in the list `before`.
 fn names(before: &str, start: &str) -> Vec<String> {
-    let taken = |name: &str| {
+    let is_in_list = |name: &str| {
         let mut words = before.split(',');
         words.any(|word| word.split('=').next() == Some(name))
     };
@@ -54,7 +55,7 @@ fn names(before: &str, start: &str) -> Vec<String> {
     });
     options
         .chain(FLAGS.map(str::to_owned))
-        .filter(|word| word.starts_with(start) && !taken(word.trim_end_matches('=')))
+        .filter(|word| word.starts_with(start) && !is_in_list(word.trim_end_matches('=')))
         .collect()
 }
 
@@ -77,7 +78,7 @@ mod tests {
         assert!(complete_minus_o("").len() > TABLE.len());
     }
 
-    /// What is offered is what the parser takes.
+    /// The parser accepts each completion.
     #[test]
     fn every_word_that_is_offered_is_an_option() {
         for word in complete_minus_o("") {

@@ -1,25 +1,26 @@
-//! The variables that Firn and what belongs to it read, and the known name that is nearest to a misspelt one.
+//! Names of all environment variables that Firn reads, and suggestions for misspelt ones.
 //!
-//! Every variable is in one of three places: a row of [`TABLE`] (an option), [`VARIABLES`] (documented, and no option), or
-//! [`INTERNAL`] (tests, benchmarks, scripts, examples). A test looks through the sources for others.
+//! Every variable is in one of three places: a row of [`TABLE`] if it sets an option, [`VARIABLES`] if it is documented
+//! but sets no option, or [`INTERNAL`] if only tests, benchmarks, scripts and examples read it. A test searches the
+//! sources for variables that are in none.
 
 use std::ffi::OsStr;
 
 use crate::table::TABLE;
 
-/// What all of them begin with.
+/// Begin of the name of every variable.
 const PREFIX: &str = "FIRN_";
 
-/// A variable of the environment that is no option.
+/// A documented variable that sets no option.
 #[derive(Clone, Copy, Debug)]
 pub struct Variable {
-    /// Its name.
+    /// Name of the variable.
     pub name: &'static str,
-    /// What it does; in Markdown.
+    /// Meaning of the variable, in Markdown.
     pub meaning: &'static str,
 }
 
-/// The variables that users may set, or find set, beside those of options.
+/// Documented variables that set no option.
 pub static VARIABLES: [Variable; 9] = [
     Variable {
         name: "FIRN_RUNTIME_DIR",
@@ -51,7 +52,7 @@ pub static VARIABLES: [Variable; 9] = [
     },
     Variable {
         name: "FIRN_PRELOAD_DIRECT_AFTER",
-        meaning: "bytes of an open file that go through the mount before the preload library asks for direct access (65536; a call counts as 8192 at least; 0: ask at the first call)",
+        meaning: "bytes of an open file that go through the mount before the preload library asks for direct access (65536; a call counts as 8192 at least, and in a process without a connection an eighth of its bytes; 0: ask at the first call)",
     },
     Variable {
         name: "FIRN_PRELOAD_WAIT",
@@ -59,7 +60,7 @@ pub static VARIABLES: [Variable; 9] = [
     },
 ];
 
-/// Those of tests, benchmarks, scripts and examples.
+/// Variables of tests, benchmarks, scripts and examples.
 static INTERNAL: &[&str] = &[
     "FIRN_AGENT_REQUESTS",
     "FIRN_AGENT_ROUNDS",
@@ -95,40 +96,41 @@ static INTERNAL: &[&str] = &[
     "FIRN_TRACE",
 ];
 
-/// A variable that begins like those of Firn, and that nothing of it reads.
+/// A variable with the prefix `FIRN_` that nothing reads.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UnknownVariable {
-    /// As it is set.
+    /// Name as it is set.
     pub name: String,
-    /// The one that was probably meant.
+    /// Variable that was probably meant.
     pub nearest: Option<String>,
 }
 
-/// The variables among `names` that begin with `FIRN_` and mean nothing.
+/// Returns the variables among `names` that have the prefix `FIRN_` and that nothing reads, sorted by name.
 pub fn unknown_variables<S: AsRef<OsStr>>(
     names: impl IntoIterator<Item = S>,
 ) -> Vec<UnknownVariable> {
-    let known: Vec<String> = known().collect();
+    let names_read: Vec<String> = variable_names().collect();
     let mut unknown: Vec<UnknownVariable> = names
         .into_iter()
         .filter_map(|name| {
             let name = name.as_ref().to_str()?;
-            let is_unknown = name.starts_with(PREFIX) && !known.iter().any(|other| other == name);
+            let is_unknown =
+                name.starts_with(PREFIX) && !names_read.iter().any(|other| other == name);
             is_unknown.then(|| UnknownVariable {
                 name: name.to_owned(),
-                nearest: nearest(name, &known),
+                nearest: nearest(name, &names_read),
             })
         })
         .collect();
-    unknown.sort_by(|a, b| a.name.cmp(&b.name));
+    unknown.sort_by(|first, second| first.name.cmp(&second.name));
     unknown
 }
 
-/// What to tell of the misspelt variables of this process. One that resembles none belongs to another program:
-/// modules set `FIRN_ROOT` and the like.
+/// Returns one message for each variable of this process that resembles one of Firn's. A variable that resembles none
+/// belongs to another program: environment modules set `FIRN_ROOT` and the like.
 pub fn misspelt_variables() -> Vec<String> {
     let names = std::env::vars_os().map(|(name, _)| name);
-    let tell = |unknown: UnknownVariable| {
+    let message_of = |unknown: UnknownVariable| {
         let UnknownVariable { name, nearest } = unknown;
         let nearest = nearest?;
         let name = firn_format::quote::quoted(name.as_bytes());
@@ -138,28 +140,30 @@ pub fn misspelt_variables() -> Vec<String> {
     };
     unknown_variables(names)
         .into_iter()
-        .filter_map(tell)
+        .filter_map(message_of)
         .collect()
 }
 
-fn known() -> impl Iterator<Item = String> {
+/// Returns the names of all variables.
+fn variable_names() -> impl Iterator<Item = String> {
     let options = TABLE.iter().map(|row| row.env());
     let others = VARIABLES.iter().map(|variable| variable.name.to_owned());
     let internal = INTERNAL.iter().map(|name| (*name).to_owned());
     options.chain(others).chain(internal)
 }
 
-/// Underscores do not count, and two letters that changed places are one slip.
-fn nearest(name: &str, known: &[String]) -> Option<String> {
-    let bare = |name: &str| name.trim_start_matches(PREFIX).replace('_', "");
-    let wanted = bare(name);
-    let (other, distance) = known
+/// Returns the documented variable whose name is most similar, or `None` if none is similar enough. Underscores do not
+/// count, and two letters in the wrong order count as one mistake.
+fn nearest(name: &str, names_read: &[String]) -> Option<String> {
+    let without_prefix = |name: &str| name.trim_start_matches(PREFIX).replace('_', "");
+    let wanted = without_prefix(name);
+    let (other, distance) = names_read
         .iter()
         .filter(|other| !INTERNAL.contains(&other.as_str()))
-        .map(|other| (other, strsim::osa_distance(&wanted, &bare(other))))
+        .map(|other| (other, strsim::osa_distance(&wanted, &without_prefix(other))))
         .min_by_key(|(_, distance)| *distance)?;
-    // Short names have near ones by chance: ROOT is two letters from HOST.
-    (distance <= bare(other).len().div_ceil(5)).then(|| other.clone())
+    // The allowed distance grows with the length, because short names are similar by chance: ROOT is two letters from HOST.
+    (distance <= without_prefix(other).len().div_ceil(5)).then(|| other.clone())
 }
 
 #[cfg(test)]
@@ -194,7 +198,7 @@ mod tests {
         assert_eq!(unknown_variables(known), []);
     }
 
-    /// Names in quotes in Rust sources, and names that scripts expand.
+    /// Looks for names in quotes in Rust sources, and for names that scripts expand.
     #[test]
     fn every_variable_that_the_sources_name_is_listed() {
         let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."));
@@ -214,7 +218,7 @@ mod tests {
         );
     }
 
-    /// In quotes: a constant of C, and what tests misspell.
+    /// Names in quotes that are no variables: a constant of C, and names that tests misspell.
     const NOT_READ: &[&str] = &["FIRN_NEXT_ID", "FIRN_ARENASIZE", "FIRN_COLSE", "FIRN_ROOT"];
 
     fn collect(dir: &Path, named: &mut BTreeSet<String>) {
@@ -224,7 +228,7 @@ mod tests {
                 collect(&path, named);
                 continue;
             }
-            // This file has misspelt ones, and those of tests would be found in the list itself.
+            // Left out of the search: this source file has misspelt names, and names of tests.
             if path.ends_with("environment.rs") || entry.metadata().unwrap().len() > 1 << 20 {
                 continue;
             }

@@ -1,58 +1,58 @@
-//! What can be wrong with options. Every text says which source, what, and what would be right.
+//! Errors of options. Each message names the source and the option, and says what would be right.
 
 use crate::given::Origin;
 
-/// An option that cannot be taken.
+/// An error of an option.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ConfigError {
-    /// No such option.
+    /// There is no option of this name.
     #[error("{origin}: unknown option `{name}`{}", hint(nearest))]
     Unknown {
-        /// Where it stands.
+        /// Source of the option.
         origin: Origin,
-        /// As it is written.
+        /// The name as written.
         name: String,
-        /// What was probably meant.
+        /// Option that was probably meant.
         nearest: Option<&'static str>,
     },
-    /// The option cannot hold that.
+    /// The option cannot have this value.
     #[error("{origin}: {name}: {why}")]
     Value {
-        /// Where it stands.
+        /// Source of the option.
         origin: Origin,
         /// The option.
         name: &'static str,
-        /// What is allowed.
+        /// What values are allowed.
         why: String,
     },
-    /// Flag and `-o` disagree.
+    /// A flag and `-o` give different values.
     #[error(
         "{name} is given twice, as `--{name} {flag}` and as `-o {name}={minus_o}`: give it once"
     )]
     Twice {
         /// The option.
         name: &'static str,
-        /// By the flag.
+        /// Value of the flag.
         flag: String,
-        /// By `-o`.
+        /// Value after `-o`.
         minus_o: String,
     },
-    /// Two options exclude each other.
+    /// Two options contradict each other.
     #[error("{first} and {second} contradict each other: {advice}")]
     Contradiction {
-        /// One option, with value and origin.
+        /// The first option, with value and source.
         first: String,
-        /// The other.
+        /// The second option, with value and source.
         second: String,
-        /// What to do.
+        /// What to change.
         advice: &'static str,
     },
-    /// A mount that programs have keeps them as they are.
+    /// The options cannot change while the mount exists.
     #[error(
         "{names}: cannot change while programs have the mount; unmount, and mount with the new value"
     )]
     Fixed {
-        /// The options.
+        /// Names of the options.
         names: String,
     },
     /// A file cannot be read or parsed.
@@ -60,11 +60,12 @@ pub enum ConfigError {
     File {
         /// Path of the file.
         path: String,
-        /// Why.
+        /// What is wrong.
         message: String,
     },
 }
 
+/// Ends the message about an unknown name.
 fn hint(nearest: &Option<&'static str>) -> String {
     nearest.map_or_else(
         || " (`firn config` lists the options)".to_owned(),

@@ -1,4 +1,8 @@
-//! `firn.toml`: the names of the table as keys of the top level, nothing else.
+//! Reads the options in a file `firn.toml`.
+//!
+//! The file is a TOML table without sections. Each key is the name of an option, in the one spelling of the table; each
+//! value is a string, an integer, a boolean, or `{ escaped = "…" }` for a path that is not UTF-8. A file that does not
+//! exist has no options. Errors name the file and the line or the key.
 
 use std::ffi::OsString;
 use std::io::ErrorKind;
@@ -13,7 +17,7 @@ use crate::given::{Given, Origin};
 use crate::suggest::nearest;
 use crate::table::row;
 
-/// The options that `path` gives; none if there is no such file.
+/// Returns the options in the file `path`. A file that does not exist has none.
 pub fn read_file(path: &Path) -> Result<Vec<Given>, ConfigError> {
     match std::fs::read_to_string(path) {
         Ok(text) => parse(path, &text),
@@ -24,6 +28,7 @@ pub fn read_file(path: &Path) -> Result<Vec<Given>, ConfigError> {
     }
 }
 
+/// Parses the text of a file; `path` is for messages.
 fn parse(path: &Path, text: &str) -> Result<Vec<Given>, ConfigError> {
     let table: toml::Table = text.parse().map_err(|error: toml::de::Error| {
         let line = error
@@ -37,8 +42,9 @@ fn parse(path: &Path, text: &str) -> Result<Vec<Given>, ConfigError> {
         .collect()
 }
 
+/// Returns the option that one key sets.
 fn given(path: &Path, key: &str, value: &toml::Value) -> Result<Given, ConfigError> {
-    // Underscores would be a second way to write each key of a file that programs may edit: refuse them here.
+    // Programs may edit the file, so a key has one spelling: no underscores and no alias.
     let Some(row) = row(key).filter(|row| row.name == key) else {
         let origin = Origin::File(path.to_owned());
         return Err(ConfigError::Unknown {
@@ -52,7 +58,7 @@ fn given(path: &Path, key: &str, value: &toml::Value) -> Result<Given, ConfigErr
         toml::Value::Integer(number) => number.to_string().into(),
         toml::Value::Boolean(true) => "yes".into(),
         toml::Value::Boolean(false) => "no".into(),
-        // As in JSON (`firn_protocol::path`): a path that is not UTF-8.
+        // `{ escaped = "…" }` is a path that is not UTF-8, escaped as in JSON (`firn_protocol::path`).
         toml::Value::Table(table) if is_escaped(table) => {
             let bytes = table["escaped"].as_str().and_then(unescaped);
             let refused = || {
@@ -75,6 +81,7 @@ fn given(path: &Path, key: &str, value: &toml::Value) -> Result<Given, ConfigErr
     Ok(Given { row, text })
 }
 
+/// Whether a table is `{ escaped = "…" }`.
 fn is_escaped(table: &toml::Table) -> bool {
     table.len() == 1 && table.get("escaped").is_some_and(toml::Value::is_str)
 }

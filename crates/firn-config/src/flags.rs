@@ -1,4 +1,4 @@
-//! The table as flags of clap.
+//! Flags of the command line (clap) for the options of the table.
 
 use std::ffi::OsString;
 
@@ -9,12 +9,12 @@ use crate::given::Given;
 use crate::table::{ALIASES, Row, TABLE};
 use crate::value::Kind;
 
-/// The flags of all options, under the heading `Mount options`.
+/// Returns the flags of all options, under the heading `Mount options`.
 pub fn args() -> impl Iterator<Item = Arg> {
     TABLE.iter().map(arg)
 }
 
-/// The flag of one option.
+/// Returns the flag of one option.
 pub fn arg(row: &'static Row) -> Arg {
     let default = if row.default.is_empty() {
         String::new()
@@ -67,12 +67,12 @@ pub fn arg(row: &'static Row) -> Arg {
     }
 }
 
-/// The options that the flags in `matches` give; rows that the command does not have are skipped.
+/// Returns the options that the flags in `matches` give. Skips options that the command does not have as flags.
 pub fn given_flags(matches: &ArgMatches) -> Vec<Given> {
     TABLE
         .iter()
         .filter_map(|row| {
-            // Paths are bytes, all else is text.
+            // A path is any bytes; all other values are UTF-8.
             let text = match row.kind {
                 Kind::Directory | Kind::Path | Kind::PathOrOff | Kind::Directories => matches
                     .try_get_one::<OsString>(row.name)

@@ -1,4 +1,4 @@
-//! One option as a source gives it, and which source that is: what every parser of options produces.
+//! An option as a source gives it, and the source. All parsers of options produce these.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -8,20 +8,20 @@ use firn_format::quote::quoted_path;
 
 use crate::table::Row;
 
-/// Where a value came from.
+/// The source of a value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Origin {
     /// A flag on the command line.
     Flag,
     /// `-o` on the command line, or in fstab.
     MinusO,
-    /// This variable.
+    /// The environment variable of this name.
     Environment(String),
-    /// The user's or the system's file.
+    /// The user's or the system's file, with this path.
     File(PathBuf),
-    /// The option of this name brings it along.
+    /// The option of this name implies the value.
     Implied(&'static str),
-    /// The table.
+    /// The default in the table.
     Default,
 }
 
@@ -38,11 +38,11 @@ impl fmt::Display for Origin {
     }
 }
 
-/// One option as a source gives it, not yet checked.
+/// An option as a source gives it; its value is not checked yet.
 #[derive(Clone, Debug)]
 pub struct Given {
-    /// The option.
+    /// The option's row of the table.
     pub row: &'static Row,
-    /// As written.
+    /// The value as written.
     pub text: OsString,
 }

@@ -1,8 +1,8 @@
-//! Words of mount(8) that are not Firn's: flags that the kernel honours, and words for others.
+//! Words after `-o` that are not options of Firn: flags of the kernel, and words for other programs.
 //!
-//! `/etc/fstab` mixes options for mount(8), for systemd, for the kernel and for the file system in one
-//! list, and mount(8) passes most of them on. Flags of the kernel are kept ([`KernelFlag`]), because a
-//! `noexec` that is accepted and forgotten would be a lie; words for mount(8) and systemd are skipped.
+//! One list in `/etc/fstab` has options for mount(8), for systemd, for the kernel and for the file system. mount(8) passes
+//! most of them on. Flags of the kernel are kept ([`KernelFlag`]): to accept `noexec` without effect would be wrong.
+//! Words for mount(8) and systemd are skipped.
 
 use serde::{Deserialize, Serialize};
 
@@ -24,7 +24,7 @@ pub enum KernelFlag {
     DirSync,
 }
 
-/// Words for mount(8) or systemd, or about access times, which Firn does not promise.
+/// Words that are skipped: those for mount(8) or systemd, and those about access times, which Firn does not promise.
 const SKIPPED: [&str; 23] = [
     "defaults",
     "_netdev",
@@ -52,7 +52,7 @@ const SKIPPED: [&str; 23] = [
 ];
 
 impl KernelFlag {
-    /// The flag of that name.
+    /// Returns the flag of this name, or `None` if there is none.
     pub fn parse(word: &str) -> Option<Self> {
         Some(match word {
             "dev" => Self::Dev,
@@ -70,7 +70,7 @@ impl KernelFlag {
         })
     }
 
-    /// The flag that undoes this one.
+    /// Returns the flag that undoes this one, or `None` if none does.
     pub fn opposite(self) -> Option<Self> {
         Some(match self {
             Self::Dev => Self::NoDev,
@@ -88,7 +88,7 @@ impl KernelFlag {
     }
 }
 
-/// Whether mount(8) or systemd put `word` there for themselves.
+/// Whether `word` is for mount(8) or systemd and has no meaning for Firn.
 pub fn is_skipped(word: &str) -> bool {
     let key = word.split_once('=').map_or(word, |(key, _)| key);
     SKIPPED.contains(&word)

@@ -1,14 +1,15 @@
-//! Every option once: flag, `-o` key, environment, TOML key, help, man page.
+//! Options of a mount: one description of each, and everything that is made from it.
 //!
-//! [`table::TABLE`] describes each option; everything that names one is made from it: the parsers of
-//! all sources, `firn config`, the completions, the man pages and docs/CONFIGURATION.md. To add an
-//! option, add a row there and a field to [`Options`].
+//! [`table::TABLE`] describes each option. From it come the parsers of all sources, `firn config`, the completions, the
+//! man pages and docs/CONFIGURATION.md. To add an option, add a row to the table and a field to [`Options`].
+//!
+//! A *source* gives options. Sources in the order of precedence: flags and `-o`, `FIRN_*` environment, user file, system
+//! file, default.
 //!
 //! Promises
-//! * Sources are asked in a fixed order: flags (`-o` among them), `FIRN_*` environment, user file,
-//!   system file, defaults. [`Resolved`] says of each value where it came from.
-//! * [`Options`] that come out of [`Sources::resolve`] are in range and free of contradictions.
-//! * Nothing here reads the environment of the process but [`Surroundings::of_process`] and [`misspelt_variables`].
+//! * [`Resolved`] holds the value of the first source that gives the option, and says which source that was.
+//! * [`Options`] that [`Sources::resolve`] returns are in range and do not contradict each other.
+//! * Only [`Surroundings::of_process`] and [`misspelt_variables`] read the environment of the process.
 
 mod change;
 mod complete;

@@ -1,7 +1,7 @@
-//! `-o key=value,key,…` of `firn mount`, mount.firn and fstab.
+//! Parses the list `-o key=value,key,…` of `firn mount`, mount.firn and fstab.
 //!
-//! Keys are the names of the table, with hyphens or underscores; beside them stand `ro` and `rw`, flags
-//! of the kernel and words that mount(8) and systemd put there for themselves.
+//! Keys are names of options, with hyphens or underscores. Other words in the list are `ro` and `rw`, flags of the kernel,
+//! and words that mount(8) and systemd put there for themselves.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -15,27 +15,27 @@ use crate::suggest::nearest;
 use crate::table::row;
 use crate::value::Kind;
 
-/// A parsed list.
+/// The content of a list.
 #[derive(Clone, Debug, Default)]
 pub struct MinusO {
-    /// Options of the table, in order.
+    /// Options, in the order of the list.
     pub given: Vec<Given>,
-    /// Flags of the kernel, in order.
+    /// Flags of the kernel, in the order of the list.
     pub kernel_flags: Vec<KernelFlag>,
-    /// Unknown words, if those are tolerated.
+    /// Unknown words; filled only with [`Unknown::Tolerate`].
     pub tolerated: Vec<String>,
 }
 
 /// What to do with an unknown word.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unknown {
-    /// It is an error.
+    /// Fail.
     Refuse,
-    /// Note and skip it (`mount -s`).
+    /// Note the word and skip it (`mount -s`).
     Tolerate,
 }
 
-/// Parses a list; empty words are skipped, as mount(8) does.
+/// Parses a list. Empty words are skipped, as mount(8) does.
 pub fn parse_minus_o(text: impl AsRef<OsStr>, unknown: Unknown) -> Result<MinusO, ConfigError> {
     let mut parsed = MinusO::default();
     let words = text
@@ -48,7 +48,7 @@ pub fn parse_minus_o(text: impl AsRef<OsStr>, unknown: Unknown) -> Result<MinusO
         if let Some(flag) = text.and_then(KernelFlag::parse) {
             parsed.kernel_flags.push(flag);
         } else if text.is_some_and(is_skipped) {
-            // Meant for others.
+            // A word for mount(8) or systemd.
         } else {
             match given(word) {
                 Ok(given) => parsed.given.push(given),
@@ -63,7 +63,7 @@ pub fn parse_minus_o(text: impl AsRef<OsStr>, unknown: Unknown) -> Result<MinusO
 }
 
 impl MinusO {
-    /// Appends what a later `-o` says.
+    /// Appends the list of a later `-o`.
     pub fn extend(&mut self, later: MinusO) {
         self.given.extend(later.given);
         self.kernel_flags.extend(later.kernel_flags);
@@ -71,12 +71,16 @@ impl MinusO {
     }
 }
 
+/// Parses one word as an option.
 fn given(word: &[u8]) -> Result<Given, ConfigError> {
     let (key, value) = match word.iter().position(|byte| *byte == b'=') {
-        Some(at) => (&word[..at], Some(OsStr::from_bytes(&word[at + 1..]))),
+        Some(equals) => (
+            &word[..equals],
+            Some(OsStr::from_bytes(&word[equals + 1..])),
+        ),
         None => (word, None),
     };
-    // No option has a name that quoting would change.
+    // Quoting changes only names that no option has.
     let key = quoted(key);
     let (name, value) = match (key.as_str(), value) {
         ("ro", None) => ("read-only", Some(OsStr::new("yes"))),

@@ -1,7 +1,8 @@
-//! The options of a mount, typed.
+//! The options of a mount as typed values.
 //!
-//! [`Options`] travel from `firn mount` to firnd as JSON, so every type here serialises. Out of
-//! [`crate::Sources::resolve`] they are in range and free of contradictions.
+//! `firn mount` sends [`Options`] to firnd as JSON, so every type here can be serialized. Options that
+//! [`crate::Sources::resolve`] returns are in range and do not contradict each other. The long help of each option is in
+//! [`crate::table::TABLE`].
 
 use std::path::PathBuf;
 
@@ -11,7 +12,7 @@ use strum::{IntoStaticStr, VariantArray, VariantNames};
 use crate::kernel::KernelFlag;
 use crate::table::TABLE;
 
-/// When data goes to the backing.
+/// When the drain writes data to the backing.
 #[derive(
     Clone,
     Copy,
@@ -28,16 +29,16 @@ use crate::table::TABLE;
 #[serde(rename_all = "lowercase")]
 #[strum(serialize_all = "lowercase")]
 pub enum Drain {
-    /// As it comes.
+    /// Data is drained as soon as it is written.
     #[default]
     Eager,
-    /// On request: fsync(2), `firn drain`, `firn wait`.
+    /// Data is drained when it is asked for: by fsync(2), `firn drain` or `firn wait`.
     Demand,
-    /// As it comes; in a transaction to where it is staged until that is committed.
+    /// Data is drained as soon as it is written. In a transaction it goes to staged copies until the commit.
     Commit,
 }
 
-/// How programs reach the files.
+/// How programs get to the files of a mount.
 #[derive(
     Clone,
     Copy,
@@ -54,7 +55,7 @@ pub enum Drain {
 #[serde(rename_all = "lowercase")]
 #[strum(serialize_all = "lowercase")]
 pub enum Frontend {
-    /// Through the kernel, and by direct access where the preload library is loaded.
+    /// Through the kernel. Programs with the preload library have direct access as well.
     #[default]
     Fuse,
     /// Through the preload library only.
@@ -78,32 +79,32 @@ pub enum Frontend {
 #[serde(rename_all = "lowercase")]
 #[strum(serialize_all = "lowercase")]
 pub enum Placement {
-    /// The backing's file system.
+    /// The backing's file system chooses.
     #[default]
     None,
-    /// Firn: it goes whole to one of several directories.
+    /// Firn puts the whole file into one of several directories.
     Dirs,
-    /// Firn tells Lustre.
+    /// Firn chooses, and tells Lustre.
     Lustre,
-    /// Firn tells MooseFS.
+    /// Firn chooses, and tells MooseFS.
     Moosefs,
-    /// A program of the site makes the file.
+    /// Firn chooses, and a program of the site makes the file.
     Command,
 }
 
 impl Placement {
-    /// As the option has it.
+    /// Returns the word of the option.
     pub fn name(self) -> &'static str {
         self.into()
     }
 
-    /// Whether the backing is one file system whose files are steered to its servers.
+    /// Whether the backing is one file system, and Firn tells it which server gets a file.
     pub fn is_steered(self) -> bool {
         !matches!(self, Self::None | Self::Dirs)
     }
 }
 
-/// How the bytes of a new file lie in the backing until it is closed.
+/// Layout of a new file in the backing until it is closed.
 #[derive(
     Clone,
     Copy,
@@ -120,14 +121,14 @@ impl Placement {
 #[serde(rename_all = "lowercase")]
 #[strum(serialize_all = "lowercase")]
 pub enum Layout {
-    /// In their places in the file.
+    /// The plain file.
     #[default]
     Plain,
-    /// In a log of each host.
+    /// A log for each host.
     Log,
 }
 
-/// When the logs of a file become the plain file.
+/// When the logs of a file are flattened: turned into the plain file.
 #[derive(
     Clone,
     Copy,
@@ -144,20 +145,20 @@ pub enum Layout {
 #[serde(rename_all = "lowercase")]
 #[strum(serialize_all = "lowercase")]
 pub enum Flatten {
-    /// After the last host has closed it, while programs go on.
+    /// The file is flattened in the background, after the last host has closed it.
     #[default]
     Behind,
-    /// In the close of the last host.
+    /// The file is flattened when the last host closes it; that close waits.
     Close,
-    /// At the unmount.
+    /// Files are flattened at the unmount.
     Demand,
-    /// When it is opened for reading, and at the unmount.
+    /// The file is flattened when it is opened for reading, and at the latest at the unmount.
     Read,
-    /// By a mount with another value.
+    /// This mount flattens no file.
     Off,
 }
 
-/// When close(2) returns.
+/// When close(2) of a written file returns.
 #[derive(
     Clone,
     Copy,
@@ -173,11 +174,11 @@ pub enum Flatten {
 #[serde(rename_all = "lowercase")]
 #[strum(serialize_all = "lowercase")]
 pub enum Close {
-    /// As `drain` says; not found in resolved options.
+    /// The option `drain` decides. Resolved options never have this value.
     Auto,
-    /// When the file is in the backing.
+    /// The close returns when the file is drained.
     Drain,
-    /// At once.
+    /// The close returns at once; the bytes are in the arena.
     Held,
 }
 
@@ -197,13 +198,13 @@ pub enum Close {
 #[serde(rename_all = "lowercase")]
 #[strum(serialize_all = "lowercase")]
 pub enum Fsync {
-    /// Bytes and name durable in the backing.
+    /// Bytes and name of the file are durable in the backing.
     Durable,
-    /// Nothing: the bytes are in the arena.
+    /// Nothing, because the bytes are in the arena.
     Held,
 }
 
-/// Where firnd leaves its record of the run.
+/// Where firnd stores the record of a run, which `firn report` reads.
 #[derive(
     Clone,
     Copy,
@@ -221,7 +222,7 @@ pub enum Fsync {
 pub enum RecordPlace {
     /// In the runtime directory of this host.
     Host,
-    /// There, and in the backing, where other hosts find it.
+    /// In the runtime directory, and in the backing for other hosts.
     Backing,
 }
 
@@ -241,13 +242,13 @@ pub enum RecordPlace {
 #[serde(rename_all = "lowercase")]
 #[strum(serialize_all = "lowercase")]
 pub enum Passthrough {
-    /// Where firnd may (root, kernel 6.9 or later).
+    /// If firnd may pass files through (root, Linux 6.9 or later).
     Auto,
     /// Never.
     Off,
 }
 
-/// Whether another firnd goes on with the mount where one dies.
+/// Whether another firnd goes on with the mount after firnd has died.
 #[derive(
     Clone,
     Copy,
@@ -263,13 +264,13 @@ pub enum Passthrough {
 #[serde(rename_all = "lowercase")]
 #[strum(serialize_all = "lowercase")]
 pub enum Takeover {
-    /// Where the kernel and the other options allow it.
+    /// If the kernel and the other options allow it.
     Auto,
-    /// Programs lose the mount.
+    /// No: programs lose the mount.
     No,
 }
 
-/// In which order the files of one I/O server are written.
+/// Order in which the files of one I/O server are written.
 #[derive(
     Clone,
     Copy,
@@ -285,13 +286,13 @@ pub enum Takeover {
 #[serde(rename_all = "lowercase")]
 #[strum(serialize_all = "lowercase")]
 pub enum Order {
-    /// In turns of one write each.
+    /// The files take turns: one write of each after the other.
     Interleaved,
-    /// One after the other.
+    /// Each file is written to its end before the next one begins.
     Sequential,
 }
 
-/// How much firnd writes to its log.
+/// How much firnd logs. Each level includes those above it.
 #[derive(
     Clone,
     Copy,
@@ -309,26 +310,26 @@ pub enum Order {
 #[serde(rename_all = "lowercase")]
 #[strum(serialize_all = "lowercase")]
 pub enum LogLevel {
-    /// Only faults that a person has to mend.
+    /// Faults that a person must fix.
     Error,
-    /// Also what is unusual.
+    /// Unusual events.
     Warn,
-    /// Also what changes state: attach, recovery, unmount.
+    /// Changes of state: attach, recovery, unmount.
     Info,
-    /// Also each decision of the drain.
+    /// Each decision of the drain.
     Debug,
-    /// Also each request.
+    /// Each request.
     Trace,
 }
 
 impl LogLevel {
-    /// The word.
+    /// Returns the word of the option.
     pub fn as_str(self) -> &'static str {
         self.into()
     }
 }
 
-/// What becomes of changes in a transaction.
+/// What happens to changes in a transaction before its commit.
 #[derive(
     Clone,
     Copy,
@@ -345,10 +346,10 @@ impl LogLevel {
 #[serde(rename_all = "lowercase")]
 #[strum(serialize_all = "lowercase")]
 pub enum Mode {
-    /// They are held until it is committed.
+    /// Changes are held until the commit.
     #[default]
     Buffer,
-    /// They go to the backing, and what undoes them is saved.
+    /// Changes go to the backing at once, and the old state is saved to undo them.
     Shadow,
 }
 
@@ -356,29 +357,29 @@ pub enum Mode {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Participants {
-    /// This one alone.
+    /// This host commits alone.
     #[default]
     Off,
-    /// Any hosts, this many.
+    /// This number of hosts commits together, whichever hosts they are.
     Count(u32),
-    /// The hosts of this list.
+    /// The hosts with these names commit together.
     Hosts(Vec<String>),
 }
 
-/// Which other host has copies of what this one holds.
+/// Which other host keeps copies of the files that this host holds.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Partner {
-    /// None.
+    /// No host keeps copies.
     #[default]
     None,
-    /// The next one after this of those that have an agent.
+    /// The host after this one, among the hosts that have an agent.
     Next,
-    /// This one.
+    /// The host of this name.
     Host(String),
 }
 
-/// Where the lock is kept that gives a lane one writer among several hosts.
+/// Where the token is kept: the lock that gives a lane one writing host at a time.
 #[derive(
     Clone,
     Copy,
@@ -395,142 +396,142 @@ pub enum Partner {
 #[serde(rename_all = "lowercase")]
 #[strum(serialize_all = "lowercase")]
 pub enum TokenService {
-    /// There is none: hosts write when they like.
+    /// There is no token: hosts write without one.
     #[default]
     None,
-    /// In files of the backing.
+    /// Tokens are locks of files in the backing.
     Flock,
-    /// In etcd.
+    /// Tokens are keys in etcd.
     Etcd,
 }
 
-/// The options of a mount. One that a request of another version lacks has its default.
+/// The options of a mount. An option that is missing in a request of another version has its default.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Options {
-    /// Bytes of chunks in the arena.
+    /// Size of the arena's data, all chunks together.
     pub arena_bytes: u64,
-    /// Bytes of a chunk: a power of two from 64 KiB to 1 GiB, at most `arena_bytes`.
+    /// Size of a chunk: a power of two from 64 KiB to 1 GiB, at most `arena_bytes`.
     pub chunk_bytes: u64,
-    /// IO threads that write to the backing.
+    /// Number of I/O threads, which write to the backing.
     pub io_threads: u32,
-    /// Order of the files of one I/O server.
+    /// Order in which the files of one I/O server are written.
     pub order: Order,
-    /// Writes that one I/O server gets at once; 0: as many as there are IO threads.
+    /// Most writes that one I/O server gets at a time; 0: as many as there are I/O threads.
     pub lane_writers: u32,
-    /// How programs reach the files.
+    /// How programs get to the files.
     pub frontend: Frontend,
-    /// When data goes to the backing.
+    /// When the drain writes data to the backing.
     pub drain: Drain,
-    /// Commits of a scope that can be undone; 0: none.
+    /// Number of commits of a scope that can be undone; 0: none.
     pub history: u32,
-    /// What becomes of changes in a transaction.
+    /// What happens to changes in a transaction before its commit.
     pub mode: Mode,
     /// Hosts that commit together.
     pub participants: Participants,
-    /// The name of this one; `None`: the host's.
+    /// Name of this host among the participants; `None`: its host name.
     pub host: Option<String>,
-    /// The host that has copies of what this one holds.
+    /// The host that keeps copies of the files that this host holds.
     pub partner: Partner,
-    /// Which hosts fail together; none: each alone.
+    /// File that says which hosts fail together; `None`: each host fails by itself.
     pub partner_domains: Option<PathBuf>,
-    /// Milliseconds that a commit waits for the other hosts.
+    /// Longest time that a commit waits for the other hosts.
     pub participants_wait_ms: u64,
-    /// What gives each lane one writing host.
+    /// Where the token of each lane is kept.
     pub tokens: TokenService,
-    /// Milliseconds that a host holds a token while others wait for it.
+    /// Longest time that a host keeps a token while other hosts wait for it.
     pub token_hold_ms: u64,
-    /// Milliseconds that a drain waits for a token that does not come.
+    /// Longest time that a drain waits for a token.
     pub token_wait_ms: u64,
-    /// Members of the etcd cluster, HOST:PORT each.
+    /// Addresses of the members of the etcd cluster, HOST:PORT each.
     pub token_endpoints: Vec<String>,
-    /// Name of the tokens in etcd; `None`: that of the backing.
+    /// Prefix of the tokens' names in etcd; `None`: the name of the backing.
     pub token_group: Option<String>,
-    /// Names of commit rules, and paths of files of them.
+    /// Names of commit rules, and paths of files with rules.
     pub rules: Vec<String>,
-    /// A second directory for what is prepared; `None`: none.
+    /// Directory for a second copy of prepared transactions; `None`: no second copy.
     #[serde(with = "firn_protocol::path::exact_option")]
     pub backup: Option<PathBuf>,
-    /// Milliseconds between its rounds.
+    /// Time between two rounds of that copy.
     pub backup_every_ms: u64,
     /// What chooses the I/O server of a new file.
     pub placement: Placement,
-    /// Directories that files are placed in, each on a server of its own.
+    /// Directories in which files are placed; each is on a server of its own.
     #[serde(with = "firn_protocol::path::exact_list")]
     pub lanes: Vec<PathBuf>,
-    /// A file that says which names go to which lane; `None`: numbers in names say it.
+    /// File that maps names of files to lanes; `None`: numbers in the names choose the lane.
     #[serde(with = "firn_protocol::path::exact_option")]
     pub lane_map: Option<PathBuf>,
-    /// With a placement of one file system: what it calls each lane's server.
+    /// For a placement in one file system: its name for the server of each lane.
     pub servers: Vec<String>,
-    /// With `placement=command`: the program.
+    /// For `placement=command`: the program.
     pub place_command: Option<PathBuf>,
-    /// How the bytes of new files lie in the backing until they are closed.
+    /// Layout of new files in the backing until they are closed.
     pub layout: Layout,
-    /// Patterns of the names of files that lie in logs; empty: all.
+    /// Patterns for names of the files that are laid out in logs; empty: all files.
     pub log_files: Vec<String>,
-    /// When logs become the plain file.
+    /// When the logs of a file are flattened.
     pub flatten: Flatten,
-    /// When close returns.
+    /// When close(2) of a written file returns.
     pub close: Close,
-    /// What fsync waits for.
+    /// What fsync(2) waits for.
     pub fsync: Fsync,
-    /// Milliseconds that a byte may stay undrained though its chunk is not full.
+    /// Longest time that a byte may stay undrained while its chunk is not full.
     pub drain_age_ms: u64,
-    /// Percent of a CPU for a drain without a waiting caller, while programs want all CPUs; 100: no limit.
+    /// Share of a CPU for a drain that no caller waits for, while programs use all CPUs; 100: no limit.
     pub drain_cpu_percent: u32,
-    /// Threads that answer the kernel; 0: one a core.
+    /// Number of threads that answer the kernel; 0: one for each core.
     pub fuse_threads: u32,
     /// Whether other users may use the mount.
     pub allow_other: bool,
-    /// Kernel passthrough for reads.
+    /// Whether the kernel reads drained files itself.
     pub passthrough: Passthrough,
-    /// Bytes from which on a file gets a memory file of its own; 0: none does.
+    /// Size from which a file gets a memory file; 0: no file gets one.
     pub memory_file_bytes_min: u64,
-    /// Whether another firnd goes on with the mount.
+    /// Whether another firnd goes on with the mount after firnd has died.
     pub takeover: Takeover,
-    /// Milliseconds in which firnd must answer its keeper; 0: it is not asked.
+    /// Longest time for firnd to answer its keeper; 0: the keeper does not ask.
     pub watchdog_ms: u64,
     /// Directory of the arena; `None`: the runtime directory.
     #[serde(with = "firn_protocol::path::exact_option")]
     pub arena_dir: Option<PathBuf>,
-    /// Where the NUMA nodes are described; `None`: all memory is as near.
+    /// File that describes the NUMA nodes; `None`: all memory counts as equally near.
     #[serde(with = "firn_protocol::path::exact_option")]
     pub numa_topology: Option<PathBuf>,
-    /// The spill file, or a directory for it; `None`: nothing spills.
+    /// Spill file, or a directory for it; `None`: no chunk is spilled.
     #[serde(with = "firn_protocol::path::exact_option")]
     pub spill: Option<PathBuf>,
-    /// Its bytes; 0: as many as `arena_bytes`.
+    /// Size of the spill file; 0: that of `arena_bytes`.
     pub spill_bytes: u64,
-    /// Percent of the arena in use above which chunks move there.
+    /// Use of the arena, in percent, above which chunks are spilled.
     pub spill_upper_percent: u32,
-    /// Percent of the arena in use down to which they move.
+    /// Use of the arena, in percent, at which spilling stops.
     pub spill_lower_percent: u32,
-    /// Milliseconds that the kernel may keep attributes and names.
+    /// How long the kernel may keep attributes and names.
     pub attr_timeout_ms: u64,
     /// How much firnd logs.
     pub log_level: LogLevel,
-    /// Socket of the host's system log.
+    /// Socket of the host's system log; `None`: firnd does not log there.
     pub system_log: Option<PathBuf>,
-    /// See the table.
+    /// Where firnd stores the record of a run.
     pub record: RecordPlace,
     /// Whether the mount refuses changes.
     pub read_only: bool,
     /// Whether the mount may hide files that are at the mount point.
     pub nonempty: bool,
-    /// Whether the arena's memory is taken at mount instead of at first use.
+    /// Whether the arena's memory is allocated at the mount, and not at first use.
     pub populate: bool,
-    /// Flags of the mount that the kernel honours (`nodev`, `noexec`, …).
+    /// Flags of the kernel for the mount (`nodev`, `noexec`, …).
     pub kernel_flags: Vec<KernelFlag>,
 }
 
 impl Default for Options {
-    /// The defaults of the table.
+    /// Returns the defaults of the table.
     fn default() -> Self {
         let mut options = Self::blank();
         for row in &TABLE {
             let value = row.kind.parse(row.default);
-            // An empty default means that the field stays as `blank` made it.
+            // An option without a default keeps its value from `blank`.
             if !row.default.is_empty() {
                 (row.set)(
                     &mut options,
@@ -543,7 +544,7 @@ impl Default for Options {
 }
 
 impl Options {
-    /// Something for the table's defaults to fill.
+    /// Options whose values the defaults of the table replace.
     fn blank() -> Self {
         Self {
             arena_bytes: 0,
@@ -584,7 +585,7 @@ impl Options {
             allow_other: false,
             passthrough: Passthrough::Auto,
             memory_file_bytes_min: 16 << 20,
-            takeover: Takeover::No,
+            takeover: Takeover::Auto,
             watchdog_ms: 0,
             arena_dir: None,
             spill: None,
@@ -603,21 +604,21 @@ impl Options {
         }
     }
 
-    /// Puts what `auto` stands for in its place.
+    /// Replaces `auto` by the value that it stands for.
     pub(crate) fn settle(&mut self) {
         if self.close == Close::Auto {
-            // In shadow mode other hosts wait for what is closed.
+            // In shadow mode other hosts wait until a closed file is in the backing.
             let is_shown = self.drain == Drain::Eager || self.mode == Mode::Shadow;
             self.close = if is_shown { Close::Drain } else { Close::Held };
         }
     }
 
-    /// Whether the name of a new file decides where its data lies.
+    /// Whether the name of a new file decides where its data is stored.
     pub fn places_by_name(&self) -> bool {
         self.placement != Placement::None || !self.log_files.is_empty()
     }
 
-    /// The options that change what promises mean, as `key=value`, for the status of the mount.
+    /// Returns the options that change what the mount promises, as `key=value`, for its status.
     pub fn in_force(&self) -> Vec<String> {
         TABLE
             .iter()

@@ -1,11 +1,11 @@
-//! docs/CONFIGURATION.md, made from the table.
+//! Makes docs/CONFIGURATION.md from the table of options.
 
 use std::fmt::Write;
 
 use crate::environment::{VARIABLES, Variable};
 use crate::table::{IMPLIED, Implied, RULES, TABLE};
 
-/// What stands before the table.
+/// Text before the table of options.
 const HEAD: &str = "# Configuration
 
 <!-- Generated from the table in crates/firn-config by `cargo xtask pages`. Edit the table. -->
@@ -32,7 +32,7 @@ Unknown names, values out of range, contradictions, and a flag and a key that di
 |---|---|---|
 ";
 
-/// What stands after the options; the table of variables comes in.
+/// Text after the options. `@VARIABLES@` stands for the table of variables.
 const TAIL: &str = "
 ## Environment that is no option
 
@@ -52,7 +52,7 @@ io-threads = 8
 ```
 ";
 
-/// The whole page.
+/// Returns the whole page.
 pub fn configuration_page() -> String {
     let mut page = HEAD.to_owned();
     for row in &TABLE {

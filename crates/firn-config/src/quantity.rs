@@ -1,19 +1,22 @@
-//! Sizes and durations as people write them.
+//! Parses and formats sizes and durations.
 //!
-//! A size is a number and, if need be, K, M, G or T (also KiB, MiB, …): powers of 1024. `KB` and `MB`
-//! are refused, because half the world means 1000 by them. A duration carries its unit (`ms`, `s`,
-//! `min`, `h`), because a bare number is milliseconds to one reader and seconds to the next.
+//! * A size is a number with an optional unit K, M, G or T (or KiB, MiB, …), which are powers of 1024. `KB` and `MB` are
+//!   refused, because many readers take them for powers of 1000.
+//! * A duration has a unit: `ms`, `s`, `min` or `h`. A bare number other than 0 is refused: some readers would take it for
+//!   milliseconds and others for seconds.
+//!
+//! Invariant: a formatted value parses to itself.
 
-/// The letters of sizes, each 1024 times the one before.
+/// Units of sizes: the letter, and the exponent of the power of two.
 const SIZE_UNITS: [(&str, u32); 4] = [("K", 10), ("M", 20), ("G", 30), ("T", 40)];
-/// Units of durations in milliseconds, largest first, so that [`duration_text`] takes the first that divides.
+/// Units of durations in milliseconds. The largest come first, so that [`duration_text`] uses the largest that divides.
 const DURATION_UNITS: [(&str, u64); 4] =
     [("h", 3_600_000), ("min", 60_000), ("s", 1000), ("ms", 1)];
 
-/// Bytes of a size such as `65536`, `64K`, `4MiB`, `1.5G`.
+/// Parses a size such as `65536`, `64K`, `4MiB` or `1.5G`, and returns its bytes. The error says how to write a size.
 pub fn parse_size(text: &str) -> Result<u64, String> {
     let (digits, unit) = split_unit(text);
-    let bare = unit
+    let prefix = unit
         .strip_suffix("iB")
         .or_else(|| unit.strip_suffix("ib"))
         .unwrap_or(unit);
@@ -21,7 +24,7 @@ pub fn parse_size(text: &str) -> Result<u64, String> {
         unit,
         SIZE_UNITS
             .iter()
-            .find(|(name, _)| name.eq_ignore_ascii_case(bare)),
+            .find(|(name, _)| name.eq_ignore_ascii_case(prefix)),
     ) {
         ("" | "B", _) => 0,
         (_, Some((_, shift))) => *shift,
@@ -36,7 +39,7 @@ pub fn parse_size(text: &str) -> Result<u64, String> {
     })
 }
 
-/// The shortest exact way to write `bytes` that [`parse_size`] reads back.
+/// Formats `bytes` as the shortest text that [`parse_size`] reads back exactly.
 pub fn size_text(bytes: u64) -> String {
     let unit = SIZE_UNITS
         .iter()
@@ -48,7 +51,8 @@ pub fn size_text(bytes: u64) -> String {
     }
 }
 
-/// Milliseconds of a duration such as `500ms`, `1s`, `2min`, `0`.
+/// Parses a duration such as `500ms`, `1s`, `2min` or `0`, and returns its milliseconds. The error says how to write a
+/// duration.
 pub fn parse_duration_ms(text: &str) -> Result<u64, String> {
     let (digits, unit) = split_unit(text);
     if unit.is_empty() && digits == "0" {
@@ -69,7 +73,7 @@ pub fn parse_duration_ms(text: &str) -> Result<u64, String> {
     })
 }
 
-/// The shortest exact way to write `ms` that [`parse_duration_ms`] reads back.
+/// Formats `ms` as the shortest text that [`parse_duration_ms`] reads back exactly.
 pub fn duration_text(ms: u64) -> String {
     let unit = DURATION_UNITS
         .iter()
@@ -80,6 +84,7 @@ pub fn duration_text(ms: u64) -> String {
     }
 }
 
+/// Splits a text after its digits and decimal point, and returns both parts.
 fn split_unit(text: &str) -> (&str, &str) {
     let end = text
         .find(|c: char| !c.is_ascii_digit() && c != '.')
@@ -88,20 +93,23 @@ fn split_unit(text: &str) -> (&str, &str) {
     (digits, unit.trim_start())
 }
 
-/// `digits` (with an optional fraction) times `factor`, exactly, or nothing.
+/// Returns `digits`, which may have a fraction, times `factor`. `None`: not a number, not a whole result, or too large.
 fn scale(digits: &str, factor: u64) -> Option<u64> {
     let (whole, fraction) = digits.split_once('.').unwrap_or((digits, ""));
     let whole: u64 = whole.parse().ok()?;
     let fraction = match fraction {
         "" if digits.contains('.') => return None,
         "" => 0,
-        some => {
-            let tenth = 10u128.checked_pow(some.len().try_into().ok()?)?;
-            let scaled = some.parse::<u128>().ok()?.checked_mul(u128::from(factor))?;
-            if !scaled.is_multiple_of(tenth) {
+        fraction => {
+            let denominator = 10u128.checked_pow(fraction.len().try_into().ok()?)?;
+            let scaled = fraction
+                .parse::<u128>()
+                .ok()?
+                .checked_mul(u128::from(factor))?;
+            if !scaled.is_multiple_of(denominator) {
                 return None;
             }
-            u64::try_from(scaled / tenth).ok()?
+            u64::try_from(scaled / denominator).ok()?
         }
     };
     whole.checked_mul(factor)?.checked_add(fraction)

@@ -1,4 +1,7 @@
-//! From all sources to one set of options, and where each value came from.
+//! Merges the options of all sources, and records which source gave each value.
+//!
+//! Sources are applied from the weakest to the strongest, so a later value replaces an earlier one. Then come the
+//! implied values, the contradictions, and the values that `auto` stands for.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -15,21 +18,22 @@ use crate::minus_o::MinusO;
 use crate::options::Options;
 use crate::table::{IMPLIED, Implied, RULES, Row, TABLE, row};
 
-/// What is around the process and holds options.
+/// Sources outside the command line.
 #[derive(Clone, Debug, Default)]
 pub struct Surroundings {
-    /// The environment.
+    /// Variables of the environment.
     pub env: BTreeMap<String, OsString>,
-    /// The user's file, whether or not it exists.
+    /// Path of the user's file; the file need not exist.
     pub user_file: Option<PathBuf>,
-    /// The system's file, whether or not it exists.
+    /// Path of the system's file; the file need not exist.
     pub system_file: Option<PathBuf>,
 }
 
 impl Surroundings {
-    /// Those of this process: `$XDG_CONFIG_HOME/firn/firn.toml` (or `~/.config/…`), `/etc/firn/firn.toml`.
+    /// Returns the sources of this process: its environment, `$XDG_CONFIG_HOME/firn/firn.toml` (or `~/.config/…`), and
+    /// `/etc/firn/firn.toml`.
     pub fn of_process() -> Self {
-        // A variable whose name is not UTF-8 sets no option: leave it out instead of failing on it.
+        // No option has a variable whose name is not UTF-8, so such a variable is no error.
         let env: BTreeMap<String, OsString> = std::env::vars_os()
             .filter_map(|(name, value)| Some((name.into_string().ok()?, value)))
             .collect();
@@ -38,38 +42,38 @@ impl Surroundings {
                 .filter(|dir| Path::new(dir).is_absolute())
                 .map(PathBuf::from)
         };
-        let home = absolute("XDG_CONFIG_HOME")
+        let config_dir = absolute("XDG_CONFIG_HOME")
             .or_else(|| absolute("HOME").map(|home| home.join(".config")));
         Self {
-            user_file: home.map(|dir| dir.join("firn/firn.toml")),
+            user_file: config_dir.map(|dir| dir.join("firn/firn.toml")),
             system_file: Some(PathBuf::from("/etc/firn/firn.toml")),
             env,
         }
     }
 }
 
-/// Everything that may give options.
+/// All sources of options.
 #[derive(Clone, Debug, Default)]
 pub struct Sources {
-    /// From flags.
+    /// Options from flags.
     pub flags: Vec<Given>,
-    /// From `-o`.
+    /// Options from `-o`.
     pub minus_o: MinusO,
-    /// The rest.
+    /// The environment and the files.
     pub surroundings: Surroundings,
 }
 
-/// Options and where they came from.
+/// The merged options, and the source of each.
 #[derive(Clone, Debug)]
 pub struct Resolved {
-    /// The options.
+    /// The merged options.
     pub options: Options,
-    /// One origin for each row of the table, in its order.
+    /// The source of each option, in the order of the table.
     pub origins: Vec<(&'static Row, Origin)>,
 }
 
 impl Sources {
-    /// Asks the sources in order; every value that stands anywhere is checked, also where it loses.
+    /// Merges all sources. Each value is checked, even if a stronger source replaces it.
     pub fn resolve(&self) -> Result<Resolved, ConfigError> {
         self.refuse_disagreement()?;
         let mut resolved = Resolved {
@@ -95,22 +99,23 @@ impl Sources {
         }
         resolved.take(&self.minus_o.given, &Origin::MinusO)?;
         resolved.take(&self.flags, &Origin::Flag)?;
-        resolved.options.kernel_flags = settle(&self.minus_o.kernel_flags);
+        resolved.options.kernel_flags = remove_undone_flags(&self.minus_o.kernel_flags);
         resolved.add_implied()?;
         resolved.check()?;
         resolved.options.settle();
         Ok(resolved)
     }
 
+    /// Refuses an option that a flag and `-o` give with different values.
     fn refuse_disagreement(&self) -> Result<(), ConfigError> {
         for flag in &self.flags {
-            let same = self
+            let by_minus_o = self
                 .minus_o
                 .given
                 .iter()
                 .rev()
                 .find(|given| given.row.name == flag.row.name);
-            if let Some(other) = same.filter(|other| other.text != flag.text) {
+            if let Some(other) = by_minus_o.filter(|other| other.text != flag.text) {
                 return Err(ConfigError::Twice {
                     name: flag.row.name,
                     flag: quoted(flag.text.as_bytes()),
@@ -123,7 +128,7 @@ impl Sources {
 }
 
 impl Resolved {
-    /// Options that are there, with these over them.
+    /// Returns `options` with `changes` applied and checked.
     pub(crate) fn change(options: &Options, changes: &MinusO) -> Result<Options, ConfigError> {
         let mut resolved = Self {
             options: options.clone(),
@@ -136,6 +141,7 @@ impl Resolved {
         Ok(resolved.options)
     }
 
+    /// Sets the options that one source gives.
     fn take(&mut self, given: &[Given], origin: &Origin) -> Result<(), ConfigError> {
         for Given { row, text } in given {
             let name = row.name;
@@ -145,16 +151,16 @@ impl Resolved {
                 why,
             })?;
             (row.set)(&mut self.options, value);
-            for (other, place) in &mut self.origins {
+            for (other, other_origin) in &mut self.origins {
                 if other.name == name {
-                    *place = origin.clone();
+                    *other_origin = origin.clone();
                 }
             }
         }
         Ok(())
     }
 
-    /// Gives options the values that others bring along.
+    /// Sets the options that other options imply, unless a source gives them. A given value that does not fit is an error.
     fn add_implied(&mut self) -> Result<(), ConfigError> {
         for implied in &IMPLIED {
             let Implied { name, other, .. } = *implied;
@@ -174,6 +180,7 @@ impl Resolved {
         Ok(())
     }
 
+    /// Refuses options that contradict each other.
     fn check(&self) -> Result<(), ConfigError> {
         match RULES.iter().find(|rule| (rule.broken)(&self.options)) {
             Some(rule) => Err(self.contradiction(rule.names, rule.advice)),
@@ -190,18 +197,18 @@ impl Resolved {
         }
     }
 
-    /// Whether a source gives an option another value than its default.
+    /// Whether a source gives the option a value that differs from its default.
     fn is_set(&self, name: &str) -> bool {
         *self.origin(name) != Origin::Default
             && row(name).is_some_and(|row| (row.get)(&self.options) != row.default)
     }
 
     fn origin(&self, name: &str) -> &Origin {
-        let found = self.origins.iter().find(|(row, _)| row.name == name);
-        found.map_or(&Origin::Default, |(_, origin)| origin)
+        let entry = self.origins.iter().find(|(row, _)| row.name == name);
+        entry.map_or(&Origin::Default, |(_, origin)| origin)
     }
 
-    /// `name=value (origin)`.
+    /// Formats an option as `name=value (origin)`.
     fn describe(&self, name: &str) -> String {
         self.origins
             .iter()
@@ -212,14 +219,14 @@ impl Resolved {
     }
 }
 
-/// Of flags that undo each other the last one counts, as in mount(8).
-fn settle(flags: &[KernelFlag]) -> Vec<KernelFlag> {
-    let mut settled: Vec<KernelFlag> = Vec::new();
+/// Removes each flag that a later one undoes, as mount(8) does.
+fn remove_undone_flags(flags: &[KernelFlag]) -> Vec<KernelFlag> {
+    let mut flags_in_force: Vec<KernelFlag> = Vec::new();
     for flag in flags {
-        settled.retain(|other| other != flag && Some(*other) != flag.opposite());
-        settled.push(*flag);
+        flags_in_force.retain(|other| other != flag && Some(*other) != flag.opposite());
+        flags_in_force.push(*flag);
     }
-    settled
+    flags_in_force
 }
 
 #[cfg(test)]

@@ -1,14 +1,14 @@
-//! The name that was probably meant.
+//! Suggests the option that an unknown name probably means.
 
 use crate::table::TABLE;
 
-/// The option whose name is nearest to `name`, if one is near.
+/// Returns the option whose name is most similar to `name`, or `None` if none is similar enough.
 pub fn nearest(name: &str) -> Option<&'static str> {
     let name = name.replace('_', "-").to_lowercase();
     let (row, distance) = TABLE
         .iter()
         .map(|row| (row, strsim::levenshtein(&name, row.name)))
-        .min_by_key(|(_, d)| *d)?;
+        .min_by_key(|(_, distance)| *distance)?;
     (distance <= 1 + row.name.len() / 4).then_some(row.name)
 }
 

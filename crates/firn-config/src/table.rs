@@ -1,8 +1,8 @@
-//! The one table of options.
+//! The table of all options.
 //!
-//! A row is all there is to know of an option: the flag is `--name`, the `-o` key and the TOML key are
-//! `name`, the variable is `FIRN_NAME` with underscores. [`RULES`] says which values contradict each
-//! other.
+//! A [`Row`] has everything about an option. Its `name` gives the flag `--name`, the key of `-o` and of the files, and
+//! the variable `FIRN_NAME` with underscores. [`IMPLIED`] says which options set others, and [`RULES`] which values
+//! contradict each other.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -17,23 +17,23 @@ use crate::options::{
 use crate::quantity::{duration_text, size_text};
 use crate::value::{Kind, Value};
 
-/// One option.
+/// Everything about one option.
 pub struct Row {
-    /// Name in every source.
+    /// Name of the option in every source.
     pub name: &'static str,
-    /// Type and range.
+    /// How its value is written, and which values are allowed.
     pub kind: Kind,
-    /// Default as a user would write it; empty: none.
+    /// Default, as a user would write it. Empty: there is none.
     pub default: &'static str,
-    /// One line, imperative, no full stop.
+    /// Short help: one line, imperative, no full stop.
     pub help: &'static str,
-    /// What a user must know to choose.
+    /// Long help: what a user must know to choose a value.
     pub long: &'static str,
-    /// Whether the status of a mount names it, because it changes what is promised.
+    /// Whether the status of a mount shows the option, because it changes what the mount promises.
     pub changes_promises: bool,
-    /// The value in `Options`, as a user would write it; paths as people are shown them (`firn_format::quote`).
+    /// Returns the value in [`Options`] as a user would write it. Paths are quoted for readers (`firn_format::quote`).
     pub get: fn(&Options) -> String,
-    /// Stores a value of `kind`.
+    /// Sets the value in [`Options`]. The value must be of `kind`.
     pub set: fn(&mut Options, Value),
 }
 
@@ -44,16 +44,16 @@ impl fmt::Debug for Row {
 }
 
 impl Row {
-    /// The environment variable.
+    /// Returns the name of the option's environment variable.
     pub fn env(&self) -> String {
         format!("FIRN_{}", self.name.replace('-', "_").to_uppercase())
     }
 }
 
-/// Other names of options, as flags and with `-o`.
+/// Other names of options, as flags and after `-o`: the alias, and the name.
 pub const ALIASES: [(&str, &str); 1] = [("memory", "arena-size")];
 
-/// The row of that name or alias; underscores count as hyphens.
+/// Returns the option of this name or alias. Underscores count as hyphens.
 pub fn row(name: &str) -> Option<&'static Row> {
     let name = name.replace('_', "-");
     let name = ALIASES
@@ -63,7 +63,7 @@ pub fn row(name: &str) -> Option<&'static Row> {
     TABLE.iter().find(|row| row.name == name)
 }
 
-/// Every option.
+/// All options, in the order of the help.
 pub static TABLE: [Row; 53] = [
     Row {
         name: "arena-size",
@@ -611,14 +611,14 @@ pub static TABLE: [Row; 53] = [
     Row {
         name: "takeover",
         kind: Kind::Choice(words::<Takeover>()),
-        default: "no",
+        default: "auto",
         help: "Let another firnd continue the mount if firnd dies, so that programs only wait",
         long: "With `auto`, a small process (firn-keeper) keeps the connection to the kernel, and starts firnd \
                again when it was killed: open files, directories, locks and mappings go on. Before Linux 6.9, calls \
                that wait for firnd then end with EIO. A mount in the foreground or with layout=log is not taken over: \
                programs that use it get errors until it is mounted again, as with `no`. A transaction that is open in buffer mode, \
                and an open checkpoint of a commit rule, are aborted, and their programs get errors. `firn status` says whether \
-               the mount would be taken over. `no` is the default until a release has shown `auto` under the programs of its users.",
+               the mount would be taken over.",
         changes_promises: true,
         get: |o| word(o.takeover),
         set: |o, v| o.takeover = v.choice(),
@@ -828,33 +828,33 @@ pub static TABLE: [Row; 53] = [
     },
 ];
 
-/// Values that cannot go together.
+/// A contradiction between the values of two options.
 pub struct Rule {
-    /// The options concerned, the likelier culprit first.
+    /// Names of the two options. The first one is more likely the mistake.
     pub names: [&'static str; 2],
-    /// For docs/CONFIGURATION.md.
+    /// The rule as docs/CONFIGURATION.md states it.
     pub text: &'static str,
-    /// Whether the options break it.
+    /// Whether the options break the rule.
     pub broken: fn(&Options) -> bool,
-    /// What to do.
+    /// What the user must change.
     pub advice: &'static str,
 }
 
-/// An option that means something with another one only, and so brings that along.
+/// An option that has an effect only with a certain value of another option, and therefore sets that one.
 pub struct Implied {
-    /// The option that is given.
+    /// Name of the option that a source gives.
     pub name: &'static str,
-    /// The option that it brings along where no source gives that.
+    /// Name of the option that it sets, unless a source gives that one.
     pub other: &'static str,
-    /// The value of the other one.
+    /// Value that the other option gets.
     pub value: &'static str,
-    /// Whether the other one, where a source gives it, has a value that goes with the first.
+    /// Whether the options fit together. False only if a source gives the other option a value that does not fit.
     pub fits: fn(&Options) -> bool,
-    /// What to do where it has not.
+    /// What the user must change if they do not fit.
     pub advice: &'static str,
 }
 
-/// Options that bring others along.
+/// All options that set others.
 pub static IMPLIED: [Implied; 12] = [
     Implied {
         name: "history",
@@ -1042,25 +1042,27 @@ pub static RULES: [Rule; 16] = [
     },
 ];
 
-/// The words of a choice, in the order of its values.
+/// Returns the words of a choice, in the order of its values.
 const fn words<T: VariantNames>() -> &'static [&'static str] {
     T::VARIANTS
 }
 
-/// The word of a value.
+/// Returns the word of a value of a choice.
 fn word(value: impl Into<&'static str>) -> String {
     value.into().to_owned()
 }
 
-fn switch_text(on: bool) -> String {
-    if on { "yes" } else { "no" }.to_owned()
+/// Formats a switch.
+fn switch_text(is_on: bool) -> String {
+    if is_on { "yes" } else { "no" }.to_owned()
 }
 
+/// Formats a path for readers; empty if there is none.
 fn path_text(path: Option<&PathBuf>) -> String {
     path.map_or_else(String::new, |path| quoted_path(path))
 }
 
-/// Unpacking for `set`; a row's kind fixes the variant, so another one is a broken table.
+/// Unpacks values for `set`. The `kind` of a row fixes the variant, so another variant is a mistake in the table.
 impl Value {
     fn number(self) -> u64 {
         match self {
@@ -1076,7 +1078,7 @@ impl Value {
     }
     fn switch(self) -> bool {
         match self {
-            Value::Switch(on) => on,
+            Value::Switch(is_on) => is_on,
             other => panic!("the table expects yes or no, got {other:?}"),
         }
     }

@@ -1,4 +1,6 @@
-//! What an option may hold: kinds with their ranges, and checked values.
+//! Kinds of options: how a value is written, which values are allowed, and the checked value.
+//!
+//! Each error says what is allowed, in the same words as the help.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -8,81 +10,81 @@ use firn_format::quote::{quoted, quoted_path};
 
 use crate::quantity::{duration_text, parse_duration_ms, parse_size, size_text};
 
-/// The type of an option, with unit and range.
+/// The kind of an option, with its range.
 #[derive(Clone, Copy, Debug)]
 pub enum Kind {
-    /// Bytes, both bounds allowed.
+    /// A number of bytes, from `min` to `max`.
     Size {
-        /// Smallest.
+        /// Smallest value.
         min: u64,
-        /// Largest.
+        /// Largest value.
         max: u64,
-        /// Only powers of two.
+        /// Whether only powers of two are allowed.
         power_of_two: bool,
     },
-    /// Milliseconds, both bounds allowed.
+    /// A time in milliseconds, from `min_ms` to `max_ms`.
     Duration {
-        /// Smallest.
+        /// Smallest value.
         min_ms: u64,
-        /// Largest.
+        /// Largest value.
         max_ms: u64,
     },
-    /// A number of things, both bounds allowed.
+    /// A count, from `min` to `max`.
     Count {
-        /// Smallest.
+        /// Smallest value.
         min: u64,
-        /// Largest.
+        /// Largest value.
         max: u64,
-        /// The word that stands for 0, if one does.
+        /// Word that means 0, if there is one.
         zero: Option<&'static str>,
     },
-    /// One of some words.
+    /// One of these words.
     Choice(&'static [&'static str]),
-    /// `yes` or `no`; alone it means `yes`.
+    /// `yes` or `no`. The option without a value means `yes`.
     Switch,
-    /// A directory, as an absolute path.
+    /// The absolute path of a directory.
     Directory,
-    /// A file or directory, as an absolute path.
+    /// The absolute path of a file or directory.
     Path,
-    /// An absolute path of a file or directory, or `off`.
+    /// The absolute path of a file or directory, or `off`.
     PathOrOff,
-    /// Directories, as absolute paths.
+    /// Absolute paths of directories.
     Directories,
-    /// Names of servers of the backing's file system.
+    /// Names that the backing's file system gives its servers.
     Servers,
-    /// Patterns of names of files.
+    /// Patterns for names of files.
     Patterns,
-    /// Names of commit rules, and files of them as absolute paths.
+    /// Names of commit rules, or absolute paths of files with rules.
     Rules,
-    /// The name of a host.
+    /// The name of one host.
     Host,
-    /// A number of hosts, or their names.
+    /// A number of hosts, or the names of hosts.
     Hosts,
-    /// Addresses of servers, HOST:PORT.
+    /// Addresses of servers, each HOST:PORT.
     Endpoints,
 }
 
-/// A value that its [`Kind`] allows.
+/// A checked value: its [`Kind`] allows it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Value {
     /// Bytes, milliseconds or a count.
     Number(u64),
     /// The index of a word in [`Kind::Choice`].
     Choice(usize),
-    /// Yes or no.
+    /// `yes` or `no`.
     Switch(bool),
-    /// Not used.
+    /// The word `off` of [`Kind::PathOrOff`].
     Off,
-    /// A directory.
+    /// The path of a file or directory.
     Directory(PathBuf),
-    /// Directories, in their order.
+    /// Paths of directories, in the given order.
     Directories(Vec<PathBuf>),
-    /// Names of hosts, their addresses, or patterns of names.
+    /// Names, addresses or patterns, in the given order.
     Names(Vec<String>),
 }
 
 impl Kind {
-    /// Reads `text`, which only paths need not have as UTF-8; the error says what is allowed.
+    /// Parses and checks a value. Only paths may be other than UTF-8. The error says what is allowed.
     pub fn parse(&self, text: impl AsRef<OsStr>) -> Result<Value, String> {
         let text = text.as_ref();
         if matches!(self, Kind::PathOrOff) && text == "off" {
@@ -105,6 +107,7 @@ impl Kind {
         self.parse_text(text.to_str().ok_or_else(not_text)?)
     }
 
+    /// Parses and checks a value that is not a path.
     fn parse_text(&self, text: &str) -> Result<Value, String> {
         match *self {
             Kind::Size {
@@ -136,7 +139,7 @@ impl Kind {
                 let number = text
                     .parse()
                     .map_err(|_| format!("`{text}` is not {}", self.allowed()))?;
-                within(number, min, max, text, |n| n.to_string()).map(Value::Number)
+                within(number, min, max, text, |number| number.to_string()).map(Value::Number)
             }
             Kind::Choice(words) => words
                 .iter()
@@ -158,15 +161,14 @@ impl Kind {
             Kind::Endpoints => endpoints(text).map(Value::Names),
             Kind::Hosts if text == "off" => Ok(Value::Number(0)),
             Kind::Hosts => match text.parse() {
-                Ok(number) => {
-                    within(number, 2, NODES_MAX, text, |n| n.to_string()).map(Value::Number)
-                }
+                Ok(number) => within(number, 2, NODES_MAX, text, |number| number.to_string())
+                    .map(Value::Number),
                 Err(_) => hosts(text).map(Value::Names),
             },
         }
     }
 
-    /// The word for the value in usage lines.
+    /// Returns the word that stands for the value in usage lines.
     pub fn value_name(&self) -> &'static str {
         match self {
             Kind::Size { .. } => "SIZE",
@@ -186,7 +188,7 @@ impl Kind {
         }
     }
 
-    /// What is allowed, for help and errors.
+    /// Describes the allowed values, for help and errors.
     pub fn allowed(&self) -> String {
         match *self {
             Kind::Size {
@@ -254,19 +256,20 @@ impl Kind {
     }
 }
 
-/// Directories in a list: each is opened, and asked, by itself.
+/// Most directories or servers in a list. Firn opens and asks each of them.
 const DIRECTORIES_MAX: usize = 1024;
-/// Patterns that each new name is compared with.
+/// Most patterns or rules in a list. Each new name is compared with all of them.
 const PATTERNS_MAX: usize = 64;
-/// Hosts that commit together.
+/// Most hosts that can commit together.
 const NODES_MAX: u64 = 65536;
-/// Members of a cluster that serves others.
+/// Most addresses of servers in a list.
 const ENDPOINTS_MAX: usize = 16;
-/// Names of hosts are parts of names of files.
+/// Longest name of a host or server: it becomes a part of file names.
 const NAME_BYTES_MAX: usize = 64;
 
+/// Parses directories with colons between them; each must be absolute and occur once.
 fn directories(text: &OsStr) -> Result<Vec<PathBuf>, String> {
-    let mut found: Vec<PathBuf> = Vec::new();
+    let mut directories: Vec<PathBuf> = Vec::new();
     for path in text.as_bytes().split(|byte| *byte == b':') {
         if !path.starts_with(b"/") {
             return Err(format!(
@@ -275,20 +278,21 @@ fn directories(text: &OsStr) -> Result<Vec<PathBuf>, String> {
             ));
         }
         let path = PathBuf::from(OsStr::from_bytes(path));
-        if found.contains(&path) {
+        if directories.contains(&path) {
             return Err(format!("{} is in the list twice", quoted_path(&path)));
         }
-        found.push(path);
+        directories.push(path);
     }
-    if found.len() > DIRECTORIES_MAX {
+    if directories.len() > DIRECTORIES_MAX {
         return Err(format!(
             "{} directories are too many: there may be {DIRECTORIES_MAX}",
-            found.len()
+            directories.len()
         ));
     }
-    Ok(found)
+    Ok(directories)
 }
 
+/// Parses names of servers with colons between them; each must occur once.
 fn server_names(text: &str) -> Result<Vec<String>, String> {
     let mut names: Vec<String> = Vec::new();
     for name in text.split(':') {
@@ -307,6 +311,7 @@ fn server_names(text: &str) -> Result<Vec<String>, String> {
     Ok(names)
 }
 
+/// Parses patterns with colons between them, and checks that each can be compiled.
 fn patterns(text: &str) -> Result<Vec<String>, String> {
     let mut patterns: Vec<String> = Vec::new();
     for pattern in text.split(':') {
@@ -330,38 +335,41 @@ fn patterns(text: &str) -> Result<Vec<String>, String> {
     Ok(patterns)
 }
 
-/// Which names there are, only the mount knows.
+/// Parses rules with colons or commas between them. Whether a rule of that name exists, only the mount can tell.
 fn rules(text: &str) -> Result<Vec<String>, String> {
-    let mut found: Vec<String> = Vec::new();
+    let mut rules: Vec<String> = Vec::new();
     for word in text.split([':', ',']) {
-        let is_name = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
+        let is_name =
+            |letter: char| letter.is_ascii_alphanumeric() || letter == '-' || letter == '_';
         if word.is_empty() || !(word.starts_with('/') || word.chars().all(is_name)) {
             return Err(format!(
                 "`{word}` is neither the name of a rule nor the absolute path of a file of rules: `firn rules list` shows the names"
             ));
         }
-        if found.iter().any(|known| known == word) {
+        if rules.iter().any(|rule| rule == word) {
             return Err(format!("`{word}` is in the list twice"));
         }
-        found.push(word.to_owned());
+        rules.push(word.to_owned());
     }
-    if found.len() > PATTERNS_MAX {
+    if rules.len() > PATTERNS_MAX {
         return Err(format!(
             "{} are too many: there may be {PATTERNS_MAX}",
-            found.len()
+            rules.len()
         ));
     }
-    Ok(found)
+    Ok(rules)
 }
 
+/// Checks the name of one host.
 fn host_name(text: &str) -> Result<String, String> {
     plain_name(text, "a host")
 }
 
-/// A name given by a user or another program, which Firn puts into files and arguments.
+/// Checks a name that Firn will use in file names and in arguments of programs. `owner`: what has the name, for the error.
 fn plain_name(text: &str, owner: &str) -> Result<String, String> {
-    let is_good = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
-    if text.is_empty() || text.len() > NAME_BYTES_MAX || !text.chars().all(is_good) {
+    let is_allowed =
+        |letter: char| letter.is_ascii_alphanumeric() || matches!(letter, '.' | '-' | '_');
+    if text.is_empty() || text.len() > NAME_BYTES_MAX || !text.chars().all(is_allowed) {
         return Err(format!(
             "`{text}` is not the name of {owner}: it has {}",
             Kind::Host.allowed()
@@ -370,14 +378,15 @@ fn plain_name(text: &str, owner: &str) -> Result<String, String> {
     Ok(text.to_owned())
 }
 
+/// Parses two or more names of hosts with colons between them; each must occur once.
 fn hosts(text: &str) -> Result<Vec<String>, String> {
     let names: Vec<String> = text.split(':').map(host_name).collect::<Result<_, _>>()?;
-    if let Some(twice) = names
+    if let Some((_, repeated)) = names
         .iter()
         .enumerate()
-        .find(|(at, name)| names[..*at].contains(name))
+        .find(|(index, name)| names[..*index].contains(name))
     {
-        return Err(format!("`{text}` has {} twice", twice.1));
+        return Err(format!("`{text}` has {repeated} twice"));
     }
     if names.len() < 2 {
         return Err(format!(
@@ -387,7 +396,7 @@ fn hosts(text: &str) -> Result<Vec<String>, String> {
     Ok(names)
 }
 
-/// The scheme may be left out.
+/// Parses addresses of servers with `+` between them.
 fn endpoints(text: &str) -> Result<Vec<String>, String> {
     let endpoints: Vec<String> = text.split('+').map(endpoint).collect::<Result<_, _>>()?;
     if endpoints.len() > ENDPOINTS_MAX {
@@ -399,6 +408,7 @@ fn endpoints(text: &str) -> Result<Vec<String>, String> {
     Ok(endpoints)
 }
 
+/// Checks one address, HOST:PORT. A scheme `http://` before it and slashes after it are removed.
 fn endpoint(text: &str) -> Result<String, String> {
     if text.starts_with("https://") {
         return Err(format!(
@@ -407,20 +417,22 @@ fn endpoint(text: &str) -> Result<String, String> {
     }
     let address = text.strip_prefix("http://").unwrap_or(text);
     let address = address.trim_end_matches('/');
-    let is_good =
-        |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_' | ':' | '[' | ']');
+    let is_allowed = |letter: char| {
+        letter.is_ascii_alphanumeric() || matches!(letter, '.' | '-' | '_' | ':' | '[' | ']')
+    };
     let port = address
         .rsplit_once(':')
         .filter(|(host, _)| !host.is_empty());
     let port = port
         .and_then(|(_, port)| port.parse::<u16>().ok())
         .filter(|port| *port > 0);
-    if port.is_none() || !address.chars().all(is_good) {
+    if port.is_none() || !address.chars().all(is_allowed) {
         return Err(format!("`{text}` is not HOST:PORT"));
     }
     Ok(address.to_owned())
 }
 
+/// Returns `number` if it is from `min` to `max`. `show` formats the bounds for the error.
 fn within(
     number: u64,
     min: u64,

@@ -188,7 +188,7 @@ impl<B: Backing> Shared<B> {
             }
             this.engine.direct_access.end_client(client);
             if let Served::Tree(tree) = &this.served {
-                tree.client_gone(client);
+                tree.release_client(client);
             }
         }
         this.count.fetch_sub(1, Ordering::AcqRel);

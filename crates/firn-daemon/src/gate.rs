@@ -160,7 +160,9 @@ impl TransactionGate {
     fn path_of_change(&self, object: ChangedObject<'_>) -> Option<Vec<u8>> {
         let tree = &self.engine.tree;
         match object {
-            ChangedObject::Inode(inode) | ChangedObject::Handle(inode, _) => tree.path_of(inode),
+            ChangedObject::Inode(inode)
+            | ChangedObject::Handle(inode, _)
+            | ChangedObject::Closed(inode, _) => tree.path_of(inode),
             ChangedObject::Name(dir, name) => Some(join_path(tree.path_of(dir)?, name)),
         }
     }
@@ -402,13 +404,12 @@ impl Gate for TransactionGate {
         let Some(scopes) = &self.undone_scopes else {
             return Ok(());
         };
+        let is_lost = |handle| self.engine.open_files.inode_of_handle(handle).is_none();
         let has_lost_handle = match object {
-            ChangedObject::Handle(_, handle) => {
-                if self.engine.open_files.inode_of_handle(handle).is_some() {
-                    return Ok(());
-                }
-                true
-            }
+            ChangedObject::Handle(_, handle) if !is_lost(handle) => return Ok(()),
+            ChangedObject::Closed(_, handle) if is_lost(handle) => return Err(Errno::CANCELED),
+            ChangedObject::Closed(..) => return Ok(()),
+            ChangedObject::Handle(..) => true,
             ChangedObject::Inode(_) | ChangedObject::Name(..) => false,
         };
         let path = self.path_of_change(object);

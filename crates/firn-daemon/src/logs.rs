@@ -79,7 +79,7 @@ pub(crate) fn open(
         }),
         is_alive: Box::new(move |host| hosts.is_living(host)),
         // The kernel keeps what it was told as long again.
-        patience: Duration::from_millis(options.attr_timeout_ms) / 2,
+        view_age_max: Duration::from_millis(options.attr_timeout_ms) / 2,
         lag_max: LAG_MAX,
         unit_bytes: UNIT_BYTES,
         when_closed: when_closed(options),

@@ -1,9 +1,12 @@
-//! The arena in a client's memory.
+//! Maps the arena into a client process.
+//!
+//! Two parts of the arena are mapped. The *words* are counters that only firnd writes; they are mapped read-only. The
+//! *shared* part has piece tables and chunks, which clients write too.
 //!
 //! Promises
-//! * What is mapped stays mapped as long as the process lives, so words of it may be borrowed for ever. Children of
-//!   fork(2) do not have what may be written, and core dumps leave it out.
-//! * An offset from another process is compared with the mapping before anything is read or written there.
+//! * A mapping lasts as long as the process, so references into it may be `'static`. Children of fork(2) do not have the
+//!   shared part, and core dumps leave it out.
+//! * An offset from firnd is compared with the mapping before any byte is read or written there.
 
 use std::ffi::c_void;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -16,56 +19,56 @@ use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use crate::slab_writer::SlabWriter;
 
-const PAGE: u64 = 4096;
-/// Huge pages need addresses that agree with the file's offsets modulo their size.
-const HUGE: u64 = 2 << 20;
+/// Smallest page of the kernel; the parts of the arena are aligned to it.
+const PAGE_BYTES: u64 = 4096;
+/// Size of a huge page. The kernel uses huge pages only if address and file offset are equal modulo this size.
+const HUGE_PAGE_BYTES: u64 = 2 << 20;
 
-/// What a connection maps.
+/// The mapped parts of an arena.
 #[derive(Clone, Copy, Debug)]
 pub struct ArenaMap {
-    /// Where offset 0 of the arena would be, for what may be written.
+    /// Address at which offset 0 of the arena would be, for the shared part.
     shared: *mut u8,
-    /// The same for the words that are only read.
+    /// Address at which offset 0 of the arena would be, for the words.
     words: *const u8,
-    /// Offsets from here …
+    /// The words are at offsets from `words_start` up to `words_end`.
     words_start: u64,
-    /// … to here lie in `words`.
     words_end: u64,
+    /// The shared part is at offsets from `shared_start` up to `shared_end`.
     shared_start: u64,
     shared_end: u64,
 }
 
-// SAFETY: the memory that it points to belongs to no thread and stays mapped; each writer says why its stores are
-// allowed (`SlabWriter`).
+// SAFETY: the mapped memory belongs to no thread and stays mapped. `SlabWriter` argues why its stores are allowed.
 unsafe impl Send for ArenaMap {}
 
-/// Bytes of the arena in this process's memory. firnd or other processes may change them while they are read.
+/// A range of the mapped arena. firnd or other processes may change its bytes while they are read.
 #[derive(Clone, Copy, Debug)]
 pub struct ArenaBytes {
-    /// Mapped for `len` bytes as long as the process lives.
+    /// Address of the first byte; `len` bytes from here stay mapped.
     start: *const u8,
     len: usize,
 }
 
 impl ArenaBytes {
-    /// Where they begin.
+    /// Returns the address of the first byte.
     pub fn start(self) -> *const u8 {
         self.start
     }
 
-    /// How many there are.
+    /// Returns the number of bytes.
     pub fn len(self) -> usize {
         self.len
     }
 
-    /// Whether there are none.
+    /// Whether there are no bytes.
     pub fn is_empty(self) -> bool {
         self.len == 0
     }
 }
 
 impl ArenaMap {
-    /// Nothing is mapped. All zeros.
+    /// No mapping; all fields are zero.
     pub const NONE: Self = Self {
         shared: ptr::null_mut(),
         words: ptr::null(),
@@ -75,12 +78,12 @@ impl ArenaMap {
         shared_end: 0,
     };
 
-    /// Maps the arena behind `fd`; `None` where that is not possible.
+    /// Maps the arena whose descriptor is `fd`. `None`: its sizes are impossible, or the kernel refuses.
     pub fn map(fd: impl AsFd, arena: &Arena) -> Option<Self> {
         let fd = fd.as_fd();
         let words_end = arena.words_offset.checked_add(arena.words_bytes)?;
-        let is_aligned =
-            arena.words_offset.is_multiple_of(PAGE) && arena.shared_offset.is_multiple_of(PAGE);
+        let is_aligned = arena.words_offset.is_multiple_of(PAGE_BYTES)
+            && arena.shared_offset.is_multiple_of(PAGE_BYTES);
         if !is_aligned || words_end > arena.file_bytes || arena.shared_offset >= arena.file_bytes {
             return None;
         }
@@ -102,12 +105,12 @@ impl ArenaMap {
         })
     }
 
-    /// Where offset 0 of the arena would be: of its piece tables and chunks, which may be written.
+    /// Returns the address at which offset 0 of the arena would be, for piece tables and chunks.
     pub fn base(&self) -> *mut u8 {
         self.shared
     }
 
-    /// Bytes of piece tables and chunks; `None` where they are not mapped.
+    /// Returns a range of piece tables and chunks; `None` if it is not mapped.
     pub fn bytes(&self, offset: u64, len: u64) -> Option<ArenaBytes> {
         self.has_shared(offset, len).then(|| ArenaBytes {
             start: self.shared.wrapping_add(offset as usize),
@@ -115,21 +118,21 @@ impl ArenaMap {
         })
     }
 
-    /// The word of a file (`Reply::slot`); `None` where none lies at that offset.
+    /// Returns the word of a file (`Reply::slot`); `None` if the offset is not that of a word.
     pub fn word(&self, offset: u64) -> Option<&'static AtomicU32> {
         let end = offset.checked_add(size_of::<AtomicU32>() as u64)?;
         let is_word =
             offset >= self.words_start && end <= self.words_end && offset.is_multiple_of(4);
         let word = self.words.wrapping_add(offset as usize);
-        // SAFETY: four aligned bytes of the mapping of words, as just asked, which is never unmapped. Only loads are
-        // made of them: firnd alone may write there.
+        // SAFETY: `is_word` says that these are four aligned bytes of the words, which stay mapped. The caller only loads
+        // from them: only firnd stores there.
         is_word.then(|| unsafe { AtomicU32::from_ptr(word.cast_mut().cast()) })
     }
 
-    /// The writing end of a lease; `None` where it does not lie in the mapping.
+    /// Returns the writer of a lease; `None` if the lease is not within the mapping.
     ///
     /// # Safety
-    /// firnd granted the lease to this process, and no other [`SlabWriter`] was made of it.
+    /// firnd must have granted the lease to this process, and no other [`SlabWriter`] may be made of it.
     pub unsafe fn slab_writer(&self, slab: Slab, file_id: u64) -> Option<SlabWriter> {
         let records_bytes = u64::from(slab.record_count).checked_mul(PIECE_BYTES)?;
         let is_mapped = slab.start < slab.end
@@ -138,23 +141,23 @@ impl ArenaMap {
             && self.has_shared(slab.writer, 8)
             && slab.records.is_multiple_of(8)
             && slab.writer.is_multiple_of(8);
-        // SAFETY: data, records and writer word lie in the mapping, as just asked, which is never unmapped, and the
-        // caller has no other writer of the lease.
+        // SAFETY: `is_mapped` says that data, records and writer word are within the mapping, which lasts. The caller has no
+        // other writer of the lease.
         is_mapped.then(|| unsafe { SlabWriter::new(self.shared, slab, file_id) })
     }
 
-    /// Whether `len` bytes from `offset` of the arena on may be written.
+    /// Whether `len` bytes from `offset` on are in the shared part.
     fn has_shared(&self, offset: u64, len: u64) -> bool {
         let end = offset.checked_add(len);
         offset >= self.shared_start && end.is_some_and(|end| end <= self.shared_end)
     }
 }
 
-/// Maps a part of a file, for good, at an address that suits huge pages.
+/// Maps a part of a file for the life of the process, at an address that allows huge pages.
 fn map_part(fd: BorrowedFd<'_>, offset: u64, len: u64, prot: ProtFlags) -> Option<*mut u8> {
-    let len_mapped = usize::try_from(len.checked_next_multiple_of(PAGE)?).ok()?;
-    // SAFETY: a new mapping where the kernel finds room replaces nothing.
-    let at = unsafe {
+    let len_mapped = usize::try_from(len.checked_next_multiple_of(PAGE_BYTES)?).ok()?;
+    // SAFETY: the kernel chooses a free address, so the mapping replaces nothing.
+    let mapped = unsafe {
         rustix::mm::mmap(
             ptr::null_mut(),
             len as usize,
@@ -164,51 +167,51 @@ fn map_part(fd: BorrowedFd<'_>, offset: u64, len: u64, prot: ProtFlags) -> Optio
             offset,
         )
     };
-    let mut at = at.ok()?;
-    // Kernels before 6.7, and those that use no huge pages for this file, take any page.
-    if len >= HUGE && !(at as u64 ^ offset).is_multiple_of(HUGE) {
+    let mut address = mapped.ok()?;
+    // Kernels before 6.7, and kernels without huge pages for this file, ignore the alignment for huge pages.
+    if len >= HUGE_PAGE_BYTES && !(address as u64 ^ offset).is_multiple_of(HUGE_PAGE_BYTES) {
         let aligned = map_aligned(fd, (offset, len_mapped), prot);
-        // SAFETY: all of what was just mapped; known to this function only.
-        let _ = unsafe { rustix::mm::munmap(at, len as usize) };
-        at = aligned?;
+        // SAFETY: this unmaps the whole new mapping, which only this function knows.
+        let _ = unsafe { rustix::mm::munmap(address, len as usize) };
+        address = aligned?;
     }
-    // A read-only mapping harms no child, and a core dump leaves it out anyway: it is a file.
+    // Only for a writable mapping: a read-only one harms no child, and core dumps leave out read-only file mappings anyway.
     let advices = [Advice::LinuxDontFork, Advice::LinuxDontDump];
     for advice in advices
         .into_iter()
         .filter(|_| prot.contains(ProtFlags::WRITE))
     {
-        // SAFETY: of what was just mapped; neither changes what is in memory here.
-        let _ = unsafe { rustix::mm::madvise(at, len as usize, advice) };
+        // SAFETY: the advice is about the new mapping, and changes no memory.
+        let _ = unsafe { rustix::mm::madvise(address, len as usize, advice) };
     }
-    Some(at.cast())
+    Some(address.cast())
 }
 
-/// The same with an address chosen here, out of more room than needed.
+/// Maps as [`map_part`] does, at an aligned address: reserves more address space than needed, and maps within it.
 #[cold]
 fn map_aligned(
     fd: BorrowedFd<'_>,
     (offset, len): (u64, usize),
     prot: ProtFlags,
 ) -> Option<*mut c_void> {
-    let room = len.checked_add(HUGE as usize)?;
+    let room = len.checked_add(HUGE_PAGE_BYTES as usize)?;
     let reserve = MapFlags::PRIVATE | MapFlags::NORESERVE;
-    // SAFETY: new memory where the kernel finds room replaces nothing.
+    // SAFETY: the kernel chooses a free address, so the reservation replaces nothing.
     let start =
         unsafe { rustix::mm::mmap_anonymous(ptr::null_mut(), room, ProtFlags::empty(), reserve) };
     let start = start.ok()?;
-    let shift = (offset as usize).wrapping_sub(start as usize) % HUGE as usize;
-    let at = start.wrapping_byte_add(shift);
+    let shift = (offset as usize).wrapping_sub(start as usize) % HUGE_PAGE_BYTES as usize;
+    let address = start.wrapping_byte_add(shift);
     let flags = MapFlags::SHARED | MapFlags::FIXED;
-    // SAFETY: replaces a part of what was just reserved: `shift` is less than the room beyond `len`.
-    let mapped = unsafe { rustix::mm::mmap(at, len, prot, flags, fd, offset) };
+    // SAFETY: the mapping replaces a part of the reservation: `shift` is less than the room beyond `len`.
+    let mapped = unsafe { rustix::mm::mmap(address, len, prot, flags, fd, offset) };
     if mapped.is_err() {
-        // SAFETY: all of what was just reserved; known to this function only.
+        // SAFETY: this unmaps the whole reservation, which only this function knows.
         let _ = unsafe { rustix::mm::munmap(start, room) };
         return None;
     }
-    // The reservation around it stays, without access: unmapping it takes two system calls, and it costs addresses only.
-    Some(at)
+    // The rest of the reservation stays, without access: it costs only addresses, and to unmap it takes two system calls.
+    Some(address)
 }
 
 #[cfg(test)]
@@ -220,15 +223,15 @@ mod tests {
 
     fn map_of_pages() -> (std::fs::File, ArenaMap) {
         let file = tempfile::tempfile().unwrap();
-        file.set_len(8 * PAGE).unwrap();
+        file.set_len(8 * PAGE_BYTES).unwrap();
         let arena = Arena {
             uuid: [0; 16],
-            file_bytes: 8 * PAGE,
-            words_offset: PAGE,
-            words_bytes: PAGE,
-            shared_offset: 2 * PAGE,
-            page_bytes: PAGE,
-            chunk_bytes: PAGE,
+            file_bytes: 8 * PAGE_BYTES,
+            words_offset: PAGE_BYTES,
+            words_bytes: PAGE_BYTES,
+            shared_offset: 2 * PAGE_BYTES,
+            page_bytes: PAGE_BYTES,
+            chunk_bytes: PAGE_BYTES,
         };
         let map = ArenaMap::map(&file, &arena).unwrap();
         (file, map)
@@ -237,17 +240,29 @@ mod tests {
     #[test]
     fn only_what_lies_in_the_mapping_is_given() {
         let (file, map) = map_of_pages();
-        file.write_all_at(&7u32.to_ne_bytes(), PAGE + 8).unwrap();
-        assert_eq!(map.word(PAGE + 8).unwrap().load(Ordering::Relaxed), 7);
-        assert!(map.word(2 * PAGE - 4).is_some());
-        for outside in [0, PAGE - 4, PAGE + 2, 2 * PAGE - 2, 2 * PAGE, u64::MAX - 3] {
+        file.write_all_at(&7u32.to_ne_bytes(), PAGE_BYTES + 8)
+            .unwrap();
+        assert_eq!(map.word(PAGE_BYTES + 8).unwrap().load(Ordering::Relaxed), 7);
+        assert!(map.word(2 * PAGE_BYTES - 4).is_some());
+        for outside in [
+            0,
+            PAGE_BYTES - 4,
+            PAGE_BYTES + 2,
+            2 * PAGE_BYTES - 2,
+            2 * PAGE_BYTES,
+            u64::MAX - 3,
+        ] {
             assert!(map.word(outside).is_none(), "{outside}");
         }
         assert_eq!(
-            map.bytes(2 * PAGE, 6 * PAGE).unwrap().len(),
-            6 * PAGE as usize
+            map.bytes(2 * PAGE_BYTES, 6 * PAGE_BYTES).unwrap().len(),
+            6 * PAGE_BYTES as usize
         );
-        for (offset, len) in [(2 * PAGE - 1, 1), (8 * PAGE, 1), (3 * PAGE, u64::MAX)] {
+        for (offset, len) in [
+            (2 * PAGE_BYTES - 1, 1),
+            (8 * PAGE_BYTES, 1),
+            (3 * PAGE_BYTES, u64::MAX),
+        ] {
             assert!(map.bytes(offset, len).is_none(), "{offset} {len}");
         }
         assert!(ArenaMap::NONE.word(0).is_none());
@@ -258,11 +273,11 @@ mod tests {
     fn a_lease_that_reaches_out_of_the_mapping_is_refused() {
         let (_file, map) = map_of_pages();
         let good = Slab {
-            chunk: 4 * PAGE,
-            records: 3 * PAGE,
-            writer: 2 * PAGE,
+            chunk: 4 * PAGE_BYTES,
+            records: 3 * PAGE_BYTES,
+            writer: 2 * PAGE_BYTES,
             start: 0,
-            end: PAGE as u32,
+            end: PAGE_BYTES as u32,
             record_count: 10,
             ..Slab::default()
         };
@@ -271,7 +286,7 @@ mod tests {
         assert!(is_given(good));
         for bad in [
             Slab {
-                chunk: 8 * PAGE,
+                chunk: 8 * PAGE_BYTES,
                 ..good
             },
             Slab {
@@ -283,7 +298,7 @@ mod tests {
                 ..good
             },
             Slab {
-                records: PAGE,
+                records: PAGE_BYTES,
                 ..good
             },
             Slab {
@@ -295,7 +310,7 @@ mod tests {
                 ..good
             },
             Slab {
-                writer: 8 * PAGE - 4,
+                writer: 8 * PAGE_BYTES - 4,
                 ..good
             },
             Slab {
@@ -316,16 +331,16 @@ mod tests {
             words_offset,
             words_bytes,
             shared_offset,
-            page_bytes: PAGE,
-            chunk_bytes: PAGE,
+            page_bytes: PAGE_BYTES,
+            chunk_bytes: PAGE_BYTES,
         };
         for bad in [
-            arena(8 * PAGE, 1, PAGE, 2 * PAGE),
-            arena(8 * PAGE, PAGE, 8 * PAGE, 2 * PAGE),
-            arena(8 * PAGE, PAGE, u64::MAX, 2 * PAGE),
-            arena(8 * PAGE, PAGE, PAGE, 8 * PAGE),
-            arena(8 * PAGE, PAGE, PAGE, 2 * PAGE + 1),
-            arena(u64::MAX, PAGE, PAGE, 2 * PAGE),
+            arena(8 * PAGE_BYTES, 1, PAGE_BYTES, 2 * PAGE_BYTES),
+            arena(8 * PAGE_BYTES, PAGE_BYTES, 8 * PAGE_BYTES, 2 * PAGE_BYTES),
+            arena(8 * PAGE_BYTES, PAGE_BYTES, u64::MAX, 2 * PAGE_BYTES),
+            arena(8 * PAGE_BYTES, PAGE_BYTES, PAGE_BYTES, 8 * PAGE_BYTES),
+            arena(8 * PAGE_BYTES, PAGE_BYTES, PAGE_BYTES, 2 * PAGE_BYTES + 1),
+            arena(u64::MAX, PAGE_BYTES, PAGE_BYTES, 2 * PAGE_BYTES),
         ] {
             assert!(ArenaMap::map(&file, &bad).is_none(), "{bad:?}");
         }

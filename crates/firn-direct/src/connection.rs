@@ -1,4 +1,4 @@
-//! The client's end of a data socket: what the preload library, tests and benchmarks ask firnd with.
+//! The client's end of a data socket. The preload library, tests and benchmarks send requests to firnd with it.
 //!
 //! ```text
 //!   Connection::to ── check_peer ──► send_hello ── receive_hello ──► ArenaMap
@@ -6,13 +6,13 @@
 //!                                    send_packet ── receive_packet        (any bytes, for tests of firnd)
 //! ```
 //!
-//! Promises
-//! * [`Connection::to`] gives a connection only where the kernel says that a process of the expected user listens.
-//! * A reply that is not whole, or that announces more than there is room for, is never returned.
-//! * Nothing here allocates, takes a lock, sets `errno` or calls a function that the preload library puts itself
-//!   before: it may run in hooks and signal handlers.
+//! firnd answers requests in order. A client may send several before it receives the first reply.
 //!
-//! Requests are answered in order; several may be sent before the first reply is received.
+//! Promises
+//! * [`Connection::to`] returns a connection only if the kernel says that a process of the expected user listens.
+//! * An incomplete reply, or one that claims more data than came or than there is room for, is never returned.
+//! * No function here allocates memory, takes a lock, sets `errno`, or calls a function that the preload library replaces.
+//!   So they may run in hooks and signal handlers.
 
 use std::ffi::c_int;
 use std::marker::PhantomData;
@@ -32,17 +32,17 @@ use zerocopy::{FromZeros, IntoBytes};
 use crate::syscall;
 use crate::syscall::Descriptor;
 
-/// How the firnd that serves an open file calls it; `None` where no firnd serves it. [`Token::version`] says whether
-/// that firnd serves this process.
+/// Returns the token of an open file, with which a client asks firnd for direct access to the file. `None`: no firnd
+/// serves the file. [`Token::version`] says whether that firnd gives this process direct access.
 pub fn token_of(fd: impl AsFd) -> Option<Token> {
     let mut token = Token::new_zeroed();
     let fd = fd.as_fd().as_raw_fd();
-    // SAFETY: the number of this ioctl says how many bytes the kernel writes at most: those of a `Token`.
+    // SAFETY: the number of this ioctl tells the kernel to write at most the bytes of a `Token`.
     let result = unsafe { syscall!(libc::SYS_ioctl, fd, IOCTL_TOKEN, &raw mut token) };
     (result >= 0).then_some(token)
 }
 
-/// Memory that the kernel reads for a packet.
+/// Memory that the kernel reads to send a packet.
 #[derive(Clone, Copy, Debug)]
 pub struct Outgoing<'a> {
     part: iovec,
@@ -50,7 +50,7 @@ pub struct Outgoing<'a> {
 }
 
 impl Outgoing<'_> {
-    /// No bytes.
+    /// Returns no memory.
     pub const fn none() -> Self {
         Self {
             part: NO_PART,
@@ -58,11 +58,11 @@ impl Outgoing<'_> {
         }
     }
 
-    /// Memory that may be unmapped, or change meanwhile: then the call ends with [`CallError::Fault`], or sends
-    /// what it finds.
+    /// Returns memory that may change or be unmapped meanwhile. If it is unmapped, the call ends with
+    /// [`CallError::Fault`]; if it changes, any of its states may be sent.
     ///
     /// # Safety
-    /// firnd may see these bytes for as long as `'a` lasts.
+    /// firnd may see these bytes while `'a` lasts.
     pub unsafe fn from_raw(start: *const u8, len: usize) -> Self {
         Self {
             part: iovec {
@@ -76,22 +76,22 @@ impl Outgoing<'_> {
 
 impl<'a> From<&'a [u8]> for Outgoing<'a> {
     fn from(bytes: &'a [u8]) -> Self {
-        // SAFETY: a caller that lends the bytes wants them sent.
+        // SAFETY: the bytes are readable for `'a`, and the caller wants them to be sent.
         unsafe { Self::from_raw(bytes.as_ptr(), bytes.len()) }
     }
 }
 
-/// Memory that the kernel fills from a packet.
+/// Memory that the kernel fills from a received packet.
 #[derive(Debug)]
 pub struct Incoming<'a> {
     part: iovec,
-    /// Bytes of each of the things that [`Reply::count`] counts.
+    /// Size of one of the things that [`Reply::count`] counts.
     unit_bytes: usize,
     memory: PhantomData<&'a mut [u8]>,
 }
 
 impl Incoming<'_> {
-    /// No room.
+    /// Returns no memory.
     pub const fn none() -> Self {
         Self {
             part: NO_PART,
@@ -100,10 +100,10 @@ impl Incoming<'_> {
         }
     }
 
-    /// Memory that may be unmapped: then the call ends with [`CallError::Fault`].
+    /// Returns memory that may be unmapped meanwhile; the call then ends with [`CallError::Fault`].
     ///
     /// # Safety
-    /// The kernel may overwrite `len` bytes there for as long as `'a` lasts.
+    /// The kernel may overwrite `len` bytes there while `'a` lasts.
     pub unsafe fn from_raw(start: *mut u8, len: usize) -> Self {
         Self {
             part: iovec {
@@ -147,21 +147,21 @@ const NO_PART: iovec = iovec {
     iov_len: 0,
 };
 
-/// What goes along with a request, and room for what follows its reply.
+/// Data to send with a request, and memory for the data that follows its reply.
 #[derive(Debug)]
 pub struct Payload<'a> {
-    /// Follows the request.
+    /// Data that follows the request.
     pub data: Outgoing<'a>,
-    /// Goes along with the packet.
+    /// Descriptor to send with the request.
     pub fd: Option<BorrowedFd<'a>>,
-    /// For what follows the reply.
+    /// Memory for the data that follows the reply.
     pub room: Incoming<'a>,
-    /// For the descriptors that come with it; without it they are closed.
+    /// Takes the descriptors that come with the reply. `None`: they are closed.
     pub files: Option<&'a mut Files>,
 }
 
 impl Payload<'_> {
-    /// A request alone, and a reply alone.
+    /// Returns a payload without data for both.
     pub const fn none() -> Self {
         Self {
             data: Outgoing::none(),
@@ -172,16 +172,16 @@ impl Payload<'_> {
     }
 }
 
-/// Descriptors that came with a reply. Those that are not taken are closed.
+/// Descriptors that came with a reply. Dropping this closes those that were not taken.
 #[derive(Debug)]
 pub struct Files {
     fds: [c_int; FILES_MAX],
-    /// How many came.
+    /// Number of descriptors that came.
     count: usize,
 }
 
 impl Files {
-    /// None.
+    /// Returns no descriptors.
     pub const fn new() -> Self {
         Self {
             fds: [-1; FILES_MAX],
@@ -189,16 +189,16 @@ impl Files {
         }
     }
 
-    /// How many came.
+    /// Returns the number of descriptors that came.
     pub fn count(&self) -> usize {
         self.count
     }
 
-    /// The one with this index, once.
+    /// Takes the descriptor with this index. `None`: there is none, or it was taken already.
     pub fn take(&mut self, index: usize) -> Option<Descriptor> {
         let fd = self.fds.get_mut(index).filter(|fd| **fd >= 0)?;
         let taken = std::mem::replace(fd, -1);
-        // SAFETY: the kernel opened the descriptor for this process with a message, and only this value knows it.
+        // SAFETY: the kernel opened the descriptor for this process, and only this value knows it.
         Some(unsafe { Descriptor::from_raw_fd(taken) })
     }
 
@@ -220,19 +220,19 @@ impl Drop for Files {
     }
 }
 
-/// Why there is no connection.
+/// Reasons why there is no connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ConnectError {
-    /// No process listens there, or the token names no socket.
+    /// No process listens at the socket, or the token names no socket.
     Unreachable(Errno),
-    /// The listener is not of the expected user.
+    /// The listening process does not belong to the expected user.
     Peer(PeerError),
 }
 
-/// Why a request has no reply.
+/// Reasons why a request has no reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CallError {
-    /// The memory of the payload cannot be read or written. The connection stays.
+    /// The memory of the payload cannot be read or written. The connection can be used further.
     Fault,
     /// The connection has ended, and the request was not sent.
     NotSent,
@@ -240,12 +240,12 @@ pub enum CallError {
     NoReply,
 }
 
-/// A packet that was received.
+/// A received packet.
 #[derive(Debug)]
 pub struct Packet {
-    /// Bytes.
+    /// Length of the packet.
     pub len: usize,
-    /// The first descriptor that came with it.
+    /// The first descriptor that came with the packet.
     pub fd: Option<Descriptor>,
 }
 
@@ -271,22 +271,22 @@ impl FdMessage<1> {
     }
 }
 
-/// One end of a data socket.
+/// A connection to the data socket of a firnd.
 #[derive(Debug)]
 pub struct Connection {
     socket: Descriptor,
 }
 
 impl Connection {
-    /// Connects to the firnd that a token names, which must be a process of user `uid`: the token may come from any
-    /// user that mounts something.
+    /// Connects to the firnd that a token names. The listening process must belong to user `uid`, because the token may come
+    /// from any user that mounts a file system.
     pub fn to(token: &Token, uid: u32) -> Result<Self, ConnectError> {
         let connection = Self::to_any_listener(token).map_err(ConnectError::Unreachable)?;
         firn_trust::check_peer(&connection.socket, uid).map_err(ConnectError::Peer)?;
         Ok(connection)
     }
 
-    /// Connects to any listener: for tests that are not the user of firnd.
+    /// Connects to a listener of any user. For tests that do not run as firnd's user.
     pub fn to_any_listener(token: &Token) -> Result<Self, Errno> {
         let end = token.socket.iter().position(|byte| *byte == 0);
         let path = end.and_then(|end| token.socket.get(..end));
@@ -312,12 +312,12 @@ impl Connection {
             })
     }
 
-    /// Receives the reply to the earliest request that has none yet, and what follows it.
+    /// Receives the reply to the oldest unanswered request, and the data that follows the reply.
     pub fn receive_reply(&self, room: &mut Incoming<'_>) -> Result<Reply, CallError> {
         self.receive_reply_with(room, None)
     }
 
-    /// The same, and the descriptors that come with it.
+    /// Does the same as [`Connection::receive_reply`], and takes the descriptors that come with the reply.
     pub fn receive_reply_with(
         &self,
         room: &mut Incoming<'_>,
@@ -334,24 +334,25 @@ impl Connection {
             _ => CallError::NoReply,
         })?;
         let room_bytes = room.part.iov_len;
-        let follow = if room_bytes > 0 {
+        let data_bytes = if room_bytes > 0 {
             (reply.count as usize).checked_mul(room.unit_bytes)
         } else {
             Some(0)
         };
-        follow
-            .filter(|follow| *follow <= room_bytes && packet.len == size_of::<Reply>() + follow)
+        data_bytes
+            .filter(|bytes| *bytes <= room_bytes && packet.len == size_of::<Reply>() + bytes)
             .map(|_| reply)
             .ok_or(CallError::NoReply)
     }
 
-    /// Sends a request and receives its reply; every earlier request has its reply already.
+    /// Sends a request and receives its reply. All earlier requests must have their replies already.
     pub fn call(&self, request: &Request, payload: &mut Payload<'_>) -> Result<Reply, CallError> {
         self.send_request(request, payload)?;
         self.receive_reply_with(&mut payload.room, payload.files.as_deref_mut())
     }
 
-    /// Sends the first request of every connection, and the second one with it, if there is one: firnd wakes up once for both.
+    /// Sends the first request of a connection. `next`: a second request to send in the same packet, so that firnd wakes up
+    /// only once.
     pub fn send_hello(&self, next: Option<&Request>) -> Result<(), CallError> {
         let hello = Request::new(Op::Hello, 0, u64::from(DATA_SOCKET_VERSION));
         let payload = Payload {
@@ -361,7 +362,7 @@ impl Connection {
         self.send_request(&hello, &payload)
     }
 
-    /// Receives the reply to [`Connection::send_hello`]: the arena and its descriptor, if it is the arena `uuid`.
+    /// Receives the reply to [`Connection::send_hello`]. Returns the arena and its descriptor if it is the arena `uuid`.
     pub fn receive_hello(&self, uuid: &[u8; 16]) -> Option<(Arena, Descriptor)> {
         let mut reply = Reply::default();
         let mut arena = Arena::new_zeroed();
@@ -375,7 +376,7 @@ impl Connection {
         Some((arena, fd))
     }
 
-    /// Sends one packet of any bytes, and a descriptor with it.
+    /// Sends one packet of any bytes, with a descriptor.
     pub fn send_packet(
         &self,
         head: Outgoing<'_>,
@@ -387,7 +388,7 @@ impl Connection {
         let message = message_of(&mut parts, control.as_mut());
         let bytes = head.part.iov_len + data.part.iov_len;
         let sent = repeat_interrupted(|| {
-            // SAFETY: the kernel reads the message, and the parts as their owners allow (`Outgoing`).
+            // SAFETY: the kernel only reads: the message, and its parts as their owners allow (`Outgoing`).
             unsafe {
                 syscall!(
                     libc::SYS_sendmsg,
@@ -404,7 +405,7 @@ impl Connection {
         }
     }
 
-    /// Receives one packet, whatever it says.
+    /// Receives one packet without checking its content.
     pub fn receive_packet(
         &self,
         head: &mut Incoming<'_>,
@@ -413,12 +414,12 @@ impl Connection {
         let mut control = FdMessage::<1>::empty();
         let len = self.receive_into(head, rest, &mut control)?;
         let fd = control.received().next();
-        // SAFETY: the kernel opened the descriptor for this process with the message, and only this function knows it.
+        // SAFETY: the kernel opened the descriptor for this process, and only this function knows it.
         let fd = fd.map(|fd| unsafe { Descriptor::from_raw_fd(fd) });
         Ok(Packet { len: len?, fd })
     }
 
-    /// Receives a packet with up to `FILES_MAX` descriptors, which `files` has afterwards.
+    /// Receives a packet with up to `FILES_MAX` descriptors, which are then in `files`.
     fn receive_with_files(
         &self,
         head: &mut Incoming<'_>,
@@ -438,8 +439,8 @@ impl Connection {
         })
     }
 
-    /// Receives one packet and its descriptors. The inner error is that of a packet that is not whole, whose descriptors
-    /// have come all the same.
+    /// Receives one packet and its descriptors. The inner error means that the packet is not complete; its descriptors have
+    /// come nevertheless.
     fn receive_into<const N: usize>(
         &self,
         head: &mut Incoming<'_>,
@@ -449,8 +450,8 @@ impl Connection {
         let mut parts = [head.part, rest.part];
         let mut message = message_of(&mut parts, Some(control));
         let len = repeat_interrupted(|| {
-            // SAFETY: the kernel writes the message, its control data, which has the length that it says, and the
-            // parts, as their owners allow (`Incoming`).
+            // SAFETY: the kernel writes the message, its control data of the given length, and the parts as their owners allow
+            // (`Incoming`).
             unsafe {
                 syscall!(
                     libc::SYS_recvmsg,
@@ -471,10 +472,10 @@ impl Connection {
 }
 
 impl<const N: usize> FdMessage<N> {
-    /// What `CMSG_LEN` gives for as many descriptors: the kernel finds room for these, and drops others.
+    /// `CMSG_LEN` for this number of descriptors. The kernel has room for that number and closes further ones.
     const BYTES: usize = size_of::<libc::cmsghdr>() + N * size_of::<c_int>();
 
-    /// Room for descriptors.
+    /// Returns a message with room for descriptors.
     fn empty() -> Self {
         Self {
             head: libc::cmsghdr {
@@ -486,15 +487,19 @@ impl<const N: usize> FdMessage<N> {
         }
     }
 
-    /// The descriptors that the kernel put here.
+    /// Returns the descriptors that the kernel has received.
     fn received(&self) -> impl Iterator<Item = c_int> + '_ {
-        let is_it =
+        let has_descriptors =
             self.head.cmsg_level == libc::SOL_SOCKET && self.head.cmsg_type == libc::SCM_RIGHTS;
         let bytes = self
             .head
             .cmsg_len
             .saturating_sub(size_of::<libc::cmsghdr>());
-        let count = if is_it { bytes / size_of::<c_int>() } else { 0 };
+        let count = if has_descriptors {
+            bytes / size_of::<c_int>()
+        } else {
+            0
+        };
         self.fds.iter().copied().take(count)
     }
 }
@@ -508,7 +513,7 @@ impl AsFd for Connection {
 impl FromRawFd for Connection {
     unsafe fn from_raw_fd(fd: RawFd) -> Self {
         Self {
-            // SAFETY: as for this function: the caller gives the descriptor of a data socket away.
+            // SAFETY: the caller passes on the ownership of the descriptor of a data socket.
             socket: unsafe { Descriptor::from_raw_fd(fd) },
         }
     }
@@ -520,6 +525,7 @@ impl IntoRawFd for Connection {
     }
 }
 
+/// Makes a message for sendmsg(2) and recvmsg(2) from two parts and control data.
 fn message_of<const N: usize>(
     parts: &mut [iovec; 2],
     control: Option<&mut FdMessage<N>>,
@@ -538,13 +544,16 @@ fn message_of<const N: usize>(
     }
 }
 
-/// connect(2) to a path, without the copies of an address that callers with little stack have no room for.
+/// Size of `sun_path` in a socket address (unix(7)).
+const SOCKET_PATH_BYTES: usize = 108;
+
+/// Calls connect(2) with a path. Makes no copy of the address, because callers may have little stack.
 fn connect_to_path(socket: &Descriptor, path: &[u8]) -> Result<(), Errno> {
     let mut address = libc::sockaddr_un {
         sun_family: libc::AF_UNIX as libc::sa_family_t,
-        sun_path: [0; 108],
+        sun_path: [0; SOCKET_PATH_BYTES],
     };
-    // One byte less: the path ends with a zero.
+    // A zero byte ends the path.
     let room = address.sun_path.len() - 1;
     if path.len() > room {
         return Err(Errno::NAMETOOLONG);
@@ -562,12 +571,12 @@ fn connect_to_path(socket: &Descriptor, path: &[u8]) -> Result<(), Errno> {
     Ok(())
 }
 
-/// The result of a system call, made again each time that a signal interrupted it.
+/// Repeats a system call while a signal interrupts it, and returns its result.
 fn repeat_interrupted(mut call: impl FnMut() -> isize) -> Result<usize, Errno> {
     loop {
         let result = call();
         match usize::try_from(result) {
-            Ok(done) => return Ok(done),
+            Ok(result) => return Ok(result),
             Err(_) if result == -(libc::EINTR as isize) => {}
             Err(_) => return Err(Errno::from_raw_os_error(result.wrapping_neg() as c_int)),
         }

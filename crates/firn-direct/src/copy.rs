@@ -12,10 +12,10 @@ const STREAM_BYTES_MIN: usize = 64 << 10;
 /// Copies `len` bytes. A Release store after the call publishes the bytes, whichever kind of store was used.
 ///
 /// # Safety
-/// As for [`ptr::copy_nonoverlapping`].
+/// The promises of [`ptr::copy_nonoverlapping`] must hold.
 #[inline(always)]
 pub unsafe fn copy(to: *mut u8, from: *const u8, len: usize) {
-    // SAFETY: the ranges are what this function was promised
+    // SAFETY: the caller keeps the promises of this function.
     unsafe {
         if len < STREAM_BYTES_MIN {
             ptr::copy_nonoverlapping(from, to, len)
@@ -25,31 +25,37 @@ pub unsafe fn copy(to: *mut u8, from: *const u8, len: usize) {
     }
 }
 
+/// Copies a large range, with non-temporal stores if the processor has them.
+///
 /// # Safety
-/// As for [`copy`].
+/// The promises of [`copy`] must hold.
 #[inline(never)]
 unsafe fn copy_many(to: *mut u8, from: *const u8, len: usize) {
     #[cfg(target_arch = "x86_64")]
     {
         let processor = firn_format::processor::processor();
         if processor.has_avx512 {
-            // SAFETY: the ranges are what this function was promised, and the processor has AVX-512F.
+            // SAFETY: the caller keeps the promises of this function, and the processor has AVX-512F.
             return unsafe { stream(to, from, len, 64, avx512) };
         }
         if processor.has_avx {
-            // SAFETY: the ranges are what this function was promised, and the processor has AVX.
+            // SAFETY: the caller keeps the promises of this function, and the processor has AVX.
             return unsafe { stream(to, from, len, 32, avx) };
         }
     }
-    // SAFETY: readable, writable and apart for `len` bytes, as this function was promised.
+    // SAFETY: the caller promises that the ranges are readable, writable and do not overlap.
     unsafe { ptr::copy_nonoverlapping(from, to, len) }
 }
+
+/// Number of vectors that a body of [`stream`] copies at a time.
+#[cfg(target_arch = "x86_64")]
+const VECTORS_PER_BLOCK: usize = 4;
 
 /// Copies the unaligned ends with ordinary stores, and the aligned part between them with `body`, `step` bytes at a
 /// time.
 ///
 /// # Safety
-/// As for [`copy`]; the processor must have the features that `body` needs.
+/// The promises of [`copy`] must hold, and the processor must have the features that `body` needs.
 #[cfg(target_arch = "x86_64")]
 unsafe fn stream(
     to: *mut u8,
@@ -59,8 +65,9 @@ unsafe fn stream(
     body: unsafe fn(*mut u8, *const u8, usize),
 ) {
     let head = to.align_offset(step).min(len);
-    let middle = (len - head) / (4 * step) * (4 * step);
-    let done = head + middle;
+    let block = VECTORS_PER_BLOCK * step;
+    let middle = (len - head) / block * block;
+    let tail = head + middle;
     // SAFETY: the three parts lie within `len` bytes; the middle is aligned to `step`.
     unsafe {
         ptr::copy_nonoverlapping(from, to, head);
@@ -68,7 +75,7 @@ unsafe fn stream(
         // Non-temporal stores are weakly ordered. Without this fence, a later Release store could become visible
         // before them.
         std::arch::x86_64::_mm_sfence();
-        ptr::copy_nonoverlapping(from.add(done), to.add(done), len - done);
+        ptr::copy_nonoverlapping(from.add(tail), to.add(tail), len - tail);
     }
 }
 
@@ -87,25 +94,25 @@ macro_rules! body {
         #[target_feature(enable = $feature)]
         unsafe fn $name(to: *mut u8, from: *const u8, len: usize) {
             use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch, $load, $store};
-            let mut at = 0;
-            while at < len {
+            let mut offset = 0;
+            while offset < len {
                 for line in (0..4 * $bytes).step_by(64) {
-                    _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(at + AHEAD_BYTES + line).cast());
+                    _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(offset + AHEAD_BYTES + line).cast());
                 }
                 // SAFETY: `len` is a multiple of four vectors, so these end within the `len` bytes that are promised.
                 unsafe {
-                    let from = from.add(at);
+                    let from = from.add(offset);
                     let a = $load(from.cast());
                     let b = $load(from.add($bytes).cast());
                     let c = $load(from.add(2 * $bytes).cast());
                     let d = $load(from.add(3 * $bytes).cast());
-                    let to = to.add(at);
+                    let to = to.add(offset);
                     $store(to.cast(), a);
                     $store(to.add($bytes).cast(), b);
                     $store(to.add(2 * $bytes).cast(), c);
                     $store(to.add(3 * $bytes).cast(), d);
                 }
-                at += 4 * $bytes;
+                offset += 4 * $bytes;
             }
         }
     };
@@ -114,14 +121,14 @@ macro_rules! body {
 #[cfg(target_arch = "x86_64")]
 body! {
     /// # Safety
-    /// AVX-512F; `to` is aligned to 64, `len` is a multiple of 256.
+    /// The processor must have AVX-512F. `to` must be aligned to 64, and `len` a multiple of 256.
     avx512, "avx512f", 64, _mm512_loadu_si512, _mm512_stream_si512
 }
 
 #[cfg(target_arch = "x86_64")]
 body! {
     /// # Safety
-    /// AVX; `to` is aligned to 32, `len` is a multiple of 128.
+    /// The processor must have AVX. `to` must be aligned to 32, and `len` a multiple of 128.
     avx, "avx", 32, _mm256_loadu_si256, _mm256_stream_si256
 }
 

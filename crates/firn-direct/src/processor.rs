@@ -35,25 +35,30 @@ mod x86 {
     const LEAF_7: c_uint = 1;
     const EBX: usize = 1;
     const ECX: usize = 2;
+    /// Bits of the features in these registers. SSE4.2 has the instruction for CRC-32C.
+    const SSE4_2: c_uint = 1 << 20;
+    const AVX: c_uint = 1 << 28;
+    const AVX512F: c_uint = 1 << 16;
 
+    /// Returns the features as glibc knows them. `None`: the C library does not make them available.
     pub(super) fn known_to_c_library() -> Option<Processor> {
         // SAFETY: the name is a C string.
-        let found =
+        let symbol =
             unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"__x86_get_cpuid_feature_leaf".as_ptr()) };
-        if found.is_null() {
+        if symbol.is_null() {
             return None;
         }
-        // SAFETY: glibc's own name for a function of this type, which no other C library has.
-        let leaf_of: LeafOf = unsafe { std::mem::transmute(found) };
+        // SAFETY: only glibc has a function of this name, and it has this type.
+        let leaf_of: LeafOf = unsafe { std::mem::transmute(symbol) };
         let usable = |leaf: c_uint| {
-            // SAFETY: takes any number, and returns a leaf that is never changed, zeros for one that it does not know.
+            // SAFETY: the function takes any number. It returns a leaf that never changes; for an unknown number one of zeros.
             unsafe { leaf_of(leaf).as_ref() }.map(|leaf| leaf.usable)
         };
         let (first, seventh) = (usable(LEAF_1)?, usable(LEAF_7)?);
         Some(Processor {
-            has_crc32c: first[ECX] & 1 << 20 != 0,
-            has_avx: first[ECX] & 1 << 28 != 0,
-            has_avx512: seventh[EBX] & 1 << 16 != 0,
+            has_crc32c: first[ECX] & SSE4_2 != 0,
+            has_avx: first[ECX] & AVX != 0,
+            has_avx512: seventh[EBX] & AVX512F != 0,
         })
     }
 }
@@ -69,7 +74,7 @@ mod tests {
             has_avx: std::arch::is_x86_feature_detected!("avx"),
             has_avx512: std::arch::is_x86_feature_detected!("avx512f"),
         };
-        // Older C libraries, and others, tell nothing.
+        // Older and other C libraries give no result.
         let known = super::x86::known_to_c_library();
         assert!(
             known.is_none_or(|known| known == asked),

@@ -61,8 +61,8 @@ pub struct SlabWriter {
     modified: u64,
 }
 
-// SAFETY: it is a pointer to shared memory and numbers; the writer is used by one thread at a time
-// (`&mut self`), whichever that is.
+// SAFETY: the writer is a pointer to shared memory, and numbers. One thread at a time uses it (`&mut self`); it need not be
+// the thread that made it.
 unsafe impl Send for SlabWriter {}
 
 /// The piece records of the lease in the mapping.
@@ -74,10 +74,10 @@ struct Records {
 impl RecordTable for Records {
     #[inline(always)]
     fn word(&self, record: u32, word: u64) -> &AtomicU64 {
-        let at = u64::from(record) * PIECE_BYTES + word;
+        let offset = u64::from(record) * PIECE_BYTES + word;
         // SAFETY: the cursor names records of the lease only, and `SlabWriter::new` was promised that they are
         // mapped, aligned, for as long as the writer is used.
-        unsafe { AtomicU64::from_ptr(self.first.wrapping_add(at as usize).cast()) }
+        unsafe { AtomicU64::from_ptr(self.first.wrapping_add(offset as usize).cast()) }
     }
 }
 
@@ -141,14 +141,16 @@ impl SlabWriter {
         {
             return Appended::Revoked;
         }
-        // SAFETY: as promised by the caller; the slab is ours until the word is idle.
-        let outcome = unsafe { self.append_busy(offset, data, len) };
+        // SAFETY: the caller keeps the promises of this function. While the word is busy, only this writer uses the slab.
+        let result = unsafe { self.append_busy(offset, data, len) };
         self.writer().store(idle, Ordering::Release);
-        outcome
+        result
     }
 
+    /// Appends while the writer word is busy: extends the last piece if the bytes continue it, else begins a new one.
+    ///
     /// # Safety
-    /// As for [`SlabWriter::append`], and the writer word is busy.
+    /// The promises of [`SlabWriter::append`] hold, and the writer word is busy.
     #[inline(always)]
     unsafe fn append_busy(&mut self, offset: u64, data: *const u8, len: usize) -> Appended {
         if !self.cursor.continues(self.file_id, offset) {
@@ -175,7 +177,7 @@ impl SlabWriter {
     /// Begins a new piece. `filled` is the room into which the bytes were already copied, if they were.
     ///
     /// # Safety
-    /// As for `append_busy`.
+    /// The promises of `append_busy` hold.
     unsafe fn begin_piece(
         &mut self,
         offset: u64,
@@ -222,23 +224,28 @@ impl SlabWriter {
         self.modified
     }
 
+    /// Copies the first bytes of `data` into `room`.
+    ///
     /// # Safety
-    /// `room` lies in the slab, and `data` is readable for as many bytes.
+    /// `room` must be within the slab, and `data` readable for `room.len` bytes.
     #[inline(always)]
     unsafe fn fill(&self, room: Room, data: *const u8) {
         let to = self
             .base
             .wrapping_add((self.slab.chunk + u64::from(room.position)) as usize);
-        // SAFETY: the slab's data is mapped for writing (`new`), no other thread stores into it while the writer word
-        // is busy, and `data` is what the caller promises.
+        // SAFETY: the slab's data is mapped for writing (`new`). No other thread stores into it while the writer word is
+        // busy. `data` is readable, as the caller promises.
         unsafe { copy(to, data, room.len as usize) }
     }
 
     fn writer(&self) -> &AtomicU64 {
-        // SAFETY: mapped as promised in `new`; firnd aligns it.
+        // SAFETY: the caller of `new` promised that the word is mapped, and firnd aligns it.
         unsafe { AtomicU64::from_ptr(self.base.wrapping_add(self.slab.writer as usize).cast()) }
     }
 }
+
+/// Nanoseconds in a second.
+const NS_PER_S: u64 = 1_000_000_000;
 
 /// Returns the time of the clock with which the kernel stamps files ([`firn_format::clock`]), in nanoseconds.
 #[inline(always)]
@@ -249,7 +256,7 @@ fn now_ns() -> u64 {
         ClockId::RealtimeCoarse
     });
     (now.tv_sec as u64)
-        .wrapping_mul(1_000_000_000)
+        .wrapping_mul(NS_PER_S)
         .wrapping_add(now.tv_nsec as u64)
 }
 

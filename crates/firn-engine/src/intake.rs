@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use firn_arena::{ClientLease, Taken};
+use firn_arena::{AcceptedBytes, ClientLease};
 use firn_backing::Backing;
 
 use crate::Result;
@@ -85,8 +85,8 @@ impl<B: Backing> Intake<B> {
         take: impl Fn(
             &firn_arena::Arena,
             &mut ClientLease,
-            &mut dyn FnMut(Taken),
-        ) -> std::result::Result<(), firn_arena::Wrong>,
+            &mut dyn FnMut(AcceptedBytes),
+        ) -> std::result::Result<(), firn_arena::InvalidRecord>,
     ) {
         // A client that fills a later lease is done with the first, whose last bytes come before.
         let next = |grant: &Grant| {
@@ -118,10 +118,10 @@ impl<B: Backing> Intake<B> {
         file: &Arc<File<B>>,
         state: &mut FileState<B>,
         pid: u32,
-        taken: &[Taken],
+        taken: &[AcceptedBytes],
     ) -> u64 {
         let mut bytes = 0;
-        for &Taken {
+        for &AcceptedBytes {
             piece,
             offset,
             position,

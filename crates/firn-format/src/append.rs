@@ -1,18 +1,20 @@
-//! Appending to a leased slab: where the next bytes go, and the stores that make them count.
+//! Appends to a leased slab: where the next bytes go, and the stores that publish them.
 //!
-//! firnd (`firn-arena`) and client processes (`firn-direct`) append with this code, each over its own mapping
-//! of the piece records ([`RecordTable`]).
+//! firnd (`firn-arena`) and client processes (`firn-direct`) append with this code. Each has its own mapping of the
+//! piece records ([`RecordTable`]).
 //!
-//! * **Page rule.** Bytes that continue the last piece lie directly behind it. A new piece of a page or more, and the
-//!   first of a slab, begins at a position congruent to its file offset modulo the page size. So whole pages can be
-//!   written to the backing or mapped as they are.
-//! * **Seal protocol.** The fields of a record are stored first; one compare-exchange of its seal publishes
-//!   the piece, or more bytes of the last one. A seal that is not what was expected was changed by firnd:
-//!   [`FROZEN`](crate::piece::FROZEN) ends the piece, [`poison`] in the next record ends the lease.
+//! * **Page rule.** Bytes that continue the last piece lie directly after it. A new piece of a page or more, or the
+//!   first piece of a slab, begins at an aligned position: congruent to its file offset modulo the page size. So whole
+//!   pages can be written to the backing or mapped as they are.
+//! * **Seal protocol.** The other fields of a record are stored first. One compare-exchange of its seal then publishes
+//!   the piece, or more bytes of the last piece.
+//!
+//! Race: firnd may change a seal at any time. [`FROZEN`](crate::piece::FROZEN) in the last record ends the piece.
+//! [`poison`] in the next record ends the lease. The compare-exchange then fails, so nothing is published.
 //!
 //! Invariants
-//! * `next <= end`, `record <= record_end`.
-//! * The last piece, if any, ends at `next`, and its record is `record - 1`.
+//! * `next <= end` and `record <= record_end`.
+//! * The last piece, if there is one, ends at `next`, and its record is `record - 1`.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
@@ -22,56 +24,57 @@ use crate::piece::{Piece, Seals, poison, word};
 
 /// The piece records of a lease, as this process maps them.
 pub trait RecordTable {
-    /// The word at an offset of [`word`] in a record.
+    /// Returns the word at offset `word` of a record ([`word`]).
     fn word(&self, record: u32, word: u64) -> &AtomicU64;
-    /// Called before each store after which a crash leaves another state; tests stop there.
+    /// Called before each store that changes what a crash leaves. Tests stop there.
     fn before_store(&self) {}
 }
 
-/// Room for bytes in a leased slab.
+/// Free bytes in a leased slab.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Room {
-    /// Bytes from the start of the chunk.
+    /// Position of the first byte, from the start of the chunk.
     pub position: u32,
-    /// Bytes that fit.
+    /// Number of free bytes, at most the requested number.
     pub len: u32,
 }
 
-/// Why the last piece cannot be extended, or a new one not be published.
+/// Why the last piece cannot be extended, or a new piece not be published.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AppendError {
-    /// firnd lets the last piece not grow any more: begin a new one.
+    /// firnd has ended the last piece. The writer must begin a new one.
     Frozen,
-    /// firnd ended the lease.
+    /// firnd has ended the lease.
     Revoked,
 }
 
-/// How far the slab of a lease is filled.
+/// How much of a leased slab is used.
 #[derive(Debug)]
 pub struct SlabCursor {
     generation: u64,
-    /// Next free byte, from the start of the chunk.
+    /// Position of the next free byte, from the start of the chunk.
     next: u32,
     /// End of the slab, from the start of the chunk.
     end: u32,
-    /// Next free record.
+    /// Index of the next free record.
     record: u32,
     record_end: u32,
     last: Option<LastPiece>,
 }
 
-/// The piece that the next bytes may continue.
+/// The last piece, which the next bytes may extend.
 #[derive(Debug)]
 struct LastPiece {
     piece: Piece,
-    /// As it was stored here.
+    /// The seal that this process stored last.
     seal: u64,
     seals: Seals,
     record: u32,
 }
 
 impl SlabCursor {
-    /// An empty slab: its bytes, from the start of the chunk, and its records.
+    /// Makes a cursor of an empty slab. `bytes` are relative to the start of the chunk; `records` are the indexes of
+    /// its records.
     pub fn new(generation: u64, bytes: Range<u32>, records: Range<u32>) -> Self {
         Self {
             generation,
@@ -83,42 +86,42 @@ impl SlabCursor {
         }
     }
 
-    /// Seeds the seals.
+    /// Returns the generation of the lease, which seals cover.
     pub fn generation(&self) -> u64 {
         self.generation
     }
 
-    /// Next free byte, from the start of the chunk.
+    /// Returns the position of the next free byte, from the start of the chunk.
     pub fn position(&self) -> u32 {
         self.next
     }
 
-    /// End of the slab, from the start of the chunk.
+    /// Returns the end of the slab, from the start of the chunk.
     pub fn end(&self) -> u32 {
         self.end
     }
 
-    /// Bytes that are still free.
+    /// Returns the number of free bytes.
     pub fn free_bytes(&self) -> u32 {
         self.end.saturating_sub(self.next)
     }
 
-    /// Index of the next free record.
+    /// Returns the index of the next free record.
     pub fn next_record(&self) -> u32 {
         self.record
     }
 
-    /// Whether a piece can still be published.
+    /// Returns whether a free record is left, so that a piece can be published.
     pub fn has_record(&self) -> bool {
         self.record < self.record_end
     }
 
-    /// The last piece and the index of its record.
+    /// Returns the last piece, and the index of its record.
     pub fn last(&self) -> Option<(u32, &Piece)> {
         self.last.as_ref().map(|last| (last.record, &last.piece))
     }
 
-    /// Whether bytes of `file` at `offset` continue the last piece.
+    /// Returns whether bytes of `file` at `offset` continue the last piece.
     #[inline(always)]
     pub fn continues(&self, file: u64, offset: u64) -> bool {
         self.last.as_ref().is_some_and(|last| {
@@ -126,20 +129,20 @@ impl SlabCursor {
         })
     }
 
-    /// Room directly behind the last piece.
+    /// Returns room for up to `len` bytes directly after the last piece.
     #[inline(always)]
     pub fn room_behind_last(&self, len: u64) -> Option<Room> {
         self.room_at(u64::from(self.next), len)
     }
 
-    /// Room for a new piece that begins at `offset` of its file, by the page rule.
+    /// Returns room for up to `len` bytes of a new piece at `offset` of its file, by the page rule.
     pub fn room_for_piece(&self, offset: u64, len: u64) -> Option<Room> {
         if !self.has_record() {
             return None;
         }
         let next = u64::from(self.next);
-        let aligned = len >= PAGE || self.last.is_none();
-        let skip = if aligned {
+        let must_align = len >= PAGE || self.last.is_none();
+        let skip = if must_align {
             (offset % PAGE + PAGE - next % PAGE) % PAGE
         } else {
             0
@@ -147,6 +150,7 @@ impl SlabCursor {
         self.room_at(next + skip, len)
     }
 
+    /// Returns room for up to `len` bytes at `position`, or `None` if the slab ends there.
     #[inline(always)]
     fn room_at(&self, position: u64, len: u64) -> Option<Room> {
         let free = u64::from(self.end).saturating_sub(position);
@@ -156,7 +160,7 @@ impl SlabCursor {
         })
     }
 
-    /// Publishes bytes of `file` that were stored at `room` as a new piece; the index of its record.
+    /// Publishes a new piece whose bytes were stored already. Returns the index of its record.
     pub fn publish_piece(
         &mut self,
         records: &impl RecordTable,
@@ -164,9 +168,9 @@ impl SlabCursor {
         modified: u64,
     ) -> Result<u32, AppendError> {
         let record = self.record;
-        let word = |at| records.word(record, at);
-        let found = word(word::SEAL).load(Ordering::Acquire);
-        if found == poison(self.generation) {
+        let word = |offset| records.word(record, offset);
+        let old_seal = word(word::SEAL).load(Ordering::Acquire);
+        if old_seal == poison(self.generation) {
             return Err(AppendError::Revoked);
         }
         word(word::WHO).store(piece.who(), Ordering::Relaxed);
@@ -176,7 +180,7 @@ impl SlabCursor {
         records.before_store();
         let seals = Seals::new(&piece, self.generation);
         let seal = seals.at(piece.len);
-        exchange(word(word::SEAL), found, seal).map_err(|()| AppendError::Revoked)?;
+        replace_seal(word(word::SEAL), old_seal, seal).map_err(|()| AppendError::Revoked)?;
         self.next = piece.position + piece.len;
         self.record += 1;
         self.last = Some(LastPiece {
@@ -189,37 +193,39 @@ impl SlabCursor {
         Ok(record)
     }
 
-    /// Publishes `more` bytes that were stored directly behind the last piece as a part of it.
+    /// Publishes bytes that were stored directly after the last piece, as a part of it.
     #[inline(always)]
     pub fn extend_piece(
         &mut self,
         records: &impl RecordTable,
-        more: u32,
+        added: u32,
         modified: u64,
     ) -> Result<(), AppendError> {
         let Some(last) = &mut self.last else {
             return Err(AppendError::Frozen);
         };
-        let len = last.piece.len + more;
+        let len = last.piece.len + added;
         let seal = last.seals.at(len);
         records
             .word(last.record, word::MODIFIED)
             .store(modified, Ordering::Relaxed);
         records.before_store();
-        if exchange(records.word(last.record, word::SEAL), last.seal, seal).is_err() {
-            return Err(self.why_not_extended(records));
+        if replace_seal(records.word(last.record, word::SEAL), last.seal, seal).is_err() {
+            return Err(self.find_append_error(records));
         }
         last.piece.len = len;
         last.seal = seal;
-        self.next += more;
+        self.next += added;
         self.check_invariants();
         Ok(())
     }
 
-    /// The seal of the last piece is not what was stored: frozen, or spoiled; both end the piece.
+    /// Finds out why the last piece could not be extended: its seal is not the one that was stored.
     #[cold]
-    fn why_not_extended(&self, records: &impl RecordTable) -> AppendError {
-        // The freeze came before the poison; a thread that sees the one must look for the other in this order.
+    fn find_append_error(&self, records: &impl RecordTable) -> AppendError {
+        // firnd freezes the piece first, and then poisons the next record. The fence keeps the same order here: the
+        // poison is looked for after the failed exchange. If firnd has not stored it yet, the publication of the next
+        // piece finds it.
         fence(Ordering::Acquire);
         let poisoned = self.has_record()
             && records
@@ -242,8 +248,9 @@ impl SlabCursor {
     }
 }
 
+/// Replaces a seal if it has the expected value. The release order makes the other fields visible before the seal.
 #[inline(always)]
-fn exchange(seal: &AtomicU64, expected: u64, new: u64) -> Result<(), ()> {
+fn replace_seal(seal: &AtomicU64, expected: u64, new: u64) -> Result<(), ()> {
     seal.compare_exchange(expected, new, Ordering::Release, Ordering::Relaxed)
         .map(drop)
         .map_err(drop)

@@ -1,15 +1,16 @@
-//! Which clock modification times are taken from.
+//! Which clock the kernel takes modification times from.
 //!
-//! Linux stamps files with a clock that moves in ticks of some milliseconds. From 6.13 on a file whose time was read
-//! since its last change gets the exact time with its next change (*multigrain* timestamps,
-//! Documentation/filesystems/multigrain-ts.rst). No file gets an earlier time afterwards, on any file system. So times
-//! that Firn gives are exact there: those of ticks would be older than what was changed before. On older kernels they
-//! are of ticks, as all others.
+//! Linux stamps files with a clock that advances in ticks of some milliseconds. From release 6.13 on, a file whose time
+//! was read since its last change gets the exact time with its next change (*multigrain* timestamps,
+//! Documentation/filesystems/multigrain-ts.rst). After that, no file on any file system gets an earlier time.
+//!
+//! Firn gives files times too. On such kernels it takes exact times, because a time of the last tick may be earlier
+//! than the time of an earlier change. On older kernels Firn takes the time of the last tick, as the kernel does.
 
-/// The first release whose times may be exact.
+/// First release with multigrain timestamps.
 const FIRST_EXACT: (u32, u32) = (6, 13);
 
-/// Whether the times of a kernel of this release (`uname -r`) may be exact.
+/// Returns whether a kernel of this release (`uname -r`) may give exact times.
 pub fn is_exact(release: &[u8]) -> bool {
     let mut numbers = release
         .split(|byte| !byte.is_ascii_digit())

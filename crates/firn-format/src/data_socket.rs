@@ -1,122 +1,133 @@
-//! What a client process and firnd say to each other: leases of slabs, lists of extents.
+//! Messages between a client process and firnd on the data socket: leases of slabs, lists of extents, requests on
+//! stubs.
 //!
-//! The data socket is a `SOCK_SEQPACKET` beside the control socket. A client sends one [`Request`] a packet; firnd
-//! answers each with one packet, in order.
+//! The data socket is a `SOCK_SEQPACKET` socket beside the control socket. A client sends one [`Request`] in each
+//! packet. firnd answers each with one packet, in order.
 //!
-//! * A reply begins with a [`Reply`]. [`Reply::count`] [`Extent`]s or [`Slab`]s follow it, for [`Op::Extents`],
-//!   [`Op::OpenWrite`] and [`Op::Lease`].
+//! * A reply begins with a [`Reply`]. For [`Op::Extents`], [`Op::OpenWrite`] and [`Op::Lease`], [`Reply::count`]
+//!   [`Extent`]s or [`Slab`]s follow it.
 //! * The first request is [`Op::Hello`]. Its reply carries the descriptor of the arena (`SCM_RIGHTS`), and an [`Arena`]
-//!   follows the [`Reply`]. The second request may come in the packet of the first.
-//! * All structures are plain words in the byte order of the machine: both ends are on one host.
+//!   follows the [`Reply`]. The second request may come in the same packet as the first.
+//! * All structures are plain words in the byte order of the machine, because both ends are on one host.
 //!
-//! A token names an open file: [`IOCTL_TOKEN`] on a descriptor of the mount returns it. The token is the kernel's own
-//! handle, so `dup` and `fork` share it and the last close ends it.
+//! A token names an open file. [`IOCTL_TOKEN`] on a descriptor of the mount returns the token. It is the kernel's file
+//! handle: `dup` and `fork` share it, and the last close ends it.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-/// Version of these messages; firnd refuses others with [`Status::Version`].
+/// Version of these messages. firnd refuses other versions with [`Status::Version`].
 pub const DATA_SOCKET_VERSION: u32 = 8;
 
-/// ioctl(2) on an open file of a mount, `_IOR('F', 0xd0, Token)`: its firnd and its token. ENOTTY from any other file
-/// system.
+/// ioctl(2) on an open file of a mount, `_IOR('F', 0xd0, Token)`. Returns the [`Token`] of the file. Any other file
+/// system returns ENOTTY.
 pub const IOCTL_TOKEN: u32 =
     (2 << 30) | ((size_of::<Token>() as u32) << 16) | ((b'F' as u32) << 8) | 0xd0;
 
-/// Answer to [`IOCTL_TOKEN`].
+/// Result of [`IOCTL_TOKEN`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct Token {
-    /// The open file, for [`Request::token`].
+    /// The token of the open file, for [`Request::token`].
     pub token: u64,
-    /// [`DATA_SOCKET_VERSION`] of firnd; 0: this firnd does not serve this caller.
+    /// [`DATA_SOCKET_VERSION`] of firnd, or 0 if this firnd does not serve the caller.
     pub version: u32,
     /// Process id of firnd, for messages.
     pub pid: u32,
-    /// UUID of the arena: one connection serves all mounts' files of one arena.
+    /// UUID of the arena. One connection serves the files of all mounts of one arena.
     pub arena: [u8; 16],
     /// Path of the data socket, ended by a zero byte.
     pub socket: [u8; 112],
 }
 
-/// What is asked, in [`Request::op`].
+/// The kind of a request, in [`Request::op`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Op {
-    /// `arg` is [`DATA_SOCKET_VERSION`]. An [`Op::OpenWrite`] or [`Op::Extents`] may follow in the same packet; each has
-    /// a reply of its own.
+    /// Begins a connection. `arg` is [`DATA_SOCKET_VERSION`]. An [`Op::OpenWrite`] or [`Op::Extents`] may follow in the
+    /// same packet; each request gets its own reply.
     Hello = 1,
-    /// Asks for the right to write the open file by direct access. The answer is yes while no other process has it
-    /// open. [`Reply::file_id`] names it in piece records, [`Reply::size`] is its length. If `arg` is not 0, the reply
-    /// has the first leases too; `arg`, `len`, the reply and [`Status::Full`] mean what they mean for [`Op::Lease`].
+    /// Asks for the right to write the open file by direct access. firnd grants it while no other process has the file
+    /// open. [`Reply::file_id`] names the file in piece records, and [`Reply::size`] is its length.
+    ///
+    /// If `arg` is not 0, the reply also has the first leases. Then `arg`, `len`, the reply and [`Status::Full`] have
+    /// the meaning that they have for [`Op::Lease`].
     OpenWrite = 2,
-    /// Ends all leases of this open file but the last one, and gives slabs to fill in this order: [`Reply::lease`], then
-    /// the [`Reply::count`] slabs that follow the reply, at most [`LEASE_SLABS_MAX`] in all.
+    /// Ends all leases of this open file except the last one, and leases further slabs. The client fills them in this
+    /// order: [`Reply::lease`], then the [`Reply::count`] slabs after the reply. There are at most [`LEASE_SLABS_MAX`].
     ///
-    /// `arg` is the number of bytes that the writer expects to write. `len` is the number of its CPU plus one, for
-    /// memory near it, or 0 if it is not known. [`Status::Full`]: no room now; write through the kernel, which waits.
+    /// `arg` is the number of bytes that the writer expects to write. `len` is the number of its CPU plus one, so that
+    /// firnd can choose memory near that CPU, or 0 if the CPU is not known. [`Status::Full`] means that the arena has
+    /// no room now: the client writes through the kernel, which waits for room.
     Lease = 3,
-    /// The writer is done: leases end, their pieces are ingested. `close` on the descriptor does the same.
+    /// Ends writing: all leases end, and their pieces are ingested. A close of the descriptor does the same.
     EndWrite = 4,
-    /// The extents of the file from offset `arg` up to [`Reply::end`], sorted, at most [`EXTENTS_MAX`]. Holes are left
-    /// out, and bytes that only firnd can read.
+    /// Lists the extents of the file from offset `arg` up to [`Reply::end`], sorted, at most [`EXTENTS_MAX`]. Holes are
+    /// left out, and so are bytes that only firnd can read.
     ///
-    /// Listed bytes stay where they are until [`Op::EndRead`], the close of the file or of the connection. They are the
-    /// contents of the file while the word [`Reply::slot`] is [`Reply::stamp`], and for [`Reply::valid_ns`] from the
-    /// request on.
+    /// Listed bytes keep their places until [`Op::EndRead`], or until the file or the connection is closed. They are
+    /// the contents of the file while the word at [`Reply::slot`] has the value [`Reply::stamp`], and for at most
+    /// [`Reply::valid_ns`] after the request.
     ///
-    /// If `len` is not 0, extents in files of the backing are listed too. The descriptors of at most `len` files, and
-    /// never more than [`FILES_MAX`], come with the reply (`SCM_RIGHTS`). A list from beyond the end of the file is
-    /// empty: it only tells whether an earlier list still holds.
+    /// If `len` is not 0, extents in files of the backing are listed too. The reply then carries the descriptors of at
+    /// most `len` files (`SCM_RIGHTS`), and never more than [`FILES_MAX`]. A list from an offset beyond the end of the
+    /// file is empty. It only tells whether an earlier list is still valid.
     Extents = 5,
-    /// The reader is done with the extents of this open file.
+    /// Ends the use of the extents of this open file.
     EndRead = 6,
 
-    // What follows is for stubs, which the kernel cannot write or read for their processes.
-    /// The packet carries a descriptor of a stub (`SCM_RIGHTS`), opened with the flags `arg`; with
-    /// [`ADOPT_AGAIN`] in `len` the client had a token for it before. [`Reply::file_id`] is the token for
-    /// everything else, [`Reply::size`] the length. [`Status::BadToken`]: it is no stub.
+    // The following requests are for stubs. The kernel cannot read or write them for their processes.
+    /// Adopts an open stub. The packet carries its descriptor (`SCM_RIGHTS`), and `arg` has the flags of its open(2).
+    /// `len` is [`ADOPT_AGAIN`] if the client had a token for it before.
+    ///
+    /// [`Reply::file_id`] is the token for the following requests, and [`Reply::size`] is the length.
+    /// [`Status::BadToken`] means that the descriptor is not of a stub.
     Adopt = 7,
-    /// The descriptor is being closed; answered when close(2) may return. The token ends.
+    /// Announces that the descriptor is being closed, and ends the token. The reply comes when close(2) may return.
     Release = 8,
-    /// `len` bytes from offset `arg` on; as many as [`Reply::count`] follow the reply.
+    /// Reads `len` bytes from offset `arg`. [`Reply::count`] bytes follow the reply.
     Read = 9,
-    /// The `len` bytes that follow the request go to offset `arg`. [`Reply::count`] of them were taken.
+    /// Writes the `len` bytes that follow the request at offset `arg`. [`Reply::count`] of them were written.
     Write = 10,
-    /// Length ([`Reply::size`]) and 512-byte blocks ([`Reply::slot`]) of an open stub. Where
-    /// [`Reply::count`] is not 0, its time of change was just set.
+    /// Returns the length ([`Reply::size`]) and the number of 512-byte blocks ([`Reply::slot`]) of an open stub. If
+    /// [`Reply::count`] is not 0, firnd has just changed the stub's times. The client must then read
+    /// the attributes again.
     Attr = 11,
-    /// [`Op::Attr`] of a stub that need not be open: `token` is its inode number, `arg` the generation that
-    /// name_to_handle_at(2) returns. [`Status::BadToken`]: no process wrote to the stub, so the kernel knows all of it.
+    /// As [`Op::Attr`], of a stub that need not be open. `token` is its inode number, and `arg` is the generation that
+    /// name_to_handle_at(2) returns. [`Status::BadToken`] means that no process wrote to the stub, so the kernel has
+    /// all its attributes.
     AttrOf = 12,
-    /// ftruncate(2) to `arg`.
+    /// Sets the length to `arg`, as ftruncate(2).
     Truncate = 13,
-    /// fsync(2), or fdatasync(2) if `arg` is 1.
+    /// Syncs the file, as fsync(2), or as fdatasync(2) if `arg` is 1.
     Sync = 14,
-    /// fallocate(2) with the mode `arg`; offset and length, 8 bytes each, follow the request.
+    /// Allocates, as fallocate(2) with the mode `arg`. The offset and the length, 8 bytes each, follow the request.
     Allocate = 15,
-    /// `len` bytes go to the end of the file, and no other write of a client comes between them. [`Reply::count`] of
-    /// them were taken, at offset [`Reply::slot`].
+    /// Writes `len` bytes at the end of the file. No other client's write comes between them. [`Reply::count`] of them
+    /// were written, at offset [`Reply::slot`].
     ///
-    /// The bytes follow the request, or they begin a file in memory whose descriptor the packet carries (`SCM_RIGHTS`).
-    /// In such a file `len` may exceed [`DATA_BYTES_MAX`], and an [`AppendProgress`] follows the bytes: after a kill the
-    /// client may repeat the request to the next firnd.
+    /// The bytes follow the request. Or they are the beginning of a memory file, whose descriptor the packet carries
+    /// (`SCM_RIGHTS`). `len` may then exceed [`DATA_BYTES_MAX`], and an [`AppendProgress`] follows the bytes in the
+    /// memory file. By it the client may repeat the request to the next firnd after a kill.
     ///
-    /// The file does not become longer than `arg` (RLIMIT_FSIZE): EFBIG if it has that length already.
+    /// The file does not become longer than `arg` (RLIMIT_FSIZE). If it has that length already, the request fails with
+    /// EFBIG.
     Append = 16,
 
-    /// A descriptor of the memory file that has all bytes of a file that is open for reading (`SCM_RIGHTS`), for mmap(2).
-    /// It can only read, and shows each change of the file until the open file is closed. [`Status::Busy`]: there is none,
-    /// or the kernel maps the file as fast.
+    /// Returns a descriptor (`SCM_RIGHTS`) of the memory file that has all bytes of a file open for reading, for
+    /// mmap(2). The descriptor can only be read. It shows each change of the file until the open file is closed.
+    ///
+    /// [`Status::Busy`] means that there is no such memory file, or that the kernel maps the file as fast.
     Map = 17,
 }
 
 /// [`Request::len`] of [`Op::Adopt`]: the client had a token for the stub before.
 pub const ADOPT_AGAIN: u32 = 1;
-/// Most bytes that follow a [`Op::Write`] or its kin, or the reply to [`Op::Read`].
+/// Bound on the bytes that follow an [`Op::Write`], [`Op::Append`] or [`Op::Allocate`], or the reply to an
+/// [`Op::Read`].
 pub const DATA_BYTES_MAX: usize = 128 << 10;
 
 impl Op {
-    /// From the word of a request.
+    /// Decodes the word of a request. Returns `None` if no request has it.
     pub fn from_word(word: u32) -> Option<Self> {
         use Op::*;
         let stubs = [
@@ -127,29 +138,29 @@ impl Op {
     }
 }
 
-/// How it went, in [`Reply::status`].
+/// The result of a request, in [`Reply::status`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Status {
-    /// Done.
+    /// The request succeeded.
     Ok = 0,
-    /// Another version of the messages.
+    /// firnd has another version of the messages.
     Version = 1,
-    /// No such open file, or it is not open that way.
+    /// The token names no open file, or the file is not open in the needed way.
     BadToken = 2,
-    /// Not now: others have the file open, it has set-id bits, or the mount's policy forbids it. The
-    /// kernel's calls work as ever.
+    /// Direct access is not possible now: other processes have the file open, it has set-id bits, or the policy of the
+    /// mount forbids it. The calls of the kernel work.
     Busy = 3,
-    /// No room in the arena now.
+    /// The arena has no room now.
     Full = 4,
-    /// The request makes no sense; firnd closes the connection.
+    /// The request is not valid. firnd closes the connection.
     Malformed = 5,
-    /// It failed with [`Reply::errno`].
+    /// The request failed with [`Reply::errno`].
     Failed = 6,
 }
 
 impl Status {
-    /// From the word of a reply; what is unknown counts as [`Status::Malformed`].
+    /// Decodes the word of a reply. An unknown word counts as [`Status::Malformed`].
     pub fn from_word(word: u32) -> Self {
         [
             Self::Ok,
@@ -171,18 +182,18 @@ impl Status {
 )]
 #[repr(C)]
 pub struct Request {
-    /// [`Op`].
+    /// The [`Op`].
     pub op: u32,
-    /// Bytes that follow or are wanted; 0 where the [`Op`] says nothing of it.
+    /// Number of bytes that follow or are asked for, unless [`Op`] gives it another meaning; otherwise 0.
     pub len: u32,
-    /// The open file.
+    /// Token of the open file.
     pub token: u64,
-    /// See [`Op`].
+    /// Argument, described at each [`Op`].
     pub arg: u64,
 }
 
 impl Request {
-    /// A request without bytes.
+    /// Makes a request without bytes.
     pub fn new(op: Op, token: u64, arg: u64) -> Self {
         Self {
             op: op as u32,
@@ -198,167 +209,172 @@ impl Request {
     }
 }
 
-/// An answer, or its head.
+/// A reply, or its first part.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
 )]
 #[repr(C)]
 pub struct Reply {
-    /// [`Status`].
+    /// The [`Status`].
     pub status: u32,
-    /// Extents, slabs or bytes that follow.
+    /// Number of extents, slabs or bytes that follow.
     pub count: u32,
-    /// [`Op::OpenWrite`]: the file id, for piece records.
+    /// [`Op::OpenWrite`]: file id, for piece records.
     pub file_id: u64,
-    /// [`Op::OpenWrite`], [`Op::Extents`]: bytes of the file.
+    /// [`Op::OpenWrite`], [`Op::Extents`]: length of the file in bytes.
     pub size: u64,
-    /// [`Op::Extents`]: the file's word, in bytes from the start of the arena.
+    /// [`Op::Extents`]: offset of the file's word from the start of the arena.
     pub slot: u64,
-    /// [`Op::Extents`]: what stands in it while the extents hold.
+    /// [`Op::Extents`]: value of the file's word while the extents are valid.
     pub stamp: u32,
-    /// Of [`Status::Failed`].
+    /// [`Status::Failed`]: the errno.
     pub errno: u32,
-    /// [`Op::Lease`], [`Op::OpenWrite`].
+    /// [`Op::Lease`], [`Op::OpenWrite`]: the first leased slab.
     pub lease: Slab,
-    /// [`Op::Extents`]: up to here of the file all extents are listed.
+    /// [`Op::Extents`]: offset in the file up to which all extents are listed.
     pub end: u64,
-    /// [`Op::Extents`]: nanoseconds for which the list is valid; 0: as long as the word keeps its value.
+    /// [`Op::Extents`]: for how many nanoseconds the list is valid; 0 means as long as the word keeps its value.
     pub valid_ns: u64,
 }
 
-/// A leased slab: where its data and records are.
+/// A leased slab: where its data and its records lie.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
 )]
 #[repr(C)]
 pub struct Slab {
-    /// Start of the chunk's data, in bytes from the start of the arena.
+    /// Offset of the chunk's data from the start of the arena.
     pub chunk: u64,
-    /// First piece record of this lease, in bytes from the start of the arena.
+    /// Offset of the first piece record of this lease from the start of the arena.
     pub records: u64,
-    /// The word that a writer holds while it stores bytes (`slab_word::WRITER`), in bytes from the start
-    /// of the arena.
+    /// Offset, from the start of the arena, of the word that a writer holds while it stores bytes
+    /// (`slab_word::WRITER`).
     pub writer: u64,
-    /// Of the lease: seeds the seals.
+    /// Generation of the lease, which the seals of its records cover.
     pub generation: u64,
-    /// Sequence of the first record; each next one has one more.
+    /// Sequence of the first record. Each further record has the next sequence.
     pub sequence: u64,
-    /// First byte of the slab, from the start of the chunk.
+    /// Start of the slab, relative to the start of the chunk.
     pub start: u32,
-    /// End of the slab, from the start of the chunk.
+    /// End of the slab, relative to the start of the chunk.
     pub end: u32,
     /// Number of piece records.
     pub record_count: u32,
-    /// Zero.
+    /// Unused; 0.
     pub reserved: u32,
-    /// Time of the file's last write, nanoseconds since 1970: what the writer notes is later.
+    /// Time of the file's last write, in nanoseconds since 1970. The writer notes only later times.
     pub modified: u64,
 }
 
-/// Progress of an [`Op::Append`] whose bytes come as a file; it lies behind them. firnd notes it, so that the next firnd
-/// does not store the bytes twice. All zeros, or the end of the file: nothing was stored.
+/// Progress of an [`Op::Append`] whose bytes come in a memory file. It lies after the bytes.
+///
+/// firnd records its progress here, so that the next firnd does not store the bytes twice. Zeros, or the end of the
+/// memory file, mean that nothing was stored.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout,
 )]
 #[repr(C)]
 pub struct AppendProgress {
-    /// Where the first byte goes, plus one. Noted before it is stored, with the file locked against other changes.
+    /// Offset of the first byte in the file, plus one. Recorded before the byte is stored, while the file is locked
+    /// against other changes.
     pub place: u64,
-    /// Bytes that were stored, plus one. Noted after the last one, before the file is unlocked.
+    /// Number of bytes that were stored, plus one. Recorded after the last byte, before the file is unlocked.
     pub count: u64,
 }
 
-/// What the preload library reads to know a stub tree: the file `KEY.stub` of the runtime directory.
+/// Description of a stub tree for the preload library: the file `KEY.stub` in the runtime directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct StubTree {
     /// [`STUB_MAGIC`].
     pub magic: u64,
-    /// Major number of the stubs' device.
+    /// Major device number of the stubs.
     pub device_major: u32,
-    /// Minor number.
+    /// Minor device number of the stubs.
     pub device_minor: u32,
-    /// Not 0: every regular file of that device is a stub. Else those below `prefix` are.
+    /// Not 0 if every regular file of that device is a stub. Otherwise only files below `prefix` are.
     pub whole_device: u32,
     /// Process id of firnd, for messages.
     pub pid: u32,
-    /// Not 0: other hosts use the files too, so a lock of a stub, which is this host's alone, is refused.
+    /// Not 0 if other hosts use the files too. A lock of a stub would bind this host alone, so it is refused.
     pub refuses_locks: u32,
-    /// 0.
+    /// Unused; 0.
     pub unused: u32,
     /// UUID of the arena.
     pub arena: [u8; 16],
     /// Path of the data socket, ended by a zero byte.
     pub socket: [u8; 112],
-    /// Path of the tree, canonical, ended by a zero byte.
+    /// Canonical path of the stub tree, ended by a zero byte.
     pub prefix: [u8; PATH_BYTES],
-    /// Path of the backing, canonical, ended by a zero byte.
+    /// Canonical path of the backing, ended by a zero byte.
     pub backing: [u8; PATH_BYTES],
 }
 
-/// Room for a path (`PATH_MAX`).
+/// Bound on the length of a path (`PATH_MAX`).
 pub const PATH_BYTES: usize = 4096;
 /// "FIRNSTB" and the version of [`StubTree`].
 pub const STUB_MAGIC: u64 = u64::from_le_bytes(*b"FIRNSTB\x02");
 
-/// Follows the [`Reply`] to [`Op::Hello`].
+/// Description of the arena. It follows the [`Reply`] to [`Op::Hello`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct Arena {
-    /// Its UUID.
+    /// UUID of the arena.
     pub uuid: [u8; 16],
-    /// Bytes of the file.
+    /// Length of the arena's file in bytes.
     pub file_bytes: u64,
-    /// Start of the part that a client maps read-only, with the words of [`Reply::slot`].
+    /// Offset of the part that a client maps read-only, with the words of [`Reply::slot`].
     pub words_offset: u64,
-    /// Bytes of that part.
+    /// Length of that part in bytes.
     pub words_bytes: u64,
-    /// What a client maps for reading and writing: piece tables and chunks, from here to the end.
+    /// Offset of the part that a client maps for reading and writing: piece tables and chunks, up to the end of the
+    /// file.
     pub shared_offset: u64,
-    /// Size of the pages that back the data, as far as known.
+    /// Size of the pages that back the data, as far as firnd knows.
     pub page_bytes: u64,
-    /// Bytes of a chunk.
+    /// Length of a chunk in bytes.
     pub chunk_bytes: u64,
 }
 
-/// Ends of writes beyond this go through the kernel: there firnd asks the backing whether it can hold such
-/// a file, so that EFBIG comes from write(2).
+/// Writes that end beyond this offset go through the kernel. firnd then asks the backing whether it can hold such a
+/// file, so that write(2) returns EFBIG.
 pub const OFFSET_MAX: u64 = 1 << 40;
 
-/// Most slabs that one reply leases: a writer of 4 MiB chunks asks every 16 MiB then.
+/// Bound on the slabs that one reply leases. A writer that fills chunks of 4 MiB asks once in 16 MiB.
 pub const LEASE_SLABS_MAX: usize = 4;
 
-/// Most extents in one reply.
+/// Bound on the extents in one reply.
 pub const EXTENTS_MAX: usize = 1024;
 
-/// Most descriptors of files of the backing in one reply.
+/// Bound on the descriptors of files of the backing in one reply.
 pub const FILES_MAX: usize = 32;
 
-/// A part of a file that is in the arena, in the spill file or in a file of the backing.
+/// A part of a file, and where its bytes lie: in the arena, in the spill file, in a memory file or in a file of the
+/// backing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 pub struct Extent {
-    /// Bytes from the start of the file.
+    /// Offset in the file.
     pub offset: u64,
-    /// Bytes.
+    /// Length in bytes.
     pub len: u64,
-    /// Bytes from the start of the arena, or of that file.
+    /// Offset from the start of the arena, or of the file named by `place`.
     pub at: u64,
     /// Index of the chunk, or of the descriptor among those that came with the reply.
     pub chunk: u32,
-    /// [`IN_MEMORY`], [`IN_SPILL`], [`IN_BACKING`] or [`TO_BE_ASKED`].
+    /// Where the bytes lie: [`IN_MEMORY`], [`IN_SPILL`], [`IN_BACKING`], [`TO_BE_ASKED`] or [`IN_MEMORY_FILE`].
     pub place: u32,
 }
 
-/// [`Extent::place`]: the arena.
+/// [`Extent::place`]: in the arena.
 pub const IN_MEMORY: u32 = 0;
-/// [`Extent::place`]: the spill file.
+/// [`Extent::place`]: in the spill file.
 pub const IN_SPILL: u32 = 1;
-/// [`Extent::place`]: a file of the backing.
+/// [`Extent::place`]: in a file of the backing.
 pub const IN_BACKING: u32 = 2;
-/// [`Extent::place`]: not listed yet; a request from an offset in this extent on returns it. [`Extent::at`] is unused.
+/// [`Extent::place`]: not listed. A request from an offset in this extent lists it. [`Extent::at`] is unused.
 pub const TO_BE_ASKED: u32 = 3;
-/// [`Extent::place`]: a memory file.
+/// [`Extent::place`]: in a memory file.
 pub const IN_MEMORY_FILE: u32 = 4;
 
 #[cfg(test)]

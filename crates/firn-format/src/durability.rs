@@ -1,22 +1,25 @@
-//! Durability levels.
+//! Durability levels: which failures the bytes of a file survive.
 
 use serde::{Deserialize, Serialize};
 
-/// What all bytes of a file survive; each level survives what the one before does, and more.
+/// The durability level of a file. All its bytes have at least this level. Each level survives all failures that the
+/// level before it survives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DurabilityLevel {
-    /// In the arena: survives the death of every process.
+    /// The bytes are in the arena. They survive the death of every process.
     Held,
-    /// In the spill file: the same, memory is free again.
+    /// The bytes are in the spill file. They survive the same failures, and use no memory.
     Spilled,
-    /// In the arena or the spill file, and copied into the memory of a partner host: survives the loss of one host.
+    /// The bytes are in the arena or the spill file, and a partner host has a copy in memory. They survive the loss of
+    /// one host.
     Partnered,
-    /// In a log in the backing, as after write(2): survives the loss of the host, and only Firn can read it.
+    /// The bytes are in a log in the backing, as after write(2). They survive the loss of the host. Only Firn can read
+    /// them.
     Logged,
-    /// In the backing, as after write(2).
+    /// The bytes are in the backing, as after write(2).
     Drained,
-    /// In the backing, as after fsync(2).
+    /// The bytes are in the backing, as after fsync(2).
     Durable,
 }
 
@@ -31,14 +34,14 @@ impl DurabilityLevel {
         Self::Durable,
     ];
 
-    /// The level of a word that [`DurabilityLevel::as_str`] gives.
+    /// Parses a word that [`DurabilityLevel::as_str`] returns.
     pub fn parse(word: &[u8]) -> Option<Self> {
         Self::ALL
             .into_iter()
             .find(|level| level.as_str().as_bytes() == word)
     }
 
-    /// The word for it.
+    /// Returns the word for the level.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Held => "held",

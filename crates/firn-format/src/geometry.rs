@@ -1,72 +1,77 @@
-//! Where everything lies in an arena of a given size.
+//! The layout of an arena, computed from its sizes.
 //!
 //! ```text
 //! 0             superblock page, state page
-//! 8192          the words of files
+//! 8192          the words of files, by which direct readers notice changes
 //! journal       two halves
-//! tables        one piece table a chunk
+//! tables        one piece table for each chunk
 //! data          slots for chunks, 2 MiB-aligned
 //! ```
 //!
-//! A chunk is a piece table and the data that it speaks of. The data is in a slot: of the arena's memory,
-//! or, spilled, of the spill file. There are as many chunks as slots of both kinds.
+//! A chunk is a piece table and the data that it describes. The data is in a slot of the arena's memory, or in a slot
+//! of the spill file if it was spilled. There are as many chunks as slots of both kinds.
 //!
-//! Every position is derived from numbers that the superblock holds, never from the environment.
+//! Each position is computed from numbers in the superblock, and never from the environment.
 
 use crate::FormatError;
 use crate::piece::PIECE_BYTES;
 use crate::slab::{CHUNK_HEADER_BYTES, SLAB_HEADER_BYTES};
 
-/// Of what is free, the part that is left for the journal to grow, for logs and for other files in memory.
-const SPARE_PART: u64 = 8;
-/// Size of a page: positions of data are congruent to file offsets modulo this.
+/// One in this many parts of the free memory is left for the journal's growth, for logs and for other files in memory.
+const SPARE_SHARE: u64 = 8;
+/// Length of a page. Positions of data are congruent to file offsets modulo this.
 pub const PAGE: u64 = 4096;
 /// Alignment of the data area, so that huge pages can back it.
 pub const DATA_ALIGN: u64 = 2 << 20;
-/// Bytes of the smallest slab class: what a writer of a small file takes.
+/// Length of the smallest slabs, in bytes. The writer of a small file gets one.
 pub const SLAB_SMALL: u64 = 64 << 10;
-/// Bytes of the middle slab class.
+/// Length of the middle slabs, in bytes.
 pub const SLAB_MEDIUM: u64 = 512 << 10;
-/// Smallest chunk.
+/// Smallest length of a chunk.
 pub const CHUNK_MIN: u64 = SLAB_SMALL;
-/// Largest chunk: positions in a chunk are 32-bit.
+/// Largest length of a chunk. Positions in a chunk have 32 bits.
 pub const CHUNK_MAX: u64 = 1 << 30;
-/// Piece records for each 64 KiB of a chunk. 13 keeps the table of a 4 MiB chunk within nine pages
-/// (0.9 % of the data) and still holds a slab full of scattered 4 KiB writes nearly to its end.
+/// Number of piece records for each 64 KiB of a chunk. With 13 the table of a 4 MiB chunk has nine pages, which is 0.9 %
+/// of the data. A slab of scattered 4 KiB writes is then nearly full when its last record is used.
 pub const RECORDS_PER_SMALL: u32 = 13;
 
-/// Where the words of files begin: each tells processes that read a file by direct access whether what they
-/// know of it still holds.
+/// Offset of the words of files. Each word tells processes with direct access to a file whether their view of the file
+/// is still valid.
 pub const WORDS_OFFSET: u64 = 2 * PAGE;
-/// How many there are. Files that share one only disturb each other.
+/// Number of words. Files that share a word invalidate each other's views, and nothing worse.
 pub const WORDS_COUNT: u32 = 4096;
-/// Bytes of all of them.
+/// Length of all words in bytes.
 pub const WORDS_BYTES: u64 = WORDS_COUNT as u64 * 4;
 
-/// Bytes of each half of the journal that have memory from the start and keep it. The rest gets its memory
-/// when the journal grows.
+/// Number of bytes of each half of the journal that always have memory. The rest gets memory when the journal grows.
 pub const JOURNAL_STEP: u64 = 256 << 10;
+/// A half of the journal may grow to the data's length divided by this. A record of a file's name has some 200 bytes, so
+/// the names of as many files of 4 KiB as fit in the arena fit in it. An unused part has no memory.
+const JOURNAL_DATA_SHARE: u64 = 16;
+/// Bounds on the maximum length of a half of the journal.
+const JOURNAL_HALF_MIN: u64 = 4 * JOURNAL_STEP;
+const JOURNAL_HALF_MAX: u64 = 4 << 30;
 
 /// The layout of one arena.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Geometry {
-    /// Bytes of a chunk, a power of two.
+    /// Length of a chunk in bytes, a power of two.
     pub chunk_bytes: u64,
-    /// Number of chunks that memory holds: of its slots.
+    /// Number of slots in memory.
     pub chunk_count: u32,
-    /// Number of chunks that the spill file holds: of its slots; 0 without one.
+    /// Number of slots in the spill file; 0 without one.
     pub spill_count: u32,
-    /// Bytes of one half of the journal, when it has grown as far as it may.
+    /// Maximum length of one half of the journal in bytes.
     pub journal_half_bytes: u64,
 }
 
 impl Geometry {
-    /// The layout for `arena_bytes` of chunks, without a spill file.
+    /// Computes the layout for `arena_bytes` of chunks, without a spill file.
     pub fn new(arena_bytes: u64, chunk_bytes: u64) -> Result<Self, FormatError> {
         Self::with_spill(arena_bytes, chunk_bytes, 0)
     }
 
-    /// The layout for `arena_bytes` of chunks in memory and `spill_bytes` in the spill file.
+    /// Computes the layout for `arena_bytes` of chunks in memory and `spill_bytes` in the spill file.
     pub fn with_spill(
         arena_bytes: u64,
         chunk_bytes: u64,
@@ -103,12 +108,11 @@ impl Geometry {
                     "arena-size and spill-size {spill_bytes} are more than 2^32 chunks"
                 ))
             })?;
-        // One record of a file's name is some 200 bytes. 1/16 of the data holds the names of as many files of 4 KiB as
-        // fit, and room that is not used has no memory. Of the chunks, not of `arena_bytes`: the superblock keeps only
-        // the chunks, and the same size must follow from them.
+        // The size is computed from the chunks, not from `arena_bytes`: the superblock stores only the chunks, and must
+        // give the same size.
         let data_bytes = count * chunk_bytes;
-        let journal_half_bytes = (data_bytes / 16)
-            .clamp(4 * JOURNAL_STEP, 4 << 30)
+        let journal_half_bytes = (data_bytes / JOURNAL_DATA_SHARE)
+            .clamp(JOURNAL_HALF_MIN, JOURNAL_HALF_MAX)
             .next_multiple_of(JOURNAL_STEP);
         Ok(Self {
             chunk_bytes,
@@ -118,81 +122,81 @@ impl Geometry {
         })
     }
 
-    /// Number of chunks, wherever their data is.
+    /// Returns the number of chunks, in memory and spilled.
     pub fn chunks(&self) -> u32 {
         self.chunk_count + self.spill_count
     }
-    /// Bytes of the slots of the spill file.
+    /// Returns the length of all slots of the spill file.
     pub fn spill_bytes(&self) -> u64 {
         self.chunk_bytes * u64::from(self.spill_count)
     }
-    /// Bytes of the slots in memory.
+    /// Returns the length of all slots in memory.
     pub fn data_bytes(&self) -> u64 {
         self.chunk_bytes * u64::from(self.chunk_count)
     }
-    /// Where half `half` (0 or 1) of the journal begins.
+    /// Returns the offset of half `half` (0 or 1) of the journal.
     pub fn journal_offset(&self, half: usize) -> u64 {
         WORDS_OFFSET + WORDS_BYTES + half as u64 * self.journal_half_bytes
     }
-    /// Where word `index` of [`WORDS_COUNT`] lies.
+    /// Returns the offset of a file's word. `index` is taken modulo [`WORDS_COUNT`].
     pub fn word_offset(&self, index: u32) -> u64 {
         WORDS_OFFSET + 4 * u64::from(index % WORDS_COUNT)
     }
-    /// Number of smallest slabs in a chunk.
+    /// Returns the number of smallest slabs in a chunk.
     pub fn small_slabs(&self) -> u32 {
         (self.chunk_bytes / SLAB_SMALL) as u32
     }
-    /// Piece records in a chunk's table.
+    /// Returns the number of piece records in a chunk's table.
     pub fn records_per_chunk(&self) -> u32 {
         self.small_slabs() * RECORDS_PER_SMALL
     }
-    /// Bytes of one chunk's table.
+    /// Returns the length of one chunk's table.
     pub fn table_bytes(&self) -> u64 {
         (CHUNK_HEADER_BYTES
             + u64::from(self.small_slabs()) * SLAB_HEADER_BYTES
             + u64::from(self.records_per_chunk()) * PIECE_BYTES)
             .next_multiple_of(PAGE)
     }
-    /// Where the table of `chunk` begins.
+    /// Returns the offset of the table of `chunk`.
     pub fn table_offset(&self, chunk: u32) -> u64 {
         self.journal_offset(2) + u64::from(chunk) * self.table_bytes()
     }
-    /// Where the header of slab `slab` of `chunk` lies.
+    /// Returns the offset of the header of a slab.
     pub fn slab_header_offset(&self, chunk: u32, slab: u32) -> u64 {
         self.table_offset(chunk) + CHUNK_HEADER_BYTES + u64::from(slab) * SLAB_HEADER_BYTES
     }
-    /// Where piece record `record` of `chunk` lies.
+    /// Returns the offset of a piece record.
     pub fn record_offset(&self, chunk: u32, record: u32) -> u64 {
         self.slab_header_offset(chunk, self.small_slabs()) + u64::from(record) * PIECE_BYTES
     }
-    /// Where the first slot begins.
+    /// Returns the offset of the first slot.
     pub fn data_offset(&self) -> u64 {
         self.table_offset(self.chunks())
             .next_multiple_of(DATA_ALIGN)
     }
-    /// Where slot `slot` of memory begins. Which chunk is in it, its home says.
+    /// Returns the offset of a slot in memory. The home of a chunk says which slot it has.
     pub fn slot_offset(&self, slot: u32) -> u64 {
         self.data_offset() + u64::from(slot) * self.chunk_bytes
     }
-    /// Bytes of the file that have memory from the start.
+    /// Returns how many bytes of the file have memory from the start.
     pub fn allocated_bytes(&self) -> u64 {
         self.allocated_ranges()
             .iter()
             .map(|range| range.end - range.start)
             .sum()
     }
-    /// The `arena-size` to propose where `free_bytes` are free, in whole MiB; `None` if none fits.
+    /// Returns the `arena-size` to propose if `free_bytes` are free, in whole MiB. Returns `None` if no arena fits.
     pub fn proposed_arena_bytes(&self, free_bytes: u64) -> Option<u64> {
-        let fitting = self.fitting_arena_bytes(free_bytes - free_bytes / SPARE_PART);
+        let fitting = self.fitting_arena_bytes(free_bytes - free_bytes / SPARE_SHARE);
         (fitting > 0).then_some(fitting)
     }
-    /// The largest arena of the same chunks and spill file whose [`Geometry::allocated_bytes`] are at most `free_bytes`, in
-    /// whole MiB; 0: none.
+    /// Returns the size of the largest arena with the same chunks and spill file whose [`Geometry::allocated_bytes`]
+    /// are at most `free_bytes`, in whole MiB; 0 if none fits.
     fn fitting_arena_bytes(&self, free_bytes: u64) -> u64 {
         let allocated = |chunks: u64| {
             let bytes = chunks * self.chunk_bytes;
-            let made = Self::with_spill(bytes, self.chunk_bytes, self.spill_bytes());
-            made.map(|geometry| geometry.allocated_bytes())
+            let geometry = Self::with_spill(bytes, self.chunk_bytes, self.spill_bytes());
+            geometry.map(|geometry| geometry.allocated_bytes())
         };
         let (mut fits, mut too_many) = (0, free_bytes / self.chunk_bytes + 1);
         while too_many - fits > 1 {
@@ -205,8 +209,8 @@ impl Geometry {
         let whole_mib = (fits * self.chunk_bytes) >> 20;
         whole_mib << 20
     }
-    /// The ranges of the file that have memory from the start: all but what the journal may grow into and
-    /// what aligns the data.
+    /// Returns the ranges of the file that have memory from the start: all except the part into which the journal may
+    /// grow, and the gap that aligns the data.
     pub fn allocated_ranges(&self) -> [std::ops::Range<u64>; 4] {
         let half = |half| self.journal_offset(half)..self.journal_offset(half) + JOURNAL_STEP;
         let tables = self.table_offset(0)..self.table_offset(self.chunks());
@@ -217,7 +221,7 @@ impl Geometry {
             self.data_offset()..self.file_bytes(),
         ]
     }
-    /// Bytes of the whole file.
+    /// Returns the length of the file.
     pub fn file_bytes(&self) -> u64 {
         self.slot_offset(self.chunk_count)
     }

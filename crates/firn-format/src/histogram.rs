@@ -1,31 +1,32 @@
-//! Counts of durations and sizes by how large they are.
+//! Histograms: counts of durations and sizes, by magnitude.
 //!
 //! Invariants
-//! * Bound *i* is `2^(first + i * step)`; a value is counted at the lowest bound that it does not exceed, or above all of
-//!   them.
-//! * An observation is two additions to atomics, without a lock.
+//! * Bound *i* is `2^(first + i * step)`. A value is counted at the lowest bound that it does not exceed, or in a last
+//!   bucket above all bounds.
+//! * An observation adds to two atomics and takes no lock.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// Bounds of a histogram of durations: 1 µs, and each four times the one before, up to 67 s.
+/// Number of bounds for durations: from 1 µs, each four times the one before, up to 67 s.
 const TIME_BOUNDS: usize = 14;
-/// Bounds of a histogram of sizes: 512 bytes, and each twice the one before, up to 64 MiB.
+/// Number of bounds for sizes: from 512 bytes, each twice the one before, up to 64 MiB.
 const SIZE_BOUNDS: usize = 18;
-/// 2^9 = 512 bytes.
+/// Exponent of the lowest bound for sizes: 2^9 = 512 bytes.
 const SIZE_FIRST: u32 = 9;
 
-/// What a histogram has counted at one time.
+/// The counts of a histogram at one moment.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct HistogramCounts {
-    /// Upper bounds, in ascending order: seconds, or bytes.
+    /// Upper bounds in ascending order, in seconds or bytes.
     pub bounds: Vec<f64>,
-    /// Observations at each bound, not added up; one more for those above the last bound.
+    /// Number of observations at each bound, not cumulative. A last entry counts those above all bounds.
     pub counts: Vec<u64>,
-    /// Sum of all observations: seconds, or bytes.
+    /// Sum of all observations, in seconds or bytes.
     pub sum: f64,
 }
 
+/// One counter for each of `N` bounds, and one for values above them.
 struct Buckets<const N: usize> {
     counts: [AtomicU64; N],
     above: AtomicU64,
@@ -45,19 +46,19 @@ impl<const N: usize> Buckets<N> {
     }
 
     fn load(&self) -> Vec<u64> {
-        let all = self.counts.iter().chain([&self.above]);
-        all.map(|count| count.load(Ordering::Relaxed)).collect()
+        let buckets = self.counts.iter().chain([&self.above]);
+        buckets.map(|count| count.load(Ordering::Relaxed)).collect()
     }
 }
 
-/// The index of the lowest bound that `value` does not exceed.
-fn index_of(value: u64, first: u32, step: u32) -> usize {
-    // The exponent of the lowest power of two that is not less.
+/// Returns the index of the lowest bound that `value` does not exceed.
+fn bound_index(value: u64, first: u32, step: u32) -> usize {
+    // Exponent of the lowest power of two that is at least `value`.
     let exponent = u64::BITS - value.saturating_sub(1).leading_zeros();
     exponent.saturating_sub(first).div_ceil(step) as usize
 }
 
-/// Durations, counted from many threads.
+/// A histogram of durations. Any number of threads may add to it.
 pub struct TimeHistogram {
     buckets: Buckets<TIME_BOUNDS>,
     sum_ns: AtomicU64,
@@ -76,16 +77,16 @@ impl TimeHistogram {
     /// Counts one duration.
     pub fn observe(&self, duration: Duration) {
         let ns = u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX);
-        self.buckets.count(index_of(ns.div_ceil(1000), 0, 2), 1);
+        self.buckets.count(bound_index(ns.div_ceil(1000), 0, 2), 1);
         self.sum_ns.fetch_add(ns, Ordering::Relaxed);
     }
 
-    /// The sum of all durations.
+    /// Returns the sum of all durations.
     pub fn sum(&self) -> Duration {
         Duration::from_nanos(self.sum_ns.load(Ordering::Relaxed))
     }
 
-    /// What was counted, in seconds.
+    /// Returns the counts, in seconds.
     pub fn counts(&self) -> HistogramCounts {
         let bounds = (0..TIME_BOUNDS).map(|index| (1u64 << (2 * index)) as f64 / 1e6);
         HistogramCounts {
@@ -96,7 +97,7 @@ impl TimeHistogram {
     }
 }
 
-/// Sizes in bytes, counted from many threads.
+/// A histogram of sizes in bytes. Any number of threads may add to it.
 pub struct SizeHistogram {
     buckets: Buckets<SIZE_BOUNDS>,
     sum: AtomicU64,
@@ -114,21 +115,21 @@ impl Default for SizeHistogram {
 impl SizeHistogram {
     /// Counts one size.
     pub fn observe(&self, bytes: u64) {
-        self.buckets.count(index_of(bytes, SIZE_FIRST, 1), 1);
+        self.buckets.count(bound_index(bytes, SIZE_FIRST, 1), 1);
         self.sum.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    /// How many sizes were counted.
+    /// Returns how many sizes were counted.
     pub fn count(&self) -> u64 {
         self.buckets.load().iter().sum()
     }
 
-    /// The sum of all sizes.
+    /// Returns the sum of all sizes in bytes.
     pub fn bytes(&self) -> u64 {
         self.sum.load(Ordering::Relaxed)
     }
 
-    /// What was counted, in bytes.
+    /// Returns the counts, in bytes.
     pub fn counts(&self) -> HistogramCounts {
         let bounds = (0..SIZE_BOUNDS as u32).map(|index| (1u64 << (SIZE_FIRST + index)) as f64);
         HistogramCounts {

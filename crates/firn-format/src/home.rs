@@ -1,38 +1,40 @@
-//! Where a chunk's data is: one word in the chunk's header.
+//! The home of a chunk: the slot with its data, as one word in the chunk's header.
 //!
-//! The low half is the index of a slot, the high half the CRC32C of kind, chunk and slot. One word, so that
-//! a chunk moves with one store; a sum, because a flipped bit that led to another slot would give one
-//! file's bytes to another. The kind is known by its sum: up to seven flipped bits are found.
+//! The low half of the word is the index of a slot. The high half is the CRC32C of the kind of slot, the chunk and the
+//! slot.
+//! * The home is one word, so that one store moves a chunk.
+//! * It has a checksum, because a flipped bit would give the bytes of one file to another.
+//! * The kind is not stored: it is the one whose checksum matches. Up to seven flipped bits are found.
 
 const MEMORY: u32 = 1;
 const SPILL: u32 = 2;
 
-/// A slot.
+/// The slot with the data of a chunk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Home {
-    /// This slot of the arena.
+    /// A slot of the arena's memory.
     Memory(u32),
-    /// This slot of the spill file.
+    /// A slot of the spill file.
     Spill(u32),
 }
 
 impl Home {
-    /// The stored word of `chunk`; never 0, which stands in a free chunk.
+    /// Encodes the home of `chunk`. The word is never 0, which a free chunk has.
     pub fn to_word(self, chunk: u32) -> u64 {
         let (kind, slot) = match self {
             Self::Memory(slot) => (MEMORY, slot),
             Self::Spill(slot) => (SPILL, slot),
         };
-        u64::from(slot) | u64::from(sum(kind, chunk, slot)) << 32
+        u64::from(slot) | u64::from(checksum(kind, chunk, slot)) << 32
     }
 
-    /// From the stored word of `chunk`; `None` is damage, or no home.
+    /// Decodes the home of `chunk`. Returns `None` if the word is 0 or damaged.
     pub fn from_word(word: u64, chunk: u32) -> Option<Self> {
         let slot = word as u32;
         let found = (word >> 32) as u32;
-        if found == sum(MEMORY, chunk, slot) {
+        if found == checksum(MEMORY, chunk, slot) {
             Some(Self::Memory(slot))
-        } else if found == sum(SPILL, chunk, slot) {
+        } else if found == checksum(SPILL, chunk, slot) {
             Some(Self::Spill(slot))
         } else {
             None
@@ -40,7 +42,8 @@ impl Home {
     }
 }
 
-fn sum(kind: u32, chunk: u32, slot: u32) -> u32 {
+/// Computes the checksum of a home.
+fn checksum(kind: u32, chunk: u32, slot: u32) -> u32 {
     let mut bytes = [0u8; 12];
     bytes[0..4].copy_from_slice(&kind.to_le_bytes());
     bytes[4..8].copy_from_slice(&chunk.to_le_bytes());

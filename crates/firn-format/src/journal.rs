@@ -1,42 +1,44 @@
-//! Framing of the journal: a header for each half, a frame for each record.
+//! The framing of the journal: each half has a header, and each record a frame.
 //!
 //! ```text
 //! half header   magic u64, generation u64, reserved u32, CRC32C u32        24 bytes
 //! frame         len u32, CRC32C u32, sequence u64, payload, zeros to 8     16 + len
 //! ```
 //!
-//! The frame's checksum covers length, sequence, the half's generation and the payload. Sequences in
-//! a half are consecutive from 0, so a frame left over from an earlier use of the half never passes.
+//! The checksum of a frame covers its length, its sequence, the generation of the half, and the payload. The sequences
+//! in a half begin with 0 and have no gaps. So a frame that is left over from an earlier use of the half is never
+//! valid.
 
-/// Bytes of a half's header.
+/// Length of the header of a half in bytes.
 pub const HALF_HEADER_BYTES: usize = 24;
-/// Bytes of a frame before its payload.
+/// Number of bytes of a frame before its payload.
 pub const FRAME_HEADER_BYTES: usize = 16;
 const HALF_MAGIC: u64 = u64::from_le_bytes(*b"FIRNJRNL");
 
-/// The header of a half that holds `generation`.
+/// Encodes the header of a half with this generation.
 pub fn encode_half_header(generation: u64) -> [u8; HALF_HEADER_BYTES] {
-    let mut b = [0u8; HALF_HEADER_BYTES];
-    b[0..8].copy_from_slice(&HALF_MAGIC.to_le_bytes());
-    b[8..16].copy_from_slice(&generation.to_le_bytes());
-    let crc = crc32c::crc32c(&b[..20]);
-    b[20..24].copy_from_slice(&crc.to_le_bytes());
-    b
+    let mut header = [0u8; HALF_HEADER_BYTES];
+    header[0..8].copy_from_slice(&HALF_MAGIC.to_le_bytes());
+    header[8..16].copy_from_slice(&generation.to_le_bytes());
+    let crc = crc32c::crc32c(&header[..20]);
+    header[20..24].copy_from_slice(&crc.to_le_bytes());
+    header
 }
 
-/// The generation of a half, if its header is whole.
-pub fn decode_half_header(b: &[u8]) -> Option<u64> {
-    let b: &[u8; HALF_HEADER_BYTES] = b.get(..HALF_HEADER_BYTES)?.try_into().ok()?;
-    let crc = u32::from_le_bytes(b[20..24].try_into().ok()?);
-    (b[0..8] == HALF_MAGIC.to_le_bytes() && crc == crc32c::crc32c(&b[..20]))
-        .then(|| u64::from_le_bytes(b[8..16].try_into().expect("eight bytes")))
+/// Decodes the header of a half and returns its generation. Returns `None` if the header is not valid.
+pub fn decode_half_header(bytes: &[u8]) -> Option<u64> {
+    let header: &[u8; HALF_HEADER_BYTES] = bytes.get(..HALF_HEADER_BYTES)?.try_into().ok()?;
+    let crc = u32::from_le_bytes(header[20..24].try_into().ok()?);
+    (header[0..8] == HALF_MAGIC.to_le_bytes() && crc == crc32c::crc32c(&header[..20]))
+        .then(|| u64::from_le_bytes(header[8..16].try_into().expect("eight bytes")))
 }
 
-/// Bytes that a payload of `len` bytes takes with its frame.
+/// Returns how many bytes the frame of a payload of `len` bytes takes.
 pub fn frame_bytes(len: usize) -> usize {
     (FRAME_HEADER_BYTES + len).next_multiple_of(8)
 }
 
+/// Computes the checksum of a frame.
 fn frame_crc(generation: u64, sequence: u64, payload: &[u8]) -> u32 {
     let mut head = [0u8; 20];
     head[0..4].copy_from_slice(&(payload.len() as u32).to_le_bytes());
@@ -55,13 +57,13 @@ pub fn encode_frame(generation: u64, sequence: u64, payload: &[u8], out: &mut Ve
     out.resize(start + frame_bytes(payload.len()), 0);
 }
 
-/// The payload of the frame at the start of `bytes`, if it is whole and has this `sequence`.
+/// Returns the payload of the frame at the start of `bytes`, if the frame is valid and has this `sequence`.
 pub fn decode_frame(generation: u64, sequence: u64, bytes: &[u8]) -> Option<&[u8]> {
-    let (found, payload) = peek_frame(generation, bytes)?;
-    (found == sequence).then_some(payload)
+    let (frame_sequence, payload) = peek_frame(generation, bytes)?;
+    (frame_sequence == sequence).then_some(payload)
 }
 
-/// The sequence and payload of the frame at the start of `bytes`, if it is whole.
+/// Returns the sequence and the payload of the frame at the start of `bytes`, if the frame is valid.
 pub fn peek_frame(generation: u64, bytes: &[u8]) -> Option<(u64, &[u8])> {
     let head = bytes.get(..FRAME_HEADER_BYTES)?;
     let len = u32::from_le_bytes(head[0..4].try_into().ok()?) as usize;

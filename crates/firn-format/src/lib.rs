@@ -1,7 +1,8 @@
-//! Bytes to checked structs and back: everything Firn stores or sends, and the kernel's table of mounts. No I/O.
+//! Encodes and decodes all that Firn stores or sends, and parses the kernel's table of mounts. Makes no I/O.
 //!
-//! Each stored structure has its own module. Numbers are little-endian. docs/FORMAT.md describes the
-//! bytes; a change here that an older firnd could misread raises [`superblock::VERSION`].
+//! Each stored structure has a module. Decoding checks each field, so the decoded structs are valid. Numbers are
+//! little-endian, unless a module says otherwise. docs/FORMAT.md describes the bytes. A change that an older firnd
+//! could misread raises [`superblock::VERSION`].
 
 pub mod append;
 pub mod clock;
@@ -26,7 +27,7 @@ pub mod step;
 pub mod superblock;
 pub mod tally;
 
-/// What to do with an arena that another version made.
+/// Returns the message for an arena of another version: what it is, and what to do.
 fn other_version(found: u32, expected: u32) -> String {
     let versions = format!("arena format version {found}, this firn reads version {expected}");
     if found < expected {
@@ -38,46 +39,46 @@ fn other_version(found: u32, expected: u32) -> String {
     }
 }
 
-/// Why bytes were not what they claim to be.
+/// Why bytes could not be decoded.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum FormatError {
-    /// The first bytes are not Firn's.
+    /// The magic number is missing.
     #[error("not a firn arena (the magic number is missing)")]
     Magic,
-    /// Made by another version.
+    /// Another version of Firn made the arena.
     #[error("{}", other_version(*found, *expected))]
     Version {
-        /// In the file.
+        /// Version in the file.
         found: u32,
-        /// Ours.
+        /// Version that this Firn reads.
         expected: u32,
     },
     /// A checksum does not match.
     #[error("{what}: checksum {found:#010x}, expected {expected:#010x}")]
     Checksum {
-        /// Which structure.
+        /// Name of the structure.
         what: &'static str,
-        /// Stored.
+        /// Stored checksum.
         found: u32,
-        /// Computed.
+        /// Computed checksum.
         expected: u32,
     },
-    /// A field holds what cannot be.
+    /// The value of a field is not valid.
     #[error("{what}: {why}")]
     Field {
-        /// Which structure.
+        /// Name of the structure.
         what: &'static str,
-        /// What is wrong with it.
+        /// What is wrong with the value.
         why: String,
     },
-    /// Fewer bytes than the structure needs.
+    /// There are fewer bytes than the structure needs.
     #[error("{what}: truncated ({found} bytes, {expected} needed)")]
     Truncated {
-        /// Which structure.
+        /// Name of the structure.
         what: &'static str,
-        /// Bytes there.
+        /// Number of bytes.
         found: u64,
-        /// Bytes needed.
+        /// Number of bytes needed.
         expected: u64,
     },
 }

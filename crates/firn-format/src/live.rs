@@ -1,106 +1,109 @@
-//! The live table: what the kernel has of a mount, for a firnd that goes on in the place of one that died.
+//! The live table: what the kernel knows of a mount. A new firnd reads it to go on in place of one that died.
 //!
 //! ```text
 //! 0      header, two pages: arena, connection, mount point, the exchange of INIT
-//! 8128   words that change: how often the mount was taken over, and how long programs waited
-//! 8192   cells of 128 bytes: a node, an open handle, a request in work, a transaction, a scope that was undone, the rest of a
+//! 8128   words that change: number of takeovers, and how long programs waited
+//! 8192   cells of 128 bytes: a node, an open handle, a request in work, a transaction, an undone scope, or the rest of a
 //!        long name
 //! ```
 //!
-//! A cell counts if its seal is right, the CRC32C of the bytes behind it. A cell that is being written when firnd dies does
-//! not count: it is written before the kernel hears of what it tells.
+//! A cell counts if its seal matches: the CRC32C of the bytes after the seal. A seal of 0 means that the cell is free.
+//!
+//! Race: firnd may die while it writes a cell. The cell then does not count. Nothing is lost by that, because a cell is
+//! complete before the kernel gets the reply that depends on it.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// First bytes of the file.
 pub const MAGIC: [u8; 8] = *b"FIRNLIVE";
-/// Raised when a byte changes its meaning.
+/// Version of the table. It is raised when a byte changes its meaning.
 pub const VERSION: u32 = 3;
-/// Bytes before the first cell.
+/// Number of bytes before the first cell.
 pub const HEADER_BYTES: usize = 8192;
-/// Bytes of a cell.
+/// Length of a cell in bytes.
 pub const CELL_BYTES: usize = 128;
-/// Where the words are that change.
+/// Offset of the words that change.
 pub const WORDS_AT: usize = HEADER_BYTES - 64;
-/// Bytes of an INIT, with its header: the kernel's is 104, the answer 80.
+/// Bound on the length of an INIT message with its header. The kernel's has 104 bytes, the reply 80.
 pub const INIT_BYTES_MAX: usize = 256;
-/// Bytes of a path, as PATH_MAX of Linux.
+/// Bound on the length of a path (PATH_MAX of Linux).
 pub const PATH_BYTES_MAX: usize = 4096;
-/// Bytes of a name, as NAME_MAX of Linux.
+/// Bound on the length of a name (NAME_MAX of Linux).
 pub const NAME_BYTES_MAX: usize = 255;
-/// Bytes of a name that lie in the node's cell.
+/// Number of bytes of a name that lie in the node's own cell.
 const NAME_HEAD_BYTES: usize = 56;
-/// Bytes of a name in each further cell.
+/// Number of bytes of a name in each further cell.
 const NAME_PART_BYTES: usize = 112;
-/// Cells of the longest name, beside the node's.
+/// Number of further cells of the longest name.
 pub const NAME_PARTS_MAX: usize = (NAME_BYTES_MAX - NAME_HEAD_BYTES).div_ceil(NAME_PART_BYTES);
 
-/// Offsets of words, from [`WORDS_AT`].
+/// Offsets of the words that change, from [`WORDS_AT`].
 pub mod word {
-    /// `u64`: how often a firnd went on in the place of another.
+    /// `u64`: number of times that a firnd took over the mount.
     pub const TAKEOVERS: usize = 0;
-    /// `u64`: nanoseconds for which programs waited at the last one.
+    /// `u64`: how long programs waited at the last takeover, in nanoseconds.
     pub const LAST_PAUSE: usize = 8;
-    /// `u64`: the same of all.
+    /// `u64`: how long programs waited at all takeovers, in nanoseconds.
     pub const PAUSES: usize = 16;
-    /// `u64`: entries that found no room. The next firnd does not know them.
+    /// `u64`: number of entries for which there was no free cell. The next firnd does not know them.
     pub const LOST: usize = 24;
 }
 
-/// Why a table is not used.
+/// Why a table cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LiveError {
-    /// Too short, or the first bytes are others.
+    /// The file is too short, or has another magic number.
     #[error("it is no live table")]
     Magic,
-    /// Made by another version.
+    /// Another version of Firn made the table.
     #[error("its version is {found}, and this firn reads version {wanted}", wanted = VERSION)]
     Version {
-        /// In the file.
+        /// Version in the file.
         found: u32,
     },
-    /// The header was changed, or not written to its end.
+    /// The header was changed, or was not written to its end.
     #[error("its header is damaged or was never finished")]
     Damaged,
 }
 
-/// What holds for the whole table.
+/// The header: what applies to the whole table.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// The arena that it belongs to.
+    /// UUID of the arena to which the table belongs.
     pub arena: [u8; 16],
     /// Device number of the mounted file system.
     pub device: Device,
-    /// Canonical mount point.
+    /// Canonical path of the mount point.
     pub mount_point: Vec<u8>,
-    /// INIT and its answer.
+    /// The INIT request and its reply.
     pub exchange: Exchange,
 }
 
-/// The number of a device.
+/// A device number.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Device {
-    /// Major part.
+    /// Major number.
     pub major: u32,
-    /// Minor part: that of a FUSE mount is the number of its connection.
+    /// Minor number. For a FUSE mount it is the number of its connection.
     pub minor: u32,
 }
 
-/// The first request of a connection and its answer, as they went over the device.
+/// The first request of a connection and its reply, with the bytes that went over the device.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Exchange {
-    /// The kernel's INIT.
+    /// The kernel's INIT request.
     pub asked: Vec<u8>,
-    /// The answer.
+    /// The reply to it.
     pub answered: Vec<u8>,
 }
 
+/// The header as it is stored.
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
 #[repr(C)]
 struct RawHeader {
     magic: [u8; 8],
     version: u32,
-    /// CRC32C of all that follows.
+    /// CRC32C of all bytes from [`SEALED_FROM`] on.
     seal: u32,
     arena: [u8; 16],
     major: u32,
@@ -115,10 +118,11 @@ struct RawHeader {
 }
 
 const _: () = assert!(size_of::<RawHeader>() <= WORDS_AT);
+/// Offset of the first byte that the header's seal covers.
 const SEALED_FROM: usize = 16;
 
 impl Header {
-    /// The stored form; `None` where a part of it is too long.
+    /// Encodes the header. Returns `None` if one of its parts is too long.
     pub fn encode(&self) -> Option<Vec<u8>> {
         let mut raw = RawHeader {
             magic: MAGIC,
@@ -135,14 +139,14 @@ impl Header {
             answered: [0; INIT_BYTES_MAX],
             mount_point: [0; PATH_BYTES_MAX],
         };
-        fill(&mut raw.asked, &self.exchange.asked)?;
-        fill(&mut raw.answered, &self.exchange.answered)?;
-        fill(&mut raw.mount_point, &self.mount_point)?;
+        copy_into(&mut raw.asked, &self.exchange.asked)?;
+        copy_into(&mut raw.answered, &self.exchange.answered)?;
+        copy_into(&mut raw.mount_point, &self.mount_point)?;
         raw.seal = crc32c::crc32c(&raw.as_bytes()[SEALED_FROM..]);
         Some(raw.as_bytes().to_vec())
     }
 
-    /// From the first bytes of a file.
+    /// Decodes the header from the first bytes of a file.
     pub fn decode(bytes: &[u8]) -> Result<Self, LiveError> {
         let (raw, _) = RawHeader::read_from_prefix(bytes).map_err(|_| LiveError::Magic)?;
         if raw.magic != MAGIC {
@@ -173,12 +177,13 @@ impl Header {
     }
 }
 
-fn fill(room: &mut [u8], bytes: &[u8]) -> Option<()> {
+/// Copies `bytes` to the beginning of `room`. Returns `None` if they do not fit.
+fn copy_into(room: &mut [u8], bytes: &[u8]) -> Option<()> {
     room.get_mut(..bytes.len())?.copy_from_slice(bytes);
     Some(())
 }
 
-/// When an object was made: seconds and nanoseconds.
+/// A point in time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Moment {
     /// Seconds since 1970.
@@ -187,110 +192,112 @@ pub struct Moment {
     pub nsec: u32,
 }
 
-/// Nanoseconds that stand for no moment.
+/// Value of the nanoseconds that stands for an unknown time.
 const NO_MOMENT: u32 = u32::MAX;
 
-/// Which object of the backing something is.
+/// The identity of an object in the backing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ObjectIdentity {
-    /// Device.
+    /// Device number.
     pub dev: u64,
     /// Inode number.
     pub ino: u64,
-    /// Time of birth, where the backing has it.
+    /// Birth time, if the backing records it.
     pub birth: Option<Moment>,
 }
 
-/// An object that the kernel knows by a number.
+/// An object that the kernel knows by a node id.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Node {
-    /// The kernel's number.
+    /// The node id.
     pub id: u64,
-    /// Number of the directory that has its name; 0: it has no name any more.
+    /// Node id of the directory that has its name; 0 if it has no name any more.
     pub parent: u64,
-    /// The object.
+    /// The object in the backing.
     pub object: ObjectIdentity,
-    /// Its kind, a number of the engine's.
+    /// Kind of the object, as a number of the engine.
     pub kind: u8,
-    /// Of two cells of one node the higher one was written later: a rename was under way.
+    /// Number of this version of the node. If firnd died during a rename, a node may have two cells; the higher number
+    /// is newer.
     pub generation: u32,
-    /// Look-ups that the kernel counts. Not sealed: it is stored by itself.
+    /// Number of look-ups that the kernel counts. The seal does not cover it, because it is stored separately.
     pub lookups: u64,
-    /// Its name.
+    /// The name in the parent directory.
     pub name: Vec<u8>,
 }
 
-/// How the kernel treats an open handle.
+/// What serves the reads and writes of an open handle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ServedBy {
-    /// Firn, each request.
+    /// Firn serves each request.
     Engine,
-    /// The kernel's page cache.
+    /// The kernel serves reads from its page cache.
     Cache,
-    /// The kernel, from a file that it has under this number: the backing's, or a memory file.
+    /// The kernel reads and writes a file that is registered under this number: a file of the backing, or a memory
+    /// file.
     Passthrough(i32),
-    /// An open directory.
+    /// The handle is of an open directory.
     Directory,
 }
 
 /// An open file or directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Handle {
-    /// The kernel's number.
+    /// Handle id of the kernel.
     pub id: u64,
-    /// Of which [`Node`].
+    /// Id of the handle's [`Node`].
     pub node: u64,
-    /// The request that opened it.
+    /// Number of the request that opened it.
     pub unique: u64,
     /// Flags of open(2).
     pub flags: i32,
-    /// What serves it.
+    /// What serves reads and writes.
     pub served_by: ServedBy,
-    /// Number of the memory file that the kernel or a mapping of its process reads.
+    /// Number of the memory file that the kernel, or a mapping of the process, reads; `None` if there is none.
     pub view: Option<u16>,
-    /// The thread that opened it; 0: unknown.
+    /// Id of the thread that opened it; 0 if unknown.
     pub opener: u32,
 }
 
-/// A request that must not take effect twice.
+/// A request in work that must not take effect twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
-    /// The kernel's number.
+    /// Number of the request.
     pub unique: u64,
-    /// When it began, by the clock that stamps files.
+    /// When it began, by the clock of file times.
     pub began: Moment,
-    /// What its name led to, if to anything.
+    /// The object that its name led to, if there was one.
     pub subject: Option<ObjectIdentity>,
-    /// What its other name led to.
+    /// The object that its second name led to, if there was one.
     pub other: Option<ObjectIdentity>,
-    /// Number of the node that it is about, which is in the table as long as the request is; 0: its names say it.
+    /// Id of the node that it changes, or 0 if its names tell. The node stays in the table as long as the request.
     pub node: u64,
 }
 
-/// A transaction that programs change things in, or that is prepared.
+/// A transaction that programs are working in, or that is prepared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Transaction {
-    /// Its number in the backing.
+    /// Number of the transaction in the backing.
     pub serial: u64,
-    /// With what it is aborted.
+    /// What aborts the transaction when it ends.
     pub owner: TransactionOwner,
-    /// Its abort has begun: it is not gone on with.
+    /// Whether an abort has begun, so that the transaction must not go on.
     pub is_ending: bool,
 }
 
-/// What a transaction ends with.
+/// What aborts a transaction when it ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TransactionOwner {
-    /// Nothing but a request.
+    /// The transaction has no owner. Only a request ends it.
     Unowned,
-    /// A process, told from later ones of its number by its start.
+    /// A process. Its start tells it from a later process with the same id.
     Process {
-        /// Its number.
+        /// Process id.
         pid: u32,
-        /// When it began, in ticks since the host did.
+        /// When the process started, in ticks since the host booted.
         start_ticks: u64,
     },
-    /// A connection to the firnd that died, of a process that is not known.
+    /// A connection to the dead firnd, by an unknown process.
     Connection,
 }
 
@@ -333,25 +340,25 @@ impl UndoneScope {
     }
 }
 
-/// What a cell tells.
+/// The decoded contents of a cell.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Cell {
-    /// The node; its name goes on in the cell `next`, if that is not 0.
+    /// A node. Its name goes on in the cell `next - 1`, unless `next` is 0.
     Node {
-        /// All but the part of its name that is elsewhere.
+        /// The node, with the part of its name that lies in this cell.
         node: Node,
         /// Length of the whole name.
         name_len: u16,
         /// CRC32C of the whole name.
         name_sum: u32,
-        /// Index of the next cell of the name, plus one.
+        /// Index of the next cell of the name, plus one; 0 if there is none.
         next: u32,
     },
     /// A part of a name.
     Name {
         /// The part.
         bytes: Vec<u8>,
-        /// Index of the next cell of the name, plus one.
+        /// Index of the next cell of the name, plus one; 0 if there is none.
         next: u32,
     },
     /// An open handle.
@@ -374,7 +381,7 @@ const TAG_REQUEST: u8 = 0x52;
 const TAG_TRANSACTION: u8 = 0x54;
 const TAG_UNDONE_SCOPE: u8 = 0x55;
 
-/// Where the count of look-ups is in a node's cell.
+/// Offset of the count of look-ups in a node's cell.
 pub const LOOKUPS_AT: usize = 56;
 
 #[derive(Clone, Copy, FromBytes, IntoBytes, Immutable, KnownLayout)]
@@ -426,7 +433,7 @@ struct RawHandle {
     seal: u32,
     tag: u8,
     served_by: u8,
-    /// The number of the memory file plus one; 0: none.
+    /// Number of the memory file plus one, or 0 if there is none.
     view: u16,
     id: u64,
     node: u64,
@@ -460,7 +467,7 @@ struct RawRequest {
 struct RawTransaction {
     seal: u32,
     tag: u8,
-    /// 1: none, 2: a process, 3: a connection.
+    /// 1: unowned, 2: a process, 3: a connection.
     owner: u8,
     is_ending: u8,
     unused: u8,
@@ -533,38 +540,40 @@ fn moment(sec: i64, nsec: u32) -> Option<Moment> {
     (nsec < 1_000_000_000).then_some(Moment { sec, nsec })
 }
 
-/// The checksum of a cell: of all behind the seal, but for the count of look-ups.
-fn sum(cell: &CellBytes) -> u32 {
+/// Computes the checksum of a cell: of all bytes after the seal, except the count of look-ups.
+fn cell_checksum(cell: &CellBytes) -> u32 {
     let sum = if cell[4] == TAG_NODE {
         let before = crc32c::crc32c(&cell[4..LOOKUPS_AT]);
         crc32c::crc32c_append(before, &cell[LOOKUPS_AT + 8..])
     } else {
         crc32c::crc32c(&cell[4..])
     };
-    // 0 stands in a free cell.
+    // A seal of 0 means that the cell is free.
     sum.max(1)
 }
 
-fn sealed(bytes: &[u8]) -> CellBytes {
+/// Returns the cell with its seal set.
+fn seal_cell(bytes: &[u8]) -> CellBytes {
     let mut cell = [0; CELL_BYTES];
     cell.copy_from_slice(bytes);
-    let seal = sum(&cell);
+    let seal = cell_checksum(&cell);
     cell[..4].copy_from_slice(&seal.to_ne_bytes());
     cell
 }
 
-/// Cells of a node whose name has `len` bytes, the first included.
+/// Returns the number of cells of a node whose name has `len` bytes, including its first cell.
 pub fn cells_of_name(len: usize) -> usize {
     1 + len
         .saturating_sub(NAME_HEAD_BYTES)
         .div_ceil(NAME_PART_BYTES)
 }
 
-/// The cells of a node: the first is the node's, the others are parts of its name and to be written before it. `at`: the
-/// indexes of all of them, [`cells_of_name`] many.
-pub fn encode_node(node: &Node, at: &[u32]) -> Vec<CellBytes> {
-    debug_assert_eq!(at.len(), cells_of_name(node.name.len()));
-    let next_of = |part: usize| at.get(part + 1).map_or(0, |next| next + 1);
+/// Encodes a node into its cells. `indexes` are the indexes of the cells, as many as [`cells_of_name`] returns.
+///
+/// The first cell is the node's own. The others hold parts of its name, and must be stored before the first.
+pub fn encode_node(node: &Node, indexes: &[u32]) -> Vec<CellBytes> {
+    debug_assert_eq!(indexes.len(), cells_of_name(node.name.len()));
+    let next_of = |part: usize| indexes.get(part + 1).map_or(0, |next| next + 1);
     let head = &node.name[..node.name.len().min(NAME_HEAD_BYTES)];
     let mut name = [0; NAME_HEAD_BYTES];
     name[..head.len()].copy_from_slice(head);
@@ -586,7 +595,7 @@ pub fn encode_node(node: &Node, at: &[u32]) -> Vec<CellBytes> {
         name_sum: crc32c::crc32c(&node.name),
         name,
     };
-    let mut cells = vec![sealed(first.as_bytes())];
+    let mut cells = vec![seal_cell(first.as_bytes())];
     for (part, rest) in node.name[head.len()..].chunks(NAME_PART_BYTES).enumerate() {
         let mut bytes = [0; NAME_PART_BYTES];
         bytes[..rest.len()].copy_from_slice(rest);
@@ -599,13 +608,13 @@ pub fn encode_node(node: &Node, at: &[u32]) -> Vec<CellBytes> {
             unused_too: 0,
             bytes,
         };
-        cells.push(sealed(raw.as_bytes()));
+        cells.push(seal_cell(raw.as_bytes()));
     }
     cells
 }
 
 impl Handle {
-    /// The stored form.
+    /// Encodes the handle into a cell.
     pub fn encode(&self) -> CellBytes {
         let (served_by, backing_id) = match self.served_by {
             ServedBy::Engine => (1, 0),
@@ -627,12 +636,12 @@ impl Handle {
             unused_too: 0,
             rest: [0; 80],
         };
-        sealed(raw.as_bytes())
+        seal_cell(raw.as_bytes())
     }
 }
 
 impl Request {
-    /// The stored form.
+    /// Encodes the request into a cell.
     pub fn encode(&self) -> CellBytes {
         let raw = RawRequest {
             seal: 0,
@@ -648,12 +657,12 @@ impl Request {
             node: self.node,
             rest_too: [0; 24],
         };
-        sealed(raw.as_bytes())
+        seal_cell(raw.as_bytes())
     }
 }
 
 impl Transaction {
-    /// The stored form.
+    /// Encodes the transaction into a cell.
     pub fn encode(&self) -> CellBytes {
         let (owner, pid, start_ticks) = match self.owner {
             TransactionOwner::Unowned => (1, 0, 0),
@@ -672,7 +681,7 @@ impl Transaction {
             unused_too: 0,
             rest: [0; 96],
         };
-        sealed(raw.as_bytes())
+        seal_cell(raw.as_bytes())
     }
 }
 
@@ -691,21 +700,21 @@ impl UndoneScope {
             unused_too: 0,
             rest: [0; 96],
         };
-        sealed(raw.as_bytes())
+        seal_cell(raw.as_bytes())
     }
 }
 
-/// A cell that is neither free nor whole.
+/// Error for a cell that is neither free nor valid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DamagedCell;
 
-/// What a cell tells; `None`: it is free.
+/// Decodes a cell. Returns `None` if it is free.
 pub fn decode_cell(cell: &CellBytes) -> Result<Option<Cell>, DamagedCell> {
     let seal = u32::from_ne_bytes([cell[0], cell[1], cell[2], cell[3]]);
     if seal == 0 {
         return Ok(None);
     }
-    if seal != sum(cell) {
+    if seal != cell_checksum(cell) {
         return Err(DamagedCell);
     }
     let decoded = match cell[4] {
@@ -720,6 +729,7 @@ pub fn decode_cell(cell: &CellBytes) -> Result<Option<Cell>, DamagedCell> {
     decoded.map(Some).ok_or(DamagedCell)
 }
 
+/// Decodes the cell of a node. Returns `None` if it is not valid.
 fn decode_node(cell: &CellBytes) -> Option<Cell> {
     let raw = RawNode::read_from_bytes(cell).ok()?;
     let name_len = usize::from(raw.name_len);
@@ -748,6 +758,7 @@ fn decode_node(cell: &CellBytes) -> Option<Cell> {
     })
 }
 
+/// Decodes a cell with a part of a name. Returns `None` if it is not valid.
 fn decode_name(cell: &CellBytes) -> Option<Cell> {
     let raw = RawName::read_from_bytes(cell).ok()?;
     Some(Cell::Name {
@@ -756,6 +767,7 @@ fn decode_name(cell: &CellBytes) -> Option<Cell> {
     })
 }
 
+/// Decodes the cell of a handle. Returns `None` if it is not valid.
 fn decode_handle(cell: &CellBytes) -> Option<Cell> {
     let raw = RawHandle::read_from_bytes(cell).ok()?;
     let served_by = match raw.served_by {
@@ -776,6 +788,7 @@ fn decode_handle(cell: &CellBytes) -> Option<Cell> {
     }))
 }
 
+/// Decodes the cell of a request. Returns `None` if it is not valid.
 fn decode_request(cell: &CellBytes) -> Option<Cell> {
     let raw = RawRequest::read_from_bytes(cell).ok()?;
     Some(Cell::Request(Request {
@@ -787,6 +800,7 @@ fn decode_request(cell: &CellBytes) -> Option<Cell> {
     }))
 }
 
+/// Decodes the cell of a transaction. Returns `None` if it is not valid.
 fn decode_transaction(cell: &CellBytes) -> Option<Cell> {
     let raw = RawTransaction::read_from_bytes(cell).ok()?;
     let owner = match raw.owner {
@@ -817,63 +831,63 @@ fn decode_undone_scope(cell: &CellBytes) -> Option<Cell> {
     }))
 }
 
-/// What a table holds.
+/// The contents of a table.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Contents {
-    /// With the indexes of their cells. One node may be there twice.
+    /// The nodes. A node may occur twice, with two generations.
     pub nodes: Vec<Stored<Node>>,
-    /// Open handles.
+    /// The open handles.
     pub handles: Vec<Stored<Handle>>,
-    /// Requests in work.
+    /// The requests in work.
     pub requests: Vec<Stored<Request>>,
-    /// Transactions. One may be there twice: it is ending if one of them says so.
+    /// The transactions. One may occur twice. It is ending if either of its entries says so.
     pub transactions: Vec<Stored<Transaction>>,
     /// Scopes that were undone, and processes that were told of them.
     pub undone_scopes: Vec<Stored<UndoneScope>>,
-    /// Cells that are neither free nor whole, and nodes whose name is not whole.
+    /// Number of damaged cells and of nodes whose name is incomplete.
     pub damaged: u64,
 }
 
-/// An entry and where it lies.
+/// An entry, and the cells in which it lies.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Stored<T> {
     /// The entry.
     pub entry: T,
-    /// Indexes of its cells.
+    /// Indexes of the cells. The first is the entry's own.
     pub cells: Vec<u32>,
 }
 
-/// Reads all cells. `bytes`: from the first cell on; a cell that is cut off does not count.
+/// Decodes all cells. `bytes` begins at the first cell; an incomplete cell at the end is ignored.
 pub fn read_contents(bytes: &[u8]) -> Contents {
     let (cells, _) = bytes.as_chunks::<CELL_BYTES>();
     let mut contents = Contents::default();
     for (index, cell) in cells.iter().enumerate() {
-        let at = index as u32;
+        let first_cell = index as u32;
         match decode_cell(cell) {
             Ok(None | Some(Cell::Name { .. })) => {}
             Ok(Some(Cell::Handle(entry))) => contents.handles.push(Stored {
                 entry,
-                cells: vec![at],
+                cells: vec![first_cell],
             }),
             Ok(Some(Cell::Request(entry))) => contents.requests.push(Stored {
                 entry,
-                cells: vec![at],
+                cells: vec![first_cell],
             }),
             Ok(Some(Cell::Transaction(entry))) => contents.transactions.push(Stored {
                 entry,
-                cells: vec![at],
+                cells: vec![first_cell],
             }),
             Ok(Some(Cell::UndoneScope(entry))) => contents.undone_scopes.push(Stored {
                 entry,
-                cells: vec![at],
+                cells: vec![first_cell],
             }),
             Ok(Some(Cell::Node {
                 node,
                 name_len,
                 name_sum,
                 next,
-            })) => match read_full_name(cells, at, node, next) {
-                Some(stored) if is_name(&stored.entry.name, name_len, name_sum) => {
+            })) => match read_full_name(cells, first_cell, node, next) {
+                Some(stored) if is_complete_name(&stored.entry.name, name_len, name_sum) => {
                     contents.nodes.push(stored);
                 }
                 _ => contents.damaged += 1,
@@ -884,12 +898,13 @@ pub fn read_contents(bytes: &[u8]) -> Contents {
     contents
 }
 
-fn is_name(name: &[u8], len: u16, sum: u32) -> bool {
+/// Returns whether a name has this length and checksum, and no slash.
+fn is_complete_name(name: &[u8], len: u16, sum: u32) -> bool {
     name.len() == usize::from(len) && crc32c::crc32c(name) == sum && !name.contains(&b'/')
 }
 
-/// Reads the rest of a node's name from its chain of cells. `next` is the index of a cell plus one; 0 ends the chain. `None`: a cell of
-/// the chain has no part of a name, or the chain is too long.
+/// Reads the rest of a node's name from its chain of cells. `next` is the index of a cell plus one; 0 ends the chain.
+/// Returns `None` if a cell of the chain holds no part of a name, or the chain is too long.
 fn read_full_name(
     cells: &[CellBytes],
     first_cell: u32,

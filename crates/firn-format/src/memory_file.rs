@@ -1,60 +1,67 @@
-//! Where a slot of memory lies that a memory file has: one word for each slot.
+//! The place of a slot that lies in a memory file: one word for each slot.
 //!
-//! A memory file holds the bytes of one large file in order, in slots that the arena's own file does without. The low half
-//! of the word is the number of the memory file and the index of the slot in it, the high half the CRC32C of the arena's
-//! uuid, the slot and the low half. One word, so that a slot changes its place with one store; a sum, because a flipped
-//! bit would give one file's bytes to another.
+//! A memory file holds the bytes of one large file in order. Its slots take the place of slots of the arena's own file.
+//!
+//! The low half of the word is the number of the memory file and the index of the slot in it. The high half is the
+//! CRC32C of the arena's UUID, the slot and the low half.
+//! * The place is one word, so that one store moves a slot.
+//! * It has a checksum, because a flipped bit would give the bytes of one file to another.
 
 use std::ffi::{OsStr, OsString};
 
-/// Slots of one memory file at most: an index has 16 bits.
+/// Bound on the slots of one memory file, because an index has 16 bits.
 pub const MEMORY_FILE_SLOTS_MAX: u32 = 1 << 16;
 
-/// Which part of which memory file a slot is.
+/// The memory file of a slot, and the slot's index in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct MemoryPlace {
-    /// The number in the name of the memory file.
+    /// Number of the memory file, which is part of its name.
     pub file: u16,
-    /// The slot begins at this many times the size of a chunk.
+    /// Index of the slot. The slot begins at this many times the length of a chunk.
     pub index: u16,
 }
 
 impl MemoryPlace {
-    /// The stored word of `slot` of the arena `uuid`; never 0, which says that the slot is in the arena.
+    /// Encodes the place of `slot` in the arena `uuid`. The word is never 0, which means that the slot is in the
+    /// arena's own file.
     pub fn to_word(self, slot: u32, uuid: &[u8; 16]) -> u64 {
         let place = u32::from(self.file) << 16 | u32::from(self.index);
-        u64::from(place) | u64::from(sum(place, slot, uuid)) << 32
+        u64::from(place) | u64::from(checksum(place, slot, uuid)) << 32
     }
 
-    /// From the stored word of `slot`; `None` is damage, or no place.
+    /// Decodes the place of `slot`. Returns `None` if the word is 0 or damaged.
     pub fn from_word(word: u64, slot: u32, uuid: &[u8; 16]) -> Option<Self> {
         let place = word as u32;
-        let is_whole = (word >> 32) as u32 == sum(place, slot, uuid);
-        (is_whole && word != 0).then_some(Self {
+        let is_valid = (word >> 32) as u32 == checksum(place, slot, uuid);
+        (is_valid && word != 0).then_some(Self {
             file: (place >> 16) as u16,
             index: place as u16,
         })
     }
 }
 
-fn sum(place: u32, slot: u32, uuid: &[u8; 16]) -> u32 {
+fn checksum(place: u32, slot: u32, uuid: &[u8; 16]) -> u32 {
     let mut bytes = [0u8; 24];
     bytes[0..16].copy_from_slice(uuid);
     bytes[16..20].copy_from_slice(&slot.to_le_bytes());
     bytes[20..24].copy_from_slice(&place.to_le_bytes());
-    let sum = crc32c::crc32c(&bytes);
-    // The word of place 0 must not be 0.
-    if place == 0 && sum == 0 { 1 } else { sum }
+    let checksum = crc32c::crc32c(&bytes);
+    // The word for place 0 must not be 0.
+    if place == 0 && checksum == 0 {
+        1
+    } else {
+        checksum
+    }
 }
 
-/// The name of memory file `number` beside the arena of this name.
+/// Returns the name of memory file `number`. It lies beside its arena.
 pub fn memory_file_name(arena: &OsStr, number: u16) -> OsString {
     let mut name = arena.to_owned();
     name.push(format!(".m{number}"));
     name
 }
 
-/// The number in a name, if it is that of a memory file of the arena of this name.
+/// Returns the number of a memory file by its name, or `None` if the name is not of a memory file of this arena.
 pub fn memory_file_number(arena: &OsStr, name: &OsStr) -> Option<u16> {
     let arena = arena.as_encoded_bytes();
     let rest = name.as_encoded_bytes().strip_prefix(arena)?;

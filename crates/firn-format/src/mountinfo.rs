@@ -1,46 +1,52 @@
-//! `/proc/self/mountinfo` (proc_pid_mountinfo(5)): one line a mount, later lines lie on top.
+//! Parser of `/proc/self/mountinfo` (proc_pid_mountinfo(5)), which has one line for each mount. A later mount may cover
+//! an earlier one.
 //!
-//! The kernel writes it; paths in it are bytes, with blanks and the like escaped.
+//! The kernel writes the text. Paths in it are bytes, in which blanks and some other characters are escaped.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 
-/// One mount of any file system.
+/// One mount, of any file system.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
-    /// Number of the mount; no other one has it at the same time, in whatever namespace.
+    /// Id of the mount. No two mounts of a host have the same id at the same time, in any namespace.
     pub id: u64,
-    /// Major and minor number of the file system: what stat(2) gives as the device of its files.
+    /// Major and minor device number of the file system, as stat(2) returns them for its files.
     pub device: (u32, u32),
-    /// The directory of that file system which is mounted; `/` unless it is a bind mount.
+    /// The directory of the file system that is mounted; `/` unless it is a bind mount.
     pub root: PathBuf,
-    /// Where it is mounted.
+    /// The directory at which it is mounted.
     pub mount_point: PathBuf,
-    /// The type, such as `fuse.firn`.
+    /// Type of the file system, such as `fuse.firn`.
     pub fs_type: String,
-    /// What is mounted.
+    /// The mounted device, export or directory.
     pub source: PathBuf,
-    /// The user that mounted it, if it is a FUSE mount.
+    /// Id of the user that mounted it, for a FUSE mount.
     pub user_id: Option<u32>,
     /// Options of the file system, separated by commas, such as `rw,vers=4.2,local_lock=none`.
     pub options: String,
 }
 
-/// The type of Firn's mounts.
+/// Number of fields before the optional ones.
+const FIXED_FIELDS: usize = 6;
+
+/// Type of Firn's mounts.
 pub const FIRN: &str = "fuse.firn";
 
-/// All mounts that this process sees; lines of a form that is not known are left out.
+/// Parses all mounts that this process sees. A line of unknown form is left out.
 pub fn parse(text: &[u8]) -> Vec<Entry> {
     text.split(|byte| *byte == b'\n')
         .filter_map(parse_line)
         .collect()
 }
 
+/// Parses one line.
 fn parse_line(line: &[u8]) -> Option<Entry> {
     let fields: Vec<&[u8]> = line.split(|byte| *byte == b' ').collect();
-    // Optional fields end at a lone hyphen, which cannot come before the seventh field.
-    let hyphen = fields.iter().skip(6).position(|field| *field == b"-")? + 6;
+    // The optional fields end with a field that is a hyphen.
+    let mut optional = fields.iter().skip(FIXED_FIELDS);
+    let hyphen = optional.position(|field| *field == b"-")? + FIXED_FIELDS;
     let [fs_type, source, options] = fields.get(hyphen + 1..hyphen + 4)? else {
         return None;
     };
@@ -61,7 +67,7 @@ fn parse_line(line: &[u8]) -> Option<Entry> {
     })
 }
 
-/// Blank, tab, newline and backslash are written as `\` and three octal digits.
+/// Decodes a path, in which blank, tab, newline and backslash are a backslash and three octal digits.
 fn unescape(field: &[u8]) -> PathBuf {
     let mut bytes = Vec::with_capacity(field.len());
     let mut rest = field;
@@ -78,17 +84,17 @@ fn unescape(field: &[u8]) -> PathBuf {
     PathBuf::from(OsString::from_vec(bytes))
 }
 
-/// The mount that `path`, absolute and free of symlinks, lies on.
+/// Returns the mount on which `path` lies. `path` must be absolute and contain no symbolic links.
 pub fn holding<'a>(entries: &'a [Entry], path: &Path) -> Option<&'a Entry> {
     let deepest = |entry: &&Entry| entry.mount_point.as_os_str().as_bytes().len();
-    // Of equals max_by_key takes the last: the mount on top.
+    // If several mounts have the longest path, max_by_key returns the last one, which covers the others.
     entries
         .iter()
         .filter(|entry| path.starts_with(&entry.mount_point))
         .max_by_key(deepest)
 }
 
-/// The mount that programs find exactly at `mount_point`.
+/// Returns the mount at `mount_point` that covers all others there.
 pub fn on_top<'a>(entries: &'a [Entry], mount_point: &Path) -> Option<&'a Entry> {
     entries
         .iter()

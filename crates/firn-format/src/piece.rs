@@ -1,95 +1,96 @@
-//! Piece records: one recorded append each.
+//! Piece records: one record for each append.
 //!
 //! ```text
-//! 0   u64 who          id of the file, from the journal (low 40 bits); bits 32 to 55 of the sequence
-//! 8   u64 offset       bytes from the start of the file
-//! 16  u64 modified     time of the last write to it, nanoseconds since 1970; 0: not known
-//! 24  u64 place        low 32 bits of the sequence, its order among all writes of the arena (low half);
-//!                      position, bytes from the start of the chunk (high half)
-//! 32  u64 seal         length (low half) and CRC32C (high half), stored as one word; the highest bit of
-//!                      the length is FROZEN. Of a piece of which nothing is pending any more: dead
-//! ```
+//! 0   u64 who          file id (low 40 bits); bits 32 to 55 of the sequence
+//! 8   u64 offset       offset in the file
+//! 16  u64 modified     time of the last write to the piece, nanoseconds since 1970; 0 if unknown
+//! 24  u64 place        low half: low 32 bits of the sequence, which orders all writes of the arena;
+//!                      high half: position, from the start of the chunk
+//! 32  u64 seal         low half: length, whose highest bit is FROZEN; high half: CRC32C.
+//!                      `dead` if no byte of the piece is pending any more
 //!
-//! Length and checksum are one word, so that an append that extends the last piece publishes both with one store: a
-//! writer killed between two instructions leaves the old piece or the new one. The checksum covers the slab's
-//! generation, so a record left over from an earlier lease never verifies. The data itself has none: memory of a living
-//! host is not torn by the death of a process. Neither does the time, which changes alone: what it says is bounded by
-//! its readers.
+//! * Length and checksum are one word. So an append that extends the last piece publishes both with one store, and a
+//!   writer that is killed leaves the old piece or the new one.
+//! * The checksum covers the generation of the slab. So a record that is left over from an earlier lease is never
+//!   valid.
+//! * The data has no checksum: the death of a process does not damage memory of a live host.
+//! * The checksum does not cover the time, which changes separately. Readers check its bounds.
 
 use crate::FormatError;
 #[cfg(target_arch = "x86_64")]
 use crate::processor::processor;
 
-/// Bytes of a record.
+/// Length of a record in bytes.
 pub const PIECE_BYTES: u64 = 40;
 
 /// Offsets of the words in a record, each a `u64`.
 pub mod word {
-    /// See the top of this file.
+    /// Word `who` of the table above.
     pub const WHO: u64 = 0;
-    /// See the top of this file.
+    /// Word `offset` of the table above.
     pub const OFFSET: u64 = 8;
-    /// See the top of this file.
+    /// Word `modified` of the table above.
     pub const MODIFIED: u64 = 16;
-    /// See the top of this file.
+    /// Word `place` of the table above.
     pub const PLACE: u64 = 24;
-    /// See the top of this file.
+    /// Word `seal` of the table above.
     pub const SEAL: u64 = 32;
 }
 
+/// Number of bits of a file id.
 const FILE_BITS: u32 = 40;
-/// Largest file id. Ten thousand new ones a second reach it after three years.
+/// Largest file id. Ten thousand new files a second reach it after three years.
 pub const FILE_MAX: u64 = (1 << FILE_BITS) - 1;
-/// Largest sequence. Ten million a second reach it after two centuries.
+/// Largest sequence. Ten million writes a second reach it after two centuries.
 pub const SEQUENCE_MAX: u64 = (1 << 56) - 1;
 
-/// Bit of a seal: the piece is not extended any more. Lengths are below it (`CHUNK_MAX`), and the
-/// checksum does not cover it.
+/// Bit of a seal: the piece must not be extended. Lengths are smaller than this bit (`CHUNK_MAX`), and the checksum
+/// does not cover it.
 pub const FROZEN: u64 = 1 << 31;
 const _: () = assert!(crate::geometry::CHUNK_MAX < FROZEN);
 
-/// The seal that stands where the next record of a revoked lease would: no length, so it never passes
-/// for a piece, and no store that expects what stood there before succeeds.
+/// Returns the seal that firnd stores in the next record of a revoked lease. Its length is 0, so it never counts as a
+/// piece. A compare-exchange that expects the earlier seal fails.
 pub fn poison(generation: u64) -> u64 {
     (generation << 32) | FROZEN
 }
 
-/// The seal of a piece of which nothing is pending any more. It has no length, and differs from those of pieces
-/// and from [`poison`] in many bits: a flipped one brings nothing back.
+/// Returns the seal of a piece of which no byte is pending. Its length is 0. It differs in many bits from the seals of
+/// pieces and from [`poison`], so a flipped bit does not make a piece pending again.
 pub fn dead(generation: u64) -> u64 {
     (!generation << 32) | FROZEN
 }
 
-/// A piece.
+/// A piece: one recorded append.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Piece {
-    /// Id of the file that it belongs to.
+    /// Id of the file.
     pub file: u64,
-    /// Bytes from the start of the file.
+    /// Offset in the file.
     pub offset: u64,
-    /// Order among all writes of the arena.
+    /// Number that orders all writes of the arena.
     pub sequence: u64,
-    /// Bytes from the start of the chunk.
+    /// Position of the bytes, from the start of the chunk.
     pub position: u32,
-    /// Bytes.
+    /// Length in bytes.
     pub len: u32,
 }
 
-/// A record as it lies in memory.
+/// The words of a record, unchecked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RawPiece {
-    /// File id and part of the sequence.
+    /// File id and upper part of the sequence.
     pub who: u64,
-    /// See [`Piece`].
+    /// Offset in the file.
     pub offset: u64,
-    /// The rest of the sequence, and the position.
+    /// Lower part of the sequence, and the position.
     pub place: u64,
     /// Length and checksum, or [`dead`].
     pub seal: u64,
 }
 
 impl Piece {
-    /// As it is stored in a slab of `generation`.
+    /// Returns the words of the record in a slab of `generation`.
     pub fn raw(&self, generation: u64) -> RawPiece {
         debug_assert!(
             self.file <= FILE_MAX && self.sequence <= SEQUENCE_MAX,
@@ -104,23 +105,24 @@ impl Piece {
         }
     }
 
-    /// The word [`word::WHO`].
+    /// Returns the word [`word::WHO`].
     pub fn who(&self) -> u64 {
         self.file | self.sequence >> 32 << FILE_BITS
     }
 
-    /// The word [`word::PLACE`].
+    /// Returns the word [`word::PLACE`].
     pub fn place(&self) -> u64 {
         self.sequence & u64::from(u32::MAX) | u64::from(self.position) << 32
     }
 
-    /// The word that publishes this piece in a slab of `generation`.
+    /// Returns the word that publishes this piece in a slab of `generation`.
     pub fn seal(&self, generation: u64) -> u64 {
         u64::from(self.len) | (u64::from(self.checksum(generation)) << 32)
     }
 
+    /// Computes the checksum of all fields, for a slab of `generation`.
     fn checksum(&self, generation: u64) -> u32 {
-        sum_words([
+        checksum_words([
             self.file,
             self.offset,
             self.sequence,
@@ -130,12 +132,12 @@ impl Piece {
     }
 }
 
-/// CRC32C of the words' bytes, lowest first.
-fn sum_words(words: [u64; 5]) -> u32 {
+/// Computes the CRC32C of the words' bytes, the lowest byte of each first.
+fn checksum_words(words: [u64; 5]) -> u32 {
     #[cfg(target_arch = "x86_64")]
     if processor().has_crc32c {
-        // SAFETY: the processor has SSE4.2, as just asked.
-        return unsafe { sum_words_by_instruction(words) };
+        // SAFETY: `has_crc32c` says that the processor has SSE4.2.
+        return unsafe { checksum_words_by_instruction(words) };
     }
     let bytes = words.map(u64::to_le_bytes);
     crc32c::crc32c(bytes.as_flattened())
@@ -143,46 +145,51 @@ fn sum_words(words: [u64; 5]) -> u32 {
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "sse4.2")]
-fn sum_words_by_instruction(words: [u64; 5]) -> u32 {
+fn checksum_words_by_instruction(words: [u64; 5]) -> u32 {
     let next = |sum, word| std::arch::x86_64::_mm_crc32_u64(sum, word);
     !(words.into_iter().fold(u64::from(u32::MAX), next) as u32)
 }
 
-/// The seals of one piece at all its lengths. The one field that an append changes is not summed anew with the
-/// others: that took a third of a write of 64 bytes.
+/// Computes the seals of one piece for any length, faster than [`Piece::seal`].
 ///
-/// A checksum is linear: those of two messages differ by what depends on the bits alone in which they differ.
+/// A CRC is linear: the checksums of two messages differ by a value that depends only on the bits in which the messages
+/// differ. Here only the length differs. So the seal is computed from the checksum for length 0 and a table. Computing
+/// the whole checksum took a third of a write of 64 bytes.
 #[derive(Clone, Copy, Debug)]
 pub struct Seals {
-    /// The checksum at length 0.
-    none: u32,
+    /// Checksum for length 0.
+    checksum_of_empty: u32,
 }
 
 impl Seals {
-    /// Of `piece`, whatever its length, in a slab of `generation`.
+    /// Prepares the seals of `piece`, whose length is ignored, in a slab of `generation`.
     pub fn new(piece: &Piece, generation: u64) -> Self {
         Self {
-            none: Piece { len: 0, ..*piece }.checksum(generation),
+            checksum_of_empty: Piece { len: 0, ..*piece }.checksum(generation),
         }
     }
 
-    /// [`Piece::seal`] where the piece has `len` bytes.
+    /// Returns what [`Piece::seal`] returns for `len` bytes.
     #[inline]
     pub fn at(self, len: u32) -> u64 {
-        let [a, b, c, d] = len.to_le_bytes();
-        let [of_a, of_b, of_c, of_d] = &LENGTHS;
-        let change = of_a[a as usize] ^ of_b[b as usize] ^ of_c[c as usize] ^ of_d[d as usize];
-        u64::from(len) | (u64::from(self.none ^ change) << 32)
+        let [byte_0, byte_1, byte_2, byte_3] = len.to_le_bytes();
+        let [table_0, table_1, table_2, table_3] = &CHECKSUM_CHANGES;
+        let change = table_0[byte_0 as usize]
+            ^ table_1[byte_1 as usize]
+            ^ table_2[byte_2 as usize]
+            ^ table_3[byte_3 as usize];
+        u64::from(len) | (u64::from(self.checksum_of_empty ^ change) << 32)
     }
 }
 
-/// By byte of the length and its value: what it changes in the checksum.
-static LENGTHS: [[u32; 256]; 4] = lengths();
+/// How each byte of the length changes the checksum, by the byte's index and value.
+static CHECKSUM_CHANGES: [[u32; 256]; 4] = compute_checksum_changes();
 
-/// Bytes that are summed behind the length: the generation.
-const BEHIND_BYTES: usize = 8;
+/// Number of bytes after the length that the checksum covers: the generation.
+const BYTES_AFTER_LENGTH: usize = 8;
 
-const fn lengths() -> [[u32; 256]; 4] {
+/// Computes [`CHECKSUM_CHANGES`] by shifting each value through the remaining bits of the message.
+const fn compute_checksum_changes() -> [[u32; 256]; 4] {
     /// CRC32C, reflected (RFC 3720, appendix B.4).
     const POLYNOMIAL: u32 = 0x82f6_3b78;
     let mut table = [[0; 256]; 4];
@@ -192,7 +199,7 @@ const fn lengths() -> [[u32; 256]; 4] {
         while value < 256 {
             let mut sum = value as u32;
             let mut bit = 0;
-            while bit < 8 * (4 - byte + BEHIND_BYTES) {
+            while bit < 8 * (4 - byte + BYTES_AFTER_LENGTH) {
                 sum = (sum >> 1) ^ (POLYNOMIAL & 0u32.wrapping_sub(sum & 1));
                 bit += 1;
             }
@@ -207,14 +214,14 @@ const fn lengths() -> [[u32; 256]; 4] {
 /// A record that passed its check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Checked {
-    /// Pending, as far as the journal does not say otherwise.
+    /// The piece is pending, unless the journal says otherwise.
     Live(Piece),
-    /// The record is not pending.
+    /// No byte of the piece is pending.
     Dead,
 }
 
 impl RawPiece {
-    /// Checks against a slab of `generation` that covers `slab_start..slab_end` of its chunk.
+    /// Checks the record. Its slab has this generation, and lies at `slab_start..slab_end` of its chunk.
     pub fn check(
         &self,
         generation: u64,
@@ -275,7 +282,7 @@ mod tests {
                 .map(|odd| seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_pow(odd));
             let bytes = words.map(u64::to_le_bytes);
             let expected = crc32c::crc32c(bytes.as_flattened());
-            assert_eq!(sum_words(words), expected, "{words:?}");
+            assert_eq!(checksum_words(words), expected, "{words:?}");
         }
     }
 

@@ -1,53 +1,60 @@
-//! What this processor can do, asked once.
+//! The instructions that this processor has, detected once.
 //!
-//! The standard library asks the processor itself, with a dozen CPUID instructions. In a virtual machine each of them
-//! is a trip to the host, 4 to 7 µs, which a process would wait for at its first write by direct access. A caller that
-//! knows the answers already gives them before ([`note_processor`]).
+//! The standard library detects them with a dozen CPUID instructions. In a virtual machine each of these takes 4 to 7
+//! µs, because the host handles it. A process would wait for that at its first write by direct access. A caller that
+//! knows the result already can store it before ([`note_processor`]).
 
 use std::sync::atomic::{AtomicU8, Ordering};
 
-/// Instructions that are used where they are there.
+/// Optional instructions that Firn uses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Processor {
     /// CRC32C of a word (SSE4.2).
     pub has_crc32c: bool,
-    /// Stores of 32 bytes past the caches (AVX).
+    /// Stores of 32 bytes that bypass the caches (AVX).
     pub has_avx: bool,
-    /// Stores of 64 bytes past the caches (AVX-512F).
+    /// Stores of 64 bytes that bypass the caches (AVX-512F).
     pub has_avx512: bool,
 }
 
-/// The answers, as bits; 0: not asked yet.
-static KNOWN: AtomicU8 = AtomicU8::new(0);
-const ASKED: u8 = 1;
+/// The result as bits, or 0 before it is known.
+static CACHED: AtomicU8 = AtomicU8::new(0);
+/// Bit: the result is known.
+const IS_KNOWN: u8 = 1;
+const HAS_CRC32C: u8 = 2;
+const HAS_AVX: u8 = 4;
+const HAS_AVX512: u8 = 8;
 
-/// This processor. Asks it at the first call, unless the caller of [`note_processor`] knew.
+/// Returns what this processor has. Detects it at the first call, unless [`note_processor`] was called before.
 #[inline]
 pub fn processor() -> Processor {
-    let known = KNOWN.load(Ordering::Relaxed);
-    if known == 0 {
-        return ask_processor();
+    let cached = CACHED.load(Ordering::Relaxed);
+    if cached == 0 {
+        return detect();
     }
     Processor {
-        has_crc32c: known & 2 != 0,
-        has_avx: known & 4 != 0,
-        has_avx512: known & 8 != 0,
+        has_crc32c: cached & HAS_CRC32C != 0,
+        has_avx: cached & HAS_AVX != 0,
+        has_avx512: cached & HAS_AVX512 != 0,
     }
 }
 
-/// Notes what this processor can do, where that is known, and that the system saves its registers.
+/// Stores what this processor has. The caller must have checked that the system saves the registers of these
+/// instructions.
 pub fn note_processor(processor: Processor) {
     let bits = [
-        processor.has_crc32c,
-        processor.has_avx,
-        processor.has_avx512,
+        (processor.has_crc32c, HAS_CRC32C),
+        (processor.has_avx, HAS_AVX),
+        (processor.has_avx512, HAS_AVX512),
     ];
-    let bits = (1..).zip(bits).map(|(bit, has)| u8::from(has) << bit);
-    KNOWN.store(bits.fold(ASKED, |all, bit| all | bit), Ordering::Relaxed);
+    let set_bits = bits.iter().filter(|(has, _)| *has);
+    let word = set_bits.fold(IS_KNOWN, |word, (_, bit)| word | bit);
+    CACHED.store(word, Ordering::Relaxed);
 }
 
+/// Detects what this processor has, and stores it.
 #[cold]
-fn ask_processor() -> Processor {
+fn detect() -> Processor {
     #[cfg(target_arch = "x86_64")]
     let processor = Processor {
         has_crc32c: std::arch::is_x86_feature_detected!("sse4.2"),
@@ -66,7 +73,7 @@ mod tests {
 
     #[test]
     fn what_was_noted_is_answered_and_what_was_asked_is_so_again() {
-        let asked = ask_processor();
+        let asked = detect();
         for bits in 0..8 {
             let noted = Processor {
                 has_crc32c: bits & 1 != 0,
@@ -82,7 +89,7 @@ mod tests {
             note_processor(noted);
             assert_eq!(processor(), noted);
         }
-        assert_eq!(ask_processor(), asked);
+        assert_eq!(detect(), asked);
         assert_eq!(processor(), asked);
     }
 }

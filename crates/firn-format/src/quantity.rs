@@ -1,8 +1,11 @@
-//! Quantities as people are shown them: one way to write a size, a rate, a time and a count, in every message.
+//! Quantities in messages: one form for sizes, rates, durations and counts.
 
 const UNITS: [&str; 5] = ["KiB", "MiB", "GiB", "TiB", "PiB"];
+const MINUTE_S: u64 = 60;
+const HOUR_S: u64 = 60 * MINUTE_S;
+const DAY_S: u64 = 24 * HOUR_S;
 
-/// `0 B`, `1023 B`, `1.5 KiB`, `12.0 MiB`.
+/// Formats a size: `0 B`, `1023 B`, `1.5 KiB`, `12.0 MiB`.
 pub fn bytes(bytes: u64) -> String {
     if bytes < 1024 {
         return format!("{bytes} B");
@@ -11,7 +14,7 @@ pub fn bytes(bytes: u64) -> String {
     let mut units = UNITS.iter();
     let mut unit = units.next().copied().unwrap_or_default();
     for next in units {
-        // What would be printed as 1024.0 is 1.0 of the next unit.
+        // A value that would be printed as 1024.0 is printed as 1.0 of the next unit.
         if value < 1023.95 {
             break;
         }
@@ -20,24 +23,24 @@ pub fn bytes(bytes: u64) -> String {
     format!("{value:.1} {unit}")
 }
 
-/// `1.5 MiB/s`.
+/// Formats a rate: `1.5 MiB/s`.
 pub fn rate(bytes_per_s: f64) -> String {
     format!("{}/s", bytes(bytes_per_s.max(0.0) as u64))
 }
 
-/// `40 ms`, `2.1 s`, `3 min 20 s`, `5 h 10 min`, `3 d 2 h`.
+/// Formats a duration: `40 ms`, `2.1 s`, `3 min 20 s`, `5 h 10 min`, `3 d 2 h`.
 pub fn seconds(seconds: f64) -> String {
     let whole = seconds as u64;
     match whole {
         0 if seconds < 0.9995 => format!("{:.0} ms", seconds * 1e3),
-        0..60 => format!("{seconds:.1} s"),
-        60..3600 => format!("{} min {} s", whole / 60, whole % 60),
-        3600..86400 => format!("{} h {} min", whole / 3600, whole % 3600 / 60),
-        _ => format!("{} d {} h", whole / 86400, whole % 86400 / 3600),
+        0..MINUTE_S => format!("{seconds:.1} s"),
+        MINUTE_S..HOUR_S => format!("{} min {} s", whole / MINUTE_S, whole % MINUTE_S),
+        HOUR_S..DAY_S => format!("{} h {} min", whole / HOUR_S, whole % HOUR_S / MINUTE_S),
+        _ => format!("{} d {} h", whole / DAY_S, whole % DAY_S / HOUR_S),
     }
 }
 
-/// `1 file`, `2 files`.
+/// Formats a count with its noun: `1 file`, `2 files`.
 pub fn count(number: u64, noun: &str) -> String {
     if number == 1 {
         format!("1 {noun}")

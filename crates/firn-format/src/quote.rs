@@ -1,21 +1,23 @@
-//! Names and messages as a person may read them: nothing in them breaks a line, steers a terminal or turns the
-//! direction of the text.
+//! Names and messages in printable form: no character breaks a line, controls a terminal or changes the direction of
+//! the text.
 //!
-//! JSON has the exact name, and no other place of a program's output has anything but what these functions give.
+//! All output of programs goes through these functions. The exact name is found in JSON output only.
 
 use std::fmt::Write;
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 
-/// A name: printable characters as they are, a backslash doubled, all else as `\n`, `\x1b`, `\u{202e}`, and bytes
-/// that are no UTF-8 as `\xff`. Two names are never shown alike.
+/// Returns a name in printable form. Two different names never have the same form.
+///
+/// Printable characters stay as they are, and a backslash is doubled. Other characters become `\n`, `\x1b` or
+/// `\u{202e}`, and bytes that are not UTF-8 become `\xff`.
 pub fn quoted(name: &[u8]) -> String {
     let mut text = String::with_capacity(name.len());
     for chunk in name.utf8_chunks() {
         for character in chunk.valid().chars() {
             match character {
                 '\\' => text.push_str("\\\\"),
-                character => put(&mut text, character),
+                character => push_printable(&mut text, character),
             }
         }
         for byte in chunk.invalid() {
@@ -25,31 +27,33 @@ pub fn quoted(name: &[u8]) -> String {
     text
 }
 
-/// [`quoted`], of a path.
+/// Returns a path in printable form, as [`quoted`] does.
 pub fn quoted_path(path: &Path) -> String {
     quoted(path.as_os_str().as_bytes())
 }
 
-/// A message, whose names may be quoted already: as [`quoted`], but a backslash stays as it is.
+/// Returns a message in printable form, as [`quoted`] does, but without doubling backslashes: names in the message may
+/// be quoted already.
 pub fn printable(message: &str) -> String {
     let mut text = String::with_capacity(message.len());
     message
         .chars()
-        .for_each(|character| put(&mut text, character));
+        .for_each(|character| push_printable(&mut text, character));
     text
 }
 
-/// Whether [`printable`] would change it.
+/// Returns whether [`printable`] leaves a message unchanged.
 pub fn is_printable(message: &str) -> bool {
-    message.chars().all(is_shown)
+    message.chars().all(is_visible)
 }
 
-fn put(text: &mut String, character: char) {
+/// Appends the printable form of a character.
+fn push_printable(text: &mut String, character: char) {
     match character {
         '\n' => text.push_str("\\n"),
         '\t' => text.push_str("\\t"),
         '\r' => text.push_str("\\r"),
-        shown if is_shown(shown) => text.push(shown),
+        visible if is_visible(visible) => text.push(visible),
         control if (control as u32) < 0x80 => {
             let _ = write!(text, "\\x{:02x}", control as u32);
         }
@@ -59,9 +63,9 @@ fn put(text: &mut String, character: char) {
     }
 }
 
-/// Neither a control, nor one of the characters that have no width, end a line or turn its direction (Unicode: `Cf`,
-/// `Zl`, `Zp`).
-fn is_shown(character: char) -> bool {
+/// Returns whether a character is printable. Control characters are not, and neither are characters that have no width,
+/// end a line or change its direction (Unicode categories `Cf`, `Zl`, `Zp`).
+fn is_visible(character: char) -> bool {
     let is_hidden = matches!(character,
         '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}'
         | '\u{2060}'..='\u{206f}' | '\u{feff}' | '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e0fff}');
@@ -110,10 +114,10 @@ mod tests {
             for second in parts {
                 for third in parts {
                     let name = [first, second, third].concat();
-                    let shown = quoted(&name);
-                    assert!(is_printable(&shown), "{shown:?}");
-                    if let Some(other) = seen.insert(shown.clone(), name.clone()) {
-                        assert_eq!(other, name, "both are {shown}");
+                    let visible = quoted(&name);
+                    assert!(is_printable(&visible), "{visible:?}");
+                    if let Some(other) = seen.insert(visible.clone(), name.clone()) {
+                        assert_eq!(other, name, "both are {visible}");
                     }
                 }
             }

@@ -1,93 +1,94 @@
-//! Journal records: what happened to names and files that have pending data.
+//! Journal records: what happens to names and files that have pending data.
 //!
-//! Only files with pending pieces are known to the journal: a file id, the identity in the
-//! backing and the names under which it may be found. All other metadata lives in the backing alone.
+//! The journal knows only files with pending pieces. Of each such file it has a file id, the identity in the backing,
+//! and the names under which the file may be found. The backing alone has all other metadata.
 
 use crate::FormatError;
 
-/// A point in time as the backing has it.
+/// A point in time as the backing stores it: seconds and nanoseconds.
 pub type Timestamp = (i64, u32);
 
-/// What tells a file in the backing from any other.
+/// The identity of a file in the backing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Identity {
-    /// Device; it may differ after the backing was mounted again, so recovery does not compare it.
+    /// Device number. It may change when the backing is mounted again, so recovery does not compare it.
     pub dev: u64,
     /// Inode number.
     pub ino: u64,
-    /// Birth time, where the file system records it.
+    /// Birth time, if the file system records it.
     pub btime: Option<Timestamp>,
 }
 
-/// One record. `path`s are relative to the backing, without a leading slash.
+/// A record of the journal. Paths are relative to the backing and have no leading slash.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Record {
-    /// `file` is now the id of this object, which can be found at `paths`.
+    /// The file id `file` stands for this object from now on. The object may be found at `paths`.
     FileIdBegin {
-        /// File id, never used twice.
+        /// File id. An id is never used again.
         file: u64,
         /// Identity of the object.
         identity: Identity,
-        /// Every name known.
+        /// All known names of the object.
         paths: Vec<Vec<u8>>,
-        /// How it stands: open where a program just began to write.
+        /// Whether the file is open for writing, closed or cut.
         ending: Ending,
     },
-    /// The file has one more name.
+    /// The file got another name.
     NameAdded {
         /// File id.
         file: u64,
         /// The name.
         path: Vec<u8>,
     },
-    /// A name is about to be removed: it is doubtful from now on.
+    /// A name is about to be removed. From now on the file may or may not have it.
     NameRemoved {
         /// File id.
         file: u64,
         /// The name.
         path: Vec<u8>,
     },
-    /// A rename is about to happen: what is at or below `from` may be at `to`, and where `exchange`
-    /// the other way round as well.
+    /// A rename is about to happen. What is at or below `from` may be at `to` afterwards. With `exchange`, what is at
+    /// or below `to` may be at `from`.
     RenameBegin {
-        /// Number of this rename, for its end.
+        /// Number of this rename, which its [`Record::RenameEnd`] repeats.
         id: u64,
         /// Old path.
         from: Vec<u8>,
         /// New path.
         to: Vec<u8>,
-        /// `RENAME_EXCHANGE`.
+        /// Whether the two paths are exchanged (`RENAME_EXCHANGE`).
         exchange: bool,
     },
-    /// The rename happened (`done`) or failed.
+    /// A rename ended: it happened, or it failed.
     RenameEnd {
-        /// Of its begin.
+        /// Number of the rename.
         id: u64,
         /// Whether it happened.
         done: bool,
     },
-    /// The file is about to get `size`: pieces with a sequence up to `sequence` count only below it.
+    /// The file is about to get the length `size`. Pieces with a sequence up to `sequence` count only up to that
+    /// length.
     TruncateBegin {
         /// File id.
         file: u64,
-        /// Last sequence that is cut.
+        /// Last sequence that the change of the length cuts.
         sequence: u64,
         /// New length.
         size: u64,
     },
-    /// The backing has the new size (`done`), or refused it and nothing was cut.
+    /// A change of the length ended: the backing has the new length, or refused it and nothing was cut.
     TruncateEnd {
         /// File id.
         file: u64,
-        /// As in its begin.
+        /// As in its [`Record::TruncateBegin`].
         sequence: u64,
-        /// As in its begin.
+        /// As in its [`Record::TruncateBegin`].
         size: u64,
-        /// Whether it happened.
+        /// Whether the backing has the new length.
         done: bool,
     },
-    /// This range of pieces with a sequence up to `sequence` is not pending any more (it was drained,
-    /// while some piece that overlaps it is pending elsewhere).
+    /// A range was drained: pieces with a sequence up to `sequence` are not pending there any more. Needed while a
+    /// piece that overlaps the range is pending elsewhere.
     DrainedRange {
         /// File id.
         file: u64,
@@ -98,51 +99,52 @@ pub enum Record {
         /// Last sequence that is drained there.
         sequence: u64,
     },
-    /// Nothing up to `sequence` is pending any more: drained ranges up to there need not be known.
+    /// No piece with a sequence up to `sequence` is pending. Drained ranges up to that sequence need not be known any
+    /// more.
     DrainedRangesForgotten {
         /// File id.
         file: u64,
-        /// Last sequence of which nothing is pending.
+        /// Last sequence with no pending piece.
         sequence: u64,
     },
-    /// The modification time is this one, unless a piece was modified after `written`.
+    /// The file has this modification time, unless a piece was modified after `written`.
     ModifiedAt {
         /// File id.
         file: u64,
-        /// The time, which a program may have set.
+        /// The modification time, which a program may have set.
         time: Timestamp,
-        /// Time of the last write until then, as piece records have it.
+        /// Time of the last write before that, as in piece records.
         written: u64,
     },
     /// The file's writers opened it, closed it, or were killed.
     Ended {
         /// File id.
         file: u64,
-        /// How it stands.
+        /// Whether the file is open for writing, closed or cut.
         ending: Ending,
     },
-    /// Nothing is pending; the file id ends.
+    /// No piece of the file is pending. The file id ends.
     FileIdEnd {
         /// File id.
         file: u64,
     },
 }
 
-/// Whether a file was closed by its writers.
+/// Whether the writers of a file have closed it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Ending {
-    /// Some program has it open for writing, or had when firnd died.
+    /// A program has the file open for writing, or had it open when firnd died.
     #[default]
     Open,
     /// The last writer closed it.
     Closed,
-    /// firnd died while it was open.
+    /// firnd died while the file was open.
     Cut,
 }
 
 impl Ending {
-    /// The word for it.
+    /// Returns the word for this state in messages.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Open => "open",
@@ -166,10 +168,10 @@ const MODIFIED_AT: u8 = 9;
 const FILE_ID_END: u8 = 10;
 const ENDED: u8 = 11;
 const DRAINED_RANGES_FORGOTTEN: u8 = 12;
-const BIND_ENDED: u8 = 13;
+const FILE_ID_BEGIN_ENDED: u8 = 13;
 
 impl Record {
-    /// The payload of a journal frame.
+    /// Encodes the record as the payload of a journal frame.
     pub fn encode(&self) -> Vec<u8> {
         let mut w = Writer(Vec::with_capacity(64));
         match self {
@@ -181,8 +183,9 @@ impl Record {
             } => {
                 match ending {
                     Ending::Open => w.tag(FILE_ID_BEGIN),
-                    // In a record of their own, with its frame, the closed files of a snapshot took a third more.
-                    ended => w.tag(BIND_ENDED).u8(*ended as u8),
+                    // The state is in the same record: in a record of its own, the closed files of a snapshot took a
+                    // third more bytes.
+                    ended => w.tag(FILE_ID_BEGIN_ENDED).u8(*ended as u8),
                 };
                 w.u64(*file).u64(identity.dev).u64(identity.ino);
                 match identity.btime {
@@ -270,17 +273,17 @@ impl Record {
         w.0
     }
 
-    /// Reads a payload back; it must be used up.
+    /// Decodes a payload. All of its bytes must belong to the record.
     pub fn decode(bytes: &[u8]) -> Result<Self, FormatError> {
         let mut r = Reader(bytes);
         let record = match r.u8()? {
-            kind @ (FILE_ID_BEGIN | BIND_ENDED) => {
+            kind @ (FILE_ID_BEGIN | FILE_ID_BEGIN_ENDED) => {
                 let ending = if kind == FILE_ID_BEGIN {
                     Ending::Open
                 } else {
                     r.ending()?
                 };
-                if kind == BIND_ENDED && ending == Ending::Open {
+                if kind == FILE_ID_BEGIN_ENDED && ending == Ending::Open {
                     return Err(damaged(
                         "an open file in a record of one that is not".into(),
                     ));
@@ -364,6 +367,7 @@ impl Record {
     }
 }
 
+/// Makes an error for a payload that is not valid.
 fn damaged(why: String) -> FormatError {
     FormatError::Field {
         what: "journal record",
@@ -371,38 +375,46 @@ fn damaged(why: String) -> FormatError {
     }
 }
 
+/// Appends fields to a payload.
 struct Writer(Vec<u8>);
 
 impl Writer {
     fn tag(&mut self, tag: u8) -> &mut Self {
         self.u8(tag)
     }
-    fn u8(&mut self, v: u8) -> &mut Self {
-        self.0.push(v);
+
+    fn u8(&mut self, value: u8) -> &mut Self {
+        self.0.push(value);
         self
     }
-    fn u32(&mut self, v: u32) -> &mut Self {
-        self.0.extend_from_slice(&v.to_le_bytes());
+
+    fn u32(&mut self, value: u32) -> &mut Self {
+        self.0.extend_from_slice(&value.to_le_bytes());
         self
     }
-    fn u64(&mut self, v: u64) -> &mut Self {
-        self.0.extend_from_slice(&v.to_le_bytes());
+
+    fn u64(&mut self, value: u64) -> &mut Self {
+        self.0.extend_from_slice(&value.to_le_bytes());
         self
     }
-    fn bytes(&mut self, v: &[u8]) -> &mut Self {
-        self.u32(v.len() as u32);
-        self.0.extend_from_slice(v);
+
+    /// Appends the length of `value` and then its bytes.
+    fn bytes(&mut self, value: &[u8]) -> &mut Self {
+        self.u32(value.len() as u32);
+        self.0.extend_from_slice(value);
         self
     }
 }
 
+/// Reads fields from a payload. Each function fails if the payload is too short.
 struct Reader<'a>(&'a [u8]);
 
 impl Reader<'_> {
-    fn take(&mut self, n: usize) -> Result<&[u8], FormatError> {
+    /// Returns the next `count` bytes.
+    fn take(&mut self, count: usize) -> Result<&[u8], FormatError> {
         let (head, tail) = self
             .0
-            .split_at_checked(n)
+            .split_at_checked(count)
             .ok_or_else(|| damaged("too short".into()))?;
         self.0 = tail;
         Ok(head)

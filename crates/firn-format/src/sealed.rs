@@ -1,4 +1,4 @@
-//! Bytes that lie in a file of their own: a header, and a payload that its reader parses.
+//! Sealed files: a header with a checksum, and a payload that its reader parses.
 //!
 //! ```text
 //! 0   8 bytes   magic
@@ -8,38 +8,39 @@
 //! 24            payload
 //! ```
 
+/// Length of the header in bytes.
 const HEADER_BYTES: usize = 24;
 
-/// Why bytes are not sealed as they should be.
+/// Why sealed bytes are not valid.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SealError {
-    /// The first bytes are others.
+    /// The magic number is missing.
     #[error("not a record of this kind (the magic number is missing)")]
     Magic,
-    /// Made by another version.
+    /// Another version of Firn made the file.
     #[error("record version {found}, this firn reads version {wanted}")]
     Version {
-        /// In the file.
+        /// Version in the file.
         found: u32,
-        /// Version that this firn reads.
+        /// Version that this Firn reads.
         wanted: u32,
     },
-    /// Cut off or changed.
+    /// The file was cut off or changed.
     #[error("the record is damaged")]
     Damaged,
 }
 
-/// What the header of one kind of file says.
+/// The magic number and version of one kind of sealed file.
 #[derive(Clone, Copy, Debug)]
 pub struct Seal {
-    /// First bytes.
+    /// First bytes of the file.
     pub magic: [u8; 8],
-    /// Raised when the payload changes.
+    /// Version, raised when the payload changes.
     pub version: u32,
 }
 
 impl Seal {
-    /// A payload behind its header.
+    /// Returns the header followed by `payload`.
     pub fn seal(&self, payload: &[u8]) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(HEADER_BYTES + payload.len());
         bytes.extend_from_slice(&self.magic);
@@ -50,7 +51,7 @@ impl Seal {
         bytes
     }
 
-    /// The payload, if the header is right.
+    /// Checks the header, and returns the payload.
     pub fn unseal<'a>(&self, bytes: &'a [u8]) -> Result<&'a [u8], SealError> {
         let (header, payload) = bytes
             .split_at_checked(HEADER_BYTES)

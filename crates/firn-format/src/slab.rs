@@ -1,22 +1,22 @@
-//! Chunk and slab headers in the piece table of a chunk.
+//! The headers of chunks and slabs in the piece table of a chunk.
 //!
-//! Fields that change while programs write are single words, so that no crash can tear them. Each
-//! value is a constant that differs from the others in many bits: a flipped bit is recognised as
-//! damage, not taken for another state.
+//! Each field that changes while programs write is one word, so a crash never leaves half of a change. The values of a
+//! state differ from each other in many bits. So a flipped bit is recognized as damage, and not taken for another
+//! state.
 
-/// Bytes of a chunk's header.
+/// Length of a chunk's header in bytes.
 pub const CHUNK_HEADER_BYTES: u64 = 64;
-/// Bytes of a slab's header.
+/// Length of a slab's header in bytes.
 pub const SLAB_HEADER_BYTES: u64 = 32;
 
 /// Offsets of the words in a chunk header.
 pub mod chunk_word {
-    /// `u32`: [`super::Class`] of the chunk's slabs, or free.
+    /// `u32`: [`super::Class`] of the chunk's slabs, or the word of a free chunk.
     pub const CLASS: u64 = 0;
-    /// `u64`: [`crate::home::Home`] of the chunk's data, or 0. Counts while the class is not free.
+    /// `u64`: [`crate::home::Home`] of the chunk's data, or 0. It counts unless the chunk is free.
     pub const HOME: u64 = 8;
-    /// `u64`: [`crate::memory_file::MemoryPlace`] of the slot of memory with this chunk's index, or 0: its bytes are in
-    /// the arena. It says nothing of the chunk itself.
+    /// `u64`: [`crate::memory_file::MemoryPlace`] of the memory slot with this chunk's index, or 0 if that slot's bytes
+    /// are in the arena's own file. It is not a property of the chunk.
     pub const MEMORY_PLACE: u64 = 16;
 }
 
@@ -24,13 +24,13 @@ pub mod chunk_word {
 pub mod slab_word {
     /// `u32`: [`super::SlabState`].
     pub const STATE: u64 = 0;
-    /// `u32`: piece records that count.
+    /// `u32`: number of published piece records.
     pub const PUBLISHED: u64 = 4;
-    /// `u64`: raised at every lease; seeds the records' checksums, so that a record of an earlier
-    /// lease can never pass for one of this.
+    /// `u64`: generation, raised by each lease. The seals of records cover it, so a record of an earlier lease is never
+    /// valid.
     pub const GENERATION: u64 = 8;
-    /// `u64`: [`super::writer_idle`] of the generation while a client process holds the lease, with
-    /// [`super::WRITER_BUSY`] while it stores bytes; 0: no client may store any.
+    /// `u64`: [`super::writer_idle`] of the generation while a client process has the lease, with
+    /// [`super::WRITER_BUSY`] while it stores bytes; 0 if no client may store bytes.
     pub const WRITER: u64 = 16;
     /// `u32`: process id of that client.
     pub const HOLDER: u64 = 24;
@@ -39,19 +39,19 @@ pub mod slab_word {
 /// Bit of the word [`slab_word::WRITER`]: the client is storing bytes into the slab.
 pub const WRITER_BUSY: u64 = 1;
 
-/// The word [`slab_word::WRITER`] of a lease between two stores.
+/// Returns the word [`slab_word::WRITER`] of a leased slab while its client stores nothing.
 pub fn writer_idle(generation: u64) -> u64 {
     generation << 1
 }
 
-/// How a chunk is cut.
+/// How a chunk is divided into slabs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Class {
     /// Slabs of 64 KiB.
     Small,
     /// Slabs of 512 KiB.
     Medium,
-    /// One slab.
+    /// One slab, as large as the chunk.
     Whole,
 }
 
@@ -61,7 +61,7 @@ const CLASS_MEDIUM: u32 = 0xa3c6_59d1;
 const CLASS_WHOLE: u32 = 0x3d98_a6e7;
 
 impl Class {
-    /// The stored word; `None` is a free chunk.
+    /// Encodes a class. `None` stands for a free chunk.
     pub fn to_word(class: Option<Self>) -> u32 {
         match class {
             None => CLASS_FREE,
@@ -70,7 +70,7 @@ impl Class {
             Some(Self::Whole) => CLASS_WHOLE,
         }
     }
-    /// From the stored word; `Err` is damage.
+    /// Decodes the word of a class. Returns `None` for a free chunk. The error is the word, which is damaged.
     pub fn from_word(word: u32) -> Result<Option<Self>, u32> {
         match word {
             CLASS_FREE => Ok(None),
@@ -80,7 +80,7 @@ impl Class {
             other => Err(other),
         }
     }
-    /// Bytes of a slab of this class in chunks of `chunk_bytes`.
+    /// Returns the length of a slab of this class in chunks of `chunk_bytes`.
     pub fn slab_bytes(self, chunk_bytes: u64) -> u64 {
         match self {
             Self::Small => chunk_bytes.min(super::geometry::SLAB_SMALL),
@@ -93,11 +93,11 @@ impl Class {
 /// What a slab is used for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SlabState {
-    /// Nothing: its records do not count.
+    /// The slab is not in use. Its records do not count.
     Free,
-    /// A writer fills it.
+    /// A writer fills the slab.
     Leased,
-    /// Full or given back; its pieces wait to be drained.
+    /// The slab is full, or its writer gave it back. Its pieces wait to be drained.
     Sealed,
 }
 
@@ -106,7 +106,7 @@ const SLAB_LEASED: u32 = 0x6c65_6173;
 const SLAB_SEALED: u32 = 0x9a1c_5e87;
 
 impl SlabState {
-    /// The stored word.
+    /// Encodes the state.
     pub fn to_word(self) -> u32 {
         match self {
             Self::Free => SLAB_FREE,
@@ -114,7 +114,7 @@ impl SlabState {
             Self::Sealed => SLAB_SEALED,
         }
     }
-    /// From the stored word; `Err` is damage.
+    /// Decodes the word of a state. The error is the word, which is damaged.
     pub fn from_word(word: u32) -> Result<Self, u32> {
         match word {
             SLAB_FREE => Ok(Self::Free),

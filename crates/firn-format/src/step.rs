@@ -1,14 +1,15 @@
-//! The step of a checkpoint, from its name.
+//! The step of a checkpoint, found in its name.
 //!
-//! A step is a number that directly follows a word for steps or checkpoints, such as `step_100`, `checkpoint-500`,
-//! `ckpt.0000100.h5` or `epoch=3-step=900.ckpt`; or a name that is a number and nothing else. Where there are several,
-//! the one after the word that comes first in `WORDS` counts. A name that says that it is not finished, as
-//! `step_100.tmp`, has none.
+//! A step is a number directly after a word for steps or checkpoints, such as in `step_100`, `checkpoint-500`,
+//! `ckpt.0000100.h5` or `epoch=3-step=900.ckpt`. A name that is only a number is a step too.
+//!
+//! If there are several such numbers, the one after the word that comes first in `WORDS` counts. A name that marks an
+//! unfinished checkpoint, such as `step_100.tmp`, has no step.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 
-/// What stands before a step, the most exact words first. A longer word that ends in one of them counts like it:
+/// Words before a step, by rank, the most specific first. A longer word that ends in one of them counts as that word:
 /// `global_step`, `timestep`.
 const WORDS: [&[&str]; 4] = [
     &["step"],
@@ -30,8 +31,8 @@ const WORDS: [&[&str]; 4] = [
     &["epoch"],
 ];
 
-/// Words in the name of what is still being written, or kept aside.
-const UNFINISHED: [&str; 7] = [
+/// Words in the names of checkpoints that are being written or were put aside.
+const UNFINISHED_WORDS: [&str; 7] = [
     "tmp",
     "temp",
     "part",
@@ -41,50 +42,60 @@ const UNFINISHED: [&str; 7] = [
     "pruned",
 ];
 
-/// The step of a checkpoint of this name.
+/// Returns the step of a checkpoint with this name.
 pub fn step_of(name: &OsStr) -> Option<u64> {
     let name = name.as_bytes().to_ascii_lowercase();
     let words: Vec<&[u8]> = split_into_words(&name).collect();
-    let is_unfinished = |word: &&[u8]| UNFINISHED.iter().any(|other| other.as_bytes() == *word);
+    let is_unfinished = |word: &&[u8]| {
+        UNFINISHED_WORDS
+            .iter()
+            .any(|marker| marker.as_bytes() == *word)
+    };
     if name.starts_with(b".") || name.ends_with(b"~") || words.iter().any(is_unfinished) {
         return None;
     }
     if name.iter().all(u8::is_ascii_digit) {
-        return number(&name);
+        return parse_number(&name);
     }
     let numbered = words.windows(2).filter_map(|pair| {
         let rank = WORDS
             .iter()
             .position(|words| ends_in_one_of(pair[0], words));
-        rank.zip(number(pair[1]))
+        rank.zip(parse_number(pair[1]))
     });
-    // Of equal words the last one counts.
-    let best = numbered.reduce(|best, other| if other.0 <= best.0 { other } else { best });
-    best.map(|(_, step)| step)
+    // Of two words with the same rank the last one counts.
+    let chosen = numbered.reduce(|chosen, next| if next.0 <= chosen.0 { next } else { chosen });
+    chosen.map(|(_, step)| step)
 }
 
-/// The step of a checkpoint of this name, also if it is unfinished or kept aside: `step_100.tmp` is to become
-/// `step_100`.
+/// Returns the step of a checkpoint with this name, also if the name marks it as unfinished or put aside:
+/// `step_100.tmp` becomes `step_100`.
 pub fn step_of_unfinished(name: &OsStr) -> Option<u64> {
     let name = name.as_bytes().to_ascii_lowercase();
     let words = split_into_words(&name);
-    let is_finished = |word: &&[u8]| UNFINISHED.iter().all(|other| other.as_bytes() != *word);
-    let left: Vec<&[u8]> = words.filter(is_finished).collect();
-    step_of(OsStr::from_bytes(&left.join(&b'_')))
+    let is_finished = |word: &&[u8]| {
+        UNFINISHED_WORDS
+            .iter()
+            .all(|marker| marker.as_bytes() != *word)
+    };
+    let finished_words: Vec<&[u8]> = words.filter(is_finished).collect();
+    step_of(OsStr::from_bytes(&finished_words.join(&b'_')))
 }
 
-/// Runs of letters and runs of digits; all else separates.
+/// Splits a name into runs of letters and runs of digits. All other bytes separate words.
 fn split_into_words(name: &[u8]) -> impl Iterator<Item = &[u8]> {
     let kind = |byte: &u8| (byte.is_ascii_alphabetic(), byte.is_ascii_digit());
     name.chunk_by(move |a, b| kind(a) == kind(b))
         .filter(|run| run[0].is_ascii_alphanumeric())
 }
 
+/// Returns whether a word ends in one of `words`.
 fn ends_in_one_of(word: &[u8], words: &[&str]) -> bool {
-    words.iter().any(|other| word.ends_with(other.as_bytes()))
+    words.iter().any(|ending| word.ends_with(ending.as_bytes()))
 }
 
-fn number(digits: &[u8]) -> Option<u64> {
+/// Parses decimal digits. Returns `None` if the number is too large.
+fn parse_number(digits: &[u8]) -> Option<u64> {
     std::str::from_utf8(digits).ok()?.parse().ok()
 }
 

@@ -1,4 +1,4 @@
-//! The first page of an arena: what it is and how it is laid out.
+//! The superblock: the first page of an arena, which says what the arena is and how it is laid out.
 //!
 //! ```text
 //! 0     magic "FIRNAREN"        8
@@ -11,28 +11,30 @@
 //! 4092  CRC32C of all before
 //! ```
 //!
-//! Written once, at creation. What changes (sequence, epoch, holder) is in the state page after it.
+//! The superblock is written once, when the arena is made. Values that change (sequence, epoch, holder) are in the
+//! state page after it.
 
 use crate::FormatError;
 use crate::geometry::Geometry;
 
 /// First bytes of an arena.
 pub const MAGIC: [u8; 8] = *b"FIRNAREN";
-/// Version of everything in the arena.
+/// Version of the whole arena format.
 pub const VERSION: u32 = 5;
-/// Bytes of the superblock.
+/// Length of the superblock in bytes.
 pub const SUPERBLOCK_BYTES: usize = 4096;
-/// Longest path of a backing that is kept.
+/// Bound on the stored path of a backing. A longer path is cut.
 pub const PATH_MAX: usize = 3072;
-/// Longest path of a spill file.
+/// Bound on the path of a spill file.
 pub const SPILL_PATH_MAX: usize = 920;
-const SPILL_PATH_AT: usize = 3160;
+/// Offset of the length of the spill file's path.
+const SPILL_PATH_OFFSET: usize = 3160;
 
 /// Offsets of words in the state page that follows the superblock.
 pub mod state_word {
-    /// `u64`: the last sequence number given to a write.
+    /// `u64`: the last sequence given to a write.
     pub const SEQUENCE: u64 = 4096;
-    /// `u64`: lifetimes of firnd.
+    /// `u64`: number of firnd's lifetimes.
     pub const EPOCH: u64 = 4096 + 8;
     /// `u64`: generation given to the last lease.
     pub const GENERATION: u64 = 4096 + 16;
@@ -40,73 +42,76 @@ pub mod state_word {
     pub const HOLDER_PID: u64 = 4096 + 24;
     /// `u32` length and bytes of the mount point, for messages only.
     pub const HOLDER_PATH: u64 = 4096 + 28;
-    /// Longest mount point kept.
+    /// Bound on the stored mount point. A longer one is cut.
     pub const HOLDER_PATH_MAX: usize = 4000;
 }
 
 /// A superblock that was checked.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Superblock {
-    /// Tells this arena from any other.
+    /// Identifies this arena.
     pub uuid: [u8; 16],
-    /// The layout.
+    /// The layout of the arena.
     pub geometry: Geometry,
-    /// Device of the backing directory when the arena was made.
+    /// Device number of the backing directory when the arena was made.
     pub backing_dev: u64,
-    /// Inode of the backing directory.
+    /// Inode number of the backing directory.
     pub backing_ino: u64,
-    /// Seconds since the epoch.
+    /// When the arena was made, in seconds since 1970.
     pub created_s: i64,
     /// Canonical path of the backing directory, cut at [`PATH_MAX`].
     pub backing_path: Vec<u8>,
-    /// Absolute path of the spill file, at most [`SPILL_PATH_MAX`]; empty without one.
+    /// Absolute path of the spill file, at most [`SPILL_PATH_MAX`] bytes; empty if there is none.
     pub spill_path: Vec<u8>,
 }
 
 impl Superblock {
-    /// The page.
+    /// Encodes the superblock.
     pub fn encode(&self) -> [u8; SUPERBLOCK_BYTES] {
-        let mut b = [0u8; SUPERBLOCK_BYTES];
-        b[0..8].copy_from_slice(&MAGIC);
-        b[8..12].copy_from_slice(&VERSION.to_le_bytes());
-        b[16..32].copy_from_slice(&self.uuid);
-        b[32..40].copy_from_slice(&self.geometry.chunk_bytes.to_le_bytes());
-        b[40..44].copy_from_slice(&self.geometry.chunk_count.to_le_bytes());
-        b[48..56].copy_from_slice(&self.geometry.journal_half_bytes.to_le_bytes());
-        b[56..64].copy_from_slice(&self.backing_dev.to_le_bytes());
-        b[64..72].copy_from_slice(&self.backing_ino.to_le_bytes());
-        b[72..80].copy_from_slice(&self.created_s.to_le_bytes());
+        let mut page = [0u8; SUPERBLOCK_BYTES];
+        page[0..8].copy_from_slice(&MAGIC);
+        page[8..12].copy_from_slice(&VERSION.to_le_bytes());
+        page[16..32].copy_from_slice(&self.uuid);
+        page[32..40].copy_from_slice(&self.geometry.chunk_bytes.to_le_bytes());
+        page[40..44].copy_from_slice(&self.geometry.chunk_count.to_le_bytes());
+        page[48..56].copy_from_slice(&self.geometry.journal_half_bytes.to_le_bytes());
+        page[56..64].copy_from_slice(&self.backing_dev.to_le_bytes());
+        page[64..72].copy_from_slice(&self.backing_ino.to_le_bytes());
+        page[72..80].copy_from_slice(&self.created_s.to_le_bytes());
         let path = &self.backing_path[..self.backing_path.len().min(PATH_MAX)];
-        b[80..84].copy_from_slice(&(path.len() as u32).to_le_bytes());
-        b[84..84 + path.len()].copy_from_slice(path);
-        b[44..48].copy_from_slice(&self.geometry.spill_count.to_le_bytes());
+        page[80..84].copy_from_slice(&(path.len() as u32).to_le_bytes());
+        page[84..84 + path.len()].copy_from_slice(path);
+        page[44..48].copy_from_slice(&self.geometry.spill_count.to_le_bytes());
         let path = &self.spill_path[..self.spill_path.len().min(SPILL_PATH_MAX)];
-        b[SPILL_PATH_AT..SPILL_PATH_AT + 4].copy_from_slice(&(path.len() as u32).to_le_bytes());
-        b[SPILL_PATH_AT + 4..SPILL_PATH_AT + 4 + path.len()].copy_from_slice(path);
-        let crc = crc32c::crc32c(&b[..SUPERBLOCK_BYTES - 4]);
-        b[SUPERBLOCK_BYTES - 4..].copy_from_slice(&crc.to_le_bytes());
-        b
+        page[SPILL_PATH_OFFSET..SPILL_PATH_OFFSET + 4]
+            .copy_from_slice(&(path.len() as u32).to_le_bytes());
+        page[SPILL_PATH_OFFSET + 4..SPILL_PATH_OFFSET + 4 + path.len()].copy_from_slice(path);
+        let crc = crc32c::crc32c(&page[..SUPERBLOCK_BYTES - 4]);
+        page[SUPERBLOCK_BYTES - 4..].copy_from_slice(&crc.to_le_bytes());
+        page
     }
 
-    /// Checks a page. The version is looked at before the checksum, so that an arena of another
-    /// version is called that and not damaged.
+    /// Decodes and checks a superblock. The version is checked before the checksum: an arena of another version is
+    /// reported as such, and not as damaged.
     pub fn decode(bytes: &[u8]) -> Result<Self, FormatError> {
         let truncated = || FormatError::Truncated {
             what: "superblock",
             found: bytes.len() as u64,
             expected: SUPERBLOCK_BYTES as u64,
         };
-        let b: &[u8; SUPERBLOCK_BYTES] = bytes
+        let page: &[u8; SUPERBLOCK_BYTES] = bytes
             .get(..SUPERBLOCK_BYTES)
-            .and_then(|b| b.try_into().ok())
+            .and_then(|page| page.try_into().ok())
             .ok_or_else(truncated)?;
-        let u32_at = |at: usize| u32::from_le_bytes(b[at..at + 4].try_into().expect("four bytes"));
-        let u64_at = |at: usize| u64::from_le_bytes(b[at..at + 8].try_into().expect("eight bytes"));
-        if b[0..8] != MAGIC {
+        let u32_at =
+            |at: usize| u32::from_le_bytes(page[at..at + 4].try_into().expect("four bytes"));
+        let u64_at =
+            |at: usize| u64::from_le_bytes(page[at..at + 8].try_into().expect("eight bytes"));
+        if page[0..8] != MAGIC {
             return Err(FormatError::Magic);
         }
         let found = u32_at(SUPERBLOCK_BYTES - 4);
-        let expected = crc32c::crc32c(&b[..SUPERBLOCK_BYTES - 4]);
+        let expected = crc32c::crc32c(&page[..SUPERBLOCK_BYTES - 4]);
         if u32_at(8) != VERSION {
             return Err(FormatError::Version {
                 found: u32_at(8),
@@ -142,18 +147,18 @@ impl Superblock {
             return Err(field("geometry does not follow from its sizes"));
         }
         let path_len = u32_at(80) as usize;
-        let spill_len = u32_at(SPILL_PATH_AT) as usize;
+        let spill_len = u32_at(SPILL_PATH_OFFSET) as usize;
         if path_len > PATH_MAX || spill_len > SPILL_PATH_MAX {
             return Err(field("path longer than its field"));
         }
         Ok(Self {
-            uuid: b[16..32].try_into().expect("sixteen bytes"),
+            uuid: page[16..32].try_into().expect("sixteen bytes"),
             geometry,
             backing_dev: u64_at(56),
             backing_ino: u64_at(64),
             created_s: u64_at(72) as i64,
-            backing_path: b[84..84 + path_len].to_vec(),
-            spill_path: b[SPILL_PATH_AT + 4..][..spill_len].to_vec(),
+            backing_path: page[84..84 + path_len].to_vec(),
+            spill_path: page[SPILL_PATH_OFFSET + 4..][..spill_len].to_vec(),
         })
     }
 }

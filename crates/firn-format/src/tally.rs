@@ -1,16 +1,16 @@
-//! Counters by the name of what they count.
+//! A fixed set of named counters.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A counter for each of `N` names.
+/// `N` counters, each with a name. Any number of threads may count.
 pub struct Tally<const N: usize> {
     names: [&'static str; N],
     counts: [AtomicU64; N],
 }
 
 impl<const N: usize> Tally<N> {
-    /// All zero.
+    /// Makes counters with these names, all zero.
     pub const fn new(names: [&'static str; N]) -> Self {
         Self {
             names,
@@ -18,28 +18,29 @@ impl<const N: usize> Tally<N> {
         }
     }
 
-    /// Counts one more of `index`, which is a name's place.
+    /// Adds one to the counter at `index`. An index without a counter is ignored.
     pub fn count(&self, index: usize) {
         if let Some(count) = self.counts.get(index) {
             count.fetch_add(1, Ordering::Relaxed);
         }
     }
 
-    /// How often `index` was counted.
+    /// Returns the value of the counter at `index`; 0 if there is none.
     pub fn get(&self, index: usize) -> u64 {
         let count = self.counts.get(index);
         count.map_or(0, |count| count.load(Ordering::Relaxed))
     }
 
-    /// The name at `index`.
+    /// Returns the name of the counter at `index`; empty if there is none.
     pub fn name(&self, index: usize) -> &'static str {
         self.names.get(index).copied().unwrap_or_default()
     }
 
-    /// The figures that are not zero.
+    /// Returns the counters that are not zero, by name.
     pub fn figures(&self) -> BTreeMap<String, u64> {
-        let all = self.names.iter().zip(&self.counts);
-        let figures = all.map(|(name, count)| ((*name).to_owned(), count.load(Ordering::Relaxed)));
+        let counters = self.names.iter().zip(&self.counts);
+        let figures =
+            counters.map(|(name, count)| ((*name).to_owned(), count.load(Ordering::Relaxed)));
         figures.filter(|(_, count)| *count > 0).collect()
     }
 }

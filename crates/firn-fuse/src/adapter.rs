@@ -1,4 +1,4 @@
-//! The frontend of a mount before it is mounted.
+//! The FUSE frontend of one mount, before [`crate::Session`] mounts it.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -22,8 +22,7 @@ pub struct Adapter<B: Backing> {
 }
 
 impl<B: Backing> Adapter<B> {
-    /// An adapter that is not mounted yet; what cannot be done at once is done by `workers`. `gate`: that of a mount
-    /// with transactions.
+    /// Makes an adapter. Work that may take long runs on `workers`. `gate`: the gate of a mount with transactions.
     pub fn new(
         engine: Arc<Engine<B>>,
         gate: Option<Arc<dyn Gate>>,
@@ -34,29 +33,29 @@ impl<B: Backing> Adapter<B> {
         Self { dispatcher }
     }
 
-    /// Tells processes that they may write and read the files of `arena` directly, and at which socket to ask. The
-    /// server of that socket drops what the kernel has cached with the [`Invalidator`].
+    /// Lets processes access files of `arena` directly, and learn that they ask for it at `socket`. The server of that
+    /// socket makes the kernel drop what it has cached with the returned [`Invalidator`].
     pub fn offer_direct_access(&mut self, arena: [u8; 16], socket: &Path) -> Invalidator {
         self.dispatcher.set_data_socket(arena, socket);
         Invalidator::new(self.dispatcher.coherence())
     }
 
-    /// Programs lock files for all hosts, and append to them as if there were one.
+    /// Makes locks of programs hold for all hosts, and appends go to the end that the file has on all hosts.
     pub fn share_locks(&mut self, locks: Arc<FileLocks>) {
         self.dispatcher.set_locks(locks);
     }
 
-    /// Number of writes that wait for room in the arena, kept current.
+    /// Returns the number of writes that wait for room in the arena. The number is kept current.
     pub fn waiting_writers(&self) -> Arc<AtomicU64> {
         self.dispatcher.waiting_writers()
     }
 
-    /// Threads of programs that wait for answers.
+    /// Returns the means to find threads of programs that wait for answers.
     pub fn waiting_threads(&self) -> WaitingThreads {
         self.dispatcher.waiting_threads()
     }
 
-    /// The requests that failed.
+    /// Returns the counters of failed requests.
     pub fn failures(&self) -> Arc<Failures> {
         self.dispatcher.failures()
     }

@@ -1,18 +1,22 @@
-//! Which thread carries out what the kernel asks for.
+//! Decides which thread makes a call of the backing, so that one thread always stays free to read requests.
 //!
-//! A call of the backing may take for ever, and so may the thread that makes it. Ordinarily the thread of the transport
-//! that read a request also carries it out: nothing is faster. But there is one thread more than may be in such calls
-//! (`fuse-threads`). What that thread reads while all others are in calls, it does not carry out. It offers the request
-//! to the first of the others that comes back; if none does within [`PATIENCE`], it leaves the request to the workers.
+//! Terms
+//! * A *reading thread* is a thread of the transport: it reads requests from the kernel. There are `fuse-threads` + 1 of
+//!   them.
+//! * A *call* is the work for one request that may hang: it asks the backing, or waits for another request.
+//! * A *call slot* is the right of a reading thread to make a call itself. There are `fuse-threads` slots.
+//!
+//! Ordinarily the thread that read a request also makes its call, because nothing is faster. A hanging server can
+//! block that thread for ever. The thread that finds no free slot therefore makes no call:
+//!
+//! 1. It offers the call to the first reading thread that ends its own call.
+//! 2. After [`OFFER_TIMEOUT`] without a taker it hands the call to the workers.
 //!
 //! Promises
-//! * A thread that reads requests is free, or will be within [`PATIENCE`], however many calls hang.
-//! * As long as calls return, none of them changes threads but the few that are offered.
+//! * However many calls hang, a reading thread is free at the latest after [`OFFER_TIMEOUT`].
+//! * While calls return, only the few offered calls change threads.
 //!
-//! What keeps it so: the dispatcher says what a request is about. A call that may ask the backing or wait for another
-//! request is made with a slot ([`CallSlots::acquire`]) on this thread, and without one by
-//! [`CallSlots::run_elsewhere`]. The rest (forgetting, flushing, waiting with a callback) is done by the thread that
-//! read the request, whichever that is.
+//! Work that never asks the backing (a forget, a wait with a callback) needs no slot.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
@@ -22,53 +26,56 @@ use parking_lot::Mutex;
 
 use crate::topic::Topic;
 
-/// How long a request is offered to threads that come back from their calls. Longer than what most calls take where a
-/// server answers, and not felt where it does not.
-const PATIENCE: Duration = Duration::from_millis(2);
+/// How long a call is offered to the other reading threads: longer than most calls of a server that answers, and too
+/// short to matter where the server does not answer.
+const OFFER_TIMEOUT: Duration = Duration::from_millis(2);
 
-/// One call under way, in [`CallSlots::calls`].
+/// One call under way, as counted in [`CallSlots::calls`].
 const CALL: u64 = 1;
-/// One call that ended, there.
+/// One call that ended, as counted in [`CallSlots::calls`].
 const ENDED: u64 = 1 << 16;
 
-/// The calls that threads of the transport are in.
+/// The call slots of a mount, and the call that waits for a free one.
 pub(crate) struct CallSlots {
     workers: Workers,
-    /// The threads that may be in calls: all but one. Set before the first request.
-    max: AtomicU64,
-    /// Calls under way in the low 16 bits, calls that ended in the others.
+    /// Number of slots: one less than there are reading threads. Set before the first request.
+    slots_max: AtomicU64,
+    /// Calls under way in the low 16 bits; calls that ended in the other bits.
     calls: AtomicU64,
-    /// The call that the thread in no call wants to hand over.
+    /// The call that the thread without a slot offers.
     offer: Mutex<Option<Task>>,
+    /// Whether `offer` holds a call: lets the end of a call look without the lock.
     is_offered: AtomicBool,
-    /// How many calls had ended when an offer was last of no use: while that has not changed, none will be.
-    vain_offer_at: AtomicU64,
+    /// Number of ended calls when the last offer without a taker began. While no further call ends, another offer
+    /// finds no taker either.
+    ended_at_failed_offer: AtomicU64,
 }
 
-/// A call on this thread; counts until it is dropped.
+/// A call slot in use. Dropping it frees the slot and runs a call that is offered.
 pub(crate) struct CallSlot<'a>(&'a CallSlots);
 
 impl CallSlots {
     pub(crate) fn new(workers: Workers) -> Self {
         Self {
             workers,
-            max: AtomicU64::new(1),
+            slots_max: AtomicU64::new(1),
             calls: AtomicU64::new(0),
             offer: Mutex::new(None),
             is_offered: AtomicBool::new(false),
-            vain_offer_at: AtomicU64::new(u64::MAX),
+            ended_at_failed_offer: AtomicU64::new(u64::MAX),
         }
     }
 
-    /// This many threads may be in calls; one more reads requests.
-    pub(crate) fn set_threads(&self, max: usize) {
-        self.max.store(max as u64, Ordering::SeqCst);
+    /// Sets the number of slots. The transport has one more reading thread.
+    pub(crate) fn set_threads(&self, slots_max: usize) {
+        self.slots_max.store(slots_max as u64, Ordering::SeqCst);
     }
 
-    /// Leave to make a call that may hang, on this thread; `None` where it is the last one that reads requests.
+    /// Takes a slot for a call on this thread. `None`: all slots are in use, so this thread is the last that can read
+    /// requests.
     pub(crate) fn acquire(&self) -> Option<CallSlot<'_>> {
-        if under_way(self.calls.fetch_add(CALL, Ordering::SeqCst))
-            < self.max.load(Ordering::Relaxed)
+        if calls_under_way(self.calls.fetch_add(CALL, Ordering::SeqCst))
+            < self.slots_max.load(Ordering::Relaxed)
         {
             return Some(CallSlot(self));
         }
@@ -76,9 +83,9 @@ impl CallSlots {
         None
     }
 
-    /// Runs a call for which [`CallSlots::acquire`] had no slot.
+    /// Has a call made by another thread, because [`CallSlots::acquire`] had no slot.
     pub(crate) fn run_elsewhere(&self, topic: Topic, call: Task) {
-        let call = if self.is_stuck() {
+        let call = if self.is_offer_useless() {
             Some(call)
         } else {
             self.offer(call)
@@ -88,59 +95,64 @@ impl CallSlots {
         }
     }
 
-    /// Whether no call ended since an offer was of no use.
-    fn is_stuck(&self) -> bool {
-        ended(self.calls.load(Ordering::SeqCst)) == self.vain_offer_at.load(Ordering::Relaxed)
+    /// Whether no call has ended since an offer found no taker. Another offer would only cost its timeout.
+    fn is_offer_useless(&self) -> bool {
+        ended_calls(self.calls.load(Ordering::SeqCst))
+            == self.ended_at_failed_offer.load(Ordering::Relaxed)
     }
 
-    /// Offers a call to the other threads; gives it back if none of them came.
+    /// Offers a call to the other reading threads. Returns the call if none of them takes it in time.
     fn offer(&self, call: Task) -> Option<Task> {
-        let before = ended(self.calls.load(Ordering::SeqCst));
+        let ended_before = ended_calls(self.calls.load(Ordering::SeqCst));
         {
             let mut offer = self.offer.lock();
             if offer.is_some() {
-                // Threads came and went, and another one offers already.
+                // Slots became free and were taken again meanwhile, and another thread without a slot offers its call.
                 return Some(call);
             }
             *offer = Some(call);
             self.is_offered.store(true, Ordering::SeqCst);
         }
-        // A thread that came back before it could see the offer left room for this thread.
+        // A race: a call that ended before the store above did not see the offer. But it freed a slot, so this thread
+        // looks for one itself.
         self.run_offered();
         if self.is_offered.load(Ordering::SeqCst) {
-            std::thread::sleep(PATIENCE);
+            std::thread::sleep(OFFER_TIMEOUT);
         }
         let call = self.take_offer()?;
-        self.vain_offer_at.store(before, Ordering::Relaxed);
+        self.ended_at_failed_offer
+            .store(ended_before, Ordering::Relaxed);
         Some(call)
     }
 
+    /// Withdraws the offer. Returns the call unless a thread has taken it.
     fn take_offer(&self) -> Option<Task> {
         let mut offer = self.offer.lock();
         self.is_offered.store(false, Ordering::SeqCst);
         offer.take()
     }
 
-    /// Runs what is offered, if there is room.
+    /// Runs offered calls on this thread, as long as there are any and a slot is free.
     fn run_offered(&self) {
         while self.is_offered.load(Ordering::SeqCst) {
             let Some(slot) = self.acquire() else { return };
             match self.take_offer() {
                 Some(call) => call(),
-                None => return slot.release_quietly(),
+                None => return slot.release_without_offer(),
             }
-            slot.release_quietly();
+            slot.release_without_offer();
         }
     }
 
+    /// Moves one call from those under way to those that ended.
     fn count_end(&self) {
         self.calls.fetch_add(ENDED - CALL, Ordering::SeqCst);
     }
 }
 
 impl CallSlot<'_> {
-    /// Without looking whether a call is offered.
-    fn release_quietly(self) {
+    /// Frees the slot without running offered calls: the loop of [`CallSlots::run_offered`] does that.
+    fn release_without_offer(self) {
         self.0.count_end();
         std::mem::forget(self);
     }
@@ -153,11 +165,11 @@ impl Drop for CallSlot<'_> {
     }
 }
 
-fn under_way(calls: u64) -> u64 {
+fn calls_under_way(calls: u64) -> u64 {
     calls % ENDED
 }
 
-fn ended(calls: u64) -> u64 {
+fn ended_calls(calls: u64) -> u64 {
     calls / ENDED
 }
 
@@ -169,7 +181,7 @@ mod tests {
 
     use super::*;
 
-    const LIMIT: Duration = Duration::from_secs(60);
+    const TEST_TIMEOUT: Duration = Duration::from_secs(60);
 
     fn call_slots(threads: usize) -> Arc<CallSlots> {
         let slots = CallSlots::new(Workers::default());
@@ -177,7 +189,7 @@ mod tests {
         Arc::new(slots)
     }
 
-    /// A request, as the dispatcher carries it out.
+    /// Makes a call as the dispatcher does: on this thread if a slot is free, else elsewhere.
     fn run(slots: &CallSlots, topic: Topic, call: impl FnOnce() + Send + 'static) {
         match slots.acquire() {
             Some(_slot) => call(),
@@ -185,57 +197,57 @@ mod tests {
         }
     }
 
-    /// Makes a call of it hang, on a thread that stands for one of the transport's; it hangs until the sender is dropped.
+    /// Starts a reading thread whose call hangs until the returned sender is dropped. Returns once the call hangs.
     fn hang(slots: &Arc<CallSlots>) -> (mpsc::Sender<()>, std::thread::JoinHandle<()>) {
         let (release, hung) = mpsc::channel::<()>();
-        let (tell, told) = mpsc::channel();
+        let (begun, begins) = mpsc::channel();
         let slots = Arc::clone(slots);
         let thread = std::thread::spawn(move || {
             run(&slots, Topic::Inode(InodeId(1)), move || {
-                let _ = tell.send(());
+                let _ = begun.send(());
                 let _ = hung.recv();
             });
         });
-        told.recv_timeout(LIMIT).expect("the call begins");
+        begins.recv_timeout(TEST_TIMEOUT).expect("the call begins");
         (release, thread)
     }
 
-    /// Which thread a call that is made now is on.
+    /// Makes a call and returns the thread that made it.
     fn thread_of_a_call(slots: &CallSlots) -> std::thread::ThreadId {
-        let (tell, told) = mpsc::channel();
+        let (sender, receiver) = mpsc::channel();
         run(slots, Topic::Inode(InodeId(2)), move || {
-            let _ = tell.send(std::thread::current().id());
+            let _ = sender.send(std::thread::current().id());
         });
-        told.recv_timeout(LIMIT).expect("the call ends")
+        receiver.recv_timeout(TEST_TIMEOUT).expect("the call ends")
     }
 
     #[test]
     fn calls_are_made_where_they_were_read_while_a_thread_is_left() {
         let slots = call_slots(2);
-        let here = std::thread::current().id();
-        assert_eq!(thread_of_a_call(&slots), here);
+        let this_thread = std::thread::current().id();
+        assert_eq!(thread_of_a_call(&slots), this_thread);
         let (release, hung) = hang(&slots);
-        assert_eq!(thread_of_a_call(&slots), here);
+        assert_eq!(thread_of_a_call(&slots), this_thread);
         drop(release);
         hung.join().expect("a thread");
-        assert_eq!(under_way(slots.calls.load(Ordering::SeqCst)), 0);
+        assert_eq!(calls_under_way(slots.calls.load(Ordering::SeqCst)), 0);
     }
 
     #[test]
     fn regression_the_last_thread_that_reads_makes_no_call() {
         let slots = call_slots(2);
-        let here = std::thread::current().id();
+        let this_thread = std::thread::current().id();
         let hung = [hang(&slots), hang(&slots)];
-        // Not the second time either, when nothing is offered any more.
+        // The first call is offered in vain; the others go to the workers without an offer.
         for _ in 0..100 {
-            assert_ne!(thread_of_a_call(&slots), here);
+            assert_ne!(thread_of_a_call(&slots), this_thread);
         }
-        assert!(slots.is_stuck());
+        assert!(slots.is_offer_useless());
         for (release, thread) in hung {
             drop(release);
             thread.join().expect("a thread");
         }
-        assert_eq!(thread_of_a_call(&slots), here);
+        assert_eq!(thread_of_a_call(&slots), this_thread);
     }
 
     #[test]
@@ -260,13 +272,13 @@ mod tests {
         readers
             .into_iter()
             .for_each(|reader| reader.join().expect("a reader"));
-        let deadline = std::time::Instant::now() + LIMIT;
+        let deadline = std::time::Instant::now() + TEST_TIMEOUT;
         while done.load(Ordering::SeqCst) < 4 * CALLS {
             assert!(std::time::Instant::now() < deadline, "a call was lost");
             std::thread::yield_now();
         }
         assert_eq!(done.load(Ordering::SeqCst), 4 * CALLS);
-        assert_eq!(under_way(slots.calls.load(Ordering::SeqCst)), 0);
+        assert_eq!(calls_under_way(slots.calls.load(Ordering::SeqCst)), 0);
         assert!(slots.offer.lock().is_none());
     }
 }

@@ -1,4 +1,7 @@
-//! The caller of a request, how it ends, and the mode of a new object.
+//! The calling process of a request: its rights, how it closes a file, and the mode of an object that it makes.
+//!
+//! Most of this is read from /proc. That is safe because the calling thread stays in the kernel until it has its answer,
+//! so its number is not reused meanwhile. An answer that cannot be read counts as the one with fewer rights.
 
 mod fate;
 mod io_uring;
@@ -17,11 +20,11 @@ use crate::unanswered::StillWaits;
 
 const DEFAULT_ACL: &str = "system.posix_acl_default";
 
-/// The process that waits for an answer, and with it may tell more of itself in /proc: until the answer its thread
-/// stays in the kernel. That is read only where something depends on it, which is a file with set-id bits.
+/// The process that waits for an answer. Its rights are read from /proc, and only if a file with set-id bits depends on
+/// them.
 ///
-/// What cannot be read (of a process in a PID namespace that firnd does not see) counts as no right: what a process
-/// without it may not keep goes.
+/// firnd cannot read them for a process in a PID namespace that it does not see. Such a process counts as one without
+/// rights, so the set-id bits are cleared.
 #[derive(Clone)]
 pub(crate) struct Process {
     caller: Caller,
@@ -38,7 +41,7 @@ impl Process {
         }
     }
 
-    /// It can be asked whether the process still waits for the answer.
+    /// Adds the means to ask whether the process still waits for the answer.
     pub(crate) fn waiting(self, still_waits: StillWaits) -> Self {
         Self {
             still_waits: Some(still_waits),
@@ -46,15 +49,15 @@ impl Process {
         }
     }
 
-    /// The kernel told with the request.
-    pub(crate) fn known_to_have_cap_fsetid(self, has: bool) -> Self {
+    /// Sets whether the process has CAP_FSETID, as the kernel told with the request.
+    pub(crate) fn known_to_have_cap_fsetid(self, has_cap_fsetid: bool) -> Self {
         Self {
-            has_cap_fsetid: Some(has),
+            has_cap_fsetid: Some(has_cap_fsetid),
             ..self
         }
     }
 
-    /// The value of a line of /proc/PID/status (proc(5)).
+    /// Returns the value of a line of /proc/PID/status (proc(5)).
     fn status(&self, field: &str) -> Option<String> {
         let pid = self.caller.pid;
         let status = (pid != 0)
@@ -68,8 +71,8 @@ impl Process {
         status.lines().find_map(value)
     }
 
-    /// The user as whom it uses files; `None` where that cannot be told. Where mounts can be id-mapped, the kernel tells
-    /// only for what makes something.
+    /// Returns the user id with which the process accesses files, or `None` if it cannot be read. If mounts can be
+    /// id-mapped, only requests that make an object carry the id; else it is read from /proc.
     pub(crate) fn file_system_uid(&self) -> Option<u32> {
         if self.caller.uid != UNKNOWN_ID {
             return Some(self.caller.uid);
@@ -77,22 +80,23 @@ impl Process {
         file_system_id(&self.status("Uid")?)
     }
 
-    /// Capabilities count in the user namespace that they are of.
+    /// Whether the process is in firnd's user namespace. A capability counts only in the namespace of the process.
     fn is_in_own_user_namespace(&self) -> bool {
-        let of = |pid: &str| std::fs::read_link(format!("/proc/{pid}/ns/user")).ok();
-        of("self").is_some_and(|ours| of(&self.caller.pid.to_string()) == Some(ours))
+        let namespace_of = |pid: &str| std::fs::read_link(format!("/proc/{pid}/ns/user")).ok();
+        namespace_of("self")
+            .is_some_and(|ours| namespace_of(&self.caller.pid.to_string()) == Some(ours))
     }
 }
 
-/// What the kernel says of a user or group that it cannot tell (FUSE_INVALID_UIDGID).
+/// User or group id in a request for which the kernel gives none (FUSE_INVALID_UIDGID).
 const UNKNOWN_ID: u32 = u32::MAX;
 
-/// Of the real, effective, saved and file system id, as proc(5) shows them.
+/// Returns the file system id: the last of the real, effective, saved and file system ids, as proc(5) shows them.
 fn file_system_id(ids: &str) -> Option<u32> {
     ids.split_ascii_whitespace().nth(3)?.parse().ok()
 }
 
-/// Its bit in a set of capabilities (capabilities(7)).
+/// Bit of CAP_FSETID in a set of capabilities (capabilities(7)).
 const CAP_FSETID: u64 = 1 << 4;
 
 impl Principal for Process {
@@ -106,17 +110,17 @@ impl Principal for Process {
     }
 
     fn is_in_group(&self, gid: u32) -> bool {
-        let is_one_of = |groups: String| {
+        let contains_gid = |groups: String| {
             groups
                 .split_ascii_whitespace()
                 .any(|group| group.parse() == Ok(gid))
         };
-        let own = if self.caller.gid != UNKNOWN_ID {
+        let file_system_gid = if self.caller.gid != UNKNOWN_ID {
             Some(self.caller.gid)
         } else {
             self.status("Gid").and_then(|ids| file_system_id(&ids))
         };
-        own == Some(gid) || self.status("Groups").is_some_and(is_one_of)
+        file_system_gid == Some(gid) || self.status("Groups").is_some_and(contains_gid)
     }
 
     fn has_left(&self) -> bool {
@@ -125,15 +129,16 @@ impl Principal for Process {
     }
 }
 
-/// How the process came to close a descriptor. To be asked before its FLUSH is answered: until then the thread that
-/// sent it waits in the kernel, and its number is not reused.
+/// Returns why the process closes a descriptor: it calls close(2), exits, or was killed. Called before its FLUSH is
+/// answered, while its thread waits in the kernel and the thread's number is not reused.
 ///
-/// A thread that ends gives its memory back before it closes its descriptors (do_exit in the kernel). One that calls
-/// close(2) still has its memory, which `statm` tells without a lock that a sleeping thread may hold. Only of a thread
-/// without memory more is asked: most of /proc/PID waits for an exec to end, and the exec waits for this very answer.
+/// A thread that ends releases its memory before it closes its descriptors (do_exit in the kernel). One that calls
+/// close(2) still has its memory. `statm` tells the difference without a lock that a sleeping thread may hold. Other
+/// files in /proc are read only for a thread without memory: reading most of them waits for the end of an exec, and the
+/// exec waits for the answer to this FLUSH.
 ///
-/// What cannot be asked counts as a close (a process of a namespace that firnd does not see) or as an exit by itself
-/// (how a process of another user ends).
+/// If `statm` cannot be read (the process is in a namespace that firnd does not see), the close counts as a call of
+/// close(2). If the exit code cannot be read (the process of another user has ended), it counts as an exit.
 pub(crate) fn closing(caller: Caller) -> Closing {
     let pid = caller.pid;
     if pid == 0 || has_memory(pid) {
@@ -146,31 +151,31 @@ pub(crate) fn closing(caller: Caller) -> Closing {
     }
 }
 
-/// Whether two threads are of one process; not if the first has ended. Like [`closing`] it asks nothing that waits for
-/// an exec.
-pub(crate) fn is_same_process(one: u32, other: u32) -> bool {
-    one == other || std::fs::metadata(format!("/proc/{one}/task/{other}")).is_ok()
+/// Whether two threads belong to one process. False if the first thread has ended. Like [`closing`], this reads nothing
+/// that waits for an exec.
+pub(crate) fn is_same_process(first: u32, second: u32) -> bool {
+    first == second || std::fs::metadata(format!("/proc/{first}/task/{second}")).is_ok()
 }
 
-/// Whether a thread has not given its memory back; also where that cannot be asked.
+/// Whether a thread still has its memory. True also if that cannot be read.
 fn has_memory(pid: u32) -> bool {
-    // Every close asks, so with as few calls as can be: the first two bytes of the number of pages tell.
+    // Every close gets here, so it makes few system calls. The first two bytes tell whether the number of pages is 0.
     let mut pages = [0; 2];
     let statm = File::open(format!("/proc/{pid}/statm"));
     let read = statm.and_then(|mut statm| statm.read(&mut pages));
     read.is_err() || &pages != b"0 "
 }
 
-/// The signal in an exit code as wait(2) gives it.
+/// Bits of an exit code that hold the signal, as for wait(2).
 const SIGNAL_BITS: u32 = 0x7f;
 
-/// The last field of /proc/PID/stat (proc(5)).
+/// Returns the exit code: the last field of /proc/PID/stat (proc(5)).
 fn exit_code(stat: &str) -> Option<u32> {
     stat.split_ascii_whitespace().next_back()?.parse().ok()
 }
 
-/// The mode of a new object: the umask counts unless the parent has a default ACL (acl(5)), which
-/// the backing applies by itself. Without a umask the kernel saw to it.
+/// Returns the mode of a new object. The umask is applied unless the parent has a default ACL (acl(5)); then the backing
+/// applies the ACL. `umask` is `None` if the kernel has applied it already.
 pub(crate) fn masked<B: Backing>(
     engine: &Engine<B>,
     parent: InodeId,
@@ -185,6 +190,7 @@ pub(crate) fn masked<B: Backing>(
     }
 }
 
+/// Whether a directory has a default ACL. False, with a line in the log, if that cannot be read.
 fn has_default_acl<B: Backing>(engine: &Engine<B>, parent: InodeId) -> bool {
     match engine.namespace.get_xattr(parent, OsStr::new(DEFAULT_ACL)) {
         Ok(value) => !value.is_empty(),

@@ -1,22 +1,23 @@
-//! What the kernel has cached and is to drop.
+//! Makes the kernel drop what it has cached, before a program could see old names, attributes or pages.
 //!
 //! Promises
-//! * [`Invalidator::invalidate`] returns when nothing of what it was told is left in the kernel, also of a request
-//!   that was answered before the call and that the kernel has not dealt with yet.
-//! * A reader sees no page from before a write that was answered.
+//! * When [`Invalidator::invalidate`] returns, the kernel has nothing from before the call. That includes the content
+//!   of answers that were sent before the call and that the kernel had not handled yet.
+//! * No reader sees a page from before a write that was answered.
 //!
-//! **Which threads may call.** The kernel drops a name under the lock of its directory, and a page after the read that
-//! fills it. So no thread may call [`Invalidator::invalidate`] that a request is waiting for: neither one that answers
-//! the kernel nor one that holds a lock which such a thread takes. Dropping attributes waits for no other request.
+//! **Threads that may invalidate.** To drop a name, the kernel takes the lock of its directory; to drop a page, it waits
+//! for the read that fills it. So a thread must not call [`Invalidator::invalidate`] if a request waits for the thread:
+//! the thread must not answer the kernel, nor hold a lock that such a thread takes. To drop attributes waits for no
+//! request.
 //!
-//! **Names one by one.** Linux 6.16 can drop all names of a mount at once (FUSE_NOTIFY_INC_EPOCH). That takes the
-//! names away from directories that processes are in, so that getcwd(2) fails, and unmounts what is mounted below;
-//! and older kernels do not have it.
+//! **Pages after a write.** Before the kernel sends a direct write to Firn, it drops the pages of the range. A reader
+//! through a cached handle may then fill them again with the bytes from before the write, and the pages would stay. So a
+//! write to a file with cached readers is answered only after its pages were dropped a second time. Linux 6.18 does so
+//! itself; not all older kernels do.
 //!
-//! **Pages after a write.** The kernel drops the pages of a range before it sends a direct write of it here. A reader through a
-//! cached handle may fill them again with what was there before the write, and would keep that. So a
-//! write to a file with cached readers is answered only after its pages were dropped once more. (Linux
-//! 6.18 does so itself; older kernels do not all.)
+//! **Considered.** Linux 6.16 can drop all names of a mount at once (FUSE_NOTIFY_INC_EPOCH). That takes the names away
+//! from directories that processes are in, so that getcwd(2) fails, and unmounts what is mounted below. So names are
+//! dropped one by one.
 
 use std::ffi::OsStr;
 use std::io;
@@ -28,34 +29,34 @@ use firn_workers::{Class, Workers};
 
 use crate::topic::Topic;
 
-/// Where a write went.
+/// File and offset of a write.
 #[derive(Clone, Copy)]
 pub(crate) struct Target {
     pub(crate) inode: InodeId,
     pub(crate) handle: HandleId,
     pub(crate) offset: u64,
-    /// The kernel writes a page of its cache back: it is locked, and what is in it is what is written.
+    /// The kernel writes back a page of its cache. The page is locked, and it has the bytes of the write already.
     pub(crate) from_cache: bool,
 }
 
-/// How a transport tells the kernel what to drop from its caches, or to put there. What the kernel does not know may
-/// be an error (ENOENT) or not.
+/// The transport's side: tells the kernel what to drop from its caches, or to put there. For an object that the kernel
+/// does not know, the result may be ENOENT.
 pub(crate) trait Notifier: Send + Sync {
-    /// Drops a name, and with it what is below.
+    /// Drops a name, and the names below it.
     fn invalidate_name(&self, parent: InodeId, name: &OsStr) -> io::Result<()>;
 
-    /// Drops the attributes of an inode, without waiting.
+    /// Drops the attributes of an inode. Waits for no request.
     fn invalidate_attributes(&self, inode: InodeId) -> io::Result<()>;
 
-    /// Drops attributes and the pages of `len` bytes from `offset`; `len` 0: all after it. Waits for reads that fill
-    /// them.
+    /// Drops the attributes of an inode, and the pages of `len` bytes from `offset`; `len` 0: to the end. Waits for reads
+    /// that fill these pages.
     fn invalidate_pages(&self, inode: InodeId, offset: u64, len: u64) -> io::Result<()>;
 
-    /// Puts bytes into a page.
+    /// Puts bytes into a page of the cache.
     fn store(&self, inode: InodeId, offset: u64, data: &[u8]) -> io::Result<()>;
 }
 
-/// Makes the kernel drop what it has cached.
+/// Makes the kernel drop what it has cached. The mount's other parts use it.
 #[derive(Clone)]
 pub struct Invalidator(Arc<dyn Invalidate>);
 
@@ -64,17 +65,19 @@ impl Invalidator {
         Self(coherence)
     }
 
-    /// Returns when nothing of it from before this call is left.
+    /// Drops a name, or the attributes and pages of an inode. Returns when the kernel has nothing of them from before
+    /// this call. See the head of the file for the threads that may call this.
     pub fn invalidate(&self, cached: &Cached) {
         self.0.invalidate(cached);
     }
 
-    /// Returns when no attribute of the inode from before this call is left.
+    /// Returns when the kernel has no attributes of the inode from before this call.
     pub fn invalidate_attributes(&self, inode: InodeId) {
         self.0.invalidate_attributes(inode);
     }
 }
 
+/// [`Coherence`] without the type of its backing.
 trait Invalidate: Send + Sync {
     fn invalidate(&self, cached: &Cached);
     fn invalidate_attributes(&self, inode: InodeId);
@@ -99,7 +102,7 @@ impl<B: Backing> Invalidate for Coherence<B> {
     }
 }
 
-/// Drops pages after writes, and more when it is asked to.
+/// Keeps the kernel's caches of a mount coherent with its files.
 pub(crate) struct Coherence<B: Backing> {
     engine: Arc<Engine<B>>,
     workers: Workers,
@@ -115,7 +118,7 @@ impl<B: Backing> Coherence<B> {
         })
     }
 
-    /// To be called before the first request is served.
+    /// Sets the transport's notifier. Called before the first request is served.
     pub(crate) fn start(&self, notifier: Arc<dyn Notifier>) {
         let _ = self.notifier.set(notifier);
     }
@@ -132,7 +135,7 @@ impl<B: Backing> Coherence<B> {
         &self.workers
     }
 
-    /// Returns when no attribute of the inode from before this call is left.
+    /// Returns when the kernel has no attributes of the inode from before this call.
     pub(crate) fn invalidate_attributes(&self, inode: InodeId) {
         let Some(notifier) = self.notifier() else {
             return;
@@ -145,7 +148,7 @@ impl<B: Backing> Coherence<B> {
         }
     }
 
-    /// Calls `answer` once no reader can see what was there before a change by another host that this one has learnt of.
+    /// Calls `answer` once no reader can see bytes from before a change by another host that this host knows of.
     pub(crate) fn after_changes_by_others(
         self: &Arc<Self>,
         inode: InodeId,
@@ -157,7 +160,7 @@ impl<B: Backing> Coherence<B> {
         let coherence = Arc::clone(self);
         self.workers
             .run_about(Class::Call, Topic::Pages(inode), move || {
-                // Another one may have dropped them meanwhile.
+                // Another thread may have dropped the pages meanwhile.
                 if let Some(change) = coherence.engine.kernel_cache.stale_pages(inode) {
                     Invalidate::invalidate(&*coherence, &Cached::Inode(inode));
                     coherence
@@ -169,7 +172,7 @@ impl<B: Backing> Coherence<B> {
             });
     }
 
-    /// Calls `answer` once no reader can see what was there before the write of `len` bytes.
+    /// Calls `answer` once no reader can see bytes from before a write of `len` bytes.
     pub(crate) fn after_write(
         &self,
         target: Target,
@@ -185,7 +188,7 @@ impl<B: Backing> Coherence<B> {
             }
             _ => return answer(),
         };
-        // Not on this thread: dropping a page waits for a read of it that a FUSE thread must answer.
+        // On a worker: to drop a page waits for a read of it, and this thread may be the one that must answer that read.
         self.workers.run_about(Class::Call, Topic::Pages(target.inode), move || {
             let dropped = notifier.invalidate_pages(target.inode, target.offset, len as u64);
             if let Err(error) = dropped.or_else(ignore_unknown) {
@@ -196,7 +199,7 @@ impl<B: Backing> Coherence<B> {
     }
 }
 
-/// What the kernel does not know is not cached there.
+/// Ignores an error that says that the kernel does not know the object: then nothing of it is cached.
 fn ignore_unknown(error: io::Error) -> io::Result<()> {
     if error.kind() == io::ErrorKind::NotFound {
         Ok(())

@@ -1,6 +1,7 @@
-//! Mounting and unmounting: mount(2) where this process may, fusermount3 where not.
+//! Mounts and unmounts: with mount(2) if this process may, else with the program fusermount3.
 //!
-//! After the kernel let go of a mount nothing here unmounts: something else may be mounted at that path by then.
+//! Invariant: nothing here unmounts a path after the kernel has let go of the mount, because something else may be
+//! mounted there by then.
 
 use std::ffi::CString;
 use std::fs::OpenOptions;
@@ -25,14 +26,16 @@ use crate::session::{SessionError, SessionOptions};
 
 const DEVICE: &str = "/dev/fuse";
 const HELPER: &str = "fusermount3";
-/// A mount waits for nothing but the kernel; an unmount that is not lazy, for what the kernel writes back first.
+/// Longest time for fusermount3. To mount, it waits for the kernel only. To unmount without `lazy`, it waits until the
+/// kernel has written back its pages.
 const HELPER_LIMIT: Duration = Duration::from_secs(60);
 const HELPER_OUTPUT_BYTES_MAX: usize = 4096;
-/// What the kernel reads ahead of a program, and around the first touch of a mapping: four requests of the largest size,
-/// so that one is copied while another one is answered (docs/PERFORMANCE.md, "Restart through the kernel's cache").
+/// Readahead of the kernel, for a program that reads and around a page fault of a mapping. It is four requests of the
+/// largest size, so that one is copied while others are answered (docs/PERFORMANCE.md, "Restart through the kernel's
+/// cache").
 const READAHEAD_KIB: u32 = 4096;
 
-/// Mounts at `mount_point` (canonical) and returns the device.
+/// Mounts at `mount_point`, a canonical path, and returns the open device of the connection.
 pub(crate) fn mount(mount_point: &Path, options: &SessionOptions) -> Result<OwnedFd, SessionError> {
     if !Path::new(DEVICE).exists() {
         return Err(SessionError::NoDevice);
@@ -50,6 +53,7 @@ pub(crate) fn mount(mount_point: &Path, options: &SessionOptions) -> Result<Owne
     }
 }
 
+/// Mounts with mount(2), and returns the open device.
 fn mount_direct(mount_point: &Path, options: &SessionOptions) -> io::Result<OwnedFd> {
     let device = OpenOptions::new()
         .read(true)
@@ -78,11 +82,12 @@ fn mount_direct(mount_point: &Path, options: &SessionOptions) -> io::Result<Owne
     Ok(device.into())
 }
 
+/// Flags of mount(2) for these options.
 fn flags(options: &SessionOptions) -> MountFlags {
     let mut flags = MountFlags::NOSUID | MountFlags::NODEV;
     flags.set(MountFlags::RDONLY, options.read_only);
     for word in &options.kernel_flags {
-        let (flag, on) = match *word {
+        let (flag, is_set) = match *word {
             "nosuid" => (MountFlags::NOSUID, true),
             "suid" => (MountFlags::NOSUID, false),
             "nodev" => (MountFlags::NODEV, true),
@@ -96,11 +101,12 @@ fn flags(options: &SessionOptions) -> MountFlags {
             "dirsync" => (MountFlags::DIRSYNC, true),
             _ => continue,
         };
-        flags.set(flag, on);
+        flags.set(flag, is_set);
     }
     flags
 }
 
+/// Options of the kernel's FUSE file system, beside those that only mount(2) needs.
 fn kernel_options(options: &SessionOptions) -> impl Iterator<Item = &'static str> {
     let allow_other = options.allow_other.then_some("allow_other");
     ["subtype=firn", "default_permissions"]
@@ -108,18 +114,19 @@ fn kernel_options(options: &SessionOptions) -> impl Iterator<Item = &'static str
         .chain(allow_other)
 }
 
-/// fusermount3 mounts, then sends the device over the socket that `_FUSE_COMMFD` names.
+/// Mounts with fusermount3, which sends the open device over the socket that `_FUSE_COMMFD` names.
 fn mount_by_helper(mount_point: &Path, options: &SessionOptions) -> Result<OwnedFd, SessionError> {
-    let failed = |source| SessionError::Mount {
+    let mount_error = |source| SessionError::Mount {
         mount_point: mount_point.into(),
         source,
     };
-    let (ours, theirs) = UnixStream::pair().map_err(failed)?;
-    rustix::io::fcntl_setfd(&theirs, FdFlags::empty()).map_err(|e| failed(e.into()))?;
-    let mut list: Vec<Vec<u8>> = kernel_options(options)
+    let (ours, theirs) = UnixStream::pair().map_err(mount_error)?;
+    rustix::io::fcntl_setfd(&theirs, FdFlags::empty())
+        .map_err(|error| mount_error(error.into()))?;
+    let mut helper_options: Vec<Vec<u8>> = kernel_options(options)
         .map(|option| option.into())
         .collect();
-    list.push(
+    helper_options.push(
         [
             b"fsname=",
             escaped(options.source.as_os_str().as_bytes()).as_slice(),
@@ -127,39 +134,42 @@ fn mount_by_helper(mount_point: &Path, options: &SessionOptions) -> Result<Owned
         .concat(),
     );
     if options.read_only {
-        list.push(b"ro".to_vec());
+        helper_options.push(b"ro".to_vec());
     }
-    list.extend(options.kernel_flags.iter().map(|word| (*word).into()));
-    let list = list.join(&b","[..]);
+    helper_options.extend(options.kernel_flags.iter().map(|word| (*word).into()));
+    let helper_options = helper_options.join(&b","[..]);
     let mut helper = Command::new(HELPER);
     helper
         .arg("-o")
-        .arg(std::ffi::OsStr::from_bytes(&list))
+        .arg(std::ffi::OsStr::from_bytes(&helper_options))
         .arg("--")
         .arg(mount_point)
         .env("_FUSE_COMMFD", theirs.as_raw_fd().to_string());
-    let (device, ended) = std::thread::scope(|scope| {
+    let (device, helper_result) = std::thread::scope(|scope| {
         let running = scope.spawn(move || {
-            // Without this descriptor and without the helper, no process can send any more.
+            // Dropped when the helper has ended. Then no process has this end of the socket, and `receive` returns.
             let _theirs = theirs;
             firn_process::run(helper, limits())
         });
         (receive(&ours), running.join())
     });
-    if let Some(device) = device.map_err(failed)? {
+    if let Some(device) = device.map_err(mount_error)? {
         return Ok(device);
     }
-    let ended =
-        ended.map_err(|_| failed(io::Error::other("the thread of fusermount3 panicked")))?;
-    match ended {
-        Ok(ended) => Err(SessionError::Helper { text: ended.text() }),
+    let helper_result = helper_result
+        .map_err(|_| mount_error(io::Error::other("the thread of fusermount3 panicked")))?;
+    match helper_result {
+        Ok(helper_result) => Err(SessionError::Helper {
+            text: helper_result.text(),
+        }),
         Err(RunError::Start(error)) if error.kind() == io::ErrorKind::NotFound => {
             Err(SessionError::NoHelper)
         }
-        Err(error) => Err(failed(io::Error::other(format!("{HELPER}: {error}")))),
+        Err(error) => Err(mount_error(io::Error::other(format!("{HELPER}: {error}")))),
     }
 }
 
+/// Limits of a run of fusermount3.
 fn limits() -> Limits<'static> {
     Limits {
         input: b"",
@@ -169,7 +179,7 @@ fn limits() -> Limits<'static> {
     }
 }
 
-/// The device that fusermount3 sends; `None` if it ended without.
+/// Receives the device from fusermount3. `None` if fusermount3 ends without sending it.
 fn receive(socket: &UnixStream) -> io::Result<Option<OwnedFd>> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut messages = RecvAncillaryBuffer::new(&mut space);
@@ -189,20 +199,19 @@ fn receive(socket: &UnixStream) -> io::Result<Option<OwnedFd>> {
     }))
 }
 
-/// fusermount3 splits its options at commas and takes what follows a backslash as it is.
+/// Escapes a value for fusermount3, which splits its options at commas and takes the byte after a backslash as it is.
 fn escaped(bytes: &[u8]) -> Vec<u8> {
-    let mut out = Vec::with_capacity(bytes.len());
+    let mut escaped = Vec::with_capacity(bytes.len());
     for &byte in bytes {
         if matches!(byte, b',' | b'\\') {
-            out.push(b'\\');
+            escaped.push(b'\\');
         }
-        out.push(byte);
+        escaped.push(byte);
     }
-    out
+    escaped
 }
 
-/// Unmounts `mount_point`; `lazy` takes it out of the tree although files are open. `EBUSY` if they
-/// are and it is not.
+/// Unmounts `mount_point`. `lazy`: takes the mount out of the tree even while files are open; else that is `EBUSY`.
 pub fn detach(mount_point: &Path, lazy: bool) -> io::Result<()> {
     let mut flags = UnmountFlags::NOFOLLOW;
     flags.set(UnmountFlags::DETACH, lazy);
@@ -212,21 +221,22 @@ pub fn detach(mount_point: &Path, lazy: bool) -> io::Result<()> {
     }
 }
 
+/// Unmounts with fusermount3.
 fn detach_by_helper(mount_point: &Path, lazy: bool) -> io::Result<()> {
     let mut helper = Command::new(HELPER);
     helper
         .arg(if lazy { "-uz" } else { "-u" })
         .arg("--")
         .arg(mount_point);
-    let ended = firn_process::run(helper, limits()).map_err(|error| match error {
+    let helper_result = firn_process::run(helper, limits()).map_err(|error| match error {
         RunError::Start(error) => error,
         error => io::Error::other(format!("{HELPER}: {error}")),
     })?;
-    if ended.status.success() {
+    if helper_result.status.success() {
         return Ok(());
     }
-    let text = ended.text();
-    // Its texts are not translated; this is what it says of EBUSY.
+    let text = helper_result.text();
+    // fusermount3 does not translate its messages, and this word stands for EBUSY.
     if text.contains("busy") {
         Err(Errno::BUSY.into())
     } else {
@@ -234,13 +244,13 @@ fn detach_by_helper(mount_point: &Path, lazy: bool) -> io::Result<()> {
     }
 }
 
-/// Major and minor number of the file system at `mount_point`; the minor one is the number of its connection.
+/// Returns the major and minor number of the file system at `mount_point`. The minor number is that of the connection.
 pub(crate) fn device_number(mount_point: &Path) -> Option<(u32, u32)> {
     let entries = mountinfo::parse(&std::fs::read("/proc/self/mountinfo").ok()?);
     Some(mountinfo::on_top(&entries, mount_point)?.device)
 }
 
-/// Has the kernel read ahead in larger steps. It lets no server ask for more than its default of 128 KiB; root may.
+/// Raises the readahead of the kernel. A FUSE server cannot ask for more than the default of 128 KiB; root can set more.
 pub(crate) fn set_readahead((major, minor): (u32, u32)) {
     let setting = format!("/sys/class/bdi/{major}:{minor}/read_ahead_kb");
     if let Err(error) = std::fs::write(setting, READAHEAD_KIB.to_string()) {
@@ -248,7 +258,8 @@ pub(crate) fn set_readahead((major, minor): (u32, u32)) {
     }
 }
 
-/// Aborts a connection: by its control, or by force, which root may as long as it is in the tree.
+/// Aborts a connection: with its control file if there is one. Else by a forced unmount, which only root may do, and only
+/// while the mount is in the tree.
 pub(crate) fn abort(
     mount_point: &Path,
     device: Option<(u32, u32)>,
@@ -259,29 +270,31 @@ pub(crate) fn abort(
         return Ok(());
     }
     if device_number(mount_point) != device {
-        // By force would be done to whatever is mounted there now.
+        // Another file system is mounted there now; a forced unmount would hit that one.
         return Err(Errno::NOENT.into());
     }
     match rustix::mount::unmount(mount_point, UnmountFlags::NOFOLLOW | UnmountFlags::FORCE) {
-        // The connection was aborted all the same; the mount stays until it is detached.
+        // EBUSY: the connection is aborted, but the mount stays in the tree until it is detached.
         Ok(()) | Err(Errno::BUSY) => Ok(()),
         Err(error) => Err(error.into()),
     }
 }
 
-/// Where fusectl is usually mounted.
+/// Usual mount point of the file system fusectl.
 const CONTROL: &str = "/sys/fs/fuse/connections";
 
-/// Opens what aborts a connection that lives, which its owner may do. The kernel gives the number of a connection that has
-/// ended to the next mount; a descriptor never reaches another connection, and one that has ended takes the abort as done.
+/// Opens the control file that aborts a connection; the owner of the connection may do so.
+///
+/// After a connection has ended, the kernel gives its number to the next mount. An open descriptor never means that next
+/// connection: a write to it then succeeds and does nothing.
 pub fn open_control(connection: u32) -> io::Result<OwnedFd> {
     let name = format!("{connection}/abort");
     let flags = OFlags::WRONLY | OFlags::CLOEXEC;
-    let usual = rustix::fs::open(Path::new(CONTROL).join(&name), flags, Mode::empty());
-    if let Ok(control) = usual {
+    let control = rustix::fs::open(Path::new(CONTROL).join(&name), flags, Mode::empty());
+    if let Ok(control) = control {
         return Ok(control);
     }
-    // Root needs no place for it in the tree.
+    // Root can mount fusectl for itself, outside the tree.
     let context = rustix::mount::fsopen("fusectl", FsOpenFlags::FSOPEN_CLOEXEC)?;
     rustix::mount::fsconfig_create(context.as_fd())?;
     let connections = rustix::mount::fsmount(

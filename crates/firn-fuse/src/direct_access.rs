@@ -1,12 +1,14 @@
-//! What the kernel and processes must be told where processes have direct access to files.
+//! What the kernel and processes learn on a mount with direct access to files.
 //!
 //! Promises
-//! * Attributes of such a file are not kept: the kernel asks each time, and what it kept from before is
-//!   dropped before the first byte is written by direct access.
-//! * An opener appends where the file ends. The kernel takes the end for an O_APPEND write from what it believes and
-//!   does not ask; so an open of such a file is answered only after the kernel was told. Only a store into its cache
-//!   raises what it believes (fs/fuse/dev.c, `fuse_notify_store`), and only one of at least one byte: the file's own
-//!   last one, which is dropped again.
+//! * The kernel keeps no attributes of a file that processes write directly: it asks each time. Attributes that it kept
+//!   from before are dropped before the first direct write.
+//! * A program that opens a file with O_APPEND appends at its end. For such a write the kernel uses the length that it
+//!   believes, without a question. So an open of a file with direct writes is answered only after the kernel learnt the
+//!   length.
+//!
+//! Only a store of at least one byte into the kernel's cache raises the length that it believes (fs/fuse/dev.c,
+//! `fuse_notify_store`). So the last byte of the file is stored, and its page is dropped again.
 
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
@@ -22,29 +24,33 @@ use crate::caller::Process;
 use crate::coherence::Coherence;
 use crate::topic::Topic;
 
-/// Where processes ask for direct access.
+/// Where processes ask for direct access, as an answer to `IOCTL_TOKEN` says it.
 #[derive(Clone)]
 pub(crate) struct DataSocket {
     arena: [u8; 16],
-    /// Ends with a zero byte.
-    path: [u8; 112],
+    /// Path of the socket, with at least one zero byte after it.
+    path: [u8; SOCKET_PATH_FIELD_BYTES],
 }
 
+/// Length of `sun_path` in a socket address (unix(7)), rounded up to that of the field in [`Token`].
+const SOCKET_PATH_FIELD_BYTES: usize = 112;
+/// Longest path that the kernel takes, without the zero byte after it (unix(7)).
+const SOCKET_PATH_BYTES_MAX: usize = 107;
 impl DataSocket {
-    /// `None` where the path does not fit.
+    /// Returns `None` if the path is too long for a socket.
     pub(crate) fn new(arena: [u8; 16], socket: &Path) -> Option<Self> {
         let path = socket.as_os_str().as_bytes();
-        let mut bytes = [0; 112];
-        // One byte ends it, and the kernel takes no more than 107 (unix(7)).
-        bytes
-            .get_mut(..path.len())
-            .filter(|_| path.len() <= 107)?
-            .copy_from_slice(path);
-        Some(Self { arena, path: bytes })
+        let mut field = [0; SOCKET_PATH_FIELD_BYTES];
+        if path.len() > SOCKET_PATH_BYTES_MAX {
+            return None;
+        }
+        field[..path.len()].copy_from_slice(path);
+        Some(Self { arena, path: field })
     }
 }
 
-/// The answer to `IOCTL_TOKEN`: direct access is for processes of firnd's own user. All zero: there is none.
+/// Returns the answer to `IOCTL_TOKEN`. Direct access is for processes of firnd's own user; others, and mounts without
+/// direct access, get a token of zeros.
 pub(crate) fn token(socket: Option<&DataSocket>, caller: Caller, handle: HandleId) -> Token {
     let own_user = rustix::process::geteuid().as_raw();
     let is_own_user = Process::of(caller).file_system_uid() == Some(own_user);
@@ -61,7 +67,7 @@ pub(crate) fn token(socket: Option<&DataSocket>, caller: Caller, handle: HandleI
 }
 
 impl<B: Backing> Coherence<B> {
-    /// Calls `answer` once the kernel knows that the file is at least `size` bytes long.
+    /// Calls `answer` once the kernel believes the file to be at least `size` bytes long. `None`: there is nothing to tell.
     pub(crate) fn tell_size(
         &self,
         inode: InodeId,
@@ -73,10 +79,11 @@ impl<B: Backing> Coherence<B> {
             return answer();
         };
         let engine = Arc::clone(self.engine());
-        // Not on this thread: a store waits for a page that a FUSE thread may have to fill.
+        // On a worker: a store waits for a page that this thread may have to fill.
         self.workers().run_about(Class::Call, Topic::Pages(inode), move || {
             if let Some(last) = size.checked_sub(1) {
-                // A mapping may have changed the byte in the kernel's cache: that page is written first.
+                // A mapping may have changed this byte in the kernel's cache. The first drop writes such a page back, so
+                // that the byte that is read and stored is the newest.
                 let told = notifier
                     .invalidate_pages(inode, last, 1)
                     .and_then(|()| {

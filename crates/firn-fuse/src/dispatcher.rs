@@ -1,16 +1,16 @@
-//! Each request as a call of the engine, and where that call runs.
+//! Carries out the requests of the kernel: each request becomes a call of the engine.
 //!
-//! [`Dispatcher::dispatch`] is the one way in. The methods behind it, one for each operation, say what an operation
-//! may wait for, and choose:
+//! [`Dispatcher::dispatch`] is the one entry. One method for each operation knows what the operation may wait for, and
+//! chooses where its call runs:
 //!
-//! | runs with | where | what |
+//! | chosen with | the call runs on | for an operation that |
 //! |---|---|---|
-//! | nothing | the thread that read the request | never asks the backing |
-//! | [`Dispatcher::run_call`] | that thread, as long as another one is left that reads ([`CallSlots`]) | asks the backing |
+//! | no helper | the thread that read the request | never asks the backing |
+//! | [`Dispatcher::run_call`] | that thread while another one is left to read requests ([`CallSlots`]) | asks the backing |
 //! | [`Dispatcher::run_on_worker`] | a worker | takes long, or waits for a drain |
-//! | [`Dispatcher::run_change`] | as a call, or on a worker where the [`Gate`] holds changes up | changes names, attributes or length |
+//! | [`Dispatcher::run_change`] | as a call, or a worker while the [`Gate`] makes changes wait | changes names, attributes or length |
 //!
-//! What an operation means is the engine's business; nothing here knows which transport brought the request.
+//! The dispatcher relies on the engine for what an operation means, and does not know which transport read the request.
 
 mod attributes;
 mod data;
@@ -49,33 +49,33 @@ use crate::truncations::Truncations;
 use crate::unanswered::{Unanswered, WaitingThreads};
 use crate::watch::{WatchFound, Watched, WatchedChange, watch_of};
 
-/// What the mount decides about the answers to the kernel.
+/// Options of a mount that concern the answers to the kernel.
 #[derive(Clone, Copy, Debug)]
 pub struct AdapterOptions {
     /// How long the kernel may keep attributes without asking.
     pub attr_timeout: Duration,
-    /// How long the kernel may keep names. Zero where other hosts rename and remove files: an open by name gets the file
-    /// that has the name now.
+    /// How long the kernel may keep names without asking. Zero if other hosts rename and remove files, so that an open by
+    /// name gets the file that has the name now.
     pub name_timeout: Duration,
-    /// Ask the kernel to read drained files itself (it needs CAP_SYS_ADMIN).
+    /// Ask the kernel to read drained files itself. The kernel demands CAP_SYS_ADMIN for that.
     pub passthrough: bool,
 }
 
-/// What the transport and the kernel agreed on.
+/// What the transport and the kernel have negotiated.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Negotiated {
     /// The kernel may read backing files itself.
     pub(crate) passthrough: bool,
-    /// The kernel leaves it to Firn to apply umasks.
+    /// The kernel does not apply umasks, so the dispatcher must.
     pub(crate) applies_umask: bool,
-    /// The kernel sends again what a firnd that died had not answered.
+    /// After the death of a firnd the kernel sends its unanswered requests again.
     pub(crate) resends: bool,
 }
 
-/// Carries out the requests of one mount.
+/// Carries out the requests of one mount. See the head of this file.
 pub(crate) struct Dispatcher<B: Backing, R: Responder> {
     engine: Arc<Engine<B>>,
-    /// None without transactions.
+    /// `None` on a mount without transactions.
     gate: Option<Arc<dyn Gate>>,
     options: AdapterOptions,
     negotiated: Negotiated,
@@ -87,12 +87,12 @@ pub(crate) struct Dispatcher<B: Backing, R: Responder> {
     passthrough: Arc<Passthrough<R::BackingId>>,
     data_socket: Option<DataSocket>,
     io_uring_users: Arc<IoUringUsers>,
-    /// Locks that reach other hosts; none where the kernel keeps them on this host.
+    /// Locks that reach other hosts. `None`: the kernel keeps locks, and they hold on this host only.
     locks: Option<Arc<FileLocks>>,
     replies: Arc<Replies>,
 }
 
-/// Gives back to the engine what the kernel does not get.
+/// Returns look-ups and handles to the engine that a discarded answer would have given to the kernel.
 struct ToEngine<B: Backing, I> {
     engine: Arc<Engine<B>>,
     passthrough: Arc<Passthrough<I>>,
@@ -114,7 +114,7 @@ impl<B: Backing, I: Send + Sync> GiveBack for ToEngine<B, I> {
 }
 
 impl<B: Backing, R: Responder> Dispatcher<B, R> {
-    /// A dispatcher to which no requests come yet.
+    /// Makes a dispatcher. No request comes before [`Dispatcher::set_threads`] and [`Dispatcher::set_negotiated`].
     pub(crate) fn new(
         engine: Arc<Engine<B>>,
         gate: Option<Arc<dyn Gate>>,
@@ -130,8 +130,9 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
                     coherence.invalidate_attributes(inode);
                 }
             }));
-        let named = Arc::clone(&engine);
-        let failures = Failures::new(move |inode, name| named.tree.shown_path(inode, name));
+        let engine_for_paths = Arc::clone(&engine);
+        let failures =
+            Failures::new(move |inode, name| engine_for_paths.tree.shown_path(inode, name));
         let passthrough = Arc::<Passthrough<R::BackingId>>::default();
         let weak = Arc::downgrade(&engine);
         let drained_bytes = move || weak.upgrade().map_or(0, |engine| engine.drained_bytes());
@@ -168,27 +169,27 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         }
     }
 
-    /// Sets how many threads may be in calls of the backing; the transport has one more.
+    /// Sets how many threads of the transport may be in calls of the backing. The transport has one thread more.
     pub(crate) fn set_threads(&self, threads: usize) {
         self.call_slots.set_threads(threads);
     }
 
-    /// To be called before the first request.
+    /// Sets what was negotiated with the kernel. Called before the first request.
     pub(crate) fn set_negotiated(&mut self, negotiated: Negotiated) {
         self.negotiated = negotiated;
     }
 
-    /// Processes are told that `arena` can be accessed directly, by way of `socket`.
+    /// Lets processes learn that they can access the files of `arena` directly, and at which socket to ask for it.
     pub(crate) fn set_data_socket(&mut self, arena: [u8; 16], socket: &Path) {
         self.data_socket = DataSocket::new(arena, socket);
     }
 
-    /// Locks of programs, and the ends of files that they append to, are those of all hosts.
+    /// Makes locks of programs, and appends, hold for all hosts.
     pub(crate) fn set_locks(&mut self, locks: Arc<FileLocks>) {
         self.locks = Some(locks);
     }
 
-    /// Whether the kernel shall hand on locks instead of keeping them itself.
+    /// Whether the kernel must send requests for locks to Firn instead of keeping the locks itself.
     pub(crate) fn asks_locks(&self) -> bool {
         self.locks.is_some()
     }
@@ -219,8 +220,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         Arc::clone(&self.replies.failures)
     }
 
-    /// Goes on with what an earlier firnd left. To be called before the first request; `adopt` makes the transport's id
-    /// of a file that the kernel reads itself.
+    /// Takes over handles and requests of an earlier firnd. Called before the first request. `adopt` makes the
+    /// transport's id of a file that the kernel reads itself, from the number under which the kernel has it.
     pub(crate) fn resume(&self, left: ResumedRequests, adopt: impl Fn(i32) -> R::BackingId) {
         let mut ids: HashMap<i32, Arc<R::BackingId>> = HashMap::new();
         for handle in &left.handles {
@@ -235,19 +236,21 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             .filter(|handle| self.engine.open_files.is_writer(handle.id))
             .map(|handle| handle.inode)
             .collect();
-        // What processes wrote directly was ingested, and the kernel was not told how long files are.
+        // The earlier firnd may not have told the kernel yet of bytes that processes wrote directly. The kernel's
+        // attributes of such files may be old.
         for inode in written {
             self.coherence.invalidate_attributes(inode);
         }
         self.replies.repeated.fill(left);
     }
 
-    /// Gives up what an earlier firnd had in work, where the kernel does not send it again: `refuse` ends a request.
+    /// Ends the requests that an earlier firnd had begun, on a kernel that does not send them again. `refuse` answers
+    /// the request with this number.
     pub(crate) fn end_left_requests(&self, left: &mut ResumedRequests, refuse: impl Fn(u64)) {
         let count = left.requests.len();
         for (number, request) in left.requests.drain() {
             refuse(number);
-            // Its note goes.
+            // Dropping the note removes it from the arena.
             drop(self.engine.note_resumed_request(&request));
         }
         tracing::warn!(
@@ -256,19 +259,19 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         );
     }
 
-    /// The caller of a request got a signal.
+    /// Notes that the caller of a request got a signal.
     pub(crate) fn interrupt(&self, unique: u64) {
         tracing::trace!(unique, "interrupt");
         self.replies.unanswered.interrupt(unique);
     }
 
-    /// The kernel forgets `count` look-ups of `inode`.
+    /// Takes back `count` look-ups of `inode` from the kernel.
     pub(crate) fn forget(&self, inode: InodeId, count: u64) {
         tracing::trace!(inode = inode.0, count, "forget");
         self.engine.namespace.forget(inode, count);
     }
 
-    /// Carries out a request, now or later; its answer goes to `responder`.
+    /// Carries out a request. The answer goes to `responder`, before or after this function returns.
     pub(crate) fn dispatch(&self, request: Request<'_>, responder: R) {
         let mut reply = Reply::new(&request, responder, &self.replies);
         if !self.negotiated.resends {
@@ -291,21 +294,27 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             note_accesses(&**gate, caller, &operation);
         }
         match operation {
-            Operation::Lookup(at) => self.lookup(at, reply),
+            Operation::Lookup(child) => self.lookup(child, reply),
             Operation::Getattr { inode, handle } => self.getattr(inode, handle, reply),
             Operation::Setattr { inode, set } => self.setattr(caller, inode, set, reply),
             Operation::Readlink { inode } => self.readlink(inode, reply),
-            Operation::Mknod { at, mode, device } => self.mknod(caller, at, mode, device, reply),
-            Operation::Mkdir { at, mode } => self.mkdir(caller, at, mode, reply),
-            Operation::Unlink(at) => self.unlink(caller, at, reply),
-            Operation::Rmdir(at) => self.rmdir(caller, at, reply),
-            Operation::Symlink { at, target } => self.symlink(caller, at, target, reply),
+            Operation::Mknod {
+                child,
+                mode,
+                device,
+            } => self.mknod(caller, child, mode, device, reply),
+            Operation::Mkdir { child, mode } => self.mkdir(caller, child, mode, reply),
+            Operation::Unlink(child) => self.unlink(caller, child, reply),
+            Operation::Rmdir(child) => self.rmdir(caller, child, reply),
+            Operation::Symlink { child, target } => self.symlink(caller, child, target, reply),
             Operation::Rename { from, to, flags } => {
                 self.rename(caller, from, to, flags, reply);
             }
-            Operation::Link { inode, at } => self.link(caller, inode, at, reply),
+            Operation::Link { inode, child } => self.link(caller, inode, child, reply),
             Operation::Open { inode, flags } => self.open(caller, inode, flags, reply),
-            Operation::Create { at, mode, flags } => self.create(caller, at, mode, flags, reply),
+            Operation::Create { child, mode, flags } => {
+                self.create(caller, child, mode, flags, reply)
+            }
             Operation::Opendir { inode } => self.opendir(inode, reply),
             Operation::Release { inode, handle } => self.release(inode, handle, reply),
             Operation::Releasedir { handle, .. } => self.releasedir(handle, reply),
@@ -361,7 +370,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         }
     }
 
-    /// Answers the one ioctl(2) of Firn's own: how to access the file directly.
+    /// Answers the one ioctl(2) that Firn has: how to access the file directly.
     fn ioctl(
         &self,
         caller: Caller,
@@ -377,7 +386,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         reply.send(Answer::Ioctl(token.as_bytes()));
     }
 
-    /// Runs a call that asks the backing for something that `topic` means.
+    /// Runs a call that asks the backing: on this thread if a call slot is free, else on another one. `topic`: what the
+    /// call may hang for.
     fn run_call(&self, topic: Topic, call: impl FnOnce(&Engine<B>) + Send + 'static) {
         match self.call_slots.acquire() {
             Some(_slot) => call(&self.engine),
@@ -389,15 +399,15 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         }
     }
 
-    /// Runs a call that is known to take long.
+    /// Runs a call on a worker, because it takes long or waits for a drain.
     fn run_on_worker(&self, topic: Topic, call: impl FnOnce(&Engine<B>) + Send + 'static) {
         let engine = Arc::clone(&self.engine);
         self.workers
             .run_about(Class::Call, topic, move || call(&engine));
     }
 
-    /// Runs a change of an object's attributes, or of the names in a directory. Where the change may wait for a
-    /// transaction, a worker runs it: the threads that answer the kernel stay free for reads.
+    /// Runs a change of an object's attributes, or of the names in a directory. A worker runs it if the change may have
+    /// to wait for a transaction, so that the threads that answer the kernel stay free for reads.
     fn run_change(&self, inode: InodeId, call: impl FnOnce(&Engine<B>) + Send + 'static) {
         if self.holds_up_changes() {
             self.run_on_worker(Topic::Inode(inode), call);
@@ -406,12 +416,13 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         }
     }
 
-    /// The watch that a change concerns, if the mount has commit rules.
+    /// Returns the watch of the commit rules together with `change`, if the rules concern the change.
     fn watch_of(&self, change: impl FnOnce() -> WatchedChange) -> Option<WatchFound> {
         watch_of(self.gate.as_deref(), change)
     }
 
-    /// The same of a change that commit rules may have to do with: then a worker makes it, which may wait for a commit.
+    /// Runs a change as [`Dispatcher::run_change`] does. If commit rules concern the change, a worker runs it, because it
+    /// may then wait for a commit.
     fn run_watched(
         &self,
         caller: Caller,
@@ -428,8 +439,11 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         }
     }
 
-    /// Runs an open that only reads, or of a directory, once what ended writers left there is dropped. No lookup does so: the kernel
-    /// holds the directory in one, and has to drop names of it meanwhile.
+    /// Runs an open for reading, or an open of a directory. If ended writers left changes there that are about to be
+    /// dropped, a worker waits for that first.
+    ///
+    /// A look-up must not wait so: the kernel holds the directory's lock during a look-up, and the drop removes names of
+    /// the directory from the kernel's cache under the same lock.
     fn run_settled(&self, inode: InodeId, call: impl FnOnce(&Engine<B>) + Send + 'static) {
         let watch = self.gate.as_ref().and_then(|gate| gate.watch());
         match watch.filter(|watch| watch.must_settle(inode)) {
@@ -447,8 +461,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             .is_some_and(|gate| gate.holds_up_changes())
     }
 
-    /// Runs a call that waits until the file is drained: on a worker if anything is pending, else it is as quick as
-    /// the backing.
+    /// Runs a call that waits until the file is drained. A worker runs it if anything is pending; else it takes no
+    /// longer than the backing.
     fn run_drained(
         &self,
         inode: InodeId,
@@ -463,7 +477,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     }
 }
 
-/// Logs a request with `log-level=trace`.
+/// Logs a request at level trace.
 fn trace(unique: u64, caller: Caller, operation: &Operation<'_>) {
     let (inode, name) = operation.subject();
     tracing::trace!(
@@ -476,8 +490,12 @@ fn trace(unique: u64, caller: Caller, operation: &Operation<'_>) {
     );
 }
 
-/// Attributes as the kernel is told of them. Asked after they were taken: what was written directly meanwhile shows.
-/// Where the kernel has pages that are to be dropped, it asks for attributes before it reads them.
+/// Attributes for the kernel, with the time for which it may keep them.
+///
+/// That time is zero while processes write the file directly, because the kernel does not see their writes. It is zero
+/// too while the kernel has stale pages: it then asks for attributes before it reads the pages.
+///
+/// Called after `attr` was read: a direct write that began meanwhile is then seen here.
 fn attributes_of<B: Backing>(
     engine: &Engine<B>,
     options: AdapterOptions,

@@ -1,7 +1,8 @@
-//! Requests of the kernel that fail, counted and logged in one place.
+//! Counts and logs failed requests, in one place.
 //!
-//! The first failure that can only come from a backing in trouble is a warning, for each operation and errno. The
-//! others, and what programs expect (no such name, a name that is taken), are logged with `log-level=debug`.
+//! An errno means *trouble of the backing* if programs get it only then, such as EIO. For each operation and such errno,
+//! the first failure is logged as a warning. All other failures are logged at level debug: repetitions, and errors that
+//! programs expect, such as ENOENT.
 
 use std::collections::{BTreeMap, HashSet};
 use std::ffi::OsStr;
@@ -14,19 +15,19 @@ use parking_lot::Mutex;
 use crate::reply::Subject;
 use crate::request::{OPERATION_NAMES, OperationKind};
 
-/// The path of an inode, or of a name in it, as a person reads it.
+/// Returns the path of an inode, or of a name in it, for a message.
 type PathOf = dyn Fn(InodeId, Option<&OsStr>) -> String + Send + Sync;
 
-/// Failed requests of a mount.
+/// Counters of the failed requests of a mount.
 pub struct Failures {
     counts: Tally<{ OPERATION_NAMES.len() }>,
-    /// What was warned of already.
+    /// Operations and errnos of which a warning was logged.
     warned: Mutex<HashSet<(OperationKind, i32)>>,
     path_of: Box<PathOf>,
 }
 
 impl Default for Failures {
-    /// Of a mount to which no requests come.
+    /// Counters of a mount without requests. They show inode numbers instead of paths.
     fn default() -> Self {
         Self::new(|inode, _| format!("(inode {})", inode.0))
     }
@@ -43,16 +44,17 @@ impl Failures {
         }
     }
 
-    /// How many failed, by operation; those of which none did are left out.
+    /// Returns the number of failed requests by operation, without operations that never failed.
     pub fn figures(&self) -> BTreeMap<String, u64> {
         self.counts.figures()
     }
 
+    /// Returns the path of the object of a request, for a message.
     pub(crate) fn path_of(&self, subject: &Subject) -> String {
         (self.path_of)(subject.inode, subject.name.as_deref())
     }
 
-    /// Counts and logs one.
+    /// Counts and logs a failed request.
     pub(crate) fn record(&self, subject: &Subject, errno: Errno) {
         self.counts.count(subject.operation as usize);
         let operation = subject.operation.name();
@@ -64,13 +66,16 @@ impl Failures {
         }
     }
 
+    /// Whether this failure deserves a warning: trouble of the backing that was not warned of before.
     fn is_news(&self, operation: OperationKind, errno: Errno) -> bool {
         is_backing_trouble(errno) && self.warned.lock().insert((operation, errno.raw_os_error()))
     }
 }
 
-/// Whether programs that do nothing unusual never see it from a backing that works. ESTALE is none of them: it says that
-/// another host has removed or replaced the file, and the kernel asks for the name again.
+/// Whether the errno means trouble of the backing: ordinary programs never get it from a backing that works.
+///
+/// ESTALE does not: it says that another host has removed or replaced the file, and the kernel then looks the name up
+/// again.
 fn is_backing_trouble(errno: Errno) -> bool {
     matches!(
         errno,

@@ -1,20 +1,21 @@
-//! The gate of a mount with transactions: what changes pass before they come to the engine.
+//! The gate of a mount with transactions: every change passes it before it comes to the engine.
 //!
-//! The engine and its backing know nothing of it. The assembly of the mount makes the one [`Gate`], and hands it to
-//! everything that programs come in by; a mount without transactions has none, and takes no lock for it.
+//! While a transaction is prepared or applied, its directory is *quiesced*: no change below it is under way. The gate
+//! lets a change wait for that. The engine and its backing know nothing of the gate. firnd makes one [`Gate`] for a
+//! mount with transactions and hands it to every frontend. A mount without transactions has none, and takes no lock.
 //!
-//! | request | passes |
+//! | request | how it passes |
 //! |---|---|
-//! | write(2), direct access | [`Gate::enter`]: they go on while a transaction is prepared, for they are held in memory |
+//! | write(2), direct access | [`Gate::enter`]. A write may go on while a transaction is prepared, because its bytes stay in memory. |
 //! | truncation, fallocate(2), copy, a write that changes the backing first | [`Gate::enter_change`] |
-//! | names and attributes | nothing: the backing says how long they wait; [`Gate::holds_up_changes`] finds them a thread |
-//! | reads | nothing |
+//! | change of names or attributes | Without a pass: the backing makes it wait. [`Gate::holds_up_changes`] says whether that may happen, so that a worker runs the change. |
+//! | read | Without a pass. |
 //!
 //! Promises of an implementation
-//! * No thread waits for the outcome of a transaction with a [`Pass`]: the one that quiesces a directory waits for all
-//!   that are below it.
-//! * A change waits only for what is done with a directory above the object that it changes.
-//! * While a pass is held, no change comes to wait that was let in before.
+//! * No thread that holds a [`Pass`] waits for the outcome of a transaction. Otherwise both would wait for ever: to
+//!   quiesce a directory, the gate waits until all passes below it are given back.
+//! * A change waits only while a directory above the changed object is quiesced.
+//! * A change with a pass never has to wait again while it holds the pass.
 
 use std::ffi::OsStr;
 use std::ops::Range;
@@ -26,12 +27,12 @@ use firn_engine::{HandleId, InodeId};
 use crate::request::{COPY_BYTES_MAX, CopyRange, Fallocate, Name, Operation, Read, Write};
 use crate::watch::ChangeWatch;
 
-/// What a request does with a range of a file.
+/// How a request uses a range of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RangeAccess {
-    /// It reads the range.
+    /// The request reads the range.
     Read,
-    /// It writes the range.
+    /// The request writes the range.
     Write,
 }
 
@@ -44,16 +45,19 @@ pub enum ChangedObject<'a> {
     Inode(InodeId),
     /// A file, by a handle that may have been lost with an earlier firnd.
     Handle(InodeId, HandleId),
+    /// The end of changes by such a handle. An exec closes descriptors while most of /proc of its process is locked, so
+    /// nothing may be asked of the process.
+    Closed(InodeId, HandleId),
 }
 
-/// Leave to make one change. Held while the engine makes it; a thread has one at a time.
+/// The right to make one change. Held while the engine makes the change; a thread holds at most one.
 pub struct Pass<'a> {
     gate: &'a dyn Gate,
     number: u64,
 }
 
 impl<'a> Pass<'a> {
-    /// A pass that `gate` knows by this number.
+    /// Makes the pass that `gate` knows by `number`.
     pub fn new(gate: &'a dyn Gate, number: u64) -> Self {
         Self { gate, number }
     }
@@ -65,21 +69,22 @@ impl Drop for Pass<'_> {
     }
 }
 
-/// What stands before the changes of programs.
+/// Lets changes of programs in, or makes them wait for a transaction.
 pub trait Gate: Send + Sync {
-    /// Whether no change of an object is let in now: [`Gate::enter`] would wait.
+    /// Whether a directory above `inode` is quiesced now, so that [`Gate::enter`] would wait.
     fn is_quiescing(&self, inode: InodeId) -> bool;
 
-    /// Whether changes of names or attributes may have to wait now for the outcome of a transaction.
+    /// Whether a change of names or attributes may now have to wait for the outcome of a transaction.
     fn holds_up_changes(&self) -> bool;
 
-    /// Waits while a directory above an object is quiesced.
+    /// Returns a pass for a change of `inode`. Waits while a directory above `inode` is quiesced.
     fn enter(&self, inode: InodeId) -> Pass<'_>;
 
-    /// Gives a pass back. Only [`Pass`] calls it.
+    /// Gives back the pass with this number. Only [`Pass`] calls this.
     fn leave(&self, number: u64);
 
-    /// Waits until the contents of an object may be changed in the backing; an error where that does not come.
+    /// Returns a pass for a change of contents in the backing itself. Waits until no transaction forbids the change; an
+    /// error says that this will not come.
     fn enter_change(&self, inode: InodeId) -> Result<Pass<'_>, Errno>;
 
     /// Whether transactions may have ended with an earlier firnd: then [`Gate::admit`] is asked about each change.
@@ -93,16 +98,16 @@ pub trait Gate: Send + Sync {
         Ok(())
     }
 
-    /// What watches changes of names and files, on a mount with commit rules.
+    /// Returns the watch over changes of names and files. `None` without commit rules.
     fn watch(&self) -> Option<Arc<dyn ChangeWatch>> {
         None
     }
 
-    /// Notes that process `pid` (0: unknown) uses a range of an open file.
+    /// Notes that process `pid` (0: unknown) uses a range of an open file. Conflicts between hosts are found by it.
     fn note_access(&self, handle: HandleId, pid: u32, access: RangeAccess, range: Range<u64>);
 }
 
-/// [`Gate::enter_change`], where there is a gate.
+/// [`Gate::enter_change`] where the mount has a gate; no pass where it has none.
 pub(crate) fn enter_change(
     gate: Option<&dyn Gate>,
     inode: InodeId,
@@ -128,11 +133,11 @@ fn changed_objects<'a>(operation: &Operation<'a>) -> [Option<ChangedObject<'a>>;
     match operation {
         Operation::Unlink(at)
         | Operation::Rmdir(at)
-        | Operation::Mknod { at, .. }
-        | Operation::Mkdir { at, .. }
-        | Operation::Symlink { at, .. }
-        | Operation::Create { at, .. } => [name(at), None],
-        Operation::Link { inode, at } => [name(at), Some(ChangedObject::Inode(*inode))],
+        | Operation::Mknod { child: at, .. }
+        | Operation::Mkdir { child: at, .. }
+        | Operation::Symlink { child: at, .. }
+        | Operation::Create { child: at, .. } => [name(at), None],
+        Operation::Link { inode, child: at } => [name(at), Some(ChangedObject::Inode(*inode))],
         Operation::Rename { from, to, .. } => [name(from), name(to)],
         Operation::Setattr { inode, .. }
         | Operation::Setxattr { inode, .. }
@@ -147,9 +152,11 @@ fn changed_objects<'a>(operation: &Operation<'a>) -> [Option<ChangedObject<'a>>;
             to: handle,
             ..
         })
-        | Operation::Flush { inode, handle, .. }
         | Operation::Fsync { inode, handle, .. } => {
             [Some(ChangedObject::Handle(*inode, *handle)), None]
+        }
+        Operation::Flush { inode, handle, .. } => {
+            [Some(ChangedObject::Closed(*inode, *handle)), None]
         }
         Operation::Lookup(_)
         | Operation::Getattr { .. }
@@ -172,8 +179,10 @@ fn changed_objects<'a>(operation: &Operation<'a>) -> [Option<ChangedObject<'a>>;
     }
 }
 
-/// Notes which bytes a request uses. Every operation is named: a new operation has to decide here whether two hosts can
-/// conflict over it.
+/// Tells the gate which bytes of files a request uses.
+///
+/// The match names every operation, so that the author of a new operation decides here whether two hosts can conflict
+/// over it.
 pub(crate) fn note_accesses(gate: &dyn Gate, caller: Caller, operation: &Operation<'_>) {
     let note = |handle, pid, access, offset: u64, len: u64| {
         gate.note_access(handle, pid, access, offset..offset.saturating_add(len));
@@ -198,7 +207,7 @@ pub(crate) fn note_accesses(gate: &dyn Gate, caller: Caller, operation: &Operati
             from_cache,
             ..
         }) => {
-            // The kernel writes pages of mappings for no process in particular.
+            // The kernel writes back dirty pages of a mapping; the request does not tell which process changed them.
             let pid = if *from_cache { 0 } else { caller.pid };
             note(*handle, pid, RangeAccess::Write, *offset, data.len() as u64);
         }
@@ -223,9 +232,9 @@ pub(crate) fn note_accesses(gate: &dyn Gate, caller: Caller, operation: &Operati
             note(*from, caller.pid, RangeAccess::Read, *from_offset, len);
             note(*to, caller.pid, RangeAccess::Write, *to_offset, len);
         }
-        // Other modes give room and change no byte.
+        // Fallocate in its other modes allocates space and changes no byte.
         Operation::Fallocate(_) => {}
-        // What a host changes of names, attributes and lengths is in its transaction's change log.
+        // Changes of names, attributes and lengths are compared by the change logs of the transactions instead.
         Operation::Lookup(_)
         | Operation::Getattr { .. }
         | Operation::Setattr { .. }
@@ -242,7 +251,7 @@ pub(crate) fn note_accesses(gate: &dyn Gate, caller: Caller, operation: &Operati
         | Operation::Getxattr { .. }
         | Operation::Listxattr { .. }
         | Operation::Removexattr { .. } => {}
-        // They use no byte of a file.
+        // These use no byte of a file.
         Operation::Open { .. }
         | Operation::Release { .. }
         | Operation::Flush { .. }

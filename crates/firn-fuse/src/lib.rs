@@ -1,17 +1,20 @@
-//! Kernel request to engine call, error to errno.
+//! The FUSE frontend: turns requests of the kernel into calls of the engine, and errors into errnos.
 //!
-//! A request takes this way, each step knowing only the next:
+//! The life of a request:
 //!
 //! ```text
-//! transport::dev_fuse   reads it, makes a request::Request and a reply::Responder of it
-//! dispatcher            decides where it runs, and calls the engine
-//! reply::Reply          traces and counts it if it failed, and answers
+//! transport::dev_fuse   reads and parses it: a request::Request and a reply::Responder
+//! dispatcher            chooses the thread for it, and calls the engine
+//! reply::Reply          sends the answer; counts and logs an error
 //! ```
 //!
-//! [`Session`] mounts, runs the transport and unmounts. Requests that have to wait (a full arena, a close that drains,
-//! an fsync) are answered from callbacks and workers. Others ask the backing on the thread that read them, as long as
-//! another one is left that reads (`call_slots`): whatever hangs there, requests are read and carried out. And whatever
-//! a request waits for or hangs in, its caller can be killed (`unanswered`).
+//! [`Session`] mounts, runs the transport and unmounts.
+//!
+//! Promises
+//! * While calls of the backing hang, requests are still read and carried out. The thread that read a request makes its
+//!   call only if another thread is left to read (`call_slots`). A request that must wait (for room in the arena, or for
+//!   the drain of a close or fsync) is answered by a callback or a worker.
+//! * Whatever a request waits for or hangs in, its caller can be killed (`unanswered`).
 
 mod adapter;
 mod call_slots;

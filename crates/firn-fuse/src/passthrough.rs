@@ -1,8 +1,7 @@
-//! Backing files that the kernel reads itself.
+//! Files that the kernel reads itself (passthrough), and the ids under which it knows them.
 //!
 //! Invariants
-//! * All passthrough handles of an inode share one id: the kernel answers EIO to an open of
-//!   the same inode with another one.
+//! * All passthrough handles of an inode have the same id. The kernel answers EIO to an open of an inode with another id.
 //! * The id lives until the last of these handles is released.
 
 use std::collections::HashMap;
@@ -12,7 +11,7 @@ use std::sync::Arc;
 use firn_engine::{HandleId, InodeId};
 use parking_lot::Mutex;
 
-/// The inodes that are passed through now, with the transport's ids (`I`) of their files.
+/// Passthrough inodes and handles of a mount. `I`: the transport's id of a registered file.
 pub(crate) struct Passthrough<I> {
     table: Mutex<Table<I>>,
 }
@@ -22,7 +21,7 @@ struct Table<I> {
     handles: HashMap<HandleId, InodeId>,
 }
 
-/// The id of an inode's file, and how many handles use it.
+/// The id of an inode's file, and the number of handles that use it.
 struct Shared<I> {
     id: Arc<I>,
     handles: usize,
@@ -40,27 +39,28 @@ impl<I> Default for Passthrough<I> {
 }
 
 impl<I> Passthrough<I> {
-    /// The id for a new handle of `inode`; registers the file that `fd` gives if it is the first.
-    /// `None`: the kernel or the backing's file system refuses.
+    /// Returns the id for a new handle of `inode`. For the first handle, registers the file that `open_file` returns.
+    /// `None`: there is no such file, or the kernel refuses it.
     pub(crate) fn acquire(
         &self,
         inode: InodeId,
         handle: HandleId,
-        fd: impl Fn() -> Option<OwnedFd>,
+        open_file: impl Fn() -> Option<OwnedFd>,
         register: impl FnOnce(OwnedFd) -> std::io::Result<I>,
     ) -> Option<Arc<I>> {
         let (mut table, id) = loop {
-            // Without the lock, and in vain where another first open is quicker: it may ask the backing.
+            // The file is opened without the lock, because that may ask the backing. If another first open is quicker,
+            // the file is closed again unused.
             let is_first = !self.table.lock().inodes.contains_key(&inode);
-            let file = if is_first { Some(fd()?) } else { None };
+            let file = if is_first { Some(open_file()?) } else { None };
             let mut table = self.table.lock();
             if let Some(shared) = table.inodes.get_mut(&inode) {
                 shared.handles += 1;
                 let id = Arc::clone(&shared.id);
                 break (table, id);
             }
-            // Under the lock: two first opens must not register the file twice. Without a file the last handle was
-            // released since the look above.
+            // Registered under the lock, so that two first opens do not register the file twice. There is no file if
+            // the last handle was released after `is_first` was read; then the loop begins again.
             if let Some(file) = file {
                 let id = register(file)
                     .inspect_err(|error| tracing::debug!(%error, "passthrough refused"))
@@ -78,7 +78,7 @@ impl<I> Passthrough<I> {
         Some(id)
     }
 
-    /// A handle of an earlier firnd, whose file the kernel has under this id.
+    /// Adds a handle of an earlier firnd. The kernel has its file under this id.
     pub(crate) fn restore(&self, inode: InodeId, handle: HandleId, id: &Arc<I>) {
         let mut table = self.table.lock();
         let shared = table.inodes.entry(inode).or_insert_with(|| Shared {
@@ -89,7 +89,7 @@ impl<I> Passthrough<I> {
         table.handles.insert(handle, inode);
     }
 
-    /// The handle is gone.
+    /// Removes a handle. The id is dropped with the last handle of its inode.
     pub(crate) fn release(&self, handle: HandleId) {
         let mut table = self.table.lock();
         let Some(inode) = table.handles.remove(&handle) else {

@@ -1,17 +1,18 @@
-//! Requests that the kernel sends again, because the firnd that read them died before it had answered.
+//! Notes of an earlier firnd about requests that the kernel may send again.
 //!
-//! What such a request may have done already is told by what its firnd noted ([`RepeatedRequests`]). A note that no request
-//! asks for, because its answer had left, stays until the mount ends: numbers of requests are not used again.
+//! The kernel sends a request again if the firnd that read it died before it answered. The note of that firnd tells what
+//! the request may have done already. Some notes are never asked for, because the answer had left before firnd died. They
+//! stay until the mount ends, which does no harm: the kernel does not use a request number twice.
 
 use std::collections::HashMap;
 
 use firn_engine::{HandleId, ResumedRequest, ResumedRequests};
 use parking_lot::Mutex;
 
-/// Bit of the number of a request that is sent again.
+/// Bit in the number of a request that the kernel sends again.
 pub(crate) const UNIQUE_RESEND: u64 = 1 << 63;
 
-/// What an earlier firnd had in work, by the number of the request.
+/// Notes of an earlier firnd, by the number of the request.
 #[derive(Debug, Default)]
 pub(crate) struct RepeatedRequests {
     requests: Mutex<HashMap<u64, ResumedRequest>>,
@@ -19,7 +20,7 @@ pub(crate) struct RepeatedRequests {
 }
 
 impl RepeatedRequests {
-    /// To be called before the first request.
+    /// Adds the notes. Called before the first request.
     pub(crate) fn fill(&self, left: ResumedRequests) {
         let handles = left.handles.iter();
         self.opened
@@ -28,12 +29,12 @@ impl RepeatedRequests {
         self.requests.lock().extend(left.requests);
     }
 
-    /// What was noted of a request, once.
+    /// Removes and returns the note of a request.
     pub(crate) fn take_request(&self, number: u64) -> Option<ResumedRequest> {
         self.requests.lock().remove(&number)
     }
 
-    /// What a request had opened, once.
+    /// Removes and returns the handle that a request had opened.
     pub(crate) fn take_handle(&self, number: u64) -> Option<HandleId> {
         self.opened.lock().remove(&number)
     }

@@ -1,11 +1,11 @@
-//! The answer to a request.
+//! The obligation to answer a request, and the answer itself.
 //!
 //! Promises
-//! * A [`Reply`] is answered exactly once: answering consumes it, and one that is dropped (by a task that panicked,
-//!   or by a queue that ends) answers EIO and leaves a line in the log.
-//! * Where the caller was answered early ([`Unanswered`]), the answer is discarded, and what it would have given the
-//!   kernel to hold is given back ([`GiveBack`]).
-//! * Each answer that is an error is traced and counted here, and nowhere else ([`Failures`]).
+//! * A [`Reply`] is answered exactly once, because to answer consumes it. A reply that is dropped instead (a task
+//!   panicked, or a queue ended) answers EIO and leaves a line in the log.
+//! * If the caller has an early answer already ([`Unanswered`]), the answer is discarded. Look-ups and handles in it,
+//!   which the kernel will not get, are returned to the engine ([`GiveBack`]).
+//! * Each answer that is an error is logged and counted here, and nowhere else ([`Failures`]).
 
 use std::ffi::{OsStr, OsString};
 use std::io;
@@ -24,49 +24,49 @@ use crate::repeated::{RepeatedRequests, UNIQUE_RESEND};
 use crate::request::{OperationKind, Request};
 use crate::unanswered::{EarlyAnswer, StillWaits, Unanswered, Withdraw};
 
-/// An answer that took longer is logged with level debug.
+/// An answer that takes longer is logged at level debug.
 const SLOW: Duration = Duration::from_millis(500);
 
-/// How a transport takes the one answer to a request.
+/// The transport's side of one request: takes the one answer.
 pub(crate) trait Responder: Sized + Send + 'static {
-    /// A file that the kernel reads itself; the kernel lets go of it when this is dropped.
+    /// A registered file that the kernel may read itself. Dropping it takes the file from the kernel.
     type BackingId: Send + Sync + 'static;
 
-    /// Sends the answer. One that does not belong to the operation is a bug of the caller, and sent as EIO.
+    /// Sends an answer. An answer that does not fit the operation is a bug, and is sent as EIO.
     fn send(self, answer: Answer<'_, Self::BackingId>);
 
     /// Sends an error.
     fn refuse(self, errno: Errno);
 
-    /// Adds an entry to the answer to readdir; false: there is no room, and it is not in it.
+    /// Adds an entry to the answer to readdir. Returns false if there is no room for the entry.
     fn add_entry(&mut self, entry: &ListedEntry<'_>) -> bool;
 
-    /// Adds an entry to the answer to readdirplus; false: there is no room, and it is not in it.
+    /// Adds an entry to the answer to readdirplus. Returns false if there is no room for the entry.
     fn add_entry_plus(&mut self, entry: &ListedEntry<'_>, attributes: &Attributes) -> bool;
 
-    /// What answers the request while this is in use elsewhere.
+    /// Returns what can answer this request early, while another thread still uses the responder.
     fn early_answer(&self) -> Arc<dyn EarlyAnswer>;
 
-    /// Gives the kernel a file that it may read itself.
+    /// Registers a file with the kernel, which may then read it itself.
     fn register_backing(&self, file: OwnedFd) -> io::Result<Self::BackingId>;
 
-    /// The number under which the kernel has such a file.
+    /// Returns the number under which the kernel has a registered file.
     fn backing_number(id: &Self::BackingId) -> i32;
 }
 
-/// Takes back what an answer that is discarded would have given the kernel.
+/// Returns to the engine what a discarded answer would have given to the kernel.
 pub(crate) trait GiveBack: Send + Sync {
-    /// A look-up of an inode.
+    /// Takes back one look-up of an inode.
     fn forget(&self, inode: InodeId);
 
-    /// An open file.
+    /// Releases a file handle.
     fn release(&self, handle: HandleId);
 
-    /// An open directory.
+    /// Releases a directory handle.
     fn release_dir(&self, handle: HandleId);
 }
 
-/// What all replies of a mount need.
+/// Parts that all replies of a mount share.
 pub(crate) struct Replies {
     pub(crate) times: Arc<RequestTimes>,
     pub(crate) failures: Arc<Failures>,
@@ -75,107 +75,107 @@ pub(crate) struct Replies {
     pub(crate) repeated: RepeatedRequests,
 }
 
-/// Attributes of an inode as the kernel is told of them.
+/// Attributes of an inode, and how long the kernel may keep them.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Attributes {
     pub(crate) inode: InodeId,
     pub(crate) attr: Attr,
-    /// How long the kernel may keep them without asking.
+    /// How long the kernel may keep the attributes without asking.
     pub(crate) ttl: Duration,
-    /// How long it may keep the name that led to them.
+    /// How long the kernel may keep the name that led to them.
     pub(crate) name_ttl: Duration,
 }
 
 /// An entry of a directory.
 pub(crate) struct ListedEntry<'a> {
-    /// The number that readdir(3) shows.
+    /// Inode number, as readdir(3) shows it.
     pub(crate) ino: u64,
-    /// Where a listing goes on after this entry.
+    /// Position from which the listing goes on after this entry.
     pub(crate) cookie: i64,
-    /// Unknown kinds count as files.
+    /// Kind of the object; `None` (unknown) counts as a file.
     pub(crate) kind: Option<Kind>,
     pub(crate) name: &'a OsStr,
 }
 
 /// What serves reads and writes of an open file.
 pub(crate) enum HandleMode<I> {
-    /// Firn, each of them.
+    /// Firn serves each read and write.
     Direct,
-    /// The kernel's page cache, which begins empty.
+    /// The kernel's page cache serves them, after the kernel has dropped the file's pages.
     Cached,
-    /// The kernel's page cache, with what it has of the file.
+    /// The kernel's page cache serves them, with the pages that it has.
     CachedKeep,
-    /// The kernel, from the backing's own file.
+    /// The kernel serves them from this file.
     Passthrough(Arc<I>),
-    /// The kernel serves mappings, from a file that it was given; reads and writes come to Firn.
+    /// The kernel serves mappings from this file; Firn serves reads and writes.
     PassthroughMappings(Arc<I>),
 }
 
-/// Whether a close(2) of an open file is a request.
+/// Whether a close(2) of an open file sends a request to Firn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ClosesAs {
-    /// FLUSH, which close(2) waits for.
+    /// The close sends a FLUSH and waits for the answer.
     Request,
-    /// Nothing: the kernel tells of the last close alone, by RELEASE.
+    /// The close sends nothing. Only the last close is reported, by RELEASE.
     Nothing,
 }
 
 /// A successful answer.
 pub(crate) enum Answer<'a, I> {
-    /// Nothing to tell.
+    /// Success without data.
     Done,
-    /// Of getattr and setattr.
+    /// To getattr and setattr.
     Attributes(Attributes),
-    /// Of whatever looks up or makes a name.
+    /// To each operation that looks up or makes a name.
     Entry(Attributes),
-    /// Of open and opendir.
+    /// To open and opendir.
     Opened {
         handle: HandleId,
         mode: HandleMode<I>,
         closing: ClosesAs,
     },
-    /// Of create.
+    /// To create.
     Created {
         entry: Attributes,
         handle: HandleId,
         mode: HandleMode<I>,
     },
-    /// Of read and readlink, and the value of an extended attribute.
+    /// To read, readlink and getxattr: bytes of the file, the target, the value.
     Data(&'a [u8]),
-    /// Bytes of an extended attribute.
+    /// To getxattr and listxattr: how many bytes the value has.
     Size(u32),
-    /// Bytes taken by write or copy_file_range.
+    /// To write and copy_file_range: how many bytes were written.
     Written(u32),
-    /// Of lseek.
+    /// To lseek: the offset that was found.
     Position(u64),
-    /// Of statfs.
+    /// To statfs.
     FileSystem(&'a StatFs),
-    /// Of ioctl.
+    /// To ioctl.
     Ioctl(&'a [u8]),
-    /// Of getlk: what is in the way.
+    /// To getlk: a lock that is in the way, if there is any.
     Lock(Option<InTheWay>),
-    /// The entries that were added.
+    /// To readdir and readdirplus: the entries that were added before.
     Listed,
 }
 
-/// The obligation to answer one request.
+/// The obligation to answer one request. See the head of this file.
 pub(crate) struct Reply<R: Responder> {
-    /// None once it was answered.
+    /// `None` once the request was answered.
     responder: Option<R>,
     unique: u64,
     subject: Subject,
-    /// Look-ups that a listing would give the kernel.
+    /// Inodes that a readdirplus has looked up: its answer gives these look-ups to the kernel.
     listed: Vec<InodeId>,
     replies: Arc<Replies>,
-    /// The note of a request that must not take effect twice; it goes once the answer was sent.
+    /// The note of the request in the arena; it is removed after the answer was sent.
     noted: Option<NotedRequest>,
-    /// Where the time until the answer is counted, or the log has level debug.
+    /// When the request was read. `None` if its time is neither counted nor logged.
     began: Option<Instant>,
-    /// All that is logged for the request is in it, where the log has level debug.
+    /// Span of the request, which all its lines of the log name; only at level debug.
     span: tracing::Span,
 }
 
-/// Where the time of an operation is counted; `None`: it costs no look at the clock.
+/// Returns the histogram of an operation's times. `None`: the time is not counted, which saves a look at the clock.
 fn histogram_of(times: &RequestTimes, operation: OperationKind) -> Option<&TimeHistogram> {
     match operation {
         OperationKind::Write => Some(&times.write),
@@ -189,12 +189,12 @@ fn histogram_of(times: &RequestTimes, operation: OperationKind) -> Option<&TimeH
 pub(crate) struct Subject {
     pub(crate) operation: OperationKind,
     pub(crate) inode: InodeId,
-    /// In that directory.
+    /// Name in the directory `inode`, if the operation is about a name.
     pub(crate) name: Option<OsString>,
 }
 
 impl<R: Responder> Reply<R> {
-    /// The obligation to answer a request that was just read. From now on its caller may get an answer without it.
+    /// Makes the reply to a request that was just read. From now on the request may get an early answer.
     pub(crate) fn new(request: &Request<'_>, responder: R, replies: &Arc<Replies>) -> Self {
         let operation = &request.operation;
         let (inode, name) = operation.subject();
@@ -225,12 +225,12 @@ impl<R: Responder> Reply<R> {
         }
     }
 
-    /// The span of the request, to be entered by a thread that works on it.
+    /// Returns the span of the request, for a thread that works on it to enter.
     pub(crate) fn span(&self) -> tracing::Span {
         self.span.clone()
     }
 
-    /// Counts how long the request took, and logs it if it was slow.
+    /// Counts how long the request took, and logs a slow one.
     fn note_answered(&self) {
         let Some(elapsed) = self.began.map(|began| began.elapsed()) else {
             return;
@@ -258,7 +258,7 @@ impl<R: Responder> Reply<R> {
         }
     }
 
-    /// The answer is not sent.
+    /// Returns to the engine what an answer contains, because the answer is not sent.
     fn give_back(&mut self, answer: Answer<'_, R::BackingId>) {
         let give_back = &self.replies.give_back;
         match answer {
@@ -287,23 +287,25 @@ impl<R: Responder> Reply<R> {
         }
     }
 
-    /// Says whether the caller still waits.
+    /// Tells other code whether the caller still waits for the answer.
     pub(crate) fn still_waits(&self) -> StillWaits {
         StillWaits::new(&self.replies.unanswered, self.unique)
     }
 
-    /// Whether the kernel sent the request before, to a firnd that died.
+    /// Whether the kernel sends the request again, because the firnd that read it before died.
     pub(crate) fn is_repeated(&self) -> bool {
         self.unique & UNIQUE_RESEND != 0
     }
 
-    /// The number of the request, whether or not it is sent again.
+    /// The number of the request, the same when the kernel sends it again.
     pub(crate) fn number(&self) -> u64 {
         self.unique & !UNIQUE_RESEND
     }
 
-    /// Notes that the request begins, if it must not take effect twice. What an earlier firnd noted of the same request is
-    /// returned, and stands; else `identify` says what the request is about.
+    /// Begins a request that must not take effect twice: notes it in the arena, for a firnd that comes after this one.
+    ///
+    /// Returns the note of an earlier firnd that has begun the same request; that note stays. Else returns `None`, and
+    /// the new note says what the request is about, as `identify` tells.
     pub(crate) fn begin_once<B: Backing>(
         &mut self,
         engine: &Engine<B>,
@@ -321,12 +323,13 @@ impl<R: Responder> Reply<R> {
         None
     }
 
-    /// Notes that the request is in work, where the kernel does not send it again: the next firnd ends it.
+    /// Notes in the arena that the request is under way. Used if the kernel does not send requests again: the next firnd
+    /// ends the request then.
     pub(crate) fn note_in_work<B: Backing>(&mut self, engine: &Engine<B>) {
         self.noted = engine.note_request(self.number(), Subjects::default());
     }
 
-    /// Gives back what a request of the same number opened before firnd died: the kernel never heard of it.
+    /// Releases the handle that the same request opened before a firnd died. The kernel never got that handle.
     pub(crate) fn release_older(&self) {
         if !self.is_repeated() {
             return;
@@ -349,17 +352,17 @@ impl<R: Responder> Reply<R> {
         }
     }
 
-    /// The kernel's number of the request.
+    /// The kernel's number of the request, with the bit of a repeated one.
     pub(crate) fn unique(&self) -> u64 {
         self.unique
     }
 
-    /// How the request is taken out of what it waits in, once its caller is to go on without an answer.
+    /// Sets how the request is taken out of the queue in which it waits, if its caller gets an early answer.
     pub(crate) fn set_withdraw(&self, withdraw: Withdraw) {
         self.replies.unanswered.set_withdraw(self.unique, withdraw);
     }
 
-    /// The caller is a process that exits: it waits only as long as the drain goes on.
+    /// Notes that the caller is a process that exits: it waits only while the drain makes progress.
     pub(crate) fn note_exit(&self) {
         self.replies.unanswered.note_exit(self.unique);
     }
@@ -369,7 +372,7 @@ impl<R: Responder> Reply<R> {
         self.refuse(errno);
     }
 
-    /// Answers with either.
+    /// Answers with success or with an error.
     pub(crate) fn answer(self, result: Result<Answer<'_, R::BackingId>, Errno>) {
         match result {
             Ok(answer) => self.send(answer),
@@ -377,7 +380,7 @@ impl<R: Responder> Reply<R> {
         }
     }
 
-    /// Answers an operation that has nothing to tell.
+    /// Answers an operation whose success has no data.
     pub(crate) fn done(self, result: Result<(), Errno>) {
         self.answer(result.map(|()| Answer::Done));
     }
@@ -397,7 +400,7 @@ impl<R: Responder> Reply<R> {
         let responder = self.responder.as_mut();
         let is_added =
             responder.is_some_and(|responder| responder.add_entry_plus(entry, attributes));
-        // The kernel counts no look-up of these two, nor of what could not be looked up.
+        // The kernel counts no look-up of `.` and `..`, nor of an entry whose look-up failed.
         let is_looked_up = attributes.inode.0 != 0 && entry.name != "." && entry.name != "..";
         if is_added && is_looked_up {
             self.listed.push(attributes.inode);
@@ -413,7 +416,7 @@ impl<R: Responder> Reply<R> {
         }
     }
 
-    /// The one place where a request fails.
+    /// Answers with an error, which is logged and counted here. No other code does so.
     fn refuse(&mut self, errno: Errno) {
         if let Some(responder) = self.responder.take()
             && self.replies.unanswered.remove(self.unique)
@@ -445,7 +448,7 @@ pub(crate) mod tests {
     use super::*;
     use crate::request::Operation;
 
-    /// Answers in words, to the test that has the other end.
+    /// Sends each answer, put in words, to the test that has the other end.
     pub(crate) struct Recorded(pub(crate) mpsc::Sender<Result<String, Errno>>);
 
     impl Responder for Recorded {
@@ -502,7 +505,7 @@ pub(crate) mod tests {
         }
     }
 
-    /// Notes what is given back.
+    /// Records what is given back.
     #[derive(Clone, Default)]
     struct GivenBack(Arc<parking_lot::Mutex<Vec<String>>>);
 
@@ -532,7 +535,7 @@ pub(crate) mod tests {
         (Arc::new(replies), given_back)
     }
 
-    /// The kernel's number of the requests of these tests.
+    /// The kernel's number of each request in these tests.
     const UNIQUE: u64 = 2;
 
     fn reply_to(
@@ -588,7 +591,7 @@ pub(crate) mod tests {
             (Operation::Opendir { inode }, opened(None), &["directory 9"]),
             (
                 Operation::Create {
-                    at: name,
+                    child: name,
                     mode: crate::request::NewMode { mode: 0, umask: 0 },
                     flags: 0,
                 },

@@ -1,10 +1,10 @@
-//! What the kernel asks for, independent of the transport that brought it.
+//! Requests of the kernel, independent of the transport that read them.
 //!
-//! A [`Request`] borrows names and data from the transport's buffer, so reading one copies nothing. A part that is kept
-//! beyond [`crate::dispatcher::Dispatcher::dispatch`] is copied.
+//! A [`Request`] borrows names and data from the transport's buffer, so no byte is copied. What is needed after
+//! [`crate::dispatcher::Dispatcher::dispatch`] has returned must be copied.
 //!
-//! FORGET is no operation here: it has no answer, and the dispatcher has a function of its own for it. Operations
-//! that Firn leaves to the kernel (access, bmap, poll) are answered with ENOSYS by the transport.
+//! No [`Operation`] is a FORGET, because a FORGET has no answer: it goes to [`crate::dispatcher::Dispatcher::forget`].
+//! The transport answers ENOSYS to operations that Firn leaves to the kernel (access, bmap, poll).
 
 use std::ffi::{OsStr, OsString};
 
@@ -16,7 +16,7 @@ use firn_hosts::Space;
 pub(crate) struct Request<'a> {
     /// The kernel's number of the request on this connection.
     pub(crate) unique: u64,
-    /// The process that asks; all zero where the kernel asks for itself.
+    /// The calling process; all zero if the kernel asks for itself.
     pub(crate) caller: Caller,
     pub(crate) operation: Operation<'a>,
 }
@@ -65,29 +65,29 @@ pub(crate) struct Write<'a> {
     pub(crate) handle: HandleId,
     pub(crate) offset: u64,
     pub(crate) data: &'a [u8],
-    /// A page of the kernel's cache is written back, for no process in particular.
+    /// The kernel writes back a page of its cache. The request names no process that changed the page.
     pub(crate) from_cache: bool,
-    /// The writer has no right to keep set-id bits: the kernel found no CAP_FSETID.
+    /// The writer may not keep set-id bits, because the kernel found no CAP_FSETID.
     pub(crate) kills_set_id: bool,
-    /// The file is open with O_APPEND: `offset` is where the kernel believes its end to be.
+    /// The file is open with O_APPEND. `offset` is where the kernel believes the end of the file to be.
     pub(crate) appends: bool,
 }
 
-/// A lock of an open file, as fcntl(2) and flock(2) have it.
+/// A request about a lock of an open file, as fcntl(2) and flock(2) make it.
 #[derive(Clone, Copy)]
 pub(crate) struct Lock {
     pub(crate) inode: InodeId,
     pub(crate) handle: HandleId,
-    /// Whose lock it is: a number of the kernel's.
+    /// The kernel's number of the lock's owner.
     pub(crate) owner: u64,
     pub(crate) pid: u32,
     pub(crate) space: Space,
     pub(crate) range: LockRange,
-    /// None: to be unlocked.
+    /// The kind of lock; `None` unlocks.
     pub(crate) mode: Option<LockMode>,
 }
 
-/// A range of an open file whose room is to be changed; `mode` as fallocate(2) has it.
+/// A fallocate(2) of a range of an open file. `mode` has the flags of fallocate(2).
 pub(crate) struct Fallocate {
     pub(crate) inode: InodeId,
     pub(crate) handle: HandleId,
@@ -96,8 +96,8 @@ pub(crate) struct Fallocate {
     pub(crate) mode: i32,
 }
 
-/// Bytes that one copy_file_range reply covers: its count is 32 bits wide, and a request of this
-/// length is done in reasonable time on any backing.
+/// Most bytes that one answer to copy_file_range(2) covers. The count in the answer is 32 bits wide, and a copy of this
+/// length ends in reasonable time on any backing.
 pub(crate) const COPY_BYTES_MAX: u64 = 1 << 30;
 
 /// copy_file_range(2) between two open files of the mount.
@@ -112,14 +112,14 @@ pub(crate) struct CopyRange {
 
 macro_rules! operations {
     ($($(#[$doc:meta])* $operation:ident $fields:tt = $name:literal),* $(,)?) => {
-        /// What is asked for, with its arguments, in the order of the kernel's table.
+        /// An operation with its arguments, in the order of the kernel's table.
         pub(crate) enum Operation<'a> { $($(#[$doc])* $operation $fields),* }
 
         /// An operation without its arguments.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         pub(crate) enum OperationKind { $($operation),* }
 
-        /// What operations are called in the log and in the status, by [`OperationKind`].
+        /// Names of the operations in the log and in the status, by [`OperationKind`].
         pub(crate) const OPERATION_NAMES: [&str; [$($name),*].len()] = [$($name),*];
 
         impl Operation<'_> {
@@ -135,51 +135,51 @@ operations! {
     Getattr { inode: InodeId, handle: Option<HandleId> } = "getattr",
     Setattr { inode: InodeId, set: SetAttr } = "setattr",
     Readlink { inode: InodeId } = "readlink",
-    Mknod { at: Name<'a>, mode: NewMode, device: u64 } = "mknod",
-    Mkdir { at: Name<'a>, mode: NewMode } = "mkdir",
+    Mknod { child: Name<'a>, mode: NewMode, device: u64 } = "mknod",
+    Mkdir { child: Name<'a>, mode: NewMode } = "mkdir",
     Unlink(Name<'a>) = "unlink",
     Rmdir(Name<'a>) = "rmdir",
-    Symlink { at: Name<'a>, target: &'a OsStr } = "symlink",
-    /// `flags` as renameat2(2) has them.
+    Symlink { child: Name<'a>, target: &'a OsStr } = "symlink",
+    /// `flags`: those of renameat2(2).
     Rename { from: Name<'a>, to: Name<'a>, flags: u32 } = "rename",
-    Link { inode: InodeId, at: Name<'a> } = "link",
-    /// `flags` as open(2) has them.
+    Link { inode: InodeId, child: Name<'a> } = "link",
+    /// `flags`: those of open(2).
     Open { inode: InodeId, flags: i32 } = "open",
     Read(Read) = "read",
     Write(Write<'a>) = "write",
-    /// `owner`: of locks, which end with this.
+    /// A close(2) of a descriptor. `owner`: owner of the POSIX locks that end with it.
     Flush { inode: InodeId, handle: HandleId, owner: u64 } = "flush",
     Release { inode: InodeId, handle: HandleId } = "release",
     Fsync { inode: InodeId, handle: HandleId, data_only: bool } = "fsync",
     Opendir { inode: InodeId } = "opendir",
-    /// Entries after the one with this cookie; 0: from the beginning.
+    /// Lists the entries after the one with this cookie. 0: from the beginning.
     Readdir { inode: InodeId, handle: HandleId, cookie: i64 } = "readdir",
-    /// The same with the attributes of each entry, which count as looked up.
+    /// Does what [`Operation::Readdir`] does, with attributes. Each entry of the answer counts as one look-up.
     Readdirplus { inode: InodeId, handle: HandleId, cookie: i64 } = "readdirplus",
     Releasedir { inode: InodeId, handle: HandleId } = "releasedir",
     Fsyncdir { inode: InodeId } = "fsyncdir",
     Statfs { inode: InodeId } = "statfs",
-    /// `flags` as setxattr(2) has them.
+    /// `flags`: those of setxattr(2).
     Setxattr { inode: InodeId, name: &'a OsStr, value: &'a [u8], flags: i32 } = "setxattr",
-    /// `size`: bytes that the caller has room for; 0: it asks for the size only.
+    /// `size`: length of the caller's buffer; 0 asks for the length of the value only.
     Getxattr { inode: InodeId, name: &'a OsStr, size: u32 } = "getxattr",
-    /// `size` as for [`Operation::Getxattr`].
+    /// `size`: as for [`Operation::Getxattr`].
     Listxattr { inode: InodeId, size: u32 } = "listxattr",
     Removexattr { inode: InodeId, name: &'a OsStr } = "removexattr",
-    Create { at: Name<'a>, mode: NewMode, flags: i32 } = "create",
+    Create { child: Name<'a>, mode: NewMode, flags: i32 } = "create",
     Ioctl { inode: InodeId, handle: HandleId, command: u32, out_size: u32 } = "ioctl",
     Fallocate(Fallocate) = "fallocate",
-    /// `whence`: SEEK_DATA or SEEK_HOLE, the kernel does the others.
+    /// `whence`: SEEK_DATA or SEEK_HOLE; the kernel answers the other values itself.
     Lseek { inode: InodeId, handle: HandleId, offset: i64, whence: i32 } = "lseek",
     CopyRange(CopyRange) = "copy_file_range",
-    /// F_GETLK.
+    /// F_GETLK of fcntl(2).
     Getlk(Lock) = "getlk",
-    /// F_SETLK and flock(2), or with `waits` F_SETLKW.
+    /// F_SETLK and flock(2) with LOCK_NB; with `waits` F_SETLKW and flock(2).
     Setlk { lock: Lock, waits: bool } = "setlk",
 }
 
 impl OperationKind {
-    /// Whether it changes a file or a name, so that what its caller is told of the outcome must be true.
+    /// Whether the operation changes a file or a name. Its caller, if alive, must then get the true outcome.
     pub(crate) fn changes(self) -> bool {
         match self {
             Self::Setattr
@@ -219,30 +219,31 @@ impl OperationKind {
         }
     }
 
-    /// Whether a signal that only runs a handler ends the wait, as fcntl(2) and flock(2) have it: programs set an alarm.
+    /// Whether any signal that runs a handler ends the wait. fcntl(2) and flock(2) promise that: programs limit the wait
+    /// with an alarm.
     pub(crate) fn ends_with_any_signal(self) -> bool {
         self == Self::Setlk
     }
 
-    /// What it is called in the log and in the status.
+    /// The operation's name in the log and in the status.
     pub(crate) fn name(self) -> &'static str {
         OPERATION_NAMES[self as usize]
     }
 }
 
 impl<'a> Operation<'a> {
-    /// The inode that the operation is about, and the name in it where it is a directory.
+    /// Returns the inode that the operation is about. If it is about a name, returns the directory and the name in it.
     pub(crate) fn subject(&self) -> (InodeId, Option<&'a OsStr>) {
         match self {
-            Self::Lookup(at)
-            | Self::Unlink(at)
-            | Self::Rmdir(at)
-            | Self::Mknod { at, .. }
-            | Self::Mkdir { at, .. }
-            | Self::Symlink { at, .. }
-            | Self::Rename { from: at, .. }
-            | Self::Link { at, .. }
-            | Self::Create { at, .. } => (at.parent, Some(at.name)),
+            Self::Lookup(child)
+            | Self::Unlink(child)
+            | Self::Rmdir(child)
+            | Self::Mknod { child, .. }
+            | Self::Mkdir { child, .. }
+            | Self::Symlink { child, .. }
+            | Self::Rename { from: child, .. }
+            | Self::Link { child, .. }
+            | Self::Create { child, .. } => (child.parent, Some(child.name)),
             Self::Getattr { inode, .. }
             | Self::Setattr { inode, .. }
             | Self::Readlink { inode }

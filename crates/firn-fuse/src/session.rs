@@ -1,9 +1,9 @@
-//! A mount: the device, the transport that serves it, and its end.
+//! Sessions: a mount that is served, from its start to its end.
 //!
 //! Promises
 //! * When [`Session::mount`] returns, the mount is usable.
-//! * [`Session::wait`] returns when the kernel has let go of the mount for good: no request is in
-//!   flight and none will come.
+//! * When [`Session::wait`] returns, the kernel has let go of the mount for good: no request is under way and none will
+//!   come.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -19,55 +19,55 @@ use crate::adapter::Adapter;
 use crate::device;
 use crate::transport::dev_fuse::{self, KeepConnection, Origin, Served};
 
-/// How to mount.
+/// Options of a mount that concern the kernel.
 #[derive(Clone, Debug)]
 pub struct SessionOptions {
     /// What `/proc/self/mountinfo` shows as the source: the canonical backing path.
     pub source: PathBuf,
-    /// Threads that carry out requests; 0: one a core. One more reads them.
+    /// Number of threads that carry out requests; 0: one for each core. One more thread reads requests.
     pub threads: usize,
-    /// Let other users in; the kernel checks permissions in any case.
+    /// Let other users use the mount. The kernel checks permissions in any case.
     pub allow_other: bool,
     /// Mount read-only.
     pub read_only: bool,
-    /// Flags of the kernel by their mount(8) names (`noexec`, `suid`, …), later ones over earlier
-    /// ones. Without any, `nosuid` and `nodev` hold.
+    /// Flags of the kernel by their names in mount(8) (`noexec`, `suid`, …). A later flag overrides an earlier one. The
+    /// mount begins with `nosuid` and `nodev`.
     pub kernel_flags: Vec<&'static str>,
 }
 
-/// Why there is no mount.
+/// Reasons why a session did not start.
 #[derive(Debug, thiserror::Error)]
 pub enum SessionError {
-    /// No FUSE in this kernel or container.
+    /// This kernel or container has no FUSE.
     #[error(
         "/dev/fuse is missing: load the module (modprobe fuse), give the container the device (--device /dev/fuse), or mount with --frontend=preload, which needs no FUSE"
     )]
     NoDevice,
-    /// Not root, and nothing that mounts for others.
+    /// Without root a mount needs the program fusermount3, which is missing.
     #[error(
         "mounting without root needs fusermount3, which was not found: install fuse3, or mount as root"
     )]
     NoHelper,
-    /// It was asked and refused.
+    /// fusermount3 refused to mount.
     #[error("fusermount3 refused: {text}{}", way_without_fuse(text))]
     Helper {
-        /// Its words.
+        /// Message of fusermount3.
         text: String,
     },
     /// mount(2) failed.
     #[error("cannot mount on {mount_point}: {source}", mount_point = firn_format::quote::quoted_path(mount_point))]
     Mount {
-        /// Where.
+        /// Directory of the mount.
         mount_point: PathBuf,
-        /// Why.
+        /// Error of mount(2).
         source: io::Error,
     },
-    /// The kernel lacks what Firn needs, or threads could not be started.
+    /// The kernel lacks a feature that Firn needs, or a thread could not be started.
     #[error("the FUSE session did not start: {0}")]
     Start(io::Error),
 }
 
-/// What a user does that may not open the device.
+/// Advice for a user that may not open the device, to follow the message of fusermount3.
 fn way_without_fuse(refusal: &str) -> &'static str {
     if refusal.contains("/dev/fuse") {
         "; ask the administrator for access to it, or run without FUSE: `firn run`, or mount with --frontend=preload"
@@ -76,32 +76,32 @@ fn way_without_fuse(refusal: &str) -> &'static str {
     }
 }
 
-/// A connection that an earlier firnd served.
+/// A connection that an earlier firnd has served.
 pub struct KeptConnection<'a> {
-    /// A descriptor of it.
+    /// A descriptor of the connection.
     pub device: OwnedFd,
     /// Major and minor number of the mounted file system.
     pub number: (u32, u32),
-    /// INIT and its answer.
+    /// The INIT request and its answer.
     pub exchange: &'a Exchange,
-    /// Handles and requests.
+    /// Handles and requests that the earlier firnd left.
     pub left: ResumedRequests,
 }
 
 /// A mount that is served.
 pub struct Session {
     mount_point: PathBuf,
-    /// The device of the file system; the minor number is that of the connection.
+    /// Major and minor number of the file system. The minor number is also that of the connection.
     device: Option<(u32, u32)>,
-    /// Aborts the connection, also when the mount is out of the tree.
+    /// Descriptor that aborts the connection, even after the mount was taken out of the tree.
     control: Option<OwnedFd>,
     workers: Workers,
     served: Mutex<Option<Served>>,
 }
 
 impl Session {
-    /// Mounts `adapter` at `mount_point` and serves it from threads of its own. `keep` gets what another firnd needs to
-    /// go on with the mount.
+    /// Mounts `adapter` at `mount_point` and serves the mount on its own threads. `keep` stores what a later firnd needs
+    /// to go on with the mount.
     pub fn mount<B: Backing>(
         adapter: Adapter<B>,
         mount_point: &Path,
@@ -117,7 +117,7 @@ impl Session {
             Ok(served) => {
                 let device = device::device_number(&mount_point);
                 device.inspect(|number| device::set_readahead(*number));
-                Ok(Self::of(mount_point, device, workers, served))
+                Ok(Self::new(mount_point, device, workers, served))
             }
             Err(error) => {
                 let _ = device::detach(&mount_point, true);
@@ -126,7 +126,7 @@ impl Session {
         }
     }
 
-    /// Goes on with a mount that an earlier firnd served.
+    /// Goes on with a mount that an earlier firnd has served.
     pub fn resume<B: Backing>(
         adapter: Adapter<B>,
         mount_point: &Path,
@@ -146,10 +146,11 @@ impl Session {
         let served =
             dev_fuse::serve(dispatcher, device, origin, threads).map_err(SessionError::Start)?;
         let mount_point = mount_point.to_owned();
-        Ok(Self::of(mount_point, Some(number), workers, served))
+        Ok(Self::new(mount_point, Some(number), workers, served))
     }
 
-    fn of(
+    /// Makes the session of a connection that is served already.
+    fn new(
         mount_point: PathBuf,
         device: Option<(u32, u32)>,
         workers: Workers,
@@ -165,40 +166,41 @@ impl Session {
         }
     }
 
-    /// Where it is mounted.
+    /// Directory of the mount.
     pub fn mount_point(&self) -> &Path {
         &self.mount_point
     }
 
-    /// Major and minor number of the mounted file system, where the table of mounts told it.
+    /// Major and minor number of the mounted file system. `None` if the table of mounts did not show it.
     pub fn device(&self) -> Option<(u32, u32)> {
         self.device
     }
 
-    /// Takes the mount out of the tree. Without `lazy`, `EBUSY` while files are open.
+    /// Takes the mount out of the tree. `lazy`: even while files are open; else that is `EBUSY`.
     pub fn unmount(&self, lazy: bool) -> io::Result<()> {
         device::detach(&self.mount_point, lazy)
     }
 
-    /// Ends all requests and the session at once; programs with open files get ENOTCONN. Where
-    /// fusectl is not mounted, that can be done only before the mount is taken out of the tree.
+    /// Ends all requests and the session at once. Programs with open files get ENOTCONN. On a host without fusectl this
+    /// works only before the mount was taken out of the tree.
     pub fn abort(&self) -> io::Result<()> {
         device::abort(&self.mount_point, self.device, self.control.as_ref())
     }
 
-    /// Waits until the session ended, by whatever cause. One caller gets the outcome; for others it
-    /// is over at once.
+    /// Waits until the session has ended, for whatever reason. The first caller gets the outcome; for later callers this
+    /// returns at once.
     pub fn wait(&self) -> io::Result<()> {
         let Some(served) = self.served.lock().take() else {
             return Ok(());
         };
         let ended = served.join();
-        // What was read before the end may still be carried out.
+        // Requests that were read before the end may still be under way.
         self.workers.wait_until_quiet(&[Class::Call, Class::Memory]);
         ended
     }
 }
 
+/// Returns the number of threads that the option `threads` asks for; for 0 one for each core.
 fn thread_count(option: usize) -> usize {
     if option > 0 {
         return option;

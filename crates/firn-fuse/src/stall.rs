@@ -1,11 +1,17 @@
-//! Writes that wait for room in the arena.
+//! Queue of writes that wait for room in the arena.
+//!
+//! Terms
+//! * A *stalled* write found no room for all of its bytes.
+//! * The *accepted* bytes of a write are those that the engine has taken; the rest of the payload is the *remainder*.
 //!
 //! Promises
-//! * First come, first served: while one waits, later ones queue behind it, so none starves.
-//! * No thread of the transport waits here. The payload is copied aside (one request per waiting writer, at most 1
-//!   MiB), and a worker goes on when the engine says that there is room.
-//! * What was taken of a write is never lost: a write that fails half way answers with its first part.
-//! * A write whose caller is to end or to stop leaves the queue, and answers with what was taken of it, else EINTR.
+//! * First come, first served: while one write is stalled, later writes queue behind it, so none starves. A stalled
+//!   write that has to ask the backing is the exception: it leaves the queue and the others go on.
+//! * No thread of the transport waits here. The remainder is copied (at most 1 MiB for each waiting program), and a
+//!   worker writes it when the engine has room.
+//! * Accepted bytes are never lost: a write that fails half way answers with the number of its accepted bytes.
+//! * A write whose caller is about to die or to stop leaves the queue. It answers with the number of its accepted bytes,
+//!   or with EINTR if there are none.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -24,40 +30,42 @@ use crate::topic::Topic;
 
 /// A write that is not answered yet.
 pub(crate) struct PendingWrite<R: Responder> {
-    /// Where it goes.
+    /// File and offset of the first byte.
     pub(crate) target: Target,
-    /// Whose write(2) it is; none: a store to a mapping.
-    pub(crate) by: Option<Process>,
-    /// The answer.
+    /// The process that called write(2). `None`: the kernel writes back a page of a mapping.
+    pub(crate) process: Option<Process>,
+    /// The obligation to answer.
     pub(crate) reply: Reply<R>,
 }
 
 impl<R: Responder> PendingWrite<R> {
     pub(crate) fn principal(&self) -> Option<&dyn Principal> {
-        self.by.as_ref().map(|by| by as &dyn Principal)
+        let process = self.process.as_ref();
+        process.map(|process| process as &dyn Principal)
     }
 }
 
+/// A write in the queue.
 struct StalledWrite<R: Responder> {
     write: PendingWrite<R>,
-    data: Vec<u8>,
-    taken: usize,
+    remainder: Vec<u8>,
+    accepted_bytes: usize,
 }
 
 struct Queue<R: Responder> {
-    waiting: VecDeque<StalledWrite<R>>,
-    /// Whether the queue will be looked at again: a callback is registered or a worker runs.
-    watched: bool,
+    writes: VecDeque<StalledWrite<R>>,
+    /// Whether the queue will be served again: a callback for room is registered, or a worker serves the queue now.
+    is_watched: bool,
 }
 
-/// The writes that wait.
+/// The stalled writes of a mount.
 pub(crate) struct StalledWrites<B: Backing, R: Responder> {
     engine: Arc<Engine<B>>,
     gate: Option<Arc<dyn Gate>>,
     workers: Workers,
     coherence: Arc<Coherence<B>>,
     queue: Mutex<Queue<R>>,
-    /// Length of the queue, for status and for the fast path of [`StalledWrites::write`].
+    /// Number of stalled writes. The status shows it, and [`StalledWrites::write`] reads it without the lock.
     count: Arc<AtomicU64>,
 }
 
@@ -69,8 +77,8 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
         coherence: Arc<Coherence<B>>,
     ) -> Arc<Self> {
         let queue = Queue {
-            waiting: VecDeque::new(),
-            watched: false,
+            writes: VecDeque::new(),
+            is_watched: false,
         };
         Arc::new(Self {
             engine,
@@ -82,64 +90,66 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
         })
     }
 
-    fn finish(&self, write: PendingWrite<R>, taken: usize, error: Option<Errno>) {
+    /// Answers a write of which `accepted_bytes` were accepted before it ended, with `error` if it failed. An error is
+    /// reported only if no byte was accepted (write(2)).
+    fn finish(&self, write: PendingWrite<R>, accepted_bytes: usize, error: Option<Errno>) {
         let PendingWrite { target, reply, .. } = write;
         match error {
-            Some(error) if taken == 0 => reply.error(error),
-            _ => self.coherence.after_write(target, taken, move || {
-                reply.send(Answer::Written(taken as u32))
+            Some(error) if accepted_bytes == 0 => reply.error(error),
+            _ => self.coherence.after_write(target, accepted_bytes, move || {
+                reply.send(Answer::Written(accepted_bytes as u32))
             }),
         }
     }
 
-    /// Number of writes that wait.
+    /// Number of stalled writes, kept current.
     pub(crate) fn count(&self) -> Arc<AtomicU64> {
         Arc::clone(&self.count)
     }
 
-    /// Carries out a write now, or later if there is no room.
+    /// Carries out a write: at once if there is room, else when there is.
     pub(crate) fn write(self: &Arc<Self>, write: PendingWrite<R>, data: &[u8]) {
         if self.count.load(Ordering::Acquire) > 0 {
-            return self.wait(write, data, 0);
+            return self.enqueue(write, data, 0);
         }
         match self.write_through_gate(&write, 0, data) {
-            Ok(Written::Bytes(taken)) if taken >= data.len() => {
+            Ok(Written::Bytes(accepted_bytes)) if accepted_bytes >= data.len() => {
                 self.finish(write, data.len(), None)
             }
-            Ok(Written::Bytes(taken)) => self.wait(write, data, taken),
-            Ok(Written::Full) => self.wait(write, data, 0),
+            Ok(Written::Bytes(accepted_bytes)) => self.enqueue(write, data, accepted_bytes),
+            Ok(Written::Full) => self.enqueue(write, data, 0),
             Err(error) => self.finish(write, 0, Some(error)),
         }
     }
 
-    /// Gives the engine what is left of a write, of which `taken` bytes are taken.
+    /// Writes the remainder through the gate. Returns how many bytes of it the engine accepted.
     fn write_through_gate(
         &self,
         write: &PendingWrite<R>,
-        taken: usize,
-        left: &[u8],
+        accepted_bytes: usize,
+        remainder: &[u8],
     ) -> Result<Written, Errno> {
         let _pass = match &self.gate {
-            Some(gate) => Some(self.enter(&**gate, write, taken, left.len())?),
+            Some(gate) => Some(self.enter(&**gate, write, accepted_bytes, remainder.len())?),
             None => None,
         };
-        let offset = write.target.offset + taken as u64;
+        let offset = write.target.offset + accepted_bytes as u64;
         self.engine
-            .write(write.target.handle, offset, left, write.principal())
+            .write(write.target.handle, offset, remainder, write.principal())
     }
 
-    /// A write is taken while a transaction is prepared, but for one that changes the backing at once.
+    /// Passes the gate. A write may pass while a transaction is prepared, except for one that changes the backing first.
     fn enter<'a>(
         &self,
         gate: &'a dyn Gate,
         write: &PendingWrite<R>,
-        taken: usize,
-        left: usize,
+        accepted_bytes: usize,
+        remainder_len: usize,
     ) -> Result<Pass<'a>, Errno> {
         let target = &write.target;
         let pass = gate.enter(target.inode);
-        let end = end_of(write, taken, left);
-        // Asked with the pass: from here on no transaction of the file is prepared.
+        let end = end_of(write, accepted_bytes, remainder_len);
+        // The pass is already held, so no transaction of the file can be prepared between this answer and the write.
         let waits = gate.holds_up_changes()
             && self
                 .engine
@@ -156,14 +166,19 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
         gate.enter_change(target.inode)
     }
 
-    /// Whether what is left of a write has to ask the backing, or to wait, before its bytes are taken.
-    pub(crate) fn may_wait(&self, write: &PendingWrite<R>, taken: usize, left: usize) -> bool {
+    /// Whether the remainder of a write has to ask the backing, or to wait, before the engine accepts it.
+    pub(crate) fn may_wait(
+        &self,
+        write: &PendingWrite<R>,
+        accepted_bytes: usize,
+        remainder_len: usize,
+    ) -> bool {
         let inode = write.target.inode;
         let is_quiescing = self
             .gate
             .as_ref()
             .is_some_and(|gate| gate.is_quiescing(inode));
-        let end = end_of(write, taken, left);
+        let end = end_of(write, accepted_bytes, remainder_len);
         is_quiescing
             || self
                 .engine
@@ -171,141 +186,149 @@ impl<B: Backing, R: Responder> StalledWrites<B, R> {
                 .write_may_wait(write.target.handle, end, write.principal())
     }
 
-    fn wait(self: &Arc<Self>, write: PendingWrite<R>, data: &[u8], taken: usize) {
-        // Only what is left is kept.
+    /// Puts a write at the end of the queue.
+    fn enqueue(self: &Arc<Self>, write: PendingWrite<R>, data: &[u8], accepted_bytes: usize) {
         let stalled = StalledWrite {
             write,
-            data: data[taken..].to_vec(),
-            taken,
+            remainder: data[accepted_bytes..].to_vec(),
+            accepted_bytes,
         };
-        let this = Arc::downgrade(self);
+        let weak = Arc::downgrade(self);
         let unique = stalled.write.reply.unique();
-        let withdraw = move || this.upgrade().is_some_and(|this| this.withdraw(unique));
+        let withdraw = move || weak.upgrade().is_some_and(|writes| writes.withdraw(unique));
         stalled.write.reply.set_withdraw(Arc::new(withdraw));
         let mut queue = self.queue.lock();
-        queue.waiting.push_back(stalled);
+        queue.writes.push_back(stalled);
         self.count
-            .store(queue.waiting.len() as u64, Ordering::Release);
-        if !std::mem::replace(&mut queue.watched, true) {
+            .store(queue.writes.len() as u64, Ordering::Release);
+        if !std::mem::replace(&mut queue.is_watched, true) {
             drop(queue);
             self.watch();
         }
     }
 
-    /// Answers a write that waits in the queue with what was taken of it; false where it is not there.
+    /// Takes a write out of the queue and answers it with its accepted bytes, or EINTR. Returns false if the write is
+    /// not in the queue: then another thread answers it.
     fn withdraw(&self, unique: u64) -> bool {
         let withdrawn = {
             let mut queue = self.queue.lock();
-            let mut waiting = queue.waiting.iter();
+            let mut waiting = queue.writes.iter();
             let index = waiting.position(|stalled| stalled.write.reply.unique() == unique);
-            let Some(withdrawn) = index.and_then(|index| queue.waiting.remove(index)) else {
+            let Some(withdrawn) = index.and_then(|index| queue.writes.remove(index)) else {
                 return false;
             };
-            // One that was popped stays counted.
+            // Not the length of the queue: a write that `pop` took out is served now and stays counted.
             self.count.fetch_sub(1, Ordering::AcqRel);
             withdrawn
         };
-        self.finish(withdrawn.write, withdrawn.taken, Some(Errno::INTR));
+        self.finish(withdrawn.write, withdrawn.accepted_bytes, Some(Errno::INTR));
         true
     }
 
-    /// Goes on when there is room. The callback comes from a drain thread, or at once from this one.
+    /// Registers for the next room in the arena. The callback runs on a drain thread, or at once on this thread.
     fn watch(self: &Arc<Self>) {
-        let this = Arc::clone(self);
+        let writes = Arc::clone(self);
         self.engine.room.on_space(Box::new(move |outcome| {
-            let workers = this.workers.clone();
+            let workers = writes.workers.clone();
             workers.run(Class::Memory, move || match outcome {
-                Ok(()) => this.resume(),
-                Err(error) => this.fail(error),
+                Ok(()) => writes.resume(),
+                Err(error) => writes.fail(error),
             });
         }));
     }
 
-    /// Serves the queue from its head until there is no room or no stalled write. Only one worker at a time is here
-    /// (`watched`).
+    /// Serves the queue from its head, until there is no room or no stalled write. `is_watched` lets only one worker at
+    /// a time do so.
     fn resume(self: &Arc<Self>) {
         while let Some(head) = self.pop() {
-            if self.may_wait(&head.write, head.taken, head.data.len()) {
-                // Those behind it do not wait for that.
-                let this = Arc::clone(self);
+            if self.may_wait(&head.write, head.accepted_bytes, head.remainder.len()) {
+                // This write asks the backing, or waits for a transaction. The writes behind it need only memory.
+                let writes = Arc::clone(self);
                 let topic = Topic::Inode(head.write.target.inode);
                 self.workers
-                    .run_about(Class::Call, topic, move || this.resume_alone(head));
-            } else if let Some(left) = self.try_again(head) {
-                self.push_front(left);
+                    .run_about(Class::Call, topic, move || writes.resume_alone(head));
+            } else if let Some(stalled) = self.retry(head) {
+                self.push_front(stalled);
                 return self.watch();
             }
         }
     }
 
-    /// Carries out one that was taken out of the queue; where there is no room it is the next one again.
+    /// Carries out a write that `resume` took out of the queue. If there is no room, it becomes the head again.
     fn resume_alone(self: &Arc<Self>, head: StalledWrite<R>) {
-        if let Some(left) = self.try_again(head)
-            && self.push_front(left)
+        if let Some(stalled) = self.retry(head)
+            && self.push_front(stalled)
         {
             self.watch();
         }
     }
 
-    /// Gives back what finds no room.
-    fn try_again(&self, mut head: StalledWrite<R>) -> Option<StalledWrite<R>> {
-        if !head.write.reply.still_waits().get() {
-            self.finish(head.write, head.taken, Some(Errno::INTR));
+    /// Writes the remainder of a stalled write. Returns the write if some of it found no room; else it is answered.
+    fn retry(&self, mut stalled: StalledWrite<R>) -> Option<StalledWrite<R>> {
+        if !stalled.write.reply.still_waits().get() {
+            self.finish(stalled.write, stalled.accepted_bytes, Some(Errno::INTR));
             return None;
         }
-        match self.write_through_gate(&head.write, head.taken, &head.data) {
-            Ok(Written::Bytes(bytes)) if bytes >= head.data.len() => {
-                let taken = head.taken + head.data.len();
-                self.finish(head.write, taken, None);
+        match self.write_through_gate(&stalled.write, stalled.accepted_bytes, &stalled.remainder) {
+            Ok(Written::Bytes(bytes)) if bytes >= stalled.remainder.len() => {
+                let accepted_bytes = stalled.accepted_bytes + stalled.remainder.len();
+                self.finish(stalled.write, accepted_bytes, None);
                 return None;
             }
             Ok(Written::Bytes(bytes)) => {
-                head.data.drain(..bytes);
-                head.taken += bytes;
+                stalled.remainder.drain(..bytes);
+                stalled.accepted_bytes += bytes;
             }
             Ok(Written::Full) => {}
             Err(error) => {
-                self.finish(head.write, head.taken, Some(error));
+                self.finish(stalled.write, stalled.accepted_bytes, Some(error));
                 return None;
             }
         }
-        Some(head)
+        Some(stalled)
     }
 
-    /// Takes the head, leaving it counted: new writes must queue behind it while it is served.
+    /// Takes the head out of the queue, but counts it still: new writes must queue behind it while it is served. If the
+    /// queue is empty, it is not watched any more.
     fn pop(&self) -> Option<StalledWrite<R>> {
         let mut queue = self.queue.lock();
-        let head = queue.waiting.pop_front();
-        let left = queue.waiting.len() as u64 + u64::from(head.is_some());
-        self.count.store(left, Ordering::Release);
-        queue.watched = head.is_some();
+        let head = queue.writes.pop_front();
+        let stalled_count = queue.writes.len() as u64 + u64::from(head.is_some());
+        self.count.store(stalled_count, Ordering::Release);
+        queue.is_watched = head.is_some();
         head
     }
 
-    /// Returns whether the caller has to arrange that the queue is looked at again.
+    /// Puts a write back at the head. Returns true if the queue was not watched: then the caller has to call
+    /// [`StalledWrites::watch`].
     fn push_front(&self, head: StalledWrite<R>) -> bool {
         let mut queue = self.queue.lock();
-        queue.waiting.push_front(head);
+        queue.writes.push_front(head);
         self.count
-            .store(queue.waiting.len() as u64, Ordering::Release);
-        !std::mem::replace(&mut queue.watched, true)
+            .store(queue.writes.len() as u64, Ordering::Release);
+        !std::mem::replace(&mut queue.is_watched, true)
     }
 
-    /// Nothing can drain: all stalled writes fail with the reason.
+    /// Answers all stalled writes with an error: nothing can be drained, so there will be no room.
     fn fail(self: &Arc<Self>, error: Errno) {
         let failed = {
             let mut queue = self.queue.lock();
-            queue.watched = false;
+            queue.is_watched = false;
             self.count.store(0, Ordering::Release);
-            std::mem::take(&mut queue.waiting)
+            std::mem::take(&mut queue.writes)
         };
-        for waiting in failed {
-            self.finish(waiting.write, waiting.taken, Some(error));
+        for stalled in failed {
+            self.finish(stalled.write, stalled.accepted_bytes, Some(error));
         }
     }
 }
 
-/// The end of a write of which `taken` bytes are taken and `left` are left.
-fn end_of<R: Responder>(write: &PendingWrite<R>, taken: usize, left: usize) -> u64 {
-    write.target.offset.saturating_add((taken + left) as u64)
+/// The file offset after the last byte of a write.
+fn end_of<R: Responder>(
+    write: &PendingWrite<R>,
+    accepted_bytes: usize,
+    remainder_len: usize,
+) -> u64 {
+    let offset = write.target.offset;
+    offset.saturating_add((accepted_bytes + remainder_len) as u64)
 }

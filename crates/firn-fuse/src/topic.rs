@@ -1,25 +1,27 @@
-//! What a request may wait for: requests that hang together have the same topic.
+//! Topics of calls: calls that may hang for the same reason have the same topic.
+//!
+//! The workers limit how many calls of one topic run at a time, so a hanging file blocks few threads.
 
 use std::ffi::OsStr;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use firn_engine::InodeId;
 
-/// What a call may hang for. No call waits for one that is begun later and has the same topic.
+/// What a call may hang for. No call waits for a later call of the same topic.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Topic {
-    /// A file or directory: its data, its attributes, the names in it.
+    /// A file or directory: its data, its attributes, and the names in it.
     Inode(InodeId),
-    /// The object that has a name in a directory; the name as a hash.
+    /// The object that has a name in a directory: the directory, and a hash of the name.
     Name(InodeId, u64),
-    /// Pages of a file in the kernel, which a read of the file holds locked.
+    /// Pages of a file in the kernel's cache. A read of the file holds them locked.
     Pages(InodeId),
     /// The backing as a whole.
     Backing,
 }
 
 impl Topic {
-    /// [`Topic::Name`].
+    /// Makes the [`Topic::Name`] of a name.
     pub(crate) fn name(parent: InodeId, name: &OsStr) -> Self {
         let mut hasher = DefaultHasher::new();
         name.hash(&mut hasher);

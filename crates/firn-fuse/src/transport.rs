@@ -1,17 +1,18 @@
-//! What carries requests from the kernel and answers to it.
+//! Transports: they carry requests from the kernel, and answers to it.
 //!
 //! A transport
-//! * makes a [`crate::request::Request`] of what it read and hands it to [`crate::dispatcher::Dispatcher::dispatch`]
-//!   with a [`crate::reply::Responder`], on `threads + 1` threads of its own (see [`crate::call_slots`]);
-//! * tells [`crate::dispatcher::Dispatcher::forget`] of FORGETs, and answers ENOSYS to what Firn leaves to the kernel;
-//! * tells [`crate::dispatcher::Dispatcher::interrupt`] of signals that callers get, and answers a request early where
-//!   it is told to ([`crate::unanswered::EarlyAnswer`]);
-//! * negotiates with the kernel and says what both agreed on ([`crate::dispatcher::Negotiated`]);
-//! * drops what the kernel has cached ([`crate::coherence::Notifier`]).
+//! * parses what it reads into a [`crate::request::Request`]. It hands the request with a [`crate::reply::Responder`] to
+//!   [`crate::dispatcher::Dispatcher::dispatch`], on `threads + 1` threads of its own (see [`crate::call_slots`]);
+//! * hands a FORGET to [`crate::dispatcher::Dispatcher::forget`], and answers ENOSYS to requests that Firn leaves to the
+//!   kernel;
+//! * reports signals of callers to [`crate::dispatcher::Dispatcher::interrupt`], and answers a request early on demand
+//!   ([`crate::unanswered::EarlyAnswer`]);
+//! * negotiates with the kernel and reports the result ([`crate::dispatcher::Negotiated`]);
+//! * makes the kernel drop what it has cached ([`crate::coherence::Notifier`]).
 //!
-//! There is one so far.
+//! There is one transport, `/dev/fuse`.
 //!
-//! Considered: the crate `fuser` (0.18), which carried the requests before. It answers FUSE_INTERRUPT with ENOSYS, after
-//! which the kernel sends no other one, and takes no capability and no request that it does not know.
+//! Considered: the crate `fuser` (0.18), which Firn used before. It answers ENOSYS to FUSE_INTERRUPT, after which the
+//! kernel sends no more interrupts. It ignores capabilities and requests that it does not know.
 
 pub(crate) mod dev_fuse;

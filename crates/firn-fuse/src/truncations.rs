@@ -1,12 +1,12 @@
-//! Truncations that the kernel has not heard the end of.
+//! Holds back short answers to reads while a truncation of the file is under way.
 //!
-//! A page that the kernel reads into its cache is filled with zeros where the answer is short. While it waits for the
-//! answer to a truncation it believes the old length: a reader would see zeros that were never written. So a short
-//! answer to a read through the cache is held until the truncation that is under way is answered.
+//! The kernel believes the old length of a file until it gets the answer to a truncation. If a read of a page into its
+//! cache gets a short answer before that, the kernel fills the rest of the page with zeros. A reader would see zeros that
+//! no program wrote. So a short answer waits until the truncation is answered.
 //!
 //! Promises
 //! * No thread waits here.
-//! * A held answer is given when the last truncation of its file that was under way is over, whatever became of it.
+//! * A held answer is given when the last truncation of its file ends, whether or not the truncation succeeded.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -16,36 +16,38 @@ use parking_lot::Mutex;
 
 type Answer = Box<dyn FnOnce() + Send>;
 
-/// Truncations under way.
+/// The truncations under way on a mount.
 #[derive(Default)]
 pub(crate) struct Truncations {
     by_inode: Mutex<HashMap<InodeId, UnderWay>>,
 }
 
+/// Truncations under way of one file, and the answers that wait for their end.
 #[derive(Default)]
 struct UnderWay {
     count: usize,
     held: Vec<Answer>,
 }
 
-/// A truncation under way. Dropped after its answer.
+/// One truncation under way. It is dropped after its answer was sent.
 pub(crate) struct Truncation {
-    all: Arc<Truncations>,
+    truncations: Arc<Truncations>,
     inode: InodeId,
 }
 
 impl Truncations {
+    /// Begins a truncation of a file.
     pub(crate) fn begin(self: &Arc<Self>, inode: InodeId) -> Truncation {
         self.by_inode.lock().entry(inode).or_default().count += 1;
         Truncation {
-            all: Arc::clone(self),
+            truncations: Arc::clone(self),
             inode,
         }
     }
 
-    /// Gives a short answer, once no truncation of the file is under way.
+    /// Gives a short answer: at once, or after the last truncation of the file that is under way.
     pub(crate) fn answer_after(&self, inode: InodeId, answer: Answer) {
-        let now = {
+        let answer_now = {
             let mut by_inode = self.by_inode.lock();
             match by_inode.get_mut(&inode) {
                 Some(under_way) => {
@@ -55,7 +57,7 @@ impl Truncations {
                 None => Some(answer),
             }
         };
-        if let Some(answer) = now {
+        if let Some(answer) = answer_now {
             answer();
         }
     }
@@ -63,18 +65,19 @@ impl Truncations {
 
 impl Drop for Truncation {
     fn drop(&mut self) {
-        let over = {
-            let mut by_inode = self.all.by_inode.lock();
+        let ended = {
+            let mut by_inode = self.truncations.by_inode.lock();
             let Some(under_way) = by_inode.get_mut(&self.inode) else {
                 return;
             };
             under_way.count -= 1;
-            match under_way.count {
-                0 => by_inode.remove(&self.inode),
-                _ => None,
+            if under_way.count == 0 {
+                by_inode.remove(&self.inode)
+            } else {
+                None
             }
         };
-        for answer in over.into_iter().flat_map(|over| over.held) {
+        for answer in ended.into_iter().flat_map(|ended| ended.held) {
             answer();
         }
     }

@@ -1,27 +1,29 @@
-//! Requests that are not answered yet, and callers among them that are to end or to stop.
+//! Requests without an answer yet, and which of them are answered early because of a signal.
 //!
-//! Once a request was read, the kernel holds its caller until there is an answer, whatever signal the caller gets. It
-//! tells of the first signal (FUSE_INTERRUPT) and leaves the rest to firnd. What a thread of firnd waits for, or what
-//! hangs in the backing, may take for ever; so the caller is answered without that, and the late outcome is discarded
-//! ([`crate::reply::Reply`]).
+//! Once firnd has read a request, the kernel keeps the caller waiting until there is an answer, whatever signal the
+//! caller gets. The kernel reports the first signal (FUSE_INTERRUPT) and leaves the rest to firnd. The thread that works
+//! on the request may hang in the backing for ever. So the caller may get an *early answer* without that thread; the
+//! late outcome is then discarded ([`crate::reply::Reply`]).
 //!
-//! | the caller is about to | its request waits for room or a lock | asks or waits ([`OperationKind::changes`] is false) | changes something |
+//! When a caller gets an early answer depends on what the signal does to it ([`Fate`]) and on the request:
+//!
+//! | the caller is about to | the request waits for room or a lock | the request asks or waits ([`OperationKind::changes`] is false) | the request changes something |
 //! |---|---|---|---|
-//! | die | withdrawn at once | EINTR at once | EINTR at once: it is never seen, and the change may or may not happen |
+//! | die | withdrawn at once | EINTR at once | EINTR at once: the dead caller never sees it, and the change may or may not happen |
 //! | stop, be frozen, or run a handler for a signal that asks it to end | withdrawn | EINTR | goes on: the answer must be true |
 //! | run another handler | goes on; a wait for a program's lock is withdrawn at once | goes on | goes on |
 //!
-//! The second row takes effect [`STOP_GRACE`] later: most answers come by then, and a program sees no EINTR for them.
-//! Local file systems do not return early for any signal but a deadly one, and programs with a timer or children do
-//! not expect it; hence the third row.
-//!
-//! **Exits.** A process that exits closes its files, and the kernel drops all signals to it from then on, SIGKILL too.
-//! So its close waits for a drain only as long as anything is drained at all ([`EXIT_PATIENCE`]).
+//! * The second row takes effect only after [`STOP_GRACE`]. Most answers come earlier, and then a program sees no EINTR.
+//! * The third row is what local file systems do: only a deadly signal interrupts their calls. Programs with a timer or
+//!   with child processes get signals often and do not expect EINTR.
+//! * A process that exits closes its files, and from then on the kernel drops all signals to it, even SIGKILL. So its
+//!   close waits for a drain only while the drain makes progress ([`EXIT_DRAIN_TIMEOUT`]).
 //!
 //! Invariants
-//! * A request is in the table from before it is carried out until it is answered. The thread that takes it out answers
-//!   it.
-//! * An interrupted request that stays is looked at again every [`LOOK_AGAIN`]: the kernel tells of no further signal.
+//! * A request is in the table from before its work begins until it is answered.
+//! * The thread that removes a request from the table answers it: so there is exactly one answer.
+//! * An interrupted request that stays in the table is checked every [`CHECK_INTERVAL`], because the kernel reports no
+//!   second signal.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -34,69 +36,70 @@ use parking_lot::Mutex;
 use crate::caller::{Fate, fate};
 use crate::request::OperationKind;
 
-/// A signal that does not kill makes a request end early only after this time.
+/// Time after the signal until a caller that stops, and does not die, gets an early answer.
 const STOP_GRACE: Duration = Duration::from_secs(1);
-/// A process that exits waits for a drain that stands still no longer than this.
-const EXIT_PATIENCE: Duration = Duration::from_secs(10);
-/// Time between two looks at the callers that were interrupted.
-const LOOK_AGAIN: Duration = Duration::from_millis(100);
+/// Time without a drained byte after which a process that exits waits for its drain no longer.
+const EXIT_DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
+/// Time between two checks of the interrupted requests.
+const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Parts of the table with a lock each.
+/// Number of parts of the table, each of which has a lock.
 const SHARDS: usize = 64;
-/// Interruptions of requests that are not in the table, remembered in each part. Either the thread that read such a
-/// request enters it in a moment, or it was answered and its number comes never again.
+/// Number of interruptions of unknown requests that each part remembers. Such a request was read already and is about
+/// to be added, or it was answered already and its number never comes again.
 const EARLY_MAX: usize = 64;
 
-/// How a request is answered while another thread is still at work on it.
+/// Answers a request while another thread is still at work on it.
 pub(crate) trait EarlyAnswer: Send + Sync {
     /// Answers the request with an error.
     fn refuse(&self, unique: u64, errno: Errno);
 
-    /// Answers a request that has nothing to tell.
+    /// Answers a request with success, without data.
     fn accept(&self, unique: u64);
 }
 
-/// Takes a request out of whatever it waits in and answers it; false where it does not wait there.
+/// Removes a request from the queue in which it waits, and answers it. Returns false if the request is not in the queue.
 pub(crate) type Withdraw = Arc<dyn Fn() -> bool + Send + Sync>;
 
-/// A request that is not answered.
+/// A request without an answer yet.
 struct Waiting {
-    /// Its thread; 0 where firnd cannot see it.
+    /// The calling thread. 0: it is in a PID namespace that firnd does not see.
     caller: u32,
     operation: OperationKind,
-    /// When it was entered.
-    since: Instant,
-    early: Arc<dyn EarlyAnswer>,
+    added_at: Instant,
+    early_answer: Arc<dyn EarlyAnswer>,
+    /// Set if the request may wait in a queue.
     withdraw: Option<Withdraw>,
-    /// When its caller got a signal.
+    /// Time of the last reported signal.
     interrupted_at: Option<Instant>,
-    /// When its caller, which exits, began to wait.
+    /// Time from which the caller waits as a process that exits.
     exits_at: Option<Instant>,
 }
 
-/// A thread of a program that has waited for an answer for a while.
+/// A thread of a program that waits for the answer to a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WaitingThread {
-    /// Its number.
+    /// The thread's number (gettid(2)).
     pub thread: u32,
-    /// What it called, as the log has it.
+    /// Name of the operation, as in the log.
     pub operation: &'static str,
-    /// Time since firnd took its request.
+    /// Time since firnd read the request.
     pub waited: Duration,
 }
 
-/// Tells which threads wait.
+/// Finds the threads of programs that wait for answers.
 #[derive(Clone)]
 pub struct WaitingThreads(pub(crate) Arc<Unanswered>);
 
 impl WaitingThreads {
-    /// Threads that wait for at least `waited_min`, the longest first; `count_max` of them at most. Returns at once.
+    /// Returns the threads that have waited for at least `waited_min`: the longest waits first, at most `count_max`. It
+    /// waits for nothing.
     pub fn find(&self, waited_min: Duration, count_max: usize) -> Vec<WaitingThread> {
-        let mut found = Vec::new();
+        let mut threads = Vec::new();
         for shard in &self.0.shards {
             let shard = shard.lock();
-            found.extend(shard.waiting.values().filter_map(|waiting| {
-                let waited = waiting.since.elapsed();
+            threads.extend(shard.waiting.values().filter_map(|waiting| {
+                let waited = waiting.added_at.elapsed();
                 (waiting.caller != 0 && waited >= waited_min).then(|| WaitingThread {
                     thread: waiting.caller,
                     operation: waiting.operation.name(),
@@ -104,48 +107,53 @@ impl WaitingThreads {
                 })
             }));
         }
-        found.sort_by_key(|waiting| std::cmp::Reverse(waiting.waited));
-        found.truncate(count_max);
-        found
+        threads.sort_by_key(|waiting| std::cmp::Reverse(waiting.waited));
+        threads.truncate(count_max);
+        threads
     }
 }
 
+/// One part of the table.
 #[derive(Default)]
 struct Shard {
+    /// Unanswered requests by their number.
     waiting: HashMap<u64, Waiting>,
-    /// Interrupted before they were entered.
-    early: VecDeque<u64>,
+    /// Numbers of requests that were interrupted before they were added, the newest first.
+    interrupted_early: VecDeque<u64>,
 }
 
-/// The table of a mount.
+/// The table of unanswered requests of a mount.
 pub(crate) struct Unanswered {
     shards: [Mutex<Shard>; SHARDS],
     watched: Mutex<Watched>,
-    /// Bytes drained so far.
+    /// Returns the number of bytes drained since the mount.
     drained_bytes: Box<dyn Fn() -> u64 + Send + Sync>,
 }
 
-/// Requests that are looked at again.
+/// Requests that are checked every [`CHECK_INTERVAL`].
 #[derive(Default)]
 struct Watched {
     requests: Vec<u64>,
+    /// Whether a thread runs that checks them.
     has_thread: bool,
 }
 
-/// When the drain went on last.
+/// The last progress of the drain that a check has seen.
 struct Progress {
     drained_bytes: u64,
-    at: Instant,
+    changed_at: Instant,
 }
 
-/// What becomes of an unanswered request now.
+/// What to do with an unanswered request now.
 enum Verdict {
-    Waits,
-    /// Ends if it can be withdrawn.
-    Withdraws,
-    /// Ends.
-    Refuses,
-    Accepts,
+    /// Let it go on.
+    Wait,
+    /// Withdraw it from its queue. If it is in none, let it go on.
+    Withdraw,
+    /// Withdraw it from its queue. If it is in none, answer with EINTR.
+    Refuse,
+    /// Answer with success, although the drain is not done.
+    Accept,
 }
 
 impl Unanswered {
@@ -158,25 +166,25 @@ impl Unanswered {
     }
 
     fn shard(&self, unique: u64) -> &Mutex<Shard> {
-        // Numbers of requests are even.
+        // The kernel gives requests even numbers.
         &self.shards[(unique >> 1) as usize % SHARDS]
     }
 
-    /// Enters a request of a thread; 0: unknown thread.
+    /// Adds a request. `caller`: the calling thread, 0 if unknown.
     pub(crate) fn add(
         self: &Arc<Self>,
         unique: u64,
         caller: u32,
         operation: OperationKind,
-        early: Arc<dyn EarlyAnswer>,
+        early_answer: Arc<dyn EarlyAnswer>,
     ) {
         let mut shard = self.shard(unique).lock();
-        let is_interrupted = shard.early.contains(&unique);
+        let is_interrupted = shard.interrupted_early.contains(&unique);
         let waiting = Waiting {
             caller,
             operation,
-            since: Instant::now(),
-            early,
+            added_at: Instant::now(),
+            early_answer,
             withdraw: None,
             interrupted_at: is_interrupted.then(Instant::now),
             exits_at: None,
@@ -188,7 +196,7 @@ impl Unanswered {
         }
     }
 
-    /// Takes a request out; a caller that gets true answers it.
+    /// Removes a request. Returns true if it was in the table: then the calling thread must answer it.
     pub(crate) fn remove(&self, unique: u64) -> bool {
         self.take(unique).is_some()
     }
@@ -197,19 +205,19 @@ impl Unanswered {
         self.shard(unique).lock().waiting.remove(&unique)
     }
 
-    /// Whether a request was not answered yet.
+    /// Whether a request has no answer yet.
     fn contains(&self, unique: u64) -> bool {
         self.shard(unique).lock().waiting.contains_key(&unique)
     }
 
-    /// From now on the request can be withdrawn. It may be called from any thread, with no lock held.
+    /// Sets how the request is withdrawn. `withdraw` is called on any thread, without a lock of this table.
     pub(crate) fn set_withdraw(&self, unique: u64, withdraw: Withdraw) {
         if let Some(waiting) = self.shard(unique).lock().waiting.get_mut(&unique) {
             waiting.withdraw = Some(withdraw);
         }
     }
 
-    /// The caller of the request is a process that exits.
+    /// Notes that the caller of the request is a process that exits.
     pub(crate) fn note_exit(self: &Arc<Self>, unique: u64) {
         if let Some(waiting) = self.shard(unique).lock().waiting.get_mut(&unique) {
             waiting.exits_at = Some(Instant::now());
@@ -217,15 +225,15 @@ impl Unanswered {
         self.watch(unique);
     }
 
-    /// The caller of the request got a signal.
+    /// Notes that the caller of the request got a signal. Answers the request early if that is due at once.
     pub(crate) fn interrupt(self: &Arc<Self>, unique: u64) {
         {
             let mut shard = self.shard(unique).lock();
             match shard.waiting.get_mut(&unique) {
                 Some(waiting) => waiting.interrupted_at = Some(Instant::now()),
                 None => {
-                    shard.early.truncate(EARLY_MAX - 1);
-                    shard.early.push_front(unique);
+                    shard.interrupted_early.truncate(EARLY_MAX - 1);
+                    shard.interrupted_early.push_front(unique);
                     return;
                 }
             }
@@ -235,7 +243,7 @@ impl Unanswered {
         }
     }
 
-    /// Looks at a request again from time to time, until it is answered.
+    /// Has a request checked from time to time until it is answered. Starts the thread for it if there is none.
     fn watch(self: &Arc<Self>, unique: u64) {
         let mut watched = self.watched.lock();
         watched.requests.push(unique);
@@ -244,25 +252,25 @@ impl Unanswered {
         }
         drop(watched);
         let table = Arc::clone(self);
-        if let Err(error) = spawn_thread("firn-interrupt", move || table.look_at_watched()) {
+        if let Err(error) = spawn_thread("firn-interrupt", move || table.check_watched()) {
             tracing::warn!(%error, "no thread looks at programs that wait and are to end");
             self.watched.lock().has_thread = false;
         }
     }
 
-    /// Ends when nothing is left to be looked at.
-    fn look_at_watched(&self) {
+    /// Checks the watched requests every [`CHECK_INTERVAL`]. Returns when none is left.
+    fn check_watched(&self) {
         let mut progress = Progress {
             drained_bytes: (self.drained_bytes)(),
-            at: Instant::now(),
+            changed_at: Instant::now(),
         };
         loop {
-            std::thread::sleep(LOOK_AGAIN);
+            std::thread::sleep(CHECK_INTERVAL);
             let drained_bytes = (self.drained_bytes)();
             if drained_bytes != progress.drained_bytes {
                 progress = Progress {
                     drained_bytes,
-                    at: Instant::now(),
+                    changed_at: Instant::now(),
                 };
             }
             let mut requests = std::mem::take(&mut self.watched.lock().requests);
@@ -276,7 +284,8 @@ impl Unanswered {
         }
     }
 
-    /// Ends a request if its caller is to go on without an answer; whether it is answered.
+    /// Answers a request early if that is due now. Returns whether the request is answered. `progress`: that of the
+    /// drain, if known.
     fn end_if_due(&self, unique: u64, progress: Option<&Progress>) -> bool {
         let (verdict, withdraw) = {
             let shard = self.shard(unique).lock();
@@ -285,41 +294,46 @@ impl Unanswered {
             };
             let (caller, interrupted_at) = (waiting.caller, waiting.interrupted_at);
             let (operation, withdraw) = (waiting.operation, waiting.withdraw.clone());
-            let is_stuck_exit = waiting
-                .exits_at
-                .zip(progress)
-                .is_some_and(|(since, progress)| since.max(progress.at).elapsed() >= EXIT_PATIENCE);
+            let is_stuck_exit =
+                waiting
+                    .exits_at
+                    .zip(progress)
+                    .is_some_and(|(exits_at, progress)| {
+                        exits_at.max(progress.changed_at).elapsed() >= EXIT_DRAIN_TIMEOUT
+                    });
+            // Without the lock from here: `fate` reads files in /proc.
             drop(shard);
             let verdict = if is_stuck_exit {
-                Verdict::Accepts
+                Verdict::Accept
             } else {
-                interrupted_at.map_or(Verdict::Waits, |at| {
-                    judge(fate(caller), at.elapsed(), operation)
+                interrupted_at.map_or(Verdict::Wait, |interrupted_at| {
+                    judge(fate(caller), interrupted_at.elapsed(), operation)
                 })
             };
             (verdict, withdraw)
         };
-        let withdraws = || withdraw.is_some_and(|withdraw| withdraw());
+        // Without a lock: `withdraw` takes the lock of its queue, and removes the request from this table.
+        let try_withdraw = || withdraw.is_some_and(|withdraw| withdraw());
         match verdict {
-            Verdict::Waits => false,
-            Verdict::Withdraws => withdraws(),
-            Verdict::Refuses => {
-                if !withdraws()
+            Verdict::Wait => false,
+            Verdict::Withdraw => try_withdraw(),
+            Verdict::Refuse => {
+                if !try_withdraw()
                     && let Some(waiting) = self.take(unique)
                 {
                     tracing::debug!(unique, "a caller that got a signal does not wait any more");
-                    waiting.early.refuse(unique, Errno::INTR);
+                    waiting.early_answer.refuse(unique, Errno::INTR);
                 }
                 true
             }
-            Verdict::Accepts => {
+            Verdict::Accept => {
                 if let Some(waiting) = self.take(unique) {
                     tracing::warn!(
                         pid = waiting.caller,
                         "a process exits before its file is drained: nothing was drained for {} s; the file stays held",
-                        EXIT_PATIENCE.as_secs()
+                        EXIT_DRAIN_TIMEOUT.as_secs()
                     );
-                    waiting.early.accept(unique);
+                    waiting.early_answer.accept(unique);
                 }
                 true
             }
@@ -327,20 +341,20 @@ impl Unanswered {
     }
 }
 
-/// The table of this file's head. `waited`: since the signal.
-fn judge(fate: Fate, waited: Duration, operation: OperationKind) -> Verdict {
+/// Applies the table at the head of this file. `since_signal`: time since the caller got the signal.
+fn judge(fate: Fate, since_signal: Duration, operation: OperationKind) -> Verdict {
     let changes = operation.changes();
     match fate {
-        Fate::Dies => Verdict::Refuses,
-        _ if operation.ends_with_any_signal() => Verdict::Withdraws,
-        Fate::Stops if waited < STOP_GRACE => Verdict::Waits,
-        Fate::Stops if changes => Verdict::Withdraws,
-        Fate::Stops => Verdict::Refuses,
-        Fate::GoesOn => Verdict::Waits,
+        Fate::Dies => Verdict::Refuse,
+        _ if operation.ends_with_any_signal() => Verdict::Withdraw,
+        Fate::Stops if since_signal < STOP_GRACE => Verdict::Wait,
+        Fate::Stops if changes => Verdict::Withdraw,
+        Fate::Stops => Verdict::Refuse,
+        Fate::GoesOn => Verdict::Wait,
     }
 }
 
-/// Says of a request whether its caller still waits for the answer.
+/// Tells whether the caller of one request still waits for the answer.
 #[derive(Clone)]
 pub(crate) struct StillWaits {
     table: Arc<Unanswered>,
@@ -366,9 +380,9 @@ mod tests {
 
     use super::*;
 
-    struct Told(mpsc::Sender<(u64, Option<Errno>)>);
+    struct SentAnswers(mpsc::Sender<(u64, Option<Errno>)>);
 
-    impl EarlyAnswer for Told {
+    impl EarlyAnswer for SentAnswers {
         fn refuse(&self, unique: u64, errno: Errno) {
             let _ = self.0.send((unique, Some(errno)));
         }
@@ -378,56 +392,60 @@ mod tests {
         }
     }
 
-    /// Early answers, by request.
+    /// Early answers: the number of the request, and the error if it is one.
     type Answers = mpsc::Receiver<(u64, Option<Errno>)>;
 
     fn table() -> (Arc<Unanswered>, Arc<dyn EarlyAnswer>, Answers) {
-        let (tell, told) = mpsc::channel();
-        (Unanswered::new(|| 0), Arc::new(Told(tell)), told)
+        let (sender, answers) = mpsc::channel();
+        (
+            Unanswered::new(|| 0),
+            Arc::new(SentAnswers(sender)),
+            answers,
+        )
     }
 
-    /// A caller of whom firnd sees nothing counts as one that dies.
+    /// A caller that firnd cannot see; it counts as one that dies.
     const UNSEEN: u32 = 0;
 
     #[test]
     fn a_request_is_answered_once_early_or_late() {
-        let (table, early, told) = table();
-        table.add(2, UNSEEN, OperationKind::Fsync, Arc::clone(&early));
-        table.add(4, UNSEEN, OperationKind::Fsync, early);
+        let (table, early_answer, answers) = table();
+        table.add(2, UNSEEN, OperationKind::Fsync, Arc::clone(&early_answer));
+        table.add(4, UNSEEN, OperationKind::Fsync, early_answer);
         table.interrupt(2);
-        assert_eq!(told.recv().unwrap(), (2, Some(Errno::INTR)));
+        assert_eq!(answers.recv().unwrap(), (2, Some(Errno::INTR)));
         assert!(!table.remove(2));
         assert!(table.remove(4));
         table.interrupt(4);
-        assert!(told.try_recv().is_err());
+        assert!(answers.try_recv().is_err());
     }
 
     #[test]
     fn an_interruption_that_is_read_before_its_request_is_not_lost() {
-        let (table, early, told) = table();
+        let (table, early_answer, answers) = table();
         for other in 1..EARLY_MAX as u64 {
             table.interrupt(2 + 2 * SHARDS as u64 * other);
         }
         table.interrupt(2);
-        table.add(2, UNSEEN, OperationKind::Lookup, early);
-        let answer = told.recv_timeout(Duration::from_secs(60)).unwrap();
+        table.add(2, UNSEEN, OperationKind::Lookup, early_answer);
+        let answer = answers.recv_timeout(Duration::from_secs(60)).unwrap();
         assert_eq!(answer, (2, Some(Errno::INTR)));
     }
 
     #[test]
     fn what_can_be_withdrawn_is_answered_by_whom_it_waits_for() {
-        let (table, early, told) = table();
-        table.add(2, UNSEEN, OperationKind::Write, Arc::clone(&early));
+        let (table, early_answer, answers) = table();
+        table.add(2, UNSEEN, OperationKind::Write, Arc::clone(&early_answer));
         let weak = Arc::downgrade(&table);
         table.set_withdraw(2, Arc::new(move || weak.upgrade().unwrap().remove(2)));
         table.interrupt(2);
-        assert!(told.try_recv().is_err());
+        assert!(answers.try_recv().is_err());
         assert!(!StillWaits::new(&table, 2).get());
-        // It does not wait there any more, and its caller dies all the same.
-        table.add(4, UNSEEN, OperationKind::Write, early);
+        // The second request has left its queue. Its caller dies, so it is answered all the same.
+        table.add(4, UNSEEN, OperationKind::Write, early_answer);
         table.set_withdraw(4, Arc::new(|| false));
         table.interrupt(4);
-        assert_eq!(told.recv().unwrap(), (4, Some(Errno::INTR)));
+        assert_eq!(answers.recv().unwrap(), (4, Some(Errno::INTR)));
     }
 
     #[test]
@@ -438,25 +456,22 @@ mod tests {
         for operation in [asks, changes] {
             assert!(matches!(
                 judge(Fate::Dies, soon, operation),
-                Verdict::Refuses
+                Verdict::Refuse
             ));
-            assert!(matches!(
-                judge(Fate::Stops, soon, operation),
-                Verdict::Waits
-            ));
+            assert!(matches!(judge(Fate::Stops, soon, operation), Verdict::Wait));
             assert!(matches!(
                 judge(Fate::GoesOn, late, operation),
-                Verdict::Waits
+                Verdict::Wait
             ));
         }
-        assert!(matches!(judge(Fate::Stops, late, asks), Verdict::Refuses));
+        assert!(matches!(judge(Fate::Stops, late, asks), Verdict::Refuse));
         assert!(matches!(
             judge(Fate::Stops, late, changes),
-            Verdict::Withdraws
+            Verdict::Withdraw
         ));
         for fate in [Fate::Stops, Fate::GoesOn] {
             let lock = judge(fate, soon, OperationKind::Setlk);
-            assert!(matches!(lock, Verdict::Withdraws));
+            assert!(matches!(lock, Verdict::Withdraw));
         }
     }
 }

@@ -1,11 +1,11 @@
-//! A watch over what programs do with names and files: commit rules begin transactions before a change and end them after it.
+//! The watch of the commit rules over changes of names and files.
 //!
-//! It belongs to the [`Gate`], and only mounts with rules have one: on all others a change costs one look whether
-//! there is one.
+//! Commit rules begin a transaction before a change and end it after one. The watch belongs to the [`Gate`]; only a
+//! mount with rules has one. On any other mount a change costs one test whether there is a watch.
 //!
 //! Promises of an implementation
-//! * [`ChangeWatch::concerns`] asks nothing of the backing.
-//! * The others may take as long as a commit. They are called on workers, with no [`Pass`](crate::Pass) held.
+//! * [`ChangeWatch::concerns`] does not ask the backing.
+//! * The other methods may take as long as a commit. They are called on workers, without a [`Pass`](crate::Pass).
 
 use std::ffi::OsString;
 use std::sync::Arc;
@@ -15,61 +15,61 @@ use firn_engine::{Closing, HandleId, InodeId};
 
 use crate::gate::Gate;
 
-/// A change that is about to be made.
+/// A change that a program is about to make.
 #[derive(Clone, Debug)]
 pub enum WatchedChange {
-    /// A file is opened for writing.
+    /// A program opens a file for writing.
     Open(InodeId),
-    /// A file is made and opened, in this directory under this name.
+    /// A program creates and opens a file: the directory, and the name in it.
     Create(InodeId, OsString),
-    /// Something else gets a name.
+    /// A program gives a name to anything else: the directory, and the name in it.
     Make(InodeId, OsString),
-    /// The length of a file changes.
+    /// A program changes the length of a file.
     Cut(InodeId),
-    /// A name goes.
+    /// A program removes a name: the directory, and the name in it.
     Remove(InodeId, OsString),
-    /// A name becomes another one.
+    /// A program renames: the old directory and name, and the new ones.
     Rename((InodeId, OsString), (InodeId, OsString)),
 }
 
-/// A change that was let in.
+/// Proof that a watch let a change begin. Given back with [`ChangeWatch::end_change`].
 #[derive(Debug)]
 pub struct WatchTicket {
-    /// The implementation's number of it.
+    /// The number under which the watch knows the change.
     pub number: u64,
 }
 
-/// What watches changes.
+/// Watches changes for the commit rules.
 pub trait ChangeWatch: Send + Sync {
-    /// Whether the rules have to do with a change.
+    /// Whether the rules concern a change. Only such changes are reported to the other methods.
     fn concerns(&self, change: &WatchedChange) -> bool;
 
-    /// Before a change; an error refuses it.
+    /// Reports a change before it is made. An error refuses the change.
     fn begin_change(&self, caller: Caller, change: &WatchedChange) -> Result<WatchTicket, Errno>;
 
-    /// After it. `handle`: of the file that it opened for writing.
+    /// Reports the end of a change. `handle`: the handle, if the change opened a file for writing.
     fn end_change(&self, ticket: WatchTicket, is_made: bool, handle: Option<HandleId>);
 
-    /// Whether what is seen there was left by a writer that has ended, and is about to be dropped.
+    /// Whether the contents of `inode` were left by a writer that has ended, and are about to be dropped.
     fn must_settle(&self, inode: InodeId) -> bool;
 
-    /// Waits until it is dropped: a program that is started again finds what it will find.
+    /// Waits until these contents are dropped, so that a restarted program finds the state that will last.
     fn settle(&self, inode: InodeId);
 
-    /// Whether a handle is one that was given to [`ChangeWatch::end_change`].
+    /// Whether a handle was reported with [`ChangeWatch::end_change`] and is not released yet.
     fn knows(&self, handle: HandleId) -> bool;
 
-    /// A process closes a handle that the watch knows, or is ended with it.
+    /// Reports that a process closes such a handle, or ends and thereby closes it.
     fn close(&self, caller: Caller, handle: HandleId, by: Closing) -> Result<(), Errno>;
 
-    /// The kernel has no descriptor of the handle any more.
+    /// Reports that the kernel has released such a handle.
     fn release(&self, handle: HandleId);
 }
 
-/// A watch, and the change that concerns it.
+/// The watch, and a change that the rules concern.
 pub(crate) type WatchFound = (Arc<dyn ChangeWatch>, WatchedChange);
 
-/// The watch that a change concerns.
+/// Returns the watch with the change, if the mount has a watch and the rules concern the change.
 pub(crate) fn watch_of(
     gate: Option<&dyn Gate>,
     change: impl FnOnce() -> WatchedChange,
@@ -79,7 +79,7 @@ pub(crate) fn watch_of(
     watch.concerns(&change).then_some((watch, change))
 }
 
-/// A change that is watched, if rules have to do with it.
+/// Makes one change between [`ChangeWatch::begin_change`] and [`ChangeWatch::end_change`], if a watch is set.
 pub(crate) struct Watched {
     watch: Option<WatchFound>,
     caller: Caller,
@@ -90,12 +90,12 @@ impl Watched {
         Self { watch, caller }
     }
 
-    /// Makes the change, unless the watch refuses it.
+    /// Makes the change. An error of the watch refuses it.
     pub(crate) fn make<T>(self, make: impl FnOnce() -> Result<T, Errno>) -> Result<T, Errno> {
         self.open(make, |_| None)
     }
 
-    /// The same of one that opens a file for writing.
+    /// Makes a change that opens a file for writing. `handle_of` takes the handle from the result.
     pub(crate) fn open<T>(
         self,
         make: impl FnOnce() -> Result<T, Errno>,

@@ -1,4 +1,5 @@
-//! The traits: names go to the primary, data to where the file lies.
+//! Implements the traits of a backing: calls about names go to the primary, calls about data to the *holder* of the file,
+//! which is its lane or the primary.
 
 use std::os::fd::OwnedFd;
 use std::thread::Builder;
@@ -12,26 +13,26 @@ use firn_backing::{
 use super::*;
 use crate::create::{NewFile, PlaceByName};
 
-/// The backing that something lies in: the primary, or a lane for the data of a placed file.
-macro_rules! home {
-    ($self:ident, |$home:ident| $call:expr) => {{
-        let $home = &$self.primary;
+/// Calls the holder of an object: the primary, or a lane for the data of a placed file.
+macro_rules! holder {
+    ($self:ident, |$holder:ident| $call:expr) => {{
+        let $holder = &$self.primary;
         $call
     }};
-    ($self:ident, inode $inode:ident, |$home:ident| $call:expr) => {{
-        let ($home, $inode) = $self.home($inode);
+    ($self:ident, inode $inode:ident, |$holder:ident| $call:expr) => {{
+        let ($holder, $inode) = $self.holder_of($inode);
         $call
     }};
-    ($self:ident, file $file:ident, |$home:ident| $call:expr) => {{
-        let ($home, $file) = ($self.home_of_file($file), &$file.file);
+    ($self:ident, file $file:ident, |$holder:ident| $call:expr) => {{
+        let ($holder, $file) = ($self.holder_of_file($file), &$file.file);
         $call
     }};
 }
 
-/// As `home!`, for data that a lane has to take; notes the time of the call for the lane.
-macro_rules! noted {
-    ($self:ident, file $file:ident, |$home:ident| $call:expr) => {
-        $self.call_home($file, Call::Data, |$home| {
+/// Calls the holder of a file as `holder!` does, and records the time of the call for the lane.
+macro_rules! recorded {
+    ($self:ident, file $file:ident, |$holder:ident| $call:expr) => {
+        $self.call_holder($file, Call::Data, |$holder| {
             let $file = &$file.file;
             $call
         })
@@ -47,7 +48,7 @@ impl<B: Backing> Volume for Lanes<B> {
         LanesInode::Primary(self.primary.root(), Position::TOP)
     }
 
-    /// The primary, whose own files are not placed, is one more lane, the last.
+    /// Returns one lane more than there are: the last one stands for the primary, whose own files are in no lane.
     fn features(&self) -> Features {
         Features {
             lane_count: self.setup.lanes.len() as u16 + 1,
@@ -55,7 +56,7 @@ impl<B: Backing> Volume for Lanes<B> {
         }
     }
 
-    /// Room is the sum of the lanes', inodes are the primary's. Lanes of one file system count once.
+    /// Returns the room of all lanes together, and the inodes of the primary. Lanes on one file system count once.
     fn statfs(&self) -> Result<StatFs> {
         let mut sum = self.primary.statfs()?;
         let mut devices = Vec::new();
@@ -67,11 +68,11 @@ impl<B: Backing> Volume for Lanes<B> {
                 continue;
             }
             devices.push(device);
-            let one = lane.backing.statfs()?;
-            let blocks = |count: u64| count.saturating_mul(one.block_size) / unit;
-            sum.blocks += blocks(one.blocks);
-            sum.blocks_free += blocks(one.blocks_free);
-            sum.blocks_available += blocks(one.blocks_available);
+            let lane_statfs = lane.backing.statfs()?;
+            let blocks = |count: u64| count.saturating_mul(lane_statfs.block_size) / unit;
+            sum.blocks += blocks(lane_statfs.blocks);
+            sum.blocks_free += blocks(lane_statfs.blocks_free);
+            sum.blocks_available += blocks(lane_statfs.blocks_available);
         }
         Ok(sum)
     }
@@ -89,7 +90,7 @@ impl<B: Backing> Volume for Lanes<B> {
                 self.primary.sync_scope(SyncScope::Changes)
             }
             SyncScope::Tree(inode) => {
-                // The files of a directory are anywhere in the lanes.
+                // The files of a directory may be in any lane.
                 self.sync_lanes(|lane| lane.sync_scope(SyncScope::All))?;
                 match inode {
                     LanesInode::Primary(inode, _) => {
@@ -99,7 +100,7 @@ impl<B: Backing> Volume for Lanes<B> {
                 }
             }
             SyncScope::Dir(inode) => {
-                // A durable link must not lead to a file whose name is lost.
+                // The lanes first: after a power loss a durable link must not lead to a file whose name is lost.
                 for lane in &self.setup.lanes {
                     lane.sync_names()?;
                 }
@@ -133,7 +134,7 @@ impl<B: Backing> Names for Lanes<B> {
         let Some(rule) = &self.setup.rule else {
             return self.create_in_primary(parent, &new);
         };
-        let named = match placing {
+        let (final_parent, final_name) = match placing {
             Placing::ByName if parent.position().region.takes_placed_files() => (parent, name),
             Placing::Named { parent, name } => (parent, name),
             Placing::Turn(turn) => return self.create_by_turn(rule, turn, &new),
@@ -142,15 +143,14 @@ impl<B: Backing> Names for Lanes<B> {
             }
             Placing::ByName | Placing::Beside(_) => return self.create_in_primary(parent, &new),
         };
-        // Only the kernel can apply a default ACL to a new file, and only where the name is.
+        // Only the kernel can apply a default ACL to a new file, and only in the directory in which the file is created.
         if self.primary.has_default_acl(dir) {
             return self.create_in_primary(parent, &new);
         }
-        let (parent, name) = named;
         let place = PlaceByName {
-            parent: parent.in_primary(),
-            numbers: parent.position().numbers,
-            name,
+            parent: final_parent.in_primary(),
+            numbers: final_parent.position().numbers,
+            name: final_name,
         };
         self.create_by_name(rule, &place, &new)
     }
@@ -250,7 +250,7 @@ impl<B: Backing> Names for Lanes<B> {
         cookie: i64,
         sink: &mut dyn FnMut(DirEntry<'_>) -> bool,
     ) -> Result<()> {
-        // A link may be a placed file; a reader that wants to know looks it up.
+        // A link may be that of a placed file, so no kind is returned. A caller that needs the kind looks the name up.
         let mut shown = |entry: DirEntry<'_>| {
             let kind = entry.kind.filter(|kind| *kind != Kind::Symlink);
             sink(DirEntry { kind, ..entry })
@@ -264,8 +264,8 @@ impl<B: Backing> Attributes for Lanes<B> {
         match target {
             Target::Inode(inode) => {
                 if freshness == Freshness::Current {
-                    let (home, object) = self.home(inode);
-                    home.stat(Target::Inode(object), freshness)?;
+                    let (holder, object) = self.holder_of(inode);
+                    holder.stat(Target::Inode(object), freshness)?;
                 }
                 match inode {
                     LanesInode::Primary(inode, _) => self.primary.attr(inode),
@@ -274,11 +274,11 @@ impl<B: Backing> Attributes for Lanes<B> {
             }
             Target::File(file) => {
                 if freshness == Freshness::Current {
-                    let home = self.home_of_file(file);
-                    home.stat(Target::File(&file.file), freshness)?;
+                    let holder = self.holder_of_file(file);
+                    holder.stat(Target::File(&file.file), freshness)?;
                 }
                 let attr =
-                    self.call_home(file, Call::Name, |home| home.attr_of_file(&file.file))?;
+                    self.call_holder(file, Call::Name, |holder| holder.attr_of_file(&file.file))?;
                 match &file.placed {
                     None => Ok(attr),
                     Some(placed) => Ok(placed_attr(&self.attr_of_link(placed)?, &attr)),
@@ -295,10 +295,10 @@ impl<B: Backing> Attributes for Lanes<B> {
             }
             _ => {}
         }
-        let (home, object) = self.home(inode);
-        home.set_attr(object, change)?;
+        let (holder, object) = self.holder_of(inode);
+        holder.set_attr(object, change)?;
         match (inode, change) {
-            // For tools that list the primary.
+            // The link gets the owner too, for tools that list the primary.
             (LanesInode::Placed(placed), AttrChange::Owner { .. }) => {
                 self.primary.set_attr(&placed.link, change)
             }
@@ -310,13 +310,13 @@ impl<B: Backing> Attributes for Lanes<B> {
         if is_hidden(inode, name) {
             return Err(Errno::NODATA);
         }
-        let (home, inode) = self.home(inode);
-        home.get_xattr(inode, name)
+        let (holder, inode) = self.holder_of(inode);
+        holder.get_xattr(inode, name)
     }
 
     fn list_xattr(&self, inode: &LanesInode<B>) -> Result<Vec<u8>> {
-        let (home, object) = self.home(inode);
-        let names = home.list_xattr(object)?;
+        let (holder, object) = self.holder_of(inode);
+        let names = holder.list_xattr(object)?;
         if !matches!(inode, LanesInode::Placed(_)) {
             return Ok(names);
         }
@@ -328,16 +328,16 @@ impl<B: Backing> Attributes for Lanes<B> {
 }
 
 impl<B: Backing> Files for Lanes<B> {
-    forward!(noted: resize allocate);
-    // Each file has one home, so its lock is the same for all.
-    forward!(home: seek advise lock);
+    forward!(recorded: resize allocate);
+    // Each file has one holder, so all hosts see the same locks.
+    forward!(holder: seek advise lock);
 
-    /// A placed file is two objects, and one descriptor does not lead to both.
+    /// Returns no descriptor to keep a placed file: the file is two objects, and one descriptor does not lead to both.
     fn descriptor(&self, file: &LanesFile<B>, purpose: DescriptorUse) -> Option<OwnedFd> {
         if purpose == DescriptorUse::Keeping && file.placed.is_some() {
             return None;
         }
-        self.home_of_file(file).descriptor(&file.file, purpose)
+        self.holder_of_file(file).descriptor(&file.file, purpose)
     }
 
     fn adopt(&self, descriptor: OwnedFd) -> Result<AdoptedBy<Self>> {
@@ -349,13 +349,13 @@ impl<B: Backing> Files for Lanes<B> {
     }
 
     fn open(&self, inode: &LanesInode<B>, access: Access) -> Result<LanesFile<B>> {
-        let (home, object) = self.home(inode);
+        let (holder, object) = self.holder_of(inode);
         let placed = match inode {
             LanesInode::Primary(..) => None,
             LanesInode::Placed(placed) => Some(Arc::clone(placed)),
         };
         let file = match &placed {
-            None => home.open(object, access)?,
+            None => holder.open(object, access)?,
             Some(placed) => self
                 .lane(placed)
                 .call(Call::Name, |lane| lane.open(object, access))?,
@@ -364,25 +364,29 @@ impl<B: Backing> Files for Lanes<B> {
     }
 
     fn read_at(&self, file: &LanesFile<B>, buf: &mut [u8], offset: u64) -> Result<usize> {
-        self.call_home(file, Call::Data, |home| {
-            home.read_at(&file.file, buf, offset)
+        self.call_holder(file, Call::Data, |holder| {
+            holder.read_at(&file.file, buf, offset)
         })
     }
 
     fn write_parts(&self, file: &LanesFile<B>, parts: &[DataPart<'_>]) -> Result<u64> {
         if file.placed.is_some() {
-            // Counted before it is refused: that is when it has to be known.
+            // Counted before the write, so that it counts even if the lane is full: then the length is needed.
             let end = parts.iter().map(|part| part.offset + part.len()).max();
             self.longest.fetch_max(end.unwrap_or(0), Ordering::Relaxed);
         }
-        let write = || self.call_home(file, Call::Data, |home| home.write_parts(&file.file, parts));
+        let write = || {
+            self.call_holder(file, Call::Data, |holder| {
+                holder.write_parts(&file.file, parts)
+            })
+        };
         let written = match write() {
-            // Files that are gone above may still take room.
+            // Removed files may still occupy room in the lane.
             Err(Errno::NOSPC) if self.has_removals() => {
                 self.finish_removals()?;
                 write()
             }
-            done => done,
+            result => result,
         };
         let count = written?;
         if let Some(placed) = &file.placed {
@@ -403,20 +407,22 @@ impl<B: Backing> Files for Lanes<B> {
     ) -> Result<u64> {
         let lane = |file: &LanesFile<B>| file.placed.as_ref().map(|placed| placed.lane);
         if lane(from) == lane(to) {
-            return self.call_home(from, Call::Data, |home| {
-                home.copy_range(&from.file, from_offset, &to.file, to_offset, len)
+            return self.call_holder(from, Call::Data, |holder| {
+                holder.copy_range(&from.file, from_offset, &to.file, to_offset, len)
             });
         }
         copy_through_memory(self, from, from_offset, to, to_offset, len)
     }
 
     fn sync(&self, file: &LanesFile<B>, data_only: bool) -> Result<()> {
-        self.call_home(file, Call::Sync, |home| home.sync(&file.file, data_only))
+        self.call_holder(file, Call::Sync, |holder| {
+            holder.sync(&file.file, data_only)
+        })
     }
 }
 
 impl<B: Backing> Sharing for Lanes<B> {
-    forward!(home: kernel_reads locate note_use level_max);
+    forward!(holder: kernel_reads locate note_use level_max);
 }
 
 impl<B: Backing> Placement for Lanes<B> {
@@ -425,10 +431,10 @@ impl<B: Backing> Placement for Lanes<B> {
             LanesInode::Primary(..) => self.setup.lanes.len(),
             LanesInode::Placed(placed) => placed.lane,
         };
-        let (home, object) = self.home(inode);
+        let (holder, object) = self.holder_of(inode);
         Facts {
             lane: LaneIndex::new(lane as u16),
-            ..home.facts(object)
+            ..holder.facts(object)
         }
     }
 
@@ -439,8 +445,7 @@ impl<B: Backing> Placement for Lanes<B> {
 }
 
 impl<B: Backing> Lanes<B> {
-    /// Syncs all lanes at the same time: each is a server of its own, and one after the other would add their times up.
-    /// EAGAIN where the system has no threads left.
+    /// Syncs all lanes at the same time, because their servers are independent. EAGAIN: the system starts no further thread.
     fn sync_lanes(&self, sync: fn(&B) -> Result<()>) -> Result<()> {
         std::thread::scope(|scope| {
             let mut threads = Vec::new();
@@ -449,13 +454,13 @@ impl<B: Backing> Lanes<B> {
                     Builder::new().spawn_scoped(scope, move || lane.call(Call::Sync, sync));
                 threads.push(thread.map_err(|_| Errno::AGAIN)?);
             }
-            let mut done = threads.into_iter().map(|thread| thread.join());
-            done.try_for_each(|done| done.expect("a sync does not panic"))
+            let mut results = threads.into_iter().map(|thread| thread.join());
+            results.try_for_each(|result| result.expect("a sync does not panic"))
         })
     }
 }
 
-/// Whether an extended attribute is Firn's own.
+/// Whether an extended attribute is the mark of a placed file, which users do not see.
 fn is_hidden<B: Backing>(inode: &LanesInode<B>, name: &OsStr) -> bool {
     matches!(inode, LanesInode::Placed(_)) && name == XATTR
 }

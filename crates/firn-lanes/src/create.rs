@@ -20,10 +20,12 @@ use crate::state::Call;
 /// Maximum number of bytes of a file's name that its entry in the lane repeats. They make a listing of the lane
 /// readable.
 const NAME_BYTES: usize = 200;
+/// Number of hexadecimal digits at the end of an entry.
+const ID_DIGITS: usize = 16;
 /// Maximum number of links that are counted in a directory that gets its first file from this host.
 const COUNTED_MAX: usize = 256;
 /// Time within which a lane must create a file. A slower lane hangs, or is so slow that another lane is better.
-const ANSWERS_WITHIN: Duration = Duration::from_secs(2);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Result of [`Backing::create`].
 type Created<B> = (LanesInode<B>, LanesFile<B>, Attr);
@@ -47,9 +49,9 @@ pub(crate) struct PlaceByName<'a, B: Backing> {
 /// The lanes that are allowed for a file.
 #[derive(Clone, Copy)]
 enum Wanted {
-    /// Only this lane.
+    /// The file goes to this lane or is not created.
     Fixed(usize),
-    /// This lane or one of those after it; the second number is the number of lanes.
+    /// The file goes to this lane or to one that follows it; the second number is the number of lanes.
     First(usize, usize),
 }
 
@@ -105,7 +107,7 @@ impl<B: Backing> Default for Attempts<B> {
     }
 }
 
-/// Marks a task as ended when it is dropped. That includes a panic, and a task that never begins.
+/// Marks a task that has begun as ended when this value is dropped, also if the task panics.
 struct EndOfTask(Arc<AtomicBool>);
 
 impl Drop for EndOfTask {
@@ -259,7 +261,7 @@ impl<B: Backing> Lanes<B> {
         let (hung, others): (Vec<usize>, Vec<usize>) = order.into_iter().partition(lane_hangs);
         for lane in others {
             self.begin(attempts, lane, self.room_wanted(lane), owner, new)?;
-            if let Some(made) = self.await_attempt(attempts, Some(ANSWERS_WITHIN))? {
+            if let Some(made) = self.await_attempt(attempts, Some(ANSWER_TIMEOUT))? {
                 return Ok(made);
             }
         }
@@ -269,7 +271,7 @@ impl<B: Backing> Lanes<B> {
             attempts.failed.get_or_insert(Errno::NOSPC);
             if room > 0 {
                 self.begin(attempts, lane, None, owner, new)?;
-                if let Some(made) = self.await_attempt(attempts, Some(ANSWERS_WITHIN))? {
+                if let Some(made) = self.await_attempt(attempts, Some(ANSWER_TIMEOUT))? {
                     return Ok(made);
                 }
             }
@@ -309,8 +311,8 @@ impl<B: Backing> Lanes<B> {
     ) -> Result<()> {
         let staging = self.staging()?;
         let entry = new_entry(new.name)?;
-        let place = Arc::clone(&self.setup.lanes[lane]);
-        let target = place.target_of(&entry);
+        let lane_of_file = Arc::clone(&self.setup.lanes[lane]);
+        let target = lane_of_file.target_of(&entry);
         // Create the link first. If the creation is interrupted, the next mount finds the file by this link.
         let (link, link_attr) = self.primary.symlink(owner, staging, &entry, &target)?;
         let mark = self.mark_of(&link_attr);
@@ -330,42 +332,43 @@ impl<B: Backing> Lanes<B> {
             part: 0,
         };
         self.workers.run_about(Class::Call, topic, move || {
+            // Dropped before the answer is sent, also if the creation panics.
             let end = EndOfTask(has_ended);
-            let made = place.make_file(&entry, &owner, mode, mark, room);
+            let result = lane_of_file.make_file(&entry, &owner, mode, mark, room);
             drop(end);
-            // The caller may have taken another lane's file by now; then it removes this one later.
-            let _ = sender.send((lane, made));
+            // The caller may have taken the file of another lane by now. Then it removes this one later.
+            let _ = sender.send((lane, result));
         });
         Ok(())
     }
 
-    /// Waits for one of the attempts, at most for `at_most`.
+    /// Waits for one of the attempts, at most for `timeout`.
     ///
     /// Returns `None` if no attempt has ended, or if one failed; the failure is recorded.
     fn await_attempt(
         &self,
         attempts: &mut Attempts<B>,
-        at_most: Option<Duration>,
+        timeout: Option<Duration>,
     ) -> Result<Option<(Attempt<B>, MadeFile<B>)>> {
-        let ended = match at_most {
-            Some(time) => attempts.receiver.recv_timeout(time).ok(),
+        let answer = match timeout {
+            Some(timeout) => attempts.receiver.recv_timeout(timeout).ok(),
             None => attempts.receiver.recv().ok(),
         };
-        let Some((lane, made)) = ended else {
+        let Some((lane, result)) = answer else {
             return Ok(None);
         };
-        let place = attempts
+        let index = attempts
             .under_way
             .iter()
             .position(|attempt| attempt.lane == lane);
         let attempt = attempts
             .under_way
-            .swap_remove(place.expect("one attempt in a lane at a time"));
-        let error = match made {
+            .swap_remove(index.expect("one attempt in a lane at a time"));
+        let error = match result {
             Ok(made) => return Ok(Some((attempt, made))),
             Err(error) => error,
         };
-        self.take_back(&attempt);
+        self.remove_attempt(&attempt);
         match error {
             CreateError::Lane(errno) => attempts.failed = attempts.failed.or(Some(errno)),
             CreateError::Short(room) => attempts.short.push((lane, room)),
@@ -384,7 +387,7 @@ impl<B: Backing> Lanes<B> {
         let staging = self.staging()?;
         let named = self.give_name(staging, &attempt.link, &attempt.entry, new.parent, new.name);
         if let Err(error) = named {
-            self.take_back(&attempt);
+            self.remove_attempt(&attempt);
             return Err(error);
         }
         let link_attr = self.primary.attr(&attempt.link);
@@ -404,13 +407,13 @@ impl<B: Backing> Lanes<B> {
     }
 
     /// Removes the file and the link of an attempt that has ended.
-    fn take_back(&self, attempt: &Attempt<B>) {
+    fn remove_attempt(&self, attempt: &Attempt<B>) {
         let _ = self.remove_entry(attempt.lane, &attempt.entry);
         let staging = self.staging();
         let _ = staging.and_then(|dir| self.primary.unlink(dir, &attempt.entry));
     }
 
-    /// Leaves attempts that are under way to the removals: the files go once the lane has answered.
+    /// Leaves attempts under way to the removals: their files are removed when their lanes have answered.
     fn abandon(&self, attempts: Attempts<B>) {
         for attempt in attempts.under_way {
             self.setup.lanes[attempt.lane].note_hang();
@@ -424,6 +427,7 @@ impl<B: Backing> Lanes<B> {
         }
     }
 
+    /// Renames a link from the staging directory to its name.
     fn give_name(
         &self,
         staging: &B::Inode,
@@ -434,16 +438,17 @@ impl<B: Backing> Lanes<B> {
     ) -> Result<()> {
         let flags = RenameFlags::NOREPLACE;
         match self.primary.rename(staging, entry, parent, name, flags) {
-            // A file system, such as NFS, that cannot rename like this.
+            // A file system, such as NFS, that does not support this kind of rename.
             Err(Errno::INVAL) => {
                 self.primary.link(link, parent, name)?;
                 self.primary.unlink(staging, entry)
             }
-            done => done,
+            result => result,
         }
     }
 
-    /// The inode number of `parent`, and the owner of what `caller` makes there: the link is made elsewhere, where the kernel cannot know of it.
+    /// Returns the inode number of `parent`, and the owner of a file that `caller` makes there. The file itself is created in
+    /// another directory, where the kernel cannot apply the set-group-id bit of `parent`.
     fn owner_in(&self, parent: &B::Inode, caller: &Caller) -> Result<(u64, Caller)> {
         let attr = self.primary.attr(parent)?;
         if attr.kind != Kind::Dir {
@@ -459,7 +464,7 @@ impl<B: Backing> Lanes<B> {
 }
 
 impl<B: Backing> Lane<B> {
-    /// A file in the lane, marked as that of its link. `room`: bytes that the lane must have free.
+    /// Creates a file in the lane, with the mark of its link. `room`: bytes that the lane must have free.
     fn make_file(
         &self,
         entry: &OsStr,
@@ -468,10 +473,10 @@ impl<B: Backing> Lane<B> {
         mark: Mark,
         room: Option<u64>,
     ) -> MakeResult<B> {
-        if let Some(wanted) = room {
-            let found = self.find_room().map_err(CreateError::Lane)?;
-            if found < wanted {
-                return Err(CreateError::Short(found));
+        if let Some(room_needed) = room {
+            let room_found = self.find_room().map_err(CreateError::Lane)?;
+            if room_found < room_needed {
+                return Err(CreateError::Short(room_found));
             }
         }
         let made = self.call(Call::Name, |backing| {
@@ -486,7 +491,7 @@ impl<B: Backing> Lane<B> {
             Ok(MadeFile { inode, file, attr })
         });
         made.map_err(|error| match error {
-            // Its directory is not there, or closed to this process.
+            // The lane's directory is missing, or this process may not use it.
             Errno::NOENT | Errno::ACCESS => {
                 self.note_state(LaneState::Gone, error);
                 CreateError::Lane(error)
@@ -496,12 +501,13 @@ impl<B: Backing> Lane<B> {
         })
     }
 
-    /// A lane that a quota had refused shows room that it does not give: whether it does is tried.
+    /// After a write exceeded a quota, the free room of the file system says nothing. Then this tries to allocate `room` bytes.
+    /// If that succeeds, the lane is not full any more.
     fn prove_room(&self, backing: &B, file: &B::File, room: u64) -> Result<()> {
         if self.progress.is_over_quota() {
             match backing.allocate(file, 0, 0, room) {
                 Ok(()) => backing.set_len(file, 0)?,
-                // It cannot be asked.
+                // The file system does not support the allocation, so the room is assumed.
                 Err(Errno::OPNOTSUPP | Errno::NOSYS) => {}
                 Err(error) => return Err(error),
             }
@@ -511,7 +517,7 @@ impl<B: Backing> Lane<B> {
     }
 }
 
-/// A name for a new file in a lane: unlike any other, and told from its name above.
+/// Returns a new entry in a lane: the begin of the file's name, to make listings readable, and a random number.
 fn new_entry(name: &OsStr) -> Result<OsString> {
     let bytes = name.as_bytes();
     let mut entry = OsStr::from_bytes(&bytes[..bytes.len().min(NAME_BYTES)]).to_owned();
@@ -520,9 +526,9 @@ fn new_entry(name: &OsStr) -> Result<OsString> {
     Ok(entry)
 }
 
-/// Whether an entry of a lane has the form that [`new_entry`] gives it.
+/// Whether an entry of a lane has the form of [`new_entry`].
 pub(crate) fn is_entry(entry: &OsStr) -> bool {
     let id = entry.as_bytes().rsplit(|&byte| byte == b'.').next();
     entry.as_bytes().contains(&b'.')
-        && id.is_some_and(|id| id.len() == 16 && id.iter().all(u8::is_ascii_hexdigit))
+        && id.is_some_and(|id| id.len() == ID_DIGITS && id.iter().all(u8::is_ascii_hexdigit))
 }

@@ -88,6 +88,7 @@ impl<B: Backing> Lane<B> {
         entry_below(&self.path, target)
     }
 
+    /// Returns the text of a link to the file `entry` of this lane.
     fn target_of(&self, entry: &OsStr) -> OsString {
         let mut target = self.path.clone();
         target.push("/");
@@ -95,6 +96,7 @@ impl<B: Backing> Lane<B> {
         target
     }
 
+    /// Counts a name that was created or removed.
     fn note_change(&self) {
         self.changes.fetch_add(1, Ordering::AcqRel);
     }
@@ -279,7 +281,7 @@ impl<B: Backing> Lanes<B> {
         &self.setup.lanes
     }
 
-    /// Paths of lanes that have files but cannot be reached.
+    /// Returns the paths of lanes that have files but cannot be reached.
     pub fn absent(&self) -> &[OsString] {
         &self.setup.absent
     }
@@ -297,16 +299,18 @@ impl<B: Backing> Lanes<B> {
         }
     }
 
+    /// Returns the staging directory; EROFS if the backing is read-only.
     fn staging(&self) -> Result<&B::Inode> {
         self.setup.staging.as_ref().ok_or(Errno::ROFS)
     }
 
+    /// Returns the lane of a placed file.
     fn lane(&self, placed: &PlacedFile<B>) -> &Lane<B> {
         &self.setup.lanes[placed.lane]
     }
 
     /// Returns the backing that contains an object's data, and the object in that backing.
-    fn home<'a>(&'a self, inode: &'a LanesInode<B>) -> (&'a B, &'a B::Inode) {
+    fn holder_of<'a>(&'a self, inode: &'a LanesInode<B>) -> (&'a B, &'a B::Inode) {
         match inode {
             LanesInode::Primary(inode, _) => (&self.primary, inode),
             LanesInode::Placed(placed) => (&self.lane(placed).backing, &placed.file),
@@ -314,7 +318,7 @@ impl<B: Backing> Lanes<B> {
     }
 
     /// Returns the backing that contains an open file.
-    fn home_of_file(&self, file: &LanesFile<B>) -> &B {
+    fn holder_of_file(&self, file: &LanesFile<B>) -> &B {
         match &file.placed {
             None => &self.primary,
             Some(placed) => &self.lane(placed).backing,
@@ -322,7 +326,7 @@ impl<B: Backing> Lanes<B> {
     }
 
     /// Makes a call of the backing that contains an open file.
-    fn call_home<T>(
+    fn call_holder<T>(
         &self,
         file: &LanesFile<B>,
         kind: Call,
@@ -356,7 +360,7 @@ impl<B: Backing> Lanes<B> {
                 let attr = placed_attr(&attr, &file);
                 return Ok((LanesInode::Placed(Arc::new(placed)), attr));
             }
-            // Another host's sync made the link durable before the file was synced, and the power failed.
+            // A power loss may leave such a link: another host's sync made the link durable before the file was synced.
             if parent.position().region == Region::Logs
                 && self
                     .lane_of_target(&self.primary.readlink(&inode)?)
@@ -368,13 +372,13 @@ impl<B: Backing> Lanes<B> {
         Ok((parent.child(name, inode), attr))
     }
 
-    /// The file of a link of Firn's own, and its attributes in the lane.
+    /// Returns the file to which a link leads, with the attributes of the file in the lane. `None`: the link is not Firn's own.
     fn follow(&self, link: &B::Inode, attr: &Attr) -> Result<Option<(PlacedFile<B>, Attr)>> {
         let target = self.primary.readlink(link)?;
         let Some((number, lane, entry)) = self.lane_of_target(&target) else {
             return self.refuse_absent(&target).map(|()| None);
         };
-        let found = lane.call(Call::Name, |backing| {
+        let result = lane.call(Call::Name, |backing| {
             let (file, attr) = backing.lookup(&backing.root(), entry)?;
             let mark = match attr.kind {
                 Kind::File => mark::read(backing, &file)?,
@@ -382,9 +386,9 @@ impl<B: Backing> Lanes<B> {
             };
             Ok((file, attr, mark))
         });
-        let (file, file_attr, mark) = match found {
+        let (file, file_attr, mark) = match result {
             Err(Errno::NOENT) => return Ok(None),
-            found => found?,
+            result => result?,
         };
         if mark != Some(self.mark_of(attr)) {
             return Ok(None);
@@ -398,26 +402,28 @@ impl<B: Backing> Lanes<B> {
         Ok(Some((placed, file_attr)))
     }
 
-    /// The lane and the entry in it that a link with this text names.
+    /// Returns the number of the lane, the lane, and the entry in it that a link with this text names. `None`: the text names no
+    /// lane.
     fn lane_of_target<'a>(&self, target: &'a [u8]) -> Option<(usize, &Lane<B>, &'a OsStr)> {
         let mut lanes = self.setup.lanes.iter().enumerate();
         lanes.find_map(|(number, lane)| Some((number, &**lane, lane.entry_of(target)?)))
     }
 
-    /// A link into a lane that cannot be reached may be that of a file: to show it as a link would let programs write to
-    /// what is now in the lane's place.
+    /// Returns EIO for a link into an absent lane. The link may be that of a placed file. If it were shown as an ordinary link,
+    /// programs could write to whatever is now at the lane's path.
     fn refuse_absent(&self, target: &[u8]) -> Result<()> {
-        let is_in = |lane: &OsString| {
+        let is_in_lane = |lane: &OsString| {
             let entry = entry_below(lane, target);
             entry.is_some_and(create::is_entry)
         };
-        if self.setup.absent.iter().any(is_in) {
+        if self.setup.absent.iter().any(is_in_lane) {
             Err(Errno::IO)
         } else {
             Ok(())
         }
     }
 
+    /// Returns the mark of the file to which a link leads.
     fn mark_of(&self, link: &Attr) -> Mark {
         Mark {
             primary: self.setup.id,
@@ -425,7 +431,7 @@ impl<B: Backing> Lanes<B> {
         }
     }
 
-    /// Attributes of a placed file.
+    /// Returns the attributes of a placed file.
     fn attr_of_placed(&self, placed: &PlacedFile<B>) -> Result<Attr> {
         let link = self.attr_of_link(placed)?;
         let lane = self.lane(placed);
@@ -433,7 +439,7 @@ impl<B: Backing> Lanes<B> {
         Ok(placed_attr(&link, &file))
     }
 
-    /// Attributes of a link, which has no name any more when only the staging directory has one.
+    /// Returns the attributes of a link. A link whose only name is in the staging directory counts as one without a name.
     fn attr_of_link(&self, placed: &PlacedFile<B>) -> Result<Attr> {
         let mut attr = self.primary.attr(&placed.link)?;
         if self.removals.contains(attr.ino) {
@@ -443,14 +449,14 @@ impl<B: Backing> Lanes<B> {
     }
 }
 
-/// The name in the directory `lane` that a link with this text names.
+/// Returns the name in the directory `lane` that a link with this text names. `None`: the text names something else.
 fn entry_below<'a>(lane: &OsStr, target: &'a [u8]) -> Option<&'a OsStr> {
     let entry = target.strip_prefix(lane.as_bytes())?.strip_prefix(b"/")?;
     let is_name = !entry.is_empty() && !entry.contains(&b'/') && entry != b"." && entry != b"..";
     is_name.then(|| OsStr::from_bytes(entry))
 }
 
-/// Names in a directory, without `.` and `..`.
+/// Returns the names in a directory, without `.` and `..`.
 fn names_in<B: Backing>(backing: &B, dir: &B::Inode) -> Result<Vec<OsString>> {
     let mut names = Vec::new();
     let stream = backing.open_dir(dir)?;
@@ -463,13 +469,13 @@ fn names_in<B: Backing>(backing: &B, dir: &B::Inode) -> Result<Vec<OsString>> {
     Ok(names)
 }
 
-/// Attributes of a placed file, from those of its link and of the file in the lane.
+/// Returns the attributes of a placed file, from those of its link and of the file in the lane.
 fn placed_attr(link: &Attr, file: &Attr) -> Attr {
     Attr {
         dev: link.dev,
         ino: link.ino,
         nlink: link.nlink,
-        // A new name changes the link alone.
+        // A new name changes only the link.
         ctime: file.ctime.max(link.ctime),
         ..*file
     }

@@ -1,4 +1,7 @@
 //! The mark of a file in a lane: an extended attribute that names the link to the file.
+//!
+//! The mark is the way back from a file in a lane to its name in the primary: by the inode number of the symbolic link.
+//! With it the search for orphans tells a file with a link from one that a crash left over.
 
 use std::ffi::OsStr;
 

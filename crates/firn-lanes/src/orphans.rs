@@ -68,20 +68,20 @@ impl<B: Backing> Lanes<B> {
             Some(staging) => names_in(&self.primary, staging).map_err(OrphanError::Primary)?,
             None => Vec::new(),
         };
-        let mut found: Vec<Orphan> = Vec::new();
-        for (lane, one) in self.setup.lanes.iter().enumerate() {
-            let files = self.unnamed_files(one, &links.inos);
-            let files = files.map_err(|error| OrphanError::Lane { lane, error })?;
-            found.extend(files.into_iter().map(|(entry, bytes)| Orphan::File {
-                lane,
+        let mut orphans: Vec<Orphan> = Vec::new();
+        for (index, lane) in self.setup.lanes.iter().enumerate() {
+            let files = self.unnamed_files(lane, &links.inos);
+            let files = files.map_err(|error| OrphanError::Lane { lane: index, error })?;
+            orphans.extend(files.into_iter().map(|(entry, bytes)| Orphan::File {
+                lane: index,
                 entry,
                 bytes,
             }));
         }
-        found.extend(staged.into_iter().map(|entry| Orphan::Link { entry }));
+        orphans.extend(staged.into_iter().map(|entry| Orphan::Link { entry }));
         let dangling = links.dangling.into_iter();
-        found.extend(dangling.map(|path| Orphan::Dangling { path }));
-        Ok(found)
+        orphans.extend(dangling.map(|path| Orphan::Dangling { path }));
+        Ok(orphans)
     }
 
     /// Removes an orphan that [`Lanes::find_orphans`] found.

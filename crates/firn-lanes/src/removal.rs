@@ -68,13 +68,18 @@ impl<B: Backing> Removals<B> {
 
     fn count(&self, is_counted: impl Fn(&Removal<B>) -> bool) -> usize {
         let waiting = self.waiting.lock();
-        waiting.values().filter(|one| is_counted(one)).count()
+        waiting
+            .values()
+            .filter(|removal| is_counted(removal))
+            .count()
     }
 
     fn find(&self, is_found: impl Fn(&Removal<B>) -> bool) -> Vec<(u64, Removal<B>)> {
         let waiting = self.waiting.lock();
-        let found = waiting.iter().filter(|(_, one)| is_found(one));
-        found.map(|(ino, one)| (*ino, one.clone())).collect()
+        let matching = waiting.iter().filter(|(_, removal)| is_found(removal));
+        matching
+            .map(|(ino, removal)| (*ino, removal.clone()))
+            .collect()
     }
 
     fn forget(&self, link: u64) {
@@ -88,7 +93,7 @@ impl<B: Backing> Lanes<B> {
     /// If it is the last name, a link in the staging directory keeps the file known.
     pub(crate) fn doom(&self, parent: &B::Inode, name: &OsStr) -> Result<Option<Doomed<B>>> {
         let (link, attr) = match self.primary.lookup(parent, name) {
-            Ok(found) if found.1.kind == Kind::Symlink => found,
+            Ok((link, attr)) if attr.kind == Kind::Symlink => (link, attr),
             // The call that removes the name reports any error of the lookup.
             _ => return Ok(None),
         };
@@ -116,14 +121,14 @@ impl<B: Backing> Lanes<B> {
         parent: &B::Inode,
         call: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
-        let done = call();
-        match (done, doomed) {
+        let result = call();
+        match (result, doomed) {
             (Ok(()), Some(doomed)) => self.remove(doomed, parent),
             (Err(error), Some(doomed)) => {
                 self.spare(doomed);
                 Err(error)
             }
-            (done, None) => done,
+            (result, None) => result,
         }
     }
 
@@ -152,7 +157,7 @@ impl<B: Backing> Lanes<B> {
                 has_ended: Arc::new(AtomicBool::new(true)),
             };
             self.removals.insert(doomed.ino, removal);
-            if self.removals.count(|one| self.is_ready(one)) >= WAITING_MAX {
+            if self.removals.count(|removal| self.is_ready(removal)) >= WAITING_MAX {
                 self.finish_removals()?;
             }
             return Ok(());
@@ -167,7 +172,7 @@ impl<B: Backing> Lanes<B> {
 
     /// Returns whether files wait for their removal from lanes that answer.
     pub fn has_removals(&self) -> bool {
-        self.removals.count(|one| self.is_ready(one)) > 0
+        self.removals.count(|removal| self.is_ready(removal)) > 0
     }
 
     /// Returns whether a file can be removed now. Files of a hanging lane wait, because a thread that removed them
@@ -178,7 +183,7 @@ impl<B: Backing> Lanes<B> {
 
     /// Removes the waiting files, after one sync of the primary for all of them.
     pub fn finish_removals(&self) -> Result<()> {
-        let waiting = self.removals.find(|one| self.is_ready(one));
+        let waiting = self.removals.find(|removal| self.is_ready(removal));
         if waiting.is_empty() {
             return Ok(());
         }

@@ -445,7 +445,7 @@ mod tests {
     #[test]
     fn a_directory_that_was_there_is_looked_at_once_and_a_new_lane_does_not_get_all() {
         let rule = Rule::new(2, "node0");
-        // One file a mount: all of them had gone to lane 0.
+        // With one file for each mount, the balance must not send all of them to lane 0.
         let single = rule.choose(dir(1), OsStr::new("step_4000"), || vec![20, 0]);
         assert_eq!(single, (1, Reason::Balance));
         rule.note_file(1, 1);

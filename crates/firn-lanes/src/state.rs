@@ -209,14 +209,14 @@ impl<B: Backing> Lane<B> {
     /// Makes a call of the lane's directory, and records what the result shows about the lane.
     pub(crate) fn call<T>(&self, kind: Call, make: impl FnOnce(&B) -> Result<T>) -> Result<T> {
         let under_way = self.progress.begin_call(kind);
-        let done = make(&self.backing);
+        let result = make(&self.backing);
         drop(under_way);
-        self.note(done)
+        self.note_result(result)
     }
 
     /// Records what the result of a call shows about the lane.
-    fn note<T>(&self, done: Result<T>) -> Result<T> {
-        match &done {
+    fn note_result<T>(&self, result: Result<T>) -> Result<T> {
+        match &result {
             // A full lane still answers, so a successful call does not prove that it has room again.
             Ok(_) if self.progress.state() == LaneState::Gone => {
                 self.progress.set_state(LaneState::Ok);
@@ -228,7 +228,7 @@ impl<B: Backing> Lane<B> {
                 }
             }
         }
-        done
+        result
     }
 
     /// Records that the lane is full or gone.

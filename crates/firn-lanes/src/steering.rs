@@ -1,16 +1,16 @@
-//! Placement on one file system whose files can be steered to its servers (`placement=lustre` and its like).
+//! Placement on one file system that can be told on which of its servers to put a file (`placement=lustre` and the like).
 //!
-//! Names stay what they are; only the creation of a file differs, by what a [`Driver`] does for it. Which lane a file
-//! goes to is decided by the same [`Rule`] as that of directories.
+//! Names do not change; only the creation of a file differs, by its [`Driver`]. The same [`Rule`] as for directories chooses
+//! the lane of a file.
 //!
-//! | file system | a lane is | told by |
+//! | file system | a lane is | the file system is told by |
 //! |---|---|---|
-//! | Lustre | an OST, by its index | an extended attribute of the new file, before its objects are made |
+//! | Lustre | an OST, by its index | an extended attribute of the new file, before its objects are allocated |
 //! | MooseFS | a storage class, by its name | the tool `mfssetsclass`, for a staging directory for each lane |
-//! | others | what the program takes | a program, which makes the file |
+//! | others | what the program takes | a program, which creates the file |
 //!
-//! Promise: a file system that does not take the wish gets the file all the same, where it puts files by itself. That
-//! is counted, and told once in the log.
+//! Promise: if the file system refuses a server, the file is created all the same, where the file system puts it. Such files
+//! are counted, and the first one is logged.
 
 use std::ffi::{OsStr, OsString};
 use std::fmt::Debug;
@@ -32,33 +32,33 @@ pub use command::ProgramOfSite;
 pub use lustre::Lustre;
 pub use staged::{Finder, Staged, find_in_moosefs, open_dirs, tell_moosefs};
 
-/// How one kind of file system is told.
+/// Creates files on a chosen server, for one kind of file system.
 pub trait Driver: Debug + Send + Sync {
-    /// Whether files in this directory can be steered; if not, why.
+    /// Checks whether the server can be chosen for files in this directory. The error says why not.
     fn check(&self, dir: BorrowedFd<'_>) -> std::result::Result<(), String>;
-    /// Creates `new` in this lane, or, if the file system does not take that wish, anywhere.
+    /// Creates `new` in this lane, or anywhere if the file system refuses the lane.
     fn create(&self, new: &NewFile<'_>, lane: usize) -> Result<Created>;
-    /// The server that a file lies on, as the file system says; as it is called in the list of lanes.
+    /// Returns the server of a file as the file system tells it, with its name in the list of lanes.
     fn find_server(&self, file: BorrowedFd<'_>) -> Location;
 }
 
-/// A file that was made.
+/// A new file.
 #[derive(Debug)]
 pub struct Created {
-    /// Open for reading and writing.
+    /// The file, open for reading and writing.
     pub file: OwnedFd,
-    /// What became of the wish.
-    pub wish: std::result::Result<(), Refusal>,
+    /// Whether the file system accepted the lane.
+    pub acceptance: std::result::Result<(), Refusal>,
 }
 
 impl Created {
-    fn from_wish(file: OwnedFd, wish: Result<()>) -> Self {
-        let wish = wish.map_err(Refusal::from);
-        Self { file, wish }
+    fn from_acceptance(file: OwnedFd, acceptance: Result<()>) -> Self {
+        let acceptance = acceptance.map_err(Refusal::from);
+        Self { file, acceptance }
     }
 }
 
-/// Why a file system did not put a file where it was asked to.
+/// Reason why a file system refused a lane.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct Refusal(String);
@@ -69,40 +69,40 @@ impl From<Errno> for Refusal {
     }
 }
 
-/// Where a file lies.
+/// Servers of a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Location {
-    /// As a whole on this server.
+    /// The whole file is on this server.
     Server(String),
-    /// In stripes on this many servers.
+    /// The file is in stripes on this number of servers.
     Striped(u32),
     /// The file system does not tell.
     Unknown,
 }
 
-/// Steers the new files of one mount.
+/// Chooses the servers of the new files of one mount.
 #[derive(Debug)]
 pub struct Steered {
     driver: Box<dyn Driver>,
     rule: Rule,
     servers: Vec<OsString>,
-    /// Files that were made in each lane, wishes that were not taken included.
+    /// Number of files for which each lane was chosen, including refused ones.
     files: Vec<AtomicU64>,
     bytes: Vec<AtomicU64>,
     refused: AtomicU64,
 }
 
-/// What went to a lane since the mount.
+/// Counts of a lane since the mount.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ServerFigures {
-    /// Files that were to be made there.
+    /// Number of files for which the lane was chosen.
     pub files: u64,
-    /// Bytes that were written to files of the lane.
+    /// Number of bytes written to files of the lane.
     pub bytes: u64,
 }
 
 impl Steered {
-    /// Files go to `servers`, one for each lane, as `rule` says, which has as many lanes.
+    /// Makes the placement. `servers`: the server of each lane. `rule` must have as many lanes.
     pub fn new(driver: Box<dyn Driver>, servers: Vec<OsString>, rule: Rule) -> Self {
         assert!(!servers.is_empty(), "there is a lane to go to");
         let zeros = || servers.iter().map(|_| AtomicU64::new(0)).collect();
@@ -117,17 +117,17 @@ impl Steered {
         }
     }
 
-    /// The lanes' servers, as they are called in the option.
+    /// Returns the servers of the lanes, with their names in the option.
     pub fn servers(&self) -> &[OsString] {
         &self.servers
     }
 
-    /// The rule that gives a name its lane.
+    /// Returns the rule that chooses the lane of a file.
     pub fn rule(&self) -> &Rule {
         &self.rule
     }
 
-    /// What went to each lane so far.
+    /// Returns the counts of each lane.
     pub fn figures(&self) -> Vec<ServerFigures> {
         let lanes = self.files.iter().zip(&self.bytes);
         let figures = lanes.map(|(files, bytes)| ServerFigures {
@@ -137,16 +137,17 @@ impl Steered {
         figures.collect()
     }
 
-    /// Files that the file system did not put where it was asked to.
+    /// Returns the number of files for which the file system refused the lane.
     pub fn refused_files(&self) -> u64 {
         self.refused.load(Ordering::Relaxed)
     }
 
-    /// The server that a file lies on.
+    /// Returns the server of a file.
     pub fn find_server(&self, file: BorrowedFd<'_>) -> Location {
         self.driver.find_server(file)
     }
 
+    /// Counts a refused lane. Logs the first one.
     fn count_refusal(&self, lane: usize, refusal: &Refusal) {
         if self.refused.fetch_add(1, Ordering::Relaxed) == 0 {
             tracing::warn!(
@@ -165,8 +166,8 @@ impl Steering for Steered {
     }
 
     fn lane_of(&self, parent: LaneIndex, name: &OsStr) -> LaneIndex {
-        let found = self.rule.explain(sum_of_dir(parent), name);
-        lane_index(found.map_or(0, |(lane, _)| lane))
+        let explained = self.rule.explain(sum_of_dir(parent), name);
+        lane_index(explained.map_or(0, |(lane, _)| lane))
     }
 
     fn lane_of_dir(&self, parent: LaneIndex, name: &OsStr) -> LaneIndex {
@@ -195,34 +196,35 @@ impl Steering for Steered {
             }
         };
         let created = self.driver.create(new, lane)?;
-        // A file that has a turn is Firn's own.
+        // A file with a turn belongs to Firn and is not counted.
         if let Some(dir) = dir {
             self.files[lane].fetch_add(1, Ordering::Relaxed);
             self.rule.note_file(dir, lane);
         }
-        if let Err(refusal) = &created.wish {
+        if let Err(refusal) = &created.acceptance {
             self.count_refusal(lane, refusal);
         }
         Ok((created.file, lane_index(lane)))
     }
 }
 
-/// Sum of the numbers in a directory's path, modulo the lanes.
+/// Returns the sum of the numbers in a directory's path, modulo the number of lanes.
 fn sum_of_dir(lane: LaneIndex) -> u64 {
     lane.index() as u64
 }
 
+/// Returns the index of a lane for the backing.
 fn lane_index(lane: usize) -> LaneIndex {
     LaneIndex::new(u16::try_from(lane).expect("as many as an option lists"))
 }
 
-/// Creates a file as any file system does.
+/// Creates a file without choosing a server.
 fn create_plain(new: &NewFile<'_>) -> Result<OwnedFd> {
     new.open(OFlags::empty())
 }
 
-/// Opens what another process made for this one: ESTALE if it is no empty regular file, because another one took the
-/// name in between.
+/// Opens a file that another process made for this one. ESTALE: it is no empty regular file, so a third process has taken the
+/// name meanwhile.
 fn open_made(new: &NewFile<'_>) -> Result<(OwnedFd, Stat)> {
     let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let file = openat(new.parent, new.name, flags, Mode::empty())?;
@@ -233,7 +235,7 @@ fn open_made(new: &NewFile<'_>) -> Result<(OwnedFd, Stat)> {
     Ok((file, stat))
 }
 
-/// The numbers that a list of servers has; an error names the first that is not `meaning`.
+/// Parses servers that are numbers. The error names the first one that is not `meaning`.
 fn parse_numbers<N: TryFrom<u64>>(
     servers: &[OsString],
     meaning: &str,
@@ -247,13 +249,13 @@ fn parse_numbers<N: TryFrom<u64>>(
     numbers.collect()
 }
 
-/// A directory's descriptor that can be read from and asked, from one that only names it.
+/// Opens a directory for reading, from an `O_PATH` descriptor.
 fn open_to_ask(dir: BorrowedFd<'_>) -> Result<OwnedFd> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     openat(dir, c".", flags, Mode::empty())
 }
 
-/// Whether a directory is on the file system with this number.
+/// Checks that a directory is on the file system with this number. The error says what to do if it is not.
 fn check_magic(
     dir: BorrowedFd<'_>,
     magic: u64,
@@ -267,6 +269,7 @@ fn check_magic(
     }
 }
 
+/// Error for a backing on another file system.
 fn not_on(file_system: &str, error: Errno) -> String {
     format!(
         "the backing is not on {file_system} ({error}): choose the placement that fits its file system"

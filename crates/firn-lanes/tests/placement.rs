@@ -1,4 +1,7 @@
-//! Placed files are plain files above, whole files in their lanes, and survive a crash at any call.
+//! Tests of files that the rule places in lanes.
+//!
+//! Through Firn a placed file behaves as a file of one directory. Without Firn it is a symbolic link in the primary to a
+//! whole file in its lane. A crash at any call loses no file and leaves no unknown one.
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
@@ -61,12 +64,13 @@ impl World {
         Lanes::open(self.primary.clone(), setup(staging, lanes)).expect("open")
     }
 
-    /// As programs see it: `.firn` is hidden.
-    fn shown(&self) -> PlainBacking<Lanes<SimBacking>> {
+    /// Opens the backing as programs see it: without `.firn`.
+    fn open_for_programs(&self) -> PlainBacking<Lanes<SimBacking>> {
         PlainBacking::new(self.open())
     }
 
-    fn all(&self) -> impl Iterator<Item = &SimBacking> {
+    /// The primary and the lanes.
+    fn backings(&self) -> impl Iterator<Item = &SimBacking> {
         std::iter::once(&self.primary).chain(&self.lanes)
     }
 
@@ -98,7 +102,7 @@ fn lane_path(number: usize) -> OsString {
 
 #[test]
 fn a_backing_over_lanes_passes_the_suite() {
-    suite::run(|| World::new().shown());
+    suite::run(|| World::new().open_for_programs());
 }
 
 #[test]
@@ -111,12 +115,12 @@ fn a_backing_over_lanes_does_what_one_directory_does() {
         println!("seed {seed}");
         let world = World::new();
         let plain = SimBacking::new();
-        suite::differential::run(&world.shown(), &plain, seed, 300);
+        suite::differential::run(&world.open_for_programs(), &plain, seed, 300);
         let lanes = world.open();
         let orphans = lanes.find_orphans().expect("walk");
         assert!(orphans.is_empty(), "seed {seed}: {orphans:?}");
-        for one in world.all() {
-            one.fsck().expect("fsck");
+        for backing in world.backings() {
+            backing.fsck().expect("fsck");
         }
     }
 }
@@ -185,7 +189,7 @@ fn files_go_whole_to_the_lane_of_their_number_and_are_readable_by_their_link() {
             lanes.facts(&inode).lane,
             LaneIndex::new((rank % LANES) as u16)
         );
-        // Without Firn.
+        // The same file without Firn: a link in the primary, and a file in the lane.
         let (link, attr) = world
             .primary
             .lookup(&world.primary.root(), OsStr::new(&format!("rank{rank}")))
@@ -284,13 +288,14 @@ fn the_mark_is_not_shown_and_cannot_be_changed() {
     assert_eq!(lanes.list_xattr(&inode), Ok(b"user.x\0".to_vec()));
 }
 
-/// How long a test waits for what must come.
-const LIMIT: Duration = Duration::from_secs(60);
+/// The longest time that a test waits for a condition.
+const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
-fn wait_until(what: &str, is_so: impl Fn() -> bool) {
+/// Waits until the condition holds. `what` is the message of the failure if it never does.
+fn wait_until(what: &str, condition: impl Fn() -> bool) {
     let began = Instant::now();
-    while !is_so() {
-        assert!(began.elapsed() < LIMIT, "{what}");
+    while !condition() {
+        assert!(began.elapsed() < WAIT_TIMEOUT, "{what}");
         std::thread::sleep(Duration::from_millis(5));
     }
 }
@@ -334,7 +339,7 @@ fn regression_a_lane_that_had_no_room_for_a_file_got_the_next_ones() {
     const FILE_BYTES: usize = 4 << 20;
     let world = World::new();
     let lanes = world.open();
-    // One file, and some more, but not another file.
+    // Room for one file and a half.
     let capacity = (FILE_BYTES + FILE_BYTES / 2) as u64;
     world.lanes[0].set_capacity(Some(capacity));
     let first = create(&lanes, "f_0").expect("create");
@@ -342,14 +347,14 @@ fn regression_a_lane_that_had_no_room_for_a_file_got_the_next_ones() {
     let second = create(&lanes, "f_3").expect("create");
     fill(&lanes, &second);
     assert_eq!(lanes.lanes()[0].figures().state, LaneState::Full);
-    // What was written of the second is taken back: there is room again, but not for a file.
+    // The second file is truncated: there is room again, but not for a whole file.
     lanes.set_len(&second, 0).expect("set_len");
     for rank in [6, 9, 12, 15] {
         let file = create(&lanes, &format!("f_{rank}")).expect("create");
         assert_eq!(write(&lanes, &file, FILE_BYTES), Ok(FILE_BYTES), "f_{rank}");
         assert_ne!(lane_of_name(&lanes, &format!("f_{rank}")), 0, "f_{rank}");
     }
-    // With room for what is usual it gets files again.
+    // With room for a file of the usual size the lane gets files again.
     world.lanes[0].set_capacity(Some(16 * capacity));
     create(&lanes, "f_18").expect("create");
     assert_eq!(lane_of_name(&lanes, "f_18"), 0);
@@ -372,7 +377,7 @@ fn a_lane_is_not_full_any_more_once_what_waited_for_it_is_written_and_there_is_r
     });
 }
 
-/// A quota is no property of the file system, which shows room for every user. Proves S-place-6.
+/// statfs(2) does not know quotas: it shows room that this user cannot have. Proves S-place-6.
 #[test]
 fn a_lane_whose_quota_is_used_up_is_tried_before_it_gets_a_file() {
     let world = World::new();
@@ -399,7 +404,7 @@ fn a_lane_whose_quota_is_used_up_is_tried_before_it_gets_a_file() {
     assert_eq!(lanes.facts(&inode).lane, LaneIndex::new(0));
 }
 
-/// Where no lane has room for what is usual, a file goes where there is most. Proves S-place-6.
+/// If no lane has room for a file of the usual size, a new file goes to the lane with the most room. Proves S-place-6.
 #[test]
 fn files_are_made_as_long_as_any_lane_has_room() {
     let world = World::new();
@@ -426,16 +431,16 @@ fn regression_a_lane_that_hangs_kept_files_of_other_lanes_from_being_made() {
     let lanes = world.open();
     write_file(&lanes, "f_0", b"there");
     let hang = world.lanes[0].hang("create");
-    // The name waits a moment for its lane, and then takes the next one.
+    // The file waits shortly for its lane, and then goes to the next one.
     create(&lanes, "f_3").expect("create");
     assert_eq!(lane_of_name(&lanes, "f_3"), 1);
     assert_eq!(lanes.lanes()[0].figures().state, LaneState::Hung);
-    // Others do not wait for it, and what is there can be removed.
+    // Other files do not wait for the lane that hangs, and existing files can be removed.
     for rank in 4..10 {
         create(&lanes, &format!("f_{rank}")).expect("create");
         assert_ne!(lane_of_name(&lanes, &format!("f_{rank}")), 0, "f_{rank}");
     }
-    let names = shown_names(&lanes);
+    let names = list_names(&lanes);
     assert_eq!(names.len(), 8, "{names:?}");
     for name in ["f_0", "f_3"] {
         lanes
@@ -443,7 +448,7 @@ fn regression_a_lane_that_hangs_kept_files_of_other_lanes_from_being_made() {
             .expect("unlink");
     }
     lanes.finish_removals().expect("those of other lanes");
-    // It answers, and what it made too late goes.
+    // The lane answers again, and the file that it created too late is removed.
     drop(hang);
     wait_until("the lane answers", || {
         lanes.lanes()[0].figures().state == LaneState::Ok
@@ -459,7 +464,8 @@ fn regression_a_lane_that_hangs_kept_files_of_other_lanes_from_being_made() {
     assert_eq!(again.find_orphans().expect("walk"), []);
 }
 
-fn shown_names(lanes: &Lanes<SimBacking>) -> Vec<OsString> {
+/// Lists the root as programs see it.
+fn list_names(lanes: &Lanes<SimBacking>) -> Vec<OsString> {
     let mut names = Vec::new();
     let stream = lanes.open_dir(&lanes.root()).expect("open_dir");
     let listed = lanes.read_dir(&stream, 0, &mut |entry| {
@@ -491,7 +497,7 @@ fn where_all_lanes_hang_a_new_file_waits_for_the_first_that_answers() {
     });
 }
 
-/// A write that hangs makes no lane unfit for names, but the status says so.
+/// A lane on which a write hangs still gets new files, but the status calls it hung.
 #[test]
 fn a_status_says_of_a_lane_that_a_call_of_it_hangs() {
     let world = World::new();
@@ -511,7 +517,7 @@ fn a_status_says_of_a_lane_that_a_call_of_it_hangs() {
     assert_eq!(lanes.lanes()[0].figures().state, LaneState::Ok);
 }
 
-/// The calls of [`a_crash_at_any_call_leaves_each_file_whole_and_no_unexplained_orphan`], on files that are there.
+/// Does the calls that [`a_crash_at_any_call_leaves_each_file_whole_and_no_unexplained_orphan`] cuts off.
 fn change<B: Backing>(backing: &B) -> Result<(), Errno> {
     let me = suite::own_caller();
     let root = backing.root();
@@ -540,41 +546,44 @@ fn a_crash_at_any_call_leaves_each_file_whole_and_no_unexplained_orphan() {
         write_file(&lanes, &format!("old{rank}"), &vec![rank as u8; 5000]);
     }
     lanes.sync_all().expect("sync");
-    let mut cuts = 0;
+    let mut crashes = 0;
     for which in 0..=LANES {
         for step in 1.. {
             let crashed = world.fork();
-            let one = crashed.all().nth(which).expect("a backing").clone();
+            let backing = crashed.backings().nth(which).expect("a backing").clone();
             let lanes = crashed.open();
-            let first = one.steps();
-            one.set_plan(move |_, now| (now - first >= step).then_some(Fault::Crash));
-            let done = change(&lanes);
-            let was_cut = one.is_dead();
-            one.revive();
+            let first_step = backing.steps();
+            backing.set_plan(move |_, now| (now - first_step >= step).then_some(Fault::Crash));
+            let result = change(&lanes);
+            let has_crashed = backing.is_dead();
+            backing.revive();
             for seed in 0..3 {
                 check_after_crash(&crashed.fork(), step * 3 + seed);
             }
-            if !was_cut {
-                done.expect("nothing went wrong");
+            if !has_crashed {
+                // The calls end before this step: all steps of this backing are tested.
+                result.expect("nothing went wrong");
                 break;
             }
-            cuts += 1;
+            crashes += 1;
         }
     }
-    assert!(cuts > 20, "only {cuts} calls were cut off");
+    assert!(crashes > 20, "only {crashes} calls were cut off");
 }
 
+/// Asserts after a power loss that each file has its old or new contents, and that each orphan is explained by a call
+/// that the crash cut off. Removes the orphans, which must remove no file.
 fn check_after_crash(world: &World, seed: u64) {
-    for one in world.all() {
-        one.power_loss(seed);
+    for backing in world.backings() {
+        backing.power_loss(seed);
     }
     let lanes = world.open();
-    let mut shown = tree(&world.shown()).expect("tree");
-    shown.retain(|path, _| !path.is_empty());
-    for (path, entry) in &shown {
+    let mut objects = tree(&world.open_for_programs()).expect("tree");
+    objects.retain(|path, _| !path.is_empty());
+    for (path, entry) in &objects {
         let path = String::from_utf8_lossy(path);
         if path == "new3" && entry.kind == Kind::Symlink {
-            // It was not synced.
+            // This file was not synced. Its lane may have lost it, which leaves a dangling link.
             continue;
         }
         assert_eq!(
@@ -583,11 +592,11 @@ fn check_after_crash(world: &World, seed: u64) {
             "seed {seed}: {path} is no file any more"
         );
         let content = read_file(&lanes, &path);
-        let whole = content.is_empty() && path == "new3"
+        let is_whole = content.is_empty() && path == "new3"
             || content.len() == 5000 && content.iter().all(|byte| *byte == content[0]);
-        assert!(whole, "seed {seed}: {path} has {} bytes", content.len());
+        assert!(is_whole, "seed {seed}: {path} has {} bytes", content.len());
     }
-    let mut expected = shown.len();
+    let mut expected = objects.len();
     for orphan in lanes.find_orphans().expect("walk") {
         lanes.remove_orphan(&orphan).expect("remove");
         if let Orphan::Dangling { path } = &orphan {
@@ -606,14 +615,16 @@ fn check_after_crash(world: &World, seed: u64) {
     }
     assert_eq!(lanes.find_orphans().expect("walk"), []);
     assert_eq!(
-        tree(&world.shown()).expect("tree").len(),
+        tree(&world.open_for_programs()).expect("tree").len(),
         expected + 1,
         "seed {seed}: no file goes with the orphans"
     );
 }
 
-/// One lane after the other fails, for some calls or for all, while files are made, written, renamed and removed. What
-/// returned is so, what failed changed nothing that others see, and when all lanes are back no file is left over.
+/// Lanes fail in turn, for some calls or for all, while files are created, written, renamed and removed.
+///
+/// A call that succeeded has its effect, and a call that failed changed nothing that programs see. When no lane fails any
+/// more, no file is left over.
 #[test]
 fn lanes_that_fail_one_by_one_cost_no_file() {
     for seed in 0..200 {
@@ -670,8 +681,11 @@ fn lanes_that_fail_one_by_one_cost_no_file() {
                     assert!(read_file(&lanes, &name) == *content, "seed {seed}: {name}");
                 }
                 None => {
-                    let found = lanes.lookup(&root, OsStr::new(&name));
-                    assert!(matches!(found, Err(Errno::NOENT)), "seed {seed}: {name}");
+                    let looked_up = lanes.lookup(&root, OsStr::new(&name));
+                    assert!(
+                        matches!(looked_up, Err(Errno::NOENT)),
+                        "seed {seed}: {name}"
+                    );
                 }
             }
         }
@@ -684,8 +698,8 @@ fn lanes_that_fail_one_by_one_cost_no_file() {
     }
 }
 
-/// Makes a file if it is not there, and gives it these bytes, which count if all of it succeeded. What a failure in
-/// between left is told by the file.
+/// Creates a file if it is missing, empties it and writes `content`. `expected` gets the contents that the successful
+/// calls leave, also after a failure in between.
 fn write_whole(
     lanes: &Lanes<SimBacking>,
     name: &str,

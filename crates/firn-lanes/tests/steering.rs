@@ -1,7 +1,8 @@
-//! Placement on one file system: the calls that each kind of file system gets, seen by a FUSE server in its place.
+//! Tests of placement on one file system: which calls each driver makes.
 //!
-//! No Lustre was at hand: the server records what reaches it through the kernel, and takes it or not. The examples of
-//! programs for a site run with fakes of their tools. Needs FUSE (`/dev/fuse` and the right to mount).
+//! A FUSE server stands in for Lustre and others. It records the calls that reach it through the kernel, and refuses those
+//! that a test names. The example programs for a site run with stand-ins for their tools. Needs FUSE (`/dev/fuse` and the
+//! right to mount).
 
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::{OsStr, OsString};
@@ -26,7 +27,7 @@ use fuser::{
 
 const TTL: Duration = Duration::ZERO;
 
-/// What the server does not take.
+/// The calls that the server refuses.
 #[derive(Clone, Copy, Default)]
 struct Refuses {
     xattrs: bool,
@@ -34,22 +35,25 @@ struct Refuses {
     links: bool,
 }
 
+/// A file or directory of the server.
 #[derive(Clone)]
 struct Node {
-    /// Directory and name.
+    /// Each name of the node: the number of its directory, and the name in it.
     names: Vec<(u64, OsString)>,
     mode: u32,
     is_dir: bool,
 }
 
+/// What the server has: its files, their attributes, and the calls that it got.
 #[derive(Default)]
 struct SteeredState {
     nodes: BTreeMap<u64, Node>,
     xattrs: HashMap<(u64, OsString), Vec<u8>>,
-    /// Each call that makes, names or tells something, in order.
+    /// The calls that create or name a file or set an attribute, in order.
     calls: Vec<String>,
 }
 
+/// The FUSE server.
 struct Recorder {
     state: Arc<Mutex<SteeredState>>,
     refuses: Refuses,
@@ -97,8 +101,8 @@ impl SteeredState {
         self.nodes.insert(number, node);
     }
 
-    /// A name as the log shows it: names in staging directories are random.
-    fn shown(&self, parent: u64, name: &OsStr) -> String {
+    /// A name as `calls` shows it. Names in staging directories are random, so `*` stands for them.
+    fn display_name(&self, parent: u64, name: &OsStr) -> String {
         match self.nodes.get(&parent) {
             Some(dir) if dir.names[0].1.to_string_lossy().starts_with("lane") => {
                 format!("{}/*", dir.names[0].1.display())
@@ -109,7 +113,7 @@ impl SteeredState {
 
     fn name_of(&self, number: u64) -> String {
         let (parent, name) = &self.nodes[&number].names[0];
-        self.shown(*parent, name)
+        self.display_name(*parent, name)
     }
 }
 
@@ -128,8 +132,8 @@ impl Recorder {
 impl Filesystem for Recorder {
     fn lookup(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEntry) {
         let state = self.state.lock().unwrap();
-        let found = state.find(parent.0, name).and_then(|ino| state.attr(ino));
-        match found {
+        let attr = state.find(parent.0, name).and_then(|ino| state.attr(ino));
+        match attr {
             Some(attr) => reply.entry(&TTL, &attr, Generation(0)),
             None => reply.error(fuser::Errno::ENOENT),
         }
@@ -163,7 +167,7 @@ impl Filesystem for Recorder {
         } else {
             ""
         };
-        let line = format!("create {}{delayed}", state.shown(parent.0, name));
+        let line = format!("create {}{delayed}", state.display_name(parent.0, name));
         state.calls.push(line);
         let attr = state.attr(number).unwrap();
         reply.created(
@@ -236,8 +240,8 @@ impl Filesystem for Recorder {
         };
         let line = format!(
             "rename {} to {}",
-            state.shown(parent.0, name),
-            state.shown(new_parent.0, new_name)
+            state.display_name(parent.0, name),
+            state.display_name(new_parent.0, new_name)
         );
         state.calls.push(line);
         match state.find(new_parent.0, new_name) {
@@ -268,7 +272,7 @@ impl Filesystem for Recorder {
 
     fn unlink(&self, _: &Request, parent: INodeNo, name: &OsStr, reply: ReplyEmpty) {
         let mut state = self.state.lock().unwrap();
-        let line = format!("unlink {}", state.shown(parent.0, name));
+        let line = format!("unlink {}", state.display_name(parent.0, name));
         state.calls.push(line);
         if let Some(number) = state.find(parent.0, name) {
             let node = state.nodes.get_mut(&number).unwrap();

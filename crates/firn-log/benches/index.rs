@@ -1,4 +1,4 @@
-//! Sizes of an index by pattern, and the memory of a reader of a file without one.
+//! Benchmark: the size of an index by pattern, and the memory of a reader of a file without a pattern.
 //!
 //! ```text
 //! cargo bench -p firn-log --bench index                 10^6 pieces
@@ -18,10 +18,10 @@ use firn_backing::{Backing, Caller, DataPart, Files, Volume};
 
 const PIECES_OF_PATTERN: u64 = 10_000;
 const PIECE_BYTES: u64 = 64;
-/// As the drain gathers them.
+/// Number of pieces in one write, as the drain gathers them.
 const PARTS_PER_WRITE: usize = 1024;
 const READER: &str = "read";
-/// Goals: of the index of a writer of strided pieces, and of a reader's memory.
+/// Goals: the index of a writer of strided pieces, and the memory of a reader.
 const STRIDED_BYTES_MAX: u64 = 1024;
 const MEMORY_MAX: u64 = 64 << 20;
 
@@ -83,7 +83,7 @@ fn run(pieces: u64) {
     assert!(reader.status().expect("a reader").success());
 }
 
-/// In a process of its own.
+/// Reads the file in a process of its own, and reports the memory that takes.
 fn read(dir: &Path, pieces: u64) {
     let begun = Instant::now();
     irregular::forget_peak();
@@ -112,7 +112,7 @@ fn verdict(is_reached: bool) -> &'static str {
     if is_reached { "reached" } else { "missed" }
 }
 
-/// The size of the index of a host that writes pieces at these offsets and closes the file.
+/// Returns the size of the index of a host that writes pieces at these offsets and closes the file.
 fn measure(pattern: &str, offset_of: impl Fn(u64) -> u64) -> u64 {
     let dir = temporary();
     let alive = &["a", "keeper"];
@@ -142,7 +142,7 @@ fn measure(pattern: &str, offset_of: impl Fn(u64) -> u64) -> u64 {
     bytes
 }
 
-/// Bytes of indexes and of sorted ones.
+/// Returns the bytes of indexes and of tables.
 fn index_bytes(dir: &Path) -> (u64, u64) {
     let (mut frames, mut sorted) = (0, 0);
     let list = |path| std::fs::read_dir(path).expect("list").flatten();

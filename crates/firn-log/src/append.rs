@@ -1,10 +1,12 @@
-//! Appends of several threads to one file.
+//! Appends of several threads to one file, in batches.
+//!
+//! One thread writes at a time. The other threads meanwhile collect their bytes in the next batch, which one of them
+//! writes with one call.
 //!
 //! Promises
-//! * What an append that returned has written follows what was written before it, without a gap: a reader that goes from
-//!   the beginning finds it.
-//! * No lock is held across a call of the backing. A thread that finds a write under way waits for it; all bytes that
-//!   were appended by then are written in one call.
+//! * The bytes of an append that returned follow those appended before, without a gap. A reader that starts at the
+//!   beginning finds them.
+//! * No lock is held across a call of the backing.
 
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
@@ -17,46 +19,49 @@ use parking_lot::Condvar;
 /// A file to which only this process appends.
 pub(crate) struct Appender<B: Backing> {
     file: B::File,
-    state: Mutex<LogEnd>,
-    written: Condvar,
+    state: Mutex<AppendState>,
+    write_ended: Condvar,
 }
 
+/// What has been written, and the next batch.
 #[derive(Default)]
-struct LogEnd {
-    /// Bytes that count.
+struct AppendState {
+    /// End of the bytes that count.
     end: u64,
-    /// Bytes that are durable.
+    /// Number of bytes that are durable.
     synced: u64,
-    /// Up to here nothing waits for a sync: what is durable, and notes behind it which say that it is.
-    told: u64,
-    /// Bytes for the next write, and the state of the last one.
+    /// End of the bytes that need no sync: those that are durable, and notes of a sync directly after them.
+    clean_end: u64,
+    /// Bytes of the next batch.
     bytes: Vec<u8>,
+    /// Result of the next batch, once it is written: the position of its first byte.
     batch: Arc<OnceLock<Result<u64>>>,
     is_writing: bool,
 }
 
 impl<B: Backing> Appender<B> {
-    /// To an empty file.
+    /// Makes an appender to an empty file.
     pub(crate) fn new(file: B::File) -> Self {
         Self {
             file,
             state: Mutex::default(),
-            written: Condvar::new(),
+            write_ended: Condvar::new(),
         }
     }
 
-    /// Appends, and says where. After an error nothing of it counts, and what is appended next takes its place.
+    /// Appends `bytes` and returns their position. After an error they do not count, and the next bytes take their
+    /// place.
     pub(crate) fn append(&self, base: &B, bytes: &[u8]) -> Result<u64> {
         let mut state = self.state.lock();
-        let in_batch = state.bytes.len() as u64;
+        let offset_in_batch = state.bytes.len() as u64;
         state.bytes.extend_from_slice(bytes);
         let own_batch = Arc::clone(&state.batch);
         loop {
             if let Some(result) = own_batch.get() {
-                return result.map(|start| start + in_batch);
+                return result.map(|start| start + offset_in_batch);
             }
             if state.is_writing {
-                state.wait(&self.written);
+                state.wait(&self.write_ended);
                 continue;
             }
             state.is_writing = true;
@@ -70,48 +75,49 @@ impl<B: Backing> Appender<B> {
             }
             let _ = batch.set(result.map(|()| end));
             state.is_writing = false;
-            self.written.notify_all();
+            self.write_ended.notify_all();
         }
     }
 
-    /// What was appended may begin to go to the device.
+    /// Starts writing the appended bytes to the device, without waiting for that.
     pub(crate) fn begin_sync(&self, base: &B) {
         let unsynced = {
             let state = self.state.lock();
-            state.told..state.end
+            state.clean_end..state.end
         };
         base.advise(&self.file, unsynced, PageAdvice::WriteOut);
     }
 
-    /// Makes what was appended durable. Returns whether this call made anything durable.
+    /// Makes the appended bytes durable. Returns false if they were durable before, or another thread's sync made them
+    /// durable.
     pub(crate) fn sync(&self, base: &B) -> Result<bool> {
         let end = {
             let state = self.state.lock();
-            if state.end <= state.told {
+            if state.end <= state.clean_end {
                 return Ok(false);
             }
             state.end
         };
         base.sync(&self.file, true)?;
         let mut state = self.state.lock();
-        let is_more = end > state.synced;
+        let has_synced_more = end > state.synced;
         state.synced = state.synced.max(end);
-        state.told = state.told.max(end);
-        debug_assert!(state.synced <= state.told && state.told <= state.end);
-        Ok(is_more)
+        state.clean_end = state.clean_end.max(end);
+        debug_assert!(state.synced <= state.clean_end && state.clean_end <= state.end);
+        Ok(has_synced_more)
     }
 
-    /// Marks this range as a note that says what is durable. The note itself need not be durable, so it alone causes no
-    /// sync.
-    pub(crate) fn note_told(&self, range: Range<u64>) {
+    /// Marks a note of a sync, which lies in `range`, as needing no sync. A note that is lost only makes a later reader
+    /// know less.
+    pub(crate) fn mark_clean(&self, range: Range<u64>) {
         let mut state = self.state.lock();
-        if state.told == range.start {
-            state.told = range.end;
+        if state.clean_end == range.start {
+            state.clean_end = range.end;
         }
-        debug_assert!(state.told <= state.end, "what is told was appended");
+        debug_assert!(state.clean_end <= state.end, "the clean part was appended");
     }
 
-    /// Bytes that are durable.
+    /// Returns the number of durable bytes.
     pub(crate) fn synced(&self) -> u64 {
         self.state.lock().synced
     }

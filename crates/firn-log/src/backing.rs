@@ -1,7 +1,15 @@
-//! The log layout as a backing over a backing: the bytes of chosen files lie in containers.
+//! The log layout as a backing over another backing: the bytes of chosen files lie in containers.
 //!
-//! Names, attributes and files that are not chosen go to the backing below. Once a file has a container, every host
-//! reads it through containers until it is flat, also a host that does not choose it.
+//! All other files, and names and attributes, go to the backing below unchanged. Once a file has a container, every
+//! host reads it through its containers until it is flat. This holds also on hosts that do not choose the file.
+//!
+//! How other hosts' changes become visible
+//! * A *listing* names the files that have containers. It is made again when it is older than [`Setup::view_age_max`].
+//! * After a new listing, the first use of a file refreshes that file's containers.
+//! * An open and the first use after a sync refresh them at once.
+//!
+//! How a last name is removed: the containers are marked before the name goes and again after it. A host that restarts,
+//! or another host, then finishes an interrupted removal (`crate::orphans`).
 
 mod calls;
 mod settle;
@@ -19,28 +27,28 @@ use firn_hosts::own::{self, STUBS, TOP};
 
 pub use self::settle::{Left, Logged};
 
-use self::settle::{Ended, HostsGone};
+use self::settle::{DeadHosts, EndedFiles};
 use crate::container::Memory;
 use crate::file::{ContainerSite, LoggedFile};
 use crate::file_dir;
 use crate::file_id::FileId;
 use crate::orphans::{self, DEAD, DYING};
-use crate::tag::{self, Home};
+use crate::tag::{self, TopId};
 use crate::turn;
 
 /// Name of the directory of all containers, in `.firn/`.
 pub const CONTAINERS: &str = own::LOGS;
 
-/// Opens the directory of all containers; makes it if it is missing.
+/// Opens the directory of all containers, and makes it if it is missing.
 pub fn make_dir<B: Backing>(base: &B) -> std::result::Result<B::Inode, OwnError> {
     let firn = own::dir(base, &base.root(), TOP)?;
     own::dir(base, &firn, CONTAINERS).map_err(|error| error.below(TOP))
 }
 
-/// Bytes of sorted indexes in memory, of all files: half of what a reader may take, and a block of each index of a file
-/// that many hosts wrote.
+/// Bound on table blocks in memory, of all files. One reader may take half of it, which holds one block of each index
+/// even for a file that many hosts wrote.
 const INDEX_BYTES_MAX: u64 = 32 << 20;
-/// Shortest time between two updates of a plain file's modification time; each update costs its server a call.
+/// Shortest time between two updates of a plain file's modification time. Each update is a call to the server.
 const MODIFIED_EVERY: Duration = Duration::from_secs(1);
 
 /// Returns whether a new file with this name is logged.
@@ -48,21 +56,22 @@ pub type Chooser = Box<dyn Fn(&OsStr) -> bool + Send + Sync>;
 /// Returns whether a host is alive.
 pub type Liveness = Box<dyn Fn(&str) -> Result<bool> + Send + Sync>;
 
-/// Shortest validity of a list of places of bytes: a new list costs as much as some reads.
+/// Lists of places of bytes that would be valid for less than this are not made, because a list costs as much as some
+/// reads.
 const LOCATED_FOR_MIN: Duration = Duration::from_millis(20);
 
 /// What happens to the logs of a file after the last host has closed it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WhenClosed {
-    /// The last close returns when they are flattened.
+    /// The last close returns when the logs are flattened.
     Flatten,
-    /// The last close returns when they are published; [`LogBacking::settle`] flattens them.
+    /// The last close returns when the logs are published. [`LogBacking::settle`] flattens them later.
     FlattenBehind,
-    /// Logs stay as they are.
+    /// The logs stay as they are.
     Keep,
 }
 
-/// Parameters of a mount with the log layout.
+/// The parameters of a log layout.
 pub struct Setup {
     /// Name of this host.
     pub host: String,
@@ -70,11 +79,11 @@ pub struct Setup {
     pub chooses: Chooser,
     /// Tells which hosts are alive.
     pub is_alive: Liveness,
-    /// Longest age of this host's view of the containers.
-    pub patience: Duration,
-    /// Longest delay until the backing shows changes of other hosts. An unexpected state is read again for this long.
+    /// Longest age of the listing of files with containers.
+    pub view_age_max: Duration,
+    /// For how long the backing may not show changes of other hosts. An operation that fails is repeated for this long.
     pub lag_max: Duration,
-    /// Bytes of a file that one host flattens at a time.
+    /// How many bytes of a file one host flattens at a time.
     pub unit_bytes: u64,
     /// What happens to the logs of a file after the last host has closed it.
     pub when_closed: WhenClosed,
@@ -82,54 +91,55 @@ pub struct Setup {
     pub flattens_read: bool,
 }
 
-/// See the module.
+/// A backing whose chosen files lie in logs.
 pub struct LogBacking<B: Backing> {
     below: B,
     top: B::Inode,
-    home: Home,
+    top_id: TopId,
     memory: Arc<Memory>,
-    /// Turn of this host's logs among the lanes below; 0 without lanes.
+    /// This host's turn, which selects the lane of its logs; 0 without lanes.
     turn: u64,
     setup: Setup,
     files: Mutex<Files<B>>,
-    ended: Arc<Ended<B>>,
-    /// Number of files that were forgotten, because they were flat or gone.
-    forgotten: AtomicU64,
-    /// Containers of files that this host was removing when it ran last.
+    ended: Arc<EndedFiles<B>>,
+    /// Counts files that were dropped from `files`. A look-up notices by it that a file became flat meanwhile.
+    forget_count: AtomicU64,
+    /// Containers of files that this host was removing when it last ran.
     marked: Mutex<HashSet<String>>,
-    /// Dead hosts whose removals were finished; None before the first search.
-    hosts_gone: Mutex<Option<HostsGone>>,
+    /// The dead hosts whose removals were finished; `None` before the first search.
+    dead_hosts: Mutex<Option<DeadHosts>>,
 }
 
+/// The files that this host knows, and the last listing.
 struct Files<B: Backing> {
     /// Files with containers, and files that this host has open for writing.
-    known: HashMap<FileId, Arc<LoggedFile<B>>>,
-    /// Files whose last name this host is removing: an open of one makes no container without a mark.
+    by_id: HashMap<FileId, Arc<LoggedFile<B>>>,
+    /// Files whose last name this host is removing. A container that is made for such a file gets a mark.
     dying: HashSet<FileId>,
-    /// When the files with containers were listed last, or are being listed.
+    /// When the last listing began, or the present one if a thread is making one.
     listed: Option<Instant>,
     listing: Arc<Listing>,
 }
 
-/// The files with containers at one moment. Containers are listed and read at the first use of their file, so the cost
-/// follows the files in use.
+/// The ids of all files that had containers at one moment. Containers are read only at the first use of their file, so
+/// the cost depends on the files in use.
 #[derive(Default)]
 struct Listing {
     began: Option<Instant>,
     files: HashSet<FileId>,
 }
 
-/// An object of a [`LogBacking`].
+/// An inode of a [`LogBacking`].
 pub struct LogInode<B: Backing> {
     below: B::Inode,
-    /// Id of a file; None for other objects.
+    /// Identity of a file; `None` for other objects, and for files that cannot have one.
     id: Option<FileId>,
     is_chosen: bool,
     /// Region of a directory.
     region: Region,
 }
 
-/// Where something lies in the backing.
+/// The part of the backing in which an object lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Region {
     /// The top directory.
@@ -138,16 +148,16 @@ enum Region {
     Firn,
     /// Below `.firn`, where no file is chosen.
     Own,
-    /// The directories of programs.
+    /// The directories and files of programs.
     Files,
 }
 
 impl Region {
-    /// Region of the object `name` in a directory of this region.
+    /// Returns the region of the object `name` in a directory of this region.
     fn of_child(self, name: &OsStr) -> Self {
         match self {
             Self::Top if name == TOP => Self::Firn,
-            // Files of programs, before they get their names.
+            // New files of programs lie here before they get their names.
             Self::Firn if name == STUBS => Self::Files,
             Self::Firn | Self::Own => Self::Own,
             Self::Top | Self::Files => Self::Files,
@@ -164,18 +174,18 @@ impl<B: Backing> Clone for LogInode<B> {
     }
 }
 
-/// An open file of a [`LogBacking`].
+/// An open file of a [`LogBacking`]: the open plain file, and the logged file if there is one.
 pub struct LogFile<B: Backing> {
     below: B::File,
     logged: Option<Opened<B>>,
 }
 
-/// A descriptor of a file that may be logged. The close of the last one for writing ends the writing of this host.
+/// An open descriptor of a file that may be logged. The close of this host's last writing descriptor ends its writing.
 struct Opened<B: Backing> {
     file: Arc<LoggedFile<B>>,
     inode: B::Inode,
     access: Access,
-    ended: Arc<Ended<B>>,
+    ended: Arc<EndedFiles<B>>,
 }
 
 impl<B: Backing> Drop for Opened<B> {
@@ -195,15 +205,16 @@ impl<B: Backing> Drop for Opened<B> {
 }
 
 impl<B: Backing> LogFile<B> {
-    /// The file, if it may be logged; `otherwise` if the descriptor cannot write.
-    fn writable(&self, otherwise: Errno) -> Result<Option<&Arc<LoggedFile<B>>>> {
+    /// Returns the logged file, or `None` for a plain one. Fails with `errno` if the descriptor is of a logged file and
+    /// cannot write.
+    fn writable(&self, errno: Errno) -> Result<Option<&Arc<LoggedFile<B>>>> {
         match &self.logged {
-            Some(opened) if opened.access == Access::Read => Err(otherwise),
+            Some(opened) if opened.access == Access::Read => Err(errno),
             opened => Ok(opened.as_ref().map(|opened| &opened.file)),
         }
     }
 
-    /// The logged file, if it has containers.
+    /// Returns the logged file if it has containers.
     fn logged(&self) -> Option<&Arc<LoggedFile<B>>> {
         let opened = self.logged.as_ref()?;
         opened.file.is_logged().then_some(&opened.file)
@@ -211,54 +222,56 @@ impl<B: Backing> LogFile<B> {
 }
 
 impl<B: Backing> LogBacking<B> {
-    /// Opens the log layout over `below`; its directory there is `.firn/log`.
+    /// Opens the log layout over `below`. Its directory there is `.firn/log`. Finishes this host's own interrupted
+    /// removals.
     pub fn open(below: B, setup: Setup) -> std::result::Result<Self, OwnError> {
         let top = make_dir(&below)?;
-        let home = Home::of(&below.attr(&top)?);
-        // Before anything is changed: logs of an earlier version are refused.
+        let top_id = TopId::of(&below.attr(&top)?);
+        // This check comes before any change: logs of an earlier version are refused.
         file_dir::list_files(&below, &top)?;
-        let marked = orphans::end_last_life(&below, &top, &setup.host, &setup.is_alive)?;
+        let marked = orphans::clean_up_last_life(&below, &top, &setup.host, &setup.is_alive)?;
         let turn = match below.lane_of_turn(0) {
-            Some(_) => turn::take(&below, &top, &setup.host, &setup.is_alive),
+            Some(_) => turn::take_turn(&below, &top, &setup.host, &setup.is_alive),
             None => 0,
         };
         Ok(Self {
             below,
             top,
-            home,
+            top_id,
             turn,
             memory: Memory::new(INDEX_BYTES_MAX),
             setup,
             files: Mutex::new(Files {
-                known: HashMap::new(),
+                by_id: HashMap::new(),
                 dying: HashSet::new(),
                 listed: None,
                 listing: Arc::default(),
             }),
-            forgotten: AtomicU64::new(0),
+            forget_count: AtomicU64::new(0),
             marked: Mutex::new(marked),
-            hosts_gone: Mutex::default(),
-            ended: Arc::new(Ended::new()),
+            dead_hosts: Mutex::default(),
+            ended: Arc::new(EndedFiles::new()),
         })
     }
 
-    /// The backing below.
+    /// Returns the backing below.
     pub fn below(&self) -> &B {
         &self.below
     }
 
-    /// Limits the sorted indexes in memory to `bytes` bytes.
+    /// Sets the bound on table blocks in memory to `bytes` bytes.
     #[must_use]
     pub fn with_memory(self, bytes: u64) -> Self {
         let memory = Memory::new(bytes);
         Self { memory, ..self }
     }
 
-    fn place(&self) -> ContainerSite<'_, B> {
+    /// Returns what operations on containers need to know of this backing and host.
+    fn site(&self) -> ContainerSite<'_, B> {
         ContainerSite {
             base: &self.below,
             top: &self.top,
-            home: self.home,
+            top_id: self.top_id,
             host: &self.setup.host,
             turn: self.turn,
             memory: &self.memory,
@@ -267,8 +280,8 @@ impl<B: Backing> LogBacking<B> {
         }
     }
 
-    /// Makes the inode of the object `name` in a directory.
-    fn child(
+    /// Makes the inode of the object `name` in the directory `parent`.
+    fn make_child_inode(
         &self,
         parent: &LogInode<B>,
         name: &OsStr,
@@ -278,10 +291,11 @@ impl<B: Backing> LogBacking<B> {
         let region = parent.region.of_child(name);
         let is_chosen =
             attr.kind == Kind::File && region != Region::Own && (self.setup.chooses)(name);
-        self.inode(below, attr, region, is_chosen)
+        self.make_inode(below, attr, region, is_chosen)
     }
 
-    fn inode(
+    /// Makes the inode of an object. Assigns an identity to a chosen file.
+    fn make_inode(
         &self,
         below: B::Inode,
         attr: &Attr,
@@ -289,7 +303,7 @@ impl<B: Backing> LogBacking<B> {
         is_chosen: bool,
     ) -> Result<LogInode<B>> {
         let id = if is_chosen {
-            // A file without an identity stays plain.
+            // A file that cannot get an identity stays plain.
             FileId::assign(&self.below, &below, attr).unwrap_or(None)
         } else {
             FileId::of(&self.below, &below, attr)?
@@ -302,23 +316,24 @@ impl<B: Backing> LogBacking<B> {
         })
     }
 
-    /// The file with this id, if this host knows containers of it or has it open for writing.
+    /// Returns the file with this id if this host knows it, after refreshing it as the listing demands.
     fn find(&self, id: Option<FileId>) -> Result<Option<Arc<LoggedFile<B>>>> {
         let Some(id) = id else {
             return Ok(None);
         };
-        self.look_around()?;
-        let Some(file) = self.files.lock().known.get(&id).cloned() else {
+        self.refresh_listing()?;
+        let Some(file) = self.files.lock().by_id.get(&id).cloned() else {
             return Ok(None);
         };
-        self.look_at(&file);
-        // The file may be flat by now.
-        self.forget(&file);
-        Ok(self.files.lock().known.get(&id).cloned())
+        self.refresh_file(&file);
+        // The refresh may have found the file flat.
+        self.forget_if_unused(&file);
+        Ok(self.files.lock().by_id.get(&id).cloned())
     }
 
-    /// [`Self::find`] with a new look at the containers: another host may have made one, or flatten the file already.
-    fn find_ending(&self, id: Option<FileId>) -> Result<Option<Arc<LoggedFile<B>>>> {
+    /// Returns the file with this id after a refresh, or `None` if it has no containers. For changes of the time:
+    /// another host may be flattening the file.
+    fn find_and_refresh(&self, id: Option<FileId>) -> Result<Option<Arc<LoggedFile<B>>>> {
         let Some(id) = id else {
             return Ok(None);
         };
@@ -327,24 +342,27 @@ impl<B: Backing> LogBacking<B> {
             None if file_dir::find(&self.below, &self.top, id)?.is_none() => return Ok(None),
             None => self.find_or_add(id)?,
         };
-        // A file whose containers cannot be read still has a time.
-        if let Err(error) = file.look_again(&self.place()) {
+        // A file whose containers cannot be read still has a time to set.
+        if let Err(error) = file.refresh(&self.site()) {
             tracing::debug!(ino = id.ino, %error, "containers cannot be read");
         }
         Ok(Some(file))
     }
 
-    /// Lists the files with containers again, if the last list is older than [`Setup::patience`].
-    fn look_around(&self) -> Result<()> {
-        self.look_around_after(self.setup.patience)
+    /// Makes a new listing if the last one is older than [`Setup::view_age_max`].
+    fn refresh_listing(&self) -> Result<()> {
+        self.refresh_listing_older_than(self.setup.view_age_max)
     }
 
-    /// The same, if the last list is older than `patience`.
-    fn look_around_after(&self, patience: Duration) -> Result<()> {
+    /// Makes a new listing if the last one is older than `age_max`. Drops files that have no containers any more.
+    ///
+    /// One thread makes a listing and the others use the old one meanwhile. Before the first listing is complete, each
+    /// thread makes its own.
+    fn refresh_listing_older_than(&self, age_max: Duration) -> Result<()> {
         {
             let mut files = self.files.lock();
-            let is_due = |listed: Instant| listed.elapsed() >= patience;
-            // Until a first list is complete, each caller makes one.
+            let is_due = |listed: Instant| listed.elapsed() >= age_max;
+            // Until the first listing is complete, each thread makes one.
             if files.listing.began.is_some() && !files.listed.is_none_or(is_due) {
                 return Ok(());
             }
@@ -358,54 +376,55 @@ impl<B: Backing> LogBacking<B> {
             let mut files = self.files.lock();
             for &id in &logged {
                 let new = || Arc::new(LoggedFile::new(id));
-                files.known.entry(id).or_insert_with(new);
+                files.by_id.entry(id).or_insert_with(new);
             }
             let has_none = |file: &&Arc<LoggedFile<B>>| !logged.contains(&file.id);
-            let without = files.known.values().filter(has_none);
-            let without = without.map(Arc::clone).collect();
+            let without_containers = files.by_id.values().filter(has_none);
+            let without_containers = without_containers.map(Arc::clone).collect();
             if files.listing.began < Some(began) {
                 files.listing = Arc::new(Listing {
                     began: Some(began),
                     files: logged,
                 });
             }
-            without
+            without_containers
         };
         for file in without_containers {
-            self.look_at(&file);
-            self.forget(&file);
+            self.refresh_file(&file);
+            self.forget_if_unused(&file);
         }
         Ok(())
     }
 
-    /// Reads the containers of a file that the last list has, unless they were read since.
-    fn look_at(&self, file: &LoggedFile<B>) {
+    /// Refreshes a file unless it was refreshed since the last listing began.
+    fn refresh_file(&self, file: &LoggedFile<B>) {
         let listing = Arc::clone(&self.files.lock().listing);
         let Some(began) = listing.began else {
             return;
         };
         let is_listed = listing.files.contains(&file.id);
-        // The next open of the file returns the error.
-        let place = self.place();
-        let looked = file.look_after_listing(&place, began, is_listed);
-        if let Err(error) = looked.and_then(|()| file.look_after_sync(&place)) {
+        // An error is not returned here: the next open or read of the file returns it.
+        let site = self.site();
+        let refreshed = file.refresh_after_listing(&site, began, is_listed);
+        if let Err(error) = refreshed.and_then(|()| file.refresh_after_sync(&site)) {
             tracing::debug!(ino = file.id.ino, %error, "containers cannot be read");
         }
     }
 
-    /// The file with this id; adds it if it is unknown.
+    /// Returns the file with this id. Adds it if this host does not know it.
     fn find_or_add(&self, id: FileId) -> Result<Arc<LoggedFile<B>>> {
-        self.look_around()?;
+        self.refresh_listing()?;
         let mut files = self.files.lock();
         let new = || Arc::new(LoggedFile::new(id));
-        Ok(Arc::clone(files.known.entry(id).or_insert_with(new)))
+        Ok(Arc::clone(files.by_id.entry(id).or_insert_with(new)))
     }
 
-    /// Attributes as programs see them: the length covers all bytes, the time is that of the last change.
+    /// Returns the attributes that programs see: the length and the modification time include what is in logs. `read`
+    /// reads the attributes of the plain file.
     ///
-    /// The containers are read first, then the attributes of the plain file; both again if the containers changed
-    /// in between.
-    fn shown(
+    /// Race: a generation may become flat between the reads of the containers and of the plain file. Both are then read
+    /// again.
+    fn visible_attr(
         &self,
         logged: Option<&Arc<LoggedFile<B>>>,
         read: &dyn Fn() -> Result<Attr>,
@@ -414,12 +433,12 @@ impl<B: Backing> LogBacking<B> {
             return read();
         };
         loop {
-            file.check_lost()?;
-            let seen = file.changes.load(Ordering::Acquire);
+            file.check_exists()?;
+            let changes = file.changes.load(Ordering::Acquire);
             let attr = read()?;
             let size = file.len(attr.size);
             let mtime = file.modified_time().unwrap_or(attr.mtime);
-            if file.changes.load(Ordering::Acquire) == seen {
+            if file.changes.load(Ordering::Acquire) == changes {
                 return Ok(Attr {
                     size,
                     mtime,
@@ -429,35 +448,37 @@ impl<B: Backing> LogBacking<B> {
         }
     }
 
+    /// Opens the logged file of an inode. Returns `None` if the file is plain and not chosen.
     fn open_logged(&self, inode: &LogInode<B>, access: Access) -> Result<Option<Opened<B>>> {
         let Some(id) = inode.id else {
             return Ok(None);
         };
         let writes = access != Access::Read;
-        self.look_around()?;
-        // Another host may have made a container just now. A chosen file is looked at below.
-        if !inode.is_chosen && !self.files.lock().known.contains_key(&id) {
-            self.look_around_after(Duration::ZERO)?;
+        self.refresh_listing()?;
+        // Another host may have made a container since the listing. For a chosen file, `see_closed_changes` below finds
+        // it.
+        if !inode.is_chosen && !self.files.lock().by_id.contains_key(&id) {
+            self.refresh_listing_older_than(Duration::ZERO)?;
         }
         let file = {
             let mut files = self.files.lock();
-            let file = match files.known.get(&id) {
+            let file = match files.by_id.get(&id) {
                 Some(file) => Arc::clone(file),
                 None if inode.is_chosen => {
                     let new = Arc::new(LoggedFile::new(id));
-                    files.known.insert(id, Arc::clone(&new));
+                    files.by_id.insert(id, Arc::clone(&new));
                     new
                 }
                 None => {
                     drop(files);
-                    tag::check(&self.below, &inode.below, id, self.home)?;
+                    tag::check(&self.below, &inode.below, id, self.top_id)?;
                     return Ok(None);
                 }
             };
             if files.dying.contains(&id) {
                 file.is_dying.store(true, Ordering::Release);
             }
-            // Counted under the lock, so that an open file is not forgotten.
+            // The count grows under the lock, so that another thread does not drop the file meanwhile.
             file.opens.fetch_add(1, Ordering::AcqRel);
             if writes {
                 file.writers.fetch_add(1, Ordering::AcqRel);
@@ -471,38 +492,39 @@ impl<B: Backing> LogBacking<B> {
             ended: Arc::clone(&self.ended),
         };
         opened.file.inode.get_or_init(|| inode.below.clone());
-        self.see_others(&opened)?;
+        self.see_closed_changes(&opened)?;
         if !writes && self.setup.flattens_read && opened.file.is_logged() {
             self.ended.add(&opened.file, &opened.inode);
         }
         Ok(Some(opened))
     }
 
-    /// Close-to-open: makes changes that other hosts have closed visible, and orders them before this host's next writes.
-    fn see_others(&self, opened: &Opened<B>) -> Result<()> {
-        let place = self.place();
+    /// Makes visible what other hosts wrote before they closed the file (close-to-open), and orders it before this
+    /// host's next writes.
+    fn see_closed_changes(&self, opened: &Opened<B>) -> Result<()> {
+        let site = self.site();
         let file = &opened.file;
-        file.wait_for(&place, &mut || file.look_again(&place))?;
+        file.wait_for(&site, &mut || file.refresh(&site))?;
         if opened.access != Access::Read {
             file.raise_epoch();
         }
         if !file.is_logged() {
-            // Another host may have written the plain file.
+            // Asks the server, because another host may have changed the plain file.
             self.below.attr_now(&opened.inode)?;
-            tag::check(&self.below, &opened.inode, file.id, self.home)?;
+            tag::check(&self.below, &opened.inode, file.id, self.top_id)?;
         }
         Ok(())
     }
 
-    /// Announces to other hosts that this one writes the file, so that none of them flattens it.
+    /// Registers this host as a writer of the file, so that no other host flattens it.
     fn begin_writing(&self, file: &LogFile<B>, opened: &Opened<B>) -> Result<()> {
-        let plain = || self.plain_len(file);
-        let place = self.place();
+        let plain_len = || self.plain_len(file);
+        let site = self.site();
         let logged = &opened.file;
-        logged.wait_for(&place, &mut || logged.begin_writing(&place, &plain))
+        logged.wait_for(&site, &mut || logged.begin_writing(&site, &plain_len))
     }
 
-    /// Sets the modification time of the plain file after a change by this host.
+    /// Sets the modification time of the plain file after a write by this host, at most once in [`MODIFIED_EVERY`].
     fn note_modified(&self, file: &LogFile<B>) {
         let Some(opened) = &file.logged else {
             return;
@@ -518,24 +540,28 @@ impl<B: Backing> LogBacking<B> {
             self.below
                 .set_times(&opened.inode, SetTime::Keep, SetTime::Now)
         };
-        let noted = opened.file.set_modified(&self.place(), Time::now(), &now);
+        let noted = opened.file.set_modified(&self.site(), Time::now(), &now);
         if let Err(error) = noted {
             tracing::debug!(ino = opened.file.id.ino, %error, "cannot set the time of a logged file");
         }
     }
 
-    /// Makes what this host wrote to logs durable.
+    /// Makes what this host wrote to logs durable, of all files.
     fn sync_logs(&self) -> Result<()> {
-        let files: Vec<_> = self.files.lock().known.values().map(Arc::clone).collect();
+        let files: Vec<_> = self.files.lock().by_id.values().map(Arc::clone).collect();
         for file in files {
-            let place = self.place();
-            file.wait_for(&place, &mut || file.sync(&place))?;
+            let site = self.site();
+            file.wait_for(&site, &mut || file.sync(&site))?;
         }
         Ok(())
     }
 
-    /// The file that loses this name, if the name may be its last.
-    fn doomed(&self, parent: &B::Inode, name: &OsStr) -> Result<Option<(B::Inode, FileId)>> {
+    /// Returns the file whose name `name` is, if it is a file with an identity and the name may be its last.
+    fn find_file_losing_name(
+        &self,
+        parent: &B::Inode,
+        name: &OsStr,
+    ) -> Result<Option<(B::Inode, FileId)>> {
         let (inode, attr) = match self.below.lookup(parent, name) {
             Ok(found) => found,
             Err(Errno::NOENT) => return Ok(None),
@@ -545,57 +571,63 @@ impl<B: Backing> LogBacking<B> {
         Ok(id.filter(|_| attr.nlink == 1).map(|id| (inode, id)))
     }
 
+    /// Marks the containers of a file, with repetitions while the backing lags.
     fn mark(&self, file: &LoggedFile<B>, mark: &str) -> Result<()> {
-        let place = self.place();
-        file.wait_for(&place, &mut || file.mark(&place, mark))
+        let site = self.site();
+        file.wait_for(&site, &mut || file.mark(&site, mark))
     }
 
-    /// Marks a file whose last name is to go. Each container gets the mark before that: existing ones now, new ones
-    /// when they are made.
-    fn begin_to_end_names(&self, doomed: Option<&(B::Inode, FileId)>) -> Result<()> {
-        let Some((_, id)) = doomed else {
+    /// Begins the removal of a last name: marks the file's containers. A container that is made later gets the mark
+    /// when it is made.
+    fn begin_removal(&self, removed: Option<&(B::Inode, FileId)>) -> Result<()> {
+        let Some((_, id)) = removed else {
             return Ok(());
         };
-        self.look_around()?;
+        self.refresh_listing()?;
         let file = {
             let mut files = self.files.lock();
             files.dying.insert(*id);
-            files.known.get(id).cloned()
+            files.by_id.get(id).cloned()
         };
         let Some(file) = file else {
             return Ok(());
         };
         file.is_dying.store(true, Ordering::Release);
         self.mark(&file, DYING)
-            .inspect_err(|_| self.keep_name(&file))
+            .inspect_err(|_| self.cancel_removal(&file))
     }
 
-    /// Takes the mark away: the last name stays, as far as this host knows.
-    fn keep_name(&self, file: &LoggedFile<B>) {
+    /// Notes that the last name stays.
+    fn cancel_removal(&self, file: &LoggedFile<B>) {
         file.is_dying.store(false, Ordering::Release);
         self.files.lock().dying.remove(&file.id);
     }
 
-    /// Ends the removal of a last name: the name is gone, unless `outcome` is an error.
-    fn end_names(&self, doomed: Option<(B::Inode, FileId)>, outcome: Result<()>) -> Result<()> {
-        let Some((inode, id)) = doomed else {
+    /// Finishes the removal of a last name. If `outcome` is an error, the name is still there, and the marks are
+    /// removed.
+    fn finish_removal(
+        &self,
+        removed: Option<(B::Inode, FileId)>,
+        outcome: Result<()>,
+    ) -> Result<()> {
+        let Some((inode, id)) = removed else {
             return outcome;
         };
-        let looked = self.look_around();
+        let refreshed = self.refresh_listing();
         let file = {
             let mut files = self.files.lock();
-            let file = files.known.get(&id).cloned();
+            let file = files.by_id.get(&id).cloned();
             if file.is_none() {
                 files.dying.remove(&id);
             }
             file
         };
         let Some(file) = file else {
-            return looked.and(outcome);
+            return refreshed.and(outcome);
         };
         if outcome.is_err() {
-            self.keep_name(&file);
-            file.wait_for(&self.place(), &mut || file.unmark(&self.place()))?;
+            self.cancel_removal(&file);
+            file.wait_for(&self.site(), &mut || file.unmark(&self.site()))?;
             return outcome;
         }
         let marked = self.mark(&file, DEAD);

@@ -1,37 +1,38 @@
-//! The bytes of a block of a sorted index: layers by where they begin in the file, or spans as they stand in the index.
+//! Encodes and decodes the blocks of a table. A block holds layers, sorted by offset in the file, or spans, in the
+//! order of the index.
 //!
-//! Each number is stored as its distance from the one before it in the block, with as few bytes as it needs, so that 64
-//! KiB have some thousand pieces without a pattern. A block is read on its own. The reader compares its checksum first,
-//! and still checks each number.
+//! Each number is stored as its distance from the same number of the entry before, with as few bytes as it needs. So 64
+//! KiB hold some thousand pieces without a pattern. Each block is decoded on its own. The reader compares the checksum
+//! of the block first, but the decoder still checks each number.
 
 use serde::{Deserialize, Serialize};
 
-use crate::frame::{Span, is_span};
+use crate::frame::{Span, is_valid_span};
 use crate::resolve::{Key, Layer, Place, WriterId};
 use crate::run::Run;
 
-/// A block is closed when it has this many bytes.
+/// An encoder ends a block when the block has at least this many bytes.
 pub const BLOCK_BYTES: usize = 64 << 10;
 
-/// A layer as a block has it.
+/// A layer as a block stores it. Signed numbers are distances from the layer before, and so is `offset`.
 #[derive(Serialize, Deserialize)]
 struct StoredLayer {
     offset: u64,
     len: i64,
-    /// Bytes between two pieces.
+    /// Number of bytes between two pieces.
     gap: u64,
-    /// Pieces after the first.
+    /// Number of pieces after the first.
     more: u64,
     epoch: i64,
     frame: i64,
-    /// 0: zeros, which are nowhere; else the log's number and 1.
+    /// Number of the log plus 1, or 0 for zeros, which lie in no log.
     log: u64,
     position: i64,
 }
 
-/// The layer before, and none before the first.
+/// The numbers of the layer before, from which distances are measured. All are 0 before the first layer.
 #[derive(Clone, Copy, Default)]
-pub struct Before {
+pub struct LastLayer {
     offset: u64,
     len: u64,
     epoch: u64,
@@ -39,7 +40,7 @@ pub struct Before {
     position: u64,
 }
 
-impl Before {
+impl LastLayer {
     fn of(layer: &Layer) -> Self {
         Self {
             offset: layer.run.offset(),
@@ -51,15 +52,16 @@ impl Before {
     }
 }
 
-fn distance(from: u64, to: u64) -> i64 {
+/// Returns the distance from one number to another. It wraps around, so each pair of numbers has one.
+fn distance_between(from: u64, to: u64) -> i64 {
     to.wrapping_sub(from).cast_signed()
 }
 
-fn advance(from: u64, distance: i64) -> u64 {
-    from.wrapping_add(distance.cast_unsigned())
+fn advance(from: u64, distance_between: i64) -> u64 {
+    from.wrapping_add(distance_between.cast_unsigned())
 }
 
-/// Makes a block of entries, each measured from the one before: layers or spans.
+/// Encodes the entries of a block: layers or spans. `Last` holds the numbers of the entry before.
 #[derive(Default)]
 pub struct BlockEncoder<Last> {
     bytes: Vec<u8>,
@@ -67,72 +69,76 @@ pub struct BlockEncoder<Last> {
 }
 
 impl<Last: Default> BlockEncoder<Last> {
-    /// Whether the block is to be closed.
+    /// Returns whether the block has enough bytes to be ended.
     pub fn is_full(&self) -> bool {
         self.bytes.len() >= BLOCK_BYTES
     }
 
-    /// The block, if it has anything; the next one begins.
+    /// Ends the block and begins another. Returns the block's bytes, or `None` if it is empty.
     pub fn take(&mut self) -> Option<Vec<u8>> {
-        let made = std::mem::take(self);
-        (!made.bytes.is_empty()).then_some(made.bytes)
+        let block = std::mem::take(self);
+        (!block.bytes.is_empty()).then_some(block.bytes)
     }
 
+    /// Appends an encoded entry.
     fn append(&mut self, stored: &impl Serialize) {
-        let taken = std::mem::take(&mut self.bytes);
-        self.bytes = postcard::to_extend(stored, taken).expect("memory is all that it takes");
+        let bytes_so_far = std::mem::take(&mut self.bytes);
+        self.bytes =
+            postcard::to_extend(stored, bytes_so_far).expect("memory is all that it takes");
     }
 }
 
-/// Makes a block of layers, which come in the order of their first bytes.
-pub type LayerEncoder = BlockEncoder<Before>;
+/// Encodes a block of layers. Layers must be added in the order of their offsets.
+pub type LayerEncoder = BlockEncoder<LastLayer>;
 
 impl LayerEncoder {
-    /// Appends a layer, which begins nowhere before the last one.
+    /// Adds a layer, whose offset must not be lower than that of the layer before.
     pub fn push(&mut self, layer: &Layer) {
         debug_assert!(layer.run.offset() >= self.before.offset);
-        let before = std::mem::replace(&mut self.before, Before::of(layer));
+        let before = std::mem::replace(&mut self.before, LastLayer::of(layer));
         let stored = StoredLayer {
             offset: self.before.offset - before.offset,
-            len: distance(before.len, self.before.len),
+            len: distance_between(before.len, self.before.len),
             gap: layer.run.gap(),
             more: layer.run.count() - 1,
-            epoch: distance(before.epoch, self.before.epoch),
-            frame: distance(before.frame, self.before.frame),
+            epoch: distance_between(before.epoch, self.before.epoch),
+            frame: distance_between(before.frame, self.before.frame),
             log: layer.place.map_or(0, |place| u64::from(place.log) + 1),
-            position: distance(before.position, self.before.position),
+            position: distance_between(before.position, self.before.position),
         };
         self.append(&stored);
     }
 }
 
-/// The layers of a block of one writer; ends with [`Damaged`] where the bytes are none.
+/// Decodes the layers of a block by one writer. Ends with [`Damaged`] at bytes that are no layer.
 pub struct LayerDecoder<T> {
     bytes: T,
-    at: usize,
+    /// Position of the next entry in the block.
+    position: usize,
     writer: WriterId,
-    before: Before,
+    before: LastLayer,
 }
 
-/// Bytes that no encoder made.
+/// Error for bytes that no encoder made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Damaged;
 
 impl<T: AsRef<[u8]>> LayerDecoder<T> {
-    /// Of the block that `bytes` are.
+    /// Makes a decoder of a block.
     pub fn new(bytes: T, writer: WriterId) -> Self {
         Self {
             bytes,
-            at: 0,
+            position: 0,
             writer,
-            before: Before::default(),
+            before: LastLayer::default(),
         }
     }
 
+    /// Decodes the next layer. Returns `None` if the bytes are no valid layer.
     fn decode(&mut self) -> Option<Layer> {
-        let rest = &self.bytes.as_ref()[self.at..];
-        let (stored, left) = postcard::take_from_bytes::<StoredLayer>(rest).ok()?;
-        self.at += rest.len() - left.len();
+        let rest = &self.bytes.as_ref()[self.position..];
+        let (stored, remaining) = postcard::take_from_bytes::<StoredLayer>(rest).ok()?;
+        self.position += rest.len() - remaining.len();
         let before = self.before;
         let offset = before.offset.checked_add(stored.offset)?;
         let len = advance(before.len, stored.len);
@@ -155,7 +161,7 @@ impl<T: AsRef<[u8]>> LayerDecoder<T> {
             run,
             place,
         };
-        self.before = Before::of(&layer);
+        self.before = LastLayer::of(&layer);
         Some(layer)
     }
 }
@@ -164,21 +170,21 @@ impl<T: AsRef<[u8]>> Iterator for LayerDecoder<T> {
     type Item = Result<Layer, Damaged>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        if self.at >= self.bytes.as_ref().len() {
+        if self.position >= self.bytes.as_ref().len() {
             return None;
         }
         let decoded = self.decode().ok_or(Damaged);
         if decoded.is_err() {
-            self.at = self.bytes.as_ref().len();
+            self.position = self.bytes.as_ref().len();
         }
         Some(decoded)
     }
 }
 
-/// A span as a block has it.
+/// A span as a block stores it.
 #[derive(Serialize, Deserialize)]
 struct StoredSpan {
-    /// From the frame before.
+    /// Distance from the frame before.
     frame: u64,
     log: u32,
     position: u64,
@@ -186,11 +192,12 @@ struct StoredSpan {
     checksums: Vec<[u8; 4]>,
 }
 
-/// Makes a block of spans, which come in the order of their frames: what is before is a frame.
+/// Encodes a block of spans. Spans must be added in the order of their frames; `Last` is the position of the frame
+/// before.
 pub type SpanEncoder = BlockEncoder<u64>;
 
 impl SpanEncoder {
-    /// Appends what the frame at `frame` of the index wrote.
+    /// Adds the span of the frame at position `frame` of the index.
     pub fn push(&mut self, frame: u64, span: &Span) {
         debug_assert!(frame >= self.before, "spans are in order of their frames");
         let stored = StoredSpan {
@@ -205,7 +212,7 @@ impl SpanEncoder {
     }
 }
 
-/// The spans of a block, each with its frame.
+/// Decodes the spans of a block, each with the position of its frame. Ends with [`Damaged`] at bytes that are no span.
 pub fn decode_spans(bytes: &[u8]) -> impl Iterator<Item = Result<(u64, Span), Damaged>> {
     let mut rest = bytes;
     let mut before = 0u64;
@@ -214,7 +221,7 @@ pub fn decode_spans(bytes: &[u8]) -> impl Iterator<Item = Result<(u64, Span), Da
             return None;
         }
         let mut decode = || {
-            let (stored, left) = postcard::take_from_bytes::<StoredSpan>(rest).ok()?;
+            let (stored, remaining) = postcard::take_from_bytes::<StoredSpan>(rest).ok()?;
             let frame = before.checked_add(stored.frame)?;
             let span = Span {
                 log: stored.log,
@@ -226,8 +233,8 @@ pub fn decode_spans(bytes: &[u8]) -> impl Iterator<Item = Result<(u64, Span), Da
                     .map(u32::from_le_bytes)
                     .collect(),
             };
-            (rest, before) = (left, frame);
-            is_span(&span).then_some((frame, span))
+            (rest, before) = (remaining, frame);
+            is_valid_span(&span).then_some((frame, span))
         };
         let decoded = decode().ok_or(Damaged);
         if decoded.is_err() {
@@ -286,7 +293,7 @@ mod tests {
                 prop_assert!(layer.run.span().end <= crate::run::FILE_BYTES_MAX);
             }
             for (_, span) in decode_spans(&bytes).flatten() {
-                prop_assert!(is_span(&span));
+                prop_assert!(is_valid_span(&span));
             }
         }
     }

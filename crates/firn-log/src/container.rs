@@ -1,15 +1,23 @@
-//! The logs of all hosts for one file: a directory that each host appends to in files of its own.
+//! A container: the logs and indexes of all hosts for one generation of a file.
+//!
+//! A container is a directory. Each host appends bytes to its own data logs in it, and to its own index, which says
+//! what the bytes are. Parts of an index are also stored sorted by file offset, as tables ([`crate::table`]).
+//!
+//! Parts
+//! * `view`: what this host has read of all indexes.
+//! * `refresh`: reads what other hosts added to their indexes.
+//! * `read`, `ahead`: read bytes from logs.
+//! * `sorting`: makes tables.
 //!
 //! Promises
-//! * What a host wrote is seen by its own reads when the write has returned, and by other hosts after they looked
-//!   ([`Container::refresh`]).
-//! * Whatever the order in which hosts look, they come to the same bytes ([`crate::resolve`]).
-//! * Bytes that are not as they were written (a log that lost its end with the power) are an error to the reader, and
-//!   never shown.
+//! * A host sees its own write when the write returns. Other hosts see it after their next [`Container::refresh`].
+//! * All hosts find the same bytes, in whatever order they read the indexes ([`crate::resolve`]).
+//! * A reader never gets bytes that differ from the bytes written, for example of a log that lost its end at a power
+//!   failure. The reader gets an error instead.
 
 mod ahead;
-mod look;
 mod read;
+mod refresh;
 mod sorting;
 mod view;
 
@@ -27,7 +35,7 @@ use parking_lot::Condvar;
 pub(crate) use self::read::Unreadable;
 
 use self::ahead::ReadAhead;
-use self::view::{Tail, View};
+use self::view::{IndexState, View};
 use crate::frame::{Change, Cut};
 use crate::names::Writer;
 use crate::resolve::{Layers, Segment, WriterId};
@@ -37,17 +45,18 @@ use crate::table::{BlockCache, TableError, TableResult};
 use crate::times::{self, Record};
 use crate::writer::{Appended, OwnLog};
 
-/// A range of at least this many bytes is found at once, whatever its pieces are.
+/// Smallest step of a [`Walk`]. A step is not made shorter than this, however many pieces lie in it.
 const WALK_BYTES_MIN: u64 = 4096;
 /// First step of a search that may stop before the end of its range; each further step is twice as long.
 const FIRST_STEP_BYTES: u64 = 16 << 10;
-/// A sorted index that is found to be damaged is read unsorted. Bound on those retries: there are fewer sorted indexes.
-const TRIES_MAX: usize = 1000;
+/// Maximum number of rebuilds of the view in one call. Each rebuild rejects at least one damaged table, and a container
+/// has fewer tables than this.
+const REBUILDS_MAX: usize = 1000;
 
-/// Why a change does not count, or may not.
+/// Why a change of a container failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ChangeError {
-    /// What counts in the container is decided, or about to be, maybe without the change.
+    /// The container is sealed, or is about to be. The change may not count, so it must go to the next generation.
     #[error("the container is sealed")]
     Sealed,
     /// A call of the backing failed.
@@ -58,44 +67,51 @@ pub enum ChangeError {
 /// Result of a change of a container.
 pub type Changed = std::result::Result<(), ChangeError>;
 
-/// See the module.
+/// One container, as this host sees it.
 pub struct Container<B: Backing> {
-    /// Among those that this process has opened.
+    /// Identifies the container among all containers that this process has opened.
     number: u64,
     pub(crate) dir: B::Inode,
     pub(crate) name: String,
     pub(crate) host: String,
     memory: Arc<Memory>,
-    /// Says which lane this host's files go to, where there are lanes.
+    /// Selects the lane of this host's files, where the backing has lanes ([`crate::turn`]).
     turn: u64,
     view: Mutex<View<B>>,
     own: Mutex<OwnState<B>>,
-    own_made: Condvar,
+    own_log_made: Condvar,
     is_sorting: AtomicBool,
-    /// The last look found that all bytes are in the plain file.
+    /// Whether the last refresh found that all bytes are in the plain file.
     was_seen_flat: AtomicBool,
-    /// Fault that the last look found; a backing that is behind may be the reason.
+    /// The fault that the last refresh found. A lag of the backing may be its cause.
     fault: Mutex<Option<String>>,
-    /// The last record of the file's time that this host knows of, and its number.
+    /// The last known record of the file's modification time, with its number.
     time: Mutex<Option<(u64, Record)>>,
-    /// The last [`next_change`] with which bytes were found that this host did not have before.
-    news: AtomicU64,
-    /// Epoch of what this host writes.
+    /// Number of the last refresh that found changes of other hosts ([`next_change`]).
+    last_change: AtomicU64,
+    /// Epoch of this host's next changes.
     epoch: AtomicU64,
-    /// Bytes of the file that this host has written to logs since it opened the container.
+    /// Bytes that this host has written to logs since it opened the container.
     own_bytes: AtomicU64,
 }
 
-/// How much is in memory of indexes, of all containers that share it.
+/// Memory for indexes and read-ahead, shared by all containers of a mount.
 pub struct Memory {
     blocks: BlockCache,
     ahead: ReadAhead,
+    /// Bound on the bytes of table blocks. All other limits are fractions of it.
     bytes: u64,
 }
 
+/// Fractions of the memory for table blocks, as divisors of its bytes: what may be unsorted, or in one step of a walk.
+const SORT_SHARE: u64 = 128;
+const SORT_LAST_SHARE: u64 = 512;
+const SORT_OTHERS_SHARE: u64 = 32;
+const PIECES_SHARE: u64 = 512;
+
 impl Memory {
-    /// With at most `bytes` bytes of sorted indexes. What is unsorted, and what one call needs, is a part of that for
-    /// each host that writes.
+    /// Makes memory for at most `bytes` bytes of table blocks. Unsorted parts of indexes, and one call's needs, take a
+    /// fraction of that for each writing host.
     pub fn new(bytes: u64) -> Arc<Self> {
         let blocks = BlockCache::new(bytes);
         let ahead = ReadAhead::default();
@@ -106,44 +122,46 @@ impl Memory {
         })
     }
 
-    /// A host sorts its index when this many bytes of it are unsorted.
+    /// Returns from how many unsorted bytes on a host sorts its own index.
     fn sort_bytes(&self) -> u64 {
-        self.bytes / 128
+        self.bytes / SORT_SHARE
     }
 
-    /// What a host has unsorted when it ends writing is sorted from this size on: less costs readers little.
+    /// Returns from how many unsorted bytes on a host sorts its own index when it ends writing. Fewer bytes cost
+    /// readers little.
     fn sort_last_bytes(&self) -> u64 {
-        self.bytes / 512
+        self.bytes / SORT_LAST_SHARE
     }
 
-    /// A host sorts another host's index when this many bytes of it are unsorted: that host died, or could not sort.
+    /// Returns from how many unsorted bytes on a host sorts another host's index. That host died or could not sort.
     fn sort_others_bytes(&self) -> u64 {
-        self.bytes / 32
+        self.bytes / SORT_OTHERS_SHARE
     }
 
-    /// Pieces of a file that are found at once.
+    /// Returns how many pieces one step of a [`Walk`] may hold in memory.
     fn pieces_max(&self) -> u64 {
-        self.bytes / 512
+        self.bytes / PIECES_SHARE
     }
 }
 
+/// Whether this host has logs in the container.
 enum OwnState<B: Backing> {
-    /// This host has written nothing.
+    /// This host has not written.
     None,
-    /// A thread is making its index.
+    /// A thread is creating the logs. Other threads wait for it.
     Making,
     Made(Arc<OwnLog<B>>),
 }
 
-/// Goes through the segments of a range with little memory ([`Container::find_next`]).
+/// Progress of a search through a range of the file, step by step, with bounded memory ([`Container::find_next`]).
 pub struct Walk {
     range: Range<u64>,
-    /// Bytes that are found at once.
+    /// Length of the next step in bytes.
     step: u64,
 }
 
 impl Walk {
-    /// Through `range`, as far as the file has it.
+    /// Makes a walk through `range` that tries to find all of it in the first step.
     pub fn new(range: Range<u64>) -> Self {
         let step = range.end.saturating_sub(range.start);
         Self {
@@ -152,27 +170,31 @@ impl Walk {
         }
     }
 
-    /// Walks `range` with short first steps, for a reader that may not want all of it.
+    /// Makes a walk through `range` with short first steps, for a reader that may stop early.
     pub(crate) fn in_steps(range: Range<u64>) -> Self {
         let step = FIRST_STEP_BYTES;
         Self { range, step }
     }
 
-    fn part(&self) -> Range<u64> {
+    /// Returns the range of the next step.
+    fn next_range(&self) -> Range<u64> {
         let end = self.range.start.saturating_add(self.step);
         self.range.start..end.min(self.range.end)
     }
 }
 
-/// A number larger than all before, of all files: a file that is flat for a while, and a container with the number of an
-/// earlier directory, never seem unchanged.
+/// Returns a number larger than all earlier results in this process.
+///
+/// The number is not counted by file or container. So a file that is flat for a while, or a directory that takes the
+/// place of a removed one, never seems unchanged.
 pub(crate) fn next_change() -> u64 {
     static CHANGES: AtomicU64 = AtomicU64::new(0);
     CHANGES.fetch_add(1, Ordering::AcqRel) + 1
 }
 
 impl<B: Backing> Container<B> {
-    /// The container in the directory `dir` with this name, seen by `host`. The plain file has `base_bytes` that count.
+    /// Opens the container `name` in the directory `dir` for `host`, and reads its indexes. `base_bytes` of the plain
+    /// file count.
     pub fn open(
         base: &B,
         dir: B::Inode,
@@ -186,7 +208,7 @@ impl<B: Backing> Container<B> {
         Ok(container)
     }
 
-    /// Opens a container without reading it.
+    /// Opens a container without reading its indexes.
     pub(crate) fn open_unread(
         dir: B::Inode,
         name: &str,
@@ -194,15 +216,22 @@ impl<B: Backing> Container<B> {
         base_bytes: u64,
         memory: &Arc<Memory>,
     ) -> Self {
-        Self::unread(dir, name, host, memory, View::new(base_bytes))
+        Self::with_view(dir, name, host, memory, View::new(base_bytes))
     }
 
-    /// Sets the turn, whose lane gets what this host writes.
+    /// Sets this host's turn, which selects the lane of its files.
     pub(crate) fn in_turn(self, turn: u64) -> Self {
         Self { turn, ..self }
     }
 
-    fn unread(dir: B::Inode, name: &str, host: &str, memory: &Arc<Memory>, view: View<B>) -> Self {
+    /// Makes a container with a given view.
+    fn with_view(
+        dir: B::Inode,
+        name: &str,
+        host: &str,
+        memory: &Arc<Memory>,
+        view: View<B>,
+    ) -> Self {
         static OPENED: AtomicU64 = AtomicU64::new(0);
         Self {
             number: OPENED.fetch_add(1, Ordering::Relaxed),
@@ -213,52 +242,53 @@ impl<B: Backing> Container<B> {
             turn: 0,
             view: Mutex::new(view),
             own: Mutex::new(OwnState::None),
-            own_made: Condvar::new(),
+            own_log_made: Condvar::new(),
             is_sorting: AtomicBool::new(false),
             was_seen_flat: AtomicBool::new(false),
             fault: Mutex::default(),
             time: Mutex::default(),
-            news: AtomicU64::new(next_change()),
+            last_change: AtomicU64::new(next_change()),
             epoch: AtomicU64::new(0),
             own_bytes: AtomicU64::new(0),
         }
     }
 
-    /// The file below has `bytes` bytes now.
+    /// Sets the length of the file below this container.
     pub(crate) fn set_base(&self, bytes: u64) {
         self.view.lock().resolver.set_base(bytes);
     }
 
-    /// Grows each time this host finds that others have changed the file.
-    pub fn news(&self) -> u64 {
-        self.news.load(Ordering::Acquire)
+    /// Returns a number that grows each time this host finds that other hosts have changed the file.
+    pub fn changes_by_others(&self) -> u64 {
+        self.last_change.load(Ordering::Acquire)
     }
 
-    fn note_news(&self) {
-        self.news.fetch_max(next_change(), Ordering::AcqRel);
+    fn note_change_by_others(&self) {
+        self.last_change.fetch_max(next_change(), Ordering::AcqRel);
     }
 
-    /// Bytes of the file, as far as this host has looked.
+    /// Returns the length of the file in bytes, as of the last refresh and this host's own changes.
     pub fn len(&self) -> u64 {
         self.view.lock().resolver.len()
     }
 
-    /// Whether it has none.
+    /// Returns whether the file has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
+    /// Logs a fault and stores it for [`Container::take_fault`].
     fn note_fault(&self, fault: String) {
         tracing::debug!("{fault}");
         *self.fault.lock() = Some(fault);
     }
 
-    /// Fault found since the last call of this.
+    /// Returns the last fault since the previous call of this function.
     pub(crate) fn take_fault(&self) -> Option<String> {
         self.fault.lock().take()
     }
 
-    /// The file's modification time, where the plain file has another one because it is being flattened.
+    /// Returns the file's modification time, if the plain file has another one because it is being flattened.
     pub(crate) fn modified(&self) -> Option<Time> {
         match *self.time.lock() {
             Some((_, Record::Time(time))) => Some(time),
@@ -266,165 +296,178 @@ impl<B: Backing> Container<B> {
         }
     }
 
-    /// Records that the file was given a time. A record exists where the plain file takes its time from the container
-    /// ([`crate::times`]).
+    /// Records `time` as the file's modification time. While the file is flattened, the plain file takes its time from
+    /// these records ([`crate::times`]).
     pub(crate) fn add_time(&self, base: &B, time: Time) -> Result<()> {
-        let from = (*self.time.lock()).map(|(number, _)| number);
-        let added = times::add(base, &self.dir, from, time)?;
+        let last_number = (*self.time.lock()).map(|(number, _)| number);
+        let added = times::add(base, &self.dir, last_number, time)?;
         self.note_time(added.number, added.record);
         Ok(())
     }
 
-    /// The container is gone: the plain file has the time of the file.
+    /// Notes that the container is removed, so that the plain file's own time counts.
     pub(crate) fn end_time(&self) {
         self.note_time(u64::MAX, Record::End);
     }
 
     fn note_time(&self, number: u64, record: Record) {
-        let mut known = self.time.lock();
-        if known.is_none_or(|(last, _)| last < number) {
-            *known = Some((number, record));
+        let mut last_record = self.time.lock();
+        if last_record.is_none_or(|(last, _)| last < number) {
+            *last_record = Some((number, record));
         }
     }
 
-    /// What this host writes from now on is newer than all that others published until now. To be called when the file
-    /// is opened for writing, and after it was synced.
+    /// Refreshes the container, and orders this host's later changes after all that other hosts have published.
+    ///
+    /// Called when the file is opened for writing, and after it was synced.
     pub fn take_epoch(&self, base: &B) -> Result<()> {
         self.refresh(base)?;
         self.raise_epoch();
         Ok(())
     }
 
-    /// What this host writes from now on is newer than all that it has read of indexes.
+    /// Orders this host's later changes after all changes that this host has read from indexes.
     pub(crate) fn raise_epoch(&self) {
         let last = self.view.lock().last_epoch();
         let next = last.map_or(0, |last| last + 1);
         self.epoch.fetch_max(next, Ordering::AcqRel);
     }
 
-    /// Writes bytes that do not overlap and are not empty, with one frame. After an error none of them counts.
+    /// Appends `parts` to this host's log with one frame. The parts are not empty and do not overlap. After an error
+    /// none of them counts.
     pub fn write(&self, base: &B, parts: &[DataPart<'_>]) -> Changed {
-        let own = self.own_log(base)?;
-        let appended = own.write(base, self.epoch.load(Ordering::Acquire), parts)?;
+        let own_log = self.own_log(base)?;
+        let appended = own_log.write(base, self.epoch.load(Ordering::Acquire), parts)?;
         let bytes = parts.iter().map(DataPart::len).sum();
         self.own_bytes.fetch_add(bytes, Ordering::Relaxed);
-        self.add_own(base, &own, appended)
+        self.add_appended(base, &own_log, appended)
     }
 
-    /// Bytes of the file that this host has written to logs since it opened the container.
+    /// Returns how many bytes this host has written to logs since it opened the container.
     pub(crate) fn own_bytes(&self) -> u64 {
         self.own_bytes.load(Ordering::Relaxed)
     }
 
-    /// Cuts the file, or makes it longer, beside what others write: what this host has not seen stays. Where the file has
-    /// that length nothing becomes of it.
+    /// Sets the length of the file, while other hosts may write. A cut does not hide writes that this host has not
+    /// seen. If the file has that length already, nothing is recorded.
     pub fn set_len(&self, base: &B, len: u64) -> Changed {
-        let seen = self.look_anew(base)?;
+        let seen = self.refresh_before_resize(base)?;
         if len >= self.len() {
             return self.grow_seen(base, len);
         }
-        let own = self.own_log(base)?;
+        let own_log = self.own_log(base)?;
         for part in (Cut { len, seen }).split() {
-            let appended = own.note(base, self.epoch.load(Ordering::Acquire), Change::Cut(part))?;
-            self.add_own(base, &own, appended)?;
+            let appended =
+                own_log.note(base, self.epoch.load(Ordering::Acquire), Change::Cut(part))?;
+            self.add_appended(base, &own_log, appended)?;
         }
-        match self.settle_len(base) {
-            Err(TableError::Damaged) => Ok(self.read_again(base, None)?),
-            settled => Ok(settled.map_err(Errno::from)?),
+        match self.update_len(base) {
+            Err(TableError::Damaged) => Ok(self.rebuild_view(base, None)?),
+            updated => Ok(updated.map_err(Errno::from)?),
         }
     }
 
-    /// Makes the file at least `len` bytes long.
+    /// Extends the file to at least `len` bytes, if it is shorter.
     pub fn grow(&self, base: &B, len: u64) -> Changed {
-        self.look_anew(base)?;
+        self.refresh_before_resize(base)?;
         self.grow_seen(base, len)
     }
 
-    /// [`Container::grow`] after a look at the indexes.
+    /// Extends the file as [`Container::grow`] does, after the caller has refreshed the container.
     fn grow_seen(&self, base: &B, len: u64) -> Changed {
         if len <= self.len() {
             return Ok(());
         }
-        let own = self.own_log(base)?;
+        let own_log = self.own_log(base)?;
         let epoch = self.epoch.load(Ordering::Acquire);
-        let appended = own.note(base, epoch, Change::Grown(len))?;
-        self.add_own(base, &own, appended)
+        let appended = own_log.note(base, epoch, Change::Grown(len))?;
+        self.add_appended(base, &own_log, appended)
     }
 
-    /// Sees all that was there when it is called, where listings lag too: after a change of its own a host lists anew. How
-    /// much was read of the indexes of others.
-    fn look_anew(&self, base: &B) -> Result<BTreeMap<Writer, u64>> {
+    /// Refreshes the container so that all earlier changes are seen, and returns how far each other host's index was
+    /// read.
+    ///
+    /// A host may keep a listing for a moment, but lists again after its own change. So this host first makes a change:
+    /// it touches a file.
+    fn refresh_before_resize(&self, base: &B) -> Result<BTreeMap<Writer, u64>> {
         own::touch(base, &self.dir, &format!("look-{}", self.host))?;
-        let seen = self.see_settled(base)?;
+        let offsets = self.refresh_until_stable(base)?;
         self.raise_epoch();
-        Ok(seen)
+        Ok(offsets)
     }
 
-    /// Makes bytes zero, as far as the file has them.
+    /// Makes the bytes of `piece` zero, as far as the file reaches.
     pub fn zero(&self, base: &B, piece: Piece) -> Changed {
-        let own = self.own_log(base)?;
+        let own_log = self.own_log(base)?;
         let change = Change::Zeroed(piece);
-        let appended = own.note(base, self.epoch.load(Ordering::Acquire), change)?;
-        self.add_own(base, &own, appended)
+        let appended = own_log.note(base, self.epoch.load(Ordering::Acquire), change)?;
+        self.add_appended(base, &own_log, appended)
     }
 
-    /// Makes what this host wrote durable and known to others, and sees what others wrote.
+    /// Makes this host's changes durable and visible to other hosts, and reads what other hosts have published.
     pub fn sync(&self, base: &B) -> Result<()> {
         self.sync_own(base)?;
         self.take_epoch(base)
     }
 
-    /// Makes what this host wrote durable and known to others.
+    /// Makes this host's changes durable and visible to other hosts.
     pub(crate) fn sync_own(&self, base: &B) -> Result<()> {
-        if let Some(own) = self.made_own() {
-            let appended = own.sync(base, self.epoch.load(Ordering::Acquire))?;
+        if let Some(own_log) = self.existing_own_log() {
+            let appended = own_log.sync(base, self.epoch.load(Ordering::Acquire))?;
             if let Some(appended) = appended {
-                self.note_appended(&own, appended);
+                self.note_appended(&own_log, appended);
             }
         }
         Ok(())
     }
 
-    /// Whether the last look found that all bytes are in the plain file.
+    /// Returns whether the last refresh found that all bytes are in the plain file.
     pub(crate) fn was_seen_flat(&self) -> bool {
         self.was_seen_flat.load(Ordering::Acquire)
     }
 
-    /// Bytes of the file below that count.
+    /// Returns how many bytes of the file below this container count.
     pub(crate) fn base_end(&self) -> u64 {
         self.view.lock().resolver.base_end()
     }
 
-    /// Where the next bytes of a walk are, in order and without gaps; nothing at its end or that of the file.
+    /// Returns the segments of the walk's next step, in order and without gaps. Empty at the end of the walk or of the
+    /// file.
     pub fn find_next(&self, base: &B, walk: &mut Walk) -> Result<Vec<Segment>> {
-        for _ in 0..TRIES_MAX {
-            match self.find_part(base, walk) {
-                Err(TableError::Damaged) => self.read_again(base, None)?,
+        for _ in 0..REBUILDS_MAX {
+            match self.find_next_part(base, walk) {
+                Err(TableError::Damaged) => self.rebuild_view(base, None)?,
                 outcome => return Ok(outcome?),
             }
         }
         Err(Errno::IO)
     }
 
-    /// Gives the segments of the next part of a walk; empty at its end. A part with more pieces than memory has room for is halved
-    /// until it fits, and the next one is larger again.
-    fn find_part(&self, base: &B, walk: &mut Walk) -> TableResult<Vec<Segment>> {
+    /// Returns the segments of the walk's next step, by the indexes and tables in use.
+    ///
+    /// A step with more pieces than memory has room for is halved until it fits. After a step with few pieces the next
+    /// one is twice as long.
+    fn find_next_part(&self, base: &B, walk: &mut Walk) -> TableResult<Vec<Segment>> {
         loop {
-            let mut range = walk.part();
+            let mut range = walk.next_range();
             let pieces_max = self.memory.pieces_max();
             let mut layers = Layers::new(match range.end - range.start {
-                // The smallest range cannot be halved: it has to fit.
+                // The shortest step cannot be halved, so it has no bound.
                 ..=WALK_BYTES_MIN => u64::MAX,
                 _ => pieces_max,
             });
-            let (outline, tables, mut fits) = {
+            let (length_changes, tables, mut fits) = {
                 let view = self.view.lock();
                 range.end = range.end.min(view.resolver.len());
                 if range.start >= range.end {
                     return Ok(Vec::new());
                 }
                 let fits = view.resolver.collect(&range, &mut layers);
-                (view.resolver.outline(), Arc::clone(&view.tables), fits)
+                (
+                    view.resolver.length_changes(),
+                    Arc::clone(&view.tables),
+                    fits,
+                )
             };
             for table in tables.iter() {
                 fits = fits && table.collect(base, &self.memory.blocks, &range, &mut layers)?;
@@ -437,34 +480,37 @@ impl<B: Backing> Container<B> {
                 walk.step = walk.step.saturating_mul(2);
             }
             walk.range.start = range.end;
-            return Ok(outline.paint(range, layers));
+            return Ok(length_changes.resolve(range, layers));
         }
     }
 
-    /// What counts of each index, as far as this host has looked.
+    /// Returns the seal, if the last refresh found one.
     pub fn seal(&self) -> Option<Arc<Seal>> {
         self.view.lock().seal.clone()
     }
 
-    /// Bytes of an index that are in sorted ones which are used.
+    /// Returns how many bytes of an index are also in tables that are in use.
     pub(crate) fn covered(&self, writer: &Writer) -> u64 {
         let view = self.view.lock();
-        view.tails.get(&writer.id()).map_or(0, Tail::covered)
+        view.indexes
+            .get(&writer.id())
+            .map_or(0, IndexState::covered)
     }
 
-    /// Whether this host has written to it.
+    /// Returns whether this host has written to the container.
     pub(crate) fn has_own_log(&self) -> bool {
-        self.made_own().is_some()
+        self.existing_own_log().is_some()
     }
 
-    fn made_own(&self) -> Option<Arc<OwnLog<B>>> {
+    /// Returns this host's logs, if it has written.
+    fn existing_own_log(&self) -> Option<Arc<OwnLog<B>>> {
         match &*self.own.lock() {
-            OwnState::Made(own) => Some(Arc::clone(own)),
+            OwnState::Made(own_log) => Some(Arc::clone(own_log)),
             OwnState::None | OwnState::Making => None,
         }
     }
 
-    /// This host's own logs, made if it has none.
+    /// Returns this host's logs, and creates them at its first write.
     fn own_log(&self, base: &B) -> std::result::Result<Arc<OwnLog<B>>, ChangeError> {
         if self.view.lock().seal.is_some() {
             return Err(ChangeError::Sealed);
@@ -472,72 +518,74 @@ impl<B: Backing> Container<B> {
         let mut own = self.own.lock();
         loop {
             match &*own {
-                OwnState::Made(log) => return Ok(Arc::clone(log)),
-                OwnState::Making => own.wait(&self.own_made),
+                OwnState::Made(own_log) => return Ok(Arc::clone(own_log)),
+                OwnState::Making => own.wait(&self.own_log_made),
                 OwnState::None => {
                     *own = OwnState::Making;
-                    let made = own.unlocked(|| self.make_own(base));
-                    *own = match &made {
-                        Ok(log) => OwnState::Made(Arc::clone(log)),
+                    let created = own.unlocked(|| self.create_own_log(base));
+                    *own = match &created {
+                        Ok(own_log) => OwnState::Made(Arc::clone(own_log)),
                         Err(_) => OwnState::None,
                     };
-                    self.own_made.notify_all();
-                    return Ok(made?);
+                    self.own_log_made.notify_all();
+                    return Ok(created?);
                 }
             }
         }
     }
 
-    /// Begins a life of this host in the container.
-    fn make_own(&self, base: &B) -> Result<Arc<OwnLog<B>>> {
+    /// Creates logs and an index for a new life of this host, numbered one above its last life in the container.
+    fn create_own_log(&self, base: &B) -> Result<Arc<OwnLog<B>>> {
         let names = own::list(base, &self.dir)?;
         let lives = names.iter().filter_map(|(name, ..)| Writer::of_any(name));
         let own_lives = lives.filter(|writer| writer.host() == self.host);
-        let last = own_lives.map(|writer| writer.id().life).max().unwrap_or(0);
-        let writer = Writer::new(&self.host, last + 1);
-        let made = Arc::new(OwnLog::create(base, &self.dir, writer.clone(), self.turn)?);
-        let tail = Tail::new(writer.clone(), true);
-        self.view.lock().tails.insert(writer.id(), tail);
-        Ok(made)
+        let last_life = own_lives.map(|writer| writer.id().life).max().unwrap_or(0);
+        let writer = Writer::new(&self.host, last_life + 1);
+        let own_log = Arc::new(OwnLog::create(base, &self.dir, writer.clone(), self.turn)?);
+        let state = IndexState::new(writer.clone(), true);
+        self.view.lock().indexes.insert(writer.id(), state);
+        Ok(own_log)
     }
 
-    /// Takes what this host appended, unless what counts may have been decided without this frame. A sealing host puts
-    /// `closing` before it looks how long indexes are: a frame that is there before `closing` counts, also that of a host
-    /// that is taken for dead.
-    fn add_own(&self, base: &B, own: &OwnLog<B>, appended: Appended) -> Changed {
+    /// Adds an appended frame to the view. Fails with [`ChangeError::Sealed`] if the seal may leave the frame out.
+    ///
+    /// Race: another host may seal the container meanwhile. It puts `closing` before it measures the indexes. So a
+    /// frame that was appended before `closing` appeared counts, also if its host was taken for dead.
+    fn add_appended(&self, base: &B, own_log: &OwnLog<B>, appended: Appended) -> Changed {
         let is_closing = own::find(base, &self.dir, OsStr::new(CLOSING))?.is_some();
         if is_closing || self.view.lock().seal.is_some() {
             return Err(ChangeError::Sealed);
         }
-        let is_due = self.note_appended(own, appended);
+        let is_due = self.note_appended(own_log, appended);
         if is_due {
-            self.sort(base, &own.writer, self.memory.sort_bytes());
+            self.sort(base, &own_log.writer, self.memory.sort_bytes());
         }
         Ok(())
     }
 
-    /// Takes what this host appended; returns whether enough is unsorted to be sorted.
-    fn note_appended(&self, own: &OwnLog<B>, appended: Appended) -> bool {
+    /// Adds an appended frame to the view. Returns whether this host's index has enough unsorted bytes to be sorted.
+    fn note_appended(&self, own_log: &OwnLog<B>, appended: Appended) -> bool {
         let Appended {
             frame,
             offset,
             bytes,
         } = appended;
-        let id = own.writer.id();
+        let id = own_log.writer.id();
         let mut view = self.view.lock();
         if view.seal.is_some() {
             return false;
         }
         view.add(id, offset, frame);
-        let Some(tail) = view.tails.get_mut(&id) else {
+        let Some(state) = view.indexes.get_mut(&id) else {
             return false;
         };
-        tail.offset = tail.offset.max(offset + bytes);
-        tail.is_due(self.memory.sort_bytes())
+        state.offset = state.offset.max(offset + bytes);
+        state.is_due(self.memory.sort_bytes())
     }
 
+    /// Returns whether this process is writing the index of `writer`.
     fn is_own(&self, writer: WriterId) -> bool {
         let view = self.view.lock();
-        view.tails.get(&writer).is_some_and(|tail| tail.is_own)
+        view.indexes.get(&writer).is_some_and(|state| state.is_own)
     }
 }

@@ -1,55 +1,58 @@
-//! Where what a host wrote ends: the cuts of the file, as they concern the frames of one index.
+//! What cuts of a file hide of the changes in one index.
 //!
-//! A cut hides only what its host had seen: of each index the frames that begin before a certain byte ([`Limit`]), and
-//! of its own index those before the cut. A frame that no cut had seen ends nowhere, whatever its epoch is. A host that
-//! makes the file longer writes a frame that hides nothing ([`Growth`]); a later cut hides that frame as it does bytes.
+//! Terms
+//! * Cut: a change that shortens the file. It hides only changes that its host had seen.
+//! * [`Limit`]: the effect of a cut on one index. The frames that begin before a position in the index count only up to
+//!   the length of the cut.
+//! * [`Growth`]: a change that makes the file longer and hides nothing. A later cut hides it as it hides bytes.
 //!
-//! So the rule needs no order of cuts: a frame ends at the shortest length of all cuts that had seen it.
+//! Rule: a frame counts up to the shortest length of all cuts that had seen it. If no cut had seen it, all of it
+//! counts. So the order of cuts does not matter, and neither do epochs.
 
 use serde::{Deserialize, Serialize};
 
 use crate::run::FILE_BYTES_MAX;
 
-/// Frames of an index that begin before `until` end at `len`.
+/// Frames of an index that begin before `until` count only up to `len` in the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Limit {
-    /// In the index.
+    /// Position in the index.
     pub until: u64,
-    /// In the file.
+    /// Length of the file after the cut.
     pub len: u64,
 }
 
-/// The limits of one index that count.
+/// The limits of one index.
 ///
-/// Invariant: both numbers grow from one limit to the next. A limit that concerns fewer frames and leaves more of them
-/// has no effect.
+/// Invariant: `until` and `len` both grow from one limit to the next. A limit is left out if another one applies to at
+/// least the same frames and has no greater length.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Limits(Vec<Limit>);
 
 impl Limits {
-    /// Takes another one.
+    /// Adds a limit, and removes limits that have no effect beside it.
     pub fn add(&mut self, limit: Limit) {
         let Limit { until, len } = limit;
-        let at = self.0.partition_point(|known| known.until < until);
-        let next = self.0.get(at);
+        let end = self.0.partition_point(|known| known.until < until);
+        let next = self.0.get(end);
         if until == 0 || next.is_some_and(|next| next.len <= len) {
             return;
         }
         let has_same = next.is_some_and(|next| next.until == until);
-        let first = self.0[..at].partition_point(|known| known.len < len);
-        self.0.splice(first..at + usize::from(has_same), [limit]);
-        let around = &self.0[first.saturating_sub(1)..self.0.len().min(first + 2)];
+        let start = self.0[..end].partition_point(|known| known.len < len);
+        self.0.splice(start..end + usize::from(has_same), [limit]);
+        let around = &self.0[start.saturating_sub(1)..self.0.len().min(start + 2)];
         debug_assert!(around.is_sorted_by(|one, next| one.until < next.until));
         debug_assert!(around.is_sorted_by(|one, next| one.len < next.len));
     }
 
-    /// Where what the frame that begins at `frame` wrote ends.
+    /// Returns the length of the file up to which the frame at `frame` counts; `u64::MAX` if no cut hides any of it.
     pub fn of(&self, frame: u64) -> u64 {
         let first = self.0.partition_point(|limit| limit.until <= frame);
         self.0.get(first).map_or(u64::MAX, |limit| limit.len)
     }
 
-    /// Those that matter to frames from `first` to `last`.
+    /// Returns the limits that apply to frames from `first` to `last`.
     pub(crate) fn between(&self, first: u64, last: u64) -> &[Limit] {
         let from = self.0.partition_point(|limit| limit.until <= first);
         let to = self.0.partition_point(|limit| limit.until <= last);
@@ -60,47 +63,47 @@ impl Limits {
         self.0.iter().copied()
     }
 
-    /// Whether stored numbers are such.
-    pub(crate) fn is_right(&self) -> bool {
+    /// Returns whether decoded limits meet the invariant and the bounds of a file.
+    pub(crate) fn is_valid(&self) -> bool {
         let grows = |pair: &[Limit]| pair[0].until < pair[1].until && pair[0].len < pair[1].len;
         let is_file = |limit: &Limit| limit.until > 0 && limit.len <= FILE_BYTES_MAX;
         self.0.windows(2).all(grows) && self.0.iter().all(is_file)
     }
 }
 
-/// A frame that made the file longer.
+/// A change that made the file longer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Growth {
-    /// Where it begins in the index.
+    /// Position of its frame in the index.
     pub frame: u64,
-    /// Bytes that the file had afterwards.
+    /// Length of the file after the growth.
     pub len: u64,
 }
 
-/// The growths of one index that count.
+/// The growths of one index.
 ///
-/// Invariant: each frame comes after, and has less, than the one before. What ended an earlier one that has no more ends a
-/// later one too.
+/// Invariant: from one growth to the next the position grows and the length shrinks. A growth is left out if a later
+/// one has at least its length: each cut that hides the later one hides the earlier one too.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Growths(Vec<Growth>);
 
 impl Growths {
-    /// Takes another one.
+    /// Adds a growth, and removes growths that have no effect beside it.
     pub fn add(&mut self, growth: Growth) {
         let Growth { frame, len } = growth;
-        let at = self.0.partition_point(|known| known.frame < frame);
-        if self.0.get(at).is_some_and(|next| next.len >= len) {
+        let end = self.0.partition_point(|known| known.frame < frame);
+        if self.0.get(end).is_some_and(|next| next.len >= len) {
             return;
         }
-        let has_same = self.0.get(at).is_some_and(|next| next.frame == frame);
-        let first = self.0[..at].partition_point(|known| known.len > len);
-        self.0.splice(first..at + usize::from(has_same), [growth]);
-        let around = &self.0[first.saturating_sub(1)..self.0.len().min(first + 2)];
+        let has_same = self.0.get(end).is_some_and(|next| next.frame == frame);
+        let start = self.0[..end].partition_point(|known| known.len > len);
+        self.0.splice(start..end + usize::from(has_same), [growth]);
+        let around = &self.0[start.saturating_sub(1)..self.0.len().min(start + 2)];
         debug_assert!(around.is_sorted_by(|one, next| one.frame < next.frame));
         debug_assert!(around.is_sorted_by(|one, next| one.len > next.len));
     }
 
-    /// How long they make the file.
+    /// Returns how long the growths make the file, after `limits` of the same index.
     pub fn end(&self, limits: Option<&Limits>) -> u64 {
         let ends = self.0.iter().map(|growth| {
             let limit = limits.map_or(u64::MAX, |limits| limits.of(growth.frame));
@@ -113,8 +116,8 @@ impl Growths {
         self.0.iter().copied()
     }
 
-    /// Whether stored numbers are such.
-    pub(crate) fn is_right(&self) -> bool {
+    /// Returns whether decoded growths meet the invariant and the bounds of a file.
+    pub(crate) fn is_valid(&self) -> bool {
         let falls = |pair: &[Growth]| pair[0].frame < pair[1].frame && pair[0].len > pair[1].len;
         let is_file = |growth: &Growth| growth.len <= FILE_BYTES_MAX;
         self.0.windows(2).all(falls) && self.0.iter().all(is_file)
@@ -135,25 +138,25 @@ mod tests {
             let mut limits = Limits::default();
             for &(until, len) in &cuts {
                 limits.add(Limit { until, len });
-                prop_assert!(limits.is_right());
+                prop_assert!(limits.is_valid());
             }
-            let of = |frame: u64| {
-                let seen = cuts.iter().filter(|(until, _)| *until > frame);
-                seen.map(|(_, len)| *len).min().unwrap_or(u64::MAX)
+                    let expected = |frame: u64| {
+                        let applying = cuts.iter().filter(|(until, _)| *until > frame);
+                        applying.map(|(_, len)| *len).min().unwrap_or(u64::MAX)
             };
             for frame in 0..13 {
-                prop_assert_eq!(limits.of(frame), of(frame));
+                            prop_assert_eq!(limits.of(frame), expected(frame));
                 for last in frame..13 {
                     let between = Limits(limits.between(frame, last).to_vec());
-                    prop_assert!((frame..=last).all(|frame| between.of(frame) == of(frame)));
+                                    prop_assert!((frame..=last).all(|frame| between.of(frame) == expected(frame)));
                 }
             }
             let mut known = Growths::default();
             for &(frame, len) in &growths {
                 known.add(Growth { frame, len });
-                prop_assert!(known.is_right());
+                prop_assert!(known.is_valid());
             }
-            let ends = growths.iter().map(|(frame, len)| of(*frame).min(*len));
+                    let ends = growths.iter().map(|(frame, len)| expected(*frame).min(*len));
             prop_assert_eq!(known.end(Some(&limits)), ends.max().unwrap_or(0));
             let whole = growths.iter().map(|(_, len)| *len);
             prop_assert_eq!(known.end(None), whole.max().unwrap_or(0));

@@ -1,7 +1,18 @@
-//! A file with containers: its generations, one above the other.
+//! A logged file: the stack of its generations over the plain file.
 //!
-//! A generation is a container. A new one is made when the last one is ending and writes continue. The lowest lies over
-//! the plain file; when it is flat, the next one does.
+//! Terms
+//! * Plain file: the ordinary file of the backing, which has the name, the inode and the attributes.
+//! * Generation: one container, which is a directory with logs and indexes of all hosts. A file gets the next
+//!   generation when a host writes to it while the newest generation is ending.
+//! * Flat: all bytes of a generation are in the plain file.
+//! * Refresh: list the generations in the backing and read what other hosts added to their indexes.
+//!
+//! The newest generation is on top of the stack. A read goes down from it to the plain file. Flattening goes up from
+//! the lowest generation.
+//!
+//! Race: another host may flatten and remove a generation at any moment. So each operation that fails first asks
+//! whether the generation is flat or removed. If so, the operation refreshes and begins again, at most [`ATTEMPTS_MAX`]
+//! times.
 
 use std::ops::Range;
 use std::path::Path;
@@ -9,135 +20,141 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use crate::behind::{Behind, is_gone, read_whole};
 use crate::container::{ChangeError, Changed, Container, Memory, Walk, next_change};
 use crate::file_dir::{self, Listed};
 use crate::file_id::FileId;
 use crate::frame::Change;
 use crate::head::{self, HEAD, Head};
-use crate::locate::{Holder, Locating, Room};
-use crate::orphans::{DEAD, DYING, Found, unmark};
+use crate::lag::{LagRetry, is_gone, read_whole};
+use crate::locate::{Holder, LocatedList, Room};
+use crate::orphans::{ContainerLookup, DEAD, DYING, unmark};
 use crate::resolve::{Segment, Source};
 use crate::run::Piece;
-use crate::salvage::{Report, Teller};
+use crate::salvage::{LossReporter, Report};
 use crate::seal::{Ending, Flat, WRITING};
-use crate::tag::{self, Home};
+use crate::tag::{self, TopId};
 use firn_backing::lock::Mutex;
 use firn_backing::{Access, Attr, Backing, DataPart, Errno, LocateLimits, Result, Seek, Time};
 use firn_hosts::{OwnError, VoteDir, own};
 use parking_lot::Condvar;
 use xxhash_rust::xxh3::xxh3_64;
 
-/// A file that is flattened while it is read is looked at anew; no more often than this.
-const LOOKS_MAX: usize = 100;
+/// Maximum number of attempts of one operation while other hosts flatten or remove generations of the file.
+const ATTEMPTS_MAX: usize = 100;
 
-/// A file that has containers, or is to get one.
+/// A file that has containers or may get one, as this host sees it.
 pub(crate) struct LoggedFile<B: Backing> {
     pub(crate) id: FileId,
-    /// The lowest first.
+    /// The generations found by the last refresh, the lowest first.
     generations: Mutex<Vec<Arc<Generation<B>>>>,
-    /// The last [`next_change`] with which other generations were found; 0 before there were any.
+    /// Number of the last refresh that changed the list of generations ([`next_change`]), or 0 before the first change.
     pub(crate) changes: AtomicU64,
-    looks: Mutex<Looks>,
-    looked: Condvar,
-    /// Descriptors of this host that may write to it.
+    refreshes: Mutex<RefreshState>,
+    /// Wakes threads that wait for the end of a refresh by another thread.
+    refresh_ended: Condvar,
+    /// Number of open descriptors of this host that may write to the file.
     pub(crate) writers: AtomicU64,
-    /// All descriptors of this host.
+    /// Number of open descriptors of this host.
     pub(crate) opens: AtomicU64,
-    /// This host has written to it since it said that it had done so.
+    /// Whether this host has begun to write and has not yet published that it ended.
     pub(crate) is_written: AtomicBool,
-    /// It has containers without bytes that count: unfinished or half-removed containers of a dead host.
+    /// Whether there are containers without bytes that count: a dead host did not complete or remove them.
     has_remains: AtomicBool,
-    /// When this host last updated the plain file's modification time; None after its times were set here.
+    /// When this host last updated the plain file's modification time; `None` after a program set the file's times
+    /// through this host.
     pub(crate) modified: Mutex<Option<Instant>>,
-    /// This host is about to remove its last name, or has done so.
+    /// Whether this host is removing the file's last name, or has removed it.
     pub(crate) is_dying: AtomicBool,
-    /// This host has removed its last name.
+    /// Whether this host has removed the file's last name.
     pub(crate) is_removed: AtomicBool,
-    /// Once it was opened here.
+    /// The plain file's inode, set by the first open on this host.
     pub(crate) inode: OnceLock<B::Inode>,
-    /// Another host has removed it, with bytes that were in logs.
-    is_lost: AtomicBool,
-    /// Why its containers could not be read when this host looked last.
-    trouble: Mutex<Option<Errno>>,
-    behind: Behind,
+    /// Whether another host has removed the file while it had bytes in logs.
+    is_removed_elsewhere: AtomicBool,
+    /// The error of the last refresh, if it failed.
+    read_error: Mutex<Option<Errno>>,
+    lag: LagRetry,
 }
 
-/// Looks at the containers that there are.
+/// When this host refreshed the file, and whether a refresh is due or under way.
 #[derive(Default)]
-struct Looks {
+struct RefreshState {
     is_under_way: bool,
-    /// When this host synced the file last, until it has looked what others had synced by then: before it uses the file.
+    /// Time of this host's last sync, if the file was not used since. The next use refreshes and clears it.
     synced: Option<Instant>,
-    /// Begin of the last look.
+    /// When the last successful refresh began.
     last: Option<Instant>,
-    /// The same, also if the look failed.
+    /// When the last refresh began, also if it failed.
     last_tried: Option<Instant>,
 }
 
-/// Tells how many bytes the plain file has.
-pub(crate) type PlainBytes<'a> = dyn Fn() -> Result<u64> + 'a;
+/// Returns the length of the plain file in bytes.
+pub(crate) type PlainLen<'a> = dyn Fn() -> Result<u64> + 'a;
 
-/// Says of a host whether it lives.
+/// Returns whether a host is alive.
 pub(crate) type IsAlive<'a> = dyn Fn(&str) -> Result<bool> + 'a;
 
-/// How far a file is on its way into the plain file.
+/// Result of an attempt to flatten a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Flattened {
-    /// It is the plain file.
+    /// All bytes are in the plain file, and no containers are left.
     Flat,
-    /// Other hosts have parts of it to write.
+    /// Other hosts are copying parts of the file.
     UnderWay,
-    /// The file is being written.
+    /// A host is writing to the file, so the file cannot be flattened yet.
     Written,
 }
 
-/// Where the losses of a file are told, and what it is called there.
-pub(crate) struct ToldOf<'a> {
+/// Receives the losses of one file, which is reported under `path`.
+pub(crate) struct LossTarget<'a> {
     pub(crate) path: &'a Path,
     pub(crate) report: &'a mut dyn Report,
 }
 
+/// One container of a file, opened by this host.
 struct Generation<B: Backing> {
     id: FileId,
     number: u32,
-    /// Inode number of its directory, which is held open: a later container may have the same name.
+    /// Inode number of the container's directory. A later container may have the same name but not this number, because
+    /// the directory is held open.
     dir: u64,
     name: String,
+    /// Whether the head says how many bytes of the plain file count. Otherwise the file below has its present length.
     has_own_base: bool,
     container: Container<B>,
-    /// This host has said that it writes.
+    /// Whether this host is registered in the container as a writer.
     is_joined: AtomicBool,
-    /// This host knows that its bytes are in the plain file.
+    /// Whether this host knows that the container's bytes are in the plain file.
     was_flat: AtomicBool,
-    /// This host has synced the directory that it is in.
+    /// Whether this host has synced the directory that contains the container.
     is_name_durable: AtomicBool,
-    /// This host has tagged the plain file.
+    /// Whether this host has tagged the plain file with the container's name.
     is_tagged: AtomicBool,
 }
 
-/// Where containers are, and the identity of this host.
+/// The directory of all containers, and what an operation needs to know of this host.
 pub(crate) struct ContainerSite<'a, B: Backing> {
     pub(crate) base: &'a B,
     pub(crate) top: &'a B::Inode,
-    /// What tags of plain files call `top`.
-    pub(crate) home: Home,
+    /// Identity of `top`, as stored in tags of plain files.
+    pub(crate) top_id: TopId,
     pub(crate) host: &'a str,
-    /// Turn of this host ([`crate::turn`]).
+    /// This host's turn: the lane of its logs ([`crate::turn`]).
     pub(crate) turn: u64,
     pub(crate) memory: &'a Arc<Memory>,
-    /// How old this host's view of other hosts' changes may be.
+    /// For how long this host may not see changes that other hosts made.
     pub(crate) lag_max: Duration,
     pub(crate) is_alive: &'a IsAlive<'a>,
 }
 
 impl<'a, B: Backing> ContainerSite<'a, B> {
-    /// That of what this host writes to a file.
+    /// Returns the turn of this host's logs for one file. The inode number is added, so that a host spreads its files
+    /// over the lanes.
     pub(crate) fn turn_of(&self, id: FileId) -> u64 {
         self.turn.wrapping_add(xxh3_64(&id.ino.to_le_bytes()))
     }
 
-    /// The end of a container, which has this name; None if it is gone.
+    /// Returns the [`Ending`] of the container with this name, or `None` if the container is removed.
     fn ending<'c>(
         &self,
         id: FileId,
@@ -161,8 +178,8 @@ impl<B: Backing> LoggedFile<B> {
             generations: Mutex::default(),
             changes: AtomicU64::new(0),
             modified: Mutex::default(),
-            looks: Mutex::default(),
-            looked: Condvar::new(),
+            refreshes: Mutex::default(),
+            refresh_ended: Condvar::new(),
             writers: AtomicU64::new(0),
             opens: AtomicU64::new(0),
             is_written: AtomicBool::new(false),
@@ -170,283 +187,306 @@ impl<B: Backing> LoggedFile<B> {
             is_dying: AtomicBool::new(false),
             is_removed: AtomicBool::new(false),
             inode: OnceLock::new(),
-            is_lost: AtomicBool::new(false),
-            trouble: Mutex::default(),
-            behind: Behind::default(),
+            is_removed_elsewhere: AtomicBool::new(false),
+            read_error: Mutex::default(),
+            lag: LagRetry::default(),
         }
     }
 
-    /// Does something with the file until it is done, or fails for another reason than that the backing is a moment behind
-    /// what other hosts did ([`crate::behind`]).
+    /// Runs `work`, and repeats it while its error may come from a backing that lags behind other hosts
+    /// ([`crate::lag`]). Returns the last result. The file is refreshed before each repetition.
     pub(crate) fn wait_for<T>(
         &self,
-        place: &ContainerSite<'_, B>,
+        site: &ContainerSite<'_, B>,
         work: &mut dyn FnMut() -> Result<T>,
     ) -> Result<T> {
-        let mut look = || {
-            // What is wrong is found by the next try, too.
-            if let Err(error) = self.look_again(place) {
+        let mut refresh = || {
+            // The error is not lost: the next attempt finds it again.
+            if let Err(error) = self.refresh(site) {
                 tracing::debug!(ino = self.id.ino, %error, "containers cannot be read yet");
             }
         };
-        let mut try_once = || {
-            let done = work();
-            if done.is_err() {
-                let all = self.all();
-                let faults = all.iter().filter_map(|one| one.container.take_fault());
-                faults.for_each(|fault| self.behind.note_fault(fault));
+        let mut attempt = || {
+            let result = work();
+            if result.is_err() {
+                let generations = self.snapshot();
+                let faults = generations
+                    .iter()
+                    .filter_map(|generation| generation.container.take_fault());
+                faults.for_each(|fault| self.lag.note_fault(fault));
             }
-            match self.check_lost() {
-                // The file is gone, and nothing of it comes any more.
-                Err(_) if done.is_err() => Ok(done),
-                _ => done.map(Ok),
+            match self.check_exists() {
+                // The file was removed, so a repetition would fail too. The outer `Ok` ends the repetitions.
+                Err(_) if result.is_err() => Ok(result),
+                _ => result.map(Ok),
             }
         };
-        self.behind
-            .wait_for(place.lag_max, &mut look, &mut try_once)?
+        self.lag.retry(site.lag_max, &mut refresh, &mut attempt)?
     }
 
-    fn all(&self) -> Vec<Arc<Generation<B>>> {
+    /// Returns the generations found by the last refresh, the lowest first.
+    fn snapshot(&self) -> Vec<Arc<Generation<B>>> {
         self.generations.lock().clone()
     }
 
-    /// Whether bytes of it are in logs, as far as this host has looked.
+    /// Returns whether bytes of the file are in logs, as of the last refresh. True if the last refresh failed.
     pub(crate) fn is_logged(&self) -> bool {
-        !self.generations.lock().is_empty() || self.trouble().is_err()
+        !self.generations.lock().is_empty() || self.check_readable().is_err()
     }
 
-    /// Bytes of it that this host has written to logs and that are there still.
+    /// Returns how many bytes this host has written to the logs of the present generations.
     pub(crate) fn own_bytes(&self) -> u64 {
         let generations = self.generations.lock();
-        let bytes = generations.iter().map(|one| one.container.own_bytes());
+        let bytes = generations
+            .iter()
+            .map(|generation| generation.container.own_bytes());
         bytes.sum()
     }
 
-    /// Whether something of it is left to be flattened or removed.
+    /// Returns whether the file has containers that must be flattened or removed.
     pub(crate) fn has_containers(&self) -> bool {
         self.is_logged() || self.has_remains.load(Ordering::Acquire)
     }
 
-    /// ESTALE if its bytes are gone, because another host has removed it.
-    pub(crate) fn check_lost(&self) -> Result<()> {
-        if self.is_lost.load(Ordering::Acquire) {
+    /// Fails with ESTALE if another host has removed the file while it had bytes in logs.
+    pub(crate) fn check_exists(&self) -> Result<()> {
+        if self.is_removed_elsewhere.load(Ordering::Acquire) {
             Err(Errno::STALE)
         } else {
             Ok(())
         }
     }
 
-    /// Grows each time this host learns that others have changed the file.
+    /// Returns a number that grows each time this host learns that other hosts have changed the file.
     pub(crate) fn changes_by_others(&self) -> u64 {
         let generations = self.generations.lock();
-        let last = generations.iter().map(|one| one.container.news()).max();
+        let last = generations
+            .iter()
+            .map(|generation| generation.container.changes_by_others())
+            .max();
         self.changes.load(Ordering::Acquire).max(last.unwrap_or(0))
     }
 
-    /// The error, if its containers cannot be read.
-    fn trouble(&self) -> Result<()> {
-        self.trouble.lock().map_or(Ok(()), Err)
+    /// Fails with the error of the last refresh, if it failed.
+    fn check_readable(&self) -> Result<()> {
+        self.read_error.lock().map_or(Ok(()), Err)
     }
 
-    /// Whether this host has looked at its containers since it knows of them.
-    pub(crate) fn was_looked_at(&self) -> bool {
-        self.looks.lock().last_tried.is_some()
+    /// Returns whether this host has tried to refresh the file at least once.
+    pub(crate) fn was_refreshed(&self) -> bool {
+        self.refreshes.lock().last_tried.is_some()
     }
 
-    /// Looks for the generations that there are. A look that began later makes this one void. Where a generation cannot be
-    /// read, the file is not read before a later look.
-    pub(crate) fn look_again(&self, place: &ContainerSite<'_, B>) -> Result<()> {
+    /// Refreshes the file: finds its generations and reads what other hosts added to their indexes.
+    ///
+    /// Does nothing if another thread's refresh began after this call and succeeded. After a failure all reads of the
+    /// file fail until a refresh succeeds.
+    pub(crate) fn refresh(&self, site: &ContainerSite<'_, B>) -> Result<()> {
         let began = Instant::now();
-        let is_seen = |looks: &Looks| looks.last.is_some_and(|last| last > began);
-        self.look_unless(&is_seen, place, began)
+        let is_fresh = |refreshes: &RefreshState| refreshes.last.is_some_and(|last| last > began);
+        self.refresh_unless(&is_fresh, site, began)
     }
 
-    /// Looks for the generations that there are, unless that was done since this host synced the file. A writer that syncs
-    /// and closes the file never reads what others wrote.
-    pub(crate) fn look_after_sync(&self, place: &ContainerSite<'_, B>) -> Result<()> {
+    /// Refreshes the file if this host has synced it since the last refresh, and raises this host's epoch.
+    ///
+    /// The refresh is put off to the next use of the file: a writer that syncs and closes never needs to read the
+    /// indexes of other hosts.
+    pub(crate) fn refresh_after_sync(&self, site: &ContainerSite<'_, B>) -> Result<()> {
         let (synced, last) = {
-            let looks = self.looks.lock();
-            (looks.synced, looks.last)
+            let refreshes = self.refreshes.lock();
+            (refreshes.synced, refreshes.last)
         };
         if synced.is_none() {
             return Ok(());
         }
         if last < synced {
-            self.look_again(place)?;
+            self.refresh(site)?;
         }
         self.raise_epoch();
-        let mut looks = self.looks.lock();
-        // Another sync may have ended meanwhile.
-        if looks.synced == synced {
-            looks.synced = None;
+        let mut refreshes = self.refreshes.lock();
+        // Another thread may have synced the file in the meantime. Its refresh is still due.
+        if refreshes.synced == synced {
+            refreshes.synced = None;
         }
         Ok(())
     }
 
-    /// What this host writes from now on is newer than all that it has seen.
+    /// Orders this host's later writes after all changes that this host has read from indexes.
     pub(crate) fn raise_epoch(&self) {
-        if let Some(top) = self.all().last() {
+        if let Some(top) = self.snapshot().last() {
             top.container.raise_epoch();
         }
     }
 
-    /// The bytes that others synced until now are seen by the next use of the file ([`LoggedFile::look_after_sync`]).
-    /// What readers have of it ends here: which of that is old is known only then.
+    /// Makes the next use of the file refresh it ([`LoggedFile::refresh_after_sync`]), so that this host sees what
+    /// others have synced.
+    ///
+    /// Ends the validity of bytes that readers hold now: only the refresh tells which of those bytes are old.
     fn note_synced(&self) {
-        self.looks.lock().synced = Some(Instant::now());
+        self.refreshes.lock().synced = Some(Instant::now());
         if self.is_logged() {
             self.changes.fetch_max(next_change(), Ordering::AcqRel);
         }
     }
 
-    /// The same after a listing of all files that several threads use: the first one looks, the others wait for it.
-    /// `began` is when the listing began, `is_listed` whether it has the file.
-    pub(crate) fn look_after_listing(
+    /// Refreshes the file after a listing of all files. Several threads may use one listing: the first of them
+    /// refreshes the file, and the others wait for that.
+    ///
+    /// `began` is when the listing began, `is_listed` whether the file has a directory in it.
+    pub(crate) fn refresh_after_listing(
         &self,
-        place: &ContainerSite<'_, B>,
+        site: &ContainerSite<'_, B>,
         began: Instant,
         is_listed: bool,
     ) -> Result<()> {
         if !is_listed && !self.has_containers() {
             return Ok(());
         }
-        let is_seen = |looks: &Looks| looks.last_tried.is_some_and(|last| last >= began);
-        self.look_unless(&is_seen, place, began)
+        let is_fresh =
+            |refreshes: &RefreshState| refreshes.last_tried.is_some_and(|last| last >= began);
+        self.refresh_unless(&is_fresh, site, began)
     }
 
-    /// Opens the generations that there are, and forgets those that are gone or flat.
-    fn look_unless(
+    /// Refreshes the file, unless `is_fresh` says that a refresh by another thread is recent enough. One thread
+    /// refreshes at a time; others wait for it.
+    fn refresh_unless(
         &self,
-        is_seen: &dyn Fn(&Looks) -> bool,
-        place: &ContainerSite<'_, B>,
+        is_fresh: &dyn Fn(&RefreshState) -> bool,
+        site: &ContainerSite<'_, B>,
         began: Instant,
     ) -> Result<()> {
         {
-            let mut looks = self.looks.lock();
-            while looks.is_under_way {
-                looks.wait(&self.looked);
+            let mut refreshes = self.refreshes.lock();
+            while refreshes.is_under_way {
+                refreshes.wait(&self.refresh_ended);
             }
-            if is_seen(&looks) {
+            if is_fresh(&refreshes) {
                 return Ok(());
             }
-            looks.is_under_way = true;
-            looks.last_tried = looks.last_tried.max(Some(began));
+            refreshes.is_under_way = true;
+            refreshes.last_tried = refreshes.last_tried.max(Some(began));
         }
-        let seen = self.look_alone(place);
-        *self.trouble.lock() = seen.err();
-        let mut looks = self.looks.lock();
-        looks.is_under_way = false;
-        if seen.is_ok() {
-            looks.last = Some(began);
+        let refreshed = self.refresh_exclusively(site);
+        *self.read_error.lock() = refreshed.err();
+        let mut refreshes = self.refreshes.lock();
+        refreshes.is_under_way = false;
+        if refreshed.is_ok() {
+            refreshes.last = Some(began);
         }
-        self.looked.notify_all();
-        seen
+        self.refresh_ended.notify_all();
+        refreshed
     }
 
-    /// One look at a time: of two that find the same container both would open it, and what this host knows of its own
-    /// logs would be lost with one of them.
-    fn look_alone(&self, place: &ContainerSite<'_, B>) -> Result<()> {
-        let mut listed = self.list(place)?;
+    /// Opens new generations, reads all indexes, and drops generations that are flat or removed.
+    ///
+    /// Runs in one thread at a time. Two threads would both open a new container, and one of the two objects would be
+    /// dropped together with its state of this host's own logs.
+    fn refresh_exclusively(&self, site: &ContainerSite<'_, B>) -> Result<()> {
+        let mut listed = self.list(site)?;
         listed.sort_unstable();
-        let known = self.all();
-        let mut found = Vec::new();
-        let count = listed.len();
-        let is_gone = |known: &Arc<Generation<B>>| {
-            let is_it = |listed: &Listed| (listed.number, listed.dir) == (known.number, known.dir);
-            !known.was_flat.load(Ordering::Acquire) && !listed.iter().any(is_it)
+        let old_generations = self.snapshot();
+        let mut present = Vec::new();
+        let listed_count = listed.len();
+        let has_vanished = |old: &Arc<Generation<B>>| {
+            let is_same = |listed: &Listed| (listed.number, listed.dir) == (old.number, old.dir);
+            !old.was_flat.load(Ordering::Acquire) && !listed.iter().any(is_same)
         };
-        // One that is gone is flat, or was removed with its file.
-        if known.iter().any(is_gone) && self.is_nameless(place)? {
-            self.is_lost.store(true, Ordering::Release);
+        // Another host removes a generation after it is flat, or together with the file.
+        if old_generations.iter().any(has_vanished) && self.has_lost_last_name(site)? {
+            self.is_removed_elsewhere.store(true, Ordering::Release);
         }
         for listed in listed {
-            let is_it = |generation: &&Arc<Generation<B>>| {
+            let is_same = |generation: &&Arc<Generation<B>>| {
                 (generation.number, generation.dir) == (listed.number, listed.dir)
             };
-            let old = known.iter().find(is_it);
+            let old = old_generations.iter().find(is_same);
             let generation = match old {
                 Some(old) => Some(Arc::clone(old)),
-                None => self.open_generation(place, listed.number)?,
+                None => self.open_generation(site, listed.number)?,
             };
             let Some(generation) = generation else {
                 continue;
             };
-            match generation.container.refresh(place.base) {
+            match generation.container.refresh(site.base) {
                 _ if generation.container.was_seen_flat() => continue,
-                // Another host was faster, and is removing it.
-                Err(_) if generation.is_flat(place)? => continue,
+                // Another host has flattened the generation and is removing it.
+                Err(_) if generation.is_flat(site)? => continue,
                 refreshed => refreshed?,
             }
-            found.push(generation);
+            present.push(generation);
         }
         self.has_remains
-            .store(found.len() < count, Ordering::Release);
-        let is_same =
-            known.len() == found.len() && known.iter().zip(&found).all(|(a, b)| Arc::ptr_eq(a, b));
-        // First: a reader that took the plain file's length before it was flat sees that it has to read it again.
-        if !is_same {
+            .store(present.len() < listed_count, Ordering::Release);
+        let is_unchanged = old_generations.len() == present.len()
+            && old_generations
+                .iter()
+                .zip(&present)
+                .all(|(old, new)| Arc::ptr_eq(old, new));
+        // The number grows before the list changes: a reader that took the plain file's length before the
+        // generation was flat sees the new number and reads the length again.
+        if !is_unchanged {
             self.changes.fetch_max(next_change(), Ordering::AcqRel);
         }
-        // Files are closed after the lock is free.
-        let old = std::mem::replace(&mut *self.generations.lock(), found);
+        // The old generations are dropped after the lock is released, because that closes files.
+        let old = std::mem::replace(&mut *self.generations.lock(), present);
         drop(old);
         Ok(())
     }
 
-    /// Whether it is open here, and another host has removed its last name.
-    fn is_nameless(&self, place: &ContainerSite<'_, B>) -> Result<bool> {
+    /// Returns whether the file is open on this host while another host has removed its last name.
+    fn has_lost_last_name(&self, site: &ContainerSite<'_, B>) -> Result<bool> {
         let Some(inode) = self.inode.get() else {
             return Ok(false);
         };
         if self.is_removed.load(Ordering::Acquire) {
             return Ok(false);
         }
-        match place.base.attr_now(inode) {
+        match site.base.attr_now(inode) {
             Ok(attr) => Ok(attr.nlink == 0),
             Err(error) if is_gone(error) => Ok(true),
             Err(error) => Err(error),
         }
     }
 
-    /// A generation whose indexes are read; None if it is gone, or has no writes yet.
+    /// Opens a generation and reads its indexes. Returns `None` if it is removed or has no head yet.
     fn open_generation(
         &self,
-        place: &ContainerSite<'_, B>,
+        site: &ContainerSite<'_, B>,
         number: u32,
     ) -> Result<Option<Arc<Generation<B>>>> {
-        let Some(generation) = self.find_generation(place, number)? else {
+        let Some(generation) = self.find_generation(site, number)? else {
             return Ok(None);
         };
-        match generation.container.take_epoch(place.base) {
-            // It was flattened meanwhile, and removed.
-            Err(_) if !generation.is_current(place)? => Ok(None),
+        match generation.container.take_epoch(site.base) {
+            // Another host has flattened and removed the generation since it was found.
+            Err(_) if !generation.is_current(site)? => Ok(None),
             Err(error) => {
                 let fault = generation.container.take_fault();
                 fault
                     .into_iter()
-                    .for_each(|fault| self.behind.note_fault(fault));
+                    .for_each(|fault| self.lag.note_fault(fault));
                 Err(error)
             }
             Ok(()) => Ok(Some(Arc::new(generation))),
         }
     }
 
-    /// Finds a generation without reading its indexes.
+    /// Opens a generation without reading its indexes. Returns `None` if it is removed or has no head yet.
     fn find_generation(
         &self,
-        place: &ContainerSite<'_, B>,
+        site: &ContainerSite<'_, B>,
         number: u32,
     ) -> Result<Option<Generation<B>>> {
         let name = self.id.container_name(number);
-        let find = || file_dir::find_container(place.base, place.top, self.id, number);
+        let find = || file_dir::find_container(site.base, site.top, self.id, number);
         let Some((dir, attr)) = find()? else {
             return Ok(None);
         };
-        let head = match head::load(place.base, &dir, self.id, number)? {
+        let head = match head::load(site.base, &dir, self.id, number)? {
             Ok(Some(head)) => head,
-            // It is being made: it has no writes yet.
+            // The container is being made. No host can have written to it.
             Ok(None) => return Ok(None),
-            // Removed since it was opened.
+            // Another host has removed the container since it was found.
             Err(_) if find()?.is_none() => return Ok(None),
             Err(error) => {
                 tracing::error!(
@@ -458,8 +498,8 @@ impl<B: Backing> LoggedFile<B> {
             }
         };
         let base_bytes = head.base.unwrap_or(0);
-        let container = Container::open_unread(dir, &name, place.host, base_bytes, place.memory)
-            .in_turn(place.turn_of(self.id));
+        let container = Container::open_unread(dir, &name, site.host, base_bytes, site.memory)
+            .in_turn(site.turn_of(self.id));
         Ok(Some(Generation {
             id: self.id,
             number,
@@ -474,46 +514,49 @@ impl<B: Backing> LoggedFile<B> {
         }))
     }
 
-    /// Bytes of the file; `plain_bytes` are those of the plain file.
+    /// Returns the length of the file in bytes. `plain_bytes` is the length of the plain file.
     pub(crate) fn len(&self, plain_bytes: u64) -> u64 {
-        let generations = self.all();
+        let generations = self.snapshot();
         Self::set_bases(&generations, plain_bytes);
         let top = generations.last();
         top.map_or(plain_bytes, |top| top.container.len())
     }
 
-    /// Its modification time, where the plain file has another one because it is being flattened.
+    /// Returns the file's modification time, if the plain file has another one because the file is being flattened.
     pub(crate) fn modified_time(&self) -> Option<Time> {
         let generations = self.generations.lock();
-        let is_left = |one: &&Arc<Generation<B>>| !one.was_flat.load(Ordering::Acquire);
-        generations.iter().find(is_left)?.container.modified()
+        let is_pending =
+            |generation: &&Arc<Generation<B>>| !generation.was_flat.load(Ordering::Acquire);
+        generations.iter().find(is_pending)?.container.modified()
     }
 
-    /// Gives the plain file a modification time by `set`, and says so where the plain file is being flattened, which would
-    /// give it another one. `given` is the time.
+    /// Sets the modification time to `given`. `set` gives it to the plain file.
+    ///
+    /// Race: a host that flattens the file gives the plain file the last recorded time. So the time is also recorded in
+    /// each container that is ending, and then set once more.
     pub(crate) fn set_modified(
         &self,
-        place: &ContainerSite<'_, B>,
+        site: &ContainerSite<'_, B>,
         given: Time,
         set: &dyn Fn() -> Result<()>,
     ) -> Result<()> {
-        let known = self.all();
+        let generations = self.snapshot();
         set()?;
-        let mut is_flattened = false;
-        for generation in &known {
-            // No other host ends a container that this host writes to.
+        let mut is_recorded = false;
+        for generation in &generations {
+            // While this host is registered as a writer, no other host ends the container.
             if !generation.is_joined.load(Ordering::Acquire) {
-                is_flattened |= generation.add_time(place, given)?;
+                is_recorded |= generation.record_time(site, given)?;
             }
         }
-        if is_flattened {
+        if is_recorded {
             set()?;
-            self.look_again(place)?;
+            self.refresh(site)?;
         }
         Ok(())
     }
 
-    /// Tells each generation how long the file below it is.
+    /// Tells each generation the length of the file below it.
     fn set_bases(generations: &[Arc<Generation<B>>], plain_bytes: u64) {
         let mut below = plain_bytes;
         for generation in generations {
@@ -524,98 +567,98 @@ impl<B: Backing> LoggedFile<B> {
         }
     }
 
-    /// Reads until `buf` is full or the file ends.
+    /// Reads from `offset` until `buf` is full or the file ends. Returns the number of bytes read.
     pub(crate) fn read(
         &self,
-        place: &ContainerSite<'_, B>,
+        site: &ContainerSite<'_, B>,
         plain: &B::File,
         buf: &mut [u8],
         offset: u64,
     ) -> Result<usize> {
-        self.look_after_sync(place)?;
-        for _ in 0..LOOKS_MAX {
-            self.trouble()?;
-            self.check_lost()?;
-            let generations = self.all();
-            // The length of the plain file means something where it is the base of the lowest one.
+        self.refresh_after_sync(site)?;
+        for _ in 0..ATTEMPTS_MAX {
+            self.check_readable()?;
+            self.check_exists()?;
+            let generations = self.snapshot();
+            // The plain file's length is needed only if the lowest generation does not store it.
             let plain_bytes = match generations.first() {
                 Some(lowest) if lowest.has_own_base => 0,
-                _ => place.base.attr_of_file_now(plain)?.size,
+                _ => site.base.attr_of_file_now(plain)?.size,
             };
             Self::set_bases(&generations, plain_bytes);
-            match read_stack(place.base, &generations, plain, buf, offset) {
-                // Its logs are gone.
-                Err(_) if is_any_over(place, &generations) => self.look_again(place)?,
+            match read_stack(site.base, &generations, plain, buf, offset) {
+                // The logs are removed: the bytes are in a lower generation or in the plain file now.
+                Err(_) if is_any_flat_or_removed(site, &generations) => self.refresh(site)?,
                 outcome => return outcome,
             }
         }
         Err(Errno::IO)
     }
 
-    /// Finds where `range` lies in logs and in the plain file, as far as there is room.
+    /// Finds where the bytes of `range` lie in logs and in the plain file, until `limits` are reached.
     pub(crate) fn locate(
         &self,
-        place: &ContainerSite<'_, B>,
+        site: &ContainerSite<'_, B>,
         plain: &B::File,
         range: Range<u64>,
         limits: LocateLimits,
-    ) -> Result<Locating> {
-        self.look_after_sync(place)?;
-        for _ in 0..LOOKS_MAX {
-            self.trouble()?;
-            self.check_lost()?;
-            let plain_bytes = place.base.attr_of_file_now(plain)?.size;
-            let generations = self.all();
+    ) -> Result<LocatedList> {
+        self.refresh_after_sync(site)?;
+        for _ in 0..ATTEMPTS_MAX {
+            self.check_readable()?;
+            self.check_exists()?;
+            let plain_bytes = site.base.attr_of_file_now(plain)?.size;
+            let generations = self.snapshot();
             Self::set_bases(&generations, plain_bytes);
             let len = generations
                 .last()
                 .map_or(plain_bytes, |top| top.container.len());
-            let mut found = Locating::new(range.start, limits);
-            let whole = range.start..range.end.min(len);
-            let located = if whole.is_empty() {
+            let mut located = LocatedList::new(range.start, limits);
+            let existing = range.start..range.end.min(len);
+            let room = if existing.is_empty() {
                 Ok(Room::Left)
             } else {
-                locate_in_stack(place.base, &generations, plain, whole, &mut found)
+                locate_in_stack(site.base, &generations, plain, existing, &mut located)
             };
-            match located {
-                // Its logs are gone.
-                Err(_) if is_any_over(place, &generations) => self.look_again(place)?,
-                outcome => {
-                    if outcome? == Room::Left {
-                        found.end = range.end;
+            match room {
+                // The logs are removed: the bytes are in a lower generation or in the plain file now.
+                Err(_) if is_any_flat_or_removed(site, &generations) => self.refresh(site)?,
+                room => {
+                    if room? == Room::Left {
+                        located.end = range.end;
                     }
-                    return Ok(found);
+                    return Ok(located);
                 }
             }
         }
         Err(Errno::IO)
     }
 
-    /// lseek(2): every byte that is in a log or in the plain file is data.
+    /// Answers SEEK_DATA and SEEK_HOLE of lseek(2). Each byte in a log or in the plain file is data.
     pub(crate) fn seek(
         &self,
-        place: &ContainerSite<'_, B>,
+        site: &ContainerSite<'_, B>,
         plain_bytes: u64,
         offset: u64,
         what: Seek,
     ) -> Result<u64> {
-        self.look_after_sync(place)?;
+        self.refresh_after_sync(site)?;
         let len = self.len(plain_bytes);
         if offset >= len {
             return Err(Errno::NXIO);
         }
-        let generations = self.all();
+        let generations = self.snapshot();
         let top = generations.last().ok_or(Errno::NXIO)?;
         let wants_data = what == Seek::Data;
         let mut walk = Walk::new(offset..len);
         loop {
-            let segments = top.container.find_next(place.base, &mut walk)?;
+            let segments = top.container.find_next(site.base, &mut walk)?;
             let is_data =
                 |segment: &Segment| !matches!(segment.source, Source::Hole | Source::Zeros);
-            let found = segments
+            let hit = segments
                 .iter()
                 .find(|segment| is_data(segment) == wants_data);
-            match found {
+            match hit {
                 Some(segment) => return Ok(segment.file.start),
                 None if !segments.is_empty() => {}
                 None if wants_data => return Err(Errno::NXIO),
@@ -624,31 +667,31 @@ impl<B: Backing> LoggedFile<B> {
         }
     }
 
-    /// The containers of the file that have a name.
-    fn list(&self, place: &ContainerSite<'_, B>) -> Result<Vec<Listed>> {
-        Ok(file_dir::list(place.base, place.top, self.id)?)
+    /// Lists the containers of the file.
+    fn list(&self, site: &ContainerSite<'_, B>) -> Result<Vec<Listed>> {
+        Ok(file_dir::list(site.base, site.top, self.id)?)
     }
 
-    /// Says that it is to lose its last name, or has lost it.
-    pub(crate) fn mark(&self, place: &ContainerSite<'_, B>, mark: &str) -> Result<()> {
-        self.visit_containers(place, &mut |container| {
-            container.put_once(mark, place.host.as_bytes()).map(drop)
+    /// Puts the mark `DYING` or `DEAD` into each container: the last name is about to be removed, or is removed.
+    pub(crate) fn mark(&self, site: &ContainerSite<'_, B>, mark: &str) -> Result<()> {
+        self.visit_containers(site, &mut |container| {
+            container.put_once(mark, site.host.as_bytes()).map(drop)
         })
     }
 
-    /// Removes the marks: the file still has a name.
-    pub(crate) fn unmark(&self, place: &ContainerSite<'_, B>) -> Result<()> {
-        self.visit_containers(place, &mut |container| unmark(place.base, container))
+    /// Removes the marks from all containers, because the file still has a name.
+    pub(crate) fn unmark(&self, site: &ContainerSite<'_, B>) -> Result<()> {
+        self.visit_containers(site, &mut |container| unmark(site.base, container))
     }
 
-    /// Does something in each container that is to be believed. One that is removed meanwhile, because the file is flat,
-    /// needs it no more.
+    /// Calls `visit` for each container of the file that is trusted. A container that another host removes during the
+    /// call is skipped: it is flat, or its file is removed.
     fn visit_containers(
         &self,
-        place: &ContainerSite<'_, B>,
+        site: &ContainerSite<'_, B>,
         visit: &mut dyn FnMut(&VoteDir<'_, B>) -> Result<()>,
     ) -> Result<()> {
-        let listed = match file_dir::list(place.base, place.top, self.id) {
+        let listed = match file_dir::list(site.base, site.top, self.id) {
             Err(OwnError::Backing(error)) => return Err(error),
             Err(error) => {
                 tracing::warn!("the containers of a file are left as they are: {error}");
@@ -658,79 +701,80 @@ impl<B: Backing> LoggedFile<B> {
         };
         for listed in listed {
             let name = self.id.container_name(listed.number);
-            let find = || Found::find(place.base, place.top, &name, place.host);
-            let Found::Container(container) = find()? else {
+            let find = || ContainerLookup::find(site.base, site.top, &name, site.host);
+            let ContainerLookup::Trusted(container) = find()? else {
                 continue;
             };
             match visit(&container) {
-                Err(Errno::NOENT) if matches!(find()?, Found::Gone) => {}
+                Err(Errno::NOENT) if matches!(find()?, ContainerLookup::Gone) => {}
                 visited => visited?,
             }
         }
         Ok(())
     }
 
-    /// This host is going to write to it.
+    /// Registers this host as a writer of the file.
     pub(crate) fn begin_writing(
         &self,
-        place: &ContainerSite<'_, B>,
-        plain: &PlainBytes<'_>,
+        site: &ContainerSite<'_, B>,
+        plain_len: &PlainLen<'_>,
     ) -> Result<()> {
         self.is_written.store(true, Ordering::Release);
-        self.join(place, plain).map(drop)
+        self.join(site, plain_len).map(drop)
     }
 
-    /// Writes bytes that do not overlap.
+    /// Writes `parts`, which do not overlap, to this host's log.
     pub(crate) fn write(
         &self,
-        place: &ContainerSite<'_, B>,
-        plain: &PlainBytes<'_>,
+        site: &ContainerSite<'_, B>,
+        plain_len: &PlainLen<'_>,
         parts: &[DataPart<'_>],
     ) -> Result<()> {
-        self.change(place, plain, &|container| {
-            container.write(place.base, parts)
+        self.change(site, plain_len, &|container| {
+            container.write(site.base, parts)
         })
     }
 
-    /// Cuts the file, or makes it longer. What this host has not seen stays.
+    /// Sets the length of the file to `len`. A cut does not hide writes that this host has not seen.
     pub(crate) fn set_len(
         &self,
-        place: &ContainerSite<'_, B>,
-        plain: &PlainBytes<'_>,
+        site: &ContainerSite<'_, B>,
+        plain_len: &PlainLen<'_>,
         len: u64,
     ) -> Result<()> {
-        self.look_again(place)?;
-        if !self.is_logged() && plain()? == len {
+        self.refresh(site)?;
+        if !self.is_logged() && plain_len()? == len {
             return Ok(());
         }
-        self.change(place, plain, &|container| {
-            self.len(plain()?);
-            container.set_len(place.base, len)
+        self.change(site, plain_len, &|container| {
+            // Tells each generation the length of the file below it, which the change depends on.
+            self.len(plain_len()?);
+            container.set_len(site.base, len)
         })
     }
 
-    /// Makes the file at least `len` bytes long.
+    /// Extends the file to at least `len` bytes.
     pub(crate) fn grow(
         &self,
-        place: &ContainerSite<'_, B>,
-        plain: &PlainBytes<'_>,
+        site: &ContainerSite<'_, B>,
+        plain_len: &PlainLen<'_>,
         len: u64,
     ) -> Result<()> {
-        self.look_again(place)?;
-        if !self.is_logged() && plain()? >= len {
+        self.refresh(site)?;
+        if !self.is_logged() && plain_len()? >= len {
             return Ok(());
         }
-        self.change(place, plain, &|container| {
-            self.len(plain()?);
-            container.grow(place.base, len)
+        self.change(site, plain_len, &|container| {
+            self.len(plain_len()?);
+            container.grow(site.base, len)
         })
     }
 
-    /// Whether the last thing that this host did to the file before it died was to set its length to `len`.
-    pub(crate) fn was_set_to(&self, place: &ContainerSite<'_, B>, len: u64) -> Result<bool> {
-        self.look_again(place)?;
-        for generation in self.all().iter().rev() {
-            let last = generation.container.last_change_of_own_index(place.base)?;
+    /// Returns whether this host's last change of the file, before it died, set the length to `len`.
+    pub(crate) fn was_set_to(&self, site: &ContainerSite<'_, B>, len: u64) -> Result<bool> {
+        self.refresh(site)?;
+        for generation in self.snapshot().iter().rev() {
+            let last = generation.container.last_change_of_own_index(site.base)?;
             match last {
                 None => {}
                 Some(Change::Cut(cut)) => return Ok(cut.len == len),
@@ -741,106 +785,113 @@ impl<B: Backing> LoggedFile<B> {
         Ok(false)
     }
 
-    /// Makes bytes zero; the length stays.
+    /// Makes the bytes of `piece` zero. The length of the file stays the same.
     pub(crate) fn zero(
         &self,
-        place: &ContainerSite<'_, B>,
-        plain: &PlainBytes<'_>,
+        site: &ContainerSite<'_, B>,
+        plain_len: &PlainLen<'_>,
         piece: Piece,
     ) -> Result<()> {
-        self.change(place, plain, &|container| container.zero(place.base, piece))
+        self.change(site, plain_len, &|container| {
+            container.zero(site.base, piece)
+        })
     }
 
+    /// Applies a change to the generation that this host writes to.
+    ///
+    /// Race: another host may seal that generation while `make` runs. Then the change may not count, so it is applied
+    /// to the next generation too.
     fn change(
         &self,
-        place: &ContainerSite<'_, B>,
-        plain: &PlainBytes<'_>,
+        site: &ContainerSite<'_, B>,
+        plain_len: &PlainLen<'_>,
         make: &dyn Fn(&Container<B>) -> Changed,
     ) -> Result<()> {
         self.is_written.store(true, Ordering::Release);
-        self.look_after_sync(place)?;
-        for _ in 0..LOOKS_MAX {
-            self.trouble()?;
-            let top = self.join(place, plain)?;
+        self.refresh_after_sync(site)?;
+        for _ in 0..ATTEMPTS_MAX {
+            self.check_readable()?;
+            let top = self.join(site, plain_len)?;
             match make(&top.container) {
-                Ok(()) if top.is_current(place)? => return Ok(()),
-                // What counts is being decided, maybe without it, or is in the plain file by now: it goes to the next
-                // generation too.
-                Ok(()) | Err(ChangeError::Sealed) => top.end_writing(place)?,
-                Err(ChangeError::Failed(_)) if !top.is_current(place)? => top.end_writing(place)?,
+                Ok(()) if top.is_current(site)? => return Ok(()),
+                // The seal may not include the change, or the generation is removed.
+                Ok(()) | Err(ChangeError::Sealed) => top.end_writing(site)?,
+                Err(ChangeError::Failed(_)) if !top.is_current(site)? => top.end_writing(site)?,
                 Err(ChangeError::Failed(errno)) => return Err(errno),
             }
         }
         Err(Errno::IO)
     }
 
-    /// The generation that this host writes to.
+    /// Registers this host as a writer of the top generation and returns that generation. Makes a new generation if
+    /// there is none that accepts writers.
     fn join(
         &self,
-        place: &ContainerSite<'_, B>,
-        plain: &PlainBytes<'_>,
+        site: &ContainerSite<'_, B>,
+        plain_len: &PlainLen<'_>,
     ) -> Result<Arc<Generation<B>>> {
-        for _ in 0..LOOKS_MAX {
-            if let Some(top) = self.all().pop() {
-                match top.join(place) {
+        for _ in 0..ATTEMPTS_MAX {
+            if let Some(top) = self.snapshot().pop() {
+                match top.join(site) {
                     Ok(true) => return Ok(top),
                     Ok(false) => {}
-                    // Another host has flattened it since it was looked at, and removed it.
-                    Err(_) if !top.is_current(place)? => {}
+                    // Another host has flattened and removed the generation since the last refresh.
+                    Err(_) if !top.is_current(site)? => {}
                     Err(error) => return Err(error),
                 }
             }
-            self.make_generation(place, plain)?;
-            self.look_again(place)?;
+            self.make_generation(site, plain_len)?;
+            self.refresh(site)?;
         }
         Err(Errno::IO)
     }
 
-    /// Makes the next generation, if another host does not.
-    fn make_generation(&self, place: &ContainerSite<'_, B>, plain: &PlainBytes<'_>) -> Result<()> {
-        self.look_again(place)?;
-        let last = self.all().last().map(|top| top.number);
-        if let Some(top) = self.all().last()
-            && let Some(ending) = top.ending(place)?
+    /// Makes the next generation, unless the top generation still accepts writers. Another host may make the same one,
+    /// or remove it, at the same time.
+    fn make_generation(&self, site: &ContainerSite<'_, B>, plain_len: &PlainLen<'_>) -> Result<()> {
+        self.refresh(site)?;
+        let last = self.snapshot().last().map(|top| top.number);
+        if let Some(top) = self.snapshot().last()
+            && let Some(ending) = top.ending(site)?
             && !ending.is_closing()?
         {
             return Ok(());
         }
         let number = last.map_or(0, |last| last + 1);
-        let dir = match file_dir::make_container(place.base, place.top, self.id, number) {
-            // Another host removes the directory of the file: it is made anew.
+        let dir = match file_dir::make_container(site.base, site.top, self.id, number) {
+            // Another host has just removed the file's directory. The caller tries again, which makes a new one.
             Err(OwnError::Backing(error)) if is_gone(error) => return Ok(()),
             made => made?,
         };
-        let find = || file_dir::find_container(place.base, place.top, self.id, number);
-        // Asked after the container was made: a removal of the last name marks the containers that exist by then.
+        let find = || file_dir::find_container(site.base, site.top, self.id, number);
+        // This check follows the creation: a host that removes the last name marks only containers that exist by then.
         if self.is_removed.load(Ordering::Acquire) {
-            own::store(place.base, &dir, DEAD, place.host.as_bytes())?;
+            own::store(site.base, &dir, DEAD, site.host.as_bytes())?;
         } else if self.is_dying.load(Ordering::Acquire) {
-            own::store(place.base, &dir, DYING, place.host.as_bytes())?;
+            own::store(site.base, &dir, DYING, site.host.as_bytes())?;
         }
-        match self.put_head(place, number, plain) {
-            // It was there, and was flat and removed meanwhile.
+        match self.publish_head(site, number, plain_len) {
+            // Another host had made the container, and has flattened and removed it since.
             Err(_) if find()?.is_none() => Ok(()),
             put => put,
         }
     }
 
-    /// Removes a container that may not get a head, unless it has one by now.
+    /// Removes a container that must not get a head, unless it has one by now.
     fn remove_headless(
         &self,
-        place: &ContainerSite<'_, B>,
+        site: &ContainerSite<'_, B>,
         dir: B::Inode,
         number: u32,
         has_no_head: &dyn Fn() -> Result<bool>,
     ) -> Result<()> {
         let name = self.id.container_name(number);
-        let container = Container::open_unread(dir, &name, place.host, 0, place.memory);
-        let Some(ending) = place.ending(self.id, &container, &name)? else {
+        let container = Container::open_unread(dir, &name, site.host, 0, site.memory);
+        let Some(ending) = site.ending(self.id, &container, &name)? else {
             return Ok(());
         };
-        // They found a head that this host does not see yet.
-        if ending.has_writer(place.is_alive)? {
+        // A registered writer has found a head that this host does not see yet.
+        if ending.has_writer(site.is_alive)? {
             return Ok(());
         }
         let remove = &mut || {
@@ -850,58 +901,60 @@ impl<B: Backing> LoggedFile<B> {
                 Ok(())
             }
         };
-        ending.alone(remove).map(drop)
+        ending.run_exclusively(remove).map(drop)
     }
 
-    /// Lets others write to a container that has its name. The head says how many bytes of the plain file count below
-    /// the first generation; they stay unchanged until it is flattened. If another generation was made meanwhile over
-    /// one that is flat by now, this one would lie below it. This one is removed then: it has no reads or writes yet. A
-    /// container with an index that lost its head with the power is removed too: nothing in it was promised.
-    fn put_head(
+    /// Puts the head into a container that has none, which lets hosts write to it.
+    ///
+    /// The head of generation 0 says how many bytes of the plain file count below it. Those bytes stay unchanged until
+    /// the generation is flattened. The container is removed instead in two cases:
+    /// * Generation 0 was flattened, and a later generation was made, before this host made its container anew. This
+    ///   one would then lie below a generation that is newer. No host has read or written it.
+    /// * The container has an index but no head: the head was lost at a power failure. Nothing in the container was
+    ///   durable.
+    fn publish_head(
         &self,
-        place: &ContainerSite<'_, B>,
+        site: &ContainerSite<'_, B>,
         number: u32,
-        plain: &PlainBytes<'_>,
+        plain_len: &PlainLen<'_>,
     ) -> Result<()> {
-        let numbers = self.list(place)?;
-        let found = file_dir::find_container(place.base, place.top, self.id, number)?;
-        let Some((dir, _)) = found else {
+        let containers = self.list(site)?;
+        let opened = file_dir::find_container(site.base, site.top, self.id, number)?;
+        let Some((dir, _)) = opened else {
             return Ok(());
         };
-        let has_none = || -> Result<bool> {
-            let head = head::load(place.base, &dir, self.id, number)?;
-            // An open of a damaged one fails with an error.
+        let has_no_head = || -> Result<bool> {
+            let head = head::load(site.base, &dir, self.id, number)?;
+            // A damaged head is a head: opening the container reports the damage.
             Ok(matches!(head, Ok(None)))
         };
-        if !has_none()? {
+        if !has_no_head()? {
             return Ok(());
         }
-        let is_below = number == 0 && numbers.iter().any(|listed| listed.number > 0);
-        if is_below || head::has_index(place.base, &dir)? {
-            return self.remove_headless(place, dir.clone(), number, &has_none);
+        let is_below_another = number == 0 && containers.iter().any(|listed| listed.number > 0);
+        if is_below_another || head::has_index(site.base, &dir)? {
+            return self.remove_headless(site, dir.clone(), number, &has_no_head);
         }
-        let plain_bytes = match number {
-            0 => plain()?,
-            _ => 0,
-        };
-        Head::new(self.id, number, plain_bytes).put(place.base, &dir)
+        let plain_bytes = if number == 0 { plain_len()? } else { 0 };
+        Head::new(self.id, number, plain_bytes).put(site.base, &dir)
     }
 
-    /// Makes what this host wrote durable and known. Its next use of the file sees what others have synced.
-    pub(crate) fn sync(&self, place: &ContainerSite<'_, B>) -> Result<()> {
-        self.sync_own(place)?;
+    /// Makes this host's writes durable and visible to other hosts. This host's next use of the file sees what other
+    /// hosts have synced.
+    pub(crate) fn sync(&self, site: &ContainerSite<'_, B>) -> Result<()> {
+        self.sync_own(site)?;
         self.note_synced();
         Ok(())
     }
 
-    /// Makes what this host wrote durable and known.
-    fn sync_own(&self, place: &ContainerSite<'_, B>) -> Result<()> {
-        for generation in self.all() {
+    /// Makes this host's writes durable and visible to other hosts.
+    fn sync_own(&self, site: &ContainerSite<'_, B>) -> Result<()> {
+        for generation in self.snapshot() {
             if generation.is_joined.load(Ordering::Acquire) {
-                match generation.sync(place) {
-                    // All that counted of it is in the plain file, durably, or has no name any more.
-                    Err(_) if !generation.is_current(place)? => {}
-                    Ok(()) => self.tag(place, &generation),
+                match generation.sync(site) {
+                    // The generation's bytes are durably in the plain file, or the file is removed.
+                    Err(_) if !generation.is_current(site)? => {}
+                    Ok(()) => self.tag(site, &generation),
                     Err(error) => return Err(error),
                 }
             }
@@ -909,68 +962,68 @@ impl<B: Backing> LoggedFile<B> {
         Ok(())
     }
 
-    /// Tags the plain file with a container that has bytes of this host, once.
-    fn tag(&self, place: &ContainerSite<'_, B>, generation: &Generation<B>) {
+    /// Tags the plain file with the container's name, once this host has a log in the container.
+    fn tag(&self, site: &ContainerSite<'_, B>, generation: &Generation<B>) {
         if let Some(inode) = self.inode.get()
             && generation.container.has_own_log()
             && !self.is_removed.load(Ordering::Acquire)
             && !generation.is_tagged.swap(true, Ordering::AcqRel)
         {
-            tag::set(place.base, inode, place.home, &generation.name);
+            tag::set(site.base, inode, site.top_id, &generation.name);
         }
     }
 
-    /// This host writes to it no more, and has published what it wrote.
-    pub(crate) fn end_writing(&self, place: &ContainerSite<'_, B>) -> Result<()> {
-        self.sync_own(place)?;
-        for generation in self.all() {
-            generation.end_writing(place)?;
+    /// Publishes this host's writes and removes its registration as a writer.
+    pub(crate) fn end_writing(&self, site: &ContainerSite<'_, B>) -> Result<()> {
+        self.sync_own(site)?;
+        for generation in self.snapshot() {
+            generation.end_writing(site)?;
         }
         Ok(())
     }
 
-    /// Whether another host that lives says that it writes to it.
+    /// Returns whether a live host other than this one is registered as a writer.
     pub(crate) fn has_other_writers(
         &self,
-        place: &ContainerSite<'_, B>,
+        site: &ContainerSite<'_, B>,
         is_alive: &IsAlive<'_>,
     ) -> Result<bool> {
         let mut has_writers = false;
-        self.visit_containers(place, &mut |container| {
+        self.visit_containers(site, &mut |container| {
             for host in container.hosts(WRITING)? {
-                has_writers |= host != place.host && is_alive(&host)?;
+                has_writers |= host != site.host && is_alive(&host)?;
             }
             Ok(())
         })?;
         Ok(has_writers)
     }
 
-    /// Seals and flattens what it can, the lowest generation first.
+    /// Seals and flattens the generations as far as other hosts allow, the lowest first.
     pub(crate) fn flatten(
         &self,
-        place: &ContainerSite<'_, B>,
+        site: &ContainerSite<'_, B>,
         inode: &B::Inode,
         unit_bytes: u64,
         is_alive: &IsAlive<'_>,
     ) -> Result<Flattened> {
-        for _ in 0..LOOKS_MAX {
-            self.look_again(place)?;
-            let generations = self.all();
+        for _ in 0..ATTEMPTS_MAX {
+            self.refresh(site)?;
+            let generations = self.snapshot();
             let Some(lowest) = generations.first() else {
                 if !self.has_remains.load(Ordering::Acquire) {
-                    file_dir::remove_empty(place.base, place.top, self.id)?;
+                    file_dir::remove_empty(site.base, site.top, self.id)?;
                     return Ok(Flattened::Flat);
                 }
-                self.end_remains(place, &|| Ok(place.base.attr_now(inode)?.size))?;
+                self.finish_remains(site, &|| Ok(site.base.attr_now(inode)?.size))?;
                 continue;
             };
-            let attr = place.base.attr_now(inode)?;
+            let attr = site.base.attr_now(inode)?;
             Self::set_bases(&generations, attr.size);
-            let rejected = lowest.container.count_rejected();
-            match lowest.flatten(place, inode, unit_bytes, is_alive) {
+            let rejected = lowest.container.rejected_table_count();
+            match lowest.flatten(site, inode, unit_bytes, is_alive) {
                 Ok(Flattened::Flat) => {}
-                Err(error) => match lowest.look_at_fate(place, rejected)? {
-                    Fate::Removed | Fate::ReadAnew => {}
+                Err(error) => match lowest.find_fate(site, rejected)? {
+                    Fate::Removed | Fate::IndexRebuilt => {}
                     Fate::Unchanged | Fate::Flat => return Err(error),
                 },
                 outcome => return outcome,
@@ -979,39 +1032,40 @@ impl<B: Backing> LoggedFile<B> {
         Err(Errno::IO)
     }
 
-    /// Gives up what cannot be read of the file; false if a host writes to it.
+    /// Gives up the parts of the file that cannot be read, and reports them. Returns false if a host is writing to the
+    /// file.
     pub(crate) fn give_up(
         &self,
-        place: &ContainerSite<'_, B>,
+        site: &ContainerSite<'_, B>,
         plain: &Attr,
         unit_bytes: u64,
         is_alive: &IsAlive<'_>,
-        told: &mut ToldOf<'_>,
+        target: &mut LossTarget<'_>,
     ) -> Result<bool> {
-        let mut listed = self.list(place)?;
+        let mut listed = self.list(site)?;
         listed.sort_unstable();
         let mut below = plain.size;
         for listed in listed {
             let name = self.id.container_name(listed.number);
-            let mut teller = Teller {
-                path: told.path,
+            let mut reporter = LossReporter {
+                path: target.path,
                 container: &name,
-                report: told.report,
+                report: target.report,
             };
-            if !self.renew_head(place, listed.number, plain, is_alive, &mut teller)? {
+            if !self.renew_head(site, listed.number, plain, is_alive, &mut reporter)? {
                 return Ok(false);
             }
-            let Some(generation) = self.find_generation(place, listed.number)? else {
+            let Some(generation) = self.find_generation(site, listed.number)? else {
                 continue;
             };
             if !generation.has_own_base {
                 generation.container.set_base(below);
             }
-            let Some(ending) = generation.ending(place)? else {
+            let Some(ending) = generation.ending(site)? else {
                 continue;
             };
-            let is_written_by = |host: &str| generation.is_written_by(host, place, is_alive);
-            if !ending.give_up(unit_bytes, &is_written_by, &mut teller)? {
+            let is_written_by = |host: &str| generation.is_written_by(host, site, is_alive);
+            if !ending.give_up(unit_bytes, &is_written_by, &mut reporter)? {
                 return Ok(false);
             }
             below = generation.container.len();
@@ -1019,38 +1073,38 @@ impl<B: Backing> LoggedFile<B> {
         Ok(true)
     }
 
-    /// Makes the first files of a container anew, where they are damaged; false if a host writes to it.
+    /// Replaces a damaged head and seal of a container. Returns false if a host is writing to the container.
     fn renew_head(
         &self,
-        place: &ContainerSite<'_, B>,
+        site: &ContainerSite<'_, B>,
         number: u32,
         plain: &Attr,
         is_alive: &IsAlive<'_>,
-        teller: &mut Teller<'_>,
+        reporter: &mut LossReporter<'_>,
     ) -> Result<bool> {
         let name = self.id.container_name(number);
-        let found = file_dir::find_container(place.base, place.top, self.id, number)?;
-        let Some((dir, _)) = found else {
+        let opened = file_dir::find_container(site.base, site.top, self.id, number)?;
+        let Some((dir, _)) = opened else {
             return Ok(true);
         };
-        let memory = place.memory;
-        let container = Container::open_unread(dir, &name, place.host, plain.size, memory);
-        let Some(ending) = place.ending(self.id, &container, &name)? else {
+        let memory = site.memory;
+        let container = Container::open_unread(dir, &name, site.host, plain.size, memory);
+        let Some(ending) = site.ending(self.id, &container, &name)? else {
             return Ok(true);
         };
-        let is_other_alive = |host: &str| Ok(host != place.host && is_alive(host)?);
-        ending.renew_head((self.id, number), plain, &is_other_alive, teller)
+        let is_other_alive = |host: &str| Ok(host != site.host && is_alive(host)?);
+        ending.renew_head((self.id, number), plain, &is_other_alive, reporter)
     }
 
-    /// Removes what a dead host left of containers that it had flattened, and completes containers that a host began to
-    /// make.
-    fn end_remains(&self, place: &ContainerSite<'_, B>, plain: &PlainBytes<'_>) -> Result<()> {
-        for listed in self.list(place)? {
-            let Some(left) = self.open_generation(place, listed.number)? else {
-                self.put_head(place, listed.number, plain)?;
+    /// Finishes what dead hosts left: removes containers that are flat, and completes or removes containers without a
+    /// head.
+    fn finish_remains(&self, site: &ContainerSite<'_, B>, plain_len: &PlainLen<'_>) -> Result<()> {
+        for listed in self.list(site)? {
+            let Some(generation) = self.open_generation(site, listed.number)? else {
+                self.publish_head(site, listed.number, plain_len)?;
                 continue;
             };
-            if let Some(ending) = left.ending(place)?
+            if let Some(ending) = generation.ending(site)?
                 && ending.is_flat()?
             {
                 ending.remove()?;
@@ -1059,10 +1113,10 @@ impl<B: Backing> LoggedFile<B> {
         Ok(())
     }
 
-    /// Removes all containers of the file, which has no name and is not open.
-    pub(crate) fn remove(&self, place: &ContainerSite<'_, B>) -> Result<()> {
-        self.visit_containers(place, &mut |container| container.retire())?;
-        file_dir::remove_empty(place.base, place.top, self.id)?;
+    /// Removes all containers of a file that has no name and is not open.
+    pub(crate) fn remove(&self, site: &ContainerSite<'_, B>) -> Result<()> {
+        self.visit_containers(site, &mut |container| container.retire())?;
+        file_dir::remove_empty(site.base, site.top, self.id)?;
         let old = std::mem::take(&mut *self.generations.lock());
         drop(old);
         Ok(())
@@ -1070,59 +1124,60 @@ impl<B: Backing> LoggedFile<B> {
 }
 
 impl<B: Backing> Generation<B> {
-    /// None if it is gone: a later container may have its name.
-    fn ending<'a>(&'a self, place: &ContainerSite<'a, B>) -> Result<Option<Ending<'a, B>>> {
-        let found = place.ending(self.id, &self.container, &self.name)?;
-        Ok(found.filter(|ending| ending.votes().ino() == self.dir))
+    /// Returns the [`Ending`] of this generation, or `None` if it is removed. A later container may have the same name.
+    fn ending<'a>(&'a self, site: &ContainerSite<'a, B>) -> Result<Option<Ending<'a, B>>> {
+        let ending = site.ending(self.id, &self.container, &self.name)?;
+        Ok(ending.filter(|ending| ending.votes().ino() == self.dir))
     }
 
-    /// Registers this host as a writer; false if the container accepts no new writers.
-    fn join(&self, place: &ContainerSite<'_, B>) -> Result<bool> {
+    /// Registers this host as a writer. Returns false if the container accepts no new writers.
+    fn join(&self, site: &ContainerSite<'_, B>) -> Result<bool> {
         if self.is_joined.load(Ordering::Acquire) && self.container.seal().is_none() {
             return Ok(true);
         }
-        let may = match self.ending(place)? {
+        let may_write = match self.ending(site)? {
             Some(ending) => ending.begin_writing()?,
             None => false,
         };
-        if may {
-            self.container.take_epoch(place.base)?;
+        if may_write {
+            self.container.take_epoch(site.base)?;
             self.is_joined.store(true, Ordering::Release);
         }
-        Ok(may)
+        Ok(may_write)
     }
 
-    /// Makes what this host wrote durable and known.
-    fn sync(&self, place: &ContainerSite<'_, B>) -> Result<()> {
-        self.container.sync_own(place.base)?;
+    /// Makes this host's writes durable and visible to other hosts.
+    fn sync(&self, site: &ContainerSite<'_, B>) -> Result<()> {
+        self.container.sync_own(site.base)?;
         if self.container.has_own_log() {
-            self.sync_name(place)
+            self.sync_name(site)
         } else {
             Ok(())
         }
     }
 
-    /// Makes its name durable, once.
-    fn sync_name(&self, place: &ContainerSite<'_, B>) -> Result<()> {
+    /// Makes the container's name durable, once.
+    fn sync_name(&self, site: &ContainerSite<'_, B>) -> Result<()> {
         if !self.is_name_durable.load(Ordering::Acquire) {
-            file_dir::sync(place.base, place.top, self.id)?;
+            file_dir::sync(site.base, site.top, self.id)?;
             self.is_name_durable.store(true, Ordering::Release);
         }
         Ok(())
     }
 
-    /// Records that the file's time was set, if the container is ending, or gone by now; returns whether that is so.
-    fn add_time(&self, place: &ContainerSite<'_, B>, given: Time) -> Result<bool> {
-        let Some(ending) = self.ending(place)? else {
+    /// Records that the file's modification time was set, if this generation is ending or removed. Returns whether it
+    /// is.
+    fn record_time(&self, site: &ContainerSite<'_, B>, given: Time) -> Result<bool> {
+        let Some(ending) = self.ending(site)? else {
             self.container.end_time();
             return Ok(true);
         };
         if !ending.is_closing()? {
             return Ok(false);
         }
-        match self.container.add_time(place.base, given) {
-            // It is flat, and has been removed since.
-            Err(_) if !self.is_current(place)? => {
+        match self.container.add_time(site.base, given) {
+            // Another host has flattened and removed the generation since it was checked.
+            Err(_) if !self.is_current(site)? => {
                 self.container.end_time();
                 Ok(true)
             }
@@ -1130,35 +1185,36 @@ impl<B: Backing> Generation<B> {
         }
     }
 
-    /// This host writes to it no more.
-    fn end_writing(&self, place: &ContainerSite<'_, B>) -> Result<()> {
+    /// Removes this host's registration as a writer.
+    fn end_writing(&self, site: &ContainerSite<'_, B>) -> Result<()> {
         if self.is_joined.swap(false, Ordering::AcqRel)
-            && let Some(ending) = self.ending(place)?
+            && let Some(ending) = self.ending(site)?
         {
-            self.container.sort_own(place.base);
+            self.container.sort_own(site.base);
             ending.end_writing()?;
         }
         Ok(())
     }
 
-    /// Seals and flattens it, and removes its container, as far as other hosts let it.
+    /// Seals and flattens the generation and removes its container, as far as other hosts allow.
     fn flatten(
         &self,
-        place: &ContainerSite<'_, B>,
+        site: &ContainerSite<'_, B>,
         inode: &B::Inode,
         unit_bytes: u64,
         is_alive: &IsAlive<'_>,
     ) -> Result<Flattened> {
-        let Some(ending) = self.ending(place)? else {
+        let Some(ending) = self.ending(site)? else {
             return Ok(Flattened::Flat);
         };
-        let is_written_by = |host: &str| self.is_written_by(host, place, is_alive);
-        // Before the plain file is changed: without the container it would be half flat after a power loss.
-        self.sync_name(place)?;
+        let is_written_by = |host: &str| self.is_written_by(host, site, is_alive);
+        // The name is durable before the plain file changes. A power loss could otherwise remove the container of a
+        // half-flattened file.
+        self.sync_name(site)?;
         if !ending.seal(inode, unit_bytes, &is_written_by)? {
             return Ok(Flattened::Written);
         }
-        let plain = place.base.open(inode, Access::ReadWrite)?;
+        let plain = site.base.open(inode, Access::ReadWrite)?;
         if ending.flatten(inode, &plain)? == Flat::Waits {
             return Ok(Flattened::UnderWay);
         }
@@ -1167,41 +1223,44 @@ impl<B: Backing> Generation<B> {
         Ok(Flattened::Flat)
     }
 
-    /// Whether its name still leads to it.
-    fn is_current(&self, place: &ContainerSite<'_, B>) -> Result<bool> {
-        let found = file_dir::find_container(place.base, place.top, self.id, self.number)?;
-        Ok(found.is_some_and(|(_, attr)| attr.ino == self.dir))
+    /// Returns whether the container's name still leads to this container.
+    fn is_current(&self, site: &ContainerSite<'_, B>) -> Result<bool> {
+        let container = file_dir::find_container(site.base, site.top, self.id, self.number)?;
+        Ok(container.is_some_and(|(_, attr)| attr.ino == self.dir))
     }
 
-    /// Whether a host that says so writes to it. This host may have said so in an earlier life.
+    /// Returns whether a registered writer still writes. A registration of this host may be from its earlier life, so
+    /// this host asks its own state.
     fn is_written_by(
         &self,
         host: &str,
-        place: &ContainerSite<'_, B>,
+        site: &ContainerSite<'_, B>,
         is_alive: &IsAlive<'_>,
     ) -> Result<bool> {
-        if host == place.host {
+        if host == site.host {
             Ok(self.is_joined.load(Ordering::Acquire))
         } else {
             is_alive(host)
         }
     }
 
-    /// Whether its bytes are in the plain file, or it is gone, which comes after that.
-    fn is_flat(&self, place: &ContainerSite<'_, B>) -> Result<bool> {
-        match self.ending(place)? {
+    /// Returns whether the generation is flat or removed. A generation is removed only after it is flat, or with its
+    /// file.
+    fn is_flat(&self, site: &ContainerSite<'_, B>) -> Result<bool> {
+        match self.ending(site)? {
             Some(ending) => ending.is_flat(),
             None => Ok(true),
         }
     }
 
-    /// What became of it while something failed. `rejected`: its sorted indexes that were not used before that.
-    fn look_at_fate(&self, place: &ContainerSite<'_, B>, rejected: usize) -> Result<Fate> {
-        let Some(ending) = self.ending(place)? else {
+    /// Finds what happened to the generation while an operation on it failed. `rejected` is the number of rejected
+    /// sorted indexes before the operation.
+    fn find_fate(&self, site: &ContainerSite<'_, B>, rejected: usize) -> Result<Fate> {
+        let Some(ending) = self.ending(site)? else {
             return Ok(Fate::Removed);
         };
-        if self.container.count_rejected() > rejected {
-            return Ok(Fate::ReadAnew);
+        if self.container.rejected_table_count() > rejected {
+            return Ok(Fate::IndexRebuilt);
         }
         Ok(if ending.is_flat()? {
             Fate::Flat
@@ -1211,30 +1270,31 @@ impl<B: Backing> Generation<B> {
     }
 }
 
-/// What became of a generation while something was done with it that failed. An errno does not tell: network file systems
-/// have the same ones for reasons of their own.
+/// What happened to a generation while an operation on it failed.
+///
+/// An errno does not tell: network file systems return the same ones for other reasons.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fate {
-    /// It is as it was: the failure counts.
+    /// Nothing happened to the generation, so the error of the operation is returned.
     Unchanged,
-    /// Its bytes are in the plain file.
+    /// All bytes of the generation are in the plain file.
     Flat,
-    /// Another host has removed it.
+    /// Another host has removed the generation.
     Removed,
-    /// A sorted index was found to be damaged, and all was read anew.
-    ReadAnew,
+    /// A sorted index was damaged, and all indexes were read again without it.
+    IndexRebuilt,
 }
 
-/// Whether one of these is flat or removed, as far as this host can see.
-fn is_any_over<B: Backing>(
-    place: &ContainerSite<'_, B>,
+/// Returns whether one of the generations is flat or removed, as far as this host can see.
+fn is_any_flat_or_removed<B: Backing>(
+    site: &ContainerSite<'_, B>,
     generations: &[Arc<Generation<B>>],
 ) -> bool {
-    let is_over = |one: &Arc<Generation<B>>| one.is_flat(place).unwrap_or(false);
-    generations.iter().any(is_over)
+    let is_flat = |generation: &Arc<Generation<B>>| generation.is_flat(site).unwrap_or(false);
+    generations.iter().any(is_flat)
 }
 
-/// Reads a stack of generations from the top down.
+/// Reads from a stack of generations. Bytes that the top generation does not have come from those below it.
 fn read_stack<B: Backing>(
     base: &B,
     generations: &[Arc<Generation<B>>],
@@ -1251,29 +1311,30 @@ fn read_stack<B: Backing>(
     }
 }
 
-/// Finds where bytes of a stack of generations are, from the top down.
+/// Finds where the bytes of `range` lie in a stack of generations. Bytes that the top generation does not have are
+/// found in those below it.
 fn locate_in_stack<B: Backing>(
     base: &B,
     generations: &[Arc<Generation<B>>],
     plain: &B::File,
     range: Range<u64>,
-    found: &mut Locating,
+    located: &mut LocatedList,
 ) -> Result<Room> {
     let Some((top, rest)) = generations.split_last() else {
         let start = range.start;
-        return Ok(match found.index_of(base, Holder::Plain, plain) {
-            Some(index) => found.add(range, index, start),
-            None => found.skip(range),
+        return Ok(match located.index_of(base, Holder::Plain, plain) {
+            Some(index) => located.add(range, index, start),
+            None => located.skip(range),
         });
     };
-    let below = |range: Range<u64>, found: &mut Locating| {
+    let below = |range: Range<u64>, located: &mut LocatedList| {
         let end = range.end;
-        let room = locate_in_stack(base, rest, plain, range, found)?;
-        // Beyond the end of what is below there are zeros.
+        let room = locate_in_stack(base, rest, plain, range, located)?;
+        // The file below may be shorter than the range. Bytes beyond its end are zeros.
         Ok(match room {
-            Room::Left => found.skip(found.end..end),
+            Room::Left => located.skip(located.end..end),
             Room::Full => room,
         })
     };
-    top.container.locate(base, &below, range, found)
+    top.container.locate(base, &below, range, located)
 }

@@ -1,14 +1,17 @@
-//! The directory of one file in `.firn/log`, which has the containers of the file.
+//! The directory of one logged file in `.firn/log`. It holds the containers of the file.
 //!
 //! ```text
 //! .firn/log/INO-BIRTH/INO-BIRTH-G/
 //! ```
 //!
-//! A look at a file lists the directory of that file, so it costs the same however many files are logged.
+//! Each file has its own directory, so that listing the containers of a file costs the same however many files are
+//! logged.
 //!
-//! The directory is made before the first container and removed after the last one. The file system removes it only if it
-//! is empty, and makes nothing in a removed one. A host that makes a container while another host removes the directory
-//! therefore keeps the directory, or is told that it is gone and begins again.
+//! The directory is made before the first container and removed after the last one.
+//!
+//! Race: one host makes a container while another host removes the directory. The file system removes only an empty
+//! directory, and makes nothing in a removed one. So either the removal fails, or the making host gets ENOENT or ESTALE
+//! and begins again.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
@@ -18,18 +21,20 @@ use firn_hosts::VoteDir;
 use firn_hosts::own::{self, OwnError, TOP};
 
 use crate::backing::CONTAINERS;
-use crate::behind::is_gone;
 use crate::file_id::FileId;
+use crate::lag::is_gone;
 
-/// A container that a listing has.
+/// A container in a listing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Listed {
+    /// Generation of the file.
     pub(crate) number: u32,
-    /// Inode number of its directory.
+    /// Inode number of the container's directory.
     pub(crate) dir: u64,
 }
 
-/// Path of a container, or of what is left of one, from the top of the backing. The name of a file's directory is its own path.
+/// Returns the path of a container from the top of the backing. `container` may also be the name of a half-removed
+/// container, or of a file's directory.
 pub fn container_path(container: &str) -> PathBuf {
     let mut path = Path::new(TOP).join(CONTAINERS);
     let name = VoteDir::<DirBacking>::name_before_retired(container).unwrap_or(container);
@@ -39,7 +44,7 @@ pub fn container_path(container: &str) -> PathBuf {
     path.join(container)
 }
 
-/// Opens the directory of a file; `None` if the file has none.
+/// Opens the directory of a file. Returns `None` if the file has none.
 pub(crate) fn find<B: Backing>(
     base: &B,
     top: &B::Inode,
@@ -48,7 +53,7 @@ pub(crate) fn find<B: Backing>(
     Ok(own::find_dir(base, top, &id.dir_name())?.map(|(dir, _)| dir))
 }
 
-/// Opens the directory of a container; `None` if nothing has its name.
+/// Opens the directory of a container. Returns `None` if nothing has its name.
 pub(crate) fn find_container<B: Backing>(
     base: &B,
     top: &B::Inode,
@@ -61,8 +66,8 @@ pub(crate) fn find_container<B: Backing>(
     }
 }
 
-/// Opens the directory of a container, made if nothing has its name. ENOENT or ESTALE if another host removes the
-/// directory of the file meanwhile.
+/// Opens the directory of a container, and makes it if it does not exist. Fails with ENOENT or ESTALE if another host
+/// removes the file's directory meanwhile.
 pub(crate) fn make_container<B: Backing>(
     base: &B,
     top: &B::Inode,
@@ -73,7 +78,7 @@ pub(crate) fn make_container<B: Backing>(
     own::dir(base, &dir, &id.container_name(generation))
 }
 
-/// Removes the directory of a file if it has nothing.
+/// Removes the directory of a file if it is empty.
 pub(crate) fn remove_empty<B: Backing>(base: &B, top: &B::Inode, id: FileId) -> Result<()> {
     match base.rmdir(top, OsStr::new(&id.dir_name())) {
         Err(Errno::NOTEMPTY | Errno::EXIST) => Ok(()),
@@ -82,7 +87,7 @@ pub(crate) fn remove_empty<B: Backing>(base: &B, top: &B::Inode, id: FileId) -> 
     }
 }
 
-/// Makes the names of a file's containers durable.
+/// Makes the names of a file's containers durable, and the name of their directory.
 pub(crate) fn sync<B: Backing>(base: &B, top: &B::Inode, id: FileId) -> Result<()> {
     if let Some(dir) = find(base, top, id)? {
         base.sync_dir(&dir)?;
@@ -90,7 +95,7 @@ pub(crate) fn sync<B: Backing>(base: &B, top: &B::Inode, id: FileId) -> Result<(
     base.sync_dir(top)
 }
 
-/// The containers of a file.
+/// Lists the containers of a file.
 pub(crate) fn list<B: Backing>(
     base: &B,
     top: &B::Inode,
@@ -100,19 +105,21 @@ pub(crate) fn list<B: Backing>(
         return Ok(Vec::new());
     };
     let names = match own::list(base, &dir) {
-        // It was removed since it was found.
+        // Another host has removed the directory since it was found.
         Err(error) if is_gone(error) => Vec::new(),
         listed => listed?,
     };
     let listed = names.iter().filter_map(|(name, dir, _)| {
-        let (of, number) = FileId::of_container(name)?;
-        (of == id).then_some(Listed { number, dir: *dir })
+        let (container_of, number) = FileId::of_container(name)?;
+        (container_of == id).then_some(Listed { number, dir: *dir })
     });
     Ok(listed.collect())
 }
 
-/// The files that have a directory. An error where a container lies beside them, as up to version 4: its bytes would be
-/// missing in its file.
+/// Lists the files that have a directory.
+///
+/// Fails if a container lies directly in `.firn/log`, as up to version 4. Its file would be read without the
+/// container's bytes.
 pub(crate) fn list_files<B: Backing>(
     base: &B,
     top: &B::Inode,

@@ -1,24 +1,25 @@
-//! Which file a container is of, and the names of containers and of their directories.
+//! The identity of a logged file, and the names of its containers and of their directory.
 
 use std::ffi::OsStr;
 
 use firn_backing::{Attr, Backing, Errno, Kind, Result};
 
-/// The attribute with a file's number, 8 bytes.
-const NUMBER: &str = "user.firn.log";
+/// Attribute with a file's number (8 bytes), on file systems without birth times.
+const NUMBER_ATTRIBUTE: &str = "user.firn.log";
 
-/// Which file a container is of: an inode number, and what tells it from a later file with the same number.
+/// The identity of a file: its inode number, and a value that differs for a later file with the same inode number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct FileId {
     pub(crate) ino: u64,
+    /// Birth time in nanoseconds, or the number from the attribute; 0 if the file has neither.
     pub(crate) birth: u64,
 }
 
 impl FileId {
-    /// Which file an inode is; none if it is no file.
+    /// Returns the identity of a file, or `None` for another kind of object.
     ///
-    /// Where a file system does not tell when a file was made, a file that has or may get containers has a number of
-    /// its own in an attribute: inode numbers are used again.
+    /// Inode numbers are reused. On a file system without birth times, each file that may get containers therefore has
+    /// a random number in an attribute.
     pub(crate) fn of<B: Backing>(base: &B, inode: &B::Inode, attr: &Attr) -> Result<Option<Self>> {
         if attr.kind != Kind::File {
             return Ok(None);
@@ -31,7 +32,7 @@ impl FileId {
         Ok(Some(Self { ino, birth }))
     }
 
-    /// The id of a file that is to get containers; assigns a number if it needs one.
+    /// Returns the identity of a file that is to get containers. Gives the file a number if it needs one.
     pub(crate) fn assign<B: Backing>(
         base: &B,
         inode: &B::Inode,
@@ -41,31 +42,37 @@ impl FileId {
         if attr.btime.is_some() || id.is_none_or(|id| id.birth != 0) {
             return Ok(id);
         }
-        // 0 is none.
+        // 0 stands for "no number", so it is not given.
         let number = getrandom::u64().map_err(|_| Errno::IO)?.max(1);
         let stored = number.to_le_bytes();
-        match base.set_xattr(inode, OsStr::new(NUMBER), &stored, libc::XATTR_CREATE) {
-            // Another host was first.
+        match base.set_xattr(
+            inode,
+            OsStr::new(NUMBER_ATTRIBUTE),
+            &stored,
+            libc::XATTR_CREATE,
+        ) {
+            // Another host has given the file a number, which counts.
             Ok(()) | Err(Errno::EXIST) => Self::of(base, inode, attr),
             Err(error) => {
                 tracing::error!(ino = attr.ino, %error, "the file system tells neither when a file was made nor \
-                    keeps `{NUMBER}`: layout=log cannot tell files with the same inode number apart");
+                    keeps `{NUMBER_ATTRIBUTE}`: layout=log cannot tell files with the same inode number apart");
                 Err(error)
             }
         }
     }
 
-    /// Name of the directory in `.firn/log` that has the containers.
+    /// Returns the name of the file's directory in `.firn/log`.
     pub(crate) fn dir_name(self) -> String {
         format!("{:016x}-{:016x}", self.ino, self.birth)
     }
 
-    /// Name of a container in that directory. It has the name of the file too, so messages need no path.
+    /// Returns the name of a container in that directory. The name includes the directory's name, so a message can name
+    /// a container alone.
     pub(crate) fn container_name(self, generation: u32) -> String {
         format!("{}-{generation:08x}", self.dir_name())
     }
 
-    /// The file that a directory in `.firn/log` is of.
+    /// Parses the name of a file's directory in `.firn/log`.
     pub(crate) fn of_dir(name: &[u8]) -> Option<Self> {
         let name = std::str::from_utf8(name).ok()?;
         let (ino, birth) = name.split_once('-')?;
@@ -76,7 +83,7 @@ impl FileId {
         (id.dir_name() == name).then_some(id)
     }
 
-    /// The file and the generation that a container's name is of.
+    /// Parses the name of a container into its file and generation.
     pub(crate) fn of_container(name: &[u8]) -> Option<(Self, u32)> {
         let name = std::str::from_utf8(name).ok()?;
         let (dir, generation) = name.rsplit_once('-')?;
@@ -86,15 +93,16 @@ impl FileId {
     }
 }
 
+/// Reads the number of a file from its attribute.
 fn load_number<B: Backing>(base: &B, inode: &B::Inode) -> Result<Option<u64>> {
-    match base.get_xattr(inode, OsStr::new(NUMBER)) {
+    match base.get_xattr(inode, OsStr::new(NUMBER_ATTRIBUTE)) {
         Ok(bytes) => Ok(bytes.try_into().ok().map(u64::from_le_bytes)),
         Err(Errno::NODATA | Errno::OPNOTSUPP | Errno::NOSYS) => Ok(None),
         Err(error) => Err(error),
     }
 }
 
-/// Whether a name in `.firn/log` is that of the directory of a file.
+/// Returns whether a name in `.firn/log` is that of a file's directory.
 pub fn is_file_dir(name: &[u8]) -> bool {
     FileId::of_dir(name).is_some()
 }

@@ -1,4 +1,4 @@
-//! The bytes of an index: frames, one after the other.
+//! Frames: the entries of an index, one after the other. A frame describes one change of a file.
 //!
 //! ```text
 //! 0   "FIRNFRME"
@@ -7,8 +7,10 @@
 //! 16  body, as postcard writes a `Body`
 //! ```
 //!
-//! A frame is appended after the bytes that it speaks of. The first one that is not whole ends an index: the host died
-//! there. A writer never appends to the index of another, nor to its own of an earlier life.
+//! Invariants
+//! * A frame is appended after the bytes that it describes. So the bytes of a valid frame exist.
+//! * The first invalid frame ends an index: its writer died while it appended that frame.
+//! * A writer appends only to its own index, and begins another one in each life.
 
 use std::collections::BTreeMap;
 
@@ -17,30 +19,31 @@ use serde::{Deserialize, Serialize};
 use crate::names::Writer;
 use crate::run::{FILE_BYTES_MAX, Piece, Run, StoredRuns};
 
-/// Bytes of a log that have one checksum, counted from the position of the frame.
+/// Length of a block: the bytes of a log that share one checksum, counted from the beginning of a span.
 pub const CHECKED_BYTES: u64 = 1 << 20;
-/// Bytes of a log that one frame speaks of, at most.
+/// Bound on the bytes of a log that one frame describes.
 pub const SPAN_BYTES_MAX: u64 = 1 << 30;
 
-/// Pieces that one frame speaks of, at most: whatever they are, they fit into a body.
+/// Bound on the pieces of one frame. This many pieces fit in a body, also if no two of them form a run.
 pub const PIECES_MAX: usize = 16 << 10;
 
 pub(crate) const MAGIC: [u8; 8] = *b"FIRNFRME";
 const HEADER_BYTES: usize = 16;
-/// No writer makes a larger one.
+/// Bound on the body of a frame. A larger length is damage.
 const BODY_BYTES_MAX: usize = 1 << 20;
-/// Bytes of the largest frame.
+/// Bound on the length of a frame in bytes.
 pub(crate) const FRAME_BYTES_MAX: usize = HEADER_BYTES + BODY_BYTES_MAX;
 
-/// What a host did to a file.
+/// One change of a file by a host, as an index stores it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Frame {
-    /// Larger than that of everything that the host knew to be older ([`crate::resolve::Key`]).
+    /// Epoch of the change. It is larger than the epochs of all changes that the host knew to be older
+    /// ([`crate::resolve::Key`]).
     pub epoch: u64,
-    /// Bytes of this index that were durable when it was appended: where one of them is damaged, it is not that a host
-    /// died there.
+    /// Number of bytes of this index that were durable when the frame was appended. An invalid frame before this
+    /// position is damage, not the end of the index.
     pub synced: u64,
-    /// What it did.
+    /// The change.
     pub change: Change,
 }
 
@@ -51,29 +54,31 @@ pub enum Change {
     Written(Written),
     /// The file was cut.
     Cut(Cut),
-    /// The file was made longer, to this many bytes; nothing is hidden by it.
+    /// The file was made longer, to this length. A growth hides nothing.
     Grown(u64),
-    /// Bytes from an offset on became zero; there are some.
+    /// The bytes of this piece became zero.
     Zeroed(Piece),
-    /// Nothing: what came before was synced.
+    /// No change: all earlier frames were synced.
     Synced,
 }
 
-/// A cut of the file, which hides what its host had seen of it: its own changes before it, and the frames of other indexes
-/// that it names.
+/// A cut of the file. It hides bytes of changes that its host had seen: its own earlier changes, and the frames of
+/// other indexes in `seen`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Cut {
-    /// Bytes that are left.
+    /// Length of the file after the cut.
     pub len: u64,
-    /// Frames of others that it hides beyond that, by writer: those that begin before this byte of the writer's index.
+    /// How far the host had read each other index, in bytes. The cut applies to frames that begin before that position.
     pub seen: BTreeMap<Writer, u64>,
 }
 
-/// Bytes that the writers of one cut take in a frame, at most.
+/// Bound on the bytes that `seen` takes in one frame.
 const SEEN_BYTES_MAX: usize = BODY_BYTES_MAX / 2;
+/// Bound on the bytes of one entry of `seen` beside the name of the host: three numbers of at most ten bytes each.
+const SEEN_ENTRY_BYTES_MAX: usize = 30;
 
 impl Cut {
-    /// Splits the cut into as many frames as it takes.
+    /// Splits the cut into parts that each fit in a frame. All parts have the same length of the file.
     pub(crate) fn split(self) -> Vec<Self> {
         let len = self.len;
         let mut parts = vec![Self {
@@ -82,10 +87,9 @@ impl Cut {
         }];
         let mut bytes = 0;
         for (writer, until) in self.seen {
-            // A name, and numbers of at most ten bytes each.
-            bytes += writer.host().len() + 30;
+            bytes += writer.host().len() + SEEN_ENTRY_BYTES_MAX;
             if bytes > SEEN_BYTES_MAX {
-                bytes = writer.host().len() + 30;
+                bytes = writer.host().len() + SEEN_ENTRY_BYTES_MAX;
                 parts.push(Self {
                     len,
                     ..Self::default()
@@ -100,46 +104,47 @@ impl Cut {
     }
 }
 
-/// Bytes in a log.
+/// A change that wrote bytes to a log.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Written {
-    /// Number of the host's log.
+    /// Number of the log among the writer's logs.
     pub log: u32,
-    /// Where they begin in it.
+    /// Position of the first byte in the log.
     pub position: u64,
-    /// CRC32C of each [`CHECKED_BYTES`] of them, the last of which may be fewer.
+    /// CRC32C of each block of [`CHECKED_BYTES`]. The last block may be shorter.
     pub checksums: Vec<u32>,
-    /// What they are, in the order in which they lie there.
+    /// The pieces of the file that were written, in the order of their bytes in the log.
     pub runs: Vec<Run>,
 }
 
 impl Written {
-    /// How many they are.
+    /// Returns the number of bytes written.
     pub fn bytes(&self) -> u64 {
         self.runs.iter().map(Run::bytes).sum()
     }
 }
 
-/// The bytes that a frame says were written, whatever they are.
+/// The bytes of a log that one change wrote, without their places in the file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Span {
-    /// Number of the host's log.
+    /// Number of the log among the writer's logs.
     pub log: u32,
-    /// Where they begin in it.
+    /// Position of the first byte in the log.
     pub position: u64,
-    /// How many they are.
+    /// Number of bytes.
     pub bytes: u64,
-    /// CRC32C of each [`CHECKED_BYTES`] of them, the last of which may be fewer.
+    /// CRC32C of each block of [`CHECKED_BYTES`]. The last block may be shorter.
     pub checksums: Vec<u32>,
 }
 
-/// Whether its numbers may be believed.
-pub(crate) fn is_span(span: &Span) -> bool {
+/// Returns whether decoded numbers form a valid span.
+pub(crate) fn is_valid_span(span: &Span) -> bool {
     let has_end = span.position.checked_add(span.bytes).is_some();
     let is_checked = span.checksums.len() as u64 == span.bytes.div_ceil(CHECKED_BYTES);
     (1..=SPAN_BYTES_MAX).contains(&span.bytes) && has_end && is_checked
 }
 
+/// A frame's body as postcard stores it.
 #[derive(Serialize, Deserialize)]
 struct Body {
     epoch: u64,
@@ -147,6 +152,7 @@ struct Body {
     change: StoredChange,
 }
 
+/// A [`Change`] as postcard stores it.
 #[derive(Serialize, Deserialize)]
 enum StoredChange {
     Written {
@@ -167,19 +173,19 @@ enum StoredChange {
     Grown(u64),
 }
 
-/// What the next bytes of an index are.
+/// Result of decoding the next bytes of an index.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Next {
-    /// A frame, and its length in bytes.
+    /// A valid frame, and its length in bytes.
     Frame(Frame, usize),
-    /// The beginning of one, or none: the index ends here as long as its file has no more bytes.
+    /// The beginning of a frame, or no bytes. The rest of the frame may be appended later.
     Incomplete,
-    /// Bytes that no writer wrote: the index ends here for good.
+    /// Bytes that are no frame. They stay so.
     Damaged,
 }
 
 impl Frame {
-    /// Appends its bytes.
+    /// Appends the encoded frame to `index`.
     pub fn encode(&self, index: &mut Vec<u8>) {
         let body = Body {
             epoch: self.epoch,
@@ -194,10 +200,10 @@ impl Frame {
         index.extend_from_slice(&body);
     }
 
-    /// Reads the frame that `index` begins with.
+    /// Decodes the frame at the beginning of `index`.
     pub fn decode(index: &[u8]) -> Next {
-        let known = index.len().min(MAGIC.len());
-        if index[..known] != MAGIC[..known] {
+        let magic_bytes = index.len().min(MAGIC.len());
+        if index[..magic_bytes] != MAGIC[..magic_bytes] {
             return Next::Damaged;
         }
         let Some((header, rest)) = index.split_at_checked(HEADER_BYTES) else {
@@ -221,6 +227,7 @@ impl Frame {
         }
     }
 
+    /// Decodes a body whose checksum is right. Returns `None` if it is not a valid change all the same.
     fn parse(body: &[u8]) -> Option<Self> {
         let (body, rest) = postcard::take_from_bytes::<Body>(body).ok()?;
         if !rest.is_empty() {
@@ -236,7 +243,8 @@ impl Frame {
 }
 
 impl Change {
-    /// Where its bytes are, if it wrote any, and what they are. Of zeros, only what they are.
+    /// Returns where the written bytes lie in a log, and the pieces of the file that changed. A change without bytes in
+    /// a log has no span.
     pub(crate) fn split(self) -> (Option<Span>, Vec<Run>) {
         match self {
             Self::Cut(_) | Self::Grown(_) | Self::Synced => (None, Vec::new()),
@@ -253,6 +261,7 @@ impl Change {
         }
     }
 
+    /// Converts the change to its stored form.
     fn pack(&self) -> StoredChange {
         match self {
             Self::Cut(cut) => StoredChange::Cut {
@@ -280,20 +289,21 @@ impl Change {
 }
 
 impl StoredChange {
-    /// None if it says what cannot be.
+    /// Converts a stored change back. Returns `None` if its numbers are not valid.
     fn unpack(self) -> Option<Change> {
         let (log, position, checksums, runs) = match self {
             Self::Synced => return Some(Change::Synced),
             Self::Cut { len, seen } => {
-                let is_right = len <= FILE_BYTES_MAX && seen.iter().all(|(of, _)| of.is_right());
+                let is_valid =
+                    len <= FILE_BYTES_MAX && seen.iter().all(|(writer, _)| writer.is_valid());
                 let seen = seen.into_iter().collect();
-                return is_right.then_some(Change::Cut(Cut { len, seen }));
+                return is_valid.then_some(Change::Cut(Cut { len, seen }));
             }
             Self::Grown(len) => return (len <= FILE_BYTES_MAX).then_some(Change::Grown(len)),
             Self::Zeroed { offset, len } => {
                 let end = offset.checked_add(len)?;
-                let is_right = len > 0 && end <= FILE_BYTES_MAX;
-                return is_right.then_some(Change::Zeroed(Piece { offset, len }));
+                let is_valid = len > 0 && end <= FILE_BYTES_MAX;
+                return is_valid.then_some(Change::Zeroed(Piece { offset, len }));
             }
             Self::Written {
                 log,
@@ -319,7 +329,7 @@ impl StoredChange {
             runs,
             checksums: span.checksums.clone(),
         };
-        is_span(&span).then_some(Change::Written(written))
+        is_valid_span(&span).then_some(Change::Written(written))
     }
 }
 

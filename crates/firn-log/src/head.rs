@@ -1,14 +1,15 @@
-//! `head`: what a container says of itself, put once before the first write to it.
+//! The head of a container: its version, its file and what lies below it. It exists before the first write.
 //!
-//! `head` is a symbolic link with the text below. One call makes it whole, and fails where another host was first. It has no
-//! byte of data that would have to be synced before it counts. So making a container waits for no device.
+//! The head is a symbolic link, `head`, with the text below. One call makes the link with all of its text, and fails if
+//! another host was faster. A link has no data that must be synced before it counts. So making a container waits for no
+//! device.
 //!
 //! ```text
 //! firn-log-5 INO-BIRTH-GENERATION BASE CRC
 //!
-//! INO-BIRTH-GENERATION   the container's name
-//! BASE                   bytes of the plain file that count below it; - where it lies over another generation
-//! CRC                    CRC32C of all before it
+//! INO-BIRTH-GENERATION   name of the container
+//! BASE                   bytes of the plain file that count below it; - if it lies over another generation
+//! CRC                    CRC32C of the text before it
 //! ```
 
 use std::ffi::OsStr;
@@ -17,47 +18,49 @@ use firn_backing::{Access, Backing, Errno};
 use firn_hosts::OwnError;
 use firn_hosts::own::{self, own_caller};
 
-use crate::behind::is_gone;
 use crate::file_id::FileId;
 use crate::frame::Change;
 use crate::index_reader::find_frame;
+use crate::lag::is_gone;
 use crate::names::Writer;
 use crate::run::FILE_BYTES_MAX;
 use crate::seal::{CLOSING, SEAL_NAME};
 
+/// Text before the version.
 const MAGIC: &str = "firn-log-";
-/// What containers are made and read with.
+/// Version of the containers that this Firn makes and reads.
 pub const VERSION: u32 = 5;
-/// Version of containers whose heads were files.
+/// Version of the containers whose head was a regular file.
 const VERSION_OF_FILES: u32 = 1;
 
-/// What a container says of itself.
+/// The contents of a head.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Head {
     pub(crate) file: FileId,
     pub(crate) generation: u32,
-    /// Bytes of the plain file that count below the first generation; later ones lie over the one before.
+    /// Number of bytes of the plain file that count below the first generation. `None` for later generations, which lie
+    /// over an earlier one.
     pub(crate) base: Option<u64>,
 }
 
-/// In a container.
+/// Name of the head in a container.
 pub(crate) const HEAD: &str = "head";
 
 /// Why a container cannot be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum HeadError {
-    /// It is not there, and the container has writes.
+    /// The head is missing, although the container was synced.
     #[error("it is missing: the container is half removed")]
     Missing,
-    /// It is not as it was written.
+    /// The text of the head is damaged.
     #[error("it is damaged")]
     Damaged,
-    /// Another Firn made it.
+    /// Another version of Firn made the container.
     #[error(
         "it has version {0} and this Firn reads {VERSION}: flatten it with the Firn that wrote it"
     )]
     Version(u32),
-    /// It was renamed, or its file is another one.
+    /// The head names another container: this one was renamed, or copied with its file.
     #[error(
         "it says that it is of another file: give the container its own name back, or move it away"
     )]
@@ -65,8 +68,7 @@ pub enum HeadError {
 }
 
 impl Head {
-    /// Head of the container that has a name of this file and generation. The first generation lies over the plain
-    /// file, of which `plain_bytes` bytes count.
+    /// Makes the head of a container. `plain_bytes` of the plain file count below the first generation.
     pub(crate) fn new(file: FileId, generation: u32, plain_bytes: u64) -> Self {
         Self {
             file,
@@ -75,7 +77,7 @@ impl Head {
         }
     }
 
-    /// The text of the link.
+    /// Returns the text of the link.
     pub(crate) fn encode(&self) -> String {
         let name = self.file.container_name(self.generation);
         let base = self
@@ -86,7 +88,7 @@ impl Head {
         format!("{text} {checksum:08x}")
     }
 
-    /// Reads the text of a link.
+    /// Decodes the text of a link.
     pub fn decode(text: &[u8]) -> Result<Self, HeadError> {
         let text = std::str::from_utf8(text).map_err(|_| HeadError::Damaged)?;
         let mut fields = text
@@ -115,7 +117,7 @@ impl Head {
         is_whole.then_some(head).ok_or(HeadError::Damaged)
     }
 
-    /// The head of the container that has a name of this file and generation.
+    /// Decodes the text of a link, and checks that it names this file and generation.
     pub(crate) fn of(text: &[u8], file: FileId, generation: u32) -> Result<Self, HeadError> {
         let head = Self::decode(text)?;
         if (head.file, head.generation) == (file, generation) {
@@ -125,7 +127,7 @@ impl Head {
         }
     }
 
-    /// Puts the head into a container that has none. The first host that puts one wins.
+    /// Puts the head into a container. Does nothing if another host has put one.
     pub(crate) fn put<B: Backing>(&self, base: &B, dir: &B::Inode) -> Result<(), Errno> {
         let text = self.encode();
         let put = base.symlink(&own_caller(), dir, OsStr::new(HEAD), OsStr::new(&text));
@@ -136,10 +138,11 @@ impl Head {
     }
 }
 
-/// The head of a container with a name of this file and generation; none if it is being made.
+/// Reads the head of a container. Returns `None` if the container is being made.
 ///
-/// The first sync of bytes in it makes its name and its head durable. So after a power loss one without a head has nothing
-/// that was promised: it is as one that is being made, unless something in it says that it was synced.
+/// The first sync of bytes in a container also makes its name and its head durable. So a power loss takes the head only
+/// from a container without synced bytes. Such a container counts as being made. A container that was synced and has no
+/// head is [`HeadError::Missing`].
 pub(crate) fn load<B: Backing>(
     base: &B,
     dir: &B::Inode,
@@ -161,20 +164,20 @@ pub(crate) fn load<B: Backing>(
     if !was_synced(base, dir)? {
         return Ok(Ok(None));
     }
-    // Put since it was looked for.
+    // The head may have been put after the first read, before the sync that was found.
     Ok(match read()? {
         Some(head) => head.map(Some),
         None => Err(HeadError::Missing),
     })
 }
 
-/// Whether a container, which may be gone, has writes.
+/// Returns whether a container has an index. False if the container is removed.
 pub(crate) fn has_index<B: Backing>(base: &B, dir: &B::Inode) -> Result<bool, Errno> {
     let names = list(base, dir)?;
     Ok(names.iter().any(|name| Writer::of_index(name).is_some()))
 }
 
-/// Names in a container, which may be gone.
+/// Lists the names in a container. Empty if the container is removed.
 fn list<B: Backing>(base: &B, dir: &B::Inode) -> Result<Vec<Vec<u8>>, Errno> {
     match own::list(base, dir) {
         Ok(names) => Ok(names.into_iter().map(|(name, ..)| name).collect()),
@@ -183,11 +186,11 @@ fn list<B: Backing>(base: &B, dir: &B::Inode) -> Result<Vec<Vec<u8>>, Errno> {
     }
 }
 
-/// Whether a container was synced: it was ended, or one of its indexes says so.
+/// Returns whether a container was synced: it is closing or sealed, or an index has a frame that notes a sync.
 fn was_synced<B: Backing>(base: &B, dir: &B::Inode) -> Result<bool, OwnError> {
     let names = list(base, dir)?;
-    let is_end = |name: &Vec<u8>| *name == CLOSING.as_bytes() || *name == SEAL_NAME.as_bytes();
-    if names.iter().any(is_end) {
+    let marks_end = |name: &Vec<u8>| *name == CLOSING.as_bytes() || *name == SEAL_NAME.as_bytes();
+    if names.iter().any(marks_end) {
         return Ok(true);
     }
     for writer in names.iter().filter_map(|name| Writer::of_index(name)) {

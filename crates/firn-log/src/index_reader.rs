@@ -1,41 +1,42 @@
-//! Reads the frames of an index, as far as they are whole, and looks for one behind a part that is not.
+//! Reads the frames of an index, and searches for frames after a damaged part.
 
 use std::ops::Range;
 
 use firn_backing::{Backing, Errno, Result};
 
-use crate::behind::read_whole;
 use crate::frame::{FRAME_BYTES_MAX, Frame, MAGIC, Next};
+use crate::lag::read_whole;
 use crate::resolve::WriterId;
 
-/// Bytes of an index that are read at once; larger than any frame.
+/// Length of a read of an index. It is larger than any frame.
 pub(crate) const INDEX_READ_BYTES: usize = 2 << 20;
-/// Bytes of the first read: frequent looks find nothing or little, and memory for more takes longer than the call.
-const INDEX_LOOK_BYTES: usize = 16 << 10;
+/// Length of the first read. Most reads find little or nothing, and getting memory for more takes longer than the call.
+const FIRST_READ_BYTES: usize = 16 << 10;
 
-/// Frames of one index that were not known.
-pub(crate) struct News {
+/// Frames that one read found in an index.
+pub(crate) struct FramesRead {
     pub(crate) writer: WriterId,
+    /// Position in the index where the read began.
     pub(crate) from: u64,
-    /// Where the last one ends.
+    /// Position where the last frame ends.
     pub(crate) to: u64,
-    /// With where they begin.
+    /// The frames, each with its position.
     pub(crate) frames: Vec<(u64, Frame)>,
-    /// Nothing followed them.
-    pub(crate) is_all: bool,
+    /// Whether the index has no bytes after the last frame.
+    pub(crate) reached_end: bool,
 }
 
-/// The next frames of an index in a range, as far as they are whole: one reading of them.
+/// Reads the next valid frames in a range of an index, as many as one read finds.
 pub(crate) fn read_index<B: Backing>(
     base: &B,
     index: &B::File,
     writer: WriterId,
     range: Range<u64>,
-) -> Result<News> {
+) -> Result<FramesRead> {
     read_part(base, index, writer, range.start, range.end, range.end)
 }
 
-/// The next frames of an index that begin between `from` and `to` and end no later than `limit`.
+/// Reads the next valid frames of an index that begin before `to` and end no later than `limit`.
 pub(crate) fn read_part<B: Backing>(
     base: &B,
     index: &B::File,
@@ -43,43 +44,45 @@ pub(crate) fn read_part<B: Backing>(
     from: u64,
     to: u64,
     limit: u64,
-) -> Result<News> {
-    let mut news = News {
+) -> Result<FramesRead> {
+    let mut frames_read = FramesRead {
         writer,
         from,
         to: from,
         frames: Vec::new(),
-        is_all: false,
+        reached_end: false,
     };
-    let mut buf = vec![0; INDEX_LOOK_BYTES];
+    let mut buf = vec![0; FIRST_READ_BYTES];
     let mut count = base.read_at(index, &mut buf, from)?;
     if count == buf.len() {
         buf = vec![0; INDEX_READ_BYTES];
         count = base.read_at(index, &mut buf, from)?;
     }
     let mut rest = &buf[..count];
-    while news.to < to
+    while frames_read.to < to
         && let Next::Frame(frame, bytes) = Frame::decode(rest)
-        && news.to + bytes as u64 <= limit
+        && frames_read.to + bytes as u64 <= limit
     {
-        news.frames.push((news.to, frame));
-        news.to += bytes as u64;
+        frames_read.frames.push((frames_read.to, frame));
+        frames_read.to += bytes as u64;
         rest = &rest[bytes..];
     }
-    news.is_all = rest.is_empty() && count < buf.len();
-    Ok(news)
+    frames_read.reached_end = rest.is_empty() && count < buf.len();
+    Ok(frames_read)
 }
 
-/// Whether an index goes on after `offset`, where no whole frame is, with one that says that there was one.
+/// Returns whether an index is damaged at `offset`, where no valid frame begins: a later frame says that bytes after
+/// `offset` were synced.
 pub(crate) fn has_synced_frame_after<B: Backing>(
     base: &B,
     index: &B::File,
     offset: u64,
 ) -> Result<bool> {
-    // An index that ends there, or is being appended to, is the usual case.
+    // Usually the index ends here, or a frame is just being appended. Then a short read suffices.
     let mut first = [0; 64];
     let count = base.read_at(index, &mut first, offset)?;
-    // Unless there is another one behind it: then it is damaged where it says how long it is.
+    // Another frame may follow in these bytes. The frame at `offset` is then not at the end, but its stored length is
+    // damaged.
     let is_last =
         count < first.len() && find_magic(first[..count].get(1..).unwrap_or(&[])).is_none();
     if is_last && matches!(Frame::decode(&first[..count]), Next::Incomplete) {
@@ -89,56 +92,60 @@ pub(crate) fn has_synced_frame_after<B: Backing>(
     Ok(find_frame(base, index, offset + 1, &is_later)?.is_some())
 }
 
-/// Where the first whole frame begins at `offset` or behind it that is wanted.
+/// Returns the position of the first valid frame at or after `offset` for which `matches` returns true.
 pub(crate) fn find_frame<B: Backing>(
     base: &B,
     index: &B::File,
     offset: u64,
-    is_wanted: &dyn Fn(&Frame) -> bool,
+    matches: &dyn Fn(&Frame) -> bool,
 ) -> Result<Option<u64>> {
-    let mut at = offset;
+    let mut position = offset;
     let mut buf = vec![0; INDEX_READ_BYTES];
     loop {
-        let count = base.read_at(index, &mut buf, at)?;
+        let count = base.read_at(index, &mut buf, position)?;
         let is_last = count < buf.len();
-        // A frame that begins before here is whole in `buf`.
-        let starts = if is_last {
+        // A frame that begins before `end` lies in `buf` with all of its bytes.
+        let end = if is_last {
             count
         } else {
             count - FRAME_BYTES_MAX
         };
         let mut from = 0;
-        while let Some(found) = find_magic(&buf[from..count]).map(|found| from + found) {
-            if found >= starts {
+        while let Some(start) = find_magic(&buf[from..count]).map(|distance| from + distance) {
+            if start >= end {
                 break;
             }
-            match Frame::decode(&buf[found..count]) {
-                Next::Frame(frame, _) if is_wanted(&frame) => return Ok(Some(at + found as u64)),
-                _ => from = found + 1,
+            match Frame::decode(&buf[start..count]) {
+                Next::Frame(frame, _) if matches(&frame) => {
+                    return Ok(Some(position + start as u64));
+                }
+                _ => from = start + 1,
             }
         }
         if is_last {
             return Ok(None);
         }
-        at += starts as u64;
+        position += end as u64;
     }
 }
 
+/// Returns the position of the first bytes that may begin a frame.
 fn find_magic(bytes: &[u8]) -> Option<usize> {
     bytes
         .windows(MAGIC.len())
         .position(|window| window == MAGIC)
 }
 
+/// Fills `buf` from `offset`. Fails with EIO if the file ends before that.
 pub(crate) fn read_exact<B: Backing>(
     base: &B,
     file: &B::File,
     buf: &mut [u8],
     offset: u64,
 ) -> Result<()> {
-    match read_whole(base, file, buf, offset)? {
-        count if count == buf.len() => Ok(()),
-        // The end of the log went with the power.
-        _ => Err(Errno::IO),
+    if read_whole(base, file, buf, offset)? < buf.len() {
+        // The log is too short: its end was lost at a power failure.
+        return Err(Errno::IO);
     }
+    Ok(())
 }

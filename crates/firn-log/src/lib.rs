@@ -1,24 +1,30 @@
-//! The log layout (`layout=log`): a file that many hosts write.
+//! The log layout (`layout=log`): files that many hosts write at the same time.
 //!
-//! In-place writes of many hosts to one file seek and wait for each other's locks. Here each host appends its bytes to
-//! a log of its own, and to an index that says what they are. The file's bytes are whatever the indexes of all hosts
-//! give, until the logs are flattened into the plain file.
+//! If many hosts write to one file in place, their writes seek and wait for each other's locks. With the log layout each
+//! host appends its bytes to a log of its own, and describes them in an index of its own. The file has the bytes that
+//! the indexes of all hosts give together. Later the logs are *flattened*: their bytes are copied into the plain file.
 //!
-//! | module | what |
+//! Terms
+//! * Plain file: the ordinary file of the backing, with the file's name, inode and attributes.
+//! * Container: the directory with the logs and indexes of all hosts for one generation of a file.
+//! * Frame: an entry of an index. It describes one change of the file.
+//! * Table: a part of an index, sorted by offset in the file.
+//! * Seal: the decision which bytes of each index count. A sealed container is flattened.
+//!
+//! | module | contents |
 //! |---|---|
-//! | [`run`] | the pattern in a writer's pieces |
-//! | [`frame`] | the bytes of an index |
-//! | [`cut`] | where what a host wrote ends |
-//! | [`resolve`] | where each byte of a file is, by what all hosts say |
-//! | [`container`] | the logs of all hosts for one file |
-//! | [`backing`] | a backing over a backing, with files in containers |
-//! | [`seal`] | the end of a container, and its way into the plain file |
-//! | `tag` | what a plain file says of its container |
-//! | `salvage` | the way out of a container that is damaged for good |
+//! | [`backing`] | the log layout as a backing over a backing |
+//! | `file` | one logged file: its containers and the plain file |
+//! | [`container`] | the logs and indexes of all hosts for one generation |
+//! | [`run`], [`frame`] | the pieces of a change; the entries of an index |
+//! | [`table`], [`block`] | sorted parts of an index |
+//! | [`resolve`], [`cut`] | which change gives each byte its value; what cuts hide |
+//! | [`seal`], `times` | the end of a container, and the file's modification time meanwhile |
+//! | `tag`, `orphans` | what protects a file whose containers are missing; containers whose file is missing |
+//! | `verify`, `salvage` | finds damage; gives up what is damaged |
 
 mod append;
 pub mod backing;
-mod behind;
 pub mod block;
 pub mod container;
 pub mod cut;
@@ -28,6 +34,7 @@ mod file_id;
 pub mod frame;
 pub mod head;
 mod index_reader;
+mod lag;
 mod locate;
 mod logs;
 pub mod names;

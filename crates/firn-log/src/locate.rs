@@ -1,13 +1,13 @@
-//! Where the bytes of a file lie, for processes that read logs themselves.
+//! Lists where the bytes of a file lie, for programs that read the plain file and the logs themselves.
 //!
 //! Promises
-//! * What is listed are bytes that a read would give: those of other hosts' logs only after their checksums were
-//!   compared, and none that were given up.
-//! * The work for one list has a bound, however many pieces the file has: maximum counts of parts, descriptors and
-//!   blocks whose checksums have to be compared.
+//! * A listed byte is the byte that a read returns. Bytes of another host's log are listed only after the checksum of
+//!   their block was compared. Bytes that were given up are not listed.
+//! * The work for one list is bounded: by a number of parts, of descriptors, and of blocks to check.
 //!
-//! A reader of one host's pieces shall not wait for the checksums of all hosts. Checksums are compared only for the
-//! host whose bytes the list begins with; other hosts' bytes are marked as "to be asked for".
+//! Checks take time. A reader that wants one host's bytes should not wait for checks of all hosts' bytes. So blocks are
+//! checked only for the host whose bytes begin the list. Other hosts' unchecked bytes are marked: the program asks
+//! firnd for them.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -18,80 +18,82 @@ use firn_backing::{Backing, DescriptorUse, LocateLimits, LocatedPart};
 
 use crate::resolve::WriterId;
 
-/// Blocks of 1 MiB that are read for one list, to compare their checksums: it ends before the next one.
+/// Bound on the blocks of 1 MiB that are read for one list to compare their checksums. The list ends before the next
+/// one.
 const BLOCKS_MAX: usize = 16;
 
-/// A file that has bytes of another.
+/// The file in which listed bytes lie.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Holder {
     /// The plain file.
     Plain,
-    /// A log: the container as this process has numbered it, its writer, and the index among the writer's logs.
+    /// A log: the number of its container in this process, its writer, and its number among the writer's logs.
     Log(u64, WriterId, u32),
 }
 
-/// Whether the checksum of a block is compared for a list.
+/// What to do with a block whose checksum was not compared yet.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Check {
-    /// It is.
+    /// Compare the checksum now.
     Now,
-    /// A reader that wants these bytes has to ask for them.
+    /// Mark the bytes: the program asks firnd for them.
     Later,
-    /// There were enough: the list ends here.
+    /// End the list before the block, because enough blocks were checked.
     Enough,
 }
 
-/// Whether there is room for more.
+/// Whether more parts fit in the list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Room {
-    /// There is.
+    /// More parts fit.
     Left,
-    /// The list ends here.
+    /// The list ends before this part.
     Full,
 }
 
-/// A list that is being made, in the order of the file.
-pub(crate) struct Locating {
+/// A list in the making. Parts are added in the order of the file.
+pub(crate) struct LocatedList {
     pub(crate) parts: Vec<LocatedPart>,
     pub(crate) files: Vec<OwnedFd>,
-    /// Up to here the file was gone through.
+    /// End of the last range that was added or skipped.
     pub(crate) end: u64,
-    from: u64,
+    start: u64,
     limits: LocateLimits,
-    /// Writer whose blocks are compared with their checksums.
-    checked: Option<WriterId>,
-    /// By holder of the bytes: what [`Locating::index_of`] answered.
-    known: HashMap<Holder, Option<usize>>,
-    blocks: usize,
+    /// The writer whose blocks are checked: the first one in the list.
+    checked_writer: Option<WriterId>,
+    /// Results of [`LocatedList::index_of`].
+    index_by_holder: HashMap<Holder, Option<usize>>,
+    /// Number of blocks that were checked.
+    checked_blocks: usize,
 }
 
-impl Locating {
-    /// From an offset on.
-    pub(crate) fn new(from: u64, limits: LocateLimits) -> Self {
+impl LocatedList {
+    /// Makes an empty list that begins at `start`.
+    pub(crate) fn new(start: u64, limits: LocateLimits) -> Self {
         Self {
             parts: Vec::new(),
             files: Vec::new(),
-            end: from,
-            from,
+            end: start,
+            start,
             limits,
-            checked: None,
-            known: HashMap::new(),
-            blocks: 0,
+            checked_writer: None,
+            index_by_holder: HashMap::new(),
+            checked_blocks: 0,
         }
     }
 
-    /// Takes `range`, which comes next, and which lies from `position` on in the file with this index.
+    /// Adds `range`, which lies from `position` on in the listed file with this index.
     pub(crate) fn add(&mut self, range: Range<u64>, index: usize, position: u64) -> Room {
         self.add_part(range, Some(index), position)
     }
 
-    /// Takes `range`, which comes next and has to be asked for.
+    /// Adds `range` as bytes that a program must ask firnd for.
     pub(crate) fn add_unchecked(&mut self, range: Range<u64>) -> Room {
         let position = range.start;
         self.add_part(range, None, position)
     }
 
-    /// Adds the next part of the list, joined with the part before where both are one range of one file.
+    /// Adds the next part. It is joined with the last part if both are one range of one file.
     fn add_part(&mut self, range: Range<u64>, file: Option<usize>, position: u64) -> Room {
         debug_assert!(range.start >= self.end, "parts are told in order");
         debug_assert!(range.start <= range.end);
@@ -114,35 +116,36 @@ impl Locating {
         self.skip(range)
     }
 
-    /// Skips `range`, which comes next and which the reader does not read itself.
+    /// Skips `range`, which the program does not read itself.
     pub(crate) fn skip(&mut self, range: Range<u64>) -> Room {
         self.end = range.end;
         Room::Left
     }
 
-    /// A block of a log, whose bytes come next, would have to be read to see whether it is as it was written.
-    pub(crate) fn take_block(&mut self, writer: WriterId) -> Check {
-        if self.end == self.from && self.parts.is_empty() {
-            self.checked = Some(writer);
+    /// Decides whether to check a block of `writer` whose bytes come next.
+    pub(crate) fn check_block(&mut self, writer: WriterId) -> Check {
+        if self.end == self.start && self.parts.is_empty() {
+            self.checked_writer = Some(writer);
         }
-        if self.checked != Some(writer) {
+        if self.checked_writer != Some(writer) {
             return Check::Later;
         }
-        if self.blocks >= BLOCKS_MAX {
+        if self.checked_blocks >= BLOCKS_MAX {
             return Check::Enough;
         }
-        self.blocks += 1;
+        self.checked_blocks += 1;
         Check::Now
     }
 
-    /// The index of a file among those of the list; `None`: it has no descriptor, or there are too many.
+    /// Returns the index of a file in the list, and adds the file if it is new. Returns `None` if the file has no
+    /// descriptor, or the list has too many.
     pub(crate) fn index_of<B: Backing>(
         &mut self,
         base: &B,
         holder: Holder,
         file: &B::File,
     ) -> Option<usize> {
-        match self.known.entry(holder) {
+        match self.index_by_holder.entry(holder) {
             Entry::Occupied(known) => *known.get(),
             Entry::Vacant(new) => {
                 let has_room = self.files.len() < self.limits.files_max;

@@ -1,4 +1,4 @@
-//! A backing with logs by the paths of its files, whatever is below it.
+//! [`Logs`]: the requests to a log layout by the paths of its files, for callers that do not know the backing below it.
 
 use std::time::Duration;
 
@@ -8,10 +8,10 @@ use crate::backing::{Left, LogBacking, Logged};
 use crate::orphans::Orphans;
 use crate::salvage::Report;
 
-/// Before other hosts that flatten a file are asked again.
-const REST: Duration = Duration::from_millis(50);
+/// Wait before other hosts that flatten a file are asked again.
+const RETRY_WAIT: Duration = Duration::from_millis(50);
 
-/// What is asked of a backing with logs, whatever is below it.
+/// The requests to a log layout, without the type of the backing below it.
 pub trait Logs: Sync {
     /// See [`LogBacking::settle`].
     fn settle(&self) -> Left;
@@ -25,13 +25,13 @@ pub trait Logs: Sync {
     fn find_orphans(&self) -> Result<Orphans>;
     /// See [`LogBacking::end_removals`].
     fn end_removals(&self) -> Result<()>;
-    /// How many files at or below `path` lie in logs.
+    /// Counts the files at or below `path` that have containers.
     fn count_below(&self, path: &[u8]) -> Result<usize>;
-    /// Flattens the files at or below `path`, as far as other hosts let it.
+    /// Flattens the files at or below `path`, as far as other hosts allow.
     fn flatten_at(&self, path: &[u8]) -> Result<Left>;
-    /// Flattens the files at or below `path`, and waits for other hosts that work on them.
+    /// Flattens the files at or below `path`, and waits for other hosts that copy parts of them.
     fn flatten_whole(&self, path: &[u8]) -> Result<Left>;
-    /// Flattens the files at or below `path`; reports what cannot be read and gives it up.
+    /// Flattens the files at or below `path`. Damaged parts of logs are reported to `report` and given up.
     fn flatten_with_loss(&self, path: &[u8], report: &mut dyn Report) -> Result<Left>;
 }
 
@@ -79,18 +79,18 @@ impl<B: Backing> Logs for LogBacking<B> {
     }
 }
 
-/// Waits for other hosts that are at it.
+/// Calls `flatten` again until no other host is copying parts of a file.
 fn wait_for_others(flatten: &mut dyn FnMut() -> Result<Left>) -> Result<Left> {
     loop {
         let left = flatten()?;
         if left.under_way == 0 {
             return Ok(left);
         }
-        std::thread::sleep(REST);
+        std::thread::sleep(RETRY_WAIT);
     }
 }
 
-/// The object at a path below the top, without following links.
+/// Finds the object at a path below the top of a backing, without following links.
 pub fn find_object<B: Backing>(backing: &B, path: &[u8]) -> Result<B::Inode> {
     let mut inode = backing.root();
     for name in path

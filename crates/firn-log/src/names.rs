@@ -1,9 +1,9 @@
-//! The names in a container.
+//! The names of the files of hosts in a container.
 //!
 //! ```text
-//! i-HOST-LIFE        index of the host in that life (16 hexadecimal digits)
-//! d-HOST-LIFE-LOG    its logs (8 hexadecimal digits), with data and nothing else
-//! t-HOST-LIFE-FROM-TO  bytes FROM to TO of its index, sorted (16 hexadecimal digits each)
+//! i-HOST-LIFE          index of HOST in this life (16 hexadecimal digits)
+//! d-HOST-LIFE-LOG      data log (8 hexadecimal digits), with bytes of the file and nothing else
+//! t-HOST-LIFE-FROM-TO  table: bytes FROM to TO of the index, sorted (16 hexadecimal digits each)
 //! ```
 
 use std::ops::Range;
@@ -13,7 +13,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::resolve::WriterId;
 
-/// Writer of an index: a host in one of its lives.
+/// The writer of an index: a host in one of its lives. A host begins a new life each time it opens the container to
+/// write.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Writer {
     host: String,
@@ -21,7 +22,7 @@ pub struct Writer {
 }
 
 impl Writer {
-    /// `host` is a name that a file name may have.
+    /// Makes a writer. `host` must be valid as a component of a path.
     pub fn new(host: &str, life: u64) -> Self {
         debug_assert!(is_component(host.as_bytes()));
         Self {
@@ -30,16 +31,17 @@ impl Writer {
         }
     }
 
+    /// Returns the name of the host.
     pub(crate) fn host(&self) -> &str {
         &self.host
     }
 
-    /// Whether a stored one is one.
-    pub(crate) fn is_right(&self) -> bool {
+    /// Returns whether a decoded writer has a valid host name.
+    pub(crate) fn is_valid(&self) -> bool {
         is_component(self.host.as_bytes())
     }
 
-    /// What all hosts know it by.
+    /// Returns the id by which all hosts order the changes of this writer.
     pub fn id(&self) -> WriterId {
         WriterId {
             host: xxhash_rust::xxh3::xxh3_64(self.host.as_bytes()),
@@ -47,41 +49,45 @@ impl Writer {
         }
     }
 
+    /// Returns the name of the index.
     pub(crate) fn index_name(&self) -> String {
         format!("i-{}-{:016x}", self.host, self.life)
     }
 
+    /// Returns the name of a log.
     pub(crate) fn log_name(&self, log: u32) -> String {
         format!("d-{}-{:016x}-{log:08x}", self.host, self.life)
     }
 
+    /// Returns the name of the table of a part of the index.
     pub(crate) fn table_name(&self, part: &Range<u64>) -> String {
         let Range { start, end } = part;
         format!("t-{}-{:016x}-{start:016x}-{end:016x}", self.host, self.life)
     }
 
-    /// Whose index this is; none if the name is none of an index.
+    /// Parses the name of an index. Returns `None` if `name` is not one.
     pub(crate) fn of_index(name: &[u8]) -> Option<Self> {
         Self::parse(std::str::from_utf8(name).ok()?.strip_prefix("i-")?)
     }
 
-    /// Whose index this is a sorted part of, and which; none if the name is none of that.
+    /// Parses the name of a table into its writer and the part of the index. Returns `None` if `name` is not one.
     pub(crate) fn of_table(name: &[u8]) -> Option<(Self, Range<u64>)> {
         let name = std::str::from_utf8(name).ok()?.strip_prefix("t-")?;
         let (rest, end) = name.rsplit_once('-')?;
         let (writer, start) = rest.rsplit_once('-')?;
-        let part = number(start)?..number(end)?;
-        let found = Self::parse(writer)?;
-        (part.start < part.end).then_some((found, part))
+        let part = parse_hex(start)?..parse_hex(end)?;
+        let writer = Self::parse(writer)?;
+        (part.start < part.end).then_some((writer, part))
     }
 
-    /// Whose log this is; none if the name is none of a log.
+    /// Parses the name of a log. Returns `None` if `name` is not one.
     fn of_log(name: &[u8]) -> Option<Self> {
         let name = std::str::from_utf8(name).ok()?.strip_prefix("d-")?;
         Self::parse(name.rsplit_once('-')?.0)
     }
 
-    /// Whose file this is: an index, a part of one, or a log. A power loss may have taken any of them and left the others.
+    /// Parses the name of an index, a table or a log. A power loss may have removed any of a life's files and left the
+    /// others.
     pub(crate) fn of_any(name: &[u8]) -> Option<Self> {
         let of_table = || Self::of_table(name).map(|(writer, _)| writer);
         Self::of_index(name)
@@ -89,22 +95,22 @@ impl Writer {
             .or_else(of_table)
     }
 
-    /// HOST-LIFE.
+    /// Parses `HOST-LIFE`.
     fn parse(name: &str) -> Option<Self> {
         let (host, life) = name.rsplit_once('-')?;
-        let found = Self {
+        let writer = Self {
             host: host.to_owned(),
-            life: number(life)?,
+            life: parse_hex(life)?,
         };
-        found.is_right().then_some(found)
+        writer.is_valid().then_some(writer)
     }
 }
 
-/// 16 hexadecimal digits, as they are written here.
-fn number(digits: &str) -> Option<u64> {
+/// Parses 16 lower-case hexadecimal digits.
+fn parse_hex(digits: &str) -> Option<u64> {
     let is_digit = |byte: u8| matches!(byte, b'0'..=b'9' | b'a'..=b'f');
-    let is_right = digits.len() == 16 && digits.bytes().all(is_digit);
-    u64::from_str_radix(digits, 16).ok().filter(|_| is_right)
+    let is_valid = digits.len() == 16 && digits.bytes().all(is_digit);
+    u64::from_str_radix(digits, 16).ok().filter(|_| is_valid)
 }
 
 #[cfg(test)]

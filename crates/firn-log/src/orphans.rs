@@ -1,19 +1,22 @@
-//! Containers whose files have no name any more.
+//! Containers whose files have lost their last name, or are losing it.
+//!
+//! A host that removes a last name puts marks into the file's containers. Each mark names the host:
 //!
 //! ```text
-//! dying    a host, named in it, is about to remove the last name
-//! dead     it has removed it: the container goes when that host has closed the file, or died
+//! dying    the host is about to remove the last name
+//! dead     the host has removed it; the container goes when that host has closed the file or is dead
 //! ```
 //!
-//! | found | means | what becomes of it |
-//! |---|---|---|
-//! | no mark, and the file | in use | nothing |
-//! | `dying`, and the file | its host died before it removed the name | the mark goes |
-//! | `dying` and no file, or `dead` | its host died after it removed the name | the container goes |
-//! | no mark and no file, no `head` and no index | its maker died before the first write | the container goes |
-//! | no mark and no file | removed past Firn, or while a directory was damaged | it is kept, and named |
+//! A mark of a live host means that this host is at work, so other hosts leave the container alone. If the host of the
+//! mark is dead, or there is no mark:
 //!
-//! A mark of a host that lives says that the host is at it, and all others leave the container alone.
+//! | state | cause | action |
+//! |---|---|---|
+//! | no mark, the file exists | in use | none |
+//! | `dying`, the file exists | the host died before it removed the name | the mark is removed |
+//! | `dying` and no file, or `dead` | the host died after it removed the name | the container is removed |
+//! | no mark, no file, no `head`, no index | the host that made it died before the first write | the container is removed |
+//! | no mark, no file | the file was removed without Firn, or a directory was damaged | the container is kept and reported |
 
 use std::collections::{HashMap, HashSet};
 use std::ffi::{OsStr, OsString};
@@ -24,30 +27,34 @@ use firn_hosts::own::{self, STUBS, TOP};
 use firn_hosts::{OwnError, VoteDir};
 
 use crate::backing::{CONTAINERS, Liveness};
-use crate::behind::is_gone;
 use crate::file_dir::{self, Listed};
 use crate::file_id::FileId;
 use crate::head::HEAD;
+use crate::lag::is_gone;
 use crate::names::Writer;
 use crate::seal::WRITING;
 
+/// Mark: a host is about to remove the last name.
 pub(crate) const DYING: &str = "dying";
+/// Mark: a host has removed the last name.
 pub(crate) const DEAD: &str = "dead";
 
-/// The directory of a container.
-pub(crate) enum Found<'a, B: Backing> {
-    Container(VoteDir<'a, B>),
-    /// It is not this user's, or open to others: nothing in it is read or changed.
+/// Result of a search for a container by its name.
+pub(crate) enum ContainerLookup<'a, B: Backing> {
+    /// The container exists and is this user's.
+    Trusted(VoteDir<'a, B>),
+    /// Another user owns it or may change it. Nothing in it is read or changed.
     Distrusted,
+    /// There is no such container.
     Gone,
 }
 
-impl<'a, B: Backing> Found<'a, B> {
-    /// Looks for the container of this name. The name of a file's directory stands for all that may be in it, where that
-    /// is not to be believed.
+impl<'a, B: Backing> ContainerLookup<'a, B> {
+    /// Finds the container `name`. `name` may also be that of a file's directory that is not trusted, which stands for
+    /// its containers.
     pub(crate) fn find(base: &'a B, top: &B::Inode, name: &str, host: &'a str) -> Result<Self> {
-        match find_in_file_dir(base, top, name, host) {
-            Ok(Some(container)) => Ok(Self::Container(container)),
+        match find_trusted(base, top, name, host) {
+            Ok(Some(container)) => Ok(Self::Trusted(container)),
             Ok(None) => Ok(Self::Gone),
             Err(OwnError::Backing(error)) => Err(error),
             Err(error) => {
@@ -58,7 +65,8 @@ impl<'a, B: Backing> Found<'a, B> {
     }
 }
 
-fn find_in_file_dir<'a, B: Backing>(
+/// Finds a container by its name. Fails if the container or the directory of the file is not trusted.
+fn find_trusted<'a, B: Backing>(
     base: &'a B,
     top: &B::Inode,
     name: &str,
@@ -74,7 +82,7 @@ fn find_in_file_dir<'a, B: Backing>(
     }
 }
 
-/// Takes the marks from a container.
+/// Removes all marks from a container, durably.
 pub(crate) fn unmark<B: Backing>(base: &B, container: &VoteDir<'_, B>) -> Result<()> {
     for mark in [DYING, DEAD] {
         remove_mark(base, container, mark)?;
@@ -82,6 +90,7 @@ pub(crate) fn unmark<B: Backing>(base: &B, container: &VoteDir<'_, B>) -> Result
     base.sync_dir(container.dir())
 }
 
+/// Removes one mark from a container.
 fn remove_mark<B: Backing>(base: &B, container: &VoteDir<'_, B>, mark: &str) -> Result<()> {
     match base.unlink(container.dir(), OsStr::new(mark)) {
         Ok(()) | Err(Errno::NOENT) => Ok(()),
@@ -89,21 +98,25 @@ fn remove_mark<B: Backing>(base: &B, container: &VoteDir<'_, B>, mark: &str) -> 
     }
 }
 
-/// Takes back what this host said when it ran last: that it writes to containers. Removes what is left of containers whose
-/// removal some host began, and containers of files that this host, or another one that died, has removed. Returns the
-/// containers that are left of files that this host was removing.
-pub(crate) fn end_last_life<B: Backing>(
+/// Cleans up after this host's last life, at a mount.
+///
+/// * Removes this host's registrations as a writer.
+/// * Removes half-removed containers of all hosts.
+/// * Removes containers of files that this host, or a host that is dead now, has removed.
+///
+/// Returns the containers of files that this host was removing and that still exist.
+pub(crate) fn clean_up_last_life<B: Backing>(
     base: &B,
     top: &B::Inode,
     host: &str,
     is_alive: &Liveness,
 ) -> std::result::Result<HashSet<String>, OwnError> {
-    let is_over = |by: &str| -> Result<bool> { Ok(by == host || !is_alive(by)?) };
-    put_off(remove_remains(base, top))?;
+    let has_ended = |marking: &str| -> Result<bool> { Ok(marking == host || !is_alive(marking)?) };
+    ignore_missing_lane(remove_half_removed(base, top))?;
     let mut marked = HashSet::new();
     for (_, name) in list_containers(base, top)? {
-        // One that is not as it must be is not read either, and is named where its file is opened.
-        let Ok(Some(container)) = find_in_file_dir(base, top, &name, host) else {
+        // A container that is not trusted is skipped. The open of its file reports it.
+        let Ok(Some(container)) = find_trusted(base, top, &name, host) else {
             continue;
         };
         container.withdraw_hint(WRITING)?;
@@ -111,36 +124,40 @@ pub(crate) fn end_last_life<B: Backing>(
             continue;
         };
         let is_removed = mark.is_dead
-            && is_over(&mark.by)?
-            && put_off(remove_unused(base, top, &container, is_alive))?.unwrap_or(false);
-        if !is_removed && mark.by == host {
+            && has_ended(&mark.host)?
+            && ignore_missing_lane(remove_unused(base, top, &container, is_alive))?
+                .unwrap_or(false);
+        if !is_removed && mark.host == host {
             marked.insert(name);
         }
     }
     Ok(marked)
 }
 
-/// What a host says of a file that loses its last name.
+/// A mark in a container.
 struct Mark {
-    by: String,
-    /// The name is gone.
+    /// The host that put the mark.
+    host: String,
+    /// Whether the mark is `dead`: the name is removed. Otherwise it is `dying`.
     is_dead: bool,
 }
 
 impl Mark {
+    /// Reads the mark of a container. `dead` counts before `dying`.
     fn of<B: Backing>(container: &VoteDir<'_, B>) -> Result<Option<Self>> {
         for (mark, is_dead) in [(DEAD, true), (DYING, false)] {
-            if let Some(by) = container.read(mark)? {
-                let by = String::from_utf8_lossy(&by).into_owned();
-                return Ok(Some(Self { by, is_dead }));
+            if let Some(host) = container.read(mark)? {
+                let host = String::from_utf8_lossy(&host).into_owned();
+                return Ok(Some(Self { host, is_dead }));
             }
         }
         Ok(None)
     }
 }
 
-/// A lane that cannot be reached keeps no mount from being made: the logs in it are removed at a later one.
-fn put_off<T>(removed: Result<T>) -> Result<Option<T>> {
+/// Turns EIO of a removal into `None`. A lane that cannot be reached must not prevent a mount; a later mount removes
+/// the logs in it.
+fn ignore_missing_lane<T>(removed: Result<T>) -> Result<Option<T>> {
     match removed {
         Err(Errno::IO) => {
             tracing::warn!("logs of removed files stay for now: what they lie in cannot be read");
@@ -150,7 +167,7 @@ fn put_off<T>(removed: Result<T>) -> Result<Option<T>> {
     }
 }
 
-/// Removes a container whose file has no users, unless another host that lives writes to it.
+/// Removes a container whose file was removed. Returns false if another live host is registered as a writer.
 fn remove_unused<B: Backing>(
     base: &B,
     top: &B::Inode,
@@ -164,7 +181,7 @@ fn remove_unused<B: Backing>(
     }
     match container.retire() {
         Ok(()) => {}
-        // Another host came first, if the name does not lead to it any more.
+        // Another host removed it first, if the name does not lead to it any more.
         Err(error) if is_gone(error) && !container.is_current()? => {}
         Err(error) => return Err(error),
     }
@@ -174,66 +191,66 @@ fn remove_unused<B: Backing>(
     Ok(true)
 }
 
-/// Result of the search for containers without files.
+/// Result of a search for containers without files.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Orphans {
-    /// Removed: their files were.
+    /// Names of removed containers, whose files were removed.
     pub removed: Vec<String>,
-    /// Kept: no host marked their files for removal.
+    /// Names of kept containers: their files are gone, but no host marked them for removal.
     pub lost: Vec<String>,
-    /// Kept for now: a host that lives writes to them, or directories changed all the time.
+    /// Names of containers that are kept for now: a live host writes to them, or directories changed during all walks.
     pub waiting: Vec<String>,
 }
 
-/// The containers that are looked at.
+/// Which containers a search examines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Scope {
-    /// Those of files that a host was removing when it died.
+    /// Containers of files that a dead host was removing.
     Removals,
-    /// All.
+    /// All containers.
     All,
 }
 
-/// The search for containers without files.
+/// A search for containers without files.
 pub(crate) struct Search<'a, B: Backing> {
     pub(crate) base: &'a B,
     pub(crate) top: &'a B::Inode,
     pub(crate) host: &'a str,
     pub(crate) is_alive: &'a Liveness,
-    /// Containers of files that this host was removing when it ran last.
+    /// Containers of files that this host was removing when it last ran.
     pub(crate) marked: &'a HashSet<String>,
 }
 
 impl<B: Backing> Search<'_, B> {
-    /// Removes containers of files that were removed, and what is left of containers whose removal a host began. Names
-    /// the containers whose file is gone without a removal. What a living host is working on is left to it.
+    /// Runs the search. Removes half-removed containers, and containers of removed files. Returns the containers whose
+    /// file is gone without a removal. Leaves alone what a live host is working on.
     ///
-    /// Files are searched for in all of the backing, and only where a container gives reason to.
+    /// The backing is walked only if a container has no clear state by its marks.
     pub(crate) fn run(&self, scope: Scope) -> Result<Orphans> {
-        put_off(remove_remains(self.base, self.top))?;
+        ignore_missing_lane(remove_half_removed(self.base, self.top))?;
         let mut orphans = Orphans::default();
-        let mut wanted = Vec::new();
+        let mut sought = Vec::new();
         for (id, name) in list_containers(self.base, self.top)? {
-            match Found::find(self.base, self.top, &name, self.host)? {
-                Found::Container(container) => match Mark::of(&container)? {
+            match ContainerLookup::find(self.base, self.top, &name, self.host)? {
+                ContainerLookup::Trusted(container) => match Mark::of(&container)? {
                     Some(mark) if !self.is_over(&mark, &name)? => {}
                     Some(mark) if mark.is_dead => self.remove(&container, name, &mut orphans)?,
-                    Some(_) => wanted.push((id, name)),
-                    None if scope == Scope::All => wanted.push((id, name)),
+                    Some(_) => sought.push((id, name)),
+                    None if scope == Scope::All => sought.push((id, name)),
                     None => {}
                 },
-                Found::Distrusted if scope == Scope::All => wanted.push((id, name)),
-                Found::Distrusted | Found::Gone => {}
+                ContainerLookup::Distrusted if scope == Scope::All => sought.push((id, name)),
+                ContainerLookup::Distrusted | ContainerLookup::Gone => {}
             }
         }
-        let Searched {
+        let SearchResult {
             found,
             missing,
             unknown,
-        } = search_files(self.base, wanted)?;
+        } = search_files(self.base, sought)?;
         orphans.waiting.extend(unknown);
         for name in found {
-            if let Found::Container(container) = self.find(&name)?
+            if let ContainerLookup::Trusted(container) = self.find(&name)?
                 && let Some(mark) = Mark::of(&container)?
                 && self.is_over(&mark, &name)?
             {
@@ -243,28 +260,34 @@ impl<B: Backing> Search<'_, B> {
         }
         for name in missing {
             match self.find(&name)? {
-                Found::Container(container) if is_lost(&container)? => orphans.lost.push(name),
-                Found::Container(container) => self.remove(&container, name, &mut orphans)?,
-                Found::Distrusted => orphans.lost.push(name),
-                Found::Gone => {}
+                ContainerLookup::Trusted(container) if is_lost(&container)? => {
+                    orphans.lost.push(name)
+                }
+                ContainerLookup::Trusted(container) => {
+                    self.remove(&container, name, &mut orphans)?
+                }
+                ContainerLookup::Distrusted => orphans.lost.push(name),
+                ContainerLookup::Gone => {}
             }
         }
         Ok(orphans)
     }
 
-    fn find(&self, name: &str) -> Result<Found<'_, B>> {
-        Found::find(self.base, self.top, name, self.host)
+    /// Finds a container by its name.
+    fn find(&self, name: &str) -> Result<ContainerLookup<'_, B>> {
+        ContainerLookup::find(self.base, self.top, name, self.host)
     }
 
-    /// Whether the host that put a mark died in the removal.
+    /// Returns whether the host that put a mark is dead, or put it in its last life.
     fn is_over(&self, mark: &Mark, name: &str) -> Result<bool> {
-        if mark.by == self.host {
+        if mark.host == self.host {
             Ok(self.marked.contains(name))
         } else {
-            Ok(!(self.is_alive)(&mark.by)?)
+            Ok(!(self.is_alive)(&mark.host)?)
         }
     }
 
+    /// Removes a container of a removed file, or notes that it waits for a live writer.
     fn remove(
         &self,
         container: &VoteDir<'_, B>,
@@ -280,14 +303,15 @@ impl<B: Backing> Search<'_, B> {
     }
 }
 
-/// Removes what is left of containers whose removal some host began.
+/// Removes half-removed containers, and empty directories of files.
 pub fn remove_retired<B: Backing>(base: &B) -> std::result::Result<(), OwnError> {
     if let Some(top) = find_top(base)? {
-        put_off(remove_remains(base, &top))?;
+        ignore_missing_lane(remove_half_removed(base, &top))?;
     }
     Ok(())
 }
 
+/// Opens `.firn/log`. Returns `None` if it does not exist.
 fn find_top<B: Backing>(base: &B) -> std::result::Result<Option<B::Inode>, OwnError> {
     let Some((firn, _)) = own::find_dir(base, &base.root(), TOP)? else {
         return Ok(None);
@@ -296,7 +320,7 @@ fn find_top<B: Backing>(base: &B) -> std::result::Result<Option<B::Inode>, OwnEr
     Ok(top.map_err(|error| error.below(TOP))?.map(|(top, _)| top))
 }
 
-/// Containers that have no file, by whether a host was removing them; changes nothing.
+/// Finds containers that have no file, without changing anything.
 pub fn find_unowned<B: Backing>(base: &B) -> Result<Unowned> {
     let mut unowned = Unowned::default();
     let Some(top) = find_top(base)? else {
@@ -311,68 +335,74 @@ pub fn find_unowned<B: Backing>(base: &B) -> Result<Unowned> {
     }
     let containers = list_containers(base, &top)?;
     for name in search_files(base, containers)?.missing {
-        match Found::find(base, &top, &name, "")? {
-            Found::Container(container) if !is_lost(&container)? => unowned.unfinished.push(name),
-            Found::Container(_) | Found::Distrusted => unowned.lost.push(name),
-            Found::Gone => {}
+        match ContainerLookup::find(base, &top, &name, "")? {
+            ContainerLookup::Trusted(container) if !is_lost(&container)? => {
+                unowned.unfinished.push(name)
+            }
+            ContainerLookup::Trusted(_) | ContainerLookup::Distrusted => unowned.lost.push(name),
+            ContainerLookup::Gone => {}
         }
     }
     Ok(unowned)
 }
 
-/// Containers that have no file.
+/// Names of containers that have no file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Unowned {
-    /// A host was removing them, and may have died in that.
+    /// A host was removing the file or the container, and may have died since.
     pub unfinished: Vec<String>,
-    /// Kept: no host marked their files for removal.
+    /// No host marked the file for removal.
     pub lost: Vec<String>,
 }
 
-/// Containers, by whether their files are found.
-pub(crate) struct Searched {
+/// Names of containers, by the result of a search for their files.
+pub(crate) struct SearchResult {
+    /// The file was found.
     pub(crate) found: Vec<String>,
+    /// The file does not exist.
     pub(crate) missing: Vec<String>,
-    /// Directories changed all the time.
+    /// The result is unknown, because directories changed during all walks.
     pub(crate) unknown: Vec<String>,
 }
 
-/// Walks are repeated until no directory changes during one, but no more often than this.
+/// Bound on the walks of one search. A walk is repeated while directories change.
 const WALKS_MAX: usize = 5;
 
-/// Looks for the files of containers. One counts as missing if it was in no directory at one moment: in two walks, between
-/// which no directory has changed.
+/// Searches the backing for the files of containers.
+///
+/// Race: a file that is renamed during a walk may be missed. So a file counts as missing only if two walks missed it
+/// and no directory changed between them. The file was then in no directory at that moment.
 pub(crate) fn search_files<B: Backing>(
     base: &B,
-    mut wanted: Vec<(FileId, String)>,
-) -> Result<Searched> {
+    mut sought: Vec<(FileId, String)>,
+) -> Result<SearchResult> {
     let mut found = Vec::new();
     let mut last = None;
     for _ in 0..WALKS_MAX {
-        if wanted.is_empty() {
+        if sought.is_empty() {
             break;
         }
-        let ids = wanted.iter().map(|(id, _)| *id).collect();
+        let ids = sought.iter().map(|(id, _)| *id).collect();
         let walk = Walk::through(base, &ids)?;
         let is_found = |(id, _): &mut (FileId, String)| walk.found.contains(id);
-        found.extend(wanted.extract_if(.., is_found).map(|(_, name)| name));
+        found.extend(sought.extract_if(.., is_found).map(|(_, name)| name));
         if last.is_some_and(|last| last == walk.dirs) {
-            return Ok(Searched {
+            return Ok(SearchResult {
                 found,
-                missing: wanted.into_iter().map(|(_, name)| name).collect(),
+                missing: sought.into_iter().map(|(_, name)| name).collect(),
                 unknown: Vec::new(),
             });
         }
         last = Some(walk.dirs);
     }
-    Ok(Searched {
+    Ok(SearchResult {
         found,
         missing: Vec::new(),
-        unknown: wanted.into_iter().map(|(_, name)| name).collect(),
+        unknown: sought.into_iter().map(|(_, name)| name).collect(),
     })
 }
 
-/// Whether the container's file is gone without a removal: the container has no mark, and has writes.
+/// Returns whether a container without a file is kept: it may have writes, and no host marked the file for removal.
 fn is_lost<B: Backing>(container: &VoteDir<'_, B>) -> Result<bool> {
     let names = container.names()?;
     let is_index = |name: &String| Writer::of_index(name.as_bytes()).is_some();
@@ -381,7 +411,7 @@ fn is_lost<B: Backing>(container: &VoteDir<'_, B>) -> Result<bool> {
     Ok(is_written && !is_marked)
 }
 
-/// All containers. Where the directory of a file is not to be believed, its name stands for them.
+/// Lists all containers. The name of a file's directory that is not trusted stands for its containers.
 fn list_containers<B: Backing>(base: &B, top: &B::Inode) -> Result<Vec<(FileId, String)>> {
     let mut containers = Vec::new();
     for id in file_dir::list_files(base, top)? {
@@ -397,14 +427,14 @@ fn list_containers<B: Backing>(base: &B, top: &B::Inode) -> Result<Vec<(FileId, 
     Ok(containers)
 }
 
-/// Removes what is left of containers whose removal a host began, and directories of files that have no container.
-fn remove_remains<B: Backing>(base: &B, top: &B::Inode) -> Result<()> {
+/// Removes half-removed containers, and the directories of files that have no containers.
+fn remove_half_removed<B: Backing>(base: &B, top: &B::Inode) -> Result<()> {
     for id in file_dir::list_files(base, top)? {
         match file_dir::find(base, top, id) {
             Ok(Some(dir)) => VoteDir::remove_retired(base, &dir)?,
             Ok(None) => continue,
             Err(OwnError::Backing(error)) => return Err(error),
-            // It is left as it is, and named where its file is opened.
+            // A directory that is not trusted is left alone. The open of its file reports it.
             Err(_) => continue,
         }
         file_dir::remove_empty(base, top, id)?;
@@ -412,8 +442,8 @@ fn remove_remains<B: Backing>(base: &B, top: &B::Inode) -> Result<()> {
     Ok(())
 }
 
-/// Whether a directory in `.firn` has files that are to get names: those of transactions and stub trees. A file whose
-/// last name was removed may wait in another one for its end.
+/// Returns whether a directory in `.firn` holds files of programs: those of transactions and of stub trees. The other
+/// directories there may hold files whose last name was removed.
 pub(crate) fn has_files_of_programs(name: &[u8]) -> bool {
     let of_transactions = [&b"tx-"[..], b"undo-", b"host-"];
     name == STUBS.as_bytes()
@@ -422,25 +452,28 @@ pub(crate) fn has_files_of_programs(name: &[u8]) -> bool {
             .any(|prefix| name.starts_with(prefix))
 }
 
-/// One walk through all directories but those in `.firn` without files of programs.
+/// One walk through all directories, except those in `.firn` without files of programs.
 struct Walk {
-    /// Those of the files that have a name.
+    /// The sought files that have a name.
     found: HashSet<FileId>,
-    /// When each directory outside of `.firn`, which changes all the time, was changed last, before it was read.
+    /// Times of the last change of each directory, by inode number, as of before it was read. Directories in `.firn`
+    /// are left out, because they change all the time.
     dirs: HashMap<u64, (Time, Time)>,
 }
 
-/// A directory on a walk.
+/// The part of the backing in which a directory of the walk lies.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Within {
+enum WalkRegion {
     Top,
     Firn,
     /// Below `.firn`.
     Own,
+    /// The directories of programs.
     Files,
 }
 
 impl Walk {
+    /// Walks through the backing and finds those files of `ids` that have a name.
     fn through<B: Backing>(base: &B, ids: &HashSet<FileId>) -> Result<Self> {
         let mut walk = Self {
             found: HashSet::new(),
@@ -449,22 +482,22 @@ impl Walk {
         let root = base.root();
         let attr = base.attr(&root)?;
         walk.dirs.insert(attr.ino, (attr.mtime, attr.ctime));
-        let mut dirs = vec![(root, Within::Top)];
-        while let Some((dir, within)) = dirs.pop() {
+        let mut dirs = vec![(root, WalkRegion::Top)];
+        while let Some((dir, region)) = dirs.pop() {
             for (name, ino, kind) in own::list(base, &dir)? {
-                let is_near = ids.iter().any(|id| id.ino == ino);
-                let may_be = matches!(kind, None | Some(Kind::Dir)) || is_near;
-                if !may_be || (within == Within::Firn && !has_files_of_programs(&name)) {
+                let has_same_ino = ids.iter().any(|id| id.ino == ino);
+                let must_look_up = matches!(kind, None | Some(Kind::Dir)) || has_same_ino;
+                if !must_look_up || (region == WalkRegion::Firn && !has_files_of_programs(&name)) {
                     continue;
                 }
-                let below = match within {
-                    Within::Top if name == TOP.as_bytes() => Within::Firn,
-                    Within::Top | Within::Files => Within::Files,
-                    Within::Firn | Within::Own => Within::Own,
+                let below = match region {
+                    WalkRegion::Top if name == TOP.as_bytes() => WalkRegion::Firn,
+                    WalkRegion::Top | WalkRegion::Files => WalkRegion::Files,
+                    WalkRegion::Firn | WalkRegion::Own => WalkRegion::Own,
                 };
                 match base.lookup(&dir, &OsString::from_vec(name)) {
                     Ok((inode, attr)) if attr.kind == Kind::Dir => {
-                        if below == Within::Files {
+                        if below == WalkRegion::Files {
                             walk.dirs.insert(attr.ino, (attr.mtime, attr.ctime));
                         }
                         dirs.push((inode, below));

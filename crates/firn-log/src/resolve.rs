@@ -1,12 +1,19 @@
-//! Which bytes a file has: the order of the changes of all hosts.
+//! Resolves a file: finds which change gave each byte its value, from the changes of all hosts.
 //!
-//! Changes are ordered by [`Key`]: by epoch, then by writer, then as the writer made them. A host that opens the file
-//! or syncs it takes an epoch that is larger than all that it can see. So what it writes from then on is newer than
-//! what others had published before: MPI-IO's sync, barrier, sync. Changes that did not know of each other have an
-//! order too, and it is the same for every reader and for the flat file.
+//! Order of changes. Changes are ordered by [`Key`]: by epoch, then by writer, then by position in the writer's index.
+//! A host that opens or syncs the file takes an epoch larger than all that it has read. So its later writes are newer
+//! than all changes published before, as MPI-IO asks for sync, barrier, sync. Changes that did not know of each other
+//! have an order too. It is the same for all readers and for the flat file.
 //!
-//! Cuts have no part in that order. One hides what its host had seen ([`crate::cut`]), as if that had never been there; a
-//! write that it had not seen counts, wherever it is in the order. The file ends where the last change that is left does.
+//! Cuts. A cut has no place in that order. It hides the bytes beyond its length of those changes that its host had seen
+//! ([`crate::cut`]). A change that its host had not seen counts, whatever its key is.
+//!
+//! Length. The file ends where the last byte ends that no cut hides.
+//!
+//! Terms
+//! * Run: pieces of one length at equal distances in the file.
+//! * Layer: one run of one change. Newer layers cover older ones.
+//! * Segment: a range of the file whose bytes come from one source.
 
 use std::collections::{BTreeMap, BinaryHeap, HashMap};
 use std::ops::Range;
@@ -16,58 +23,59 @@ use crate::cut::{Growth, Growths, Limit, Limits};
 use crate::frame::{Change, Cut, Frame, Span};
 use crate::run::Run;
 
-/// When a change was made, among those of all hosts.
+/// Identifies a change and orders it among the changes of all hosts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Key {
-    /// As in the frame.
+    /// Epoch of the frame. A larger epoch is newer.
     pub epoch: u64,
-    /// Writer that made the frame.
+    /// The writer of the frame.
     pub writer: WriterId,
-    /// Where the frame begins in the writer's index.
+    /// Position of the frame in the writer's index.
     pub frame: u64,
 }
 
-/// A host in one of its lives: from one attachment to the backing to its end. All hosts know it by the same number, and
-/// a later life of a host comes after its earlier ones.
+/// A host in one of its lives. A life goes from one attachment to the backing to its end.
+///
+/// All hosts compute the same id. A later life of a host is ordered after its earlier lives.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct WriterId {
-    /// From the host's name.
+    /// Hash of the host's name.
     pub host: u64,
-    /// Number of the life, from 1.
+    /// Number of the life, counted from 1.
     pub life: u64,
 }
 
-/// Where bytes of a file are.
+/// Where the bytes of a segment come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Source {
-    /// In a log.
+    /// From a log.
     Log {
-        /// Index among the writer's logs.
+        /// Number of the log among the writer's logs.
         log: u32,
-        /// Where in it.
+        /// Position of the first byte in the log.
         position: u64,
-        /// The change that wrote them, and so the writer.
+        /// The change that wrote the bytes, which also names the writer.
         key: Key,
     },
-    /// Nowhere: a host made them zero.
+    /// The bytes are zeros because a host zeroed them.
     Zeros,
-    /// In the plain file, at the same offset.
+    /// From the plain file, at the same offset.
     Plain,
-    /// Nowhere: they are zero.
+    /// The bytes are zeros because no host wrote them.
     Hole,
 }
 
-/// A range of a file, and where its bytes are.
+/// A range of the file whose bytes come from one source.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Segment {
-    /// Where in the file.
+    /// The range in the file.
     pub file: Range<u64>,
-    /// Where its first byte is; the others follow.
+    /// Where the first byte comes from. In a log the others follow it.
     pub source: Source,
 }
 
 impl Segment {
-    /// Takes at most `bytes` bytes from the front, and leaves the others.
+    /// Removes at most `bytes` bytes from the front of the segment, and returns them as a segment.
     pub(crate) fn take_first(&mut self, bytes: u64) -> Self {
         let mut first = self.clone();
         let end = self.file.end.min(self.file.start + bytes);
@@ -81,45 +89,45 @@ impl Segment {
     }
 }
 
-/// Where the bytes of a run are, one after the other.
+/// Where the bytes of a run begin in a log. They follow each other without gaps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Place {
-    /// Index among the writer's logs.
+    /// Number of the log among the writer's logs.
     pub log: u32,
-    /// Where they begin in it.
+    /// Position of the first byte in the log.
     pub position: u64,
 }
 
-/// A run that a change wrote, or made zero.
+/// One run of a change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Layer {
     /// The change.
     pub key: Key,
-    /// What it wrote.
+    /// The pieces that the change wrote or zeroed.
     pub run: Run,
-    /// None if it is zeros.
+    /// Where the bytes lie, or `None` if the change zeroed them.
     pub place: Option<Place>,
 }
 
-/// Any two pieces are a run, which may reach over the whole file: a run of fewer pieces is sorted piece by piece, so that
-/// a block has what lies near each other.
+/// Runs with fewer pieces are sorted as single pieces. Any two pieces form a run, and that run may reach over the whole
+/// file. A block of a table would then hold layers that lie far apart.
 const SORTED_RUN_MIN: u64 = 8;
 
 impl Layer {
-    /// Where the byte is that comes `at` bytes after the beginning of its run in the log.
-    fn source(&self, at: u64) -> Source {
+    /// Returns the source of the byte that is `run_offset` bytes into the run, as counted in the log.
+    fn source(&self, run_offset: u64) -> Source {
         match self.place {
             None => Source::Zeros,
             Some(Place { log, position }) => Source::Log {
                 log,
-                position: position + at,
+                position: position + run_offset,
                 key: self.key,
             },
         }
     }
 
-    /// Itself, or its pieces.
-    pub(crate) fn split_short(self) -> impl Iterator<Item = Self> {
+    /// Splits the layer into one layer for each piece if its run is short. Otherwise returns it unchanged.
+    pub(crate) fn split_if_short(self) -> impl Iterator<Item = Self> {
         let is_short = (2..SORTED_RUN_MIN).contains(&self.run.count());
         let pieces = is_short.then(|| self.run.pieces().enumerate());
         let len = self.run.bytes() / self.run.count();
@@ -138,7 +146,7 @@ impl Layer {
     }
 }
 
-/// The layers of a change.
+/// Returns the layers of a change: one for each run. Their bytes follow each other in the span.
 pub(crate) fn layers_of(
     key: Key,
     span: Option<&Span>,
@@ -157,10 +165,10 @@ pub(crate) fn layers_of(
     })
 }
 
-/// Layers that may have bytes in a range, as many as one wants in memory.
+/// Collects the layers that have pieces in a range, up to a number of pieces.
 #[derive(Debug)]
 pub(crate) struct Layers {
-    found: Vec<Layer>,
+    layers: Vec<Layer>,
     pieces: u64,
     pieces_max: u64,
 }
@@ -168,41 +176,44 @@ pub(crate) struct Layers {
 impl Layers {
     pub(crate) fn new(pieces_max: u64) -> Self {
         Self {
-            found: Vec::new(),
+            layers: Vec::new(),
             pieces: 0,
             pieces_max,
         }
     }
 
-    /// Takes a layer, if it has pieces in `range`. False if there are too many.
-    pub(crate) fn take(&mut self, layer: Layer, range: &Range<u64>) -> bool {
+    /// Adds a layer if it has pieces in `range`. Returns false if there are more pieces than allowed.
+    pub(crate) fn add(&mut self, layer: Layer, range: &Range<u64>) -> bool {
         let pieces = layer.run.count_in(range);
         if pieces > 0 {
             self.pieces = self.pieces.saturating_add(pieces);
-            self.found.push(layer);
+            self.layers.push(layer);
         }
         self.pieces <= self.pieces_max
     }
 
+    /// Returns how many pieces the layers have in the range.
     pub(crate) fn pieces(&self) -> u64 {
         self.pieces
     }
 }
 
-/// What counts of each change, and of the plain file.
+/// The effects of all cuts and growths on the changes of each writer and on the plain file.
 #[derive(Clone, Debug)]
-pub(crate) struct Outline {
-    /// Bytes of the plain file that count where no host wrote.
+pub(crate) struct LengthChanges {
+    /// Length of the plain file, as the container takes it.
     base_bytes: u64,
-    /// The shortest length of all cuts: each host had seen the plain file.
+    /// The shortest length of all cuts. Each host that cuts has seen the plain file, so each cut applies to it.
     base_limit: u64,
+    /// What cuts hide of the changes of each writer.
     limits: HashMap<WriterId, Limits>,
+    /// How far growths by each writer extend the file.
     growths: HashMap<WriterId, Growths>,
-    /// The largest epoch of a cut or growth.
+    /// The largest epoch of all cuts and growths.
     last_epoch: Option<u64>,
 }
 
-impl Default for Outline {
+impl Default for LengthChanges {
     fn default() -> Self {
         Self {
             base_bytes: 0,
@@ -214,8 +225,9 @@ impl Default for Outline {
     }
 }
 
-impl Outline {
-    /// Takes a cut, which hides the frames of its own index before it.
+impl LengthChanges {
+    /// Adds a cut. It applies to the plain file, to earlier frames of its own index, and to the frames of other indexes
+    /// that its host had read.
     fn add_cut(&mut self, key: Key, cut: &Cut) {
         self.note_epoch(key.epoch);
         self.limit_base(cut.len);
@@ -227,14 +239,17 @@ impl Outline {
         }
     }
 
+    /// Hides the bytes of the plain file from `len` on.
     pub(crate) fn limit_base(&mut self, len: u64) {
         self.base_limit = self.base_limit.min(len);
     }
 
+    /// Adds a limit to the changes of one writer.
     pub(crate) fn limit(&mut self, writer: WriterId, limit: Limit) {
         self.limits.entry(writer).or_default().add(limit);
     }
 
+    /// Adds a growth by one writer.
     pub(crate) fn grow(&mut self, writer: WriterId, growth: Growth) {
         self.growths.entry(writer).or_default().add(growth);
     }
@@ -243,7 +258,7 @@ impl Outline {
         self.last_epoch = self.last_epoch.max(Some(epoch));
     }
 
-    /// Takes what another one has.
+    /// Adds all cuts and growths of `other`.
     fn merge(&mut self, other: &Self) {
         self.limit_base(other.base_limit);
         self.last_epoch = self.last_epoch.max(other.last_epoch);
@@ -255,51 +270,54 @@ impl Outline {
         }
     }
 
-    /// What cuts left of the frames of an index.
+    /// Returns what cuts hide of the changes of a writer, or `None` if they hide nothing.
     pub(crate) fn limits_of(&self, writer: WriterId) -> Option<&Limits> {
         self.limits.get(&writer)
     }
 
-    /// Where what a change wrote ends.
+    /// Returns the length of the file from which on a cut hides the bytes of a change.
     fn limit_of(&self, key: Key) -> u64 {
         let limits = self.limits_of(key.writer);
         limits.map_or(u64::MAX, |limits| limits.of(key.frame))
     }
 
-    /// Bytes of the plain file that count: those that no host has cut.
+    /// Returns how many bytes of the plain file count: those that no cut hides.
     fn base_end(&self) -> u64 {
         self.base_bytes.min(self.base_limit)
     }
 
-    /// Bytes that the file has whatever was written.
-    fn least_len(&self) -> u64 {
+    /// Returns the length of the file by the plain file and by growths, without changes of bytes.
+    fn min_len(&self) -> u64 {
         let growths = self.growths.iter();
         let grown = growths.map(|(writer, growths)| growths.end(self.limits_of(*writer)));
         self.base_end().max(grown.max().unwrap_or(0))
     }
 
-    /// Where the bytes of `range` are, which the file has: in order and without gaps.
-    pub(crate) fn paint(&self, range: Range<u64>, layers: Layers) -> Vec<Segment> {
-        let mut found = layers.found;
-        // The oldest first. Layers of one change do not overlap, and if they do, all readers must see the same.
-        found.sort_unstable_by_key(|layer| (layer.key, layer.place));
+    /// Returns the segments of `range`, in order and without gaps, by `layers`. The file must have the whole range.
+    pub(crate) fn resolve(&self, range: Range<u64>, layers: Layers) -> Vec<Segment> {
+        let mut layers = layers.layers;
+        // The oldest comes first. Layers of one change should not overlap; if a damaged index has such layers, the
+        // order by place makes all readers see the same bytes.
+        layers.sort_unstable_by_key(|layer| (layer.key, layer.place));
         let mut parts = Vec::new();
-        for (rank, layer) in found.iter().enumerate() {
+        for (rank, layer) in layers.iter().enumerate() {
             let end = range.end.min(self.limit_of(layer.key));
-            let its = layer.run.parts_in(range.start..end);
-            parts.extend(its.map(|part| VisiblePart {
+            let layer_parts = layer.run.parts_in(range.start..end);
+            parts.extend(layer_parts.map(|part| VisiblePart {
                 rank,
                 file_start: part.file.start,
                 file_end: part.file.end,
-                at: part.at,
+                run_offset: part.run_offset,
             }));
         }
-        // Those of a layer are in order already, which this sort makes use of.
+        // A stable sort is fast here, because the parts of one layer are in order already.
         parts.sort_by_key(|part| part.file_start);
-        self.choose_newest(range, &found, parts)
+        self.choose_newest(range, &layers, parts)
     }
 
-    /// Goes through a range: of the parts that have a byte the newest counts.
+    /// Returns the segments of `range`. Of the parts that contain a byte, the newest gives its value.
+    ///
+    /// Goes through the range once, with a heap of the parts that contain the present position, the newest on top.
     fn choose_newest(
         &self,
         range: Range<u64>,
@@ -308,112 +326,113 @@ impl Outline {
     ) -> Vec<Segment> {
         let mut segments = Segments::default();
         let mut later = parts.into_iter().peekable();
-        let mut open = BinaryHeap::new();
-        let mut at = range.start;
-        while at < range.end {
-            while let Some(part) = later.next_if(|part| part.file_start <= at) {
-                open.push(part);
+        let mut current = BinaryHeap::new();
+        let mut position = range.start;
+        while position < range.end {
+            while let Some(part) = later.next_if(|part| part.file_start <= position) {
+                current.push(part);
             }
-            while open.peek().is_some_and(|part| part.file_end <= at) {
-                open.pop();
+            while current.peek().is_some_and(|part| part.file_end <= position) {
+                current.pop();
             }
-            let next = later.peek().map_or(range.end, |part| part.file_start);
-            let end = match open.peek() {
+            let next_start = later.peek().map_or(range.end, |part| part.file_start);
+            let end = match current.peek() {
                 Some(part) => {
-                    let end = part.file_end.min(next);
-                    segments.push(at..end, layers[part.rank].source(part.at_in_run(at)));
+                    let end = part.file_end.min(next_start);
+                    let source = layers[part.rank].source(part.run_offset_at(position));
+                    segments.push(position..end, source);
                     end
                 }
                 None => {
-                    self.add_below(at..next, &mut segments);
-                    next
+                    self.add_unwritten(position..next_start, &mut segments);
+                    next_start
                 }
             };
-            debug_assert!(at < end && end <= range.end, "each part has a byte");
-            at = end;
+            debug_assert!(position < end && end <= range.end, "each part has a byte");
+            position = end;
         }
         debug_assert!(
-            segments.is_all_of(&range),
+            segments.covers(&range),
             "a range is told without gaps, once"
         );
         segments.0
     }
 
-    /// What a range has that no host wrote.
-    fn add_below(&self, range: Range<u64>, segments: &mut Segments) {
+    /// Adds the segments of a range that no layer covers: bytes of the plain file, then a hole.
+    fn add_unwritten(&self, range: Range<u64>, segments: &mut Segments) {
         let plain_end = self.base_end().clamp(range.start, range.end);
         segments.push(range.start..plain_end, Source::Plain);
         segments.push(plain_end..range.end, Source::Hole);
     }
 }
 
-/// A part of a layer that no cut took. Of two, the one that counts is the larger one.
+/// A part of a layer that no cut hides. The ordering is by rank, so the largest part is the newest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct VisiblePart {
-    /// The index of the layer among those that were found, from the oldest to the newest.
+    /// Index of the layer in the list from the oldest layer to the newest.
     rank: usize,
     file_start: u64,
     file_end: u64,
-    /// Bytes from the beginning of the run in the log to its first byte.
-    at: u64,
+    /// Offset of the part's first byte in the run, as counted in the log.
+    run_offset: u64,
 }
 
 impl VisiblePart {
-    /// Bytes from the beginning of the run in the log to a byte of the file that it has.
-    fn at_in_run(&self, file: u64) -> u64 {
-        self.at + (file - self.file_start)
+    /// Returns the offset in the run of the byte at `position` in the file, as counted in the log.
+    fn run_offset_at(&self, position: u64) -> u64 {
+        self.run_offset + (position - self.file_start)
     }
 }
 
-/// What hosts said of one file, as far as it is in memory.
+/// All changes of one file that are in memory: those in no table, and all cuts and growths.
 #[derive(Clone, Debug, Default)]
 pub struct Resolver {
-    /// Shared with readers.
-    outline: Arc<Outline>,
-    changes: BTreeMap<Key, Painting>,
+    /// Shared with readers: a change replaces it while they use the old one.
+    length_changes: Arc<LengthChanges>,
+    changes: BTreeMap<Key, ByteChange>,
     /// Length of the file.
     len: u64,
-    /// Least length of the file by what is not in memory.
-    outside_end: u64,
+    /// Length of the file by the tables, whose changes are not in memory.
+    tables_end: u64,
 }
 
-/// A change of bytes.
+/// A change that wrote or zeroed bytes.
 #[derive(Clone, Debug)]
-struct Painting {
-    /// From its first byte to its last, in the file.
+struct ByteChange {
+    /// The range from the first byte to the last in the file. There may be gaps in it.
     covers: Range<u64>,
     runs: Vec<Run>,
-    /// None if it is zeros.
+    /// Where the bytes lie in a log, or `None` if the change zeroed them.
     span: Option<Arc<Span>>,
 }
 
 impl Resolver {
-    /// For a file whose plain file has `base_bytes` bytes that count.
+    /// Makes a resolver without changes. `base_bytes` is the length of the plain file.
     pub fn new(base_bytes: u64) -> Self {
-        let outline = Outline {
+        let length_changes = LengthChanges {
             base_bytes,
-            ..Outline::default()
+            ..LengthChanges::default()
         };
         Self {
-            outline: Arc::new(outline),
+            length_changes: Arc::new(length_changes),
             len: base_bytes,
             ..Self::default()
         }
     }
 
-    /// Sets how many bytes of the plain file count.
+    /// Sets the length of the plain file.
     pub fn set_base(&mut self, bytes: u64) {
-        if self.outline.base_bytes != bytes {
-            self.change_outline(|outline| outline.base_bytes = bytes);
+        if self.length_changes.base_bytes != bytes {
+            self.update_length_changes(|length_changes| length_changes.base_bytes = bytes);
         }
     }
 
-    /// The last that it was told of the plain file's length.
+    /// Returns the length of the plain file that was set last.
     pub fn base_bytes(&self) -> u64 {
-        self.outline.base_bytes
+        self.length_changes.base_bytes
     }
 
-    /// Takes a change, whose frame begins at `offset` in the writer's index; in whatever order they come.
+    /// Adds the change of a frame at `offset` of the writer's index. Changes may be added in any order.
     pub fn add(&mut self, writer: WriterId, offset: u64, frame: Frame) {
         let key = Key {
             epoch: frame.epoch,
@@ -421,11 +440,14 @@ impl Resolver {
             frame: offset,
         };
         match frame.change {
-            Change::Cut(cut) => return self.change_outline(|outline| outline.add_cut(key, &cut)),
+            Change::Cut(cut) => {
+                return self
+                    .update_length_changes(|length_changes| length_changes.add_cut(key, &cut));
+            }
             Change::Grown(len) => {
-                return self.change_outline(|outline| {
-                    outline.note_epoch(key.epoch);
-                    outline.grow(writer, Growth { frame: offset, len });
+                return self.update_length_changes(|length_changes| {
+                    length_changes.note_epoch(key.epoch);
+                    length_changes.grow(writer, Growth { frame: offset, len });
                 });
             }
             Change::Synced => return,
@@ -435,100 +457,100 @@ impl Resolver {
         let spans = || runs.iter().map(Run::span);
         let start = spans().map(|span| span.start).min();
         let end = spans().map(|span| span.end).max();
-        let painting = Painting {
+        let change = ByteChange {
             covers: start.unwrap_or(0)..end.unwrap_or(0),
             runs,
             span: span.map(Arc::new),
         };
-        self.len = self.len.max(self.end_of(key, &painting));
-        self.changes.insert(key, painting);
+        self.len = self.len.max(self.min_len_by(key, &change));
+        self.changes.insert(key, change);
     }
 
-    /// Takes what is known of cuts and growths.
-    pub(crate) fn change_outline(&mut self, change: impl FnOnce(&mut Outline)) {
-        change(Arc::make_mut(&mut self.outline));
-        self.len = self.find_len();
+    /// Applies `update` to the cuts and growths, and computes the length of the file again.
+    pub(crate) fn update_length_changes(&mut self, update: impl FnOnce(&mut LengthChanges)) {
+        update(Arc::make_mut(&mut self.length_changes));
+        self.len = self.compute_len();
     }
 
-    /// Forgets changes of bytes of a writer that are found elsewhere: those whose frames begin before `to`.
-    pub(crate) fn forget(&mut self, writer: WriterId, to: u64) {
+    /// Drops changes of bytes by a writer whose frames begin before `to`, because they are in a table.
+    pub(crate) fn drop_changes_before(&mut self, writer: WriterId, to: u64) {
         self.changes
             .retain(|key, _| key.writer != writer || key.frame >= to);
     }
 
-    /// Takes what another one has: all cuts and growths, and changes of bytes of a writer whose frames begin at `from` or
+    /// Copies from `other` all cuts and growths, and the changes of bytes by a writer whose frames begin at `from` or
     /// later.
-    pub(crate) fn take_changes(&mut self, other: &Self, writer: WriterId, from: u64) {
+    pub(crate) fn copy_from(&mut self, other: &Self, writer: WriterId, from: u64) {
         let changes = other.changes.iter();
         let later = changes.filter(|(key, _)| key.writer == writer && key.frame >= from);
         self.changes
-            .extend(later.map(|(key, painting)| (*key, painting.clone())));
-        self.change_outline(|outline| outline.merge(&other.outline));
+            .extend(later.map(|(key, change)| (*key, change.clone())));
+        self.update_length_changes(|length_changes| length_changes.merge(&other.length_changes));
     }
 
-    /// Sets the least length of the file by what is not in memory.
-    pub(crate) fn set_outside_end(&mut self, end: u64) {
-        self.outside_end = end;
-        self.len = self.find_len();
+    /// Sets the length of the file by the tables.
+    pub(crate) fn set_tables_end(&mut self, end: u64) {
+        self.tables_end = end;
+        self.len = self.compute_len();
     }
 
-    /// What a change wrote, if it wrote anything.
+    /// Returns where the bytes of a change lie in a log, or `None` if the change is not in memory or zeroed bytes.
     pub fn span(&self, key: Key) -> Option<Arc<Span>> {
         self.changes.get(&key)?.span.clone()
     }
 
-    /// Bytes of the file.
+    /// Returns the length of the file in bytes.
     pub fn len(&self) -> u64 {
         self.len
     }
 
-    /// Whether it has none.
+    /// Returns whether the file has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The largest epoch of a change.
+    /// Returns the largest epoch of all changes in memory.
     pub fn last_epoch(&self) -> Option<u64> {
         let change = self.changes.keys().next_back().map(|key| key.epoch);
-        self.outline.last_epoch.max(change)
+        self.length_changes.last_epoch.max(change)
     }
 
-    fn find_len(&self) -> u64 {
+    fn compute_len(&self) -> u64 {
         let changes = self.changes.iter();
-        let end = changes.map(|(key, painting)| self.end_of(*key, painting));
-        let least = self.outline.least_len().max(self.outside_end);
+        let end = changes.map(|(key, change)| self.min_len_by(*key, change));
+        let least = self.length_changes.min_len().max(self.tables_end);
         least.max(end.max().unwrap_or(0))
     }
 
-    /// Least length of the file because of a change: zeros make no file longer.
-    fn end_of(&self, key: Key, painting: &Painting) -> u64 {
-        match painting.span {
-            Some(_) => painting.covers.end.min(self.outline.limit_of(key)),
+    /// Returns how long a change makes the file. Zeroed bytes do not make a file longer.
+    fn min_len_by(&self, key: Key, change: &ByteChange) -> u64 {
+        match change.span {
+            Some(_) => change.covers.end.min(self.length_changes.limit_of(key)),
             None => 0,
         }
     }
 
-    /// Bytes of the plain file that count: those that no host has cut.
+    /// Returns how many bytes of the plain file count: those that no cut hides.
     pub fn base_end(&self) -> u64 {
-        self.outline.base_end()
+        self.length_changes.base_end()
     }
 
-    pub(crate) fn outline(&self) -> Arc<Outline> {
-        Arc::clone(&self.outline)
+    pub(crate) fn length_changes(&self) -> Arc<LengthChanges> {
+        Arc::clone(&self.length_changes)
     }
 
-    /// Finds the layers that may have bytes in `range`. False if those are too many.
+    /// Adds the layers in memory that have pieces in `range`. Returns false if there are more pieces than allowed.
     pub(crate) fn collect(&self, range: &Range<u64>, layers: &mut Layers) -> bool {
         let overlaps = |covers: &Range<u64>| covers.start < range.end && covers.end > range.start;
         let changes = self.changes.iter();
-        let mut near = changes.filter(|(_, painting)| overlaps(&painting.covers));
-        near.all(|(key, painting)| {
-            layers_of(*key, painting.span.as_deref(), &painting.runs)
-                .all(|layer| layers.take(layer, range))
+        let mut near = changes.filter(|(_, change)| overlaps(&change.covers));
+        near.all(|(key, change)| {
+            layers_of(*key, change.span.as_deref(), &change.runs)
+                .all(|layer| layers.add(layer, range))
         })
     }
 
-    /// Where the bytes of `range` are, in order and without gaps, up to the end of the file, by what is in memory.
+    /// Returns the segments of `range`, in order and without gaps, up to the end of the file. Ignores the tables.
     pub fn find(&self, range: Range<u64>) -> Vec<Segment> {
         let range = range.start..range.end.min(self.len);
         if range.is_empty() {
@@ -536,11 +558,11 @@ impl Resolver {
         }
         let mut layers = Layers::new(u64::MAX);
         self.collect(&range, &mut layers);
-        self.outline.paint(range, layers)
+        self.length_changes.resolve(range, layers)
     }
 }
 
-/// Segments one after the other; neighbours that go on in the same place are one.
+/// A list of segments. A segment that continues the last one from the same source is joined with it.
 #[derive(Default)]
 struct Segments(Vec<Segment>);
 
@@ -549,15 +571,15 @@ impl Segments {
         let next = Segment { file, source };
         match self.0.last_mut() {
             _ if next.file.is_empty() => {}
-            Some(last) if last.goes_on_with(&next) => last.file.end = next.file.end,
+            Some(last) if last.is_continued_by(&next) => last.file.end = next.file.end,
             _ => self.0.push(next),
         }
     }
 }
 
 impl Segments {
-    /// Whether they follow each other from the beginning of a range to its end.
-    fn is_all_of(&self, range: &Range<u64>) -> bool {
+    /// Returns whether the segments follow each other without gaps from the beginning of a range to its end.
+    fn covers(&self, range: &Range<u64>) -> bool {
         let mut at = range.start;
         let follow = self.0.iter().all(|segment| {
             let follows = segment.file.start == at && segment.file.end > at;
@@ -569,14 +591,14 @@ impl Segments {
 }
 
 impl Segment {
-    fn goes_on_with(&self, next: &Self) -> bool {
+    fn is_continued_by(&self, next: &Self) -> bool {
         self.file.end == next.file.start
             && self.source.advance(self.file.end - self.file.start) == next.source
     }
 }
 
 impl Source {
-    /// Where the byte is that comes `bytes` bytes later.
+    /// Returns the source of the byte that is `bytes` bytes further on.
     fn advance(self, bytes: u64) -> Self {
         match self {
             Self::Log { log, position, key } => Self::Log {

@@ -1,7 +1,7 @@
-//! Pieces of a file that follow a pattern.
+//! Runs: pieces of a file that follow a regular pattern.
 //!
-//! A process of a parallel job writes records of one size at equal distances (*strided*), or one range (*segmented*).
-//! Either is one [`Run`], however many pieces it has.
+//! A process of a parallel job writes records of one size at equal distances (*strided*), or one contiguous range
+//! (*segmented*). Either is one [`Run`], however many pieces it has. So an index stays small.
 
 use std::ops::Range;
 
@@ -10,29 +10,35 @@ use serde::{Deserialize, Serialize};
 /// A piece of a file: `len` bytes from `offset` on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Piece {
-    /// Where it begins in the file.
+    /// Offset of the first byte in the file.
     pub offset: u64,
-    /// Bytes; never 0.
+    /// Length in bytes; never 0.
     pub len: u64,
 }
 
-/// Pieces of one length at equal distances, in the order in which they lie in the log, one after the other.
+/// Pieces of one length at equal distances. Their bytes lie one after the other in a log.
 ///
-/// Invariants: `len` and `count` are not 0, `stride` is at least `len` where there are several, and no piece ends after
-/// the largest offset of a file (2^63 - 1).
+/// Invariants
+/// * `len` and `count` are not 0.
+/// * `stride >= len` if there are several pieces, so they do not overlap.
+/// * No piece ends after [`FILE_BYTES_MAX`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Run {
+    /// Offset of the first piece in the file.
     offset: u64,
+    /// Length of each piece in bytes.
     len: u64,
+    /// Distance between the offsets of two pieces.
     stride: u64,
+    /// Number of pieces.
     count: u64,
 }
 
-/// No file is longer (`loff_t`).
+/// Maximum length of a file (`loff_t`).
 pub const FILE_BYTES_MAX: u64 = i64::MAX as u64;
 
 impl Run {
-    /// A run of one piece.
+    /// Makes a run of one piece.
     ///
     /// # Panics
     ///
@@ -48,7 +54,8 @@ impl Run {
         run
     }
 
-    /// A run of stored numbers; none if they are not one.
+    /// Makes a run of decoded numbers: the gap between two pieces, and the number of pieces after the first. Returns
+    /// `None` if they are not valid.
     pub(crate) fn from_stored(offset: u64, len: u64, gap: u64, more: u64) -> Option<Self> {
         let run = Self {
             offset,
@@ -59,44 +66,44 @@ impl Run {
         run.is_valid().then_some(run)
     }
 
-    /// Where its first piece begins.
+    /// Returns the offset of the first piece in the file.
     pub fn offset(&self) -> u64 {
         self.offset
     }
 
-    /// Bytes of each piece.
+    /// Returns the length of each piece in bytes.
     pub(crate) fn len(&self) -> u64 {
         self.len
     }
 
-    /// Bytes between two pieces.
+    /// Returns the number of bytes between two pieces.
     pub(crate) fn gap(&self) -> u64 {
         self.stride - self.len
     }
 
-    /// How many of its pieces may have bytes in `range`, at most one too many.
+    /// Returns how many pieces may have bytes in `range`. The result may be one too large.
     pub(crate) fn count_in(&self, range: &Range<u64>) -> u64 {
         let pieces = self.pieces_touching(range);
         pieces.end.saturating_sub(pieces.start)
     }
 
-    /// Bytes of the file that its pieces have together.
+    /// Returns the total number of bytes of all pieces.
     pub fn bytes(&self) -> u64 {
         self.len * self.count
     }
 
-    /// How many pieces it has.
+    /// Returns the number of pieces.
     pub fn count(&self) -> u64 {
         self.count
     }
 
-    /// From the beginning of its first piece to the end of its last.
+    /// Returns the range from the beginning of the first piece to the end of the last.
     pub fn span(&self) -> Range<u64> {
         let last = self.offset + self.stride * (self.count - 1);
         self.offset..last + self.len
     }
 
-    /// Its pieces, in order.
+    /// Returns the pieces in order.
     pub fn pieces(&self) -> impl Iterator<Item = Piece> + use<> {
         let Self {
             offset,
@@ -110,8 +117,8 @@ impl Run {
         })
     }
 
-    /// The parts of its pieces that lie in `range`: where in the file, and how many bytes after the beginning of the
-    /// run in the log. Takes time for these parts, not for all pieces.
+    /// Returns the parts of the pieces that lie in `range`. The time depends on the number of these parts, not on that
+    /// of all pieces.
     pub fn parts_in(&self, range: Range<u64>) -> impl Iterator<Item = Part> + use<> {
         let run = *self;
         run.pieces_touching(&range).filter_map(move |number| {
@@ -120,26 +127,26 @@ impl Run {
             let to = (start + run.len).min(range.end);
             (from < to).then(|| Part {
                 file: from..to,
-                at: run.len * number + (from - start),
+                run_offset: run.len * number + (from - start),
             })
         })
     }
 
-    /// The numbers of the first and last piece that may have bytes in `range`.
+    /// Returns the numbers of the pieces that may have bytes in `range`.
     fn pieces_touching(&self, range: &Range<u64>) -> Range<u64> {
         if range.start >= range.end || range.end <= self.offset {
             return 0..0;
         }
         let first = match range.start.checked_sub(self.offset) {
             None => 0,
-            // The piece that this is in, or the gap after which it is.
+            // The number of the piece that contains the start, or after which the start lies in a gap.
             Some(distance) => distance / self.stride,
         };
         let last = (range.end - 1 - self.offset) / self.stride;
         first..(last + 1).min(self.count)
     }
 
-    /// Takes a further piece at the end, if it goes on as the run does.
+    /// Adds a piece at the end if it continues the pattern. Returns whether it did.
     fn extend(&mut self, piece: Piece) -> bool {
         let end = self.offset + self.len;
         if self.count == 1 && piece.offset == end {
@@ -172,16 +179,17 @@ impl Run {
     }
 }
 
-/// Bytes of a run that lie in a range of the file.
+/// A part of a run that lies in a range of the file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Part {
-    /// Where in the file.
+    /// Range of the part in the file.
     pub file: Range<u64>,
-    /// Bytes after the beginning of the run in the log.
-    pub at: u64,
+    /// Offset of the first byte in the run, as counted in the log.
+    pub run_offset: u64,
 }
 
-/// The runs of pieces that lie in a log one after the other. Pieces that are next to each other in the file become one.
+/// Returns the runs of pieces whose bytes lie one after the other in a log. Pieces that are contiguous in the file are
+/// joined.
 ///
 /// # Panics
 ///
@@ -197,7 +205,7 @@ pub fn find_runs(pieces: impl IntoIterator<Item = Piece>) -> Vec<Run> {
     runs
 }
 
-/// Pieces where each that begins at the end of the one before is part of that.
+/// Joins each piece that begins where the one before it ends.
 fn join_neighbours(pieces: impl IntoIterator<Item = Piece>) -> impl Iterator<Item = Piece> {
     let mut pieces = pieces.into_iter().peekable();
     std::iter::from_fn(move || {
@@ -209,23 +217,24 @@ fn join_neighbours(pieces: impl IntoIterator<Item = Piece>) -> impl Iterator<Ite
     })
 }
 
-/// A run as an index has it: distances instead of offsets, so that small numbers take few bytes.
+/// A run as an index stores it. Distances are stored in place of offsets, because small numbers take few bytes.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 struct StoredRun {
-    /// From the offset of the run before.
+    /// Distance from the offset of the run before.
     distance: i64,
     len: u64,
-    /// Bytes between two pieces.
+    /// Number of bytes between two pieces.
     gap: u64,
-    /// Pieces after the first.
+    /// Number of pieces after the first.
     more: u64,
 }
 
-/// Runs as an index has them.
+/// A list of runs as an index stores it.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(crate) struct StoredRuns(Vec<StoredRun>);
 
 impl StoredRuns {
+    /// Converts runs to their stored form.
     pub(crate) fn pack(runs: &[Run]) -> Self {
         let mut before = 0;
         let packed = runs.iter().map(|run| {
@@ -241,7 +250,7 @@ impl StoredRuns {
         Self(packed.collect())
     }
 
-    /// None if a run is not one.
+    /// Converts stored runs back. Returns `None` if one of them is not valid.
     pub(crate) fn unpack(&self) -> Option<Vec<Run>> {
         let mut before = 0u64;
         let runs = self.0.iter().map(|stored| {
@@ -300,7 +309,7 @@ mod tests {
         proptest::collection::vec(some, 0..6).prop_map(|groups| groups.concat())
     }
 
-    /// The file's offset of each byte in the log.
+    /// Returns the offset in the file of each byte in the log.
     fn offsets(pieces: impl IntoIterator<Item = Piece>) -> Vec<u64> {
         let ranges = pieces.into_iter();
         ranges
@@ -323,10 +332,10 @@ mod tests {
                 let all = offsets(run.pieces());
                 let inside: Vec<(u64, u64)> = all.iter().enumerate()
                     .filter(|(_, offset)| range.contains(offset))
-                    .map(|(at, &offset)| (offset, at as u64))
+                                    .map(|(run_offset, &offset)| (offset, run_offset as u64))
                     .collect();
                 let found: Vec<(u64, u64)> = run.parts_in(range.clone())
-                    .flat_map(|part| (part.file.clone()).zip(part.at..))
+                    .flat_map(|part| (part.file.clone()).zip(part.run_offset..))
                     .collect();
                 prop_assert_eq!(found, inside);
             }

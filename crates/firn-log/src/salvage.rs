@@ -1,12 +1,14 @@
-//! The way out of a container that is damaged for good: what cannot be read of it is told, and given up.
+//! Salvage: gives up the damaged parts of a container, so that the rest can be flattened.
+//!
+//! `firn flatten --accept-loss` asks for this after damage that does not go away.
 //!
 //! Promises
-//! * Nothing is given up before it was told, and the report of it is durable.
-//! * What is given up is written into the seal, so that all hosts flatten the same bytes, whichever host dies. What can
-//!   be read stays as it is. Bytes of a log that are damaged become zeros, where no newer change has covered them. A
-//!   part of an index that is no frame is left out, and its changes are unknown.
-//! * A damaged `head` is made anew with what it had, by the container's name and the length of the plain file.
-//! * What a host may still write to is not touched, and a backing that fails to read is no loss.
+//! * Each loss is reported, and the report is durable, before anything is given up.
+//! * The seal lists what was given up. So all hosts flatten the same bytes, whichever host dies meanwhile.
+//! * What can be read stays as it is. Damaged bytes of a log become zeros, unless a newer change covers them. Damaged
+//!   parts of an index are left out, and their changes are lost.
+//! * A damaged `head` is made again from the container's name and the length of the plain file.
+//! * A container is not touched while a live host may write to it. A failing backing is an error, not a loss.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -22,66 +24,68 @@ use crate::head::{self, HEAD, Head, HeadError};
 use crate::index_reader::{find_frame, has_synced_frame_after, read_index};
 use crate::names::Writer;
 use crate::resolve::WriterId;
-use crate::seal::{ALL, Ending, SEAL_NAME, Seal, done_name, is_done_part};
+use crate::seal::{DONE_ALL, Ending, SEAL_NAME, Seal, done_name, is_done_part};
 
-/// Something that is given up.
+/// One part that is given up.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Loss {
-    /// The file, relative to where it was looked for.
+    /// Path of the file, relative to the directory that was searched.
     pub path: PathBuf,
-    /// Its container in `.firn/log/`.
+    /// Name of the file's container in `.firn/log/`.
     pub container: String,
-    /// What it is.
+    /// The lost part.
     pub lost: LostPart,
 }
 
-/// What may be lost.
+/// What part of a container is lost.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LostPart {
-    /// Bytes of the file, which become zeros.
+    /// Bytes of the file. They become zeros.
     Bytes {
-        /// Where in the file.
+        /// Their range in the file.
         range: Range<u64>,
         /// The host that wrote them.
         host: String,
-        /// The log that does not have them.
+        /// The log in which the bytes are damaged.
         log: String,
     },
-    /// Changes of the file of which is not known what they were: older bytes are in their place.
+    /// Changes whose frames cannot be read. The file keeps the older bytes in their place.
     Changes {
         /// The host that made them.
         host: String,
-        /// The index that does not have them.
+        /// The index in which the frames are damaged.
         index: String,
-        /// Where in the index.
+        /// The damaged range of the index.
         range: Range<u64>,
     },
-    /// What counted: whatever is there counts.
+    /// The seal. All that is in the container counts instead.
     Seal,
-    /// What the container is of: it is what its name says.
+    /// The head. It is made again from the container's name.
     Head {
-        /// How much of the plain file counts below the logs, if they lie over that: all of it.
+        /// How many bytes of the plain file count below the logs: all of them. `None` for a generation that does not
+        /// lie over the plain file.
         base: Option<u64>,
     },
 }
 
-/// Where losses are told.
+/// Receives the losses.
 pub trait Report {
-    /// Tells one.
+    /// Adds one loss to the report.
     fn add(&mut self, loss: Loss) -> Result<()>;
-    /// Makes what was told durable.
+    /// Makes the report durable.
     fn sync(&mut self) -> Result<()>;
 }
 
-/// Tells the losses of one container.
-pub(crate) struct Teller<'a> {
+/// Reports the losses of one container.
+pub(crate) struct LossReporter<'a> {
     pub(crate) path: &'a Path,
     pub(crate) container: &'a str,
     pub(crate) report: &'a mut dyn Report,
 }
 
-impl Teller<'_> {
-    fn tell(&mut self, lost: LostPart) -> Result<()> {
+impl LossReporter<'_> {
+    /// Adds one loss to the report.
+    fn add(&mut self, lost: LostPart) -> Result<()> {
         self.report.add(Loss {
             path: self.path.to_owned(),
             container: self.container.to_owned(),
@@ -90,40 +94,42 @@ impl Teller<'_> {
     }
 }
 
-/// An index as far as it can be read.
-struct Salvaged {
-    /// Bytes of it that count.
+/// How much of an index can be read.
+struct ReadableIndex {
+    /// How many bytes of the index count.
     end: u64,
-    /// Parts that are no frames.
+    /// The parts that contain no frames.
     lost: Vec<Range<u64>>,
 }
 
 impl<B: Backing> Ending<'_, B> {
-    /// Makes `head` anew where it is missing or damaged; false if a host writes that `is_alive` says to live.
+    /// Makes `head` again if it is missing or damaged. Returns false if a writer is registered that `is_alive` reports
+    /// as alive.
     ///
-    /// Once the head is put, the plain file changes only by the flattening of this container. That cuts off what counts
-    /// no more, and then writes bytes that are in logs. A plain file that became longer by that has there what the logs
-    /// have, or holes. So its present length serves instead of the earlier one.
+    /// The lost head said how many bytes of the plain file count. The plain file's present length takes the place of
+    /// that number. While the head existed, only flattening of this container changed the plain file: it cut what does
+    /// not count, and then wrote bytes of the logs. If the plain file is longer now, the bytes beyond the old length
+    /// are those of the logs, or holes.
     pub(crate) fn renew_head(
         &self,
         (file, generation): (FileId, u32),
         plain: &Attr,
         is_alive: &dyn Fn(&str) -> Result<bool>,
-        teller: &mut Teller<'_>,
+        reporter: &mut LossReporter<'_>,
     ) -> Result<bool> {
         let dir = self.votes().dir();
         match head::load(self.base, dir, file, generation)? {
             Err(HeadError::Missing | HeadError::Damaged) => {}
-            // One of another version or file is not damaged.
+            // A head of another version or of another file is not damaged.
             Ok(_) | Err(HeadError::Version(_) | HeadError::Foreign) => return Ok(true),
         }
         if !self.close(is_alive)? {
             return Ok(false);
         }
         let head = Head::new(file, generation, plain.size);
-        self.alone(&mut || {
-            teller.tell(LostPart::Head { base: head.base })?;
-            teller.report.sync()?;
+        self.run_exclusively(&mut || {
+            reporter.add(LostPart::Head { base: head.base })?;
+            reporter.report.sync()?;
             match self.base.unlink(dir, OsStr::new(HEAD)) {
                 Ok(()) | Err(Errno::NOENT) => {}
                 Err(error) => return Err(error),
@@ -133,22 +139,26 @@ impl<B: Backing> Ending<'_, B> {
         })
     }
 
-    /// Gives up what cannot be read; false if a host writes that `is_alive` says to live.
+    /// Gives up what cannot be read. Returns false if a writer is registered that `is_alive` reports as alive.
     pub(crate) fn give_up(
         &self,
         unit_bytes: u64,
         is_alive: &dyn Fn(&str) -> Result<bool>,
-        teller: &mut Teller<'_>,
+        reporter: &mut LossReporter<'_>,
     ) -> Result<bool> {
         if !self.close(is_alive)? {
             return Ok(false);
         }
-        self.alone(&mut || self.give_up_alone(unit_bytes, teller))
+        self.run_exclusively(&mut || self.give_up_exclusively(unit_bytes, reporter))
     }
 
-    fn give_up_alone(&self, unit_bytes: u64, teller: &mut Teller<'_>) -> Result<()> {
+    /// Gives up what cannot be read, under the container's exclusive lock.
+    ///
+    /// Finds the readable parts of the indexes, then the damaged blocks of the logs. Reports all losses, makes the
+    /// report durable, and puts the new seal.
+    fn give_up_exclusively(&self, unit_bytes: u64, reporter: &mut LossReporter<'_>) -> Result<()> {
         let names = self.votes().names()?;
-        if names.contains(ALL) {
+        if names.contains(DONE_ALL) {
             return Ok(());
         }
         let stored = own::load(self.base, self.votes().dir(), SEAL_NAME)?;
@@ -167,30 +177,32 @@ impl<B: Backing> Ending<'_, B> {
                 parts.clone_from(&index.lost);
             }
         }
-        // From here on only this seal's reader reads the container.
-        self.container.take_seal(self.base, seal.clone())?;
+        // From here on this host reads the container by the new seal.
+        self.container.apply_seal(self.base, seal.clone())?;
         if old.is_none() {
             seal.len = self.container.len();
         }
-        // What is in the plain file already is not lost, unless it is not known what counted when it was written.
-        let is_flat = |unit: u64| !is_damaged && names.contains(&done_name(unit));
-        // Where a sorted index is found to be damaged, the bytes are those that the index itself gives.
+        // Parts that are in the plain file are not lost. If the old seal is damaged, nothing is known of the parts, so
+        // none counts as flat.
+        let is_flat = |part: u64| !is_damaged && names.contains(&done_name(part));
+        // Finds the damaged blocks. A table may turn out to be damaged meanwhile. The index then gives other bytes, so
+        // the search is repeated.
         loop {
-            let rejected = self.container.count_rejected();
+            let rejected = self.container.rejected_table_count();
             let visited = self.visit_lost_bytes(&mut seal, &is_flat, &mut |_| Ok(()));
-            if self.container.count_rejected() == rejected {
+            if self.container.rejected_table_count() == rejected {
                 visited?;
                 break;
             }
         }
         if is_damaged {
-            teller.tell(LostPart::Seal)?;
+            reporter.add(LostPart::Seal)?;
         }
         for (writer, index) in &salvaged {
-            self.tell_changes(writer, &index.lost, teller)?;
+            self.report_lost_frames(writer, &index.lost, reporter)?;
         }
         self.visit_lost_bytes(&mut seal, &is_flat, &mut |part| {
-            teller.tell(LostPart::Bytes {
+            reporter.add(LostPart::Bytes {
                 range: part.file,
                 host: part.host,
                 log: part.log,
@@ -199,26 +211,26 @@ impl<B: Backing> Ending<'_, B> {
         if old.is_some_and(|old| old == seal) || (stored.is_none() && seal.lost.is_empty()) {
             return Ok(());
         }
-        teller.report.sync()?;
+        reporter.report.sync()?;
         if is_damaged {
-            // With the old seal the file may have been divided into other parts.
+            // The old seal may have had parts of another length, so their marks mean nothing.
             let done = names.iter().filter(|name| is_done_part(name));
             self.votes().remove_files(done.map(String::as_str))?;
         }
         own::store(self.base, self.votes().dir(), SEAL_NAME, &seal.encode()?)?;
-        self.container.take_seal(self.base, seal)
+        self.container.apply_seal(self.base, seal)
     }
 
-    /// Tells parts of an index that are lost, but what sorted indexes have of it.
-    fn tell_changes(
+    /// Reports the lost parts of an index, except those that are also in tables.
+    fn report_lost_frames(
         &self,
         writer: &Writer,
         lost: &[Range<u64>],
-        teller: &mut Teller<'_>,
+        reporter: &mut LossReporter<'_>,
     ) -> Result<()> {
         let covered = self.container.covered(writer);
         for range in lost.iter().filter(|range| range.end > covered) {
-            teller.tell(LostPart::Changes {
+            reporter.add(LostPart::Changes {
                 host: writer.host().to_owned(),
                 index: writer.index_name(),
                 range: range.clone(),
@@ -227,7 +239,7 @@ impl<B: Backing> Ending<'_, B> {
         Ok(())
     }
 
-    /// Goes through the bytes of the file that are in logs and cannot be read, but those in units that are flat.
+    /// Visits the damaged bytes of the file, except those in parts that are flat, and adds their blocks to the seal.
     fn visit_lost_bytes(
         &self,
         seal: &mut Seal,
@@ -240,12 +252,12 @@ impl<B: Backing> Ending<'_, B> {
             if segments.is_empty() {
                 return Ok(());
             }
-            let parts = segments.into_iter().flat_map(|segment| seal.split(segment));
-            let parts: Vec<_> = parts.filter(|(unit, _)| !is_flat(*unit)).collect();
-            for (_, segment) in parts {
+            let pieces = segments.into_iter().flat_map(|segment| seal.split(segment));
+            let pieces: Vec<_> = pieces.filter(|(part, _)| !is_flat(*part)).collect();
+            for (_, segment) in pieces {
                 let lost = &mut seal.lost;
-                let found = self.container.find_unreadable(self.base, &segment, lost)?;
-                for part in found {
+                let unreadable = self.container.find_unreadable(self.base, &segment, lost)?;
+                for part in unreadable {
                     let blocks = lost.logs.entry(part.log.clone()).or_default();
                     blocks.insert(part.block);
                     visit(part)?;
@@ -256,13 +268,17 @@ impl<B: Backing> Ending<'_, B> {
 }
 
 impl<B: Backing> Container<B> {
-    /// What can be read of each index, durably; `seal` says what counts, if it is known.
-    fn salvage_indexes(&self, base: &B, seal: Option<&Seal>) -> Result<BTreeMap<Writer, Salvaged>> {
+    /// Finds how much of each index can be read, and makes that durable. `seal` says how much counts, if it is known.
+    fn salvage_indexes(
+        &self,
+        base: &B,
+        seal: Option<&Seal>,
+    ) -> Result<BTreeMap<Writer, ReadableIndex>> {
         let names = own::list(base, &self.dir)?;
         let listed = names.iter().filter_map(|(name, ..)| Writer::of_index(name));
-        let counting = seal.map_or_else(Vec::new, Seal::writers);
+        let sealed = seal.map_or_else(Vec::new, Seal::writers);
         let mut salvaged = BTreeMap::new();
-        for writer in listed.chain(counting) {
+        for writer in listed.chain(sealed) {
             let limit = seal.map(|seal| seal.limit_of(&writer));
             let index = match own::find_file(base, &self.dir, &writer.index_name())? {
                 Some(inode) => {
@@ -270,7 +286,7 @@ impl<B: Backing> Container<B> {
                     base.sync(&index, true)?;
                     salvage_index(base, &index, writer.id(), limit)?
                 }
-                None => Salvaged {
+                None => ReadableIndex {
                     end: limit.unwrap_or(0),
                     lost: limit.map(|limit| 0..limit).into_iter().collect(),
                 },
@@ -281,14 +297,15 @@ impl<B: Backing> Container<B> {
     }
 }
 
-/// Goes through an index up to `limit`; if that is not known, up to the last part that was synced.
+/// Reads an index up to `limit`, and skips parts that contain no frames. Without a limit, reads up to the last synced
+/// frame.
 fn salvage_index<B: Backing>(
     base: &B,
     index: &B::File,
     writer: WriterId,
     limit: Option<u64>,
-) -> Result<Salvaged> {
-    let mut salvaged = Salvaged {
+) -> Result<ReadableIndex> {
+    let mut salvaged = ReadableIndex {
         end: 0,
         lost: Vec::new(),
     };
@@ -299,8 +316,8 @@ fn salvage_index<B: Backing>(
         if salvaged.end > from {
             continue;
         }
-        let may_go_on = limit.is_some() || has_synced_frame_after(base, index, from)?;
-        let next = if may_go_on {
+        let has_more = limit.is_some() || has_synced_frame_after(base, index, from)?;
+        let next = if has_more {
             find_frame(base, index, from + 1, &|_| true)?
         } else {
             None
@@ -325,7 +342,7 @@ impl Report for Vec<Loss> {
     }
 }
 
-/// Whether an error may be one of damaged logs.
+/// Returns whether damage in a log may be the cause of an error.
 pub(crate) fn may_be_damage(error: Errno) -> bool {
     error == Errno::IO
 }

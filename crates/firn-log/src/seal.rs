@@ -1,27 +1,31 @@
-//! The end of a container: its writers, what counts of it, and its way into the plain file.
+//! The end of a container: its writers, its seal, and its way into the plain file.
 //!
-//! A container is a [`Ballot`] in which hosts take part while they live:
+//! A container is a [`Ballot`]: hosts that write to it are registered, and one host decides what counts. The decision
+//! is the seal. Files of the ballot:
 //!
 //! ```text
-//! in-HOST      the host may write
-//! closing      no host begins to write any more
+//! in-HOST      HOST is registered as a writer
+//! closing      the container accepts no new writers
 //! decision     the seal: how many bytes of each index count
-//! done-cut     the plain file was cut to what counts of it
-//! claim-N      locked by the host that writes this part of the plain file
-//! done-N       the part is in the plain file, durably
-//! done-all     the plain file is the file
-//! whole        locked by the host that cuts the plain file, ends with it, or removes the container
-//! time-N       what time the file has ([`crate::times`])
+//! done-cut     the plain file was cut to the bytes that count
+//! claim-N      locked by the host that copies part N of the plain file
+//! done-N       part N is in the plain file, durably
+//! done-all     the container is flat: all bytes are in the plain file
+//! whole        locked by the host that cuts or finishes the plain file, or removes the container
+//! time-N       the file's modification time ([`crate::times`])
 //! ```
 //!
-//! The stages of its work are the cut, the parts, and the end. A host that begins to write and one that ends the container
-//! see at least one of each other, so no host writes to a sealed container unless it was taken for dead.
+//! Flattening has three stages: the cut, the copies of the parts, and the finish.
+//!
+//! Race: one host begins to write while another one ends the container. The writer puts `in-HOST` and then looks for
+//! `closing`. The ending host puts `closing` and then looks for `in-HOST`. So at least one of them sees the other, and
+//! no host writes to a sealed container unless it was taken for dead.
 //!
 //! Promises
-//! * The bytes of the file are the same before, while and after it is flattened. Until `done-all` is there, no reader
-//!   takes from the plain file what is in a log.
-//! * Each step may be repeated, by any host, after a crash at any call: logs do not change, and a part of the plain file
-//!   is written with the same bytes each time.
+//! * The bytes of the file are the same before, during and after flattening. Before `done-all` exists, no reader takes
+//!   bytes from the plain file that are in a log.
+//! * Each step may be repeated by any host, after a crash at any call. Logs do not change, so each repetition writes
+//!   the same bytes.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsStr;
@@ -46,41 +50,42 @@ use crate::run::FILE_BYTES_MAX;
 use crate::writer::write_vectored;
 use crate::{tag, times};
 
-/// In a container: the seal.
+/// File in a container: the seal.
 pub(crate) const SEAL_NAME: &str = ballot::DECISION;
-/// Units of work that concern the whole plain file.
+/// Units of work that change the plain file as a whole.
 const CUT: &str = "cut";
 const END: &str = "all";
-/// In a container: the plain file is the file.
-pub(crate) const ALL: &str = "done-all";
-/// Bytes of the plain file that one host writes at a time. The seal names them, so hosts divide a file in one way.
+/// File in a container that is flat.
+pub(crate) const DONE_ALL: &str = "done-all";
+/// Length of a part, which one host copies at a time. The seal stores it, so that all hosts divide a file in the same
+/// way.
 pub const UNIT_BYTES: u64 = 256 << 20;
-/// Bytes that are read from logs before they are written: enough of each log that a disk does not seek for most of its
-/// time.
+/// Bound on the bytes of a batch. A batch then has enough bytes of each log that a disk does not spend most of its time
+/// seeking.
 const COPY_BYTES: u64 = 4 << 20;
-/// Pieces of them, each of which takes some memory.
+/// Bound on the segments of a batch, because each takes some memory.
 const COPY_PIECES: usize = 4096;
 
-/// What counts of a container.
+/// What counts of a container: decided once, the same for all hosts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Seal {
-    /// Bytes of each index, by its name.
+    /// How many bytes of each index count, by the index's name.
     indexes: BTreeMap<String, u64>,
-    /// Bytes of the file.
+    /// Length of the file in bytes.
     pub(crate) len: u64,
-    /// Bytes of the plain file that one host writes at a time.
+    /// Length of a part in bytes.
     unit_bytes: u64,
-    /// What was given up ([`crate::salvage`]).
+    /// What was given up because it cannot be read ([`crate::salvage`]).
     #[serde(default, skip_serializing_if = "Lost::is_empty")]
     pub(crate) lost: Lost,
 }
 
-/// What of a container cannot be read, and is given up.
+/// The damaged parts of a container that were given up.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Lost {
-    /// Parts of indexes that are no frames, by the index's name.
+    /// Parts of indexes that contain no frames, by the index's name.
     pub(crate) indexes: BTreeMap<String, Vec<Range<u64>>>,
-    /// Blocks of logs, by the log's name and where they begin. Their bytes are zeros.
+    /// Positions of blocks of logs that read as zeros, by the log's name.
     pub(crate) logs: BTreeMap<String, BTreeSet<u64>>,
 }
 
@@ -89,8 +94,8 @@ impl Lost {
         self.indexes.is_empty() && self.logs.is_empty()
     }
 
-    /// Where the part of an index ends that begins at `offset`.
-    pub(crate) fn end_of_part(&self, writer: &Writer, offset: u64) -> Option<u64> {
+    /// Returns the end of the lost part of an index that contains `offset`.
+    pub(crate) fn end_of_lost_part(&self, writer: &Writer, offset: u64) -> Option<u64> {
         if self.indexes.is_empty() {
             return None;
         }
@@ -104,13 +109,13 @@ impl Lost {
         blocks.is_some_and(|blocks| blocks.contains(&block))
     }
 
-    pub(crate) fn blocks_of(&self, log: &str) -> BTreeSet<u64> {
+    pub(crate) fn lost_blocks(&self, log: &str) -> BTreeSet<u64> {
         self.logs.get(log).cloned().unwrap_or_default()
     }
 }
 
 impl Seal {
-    /// What counts of each index, of a file that is to be changed no more: its length is not known yet.
+    /// Makes a seal without a length, which the caller sets after applying the seal to the container.
     pub(crate) fn new(indexes: BTreeMap<String, u64>, unit_bytes: u64) -> Self {
         Self {
             indexes,
@@ -120,29 +125,30 @@ impl Seal {
         }
     }
 
+    /// Returns how many bytes of an index count.
     pub(crate) fn limit_of(&self, writer: &Writer) -> u64 {
         self.indexes.get(&writer.index_name()).copied().unwrap_or(0)
     }
 
-    /// Writers whose indexes count.
+    /// Returns the writers whose indexes have bytes that count.
     pub(crate) fn writers(&self) -> Vec<Writer> {
-        let counting = self.indexes.iter().filter(|(_, bytes)| **bytes > 0);
-        counting
+        let nonempty = self.indexes.iter().filter(|(_, bytes)| **bytes > 0);
+        nonempty
             .filter_map(|(name, _)| Writer::of_index(name.as_bytes()))
             .collect()
     }
 
-    /// Bytes of the file.
+    /// Returns the length of the file in bytes.
     pub fn len(&self) -> u64 {
         self.len
     }
 
-    /// Whether it has none.
+    /// Returns whether the file has no bytes.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The seal in a container that has one.
+    /// Reads the seal of a sealed container. Fails with ENOENT if there is none, and with EIO if it is damaged.
     pub(crate) fn load<B: Backing>(base: &B, dir: &B::Inode) -> Result<Self> {
         let bytes = own::load(base, dir, SEAL_NAME)?.ok_or(Errno::NOENT)?;
         Self::decode(&bytes).ok_or_else(|| {
@@ -151,56 +157,58 @@ impl Seal {
         })
     }
 
-    /// As a decision is stored.
+    /// Encodes the seal as a decision of a ballot.
     pub(crate) fn encode(&self) -> Result<Vec<u8>> {
         encode_decision(self)
     }
 
+    /// Decodes a seal. Returns `None` if it is damaged.
     pub(crate) fn decode(bytes: &[u8]) -> Option<Self> {
         let seal: Self = decode_decision(bytes)?;
-        let is_right = seal.unit_bytes > 0 && seal.len <= FILE_BYTES_MAX;
-        is_right.then_some(seal)
+        let is_valid = seal.unit_bytes > 0 && seal.len <= FILE_BYTES_MAX;
+        is_valid.then_some(seal)
     }
 
-    /// What a segment has in each unit.
+    /// Splits a segment at the boundaries of parts. Returns each piece with the number of its part.
     pub(crate) fn split(&self, mut segment: Segment) -> Vec<(u64, Segment)> {
-        let mut parts = Vec::new();
+        let mut pieces = Vec::new();
         while !segment.file.is_empty() {
-            let unit = segment.file.start / self.unit_bytes;
-            let end = self.range_of(unit).end;
-            parts.push((unit, segment.take_first(end - segment.file.start)));
+            let part = segment.file.start / self.unit_bytes;
+            let end = self.range_of(part).end;
+            pieces.push((part, segment.take_first(end - segment.file.start)));
         }
-        debug_assert!(parts.is_sorted_by(|(one, _), (next, _)| one < next));
-        parts
+        debug_assert!(pieces.is_sorted_by(|(one, _), (next, _)| one < next));
+        pieces
     }
 
-    fn range_of(&self, unit: u64) -> Range<u64> {
-        let start = unit.saturating_mul(self.unit_bytes);
+    /// Returns the range of the file that is part number `part`.
+    fn range_of(&self, part: u64) -> Range<u64> {
+        let start = part.saturating_mul(self.unit_bytes);
         start..start.saturating_add(self.unit_bytes)
     }
 }
 
-/// What goes into the plain file at once.
+/// What is written into the plain file with one call.
 enum Batch {
-    /// From `start` on.
+    /// Bytes of logs that lie one after the other in the file from `start` on.
     Bytes { start: u64, bytes: Vec<u8> },
-    /// Zeros, as far as the plain file has bytes there.
+    /// A range to be zeroed, as far as the plain file reaches.
     Zeros(Range<u64>),
 }
 
-/// How far a container is on its way into the plain file.
+/// Result of an attempt to flatten a container.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Flat {
-    /// Other hosts have parts to write.
+    /// Other hosts are still copying parts.
     Waits,
-    /// The plain file is the file; the container may go.
+    /// All bytes are in the plain file. The container can be removed.
     Done,
 }
 
-/// What hosts do with a sealed container.
+/// The stages of flattening, as a protocol of the ballot.
 #[derive(Default)]
 pub(crate) struct Flattening {
-    /// Numbers of the parts of the plain file that bytes in logs go to, once they were looked for.
+    /// Numbers of the parts that have bytes in logs, once they are known.
     parts: OnceLock<Vec<u64>>,
 }
 
@@ -223,7 +231,7 @@ impl Protocol for Flattening {
     }
 }
 
-/// One container, as it comes to its end.
+/// The end of one container. It has the means to register writers, to seal, to flatten and to remove.
 pub struct Ending<'a, B: Backing> {
     pub(crate) base: &'a B,
     pub(crate) container: &'a Container<B>,
@@ -231,7 +239,7 @@ pub struct Ending<'a, B: Backing> {
 }
 
 impl<'a, B: Backing> Ending<'a, B> {
-    /// `name` is that of the container in the directory `top`; none if it is gone.
+    /// Opens the ballot of the container `name` in the directory `top`. Returns `None` if the container is removed.
     pub fn of(
         base: &'a B,
         container: &'a Container<B>,
@@ -246,22 +254,23 @@ impl<'a, B: Backing> Ending<'a, B> {
         }))
     }
 
-    /// The directory of the container.
+    /// Returns the directory of the container, with the files of the ballot.
     pub(crate) fn votes(&self) -> &VoteDir<'a, B> {
         self.ballot.dir()
     }
 
-    /// Says that this host may write, to hosts that live. False if no host may begin to any more.
+    /// Registers this host as a writer. Returns false if the container accepts no new writers.
     pub fn begin_writing(&self) -> Result<bool> {
         Ok(self.ballot.join(b"")? == Joined::Yes)
     }
 
-    /// Says that this host writes no more.
+    /// Removes this host's registration as a writer.
     pub fn end_writing(&self) -> Result<()> {
         self.ballot.withdraw()
     }
 
-    /// Ends the container of the plain file `inode`, unless a host writes to it that `is_alive` says to live.
+    /// Seals the container of the plain file `inode`, and applies the seal. Returns false if a writer is registered
+    /// that `is_alive` reports as alive.
     pub fn seal(
         &self,
         inode: &B::Inode,
@@ -274,28 +283,31 @@ impl<'a, B: Backing> Ending<'a, B> {
             DecisionStep::Decided => {}
         }
         let seal = Seal::load(self.base, self.votes().dir())?;
-        self.container.take_seal(self.base, seal)?;
+        self.container.apply_seal(self.base, seal)?;
         Ok(true)
     }
 
-    /// Puts a seal by what the indexes have now, if there is none.
+    /// Puts a seal with the present lengths of the indexes, unless another host has put one.
     fn decide(&self, inode: &B::Inode, unit_bytes: u64) -> Result<()> {
-        let lengths = self.container.index_lengths(self.base)?;
+        let lengths = self.container.sync_and_measure_indexes(self.base)?;
         let indexes = lengths
             .iter()
             .map(|(writer, bytes)| (writer.index_name(), *bytes))
             .collect();
         let mut seal = Seal::new(indexes, unit_bytes);
-        // The length is that of these bytes of the indexes, whatever a host that was taken for dead adds meanwhile.
-        self.container.take_seal(self.base, seal.clone())?;
+        // A host that was taken for dead may still append. So the length is computed from these bytes of the indexes
+        // only.
+        self.container.apply_seal(self.base, seal.clone())?;
         seal.len = self.container.len();
-        // Asked for after `closing` is there: a later change of the time is recorded in the container.
+        // Asked after `closing` exists: a host that sets the time later sees `closing`, and records the time in the
+        // container.
         let modified = self.base.attr_now(inode)?.mtime;
-        times::begin(self.base, self.votes().dir(), modified)?;
+        times::record_first(self.base, self.votes().dir(), modified)?;
         self.ballot.decide(&seal).map(drop)
     }
 
-    /// Refuses new writers from here on; false if a host writes that `is_alive` says to live.
+    /// Makes the container refuse new writers. Returns false if a writer is registered that `is_alive` reports as
+    /// alive.
     pub(crate) fn close(&self, is_alive: &dyn Fn(&str) -> Result<bool>) -> Result<bool> {
         Ok(match self.ballot.close(is_alive)? {
             DecisionStep::Close | DecisionStep::Wait(_) => false,
@@ -303,7 +315,7 @@ impl<'a, B: Backing> Ending<'a, B> {
         })
     }
 
-    /// Whether a host that `is_alive` says to live says that it may write.
+    /// Returns whether a writer is registered that `is_alive` reports as alive.
     pub(crate) fn has_writer(&self, is_alive: &dyn Fn(&str) -> Result<bool>) -> Result<bool> {
         for host in self.ballot.joined()? {
             if is_alive(&host)? {
@@ -313,35 +325,36 @@ impl<'a, B: Backing> Ending<'a, B> {
         Ok(false)
     }
 
-    /// Writes what this host can of a sealed container into the plain file, `inode`, open as `plain`.
+    /// Does what this host can to flatten a sealed container into the plain file `inode`, which is open as `plain`.
     pub fn flatten(&self, inode: &B::Inode, plain: &B::File) -> Result<Flat> {
         let seal = Seal::load(self.base, self.votes().dir())?;
         let names = self.votes().names()?;
-        if names.contains(ALL) {
+        if names.contains(DONE_ALL) {
             return Ok(Flat::Done);
         }
         let last_time = self.last_time(&names);
         if last_time.is_none() {
             let modified = self.base.attr_of_file_now(plain)?.mtime;
-            times::begin(self.base, self.votes().dir(), modified)?;
+            times::record_first(self.base, self.votes().dir(), modified)?;
             self.base.sync_dir(self.votes().dir())?;
         }
-        // From here on the plain file has another time than the file.
+        // The following calls change the plain file's time. So the time record is read first.
         let last_time = last_time.or(Some(0));
-        self.container.look_at_time(self.base, last_time)?;
+        self.container.load_time(self.base, last_time)?;
         let parts = self.find_parts(&seal)?;
         self.ballot.protocol().parts.get_or_init(|| parts);
         let progress = self
             .ballot
-            .carry_out(|unit| self.do_unit(unit, &seal, inode, plain))?;
+            .carry_out(|unit| self.run_unit(unit, &seal, inode, plain))?;
         Ok(match progress {
-            // The host that removed the container has ended it before.
+            // A container is removed only after it is flat.
             Progress::Done | Progress::Gone => Flat::Done,
             Progress::Waits(_) => Flat::Waits,
         })
     }
 
-    fn do_unit(&self, unit: &Unit, seal: &Seal, inode: &B::Inode, plain: &B::File) -> Result<()> {
+    /// Runs one unit of the protocol.
+    fn run_unit(&self, unit: &Unit, seal: &Seal, inode: &B::Inode, plain: &B::File) -> Result<()> {
         match unit {
             Unit::Whole(CUT) => self.cut(plain),
             Unit::Whole(_) => self.finish(seal, inode, plain),
@@ -353,16 +366,16 @@ impl<'a, B: Backing> Ending<'a, B> {
         }
     }
 
-    /// Runs `work`, which changes the plain file as a whole or removes the container, under the container's exclusive
-    /// lock. False if another host holds the lock, or the container is gone.
-    pub(crate) fn alone(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<bool> {
+    /// Runs `work` under the container's exclusive lock, for changes of the whole plain file and for removal. Returns
+    /// false if another host holds the lock; true also if the container is removed.
+    pub(crate) fn run_exclusively(&self, work: &mut dyn FnMut() -> Result<()>) -> Result<bool> {
         Ok(match self.ballot.do_alone(work)? {
             Alone::Done | Alone::Gone => true,
             Alone::Busy => false,
         })
     }
 
-    /// Cuts from the plain file what counts no more, so that holes of the file are holes there.
+    /// Cuts the plain file to the bytes that count. Holes of the file beyond them become holes of the plain file.
     fn cut(&self, plain: &B::File) -> Result<()> {
         let counts = self.container.base_end();
         if self.base.attr_of_file_now(plain)?.size > counts {
@@ -372,8 +385,8 @@ impl<'a, B: Backing> Ending<'a, B> {
         Ok(())
     }
 
-    /// The parts of the plain file of which bytes are in a log, or are to be zeros: a sparse file may have as many parts as
-    /// there are numbers.
+    /// Returns the numbers of the parts that have bytes in logs or bytes to be zeroed. A sparse file may have more
+    /// parts than could be visited one by one, so the others are left out.
     fn find_parts(&self, seal: &Seal) -> Result<Vec<u64>> {
         let mut parts: Vec<u64> = Vec::new();
         let mut walk = Walk::new(0..seal.len);
@@ -395,24 +408,24 @@ impl<'a, B: Backing> Ending<'a, B> {
         }
     }
 
-    /// Brings what is in logs of a range of the file into the plain file. A thread reads, one batch ahead.
+    /// Copies the bytes of a range from logs into the plain file. A second thread reads one batch ahead.
     fn copy_logs(&self, range: Range<u64>, plain: &B::File) -> Result<()> {
         std::thread::scope(|scope| {
-            let (batches, read) = mpsc::sync_channel(0);
-            let (used, unused) = mpsc::channel();
+            let (sender, receiver) = mpsc::sync_channel(0);
+            let (freed_buffers, free_buffers) = mpsc::channel();
             let walk = Walk::new(range.clone());
             let reader = std::thread::Builder::new().name("firn-flatten".into());
             let reader = reader.spawn_scoped(scope, move || {
-                let send = |batch| batches.send(batch).map_err(|_| Errno::CANCELED);
-                self.read_batches(walk, &unused, &send)
+                let send = |batch| sender.send(batch).map_err(|_| Errno::CANCELED);
+                self.read_batches(walk, &free_buffers, &send)
             });
             let Ok(reader) = reader else {
                 return self.copy_logs_alone(range, plain);
             };
-            let write = |batch| self.write_batch(batch, plain, &used);
-            let written = read.iter().try_for_each(write);
-            // Otherwise the reader would wait for its next batch to be taken.
-            drop(read);
+            let write = |batch| self.write_batch(batch, plain, &freed_buffers);
+            let written = receiver.iter().try_for_each(write);
+            // The reader may be waiting for its batch to be taken. Dropping the channel ends that wait.
+            drop(receiver);
             match reader.join() {
                 Ok(outcome) => written.and(outcome),
                 Err(panic) => std::panic::resume_unwind(panic),
@@ -420,18 +433,18 @@ impl<'a, B: Backing> Ending<'a, B> {
         })
     }
 
-    /// [`Self::copy_logs`] without a second thread.
+    /// Copies as [`Self::copy_logs`] does, without a second thread.
     fn copy_logs_alone(&self, range: Range<u64>, plain: &B::File) -> Result<()> {
-        let (used, unused) = mpsc::channel();
-        let write = |batch| self.write_batch(batch, plain, &used);
-        self.read_batches(Walk::new(range), &unused, &write)
+        let (freed_buffers, free_buffers) = mpsc::channel();
+        let write = |batch| self.write_batch(batch, plain, &freed_buffers);
+        self.read_batches(Walk::new(range), &free_buffers, &write)
     }
 
-    /// Reads what is in logs along a walk. `unused` has memory of batches that were written.
+    /// Reads the batches of a walk and passes each to `send`. `free_buffers` has memory of batches that were written.
     fn read_batches(
         &self,
         mut walk: Walk,
-        unused: &Receiver<Vec<u8>>,
+        free_buffers: &Receiver<Vec<u8>>,
         send: &dyn Fn(Batch) -> Result<()>,
     ) -> Result<()> {
         loop {
@@ -442,27 +455,29 @@ impl<'a, B: Backing> Ending<'a, B> {
             let mut gathered = Vec::new();
             for segment in segments {
                 match segment.source {
-                    Source::Log { .. } => self.gather(segment, &mut gathered, unused, send)?,
+                    Source::Log { .. } => {
+                        self.add_to_batch(segment, &mut gathered, free_buffers, send)?
+                    }
                     Source::Zeros => send(Batch::Zeros(segment.file))?,
                     Source::Plain | Source::Hole => {}
                 }
             }
-            self.read_batch(&mut gathered, unused, send)?;
+            self.read_batch(&mut gathered, free_buffers, send)?;
         }
     }
 
-    /// Adds a segment to those that are copied at once, and reads what is enough.
-    fn gather(
+    /// Adds a segment to the batch. Each time the batch is full, it is read and sent.
+    fn add_to_batch(
         &self,
         mut segment: Segment,
         gathered: &mut Vec<Segment>,
-        unused: &Receiver<Vec<u8>>,
+        free_buffers: &Receiver<Vec<u8>>,
         send: &dyn Fn(Batch) -> Result<()>,
     ) -> Result<()> {
         while !segment.file.is_empty() {
             let room = room_in(gathered, segment.file.start);
             if room == 0 {
-                self.read_batch(gathered, unused, send)?;
+                self.read_batch(gathered, free_buffers, send)?;
                 continue;
             }
             gathered.push(segment.take_first(room));
@@ -470,11 +485,11 @@ impl<'a, B: Backing> Ending<'a, B> {
         Ok(())
     }
 
-    /// Reads segments of logs that follow each other in the file.
+    /// Reads the gathered segments, which follow each other in the file, and sends their bytes as one batch.
     fn read_batch(
         &self,
         gathered: &mut Vec<Segment>,
-        unused: &Receiver<Vec<u8>>,
+        free_buffers: &Receiver<Vec<u8>>,
         send: &dyn Fn(Batch) -> Result<()>,
     ) -> Result<()> {
         let gathered = std::mem::take(gathered);
@@ -482,32 +497,38 @@ impl<'a, B: Backing> Ending<'a, B> {
             return Ok(());
         };
         let start = first.file.start;
-        let mut bytes = unused.try_recv().unwrap_or_default();
-        let its_bytes = gathered.iter().map(|part| part.file.end - part.file.start);
-        debug_assert_eq!(its_bytes.sum::<u64>(), last.file.end - start);
+        let mut bytes = free_buffers.try_recv().unwrap_or_default();
+        let total = gathered.iter().map(|part| part.file.end - part.file.start);
+        debug_assert_eq!(total.sum::<u64>(), last.file.end - start);
         bytes.resize((last.file.end - start) as usize, 0);
         self.container
             .read_segments(self.base, &gathered, &mut bytes)?;
         send(Batch::Bytes { start, bytes })
     }
 
-    /// Writes a batch, and gives its memory back.
-    fn write_batch(&self, batch: Batch, plain: &B::File, used: &Sender<Vec<u8>>) -> Result<()> {
+    /// Writes a batch into the plain file, and returns its memory for a later batch.
+    fn write_batch(
+        &self,
+        batch: Batch,
+        plain: &B::File,
+        freed_buffers: &Sender<Vec<u8>>,
+    ) -> Result<()> {
         match batch {
             Batch::Zeros(file) => self.write_zeros(file, plain),
             Batch::Bytes { start, bytes } => {
                 write_vectored(self.base, plain, vec![IoSlice::new(&bytes)], start)?;
-                // The sync at the end of the unit has less to wait for.
+                // Starts writing the pages to the server now, so that the sync at the end of the part waits
+                // less.
                 let end = start + bytes.len() as u64;
                 self.base.advise(plain, start..end, PageAdvice::WriteOut);
-                // The reader may have read the last one.
-                let _ = used.send(bytes);
+                // The send fails if the reader has ended. Then its memory is not needed.
+                let _ = freed_buffers.send(bytes);
                 Ok(())
             }
         }
     }
 
-    /// As far as the plain file has bytes there.
+    /// Writes zeros into a range of the plain file, as far as the plain file reaches.
     fn write_zeros(&self, file: Range<u64>, plain: &B::File) -> Result<()> {
         let end = file.end.min(self.base.attr_of_file_now(plain)?.size);
         let zeros = vec![0; COPY_BYTES.min(end.saturating_sub(file.start)) as usize];
@@ -520,22 +541,22 @@ impl<'a, B: Backing> Ending<'a, B> {
         Ok(())
     }
 
-    /// Everything is in the plain file: it gets its length and its time ([`crate::times`]).
+    /// Sets the length and the time of the plain file ([`crate::times`]), and removes its tag.
     fn finish(&self, seal: &Seal, inode: &B::Inode, plain: &B::File) -> Result<()> {
-        // A file without writes keeps all of its times.
+        // A file without changes keeps its length and its times.
         if self.base.attr_of_file_now(plain)?.size != seal.len {
             self.base.set_len(plain, seal.len)?;
         }
         tag::clear(self.base, inode, &self.container.name)?;
         let last = self.last_time(&self.votes().names()?).unwrap_or(0);
-        // Makes durable that the tag is gone, too.
-        times::settle(self.base, self.votes().dir(), last, &|modified| {
+        // The sync also makes the removal of the tag durable.
+        times::finish(self.base, self.votes().dir(), last, &|modified| {
             self.set_modified(inode, plain, modified)?;
             self.base.sync(plain, false)
         })
     }
 
-    /// Gives the plain file its time. A refusal (firnd is not the owner) leaves it the time that it has.
+    /// Sets the plain file's modification time. If firnd may not set it, the plain file keeps its present time.
     fn set_modified(&self, inode: &B::Inode, plain: &B::File, modified: Time) -> Result<()> {
         if self.base.attr_of_file_now(plain)?.mtime == modified {
             return Ok(());
@@ -547,29 +568,31 @@ impl<'a, B: Backing> Ending<'a, B> {
         }
     }
 
+    /// Returns the number of the last time record among the names in the container.
     fn last_time(&self, names: &BTreeSet<String>) -> Option<u64> {
         times::last(names.iter().map(|name| name.as_bytes()))
     }
 
-    /// Whether no host may begin to write any more.
+    /// Returns whether the container accepts no new writers.
     pub fn is_closing(&self) -> Result<bool> {
-        let found = own::find(self.base, self.votes().dir(), OsStr::new(CLOSING))?;
-        Ok(found.is_some())
+        let file = own::find(self.base, self.votes().dir(), OsStr::new(CLOSING))?;
+        Ok(file.is_some())
     }
 
-    /// Whether the plain file is the file.
+    /// Returns whether all bytes are in the plain file.
     pub fn is_flat(&self) -> Result<bool> {
-        let found = own::find(self.base, self.votes().dir(), OsStr::new(ALL))?;
-        Ok(found.is_some())
+        let file = own::find(self.base, self.votes().dir(), OsStr::new(DONE_ALL))?;
+        Ok(file.is_some())
     }
 
-    /// Removes a container whose bytes are all in the plain file, unless another host is at it.
+    /// Removes a flat container, unless another host holds its exclusive lock.
     pub fn remove(&self) -> Result<()> {
         self.ballot.remove_if_over()
     }
 }
 
-/// Bytes that a batch takes of a segment that begins at `start` in the file.
+/// Returns how many bytes of a segment at `start` in the file fit in a batch; 0 if the segment does not continue the
+/// batch.
 fn room_in(batch: &[Segment], start: u64) -> u64 {
     let (Some(first), Some(last)) = (batch.first(), batch.last()) else {
         return COPY_BYTES;
@@ -581,12 +604,12 @@ fn room_in(batch: &[Segment], start: u64) -> u64 {
     }
 }
 
-/// What says that a part is in the plain file.
+/// Returns the name of the file that marks a part as copied.
 pub(crate) fn done_name(part: u64) -> String {
     Unit::Part(part.to_string()).done_file()
 }
 
-/// Whether a name in a container says so of any part.
+/// Returns whether a name in a container marks a part as copied.
 pub(crate) fn is_done_part(name: &str) -> bool {
     let part = name.strip_prefix(DONE);
     part.is_some_and(|part| part.parse::<u64>().is_ok())

@@ -1,8 +1,9 @@
-//! Makes sorted indexes: of frames, and of smaller sorted indexes.
+//! Makes tables: of the frames of an index, and of smaller tables.
 //!
-//! A host sorts its own frames when there are too many for other hosts to keep in memory, and the rest when it ends
-//! writing. So an index of any length is sorted with little memory: a part at a time, and parts of like size are
-//! merged. Smaller parts stay: a host that was told that less of the index counts uses them.
+//! A host sorts a part of its index before the part becomes too long for the memory of other hosts. It sorts the rest
+//! when it ends writing. Tables of like size are then merged. So an index of any length is sorted with little memory.
+//!
+//! Merged tables are not removed. A host for which less of the index counts may need the smaller ones.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -17,22 +18,23 @@ use crate::names::Writer;
 use crate::resolve::{Key, Layer, layers_of};
 use crate::table::{Cuts, Table, TableWriter};
 
-/// This many tables of one level become one of the next.
+/// Number of tables of one level that are merged into one of the next level.
 const MERGED_TABLES: usize = 16;
-/// A table that is this many times as long as those after it together stays as it is when a host ends writing.
-const MUCH_LONGER: u64 = 4;
+/// When a host ends writing, its last tables are merged. A table stays as it is if it is more than this many times as
+/// long as all tables after it.
+const STAYS_LENGTH_RATIO: u64 = 4;
 
-/// An index's place: the container's directory, and whose it is.
+/// Sorts one index: the container's directory, and the writer of the index.
 pub(crate) struct Sorter<'a, B: Backing> {
     pub(crate) base: &'a B,
     pub(crate) dir: &'a B::Inode,
     pub(crate) writer: &'a Writer,
-    /// Turn of the host that sorts.
+    /// Turn of the sorting host, which selects the lane of its tables.
     pub(crate) turn: u64,
 }
 
 impl<B: Backing> Sorter<'_, B> {
-    /// Makes a table of frames, which are with where they begin: those of `part` of the index.
+    /// Makes a table of the frames of `part` of the index. Each frame comes with its position.
     pub(crate) fn sort(&self, frames: Vec<(u64, Frame)>, part: Range<u64>) -> Result<()> {
         let (mut layers, mut spans, mut cuts) = (Vec::new(), Vec::new(), Cuts::default());
         let last_epoch = frames.iter().map(|(_, frame)| frame.epoch).max();
@@ -48,24 +50,24 @@ impl<B: Backing> Sorter<'_, B> {
                 Change::Synced => {}
                 change @ (Change::Written(_) | Change::Zeroed(_)) => {
                     let (span, runs) = change.split();
-                    let whole = layers_of(key, span.as_ref(), &runs);
-                    layers.extend(whole.flat_map(Layer::split_short));
+                    let change_layers = layers_of(key, span.as_ref(), &runs);
+                    layers.extend(change_layers.flat_map(Layer::split_if_short));
                     spans.extend(span.map(|span| (offset, span)));
                 }
             }
         }
-        layers.sort_unstable_by_key(order);
+        layers.sort_unstable_by_key(sort_key);
         let layers = layers.into_iter().map(Ok);
         let rest = (cuts, last_epoch.unwrap_or(0));
-        self.make(0, part, layers, spans.into_iter().map(Ok), rest)
+        self.write_table(0, part, layers, spans.into_iter().map(Ok), rest)
     }
 
-    /// Merges the last tables of a cover where there are enough of a level; false if there are not.
+    /// Merges the last [`MERGED_TABLES`] tables of an index if they have the same level. Returns whether they had.
     pub(crate) fn merge_level(&self, cover: &[Arc<Table<B>>]) -> Result<bool> {
-        let Some(start) = cover.len().checked_sub(MERGED_TABLES) else {
+        let Some(first_merged) = cover.len().checked_sub(MERGED_TABLES) else {
             return Ok(false);
         };
-        let last = &cover[start..];
+        let last = &cover[first_merged..];
         let level = last[0].directory.level;
         if last.iter().any(|table| table.directory.level != level) {
             return Ok(false);
@@ -74,25 +76,25 @@ impl<B: Backing> Sorter<'_, B> {
         Ok(true)
     }
 
-    /// Merges the last tables of a cover, from the first one that is not much longer than all after it together.
+    /// Merges the last tables of an index, from the first one that is not much longer than all after it together.
     pub(crate) fn merge_last(&self, cover: &[Arc<Table<B>>]) -> Result<()> {
         let mut bytes = 0u64;
-        let mut start = cover.len();
-        for (number, table) in cover.iter().enumerate().rev() {
-            let own = table.part().end - table.part().start;
-            if bytes > 0 && own / MUCH_LONGER > bytes {
+        let mut first_merged = cover.len();
+        for (index, table) in cover.iter().enumerate().rev() {
+            let part_bytes = table.part().end - table.part().start;
+            if bytes > 0 && part_bytes / STAYS_LENGTH_RATIO > bytes {
                 break;
             }
-            bytes += own;
-            start = number;
+            bytes += part_bytes;
+            first_merged = index;
         }
-        match cover.len() - start {
-            0 | 1 => Ok(()),
-            _ => self.merge(&cover[start..]),
+        if cover.len() - first_merged > 1 {
+            self.merge(&cover[first_merged..])?;
         }
+        Ok(())
     }
 
-    /// Makes one table of several, which follow each other.
+    /// Makes one table of several that follow each other.
     pub(crate) fn merge<'t>(&'t self, tables: &'t [Arc<Table<B>>]) -> Result<()> {
         let (Some(first), Some(last)) = (tables.first(), tables.last()) else {
             return Ok(());
@@ -105,7 +107,7 @@ impl<B: Backing> Sorter<'_, B> {
             layers.map(|layer| layer.map_err(Errno::from))
         };
         let sources = tables.iter().map(layers_of);
-        let layers = Merged::new(sources)?;
+        let layers = MergedLayers::new(sources)?;
         let spans = tables.iter().flat_map(|table| table.spans(self.base));
         let spans = spans.map(|span| span.map_err(Errno::from));
         let mut cuts = Cuts::default();
@@ -114,10 +116,11 @@ impl<B: Backing> Sorter<'_, B> {
         }
         let epochs = tables.iter().map(|table| table.directory.last_epoch);
         let rest = (cuts, epochs.max().unwrap_or(0));
-        self.make(level, part, layers, spans, rest)
+        self.write_table(level, part, layers, spans, rest)
     }
 
-    fn make(
+    /// Writes a table of sorted layers and spans. Removes it after an error.
+    fn write_table(
         &self,
         level: u8,
         part: Range<u64>,
@@ -138,6 +141,7 @@ impl<B: Backing> Sorter<'_, B> {
     }
 }
 
+/// Adds all layers and then all spans to a table.
 fn fill<B: Backing>(
     table: &mut TableWriter<'_, B>,
     layers: impl Iterator<Item = Result<Layer>>,
@@ -153,22 +157,24 @@ fn fill<B: Backing>(
     Ok(())
 }
 
-/// First byte, key and length.
-type Order = (u64, Key, u64);
+/// Sort key of a layer: its first byte, its change, and its length, which makes the order complete.
+type SortKey = (u64, Key, u64);
 
-fn order(layer: &Layer) -> Order {
+/// Returns the sort key of a layer.
+fn sort_key(layer: &Layer) -> SortKey {
     (layer.run.offset(), layer.key, layer.run.len())
 }
 
-/// Layers of several sorted sources, in order.
-struct Merged<I> {
+/// Merges several sorted sources of layers into one.
+struct MergedLayers<I> {
     sources: Vec<I>,
+    /// The next layer of each source; `None` at its end.
     heads: Vec<Option<Layer>>,
-    /// The head of each source, by its order.
-    queue: BinaryHeap<Reverse<(Order, usize)>>,
+    /// Sort keys of the next layers, each with the index of its source.
+    queue: BinaryHeap<Reverse<(SortKey, usize)>>,
 }
 
-impl<I: Iterator<Item = Result<Layer>>> Merged<I> {
+impl<I: Iterator<Item = Result<Layer>>> MergedLayers<I> {
     fn new(sources: impl Iterator<Item = I>) -> Result<Self> {
         let mut merged = Self {
             sources: sources.collect(),
@@ -176,32 +182,34 @@ impl<I: Iterator<Item = Result<Layer>>> Merged<I> {
             queue: BinaryHeap::new(),
         };
         merged.heads.resize_with(merged.sources.len(), || None);
-        for number in 0..merged.sources.len() {
-            merged.advance(number)?;
+        for index in 0..merged.sources.len() {
+            merged.advance(index)?;
         }
         Ok(merged)
     }
 
-    fn advance(&mut self, number: usize) -> Result<()> {
-        let next = self.sources[number].next().transpose()?;
+    /// Reads the next layer of a source.
+    fn advance(&mut self, index: usize) -> Result<()> {
+        let next = self.sources[index].next().transpose()?;
         if let Some(layer) = &next {
-            self.queue.push(Reverse((order(layer), number)));
+            self.queue.push(Reverse((sort_key(layer), index)));
         }
-        self.heads[number] = next;
+        self.heads[index] = next;
         Ok(())
     }
 
+    /// Removes and returns the first of the next layers.
     fn take(&mut self) -> Result<Option<Layer>> {
-        let Some(Reverse((_, number))) = self.queue.pop() else {
+        let Some(Reverse((_, index))) = self.queue.pop() else {
             return Ok(None);
         };
-        let layer = self.heads[number].take().ok_or(Errno::IO)?;
-        self.advance(number)?;
+        let layer = self.heads[index].take().ok_or(Errno::IO)?;
+        self.advance(index)?;
         Ok(Some(layer))
     }
 }
 
-impl<I: Iterator<Item = Result<Layer>>> Iterator for Merged<I> {
+impl<I: Iterator<Item = Result<Layer>>> Iterator for MergedLayers<I> {
     type Item = Result<Layer>;
 
     fn next(&mut self) -> Option<Self::Item> {

@@ -1,18 +1,19 @@
-//! A sorted index: what frames of one index say, by where it is in the file, so that a reader loads only what it needs.
+//! Tables: parts of an index, sorted by offset in the file, so that a reader loads only the blocks it needs.
 //!
 //! ```text
 //! blocks of layers   each about 64 KiB, sorted by the first byte in the file
-//! blocks of spans    as the frames stood in the index: place and checksums of their bytes
-//! directory          lowest and highest byte, last frame, place and checksum of each block; what its cuts left
-//! u32 bytes of the directory, u32 CRC32C of it, "FIRNSORT"
+//! blocks of spans    in the order of the frames in the index: places and checksums of the written bytes
+//! directory          of each block: bounds, position and checksum; also the effect of all cuts
+//! trailer            u32 length of the directory, u32 CRC32C of it, "FIRNSORT"
 //! ```
 //!
-//! It stands for bytes FROM to TO of the index, as its name says. It is made from the index and can be made again, so
-//! its sync is not waited for. A table that is not whole is not used, nor is a damaged block.
+//! A table holds the changes of bytes FROM to TO of an index. Its name says which. A table can be made again from the
+//! index, so no host waits for a sync of it. A table that is incomplete or has a damaged block is not used: readers use
+//! the index instead.
 //!
 //! Invariants
-//! * It never changes, and two of the same name have the same bytes.
-//! * Layers are sorted by first byte, then by key; spans by frame.
+//! * A table never changes. Two tables with the same name have the same bytes.
+//! * Layers are sorted by first byte, then by key. Spans are sorted by frame.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -30,93 +31,97 @@ use crate::block::{BLOCK_BYTES, LayerDecoder, LayerEncoder, SpanEncoder, decode_
 use crate::cut::{Growths, Limit, Limits};
 use crate::frame::{Cut, Span};
 use crate::names::Writer;
-use crate::resolve::{Key, Layer, Layers, Outline, WriterId};
+use crate::resolve::{Key, Layer, Layers, LengthChanges, WriterId};
 use crate::run::FILE_BYTES_MAX;
 
 const MAGIC: [u8; 8] = *b"FIRNSORT";
+/// Length of the trailer.
 const TRAILER_BYTES: u64 = 16;
-/// 2^20 blocks of 64 KiB have some 10^10 pieces.
+/// Bound on the length of a directory. It suffices for 2^20 blocks, which hold some 10^10 pieces.
 const DIRECTORY_BYTES_MAX: u64 = 64 << 20;
-/// One entry may reach beyond the end that a block is to have.
+/// The part of a cache that is for spans, as a divisor of its bytes.
+const SPAN_SHARE: u64 = 8;
+/// Bound on the length of a block. An encoder ends a block after the entry that exceeds [`BLOCK_BYTES`].
 const BLOCK_BYTES_MAX: u64 = 2 * BLOCK_BYTES as u64;
 
-/// What is in memory of sorted indexes, of all files.
+/// Blocks of tables and single spans in memory, of all files.
 pub(crate) struct BlockCache {
-    blocks: Cache<PartId, Arc<[u8]>, Weight>,
-    /// Spans that blocks had: each piece that is read needs its own.
-    spans: Cache<PartId, Arc<Span>, Weight>,
+    blocks: Cache<CacheId, Arc<[u8]>, ByteWeight>,
+    /// Spans that were found in blocks. A read of scattered pieces needs a different span for each.
+    spans: Cache<CacheId, Arc<Span>, ByteWeight>,
 }
 
-/// The table as this process has numbered it, and a block's position in it or a span's frame.
-type PartId = (u64, u64);
+/// Identifies an entry: the number of the table in this process, and a block's position or a span's frame.
+type CacheId = (u64, u64);
 
+/// Weighs an entry by its bytes in memory.
 #[derive(Clone)]
-struct Weight;
+struct ByteWeight;
 
-impl quick_cache::Weighter<PartId, Arc<[u8]>> for Weight {
-    fn weight(&self, _: &PartId, block: &Arc<[u8]>) -> u64 {
+impl quick_cache::Weighter<CacheId, Arc<[u8]>> for ByteWeight {
+    fn weight(&self, _: &CacheId, block: &Arc<[u8]>) -> u64 {
         block.len() as u64
     }
 }
 
-impl quick_cache::Weighter<PartId, Arc<Span>> for Weight {
-    fn weight(&self, _: &PartId, span: &Arc<Span>) -> u64 {
+impl quick_cache::Weighter<CacheId, Arc<Span>> for ByteWeight {
+    fn weight(&self, _: &CacheId, span: &Arc<Span>) -> u64 {
         (size_of::<Span>() + 4 * span.checksums.len()) as u64
     }
 }
 
 impl BlockCache {
-    /// With at most `bytes` bytes.
+    /// Makes a cache of at most `bytes` bytes. An eighth of them is for spans.
     pub(crate) fn new(bytes: u64) -> Self {
-        let for_spans = bytes / 8;
+        let for_spans = bytes / SPAN_SHARE;
         let for_blocks = bytes - for_spans;
         let blocks = for_blocks / BLOCK_BYTES as u64;
         let spans = for_spans / size_of::<Span>() as u64;
         Self {
-            blocks: Cache::with_weighter(blocks as usize, for_blocks, Weight),
-            spans: Cache::with_weighter(spans as usize, for_spans, Weight),
+            blocks: Cache::with_weighter(blocks as usize, for_blocks, ByteWeight),
+            spans: Cache::with_weighter(spans as usize, for_spans, ByteWeight),
         }
     }
 }
 
-/// What is in a table.
+/// The directory of a table: what the table holds, and where.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Directory {
-    /// How often what it has was merged.
+    /// How often the contents were merged; 0 for a table made from frames.
     pub level: u8,
-    /// The part of the index that it stands for.
+    /// Beginning of the part of the index that the table holds.
     pub from: u64,
-    /// Its end.
+    /// End of that part.
     pub to: u64,
-    /// The largest epoch of a change.
+    /// The largest epoch of the changes.
     pub last_epoch: u64,
-    /// The first frame that wrote bytes.
+    /// Position in the index of the first frame that wrote bytes.
     pub first: u64,
-    /// The last one.
+    /// Position of the last frame that wrote bytes.
     pub last: u64,
-    /// One after the last byte of the file that was written; 0 if none was.
+    /// End in the file of the last byte that was written; 0 if none was.
     pub end: u64,
-    /// What its cuts left.
+    /// The effect of the cuts and growths.
     pub cuts: Cuts,
-    /// Blocks of layers.
+    /// The blocks of layers, in order.
     pub layers: Vec<LayerBlock>,
-    /// Blocks of spans.
+    /// The blocks of spans, in order.
     pub spans: Vec<SpanBlock>,
 }
 
 /// The effect of the cuts and growths in a part of an index.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Cuts {
-    /// Where the plain file ends, if there is a cut.
+    /// The shortest length of the cuts, which also cut the plain file; `None` without a cut.
     pub base: Option<u64>,
-    /// Where what hosts wrote ends.
+    /// What the cuts hide of the changes of each writer.
     pub limits: BTreeMap<Writer, Limits>,
-    /// What made the file longer.
+    /// The changes that made the file longer.
     pub growths: Growths,
 }
 
 impl Cuts {
-    /// Takes a cut of `writer`, whose frame begins at `frame` in its index.
+    /// Adds a cut by `writer`, whose frame begins at `frame` in the writer's index.
     pub(crate) fn add_cut(&mut self, writer: &Writer, frame: u64, cut: Cut) {
         let len = cut.len;
         self.limit_base(len);
@@ -136,7 +141,7 @@ impl Cuts {
         }
     }
 
-    /// Takes what those of another part make of it.
+    /// Adds the effect of another part.
     pub(crate) fn merge(&mut self, other: &Self) {
         if let Some(base) = other.base {
             self.limit_base(base);
@@ -151,67 +156,69 @@ impl Cuts {
         }
     }
 
-    /// Tells them of a file; they are of an index of `writer`.
-    pub(crate) fn tell(&self, writer: WriterId, outline: &mut Outline) {
+    /// Adds the effect to the length changes of a file. `writer` is the writer of the index.
+    pub(crate) fn apply_to(&self, writer: WriterId, length_changes: &mut LengthChanges) {
         if let Some(base) = self.base {
-            outline.limit_base(base);
+            length_changes.limit_base(base);
         }
-        for (of, limits) in &self.limits {
-            let of = of.id();
-            limits.iter().for_each(|limit| outline.limit(of, limit));
+        for (limited, limits) in &self.limits {
+            let id = limited.id();
+            limits
+                .iter()
+                .for_each(|limit| length_changes.limit(id, limit));
         }
         for growth in self.growths.iter() {
-            outline.grow(writer, growth);
+            length_changes.grow(writer, growth);
         }
     }
 
-    fn is_right(&self) -> bool {
+    fn is_valid(&self) -> bool {
         let is_limited =
-            |(writer, limits): (&Writer, &Limits)| writer.is_right() && limits.is_right();
+            |(writer, limits): (&Writer, &Limits)| writer.is_valid() && limits.is_valid();
         self.base <= Some(FILE_BYTES_MAX)
             && self.limits.iter().all(is_limited)
-            && self.growths.is_right()
+            && self.growths.is_valid()
     }
 }
 
-/// Where a block is.
+/// Where a block lies in the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BlockPlace {
-    /// In the table.
+    /// Position of the first byte in the table.
     pub position: u64,
-    /// How many bytes.
+    /// Length in bytes.
     pub bytes: u32,
-    /// CRC32C of them.
+    /// CRC32C of the bytes.
     pub checksum: [u8; 4],
 }
 
-/// A block of layers.
+/// A block of layers, with the bounds of its layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LayerBlock {
-    /// Where it is.
+    /// Where the block lies.
     pub place: BlockPlace,
-    /// First byte of the file of any of its layers.
+    /// Offset in the file of the first byte of its layers.
     pub lowest: u64,
-    /// One after the last byte of any of them.
+    /// End in the file of the last byte of its layers.
     pub highest: u64,
-    /// The last frame of any of them.
+    /// Position in the index of the last frame of its layers.
     pub last: u64,
-    /// One after the last byte of any layer in this block or one before it.
+    /// The largest `highest` of this block and all blocks before it.
     pub reach: u64,
 }
 
-/// A block of spans.
+/// A block of spans, with its first frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SpanBlock {
-    /// Where it is.
+    /// Where the block lies.
     pub place: BlockPlace,
-    /// The first frame that it has.
+    /// Position in the index of its first frame.
     pub first: u64,
 }
 
 impl Directory {
-    /// Bytes of all blocks.
-    fn blocks_bytes(&self) -> u64 {
+    /// Returns the total length of all blocks.
+    fn total_block_bytes(&self) -> u64 {
         let layers = self.layers.iter().map(|block| block.place);
         let spans = self.spans.iter().map(|block| block.place);
         layers
@@ -220,7 +227,7 @@ impl Directory {
             .sum()
     }
 
-    /// Appends the end of a table.
+    /// Appends the encoded directory and the trailer to `bytes`.
     fn encode(&self, bytes: &mut Vec<u8>) {
         let body = postcard::to_allocvec(self).expect("memory is all that it takes");
         let len = u32::try_from(body.len()).expect("blocks are large");
@@ -230,27 +237,30 @@ impl Directory {
         bytes.extend_from_slice(&MAGIC);
     }
 
-    /// Bytes of the directory before a trailer; none if it is no trailer of a file of this size.
-    fn bytes_of_trailer(trailer: &[u8], file_bytes: u64) -> Option<u64> {
+    /// Returns the length of the directory by the trailer of a table of `file_bytes`. Returns `None` if the trailer is
+    /// not valid.
+    fn directory_bytes(trailer: &[u8], file_bytes: u64) -> Option<u64> {
         let body = u64::from(u32::from_le_bytes(trailer.get(..4)?.try_into().ok()?));
         let fits = body <= DIRECTORY_BYTES_MAX && body + TRAILER_BYTES <= file_bytes;
         (trailer.get(8..)? == MAGIC && fits).then_some(body)
     }
 
-    /// Reads what `encode` appended to a table of `file_bytes`; none if that is damaged.
+    /// Decodes the directory of a table of `file_bytes`. `tail` is the directory and the trailer. Returns `None` if it
+    /// is damaged.
     pub fn decode(tail: &[u8], file_bytes: u64) -> Option<Self> {
         let (body, trailer) = tail.split_at_checked(tail.len().checked_sub(16)?)?;
-        if Self::bytes_of_trailer(trailer, file_bytes)? != body.len() as u64
+        if Self::directory_bytes(trailer, file_bytes)? != body.len() as u64
             || crc32c::crc32c(body).to_le_bytes() != trailer[4..8]
         {
             return None;
         }
-        let (found, rest) = postcard::take_from_bytes::<Self>(body).ok()?;
+        let (directory, rest) = postcard::take_from_bytes::<Self>(body).ok()?;
         let data_bytes = file_bytes - tail.len() as u64;
-        (rest.is_empty() && found.is_right(data_bytes)).then_some(found)
+        (rest.is_empty() && directory.is_valid(data_bytes)).then_some(directory)
     }
 
-    fn is_right(&self, data_bytes: u64) -> bool {
+    /// Returns whether a decoded directory is consistent. `data_bytes` is the length of all blocks.
+    fn is_valid(&self, data_bytes: u64) -> bool {
         let layers = self.layers.iter().map(|block| block.place);
         let mut places = layers.chain(self.spans.iter().map(|block| block.place));
         let mut reach = 0;
@@ -264,10 +274,11 @@ impl Directory {
             && has_order
             && self.layers.is_sorted_by_key(|block| block.lowest)
             && self.spans.is_sorted_by_key(|block| block.first)
-            && self.cuts.is_right()
-            && places.all(|place| place.is_right(data_bytes))
+            && self.cuts.is_valid()
+            && places.all(|place| place.is_valid(data_bytes))
     }
 
+    /// Extends the bounds of the written bytes by a layer.
     fn note_written(&mut self, layer: &Layer) {
         let frame = layer.key.frame;
         let is_first = self.end == 0;
@@ -282,37 +293,44 @@ impl Directory {
 }
 
 impl BlockPlace {
-    fn is_right(self, data_bytes: u64) -> bool {
+    fn is_valid(self, data_bytes: u64) -> bool {
         let end = self.position.checked_add(u64::from(self.bytes));
         u64::from(self.bytes) <= BLOCK_BYTES_MAX && end.is_some_and(|end| end <= data_bytes)
     }
 
-    fn holds(self, bytes: &[u8]) -> bool {
+    fn matches(self, bytes: &[u8]) -> bool {
         crc32c::crc32c(bytes).to_le_bytes() == self.checksum
     }
 }
 
-/// A table that is open.
+/// An open table.
 pub(crate) struct Table<B: Backing> {
     id: u64,
     pub(crate) name: String,
     pub(crate) writer: WriterId,
     file: B::File,
     pub(crate) directory: Directory,
-    /// A block of it was not as it was written.
+    /// Whether a block was found damaged, so that the table must not be used.
     is_damaged: AtomicBool,
-    /// One after the last byte that cuts left, for those that were asked for last.
-    end: Mutex<Option<(Vec<Limit>, u64)>>,
+    /// The end of the table's bytes in the file that was computed last.
+    end: Mutex<Option<KnownEnd>>,
 }
 
-/// Why a sorted index, or what is told by it, cannot be read.
+/// The end of the bytes in the file that cuts do not hide, for one set of limits.
+struct KnownEnd {
+    /// The limits that apply to the table's frames.
+    limits: Vec<Limit>,
+    end: u64,
+}
+
+/// Why a table, or something in it, cannot be read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum TableError {
-    /// It is damaged: the index itself is to be read in its place.
+    /// The table is damaged. The index must be read in its place.
     Damaged,
-    /// The change that is asked for is in none that is used any more.
+    /// No table in use holds the change that was asked for.
     Unknown,
-    /// The backing failed.
+    /// A call of the backing failed.
     Backing(Errno),
 }
 
@@ -324,7 +342,7 @@ impl From<Errno> for TableError {
     }
 }
 
-/// Of what is still damaged, or unknown, after all was read anew.
+/// For errors that remain after the view was built again without damaged tables.
 impl From<TableError> for Errno {
     fn from(error: TableError) -> Self {
         match error {
@@ -335,7 +353,7 @@ impl From<TableError> for Errno {
 }
 
 impl<B: Backing> Table<B> {
-    /// Opens one that is whole.
+    /// Opens the table of a part of an index. Returns `None` if the table is missing or damaged.
     pub(crate) fn open(
         base: &B,
         dir: &B::Inode,
@@ -374,12 +392,12 @@ impl<B: Backing> Table<B> {
         self.is_damaged.load(Ordering::Acquire)
     }
 
-    /// Whether the change that the key is of is in it.
-    pub(crate) fn has(&self, key: Key) -> bool {
+    /// Returns whether the table holds the change with this key, by its frame.
+    pub(crate) fn holds(&self, key: Key) -> bool {
         key.writer == self.writer && self.part().contains(&key.frame)
     }
 
-    /// Finds the layers that may have bytes in `range`. False if those are too many.
+    /// Adds the layers that have pieces in `range`. Returns false if there are more pieces than allowed.
     pub(crate) fn collect(
         &self,
         base: &B,
@@ -393,13 +411,13 @@ impl<B: Backing> Table<B> {
             .iter()
             .take_while(|block| block.lowest < range.end);
         for block in overlapping.filter(|block| block.highest > range.start) {
-            let bytes = self.load(base, cache, block.place)?;
+            let bytes = self.load_block(base, cache, block.place)?;
             for layer in LayerDecoder::new(bytes, self.writer) {
-                let layer = layer.map_err(|_| self.reject())?;
+                let layer = layer.map_err(|_| self.mark_damaged())?;
                 if layer.run.offset() >= range.end {
                     break;
                 }
-                if !layers.take(layer, range) {
+                if !layers.add(layer, range) {
                     return Ok(false);
                 }
             }
@@ -407,7 +425,7 @@ impl<B: Backing> Table<B> {
         Ok(true)
     }
 
-    /// The range that a change in this table wrote; `None`: the change is not in the table.
+    /// Returns the span of a change. Returns `None` if the table has none for it.
     pub(crate) fn span(
         &self,
         base: &B,
@@ -419,13 +437,13 @@ impl<B: Backing> Table<B> {
             return Ok(Some(known));
         }
         let blocks = &self.directory.spans;
-        let after = blocks.partition_point(|block| block.first <= key.frame);
-        let Some(block) = after.checked_sub(1).map(|number| &blocks[number]) else {
+        let next_number = blocks.partition_point(|block| block.first <= key.frame);
+        let Some(block) = next_number.checked_sub(1).map(|number| &blocks[number]) else {
             return Ok(None);
         };
-        let bytes = self.load(base, cache, block.place)?;
-        for found in decode_spans(&bytes) {
-            let (frame, span) = found.map_err(|_| self.reject())?;
+        let bytes = self.load_block(base, cache, block.place)?;
+        for decoded in decode_spans(&bytes) {
+            let (frame, span) = decoded.map_err(|_| self.mark_damaged())?;
             if frame == key.frame {
                 let span = Arc::new(span);
                 cache.spans.insert(id, Arc::clone(&span));
@@ -435,7 +453,8 @@ impl<B: Backing> Table<B> {
         Ok(None)
     }
 
-    /// One after the last byte that cuts left of what was written, if that is known without reading.
+    /// Returns the end in the file of the bytes that `limits` do not hide. Returns `None` if blocks must be read to
+    /// find it.
     pub(crate) fn end(&self, limits: Option<&Limits>) -> Option<u64> {
         let Directory {
             first, last, end, ..
@@ -443,17 +462,17 @@ impl<B: Backing> Table<B> {
         let Some(limits) = limits else {
             return Some(end);
         };
-        // Later frames end nowhere before earlier ones.
+        // Limits grow with the frames. If they are equal for the first and the last frame, they are equal for all.
         if limits.of(first) == limits.of(last) {
             return Some(end.min(limits.of(last)));
         }
-        let known = self.end.lock();
-        let known = known.as_ref()?;
-        (known.0 == limits.between(first, last)).then_some(known.1)
+        let known_end = self.end.lock();
+        let known_end = known_end.as_ref()?;
+        (known_end.limits == limits.between(first, last)).then_some(known_end.end)
     }
 
-    /// Finds it, and knows it from then on.
-    pub(crate) fn find_end(&self, base: &B, limits: Option<&Limits>) -> TableResult<()> {
+    /// Computes the end in the file of the bytes that `limits` do not hide, and stores it for [`Table::end`].
+    pub(crate) fn compute_end(&self, base: &B, limits: Option<&Limits>) -> TableResult<()> {
         let Some(limits) = limits.filter(|limits| self.end(Some(limits)).is_none()) else {
             return Ok(());
         };
@@ -462,40 +481,49 @@ impl<B: Backing> Table<B> {
             if block.highest.min(limits.of(block.last)) <= end {
                 continue;
             }
-            for layer in LayerDecoder::new(self.read(base, block.place)?, self.writer) {
-                let layer = layer.map_err(|_| self.reject())?;
+            for layer in LayerDecoder::new(self.read_block(base, block.place)?, self.writer) {
+                let layer = layer.map_err(|_| self.mark_damaged())?;
                 if layer.place.is_some() {
                     end = end.max(layer.run.span().end.min(limits.of(layer.key.frame)));
                 }
             }
         }
         let Directory { first, last, .. } = self.directory;
-        *self.end.lock() = Some((limits.between(first, last).to_vec(), end));
+        *self.end.lock() = Some(KnownEnd {
+            limits: limits.between(first, last).to_vec(),
+            end,
+        });
         Ok(())
     }
 
-    /// A block, from memory if it is there.
-    fn load(&self, base: &B, cache: &BlockCache, place: BlockPlace) -> TableResult<Arc<[u8]>> {
+    /// Returns a block, from the cache if it is there.
+    fn load_block(
+        &self,
+        base: &B,
+        cache: &BlockCache,
+        place: BlockPlace,
+    ) -> TableResult<Arc<[u8]>> {
         let id = (self.id, place.position);
         if let Some(known) = cache.blocks.get(&id) {
             return Ok(known);
         }
-        let block = self.read(base, place)?;
+        let block = self.read_block(base, place)?;
         cache.blocks.insert(id, Arc::clone(&block));
         Ok(block)
     }
 
-    fn read(&self, base: &B, place: BlockPlace) -> TableResult<Arc<[u8]>> {
+    /// Reads a block and compares its checksum, without the cache.
+    fn read_block(&self, base: &B, place: BlockPlace) -> TableResult<Arc<[u8]>> {
         let mut block = vec![0; place.bytes as usize];
         let count = base.read_at(&self.file, &mut block, place.position)?;
-        if count < block.len() || !place.holds(&block) {
-            return Err(self.reject());
+        if count < block.len() || !place.matches(&block) {
+            return Err(self.mark_damaged());
         }
         Ok(block.into())
     }
 
-    /// It is not to be used any more.
-    fn reject(&self) -> TableError {
+    /// Marks the table as damaged, so that it is not used any more.
+    fn mark_damaged(&self) -> TableError {
         self.is_damaged.store(true, Ordering::Release);
         tracing::warn!(
             name = self.name,
@@ -504,34 +532,34 @@ impl<B: Backing> Table<B> {
         TableError::Damaged
     }
 
-    /// All its layers, in order, without filling the cache.
+    /// Returns all layers in order, without filling the cache.
     pub(crate) fn layers<'a>(
         &'a self,
         base: &'a B,
     ) -> impl Iterator<Item = TableResult<Layer>> + 'a {
         let blocks = self.directory.layers.iter();
         blocks.flat_map(move |block| {
-            let (block, failure) = match self.read(base, block.place) {
+            let (block, failure) = match self.read_block(base, block.place) {
                 Ok(block) => (Some(block), None),
                 Err(error) => (None, Some(Err(error))),
             };
             let decoded = block.map(|block| LayerDecoder::new(block, self.writer));
             let decoded = decoded.into_iter().flatten();
-            let decoded = decoded.map(|layer| layer.map_err(|_| self.reject()));
+            let decoded = decoded.map(|layer| layer.map_err(|_| self.mark_damaged()));
             failure.into_iter().chain(decoded)
         })
     }
 
-    /// All its spans, each with its frame.
+    /// Returns all spans in order, each with its frame, without filling the cache.
     pub(crate) fn spans<'a>(
         &'a self,
         base: &'a B,
     ) -> impl Iterator<Item = TableResult<(u64, Span)>> + 'a {
         let blocks = self.directory.spans.iter();
         blocks.flat_map(move |block| {
-            let decoded: Vec<TableResult<(u64, Span)>> = match self.read(base, block.place) {
+            let decoded: Vec<TableResult<(u64, Span)>> = match self.read_block(base, block.place) {
                 Ok(block) => decode_spans(&block)
-                    .map(|span| span.map_err(|_| self.reject()))
+                    .map(|span| span.map_err(|_| self.mark_damaged()))
                     .collect(),
                 Err(error) => vec![Err(error)],
             };
@@ -540,41 +568,53 @@ impl<B: Backing> Table<B> {
     }
 }
 
+/// Reads the directory of a table. Returns `None` if it is damaged.
 fn load_directory<B: Backing>(base: &B, file: &B::File) -> Result<Option<Directory>> {
     let file_bytes = base.attr_of_file_now(file)?.size;
-    let Some(trailer_at) = file_bytes.checked_sub(TRAILER_BYTES) else {
+    let Some(trailer_position) = file_bytes.checked_sub(TRAILER_BYTES) else {
         return Ok(None);
     };
     let mut trailer = [0; TRAILER_BYTES as usize];
-    if base.read_at(file, &mut trailer, trailer_at)? < trailer.len() {
+    if base.read_at(file, &mut trailer, trailer_position)? < trailer.len() {
         return Ok(None);
     }
-    let Some(bytes) = Directory::bytes_of_trailer(&trailer, file_bytes) else {
+    let Some(bytes) = Directory::directory_bytes(&trailer, file_bytes) else {
         return Ok(None);
     };
     let mut tail = vec![0; (bytes + TRAILER_BYTES) as usize];
-    let count = base.read_at(file, &mut tail, trailer_at - bytes)?;
+    let count = base.read_at(file, &mut tail, trailer_position - bytes)?;
     let directory = Directory::decode(&tail, file_bytes);
     Ok(directory.filter(|_| count == tail.len()))
 }
 
-/// Makes a table. Layers and spans come in their orders.
+/// Writes a table under a temporary name. All layers come before all spans, each kind in its order.
 pub(crate) struct TableWriter<'a, B: Backing> {
     base: &'a B,
     dir: &'a B::Inode,
     file: B::File,
-    working: String,
+    temporary_name: String,
     position: u64,
     directory: Directory,
     layers: LayerEncoder,
-    /// First and last byte in the file, and last frame, of the block that is made.
-    current: Option<(u64, u64, u64)>,
+    /// Bounds of the layers in the present block.
+    current: Option<LayerBounds>,
     spans: SpanEncoder,
     first_span: Option<u64>,
 }
 
+/// Bounds of the layers in a block that is not yet written.
+#[derive(Clone, Copy)]
+struct LayerBounds {
+    /// Offset in the file of the first byte.
+    lowest: u64,
+    /// End in the file of the last byte.
+    highest: u64,
+    /// Position in the index of the last frame.
+    last: u64,
+}
+
 impl<'a, B: Backing> TableWriter<'a, B> {
-    /// For this part of an index.
+    /// Begins a table of a part of an index. `turn` selects its lane.
     pub(crate) fn create(
         base: &'a B,
         dir: &'a B::Inode,
@@ -583,15 +623,15 @@ impl<'a, B: Backing> TableWriter<'a, B> {
         turn: u64,
     ) -> Result<Self> {
         let random = getrandom::u64().map_err(|_| Errno::IO)?;
-        let working = format!("new-{random:016x}");
-        let me = own::own_caller();
-        let name = OsStr::new(&working);
-        let made = base.create_placed(&me, dir, name, 0o600, Placing::Turn(turn))?;
+        let temporary_name = format!("new-{random:016x}");
+        let caller = own::own_caller();
+        let name = OsStr::new(&temporary_name);
+        let (_, file, _) = base.create_placed(&caller, dir, name, 0o600, Placing::Turn(turn))?;
         Ok(Self {
             base,
             dir,
-            file: made.1,
-            working,
+            file,
+            temporary_name,
             position: 0,
             directory: Directory {
                 level,
@@ -606,27 +646,41 @@ impl<'a, B: Backing> TableWriter<'a, B> {
         })
     }
 
+    /// Adds a layer, and writes the block if it is full.
     pub(crate) fn push_layer(&mut self, layer: &Layer) -> Result<()> {
         let span = layer.run.span();
         let Key { epoch, frame, .. } = layer.key;
-        let (lowest, highest, last) = self.current.unwrap_or((span.start, span.end, frame));
-        self.current = Some((lowest, highest.max(span.end), last.max(frame)));
+        let before = self.current.unwrap_or(LayerBounds {
+            lowest: span.start,
+            highest: span.end,
+            last: frame,
+        });
+        self.current = Some(LayerBounds {
+            lowest: before.lowest,
+            highest: before.highest.max(span.end),
+            last: before.last.max(frame),
+        });
         self.note_epoch(epoch);
         if layer.place.is_some() {
             self.directory.note_written(layer);
         }
         self.layers.push(layer);
         if self.layers.is_full() {
-            self.end_layers()?;
+            self.finish_layer_block()?;
         }
         Ok(())
     }
 
-    fn end_layers(&mut self) -> Result<()> {
+    /// Writes the present block of layers, if it has any.
+    fn finish_layer_block(&mut self) -> Result<()> {
         let (Some(bytes), Some(block)) = (self.layers.take(), self.current.take()) else {
             return Ok(());
         };
-        let (lowest, highest, last) = block;
+        let LayerBounds {
+            lowest,
+            highest,
+            last,
+        } = block;
         let before = self.directory.layers.last();
         let reach = before.map_or(highest, |before| before.reach.max(highest));
         debug_assert!(
@@ -645,18 +699,19 @@ impl<'a, B: Backing> TableWriter<'a, B> {
         Ok(())
     }
 
-    /// After all layers.
+    /// Adds a span, and writes the block if it is full. No layer may follow.
     pub(crate) fn push_span(&mut self, frame: u64, span: &Span) -> Result<()> {
-        self.end_layers()?;
+        self.finish_layer_block()?;
         self.first_span.get_or_insert(frame);
         self.spans.push(frame, span);
         if self.spans.is_full() {
-            self.end_spans()?;
+            self.finish_span_block()?;
         }
         Ok(())
     }
 
-    fn end_spans(&mut self) -> Result<()> {
+    /// Writes the present block of spans, if it has any.
+    fn finish_span_block(&mut self) -> Result<()> {
         let (Some(bytes), Some(first)) = (self.spans.take(), self.first_span.take()) else {
             return Ok(());
         };
@@ -670,16 +725,17 @@ impl<'a, B: Backing> TableWriter<'a, B> {
         Ok(())
     }
 
-    /// What the cuts in the part make of the file.
+    /// Sets the effect of the cuts and growths in the part.
     pub(crate) fn set_cuts(&mut self, cuts: Cuts) {
         self.directory.cuts = cuts;
     }
 
-    /// A change had this epoch.
+    /// Notes the epoch of a change in the part.
     pub(crate) fn note_epoch(&mut self, epoch: u64) {
         self.directory.last_epoch = self.directory.last_epoch.max(epoch);
     }
 
+    /// Writes a block after those before it.
     fn write(&mut self, bytes: &[u8]) -> Result<BlockPlace> {
         let place = BlockPlace {
             position: self.position,
@@ -691,12 +747,12 @@ impl<'a, B: Backing> TableWriter<'a, B> {
         Ok(place)
     }
 
-    /// Gives the table its name: from then on readers find it.
+    /// Writes the directory, and gives the table its name. Readers find it from then on.
     pub(crate) fn finish(mut self, writer: &Writer) -> Result<()> {
-        self.end_layers()?;
-        self.end_spans()?;
+        self.finish_layer_block()?;
+        self.finish_span_block()?;
         debug_assert_eq!(
-            self.directory.blocks_bytes(),
+            self.directory.total_block_bytes(),
             self.position,
             "blocks follow each other"
         );
@@ -706,15 +762,15 @@ impl<'a, B: Backing> TableWriter<'a, B> {
         let name = writer.table_name(&(self.directory.from..self.directory.to));
         self.base.rename(
             self.dir,
-            OsStr::new(&self.working),
+            OsStr::new(&self.temporary_name),
             self.dir,
             OsStr::new(&name),
             RenameFlags::empty(),
         )
     }
 
-    /// Takes away what was made so far.
+    /// Removes the unfinished table.
     pub(crate) fn abandon(self) {
-        let _ = self.base.unlink(self.dir, OsStr::new(&self.working));
+        let _ = self.base.unlink(self.dir, OsStr::new(&self.temporary_name));
     }
 }

@@ -1,31 +1,33 @@
-//! The tag of a plain file that has bytes in a container: an attribute that names the container and its directory.
+//! The tag: an attribute of a plain file that names a container with bytes of the file.
 //!
-//! The directory with containers is in the backing. Another user with permission to rename there can take it away, and
-//! the plain file alone would be read as if it were whole. With its tag the file is refused until the directory is
-//! back.
+//! Containers lie below `.firn/log` in the backing. A user with permission to rename there may move that directory
+//! away. The plain file would then be read as if it had all bytes. Because of the tag, an open fails with EIO until the
+//! directory is back.
 //!
-//! * A host sets the tag after the first sync of its log, and removes it before a container counts as flat.
-//! * A tag that names another directory than the present one says that containers are missing. One that names the present
-//!   directory says nothing: its listing tells.
-//! * A file system without attributes keeps no tags, and a file that firnd may not change gets none.
+//! Rules
+//! * A host sets the tag after the first sync of its log, and removes it before the container counts as flat.
+//! * A tag that names another directory than the present one means that containers are missing. A tag that names the
+//!   present directory has no meaning: the directory's listing tells what exists.
+//! * A file system without attributes has no tags. A file that firnd may not change gets no tag.
 
 use std::ffi::OsStr;
 
 use firn_backing::{Attr, Backing, Errno, Result};
 
-use crate::behind::is_gone;
 use crate::file_id::FileId;
+use crate::lag::is_gone;
 
+/// Name of the attribute.
 const NAME: &str = "user.firn.logged";
 
-/// The directory with containers, as a tag names it: its inode number, and when it was made.
+/// Identity of the directory with all containers, as a tag stores it: its inode number and its birth time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Home {
+pub(crate) struct TopId {
     ino: u64,
     birth: u64,
 }
 
-impl Home {
+impl TopId {
     pub(crate) fn of(attr: &Attr) -> Self {
         Self {
             ino: attr.ino,
@@ -38,29 +40,29 @@ impl Home {
     }
 }
 
-/// Whether an attribute is the tag, which programs do not see through a mount.
+/// Returns whether an attribute is the tag. Programs do not see the tag through a mount.
 pub(crate) fn is_tag(attribute: &OsStr) -> bool {
     attribute == NAME
 }
 
-/// Names of attributes, each ended by a zero byte, without that of the tag.
+/// Removes the tag's name from a list of attribute names, each of which ends with a zero byte.
 pub(crate) fn without_tag(names: &[u8]) -> Vec<u8> {
-    let all = names.split_inclusive(|byte| *byte == 0);
-    let others = all.filter(|name| name.strip_suffix(b"\0") != Some(NAME.as_bytes()));
-    others.flatten().copied().collect()
+    let split_names = names.split_inclusive(|byte| *byte == 0);
+    let other_names = split_names.filter(|name| name.strip_suffix(b"\0") != Some(NAME.as_bytes()));
+    other_names.flatten().copied().collect()
 }
 
-/// Tags a plain file. A tag that cannot be set is none: the file has its bytes all the same.
-pub(crate) fn set<B: Backing>(base: &B, inode: &B::Inode, home: Home, container: &str) {
-    let tag = home.tag(container);
+/// Sets the tag of a plain file. A failure is only logged, because the tag is an extra safeguard.
+pub(crate) fn set<B: Backing>(base: &B, inode: &B::Inode, top_id: TopId, container: &str) {
+    let tag = top_id.tag(container);
     if let Err(error) = base.set_xattr(inode, OsStr::new(NAME), tag.as_bytes(), 0) {
         tracing::debug!(container, %error, "the plain file of a container gets no tag");
     }
 }
 
-/// Removes the tag of a container that is flat. The tag of a later container stays.
+/// Removes the tag if it names this container. A tag that names a later container stays.
 pub(crate) fn clear<B: Backing>(base: &B, inode: &B::Inode, container: &str) -> Result<()> {
-    let names_container = |(_, named): (Home, String)| named == container;
+    let names_container = |(_, named): (TopId, String)| named == container;
     if !load(base, inode)?.is_some_and(names_container) {
         return Ok(());
     }
@@ -71,15 +73,21 @@ pub(crate) fn clear<B: Backing>(base: &B, inode: &B::Inode, container: &str) -> 
     }
 }
 
-/// EIO if a file without containers in `home` has bytes in a container elsewhere.
-pub(crate) fn check<B: Backing>(base: &B, inode: &B::Inode, id: FileId, home: Home) -> Result<()> {
+/// Fails with EIO if the tag of a file names a container in another directory than `top_id`. For a file that has no
+/// containers in that directory.
+pub(crate) fn check<B: Backing>(
+    base: &B,
+    inode: &B::Inode,
+    id: FileId,
+    top_id: TopId,
+) -> Result<()> {
     let Some((other, container)) = load(base, inode)? else {
         return Ok(());
     };
-    // One that was copied with its file says nothing of the copy.
+    // A tag may have been copied with its file. It then names a container of another file.
     let is_of_file =
         FileId::of_container(container.as_bytes()).is_some_and(|(named, _)| named == id);
-    if !is_of_file || other == home {
+    if !is_of_file || other == top_id {
         return Ok(());
     }
     tracing::error!(
@@ -91,10 +99,11 @@ pub(crate) fn check<B: Backing>(base: &B, inode: &B::Inode, id: FileId, home: Ho
     Err(Errno::IO)
 }
 
-fn load<B: Backing>(base: &B, inode: &B::Inode) -> Result<Option<(Home, String)>> {
+/// Reads the tag of a plain file. Returns `None` if it has none or the tag cannot be read.
+fn load<B: Backing>(base: &B, inode: &B::Inode) -> Result<Option<(TopId, String)>> {
     match base.get_xattr(inode, OsStr::new(NAME)) {
         Ok(tag) => Ok(decode(&tag)),
-        // It has no name any more, or no attributes: its tag is unknown.
+        // Attributes are not supported or not permitted here.
         Err(Errno::NODATA | Errno::OPNOTSUPP | Errno::NOSYS | Errno::ACCESS | Errno::PERM) => {
             Ok(None)
         }
@@ -103,14 +112,15 @@ fn load<B: Backing>(base: &B, inode: &B::Inode) -> Result<Option<(Home, String)>
     }
 }
 
-fn decode(tag: &[u8]) -> Option<(Home, String)> {
-    let (home, container) = std::str::from_utf8(tag).ok()?.split_once(' ')?;
-    let (ino, birth) = home.split_once('-')?;
-    let home = Home {
+/// Decodes a tag into the directory and the name of the container. Returns `None` if it is malformed.
+fn decode(tag: &[u8]) -> Option<(TopId, String)> {
+    let (top_id, container) = std::str::from_utf8(tag).ok()?.split_once(' ')?;
+    let (ino, birth) = top_id.split_once('-')?;
+    let top_id = TopId {
         ino: u64::from_str_radix(ino, 16).ok()?,
         birth: u64::from_str_radix(birth, 16).ok()?,
     };
-    Some((home, container.to_owned()))
+    Some((top_id, container.to_owned()))
 }
 
 #[cfg(test)]
@@ -126,12 +136,15 @@ mod tests {
 
     #[test]
     fn a_tag_is_read_as_it_was_written() {
-        let home = Home {
+        let top_id = TopId {
             ino: 7,
             birth: u64::MAX,
         };
-        let tag = home.tag("container");
-        assert_eq!(decode(tag.as_bytes()), Some((home, "container".to_owned())));
+        let tag = top_id.tag("container");
+        assert_eq!(
+            decode(tag.as_bytes()),
+            Some((top_id, "container".to_owned()))
+        );
         for damaged in ["", "1-2", "x-1 c", "1 c", "\u{fffd}"] {
             assert_eq!(decode(damaged.as_bytes()), None, "{damaged}");
         }

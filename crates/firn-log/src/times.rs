@@ -1,36 +1,39 @@
-//! The modification time of a file whose container is on its way into the plain file.
+//! Time records: the modification time of a file while its container is flattened.
 //!
-//! Flattening changes the plain file, and with it its time. So hosts say in the container what time the file has, in a
-//! sequence of symbolic links, each put once:
+//! Flattening writes to the plain file, which changes the plain file's modification time. So the container records the
+//! time that the file has. The records are symbolic links, each made once and never changed:
 //!
 //! ```text
 //! time-0       the time that the plain file had before it was flattened
 //! time-1 …     times that programs have set since
-//! time-N       `end`: the plain file has the time before it; later times are not recorded here
+//! time-N       `end`: the plain file has the time of record N-1; later times are not recorded here
 //! ```
 //!
-//! A host that gives the file a time sets it in the plain file, then looks whether the container is closing. If so, it
-//! puts its time behind the last one and sets it in the plain file again. A host that flattens gives the plain file the
-//! last time and then puts `end` behind it. Of two records with one number, the first one put counts. Either that is
-//! the time, which is given to the plain file; or it is `end`, and the plain file gets the time afterwards. No clocks
-//! are compared.
+//! Race: a program sets the time on one host while another host finishes the plain file.
+//! * The first host sets the time of the plain file. If the container is closing, it then adds the next record and sets
+//!   the time of the plain file again.
+//! * The flattening host gives the plain file the time of the last record, and then adds `end`.
+//!
+//! Both try to make a link with the same number, and the first one wins. If the time wins, the flattening host finds it
+//! and gives it to the plain file. If `end` wins, the first host's second setting comes after the last one of the
+//! flattening host. No clocks are compared.
 
 use std::ffi::OsStr;
 
 use firn_backing::{Backing, Errno, Result, Time};
 use firn_hosts::own::{self, own_caller};
 
-/// Before the number of a record.
+/// Prefix of the name of a record.
 const PREFIX: &str = "time-";
-/// The last record.
+/// Text of the last record.
 const END: &str = "end";
 
-/// What a record says.
+/// The contents of a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Record {
-    /// The file has this time.
+    /// The file has this modification time.
     Time(Time),
-    /// The plain file has the right time.
+    /// The plain file has the right time, and no record follows.
     End,
 }
 
@@ -56,7 +59,7 @@ impl Record {
     }
 }
 
-/// The last record among the names in a container.
+/// Returns the number of the last record among the names in a container.
 pub(crate) fn last<'n>(names: impl Iterator<Item = &'n [u8]>) -> Option<u64> {
     names.filter_map(number_of).max()
 }
@@ -70,7 +73,8 @@ fn name_of(number: u64) -> String {
     format!("{PREFIX}{number}")
 }
 
-/// Reads a record; none if it is gone. One that cannot be read says nothing: the plain file keeps the time that it has.
+/// Reads a record. Returns `None` if it is gone. A damaged record counts as `end`, so the plain file keeps its present
+/// time.
 pub(crate) fn load<B: Backing>(base: &B, dir: &B::Inode, number: u64) -> Result<Option<Record>> {
     let name = name_of(number);
     let text = own::load_link(base, dir, &name)?;
@@ -85,7 +89,7 @@ pub(crate) fn load<B: Backing>(base: &B, dir: &B::Inode, number: u64) -> Result<
     }))
 }
 
-/// Puts a record; false if there is one of this number.
+/// Makes a record. Returns false if a record with this number exists.
 fn put<B: Backing>(base: &B, dir: &B::Inode, number: u64, record: Record) -> Result<bool> {
     let name = name_of(number);
     let text = record.encode();
@@ -96,27 +100,28 @@ fn put<B: Backing>(base: &B, dir: &B::Inode, number: u64, record: Record) -> Res
     }
 }
 
-/// Records the time of the plain file, before any host begins to flatten it. Durable with the next sync of the
-/// container.
-pub(crate) fn begin<B: Backing>(base: &B, dir: &B::Inode, time: Time) -> Result<()> {
+/// Records the plain file's time before any host flattens it. The next sync of the container makes the record durable.
+pub(crate) fn record_first<B: Backing>(base: &B, dir: &B::Inode, time: Time) -> Result<()> {
     put(base, dir, 0, Record::Time(time)).map(drop)
 }
 
-/// The last record that a host finds, or puts.
+/// A record that is the last one a host found or made.
 pub(crate) struct Last {
     pub(crate) number: u64,
     pub(crate) record: Record,
 }
 
-/// Records that the file was given a time, durably. `from` is a record that is there. Where the plain file has the
-/// file's time already, that stays the last record: later changes of the time go to the plain file.
+/// Records a time that the file was given, durably, and returns the last record. `first` is the number of an existing
+/// record.
+///
+/// If the last record is `end`, no record is made: later times go to the plain file alone.
 pub(crate) fn add<B: Backing>(
     base: &B,
     dir: &B::Inode,
-    from: Option<u64>,
+    first: Option<u64>,
     time: Time,
 ) -> Result<Last> {
-    let mut number = from.unwrap_or(0);
+    let mut number = first.unwrap_or(0);
     let record = Record::Time(time);
     loop {
         if put(base, dir, number, record)? {
@@ -130,22 +135,22 @@ pub(crate) fn add<B: Backing>(
     }
 }
 
-/// Gives the plain file the last time of the container, and records that. `from` is a record that is there; `give`
-/// gives the plain file a time, durably.
-pub(crate) fn settle<B: Backing>(
+/// Gives the plain file the last recorded time, and then records `end`. `first` is the number of an existing record.
+/// `set_time` sets the plain file's time durably.
+pub(crate) fn finish<B: Backing>(
     base: &B,
     dir: &B::Inode,
-    from: u64,
-    give: &dyn Fn(Time) -> Result<()>,
+    first: u64,
+    set_time: &dyn Fn(Time) -> Result<()>,
 ) -> Result<()> {
-    let mut number = from;
+    let mut number = first;
     loop {
         let Some(Record::Time(time)) = load(base, dir, number)? else {
             return Ok(());
         };
         number += 1;
-        // Where a later one is there, the plain file gets that next.
-        give(time)?;
+        // If another record gets this number before `end` does, the next turn gives that time to the plain file.
+        set_time(time)?;
         if put(base, dir, number, Record::End)? {
             return Ok(());
         }

@@ -1,15 +1,15 @@
-//! Which lane the logs of a host go to, where the backing below has lanes.
+//! Turns: which lane the logs of a host go to, where the backing below has lanes.
 //!
 //! ```text
 //! .firn/log/turn-N     symbolic link: its text is the host that has this turn
 //! ```
 //!
-//! Hosts that live have turns from 0 on without large gaps, so the logs of a file's hosts are spread evenly over the lanes,
-//! whatever the hosts' names are. The file's number is added, so that a host that writes several files uses
-//! several lanes. A turn is known before anything of a file is written, because the drain asks for its lane before.
+//! Live hosts have turns from 0 on, without large gaps. So the logs of a file's hosts are spread evenly over the lanes,
+//! whatever the names of the hosts are. The file's inode number is added, so that a host that writes several files uses
+//! several lanes. A host takes its turn at the mount, because the drain asks for the lane before a file is written.
 //!
-//! A turn is advice: two hosts with one turn write to one lane, and nothing else comes of it. So it is taken without
-//! locks, is not synced, and a host that cannot take one has the hash of its name.
+//! A turn is advice. If two hosts have the same turn, they write to one lane, which is slower and not wrong. So a turn is
+//! taken without a lock and is not synced. A host that cannot take one uses the hash of its name.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -19,21 +19,26 @@ use firn_hosts::own;
 
 use crate::backing::Liveness;
 
-/// Before the number, in the name of the link.
+/// Prefix of the name of a link.
 const TURN: &str = "turn-";
-/// Each turn costs a few calls at the mount.
+/// Bound on the turns that are tried. Each costs a few calls at the mount.
 const TURNS_MAX: u64 = 256;
 
-/// Takes a turn for this host; without one, a number from its name.
-pub(crate) fn take<B: Backing>(base: &B, top: &B::Inode, host: &str, is_alive: &Liveness) -> u64 {
-    let taken = take_free(base, top, host, is_alive).unwrap_or_else(|error| {
+/// Takes a turn for this host. Returns the hash of the host's name if no turn can be taken.
+pub(crate) fn take_turn<B: Backing>(
+    base: &B,
+    top: &B::Inode,
+    host: &str,
+    is_alive: &Liveness,
+) -> u64 {
+    let turn = take_free(base, top, host, is_alive).unwrap_or_else(|error| {
         tracing::debug!(%error, "no turn can be taken: the lane of logs comes from the host's name");
         None
     });
-    taken.unwrap_or_else(|| xxhash_rust::xxh3::xxh3_64(host.as_bytes()))
+    turn.unwrap_or_else(|| xxhash_rust::xxh3::xxh3_64(host.as_bytes()))
 }
 
-/// The turn that this host has, or the first one that no living host has; none if there are too many.
+/// Returns this host's turn, or takes the first one that no live host has. Returns `None` if all turns are taken.
 fn take_free<B: Backing>(
     base: &B,
     top: &B::Inode,
@@ -59,7 +64,7 @@ fn take_free<B: Backing>(
         }
         match base.symlink(&own::own_caller(), top, name, OsStr::new(host)) {
             Ok(_) => return Ok(Some(turn)),
-            // Another host was first.
+            // Another host has just taken this turn.
             Err(Errno::EXIST) => {}
             Err(error) => return Err(error),
         }
@@ -67,7 +72,7 @@ fn take_free<B: Backing>(
     Ok(None)
 }
 
-/// The host of each turn.
+/// Returns the host of each turn.
 fn read_holders<B: Backing>(base: &B, top: &B::Inode) -> Result<BTreeMap<u64, String>> {
     let mut holders = BTreeMap::new();
     for (name, ..) in own::list(base, top)? {
@@ -98,17 +103,17 @@ mod tests {
     fn hosts_that_live_have_turns_of_their_own_and_keep_them() {
         let disk = SimBacking::new();
         let top = disk.root();
-        let all: Liveness = Box::new(|_| Ok(true));
-        let take_as = |host: &str, is_alive: &Liveness| take(&disk, &top, host, is_alive);
+        let all_alive: Liveness = Box::new(|_| Ok(true));
+        let take_as = |host: &str, is_alive: &Liveness| take_turn(&disk, &top, host, is_alive);
         for (turn, host) in ["c", "a", "b"].into_iter().enumerate() {
-            assert_eq!(take_as(host, &all), turn as u64);
+            assert_eq!(take_as(host, &all_alive), turn as u64);
         }
         for (turn, host) in ["c", "a", "b"].into_iter().enumerate() {
-            assert_eq!(take_as(host, &all), turn as u64, "it comes back");
+            assert_eq!(take_as(host, &all_alive), turn as u64, "it comes back");
         }
         let without_a: Liveness = Box::new(|host| Ok(host != "a"));
         assert_eq!(take_as("d", &without_a), 1, "that of a host that is gone");
-        assert_eq!(take_as("a", &all), 3);
+        assert_eq!(take_as("a", &all_alive), 3);
     }
 
     #[test]
@@ -122,7 +127,7 @@ mod tests {
             OsStr::new("x"),
         )
         .expect("symlink");
-        let take_as = |host: &str| take(&disk, &disk.root(), host, &dead);
+        let take_as = |host: &str| take_turn(&disk, &disk.root(), host, &dead);
         assert_eq!(take_as("a"), take_as("a"));
         assert_ne!(take_as("a"), take_as("b"));
     }

@@ -1,4 +1,8 @@
-//! Reads a container from end to end and says what is wrong with it: for `firn check`, which changes nothing.
+//! Verifies containers for `firn check`: reads all of each container, and reports what is wrong. Changes nothing.
+//!
+//! What is checked: the owner of each file, `head` and seal, all frames of all indexes, all blocks of logs by their
+//! checksums, and all tables. Hosts may go on working meanwhile. So a container that is gone at the end of its check is
+//! left out of the result.
 
 use std::ffi::OsStr;
 use std::fmt;
@@ -19,48 +23,48 @@ use crate::orphans::{self, DEAD, DYING};
 use crate::seal::{SEAL_NAME, Seal};
 use crate::table::{Table, TableError, TableResult};
 
-/// Something that is wrong with a container.
+/// One fault of a container.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finding {
-    /// The container, in `.firn/log/`.
+    /// Name of the container in `.firn/log/`.
     pub container: String,
-    /// The file in it; None: the container itself.
+    /// Name of the faulty file in it; `None` if the fault concerns the whole container.
     pub file: Option<String>,
-    /// Host that wrote the file.
+    /// The host that wrote the file.
     pub host: Option<String>,
-    /// Where in the file.
+    /// Position of the fault in the file.
     pub offset: Option<u64>,
-    /// What is wrong.
+    /// The kind of fault.
     pub fault: Fault,
 }
 
-/// What may be wrong.
+/// The kinds of faults.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// Another user may have written it.
+    /// Another user may have written the file.
     Distrusted(String),
-    /// The container cannot be read.
+    /// The head cannot be read, so the container cannot be opened.
     Head(HeadError),
-    /// A call fails: what it lies in is damaged, or a lane that cannot be reached.
+    /// A call of the backing failed: the storage is damaged, or a lane cannot be reached.
     Failed(Errno),
-    /// What counts of the container cannot be read.
+    /// The seal cannot be read.
     Seal,
-    /// A frame that was there is not whole: what it said cannot be read, and so nothing of the file.
+    /// A synced frame of an index is damaged. The file cannot be read.
     Index,
-    /// An index of which the seal counts bytes is gone. Reads fail where its unsorted part would be needed.
+    /// An index is gone, although the seal counts bytes of it. Reads of the part that is in no table fail.
     Missing,
-    /// Bytes at the end of an index are no frame: a host died there, or what was not synced was lost.
+    /// The bytes at the end of an index are no frame: a host died while it appended, or unsynced bytes were lost.
     Torn,
-    /// A log does not have what the index says: reading the bytes fails.
+    /// Bytes of a log differ from their checksum. Reads of these bytes fail.
     Data,
-    /// A sorted index is not as it was written. The index itself is read instead.
+    /// A table is damaged. Readers use the index instead.
     Sorted,
-    /// A host was removing it, and may have died in that.
+    /// A host began to remove the container, and may have died since.
     Unfinished,
 }
 
 impl Fault {
-    /// Whether every byte that was written and synced can still be read.
+    /// Returns whether all bytes that were written and synced can still be read.
     pub fn is_harmless(&self) -> bool {
         matches!(self, Self::Torn | Self::Sorted | Self::Unfinished)
     }
@@ -136,16 +140,16 @@ impl fmt::Display for Fault {
     }
 }
 
-/// What the containers in a backing are like.
+/// The result of verifying all containers in a backing.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Verified {
-    /// How many there are.
+    /// Number of containers.
     pub containers: usize,
-    /// What is wrong with them.
+    /// All faults that were found.
     pub findings: Vec<Finding>,
 }
 
-/// Reads the containers in a backing. One that is flattened and removed meanwhile does not count.
+/// Verifies all containers in a backing. A container that is flattened and removed meanwhile is not counted.
 pub fn verify<B: Backing>(base: &B) -> Result<Verified> {
     let mut verified = Verified::default();
     let Some((firn, _)) = own::find_dir(base, &base.root(), TOP)? else {
@@ -158,14 +162,14 @@ pub fn verify<B: Backing>(base: &B) -> Result<Verified> {
     for file in file_dir::list_files(base, &top)? {
         verify_file(base, &top, file, &mut verified, &mut dying)?;
     }
-    // A host is about to remove the name of these, or has removed it.
+    // A file whose removal was announced may still have its name. Only a missing file makes its containers unfinished.
     let removed = orphans::search_files(base, dying)?.missing;
     let unfinished = removed.into_iter().map(Finding::unfinished);
     verified.findings.extend(unfinished);
     Ok(verified)
 }
 
-/// Reads the containers of a file; `dying` gets those whose file a host is removing.
+/// Verifies the containers of one file. Adds those whose file a host is removing to `dying`.
 fn verify_file<B: Backing>(
     base: &B,
     top: &B::Inode,
@@ -209,7 +213,7 @@ fn verify_file<B: Backing>(
             continue;
         }
         if let Err(errno) = outcome {
-            verifier.tell(None, None, Fault::Failed(errno));
+            verifier.add_finding(None, None, Fault::Failed(errno));
         }
         verified.containers += 1;
         verified.findings.append(&mut verifier.findings);
@@ -222,22 +226,23 @@ fn verify_file<B: Backing>(
 
 struct Verifier<'a, B: Backing> {
     base: &'a B,
-    /// Directory of the file.
+    /// The directory of the file.
     dir: &'a B::Inode,
     container: String,
     findings: Vec<Finding>,
-    /// A host has said that it removes the file.
+    /// Whether a host has announced that it removes the file.
     is_dying: bool,
 }
 
-/// A file of a container, and whose it is.
+/// The file that a finding is about, and the host that wrote it.
 struct Subject<'a> {
     file: &'a str,
     host: Option<&'a str>,
 }
 
 impl<B: Backing> Verifier<'_, B> {
-    fn tell(&mut self, subject: Option<&Subject<'_>>, offset: Option<u64>, fault: Fault) {
+    /// Adds a finding about `subject`, or about the whole container.
+    fn add_finding(&mut self, subject: Option<&Subject<'_>>, offset: Option<u64>, fault: Fault) {
         self.findings.push(Finding {
             container: self.container.clone(),
             file: subject.map(|subject| subject.file.to_owned()),
@@ -247,25 +252,26 @@ impl<B: Backing> Verifier<'_, B> {
         });
     }
 
-    /// What was found, unless it is not to be believed.
-    fn trust<T>(
+    /// Returns the result of a look-up. If the object is not trustworthy, adds a finding and returns `None`.
+    fn accept_trusted<T>(
         &mut self,
         subject: Option<&Subject<'_>>,
-        found: std::result::Result<T, OwnError>,
+        result: std::result::Result<T, OwnError>,
     ) -> Result<Option<T>> {
-        match found {
-            Ok(found) => Ok(Some(found)),
+        match result {
+            Ok(value) => Ok(Some(value)),
             Err(OwnError::Backing(errno)) => Err(errno),
             Err(error) => {
-                self.tell(subject, None, Fault::Distrusted(error.to_string()));
+                self.add_finding(subject, None, Fault::Distrusted(error.to_string()));
                 Ok(None)
             }
         }
     }
 
+    /// Verifies the container as that of `file` and `generation`.
     fn verify(&mut self, file: FileId, generation: u32) -> Result<()> {
         let found = VoteDir::find(self.base, self.dir, &self.container, "");
-        let Some(Some(votes)) = self.trust(None, found)? else {
+        let Some(Some(votes)) = self.accept_trusted(None, found)? else {
             return Ok(());
         };
         let dir = votes.dir();
@@ -274,10 +280,10 @@ impl<B: Backing> Verifier<'_, B> {
             host: None,
         };
         let head = head::load(self.base, dir, file, generation);
-        if let Some(Err(error)) = self.trust(Some(&subject), head)? {
-            self.tell(Some(&subject), None, Fault::Head(error));
+        if let Some(Err(error)) = self.accept_trusted(Some(&subject), head)? {
+            self.add_finding(Some(&subject), None, Fault::Head(error));
         }
-        // Before the names: it counts indexes that were there.
+        // The seal is read before the names. All indexes that it counts existed then, so a missing one is a fault.
         let seal = self.load_seal(dir)?;
         let names = votes.names()?;
         self.is_dying = names.contains(DYING) || names.contains(DEAD);
@@ -296,36 +302,39 @@ impl<B: Backing> Verifier<'_, B> {
                     file: &name,
                     host: Some(writer.host()),
                 };
-                self.tell(Some(&subject), None, Fault::Missing);
+                self.add_finding(Some(&subject), None, Fault::Missing);
             }
         }
         Ok(())
     }
 
+    /// Reads the seal, if there is one.
     fn load_seal(&mut self, dir: &B::Inode) -> Result<Option<Seal>> {
         let subject = Subject {
             file: SEAL_NAME,
             host: None,
         };
-        let found = own::load(self.base, dir, SEAL_NAME);
-        let Some(bytes) = self.trust(Some(&subject), found)?.flatten() else {
+        let lookup = own::load(self.base, dir, SEAL_NAME);
+        let Some(bytes) = self.accept_trusted(Some(&subject), lookup)?.flatten() else {
             return Ok(None);
         };
         let seal = Seal::decode(&bytes);
         if seal.is_none() {
-            self.tell(Some(&subject), None, Fault::Seal);
+            self.add_finding(Some(&subject), None, Fault::Seal);
         }
         Ok(seal)
     }
 
+    /// Verifies all frames of an index, and the bytes of logs that they name. `limit` is how many bytes the seal
+    /// counts.
     fn verify_index(&mut self, dir: &B::Inode, writer: &Writer, limit: Option<u64>) -> Result<()> {
         let name = writer.index_name();
         let subject = Subject {
             file: &name,
             host: Some(writer.host()),
         };
-        let found = own::find_file(self.base, dir, &name);
-        let Some(Some(inode)) = self.trust(Some(&subject), found)? else {
+        let lookup = own::find_file(self.base, dir, &name);
+        let Some(Some(inode)) = self.accept_trusted(Some(&subject), lookup)? else {
             return Ok(());
         };
         let index = self.base.open(&inode, Access::Read)?;
@@ -348,15 +357,15 @@ impl<B: Backing> Verifier<'_, B> {
             let is_short = limit.is_some_and(|limit| offset < limit);
             let is_damaged = || has_synced_frame_after(self.base, &index, offset);
             if is_short || is_damaged()? {
-                self.tell(Some(&subject), Some(offset), Fault::Index);
+                self.add_finding(Some(&subject), Some(offset), Fault::Index);
             } else if !rest.is_empty() {
-                self.tell(Some(&subject), Some(offset), Fault::Torn);
+                self.add_finding(Some(&subject), Some(offset), Fault::Torn);
             }
             return Ok(());
         }
     }
 
-    /// Compares the bytes of a frame with their checksums. `open` is the log that was open last.
+    /// Compares the bytes of a frame with their checksums. `open` caches the log that was opened last.
     fn verify_data(
         &mut self,
         dir: &B::Inode,
@@ -370,17 +379,17 @@ impl<B: Backing> Verifier<'_, B> {
             host: Some(writer.host()),
         };
         if open.as_ref().is_none_or(|(log, _)| *log != written.log) {
-            let found = own::find_file(self.base, dir, &name);
-            *open = match self.trust(Some(&subject), found)?.flatten() {
+            let lookup = own::find_file(self.base, dir, &name);
+            *open = match self.accept_trusted(Some(&subject), lookup)?.flatten() {
                 Some(inode) => Some((written.log, self.base.open(&inode, Access::Read)?)),
                 None => None,
             };
         }
         let bytes = written.bytes();
         for (block, checksum) in written.checksums.iter().enumerate() {
-            let at = block as u64 * CHECKED_BYTES;
-            let offset = written.position + at;
-            let mut data = vec![0; CHECKED_BYTES.min(bytes - at) as usize];
+            let start = block as u64 * CHECKED_BYTES;
+            let offset = written.position + start;
+            let mut data = vec![0; CHECKED_BYTES.min(bytes - start) as usize];
             let is_read = match &open {
                 None => false,
                 Some((_, log)) => match read_exact(self.base, log, &mut data, offset) {
@@ -390,12 +399,13 @@ impl<B: Backing> Verifier<'_, B> {
                 },
             };
             if !is_read || crc32c::crc32c(&data) != *checksum {
-                self.tell(Some(&subject), Some(offset), Fault::Data);
+                self.add_finding(Some(&subject), Some(offset), Fault::Data);
             }
         }
         Ok(())
     }
 
+    /// Verifies all blocks of a table.
     fn verify_table(
         &mut self,
         dir: &B::Inode,
@@ -407,8 +417,8 @@ impl<B: Backing> Verifier<'_, B> {
             file: name,
             host: Some(writer.host()),
         };
-        let found = own::find_file(self.base, dir, name);
-        let Some(Some(_)) = self.trust(Some(&subject), found)? else {
+        let lookup = own::find_file(self.base, dir, name);
+        let Some(Some(_)) = self.accept_trusted(Some(&subject), lookup)? else {
             return Ok(());
         };
         let is_whole = match Table::open(self.base, dir, writer, part)? {
@@ -420,12 +430,13 @@ impl<B: Backing> Verifier<'_, B> {
             },
         };
         if !is_whole {
-            self.tell(Some(&subject), None, Fault::Sorted);
+            self.add_finding(Some(&subject), None, Fault::Sorted);
         }
         Ok(())
     }
 }
 
+/// Reads all blocks of a table, which checks them.
 fn read_whole<B: Backing>(base: &B, table: &Table<B>) -> TableResult<()> {
     for layer in table.layers(base) {
         layer?;

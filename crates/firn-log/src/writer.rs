@@ -1,4 +1,8 @@
-//! The writer of this host for one file: its logs and its index.
+//! This host's logs and index in one container, for one life of the host.
+//!
+//! A write reserves a range of the current log, writes its bytes there, and then appends a frame to the index. So
+//! several threads write at the same time, and a frame names only bytes whose write has returned. A sync makes first
+//! the logs durable, then the index.
 
 use std::ffi::OsStr;
 use std::io::IoSlice;
@@ -15,128 +19,134 @@ use crate::frame::{CHECKED_BYTES, Change, Frame, Written};
 use crate::names::Writer;
 use crate::run::{Piece, find_runs};
 
-/// A log that has this many bytes is followed by another.
+/// A log that would become longer than this is followed by another one.
 const LOG_BYTES_MAX: u64 = 4 << 30;
-/// Data of a page or more begins at a page.
+/// Data of at least this many bytes begins at a multiple of it in the log.
 const PAGE_BYTES: u64 = 4096;
-/// Most bytes of one call. Linux keeps what a call writes in folios as large as it can. On ext4 in a virtual machine, a
-/// call of a MiB and more took three to five times as long for each byte, because the machine has to get memory for
-/// large folios from its host.
-const WRITE_BYTES: usize = 512 << 10;
+/// Bound on the bytes of one write call. Linux keeps the bytes of a call in folios as large as possible. A virtual
+/// machine must get memory for large folios from its host. So on ext4, each byte of a call of 1 MiB or more took three
+/// to five times as long there.
+const WRITE_BYTES_MAX: usize = 512 << 10;
 
-/// A frame, and where it is in the index.
+/// An appended frame, and where it lies in the index.
 pub(crate) struct Appended {
     pub(crate) frame: Frame,
     pub(crate) offset: u64,
     pub(crate) bytes: u64,
 }
 
-/// The logs and the index of this host in one container.
+/// This host's logs and index in one container.
 pub(crate) struct OwnLog<B: Backing> {
     pub(crate) writer: Writer,
     dir: B::Inode,
-    /// Says which lane its files go to, where there are lanes.
+    /// Selects the lane of the files, where the backing has lanes ([`crate::turn`]).
     turn: u64,
-    logs: Mutex<Logs<B>>,
-    log_made: Condvar,
+    logs: Mutex<LogState<B>>,
+    log_created: Condvar,
     index: Appender<B>,
-    /// Sync state of the names of its files.
-    names: Unsynced,
+    /// Counts new names in the directory that a sync must make durable.
+    names: SyncCounter,
 }
 
-struct Logs<B: Backing> {
-    /// The one that is appended to.
+/// The logs of this host.
+struct LogState<B: Backing> {
+    /// The log that is appended to.
     current: Option<Arc<Log<B>>>,
+    /// End of the reserved ranges of the current log.
     end: u64,
-    is_making: bool,
-    /// Those that may have bytes which are not durable.
+    /// Whether a thread is creating the next log. Other threads wait for it.
+    is_creating: bool,
+    /// Logs with bytes that may not be durable.
     written: Vec<Arc<Log<B>>>,
 }
 
+/// One open log.
 struct Log<B: Backing> {
     number: u32,
     file: B::File,
-    /// Writes that have room in it.
+    /// Number of writes that have reserved a range.
     writes: AtomicU64,
-    /// Sync state of the writes that are over.
-    bytes: Unsynced,
+    /// Counts the writes that have ended.
+    bytes: SyncCounter,
 }
 
-/// Room in a log.
-struct Room<B: Backing> {
+/// A reserved range of a log. No other write gets bytes of it.
+struct ReservedRange<B: Backing> {
     log: Arc<Log<B>>,
     position: u64,
 }
 
-/// How many changes of a file or directory are durable. A sync makes those durable that were over when it began, and no
-/// others. A thread that calls it during another thread's sync syncs too: it cannot know what the other sync covers
-/// before that ends.
+/// Counts changes of a file or directory, and how many of them are durable.
+///
+/// Race: a sync makes durable only changes that ended before it began. A thread that needs a sync while another
+/// thread's sync runs therefore syncs too: it cannot know which changes the other sync covers.
 #[derive(Default)]
-struct Unsynced {
-    /// Changes that are over.
-    made: AtomicU64,
-    /// How many of them are durable.
+struct SyncCounter {
+    /// Number of changes that have ended.
+    ended: AtomicU64,
+    /// Number of changes that are durable.
     synced: AtomicU64,
 }
 
-impl Unsynced {
-    /// Counts a change. Called after the change: a sync that began before it would count it otherwise.
+impl SyncCounter {
+    /// Counts a change. Called after the change has ended: a sync must not count a change that it did not cover.
     fn note(&self) {
-        self.made.fetch_add(1, Ordering::AcqRel);
+        self.ended.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// Changes that are durable.
+    /// Returns the number of durable changes.
     fn synced(&self) -> u64 {
         self.synced.load(Ordering::Acquire)
     }
 
-    /// Calls `sync`, if there is need.
+    /// Calls `sync` if there are changes that are not durable.
     fn sync(&self, sync: impl FnOnce() -> Result<()>) -> Result<()> {
-        let made = self.made.load(Ordering::Acquire);
-        if made > self.synced() {
+        let ended = self.ended.load(Ordering::Acquire);
+        if ended > self.synced() {
             sync()?;
-            self.synced.fetch_max(made, Ordering::AcqRel);
+            self.synced.fetch_max(ended, Ordering::AcqRel);
         }
         Ok(())
     }
 }
 
 impl<B: Backing> OwnLog<B> {
-    /// Makes the index of `writer`, whose life is new.
+    /// Creates the index of `writer`, which must have a new life.
     pub(crate) fn create(base: &B, dir: &B::Inode, writer: Writer, turn: u64) -> Result<Self> {
         let name = writer.index_name();
         let name = OsStr::new(&name);
         let (_, file, _) =
             base.create_placed(&own_caller(), dir, name, 0o600, Placing::Turn(turn))?;
-        let names = Unsynced::default();
+        let names = SyncCounter::default();
         names.note();
         Ok(Self {
             writer,
             dir: dir.clone(),
             turn,
-            logs: Mutex::new(Logs {
+            logs: Mutex::new(LogState {
                 current: None,
                 end: 0,
-                is_making: false,
+                is_creating: false,
                 written: Vec::new(),
             }),
-            log_made: Condvar::new(),
+            log_created: Condvar::new(),
             index: Appender::new(file),
             names,
         })
     }
 
-    /// Appends bytes of the file that do not overlap, and says what they are. After an error none of them counts.
+    /// Appends `parts`, which do not overlap, to a log, and a frame for them to the index. After an error none of them
+    /// counts.
     pub(crate) fn write(&self, base: &B, epoch: u64, parts: &[DataPart<'_>]) -> Result<Appended> {
         let bytes = parts.iter().map(DataPart::len).sum();
-        let room = self.take_room(base, bytes)?;
+        let reserved = self.reserve(base, bytes)?;
         let data = slices(parts).map(IoSlice::new).collect();
-        let written = write_vectored(base, &room.log.file, data, room.position);
-        room.log.bytes.note();
+        let written = write_vectored(base, &reserved.log.file, data, reserved.position);
+        reserved.log.bytes.note();
         written?;
-        // No page of a log is written twice, so waiting with the sync saves nothing.
-        let written = room.position..room.position + bytes;
-        base.advise(&room.log.file, written, PageAdvice::WriteOut);
+        // Starts writing the pages to the device now. No page of a log is written twice, so waiting would save nothing.
+        let written = reserved.position..reserved.position + bytes;
+        base.advise(&reserved.log.file, written, PageAdvice::WriteOut);
         let pieces = parts.iter().map(|part| Piece {
             offset: part.offset,
             len: part.len(),
@@ -145,8 +155,8 @@ impl<B: Backing> OwnLog<B> {
             epoch,
             synced: self.index.synced(),
             change: Change::Written(Written {
-                log: room.log.number,
-                position: room.position,
+                log: reserved.log.number,
+                position: reserved.position,
                 checksums: checksums(parts),
                 runs: find_runs(pieces),
             }),
@@ -154,7 +164,7 @@ impl<B: Backing> OwnLog<B> {
         self.append(base, frame)
     }
 
-    /// Says what else became of the file.
+    /// Appends a frame for a change that has no bytes in a log.
     pub(crate) fn note(&self, base: &B, epoch: u64, change: Change) -> Result<Appended> {
         let synced = self.index.synced();
         let frame = Frame {
@@ -165,6 +175,7 @@ impl<B: Backing> OwnLog<B> {
         self.append(base, frame)
     }
 
+    /// Appends a frame to the index.
     fn append(&self, base: &B, frame: Frame) -> Result<Appended> {
         let mut encoded = Vec::new();
         frame.encode(&mut encoded);
@@ -175,49 +186,50 @@ impl<B: Backing> OwnLog<B> {
         })
     }
 
-    /// Makes what was written durable: data first, so that a durable frame has its data. A frame then says that it is;
-    /// where that one was appended is returned.
+    /// Makes all ended writes durable, the data first, so that a durable frame has its data.
+    ///
+    /// Then appends a frame that notes how much is durable, and returns it. Returns `None` if all was durable before.
     pub(crate) fn sync(&self, base: &B, epoch: u64) -> Result<Option<Appended>> {
         let written = self.logs.lock().written.clone();
-        // Both go to the device together; a file system with a journal then often commits once.
+        // The index goes to the device together with the logs. A file system with a journal then often commits once.
         self.index.begin_sync(base);
         for log in &written {
             log.bytes.sync(|| base.sync(&log.file, true))?;
         }
-        let is_more = self.index.sync(base)?;
+        let has_synced = self.index.sync(base)?;
         self.names.sync(|| base.sync_dir(&self.dir))?;
-        let done = self.logs.lock().take_done();
-        // Files are closed after the lock is free.
-        drop((written, done));
-        if !is_more {
+        let finished = self.logs.lock().remove_finished();
+        // The logs are dropped after the lock is released, because that closes files.
+        drop((written, finished));
+        if !has_synced {
             return Ok(None);
         }
-        let told = self.note(base, epoch, Change::Synced)?;
-        self.index.note_told(told.offset..told.offset + told.bytes);
-        Ok(Some(told))
+        let note = self.note(base, epoch, Change::Synced)?;
+        self.index.mark_clean(note.offset..note.offset + note.bytes);
+        Ok(Some(note))
     }
 
-    /// Reserves `bytes` bytes of a log for one writer.
-    fn take_room(&self, base: &B, bytes: u64) -> Result<Room<B>> {
+    /// Reserves `bytes` bytes of the current log. Creates the next log if the current one is full.
+    fn reserve(&self, base: &B, bytes: u64) -> Result<ReservedRange<B>> {
         let mut logs = self.logs.lock();
         loop {
-            if let Some(room) = logs.take(bytes) {
-                return Ok(room);
+            if let Some(reserved) = logs.reserve(bytes) {
+                return Ok(reserved);
             }
-            if logs.is_making {
-                logs.wait(&self.log_made);
+            if logs.is_creating {
+                logs.wait(&self.log_created);
                 continue;
             }
-            logs.is_making = true;
+            logs.is_creating = true;
             let number = logs.current.as_ref().map_or(0, |log| log.number + 1);
-            let made = logs.unlocked(|| self.make_log(base, number));
-            logs.is_making = false;
-            self.log_made.notify_all();
+            let created = logs.unlocked(|| self.create_log(base, number));
+            logs.is_creating = false;
+            self.log_created.notify_all();
             let log = Arc::new(Log {
                 number,
-                file: made?,
+                file: created?,
                 writes: AtomicU64::new(0),
-                bytes: Unsynced::default(),
+                bytes: SyncCounter::default(),
             });
             self.names.note();
             logs.written.push(Arc::clone(&log));
@@ -226,23 +238,24 @@ impl<B: Backing> OwnLog<B> {
         }
     }
 
-    fn make_log(&self, base: &B, number: u32) -> Result<B::File> {
+    /// Creates the file of a log.
+    fn create_log(&self, base: &B, number: u32) -> Result<B::File> {
         let name = self.writer.log_name(number);
         let name = OsStr::new(&name);
-        let made = base.create_placed(
+        let created = base.create_placed(
             &own_caller(),
             &self.dir,
             name,
             0o600,
             Placing::Turn(self.turn),
         );
-        made.map(|(_, file, _)| file)
+        created.map(|(_, file, _)| file)
     }
 }
 
-impl<B: Backing> Logs<B> {
-    /// None if no log has that much room.
-    fn take(&mut self, bytes: u64) -> Option<Room<B>> {
+impl<B: Backing> LogState<B> {
+    /// Reserves `bytes` bytes of the current log. Returns `None` if the log is full or there is none.
+    fn reserve(&mut self, bytes: u64) -> Option<ReservedRange<B>> {
         let log = Arc::clone(self.current.as_ref()?);
         let position = if bytes >= PAGE_BYTES {
             self.end.next_multiple_of(PAGE_BYTES)
@@ -252,45 +265,45 @@ impl<B: Backing> Logs<B> {
         if self.end > 0 && position + bytes > LOG_BYTES_MAX {
             return None;
         }
-        debug_assert!(position >= self.end, "room is given once");
+        debug_assert!(position >= self.end, "a range is reserved once");
         self.end = position + bytes;
         log.writes.fetch_add(1, Ordering::AcqRel);
-        Some(Room { log, position })
+        Some(ReservedRange { log, position })
     }
 
-    /// Takes out the logs that are full and durable.
-    fn take_done(&mut self) -> Vec<Arc<Log<B>>> {
+    /// Removes and returns the logs that are full and durable.
+    fn remove_finished(&mut self) -> Vec<Arc<Log<B>>> {
         let current = self.current.as_ref();
-        let is_done = |log: &mut Arc<Log<B>>| {
+        let is_finished = |log: &mut Arc<Log<B>>| {
             let is_current = current.is_some_and(|current| Arc::ptr_eq(current, log));
-            // Room is given with the lock held.
+            // Ranges are reserved under the lock, so no write can begin in a log that is not current.
             !is_current && log.bytes.synced() == log.writes.load(Ordering::Acquire)
         };
-        self.written.extract_if(.., is_done).collect()
+        self.written.extract_if(.., is_finished).collect()
     }
 }
 
-/// pwritev(2), until all is written.
+/// Writes all of `data` at `position`, in calls of at most [`WRITE_BYTES_MAX`].
 pub(crate) fn write_vectored<B: Backing>(
     base: &B,
     file: &B::File,
     mut data: Vec<IoSlice<'_>>,
     mut position: u64,
 ) -> Result<()> {
-    let mut left = &mut data[..];
-    IoSlice::advance_slices(&mut left, 0);
-    while !left.is_empty() {
-        let count = match write_some(base, file, left, position)? {
+    let mut remaining = &mut data[..];
+    IoSlice::advance_slices(&mut remaining, 0);
+    while !remaining.is_empty() {
+        let count = match write_some(base, file, remaining, position)? {
             0 => return Err(Errno::IO),
             count => count,
         };
         position += count as u64;
-        IoSlice::advance_slices(&mut left, count);
+        IoSlice::advance_slices(&mut remaining, count);
     }
     Ok(())
 }
 
-/// One pwritev(2) of the first bytes, of which there are some.
+/// Writes the first bytes of `data`, which is not empty, with one call. Returns how many bytes were written.
 fn write_some<B: Backing>(
     base: &B,
     file: &B::File,
@@ -300,16 +313,16 @@ fn write_some<B: Backing>(
     let mut bytes = 0;
     let fits = |slice: &&IoSlice<'_>| {
         bytes += slice.len();
-        bytes <= WRITE_BYTES
+        bytes <= WRITE_BYTES_MAX
     };
     let count = data.iter().take_while(fits).count();
     if count > 0 {
         return base.write_at(file, &data[..count], position);
     }
-    base.write_at(file, &[IoSlice::new(&data[0][..WRITE_BYTES])], position)
+    base.write_at(file, &[IoSlice::new(&data[0][..WRITE_BYTES_MAX])], position)
 }
 
-/// The bytes of all parts, one after the other.
+/// Returns the slices of all parts, one after the other.
 fn slices<'a>(parts: &'a [DataPart<'a>]) -> impl Iterator<Item = &'a [u8]> {
     parts
         .iter()
@@ -317,20 +330,21 @@ fn slices<'a>(parts: &'a [DataPart<'a>]) -> impl Iterator<Item = &'a [u8]> {
         .map(|slice| &**slice)
 }
 
-/// CRC32C of each [`CHECKED_BYTES`] of the parts one after the other.
+/// Returns the CRC32C of each block of [`CHECKED_BYTES`] of the parts' bytes, taken one after the other.
 fn checksums(parts: &[DataPart<'_>]) -> Vec<u32> {
     let mut sums = Vec::new();
     let (mut sum, mut len) = (0, 0);
     for mut rest in slices(parts) {
         while !rest.is_empty() {
-            let (now, later) = rest.split_at(rest.len().min((CHECKED_BYTES - len) as usize));
-            sum = crc32c::crc32c_append(sum, now);
-            len += now.len() as u64;
+            let (in_block, after_block) =
+                rest.split_at(rest.len().min((CHECKED_BYTES - len) as usize));
+            sum = crc32c::crc32c_append(sum, in_block);
+            len += in_block.len() as u64;
             if len == CHECKED_BYTES {
                 sums.push(std::mem::take(&mut sum));
                 len = 0;
             }
-            rest = later;
+            rest = after_block;
         }
     }
     if len > 0 {

@@ -1,36 +1,39 @@
-//! The C library that a process has. A job's environment reaches programs of another one, too, those of an Alpine container
-//! say: the library must load there and do nothing.
+//! Independence from the kind of C library.
 //!
-//! So it needs no shared library but the C library. What the standard library would take of libgcc and of the loader is
-//! here, and what only the GNU C library has is looked up by name.
+//! The environment of a job also reaches programs with another C library than that of GNU, such as those of an Alpine
+//! container. There this library must load and do nothing. So it may need no shared library except the C library:
+//!
+//! * Functions that Rust's standard library would take from libgcc or from the loader are defined here.
+//! * Functions that only the GNU C library has are looked up by name.
 
 use std::ffi::{CStr, c_int, c_void};
 
-/// What the loader has under a name.
+/// Returns the address of a symbol, if any loaded library has it.
 fn look_up(name: &CStr) -> Option<*mut c_void> {
     // SAFETY: the name is a C string.
-    let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) };
-    (!found.is_null()).then_some(found)
+    let address = unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) };
+    (!address.is_null()).then_some(address)
 }
 
-/// Whether it is the GNU C library.
+/// Whether the C library of this process is that of GNU.
 pub(crate) fn is_gnu() -> bool {
     look_up(c"gnu_get_libc_version").is_some()
 }
 
 type Handler = extern "C" fn();
-/// pthread_atfork(3) is no function of the shared library, but calls this one; the last argument names the caller's library,
-/// at whose end its handlers are forgotten.
+/// Type of `__register_atfork`, which pthread_atfork(3) calls. The last argument names the caller's library, whose
+/// unloading removes the handlers.
 type RegisterAtFork =
     unsafe extern "C" fn(Option<Handler>, Option<Handler>, Option<Handler>, *mut c_void) -> c_int;
 
-/// Has functions called before and after each fork(2), for as long as the process lives. Whether that is possible.
+/// Registers functions that are called before and after each fork(2) as long as the process lives. Returns whether that
+/// is possible.
 pub(crate) fn register_at_fork(before: Handler, parent: Handler, child: Handler) -> bool {
-    let Some(found) = look_up(c"__register_atfork") else {
+    let Some(address) = look_up(c"__register_atfork") else {
         return false;
     };
-    // SAFETY: the function of that name, which has these arguments in every version of the GNU C library.
-    let register = unsafe { std::mem::transmute::<*mut c_void, RegisterAtFork>(found) };
+    // SAFETY: the function of this name has this type in every version of the GNU C library.
+    let register = unsafe { std::mem::transmute::<*mut c_void, RegisterAtFork>(address) };
     // SAFETY: the functions stay loaded as long as the process lives.
     unsafe {
         register(
@@ -42,7 +45,7 @@ pub(crate) fn register_at_fork(before: Handler, parent: Handler, child: Handler)
     }
 }
 
-/// Defines functions under names that other libraries have too, for this library alone: none of them is exported.
+/// Defines functions under names that other libraries have too. They are hidden, so only this library uses them.
 macro_rules! own {
     ($($name:literal = $to:ident;)*) => {$(
         #[cfg(target_arch = "x86_64")]
@@ -60,7 +63,8 @@ macro_rules! own {
     )*};
 }
 
-// What the standard library has of libgcc_s.so.1. Nothing unwinds here: a panic ends the process.
+// Functions that the standard library would take from libgcc_s.so.1. Nothing unwinds here, because a panic ends the
+// process.
 own! {
     "_Unwind_RaiseException" = refuse_to_unwind;
     "_Unwind_Backtrace" = end_backtrace;
@@ -78,33 +82,40 @@ own! {
     "_Unwind_FindEnclosingFunction" = stop;
 }
 
-/// `_URC_FATAL_PHASE1_ERROR` (unwind.h): the standard library says so and aborts.
+/// `_URC_FATAL_PHASE1_ERROR` of unwind.h.
+const URC_FATAL_PHASE1_ERROR: c_int = 3;
+/// `_URC_END_OF_STACK` of unwind.h.
+const URC_END_OF_STACK: c_int = 5;
+
+/// Refuses to unwind. The standard library reports that and aborts.
 extern "C" fn refuse_to_unwind() -> c_int {
-    3
+    URC_FATAL_PHASE1_ERROR
 }
 
-/// `_URC_END_OF_STACK` (unwind.h).
+/// Ends a backtrace at once.
 extern "C" fn end_backtrace() -> c_int {
-    5
+    URC_END_OF_STACK
 }
 
+/// Ends the process, for functions that are called only while a stack is unwound.
 extern "C" fn stop() -> ! {
     std::process::abort()
 }
 
-// The loader's function for memory of a thread. To take it from the loader would need that as a shared library, by the name
-// that it has with the GNU C library.
+// The loader's function that finds thread-local memory. A direct reference would make this library need the loader
+// under the name that it has with the GNU C library.
 #[cfg(target_arch = "x86_64")]
 own! { "__tls_get_addr" = find_thread_memory; }
 
+/// Looks up the loader's function and calls it.
 #[cfg(target_arch = "x86_64")]
 extern "C" fn find_thread_memory(index: *mut c_void) -> *mut c_void {
     type Find = unsafe extern "C" fn(*mut c_void) -> *mut c_void;
-    let Some(found) = look_up(c"__tls_get_addr") else {
+    let Some(address) = look_up(c"__tls_get_addr") else {
         stop();
     };
-    // SAFETY: the function of that name, which the psABI defines.
-    let find = unsafe { std::mem::transmute::<*mut c_void, Find>(found) };
-    // SAFETY: what the compiler made for this function.
+    // SAFETY: the psABI defines the type of the function of this name.
+    let find = unsafe { std::mem::transmute::<*mut c_void, Find>(address) };
+    // SAFETY: the compiler has made the argument for this function.
     unsafe { find(index) }
 }

@@ -1,10 +1,12 @@
 //! Connections to firnd: one for each arena, made at the first use.
 //!
-//! Requests are answered in order, and answers are read in that order: the next request takes what is still to come
-//! from an earlier [`ask_ahead`]. A connection that ended is made anew at the next use, a few times: firnd may have
-//! been mounted again. A new connection has a new number, because its tokens are new.
+//! firnd answers requests in their order. [`ask_ahead`] sends a request for leases and does not wait. The next request
+//! first receives that answer, and stores its leases for [`take_lease`].
 //!
-//! Nothing is sent before the kernel said that a process of this user listens at the other end.
+//! A connection that has ended is made again at the next use, because firnd may have been mounted again. This happens a
+//! limited number of times. A new connection has a new *link number*, because tokens of the old one are void.
+//!
+//! Invariant: no byte is sent before the kernel has confirmed that a process of this user listens at the other end.
 
 use std::ffi::c_int;
 use std::mem::{ManuallyDrop, MaybeUninit};
@@ -24,11 +26,11 @@ use crate::sys::{self, Identity};
 use crate::table::{self, tag};
 use crate::wiped::Wiped;
 
-/// Arenas that one process writes to.
+/// Maximum number of arenas that a process uses.
 const LINKS_COUNT: usize = 4;
-/// Connections to one arena, one after the other.
+/// Maximum number of connections to one arena, one after the other.
 const ATTEMPTS: u32 = 8;
-/// Answers that came before they were wanted.
+/// Maximum number of answers whose leases are stored.
 const STASH: usize = 16;
 const NO_SLAB: Slab = Slab {
     chunk: 0,
@@ -42,58 +44,65 @@ const NO_SLAB: Slab = Slab {
     reserved: 0,
     modified: 0,
 };
-/// Numbers from here on are out of the way of programs that choose theirs.
+/// The library's own descriptors have this number or a higher one, so that programs that choose numbers do not meet
+/// them.
 pub(crate) const OWN_FD_MIN: c_int = 900;
 
-/// One connection after another to one arena.
+/// The connection to one arena, and its successors.
 struct Link {
-    /// The socket plus one; 0: none. Changed under the lock.
+    /// The socket plus one; 0 if there is no connection. It is changed under the lock of `inner`.
     socket: AtomicI32,
     inner: Locked<Inner>,
 }
 
-// SAFETY: words, locks, an empty map, and options of words; zeros are a valid value of each. What was answered is set
-// anew before the first connection (`ask_first`), and without an attempt there is none.
+// SAFETY: the value consists of words, locks, an empty map, and options of words, for each of which zero bytes are
+// valid. Zeros mean no connection, and `ask_first` sets the rest before the first one.
 static LINKS: Wiped<[Link; LINKS_COUNT]> =
     unsafe { Wiped::new([const { Link::new() }; LINKS_COUNT]) };
 
-/// Makes children of fork(2) find no connection. `false`: the kernel cannot.
+/// Makes children of fork(2) find no connection. Returns false if the kernel does not support that.
 pub(crate) fn wipe_on_fork() -> bool {
     LINKS.wipe_on_fork()
 }
 
+/// The part of a link that its lock guards.
 struct Inner {
+    /// Identity of the arena.
     uuid: [u8; 16],
-    /// Connections so far; 0: the link is free.
+    /// Number of connections so far; 0 if the link is unused.
     attempts: u32,
+    /// Identity of the socket, by which a reuse of its number is noticed.
     identity: Identity,
+    /// Where the arena is mapped.
     map: ArenaMap,
-    /// Token of the request for leases that was not answered yet, if any.
+    /// Token of the request for leases that has no answer yet.
     ahead: Option<u64>,
+    /// Leases that were received and not taken, in a ring.
     stash: [Leases; STASH],
+    /// Index of the next answer in `stash`, modulo its length.
     stash_next: usize,
 }
 
-/// The answer to a request for leases, as far as it was not taken. It is received where it is kept: callers may have
-/// little stack. All zeros: none.
+/// The leases of one answer. firnd's answer is received into it directly, because callers may have little stack. All
+/// zeros mean no lease.
 struct Leases {
-    /// The open file.
+    /// Token of the open file.
     token: u64,
-    /// The word of a [`Status`]: a child of fork(2) finds zeros here.
+    /// The word of a [`Status`]. It is not an enum, because a child of fork(2) finds zeros here.
     status: u32,
     slabs: [Slab; LEASE_SLABS_MAX],
-    /// Index in `slabs` of the first lease that is still to be filled …
+    /// Index in `slabs` of the first lease that was not taken.
     next: usize,
-    /// … and the index after the last one. They are filled in this order.
+    /// Index after the last lease.
     end: usize,
 }
 
-/// What [`take_lease`] took.
+/// A lease taken from the stored ones.
 pub(crate) struct NextLease {
     pub(crate) status: Status,
-    /// Of [`Status::Ok`].
+    /// The leased slab; valid if the status is [`Status::Ok`].
     pub(crate) slab: Slab,
-    /// Whether another one waits behind it.
+    /// Whether further leases of the same answer are stored.
     pub(crate) has_more: bool,
 }
 
@@ -108,11 +117,12 @@ impl Leases {
         }
     }
 
-    /// Forgets what was not taken.
+    /// Drops the leases that were not taken.
     fn clear(&mut self) {
         (self.next, self.end) = (0, 0);
     }
 
+    /// Whether there are leases for an open file.
     fn is_of(&self, token: u64) -> bool {
         self.next < self.end && self.token == token
     }
@@ -128,20 +138,29 @@ impl Leases {
     }
 }
 
-/// A connection, locked.
+/// A locked connection.
 struct Open {
     link: &'static Link,
     inner: Guard<'static, Inner>,
-    /// The link's own: closed where it ends, not with this borrow.
+    /// The link owns the socket and closes it, so this value must not.
     connection: ManuallyDrop<Connection>,
 }
 
-/// Connects to the arena that a token names; the number of the connection. For a writer: of a new connection the grant
-/// and the first lease come along, as from [`ask_open`].
+/// Returns whether this process is connected to any arena.
+pub(crate) fn has_connection() -> bool {
+    LINKS
+        .iter()
+        .any(|link| link.socket.load(Ordering::Relaxed) != 0)
+}
+
+/// Connects to the arena that a token names, for a writer. Returns the link number.
+///
+/// If a new connection was made, firnd's answer to a request for the grant and the first lease is returned too. It is
+/// the same as that of [`ask_open`].
 pub(crate) fn connect_to_write(token: &Token, lease_bytes: u64) -> Option<(u32, Option<Reply>)> {
-    let mut first = First::Open(lease_bytes, None);
+    let mut first = FirstRequest::Open(lease_bytes, None);
     let link = connect_within(token, ATTEMPTS, &mut first)?;
-    let reply = if let First::Open(_, reply) = first {
+    let reply = if let FirstRequest::Open(_, reply) = first {
         reply
     } else {
         None
@@ -149,31 +168,32 @@ pub(crate) fn connect_to_write(token: &Token, lease_bytes: u64) -> Option<(u32, 
     Some((link, reply))
 }
 
-/// The extents that are asked for.
-pub(crate) struct Wanted<'a> {
-    /// From here of the file on.
+/// A request for extents of a file.
+pub(crate) struct ExtentRequest<'a> {
+    /// Offset in the file from which extents are wanted.
     pub(crate) from: u64,
-    /// Files of the backing that may be named; 0: none, and no extents in them.
+    /// Maximum number of files of the backing that the answer may name; 0 means no extents in the backing.
     pub(crate) files_max: u32,
-    /// For their descriptors.
+    /// Receives the descriptors of these files.
     pub(crate) files: &'a mut Files,
 }
 
-impl Wanted<'_> {
+impl ExtentRequest<'_> {
     fn request(&self, token: u64) -> Request {
         Request::new(Op::Extents, token, self.from).with_len(self.files_max)
     }
 }
 
-/// The same for a reader: of a new connection the first extents come along, as from [`ask_extents`].
+/// Connects for a reader. If a new connection was made, the answer to a request for extents is returned too, as by
+/// [`ask_extents`].
 pub(crate) fn connect_to_read(
     token: &Token,
-    wanted: Wanted<'_>,
+    wanted: ExtentRequest<'_>,
     extents: &mut [MaybeUninit<Extent>],
 ) -> Option<(u32, Option<Reply>)> {
-    let mut first = First::Extents(wanted, extents, None);
+    let mut first = FirstRequest::Extents(wanted, extents, None);
     let link = connect_within(token, ATTEMPTS, &mut first)?;
-    let reply = if let First::Extents(_, _, reply) = first {
+    let reply = if let FirstRequest::Extents(_, _, reply) = first {
         reply
     } else {
         None
@@ -181,19 +201,21 @@ pub(crate) fn connect_to_read(
     Some((link, reply))
 }
 
-/// The same for a mapping.
+/// Connects for a mapping. Returns the link number.
 pub(crate) fn connect_to_map(token: &Token) -> Option<u32> {
-    connect_within(token, ATTEMPTS, &mut First::Nothing)
+    connect_within(token, ATTEMPTS, &mut FirstRequest::Nothing)
 }
 
-/// The same for stubs, which nothing else serves: however often, and without the arena where this process cannot
-/// map it.
+/// Connects for a stub, which only firnd can serve. So the number of connections is not limited, and a process that
+/// cannot map the arena still gets a connection for requests.
 pub(crate) fn connect_for_stubs(token: &Token) -> Option<u32> {
     let attempts_max = u32::MAX / LINKS_COUNT as u32 - 1;
-    connect_within(token, attempts_max, &mut First::Nothing)
+    connect_within(token, attempts_max, &mut FirstRequest::Nothing)
 }
 
-fn connect_within(token: &Token, attempts_max: u32, first: &mut First<'_>) -> Option<u32> {
+/// Returns the link number of the connection to a token's arena. It connects if there is none and fewer than
+/// `attempts_max` were made. `first` is requested along with a new connection.
+fn connect_within(token: &Token, attempts_max: u32, first: &mut FirstRequest<'_>) -> Option<u32> {
     for (index, link) in LINKS.iter().enumerate() {
         let Some(mut inner) = link.inner.take_lock() else {
             continue;
@@ -216,14 +238,14 @@ fn connect_within(token: &Token, attempts_max: u32, first: &mut First<'_>) -> Op
     None
 }
 
-/// A connection by its number; `None` where it has ended, or this thread holds it.
+/// Locks a connection by its link number. Returns `None` if the connection has ended, or if this thread holds the lock.
 fn open_link(number: u32) -> Option<Open> {
     let index = number as usize % LINKS_COUNT;
     let open = LINKS.get(index)?.lock_connection()?;
     (number_of(index, open.inner.attempts) == number).then_some(open)
 }
 
-/// The sockets of all connections.
+/// Returns the sockets of all connections.
 pub(crate) fn open_sockets() -> impl Iterator<Item = c_int> {
     LINKS
         .iter()
@@ -231,7 +253,7 @@ pub(crate) fn open_sockets() -> impl Iterator<Item = c_int> {
         .filter(|fd| *fd >= 0)
 }
 
-/// Gives a socket another number, because the program wants its number.
+/// Moves a socket to another number, because the program wants to use this number.
 pub(crate) fn move_socket(fd: c_int) {
     for link in LINKS.iter() {
         if link.socket.load(Ordering::Acquire) != fd + 1 {
@@ -271,21 +293,21 @@ impl Link {
         }
     }
 
-    /// Locks the connection, if it is one and this thread does not hold it.
+    /// Locks the connection. Returns `None` if there is none, or if this thread holds the lock.
     fn lock_connection(&'static self) -> Option<Open> {
         let inner = self.inner.take_lock()?;
         let fd = self.socket.load(Ordering::Relaxed) - 1;
         if fd < 0 {
             return None;
         }
-        // A raw close, and the number may be anything by now.
-        if sys::identity(fd).is_none_or(|(found, _)| found != inner.identity) {
+        // A raw system call may have closed the socket, and then its number may belong to another file.
+        if sys::identity(fd).is_none_or(|(identity, _)| identity != inner.identity) {
             set_internal(fd, false);
             self.socket.store(0, Ordering::Release);
             return None;
         }
-        // SAFETY: the link's own socket, as just asked; it is closed where the link forgets it, under the lock, and
-        // `ManuallyDrop` keeps this borrow from doing so.
+        // SAFETY: the number is the link's open socket, as was just checked. The link closes it under its lock, and
+        // `ManuallyDrop` keeps this value from closing it.
         let connection = ManuallyDrop::new(unsafe { Connection::from_raw_fd(fd) });
         Some(Open {
             link: self,
@@ -295,15 +317,15 @@ impl Link {
     }
 }
 
-/// Connects to an arena, asks the first questions and maps the arena; the socket.
+/// Connects to an arena, makes the first requests and maps the arena. Returns the socket.
 #[inline(never)]
 fn open_socket(
     inner: &mut Inner,
     token: &Token,
     for_stubs: bool,
-    first: &mut First<'_>,
+    first: &mut FirstRequest<'_>,
 ) -> Option<c_int> {
-    // Where memory or descriptors are scarce on purpose, the program needs them more.
+    // A program with a limit of address space needs it for itself.
     let is_scarce = !sys::is_unlimited(Resource::As);
     if is_scarce && !for_stubs {
         return None;
@@ -327,31 +349,36 @@ fn open_socket(
     Some(fd)
 }
 
-/// What is asked together with a new connection.
-enum First<'a> {
+/// A request that is sent along with a new connection. The last field of a variant receives the answer.
+enum FirstRequest<'a> {
     Nothing,
-    /// A grant and a lease of this many bytes, and the answer.
+    /// Requests a grant and a lease of this many bytes.
     Open(u64, Option<Reply>),
-    /// The first extents, and the answer.
-    Extents(Wanted<'a>, &'a mut [MaybeUninit<Extent>], Option<Reply>),
+    /// Requests extents, which are stored in the slice.
+    Extents(
+        ExtentRequest<'a>,
+        &'a mut [MaybeUninit<Extent>],
+        Option<Reply>,
+    ),
 }
 
-/// The first requests over a connection, sent in one packet: firnd works while this process maps the arena.
+/// Sends the first requests of a connection in one packet, and receives their answers. So firnd works on the second
+/// request while this process maps the arena.
 #[inline(never)]
 fn ask_first(
     connection: &Connection,
     inner: &mut Inner,
     token: &Token,
     arena: MapArena,
-    first: &mut First<'_>,
+    first: &mut FirstRequest<'_>,
 ) -> Option<()> {
     let next = match first {
-        First::Nothing => None,
-        First::Open(bytes, _) => Some(open_request(token.token, *bytes)),
-        First::Extents(wanted, ..) => Some(wanted.request(token.token)),
+        FirstRequest::Nothing => None,
+        FirstRequest::Open(bytes, _) => Some(open_request(token.token, *bytes)),
+        FirstRequest::Extents(wanted, ..) => Some(wanted.request(token.token)),
     };
     connection.send_hello(next.as_ref()).ok()?;
-    if let First::Open(..) = first {
+    if let FirstRequest::Open(..) = first {
         firn_direct::slab_writer::prepare();
     }
     inner.map = receive_arena(connection, &token.arena, arena)?;
@@ -360,20 +387,20 @@ fn ask_first(
     receive_first(connection, inner, token, first)
 }
 
-/// The answer to what was asked together with a new connection.
+/// Receives the answer to the request that was sent along with a new connection.
 #[inline(never)]
 fn receive_first(
     connection: &Connection,
     inner: &mut Inner,
     token: &Token,
-    first: &mut First<'_>,
+    first: &mut FirstRequest<'_>,
 ) -> Option<()> {
     match first {
-        First::Nothing => {}
-        First::Open(_, reply) => {
+        FirstRequest::Nothing => {}
+        FirstRequest::Open(_, reply) => {
             *reply = Some(inner.receive_first_leases(connection, token.token).ok()?);
         }
-        First::Extents(wanted, room, reply) => {
+        FirstRequest::Extents(wanted, room, reply) => {
             let mut room = (&mut **room).into();
             let files = Some(&mut *wanted.files);
             *reply = Some(connection.receive_reply_with(&mut room, files).ok()?);
@@ -383,7 +410,7 @@ fn receive_first(
 }
 
 impl Inner {
-    /// Receives the answer to a request for leases, and keeps these for [`take_lease`].
+    /// Receives the answer to a request for leases, and stores the leases for [`take_lease`].
     fn receive_leases(&mut self, connection: &Connection, token: u64) -> Result<Reply, CallError> {
         let index = self.stash_next % STASH;
         self.stash_next = self.stash_next.wrapping_add(1);
@@ -399,7 +426,7 @@ impl Inner {
         Ok(reply)
     }
 
-    /// The same for those that come with a grant, unless there is none.
+    /// Receives the leases that come with a grant. If the grant was refused, no lease is stored.
     fn receive_first_leases(
         &mut self,
         connection: &Connection,
@@ -412,6 +439,7 @@ impl Inner {
         Ok(opened)
     }
 
+    /// Drops the stored leases of an open file.
     fn forget_leases(&mut self, token: u64) {
         let of_token = |leases: &&mut Leases| leases.is_of(token);
         self.stash
@@ -422,36 +450,37 @@ impl Inner {
 }
 
 impl Open {
-    /// Reads the answer that is still to come, if any.
+    /// Receives the answer to an earlier request for leases, if it is outstanding. Returns `None` if the connection
+    /// ended.
     fn collect_reply(&mut self) -> Option<()> {
         let Some(token) = self.inner.ahead.take() else {
             return Some(());
         };
         let received = self.inner.receive_leases(&self.connection, token);
-        self.or_give_up(received.map(drop)).ok()
+        self.close_if_ended(received.map(drop)).ok()
     }
 
-    /// Asks for leases and does not wait for them. Those of an earlier answer that were not taken are dropped.
+    /// Sends a request for leases. Stored leases of the open file are dropped.
     fn send_lease_request(&mut self, token: u64, lease_bytes: u64) -> Option<()> {
         self.inner.forget_leases(token);
         self.inner.ahead = Some(token);
         let request = Request::new(Op::Lease, token, lease_bytes).with_len(sys::current_cpu());
         let sent = self.connection.send_request(&request, &Payload::none());
-        self.or_give_up(sent).ok()
+        self.close_if_ended(sent).ok()
     }
 
-    /// The next lease of an open file that was answered before.
+    /// Takes the next stored lease of an open file.
     fn take_lease(&mut self, token: u64) -> Option<NextLease> {
         let of_token = |leases: &&mut Leases| leases.is_of(token);
         self.inner.stash.iter_mut().find(of_token)?.take_next()
     }
 
-    /// Forgets a connection that has ended.
-    fn or_give_up<T>(&mut self, answer: Result<T, CallError>) -> Result<T, CallError> {
+    /// Passes a result on. If it says that the connection has ended, the socket is closed first.
+    fn close_if_ended<T>(&mut self, answer: Result<T, CallError>) -> Result<T, CallError> {
         if let Err(CallError::NotSent | CallError::NoReply) = answer {
             let fd = self.connection.as_fd().as_raw_fd();
             set_internal(fd, false);
-            // Without the socket no other thread makes an `Open` of it.
+            // The swap makes sure that one thread closes the socket, and that no other thread uses it afterwards.
             if self.link.socket.swap(0, Ordering::AcqRel) != 0 {
                 sys::close(fd);
             }
@@ -460,16 +489,16 @@ impl Open {
     }
 }
 
-/// Asks and waits for the answer; `None`: that connection has ended.
+/// Makes a request without data. Returns the reply, or `None` if the connection has ended.
 pub(crate) fn ask_firnd(link: u32, op: Op, token: u64, arg: u64) -> Option<Reply> {
     call_firnd(link, &Request::new(op, token, arg), &mut Payload::none()).ok()
 }
 
-/// Asks for extents of a file, which `extents` get.
+/// Requests extents of a file, which are stored in `extents`. Returns `None` if the connection has ended.
 pub(crate) fn ask_extents(
     link: u32,
     token: u64,
-    wanted: Wanted<'_>,
+    wanted: ExtentRequest<'_>,
     extents: &mut [MaybeUninit<Extent>],
 ) -> Option<Reply> {
     let request = wanted.request(token);
@@ -481,25 +510,26 @@ pub(crate) fn ask_extents(
     call_firnd(link, &request, &mut payload).ok()
 }
 
-/// Asks for a grant to write a file together with its first lease, which [`take_lease`] has then. `None`: that
+/// Requests a grant to write a file and its first lease, which is stored for [`take_lease`]. Returns `None` if the
 /// connection has ended.
 pub(crate) fn ask_open(link: u32, token: u64, lease_bytes: u64) -> Option<Reply> {
     let mut open = open_link(link)?;
     open.collect_reply()?;
-    // Leases of an earlier grant for this open file are over.
+    // Leases of an earlier grant for this open file are void.
     open.inner.forget_leases(token);
     let sent = open
         .connection
         .send_request(&open_request(token, lease_bytes), &Payload::none());
     let received = sent.and_then(|()| open.inner.receive_first_leases(&open.connection, token));
-    open.or_give_up(received).ok()
+    open.close_if_ended(received).ok()
 }
 
 fn open_request(token: u64, lease_bytes: u64) -> Request {
     Request::new(Op::OpenWrite, token, lease_bytes).with_len(sys::current_cpu())
 }
 
-/// Asks for leases and does not wait for them: [`take_lease`] does. Whether it was possible.
+/// Requests leases without waiting for the answer, which [`take_lease`] receives. Returns whether the request was sent:
+/// only one may be outstanding.
 pub(crate) fn ask_ahead(link: u32, token: u64, lease_bytes: u64) -> bool {
     let Some(mut open) = open_link(link) else {
         return false;
@@ -507,7 +537,8 @@ pub(crate) fn ask_ahead(link: u32, token: u64, lease_bytes: u64) -> bool {
     open.inner.ahead.is_none() && open.send_lease_request(token, lease_bytes).is_some()
 }
 
-/// The next lease of those that were asked for before; `None`: there is none.
+/// Takes the next lease that was requested before. It receives an outstanding answer if no lease is stored. Returns
+/// `None` if there is no lease.
 pub(crate) fn take_lease(link: u32, token: u64) -> Option<NextLease> {
     let mut open = open_link(link)?;
     if let Some(lease) = open.take_lease(token) {
@@ -517,7 +548,7 @@ pub(crate) fn take_lease(link: u32, token: u64) -> Option<NextLease> {
     open.take_lease(token)
 }
 
-/// Asks for leases and takes the first one.
+/// Requests leases, waits for the answer and takes the first lease.
 pub(crate) fn ask_lease(link: u32, token: u64, lease_bytes: u64) -> Option<NextLease> {
     let mut open = open_link(link)?;
     open.collect_reply()?;
@@ -526,37 +557,38 @@ pub(crate) fn ask_lease(link: u32, token: u64, lease_bytes: u64) -> Option<NextL
     open.take_lease(token)
 }
 
-/// Where the arena of a connection is mapped. It stays so as long as the process lives; the socket is not asked for.
+/// Returns where the arena of a connection is mapped. The mapping lasts as long as the process, even if the connection
+/// has ended.
 pub(crate) fn arena_map(number: u32) -> Option<ArenaMap> {
     let index = number as usize % LINKS_COUNT;
     let inner = LINKS.get(index)?.inner.take_lock()?;
     (number_of(index, inner.attempts) == number).then_some(inner.map)
 }
 
-/// The number of a connection: differs from that of the one before it over the same link.
+/// Returns the link number of a connection. It differs from that of earlier connections of the same link.
 fn number_of(index: usize, attempts: u32) -> u32 {
     attempts * LINKS_COUNT as u32 + index as u32
 }
 
-/// Tells the hooks whether a number is the library's own.
+/// Marks a descriptor as the library's own, or removes that mark. Hooks do not touch such descriptors.
 fn set_internal(fd: c_int, internal: bool) {
-    if let Some(mut held) = table::lock_new_entry(fd) {
-        held.set_tag(if internal { tag::INTERNAL } else { tag::NONE });
+    if let Some(mut locked) = table::lock_new_entry(fd) {
+        locked.set_tag(if internal { tag::INTERNAL } else { tag::NONE });
     }
 }
 
-/// A copy of a connection with a high number, which the program does not choose for itself.
+/// Copies a connection to a high descriptor number, which the program hardly chooses for itself.
 #[inline(never)]
 fn copy_to_high_number(connection: &Connection) -> Option<Connection> {
     let number = connection.as_fd().as_raw_fd();
     let copy = rustix::io::fcntl_dupfd_cloexec(connection, OWN_FD_MIN)
         .or_else(|_| rustix::io::fcntl_dupfd_cloexec(connection, number + 1))
         .ok()?;
-    // SAFETY: a new descriptor of the same socket, given away here.
+    // SAFETY: the descriptor is new, and this call passes its ownership on.
     Some(unsafe { Connection::from_raw_fd(copy.into_raw_fd()) })
 }
 
-/// Connects to this user's own firnd only.
+/// Connects to the firnd of a token. A process of another user at the other end is refused and counted.
 #[inline(never)]
 fn connect_to(token: &Token) -> Option<Connection> {
     match Connection::to(token, sys::euid()) {
@@ -569,29 +601,29 @@ fn connect_to(token: &Token) -> Option<Connection> {
     }
 }
 
-/// Whether a connection comes with the arena in this process's memory.
+/// Whether the arena is mapped for a new connection.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum MapArena {
-    /// It is for requests alone.
+    /// The arena is not mapped, and the connection serves requests only.
     Never,
-    /// Or for requests alone, where the arena cannot be mapped.
+    /// The arena is mapped if this process can map it.
     IfPossible,
-    /// Or there is no connection.
+    /// Without a mapping the connection is given up.
     Always,
 }
 
-/// Receives the answer to the first request, which gives the arena.
+/// Receives the answer to the hello, which comes with the arena's descriptor, and maps the arena as wanted.
 #[inline(never)]
 fn receive_arena(connection: &Connection, uuid: &[u8; 16], map: MapArena) -> Option<ArenaMap> {
     let (arena, fd): (_, Descriptor) = connection.receive_hello(uuid)?;
     if map == MapArena::Never {
         return Some(ArenaMap::NONE);
     }
-    let or_none = (map == MapArena::IfPossible).then_some(ArenaMap::NONE);
-    ArenaMap::map(&fd, &arena).or(or_none)
+    let if_not_mapped = (map == MapArena::IfPossible).then_some(ArenaMap::NONE);
+    ArenaMap::map(&fd, &arena).or(if_not_mapped)
 }
 
-/// Makes a request with bytes over the connection of a link.
+/// Makes a request with a payload over a connection, and returns the reply.
 pub(crate) fn call_firnd(
     link: u32,
     request: &Request,
@@ -600,10 +632,11 @@ pub(crate) fn call_firnd(
     let mut open = open_link(link).ok_or(CallError::NotSent)?;
     open.collect_reply().ok_or(CallError::NotSent)?;
     let reply = open.connection.call(request, payload);
-    open.or_give_up(reply)
+    open.close_if_ended(reply)
 }
 
-/// Connects for one purpose: in a signal handler whose thread holds the other connection.
+/// Makes a connection that the caller owns. A signal handler needs one if it interrupts the thread that holds the lock
+/// of the usual connection.
 pub(crate) fn connect_once(token: &Token) -> Option<Connection> {
     let connection = connect_to(token)?;
     connection.send_hello(None).ok()?;
@@ -611,7 +644,7 @@ pub(crate) fn connect_once(token: &Token) -> Option<Connection> {
     Some(connection)
 }
 
-/// Whether a reply grants what was asked.
+/// Whether a reply grants the request.
 pub(crate) fn is_ok(reply: &Reply) -> bool {
     Status::from_word(reply.status) == Status::Ok
 }

@@ -1,16 +1,16 @@
 //! Streams of stdio over stubs.
 //!
-//! The C library's own calls in a stream are not seen, so streams over stubs are made with fopencookie(3),
-//! which calls back here. They have the descriptor's number (`fileno`), and are byte streams: wide characters
-//! are refused as in any stream that was used for bytes before.
+//! The system calls of an ordinary stream are not seen by hooks. So streams over stubs are made with fopencookie(3),
+//! which calls functions of this module. Such a stream has the number of its descriptor (`fileno`). It is a byte
+//! stream, so wide characters are refused, as in each stream that was used for bytes.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use libc::{FILE, off64_t, size_t, ssize_t};
 
-/// Places in `struct _IO_FILE` (bits/types/struct_FILE.h), which the C library has kept since 2.1.
-mod place {
+/// Offsets in `struct _IO_FILE` (bits/types/struct_FILE.h), which have been stable since version 2.1 of the C library.
+mod offset_in_file {
     pub(super) const FLAGS: usize = 0;
     pub(super) const WRITE_BASE: usize = 32;
     pub(super) const WRITE_PTR: usize = 40;
@@ -18,11 +18,14 @@ mod place {
     pub(super) const MODE: usize = 192;
     pub(super) const FUNCTIONS: usize = 216;
 }
+/// Bit of `_flags`: the stream is unbuffered.
 const UNBUFFERED: u32 = 0x2;
+/// Bit of `_flags`: the stream is line buffered.
 const LINE_BUFFERED: u32 = 0x200;
-/// Of `_mode`: used for bytes.
+/// Value of `_mode`: the stream is used for bytes.
 const BYTES: c_int = -1;
 
+/// `cookie_io_functions_t` of fopencookie(3).
 #[repr(C)]
 struct Functions {
     read: unsafe extern "C" fn(*mut c_void, *mut c_char, size_t) -> ssize_t,
@@ -39,23 +42,23 @@ unsafe extern "C" {
     static mut stderr: *mut FILE;
 }
 
-/// The table of functions that tells these streams from others; 0: none was made.
+/// Address of the table of functions that only streams of this module have; 0 if none was made yet.
 static OURS: AtomicUsize = AtomicUsize::new(0);
 
 unsafe extern "C" fn read(cookie: *mut c_void, data: *mut c_char, len: size_t) -> ssize_t {
-    // SAFETY: the C library gives its own buffer, writable for `len` bytes.
+    // SAFETY: the C library passes its own buffer, which has `len` writable bytes.
     unsafe { libc::read(cookie as c_int, data.cast(), len) }
 }
 
 unsafe extern "C" fn write(cookie: *mut c_void, data: *const c_char, len: size_t) -> ssize_t {
     let mut done = 0;
     while done < len {
-        // SAFETY: the C library's buffer, and only what it has not written yet.
+        // SAFETY: the range is the rest of the C library's buffer.
         let more =
             unsafe { libc::write(cookie as c_int, data.wrapping_add(done).cast(), len - done) };
         match usize::try_from(more) {
             Ok(more) => done += more,
-            // The C library takes less than all of it for the error, and nothing negative.
+            // For the C library a short count means an error. It does not accept a negative one.
             Err(_) => break,
         }
     }
@@ -63,7 +66,7 @@ unsafe extern "C" fn write(cookie: *mut c_void, data: *const c_char, len: size_t
 }
 
 unsafe extern "C" fn seek(cookie: *mut c_void, offset: *mut off64_t, whence: c_int) -> c_int {
-    // SAFETY: the C library gives a place for the offset that it may read and write.
+    // SAFETY: the C library passes the address of an offset that may be read and written.
     unsafe {
         let result = libc::lseek64(cookie as c_int, *offset, whence);
         if result < 0 {
@@ -75,16 +78,16 @@ unsafe extern "C" fn seek(cookie: *mut c_void, offset: *mut off64_t, whence: c_i
 }
 
 unsafe extern "C" fn close(cookie: *mut c_void) -> c_int {
-    // SAFETY: the stream is being closed, and the descriptor is its own.
+    // SAFETY: the stream is being closed, and it owns the descriptor.
     unsafe { libc::close(cookie as c_int) }
 }
 
-/// A stream over a descriptor; null where there is no memory.
+/// Makes a stream over a descriptor. Returns null if there is no memory.
 ///
 /// # Safety
-/// `mode` is a C string for fdopen(3).
+/// `mode` is a C string, as for fdopen(3).
 pub(crate) unsafe fn open_over(fd: c_int, mode: *const c_char) -> *mut FILE {
-    // SAFETY: `mode` is a C string as promised; the structure is the C library's, at places that are part of its interface.
+    // SAFETY: `mode` is a C string, and the stream has the fields of `struct _IO_FILE` at these offsets.
     unsafe {
         let file = fopencookie(
             fd as *mut c_void,
@@ -100,10 +103,16 @@ pub(crate) unsafe fn open_over(fd: c_int, mode: *const c_char) -> *mut FILE {
             return file;
         }
         let base = file.cast::<u8>();
-        base.wrapping_add(place::FILENO).cast::<c_int>().write(fd);
-        base.wrapping_add(place::MODE).cast::<c_int>().write(BYTES);
+        base.wrapping_add(offset_in_file::FILENO)
+            .cast::<c_int>()
+            .write(fd);
+        base.wrapping_add(offset_in_file::MODE)
+            .cast::<c_int>()
+            .write(BYTES);
         OURS.store(
-            base.wrapping_add(place::FUNCTIONS).cast::<usize>().read(),
+            base.wrapping_add(offset_in_file::FUNCTIONS)
+                .cast::<usize>()
+                .read(),
             Ordering::Release,
         );
         if *mode == b'a' as c_char {
@@ -113,22 +122,22 @@ pub(crate) unsafe fn open_over(fd: c_int, mode: *const c_char) -> *mut FILE {
     }
 }
 
-/// Whether a stream is one of these.
+/// Whether this module has made a stream.
 ///
 /// # Safety
-/// An open stream.
+/// `file` is an open stream.
 pub(crate) unsafe fn is_ours(file: *mut FILE) -> bool {
-    // SAFETY: an open stream of the C library, whose structure has that place.
+    // SAFETY: an open stream has the table of functions at this offset.
     let functions = unsafe {
         file.cast::<u8>()
-            .wrapping_add(place::FUNCTIONS)
+            .wrapping_add(offset_in_file::FUNCTIONS)
             .cast::<usize>()
             .read()
     };
     functions == OURS.load(Ordering::Acquire) && functions != 0
 }
 
-/// The stream of a standard descriptor.
+/// Returns the variable (`stdin`, `stdout` or `stderr`) of a standard descriptor.
 pub(crate) fn standard_slot(fd: c_int) -> Option<*mut *mut FILE> {
     match fd {
         libc::STDIN_FILENO => Some(&raw mut stdin),
@@ -138,14 +147,14 @@ pub(crate) fn standard_slot(fd: c_int) -> Option<*mut *mut FILE> {
     }
 }
 
-/// A standard descriptor is a stub now: so its stream becomes one of these, for good. It works as well
-/// where the descriptor is something else later.
+/// Replaces the stream of a standard descriptor that has become a stub. The new stream stays for good; it also works if
+/// the descriptor becomes another file later.
 pub(crate) fn replace_standard(fd: c_int) {
     let Some(slot) = standard_slot(fd) else {
         return;
     };
-    // SAFETY: the program's own streams; it does not use them while it redirects their descriptor, as it must
-    // not without the library.
+    // SAFETY: these are the program's streams. It must not use a stream while it redirects the stream's descriptor,
+    // with or without this library.
     unsafe {
         let old = *slot;
         if old.is_null() || is_ours(old) || libc::fileno(old) != fd {
@@ -163,24 +172,27 @@ pub(crate) fn replace_standard(fd: c_int) {
             return;
         }
         let base = old.cast::<u8>();
-        let flags = base.wrapping_add(place::FLAGS).cast::<u32>().read();
+        let flags = base
+            .wrapping_add(offset_in_file::FLAGS)
+            .cast::<u32>()
+            .read();
         if flags & UNBUFFERED != 0 || fd == libc::STDERR_FILENO {
             libc::setvbuf(new, std::ptr::null_mut(), libc::_IONBF, 0);
         } else if flags & LINE_BUFFERED != 0 {
             libc::setvbuf(new, std::ptr::null_mut(), libc::_IOLBF, 0);
         }
-        // What waits in the old buffer would be written to the descriptor later, unseen.
+        // Bytes in the old buffer would be written to the descriptor later, by a call that no hook sees.
         let start = base
-            .wrapping_add(place::WRITE_BASE)
+            .wrapping_add(offset_in_file::WRITE_BASE)
             .cast::<*const c_void>()
             .read();
         let end = base
-            .wrapping_add(place::WRITE_PTR)
+            .wrapping_add(offset_in_file::WRITE_PTR)
             .cast::<*const c_void>()
             .read();
-        let waits = (end as usize).saturating_sub(start as usize);
-        if waits > 0 {
-            libc::fwrite(start, 1, waits, new);
+        let buffered_bytes = (end as usize).saturating_sub(start as usize);
+        if buffered_bytes > 0 {
+            libc::fwrite(start, 1, buffered_bytes, new);
             __fpurge(old);
         }
         *slot = new;

@@ -1,14 +1,17 @@
-//! One descriptor of ours: its offset, its lease or list, and what serves the bytes that neither can.
+//! write(2), read(2) and lseek(2) of one descriptor: by a lease or a list where possible, else by the fallback.
 //!
 //! ```text
-//!            hook ── Held, ProgramMemory ──► write / read / seek
-//!                                             │ claim a range of the offset
-//!                       lease (slabs) ◄───────┤───────► list (extents)
-//!                                             │ what does not go there
+//!            hook ── locked entry, ProgramMemory ──► write / read / seek
+//!                                             │ claims a range of the offset
+//!              write: lease (slabs) ◄─────────┼─────────► read: list (extents)
+//!                                             │ other bytes
 //!                            Fallback: Kernel (a mount) or Socket (a stub)
 //! ```
 //!
-//! A mount's descriptors ([`crate::kernel`]) and stubs ([`crate::stub`]) differ in their [`Fallback`] alone.
+//! Descriptors of a mount ([`crate::kernel`]) and stubs ([`crate::stub`]) differ only in their [`Fallback`].
+//!
+//! In all functions `explicit_offset` is the offset that the call names, as pwrite(2) does; `None` means the
+//! descriptor's own offset.
 
 use std::ffi::c_int;
 
@@ -19,45 +22,53 @@ use crate::list::copy;
 use crate::memory::{Source, Target};
 use crate::offset::{Claim, current_offset, set_offset};
 use crate::report::{self, Call};
-use crate::table::Held;
+use crate::table::LockedEntry;
 
-/// Writes `total` bytes at the descriptor's offset, or at `at`.
+/// Writes `total` bytes of a source, into leases as far as possible.
 pub(crate) fn write_descriptor<F: Fallback>(
-    mut held: Held,
+    mut locked: LockedEntry,
     source: Source<'_>,
-    (at, total): (Option<u64>, usize),
+    (explicit_offset, total): (Option<u64>, usize),
     call: Call,
 ) -> Handled {
-    let leases = F::may_lease(&mut held, total) && source.is_good();
-    if !leases {
-        held = match F::leave(held, None, at, call) {
-            Ok(held) => held,
+    let uses_leases = F::may_lease(&mut locked, total) && source.is_accessible();
+    if !uses_leases {
+        locked = match F::leave(locked, None, explicit_offset, call) {
+            Ok(locked) => locked,
             Err(handled) => return handled,
         };
     }
-    let claim = Claim::of_range(&mut held, at, total);
+    let claim = Claim::of_range(&mut locked, explicit_offset, total);
     if claim.is_beyond_files() {
-        claim.cut_back(&held, 0);
-        return match F::leave(held, None, at, call) {
-            // As the kernel says where offset and length together are too large.
+        claim.cut_back(&locked, 0);
+        return match F::leave(locked, None, explicit_offset, call) {
+            // The kernel reports the same if offset and length together are too large.
             Ok(_) => Handled::of(Err(libc::EINVAL)),
             Err(handled) => handled,
         };
     }
-    let (done, lost) = if leases {
-        fill::fill_leases(&mut held, source, claim.offset, total)
+    let (done, lost) = if uses_leases {
+        fill::fill_leases(&mut locked, source, claim.offset, total)
     } else {
         (0, None)
     };
-    go_on::<F>(held, source, claim, (at, total), (done, lost), call)
+    finish_write::<F>(
+        locked,
+        source,
+        claim,
+        (explicit_offset, total),
+        (done, lost),
+        call,
+    )
 }
 
-/// The rest of a write of which `done` bytes went into leases.
-pub(crate) fn go_on<F: Fallback>(
-    mut held: Held,
+/// Finishes a write of which `done` bytes are in leases: the fallback writes the rest. `lost` is the reason if a lease
+/// was lost before that.
+pub(crate) fn finish_write<F: Fallback>(
+    mut locked: LockedEntry,
     source: Source<'_>,
     mut claim: Claim,
-    (at, total): (Option<u64>, usize),
+    (explicit_offset, total): (Option<u64>, usize),
     (mut done, lost): (usize, Option<LeaseLost>),
     call: Call,
 ) -> Handled {
@@ -66,13 +77,13 @@ pub(crate) fn go_on<F: Fallback>(
         return Handled::Done(done as isize);
     }
     if let Some(lost) = lost {
-        held = match F::lease_lost(held, &mut claim, lost, done, call) {
-            Ok(held) => held,
+        locked = match F::lease_lost(locked, &mut claim, lost, done, call) {
+            Ok(locked) => locked,
             Err(handled) => return handled,
         };
         if done == 0 {
-            held = match F::leave(held, Some(&mut claim), at, call) {
-                Ok(held) => held,
+            locked = match F::leave(locked, Some(&mut claim), explicit_offset, call) {
+                Ok(locked) => locked,
                 Err(handled) => return handled,
             };
         }
@@ -80,7 +91,7 @@ pub(crate) fn go_on<F: Fallback>(
     report::count_kernel(call);
     let mut failed = None;
     for run in source.runs(done, total - done) {
-        match F::write_at(&mut held, run, claim.offset.wrapping_add(done as u64)) {
+        match F::write_at(&mut locked, run, claim.offset.wrapping_add(done as u64)) {
             Ok(more) => {
                 done += more;
                 if more < run.len() {
@@ -93,74 +104,75 @@ pub(crate) fn go_on<F: Fallback>(
             }
         }
     }
-    claim.settle_offset(&held, done);
+    claim.settle_offset(&locked, done);
     Handled::of(failed.map_or(Ok(done), |error| error.after(done)))
 }
 
-/// Reads up to `total` bytes at the descriptor's offset, or at `at`.
+/// Reads up to `total` bytes, by the list if there is one, else by the fallback.
 pub(crate) fn read_descriptor<F: Fallback>(
-    mut held: Held,
+    mut locked: LockedEntry,
     target: Target<'_>,
-    (at, total): (Option<u64>, usize),
+    (explicit_offset, total): (Option<u64>, usize),
     call: Call,
 ) -> Handled {
-    let is_listed = F::has_list(&mut held, at, total);
+    let is_listed = F::has_list(&mut locked, explicit_offset, total);
     if !is_listed {
-        held = match F::leave(held, None, at, call) {
-            Ok(held) => held,
+        locked = match F::leave(locked, None, explicit_offset, call) {
+            Ok(locked) => locked,
             Err(handled) => return handled,
         };
     }
-    let mut claim = Claim::of_range(&mut held, at, total);
+    let mut claim = Claim::of_range(&mut locked, explicit_offset, total);
     if claim.offset > i64::MAX as u64 {
         return Handled::of(Err(libc::EINVAL));
     }
     if is_listed {
-        held = match read_by_list::<F>(held, target, &mut claim, (at, total), call) {
-            Ok(held) => held,
+        locked = match read_by_list::<F>(locked, target, &mut claim, (explicit_offset, total), call)
+        {
+            Ok(locked) => locked,
             Err(handled) => return handled,
         };
     }
     report::count_kernel(call);
-    let result = read_by_fallback::<F>(&mut held, target, claim.offset, total);
-    claim.settle_offset(&held, result.unwrap_or(0));
+    let result = read_by_fallback::<F>(&mut locked, target, claim.offset, total);
+    claim.settle_offset(&locked, result.unwrap_or(0));
     Handled::of(result)
 }
 
-/// Reads by the list: `Err` is how the call ends; `Ok` leaves it to the fallback.
+/// Reads by the list. `Err` is the end of the call, with its result. `Ok` means that the fallback must serve the call.
 fn read_by_list<F: Fallback>(
-    mut held: Held,
+    mut locked: LockedEntry,
     target: Target<'_>,
     claim: &mut Claim,
-    (at, total): (Option<u64>, usize),
+    (explicit_offset, total): (Option<u64>, usize),
     call: Call,
-) -> Result<Held, Handled> {
-    let left = held.list.size().saturating_sub(claim.offset);
-    let wanted = total.min(usize::try_from(left).unwrap_or(usize::MAX));
-    if !target.is_good(wanted) {
-        return F::leave(held, Some(claim), at, call);
+) -> Result<LockedEntry, Handled> {
+    let left = locked.list.size().saturating_sub(claim.offset);
+    let expected = total.min(usize::try_from(left).unwrap_or(usize::MAX));
+    if !target.is_accessible(expected) {
+        return F::leave(locked, Some(claim), explicit_offset, call);
     }
-    let Some(done) = copy::copy_out::<F>(&mut held, target, claim.offset, total) else {
-        return F::list_lost(held, claim, at, call);
+    let Some(done) = copy::copy_out::<F>(&mut locked, target, claim.offset, total) else {
+        return F::list_lost(locked, claim, explicit_offset, call);
     };
-    claim.settle_offset(&held, done);
+    claim.settle_offset(&locked, done);
     report::count_direct(call, done);
     Err(Handled::Done(done as isize))
 }
 
-/// Reads by the fallback; an errno where it gave nothing.
+/// Reads by the fallback. Returns the number of bytes, or an errno if the first read failed.
 pub(crate) fn read_by_fallback<F: Fallback>(
-    held: &mut Held,
+    locked: &mut LockedEntry,
     target: Target<'_>,
     offset: u64,
     total: usize,
 ) -> Result<usize, c_int> {
     let mut done = 0;
     for run in target.runs(0, total) {
-        match F::read_at(held, run, offset.wrapping_add(done as u64)) {
-            Ok(got) => {
-                done += got;
-                if got < run.len() {
+        match F::read_at(locked, run, offset.wrapping_add(done as u64)) {
+            Ok(count) => {
+                done += count;
+                if count < run.len() {
                     break;
                 }
             }
@@ -172,31 +184,40 @@ pub(crate) fn read_by_fallback<F: Fallback>(
 }
 
 /// lseek(2).
-pub(crate) fn seek_descriptor<F: Fallback>(mut held: Held, offset: i64, whence: c_int) -> Handled {
-    if !F::has_offset(&held) {
-        return Handled::Forward(Ticket::of(held.entry));
+pub(crate) fn seek_descriptor<F: Fallback>(
+    mut locked: LockedEntry,
+    offset: i64,
+    whence: c_int,
+) -> Handled {
+    if !F::has_offset(&locked) {
+        return Handled::Forward(Ticket::of(locked.entry));
     }
-    match seek_to::<F>(&mut held, offset, whence) {
+    match seek_to::<F>(&mut locked, offset, whence) {
         Ok(target) => Handled::Done(target as isize),
         Err(errno) => Handled::Done(-(errno as isize)),
     }
 }
 
-fn seek_to<F: Fallback>(held: &mut Held, offset: i64, whence: c_int) -> Result<u64, c_int> {
+/// Sets the offset as lseek(2) does, and returns it.
+fn seek_to<F: Fallback>(
+    locked: &mut LockedEntry,
+    offset: i64,
+    whence: c_int,
+) -> Result<u64, c_int> {
     report::count_direct(Call::Lseek, 0);
-    let now = |held: &Held| current_offset(held) as i64;
+    let current = |locked: &LockedEntry| current_offset(locked) as i64;
     let target = match whence {
         libc::SEEK_SET => offset,
-        libc::SEEK_CUR => now(held).checked_add(offset).ok_or(libc::EOVERFLOW)?,
+        libc::SEEK_CUR => current(locked).checked_add(offset).ok_or(libc::EOVERFLOW)?,
         _ => {
-            let target = F::seek_in_file(held, offset, whence)?;
-            set_offset(held, target);
+            let target = F::seek_in_file(locked, offset, whence)?;
+            set_offset(locked, target);
             return Ok(target);
         }
     };
     let target = u64::try_from(target).map_err(|_| libc::EINVAL)?;
     if whence == libc::SEEK_SET || offset != 0 {
-        set_offset(held, target);
+        set_offset(locked, target);
     }
     Ok(target)
 }

@@ -1,7 +1,7 @@
-//! Which devices are Firn mounts.
+//! The devices that are Firn mounts.
 //!
-//! Asked once of each device: a token of the first regular file that is opened there. No fstatfs(2): on a mount that is
-//! a trip to firnd of its own.
+//! Each device is asked once, for the token of the first regular file that is opened there. fstatfs(2) is not used,
+//! because on a mount it costs a trip to firnd of its own.
 
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -12,18 +12,20 @@ use crate::lock::Locked;
 use crate::sys;
 use crate::wiped::Wiped;
 
-/// Verdicts that are kept; a process rarely writes to more file systems.
+/// Maximum number of known devices. A process rarely uses more file systems.
 const DEVICES: usize = 16;
 
-/// Verdicts on devices: `(device + 1) << 1 | is_mount`.
+/// The known devices.
 struct Devices {
+    /// Each word is `(device + 1) << 1 | is_mount`; 0 in free slots.
     known: [AtomicU64; DEVICES],
+    /// Index of the next slot to fill, modulo [`DEVICES`].
     next: AtomicU32,
-    /// The token that was asked for last to find out about a device.
+    /// The last token that was fetched to find out about a device.
     first: Locked<Token>,
 }
 
-// SAFETY: words, a lock and a token, of which zeros are values: no device is known.
+// SAFETY: the value consists of words, a lock and a token, for which zero bytes are valid: no device is known.
 static KNOWN: Wiped<Devices> = unsafe {
     Wiped::new(Devices {
         known: [const { AtomicU64::new(0) }; DEVICES],
@@ -38,12 +40,12 @@ static KNOWN: Wiped<Devices> = unsafe {
     })
 };
 
-/// Makes children of fork(2) know no device. `false`: the kernel cannot.
+/// Makes children of fork(2) know no device. Returns false if the kernel does not support that.
 pub(crate) fn wipe_on_fork() -> bool {
     KNOWN.wipe_on_fork()
 }
 
-/// Whether a device is known as that of a Firn mount.
+/// Whether a device is known to be a Firn mount. An unknown device gives false.
 pub(crate) fn is_known_mount(device: u64) -> bool {
     let verdict = device.wrapping_add(1) << 1 | 1;
     KNOWN
@@ -52,7 +54,8 @@ pub(crate) fn is_known_mount(device: u64) -> bool {
         .any(|known| known.load(Ordering::Relaxed) == verdict)
 }
 
-/// Whether the descriptor's device is a Firn mount; then its token, or 0 where it was not asked for.
+/// Finds out whether the device of a descriptor is a Firn mount. Returns `None` if not. If the device was unknown, the
+/// token of the open file is returned; for a known mount 0 is returned instead.
 pub(crate) fn token_on_mount(fd: c_int, device: u64) -> Option<u64> {
     let key = device.wrapping_add(1) << 1;
     for known in &KNOWN.known {
@@ -61,7 +64,7 @@ pub(crate) fn token_on_mount(fd: c_int, device: u64) -> Option<u64> {
             return (word & 1 != 0).then_some(0);
         }
     }
-    // Mounts have no block device, and file systems without one answer ENOTTY at once.
+    // A mount has no block device. Other file systems without one refuse the request for a token at once, with ENOTTY.
     let token = if device >> 32 == 0 {
         token_of(fd)
     } else {
@@ -78,13 +81,13 @@ pub(crate) fn token_on_mount(fd: c_int, device: u64) -> Option<u64> {
     Some(token.token)
 }
 
-/// The token of that number, if it was the last one that a device was asked for.
+/// Returns the token with a number, if it was the last one fetched by [`token_on_mount`].
 pub(crate) fn first_token(number: u64) -> Option<Token> {
     let first = *KNOWN.first.take_lock()?;
     (number != 0 && first.token == number).then_some(first)
 }
 
-/// The token of an open file; `None` where no firnd serves it or does not serve this process.
+/// Fetches the token of an open file. Returns `None` if no firnd serves the file, or not to this process.
 pub(crate) fn token_of(fd: c_int) -> Option<Token> {
     let token = firn_direct::connection::token_of(sys::borrow(fd)?)?;
     (token.version == DATA_SOCKET_VERSION).then_some(token)

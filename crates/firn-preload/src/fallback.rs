@@ -1,5 +1,7 @@
-//! What serves the bytes that neither a lease nor a list can: the kernel for files of a mount, firnd over the data
-//! socket for stubs.
+//! The fallback of a descriptor, which serves the bytes that neither a lease nor a list can serve.
+//!
+//! It is the kernel for files of a mount, and firnd over the data socket for stubs. A fallback also decides when firnd
+//! is asked for a grant or a list, and what happens when these are lost.
 
 use std::ffi::c_int;
 
@@ -10,15 +12,15 @@ use crate::lease::LeaseLost;
 use crate::memory::{Readable, Run, Writable};
 use crate::offset::Claim;
 use crate::report::{self, Call, Reason};
-use crate::table::Held;
+use crate::table::LockedEntry;
 
-/// Why bytes were not written.
+/// Why bytes were not written, with the errno for the program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum WriteError {
-    /// None of them is in the file.
+    /// None of the bytes is in the file.
     Failed(c_int),
-    /// firnd ended before it answered, so some of the bytes may be stored. A count that leaves them out would make the
-    /// program write them again, so the call fails, whatever it wrote before.
+    /// firnd ended before it answered, so some of the bytes may be stored. A count without them would make the program
+    /// write them again. So the call fails, even if it has written other bytes before.
     Unknown(c_int),
 }
 
@@ -28,7 +30,7 @@ impl WriteError {
         errno
     }
 
-    /// How a call ends that wrote `done` bytes before.
+    /// Returns the result of a call that has written `done` bytes before this error.
     pub(crate) fn after(self, done: usize) -> Result<usize, c_int> {
         match self {
             Self::Failed(_) if done > 0 => Ok(done),
@@ -37,67 +39,79 @@ impl WriteError {
     }
 }
 
-/// Serves what goes past neither lease nor list.
+/// Serves the bytes of a descriptor that neither lease nor list can serve.
+///
+/// Some methods return `Err(Handled)`, which is the end of the call: its result, or that the kernel must serve it. `Ok`
+/// means that the caller goes on by the fallback's `write_at` or `read_at`. `explicit_offset` is the offset that the
+/// call names; `None` means the descriptor's own offset.
 pub(crate) trait Fallback {
-    /// Whether bytes may go into leases now; asks for the grant where it is time to.
-    fn may_lease(held: &mut Held, total: usize) -> bool;
-    /// Whether there is a list of where the bytes are; asks for it where that is worth it.
-    fn has_list(held: &mut Held, at: Option<u64>, total: usize) -> bool;
-    /// Leaves a call to the kernel or the next function, where there is one, with the offset given back; else `Ok`.
+    /// Returns whether a write may use leases. It asks firnd for a grant if it is time for that.
+    fn may_lease(locked: &mut LockedEntry, total: usize) -> bool;
+    /// Returns whether the descriptor has a list. It asks firnd for one if that is worth it.
+    fn has_list(locked: &mut LockedEntry, explicit_offset: Option<u64>, total: usize) -> bool;
+    /// Gives up direct access for a call. A fallback that is the kernel gives the offset back and ends the call here.
     fn leave(
-        held: Held,
+        locked: LockedEntry,
         claim: Option<&mut Claim>,
-        at: Option<u64>,
+        explicit_offset: Option<u64>,
         call: Call,
-    ) -> Result<Held, Handled>;
-    /// A lease was lost after `done` bytes of a claim.
+    ) -> Result<LockedEntry, Handled>;
+    /// Handles the loss of a lease after `done` bytes of a claim.
     fn lease_lost(
-        held: Held,
+        locked: LockedEntry,
         claim: &mut Claim,
         lost: LeaseLost,
         done: usize,
         call: Call,
-    ) -> Result<Held, Handled>;
-    /// What was copied by the list means nothing: it does not hold any more.
+    ) -> Result<LockedEntry, Handled>;
+    /// Handles a list that has become void, so that the bytes copied by it do not count.
     fn list_lost(
-        held: Held,
+        locked: LockedEntry,
         claim: &mut Claim,
-        at: Option<u64>,
+        explicit_offset: Option<u64>,
         call: Call,
-    ) -> Result<Held, Handled>;
-    /// Writes at an offset; fewer bytes than given where that is all that goes.
-    fn write_at(held: &mut Held, run: Run<'_, Readable>, at: u64) -> Result<usize, WriteError>;
-    /// Reads at an offset; 0 at the end of the file.
-    fn read_at(held: &mut Held, run: Run<'_, Writable>, at: u64) -> Result<usize, c_int>;
-    /// lseek(2) from the end of the file, or to data or a hole: the new offset.
-    fn seek_in_file(held: &mut Held, offset: i64, whence: c_int) -> Result<u64, c_int>;
-    /// Whether the offset is known here, private or not.
-    fn has_offset(held: &Held) -> bool;
+    ) -> Result<LockedEntry, Handled>;
+    /// Writes a run at an offset. Returns the number of bytes, which may be less than the run has.
+    fn write_at(
+        locked: &mut LockedEntry,
+        run: Run<'_, Readable>,
+        at: u64,
+    ) -> Result<usize, WriteError>;
+    /// Reads into a run from an offset. Returns the number of bytes; 0 at the end of the file.
+    fn read_at(locked: &mut LockedEntry, run: Run<'_, Writable>, at: u64) -> Result<usize, c_int>;
+    /// Returns the target of an lseek(2) from the end of the file, to data or to a hole.
+    fn seek_in_file(locked: &mut LockedEntry, offset: i64, whence: c_int) -> Result<u64, c_int>;
+    /// Whether this library can serve lseek(2) of the descriptor.
+    fn has_offset(locked: &LockedEntry) -> bool;
 }
 
-/// Puts the next question for a grant off after a lease was lost; `unconnected_bytes` go by the fallback first where
-/// there is no connection to ask over.
-pub(crate) fn wait_after_lost_lease(held: &mut Held, lost: LeaseLost, unconnected_bytes: u64) {
+/// Postpones the next question for a grant after a lease was lost. If there is no connection, `unconnected_bytes` must
+/// be moved by the fallback first.
+pub(crate) fn wait_after_lost_lease(
+    locked: &mut LockedEntry,
+    lost: LeaseLost,
+    unconnected_bytes: u64,
+) {
     match lost {
         LeaseLost::Full => {
-            held.patience.wait_for_room();
+            locked.ask_policy.wait_for_room();
             report::count_left(Reason::NoRoom);
         }
         LeaseLost::NoConnection | LeaseLost::Limited => {
-            held.patience.wait_for(unconnected_bytes);
+            locked.ask_policy.wait_for(unconnected_bytes);
             report::count_left(Reason::NoConnection);
         }
-        LeaseLost::Revoked => wait_longer_after(held, Reason::Revoked),
+        LeaseLost::Revoked => wait_longer_after(locked, Reason::Revoked),
     }
 }
 
-/// Whether firnd would grant direct access, but has no room for a lease.
+/// Whether firnd refuses only because the arena has no room for a lease.
 pub(crate) fn is_full(reply: &Reply) -> bool {
     Status::from_word(reply.status) == Status::Full
 }
 
-/// Puts the next question off after a grant or a list ended early.
-pub(crate) fn wait_longer_after(held: &mut Held, reason: Reason) {
+/// Counts a grant or a list that has ended, and postpones the next question if it has brought little.
+pub(crate) fn wait_longer_after(locked: &mut LockedEntry, reason: Reason) {
     report::count_left(reason);
-    held.patience.wait_longer();
+    locked.ask_policy.wait_longer();
 }

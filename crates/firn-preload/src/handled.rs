@@ -1,19 +1,20 @@
-//! How a call that a hook was called for ends: done, or left to the kernel.
+//! The result of a call in this library: it is done, or the kernel must serve it.
 
 use std::ffi::c_int;
 use std::sync::atomic::Ordering;
 
 use crate::table::Entry;
 
-/// What became of a call.
+/// Result of a call in this library.
 pub(crate) enum Handled {
-    /// It is done: the result, -errno where it failed.
+    /// The call is done, with this result. A negative result is `-errno`.
     Done(isize),
-    /// The kernel has to do it.
+    /// The kernel must serve the call. The ticket is finished after that.
     Forward(Ticket),
 }
 
 impl Handled {
+    /// Makes a call that is done.
     pub(crate) fn of(result: Result<usize, c_int>) -> Self {
         Self::Done(match result {
             Ok(done) => done as isize,
@@ -22,28 +23,30 @@ impl Handled {
     }
 }
 
-/// A call of the kernel's that may use the kernel's offset of one of our descriptors.
+/// Marks a call of the kernel that may use the kernel's offset of a descriptor. While it is under way the offset does
+/// not become private.
 pub(crate) struct Ticket {
     entry: Option<&'static Entry>,
 }
 
 impl Ticket {
-    /// A descriptor that is not ours.
+    /// The ticket of a call that uses no offset of a descriptor in the table.
     pub(crate) const NONE: Self = Self { entry: None };
 
-    /// The offset must not become private before [`Ticket::finish`].
+    /// Makes a ticket for a descriptor. Its offset does not become private before [`Ticket::finish`].
     pub(crate) fn of(entry: &'static Entry) -> Self {
         entry.in_kernel.fetch_add(1, Ordering::AcqRel);
         Self { entry: Some(entry) }
     }
 
-    /// The call has returned.
+    /// Ends the ticket after the call has returned.
     pub(crate) fn finish(self) {
         if let Some(entry) = self.entry {
-            let less = |count: u32| Some(count.saturating_sub(1));
+            // The counter may be 0 by now: the number was reused, and its entry set anew.
+            let one_less = |count: u32| Some(count.saturating_sub(1));
             let _ = entry
                 .in_kernel
-                .fetch_update(Ordering::AcqRel, Ordering::Relaxed, less);
+                .fetch_update(Ordering::AcqRel, Ordering::Relaxed, one_less);
         }
     }
 }

@@ -1,7 +1,8 @@
-//! The functions that programs call instead of the C library's.
+//! The hooks: exported functions that a program calls in place of those of the C library.
 //!
-//! A hook looks at the tag of its descriptor and, mostly, jumps on. Pairs like `open` and `open64` are one
-//! function where `off_t` has 64 bits, as on all machines that Firn runs on.
+//! A hook looks at the tag of its descriptor. For most descriptors it then calls the real function with the same
+//! arguments. Pairs such as `open` and `open64` are one function, because `off_t` has 64 bits on all machines that Firn
+//! runs on.
 
 mod asynchronous;
 mod change;
@@ -25,7 +26,7 @@ macro_rules! export {
     ($name:ident $($more:ident)* = $to:ident($($arg:ident: $ty:ty),*) -> $ret:ty) => {
         #[unsafe(no_mangle)]
         unsafe extern "C" fn $name($($arg: $ty),*) -> $ret {
-            // SAFETY: the program calls it as it would the function of the C library.
+            // SAFETY: the program calls this function as that of the C library, whose conditions it fulfils.
             unsafe { $to($($arg),*) }
         }
         $crate::hook::export! { $($more)* = $to($($arg: $ty),*) -> $ret }
@@ -34,19 +35,20 @@ macro_rules! export {
 }
 use export;
 
-/// Calls the real function with arguments that the program gave to its hook.
+/// Calls the real function with the arguments that the program has passed to its hook.
 macro_rules! forward {
     ($real:ident($($arg:expr),* $(,)?)) => {{
-        // SAFETY: the program called the hook of this function with these arguments, or ones that ask for less.
+        // SAFETY: the program has passed these arguments to the hook of this function, or has allowed more.
         unsafe { $real.get()($($arg),*) }
     }};
 }
 use forward;
 
-/// Vectors as the memory of a call, where the kernel would take them: neither their number nor their place is bad.
+/// Makes the memory of a call from an array of vectors. Returns `None` if the kernel would refuse the array: its length
+/// is invalid, or it cannot be read.
 ///
 /// # Safety
-/// As for [`ProgramMemory::new`] if `parts` points to `count` vectors.
+/// If `parts` points to `count` vectors, the same as for [`ProgramMemory::new`].
 unsafe fn memory_of<'a, Access>(
     parts: *const libc::iovec,
     count: libc::c_int,
@@ -57,7 +59,7 @@ unsafe fn memory_of<'a, Access>(
     if !crate::probe::is_readable(parts.cast(), count as usize * size_of::<libc::iovec>()) {
         return None;
     }
-    // SAFETY: the program gave `count` vectors to a call that does with them what `Access` says, and their place was
-    // just found readable.
+    // SAFETY: the program has passed `count` vectors to a call that uses them as `Access` says, and the array was just
+    // found readable.
     Some(unsafe { ProgramMemory::new(std::slice::from_raw_parts(parts, count as usize)) })
 }

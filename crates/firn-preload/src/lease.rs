@@ -1,4 +1,4 @@
-//! The lease of a descriptor: what it may fill, and how that ends.
+//! The lease of a descriptor: the slab that its writes fill, and the reasons why a lease may be lost.
 
 pub(crate) mod fill;
 
@@ -6,11 +6,11 @@ use std::mem::MaybeUninit;
 
 use firn_direct::slab_writer::SlabWriter;
 
-/// What a descriptor may fill, and whether more is on its way. All zeros: nothing.
+/// The lease of a descriptor, if it has one. All zeros mean that it has none.
 pub(crate) struct LeaseSlot {
-    /// Whether `writer` is one. No `Option`: its `None` need not be zeros.
+    /// Whether `writer` is initialized. An `Option` would not do, because its `None` need not be zeros.
     has_writer: bool,
-    /// Whether the next lease was asked for, and was not taken yet.
+    /// Whether the next lease was requested and not taken yet.
     pub(crate) has_asked: bool,
     writer: MaybeUninit<SlabWriter>,
 }
@@ -24,15 +24,16 @@ impl LeaseSlot {
         }
     }
 
-    /// There is none, and none was asked for.
+    /// Drops the lease, and forgets that the next one was requested.
     pub(crate) fn clear_lease(&mut self) {
         self.has_writer = false;
         self.has_asked = false;
     }
 
+    /// Returns the writer of the leased slab.
     #[inline(always)]
     pub(crate) fn writer(&mut self) -> Option<&mut SlabWriter> {
-        // SAFETY: `has_writer` is set after `writer` was written, and only then; a `SlabWriter` needs no drop.
+        // SAFETY: `has_writer` is set only after `writer` was written, and a `SlabWriter` needs no drop.
         self.has_writer
             .then(|| unsafe { self.writer.assume_init_mut() })
     }
@@ -43,15 +44,15 @@ impl LeaseSlot {
     }
 }
 
-/// Why bytes did not go into a lease.
+/// Why bytes could not be written to a lease.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum LeaseLost {
-    /// It was revoked, or the number is another descriptor now.
+    /// firnd has revoked the lease, or the number is another file now.
     Revoked,
-    /// The arena has no room.
+    /// The arena has no room for a further lease.
     Full,
-    /// No connection, or firnd does not know the descriptor.
+    /// The connection has ended, or firnd does not know the open file.
     NoConnection,
-    /// The process has a limit for file sizes: the kernel and firnd know what to do then.
+    /// The process has a limit of file sizes, which only the kernel and firnd enforce.
     Limited,
 }

@@ -1,27 +1,38 @@
-//! `libfirn_preload.so`: writes and reads of unmodified programs go to the arena at memory speed.
+//! `libfirn_preload.so`: lets unmodified programs write and read files of a Firn mount in the arena, at memory speed.
 //!
-//! `LD_PRELOAD=libfirn_preload.so PROGRAM` puts the functions of `hook` before those of the C library.
-//! They act on descriptors that are the kernel's own and lie on a Firn mount; on all others they cost a
-//! load and a branch. What is unusual goes to the kernel, and so to the mount: slow, never wrong.
+//! `LD_PRELOAD=libfirn_preload.so PROGRAM` puts the functions of module `hook` before those of the C library. They act
+//! on descriptors of files on a Firn mount, and on *stubs*: empty files of a stub tree, whose bytes firnd has. For all
+//! other descriptors a hook costs a load and a branch. An unusual call goes to the kernel, and so through the mount: it
+//! is slower but equally right.
+//!
+//! | modules | job |
+//! |---|---|
+//! | `hook`, `real` | the exported functions, and those of the C library behind them |
+//! | `table`, `lock`, `wiped` | what the library knows of each descriptor |
+//! | `descriptor`, `lease`, `list`, `offset`, `memory` | direct writes and reads of one descriptor |
+//! | `kernel`, `stub` | what serves the other calls of a descriptor: the kernel, or firnd for a stub |
+//! | `connect`, `devices`, `trees`, `ask_policy` | firnd: connections, mounts, stub trees, and when to ask it |
+//! | `share`, `sharing`, `vfork` | descriptors that other processes get |
 //!
 //! Promises
-//! * A program behaves as without the library, where firnd runs and where it does not.
-//! * Hooks neither allocate nor unwind, keep errno where they succeed, and may run in signal handlers, in
-//!   children of vfork(2) and before `start` ran.
-//! * A child of fork(2) uses nothing of its parent's: what the library keeps is zeros there (`table`).
+//! * A program behaves as without the library, whether firnd runs or not.
+//! * Hooks do not allocate and do not unwind, and keep errno when they succeed. They may run in signal handlers, in
+//!   children of vfork(2), and before `start` has run.
+//! * A child of fork(2) uses no state of its parent, because it finds that state as zeros (`table`).
 //!
-//! What it relies on
-//! * The GNU C library. In a process of another one (musl) it is loaded, forwards every call and does nothing
-//!   (`c_library`).
-//! * A descriptor with direct access is this process's alone. Whatever could share it (dup,
-//!   fork, exec, SCM_RIGHTS, mmap, …) gives its offset back to the kernel first (`share`).
-//! * Raw system calls are not seen. A descriptor that a program uses by the C library *and* by raw calls
-//!   that move its offset is not supported; one that was closed by a raw call is (`kernel`).
+//! This library relies on the following:
+//! * The C library is that of GNU. In a process with another one (musl) this library forwards each call and does
+//!   nothing else (`c_library`).
+//! * A descriptor with direct access belongs to this process alone. Before a call that could share it (dup, fork, exec,
+//!   SCM_RIGHTS, mmap, …) its offset is given back to the kernel (`share`).
+//! * Raw system calls are not seen. A program may close a descriptor by a raw call (`kernel`). It may not move the
+//!   offset of one descriptor both by raw calls and by the C library.
 //!
-//! A file that is opened, moves a few KiB and is closed goes through the kernel (`patience`): a grant would cost more.
+//! A small file goes through the kernel only, because a grant would cost more than it saves (`ask_policy`).
 //!
-//! `FIRN_PRELOAD=off` turns it off; `FIRN_PRELOAD_REPORT=1` prints at exit what went which way.
+//! `FIRN_PRELOAD=off` turns the library off. `FIRN_PRELOAD_REPORT=1` prints at exit how many calls used direct access.
 
+mod ask_policy;
 mod c_library;
 mod connect;
 mod cookie;
@@ -38,7 +49,6 @@ mod mapping;
 mod memory;
 mod offset;
 mod opened;
-mod patience;
 mod probe;
 mod real;
 mod report;

@@ -1,23 +1,26 @@
-//! Where the bytes of a file are, as firnd listed them.
+//! The list of a file: where its bytes are, as firnd has told.
 //!
-//! What is listed stays where it is, and is what the file holds as long as the file's word in the arena is the list's
-//! stamp: the word is looked at after the copy. Bytes that are in files of the backing are read by descriptors that
-//! came with the list. Changes by other hosts are not seen here, so such a list holds for a while only, and then firnd
-//! is asked whether it still does. Holes, and bytes that only firnd can read, come from the descriptor's fallback
+//! A list is *current* while the file's word in the arena equals the list's stamp. firnd keeps the listed bytes where
+//! they are. So a reader copies bytes first and then looks at the word: if it has changed, the copy does not count.
+//!
+//! Bytes in files of the backing are read by descriptors that came with the list. Other hosts can change these files
+//! without changing the word. So such a list is valid for a limited time, and then firnd is asked whether it still is.
+//!
+//! Holes, and bytes that only firnd can read, are gaps of the list. The descriptor's fallback serves them
 //! ([`crate::fallback`]).
 //!
 //! ```text
-//!   0 ......... start ═══ extents, and gaps ═══ end ............ size
-//!   not asked for    all is known of this part     not asked for yet
+//!   0 ......... start ═══ extents and gaps ═══ end ............ size
+//!   not requested    this part is known           not requested yet
 //! ```
 //!
-//! A list without files of the backing is of the whole file. One with them begins where the program began to read, and
-//! gets longer as it reads: a file may have millions of pieces.
+//! A list without files of the backing covers the whole file. A list with such files begins where the program began to
+//! read and grows as it reads, because the file may have millions of pieces.
 //!
 //! Invariants
-//! * `count <= LIST_MAX`, and answers of firnd wrote the first `count` extents.
+//! * `count <= LIST_MAX`, and answers of firnd have filled the first `count` extents.
 //! * Extents and files are mapped while `extents` is not null.
-//! * `file_count <= LIST_FILES_MAX`; the first `file_count` files are open, and this list's own.
+//! * `file_count <= LIST_FILES_MAX`. The first `file_count` files are open and belong to this list.
 
 pub(crate) mod copy;
 pub(crate) mod fetch;
@@ -35,48 +38,54 @@ use rustix::mm::{MapFlags, ProtFlags};
 use self::files::{LIST_FILES_MAX, ListFile};
 use crate::sys;
 
-/// Extents of one file; with more of them the fallback reads, or the list is of a part of the file.
+/// Maximum number of extents of a list. If a file has more, the list covers a part of it, or the fallback reads it.
 const LIST_MAX: usize = 64 * EXTENTS_MAX;
 const EXTENTS_BYTES: usize = LIST_MAX * size_of::<Extent>();
 const LIST_BYTES: usize = EXTENTS_BYTES + LIST_FILES_MAX * size_of::<ListFile>();
 const _: () = assert!(EXTENTS_BYTES.is_multiple_of(align_of::<ListFile>()));
-/// Which files a call read by is a word of bits.
+/// The files that a call has read from are the bits of one word.
 const _: () = assert!(LIST_FILES_MAX <= u64::BITS as usize);
 
-/// A read that begins no further than this beyond the end of a list extends the list by what lies between.
+/// A read that begins at most this many bytes beyond the end of a list extends the list up to there.
 const NEAR_BYTES: u64 = 1 << 20;
-/// After this many reads elsewhere, a list begins anew there, though little was read by it.
+/// After more reads outside of the list than this, the list begins anew there, even if few bytes were read by it.
 const MISSES_MAX: u32 = 16;
+/// A list by which at least this fraction of its range was read has paid off, and may begin anew elsewhere.
+const READ_FRACTION_DIVISOR: u64 = 4;
 
-/// Where a file's bytes are. Zeros: not asked for.
+/// Where a file's bytes are. All zeros mean that firnd was not asked.
 pub(crate) struct List {
-    /// Room for [`LIST_MAX`] extents, and [`LIST_FILES_MAX`] files behind them; or null.
+    /// Mapped memory for [`LIST_MAX`] extents, and behind them for [`LIST_FILES_MAX`] files; or null.
     extents: *mut Extent,
+    /// Number of extents.
     count: usize,
+    /// Number of files.
     file_count: usize,
-    /// The extent that the last read ended in.
+    /// Index of the extent in which the last read ended.
     hint: usize,
-    /// Offset in the file from which the list knows all …
+    /// Offset in the file at which the known part begins.
     start: u64,
-    /// … and the offset where that ends.
+    /// Offset in the file at which the known part ends.
     end: u64,
-    /// Bytes that the last answer added.
+    /// Bytes by which the last answer has extended the known part.
     last_bytes: u64,
-    /// Bytes of the file.
+    /// Size of the file.
     size: u64,
-    /// The file's word in the arena; none: not asked for.
+    /// The file's word in the arena; `None` before the first answer.
     word: Option<&'static AtomicU32>,
+    /// Value of the word when the list was made.
     stamp: u32,
-    /// When others may have changed the file, by [`sys::coarse_ns`]; 0: only the word tells.
+    /// Until when the list is valid, in the clock of [`sys::coarse_ns`]; 0 if only the word decides.
     until_ns: u64,
-    /// Bytes that were read by the list since it began at `start`.
+    /// Bytes read by the list since it began at `start`.
     read_bytes: u64,
-    /// Reads elsewhere since then.
+    /// Reads outside of the known part since then.
     misses: u32,
+    /// The mapped arena.
     map: ArenaMap,
 }
 
-// SAFETY: the extents and files are this list's own mapping, and belong to no thread.
+// SAFETY: the list owns its mapping of extents and files, and no thread is bound to it.
 unsafe impl Send for List {}
 
 impl List {
@@ -99,31 +108,31 @@ impl List {
         }
     }
 
-    /// Forgets the list, closes its files and gives its memory back.
+    /// Clears the list: closes its files and unmaps its memory.
     pub(crate) fn unmap_extents(&mut self) {
         for file in self.files() {
             file.close();
         }
         if !self.extents.is_null() {
-            // SAFETY: mapped by `map_extents` with this length, and no slice of it outlives a borrow of this list.
+            // SAFETY: `map_extents` has mapped it with this length, and no slice of it outlives a borrow of this list.
             let _ = unsafe { rustix::mm::munmap(self.extents.cast(), LIST_BYTES) };
         }
         *self = Self::new();
     }
 
-    /// Begins a new list of extents in an arena; `None` where there is no memory.
+    /// Clears the list and maps memory for a new one. Returns `None` if there is no memory.
     fn map_extents(&mut self) -> Option<()> {
         self.unmap_extents();
         let prot = ProtFlags::READ | ProtFlags::WRITE;
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
         let anywhere = std::ptr::null_mut();
-        // SAFETY: new memory where the kernel finds room replaces nothing.
+        // SAFETY: the kernel chooses the address of a new mapping, so no other memory is affected.
         let start = unsafe { rustix::mm::mmap_anonymous(anywhere, LIST_BYTES, prot, flags) };
         self.extents = start.ok()?.cast();
         Some(())
     }
 
-    /// Forgets the extents: the list begins at `start`.
+    /// Drops the extents. The known part begins, and ends, at `start`.
     fn begin_at(&mut self, start: u64) {
         self.count = 0;
         self.hint = 0;
@@ -134,13 +143,14 @@ impl List {
         self.misses = 0;
     }
 
-    /// Room for the extents of one more answer; `None` where the list is full.
+    /// Returns the memory for the extents of one more answer; `None` if the list is full.
     fn room(&mut self) -> Option<&mut [MaybeUninit<Extent>]> {
         if self.extents.is_null() || !self.has_room() {
             return None;
         }
         let room = self.extents.wrapping_add(self.count).cast();
-        // SAFETY: the mapping has room for `EXTENTS_MAX` more, as just compared, and is borrowed with this list alone.
+        // SAFETY: the mapping has room for `EXTENTS_MAX` more extents, as was just checked, and the list is borrowed
+        // mutably.
         Some(unsafe { std::slice::from_raw_parts_mut(room, EXTENTS_MAX) })
     }
 
@@ -148,8 +158,11 @@ impl List {
         self.count + EXTENTS_MAX <= LIST_MAX
     }
 
-    /// Takes over an answer for what comes at the end of the list, which was asked for at `asked_ns`, and whose extents lie
-    /// in [`List::room`]. `false`: the file changed since the first answer, or its word is not mapped.
+    /// Extends the list by an answer, whose extents are in [`List::room`] already. It was requested at `asked_ns`, and
+    /// `owner` is the program's descriptor.
+    ///
+    /// Returns false if the file has changed since the first answer, or if its word is not mapped. Then the list is
+    /// void.
     fn add_answer(
         &mut self,
         reply: &Reply,
@@ -171,7 +184,7 @@ impl List {
         is_same && self.word.is_some()
     }
 
-    /// Another answer with the same stamp says that all of the list holds that long.
+    /// Prolongs the validity of the list by an answer with the same stamp, which vouches for the whole list.
     fn note_valid(&mut self, reply: &Reply, asked_ns: u64) {
         if reply.valid_ns != 0 {
             let until = asked_ns.saturating_add(reply.valid_ns);
@@ -180,24 +193,25 @@ impl List {
         }
     }
 
-    /// Takes the descriptors of an answer over, whose extents are those from `first` on, and has these name files of the
-    /// list. What was known of a file stays: each answer brings the descriptors that it names.
+    /// Takes over the descriptors of an answer, whose extents begin at index `first`. Extents of an answer name files
+    /// by their index in the answer; afterwards they name them by their index in the list.
     fn keep_files(&mut self, files: &mut Files, first: usize, owner: c_int) {
         const NONE: u32 = u32::MAX;
         let mut index_of = [NONE; firn_format::data_socket::FILES_MAX];
-        for (index, of) in index_of.iter_mut().enumerate().take(files.count()) {
-            let known = files.take(index).and_then(|fd| self.keep_file(&fd, owner));
-            *of = known.map_or(NONE, |known| known as u32);
+        for (index, list_index) in index_of.iter_mut().enumerate().take(files.count()) {
+            let kept = files.take(index).and_then(|fd| self.keep_file(&fd, owner));
+            *list_index = kept.map_or(NONE, |kept| kept as u32);
         }
         for extent in self.extents_mut().iter_mut().skip(first) {
             if extent.place == IN_BACKING {
-                let known = index_of.get(extent.chunk as usize);
-                extent.chunk = known.copied().unwrap_or(NONE);
+                let list_index = index_of.get(extent.chunk as usize);
+                extent.chunk = list_index.copied().unwrap_or(NONE);
             }
         }
     }
 
-    /// The index of a file that came; `None` where there is no room for it.
+    /// Keeps a received descriptor, unless the list has one of the same file already. Returns the file's index in the
+    /// list; `None` if there is no room for it.
     fn keep_file(
         &mut self,
         received: &firn_direct::syscall::Descriptor,
@@ -205,16 +219,15 @@ impl List {
     ) -> Option<usize> {
         use std::os::fd::{AsFd, AsRawFd};
         let identity = sys::own_identity(received.as_fd().as_raw_fd())?;
-        let is_it = |file: &ListFile| file.identity == identity;
-        if let Some(known) = self.files().position(|file| is_it(&file)) {
-            return Some(known);
+        if let Some(index) = self.files().position(|file| file.identity == identity) {
+            return Some(index);
         }
         if self.file_count >= LIST_FILES_MAX {
             return None;
         }
         let file = ListFile::keep(received, identity, owner)?;
         let index = self.file_count;
-        // SAFETY: `index` is less than `LIST_FILES_MAX`, the number of files for which the mapping has room.
+        // SAFETY: the mapping has room for `LIST_FILES_MAX` files, and `index` is less.
         unsafe { self.files_start().add(index).write(file) };
         self.file_count += 1;
         Some(index)
@@ -226,19 +239,19 @@ impl List {
 
     fn files(&self) -> impl Iterator<Item = ListFile> + use<> {
         let start = self.files_start();
-        // SAFETY: `keep_file` wrote the first `file_count` files; they stay mapped until `unmap_extents`, which is done
-        // with these.
+        // SAFETY: `keep_file` has written the first `file_count` files. They stay mapped until `unmap_extents`, which
+        // uses this iterator up before it unmaps them.
         (0..self.file_count).map(move |index| unsafe { start.add(index).read() })
     }
 
-    /// A file by its index.
+    /// Returns the file at an index.
     fn file(&self, index: u32) -> Option<ListFile> {
         let index = index as usize;
         // SAFETY: as for `files`.
         (index < self.file_count).then(|| unsafe { self.files_start().add(index).read() })
     }
 
-    /// Whether those files whose bits are set are what they were.
+    /// Whether each file whose bit is set in `used` still has its descriptor.
     fn are_same(&self, used: u64) -> bool {
         let is_used = |index: usize| used >> index & 1 != 0;
         used == 0
@@ -248,7 +261,7 @@ impl List {
                 .all(|(index, file)| !is_used(index) || file.is_same())
     }
 
-    /// Gives a file with this number another one; where there is none, the list ends.
+    /// Moves the file with the number `fd` to another number. If none is free, the list becomes void.
     fn move_file(&mut self, fd: c_int, owner: c_int) {
         let Some(index) = self.files().position(|file| file.fd == fd) else {
             return;
@@ -257,43 +270,44 @@ impl List {
             return;
         };
         if file.move_away(owner) {
-            // SAFETY: `index` is that of a file that was written.
+            // SAFETY: `index` is that of a file in the list.
             unsafe { self.files_start().add(index).write(file) };
         } else {
             self.word = None;
         }
     }
 
-    /// Whether the list holds for a while only: it names files of the backing.
+    /// Whether the list is valid for a limited time, because it names files of the backing.
     fn is_limited(&self) -> bool {
         self.until_ns != 0
     }
 
-    /// Whether that while is over.
+    /// Whether that time is over.
     fn is_expired(&self) -> bool {
         self.is_limited() && sys::coarse_ns() > self.until_ns
     }
 
-    /// Whether it tells of the byte at an offset.
+    /// Whether the byte at an offset is in the known part.
     fn covers(&self, at: u64) -> bool {
         (self.start..self.end).contains(&at)
     }
 
-    /// Makes the next answers, which extend the list at its end, reach `at`, which the list does not cover. False where
-    /// that is not worth it.
-    fn make_way(&mut self, at: u64) -> bool {
+    /// Prepares the list to be extended up to `at`, which is outside of the known part. The list may begin anew for
+    /// that. Returns false if the read is too far away to be worth it, so that the fallback serves it.
+    fn prepare_to_reach(&mut self, at: u64) -> bool {
         let is_near =
             at >= self.end && at - self.end <= self.last_bytes.max(NEAR_BYTES) && self.has_room();
-        let known = (self.end - self.start).max(1);
-        let whole = (self.count as u64).saturating_mul(self.size.div_ceil(known));
-        let whole_fits = whole <= (LIST_MAX - EXTENTS_MAX) as u64;
-        if is_near || (at >= self.end && whole_fits && self.has_room()) {
+        let known_bytes = (self.end - self.start).max(1);
+        let expected_count = (self.count as u64).saturating_mul(self.size.div_ceil(known_bytes));
+        let whole_file_fits = expected_count <= (LIST_MAX - EXTENTS_MAX) as u64;
+        if is_near || (at >= self.end && whole_file_fits && self.has_room()) {
             return true;
         }
         self.misses += 1;
-        if whole_fits {
+        if whole_file_fits {
             self.begin_at(0);
-        } else if self.read_bytes >= known / 4 || self.misses > MISSES_MAX {
+        } else if self.read_bytes >= known_bytes / READ_FRACTION_DIVISOR || self.misses > MISSES_MAX
+        {
             self.begin_at(at);
         } else {
             return false;
@@ -301,12 +315,12 @@ impl List {
         true
     }
 
-    /// Bytes of the file.
+    /// Size of the file.
     pub(crate) fn size(&self) -> u64 {
         self.size
     }
 
-    /// Bytes that were read by it since it began.
+    /// Bytes read by the list since it began.
     pub(crate) fn read_bytes(&self) -> u64 {
         self.read_bytes
     }
@@ -315,7 +329,7 @@ impl List {
         if self.extents.is_null() {
             return &[];
         }
-        // SAFETY: firnd's answers filled `count` extents (`add_answer`), and extents are words of any value.
+        // SAFETY: firnd's answers have filled `count` extents (`add_answer`), and any words are a valid extent.
         unsafe { std::slice::from_raw_parts(self.extents, self.count) }
     }
 
@@ -323,34 +337,37 @@ impl List {
         if self.extents.is_null() {
             return &mut [];
         }
-        // SAFETY: as for `extents`, and the list is borrowed exclusively.
+        // SAFETY: as in `extents`, and the list is borrowed mutably.
         unsafe { std::slice::from_raw_parts_mut(self.extents, self.count) }
     }
 
-    /// Bytes of the arena that an extent names, `len` from `skip` on; `None` where they are not mapped.
+    /// Returns `len` bytes of an extent in the arena, from its byte `skip` on; `None` if they are not mapped.
     fn bytes(&self, extent: &Extent, skip: u64, len: u64) -> Option<ArenaBytes> {
         self.map.bytes(extent.at.checked_add(skip)?, len)
     }
 
-    /// Whether the list still is what the file holds. A copy calls this after it has copied.
+    /// Whether the file is unchanged since it was listed. A reader calls it after it has copied bytes.
     fn is_current(&self) -> bool {
         fence(Ordering::Acquire);
         self.word
             .is_some_and(|word| word.load(Ordering::Relaxed) == self.stamp)
     }
 
-    /// The extent that holds `offset`, or the first one behind it.
+    /// Returns the extent that has the byte at `offset`, or the first one behind it. The search begins at the last
+    /// result.
     fn find_extent(&mut self, offset: u64) -> Option<Extent> {
         let ends_before = |extent: &Extent| extent.offset.saturating_add(extent.len) <= offset;
-        let list = self.extents();
+        let extents = self.extents();
         let mut index = self.hint;
-        let is_hint_right = list.get(index).is_some_and(|extent| !ends_before(extent))
-            && (index == 0 || list.get(index - 1).is_some_and(ends_before));
+        let is_hint_right = extents
+            .get(index)
+            .is_some_and(|extent| !ends_before(extent))
+            && (index == 0 || extents.get(index - 1).is_some_and(ends_before));
         if !is_hint_right {
-            index = list.partition_point(ends_before);
+            index = extents.partition_point(ends_before);
         }
-        let found = list.get(index).copied();
+        let extent = extents.get(index).copied();
         self.hint = index;
-        found
+        extent
     }
 }

@@ -1,13 +1,13 @@
-//! A lock that knows its owner, so that a signal handler finds out that its own thread holds it.
+//! A lock that knows its owner, so that a signal handler can find out that its own thread holds it.
 //!
-//! The word is 0, or the owner's [`thread_pointer`](sys::thread_pointer), which is even, with bit 0 set while a thread
-//! may wait. Owner and lock are one word: there is no instant at which it is held and the owner not known. All zeros is
-//! a free lock.
+//! The lock is one word: 0 if it is free, else the owner's [`thread_pointer`](sys::thread_pointer), which is even. Bit
+//! 0 is set while a thread may wait. Because owner and lock are one word, a held lock always has a known owner. All
+//! zeros are a free lock.
 //!
-//! What a lock guards lies in a [`Locked`], and is reached by its [`Guard`] alone.
+//! A guarded value is in a [`Locked`], and only its [`Guard`] gives access to it.
 //!
-//! While the process has one thread, the lock is only for signal handlers: what runs in between gives it back
-//! before it returns, so plain loads and stores do. A locked instruction takes 4 ns each.
+//! While the process has one thread, only signal handlers can interfere, and a handler unlocks before it returns. So
+//! plain loads and stores are enough then. They save the 4 ns of each locked instruction.
 
 use std::cell::UnsafeCell;
 use std::marker::PhantomData;
@@ -16,37 +16,40 @@ use std::sync::atomic::{AtomicPtr, AtomicU8, AtomicU64, Ordering, compiler_fence
 
 use crate::sys;
 
+/// Bit of the word: a thread may wait for the lock.
 const WAITING: u64 = 1;
-/// A holder that copies 4 KiB is done by then; longer ones are waited for in the kernel.
+/// Attempts before a thread waits in the kernel. A holder that copies 4 KiB is done by then.
 const SPINS: u32 = 200;
 
-/// The lock.
+/// The lock without a value.
 struct Lock {
     word: AtomicU64,
 }
 
-/// The C library's word: not 0 while the process has one thread. Where there is no such word: as if many.
+/// Address of the C library's byte that is not 0 while the process has one thread. Without such a byte it is that of
+/// [`MANY`], so that the process counts as one with several threads.
 static SINGLE: AtomicPtr<u8> = AtomicPtr::new((&raw const MANY).cast_mut().cast());
 static MANY: AtomicU8 = AtomicU8::new(0);
 
-/// Looks for the C library's word (glibc 2.32, `sys/single_threaded.h`).
+/// Looks up the C library's byte (`__libc_single_threaded`, since glibc 2.32).
 pub(crate) fn find_thread_word() {
     // SAFETY: the name is a C string.
-    let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"__libc_single_threaded".as_ptr()) };
-    if !found.is_null() {
-        SINGLE.store(found.cast(), Ordering::Relaxed);
+    let address = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"__libc_single_threaded".as_ptr()) };
+    if !address.is_null() {
+        SINGLE.store(address.cast(), Ordering::Relaxed);
     }
 }
 
-/// Threads may come that the C library does not know of.
+/// Makes the process count as one with several threads for good, because the C library may not know of all threads.
 pub(crate) fn never_single() {
     SINGLE.store((&raw const MANY).cast_mut().cast(), Ordering::SeqCst);
 }
 
-/// Whether the process has one thread. It may have more afterwards only by what this thread does.
+/// Whether the process has one thread. Only that thread itself can start further ones.
 #[inline(always)]
 fn is_single() -> bool {
-    // SAFETY: a byte of the C library, or ours. The library changes it while there is one thread only.
+    // SAFETY: the address is that of a byte of the C library or of this module. The C library changes the byte only
+    // while there is one thread.
     unsafe { AtomicU8::from_ptr(SINGLE.load(Ordering::Relaxed)).load(Ordering::Relaxed) != 0 }
 }
 
@@ -57,37 +60,39 @@ impl Lock {
         }
     }
 
-    /// Takes the lock; `false`: this very thread holds it already.
+    /// Takes the lock. Returns false if this thread holds it already.
     #[inline(always)]
     fn take(&self) -> bool {
-        let me = sys::thread_pointer();
+        let this_thread = sys::thread_pointer();
         if is_single() && self.word.load(Ordering::Relaxed) == 0 {
-            self.word.store(me, Ordering::Relaxed);
-            // The compiler must not move what the lock guards before it: a handler would find it half done.
+            self.word.store(this_thread, Ordering::Relaxed);
+            // The compiler must not move accesses to the guarded value before the store. Otherwise a signal handler
+            // could take the lock in between and find the value half changed.
             compiler_fence(Ordering::SeqCst);
             return true;
         }
         if self
             .word
-            .compare_exchange(0, me, Ordering::Acquire, Ordering::Relaxed)
+            .compare_exchange(0, this_thread, Ordering::Acquire, Ordering::Relaxed)
             .is_ok()
         {
             return true;
         }
-        self.take_slowly(me)
+        self.take_slowly(this_thread)
     }
 
+    /// Takes a lock that another thread holds, or finds out that this thread does.
     #[cold]
-    fn take_slowly(&self, me: u64) -> bool {
+    fn take_slowly(&self, this_thread: u64) -> bool {
         for _ in 0..SPINS {
-            let found = self.word.load(Ordering::Relaxed);
-            if found & !WAITING == me {
+            let word = self.word.load(Ordering::Relaxed);
+            if word & !WAITING == this_thread {
                 return false;
             }
-            if found == 0
+            if word == 0
                 && self
                     .word
-                    .compare_exchange(0, me, Ordering::Acquire, Ordering::Relaxed)
+                    .compare_exchange(0, this_thread, Ordering::Acquire, Ordering::Relaxed)
                     .is_ok()
             {
                 return true;
@@ -95,33 +100,34 @@ impl Lock {
             std::hint::spin_loop();
         }
         loop {
-            let found = self.word.load(Ordering::Relaxed);
-            if found & !WAITING == me {
+            let word = self.word.load(Ordering::Relaxed);
+            if word & !WAITING == this_thread {
                 return false;
             }
-            // Other threads may wait too: a thread that waited once takes the lock with the mark.
-            let wanted = if found == 0 {
-                me | WAITING
+            // Further threads may wait. So a thread that has waited takes the lock with the bit set, and wakes one of
+            // them when it unlocks.
+            let new_word = if word == 0 {
+                this_thread | WAITING
             } else {
-                found | WAITING
+                word | WAITING
             };
             if self
                 .word
-                .compare_exchange(found, wanted, Ordering::Acquire, Ordering::Relaxed)
+                .compare_exchange(word, new_word, Ordering::Acquire, Ordering::Relaxed)
                 .is_err()
             {
                 continue;
             }
-            if found == 0 {
+            if word == 0 {
                 return true;
             }
-            sys::futex_wait(self.low_half(), wanted as u32);
+            sys::futex_wait(self.low_half(), new_word as u32);
         }
     }
 
-    /// Gives the lock back.
+    /// Unlocks, and wakes a waiting thread.
     #[inline(always)]
-    fn give(&self) {
+    fn release(&self) {
         if is_single() {
             return self.word.store(0, Ordering::Release);
         }
@@ -130,26 +136,26 @@ impl Lock {
         }
     }
 
-    /// The half that the kernel compares; it holds the mark.
+    /// Address of the half of the word that the kernel compares. It has the bit `WAITING`.
     fn low_half(&self) -> *const u32 {
         const { assert!(cfg!(target_endian = "little")) };
         self.word.as_ptr().cast()
     }
 }
 
-/// A value and its lock. All zeros: a free lock, and a value of zeros.
+/// A value and its lock. All zeros are a free lock and a value of zeros.
 pub(crate) struct Locked<T> {
     lock: Lock,
     value: UnsafeCell<T>,
 }
 
-// SAFETY: the value is reached by one `Guard` at a time, whichever thread has it, and may be sent to that thread.
+// SAFETY: only one `Guard` at a time gives access to the value, and `T: Send` allows that thread to use it.
 unsafe impl<T: Send> Sync for Locked<T> {}
 
-/// The lock of a value, taken by this thread.
+/// Access to a value whose lock this thread holds. Dropping it unlocks.
 pub(crate) struct Guard<'a, T> {
     of: &'a Locked<T>,
-    /// The lock knows its owner: no other thread can give it back.
+    /// Keeps the guard in its thread, because the lock's word names that thread.
     thread: PhantomData<*mut ()>,
 }
 
@@ -161,10 +167,10 @@ impl<T> Locked<T> {
         }
     }
 
-    /// Takes the lock; `None`: this very thread holds it already.
+    /// Takes the lock. Returns `None` if this thread holds it already.
     #[inline(always)]
     pub(crate) fn take_lock(&self) -> Option<Guard<'_, T>> {
-        // Not made before the lock is taken: a guard that is dropped gives the lock back.
+        // `then_some` would make a guard in any case, and drop it, which unlocks.
         self.lock.take().then(|| Guard {
             of: self,
             thread: PhantomData,
@@ -176,8 +182,8 @@ impl<T> Deref for Guard<'_, T> {
     type Target = T;
     #[inline(always)]
     fn deref(&self) -> &T {
-        // SAFETY: the lock is taken until this guard is dropped, and it has one guard; a signal handler of this thread
-        // gets none.
+        // SAFETY: this guard holds the lock until it is dropped, and it is the only one: even a signal handler of this
+        // thread gets no second one.
         unsafe { &*self.of.value.get() }
     }
 }
@@ -185,7 +191,7 @@ impl<T> Deref for Guard<'_, T> {
 impl<T> DerefMut for Guard<'_, T> {
     #[inline(always)]
     fn deref_mut(&mut self) -> &mut T {
-        // SAFETY: as for the shared borrow, and the guard itself is borrowed alone.
+        // SAFETY: as in `deref`, and the guard is borrowed mutably.
         unsafe { &mut *self.of.value.get() }
     }
 }
@@ -193,6 +199,6 @@ impl<T> DerefMut for Guard<'_, T> {
 impl<T> Drop for Guard<'_, T> {
     #[inline(always)]
     fn drop(&mut self) {
-        self.of.lock.give();
+        self.of.lock.release();
     }
 }

@@ -1,14 +1,14 @@
-//! mmap(2) of a held file that is open for reading: its memory file is mapped, which needs no root and no trip to firnd.
+//! mmap(2) of a held file that is open for reading: maps the file's memory file, so that no page fault goes to firnd.
 //!
-//! firnd shows each change of the file in its memory file as long as the open file is open. So a copy of the program's
-//! descriptor stays open as long as the mapping does, under a number of the library's own.
+//! firnd stores each change of the file in its memory file too, while the open file stays open. So the library keeps a
+//! copy of the program's descriptor open as long as the mapping exists.
 //!
 //! Invariants
-//! * Each mapping of a memory file has a slot, with the descriptor that keeps the open file open. A slot that is claimed is
-//!   one thread's.
-//! * Where a mapping is taken apart in the middle, its descriptor stays open until the process ends.
+//! * Each mapping of a memory file has a *slot* with its range and the kept descriptor. Only the thread that has
+//!   claimed a slot changes it.
+//! * If the program unmaps the middle of a mapping, the kept descriptor stays open until the process ends.
 //!
-//! A child of fork(2) has mappings, slots and descriptors as its parent does.
+//! A child of fork(2) inherits mappings, slots and descriptors, and they are valid there.
 
 use std::ffi::{c_int, c_void};
 use std::os::fd::{AsFd, AsRawFd, IntoRawFd};
@@ -24,21 +24,21 @@ use crate::devices;
 use crate::sys::{self, syscall};
 use crate::table::{self, tag};
 
-/// Mappings of a process; a further one is the kernel's.
+/// Maximum number of such mappings of a process. The kernel maps further files.
 const SLOTS: usize = 64;
-/// Smaller mappings are the kernel's: asking firnd costs more than they gain.
+/// The kernel maps shorter ranges, because a request to firnd would cost more than it saves.
 const MAP_BYTES_MIN: usize = 1 << 20;
 const PAGE_BYTES: usize = PAGE as usize;
-/// A huge page.
+/// Size of a huge page.
 const HUGE_BYTES: usize = DATA_ALIGN as usize;
-/// In [`Slot::start`]: a thread is about to fill the slot.
+/// Value of [`Slot::start`] while a thread fills or clears the slot.
 const CLAIMED: usize = 1;
 
-/// A mapping. All zeros: none.
+/// The range of a mapping and its kept descriptor. A slot with the start 0 is free.
 struct Slot {
     start: AtomicUsize,
     end: AtomicUsize,
-    /// Keeps the open file open.
+    /// Copy of the program's descriptor, which keeps the open file open.
     fd: AtomicI32,
 }
 
@@ -49,12 +49,12 @@ static MAPPINGS: [Slot; SLOTS] = [const {
         fd: AtomicI32::new(-1),
     }
 }; SLOTS];
-/// Slots in use: most processes have none, and look no further.
+/// Number of slots in use. While it is 0, the slots need not be searched.
 static USED: AtomicUsize = AtomicUsize::new(0);
 
-/// What a program asks of mmap(2).
+/// The arguments of mmap(2), without the descriptor.
 #[derive(Clone, Copy)]
-pub(crate) struct Wanted {
+pub(crate) struct MapArguments {
     pub(crate) at: *mut c_void,
     pub(crate) len: usize,
     pub(crate) prot: c_int,
@@ -62,36 +62,36 @@ pub(crate) struct Wanted {
     pub(crate) offset: i64,
 }
 
-impl Wanted {
-    /// Whether a descriptor that can only read gives the same mapping.
-    fn is_read(&self) -> bool {
+impl MapArguments {
+    /// Whether a descriptor that is open for reading only is enough for the mapping.
+    fn needs_only_reading(&self) -> bool {
         let is_private = self.flags & libc::MAP_TYPE == libc::MAP_PRIVATE;
         is_private || self.prot & libc::PROT_WRITE == 0
     }
 }
 
-/// mmap(2) of the memory file of `fd`. `None`: the kernel maps the descriptor.
+/// Maps the memory file of a descriptor. Returns the address, or `None` if the kernel is to map the descriptor itself.
 ///
 /// # Safety
 /// As for mmap(2).
-pub(crate) unsafe fn map_memory_file(fd: c_int, wanted: Wanted) -> Option<isize> {
-    if wanted.len < MAP_BYTES_MIN || !wanted.is_read() || !is_reader_of_mount(fd) {
+pub(crate) unsafe fn map_memory_file(fd: c_int, arguments: MapArguments) -> Option<isize> {
+    if arguments.len < MAP_BYTES_MIN || !arguments.needs_only_reading() || !is_reader_of_mount(fd) {
         return None;
     }
     let slot = claim_slot()?;
     let kept = keep_open(fd);
     let file = kept.and_then(|_| ask_for_file(fd));
     let mapped = file.map(|file| {
-        // SAFETY: what the program asked of mmap(2), whose promises it keeps, of another file with the same bytes.
-        unsafe { map_in_huge_pages(wanted, file.as_fd().as_raw_fd()) }
+        // SAFETY: these are the program's arguments of mmap(2), for another file with the same bytes.
+        unsafe { map_in_huge_pages(arguments, file.as_fd().as_raw_fd()) }
     });
     match (mapped, kept) {
         (Some(start), Some(kept)) if start > 0 => {
-            if wanted.flags & libc::MAP_FIXED != 0 {
-                note_unmapped(start as *const c_void, wanted.len);
+            if arguments.flags & libc::MAP_FIXED != 0 {
+                note_unmapped(start as *const c_void, arguments.len);
             }
             slot.end
-                .store(start as usize + wanted.len, Ordering::Release);
+                .store(start as usize + arguments.len, Ordering::Release);
             slot.fd.store(kept, Ordering::Release);
             slot.start.store(start as usize, Ordering::Release);
         }
@@ -106,53 +106,63 @@ pub(crate) unsafe fn map_memory_file(fd: c_int, wanted: Wanted) -> Option<isize>
     mapped
 }
 
-/// mmap(2) at an address at which the kernel can map whole huge pages of the file, where the program leaves the address to
-/// the kernel: its own choice is aligned to small pages.
+/// Maps a file. If the program leaves the address to the kernel, an address is chosen at which huge pages of the file
+/// can be mapped as such. The kernel's own choice would be aligned to small pages only.
+///
+/// It reserves a larger range, maps the file at the aligned address within it, and unmaps the rest.
 ///
 /// # Safety
-/// As for mmap(2).
-unsafe fn map_in_huge_pages(wanted: Wanted, number: c_int) -> isize {
-    let Wanted {
+/// The same as for mmap(2).
+unsafe fn map_in_huge_pages(arguments: MapArguments, number: c_int) -> isize {
+    let MapArguments {
         at,
         len,
         prot,
         flags,
         offset,
-    } = wanted;
-    let is_free = at.is_null() && flags & libc::MAP_FIXED == 0 && len >= HUGE_BYTES;
-    let room = len.next_multiple_of(PAGE_BYTES).saturating_add(HUGE_BYTES);
+    } = arguments;
+    let may_choose_address = at.is_null() && flags & libc::MAP_FIXED == 0 && len >= HUGE_BYTES;
+    let reserved_bytes = len.next_multiple_of(PAGE_BYTES).saturating_add(HUGE_BYTES);
     let reserve = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-    // SAFETY: new memory where the kernel finds room replaces nothing.
+    // SAFETY: the kernel chooses the address of a new mapping, so no other memory is affected.
     let reserve = || unsafe {
         let (prot, flags) = (libc::PROT_NONE, reserve);
-        syscall!(libc::SYS_mmap, 0usize, room, prot, flags, -1isize, 0usize)
+        syscall!(
+            libc::SYS_mmap,
+            0usize,
+            reserved_bytes,
+            prot,
+            flags,
+            -1isize,
+            0usize
+        )
     };
-    let start = if is_free { reserve() } else { -1 };
+    let start = if may_choose_address { reserve() } else { -1 };
     if start < 0 {
-        // SAFETY: as the caller promises.
+        // SAFETY: the caller keeps the promises of mmap(2).
         return unsafe { syscall!(libc::SYS_mmap, at, len, prot, flags, number, offset) };
     }
     let start = start as usize;
-    let ahead = (offset as usize).wrapping_sub(start) % HUGE_BYTES;
-    let (aligned, fixed) = (start + ahead, flags | libc::MAP_FIXED);
-    // SAFETY: within what was just reserved, and known to this function only.
+    let padding = (offset as usize).wrapping_sub(start) % HUGE_BYTES;
+    let (aligned, fixed) = (start + padding, flags | libc::MAP_FIXED);
+    // SAFETY: the range is within the reserved one, which only this function knows.
     let mapped = unsafe { syscall!(libc::SYS_mmap, aligned, len, prot, fixed, number, offset) };
     let used = if mapped < 0 {
         start..start
     } else {
         aligned..aligned + len.next_multiple_of(PAGE_BYTES)
     };
-    for unused in [start..used.start, used.end..start + room] {
+    for unused in [start..used.start, used.end..start + reserved_bytes] {
         if !unused.is_empty() {
-            // SAFETY: as reserved, and not mapped to the program.
+            // SAFETY: the range was reserved above and is not used by the mapping.
             unsafe { syscall!(libc::SYS_munmap, unused.start, unused.len()) };
         }
     }
     mapped
 }
 
-/// Whether a descriptor is a file of a mount that is open for reading only. Whatever else is known of it: a program may
-/// have copied it, or given its offset to another process.
+/// Whether a descriptor is a file of a mount that is open for reading only. The table is not asked, because it does not
+/// know descriptors that are copied or shared.
 fn is_reader_of_mount(fd: c_int) -> bool {
     let Some((identity, mode)) = sys::identity(fd) else {
         return false;
@@ -162,6 +172,7 @@ fn is_reader_of_mount(fd: c_int) -> bool {
         && sys::fcntl(fd, libc::F_GETFL, 0) & libc::O_ACCMODE as isize == libc::O_RDONLY as isize
 }
 
+/// Claims a free slot; `None` if all are in use.
 fn claim_slot() -> Option<&'static Slot> {
     let slot = MAPPINGS.iter().find(|slot| {
         let claimed = slot
@@ -178,14 +189,14 @@ fn release_slot(slot: &Slot) {
     USED.fetch_sub(1, Ordering::AcqRel);
 }
 
-/// A copy of a descriptor, which the hooks leave alone.
+/// Copies a descriptor to a high number that hooks do not touch. Returns the number.
 fn keep_open(fd: c_int) -> Option<c_int> {
     let copy = rustix::io::fcntl_dupfd_cloexec(sys::borrow(fd)?, OWN_FD_MIN);
     let copy = copy.ok()?.into_raw_fd();
     match table::lock_new_entry(copy) {
-        Some(mut held) => {
-            held.reset();
-            held.set_tag(tag::INTERNAL);
+        Some(mut locked) => {
+            locked.reset();
+            locked.set_tag(tag::INTERNAL);
             Some(copy)
         }
         None => {
@@ -195,16 +206,17 @@ fn keep_open(fd: c_int) -> Option<c_int> {
     }
 }
 
+/// Closes such a copy.
 fn close_kept(fd: c_int) {
-    if let Some(mut held) = table::lock_new_entry(fd)
-        && held.tag == tag::INTERNAL
+    if let Some(mut locked) = table::lock_new_entry(fd)
+        && locked.tag == tag::INTERNAL
     {
-        held.set_tag(tag::NONE);
+        locked.set_tag(tag::NONE);
     }
     sys::close(fd);
 }
 
-/// The memory file that has all of an open file.
+/// Asks firnd for the memory file with all bytes of an open file.
 fn ask_for_file(fd: c_int) -> Option<Descriptor> {
     let token = devices::token_of(fd)?;
     let link = connect::connect_to_map(&token)?;
@@ -218,7 +230,7 @@ fn ask_for_file(fd: c_int) -> Option<Descriptor> {
     connect::is_ok(&reply).then(|| files.take(0)).flatten()
 }
 
-/// The program is about to unmap a range, or to map something else there.
+/// Updates the slots before the program unmaps a range or maps something else there.
 pub(crate) fn note_unmapped(at: *const c_void, len: usize) {
     if USED.load(Ordering::Acquire) == 0 {
         return;
@@ -241,7 +253,7 @@ pub(crate) fn note_unmapped(at: *const c_void, len: usize) {
     }
 }
 
-/// The program moved a range, or gave it another length.
+/// Updates the slots after the program has moved a range or changed its length.
 pub(crate) fn note_moved(at: *const c_void, len: usize, to: *const c_void, to_len: usize) {
     if USED.load(Ordering::Acquire) == 0 {
         return;
@@ -262,14 +274,14 @@ pub(crate) fn note_moved(at: *const c_void, len: usize, to: *const c_void, to_le
 }
 
 impl Slot {
-    /// Where its mapping begins and ends, of whole pages.
+    /// Returns the begin and the end of the mapping, in whole pages.
     fn range(&self) -> (usize, usize) {
         let start = self.start.load(Ordering::Acquire);
         let end = self.end.load(Ordering::Acquire);
         (start, end.next_multiple_of(PAGE_BYTES))
     }
 
-    /// Closes what its mapping kept open, unless another thread does.
+    /// Frees the slot and closes its descriptor, unless another thread does.
     fn end_mapping(&self, start: usize) {
         let claimed =
             self.start

@@ -1,9 +1,11 @@
-//! Memory of the program: what it gave to a call, to be read or to be written by it.
+//! Memory that the program passed to a call, for the call to read or to write.
 //!
-//! Made once, in a hook, where the promise of the call is known; all code below is safe. The memory is never seen
-//! as a Rust reference: other threads of the program may use it meanwhile, and it may not be mapped at all. The
-//! kernel answers EFAULT then; a copy here dies of SIGSEGV, as the program's own would, where [`probe`] did not
-//! find it before.
+//! A hook makes one [`ProgramMemory`] of the arguments of its call. That is the only unsafe step; the code below it is
+//! safe. No Rust reference to the memory is ever made, because other threads of the program may change it, and it may
+//! not be mapped.
+//!
+//! For memory that is not mapped the kernel returns EFAULT. A copy in this library would die of SIGSEGV, as a copy in
+//! the program would. So [`probe`] looks at the memory before a copy.
 
 use std::ffi::{c_int, c_void};
 use std::marker::PhantomData;
@@ -16,28 +18,30 @@ use libc::iovec;
 use crate::probe;
 use crate::sys;
 
-/// What the kernel takes in one call at most (`MAX_RW_COUNT`).
+/// Maximum number of bytes that the kernel moves in one call (`MAX_RW_COUNT`).
 pub(crate) const CALL_BYTES_MAX: usize = 0x7fff_f000;
-/// Vectors in one call (`UIO_MAXIOV`).
+/// Maximum number of vectors of one call (`UIO_MAXIOV`).
 pub(crate) const PARTS_MAX: c_int = 1024;
+/// Addresses from here on belong to no process on the supported machines.
+const USER_ADDRESS_END: usize = 1 << 56;
 
-/// The call reads it: write(2) and its kin.
+/// Access of a call that reads the memory: write(2) and its kin.
 pub(crate) enum Readable {}
-/// The call writes it: read(2) and its kin.
+/// Access of a call that writes the memory: read(2) and its kin.
 pub(crate) enum Writable {}
 
-/// All that one call was given.
+/// All memory that one call was given, as one or more vectors.
 pub(crate) struct ProgramMemory<'a, Access> {
     parts: &'a [iovec],
     access: PhantomData<Access>,
 }
 
-/// What a call reads.
+/// Memory that a call reads.
 pub(crate) type Source<'a> = ProgramMemory<'a, Readable>;
-/// What a call writes.
+/// Memory that a call writes.
 pub(crate) type Target<'a> = ProgramMemory<'a, Writable>;
 
-/// A run of bytes of it.
+/// Contiguous bytes of such memory.
 pub(crate) struct Run<'a, Access> {
     start: *mut u8,
     len: usize,
@@ -61,8 +65,10 @@ impl<Access> Clone for Run<'_, Access> {
 impl<Access> Copy for Run<'_, Access> {}
 
 impl<'a, Access> ProgramMemory<'a, Access> {
+    /// Makes the memory of a call.
+    ///
     /// # Safety
-    /// The program gave `parts` to a call that does with them what `Access` says, and that call lasts for `'a`.
+    /// The program passed `parts` to a call that reads or writes them as `Access` says, and that call lasts for `'a`.
     #[inline(always)]
     pub(crate) unsafe fn new(parts: &'a [iovec]) -> Self {
         Self {
@@ -71,7 +77,7 @@ impl<'a, Access> ProgramMemory<'a, Access> {
         }
     }
 
-    /// Bytes, as the kernel counts them; `None` where it would refuse them.
+    /// Returns the number of bytes that the kernel would move; `None` if it would refuse the lengths.
     pub(crate) fn total(self) -> Option<usize> {
         let total = self
             .parts
@@ -80,16 +86,15 @@ impl<'a, Access> ProgramMemory<'a, Access> {
         (total <= isize::MAX as usize).then_some(total.min(CALL_BYTES_MAX))
     }
 
-    /// Whether a part of it lies where no process has memory.
+    /// Whether a part is at an address at which no process has memory.
     pub(crate) fn is_outside(self) -> bool {
-        const USER_END: usize = 1 << 56;
         self.parts.iter().any(|part| {
             let end = (part.iov_base as usize).checked_add(part.iov_len);
-            end.is_none_or(|end| end > USER_END)
+            end.is_none_or(|end| end > USER_ADDRESS_END)
         })
     }
 
-    /// Its runs from byte `skip` on, `len` bytes at most.
+    /// Returns the runs from byte `skip` on, with at most `len` bytes together.
     pub(crate) fn runs(self, skip: usize, len: usize) -> impl Iterator<Item = Run<'a, Access>> {
         let mut skip = skip;
         let mut left = len;
@@ -108,8 +113,8 @@ impl<'a, Access> ProgramMemory<'a, Access> {
 }
 
 impl Source<'_> {
-    /// Whether the ends of its parts can be read.
-    pub(crate) fn is_good(self) -> bool {
+    /// Whether the first and the last byte of each part can be read.
+    pub(crate) fn is_accessible(self) -> bool {
         self.parts
             .iter()
             .all(|part| probe::is_readable(part.iov_base, part.iov_len))
@@ -117,16 +122,18 @@ impl Source<'_> {
 }
 
 impl Target<'_> {
-    /// Whether the ends of its parts can be written, as far as the first `len` bytes go.
-    pub(crate) fn is_good(self, len: usize) -> bool {
+    /// Whether the first and the last byte of each part can be written, within the first `len` bytes.
+    pub(crate) fn is_accessible(self, len: usize) -> bool {
         self.runs(0, len)
             .all(|run| probe::is_writable(run.start.cast(), run.len))
     }
 }
 
 impl<'a, Access> Run<'a, Access> {
+    /// Makes a run of one buffer.
+    ///
     /// # Safety
-    /// As for [`ProgramMemory::new`], of one part.
+    /// The same as for [`ProgramMemory::new`], for this buffer.
     #[inline(always)]
     pub(crate) unsafe fn new(start: *mut c_void, len: usize) -> Self {
         Self {
@@ -141,7 +148,7 @@ impl<'a, Access> Run<'a, Access> {
         self.len
     }
 
-    /// As a vector for the kernel.
+    /// Returns the run as a vector for the kernel.
     pub(crate) fn as_part(self) -> iovec {
         iovec {
             iov_base: self.start.cast(),
@@ -149,7 +156,7 @@ impl<'a, Access> Run<'a, Access> {
         }
     }
 
-    /// All but the first `done` bytes.
+    /// Returns the run without its first `done` bytes.
     pub(crate) fn rest(self, done: usize) -> Self {
         let done = done.min(self.len);
         Self {
@@ -159,7 +166,7 @@ impl<'a, Access> Run<'a, Access> {
         }
     }
 
-    /// The first bytes, `len` at most.
+    /// Returns the first `len` bytes of the run, or all if it has fewer.
     pub(crate) fn first(self, len: usize) -> Self {
         Self {
             len: self.len.min(len),
@@ -169,7 +176,7 @@ impl<'a, Access> Run<'a, Access> {
 }
 
 impl<'a> Run<'a, Readable> {
-    /// Bytes of the library's own.
+    /// Makes a run of bytes of this library.
     pub(crate) fn of_bytes(bytes: &'a [u8]) -> Self {
         Self {
             start: bytes.as_ptr().cast_mut(),
@@ -178,22 +185,23 @@ impl<'a> Run<'a, Readable> {
         }
     }
 
+    /// Whether the first and the last byte can be read.
     #[inline(always)]
-    pub(crate) fn is_good(self) -> bool {
+    pub(crate) fn is_accessible(self) -> bool {
         probe::is_readable(self.start.cast(), self.len)
     }
 
-    /// Appends it to a leased slab as bytes of the file from `offset` on.
+    /// Appends the run to a leased slab, as bytes of the file from `offset` on.
     #[inline(always)]
     pub(crate) fn append_to(self, writer: &mut SlabWriter, offset: u64) -> Appended {
-        // SAFETY: the program gave the bytes to be read (`new`), and its memory is no part of the arena's
-        // mapping, which it does not know; `probe` says which bad pointers fault.
+        // SAFETY: the program passed the bytes to be read (`new`). They do not overlap the arena's mapping, which the
+        // program does not know. Bad pointers that `probe` does not find fault as in the program itself.
         unsafe { writer.append(offset, self.start, self.len) }
     }
 
-    /// As what a packet carries.
+    /// Returns the run as the data of a packet.
     pub(crate) fn as_outgoing(self) -> Outgoing<'a> {
-        // SAFETY: the program gave the bytes to be written to a file (`new`), and firnd writes them.
+        // SAFETY: the program passed the bytes to be read (`new`).
         unsafe { Outgoing::from_raw(self.start, self.len) }
     }
 
@@ -204,11 +212,11 @@ impl<'a> Run<'a, Readable> {
 }
 
 impl<'a> Run<'a, Writable> {
-    /// Copies bytes of the arena to its beginning, past the caches if `streams`.
+    /// Copies bytes of the arena to the begin of the run. With `streams` they are stored past the processor's caches.
     pub(crate) fn fill_from(self, from: ArenaBytes, streams: bool) {
         let len = self.len.min(from.len());
-        // SAFETY: the source is mapped for as many bytes (`ArenaBytes`), and no part of the program's memory, which
-        // does not know it; the program gave the target to be written (`new`).
+        // SAFETY: the source has as many mapped bytes (`ArenaBytes`). It does not overlap the program's memory, because
+        // the program does not know the arena's mapping. The program passed the target to be written (`new`).
         unsafe {
             if streams {
                 firn_direct::copy(self.start, from.start(), len);
@@ -218,21 +226,22 @@ impl<'a> Run<'a, Writable> {
         }
     }
 
-    /// As room for what a packet carries.
+    /// Returns the run as a buffer for the data of a packet.
     pub(crate) fn as_incoming(self) -> Incoming<'a> {
-        // SAFETY: the program gave the bytes to be written (`new`).
+        // SAFETY: the program passed the bytes to be written (`new`).
         unsafe { Incoming::from_raw(self.start, self.len) }
     }
 
     /// pread(2).
     pub(crate) fn read_from(self, fd: c_int, at: u64) -> isize {
-        // SAFETY: the program gave the bytes to be written (`new`); the kernel answers EFAULT where it cannot.
+        // SAFETY: the program passed the bytes to be written (`new`), and the kernel returns EFAULT if it cannot write
+        // them.
         unsafe { sys::pread(fd, self.start.cast(), self.len, at) }
     }
 }
 
 impl<Access> Run<'_, Access> {
-    /// The run as all that a call was given.
+    /// Calls `then` with the run as all memory of a call.
     #[inline(always)]
     pub(crate) fn as_memory<R>(self, then: impl FnOnce(ProgramMemory<'_, Access>) -> R) -> R {
         let parts = [self.as_part()];

@@ -1,47 +1,55 @@
-//! Descriptors that were just opened: which of them are ours.
+//! Finds out which new descriptors the library serves: regular files of a Firn mount, and stubs.
 //!
-//! Ours are regular files of a Firn mount. Nothing is asked of firnd yet, but the token of the first file of each
-//! device. No fstatfs(2): on a mount that is a trip to firnd of its own.
+//! At this time firnd is asked only for the token of the first file of each device. fstatfs(2) is not used, because on
+//! a mount it costs a trip to firnd of its own.
 
 use std::ffi::c_int;
 use std::sync::atomic::Ordering;
 
+use crate::connect;
 use crate::devices;
 use crate::report::{self, Reason};
-use crate::sharing::Moment;
+use crate::sharing::SharingCount;
 use crate::stub;
 use crate::sys::{self, Identity};
 use crate::table::{self, ACTIVE, tag};
 
-/// Flags with which every write moves the offset or blocks go to the disk: not what the arena is for.
-const UNUSUAL: c_int = libc::O_APPEND | libc::O_SYNC | libc::O_DSYNC | libc::O_DIRECT;
+/// Flags for which direct access is not supported: with O_APPEND each write goes to the end of the file, and with the
+/// others bytes go to the disk.
+const UNSUPPORTED_FLAGS: c_int = libc::O_APPEND | libc::O_SYNC | libc::O_DSYNC | libc::O_DIRECT;
 
-/// How a descriptor came to be.
+/// The user of a new descriptor.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum By {
-    /// A call that leaves its use to the program.
+pub(crate) enum OpenedBy {
+    /// The program itself.
     Program,
-    /// stdio, for libstdc++: it reads and writes the descriptor itself.
+    /// libstdc++, which has opened the file by stdio but reads and writes the descriptor itself.
     StreamBuffer,
-    /// stdio: its own calls are not seen.
+    /// stdio, whose own calls are not seen.
     Stdio,
 }
 
-/// What a new descriptor is.
+/// The kind of a new descriptor.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Noted {
+pub(crate) enum NewDescriptor {
     /// A stub.
     Stub,
-    /// A stub that cannot be used, and why.
+    /// A stub that cannot be used, with the errno for the program.
     Unusable(c_int),
-    /// Anything else.
-    Else,
+    /// No stub.
+    Other,
 }
 
-/// A call gave the descriptor `fd`, opened with `flags`. Keeps errno.
-pub(crate) fn note_open(fd: c_int, flags: c_int, before: &Moment, by: By) -> Noted {
+/// Registers a new descriptor that was opened with `flags`. `before` was taken before the file was opened. It keeps
+/// errno.
+pub(crate) fn register_opened(
+    fd: c_int,
+    flags: c_int,
+    before: &SharingCount,
+    by: OpenedBy,
+) -> NewDescriptor {
     if fd < 0 || ACTIVE.load(Ordering::Relaxed) == 0 {
-        return Noted::Else;
+        return NewDescriptor::Other;
     }
     if table::tag_of(fd) != tag::NONE {
         forget_stale(fd);
@@ -49,26 +57,26 @@ pub(crate) fn note_open(fd: c_int, flags: c_int, before: &Moment, by: By) -> Not
     let path_only = flags & libc::O_PATH != 0
         || flags & libc::O_DIRECTORY != 0 && flags & libc::O_TMPFILE != libc::O_TMPFILE;
     let Some((identity, mode)) = sys::identity(fd).filter(|_| !path_only) else {
-        return Noted::Else;
+        return NewDescriptor::Other;
     };
     if mode & libc::S_IFMT == libc::S_IFREG {
         match stub::register_open(fd, identity.device, flags) {
-            Ok(true) => return Noted::Stub,
-            Err(errno) => return Noted::Unusable(errno),
+            Ok(true) => return NewDescriptor::Stub,
+            Err(errno) => return NewDescriptor::Unusable(errno),
             Ok(false) => {}
         }
     }
     note_on_mount(fd, flags, (identity, mode), before, by);
-    Noted::Else
+    NewDescriptor::Other
 }
 
-/// Tracks a descriptor that was just opened on a mount, unless its flags or its use rule that out.
+/// Registers a new descriptor of a regular file on a mount, unless its flags or its user rule direct access out.
 fn note_on_mount(
     fd: c_int,
     flags: c_int,
     (identity, mode): (Identity, u32),
-    before: &Moment,
-    by: By,
+    before: &SharingCount,
+    by: OpenedBy,
 ) {
     if mode & libc::S_IFMT != libc::S_IFREG {
         return;
@@ -76,42 +84,42 @@ fn note_on_mount(
     let Some(token) = devices::token_on_mount(fd, identity.device) else {
         return;
     };
-    if flags & UNUSUAL != 0 {
+    if flags & UNSUPPORTED_FLAGS != 0 {
         return report::count_left(Reason::Flags);
     }
-    // Descriptors 0 to 2 have a stdio stream already, which has a buffer of its own.
-    if by == By::Stdio || fd <= libc::STDERR_FILENO {
+    // A stdio stream with its own buffer uses descriptors 0 to 2 already.
+    if by == OpenedBy::Stdio || fd <= libc::STDERR_FILENO {
         return report::count_left(Reason::Stdio);
     }
     let writes = flags & libc::O_ACCMODE != libc::O_RDONLY;
-    let Some(mut held) = table::lock_new_entry(fd) else {
+    let Some(mut locked) = table::lock_new_entry(fd) else {
         return;
     };
-    held.reset();
-    held.identity = identity;
-    held.token = token;
-    held.patience.begin_small();
-    held.entry.in_kernel.store(0, Ordering::Relaxed);
-    held.set_tag(if writes { tag::WRITER } else { tag::READER });
-    // Another thread has changed the table of descriptors meanwhile: the number may be another file by now.
+    locked.reset();
+    locked.identity = identity;
+    locked.token = token;
+    locked.ask_policy.begin_small(connect::has_connection());
+    locked.entry.in_kernel.store(0, Ordering::Relaxed);
+    locked.set_tag(if writes { tag::WRITER } else { tag::READER });
+    // Another thread has begun a fork or exec since the file was opened, so a child may share the descriptor.
     if !before.is_undisturbed() {
-        held.set_tag(tag::NONE);
+        locked.set_tag(tag::NONE);
         report::count_left(Reason::Shared);
     }
 }
 
-/// The number was closed unseen and is another descriptor now.
+/// Forgets the state of a number that was closed unseen and is another file now.
 pub(crate) fn forget_stale(fd: c_int) {
     if table::tag_of(fd) == tag::STUB {
         stub::close_stub(fd);
         return;
     }
-    if let table::Entered::Held(mut held) = table::lock_entry(fd)
+    if let table::Entered::Locked(mut locked) = table::lock_entry(fd)
         && table::is_owner()
-        && held.tag != tag::INTERNAL
+        && locked.tag != tag::INTERNAL
     {
-        held.list.unmap_extents();
-        held.set_private(false);
-        held.set_tag(tag::NONE);
+        locked.list.unmap_extents();
+        locked.set_private(false);
+        locked.set_tag(tag::NONE);
     }
 }

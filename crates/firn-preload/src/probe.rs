@@ -1,34 +1,35 @@
-//! Bad pointers give EFAULT, as far as it can be had cheaply.
+//! Finds bad pointers before bytes are copied, so that calls return EFAULT as they do without the library.
 //!
-//! The kernel checks every page that it copies; a copy in the program itself dies of SIGSEGV at the first
-//! bad one. So the first and the last page of a buffer, and of an array of vectors, are shown to the kernel
-//! before, once for each page: those that were good are remembered. What is not good goes to the kernel, which
-//! says EFAULT or takes what comes before the bad page.
+//! The kernel checks each page that it copies. A copy in the process itself dies of SIGSEGV at the first bad page. So
+//! the kernel is asked about the first and the last page of a buffer, and of an array of vectors. Good pages are
+//! remembered, so that each is asked about once. A call with a bad page goes to the kernel, which returns EFAULT or
+//! copies the bytes before that page.
 //!
-//! Two kinds of bad pages are not found: those between good ones, and those that the C library itself gave back
-//! meanwhile (free(3), the end of a thread). What the program unmaps or protects is seen.
+//! Two kinds of bad pages are not found: those between good ones, and those that the C library itself has unmapped
+//! since (free(3), the end of a thread). Pages that the program unmaps or protects are found, because hooks see that.
 
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 
 use crate::sys::syscall;
 
-/// Bytes that are copied so fast that the usual write need not look at how many they are.
+/// Writes of fewer bytes may take the fast path.
 const SHORT_BYTES_MAX: usize = 128 << 10;
-/// No value of `how` that sigprocmask(2) knows: it reads the set, finds this and does nothing.
+/// An invalid value of `how` for sigprocmask(2). The kernel reads the set, finds this value, and does nothing.
 const NO_SUCH_HOW: usize = 77;
+/// Size of a set of signals.
 const SET_BYTES: usize = 8;
-/// futex(2): adds nothing to the second word, then compares it with a number that it hardly ever is below.
+/// Operation of futex(2) that adds 0 to the second word, and then compares it with the lowest number.
 const ADD_NOTHING: usize =
     (libc::FUTEX_OP_ADD as usize) << 28 | (libc::FUTEX_OP_CMP_LT as usize) << 24 | 0x800;
 
-/// The smallest page of any machine that Firn runs on: larger ones are looked at in parts.
+/// Size of the smallest page of all machines that Firn runs on. Larger pages are treated as several ones.
 const PAGE: usize = 4096;
-/// Pages that are remembered: 1 MiB of buffers, in 2 KiB.
+/// Number of remembered pages: 1 MiB of buffers, in 2 KiB of memory.
 const PAGES: usize = 256;
 
-/// Pages that the kernel found good, each at its number modulo [`PAGES`]: its address, and in the low bits the
-/// [`ERA`] in which that was.
+/// The pages that the kernel has found good, each in the slot of its number modulo [`PAGES`]. A slot has the address of
+/// the page, and in the low bits the [`ERA`] in which the page was good.
 struct Pages {
     slots: [AtomicUsize; PAGES],
 }
@@ -36,10 +37,11 @@ struct Pages {
 static READABLE: Pages = Pages::new();
 static WRITABLE: Pages = Pages::new();
 
-/// Counts what may have made good pages bad. Never 0 in its low bits, so that an empty slot is no page.
+/// Number of the current era. A new era begins when good pages may have become bad. Its low bits are never all 0, so
+/// that an empty slot matches no page.
 static ERA: AtomicUsize = AtomicUsize::new(1);
 
-/// The program gave memory back or protected it: what was good may be so no more.
+/// Forgets all good pages, because the program has unmapped or protected memory.
 pub(crate) fn forget_pages() {
     let era = ERA.fetch_add(1, Ordering::SeqCst).wrapping_add(1);
     if era.is_multiple_of(PAGE) {
@@ -54,9 +56,9 @@ impl Pages {
         }
     }
 
-    /// Whether the ends of a buffer are good, those that are not remembered by asking `probe` for their pages.
+    /// Whether the first and the last page of a buffer are good. `probe` is asked about pages that are not remembered.
     #[inline(always)]
-    fn have(&self, data: usize, len: usize, probe: fn(usize) -> bool) -> bool {
+    fn has_ends_of(&self, data: usize, len: usize, probe: fn(usize) -> bool) -> bool {
         if len == 0 {
             return true;
         }
@@ -65,11 +67,12 @@ impl Pages {
         };
         let first = data & !(PAGE - 1);
         let last = last & !(PAGE - 1);
-        self.has(first, probe) && (first == last || self.has(last, probe))
+        self.has_page(first, probe) && (first == last || self.has_page(last, probe))
     }
 
+    /// Whether a page is good.
     #[inline(always)]
-    fn has(&self, page: usize, probe: fn(usize) -> bool) -> bool {
+    fn has_page(&self, page: usize, probe: fn(usize) -> bool) -> bool {
         let era = ERA.load(Ordering::Relaxed) % PAGE;
         let Some(slot) = self.slots.get(page / PAGE % PAGES) else {
             return probe(page);
@@ -78,37 +81,38 @@ impl Pages {
     }
 }
 
+/// Probes a page, and remembers it if it is good.
 #[cold]
 fn remember(slot: &AtomicUsize, page_and_era: usize, probe: fn(usize) -> bool) -> bool {
-    let good = probe(page_and_era & !(PAGE - 1));
-    if good {
+    let is_accessible = probe(page_and_era & !(PAGE - 1));
+    if is_accessible {
         slot.store(page_and_era, Ordering::Relaxed);
     }
-    good
+    is_accessible
 }
 
-/// Whether a buffer is so short that the usual write takes it.
+/// Whether a buffer is so short that a write of it may take the fast path.
 #[inline(always)]
 pub(crate) fn is_short(len: usize) -> bool {
     len < SHORT_BYTES_MAX
 }
 
-/// Whether the ends of a buffer can be read.
+/// Whether the first and the last page of a buffer can be read.
 #[inline(always)]
 pub(crate) fn is_readable(data: *const c_void, len: usize) -> bool {
-    READABLE.have(data as usize, len, can_read)
+    READABLE.has_ends_of(data as usize, len, can_read)
 }
 
-/// Whether the ends of a buffer can be written.
+/// Whether the first and the last page of a buffer can be written.
 #[inline(always)]
 pub(crate) fn is_writable(data: *mut c_void, len: usize) -> bool {
-    WRITABLE.have(data as usize, len, can_write)
+    WRITABLE.has_ends_of(data as usize, len, can_write)
 }
 
-/// Whether a page can be read: 0.1 to 0.2 µs.
+/// Asks the kernel whether a page can be read, which takes 0.1 to 0.2 µs.
 fn can_read(page: usize) -> bool {
-    // Not at its begin: the first page begins at NULL, which means no set.
-    // SAFETY: the kernel reads eight bytes and changes nothing.
+    // The set is not at the begin of the page, because the first page begins at NULL, which means no set.
+    // SAFETY: the kernel reads eight bytes, and changes nothing.
     let result = unsafe {
         syscall!(
             libc::SYS_rt_sigprocmask,
@@ -121,12 +125,12 @@ fn can_read(page: usize) -> bool {
     result != -(libc::EFAULT as isize)
 }
 
-/// Whether a page can be written. The page stays unchanged, also when other threads use it.
+/// Asks the kernel whether a page can be written. The page stays unchanged, even while other threads use it.
 fn can_write(page: usize) -> bool {
     static NO_WAITERS: AtomicU32 = AtomicU32::new(0);
     let first = NO_WAITERS.as_ptr();
     let op = libc::FUTEX_WAKE_OP | libc::FUTEX_PRIVATE_FLAG;
-    // SAFETY: the kernel adds 0 to a word of the page, atomically, and wakes no waiter of the first word.
+    // SAFETY: the kernel atomically adds 0 to a word of the page, and no thread waits for the first word.
     let result = unsafe {
         syscall!(
             libc::SYS_futex,
@@ -145,13 +149,13 @@ fn can_write(page: usize) -> bool {
 mod tests {
     use super::*;
 
-    /// Three pages, the middle one without any right.
+    /// Maps three pages, of which the middle one has no permission.
     fn pages() -> usize {
         let (prot, flags) = (
             libc::PROT_READ | libc::PROT_WRITE,
             libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
         );
-        // SAFETY: new memory, and a page of it.
+        // SAFETY: the memory is new, and only this test uses it.
         unsafe {
             let at = libc::mmap(std::ptr::null_mut(), 3 * PAGE, prot, flags, -1, 0);
             assert_ne!(at, libc::MAP_FAILED);
@@ -163,6 +167,7 @@ mod tests {
         }
     }
 
+    /// Whether a buffer is readable and writable.
     fn both(data: usize, len: usize) -> [bool; 2] {
         [
             is_readable(data as *const c_void, len),
@@ -186,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_that_may_only_be_read_is_not_writable_and_what_was_good_is_asked_for_again() {
+    fn a_read_only_page_is_not_writable_and_pages_are_probed_again_after_a_change() {
         let at = pages();
         assert_eq!(both(at, PAGE), [true; 2]);
         // SAFETY: a page of this test.
@@ -201,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn looking_changes_nothing() {
+    fn a_probe_changes_no_byte() {
         let at = pages();
         // SAFETY: memory of this test.
         let page = unsafe { std::slice::from_raw_parts_mut(at as *mut u8, PAGE) };

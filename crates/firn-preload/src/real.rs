@@ -1,8 +1,8 @@
-//! The functions that the hooks stand before.
+//! The *real* functions, which the hooks replace for the program and call themselves.
 //!
-//! Each begins as a fallback that makes the system call itself, because programs call in before
-//! [`crate::start`] ran (malloc replacements open and read files from their own constructors). Functions
-//! that are more than a system call are looked up when they are called so early.
+//! A program may call a hook before [`crate::start`] has run: a replacement of malloc may open and read files in its
+//! own constructor. So each real function is at first a *fallback* that makes the system call itself. A function that
+//! is more than a system call is looked up if it is called so early.
 
 use std::ffi::{CStr, c_char, c_int, c_long, c_uint, c_ulong, c_void};
 use std::marker::PhantomData;
@@ -12,10 +12,11 @@ use libc::{FILE, iovec, mode_t, msghdr, off64_t, pid_t, size_t, ssize_t};
 
 use crate::sys::{syscall, with_errno};
 
-/// A function of the C library, or of another library that was preloaded behind this one.
+/// A function of the C library, or of a library that is preloaded after this one.
 #[repr(C)]
 pub(crate) struct Real<F> {
-    /// First: hooks of variadic functions jump to what stands here.
+    /// Address of the function. It is the first field, because hooks of variadic functions jump to the address that
+    /// they read there.
     at: AtomicPtr<c_void>,
     name: &'static CStr,
     kind: PhantomData<F>,
@@ -30,43 +31,44 @@ impl<F: Copy> Real<F> {
         }
     }
 
-    /// The function.
+    /// Returns the function.
     #[inline(always)]
     pub(crate) fn get(&self) -> F {
         const { assert!(size_of::<F>() == size_of::<*mut c_void>()) };
         let at = self.at.load(Ordering::Relaxed);
-        // SAFETY: `reals!` makes every `Real` of a function pointer type, with an address of that type.
+        // SAFETY: `reals!` makes each `Real` with a function pointer type and with addresses of functions of that type.
         unsafe { std::mem::transmute_copy(&at) }
     }
 
-    /// Looks it up; what is not there keeps its fallback.
+    /// Looks the function up. Returns whether it exists; if not, the fallback stays.
     fn resolve(&self) -> bool {
         // SAFETY: the name is a C string.
-        let mut found = unsafe { libc::dlsym(libc::RTLD_NEXT, self.name.as_ptr()) };
-        if found.is_null()
-            && let Some(plain) = without_64(self.name, &mut [0; NAME_BYTES])
+        let mut address = unsafe { libc::dlsym(libc::RTLD_NEXT, self.name.as_ptr()) };
+        if address.is_null()
+            && let Some(plain_name) = without_64(self.name, &mut [0; NAME_BYTES])
         {
-            // SAFETY: as above.
-            found = unsafe { libc::dlsym(libc::RTLD_NEXT, plain.as_ptr()) };
+            // SAFETY: the name is a C string.
+            address = unsafe { libc::dlsym(libc::RTLD_NEXT, plain_name.as_ptr()) };
         }
-        if !found.is_null() {
-            self.at.store(found, Ordering::Relaxed);
+        if !address.is_null() {
+            self.at.store(address, Ordering::Relaxed);
         }
-        !found.is_null()
+        !address.is_null()
     }
 }
 
-/// Longer than any name here.
+/// Bytes of a buffer for the longest name, with its zero byte.
 const NAME_BYTES: usize = 32;
 
-/// A name as musl has it, where offsets have 64 bits anyway.
+/// Returns a name without `64`, as musl has it, whose offsets always have 64 bits. `None` for a name without `64`.
 fn without_64<'a>(name: &CStr, room: &'a mut [u8; NAME_BYTES]) -> Option<&'a CStr> {
     let name = name.to_bytes();
-    let at = name.windows(2).position(|two| two == b"64")?;
+    let digits = b"64";
+    let start = name.windows(digits.len()).position(|part| part == digits)?;
     let kept = name
         .iter()
         .enumerate()
-        .filter(|(index, _)| !(at..at + 2).contains(index));
+        .filter(|(index, _)| !(start..start + digits.len()).contains(index));
     for (to, (_, from)) in room.iter_mut().zip(kept) {
         *to = *from;
     }
@@ -77,20 +79,20 @@ macro_rules! reals {
     ($($name:ident = $symbol:literal ($($arg:ident: $ty:ty),*) -> $ret:ty, $fallback:expr;)*) => {
         $(pub(crate) static $name: Real<unsafe extern "C" fn($($ty),*) -> $ret> = {
             unsafe extern "C" fn fallback($($arg: $ty),*) -> $ret {
-                // SAFETY: the arguments are the program's, and go where it wanted them to go.
+                // SAFETY: these are the program's arguments for this function or system call.
                 unsafe { $fallback }
             }
             Real::new($symbol, fallback as *const ())
         };)*
 
-        /// Looks all of them up.
+        /// Looks up all real functions.
         pub(crate) fn resolve() {
             $($name.resolve();)*
         }
     };
 }
 
-/// Looks a function up now and calls it; where there is none, errno is ENOSYS.
+/// Looks up a function now and calls it. If it does not exist, errno is set to ENOSYS.
 macro_rules! late {
     ($name:ident($($arg:ident),*), $none:expr) => {
         if $name.resolve() {
@@ -202,7 +204,7 @@ reals! {
         with_errno(syscall!(libc::SYS_fstat, fd, to)) as c_int;
     FSTATAT = c"fstatat64" (dir: c_int, path: *const c_char, to: *mut libc::stat64, flags: c_int) -> c_int,
         with_errno(syscall!(SYS_FSTATAT, dir, path, to, flags)) as c_int;
-    // Of the C library before 2.33; its version is always that of the kernel's structure.
+    // Functions of the C library before 2.33. Their first argument is always the version of the kernel's structure.
     XSTAT = c"__xstat64" (_version: c_int, path: *const c_char, to: *mut libc::stat64) -> c_int,
         with_errno(syscall!(SYS_FSTATAT, libc::AT_FDCWD, path, to, 0usize)) as c_int;
     LXSTAT = c"__lxstat64" (_version: c_int, path: *const c_char, to: *mut libc::stat64) -> c_int,
@@ -283,7 +285,7 @@ reals! {
     POSIX_SPAWNP = c"posix_spawnp"
         (pid: *mut pid_t, path: *const c_char, actions: Spawn, attr: Spawn, argv: Strings, envp: Strings) -> c_int,
         late!(POSIX_SPAWNP(pid, path, actions, attr, argv, envp), libc::ENOSYS);
-    // Of the C library from 2.39 on.
+    // Functions of the C library since 2.39.
     PIDFD_SPAWN = c"pidfd_spawn"
         (pidfd: *mut c_int, path: *const c_char, actions: Spawn, attr: Spawn, argv: Strings, envp: Strings) -> c_int,
         late!(PIDFD_SPAWN(pidfd, path, actions, attr, argv, envp), libc::ENOSYS);
@@ -295,25 +297,27 @@ reals! {
     SYSTEM = c"system" (command: *const c_char) -> c_int, late!(SYSTEM(command), -1);
     POPEN = c"popen" (command: *const c_char, mode: *const c_char) -> *mut FILE,
         late!(POPEN(command, mode), std::ptr::null_mut());
-    // Variadic: only jumped to.
+    // Variadic functions. Hooks jump to them with the program's arguments.
     EXECL = c"execl" () -> c_int, no_such_function();
     EXECLP = c"execlp" () -> c_int, no_such_function();
     EXECLE = c"execle" () -> c_int, no_such_function();
     CLONE = c"clone" () -> c_int, no_such_function();
 }
 
+/// Fails as a function that does not exist.
+///
 /// # Safety
-/// None is needed.
+/// It is always safe. It is unsafe only to have the type of other fallbacks.
 unsafe fn no_such_function() -> c_int {
     with_errno(-(libc::ENOSYS as isize)) as c_int
 }
 
-/// dup2(2), which AArch64 does not have.
+/// dup2(2) by dup3(2), because AArch64 does not have the former.
 ///
 /// # Safety
-/// None is needed.
+/// It is always safe. It is unsafe only to have the type of other fallbacks.
 unsafe fn raw_dup2(from: c_int, to: c_int) -> isize {
-    // SAFETY: descriptor numbers; what gets closed is what the program asked dup2(2) to replace.
+    // SAFETY: the arguments are numbers. The program wants dup2(2) to close the descriptor `to`.
     unsafe {
         if from == to {
             let flags = syscall!(libc::SYS_fcntl, from, libc::F_GETFD);

@@ -1,10 +1,10 @@
-//! Counts of calls by direct access and of others: `FIRN_PRELOAD_REPORT=1`.
+//! Counts calls by direct access and other calls, for the report of `FIRN_PRELOAD_REPORT=1`.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use crate::wiped::Wiped;
 
-/// Whether anything is counted: set once, at the start.
+/// Whether calls are counted. It is set once, at the start.
 static WANTED: AtomicBool = AtomicBool::new(false);
 
 macro_rules! named {
@@ -18,7 +18,7 @@ macro_rules! named {
 }
 
 named! {
-    /// A call on a descriptor of a mount.
+    /// A call on a descriptor that the library serves.
     Call, CALLS, CALL_NAMES:
     Write = "write", Writev = "writev", Pwrite = "pwrite", Pwritev = "pwritev",
     Read = "read", Readv = "readv", Pread = "pread", Preadv = "preadv",
@@ -41,7 +41,7 @@ named! {
 }
 
 named! {
-    /// What was found under a name of Firn's and is another user's, or open to others.
+    /// A file, directory or process under a name of Firn that belongs to another user or that others may change.
     Distrust, DISTRUSTS, DISTRUST_NAMES:
     Directory = "the runtime directory is not a directory that only you may enter",
     File = "a file in the runtime directory is not one that only you may change",
@@ -51,16 +51,20 @@ named! {
 
 /// Counters of the process.
 struct Counters {
+    /// Calls by direct access.
     direct: [AtomicU64; CALLS],
+    /// Bytes of these calls.
     bytes: [AtomicU64; CALLS],
+    /// Calls served by the kernel, or by firnd over the data socket.
     kernel: [AtomicU64; CALLS],
     /// Bytes of direct reads that came from files of the backing.
     backing_bytes: AtomicU64,
+    /// Descriptors left to the kernel.
     left: [AtomicU64; REASONS],
     distrusted: [AtomicU64; DISTRUSTS],
 }
 
-// SAFETY: counters, of which zeros are values.
+// SAFETY: zeros are valid counters.
 static COUNTERS: Wiped<Counters> = unsafe {
     Wiped::new(Counters {
         direct: [const { AtomicU64::new(0) }; CALLS],
@@ -72,12 +76,12 @@ static COUNTERS: Wiped<Counters> = unsafe {
     })
 };
 
-/// Makes children of fork(2) count from 0. `false`: the kernel cannot.
+/// Makes children of fork(2) count from 0. Returns false if the kernel does not support that.
 pub(crate) fn wipe_on_fork() -> bool {
     COUNTERS.wipe_on_fork()
 }
 
-/// From now on calls are counted, and the report is printed at exit.
+/// Begins to count calls, so that the report is printed at exit.
 pub(crate) fn count_calls() {
     WANTED.store(true, Ordering::Relaxed);
 }
@@ -91,7 +95,7 @@ pub(crate) fn count_direct(call: Call, bytes: usize) {
     }
 }
 
-/// Counts bytes that a direct read had from a file of the backing.
+/// Counts bytes that a direct read got from a file of the backing.
 #[inline(always)]
 pub(crate) fn count_backing(bytes: usize) {
     if WANTED.load(Ordering::Relaxed) {
@@ -116,10 +120,10 @@ pub(crate) fn count_left(reason: Reason) {
     }
 }
 
-/// Counts something that was not believed.
-pub(crate) fn count_distrusted(why: Distrust) {
+/// Counts a file, directory or process that is not trusted.
+pub(crate) fn count_distrusted(reason: Distrust) {
     if WANTED.load(Ordering::Relaxed) {
-        add(&COUNTERS.distrusted, why as usize, 1);
+        add(&COUNTERS.distrusted, reason as usize, 1);
     }
 }
 
@@ -129,7 +133,7 @@ fn add(counters: &[AtomicU64], index: usize, more: u64) {
     }
 }
 
-/// Gives the lines of the report to `print_line`, once, if a report is wanted.
+/// Passes the lines of the report to `print_line`, if a report is wanted and was not printed yet.
 pub(crate) fn take_report(print_line: impl Fn(std::fmt::Arguments<'_>)) {
     if !WANTED.swap(false, Ordering::Relaxed) {
         return;

@@ -1,4 +1,5 @@
-//! Another process or thread is about to get a copy of a descriptor: from then on its offset is the kernel's.
+//! Handles descriptors that another process, or another descriptor of this one, is about to share. Their offset is
+//! given back to the kernel before that.
 
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicI32, Ordering};
@@ -11,24 +12,24 @@ use crate::table::{self, Entered, tag};
 use crate::vfork::{self, in_vfork_child};
 use crate::{connect, sharing};
 
-/// The descriptor will be shared.
+/// Prepares a descriptor to be shared.
 pub(crate) fn share_descriptor(fd: c_int) {
     if table::tag_of(fd) == tag::STUB {
         return stub::share_offset(fd);
     }
     match table::lock_entry(fd) {
-        Entered::Held(held) if held.tag != tag::INTERNAL => {
-            kernel::leave_for_good(held, Reason::Shared)
+        Entered::Locked(locked) if locked.tag != tag::INTERNAL => {
+            kernel::leave_for_good(locked, Reason::Shared)
         }
-        // In a signal handler: what the interrupted code does ends at its claim.
-        Entered::Again(entry) if entry.is_private() => {
+        // This is a signal handler that has interrupted a hook. The private offset already includes the hook's claim.
+        Entered::Interrupted(entry) if entry.is_private() => {
             entry.copy_offset_to_kernel(fd);
         }
         _ => {}
     }
 }
 
-/// All descriptors will be shared. Until [`end_sharing`] none becomes ours.
+/// Prepares all descriptors to be shared. Until [`end_sharing`] no offset becomes private.
 pub(crate) fn begin_sharing() {
     if in_vfork_child() {
         return;
@@ -39,24 +40,25 @@ pub(crate) fn begin_sharing() {
     }
 }
 
-/// The call is over, in the process that made it.
+/// Ends the sharing, in the process that has called [`begin_sharing`].
 pub(crate) fn end_sharing() {
     if !in_vfork_child() {
         sharing::count_end();
     }
 }
 
-/// The same for a call that does not return here if it succeeds, and mostly fails before it does anything
-/// if it does not: exec of a path that is not there.
+/// Prepares all descriptors for a call that does not return here if it succeeds, such as execl(3). If it fails, it
+/// usually fails before anything is shared.
 pub(crate) fn share_all() {
     begin_sharing();
     end_sharing();
 }
 
-/// A socket of the parent that a child of fork(2) has to close: it finds the table empty.
+/// Sockets of the parent that a child of fork(2) must close. They are stored here, because the child finds an empty
+/// table.
 static INHERITED: [AtomicI32; 4] = [const { AtomicI32::new(-1) }; 4];
 
-/// Before fork(2).
+/// Runs before fork(2).
 pub(crate) extern "C" fn before_fork() {
     begin_sharing();
     for slot in &INHERITED {
@@ -67,13 +69,13 @@ pub(crate) extern "C" fn before_fork() {
     }
 }
 
-/// After fork(2), in the parent.
+/// Runs after fork(2), in the parent.
 pub(crate) extern "C" fn after_fork() {
     share_stubs();
     end_sharing();
 }
 
-/// Stubs that another thread opened while this one was about to fork: both processes have them.
+/// Shares the stubs that another thread has opened while this one was about to fork, because both processes have them.
 fn share_stubs() {
     for fd in table::tagged_fds(0, u32::MAX) {
         if table::stub_mark_of(fd) == table::stub_mark::OWN {
@@ -82,7 +84,7 @@ fn share_stubs() {
     }
 }
 
-/// After fork(2), in the child.
+/// Runs after fork(2), in the child.
 pub(crate) extern "C" fn in_child() {
     share_stubs();
     for slot in &INHERITED {
@@ -93,24 +95,24 @@ pub(crate) extern "C" fn in_child() {
     }
 }
 
-/// Before vfork(2).
+/// Runs before vfork(2).
 pub(crate) extern "C" fn before_vfork() {
     begin_sharing();
     vfork::begin_vfork();
 }
 
-/// After vfork(2), in the parent.
+/// Runs after vfork(2), in the parent.
 pub(crate) extern "C" fn after_vfork() {
     vfork::end_vfork();
     end_sharing();
 }
 
-/// Descriptors that a message carries.
+/// Prepares the descriptors in a message (SCM_RIGHTS) to be shared.
 ///
 /// # Safety
-/// The message is null or the program's, as for sendmsg(2).
+/// The message is null, or the program's argument of sendmsg(2).
 pub(crate) unsafe fn share_sent(message: *const libc::msghdr) {
-    // SAFETY: the message is null or what the program gave to sendmsg(2); the macros stay within the control data.
+    // SAFETY: the message is null or the program's argument of sendmsg(2), and the macros stay within its control data.
     unsafe {
         if message.is_null() || (*message).msg_control.is_null() {
             return;
@@ -132,15 +134,15 @@ pub(crate) unsafe fn share_sent(message: *const libc::msghdr) {
     }
 }
 
-/// Whether a return address lies in libstdc++, whose file buffers read and write the descriptor themselves.
+/// Whether a return address is in libstdc++, whose file buffers read and write the descriptor themselves.
 pub(crate) fn is_stream_buffer(caller: *const c_void) -> bool {
-    // SAFETY: a structure of pointers, filled where the answer is not 0.
+    // SAFETY: all fields are pointers, for which zero is valid.
     let mut info: libc::Dl_info = unsafe { std::mem::zeroed() };
-    // SAFETY: the structure is ours; the address is only compared.
+    // SAFETY: dladdr(3) fills the structure, and only compares the address.
     if unsafe { libc::dladdr(caller, &raw mut info) } == 0 || info.dli_fname.is_null() {
         return false;
     }
-    // SAFETY: the name of a loaded object.
+    // SAFETY: the pointer is the name of a loaded object, which is a C string.
     let name = unsafe { std::ffi::CStr::from_ptr(info.dli_fname) }.to_bytes();
     let base = name.rsplit(|byte| *byte == b'/').next().unwrap_or_default();
     base.starts_with(b"libstdc++.so")

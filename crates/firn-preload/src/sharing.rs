@@ -1,8 +1,8 @@
-//! Calls that copy all descriptors to another process: fork, exec, spawn.
+//! Counts the calls that copy all descriptors to another process: fork, exec and spawn.
 //!
-//! Counted twice: `total` tells a thread that opened a file meanwhile that such a call came between; `under_way` tells
-//! that one has not returned yet. A descriptor opened in another thread between these steps and the fork is not taken
-//! for this process's alone.
+//! The race: one thread opens a file while another one is in fork(2). A child then shares the new descriptor, which
+//! must not get a private offset. Two counters rule that out. `under_way` says that such a call has not returned yet.
+//! `total` says that one has begun since the thread began to open its file.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
@@ -13,7 +13,7 @@ struct Sharing {
     total: AtomicU64,
 }
 
-// SAFETY: two counters, which zeros are values of: no such call yet.
+// SAFETY: zeros are valid counters: no such call was made yet.
 static SHARING: Wiped<Sharing> = unsafe {
     Wiped::new(Sharing {
         under_way: AtomicU32::new(0),
@@ -21,23 +21,24 @@ static SHARING: Wiped<Sharing> = unsafe {
     })
 };
 
-/// Makes children of fork(2) begin with no such call. `false`: the kernel cannot.
+/// Makes children of fork(2) count from 0. Returns false if the kernel does not support that.
 pub(crate) fn wipe_on_fork() -> bool {
     SHARING.wipe_on_fork()
 }
 
-/// Such a call begins.
+/// Counts the begin of such a call.
 pub(crate) fn count_begin() {
     SHARING.under_way.fetch_add(1, Ordering::SeqCst);
     SHARING.total.fetch_add(1, Ordering::SeqCst);
 }
 
-/// Such a call is over. A child of fork(2) did not begin it.
+/// Counts the end of such a call. In a child of fork(2) the counter is 0 already, because the child has not begun the
+/// call.
 pub(crate) fn count_end() {
-    let less = |count: u32| Some(count.saturating_sub(1));
+    let one_less = |count: u32| Some(count.saturating_sub(1));
     let _ = SHARING
         .under_way
-        .fetch_update(Ordering::SeqCst, Ordering::SeqCst, less);
+        .fetch_update(Ordering::SeqCst, Ordering::SeqCst, one_less);
 }
 
 /// Whether such a call is under way.
@@ -45,13 +46,13 @@ pub(crate) fn is_under_way() -> bool {
     SHARING.under_way.load(Ordering::SeqCst) != 0
 }
 
-/// What a caller takes before it opens a file.
-pub(crate) struct Moment {
+/// The count at some moment. A caller takes it before it opens a file.
+pub(crate) struct SharingCount {
     total: u64,
 }
 
-impl Moment {
-    /// Takes the count.
+impl SharingCount {
+    /// Takes the current count.
     #[inline(always)]
     pub(crate) fn now() -> Self {
         Self {
@@ -59,7 +60,7 @@ impl Moment {
         }
     }
 
-    /// Whether no descriptor was copied to another process since.
+    /// Whether no call has copied descriptors to another process since then.
     pub(crate) fn is_undisturbed(&self) -> bool {
         SHARING.under_way.load(Ordering::SeqCst) == 0
             && SHARING.total.load(Ordering::SeqCst) == self.total

@@ -1,4 +1,7 @@
-//! The first and the last thing that the library does in a process.
+//! The start and the end of the library in a process.
+//!
+//! At the start it finds out whether it can and should act, reads its environment variables, and sets [`ACTIVE`] last.
+//! At the end it prints the report.
 
 use std::ffi::{CStr, c_char, c_int};
 use std::sync::atomic::Ordering;
@@ -6,8 +9,8 @@ use std::sync::atomic::Ordering;
 use crate::hook::stream;
 use crate::table::{self, ACTIVE, tag};
 use crate::{
-    c_library, connect, devices, list, lock, patience, real, report, share, sharing, stub, summary,
-    trees,
+    ask_policy, c_library, connect, devices, list, lock, real, report, share, sharing, stub,
+    summary, trees,
 };
 
 #[used]
@@ -18,14 +21,15 @@ static START: extern "C" fn(c_int, *const *const c_char, *const *const c_char) =
 #[unsafe(link_section = ".fini_array")]
 static END: extern "C" fn() = end;
 
-/// Arguments and environment are there only in processes of the GNU C library.
+/// The constructor of the library. Only the GNU C library passes arguments and environment to constructors, so they are
+/// read after the check for it.
 extern "C" fn start(_argc: c_int, argv: *const *const c_char, envp: *const *const c_char) {
     real::resolve();
     if !c_library::is_gnu() {
         return;
     }
     lock::find_thread_word();
-    // SAFETY: what the loader hands to constructors: arrays of C strings, ended by null.
+    // SAFETY: the loader of the GNU C library passes arrays of C strings that end with null.
     let (off, report, is_firnd) = unsafe {
         (
             value(envp, b"FIRN_PRELOAD"),
@@ -41,7 +45,7 @@ extern "C" fn start(_argc: c_int, argv: *const *const c_char, envp: *const *cons
     }
     let sees_forks =
         c_library::register_at_fork(share::before_fork, share::after_fork, share::in_child);
-    // SAFETY: what the loader hands to constructors: arrays of C strings, ended by null.
+    // SAFETY: the loader of the GNU C library passes arrays of C strings that end with null.
     let (dir, wait, direct_after) = unsafe {
         (
             value(envp, b"FIRN_RUNTIME_DIR"),
@@ -51,14 +55,14 @@ extern "C" fn start(_argc: c_int, argv: *const *const c_char, envp: *const *cons
     };
     trees::begin_trees(dir);
     firn_direct::processor::take_from_c_library();
-    stub::set_patience(wait);
-    patience::set_direct_after(direct_after);
+    stub::set_wait_limit(wait);
+    ask_policy::set_direct_after(direct_after);
     ACTIVE.store(u32::from(sees_forks), Ordering::Release);
     if sees_forks {
         stub::find_inherited();
         (0..3)
             .filter(|fd| table::tag_of(*fd) == tag::STUB)
-            .for_each(stream::stub_at);
+            .for_each(stream::replace_stream_of_stub);
     }
 }
 
@@ -66,7 +70,7 @@ extern "C" fn end() {
     summary::print_report();
 }
 
-/// Makes children of fork(2) find nothing that is their parent's. `false`: the kernel cannot.
+/// Makes children of fork(2) find no state of their parent. Returns false if the kernel does not support that.
 fn wipe_all_on_fork() -> bool {
     table::wipe_on_fork()
         && connect::wipe_on_fork()
@@ -77,37 +81,37 @@ fn wipe_all_on_fork() -> bool {
         && report::wipe_on_fork()
 }
 
-/// The value of a variable.
+/// Returns the value of an environment variable.
 ///
 /// # Safety
-/// `envp` is null or an array of C strings, ended by null.
+/// `envp` is null, or an array of C strings that ends with null.
 unsafe fn value<'a>(envp: *const *const c_char, name: &[u8]) -> Option<&'a [u8]> {
     if envp.is_null() {
         return None;
     }
-    let mut at = envp;
-    // SAFETY: an array of C strings that ends with null, as promised to this function.
+    let mut next = envp;
+    // SAFETY: the caller passes an array of C strings that ends with null.
     unsafe {
-        while !(*at).is_null() {
-            let entry = CStr::from_ptr(*at).to_bytes();
+        while !(*next).is_null() {
+            let entry = CStr::from_ptr(*next).to_bytes();
             if let Some(value) = entry
                 .strip_prefix(name)
                 .and_then(|rest| rest.strip_prefix(b"="))
             {
                 return Some(value);
             }
-            at = at.add(1);
+            next = next.add(1);
         }
     }
     None
 }
 
-/// Whether this is firnd, which must not wait for itself.
+/// Whether this process is a program of Firn. firnd must not wait for itself.
 ///
 /// # Safety
-/// As for [`value`].
+/// The same as for [`value`].
 unsafe fn is_own_program(argv: *const *const c_char) -> bool {
-    // SAFETY: the array begins with a C string or null, as promised to this function.
+    // SAFETY: the caller passes an array that begins with a C string or null.
     let name = unsafe {
         if argv.is_null() || (*argv).is_null() {
             return false;

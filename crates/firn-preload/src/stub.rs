@@ -1,11 +1,15 @@
 //! Stubs: descriptors of empty files on tmpfs, whose bytes firnd has.
 //!
-//! There is no kernel to leave a call to. What goes neither into a lease nor by a list goes to firnd over the data
-//! socket. Where firnd is gone, the call waits for the next one, for a while, and fails with EIO. Nothing is ever
-//! written into the stub itself.
+//! The kernel cannot serve calls of a stub. Bytes that neither a lease nor a list can serve go to firnd over the data
+//! socket. If firnd is gone, a call waits some time for the next one, and then fails with EIO. No byte is ever written
+//! to the stub itself.
 //!
-//! The stub's offset in the kernel counts while the descriptor may be shared: a range of it is reserved by one
-//! lseek(2), which is atomic. A descriptor that is not shared has a private offset, as with a mount.
+//! While a stub may be shared with other processes or descriptors, the kernel's offset is the valid one. A call claims
+//! its range by one lseek(2), which is atomic. A stub that is not shared has a private offset, like a descriptor of a
+//! mount.
+//!
+//! firnd must know each open stub, which is *adopted* for that: firnd gets a copy of its descriptor and gives it a
+//! token.
 
 mod attributes;
 mod data;
@@ -25,5 +29,5 @@ pub(crate) use map::map_copy;
 pub(crate) use open::{
     close_stub, find_inherited, flags_changed, register_copy, register_open, share_offset,
 };
-pub(crate) use request::set_patience;
+pub(crate) use request::set_wait_limit;
 pub(crate) use write::{new_memory_file, write_memory_file};

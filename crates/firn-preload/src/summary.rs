@@ -1,4 +1,4 @@
-//! Prints the report, at exit or when the program closes standard error before.
+//! Prints the report, at exit or before the program closes standard error.
 
 use std::io::Write;
 
@@ -8,14 +8,14 @@ use crate::stub::{self, Append};
 use crate::sys;
 use crate::table::{self, tag};
 
-/// Longest line.
+/// Bytes of the longest line. Longer ones are cut.
 const LINE_BYTES_MAX: usize = 200;
 
-/// Prints the report if it is wanted, once.
+/// Prints the report once, if it is wanted.
 pub(crate) fn print_report() {
     let pid = sys::pid();
     report::take_report(|text| {
-        // On the stack, and what does not fit is cut: nothing here may allocate.
+        // The line is on the stack, because nothing here may allocate.
         let mut line = [0; LINE_BYTES_MAX];
         let mut rest = &mut line[..];
         let _ = writeln!(rest, "firn-preload[{pid}]: {text}");
@@ -24,7 +24,7 @@ pub(crate) fn print_report() {
     });
 }
 
-/// Writes to standard error, also where that is a stub.
+/// Writes to standard error, even if that is a stub.
 fn print_text(text: &[u8]) {
     if table::tag_of(libc::STDERR_FILENO) == tag::STUB {
         Run::of_bytes(text).as_memory(|source| {

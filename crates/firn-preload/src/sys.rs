@@ -1,6 +1,6 @@
-//! System calls without the C library: no hook, no errno, no cancellation.
+//! System calls that bypass the C library, so that they reach no hook, set no errno and are no cancellation points.
 //!
-//! A negative result is `-errno`. Pointers of the program are handed to the kernel, which checks them.
+//! A negative result is `-errno`. Pointers of the program are passed to the kernel, which checks them.
 
 use std::arch::asm;
 use std::ffi::{CStr, c_int, c_void};
@@ -17,24 +17,24 @@ use rustix::process::Resource;
 
 pub(crate) use firn_direct::syscall;
 
-/// A descriptor of the program, which says that it is open; `None` where no descriptor has that number.
+/// Borrows a descriptor of the program. Returns `None` for a negative number.
 pub(crate) fn borrow(fd: c_int) -> Option<BorrowedFd<'static>> {
-    // SAFETY: not -1. Should the program close it meanwhile, the system call that it is borrowed for says so, or is
-    // about the descriptor that has the number then, as without the library.
+    // SAFETY: the number is not -1. If the program closes the descriptor meanwhile, a system call fails or uses the
+    // file that has the number then, as it does without the library.
     (fd >= 0).then(|| unsafe { BorrowedFd::borrow_raw(fd) })
 }
 
-/// The CPU on which this thread runs plus one; 0 where the kernel does not say.
+/// Returns the number of the CPU on which this thread runs, plus one; 0 if the kernel does not tell.
 pub(crate) fn current_cpu() -> u32 {
     let mut cpu = 0u32;
     let none = std::ptr::null_mut::<c_void>();
-    // SAFETY: the kernel writes one word, ours.
+    // SAFETY: the kernel writes one word, which is a local variable.
     let result = unsafe { syscall!(libc::SYS_getcpu, &raw mut cpu, none, none) };
     if result == 0 { cpu.wrapping_add(1) } else { 0 }
 }
 
-/// The running thread, as a number that no other thread of the process has. Even; a child of vfork(2) has
-/// that of the thread that waits for it.
+/// Returns an even number that identifies this thread within the process. A child of vfork(2) has the number of the
+/// thread that waits for it.
 #[inline(always)]
 pub(crate) fn thread_pointer() -> u64 {
     let pointer: u64;
@@ -44,21 +44,23 @@ pub(crate) fn thread_pointer() -> u64 {
         asm!("mov {}, fs:0", out(reg) pointer, options(nostack, preserves_flags, readonly, pure));
     }
     #[cfg(target_arch = "aarch64")]
-    // SAFETY: reads a register that every program may read, and changes nothing.
+    // SAFETY: the instruction reads a register that each program may read, and changes nothing else.
     unsafe {
         asm!("mrs {}, tpidr_el0", out(reg) pointer, options(nostack, preserves_flags, nomem, pure));
     }
     pointer
 }
 
-/// Adds to a word that only this thread and its signal handlers touch, in one instruction; what it was before.
-/// Without the lock that other threads would need it is 4 ns faster.
+/// Adds to a word that only this thread and its signal handlers change. Returns the value before.
+///
+/// It is one instruction, so a handler does not interrupt it. Without the lock prefix, which other threads would need,
+/// it is 4 ns faster.
 #[inline(always)]
 pub(crate) fn add_to_word(word: &AtomicU64, more: u64) -> u64 {
     #[cfg(target_arch = "x86_64")]
     {
         let mut before = more;
-        // SAFETY: adds to the word and to nothing else.
+        // SAFETY: the instruction changes only the word.
         unsafe {
             asm!("xadd qword ptr [{word}], {before}", word = in(reg) word.as_ptr(),
                 before = inout(reg) before, options(nostack));
@@ -69,7 +71,7 @@ pub(crate) fn add_to_word(word: &AtomicU64, more: u64) -> u64 {
     word.fetch_add(more, Ordering::Relaxed)
 }
 
-/// Sets errno where `result` is an error: what the C library's function would return.
+/// Turns the result of a system call into that of the C library's function: an error sets errno and gives -1.
 pub(crate) fn with_errno(result: isize) -> isize {
     if result >= 0 {
         return result;
@@ -91,50 +93,50 @@ pub(crate) fn euid() -> u32 {
 
 /// close(2).
 pub(crate) fn close(fd: c_int) {
-    // SAFETY: callers close what they opened themselves, or what the program closes.
+    // SAFETY: a caller closes a descriptor that it has opened itself, or that the program closes.
     unsafe { syscall!(libc::SYS_close, fd) };
 }
 
 /// lseek(2).
 pub(crate) fn lseek(fd: c_int, offset: i64, whence: c_int) -> isize {
-    // SAFETY: three numbers: the kernel moves an offset, and touches no memory of this process.
+    // SAFETY: the arguments are numbers, so no memory of this process is touched.
     unsafe { syscall!(libc::SYS_lseek, fd, offset, whence) }
 }
 
 /// pwrite(2).
 pub(crate) fn pwrite(fd: c_int, data: *const c_void, len: usize, offset: u64) -> isize {
-    // SAFETY: the kernel reads the data and answers EFAULT where it cannot.
+    // SAFETY: the kernel reads the data, and returns EFAULT if it cannot.
     unsafe { syscall!(libc::SYS_pwrite64, fd, data, len, offset) }
 }
 
 /// pread(2).
 ///
 /// # Safety
-/// `data` is the program's own, for `len` bytes.
+/// The program has passed `len` bytes at `data` to be written.
 pub(crate) unsafe fn pread(fd: c_int, data: *mut c_void, len: usize, offset: u64) -> isize {
-    // SAFETY: the kernel writes `len` bytes at `data`, which are the program's to be written, or answers EFAULT.
+    // SAFETY: the kernel writes at most `len` bytes at `data`, as the program wants, or returns EFAULT.
     unsafe { syscall!(libc::SYS_pread64, fd, data, len, offset) }
 }
 
 /// fcntl(2) with a number.
 pub(crate) fn fcntl(fd: c_int, command: c_int, arg: usize) -> isize {
-    // SAFETY: the commands that callers use take a number and no address.
+    // SAFETY: callers use only commands that take a number and no address.
     unsafe { syscall!(libc::SYS_fcntl, fd, command, arg) }
 }
 
-/// What tells one open file's inode from another's: device, inode, mode.
+/// Device and inode number, which identify the file of a descriptor.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Identity {
     pub(crate) device: u64,
     pub(crate) inode: u64,
 }
 
-/// A device in one word.
+/// Packs the two numbers of a device into one word.
 pub(crate) fn device_number(major: u32, minor: u32) -> u64 {
     u64::from(major) << 32 | u64::from(minor)
 }
 
-/// Identity and mode of a descriptor, without asking the server of the file system.
+/// Returns identity and mode of a descriptor, as the kernel knows them. The server of the file system is not asked.
 pub(crate) fn identity(fd: c_int) -> Option<(Identity, u32)> {
     let (mask, sync) = (libc::STATX_TYPE | libc::STATX_INO, libc::AT_STATX_DONT_SYNC);
     with_statx(fd, c"", mask, libc::AT_EMPTY_PATH | sync, |stat| {
@@ -144,20 +146,20 @@ pub(crate) fn identity(fd: c_int) -> Option<(Identity, u32)> {
     })
 }
 
-/// Size of a file, as stat(2) gives it: the kernel asks where what it knows is too old.
+/// Returns the size of a file, as stat(2) does. The server of the file system is asked if the kernel's size is too old.
 pub(crate) fn file_size(fd: c_int) -> Option<u64> {
     let flags = libc::AT_EMPTY_PATH | libc::AT_STATX_SYNC_AS_STAT;
     with_statx(fd, c"", libc::STATX_SIZE, flags, |stat| stat.stx_size)
 }
 
-/// Makes the kernel ask how long the file is: O_APPEND, sendfile(2), splice(2) and mappings go by what it
-/// knows, and it has not seen writes by direct access.
+/// Makes the kernel ask the server for the size of a file. O_APPEND, sendfile(2), splice(2) and mappings use the
+/// kernel's size, and the kernel does not see writes by direct access.
 pub(crate) fn refresh_size(fd: c_int) {
     let flags = libc::AT_EMPTY_PATH | libc::AT_STATX_FORCE_SYNC;
     with_statx(fd, c"", libc::STATX_SIZE, flags, |_| ());
 }
 
-/// statx(2); what `then` takes of the answer is all that is copied of it.
+/// statx(2). Returns what `then` makes of the result, so that the large structure is not copied.
 #[inline(never)]
 pub(crate) fn with_statx<T>(
     dir: c_int,
@@ -168,13 +170,13 @@ pub(crate) fn with_statx<T>(
 ) -> Option<T> {
     let mut stat = MaybeUninit::<libc::statx>::uninit();
     let path = path.as_ptr();
-    // SAFETY: the kernel reads the path and fills one structure, ours.
+    // SAFETY: the kernel reads the path, and fills a structure that is a local variable.
     let result = unsafe { syscall!(libc::SYS_statx, dir, path, flags, mask, stat.as_mut_ptr()) };
-    // SAFETY: statx(2) succeeded, so the kernel filled the structure.
+    // SAFETY: statx(2) has succeeded, so the kernel has filled the structure.
     (result == 0).then(|| then(unsafe { stat.assume_init_ref() }))
 }
 
-/// Identity of a descriptor of the library's own, which is no file of a mount; `None` where no descriptor has that number.
+/// Returns the identity of one of the library's own descriptors; `None` if the number is not open.
 pub(crate) fn own_identity(fd: c_int) -> Option<Identity> {
     identity(fd).map(|(identity, _)| identity)
 }
@@ -184,12 +186,12 @@ pub(crate) fn is_unlimited(resource: Resource) -> bool {
     limit_of(resource).is_none()
 }
 
-/// The limit of a resource; `None`: it has none.
+/// Returns the limit of a resource; `None` if it has none.
 pub(crate) fn limit_of(resource: Resource) -> Option<u64> {
     rustix::process::getrlimit(resource).current
 }
 
-/// Whether this process can have `count` more descriptors now; EMFILE or ENFILE where it cannot.
+/// Checks whether this process can open `count` more descriptors now. The error is EMFILE or ENFILE.
 pub(crate) fn check_descriptors_left(count: usize) -> Result<(), c_int> {
     if count == 0 {
         return Ok(());
@@ -202,31 +204,34 @@ pub(crate) fn check_descriptors_left(count: usize) -> Result<(), c_int> {
     }
 }
 
-/// Sends this thread a signal.
+/// Sends a signal to this thread.
 pub(crate) fn raise_signal(signal: c_int) {
     let process = pid();
     let thread = rustix::thread::gettid().as_raw_pid();
-    // SAFETY: three numbers; the signal goes to this thread, whose program asked for it by its limit.
+    // SAFETY: the arguments are numbers. The signal goes to this thread, and its limit of file sizes asks for it.
     unsafe { syscall!(libc::SYS_tgkill, process, thread, signal) };
 }
 
-/// CLOCK_MONOTONIC_COARSE in nanoseconds, without a trip to the kernel: late by its tick, [`COARSE_TICK_NS`] at most.
+/// Returns CLOCK_MONOTONIC_COARSE in nanoseconds, which takes no system call. It is late by at most [`COARSE_TICK_NS`].
 pub(crate) fn coarse_ns() -> u64 {
     let mut time = libc::timespec {
         tv_sec: 0,
         tv_nsec: 0,
     };
-    // SAFETY: fills one structure, ours. The C library asks the vDSO; errno is set only for a clock that is none.
+    // SAFETY: the call fills a local variable. The C library uses the vDSO, and sets errno only for an unknown clock.
     unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC_COARSE, &raw mut time) };
     (time.tv_sec as u64)
         .wrapping_mul(1_000_000_000)
         .wrapping_add(time.tv_nsec as u64)
 }
 
-/// The longest tick of the kernel (CONFIG_HZ=100).
+/// Size of the kernel's set of signals.
+const SIGNAL_SET_BYTES: usize = 8;
+
+/// Length of the longest tick of the kernel (CONFIG_HZ=100).
 pub(crate) const COARSE_TICK_NS: u64 = 10_000_000;
 
-/// Sleeps, or a signal ends it earlier.
+/// Sleeps for some milliseconds. A signal may end it earlier.
 pub(crate) fn sleep_ms(ms: u32) {
     let time = rustix::thread::Timespec {
         tv_sec: i64::from(ms / 1000),
@@ -235,17 +240,17 @@ pub(crate) fn sleep_ms(ms: u32) {
     let _ = rustix::thread::nanosleep(&time);
 }
 
-/// Waits until the word differs from `expected`, or another thread wakes it.
+/// Waits while the word is `expected`, until another thread wakes this one.
 pub(crate) fn futex_wait(word: *const u32, expected: u32) {
     let op = libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG;
-    // SAFETY: the kernel only reads the word, which lies in a lock that is never freed.
+    // SAFETY: the kernel only reads the word, which is in a lock that is never freed.
     unsafe { syscall!(libc::SYS_futex, word, op, expected, 0usize) };
 }
 
-/// Wakes one waiting thread.
+/// Wakes one thread that waits for the word.
 pub(crate) fn futex_wake(word: *const u32) {
     let op = libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG;
-    // SAFETY: the address is a key to the kernel here, which neither reads nor writes the word.
+    // SAFETY: the kernel uses the address as a key only, and neither reads nor writes the word.
     unsafe { syscall!(libc::SYS_futex, word, op, 1usize) };
 }
 
@@ -255,31 +260,31 @@ pub(crate) fn write_stderr(text: &[u8]) {
     unsafe { syscall!(libc::SYS_write, 2usize, text.as_ptr(), text.len()) };
 }
 
-/// Does something while this thread takes no signals.
+/// Calls `then` while all signals of this thread are blocked.
 pub(crate) fn without_signals(then: impl FnOnce()) {
-    let all = u64::MAX;
+    let all_signals = u64::MAX;
     let mut before = 0u64;
     let how = libc::SIG_BLOCK;
-    // SAFETY: both sets are ours, of the kernel's size.
+    // SAFETY: both sets are local variables of the kernel's size.
     unsafe {
         syscall!(
             libc::SYS_rt_sigprocmask,
             how,
-            &raw const all,
+            &raw const all_signals,
             &raw mut before,
-            8usize
+            SIGNAL_SET_BYTES
         )
     };
     then();
     let how = libc::SIG_SETMASK;
-    // SAFETY: the set that was there before, of the kernel's size.
+    // SAFETY: the set is a local variable of the kernel's size.
     unsafe {
         syscall!(
             libc::SYS_rt_sigprocmask,
             how,
             &raw const before,
             0usize,
-            8usize
+            SIGNAL_SET_BYTES
         )
     };
 }

@@ -1,60 +1,64 @@
-//! What the library keeps of each descriptor, in arrays indexed by descriptor.
+//! The state that the library keeps for each descriptor, in arrays indexed by descriptor.
+//!
+//! Each descriptor has a *tag*, a word that a hook reads without a lock, and an *entry*, which has a lock. The tag says
+//! which hooks must look at the entry. The *private offset* of an entry replaces the kernel's offset while this process
+//! has direct access.
 //!
 //! Invariants
-//! * What may change lies in [`TABLE`], which children of fork(2) find as zeros ([`Wiped`]): no descriptor is
-//!   Firn's, no lock is held.
-//! * A child of vfork(2) shares it and must not touch it: [`lock_entry`] finds nothing there.
-//! * Which descriptors are stubs lies beside it, in [`STUBS`]: a child has them too, and the kernel has no bytes
-//!   of theirs. So a tag of zero means that this process has to look there.
-//! * A descriptor's tag says which hooks have to look at its entry; the entry, under its lock, has the last
-//!   word. Tags change under the lock.
-//! * While [`Held::is_private`], `Entry::offset` is the descriptor's offset and the kernel's is stale.
-//!   It does not become so while a call that uses the kernel's offset is under way (`Entry::in_kernel`).
+//! * Tags and entries are in [`TABLE`], which children of fork(2) find as zeros ([`Wiped`]). Zeros mean that no
+//!   descriptor is known and no lock is held.
+//! * A child of vfork(2) shares the table with its parent and must not touch it. [`lock_entry`] finds no entry there.
+//! * [`STUBS`] says which descriptors are stubs. It is not wiped, because a child has these stubs too and the kernel
+//!   cannot serve them. So the tag zero makes a process look there first.
+//! * A tag may be out of date. Only the entry, under its lock, is decisive. Tags are changed under the lock.
+//! * While [`LockedEntry::is_private`], `Entry::offset` is the descriptor's offset, and the kernel's offset is stale.
+//!   The offset does not become private while a call that uses the kernel's offset is under way (`Entry::in_kernel`).
 
 use std::ffi::c_int;
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering};
 
+use crate::ask_policy::AskPolicy;
 use crate::lease::LeaseSlot;
 use crate::list::List;
 use crate::lock::{Guard, Locked};
-use crate::patience::Patience;
 use crate::stub::state::StubState;
 use crate::sys::{self, Identity};
 use crate::trees;
 use crate::vfork::in_vfork_child;
 use crate::wiped::Wiped;
 
-/// Descriptors from here on are left to the kernel.
+/// Number of entries. Descriptors with a higher number are left to the kernel.
 pub(crate) const FDS: usize = 16 << 10;
 
-/// Which hooks have to look at the entry of a descriptor.
+/// Values of tags.
 pub(crate) mod tag {
-    /// Not looked at by this process yet: [`tag_of`](super::tag_of) never gives it.
+    /// This process has not looked at the descriptor yet. [`tag_of`](super::tag_of) never returns it.
     pub(crate) const UNKNOWN: u32 = 0;
-    /// None: the descriptor is not ours.
+    /// The descriptor is of no interest to the library.
     pub(crate) const NONE: u32 = 1;
-    /// A descriptor of a mount, open for writing.
+    /// The descriptor is a file of a mount, open for writing.
     pub(crate) const WRITER: u32 = 2;
-    /// A descriptor of a mount, open for reading only.
+    /// The descriptor is a file of a mount, open for reading only.
     pub(crate) const READER: u32 = 3;
-    /// The library's own: a socket, or a file of the backing that a list names.
+    /// The descriptor is the library's own: a socket, or a file of the backing that a list names.
     pub(crate) const INTERNAL: u32 = 4;
-    /// A stub: nothing of its bytes is left to the kernel.
+    /// The descriptor is a stub, whose bytes the kernel does not have.
     pub(crate) const STUB: u32 = 5;
 }
 
-/// All that may change.
+/// The state that children of fork(2) do not inherit.
 struct Table {
     tags: [AtomicU32; FDS],
     entries: [Entry; FDS],
-    /// The process that the table belongs to; 0: none yet.
+    /// Process that the table belongs to; 0 if none has used it yet.
     owner: AtomicU32,
-    /// One more than the highest descriptor with a tag so far.
+    /// The highest descriptor that has had a tag, plus one.
     high: AtomicU32,
 }
 
-// SAFETY: words and entries, of which zeros are values: every descriptor unknown, every lock free.
+// SAFETY: the table consists of words and entries, for which zero bytes are valid: all descriptors are unknown, and all
+// locks are free.
 static TABLE: Wiped<Table> = unsafe {
     Wiped::new(Table {
         tags: [const { AtomicU32::new(tag::UNKNOWN) }; FDS],
@@ -64,27 +68,27 @@ static TABLE: Wiped<Table> = unsafe {
     })
 };
 
-/// Makes children of fork(2) know no descriptor. `false`: the kernel cannot.
+/// Makes children of fork(2) find an empty table. Returns false if the kernel does not support that.
 pub(crate) fn wipe_on_fork() -> bool {
     TABLE.wipe_on_fork()
 }
 
-/// What children of fork(2) inherit: which descriptors are stubs, as [`stub_mark`] says.
+/// For each descriptor whether it is a stub, as a value of [`stub_mark`]. Children of fork(2) inherit it.
 static STUBS: [AtomicU8; FDS] = [const { AtomicU8::new(stub_mark::NONE) }; FDS];
-/// One more than the highest of them so far.
+/// The highest descriptor that has been a stub, plus one.
 static STUB_HIGH: AtomicU32 = AtomicU32::new(0);
 
-/// What [`STUBS`] says of a descriptor.
+/// Values of [`STUBS`].
 pub(crate) mod stub_mark {
-    /// It is none.
+    /// The descriptor is no stub.
     pub(crate) const NONE: u8 = 0;
-    /// Only this process has it.
+    /// The descriptor is a stub that no other process and no other descriptor shares.
     pub(crate) const OWN: u8 = 1;
-    /// Its offset is shared with others, and the kernel's.
+    /// The descriptor is a stub whose offset may be shared. So the kernel's offset is the valid one.
     pub(crate) const SHARED: u8 = 2;
 }
 
-/// Sets the mark of a descriptor, in a process of its own.
+/// Sets the mark of a descriptor. It does nothing in a child of vfork(2), which shares the memory of its parent.
 pub(crate) fn mark_stub(fd: c_int, mark: u8) {
     if in_vfork_child() {
         return;
@@ -101,7 +105,8 @@ pub(crate) fn mark_stub(fd: c_int, mark: u8) {
     }
 }
 
-/// The number is free: what gets it next is looked at anew, where there may be stubs.
+/// Forgets that a closed descriptor was of no interest, if there are stub trees. The next file with its number may be a
+/// stub.
 #[inline(always)]
 pub(crate) fn forget_tag(fd: c_int) {
     if trees::has_trees()
@@ -112,54 +117,54 @@ pub(crate) fn forget_tag(fd: c_int) {
     }
 }
 
-/// The mark of a descriptor.
+/// Returns the mark of a descriptor.
 pub(crate) fn stub_mark_of(fd: c_int) -> u8 {
     STUBS
         .get(fd as usize)
         .map_or(stub_mark::NONE, |mark| mark.load(Ordering::Acquire))
 }
 
-/// The entry of a descriptor, without its lock.
+/// Returns the entry of a descriptor without locking it.
 pub(crate) fn entry_of(fd: c_int) -> Option<&'static Entry> {
     TABLE.entries.get(fd as usize)
 }
 
-/// Whether the library acts at all: 0 until [`start`](crate::start) found that it can.
+/// Whether the library acts on descriptors. It is 0 until [`start`](crate::start) has made sure that it can.
 pub(crate) static ACTIVE: AtomicU32 = AtomicU32::new(0);
 
-/// What is known of a descriptor.
+/// The state of one descriptor.
 pub(crate) struct Entry {
-    /// The offset, while it is private. A signal handler may raise it at any instant.
+    /// The offset while it is private. A signal handler may raise it at any time.
     pub(crate) offset: AtomicU64,
-    /// Whether the offset is private to this process; writes go by direct access then. Set under the lock, with
-    /// signals blocked: a handler that interrupts the holder of the lock may read it.
+    /// Whether the offset is private to this process. It is set under the lock and with signals blocked, because a
+    /// handler that interrupts the holder of the lock may read it.
     private: AtomicBool,
-    /// Calls under way that use the kernel's offset.
+    /// Number of calls under way that use the kernel's offset.
     pub(crate) in_kernel: AtomicU32,
     inner: Locked<Inner>,
 }
 
-/// The part of an entry that its lock guards. All zeros: nothing.
+/// The part of an entry that its lock guards. All zeros mean that nothing is known.
 pub(crate) struct Inner {
-    /// [`tag`].
+    /// A value of [`tag`].
     pub(crate) tag: u32,
-    /// Index of the connection, plus one; 0: not asked for yet.
+    /// Link number of the connection (`connect`); 0 if none was made yet.
     pub(crate) link: u32,
-    /// Of the library's own descriptors: that of the program in whose list it is, plus one; 0: none.
+    /// For a file that a list names: the program's descriptor whose list it is, plus one. Otherwise 0.
     pub(crate) owner: c_int,
     /// Identity of the file.
     pub(crate) identity: Identity,
     /// Token of the open file.
     pub(crate) token: u64,
-    /// How firnd calls the file in piece records.
+    /// File id in piece records.
     pub(crate) file_id: u64,
-    /// When firnd is asked for a grant or a list.
-    pub(crate) patience: Patience,
+    /// Decides when firnd is asked for a grant or a list.
+    pub(crate) ask_policy: AskPolicy,
     /// State that only a stub has.
     pub(crate) stub: StubState,
-    /// What may be filled.
+    /// The lease that writes fill.
     pub(crate) lease: LeaseSlot,
-    /// Where the file's bytes are.
+    /// The list by which reads find the file's bytes.
     pub(crate) list: List,
 }
 
@@ -173,13 +178,14 @@ impl Entry {
         }
     }
 
-    /// Whether the offset is private. Asked without the lock by a signal handler whose thread holds it.
+    /// Whether the offset is private. A signal handler calls it without the lock, if its thread holds that.
     #[inline(always)]
     pub(crate) fn is_private(&self) -> bool {
         self.private.load(Ordering::Relaxed)
     }
 
-    /// Gives the kernel the private offset, which stays private. For a signal handler whose thread holds the lock.
+    /// Sets the kernel's offset to the private one, which stays private. A signal handler calls it if its thread holds
+    /// the lock.
     pub(crate) fn copy_offset_to_kernel(&self, fd: c_int) {
         let offset = self.offset.load(Ordering::Relaxed) as i64;
         sys::lseek(fd, offset, libc::SEEK_SET);
@@ -189,7 +195,8 @@ impl Entry {
 impl Inner {
     pub(crate) const fn new() -> Self {
         Self {
-            // Zero, as all of it: what is not zeros lies in no memory that the kernel would wipe.
+            // Zero like all other fields. A static with other bytes would be in file-backed memory, which the kernel
+            // does not wipe on fork(2).
             tag: tag::UNKNOWN,
             link: 0,
             owner: 0,
@@ -199,7 +206,7 @@ impl Inner {
             },
             token: 0,
             file_id: 0,
-            patience: Patience::new(),
+            ask_policy: AskPolicy::new(),
             stub: StubState::new(),
             lease: LeaseSlot::new(),
             list: List::new(),
@@ -207,14 +214,14 @@ impl Inner {
     }
 }
 
-/// An entry, locked.
-pub(crate) struct Held {
+/// A locked entry. Dropping it unlocks the entry.
+pub(crate) struct LockedEntry {
     pub(crate) fd: c_int,
     pub(crate) entry: &'static Entry,
     inner: Guard<'static, Inner>,
 }
 
-impl Deref for Held {
+impl Deref for LockedEntry {
     type Target = Inner;
     #[inline(always)]
     fn deref(&self) -> &Inner {
@@ -222,32 +229,32 @@ impl Deref for Held {
     }
 }
 
-impl DerefMut for Held {
+impl DerefMut for LockedEntry {
     #[inline(always)]
     fn deref_mut(&mut self) -> &mut Inner {
         &mut self.inner
     }
 }
 
-impl Held {
+impl LockedEntry {
     /// Whether the offset is private to this process.
     #[inline(always)]
     pub(crate) fn is_private(&self) -> bool {
         self.entry.is_private()
     }
 
-    /// Makes the offset private, or the kernel's; with signals blocked where a handler may use the descriptor.
+    /// Sets whether the offset is private. Signals must be blocked if a handler may use the descriptor.
     pub(crate) fn set_private(&mut self, private: bool) {
         self.entry.private.store(private, Ordering::Relaxed);
     }
 
-    /// Nothing is known of the descriptor any more.
+    /// Forgets all state of the descriptor except its tag word.
     pub(crate) fn reset(&mut self) {
         self.set_private(false);
         **self = Inner::new();
     }
 
-    /// Changes which hooks look at this entry.
+    /// Sets the tag, which decides which hooks look at this entry.
     pub(crate) fn set_tag(&mut self, tag: u32) {
         self.tag = tag;
         if let Some(word) = TABLE.tags.get(self.fd as usize) {
@@ -259,17 +266,17 @@ impl Held {
     }
 }
 
-/// How a hook finds a descriptor.
+/// Result of locking the entry of a descriptor.
 pub(crate) enum Entered {
-    /// It is ours.
-    Held(Held),
-    /// It is ours, and this thread was interrupted by a signal while it held the entry.
-    Again(&'static Entry),
-    /// It is not ours.
-    Not,
+    /// The entry is locked.
+    Locked(LockedEntry),
+    /// This thread holds the lock already: the caller is a signal handler that has interrupted a hook.
+    Interrupted(&'static Entry),
+    /// The descriptor is of no interest to the library.
+    NotServed,
 }
 
-/// The tag of a descriptor: one load.
+/// Returns the tag of a descriptor. It takes one load, except at the first use of a descriptor.
 #[inline(always)]
 pub(crate) fn tag_of(fd: c_int) -> u32 {
     match TABLE
@@ -282,20 +289,20 @@ pub(crate) fn tag_of(fd: c_int) -> u32 {
     }
 }
 
-/// Whether something is kept of a descriptor. Unlike [`tag_of`], makes no system call for an unknown descriptor.
+/// Whether the library knows a descriptor. Unlike [`tag_of`] it makes no system call for an unknown descriptor.
 pub(crate) fn is_kept(fd: c_int) -> bool {
     let tag = TABLE.tags.get(fd as usize);
     tag.is_some_and(|tag| !matches!(tag.load(Ordering::Acquire), tag::UNKNOWN | tag::NONE))
 }
 
-/// The first look of this process at a descriptor.
+/// Finds out at the first use of a descriptor whether it is a stub. Returns its tag.
 #[cold]
 fn look_up(fd: c_int) -> u32 {
-    // One that came by a raw call or in a message may be shared with an unknown process.
+    // A stub that came by a raw call or in a message may be shared with an unknown process.
     if stub_mark_of(fd) == stub_mark::NONE && trees::has_trees() && trees::is_stub(fd) {
         mark_stub(fd, stub_mark::SHARED);
     }
-    let found = if stub_mark_of(fd) == stub_mark::NONE {
+    let new_tag = if stub_mark_of(fd) == stub_mark::NONE {
         tag::NONE
     } else {
         tag::STUB
@@ -303,44 +310,45 @@ fn look_up(fd: c_int) -> u32 {
     let Some(tag) = TABLE.tags.get(fd as usize) else {
         return tag::NONE;
     };
-    match tag.compare_exchange(tag::UNKNOWN, found, Ordering::AcqRel, Ordering::Acquire) {
-        Ok(_) => found,
+    match tag.compare_exchange(tag::UNKNOWN, new_tag, Ordering::AcqRel, Ordering::Acquire) {
+        Ok(_) => new_tag,
+        // Another thread was faster.
         Err(other) => other,
     }
 }
 
-/// Locks the entry of a descriptor.
+/// Locks the entry of a descriptor that the library knows.
 #[inline(always)]
 pub(crate) fn lock_entry(fd: c_int) -> Entered {
     if in_vfork_child() {
-        return Entered::Not;
+        return Entered::NotServed;
     }
     let Some(entry) = TABLE.entries.get(fd as usize) else {
-        return Entered::Not;
+        return Entered::NotServed;
     };
     let Some(inner) = entry.inner.take_lock() else {
-        return Entered::Again(entry);
+        return Entered::Interrupted(entry);
     };
-    let held = Held { fd, entry, inner };
-    if matches!(held.tag, tag::UNKNOWN | tag::NONE) {
-        Entered::Not
+    let locked = LockedEntry { fd, entry, inner };
+    if matches!(locked.tag, tag::UNKNOWN | tag::NONE) {
+        Entered::NotServed
     } else {
-        Entered::Held(held)
+        Entered::Locked(locked)
     }
 }
 
-/// Locks the entry of a descriptor that was just opened, so has none; `None` where there can be none.
-pub(crate) fn lock_new_entry(fd: c_int) -> Option<Held> {
+/// Locks the entry of a descriptor even if the library does not know it yet. Returns `None` if this process may not use
+/// the table, if the descriptor is too high, or if this thread holds the lock.
+pub(crate) fn lock_new_entry(fd: c_int) -> Option<LockedEntry> {
     if in_vfork_child() || !is_owner() {
         return None;
     }
     let entry = TABLE.entries.get(fd as usize)?;
     let inner = entry.inner.take_lock()?;
-    Some(Held { fd, entry, inner })
+    Some(LockedEntry { fd, entry, inner })
 }
 
-/// Whether this is the process whose descriptors the table describes. A child of fork(2) finds the table
-/// empty and makes it its own.
+/// Whether the table belongs to this process. A child of fork(2) finds an empty table and takes it over.
 pub(crate) fn is_owner() -> bool {
     let pid = sys::pid();
     match TABLE
@@ -352,7 +360,7 @@ pub(crate) fn is_owner() -> bool {
     }
 }
 
-/// Descriptors with a tag, from `first` to `last`.
+/// Returns the descriptors from `first` to `last` that the library knows.
 pub(crate) fn tagged_fds(first: u32, last: u32) -> impl Iterator<Item = c_int> {
     let high = TABLE
         .high

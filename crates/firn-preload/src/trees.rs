@@ -1,8 +1,10 @@
-//! Which stub trees there are: what firnds wrote down in the runtime directory.
+//! The stub trees of this host. Each firnd that serves one describes it in a file of the runtime directory.
 //!
-//! A process reads it at its start, and again when it meets a file system that it does not know, that may be a tmpfs, and
-//! the directory has changed since. Children of fork(2) read it anew. Any user may make a directory of that name in /dev/shm: only
-//! one that is this user's own is read.
+//! A process reads the directory at its start. It reads it again if it meets an unknown file system that may be a tmpfs
+//! and the directory has changed since. Children of fork(2) read it anew.
+//!
+//! Any user may create a directory with that name in /dev/shm. So the directory and its files are read only if this
+//! user owns them and no other user may change them.
 
 use std::ffi::{CStr, c_int};
 use std::mem::MaybeUninit;
@@ -22,11 +24,12 @@ use crate::sys;
 use crate::vfork::in_vfork_child;
 use crate::wiped::Wiped;
 
-/// Trees that one process knows.
+/// Maximum number of trees that one process knows.
 const TREES_COUNT: usize = 4;
-/// With the zero byte at the end.
+/// Bytes of the longest path of the runtime directory, with the zero byte at its end.
 const DIR_BYTES: usize = DIR_BYTES_MAX + 1;
-/// As long as `firn` takes it: 107 bytes of a socket's path (unix(7)) without `/` and `KEY.sock`.
+/// Bytes of the longest path that `firn` accepts: the 107 bytes of a socket's path (unix(7)) without `/` and
+/// `KEY.sock`.
 const DIR_BYTES_MAX: usize = 107 - 22;
 const EMPTY: StubTree = StubTree {
     magic: 0,
@@ -42,24 +45,28 @@ const EMPTY: StubTree = StubTree {
     backing: [0; PATH_BYTES],
 };
 
-/// The runtime directory, ended by a zero byte: set once, at the start.
+/// Path of the runtime directory, ended by a zero byte. It is set once, at the start.
 static DIR: [AtomicU8; DIR_BYTES] = [const { AtomicU8::new(0) }; DIR_BYTES];
 
-/// Whether this process or the one that it was forked from met a tree: children find [`TREES`] wiped.
-static KNOWN: AtomicBool = AtomicBool::new(false);
+/// Whether this process or the one that it was forked from has met a tree. It is not wiped, so a child knows that it
+/// must read the directory.
+static HAS_MET_TREE: AtomicBool = AtomicBool::new(false);
 
-/// The trees.
+/// The known trees. Each has the same index in all arrays.
 struct Trees {
-    /// Devices of the trees, plus one; 0: none.
+    /// Device number of the tree, plus one; 0 if there is no tree of this index.
     devices: [AtomicU64; TREES_COUNT],
+    /// Not 0 if all files of the device are stubs.
     whole: [AtomicU32; TREES_COUNT],
+    /// Not 0 if locks of stubs are refused.
     refuses_locks: [AtomicU32; TREES_COUNT],
     /// Time of the directory's last change when it was read.
     read_at: AtomicU64,
+    /// The descriptions of the trees.
     slots: Locked<[StubTree; TREES_COUNT]>,
 }
 
-// SAFETY: words, a lock and records of words, of which zeros are values: no tree.
+// SAFETY: the value consists of words, a lock and records of words, for which zero bytes are valid: there is no tree.
 static TREES: Wiped<Trees> = unsafe {
     Wiped::new(Trees {
         devices: [const { AtomicU64::new(0) }; TREES_COUNT],
@@ -70,19 +77,19 @@ static TREES: Wiped<Trees> = unsafe {
     })
 };
 
-/// Makes children of fork(2) know no tree. `false`: the kernel cannot.
+/// Makes children of fork(2) find no tree. Returns false if the kernel does not support that.
 pub(crate) fn wipe_on_fork() -> bool {
     TREES.wipe_on_fork()
 }
 
-/// At the start of the process: where firnds write down their trees. `variable` is the environment's word.
+/// Sets the runtime directory at the start of the process, and reads it. `variable` is the value of FIRN_RUNTIME_DIR.
 pub(crate) fn begin_trees(variable: Option<&[u8]>) {
     let mut default = [0u8; 32];
     let default = write_number(&mut default, b"/dev/shm/firn-", sys::euid());
     let dir = match variable.filter(|dir| !dir.is_empty()) {
         None => default,
         Some(dir) if dir.starts_with(b"/") && dir.len() <= DIR_BYTES_MAX => dir,
-        // firn and firnd refuse it too.
+        // firn and firnd refuse such a path too.
         Some(_) => return report::count_distrusted(Distrust::Relative),
     };
     for (to, from) in DIR.iter().zip(dir) {
@@ -93,10 +100,10 @@ pub(crate) fn begin_trees(variable: Option<&[u8]>) {
 
 // ---- questions -------------------------------------------------------------------------------------
 
-/// Whether there is any tree: two loads where there is none.
+/// Whether there is any tree. It takes two loads if there is none.
 #[inline(always)]
 pub(crate) fn has_trees() -> bool {
-    has_read_trees() || (KNOWN.load(Ordering::Relaxed) && read_in_child())
+    has_read_trees() || (HAS_MET_TREE.load(Ordering::Relaxed) && read_in_child())
 }
 
 #[inline(always)]
@@ -113,24 +120,25 @@ fn read_in_child() -> bool {
     has_read_trees()
 }
 
-/// Whether there is any tree, or a new one may be there.
+/// Whether there is any tree, or the directory has changed and may have one.
 pub(crate) fn may_have_trees() -> bool {
     has_trees() || has_changed()
 }
 
-/// Whether stubs lie on a device.
+/// Whether a device has stubs.
 #[inline(always)]
 pub(crate) fn has_stubs(device: u64) -> bool {
     has_trees() && tree_on(device).is_some()
 }
 
-/// Whether a lock of a stub on a device is refused: the kernel would keep it on this host, and others use the file, too.
+/// Whether locks of stubs on a device are refused. The kernel would keep them on this host only, and other hosts use
+/// the files too.
 pub(crate) fn refuses_locks(device: u64) -> bool {
     let tree = tree_on(device).and_then(|index| TREES.refuses_locks.get(index));
     tree.is_some_and(|refuses| refuses.load(Ordering::Acquire) != 0)
 }
 
-/// Index of the tree on a device.
+/// Returns the index of the tree on a device.
 fn tree_on(device: u64) -> Option<usize> {
     let key = device.wrapping_add(1);
     TREES
@@ -140,17 +148,17 @@ fn tree_on(device: u64) -> Option<usize> {
         .position(|known| known.load(Ordering::Acquire) == key)
 }
 
-/// Whether a descriptor is a stub, asked of the kernel.
+/// Asks the kernel whether a descriptor is a stub.
 pub(crate) fn is_stub(fd: c_int) -> bool {
     sys::identity(fd).is_some_and(|(identity, mode)| {
         mode & libc::S_IFMT == libc::S_IFREG && is_stub_on(fd, identity.device)
     })
 }
 
-/// Whether an open regular file is a stub, of a device that may have a tree this process has not heard of.
+/// Whether an open regular file is a stub. For an unknown device the runtime directory is read again if it has changed.
 pub(crate) fn is_stub_on(fd: c_int, device: u64) -> bool {
     if !has_stubs(device) {
-        // Not asked of the file system, by fstatfs(2): on a FUSE mount that is a trip to the server.
+        // fstatfs(2) would tell the type of the file system, but on a FUSE mount it costs a trip to the server.
         if has_block_device(device) || !has_changed() {
             return false;
         }
@@ -162,12 +170,12 @@ pub(crate) fn is_stub_on(fd: c_int, device: u64) -> bool {
     })
 }
 
-/// Whether the file system with this device number lies on a block device, and so is no tmpfs.
+/// Whether the file system of a device number is on a block device, and so is no tmpfs.
 fn has_block_device(device: u64) -> bool {
     device >> 32 != 0
 }
 
-/// Whether an open file stands below the root of a tree that shares its file system with others.
+/// Whether the path of an open file is below the root of a tree that shares its file system with others.
 #[inline(never)]
 fn is_below(fd: c_int, index: usize) -> bool {
     let mut room = [0u8; 1024];
@@ -190,7 +198,7 @@ fn is_below(fd: c_int, index: usize) -> bool {
     })
 }
 
-/// The data socket of the tree on a device; `token` is 0.
+/// Returns the data socket of the tree on a device, as a token with the number 0.
 pub(crate) fn data_socket_on(device: u64) -> Option<Token> {
     if !has_trees() {
         return None;
@@ -207,13 +215,14 @@ pub(crate) fn data_socket_on(device: u64) -> Option<Token> {
     })
 }
 
+/// Whether the runtime directory has changed since it was read.
 fn has_changed() -> bool {
     changed_at().is_some_and(|now| TREES.read_at.load(Ordering::Acquire) != now)
 }
 
 // ---- the runtime directory -------------------------------------------------------------------------
 
-/// Reads what is written down.
+/// Reads the runtime directory, and replaces the known trees.
 pub(crate) fn read_trees() {
     let Some(mut slots) = TREES.slots.take_lock() else {
         return;
@@ -222,54 +231,54 @@ pub(crate) fn read_trees() {
     TREES.read_at.store(now, Ordering::Release);
     match runtime_dir(&mut [0; DIR_BYTES]).map(|path| open_dir_raw(path, sys::euid())) {
         Some(Ok(dir)) => {
-            let found = read_files(&Descriptor::from(dir), &mut slots);
-            forget_from(found);
+            let count = read_files(&Descriptor::from(dir), &mut slots);
+            forget_from(count);
         }
         Some(Err(RawError::Distrusted(_, dir))) => {
             drop(Descriptor::from(dir));
             refuse_dir();
         }
-        // What O_NOFOLLOW and O_DIRECTORY say of a link and of a file.
+        // These errors mean that the path is a symbolic link or no directory.
         Some(Err(RawError::Io(Errno::NOTDIR | Errno::LOOP))) => refuse_dir(),
         Some(Err(RawError::Io(_))) | None => {}
     }
 }
 
-/// The directory is not this user's own: there are no trees, whatever it says.
+/// Counts a runtime directory that is not trusted, and forgets all trees.
 fn refuse_dir() {
     report::count_distrusted(Distrust::Directory);
     forget_from(0);
 }
 
-/// With the lock held: only the first `found` trees are there.
-fn forget_from(found: usize) {
-    KNOWN.store(found > 0, Ordering::Relaxed);
-    for gone in TREES.devices.iter().skip(found) {
-        gone.store(0, Ordering::Release);
+/// Forgets all trees but the first `count`. The caller holds the lock of the slots.
+fn forget_from(count: usize) {
+    HAS_MET_TREE.store(count > 0, Ordering::Relaxed);
+    for device in TREES.devices.iter().skip(count) {
+        device.store(0, Ordering::Release);
     }
 }
 
-/// Reads the files of the runtime directory; how many trees they describe.
+/// Reads the files of the runtime directory. Returns the number of trees that they describe.
 #[inline(never)]
 fn read_files(dir: &Descriptor, slots: &mut [StubTree; TREES_COUNT]) -> usize {
-    // An entry and the longest name.
-    let mut room = [MaybeUninit::uninit(); 512];
-    let mut entries = RawDir::new(dir, &mut room);
-    let mut found = 0;
+    // Large enough for an entry with the longest name.
+    let mut buffer = [MaybeUninit::uninit(); 512];
+    let mut entries = RawDir::new(dir, &mut buffer);
+    let mut count = 0;
     while let Some(Ok(entry)) = entries.next() {
-        let Some(slot) = slots.get_mut(found) else {
+        let Some(slot) = slots.get_mut(count) else {
             break;
         };
         let name = entry.file_name();
         if name.to_bytes().ends_with(b".stub") && read_file(dir, name, slot) {
-            publish_tree(found, slot);
-            found += 1;
+            publish_tree(count, slot);
+            count += 1;
         }
     }
-    found
+    count
 }
 
-/// Reads one file into a slot; `false` where it describes no tree.
+/// Reads one file into a slot. Returns false if it describes no tree or is not trusted.
 fn read_file(dir: &Descriptor, name: &CStr, slot: &mut StubTree) -> bool {
     let file = match open_file_raw(dir, name, sys::euid()) {
         Ok(file) => Descriptor::from(file),
@@ -293,7 +302,7 @@ fn read_file(dir: &Descriptor, name: &CStr, slot: &mut StubTree) -> bool {
     is_tree
 }
 
-/// Tells the hooks of a tree, which lies in the slot of that index.
+/// Makes the tree in the slot `index` visible to hooks. The device is stored last, because hooks look at it first.
 fn publish_tree(index: usize, tree: &StubTree) {
     let (Some(whole), Some(refuses_locks), Some(device)) = (
         TREES.whole.get(index),
@@ -308,7 +317,7 @@ fn publish_tree(index: usize, tree: &StubTree) {
     device.store(number.wrapping_add(1), Ordering::Release);
 }
 
-/// The path of the runtime directory; `None` where there is none.
+/// Returns the path of the runtime directory, copied to `room`; `None` if it was not set.
 fn runtime_dir(room: &mut [u8; DIR_BYTES]) -> Option<&CStr> {
     for (to, from) in room.iter_mut().zip(&DIR) {
         *to = from.load(Ordering::Relaxed);
@@ -318,7 +327,7 @@ fn runtime_dir(room: &mut [u8; DIR_BYTES]) -> Option<&CStr> {
         .filter(|path| !path.is_empty())
 }
 
-/// When the runtime directory last changed, in nanoseconds.
+/// Returns when the runtime directory last changed, in nanoseconds since the epoch.
 fn changed_at() -> Option<u64> {
     let mut room = [0; DIR_BYTES];
     let path = runtime_dir(&mut room)?;
@@ -334,7 +343,7 @@ fn changed_at() -> Option<u64> {
 
 // ---- text without allocation -----------------------------------------------------------------------
 
-/// Writes a prefix and a number, ended by a zero byte; gives both without it.
+/// Writes a prefix and a number to a zeroed buffer, so that a zero byte follows. Returns both without that byte.
 fn write_number<'a>(to: &'a mut [u8; 32], prefix: &[u8], number: u32) -> &'a [u8] {
     use std::io::Write;
     let room = to.len() - 1;

@@ -1,23 +1,23 @@
-//! Kinds of events of a mount: the one table of what `firn events` and `firn report` tell.
+//! The table of all kinds of events of a mount, for `firn events` and `firn report`.
 //!
-//! An event is a `tracing` event with the target [`TARGET`], the field `kind` and the fields of its kind. So it is a line of the
-//! log, too. firnd keeps it besides as a line of JSON, and in the record of the run.
+//! An event is a `tracing` event with the target [`TARGET`], a field `kind`, and the fields of its kind. So each event is
+//! a line of the log. firnd also stores each event as a line of JSON, and in the record of the run.
 
-/// The target of events.
+/// `tracing` target of all events.
 pub const TARGET: &str = "firn::event";
 
 /// A kind of event.
 #[derive(Clone, Copy, Debug)]
 pub struct EventKind {
-    /// Its name.
+    /// Name of the kind.
     pub kind: &'static str,
-    /// What happened.
+    /// What happened, in a sentence.
     pub help: &'static str,
-    /// What it tells: names with their units last, and what they are.
+    /// Fields of the kind: the name, with its unit last, and the meaning.
     pub fields: &'static [(&'static str, &'static str)],
 }
 
-/// All kinds.
+/// All kinds of events.
 pub static KINDS: &[EventKind] = &[
     EventKind {
         kind: "mounted",
@@ -101,7 +101,7 @@ pub static KINDS: &[EventKind] = &[
     },
 ];
 
-/// The kind of this name.
+/// Returns the kind of this name.
 pub fn find(kind: &str) -> Option<&'static EventKind> {
-    KINDS.iter().find(|one| one.kind == kind)
+    KINDS.iter().find(|event| event.kind == kind)
 }

@@ -1,28 +1,28 @@
-//! Figures: the numbers, yes-or-noes and states of a status, each with its name, kind, unit and help.
+//! Figures: the numbers, booleans and states in a status. Each has a name, a kind, a unit and a help text.
 //!
-//! `part!` declares a part of a status, a line for each field. The struct, its JSON, the
-//! metrics, the figures of `firn status` and docs/METRICS.md come from that line, so none of them can lack a figure.
+//! `part!` declares a part of a status, with one line for each field. The struct, its JSON, the metrics, the figures of
+//! `firn status` and docs/METRICS.md all come from that line, so none of them can lack a figure.
 //!
-//! A figure has the name of its field in JSON, after the prefix of its part; a metric has `firn_` before that, and
-//! `_total` after it if it is a counter. The unit is last in the name.
+//! Names: a figure has the prefix of its part and the name of its field in JSON, which ends with the unit. A metric has
+//! `firn_` before that, and `_total` after it if it is a counter.
 
 use std::collections::BTreeMap;
 
 use firn_format::histogram::HistogramCounts;
 use serde::{Deserialize, Serialize};
 
-/// How a figure moves.
+/// How a figure changes with time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// It only grows, from 0 at the attach.
+    /// The value only grows, from 0 when firnd attaches.
     Counter,
-    /// It goes up and down.
+    /// The value goes up and down.
     Gauge,
-    /// Observations, counted by how large they are.
+    /// The figure counts observations by their size.
     Histogram,
 }
 
-/// What a figure counts, by the end of its name.
+/// Unit of a figure; the end of its name tells it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unit {
     /// `_bytes_per_second`.
@@ -31,12 +31,12 @@ pub enum Unit {
     Bytes,
     /// `_seconds`.
     Seconds,
-    /// Anything that is counted; a yes is 1.
+    /// A count, or a boolean as 0 or 1: any other name.
     Count,
 }
 
 impl Unit {
-    /// The unit of a figure.
+    /// Returns the unit of the figure `name`.
     pub fn of(name: &str) -> Self {
         if name.ends_with("bytes_per_second") {
             Self::BytesPerSecond
@@ -50,20 +50,20 @@ impl Unit {
     }
 }
 
-/// What tells one sample of a figure from another: keys and values.
+/// Keys and values that tell one sample of a figure from the others.
 pub type Labels = Vec<(&'static str, String)>;
 
 /// The value of a sample.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Value {
-    /// Of a counter or a gauge, in the figure's unit; a yes is 1.
+    /// Value of a counter or a gauge, in the figure's unit; true is 1.
     Number(f64),
-    /// A histogram.
+    /// Counts of a histogram.
     Histogram(HistogramStatus),
 }
 
 impl Value {
-    /// Whether there is nothing to tell.
+    /// Whether the number is 0, or nothing was observed.
     pub fn is_zero(&self) -> bool {
         match self {
             Self::Number(number) => *number == 0.0,
@@ -72,57 +72,57 @@ impl Value {
     }
 }
 
-/// Observations since the attach, counted by how large they are.
+/// Observations since firnd attached, counted by their size.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct HistogramStatus {
     /// Upper bounds in ascending order, in the unit of the figure.
     pub bounds: Vec<f64>,
-    /// Observations at each bound, not added up; one more for those above the last bound.
+    /// Number of observations above the previous bound and up to this one, and last of those above all bounds.
     pub counts: Vec<u64>,
-    /// Of all observations, in the unit of the figure.
+    /// Sum of all observations, in the unit of the figure.
     pub sum: f64,
 }
 
 impl HistogramStatus {
-    /// How many observations there are.
+    /// Returns the number of observations.
     pub fn count(&self) -> u64 {
         self.counts
             .iter()
             .fold(0, |sum, count| sum.saturating_add(*count))
     }
 
-    /// Mean of all observations; None without any.
+    /// Returns the mean of all observations; `None` without any.
     pub fn mean(&self) -> Option<f64> {
         let count = self.count();
         (count > 0).then(|| self.sum / count as f64)
     }
 
-    /// Each upper bound with the observations at it; the last one is infinite.
+    /// Returns each upper bound with its count. The last bound is infinite.
     pub fn buckets(&self) -> impl Iterator<Item = (f64, u64)> {
         let bounds = self.bounds.iter().copied().chain([f64::INFINITY]);
         bounds.zip(self.counts.iter().copied())
     }
 
-    /// The bound that this share of the observations does not exceed; none: there are none. `f64::INFINITY`: it is above
-    /// the last bound.
+    /// Returns the lowest bound that at least `share` of the observations do not exceed. `f64::INFINITY`: it is above the
+    /// last bound. `None`: there is no observation.
     pub fn quantile(&self, share: f64) -> Option<f64> {
-        let wanted = (self.count() as f64 * share).ceil().max(1.0);
-        let mut seen = 0u64;
+        let count_wanted = (self.count() as f64 * share).ceil().max(1.0);
+        let mut count_so_far = 0u64;
         self.buckets().find_map(|(bound, count)| {
-            seen = seen.saturating_add(count);
-            (seen as f64 >= wanted).then_some(bound)
+            count_so_far = count_so_far.saturating_add(count);
+            (count_so_far as f64 >= count_wanted).then_some(bound)
         })
     }
 }
 
 impl From<HistogramCounts> for HistogramStatus {
-    fn from(counted: HistogramCounts) -> Self {
+    fn from(histogram: HistogramCounts) -> Self {
         let HistogramCounts {
             bounds,
             counts,
             sum,
-        } = counted;
+        } = histogram;
         Self {
             bounds,
             counts,
@@ -134,24 +134,24 @@ impl From<HistogramCounts> for HistogramStatus {
 /// One value of a figure.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Sample {
-    /// Different from those of every other sample of the figure.
+    /// Labels; no other sample of the figure has the same.
     pub labels: Labels,
-    /// What it says.
+    /// Value of the sample.
     pub value: Value,
 }
 
-/// One figure.
+/// A figure and its values.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Figure {
     /// Name without `firn_` and `_total`.
     pub name: String,
-    /// Where its value is in `firn status --json`, as `jq` writes it.
+    /// Path of its value in `firn status --json`, as `jq` writes it.
     pub json: String,
-    /// How it moves.
+    /// How it changes with time.
     pub kind: Kind,
-    /// What it says, in a sentence.
+    /// Meaning, in a sentence.
     pub help: String,
-    /// Its values; none where the status has none.
+    /// Its values; empty if the status has none.
     pub samples: Vec<Sample>,
 }
 
@@ -160,33 +160,33 @@ pub struct Figure {
 pub struct Figures(BTreeMap<String, Figure>);
 
 impl Figures {
-    /// All figures that a `T` may have, with the values of `all`.
-    pub fn of<'a, T: Field + 'a>(all: impl IntoIterator<Item = &'a T>) -> Self {
+    /// Returns all figures that a status of type `T` can have, with the values of `statuses`.
+    pub fn of<'a, T: Field + 'a>(statuses: impl IntoIterator<Item = &'a T>) -> Self {
         let mut figures = Self::default();
         let top = Place::default();
         T::put(None, &top, &mut figures);
-        for one in all {
-            T::put(Some(one), &top, &mut figures);
+        for status in statuses {
+            T::put(Some(status), &top, &mut figures);
         }
         figures
     }
 
-    /// With those of other things, which have none of the same name.
+    /// Adds figures, whose names must differ from all names here.
     #[must_use]
     pub fn with(mut self, others: Self) -> Self {
         for (name, figure) in others.0 {
-            let before = self.0.insert(name, figure);
-            debug_assert!(before.is_none(), "two figures of one name");
+            let previous = self.0.insert(name, figure);
+            debug_assert!(previous.is_none(), "two figures of one name");
         }
         self
     }
 
-    /// In the order of their names.
+    /// Returns the figures in the order of their names.
     pub fn iter(&self) -> impl Iterator<Item = &Figure> {
         self.0.values()
     }
 
-    /// Declares the figure of a place, and adds a sample if there is a value.
+    /// Declares the figure of a field, and adds a sample if there is a value.
     fn put(&mut self, place: &Place, value: Option<Value>) {
         let figure = self.0.entry(place.name.clone()).or_insert_with(|| Figure {
             name: place.name.clone(),
@@ -203,7 +203,7 @@ impl Figures {
     }
 }
 
-/// Where a field is: what its figure is called, and the labels of its samples.
+/// A field of a status: the name of its figure, and the labels of its samples.
 #[derive(Clone, Debug)]
 pub struct Place {
     prefix: String,
@@ -228,7 +228,7 @@ impl Default for Place {
 }
 
 impl Place {
-    /// The place of a part that has fields of its own.
+    /// Returns the place of a part within this place; names of its fields get `prefix`.
     pub fn part(&self, prefix: &str) -> Self {
         let prefix = format!("{}{prefix}", self.prefix);
         Self {
@@ -237,7 +237,7 @@ impl Place {
         }
     }
 
-    /// A field of this part.
+    /// Returns the place of a field of this part.
     pub fn field(&self, name: &str, kind: Kind, help: &'static str) -> Self {
         Self {
             name: format!("{}{name}", self.prefix),
@@ -248,7 +248,7 @@ impl Place {
         }
     }
 
-    /// With a label more.
+    /// Returns this place with one label more.
     pub fn label(&self, key: &'static str, value: impl ToString) -> Self {
         let mut place = self.clone();
         place.labels.push((key, value.to_string()));
@@ -256,21 +256,21 @@ impl Place {
     }
 }
 
-/// What a field with figures can be.
+/// Type of a field that has figures.
 pub trait Field: Sized {
-    /// Declares the figures of a field, and adds their values if there is one.
+    /// Declares the figures of the field at `place`, and adds their values if there is a value.
     fn put(value: Option<&Self>, place: &Place, figures: &mut Figures);
 }
 
-/// A part of a status, made by `part!`.
+/// A part of a status that `part!` declares.
 pub trait Part: Field {
-    /// The label with the number of one of several; none: other labels tell them apart.
+    /// Key of the label that numbers the parts of a list. `None`: other labels tell the parts apart.
     const NUMBERED: Option<&'static str>;
 }
 
-/// A number, or a yes or no.
+/// Type of a number or a boolean.
 pub trait Number: Copy {
-    /// A yes is 1.
+    /// Returns the value as a number; true is 1.
     fn number(self) -> f64;
 }
 
@@ -281,7 +281,7 @@ impl Number for u32 {
 }
 
 impl Number for u64 {
-    /// Exact up to 8 PiB.
+    /// Exact for values up to 2^53.
     fn number(self) -> f64 {
         self as f64
     }
@@ -305,7 +305,7 @@ impl<N: Number> Field for N {
     }
 }
 
-/// No value where there is none.
+/// A missing value declares the figures and adds no sample.
 impl<F: Field> Field for Option<F> {
     fn put(value: Option<&Self>, place: &Place, figures: &mut Figures) {
         F::put(value.and_then(Option::as_ref), place, figures);
@@ -318,7 +318,7 @@ impl Field for HistogramStatus {
     }
 }
 
-/// Each count has its key as the label `kind`.
+/// Each count is a sample with its key as the label `kind`.
 impl Field for BTreeMap<String, u64> {
     fn put(value: Option<&Self>, place: &Place, figures: &mut Figures) {
         figures.put(place, None);
@@ -329,7 +329,7 @@ impl Field for BTreeMap<String, u64> {
     }
 }
 
-/// How many sentences there are.
+/// The value is the number of sentences.
 impl Field for Vec<String> {
     fn put(value: Option<&Self>, place: &Place, figures: &mut Figures) {
         figures.put(
@@ -339,33 +339,33 @@ impl Field for Vec<String> {
     }
 }
 
-/// How many parts there are, and the figures of each.
+/// The value is the number of parts. The figures of each part follow.
 impl<P: Part> Field for Vec<P> {
     fn put(value: Option<&Self>, place: &Place, figures: &mut Figures) {
         figures.put(place, value.map(|parts| Value::Number(parts.len() as f64)));
-        let mut each = place.clone();
-        each.json += "[]";
-        P::put(None, &each, figures);
+        let mut each_part = place.clone();
+        each_part.json += "[]";
+        P::put(None, &each_part, figures);
         for (number, part) in value.into_iter().flatten().enumerate() {
-            let one = match P::NUMBERED {
-                Some(key) => each.label(key, number),
-                None => each.clone(),
+            let part_place = match P::NUMBERED {
+                Some(key) => each_part.label(key, number),
+                None => each_part.clone(),
             };
-            P::put(Some(part), &one, figures);
+            P::put(Some(part), &part_place, figures);
         }
     }
 }
 
-/// Declares a part of a status: a struct with JSON whose fields have a kind before their names.
+/// Declares a part of a status: a struct with JSON. The word before a field's name is its kind.
 ///
 /// | kind | the field |
 /// |---|---|
 /// | `counter` | only grows |
-/// | `gauge` | goes up and down; a yes or no, a state, or sentences that are counted |
-/// | `histogram` | counts observations by how large they are |
-/// | `part` | has figures of its own |
-/// | `label` | tells the samples of this part from those of others |
-/// | `text` | is for JSON and people only |
+/// | `gauge` | goes up and down: a number, a boolean, a state, or the number of sentences |
+/// | `histogram` | counts observations by their size |
+/// | `part` | is a part with figures of its own |
+/// | `label` | is a label of all samples of this part |
+/// | `text` | is in the JSON and has no figure |
 macro_rules! part {
     (
         $(#[doc = $about:literal])*
@@ -419,8 +419,8 @@ macro_rules! part {
 }
 pub(crate) use part;
 
-/// Declares the states of a field, each with its word. Its figure has a sample for each word as the label `state`: 1 for
-/// the one that is, 0 for the others.
+/// Declares the states of a field, each with its word. The figure has one sample for each word, as the label `state`: 1 for
+/// the present state and 0 for the others.
 macro_rules! states {
     (
         $(#[doc = $about:literal])*
@@ -435,7 +435,7 @@ macro_rules! states {
         }
 
         impl $name {
-            /// The word for it.
+            /// Returns the word for the state.
             pub fn as_str(self) -> &'static str {
                 match self {
                     $( Self::$state => $word, )*

@@ -1,41 +1,43 @@
-//! What a host says of a mount to the other hosts of the backing, in few bytes: it is written with each beat of its lease.
+//! Short reports of a mount, which each host writes for the other hosts of the backing with each beat of its lease.
 //!
-//! It is a digest of the [`Status`]. Lists have the first of many and how many there are, so that the report of a host
-//! in trouble is not the one that has no room.
+//! A report is a digest of the [`Status`] and must fit into few bytes. A list in it has only some entries, those in
+//! trouble first, and the number of the others. So the report of a host in trouble has room too.
 
 use serde::{Deserialize, Serialize};
 
 use crate::path::BytePath;
 use crate::status::{LaneState, LaneStatus, PartnerStatus, Status, TokenState, WaitingProgram};
 
-/// Lanes that a report names, those in trouble first.
+/// Most lanes in a report, those in trouble first.
 const LANES_MAX: usize = 8;
-/// Names of files that a report has.
+/// Lanes that stay when the list of lanes is shortened.
+const LANES_MIN: usize = 2;
+/// Most names of files in a report.
 pub const NAMES_MAX: usize = 3;
-/// Programs that a report names.
+/// Most programs in a report.
 const PROGRAMS_MAX: usize = 3;
-/// Characters of a sentence in a report.
+/// Longest sentence in a report.
 const TEXT_CHARS_MAX: usize = 160;
-/// Bytes of a path in a report; a longer one is left out.
+/// Longest path in a report; a longer one is left out.
 const PATH_BYTES_MAX: usize = 400;
 
-/// How a mount is, in short.
+/// The state of a mount in short.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct HostReport {
     /// Version of firnd.
     pub version: String,
-    /// The user that mounted.
+    /// User id of the mount's owner.
     pub user_id: u32,
-    /// The backing, as the host has it.
+    /// Path of the backing on the host.
     pub backing: BytePath,
-    /// The mount point; empty: its path is too long for a report.
+    /// Path of the mount point; empty if it is too long for a report.
     pub mount_point: BytePath,
-    /// The arena, which `firn recover` drains; empty: its path is too long for a report.
+    /// Path of the arena, which `firn recover` drains; empty if it is too long for a report.
     pub arena: BytePath,
     /// Time since firnd attached.
     pub uptime_seconds: f64,
-    /// Bytes of the arena.
+    /// Size of the arena's data.
     pub arena_bytes: u64,
     /// Bytes of the arena in use.
     pub arena_used_bytes: u64,
@@ -66,80 +68,80 @@ pub struct HostReport {
     pub open_files: u64,
     /// See [`Status::waiting_writers`].
     pub waiting_writers: u64,
-    /// Programs that have waited longest for an answer; the first of them.
+    /// The programs that have waited longest for an answer.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub waiting_programs: Vec<WaitingProgram>,
-    /// Errors not yet dealt with.
+    /// Number of errors that are not dealt with.
     pub errors: u64,
-    /// The newest of them, with the path that it is about.
+    /// The newest of these errors, with its path.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub last_error: Option<String>,
-    /// Lanes of which something is to be told: where there are several, or tokens; the first of them.
+    /// Lanes, if there are several, or tokens, or a lane in trouble.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub lanes: Vec<LaneReport>,
-    /// Lanes that are not among them.
+    /// Number of lanes that are not listed.
     pub other_lanes: u64,
-    /// Where copies are kept, if they are asked for.
+    /// The partner host, if the option `partner` asks for one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub partner: Option<PartnerReport>,
-    /// Transactions that are not over.
+    /// Number of unfinished transactions.
     pub transactions: u64,
-    /// Files that programs of the host have open for writing; the names of the first of them.
+    /// Number of files that programs of the host have open for writing.
     pub written_files: u64,
-    /// Their names.
+    /// Names of some of these files.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub written_names: Vec<BytePath>,
 }
 
-/// A lane of a host, in short.
+/// A lane of a host in short.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct LaneReport {
-    /// Its number.
+    /// Number of the lane.
     pub lane: u64,
-    /// Bytes that are not in it yet.
+    /// Bytes that are not in the lane yet.
     pub held_bytes: u64,
-    /// Files in line.
+    /// Number of files in the lane's queue.
     pub queued_files: u64,
-    /// Threads that write to it.
+    /// Number of threads that write to the lane.
     pub writers: u32,
-    /// Whether it takes files and bytes.
+    /// Whether the lane takes files and bytes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub state: Option<LaneState>,
-    /// What its token does.
+    /// State of the lane's token.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub token: Option<TokenState>,
-    /// For how long.
+    /// Time since the token has this state.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub token_seconds: Option<f64>,
-    /// The host that has it instead, as far as this one was told.
+    /// The other host that has the token, as far as this host knows.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub token_holder: Option<String>,
-    /// Time until it is tried again after an error.
+    /// Time until the lane is tried again after an error.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub retry_seconds: Option<f64>,
 }
 
-/// The partner of a host, in short.
+/// The partner of a host in short.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct PartnerReport {
-    /// The option.
+    /// Value of the option `partner`.
     pub wanted: String,
-    /// The host that has the copies; none: no host has.
+    /// The host that has the copies; `None`: no host has them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub host: Option<String>,
     /// Held bytes that the partner lacks.
     pub left_bytes: u64,
-    /// What a person should know.
+    /// Remark for users; empty: there is none.
     #[serde(skip_serializing_if = "String::is_empty")]
     pub note: String,
 }
 
 impl HostReport {
-    /// Report of a mount of user `user_id`.
+    /// Makes the report of a mount of user `user_id`.
     pub fn of(status: &Status, user_id: u32) -> Self {
-        let last = status.errors.last();
+        let last_error = status.errors.last();
         let (lanes, other_lanes) = lanes_of(status);
         Self {
             version: status.version.clone(),
@@ -147,20 +149,20 @@ impl HostReport {
             backing: short_path(&status.backing),
             mount_point: short_path(&status.mount_point),
             arena: short_path(&status.arena),
-            uptime_seconds: whole(status.uptime_seconds),
+            uptime_seconds: round_to_tenth(status.uptime_seconds),
             arena_bytes: status.arena_bytes,
             arena_used_bytes: status.arena_used_bytes,
             held_bytes: status.held_bytes,
             held_files: status.held_files,
-            oldest_held_seconds: status.oldest_held_seconds.map(whole),
+            oldest_held_seconds: status.oldest_held_seconds.map(round_to_tenth),
             logged_files: status.logged_files,
             logged_bytes: status.logged_bytes,
             durable_files: status.durable_files,
             durable_bytes: status.durable_bytes,
             ingest_bytes: status.ingest_bytes,
-            ingest_bytes_per_second: whole(status.ingest_bytes_per_second),
+            ingest_bytes_per_second: round_to_tenth(status.ingest_bytes_per_second),
             drain_bytes: status.drain_bytes,
-            drain_bytes_per_second: whole(status.drain_bytes_per_second),
+            drain_bytes_per_second: round_to_tenth(status.drain_bytes_per_second),
             open_files: status.open_files,
             waiting_writers: status.waiting_writers,
             waiting_programs: status
@@ -168,12 +170,13 @@ impl HostReport {
                 .iter()
                 .take(PROGRAMS_MAX)
                 .map(|program| WaitingProgram {
-                    seconds: whole(program.seconds),
+                    seconds: round_to_tenth(program.seconds),
                     ..program.clone()
                 })
                 .collect(),
             errors: status.errors.len() as u64,
-            last_error: last.map(|error| short_text(&format!("{}: {}", error.path, error.message))),
+            last_error: last_error
+                .map(|error| short_text(&format!("{}: {}", error.path, error.message))),
             lanes,
             other_lanes,
             partner: status.partner.as_ref().map(PartnerReport::of),
@@ -183,25 +186,25 @@ impl HostReport {
         }
     }
 
-    /// Adds what programs write: the number of files, and names of some.
+    /// Adds the files that programs have open for writing: their number, and some of their names.
     #[must_use]
     pub fn with_written(mut self, count: u64, names: Vec<Vec<u8>>) -> Self {
         self.written_files = count;
         let names = names.into_iter().map(BytePath::from);
-        let short = names.filter(|name| name.as_bytes().len() <= PATH_BYTES_MAX);
-        self.written_names = short.take(NAMES_MAX).collect();
+        let short_names = names.filter(|name| name.as_bytes().len() <= PATH_BYTES_MAX);
+        self.written_names = short_names.take(NAMES_MAX).collect();
         self
     }
 
-    /// Leaves lists and sentences out until it `fits`.
+    /// Removes lists and texts, the least important first, until the report `fits`.
     #[must_use]
     pub fn fit(mut self, fits: impl Fn(&Self) -> bool) -> Self {
-        let cuts: [fn(&mut Self); 6] = [
+        let removals: [fn(&mut Self); 6] = [
             |report| report.written_names.clear(),
             |report| report.waiting_programs.clear(),
             |report| {
-                report.other_lanes += report.lanes.len().saturating_sub(2) as u64;
-                report.lanes.truncate(2);
+                report.other_lanes += report.lanes.len().saturating_sub(LANES_MIN) as u64;
+                report.lanes.truncate(LANES_MIN);
             },
             |report| report.last_error = None,
             |report| {
@@ -214,29 +217,30 @@ impl HostReport {
                 report.backing = BytePath::default();
             },
         ];
-        for cut in cuts {
+        for remove in removals {
             if fits(&self) {
                 break;
             }
-            cut(&mut self);
+            remove(&mut self);
         }
         self
     }
 }
 
-/// Those of which something is to be told, and how many others there are.
+/// Returns the lanes to list, and the number of the others. A single lane without token or error is not listed: it is the
+/// mount itself.
 fn lanes_of(status: &Status) -> (Vec<LaneReport>, u64) {
-    let is_alone = status.lanes.len() == 1
+    let is_only_the_mount = status.lanes.len() == 1
         && status.lanes[0].token.is_none()
         && status.lanes[0].retry_seconds.is_none();
-    if is_alone {
+    if is_only_the_mount {
         return (Vec::new(), 0);
     }
-    let all = status.lanes.iter().enumerate();
-    let mut lanes: Vec<LaneReport> = all
-        .map(|(lane, of)| LaneReport::of(lane as u64, of))
+    let numbered_lanes = status.lanes.iter().enumerate();
+    let mut lanes: Vec<LaneReport> = numbered_lanes
+        .map(|(number, lane)| LaneReport::of(number as u64, lane))
         .collect();
-    // Stable: by number where they are alike.
+    // The sort is stable, so lanes that compare as equal stay in the order of their numbers.
     lanes.sort_by_key(|lane| (!lane.is_in_trouble(), std::cmp::Reverse(lane.held_bytes)));
     let others = lanes.len().saturating_sub(LANES_MAX) as u64;
     lanes.truncate(LANES_MAX);
@@ -244,7 +248,7 @@ fn lanes_of(status: &Status) -> (Vec<LaneReport>, u64) {
 }
 
 impl LaneReport {
-    /// Report of the lane with this number.
+    /// Makes the report of the lane with this number.
     pub fn of(lane: u64, status: &LaneStatus) -> Self {
         let token = status.token.as_ref();
         Self {
@@ -254,13 +258,13 @@ impl LaneReport {
             writers: status.writers,
             state: status.placed.as_ref().map(|placed| placed.state),
             token: token.map(|token| token.state),
-            token_seconds: token.map(|token| whole(token.state_seconds)),
+            token_seconds: token.map(|token| round_to_tenth(token.state_seconds)),
             token_holder: token.and_then(|token| token.holder.clone()),
-            retry_seconds: status.retry_seconds.map(whole),
+            retry_seconds: status.retry_seconds.map(round_to_tenth),
         }
     }
 
-    /// Whether it takes no files, goes without its token, or waits after an error.
+    /// Whether the lane takes no files, is written to without its token, or waits after an error.
     pub fn is_in_trouble(&self) -> bool {
         self.state.is_some_and(|state| state != LaneState::Ok)
             || self.token == Some(TokenState::Without)
@@ -279,18 +283,21 @@ impl PartnerReport {
     }
 }
 
-/// Without the digits that only make a report longer.
-fn whole(value: f64) -> f64 {
+/// Rounds to one digit after the point, so that the report stays short.
+fn round_to_tenth(value: f64) -> f64 {
     (value * 10.0).round() / 10.0
 }
 
+/// Returns the path, or an empty one if it is too long for a report.
 fn short_path(path: &BytePath) -> BytePath {
-    match path.as_bytes().len() {
-        0..=PATH_BYTES_MAX => path.clone(),
-        _ => BytePath::default(),
+    if path.as_bytes().len() <= PATH_BYTES_MAX {
+        path.clone()
+    } else {
+        BytePath::default()
     }
 }
 
+/// Cuts a sentence that is too long for a report.
 fn short_text(text: &str) -> String {
     match text.char_indices().nth(TEXT_CHARS_MAX) {
         Some((end, _)) => format!("{}…", &text[..end]),
@@ -342,7 +349,7 @@ mod tests {
         let order = HostReport::of(&status, 0).lanes;
         let order: Vec<u64> = order.iter().map(|lane| lane.lane).collect();
         assert_eq!(order, [2, 1, 0]);
-        // One lane without anything to tell is the mount itself.
+        // A single lane without trouble is the mount itself.
         status.lanes.truncate(1);
         assert_eq!(HostReport::of(&status, 0).lanes, []);
     }

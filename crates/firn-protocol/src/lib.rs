@@ -1,11 +1,11 @@
-//! Messages on the control socket: one JSON object per line, request then replies.
+//! Messages on the control socket: one line of JSON for each.
 //!
-//! * The client sends one [`Request`] per line. firnd answers with any number of [`Reply::Progress`] lines and exactly
-//!   one final line (any other variant).
-//! * firnd may close a connection that holds nothing and was idle for long, in favour of another one. [`Reply::Closed`]
-//!   is its last line then; requests sent since the last answer were not carried out.
-//! * Every field is plain JSON, and every path a [`BytePath`]. So `firn … --json` prints what it got, and other tools
-//!   can speak to the socket.
+//! * The client sends one [`Request`] per line. firnd answers with any number of [`Reply::Progress`] lines, and then with
+//!   exactly one final line, which is any other variant.
+//! * firnd may close an idle connection that holds nothing, to make room for another one. Its last line is then
+//!   [`Reply::Closed`], and requests sent after the last answer were not carried out.
+//! * Every field is plain JSON, and every path is a [`BytePath`]. So `firn … --json` prints a reply as it is, and other
+//!   tools can use the socket.
 
 pub mod events;
 pub mod figures;
@@ -27,22 +27,22 @@ pub use crate::status::{
     TransactionStatus, WaitingProgram, close_hint,
 };
 
-/// Version of this protocol; a client refuses a firnd that speaks another one.
+/// Version of this protocol. A client refuses a firnd with another version, except for [`Request::Upgrade`].
 pub const PROTOCOL_VERSION: u32 = 7;
 
-/// What a client asks.
+/// A request of a client.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "request")]
 pub enum Request {
-    /// Version and identity of firnd: a [`Reply::Hello`].
+    /// Get version and identity of firnd. Answer: [`Reply::Hello`].
     Hello,
-    /// A [`Status`].
+    /// Get the [`Status`] of the mount.
     Status,
-    /// Drain the files at or below `path` (relative to the mount, empty: all) and wait until they
-    /// have the level `until` ([`DurabilityLevel::Logged`], [`DurabilityLevel::Drained`] or
-    /// [`DurabilityLevel::Durable`]). EBUSY: they are logged, and a writer keeps them from a higher level.
+    /// Drain the files at or below `path` and wait until they have the level `until`: [`DurabilityLevel::Logged`],
+    /// [`DurabilityLevel::Drained`] or [`DurabilityLevel::Durable`]. EBUSY: the files are logged, but a writer keeps them
+    /// from a higher level.
     Wait {
-        /// Path below the mount point, without a leading slash.
+        /// Path below the mount point, without a leading slash. Empty: all files.
         path: BytePath,
         /// The durability level to reach.
         until: DurabilityLevel,
@@ -54,143 +54,143 @@ pub enum Request {
         /// Path below the mount point, without a leading slash.
         path: BytePath,
     },
-    /// Drain the files at or below `path`, make those plain that have bytes in logs, and wait for that. EBUSY: a writer
-    /// has one of them open.
+    /// Drain the files at or below `path`, flatten those with bytes in logs, and wait for that. EBUSY: a writer has one
+    /// of the files open.
     Flatten {
         /// Path below the mount point, without a leading slash.
         path: BytePath,
     },
-    /// Free the memory of drained data at or below `path`.
+    /// Free the memory that holds drained data of files at or below `path`.
     Evict {
         /// Path below the mount point, without a leading slash.
         path: BytePath,
     },
-    /// Keep the files at or below `path` in memory once they are drained, or no longer.
+    /// Keep the files at or below `path` in memory after they are drained, or stop doing so.
     Pin {
         /// Path below the mount point, without a leading slash.
         path: BytePath,
-        /// Whether to keep them.
+        /// Whether to keep the files in memory.
         pinned: bool,
     },
-    /// Say where a file lies, or would lie.
+    /// Explain in which lane a file is, or would be.
     Place {
         /// Path below the mount point, without a leading slash.
         path: BytePath,
     },
-    /// Files at or below `path` that are open or have bytes in the arena, with their durability level.
+    /// List the files at or below `path` that are open or have bytes in the arena, with their durability level.
     Files {
         /// Path below the mount point, without a leading slash.
         path: BytePath,
-        /// The others too of which firnd knows more than the backing shows: that they were synced, or cut.
+        /// List also idle files of which firnd knows more than the backing shows: that they were synced, or that
+        /// firnd died while they were open.
         #[serde(default)]
         idle: bool,
     },
-    /// Where the arena and the spill file can be mapped: a [`DataRegion`].
+    /// Get the files that a process can map to read data: a [`DataRegion`].
     Region,
-    /// Where each byte of a file is: a [`ChunkList`]. What it names stays where it is, unchanged, until
+    /// Get a list of where each byte of a file is: a [`ChunkList`]. The listed bytes stay in place and unchanged until
     /// [`Request::ReleaseChunks`] or the end of the connection.
     Chunks {
         /// Path below the mount point, without a leading slash.
         path: BytePath,
     },
-    /// Whether a file was changed since its list was made.
+    /// Ask whether the file of a list was changed after the list was made.
     CheckChunks {
         /// [`ChunkList::list`].
         list: u64,
     },
-    /// A list is not used any more.
+    /// Release a list.
     ReleaseChunks {
         /// [`ChunkList::list`].
         list: u64,
     },
-    /// This connection is an agent's and speaks of the partner; what it marks counts until it ends, or until another
-    /// one names a partner.
+    /// An agent names the partner host. Marks that it sets on this connection count until the connection ends, or until
+    /// another connection names a partner.
     Partner {
-        /// Name of the partner host; none: there is none now.
+        /// Name of the partner host; `None`: there is none now.
         host: Option<String>,
-        /// What a person should know of it; empty: nothing.
+        /// Remark for users; empty: there is none.
         note: String,
     },
-    /// The partner that this connection named has a copy of a file.
+    /// The agent reports that the partner has a copy of a file.
     MarkPartnered {
         /// Path below the mount point, without a leading slash.
         path: BytePath,
-        /// [`FileStatus::changes`] of what it has. If the file has others now, nothing is marked.
+        /// [`FileStatus::changes`] of the copy. If the file has changed since, nothing is marked.
         changes: u64,
     },
-    /// The connection is that of an agent for a puller on another host, to which it has sent so much more.
+    /// An agent reports what it has sent to a puller on another host since its last report.
     ReportPull {
-        /// Files that are through.
+        /// Number of files that were sent completely.
         files: u64,
-        /// Bytes, those of holes as well.
+        /// Number of bytes that were sent, including those of holes.
         bytes: u64,
     },
-    /// Begin a transaction in a directory and all below it.
+    /// Begin a transaction. Its scope is a directory and all below it.
     Begin {
         /// Path below the mount point, without a leading slash.
         path: BytePath,
-        /// Its owner. When the owner is gone and the transaction is not prepared, it is aborted.
+        /// Owner of the transaction. When the owner ends and the transaction is not prepared, it is aborted.
         #[serde(default)]
         owner: Owner,
-        /// Make the directory as a part of the transaction, with these permission bits, from which the caller's umask
-        /// is taken already; it must not exist. Without, it must.
+        /// If set, make the directory as a part of the transaction; it must not exist. The value has its permission bits,
+        /// from which the caller's umask is removed already. If not set, the directory must exist.
         #[serde(default)]
         create: Option<u32>,
     },
-    /// Make the transaction durable and leave its outcome open. Changes wait until it is decided.
+    /// Make the transaction durable without deciding it. Changes in its scope wait for the decision.
     Prepare {
-        /// Path of its scope.
+        /// Scope of the transaction.
         path: BytePath,
-        /// Number that the caller gives it.
+        /// Number that the caller gives the transaction.
         id: u64,
     },
-    /// Decide to commit the transaction and apply it; prepare it first if it is not prepared.
+    /// Decide to commit the transaction, and apply it. Prepares it first if necessary.
     Commit {
-        /// Path of its scope.
+        /// Scope of the transaction.
         path: BytePath,
-        /// Its number; without one that with which it was prepared, or else the one after the last commit.
+        /// Number of the transaction. Default: the number with which it was prepared, else the one after the last commit.
         id: Option<u64>,
         /// Begin the next transaction before any program can change the scope.
         #[serde(default)]
         begin: bool,
-        /// Answer once it is decided, durably, and apply it after the answer.
+        /// Answer after the durable decision, and apply the transaction later.
         #[serde(default, rename = "async")]
         apply_later: bool,
     },
-    /// Throw the transaction away.
+    /// Undo the transaction.
     Abort {
-        /// Path of its scope.
+        /// Scope of the transaction.
         path: BytePath,
     },
-    /// Make the files those of checkpoint `id`.
+    /// Restore the files of checkpoint `id`.
     Restore {
-        /// Path of the scope.
+        /// Scope of the transaction.
         path: BytePath,
-        /// Number of a commit, or of a transaction that is prepared.
+        /// Number of a commit, or of a prepared transaction.
         id: u64,
     },
-    /// A [`record::RunRecord`].
+    /// Get the [`record::RunRecord`] of the mount.
     Record,
-    /// Drop the errors that are recorded (the data stays and is still tried).
+    /// Forget the recorded errors. The data stays, and its writes are still tried again.
     ClearErrors,
-    /// Die, and have the program of the client go on with the mount: [`Reply::Upgrading`] is the last word of this
-    /// firnd. Client and firnd may speak different versions of this protocol.
+    /// Replace this firnd by the program of the client, which goes on with the mount. The last reply of this firnd is
+    /// [`Reply::Upgrading`]. Client and firnd may have different versions of this protocol.
     Upgrade {
         /// Options that change, as after `-o`.
         options: String,
     },
-    /// Unmount and end. With `force`: unmount even if a file is open (lazily) and end even if data
-    /// cannot be drained (it stays in the arena).
+    /// Unmount and end.
     Unmount {
-        /// See above.
+        /// Unmount even if a file is open (lazily), and end even if data cannot be drained. Such data stays in the arena.
         force: bool,
-        /// What becomes of the data that is held.
+        /// What to do with data that is held.
         #[serde(default)]
         held: HeldPolicy,
     },
 }
 
-/// What the end of a mount does with the data that is held.
+/// What to do with held data at the end of a mount.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum HeldPolicy {
@@ -199,7 +199,7 @@ pub enum HeldPolicy {
     Drain,
     /// Leave it in the arena for the next mount.
     Keep,
-    /// Drop it: the arena is removed with all that is in it.
+    /// Drop it: the arena is removed with all its data.
     Discard,
 }
 
@@ -207,21 +207,22 @@ pub enum HeldPolicy {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "kind")]
 pub enum Owner {
-    /// None: it stays open until a request commits or aborts it.
+    /// No owner: the transaction stays open until a request commits or aborts it.
     #[default]
     None,
-    /// The connection that the request comes over, and the process that opened it.
+    /// The connection of the request, and the process that opened it.
     Connection,
     /// A process, as firnd sees it.
     Process {
-        /// Its process id.
+        /// Process id.
         pid: u32,
-        /// When it began, in clock ticks since the host started: tells it from a later one of this number.
+        /// Start time of the process, in clock ticks since the host started. It tells the process from a later one with
+        /// the same id.
         start_ticks: u64,
     },
 }
 
-/// What firnd answers.
+/// A reply of firnd.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "reply")]
 pub enum Reply {
@@ -231,9 +232,9 @@ pub enum Reply {
         protocol: u32,
         /// Package version of firnd.
         version: String,
-        /// Its process id.
+        /// Process id of firnd.
         pid: u32,
-        /// Tells this firnd from any other, so that a client that connects again does not mistake a later mount for it.
+        /// Unique value of this firnd. A client that connects again compares it, to notice that a later mount answers.
         incarnation: String,
     },
     /// Answer to [`Request::Status`].
@@ -242,21 +243,21 @@ pub enum Reply {
     Record(Box<record::RunRecord>),
     /// Answer to [`Request::Files`].
     Files {
-        /// One entry a file.
+        /// One entry for each file.
         files: Vec<FileStatus>,
     },
     /// Answer to [`Request::Evict`].
     Evicted {
         /// Bytes of memory freed.
         freed_bytes: u64,
-        /// Bytes that stay because they are not drained, or in use by a [`ChunkList`].
+        /// Bytes that stay in memory, because they are not drained or because a [`ChunkList`] lists them.
         held_bytes: u64,
     },
     /// Answer to [`Request::Pin`].
     Pinned {
-        /// Files in memory that are concerned.
+        /// Number of these files that are in memory.
         files: u64,
-        /// Their bytes in memory.
+        /// Number of their bytes in memory.
         bytes: u64,
     },
     /// Answer to [`Request::Place`].
@@ -267,21 +268,21 @@ pub enum Reply {
     Chunks(ChunkList),
     /// Answer to [`Request::CheckChunks`].
     ChunksChecked {
-        /// The file was changed through the mount since, or may have been.
+        /// Whether the file was changed through the mount, or may have been.
         changed: bool,
     },
-    /// Not the end: how far a long request is.
+    /// Progress of a long request. Other lines follow.
     Progress {
         /// Bytes that are still to be drained for this request.
         bytes_left: u64,
-        /// Files that still have some.
+        /// Files with such bytes.
         files_left: u64,
-        /// What is going on, in a word or two: `draining`, `syncing`, `unmounting`.
+        /// Present step in one or two words: `draining`, `syncing`, `unmounting`.
         phase: String,
     },
     /// Answer to [`Request::Commit`].
     Committed {
-        /// Its number.
+        /// Number of the commit.
         id: u64,
         /// Hosts that commit together with this one and have not applied their part yet.
         #[serde(default)]
@@ -293,102 +294,100 @@ pub enum Reply {
         #[serde(default)]
         written_files: u64,
     },
-    /// Answer to [`Request::Upgrade`]: this firnd dies now.
+    /// Answer to [`Request::Upgrade`]. This firnd ends now.
     Upgrading {
-        /// The process that starts the next firnd, and that ends where it cannot.
+        /// Process id of the keeper, which starts the next firnd. If it cannot, it ends.
         keeper: u32,
     },
-    /// Done.
+    /// Success of a request whose answer has no data.
     Done,
-    /// Not an answer, and the end of the connection: it was idle and is closed in favour of another one. What was sent
-    /// since the last answer was not carried out: connect again, and repeat it.
+    /// The idle connection is closed to make room for another one. This is no answer: requests sent after the last answer
+    /// were not carried out. Connect again and repeat them.
     Closed,
-    /// Too many connections are in use, each with a request or with something that it holds; nothing was done. A few
-    /// more are answered [`Request::Hello`], [`Request::Status`], [`Request::Upgrade`] and
-    /// [`Request::Unmount`].
+    /// Nothing was done, because too many connections are in use: each has a request or holds something. firnd still
+    /// accepts a few more for [`Request::Hello`], [`Request::Status`], [`Request::Upgrade`] and [`Request::Unmount`].
     Busy {
-        /// How many there may be.
+        /// Most connections that may be in use.
         connections: u32,
-        /// The processes with the most of them.
+        /// The processes with most connections.
         holders: Vec<Holder>,
     },
-    /// Failed.
+    /// The request failed.
     Error {
-        /// The errno that says it best.
+        /// The errno that describes the failure best.
         errno: i32,
         /// What happened and what to do.
         message: String,
     },
 }
 
-/// A process that is connected.
+/// A process with connections to firnd.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Holder {
-    /// Its process id; 0: firnd does not see it.
+    /// Process id; 0: firnd does not see the process.
     pub pid: u32,
-    /// Its connections.
+    /// Number of its connections.
     pub connections: u32,
 }
 
-/// Where a name is placed.
+/// In which lane a name is, or would be.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Explanation {
-    /// Path of the file in its lane; none: it does not exist, or lies in the backing itself.
+    /// Path of the file in its lane. `None`: the file does not exist, or is in the backing itself.
     pub file: Option<BytePath>,
-    /// With a placement on one file system: where that says that the file is.
+    /// Server of the file, as the file system tells it. Only with a placement in one file system.
     #[serde(default)]
     pub server: Option<BytePath>,
-    /// Whether there is something with this name.
+    /// Whether the name exists.
     pub exists: bool,
-    /// The lane that a new file with this name would go to; none: it is the lanes' turn, or none takes files.
+    /// Lane that a new file with this name would go to. `None`: the lanes take turns, or no lane takes files.
     pub lane: Option<BytePath>,
-    /// Why.
+    /// Reason for the lane, in a sentence.
     pub reason: String,
 }
 
-/// A file that firnd knows more of than the backing shows.
+/// A file of which firnd knows more than the backing shows.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct FileStatus {
     /// Path below the mount point.
     pub path: BytePath,
-    /// Where it stands.
+    /// Durability level of the file.
     pub state: DurabilityLevel,
-    /// Its bytes that are not in the backing.
+    /// Number of its bytes that are not in the backing.
     pub held_bytes: u64,
-    /// Offset behind the last of them, 0 where there are none: the file is at least so long.
+    /// Offset after the last of these bytes, or 0 if there are none. The file is at least that long.
     #[serde(default)]
     pub held_end: u64,
-    /// Whether a program has it open.
+    /// Whether a program has the file open.
     pub open: bool,
-    /// Whether its writers closed it. A file that firnd knows nothing of counts as closed.
+    /// How its last writer ended. A file without a writer that firnd knows counts as closed.
     #[serde(default)]
     pub ending: Ending,
-    /// Another number after each change of its bytes or its length: for [`Request::MarkPartnered`].
+    /// Number that differs after each change of the file's bytes or length; for [`Request::MarkPartnered`].
     #[serde(default)]
     pub changes: u64,
-    /// It is in the scope of a transaction that is not over: what is held of it may come to nothing.
+    /// Whether the file is in the scope of an unfinished transaction. Its held bytes may then be dropped.
     #[serde(default)]
     pub in_transaction: bool,
 }
 
-/// Where a mount keeps data, for a process that maps it read-only. The files belong to the user of the mount, mode
-/// 0600; a store to them destroys data.
+/// Where a mount keeps data, for a process that maps it read-only. The files belong to the user of the mount and have mode
+/// 0600. A store to them would destroy data.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DataRegion {
     /// Path of the arena file.
     pub path: BytePath,
-    /// Tells this arena from any other: what its superblock and that of its spill file say, in hexadecimal
-    /// digits.
+    /// Identity of the arena, in hexadecimal digits. The superblocks of the arena and of its spill file have it.
     pub uuid: String,
-    /// Bytes from the start of the file to the first chunk.
+    /// Offset of the first chunk in the file.
     pub offset: u64,
-    /// Bytes of chunks from there on: the region.
+    /// Size of the region: all chunks, from `offset` on.
     pub bytes: u64,
-    /// Bytes of a page: unit of allocation and alignment of what is mapped.
+    /// Size of a page: unit and alignment of mappings.
     pub page_bytes: u64,
-    /// Bytes of a chunk.
+    /// Size of a chunk.
     pub chunk_bytes: u64,
-    /// The spill file, where there is one.
+    /// The spill file, if the mount has one.
     pub spill: Option<SpillRegion>,
 }
 
@@ -397,45 +396,44 @@ pub struct DataRegion {
 pub struct SpillRegion {
     /// Path of the file.
     pub path: BytePath,
-    /// Bytes from the start of the file to the first chunk.
+    /// Offset of the first chunk in the file.
     pub offset: u64,
-    /// Bytes of chunks from there on.
+    /// Size of all chunks, from `offset` on.
     pub bytes: u64,
 }
 
-/// Where each byte of a file is.
+/// A list of where each byte of a file is.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ChunkList {
-    /// For [`Request::CheckChunks`] and [`Request::ReleaseChunks`] on the same connection.
+    /// Number of the list, for [`Request::CheckChunks`] and [`Request::ReleaseChunks`] on the same connection.
     pub list: u64,
-    /// Bytes of the file.
+    /// Length of the file.
     pub bytes: u64,
-    /// [`FileStatus::changes`] of what is listed.
+    /// [`FileStatus::changes`] of the file when the list was made.
     #[serde(default)]
     pub changes: u64,
-    /// Without gap or overlap from offset 0 to the end of the file.
+    /// The parts of the file, in order, without gap or overlap from offset 0 to its end.
     pub pieces: Vec<ChunkPiece>,
 }
 
-/// A part of a file.
+/// A range of a file whose bytes are in one place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ChunkPiece {
-    /// Bytes from the start of the file.
+    /// Offset of the range in the file.
     pub offset: u64,
-    /// Bytes, more than none.
+    /// Length of the range, at least 1.
     pub bytes: u64,
-    /// Where they are.
+    /// Where the bytes are.
     pub place: Place,
-    /// [`Place::Memory`]: bytes from the start of the region. [`Place::Spill`]: from the start of the spill
-    /// file. [`Place::MemoryFile`]: from the start of that. [`Place::Backing`]: from the start of the file.
-    /// [`Place::Hole`]: 0.
+    /// Offset of the bytes at their place: in the region for [`Place::Memory`], in the spill file for [`Place::Spill`], in
+    /// the memory file for [`Place::MemoryFile`], in the file of the backing for [`Place::Backing`]. 0 for [`Place::Hole`].
     pub at: u64,
-    /// Index of the chunk, in memory and in the spill file; number of the memory file, whose name is that of the region's
-    /// file with `.m` and this number behind it.
+    /// Index of the chunk, for memory and the spill file. For a memory file its number: the name of that file is the name
+    /// of the region's file, `.m` and the number.
     pub chunk: Option<u32>,
 }
 
-/// Where bytes are.
+/// Where bytes of a file are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Place {
@@ -446,14 +444,14 @@ pub enum Place {
     /// In a memory file.
     #[serde(rename = "memory-file")]
     MemoryFile,
-    /// In the backing only, which may have a hole there.
+    /// In the backing only. The file may have a hole there.
     Backing,
-    /// Nowhere: they are zeros.
+    /// Nowhere: the bytes are zeros.
     Hole,
 }
 
 impl Place {
-    /// The word for it.
+    /// Returns the word for the place.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Memory => "memory",

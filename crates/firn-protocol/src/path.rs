@@ -1,8 +1,9 @@
-//! Paths in messages: bytes, as the kernel has them, whatever they are.
+//! Paths in messages: any bytes, as the kernel allows them.
 //!
-//! In JSON a path is a string where it is UTF-8. Else it is an object, `{"escaped":"caf\\xe9"}`: in its string each
-//! byte that is no UTF-8 is `\x` and two hexadecimal digits, and each backslash is doubled; all else stands for itself.
-//! Both ways are exact: no two paths are written alike, and each is read as what was written.
+//! In JSON a UTF-8 path is a string. Any other path is an object such as `{"escaped":"caf\\xe9"}`. In its string, each
+//! byte that is not UTF-8 is `\x` with two hexadecimal digits, each backslash is doubled, and all else stands for itself.
+//!
+//! Invariant: both forms are exact. Different paths have different JSON, and each path is read as it was written.
 
 use std::ffi::{OsStr, OsString};
 use std::fmt::{self, Write};
@@ -15,25 +16,25 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use firn_format::quote::quoted;
 
-/// The key of a path that is not UTF-8.
+/// Key of the object for a path that is not UTF-8.
 const ESCAPED: &str = "escaped";
 
-/// A path, or a name, as bytes. People are shown it quoted (`firn_format::quote`).
+/// A path or name, as bytes. For readers it is shown quoted (`firn_format::quote`).
 #[derive(Clone, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct BytePath(Vec<u8>);
 
 impl BytePath {
-    /// Its bytes.
+    /// Returns the bytes of the path.
     pub fn as_bytes(&self) -> &[u8] {
         &self.0
     }
 
-    /// The bytes as a path.
+    /// Returns the path as a [`Path`].
     pub fn as_path(&self) -> &Path {
         Path::new(OsStr::from_bytes(&self.0))
     }
 
-    /// Whether it has no byte: of paths below a mount point, the mount point itself.
+    /// Whether the path is empty. Among paths below a mount point, that is the mount point itself.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -105,7 +106,7 @@ impl PartialEq<String> for BytePath {
     }
 }
 
-/// As people are shown it.
+/// Shows the path quoted, for readers.
 impl fmt::Display for BytePath {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(&quoted(&self.0))
@@ -170,7 +171,7 @@ impl<'de> Deserialize<'de> for BytePath {
     }
 }
 
-/// Bytes as text from which [`unescaped`] makes them again.
+/// Escapes bytes as text; [`unescaped`] is the inverse.
 fn escaped(bytes: &[u8]) -> String {
     let mut text = String::with_capacity(bytes.len() + 8);
     for chunk in bytes.utf8_chunks() {
@@ -182,8 +183,8 @@ fn escaped(bytes: &[u8]) -> String {
     text
 }
 
-/// The bytes of a text in which a backslash is followed by another one, or by `x` and two hexadecimal digits; `None`
-/// where it is followed by anything else.
+/// Returns the bytes that an escaped text stands for. `None`: a backslash is followed by something else than a backslash, or
+/// `x` and two hexadecimal digits.
 pub fn unescaped(text: &str) -> Option<Vec<u8>> {
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.as_bytes();
@@ -208,26 +209,27 @@ pub fn unescaped(text: &str) -> Option<Vec<u8>> {
     Some(bytes)
 }
 
-/// A [`PathBuf`] in the form of a [`BytePath`], for `#[serde(with = …)]`: serde's own refuses what is not UTF-8.
+/// Writes and reads a [`PathBuf`] in the form of a [`BytePath`], for `#[serde(with = …)]`. Serde's own form refuses a path
+/// that is not UTF-8.
 pub mod exact {
     use super::{BytePath, Deserialize, Deserializer, Path, PathBuf, Serialize, Serializer};
 
-    /// Writes it.
+    /// Writes the path.
     pub fn serialize<S: Serializer>(path: &Path, serializer: S) -> Result<S::Ok, S::Error> {
         BytePath::from(path).serialize(serializer)
     }
 
-    /// Reads it.
+    /// Reads the path.
     pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<PathBuf, D::Error> {
         BytePath::deserialize(deserializer).map(PathBuf::from)
     }
 }
 
-/// As [`exact`], for a path that may be missing.
+/// Like [`exact`], for a path that may be missing.
 pub mod exact_option {
     use super::{BytePath, Deserialize, Deserializer, PathBuf, Serialize, Serializer};
 
-    /// Writes it.
+    /// Writes the path, or null.
     pub fn serialize<S: Serializer>(
         path: &Option<PathBuf>,
         serializer: S,
@@ -235,7 +237,7 @@ pub mod exact_option {
         path.as_deref().map(BytePath::from).serialize(serializer)
     }
 
-    /// Reads it.
+    /// Reads the path, or null.
     pub fn deserialize<'de, D: Deserializer<'de>>(
         deserializer: D,
     ) -> Result<Option<PathBuf>, D::Error> {
@@ -243,16 +245,16 @@ pub mod exact_option {
     }
 }
 
-/// As [`exact`], for a list of paths.
+/// Like [`exact`], for a list of paths.
 pub mod exact_list {
     use super::{BytePath, Deserialize, Deserializer, PathBuf, Serializer};
 
-    /// Writes it.
+    /// Writes the paths.
     pub fn serialize<S: Serializer>(paths: &[PathBuf], serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_seq(paths.iter().map(|path| BytePath::from(path.as_path())))
     }
 
-    /// Reads it.
+    /// Reads the paths.
     pub fn deserialize<'de, D: Deserializer<'de>>(
         deserializer: D,
     ) -> Result<Vec<PathBuf>, D::Error> {

@@ -1,12 +1,15 @@
-//! The record of a run: what firnd keeps of the time that a mount was there, for `firn report`.
+//! The record of a run: what happened while a mount existed, for `firn report`.
 //!
-//! It is JSON on the control socket, in the runtime directory of the host (`KEY.record`) and, with `record-in=backing`,
-//! in `.firn/records` of the backing. Readers use [`RunRecord::parse`].
+//! The record is JSON. It is sent over the control socket, and stored in the runtime directory of the host (`KEY.record`)
+//! and, with `record-in=backing`, in `.firn/records` of the backing. Another user may have written such a file, so readers
+//! use [`RunRecord::parse`].
+//!
+//! Time is divided into *buckets* of equal length. When there are too many, each two neighbours become one.
 //!
 //! Invariants of a parsed record
 //! * It has at most [`BUCKETS_MAX`] buckets, [`CHECKPOINTS_MAX`] checkpoints and [`EVENTS_MAX`] events.
-//! * A bucket lasts between a millisecond and a year, and no moment is more than `SECONDS_MAX` away from another one.
-//! * A histogram has one count more than bounds, and its bounds are finite and ascend.
+//! * A bucket lasts from a millisecond to a year. No time is longer than `SECONDS_MAX`.
+//! * A histogram has one count more than it has bounds. Its bounds are finite and ascend.
 
 use std::collections::BTreeMap;
 
@@ -15,22 +18,24 @@ use serde::{Deserialize, Serialize};
 use crate::figures::HistogramStatus;
 use crate::path::BytePath;
 
-/// Version of the format; a record of another one is not read.
+/// Version of the format. A record of another version is not read.
 pub const RECORD_VERSION: u32 = 1;
-/// Bytes of the longest record.
+/// Largest size of a record.
 pub const RECORD_BYTES_MAX: u64 = 1 << 20;
-/// When there would be more, two become one.
+/// Most buckets. When there would be more, each two neighbours become one.
 pub const BUCKETS_MAX: usize = 600;
-/// Of more than that, the oldest are forgotten.
+/// Most checkpoints. When there would be more, the oldest is forgotten.
 pub const CHECKPOINTS_MAX: usize = 512;
-/// Of more than that, the oldest are forgotten.
+/// Most events. When there would be more, the oldest is forgotten.
 pub const EVENTS_MAX: usize = 256;
-/// A hundred years: what is longer is damage.
+/// Longest time in a record: a hundred years. A longer time is a sign of damage.
 const SECONDS_MAX: f64 = 100.0 * 366.0 * 86_400.0;
-/// Bound on names and texts in a record.
+/// Most bounds of a histogram.
+const BOUNDS_MAX: usize = 256;
+/// Longest name or text in a record.
 const TEXT_BYTES_MAX: usize = 16 << 10;
 
-/// What happened in one span of time.
+/// What happened during one span of time: ten sums, then two maxima.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(from = "[u64; 12]", into = "[u64; 12]")]
 pub struct Bucket {
@@ -46,62 +51,65 @@ pub struct Bucket {
     pub read_bytes: u64,
     /// Bytes moved to the spill file.
     pub spill_bytes: u64,
-    /// Microseconds that writes took which ended now, all added up.
+    /// Sum of the durations of writes of programs that ended in this time.
     pub write_us: u64,
-    /// Microseconds of the closes that ended now, added up.
+    /// Sum of the durations of closes that ended in this time.
     pub close_us: u64,
-    /// Microseconds of the calls of fsync(2) that ended now, added up.
+    /// Sum of the durations of calls of fsync(2) that ended in this time.
     pub fsync_us: u64,
-    /// Microseconds of the writes to the backing that ended now, added up.
+    /// Sum of the durations of writes to the backing that ended in this time.
     pub drain_us: u64,
-    /// The most bytes that were held.
+    /// Largest number of held bytes.
     pub held_bytes: u64,
-    /// The most writers that waited for room.
+    /// Largest number of writers that waited for room.
     pub waiting_writers: u64,
 }
 
-/// Fields of a [`Bucket`] before this one are sums, the others maxima.
+/// Number of fields of a [`Bucket`]; the array form has them in the order of the struct.
+const FIELDS: usize = 12;
+/// Number of sums among the fields of a [`Bucket`]. They come first; the other fields are maxima.
 const SUMS: usize = 10;
 
 impl Bucket {
-    /// Takes in what happened in another one.
+    /// Adds another bucket: sums are added, and of maxima the larger one stays.
     pub fn add(&mut self, other: Self) {
-        let (mut all, other): ([u64; 12], [u64; 12]) = ((*self).into(), other.into());
-        for (index, (one, more)) in all.iter_mut().zip(other).enumerate() {
-            *one = if index < SUMS {
-                one.saturating_add(more)
+        let (mut fields, other): ([u64; FIELDS], [u64; FIELDS]) = ((*self).into(), other.into());
+        for (index, (field, other_field)) in fields.iter_mut().zip(other).enumerate() {
+            *field = if index < SUMS {
+                field.saturating_add(other_field)
             } else {
-                (*one).max(more)
+                (*field).max(other_field)
             };
         }
-        *self = all.into();
+        *self = fields.into();
     }
 
-    /// What counters say more than they said before. Maxima are those of `self`.
+    /// Returns the growth of the sums since `before`. Maxima are those of `self`.
     #[must_use]
     pub fn since(self, before: Self) -> Self {
-        let (mut all, before): ([u64; 12], [u64; 12]) = (self.into(), before.into());
-        for (one, before) in all[..SUMS].iter_mut().zip(before) {
-            *one = one.saturating_sub(before);
+        let (mut fields, before): ([u64; FIELDS], [u64; FIELDS]) = (self.into(), before.into());
+        for (field, before) in fields[..SUMS].iter_mut().zip(before) {
+            *field = field.saturating_sub(before);
         }
-        all.into()
+        fields.into()
     }
 
-    /// The part of each sum from one share to another one, between 0 and 1. The parts of adjoining shares add up.
+    /// Returns the part of each sum that lies between two shares of the time, each from 0 to 1. The parts of adjoining
+    /// shares add up to the whole. Maxima are those of `self`.
     #[must_use]
     pub fn part(self, from: f64, to: f64) -> Self {
-        let mut all: [u64; 12] = self.into();
-        for one in &mut all[..SUMS] {
-            let upto = |share: f64| (*one as f64 * share) as u64;
-            let end = if to >= 1.0 { *one } else { upto(to) };
-            *one = end.saturating_sub(upto(from));
+        let mut fields: [u64; FIELDS] = self.into();
+        for sum in &mut fields[..SUMS] {
+            let part_up_to = |share: f64| (*sum as f64 * share) as u64;
+            let end = if to >= 1.0 { *sum } else { part_up_to(to) };
+            *sum = end.saturating_sub(part_up_to(from));
         }
-        all.into()
+        fields.into()
     }
 }
 
-impl From<[u64; 12]> for Bucket {
-    fn from(all: [u64; 12]) -> Self {
+impl From<[u64; FIELDS]> for Bucket {
+    fn from(fields: [u64; FIELDS]) -> Self {
         let [
             ingest_bytes,
             ingest_writes,
@@ -115,7 +123,7 @@ impl From<[u64; 12]> for Bucket {
             drain_us,
             held_bytes,
             waiting_writers,
-        ] = all;
+        ] = fields;
         Self {
             ingest_bytes,
             ingest_writes,
@@ -133,7 +141,7 @@ impl From<[u64; 12]> for Bucket {
     }
 }
 
-impl From<Bucket> for [u64; 12] {
+impl From<Bucket> for [u64; FIELDS] {
     fn from(bucket: Bucket) -> Self {
         [
             bucket.ingest_bytes,
@@ -152,23 +160,23 @@ impl From<Bucket> for [u64; 12] {
     }
 }
 
-/// A checkpoint on its way to durable. Times are seconds since the record began.
+/// A checkpoint on its way to being durable. Times are seconds since the start of the record.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct CheckpointRecord {
-    /// Path below the mount point, of the directory or the file with the step in its name.
+    /// Path below the mount point: the directory or file with the step in its name.
     pub path: BytePath,
-    /// The step.
+    /// Number of the step.
     pub step: u64,
-    /// When a file of it was opened for writing, or first held.
+    /// When the first of its files was opened for writing, or first held.
     pub began_seconds: f64,
-    /// When its last writer closed its last file; none: a file is open.
+    /// When the last of its files was closed by its last writer. `None`: a file is open.
     pub closed_seconds: Option<f64>,
-    /// When all its bytes were in the backing, or dropped; none: some are held.
+    /// When all its bytes were in the backing or dropped. `None`: some are held.
     pub drained_seconds: Option<f64>,
-    /// When all its files were synced there; none: not all were.
+    /// When all its files were synced there. `None`: some were not.
     pub durable_seconds: Option<f64>,
-    /// Files that were written.
+    /// Number of its files that were written.
     pub files: u64,
 }
 
@@ -180,11 +188,11 @@ pub struct EventRecord {
     pub unix_us: u64,
     /// One of [`crate::events::KINDS`].
     pub kind: String,
-    /// What it tells, by name; units are last in the names.
+    /// Fields by name; a name ends with its unit.
     pub fields: BTreeMap<String, String>,
 }
 
-/// What firnd keeps of the time that a mount was there.
+/// What firnd records of a mount.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct RunRecord {
@@ -198,17 +206,17 @@ pub struct RunRecord {
     pub mount_point: BytePath,
     /// Absolute path of the backing directory.
     pub backing: BytePath,
-    /// Options in force that change what promises mean.
+    /// Options that change what the mount promises.
     pub options: Vec<String>,
-    /// When firnd attached, by the clock of its host: microseconds since 1970.
+    /// When firnd attached, by the clock of its host: microseconds since 1970. The record starts then.
     pub began_unix_us: u64,
-    /// Time from then to the last look at the counters.
+    /// Time from the start of the record to the last reading of the counters.
     pub lasted_seconds: f64,
     /// Whether the mount has ended.
     pub has_ended: bool,
-    /// Bytes of chunks in the arena.
+    /// Size of the arena's data, all chunks together.
     pub arena_bytes: u64,
-    /// Bytes that are held at the end, and those whose file is lost.
+    /// Bytes held at the end, with those whose file is lost.
     pub held_bytes: u64,
     /// Bytes that were overwritten or removed before they were drained.
     pub cancelled_bytes: u64,
@@ -216,48 +224,48 @@ pub struct RunRecord {
     pub recovered_bytes: u64,
     /// Write calls to the backing that failed.
     pub drain_errors: u64,
-    /// How long a bucket lasts.
+    /// Length of a bucket.
     pub bucket_ms: u64,
-    /// One after the other, from the beginning.
+    /// The buckets, from the start of the record without gaps.
     pub buckets: Vec<Bucket>,
     /// Sizes of the writes of programs, in bytes.
     pub ingest_write_bytes: HistogramStatus,
     /// Sizes of the writes to the backing, in bytes.
     pub drain_write_bytes: HistogramStatus,
-    /// Seconds that writes of programs took.
+    /// Durations of writes of programs, in seconds.
     pub write_seconds: HistogramStatus,
-    /// Seconds that closes took.
+    /// Durations of closes, in seconds.
     pub close_seconds: HistogramStatus,
-    /// Seconds that fsync(2) took.
+    /// Durations of fsync(2), in seconds.
     pub fsync_seconds: HistogramStatus,
-    /// Seconds that calls took which write to the backing.
+    /// Durations of calls that write to the backing, in seconds.
     pub drain_seconds: HistogramStatus,
-    /// Seconds that closes waited for the backing.
+    /// Sum of the times that closes waited for the backing.
     pub close_wait_seconds: f64,
-    /// In the order in which they began.
+    /// The checkpoints, in the order of their start.
     pub checkpoints: Vec<CheckpointRecord>,
-    /// The oldest first.
+    /// The events, the oldest first.
     pub events: Vec<EventRecord>,
-    /// Checkpoints, events and changes of files that are not in the record, because there were too many.
+    /// Number of checkpoints, events and changes of files that were left out, because there were too many.
     pub forgotten: u64,
 }
 
-/// Why a record cannot be read.
+/// Reasons why a record cannot be read.
 #[derive(Debug)]
 pub enum RecordError {
-    /// It is longer than firnd writes.
+    /// The file is longer than any record that firnd writes.
     TooLong {
-        /// Its bytes.
+        /// Its size.
         bytes: u64,
     },
-    /// It is no JSON of a record.
+    /// The file is not the JSON of a record.
     Malformed(serde_json::Error),
     /// Another version of Firn wrote it.
     Version {
-        /// The version of its format.
+        /// Version of its format.
         found: u32,
     },
-    /// What it says cannot be.
+    /// A value in it is impossible.
     Impossible(&'static str),
 }
 
@@ -281,7 +289,7 @@ impl std::fmt::Display for RecordError {
 impl std::error::Error for RecordError {}
 
 impl RunRecord {
-    /// Reads a record, which anything may have written.
+    /// Parses and checks a record from an untrusted source.
     pub fn parse(bytes: &[u8]) -> Result<Self, RecordError> {
         let len = bytes.len() as u64;
         if len > RECORD_BYTES_MAX {
@@ -291,17 +299,18 @@ impl RunRecord {
         record.check()
     }
 
-    /// Refuses what cannot be.
+    /// Checks the invariants of a record.
     pub fn check(self) -> Result<Self, RecordError> {
         if self.version != RECORD_VERSION {
             return Err(RecordError::Version {
                 found: self.version,
             });
         }
-        let wrong = self.find_fault();
-        wrong.map_or(Ok(self), |what| Err(RecordError::Impossible(what)))
+        let fault = self.find_fault();
+        fault.map_or(Ok(self), |fault| Err(RecordError::Impossible(fault)))
     }
 
+    /// Returns what breaks the invariants, or `None` if nothing does.
     fn find_fault(&self) -> Option<&'static str> {
         let is_time = |seconds: f64| (0.0..=SECONDS_MAX).contains(&seconds);
         let is_text = |text: &str| text.len() <= TEXT_BYTES_MAX;
@@ -314,12 +323,12 @@ impl RunRecord {
             &self.drain_seconds,
         ];
         let bucket_seconds = self.bucket_ms as f64 / 1000.0;
-        let times = self.checkpoints.iter().flat_map(|one| {
+        let times = self.checkpoints.iter().flat_map(|checkpoint| {
             [
-                Some(one.began_seconds),
-                one.closed_seconds,
-                one.drained_seconds,
-                one.durable_seconds,
+                Some(checkpoint.began_seconds),
+                checkpoint.closed_seconds,
+                checkpoint.drained_seconds,
+                checkpoint.durable_seconds,
             ]
         });
         let mut times = times.flatten().chain([self.lasted_seconds]);
@@ -329,7 +338,7 @@ impl RunRecord {
         });
         let has_paths = [&self.mount_point, &self.backing]
             .into_iter()
-            .chain(self.checkpoints.iter().map(|one| &one.path))
+            .chain(self.checkpoints.iter().map(|checkpoint| &checkpoint.path))
             .all(|path| path.as_bytes().len() <= TEXT_BYTES_MAX);
         let faults = [
             (self.buckets.len() > BUCKETS_MAX, "it has too many moments"),
@@ -363,15 +372,15 @@ impl RunRecord {
         ];
         faults
             .into_iter()
-            .find_map(|(is_so, what)| is_so.then_some(what))
+            .find_map(|(is_broken, fault)| is_broken.then_some(fault))
     }
 
-    /// How long a bucket lasts.
+    /// Returns the length of a bucket in seconds.
     pub fn bucket_seconds(&self) -> f64 {
         self.bucket_ms as f64 / 1000.0
     }
 
-    /// The sums and maxima of the whole time.
+    /// Returns the sums and maxima of all buckets together.
     pub fn total(&self) -> Bucket {
         let mut total = Bucket::default();
         self.buckets.iter().for_each(|bucket| total.add(*bucket));
@@ -379,7 +388,7 @@ impl RunRecord {
     }
 }
 
-/// Empty, or with one count more than bounds, which ascend.
+/// Whether a histogram is empty, or has one count more than bounds, which ascend.
 fn is_histogram(histogram: &HistogramStatus) -> bool {
     let HistogramStatus {
         bounds,
@@ -387,9 +396,9 @@ fn is_histogram(histogram: &HistogramStatus) -> bool {
         sum,
     } = histogram;
     let is_empty = bounds.is_empty() && counts.is_empty();
-    let ascends = bounds.is_sorted_by(|one, next| one < next);
+    let ascends = bounds.is_sorted_by(|bound, next| bound < next);
     let is_finite = sum.is_finite() && bounds.iter().all(|bound| bound.is_finite());
-    let has_bounds = bounds.len() <= 256 && counts.len() == bounds.len() + 1;
+    let has_bounds = bounds.len() <= BOUNDS_MAX && counts.len() == bounds.len() + 1;
     is_finite && ascends && (is_empty || has_bounds)
 }
 
@@ -424,7 +433,7 @@ mod tests {
             for bit in 0..8 {
                 let mut damaged = bytes.clone();
                 damaged[index] ^= 1 << bit;
-                // Many are records still; none may panic.
+                // Many damaged records still parse; none may cause a panic.
                 if let Err(error) = RunRecord::parse(&damaged) {
                     assert!(!error.to_string().is_empty());
                 }
@@ -438,20 +447,26 @@ mod tests {
     fn what_cannot_be_is_refused() {
         type Break = fn(&mut RunRecord);
         let breaks: [(Break, &str); 8] = [
-            (|one| one.version = 2, "version 2"),
-            (|one| one.bucket_ms = 0, "no length"),
-            (|one| one.bucket_ms = u64::MAX, "no length"),
+            (|record| record.version = 2, "version 2"),
+            (|record| record.bucket_ms = 0, "no length"),
+            (|record| record.bucket_ms = u64::MAX, "no length"),
             (
-                |one| one.buckets = vec![Bucket::default(); BUCKETS_MAX + 1],
+                |record| record.buckets = vec![Bucket::default(); BUCKETS_MAX + 1],
                 "moments",
             ),
-            (|one| one.lasted_seconds = -1.0, "for ever"),
+            (|record| record.lasted_seconds = -1.0, "for ever"),
             (
-                |one| one.checkpoints[0].closed_seconds = Some(1e300),
+                |record| record.checkpoints[0].closed_seconds = Some(1e300),
                 "for ever",
             ),
-            (|one| one.write_seconds.bounds = vec![1.0], "histogram"),
-            (|one| one.host = "x".repeat(TEXT_BYTES_MAX + 1), "too long"),
+            (
+                |record| record.write_seconds.bounds = vec![1.0],
+                "histogram",
+            ),
+            (
+                |record| record.host = "x".repeat(TEXT_BYTES_MAX + 1),
+                "too long",
+            ),
         ];
         for (change, expected) in breaks {
             let mut broken = record();

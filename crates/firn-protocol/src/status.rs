@@ -1,11 +1,14 @@
-//! The status of a mount: the one table of its figures.
+//! The table of all figures in the status of a mount.
 //!
-//! A figure is a line here, and a line where it is filled in: `crates/firn-engine/src/figures.rs` for the engine's,
-//! `crates/firn-daemon/src/parts` for a part's, `crates/firn-daemon/src/answers.rs` for the process's. An `Option`, a `Vec`, a
-//! map and a part within a part need a value in [`Status::example`] too: the tests of outputs see only what is there.
-//! [`crate::figures`] says what comes from the line.
+//! To add a figure, add a line here and the code that fills it in: `crates/firn-engine/src/figures.rs` for the engine,
+//! `crates/firn-daemon/src/parts` for a part, `crates/firn-daemon/src/answers.rs` for the process. [`crate::figures`] says
+//! what is made from the line.
 //!
-//! Counters count from the attach. A figure's help is shown to people and collectors: a sentence of its own.
+//! A field that can be empty (an `Option`, a `Vec`, a map, a part within a part) needs a value in [`Status::example`] too,
+//! because the tests of outputs see only values that are there.
+//!
+//! Counters start at 0 when firnd attaches. The doc comment of a figure is its help for users and collectors, so it is a
+//! sentence of its own.
 
 use std::collections::BTreeMap;
 
@@ -33,8 +36,7 @@ part! {
         gauge uptime_seconds: f64,
         /// Lifetimes of firnd that this arena has seen, this one included.
         gauge epoch: u64,
-        /// Options in force that change what promises mean, as `key=value`; paths as people are shown them
-        /// (`firn_format::quote`).
+        /// Options that change what the mount promises, as `key=value`, with quoted paths (`firn_format::quote`).
         text options: Vec<String>,
         /// Bytes of chunks in the arena.
         gauge arena_bytes: u64,
@@ -72,7 +74,7 @@ part! {
         gauge takeover_last_seconds: f64,
         /// Time for which programs waited at all takeovers.
         counter takeover_seconds: f64,
-        /// What became of the last `firn upgrade`: `done`, or `refused`, and why; empty: there was none.
+        /// Result of the last `firn upgrade`: `done`, or `refused` with the reason; empty: there was none.
         text upgrade: String,
         /// Open files that were lost to their programs at the last takeover.
         gauge lost_open_files: u64,
@@ -201,18 +203,18 @@ part! {
     }
 }
 
-/// Closes that waited less than this together are not worth a word.
+/// Closes that waited for a shorter time, all together, need no advice.
 const CLOSE_WAIT_MIN_S: f64 = 10.0;
-/// Nor are those of a mount that is much older: they are short, or few.
+/// Closes that waited for a smaller share of the mount's lifetime need no advice.
 const CLOSE_WAIT_SHARE_MIN: f64 = 0.01;
 
 impl Status {
-    /// What to tell of closes that waited long for the backing.
+    /// Returns advice if closes waited long for the backing.
     pub fn close_hint(&self) -> Option<String> {
         close_hint(self.close_wait_seconds, self.uptime_seconds)
     }
 
-    /// For tests: a status in which everything is there that may be.
+    /// Returns a status for tests in which everything has a value.
     pub fn example() -> Self {
         let counts = BTreeMap::from([("lookup".to_owned(), 3)]);
         let backup = BackupStatus {
@@ -294,7 +296,7 @@ impl Status {
     }
 }
 
-/// Advice for a mount whose closes waited `wait_s` seconds in all, or `None` if that is a small share of its
+/// Returns advice for a mount whose closes waited `wait_s` seconds in all; `None` if that is short, or a small share of
 /// `uptime_s`.
 pub fn close_hint(wait_s: f64, uptime_s: f64) -> Option<String> {
     let is_long = wait_s >= CLOSE_WAIT_MIN_S && wait_s >= uptime_s * CLOSE_WAIT_SHARE_MIN;
@@ -326,7 +328,7 @@ part! {
 part! {
     /// One NUMA node and its part of the arena.
     NumaNodeStatus, prefix "numa_node_" {
-        /// The kernel's number.
+        /// Number that the kernel gives the NUMA node.
         label numa_node: u32,
         /// Bytes of the NUMA node's chunks.
         gauge bytes: u64,
@@ -340,7 +342,7 @@ part! {
 part! {
     /// A lane: one I/O server, or the backing itself.
     LaneStatus, prefix "lane_", numbered "lane" {
-        /// Its backing directory.
+        /// Backing directory of the lane.
         label path: BytePath,
         /// IO threads that may write to the lane at once.
         gauge max_writers: u32,
@@ -380,14 +382,14 @@ part! {
 states! {
     /// Whether a lane takes files and bytes.
     LaneState {
-        /// As far as is known.
+        /// The lane takes files, as far as firnd knows.
         #[default]
         Ok = "ok",
-        /// There was no room.
+        /// The lane's server had no room.
         Full = "full",
-        /// It did not answer as a directory should.
+        /// The lane's directory did not behave as a directory.
         Gone = "gone",
-        /// A call of it does not return.
+        /// A call of its server does not return.
         Hung = "hung",
     }
 }
@@ -399,7 +401,7 @@ part! {
         gauge state: TokenState,
         /// Time for which the lane's token has done what it does now.
         gauge state_seconds: f64,
-        /// The host that has it instead, as far as this host was told.
+        /// Another host that has the token, as far as this host knows.
         text holder: Option<String>,
         /// Times that this host got the lane's token.
         counter granted: u64,
@@ -409,22 +411,22 @@ part! {
         counter went_without: u64,
         /// Questions about the lane's token that failed.
         counter errors: u64,
-        /// Why the last of them did.
+        /// Reason of the last of these errors.
         text last_error: Option<String>,
     }
 }
 
 states! {
-    /// What the token of a lane does.
+    /// State of a lane's token.
     TokenState {
-        /// The lane has nothing to write.
+        /// No file waits for the lane.
         #[default]
         Idle = "idle",
-        /// The lane waits for it.
+        /// The lane waits for the token.
         Waiting = "waiting",
-        /// This host has it.
+        /// This host has the token.
         Held = "held",
-        /// The lane is written to without it.
+        /// The lane is written to without the token.
         Without = "without",
     }
 }
@@ -432,13 +434,13 @@ states! {
 part! {
     /// A transaction.
     TransactionStatus, prefix "transaction_" {
-        /// Path of its scope below the mount point; empty: all of it.
+        /// Path of the scope below the mount point; empty: the whole mount.
         label scope: BytePath,
         /// How far the transaction is.
         gauge stage: TransactionStage,
-        /// Its number, once it has one.
+        /// Number of the transaction, once it has one.
         text id: Option<u64>,
-        /// Whose it is; none: it has no owner.
+        /// Owner of the transaction; `None`: it has none.
         text owner: Option<OwnerStatus>,
         /// Time since the transaction was begun; absent if an earlier firnd began it.
         gauge age_seconds: Option<f64>,
@@ -450,13 +452,13 @@ part! {
         gauge states: BTreeMap<String, u64>,
         /// Whether an earlier firnd prepared the transaction.
         gauge recovered: bool,
-        /// Where several hosts commit together: those that have come.
+        /// Hosts that have come, if several hosts commit together.
         text here: Vec<String>,
-        /// The commit rule that began it; none: a request did.
+        /// The commit rule that began the transaction; `None`: a request began it.
         text rule: Option<String>,
         /// What the commit of a rule waits for.
         text waits_for: Option<String>,
-        /// Why it could not be applied when that was tried last; it is tried again.
+        /// Reason why the last try to apply the transaction failed. It is tried again.
         text error: Option<String>,
         /// How far its backup is; none without the option `backup`.
         part backup: Option<BackupStatus>,
@@ -466,22 +468,22 @@ part! {
 states! {
     /// How far a transaction is.
     TransactionStage {
-        /// It takes changes.
+        /// The transaction takes changes.
         #[default]
         Open = "open",
-        /// It waits for its outcome.
+        /// The transaction is durable and waits for its decision.
         Prepared = "prepared",
-        /// It is committed and not applied yet.
+        /// The transaction is committed but not applied yet.
         Decided = "decided",
     }
 }
 
-/// The owner of a transaction, as shown.
+/// The owner of a transaction.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OwnerStatus {
     /// Process id of the owner, or of the process that opened the connection; 0: firnd does not see it.
     pub pid: u32,
-    /// It is a connection of that process.
+    /// Whether the owner is a connection of that process.
     pub connection: bool,
 }
 
@@ -496,7 +498,7 @@ part! {
         gauge copied_bytes: u64,
         /// Bytes that a prepare has to copy to the backup.
         gauge left_bytes: u64,
-        /// Why it could not be written last.
+        /// Reason why the last write to the backup failed.
         text error: Option<String>,
     }
 }
@@ -504,17 +506,17 @@ part! {
 part! {
     /// Copies in the memory of another host.
     PartnerStatus, prefix "partner_" {
-        /// The option: `next`, or the name of a host.
+        /// Value of the option `partner`: `next`, or the name of a host.
         text wanted: String,
-        /// What this host is called among the others.
+        /// Name of this host among the others.
         text this_host: String,
-        /// The file that says which hosts fail together; none: each alone.
+        /// File that says which hosts fail together; `None`: each fails by itself.
         text domains: Option<BytePath>,
         /// Whether a partner host has copies now.
         gauge present: bool,
         /// The host that has the copies.
         text host: Option<String>,
-        /// What a person should know of it; empty: nothing.
+        /// Remark for users; empty: there is none.
         text note: String,
         /// Held files of which the partner has all bytes.
         gauge copied_files: u64,
@@ -532,11 +534,11 @@ part! {
 part! {
     /// A program that waits for an answer of firnd.
     WaitingProgram, prefix "waiting_program_", numbered "program" {
-        /// The name of its thread.
+        /// Name of the program's thread.
         label name: String,
-        /// The number of its thread.
+        /// Number of the program's thread.
         text thread: u32,
-        /// What it called.
+        /// Name of the call.
         label call: String,
         /// Time that a call of a program has waited for an answer of firnd.
         gauge seconds: f64,
@@ -548,9 +550,9 @@ part! {
     ErrorStatus, prefix "error_", numbered "error" {
         /// Path below the mount point, as far as it is known.
         label path: BytePath,
-        /// The errno.
+        /// Number of the error.
         label errno: i32,
-        /// What was tried and what it means.
+        /// What was tried, and what the error means.
         text message: String,
         /// Times that the error happened in a row.
         gauge repeats: u64,

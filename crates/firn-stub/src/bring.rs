@@ -1,15 +1,16 @@
 //! Name synchronization: gives the backing the names and attributes of the stub tree.
 //!
-//! The map has the old path of each stub, the tree its present one.
+//! The map has the path of each stub in the backing, the tree has its present path. The steps of [`Tree::reconcile`]:
 //!
-//! 1. Stubs are moved or made top down, so a directory is in its place before its contents are looked at.
-//! 2. An object in the place of another one first moves to a private name. This also resolves exchanges, and a
+//! 1. Objects are moved or made from the top down, so a directory is in its place before its contents are synced.
+//! 2. If another object is at the path, that object moves to a private path first. This also resolves exchanges, and a
 //!    directory that changed places with one of its children.
-//! 3. Objects without a name are removed last.
+//! 3. Names whose stub is gone are removed last.
+//! 4. Directories get their attributes, the deepest first.
 
 use std::collections::{HashMap, HashSet};
 use std::ffi::OsStr;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::time::Duration;
 
@@ -22,94 +23,106 @@ use rustix::fs::{
 };
 
 use crate::StubId;
-use crate::map::{Last, Map};
+use crate::map::{Item, LoggedChange, Map};
 use crate::path::{Rel, is_private, join, private_path};
 use crate::tree::{Stub, Tree, WalkedDir, errno};
 
-/// Two ticks of the kernel's clock for times of change (10 ms at most): a change that is older has its final time.
+/// Two ticks of the clock with which the kernel sets change times (10 ms each at most). A change that is older is already
+/// visible in the times.
 const QUIET: Duration = Duration::from_millis(20);
-/// Most walks until one finds the tree quiet; removals need such a walk.
+/// Most walks of one call that wait for a quiet tree. Removals need a quiet walk.
 const QUIET_TRIES: u32 = 50;
-/// Bytes of one copy from a stub that the kernel wrote to.
+/// Most bytes of one read from a stub to which the kernel wrote.
 const COPY_BYTES: usize = 1 << 20;
+const NS_PER_S: i128 = 1_000_000_000;
 
-/// What one walk found in the tree.
+/// Result of one walk through the tree.
 pub(crate) struct Walk {
-    /// Stubs that were found; a directory comes before its contents.
+    /// The stubs; a directory comes before its contents.
     pub stubs: Vec<Stub>,
-    /// No rename happened during the walk, so a stub that is not in it has no name.
-    pub quiet: bool,
-    /// The directories.
+    /// Whether no rename happened during the walk. Then a stub that is not in `stubs` has no name.
+    pub is_quiet: bool,
+    /// The directories, with their times.
     pub dirs: Vec<WalkedDir>,
+}
+
+/// A way to reach a stub.
+enum StubAccess {
+    /// An open descriptor of the stub.
+    Descriptor(OwnedFd),
+    /// A path of the stub below the root of the tree.
+    Path(Rel),
 }
 
 impl<B: Backing> Tree<B> {
     /// Gives the backing the names and attributes of the tree.
     ///
-    /// Continues after an error and returns the first; the next call tries the rest again. While programs change the
-    /// tree, removals look like renames: the call then waits up to a second for a quiet tree.
+    /// Continues after an error and returns the first one; the next call tries the rest again.
+    ///
+    /// A stub without a name was removed, or a program was renaming it during the walk. So names are removed only after a
+    /// walk without renames, for which the call waits up to a second.
     pub fn reconcile(&self) -> Result<()> {
-        self.carry_over(QUIET_TRIES)
+        self.sync_names(QUIET_TRIES)
     }
 
-    /// [`Self::reconcile`] for a caller that repeats it: does not wait, and may leave removals for the next call.
+    /// Does what [`Tree::reconcile`] does, but does not wait: removals may be left for the next call.
     pub fn reconcile_soon(&self) -> Result<()> {
-        self.carry_over(0)
+        self.sync_names(0)
     }
 
-    fn carry_over(&self, quiet_tries: u32) -> Result<()> {
+    /// Syncs the names, with at most `quiet_tries` further walks until the tree is is_quiet.
+    fn sync_names(&self, quiet_tries: u32) -> Result<()> {
         let mut map = self.map.lock();
         let mut walk = self.walk().map_err(|error| errno(&error))?;
-        let mut failed = None;
+        let mut first_error = None;
         for stub in &walk.stubs {
-            if let Err(error) = self.bring(&mut map, stub) {
+            if let Err(error) = self.sync_stub(&mut map, stub) {
                 tracing::warn!(path = %quoted(&stub.path), %error, "a name of the stub tree was not synced");
-                failed.get_or_insert(error);
+                first_error.get_or_insert(error);
             }
         }
-        if self.has_candidates(&map, &walk) {
+        if self.has_stale_names(&map, &walk) {
             for _ in 0..quiet_tries {
-                if walk.quiet || self.can_open_by_handle() {
+                if walk.is_quiet || self.can_open_by_handle() {
                     break;
                 }
                 std::thread::sleep(QUIET);
                 walk = self.walk().map_err(|error| errno(&error))?;
             }
-            if let Err(error) = self.remove_gone(&mut map, &walk) {
-                failed.get_or_insert(error);
+            if let Err(error) = self.remove_stale_names(&mut map, &walk) {
+                first_error.get_or_insert(error);
             }
         }
-        // Directories get their times last, the deepest first: each change in a directory changes its times.
+        // Attributes of directories last, the deepest first: each change in a directory changes its times.
         for stub in walk
             .stubs
             .iter()
             .rev()
             .filter(|stub| stub.kind == Kind::Dir)
         {
-            if map.at(&stub.path) == Some(stub.id)
-                && let Err(error) = self.carry_attributes(&mut map, stub, true)
+            if map.stub_at(&stub.path) == Some(stub.id)
+                && let Err(error) = self.sync_attributes(&mut map, stub, true)
             {
-                failed.get_or_insert(error);
+                first_error.get_or_insert(error);
             }
         }
         if let Err(error) = map.trim(&self.head) {
             tracing::warn!(%error, "the log of the stub tree grows");
         }
-        failed.map_or(Ok(()), Err)
+        first_error.map_or(Ok(()), Err)
     }
 
-    /// Drops the data of removed stubs only, to make room for a writer.
+    /// Removes the names in the backing whose stub is gone. Their pending data is dropped, which makes room for a writer.
     pub fn sweep(&self) -> Result<()> {
         let mut map = self.map.lock();
         let walk = self.walk().map_err(|error| errno(&error))?;
-        let swept = self.remove_gone(&mut map, &walk);
-        let is_whole = walk.quiet && swept.is_ok() && !self.has_candidates(&map, &walk);
+        let swept = self.remove_stale_names(&mut map, &walk);
+        let is_whole = walk.is_quiet && swept.is_ok() && !self.has_stale_names(&map, &walk);
         *self.swept.lock() = is_whole.then_some(walk.dirs);
         swept
     }
 
-    /// [`Self::sweep`] for a caller that repeats it: looks at directories only if nothing was removed or moved since the
-    /// last call.
+    /// Does what [`Tree::sweep`] does, unless no directory has changed since the last complete sweep.
     pub fn sweep_soon(&self) -> Result<()> {
         let is_swept = self
             .swept
@@ -119,32 +132,33 @@ impl<B: Backing> Tree<B> {
         if is_swept { Ok(()) } else { self.sweep() }
     }
 
-    /// Brings the stub at `path`, and the directories above it, to the backing.
-    pub(crate) fn bring_path(&self, map: &mut Map, path: &[u8]) -> Result<()> {
-        self.bring_directories(map, path)?;
+    /// Syncs the name of the stub at `path`, and the names of the directories above it.
+    pub(crate) fn sync_path(&self, map: &mut Map, path: &[u8]) -> Result<()> {
+        self.sync_directories(map, path)?;
         let stub = self.stub(path).map_err(|error| errno(&error))?;
-        self.bring(map, &stub)
+        self.sync_stub(map, &stub)
     }
 
-    /// Brings the directories above a path to the backing.
-    pub(crate) fn bring_directories(&self, map: &mut Map, path: &[u8]) -> Result<()> {
-        for (at, byte) in path.iter().enumerate() {
+    /// Syncs the names of the directories above a path.
+    pub(crate) fn sync_directories(&self, map: &mut Map, path: &[u8]) -> Result<()> {
+        for (index, byte) in path.iter().enumerate() {
             if *byte == b'/' {
-                let above = path.get(..at).unwrap_or_default();
+                let above = path.get(..index).unwrap_or_default();
                 let stub = self.stub(above).map_err(|error| errno(&error))?;
-                self.bring(map, &stub)?;
+                self.sync_stub(map, &stub)?;
             }
         }
         Ok(())
     }
 
-    // ---- looking -----------------------------------------------------------------------------
+    // ---- walks -------------------------------------------------------------------------------
 
+    /// Lists all stubs of the tree, and tells whether a rename may have made the list incomplete.
     fn walk(&self) -> std::io::Result<Walk> {
         let began = Time::now();
         let mut walk = Walk {
             stubs: Vec::new(),
-            quiet: true,
+            is_quiet: true,
             dirs: Vec::new(),
         };
         let mut dirs = vec![self.stub(b"")?];
@@ -152,7 +166,7 @@ impl<B: Backing> Tree<B> {
             let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
             let path: &[u8] = if dir.path.is_empty() { b"." } else { &dir.path };
             let Ok(open) = openat(&self.root, path, flags, Mode::empty()) else {
-                walk.quiet = false;
+                walk.is_quiet = false;
                 continue;
             };
             for entry in Dir::read_from(&open)? {
@@ -168,7 +182,7 @@ impl<B: Backing> Tree<B> {
                         }
                         walk.stubs.push(stub);
                     }
-                    Err(_) => walk.quiet = false,
+                    Err(_) => walk.is_quiet = false,
                 }
             }
             walk.dirs.push(WalkedDir {
@@ -177,8 +191,9 @@ impl<B: Backing> Tree<B> {
                 ctime: dir.ctime,
             });
         }
-        // A rename changes the times of both its directories.
-        walk.quiet = walk.quiet
+        // A rename changes the change times of its directories. So no rename happened during the walk if each directory
+        // still has the time that the walk saw, and that time is at least `QUIET` older than the walk.
+        walk.is_quiet = walk.is_quiet
             && walk
                 .dirs
                 .iter()
@@ -186,113 +201,119 @@ impl<B: Backing> Tree<B> {
         Ok(walk)
     }
 
-    /// Whether a directory of a walk has its place, and none of its names were added or removed.
+    /// Whether a directory of a walk is still at its path, with no name added or removed.
     fn is_unchanged(&self, dir: &WalkedDir) -> bool {
         self.stub(&dir.path)
             .is_ok_and(|now| now.id == dir.id && now.ctime == dir.ctime)
     }
 
-    fn has_candidates(&self, map: &Map, walk: &Walk) -> bool {
-        !self.candidates(map, walk).is_empty()
+    /// Whether the backing has names whose stub is not at that path.
+    fn has_stale_names(&self, map: &Map, walk: &Walk) -> bool {
+        !self.stale_names(map, walk).is_empty()
     }
 
-    /// Paths of the backing whose stub is no longer there, with the stub.
-    fn candidates(&self, map: &Map, walk: &Walk) -> Vec<(Rel, StubId)> {
-        let right: HashSet<(&[u8], StubId)> = walk
+    /// Returns the paths of the backing whose stub is not there, with the stub. A directory comes after its contents.
+    fn stale_names(&self, map: &Map, walk: &Walk) -> Vec<(Rel, StubId)> {
+        let present: HashSet<(&[u8], StubId)> = walk
             .stubs
             .iter()
             .map(|stub| (&*stub.path, stub.id))
             .collect();
-        let seen: HashSet<StubId> = walk.stubs.iter().map(|stub| stub.id).collect();
-        let mut found: Vec<(Rel, StubId)> = Vec::new();
+        let ids_in_tree: HashSet<StubId> = walk.stubs.iter().map(|stub| stub.id).collect();
+        let mut stale: Vec<(Rel, StubId)> = Vec::new();
         for (id, item) in map.items() {
-            // A private name may be the only one of a stub that is not in its place yet.
-            let stands = item.paths.iter().any(|path| right.contains(&(&**path, id)));
+            // A private path stays if it is the only path of a stub that the walk found: its sync has failed so far.
+            let has_right_path = item
+                .paths
+                .iter()
+                .any(|path| present.contains(&(&**path, id)));
             for path in &item.paths {
-                let waits = is_private(path) && seen.contains(&id) && !stands;
-                if !waits && !right.contains(&(&**path, id)) {
-                    found.push((path.clone(), id));
+                let is_waiting = is_private(path) && ids_in_tree.contains(&id) && !has_right_path;
+                if !is_waiting && !present.contains(&(&**path, id)) {
+                    stale.push((path.clone(), id));
                 }
             }
         }
-        // The contents of a directory before the directory.
-        found.sort_unstable_by(|a, b| b.cmp(a));
-        found
+        // In descending order, so the contents of a directory come before the directory.
+        stale.sort_unstable_by(|first, second| second.cmp(first));
+        stale
     }
 
-    fn remove_gone(&self, map: &mut Map, walk: &Walk) -> Result<()> {
-        let mut stands: HashMap<StubId, Vec<&[u8]>> = HashMap::new();
+    /// Removes the stale names from the backing, as far as their stubs are surely gone or have a right name.
+    fn remove_stale_names(&self, map: &mut Map, walk: &Walk) -> Result<()> {
+        let mut paths_of: HashMap<StubId, Vec<&[u8]>> = HashMap::new();
         for stub in &walk.stubs {
-            stands.entry(stub.id).or_default().push(&stub.path);
+            paths_of.entry(stub.id).or_default().push(&stub.path);
         }
-        let mut failed = None;
-        for (path, id) in self.candidates(map, walk) {
+        let mut first_error = None;
+        for (path, id) in self.stale_names(map, walk) {
             let Some(item) = map.item(id) else { continue };
-            let result = match stands.get(&id) {
-                // The stub has a correct name in the backing, so the old one goes. Without a correct name, bringing the
-                // stub failed, and the old name stays.
-                Some(right) if item.paths.iter().any(|path| right.contains(&&**path)) => {
+            let result = match paths_of.get(&id) {
+                // The stub also has a right path in the backing, so the stale one goes. Without a right one, the sync of its
+                // name failed, and the stale path keeps the data.
+                Some(paths) if item.paths.iter().any(|path| paths.contains(&&**path)) => {
                     self.unlink(map, &path)
                 }
                 Some(_) => Ok(()),
-                None if !self.is_gone(id, walk.quiet) => Ok(()),
+                None if !self.is_gone(id, walk.is_quiet) => Ok(()),
                 None if item.opens > 0 && is_private(&path) => Ok(()),
-                None if item.opens > 0 && item.paths.len() == 1 => self.make_way(map, &path, id),
+                None if item.opens > 0 && item.paths.len() == 1 => self.free_path(map, &path, id),
                 None => self.unlink(map, &path),
             };
             if let Err(error) = result {
                 tracing::warn!(path = %quoted(&path), %error, "a removal in the stub tree was not synced");
-                failed.get_or_insert(error);
+                first_error.get_or_insert(error);
             }
         }
-        failed.map_or(Ok(()), Err)
+        first_error.map_or(Ok(()), Err)
     }
 
+    /// Whether this process may open stubs by their identity. Then no quiet walk is needed to find out which are gone.
     fn can_open_by_handle(&self) -> bool {
         self.head.root.open(self.root_fd()).is_ok()
     }
 
-    /// Whether a stub that the walk did not find has neither name nor descriptor.
-    fn is_gone(&self, id: StubId, quiet: bool) -> bool {
+    /// Whether a stub that the walk did not find has no name, and no program but adopting clients has it open.
+    fn is_gone(&self, id: StubId, is_quiet: bool) -> bool {
         match id.open(self.root_fd()) {
-            // The stub has a name after all, or is open.
+            // The stub exists: it has a name after all, or it is open.
             Ok(fd) => {
-                let by_us = self
+                let is_adopted = self
                     .opens
                     .lock()
                     .values()
                     .filter(|open| open.id == id)
                     .count()
                     > 0;
-                by_us && fstat(&fd).is_ok_and(|stat| stat.st_nlink == 0)
+                is_adopted && fstat(&fd).is_ok_and(|stat| stat.st_nlink == 0)
             }
             Err(error) if error.raw_os_error() == Some(libc::ESTALE) => true,
             Err(_) => match self.opens.lock().values().find(|open| open.id == id) {
                 Some(open) => fstat(&open.fd).is_ok_and(|stat| stat.st_nlink == 0),
-                None => quiet,
+                None => is_quiet,
             },
         }
     }
 
     // ---- doing -------------------------------------------------------------------------------
 
-    /// Gives a stub its present path in the backing. Its directory is in place already.
-    fn bring(&self, map: &mut Map, stub: &Stub) -> Result<()> {
-        // `.firn` at the top of the backing is Firn's own.
+    /// Gives a stub's object its present path and its attributes in the backing. Its directory must be in place.
+    fn sync_stub(&self, map: &mut Map, stub: &Stub) -> Result<()> {
+        // `.firn` at the top of the backing belongs to Firn.
         if stub.path == b".firn" {
             return Err(Errno::PERM);
         }
-        if map.at(&stub.path) != Some(stub.id) {
-            if let Some(other) = map.at(&stub.path) {
-                self.make_way(map, &stub.path, other)?;
+        if map.stub_at(&stub.path) != Some(stub.id) {
+            if let Some(other) = map.stub_at(&stub.path) {
+                self.free_path(map, &stub.path, other)?;
             }
-            let known = map
+            let item = map
                 .item(stub.id)
                 .map(|item| (item.kind, item.paths.clone()));
-            match known {
+            match item {
                 Some((kind, paths)) if kind == stub.kind => {
-                    let right = |path: &&Rel| kind != Kind::Dir && self.stands(path, stub.id);
-                    if paths.iter().any(|path| right(&path)) {
+                    let is_right = |path: &&Rel| kind != Kind::Dir && self.is_at(path, stub.id);
+                    if paths.iter().any(|path| is_right(&path)) {
                         self.link(map, stub)?;
                     } else {
                         let from = paths.first().ok_or(Errno::NOENT)?;
@@ -303,18 +324,19 @@ impl<B: Backing> Tree<B> {
             }
         }
         if stub.kind == Kind::File && stub.size > 0 {
-            self.absorb(map, stub)?;
+            self.ingest_kernel_writes(map, stub)?;
         }
-        // Directories are done last: their times change with what is done in them.
+        // Directories get their attributes at the end of the call: their times change when names in them do.
         if stub.kind != Kind::Dir {
-            self.carry_attributes(map, stub, false)
+            self.sync_attributes(map, stub, false)
         } else {
             Ok(())
         }
     }
 
-    /// Moves the object at a path of the backing to a private name, so that another can take the path.
-    fn make_way(&self, map: &mut Map, path: &[u8], id: StubId) -> Result<()> {
+    /// Makes a path of the backing free: removes it if the object there has other paths, else moves the object to its private
+    /// path.
+    fn free_path(&self, map: &mut Map, path: &[u8], id: StubId) -> Result<()> {
         let has_others = map.item(id).is_some_and(|item| item.paths.len() > 1);
         if has_others {
             return self.unlink(map, path);
@@ -323,9 +345,10 @@ impl<B: Backing> Tree<B> {
         self.rename(map, path, &private_path(id))
     }
 
+    /// Renames an object in the backing. On an error the map is as before.
     fn rename(&self, map: &mut Map, from: &[u8], to: &[u8]) -> Result<()> {
-        map.shift(from, to).map_err(|error| errno(&error))?;
-        let done = (|| {
+        map.move_paths(from, to).map_err(|error| errno(&error))?;
+        let result = (|| {
             let ((dir, name), (new_dir, new_name)) = (self.parent(from)?, self.parent(to)?);
             self.engine.namespace.rename(
                 dir.inode,
@@ -335,12 +358,13 @@ impl<B: Backing> Tree<B> {
                 RenameFlags::empty(),
             )
         })();
-        if done.is_err() {
-            map.shift(to, from).map_err(|error| errno(&error))?;
+        if result.is_err() {
+            map.move_paths(to, from).map_err(|error| errno(&error))?;
         }
-        done
+        result
     }
 
+    /// Gives an object another name in the backing. On an error the map is as before.
     fn link(&self, map: &mut Map, stub: &Stub) -> Result<()> {
         let inode = self.inode_of(map, stub.id)?;
         let (dir, name) = self.parent(&stub.path)?;
@@ -358,38 +382,38 @@ impl<B: Backing> Tree<B> {
         }
     }
 
-    /// Removes a name in the backing.
+    /// Removes a name from the backing.
     pub(crate) fn unlink(&self, map: &mut Map, path: &[u8]) -> Result<()> {
         let is_dir = map
-            .at(path)
+            .stub_at(path)
             .and_then(|id| map.item(id))
             .is_some_and(|item| item.kind == Kind::Dir);
-        let done = self.parent(path).and_then(|(dir, name)| {
+        let result = self.parent(path).and_then(|(dir, name)| {
             if is_dir {
                 self.engine.namespace.rmdir(dir.inode, name)
             } else {
                 self.engine.namespace.unlink(dir.inode, name)
             }
         });
-        match done {
-            // A program made files there without the mount: they stay, and so does the directory.
+        match result {
+            // A program has made files there beside the mount. They stay, and so does the directory.
             Err(Errno::NOTEMPTY | Errno::EXIST) if is_dir => Ok(()),
             Ok(()) | Err(Errno::NOENT | Errno::NOTDIR) => {
                 let gone = map.remove(path).map_err(|error| errno(&error))?;
-                self.let_go(gone);
+                self.forget_inode_of(gone);
                 Ok(())
             }
             Err(error) => Err(error),
         }
     }
 
-    /// Makes an object of the tree that the map does not have. Such a stub has no writes, else the map had it.
+    /// Makes the object of a stub that is not in the map. Such a stub has no writes: the first write adds it to the map.
     fn make(&self, map: &mut Map, stub: &Stub) -> Result<()> {
         let (dir, name) = self.parent(&stub.path)?;
         map.add(stub.id, stub.kind, &stub.path)
             .map_err(|error| errno(&error))?;
         let caller = self.caller();
-        let made = match stub.kind {
+        let result = match stub.kind {
             Kind::Dir => self.engine.namespace.mkdir(&caller, dir.inode, name, 0o700),
             Kind::Symlink => {
                 let target = readlinkat(&self.root, &*stub.path, Vec::new())?;
@@ -413,16 +437,16 @@ impl<B: Backing> Tree<B> {
                 stub.rdev,
             ),
         };
-        match made {
+        match result {
             Ok(entry) => {
                 drop(self.reference(entry.inode));
-                // Without writes the stub's own time counts.
+                // Without writes the stub's own time is right and goes to the backing.
                 if let Some(item) = map.item_mut(stub.id) {
-                    item.told_mtime = Some(entry.attr.mtime);
+                    item.shown_mtime = Some(entry.attr.mtime);
                 }
                 Ok(())
             }
-            // The object was made before a crash, or without the mount: taking it as it is loses nothing.
+            // An earlier firnd made the object before it died, or another program made it. It is used as it is.
             Err(Errno::EXIST) if matches!(stub.kind, Kind::Dir | Kind::File) => Ok(()),
             Err(error) => {
                 map.remove(&stub.path).map_err(|error| errno(&error))?;
@@ -431,34 +455,35 @@ impl<B: Backing> Tree<B> {
         }
     }
 
-    /// Brings mode, owner and time of change to the backing. `always`: also of a stub that did not change.
-    fn carry_attributes(&self, map: &mut Map, stub: &Stub, always: bool) -> Result<()> {
-        let mut now = stub.clone();
-        if stub.kind == Kind::File && self.tell_time(map, stub.id)? {
-            now = self.stub(&stub.path).map_err(|error| errno(&error))?;
-            if now.id != stub.id {
+    /// Syncs mode, owner and modification time. Does nothing for a stub that did not change since the last sync, unless
+    /// `always`.
+    fn sync_attributes(&self, map: &mut Map, stub: &Stub, always: bool) -> Result<()> {
+        let mut stub_now = stub.clone();
+        if stub.kind == Kind::File && self.update_stub_time(map, stub.id)? {
+            stub_now = self.stub(&stub.path).map_err(|error| errno(&error))?;
+            if stub_now.id != stub.id {
                 return Ok(());
             }
         }
         if !always
             && map
-                .item(now.id)
-                .is_some_and(|item| item.carried == Some(now.ctime))
+                .item(stub_now.id)
+                .is_some_and(|item| item.synced_ctime == Some(stub_now.ctime))
         {
             return Ok(());
         }
-        let (found, attr) = self.find(&now.path)?;
-        let Some(attr) = attr.filter(|attr| attr.kind == now.kind) else {
+        let (inode, attr) = self.find(&stub_now.path)?;
+        let Some(attr) = attr.filter(|attr| attr.kind == stub_now.kind) else {
             return Ok(());
         };
-        let mode =
-            (now.kind != Kind::Symlink && attr.mode & 0o7777 != now.mode).then_some(now.mode);
-        let uid = (attr.uid != now.uid).then_some(now.uid);
-        let gid = (attr.gid != now.gid).then_some(now.gid);
-        let mtime = if attr.mtime == now.mtime {
+        let mode = (stub_now.kind != Kind::Symlink && attr.mode & 0o7777 != stub_now.mode)
+            .then_some(stub_now.mode);
+        let uid = (attr.uid != stub_now.uid).then_some(stub_now.uid);
+        let gid = (attr.gid != stub_now.gid).then_some(stub_now.gid);
+        let mtime = if attr.mtime == stub_now.mtime {
             SetTime::Keep
         } else {
-            SetTime::At(now.mtime)
+            SetTime::At(stub_now.mtime)
         };
         if mode.is_some() || uid.is_some() || gid.is_some() {
             let owner = SetAttr {
@@ -471,11 +496,11 @@ impl<B: Backing> Tree<B> {
             };
             if uid.is_some() || gid.is_some() {
                 // Without the right to give files away the owner stays, as on a FUSE mount without root.
-                let _ = self.engine.namespace.set_attr(found.inode, owner, None);
+                let _ = self.engine.namespace.set_attr(inode.inode, owner, None);
             }
-            // After the owner, whose change takes set-id bits away.
+            // The mode is set after the owner, because a change of the owner clears set-id bits.
             self.engine.namespace.set_attr(
-                found.inode,
+                inode.inode,
                 SetAttr {
                     mode,
                     uid: None,
@@ -494,64 +519,54 @@ impl<B: Backing> Tree<B> {
                 atime: SetTime::Keep,
                 mtime,
             };
-            self.engine.namespace.set_attr(found.inode, times, None)?;
+            self.engine.namespace.set_attr(inode.inode, times, None)?;
         }
-        let told = (now.kind == Kind::File)
-            .then(|| self.engine.namespace.attr(found.inode, None))
+        let attr_now = (stub_now.kind == Kind::File)
+            .then(|| self.engine.namespace.attr(inode.inode, None))
             .transpose()?;
-        if let Some(item) = map.item_mut(now.id) {
-            item.carried = Some(now.ctime);
-            if let Some(attr) = told {
-                item.told_mtime = Some(attr.mtime);
+        if let Some(item) = map.item_mut(stub_now.id) {
+            item.synced_ctime = Some(stub_now.ctime);
+            if let Some(attr) = attr_now {
+                item.shown_mtime = Some(attr.mtime);
             }
         }
         Ok(())
     }
 
-    /// Sets a stub's time of its last write, which the kernel did not see. Returns whether the time changed.
-    pub(crate) fn tell_time(&self, map: &mut Map, id: StubId) -> Result<bool> {
+    /// Sets the modification time of a stub to that of the last write to its file. The kernel did not see that write,
+    /// because the preload library sent it to firnd. Returns whether the time of the stub changed.
+    ///
+    /// `shown_mtime` in the map is the time that the stub shows already. It is unknown after a restart of firnd.
+    pub(crate) fn update_stub_time(&self, map: &mut Map, id: StubId) -> Result<bool> {
         let inode = self.inode_of(map, id)?;
         let mtime = self.engine.namespace.attr(inode, None)?.mtime;
         let Some(item) = map.item_mut(id) else {
             return Ok(false);
         };
-        if item.told_mtime == Some(mtime) {
+        if item.shown_mtime == Some(mtime) {
             return Ok(false);
         }
-        let open = self
-            .opens
-            .lock()
-            .values()
-            .find(|open| open.id == id)
-            .map(|open| open.fd.try_clone());
-        let open = match open {
-            Some(fd) => Some(fd.map_err(|error| errno(&error))?),
-            // Root finds it also where no name of it is known yet.
-            None if !item.paths.iter().any(|path| self.stands(path, id)) => {
-                id.open(self.root_fd()).ok()
-            }
-            None => None,
+        let Some(access) = self.reach_stub(item, id)? else {
+            // The time is set when the name is synced, because then the path is known.
+            return Ok(false);
         };
-        let (dir, path, flags) = match &open {
-            Some(fd) => {
-                let path = format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(fd));
+        let (dir, path, flags) = match &access {
+            StubAccess::Descriptor(fd) => {
+                let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
                 (rustix::fs::CWD, path.into_bytes(), AtFlags::empty())
             }
-            None => match item.paths.iter().find(|path| self.stands(path, id)) {
-                Some(path) => (self.root_fd(), path.clone(), AtFlags::SYMLINK_NOFOLLOW),
-                // The time is set when the name is synced.
-                None => return Ok(false),
-            },
+            StubAccess::Path(path) => (self.root_fd(), path.clone(), AtFlags::SYMLINK_NOFOLLOW),
         };
-        // After a restart the stub's time is right: an earlier firnd or a program set it after the last write.
-        if item.told_mtime.is_none() {
+        // After a restart: if the stub changed after the last write, an earlier firnd or a program has set its time, and
+        // that time stays.
+        if item.shown_mtime.is_none() {
             let stat = statat(dir, &*path, flags)?;
             if (Time {
                 sec: stat.st_ctime,
                 nsec: stat.st_ctime_nsec as u32,
             }) > mtime
             {
-                item.told_mtime = Some(mtime);
+                item.shown_mtime = Some(mtime);
                 return Ok(false);
             }
         }
@@ -566,17 +581,35 @@ impl<B: Backing> Tree<B> {
             },
         };
         utimensat(dir, &*path, &times, flags)?;
-        item.told_mtime = Some(mtime);
-        if let Some((_, time)) = &mut item.absorbed {
+        item.shown_mtime = Some(mtime);
+        if let Some((_, time)) = &mut item.ingested {
             *time = mtime;
         }
         Ok(true)
     }
 
-    /// Takes in bytes that a program without the library wrote to the stub itself.
-    pub(crate) fn absorb(&self, map: &mut Map, stub: &Stub) -> Result<()> {
-        let known = map.item(stub.id).and_then(|item| item.absorbed);
-        if known == Some((stub.size, stub.mtime)) {
+    /// Returns a way to reach a stub: a descriptor of a client, a path, or as root its file handle. `None` if there is none.
+    fn reach_stub(&self, item: &Item, id: StubId) -> Result<Option<StubAccess>> {
+        let fd = self
+            .opens
+            .lock()
+            .values()
+            .find(|open| open.id == id)
+            .map(|open| open.fd.try_clone());
+        if let Some(fd) = fd {
+            let fd = fd.map_err(|error| errno(&error))?;
+            return Ok(Some(StubAccess::Descriptor(fd)));
+        }
+        if let Some(path) = item.paths.iter().find(|path| self.is_at(path, id)) {
+            return Ok(Some(StubAccess::Path(path.clone())));
+        }
+        Ok(id.open(self.root_fd()).ok().map(StubAccess::Descriptor))
+    }
+
+    /// Copies bytes into the file that a program without the preload library wrote to the stub itself.
+    pub(crate) fn ingest_kernel_writes(&self, map: &mut Map, stub: &Stub) -> Result<()> {
+        let last_ingested = map.item(stub.id).and_then(|item| item.ingested);
+        if last_ingested == Some((stub.size, stub.mtime)) {
             return Ok(());
         }
         let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
@@ -588,17 +621,17 @@ impl<B: Backing> Tree<B> {
         let inode = self.inode_of(map, stub.id)?;
         let opened = self.engine.open(inode, libc::O_WRONLY)?;
         let size = self.engine.namespace.attr(inode, None)?.size;
-        let done = self.copy_in(&source, opened.handle, size);
+        let copied = self.copy_in(&source, opened.handle, size);
         self.engine.release(opened.handle);
-        done?;
+        copied?;
         if let Some(item) = map.item_mut(stub.id) {
-            item.absorbed = Some((stub.size, stub.mtime));
+            item.ingested = Some((stub.size, stub.mtime));
         }
         Ok(())
     }
 
-    /// Copies the written parts of a stub. Holes were not written. Zeros beside a hole were most likely not written
-    /// either, because the kernel keeps whole pages; below `size` the file keeps its own bytes there.
+    /// Copies the written ranges of a stub. Its holes were not written. Zeros after a hole were most likely not written
+    /// either, because the kernel allocates whole pages: within `size` the file keeps its own bytes there.
     fn copy_in(
         &self,
         source: &rustix::fd::OwnedFd,
@@ -606,19 +639,23 @@ impl<B: Backing> Tree<B> {
         size: u64,
     ) -> Result<()> {
         let mut buffer = vec![0u8; COPY_BYTES];
-        let mut at = 0u64;
-        while let Ok(data) = rustix::fs::seek(source, SeekFrom::Data(at)) {
+        let mut position = 0u64;
+        while let Ok(data) = rustix::fs::seek(source, SeekFrom::Data(position)) {
             let hole = rustix::fs::seek(source, SeekFrom::Hole(data))?;
-            let want = usize::try_from(hole - data)
+            let bytes_max = usize::try_from(hole - data)
                 .unwrap_or(COPY_BYTES)
                 .min(COPY_BYTES);
-            let n = rustix::io::pread(source, buffer.get_mut(..want).unwrap_or_default(), data)?;
-            if n == 0 {
+            let read_bytes = rustix::io::pread(
+                source,
+                buffer.get_mut(..bytes_max).unwrap_or_default(),
+                data,
+            )?;
+            if read_bytes == 0 {
                 break;
             }
-            let bytes = buffer.get(..n).unwrap_or_default();
+            let bytes = buffer.get(..read_bytes).unwrap_or_default();
             let zeros = bytes.iter().take_while(|byte| **byte == 0).count();
-            let skip = if data == at && at > 0 {
+            let skip = if data == position && position > 0 {
                 0
             } else {
                 zeros.min(size.saturating_sub(data) as usize)
@@ -628,46 +665,54 @@ impl<B: Backing> Tree<B> {
                 data + skip as u64,
                 bytes.get(skip..).unwrap_or_default(),
             )?;
-            at = data + n as u64;
+            position = data + read_bytes as u64;
         }
         Ok(())
     }
 
-    fn write_all(&self, handle: firn_engine::HandleId, at: u64, bytes: &[u8]) -> Result<usize> {
-        let mut done = 0;
-        while let Some(rest) = bytes.get(done..).filter(|rest| !rest.is_empty()) {
-            match self.engine.write(handle, at + done as u64, rest, None)? {
-                Written::Bytes(n) => done += n,
+    /// Writes all bytes at `offset`, and waits for room if necessary.
+    fn write_all(&self, handle: firn_engine::HandleId, offset: u64, bytes: &[u8]) -> Result<usize> {
+        let mut written = 0;
+        while let Some(rest) = bytes.get(written..).filter(|rest| !rest.is_empty()) {
+            match self
+                .engine
+                .write(handle, offset + written as u64, rest, None)?
+            {
+                Written::Bytes(bytes) => written += bytes,
                 Written::Full => self.engine.room.wait_for_room()?,
             }
         }
-        Ok(done)
+        Ok(written)
     }
 
-    /// After a crash: the last change that was logged may not have been made.
-    pub(crate) fn mend(&self, last: Last) -> std::io::Result<()> {
+    /// After the death of a firnd: reverts the last logged change in the map if it was not made in the backing.
+    pub(crate) fn revert_unmade_change(&self, last_change: LoggedChange) -> std::io::Result<()> {
         let mut map = self.map.lock();
         let missing = |path: &[u8]| {
             self.find(path)
                 .is_err_and(|error| matches!(error, Errno::NOENT | Errno::NOTDIR))
         };
-        match last {
-            Last::Added(path) if missing(&path) => {
+        match last_change {
+            LoggedChange::Added(path) if missing(&path) => {
                 let gone = map.remove(&path)?;
-                self.let_go(gone);
+                self.forget_inode_of(gone);
             }
-            Last::Moved(from, to) if missing(&to) && !missing(&from) => map.shift(&to, &from)?,
+            LoggedChange::Moved(from, to) if missing(&to) && !missing(&from) => {
+                map.move_paths(&to, &from)?
+            }
             _ => {}
         }
         Ok(())
     }
 }
 
-fn is_older(time: Time, than: Time, by: Duration) -> bool {
-    let nanoseconds = |time: Time| i128::from(time.sec) * 1_000_000_000 + i128::from(time.nsec);
-    nanoseconds(time) + (by.as_nanos() as i128) < nanoseconds(than)
+/// Whether `time` is more than `margin` before `reference`.
+fn is_older(time: Time, reference: Time, margin: Duration) -> bool {
+    let nanoseconds = |time: Time| i128::from(time.sec) * NS_PER_S + i128::from(time.nsec);
+    nanoseconds(time) + (margin.as_nanos() as i128) < nanoseconds(reference)
 }
 
+/// Type bits of a kind in a mode.
 fn type_of(kind: Kind) -> u32 {
     match kind {
         Kind::File => libc::S_IFREG,

@@ -1,4 +1,9 @@
-//! Stubs for what the backing holds when a tree begins.
+//! Fills a new tree with stubs for the contents of the backing.
+//!
+//! The tree gets each directory, file, link and device with its attributes; files are empty. Names of one object in the
+//! backing become names of one stub. Parents precede their contents; directories get their attributes last.
+//!
+//! A crash in between leaves a log that is not marked as filled. The next firnd then clears the tree and begins again.
 
 use std::collections::HashMap;
 use std::ffi::{OsStr, OsString};
@@ -15,11 +20,11 @@ use crate::map::Map;
 use crate::path::{PRIVATE, Rel, join};
 use crate::tree::{Tree, errno};
 
-/// Names in a directory, of which none is lost when the list is continued.
+/// The names in a directory. Owned, so that the directory is closed before they are used.
 type Names = Vec<OsString>;
 
 impl<B: Backing> Tree<B> {
-    /// Makes a stub for everything in the backing. Their log is complete only afterwards.
+    /// Makes a stub for everything in the backing. Until the log says that the tree is filled, the log is not complete.
     pub(crate) fn fill(&self) -> Result<()> {
         let mut map = self.map.lock();
         let mut linked = HashMap::new();
@@ -35,22 +40,23 @@ impl<B: Backing> Tree<B> {
                     continue;
                 }
                 let entry = self.engine.namespace.lookup(inode.inode, &name)?;
-                let found = self.reference(entry.inode);
+                let child = self.reference(entry.inode);
                 let path = join(&dir, name.as_bytes());
-                self.fill_one(&mut map, &path, &entry.attr, found.inode, &mut linked)?;
+                self.make_stub(&mut map, &path, &entry.attr, child.inode, &mut linked)?;
                 if entry.attr.kind == Kind::Dir {
                     dirs.push((path, entry.attr));
                 }
             }
         }
-        // Filling a directory changed its times, and its mode may forbid to fill it.
+        // Last, because filling a directory changes its times, and its mode may forbid to fill it.
         for (path, attr) in dirs.iter().skip(1).rev() {
-            self.set(path, attr)?;
+            self.set_attributes(path, attr)?;
         }
         Ok(())
     }
 
-    fn fill_one(
+    /// Makes one stub. `linked`: first path of each object with several names.
+    fn make_stub(
         &self,
         map: &mut Map,
         path: &[u8],
@@ -62,7 +68,7 @@ impl<B: Backing> Tree<B> {
         if attr.kind != Kind::Dir && attr.nlink > 1 {
             if let Some(first) = linked.get(&(attr.dev, attr.ino)) {
                 linkat(root, &**first, root, path, AtFlags::empty())?;
-                return self.note(map, path, attr.kind);
+                return self.add_to_map(map, path, attr.kind);
             }
             linked.insert((attr.dev, attr.ino), path.to_vec());
         }
@@ -85,34 +91,36 @@ impl<B: Backing> Tree<B> {
             kind => mknodat(root, path, file_type(kind), private, attr.rdev)?,
         }
         if attr.kind != Kind::Dir {
-            self.set(path, attr)?;
+            self.set_attributes(path, attr)?;
         }
-        self.note(map, path, attr.kind)
+        self.add_to_map(map, path, attr.kind)
     }
 
-    fn note(&self, map: &mut Map, path: &[u8], kind: Kind) -> Result<()> {
+    /// Adds a new stub to the map.
+    fn add_to_map(&self, map: &mut Map, path: &[u8], kind: Kind) -> Result<()> {
         let stub = self.stub(path).map_err(|error| errno(&error))?;
         map.add(stub.id, kind, path)
             .map_err(|error| errno(&error))?;
         Ok(())
     }
 
-    fn set(&self, path: &[u8], attr: &Attr) -> Result<()> {
+    /// Sets owner, mode and times of a stub to those in the backing.
+    fn set_attributes(&self, path: &[u8], attr: &Attr) -> Result<()> {
         let root = &self.root;
-        let follow = AtFlags::SYMLINK_NOFOLLOW;
-        let at: &[u8] = if path.is_empty() { b"." } else { path };
-        // A process without the right to give files away makes stubs of its own.
+        let no_follow = AtFlags::SYMLINK_NOFOLLOW;
+        let stub_path: &[u8] = if path.is_empty() { b"." } else { path };
+        // Without the right to give files away, the stubs belong to this process.
         let _ = chownat(
             root,
-            at,
+            stub_path,
             Some(Uid::from_raw(attr.uid)),
             Some(Gid::from_raw(attr.gid)),
-            follow,
+            no_follow,
         );
         if attr.kind != Kind::Symlink {
             chmodat(
                 root,
-                at,
+                stub_path,
                 Mode::from_raw_mode(attr.mode & 0o7777),
                 AtFlags::empty(),
             )?;
@@ -125,9 +133,10 @@ impl<B: Backing> Tree<B> {
             last_access: time(attr.atime),
             last_modification: time(attr.mtime),
         };
-        utimensat(root, at, &times, follow)
+        utimensat(root, stub_path, &times, no_follow)
     }
 
+    /// Returns the names in a directory of the backing, without `.` and `..`.
     fn names_in(&self, dir: InodeId) -> Result<Names> {
         let handle: HandleId = self.engine.namespace.open_dir(dir)?;
         let mut names = Names::new();
@@ -141,7 +150,8 @@ impl<B: Backing> Tree<B> {
         read.map(|()| names)
     }
 
-    /// Files of an earlier tree that is gone, with the memory of its host: their names are lost.
+    /// Keeps the files with private paths of an earlier tree, whose host lost its memory: their names are lost. Their
+    /// directory gets another name, so that they are not mixed with files of this tree.
     fn keep_unnamed(&self) -> Result<()> {
         let firn = self.find(b".firn")?.0;
         let Ok((stubs, _)) = self.find(PRIVATE) else {
@@ -152,12 +162,15 @@ impl<B: Backing> Tree<B> {
         }
         drop(stubs);
         let now = firn_backing::Time::now().sec;
-        let lost = OsString::from(format!("unnamed-{now}"));
+        let new_name = OsString::from(format!("unnamed-{now}"));
         let flags = firn_backing::RenameFlags::NOREPLACE;
-        let renamed =
-            self.engine
-                .namespace
-                .rename(firn.inode, OsStr::new("stub"), firn.inode, &lost, flags);
+        let renamed = self.engine.namespace.rename(
+            firn.inode,
+            OsStr::new("stub"),
+            firn.inode,
+            &new_name,
+            flags,
+        );
         match renamed {
             Err(Errno::INVAL | Errno::NOSYS) => {
                 let flags = firn_backing::RenameFlags::empty();
@@ -165,17 +178,18 @@ impl<B: Backing> Tree<B> {
                     firn.inode,
                     OsStr::new("stub"),
                     firn.inode,
-                    &lost,
+                    &new_name,
                     flags,
                 )?;
             }
             renamed => renamed?,
         }
-        tracing::warn!(directory = %format!(".firn/{}", lost.to_string_lossy()), "files of an earlier stub tree, whose names were lost with its inode, are kept in the backing");
+        tracing::warn!(directory = %format!(".firn/{}", new_name.to_string_lossy()), "files of an earlier stub tree, whose names were lost with its inode, are kept in the backing");
         Ok(())
     }
 }
 
+/// Translates a kind for mknod(2).
 fn file_type(kind: Kind) -> FileType {
     match kind {
         Kind::File => FileType::RegularFile,

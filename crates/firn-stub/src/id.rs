@@ -1,8 +1,7 @@
-//! Which stub is which: inode number and generation, from name_to_handle_at(2).
+//! Identity of a stub: inode number and generation, from name_to_handle_at(2).
 //!
-//! tmpfs gives each inode a random generation of 32 bits, so a number that is used again is told from the
-//! stub that had it before. No extended attribute is needed, which programs could copy and kernels before
-//! 6.6 do not have on tmpfs.
+//! tmpfs gives each inode a random generation of 32 bits. So an inode number that is used again is told from the stub that
+//! had it before. An extended attribute would not do: programs could copy it, and tmpfs has none before Linux 6.6.
 
 use std::ffi::CStr;
 use std::io;
@@ -15,14 +14,17 @@ use rustix::fs::AtFlags;
 pub struct StubId {
     /// Inode number.
     pub inode: u64,
-    /// Tells two users of one number apart.
+    /// Generation: tells stubs apart that have the same number one after the other.
     pub generation: u32,
 }
 
-/// What shmem_encode_fh (Linux, mm/shmem.c) stores: generation, low and high half of the number.
+/// Length of a file handle of tmpfs. shmem_encode_fh (Linux, mm/shmem.c) stores three words: the generation, and the lower
+/// and upper half of the number.
 const HANDLE_BYTES: u32 = 12;
+/// Type of a file handle of tmpfs.
 const HANDLE_KIND: i32 = 1;
 
+/// `struct file_handle` with room for the handle of any file system.
 #[repr(C)]
 struct RawHandle {
     bytes: u32,
@@ -31,7 +33,7 @@ struct RawHandle {
 }
 
 impl StubId {
-    /// Id of what `path` leads to from `dir`, without following a final symlink; an empty path means `dir` itself.
+    /// Returns the identity of the object at `path` in `dir`. Does not follow a symbolic link. An empty path means `dir`.
     pub(crate) fn at(dir: BorrowedFd<'_>, path: &CStr) -> io::Result<Self> {
         let mut raw = RawHandle {
             bytes: size_of::<[u32; 32]>() as u32,
@@ -44,7 +46,7 @@ impl StubId {
         } else {
             0
         };
-        // SAFETY: the kernel writes at most `bytes` bytes behind the head of `raw`, and one number.
+        // SAFETY: the kernel writes at most `bytes` bytes after the two fields of `raw`, and the number in `mount`.
         let result = unsafe {
             libc::syscall(
                 libc::SYS_name_to_handle_at,
@@ -68,13 +70,13 @@ impl StubId {
         })
     }
 
-    /// Identity of an open file.
+    /// Returns the identity of an open file.
     pub(crate) fn of(fd: BorrowedFd<'_>) -> io::Result<Self> {
         Self::at(fd, c"")
     }
 
-    /// Opens it by what it is, wherever it stands; ESTALE where it is gone, EPERM without CAP_DAC_READ_SEARCH. `tree`
-    /// is any descriptor of the same file system.
+    /// Opens the stub as `O_PATH`, whatever its name is. `tree`: any descriptor on the same file system. ESTALE: the stub is
+    /// gone. EPERM: this process lacks CAP_DAC_READ_SEARCH.
     pub(crate) fn open(self, tree: BorrowedFd<'_>) -> io::Result<OwnedFd> {
         let mut raw = RawHandle {
             bytes: HANDLE_BYTES,
@@ -87,7 +89,7 @@ impl StubId {
             (self.inode >> 32) as u32,
         ];
         let flags = libc::O_PATH | libc::O_CLOEXEC | libc::O_NOFOLLOW;
-        // SAFETY: the kernel reads the head of `raw` and as many bytes as its `bytes` says, of which there are more.
+        // SAFETY: the kernel reads the two fields of `raw`, and `bytes` bytes after them, which `raw` has.
         let fd = unsafe {
             libc::syscall(
                 libc::SYS_open_by_handle_at,
@@ -99,17 +101,18 @@ impl StubId {
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: the kernel just gave it to us.
+        // SAFETY: the kernel just returned this descriptor, and nothing else owns it.
         Ok(unsafe { OwnedFd::from_raw_fd(fd as i32) })
     }
 }
 
-/// A stub as a name: in the log, and of its file in the backing while it has no other.
+/// Formats an identity: for the log, and as the private name of the stub's file in the backing.
 pub(crate) fn id_text(id: StubId) -> String {
     format!("{:x}-{:08x}", id.inode, id.generation)
 }
 
-pub(crate) fn id_of(text: &[u8]) -> Option<StubId> {
+/// Parses an identity that [`id_text`] formatted.
+pub(crate) fn parse_id(text: &[u8]) -> Option<StubId> {
     let (inode, generation) = std::str::from_utf8(text).ok()?.split_once('-')?;
     Some(StubId {
         inode: u64::from_str_radix(inode, 16).ok()?,

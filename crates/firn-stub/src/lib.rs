@@ -1,21 +1,19 @@
-//! The stub tree: what a prefix is where there is no FUSE.
+//! Stub trees: mount points without FUSE.
 //!
-//! The prefix is a directory of empty files on tmpfs. The kernel does the names, links, modes, owners, times and locks
-//! of these *stubs*; the bytes of a stub are a file of the engine, which processes write and read through the preload
-//! library and the data socket. This crate ties the two together. It knows which stub is which file ([`StubId`]), and
-//! brings into the backing what programs did to the tree ([`Tree::reconcile`]).
+//! The mount point (the *prefix*) is a directory on tmpfs with empty files, the *stubs*. The kernel keeps the names, links,
+//! modes, owners, times and locks of stubs. The bytes of a stub are in a file of the engine; processes write and read them
+//! through the preload library and the data socket. This crate connects the two. It knows which stub is which file
+//! ([`StubId`]), and gives the backing the names and attributes of the tree ([`Tree::reconcile`]).
 //!
 //! Promises
-//! * A stub is known by its inode number and generation, never by its name or its number alone: a number
-//!   that is used again is another stub.
-//! * The bytes of a stub are dropped only when the stub itself is gone: no name leads to it and no known process has it
-//!   open.
-//! * Whatever renames, removals and links happen meanwhile, a [`Tree::reconcile`] that finds the tree quiet
-//!   makes the backing look like it.
-//! * What is known survives firnd in a log beside the arena (`map`); each change is logged before it
-//!   is made in the backing.
+//! * A stub is identified by inode number and generation, never by its name or its number alone. A number that is used
+//!   again is another stub.
+//! * The bytes of a stub are dropped only when the stub is gone: it has no name, and no known process has it open.
+//! * A [`Tree::reconcile`] during which no program changes the tree makes the backing look like the tree, whatever was
+//!   renamed, removed and linked before.
+//! * A log beside the arena (`map`) survives firnd. It has each change of the backing before the change is made.
 //!
-//! What it relies on: the tree and the arena lie in the same host's memory, and are lost together.
+//! Relies on: the tree and the arena are in the memory of the same host, and are lost together.
 
 mod bring;
 mod fill;

@@ -1,19 +1,19 @@
-//! What the tree was when it was last brought into the backing: which stub stands where there.
+//! The map: which stub is at which path of the backing. It has a log, so it survives firnd.
 //!
-//! The log holds a record for each change, written before the change is made in the backing; its records,
-//! one after the other, are the map. A change that was logged and not made is found out when it is used: the
-//! backing does not have it. Renames of a directory are one record. Paths are bytes without a zero, relative
-//! to the root, and a record is
+//! The log has one record for each change, written before the change is made in the backing. Applied in order, the records
+//! give the map. If firnd dies, only the last logged change may not have been made ([`LoggedChange`]).
+//!
+//! A rename of a directory is one record. Paths are relative to the root and contain no zero byte. The records:
 //!
 //! ```text
-//! H BACKING ROOT-ID                the head: of which backing, which tree
-//! A ID KIND PATH                   a stub stands at PATH now
-//! D PATH                           nothing stands there any more
-//! M FROM TO                        what stood at FROM and below stands at TO and below
+//! H BACKING ROOT-ID                head: the backing, and the identity of the tree's root
+//! A ID KIND PATH                   the stub ID is at PATH
+//! D PATH                           no stub is at PATH any more
+//! M FROM TO                        the stub at FROM, and all stubs below, are at TO and below
 //! F                                the tree is filled: from here on programs may have changed it
 //! ```
 //!
-//! with each field ended by a zero byte and each record by another. Words of IDs are in hexadecimal.
+//! Each field ends with a zero byte, and each record with another one. IDs are hexadecimal.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
@@ -27,10 +27,10 @@ use firn_engine::InodeId;
 use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use crate::StubId;
-use crate::id::{id_of, id_text};
+use crate::id::{id_text, parse_id};
 use crate::path::{Rel, is_private};
 
-/// What orders the changes of a file's bytes.
+/// Orders changes of a file's bytes: an append excludes all other changes.
 #[derive(Debug, Default)]
 pub struct Changes {
     lock: RwLock<()>,
@@ -38,43 +38,44 @@ pub struct Changes {
 }
 
 impl Changes {
-    /// For an append: nothing else changes bytes or length while the guard lives, so the end stays where it is found.
-    pub fn alone(&self) -> RwLockWriteGuard<'_, ()> {
+    /// Locks for an append. While the guard lives, no other change is made, so the end of the file stays where it is.
+    pub fn lock_exclusive(&self) -> RwLockWriteGuard<'_, ()> {
         self.lock.write()
     }
 
-    /// For all other changes of bytes or length.
-    pub fn together(&self) -> RwLockReadGuard<'_, ()> {
+    /// Locks for any other change of bytes or length.
+    pub fn lock_shared(&self) -> RwLockReadGuard<'_, ()> {
         self.lock.read()
     }
 
-    /// Bytes that the file had when a client first told this firnd of it; `None` where that is not known.
+    /// Returns the length of the file when a client first opened it at this firnd; `None` if it is not known.
     pub fn first_size(&self) -> Option<u64> {
         self.first_size.get().copied().flatten()
     }
 
+    /// Notes that length; later calls do nothing.
     pub(crate) fn note_size(&self, size: Option<u64>) {
         self.first_size.get_or_init(|| size);
     }
 }
 
-/// One object of the tree.
+/// The facts that are known of one stub.
 #[derive(Debug)]
 pub(crate) struct Item {
     pub kind: Kind,
-    /// Where it stands in the backing: more than one for hard links.
+    /// Paths of its object in the backing: several for hard links.
     pub paths: Vec<Rel>,
-    /// The engine's number, once it was needed: a reference is held.
+    /// Inode of the engine, once it was needed. The item holds a reference to it.
     pub inode: Option<InodeId>,
-    /// Descriptors that clients told of.
+    /// Number of descriptors that clients have adopted.
     pub opens: u32,
     pub changes: Arc<Changes>,
-    /// Time of the last write, by the engine, when the stub was last told.
-    pub told_mtime: Option<Time>,
-    /// Size and time of bytes that came through the kernel and were ingested.
-    pub absorbed: Option<(u64, Time)>,
-    /// Time of the stub's last change when its attributes were last synced.
-    pub carried: Option<Time>,
+    /// Time of the last write that the stub shows. `None`: not known since the start of this firnd.
+    pub shown_mtime: Option<Time>,
+    /// Size and time of the stub when bytes that the kernel had written to it were ingested.
+    pub ingested: Option<(u64, Time)>,
+    /// Change time of the stub when its attributes were last synced.
+    pub synced_ctime: Option<Time>,
 }
 
 impl Item {
@@ -85,163 +86,173 @@ impl Item {
             inode: None,
             opens: 0,
             changes: Arc::default(),
-            told_mtime: None,
-            absorbed: None,
-            carried: None,
+            shown_mtime: None,
+            ingested: None,
+            synced_ctime: None,
         }
     }
 }
 
-/// The map and its log.
+/// The map of a tree, and its log.
 #[derive(Debug)]
 pub(crate) struct Map {
     items: HashMap<StubId, Item>,
-    at: BTreeMap<Rel, StubId>,
+    by_path: BTreeMap<Rel, StubId>,
     log: File,
     path: PathBuf,
-    records: usize,
+    record_count: usize,
 }
 
-/// What a log is of.
+/// Head of a log: the backing and the tree of which it is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Head {
     pub backing: Rel,
     pub root: StubId,
 }
 
-/// A log that was found.
+/// The map of an earlier firnd, as read from its log.
 #[derive(Debug)]
-pub(crate) struct Found {
+pub(crate) struct SavedMap {
     pub head: Head,
-    /// Whether programs may have used the tree.
-    pub filled: bool,
-    /// The last change that was logged: it alone may not have been made.
-    last: Option<Last>,
+    /// Whether the tree was filled, so that programs may have used it.
+    pub is_filled: bool,
+    /// The last logged change. Only this one may not have been made.
+    last_change: Option<LoggedChange>,
     items: HashMap<StubId, Item>,
-    at: BTreeMap<Rel, StubId>,
+    by_path: BTreeMap<Rel, StubId>,
 }
 
-/// A change that was logged.
+/// A logged change that may not have been made.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Last {
-    /// Something was to stand at a path.
+pub(crate) enum LoggedChange {
+    /// A stub was to be added at this path.
     Added(Rel),
-    /// Something was to move.
+    /// The stub at the first path was to move to the second.
     Moved(Rel, Rel),
 }
 
-/// Old records that are kept before the log is written anew: some, so that small trees never are.
+/// Number of records from which on a log is rewritten at all, so that the logs of small trees never are.
 const RECORDS_MIN: usize = 4096;
+/// Number of records for each path of the map up to which a log is not rewritten.
+const RECORDS_PER_PATH_MAX: usize = 4;
 
-impl Found {
-    /// Reads a log; `None`: there is none, or not one of ours.
+impl SavedMap {
+    /// Reads a log. `None`: there is none, or the file is no log of a tree.
     pub(crate) fn read(path: &Path) -> io::Result<Option<Self>> {
         let bytes = match std::fs::read(path) {
             Ok(bytes) => bytes,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(error) => return Err(error),
         };
-        let mut records = records(&bytes);
-        let Some(head) = records.next().and_then(|fields| head_of(&fields)) else {
+        let mut records = split_records(&bytes);
+        let Some(head) = records.next().and_then(|fields| parse_head(&fields)) else {
             return Ok(None);
         };
-        let mut found = Self {
+        let mut saved = Self {
             head,
-            filled: false,
-            last: None,
+            is_filled: false,
+            last_change: None,
             items: HashMap::new(),
-            at: BTreeMap::new(),
+            by_path: BTreeMap::new(),
         };
         for fields in records {
-            found.last = match *fields {
-                [b"A", _, _, path] => Some(Last::Added(path.to_vec())),
-                [b"M", from, to] => Some(Last::Moved(from.to_vec(), to.to_vec())),
+            saved.last_change = match *fields {
+                [b"A", _, _, path] => Some(LoggedChange::Added(path.to_vec())),
+                [b"M", from, to] => Some(LoggedChange::Moved(from.to_vec(), to.to_vec())),
                 _ => None,
             };
             match *fields {
                 [b"A", id, kind, path] => {
-                    if let (Some(id), Some(kind)) = (id_of(id), kind_of(kind)) {
-                        put(&mut found.items, &mut found.at, id, kind, path.to_vec());
+                    if let (Some(id), Some(kind)) = (parse_id(id), parse_kind(kind)) {
+                        add_path(
+                            &mut saved.items,
+                            &mut saved.by_path,
+                            id,
+                            kind,
+                            path.to_vec(),
+                        );
                     }
                 }
                 [b"D", path] => {
-                    take(&mut found.items, &mut found.at, path);
+                    remove_path(&mut saved.items, &mut saved.by_path, path);
                 }
-                [b"M", from, to] => shift(&mut found.items, &mut found.at, from, to),
-                [b"F"] => found.filled = true,
+                [b"M", from, to] => move_paths(&mut saved.items, &mut saved.by_path, from, to),
+                [b"F"] => saved.is_filled = true,
                 _ => {}
             }
         }
-        Ok(Some(found))
+        Ok(Some(saved))
     }
 }
 
-impl Found {
-    /// The change that may not have been made.
-    pub(crate) fn last(&self) -> Option<Last> {
-        self.last.clone()
+impl SavedMap {
+    /// Returns the last logged change, which may not have been made.
+    pub(crate) fn last_change(&self) -> Option<LoggedChange> {
+        self.last_change.clone()
     }
 
-    /// Whether there are files whose names were never synced.
+    /// Whether some files have private paths, so that their names were never synced.
     pub(crate) fn has_unnamed(&self) -> bool {
-        self.at.keys().any(|path| is_private(path))
+        self.by_path.keys().any(|path| is_private(path))
     }
 }
 
 impl Map {
-    /// Begins a log in place of what is at `path`, with what `found` says.
-    pub(crate) fn begin(path: &Path, head: &Head, found: Option<Found>) -> io::Result<Self> {
-        // An empty tree may be one that programs use already.
-        let filled = found.as_ref().is_some_and(|found| found.filled);
-        let (items, at) = found
-            .map(|found| (found.items, found.at))
+    /// Begins a new log at `path`, in place of an old one. It has the map of an earlier firnd, if there is one.
+    pub(crate) fn begin(path: &Path, head: &Head, saved: Option<SavedMap>) -> io::Result<Self> {
+        // Taken from the log and not from the map: a filled tree may be empty.
+        let is_filled = saved.as_ref().is_some_and(|saved| saved.is_filled);
+        let (items, by_path) = saved
+            .map(|saved| (saved.items, saved.by_path))
             .unwrap_or_default();
         let mut map = Self {
             items,
-            at,
-            log: temporary(path)?,
+            by_path,
+            log: create_temporary(path)?,
             path: path.to_owned(),
-            records: 0,
+            record_count: 0,
         };
-        map.write_all(head, filled)?;
+        map.write_all(head, is_filled)?;
         Ok(map)
     }
 
-    fn write_all(&mut self, head: &Head, filled: bool) -> io::Result<()> {
-        let new = temporary(&self.path)?;
-        self.log = new;
+    /// Writes a new log with the whole map, and replaces the old one by it.
+    fn write_all(&mut self, head: &Head, is_filled: bool) -> io::Result<()> {
+        let new_log = create_temporary(&self.path)?;
+        self.log = new_log;
         self.append(&[b"H", &head.backing, id_text(head.root).as_bytes()])?;
-        let all: Vec<(Rel, StubId)> = self
-            .at
+        let entries: Vec<(Rel, StubId)> = self
+            .by_path
             .iter()
             .map(|(path, id)| (path.clone(), *id))
             .collect();
-        for (path, id) in all {
+        for (path, id) in entries {
             let kind = self.items.get(&id).map_or(Kind::File, |item| item.kind);
             self.append(&[b"A", id_text(id).as_bytes(), kind_text(kind), &path])?;
         }
-        if filled {
+        if is_filled {
             self.append(&[b"F"])?;
         }
         std::fs::rename(temporary_path(&self.path), &self.path)?;
-        self.records = 0;
+        self.record_count = 0;
         Ok(())
     }
 
-    /// Writes the log anew where it is much longer than the map.
+    /// Rewrites the log if it is much longer than the map.
     pub(crate) fn trim(&mut self, head: &Head) -> io::Result<()> {
-        if self.records > RECORDS_MIN + 4 * self.at.len() {
+        if self.record_count > RECORDS_MIN + RECORDS_PER_PATH_MAX * self.by_path.len() {
             self.write_all(head, true)
         } else {
             Ok(())
         }
     }
 
-    /// From here on programs may use the tree.
-    pub(crate) fn filled(&mut self) -> io::Result<()> {
+    /// Logs that the tree is filled. Called before programs may use it.
+    pub(crate) fn note_filled(&mut self) -> io::Result<()> {
         self.append(&[b"F"])
     }
 
+    /// Appends a record to the log.
     fn append(&mut self, fields: &[&[u8]]) -> io::Result<()> {
         let mut record = Vec::new();
         for field in fields {
@@ -249,7 +260,7 @@ impl Map {
             record.push(0);
         }
         record.push(0);
-        self.records += 1;
+        self.record_count += 1;
         self.log.write_all(&record)
     }
 
@@ -262,53 +273,55 @@ impl Map {
     pub(crate) fn items(&self) -> impl Iterator<Item = (StubId, &Item)> {
         self.items.iter().map(|(id, item)| (*id, item))
     }
-    /// The stub at a path of the backing.
-    pub(crate) fn at(&self, path: &[u8]) -> Option<StubId> {
-        self.at.get(path).copied()
+    /// Returns the stub at a path of the backing.
+    pub(crate) fn stub_at(&self, path: &[u8]) -> Option<StubId> {
+        self.by_path.get(path).copied()
     }
 
-    /// A stub is about to stand at `path`.
+    /// Logs and notes that a stub is about to be added at `path`.
     pub(crate) fn add(&mut self, id: StubId, kind: Kind, path: &[u8]) -> io::Result<()> {
         self.append(&[b"A", id_text(id).as_bytes(), kind_text(kind), path])?;
-        put(&mut self.items, &mut self.at, id, kind, path.to_vec());
+        add_path(&mut self.items, &mut self.by_path, id, kind, path.to_vec());
         Ok(())
     }
 
-    /// Nothing stands at `path` any more. Gives the item if that was its last path.
+    /// Logs and notes that no stub is at `path` any more. Returns the item if that was its last path.
     pub(crate) fn remove(&mut self, path: &[u8]) -> io::Result<Option<(StubId, Item)>> {
         self.append(&[b"D", path])?;
-        Ok(take(&mut self.items, &mut self.at, path))
+        Ok(remove_path(&mut self.items, &mut self.by_path, path))
     }
 
-    /// Notes that the stub at `from`, and all below, is about to move to `to`.
-    pub(crate) fn shift(&mut self, from: &[u8], to: &[u8]) -> io::Result<()> {
+    /// Logs and notes that the stub at `from`, and all stubs below it, are about to move to `to`.
+    pub(crate) fn move_paths(&mut self, from: &[u8], to: &[u8]) -> io::Result<()> {
         self.append(&[b"M", from, to])?;
-        shift(&mut self.items, &mut self.at, from, to);
+        move_paths(&mut self.items, &mut self.by_path, from, to);
         Ok(())
     }
 }
 
-fn put(
+/// Adds a path of a stub to both sides of the map.
+fn add_path(
     items: &mut HashMap<StubId, Item>,
-    at: &mut BTreeMap<Rel, StubId>,
+    by_path: &mut BTreeMap<Rel, StubId>,
     id: StubId,
     kind: Kind,
     path: Rel,
 ) {
-    take(items, at, &path);
+    remove_path(items, by_path, &path);
     let item = items.entry(id).or_insert_with(|| Item::new(kind));
     item.paths.push(path.clone());
-    at.insert(path, id);
+    by_path.insert(path, id);
 }
 
-fn take(
+/// Removes a path from both sides of the map. Returns the item if that was its last path.
+fn remove_path(
     items: &mut HashMap<StubId, Item>,
-    at: &mut BTreeMap<Rel, StubId>,
+    by_path: &mut BTreeMap<Rel, StubId>,
     path: &[u8],
 ) -> Option<(StubId, Item)> {
-    let id = at.remove(path)?;
+    let id = by_path.remove(path)?;
     let item = items.get_mut(&id)?;
-    item.paths.retain(|known| known != path);
+    item.paths.retain(|item_path| item_path != path);
     if item.paths.is_empty() {
         items.remove(&id).map(|item| (id, item))
     } else {
@@ -316,39 +329,48 @@ fn take(
     }
 }
 
-fn shift(
+/// Moves all paths at or below `from` to `to`, in both sides of the map.
+fn move_paths(
     items: &mut HashMap<StubId, Item>,
-    at: &mut BTreeMap<Rel, StubId>,
+    by_path: &mut BTreeMap<Rel, StubId>,
     from: &[u8],
     to: &[u8],
 ) {
     let below = [from, b"/"].concat();
-    // '0' follows '/'.
-    let behind = [from, b"0"].concat();
-    let moved: Vec<Rel> = at
-        .range(below..behind)
+    // '0' is the byte after '/': all paths below `from` sort before this.
+    let end = [from, b"0"].concat();
+    let moved: Vec<Rel> = by_path
+        .range(below..end)
         .map(|(path, _)| path.clone())
-        .chain(at.contains_key(from).then(|| from.to_vec()))
+        .chain(by_path.contains_key(from).then(|| from.to_vec()))
         .collect();
     for path in moved {
         let new = [to, path.get(from.len()..).unwrap_or_default()].concat();
-        let Some(id) = at.remove(&path) else { continue };
+        let Some(id) = by_path.remove(&path) else {
+            continue;
+        };
         if let Some(item) = items.get_mut(&id) {
-            for known in item.paths.iter_mut().filter(|known| **known == path) {
-                known.clone_from(&new);
+            for item_path in item
+                .paths
+                .iter_mut()
+                .filter(|item_path| **item_path == path)
+            {
+                item_path.clone_from(&new);
             }
         }
-        at.insert(new, id);
+        by_path.insert(new, id);
     }
 }
 
+/// Path of a new log before it replaces the old one.
 fn temporary_path(path: &Path) -> PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push(".new");
     PathBuf::from(name)
 }
 
-fn temporary(path: &Path) -> io::Result<File> {
+/// Creates the file of a new log.
+fn create_temporary(path: &Path) -> io::Result<File> {
     File::options()
         .create(true)
         .truncate(true)
@@ -357,17 +379,17 @@ fn temporary(path: &Path) -> io::Result<File> {
         .open(temporary_path(path))
 }
 
-fn records(bytes: &[u8]) -> impl Iterator<Item = Vec<&[u8]>> {
+/// Splits a log into records, each a list of its fields. A torn record at the end is left out.
+fn split_records(bytes: &[u8]) -> impl Iterator<Item = Vec<&[u8]>> {
     let mut rest = bytes;
     std::iter::from_fn(move || {
         let mut fields = Vec::new();
         loop {
             let end = rest.iter().position(|byte| *byte == 0)?;
             let field = rest.get(..end)?;
-            let behind = rest.get(end + 1..)?;
-            rest = behind;
-            // An empty field is a path of the root, or the end of the record: fields are never empty but
-            // the root's, which is never logged.
+            let after_field = rest.get(end + 1..)?;
+            rest = after_field;
+            // An empty field ends a record. No field is empty: the path of the root would be, but it is never logged.
             if field.is_empty() {
                 return Some(fields);
             }
@@ -376,16 +398,18 @@ fn records(bytes: &[u8]) -> impl Iterator<Item = Vec<&[u8]>> {
     })
 }
 
-fn head_of(fields: &[&[u8]]) -> Option<Head> {
+/// Parses the head of a log.
+fn parse_head(fields: &[&[u8]]) -> Option<Head> {
     match fields {
         [b"H", backing, root] => Some(Head {
             backing: backing.to_vec(),
-            root: id_of(root)?,
+            root: parse_id(root)?,
         }),
         _ => None,
     }
 }
 
+/// Letter of a kind in the log.
 fn kind_text(kind: Kind) -> &'static [u8] {
     match kind {
         Kind::File => b"f",
@@ -398,7 +422,8 @@ fn kind_text(kind: Kind) -> &'static [u8] {
     }
 }
 
-fn kind_of(text: &[u8]) -> Option<Kind> {
+/// Parses the letter of a kind.
+fn parse_kind(text: &[u8]) -> Option<Kind> {
     use Kind::*;
     [File, Dir, Symlink, Fifo, Socket, CharDevice, BlockDevice]
         .into_iter()
@@ -424,7 +449,7 @@ mod tests {
     }
 
     fn shown(map: &Map) -> Vec<(String, u64)> {
-        map.at
+        map.by_path
             .iter()
             .map(|(path, id)| (String::from_utf8_lossy(path).into_owned(), id.inode))
             .collect()
@@ -439,8 +464,8 @@ mod tests {
         map.add(id(3), Kind::File, b"a/x").unwrap();
         map.add(id(3), Kind::File, b"link").unwrap();
         map.add(id(4), Kind::Symlink, b"a-b\nc").unwrap();
-        map.filled().unwrap();
-        map.shift(b"a", b"b").unwrap();
+        map.note_filled().unwrap();
+        map.move_paths(b"a", b"b").unwrap();
         assert!(map.remove(b"link").unwrap().is_none());
         assert_eq!(
             map.remove(b"a-b\nc").unwrap().map(|(id, _)| id.inode),
@@ -448,9 +473,9 @@ mod tests {
         );
         let expected = vec![("b".to_owned(), 2), ("b/x".to_owned(), 3)];
         assert_eq!(shown(&map), expected);
-        let found = Found::read(&path).unwrap().unwrap();
-        assert!(found.filled && found.head == head());
-        let again = Map::begin(&path, &head(), Some(found)).unwrap();
+        let saved = SavedMap::read(&path).unwrap().unwrap();
+        assert!(saved.is_filled && saved.head == head());
+        let again = Map::begin(&path, &head(), Some(saved)).unwrap();
         assert_eq!(shown(&again), expected);
         assert_eq!(again.item(id(3)).unwrap().paths, [b"b/x".to_vec()]);
     }
@@ -467,13 +492,13 @@ mod tests {
         for cut in whole.len()..longer.len() {
             std::fs::write(&path, &longer[..cut]).unwrap();
             assert_eq!(
-                Found::read(&path).unwrap().unwrap().at.len(),
+                SavedMap::read(&path).unwrap().unwrap().by_path.len(),
                 1,
                 "cut at {cut}"
             );
         }
         std::fs::write(&path, b"something else\0\0").unwrap();
-        assert!(Found::read(&path).unwrap().is_none());
-        assert!(Found::read(&dir.path().join("none")).unwrap().is_none());
+        assert!(SavedMap::read(&path).unwrap().is_none());
+        assert!(SavedMap::read(&dir.path().join("none")).unwrap().is_none());
     }
 }

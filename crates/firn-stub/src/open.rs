@@ -1,4 +1,12 @@
-//! Open stubs: what processes told of over the data socket.
+//! Adopted stubs: descriptors that clients have sent over the data socket.
+//!
+//! A program opens a stub in the kernel. The preload library sends the descriptor to firnd, which *adopts* it: it opens the
+//! file of the stub in the engine and returns a handle. Reads and writes of the program then go to that handle.
+//!
+//! Promises
+//! * Only stubs of this tree are adopted; other descriptors are refused (EXDEV).
+//! * firnd keeps no open file of the client, only an `O_PATH` descriptor, so the client's locks end with the client.
+//! * A file stays open in the engine as long as a client has it open, even if its name is gone.
 
 use std::ffi::OsStr;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -12,54 +20,55 @@ use rustix::fs::{CWD, Mode, OFlags, fstat, open, readlinkat};
 use crate::StubId;
 use crate::map::{Changes, Map};
 use crate::path::{Rel, private_path};
-use crate::tree::{Ref, Tree, errno, stub_of};
+use crate::tree::{InodeRef, Tree, errno, stub_of};
 
-/// A descriptor that a client told of.
+/// An adopted descriptor.
 #[derive(Debug)]
 pub(crate) struct Open {
     pub id: StubId,
     pub client: ClientId,
     pub inode: InodeId,
-    /// Names the stub without keeping its locks or its open file.
+    /// An `O_PATH` descriptor of the stub: it keeps neither the client's open file nor its locks alive.
     pub fd: OwnedFd,
     pub changes: Arc<Changes>,
 }
 
-/// How a client's descriptor is called from now on.
+/// The handle of an adopted descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Adopted {
-    /// For the engine and the data socket's requests.
+    /// Handle for calls of the engine and requests over the data socket.
     pub handle: HandleId,
-    /// Bytes of the file.
+    /// Length of the file.
     pub size: u64,
 }
 
-/// What the kernel does not know of a stub.
+/// Attributes of a stub's file that the kernel does not know.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StubAttr {
-    /// Bytes of the file.
+    /// Length of the file.
     pub size: u64,
-    /// 512-byte blocks.
+    /// Number of 512-byte blocks.
     pub blocks: u64,
-    /// The stub's time of change was just set: look again.
-    pub told: bool,
+    /// Whether the stub's times were just set. The client then reads its attributes from the kernel again.
+    pub is_time_changed: bool,
 }
 
 impl<B: Backing> Tree<B> {
-    /// Takes a descriptor of a stub, opened with `flags` of open(2), of which `O_TRUNC` is done here.
-    /// `again`: the client knew it before; a stub that is not known then has lost its data (ESTALE). EXDEV:
-    /// it is no stub of this tree.
+    /// Adopts a descriptor of a stub that a client opened with `flags` of open(2). Carries out `O_TRUNC`.
+    ///
+    /// `is_repeated`: the client had the stub adopted before, by an earlier firnd. ESTALE: such a stub is not in the map, so
+    /// its data is lost. EXDEV: the descriptor is not of a stub of this tree.
     pub fn adopt(
         &self,
         client: ClientId,
-        given: OwnedFd,
+        client_fd: OwnedFd,
         flags: i32,
-        again: bool,
+        is_repeated: bool,
     ) -> Result<Adopted> {
-        // The program's own open file must not live on here: it may hold locks.
-        let path = format!("/proc/self/fd/{}", given.as_raw_fd());
+        // The client's open file must not stay open here, because it may hold locks.
+        let path = format!("/proc/self/fd/{}", client_fd.as_raw_fd());
         let fd = open(path.as_str(), OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
-        drop(given);
+        drop(client_fd);
         let stat = fstat(&fd)?;
         let id = StubId::of(fd.as_fd()).map_err(|_| Errno::XDEV)?;
         if stat.st_dev != self.device || stat.st_ino != id.inode {
@@ -72,17 +81,17 @@ impl<B: Backing> Tree<B> {
         if self.is_closed() {
             return Err(Errno::SHUTDOWN);
         }
-        // O_TRUNC waits for an append that is under way. What it cuts is looked up anew below.
+        // O_TRUNC must not happen during an append.
         let changes = self
             .changes_of_item(id)
             .filter(|_| flags & libc::O_TRUNC != 0);
-        let _together = changes.as_ref().map(|changes| changes.together());
+        let _guard = changes.as_ref().map(|changes| changes.lock_shared());
         let mut map = self.map.lock();
         if map.item(id).is_none() {
-            if again && stub.nlink == 0 {
+            if is_repeated && stub.nlink == 0 {
                 return Err(Errno::STALE);
             }
-            if !self.is_ours(&fd, stub.nlink) {
+            if !self.is_of_this_tree(&fd, stub.nlink) {
                 return Err(Errno::XDEV);
             }
             self.make_file(&mut map, id, self.path_of(&fd).as_deref())?;
@@ -91,7 +100,7 @@ impl<B: Backing> Tree<B> {
             && flags & libc::O_TRUNC == 0
             && let Some(path) = self.path_of(&fd)
         {
-            let _ = self.absorb(&mut map, &crate::tree::Stub { path, ..stub });
+            let _ = self.ingest_kernel_writes(&mut map, &crate::tree::Stub { path, ..stub });
         }
         let inode = self.inode_of(&mut map, id)?;
         let opened = self.engine.open(inode, flags)?;
@@ -117,8 +126,8 @@ impl<B: Backing> Tree<B> {
                 changes,
             },
         );
-        if map.item(id).is_some_and(|item| item.told_mtime.is_none())
-            && let Err(error) = self.tell_time(&mut map, id)
+        if map.item(id).is_some_and(|item| item.shown_mtime.is_none())
+            && let Err(error) = self.update_stub_time(&mut map, id)
         {
             tracing::debug!(%error, "a stub does not show when it was written");
         }
@@ -128,43 +137,45 @@ impl<B: Backing> Tree<B> {
         })
     }
 
+    /// Returns the lock of a stub's file, if the stub is in the map.
     fn changes_of_item(&self, id: StubId) -> Option<Arc<Changes>> {
         let map = self.map.lock();
         map.item(id).map(|item| Arc::clone(&item.changes))
     }
 
-    /// What orders the changes of an open stub.
+    /// Returns the lock that orders the changes of an adopted stub's file.
     pub fn changes(&self, handle: HandleId) -> Result<Arc<Changes>> {
         let opens = self.opens.lock();
         let open = opens.get(&handle).ok_or(Errno::BADF)?;
         Ok(Arc::clone(&open.changes))
     }
 
-    /// Where the tree shares its file system with others, only what stands below the root is a stub.
-    fn is_ours(&self, fd: &OwnedFd, nlink: u64) -> bool {
+    /// Whether a descriptor is of a stub of this tree. If the tree shares its file system with other files, only objects below
+    /// its root are stubs.
+    fn is_of_this_tree(&self, fd: &OwnedFd, nlink: u64) -> bool {
         self.is_whole_device() || nlink == 0 || self.path_of(fd).is_some()
     }
 
-    /// Path of a descriptor's stub, below the root.
+    /// Returns the present path of a descriptor's stub. `None`: it is not in the tree, or is being renamed.
     fn path_of(&self, fd: &OwnedFd) -> Option<Rel> {
-        let link = |fd: &OwnedFd| {
+        let link_of = |fd: &OwnedFd| {
             let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
             readlinkat(CWD, path.as_str(), Vec::new())
                 .ok()
                 .map(|path| path.into_bytes())
         };
-        let path = link(fd)?;
-        let root = link(&self.root)?;
+        let path = link_of(fd)?;
+        let root = link_of(&self.root)?;
         let below = path.strip_prefix(&*root)?.strip_prefix(b"/")?.to_vec();
         let id = StubId::of(fd.as_fd()).ok()?;
-        self.stands(&below, id).then_some(below)
+        self.is_at(&below, id).then_some(below)
     }
 
-    /// Makes the file of a stub that no client told of so far. It has a private name until the tree is reconciled. The
-    /// backing places its data by the name that its stub has now.
-    fn make_file(&self, map: &mut Map, id: StubId, stands_at: Option<&[u8]>) -> Result<()> {
+    /// Makes the file of a stub that is not in the map. The file has a private path until the names are synced.
+    /// `current_path`: path of the stub now; it decides where the backing places the file's data.
+    fn make_file(&self, map: &mut Map, id: StubId, current_path: Option<&[u8]>) -> Result<()> {
         self.make_private_dir()?;
-        let later = stands_at
+        let later = current_path
             .filter(|_| self.options.places_by_name)
             .and_then(|path| self.directory_above(map, path));
         let path = private_path(id);
@@ -173,7 +184,7 @@ impl<B: Backing> Tree<B> {
             .map_err(|error| errno(&error))?;
         let caller = self.caller();
         let flags = libc::O_RDWR;
-        let made = match &later {
+        let result = match &later {
             Some((later_dir, later_name)) => self.engine.create_placed(
                 &caller,
                 (dir.inode, name),
@@ -183,12 +194,12 @@ impl<B: Backing> Tree<B> {
             ),
             None => self.engine.create(&caller, dir.inode, name, 0o600, flags),
         };
-        match made {
+        match result {
             Ok((entry, opened)) => {
                 self.engine.release(opened.handle);
                 if let Some(item) = map.item_mut(id) {
                     item.inode = Some(entry.inode);
-                    item.told_mtime = Some(entry.attr.mtime);
+                    item.shown_mtime = Some(entry.attr.mtime);
                 }
                 Ok(())
             }
@@ -199,18 +210,18 @@ impl<B: Backing> Tree<B> {
         }
     }
 
-    /// The directory of a path in the backing, where the directories above are carried over first, and the name there.
-    /// `None` where one of them has just got another name: the file is then placed as one without a name.
+    /// Returns the directory of a path in the backing, and the name in it. Syncs the directories above first. `None`: one of
+    /// them is being renamed; the file is then placed like one without a name.
     fn directory_above<'p>(
         &self,
         map: &mut Map,
         path: &'p [u8],
-    ) -> Option<(Ref<'_, B>, &'p OsStr)> {
-        self.bring_directories(map, path).ok()?;
+    ) -> Option<(InodeRef<'_, B>, &'p OsStr)> {
+        self.sync_directories(map, path).ok()?;
         self.parent(path).ok()
     }
 
-    /// Whether a client told of this descriptor.
+    /// Whether the client has this handle.
     pub fn is_open(&self, handle: HandleId, client: ClientId) -> bool {
         self.opens
             .lock()
@@ -218,7 +229,7 @@ impl<B: Backing> Tree<B> {
             .is_some_and(|open| open.client == client)
     }
 
-    /// The inode of an open stub.
+    /// Returns the inode of an adopted stub's file.
     pub fn inode(&self, handle: HandleId) -> Result<InodeId> {
         self.opens
             .lock()
@@ -227,23 +238,23 @@ impl<B: Backing> Tree<B> {
             .ok_or(Errno::BADF)
     }
 
-    /// What the kernel does not know of a stub; `None` for a stub without writes.
+    /// Returns the attributes of a stub's file that the kernel does not know. `None`: the stub has no file in the engine.
     pub fn attr(&self, id: StubId) -> Result<Option<StubAttr>> {
         let mut map = self.map.lock();
         if map.item(id).is_none_or(|item| item.kind != Kind::File) {
             return Ok(None);
         }
         let inode = self.inode_of(&mut map, id)?;
-        let told = self.tell_time(&mut map, id)?;
+        let is_time_changed = self.update_stub_time(&mut map, id)?;
         let attr = self.engine.namespace.attr(inode, None)?;
         Ok(Some(StubAttr {
             size: attr.size,
             blocks: attr.blocks,
-            told,
+            is_time_changed,
         }))
     }
 
-    /// As [`Tree::attr`], for an open stub.
+    /// Returns the attributes as [`Tree::attr`] does, for an adopted stub.
     pub fn attr_of(&self, handle: HandleId) -> Result<StubAttr> {
         let id = self
             .opens
@@ -254,7 +265,7 @@ impl<B: Backing> Tree<B> {
         self.attr(id)?.ok_or(Errno::BADF)
     }
 
-    /// ftruncate(2).
+    /// Sets the length of an adopted stub's file (ftruncate(2)).
     pub fn truncate(&self, handle: HandleId, size: u64) -> Result<()> {
         let inode = self.inode(handle)?;
         let atime = SetTime::Keep;
@@ -270,30 +281,30 @@ impl<B: Backing> Tree<B> {
         self.engine.namespace.set_attr(inode, set, None).map(drop)
     }
 
-    /// Carries the name of an open stub over, and those of the directories above it.
-    pub fn bring_open(&self, handle: HandleId) -> Result<()> {
+    /// Syncs the name of an adopted stub, and the names of the directories above it.
+    pub fn sync_open_name(&self, handle: HandleId) -> Result<()> {
         let path = {
             let opens = self.opens.lock();
             let open = opens.get(&handle).ok_or(Errno::BADF)?;
             self.path_of(&open.fd)
         };
-        // It has no name any more, or changes it at this instant.
+        // The stub has no name any more, or is being renamed.
         let Some(path) = path else { return Ok(()) };
         let mut map = self.map.lock();
-        if self.bring_path(&mut map, &path).is_ok() {
+        if self.sync_path(&mut map, &path).is_ok() {
             return Ok(());
         }
         drop(map);
         self.reconcile()
     }
 
-    /// The descriptor was closed. What no name leads to is dropped with the last one.
+    /// Releases a handle. With the last one, the file of a stub without a name is dropped.
     pub fn release(&self, handle: HandleId) {
         let mut map = self.map.lock();
         let Some(id) = self.opens.lock().get(&handle).map(|open| open.id) else {
             return;
         };
-        if let Err(error) = self.tell_time(&mut map, id) {
+        if let Err(error) = self.update_stub_time(&mut map, id) {
             tracing::debug!(%error, "a stub does not show when it was written");
         }
         let Some(open) = self.opens.lock().remove(&handle) else {
@@ -311,14 +322,14 @@ impl<B: Backing> Tree<B> {
         }
     }
 
-    /// A client is gone: all that it had open is closed.
-    pub fn client_gone(&self, client: ClientId) {
-        let of = |open: &Open| open.client == client;
+    /// Releases all handles of a client that is gone.
+    pub fn release_client(&self, client: ClientId) {
+        let is_of_client = |open: &Open| open.client == client;
         let handles: Vec<HandleId> = self
             .opens
             .lock()
             .iter()
-            .filter(|(_, open)| of(open))
+            .filter(|(_, open)| is_of_client(open))
             .map(|(handle, _)| *handle)
             .collect();
         for handle in handles {
@@ -326,7 +337,7 @@ impl<B: Backing> Tree<B> {
         }
     }
 
-    /// Open stubs.
+    /// Returns the number of adopted descriptors.
     pub fn open_count(&self) -> usize {
         self.opens.lock().len()
     }

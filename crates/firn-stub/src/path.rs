@@ -1,19 +1,22 @@
-//! Paths below the root of a tree, and the private ones of files that have no name in the backing yet, or any more.
+//! Paths in a tree, and private paths in the backing.
+//!
+//! A file has a *private path* in the backing while its stub's name is not synced yet, and when its stub was removed but is
+//! still open.
 
 use crate::id::{StubId, id_text};
 
-/// A path below the root, without slashes at its ends; empty: the root.
+/// A path relative to the root, without slashes at its ends. Empty: the root.
 pub(crate) type Rel = Vec<u8>;
 
-/// Where files wait in the backing for the first name that is synced, and where removed ones stay that are still open.
+/// Directory of the private paths in the backing.
 pub(crate) const PRIVATE: &[u8] = b".firn/stub";
 
-/// The directory part and the last name of a path.
+/// Splits a path into its directory and its last name.
 pub(crate) fn split(path: &[u8]) -> (&[u8], &[u8]) {
     match path.iter().rposition(|byte| *byte == b'/') {
-        Some(at) => (
-            path.get(..at).unwrap_or_default(),
-            path.get(at + 1..).unwrap_or_default(),
+        Some(slash) => (
+            path.get(..slash).unwrap_or_default(),
+            path.get(slash + 1..).unwrap_or_default(),
         ),
         None => (b"", path),
     }
@@ -28,12 +31,12 @@ pub(crate) fn join(dir: &[u8], name: &[u8]) -> Rel {
     }
 }
 
-/// Where a file waits in the backing.
+/// Returns the private path of a stub's file.
 pub(crate) fn private_path(id: StubId) -> Rel {
     join(PRIVATE, id_text(id).as_bytes())
 }
 
-/// Whether a path is one of [`private_path`].
+/// Whether a path is a private one.
 pub(crate) fn is_private(path: &[u8]) -> bool {
     path.strip_prefix(PRIVATE)
         .is_some_and(|rest| rest.first() == Some(&b'/'))

@@ -1,4 +1,4 @@
-//! Where a stub tree can be: on tmpfs, in a directory that is empty or that an earlier firnd used.
+//! Checks and prepares the directory of a stub tree: on tmpfs, and empty or with the tree of an earlier firnd.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -10,56 +10,58 @@ use rustix::mount::{MountFlags, mount};
 
 use crate::StubId;
 
+/// `f_type` of tmpfs in statfs(2).
 const TMPFS_MAGIC: i64 = 0x0102_1994;
 
-/// Why a prefix cannot hold a stub tree.
+/// Reasons why a directory cannot hold a stub tree.
 #[derive(Debug, thiserror::Error)]
 pub enum PlaceError {
-    /// Only root can mount a tmpfs.
+    /// The directory is not on tmpfs, and this process is not root and cannot mount one.
     #[error(
         "{} is not on a tmpfs, and only root can mount one there: take a directory in /dev/shm, or make {} a symlink to one",
         quoted_path(prefix),
         quoted_path(prefix)
     )]
     NotTmpfs {
-        /// The prefix.
+        /// The directory.
         prefix: PathBuf,
     },
-    /// There is something in it.
+    /// The directory is not empty.
     #[error(
         "{} is not empty, and not the tree of an earlier mount of this backing: give an empty directory",
         quoted_path(prefix)
     )]
     NotEmpty {
-        /// The prefix.
+        /// The directory.
         prefix: PathBuf,
     },
-    /// Any system call.
+    /// A system call failed.
     #[error("cannot use {} for a stub tree: {source}", quoted_path(prefix))]
     Io {
-        /// The prefix.
+        /// The directory.
         prefix: PathBuf,
-        /// Why.
+        /// Error of the call.
         source: io::Error,
     },
-    /// A kernel, or a sandbox, without file handles.
+    /// The kernel or a sandbox does not give file handles.
     #[error(
         "this system does not tell files on tmpfs apart (name_to_handle_at: {source}): without FUSE there is no way to mount here"
     )]
     NoHandles {
-        /// Why.
+        /// Error of name_to_handle_at(2).
         source: io::Error,
     },
 }
 
-/// Prepares a prefix: root gets a tmpfs of its own there, unless one is there that `log` tells of. Says
-/// whether one was mounted now.
+/// Prepares the directory `prefix`, and returns whether a tmpfs was mounted there. `log`: the log of an earlier firnd.
+///
+/// If `prefix` has the tree of `log`, nothing is done. Else it must be empty, and root gets a new tmpfs there.
 pub fn check_place(prefix: &Path, log: &Path) -> Result<bool, PlaceError> {
-    let failed = |source: io::Error| PlaceError::Io {
+    let io_error = |source: io::Error| PlaceError::Io {
         prefix: prefix.to_owned(),
         source,
     };
-    let is_tmpfs = || -> io::Result<(bool, io::Result<StubId>)> {
+    let inspect = || -> io::Result<(bool, io::Result<StubId>)> {
         let dir = open(
             prefix,
             OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC,
@@ -72,14 +74,18 @@ pub fn check_place(prefix: &Path, log: &Path) -> Result<bool, PlaceError> {
         let kind = fstatfs(&dir)?.f_type as i64;
         Ok((kind == TMPFS_MAGIC, StubId::of(dir.as_fd())))
     };
-    let (mut tmpfs, mut id) = is_tmpfs().map_err(failed)?;
-    let known = crate::map::Found::read(log).map_err(failed)?;
-    if known.is_some_and(|known| id.as_ref().is_ok_and(|id| *id == known.head.root)) {
+    let (mut is_tmpfs, mut id) = inspect().map_err(io_error)?;
+    let saved = crate::map::SavedMap::read(log).map_err(io_error)?;
+    if saved.is_some_and(|saved| id.as_ref().is_ok_and(|id| *id == saved.head.root)) {
         return Ok(false);
     }
-    let mut mounted = false;
-    // What is in it would be hidden.
-    if std::fs::read_dir(prefix).map_err(failed)?.next().is_some() {
+    let mut is_mounted = false;
+    // A new tmpfs would hide what is in the directory.
+    if std::fs::read_dir(prefix)
+        .map_err(io_error)?
+        .next()
+        .is_some()
+    {
         return Err(PlaceError::NotEmpty {
             prefix: prefix.to_owned(),
         });
@@ -94,19 +100,19 @@ pub fn check_place(prefix: &Path, log: &Path) -> Result<bool, PlaceError> {
             Some(c"mode=0700,nr_inodes=0"),
         ) {
             Ok(()) => {
-                mounted = true;
-                (tmpfs, id) = is_tmpfs().map_err(failed)?;
+                is_mounted = true;
+                (is_tmpfs, id) = inspect().map_err(io_error)?;
             }
-            // Root of a container without the right to mount.
+            // Root of a container may lack the right to mount.
             Err(rustix::io::Errno::PERM | rustix::io::Errno::ACCESS) => {}
-            Err(error) => return Err(failed(error.into())),
+            Err(error) => return Err(io_error(error.into())),
         }
     }
-    if !tmpfs {
+    if !is_tmpfs {
         return Err(PlaceError::NotTmpfs {
             prefix: prefix.to_owned(),
         });
     }
     id.map_err(|source| PlaceError::NoHandles { source })?;
-    Ok(mounted)
+    Ok(is_mounted)
 }

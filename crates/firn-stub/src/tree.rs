@@ -1,4 +1,11 @@
-//! The tree and what every part of it uses.
+//! The tree: how it begins and ends, and the helpers that all parts use.
+//!
+//! Terms
+//! * *path*: relative to the root of the tree, and at the same time to the top of the backing.
+//! * *filled*: stubs were made for everything in the backing, so programs may use the tree.
+//! * *adopted*: a client has sent a descriptor of a stub, and has a handle of the engine for it.
+//!
+//! Lock order: `map`, then `opens`.
 
 use std::collections::HashMap;
 use std::ffi::{CString, OsStr};
@@ -17,67 +24,67 @@ use parking_lot::Mutex;
 use rustix::fs::{AtFlags, Mode, OFlags, fstat, open, statat};
 
 use crate::StubId;
-use crate::map::{Found, Head, Map};
+use crate::map::{Head, Map, SavedMap};
 use crate::open::Open;
 use crate::path::{PRIVATE, Rel, split};
 
-/// Why a tree cannot be begun.
+/// Reasons why a tree cannot begin.
 #[derive(Debug, thiserror::Error)]
 pub enum TreeError {
-    /// The directory or its log.
+    /// A system call on the directory or the log failed.
     #[error("cannot use the stub tree at {}: {source}", quoted_path(root))]
     Io {
-        /// The prefix.
+        /// Root of the tree.
         root: PathBuf,
-        /// Why.
+        /// Error of the call.
         source: io::Error,
     },
-    /// There is something in it, and no log tells what.
+    /// The directory is not empty, and no log describes its contents.
     #[error(
         "{} is not empty, and not the tree of an earlier mount of this backing: give an empty directory",
         quoted_path(root)
     )]
     NotEmpty {
-        /// The prefix.
+        /// Root of the tree.
         root: PathBuf,
     },
-    /// The log tells of another tree that may hold names.
+    /// The log is of another tree, which may have names that are not synced.
     #[error(
         "the names of this backing are in the stub tree at another place than {}: mount it there again, or remove {} to give up what was not drained",
         quoted_path(root),
         quoted_path(log)
     )]
     Elsewhere {
-        /// The prefix that was asked for.
+        /// Root of the tree that was asked for.
         root: PathBuf,
-        /// The log.
+        /// Path of the log.
         log: PathBuf,
     },
-    /// What the backing holds could not be shown.
+    /// Stubs for the contents of the backing could not be made.
     #[error("cannot make stubs for what the backing holds: {0}")]
     Fill(Errno),
 }
 
-/// What a tree is made of.
+/// Options of a tree.
 #[derive(Clone, Debug)]
 pub struct TreeOptions {
-    /// The prefix: a directory on tmpfs.
+    /// Root of the tree: a directory on tmpfs.
     pub root: PathBuf,
-    /// The log, beside the arena.
+    /// Path of the log, beside the arena.
     pub log: PathBuf,
-    /// The backing, for the log's head.
+    /// Path of the backing, for the head of the log.
     pub backing: PathBuf,
-    /// The backing places new files by their names, in lanes or in logs. The directories of such a file are then carried
-    /// over when a program first writes to it.
+    /// Whether the backing places new files by their names, in lanes or logs. Then the directories of such a file are synced
+    /// when a program first writes to it.
     pub places_by_name: bool,
 }
 
-/// A directory of a walk.
+/// A directory as a walk saw it.
 #[derive(Debug)]
 pub(crate) struct WalkedDir {
     pub path: Rel,
     pub id: StubId,
-    /// When something was last put into it or taken from it.
+    /// Time of the last change of its names.
     pub ctime: Time,
 }
 
@@ -89,22 +96,22 @@ pub struct Tree<B: Backing> {
     pub(crate) head: Head,
     pub(crate) options: TreeOptions,
     pub(crate) map: Mutex<Map>,
-    /// Descriptors that clients told of. Taken after `map`.
+    /// Adopted descriptors. Locked after `map`.
     pub(crate) opens: Mutex<HashMap<HandleId, Open>>,
     pub(crate) has_private: AtomicBool,
-    /// The directories, where all that was gone by then was dropped.
+    /// Directories as the last complete sweep saw them. `None`: no sweep has dropped all removed stubs yet.
     pub(crate) swept: Mutex<Option<Vec<WalkedDir>>>,
     closed: AtomicBool,
 }
 
-/// One reference to an inode of the engine.
-pub(crate) struct Ref<'a, B: Backing> {
+/// A reference to an inode of the engine, which is given back on drop.
+pub(crate) struct InodeRef<'a, B: Backing> {
     engine: &'a Engine<B>,
     pub inode: InodeId,
 }
 
-impl<B: Backing> Ref<'_, B> {
-    /// Keeps the reference beyond this value.
+impl<B: Backing> InodeRef<'_, B> {
+    /// Keeps the reference: the caller must give it back.
     pub(crate) fn keep(self) -> InodeId {
         let inode = self.inode;
         std::mem::forget(self);
@@ -112,7 +119,7 @@ impl<B: Backing> Ref<'_, B> {
     }
 }
 
-impl<B: Backing> Drop for Ref<'_, B> {
+impl<B: Backing> Drop for InodeRef<'_, B> {
     fn drop(&mut self) {
         if self.inode != ROOT {
             self.engine.namespace.forget(self.inode, 1);
@@ -120,7 +127,7 @@ impl<B: Backing> Drop for Ref<'_, B> {
     }
 }
 
-/// A stub as the kernel tells of it.
+/// A stub: its path, its identity, and its attributes from the kernel.
 #[derive(Clone, Debug)]
 pub(crate) struct Stub {
     pub path: Rel,
@@ -137,41 +144,44 @@ pub(crate) struct Stub {
 }
 
 impl<B: Backing> Tree<B> {
-    /// Begins with the tree at a prefix: with that of an earlier firnd, where its log tells so, else with
-    /// an empty directory, in which stubs are made for what the backing holds.
+    /// Begins with the tree at `options.root`. If the log says that the tree of an earlier firnd is there, goes on with that.
+    /// Else the directory must be empty, and is filled with stubs for the contents of the backing.
     pub fn begin(
         engine: Arc<Engine<B>>,
         options: TreeOptions,
     ) -> std::result::Result<Self, TreeError> {
-        let failed = |source: io::Error| TreeError::Io {
+        let io_error = |source: io::Error| TreeError::Io {
             root: options.root.clone(),
             source,
         };
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let root = open(&options.root, flags, Mode::empty()).map_err(|e| failed(e.into()))?;
-        let stat = fstat(&root).map_err(|e| failed(e.into()))?;
-        let id = StubId::of(root.as_fd()).map_err(failed)?;
+        let root =
+            open(&options.root, flags, Mode::empty()).map_err(|error| io_error(error.into()))?;
+        let stat = fstat(&root).map_err(|error| io_error(error.into()))?;
+        let id = StubId::of(root.as_fd()).map_err(io_error)?;
         let head = Head {
             backing: options.backing.as_os_str().as_bytes().to_vec(),
             root: id,
         };
-        let found = Found::read(&options.log)
-            .map_err(failed)?
-            .filter(|found| found.filled);
-        let empty = is_empty(&options.root).map_err(failed)?;
-        let found = match found {
-            Some(found) if found.head == head => Some(found),
-            // A half-made tree that no program has seen: its stubs are made anew.
-            _ if !empty && half_made(&options, &head).map_err(failed)? => {
-                clear(&options.root).map_err(failed)?;
+        let saved = SavedMap::read(&options.log)
+            .map_err(io_error)?
+            .filter(|saved| saved.is_filled);
+        let is_root_empty = is_empty(&options.root).map_err(io_error)?;
+        let saved = match saved {
+            Some(saved) if saved.head == head => Some(saved),
+            // An earlier firnd died while it filled this tree. No program has seen the stubs, so they are made again.
+            _ if !is_root_empty && is_half_made(&options, &head).map_err(io_error)? => {
+                clear(&options.root).map_err(io_error)?;
                 None
             }
-            _ if !empty => {
+            _ if !is_root_empty => {
                 return Err(TreeError::NotEmpty {
                     root: options.root.clone(),
                 });
             }
-            Some(found) if found.head.backing == head.backing && stands_elsewhere(&found) => {
+            Some(saved)
+                if saved.head.backing == head.backing && may_have_unsynced_names(&saved) =>
+            {
                 return Err(TreeError::Elsewhere {
                     root: options.root.clone(),
                     log: options.log.clone(),
@@ -179,11 +189,11 @@ impl<B: Backing> Tree<B> {
             }
             _ => None,
         };
-        // Only the user that mounted may use the data socket.
-        rustix::fs::fchmod(&root, Mode::RWXU).map_err(|e| failed(e.into()))?;
-        let last = found.as_ref().and_then(Found::last);
-        let fresh = found.is_none();
-        let map = Map::begin(&options.log, &head, found).map_err(failed)?;
+        // Only the mounting user may use the data socket, so only that user may see the tree.
+        rustix::fs::fchmod(&root, Mode::RWXU).map_err(|error| io_error(error.into()))?;
+        let last_change = saved.as_ref().and_then(SavedMap::last_change);
+        let is_new = saved.is_none();
+        let map = Map::begin(&options.log, &head, saved).map_err(io_error)?;
         let tree = Self {
             engine,
             root,
@@ -196,43 +206,42 @@ impl<B: Backing> Tree<B> {
             swept: Mutex::default(),
             closed: AtomicBool::new(false),
         };
-        if fresh {
+        if is_new {
             tree.fill().map_err(TreeError::Fill)?;
-            tree.map.lock().filled().map_err(failed)?;
-        } else if let Some(last) = last {
-            tree.mend(last).map_err(failed)?;
+            tree.map.lock().note_filled().map_err(io_error)?;
+        } else if let Some(last_change) = last_change {
+            tree.revert_unmade_change(last_change).map_err(io_error)?;
         }
         Ok(tree)
     }
 
-    /// The prefix.
+    /// Returns the root of the tree.
     pub fn root(&self) -> &std::path::Path {
         &self.options.root
     }
 
-    /// `st_dev` of the stubs, and which one the root is.
+    /// Returns `st_dev` of the stubs, and the identity of the root.
     pub fn identity(&self) -> (u64, StubId) {
         (self.device, self.head.root)
     }
 
-    /// Whether the root of the tree is the root of its file system: then every file there is a stub.
+    /// Whether the root of the tree is the root of its file system, so that every file on it is a stub.
     pub fn is_whole_device(&self) -> bool {
-        let above = statat(&self.root, "..", AtFlags::empty());
-        above.is_ok_and(|above| above.st_dev != self.device)
+        let parent = statat(&self.root, "..", AtFlags::empty());
+        parent.is_ok_and(|parent| parent.st_dev != self.device)
             || rustix::fs::statx(
                 &self.root,
                 "",
                 AtFlags::EMPTY_PATH,
                 rustix::fs::StatxFlags::BASIC_STATS,
             )
-            .is_ok_and(|found| {
-                found
-                    .stx_attributes
+            .is_ok_and(|stat| {
+                stat.stx_attributes
                     .contains(rustix::fs::StatxAttributes::MOUNT_ROOT)
             })
     }
 
-    /// Nothing is opened or synced any more.
+    /// Refuses to adopt descriptors from now on.
     pub fn close(&self) {
         self.closed.store(true, Ordering::Release);
     }
@@ -241,7 +250,7 @@ impl<B: Backing> Tree<B> {
         self.closed.load(Ordering::Acquire)
     }
 
-    /// Removes the stubs and the log. To be called when all is drained and synced.
+    /// Removes the stubs and the log. Called when all data is drained and all names are synced.
     pub fn remove(&self) -> io::Result<()> {
         self.close();
         self.remove_private_dir();
@@ -257,48 +266,37 @@ impl<B: Backing> Tree<B> {
         Caller { uid, gid, pid: 0 }
     }
 
-    /// The inode of a path in the backing.
-    pub(crate) fn find(&self, path: &[u8]) -> Result<(Ref<'_, B>, Option<Attr>)> {
-        let mut at = (
-            Ref {
-                engine: &*self.engine,
-                inode: ROOT,
-            },
-            None,
-        );
+    /// Looks up a path in the backing. The attributes are `None` for the root.
+    pub(crate) fn find(&self, path: &[u8]) -> Result<(InodeRef<'_, B>, Option<Attr>)> {
+        let mut inode = self.reference(ROOT);
+        let mut attr = None;
         for name in path
             .split(|byte| *byte == b'/')
             .filter(|name| !name.is_empty())
         {
-            let entry = self
-                .engine
-                .namespace
-                .lookup(at.0.inode, OsStr::from_bytes(name))?;
-            at = (
-                Ref {
-                    engine: &*self.engine,
-                    inode: entry.inode,
-                },
-                Some(entry.attr),
-            );
+            let name = OsStr::from_bytes(name);
+            let entry = self.engine.namespace.lookup(inode.inode, name)?;
+            inode = self.reference(entry.inode);
+            attr = Some(entry.attr);
         }
-        Ok(at)
+        Ok((inode, attr))
     }
 
-    /// The directory that a path lies in, and its name there.
-    pub(crate) fn parent<'p>(&self, path: &'p [u8]) -> Result<(Ref<'_, B>, &'p OsStr)> {
+    /// Looks up the directory of a path in the backing. Returns it with the last name of the path.
+    pub(crate) fn parent<'p>(&self, path: &'p [u8]) -> Result<(InodeRef<'_, B>, &'p OsStr)> {
         let (dir, name) = split(path);
         Ok((self.find(dir)?.0, OsStr::from_bytes(name)))
     }
 
-    pub(crate) fn reference(&self, inode: InodeId) -> Ref<'_, B> {
-        Ref {
+    /// Takes over a reference that the engine has counted for `inode`.
+    pub(crate) fn reference(&self, inode: InodeId) -> InodeRef<'_, B> {
+        InodeRef {
             engine: &*self.engine,
             inode,
         }
     }
 
-    /// The engine's inode of a stub that is known, with a reference that its item keeps.
+    /// Returns the inode of a stub that is in the map. Its item holds the reference.
     pub(crate) fn inode_of(&self, map: &mut Map, id: StubId) -> Result<InodeId> {
         let item = map.item(id).ok_or(Errno::NOENT)?;
         if let Some(inode) = item.inode {
@@ -312,13 +310,14 @@ impl<B: Backing> Tree<B> {
         Ok(inode)
     }
 
-    /// Gives back what an item that is gone held.
-    pub(crate) fn let_go(&self, gone: Option<(StubId, crate::map::Item)>) {
+    /// Gives back the reference of an item that was removed from the map.
+    pub(crate) fn forget_inode_of(&self, gone: Option<(StubId, crate::map::Item)>) {
         if let Some(inode) = gone.and_then(|(_, item)| item.inode) {
             self.engine.namespace.forget(inode, 1);
         }
     }
 
+    /// Makes the directory of private paths in the backing, unless it is there.
     pub(crate) fn make_private_dir(&self) -> Result<()> {
         if self.has_private.load(Ordering::Acquire) {
             return Ok(());
@@ -326,23 +325,23 @@ impl<B: Backing> Tree<B> {
         let mut dir = self.find(b"")?.0;
         for name in PRIVATE.split(|byte| *byte == b'/') {
             let name = OsStr::from_bytes(name);
-            let made = self
+            let result = self
                 .engine
                 .namespace
                 .mkdir(&self.caller(), dir.inode, name, 0o700);
-            let entry = match made {
+            let entry = match result {
                 Err(Errno::EXIST) => self.engine.namespace.lookup(dir.inode, name)?,
-                made => made?,
+                result => result?,
             };
-            // Another program may have made it beside the mount.
+            // Another user may have made the directory in the backing.
             let facts = Facts {
                 mode: entry.attr.mode,
                 uid: entry.attr.uid,
                 nlink: u64::from(entry.attr.nlink),
             };
-            if let Err(why) = facts.check(Expected::Directory, self.caller().uid) {
+            if let Err(fault) = facts.check(Expected::Directory, self.caller().uid) {
                 tracing::error!(
-                    "{name:?} in the backing {why}; Firn reads nothing from it: move it away"
+                    "{name:?} in the backing {fault}; Firn reads nothing from it: move it away"
                 );
                 return Err(Errno::PERM);
             }
@@ -352,7 +351,7 @@ impl<B: Backing> Tree<B> {
         Ok(())
     }
 
-    /// Where nothing waits for a name any more, nothing in the backing tells of a tree.
+    /// Removes the directory of private paths from the backing if it is empty.
     fn remove_private_dir(&self) {
         let remove = |dir: &[u8]| {
             self.parent(dir)
@@ -363,15 +362,15 @@ impl<B: Backing> Tree<B> {
 
     // ---- the stubs ---------------------------------------------------------------------------
 
-    /// The stub at a path, as it is now.
+    /// Returns the stub at a path now. An error if there is none, or an object of another file system.
     pub(crate) fn stub(&self, path: &[u8]) -> io::Result<Stub> {
         let c_path = CString::new(path).map_err(|_| io::ErrorKind::InvalidInput)?;
-        let empty = if path.is_empty() {
+        let flags = if path.is_empty() {
             AtFlags::EMPTY_PATH
         } else {
             AtFlags::SYMLINK_NOFOLLOW
         };
-        let stat = statat(&self.root, c_path.as_c_str(), empty)?;
+        let stat = statat(&self.root, c_path.as_c_str(), flags)?;
         let id = StubId::at(self.root.as_fd(), &c_path)?;
         if stat.st_dev != self.device || stat.st_ino != id.inode {
             return Err(io::ErrorKind::NotFound.into());
@@ -379,12 +378,12 @@ impl<B: Backing> Tree<B> {
         stub_of(path.to_vec(), id, &stat)
     }
 
-    /// Whether a stub stands at a path now.
-    pub(crate) fn stands(&self, path: &[u8], id: StubId) -> bool {
+    /// Whether the stub is at this path now.
+    pub(crate) fn is_at(&self, path: &[u8], id: StubId) -> bool {
         let Ok(c_path) = CString::new(path) else {
             return false;
         };
-        StubId::at(self.root.as_fd(), &c_path).is_ok_and(|found| found == id)
+        StubId::at(self.root.as_fd(), &c_path).is_ok_and(|id_there| id_there == id)
     }
 
     pub(crate) fn root_fd(&self) -> BorrowedFd<'_> {
@@ -392,6 +391,7 @@ impl<B: Backing> Tree<B> {
     }
 }
 
+/// Makes a stub from its attributes.
 pub(crate) fn stub_of(path: Rel, id: StubId, stat: &rustix::fs::Stat) -> io::Result<Stub> {
     let kind = Kind::from_mode(stat.st_mode).ok_or(io::ErrorKind::Unsupported)?;
     let time = |sec: i64, nsec: u64| Time {
@@ -413,7 +413,7 @@ pub(crate) fn stub_of(path: Rel, id: StubId, stat: &rustix::fs::Stat) -> io::Res
     })
 }
 
-/// Errnos of system calls of our own.
+/// Returns the errno of an error of a system call.
 pub(crate) fn errno(error: &io::Error) -> Errno {
     error
         .raw_os_error()
@@ -424,34 +424,36 @@ fn is_empty(dir: &std::path::Path) -> io::Result<bool> {
     Ok(std::fs::read_dir(dir)?.next().is_none())
 }
 
-fn half_made(options: &TreeOptions, head: &Head) -> io::Result<bool> {
-    Ok(Found::read(&options.log)?.is_some_and(|found| !found.filled && found.head == *head))
+/// Whether the log is of this tree, and an earlier firnd did not fill it completely.
+fn is_half_made(options: &TreeOptions, head: &Head) -> io::Result<bool> {
+    Ok(SavedMap::read(&options.log)?.is_some_and(|saved| !saved.is_filled && saved.head == *head))
 }
 
-/// Whether the tree of a log may still be there. Its root is found among the mounts and the places that outlive
-/// processes only by the prefix it names, so any log that tells of names counts.
-fn stands_elsewhere(found: &Found) -> bool {
-    found.has_unnamed()
+/// Whether a log may have names that were never synced. Whether its tree still exists cannot be found out, so any such log
+/// counts.
+fn may_have_unsynced_names(saved: &SavedMap) -> bool {
+    saved.has_unnamed()
 }
 
-/// Removes the stubs and the log of a tree whose firnd was killed, without its engine and its backing. A directory at
-/// `root` that is not this tree is left as it is.
+/// Removes the stubs and the log of a tree whose firnd was killed, without engine and backing. Leaves the directory `root` as
+/// it is if it is not this tree.
 pub fn remove_left_tree(root: &std::path::Path, log: &std::path::Path) -> io::Result<()> {
-    let known = Found::read(log)?.map(|found| found.head.root);
+    let saved_root = SavedMap::read(log)?.map(|saved| saved.head.root);
     let dir = open(
         root,
         OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC,
         Mode::empty(),
     );
-    let stands = dir
+    let root_id = dir
         .map_err(io::Error::from)
         .and_then(|dir| StubId::of(dir.as_fd()));
-    if known.is_some_and(|known| stands.is_ok_and(|id| id == known)) {
+    if saved_root.is_some_and(|saved| root_id.is_ok_and(|id| id == saved)) {
         clear(root)?;
     }
     std::fs::remove_file(log)
 }
 
+/// Removes everything in a directory.
 fn clear(dir: &std::path::Path) -> io::Result<()> {
     for entry in std::fs::read_dir(dir)? {
         let entry = entry?;

@@ -1,5 +1,7 @@
-//! Stub trees over a real directory: whatever programs do to the tree, the backing looks like it once it was
-//! reconciled, also after firnd died in between.
+//! Tests of stub trees over a real directory.
+//!
+//! Programs change the tree, firnd is stopped and started in between, and the tree is reconciled. Then the backing must
+//! have the same names, attributes and contents as the tree.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -22,8 +24,10 @@ use rand::{RngExt, SeedableRng};
 const IO_THREADS: IoThreads = IoThreads::new(2);
 
 const CHUNK_BYTES: u64 = 128 << 10;
-const ME: ClientId = ClientId(7);
+/// The client that opens all stubs.
+const CLIENT: ClientId = ClientId(7);
 
+/// Returns the seed of a random test, from `FIRN_SEED` if it is set, and prints it.
 fn seed(test: &str) -> u64 {
     let seed = std::env::var("FIRN_SEED")
         .map_or_else(|_| rand::random(), |text| text.parse().expect("a number"));
@@ -31,13 +35,14 @@ fn seed(test: &str) -> u64 {
     seed
 }
 
-/// A host's memory and disk, and the firnd of the moment.
+/// A host: its memory, its disk, and its firnd while one runs.
 struct World {
     shm: tempfile::TempDir,
     disk: tempfile::TempDir,
     life: Option<Life>,
 }
 
+/// What a running firnd has in its own memory.
 struct Life {
     tree: Tree<DirBacking>,
     engine: Arc<Engine<DirBacking>>,
@@ -100,18 +105,19 @@ impl World {
         self.life.as_ref().unwrap()
     }
 
-    /// firnd is gone; what it knew in memory with it.
+    /// Stops firnd. What it had in its own memory is lost; the arena, the log and the tree stay.
     fn stop(&mut self) {
         self.life.take().unwrap().pool.stop();
     }
 
-    /// What a program sees of a path's bytes.
-    fn write(&self, name: &str, at: u64, bytes: &[u8]) {
+    /// Opens the stub `name`, which is created if it is missing, writes to its file, and closes it.
+    fn write(&self, name: &str, offset: u64, bytes: &[u8]) {
         let opened = self.open(name);
-        self.put(opened, at, bytes);
+        self.write_open(opened, offset, bytes);
         self.life().tree.release(opened.handle);
     }
 
+    /// Opens the stub `name` for reading and writing, and has firnd adopt the descriptor.
     fn open(&self, name: &str) -> Adopted {
         let path = self.prefix().join(name);
         let file = fs::File::options()
@@ -123,31 +129,33 @@ impl World {
             .unwrap();
         self.life()
             .tree
-            .adopt(ME, OwnedFd::from(file), libc::O_RDWR, false)
+            .adopt(CLIENT, OwnedFd::from(file), libc::O_RDWR, false)
             .unwrap()
     }
 
-    fn put(&self, opened: Adopted, at: u64, bytes: &[u8]) {
+    /// Writes to the file of an open stub, as the preload library does.
+    fn write_open(&self, opened: Adopted, offset: u64, bytes: &[u8]) {
         let written = self
             .life()
             .engine
-            .write(opened.handle, at, bytes, None)
+            .write(opened.handle, offset, bytes, None)
             .unwrap();
         assert_eq!(written, Written::Bytes(bytes.len()));
     }
 
+    /// Reads the whole file of an open stub.
     fn read(&self, opened: Adopted) -> Vec<u8> {
         let mut bytes = vec![0; 1 << 20];
-        let n = self
+        let read_bytes = self
             .life()
             .engine
             .read(opened.handle, 0, &mut bytes)
             .unwrap();
-        bytes.truncate(n);
+        bytes.truncate(read_bytes);
         bytes
     }
 
-    /// Everything to the backing, as `firn drain --wait` does.
+    /// Brings all names and data to the backing, as `firn drain --wait` does.
     fn drain(&self) {
         self.life().tree.reconcile().unwrap();
         self.life()
@@ -158,43 +166,63 @@ impl World {
     }
 }
 
-/// Kind and mode, link count of files, owner, content or target, and the time of change where it was set.
-type Shown = BTreeMap<String, (u32, u64, (u32, u32), Vec<u8>, Option<i64>)>;
+/// What a test compares of an object.
+#[derive(Debug, PartialEq, Eq)]
+struct Object {
+    /// `st_mode`: kind and permission bits.
+    mode: u32,
+    /// Link count; 0 for a directory.
+    links: u64,
+    uid: u32,
+    gid: u32,
+    /// Bytes of a file, target of a symbolic link, else empty.
+    content: Vec<u8>,
+    /// Modification time in seconds, if a program set it.
+    set_mtime: Option<i64>,
+}
 
-fn shown(root: &Path) -> Shown {
-    fn walk(root: &Path, below: &Path, all: &mut Shown) {
-        for entry in fs::read_dir(root.join(below)).unwrap() {
-            let path = below.join(entry.unwrap().file_name());
+/// The objects below a directory, by path.
+type Objects = BTreeMap<String, Object>;
+
+/// Lists all objects below `root`, without Firn's own directory.
+fn list_objects(root: &Path) -> Objects {
+    /// Tests set only times before this one, in 2017; the present is later.
+    const SET_MTIME_END: i64 = 1_500_000_000;
+    fn walk(root: &Path, dir: &Path, objects: &mut Objects) {
+        for entry in fs::read_dir(root.join(dir)).unwrap() {
+            let path = dir.join(entry.unwrap().file_name());
             if path == Path::new(".firn") {
                 continue;
             }
-            let full = root.join(&path);
-            let meta = full.symlink_metadata().unwrap();
+            let full_path = root.join(&path);
+            let meta = full_path.symlink_metadata().unwrap();
             let content = if meta.is_file() {
-                fs::read(&full).unwrap()
+                fs::read(&full_path).unwrap()
             } else if meta.is_symlink() {
-                fs::read_link(&full)
+                fs::read_link(&full_path)
                     .unwrap()
                     .into_os_string()
                     .into_encoded_bytes()
             } else {
                 Vec::new()
             };
-            let links = if meta.is_dir() { 0 } else { meta.nlink() };
-            let set = (meta.mtime() < 1_500_000_000).then(|| meta.mtime());
-            let owner = (meta.uid(), meta.gid());
-            all.insert(
-                path.display().to_string(),
-                (meta.mode(), links, owner, content, set),
-            );
+            let object = Object {
+                mode: meta.mode(),
+                links: if meta.is_dir() { 0 } else { meta.nlink() },
+                uid: meta.uid(),
+                gid: meta.gid(),
+                content,
+                set_mtime: (meta.mtime() < SET_MTIME_END).then(|| meta.mtime()),
+            };
+            objects.insert(path.display().to_string(), object);
             if meta.is_dir() {
-                walk(root, &path, all);
+                walk(root, &path, objects);
             }
         }
     }
-    let mut all = Shown::new();
-    walk(root, Path::new(""), &mut all);
-    all
+    let mut objects = Objects::new();
+    walk(root, Path::new(""), &mut objects);
+    objects
 }
 
 #[test]
@@ -259,14 +287,14 @@ fn a_stub_removed_while_open_keeps_its_bytes_until_it_is_closed() {
     let mut world = World::new();
     world.start();
     let opened = world.open("x");
-    world.put(opened, 0, b"still there");
+    world.write_open(opened, 0, b"still there");
     world.drain();
     assert!(world.disk.path().join("x").exists());
     fs::remove_file(world.prefix().join("x")).unwrap();
     world.drain();
     assert!(!world.disk.path().join("x").exists());
     assert_eq!(world.read(opened), b"still there");
-    world.put(opened, 0, b"STILL");
+    world.write_open(opened, 0, b"STILL");
     assert_eq!(world.read(opened), b"STILL there");
     world.life().tree.release(opened.handle);
     assert_eq!(world.life().engine.figures().held_bytes, 0);
@@ -346,13 +374,13 @@ fn descriptors_of_other_files_are_refused() {
     let elsewhere = fs::File::open("/proc/self/maps").unwrap();
     let directory = fs::File::open(world.prefix()).unwrap();
     for file in [beside, elsewhere, directory] {
-        let refused = tree.adopt(ME, OwnedFd::from(file), libc::O_RDONLY, false);
+        let refused = tree.adopt(CLIENT, OwnedFd::from(file), libc::O_RDONLY, false);
         assert_eq!(refused.unwrap_err(), Errno::XDEV);
     }
-    // Known before and removed while firnd was dead: its bytes are lost.
+    // The client had this stub adopted by an earlier firnd, and it was removed while no firnd ran: its bytes are lost.
     let file = fs::File::create(world.prefix().join("x")).unwrap();
     fs::remove_file(world.prefix().join("x")).unwrap();
-    let refused = tree.adopt(ME, OwnedFd::from(file), libc::O_RDWR, true);
+    let refused = tree.adopt(CLIENT, OwnedFd::from(file), libc::O_RDWR, true);
     assert_eq!(refused.unwrap_err(), Errno::STALE);
     world.stop();
 }
@@ -385,7 +413,7 @@ fn a_directory_in_use_and_a_tree_at_another_place_are_refused() {
     world.stop();
 }
 
-/// Its log held no name yet, and the second start took the tree for half made and emptied it.
+/// The log of the first firnd had no name. The next firnd took the tree for half made and emptied it.
 #[test]
 fn regression_a_tree_that_was_empty_at_one_start_is_kept_by_the_next() {
     let mut world = World::new();
@@ -399,7 +427,7 @@ fn regression_a_tree_that_was_empty_at_one_start_is_kept_by_the_next() {
     world.stop();
 }
 
-/// The directory was in the way of what took its name and went to a private one, with the link in it.
+/// A file replaced the directory. So the directory moved to a private path first, and the link in it was forgotten.
 #[test]
 fn regression_a_link_goes_with_its_directory_also_where_that_was_in_the_way() {
     let mut world = World::new();
@@ -419,8 +447,8 @@ fn regression_a_link_goes_with_its_directory_also_where_that_was_in_the_way() {
     world.stop();
 }
 
-/// The same random operations on the tree and on a plain directory, with restarts of firnd: the backing ends as
-/// the plain directory.
+/// Does the same random operations in the tree and in a plain directory, with restarts of firnd in between. At the end the
+/// backing has the same objects as the plain directory.
 #[test]
 fn random_operations_end_in_the_backing_as_in_a_plain_directory() {
     let seed = seed("random");
@@ -428,30 +456,37 @@ fn random_operations_end_in_the_backing_as_in_a_plain_directory() {
     let mut world = World::new();
     let plain = tempfile::tempdir().unwrap();
     world.start();
-    let names: Vec<String> = {
-        let tops = ["a", "b", "c", "d"];
-        let below = |top: &str| tops.map(|name| format!("{top}/{name}"));
-        let twos: Vec<String> = tops.iter().flat_map(|top| below(top)).collect();
-        let threes: Vec<String> = twos.iter().flat_map(|two| below(two)).take(24).collect();
-        tops.iter()
+    let paths: Vec<String> = {
+        // Paths of one, two and three names.
+        let top_names = ["a", "b", "c", "d"];
+        let paths_below = |dir: &str| top_names.map(|name| format!("{dir}/{name}"));
+        let depth_two: Vec<String> = top_names.iter().flat_map(|dir| paths_below(dir)).collect();
+        let depth_three: Vec<String> = depth_two
+            .iter()
+            .flat_map(|dir| paths_below(dir))
+            .take(24)
+            .collect();
+        top_names
+            .iter()
             .map(ToString::to_string)
-            .chain(twos)
-            .chain(threes)
+            .chain(depth_two)
+            .chain(depth_three)
             .collect()
     };
     for step in 0..600u64 {
-        let path = names[rng.random_range(0..names.len())].clone();
-        let other = names[rng.random_range(0..names.len())].clone();
+        let path = paths[rng.random_range(0..paths.len())].clone();
+        let other = paths[rng.random_range(0..paths.len())].clone();
         let roots = [world.prefix(), plain.path().to_owned()];
-        let both = |act: &dyn Fn(&Path) -> std::io::Result<()>| {
-            let done = roots
+        // Does an operation in both directories, asserts the same outcome, and returns whether it succeeded.
+        let in_both = |act: &dyn Fn(&Path) -> std::io::Result<()>| {
+            let results = roots
                 .each_ref()
                 .map(|root| act(root).map_err(|error| error.raw_os_error()));
             assert_eq!(
-                done[0], done[1],
+                results[0], results[1],
                 "step {step} of seed {seed}: {path} {other}"
             );
-            done[0].is_ok()
+            results[0].is_ok()
         };
         match rng.random_range(0..100) {
             0..22 => {
@@ -461,37 +496,37 @@ fn random_operations_end_in_the_backing_as_in_a_plain_directory() {
                     .write(true)
                     .clone();
                 let file = |root: &Path| make.open(root.join(&path)).map(drop);
-                if both(&file) && roots[0].join(&path).is_file() {
-                    let at = rng.random_range(0..5000);
+                if in_both(&file) && roots[0].join(&path).is_file() {
+                    let offset = rng.random_range(0..5000);
                     let bytes = vec![rng.random::<u8>(); rng.random_range(1..3000)];
-                    world.write(&path, at, &bytes);
-                    let same = fs::File::options()
+                    world.write(&path, offset, &bytes);
+                    let plain_file = fs::File::options()
                         .write(true)
                         .open(roots[1].join(&path))
                         .unwrap();
-                    std::os::unix::fs::FileExt::write_all_at(&same, &bytes, at).unwrap();
+                    std::os::unix::fs::FileExt::write_all_at(&plain_file, &bytes, offset).unwrap();
                 }
             }
-            22..40 => drop(both(&|root| fs::create_dir(root.join(&path)))),
-            40..62 => drop(both(&|root| {
+            22..40 => drop(in_both(&|root| fs::create_dir(root.join(&path)))),
+            40..62 => drop(in_both(&|root| {
                 fs::rename(root.join(&path), root.join(&other))
             })),
-            62..70 => drop(both(&|root| fs::remove_file(root.join(&path)))),
-            70..73 => drop(both(&|root| fs::remove_dir(root.join(&path)))),
-            73..76 => drop(both(&|root| {
+            62..70 => drop(in_both(&|root| fs::remove_file(root.join(&path)))),
+            70..73 => drop(in_both(&|root| fs::remove_dir(root.join(&path)))),
+            73..76 => drop(in_both(&|root| {
                 if root.join(&path).is_dir() {
                     fs::remove_dir_all(root.join(&path))
                 } else {
                     Ok(())
                 }
             })),
-            76..82 => drop(both(&|root| {
+            76..82 => drop(in_both(&|root| {
                 fs::hard_link(root.join(&path), root.join(&other))
             })),
-            82..85 => drop(both(&|root| symlink("/no/where", root.join(&path)))),
+            82..85 => drop(in_both(&|root| symlink("/no/where", root.join(&path)))),
             85..90 => {
                 let mode = [0o600, 0o644, 0o755, 0o2750][rng.random_range(0..4)];
-                both(&|root| {
+                in_both(&|root| {
                     if root.join(&path).symlink_metadata()?.is_symlink() {
                         Ok(())
                     } else {
@@ -509,14 +544,18 @@ fn random_operations_end_in_the_backing_as_in_a_plain_directory() {
         if step % 100 == 99 {
             world.drain();
             assert_eq!(
-                shown(world.disk.path()),
-                shown(plain.path()),
+                list_objects(world.disk.path()),
+                list_objects(plain.path()),
                 "step {step} of seed {seed}"
             );
         }
     }
     world.drain();
-    assert_eq!(shown(world.disk.path()), shown(plain.path()), "seed {seed}");
+    assert_eq!(
+        list_objects(world.disk.path()),
+        list_objects(plain.path()),
+        "seed {seed}"
+    );
     world.life().tree.remove().unwrap();
     assert_eq!(fs::read_dir(world.prefix()).unwrap().count(), 0);
     world.stop();

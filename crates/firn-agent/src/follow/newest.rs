@@ -1,9 +1,10 @@
-//! `firn pull --follow`: the newest checkpoints of a host that knows nothing of its copies.
+//! `firn pull --follow`: keeps copies of the newest checkpoints of a host, which does not know of them.
 //!
 //! Promises
-//! * A copy is removed only when as many newer ones as are kept are whole. Whatever becomes of the source, copies stay.
-//! * The directory of the copies is one in which no other user may replace names. What other users put into it is no
-//!   copy and is not removed, and what they put into a copy makes that no newer, whatever its dates are.
+//! * A copy is removed only if there are as many newer complete copies as are to be kept. The end or loss of the source
+//!   removes no copy.
+//! * The directory of the copies is one in which no other user may replace names. Files of other users there count as
+//!   no copies and are not removed. Files that other users put into a copy do not count for its age.
 
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
@@ -16,81 +17,82 @@ use rustix::fs::FileType;
 
 use crate::copy_directory::{CopyDirectory, is_name};
 use crate::error::PullError;
-use crate::follow::{Follower, LookReport, Policy, Step};
+use crate::follow::{Follower, Policy, RoundReport, Step};
 use crate::peer::{Peer, Route};
 use crate::pull::{Listed, Outcome, PullRequest, PullSource, check_entries};
 use crate::source::join;
 use crate::transport_choice::Carriage;
 use crate::units::{Unit, group_by_name};
 
-/// What is followed.
+/// The source, the target and the options of `firn pull --follow`.
 pub struct FollowRequest {
     /// Name of the source host.
     pub host: String,
-    /// How its agent is reached.
+    /// How to reach the agent of the source host.
     pub route: Route,
-    /// The directory there whose entries are checkpoints; empty: the mount of the agent.
+    /// Directory of the source host whose entries are checkpoints; empty means the mount that the agent serves.
     pub source: BytePath,
-    /// What carries bytes.
+    /// Transport of the files' bytes.
     pub carriage: Carriage,
-    /// Where the copies are: a directory for them alone.
+    /// Directory of the copies, which has nothing else in it.
     pub target: PathBuf,
-    /// How many are kept.
+    /// Number of copies to keep.
     pub keep: usize,
-    /// Between two looks.
+    /// Time between two rounds.
     pub every: Duration,
 }
 
-/// What happened.
+/// An event that a user is told of.
 pub enum FollowEvent<'a> {
-    /// There is a new copy.
+    /// A new copy is complete.
     Copied {
-        /// Its name.
+        /// Name of the copy.
         name: &'a BytePath,
-        /// What came.
+        /// Result of the pull.
         outcome: &'a Outcome,
-        /// How long the pull took.
+        /// Time that the pull took.
         elapsed: Duration,
-        /// Seconds from the last change of the source to the copy.
+        /// Seconds from the last change of the source to the complete copy.
         lag_s: f64,
     },
-    /// An old copy is gone.
+    /// An old copy was removed.
     Removed {
-        /// Its name.
+        /// Name of the copy.
         name: &'a BytePath,
     },
-    /// Something failed; it is tried again. The same failure is told once.
+    /// A step failed and will be tried again. A failure that lasts is an event once.
     Failed {
-        /// What.
+        /// Description of the failure.
         problem: &'a str,
     },
 }
 
-/// Follows until `tell` ends the process. An error: the directory of the copies cannot be used.
+/// Follows a host until the process ends. `report` is called for each event. It returns only if the directory of the
+/// copies cannot be used.
 pub fn follow(
     request: &FollowRequest,
-    tell: &mut dyn FnMut(FollowEvent<'_>),
+    report: &mut dyn FnMut(FollowEvent<'_>),
 ) -> Result<std::convert::Infallible, PullError> {
     let policy = KeepNewest {
         request,
         directory: CopyDirectory::open(&request.target)?,
         chosen: 0,
-        tell,
+        report,
     };
     Err(Follower::new(policy).run())
 }
 
-/// See the head of this file.
+/// The policy that keeps the newest checkpoints; see the head of this file.
 struct KeepNewest<'a> {
     request: &'a FollowRequest,
     directory: CopyDirectory,
-    /// Complete checkpoints of this look that were found so far.
+    /// Number of complete checkpoints of this round that were chosen so far. The newest come first.
     chosen: usize,
-    tell: &'a mut dyn FnMut(FollowEvent<'_>),
+    report: &'a mut dyn FnMut(FollowEvent<'_>),
 }
 
 impl Policy for KeepNewest<'_> {
-    /// An agent serves few pullers at once: the connection for a list ends with it.
+    /// There is none between rounds, because an agent serves few pullers at once. Each list connects anew.
     type Connection = ();
     type Room = ();
 
@@ -118,7 +120,7 @@ impl Policy for KeepNewest<'_> {
         }
         self.chosen += 1;
         let name = unit.file_name();
-        if self.directory.has(name) && self.find_copy(name)? == Listed::of(unit) {
+        if self.directory.has(name) && self.describe_copy(name)? == Listed::of(unit) {
             return Ok(Step::Skip);
         }
         let request = PullRequest {
@@ -143,7 +145,7 @@ impl Policy for KeepNewest<'_> {
     ) -> Result<(), PullError> {
         self.directory.finish(unit.file_name())?;
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
-        (self.tell)(FollowEvent::Copied {
+        (self.report)(FollowEvent::Copied {
             name: &unit.name,
             outcome: &outcome,
             elapsed,
@@ -152,54 +154,59 @@ impl Policy for KeepNewest<'_> {
         Ok(())
     }
 
-    fn remove_unneeded(&mut self, (): &mut (), _now: &[Unit]) -> Result<Vec<PullError>, PullError> {
+    fn remove_unneeded(
+        &mut self,
+        (): &mut (),
+        _units: &[Unit],
+    ) -> Result<Vec<PullError>, PullError> {
         let mut failures = self.directory.sweep();
-        let mut dated = Vec::new();
+        let mut copies_by_time = Vec::new();
         for name in self.directory.names()? {
-            match self.find_copy(&name) {
-                Ok(copy) => dated.push((copy.mtime_s, name)),
+            match self.describe_copy(&name) {
+                Ok(copy) => copies_by_time.push((copy.mtime_s, name)),
                 Err(error) => failures.push(error),
             }
         }
-        dated.sort_by(|a, b| b.cmp(a));
-        for (_, name) in dated.into_iter().skip(self.request.keep) {
+        copies_by_time.sort_by(|a, b| b.cmp(a));
+        for (_, name) in copies_by_time.into_iter().skip(self.request.keep) {
             failures.extend(self.remove(&name).err());
         }
         Ok(failures)
     }
 
-    fn tell_problem(&mut self, problem: &str) {
-        (self.tell)(FollowEvent::Failed { problem });
+    fn show_problem(&mut self, problem: &str) {
+        (self.report)(FollowEvent::Failed { problem });
     }
 
-    fn wait(&mut self, (): &mut (), _look: LookReport) -> Result<(), PullError> {
+    fn wait(&mut self, (): &mut (), _round: RoundReport) -> Result<(), PullError> {
         std::thread::sleep(self.request.every);
         Ok(())
     }
 }
 
 impl KeepNewest<'_> {
-    /// What has this name here, as far as it belongs to the user, in the words of a list.
-    fn find_copy(&self, name: &OsStr) -> Result<Listed, PullError> {
-        let mut found = Listed::new(Path::new(name).into());
+    /// Sums up a local copy like a listed unit. Files of other users do not count.
+    fn describe_copy(&self, name: &OsStr) -> Result<Listed, PullError> {
+        let mut copy = Listed::new(Path::new(name).into());
         let uid = rustix::process::geteuid().as_raw();
         visit_own(&self.directory, name, uid, &mut |_, stat| {
             if FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile {
-                found.files += 1;
-                found.bytes += stat.st_size as u64;
+                copy.files += 1;
+                copy.bytes += stat.st_size as u64;
             }
             // The width of this field differs between architectures.
             #[allow(clippy::unnecessary_cast)]
             let seconds = stat.st_mtime as i64;
-            found.mtime_s = found.mtime_s.max(seconds);
+            copy.mtime_s = copy.mtime_s.max(seconds);
         })
         .map_err(self.directory.failed(name))?;
-        Ok(found)
+        Ok(copy)
     }
 
+    /// Removes a copy and reports it.
     fn remove(&mut self, name: &OsString) -> Result<(), PullError> {
         self.directory.remove(name)?;
-        (self.tell)(FollowEvent::Removed {
+        (self.report)(FollowEvent::Removed {
             name: &BytePath::from(Path::new(name)),
         });
         Ok(())

@@ -1,15 +1,16 @@
-//! What is used of libfabric's ABI: `rdma/*.h` of libfabric 1.17, in their names' order.
+//! The used part of libfabric's ABI, as declared in `rdma/*.h` of libfabric 1.17.
 //!
-//! libfabric keeps its ABI by adding members at the end of structures, and by tables of functions that begin with their
-//! size. So a prefix of a structure that libfabric itself allocates is enough, and a function is looked for by that
-//! size ([`has`]). Structures that are allocated here are whole. `tests/abi.rs` compares sizes, offsets and constants
-//! with the headers.
+//! libfabric keeps its ABI stable in two ways. It adds members only at the end of structures, so a prefix is enough for
+//! a structure that libfabric allocates. A table of functions begins with its size, which tells whether it has a
+//! function ([`has`]). Structures that are allocated here are declared as a whole.
+//!
+//! `tests/all/ofi_abi.rs` compares sizes, offsets and constants with the headers.
 
 #![allow(missing_docs, reason = "libfabric's manual pages say what each is")]
 
 use std::ffi::{c_char, c_int, c_void};
 
-/// The version of the API that is asked for: the first with all that is used, in every libfabric of the last years.
+/// The requested version of the API, 1.9: the first one with everything that is used here.
 pub const API_VERSION: u32 = 1 << 16 | 9;
 
 pub const FI_RMA: u64 = 1 << 2;
@@ -166,7 +167,7 @@ pub struct AvAttr {
     pub flags: u64,
 }
 
-/// A pointer that is left out.
+/// A null pointer, for members that are not used.
 #[repr(transparent)]
 #[derive(Default)]
 pub struct Null(usize);
@@ -231,7 +232,7 @@ pub struct CqErrEntry {
     pub prov_errno: c_int,
     pub err_data: *mut c_void,
     pub err_data_size: usize,
-    /// Later versions of libfabric have more; this is room for it.
+    /// Space for the members that later versions of libfabric have.
     pub later: [u64; 8],
 }
 
@@ -266,18 +267,18 @@ pub struct OpsRma {
     ) -> isize,
 }
 
-/// `struct fi_context2`: room for the provider while an operation is under way.
+/// `struct fi_context2`: memory that the provider uses while an operation is under way.
 #[repr(C)]
 #[derive(Default)]
 pub struct Context {
     pub internal: [usize; 8],
 }
 
-/// Whether a table of functions, which begins with its size, has the one at an offset: `FI_CHECK_OP` of the headers.
+/// Whether a table of functions has the function at an offset, like `FI_CHECK_OP` of the headers.
 ///
 /// # Safety
-/// `ops` is null or points to such a table.
+/// `ops` is null, or points to a table of functions that begins with its size.
 pub unsafe fn has<T>(ops: *const T, offset: usize) -> bool {
-    // SAFETY: not null, and its first member is its size, as promised.
+    // SAFETY: the pointer is not null, and the first member of the table is its size.
     !ops.is_null() && unsafe { *ops.cast::<usize>() } > offset
 }

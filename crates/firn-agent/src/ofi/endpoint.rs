@@ -1,11 +1,15 @@
-//! An endpoint: memory that it exposes, and reads of what others expose.
+//! An endpoint of libfabric: exposes memory to other endpoints, and reads the memory that they expose.
+//!
+//! A *landing* is a buffer with all the reads that fill it. It has *landed* when all of them are complete. A *context*
+//! is memory that libfabric uses for one read while it is under way.
 //!
 //! Invariants
-//! * A buffer that bytes arrive in is in [`Endpoint::landings`] from its first read until the last one is complete. A
-//!   buffer whose reads are not complete is dropped only after libfabric has closed the endpoint, or never.
-//! * A context is free, or that of one read under way.
+//! * A landing is in [`Endpoint::landings`] from its first read until its last one is complete. Its buffer is dropped
+//!   before that only after libfabric has closed the endpoint. If the endpoint cannot be closed, the buffer is leaked.
+//! * A context is free, or belongs to exactly one read under way.
 //!
-//! One thread uses an endpoint at a time (FI_THREAD_DOMAIN): all that changes takes `&mut`.
+//! libfabric allows one thread at a time to use an endpoint (FI_THREAD_DOMAIN). So all methods that use libfabric's
+//! state take `&mut self`.
 
 use std::collections::VecDeque;
 use std::mem::{ManuallyDrop, offset_of};
@@ -25,29 +29,36 @@ use crate::ofi::error::{OfiError, Operation};
 use crate::ofi::library::{InfoList, Library, provider_of};
 use crate::ofi::pool::{Buffer, Memory, Pool};
 
-/// Reads under way at once.
+/// Maximum number of reads under way.
 const CONTEXTS: usize = 128;
-/// Bytes of the longest address of an endpoint; libfabric's are of 64 and less.
+/// Bytes of the longest address of an endpoint. Those of libfabric have at most 64.
 const ADDRESS_BYTES_MAX: usize = 256;
-/// How long a wait of a provider that can be waited for may be: what it misses is found then.
+/// Longest single wait for a completion. A provider may miss a wake, and then the next wait finds the completion.
 const WAIT_MAX: Duration = Duration::from_millis(20);
-/// For reads that are under way when their endpoint is closed.
-const CLOSE_LIMIT: Duration = Duration::from_millis(500);
-/// Polls before the processor is given up, where a provider cannot be waited for.
+/// Longest wait for reads under way before their endpoint is closed.
+const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
+/// Polls that only yield the processor, before the thread begins to sleep. For providers that have no way to wait.
 const SPINS: u32 = 200;
-const PAUSE: Duration = Duration::from_micros(50);
+/// Sleep between two later polls of such a provider.
+const POLL_PAUSE: Duration = Duration::from_micros(50);
+/// Bytes of a read if the provider states no maximum.
+const READ_BYTES_DEFAULT: usize = 4096;
+/// Bytes of a key if the provider states no size.
+const KEY_BYTES_DEFAULT: usize = 8;
+/// Hint to the provider: number of addresses that an endpoint will use.
+const ADDRESSES_HINT: usize = 4;
 
-/// An object of libfabric's, closed when it is dropped.
+/// An object of libfabric. It is closed when it is dropped.
 struct Object<T>(NonNull<T>);
 
 impl<T> Object<T> {
-    /// What a call made.
+    /// Takes the object that a call has made. `code` is the result of the call.
     ///
     /// # Safety
-    /// `made` is null or an object that begins with a `struct fid` and is owned by the caller alone.
+    /// `made` is null, or points to an object that begins with a `struct fid` and that only the caller owns.
     unsafe fn take(made: *mut T, code: i32) -> Result<Self, isize> {
         match (code, NonNull::new(made)) {
-            (0, Some(made)) => Ok(Self(made)),
+            (0, Some(object)) => Ok(Self(object)),
             (0, None) => Err(-(libc::EIO as isize)),
             (code, _) => Err(code as isize),
         }
@@ -61,10 +72,10 @@ impl<T> Object<T> {
         self.0.as_ptr().cast()
     }
 
-    /// Closes it; an error says that libfabric has it still.
+    /// Closes the object. After an error libfabric still uses it.
     fn close(self) -> Result<(), isize> {
         let object = ManuallyDrop::new(self);
-        // SAFETY: it is closed once: its drop is not run.
+        // SAFETY: the object is open, and is closed once, because its drop does not run.
         match unsafe { close(object.fid()) } {
             0 => Ok(()),
             code => Err(code as isize),
@@ -74,51 +85,59 @@ impl<T> Object<T> {
 
 impl<T> Drop for Object<T> {
     fn drop(&mut self) {
-        // SAFETY: it is closed once, after all that depends on it: see the order of the members that hold one.
+        // SAFETY: the object is open and closed once. The order of the fields of `Parts` makes sure that everything
+        // that depends on it was closed before.
         let _ = unsafe { close(self.fid()) };
     }
 }
 
+/// Closes an object of libfabric.
+///
 /// # Safety
-/// `fid` is an object that was not closed.
+/// `fid` points to an open object.
 unsafe fn close(fid: *mut Fid) -> i32 {
-    // SAFETY: every object has a table with this function.
+    // SAFETY: each object has a table with this function.
     unsafe { ((*(*fid).ops).close)(fid) }
 }
 
+/// Binds an object to another one.
+///
 /// # Safety
-/// Both are objects that were not closed, of one domain.
+/// Both point to open objects of one domain.
 unsafe fn bind(fid: *mut Fid, to: *mut Fid, flags: u64) -> Result<(), isize> {
-    // SAFETY: every object has a table with this function.
-    done(unsafe { ((*(*fid).ops).bind)(fid, to, flags) })
+    // SAFETY: each object has a table with this function.
+    check_code(unsafe { ((*(*fid).ops).bind)(fid, to, flags) })
 }
 
+/// Enables an object, after which it can be used.
+///
 /// # Safety
-/// It is an object that was not closed.
+/// `fid` points to an open object.
 unsafe fn enable(fid: *mut Fid) -> Result<(), isize> {
-    // SAFETY: every object has a table with this function.
-    done(unsafe { ((*(*fid).ops).control)(fid, FI_ENABLE, null_mut()) })
+    // SAFETY: each object has a table with this function.
+    check_code(unsafe { ((*(*fid).ops).control)(fid, FI_ENABLE, null_mut()) })
 }
 
-fn done(code: i32) -> Result<(), isize> {
+/// Turns the result of a call of libfabric into a `Result`.
+fn check_code(code: i32) -> Result<(), isize> {
     match code {
         0 => Ok(()),
         code => Err(code as isize),
     }
 }
 
-/// Memory that others may read, until its endpoint is dropped.
+/// Memory of this process that other endpoints may read until this endpoint is closed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Region {
-    /// What they read it by: the right to do so.
+    /// Key that a read must name. Only endpoints that know it can read.
     pub key: u64,
-    /// What they call its first byte.
+    /// Address of the first byte in reads: a virtual address or 0, as the provider wants it.
     pub base: u64,
-    /// How many bytes it has.
+    /// Size of the region.
     pub bytes: u64,
 }
 
-/// A [`Region`] of another endpoint, by its words.
+/// A [`Region`] of another endpoint. The other host has described it, and it was checked.
 #[derive(Clone, Copy, Debug)]
 pub struct RemoteRegion {
     key: u64,
@@ -127,7 +146,7 @@ pub struct RemoteRegion {
 }
 
 impl RemoteRegion {
-    /// Checks that it can be.
+    /// Checks that the addresses of a described region do not overflow.
     pub fn check(region: &Region) -> Result<Self, OfiError> {
         let Region { key, base, bytes } = *region;
         if base.checked_add(bytes).is_none() {
@@ -136,7 +155,8 @@ impl RemoteRegion {
         Ok(Self { key, base, bytes })
     }
 
-    /// A read of `bytes` from `at` of it.
+    /// Makes a read from the offset `at` of the region into the range `into` of a buffer. It is an error if the read
+    /// leaves the region.
     pub fn read(&self, at: u64, into: Range<usize>) -> Result<Read, OfiError> {
         let bytes = into.len() as u64;
         if into.start > into.end || at.checked_add(bytes).is_none_or(|end| end > self.bytes) {
@@ -150,7 +170,7 @@ impl RemoteRegion {
     }
 }
 
-/// A part of a region, and the part of a buffer that it is to arrive in.
+/// A read: a range of a remote region, and the range of a buffer for its bytes.
 #[derive(Clone, Debug)]
 pub struct Read {
     into: Range<usize>,
@@ -158,78 +178,89 @@ pub struct Read {
     key: u64,
 }
 
-/// A buffer that all bytes have arrived in, and the number that it was handed over with.
+/// A buffer whose reads are all complete.
 pub struct Landed {
-    /// As in [`Endpoint::land`].
+    /// The number that was passed to [`Endpoint::land`].
     pub number: u64,
-    /// The buffer that was given to [`Endpoint::land`].
+    /// The buffer that was passed to [`Endpoint::land`].
     pub buffer: Buffer,
 }
 
+/// A buffer with reads that are not all complete.
 struct Landing {
     number: u64,
     buffer: Buffer,
-    /// Under way or not begun.
+    /// Reads that are under way or not begun.
     reads_left: usize,
 }
 
 /// A read that is not begun.
-struct Waiting {
+struct QueuedRead {
+    /// Index of its landing.
     landing: usize,
     read: Read,
 }
 
+/// Memory that other endpoints may read.
 struct Exposed {
     _registered: Object<Mr>,
     _memory: Arc<dyn Memory>,
 }
 
-/// Memory that bytes may arrive in; registered where the provider needs it.
+/// Memory for the bytes of reads.
 struct Local {
+    /// Its registration; `None` if the provider needs none.
     registered: Option<Object<Mr>>,
     pool: Arc<Pool>,
 }
 
-/// See the head of this file.
+/// An endpoint of libfabric; see the head of this file.
 pub struct Endpoint {
     library: &'static Library,
+    /// Name of the provider.
     provider: String,
-    /// Taken when it is shut.
+    /// Objects of libfabric. They are taken out when the endpoint is shut down.
     parts: ManuallyDrop<Parts>,
-    is_shut: bool,
+    is_shut_down: bool,
     contexts: Vec<NonNull<Context>>,
-    /// By context: the landing of the read that it is of.
+    /// For each context the index of the landing whose read uses it; `None` if the context is free.
     owners: Vec<Option<usize>>,
+    /// Indexes of free contexts.
     free: Vec<usize>,
     landings: Vec<Option<Landing>>,
-    waiting: VecDeque<Waiting>,
+    queue: VecDeque<QueuedRead>,
     landed: VecDeque<Landed>,
+    /// Number of reads under way.
     under_way: usize,
-    /// How long was waited since a read was complete.
-    waited: Duration,
+    /// Time that was spent waiting since the last complete read.
+    time_waited: Duration,
+    /// Address of the endpoint that reads go to, as libfabric numbers it; `None` before [`Endpoint::connect`].
     peer: Option<u64>,
+    /// The first error. After it no read begins.
     failed: Option<OfiError>,
 }
 
-/// What libfabric has, in the order in which it is closed.
+/// Objects of libfabric, in the order in which they must be closed.
 struct Parts {
     exposed: Vec<Exposed>,
     endpoint: Object<Ep>,
     local: Vec<Local>,
     addresses: Object<Av>,
     completions: Object<Cq>,
+    /// Whether the queue of completions can be waited for.
     can_wait: bool,
     domain: Object<Domain>,
     _fabric: Object<Fabric>,
     info: InfoList,
 }
 
-// SAFETY: the objects may be used by any thread, by one at a time (FI_THREAD_DOMAIN): nothing here has interior
-// mutability, and the contexts belong to the value.
+// SAFETY: libfabric's objects may be used by any thread, but by one at a time (FI_THREAD_DOMAIN). No method with
+// `&self` changes them, and the contexts belong to this value alone.
 unsafe impl Send for Endpoint {}
 
 impl Endpoint {
-    /// Opens one, near an address of this host where its provider knows such ones.
+    /// Opens an endpoint of a provider. It uses the network interface with the address `near`, if the provider has IP
+    /// addresses.
     pub fn open(provider: &str, near: Option<IpAddr>) -> Result<Self, OfiError> {
         let library = Library::load()?;
         let info = library.find(provider, near)?;
@@ -244,34 +275,35 @@ impl Endpoint {
             library,
             provider,
             parts: ManuallyDrop::new(parts),
-            is_shut: false,
+            is_shut_down: false,
             contexts: contexts.collect(),
             owners: vec![None; CONTEXTS],
             free: (0..CONTEXTS).collect(),
             landings: Vec::new(),
-            waiting: VecDeque::new(),
+            queue: VecDeque::new(),
             landed: VecDeque::new(),
             under_way: 0,
-            waited: Duration::ZERO,
+            time_waited: Duration::ZERO,
             peer: None,
             failed: None,
         })
     }
 
-    /// The whole name of its provider.
+    /// Full name of the provider.
     pub fn provider(&self) -> &str {
         &self.provider
     }
 
-    /// Whether others can read what it exposes only while [`Endpoint::progress`] is called.
+    /// Whether other endpoints can read exposed memory only while [`Endpoint::progress`] is called.
     pub fn needs_progress(&self) -> bool {
-        // SAFETY: null, or a part of the entry, which lives as long as `parts`.
+        // SAFETY: the pointer is null, or points to a part of the entry, which lives as long as `parts`.
         let domain = unsafe { self.parts.info.first().domain_attr.as_ref() };
         domain.is_none_or(|domain| {
             domain.data_progress != FI_PROGRESS_AUTO || domain.control_progress != FI_PROGRESS_AUTO
         })
     }
 
+    /// Makes the error of a failed operation.
     fn failure(&self, operation: Operation, error: isize) -> OfiError {
         OfiError::Failed {
             provider: self.provider.clone(),
@@ -280,7 +312,8 @@ impl Endpoint {
         }
     }
 
-    fn no_registration(&self, bytes: usize, error: isize) -> OfiError {
+    /// Makes the error of memory that cannot be registered.
+    fn registration_failure(&self, bytes: usize, error: isize) -> OfiError {
         let limit = rustix::process::getrlimit(rustix::process::Resource::Memlock).current;
         OfiError::Register {
             provider: self.provider.clone(),
@@ -290,14 +323,14 @@ impl Endpoint {
         }
     }
 
-    // ---- what others may read ------------------------------------------------------------------
+    // ---- exposed memory ------------------------------------------------------------------------
 
-    /// Its address, for [`Endpoint::connect`] of another one.
+    /// Returns the address of this endpoint, which another one passes to [`Endpoint::connect`].
     pub fn address(&self) -> Result<Vec<u8>, OfiError> {
         let mut address = vec![0; ADDRESS_BYTES_MAX];
         let mut length = address.len();
         let endpoint = self.parts.endpoint.as_ptr();
-        // SAFETY: the endpoint is open; its table is looked at before it is used, and `address` has `length` bytes.
+        // SAFETY: the endpoint is open, the table is checked for the function, and `address` has `length` bytes.
         let code = unsafe {
             let ops = (*endpoint).cm;
             if has(ops, offset_of!(OpsCm, getname)) {
@@ -306,21 +339,24 @@ impl Endpoint {
                 -libc::ENOSYS
             }
         };
-        done(code).map_err(|error| self.failure(Operation::Open, error))?;
+        check_code(code).map_err(|error| self.failure(Operation::Open, error))?;
         address.truncate(length);
         Ok(address)
     }
 
-    /// Lets others read memory, by a key that they must know: `key`, or one of the provider's.
+    /// Lets other endpoints read memory. Reads must name the key of the returned region: `key`, or one that the
+    /// provider has chosen.
     pub fn expose(&mut self, memory: Arc<dyn Memory>, key: u64) -> Result<Region, OfiError> {
         let (start, bytes) = (memory.start(), memory.bytes());
         let registered = self.parts.register(start, bytes, FI_REMOTE_READ, key);
-        let registered = registered.map_err(|error| self.no_registration(bytes, error))?;
-        // SAFETY: it was just registered, and is open.
+        let registered = registered.map_err(|error| self.registration_failure(bytes, error))?;
+        // SAFETY: the registration is open.
         let key = unsafe { (*registered.as_ptr()).key };
-        let base = match self.parts.mr_mode() & FI_MR_VIRT_ADDR {
-            0 => 0,
-            _ => start as u64,
+        let uses_virtual_addresses = self.parts.mr_mode() & FI_MR_VIRT_ADDR != 0;
+        let base = if uses_virtual_addresses {
+            start as u64
+        } else {
+            0
         };
         self.parts.exposed.push(Exposed {
             _registered: registered,
@@ -333,13 +369,13 @@ impl Endpoint {
         })
     }
 
-    /// Lets the provider serve others, for about `limit`.
-    pub fn progress(&mut self, limit: Duration) {
-        let until = Instant::now() + limit;
+    /// Lets the provider answer the reads of other endpoints, for about `time`.
+    pub fn progress(&mut self, time: Duration) {
+        let deadline = Instant::now() + time;
         let mut spins = 0;
-        while Instant::now() < until {
-            // What becomes of the reads of others is theirs to see.
-            match self.parts.next_completion(until) {
+        while Instant::now() < deadline {
+            // Completions and errors here are about reads of others, which see the result themselves.
+            match self.parts.next_completion(deadline) {
                 Ok(Some(_)) | Err(_) => spins = 0,
                 Ok(None) => self.parts.pause(&mut spins),
             }
@@ -348,26 +384,26 @@ impl Endpoint {
 
     // ---- reads ---------------------------------------------------------------------------------
 
-    /// Reads from the endpoint with this address from now on. The address comes from another host: whatever it is, at
-    /// most `ADDRESS_BYTES_MAX` bytes of it are looked at.
+    /// Sets the endpoint that reads go to. The address comes from another host, so its length is checked.
     pub fn connect(&mut self, address: &[u8]) -> Result<(), OfiError> {
         if address.is_empty() || address.len() >= ADDRESS_BYTES_MAX {
             return Err(OfiError::Implausible(
                 "an address of a length that none has",
             ));
         }
-        // A provider looks at as many bytes as its addresses have, or until a zero: both end within.
-        let mut room = [0_u64; ADDRESS_BYTES_MAX / 8];
-        for (word, bytes) in room.iter_mut().zip(address.chunks(8)) {
-            let mut whole = [0; 8];
-            whole[..bytes.len()].copy_from_slice(bytes);
-            *word = u64::from_ne_bytes(whole);
+        // A provider reads as many bytes as its addresses have, or up to a zero byte. Both end within this zeroed
+        // array, which is also aligned.
+        let mut padded = [0_u64; ADDRESS_BYTES_MAX / size_of::<u64>()];
+        for (word, bytes) in padded.iter_mut().zip(address.chunks(size_of::<u64>())) {
+            let mut word_bytes = [0; size_of::<u64>()];
+            word_bytes[..bytes.len()].copy_from_slice(bytes);
+            *word = u64::from_ne_bytes(word_bytes);
         }
         let mut peer = u64::MAX;
         let table = self.parts.addresses.as_ptr();
-        // SAFETY: the table of addresses is open and has this function; `room` is longer than any address.
+        // SAFETY: the table of addresses is open and has this function, and `padded` is longer than any address.
         let count = unsafe {
-            ((*(*table).ops).insert)(table, room.as_ptr().cast(), 1, &mut peer, 0, null_mut())
+            ((*(*table).ops).insert)(table, padded.as_ptr().cast(), 1, &mut peer, 0, null_mut())
         };
         if count != 1 {
             let error = if count < 0 { count } else { -libc::EINVAL };
@@ -377,14 +413,14 @@ impl Endpoint {
         Ok(())
     }
 
-    /// Registers the memory that buffers are of, where the provider needs that.
+    /// Registers the memory of a pool, whose buffers can then be used for reads. Some providers need no registration.
     pub fn prepare(&mut self, pool: &Arc<Pool>) -> Result<(), OfiError> {
-        let registered = match self.parts.mr_mode() & FI_MR_LOCAL {
-            0 => None,
-            _ => {
-                let registered = self.parts.register(pool.start(), pool.bytes(), FI_READ, 0);
-                Some(registered.map_err(|error| self.no_registration(pool.bytes(), error))?)
-            }
+        let needs_registration = self.parts.mr_mode() & FI_MR_LOCAL != 0;
+        let registered = if needs_registration {
+            let registered = self.parts.register(pool.start(), pool.bytes(), FI_READ, 0);
+            Some(registered.map_err(|error| self.registration_failure(pool.bytes(), error))?)
+        } else {
+            None
         };
         self.parts.local.push(Local {
             registered,
@@ -393,17 +429,18 @@ impl Endpoint {
         Ok(())
     }
 
-    /// Begins to read into a buffer of a pool that was prepared. [`Endpoint::poll`] gives it back.
+    /// Begins reads into a buffer, whose pool must be prepared. When all are complete, [`Endpoint::poll`] returns the
+    /// buffer with `number`.
     pub fn land(&mut self, number: u64, buffer: Buffer, reads: Vec<Read>) -> Result<(), OfiError> {
-        let room = buffer.len();
-        let most = self.parts.bytes_at_once();
+        let buffer_bytes = buffer.len();
+        let read_bytes_max = self.parts.read_bytes_max();
         let mut parts = Vec::with_capacity(reads.len());
         for read in reads {
-            assert!(read.into.end <= room, "a read has the bounds of its buffer");
-            for at in read.into.clone().step_by(most) {
+            assert!(read.into.end <= buffer_bytes, "a read is within its buffer");
+            for start in read.into.clone().step_by(read_bytes_max) {
                 parts.push(Read {
-                    into: at..at + (read.into.end - at).min(most),
-                    address: read.address + (at - read.into.start) as u64,
+                    into: start..start + (read.into.end - start).min(read_bytes_max),
+                    address: read.address + (start - read.into.start) as u64,
                     key: read.key,
                 });
             }
@@ -417,24 +454,29 @@ impl Endpoint {
             buffer,
             reads_left: parts.len(),
         };
-        let free = self.landings.iter().position(Option::is_none);
-        let landing_at = free.unwrap_or(self.landings.len());
-        match free {
-            Some(at) => self.landings[at] = Some(landing),
+        let free_index = self.landings.iter().position(Option::is_none);
+        let landing_index = free_index.unwrap_or(self.landings.len());
+        match free_index {
+            Some(index) => self.landings[index] = Some(landing),
             None => self.landings.push(Some(landing)),
         }
-        let waiting = parts.into_iter().map(|read| Waiting {
-            landing: landing_at,
+        let queued = parts.into_iter().map(|read| QueuedRead {
+            landing: landing_index,
             read,
         });
-        self.waiting.extend(waiting);
+        self.queue.extend(queued);
         self.begin_reads()
     }
 
-    /// A buffer that all bytes have arrived in, or `None` after `limit`. An error where nothing arrived for `silence`.
-    pub fn poll(&mut self, limit: Duration, silence: Duration) -> Result<Option<Landed>, OfiError> {
-        let mut looked_at = Instant::now();
-        let until = looked_at + limit;
+    /// Returns a buffer that has landed, or `None` if there is none within `timeout`. It is an error if reads are under
+    /// way and none was complete for `stall_timeout`.
+    pub fn poll(
+        &mut self,
+        timeout: Duration,
+        stall_timeout: Duration,
+    ) -> Result<Option<Landed>, OfiError> {
+        let mut polled_at = Instant::now();
+        let deadline = polled_at + timeout;
         let mut spins = 0;
         loop {
             if let Some(landed) = self.landed.pop_front() {
@@ -443,17 +485,17 @@ impl Endpoint {
             if let Some(failed) = &self.failed {
                 return Err(failed.clone());
             }
-            match self.parts.next_completion(until) {
+            match self.parts.next_completion(deadline) {
                 Ok(Some(context)) => {
                     self.complete(context);
                     spins = 0;
                 }
                 Ok(None) => {
                     let now = Instant::now();
-                    self.waited += now - looked_at;
-                    looked_at = now;
-                    self.check_silence(silence)?;
-                    if now >= until {
+                    self.time_waited += now - polled_at;
+                    polled_at = now;
+                    self.check_stall(stall_timeout)?;
+                    if now >= deadline {
                         return Ok(None);
                     }
                     self.parts.pause(&mut spins);
@@ -464,58 +506,63 @@ impl Endpoint {
         }
     }
 
-    fn check_silence(&mut self, silence: Duration) -> Result<(), OfiError> {
-        let is_waiting = self.under_way > 0 || !self.waiting.is_empty();
-        if !is_waiting {
-            self.waited = Duration::ZERO;
+    /// Fails if reads are waited for and none was complete for `timeout`.
+    fn check_stall(&mut self, timeout: Duration) -> Result<(), OfiError> {
+        let has_reads = self.under_way > 0 || !self.queue.is_empty();
+        if !has_reads {
+            self.time_waited = Duration::ZERO;
         }
-        if self.waited < silence {
+        if self.time_waited < timeout {
             return Ok(());
         }
         let provider = self.provider.clone();
         Err(self.fail(OfiError::Silent {
             provider,
-            limit: silence,
+            limit: timeout,
         }))
     }
 
+    /// Records an error, after which the endpoint begins no read. Returns the first error that was recorded.
     fn fail(&mut self, error: OfiError) -> OfiError {
         self.failed.get_or_insert(error).clone()
     }
 
+    /// Records that the read with this context is complete.
     fn complete(&mut self, context: *mut Context) {
-        let found = self.contexts.iter().position(|own| own.as_ptr() == context);
-        // Not of a read: the provider's own business.
-        let Some(index) = found else { return };
-        let Some(at) = self.owners[index].take() else {
+        // A completion with another context is not about a read of this endpoint.
+        let Some(index) = self.contexts.iter().position(|own| own.as_ptr() == context) else {
+            return;
+        };
+        let Some(landing_index) = self.owners[index].take() else {
             return;
         };
         self.free.push(index);
         self.under_way -= 1;
-        self.waited = Duration::ZERO;
-        let landing = self.landings[at].as_mut().expect("a read has a landing");
+        self.time_waited = Duration::ZERO;
+        let slot = &mut self.landings[landing_index];
+        let landing = slot.as_mut().expect("a read has a landing");
         landing.reads_left -= 1;
         if landing.reads_left == 0 {
-            let Landing { number, buffer, .. } = self.landings[at].take().expect("it is there");
+            let Landing { number, buffer, .. } = slot.take().expect("a read has a landing");
             self.landed.push_back(Landed { number, buffer });
         }
     }
 
-    /// As many as the provider takes.
+    /// Begins as many queued reads as there are contexts and as the provider accepts.
     fn begin_reads(&mut self) -> Result<(), OfiError> {
         if let Some(failed) = &self.failed {
             return Err(failed.clone());
         }
-        while let (Some(next), Some(context)) = (self.waiting.front(), self.free.last()) {
+        while let (Some(next), Some(context)) = (self.queue.front(), self.free.last()) {
             let landing = self.landings[next.landing].as_mut();
             let landing = landing.expect("a read has a landing");
             let descriptor = self.parts.descriptor(landing.buffer.pool());
             let peer = self.peer.expect("connected before it reads");
             let into = &mut landing.buffer[next.read.into.clone()];
             let endpoint = self.parts.endpoint.as_ptr();
-            // SAFETY: the endpoint is open, its table is looked at. The landing owns the buffer, and the context is not
-            // free. So both stay where they are, and are not accessed, until the read is complete or the endpoint is
-            // closed.
+            // SAFETY: the endpoint is open, and the table is checked for the function. The landing owns the buffer, and
+            // the context is taken off the free ones. So both stay where they are and are not accessed until the read
+            // is complete or the endpoint is closed.
             let code = unsafe {
                 let ops = (*endpoint).rma;
                 if has(ops, offset_of!(OpsRma, read)) {
@@ -537,10 +584,11 @@ impl Endpoint {
                 0 => {
                     self.owners[*context] = Some(next.landing);
                     self.under_way += 1;
-                    self.waiting.pop_front();
+                    self.queue.pop_front();
                     self.free.pop();
                 }
-                again if again == libc::EAGAIN as isize => return Ok(()),
+                // The provider takes no more now.
+                errno if errno == libc::EAGAIN as isize => return Ok(()),
                 _ => return Err(self.fail(self.failure(Operation::Read, code))),
             }
         }
@@ -549,10 +597,11 @@ impl Endpoint {
 }
 
 impl Parts {
+    /// Opens all objects of an endpoint. An error closes those that were opened, the last one first.
     fn open(library: &'static Library, info: InfoList) -> Result<Self, isize> {
         let entry: *mut Info = info.as_ptr();
-        // SAFETY: `entry` and its parts are libfabric's own, alive as long as `info`. Each object is made from those
-        // before it, by a function that its table has in every version, and lives until the ones after it are closed.
+        // SAFETY: libfabric has made `entry` and its parts, and they live as long as `info`. Each object is made from
+        // earlier ones, by a function that its table has in every version, and lives until the later ones are closed.
         unsafe {
             let mut made = null_mut();
             let code = (library.fabric)((*entry).fabric_attr, &mut made, null_mut());
@@ -567,7 +616,7 @@ impl Parts {
                     .domain_attr
                     .as_ref()
                     .map_or(0, |domain| domain.av_type),
-                count: 4,
+                count: ADDRESSES_HINT,
                 ..AvAttr::default()
             };
             let ops = (*domain.as_ptr()).ops;
@@ -594,19 +643,21 @@ impl Parts {
         }
     }
 
+    /// Returns the flags that say what the provider wants of registered memory.
     fn mr_mode(&self) -> i32 {
-        // SAFETY: null, or a part of the entry, which lives as long as `self`.
+        // SAFETY: the pointer is null, or points to a part of the entry, which lives as long as `self`.
         let domain = unsafe { self.info.first().domain_attr.as_ref() };
         domain.map_or(0, |domain| domain.mr_mode)
     }
 
-    fn bytes_at_once(&self) -> usize {
-        // SAFETY: null, or a part of the entry, which lives as long as `self`.
+    /// Maximum number of bytes of one read.
+    fn read_bytes_max(&self) -> usize {
+        // SAFETY: the pointer is null, or points to a part of the entry, which lives as long as `self`.
         let endpoint = unsafe { self.info.first().ep_attr.as_ref() };
-        endpoint.map_or(4096, |endpoint| endpoint.max_msg_size.max(1))
+        endpoint.map_or(READ_BYTES_DEFAULT, |endpoint| endpoint.max_msg_size.max(1))
     }
 
-    /// The caller keeps the memory for as long as it keeps what is returned.
+    /// Registers memory with the domain. The caller must keep the memory as long as the returned registration.
     fn register(
         &self,
         start: *const u8,
@@ -614,18 +665,20 @@ impl Parts {
         access: u64,
         key: u64,
     ) -> Result<Object<Mr>, isize> {
-        // SAFETY: null, or a part of the entry, which lives as long as `self`.
+        // SAFETY: the pointer is null, or points to a part of the entry, which lives as long as `self`.
         let domain = unsafe { self.info.first().domain_attr.as_ref() };
-        let key_bytes = domain.map_or(8, |domain| domain.mr_key_size);
-        let key = match (self.mr_mode() & FI_MR_PROV_KEY, key_bytes) {
-            (0, 1..=7) => key & ((1 << (8 * key_bytes)) - 1),
-            (0, _) => key,
-            _ => 0,
+        let key_bytes = domain.map_or(KEY_BYTES_DEFAULT, |domain| domain.mr_key_size);
+        let provider_chooses_key = self.mr_mode() & FI_MR_PROV_KEY != 0;
+        let key = match key_bytes {
+            _ if provider_chooses_key => 0,
+            // The provider takes shorter keys.
+            1..=7 => key & ((1 << (8 * key_bytes)) - 1),
+            _ => key,
         };
         let domain = self.domain.as_ptr();
         let mut made = null_mut();
-        // SAFETY: the domain is open and its table is looked at. libfabric is told where the memory is; it is mapped as
-        // long as it is registered, because the caller keeps both together.
+        // SAFETY: the domain is open, and the table is checked for the function. The memory stays mapped while it is
+        // registered, because the caller keeps both together.
         let registered = unsafe {
             let ops = (*domain).mr;
             if !has(ops, offset_of!(OpsMr, reg)) {
@@ -645,7 +698,7 @@ impl Parts {
             Object::<Mr>::take(made, code)?
         };
         if access == FI_REMOTE_READ && self.mr_mode() & FI_MR_ENDPOINT != 0 {
-            // SAFETY: both are open and of one domain.
+            // SAFETY: both objects are open and belong to one domain.
             unsafe {
                 bind(registered.fid(), self.endpoint.fid(), 0)?;
                 enable(registered.fid())?;
@@ -654,26 +707,29 @@ impl Parts {
         Ok(registered)
     }
 
+    /// Returns the descriptor of a pool's registration, which libfabric wants with each read; null without a
+    /// registration.
     fn descriptor(&self, pool: &Arc<Pool>) -> *mut std::ffi::c_void {
         let mut local = self.local.iter();
         let local = local.find(|local| Arc::ptr_eq(&local.pool, pool));
         let registered = local.and_then(|local| local.registered.as_ref());
-        // SAFETY: it is open as long as `self`.
+        // SAFETY: the registration is open as long as `self` lives.
         registered.map_or(null_mut(), |mr| unsafe { (*mr.as_ptr()).mem_desc })
     }
 
-    /// The context of a read that is complete; waits for one where the provider can. An error is that of a read.
-    fn next_completion(&mut self, until: Instant) -> Result<Option<*mut Context>, isize> {
+    /// Returns the context of a complete read, if there is one. A provider that can wait waits for one, at most until
+    /// the deadline. An error is that of a failed read.
+    fn next_completion(&mut self, deadline: Instant) -> Result<Option<*mut Context>, isize> {
         let queue = self.completions.as_ptr();
         let mut entry = CqEntry {
             op_context: null_mut(),
         };
         let into = (&raw mut entry).cast();
-        let wait = until
+        let wait = deadline
             .saturating_duration_since(Instant::now())
             .min(WAIT_MAX);
-        // SAFETY: the queue is open, its table has both functions in every version, and an entry has the format that
-        // the queue was opened with.
+        // SAFETY: the queue is open, its table has both functions in every version, and `entry` has the format with
+        // which the queue was opened.
         let count = unsafe {
             let ops = (*queue).ops;
             if self.can_wait && !wait.is_zero() {
@@ -685,9 +741,9 @@ impl Parts {
         match -count {
             -1 => Ok(Some(entry.op_context.cast())),
             FI_EAVAIL => Err(self.read_error()),
-            other => {
-                let passing = [0, libc::EAGAIN, libc::EINTR, libc::ECANCELED];
-                if passing.contains(&(other as i32)) {
+            errno => {
+                let no_completion = [0, libc::EAGAIN, libc::EINTR, libc::ECANCELED];
+                if no_completion.contains(&(errno as i32)) {
                     Ok(None)
                 } else {
                     Err(count)
@@ -696,12 +752,12 @@ impl Parts {
         }
     }
 
-    /// What the queue says of a read that failed.
+    /// Takes the error of a failed read from the queue.
     fn read_error(&mut self) -> isize {
         let queue = self.completions.as_ptr();
-        // SAFETY: integers and pointers, for which zeros are values.
+        // SAFETY: all fields are integers and pointers, for which zero is valid.
         let mut entry: CqErrEntry = unsafe { std::mem::zeroed() };
-        // SAFETY: the queue is open and has this function; the entry is as large as that of any version.
+        // SAFETY: the queue is open and has this function, and the entry is as large as that of any version.
         let count = unsafe { ((*(*queue).ops).readerr)(queue, &mut entry, 0) };
         match count {
             1 if entry.err != 0 => -(entry.err as isize),
@@ -709,7 +765,7 @@ impl Parts {
         }
     }
 
-    /// Between two polls of a provider that cannot be waited for.
+    /// Pauses between two polls if the provider cannot wait: first it yields the processor, later it sleeps.
     fn pause(&self, spins: &mut u32) {
         if self.can_wait {
             return;
@@ -718,18 +774,18 @@ impl Parts {
         if *spins < SPINS {
             std::thread::yield_now()
         } else {
-            std::thread::sleep(PAUSE)
+            std::thread::sleep(POLL_PAUSE)
         }
     }
 }
 
-/// A queue of completions, and whether it can be waited for.
+/// Opens a queue of completions. Returns it, and whether it can be waited for.
 ///
 /// # Safety
 /// The domain is open.
 unsafe fn open_completions(domain: &Object<Domain>) -> Result<(Object<Cq>, bool), isize> {
-    let mut failed = -(libc::ENOSYS as isize);
-    // Others wait by giving the processor up and taking it again: shm's does not even end in time.
+    let mut last_error = -(libc::ENOSYS as isize);
+    // Only queues with a descriptor are waited for. Others wait by spinning, and that of shm misses its timeout.
     for (wait, can_wait) in [(FI_WAIT_FD, true), (FI_WAIT_NONE, false)] {
         let mut attributes = CqAttr {
             size: 2 * CONTEXTS,
@@ -738,7 +794,7 @@ unsafe fn open_completions(domain: &Object<Domain>) -> Result<(Object<Cq>, bool)
             ..CqAttr::default()
         };
         let mut made = null_mut();
-        // SAFETY: as promised; its table has this function in every version.
+        // SAFETY: the domain is open, and its table has this function in every version.
         let opened = unsafe {
             let ops = (*domain.as_ptr()).ops;
             let code = ((*ops).cq_open)(domain.as_ptr(), &mut attributes, &mut made, null_mut());
@@ -746,17 +802,17 @@ unsafe fn open_completions(domain: &Object<Domain>) -> Result<(Object<Cq>, bool)
         };
         match opened {
             Ok(queue) => return Ok((queue, can_wait)),
-            Err(error) => failed = error,
+            Err(error) => last_error = error,
         }
     }
-    Err(failed)
+    Err(last_error)
 }
 
 impl Endpoint {
-    /// Closes it, after a short wait for the reads under way. The buffers that it had are given back, some in the
-    /// middle of what was to arrive in them; an error says that libfabric keeps them.
+    /// Closes the endpoint, after a short wait for reads under way. Returns the buffers of all landings; some may have
+    /// only a part of their bytes. After an error libfabric may still write to the buffers, so they are leaked.
     pub fn close(mut self) -> Result<Vec<Buffer>, OfiError> {
-        self.shut()
+        self.shut_down()
             .map_err(|error| self.failure(Operation::Close, error))?;
         let landings = self.landings.drain(..).flatten();
         let landed = self.landed.drain(..).map(|landed| landed.buffer);
@@ -766,14 +822,14 @@ impl Endpoint {
             .collect())
     }
 
-    /// Lets the reads under way end, for at most [`CLOSE_LIMIT`]: ofi_rxm of libfabric 1.17 follows a null pointer in
-    /// about one of ten closes that cancel a read.
+    /// Waits for the reads under way, for at most [`CLOSE_TIMEOUT`]. A close with reads under way would cancel them,
+    /// and in ofi_rxm of libfabric 1.17 about one of ten such closes follows a null pointer.
     fn end_reads(&mut self) {
-        self.waiting.clear();
-        let until = Instant::now() + CLOSE_LIMIT;
+        self.queue.clear();
+        let deadline = Instant::now() + CLOSE_TIMEOUT;
         let mut spins = 0;
-        while self.failed.is_none() && self.under_way > 0 && Instant::now() < until {
-            match self.parts.next_completion(until) {
+        while self.failed.is_none() && self.under_way > 0 && Instant::now() < deadline {
+            match self.parts.next_completion(deadline) {
                 Ok(Some(context)) => {
                     self.complete(context);
                     spins = 0;
@@ -784,13 +840,13 @@ impl Endpoint {
         }
     }
 
-    /// Closes what libfabric has. Where it does not let go, memory that its reads may write to stays for ever.
-    fn shut(&mut self) -> Result<(), isize> {
-        if std::mem::replace(&mut self.is_shut, true) {
+    /// Closes all objects of libfabric. If the endpoint cannot be closed, everything that its reads may use is leaked.
+    fn shut_down(&mut self) -> Result<(), isize> {
+        if std::mem::replace(&mut self.is_shut_down, true) {
             return Ok(());
         }
         self.end_reads();
-        // SAFETY: it is taken once, here.
+        // SAFETY: `is_shut_down` makes sure that the parts are taken once, and nothing uses them afterwards.
         let Parts {
             exposed,
             endpoint,
@@ -802,7 +858,7 @@ impl Endpoint {
             info,
             ..
         } = unsafe { ManuallyDrop::take(&mut self.parts) };
-        // What is bound to an endpoint is closed before it.
+        // Registrations that are bound to the endpoint must be closed before it.
         drop(exposed);
         if let Err(error) = endpoint.close() {
             std::mem::forget((local, addresses, completions, domain, fabric, info));
@@ -816,7 +872,7 @@ impl Endpoint {
         drop(fabric);
         drop(info);
         for context in self.contexts.drain(..) {
-            // SAFETY: made by `Box::leak` in `open`; no read uses it, since the endpoint is closed.
+            // SAFETY: `open` has made it by `Box::leak`, and no read uses it, because the endpoint is closed.
             drop(unsafe { Box::from_raw(context.as_ptr()) });
         }
         Ok(())
@@ -825,6 +881,6 @@ impl Endpoint {
 
 impl Drop for Endpoint {
     fn drop(&mut self) {
-        let _ = self.shut();
+        let _ = self.shut_down();
     }
 }

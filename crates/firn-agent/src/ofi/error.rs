@@ -1,18 +1,18 @@
-//! What can go wrong. Every text says what to do next.
+//! Errors of libfabric and its use. Each text says what to do next.
 
 use std::fmt;
 use std::time::Duration;
 
-/// What libfabric was asked for.
+/// The operation of libfabric that failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operation {
-    /// To open a device and what an endpoint consists of.
+    /// Opening a device and the objects of an endpoint.
     Open,
-    /// To take the address of another endpoint.
+    /// Taking the address of another endpoint.
     Connect,
-    /// To read.
+    /// Reading the memory of another host.
     Read,
-    /// To let go of its memory.
+    /// Closing an endpoint.
     Close,
 }
 
@@ -27,68 +27,68 @@ impl fmt::Display for Operation {
     }
 }
 
-/// Why there is no endpoint, or no bytes.
+/// Why an endpoint cannot be opened, or cannot read.
 #[derive(Clone, Debug, thiserror::Error)]
 pub enum OfiError {
-    /// It is not installed, or cannot be used.
+    /// libfabric is not installed or cannot be loaded.
     #[error(
         "libfabric.so.1 cannot be loaded ({why}): install libfabric (Debian: libfabric1), or use the transport tcp"
     )]
     NoLibrary {
-        /// The loader's words.
+        /// Message of the dynamic loader.
         why: String,
     },
-    /// No device, or no such name.
+    /// libfabric has no device for the wanted provider, or does not know it.
     #[error(
         "libfabric has no provider {wanted} for reads of remote memory here (it has: {found}); `fi_info` lists them, and the transport tcp needs none"
     )]
     NoProvider {
-        /// As asked for.
+        /// The wanted provider.
         wanted: String,
-        /// The available ones.
+        /// The available providers.
         found: String,
     },
-    /// Memory cannot be registered.
+    /// The provider cannot register memory.
     #[error(
         "the provider {provider} cannot register {bytes} bytes of memory: {why}{}",
         memlock_advice(*limit)
     )]
     Register {
-        /// Its name.
+        /// Name of the provider.
         provider: String,
-        /// How many bytes.
+        /// Size of the memory.
         bytes: usize,
-        /// libfabric's words.
+        /// Message of libfabric.
         why: String,
-        /// RLIMIT_MEMLOCK, where it is less than that.
+        /// RLIMIT_MEMLOCK, if it is less than `bytes`.
         limit: Option<u64>,
     },
-    /// Something else.
+    /// Another operation failed.
     #[error("the provider {provider} cannot {operation}: {why}")]
     Failed {
-        /// Its name.
+        /// Name of the provider.
         provider: String,
-        /// What was tried.
+        /// The operation.
         operation: Operation,
-        /// libfabric's words.
+        /// Message of libfabric.
         why: String,
     },
-    /// The other side said what cannot be.
+    /// The other host described a region, an address or a block that cannot exist.
     #[error("the other host described memory that cannot be: {0}")]
     Implausible(&'static str),
-    /// No read was completed.
+    /// No read was complete for too long.
     #[error("the provider {provider} completed no read for {} s: is the other host there, and is its network open for it?", limit.as_secs())]
     Silent {
-        /// Its name.
+        /// Name of the provider.
         provider: String,
-        /// How long.
+        /// Time without a complete read.
         limit: Duration,
     },
 }
 
 impl OfiError {
-    /// Whether it may be over with another connection.
-    pub fn may_pass(&self) -> bool {
+    /// Whether another connection may succeed.
+    pub fn is_transient(&self) -> bool {
         let is_read = |operation| matches!(operation, Operation::Read | Operation::Connect);
         match self {
             Self::Failed { operation, .. } => is_read(*operation),
@@ -112,8 +112,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_may_lock_too_little_memory_is_told_how_to_lock_more() {
-        let told = |limit| {
+    fn an_error_of_the_memory_lock_limit_says_how_to_raise_it() {
+        let message = |limit| {
             let error = OfiError::Register {
                 provider: "verbs".into(),
                 bytes: 1 << 30,
@@ -122,11 +122,11 @@ mod tests {
             };
             error.to_string()
         };
-        let short = told(Some(8 << 20));
+        let with_limit = message(Some(8 << 20));
         assert!(
-            short.contains("8388608") && short.contains("ulimit -l"),
-            "{short}"
+            with_limit.contains("8388608") && with_limit.contains("ulimit -l"),
+            "{with_limit}"
         );
-        assert!(!told(None).contains("RLIMIT_MEMLOCK"));
+        assert!(!message(None).contains("RLIMIT_MEMLOCK"));
     }
 }

@@ -1,4 +1,6 @@
-//! libfabric itself: loaded once, and its providers.
+//! Loads libfabric, once for the process, and lists its providers.
+//!
+//! The library is never unloaded. Lists that it allocates are freed by [`InfoList`].
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::net::IpAddr;
@@ -14,9 +16,9 @@ use crate::ofi::abi::{
 use crate::ofi::error::OfiError;
 
 const FILE: &CStr = c"libfabric.so.1";
-/// Providers whose hardware reads memory without a processor of the host that has it.
+/// Providers whose hardware answers reads without a processor of the host, the best first.
 const HARDWARE: [&str; 7] = ["verbs", "cxi", "efa", "psm3", "psm2", "opx", "gni"];
-/// Those that reach no other host, or do not arrive there: only by their name.
+/// Providers that reach no other host, or are unreliable. They are used only if an option names them.
 const BY_NAME_ONLY: [&str; 4] = ["shm", "sm2", "udp", "net"];
 
 type GetInfo = unsafe extern "C" fn(
@@ -28,7 +30,7 @@ type GetInfo = unsafe extern "C" fn(
     *mut *mut Info,
 ) -> c_int;
 
-/// The functions that libfabric exports; all others are in tables of its objects.
+/// The exported functions of libfabric. All other functions are in tables of its objects.
 pub struct Library {
     getinfo: GetInfo,
     dupinfo: unsafe extern "C" fn(*const Info) -> *mut Info,
@@ -38,19 +40,19 @@ pub struct Library {
     strerror: unsafe extern "C" fn(c_int) -> *const c_char,
 }
 
-/// A name under which libfabric reads remote memory here.
+/// A provider of libfabric that can read remote memory on this host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Provider {
-    /// Such as `verbs;ofi_rxm`.
+    /// Full name with layers, such as `verbs;ofi_rxm`.
     pub name: String,
 }
 
-/// Whether a provider's hardware reads memory without a processor of the host that has it.
+/// Whether the hardware of a provider answers reads without a processor of the host.
 pub fn is_hardware(provider: &str) -> bool {
     HARDWARE.contains(&core_of(provider))
 }
 
-/// Whether this host has devices that read memory by themselves: asked without libfabric, which takes its time.
+/// Whether this host has a device for such a provider. It asks the kernel, because loading libfabric takes long.
 pub fn has_devices() -> bool {
     let has_entries = |class: &&str| {
         let entries = std::fs::read_dir(format!("/sys/class/{class}"));
@@ -59,47 +61,47 @@ pub fn has_devices() -> bool {
     ["infiniband", "cxi"].iter().any(has_entries)
 }
 
-/// `tcp` of `tcp;ofi_rxm`.
+/// Returns the name of a provider without its layers: `tcp` for `tcp;ofi_rxm`.
 fn core_of(provider: &str) -> &str {
     provider.split(';').next().unwrap_or(provider)
 }
 
 impl Provider {
-    /// Whether `wanted` names it: wholly, or by what is below its layers.
+    /// Whether `wanted` is the provider's full name, or its name without layers.
     pub fn is_named(&self, wanted: &str) -> bool {
         self.name == wanted || core_of(&self.name) == wanted
     }
 
-    /// Whether it may be taken where no provider is named.
+    /// Whether the provider may be chosen if no option names one.
     pub fn is_for_all(&self) -> bool {
         !BY_NAME_ONLY.contains(&core_of(&self.name))
     }
 }
 
-/// What libfabric answered: a list, freed as a whole.
+/// A list of entries that libfabric has allocated. Dropping it frees the list.
 pub(crate) struct InfoList {
     library: &'static Library,
     first: NonNull<Info>,
 }
 
-// SAFETY: plain memory that libfabric allocated for its caller; it belongs to no thread.
+// SAFETY: the list is plain memory that libfabric has allocated for its caller, and no thread owns it.
 unsafe impl Send for InfoList {}
 
 impl InfoList {
-    /// Its first entry, which libfabric likes best.
+    /// Returns the first entry, which libfabric considers the best.
     pub(crate) fn first(&self) -> &Info {
-        // SAFETY: made by libfabric, freed when this is dropped, and unchanged until then.
+        // SAFETY: libfabric has made the entry, and it is unchanged until this value is dropped.
         unsafe { self.first.as_ref() }
     }
 
-    /// Pointer to the first entry, for calls of libfabric.
+    /// Returns a pointer to the first entry, for calls of libfabric.
     pub(crate) fn as_ptr(&self) -> *mut Info {
         self.first.as_ptr()
     }
 
     fn entries(&self) -> impl Iterator<Item = &Info> {
         std::iter::successors(Some(self.first()), |info| {
-            // SAFETY: null, or the next entry of the list, which lives as long.
+            // SAFETY: the pointer is null, or points to the next entry, which lives as long as the list.
             unsafe { info.next.as_ref() }
         })
     }
@@ -107,45 +109,47 @@ impl InfoList {
 
 impl Drop for InfoList {
     fn drop(&mut self) {
-        // SAFETY: a list of this library that is freed once.
+        // SAFETY: this library has made the list, and it is freed once.
         unsafe { (self.library.freeinfo)(self.first.as_ptr()) };
     }
 }
 
-/// Its provider's name.
+/// Returns the name of an entry's provider.
 pub(crate) fn provider_of(info: &Info) -> String {
-    // SAFETY: null, or a structure that lives as long as `info`.
+    // SAFETY: the pointer is null, or points to a structure that lives as long as `info`.
     let name = unsafe { info.fabric_attr.as_ref() }.map_or(null_mut(), |attr| attr.prov_name);
     text(name)
 }
 
+/// Copies a text of C; a null pointer gives an empty one.
 fn text(text: *const c_char) -> String {
     if text.is_null() {
         return String::new();
     }
-    // SAFETY: libfabric's texts end with a zero.
+    // SAFETY: texts of libfabric and of the loader end with a zero.
     unsafe { CStr::from_ptr(text) }
         .to_string_lossy()
         .into_owned()
 }
 
 fn loader_error() -> OfiError {
-    // SAFETY: it returns null or a text of this thread's.
+    // SAFETY: dlerror(3) returns null, or a text that is valid until the next call of this thread.
     let why = unsafe { libc::dlerror() };
     OfiError::NoLibrary { why: text(why) }
 }
 
 impl Library {
-    /// Loads it; once, for the whole process.
+    /// Loads libfabric, once for the whole process. A failure is remembered too.
     pub fn load() -> Result<&'static Self, OfiError> {
         static LOADED: OnceLock<Result<Library, OfiError>> = OnceLock::new();
         let loaded = LOADED.get_or_init(|| {
-            // SAFETY: libfabric's constructors set nothing of ours; it is the library that the user's loader finds, as
-            // for each program that is linked with it. It is never unloaded, so what it starts stays valid.
+            // SAFETY: loading runs libfabric's constructors, which change nothing of this program. It is the library
+            // that any program of this user would be linked with. It is never unloaded, so its threads and texts stay
+            // valid.
             let handle = unsafe { libc::dlopen(FILE.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
             let handle = NonNull::new(handle).ok_or_else(loader_error)?;
-            // SAFETY: each name is that of a function of libfabric of the type of its member (rdma/fabric.h,
-            // rdma/fi_errno.h), the same in every version of libfabric.so.1.
+            // SAFETY: each function has the type of the field that it is stored in (rdma/fabric.h, rdma/fi_errno.h), in
+            // every version of libfabric.so.1.
             unsafe {
                 Ok(Self {
                     getinfo: std::mem::transmute::<*mut c_void, GetInfo>(symbol(
@@ -177,33 +181,35 @@ impl Library {
         loaded.as_ref().map_err(Clone::clone)
     }
 
-    /// libfabric's words for an error, which its calls return negated.
+    /// Returns libfabric's text of an error. Calls of libfabric return the negated number of an error.
     pub(crate) fn describe(&self, error: isize) -> String {
         let number = i32::try_from(error.unsigned_abs()).unwrap_or(libc::EIO);
-        // SAFETY: it takes any number and returns a text that stays.
+        // SAFETY: the function takes any number and returns a constant text.
         text(unsafe { (self.strerror)(number) })
     }
 
-    /// What reads remote memory here, in the order in which it is to be tried: hardware first.
+    /// Returns the providers of this host that can read remote memory, in the order in which to try them: hardware
+    /// first.
     pub fn providers(&'static self) -> Vec<Provider> {
-        let mut found: Vec<Provider> = Vec::new();
+        let mut providers: Vec<Provider> = Vec::new();
         if let Ok(list) = self.info(None, None) {
             for info in list.entries() {
                 let name = provider_of(info);
-                if found.iter().all(|provider| provider.name != name) {
-                    found.push(Provider { name });
+                if providers.iter().all(|provider| provider.name != name) {
+                    providers.push(Provider { name });
                 }
             }
         }
-        found.sort_by_key(|provider| {
+        providers.sort_by_key(|provider| {
             let core = core_of(&provider.name);
             let rank = HARDWARE.iter().position(|name| *name == core);
             (rank.unwrap_or(HARDWARE.len()), !provider.is_for_all())
         });
-        found
+        providers
     }
 
-    /// What libfabric has for a provider, near an address of this host where the provider knows such ones.
+    /// Returns libfabric's entries for a provider. If the provider has IP addresses, they are those of the network
+    /// interface with the address `near`.
     pub(crate) fn find(
         &'static self,
         provider: &str,
@@ -218,15 +224,16 @@ impl Library {
         if near.is_none() || !by_address.contains(&any.first().addr_format) {
             return Ok(any);
         }
-        // A device may have none of the addresses that TCP has.
+        // The device of the provider may have other addresses than TCP has.
         Ok(self.info(Some(provider), near).unwrap_or(any))
     }
 
+    /// Returns the names of all providers in one text, for an error.
     fn names(&'static self) -> String {
         let names: Vec<_> = self
             .providers()
             .into_iter()
-            .map(|found| found.name)
+            .map(|provider| provider.name)
             .collect();
         if names.is_empty() {
             "none".into()
@@ -235,6 +242,7 @@ impl Library {
         }
     }
 
+    /// Asks libfabric for entries of one provider or of all, near an address of this host if one is given.
     fn info(
         &'static self,
         provider: Option<&str>,
@@ -246,12 +254,19 @@ impl Library {
             Some(node) => (node.as_ptr(), FI_SOURCE | FI_NUMERICHOST),
             None => (null(), 0),
         };
-        let mut found = null_mut();
-        // SAFETY: the hints are libfabric's own, the node is null or a text with its end, and the answer is an entry to
-        // be freed by `InfoList`.
-        let code =
-            unsafe { (self.getinfo)(API_VERSION, node, null(), flags, hints.as_ptr(), &mut found) };
-        let first = NonNull::new(found).ok_or(code as isize)?;
+        let mut answer = null_mut();
+        // SAFETY: libfabric has allocated the hints, the node is null or a text of C, and `InfoList` frees the answer.
+        let code = unsafe {
+            (self.getinfo)(
+                API_VERSION,
+                node,
+                null(),
+                flags,
+                hints.as_ptr(),
+                &mut answer,
+            )
+        };
+        let first = NonNull::new(answer).ok_or(code as isize)?;
         let list = InfoList {
             library: self,
             first,
@@ -262,17 +277,17 @@ impl Library {
         }
     }
 
-    /// What is wanted: reads of remote memory between endpoints without a connection of their own.
+    /// Makes the entry that describes what this program needs: reads of remote memory between endpoints of type RDM,
+    /// which need no connection.
     fn hints(&'static self, provider: Option<&str>) -> Result<InfoList, isize> {
         let no_memory = -(libc::ENOMEM as isize);
-        // SAFETY: without an entry to copy it makes an empty one, with all its parts.
+        // SAFETY: with a null pointer fi_dupinfo allocates an empty entry and its parts.
         let first = NonNull::new(unsafe { (self.dupinfo)(null()) }).ok_or(no_memory)?;
         let list = InfoList {
             library: self,
             first,
         };
-        // SAFETY: the entry was just made and only this function has it; its parts are allocated along with it, or
-        // null.
+        // SAFETY: the entry was just made, and only this function uses it. Its parts are allocated with it, or null.
         unsafe {
             let info = &mut *list.first.as_ptr();
             info.caps = FI_RMA | FI_READ | FI_REMOTE_READ;
@@ -294,15 +309,17 @@ impl Library {
     }
 }
 
+/// Looks up a function of a loaded library.
+///
 /// # Safety
 /// `handle` is that of a loaded library.
 unsafe fn symbol(handle: NonNull<c_void>, name: &CStr) -> Result<*mut c_void, OfiError> {
-    // SAFETY: as promised; the name ends with a zero.
-    let found = unsafe { libc::dlsym(handle.as_ptr(), name.as_ptr()) };
-    if found.is_null() {
+    // SAFETY: the library is loaded, and the name ends with a zero.
+    let address = unsafe { libc::dlsym(handle.as_ptr(), name.as_ptr()) };
+    if address.is_null() {
         return Err(loader_error());
     }
-    Ok(found)
+    Ok(address)
 }
 
 #[cfg(test)]
@@ -310,7 +327,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_provider_is_named_wholly_or_by_what_is_below_its_layers() {
+    fn a_provider_is_named_with_or_without_its_layers() {
         let provider = Provider {
             name: "verbs;ofi_rxm".into(),
         };

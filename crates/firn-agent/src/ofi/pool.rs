@@ -1,4 +1,4 @@
-//! Memory that bytes may arrive in, and what may be exposed.
+//! Memory for libfabric: pools of buffers for reads, and the trait of memory that can be exposed.
 
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
@@ -6,35 +6,36 @@ use std::sync::Arc;
 
 use rustix::mm::{MapFlags, ProtFlags};
 
-/// Memory of this process.
+/// Mapped memory of this process.
 ///
 /// # Safety
-/// `start` is the first of `bytes` bytes that are mapped for as long as the value lives, wherever it is moved to.
+/// `start` must point to the first of `bytes` mapped bytes. They must stay mapped at that address as long as the value
+/// lives, even if the value is moved.
 pub unsafe trait Memory: Send + Sync {
-    /// Its first byte.
+    /// Address of the first byte.
     fn start(&self) -> *const u8;
-    /// How many there are.
+    /// Number of bytes.
     fn bytes(&self) -> usize;
 }
 
-/// A mapping that is cut into buffers of one size. Its pages are taken when they are first written to.
+/// An anonymous mapping, divided into buffers of equal size. The kernel allocates a page at the first write to it.
 pub struct Pool {
     start: NonNull<u8>,
     buffer_bytes: usize,
     buffers: usize,
 }
 
-// SAFETY: memory that belongs to the value; nothing of it is used without a `Buffer`, of which each part has one.
+// SAFETY: the mapping belongs to this value, and each part of it is accessed only by its single `Buffer`.
 unsafe impl Send for Pool {}
-// SAFETY: as above; shared, it only tells where it is.
+// SAFETY: a shared pool only returns addresses and sizes.
 unsafe impl Sync for Pool {}
 
 impl Pool {
-    /// Makes a pool of `buffers` buffers.
+    /// Maps a pool, and returns its buffers. Each has `buffer_bytes` zeros.
     pub fn create(buffers: usize, buffer_bytes: usize) -> std::io::Result<Vec<Buffer>> {
         let bytes = buffers * buffer_bytes;
         let protection = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a fresh mapping at an address of the kernel's choice.
+        // SAFETY: the kernel chooses the address of a new mapping, so no other memory is affected.
         let start = unsafe {
             rustix::mm::mmap_anonymous(std::ptr::null_mut(), bytes, protection, MapFlags::PRIVATE)
         }?;
@@ -51,7 +52,7 @@ impl Pool {
     }
 }
 
-// SAFETY: mapped in `create` and unmapped when it is dropped.
+// SAFETY: the memory is mapped in `create` and unmapped when the value is dropped.
 unsafe impl Memory for Pool {
     fn start(&self) -> *const u8 {
         self.start.as_ptr()
@@ -64,12 +65,12 @@ unsafe impl Memory for Pool {
 
 impl Drop for Pool {
     fn drop(&mut self) {
-        // SAFETY: made in `create`; each buffer has a share of the pool, so there is none any more.
+        // SAFETY: `create` has mapped it. Each buffer shares the ownership of the pool, so no buffer is left.
         let _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.bytes()) };
     }
 }
 
-/// A part of a [`Pool`], with one owner.
+/// A part of a [`Pool`], with a single owner.
 pub struct Buffer {
     pool: Arc<Pool>,
     index: usize,
@@ -81,13 +82,13 @@ impl Buffer {
         &self.pool
     }
 
-    /// Its place among the buffers of its pool.
+    /// Index among the buffers of the pool.
     pub fn index(&self) -> usize {
         self.index
     }
 
     fn start(&self) -> *mut u8 {
-        // SAFETY: `index` is one of the pool's buffers, so the place is within its mapping.
+        // SAFETY: `index` is less than the number of buffers, so the address is within the mapping.
         unsafe {
             self.pool
                 .start
@@ -101,15 +102,15 @@ impl Deref for Buffer {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: `buffer_bytes` mapped bytes, which the kernel began as zeros. `create` makes one value for each index
-        // and nothing copies it, so a borrow is the only one.
+        // SAFETY: the range has `buffer_bytes` mapped bytes, which the kernel has initialized with zeros. `create`
+        // makes a single value for each index, so this borrow of it is the only access.
         unsafe { std::slice::from_raw_parts(self.start(), self.pool.buffer_bytes) }
     }
 }
 
 impl DerefMut for Buffer {
     fn deref_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as in `deref`; borrowed for writing.
+        // SAFETY: as in `deref`, and the value is borrowed for writing.
         unsafe { std::slice::from_raw_parts_mut(self.start(), self.pool.buffer_bytes) }
     }
 }
@@ -119,16 +120,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn buffers_are_apart_and_outlive_one_another() {
+    fn buffers_do_not_overlap_and_outlive_one_another() {
         let mut buffers = Pool::create(5, 4096).unwrap();
-        for (key, buffer) in buffers.iter_mut().enumerate() {
+        for (index, buffer) in buffers.iter_mut().enumerate() {
             assert_eq!(buffer.len(), 4096);
             assert!(buffer.iter().all(|byte| *byte == 0));
-            buffer.fill(key as u8 + 1);
+            buffer.fill(index as u8 + 1);
         }
         let last = buffers.pop().unwrap();
-        for (key, buffer) in buffers.iter().enumerate() {
-            assert!(buffer.iter().all(|byte| usize::from(*byte) == key + 1));
+        for (index, buffer) in buffers.iter().enumerate() {
+            assert!(buffer.iter().all(|byte| usize::from(*byte) == index + 1));
         }
         drop(buffers);
         assert!(last.iter().all(|byte| *byte == 5));

@@ -1,8 +1,11 @@
-//! A host looks for its partner: for another one when that is not there any more, and for the one that comes before it in
-//! the order of hosts when that has come.
+//! The choice of a host's partner.
 //!
-//! Promise: the record of this host names each host that may have the only copy of something, so the earlier partner until
-//! the new one has all.
+//! While no partner follows this host, it asks other hosts in the order of the ring (a *search*). While one does, it
+//! looks now and then for a better one: a host that comes earlier in the ring, because it has come back or is new. A
+//! chosen host becomes the partner when it connects to follow.
+//!
+//! Promise: the record of this host names every host that may have the only copy of a file. So an earlier partner stays
+//! in the record, as a former, until the new partner has copies of all held files.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -20,20 +23,24 @@ use crate::partner::service::PartnerService;
 use crate::peer::Peer;
 use crate::server::Level;
 
-/// How often it is looked whether the partner is there.
-const LOOK_EVERY: Duration = Duration::from_millis(500);
-/// How long a partner that was chosen has to come.
-const COMING_LIMIT: Duration = Duration::from_secs(10);
-/// Between two searches that found no partner.
-const SEARCH: Backoff = Backoff::new(Duration::from_millis(500), Duration::from_secs(15));
-/// Between two looks for a better partner. A look lists one directory of the backing.
-const BETTER: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(30));
-/// Until a better host that did not come is asked again; one with a new record is asked at once.
-const BETTER_AGAIN: Duration = Duration::from_secs(120);
-/// Earlier partners that the record names.
+/// Time between two checks whether the partner still follows.
+const CHECK_INTERVAL: Duration = Duration::from_millis(500);
+/// Longest time that a chosen host may take to begin to follow.
+const FOLLOW_TIMEOUT: Duration = Duration::from_secs(10);
+/// Time between two checks whether a chosen host has begun to follow.
+const FOLLOW_POLL_INTERVAL: Duration = Duration::from_millis(5);
+/// Pauses between two searches that found no partner.
+const SEARCH_PAUSES: Backoff = Backoff::new(Duration::from_millis(500), Duration::from_secs(15));
+/// Pauses between two searches for a better partner. Each lists one directory of the backing.
+const BETTER_SEARCH_PAUSES: Backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(30));
+/// Time after which a better host that did not follow is asked again. With a new record it is asked at once.
+const BETTER_RETRY_AFTER: Duration = Duration::from_secs(120);
+/// Maximum number of former partners that the record names.
 const FORMERS_MAX: usize = 8;
+/// Value of the option `partner` that leaves the choice to the ring.
+const WANTED_NEXT: &str = "next";
 
-/// Looks for partners until the process ends.
+/// Chooses partners until the process ends: the body of a thread.
 pub(crate) fn choose_partners(
     service: &Arc<PartnerService>,
     key_file: &KeyFile,
@@ -45,80 +52,90 @@ pub(crate) fn choose_partners(
         record: key_file.clone(),
         wanted,
         domains,
-        told: String::new(),
+        note: String::new(),
         distrusted: BTreeSet::new(),
-        unreached: BTreeMap::new(),
-        seen: Vec::new(),
+        failed_attempts: BTreeMap::new(),
+        last_hosts: Vec::new(),
         mount: None,
     };
-    let mut waits = SEARCH.start();
-    let mut better = NextLook::new();
+    let mut search_pauses = SEARCH_PAUSES.start();
+    let mut better_search = BetterSearch::new();
     loop {
-        if service.last_heard().is_some() {
-            chooser.note("");
+        let partner_follows = service.last_heard().is_some();
+        if partner_follows {
+            chooser.set_note("");
             chooser.forget_formers();
-            if better.is_due() {
-                better.put_off(chooser.seek_better());
+            if better_search.is_due() {
+                better_search.schedule_next(chooser.seek_better());
             }
-            waits.reset();
-            std::thread::sleep(LOOK_EVERY);
+            search_pauses.reset();
+            std::thread::sleep(CHECK_INTERVAL);
             continue;
         }
         if chooser.search() {
-            waits.reset();
-            better = NextLook::new();
+            search_pauses.reset();
+            better_search = BetterSearch::new();
         } else {
-            waits.sleep();
+            search_pauses.sleep();
         }
     }
 }
 
-/// When a better partner is looked for.
-struct NextLook {
-    waits: Waits,
-    at: Instant,
+/// Time of the next search for a better partner. The pauses grow while nothing changes.
+struct BetterSearch {
+    pauses: Waits,
+    due_at: Instant,
 }
 
-impl NextLook {
+impl BetterSearch {
     fn new() -> Self {
-        let mut waits = BETTER.start();
-        let at = Instant::now() + waits.next_wait();
-        Self { waits, at }
+        let mut pauses = BETTER_SEARCH_PAUSES.start();
+        let due_at = Instant::now() + pauses.next_wait();
+        Self { pauses, due_at }
     }
 
     fn is_due(&self) -> bool {
-        Instant::now() >= self.at
+        Instant::now() >= self.due_at
     }
 
-    /// After a look that found something new, or not.
-    fn put_off(&mut self, has_changed: bool) {
+    /// Schedules the next search: soon if the last one found a change.
+    fn schedule_next(&mut self, has_changed: bool) {
         if has_changed {
-            self.waits.reset();
+            self.pauses.reset();
         }
-        self.at = Instant::now() + self.waits.next_wait();
+        self.due_at = Instant::now() + self.pauses.next_wait();
     }
 }
 
+/// An attempt to get a better partner that failed.
+struct FailedAttempt {
+    /// The record of the asked host then; `None` if it had none.
+    record: Option<KeyFile>,
+    asked_at: Instant,
+}
+
+/// State of the thread that chooses partners.
 struct Chooser<'a> {
     service: &'a Arc<PartnerService>,
-    /// As it is in the backing.
+    /// This host's record as it is in the backing.
     record: KeyFile,
+    /// The mount's options of partners.
     wanted: &'a PartnerStatus,
     domains: &'a Domains,
-    /// The note that firnd has.
-    told: String,
-    /// Hosts whose record is not believed, told once.
+    /// The last note that firnd was told.
+    note: String,
+    /// Hosts whose record was refused. Each is logged once.
     distrusted: BTreeSet<String>,
-    /// Better hosts that did not come: the record that they had, and when they were asked.
-    unreached: BTreeMap<String, (Option<KeyFile>, Instant)>,
-    /// Hosts that had a record at the last look.
-    seen: Vec<String>,
-    /// For notes.
+    /// Better hosts that did not begin to follow.
+    failed_attempts: BTreeMap<String, FailedAttempt>,
+    /// Hosts that had a record at the last search for a better partner, sorted.
+    last_hosts: Vec<String>,
+    /// Connection to firnd for notes.
     mount: Option<OpenMount>,
 }
 
 impl Chooser<'_> {
-    /// Asks one host after the other; true if one of them became the partner.
+    /// Asks one host after the other. Returns whether one of them has become the partner.
     fn search(&mut self) -> bool {
         let candidates = self.candidates();
         let mut failure = if candidates.is_empty() {
@@ -134,52 +151,67 @@ impl Chooser<'_> {
             }
         }
         self.service.choose(None);
-        self.note(&failure);
+        self.set_note(&failure);
         false
     }
 
-    /// Asks the hosts that come before the partner, where all that is held has a copy: a partner that is still at it is not
-    /// exchanged. True: hosts have come or gone, or the partner is another one.
+    /// Asks the hosts that come before the current partner in the ring, if the partner has copies of all held files. A
+    /// partner that is still copying is not replaced.
+    ///
+    /// Returns whether the next search should come soon: the partner is still copying, hosts have come or gone, a host
+    /// was asked, or the partner has changed.
     fn seek_better(&mut self) -> bool {
         let Some((partner, _)) = self.service.chosen() else {
             return false;
         };
-        if self.wanted.wanted != "next" || !self.service.is_settled() {
+        if self.wanted.wanted != WANTED_NEXT || !self.service.is_settled() {
             return !self.service.is_settled();
         }
         let candidates = self.candidates();
-        let mut hosts: Vec<String> = candidates.iter().map(|found| found.host.clone()).collect();
+        let mut hosts: Vec<String> = candidates
+            .iter()
+            .map(|candidate| candidate.host.clone())
+            .collect();
         hosts.sort();
-        let mut has_changed = hosts != self.seen;
-        self.seen = hosts;
+        let mut has_changed = hosts != self.last_hosts;
+        self.last_hosts = hosts;
         let better = candidates
             .into_iter()
             .take_while(|candidate| candidate.host != partner);
         for candidate in better.collect::<Vec<_>>() {
             let record = KeyFile::load(&self.service.backing, &candidate.host).ok();
-            let is_known = |(known, asked_at): &(Option<KeyFile>, Instant)| {
+            let is_same_and_recent = |attempt: &FailedAttempt| {
                 let key = |record: &Option<KeyFile>| record.as_ref().map(|own| own.key.clone());
-                key(known) == key(&record) && asked_at.elapsed() < BETTER_AGAIN
+                key(&attempt.record) == key(&record)
+                    && attempt.asked_at.elapsed() < BETTER_RETRY_AFTER
             };
-            if self.unreached.get(&candidate.host).is_some_and(is_known) {
+            if self
+                .failed_attempts
+                .get(&candidate.host)
+                .is_some_and(is_same_and_recent)
+            {
                 continue;
             }
-            let before = self.service.chosen();
+            let current = self.service.chosen();
             if self.ask(&candidate) == Ok(true) {
-                self.unreached.remove(&candidate.host);
+                self.failed_attempts.remove(&candidate.host);
                 return true;
             }
-            // The one that was there stays the partner.
-            self.service.choose(before);
+            // The candidate did not follow, so the current partner is chosen again.
+            self.service.choose(current);
             has_changed = true;
-            self.unreached
-                .insert(candidate.host, (record, Instant::now()));
+            let attempt = FailedAttempt {
+                record,
+                asked_at: Instant::now(),
+            };
+            self.failed_attempts.insert(candidate.host, attempt);
         }
         has_changed
     }
 
+    /// Returns the hosts to ask, in their order: the named host, or all hosts with a record in the order of the ring.
     fn candidates(&mut self) -> Vec<PartnerCandidate> {
-        if self.wanted.wanted != "next" {
+        if self.wanted.wanted != WANTED_NEXT {
             return vec![PartnerCandidate {
                 host: self.wanted.wanted.clone(),
                 is_near: false,
@@ -188,13 +220,14 @@ impl Chooser<'_> {
         match KeyFile::list_hosts(&self.service.backing) {
             Ok(hosts) => self.domains.order(&self.service.host, hosts),
             Err(error) => {
-                self.note(&error.to_string());
+                self.set_note(&error.to_string());
                 Vec::new()
             }
         }
     }
 
-    /// Whether the host is the partner now; an error says why it cannot be.
+    /// Asks a host to become the partner, and waits until it follows. Returns whether it does in time. An error says
+    /// why it cannot become the partner.
     fn ask(&mut self, candidate: &PartnerCandidate) -> Result<bool, String> {
         let PartnerCandidate { host, is_near } = candidate;
         let mut peer = Peer::connect(host, &self.service.route())
@@ -204,26 +237,26 @@ impl Chooser<'_> {
         } else {
             String::new()
         };
-        // It comes before the answer to this does.
+        // The host is chosen before it is asked, because it may begin to follow before its reply arrives.
         self.service.choose(Some((host.clone(), note)));
         peer.adopt(&self.service.host)
             .map_err(|error| error.to_string())?;
-        let begun = Instant::now();
+        let asked_at = Instant::now();
         while self.service.last_heard().is_none() {
-            if begun.elapsed() > COMING_LIMIT {
+            if asked_at.elapsed() > FOLLOW_TIMEOUT {
                 return Ok(false);
             }
-            std::thread::sleep(Duration::from_millis(5));
+            std::thread::sleep(FOLLOW_POLL_INTERVAL);
         }
-        self.name_partner(host);
+        self.record_partner(host);
         self.service.log.say(Level::Event, || {
             format!("the partner of this host is {host}")
         });
         Ok(true)
     }
 
-    /// Names a new partner where a restart looks for the copies, and those that have them meanwhile.
-    fn name_partner(&mut self, host: &str) {
+    /// Writes a new partner to the record, where a restart looks for copies. The earlier partner becomes a former.
+    fn record_partner(&mut self, host: &str) {
         let mut formers: Vec<String> = self.record.holders().cloned().collect();
         formers.retain(|former| former != host);
         formers.truncate(FORMERS_MAX);
@@ -234,7 +267,7 @@ impl Chooser<'_> {
         });
     }
 
-    /// Names the earlier partners no more, once the partner has all that they have.
+    /// Removes the formers from the record once the partner has copies of all held files.
     fn forget_formers(&mut self) {
         if !self.record.formers.is_empty() && self.service.is_settled() {
             self.store_record(KeyFile {
@@ -244,6 +277,7 @@ impl Chooser<'_> {
         }
     }
 
+    /// Writes this host's record if it differs from the stored one. A failure is logged.
     fn store_record(&mut self, record: KeyFile) {
         if record == self.record {
             return;
@@ -254,6 +288,7 @@ impl Chooser<'_> {
         }
     }
 
+    /// Returns the text of an error of a host. A host whose record is refused is logged once.
     fn describe(&mut self, host: &str, error: &PullError) -> String {
         let text = error.to_string();
         if matches!(error, PullError::KeyFile(error) if !error.is_missing())
@@ -266,23 +301,27 @@ impl Chooser<'_> {
         text
     }
 
-    /// Tells firnd, which may be another one than it was told before. Best effort: there may be none.
-    fn note(&mut self, text: &str) {
-        if self.told != text && !text.is_empty() {
+    /// Tells firnd why there is no partner, or nothing with an empty text. A new reason is logged.
+    ///
+    /// firnd is told again each time, because it may have been started again. A failure is ignored, because it may not
+    /// run.
+    fn set_note(&mut self, text: &str) {
+        if self.note != text && !text.is_empty() {
             self.service
                 .log
                 .say(Level::Event, || format!("there is no partner: {text}"));
         }
-        text.clone_into(&mut self.told);
-        self.mount = tell(self.mount.take(), &self.service.mount_point, text);
+        text.clone_into(&mut self.note);
+        self.mount = send_note(self.mount.take(), &self.service.mount_point, text);
     }
 }
 
-fn tell(mount: Option<OpenMount>, mount_point: &Path, note: &str) -> Option<OpenMount> {
-    let told = |mount: &OpenMount| mount.speak_of_partner(None, note).is_ok();
-    if mount.as_ref().is_some_and(told) {
+/// Sends a note to firnd, over the given connection or a new one. Returns the connection if it works.
+fn send_note(mount: Option<OpenMount>, mount_point: &Path, note: &str) -> Option<OpenMount> {
+    let is_sent = |mount: &OpenMount| mount.speak_of_partner(None, note).is_ok();
+    if mount.as_ref().is_some_and(is_sent) {
         return mount;
     }
     let mount = OpenMount::open(mount_point).ok()?;
-    told(&mount).then_some(mount)
+    is_sent(&mount).then_some(mount)
 }

@@ -1,20 +1,20 @@
-//! The copies that a host keeps for others: a directory beside its arena, so in the same kind of memory.
+//! The store of partner copies: a directory beside the arena of this host, in the same kind of memory.
 //!
 //! ```text
-//!   KEY.partner/           mode 0700, looked at before anything in it is used
-//!       HOST/              a directory of copies for each host that this one is, or was, the partner of
-//!           NUMBER/        a copy: what was directly in the mount under one name
-//!               record     which files, and which changes of them
-//!               tree
+//!   KEY.partner/           mode 0700; its owner and mode are checked before anything in it is used
+//!       HOST/              directory of copies for each host whose partner this host is, or was
+//!           NUMBER/        a copy of one unit of HOST; NUMBER is a hash of the unit's name
+//!               record     the files of the copy, and the number of changes of each
+//!               tree       the files
 //! ```
 //!
-//! Why not in the arena: what is written through the mount gets names in the backing, which all hosts share, would be
-//! drained as its own files are, and takes room from its writers.
+//! Copies are not in the arena itself. Files written through the mount would get names in the backing, which all hosts
+//! share, would be drained, and would take room from the writers of this host.
 //!
 //! Invariants
-//! * NUMBER has a whole tree and the record of that tree.
-//! * The trees, with those in the making, have at most `bytes_max` bytes: of the files as they are opened, whatever they
-//!   were listed with.
+//! * NUMBER always has a complete tree and the record of that tree.
+//! * All copies, with those being made, take at most `bytes_max` bytes. A file counts with the size at which it was
+//!   opened, not with the listed one.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -38,23 +38,23 @@ use crate::source::{SourceError, check_path, join};
 const RECORD: &str = "record";
 const NEXT_RECORD: &str = "record.next";
 
-/// See the head of this file.
+/// The store of partner copies; see the head of this file.
 pub(crate) struct Copies {
     dir: PathBuf,
     bytes_max: u64,
-    /// Bytes reserved for copies in the making.
+    /// Bytes reserved for copies that are being made.
     reserved_bytes: Mutex<u64>,
-    /// Locked while copies get or lose their names. True: followers change nothing more.
+    /// Locked while a copy gets or loses its name. Once it is true, followers may change nothing more.
     is_closed: Mutex<bool>,
 }
 
-/// Room for a copy in the making, given back when it is dropped.
+/// Bytes reserved for a copy that is being made. Dropping it gives them back.
 pub(crate) struct Room {
     copies: Arc<Copies>,
     bytes: u64,
 }
 
-/// The copies and those in the making leave less room than is asked for.
+/// Error: the copies leave less room than is needed.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct NoRoom {
     pub(crate) used_bytes: u64,
@@ -62,7 +62,7 @@ pub(crate) struct NoRoom {
 }
 
 impl Copies {
-    /// In this directory, which may not be there yet.
+    /// Makes a store in a directory, which need not exist yet.
     pub(crate) fn new(dir: PathBuf, bytes_max: u64) -> Self {
         Self {
             dir,
@@ -72,24 +72,26 @@ impl Copies {
         }
     }
 
-    /// The directory beside the arena of a mount.
+    /// Returns the path of the store beside an arena.
     pub(crate) fn beside(arena: &Path) -> PathBuf {
         arena.with_extension("partner")
     }
 
+    /// Path of the store.
     pub(crate) fn dir(&self) -> &Path {
         &self.dir
     }
 
-    fn check_place(&self) -> Result<(), PullError> {
-        let above = self.dir.parent().unwrap_or(Path::new("/"));
-        Ok(firn_trust::check_place(above)?)
+    /// Checks that no other user may replace the directories above the store.
+    fn check_parents(&self) -> Result<(), PullError> {
+        let parent = self.dir.parent().unwrap_or(Path::new("/"));
+        Ok(firn_trust::check_place(parent)?)
     }
 
-    /// Hosts of which there are copies; none where others can have put something there.
+    /// Returns the hosts of which there are copies. There are none if another user may have changed the store.
     pub(crate) fn hosts(&self) -> Vec<String> {
         let names = || -> Option<Vec<OsString>> {
-            self.check_place().ok()?;
+            self.check_parents().ok()?;
             names_in(open_private_dir(CWD, &self.dir).ok()?).ok()
         };
         let hosts = names().into_iter().flatten();
@@ -99,23 +101,25 @@ impl Copies {
             .collect()
     }
 
-    /// The directory of a host; none where it is not there, or others can have put something there.
+    /// Opens the directory of copies of a host. Returns `None` if it does not exist or another user may have changed
+    /// it.
     fn find_directory(&self, host: &str) -> Option<Arc<CopyDirectory>> {
-        self.check_place().ok()?;
+        self.check_parents().ok()?;
         let dir = open_private_dir(CWD, &self.dir).ok()?;
         let dir = open_private_dir(dir, Path::new(host)).ok()?;
         Some(Arc::new(CopyDirectory::in_memory(dir, self.dir.join(host))))
     }
 
+    /// Opens the directory of copies of a host, and creates it if it does not exist.
     fn make_directory(&self, host: &str) -> Result<CopyDirectory, PullError> {
-        self.check_place()?;
+        self.check_parents()?;
         let path = self.dir.join(host);
         let dir = create_private_dir(CWD, &self.dir)?;
         let dir = create_private_dir(dir, Path::new(host)).map_err(|error| error.at(&path))?;
         Ok(CopyDirectory::in_memory(dir, path))
     }
 
-    /// The whole copies of a host's files. One that cannot be read is none.
+    /// Returns the complete copies of a host's units. A copy without a readable record does not count.
     pub(crate) fn copies_of(&self, host: &str) -> Vec<Copy> {
         let Some(directory) = self.find_directory(host) else {
             return Vec::new();
@@ -125,7 +129,7 @@ impl Copies {
         copies.collect()
     }
 
-    /// The copy of what was directly in the mount of a host under this name.
+    /// Returns the copy of one unit of a host.
     pub(crate) fn find(&self, host: &str, unit: &BytePath) -> Option<Copy> {
         let directory = self.find_directory(host)?;
         load(&directory, &name_of(unit)).filter(|copy| copy.record.unit == *unit)
@@ -133,16 +137,16 @@ impl Copies {
 
     // ---- room ----------------------------------------------------------------------------------
 
-    /// Reserves room for `bytes` bytes.
+    /// Reserves `bytes` for a copy. It fails if all copies together would exceed the bound.
     pub(crate) fn reserve(self: &Arc<Self>, bytes: u64) -> Result<Room, NoRoom> {
         let mut reserved_bytes = self.lock_reserved();
-        let whole_bytes: u64 = self
+        let stored_bytes_sum: u64 = self
             .hosts()
             .iter()
             .flat_map(|host| self.copies_of(host))
             .map(|copy| stored_bytes(&copy.record.entries))
             .fold(0_u64, u64::saturating_add);
-        let used_bytes = whole_bytes.saturating_add(*reserved_bytes);
+        let used_bytes = stored_bytes_sum.saturating_add(*reserved_bytes);
         if used_bytes.saturating_add(bytes) > self.bytes_max {
             return Err(NoRoom {
                 used_bytes,
@@ -164,17 +168,17 @@ impl Copies {
 
     // ---- making and removing -------------------------------------------------------------------
 
-    /// Begins a copy. Returns the name of its tree, which does not exist.
+    /// Begins a copy. Returns the path at which its tree is to be made.
     pub(crate) fn begin(&self, host: &str, unit: &BytePath) -> Result<PathBuf, PullError> {
-        let _open = self.lock_open()?;
+        let _names = self.lock_open()?;
         let next = self.make_directory(host)?.begin(&name_of(unit))?;
         create_private_dir(CWD, &next)?;
         Ok(next.join(TREE))
     }
 
-    /// Gives the tree that was begun, and is whole, its name and its record.
+    /// Writes the record of a begun and complete copy, and gives the copy its name. It replaces an earlier copy.
     pub(crate) fn finish(&self, host: &str, record: &Record) -> Result<(), PullError> {
-        let _open = self.lock_open()?;
+        let _names = self.lock_open()?;
         let directory = self.make_directory(host)?;
         let name = name_of(&record.unit);
         let next = next_name(&name);
@@ -182,9 +186,9 @@ impl Copies {
         directory.finish(&name)
     }
 
-    /// Gives the tree of a whole copy another record.
+    /// Replaces the record of a complete copy.
     pub(crate) fn renew(&self, host: &str, record: &Record) -> Result<(), PullError> {
-        let _open = self.lock_open()?;
+        let _names = self.lock_open()?;
         let directory = self.make_directory(host)?;
         let name = PathBuf::from(name_of(&record.unit));
         let next = name.join(NEXT_RECORD);
@@ -193,7 +197,7 @@ impl Copies {
             .map_err(directory.failed(next.as_os_str()))
     }
 
-    /// Gives up what was begun.
+    /// Removes a copy that was begun and is not finished.
     pub(crate) fn abandon(&self, host: &str, unit: &BytePath) -> Result<(), PullError> {
         match self.find_directory(host) {
             Some(directory) => directory.abandon(&name_of(unit)),
@@ -201,9 +205,9 @@ impl Copies {
         }
     }
 
-    /// Removes a copy.
+    /// Removes a copy of a unit, finished or not.
     pub(crate) fn remove(&self, host: &str, unit: &BytePath) -> Result<(), PullError> {
-        let _open = self.lock_open()?;
+        let _names = self.lock_open()?;
         self.remove_copy(host, unit)
     }
 
@@ -216,9 +220,9 @@ impl Copies {
         Ok(())
     }
 
-    /// Removes what interrupted removals and copies left and no follower continues.
+    /// Removes the remains of interrupted copies and removals of a host. No copy of the host may be under way.
     pub(crate) fn sweep(&self, host: &str) -> Result<(), PullError> {
-        let _open = self.lock_open()?;
+        let _names = self.lock_open()?;
         self.remove_leftovers(host)
     }
 
@@ -230,30 +234,30 @@ impl Copies {
 
     // ---- the end -------------------------------------------------------------------------------
 
-    /// Ends all changes before the agent ends: waits for a follower that is removing a copy, and lets none begin or
-    /// finish another one.
+    /// Ends all changes by followers: waits for the one that is changing names, and refuses all later ones.
     pub(crate) fn close(&self) {
         *self.lock_names() = true;
     }
 
-    /// Removes each copy of a host of which every byte is also below `mount_point`, and what followers left half done.
-    /// Returns the bytes of the copies that stay. No follower changes anything any more.
+    /// Removes the copies of a host of which every byte is also below `mount_point`, and all unfinished copies. Returns
+    /// the bytes of the copies that stay. [`Copies::close`] must have been called.
     pub(crate) fn remove_drained(&self, host: &str, mount_point: &Path) -> Result<u64, PullError> {
-        let mut left_bytes = 0;
+        let mut remaining_bytes = 0;
         for copy in self.copies_of(host) {
             if copy.is_in(&mount_point.join(&copy.record.unit), &mut || Ok(()))? {
                 self.remove_copy(host, &copy.record.unit)?;
             } else {
-                left_bytes += copy.record.bytes();
+                remaining_bytes += copy.record.bytes();
             }
         }
         self.remove_leftovers(host)?;
         self.remove_empty_dirs(host);
-        Ok(left_bytes)
+        Ok(remaining_bytes)
     }
 
-    /// Removes the directory of a host, and the directory of all, where nothing is left in them.
+    /// Removes the directory of a host and the store itself, if they are empty.
     fn remove_empty_dirs(&self, host: &str) {
+        // rmdir(2) refuses a directory that is not empty, and that error is the normal case.
         let _ = std::fs::remove_dir(self.dir.join(host));
         let _ = std::fs::remove_dir(&self.dir);
     }
@@ -264,7 +268,7 @@ impl Copies {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Locks the names of copies, unless the agent is ending.
+    /// Locks the names of copies. It fails once the store is closed.
     fn lock_open(&self) -> Result<MutexGuard<'_, bool>, PullError> {
         let is_closed = self.lock_names();
         if *is_closed {
@@ -276,38 +280,39 @@ impl Copies {
 
     // ---- reading -------------------------------------------------------------------------------
 
-    /// What there is of a host at and below `HOST` or `HOST/path`, parents first.
+    /// Lists the copied files at and below `HOST` or `HOST/path`, parents first.
     pub(crate) fn list(&self, path: &BytePath) -> Result<Vec<Entry>, SourceError> {
-        let (host, below) = split(path)?;
-        let top = below.as_path();
+        let (host, path_of_host) = split(path)?;
+        let top = path_of_host.as_path();
         let mut entries = Vec::new();
-        if below.is_empty() {
+        if path_of_host.is_empty() {
             entries.push(Entry::directory());
         }
         let mut copies = self.copies_of(host);
         copies.sort_by(|a, b| a.record.unit.cmp(&b.record.unit));
         for copy in copies {
             for entry in copy.record.entries {
-                let full = join(&copy.record.unit, entry.path.as_path());
-                let Ok(shown) = full.as_path().strip_prefix(top) else {
+                let full_path = join(&copy.record.unit, entry.path.as_path());
+                let Ok(relative) = full_path.as_path().strip_prefix(top) else {
                     continue;
                 };
                 entries.push(Entry {
-                    path: shown.into(),
+                    path: relative.into(),
                     ..entry
                 });
             }
         }
-        if entries.len() == usize::from(below.is_empty()) {
+        // Only the directory of the host itself was added.
+        if entries.len() == usize::from(path_of_host.is_empty()) {
             return Err(missing(path));
         }
         Ok(entries)
     }
 
-    /// Opens a file of a copy.
+    /// Opens the file `HOST/path` of a copy.
     pub(crate) fn open(&self, path: &BytePath) -> Result<CopyFile, SourceError> {
-        let (host, below) = split(path)?;
-        let mut components = below.as_path().components();
+        let (host, path_of_host) = split(path)?;
+        let mut components = path_of_host.as_path().components();
         let Some(unit) = components.next() else {
             return Err(missing(path));
         };
@@ -324,13 +329,14 @@ impl Drop for Room {
     }
 }
 
-/// Name of a copy in its directory. A name of the mount may be as long as a name can be, and leaves no room for a prefix.
+/// Returns the name of a unit's copy in its directory: a hash, because the unit's own name may be too long for a
+/// prefix.
 fn name_of(unit: &BytePath) -> OsString {
     let number = xxhash_rust::xxh3::xxh3_128(unit.as_bytes());
     format!("{number:032x}").into()
 }
 
-/// The directory is private: what is in it is ours.
+/// Reads the record of a copy. The directory is private, so the record was written by this user.
 fn load(directory: &Arc<CopyDirectory>, name: &OsStr) -> Option<Copy> {
     let path = Path::new(name).join(RECORD);
     let file = open_beneath(directory, &path, OFlags::RDONLY, Mode::empty()).ok()?;
@@ -340,6 +346,7 @@ fn load(directory: &Arc<CopyDirectory>, name: &OsStr) -> Option<Copy> {
     is_plain.then(|| Copy::new(record, directory, name))
 }
 
+/// Writes a record to a path relative to a directory of copies.
 fn write_record(directory: &CopyDirectory, path: &Path, record: &Record) -> Result<(), PullError> {
     let text = serde_json::to_vec(record).expect("it is plain JSON");
     let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::TRUNC;
@@ -349,7 +356,7 @@ fn write_record(directory: &CopyDirectory, path: &Path, record: &Record) -> Resu
     File::from(file).write_all(&text).map_err(local(&shown))
 }
 
-/// `HOST`, and what comes after it.
+/// Splits a path into its first component, which is the name of a host, and the rest.
 fn split(path: &BytePath) -> Result<(&str, BytePath), SourceError> {
     check_path(path)?;
     let mut components = path.as_path().components();
@@ -375,7 +382,7 @@ mod tests {
     use crate::copy_directory::removed_name;
 
     #[test]
-    fn copies_where_others_may_write_are_none() {
+    fn copies_in_a_directory_that_others_may_write_do_not_count() {
         let dir = tempfile::tempdir().unwrap();
         let copies = Copies::new(dir.path().join("KEY.partner"), 1 << 20);
         let unit = BytePath::from(Path::new("step"));
@@ -389,37 +396,37 @@ mod tests {
             entries: vec![Entry::directory()],
         };
         copies.finish("n1", &record).unwrap();
-        let let_in = |mode| {
+        let set_mode = |mode| {
             let mode = std::fs::Permissions::from_mode(mode);
             std::fs::set_permissions(copies.dir(), mode).unwrap();
         };
         assert_eq!(copies.hosts(), ["n1"]);
         assert!(copies.find("n1", &unit).is_some());
-        let_in(0o777);
+        set_mode(0o777);
         assert!(copies.hosts().is_empty());
         assert!(copies.copies_of("n1").is_empty());
         assert!(copies.find("n1", &unit).is_none());
-        let_in(0o700);
+        set_mode(0o700);
         assert_eq!(copies.copies_of("n1").len(), 1);
     }
 
     #[test]
-    fn once_closed_nothing_changes_any_more_and_what_was_half_done_goes() {
+    fn a_closed_store_refuses_changes_and_its_unfinished_copies_are_removed() {
         let dir = tempfile::tempdir().unwrap();
         let copies = Copies::new(dir.path().join("KEY.partner"), 1 << 20);
         let unit = BytePath::from(Path::new("step"));
         let tree = copies.begin("n1", &unit).unwrap();
         std::fs::create_dir(&tree).unwrap();
         std::fs::write(tree.join("part"), b"half").unwrap();
-        // A follower was killed while it removed this one.
-        let gone = removed_name(&name_of(&BytePath::from(Path::new("other"))));
-        let gone = copies.dir().join("n1").join(gone);
-        std::fs::create_dir(&gone).unwrap();
-        std::fs::write(gone.join("rest"), b"rest").unwrap();
+        // The state after a kill during the removal of another copy.
+        let half_removed = removed_name(&name_of(&BytePath::from(Path::new("other"))));
+        let half_removed = copies.dir().join("n1").join(half_removed);
+        std::fs::create_dir(&half_removed).unwrap();
+        std::fs::write(half_removed.join("rest"), b"rest").unwrap();
         copies.close();
         assert!(copies.begin("n1", &unit).is_err());
         assert!(copies.remove("n1", &unit).is_err());
         assert_eq!(copies.remove_drained("n1", dir.path()).unwrap(), 0);
-        assert!(!copies.dir().exists(), "nothing of it stays");
+        assert!(!copies.dir().exists(), "the empty store is removed");
     }
 }

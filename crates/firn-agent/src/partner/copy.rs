@@ -1,4 +1,6 @@
-//! One whole copy: its files, and whether they are elsewhere, too.
+//! One complete partner copy: opens its files, and compares them with files elsewhere.
+//!
+//! Files are opened below the descriptor of the directory of copies, through no symbolic link.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -16,29 +18,30 @@ use crate::error::PullError;
 use crate::partner::record::Record;
 use crate::source::join;
 
+/// Name of the copied files within the directory of a copy.
 pub(super) const TREE: &str = "tree";
 /// Bytes that are compared at a time.
 const COMPARE_BYTES: usize = 256 << 10;
 
-/// What is called while something takes long; an error ends it.
+/// Function that is called often during long work. An error of it ends the work.
 pub(crate) type Tick<'a> = dyn FnMut() -> Result<(), PullError> + 'a;
 
-/// A whole copy.
+/// A complete copy and its record.
 pub(crate) struct Copy {
     pub(crate) record: Record,
-    /// Below the directory.
+    /// Path of the copied files, relative to `directory`.
     tree: PathBuf,
     directory: Arc<CopyDirectory>,
 }
 
-/// A file of a copy, open for reading. A copy that is removed meanwhile stays readable by this handle.
+/// An open file of a copy. It stays readable if the copy is removed meanwhile.
 pub(crate) struct CopyFile {
     file: File,
     bytes: u64,
 }
 
 impl Copy {
-    /// The copy of this name, with its record.
+    /// Makes the copy called `name` in a directory of copies.
     pub(super) fn new(record: Record, directory: &Arc<CopyDirectory>, name: &OsStr) -> Self {
         Self {
             record,
@@ -47,15 +50,15 @@ impl Copy {
         }
     }
 
-    /// Opens a file of it.
+    /// Opens a file of the copy for reading.
     pub(crate) fn open(&self, below: &Path) -> io::Result<File> {
         let flags = OFlags::RDONLY | OFlags::NONBLOCK;
         let path = join(&self.tree.as_path().into(), below);
         Ok(open_beneath(&self.directory, path.as_path(), flags, Mode::empty())?.into())
     }
 
-    /// Whether every file of it is below `path`, with the same bytes. `tick` is called all the time: the backing may be
-    /// slow.
+    /// Whether each file of the copy is also below `path`, with the same bytes. `tick` is called often, because the
+    /// backing may be slow.
     pub(crate) fn is_in(&self, path: &Path, tick: &mut Tick<'_>) -> Result<bool, PullError> {
         let files: Vec<_> = self
             .record
@@ -65,31 +68,32 @@ impl Copy {
         self.has_files_in(&files, path, tick)
     }
 
-    /// Whether some of its files are below `path`, with the same bytes. Reads bytes only if all lengths agree.
+    /// Whether each of `files` is also below `path`, with the same bytes. All lengths are compared before any byte is
+    /// read.
     pub(crate) fn has_files_in(
         &self,
         files: &[BytePath],
         path: &Path,
         tick: &mut Tick<'_>,
     ) -> Result<bool, PullError> {
-        let open = |file: &BytePath| -> io::Result<(File, File)> {
+        let open_both = |file: &BytePath| -> io::Result<(File, File)> {
             let other = join(&path.into(), file.as_path());
             Ok((self.open(file.as_path())?, File::open(other)?))
         };
         for file in files {
             tick()?;
-            if !open(file)
-                .and_then(|(own, other)| has_same_length(&own, &other))
+            if !open_both(file)
+                .and_then(|(copy, other)| has_same_length(&copy, &other))
                 .unwrap_or(false)
             {
                 return Ok(false);
             }
         }
         for file in files {
-            let Ok((own, other)) = open(file) else {
+            let Ok((copy, other)) = open_both(file) else {
                 return Ok(false);
             };
-            if !has_same_bytes(&own, &other, tick)? {
+            if !has_same_bytes(&copy, &other, tick)? {
                 return Ok(false);
             }
         }
@@ -103,42 +107,45 @@ impl CopyFile {
         Ok(Self { file, bytes })
     }
 
-    /// Bytes of the file.
+    /// Size of the file.
     pub(crate) fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Fills `into` with its bytes from `at` on.
-    pub(crate) fn read(&self, at: u64, into: &mut [u8]) -> io::Result<()> {
-        self.file.read_exact_at(into, at)
+    /// Fills `into` with the bytes from `offset` on.
+    pub(crate) fn read(&self, offset: u64, into: &mut [u8]) -> io::Result<()> {
+        self.file.read_exact_at(into, offset)
     }
 }
 
-/// `b` is on a mount, whose kernel may know a length of it from before another host wrote to it.
-fn has_same_length(a: &File, b: &File) -> io::Result<bool> {
+/// Compares the length of a local file with that of a file on the mount. The kernel may have cached an old length of
+/// the latter, from before another host wrote to it, so a new one is forced.
+fn has_same_length(copy: &File, mounted: &File) -> io::Result<bool> {
     let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_FORCE_SYNC;
-    let of_b = rustix::fs::statx(b, c"", flags, StatxFlags::SIZE)?.stx_size;
-    Ok(of_b == a.metadata()?.len())
+    let mounted_bytes = rustix::fs::statx(mounted, c"", flags, StatxFlags::SIZE)?.stx_size;
+    Ok(mounted_bytes == copy.metadata()?.len())
 }
 
-/// Of files that have the same length. Length and time in the backing do not tell that all bytes are there: a drain that
-/// was killed may have written any of them.
-fn has_same_bytes(a: &File, b: &File, tick: &mut Tick<'_>) -> Result<bool, PullError> {
-    let Ok(bytes) = a.metadata().map(|found| found.len()) else {
+/// Compares the bytes of two files of equal length. A file that cannot be read counts as different.
+///
+/// Length and time are not enough: after a killed drain a file of the backing may have its full length but only some of
+/// its bytes.
+fn has_same_bytes(copy: &File, mounted: &File, tick: &mut Tick<'_>) -> Result<bool, PullError> {
+    let Ok(bytes) = copy.metadata().map(|metadata| metadata.len()) else {
         return Ok(false);
     };
-    let mut at = 0;
-    let mut of_a = vec![0; COMPARE_BYTES];
-    let mut of_b = vec![0; COMPARE_BYTES];
-    while at < bytes {
+    let mut offset = 0;
+    let mut copy_bytes = vec![0; COMPARE_BYTES];
+    let mut mounted_bytes = vec![0; COMPARE_BYTES];
+    while offset < bytes {
         tick()?;
-        let count = COMPARE_BYTES.min((bytes - at) as usize);
-        let read = a.read_exact_at(&mut of_a[..count], at);
-        let read = read.and_then(|()| b.read_exact_at(&mut of_b[..count], at));
-        if read.is_err() || of_a[..count] != of_b[..count] {
+        let count = COMPARE_BYTES.min((bytes - offset) as usize);
+        let read = copy.read_exact_at(&mut copy_bytes[..count], offset);
+        let read = read.and_then(|()| mounted.read_exact_at(&mut mounted_bytes[..count], offset));
+        if read.is_err() || copy_bytes[..count] != mounted_bytes[..count] {
             return Ok(false);
         }
-        at += count as u64;
+        offset += count as u64;
     }
     Ok(true)
 }

@@ -1,4 +1,12 @@
-//! The partner's side: copies of what one other host holds, as long as that host says that this is its partner.
+//! The partner's side: keeps copies of the files that one source host holds in memory.
+//!
+//! It follows the source (`crate::follow`) while the source accepts it as a partner. A copy is marked at the source
+//! with the number of changes that it has. The connection that follows must not be silent for long, or the source takes
+//! this partner for dead. So it sends beats during long work.
+//!
+//! Invariants
+//! * A file is marked only if a complete copy with the marked number of changes has its name.
+//! * A copy of an arena that the source lost is replaced or removed only if its bytes are also elsewhere.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -11,7 +19,7 @@ use firn_format::quote::quoted_path;
 use firn_protocol::path::BytePath;
 
 use crate::error::PullError;
-use crate::follow::{Follower, LookReport, Policy, Step};
+use crate::follow::{Follower, Policy, RoundReport, Step};
 use crate::message::{Entry, ErrorKind};
 use crate::partner::copies::{NoRoom, Room};
 use crate::partner::copy::Copy;
@@ -24,22 +32,24 @@ use crate::source::join;
 use crate::transport_choice::Carriage;
 use crate::units::{Unit, group_by_name};
 
-/// Between two looks.
-const LOOK_EVERY: Duration = Duration::from_millis(50);
-/// Time between two looks while a file was closed since the last look: if it is unchanged at the next one, it is
-/// copied.
-const SETTLE: Duration = Duration::from_millis(20);
-/// A look that takes long is not made more often than this share of the time.
-const LOOK_SHARE: u32 = 20;
-const LOOK_EVERY_MAX: Duration = Duration::from_secs(5);
-/// The source takes a partner that says nothing for longer for dead ([`crate::session`]).
-const BEAT_EVERY: Duration = Duration::from_secs(2);
-/// Between two tries to reach the source.
+/// Usual time between two rounds.
+const ROUND_INTERVAL: Duration = Duration::from_millis(50);
+/// Time between two rounds if a file was closed since the last one. The next round copies it if it is unchanged then.
+const SETTLE_INTERVAL: Duration = Duration::from_millis(20);
+/// A pause is at least this many times as long as the list before it, so that lists take a small share of the time.
+const PAUSE_PER_LIST_TIME: u32 = 20;
+/// Longest time between two rounds.
+const ROUND_INTERVAL_MAX: Duration = Duration::from_secs(5);
+/// Time between two beats: well below the silence after which the source takes a partner for dead ([`crate::session`]).
+const BEAT_INTERVAL: Duration = Duration::from_secs(2);
+/// Pauses between two attempts to connect to the source.
 const RETRY: Backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(1));
-/// How long it is tried: the source calls again.
-const RETRY_FOR: Duration = Duration::from_secs(60);
+/// Time without a connection after which this host stops to follow. The source asks again when it is back.
+const UNREACHABLE_TIMEOUT: Duration = Duration::from_secs(60);
+/// Bytes of a mebibyte, for figures in the log.
+const MIB: f64 = (1 << 20) as f64;
 
-/// Follows until the source has another partner, or cannot be reached for long. Copies stay.
+/// Follows a source until it has another partner, or is unreachable for [`UNREACHABLE_TIMEOUT`]. The copies stay.
 pub(super) fn follow_source(service: &Arc<PartnerService>, source: &str) {
     let error = Follower::new(CopyHeld {
         service,
@@ -52,29 +62,30 @@ pub(super) fn follow_source(service: &Arc<PartnerService>, source: &str) {
     });
 }
 
-/// Copies all that a host holds, and marks it there.
+/// The policy that copies all held files of a source and marks them there.
 struct CopyHeld<'a> {
     service: &'a Arc<PartnerService>,
     source: &'a str,
     route: Route,
 }
 
-/// The connection of a host that follows. What it marks ends with it.
+/// The connection by which this partner follows. Its marks are void when it ends.
 struct Link {
     peer: Peer,
-    /// The firnd that counts the changes.
+    /// Incarnation of the source's firnd, whose numbers of changes the marks mean.
     incarnation: String,
+    /// Identity of the source's arena.
     arena: String,
-    /// When this partner said something last while it was busy with something else.
-    beaten_at: Instant,
-    /// The note that the source has.
-    noted: String,
-    /// Copies of an earlier arena that were compared with the backing.
+    /// When the last beat was sent.
+    last_beat_at: Instant,
+    /// The note about this partner that the source shows.
+    note: String,
+    /// Copies of an earlier arena that were compared with the backing on this connection. Each is compared once.
     compared: BTreeSet<BytePath>,
 }
 
 impl Link {
-    /// Marks what is not marked yet.
+    /// Marks the held files of a unit that the source does not show as partnered.
     fn mark(&mut self, unit: &BytePath, entries: &[Entry]) -> Result<(), PullError> {
         for entry in entries {
             if let Some(held) = entry.held
@@ -87,12 +98,12 @@ impl Link {
         Ok(())
     }
 
-    /// For what takes long: the source is to know that this partner lives.
+    /// Sends a beat if the last one is old. It is called often during long work.
     fn beat_if_due(&mut self) -> Result<(), PullError> {
-        if self.beaten_at.elapsed() <= BEAT_EVERY {
+        if self.last_beat_at.elapsed() <= BEAT_INTERVAL {
             return Ok(());
         }
-        self.beaten_at = Instant::now();
+        self.last_beat_at = Instant::now();
         self.peer.beat()
     }
 }
@@ -113,13 +124,13 @@ impl Policy for CopyHeld<'_> {
             peer,
             incarnation,
             arena,
-            beaten_at: Instant::now(),
-            noted: String::new(),
+            last_beat_at: Instant::now(),
+            note: String::new(),
             compared: BTreeSet::new(),
         })
     }
 
-    fn is_over(&self, error: &PullError, unreached_for: Duration) -> bool {
+    fn is_over(&self, error: &PullError, time_unreachable: Duration) -> bool {
         let is_refused = matches!(
             error,
             PullError::Remote {
@@ -127,7 +138,7 @@ impl Policy for CopyHeld<'_> {
                 ..
             }
         );
-        is_refused || unreached_for > RETRY_FOR
+        is_refused || time_unreachable > UNREACHABLE_TIMEOUT
     }
 
     fn list(&mut self, link: &mut Link) -> Result<Vec<Unit>, PullError> {
@@ -138,22 +149,22 @@ impl Policy for CopyHeld<'_> {
 
     fn confirm_copy(&mut self, link: &mut Link, unit: &Unit) -> Result<bool, PullError> {
         let copy = self.service.copies.find(self.source, &unit.name);
-        let is_of = |copy: Copy| copy.record.covers(&link.incarnation, &unit.entries);
-        let is_whole = copy.is_some_and(is_of);
-        if is_whole {
+        let is_current =
+            copy.is_some_and(|copy| copy.record.covers(&link.incarnation, &unit.entries));
+        if is_current {
             link.mark(&unit.name, &unit.entries)?;
         }
-        Ok(is_whole)
+        Ok(is_current)
     }
 
     fn plan_copy(&mut self, link: &mut Link, unit: &Unit) -> Result<Step<Room>, PullError> {
         let copy = self.service.copies.find(self.source, &unit.name);
         if let Some(copy) = copy {
-            let is_of_lost = copy.record.arena != link.arena;
-            if is_of_lost && is_needed(&copy, unit, &self.service.mount_point, link)? {
+            let is_of_lost_arena = copy.record.arena != link.arena;
+            if is_of_lost_arena && is_needed(&copy, unit, &self.service.mount_point, link)? {
                 return Ok(Step::Refuse(self.describe_needed(&unit.name)));
             }
-            if !is_of_lost && let Some(entries) = self.renew(link, &copy, &unit.name)? {
+            if !is_of_lost_arena && let Some(entries) = self.renew(link, &copy, &unit.name)? {
                 link.mark(&unit.name, &entries)?;
                 return Ok(Step::Skip);
             }
@@ -179,7 +190,7 @@ impl Policy for CopyHeld<'_> {
             host: self.source.to_owned(),
             route: self.route.clone(),
             source: PullSource::Held(unit.name.clone()),
-            // Each copy is a pull: to register the arena would take longer than most of them.
+            // Each copy is a pull of its own, and most are shorter than the registration of the arena with libfabric.
             carriage: Carriage::connection(),
             target: self.service.copies.begin(self.source, &unit.name)?,
             cut: false,
@@ -200,7 +211,7 @@ impl Policy for CopyHeld<'_> {
         outcome: Outcome,
         elapsed: Duration,
     ) -> Result<(), PullError> {
-        // The next look finds it as it is then.
+        // A file was changed during the pull. A later round copies its new state.
         if !outcome.changed.is_empty() {
             return self.abandon_copy(unit);
         }
@@ -212,7 +223,7 @@ impl Policy for CopyHeld<'_> {
         };
         self.service.copies.finish(self.source, &record)?;
         self.service.log.say(Level::Event, || {
-            let mib = outcome.bytes as f64 / f64::from(1 << 20);
+            let mib = outcome.bytes as f64 / MIB;
             let seconds = elapsed.as_secs_f64();
             format!(
                 "copied {} of {}: {} files, {mib:.1} MiB in {seconds:.2} s",
@@ -230,24 +241,26 @@ impl Policy for CopyHeld<'_> {
         format!("{} cannot copy {}: {error}", self.service.host, unit.name)
     }
 
-    /// What the source does not hold any more was drained or removed, if it has the same arena still. If it has
-    /// another one it may have lost it: then the backing is asked, once.
+    /// Removes copies of units that the source no longer holds.
+    ///
+    /// If the source has the same arena, such a unit was drained or removed. If it has another arena, the unit may have
+    /// been lost. Then the copy is removed only if the backing has all of its bytes.
     fn remove_unneeded(
         &mut self,
         link: &mut Link,
-        now: &[Unit],
+        units: &[Unit],
     ) -> Result<Vec<PullError>, PullError> {
-        let held: BTreeSet<_> = now.iter().map(|unit| &unit.name).collect();
+        let held: BTreeSet<_> = units.iter().map(|unit| &unit.name).collect();
         for copy in self.service.copies.copies_of(self.source) {
             let unit = &copy.record.unit;
             if held.contains(unit) {
                 continue;
             }
             let path = self.service.mount_point.join(unit);
-            let is_drained = copy.record.arena == link.arena
+            let is_unneeded = copy.record.arena == link.arena
                 || (link.compared.insert(unit.clone())
                     && copy.is_in(&path, &mut || link.beat_if_due())?);
-            if is_drained {
+            if is_unneeded {
                 self.service.copies.remove(self.source, unit)?;
                 self.service.log.say(Level::Event, || {
                     let shown = quoted_path(Path::new(unit.as_path()));
@@ -259,35 +272,39 @@ impl Policy for CopyHeld<'_> {
         Ok(Vec::new())
     }
 
-    fn tell_problem(&mut self, problem: &str) {
+    fn show_problem(&mut self, problem: &str) {
         let source = self.source;
         self.service
             .log
             .say(Level::Event, || format!("partner of {source}: {problem}"));
     }
 
-    /// The source has room for one note.
-    fn report_problems(&mut self, link: &mut Link, problems: &[String]) -> Result<(), PullError> {
+    /// Sends the first problem as a note, because the status of the source has one note.
+    fn report_to_source(&mut self, link: &mut Link, problems: &[String]) -> Result<(), PullError> {
         let note = match problems {
             [] => String::new(),
             [problem] => problem.clone(),
             [problem, others @ ..] => format!("{problem} (and {} more)", others.len()),
         };
-        if note != link.noted {
+        if note != link.note {
             link.peer.note(&note)?;
-            link.noted = note;
+            link.note = note;
         }
         Ok(())
     }
 
-    fn wait(&mut self, link: &mut Link, look: LookReport) -> Result<(), PullError> {
-        let shortest = if look.is_settling { SETTLE } else { LOOK_EVERY };
-        let pause = (LOOK_SHARE * look.listed_in).clamp(shortest, LOOK_EVERY_MAX);
-        let until = Instant::now() + pause;
+    fn wait(&mut self, link: &mut Link, round: RoundReport) -> Result<(), PullError> {
+        let shortest = if round.is_settling {
+            SETTLE_INTERVAL
+        } else {
+            ROUND_INTERVAL
+        };
+        let pause = (PAUSE_PER_LIST_TIME * round.list_time).clamp(shortest, ROUND_INTERVAL_MAX);
+        let deadline = Instant::now() + pause;
         loop {
-            let rest = until.saturating_duration_since(Instant::now());
-            std::thread::sleep(rest.min(BEAT_EVERY));
-            if rest <= BEAT_EVERY {
+            let rest = deadline.saturating_duration_since(Instant::now());
+            std::thread::sleep(rest.min(BEAT_INTERVAL));
+            if rest <= BEAT_INTERVAL {
                 return Ok(());
             }
             link.peer.beat()?;
@@ -296,8 +313,11 @@ impl Policy for CopyHeld<'_> {
 }
 
 impl CopyHeld<'_> {
-    /// Of a copy that an earlier firnd's files were made into: whether its bytes are those that this firnd holds. Then
-    /// it is one of these. Returns what is held.
+    /// Tries to keep a copy that was made under an earlier firnd of the source, whose numbers of changes mean nothing
+    /// now.
+    ///
+    /// If each held file has the same bytes as the copy, the copy gets a new record, and the held entries are returned.
+    /// Returns `None` if the copy must be made anew.
     fn renew(
         &mut self,
         link: &mut Link,
@@ -315,14 +335,14 @@ impl CopyHeld<'_> {
             }) => return Ok(None),
             listed => listed?,
         };
-        if !copy.record.may_be_of(&entries) {
+        if !copy.record.has_same_shape(&entries) {
             return Ok(None);
         }
         for entry in entries.iter().filter(|entry| entry.held.is_some()) {
-            let Ok(here) = copy.open(entry.path.as_path()) else {
+            let Ok(local) = copy.open(entry.path.as_path()) else {
                 return Ok(None);
             };
-            if !is_same_file(&mut peer, &top, entry, &here, &mut || link.beat_if_due())? {
+            if !is_same_file(&mut peer, &top, entry, &local, &mut || link.beat_if_due())? {
                 return Ok(None);
             }
         }
@@ -335,25 +355,26 @@ impl CopyHeld<'_> {
         Ok(Some(entries))
     }
 
+    /// Explains why a copy of a lost arena is not replaced, and how a user can take it.
     fn describe_needed(&self, name: &BytePath) -> String {
-        let here = &self.service.host;
+        let host = &self.service.host;
         let source = self.source;
         format!(
-            "{here} keeps what an arena that {source} lost had of {name} and copies nothing newer of that name: take it with `firn \
-             pull {here}:{source}/{name}` or `firn run --restart {source}`"
+            "{host} keeps what an arena that {source} lost had of {name} and copies nothing newer of that name: take it with `firn \
+             pull {host}:{source}/{name}` or `firn run --restart {source}`"
         )
     }
 }
 
-/// Whether a copy has files of an arena that is lost which are nowhere else.
+/// Whether a copy of a lost arena has files that the source does not hold and whose bytes the backing does not have.
 fn is_needed(
     copy: &Copy,
     unit: &Unit,
     mount_point: &Path,
     link: &mut Link,
 ) -> Result<bool, PullError> {
-    let others = copy.record.files_beside(&unit.entries);
+    let others = copy.record.files_not_in(&unit.entries);
     let path = mount_point.join(&unit.name);
-    let is_there = copy.has_files_in(&others, &path, &mut || link.beat_if_due())?;
-    Ok(!is_there)
+    let are_in_backing = copy.has_files_in(&others, &path, &mut || link.beat_if_due())?;
+    Ok(!are_in_backing)
 }

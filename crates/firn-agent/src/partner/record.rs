@@ -1,4 +1,7 @@
-//! What a copy is of, and whether it is of what its source holds now.
+//! The record of a partner copy: which files it has, and in which state of its source they were copied.
+//!
+//! A record tells whether the copy is current: its source must have the same firnd, and each file the same number of
+//! changes.
 
 use std::collections::BTreeMap;
 
@@ -7,21 +10,21 @@ use serde::{Deserialize, Serialize};
 
 use crate::message::{Entry, EntryKind};
 
-/// What a copy is of.
+/// The record of one copy.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Record {
-    /// Its name in the mount.
+    /// Name of the copied unit in the source's mount.
     pub(crate) unit: BytePath,
-    /// The arena that held it.
+    /// Identity of the arena that held the files.
     pub(crate) arena: String,
-    /// The firnd that counted the changes.
+    /// Incarnation of the firnd that counted the changes.
     pub(crate) incarnation: String,
-    /// What is in the tree, as it was listed; the first is the top.
+    /// Entries of the unit as they were listed, the unit itself first.
     pub(crate) entries: Vec<Entry>,
 }
 
 impl Record {
-    /// Bytes of its files.
+    /// Size of the files together.
     pub(crate) fn bytes(&self) -> u64 {
         let sizes = self.entries.iter().map(|entry| match entry.kind {
             EntryKind::File { bytes, .. } => bytes,
@@ -34,48 +37,54 @@ impl Record {
         by_path(&self.entries)
     }
 
-    /// Whether it is of all these files, as they are.
+    /// Whether the copy has each held file of `entries` with the same length and number of changes, counted by the
+    /// firnd `incarnation`. Entries that are not held do not matter.
     pub(crate) fn covers(&self, incarnation: &str, entries: &[Entry]) -> bool {
         if self.incarnation != incarnation {
             return false;
         }
-        let all = self.by_path();
-        let is_same = |entry: &Entry| match (&entry.kind, all.get(&entry.path)) {
-            // Nothing of it is held.
+        let copied = self.by_path();
+        let is_covered = |entry: &Entry| match (&entry.kind, copied.get(&entry.path)) {
             _ if entry.held.is_none() => true,
-            (EntryKind::File { bytes, .. }, Some(own)) => {
-                let is_as_long =
-                    matches!(own.kind, EntryKind::File { bytes: known, .. } if known == *bytes);
-                is_as_long && own.changes().is_some() && own.changes() == entry.changes()
+            (EntryKind::File { bytes, .. }, Some(copy)) => {
+                let has_same_length = matches!(copy.kind, EntryKind::File { bytes: copied_bytes, .. } if copied_bytes == *bytes);
+                has_same_length && copy.changes().is_some() && copy.changes() == entry.changes()
             }
             (EntryKind::File { .. }, None) => false,
             _ => true,
         };
-        entries.iter().all(is_same)
+        entries.iter().all(is_covered)
     }
 
-    /// Whether there are files of the same names and lengths in it.
-    pub(crate) fn may_be_of(&self, entries: &[Entry]) -> bool {
-        let all = self.by_path();
-        let is_like = |entry: &Entry| {
-            let own = all.get(&entry.path);
-            own.is_some_and(|own| match (&own.kind, &entry.kind) {
-                (EntryKind::File { bytes, .. }, EntryKind::File { bytes: now, .. }) => bytes == now,
-                (own, now) => own == now,
+    /// Whether the copy has an entry with the same path, kind and length for each of `entries`. Then their bytes may be
+    /// equal too.
+    pub(crate) fn has_same_shape(&self, entries: &[Entry]) -> bool {
+        let copied = self.by_path();
+        let is_alike = |entry: &Entry| {
+            let copy = copied.get(&entry.path);
+            copy.is_some_and(|copy| match (&copy.kind, &entry.kind) {
+                (
+                    EntryKind::File {
+                        bytes: copied_bytes,
+                        ..
+                    },
+                    EntryKind::File { bytes, .. },
+                ) => copied_bytes == bytes,
+                (copied_kind, kind) => copied_kind == kind,
             })
         };
-        entries.iter().all(is_like)
+        entries.iter().all(is_alike)
     }
 
-    /// The record of this tree for another firnd, which holds `entries`. Files that it does not hold lose their
-    /// numbers of changes.
+    /// Returns the record of the same copy under another firnd, which holds `entries`. Files that it does not hold lose
+    /// their numbers of changes.
     pub(crate) fn renewed(&self, incarnation: &str, entries: &[Entry]) -> Self {
-        let now = by_path(entries);
-        let renew = |own: &Entry| match now.get(&own.path) {
+        let held = by_path(entries);
+        let renew = |copied: &Entry| match held.get(&copied.path) {
             Some(entry) => (*entry).clone(),
             None => Entry {
                 held: None,
-                ..own.clone()
+                ..copied.clone()
             },
         };
         Self {
@@ -85,14 +94,14 @@ impl Record {
         }
     }
 
-    /// Files of it that are not among these.
-    pub(crate) fn files_beside(&self, entries: &[Entry]) -> Vec<BytePath> {
-        let now = by_path(entries);
-        let others = self.files().filter(|own| !now.contains_key(&own.path));
-        others.map(|own| own.path.clone()).collect()
+    /// Returns the paths of copied files that are not among `entries`.
+    pub(crate) fn files_not_in(&self, entries: &[Entry]) -> Vec<BytePath> {
+        let held = by_path(entries);
+        let others = self.files().filter(|file| !held.contains_key(&file.path));
+        others.map(|file| file.path.clone()).collect()
     }
 
-    /// Its files.
+    /// Returns the entries of regular files.
     pub(super) fn files(&self) -> impl Iterator<Item = &Entry> {
         let is_file = |entry: &&Entry| matches!(entry.kind, EntryKind::File { .. });
         self.entries.iter().filter(is_file)
@@ -103,7 +112,7 @@ fn by_path(entries: &[Entry]) -> BTreeMap<&BytePath, &Entry> {
     entries.iter().map(|entry| (&entry.path, entry)).collect()
 }
 
-/// Bytes of memory that a copy of a list takes.
+/// Bytes of memory that a copy of these entries takes.
 pub(crate) fn stored_bytes(entries: &[Entry]) -> u64 {
     let sizes = entries.iter().map(Entry::stored_bytes);
     sizes.fold(0, u64::saturating_add)

@@ -1,37 +1,41 @@
-//! Which hosts may be a host's partner, and in which order.
+//! The order in which a host asks other hosts to be its partner.
 //!
-//! Hosts are in a ring: failure domain by failure domain, and in each sorted by name with numbers by value (`n2` before
-//! `n10`). The partner of a host is as many places further on as the largest domain has hosts, so that each host is the
-//! partner of one, and of another domain. Without domains that is the next one by name.
+//! All hosts form a ring. A *failure domain* is a set of hosts that fail together, such as a rack. The ring has the
+//! domains one after the other. Within a domain the hosts are sorted by name, with numbers by value (`n2` before
+//! `n10`).
+//!
+//! The partner of a host is *k* places further on, where *k* is the number of hosts of the largest domain. So each host
+//! is the partner of exactly one other, and the two are in different domains. Without domains *k* is 1.
 //!
 //! ```text
-//!   domain a    domain b    domain c         largest: 2 hosts
+//!   domain a    domain b    domain c         largest domain: 2 hosts
 //!   n1  n2   │  n3  n4   │  n5               n1 → n3 → n5 → n2 → n4 → n1
 //! ```
 //!
-//! Where one domain has more than half of the hosts, its hosts share the others.
+//! If one domain has more than half of the hosts, its hosts share the hosts of the other domains as partners.
 //!
-//! A host that is gone hands its partner on: the next choice is the partner of the partner. So each host that is left
-//! has a partner of its own, although no host knows all that are gone.
+//! If the partner does not answer, the next choice is the partner's own partner, and so on. So the remaining hosts
+//! still have one partner each, and no host needs to know which others are gone.
 
 use std::cmp::Ordering;
 use std::ops::Range;
 
 use globset::{Glob, GlobMatcher};
 
-/// The hosts that fail together.
+/// The failure domains of hosts.
 #[derive(Debug, Default)]
 pub struct Domains {
+    /// Patterns of host names, each with its domain. The first matching one counts.
     lines: Vec<(GlobMatcher, String)>,
 }
 
-/// What is wrong with a file of failure domains.
+/// Error in a file of failure domains.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("line {line}: {reason}")]
 pub struct DomainsError {
-    /// From 1.
+    /// Number of the line, from 1.
     pub line: usize,
-    /// What is wrong, and what to write.
+    /// The error, and what to write instead.
     pub reason: String,
 }
 
@@ -39,12 +43,13 @@ pub struct DomainsError {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct PartnerCandidate {
     pub(crate) host: String,
-    /// It fails together with the host that looks for a partner.
+    /// Whether it is in the failure domain of the host that looks for a partner.
     pub(crate) is_near: bool,
 }
 
 impl Domains {
-    /// Of the lines of a file: a pattern of host names, a space, the name of a domain.
+    /// Parses a file of failure domains. Each line has a pattern of host names, a space, and the name of a domain.
+    /// Empty lines and lines that begin with `#` are ignored.
     pub fn parse(text: &str) -> Result<Self, DomainsError> {
         let mut lines = Vec::new();
         for (line, text) in (1..).zip(text.lines().map(str::trim)) {
@@ -57,7 +62,7 @@ impl Domains {
         Ok(Self { lines })
     }
 
-    /// The domain of a host; none: it fails alone.
+    /// Returns the domain of a host; `None` if it is in no domain and fails alone.
     fn domain_of(&self, host: &str) -> Option<&str> {
         let line = self
             .lines
@@ -71,87 +76,96 @@ impl Domains {
             .is_some_and(|domain| self.domain_of(b) == Some(domain))
     }
 
-    /// The other hosts, the one to ask first before the others.
+    /// Returns all other hosts in the order in which to ask them. Hosts of the same failure domain come last.
     pub(crate) fn order(&self, this_host: &str, mut hosts: Vec<String>) -> Vec<PartnerCandidate> {
         hosts.push(this_host.to_owned());
         let ring = Ring::of(self, hosts);
-        let own = ring.hosts.iter().position(|host| host == this_host);
-        let own = own.expect("it was added");
+        let own_index = ring.hosts.iter().position(|host| host == this_host);
+        let own_index = own_index.expect("this host was added");
+        // First the partner, then the partner's partner, and so on. This chain may not reach all hosts.
         let mut order: Vec<usize> = Vec::new();
-        let mut at = ring.partner_of(own);
-        while at != own && !order.contains(&at) {
-            order.push(at);
-            at = ring.partner_of(at);
+        let mut index = ring.partner_of(own_index);
+        while index != own_index && !order.contains(&index) {
+            order.push(index);
+            index = ring.partner_of(index);
         }
         let count = ring.hosts.len();
-        let others = (own + 1..own + count).map(|at| at % count);
-        let others: Vec<usize> = others.filter(|at| !order.contains(at)).collect();
+        let others = (own_index + 1..own_index + count).map(|index| index % count);
+        let others: Vec<usize> = others.filter(|index| !order.contains(index)).collect();
         order.extend(others);
         let mut candidates: Vec<PartnerCandidate> = order
             .into_iter()
-            .map(|at| PartnerCandidate {
-                is_near: self.fail_together(this_host, &ring.hosts[at]),
-                host: ring.hosts[at].clone(),
+            .map(|index| PartnerCandidate {
+                is_near: self.fail_together(this_host, &ring.hosts[index]),
+                host: ring.hosts[index].clone(),
             })
             .collect();
+        // The sort is stable, so each group keeps its order.
         candidates.sort_by_key(|candidate| candidate.is_near);
         candidates
     }
 }
 
-/// All hosts in their order.
+/// All hosts in the order of the ring.
 struct Ring {
     hosts: Vec<String>,
-    /// The largest failure domain.
+    /// Indexes of the hosts of the largest failure domain.
     largest: Range<usize>,
 }
 
 impl Ring {
+    /// Makes the ring of some hosts.
     fn of(domains: &Domains, mut hosts: Vec<String>) -> Self {
         hosts.sort_by(|a, b| compare_names(a, b));
         hosts.dedup();
-        // A domain is where its first host is.
-        let firsts: Vec<usize> = hosts
+        // For each host the index of the first host of its domain, by which domains are sorted.
+        let first_of_domain: Vec<usize> = hosts
             .iter()
             .enumerate()
-            .map(|(at, host)| {
-                let is_with = |other: &String| domains.fail_together(host, other);
-                hosts.iter().position(is_with).unwrap_or(at)
+            .map(|(index, host)| {
+                let is_same_domain = |other: &String| domains.fail_together(host, other);
+                hosts.iter().position(is_same_domain).unwrap_or(index)
             })
             .collect();
         let mut order: Vec<usize> = (0..hosts.len()).collect();
-        order.sort_by_key(|at| (firsts[*at], *at));
+        order.sort_by_key(|index| (first_of_domain[*index], *index));
         let mut largest = 0..0;
         let mut start = 0;
-        for domain in order.chunk_by(|a, b| firsts[*a] == firsts[*b]) {
+        for domain in order.chunk_by(|a, b| first_of_domain[*a] == first_of_domain[*b]) {
             if domain.len() > largest.len() {
                 largest = start..start + domain.len();
             }
             start += domain.len();
         }
-        let hosts = order.into_iter().map(|at| hosts[at].clone()).collect();
+        let hosts = order
+            .into_iter()
+            .map(|index| hosts[index].clone())
+            .collect();
         Self { hosts, largest }
     }
 
-    fn partner_of(&self, at: usize) -> usize {
+    /// Returns the index of the partner of the host at `index`.
+    fn partner_of(&self, index: usize) -> usize {
         let count = self.hosts.len();
         let others = count - self.largest.len();
         if others == 0 {
-            return (at + 1) % count;
+            return (index + 1) % count;
         }
         if 2 * self.largest.len() <= count {
-            return (at + self.largest.len()) % count;
+            return (index + self.largest.len()) % count;
         }
-        // The hosts of the largest domain and the others are each other's, the others over and over.
-        let after = |place: usize| (self.largest.end + place) % count;
-        if self.largest.contains(&at) {
-            after((at - self.largest.start) % others)
+        // The largest domain has more hosts than there are others. Its hosts take the others as partners in turn, and
+        // each of the others takes one of its hosts.
+        let other_host = |position: usize| (self.largest.end + position) % count;
+        if self.largest.contains(&index) {
+            other_host((index - self.largest.start) % others)
         } else {
-            self.largest.start + (at + count - self.largest.end) % count
+            self.largest.start + (index + count - self.largest.end) % count
         }
     }
 }
 
+/// Parses a line of a file of failure domains into its pattern and its domain. An error says what to write.
 fn parse_line(line: &str) -> Result<(GlobMatcher, String), String> {
     let mut words = line.split_whitespace();
     let (Some(pattern), Some(domain), None) = (words.next(), words.next(), words.next()) else {
@@ -163,7 +177,8 @@ fn parse_line(line: &str) -> Result<(GlobMatcher, String), String> {
     Ok((glob.compile_matcher(), domain.to_owned()))
 }
 
-/// By characters, and numbers by their values; names that differ are never equal.
+/// Compares names of hosts by characters, and numbers in them by value. Different names are never equal, because names
+/// such as `n1` and `n01` are compared as texts in the end.
 fn compare_names(a: &str, b: &str) -> Ordering {
     let parts = |name: &str| {
         let mut parts: Vec<(String, u128)> = vec![(String::new(), 0)];
@@ -199,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn the_next_host_is_the_first_and_numbers_count_by_value() {
+    fn the_next_host_comes_first_and_numbers_count_by_value() {
         let all = ["n10", "n2", "n1", "n3"];
         assert_eq!(order("", "n2", &all), ["n3", "n10", "n1"]);
         assert_eq!(order("", "n10", &all), ["n1", "n2", "n3"]);
@@ -210,7 +225,7 @@ mod tests {
         );
     }
 
-    /// The partner of each living host.
+    /// Returns the partner of each living host.
     fn partners(
         domains: &Domains,
         all: &[String],
@@ -224,6 +239,7 @@ mod tests {
         living.iter().map(partner).collect()
     }
 
+    /// Returns how many hosts each partner serves.
     fn shares(partners: &[(String, PartnerCandidate)]) -> Vec<usize> {
         let mut shares = std::collections::BTreeMap::new();
         for (_, partner) in partners {
@@ -270,18 +286,18 @@ mod tests {
     }
 
     #[test]
-    fn whichever_hosts_go_those_that_are_left_are_each_the_partner_of_one() {
+    fn after_any_losses_each_remaining_host_is_the_partner_of_one() {
         let all: Vec<String> = (0..12).map(|n| format!("n{n}")).collect();
-        for gone in 0..1 << 12_u32 {
+        for lost_bits in 0..1 << 12_u32 {
             let living: Vec<String> = (0..12)
-                .filter(|at| gone & (1 << at) == 0)
-                .map(|at| all[at].clone())
+                .filter(|index| lost_bits & (1 << index) == 0)
+                .map(|index| all[index].clone())
                 .collect();
             if living.len() > 1 {
                 let partners = partners(&Domains::default(), &all, &living);
                 assert!(
                     shares(&partners).iter().all(|share| *share == 1),
-                    "{gone:b}"
+                    "{lost_bits:b}"
                 );
             }
         }
@@ -300,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn a_bad_line_is_named() {
+    fn an_error_names_its_line() {
         for (text, line, word) in [
             ("n1", 1, "`n1`"),
             ("# x\nn1 rack 2", 2, "rack 2"),

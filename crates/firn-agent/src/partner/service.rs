@@ -1,14 +1,17 @@
-//! What all connections of an agent share about partners: which host is the partner of this one, and which hosts it is the
-//! partner of.
+//! The state of partners that all connections of an agent share.
 //!
-//! ```text
-//!   the chosen follower     the partner: copies held files and marks them
-//!   all other followers     former partners: keep their copies until the partner has marked all, then drop them
-//! ```
+//! It knows which host is the partner of this one, which hosts follow this one, and which *sources* this host follows.
+//! A follower has one of these roles:
+//!
+//! | role | which follower | what it does |
+//! |---|---|---|
+//! | partner | the chosen one | copies held files and marks them |
+//! | former | an earlier partner, while the partner still copies | keeps its copies |
+//! | dismissed | an earlier partner, once the partner has marked all | drops its copies |
 //!
 //! Invariants
-//! * A host follows by one connection: the last that it made.
-//! * A former partner drops nothing before the partner has marked all that is held and closed.
+//! * Each follower has one connection, the last that it made. Earlier ones are refused.
+//! * A former drops no copy before the partner has marked all files that are held and closed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -26,14 +29,14 @@ use crate::peer::Route;
 use crate::server::{Level, Log};
 use crate::source::SourceError;
 
-/// The partners of the host of one agent.
+/// State of partners of one agent; see the head of this file.
 pub(crate) struct PartnerService {
-    /// What this host is called.
+    /// Name of this host.
     pub(crate) host: String,
     pub(crate) backing: PathBuf,
     pub(crate) mount_point: PathBuf,
     pub(crate) copies: Arc<Copies>,
-    /// Whether bytes of partners are encrypted on their way.
+    /// Whether bytes between partners are encrypted.
     encrypt: Encrypt,
     pub(crate) log: Log,
     state: Mutex<ServiceState>,
@@ -41,47 +44,50 @@ pub(crate) struct PartnerService {
 
 #[derive(Default)]
 struct ServiceState {
-    /// The partner of this host, and what a person should know of it.
+    /// The chosen partner of this host, and the note about it for the status.
     chosen: Option<(String, String)>,
-    /// It has had all that was held at one moment since it was chosen.
+    /// Whether the partner has marked all held files at some moment since it was chosen.
     is_settled: bool,
-    /// The followers.
+    /// Hosts that follow this one, by name.
     followers: BTreeMap<String, Follower>,
-    /// Formers that were told to drop what they have.
+    /// Formers that were told to drop their copies.
     dismissed: BTreeSet<String>,
+    /// Number of the last registration.
     last_registration: u64,
-    /// Hosts that this one is the partner of.
+    /// Hosts that this one follows as their partner.
     sources: BTreeSet<String>,
 }
 
-/// The connection of a host that follows.
+/// The current connection of a follower.
 struct Follower {
+    /// Number of its registration.
     number: u64,
+    /// When its last request came.
     heard_at: Instant,
 }
 
-/// A connection that follows this host. Dropping it ends that.
+/// The registration of one connection as that of a follower. Dropping it ends the registration.
 pub(crate) struct Registration {
     service: Arc<PartnerService>,
     host: String,
     number: u64,
 }
 
-/// What a host that follows is now.
+/// The role of a follower.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Role {
-    /// It copies what is held.
+    /// The follower copies held files and marks them.
     Partner,
-    /// It keeps what it has.
+    /// The follower keeps its copies.
     Former,
-    /// Nothing is left for it: it drops what it has.
+    /// The follower is to drop its copies. It learns so from this answer.
     Dismissed,
-    /// It has been told so.
+    /// The follower was told to drop its copies, and is no longer needed.
     Over,
 }
 
 impl PartnerService {
-    /// Of an agent that knows of no other yet.
+    /// Makes the state of an agent without partner, followers and sources.
     pub(crate) fn new(
         host: String,
         mount: &Mount,
@@ -100,7 +106,7 @@ impl PartnerService {
         })
     }
 
-    /// How other agents are reached.
+    /// The way to other agents: by their records in the backing.
     pub(crate) fn route(&self) -> Route {
         Route::Backing {
             dir: self.backing.clone(),
@@ -112,9 +118,9 @@ impl PartnerService {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    // ---- of this host --------------------------------------------------------------------------
+    // ---- the partner of this host --------------------------------------------------------------
 
-    /// Chooses the partner, with what a person should know of it. An earlier one is a former from now on.
+    /// Chooses the partner, with a note about it for the status. An earlier partner becomes a former.
     pub(crate) fn choose(&self, host: Option<(String, String)>) {
         let mut state = self.lock();
         if state.chosen != host {
@@ -124,12 +130,12 @@ impl PartnerService {
         }
     }
 
-    /// The partner that is chosen, and what a person should know of it.
+    /// Returns the chosen partner and the note about it.
     pub(crate) fn chosen(&self) -> Option<(String, String)> {
         self.lock().chosen.clone()
     }
 
-    /// When the partner was heard last.
+    /// Returns when the last request of the chosen partner came; `None` if it does not follow.
     pub(crate) fn last_heard(&self) -> Option<Instant> {
         let state = self.lock();
         let (chosen, _) = state.chosen.as_ref()?;
@@ -139,12 +145,15 @@ impl PartnerService {
             .map(|follower| follower.heard_at)
     }
 
-    /// Whether no former is needed any more.
+    /// Whether the partner has had copies of all held files since it was chosen. Then no former is needed.
     pub(crate) fn is_settled(&self) -> bool {
         self.lock().is_settled
     }
 
-    /// Lets a host follow; with what a person should know of it, where it is the partner.
+    /// Registers a connection as that of the follower `host`. It replaces an earlier connection of the host. For the
+    /// chosen partner the note about it is returned too.
+    ///
+    /// A host that was dismissed is refused. While no partner is chosen, the error is stale: the host may try again.
     pub(crate) fn register_follower(
         self: &Arc<Self>,
         host: &str,
@@ -158,7 +167,6 @@ impl PartnerService {
                 return refused(ErrorKind::Refused, message);
             }
             Some(_) => None,
-            // It looks for one.
             None => return refused(ErrorKind::Stale, format!("{} has no partner", self.host)),
         };
         state.last_registration += 1;
@@ -176,9 +184,10 @@ impl PartnerService {
         Ok((registration, note))
     }
 
-    // ---- of other hosts ------------------------------------------------------------------------
+    // ---- the sources of this host --------------------------------------------------------------
 
-    /// Makes this host the partner of another one, which has an agent over the same backing.
+    /// Makes this host the partner of a source, and starts the thread that follows it. Nothing happens if there is one
+    /// already.
     pub(crate) fn adopt(self: &Arc<Self>, source: &str) -> Result<(), String> {
         crate::key_file::check_host(source).map_err(|error| error.to_string())?;
         if source == self.host {
@@ -207,7 +216,8 @@ impl PartnerService {
 }
 
 impl PartnerService {
-    /// This agent ends: copies of what is in the backing by now are removed, others stay for its next start.
+    /// Cleans up at the end of the agent: removes copies whose bytes are in the backing. The other copies stay for the
+    /// next agent, and the log says how many bytes they have.
     pub(crate) fn leave(&self) {
         self.copies.close();
         for host in self.copies.hosts() {
@@ -235,20 +245,20 @@ impl ServiceState {
 }
 
 impl Registration {
-    /// The host is there. False: it has another connection, or is not needed any more.
-    pub(crate) fn hear(&self) -> bool {
+    /// Records a request of the follower. Returns false if the follower has a newer connection.
+    pub(crate) fn record_request(&self) -> bool {
         let mut state = self.service.lock();
         match state.followers.get_mut(&self.host) {
-            Some(place) if place.number == self.number => {
-                place.heard_at = Instant::now();
+            Some(follower) if follower.number == self.number => {
+                follower.heard_at = Instant::now();
                 true
             }
             _ => false,
         }
     }
 
-    /// What it is when it asks for a list. One that is dismissed hears so in one list, and by its next question it has
-    /// dropped what it had.
+    /// Returns the role of the follower, which has asked for a list. A dismissed follower is told so once. When it asks
+    /// again it has dropped its copies, and its role is [`Role::Over`].
     pub(crate) fn role(&self) -> Role {
         let mut state = self.service.lock();
         let role = state.role(&self.host);
@@ -262,7 +272,7 @@ impl Registration {
         }
     }
 
-    /// It has all that is held.
+    /// Records that the follower has marked all held files. It counts only if the follower is the partner.
     pub(crate) fn settle(&self) {
         let mut state = self.service.lock();
         if state.role(&self.host) == Role::Partner {

@@ -1,7 +1,7 @@
-//! Whether files that are here are what another host holds: by checksums, so that no byte of them is sent.
+//! Compares a local file with a file that another host holds, by checksums of blocks. No byte of the file is sent.
 //!
-//! Promise: they are the same only if the host has said, after its last checksum, that the file was all the time as it
-//! was listed.
+//! Promise: a comparison is true only if the other host has confirmed, after the last checksum, that its file was
+//! unchanged since it was opened and is the one that it listed.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -15,37 +15,46 @@ use crate::message::{BLOCK_BYTES, Entry, EntryKind, Reply, Request};
 use crate::peer::Peer;
 use crate::source::join;
 
-/// Checksums that are asked for ahead: the host makes one while another is made here.
+/// Checksums that are requested ahead, so that both hosts compute at the same time.
 const IN_FLIGHT: usize = 4;
-/// Until a host that holds as much as it may for others is asked again.
+/// Pause before a host that answered `Full` is asked again.
 const FULL_PAUSE: Duration = Duration::from_millis(200);
-/// How long it is asked.
-const FULL_LIMIT: Duration = Duration::from_secs(10);
-/// By which the host means the file: there is one at a time.
-const NUMBER: u32 = 0;
+/// Longest time that a host may answer `Full`.
+const FULL_TIMEOUT: Duration = Duration::from_secs(10);
+/// Number of the file in the requests. One file is open at a time, so one number is enough.
+const FILE_NUMBER: u32 = 0;
 
-/// Compares one file that the host listed (on the connection `peer`, with paths below `top`) with a file that is here.
-/// False: something differs; the connection is of no more use then. `tick` is called all the time.
+/// Compares the file `entry` of the other host with the open file `local`.
+///
+/// The host has listed `entry` on the connection `peer`, with paths relative to `top`. An entry that is no regular file
+/// counts as equal. Returns false if size, bytes or the number of changes differ. After false the connection must be
+/// closed, because replies may be outstanding. `tick` is called before each reply; an error of it ends the comparison.
 pub(crate) fn is_same_file(
     peer: &mut Peer,
     top: &firn_protocol::path::BytePath,
     entry: &Entry,
-    here: &File,
+    local: &File,
     tick: &mut dyn FnMut() -> Result<(), PullError>,
 ) -> Result<bool, PullError> {
     let EntryKind::File { bytes, .. } = entry.kind else {
         return Ok(true);
     };
-    if here.metadata().is_ok_and(|found| found.len() != bytes) {
+    if local
+        .metadata()
+        .is_ok_and(|metadata| metadata.len() != bytes)
+    {
         return Ok(false);
     }
-    let begun = Instant::now();
-    let opened = loop {
+    let started_at = Instant::now();
+    let (opened_bytes, opened_changes) = loop {
         let path = join(top, entry.path.as_path());
-        peer.send(&Request::Open { file: NUMBER, path })?;
+        peer.send(&Request::Open {
+            file: FILE_NUMBER,
+            path,
+        })?;
         match peer.receive()? {
             Reply::Opened { bytes, changes } => break (bytes, changes),
-            Reply::Full if begun.elapsed() > FULL_LIMIT => {
+            Reply::Full if started_at.elapsed() > FULL_TIMEOUT => {
                 let host = peer.host().into();
                 return Err(PullError::Full { host });
             }
@@ -54,57 +63,59 @@ pub(crate) fn is_same_file(
         }
         tick()?;
     };
-    if opened.0 != bytes
-        || entry.is_older_than(opened.1)
-        || !has_same_sums(peer, bytes, here, tick)?
+    if opened_bytes != bytes
+        || entry.is_older_than(opened_changes)
+        || !has_same_sums(peer, bytes, local, tick)?
     {
         return Ok(false);
     }
-    peer.send(&Request::Check { file: NUMBER })?;
+    peer.send(&Request::Check { file: FILE_NUMBER })?;
     let is_as_listed = match peer.receive()? {
         Reply::Checked { changed, snapshot } => !changed && snapshot,
         other => return Err(peer.out_of_turn(&other)),
     };
-    peer.send(&Request::Release { file: NUMBER })?;
+    peer.send(&Request::Release { file: FILE_NUMBER })?;
     match peer.receive()? {
         Reply::Done => Ok(is_as_listed),
         other => Err(peer.out_of_turn(&other)),
     }
 }
 
+/// Compares the checksum of each block. Returns false at the first one that differs, or if the local file cannot be
+/// read.
 fn has_same_sums(
     peer: &mut Peer,
     bytes: u64,
-    here: &File,
+    local: &File,
     tick: &mut dyn FnMut() -> Result<(), PullError>,
 ) -> Result<bool, PullError> {
     let mut buffer = vec![0; BLOCK_BYTES.min(bytes) as usize];
-    let mut asked: VecDeque<(u64, u64)> = VecDeque::new();
-    let mut next = 0;
+    let mut outstanding: VecDeque<(u64, u64)> = VecDeque::new();
+    let mut next_offset = 0;
     loop {
-        while asked.len() < IN_FLIGHT && next < bytes {
-            let count = BLOCK_BYTES.min(bytes - next);
+        while outstanding.len() < IN_FLIGHT && next_offset < bytes {
+            let count = BLOCK_BYTES.min(bytes - next_offset);
             peer.send(&Request::Sum {
-                file: NUMBER,
-                offset: next,
+                file: FILE_NUMBER,
+                offset: next_offset,
                 bytes: count,
             })?;
-            asked.push_back((next, count));
-            next += count;
+            outstanding.push_back((next_offset, count));
+            next_offset += count;
         }
-        let Some((offset, count)) = asked.pop_front() else {
+        let Some((offset, count)) = outstanding.pop_front() else {
             return Ok(true);
         };
         tick()?;
         let block = &mut buffer[..count as usize];
-        let own = here.read_exact_at(block, offset);
-        let own = own.map(|()| format!("{:032x}", xxh3_128(block)));
-        let sum = match peer.receive()? {
+        let read = local.read_exact_at(block, offset);
+        let local_sum = read.map(|()| format!("{:032x}", xxh3_128(block)));
+        let remote_sum = match peer.receive()? {
             Reply::Sum { bytes, xxh3 } if bytes == count => xxh3,
             Reply::Sum { .. } => return Ok(false),
             other => return Err(peer.out_of_turn(&other)),
         };
-        if !own.is_ok_and(|own| own == sum) {
+        if !local_sum.is_ok_and(|sum| sum == remote_sum) {
             return Ok(false);
         }
     }

@@ -1,9 +1,11 @@
-//! Writes past the page cache.
+//! Writes past the page cache (`O_DIRECT`).
 //!
-//! A copy that is synced as it ends gains nothing by the page cache: its bytes would be copied once more, into pages
-//! that must be found first, by processors that the network needs. So the disk takes them from the buffers that they
-//! arrived in, where the file system tells the alignment (statx(2), `STATX_DIOALIGN`). Local file systems do. Those of
-//! servers, which answer a write later, and tmpfs do not, and are written to as ever.
+//! Each file of a pull is synced at its end, so the page cache only costs time: it finds pages and copies each byte
+//! once more, on processors that the network needs. With `O_DIRECT` the disk takes the bytes from the buffers in which
+//! they arrived.
+//!
+//! This module relies on `STATX_DIOALIGN` of statx(2) for the alignment that a file system wants. Local file systems
+//! report it. tmpfs and most network file systems do not; their files are written through the page cache.
 
 use std::fs::File;
 use std::io;
@@ -13,39 +15,43 @@ use std::os::unix::fs::FileExt;
 use crate::ofi::Buffer;
 use rustix::fs::{AtFlags, Mode, OFlags, StatxFlags};
 
-/// What a [`Buffer`] is aligned to: it is a whole number of pages of a mapping.
+/// Alignment that each [`Buffer`] has, because it consists of whole pages of a mapping.
 const ALIGNMENT_MAX: u32 = 4096;
 
-/// A file that is open for such writes.
+/// A file that is open with `O_DIRECT`.
 pub(crate) struct DirectFile {
     file: File,
-    /// Alignment of offsets, lengths and addresses.
+    /// Bytes of which each offset, length and address must be a multiple.
     alignment: usize,
 }
 
 impl DirectFile {
-    /// Opens a file that is open once more. None: it is written to through the page cache.
+    /// Opens an open file a second time. Returns `None` if direct writes are not possible or need a larger alignment
+    /// than a [`Buffer`] has.
     pub(crate) fn open(file: &File) -> Option<Self> {
-        // The kernel goes from this link to the file itself, whatever its path leads to meanwhile.
+        // This link leads to the open file itself, even if its name leads to another file by now.
         let path = format!("/proc/self/fd/{}", file.as_raw_fd());
         let flags = OFlags::WRONLY | OFlags::CLOEXEC | OFlags::DIRECT;
         let file: File = rustix::fs::open(path, flags, Mode::empty()).ok()?.into();
-        let found =
+        let status =
             rustix::fs::statx(&file, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN).ok()?;
-        let is_told = found.stx_mask & StatxFlags::DIOALIGN.bits() != 0;
-        let alignment = found.stx_dio_mem_align.max(found.stx_dio_offset_align);
-        let is_possible = is_told && alignment.is_power_of_two() && alignment <= ALIGNMENT_MAX;
+        let is_reported = status.stx_mask & StatxFlags::DIOALIGN.bits() != 0;
+        let alignment = status.stx_dio_mem_align.max(status.stx_dio_offset_align);
+        // A file system without direct writes reports an alignment of 0, which is no power of two.
+        let is_possible = is_reported && alignment.is_power_of_two() && alignment <= ALIGNMENT_MAX;
         is_possible.then_some(Self {
             file,
             alignment: alignment as usize,
         })
     }
 
-    /// Writes the first bytes of a buffer, and zeros up to the next multiple of the alignment.
-    pub(crate) fn write(&self, buffer: &mut Buffer, bytes: usize, at: u64) -> io::Result<()> {
+    /// Writes the first `bytes` of a buffer at `offset`, and then zeros up to the next multiple of the alignment.
+    ///
+    /// Only the last block of a file is not aligned. The end of the pull cuts its zeros off.
+    pub(crate) fn write(&self, buffer: &mut Buffer, bytes: usize, offset: u64) -> io::Result<()> {
         let end = bytes.next_multiple_of(self.alignment);
         buffer[bytes..end].fill(0);
-        self.file.write_all_at(&buffer[..end], at)
+        self.file.write_all_at(&buffer[..end], offset)
     }
 }
 
@@ -56,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_left_of_the_last_sector_is_zeros() {
+    fn the_rest_of_the_last_sector_is_zeros() {
         let mut buffers = Pool::create(1, 1 << 20).unwrap();
         let buffer = &mut buffers[0];
         for (bytes, end) in [(1, 512), (512, 512), (513, 1024), (1 << 20, 1 << 20)] {
@@ -67,11 +73,11 @@ mod tests {
                 alignment: 512,
             };
             direct.write(buffer, bytes, 4096).unwrap();
-            let mut found = vec![1; 4096 + end + 1];
-            let read = file.read_at(&mut found, 0).unwrap();
+            let mut content = vec![1; 4096 + end + 1];
+            let read = file.read_at(&mut content, 0).unwrap();
             assert_eq!(read, 4096 + end);
-            assert!(found[4096..][..bytes].iter().all(|byte| *byte == 7));
-            assert!(found[4096 + bytes..read].iter().all(|byte| *byte == 0));
+            assert!(content[4096..][..bytes].iter().all(|byte| *byte == 7));
+            assert!(content[4096 + bytes..read].iter().all(|byte| *byte == 0));
         }
     }
 }

@@ -1,19 +1,24 @@
-//! Files of a plan, over one connection.
+//! Fetches the files of a plan over one connection.
+//!
+//! Each file takes these requests, in this order:
 //!
 //! ```text
-//!   queue ─► Open ─► Sum for each block that is there already ─► Read for each that differs or is not ─► Check ─► Release
+//!   Open ─► for each block: Sum, Read, or both ─► Check ─► Release
 //! ```
 //!
-//! Where the puller reads memory by itself, `Place` is asked instead of `Read`, and a block comes later than its answer
-//! ([`Remote`]).
+//! A block that an earlier pull has written is compared by `Sum`. A new block, or one whose sum differs, is read.
 //!
-//! Requests go ahead of their answers: while one block arrives, the agent has the next ones asked for, and while a file
-//! ends, the next one is open. Answers come in the order of the requests.
+//! With libfabric the puller sends `Place` instead of `Read` and then reads the block out of the agent's memory
+//! ([`Remote`]). Such a block arrives after the reply.
+//!
+//! Requests are pipelined: up to [`IN_FLIGHT`] of them are sent before their replies arrive, and the next files are
+//! opened before the current one ends. Replies arrive in the order of the requests.
 //!
 //! Invariants
-//! * A block is handed to the writers after it was found to be what the agent sent: by its MAC, or as it was decrypted.
-//! * What an agent says is bounded before it takes memory: a block has few parts, and a file that is open a counter.
-//! * A file is finished after the agent has said, after its last byte had been read, that what was read is a snapshot.
+//! * A block reaches the writers only after it was authenticated, by its MAC or by decryption.
+//! * Memory taken for an agent is bounded whatever the agent says. A block has few parts, and the blocks of an open
+//!   file are counted, not listed.
+//! * A file is finished only after a `Check` that follows its last byte has said that its bytes are one snapshot.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -30,97 +35,103 @@ use crate::error::PullError;
 use crate::message::{BLOCK_BYTES, Entry, Reply, Request, STAGING_BUFFERS};
 use crate::peer::Peer;
 use crate::pull::direct::DirectFile;
-use crate::pull::remote::{Answer, ExpectedMac, Incoming, Remote, failed};
+use crate::pull::remote::{Answer, ExpectedMac, Incoming, Remote, pull_error};
 use crate::pull::staging::{Staging, local};
 use crate::pull::state::PullState;
 use crate::pull::writers::{Block, Finish, StagedFile, Writers};
 use crate::source::join;
 
-/// Requests without an answer yet, and blocks that are read: enough that the agent, or the network, always has the next.
+/// Requests without a reply plus blocks under way by libfabric. As many keep the agent and the network busy.
 const IN_FLIGHT: usize = 16;
 const _: () = assert!(IN_FLIGHT as u64 <= STAGING_BUFFERS);
-/// Files that are open ahead of the one that arrives, in number and in bytes.
+/// Maximum number of files that are open at once.
 const AHEAD_FILES: usize = 16;
+/// No further file is opened while the open files have as many bytes. Two files may be open whatever their size.
 const AHEAD_BYTES: u64 = 64 << 20;
-/// How often a file is read that changes while it is read and keeps no snapshot, and a block that arrives damaged.
+/// Maximum number of reads of a file that changes meanwhile, and of damaged blocks of one file.
 const TRIES: u32 = 5;
-/// Until an agent that holds as much as it may for others is asked again.
+/// Pause before an agent that answered `Full` is asked again.
 const FULL_PAUSE: Duration = Duration::from_millis(200);
-/// Zeros that may become a hole: fewer are no block of a file system.
+/// Shortest run of zeros that becomes a hole: a block of a usual file system.
 const HOLE_BYTES_MIN: usize = 4096;
-/// Bytes that are summed up while they are in the processor's cache.
-const SUM_BYTES: usize = 256 << 10;
+/// Bytes that are received and then hashed at a time: few enough to be in the processor's cache still.
+const HASH_BYTES: usize = 256 << 10;
 
-/// The reads of a pull; see the head of this file.
+/// Fetches the files of a plan over one connection; see the head of this file.
 pub(crate) struct Fetch<'a, 't> {
     peer: &'a mut Peer,
     staging: &'a Staging,
     writers: &'a Writers,
-    /// None: bytes come over the connection.
+    /// Reads by libfabric; `None` if bytes come over the connection.
     remote: Option<Remote>,
     state: &'a mut PullState<'t>,
-    /// Path below the mount point of what is pulled.
+    /// Path of the pulled tree, relative to the mount point of the source.
     top: BytePath,
-    /// Files that are not opened yet.
+    /// Files for which no `Open` was sent, or whose `Open` was answered with `Full`.
     queue: VecDeque<Wanted>,
-    /// Open files of which there are blocks to ask for.
+    /// Numbers of open files with blocks that were not requested yet.
     reading: VecDeque<u32>,
-    /// To be asked before those.
-    ready: VecDeque<Ask>,
-    /// Asked, in this order.
-    asked: VecDeque<Ask>,
+    /// Requests to send before the next block of `reading`.
+    ready: VecDeque<FileRequest>,
+    /// Requests that were sent and have no reply yet, oldest first.
+    outstanding: VecDeque<FileRequest>,
+    /// Files whose `Open` was sent and whose `Release` was not answered, by the number that both sides use.
     open: BTreeMap<u32, OpenFile>,
-    last_number: u32,
-    /// The agent holds as much as it may.
+    last_file_number: u32,
+    /// The agent answered `Full`: no file is opened until one of this pull is released, or [`FULL_PAUSE`] is over.
     is_full: bool,
 }
 
-/// A file that is to be pulled.
+/// A file to pull.
 pub(crate) struct Wanted {
     pub(crate) entry: Entry,
-    /// As far as is known.
+    /// Size by the list, or by the last `Open` if there was one.
     pub(crate) bytes: u64,
-    /// How often it was read.
+    /// Number of complete reads that gave no snapshot.
     pub(crate) tries: u32,
 }
 
+/// A file that is open at the agent, or for which an `Open` is under way.
 struct OpenFile {
     wanted: Wanted,
-    /// None until it is opened.
+    /// The file in the staging directory; `None` until `Open` is answered.
     staged: Option<Arc<StagedFile>>,
-    /// Length of the file where it is held.
+    /// Size of the file as the agent holds it.
     bytes: u64,
-    /// What was there before.
+    /// Size of the staged file when it was opened: bytes of an earlier pull.
     staged_bytes: u64,
-    /// The first block that was not asked for yet.
+    /// Index of the first block that was not requested yet.
     next_block: u64,
-    /// Blocks of which neither an equal sum nor the bytes have come.
+    /// Blocks that were neither received nor found equal by their checksum.
     blocks_left: u64,
+    /// Blocks that arrived damaged.
     damaged: u32,
-    /// It was written to after it was listed and before it was opened.
+    /// Whether the file was changed between the list and the `Open`.
     is_newer: bool,
 }
 
-/// A question about a file.
+/// A request about a file: the file's number, and where it is about a block, the index of the block.
 #[derive(Clone, Copy, Debug)]
-enum Ask {
+enum FileRequest {
     Open(u32),
     Sum(u32, u64),
     Read(u32, u64),
-    /// A question for the place of bytes, with a staging buffer.
+    /// Asks where the bytes of a block are; the last number is the staging buffer for bytes that are not in memory.
     Place(u32, u64, u32),
     Check(u32),
     Release(u32),
 }
 
-/// What came of a block.
+/// A block that was received over the connection.
 struct Received {
+    /// Ranges of the buffer to write to the file.
     parts: Vec<Range<usize>>,
+    /// Bytes that came over the network; zeros do not.
     bytes: u64,
 }
 
 impl<'a, 't> Fetch<'a, 't> {
-    /// Nothing is asked yet.
+    /// Prepares to fetch the files of `queue`. No request is sent before [`Fetch::run`].
     pub(crate) fn new(
         peer: &'a mut Peer,
         staging: &'a Staging,
@@ -140,39 +151,39 @@ impl<'a, 't> Fetch<'a, 't> {
             queue,
             reading: VecDeque::new(),
             ready: VecDeque::new(),
-            asked: VecDeque::new(),
+            outstanding: VecDeque::new(),
             open: BTreeMap::new(),
-            last_number: 0,
+            last_file_number: 0,
             is_full: false,
         }
     }
 
-    /// Until all files are there.
+    /// Fetches all files. It returns when each is handed to the writers, which may still be writing.
     pub(crate) fn run(mut self) -> Result<(), PullError> {
         let fetched = self.fetch_all();
         let Some(remote) = self.remote.take() else {
             return fetched;
         };
         let closed = remote.close(self.writers);
-        closed.map_err(|error| failed(self.peer, error))?;
+        closed.map_err(|error| pull_error(self.peer, error))?;
         fetched
     }
 
     fn fetch_all(&mut self) -> Result<(), PullError> {
         loop {
-            self.ask()?;
-            // Without an answer to wait for, there are blocks to wait for.
-            let is_over = self.asked.is_empty();
-            self.take_landed(is_over)?;
-            if is_over && (self.under_way() > 0 || self.has_ready()) {
+            self.send_requests()?;
+            // If no reply is outstanding, the only thing to wait for is a block that libfabric reads.
+            let waits_for_block = self.outstanding.is_empty();
+            self.take_landed(waits_for_block)?;
+            if waits_for_block && (self.under_way() > 0 || self.has_ready()) {
                 continue;
             }
-            let Some(ask) = self.asked.pop_front() else {
+            let Some(request) = self.outstanding.pop_front() else {
                 if self.queue.is_empty() {
                     return Ok(());
                 }
-                // Only others keep the agent full now.
-                if self.state.is_late() {
+                // This pull holds no file, so other pulls use up what the agent may hold.
+                if self.state.is_stalled() {
                     let host = self.peer.host().into();
                     return Err(PullError::Full { host });
                 }
@@ -180,67 +191,73 @@ impl<'a, 't> Fetch<'a, 't> {
                 self.is_full = false;
                 continue;
             };
-            match ask {
-                Ask::Open(number) => self.opened(number)?,
-                Ask::Sum(number, block) => self.summed(number, block)?,
-                Ask::Read(number, block) => self.read(number, block)?,
-                Ask::Place(number, block, staging) => self.placed(number, block, staging)?,
-                Ask::Check(number) => self.checked(number)?,
-                Ask::Release(number) => self.released(number)?,
+            match request {
+                FileRequest::Open(file_number) => self.receive_opened(file_number)?,
+                FileRequest::Sum(file_number, block) => self.receive_sum(file_number, block)?,
+                FileRequest::Read(file_number, block) => self.receive_read(file_number, block)?,
+                FileRequest::Place(file_number, block, staging) => {
+                    self.receive_placed(file_number, block, staging)?
+                }
+                FileRequest::Check(file_number) => self.receive_checked(file_number)?,
+                FileRequest::Release(file_number) => self.receive_released(file_number)?,
             }
         }
     }
 
     // ---- requests ------------------------------------------------------------------------------
 
-    fn ask(&mut self) -> Result<(), PullError> {
-        while self.asked.len() + self.under_way() < IN_FLIGHT {
-            let Some(ask) = self.next_ask() else {
+    /// Sends requests until [`IN_FLIGHT`] are outstanding, or none can be sent now.
+    fn send_requests(&mut self) -> Result<(), PullError> {
+        while self.outstanding.len() + self.under_way() < IN_FLIGHT {
+            let Some(request) = self.next_request() else {
                 break;
             };
-            let ask = self.choose_staging(ask);
-            let request = self.request(ask);
-            self.peer.send(&request)?;
-            self.asked.push_back(ask);
+            let request = self.choose_staging(request);
+            let message = self.make_request(request);
+            self.peer.send(&message)?;
+            self.outstanding.push_back(request);
         }
         Ok(())
     }
 
-    /// Whether there is something to ask for of files that are open.
+    /// Whether a request about an open file can be sent.
     fn has_ready(&self) -> bool {
         !self.ready.is_empty() || !self.reading.is_empty()
     }
 
+    /// Number of blocks that libfabric is reading.
     fn under_way(&self) -> usize {
         self.remote.as_ref().map_or(0, Remote::under_way)
     }
 
-    fn choose_staging(&mut self, ask: Ask) -> Ask {
-        match (ask, &mut self.remote) {
-            (Ask::Read(number, block), Some(remote)) => {
+    /// Turns a `Read` into a `Place` with a free staging buffer, if bytes come by libfabric.
+    fn choose_staging(&mut self, request: FileRequest) -> FileRequest {
+        match (request, &mut self.remote) {
+            (FileRequest::Read(file_number, block), Some(remote)) => {
                 let staging = remote.take_staging();
-                let staging = staging.expect("as many as may be asked at once");
-                Ask::Place(number, block, staging)
+                let staging = staging.expect("there are at least IN_FLIGHT staging buffers");
+                FileRequest::Place(file_number, block, staging)
             }
-            (ask, _) => ask,
+            (request, _) => request,
         }
     }
 
-    fn next_ask(&mut self) -> Option<Ask> {
-        if let Some(ask) = self.ready.pop_front() {
-            return Some(ask);
+    /// Returns the next request: first what is ready, then the next block of an open file, then a new file.
+    fn next_request(&mut self) -> Option<FileRequest> {
+        if let Some(request) = self.ready.pop_front() {
+            return Some(request);
         }
-        if let Some(number) = self.reading.front().copied() {
-            return Some(self.next_block(number));
+        if let Some(file_number) = self.reading.front().copied() {
+            return Some(self.next_block(file_number));
         }
-        let ahead: u64 = self.open.values().map(|file| file.wanted.bytes).sum();
+        let open_bytes: u64 = self.open.values().map(|file| file.wanted.bytes).sum();
         let may_open =
-            self.open.len() < 2 || (self.open.len() < AHEAD_FILES && ahead < AHEAD_BYTES);
+            self.open.len() < 2 || (self.open.len() < AHEAD_FILES && open_bytes < AHEAD_BYTES);
         if self.is_full || !may_open {
             return None;
         }
         let wanted = self.queue.pop_front()?;
-        self.last_number += 1;
+        self.last_file_number += 1;
         let file = OpenFile {
             wanted,
             staged: None,
@@ -251,61 +268,70 @@ impl<'a, 't> Fetch<'a, 't> {
             damaged: 0,
             is_newer: false,
         };
-        self.open.insert(self.last_number, file);
-        Some(Ask::Open(self.last_number))
+        self.open.insert(self.last_file_number, file);
+        Some(FileRequest::Open(self.last_file_number))
     }
 
-    /// The question about the next block of the file that is read first. A file has as many blocks as its agent says, so
-    /// none of them takes memory before it is asked for.
-    fn next_block(&mut self, number: u32) -> Ask {
-        let file = self.open.get_mut(&number).expect("it is open");
+    /// Returns the request for the next block of an open file: its checksum if an earlier pull wrote it, else its
+    /// bytes.
+    ///
+    /// The agent decides how many blocks a file has, so a block takes memory only once it is requested.
+    fn next_block(&mut self, file_number: u32) -> FileRequest {
+        let file = self.open.get_mut(&file_number).expect("it is open");
         let block = file.next_block;
         file.next_block += 1;
-        let is_there = block * BLOCK_BYTES + file.block_bytes(block) <= file.staged_bytes;
+        let is_staged = block * BLOCK_BYTES + file.block_bytes(block) <= file.staged_bytes;
         if file.next_block == file.bytes.div_ceil(BLOCK_BYTES) {
             self.reading.pop_front();
         }
-        if is_there {
-            Ask::Sum(number, block)
+        if is_staged {
+            FileRequest::Sum(file_number, block)
         } else {
-            Ask::Read(number, block)
+            FileRequest::Read(file_number, block)
         }
     }
 
-    fn request(&self, ask: Ask) -> Request {
-        match ask {
-            Ask::Open(number) => Request::Open {
-                file: number,
-                path: join(&self.top, self.open[&number].wanted.entry.path.as_path()),
+    /// Makes the protocol message of a request.
+    fn make_request(&self, request: FileRequest) -> Request {
+        match request {
+            FileRequest::Open(file_number) => Request::Open {
+                file: file_number,
+                path: join(
+                    &self.top,
+                    self.open[&file_number].wanted.entry.path.as_path(),
+                ),
             },
-            Ask::Sum(number, block) => Request::Sum {
-                file: number,
+            FileRequest::Sum(file_number, block) => Request::Sum {
+                file: file_number,
                 offset: block * BLOCK_BYTES,
-                bytes: self.open[&number].block_bytes(block),
+                bytes: self.open[&file_number].block_bytes(block),
             },
-            Ask::Read(number, block) => Request::Read {
-                file: number,
+            FileRequest::Read(file_number, block) => Request::Read {
+                file: file_number,
                 offset: block * BLOCK_BYTES,
-                bytes: self.open[&number].block_bytes(block),
+                bytes: self.open[&file_number].block_bytes(block),
             },
-            Ask::Place(number, block, staging) => Request::Place {
-                file: number,
+            FileRequest::Place(file_number, block, staging) => Request::Place {
+                file: file_number,
                 offset: block * BLOCK_BYTES,
-                bytes: self.open[&number].block_bytes(block),
+                bytes: self.open[&file_number].block_bytes(block),
                 buffer: staging,
             },
-            Ask::Check(number) => Request::Check { file: number },
-            Ask::Release(number) => Request::Release { file: number },
+            FileRequest::Check(file_number) => Request::Check { file: file_number },
+            FileRequest::Release(file_number) => Request::Release { file: file_number },
         }
     }
 
     // ---- replies -------------------------------------------------------------------------------
 
-    fn opened(&mut self, number: u32) -> Result<(), PullError> {
+    fn receive_opened(&mut self, file_number: u32) -> Result<(), PullError> {
         let (bytes, changes) = match self.peer.receive()? {
             Reply::Opened { bytes, changes } => (bytes, changes),
             Reply::Full => {
-                let file = self.open.remove(&number).expect("it was asked for");
+                let file = self
+                    .open
+                    .remove(&file_number)
+                    .expect("an answered request names an open file");
                 self.queue.push_front(file.wanted);
                 self.is_full = true;
                 return Ok(());
@@ -315,9 +341,12 @@ impl<'a, 't> Fetch<'a, 't> {
         if bytes > i64::MAX as u64 {
             return Err(self.peer.implausible(format!("a file of {bytes} bytes")));
         }
-        let expected = self.open[&number].wanted.bytes;
-        self.state.check_size(expected, bytes)?;
-        let file = self.open.get_mut(&number).expect("it was asked for");
+        let expected_bytes = self.open[&file_number].wanted.bytes;
+        self.state.check_size(expected_bytes, bytes)?;
+        let file = self
+            .open
+            .get_mut(&file_number)
+            .expect("an answered request names an open file");
         let path = self.staging.locate(&file.wanted.entry.path);
         let opened = self.staging.open_file(&file.wanted.entry.path)?;
         file.staged_bytes = opened.metadata().map_err(local(&path))?.len();
@@ -327,72 +356,77 @@ impl<'a, 't> Fetch<'a, 't> {
         file.bytes = bytes;
         file.is_newer = file.wanted.entry.is_older_than(changes);
         file.blocks_left = bytes.div_ceil(BLOCK_BYTES);
-        self.state.know_size(file.wanted.bytes, bytes);
+        self.state.correct_size(file.wanted.bytes, bytes);
         file.wanted.bytes = bytes;
         match file.blocks_left {
-            0 => self.ready.push_back(Ask::Check(number)),
-            _ => self.reading.push_back(number),
+            0 => self.ready.push_back(FileRequest::Check(file_number)),
+            _ => self.reading.push_back(file_number),
         }
         Ok(())
     }
 
-    fn summed(&mut self, number: u32, block: u64) -> Result<(), PullError> {
+    /// Compares the checksum of a block with the staged bytes. A block that differs is read.
+    fn receive_sum(&mut self, file_number: u32, block: u64) -> Result<(), PullError> {
         let (bytes, sum) = match self.peer.receive()? {
             Reply::Sum { bytes, xxh3 } => (bytes, xxh3),
             other => return Err(self.peer.out_of_turn(&other)),
         };
-        let file = &self.open[&number];
-        let mut there = vec![0; file.block_bytes(block) as usize];
+        let file = &self.open[&file_number];
+        let mut staged_block = vec![0; file.block_bytes(block) as usize];
         let staged = file.staged.as_ref().expect("it is open");
-        let is_same = bytes == there.len() as u64
+        let is_same = bytes == staged_block.len() as u64
             && staged
                 .file()
-                .read_exact_at(&mut there, block * BLOCK_BYTES)
+                .read_exact_at(&mut staged_block, block * BLOCK_BYTES)
                 .is_ok()
-            && format!("{:032x}", xxh3_128(&there)) == sum;
+            && format!("{:032x}", xxh3_128(&staged_block)) == sum;
         if !is_same {
-            self.ready.push_front(Ask::Read(number, block));
+            self.ready.push_front(FileRequest::Read(file_number, block));
             return Ok(());
         }
-        self.state.reused(bytes);
-        self.end_block(number);
+        self.state.count_reused(bytes);
+        self.end_block(file_number);
         Ok(())
     }
 
-    fn read(&mut self, number: u32, block: u64) -> Result<(), PullError> {
+    /// Receives a block and hands it to the writers. A damaged block is requested again.
+    fn receive_read(&mut self, file_number: u32, block: u64) -> Result<(), PullError> {
         let mut buffer = self.writers.take_buffer()?;
-        let expected = self.open[&number].block_bytes(block);
-        let was_there = self.open[&number].staged_bytes > block * BLOCK_BYTES;
-        let received = self.receive_block(&mut buffer, expected, was_there);
+        let expected_bytes = self.open[&file_number].block_bytes(block);
+        let has_staged_bytes = self.open[&file_number].staged_bytes > block * BLOCK_BYTES;
+        let received = self.receive_block(&mut buffer, expected_bytes, has_staged_bytes);
         let received = match received {
             Ok(Some(received)) => received,
             Ok(None) => {
                 self.writers.return_buffer(buffer);
-                return self.read_again(number, block);
+                return self.read_again(file_number, block);
             }
             Err(error) => {
                 self.writers.return_buffer(buffer);
                 return Err(error);
             }
         };
-        let staged = self.open[&number].staged.as_ref().expect("it is open");
+        let staged = self.open[&file_number].staged.as_ref().expect("it is open");
         let block = Block {
             offset: block * BLOCK_BYTES,
             buffer,
             parts: received.parts,
         };
         self.writers.write(staged, block);
-        self.state.received(expected, received.bytes);
-        self.end_block(number);
+        self.state.count_received(expected_bytes, received.bytes);
+        self.end_block(file_number);
         Ok(())
     }
 
-    /// The bytes of a block; `None` where their MAC is wrong. Zeros are left out where nothing was before.
+    /// Receives the bytes of a block into `buffer`. Returns `None` if their MAC is wrong or missing.
+    ///
+    /// Zeros are to be written only if the staged file had bytes in this block (`has_staged_bytes`). Else they stay a
+    /// hole.
     fn receive_block(
         &mut self,
         buffer: &mut [u8],
-        expected: u64,
-        was_there: bool,
+        expected_bytes: u64,
+        has_staged_bytes: bool,
     ) -> Result<Option<Received>, PullError> {
         let mut received = Received {
             parts: Vec::new(),
@@ -405,29 +439,29 @@ impl<'a, 't> Fetch<'a, 't> {
             let (bytes, is_zero) = match reply {
                 Reply::Bytes { bytes } => (bytes, false),
                 Reply::Zeros { bytes } => (bytes, true),
-                Reply::End { mac } if at == expected => {
+                Reply::End { mac } if at == expected_bytes => {
                     let is_right = match (hasher, mac) {
                         (Some(hasher), Some(mac)) => hasher.is(&mac),
-                        // Encrypted bytes are authenticated as they come.
+                        // Decryption has authenticated each byte on arrival.
                         (None, _) => true,
                         (Some(_), None) => false,
                     };
                     return Ok(is_right.then_some(received));
                 }
-                // It became shorter than its list says: the list is of another file.
+                // The file is shorter than when it was held, so its chunk list describes another state of it.
                 Reply::End { .. } => {
                     return Err(self.peer.stale("a file was cut while it was read"));
                 }
                 other => return Err(self.peer.out_of_turn(&other)),
             };
-            let part = self.check_part(at, bytes, expected)?;
+            let part = self.check_part(at, bytes, expected_bytes)?;
             if is_zero {
                 buffer[part.clone()].fill(0);
             } else {
                 self.receive_part(&mut buffer[part.clone()], hasher.as_mut())?;
                 received.bytes += bytes;
             }
-            if !is_zero || was_there {
+            if !is_zero || has_staged_bytes {
                 add_part(&mut received.parts, part);
             }
             at += bytes;
@@ -435,40 +469,56 @@ impl<'a, 't> Fetch<'a, 't> {
         }
     }
 
-    /// Where the next `bytes` of a block go, of which `at` have come and `expected` were asked for.
-    fn check_part(&self, at: u64, bytes: u64, expected: u64) -> Result<Range<usize>, PullError> {
-        if bytes == 0 || bytes > expected - at {
+    /// Returns the range of the buffer for the next `bytes` of a block. `at` bytes came before; `expected_bytes` is the
+    /// size of the block. An agent that sends nothing, or more than the rest of the block, is refused.
+    fn check_part(
+        &self,
+        at: u64,
+        bytes: u64,
+        expected_bytes: u64,
+    ) -> Result<Range<usize>, PullError> {
+        if bytes == 0 || bytes > expected_bytes - at {
             return Err(self.peer.implausible("more bytes than were asked for"));
         }
         Ok(at as usize..(at + bytes) as usize)
     }
 
-    /// Begins to read a block where the agent says that it is.
-    fn placed(&mut self, number: u32, block: u64, staging: u32) -> Result<(), PullError> {
+    /// Receives where a block is in the agent's memory, and begins to read it by libfabric.
+    fn receive_placed(
+        &mut self,
+        file_number: u32,
+        block: u64,
+        staging: u32,
+    ) -> Result<(), PullError> {
         let mut buffer = self.writers.take_buffer()?;
-        let (answer, mac) = match self.receive_places(number, block, &mut buffer) {
+        let (answer, mac) = match self.receive_places(file_number, block, &mut buffer) {
             Ok(received) => received,
             Err(error) => {
                 self.writers.return_buffer(buffer);
                 return Err(error);
             }
         };
-        let incoming = Incoming::of(&answer, number, block, mac);
-        let remote = self.remote.as_mut().expect("it was asked for");
-        let begun = remote.land(staging, answer, incoming, buffer);
-        begun.map_err(|error| failed(self.peer, error))
+        let incoming = Incoming::of(&answer, file_number, block, mac);
+        let remote = self
+            .remote
+            .as_mut()
+            .expect("Place is sent by libfabric pulls only");
+        let begun = remote.begin_reads(staging, answer, incoming, buffer);
+        begun.map_err(|error| pull_error(self.peer, error))
     }
 
-    /// Where the bytes of a block are, and their MAC. Zeros are left out where nothing was before.
+    /// Receives where the bytes of a block are, and their MAC if the agent was asked for MACs.
+    ///
+    /// Zeros are to be written only if the staged file had bytes in this block. Else they stay a hole.
     fn receive_places(
         &mut self,
-        number: u32,
+        file_number: u32,
         block: u64,
         buffer: &mut [u8],
     ) -> Result<(Answer, Option<ExpectedMac>), PullError> {
-        let file = &self.open[&number];
-        let expected = file.block_bytes(block);
-        let was_there = file.staged_bytes > block * BLOCK_BYTES;
+        let file = &self.open[&file_number];
+        let expected_bytes = file.block_bytes(block);
+        let has_staged_bytes = file.staged_bytes > block * BLOCK_BYTES;
         let mut answer = Answer::default();
         let mut at = 0;
         let mut reply = self.peer.receive()?;
@@ -476,24 +526,27 @@ impl<'a, 't> Fetch<'a, 't> {
             let (bytes, is_zero) = match reply {
                 Reply::InMemory { bytes, .. } | Reply::Staged { bytes, .. } => (bytes, false),
                 Reply::Zeros { bytes } => (bytes, true),
-                Reply::Placed { mac } if at == expected => {
+                Reply::Placed { mac } if at == expected_bytes => {
                     return Ok((answer, self.expect_mac(mac)?));
                 }
-                // It became shorter than its list says: the list is of another file.
+                // The file is shorter than when it was held, so its chunk list describes another state of it.
                 Reply::Placed { .. } => {
                     return Err(self.peer.stale("a file was cut while it was read"));
                 }
                 other => return Err(self.peer.out_of_turn(&other)),
             };
-            let part = self.check_part(at, bytes, expected)?;
+            let part = self.check_part(at, bytes, expected_bytes)?;
             if is_zero {
                 buffer[part.clone()].fill(0);
             } else {
-                let remote = self.remote.as_ref().expect("it was asked for");
+                let remote = self
+                    .remote
+                    .as_ref()
+                    .expect("Place is sent by libfabric pulls only");
                 let added = remote.add(&mut answer, &reply, part.clone());
-                added.map_err(|error| failed(self.peer, error))?;
+                added.map_err(|error| pull_error(self.peer, error))?;
             }
-            if !is_zero || was_there {
+            if !is_zero || has_staged_bytes {
                 add_part(&mut answer.parts, part);
             }
             at += bytes;
@@ -501,7 +554,7 @@ impl<'a, 't> Fetch<'a, 't> {
         }
     }
 
-    /// An agent leaves the MAC out only where it was not asked for.
+    /// Returns what a block must match; `None` if this puller asked for no MACs. A missing MAC ends the pull.
     fn expect_mac(&self, mac: Option<BlockMac>) -> Result<Option<ExpectedMac>, PullError> {
         let is_wanted = self.remote.as_ref().is_some_and(Remote::is_summed);
         match (is_wanted, self.peer.block_hasher(), mac) {
@@ -511,31 +564,34 @@ impl<'a, 't> Fetch<'a, 't> {
         }
     }
 
-    /// Hands on what has come of blocks that are read; waits for one where that is asked for.
-    fn take_landed(&mut self, mut is_waited: bool) -> Result<(), PullError> {
+    /// Hands all blocks that libfabric has read to the writers. With `waits` it first waits a short time for one.
+    fn take_landed(&mut self, mut waits: bool) -> Result<(), PullError> {
         while let Some(remote) = &mut self.remote
             && remote.under_way() > 0
         {
-            let landed = remote.next_landed(is_waited);
-            let landed = landed.map_err(|error| failed(self.peer, error))?;
+            let landed = remote.next_landed(waits);
+            let landed = landed.map_err(|error| pull_error(self.peer, error))?;
             let Some((incoming, buffer)) = landed else {
                 return Ok(());
             };
-            is_waited = false;
-            self.landed(incoming, buffer)?;
+            waits = false;
+            self.take_block(incoming, buffer)?;
         }
         Ok(())
     }
 
-    fn landed(&mut self, incoming: Incoming, buffer: Buffer) -> Result<(), PullError> {
-        let Incoming { number, block, .. } = incoming;
-        if !incoming.is_right(&buffer) {
+    /// Hands a block that libfabric has read to the writers. A damaged block is requested again.
+    fn take_block(&mut self, incoming: Incoming, buffer: Buffer) -> Result<(), PullError> {
+        let Incoming {
+            file_number, block, ..
+        } = incoming;
+        if !incoming.is_intact(&buffer) {
             self.writers.return_buffer(buffer);
-            return self.read_again(number, block);
+            return self.read_again(file_number, block);
         }
-        let file = &self.open[&number];
+        let file = &self.open[&file_number];
         let staged = file.staged.as_ref().expect("it is open");
-        let expected = file.block_bytes(block);
+        let expected_bytes = file.block_bytes(block);
         let read_bytes = incoming.read_bytes();
         let block = Block {
             offset: block * BLOCK_BYTES,
@@ -543,17 +599,18 @@ impl<'a, 't> Fetch<'a, 't> {
             parts: incoming.parts,
         };
         self.writers.write(staged, block);
-        self.state.received(expected, read_bytes);
-        self.end_block(number);
+        self.state.count_received(expected_bytes, read_bytes);
+        self.end_block(file_number);
         Ok(())
     }
 
+    /// Receives bytes and hashes them while they are in the processor's cache.
     fn receive_part(
         &mut self,
         part: &mut [u8],
         mut hasher: Option<&mut BlockHasher>,
     ) -> Result<(), PullError> {
-        for piece in part.chunks_mut(SUM_BYTES) {
+        for piece in part.chunks_mut(HASH_BYTES) {
             self.peer.receive_bytes(piece)?;
             if let Some(hasher) = &mut hasher {
                 hasher.update(piece);
@@ -562,8 +619,9 @@ impl<'a, 't> Fetch<'a, 't> {
         Ok(())
     }
 
-    fn read_again(&mut self, number: u32, block: u64) -> Result<(), PullError> {
-        let file = self.open.get_mut(&number).expect("it is open");
+    /// Requests a damaged block again. A file with [`TRIES`] damaged blocks ends the pull.
+    fn read_again(&mut self, file_number: u32, block: u64) -> Result<(), PullError> {
+        let file = self.open.get_mut(&file_number).expect("it is open");
         file.damaged += 1;
         self.state.outcome.damaged_blocks += 1;
         if file.damaged >= TRIES {
@@ -572,31 +630,33 @@ impl<'a, 't> Fetch<'a, 't> {
                 tries: file.damaged,
             });
         }
-        self.ready.push_front(Ask::Read(number, block));
+        self.ready.push_front(FileRequest::Read(file_number, block));
         Ok(())
     }
 
-    fn end_block(&mut self, number: u32) {
-        let file = self.open.get_mut(&number).expect("it is open");
+    /// Counts a block as complete. After the last one the file is checked.
+    fn end_block(&mut self, file_number: u32) {
+        let file = self.open.get_mut(&file_number).expect("it is open");
         file.blocks_left -= 1;
         if file.blocks_left == 0 {
-            self.ready.push_back(Ask::Check(number));
+            self.ready.push_back(FileRequest::Check(file_number));
         }
     }
 
-    fn checked(&mut self, number: u32) -> Result<(), PullError> {
+    /// Finishes a file whose bytes are one snapshot. A file that changed while it was read goes back to the queue.
+    fn receive_checked(&mut self, file_number: u32) -> Result<(), PullError> {
         let (changed, snapshot) = match self.peer.receive()? {
             Reply::Checked { changed, snapshot } => (changed, snapshot),
             other => return Err(self.peer.out_of_turn(&other)),
         };
-        // Before the next file is opened: it makes room.
-        self.ready.push_front(Ask::Release(number));
-        let file = self.open.get_mut(&number).expect("it is open");
+        // The release goes before the next `Open`, because it makes room at the agent.
+        self.ready.push_front(FileRequest::Release(file_number));
+        let file = self.open.get_mut(&file_number).expect("it is open");
         if snapshot {
             let entry = file.wanted.entry.clone();
             let staged = file.staged.as_ref().expect("it is open");
             self.state
-                .done(&entry, file.bytes, changed || file.is_newer);
+                .record_done(&entry, file.bytes, changed || file.is_newer);
             let bytes = file.bytes;
             self.writers.finish(staged, Finish { bytes, entry });
             return Ok(());
@@ -609,9 +669,9 @@ impl<'a, 't> Fetch<'a, 't> {
                 tries,
             });
         }
-        // What of it is on its way to the disk must not land on what comes then.
+        // The next try writes the same file, so no block of this try may be written after it began.
         self.writers.wait()?;
-        self.state.undo(file.bytes);
+        self.state.undo_file(file.bytes);
         self.queue.push_back(Wanted {
             entry: file.wanted.entry.clone(),
             bytes: file.bytes,
@@ -620,25 +680,28 @@ impl<'a, 't> Fetch<'a, 't> {
         Ok(())
     }
 
-    fn released(&mut self, number: u32) -> Result<(), PullError> {
+    fn receive_released(&mut self, file_number: u32) -> Result<(), PullError> {
         match self.peer.receive()? {
             Reply::Done => {}
             other => return Err(self.peer.out_of_turn(&other)),
         }
-        self.open.remove(&number);
+        self.open.remove(&file_number);
         self.is_full = false;
         Ok(())
     }
 }
 
 impl OpenFile {
+    /// Size of a block: [`BLOCK_BYTES`], or the rest of the file for the last one.
     fn block_bytes(&self, block: u64) -> u64 {
         BLOCK_BYTES.min(self.bytes - block * BLOCK_BYTES)
     }
 }
 
-/// Adds a part of a block that is to be written. Where zeros before it are too few to make a hole, they are written too:
-/// so a block has few parts, however it was sent.
+/// Adds a range of a block to those to be written.
+///
+/// Zeros between the last range and this one are written too if they are fewer than [`HOLE_BYTES_MIN`]. So a block has
+/// few ranges, however the agent divided it.
 fn add_part(parts: &mut Vec<Range<usize>>, part: Range<usize>) {
     match parts.last_mut() {
         Some(last) if part.start - last.end < HOLE_BYTES_MIN => last.end = part.end,

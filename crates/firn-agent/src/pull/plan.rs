@@ -1,9 +1,13 @@
-//! What is to be pulled: the agent's list, looked at before anything is made of it.
+//! The plan of a pull: the agent's list of entries, checked before anything is created from it.
+//!
+//! A list comes from another host, so its paths could lead out of the copy. [`Plan::check`] refuses such a list as a
+//! whole. Everything that is created afterwards comes from a plan.
 //!
 //! Invariants
-//! * The first entry is what was asked for. Every other one is below a directory that came before it, by names of one
-//!   component each. So nothing that a plan makes leaves its top, not even through a link of the plan.
-//! * No path comes twice.
+//! * The first entry is the pulled file or directory itself, with the empty path.
+//! * The parent of each other entry is a directory that came before it, and each part of its path is one valid name. So
+//!   no entry leaves the copy, not even through a symbolic link of the plan.
+//! * Each path is unique.
 
 use std::collections::BTreeMap;
 
@@ -12,25 +16,26 @@ use firn_protocol::path::BytePath;
 
 use crate::message::{Entry, EntryKind};
 
-/// Bytes of the largest file that any file system takes.
+/// Size of the largest file that Linux allows.
 const FILE_BYTES_MAX: u64 = i64::MAX as u64;
 
-/// A checked list.
+/// A checked list of entries; see the head of this file.
 #[derive(Debug)]
 pub(crate) struct Plan {
     entries: Vec<Entry>,
+    /// Index in `entries` by path.
     by_path: BTreeMap<BytePath, usize>,
-    /// Entries directly in each directory, without what cannot be pulled.
+    /// Number of entries directly in each directory. Pipes, sockets and devices do not count.
     counts: BTreeMap<BytePath, usize>,
 }
 
 impl Plan {
-    /// Of what an agent sent; an error says what cannot be.
+    /// Makes a plan of an agent's list. An error names the entry that no honest agent would send.
     pub(crate) fn check(entries: Vec<Entry>) -> Result<Self, String> {
         let mut by_path = BTreeMap::new();
         let mut counts = BTreeMap::new();
         for (index, entry) in entries.iter().enumerate() {
-            check_place(&entries, &by_path, index, entry)?;
+            check_path(&entries, &by_path, index, entry)?;
             if let EntryKind::File { bytes, .. } = entry.kind
                 && bytes > FILE_BYTES_MAX
             {
@@ -53,27 +58,27 @@ impl Plan {
         })
     }
 
-    /// All of it, parents first.
+    /// Returns all entries, parents first.
     pub(crate) fn entries(&self) -> &[Entry] {
         &self.entries
     }
 
-    /// All entries, parents first, by value.
+    /// Gives up the plan and returns all entries, parents first.
     pub(crate) fn into_entries(self) -> Vec<Entry> {
         self.entries
     }
 
-    /// The entry at a path.
+    /// Returns the entry at a path, if the plan has one.
     pub(crate) fn find(&self, path: &BytePath) -> Option<&Entry> {
         self.by_path.get(path).map(|index| &self.entries[*index])
     }
 
-    /// How many files, directories and links are directly in a directory of it.
+    /// Returns how many files, directories and links the plan has directly in a directory.
     pub(crate) fn count_in(&self, dir: &BytePath) -> usize {
         self.counts.get(dir).copied().unwrap_or(0)
     }
 
-    /// Its regular files and the bytes that each is said to have.
+    /// Returns the regular files, the listed size of each, and whether its writers have closed it.
     pub(crate) fn files(&self) -> impl Iterator<Item = (&Entry, u64, Ending)> {
         self.entries.iter().filter_map(|entry| match entry.kind {
             EntryKind::File { bytes, ending } => Some((entry, bytes, ending)),
@@ -81,7 +86,7 @@ impl Plan {
         })
     }
 
-    /// What cannot be pulled: pipes, sockets and devices.
+    /// Returns the paths of pipes, sockets and devices, which are not pulled.
     pub(crate) fn left_out(&self) -> Vec<BytePath> {
         let others = self.entries.iter();
         others
@@ -91,7 +96,8 @@ impl Plan {
     }
 }
 
-fn check_place(
+/// Checks the path of the entry at `index`: its form, and that its parent is a directory before it.
+fn check_path(
     entries: &[Entry],
     by_path: &BTreeMap<BytePath, usize>,
     index: usize,
@@ -117,6 +123,7 @@ fn check_place(
     }
 }
 
+/// Returns the path of the directory that holds an entry; the empty path for entries directly in the top.
 fn parent_of(path: &BytePath) -> BytePath {
     let parent = path.as_path().parent();
     parent.map_or_else(BytePath::default, BytePath::from)
@@ -156,7 +163,7 @@ mod tests {
 
     /// Proves S-agent-7.
     #[test]
-    fn nothing_of_a_plan_leaves_its_top() {
+    fn no_entry_of_a_plan_leaves_the_copy() {
         let refused = [
             vec![],
             vec![file("a")],
@@ -175,7 +182,7 @@ mod tests {
             let shown = format!("{entries:?}");
             assert!(Plan::check(entries).is_err(), "{shown}");
         }
-        let taken = vec![
+        let accepted = vec![
             dir(""),
             link("l"),
             dir("a"),
@@ -183,7 +190,7 @@ mod tests {
             file("a/c"),
             file("d"),
         ];
-        let plan = Plan::check(taken).unwrap();
+        let plan = Plan::check(accepted).unwrap();
         assert_eq!(plan.files().count(), 3);
         assert!(plan.find(&"a/b".into()).is_some());
         assert!(Plan::check(vec![file("")]).is_ok());

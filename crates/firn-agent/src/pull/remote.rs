@@ -1,12 +1,18 @@
-//! Blocks that the puller reads out of the agent's memory by itself.
+//! Blocks that the puller reads out of the agent's memory by libfabric.
+//!
+//! The life of a block:
 //!
 //! ```text
-//!   Place ─► InMemory, Staged, Zeros … Placed ─► reads under way ─► all have landed ─► MAC ─► writers
+//!   request Place ─► replies InMemory, Staged, Zeros … Placed ─► reads under way ─► all complete ─► MAC ─► writers
 //! ```
 //!
+//! A block has *landed* when all of its reads are complete. Bytes in the arena are read where they are (`InMemory`).
+//! The agent copies other bytes into the staging buffer that the request names (`Staged`).
+//!
 //! Invariants
-//! * A staging buffer is named in one request at a time, from the request on until all of its answer has landed.
-//! * What has not landed has not come: a file is checked after its last block was compared.
+//! * At most one block uses a staging buffer, from its request until it has landed.
+//! * A block counts as received only when it has landed and its MAC was compared. So a file's `Check` follows its last
+//!   block.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -22,34 +28,41 @@ use crate::peer::Peer;
 use crate::pull::writers::Writers;
 use crate::transport_choice::{Carriage, TransportChoice};
 
-/// How long no read may be complete while there is one under way.
-const SILENCE: Duration = Duration::from_secs(10);
-/// How long one wait for a block is.
-const WAIT: Duration = Duration::from_millis(100);
+/// Longest time without a complete read while reads are under way. After it the endpoint counts as failed.
+const STALL_TIMEOUT: Duration = Duration::from_secs(10);
+/// Longest time that one call waits for a block.
+const POLL_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// What a block is, and what is to become of it.
+/// A block whose reads are under way.
 pub(crate) struct Incoming {
-    pub(crate) number: u32,
+    /// Number under which both sides know the open file.
+    pub(crate) file_number: u32,
+    /// Index of the block in the file.
     pub(crate) block: u64,
-    /// What of the buffer is to be written.
+    /// Ranges of the buffer to write to the file.
     pub(crate) parts: Vec<Range<usize>>,
-    /// What of it is read.
+    /// Ranges of the buffer that libfabric fills.
     pub(crate) read: Vec<Range<usize>>,
-    /// MAC of what is read; None: not asked for.
+    /// MAC of the bytes that libfabric reads; `None` if this puller asked for no MACs.
     pub(crate) mac: Option<ExpectedMac>,
 }
 
-/// What the bytes of a block must have.
+/// The MAC that an agent sent, and the keyed hasher that computes the same from the bytes.
 pub(crate) struct ExpectedMac {
     pub(crate) hasher: BlockHasher,
     pub(crate) mac: BlockMac,
 }
 
 impl Incoming {
-    /// By an answer.
-    pub(crate) fn of(answer: &Answer, number: u32, block: u64, mac: Option<ExpectedMac>) -> Self {
+    /// Makes the block that a complete answer describes.
+    pub(crate) fn of(
+        answer: &Answer,
+        file_number: u32,
+        block: u64,
+        mac: Option<ExpectedMac>,
+    ) -> Self {
         Self {
-            number,
+            file_number,
             block,
             parts: answer.parts.clone(),
             read: answer.read.clone(),
@@ -57,13 +70,14 @@ impl Incoming {
         }
     }
 
-    /// Bytes that are read.
+    /// Number of bytes that libfabric reads; zeros are not among them.
     pub(crate) fn read_bytes(&self) -> u64 {
         self.read.iter().map(|range| range.len() as u64).sum()
     }
 
-    /// Whether the bytes are those that the agent has; without a MAC the fabric's own checksums vouch for them.
-    pub(crate) fn is_right(&self, buffer: &[u8]) -> bool {
+    /// Returns whether the bytes match their MAC. Without a MAC it is true: the fabric's own checksums protect the
+    /// bytes.
+    pub(crate) fn is_intact(&self, buffer: &[u8]) -> bool {
         let Some(ExpectedMac { hasher, mac }) = &self.mac else {
             return true;
         };
@@ -75,28 +89,36 @@ impl Incoming {
     }
 }
 
-/// An answer to [`Request::Place`], as far as it has come.
+/// The replies to one [`Request::Place`] that have arrived so far.
 #[derive(Default)]
 pub(crate) struct Answer {
+    /// Ranges of the buffer to write to the file.
     pub(crate) parts: Vec<Range<usize>>,
+    /// Ranges of the buffer that libfabric fills, one for each of `reads`.
     pub(crate) read: Vec<Range<usize>>,
     reads: Vec<Read>,
 }
 
-/// See the head of this file.
+/// Reads of one pull by libfabric; see the head of this file.
 pub(crate) struct Remote {
     endpoint: Endpoint,
+    /// Data region of the agent's arena.
     arena: RemoteRegion,
+    /// The agent's staging buffers.
     staging: RemoteRegion,
-    /// Answers have a MAC.
+    /// Whether the agent sends a MAC with each block.
     is_summed: bool,
+    /// Staging buffers that no block uses.
     free: Vec<u32>,
     /// Blocks under way, by staging buffer.
     incoming: BTreeMap<u32, Incoming>,
 }
 
 impl Remote {
-    /// Asks the agent for what the choice wants; none: bytes come over the connection.
+    /// Agrees on libfabric with the agent, if options and encryption allow it.
+    ///
+    /// Returns `None` if bytes come over the connection. With `--transport auto` that is also the result of a refusal
+    /// or of a failure; with a provider by name both are errors.
     pub(crate) fn agree(
         peer: &mut Peer,
         carriage: &Carriage,
@@ -104,13 +126,13 @@ impl Remote {
     ) -> Result<Option<Self>, PullError> {
         let Carriage { transport, sums } = carriage;
         let is_auto = *transport == TransportChoice::Auto;
-        // A puller that goes over ssh wants its bytes encrypted: only by name.
+        // Over ssh the user expects encrypted bytes. So libfabric is used there only if an option names it.
         if is_auto && (peer.near().is_none() || peer.is_encrypted()) {
             return Ok(None);
         }
         let providers = transport
             .wanted_providers()
-            .map_err(|error| failed(peer, error))?;
+            .map_err(|error| pull_error(peer, error))?;
         if providers.is_empty() {
             return Ok(None);
         }
@@ -118,8 +140,11 @@ impl Remote {
             let host = peer.host().into();
             return Err(PullError::Unencrypted { host });
         }
-        let sums = *sums;
-        peer.send(&Request::Expose { providers, sums })?;
+        let wants_macs = *sums;
+        peer.send(&Request::Expose {
+            providers,
+            sums: wants_macs,
+        })?;
         let exposed = match peer.receive() {
             Ok(Reply::Exposed(exposed)) => exposed,
             Ok(other) => return Err(peer.out_of_turn(&other)),
@@ -129,10 +154,10 @@ impl Remote {
             }) if is_auto => return Ok(None),
             Err(error) => return Err(error),
         };
-        match Self::open(peer, &exposed, sums, writers) {
+        match Self::open(peer, &exposed, wants_macs, writers) {
             Ok(remote) => Ok(Some(remote)),
             Err(_) if is_auto => Ok(None),
-            Err(error) => Err(failed(peer, error)),
+            Err(error) => Err(pull_error(peer, error)),
         }
     }
 
@@ -162,22 +187,24 @@ impl Remote {
         self.endpoint.provider()
     }
 
-    /// Whether the agent says of each block what it must have.
+    /// Whether the agent sends a MAC with each block.
     pub(crate) fn is_summed(&self) -> bool {
         self.is_summed
     }
 
-    /// Blocks whose reads are under way.
+    /// Number of blocks whose reads are under way.
     pub(crate) fn under_way(&self) -> usize {
         self.incoming.len()
     }
 
-    /// A staging buffer for a request: there is one for each that may be asked at once.
+    /// Takes a free staging buffer for a request; `None` if all [`STAGING_BUFFERS`] are in use.
     pub(crate) fn take_staging(&mut self) -> Option<u32> {
         self.free.pop()
     }
 
-    /// Adds a part of an answer, which goes to `into` of the buffer.
+    /// Adds a reply to an answer. Its bytes go to the range `into` of the buffer.
+    ///
+    /// It is an error if the place is outside the agent's regions, or if a block has more than [`PARTS_MAX`] parts.
     pub(crate) fn add(
         &self,
         answer: &mut Answer,
@@ -197,34 +224,35 @@ impl Remote {
         Ok(())
     }
 
-    /// Begins to read a block.
-    pub(crate) fn land(
+    /// Begins the reads of a block. The buffer belongs to the endpoint until the block has landed.
+    pub(crate) fn begin_reads(
         &mut self,
         staging: u32,
-        reads: Answer,
+        answer: Answer,
         incoming: Incoming,
         buffer: Buffer,
     ) -> Result<(), OfiError> {
         self.incoming.insert(staging, incoming);
-        self.endpoint.land(u64::from(staging), buffer, reads.reads)
+        self.endpoint.land(u64::from(staging), buffer, answer.reads)
     }
 
-    /// A block that has come; waits for one where that is asked for.
+    /// Returns a block that has landed, if there is one. With `waits` it first waits [`POLL_TIMEOUT`] for one.
     pub(crate) fn next_landed(
         &mut self,
-        is_waited: bool,
+        waits: bool,
     ) -> Result<Option<(Incoming, Buffer)>, OfiError> {
-        let limit = if is_waited { WAIT } else { Duration::ZERO };
-        let landed = self.endpoint.poll(limit, SILENCE)?;
+        let timeout = if waits { POLL_TIMEOUT } else { Duration::ZERO };
+        let landed = self.endpoint.poll(timeout, STALL_TIMEOUT)?;
         Ok(landed.map(|Landed { number, buffer }| {
             let staging = number as u32;
             self.free.push(staging);
             let incoming = self.incoming.remove(&staging);
-            (incoming.expect("what lands was begun"), buffer)
+            let incoming = incoming.expect("a block that lands was begun");
+            (incoming, buffer)
         }))
     }
 
-    /// Ends all reads; their buffers go back.
+    /// Closes the endpoint, which ends all reads, and gives their buffers back to the writers.
     pub(crate) fn close(self, writers: &Writers) -> Result<(), OfiError> {
         for buffer in self.endpoint.close()? {
             writers.return_buffer(buffer);
@@ -233,8 +261,8 @@ impl Remote {
     }
 }
 
-/// Reads by libfabric that failed.
-pub(crate) fn failed(peer: &Peer, error: OfiError) -> PullError {
+/// Returns the error of a pull whose reads by libfabric failed.
+pub(crate) fn pull_error(peer: &Peer, error: OfiError) -> PullError {
     match error {
         OfiError::Implausible(what) => peer.implausible(what),
         error => PullError::Fabric {

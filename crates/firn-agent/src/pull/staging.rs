@@ -1,19 +1,19 @@
-//! Where a copy is made until it is whole: `.firn-pull-NAME` beside the name that it will have.
+//! The staging directory `.firn-pull-NAME`, in which a copy is built until it is complete and becomes NAME.
 //!
 //! ```text
-//!   .firn-pull-NAME/     mode 0700, looked at before anything in it is used
-//!       lock             one pull at a time
+//!   .firn-pull-NAME/     mode 0700; its owner and mode are checked before anything in it is used
+//!       lock             locked by the pull that uses the directory
 //!       tree             becomes NAME by one rename
 //! ```
 //!
 //! Promises
-//! * NAME appears whole, and never in the place of something else.
-//! * What an earlier pull left there is used again or removed; none of it is believed (its blocks are compared).
-//! * All that is made, changed and removed is below the directory that was looked at: it is reached by its descriptor,
-//!   through no link ([`firn_trust::open_beneath`]). The directory beside which it lies is one in which no other user
-//!   may replace names.
-//! * A name of the copy that exists already as something else ends the pull. A file system that takes two names for one
-//!   would let one file of the source overwrite another, or a link lead out.
+//! * NAME appears complete, and never replaces an existing file or directory.
+//! * Files of an earlier pull are used again or removed. Their bytes are trusted only after a comparison of checksums.
+//! * Everything is created, changed and removed below the checked directory. Each path is resolved from its descriptor,
+//!   and through no symbolic link ([`firn_trust::open_beneath`]). The parent directory must be one in which no other
+//!   user may replace names.
+//! * A name of the copy that already exists as a file of another kind ends the pull. Such a file system takes two names
+//!   for one (it may ignore case). Then one file of the source could overwrite another, or a link could lead out.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -36,24 +36,25 @@ use crate::pull::plan::Plan;
 
 const LOCK: &str = "lock";
 const TREE: &str = "tree";
-/// Permission bits that a copy takes over: set-id bits mean another user there.
+/// Permission bits that a copy takes over. Set-id bits are left out, because the user of the copy may be another one.
 const MODE_BITS: u32 = 0o777;
 const OWNER_ALL: u32 = 0o700;
 
-/// See the head of this file.
+/// The staging directory of one pull; see the head of this file.
 pub(crate) struct Staging {
+    /// Path of the complete copy.
     target: PathBuf,
     parent: Parent,
-    /// Path of the staging directory, for messages.
+    /// Path of the staging directory, for messages only.
     path: PathBuf,
-    /// The staging directory.
+    /// Descriptor of the staging directory.
     own: OwnedFd,
-    /// Whether what is written is made durable: on a firn mount it is held, and that is what was asked for.
+    /// Whether files and names are made durable. On a firn mount they are not: there a user wants them held in memory.
     is_synced: bool,
     _lock: File,
 }
 
-/// The directory in which the copy gets its name, and the names there.
+/// The directory of the copy, and the names there of the copy and of its staging directory.
 struct Parent {
     dir: OwnedFd,
     name: OsString,
@@ -61,6 +62,7 @@ struct Parent {
 }
 
 impl Parent {
+    /// Opens the parent directory of a copy. It is refused if another user may replace names in it.
     fn open(target: &Path) -> Result<Self, PullError> {
         let (Some(dir), Some(name)) = (target.parent(), target.file_name()) else {
             return Err(PullError::Exists {
@@ -84,7 +86,8 @@ impl Parent {
         kind_of(&self.dir, name).is_some()
     }
 
-    /// Removes a staging directory in which nothing is: what a pull left that was killed after its rename.
+    /// Removes the staging directory if it has no tree. A pull that was killed after its rename leaves such a
+    /// directory.
     fn remove_empty(&self, own: &OwnedFd) {
         let is_empty = names_in(own).is_ok_and(|names| names.iter().all(|name| name == LOCK));
         if is_empty {
@@ -93,8 +96,8 @@ impl Parent {
         }
     }
 
-    /// Removes an empty staging directory that no pull has locked.
-    fn remove_forgotten(&self, path: &Path) {
+    /// Removes an empty staging directory, unless a pull has locked it.
+    fn remove_abandoned(&self, path: &Path) {
         let Ok(own) = firn_trust::open_private_dir(&self.dir, Path::new(&self.staged)) else {
             return;
         };
@@ -105,13 +108,15 @@ impl Parent {
 }
 
 impl Staging {
-    /// For a copy at `target`, which must not exist yet.
+    /// Opens or creates the staging directory for a copy at `target`, and locks it.
+    ///
+    /// It is an error if `target` exists, if another pull has the lock, or if another user could change the directory.
     pub(crate) fn open(target: &Path) -> Result<Self, PullError> {
         let target = std::path::absolute(target).map_err(local(target))?;
         let parent = Parent::open(&target)?;
         let path = target.with_file_name(&parent.staged);
         if parent.has(&parent.name) {
-            parent.remove_forgotten(&path);
+            parent.remove_abandoned(&path);
             return Err(PullError::Exists { path: target });
         }
         let own = firn_trust::create_private_dir(&parent.dir, Path::new(&parent.staged))
@@ -128,22 +133,23 @@ impl Staging {
         })
     }
 
+    /// Whether files and names of this copy are made durable.
     pub(crate) fn is_synced(&self) -> bool {
         self.is_synced
     }
 
-    /// Where an entry is until the copy is whole, for messages.
+    /// Returns the path of an entry in the staging directory, for messages only.
     pub(crate) fn locate(&self, path: &BytePath) -> PathBuf {
         self.path.join(below_own(path))
     }
 
-    /// Opens a file of the copy for reading and writing; it is made where there is none.
+    /// Opens a file of the copy for reading and writing, and creates it if it does not exist.
     pub(crate) fn open_file(&self, path: &BytePath) -> Result<File, PullError> {
         let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NONBLOCK;
         let below = below_own(path);
         let open = || open_beneath(&self.own, &below, flags, Mode::RUSR | Mode::WUSR);
         let opened = match open() {
-            // A file that its owner may not write to, finished by an earlier pull.
+            // An earlier pull has finished this file with a mode that denies writing. It is created again.
             Err(Errno::ACCESS) => {
                 let dir = open_parent_beneath(&self.own, &below);
                 dir.and_then(|dir| remove_beneath(dir, last_name(&below)))
@@ -152,19 +158,20 @@ impl Staging {
             opened => opened,
         };
         let file = match opened {
-            // What differed from the plan was removed before: the plan itself put it there under another name.
+            // `prepare` has removed whatever differs from the plan. So this is another entry of the plan, whose name
+            // the file system takes for the name of this one.
             Err(Errno::LOOP | Errno::ISDIR | Errno::NXIO) => return Err(self.collision(path)),
             opened => File::from(opened.map_err(|errno| self.failed(path)(errno))?),
         };
-        let found = file.metadata().map_err(local(&self.locate(path)))?;
-        if found.is_file() {
+        let metadata = file.metadata().map_err(local(&self.locate(path)))?;
+        if metadata.is_file() {
             Ok(file)
         } else {
             Err(self.collision(path))
         }
     }
 
-    /// Makes directories and links, and removes what the plan does not have.
+    /// Removes what the plan does not have, and then creates directories and symbolic links.
     pub(crate) fn prepare(&self, plan: &Plan) -> Result<(), PullError> {
         self.remove_strays(plan, &self.own, TREE.as_ref(), &BytePath::default())?;
         for entry in plan.entries() {
@@ -181,7 +188,7 @@ impl Staging {
         let (dir, name) = self.parent_of(path)?;
         match mkdirat(&dir, &name, Mode::RWXU) {
             Ok(()) => {
-                // Whatever the umask is.
+                // mkdirat(2) subtracted the umask.
                 let made = open_dir_beneath(&dir, Path::new(&name));
                 let made = made.and_then(|made| fchmod(made, Mode::RWXU));
                 made.map_err(|errno| self.failed(path)(errno))
@@ -202,7 +209,7 @@ impl Staging {
         }
     }
 
-    /// The directory that an entry is in, and its name there.
+    /// Opens the directory that holds an entry. Returns it and the name of the entry there.
     fn parent_of(&self, path: &BytePath) -> Result<(OwnedFd, OsString), PullError> {
         let below = below_own(path);
         let name = last_name(&below).to_owned();
@@ -213,7 +220,7 @@ impl Staging {
         }
     }
 
-    /// Of what is called `name` in `dir`, which is `below` in the plan.
+    /// Removes the files at and below `name` in `dir` that differ from the plan. `below` is their path in the plan.
     fn remove_strays(
         &self,
         plan: &Plan,
@@ -224,13 +231,13 @@ impl Staging {
         let Some(kind) = kind_of(dir, name) else {
             return Ok(());
         };
-        let stays = plan.find(below).is_some_and(|entry| match &entry.kind {
+        let is_planned = plan.find(below).is_some_and(|entry| match &entry.kind {
             EntryKind::Directory => kind == FileType::Directory,
             EntryKind::File { .. } => kind == FileType::RegularFile,
             EntryKind::Link { target } => leads_to(dir, name, target),
             EntryKind::Other => false,
         });
-        if !stays {
+        if !is_planned {
             return remove_beneath(dir, name).map_err(|errno| self.failed(below)(errno));
         }
         if kind != FileType::Directory {
@@ -238,7 +245,7 @@ impl Staging {
         }
         let open = || -> Result<_, Errno> {
             let opened = open_dir_beneath(dir, Path::new(name))?;
-            // It was made closed to its owner where its original is.
+            // An earlier pull may have finished this directory with a mode that denies its owner access.
             fchmod(&opened, Mode::RWXU)?;
             let names = names_in(&opened)?;
             Ok((opened, names))
@@ -251,10 +258,10 @@ impl Staging {
         Ok(())
     }
 
-    /// Gives directories and links their times, makes all durable, and gives the copy its name.
+    /// Completes the copy: sets modes and times of directories and links, syncs them, and renames the tree to its name.
     pub(crate) fn finish(&self, plan: &Plan) -> Result<(), PullError> {
         let mut top = None;
-        // What is in a directory before the directory itself.
+        // Entries before their directory, because a change of an entry changes the time of its directory.
         for entry in plan.entries().iter().rev() {
             match entry.kind {
                 EntryKind::Directory => top = Some(self.finish_dir(plan, entry)?),
@@ -269,10 +276,11 @@ impl Staging {
             },
             errno => local(&self.target)(errno.into()),
         })?;
-        let wanted = &plan.entries()[0];
-        if let Some(top) = top.filter(|_| wanted.mode & OWNER_ALL != OWNER_ALL) {
-            let closed = fchmod(&top, mode_of(wanted)).map_err(io::Error::from);
-            closed
+        // `finish_dir` left the top open to its owner, because a rename of a directory needs that.
+        let top_entry = &plan.entries()[0];
+        if let Some(top) = top.filter(|_| top_entry.mode & OWNER_ALL != OWNER_ALL) {
+            let changed = fchmod(&top, mode_of(top_entry)).map_err(io::Error::from);
+            changed
                 .and_then(|()| self.sync(&top))
                 .map_err(local(&self.target))?;
         }
@@ -287,6 +295,9 @@ impl Staging {
         }
     }
 
+    /// Sets mode and time of a directory and syncs it. Returns its descriptor.
+    ///
+    /// It is an error if the directory has fewer names than the plan: then the file system took two names for one.
     fn finish_dir(&self, plan: &Plan, entry: &Entry) -> Result<OwnedFd, PullError> {
         let opened = open_dir_beneath(&self.own, &below_own(&entry.path));
         let dir = opened.map_err(|errno| self.failed(&entry.path)(errno))?;
@@ -295,7 +306,7 @@ impl Staging {
             return Err(self.collision(&entry.path));
         }
         let done = || -> io::Result<()> {
-            // The top is renamed yet: for that its owner must be able to write to it.
+            // The top is still to be renamed, and for that its owner needs write permission.
             let needed = if entry.path.is_empty() { OWNER_ALL } else { 0 };
             futimens(&dir, &times(entry))?;
             fchmod(&dir, mode_of(entry) | Mode::from_raw_mode(needed))?;
@@ -311,9 +322,10 @@ impl Staging {
             .map_err(|errno| self.failed(&entry.path)(errno))
     }
 
+    /// Makes errors of the system calls on an entry.
     fn failed(&self, path: &BytePath) -> impl Fn(Errno) -> PullError {
-        let located = self.locate(path);
-        move |errno| local(&located)(errno.into())
+        let path = self.locate(path);
+        move |errno| local(&path)(errno.into())
     }
 
     fn collision(&self, path: &BytePath) -> PullError {
@@ -324,13 +336,13 @@ impl Staging {
 }
 
 impl Drop for Staging {
-    /// Where nothing has come there is nothing to go on with.
+    /// Removes the staging directory if it has no tree: then a later pull could use nothing of it.
     fn drop(&mut self) {
         self.parent.remove_empty(&self.own);
     }
 }
 
-/// Where an entry is below the staging directory.
+/// Returns the path of an entry relative to the staging directory.
 fn below_own(path: &BytePath) -> PathBuf {
     if path.is_empty() {
         PathBuf::from(TREE)
@@ -344,16 +356,16 @@ fn last_name(path: &Path) -> &OsStr {
 }
 
 fn kind_of(dir: &OwnedFd, name: &OsStr) -> Option<FileType> {
-    let found = statat(dir, name, AtFlags::SYMLINK_NOFOLLOW).ok()?;
-    Some(FileType::from_raw_mode(found.st_mode))
+    let status = statat(dir, name, AtFlags::SYMLINK_NOFOLLOW).ok()?;
+    Some(FileType::from_raw_mode(status.st_mode))
 }
 
-/// Whether there is a link with this text.
+/// Whether `name` in `dir` is a symbolic link with exactly this text.
 fn leads_to(dir: &OwnedFd, name: &OsStr, target: &BytePath) -> bool {
-    readlinkat(dir, name, Vec::new()).is_ok_and(|found| found.as_bytes() == target.as_bytes())
+    readlinkat(dir, name, Vec::new()).is_ok_and(|text| text.as_bytes() == target.as_bytes())
 }
 
-/// An error of the target's file system.
+/// Makes errors of the file system on which the copy is made.
 pub(crate) fn local(path: &Path) -> impl Fn(io::Error) -> PullError {
     let path = path.to_owned();
     move |error| PullError::Local {
@@ -362,12 +374,13 @@ pub(crate) fn local(path: &Path) -> impl Fn(io::Error) -> PullError {
     }
 }
 
-/// Gives an open file the mode and the time of its original.
+/// Sets mode and modification time of an open file to those of its original.
 pub(crate) fn finish_file(file: &File, entry: &Entry) -> io::Result<()> {
     fchmod(file, mode_of(entry))?;
     Ok(futimens(file, &times(entry))?)
 }
 
+/// Locks the staging directory `dir`. Returns the lock file, which holds the lock until it is closed.
 fn lock(dir: &OwnedFd, path: &Path, target: &Path) -> Result<File, PullError> {
     let name = Path::new(LOCK);
     let file = match firn_trust::create_private_file(dir, name, OFlags::RDWR) {
@@ -376,7 +389,7 @@ fn lock(dir: &OwnedFd, path: &Path, target: &Path) -> Result<File, PullError> {
         {
             firn_trust::open_private_file(dir, name, OFlags::RDWR)
         }
-        made => made,
+        created => created,
     };
     let file = file.map_err(|error| error.at(&path.join(LOCK)))?;
     match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
@@ -388,8 +401,10 @@ fn lock(dir: &OwnedFd, path: &Path, target: &Path) -> Result<File, PullError> {
     }
 }
 
-/// Renames to a name that nothing has. Of file systems that cannot promise it (NFS): a directory that is not empty is not
-/// replaced either.
+/// Renames `from` to `name`, which must not exist.
+///
+/// Some file systems do not know `RENAME_NOREPLACE` (NFS). There the name is looked up first. A directory that another
+/// process creates in between is replaced only if it is empty.
 pub(crate) fn rename_new(
     from_dir: &OwnedFd,
     from: &OsStr,
@@ -403,7 +418,7 @@ pub(crate) fn rename_new(
     }
 }
 
-/// Whether what is written there is held by a firnd.
+/// Whether a directory is on a firn mount.
 pub(crate) fn is_on_firn(dir: &Path) -> bool {
     let Ok(dir) = dir.canonicalize() else {
         return false;
@@ -426,10 +441,10 @@ fn times(entry: &Entry) -> Timestamps {
     }
 }
 
-/// Makes the names in a directory durable.
+/// Makes the names in a directory durable, if its file system supports that.
 pub(crate) fn sync_dir(dir: &impl AsFd) -> io::Result<()> {
     match rustix::fs::fsync(dir) {
-        // Some file systems have nothing to sync there.
+        // Some file systems do not support fsync(2) of a directory.
         Err(Errno::INVAL) => Ok(()),
         synced => Ok(synced?),
     }
@@ -482,34 +497,34 @@ mod tests {
         Ok(())
     }
 
-    /// Everything below a directory: its path, and what a file has or a link leads to.
+    /// Returns the path of everything below a directory, with the content of each file and the target of each link.
     fn tree(dir: &Path) -> Vec<(PathBuf, String)> {
-        let mut found = Vec::new();
+        let mut paths = Vec::new();
         for entry in fs::read_dir(dir).unwrap() {
             let path = entry.unwrap().path();
             let kind = path.symlink_metadata().unwrap().file_type();
-            let what = match (kind.is_dir(), kind.is_symlink()) {
+            let content = match (kind.is_dir(), kind.is_symlink()) {
                 (true, _) => String::new(),
                 (_, true) => fs::read_link(&path).unwrap().to_string_lossy().into(),
                 _ => fs::read_to_string(&path).unwrap(),
             };
             if kind.is_dir() {
-                found.extend(tree(&path));
+                paths.extend(tree(&path));
             }
-            found.push((path, what));
+            paths.push((path, content));
         }
-        found.sort();
-        found
+        paths.sort();
+        paths
     }
 
-    /// The steps of a pull, after any of which another user exchanges the staging directory for a link to a directory
-    /// of the user's with the same names in it.
+    /// Number of the last step of a pull. After each step an attacker may exchange the staging directory for a link to
+    /// a private directory of the puller's user with the same names.
     const STEPS: usize = 4;
 
     /// Proves S-agent-31.
     #[test]
     fn regression_a_staging_directory_that_is_exchanged_at_any_step_leads_nowhere() {
-        for swapped_after in 0..=STEPS {
+        for exchanged_after in 0..=STEPS {
             let top = tempfile::tempdir().unwrap();
             let private = top.path().join("private");
             fs::create_dir_all(private.join("tree/sub/deep")).unwrap();
@@ -526,7 +541,7 @@ mod tests {
             let staged = top.path().join(".firn-pull-copy");
             let plan = plan();
             let step = |done: usize| {
-                if done == swapped_after {
+                if done == exchanged_after {
                     fs::rename(&staged, top.path().join("stolen")).unwrap();
                     symlink(&private, &staged).unwrap();
                 }
@@ -543,12 +558,12 @@ mod tests {
             assert_eq!(
                 tree(&private),
                 before,
-                "exchanged after step {swapped_after}"
+                "exchanged after step {exchanged_after}"
             );
             assert_eq!(fs::read(target.join("sub/rank_1")).unwrap(), b"new");
             assert_eq!(fs::read(target.join("link")).unwrap(), b"new");
             // The exchanged link is still there; the next pull does not follow it.
-            if swapped_after < STEPS {
+            if exchanged_after < STEPS {
                 fs::rename(&target, top.path().join("old")).unwrap();
                 assert!(matches!(Staging::open(&target), Err(PullError::Trust(_))));
                 assert_eq!(tree(&private), before);
@@ -571,7 +586,7 @@ mod tests {
             Err(PullError::Exists { .. })
         ));
         assert_eq!(fs::read(private.join("lock")).unwrap(), b"precious");
-        // What a pull left that was killed after its rename goes.
+        // The staging directory of a pull that was killed after its rename would be removed. This one is locked.
         fs::remove_file(top.path().join(".firn-pull-copy")).unwrap();
         fs::rename(&target, top.path().join("other")).unwrap();
         let staging = Staging::open(&target).unwrap();
@@ -592,7 +607,7 @@ mod tests {
     fn a_directory_in_which_others_may_replace_names_takes_no_copy() {
         let top = tempfile::tempdir().unwrap();
         let target = top.path().join("copy");
-        for (mode, is_taken) in [
+        for (mode, is_accepted) in [
             (0o2770, false),
             (0o777, false),
             (0o1777, true),
@@ -600,10 +615,10 @@ mod tests {
         ] {
             fs::set_permissions(top.path(), PermissionsExt::from_mode(mode)).unwrap();
             match Staging::open(&target) {
-                Err(PullError::Trust(error)) if !is_taken => {
+                Err(PullError::Trust(error)) if !is_accepted => {
                     assert!(error.to_string().contains("no sticky bit"), "{error}");
                 }
-                opened => assert!(is_taken && opened.is_ok(), "{mode:o}"),
+                opened => assert!(is_accepted && opened.is_ok(), "{mode:o}"),
             }
             assert_eq!(fs::read_dir(top.path()).unwrap().count(), 0, "{mode:o}");
         }
@@ -618,7 +633,7 @@ mod tests {
         let plan = plan();
         staging.prepare(&plan).unwrap();
         let tree = top.path().join(".firn-pull-copy/tree");
-        // As where a directory of the plan has the same name but for its case.
+        // The same state as on a file system that ignores case, with a directory RANK_0 in the plan.
         fs::create_dir(tree.join("rank_0")).unwrap();
         let refused = write_all(&staging, &plan).unwrap_err();
         assert!(matches!(&refused, PullError::Collision { path } if *path == tree.join("rank_0")));
@@ -630,7 +645,7 @@ mod tests {
         assert!(!top.path().join("rank_1").exists(), "outside");
         staging.prepare(&plan).unwrap();
         write_all(&staging, &plan).unwrap();
-        // One name for two files.
+        // The same state as if the file system had taken two names of files for one.
         fs::remove_file(tree.join("rank_0")).unwrap();
         let refused = staging.finish(&plan).unwrap_err();
         assert!(matches!(refused, PullError::Collision { .. }), "{refused}");

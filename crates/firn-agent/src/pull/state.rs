@@ -1,6 +1,9 @@
-//! How far a pull is, over all its connections.
+//! Progress of a pull across all of its connections: finished files, bytes to come, and when the last byte came.
 //!
-//! Invariant: `left_bytes` is what is not there yet of all files, by the sizes that are known.
+//! A pull that reconnects lists the source again. Files that are finished and still listed alike are not fetched again.
+//!
+//! Invariant: `left_bytes` is the number of bytes still to come. It uses the listed size of a file until the file is
+//! opened, and the size that the agent holds from then on.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -11,32 +14,36 @@ use crate::error::PullError;
 use crate::message::{Entry, EntryKind};
 use crate::pull::{Outcome, Progress, PullRequest};
 
-/// See the head of this file.
+/// State of a pull that outlives a connection; see the head of this file.
 pub(crate) struct PullState<'a> {
     pub(crate) outcome: Outcome,
-    /// Files that are there, by what they were listed as.
+    /// Files that are complete in the staging directory, by their path in the list.
     done: BTreeMap<BytePath, DoneFile>,
     left_bytes: u64,
     left_files: u64,
-    /// The agent has listed what is wanted.
+    /// Whether the agent has answered the list of this pull at least once.
     pub(crate) was_listed: bool,
-    /// When the last byte came.
+    /// When the last block or file became complete, or else when the pull began.
     pub(crate) moved_at: Instant,
-    /// How long none may come.
-    patience: Duration,
-    /// Bytes that all files may have; none: as many as they do.
+    /// Longest time without progress, after which the pull gives up.
+    stall_timeout: Duration,
+    /// Maximum size of all files together, in memory; `None` means no limit.
     bytes_max: Option<u64>,
-    tell: &'a mut dyn FnMut(Progress),
+    /// Called after each change of the bytes or files to come.
+    report_progress: &'a mut dyn FnMut(Progress),
 }
 
+/// A file that is complete in the staging directory.
 struct DoneFile {
+    /// The file as it was listed then.
     entry: Entry,
     bytes: u64,
+    /// Whether the file was changed while it was pulled.
     changed: bool,
 }
 
 impl<'a> PullState<'a> {
-    pub(crate) fn new(request: &PullRequest, tell: &'a mut dyn FnMut(Progress)) -> Self {
+    pub(crate) fn new(request: &PullRequest, report_progress: &'a mut dyn FnMut(Progress)) -> Self {
         Self {
             outcome: Outcome::default(),
             done: BTreeMap::new(),
@@ -44,18 +51,18 @@ impl<'a> PullState<'a> {
             left_files: 0,
             was_listed: false,
             moved_at: Instant::now(),
-            patience: request.patience,
+            stall_timeout: request.patience,
             bytes_max: request.bytes_max,
-            tell,
+            report_progress,
         }
     }
 
-    /// Whether the pull is given up because no byte came for too long.
-    pub(crate) fn is_late(&self) -> bool {
-        self.moved_at.elapsed() >= self.patience
+    /// Whether the pull has made no progress for its timeout.
+    pub(crate) fn is_stalled(&self) -> bool {
+        self.moved_at.elapsed() >= self.stall_timeout
     }
 
-    /// Whether there is room for all that is listed.
+    /// Returns an error if the listed files take more memory than the pull may use.
     pub(crate) fn check_total(&self, entries: &[Entry]) -> Result<(), PullError> {
         let bytes = entries
             .iter()
@@ -67,65 +74,65 @@ impl<'a> PullState<'a> {
         }
     }
 
-    /// Checks the room for a file whose size differs from the listed one.
-    pub(crate) fn check_size(&self, expected: u64, found: u64) -> Result<(), PullError> {
+    /// Returns an error if a pull with limited memory opens a file that is larger than it was listed.
+    pub(crate) fn check_size(&self, listed_bytes: u64, bytes: u64) -> Result<(), PullError> {
         match self.bytes_max {
-            Some(_) if found > expected => Err(PullError::Outgrown {
-                bytes: found,
-                bytes_max: expected,
+            Some(_) if bytes > listed_bytes => Err(PullError::Outgrown {
+                bytes,
+                bytes_max: listed_bytes,
             }),
             _ => Ok(()),
         }
     }
 
-    /// Begins to count the files and bytes that are still to come.
-    pub(crate) fn begin(&mut self, files: u64, bytes: u64) {
+    /// Sets the numbers of files and bytes to come, at the begin of a connection.
+    pub(crate) fn set_left(&mut self, files: u64, bytes: u64) {
         (self.left_files, self.left_bytes) = (files, bytes);
-        self.show();
+        self.show_progress();
     }
 
-    /// Whether a file is there that is listed like this.
+    /// Whether the file of `entry` is complete, and was listed alike when it was pulled.
     pub(crate) fn is_done(&self, entry: &Entry) -> bool {
         self.done
             .get(&entry.path)
-            .is_some_and(|done| is_same(&done.entry, entry))
+            .is_some_and(|done| is_listed_alike(&done.entry, entry))
     }
 
-    /// A file has another size than was expected.
-    pub(crate) fn know_size(&mut self, expected: u64, found: u64) {
+    /// Counts a file with its actual size instead of the listed one.
+    pub(crate) fn correct_size(&mut self, listed_bytes: u64, bytes: u64) {
         self.left_bytes = self
             .left_bytes
-            .saturating_add(found)
-            .saturating_sub(expected);
-        self.show();
+            .saturating_add(bytes)
+            .saturating_sub(listed_bytes);
+        self.show_progress();
     }
 
-    /// A block came; `bytes` bytes of it over the network.
-    pub(crate) fn received(&mut self, block: u64, bytes: u64) {
-        self.outcome.received_bytes += bytes;
-        self.block(block);
+    /// Counts a block that was received. `network_bytes` of its `block_bytes` came over the network; the rest is zeros.
+    pub(crate) fn count_received(&mut self, block_bytes: u64, network_bytes: u64) {
+        self.outcome.received_bytes += network_bytes;
+        self.count_block(block_bytes);
     }
 
-    /// A block was there already.
-    pub(crate) fn reused(&mut self, bytes: u64) {
+    /// Counts a block that an earlier pull wrote and that is still right.
+    pub(crate) fn count_reused(&mut self, bytes: u64) {
         self.outcome.reused_bytes += bytes;
-        self.block(bytes);
+        self.count_block(bytes);
     }
 
-    fn block(&mut self, bytes: u64) {
+    fn count_block(&mut self, bytes: u64) {
         self.left_bytes = self.left_bytes.saturating_sub(bytes);
         self.moved_at = Instant::now();
-        self.show();
+        self.show_progress();
     }
 
-    /// A file must be read again.
-    pub(crate) fn undo(&mut self, bytes: u64) {
+    /// Counts the bytes of a file as still to come, because the file must be read again.
+    pub(crate) fn undo_file(&mut self, bytes: u64) {
         self.left_bytes = self.left_bytes.saturating_add(bytes);
-        self.show();
+        self.show_progress();
     }
 
-    /// A file is there.
-    pub(crate) fn done(&mut self, entry: &Entry, bytes: u64, changed: bool) {
+    /// Records a file that is complete.
+    pub(crate) fn record_done(&mut self, entry: &Entry, bytes: u64, changed: bool) {
         let entry = entry.clone();
         let done = DoneFile {
             entry: entry.clone(),
@@ -135,17 +142,17 @@ impl<'a> PullState<'a> {
         self.done.insert(entry.path, done);
         self.left_files = self.left_files.saturating_sub(1);
         self.moved_at = Instant::now();
-        self.show();
+        self.show_progress();
     }
 
-    fn show(&mut self) {
-        (self.tell)(Progress {
+    fn show_progress(&mut self) {
+        (self.report_progress)(Progress {
             left_bytes: self.left_bytes,
             left_files: self.left_files,
         });
     }
 
-    /// What came of it, for the files that a plan has.
+    /// Returns the outcome. It counts only the files of the last list, which `entries` is.
     pub(crate) fn into_outcome(mut self, entries: &[Entry]) -> Outcome {
         for entry in entries {
             if let Some(done) = self.done.remove(&entry.path) {
@@ -160,8 +167,8 @@ impl<'a> PullState<'a> {
     }
 }
 
-/// Whether nothing tells that a file is another one, or has other bytes, than before.
-fn is_same(before: &Entry, now: &Entry) -> bool {
+/// Whether two entries of one path agree in size, modification time and mode. A file that differs is pulled again.
+fn is_listed_alike(before: &Entry, now: &Entry) -> bool {
     let bytes = |entry: &Entry| match entry.kind {
         EntryKind::File { bytes, .. } => Some(bytes),
         _ => None,

@@ -1,11 +1,15 @@
-//! Threads that write behind: the network goes on while the disk takes a block.
+//! Threads that write received blocks to the disk while the network brings the next ones.
+//!
+//! The puller takes a free buffer, fills it, and queues it as a *job*. A thread does the job and returns the buffer.
+//! The first error of a job is kept and returned by the next call that waits.
 //!
 //! Invariants
-//! * There are [`BUFFERS`] buffers of a block each, and no others: a disk that is slower than the network stops it.
-//! * A file has one thread at a time, which does its jobs in their order: its lock is not fought for, and its end
-//!   (length, mode, time, sync) comes after all its blocks.
-//! * Where a job may be done and a thread sleeps, one was woken; no more than that, as each wake takes longer than some
-//!   blocks.
+//! * There are exactly [`BUFFERS`] buffers of one block. So a disk that is slower than the network slows the network
+//!   down.
+//! * At most one thread works on a file at a time, and it takes the file's jobs in their order. So no two threads
+//!   contend for the lock of an inode, and the last job (length, mode, time, sync) follows all blocks.
+//! * If a thread sleeps and a job can be started, a thread has been woken. Only one is woken for a job, because a wake
+//!   costs more time than a small block.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -25,23 +29,23 @@ use crate::message::{BLOCK_BYTES, Entry};
 use crate::pull::direct::DirectFile;
 use crate::pull::staging::{finish_file, local};
 
-/// 64 MiB on their way to the disk.
+/// Number of buffers: 64 MiB may be on their way to the disk.
 const BUFFERS: usize = (64 << 20) / BLOCK_BYTES as usize;
-/// One writes while others sync files that have ended.
+/// Number of threads. One can write while others wait for the sync of finished files.
 const THREADS: usize = 3;
 
-/// A file that is being written.
+/// A file of the staging directory that is being written.
 pub(crate) struct StagedFile {
     path: PathBuf,
     file: File,
-    /// The file opened a second time, for writes past the page cache.
+    /// The file opened a second time, for writes past the page cache; `None` if they are not possible.
     direct: Option<DirectFile>,
-    /// A thread has it. Changed under the lock of the queue only.
+    /// Whether a thread works on this file. It is read and changed only under the lock of the queue.
     is_taken: AtomicBool,
 }
 
 impl StagedFile {
-    /// An open file and its path.
+    /// Makes a file of its path, its descriptor, and where possible its descriptor for direct writes.
     pub(crate) fn new(path: PathBuf, file: File, direct: Option<DirectFile>) -> Arc<Self> {
         Arc::new(Self {
             path,
@@ -51,24 +55,24 @@ impl StagedFile {
         })
     }
 
-    /// For reading what is there.
+    /// Returns the open file, from which bytes of an earlier pull can be read.
     pub(crate) fn file(&self) -> &File {
         &self.file
     }
 }
 
-/// A block's worth of bytes.
+/// A received block of a file.
 pub(crate) struct Block {
     /// Offset of the buffer's first byte in the file.
     pub(crate) offset: u64,
     pub(crate) buffer: Buffer,
-    /// What of the buffer is to be written.
+    /// Ranges of the buffer to write. What lies between them stays a hole.
     pub(crate) parts: Vec<Range<usize>>,
 }
 
 impl Block {
-    /// Bytes from the start of the buffer on, where that is all that is to be written.
-    fn only_part(&self) -> Option<usize> {
+    /// Returns the number of bytes to write if they are one range from the start of the buffer on; else `None`.
+    fn single_part_bytes(&self) -> Option<usize> {
         match self.parts.as_slice() {
             [part] if part.start == 0 => Some(part.end),
             _ => None,
@@ -76,7 +80,7 @@ impl Block {
     }
 }
 
-/// What a file is at its end.
+/// The final state of a file: its length, and the entry with its mode and time.
 pub(crate) struct Finish {
     pub(crate) bytes: u64,
     pub(crate) entry: Entry,
@@ -87,12 +91,13 @@ enum Work {
     Finish(Finish),
 }
 
+/// One step of the work on a file.
 struct Job {
     file: Arc<StagedFile>,
     work: Work,
 }
 
-/// See the head of this file.
+/// The threads, their queue and their buffers; see the head of this file.
 pub(crate) struct Writers {
     shared: Arc<Shared>,
     pool: Arc<Pool>,
@@ -101,31 +106,36 @@ pub(crate) struct Writers {
 
 struct Shared {
     state: Mutex<WritersState>,
-    /// Wakes a sleeping thread for a job.
-    added: Condvar,
-    /// Signals the waiting puller that there is a buffer, or that nothing is left.
-    landed: Condvar,
+    /// Wakes a sleeping thread when a job can be started.
+    job_added: Condvar,
+    /// Wakes the puller after each job, if it waits for a buffer or for the end of all jobs.
+    job_done: Condvar,
+    /// Whether finished files are made durable.
     is_synced: bool,
 }
 
 struct WritersState {
+    /// Jobs that no thread has taken.
     queue: VecDeque<Job>,
-    /// Jobs that a thread has.
+    /// Number of jobs that a thread is doing.
     under_way: usize,
-    /// Free buffers. The last one that came back is still in the processor's cache and is taken first.
+    /// Free buffers. The one returned last is taken first, because it is still in the processor's cache.
     free: Vec<Buffer>,
+    /// The first error of a job that no call has returned yet.
     failure: Option<PullError>,
+    /// The threads are to end when the queue is empty.
     is_over: bool,
-    /// Threads that wait for a job.
+    /// Number of threads that wait for a job.
     asleep: usize,
+    /// The puller waits for `job_done`.
     is_awaited: bool,
 }
 
 impl WritersState {
-    /// The first job whose file no thread has.
+    /// Takes the first job whose file no thread works on.
     fn take_job(&mut self) -> Option<Job> {
-        let at = self.queue.iter().position(Job::may_be_done)?;
-        let job = self.queue.remove(at)?;
+        let index = self.queue.iter().position(Job::can_start)?;
+        let job = self.queue.remove(index)?;
         job.file.is_taken.store(true, Ordering::Relaxed);
         self.under_way += 1;
         Some(job)
@@ -133,13 +143,14 @@ impl WritersState {
 }
 
 impl Job {
-    fn may_be_done(&self) -> bool {
+    /// Whether no thread works on the job's file.
+    fn can_start(&self) -> bool {
         !self.file.is_taken.load(Ordering::Relaxed)
     }
 }
 
 impl Writers {
-    /// Starts them; what they finish is durable with `is_synced`.
+    /// Starts the threads. With `is_synced` each finished file is made durable.
     pub(crate) fn start(is_synced: bool) -> io::Result<Self> {
         let free = Pool::create(BUFFERS, BLOCK_BYTES as usize)?;
         let pool = Arc::clone(free[0].pool());
@@ -155,8 +166,8 @@ impl Writers {
         let mut writers = Self {
             shared: Arc::new(Shared {
                 state: Mutex::new(state),
-                added: Condvar::new(),
-                landed: Condvar::new(),
+                job_added: Condvar::new(),
+                job_done: Condvar::new(),
                 is_synced,
             }),
             pool,
@@ -170,12 +181,12 @@ impl Writers {
         Ok(writers)
     }
 
-    /// What all buffers are of.
+    /// Returns the memory that all buffers are parts of, which libfabric must register.
     pub(crate) fn pool(&self) -> &Arc<Pool> {
         &self.pool
     }
 
-    /// A buffer for a block; waits until the disk has taken one.
+    /// Takes a buffer for a block. It waits until one is free, and returns the error of an earlier job instead.
     pub(crate) fn take_buffer(&self) -> Result<Buffer, PullError> {
         let mut state = self.shared.lock();
         loop {
@@ -185,21 +196,21 @@ impl Writers {
             if let Some(buffer) = state.free.pop() {
                 return Ok(buffer);
             }
-            state = self.shared.wait_landed(state);
+            state = self.shared.wait_for_job(state);
         }
     }
 
-    /// Gives one back that has nothing in it.
+    /// Returns a buffer that holds nothing to write.
     pub(crate) fn return_buffer(&self, buffer: Buffer) {
         self.shared.lock().free.push(buffer);
     }
 
-    /// Writes a block, later.
+    /// Queues a block to be written.
     pub(crate) fn write(&self, file: &Arc<StagedFile>, block: Block) {
         self.add(file, Work::Block(block));
     }
 
-    /// Finishes a file after its last block, of which there are no more.
+    /// Queues the end of a file. No block of the file may follow.
     pub(crate) fn finish(&self, file: &Arc<StagedFile>, finish: Finish) {
         self.add(file, Work::Finish(finish));
     }
@@ -211,11 +222,11 @@ impl Writers {
         self.shared.wake_thread(&state);
     }
 
-    /// Waits until all is written and finished.
+    /// Waits until all jobs are done. Returns the first error among them.
     pub(crate) fn wait(&self) -> Result<(), PullError> {
         let mut state = self.shared.lock();
         while !state.queue.is_empty() || state.under_way > 0 {
-            state = self.shared.wait_landed(state);
+            state = self.shared.wait_for_job(state);
         }
         match state.failure.take() {
             Some(failure) => Err(failure),
@@ -227,7 +238,7 @@ impl Writers {
 impl Drop for Writers {
     fn drop(&mut self) {
         self.shared.lock().is_over = true;
-        self.shared.added.notify_all();
+        self.shared.job_added.notify_all();
         for thread in self.threads.drain(..) {
             let _ = thread.join();
         }
@@ -239,22 +250,24 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Called by the puller only, which is one thread.
-    fn wait_landed<'a>(
+    /// Waits for the end of a job. Only the puller's thread calls it, so one flag and one wake are enough.
+    fn wait_for_job<'a>(
         &self,
         mut state: MutexGuard<'a, WritersState>,
     ) -> MutexGuard<'a, WritersState> {
         state.is_awaited = true;
-        let waited = self.landed.wait(state);
+        let waited = self.job_done.wait(state);
         waited.unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Wakes a sleeping thread if a job can be started.
     fn wake_thread(&self, state: &WritersState) {
-        if state.asleep > 0 && state.queue.iter().any(Job::may_be_done) {
-            self.added.notify_one();
+        if state.asleep > 0 && state.queue.iter().any(Job::can_start) {
+            self.job_added.notify_one();
         }
     }
 
+    /// Does jobs until the pull is over: the body of each thread.
     fn work(&self) {
         while let Some(Job { file, work }) = self.next_job() {
             let (done, buffer) = match work {
@@ -269,17 +282,17 @@ impl Shared {
                 state.failure.get_or_insert(failure);
             }
             if std::mem::take(&mut state.is_awaited) {
-                self.landed.notify_one();
+                self.job_done.notify_one();
             }
         }
     }
 
-    /// `None`: it is over, and nothing is left.
+    /// Waits for a job that can be started. Returns `None` when the pull is over and the queue is empty.
     fn next_job(&self) -> Option<Job> {
         let mut state = self.lock();
         loop {
             if let Some(job) = state.take_job() {
-                // The file that this thread had last may be free for another one now.
+                // This thread has just left another file, so a further job may have become startable.
                 self.wake_thread(&state);
                 return Some(job);
             }
@@ -287,33 +300,36 @@ impl Shared {
                 return None;
             }
             state.asleep += 1;
-            let woken = self.added.wait(state);
+            let woken = self.job_added.wait(state);
             state = woken.unwrap_or_else(PoisonError::into_inner);
             state.asleep -= 1;
         }
     }
 
+    /// Writes the ranges of a block: past the page cache if they are one range, else through it.
     fn write(&self, staged: &StagedFile, block: &mut Block) -> Result<(), PullError> {
         let StagedFile {
             path, file, direct, ..
         } = staged;
-        if let (Some(direct), Some(bytes)) = (direct, block.only_part()) {
+        if let (Some(direct), Some(bytes)) = (direct, block.single_part_bytes()) {
             let written = direct.write(&mut block.buffer, bytes, block.offset);
+            // A file system may refuse direct writes that it has announced. The page cache takes the bytes then.
             return written
                 .or_else(|_| file.write_all_at(&block.buffer[..bytes], block.offset))
                 .map_err(local(path));
         }
         for part in &block.parts {
-            let at = block.offset + part.start as u64;
+            let offset = block.offset + part.start as u64;
             let bytes = &block.buffer[part.clone()];
-            file.write_all_at(bytes, at).map_err(local(path))?;
+            file.write_all_at(bytes, offset).map_err(local(path))?;
             if self.is_synced {
-                begin_writeback(file, at, bytes.len() as u64);
+                begin_writeback(file, offset, bytes.len() as u64);
             }
         }
         Ok(())
     }
 
+    /// Gives a file its length, mode and time, and makes it durable where the pull is synced.
     fn finish(&self, staged: &StagedFile, finish: &Finish) -> Result<(), PullError> {
         let StagedFile { path, file, .. } = staged;
         let done = || {
@@ -329,13 +345,15 @@ impl Shared {
     }
 }
 
-/// Lets the disk begin: by itself the kernel would wait until much is dirty, and the network would not overlap with it.
-fn begin_writeback(file: &File, at: u64, bytes: u64) {
-    // SAFETY: three integers and a descriptor that is open; no memory is touched. It is a hint: no error counts.
+/// Starts the writeback of a range. By itself the kernel would wait until many pages are dirty, and then the disk would
+/// be idle while the network works.
+fn begin_writeback(file: &File, offset: u64, bytes: u64) {
+    // SAFETY: the arguments are three integers and an open descriptor, so no memory is touched. The call is a hint, and
+    // its error is ignored.
     unsafe {
         libc::sync_file_range(
             file.as_raw_fd(),
-            at as i64,
+            offset as i64,
             bytes as i64,
             libc::SYNC_FILE_RANGE_WRITE,
         )
@@ -357,11 +375,11 @@ mod tests {
 
     const BLOCK: usize = BLOCK_BYTES as usize;
 
-    /// A file as it is to become.
+    /// A file and the bytes that it must have at the end.
     struct Expected {
         staged: Arc<StagedFile>,
         data: Vec<u8>,
-        /// Something of it was there before.
+        /// The file had other bytes before the pull, so its zeros must be written too.
         was_there: bool,
     }
 
@@ -369,11 +387,11 @@ mod tests {
         fn make(dir: &Path, number: u32, rng: &mut StdRng) -> Self {
             let mut data = vec![0; rng.random_range(0..4 * BLOCK)];
             rng.fill(&mut data[..]);
-            // Holes are whole pages, or begin and end anywhere.
+            // The zeros begin and end at any byte.
             for _ in 0..rng.random_range(0..4) {
-                let at = rng.random_range(0..=data.len());
-                let end = data.len().min(at + rng.random_range(0..BLOCK));
-                data[at..end].fill(0);
+                let start = rng.random_range(0..=data.len());
+                let end = data.len().min(start + rng.random_range(0..BLOCK));
+                data[start..end].fill(0);
             }
             let path = dir.join(number.to_string());
             let was_there = rng.random();
@@ -394,7 +412,7 @@ mod tests {
             }
         }
 
-        /// What of a block comes, without the zeros that need not.
+        /// Ranges of a block that a puller would write. Long zeros are left out if the file was empty before.
         fn parts(&self, block: usize) -> Vec<Range<usize>> {
             let bytes = &self.data[block * BLOCK..];
             let bytes = &bytes[..BLOCK.min(bytes.len())];
@@ -402,12 +420,12 @@ mod tests {
                 return std::iter::once(0..bytes.len()).collect();
             }
             let mut parts = Vec::new();
-            let mut at = 0;
+            let mut start = 0;
             for run in bytes.chunk_by(|a, b| (*a == 0) == (*b == 0)) {
                 if run.len() < 512 || run[0] != 0 {
-                    parts.push(at..at + run.len());
+                    parts.push(start..start + run.len());
                 }
-                at += run.len();
+                start += run.len();
             }
             parts
         }
@@ -426,7 +444,8 @@ mod tests {
         }
     }
 
-    fn receive_all(dir: &Path, seed: u64) {
+    /// Writes the blocks of some files in a random order, and compares the files.
+    fn write_and_compare(dir: &Path, seed: u64) {
         let mut rng = StdRng::seed_from_u64(seed);
         let writers = Writers::start(rng.random()).unwrap();
         let files: Vec<_> = (0..rng.random_range(1..5))
@@ -469,7 +488,7 @@ mod tests {
         for parent in [std::env::temp_dir(), "/dev/shm".into()] {
             for seed in 0..8 {
                 let dir = tempfile::tempdir_in(&parent).unwrap();
-                receive_all(dir.path(), seed);
+                write_and_compare(dir.path(), seed);
             }
         }
     }
@@ -488,7 +507,7 @@ mod tests {
         };
         writers.write(&staged, block);
         assert!(matches!(writers.wait(), Err(PullError::Local { .. })));
-        assert!(writers.wait().is_ok(), "it was told");
+        assert!(writers.wait().is_ok(), "the error is returned once");
         let buffers: Vec<_> = (0..BUFFERS)
             .map(|_| writers.take_buffer().unwrap())
             .collect();

@@ -1,5 +1,5 @@
-//! What `abi` declares, beside the headers of the libfabric that is installed: a C program prints sizes, offsets and
-//! constants. It needs a C compiler and libfabric-dev, which scripts/setup installs.
+//! Compares the declarations of `ofi::abi` with the headers of the installed libfabric. A C program prints sizes, offsets
+//! and constants. The test needs a C compiler and libfabric-dev, which scripts/setup installs.
 
 use std::mem::{offset_of, size_of};
 use std::process::Command;
@@ -10,7 +10,7 @@ macro_rules! constants {
     ($($name:ident),* $(,)?) => { vec![$((stringify!($name).to_owned(), $name as u64)),*] };
 }
 
-/// `C expression = value` for each member of a structure.
+/// The C expression of the offset of each member, with the offset that is declared in Rust.
 macro_rules! members {
     ($c:literal, $rust:ty { $($c_member:ident = $member:ident),* $(,)? }) => {
         vec![$((
@@ -133,13 +133,13 @@ int main(void) {
 ";
 
 #[test]
-fn what_is_declared_is_what_the_headers_say() {
+fn the_declarations_agree_with_the_headers() {
     let declared = declared();
     let mut program = HEAD.to_owned();
     for (expression, _) in &declared {
         program += &format!("printf(\"%llu\\n\", (unsigned long long)({expression}));\n");
     }
-    // An entry that libfabric fills is no larger than ours.
+    // libfabric fills such an entry, so the one that is declared in Rust must be at least as large.
     program += "printf(\"%llu\\n\", (unsigned long long)sizeof(struct fi_cq_err_entry));\n}\n";
     let dir = tempfile::tempdir().expect("a directory");
     let (source, binary) = (dir.path().join("abi.c"), dir.path().join("abi"));
@@ -149,26 +149,26 @@ fn what_is_declared_is_what_the_headers_say() {
         .args([&binary, &source])
         .output()
         .expect("a C compiler: scripts/setup installs it");
-    let told = String::from_utf8_lossy(&compiled.stderr);
-    assert!(compiled.status.success(), "libfabric-dev? {told}");
+    let messages = String::from_utf8_lossy(&compiled.stderr);
+    assert!(compiled.status.success(), "libfabric-dev? {messages}");
     let printed = Command::new(&binary).output().expect("run it").stdout;
     let printed = String::from_utf8(printed).expect("digits");
-    let found: Vec<u64> = printed
+    let header_values: Vec<u64> = printed
         .lines()
         .map(|line| line.parse().expect("digits"))
         .collect();
-    assert_eq!(found.len(), declared.len() + 1);
-    for ((expression, ours), theirs) in declared.iter().zip(&found) {
-        assert_eq!(ours, theirs, "{expression}");
+    assert_eq!(header_values.len(), declared.len() + 1);
+    for ((expression, declared_value), header_value) in declared.iter().zip(&header_values) {
+        assert_eq!(declared_value, header_value, "{expression}");
     }
-    assert!(*found.last().expect("a size") <= size_of::<CqErrEntry>() as u64);
+    assert!(*header_values.last().expect("a size") <= size_of::<CqErrEntry>() as u64);
 }
 
 #[test]
 fn a_function_that_a_table_does_not_have_is_not_called() {
     let short = [size_of::<usize>() * 2, 0];
     let table = short.as_ptr().cast::<OpsRma>();
-    // SAFETY: a table that begins with its size, or none.
+    // SAFETY: each pointer is null or points to a table that begins with its size.
     unsafe {
         assert!(has(table, offset_of!(OpsRma, read)));
         assert!(!has(table, offset_of!(OpsCm, getname)));

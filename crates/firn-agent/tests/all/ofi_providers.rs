@@ -1,4 +1,4 @@
-//! Reads between two endpoints, by libfabric's own providers of this machine.
+//! Reads between two endpoints of this machine, by software providers of libfabric.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,19 +7,19 @@ use std::time::{Duration, Instant};
 use firn_agent::ofi::{Buffer, Endpoint, Library, Memory, OfiError, Pool, Region, RemoteRegion};
 
 const BUFFER: usize = 1 << 20;
-const LIMIT: Duration = Duration::from_secs(30);
-const SILENCE: Duration = Duration::from_secs(5);
-/// What Debian's libfabric has without a device.
+const TEST_TIMEOUT: Duration = Duration::from_secs(30);
+const STALL_TIMEOUT: Duration = Duration::from_secs(5);
+/// Providers of Debian's libfabric that need no device.
 const PROVIDERS: [&str; 2] = ["tcp;ofi_rxm", "shm"];
 
-/// What a byte of the exposed memory is.
-fn byte(at: usize) -> u8 {
-    (at % 251) as u8
+/// Value of the byte at an index of the exposed memory.
+fn byte(index: usize) -> u8 {
+    (index % 251) as u8
 }
 
 struct Bytes(Vec<u8>);
 
-// SAFETY: the vector is neither changed nor moved out of.
+// SAFETY: the vector is never changed, so its bytes stay at their address.
 unsafe impl Memory for Bytes {
     fn start(&self) -> *const u8 {
         self.0.as_ptr()
@@ -30,7 +30,7 @@ unsafe impl Memory for Bytes {
     }
 }
 
-/// An endpoint that exposes memory, served by a thread until it is dropped.
+/// An endpoint that exposes memory. A thread serves its reads until the value is dropped.
 struct Host {
     region: Region,
     address: Vec<u8>,
@@ -89,12 +89,15 @@ fn memory_is_read_whole_and_in_pieces_with_a_window_of_reads() {
         let host = Host::start(provider, 24 * BUFFER + 77);
         let (mut endpoint, mut free) = host.connect(provider, 8);
         let region = RemoteRegion::check(&host.region).expect("it can be");
-        // Each buffer: a whole part of the memory, and many small ones in between.
+        // Each buffer takes one part of the memory: two of three by one read, the third by many small ones.
         let total = 24 * BUFFER + 77;
-        let begun = Instant::now();
+        let started_at = Instant::now();
         let (mut next, mut done) = (0, 0);
         while done < total {
-            assert!(begun.elapsed() < LIMIT, "{provider}: {done} of {total}");
+            assert!(
+                started_at.elapsed() < TEST_TIMEOUT,
+                "{provider}: {done} of {total}"
+            );
             if next < total
                 && let Some(buffer) = free.pop()
             {
@@ -110,33 +113,33 @@ fn memory_is_read_whole_and_in_pieces_with_a_window_of_reads() {
                 next += bytes;
                 continue;
             }
-            let landed = endpoint.poll(Duration::from_millis(100), SILENCE);
+            let landed = endpoint.poll(Duration::from_millis(100), STALL_TIMEOUT);
             let Some(landed) = landed.expect("a read") else {
                 continue;
             };
             let from = landed.number as usize;
             let bytes = BUFFER.min(total - from);
-            let is_right = (0..bytes).all(|at| landed.buffer[at] == byte(from + at));
+            let is_right = (0..bytes).all(|index| landed.buffer[index] == byte(from + index));
             assert!(is_right, "{provider}: at {from}");
             done += bytes;
             free.push(landed.buffer);
         }
         assert!(
             endpoint
-                .poll(Duration::ZERO, SILENCE)
+                .poll(Duration::ZERO, STALL_TIMEOUT)
                 .expect("nothing")
                 .is_none()
         );
     }
 }
 
-/// A reader with a wrong key, or beyond the region, reads nothing, and the host goes on.
+/// A reader with a wrong key or beyond the region reads nothing, and the host still serves others.
 #[test]
 fn a_wrong_key_and_bytes_beyond_the_region_are_refused() {
     let provider = "tcp;ofi_rxm";
     let host = Host::start(provider, 4 * BUFFER);
     let real = host.region;
-    let wrong = [
+    let wrong_regions = [
         Region {
             key: real.key ^ 1,
             ..real
@@ -151,17 +154,17 @@ fn a_wrong_key_and_bytes_beyond_the_region_are_refused() {
             ..real
         },
     ];
-    for region in wrong {
+    for region in wrong_regions {
         let (mut endpoint, mut buffers) = host.connect(provider, 1);
-        let lie = RemoteRegion::check(&region).expect("it can be");
+        let false_region = RemoteRegion::check(&region).expect("it can be");
         let buffer = buffers.pop().expect("a buffer");
-        let read = lie.read(0, 0..BUFFER).expect("within");
-        let begun = endpoint.land(1, buffer, vec![read]);
-        let refused = begun.and_then(|()| endpoint.poll(LIMIT, SILENCE).map(|_| ()));
-        let error = refused.expect_err("what is not exposed is not read");
+        let read = false_region.read(0, 0..BUFFER).expect("within");
+        let landing = endpoint.land(1, buffer, vec![read]);
+        let refused = landing.and_then(|()| endpoint.poll(TEST_TIMEOUT, STALL_TIMEOUT).map(|_| ()));
+        let error = refused.expect_err("memory that is not exposed is not read");
         println!("{region:?}: {error}");
-        // It reads nothing more.
-        assert!(endpoint.poll(Duration::ZERO, SILENCE).is_err());
+        // After an error the endpoint begins no further read.
+        assert!(endpoint.poll(Duration::ZERO, STALL_TIMEOUT).is_err());
     }
     let (mut endpoint, mut buffers) = host.connect(provider, 1);
     let region = RemoteRegion::check(&real).expect("it can be");
@@ -170,21 +173,21 @@ fn a_wrong_key_and_bytes_beyond_the_region_are_refused() {
         .land(2, buffers.pop().expect("a buffer"), vec![read])
         .expect("begun");
     let landed = endpoint
-        .poll(LIMIT, SILENCE)
+        .poll(TEST_TIMEOUT, STALL_TIMEOUT)
         .expect("a read")
         .expect("in time");
     assert!((0..1000).all(|at| landed.buffer[at] == byte(77 + at)));
 }
 
 #[test]
-fn what_another_host_says_is_checked() {
-    let end = Region {
+fn regions_and_addresses_of_another_host_are_checked() {
+    let overflowing = Region {
         key: 1,
         base: u64::MAX - 10,
         bytes: 20,
     };
     assert!(matches!(
-        RemoteRegion::check(&end),
+        RemoteRegion::check(&overflowing),
         Err(OfiError::Implausible(_))
     ));
     let region = RemoteRegion::check(&Region {
@@ -207,11 +210,11 @@ fn what_another_host_says_is_checked() {
             Err(OfiError::Implausible(_))
         ));
     }
-    // Garbage of a likely length: refused, or without an answer.
+    // Garbage with the length of an address may be refused or accepted. It must not crash.
     let _ = endpoint.connect(&[0xff; 16]);
 }
 
-/// Neither an error nor the end of the other side lets a buffer go too early, nor waits for ever.
+/// If the other side ends, reads fail in time, and no buffer is freed while libfabric may still write to it.
 #[test]
 fn a_host_that_is_gone_is_an_error_in_time() {
     let provider = "tcp;ofi_rxm";
@@ -219,7 +222,7 @@ fn a_host_that_is_gone_is_an_error_in_time() {
     let (mut endpoint, mut buffers) = host.connect(provider, 4);
     let region = RemoteRegion::check(&host.region).expect("it can be");
     drop(host);
-    let begun = Instant::now();
+    let started_at = Instant::now();
     let mut result = Ok(None);
     for (number, buffer) in buffers.drain(..).enumerate() {
         let read = region.read(0, 0..BUFFER).expect("within");
@@ -229,26 +232,29 @@ fn a_host_that_is_gone_is_an_error_in_time() {
         }
     }
     if result.is_ok() {
-        result = endpoint.poll(LIMIT, SILENCE);
+        result = endpoint.poll(TEST_TIMEOUT, STALL_TIMEOUT);
     }
     assert!(result.is_err(), "a read of memory that is gone");
-    let back = endpoint.close().expect("libfabric lets go");
-    println!("{} of 4 buffers were on their way", back.len());
-    assert!(!back.is_empty());
-    assert!(begun.elapsed() < LIMIT);
+    let returned = endpoint.close().expect("libfabric closes the endpoint");
+    println!("{} of 4 buffers were in use", returned.len());
+    assert!(!returned.is_empty());
+    assert!(started_at.elapsed() < TEST_TIMEOUT);
 }
 
 #[test]
-fn a_provider_that_is_not_there_is_told_with_those_that_are() {
+fn the_error_of_a_missing_provider_lists_the_available_ones() {
     let library = Library::load().expect("libfabric: scripts/setup installs it");
-    let found = library.providers();
+    let providers = library.providers();
     assert!(
-        found.iter().any(|provider| provider.is_named("tcp")),
-        "{found:?}"
+        providers.iter().any(|provider| provider.is_named("tcp")),
+        "{providers:?}"
     );
     let error = Endpoint::open("nonesuch", None)
         .err()
         .expect("no such provider");
-    let told = error.to_string();
-    assert!(told.contains("nonesuch") && told.contains("tcp"), "{told}");
+    let message = error.to_string();
+    assert!(
+        message.contains("nonesuch") && message.contains("tcp"),
+        "{message}"
+    );
 }

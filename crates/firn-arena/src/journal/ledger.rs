@@ -1,12 +1,12 @@
-//! What the records of a journal add up to.
+//! The ledger: the state that the records of a journal give when they are applied in order.
 //!
 //! Invariants
-//! * A file id has at least the names it began with, until they are removed or renamed away.
-//! * A doubtful name may or may not lead to the file; recovery looks and compares the identity.
-//! * A rename changes names when it ends, and only if it was done. Until then the names to which it may have led follow
-//!   from it ([`Ledger::possible_paths`]): noted one by one, they would double with each rename.
-//! * Renames that are under way at the same time are about different names: the engine makes the others wait. One that
-//!   overlaps another was left by a firnd that was killed.
+//! * A file id has at least the names with which it began, until they are removed or renamed.
+//! * A *doubtful* name may or may not lead to the file. Recovery looks there and compares the identity.
+//! * A rename changes names when it ends, and only if it was done. While it is under way, the names that it may have given
+//!   follow from it ([`Ledger::possible_paths`]). If they were noted instead, each rename would double them.
+//! * Renames that are under way at the same time concern different names, because the engine makes others wait. A rename that
+//!   overlaps a new one was left by a killed firnd.
 
 use std::collections::BTreeMap;
 
@@ -15,58 +15,59 @@ use firn_format::record::{Ending, Identity, Record, Timestamp};
 use smallvec::SmallVec;
 use thin_vec::ThinVec;
 
-/// How sure a name is.
+/// Whether a name leads to a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PathState {
-    /// The file is there.
+    /// The name leads to the file.
     Sure,
-    /// An unlink or rename that takes it away had begun.
+    /// The name may lead to the file: an unlink or rename of it has begun.
     Doubtful,
 }
 
-/// A range whose older pieces are not pending.
+/// A range of a file in which older pieces are not pending any more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DrainedRange {
-    /// Start of the range in the file.
+    /// Offset of the range in the file.
     pub offset: u64,
-    /// Its length; `u64::MAX - offset` reaches to the end of any file.
+    /// Length of the range. `u64::MAX - offset` reaches to the end of any file.
     pub len: u64,
-    /// Pieces up to this sequence are drained there.
+    /// In the range, pieces up to this sequence are drained.
     pub sequence: u64,
 }
 
-/// A name of a file and how sure it is.
+/// A name of a file, and whether it leads there.
 pub type Path = (Box<[u8]>, PathState);
 
-/// A file with pending data. There may be very many: what few of them have takes a word in the others.
+/// A file with pending data. There may be very many, so a field that few of them have takes only a word.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KnownFile {
-    /// What it is in the backing.
+    /// Identity of the file in the backing.
     pub identity: Identity,
-    /// Where it may be found, best first.
+    /// Names under which it may be found, the best first.
     pub paths: SmallVec<[Path; 1]>,
-    /// See [`DrainedRange`].
+    /// Ranges in which older pieces are not pending any more.
     pub drained_ranges: ThinVec<DrainedRange>,
-    /// A truncation that had begun: sequence and size.
+    /// Truncations that have begun and not ended: sequence and new length.
     pub truncating: ThinVec<(u64, u64)>,
-    /// The modification time that counts until a piece has one later than [`ModifiedAt::written`].
+    /// Modification time that counts until a piece has one later than [`ModifiedAt::written`].
     pub modified_at: Option<Box<ModifiedAt>>,
-    /// Whether its writers closed it.
+    /// How its last writer ended.
     pub ending: Ending,
 }
 
 const _: () = assert!(size_of::<KnownFile>() <= 104);
 
-/// A modification time that does not follow from the pieces: a program set it, or those that had it are gone. Boxed:
-/// few files have one.
+/// A modification time that does not follow from the pieces: a program set it, or its pieces are gone. Boxed, because few files
+/// have one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ModifiedAt {
     /// The time.
     pub time: Timestamp,
-    /// Time of the last write until then, nanoseconds since 1970.
+    /// Time of the last write before it was set, in nanoseconds since 1970.
     pub written: u64,
 }
 
+/// A rename that is under way.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Rename {
     from: Vec<u8>,
@@ -75,81 +76,83 @@ struct Rename {
 }
 
 impl Rename {
-    /// Where a name leads to once the rename is done; `None` where it stays.
+    /// Returns the new path of a name if the rename is done; `None` if the name does not change.
     fn destination(&self, path: &[u8]) -> Option<Vec<u8>> {
-        let there = moved(path, &self.from, &self.to);
-        there.or_else(|| moved(path, &self.to, &self.from).filter(|_| self.exchange))
+        let new_path = replace_prefix(path, &self.from, &self.to);
+        new_path.or_else(|| replace_prefix(path, &self.to, &self.from).filter(|_| self.exchange))
     }
 
-    /// Whether a name is another one once the rename is done.
+    /// Whether the rename changes a name.
     fn moves(&self, path: &[u8]) -> bool {
-        below(path, &self.from) || self.exchange && below(path, &self.to)
+        is_below(path, &self.from) || self.exchange && is_below(path, &self.to)
     }
 
+    /// Whether both renames concern a common name.
     fn overlaps(&self, other: &Self) -> bool {
         [&self.from, &self.to].iter().any(|mine| {
             let theirs = [&other.from, &other.to];
             theirs
                 .iter()
-                .any(|path| below(path, mine) || below(mine, path))
+                .any(|path| is_below(path, mine) || is_below(mine, path))
         })
     }
 
-    /// Adds the names to which those of a file may have come.
+    /// Adds the names that the rename may have given to a file.
     fn add_destinations(&self, paths: &mut SmallVec<[Path; 1]>) {
-        let there: Vec<_> = paths
+        let new_paths: Vec<_> = paths
             .iter()
             .filter_map(|(path, _)| self.destination(path))
             .collect();
-        for path in there {
+        for path in new_paths {
             add_path(paths, path.into(), PathState::Doubtful);
         }
     }
 }
 
-/// Adds a name, or makes it as sure as the new one is.
+/// Adds a name. If it is there already, it becomes sure if the new one is.
 fn add_path(paths: &mut SmallVec<[Path; 1]>, path: Box<[u8]>, state: PathState) {
-    match paths.iter_mut().find(|(known, _)| *known == path) {
-        Some((_, known)) if state == PathState::Sure => *known = state,
+    match paths.iter_mut().find(|(name, _)| *name == path) {
+        Some((_, known_state)) if state == PathState::Sure => *known_state = state,
         Some(_) => {}
         None => paths.push((path, state)),
     }
 }
 
-/// The state of the journal.
+/// The state of a journal.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Ledger {
-    /// Boxed: half of the room in a tree's hosts is empty.
+    /// Boxed, because half of the space in the nodes of a tree is unused.
     files: BTreeMap<u64, Box<KnownFile>>,
     renames: BTreeMap<u64, Rename>,
 }
 
 impl Ledger {
-    /// All file ids.
+    /// Returns all file ids with their files.
     pub fn files(&self) -> impl Iterator<Item = (u64, &KnownFile)> {
-        self.files.iter().map(|(file, known)| (*file, &**known))
+        self.files
+            .iter()
+            .map(|(file, file_state)| (*file, &**file_state))
     }
-    /// State of one file id.
+    /// Returns the file of a file id.
     pub fn file(&self, file: u64) -> Option<&KnownFile> {
-        self.files.get(&file).map(|known| &**known)
+        self.files.get(&file).map(|file_state| &**file_state)
     }
-    /// Number of file ids.
+    /// Returns the number of file ids.
     pub fn len(&self) -> usize {
         self.files.len()
     }
-    /// Whether nothing is known.
+    /// Whether there is no file id.
     pub fn is_empty(&self) -> bool {
         self.files.is_empty()
     }
-    /// The best name of a file id.
+    /// Returns the best name of a file id.
     pub fn path(&self, file: u64) -> Option<&[u8]> {
         let paths = &self.files.get(&file)?.paths;
         let sure = paths.iter().find(|(_, state)| *state == PathState::Sure);
         sure.or(paths.first()).map(|(path, _)| &**path)
     }
 
-    /// Takes one record in. Records about file ids that are not there are ignored: their file was
-    /// unbound while the record was on its way.
+    /// Applies one record. A record about an unknown file id is ignored: the file id ended while the record was on its way.
     pub fn apply(&mut self, record: &Record) {
         match record {
             Record::FileIdBegin {
@@ -160,9 +163,9 @@ impl Ledger {
             } => {
                 let paths = paths
                     .iter()
-                    .map(|p| (p.as_slice().into(), PathState::Sure))
+                    .map(|path| (path.as_slice().into(), PathState::Sure))
                     .collect();
-                let known = KnownFile {
+                let file_state = KnownFile {
                     identity: *identity,
                     paths,
                     drained_ranges: ThinVec::new(),
@@ -170,17 +173,20 @@ impl Ledger {
                     modified_at: None,
                     ending: *ending,
                 };
-                self.files.insert(*file, Box::new(known));
+                self.files.insert(*file, Box::new(file_state));
             }
             Record::NameAdded { file, path } => {
-                if let Some(known) = self.files.get_mut(file) {
-                    known.paths.retain(|(p, _)| **p != **path);
-                    known.paths.push((path.as_slice().into(), PathState::Sure));
+                if let Some(file_state) = self.files.get_mut(file) {
+                    file_state.paths.retain(|(older, _)| **older != **path);
+                    file_state
+                        .paths
+                        .push((path.as_slice().into(), PathState::Sure));
                 }
             }
             Record::NameRemoved { file, path } => {
-                if let Some(known) = self.files.get_mut(file) {
-                    known.doubt(path);
+                if let Some(file_state) = self.files.get_mut(file) {
+                    // The record precedes the unlink, which may have failed: the name may still lead to the file.
+                    file_state.doubt(path);
                 }
             }
             Record::RenameBegin {
@@ -194,17 +200,19 @@ impl Ledger {
                     to: to.clone(),
                     exchange: *exchange,
                 };
+                // Records of renames under way can end in any order. So one that touches the same names is settled first.
                 self.settle_renames(|other_id, other| other_id == *id || other.overlaps(&rename));
+                // Other than an exchange, the rename replaces the object at `to`, if it succeeds.
                 if !exchange {
-                    for known in self.files.values_mut() {
-                        known.doubt(to);
+                    for file_state in self.files.values_mut() {
+                        file_state.doubt(to);
                     }
                 }
                 self.renames.insert(*id, rename);
             }
             Record::RenameEnd { id, done } => {
                 if let Some(rename) = self.renames.remove(id).filter(|_| *done) {
-                    self.carry_out(&rename);
+                    self.apply_rename(&rename);
                 }
             }
             Record::TruncateBegin {
@@ -212,8 +220,8 @@ impl Ledger {
                 sequence,
                 size,
             } => {
-                if let Some(known) = self.files.get_mut(file) {
-                    known.truncating.push((*sequence, *size));
+                if let Some(file_state) = self.files.get_mut(file) {
+                    file_state.truncating.push((*sequence, *size));
                 }
             }
             Record::TruncateEnd {
@@ -222,15 +230,16 @@ impl Ledger {
                 size,
                 done,
             } => {
-                if let Some(known) = self.files.get_mut(file) {
-                    known.truncating.retain(|(s, _)| s != sequence);
+                if let Some(file_state) = self.files.get_mut(file) {
+                    file_state.truncating.retain(|(begun, _)| begun != sequence);
                     if *done {
+                        // The truncation dropped all older pieces beyond the new length.
                         let drained = DrainedRange {
                             offset: *size,
                             len: u64::MAX - size,
                             sequence: *sequence,
                         };
-                        known.drained_ranges.push(drained);
+                        file_state.drained_ranges.push(drained);
                     }
                 }
             }
@@ -240,8 +249,8 @@ impl Ledger {
                 len,
                 sequence,
             } => {
-                if let Some(known) = self.files.get_mut(file) {
-                    known.drained_ranges.push(DrainedRange {
+                if let Some(file_state) = self.files.get_mut(file) {
+                    file_state.drained_ranges.push(DrainedRange {
                         offset: *offset,
                         len: *len,
                         sequence: *sequence,
@@ -249,8 +258,8 @@ impl Ledger {
                 }
             }
             Record::DrainedRangesForgotten { file, sequence } => {
-                if let Some(known) = self.files.get_mut(file) {
-                    known
+                if let Some(file_state) = self.files.get_mut(file) {
+                    file_state
                         .drained_ranges
                         .retain(|drained| drained.sequence > *sequence);
                 }
@@ -260,16 +269,16 @@ impl Ledger {
                 time,
                 written,
             } => {
-                if let Some(known) = self.files.get_mut(file) {
-                    known.modified_at = Some(Box::new(ModifiedAt {
+                if let Some(file_state) = self.files.get_mut(file) {
+                    file_state.modified_at = Some(Box::new(ModifiedAt {
                         time: *time,
                         written: *written,
                     }));
                 }
             }
             Record::Ended { file, ending } => {
-                if let Some(known) = self.files.get_mut(file) {
-                    known.ending = *ending;
+                if let Some(file_state) = self.files.get_mut(file) {
+                    file_state.ending = *ending;
                 }
             }
             Record::FileIdEnd { file } => {
@@ -278,57 +287,58 @@ impl Ledger {
         }
     }
 
-    /// Every name that may lead to a file, those of renames that are under way included.
-    pub fn possible_paths(&self, known: &KnownFile) -> SmallVec<[Path; 1]> {
-        let mut paths = known.paths.clone();
+    /// Returns every name that may lead to a file, including those that renames under way may have given.
+    pub fn possible_paths(&self, file_state: &KnownFile) -> SmallVec<[Path; 1]> {
+        let mut paths = file_state.paths.clone();
         for rename in self.renames.values() {
             rename.add_destinations(&mut paths);
         }
         paths
     }
 
-    /// Forgets the renames that are under way, and notes the names to which they may have led.
+    /// Forgets all renames under way, and adds the names that they may have given.
     pub fn settle_all_renames(&mut self) {
         self.settle_renames(|_, _| true);
     }
 
+    /// Forgets the renames under way that match, and adds the names that they may have given.
     fn settle_renames(&mut self, which: impl Fn(u64, &Rename) -> bool) {
         let settled = self.renames.extract_if(.., |id, rename| which(*id, rename));
         for (_, rename) in settled {
-            for known in self.files.values_mut() {
-                rename.add_destinations(&mut known.paths);
+            for file_state in self.files.values_mut() {
+                rename.add_destinations(&mut file_state.paths);
             }
         }
     }
 
-    /// Names follow a rename that was done.
-    fn carry_out(&mut self, rename: &Rename) {
-        for known in self.files.values_mut() {
-            if !known.paths.iter().any(|(path, _)| rename.moves(path)) {
+    /// Changes the names according to a rename that was done.
+    fn apply_rename(&mut self, rename: &Rename) {
+        for file_state in self.files.values_mut() {
+            if !file_state.paths.iter().any(|(path, _)| rename.moves(path)) {
                 continue;
             }
-            for (path, state) in std::mem::take(&mut known.paths) {
+            for (path, state) in std::mem::take(&mut file_state.paths) {
                 let path = rename
                     .destination(&path)
                     .map_or(path, Vec::into_boxed_slice);
-                add_path(&mut known.paths, path, state);
+                add_path(&mut file_state.paths, path, state);
             }
         }
     }
 
-    /// Bytes of records that a snapshot can do without once `record` is taken in, beside what it repeats itself.
+    /// Returns how many bytes of older records a snapshot saves once `record` is applied.
     pub(crate) fn bytes_ended_by(&self, record: &Record) -> usize {
         match record {
-            Record::FileIdEnd { file } => self.files.get(file).map_or(0, |known| {
+            Record::FileIdEnd { file } => self.files.get(file).map_or(0, |file_state| {
                 let mut bytes = 0;
-                known.for_each_record(*file, &mut |record| {
+                file_state.for_each_record(*file, &mut |record| {
                     bytes += frame_bytes(record.encode().len())
                 });
                 bytes
             }),
             Record::DrainedRangesForgotten { file, sequence } => {
-                self.files.get(file).map_or(0, |known| {
-                    let passed = known
+                self.files.get(file).map_or(0, |file_state| {
+                    let forgotten_count = file_state
                         .drained_ranges
                         .iter()
                         .filter(|drained| drained.sequence <= *sequence)
@@ -339,49 +349,52 @@ impl Ledger {
                         len: 0,
                         sequence: 0,
                     };
-                    passed * frame_bytes(drained.encode().len())
+                    forgotten_count * frame_bytes(drained.encode().len())
                 })
             }
             Record::RenameEnd { id, .. } => self.renames.get(id).map_or(0, |rename| {
-                let paths = self.files.values().flat_map(|known| &known.paths);
-                let moved = paths.filter(|(p, _)| rename.moves(p));
-                // They become shorter at most, each as a name and as one that was removed.
-                moved.map(|(p, _)| 2 * frame_bytes(p.len())).sum()
+                let paths = self.files.values().flat_map(|file_state| &file_state.paths);
+                let moved_names = paths.filter(|(path, _)| rename.moves(path));
+                // Paths become at most shorter. Each counts twice: for the name, and for its removal.
+                moved_names
+                    .map(|(path, _)| 2 * frame_bytes(path.len()))
+                    .sum()
             }),
             _ => 0,
         }
     }
 
-    /// The records that add up to this ledger.
+    /// Returns the records that give this ledger.
     pub fn records(&self) -> Vec<Record> {
-        let mut out = Vec::new();
-        self.for_each_record(|record| out.push(record));
-        out
+        let mut records = Vec::new();
+        self.for_each_record(|record| records.push(record));
+        records
     }
 
-    /// Tells the records that add up to this ledger one by one: together they take more memory than the ledger.
-    pub fn for_each_record(&self, mut tell: impl FnMut(Record)) {
+    /// Calls `sink` with each record of those that give this ledger. One by one, because together they take more memory than
+    /// the ledger.
+    pub fn for_each_record(&self, mut sink: impl FnMut(Record)) {
         for (&id, rename) in &self.renames {
             let from = rename.from.clone();
             let to = rename.to.clone();
-            tell(Record::RenameBegin {
+            sink(Record::RenameBegin {
                 id,
                 from,
                 to,
                 exchange: rename.exchange,
             });
         }
-        for (&file, known) in &self.files {
-            known.for_each_record(file, &mut tell);
+        for (&file, file_state) in &self.files {
+            file_state.for_each_record(file, &mut sink);
         }
     }
 }
 
 impl KnownFile {
-    /// Tells the records that this file id takes.
-    fn for_each_record(&self, file: u64, tell: &mut impl FnMut(Record)) {
-        let paths = self.paths.iter().map(|(p, _)| p.to_vec()).collect();
-        tell(Record::FileIdBegin {
+    /// Calls `sink` with each record of those that give this file id.
+    fn for_each_record(&self, file: u64, sink: &mut impl FnMut(Record)) {
+        let paths = self.paths.iter().map(|(path, _)| path.to_vec()).collect();
+        sink(Record::FileIdBegin {
             file,
             identity: self.identity,
             paths,
@@ -389,14 +402,14 @@ impl KnownFile {
         });
         for (path, state) in &self.paths {
             if *state == PathState::Doubtful {
-                tell(Record::NameRemoved {
+                sink(Record::NameRemoved {
                     file,
                     path: path.to_vec(),
                 });
             }
         }
         for drained in &self.drained_ranges {
-            tell(Record::DrainedRange {
+            sink(Record::DrainedRange {
                 file,
                 offset: drained.offset,
                 len: drained.len,
@@ -404,14 +417,14 @@ impl KnownFile {
             });
         }
         for &(sequence, size) in &self.truncating {
-            tell(Record::TruncateBegin {
+            sink(Record::TruncateBegin {
                 file,
                 sequence,
                 size,
             });
         }
         if let Some(ModifiedAt { time, written }) = self.modified_at.as_deref().copied() {
-            tell(Record::ModifiedAt {
+            sink(Record::ModifiedAt {
                 file,
                 time,
                 written,
@@ -419,9 +432,10 @@ impl KnownFile {
         }
     }
 
+    /// Makes a name doubtful.
     fn doubt(&mut self, path: &[u8]) {
-        for (p, state) in &mut self.paths {
-            if **p == *path {
+        for (name, state) in &mut self.paths {
+            if **name == *path {
                 *state = PathState::Doubtful;
             }
         }
@@ -429,12 +443,12 @@ impl KnownFile {
 }
 
 /// Whether `path` is `top` or below it.
-fn below(path: &[u8], top: &[u8]) -> bool {
+fn is_below(path: &[u8], top: &[u8]) -> bool {
     path.strip_prefix(top)
         .is_some_and(|rest| rest.is_empty() || rest[0] == b'/')
 }
 
-/// `path` with `from` at its start replaced by `to`; `None` where it is not at or below `from`.
-fn moved(path: &[u8], from: &[u8], to: &[u8]) -> Option<Vec<u8>> {
-    below(path, from).then(|| [to, &path[from.len()..]].concat())
+/// Returns `path` with `from` at its start replaced by `to`; `None` if it is not at or below `from`.
+fn replace_prefix(path: &[u8], from: &[u8], to: &[u8]) -> Option<Vec<u8>> {
+    is_below(path, from).then(|| [to, &path[from.len()..]].concat())
 }

@@ -1,23 +1,23 @@
-//! The bytes under a journal.
+//! The byte region in which a journal is stored.
 
-/// A byte region that outlives the process, or stands in for one.
+/// A byte region that outlives the process, or a substitute for one in tests.
 pub trait Medium: Send {
-    /// Bytes in all; two equal halves.
+    /// Returns the length of the region, which has two equal halves.
     fn len(&self) -> usize;
-    /// Whether there is nothing.
+    /// Whether the region has no bytes.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
-    /// Stores `bytes` at `at`. Stores become visible to a later process in the order they were made;
-    /// one of 8 aligned bytes is never torn.
+    /// Stores `bytes` at `at`. A later process sees stores in the order in which they were made. A store of 8 aligned bytes is
+    /// atomic.
     fn write(&mut self, at: usize, bytes: &[u8]);
-    /// Reads into `bytes` from `at`.
+    /// Reads bytes from `at`.
     fn read(&self, at: usize, bytes: &mut [u8]);
-    /// Gives the range memory: only then may it be written. False where there is none; nothing changed then.
+    /// Allocates memory for a range, which may be written only then. Returns false if there is none; nothing has changed then.
     fn reserve(&mut self, at: usize, len: usize) -> bool;
-    /// The range reads as zeros from now on, and its memory goes back. The zeros come from the front.
+    /// Frees the memory of a range, which reads as zeros from now on. A crash meanwhile leaves zeros at its front only.
     fn release(&mut self, at: usize, len: usize);
-    /// Bytes of the range up to the last one that was stored, or more: behind them is nothing but zeros.
+    /// Returns the number of bytes up to the last one that was stored in a range, or more. Behind them are only zeros.
     fn used(&self, at: usize, len: usize) -> usize;
 }
 

@@ -1,8 +1,8 @@
-//! The journal itself: append, snapshot, replay.
+//! The journal itself: append, snapshot and replay.
 //!
 //! Invariants
-//! * `snapshot_end <= end <= reserved[half] <= half_bytes`: what is in use has memory.
-//! * A replay of the bytes gives the ledger, and where the next record goes.
+//! * `snapshot_end <= end <= reserved[half] <= half_bytes`, so all bytes in use have memory.
+//! * A replay of the bytes gives the ledger and the place of the next record.
 
 use firn_format::journal::{
     FRAME_HEADER_BYTES, HALF_HEADER_BYTES, decode_half_header, encode_frame, encode_half_header,
@@ -12,55 +12,55 @@ use firn_format::record::Record;
 
 use super::{Ledger, Medium};
 
-/// The record does not fit, even after a snapshot: something must be drained first.
+/// The record does not fit, even after a snapshot. Something must be drained first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the journal is full")]
 pub struct Full;
 
-/// What a replay could not read.
+/// Damage that a replay found.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Damage {
     /// Neither half has a valid header.
     #[error("journal: neither half has a valid header")]
     NoHalf,
-    /// The header of the half in use is damaged; its records were read all the same.
+    /// The header of the active half is damaged. Its records were read nevertheless.
     #[error("journal half {half}: its header is damaged; its records were read all the same")]
     Header {
         /// 0 or 1.
         half: usize,
     },
-    /// Bytes that are no record although records follow them.
+    /// Bytes between records are no record.
     #[error("journal half {half}, byte {at}: {bytes} bytes are damaged, records follow")]
     Hole {
         /// 0 or 1.
         half: usize,
-        /// From the start of the half.
+        /// Offset in the half.
         at: usize,
-        /// How many were passed over.
+        /// Number of bytes that were skipped.
         bytes: usize,
     },
-    /// A frame is whole and its payload makes no sense.
+    /// A frame is complete, but its content is invalid.
     #[error("journal half {half}, byte {at}: {why}")]
     Record {
         /// 0 or 1.
         half: usize,
-        /// From the start of the half.
+        /// Offset in the half.
         at: usize,
-        /// What is wrong.
+        /// What is invalid.
         why: String,
     },
 }
 
-/// What a replay found.
+/// Result of a replay.
 #[derive(Clone, Debug, Default)]
 pub struct Replay {
-    /// The state after the last whole record.
+    /// State after the last complete record.
     pub ledger: Ledger,
-    /// Largest file id ever named.
+    /// Largest file id in any record.
     pub last_file: u64,
-    /// Records read.
+    /// Number of records.
     pub records: u64,
-    /// What could not be read.
+    /// Damage that was found.
     pub damage: Vec<Damage>,
     half: usize,
     generation: u64,
@@ -68,47 +68,57 @@ pub struct Replay {
     sequence: u64,
 }
 
-/// Bytes at the start of each half that always have memory; what a half grows by at least.
+/// Number of bytes at the start of each half that always have memory, and by which a half grows at least.
 const STEP: usize = firn_format::geometry::JOURNAL_STEP as usize;
+/// Alignment of frames in a half.
+const FRAME_ALIGN: usize = 8;
+/// One part in this many of the memory is kept for records that end something.
+const KEPT_SHARE: usize = 16;
+/// A snapshot that gains less than one part in this many of a half is not taken for a record that begins something.
+const GAIN_SHARE_MIN: usize = 64;
 
-/// A journal open for appending.
+/// A journal that is open for appending.
 ///
-/// A half has memory for the bytes that were reserved of it. Both grow together, or a snapshot, which is all
-/// that makes room, would not fit; and what is far more than a snapshot took goes back.
+/// Only the reserved bytes of a half have memory. Both halves grow together, because otherwise a snapshot, which alone makes
+/// room, would not fit. Memory far beyond the size of the last snapshot is freed.
 pub struct Journal<M: Medium> {
     medium: M,
     ledger: Ledger,
     half: usize,
     generation: u64,
-    /// Bytes used of the active half, its header included.
+    /// Number of used bytes of the active half, including its header.
     end: usize,
-    /// What `end` was after the last snapshot.
+    /// Value of `end` after the last snapshot.
     snapshot_end: usize,
-    /// Bytes of records that have ended since: the next snapshot does without them.
+    /// Size of the records since then that the next snapshot leaves out.
     ended_bytes: usize,
     sequence: u64,
-    /// Bytes from the start of each half that may be written.
+    /// Number of bytes at the start of each half that have memory and may be written.
     reserved: [usize; 2],
-    /// Bytes appended since the invariants were asserted.
+    /// Number of bytes appended since the invariants were checked.
     unchecked: usize,
 }
 
-/// Reads a journal without changing it.
+/// Reads a journal without changing it, and returns the state that its records give.
+///
+/// The active half is the one with the largest generation in a valid header. Its frames are read up to the first place
+/// after which no valid one follows; bytes that are skipped, and contents that are not valid, are reported as damage.
 pub fn replay<M: Medium>(medium: &M) -> Replay {
     let half_bytes = medium.len() / 2;
     let mut header = [0u8; HALF_HEADER_BYTES];
-    let mut best: Option<(usize, u64)> = None;
+    let mut newest: Option<(usize, u64)> = None;
     for half in 0..2 {
         medium.read(half * half_bytes, &mut header);
         if let Some(generation) = decode_half_header(&header)
-            && best.is_none_or(|(_, g)| generation > g)
+            && newest.is_none_or(|(_, newest_generation)| generation > newest_generation)
         {
-            best = Some((half, generation));
+            newest = Some((half, generation));
         }
     }
-    // Before the first snapshot only half 0 has a header, and its generation is 1.
-    let (half, generation) = best.unwrap_or((1, 0));
-    let read = |half: usize| {
+    // Before the first snapshot only half 0 has a header, with generation 1. If that header is damaged, half 0 is tried
+    // below as the successor of an empty half 1 of generation 0.
+    let (half, generation) = newest.unwrap_or((1, 0));
+    let read_half = |half: usize| {
         let used = medium
             .used(half * half_bytes, half_bytes)
             .max(HALF_HEADER_BYTES.min(half_bytes));
@@ -117,82 +127,85 @@ pub fn replay<M: Medium>(medium: &M) -> Replay {
         bytes
     };
     let other = 1 - half;
-    let mut bytes = read(other);
-    let mut out = Replay {
+    let mut bytes = read_half(other);
+    let mut replay = Replay {
         half,
         generation,
         end: HALF_HEADER_BYTES,
         ..Replay::default()
     };
-    // A half without a good header that holds the next generation was the active one, and its header
-    // is damaged: the half with the good header is older. While a snapshot is written the magic is 0.
-    let damaged = decode_half_header(&bytes).is_none() && bytes[..8] != [0; 8];
-    let next = generation.saturating_add(1);
-    if damaged && next_frame(&bytes, next, HALF_HEADER_BYTES, 0).is_some() {
-        out.damage.push(Damage::Header { half: other });
-        (out.half, out.generation) = (other, next);
-    } else if best.is_none() {
+    // The other half may be the active one with a damaged header: then it has records of the next generation. A header with
+    // a magic of 0 is not damaged: a crash interrupted the snapshot, and the old half is still the active one.
+    let is_header_damaged = decode_half_header(&bytes).is_none() && bytes[..8] != [0; 8];
+    let next_generation = generation.saturating_add(1);
+    if is_header_damaged && next_frame(&bytes, next_generation, HALF_HEADER_BYTES, 0).is_some() {
+        replay.damage.push(Damage::Header { half: other });
+        (replay.half, replay.generation) = (other, next_generation);
+    } else if newest.is_none() {
         return Replay {
             damage: vec![Damage::NoHalf],
             end: HALF_HEADER_BYTES,
             ..Replay::default()
         };
     } else {
-        bytes = read(half);
+        bytes = read_half(half);
     }
-    let half = out.half;
-    let generation = out.generation;
-    while let Some((at, sequence, payload)) = next_frame(&bytes, generation, out.end, out.sequence)
+    let half = replay.half;
+    let generation = replay.generation;
+    while let Some((offset, sequence, payload)) =
+        next_frame(&bytes, generation, replay.end, replay.sequence)
     {
-        if at > out.end {
-            out.damage.push(Damage::Hole {
+        if offset > replay.end {
+            replay.damage.push(Damage::Hole {
                 half,
-                at: out.end,
-                bytes: at - out.end,
+                at: replay.end,
+                bytes: offset - replay.end,
             });
         }
         match Record::decode(payload) {
             Ok(record) => {
                 if let Record::FileIdBegin { file, .. } = record {
-                    out.last_file = out.last_file.max(file);
+                    replay.last_file = replay.last_file.max(file);
                 }
-                out.ledger.apply(&record);
+                replay.ledger.apply(&record);
             }
-            Err(error) => out.damage.push(Damage::Record {
+            Err(error) => replay.damage.push(Damage::Record {
                 half,
-                at,
+                at: offset,
                 why: error.to_string(),
             }),
         }
-        out.records += 1;
-        out.end = at + frame_bytes(payload.len());
-        out.sequence = sequence + 1;
+        replay.records += 1;
+        replay.end = offset + frame_bytes(payload.len());
+        replay.sequence = sequence + 1;
     }
-    out
+    replay
 }
 
-/// The next whole frame at or after `from` whose sequence is not before `sequence` and is one that a
-/// half can hold. A torn tail has none after it; damage in the middle has.
+/// Returns the next complete frame at or after `from`, with its offset, sequence number and content.
+///
+/// The frame's sequence number must be at least `sequence`, and no larger than a half can have frames. The search finds
+/// nothing after a torn tail, and finds the next frame after damage in the middle.
 fn next_frame(
     bytes: &[u8],
     generation: u64,
     from: usize,
     sequence: u64,
 ) -> Option<(usize, u64, &[u8])> {
-    let mut at = from;
-    while at + FRAME_HEADER_BYTES < bytes.len() {
-        if let Some((found, payload)) = peek_frame(generation, &bytes[at..])
-            && (sequence..bytes.len() as u64).contains(&found)
+    let mut offset = from;
+    while offset + FRAME_HEADER_BYTES < bytes.len() {
+        if let Some((frame_sequence, payload)) = peek_frame(generation, &bytes[offset..])
+            && (sequence..bytes.len() as u64).contains(&frame_sequence)
         {
-            return Some((at, found, payload));
+            return Some((offset, frame_sequence, payload));
         }
-        at += 8;
+        offset += FRAME_ALIGN;
     }
     None
 }
 
 impl<M: Medium> Journal<M> {
-    /// An empty journal in a fresh region.
+    /// Makes an empty journal in a new region.
     pub fn create(mut medium: M) -> Self {
         let half_bytes = medium.len() / 2;
         medium.write(half_bytes, &[0; HALF_HEADER_BYTES]);
@@ -211,60 +224,59 @@ impl<M: Medium> Journal<M> {
         }
     }
 
-    /// Replays a journal and goes on with it. A snapshot is taken at once, so that a torn tail or
-    /// damage is left behind.
+    /// Replays a journal and opens it. Takes a snapshot at once, which leaves a torn tail and damage behind.
     pub fn open(medium: M) -> (Self, Replay) {
-        let found = replay(&medium);
+        let replayed = replay(&medium);
         let half_bytes = medium.len() / 2;
         let mut journal = Self {
             medium,
-            ledger: found.ledger.clone(),
-            half: found.half,
-            generation: found.generation,
-            end: found.end,
+            ledger: replayed.ledger.clone(),
+            half: replayed.half,
+            generation: replayed.generation,
+            end: replayed.end,
             snapshot_end: HALF_HEADER_BYTES,
             ended_bytes: 0,
-            sequence: found.sequence,
+            sequence: replayed.sequence,
             reserved: [STEP.min(half_bytes); 2],
             unchecked: 0,
         };
-        journal.reserved[journal.half] = found.end.max(STEP.min(half_bytes));
-        // A damaged header is mended before the other half, which may have the only good one, goes.
-        if found
+        journal.reserved[journal.half] = replayed.end.max(STEP.min(half_bytes));
+        // A damaged header is repaired before the other half is cleared, which may have the only valid one.
+        if replayed
             .damage
             .iter()
-            .any(|d| matches!(d, Damage::Header { .. }))
+            .any(|damage| matches!(damage, Damage::Header { .. }))
         {
             journal.write_header();
         }
-        // Frames of a half that was passed over for its damage would pass after those of a snapshot
-        // with the same generation.
+        // The other half is cleared: frames of it that were skipped as damaged would otherwise be valid after those of a
+        // snapshot with the same generation.
         let other = (1 - journal.half) * half_bytes;
         let first = STEP.min(half_bytes);
         journal.medium.write(other, &vec![0; first]);
         journal.medium.release(other + first, half_bytes - first);
-        let after = found.end.next_multiple_of(STEP);
+        let after = replayed.end.next_multiple_of(STEP);
         if after < half_bytes {
             journal
                 .medium
                 .release(journal.half * half_bytes + after, half_bytes - after);
         }
-        // If the snapshot does not fit, the half in use stays: it is valid up to `end`.
+        // If the snapshot does not fit, the active half stays in use: it is valid up to `end`.
         let _ = journal.snapshot();
-        (journal, found)
+        (journal, replayed)
     }
 
-    /// The state.
+    /// Returns the state.
     pub fn ledger(&self) -> &Ledger {
         &self.ledger
     }
 
-    /// The bytes below.
+    /// Returns the byte region.
     pub fn into_medium(self) -> M {
         self.medium
     }
 
-    /// Bytes that a snapshot of the present state would leave free, 0 if none.
+    /// Returns how many bytes of a half a snapshot would leave free now.
     pub fn free_bytes(&self) -> usize {
         let mut used = 0;
         self.ledger
@@ -272,13 +284,12 @@ impl<M: Medium> Journal<M> {
         (self.medium.len() / 2 - HALF_HEADER_BYTES).saturating_sub(used)
     }
 
-    /// Appends and applies a record that begins something. It leaves room for the ends of what has
-    /// begun.
+    /// Appends and applies a record that begins something. Leaves room for records that end what has begun.
     pub fn append(&mut self, record: &Record) -> Result<(), Full> {
         self.append_as(record, false)
     }
 
-    /// Appends and applies a record that ends something: it may use the room kept for that.
+    /// Appends and applies a record that ends something. It may use the room that is kept for such records.
     pub fn append_end(&mut self, record: &Record) -> Result<(), Full> {
         self.append_as(record, true)
     }
@@ -298,8 +309,8 @@ impl<M: Medium> Journal<M> {
         Ok(())
     }
 
-    /// Asserts the invariants after `appended` bytes. A replay reads all there is, so it is made when as much was
-    /// appended as there is.
+    /// Checks the invariants after `appended` bytes, in debug builds. A replay reads the whole journal, so it is made only after
+    /// as many bytes were appended as the journal has.
     fn check(&mut self, appended: usize) {
         if !cfg!(debug_assertions) {
             return;
@@ -313,40 +324,50 @@ impl<M: Medium> Journal<M> {
         }
     }
 
+    /// Asserts that a replay gives the present state.
     fn assert_replay(&self) {
-        let found = replay(&self.medium);
-        assert_eq!(found.damage, [], "a journal that nobody damaged");
-        let is = (self.half, self.generation, self.end, self.sequence);
-        let will_be = (found.half, found.generation, found.end, found.sequence);
+        let replayed = replay(&self.medium);
+        assert_eq!(replayed.damage, [], "a journal that nobody damaged");
+        let present = (self.half, self.generation, self.end, self.sequence);
+        let after_replay = (
+            replayed.half,
+            replayed.generation,
+            replayed.end,
+            replayed.sequence,
+        );
         assert_eq!(
-            is, will_be,
+            present, after_replay,
             "half, generation, end and sequence are those of a replay"
         );
         assert!(
-            found.ledger == self.ledger,
+            replayed.ledger == self.ledger,
             "the ledger is that of a replay"
         );
     }
 
-    /// Makes room for `frame` more bytes in the half in use: by a snapshot or by more memory.
+    /// Makes room for `frame` more bytes in the active half: by a snapshot, or by more memory.
     fn make_room(&mut self, frame: usize, is_end: bool) -> Result<(), Full> {
-        // A sixteenth is kept for ends, and a beginning leaves room for a snapshot in the other half.
-        let fits = |of: &Self| {
-            let [this, other] = [of.reserved[of.half], of.reserved[1 - of.half]];
-            of.end + frame
+        // A record that begins something leaves a sixteenth for records that end something, and leaves room for a snapshot in
+        // the other half.
+        let fits = |journal: &Self| {
+            let [this, other] = [
+                journal.reserved[journal.half],
+                journal.reserved[1 - journal.half],
+            ];
+            journal.end + frame
                 <= if is_end {
                     this
                 } else {
-                    this.min(other) / 16 * 15
+                    this.min(other) / KEPT_SHARE * (KEPT_SHARE - 1)
                 }
         };
         if fits(self) {
             return Ok(());
         }
-        // A snapshot writes all there is. It pays when the half is twice as long as one, and as a last
-        // resort when it gains something at all; but not one for each record that does not fit.
+        // A snapshot costs time, because it writes the whole state. It is worth that if the half is twice as long as a snapshot.
+        // Else it is the last resort, if it gains enough: it must not be taken for each record that does not fit.
         let gained = self.gained_bytes();
-        let may_help = is_end || gained >= self.reserved[self.half] / 64;
+        let may_help = is_end || gained >= self.reserved[self.half] / GAIN_SHARE_MIN;
         let _ = gained >= self.end / 2 && self.snapshot().is_ok();
         while !fits(self) {
             if self.grow() {
@@ -360,42 +381,43 @@ impl<M: Medium> Journal<M> {
         Ok(())
     }
 
-    /// Gives both halves half as much memory again. False where there is none, or they have all.
+    /// Lets both halves grow by half of their memory. Returns false if there is no memory, or if they have all of it.
     fn grow(&mut self) -> bool {
         let half = self.half;
-        let has = self.reserved[0].min(self.reserved[1]);
-        has < self.half_bytes()
-            && [has + (has / 2).max(STEP), has + STEP]
+        let reserved = self.reserved[0].min(self.reserved[1]);
+        reserved < self.half_bytes()
+            && [reserved + (reserved / 2).max(STEP), reserved + STEP]
                 .iter()
                 .any(|&bytes| self.reserve(1 - half, bytes) && self.reserve(half, bytes))
     }
 
-    /// Makes the first `bytes` of `half` writable, or all of it. False where there is no memory.
+    /// Allocates memory for the first `bytes` of a half, or for all of it. Returns false if there is none.
     fn reserve(&mut self, half: usize, bytes: usize) -> bool {
         let start = half * self.half_bytes();
-        let has = self.reserved[half];
+        let reserved = self.reserved[half];
         let wanted = bytes.next_multiple_of(STEP).min(self.half_bytes());
-        let is_there = wanted <= has || self.medium.reserve(start + has, wanted - has);
-        if is_there {
-            self.reserved[half] = wanted.max(has);
+        let is_reserved =
+            wanted <= reserved || self.medium.reserve(start + reserved, wanted - reserved);
+        if is_reserved {
+            self.reserved[half] = wanted.max(reserved);
         }
-        is_there
+        is_reserved
     }
 
-    /// Gives back the memory of both halves beyond the first `bytes`.
+    /// Frees the memory of both halves beyond the first `bytes`.
     fn shrink(&mut self, bytes: usize) {
         let kept = bytes.next_multiple_of(STEP);
         for half in 0..2 {
             let start = half * self.half_bytes();
-            let has = self.reserved[half];
-            if kept < has {
-                self.medium.release(start + kept, has - kept);
+            let reserved = self.reserved[half];
+            if kept < reserved {
+                self.medium.release(start + kept, reserved - kept);
                 self.reserved[half] = kept;
             }
         }
     }
 
-    /// Bytes by which the half in use can be longer than a snapshot, at most.
+    /// Returns an upper bound of the bytes that a snapshot would gain.
     fn gained_bytes(&self) -> usize {
         self.ended_bytes + (self.end - self.snapshot_end)
     }
@@ -404,10 +426,10 @@ impl<M: Medium> Journal<M> {
         self.medium.len() / 2
     }
 
-    /// Writes the ledger to the other half and makes it the active one. The header comes last: until
-    /// it is there the old half is the journal.
+    /// Writes the ledger to the other half and makes that the active one. The header comes last: until then the old half is
+    /// the journal.
     fn snapshot(&mut self) -> Result<(), Full> {
-        // Only a forged header says that there is no next generation; then the half in use stays.
+        // Only a forged header has the largest generation. Then the active half stays in use.
         let other = 1 - self.half;
         let generation = self.generation.checked_add(1).ok_or(Full)?;
         let mut bytes = Vec::new();
@@ -429,15 +451,15 @@ impl<M: Medium> Journal<M> {
         (self.end, self.sequence) = (used, sequence);
         (self.snapshot_end, self.ended_bytes) = (self.end, 0);
         self.write_header();
-        // The other header stays: should this one be damaged, it tells which generation to look for.
+        // The header of the old half stays: if the new one is damaged, a replay finds by it which generation to look for.
         let enough = used + used / 2 + STEP;
-        if self.reserved.iter().all(|&has| has >= 2 * enough) {
+        if self.reserved.iter().all(|&reserved| reserved >= 2 * enough) {
             self.shrink(enough);
         }
         Ok(())
     }
 
-    /// Writes the header of the active half, its magic last.
+    /// Writes the header of the active half, with its magic last.
     fn write_header(&mut self) {
         let start = self.half * self.half_bytes();
         let header = encode_half_header(self.generation);

@@ -1,4 +1,7 @@
-//! The arena through its file: what was published is there after a new attach, damage is named.
+//! Tests of the arena through its file.
+//!
+//! What was published is found by a new attach, damage is reported, and a reader of the tables never sees a piece before
+//! its bytes.
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -17,7 +20,8 @@ fn identity() -> Identity {
     }
 }
 
-fn fresh(chunks: u64, chunk_bytes: u64) -> (tempfile::TempDir, PathBuf, Arena) {
+/// Returns a new arena without a spill file, its path and its directory.
+fn new_arena(chunks: u64, chunk_bytes: u64) -> (tempfile::TempDir, PathBuf, Arena) {
     let dir = tempfile::tempdir_in("/dev/shm").expect("a directory on tmpfs");
     let path = dir.path().join("arena");
     let geometry = Geometry::new(chunks * chunk_bytes, chunk_bytes).expect("a valid geometry");
@@ -25,6 +29,7 @@ fn fresh(chunks: u64, chunk_bytes: u64) -> (tempfile::TempDir, PathBuf, Arena) {
     (dir, path, arena)
 }
 
+/// Publishes `data` as a new piece, or as more of the last piece if it continues that. `None`: the slab is full.
 fn append(
     arena: &Arena,
     lease: &mut Lease,
@@ -49,19 +54,19 @@ fn append(
 /// Proves S-write-1.
 #[test]
 fn published_pieces_outlive_the_process_that_wrote_them() {
-    let (_dir, path, arena) = fresh(4, 1 << 20);
+    let (_dir, path, arena) = new_arena(4, 1 << 20);
     let mut lease = arena.lease_slab(Class::Medium).unwrap();
     append(&arena, &mut lease, 7, 100, b"hello ").unwrap();
     append(&arena, &mut lease, 7, 106, b"world").unwrap();
     append(&arena, &mut lease, 8, 5000, &[3; 9000]).unwrap();
-    // Its writer is gone without giving the lease back.
+    // The writer died: its lease is not sealed.
     let _ = lease;
     drop(arena);
     let (arena, stored, damage) = Arena::attach(&path).unwrap();
     assert_eq!(damage, []);
     let pieces: Vec<_> = stored
         .iter()
-        .map(|s| (s.piece.file, s.piece.offset, s.piece.len))
+        .map(|stored| (stored.piece.file, stored.piece.offset, stored.piece.len))
         .collect();
     assert_eq!(pieces, [(7, 100, 11), (8, 5000, 9000)]);
     let mut text = [0; 11];
@@ -75,7 +80,7 @@ fn published_pieces_outlive_the_process_that_wrote_them() {
 
 #[test]
 fn room_comes_back_when_the_last_byte_is_retired_and_the_lease_sealed() {
-    let (_dir, _path, arena) = fresh(1, 1 << 20);
+    let (_dir, _path, arena) = new_arena(1, 1 << 20);
     let mut lease = arena.lease_slab(Class::Whole).unwrap();
     assert!(arena.lease_slab(Class::Whole).is_none());
     let piece = append(&arena, &mut lease, 1, 0, &[1; 100]).unwrap();
@@ -93,7 +98,7 @@ fn room_comes_back_when_the_last_byte_is_retired_and_the_lease_sealed() {
 
 #[test]
 fn a_lease_falls_back_to_a_smaller_class() {
-    let (_dir, _path, arena) = fresh(2, 1 << 20);
+    let (_dir, _path, arena) = new_arena(2, 1 << 20);
     let small = arena.lease_slab(Class::Small).unwrap();
     let whole = arena.lease_slab(Class::Whole).unwrap();
     assert_eq!((small.class(), whole.class()), (Class::Small, Class::Whole));
@@ -106,7 +111,7 @@ fn a_lease_falls_back_to_a_smaller_class() {
 
 #[test]
 fn records_of_an_earlier_lease_do_not_come_back() {
-    let (_dir, path, arena) = fresh(1, 64 << 10);
+    let (_dir, path, arena) = new_arena(1, 64 << 10);
     let mut lease = arena.lease_slab(Class::Whole).unwrap();
     for n in 0..13 {
         let piece = append(&arena, &mut lease, 1, n * 8192, &[1; 10]).unwrap();
@@ -116,15 +121,22 @@ fn records_of_an_earlier_lease_do_not_come_back() {
     arena.seal_slab(lease);
     let mut lease = arena.lease_slab(Class::Whole).unwrap();
     append(&arena, &mut lease, 2, 0, b"new").unwrap();
-    // Its writer is gone without giving the lease back.
+    // The writer died: its lease is not sealed.
     let _ = lease;
     drop(arena);
     let (_arena, stored, damage) = Arena::attach(&path).unwrap();
     assert_eq!(damage, []);
-    assert_eq!(stored.iter().map(|s| s.piece.file).collect::<Vec<_>>(), [2]);
+    assert_eq!(
+        stored
+            .iter()
+            .map(|stored| stored.piece.file)
+            .collect::<Vec<_>>(),
+        [2]
+    );
 }
 
-fn poke(path: &Path, at: u64, bit: u32) {
+/// Flips bit `bit` after byte `offset` of a file.
+fn flip_bit(path: &Path, offset: u64, bit: u32) {
     use std::os::unix::fs::FileExt;
     let file = std::fs::File::options()
         .read(true)
@@ -132,61 +144,62 @@ fn poke(path: &Path, at: u64, bit: u32) {
         .open(path)
         .unwrap();
     let mut byte = [0];
-    file.read_exact_at(&mut byte, at + u64::from(bit / 8))
+    file.read_exact_at(&mut byte, offset + u64::from(bit / 8))
         .unwrap();
     byte[0] ^= 1 << (bit % 8);
-    file.write_all_at(&byte, at + u64::from(bit / 8)).unwrap();
+    file.write_all_at(&byte, offset + u64::from(bit / 8))
+        .unwrap();
 }
 
 /// Proves S-crash-8.
 #[test]
 fn flipped_bits_are_named_and_what_is_whole_is_kept() {
-    let (_dir, path, arena) = fresh(2, 64 << 10);
+    let (_dir, path, arena) = new_arena(2, 64 << 10);
     let mut lease = arena.lease_slab(Class::Whole).unwrap();
     let first = append(&arena, &mut lease, 1, 0, b"first").unwrap();
     append(&arena, &mut lease, 1, 9000, b"second").unwrap();
-    // Its writer is gone without giving the lease back.
+    // The writer died: its lease is not sealed.
     let _ = lease;
-    let g = *arena.geometry();
+    let geometry = *arena.geometry();
     drop(arena);
-    let record = g.record_offset(first.slab.chunk, first.record);
-    let header = g.slab_header_offset(first.slab.chunk, 0);
-    let class = g.table_offset(first.slab.chunk) + chunk_word::CLASS;
-    type Test = fn(&Damage) -> bool;
-    let cases: [(u64, usize, Test); 5] = [
-        (record + word::OFFSET, 1, |d| {
-            matches!(d, Damage::Piece { .. })
+    let record = geometry.record_offset(first.slab.chunk, first.record);
+    let header = geometry.slab_header_offset(first.slab.chunk, 0);
+    let class = geometry.table_offset(first.slab.chunk) + chunk_word::CLASS;
+    type IsExpected = fn(&Damage) -> bool;
+    let cases: [(u64, usize, IsExpected); 5] = [
+        (record + word::OFFSET, 1, |damage| {
+            matches!(damage, Damage::Piece { .. })
         }),
-        (record + word::SEAL, 1, |d| {
-            matches!(d, Damage::Piece { .. })
+        (record + word::SEAL, 1, |damage| {
+            matches!(damage, Damage::Piece { .. })
         }),
-        (header + slab_word::STATE, 2, |d| {
-            matches!(d, Damage::Slab { .. })
+        (header + slab_word::STATE, 2, |damage| {
+            matches!(damage, Damage::Slab { .. })
         }),
-        (header + slab_word::PUBLISHED + 3, 2, |d| {
-            matches!(d, Damage::Count { .. })
+        (header + slab_word::PUBLISHED + 3, 2, |damage| {
+            matches!(damage, Damage::Count { .. })
         }),
-        (class, 0, |d| matches!(d, Damage::Chunk { .. })),
+        (class, 0, |damage| matches!(damage, Damage::Chunk { .. })),
     ];
-    for (at, kept, expected) in cases {
-        poke(&path, at, 4);
+    for (offset, kept, expected) in cases {
+        flip_bit(&path, offset, 4);
         let report = check(&path).unwrap();
-        assert_eq!(report.pieces.len(), kept, "byte {at}");
+        assert_eq!(report.pieces.len(), kept, "byte {offset}");
         assert!(
             report.damage.iter().any(expected),
-            "byte {at}: {:?}",
+            "byte {offset}: {:?}",
             report.damage
         );
-        poke(&path, at, 4);
+        flip_bit(&path, offset, 4);
     }
     assert_eq!(check(&path).unwrap().damage, []);
-    poke(&path, 40, 0);
+    flip_bit(&path, 40, 0);
     assert!(matches!(check(&path), Err(ArenaError::Format { .. })));
 }
 
 #[test]
 fn a_truncated_or_foreign_file_is_refused() {
-    let (_dir, path, arena) = fresh(1, 64 << 10);
+    let (_dir, path, arena) = new_arena(1, 64 << 10);
     drop(arena);
     let file = std::fs::File::options().write(true).open(&path).unwrap();
     let len = file.metadata().unwrap().len();
@@ -218,14 +231,14 @@ fn an_arena_larger_than_its_file_system_is_refused_and_leaves_nothing() {
     assert!(!path.exists());
 }
 
-/// Writers lease, fill, publish and extend until the arena is full, while a reader reads the tables
-/// and the bytes of every live piece. Each byte says which file and offset it is of, so a torn or
-/// early publish shows. Run with ThreadSanitizer by `cargo xtask campaign tsan`.
+/// Writers lease, fill, publish and extend until the arena is full, while a reader reads the tables and the bytes of every
+/// live piece. Each byte tells its file and offset, so the reader would notice a torn or early publish. `cargo xtask
+/// campaign tsan` runs this test with ThreadSanitizer.
 #[test]
 fn a_reader_never_sees_a_piece_before_its_bytes() {
     let seed: u64 = rand::random();
     println!("seed {seed}");
-    let (_dir, _path, arena) = fresh(32, 256 << 10);
+    let (_dir, _path, arena) = new_arena(32, 256 << 10);
     let writing = AtomicU32::new(3);
     std::thread::scope(|scope| {
         let mut threads = Vec::new();
@@ -256,27 +269,31 @@ fn a_reader_never_sees_a_piece_before_its_bytes() {
     assert!(verify_all(&arena) > 0);
 }
 
-/// The scope would wait as well, but ThreadSanitizer does not see how.
+/// Joins the threads. The scope would wait for them as well, but in a way that ThreadSanitizer does not see.
 fn join(threads: Vec<std::thread::ScopedJoinHandle<()>>) {
     for thread in threads {
         thread.join().expect("no assertion failed");
     }
 }
 
+/// The byte that tests write at `offset` of `file`.
 fn byte_of(file: u64, offset: u64) -> u8 {
     (file.wrapping_mul(31) ^ offset.wrapping_mul(7)) as u8
 }
 
+/// Publishes pieces of random lengths until the slab is full.
 fn fill_lease(arena: &Arena, lease: &mut Lease, file: u64, offset: &mut u64, rng: &mut StdRng) {
     loop {
         let len = rng.random_range(1..3000u64);
         let Some(reserved) = lease
             .reserve(file, *offset, len)
-            .filter(|r| u64::from(r.len) == len)
+            .filter(|room| u64::from(room.len) == len)
         else {
             return;
         };
-        let data: Vec<u8> = (*offset..*offset + len).map(|o| byte_of(file, o)).collect();
+        let data: Vec<u8> = (*offset..*offset + len)
+            .map(|offset| byte_of(file, offset))
+            .collect();
         arena.fill_slab(lease.slab(), reserved.position, &data);
         if lease.continues(file, *offset, reserved) {
             arena.extend_piece(lease, reserved.len, 0);
@@ -288,30 +305,38 @@ fn fill_lease(arena: &Arena, lease: &mut Lease, file: u64, offset: &mut u64, rng
     }
 }
 
+/// Asserts that each live piece has its bytes. Returns the number of pieces.
 fn verify_all(arena: &Arena) -> usize {
     let (stored, damage) = arena.read_pieces();
     assert_eq!(damage, []);
-    for found in &stored {
-        let mut bytes = vec![0; found.piece.len as usize];
+    for stored_piece in &stored {
+        let mut bytes = vec![0; stored_piece.piece.len as usize];
         arena
-            .copy_out(found.at.slab, found.piece.position, &mut bytes)
+            .copy_out(
+                stored_piece.at.slab,
+                stored_piece.piece.position,
+                &mut bytes,
+            )
             .unwrap();
-        for (i, byte) in bytes.into_iter().enumerate() {
+        for (index, byte) in bytes.into_iter().enumerate() {
             assert_eq!(
                 byte,
-                byte_of(found.piece.file, found.piece.offset + i as u64),
-                "{found:?} byte {i}"
+                byte_of(
+                    stored_piece.piece.file,
+                    stored_piece.piece.offset + index as u64
+                ),
+                "{stored_piece:?} byte {index}"
             );
         }
     }
     stored.len()
 }
 
-/// Slabs are leased, retired and leased again while a reader reads the tables: it never takes a
-/// record of one lease for one of another.
+/// Slabs are leased, retired and leased again while a reader reads the tables. The reader never takes a record of one lease
+/// for a record of another.
 #[test]
 fn reuse_under_a_reader_is_never_mistaken_for_damage() {
-    let (_dir, _path, arena) = fresh(2, 64 << 10);
+    let (_dir, _path, arena) = new_arena(2, 64 << 10);
     let writing = AtomicU32::new(2);
     std::thread::scope(|scope| {
         let mut threads = Vec::new();
@@ -340,7 +365,11 @@ fn reuse_under_a_reader_is_never_mistaken_for_damage() {
             while writing.load(Ordering::Acquire) > 0 {
                 let (stored, damage) = arena.read_pieces();
                 assert_eq!(damage, []);
-                assert!(stored.iter().all(|s| (1..=2).contains(&s.piece.file)));
+                assert!(
+                    stored
+                        .iter()
+                        .all(|stored| (1..=2).contains(&stored.piece.file))
+                );
             }
         }));
         join(threads);
@@ -348,11 +377,11 @@ fn reuse_under_a_reader_is_never_mistaken_for_damage() {
     assert_eq!(arena.used_bytes(), 0);
 }
 
-/// A chunk that becomes free is cut into slabs of another class, whose records lie elsewhere in its
-/// table, while a reader reads it.
+/// A free chunk is cut into slabs of another class while a reader reads its table. The records of that class lie elsewhere in
+/// the table.
 #[test]
 fn regression_a_chunk_cut_anew_under_a_reader_is_never_mistaken_for_damage() {
-    let (_dir, _path, arena) = fresh(1, 1 << 20);
+    let (_dir, _path, arena) = new_arena(1, 1 << 20);
     let writing = AtomicU32::new(1);
     std::thread::scope(|scope| {
         let arena = &arena;

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use firn_arena::{Arena, ClientLease, Identity, Taken};
+use firn_arena::{AcceptedBytes, Arena, ClientLease, Identity};
 use firn_direct::slab_writer::{Appended, SlabWriter};
 use firn_format::data_socket::{OFFSET_MAX, Slab};
 use firn_format::geometry::Geometry;
@@ -91,11 +91,11 @@ fn lease(arena: &Arena, class: Class) -> ClientLease {
 }
 
 fn take(arena: &Arena, lease: &mut ClientLease) -> Vec<(u64, u32)> {
-    let mut seen = Vec::new();
+    let mut accepted = Vec::new();
     arena
-        .take_client(lease, &mut |taken| seen.push((taken.offset, taken.len)))
+        .take_client(lease, &mut |bytes| accepted.push((bytes.offset, bytes.len)))
         .unwrap();
-    seen
+    accepted
 }
 
 #[test]
@@ -113,22 +113,22 @@ fn what_a_client_published_is_taken_in_once_and_as_it_grows() {
     append(&mut writer, 101, b"g");
     assert_eq!(take(&arena, &mut lease), [(13, 2), (100, 2)]);
     assert_eq!(take(&arena, &mut lease), []);
-    let mut bytes: Vec<Taken> = Vec::new();
+    let mut accepted: Vec<AcceptedBytes> = Vec::new();
     append(&mut writer, 102, b"hi");
     arena
-        .freeze_client(&mut lease, &mut |taken| bytes.push(taken))
+        .freeze_client(&mut lease, &mut |bytes| accepted.push(bytes))
         .unwrap();
     let mut out = [0; 2];
     arena
-        .copy_out(bytes[0].piece.slab, bytes[0].position, &mut out)
+        .copy_out(accepted[0].piece.slab, accepted[0].position, &mut out)
         .unwrap();
     assert_eq!(&out, b"hi");
     append(&mut writer, 104, b"j");
-    bytes.clear();
+    accepted.clear();
     arena
-        .revoke_client(&mut lease, &mut |taken| bytes.push(taken))
+        .revoke_client(&mut lease, &mut |bytes| accepted.push(bytes))
         .unwrap();
-    assert_eq!((bytes[0].offset, bytes.len()), (104, 1));
+    assert_eq!((accepted[0].offset, accepted.len()), (104, 1));
     assert_eq!(append(&mut writer, 105, b"k"), Appended::Revoked);
     arena.end_client(lease);
 }
@@ -290,10 +290,10 @@ fn a_record_that_breaks_the_rules_ends_the_lease_and_never_counts() {
         };
         spoil(&mut piece, 4);
         client.record(&slab, 1, piece);
-        let looked = arena.take_client(&mut lease, &mut |taken| panic!("{taken:?}"));
+        let looked = arena.take_client(&mut lease, &mut |bytes| panic!("{bytes:?}"));
         // A piece that leaves the slab does not even pass for one.
         assert_eq!(looked.is_err(), case != 3, "case {case}");
-        let revoked = arena.revoke_client(&mut lease, &mut |taken| panic!("{taken:?}"));
+        let revoked = arena.revoke_client(&mut lease, &mut |bytes| panic!("{bytes:?}"));
         assert_eq!(revoked.is_err(), looked.is_err());
         assert_eq!(arena.read_pieces().0.len(), 1, "case {case}");
         arena.end_client(lease);

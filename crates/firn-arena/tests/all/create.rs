@@ -1,4 +1,4 @@
-//! A kill at each step of the making of an arena.
+//! Tests that a process killed at any step of creating an arena leaves no arena that cannot be attached.
 
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::ExitStatusExt;
@@ -8,7 +8,7 @@ use std::process::Command;
 use firn_arena::{Arena, Identity, set_probe};
 use firn_format::geometry::Geometry;
 
-/// Tells the copy of this test where to make an arena, and before which step to die.
+/// Variables that tell a child process, a copy of this test, where to create an arena and before which step to die.
 const CREATE: &str = "FIRN_TEST_CREATE";
 const STEP: &str = "FIRN_TEST_STEP";
 
@@ -37,7 +37,7 @@ fn names(dir: &Path) -> Vec<String> {
     names
 }
 
-/// What the parent runs as a process of its own.
+/// Runs in a child process of the next test; does nothing otherwise.
 #[test]
 fn a_child_makes_an_arena_and_dies() {
     let (Some(dir), Ok(step)) = (std::env::var_os(CREATE), std::env::var(STEP)) else {

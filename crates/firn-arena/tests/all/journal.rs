@@ -1,5 +1,6 @@
-//! The journal against its own promises: any cut of the bytes replays to a prefix of what was
-//! appended, and a snapshot changes nothing.
+//! Tests of the journal with random records.
+//!
+//! The bytes, cut anywhere, replay to a prefix of the appended records, and a snapshot does not change the ledger.
 
 use firn_arena::journal::{Damage, Full, Journal, Ledger, Medium, Memory, PathState, replay};
 use firn_format::record::{Ending, Identity, Record};
@@ -83,10 +84,10 @@ fn any_record() -> impl Strategy<Value = Record> {
     ]
 }
 
-/// A medium that remembers its bytes after every single store.
+/// A medium that keeps a copy of its bytes after each store, and after the first half of each store.
 struct Recorder {
     memory: Memory,
-    after: std::sync::Arc<std::sync::Mutex<Vec<Vec<u8>>>>,
+    copies: std::sync::Arc<std::sync::Mutex<Vec<Vec<u8>>>>,
 }
 
 impl Medium for Recorder {
@@ -94,13 +95,13 @@ impl Medium for Recorder {
         self.memory.len()
     }
     fn write(&mut self, at: usize, bytes: &[u8]) {
-        // A store may be torn anywhere: keep the state with its first half, too.
+        // A crash can tear a store, unless it is one word.
         if bytes.len() != 8 {
             self.memory.write(at, &bytes[..bytes.len() / 2]);
         }
-        self.after.lock().unwrap().push(self.memory.0.clone());
+        self.copies.lock().unwrap().push(self.memory.0.clone());
         self.memory.write(at, bytes);
-        self.after.lock().unwrap().push(self.memory.0.clone());
+        self.copies.lock().unwrap().push(self.memory.0.clone());
     }
     fn read(&self, at: usize, bytes: &mut [u8]) {
         self.memory.read(at, bytes);
@@ -120,22 +121,22 @@ proptest! {
     /// A crash after, or in the middle of, any store leaves the ledger before or after the append.
     #[test]
     fn a_crash_at_any_store_replays_to_before_or_after(records in prop::collection::vec(any_record(), 1..40)) {
-        let after = std::sync::Arc::default();
+        let copies = std::sync::Arc::default();
         let memory = Memory(vec![0; 2 * 1024]);
-        let mut journal = Journal::create(Recorder { memory, after: std::sync::Arc::clone(&after) });
+        let mut journal = Journal::create(Recorder { memory, copies: std::sync::Arc::clone(&copies) });
         let mut before = Ledger::default();
         for record in records {
-            after.lock().unwrap().clear();
+            copies.lock().unwrap().clear();
             let result = journal.append(&record);
             let mut expected = before.clone();
             if result.is_ok() {
                 expected.apply(&record);
             }
             prop_assert_eq!(journal.ledger(), &expected);
-            for bytes in after.lock().unwrap().drain(..) {
-                let found = replay(&Memory(bytes));
-                prop_assert!(found.ledger == before || found.ledger == expected, "{record:?}: found {:?}\nbefore {before:?}\nafter {expected:?}", found.ledger);
-                prop_assert_eq!(&found.damage, &vec![]);
+            for bytes in copies.lock().unwrap().drain(..) {
+                let replayed = replay(&Memory(bytes));
+                prop_assert!(replayed.ledger == before || replayed.ledger == expected, "{record:?}: replayed {:?}\nbefore {before:?}\nafter {expected:?}", replayed.ledger);
+                prop_assert_eq!(&replayed.damage, &vec![]);
             }
             before = expected;
         }
@@ -152,12 +153,12 @@ proptest! {
         }
         let mut bytes = journal.into_medium().0;
         bytes[bit / 8] ^= 1 << (bit % 8);
-        let found = replay(&Memory(bytes.clone()));
+        let replayed = replay(&Memory(bytes.clone()));
         let (again, _) = Journal::open(Memory(bytes));
-        prop_assert_eq!(again.ledger(), &found.ledger);
+        prop_assert_eq!(again.ledger(), &replayed.ledger);
         // The last record has none after it: its damage looks like a torn tail and is dropped.
-        if found.damage.is_empty() {
-            prop_assert!(prefixes.iter().rev().take(2).any(|p| *p == found.ledger));
+        if replayed.damage.is_empty() {
+            prop_assert!(prefixes.iter().rev().take(2).any(|p| *p == replayed.ledger));
         }
     }
 }
@@ -173,23 +174,23 @@ fn a_torn_tail_is_dropped_and_damage_in_the_middle_is_named() {
     let ends: Vec<usize> = (0..3).map(|n| 24 + n * 64).collect();
     let mut torn = bytes.clone();
     torn[ends[2] + 20] ^= 1;
-    let found = replay(&Memory(torn));
-    assert_eq!((found.ledger.len(), found.damage.len()), (2, 0));
+    let replayed = replay(&Memory(torn));
+    assert_eq!((replayed.ledger.len(), replayed.damage.len()), (2, 0));
     let mut holed = bytes;
     holed[ends[1] + 20] ^= 1;
-    let found = replay(&Memory(holed));
-    assert_eq!(found.ledger.len(), 2);
+    let replayed = replay(&Memory(holed));
+    assert_eq!(replayed.ledger.len(), 2);
     assert!(
-        matches!(found.damage[..], [Damage::Hole { half: 0, .. }]),
+        matches!(replayed.damage[..], [Damage::Hole { half: 0, .. }]),
         "{:?}",
-        found.damage
+        replayed.damage
     );
 }
 
 #[test]
 fn a_journal_without_a_header_is_damaged_not_empty() {
-    let found = replay(&Memory(vec![0; 4096]));
-    assert_eq!(found.damage, [Damage::NoHalf]);
+    let replayed = replay(&Memory(vec![0; 4096]));
+    assert_eq!(replayed.damage, [Damage::NoHalf]);
 }
 
 #[test]
@@ -198,9 +199,9 @@ fn the_first_half_is_read_without_its_header() {
     journal.append(&bind(1, "file")).unwrap();
     let mut bytes = journal.into_medium().0;
     bytes[3] ^= 1;
-    let (journal, found) = Journal::open(Memory(bytes));
+    let (journal, replayed) = Journal::open(Memory(bytes));
     assert_eq!(
-        (found.ledger.len(), &found.damage[..]),
+        (replayed.ledger.len(), &replayed.damage[..]),
         (1, &[Damage::Header { half: 0 }][..])
     );
     let again = replay(&journal.into_medium());
@@ -218,19 +219,19 @@ fn regression_frames_of_a_half_that_was_passed_over_stay_away() {
     let mut header_and_frame = bytes.clone();
     header_and_frame[2048] ^= 1;
     header_and_frame[2048 + 24 + 20] ^= 1;
-    let found = replay(&Memory(header_and_frame));
+    let replayed = replay(&Memory(header_and_frame));
     assert_eq!(
-        (found.ledger.len(), found.damage.len()),
+        (replayed.ledger.len(), replayed.damage.len()),
         (2, 2),
         "{:?}",
-        found.damage
+        replayed.damage
     );
     // Without a magic the second half looks like a snapshot that was not finished: the first one,
     // which is empty, is the journal.
     let mut no_magic = bytes;
     no_magic[2048..2056].fill(0);
-    let (journal, found) = Journal::open(Memory(no_magic));
-    assert_eq!(found.ledger.len(), 0);
+    let (journal, replayed) = Journal::open(Memory(no_magic));
+    assert_eq!(replayed.ledger.len(), 0);
     let again = replay(&journal.into_medium());
     assert_eq!((again.ledger.len(), &again.damage[..]), (0, &[][..]));
 }
@@ -464,9 +465,9 @@ fn regression_the_last_generation_and_sequence_overflow_nothing() {
     encode_frame(u64::MAX, 0, &bind(1, "a").encode(), &mut half);
     encode_frame(u64::MAX, u64::MAX, &bind(2, "b").encode(), &mut half);
     half.resize(4096, 0);
-    let (mut journal, found) = Journal::open(Memory([half, vec![1; 4096]].concat()));
+    let (mut journal, replayed) = Journal::open(Memory([half, vec![1; 4096]].concat()));
     assert_eq!(
-        found
+        replayed
             .ledger
             .files()
             .map(|(file, _)| file)

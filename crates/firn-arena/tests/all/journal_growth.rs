@@ -1,5 +1,7 @@
-//! The memory under a journal: it comes as the journal grows, goes back, and where there is none left
-//! nothing is lost.
+//! Tests of the memory under a journal.
+//!
+//! The journal reserves memory as it grows and releases it after a snapshot. If there is none left, an append fails and
+//! no earlier record is lost.
 
 use std::sync::{Arc, Mutex};
 
@@ -11,16 +13,16 @@ const STEP: usize = JOURNAL_STEP as usize;
 const PAGE: usize = 4096;
 const HALF: usize = 16 * STEP;
 
-/// What is shared with the test while the journal has the medium.
+/// The state of a medium, which the test sees while the journal uses the medium.
 #[derive(Clone)]
 struct State {
     bytes: Vec<u8>,
-    /// Which pages have memory.
+    /// For each page, whether it has memory.
     pages: Vec<bool>,
-    /// Pages that there are.
+    /// The largest number of pages with memory.
     limit: usize,
-    /// The bytes after each store of a header's magic and before and after each release.
-    seen: Vec<Vec<u8>>,
+    /// Copies of the bytes: after each store of a header's magic, and before, during and after each release.
+    copies: Vec<Vec<u8>>,
 }
 
 impl State {
@@ -32,7 +34,7 @@ impl State {
     }
 }
 
-/// A medium with a limit on its memory, which refuses a store where it gave none.
+/// A medium with a limit on its memory. It asserts that each store goes to pages with memory.
 #[derive(Clone)]
 struct Scarce(Arc<Mutex<State>>);
 
@@ -46,7 +48,7 @@ impl Scarce {
             bytes,
             pages,
             limit: limit_bytes / PAGE,
-            seen: Vec::new(),
+            copies: Vec::new(),
         })))
     }
     fn state(&self) -> std::sync::MutexGuard<'_, State> {
@@ -71,7 +73,7 @@ impl Medium for Scarce {
         state.bytes[at..at + bytes.len()].copy_from_slice(bytes);
         if at.is_multiple_of(HALF) {
             let bytes = state.bytes.clone();
-            state.seen.push(bytes);
+            state.copies.push(bytes);
         }
     }
     fn read(&self, at: usize, bytes: &mut [u8]) {
@@ -80,11 +82,11 @@ impl Medium for Scarce {
     fn reserve(&mut self, at: usize, len: usize) -> bool {
         let mut state = self.state();
         let pages = at / PAGE..(at + len).div_ceil(PAGE);
-        let more = state.pages[pages.clone()]
+        let new_pages = state.pages[pages.clone()]
             .iter()
             .filter(|has| !**has)
             .count();
-        if state.pages_used() + more > state.limit {
+        if state.pages_used() + new_pages > state.limit {
             return false;
         }
         state.pages[pages].fill(true);
@@ -98,7 +100,7 @@ impl Medium for Scarce {
         state.bytes[at..at + len].fill(0);
         state.pages[at.div_ceil(PAGE)..(at + len) / PAGE].fill(false);
         let after = state.bytes.clone();
-        state.seen.extend([before, halfway, after]);
+        state.copies.extend([before, halfway, after]);
     }
     fn used(&self, at: usize, len: usize) -> usize {
         let pages = &self.state().pages[at / PAGE..(at + len) / PAGE];
@@ -150,9 +152,9 @@ fn memory_comes_with_the_names_and_goes_with_them() {
     }
     let after = medium.state().bytes_used();
     assert!(after <= 8 * STEP, "{after} of {full}");
-    let found = replay(&medium.copy());
+    let replayed = replay(&medium.copy());
     assert_eq!(
-        (&found.ledger, &found.damage[..]),
+        (&replayed.ledger, &replayed.damage[..]),
         (journal.ledger(), &[][..])
     );
 }
@@ -161,16 +163,16 @@ fn memory_comes_with_the_names_and_goes_with_them() {
 fn a_crash_at_any_header_or_release_replays_to_what_was_there() {
     let medium = Scarce::new(2 * HALF);
     let mut journal = Journal::create(medium.clone());
-    medium.state().seen.clear();
+    medium.state().copies.clear();
     let mut file = 0;
     let mut checked = 0;
     let mut check = |journal: &Journal<Scarce>, before: &firn_arena::journal::Ledger| {
-        for bytes in std::mem::take(&mut medium.state().seen) {
-            let found = replay(&Memory(bytes));
-            assert_eq!(found.damage, []);
-            let sizes = [found.ledger.len(), before.len(), journal.ledger().len()];
+        for bytes in std::mem::take(&mut medium.state().copies) {
+            let replayed = replay(&Memory(bytes));
+            assert_eq!(replayed.damage, []);
+            let sizes = [replayed.ledger.len(), before.len(), journal.ledger().len()];
             assert!(
-                &found.ledger == before || &found.ledger == journal.ledger(),
+                &replayed.ledger == before || &replayed.ledger == journal.ledger(),
                 "{sizes:?} {checked}"
             );
             checked += 1;
@@ -192,9 +194,9 @@ fn a_crash_at_any_header_or_release_replays_to_what_was_there() {
             check(&journal, &before);
         }
         drop(journal);
-        let found;
-        (journal, found) = Journal::open(medium.clone());
-        assert_eq!(found.damage, []);
+        let replayed;
+        (journal, replayed) = Journal::open(medium.clone());
+        assert_eq!(replayed.damage, []);
         let ledger = journal.ledger().clone();
         check(&journal, &ledger);
     }
@@ -219,9 +221,9 @@ fn without_memory_a_beginning_is_refused_and_ends_still_fit() {
             })
             .ok();
     }
-    let found = replay(&medium.copy());
+    let replayed = replay(&medium.copy());
     assert_eq!(
-        (&found.ledger, &found.damage[..]),
+        (&replayed.ledger, &replayed.damage[..]),
         (journal.ledger(), &[][..])
     );
     for file in 1..=files / 2 {
@@ -234,6 +236,6 @@ fn without_memory_a_beginning_is_refused_and_ends_still_fit() {
         .expect("there is room again");
     let ledger = journal.ledger().clone();
     drop(journal);
-    let (journal, found) = Journal::open(medium.clone());
-    assert_eq!((journal.ledger(), &found.ledger), (&ledger, &ledger));
+    let (journal, replayed) = Journal::open(medium.clone());
+    assert_eq!((journal.ledger(), &replayed.ledger), (&ledger, &ledger));
 }

@@ -1,5 +1,8 @@
-//! Slots in memory files: their bytes are found there, also after a crash at any store; they are used again and come
-//! back; what is wrong with a memory file is told and never read as other bytes.
+//! Tests of slots in memory files.
+//!
+//! * Their bytes can be read there, also after a crash at any store.
+//! * The slots are used again, and return to the arena's file.
+//! * A damaged memory file is reported, and never read as other bytes.
 
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Path, PathBuf};
@@ -39,18 +42,18 @@ impl Fixture {
 }
 
 fn memory_files_in(dir: &Path) -> Vec<PathBuf> {
-    let mut found: Vec<PathBuf> = std::fs::read_dir(dir)
+    let mut paths: Vec<PathBuf> = std::fs::read_dir(dir)
         .expect("a directory")
         .map(|entry| entry.expect("an entry").path())
         .filter(|path| path.to_string_lossy().contains("arena.m"))
         .collect();
-    found.sort();
-    found
+    paths.sort();
+    paths
 }
 
 fn bytes_of(file: u64, offset: u64, len: u64) -> Vec<u8> {
     (offset..offset + len)
-        .map(|at| (file.wrapping_mul(37) ^ at.wrapping_mul(11) ^ (at >> 8)) as u8)
+        .map(|offset| (file.wrapping_mul(37) ^ offset.wrapping_mul(11) ^ (offset >> 8)) as u8)
         .collect()
 }
 
@@ -108,24 +111,31 @@ fn drop_pieces(arena: &Arena, pieces: &[(PieceRef, u64)]) {
     }
 }
 
-/// Every piece has its bytes; returns them.
+/// Asserts that each piece has its bytes. Returns the pieces.
 fn verify(arena: &Arena) -> Vec<Piece> {
     let (stored, damage) = arena.read_pieces();
     assert_eq!(damage, []);
-    for found in &stored {
-        let mut bytes = vec![0; found.piece.len as usize];
+    for stored_piece in &stored {
+        let mut bytes = vec![0; stored_piece.piece.len as usize];
         arena
-            .copy_out(found.at.slab, found.piece.position, &mut bytes)
+            .copy_out(
+                stored_piece.at.slab,
+                stored_piece.piece.position,
+                &mut bytes,
+            )
             .expect("readable");
         let Piece {
             file, offset, len, ..
-        } = found.piece;
-        assert!(bytes == bytes_of(file, offset, u64::from(len)), "{found:?}");
+        } = stored_piece.piece;
+        assert!(
+            bytes == bytes_of(file, offset, u64::from(len)),
+            "{stored_piece:?}"
+        );
     }
     stored.into_iter().map(|stored| stored.piece).collect()
 }
 
-/// All slots of memory can be leased as whole chunks.
+/// Asserts that all slots of memory can be leased as whole chunks.
 fn lease_all(arena: &Arena) {
     let leases: Vec<Lease> = std::iter::from_fn(|| arena.lease_slab(Class::Whole)).collect();
     let whole = leases.iter().filter(|lease| lease.class() == Class::Whole);
@@ -135,17 +145,17 @@ fn lease_all(arena: &Arena) {
     }
 }
 
-/// Attaches and keeps everything.
-/// A memory file for `slots` chunks.
+/// Begins a memory file for `slots` chunks.
 fn begin_file(arena: &Arena, slots: u32) -> Arc<MemoryFile> {
     let memory = arena.begin_memory_file(slots).expect("no error");
     memory.expect("one")
 }
 
+/// Attaches and keeps all pieces.
 fn attach(path: &Path) -> (Arena, Vec<Damage>) {
     let (arena, stored, damage) = Arena::attach(path).expect("attached");
-    for found in &stored {
-        arena.keep_piece(found.at, found.piece.len);
+    for stored_piece in &stored {
+        arena.keep_piece(stored_piece.at, stored_piece.piece.len);
     }
     arena.free_unkept_slabs(&stored);
     arena.remove_unused_memory_files();
@@ -154,43 +164,50 @@ fn attach(path: &Path) -> (Arena, Vec<Damage>) {
 
 #[test]
 fn a_memory_file_has_the_bytes_in_order_and_memory_counts_once() {
-    let f = Fixture::new();
-    let mut pieces = write_file(&f.arena, 1, 3);
-    assert_eq!(f.arena.memory_used(), 3);
-    let before = allocated(f.dir.path());
-    let memory = begin_file(&f.arena, 3);
-    settle(&f.arena, 1, &mut pieces, &memory);
-    assert_eq!(f.arena.memory_used(), 3);
-    assert_eq!(verify(&f.arena).len(), 3);
-    assert!(allocated(f.dir.path()) <= before, "memory counts twice");
+    let fixture = Fixture::new();
+    let mut pieces = write_file(&fixture.arena, 1, 3);
+    assert_eq!(fixture.arena.memory_used(), 3);
+    let before = allocated(fixture.dir.path());
+    let memory = begin_file(&fixture.arena, 3);
+    settle(&fixture.arena, 1, &mut pieces, &memory);
+    assert_eq!(fixture.arena.memory_used(), 3);
+    assert_eq!(verify(&fixture.arena).len(), 3);
+    assert!(
+        allocated(fixture.dir.path()) <= before,
+        "memory counts twice"
+    );
     let len = 2 * CHUNK + CHUNK / 2;
-    f.arena
+    fixture
+        .arena
         .begin_view(&memory, len)
         .expect("it gets its length");
     let given = memory.reader().expect("given");
     let mut bytes = vec![0; len as usize + 1];
     let file = std::fs::File::from(given);
-    let got = file.read_at(&mut bytes, 0).expect("read");
-    assert_eq!(got as u64, len, "it is as long as the file");
-    assert!(bytes[..got] == bytes_of(1, 0, len));
+    let read_bytes = file.read_at(&mut bytes, 0).expect("read");
+    assert_eq!(read_bytes as u64, len, "it is as long as the file");
+    assert!(bytes[..read_bytes] == bytes_of(1, 0, len));
     assert!(file.write_at(b"x", 0).is_err(), "it can only be read");
-    let place = f.arena.locate_bytes(pieces[1].0.slab, 5).expect("a place");
+    let place = fixture
+        .arena
+        .locate_bytes(pieces[1].0.slab, 5)
+        .expect("a place");
     assert!(matches!(place, Located::MemoryFile(_, at) if at == CHUNK + 5));
-    drop_pieces(&f.arena, &pieces);
-    f.arena.trim_memory_files(u64::MAX);
+    drop_pieces(&fixture.arena, &pieces);
+    fixture.arena.trim_memory_files(u64::MAX);
     assert_eq!(
-        f.memory_files().len(),
+        fixture.memory_files().len(),
         1,
         "the next firnd finds a view by its name"
     );
-    f.arena.end_view(&memory);
+    fixture.arena.end_view(&memory);
     assert_eq!(
-        f.memory_files(),
+        fixture.memory_files(),
         [] as [PathBuf; 0],
         "what was given is not used again"
     );
-    lease_all(&f.arena);
-    f.arena.assert_invariants();
+    lease_all(&fixture.arena);
+    fixture.arena.assert_invariants();
 }
 
 /// Bytes that the files of a directory take.
@@ -209,61 +226,62 @@ fn allocated(dir: &Path) -> u64 {
 
 #[test]
 fn an_idle_memory_file_is_used_again_and_gives_way_to_writers() {
-    let f = Fixture::new();
-    let mut pieces = write_file(&f.arena, 1, 3);
-    let memory = begin_file(&f.arena, 3);
-    settle(&f.arena, 1, &mut pieces, &memory);
-    drop_pieces(&f.arena, &pieces);
-    f.arena.trim_memory_files(3 * CHUNK);
-    assert_eq!(f.arena.memory_file_figures().idle_bytes, 3 * CHUNK);
-    let mut pieces = write_file(&f.arena, 2, 3);
-    let again = begin_file(&f.arena, 3);
+    let fixture = Fixture::new();
+    let mut pieces = write_file(&fixture.arena, 1, 3);
+    let memory = begin_file(&fixture.arena, 3);
+    settle(&fixture.arena, 1, &mut pieces, &memory);
+    drop_pieces(&fixture.arena, &pieces);
+    fixture.arena.trim_memory_files(3 * CHUNK);
+    assert_eq!(fixture.arena.memory_file_figures().idle_bytes, 3 * CHUNK);
+    let mut pieces = write_file(&fixture.arena, 2, 3);
+    let again = begin_file(&fixture.arena, 3);
     assert!(Arc::ptr_eq(&again, &memory));
-    settle(&f.arena, 2, &mut pieces, &again);
-    assert_eq!(verify(&f.arena).len(), 3);
-    drop_pieces(&f.arena, &pieces);
-    assert_eq!(f.arena.memory_used(), 0);
-    lease_all(&f.arena);
-    assert_eq!(f.memory_files(), [] as [PathBuf; 0]);
-    f.arena.assert_invariants();
+    settle(&fixture.arena, 2, &mut pieces, &again);
+    assert_eq!(verify(&fixture.arena).len(), 3);
+    drop_pieces(&fixture.arena, &pieces);
+    assert_eq!(fixture.arena.memory_used(), 0);
+    lease_all(&fixture.arena);
+    assert_eq!(fixture.memory_files(), [] as [PathBuf; 0]);
+    fixture.arena.assert_invariants();
 }
 
 #[test]
 fn regression_a_cut_file_that_is_read_in_its_memory_file_is_no_damage() {
-    let f = Fixture::new();
-    let mut pieces = write_file(&f.arena, 1, 3);
-    let memory = begin_file(&f.arena, 3);
-    settle(&f.arena, 1, &mut pieces, &memory);
+    let fixture = Fixture::new();
+    let mut pieces = write_file(&fixture.arena, 1, 3);
+    let memory = begin_file(&fixture.arena, 3);
+    settle(&fixture.arena, 1, &mut pieces, &memory);
     let cut = CHUNK / 4;
-    f.arena.shorten_piece(pieces[2].0, cut);
-    f.arena
+    fixture.arena.shorten_piece(pieces[2].0, cut);
+    fixture
+        .arena
         .begin_view(&memory, 2 * CHUNK + cut)
         .expect("it gets its length");
-    let Fixture { dir, arena } = f;
+    let Fixture { dir, arena } = fixture;
     drop(memory);
     drop(arena);
     let (arena, damage) = attach(&dir.path().join("arena"));
     assert_eq!(damage, []);
-    let found = verify(&arena);
-    let last = found.iter().find(|piece| piece.offset == 2 * CHUNK);
+    let live_pieces = verify(&arena);
+    let last = live_pieces.iter().find(|piece| piece.offset == 2 * CHUNK);
     assert_eq!(last.map(|piece| u64::from(piece.len)), Some(cut));
 }
 
 #[test]
 fn regression_a_memory_file_keeps_its_name_while_it_is_filled() {
-    let f = Fixture::new();
-    let mut pieces = write_file(&f.arena, 1, 3);
-    let begin = || f.arena.begin_memory_file(3).expect("no error");
+    let fixture = Fixture::new();
+    let mut pieces = write_file(&fixture.arena, 1, 3);
+    let begin = || fixture.arena.begin_memory_file(3).expect("no error");
     let memory = begin().expect("one");
-    settle(&f.arena, 1, &mut pieces, &memory);
-    drop_pieces(&f.arena, &pieces);
-    let mut pieces = write_file(&f.arena, 2, 3);
+    settle(&fixture.arena, 1, &mut pieces, &memory);
+    drop_pieces(&fixture.arena, &pieces);
+    let mut pieces = write_file(&fixture.arena, 2, 3);
     let again = begin().expect("one");
     assert!(Arc::ptr_eq(&again, &memory));
     // A writer finds no other room.
-    assert_eq!(f.arena.return_idle_slots(3), 3);
-    settle(&f.arena, 2, &mut pieces, &again);
-    let Fixture { dir, arena } = f;
+    assert_eq!(fixture.arena.return_idle_slots(3), 3);
+    settle(&fixture.arena, 2, &mut pieces, &again);
+    let Fixture { dir, arena } = fixture;
     drop((memory, again));
     drop(arena);
     let (arena, damage) = attach(&dir.path().join("arena"));
@@ -276,33 +294,35 @@ fn a_crash_at_any_store_leaves_each_piece_whole_and_each_slot_usable() {
     let steps = Arc::new(AtomicU64::new(0));
     let mut crashes = 0;
     loop {
-        let f = Fixture::new();
+        let fixture = Fixture::new();
         let crashed = tempfile::tempdir_in("/dev/shm").expect("a directory on tmpfs");
-        let mut pieces = write_file(&f.arena, 1, 3);
+        let mut pieces = write_file(&fixture.arena, 1, 3);
         steps.store(0, Ordering::Relaxed);
-        let (from, to) = (f.dir.path().to_owned(), crashed.path().to_owned());
+        let (from, to) = (fixture.dir.path().to_owned(), crashed.path().to_owned());
         let count = Arc::clone(&steps);
         firn_arena::set_probe(Some(Box::new(move || {
             if count.fetch_add(1, Ordering::Relaxed) == crashes {
                 copy_dir(&from, &to);
             }
         })));
-        let memory = begin_file(&f.arena, 3);
-        settle(&f.arena, 1, &mut pieces, &memory);
+        let memory = begin_file(&fixture.arena, 3);
+        settle(&fixture.arena, 1, &mut pieces, &memory);
         let kept_until = steps.load(Ordering::Relaxed);
-        drop_pieces(&f.arena, &pieces);
-        f.arena.trim_memory_files(u64::MAX);
-        f.arena.trim_memory_files(0);
+        drop_pieces(&fixture.arena, &pieces);
+        fixture.arena.trim_memory_files(u64::MAX);
+        fixture.arena.trim_memory_files(0);
         firn_arena::set_probe(None);
         if steps.load(Ordering::Relaxed) <= crashes {
             break;
         }
         let (arena, damage) = attach(&crashed.path().join("arena"));
         assert_eq!(damage, [], "step {crashes}: a crash is no damage");
-        let found = verify(&arena);
+        let live_pieces = verify(&arena);
         if crashes < kept_until {
             for chunk in 0..3 {
-                let has = found.iter().any(|piece| piece.offset == chunk * CHUNK);
+                let has = live_pieces
+                    .iter()
+                    .any(|piece| piece.offset == chunk * CHUNK);
                 assert!(has, "step {crashes}: chunk {chunk} is lost");
             }
         }
@@ -331,11 +351,13 @@ fn damaged(change: impl FnOnce(&Path, &Fixture)) -> (Fixture, Vec<Damage>) {
     let mut pieces = write_file(&arena, 1, 3);
     let memory = begin_file(&arena, 3);
     settle(&arena, 1, &mut pieces, &memory);
-    let f = Fixture { dir, arena };
-    let path = f.memory_files().remove(0);
-    change(&path, &f);
-    let checked = check(&f.dir.path().join("arena")).expect("checked").damage;
-    let Fixture { dir, arena } = f;
+    let fixture = Fixture { dir, arena };
+    let path = fixture.memory_files().remove(0);
+    change(&path, &fixture);
+    let checked = check(&fixture.dir.path().join("arena"))
+        .expect("checked")
+        .damage;
+    let Fixture { dir, arena } = fixture;
     drop(memory);
     drop(arena);
     let (arena, damage) = attach(&dir.path().join("arena"));
@@ -344,16 +366,18 @@ fn damaged(change: impl FnOnce(&Path, &Fixture)) -> (Fixture, Vec<Damage>) {
 }
 
 /// Says how many chunks are unreadable, and reads all others.
-fn count_unreadable(f: &Fixture) -> usize {
-    let (stored, _) = f.arena.read_pieces();
-    let unreadable = stored.iter().filter(|found| {
-        let mut bytes = vec![0; found.piece.len as usize];
-        let read = f
-            .arena
-            .copy_out(found.at.slab, found.piece.position, &mut bytes);
+fn count_unreadable(fixture: &Fixture) -> usize {
+    let (stored, _) = fixture.arena.read_pieces();
+    let unreadable = stored.iter().filter(|stored_piece| {
+        let mut bytes = vec![0; stored_piece.piece.len as usize];
+        let read = fixture.arena.copy_out(
+            stored_piece.at.slab,
+            stored_piece.piece.position,
+            &mut bytes,
+        );
         let Piece {
             file, offset, len, ..
-        } = found.piece;
+        } = stored_piece.piece;
         assert!(read.is_err() || bytes == bytes_of(file, offset, u64::from(len)));
         read.is_err()
     });
@@ -362,47 +386,68 @@ fn count_unreadable(f: &Fixture) -> usize {
 
 #[test]
 fn a_memory_file_that_is_gone_short_or_of_others_is_told_and_not_read() {
-    let (f, damage) = damaged(|path, _| std::fs::remove_file(path).expect("removed"));
-    assert_eq!((damage.len(), count_unreadable(&f)), (3, 3), "{damage:?}");
-    let (f, damage) = damaged(|path, _| {
+    let (fixture, damage) = damaged(|path, _| std::fs::remove_file(path).expect("removed"));
+    assert_eq!(
+        (damage.len(), count_unreadable(&fixture)),
+        (3, 3),
+        "{damage:?}"
+    );
+    let (fixture, damage) = damaged(|path, _| {
         let file = std::fs::File::options()
             .write(true)
             .open(path)
             .expect("opens");
         file.set_len(CHUNK + 7).expect("cut");
     });
-    assert_eq!((damage.len(), count_unreadable(&f)), (2, 2), "{damage:?}");
-    let (f, damage) = damaged(|path, _| {
+    assert_eq!(
+        (damage.len(), count_unreadable(&fixture)),
+        (2, 2),
+        "{damage:?}"
+    );
+    let (fixture, damage) = damaged(|path, _| {
         std::fs::set_permissions(path, PermissionsExt::from_mode(0o644)).expect("a mode");
     });
-    assert_eq!((damage.len(), count_unreadable(&f)), (3, 3), "{damage:?}");
-    let (f, damage) = damaged(|path, f| {
-        let target = f.dir.path().join("elsewhere");
+    assert_eq!(
+        (damage.len(), count_unreadable(&fixture)),
+        (3, 3),
+        "{damage:?}"
+    );
+    let (fixture, damage) = damaged(|path, fixture| {
+        let target = fixture.dir.path().join("elsewhere");
         std::fs::rename(path, &target).expect("moved");
         std::os::unix::fs::symlink(&target, path).expect("a link");
     });
-    assert_eq!((damage.len(), count_unreadable(&f)), (3, 3), "{damage:?}");
+    assert_eq!(
+        (damage.len(), count_unreadable(&fixture)),
+        (3, 3),
+        "{damage:?}"
+    );
     if rustix::process::geteuid().is_root() {
-        let (f, damage) = damaged(|path, _| {
+        let (fixture, damage) = damaged(|path, _| {
             std::os::unix::fs::chown(path, Some(65534), None).expect("another owner");
         });
-        assert_eq!((damage.len(), count_unreadable(&f)), (3, 3), "{damage:?}");
+        assert_eq!(
+            (damage.len(), count_unreadable(&fixture)),
+            (3, 3),
+            "{damage:?}"
+        );
     }
 }
 
 #[test]
 fn a_flipped_bit_in_the_word_of_a_slot_is_damage_of_that_slot() {
-    let (f, damage) = damaged(|_, f| {
-        let geometry = *f.arena.geometry();
-        let chunk = f.arena.read_pieces().0[1].at.slab.chunk;
-        let firn_format::home::Home::Memory(slot) = f.arena.home(chunk).expect("a home") else {
+    let (fixture, damage) = damaged(|_, fixture| {
+        let geometry = *fixture.arena.geometry();
+        let chunk = fixture.arena.read_pieces().0[1].at.slab.chunk;
+        let firn_format::home::Home::Memory(slot) = fixture.arena.home(chunk).expect("a home")
+        else {
             panic!("in memory");
         };
         let at = geometry.table_offset(slot) + chunk_word::MEMORY_PLACE;
         let file = std::fs::File::options()
             .read(true)
             .write(true)
-            .open(f.arena.path())
+            .open(fixture.arena.path())
             .expect("opens");
         let mut byte = [0];
         file.read_exact_at(&mut byte, at).expect("read");
@@ -412,20 +457,20 @@ fn a_flipped_bit_in_the_word_of_a_slot_is_damage_of_that_slot() {
         matches!(&damage[..], [Damage::MemoryFile { pieces: 1, .. }]),
         "{damage:?}"
     );
-    assert_eq!(count_unreadable(&f), 1);
+    assert_eq!(count_unreadable(&fixture), 1);
 }
 
 #[test]
 fn memory_files_of_an_arena_that_is_gone_are_in_nobodys_way() {
-    let f = Fixture::new();
-    let stale = f.dir.path().join("arena.m0");
+    let fixture = Fixture::new();
+    let stale = fixture.dir.path().join("arena.m0");
     std::fs::write(&stale, b"stale").expect("written");
-    let mut pieces = write_file(&f.arena, 1, 2);
-    let memory = begin_file(&f.arena, 2);
-    settle(&f.arena, 1, &mut pieces, &memory);
-    assert_eq!(verify(&f.arena).len(), 2);
-    std::fs::write(f.dir.path().join("arena.m7"), b"stale").expect("written");
-    let Fixture { dir, arena } = f;
+    let mut pieces = write_file(&fixture.arena, 1, 2);
+    let memory = begin_file(&fixture.arena, 2);
+    settle(&fixture.arena, 1, &mut pieces, &memory);
+    assert_eq!(verify(&fixture.arena).len(), 2);
+    std::fs::write(fixture.dir.path().join("arena.m7"), b"stale").expect("written");
+    let Fixture { dir, arena } = fixture;
     drop(memory);
     drop(arena);
     let (arena, damage) = attach(&dir.path().join("arena"));
@@ -439,16 +484,17 @@ fn memory_files_of_an_arena_that_is_gone_are_in_nobodys_way() {
 
 #[test]
 fn a_view_without_a_slot_is_there_after_an_attach() {
-    let f = Fixture::new();
-    let mut pieces = write_file(&f.arena, 1, 3);
-    let memory = begin_file(&f.arena, 3);
-    settle(&f.arena, 1, &mut pieces, &memory);
+    let fixture = Fixture::new();
+    let mut pieces = write_file(&fixture.arena, 1, 3);
+    let memory = begin_file(&fixture.arena, 3);
+    settle(&fixture.arena, 1, &mut pieces, &memory);
     let (number, len) = (memory.number(), 2 * CHUNK + CHUNK / 2);
-    f.arena
+    fixture
+        .arena
         .begin_view(&memory, len)
         .expect("it gets its length");
-    drop_pieces(&f.arena, &pieces);
-    let Fixture { dir, arena } = f;
+    drop_pieces(&fixture.arena, &pieces);
+    let Fixture { dir, arena } = fixture;
     drop((memory, arena));
     let (arena, _, _) = Arena::attach(&dir.path().join("arena")).expect("attached");
     let view = arena.reopen_view(number).expect("it is there");
@@ -465,20 +511,20 @@ fn a_view_without_a_slot_is_there_after_an_attach() {
 
 #[test]
 fn without_spare_slots_a_memory_file_gets_none() {
-    let f = Fixture::new();
-    let memory = begin_file(&f.arena, 2);
+    let fixture = Fixture::new();
+    let memory = begin_file(&fixture.arena, 2);
     let spare = CHUNKS - 1;
-    let lease = f
+    let lease = fixture
         .arena
         .lease_memory_slot(&memory, 0, spare)
         .expect("no error");
     let slab: SlabRef = lease.as_ref().expect("one is to spare").slab();
-    assert!(f.arena.memory_file_of(slab.chunk).is_some());
-    let none = f
+    assert!(fixture.arena.memory_file_of(slab.chunk).is_some());
+    let none = fixture
         .arena
         .lease_memory_slot(&memory, 1, spare)
         .expect("no error");
     assert!(none.is_none());
-    f.arena.seal_slab(lease.expect("a lease"));
-    f.arena.assert_invariants();
+    fixture.arena.seal_slab(lease.expect("a lease"));
+    fixture.arena.assert_invariants();
 }

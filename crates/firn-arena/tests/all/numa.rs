@@ -1,4 +1,4 @@
-//! Slabs come from the memory nearest to their writers, over topologies that this machine need not have.
+//! Tests that slabs come from the memory nearest to their writers. The topologies are files, not those of this machine.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use firn_format::slab::Class;
 
 const CHUNK: u64 = 1 << 20;
 
-/// Writes the files of NUMA nodes with one CPU each.
+/// Returns the topology of NUMA nodes with one CPU each, and these distances.
 fn topology(distances: &[&[u32]]) -> Topology {
     let root = tempfile::tempdir().expect("a directory");
     let write =
@@ -39,7 +39,7 @@ fn create(path: &Path, chunks: u64, topology: &Topology) -> Arena {
     Arena::create_on(path, geometry, &identity(), Path::new(""), topology).expect("an arena")
 }
 
-/// The part of the arena where a slab is, by NUMA node.
+/// Returns the NUMA node whose part of the arena has the leased slab.
 fn numa_node(arena: &Arena, lease: &Lease, numa_nodes: u32) -> u32 {
     let Some(firn_format::home::Home::Memory(slot)) = arena.home(lease.slab().chunk) else {
         panic!("a leased chunk is in memory");
@@ -47,8 +47,8 @@ fn numa_node(arena: &Arena, lease: &Lease, numa_nodes: u32) -> u32 {
     slot / (arena.geometry().chunk_count / numa_nodes)
 }
 
-/// The NUMA nodes from which a writer on `cpu` gets whole chunks until there are none.
-fn all_from(arena: &Arena, cpu: u32, numa_nodes: u32) -> (Vec<u32>, Vec<Lease>) {
+/// Leases whole chunks for a writer on `cpu` until none is free. Returns the NUMA node of each, in order.
+fn lease_all_near(arena: &Arena, cpu: u32, numa_nodes: u32) -> (Vec<u32>, Vec<Lease>) {
     let leases: Vec<Lease> =
         std::iter::from_fn(|| arena.lease_slab_near(Class::Whole, Some(cpu))).collect();
     (
@@ -66,7 +66,7 @@ fn a_writer_of_two_nodes_fills_its_own_first() {
     let topology = topology(&[&[10, 21], &[21, 10]]);
     for cpu in [0, 1] {
         let arena = create(&dir.path().join(format!("arena{cpu}")), 6, &topology);
-        let (numa_nodes, leases) = all_from(&arena, cpu, 2);
+        let (numa_nodes, leases) = lease_all_near(&arena, cpu, 2);
         assert_eq!(numa_nodes, [cpu, cpu, cpu, 1 - cpu, 1 - cpu, 1 - cpu]);
         let figures = arena.numa_node_figures();
         assert_eq!(
@@ -88,7 +88,7 @@ fn a_writer_of_two_nodes_fills_its_own_first() {
                 .all(|numa_node| numa_node.used_bytes == 0)
         );
         // What was given back is there again, in the same order.
-        let (again, leases) = all_from(&arena, cpu, 2);
+        let (again, leases) = lease_all_near(&arena, cpu, 2);
         assert_eq!(again, numa_nodes);
         leases.into_iter().for_each(|lease| arena.seal_slab(lease));
     }
@@ -106,7 +106,7 @@ fn four_nodes_are_used_by_distance_and_not_by_number() {
     let orders = [[0, 2, 3, 1], [1, 3, 2, 0], [2, 0, 3, 1], [3, 2, 1, 0]];
     for (cpu, order) in orders.into_iter().enumerate() {
         let arena = create(&dir.path().join(format!("arena{cpu}")), 8, &topology);
-        let (numa_nodes, leases) = all_from(&arena, cpu as u32, 4);
+        let (numa_nodes, leases) = lease_all_near(&arena, cpu as u32, 4);
         assert_eq!(
             numa_nodes,
             order
@@ -169,5 +169,5 @@ fn an_arena_keeps_its_parts_over_an_attach() {
     arena.keep_piece(stored[0].at, 100);
     arena.free_unkept_slabs(&stored);
     assert_eq!(arena.numa_node_figures()[1].used_bytes, CHUNK);
-    assert_eq!(all_from(&arena, 1, 2).0, [1, 0, 0]);
+    assert_eq!(lease_all_near(&arena, 1, 2).0, [1, 0, 0]);
 }

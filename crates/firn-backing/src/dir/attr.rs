@@ -1,4 +1,4 @@
-//! statx(2) of a descriptor, of `O_PATH` ones too.
+//! Attributes of the object of a descriptor, which may be an `O_PATH` one (statx(2)).
 
 use std::os::fd::AsFd;
 
@@ -6,53 +6,55 @@ use rustix::fs::{AtFlags, StatxFlags, StatxTimestamp, makedev, statx};
 
 use crate::{Attr, Errno, Kind, Result, Time};
 
-/// The object's attributes, with its birth time where the file system records one.
+/// Returns the attributes, with the time of creation if the file system records it.
 pub(super) fn attr(fd: impl AsFd) -> Result<Attr> {
-    ask(fd, AtFlags::empty())
+    call_statx(fd, AtFlags::empty())
 }
 
-/// The object's attributes as the server has them: NFS, CephFS and FUSE do not answer from their caches.
+/// Returns the attributes as the server knows them: NFS, CephFS and FUSE must not answer from their caches.
 pub(super) fn attr_now(fd: impl AsFd) -> Result<Attr> {
-    ask(fd, AtFlags::STATX_FORCE_SYNC)
+    call_statx(fd, AtFlags::STATX_FORCE_SYNC)
 }
 
-fn ask(fd: impl AsFd, how: AtFlags) -> Result<Attr> {
-    let wanted = StatxFlags::BASIC_STATS | StatxFlags::BTIME;
-    let s = statx(fd, c"", AtFlags::EMPTY_PATH | how, wanted)?;
-    let mode = u32::from(s.stx_mode);
+/// Calls statx(2) with these additional flags.
+fn call_statx(fd: impl AsFd, flags: AtFlags) -> Result<Attr> {
+    let mask = StatxFlags::BASIC_STATS | StatxFlags::BTIME;
+    let stat = statx(fd, c"", AtFlags::EMPTY_PATH | flags, mask)?;
+    let mode = u32::from(stat.stx_mode);
     Ok(Attr {
-        dev: makedev(s.stx_dev_major, s.stx_dev_minor),
-        ino: s.stx_ino,
+        dev: makedev(stat.stx_dev_major, stat.stx_dev_minor),
+        ino: stat.stx_ino,
         kind: Kind::from_mode(mode).ok_or(Errno::IO)?,
         mode,
-        nlink: s.stx_nlink,
-        uid: s.stx_uid,
-        gid: s.stx_gid,
-        rdev: makedev(s.stx_rdev_major, s.stx_rdev_minor),
-        size: s.stx_size,
-        blocks: s.stx_blocks,
-        blksize: s.stx_blksize,
-        atime: time(s.stx_atime),
-        mtime: time(s.stx_mtime),
-        ctime: time(s.stx_ctime),
-        btime: (s.stx_mask & StatxFlags::BTIME.bits() != 0).then(|| time(s.stx_btime)),
+        nlink: stat.stx_nlink,
+        uid: stat.stx_uid,
+        gid: stat.stx_gid,
+        rdev: makedev(stat.stx_rdev_major, stat.stx_rdev_minor),
+        size: stat.stx_size,
+        blocks: stat.stx_blocks,
+        blksize: stat.stx_blksize,
+        atime: time(stat.stx_atime),
+        mtime: time(stat.stx_mtime),
+        ctime: time(stat.stx_ctime),
+        btime: (stat.stx_mask & StatxFlags::BTIME.bits() != 0).then(|| time(stat.stx_btime)),
     })
 }
 
-fn time(t: StatxTimestamp) -> Time {
+/// Translates a time of statx(2).
+fn time(timestamp: StatxTimestamp) -> Time {
     Time {
-        sec: t.tv_sec,
-        nsec: t.tv_nsec,
+        sec: timestamp.tv_sec,
+        nsec: timestamp.tv_nsec,
     }
 }
 
-/// How many names an object has, without asking a server again.
+/// Returns the number of names of an object, as this host knows it.
 pub(super) fn links(fd: impl AsFd) -> Result<u64> {
-    let s = statx(
+    let stat = statx(
         fd,
         c"",
         AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC,
         StatxFlags::NLINK,
     )?;
-    Ok(u64::from(s.stx_nlink))
+    Ok(u64::from(stat.stx_nlink))
 }

@@ -1,9 +1,8 @@
-//! Which file systems syncfs(2) reaches.
+//! The file systems that syncfs(2) makes durable.
 //!
-//! For a file system that has nothing of its own to say, syncfs(2) writes the pages that the kernel holds and
-//! returns 0. Whether a server, or what lies below, has made them durable, or knows the new names at all, is another
-//! matter. So only file systems are listed here whose kernel code answers for both; what is not listed is synced
-//! file by file, which is never wrong.
+//! syncfs(2) returns 0 after it has written the kernel's pages, even for a file system that does nothing more in it. Its
+//! server may not have made them durable yet, and may not know new names at all. So [`REACHED`] lists only file systems
+//! whose kernel code handles both. On any other file system each file is synced by itself, which is always right.
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -16,15 +15,16 @@ use rustix::fs::{fstatfs, syncfs};
 use super::reopen;
 use crate::Result;
 
-/// `f_type` of statfs(2) (linux/magic.h, and the file systems' own sources).
+/// Numbers (`f_type` of statfs(2)) of the file systems that syncfs(2) makes durable. They are from linux/magic.h and the
+/// sources of the file systems.
 ///
 /// Left out, with the reason:
-/// * FUSE (0x65735546): SYNCFS is sent to virtiofs only (fs/fuse/inode.c, `fuse_sync_fs`: `fc->sync_fs` is set by
-///   virtio_fs.c and fuseblk), which has the same number as all the others.
-/// * overlayfs (0x794c7630) syncs the file system of its upper layer, which may be any; ecryptfs (0xf15f) has no
-///   `sync_fs` at all.
-/// * Lustre, 9p, SMB, AFS, GPFS, and what is not in the kernel: no `sync_fs` that asks the server.
-/// * NFS (0x6969) has no `sync_fs`: its write-back commits what is dirty, but kernels before 5.8 tell no error of it.
+/// * FUSE (0x65735546): the kernel sends SYNCFS only to virtiofs and fuseblk (fs/fuse/inode.c, `fuse_sync_fs`), which have
+///   the same number as all other FUSE file systems.
+/// * overlayfs (0x794c7630): it syncs the file system of its upper layer, which may be any. ecryptfs (0xf15f) has no
+///   `sync_fs`.
+/// * Lustre, 9p, SMB, AFS, GPFS, and file systems outside the kernel: they have no `sync_fs` that asks the server.
+/// * NFS (0x6969): it has no `sync_fs`. Its write-back commits dirty pages, but kernels before 5.8 report no error of it.
 const REACHED: [u32; 14] = [
     0x0000_ef53, // ext2, ext3, ext4
     0x5846_5342, // xfs
@@ -42,20 +42,20 @@ const REACHED: [u32; 14] = [
     0x8584_58f6, // ramfs
 ];
 
-/// The file systems that a backing has met, by device number.
+/// File systems that were seen in a backing, by device number.
 #[derive(Debug)]
 pub(super) struct Devices {
     root_dev: u64,
     is_root_one_by_one: bool,
-    /// Opened for reading: syncfs(2) does not take `O_PATH`.
+    /// The root, opened for reading, because syncfs(2) refuses an `O_PATH` descriptor.
     readable_root: OwnedFd,
-    /// Whether their files are synced one by one.
+    /// For each other file system: whether its files are synced one by one.
     others: Mutex<HashMap<u64, bool>>,
 }
 
-/// Unknown where statfs(2) fails: the safe way.
+/// Whether syncfs(2) makes the file system of `fd` durable. False, which is always right, if statfs(2) fails.
 fn is_reached(fd: BorrowedFd<'_>) -> bool {
-    // `f_type` has another width on some machines; the numbers have 32 bits.
+    // The width of `f_type` differs between architectures; the numbers have 32 bits.
     fstatfs(fd).is_ok_and(|stat| REACHED.contains(&(stat.f_type as u32)))
 }
 
@@ -70,20 +70,20 @@ impl Devices {
         })
     }
 
-    /// Whether files of the file system `dev`, which `fd` is on, are synced one by one.
+    /// Whether files of the file system `dev` are synced one by one. `fd` is an object on it.
     pub(super) fn is_synced_one_by_one(&self, dev: u64, fd: BorrowedFd<'_>) -> bool {
         if dev == self.root_dev {
             return self.is_root_one_by_one;
         }
-        if let Some(known) = self.others.lock().get(&dev) {
-            return *known;
+        if let Some(is_one_by_one) = self.others.lock().get(&dev) {
+            return *is_one_by_one;
         }
         let is_one_by_one = !is_reached(fd);
         self.others.lock().insert(dev, is_one_by_one);
         is_one_by_one
     }
 
-    /// syncfs(2) of the file system `dev`, which the directory `fd` is on; `None` where that does not reach it.
+    /// Calls syncfs(2) on the file system `dev`; `fd` is a directory on it. `None`: syncfs(2) does not make it durable.
     pub(super) fn syncfs(&self, dev: u64, fd: BorrowedFd<'_>) -> Option<Result<()>> {
         if self.is_synced_one_by_one(dev, fd) {
             return None;
@@ -95,8 +95,9 @@ impl Devices {
     }
 }
 
-/// Where other file systems are mounted below `top`, which is below `root`: paths from `root`. All are absolute.
-/// Without mounts of Firn, which have their own backing, and those that are only there when they are used.
+/// Returns the mount points of other file systems below `top`, as paths from `root`. `top` is `root` or below it; both
+/// are absolute. Leaves out mounts of Firn, which have their own backing, and mounts that appear only when they are used
+/// (autofs).
 pub(super) fn mounts_below(top: &[u8], root: &[u8]) -> Vec<Vec<u8>> {
     let text = std::fs::read("/proc/self/mountinfo").unwrap_or_default();
     let entries = mountinfo::parse(&text);
@@ -106,20 +107,21 @@ pub(super) fn mounts_below(top: &[u8], root: &[u8]) -> Vec<Vec<u8>> {
         .collect()
 }
 
+/// Returns the path of a mount point from `root` if it is below `top` and of a kind to sync.
 fn path_below(mount: &mountinfo::Entry, top: &[u8], root: &[u8]) -> Option<Vec<u8>> {
     if matches!(mount.fs_type.as_str(), mountinfo::FIRN | "autofs") {
         return None;
     }
     let mount_point = mount.mount_point.as_os_str().as_bytes();
-    let strip = |top: &[u8]| {
+    let path_from = |top: &[u8]| {
         let top = if top == b"/" { b"" } else { top };
         mount_point
             .strip_prefix(top)?
             .strip_prefix(b"/")
             .map(<[u8]>::to_vec)
     };
-    strip(top)?;
-    strip(root).filter(|path| !path.is_empty())
+    path_from(top)?;
+    path_from(root).filter(|path| !path.is_empty())
 }
 
 #[cfg(test)]

@@ -1,4 +1,8 @@
-//! Locks of whole files (flock(2)) and of byte ranges (fcntl(2)), which rustix has not.
+//! Locks of files in a real directory, without waiting.
+//!
+//! * A lock of a whole file is a flock(2): it belongs to the open file.
+//! * A lock of a range is an fcntl(2) lock: it belongs to the process. libc makes this call, because rustix has none for
+//!   ranges.
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 
@@ -6,7 +10,7 @@ use rustix::fs::{self, FlockOperation};
 
 use crate::{Errno, LockMode, LockRange, Result};
 
-/// Locks a whole file; false where another open file has a lock in the way.
+/// Locks a whole file. Returns false if another open file has a conflicting lock.
 pub(super) fn take_file(file: BorrowedFd<'_>, mode: LockMode) -> Result<bool> {
     let operation = match mode {
         LockMode::Exclusive => FlockOperation::NonBlockingLockExclusive,
@@ -19,32 +23,32 @@ pub(super) fn take_file(file: BorrowedFd<'_>, mode: LockMode) -> Result<bool> {
     }
 }
 
-/// Locks a range, or without a mode unlocks it; false where another process has a lock in the way.
+/// Locks a range, or unlocks it if `mode` is `None`. Returns false if another process has a conflicting lock.
 pub(super) fn set_range(
     file: BorrowedFd<'_>,
     range: LockRange,
     mode: Option<LockMode>,
 ) -> Result<bool> {
-    match call(file, libc::F_SETLK, range, mode) {
+    match call_fcntl(file, libc::F_SETLK, range, mode) {
         Ok(_) => Ok(true),
-        // POSIX allows either.
+        // POSIX allows both for a conflict.
         Err(Errno::AGAIN | Errno::ACCESS) => Ok(false),
         Err(errno) => Err(errno),
     }
 }
 
-/// Whether no other process has a lock in the way of this one.
+/// Whether a lock of this range and mode would be granted now.
 pub(super) fn is_range_free(
     file: BorrowedFd<'_>,
     range: LockRange,
     mode: LockMode,
 ) -> Result<bool> {
-    let found = call(file, libc::F_GETLK, range, Some(mode))?;
-    Ok(found.l_type == libc::F_UNLCK as i16)
+    let conflict = call_fcntl(file, libc::F_GETLK, range, Some(mode))?;
+    Ok(conflict.l_type == libc::F_UNLCK as i16)
 }
 
-/// `F_SETLK` or `F_GETLK` of a range; without a mode it is unlocked. Returns what the kernel says.
-fn call(
+/// Calls fcntl(2) with `F_SETLK` or `F_GETLK` for a range; `mode` `None` unlocks. Returns the lock as the kernel wrote it.
+fn call_fcntl(
     file: BorrowedFd<'_>,
     command: libc::c_int,
     range: LockRange,
@@ -59,21 +63,23 @@ fn call(
         l_type: kind as i16,
         l_whence: libc::SEEK_SET as i16,
         l_start: range.first as i64,
-        // No length means all up to the end.
-        l_len: match range.last {
-            LockRange::LAST.. => 0,
-            last => (last + 1 - range.first) as i64,
+        // A length of 0 means up to the end of the file, however long it becomes.
+        l_len: if range.last >= LockRange::LAST {
+            0
+        } else {
+            (range.last + 1 - range.first) as i64
         },
         l_pid: 0,
     };
     // SAFETY: both commands read and write one `flock`, which lives until the call returns.
-    let outcome = unsafe { libc::fcntl(file.as_raw_fd(), command, &raw mut lock) };
-    match outcome {
-        -1 => Err(last_error()),
-        _ => Ok(lock),
+    let result = unsafe { libc::fcntl(file.as_raw_fd(), command, &raw mut lock) };
+    if result == -1 {
+        return Err(last_error());
     }
+    Ok(lock)
 }
 
+/// Returns the errno of the system call that just failed.
 fn last_error() -> Errno {
     Errno::from_io_error(&std::io::Error::last_os_error()).unwrap_or(Errno::IO)
 }

@@ -1,4 +1,4 @@
-//! New objects: the steps that [`owner`](super::owner) puts in order.
+//! Makes new objects: the steps of each kind. [`owner`](super::owner) puts the steps in order.
 
 use std::ffi::OsStr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -12,7 +12,7 @@ use super::steering::{NewFile, Steering, open_new};
 use super::{DirFile, object_at};
 use crate::{Access, Attr, Caller, Kind, LaneIndex, Result};
 
-/// A regular file that was made.
+/// A new regular file, open.
 pub(super) struct MadeFile {
     pub(super) inode: OwnedFd,
     pub(super) file: DirFile,
@@ -20,8 +20,8 @@ pub(super) struct MadeFile {
     pub(super) lane: LaneIndex,
 }
 
-/// Creates and opens a regular file, where `steering` says if there is one, by `turn` or by the name and the directory's
-/// lane.
+/// Creates and opens a regular file. `steering`, with the directory's lane, decides on which server it goes: by `turn`, or
+/// by the name and that lane.
 pub(super) fn file(
     caller: &Caller,
     parent: BorrowedFd<'_>,
@@ -54,7 +54,7 @@ pub(super) fn file(
         undo: &|| undo(parent, name, AtFlags::empty()),
     };
     let ((fd, lane), attr) = make_for(caller, mode, || is_setgid(parent), false, &steps)?;
-    // From the open file, not from the name, which may lead elsewhere by now. `O_NOFOLLOW` would stop
+    // The inode is opened from the open file: the name may lead to another object by now. No `O_NOFOLLOW`, which would stop
     // at the link in /proc itself.
     let path = FdPath::of(&fd);
     let inode = fs::open(
@@ -77,7 +77,7 @@ pub(super) fn file(
     })
 }
 
-/// Makes anything else with the system call `call`, which takes the mode.
+/// Makes any other object with the system call `call`, which takes the mode.
 pub(super) fn object(
     caller: &Caller,
     parent: BorrowedFd<'_>,
@@ -94,7 +94,7 @@ pub(super) fn object(
     let steps = Steps {
         make: &|mode| {
             call(mode)?;
-            // Without a descriptor the caller cannot learn of it, so it must not stay.
+            // If the object cannot be opened, the caller cannot learn of it, so it must not stay.
             let inode = object_at(parent, name).inspect_err(|_| undo(parent, name, flags))?;
             let attr = attr(&inode).inspect_err(|_| undo(parent, name, flags))?;
             Ok((inode, attr))
@@ -102,7 +102,7 @@ pub(super) fn object(
         give: &|inode: &OwnedFd, uid, gid, mode| give(inode, uid, gid, mode),
         undo: &|| undo(parent, name, flags),
     };
-    // mkdir(2) takes no set-id bits, a symlink has no mode: nothing to restore after a chown.
+    // mkdir(2) ignores set-id bits, and a symbolic link has no mode: no bits to restore after a change of owner.
     let mode = match kind {
         Kind::Dir => mode & 0o1777,
         Kind::Symlink => 0,
@@ -112,11 +112,12 @@ pub(super) fn object(
     make_for(caller, mode, || is_setgid(parent), is_device, &steps)
 }
 
+/// Whether a directory has the setgid bit.
 fn is_setgid(parent: BorrowedFd<'_>) -> Result<bool> {
     Ok(attr(parent)?.mode & libc::S_ISGID != 0)
 }
 
-/// The owner first, because a change of owner takes set-id bits away.
+/// Sets owner, group and mode of a new object. The owner first, because a change of owner clears set-id bits.
 fn give(fd: impl AsFd, uid: u32, gid: Option<u32>, mode: Option<u32>) -> Result<Attr> {
     let fd = fd.as_fd();
     let uid = Some(Uid::from_raw(uid));
@@ -128,7 +129,7 @@ fn give(fd: impl AsFd, uid: u32, gid: Option<u32>, mode: Option<u32>) -> Result<
     attr(fd)
 }
 
-/// Removes what was made; its own errors are dropped, the caller tells the one that led here.
+/// Removes the new object again. An error here is dropped: the caller reports the error that led here.
 fn undo(parent: BorrowedFd<'_>, name: &OsStr, flags: AtFlags) {
     let _ = fs::unlinkat(parent, name, flags);
 }

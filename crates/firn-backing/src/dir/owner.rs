@@ -1,40 +1,38 @@
-//! New objects that belong to the calling process.
+//! Makes new objects that belong to the calling process.
 //!
 //! Invariants
-//! * Only a root process changes owners; any other makes objects of its own, as the kernel would.
-//! * The thread's ids are its own again after every call, also when the call panics ([`AsCaller`]).
-//! * No object is left behind that belongs to the wrong user: where it cannot be given away, it is
-//!   removed and the errno told.
+//! * Only a root process changes owners. Any other process makes objects of its own, as the kernel would.
+//! * After every call, even one that panics, the thread has its own ids again ([`AsCaller`]).
+//! * No object stays with a wrong owner: an object that cannot be given to its owner is removed, and the errno returned.
 //!
-//! The first try runs with the caller's file system ids, because that is what a network server, a quota and a POSIX
-//! default ACL judge by. EACCES then may only mean that the caller has its rights from a supplementary group, which
-//! this thread lacks. The kernel has already checked the caller at the mount, so the second try is made as root and the
-//! object given away.
+//! The first try uses the caller's file system ids, because network servers, quotas and default ACLs judge by them. EACCES
+//! may then only mean that the caller gets its right from a supplementary group, which this thread lacks. The kernel has
+//! already checked the caller's rights at the mount. So the second try makes the object as root and gives it to the caller.
 
 use std::marker::PhantomData;
 
 use crate::{Attr, Caller, Errno, Result};
 
-/// While it lives, this thread touches files as the caller would.
+/// While this lives, the thread has the file system ids of the caller.
 pub(super) struct AsCaller {
     old_uid: u32,
     old_gid: u32,
-    /// Ids belong to a thread, so the guard must not leave it.
-    _stay: PhantomData<*const ()>,
+    /// Keeps the guard in its thread (not `Send`), because ids belong to a thread.
+    _stays_in_thread: PhantomData<*const ()>,
 }
 
 impl AsCaller {
-    /// Takes on `uid` and `gid`; `None` where the kernel refuses (no capability, unmapped id).
+    /// Sets the ids of this thread. `None`: the kernel refuses (no capability, or an unmapped id).
     pub(super) fn new(uid: u32, gid: u32) -> Option<Self> {
-        // The group first: after the user has changed, the right to change it may be gone.
+        // The group first: a change of the user may take away the right to change the group.
         let old_gid = set_fsgid(gid);
         let old_uid = set_fsuid(uid);
         let guard = Self {
             old_uid,
             old_gid,
-            _stay: PhantomData,
+            _stays_in_thread: PhantomData,
         };
-        // The calls tell no errors; an invalid id changes nothing and returns what is in force.
+        // These calls return no error. A call with an invalid id changes nothing and returns the id in force.
         (set_fsuid(u32::MAX) == uid && set_fsgid(u32::MAX) == gid).then_some(guard)
     }
 }
@@ -46,18 +44,18 @@ impl Drop for AsCaller {
     }
 }
 
-// The system calls, not the wrappers, so that only this thread changes whatever the C library does.
+// System calls and not the functions of the C library, which may change the ids of all threads.
 fn set_fsuid(uid: u32) -> u32 {
-    // SAFETY: changes this thread's file system user id only; no memory is involved.
+    // SAFETY: the call changes the thread's file system user id and accesses no memory.
     unsafe { libc::syscall(libc::SYS_setfsuid, uid) as u32 }
 }
 
 fn set_fsgid(gid: u32) -> u32 {
-    // SAFETY: changes this thread's file system group id only; no memory is involved.
+    // SAFETY: the call changes the thread's file system group id and accesses no memory.
     unsafe { libc::syscall(libc::SYS_setfsgid, gid) as u32 }
 }
 
-/// This process's effective ids.
+/// Returns the effective user and group id of this process.
 pub(super) fn own_ids() -> (u32, u32) {
     (
         rustix::process::geteuid().as_raw(),
@@ -65,20 +63,20 @@ pub(super) fn own_ids() -> (u32, u32) {
     )
 }
 
-/// Whether what this thread makes belongs to `caller`.
+/// Whether objects that this thread makes belong to `caller`.
 pub(super) fn has_ids_of(caller: &Caller) -> bool {
-    // An invalid id changes nothing and returns what is in force.
+    // A call with an invalid id changes nothing and returns the id in force.
     (set_fsuid(u32::MAX), set_fsgid(u32::MAX)) == (caller.uid, caller.gid)
 }
 
-/// Object, user, group, mode.
+/// Gives an object to a user and perhaps a group, and sets its mode. Arguments: object, user, group, mode.
 type Give<'a, T> = dyn Fn(&T, u32, Option<u32>, Option<u32>) -> Result<Attr> + 'a;
 
-/// The three steps that differ between kinds of objects.
+/// The three steps of making an object, which differ between kinds of objects.
 pub(super) struct Steps<'a, T> {
     /// Makes the object with these mode bits and returns it with its attributes.
     pub(super) make: &'a dyn Fn(u32) -> Result<(T, Attr)>,
-    /// Gives the object to a user and, unless `None`, to a group; then sets the mode, if there is one.
+    /// Gives the object to a user, and to a group unless `None`. Then sets the mode unless `None`.
     pub(super) give: &'a Give<'a, T>,
     /// Removes the object again.
     pub(super) undo: &'a dyn Fn(),
@@ -86,25 +84,25 @@ pub(super) struct Steps<'a, T> {
 
 const SET_ID_BITS: u32 = libc::S_ISUID | libc::S_ISGID;
 
-/// Makes an object for `caller` as the module describes. `own` makes it as this process at once:
-/// a device file, which the caller's ids have no capability for.
+/// Makes an object for `caller`, as the head of this file describes. `as_process`: leave out the first try. This is for
+/// device files, for which the caller's ids have no capability.
 pub(super) fn make_for<T>(
     caller: &Caller,
     mode: u32,
     parent_is_setgid: impl Fn() -> Result<bool>,
-    own: bool,
+    as_process: bool,
     steps: &Steps<'_, T>,
 ) -> Result<(T, Attr)> {
     let (uid, gid) = own_ids();
     if uid != 0 || (caller.uid, caller.gid) == (uid, gid) {
         return (steps.make)(mode);
     }
-    if !own && let Some(made) = make_as_caller(caller, mode, steps) {
+    if !as_process && let Some(made) = make_as_caller(caller, mode, steps) {
         return made;
     }
-    // Without set-id bits until it is given away: never, not for an instant, a set-id file of root.
+    // Set-id bits are added only after the change of owner, so that at no time a set-id file of root exists.
     let (made, attr) = (steps.make)(mode & !SET_ID_BITS)?;
-    // The parent's setgid bit or mount option `grpid` has chosen the group; leave it so.
+    // If the parent's setgid bit or the mount option `grpid` has chosen the group, it stays.
     let given = parent_is_setgid().and_then(|setgid| {
         let group = (!setgid && attr.gid == gid).then_some(caller.gid);
         let set_id = mode & SET_ID_BITS;
@@ -113,14 +111,14 @@ pub(super) fn make_for<T>(
     });
     match given {
         Ok(attr) => Ok((made, attr)),
-        Err(e) => {
+        Err(errno) => {
             (steps.undo)();
-            Err(e)
+            Err(errno)
         }
     }
 }
 
-/// The first try; `None`: make it as root.
+/// Makes an object with the caller's ids. `None`: the object must be made as root.
 fn make_as_caller<T>(
     caller: &Caller,
     mode: u32,
@@ -132,8 +130,8 @@ fn make_as_caller<T>(
     };
     match made {
         Err(Errno::ACCESS) => None,
-        // The kernel takes the setgid bit from callers outside the group. The mount has already asked
-        // that of the real caller, supplementary groups included, so what it let through is due.
+        // The kernel removes the setgid bit if the thread is not in the file's group. At the mount the kernel has already
+        // checked that for the real caller, with its supplementary groups. So the bit is set again.
         Ok((made, attr)) if mode & libc::S_ISGID & !attr.mode != 0 => {
             let mode = attr.mode & 0o7777 | libc::S_ISGID;
             let given = (steps.give)(&made, caller.uid, None, Some(mode));

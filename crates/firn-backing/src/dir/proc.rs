@@ -1,23 +1,23 @@
-//! The path `/proc/self/fd/N` of a descriptor, without an allocation.
+//! The path `/proc/self/fd/N` of a descriptor, made without an allocation.
 //!
-//! It is the way from an `O_PATH` descriptor to calls that have no `AT_EMPTY_PATH`: opening, xattrs,
-//! chmod, utimensat, link. The kernel jumps from this link to the object itself and goes no further,
-//! even where the object is a symlink, so the calls that follow links are right for every kind.
+//! Some calls take no `O_PATH` descriptor, not even with `AT_EMPTY_PATH`: open, xattrs, chmod, utimensat, link. They take
+//! this path instead. The kernel goes from it to the object itself and no further, even if the object is a symbolic link.
+//! So calls that follow links are right for every kind of object.
 
 use std::ffi::CStr;
 use std::io::Write;
 use std::os::fd::{AsFd, AsRawFd};
 
-/// Room for the prefix, ten digits and the ending zero.
+/// Size of the buffer: enough for the prefix, ten digits and the zero byte.
 const LEN: usize = 32;
 
-/// Path of an open descriptor under `/proc`; valid while the descriptor is open.
+/// Path of an open descriptor below `/proc`. It is valid while the descriptor is open.
 pub(super) struct FdPath([u8; LEN]);
 
 impl FdPath {
     pub(super) fn of(fd: impl AsFd) -> Self {
         let mut bytes = [0; LEN];
-        // Ten digits fit, and the last byte is never reached, so it stays the ending zero.
+        // The last byte is never written, so it stays the zero byte at the end.
         write!(
             &mut bytes[..LEN - 1],
             "/proc/self/fd/{}",

@@ -1,10 +1,12 @@
-//! From an inode to an open file.
+//! Opens the object of an inode for reading or writing.
 //!
 //! Promises
-//! * A fifo, socket or device is never opened: that could block, or do things to a machine.
-//! * A file whose mode denies its own owner is opened all the same where this process owns it. Recovery must write what
-//!   the program wrote before it took the right away: open(2) checks rights only once. The mode is restored at once; an
-//!   open in between sees the wider owner bits.
+//! * Only regular files and directories are opened. To open a FIFO, socket or device could block or have other effects.
+//! * A file whose mode denies access to its owner is opened nevertheless if this process is its owner. A program that
+//!   opened the file before it took the right away may still write, because open(2) checks rights only once, and recovery
+//!   must write these bytes.
+//!
+//! For such a file the owner's mode bits are widened for a moment. A race: another program may open the file in that moment.
 
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -15,14 +17,14 @@ use super::owner::{AsCaller, own_ids};
 use super::{attr::attr, proc::FdPath};
 use crate::{Access, Attr, Errno, Kind, Result};
 
-/// One at a time: a second one would take the widened mode for the file's own and restore that.
+/// Serializes the widening of modes: a second thread would read the widened mode and restore that one.
 static WIDENING: Mutex<()> = Mutex::new(());
 
-/// Opens the regular file behind `inode`.
+/// Opens the regular file of `inode`.
 pub(super) fn file(inode: impl AsFd, access: Access) -> Result<OwnedFd> {
     let inode = inode.as_fd();
-    let now = attr(inode)?;
-    match now.kind {
+    let attr_now = attr(inode)?;
+    match attr_now.kind {
         Kind::File => {}
         Kind::Dir => return Err(Errno::ISDIR),
         Kind::Symlink => return Err(Errno::LOOP),
@@ -32,30 +34,33 @@ pub(super) fn file(inode: impl AsFd, access: Access) -> Result<OwnedFd> {
     }
     let path = FdPath::of(inode);
     let flags = OFlags::CLOEXEC | OFlags::NOCTTY | access_flags(access);
-    let plain = || open(path.as_c_str(), flags, Mode::empty());
-    match plain() {
-        Err(Errno::ACCESS) => denied(&path, &now, access, &plain),
+    let open_file = || open(path.as_c_str(), flags, Mode::empty());
+    match open_file() {
+        Err(Errno::ACCESS) => open_with_more_rights(&path, &attr_now, access, &open_file),
         result => result,
     }
 }
 
-/// Opens the directory behind `inode` for reading.
+/// Opens the directory of `inode` for reading.
 pub(super) fn dir(inode: impl AsFd) -> Result<OwnedFd> {
     let flags = OFlags::CLOEXEC | OFlags::DIRECTORY | OFlags::RDONLY;
     open(FdPath::of(inode).as_c_str(), flags, Mode::empty())
 }
 
-/// Opens a directory for a sync, also if its mode denies reading to its owner.
+/// Opens a directory for a sync, even if its mode denies reading to its owner.
 pub(super) fn dir_to_sync(inode: impl AsFd) -> Result<OwnedFd> {
     let inode = inode.as_fd();
     match dir(inode) {
-        Err(Errno::ACCESS) => denied(&FdPath::of(inode), &attr(inode)?, Access::Read, &|| {
-            dir(inode)
-        }),
+        Err(Errno::ACCESS) => {
+            open_with_more_rights(&FdPath::of(inode), &attr(inode)?, Access::Read, &|| {
+                dir(inode)
+            })
+        }
         opened => opened,
     }
 }
 
+/// Flags of open(2) for an access mode.
 fn access_flags(access: Access) -> OFlags {
     match access {
         Access::Read => OFlags::RDONLY,
@@ -64,24 +69,26 @@ fn access_flags(access: Access) -> OFlags {
     }
 }
 
-/// The second try after EACCES: root as the owner (a server that squashes root denies it what the owner
-/// may do), an owner with wider mode bits.
-fn denied(
+/// Tries again after EACCES, with more rights.
+///
+/// * Root takes the ids of the file's owner: a server that squashes root denies root what the owner may do.
+/// * The owner widens the mode bits and restores them after the open.
+fn open_with_more_rights(
     path: &FdPath,
-    before: &Attr,
+    attr: &Attr,
     access: Access,
     open: &dyn Fn() -> Result<OwnedFd>,
 ) -> Result<OwnedFd> {
     let (uid, _) = own_ids();
-    if uid == 0 && before.uid != 0 {
-        let _ids = AsCaller::new(before.uid, before.gid).ok_or(Errno::ACCESS)?;
+    if uid == 0 && attr.uid != 0 {
+        let _ids = AsCaller::new(attr.uid, attr.gid).ok_or(Errno::ACCESS)?;
         return open();
     }
-    if before.uid != uid {
+    if attr.uid != uid {
         return Err(Errno::ACCESS);
     }
-    let _one_at_a_time = WIDENING.lock();
-    let mode = before.mode & 0o7777;
+    let _widening = WIDENING.lock();
+    let mode = attr.mode & 0o7777;
     let needed = match access {
         Access::Read => 0o400,
         Access::Write => 0o200,

@@ -1,9 +1,11 @@
-//! The order of times that the kernel gives and those that Firn gives.
+//! Keeps times that the kernel sets in order with times that Firn sets.
 //!
-//! Where times may be exact ([`firn_format::clock`]), Firn's are, and the kernel gives a new file one of the last tick,
-//! unless a file got a later one from the kernel since. So before the kernel stamps something, it is asked for an exact
-//! time. It gives one to a file that has the time of the last tick and whose time was read since: so a file in memory
-//! is touched, looked at, and touched again.
+//! On kernels with exact times ([`firn_format::clock`]) Firn sets exact times. The kernel gives a new file only the time of
+//! the last tick, unless it has given an exact time to some file since. So without a measure a later change could get an
+//! earlier time.
+//!
+//! The measure: before the kernel sets a time, make it give an exact time to some file. It does so for a file whose time is
+//! that of the last tick and was read since. So a file in memory is touched, its time is read, and it is touched again.
 
 use std::os::fd::OwnedFd;
 use std::sync::OnceLock;
@@ -15,12 +17,12 @@ use rustix::fs::{
 
 use crate::Time;
 
-/// From here on the kernel stamps nothing with an earlier time than [`Time::now`] has given until now.
+/// Makes the kernel set only times that are not earlier than all times which [`Time::now`] has returned so far.
 pub(super) fn catch_up() {
     static FILE: OnceLock<Option<OwnedFd>> = OnceLock::new();
     let file = FILE.get_or_init(|| {
-        let make = || memfd_create(c"firn-clock", MemfdFlags::CLOEXEC).ok();
-        Time::is_exact().then(make).flatten()
+        let create = || memfd_create(c"firn-clock", MemfdFlags::CLOEXEC).ok();
+        Time::is_exact().then(create).flatten()
     });
     let Some(file) = file else {
         return;
@@ -35,12 +37,12 @@ pub(super) fn catch_up() {
             tv_nsec: UTIME_NOW,
         },
     };
-    let look = || {
+    let read_times = || {
         let times = StatxFlags::MTIME | StatxFlags::CTIME;
         statx(file, c"", AtFlags::EMPTY_PATH, times)
     };
-    // What fails leaves the order as it is on older kernels.
+    // An error leaves times in the order that they have on older kernels.
     let _ = futimens(file, &now)
-        .and_then(|()| look())
+        .and_then(|()| read_times())
         .and_then(|_| futimens(file, &now));
 }

@@ -1,6 +1,7 @@
-//! New files on a file system that lets it be said which of its servers a file goes to.
+//! Creation of files on a file system that can be told on which of its servers to put a file.
 //!
-//! Promise: whatever becomes of the wish, a file is made whole and as its caller would have made it, or not at all.
+//! Promise: a file is made complete, with the owner and mode that its caller asked for, or not at all. This holds even if
+//! the file system puts the file elsewhere.
 
 use std::ffi::OsStr;
 use std::fmt::Debug;
@@ -10,50 +11,49 @@ use rustix::fs::{Mode, OFlags, openat};
 
 use crate::{Caller, LaneIndex, Result};
 
-/// Tells a file system, at the creation of a file, which of its servers the file goes to.
+/// Tells a file system, when a file is created, on which server to put it.
 pub trait Steering: Debug + Send + Sync {
-    /// How many lanes there are: servers, or groups of them.
+    /// Returns the number of lanes: servers, or groups of servers.
     fn lanes(&self) -> u16;
-    /// The lane that a file of this name in a directory with the lane `parent` is in, as far as names tell: for a file that
-    /// was there before.
+    /// Returns the lane of an existing file, as far as names tell it. `parent`: lane of its directory.
     fn lane_of(&self, parent: LaneIndex, name: &OsStr) -> LaneIndex;
-    /// The lane of a directory in one with the lane `parent`: from it those of its files are counted.
+    /// Returns the lane of a directory, from which the lanes of its files are counted. `parent`: lane of its parent.
     fn lane_of_dir(&self, parent: LaneIndex, name: &OsStr) -> LaneIndex;
-    /// The lane of a turn: turns go round the lanes.
+    /// Returns the lane of a turn: files go to the lanes in turn.
     fn lane_of_turn(&self, turn: u64) -> LaneIndex;
-    /// `bytes` bytes were written to a file of a lane.
+    /// Counts bytes that were written to a file of a lane.
     fn count_bytes(&self, lane: LaneIndex, bytes: u64);
-    /// Creates a file that did not exist (EEXIST otherwise) and opens it for reading and writing. That the file system
-    /// does not take the wish is no error: the file lies where it puts it then.
+    /// Creates a file (EEXIST if the name exists) and opens it for reading and writing. Returns its actual lane. It is no
+    /// error if the file system chooses another server.
     fn create(&self, new: &NewFile<'_>) -> Result<(OwnedFd, LaneIndex)>;
 }
 
-/// A file that is to be made.
+/// Arguments for the creation of a file.
 #[derive(Clone, Copy, Debug)]
 pub struct NewFile<'a> {
-    /// Its directory: an `O_PATH` descriptor.
+    /// Directory of the file, as an `O_PATH` descriptor.
     pub parent: BorrowedFd<'a>,
-    /// The directory's lane.
+    /// Lane of the directory.
     pub parent_lane: LaneIndex,
-    /// Its name there.
+    /// Name of the file.
     pub name: &'a OsStr,
-    /// Its mode; no umask is applied.
+    /// Mode of the file; no umask is applied.
     pub mode: u32,
-    /// Its turn, if that says the lane, and not the name.
+    /// Turn of the file, if the turn and not the name decides the lane.
     pub turn: Option<u64>,
-    /// The user for which the file is made, if the thread has the caller's file system ids. If not, it has those of the
-    /// process, and the file is given to its owner after it was made.
+    /// The caller, if this thread has the caller's file system ids. `None`: it has those of the process, and the file is
+    /// given to its owner later.
     pub caller: Option<&'a Caller>,
 }
 
 impl NewFile<'_> {
-    /// Creates the file as any file system does, with further `flags`: EEXIST where the name is taken.
+    /// Creates the file without telling a server, with additional `flags`. EEXIST if the name exists.
     pub fn open(&self, flags: OFlags) -> Result<OwnedFd> {
         open_new(self.parent, self.name, self.mode, flags)
     }
 }
 
-/// Creates a regular file that did not exist and opens it for reading and writing.
+/// Creates a regular file and opens it for reading and writing. EEXIST if the name exists.
 pub(super) fn open_new(
     parent: BorrowedFd<'_>,
     name: &OsStr,

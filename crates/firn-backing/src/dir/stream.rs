@@ -1,8 +1,8 @@
-//! A directory stream: getdents64(2) with cookies.
+//! Directory streams: getdents64(2) with cookies.
 //!
-//! A cookie is the kernel's `d_off`, the place after an entry. The last block that the kernel gave is kept. So a reader
-//! that takes a directory in small helpings costs one seek and one read per block, not per helping. A read from the
-//! start always asks the kernel anew (rewinddir(3)).
+//! A cookie is the kernel's `d_off`: the position after an entry. The stream keeps the last block of entries, so a reader
+//! that takes few entries at a time costs one seek and one read for each block. A read from the start always asks the
+//! kernel again, as rewinddir(3) does.
 
 use std::ffi::OsStr;
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -13,26 +13,30 @@ use rustix::fs::{SeekFrom, seek};
 
 use crate::{DirEntry, Errno, Kind, Result};
 
-/// As glibc's readdir(3): enough for some hundred entries.
+/// Size of a block, as in glibc's readdir(3): enough for some hundred entries.
 const BLOCK_BYTES: usize = 32 << 10;
 
-// Fields of `struct linux_dirent64`: u64 d_ino, i64 d_off, u16 d_reclen, u8 d_type, name, zero.
-const OFF_AT: usize = 8;
-const RECLEN_AT: usize = 16;
-const TYPE_AT: usize = 18;
-const NAME_AT: usize = 19;
+// Offsets of the fields of `struct linux_dirent64`: u64 d_ino, i64 d_off, u16 d_reclen, u8 d_type, then the name and a zero
+// byte.
+const COOKIE_OFFSET: usize = 8;
+const LEN_OFFSET: usize = 16;
+const TYPE_OFFSET: usize = 18;
+const NAME_OFFSET: usize = 19;
 
-/// An open directory. Threads may share it: each call states its own cookie.
+/// Position of the type bits in `st_mode`.
+const FILE_TYPE_SHIFT: u32 = 12;
+
+/// An open directory. Threads may share it, because each call has its own cookie.
 pub struct DirStream {
     fd: OwnedFd,
     block: Mutex<Block>,
 }
 
-/// Entries as the kernel laid them out.
+/// A block of entries, in the form of the kernel.
 #[derive(Default)]
 struct Block {
     bytes: Vec<u8>,
-    /// Bytes of `bytes` that hold entries.
+    /// Number of bytes in `bytes` that hold entries.
     filled: usize,
 }
 
@@ -44,44 +48,45 @@ impl DirStream {
         }
     }
 
+    /// Passes the entries after `cookie` to `sink` until it returns false or the directory ends.
     pub(super) fn read(
         &self,
         cookie: i64,
         sink: &mut dyn FnMut(DirEntry<'_>) -> bool,
     ) -> Result<()> {
         let mut block = self.block.lock();
-        let mut at = match block.after(cookie) {
-            Some(at) if cookie != 0 => at,
+        let mut offset = match block.after(cookie) {
+            Some(offset) if cookie != 0 => offset,
             _ => {
-                let offset = u64::try_from(cookie).map_err(|_| Errno::INVAL)?;
+                let position = u64::try_from(cookie).map_err(|_| Errno::INVAL)?;
                 block.filled = 0;
-                seek(&self.fd, SeekFrom::Start(offset))?;
+                seek(&self.fd, SeekFrom::Start(position))?;
                 0
             }
         };
         loop {
-            while at < block.filled {
-                let (entry, next) = block.entry(at);
+            while offset < block.filled {
+                let (entry, next) = block.entry(offset);
                 if !sink(entry) {
                     return Ok(());
                 }
-                at = next;
+                offset = next;
             }
             if !block.fill(&self.fd)? {
                 return Ok(());
             }
-            at = 0;
+            offset = 0;
         }
     }
 }
 
 impl Block {
-    /// Reads the next block; false at the end.
+    /// Reads the next block. Returns false at the end of the directory.
     fn fill(&mut self, fd: &OwnedFd) -> Result<bool> {
         self.filled = 0;
         self.bytes.resize(BLOCK_BYTES, 0);
         // SAFETY: the kernel writes at most `BLOCK_BYTES` into `bytes`, which has that length.
-        let got = unsafe {
+        let read_bytes = unsafe {
             libc::syscall(
                 libc::SYS_getdents64,
                 fd.as_raw_fd(),
@@ -89,43 +94,47 @@ impl Block {
                 BLOCK_BYTES,
             )
         };
-        match usize::try_from(got) {
+        match usize::try_from(read_bytes) {
             Ok(filled) => self.filled = filled,
             Err(_) => return Err(super::last_errno()),
         }
         Ok(self.filled > 0)
     }
 
-    /// Where the entry after `cookie` starts, if the entry with that cookie is here.
+    /// Returns the offset of the entry after the one with `cookie`, if that one is in this block.
     fn after(&self, cookie: i64) -> Option<usize> {
-        let mut at = 0;
-        while at < self.filled {
-            let (entry, next) = self.entry(at);
+        let mut offset = 0;
+        while offset < self.filled {
+            let (entry, next) = self.entry(offset);
             if entry.cookie == cookie {
                 return Some(next);
             }
-            at = next;
+            offset = next;
         }
         None
     }
 
-    /// The entry at `at`, and where the next one starts.
-    fn entry(&self, at: usize) -> (DirEntry<'_>, usize) {
-        let raw = &self.bytes[at..self.filled];
-        let len = usize::from(u16::from_ne_bytes([raw[RECLEN_AT], raw[RECLEN_AT + 1]]));
-        let name = &raw[NAME_AT..len];
-        let name = &name[..name.iter().position(|&b| b == 0).unwrap_or(name.len())];
+    /// Returns the entry at `offset`, and the offset of the next one.
+    fn entry(&self, offset: usize) -> (DirEntry<'_>, usize) {
+        let raw = &self.bytes[offset..self.filled];
+        let len = usize::from(u16::from_ne_bytes([raw[LEN_OFFSET], raw[LEN_OFFSET + 1]]));
+        let name = &raw[NAME_OFFSET..len];
+        let name = &name[..name
+            .iter()
+            .position(|&byte| byte == 0)
+            .unwrap_or(name.len())];
         let entry = DirEntry {
             name: OsStr::from_bytes(name),
             ino: u64::from_ne_bytes(field(raw, 0)),
-            // `d_type` is the type part of `st_mode`, shifted; 0 where the file system does not tell.
-            kind: Kind::from_mode(u32::from(raw[TYPE_AT]) << 12),
-            cookie: i64::from_ne_bytes(field(raw, OFF_AT)),
+            // `d_type` has the type bits of `st_mode`, shifted; 0 if the file system does not tell them.
+            kind: Kind::from_mode(u32::from(raw[TYPE_OFFSET]) << FILE_TYPE_SHIFT),
+            cookie: i64::from_ne_bytes(field(raw, COOKIE_OFFSET)),
         };
-        (entry, at + len)
+        (entry, offset + len)
     }
 }
 
-fn field(raw: &[u8], at: usize) -> [u8; 8] {
-    raw[at..at + 8].try_into().expect("eight bytes")
+/// Returns the eight bytes at `offset`.
+fn field(raw: &[u8], offset: usize) -> [u8; 8] {
+    raw[offset..offset + 8].try_into().expect("eight bytes")
 }

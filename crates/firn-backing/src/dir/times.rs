@@ -1,4 +1,4 @@
-//! utimensat(2) of the object behind an `O_PATH` descriptor.
+//! Sets the times of the object of an `O_PATH` descriptor (utimensat(2)).
 
 use std::os::fd::AsFd;
 
@@ -7,7 +7,7 @@ use rustix::fs::{AtFlags, CWD, Timespec, Timestamps, UTIME_NOW, UTIME_OMIT, utim
 use super::proc::FdPath;
 use crate::{Result, SetTime};
 
-/// Sets the times; through `/proc`, because `AT_EMPTY_PATH` came to this call only with Linux 5.8.
+/// Sets the times. Uses the path in `/proc`, because utimensat(2) takes `AT_EMPTY_PATH` only since Linux 5.8.
 pub(super) fn set(inode: impl AsFd, atime: SetTime, mtime: SetTime) -> Result<()> {
     let times = Timestamps {
         last_access: timespec(atime),
@@ -16,6 +16,7 @@ pub(super) fn set(inode: impl AsFd, atime: SetTime, mtime: SetTime) -> Result<()
     utimensat(CWD, FdPath::of(inode).as_c_str(), &times, AtFlags::empty())
 }
 
+/// Translates a time for utimensat(2).
 fn timespec(time: SetTime) -> Timespec {
     match time {
         SetTime::Keep => Timespec {
@@ -26,9 +27,9 @@ fn timespec(time: SetTime) -> Timespec {
             tv_sec: 0,
             tv_nsec: UTIME_NOW,
         },
-        SetTime::At(t) => Timespec {
-            tv_sec: t.sec,
-            tv_nsec: i64::from(t.nsec),
+        SetTime::At(time) => Timespec {
+            tv_sec: time.sec,
+            tv_nsec: i64::from(time.nsec),
         },
     }
 }

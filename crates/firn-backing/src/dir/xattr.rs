@@ -1,7 +1,7 @@
-//! Extended attributes of the object behind an `O_PATH` descriptor.
+//! Extended attributes of the object of an `O_PATH` descriptor.
 //!
-//! [`FdPath`] leads to the object itself, a symlink included. So the kernel answers as to the `l…xattr` calls on a
-//! name: EPERM for `user.*` on anything but files and directories, success for `trusted.*` with the capability.
+//! [`FdPath`] leads to the object itself, even if it is a symbolic link. So the kernel answers as it does for `lgetxattr`
+//! and the like: EPERM for `user.*` on anything but files and directories, success for `trusted.*` with the capability.
 
 use std::ffi::OsStr;
 use std::os::fd::AsFd;
@@ -11,32 +11,37 @@ use rustix::fs::{XattrFlags, getxattr, listxattr, removexattr, setxattr};
 use super::proc::FdPath;
 use crate::{Errno, Result};
 
-/// Most values and lists fit, so that most calls need no second one for the size.
+/// Size of the first buffer. Most values and lists fit, so most calls need no second call for the size.
 const FIRST_GUESS_BYTES: usize = 256;
-/// Linux gives no longer value or list (`XATTR_SIZE_MAX`, `XATTR_LIST_MAX`).
+/// Longest value or list of Linux (`XATTR_SIZE_MAX`, `XATTR_LIST_MAX`).
 const BYTES_MAX: usize = 1 << 16;
 
+/// Returns the value of an attribute.
 pub(super) fn get(fd: impl AsFd, name: &OsStr) -> Result<Vec<u8>> {
     let path = FdPath::of(fd);
-    sized(|buf| getxattr(path.as_c_str(), name, buf))
+    call_with_growing_buffer(|buf| getxattr(path.as_c_str(), name, buf))
 }
 
+/// Returns the names of the attributes, each with a zero byte after it.
 pub(super) fn list(fd: impl AsFd) -> Result<Vec<u8>> {
     let path = FdPath::of(fd);
-    sized(|buf| listxattr(path.as_c_str(), buf))
+    call_with_growing_buffer(|buf| listxattr(path.as_c_str(), buf))
 }
 
+/// Sets an attribute.
 pub(super) fn set(fd: impl AsFd, name: &OsStr, value: &[u8], flags: i32) -> Result<()> {
     let flags = XattrFlags::from_bits_retain(flags as u32);
     setxattr(FdPath::of(fd).as_c_str(), name, value, flags)
 }
 
+/// Removes an attribute.
 pub(super) fn remove(fd: impl AsFd, name: &OsStr) -> Result<()> {
     removexattr(FdPath::of(fd).as_c_str(), name)
 }
 
-/// Calls with growing buffers until the answer fits: it may grow between asking its size and reading.
-fn sized(call: impl Fn(&mut [u8]) -> Result<usize>) -> Result<Vec<u8>> {
+/// Repeats a call with larger buffers until the answer fits. The answer may grow between the question for its size and the
+/// next call.
+fn call_with_growing_buffer(call: impl Fn(&mut [u8]) -> Result<usize>) -> Result<Vec<u8>> {
     let mut buf = vec![0; FIRST_GUESS_BYTES];
     loop {
         match call(&mut buf) {
@@ -44,13 +49,13 @@ fn sized(call: impl Fn(&mut [u8]) -> Result<usize>) -> Result<Vec<u8>> {
                 buf.truncate(len);
                 return Ok(buf);
             }
-            // An empty buffer asks for the size. Never shrink: zero would ask again, and for ever.
-            // A file system that says so of any buffer is not believed.
+            // The call with an empty buffer returns the size. The buffer never shrinks: an empty one would only ask for the
+            // size again, for ever. If a file system returns ERANGE for the largest buffer too, that is the result.
             Err(Errno::RANGE) if buf.len() < BYTES_MAX => {
                 let len = call(&mut [])?;
                 buf.resize(len.max(2 * buf.len()).min(BYTES_MAX), 0);
             }
-            Err(e) => return Err(e),
+            Err(errno) => return Err(errno),
         }
     }
 }
@@ -62,7 +67,7 @@ mod tests {
     #[test]
     fn regression_a_list_that_fits_no_buffer_is_asked_for_a_few_times_only() {
         let calls = std::cell::Cell::new(0);
-        let answer = sized(|buf| {
+        let answer = call_with_growing_buffer(|buf| {
             calls.set(calls.get() + 1);
             if buf.is_empty() {
                 Ok(usize::MAX / 2)

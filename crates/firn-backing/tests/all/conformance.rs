@@ -1,7 +1,7 @@
-//! Both backings pass the suite, and agree with each other.
+//! Tests that a real directory and the simulated backing both pass the suite, and that they behave alike.
 //!
-//! `FIRN_BACKING_DIR` names a directory in which the tests of real directories run instead of `/tmp` and `/dev/shm`:
-//! one on the file system that Firn shall be put over.
+//! The tests of real directories run in `/tmp` and `/dev/shm`. `FIRN_BACKING_DIR` names another directory for them, for
+//! example on the file system over which Firn will be mounted.
 
 use std::path::{Path, PathBuf};
 
@@ -9,22 +9,23 @@ use firn_backing::{Access, Backing, DirBacking, Files, Volume};
 use firn_sim::{SimBacking, suite};
 use tempfile::TempDir;
 
-/// Where real directories are made: the one that `FIRN_BACKING_DIR` names, or ext4 (whatever holds `/tmp`) and tmpfs.
-fn places() -> Vec<PathBuf> {
+/// The directories in which real backings are made: the one of `FIRN_BACKING_DIR`, or `/tmp` (a disk) and `/dev/shm` (tmpfs).
+fn parent_dirs() -> Vec<PathBuf> {
     match std::env::var_os("FIRN_BACKING_DIR") {
         Some(dir) => vec![dir.into()],
         None => vec!["/tmp".into(), "/dev/shm".into()],
     }
 }
 
-fn fresh(place: &Path) -> (TempDir, DirBacking) {
+/// Returns a new real backing in a directory below `parent`.
+fn new_backing(parent: &Path) -> (TempDir, DirBacking) {
     rustix::process::umask(rustix::fs::Mode::empty());
     let dir = tempfile::Builder::new()
         .prefix("firn-backing-")
-        .tempdir_in(place)
+        .tempdir_in(parent)
         .expect("tempdir");
     let backing = DirBacking::open(dir.path()).expect("open");
-    // As the simulated root has it; the umask of 0 gave the directory more.
+    // The simulated root has this mode. The umask of 0 gave the directory a wider one.
     backing.set_mode(&backing.root(), 0o755).expect("set_mode");
     (dir, backing)
 }
@@ -36,10 +37,10 @@ fn the_simulated_backing_conforms() {
 
 #[test]
 fn a_real_directory_conforms() {
-    for place in &places() {
+    for parent in &parent_dirs() {
         let kept = std::cell::RefCell::new(Vec::new());
         suite::run(|| {
-            let (dir, backing) = fresh(place);
+            let (dir, backing) = new_backing(parent);
             kept.borrow_mut().push(dir);
             backing
         });
@@ -49,17 +50,17 @@ fn a_real_directory_conforms() {
 #[test]
 fn locks_exclude_each_other_until_their_file_is_dropped() {
     suite::run_locks(&SimBacking::new());
-    for place in &places() {
-        let (_dir, backing) = fresh(place);
+    for parent in &parent_dirs() {
+        let (_dir, backing) = new_backing(parent);
         suite::run_locks(&backing);
     }
 }
 
-/// A directory's locks of ranges take two processes: the system tests have them.
+/// Only the simulated backing is tested here: range locks of a real directory need two processes. The system tests have them.
 #[test]
 fn ranges_that_a_process_has_locked_exclude_others() {
-    let one = SimBacking::new();
-    suite::run_range_locks(&one, &one.another_process());
+    let first_process = SimBacking::new();
+    suite::run_range_locks(&first_process, &first_process.another_process());
 }
 
 #[test]
@@ -68,15 +69,15 @@ fn the_simulated_backing_does_what_a_real_one_does() {
         eprintln!("skipped: the simulated caller is root");
         return;
     }
-    let first: u64 = std::env::var("FIRN_SEED")
+    let first_seed: u64 = std::env::var("FIRN_SEED")
         .ok()
-        .and_then(|s| s.parse().ok())
+        .and_then(|seed| seed.parse().ok())
         .unwrap_or(1);
-    for seed in first..first + 60 {
-        for place in &places() {
-            let (_dir, real) = fresh(place);
+    for seed in first_seed..first_seed + 60 {
+        for parent in &parent_dirs() {
+            let (_dir, real) = new_backing(parent);
             let sim = SimBacking::new();
-            println!("seed {seed} in {}", place.display());
+            println!("seed {seed} in {}", parent.display());
             suite::differential::run(&real, &sim, seed, 300);
             sim.fsck().expect("fsck");
         }
@@ -91,9 +92,9 @@ fn after_a_power_loss_what_was_synced_is_there() {
         suite::differential::run(&sim, &sim.fork(), seed, 150);
         sim.sync_all().expect("sync_all");
         let synced = sim.tree();
-        let quiet = sim.fork();
-        quiet.power_loss(seed);
-        assert_eq!(quiet.tree(), synced);
+        let unchanged = sim.fork();
+        unchanged.power_loss(seed);
+        assert_eq!(unchanged.tree(), synced);
         suite::differential::run(&sim, &sim.fork(), seed + 1000, 150);
         sim.power_loss(seed);
         sim.fsck().expect("fsck");
@@ -102,16 +103,22 @@ fn after_a_power_loss_what_was_synced_is_there() {
 
 #[test]
 fn an_owner_opens_a_file_whose_mode_denies_it() {
-    // As root the mode never denies; the case counts when the tests run as a user.
-    for place in &places() {
-        let (_dir, b) = fresh(place);
+    // The mode denies nothing to root, so this tests something only if the tests run as another user.
+    for parent in &parent_dirs() {
+        let (_dir, backing) = new_backing(parent);
         let name = std::ffi::OsStr::new("a");
-        let made = b
-            .create(&suite::own_caller(), &b.root(), name, 0o040)
+        let (inode, _, _) = backing
+            .create(&suite::own_caller(), &backing.root(), name, 0o040)
             .expect("create");
         for access in [Access::Read, Access::Write, Access::ReadWrite] {
-            assert_eq!(b.open(&made.0, access).map(|f| f.access()), Ok(access));
+            assert_eq!(
+                backing.open(&inode, access).map(|file| file.access()),
+                Ok(access)
+            );
         }
-        assert_eq!(b.attr(&made.0).map(|a| a.mode & 0o7777), Ok(0o040));
+        assert_eq!(
+            backing.attr(&inode).map(|attr| attr.mode & 0o7777),
+            Ok(0o040)
+        );
     }
 }

@@ -1,4 +1,4 @@
-//! The simulated backing fails as it is told to, and loses what it may lose.
+//! Tests of the simulated backing: it fails at the planned steps, and a power loss loses only what a real one may lose.
 
 use std::ffi::OsStr;
 use std::io::IoSlice;
@@ -8,7 +8,7 @@ use firn_sim::SimBacking;
 use firn_sim::suite::own_caller;
 use firn_sim::{Fault, LockReach};
 
-/// A file `a` that holds `content`.
+/// Returns a simulated backing with a file `a` of this content, and the open file.
 fn with_file(content: &[u8]) -> (SimBacking, <SimBacking as Volume>::File) {
     let sim = SimBacking::new();
     let file = sim
@@ -52,7 +52,7 @@ fn a_full_disk_takes_what_fits_and_then_nothing() {
         sim.write_at(&file, &[IoSlice::new(&bytes)], 8192).err(),
         Some(Errno::NOSPC)
     );
-    assert_eq!(sim.statfs().map(|s| s.blocks_free), Ok(0));
+    assert_eq!(sim.statfs().map(|stats| stats.blocks_free), Ok(0));
     sim.set_read_only(true);
     assert_eq!(sim.set_len(&file, 0).err(), Some(Errno::ROFS));
 }
@@ -65,14 +65,15 @@ fn synced_data_and_names_survive_and_a_rename_is_whole() {
         let root = sim.root();
         sim.sync(&file, false).expect("sync");
         sim.sync_dir(&root).expect("sync_dir");
-        let a = OsStr::new("a");
-        let b = OsStr::new("b");
-        sim.rename(&root, a, &root, b, RenameFlags::empty())
+        let old_name = OsStr::new("a");
+        let new_name = OsStr::new("b");
+        sim.rename(&root, old_name, &root, new_name, RenameFlags::empty())
             .expect("rename");
         sim.write_at(&file, &[IoSlice::new(&[2; 1024])], 0)
             .expect("write_at");
         sim.power_loss(seed);
-        sim.fsck().unwrap_or_else(|e| panic!("seed {seed}: {e}"));
+        sim.fsck()
+            .unwrap_or_else(|error| panic!("seed {seed}: {error}"));
         let names: Vec<_> = sim
             .tree()
             .into_keys()
@@ -80,8 +81,8 @@ fn synced_data_and_names_survive_and_a_rename_is_whole() {
             .collect();
         assert_eq!(names.len(), 1, "seed {seed}: {names:?}");
         let (inode, _) = sim
-            .lookup(&sim.root(), a)
-            .or(sim.lookup(&sim.root(), b))
+            .lookup(&sim.root(), old_name)
+            .or(sim.lookup(&sim.root(), new_name))
             .expect("a or b");
         let mut bytes = [0; 1024];
         let open = sim.open(&inode, Access::Read).expect("open");
@@ -99,45 +100,51 @@ fn synced_data_and_names_survive_and_a_rename_is_whole() {
 
 #[test]
 fn a_lock_ends_with_its_process_and_not_with_another_one() {
-    let (one, file) = with_file(b"");
-    let two = one.another_process();
-    let again = || {
-        let inode = two.lookup(&two.root(), OsStr::new("a")).expect("lookup").0;
-        let file = two.open(&inode, Access::ReadWrite).expect("open");
-        two.try_lock(&file, LockMode::Exclusive)
+    let (first, file) = with_file(b"");
+    let second = first.another_process();
+    let lock_again = || {
+        let inode = second
+            .lookup(&second.root(), OsStr::new("a"))
+            .expect("lookup")
+            .0;
+        let file = second.open(&inode, Access::ReadWrite).expect("open");
+        second.try_lock(&file, LockMode::Exclusive)
     };
-    assert_eq!(one.try_lock(&file, LockMode::Exclusive), Ok(true));
-    assert_eq!(again(), Ok(false));
-    let dying = two.another_process();
+    assert_eq!(first.try_lock(&file, LockMode::Exclusive), Ok(true));
+    assert_eq!(lock_again(), Ok(false));
+    let dying = second.another_process();
     dying.crash_at(1);
     assert_eq!(dying.attr(&dying.root()).err(), Some(Errno::IO));
-    assert_eq!((again(), one.is_dead()), (Ok(false), false));
-    one.crash_at(0);
-    assert_eq!(one.attr_of_file(&file).err(), Some(Errno::IO));
-    assert_eq!(again(), Ok(true));
+    assert_eq!((lock_again(), first.is_dead()), (Ok(false), false));
+    first.crash_at(0);
+    assert_eq!(first.attr_of_file(&file).err(), Some(Errno::IO));
+    assert_eq!(lock_again(), Ok(true));
 }
 
 #[test]
 fn locks_reach_as_far_as_the_server_has_them() {
-    let (one, file) = with_file(b"");
-    let two = one.another_process();
-    let inode = two.lookup(&two.root(), OsStr::new("a")).expect("lookup").0;
-    let other = two.open(&inode, Access::ReadWrite).expect("open");
+    let (first, file) = with_file(b"");
+    let second = first.another_process();
+    let inode = second
+        .lookup(&second.root(), OsStr::new("a"))
+        .expect("lookup")
+        .0;
+    let second_file = second.open(&inode, Access::ReadWrite).expect("open");
     let lock = || {
         (
-            one.try_lock(&file, LockMode::Exclusive),
-            two.try_lock(&other, LockMode::Exclusive),
+            first.try_lock(&file, LockMode::Exclusive),
+            second.try_lock(&second_file, LockMode::Exclusive),
         )
     };
     assert_eq!(lock(), (Ok(true), Ok(false)));
-    one.lose_locks();
+    first.lose_locks();
     assert_eq!(
-        one.write_at(&file, &[IoSlice::new(b"x")], 0).err(),
+        first.write_at(&file, &[IoSlice::new(b"x")], 0).err(),
         Some(Errno::IO)
     );
     assert_eq!(lock(), (Ok(true), Ok(false)));
-    one.set_lock_reach(LockReach::Host);
+    first.set_lock_reach(LockReach::Host);
     assert_eq!(lock(), (Ok(true), Ok(true)));
-    one.set_lock_reach(LockReach::Refused(Errno::NOLCK));
+    first.set_lock_reach(LockReach::Refused(Errno::NOLCK));
     assert_eq!(lock(), (Err(Errno::NOLCK), Err(Errno::NOLCK)));
 }

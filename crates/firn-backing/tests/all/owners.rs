@@ -1,4 +1,6 @@
-//! The owner of what is made for a caller; needs root, and does nothing without.
+//! Tests of the owner and mode of objects that a backing makes for a caller.
+//!
+//! Only root can make objects for another user. Without root the tests skip themselves.
 
 use std::ffi::OsStr;
 
@@ -10,8 +12,8 @@ const CALLER: Caller = Caller {
     pid: 0,
 };
 
-/// A backing whose root has this mode and group, or nothing where we are not root.
-fn fresh(mode: u32, gid: u32) -> Option<(tempfile::TempDir, DirBacking)> {
+/// Returns a new backing whose root directory has this mode and group; `None` if the test does not run as root.
+fn new_backing(mode: u32, gid: u32) -> Option<(tempfile::TempDir, DirBacking)> {
     if !rustix::process::geteuid().is_root() {
         eprintln!("skipped: needs root");
         return None;
@@ -29,28 +31,35 @@ fn fresh(mode: u32, gid: u32) -> Option<(tempfile::TempDir, DirBacking)> {
     Some((dir, backing))
 }
 
-/// Makes one of each kind; all attributes.
-fn one_of_each(b: &DirBacking) -> Vec<Attr> {
-    let root = b.root();
+/// Makes a file, a directory, a FIFO, a device and a symbolic link, and returns their attributes.
+fn make_each_kind(backing: &DirBacking) -> Vec<Attr> {
+    let root = backing.root();
     let name = OsStr::new;
     let node = |mode, rdev| NewKind::Node { mode, rdev };
     vec![
-        b.create(&CALLER, &root, name("f"), 0o6755)
+        backing
+            .create(&CALLER, &root, name("f"), 0o6755)
             .expect("create")
             .2,
-        b.mkdir(&CALLER, &root, name("d"), 0o700).expect("mkdir").1,
-        b.make(&CALLER, &root, name("p"), node(libc::S_IFIFO | 0o600, 0))
+        backing
+            .mkdir(&CALLER, &root, name("d"), 0o700)
+            .expect("mkdir")
+            .1,
+        backing
+            .make(&CALLER, &root, name("p"), node(libc::S_IFIFO | 0o600, 0))
             .expect("mknod")
             .1,
-        b.make(
-            &CALLER,
-            &root,
-            name("c"),
-            node(libc::S_IFCHR | 0o600, 0x103),
-        )
-        .expect("mknod")
-        .1,
-        b.symlink(&CALLER, &root, name("l"), name("t"))
+        backing
+            .make(
+                &CALLER,
+                &root,
+                name("c"),
+                node(libc::S_IFCHR | 0o600, 0x103),
+            )
+            .expect("mknod")
+            .1,
+        backing
+            .symlink(&CALLER, &root, name("l"), name("t"))
             .expect("symlink")
             .1,
     ]
@@ -58,12 +67,13 @@ fn one_of_each(b: &DirBacking) -> Vec<Attr> {
 
 #[test]
 fn new_objects_belong_to_the_caller_and_the_thread_stays_itself() {
-    // The caller may write to the first; to the second only through a group that we cannot know of.
+    // The caller may write to a root of the first mode. The second mode allows it only by a group that this process does
+    // not know.
     for mode in [0o777, 0o770] {
-        let Some((_dir, b)) = fresh(mode, 0) else {
+        let Some((_dir, backing)) = new_backing(mode, 0) else {
             return;
         };
-        for attr in one_of_each(&b) {
+        for attr in make_each_kind(&backing) {
             assert_eq!(
                 (attr.uid, attr.gid),
                 (CALLER.uid, CALLER.gid),
@@ -71,24 +81,26 @@ fn new_objects_belong_to_the_caller_and_the_thread_stays_itself() {
                 attr.kind
             );
         }
-        let (f, attr) = b.lookup(&b.root(), OsStr::new("f")).expect("lookup");
+        let (inode, attr) = backing
+            .lookup(&backing.root(), OsStr::new("f"))
+            .expect("lookup");
         assert_eq!(
             attr.mode & 0o7777,
             0o6755,
             "set-id bits survive being given away"
         );
-        assert!(b.open(&f, Access::ReadWrite).is_ok());
-        let me = Caller {
+        assert!(backing.open(&inode, Access::ReadWrite).is_ok());
+        let root_caller = Caller {
             uid: 0,
             gid: 0,
             pid: 0,
         };
-        let own = b
-            .create(&me, &b.root(), OsStr::new("own"), 0o600)
+        let own_attr = backing
+            .create(&root_caller, &backing.root(), OsStr::new("own"), 0o600)
             .expect("create")
             .2;
         assert_eq!(
-            (own.uid, own.gid),
+            (own_attr.uid, own_attr.gid),
             (0, 0),
             "the thread has its own ids again"
         );
@@ -98,10 +110,10 @@ fn new_objects_belong_to_the_caller_and_the_thread_stays_itself() {
 #[test]
 fn a_setgid_parent_gives_its_group() {
     for mode in [0o2777, 0o2770] {
-        let Some((_dir, b)) = fresh(mode, 7777) else {
+        let Some((_dir, backing)) = new_backing(mode, 7777) else {
             return;
         };
-        for attr in one_of_each(&b) {
+        for attr in make_each_kind(&backing) {
             assert_eq!(
                 (attr.uid, attr.gid),
                 (CALLER.uid, 7777),
@@ -109,17 +121,19 @@ fn a_setgid_parent_gives_its_group() {
                 attr.kind
             );
         }
-        let (_, d) = b.lookup(&b.root(), OsStr::new("d")).expect("lookup");
-        assert_eq!(d.mode & 0o7777, 0o2700);
+        let (_, dir_attr) = backing
+            .lookup(&backing.root(), OsStr::new("d"))
+            .expect("lookup");
+        assert_eq!(dir_attr.mode & 0o7777, 0o2700);
     }
 }
 
 #[test]
 fn a_default_acl_alone_decides_the_mode() {
-    let Some((dir, b)) = fresh(0o777, 0) else {
+    let Some((dir, backing)) = new_backing(0o777, 0) else {
         return;
     };
-    assert!(!b.has_default_acl(&b.root()));
+    assert!(!backing.has_default_acl(&backing.root()));
     // Version 2; user::rwx, group::r-x, other::--- with no id (-1).
     let mut acl = vec![2, 0, 0, 0];
     for (tag, perm) in [(1u16, 7u16), (4, 5), (32, 0)] {
@@ -127,11 +141,12 @@ fn a_default_acl_alone_decides_the_mode() {
         acl.extend([0xff; 4]);
     }
     let name = OsStr::new("system.posix_acl_default");
-    b.set_xattr(&b.root(), name, &acl, 0)
+    backing
+        .set_xattr(&backing.root(), name, &acl, 0)
         .unwrap_or_else(|e| panic!("{:?}: {e}", dir.path()));
-    assert!(b.has_default_acl(&b.root()));
-    let attr = b
-        .create(&CALLER, &b.root(), OsStr::new("f"), 0o666)
+    assert!(backing.has_default_acl(&backing.root()));
+    let attr = backing
+        .create(&CALLER, &backing.root(), OsStr::new("f"), 0o666)
         .expect("create")
         .2;
     assert_eq!(attr.mode & 0o777, 0o640);

@@ -1,4 +1,4 @@
-//! Times that the kernel gives come after those that Firn has given.
+//! Tests that the times which the kernel gives to objects are not before the times that Firn gave earlier.
 
 use std::ffi::OsStr;
 
@@ -10,12 +10,12 @@ use firn_sim::suite;
 fn what_the_kernel_stamps_later_is_not_older() {
     let dir = tempfile::tempdir().expect("a directory");
     let backing = DirBacking::open(dir.path()).expect("open");
-    let me = suite::own_caller();
+    let caller = suite::own_caller();
     let root = backing.root();
     for number in 0..200 {
         let name = format!("file{number}");
         let before = Time::now();
-        let made = backing.create(&me, &root, OsStr::new(&name), 0o644);
+        let made = backing.create(&caller, &root, OsStr::new(&name), 0o644);
         let (inode, _, attr) = made.expect("create");
         assert!(before <= attr.mtime, "made: {before:?}, {:?}", attr.mtime);
         let file = backing.open(&inode, Access::ReadWrite).expect("open");
@@ -31,7 +31,7 @@ fn what_the_kernel_stamps_later_is_not_older() {
         assert!(before <= after, "touched: {before:?}, {after:?}");
         let name = format!("dir{number}");
         let before = Time::now();
-        let made = backing.mkdir(&me, &root, OsStr::new(&name), 0o755);
+        let made = backing.mkdir(&caller, &root, OsStr::new(&name), 0o755);
         let after = made.expect("mkdir").1.mtime;
         assert!(before <= after, "made: {before:?}, {after:?}");
     }

@@ -1,3 +1,5 @@
+//! Tests of the order of the sources of options, and of the origin that each resolved option names.
+
 use super::*;
 use crate::minus_o::{Unknown, parse_minus_o};
 use crate::table::row;
@@ -7,28 +9,29 @@ struct Fixture {
     sources: Sources,
 }
 
-/// The five sources give `io-threads` the values 1 (system) to 5 (flag), as far as `upto` says.
-fn fixture(upto: usize) -> Fixture {
+/// Returns sources in which the first `count` of five set `io-threads`: the system file to 1, the user file to 2, the
+/// environment to 3, `-o` to 4 and the flag to 5. With the flag there is no `-o`: the two must not disagree.
+fn fixture(count: usize) -> Fixture {
     let dir = tempfile::tempdir().unwrap();
     let mut sources = Sources::default();
     let system = dir.path().join("system.toml");
     let user = dir.path().join("user.toml");
-    if upto >= 1 {
+    if count >= 1 {
         std::fs::write(&system, "io-threads = 1\n").unwrap();
     }
-    if upto >= 2 {
+    if count >= 2 {
         std::fs::write(&user, "# mine\nio-threads = 2\n").unwrap();
     }
-    if upto >= 3 {
+    if count >= 3 {
         sources
             .surroundings
             .env
             .insert("FIRN_IO_THREADS".into(), "3".into());
     }
-    if upto == 4 {
+    if count == 4 {
         sources.minus_o = parse_minus_o("io-threads=4", Unknown::Refuse).unwrap();
     }
-    if upto >= 5 {
+    if count >= 5 {
         sources.flags = vec![Given {
             row: row("io-threads").unwrap(),
             text: "5".into(),
@@ -49,20 +52,20 @@ fn resolve_o(text: &str) -> Result<Resolved, ConfigError> {
 
 #[test]
 fn each_source_wins_over_the_ones_below_it() {
-    for upto in 0..=5 {
-        let fixture = fixture(upto);
+    for count in 0..=5 {
+        let fixture = fixture(count);
         let resolved = fixture.sources.resolve().unwrap();
-        let expected = if upto == 0 { 4 } else { upto as u32 };
+        let expected = if count == 0 { 4 } else { count as u32 };
         assert_eq!(
             resolved.options.io_threads, expected,
-            "sources up to {upto}"
+            "the first {count} sources"
         );
         let (_, origin) = resolved
             .origins
             .iter()
             .find(|(row, _)| row.name == "io-threads")
             .unwrap();
-        match upto {
+        match count {
             0 => assert_eq!(*origin, Origin::Default),
             1 => assert!(origin.to_string().ends_with("system.toml")),
             2 => assert!(origin.to_string().ends_with("user.toml")),

@@ -224,7 +224,7 @@ impl<B: Backing> Call<'_, B> {
         change: impl FnOnce() -> Result<T, Errno>,
     ) -> Result<T, Errno> {
         let changes = self.tree.changes(handle)?;
-        let _together = changes.together();
+        let _guard = changes.lock_shared();
         change()
     }
 
@@ -245,7 +245,7 @@ impl<B: Backing> Call<'_, B> {
             return self.append_for_all_hosts(locks, handle, source, size_max);
         }
         let changes = self.tree.changes(handle)?;
-        let _alone = changes.alone();
+        let _guard = changes.lock_exclusive();
         let end = self.tree.attr_of(handle)?.size;
         let total = |place: u64| source.len().min(size_max.saturating_sub(place));
         let (place, mut done) = match find_start(source, &changes, end, total)? {
@@ -305,7 +305,7 @@ impl<B: Backing> Call<'_, B> {
             }
         }
         // Other processes do not know a stub that has no file in the backing yet.
-        self.tree.bring_open(handle)?;
+        self.tree.sync_open_name(handle)?;
         let file = self.engine.open_files.number_of(handle)?;
         let ticket = locks.next_ticket();
         let owner = Owner {
@@ -356,7 +356,7 @@ impl<B: Backing> Call<'_, B> {
 
     fn sync(&self, handle: HandleId, data_only: bool) -> Result<(), Errno> {
         if self.engine.fsync_policy() == FsyncPolicy::Durable {
-            self.tree.bring_open(handle)?;
+            self.tree.sync_open_name(handle)?;
         }
         wait(|done| self.engine.fsync(handle, done))?;
         self.engine.sync_file(handle, data_only)
@@ -364,7 +364,7 @@ impl<B: Backing> Call<'_, B> {
 
     fn release(&self, handle: HandleId) -> Result<(), Errno> {
         let named = if self.engine.options().close == ClosePolicy::Drain {
-            self.tree.bring_open(handle)
+            self.tree.sync_open_name(handle)
         } else {
             Ok(())
         };
@@ -450,7 +450,7 @@ fn failed(errno: Errno) -> Answer {
 }
 
 fn attr_answer(attr: StubAttr) -> Answer {
-    let count = u32::from(attr.told);
+    let count = u32::from(attr.is_time_changed);
     Reply {
         count,
         size: attr.size,

@@ -106,7 +106,7 @@ impl Disks {
             chooses: Box::new(|_: &OsStr| true),
             is_alive: Box::new(|_| Ok(false)),
             // There is no other host.
-            patience: Duration::from_secs(3600),
+            view_age_max: Duration::from_secs(3600),
             lag_max: Duration::ZERO,
             unit_bytes: 64 << 10,
             when_closed: firn_log::WhenClosed::Flatten,

@@ -1,14 +1,16 @@
+//! Tests of a client's connection: replies that are not valid are refused, and a socket that firnd does not own is not used.
+
 use std::io::{Read, Write};
 use std::os::unix::net::UnixListener;
 
 use super::*;
 
-/// A connection, and firnd's end of it.
+/// Returns a client's connection and firnd's end of it.
 fn pair() -> (Connection, Connection) {
     let flags = SocketFlags::CLOEXEC;
-    let (one, two) =
+    let (client, firnd) =
         rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
-    [one, two]
+    [client, firnd]
         .map(|socket| Connection {
             socket: socket.into(),
         })
@@ -31,7 +33,7 @@ fn a_reply_that_is_not_whole_or_announces_more_than_it_has_is_refused() {
         let mut extents = vec![MaybeUninit::<Extent>::uninit(); room];
         client.receive_reply(&mut Incoming::from(&mut extents[..]))
     };
-    // Count, bytes that follow, room for extents, whether that is a reply.
+    // The announced count, the bytes that follow, the room for extents, and whether the reply is valid.
     for (count, follow, room, is_whole) in [
         (0, 0, 0, true),
         (7, 0, 0, true),
@@ -145,7 +147,7 @@ fn only_the_expected_user_is_connected_to_and_another_hears_nothing() {
     firnd.read_exact(&mut hello).unwrap();
     let expected = Request::new(Op::Hello, 0, DATA_SOCKET_VERSION.into());
     assert_eq!(hello, expected.as_bytes());
-    // No arena and no descriptor: that is none.
+    // An answer with neither an arena nor a descriptor is no hello.
     firnd.write_all(Reply::default().as_bytes()).unwrap();
     assert!(connection.receive_hello(&[0; 16]).is_none());
 }

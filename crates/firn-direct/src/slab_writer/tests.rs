@@ -1,3 +1,6 @@
+//! Tests of the client's writer over a slab in plain memory, with firnd's side in the test: it reads the records and revokes
+//! the lease, also at the same time as the writer appends.
+
 use std::sync::atomic::AtomicBool;
 
 use firn_format::piece::{Checked, FROZEN, RawPiece, poison, word};
@@ -11,16 +14,16 @@ const WRITER: u64 = 512;
 const GENERATION: u64 = 77;
 const FILE_ID: u64 = 5;
 
-/// A slab in plain memory, and firnd's side of it.
-struct Fake {
+/// A slab in plain memory, with firnd's side of the protocol.
+struct FakeSlab {
     memory: Vec<u64>,
     slab: Slab,
 }
 
-// SAFETY: the vector is never resized, and words that threads share are touched as atomics.
-unsafe impl Sync for Fake {}
+// SAFETY: the vector is never resized, and words that threads share are read and written as atomics.
+unsafe impl Sync for FakeSlab {}
 
-impl Fake {
+impl FakeSlab {
     fn new(record_count: u32) -> Self {
         let slab = Slab {
             chunk: DATA,
@@ -48,13 +51,13 @@ impl Fake {
     }
 
     fn writer(&self) -> SlabWriter {
-        // SAFETY: all of it is in `memory`.
+        // SAFETY: the records, the writer word and the data are in `memory`.
         unsafe { SlabWriter::new(self.base(), self.slab, FILE_ID) }
     }
 
-    fn word(&self, at: u64) -> &AtomicU64 {
-        // SAFETY: in range, and aligned as everything here is.
-        unsafe { AtomicU64::from_ptr(self.base().add(at as usize).cast()) }
+    fn word(&self, offset: u64) -> &AtomicU64 {
+        // SAFETY: the offset is in `memory` and a multiple of 8.
+        unsafe { AtomicU64::from_ptr(self.base().add(offset as usize).cast()) }
     }
 
     fn seal(&self, record: u32) -> &AtomicU64 {
@@ -62,16 +65,17 @@ impl Fake {
     }
 
     fn raw(&self, record: u32) -> RawPiece {
-        let at = RECORDS + u64::from(record) * PIECE_BYTES;
+        let offset = RECORDS + u64::from(record) * PIECE_BYTES;
         let seal = self.seal(record).load(Ordering::Acquire);
         RawPiece {
-            who: self.word(at + word::WHO).load(Ordering::Relaxed),
-            offset: self.word(at + word::OFFSET).load(Ordering::Relaxed),
-            place: self.word(at + word::PLACE).load(Ordering::Relaxed),
+            who: self.word(offset + word::WHO).load(Ordering::Relaxed),
+            offset: self.word(offset + word::OFFSET).load(Ordering::Relaxed),
+            place: self.word(offset + word::PLACE).load(Ordering::Relaxed),
             seal,
         }
     }
 
+    /// The piece of a record, if it is published.
     fn piece(&self, record: u32) -> Option<Piece> {
         match self.raw(record).check(GENERATION, 0, SLAB_BYTES.into()) {
             Ok(Checked::Live(piece)) => Some(piece),
@@ -79,12 +83,14 @@ impl Fake {
         }
     }
 
+    /// The pieces of all published records.
     fn pieces(&self) -> Vec<Piece> {
         (0..self.slab.record_count)
             .map_while(|record| self.piece(record))
             .collect()
     }
 
+    /// The bytes of a published piece.
     fn bytes(&self, piece: &Piece) -> Vec<u8> {
         let from = self
             .base()
@@ -93,7 +99,8 @@ impl Fake {
         unsafe { std::slice::from_raw_parts(from, piece.len as usize) }.to_vec()
     }
 
-    /// Ends the lease as firnd does; returns the number of records that count.
+    /// Revokes the lease as firnd does, and returns the number of valid records: freezes the last published record and
+    /// poisons the next one, again if the writer published that at the same time.
     fn revoke(&self) -> u32 {
         let idle = writer_idle(GENERATION);
         let _ = self
@@ -107,12 +114,12 @@ impl Fake {
             if count == self.slab.record_count {
                 return count;
             }
-            let seen = self.seal(count).load(Ordering::Acquire);
+            let seal_before = self.seal(count).load(Ordering::Acquire);
             if self.piece(count).is_some() {
                 continue;
             }
             let poisoned = self.seal(count).compare_exchange(
-                seen,
+                seal_before,
                 poison(GENERATION),
                 Ordering::SeqCst,
                 Ordering::Relaxed,
@@ -131,7 +138,7 @@ fn append(writer: &mut SlabWriter, offset: u64, data: &[u8]) -> Appended {
 
 #[test]
 fn bytes_that_follow_each_other_are_one_piece() {
-    let fake = Fake::new(8);
+    let fake = FakeSlab::new(8);
     let mut writer = fake.writer();
     assert_eq!(append(&mut writer, 100, b"hello "), Appended::Bytes(6));
     assert_eq!(append(&mut writer, 106, b"world"), Appended::Bytes(5));
@@ -151,7 +158,7 @@ fn bytes_that_follow_each_other_are_one_piece() {
 
 #[test]
 fn a_page_or_more_lies_congruent_to_its_offset_and_small_pieces_are_packed() {
-    let fake = Fake::new(8);
+    let fake = FakeSlab::new(8);
     let mut writer = fake.writer();
     assert_eq!(append(&mut writer, 7, b"a"), Appended::Bytes(1));
     assert_eq!(append(&mut writer, 5000, b"b"), Appended::Bytes(1));
@@ -167,7 +174,7 @@ fn a_page_or_more_lies_congruent_to_its_offset_and_small_pieces_are_packed() {
 
 #[test]
 fn the_end_of_the_slab_takes_the_first_part_and_then_nothing() {
-    let fake = Fake::new(8);
+    let fake = FakeSlab::new(8);
     let mut writer = fake.writer();
     assert!(!writer.is_half_full());
     assert_eq!(
@@ -185,7 +192,7 @@ fn the_end_of_the_slab_takes_the_first_part_and_then_nothing() {
 
 #[test]
 fn without_a_record_there_is_no_room_but_for_more_of_the_last_piece() {
-    let fake = Fake::new(2);
+    let fake = FakeSlab::new(2);
     let mut writer = fake.writer();
     assert_eq!(append(&mut writer, 0, b"a"), Appended::Bytes(1));
     assert_eq!(append(&mut writer, 50, b"b"), Appended::Bytes(1));
@@ -197,7 +204,7 @@ fn without_a_record_there_is_no_room_but_for_more_of_the_last_piece() {
 
 #[test]
 fn a_frozen_piece_is_followed_by_a_new_one() {
-    let fake = Fake::new(8);
+    let fake = FakeSlab::new(8);
     let mut writer = fake.writer();
     assert_eq!(append(&mut writer, 0, b"abc"), Appended::Bytes(3));
     fake.seal(0).fetch_or(FROZEN, Ordering::SeqCst);
@@ -209,7 +216,7 @@ fn a_frozen_piece_is_followed_by_a_new_one() {
 
 #[test]
 fn after_a_revocation_nothing_is_taken_and_what_was_taken_stays() {
-    let fake = Fake::new(8);
+    let fake = FakeSlab::new(8);
     let mut writer = fake.writer();
     assert_eq!(append(&mut writer, 0, b"kept"), Appended::Bytes(4));
     assert_eq!(fake.revoke(), 1);
@@ -222,10 +229,10 @@ fn after_a_revocation_nothing_is_taken_and_what_was_taken_stays() {
 #[test]
 fn a_writer_that_was_busy_when_it_was_revoked_publishes_nothing() {
     for extends in [true, false] {
-        let fake = Fake::new(8);
+        let fake = FakeSlab::new(8);
         let mut writer = fake.writer();
         assert_eq!(append(&mut writer, 0, b"kept"), Appended::Bytes(4));
-        // As between the first and the last step of an append.
+        // The state between the first and the last step of an append.
         fake.word(WRITER)
             .store(writer_idle(GENERATION) | WRITER_BUSY, Ordering::SeqCst);
         assert_eq!(fake.revoke(), 1);
@@ -239,7 +246,7 @@ fn a_writer_that_was_busy_when_it_was_revoked_publishes_nothing() {
 
 #[test]
 fn a_slab_that_was_leased_to_another_is_not_touched() {
-    let fake = Fake::new(8);
+    let fake = FakeSlab::new(8);
     let mut writer = fake.writer();
     fake.word(WRITER)
         .store(writer_idle(GENERATION + 1), Ordering::SeqCst);
@@ -253,17 +260,17 @@ fn a_slab_that_was_leased_to_another_is_not_touched() {
 
 #[test]
 fn an_offset_beyond_the_largest_file_is_left_to_the_kernel() {
-    let fake = Fake::new(8);
+    let fake = FakeSlab::new(8);
     let mut writer = fake.writer();
     assert_eq!(append(&mut writer, OFFSET_MAX, b"x"), Appended::Full);
     assert_eq!(append(&mut writer, u64::MAX, b"x"), Appended::Full);
 }
 
-/// What counts after a revocation at any instant is exactly what was acknowledged.
+/// Whenever the lease is revoked, the published pieces are exactly the bytes that `append` acknowledged.
 #[test]
 fn a_revocation_at_any_instant_neither_loses_nor_invents_bytes() {
     for round in 0..300u32 {
-        let fake = Fake::new(600);
+        let fake = FakeSlab::new(600);
         let go = AtomicBool::new(false);
         let acknowledged = std::thread::scope(|scope| {
             let appender = scope.spawn(|| {
@@ -275,7 +282,7 @@ fn a_revocation_at_any_instant_neither_loses_nor_invents_bytes() {
                 loop {
                     let byte = [acknowledged as u8; 16];
                     match append(&mut writer, acknowledged, &byte) {
-                        Appended::Bytes(n) => acknowledged += n as u64,
+                        Appended::Bytes(count) => acknowledged += count as u64,
                         Appended::Full | Appended::Revoked => return acknowledged,
                     }
                 }
@@ -292,15 +299,16 @@ fn a_revocation_at_any_instant_neither_loses_nor_invents_bytes() {
             appender.join().unwrap()
         });
         let pieces = fake.pieces();
-        let published: u64 = pieces.iter().map(|p| u64::from(p.len)).sum();
+        let published: u64 = pieces.iter().map(|piece| u64::from(piece.len)).sum();
         assert_eq!(published, acknowledged, "round {round}");
-        let mut at = 0;
+        let mut end = 0;
         for piece in &pieces {
-            assert_eq!(piece.offset, at);
-            for (i, byte) in fake.bytes(piece).iter().enumerate() {
-                assert_eq!(*byte, ((at + i as u64) / 16 * 16) as u8);
+            assert_eq!(piece.offset, end);
+            for (index, byte) in fake.bytes(piece).iter().enumerate() {
+                // Each append of 16 bytes repeats the low byte of its offset.
+                assert_eq!(*byte, ((end + index as u64) / 16 * 16) as u8);
             }
-            at += u64::from(piece.len);
+            end += u64::from(piece.len);
         }
     }
 }

@@ -33,7 +33,7 @@ fn logged(disk: &SimBacking, host: &str) -> Logged {
         host: host.to_owned(),
         chooses: Box::new(|_: &OsStr| true),
         is_alive: Box::new(|host| Ok(host != "a")),
-        patience: Duration::ZERO,
+        view_age_max: Duration::ZERO,
         lag_max: Duration::ZERO,
         unit_bytes: 1 << 20,
         when_closed: WhenClosed::Flatten,

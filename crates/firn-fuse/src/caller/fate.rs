@@ -1,19 +1,22 @@
-//! What the kernel is about to do with a thread that waits for an answer and got a signal.
+//! Predicts what the kernel will do with a thread that got a signal while it waits for an answer.
+//!
+//! The kernel reports that a signal came, but not which one. So [`fate`] reads the thread's pending signals, and its
+//! handlers, from /proc.
 
 use std::path::Path;
 
-/// What becomes of a thread once it has its answer.
+/// What the kernel will do with a thread once it has its answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fate {
-    /// It dies of a signal.
+    /// A signal kills the thread.
     Dies,
-    /// It is stopped, frozen or traced, or runs a handler for a signal that asks it to end.
+    /// The thread is stopped, frozen or traced, or it runs a handler for a signal that asks a program to end.
     Stops,
-    /// It goes on; a handler may run.
+    /// The thread goes on, perhaps after a handler has run.
     GoesOn,
 }
 
-/// Signals that ask a program to end or to stop, whether it handles them or not.
+/// Signals that ask a program to end or to stop, whether or not it has a handler.
 const ENDING: u64 = bit(libc::SIGHUP)
     | bit(libc::SIGINT)
     | bit(libc::SIGQUIT)
@@ -22,25 +25,29 @@ const ENDING: u64 = bit(libc::SIGHUP)
     | bit(libc::SIGTSTP)
     | bit(libc::SIGTTIN)
     | bit(libc::SIGTTOU);
-/// Signals that do nothing to a program that does not handle them.
+/// Signals that are ignored by a program without a handler for them.
 const IGNORED_BY_DEFAULT: u64 =
     bit(libc::SIGCHLD) | bit(libc::SIGCONT) | bit(libc::SIGURG) | bit(libc::SIGWINCH);
 
+/// Usual mount point of the control groups.
 const CGROUPS: &str = "/sys/fs/cgroup";
 
+/// Bit of a signal in a set of signals.
 const fn bit(signal: i32) -> u64 {
     1 << (signal - 1)
 }
 
-/// The fate of a thread. One that cannot be seen (0, or of a PID namespace beside firnd's) dies: that its caller can be
-/// killed counts more than that another signal ends a call early.
+/// Returns the fate of a thread.
+///
+/// A thread that firnd cannot see (number 0, or in another PID namespace) counts as one that dies. It is worse if a
+/// caller cannot be killed than if another signal ends a call early.
 pub(crate) fn fate(thread: u32) -> Fate {
     let status = std::fs::read_to_string(format!("/proc/{thread}/status"));
     let Some(status) = status.ok().as_deref().and_then(Status::parse) else {
         return Fate::Dies;
     };
     status.fate().unwrap_or_else(|| {
-        // No signal: the kernel wants something else of the thread, or another thread took the signal.
+        // No signal is pending: the kernel stops or freezes the thread, or another thread took the signal.
         if status.tracer != 0 || is_stopping(status.process) || is_frozen(thread) {
             Fate::Stops
         } else {
@@ -49,12 +56,12 @@ pub(crate) fn fate(thread: u32) -> Fate {
     })
 }
 
-/// What /proc/PID/status tells of signals (proc(5)).
+/// Signals of a thread, as /proc/PID/status shows them (proc(5)).
 #[derive(Default)]
 struct Status {
     process: u32,
     tracer: u32,
-    /// Pending and not blocked.
+    /// Signals that are pending and not blocked.
     pending: u64,
     ignored: u64,
     caught: u64,
@@ -77,12 +84,12 @@ impl Status {
         })
     }
 
-    /// The fate that pending signals mean; `None` without any.
+    /// Returns the fate that follows from pending signals; `None` if none is pending.
     fn fate(&self) -> Option<Fate> {
         if self.pending == 0 {
             return None;
         }
-        // The kernel turns each signal that kills into a SIGKILL of every thread, but for those that dump core.
+        // A signal that kills shows as a pending SIGKILL of every thread, except for those that also dump core.
         let kills = self.pending & !self.caught & !self.ignored & !IGNORED_BY_DEFAULT & !ENDING;
         let dumps = self.pending & !self.caught & !self.ignored & bit(libc::SIGQUIT);
         if self.pending & bit(libc::SIGKILL) != 0 || kills | dumps != 0 {
@@ -95,37 +102,38 @@ impl Status {
     }
 }
 
-/// Whether threads of a process are stopped: those that are not yet will be.
+/// Whether a thread of a process is stopped. Then the others will stop too.
 fn is_stopping(process: u32) -> bool {
     let Ok(threads) = std::fs::read_dir(format!("/proc/{process}/task")) else {
         return false;
     };
     threads.flatten().any(|thread| {
         let stat = std::fs::read_to_string(thread.path().join("stat")).unwrap_or_default();
-        // The name, in parentheses, may have any character.
+        // The state follows the name, which is in parentheses and may contain any character.
         let state = stat.rsplit_once(") ").map(|(_, rest)| rest);
         state.is_some_and(|state| state.starts_with(['T', 't']))
     })
 }
 
-/// Whether a control group of the thread is frozen; also where that cannot be told.
+/// Whether a control group of the thread is frozen. True also if that cannot be read.
 fn is_frozen(thread: u32) -> bool {
     let groups = std::fs::read_to_string(format!("/proc/{thread}/cgroup"));
     groups.map_or(true, |groups| {
-        is_one_frozen(&groups, Path::new(CGROUPS)).unwrap_or(true)
+        is_any_group_frozen(&groups, Path::new(CGROUPS)).unwrap_or(true)
     })
 }
 
-/// `groups`: the lines of cgroups(7), `number:controllers:path`. `None` where no group is found.
-fn is_one_frozen(groups: &str, root: &Path) -> Option<bool> {
-    let mut is_known = false;
+/// Whether one of the groups is frozen. `groups`: lines `number:controllers:path` (cgroups(7)). `None` if no group is
+/// found below `root`.
+fn is_any_group_frozen(groups: &str, root: &Path) -> Option<bool> {
+    let mut is_group_found = false;
     for line in groups.lines() {
         let (controllers, path) = line.split_once(':')?.1.split_once(':')?;
         let path = path.trim_start_matches('/');
         if controllers.split(',').any(|name| name == "freezer") {
             let state = root.join("freezer").join(path).join("freezer.state");
             if let Ok(state) = std::fs::read_to_string(state) {
-                is_known = true;
+                is_group_found = true;
                 if state.trim() != "THAWED" {
                     return Some(true);
                 }
@@ -136,7 +144,7 @@ fn is_one_frozen(groups: &str, root: &Path) -> Option<bool> {
                 if !group.join("cgroup.procs").exists() {
                     continue;
                 }
-                is_known = true;
+                is_group_found = true;
                 let is_set = |group: &Path| {
                     std::fs::read(group.join("cgroup.freeze"))
                         .is_ok_and(|text| text.starts_with(b"1"))
@@ -150,7 +158,7 @@ fn is_one_frozen(groups: &str, root: &Path) -> Option<bool> {
             }
         }
     }
-    is_known.then_some(false)
+    is_group_found.then_some(false)
 }
 
 #[cfg(test)]
@@ -177,9 +185,9 @@ mod tests {
         for signal in [libc::SIGALRM, libc::SIGCHLD, libc::SIGUSR1, libc::SIGPROF] {
             assert_eq!(fate(signal, bit(signal)), Some(Fate::GoesOn));
         }
-        // A shell that waits for its child, under a debugger.
+        // The status of a shell that waits for its child under a debugger.
         assert_eq!(fate(libc::SIGCHLD, 0), Some(Fate::GoesOn));
-        // Blocked signals do nothing yet.
+        // A blocked signal does nothing yet.
         assert_eq!(
             status(bit(libc::SIGTERM), bit(libc::SIGTERM), 0, 0).fate(),
             None
@@ -196,17 +204,23 @@ mod tests {
         set("job/step/cgroup.procs", "");
         set("job/step/cgroup.freeze", "0\n");
         set("job/cgroup.freeze", "0\n");
-        assert_eq!(is_one_frozen("0::/job/step\n", root.path()), Some(false));
+        assert_eq!(
+            is_any_group_frozen("0::/job/step\n", root.path()),
+            Some(false)
+        );
         set("job/cgroup.freeze", "1\n");
-        assert_eq!(is_one_frozen("0::/job/step\n", root.path()), Some(true));
-        // A group that another namespace shows.
-        assert_eq!(is_one_frozen("0::/../other\n", root.path()), None);
+        assert_eq!(
+            is_any_group_frozen("0::/job/step\n", root.path()),
+            Some(true)
+        );
+        // The path of a group outside this namespace.
+        assert_eq!(is_any_group_frozen("0::/../other\n", root.path()), None);
         std::fs::create_dir_all(root.path().join("freezer/job")).unwrap();
         set("freezer/job/freezer.state", "THAWED\n");
         let groups = "5:freezer:/job\n1:cpu,cpuacct:/job\n";
-        assert_eq!(is_one_frozen(groups, root.path()), Some(false));
+        assert_eq!(is_any_group_frozen(groups, root.path()), Some(false));
         set("freezer/job/freezer.state", "FREEZING\n");
-        assert_eq!(is_one_frozen(groups, root.path()), Some(true));
+        assert_eq!(is_any_group_frozen(groups, root.path()), Some(true));
     }
 
     #[test]

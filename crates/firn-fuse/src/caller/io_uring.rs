@@ -1,9 +1,9 @@
-//! Which programs use io_uring.
+//! Finds programs that use io_uring, whose files must go through the page cache.
 //!
-//! For a FUSE file without page cache, the kernel does not advance the file offset after an io_uring request at the current
-//! offset: each asynchronous request has a copy of the offset (`fuse_direct_IO` in fs/fuse/file.c, Linux 6.18). Every write
-//! would overwrite the one before. I/O through the page cache is right, so files that a program with an io_uring opens get the
-//! page cache. That costs memory, and half of the throughput or more.
+//! A FUSE file without page cache has a bug in the kernel: an asynchronous request at the current file offset does not
+//! advance the offset, because each request has a copy of it (`fuse_direct_IO` in fs/fuse/file.c, Linux 6.18). So each
+//! write of io_uring at the current offset would overwrite the write before. I/O through the page cache has no such bug.
+//! It costs memory, and half of the throughput or more. So only files that a program with an io_uring opens get it.
 
 use std::collections::HashMap;
 use std::fs;
@@ -12,26 +12,26 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-/// How long an answer about a thread is valid. A program makes its rings before it opens files for them, most do when
-/// they start.
-const HOLDS_FOR: Duration = Duration::from_secs(1);
-/// Threads that are remembered at most.
+/// How long a result for a thread is valid. A program makes its rings before it opens the files for them; most programs
+/// make them when they start.
+const VALID_FOR: Duration = Duration::from_secs(1);
+/// Most results that are remembered.
 const REMEMBERED_MAX: usize = 1024;
 
-/// What a descriptor of a ring shows in /proc/PID/fd.
+/// Target of the link in /proc/PID/fd for the descriptor of a ring.
 const RING: &[u8] = b"anon_inode:[io_uring]";
 
-/// Threads whose processes were looked at lately, with what was seen.
+/// Recent results, by the thread that opened a file.
 #[derive(Default)]
 pub(crate) struct IoUringUsers(Mutex<HashMap<u32, (Instant, bool)>>);
 
 impl IoUringUsers {
-    /// Whether the process of a thread has an io_uring; false where firnd may not look.
+    /// Whether the process of a thread has an io_uring. False if firnd may not read that.
     pub(crate) fn contains(&self, thread: u32) -> bool {
         let now = Instant::now();
-        let known = self.0.lock().get(&thread).copied();
-        if let Some((seen, uses)) = known
-            && now.duration_since(seen) < HOLDS_FOR
+        let remembered = self.0.lock().get(&thread).copied();
+        if let Some((read_at, uses)) = remembered
+            && now.duration_since(read_at) < VALID_FOR
         {
             return uses;
         }
@@ -45,6 +45,7 @@ impl IoUringUsers {
     }
 }
 
+/// Looks for the descriptor of a ring among those of a thread's process.
 fn has_ring(thread: u32) -> bool {
     let descriptors = fs::read_dir(format!("/proc/{thread}/fd"));
     let mut links = descriptors.into_iter().flatten().flatten();
@@ -62,7 +63,7 @@ mod tests {
         let users = IoUringUsers::default();
         assert!(!users.contains(std::process::id()));
         for thread in 0..3 * REMEMBERED_MAX as u32 {
-            // No such threads.
+            // This process has no io_uring threads.
             assert!(!users.contains(u32::MAX - thread));
         }
         assert!(users.0.lock().len() <= REMEMBERED_MAX);

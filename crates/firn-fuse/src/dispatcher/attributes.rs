@@ -1,4 +1,8 @@
-//! Attributes of files, extended ones, and figures of the file system.
+//! Answers requests about attributes, extended attributes and the figures of the file system.
+//!
+//! Promises
+//! * An answer has no attribute from before a change by another host of which this host knows.
+//! * A truncation waits for a transaction that is being prepared or applied in its directory.
 
 use std::ffi::OsStr;
 use std::sync::Arc;
@@ -14,10 +18,11 @@ use crate::reply::{Answer, Reply, Responder};
 use crate::topic::Topic;
 use crate::watch::{Watched, WatchedChange};
 
-/// The attribute that tells the durability level of a file.
+/// Extended attribute whose value is the durability level of a file. It can be read only.
 const STATE_XATTR: &str = "user.firn.state";
 
 impl<B: Backing, R: Responder> Dispatcher<B, R> {
+    /// Answers a getattr, once the kernel has no page that another host has changed.
     pub(super) fn getattr(&self, inode: InodeId, handle: Option<HandleId>, reply: Reply<R>) {
         let options = self.options;
         let coherence = Arc::clone(&self.coherence);
@@ -31,18 +36,19 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         });
     }
 
+    /// Answers a setattr: chmod(2), chown(2), utimensat(2) or truncate(2).
     pub(super) fn setattr(&self, caller: Caller, inode: InodeId, set: SetAttr, reply: Reply<R>) {
         let options = self.options;
-        let by = Process::of(caller);
+        let process = Process::of(caller);
         let gate = self.gate.clone();
-        // Without anything to set, the kernel is about to change contents by itself.
+        // A setattr that sets nothing precedes a change of contents that the kernel makes by itself.
         let changes_contents = set.size.is_some() || set.is_empty();
-        let cuts = set.size.is_some();
+        let changes_size = set.size.is_some();
         let truncation = set.size.map(|_| self.truncations.begin(inode));
         let set_attr = move |engine: &Engine<B>| {
             let gate = gate.as_deref().filter(|_| changes_contents);
             let _pass = enter_change(gate, inode)?;
-            engine.namespace.set_attr(inode, set, Some(&by))
+            engine.namespace.set_attr(inode, set, Some(&process))
         };
         let call = move |engine: &Engine<B>, watched: Watched| {
             reply.answer(
@@ -50,9 +56,10 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
                     .make(|| set_attr(engine))
                     .map(|attr| Answer::Attributes(attributes_of(engine, options, inode, attr))),
             );
+            // Short reads wait until the kernel has this answer (`truncations`).
             drop(truncation);
         };
-        if cuts {
+        if changes_size {
             let watched = self.watch_of(|| WatchedChange::Cut(inode));
             self.run_watched(caller, inode, watched, call);
         } else {
@@ -62,6 +69,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         }
     }
 
+    /// Answers a setxattr.
     pub(super) fn setxattr(
         &self,
         caller: Caller,
@@ -74,22 +82,23 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         }
         let name = name.to_owned();
         let value = value.to_owned();
-        let by = Process::of(caller);
+        let process = Process::of(caller);
         self.run_change(inode, move |engine| {
             let names = &engine.namespace;
-            let before = reply.begin_once(engine, || Subjects {
+            let noted = reply.begin_once(engine, || Subjects {
                 node: Some(inode),
                 ..Subjects::default()
             });
-            let set = names.set_xattr(inode, &name, &value, flags, Some(&by));
+            let set = names.set_xattr(inode, &name, &value, flags, Some(&process));
+            // The firnd that died may have set the attribute for this request. Then XATTR_CREATE finds it and fails.
             let was_set = set == Err(Errno::EXIST)
-                && before.is_some()
+                && noted.is_some()
                 && names.has_value(inode, &name, &value);
-            // The firnd that died has set it: a creation that is repeated would fail.
             reply.done(if was_set { Ok(()) } else { set });
         });
     }
 
+    /// Answers a getxattr. The durability level is not a stored attribute; the engine tells it.
     pub(super) fn getxattr(&self, inode: InodeId, name: &OsStr, size: u32, reply: Reply<R>) {
         if name == STATE_XATTR {
             return self.run_call(Topic::Inode(inode), move |engine| {
@@ -107,29 +116,32 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         });
     }
 
+    /// Answers a listxattr.
     pub(super) fn listxattr(&self, inode: InodeId, size: u32, reply: Reply<R>) {
         self.run_call(Topic::Inode(inode), move |engine| {
             answer_xattr(engine.namespace.list_xattr(inode), size, reply);
         });
     }
 
+    /// Answers a removexattr.
     pub(super) fn removexattr(&self, inode: InodeId, name: &OsStr, mut reply: Reply<R>) {
         if name == STATE_XATTR {
             return reply.error(Errno::OPNOTSUPP);
         }
         let name = name.to_owned();
         self.run_change(inode, move |engine| {
-            let before = reply.begin_once(engine, || Subjects {
+            let noted = reply.begin_once(engine, || Subjects {
                 node: Some(inode),
                 ..Subjects::default()
             });
             let removed = engine.namespace.remove_xattr(inode, &name);
-            let was_removed = removed == Err(Errno::NODATA) && before.is_some();
-            // By the firnd that died.
+            // The firnd that died may have removed the attribute for this request. Then it is missing now.
+            let was_removed = removed == Err(Errno::NODATA) && noted.is_some();
             reply.done(if was_removed { Ok(()) } else { removed });
         });
     }
 
+    /// Answers a statfs(2).
     pub(super) fn statfs(&self, reply: Reply<R>) {
         self.run_call(Topic::Backing, move |engine| {
             let figures = engine.namespace.statfs();
@@ -138,7 +150,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     }
 }
 
-/// Answers with the value, or with its size where that is what was asked for (`size` 0).
+/// Answers with the value of an extended attribute, or with its length if `size` is 0. ERANGE: it is longer than `size`.
 fn answer_xattr<R: Responder>(value: Result<Vec<u8>, Errno>, size: u32, reply: Reply<R>) {
     match value {
         Ok(value) if size == 0 => reply.send(Answer::Size(value.len() as u32)),

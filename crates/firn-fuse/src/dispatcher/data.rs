@@ -1,4 +1,7 @@
-//! Bytes of files: read, written, made durable, given room.
+//! Requests for the bytes of files: read, write, close, sync, allocate, seek and copy.
+//!
+//! Each method hands its request to the engine and arranges for the answer. It decides which thread does so:
+//! a thread of the transport, a worker if the work may take long, or a callback of the engine after a drain.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -19,11 +22,12 @@ use crate::stall::PendingWrite;
 use crate::topic::Topic;
 
 thread_local! {
-    /// Where a thread of the transport reads into; grows to the largest request and is used again.
+    /// Buffer of a thread of the transport for the answers to reads. It grows to the largest request and stays.
     static READ_BUFFER: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
 }
 
 impl<B: Backing, R: Responder> Dispatcher<B, R> {
+    /// Answers a read. The answer is short only at the end of the file.
     pub(super) fn read(&self, read: Read, reply: Reply<R>) {
         let handle = read.handle;
         let offset = read.offset;
@@ -33,6 +37,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let call = move |engine: &Engine<B>, buffer: &mut [u8]| match engine
             .read(handle, offset, buffer)
         {
+            // The kernel fills the rest of the page with zeros, so it must know the length of the file first.
             Ok(len) if len < size && engine.kernel_cache.reads_through_cache(handle) => {
                 let data = buffer[..len].to_vec();
                 let answer = move || reply.send(Answer::Data(&data));
@@ -57,6 +62,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         }
     }
 
+    /// Answers a write. An append to a file with locks of all hosts takes the lock of the file's end first.
     pub(super) fn write(&self, caller: Caller, write: Write<'_>, reply: Reply<R>) {
         let data = write.data;
         let target = Target {
@@ -66,23 +72,27 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             from_cache: write.from_cache,
         };
         let keeps_set_id = !write.kills_set_id;
-        let by = (!write.from_cache).then(|| {
+        let process = (!write.from_cache).then(|| {
             Process::of(caller)
                 .known_to_have_cap_fsetid(keeps_set_id)
                 .waiting(reply.still_waits())
         });
-        if let (true, Some(by), Some(locks)) = (write.appends, &by, &self.locks) {
+        if let (true, Some(process), Some(locks)) = (write.appends, &process, &self.locks) {
             let append = Append {
                 target,
                 pid: caller.pid,
-                by: by.clone(),
+                process: process.clone(),
             };
             return self.append(locks, append, data.to_vec(), reply);
         }
-        let pending = PendingWrite { target, by, reply };
+        let pending = PendingWrite {
+            target,
+            process,
+            reply,
+        };
         match self.call_slots.acquire() {
             Some(_slot) => self.stalled.write(pending, data),
-            // A write that needs memory only goes on without a copy, whatever hangs.
+            // No slot is free, but this write needs only memory: it cannot hang, and here it needs no copy of its data.
             None if !self.stalled.may_wait(&pending, 0, data.len()) => {
                 self.stalled.write(pending, data);
             }
@@ -96,6 +106,15 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         }
     }
 
+    /// Answers a FLUSH, which a close(2) of a descriptor sends. The steps, each of which may wait without a thread:
+    ///
+    /// 1. The locks of the process on the file end.
+    /// 2. The engine takes stores to a mapping of the file that it has not seen yet.
+    /// 3. The engine flushes the file, and finishes it if this is its last close for writing.
+    /// 4. The watch of the commit rules learns of the close.
+    /// 5. The answer is sent.
+    ///
+    /// A killed process gets its answer before step 1, and the watch learns of its close then.
     pub(super) fn flush(
         &self,
         caller: Caller,
@@ -104,75 +123,78 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         owner: u64,
         reply: Reply<R>,
     ) {
-        let by = if self.engine.open_files.is_writer(handle) {
+        let closing = if self.engine.open_files.is_writer(handle) {
             closing(caller)
         } else {
             Closing::Called
         };
         let watch = self.gate.as_ref().and_then(|gate| gate.watch());
         let watch = watch.filter(|watch| watch.knows(handle));
-        if let Some(watch) = watch.as_ref().filter(|_| by == Closing::Killed)
-            && let Err(errno) = watch.close(caller, handle, by)
+        if let Some(watch) = watch.as_ref().filter(|_| closing == Closing::Killed)
+            && let Err(errno) = watch.close(caller, handle, closing)
         {
             tracing::warn!(%errno, "the close of a killed process was not noted");
         }
-        let reply = match by {
+        let reply = match closing {
             Closing::Called => Some(reply),
             Closing::Exited => {
                 reply.note_exit();
                 Some(reply)
             }
-            // A killed process waits for nothing. Once it is answered, another thread may release the handle.
+            // Nothing waits for this close any more. The answer comes after the watch was told: once the kernel has the
+            // answer, it may release the handle on another thread.
             Closing::Killed => {
                 self.engine.note_killed(handle);
                 reply.send(Answer::Done);
                 None
             }
         };
-        let closers = self.workers.clone();
+        let workers_of_answer = self.workers.clone();
         let answer = move |result: Result<(), Errno>| match (reply, watch) {
             (Some(reply), Some(watch)) => {
-                // The close may be what makes a checkpoint complete.
-                closers.run_about(Class::Call, Topic::Inode(inode), move || {
-                    let closed = watch.close(caller, handle, by);
+                // This close may complete a checkpoint, and its commit takes long.
+                workers_of_answer.run_about(Class::Call, Topic::Inode(inode), move || {
+                    let closed = watch.close(caller, handle, closing);
                     reply.done(result.and(closed));
                 });
             }
             (Some(reply), None) => reply.done(result),
             (None, _) => {}
         };
-        // A child that executes another program closes what it has inherited, and its parent goes on.
+        // A child that executes another program closes the descriptors that it has inherited. Its parent still writes, so
+        // only a close by the process that opened the file finishes it.
         let is_opener = |opener| is_same_process(opener, caller.pid);
-        let finishes = self.engine.finishes_file(handle, &is_opener);
+        let finishes_file = self.engine.finishes_file(handle, &is_opener);
         let engine = Arc::clone(&self.engine);
         let workers = self.workers.clone();
         let flush = move |released: Result<(), Errno>| {
             let done: Done = Box::new(move |flushed: Result<(), Errno>| {
                 answer(flushed.and(released));
             });
-            if !finishes {
-                return engine.flush(handle, by, done);
+            if !finishes_file {
+                return engine.flush(handle, closing, done);
             }
-            let finished = Arc::clone(&engine);
+            let engine_after_drain = Arc::clone(&engine);
             let drained = Box::new(move |result: Result<(), Errno>| match result {
                 Ok(()) => workers.run_about(Class::Call, Topic::Inode(inode), move || {
-                    done(finished.finish_file(handle));
+                    done(engine_after_drain.finish_file(handle));
                 }),
                 result => done(result),
             });
-            engine.flush(handle, by, drained);
+            engine.flush(handle, closing, drained);
         };
-        let stores = self.engine.open_files.may_have_stores(handle);
+        let may_have_stores = self.engine.open_files.may_have_stores(handle);
         let (engine, workers) = (Arc::clone(&self.engine), self.workers.clone());
         let flush = move |released: Result<(), Errno>| {
-            if !stores {
+            if !may_have_stores {
                 return flush(released);
             }
             workers.run_about(Class::Call, Topic::Inode(inode), move || {
                 flush(released.and(engine.take_stores(handle)));
             });
         };
-        // Locks of a process end with its first close of the file, and others see before what it wrote.
+        // POSIX: the first close of a file by a process ends all its locks on the file. Before another host gets such a
+        // lock, it can see what this process wrote.
         self.release_locks(
             inode,
             handle,
@@ -182,6 +204,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         );
     }
 
+    /// Answers an fsync(2) or fdatasync(2): drains the file, and with `fsync=durable` syncs it in the backing too.
     pub(super) fn fsync(&self, inode: InodeId, handle: HandleId, data_only: bool, reply: Reply<R>) {
         let engine = Arc::clone(&self.engine);
         let workers = self.workers.clone();
@@ -207,12 +230,14 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         });
     }
 
+    /// Answers an fsync(2) of a directory.
     pub(super) fn fsyncdir(&self, inode: InodeId, reply: Reply<R>) {
         self.run_on_worker(Topic::Inode(inode), move |engine| {
             reply.done(engine.sync_dir(inode));
         });
     }
 
+    /// Answers a fallocate(2), after pending bytes of the file are drained.
     pub(super) fn fallocate(&self, caller: Caller, request: Fallocate, reply: Reply<R>) {
         let Fallocate {
             inode,
@@ -221,11 +246,11 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
             len,
             mode,
         } = request;
-        let by = Process::of(caller);
+        let process = Process::of(caller);
         let gate = self.gate.clone();
         let allocate = move |engine: &Engine<B>| {
             let _pass = enter_change(gate.as_deref(), inode)?;
-            engine.privilege_rules.drop_privileges(inode, &by)?;
+            engine.privilege_rules.drop_privileges(inode, &process)?;
             engine.allocate(handle, mode, offset, len)
         };
         let call = move |engine: &Engine<B>| reply.done(allocate(engine));
@@ -236,6 +261,8 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         }
     }
 
+    /// Answers an lseek(2) for data or holes, after pending bytes of the file are drained. The kernel answers all other
+    /// kinds of lseek(2) itself.
     pub(super) fn lseek(
         &self,
         inode: InodeId,
@@ -257,19 +284,22 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         });
     }
 
-    /// Always on a worker: without reflinks the backing copies for as long as it takes.
+    /// Answers a copy_file_range(2). A worker runs it always: without reflinks the backing copies the bytes, however
+    /// long that takes.
     pub(super) fn copy_range(&self, caller: Caller, copy: CopyRange, reply: Reply<R>) {
         let len = copy.len.min(COPY_BYTES_MAX);
-        let by = Process::of(caller);
+        let process = Process::of(caller);
         let gate = self.gate.clone();
         let copy_bytes = move |engine: &Engine<B>| {
             let _pass = enter_change(gate.as_deref(), copy.to_inode)?;
-            engine.privilege_rules.drop_privileges(copy.to_inode, &by)?;
+            engine
+                .privilege_rules
+                .drop_privileges(copy.to_inode, &process)?;
             engine.copy_range(copy.from, copy.from_offset, copy.to, copy.to_offset, len)
         };
         self.run_on_worker(Topic::Inode(copy.to_inode), move |engine| {
             if reply.is_repeated() && overlaps_itself(engine, &copy, len) {
-                // The source may have been written over by the first try.
+                // The firnd that died may have written over the source, so a second copy would read other bytes.
                 return reply.error(Errno::IO);
             }
             reply.answer(copy_bytes(engine).map(|bytes| Answer::Written(bytes as u32)));
@@ -277,7 +307,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     }
 }
 
-/// Whether a copy reads bytes that it writes.
+/// Whether the source and the target of a copy are overlapping ranges of one file.
 fn overlaps_itself<B: Backing>(engine: &Engine<B>, copy: &CopyRange, len: u64) -> bool {
     let is_one_file = engine.open_files.inode_of_handle(copy.from) == Some(copy.to_inode);
     is_one_file && copy.from_offset.abs_diff(copy.to_offset) < len

@@ -1,7 +1,7 @@
-//! Directory entries for readdir and readdirplus.
+//! Requests that list a directory: readdir and readdirplus.
 //!
-//! Entries are taken from the engine in batches and looked up between two batches, so that no look-up
-//! happens while the directory stream is held.
+//! The engine holds the directory stream while it hands out entries, and a look-up may hang. So readdirplus takes a
+//! batch of entries, lets go of the stream, and looks them up then.
 
 use std::ffi::{OsStr, OsString};
 use std::time::Duration;
@@ -13,11 +13,11 @@ use crate::dispatcher::{AdapterOptions, Dispatcher, attributes_of};
 use crate::reply::{Answer, Attributes, ListedEntry, Reply, Responder};
 use crate::topic::Topic;
 
-/// Entries looked up at a time; what does not fit the kernel's buffer was taken in vain.
+/// Entries that readdirplus takes and looks up at a time. Those that do not fit the kernel's buffer are read again.
 const BATCH: usize = 32;
 
 impl<B: Backing, R: Responder> Dispatcher<B, R> {
-    /// Inode numbers are the backing's here: an entry that was never looked up has no inode id yet.
+    /// Answers a readdir. Its inode numbers are the backing's, because an entry that was never looked up has no inode id.
     pub(super) fn readdir(&self, inode: InodeId, dir: HandleId, cookie: i64, mut reply: Reply<R>) {
         self.run_call(Topic::Inode(inode), move |engine| {
             let listed = engine.namespace.read_dir(dir, cookie, &mut |entry| {
@@ -32,7 +32,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         });
     }
 
-    /// An entry that vanishes between reading and looking it up is left out.
+    /// Answers a readdirplus. Leaves out an entry that vanishes between its read and its look-up.
     pub(super) fn readdirplus(
         &self,
         inode: InodeId,
@@ -54,7 +54,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     }
 }
 
-/// An entry that was read and not looked up yet.
+/// An entry that was read but not looked up yet.
 struct Unresolved {
     name: OsString,
     ino: u64,
@@ -62,7 +62,7 @@ struct Unresolved {
     cookie: i64,
 }
 
-/// One readdirplus.
+/// The answer to one readdirplus.
 struct Listing<'a, B: Backing> {
     engine: &'a Engine<B>,
     options: AdapterOptions,
@@ -71,13 +71,13 @@ struct Listing<'a, B: Backing> {
 }
 
 impl<B: Backing> Listing<'_, B> {
-    /// Adds entries after `start` until the answer is full or the directory ends.
+    /// Adds the entries after the cookie `start`, until the answer is full or the directory ends.
     fn add_entries<R: Responder>(&self, start: i64, reply: &mut Reply<R>) -> Result<(), Errno> {
         let mut cookie = start;
         loop {
             let batch = match self.read_batch(cookie) {
                 Ok(batch) => batch,
-                // What is already in the answer must reach the kernel: its look-ups are counted.
+                // Some entries are in the answer, and the kernel must learn of their look-ups: so no error now.
                 Err(_) if cookie != start => return Ok(()),
                 Err(error) => return Err(error),
             };
@@ -94,6 +94,7 @@ impl<B: Backing> Listing<'_, B> {
         }
     }
 
+    /// Reads up to [`BATCH`] entries after `cookie`.
     fn read_batch(&self, cookie: i64) -> Result<Vec<Unresolved>, Errno> {
         let mut batch = Vec::with_capacity(BATCH);
         self.engine
@@ -113,7 +114,7 @@ impl<B: Backing> Listing<'_, B> {
         Ok(batch)
     }
 
-    /// False: the answer was full and the entry is not in it.
+    /// Looks up an entry and adds it to the answer. Returns false if the answer is full, without the entry.
     fn add_entry<R: Responder>(&self, entry: &Unresolved, reply: &mut Reply<R>) -> bool {
         let name: &OsStr = &entry.name;
         let listed = ListedEntry {
@@ -123,7 +124,7 @@ impl<B: Backing> Listing<'_, B> {
             name,
         };
         if name == "." || name == ".." {
-            // The kernel takes the name and inode number of these two and does not count a look-up.
+            // The kernel uses only the name and the inode number of these two, and counts no look-up.
             let number = if name == "." {
                 self.inode.0
             } else {
@@ -133,17 +134,17 @@ impl<B: Backing> Listing<'_, B> {
             return reply.add_entry_plus(&listed, &attributes);
         }
         match self.engine.namespace.lookup(self.inode, name) {
-            Ok(found) => {
-                let attributes = attributes_of(self.engine, self.options, found.inode, found.attr);
+            Ok(child) => {
+                let attributes = attributes_of(self.engine, self.options, child.inode, child.attr);
                 let is_added = reply.add_entry_plus(&listed, &attributes);
                 if !is_added {
-                    self.engine.namespace.forget(found.inode, 1);
+                    self.engine.namespace.forget(child.inode, 1);
                 }
                 is_added
             }
             Err(Errno::NOENT | Errno::STALE) => true,
-            // The name is there although its object cannot be looked at: inode 0 tells the kernel to list it and to ask
-            // again when it is used.
+            // The name exists, but its object cannot be read now. Inode 0 makes the kernel list the name, and look it up
+            // when a program uses it.
             Err(_) => {
                 let attributes = bare_attributes(0, entry.kind, Duration::ZERO);
                 reply.add_entry_plus(&listed, &attributes)
@@ -152,7 +153,7 @@ impl<B: Backing> Listing<'_, B> {
     }
 }
 
-/// Attributes of which the kernel uses only number and kind.
+/// Attributes for an entry of which the kernel uses only the inode number and the kind.
 pub(crate) fn bare_attributes(number: u64, kind: Option<Kind>, ttl: Duration) -> Attributes {
     let epoch = Time { sec: 0, nsec: 0 };
     let attr = Attr {

@@ -1,12 +1,15 @@
-//! Locks that reach other hosts, and appends under one.
+//! Locks that reach other hosts, and appends under such a lock.
 //!
-//! | request | before | then |
+//! Promise: the holder of a lock sees everything that was written under the lock before, on whatever host. Each request
+//! keeps it in this order:
+//!
+//! | request | first | then |
 //! |---|---|---|
-//! | setlk that locks | what is pending is drained | the lock; then what other hosts wrote is looked at |
-//! | setlk that unlocks, a close, a release | what is pending is drained and made known | the lock is let go |
-//! | a write to a file that is open with O_APPEND | the lock of the file's end | the bytes go to the backing, then the lock is let go |
+//! | setlk that locks | drain the pending bytes of the file | acquire the lock; look for what other hosts wrote |
+//! | setlk that unlocks, close, release | drain the pending bytes and make them known to other hosts | release the lock |
+//! | write to a file that is open with O_APPEND | acquire the lock of the file's end | write the bytes to the backing; release the lock |
 //!
-//! So the holder of a lock sees what was written under it before, on whatever host. No thread waits for a lock.
+//! No thread waits for a lock or a drain: each step is a callback.
 
 use std::sync::Arc;
 
@@ -24,13 +27,14 @@ use crate::topic::Topic;
 
 /// A write to the end of a file.
 pub(super) struct Append {
-    /// Where the kernel believes the end to be.
+    /// The file, with the offset at which the kernel believes the end to be.
     pub(super) target: Target,
     pub(super) pid: u32,
-    pub(super) by: Process,
+    pub(super) process: Process,
 }
 
 impl<B: Backing, R: Responder> Dispatcher<B, R> {
+    /// Answers F_GETLK: with a lock that is in the way of the one asked for, if there is any.
     pub(super) fn getlk(&self, lock: Lock, reply: Reply<R>) {
         let (Some(locks), Some(mode)) = (&self.locks, lock.mode) else {
             return reply.error(Errno::INVAL);
@@ -38,20 +42,21 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         match self.wanted(&lock, mode) {
             Ok(wanted) => locks.test(
                 wanted,
-                Box::new(move |found| reply.answer(found.map(Answer::Lock))),
+                Box::new(move |in_the_way| reply.answer(in_the_way.map(Answer::Lock))),
             ),
             Err(error) => reply.error(error),
         }
     }
 
+    /// Answers F_SETLK and F_SETLKW, and flock(2). `waits`: a lock in the way is waited for, else it is an error.
     pub(super) fn setlk(&self, lock: Lock, waits: bool, reply: Reply<R>) {
         let Some(locks) = &self.locks else {
             return reply.error(Errno::NOLCK);
         };
         let Some(mode) = lock.mode else {
-            let what = Released::Range(lock.owner, lock.range);
-            let done = move |released| reply.done(released);
-            return self.release_locks(lock.inode, lock.handle, &[lock.space], what, done);
+            let released = Released::Range(lock.owner, lock.range);
+            let done = move |result| reply.done(result);
+            return self.release_locks(lock.inode, lock.handle, &[lock.space], released, done);
         };
         let wanted = match self.wanted(&lock, mode) {
             Ok(wanted) => wanted,
@@ -64,10 +69,11 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         }
         locks.register(
             ticket,
-            self.when_locked(Arc::clone(locks), wanted, lock, reply),
+            self.answer_when_granted(Arc::clone(locks), wanted, lock, reply),
         );
         let locks = Arc::clone(locks);
-        // What this host wrote without the lock is older than what the last holder wrote.
+        // What this host wrote without the lock must not overwrite later what the last holder wrote, so it is drained
+        // first.
         let drained = Box::new(move |drained| match drained {
             Ok(()) => locks.acquire(ticket, wanted, waits),
             Err(error) => drop(locks.fail(ticket, error)),
@@ -75,8 +81,9 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         self.engine.drained(lock.handle, drained);
     }
 
-    /// What becomes of a request that is granted, or not.
-    fn when_locked(
+    /// Returns the callback that answers a lock request once the lock is granted or refused. After a grant it looks for
+    /// what other hosts wrote, and releases the lock again if that fails.
+    fn answer_when_granted(
         &self,
         locks: Arc<FileLocks>,
         wanted: Wanted,
@@ -92,25 +99,27 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
                 return reply.error(error);
             }
             workers.run_about(Class::Call, Topic::Inode(inode), move || {
-                // For a caller that is gone, only this thread can unlock it.
-                let caught_up = match reply.still_waits().get() {
-                    true => engine.catch_up(handle),
-                    false => Err(Errno::INTR),
+                // A caller that was answered early will not unlock, so this thread must.
+                let caught_up = if reply.still_waits().get() {
+                    engine.catch_up(handle)
+                } else {
+                    Err(Errno::INTR)
                 };
                 match caught_up {
                     Ok(()) => {
                         coherence.after_changes_by_others(inode, move || reply.done(Ok(())));
                     }
                     Err(error) => {
-                        let what = Released::Range(wanted.owner.number, wanted.range);
+                        let released = Released::Range(wanted.owner.number, wanted.range);
                         let done = Box::new(move |_| reply.error(error));
-                        locks.release(wanted.file, wanted.space, what, done);
+                        locks.release(wanted.file, wanted.space, released, done);
                     }
                 }
             });
         })
     }
 
+    /// Translates a lock of the kernel for [`FileLocks`].
     fn wanted(&self, lock: &Lock, mode: LockMode) -> Result<Wanted, Errno> {
         let owner = Owner {
             number: lock.owner,
@@ -126,43 +135,54 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         })
     }
 
-    /// Whether there is something to release.
-    pub(super) fn holds_locks(&self, handle: HandleId, spaces: &[Space], what: Released) -> bool {
+    /// Whether any lock that `released` means is held on the file, in one of `spaces`.
+    pub(super) fn holds_locks(
+        &self,
+        handle: HandleId,
+        spaces: &[Space],
+        released: Released,
+    ) -> bool {
         let Some(locks) = &self.locks else {
             return false;
         };
         let file = self.engine.open_files.number_of(handle);
-        let is_held = |file| spaces.iter().any(|&space| locks.is_held(file, space, what));
+        let is_held = |file| {
+            spaces
+                .iter()
+                .any(|&space| locks.is_held(file, space, released))
+        };
         file.is_ok_and(is_held)
     }
 
-    /// Calls `next` when the locks are released, if there are any. Other hosts see before what was written under them;
-    /// a failure of that is reported, and does not block them.
+    /// Releases locks on a file in `spaces`, then calls `next` with the result. Calls it at once if none is held.
+    ///
+    /// Pending bytes are drained and made known to other hosts first. If that fails, the locks are released all the
+    /// same, so that other hosts are not blocked, and `next` gets the error.
     pub(super) fn release_locks(
         &self,
         inode: InodeId,
         handle: HandleId,
         spaces: &[Space],
-        what: Released,
+        released: Released,
         next: impl FnOnce(Result<(), Errno>) + Send + 'static,
     ) {
         let (Some(locks), Ok(file)) = (&self.locks, self.engine.open_files.number_of(handle))
         else {
             return next(Ok(()));
         };
-        let is_held = |space: &&Space| locks.is_held(file, **space, what);
+        let is_held = |space: &&Space| locks.is_held(file, **space, released);
         let mut held = spaces.iter().filter(is_held).copied();
         let Some(first) = held.next() else {
             return next(Ok(()));
         };
         let second = held.next();
         let locks = Arc::clone(locks);
-        let release = move |known: Result<(), Errno>| {
+        let release = move |made_known: Result<(), Errno>| {
             if let Some(second) = second {
-                locks.release(file, second, what, Box::new(|_| {}));
+                locks.release(file, second, released, Box::new(|_| {}));
             }
-            let done = Box::new(move |released: Result<(), Errno>| next(known.and(released)));
-            locks.release(file, first, what, done);
+            let done = Box::new(move |result: Result<(), Errno>| next(made_known.and(result)));
+            locks.release(file, first, released, done);
         };
         let engine = Arc::clone(&self.engine);
         let workers = self.workers.clone();
@@ -175,7 +195,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         self.engine.drained(handle, drained);
     }
 
-    /// Writes at the end that the file has on all hosts.
+    /// Answers a write with O_APPEND: writes where the file ends on all hosts, under the lock of the file's end.
     pub(super) fn append(
         &self,
         locks: &Arc<FileLocks>,
@@ -183,7 +203,11 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         data: Vec<u8>,
         reply: Reply<R>,
     ) {
-        let Append { target, pid, by } = append;
+        let Append {
+            target,
+            pid,
+            process,
+        } = append;
         let file = match self.engine.open_files.number_of(target.handle) {
             Ok(file) => file,
             Err(error) => return reply.error(error),
@@ -191,19 +215,19 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         let engine = Arc::clone(&self.engine);
         let coherence = Arc::clone(&self.coherence);
         let workers = self.workers.clone();
-        let taken = Arc::clone(locks);
+        let locks_after_write = Arc::clone(locks);
         let ticket = locks.next_ticket();
-        let owner = ticket.number();
-        let withdrawn = Arc::clone(locks);
-        reply.set_withdraw(Arc::new(move || withdrawn.interrupt(ticket)));
+        let owner_number = ticket.number();
+        let locks_to_interrupt = Arc::clone(locks);
+        reply.set_withdraw(Arc::new(move || locks_to_interrupt.interrupt(ticket)));
         let granted = move |granted: Result<(), Errno>| {
             if let Err(error) = granted {
                 return reply.error(error);
             }
             workers.run_about(Class::Call, Topic::Inode(target.inode), move || {
                 let appended =
-                    engine.append_known(target.handle, &data, LockRange::LAST, Some(&by));
-                let released = Box::new(move |released: Result<(), Errno>| {
+                    engine.append_known(target.handle, &data, LockRange::LAST, Some(&process));
+                let done = Box::new(move |released: Result<(), Errno>| {
                     if let Err(error) = released {
                         tracing::warn!(%error, ino = file, "cannot let go of the end of a file");
                     }
@@ -211,23 +235,25 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
                         Ok(appended) => appended,
                         Err(error) => return reply.error(error),
                     };
-                    // The kernel takes the file for as long as if the bytes were where it believed the end to be.
+                    // The kernel computes the new length from the offset of its request. Where the bytes went elsewhere,
+                    // it has to be told.
                     let size = (offset != target.offset).then_some(offset + len);
                     let (inode, handle) = (target.inode, target.handle);
                     let written = Target { offset, ..target };
-                    let told = Arc::clone(&coherence);
+                    let coherence_after_write = Arc::clone(&coherence);
                     coherence.after_write(written, len as usize, move || {
-                        told.tell_size(inode, handle, size, move || {
+                        coherence_after_write.tell_size(inode, handle, size, move || {
                             reply.send(Answer::Written(len as u32));
                         });
                     });
                 });
-                taken.release(file, Space::End, Released::Owner(owner), released);
+                let released = Released::Owner(owner_number);
+                locks_after_write.release(file, Space::End, released, done);
             });
         };
         locks.register(ticket, Box::new(granted));
         let owner = Owner {
-            number: owner,
+            number: owner_number,
             handle: target.handle.0,
             pid,
         };

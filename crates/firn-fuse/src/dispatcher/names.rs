@@ -1,4 +1,8 @@
-//! Names: looked up, made, moved and removed.
+//! Requests that look up, make, link, rename and remove names.
+//!
+//! A change of names must take effect once, although the kernel sends a request again after the death of a firnd. So
+//! each change calls [`Reply::begin_once`]: it notes the request in the arena before the change. For a repeated request
+//! it returns the note of the firnd that died, and the change is then made only if it was not made before.
 
 use std::ffi::{OsStr, OsString};
 
@@ -14,16 +18,18 @@ use crate::topic::Topic;
 use crate::watch::WatchedChange;
 
 impl<B: Backing, R: Responder> Dispatcher<B, R> {
-    pub(super) fn lookup(&self, at: Name<'_>, reply: Reply<R>) {
+    /// Answers a look-up of a name.
+    pub(super) fn lookup(&self, child: Name<'_>, reply: Reply<R>) {
         let options = self.options;
-        let topic = Topic::name(at.parent, at.name);
-        let at = at.to_owned();
+        let topic = Topic::name(child.parent, child.name);
+        let child = child.to_owned();
         self.run_call(topic, move |engine| {
-            let entry = engine.namespace.lookup(at.parent, &at.name);
+            let entry = engine.namespace.lookup(child.parent, &child.name);
             answer_entry(engine, options, entry, reply);
         });
     }
 
+    /// Answers a readlink(2).
     pub(super) fn readlink(&self, inode: InodeId, reply: Reply<R>) {
         self.run_call(Topic::Inode(inode), move |engine| {
             match engine.namespace.readlink(inode) {
@@ -33,52 +39,57 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         });
     }
 
+    /// Answers a mknod(2), which makes a file, device, socket or FIFO.
     pub(super) fn mknod(
         &self,
         caller: Caller,
-        at: Name<'_>,
+        child: Name<'_>,
         mode: NewMode,
         device: u64,
         reply: Reply<R>,
     ) {
-        let at = at.to_owned();
+        let child = child.to_owned();
         let umask = self.umask_to_apply(mode);
         let new = NewObject {
-            at: at.clone(),
+            child: child.clone(),
             kind: Kind::from_mode(mode.mode).unwrap_or(Kind::File),
             target: None,
             mode: mode.mode,
             umask,
         };
         self.run_creation(caller, new, reply, move |engine| {
-            let mode = masked(engine, at.parent, mode.mode, umask);
+            let mode = masked(engine, child.parent, mode.mode, umask);
             engine
                 .namespace
-                .mknod(&caller, at.parent, &at.name, mode, device)
+                .mknod(&caller, child.parent, &child.name, mode, device)
         });
     }
 
-    pub(super) fn mkdir(&self, caller: Caller, at: Name<'_>, mode: NewMode, reply: Reply<R>) {
-        let at = at.to_owned();
+    /// Answers a mkdir(2).
+    pub(super) fn mkdir(&self, caller: Caller, child: Name<'_>, mode: NewMode, reply: Reply<R>) {
+        let child = child.to_owned();
         let umask = self.umask_to_apply(mode);
         let new = NewObject {
-            at: at.clone(),
+            child: child.clone(),
             kind: Kind::Dir,
             target: None,
             mode: mode.mode,
             umask,
         };
         self.run_creation(caller, new, reply, move |engine| {
-            let mode = masked(engine, at.parent, mode.mode, umask);
-            engine.namespace.mkdir(&caller, at.parent, &at.name, mode)
+            let mode = masked(engine, child.parent, mode.mode, umask);
+            engine
+                .namespace
+                .mkdir(&caller, child.parent, &child.name, mode)
         });
     }
 
-    pub(super) fn symlink(&self, caller: Caller, at: Name<'_>, target: &OsStr, reply: Reply<R>) {
-        let at = at.to_owned();
+    /// Answers a symlink(2).
+    pub(super) fn symlink(&self, caller: Caller, child: Name<'_>, target: &OsStr, reply: Reply<R>) {
+        let child = child.to_owned();
         let target = target.to_owned();
         let new = NewObject {
-            at: at.clone(),
+            child: child.clone(),
             kind: Kind::Symlink,
             target: Some(target.clone()),
             mode: 0o777,
@@ -87,57 +98,69 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         self.run_creation(caller, new, reply, move |engine| {
             engine
                 .namespace
-                .symlink(&caller, at.parent, &at.name, &target)
+                .symlink(&caller, child.parent, &child.name, &target)
         });
     }
 
-    pub(super) fn link(&self, caller: Caller, inode: InodeId, at: Name<'_>, mut reply: Reply<R>) {
-        let at = at.to_owned();
+    /// Answers a link(2).
+    pub(super) fn link(
+        &self,
+        caller: Caller,
+        inode: InodeId,
+        child: Name<'_>,
+        mut reply: Reply<R>,
+    ) {
+        let child = child.to_owned();
         let options = self.options;
-        let watched = self.watch_of(|| WatchedChange::Make(at.parent, at.name.clone()));
-        self.run_watched(caller, at.parent, watched, move |engine, watched| {
-            let before = reply.begin_once(engine, || Subjects {
+        let watched = self.watch_of(|| WatchedChange::Make(child.parent, child.name.clone()));
+        self.run_watched(caller, child.parent, watched, move |engine, watched| {
+            let noted = reply.begin_once(engine, || Subjects {
                 node: Some(inode),
                 ..Subjects::default()
             });
             let linked = watched.make(|| {
-                if before.is_some() {
-                    engine.namespace.link_again(inode, at.parent, &at.name)
+                if noted.is_some() {
+                    engine
+                        .namespace
+                        .link_again(inode, child.parent, &child.name)
                 } else {
-                    engine.namespace.link(inode, at.parent, &at.name)
+                    engine.namespace.link(inode, child.parent, &child.name)
                 }
             });
             answer_entry(engine, options, linked, reply);
         });
     }
 
-    pub(super) fn unlink(&self, caller: Caller, at: Name<'_>, reply: Reply<R>) {
-        self.remove_name(caller, at, Kind::File, reply);
+    /// Answers an unlink(2).
+    pub(super) fn unlink(&self, caller: Caller, child: Name<'_>, reply: Reply<R>) {
+        self.remove_name(caller, child, Kind::File, reply);
     }
 
-    pub(super) fn rmdir(&self, caller: Caller, at: Name<'_>, reply: Reply<R>) {
-        self.remove_name(caller, at, Kind::Dir, reply);
+    /// Answers an rmdir(2).
+    pub(super) fn rmdir(&self, caller: Caller, child: Name<'_>, reply: Reply<R>) {
+        self.remove_name(caller, child, Kind::Dir, reply);
     }
 
-    /// Removes a name of a directory, or of anything else.
-    fn remove_name(&self, caller: Caller, at: Name<'_>, kind: Kind, mut reply: Reply<R>) {
-        let at = at.to_owned();
-        let watched = self.watch_of(|| WatchedChange::Remove(at.parent, at.name.clone()));
-        self.run_watched(caller, at.parent, watched, move |engine, watched| {
+    /// Removes a name. `kind`: [`Kind::Dir`] for rmdir(2), else unlink(2).
+    fn remove_name(&self, caller: Caller, child: Name<'_>, kind: Kind, mut reply: Reply<R>) {
+        let child = child.to_owned();
+        let watched = self.watch_of(|| WatchedChange::Remove(child.parent, child.name.clone()));
+        self.run_watched(caller, child.parent, watched, move |engine, watched| {
             let names = &engine.namespace;
-            let before = reply.begin_once(engine, || Subjects {
-                subject: names.identify_name(at.parent, &at.name),
+            let noted = reply.begin_once(engine, || Subjects {
+                subject: names.identify_name(child.parent, &child.name),
                 ..Subjects::default()
             });
-            let remove = || match (before, kind) {
-                (None, Kind::Dir) => names.rmdir(at.parent, &at.name),
-                (None, _) => names.unlink(at.parent, &at.name),
-                (Some(before), kind) => names.remove_again(at.parent, &at.name, kind, before),
+            let remove = || match (noted, kind) {
+                (None, Kind::Dir) => names.rmdir(child.parent, &child.name),
+                (None, _) => names.unlink(child.parent, &child.name),
+                (Some(noted), kind) => names.remove_again(child.parent, &child.name, kind, noted),
             };
             reply.done(watched.make(remove));
         });
     }
 
+    /// Answers a rename(2), with the flags of renameat2(2).
     pub(super) fn rename(
         &self,
         caller: Caller,
@@ -159,30 +182,31 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         });
         self.run_watched(caller, from.parent, watched, move |engine, watched| {
             let names = &engine.namespace;
-            let before = reply.begin_once(engine, || Subjects {
+            let noted = reply.begin_once(engine, || Subjects {
                 subject: names.identify_name(from.parent, &from.name),
                 other: names.identify_name(to.parent, &to.name),
                 node: None,
             });
-            let rename = || match before {
+            let rename = || match noted {
                 None => names.rename(from.parent, &from.name, to.parent, &to.name, flags),
-                Some(before) => names.rename_again(
+                Some(noted) => names.rename_again(
                     (from.parent, &from.name),
                     (to.parent, &to.name),
                     flags,
-                    before,
+                    noted,
                 ),
             };
             reply.done(watched.make(rename));
         });
     }
 
-    /// The umask, where the kernel has not applied it.
+    /// Returns the umask to apply, or `None` if the kernel has applied it already.
     pub(super) fn umask_to_apply(&self, mode: NewMode) -> Option<u32> {
         self.negotiated.applies_umask.then_some(mode.umask)
     }
 
-    /// Runs a change that answers with what it made in a directory.
+    /// Runs a change that makes an object in a directory, and answers with its entry. If a repeated request has made the
+    /// object already, answers with that one.
     fn run_creation(
         &self,
         caller: Caller,
@@ -191,11 +215,11 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         create: impl FnOnce(&Engine<B>) -> Result<Entry, Errno> + Send + 'static,
     ) {
         let options = self.options;
-        let parent = new.at.parent;
-        let watched = self.watch_of(|| WatchedChange::Make(parent, new.at.name.clone()));
+        let parent = new.child.parent;
+        let watched = self.watch_of(|| WatchedChange::Make(parent, new.child.name.clone()));
         self.run_watched(caller, parent, watched, move |engine, watched| {
-            let before = reply.begin_once(engine, Subjects::default);
-            let made = before.and_then(|before| new.find(engine, &caller, before.began));
+            let noted = reply.begin_once(engine, Subjects::default);
+            let made = noted.and_then(|noted| new.find(engine, &caller, noted.began));
             let created = watched.make(|| match made {
                 Some(entry) => Ok(entry),
                 None => create(engine),
@@ -205,18 +229,18 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     }
 }
 
-/// What a request makes in a directory.
+/// An object that a request is to make in a directory.
 struct NewObject {
-    at: OwnedName,
+    child: OwnedName,
     kind: Kind,
-    /// Where it leads, of a symbolic link.
+    /// The target of a symbolic link.
     target: Option<OsString>,
     mode: u32,
     umask: Option<u32>,
 }
 
 impl NewObject {
-    /// What the same request made before firnd died, if it did.
+    /// Looks for the object that the same request made before firnd died.
     fn find<B: Backing>(
         &self,
         engine: &Engine<B>,
@@ -224,21 +248,22 @@ impl NewObject {
         began: Moment,
     ) -> Option<Entry> {
         let made = MadeObject {
-            parent: self.at.parent,
-            name: &self.at.name,
+            parent: self.child.parent,
+            name: &self.child.name,
             kind: self.kind,
             target: self.target.as_deref(),
         };
-        let mode = masked(engine, self.at.parent, self.mode, self.umask);
-        let by = Creation {
+        let mode = masked(engine, self.child.parent, self.mode, self.umask);
+        let creation = Creation {
             caller,
             mode,
             began,
         };
-        engine.namespace.find_made(made, by)
+        engine.namespace.find_made(made, creation)
     }
 }
 
+/// Answers with the entry of a name, or with the error.
 fn answer_entry<B: Backing, R: Responder>(
     engine: &Engine<B>,
     options: AdapterOptions,

@@ -1,4 +1,8 @@
-//! Handles: opened, told to the kernel, and released.
+//! Requests that open and release files and directories.
+//!
+//! An open takes these steps: the engine opens the file, [`Opener::choose_mode`] decides whether the kernel or Firn
+//! serves reads and writes, and [`note_handle`] notes the handle in the arena. The answer comes after the note, so a
+//! later firnd knows every handle that the kernel has.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -21,7 +25,8 @@ use crate::topic::Topic;
 use crate::watch::{Watched, WatchedChange, watch_of};
 
 impl<B: Backing, R: Responder> Dispatcher<B, R> {
-    /// The kernel asks for O_TRUNC with a change of the size of its own (see `transport/dev_fuse/negotiate.rs`).
+    /// Answers an open(2) without O_CREAT. It ignores O_TRUNC: the kernel sends a change of the size for it
+    /// (`transport/dev_fuse/negotiate.rs`).
     pub(super) fn open(&self, caller: Caller, inode: InodeId, flags: i32, reply: Reply<R>) {
         let opener = self.opener(caller);
         let coherence = Arc::clone(&self.coherence);
@@ -46,37 +51,39 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         }
     }
 
+    /// Answers an open(2) that creates the file, or opens a file that another process has made meanwhile.
     pub(super) fn create(
         &self,
         caller: Caller,
-        at: Name<'_>,
+        child: Name<'_>,
         mode: NewMode,
         flags: i32,
         mut reply: Reply<R>,
     ) {
-        let at = at.to_owned();
+        let child = child.to_owned();
         let umask = self.umask_to_apply(mode);
         let opener = self.opener(caller);
         let gate = self.gate.clone();
-        let watched = self.watch_of(|| WatchedChange::Create(at.parent, at.name.clone()));
-        self.run_watched(caller, at.parent, watched, move |engine, watched| {
+        let watched = self.watch_of(|| WatchedChange::Create(child.parent, child.name.clone()));
+        self.run_watched(caller, child.parent, watched, move |engine, watched| {
             reply.release_older();
             let made = MadeObject {
-                parent: at.parent,
-                name: &at.name,
+                parent: child.parent,
+                name: &child.name,
                 kind: Kind::File,
                 target: None,
             };
             let flags = {
-                let mode = masked(engine, at.parent, mode.mode, umask);
+                let mode = masked(engine, child.parent, mode.mode, umask);
                 flags_to_create(engine, made, (&caller, mode), flags, &mut reply)
             };
             let create = || {
-                // Another process has made the file meanwhile: its contents change.
+                // Another process may have made the file meanwhile. Then O_TRUNC changes its contents, which only the
+                // gate can allow.
                 let gate = gate.as_deref().filter(|_| flags & libc::O_TRUNC != 0);
-                let _pass = enter_change(gate, at.parent)?;
-                let mode = masked(engine, at.parent, mode.mode, umask);
-                engine.create(&caller, at.parent, &at.name, mode, flags)
+                let _pass = enter_change(gate, child.parent)?;
+                let mode = masked(engine, child.parent, mode.mode, umask);
+                engine.create(&caller, child.parent, &child.name, mode, flags)
             };
             let writes = flags & libc::O_ACCMODE != libc::O_RDONLY;
             let handle_of = |(_, opened): &(Entry, Opened)| writes.then_some(opened.handle);
@@ -88,6 +95,7 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         });
     }
 
+    /// Answers an opendir(3).
     pub(super) fn opendir(&self, inode: InodeId, reply: Reply<R>) {
         self.run_settled(inode, move |engine| {
             reply.release_older();
@@ -103,43 +111,46 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
         });
     }
 
+    /// Answers a RELEASE, which the kernel sends after the last use of a handle and of its mappings.
     pub(super) fn release(&self, inode: InodeId, handle: HandleId, reply: Reply<R>) {
         let watch = self.gate.as_ref().and_then(|gate| gate.watch());
         if let Some(watch) = watch.filter(|watch| watch.knows(handle)) {
-            // What was closed may be complete now, and its commit takes as long as it takes.
+            // The closed file may complete a checkpoint, whose commit takes long: so on a worker.
             self.workers
                 .run_about(Class::Call, Topic::Inode(inode), move || {
                     watch.release(handle);
                 });
         }
-        // The id first: once the engine counts no passthrough handle it may choose the other mode.
+        // Before the engine's release: as soon as the engine counts no passthrough handle of the inode, it may choose
+        // another mode for a new handle, and the kernel refuses that while the id lives.
         self.passthrough.release(handle);
         let spaces = [Space::Bytes, Space::Flock];
-        let what = Released::Handle(handle.0);
-        if self.holds_locks(handle, &spaces, what) {
+        let released = Released::Handle(handle.0);
+        if self.holds_locks(handle, &spaces, released) {
             let engine = Arc::clone(&self.engine);
             let release = move |_: Result<(), Errno>| {
-                end_handle(&engine, handle);
+                release_handle(&engine, handle);
                 reply.send(Answer::Done);
             };
-            return self.release_locks(inode, handle, &spaces, what, release);
+            return self.release_locks(inode, handle, &spaces, released, release);
         }
         match self.call_slots.acquire() {
             Some(_slot) => {
-                end_handle(&self.engine, handle);
+                release_handle(&self.engine, handle);
                 reply.send(Answer::Done);
             }
             None => {
-                // No program waits for the answer, and the kernel holds back what it reads ahead, of any file, while
-                // many such answers are missing.
+                // Answered first: no program waits for this answer, but the kernel stops reading ahead, in all files of
+                // the mount, while many answers of this kind are missing.
                 reply.send(Answer::Done);
                 let engine = Arc::clone(&self.engine);
-                let call = Box::new(move || end_handle(&engine, handle));
+                let call = Box::new(move || release_handle(&engine, handle));
                 self.call_slots.run_elsewhere(Topic::Inode(inode), call);
             }
         }
     }
 
+    /// Answers the RELEASEDIR of a directory handle.
     pub(super) fn releasedir(&self, handle: HandleId, reply: Reply<R>) {
         self.engine.namespace.release_dir(handle);
         reply.send(Answer::Done);
@@ -160,9 +171,9 @@ impl<B: Backing, R: Responder> Dispatcher<B, R> {
     }
 }
 
-/// The last use of a handle is over, that of its mappings too.
-fn end_handle<B: Backing>(engine: &Engine<B>, handle: HandleId) {
-    // A handle that was lost with an earlier firnd has none.
+/// Ends a handle after its last use, which includes that of its mappings.
+fn release_handle<B: Backing>(engine: &Engine<B>, handle: HandleId) {
+    // A handle that was lost with an earlier firnd has no stores.
     if engine.open_files.may_have_stores(handle)
         && let Err(error) = engine.take_stores(handle)
     {
@@ -171,7 +182,7 @@ fn end_handle<B: Backing>(engine: &Engine<B>, handle: HandleId) {
     engine.release(handle);
 }
 
-/// Notes a handle for the next firnd, before the kernel hears of it.
+/// Notes a handle in the arena for the next firnd. Called before the kernel gets the handle.
 fn note_handle<B: Backing, R: Responder>(
     engine: &Engine<B>,
     handle: HandleId,
@@ -179,16 +190,17 @@ fn note_handle<B: Backing, R: Responder>(
     mode: &HandleMode<R::BackingId>,
     reply: &Reply<R>,
 ) {
-    let passed_through = match mode {
+    let passthrough_number = match mode {
         HandleMode::Passthrough(id) | HandleMode::PassthroughMappings(id) => {
             Some(R::backing_number(id))
         }
         HandleMode::Direct | HandleMode::Cached | HandleMode::CachedKeep => None,
     };
-    engine.note_open_handle(handle, reply.number(), flags, passed_through);
+    engine.note_open_handle(handle, reply.number(), flags, passthrough_number);
 }
 
-/// The flags of a creation, without O_EXCL where a firnd that died has made the file for the same request.
+/// Returns the flags with which to create a file. If the request is repeated and the firnd that died has already made
+/// the file, O_EXCL and O_TRUNC are removed: the open then finds that file.
 fn flags_to_create<B: Backing, R: Responder>(
     engine: &Engine<B>,
     made: MadeObject<'_>,
@@ -199,15 +211,16 @@ fn flags_to_create<B: Backing, R: Responder>(
     if flags & libc::O_EXCL == 0 {
         return flags;
     }
-    let Some(before) = reply.begin_once(engine, Subjects::default) else {
+    let Some(noted) = reply.begin_once(engine, Subjects::default) else {
         return flags;
     };
-    let by = Creation {
+    let creation = Creation {
         caller,
         mode,
-        began: before.began,
+        began: noted.began,
     };
-    match engine.namespace.find_made(made, by) {
+    match engine.namespace.find_made(made, creation) {
+        // The look-up only tells that the file is there; the open that follows counts its own.
         Some(entry) => {
             engine.namespace.forget(entry.inode, 1);
             flags & !(libc::O_EXCL | libc::O_TRUNC)
@@ -216,18 +229,19 @@ fn flags_to_create<B: Backing, R: Responder>(
     }
 }
 
-/// Tells the kernel of new handles.
+/// Answers open and create: decides what serves a new handle and gives the kernel the handle.
 struct Opener<R: Responder> {
-    /// None unless the kernel may read backing files itself.
+    /// `None` unless the kernel may read backing files itself.
     passthrough: Option<Arc<Passthrough<R::BackingId>>>,
     io_uring_users: Arc<IoUringUsers>,
     caller: Caller,
     options: AdapterOptions,
-    /// Locks of programs are not the kernel's own.
+    /// Whether Firn keeps the locks of programs, and not the kernel.
     keeps_locks: bool,
 }
 
 impl<R: Responder> Opener<R> {
+    /// Answers an open, after the kernel learnt how long the file is at least.
     fn answer_open<B: Backing>(
         &self,
         engine: &Engine<B>,
@@ -253,6 +267,7 @@ impl<R: Responder> Opener<R> {
         });
     }
 
+    /// Answers a create.
     fn answer_create<B: Backing>(
         &self,
         engine: &Engine<B>,
@@ -266,7 +281,7 @@ impl<R: Responder> Opener<R> {
         };
         let mode = self.choose_mode(engine, entry.inode, opened, &reply);
         note_handle(engine, opened.handle, flags, &mode, &reply);
-        // The kernel takes the attributes of this answer for the newest in any case.
+        // The kernel always takes the attributes of this answer as the newest, so their size must not be too small.
         entry.attr.size = entry.attr.size.max(opened.size.unwrap_or(0));
         reply.send(Answer::Created {
             entry: attributes_of(engine, self.options, entry.inode, entry.attr),
@@ -275,8 +290,8 @@ impl<R: Responder> Opener<R> {
         });
     }
 
-    /// A close waits for pending bytes and ends locks. A reader of a file without pending bytes waits for none, and its locks
-    /// are the kernel's own.
+    /// Returns whether the close(2) of a handle must be a request. A close waits for pending bytes and ends locks. So it
+    /// is none only for a handle that reads a file without pending bytes, while the kernel keeps the locks.
     fn closes_as<B: Backing>(
         &self,
         engine: &Engine<B>,
@@ -293,8 +308,8 @@ impl<R: Responder> Opener<R> {
         }
     }
 
-    /// How the kernel is to treat a handle. One that the engine offers for passthrough comes to the engine after all
-    /// where the kernel refuses to read its file.
+    /// Returns what serves reads and writes of a new handle. If the kernel refuses to read the file itself, Firn serves
+    /// the handle, and the engine is told.
     fn choose_mode<B: Backing>(
         &self,
         engine: &Engine<B>,
@@ -338,7 +353,7 @@ impl<R: Responder> Opener<R> {
         }
     }
 
-    /// The id of the file that `file` gives, which the kernel reads by itself.
+    /// Returns the id under which the kernel reads the file that `file` opens. `None` if passthrough is off or refused.
     fn backing_id(
         &self,
         inode: InodeId,

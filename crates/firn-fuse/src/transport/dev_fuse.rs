@@ -1,15 +1,16 @@
-//! Requests and answers over `/dev/fuse`.
+//! The transport over `/dev/fuse`.
 //!
-//! ```text
-//! connection   descriptors of the device: read, write, register backing files
-//! message      bytes of the kernel  ─► a Request, or what has no answer
-//! responder    an Answer            ─► bytes for the kernel
-//! negotiate    INIT: what both agree on
-//! ```
+//! | module | does |
+//! |---|---|
+//! | `connection` | reads from the device, writes to it, registers backing files |
+//! | `message` | parses the bytes of a message of the kernel into a [`Message`] |
+//! | `responder` | makes the bytes of an answer |
+//! | `negotiate` | answers INIT: which capabilities both sides use |
+//! | `orphans` | ends requests of an earlier firnd, on a kernel that does not send them again |
 //!
 //! Promises
 //! * Every request that has an answer is dispatched, or refused here.
-//! * A message that makes no sense ends no thread.
+//! * A malformed message ends no thread.
 
 mod abi;
 mod connection;
@@ -37,20 +38,22 @@ use crate::transport::dev_fuse::abi::{
 };
 use crate::transport::dev_fuse::connection::{Connection, Received};
 use crate::transport::dev_fuse::message::{Message, parse};
-use crate::transport::dev_fuse::negotiate::{WRITE_BYTES_MAX, Wishes, name_differences, negotiate};
+use crate::transport::dev_fuse::negotiate::{
+    RequestedFeatures, WRITE_BYTES_MAX, name_differences, negotiate,
+};
 use crate::transport::dev_fuse::orphans::Orphans;
 use crate::unanswered::EarlyAnswer;
 
 pub(crate) use responder::Responder;
 
-/// Room for the largest request: a write, its header and arguments.
+/// Size of the buffer for one request: the data of the largest write, and its header and arguments.
 const BUFFER_BYTES: usize = WRITE_BYTES_MAX as usize + 4096;
 
-/// A session that is served by threads of its own.
+/// A connection that is served by its own threads.
 pub(crate) struct Served(Vec<JoinHandle<io::Result<()>>>);
 
 impl Served {
-    /// Returns when the kernel has let go of the mount.
+    /// Waits until the kernel ends the connection. Returns the first error of a thread, if any.
     pub(crate) fn join(self) -> io::Result<()> {
         let mut outcome = Ok(());
         for thread in self.0 {
@@ -63,24 +66,24 @@ impl Served {
     }
 }
 
-/// Where a connection comes from.
+/// How this firnd got the connection.
 pub(crate) enum Origin<'a> {
-    /// It was made just now. What both sides agree on is given to `keep` before the kernel hears of it.
+    /// It has just mounted. `keep` gets the INIT exchange before the kernel gets the answer.
     Mounted { keep: &'a dyn KeepConnection },
-    /// An earlier firnd served it.
+    /// An earlier firnd served the connection and left this.
     Resumed {
         exchange: &'a Exchange,
         left: ResumedRequests,
     },
 }
 
-/// Keeps what another firnd needs to go on with a connection.
+/// Stores what another firnd needs to go on with a connection.
 pub trait KeepConnection {
-    /// `resends`: the kernel sends again what a firnd that died had not answered.
+    /// Stores the connection. `resends`: after the death of a firnd the kernel sends its unanswered requests again.
     fn keep(&self, device: BorrowedFd<'_>, exchange: &Exchange, resends: bool);
 }
 
-/// Agrees with the kernel behind `device` and serves it from `threads` threads and one more.
+/// Negotiates with the kernel behind `device` and serves it from `threads` + 1 threads.
 pub(crate) fn serve<B: Backing>(
     mut dispatcher: Dispatcher<B, Responder>,
     device: OwnedFd,
@@ -95,7 +98,7 @@ pub(crate) fn serve<B: Backing>(
             None
         }
         Origin::Resumed { exchange, mut left } => {
-            if !agree_again(&mut dispatcher, exchange)?.resends {
+            if !resume_negotiated(&mut dispatcher, exchange)?.resends {
                 let refuse = |number| connection.refuse_orphan(number);
                 dispatcher.end_left_requests(&mut left, refuse);
                 orphans = Orphans::of_earlier_firnd();
@@ -110,7 +113,7 @@ pub(crate) fn serve<B: Backing>(
     if let Some(left) = left {
         dispatcher.resume(left, |number| connection.adopt_backing(number));
         if !orphans.are_left() {
-            // Also what an earlier try read: no firnd has answered it.
+            // An earlier firnd may have begun to resume too. What it read is then unanswered, and comes again as well.
             connection.request_resend()?;
         }
     }
@@ -128,15 +131,17 @@ pub(crate) fn serve<B: Backing>(
     Ok(Served(threads?))
 }
 
-fn wishes_of<B: Backing>(dispatcher: &Dispatcher<B, Responder>) -> Wishes {
-    Wishes {
+/// What this mount asks of the kernel, beside the capabilities that every mount asks for.
+fn requested_features<B: Backing>(dispatcher: &Dispatcher<B, Responder>) -> RequestedFeatures {
+    RequestedFeatures {
         passthrough: dispatcher.asks_passthrough(),
         locks: dispatcher.asks_locks(),
     }
 }
 
-/// Goes on with what an earlier firnd and the kernel agreed on.
-fn agree_again<B: Backing>(
+/// Resumes what an earlier firnd and the kernel have negotiated. An error if the options of this firnd would have led
+/// to another answer: the kernel takes only one answer to INIT.
+fn resume_negotiated<B: Backing>(
     dispatcher: &mut Dispatcher<B, Responder>,
     exchange: &Exchange,
 ) -> io::Result<Negotiated> {
@@ -144,12 +149,12 @@ fn agree_again<B: Backing>(
     let Some(Message::Init { init, .. }) = parse(&exchange.asked) else {
         return Err(refused("the kept INIT is none".into()));
     };
-    let before = InitOut::read_from_bytes(&exchange.answered)
+    let previous = InitOut::read_from_bytes(&exchange.answered)
         .map_err(|_| refused("the kept answer to INIT is none".into()))?;
     let page_bytes = rustix::param::page_size() as u32;
-    let (now, negotiated) = negotiate(&init, wishes_of(dispatcher), page_bytes)?;
-    if now != before {
-        let names = name_differences(&before, &now);
+    let (answer, negotiated) = negotiate(&init, requested_features(dispatcher), page_bytes)?;
+    if answer != previous {
+        let names = name_differences(&previous, &answer);
         return Err(refused(format!(
             "the kernel was told otherwise when the mount was made, and cannot be told again: {names}"
         )));
@@ -158,7 +163,7 @@ fn agree_again<B: Backing>(
     Ok(negotiated)
 }
 
-/// Whether the kernel of a kept connection sends requests again.
+/// Whether the kernel of a kept connection sends unanswered requests again.
 pub fn sends_again(exchange: &Exchange) -> bool {
     match parse(&exchange.asked) {
         Some(Message::Init { init, .. }) => negotiate::offers_resend(&init),
@@ -166,7 +171,7 @@ pub fn sends_again(exchange: &Exchange) -> bool {
     }
 }
 
-/// Answers the first request.
+/// Answers INIT, the first request of a connection.
 fn shake_hands<B: Backing>(
     dispatcher: &mut Dispatcher<B, Responder>,
     connection: &Connection,
@@ -186,7 +191,7 @@ fn shake_hands<B: Backing>(
         ));
     };
     let page_bytes = rustix::param::page_size() as u32;
-    match negotiate(&init, wishes_of(dispatcher), page_bytes) {
+    match negotiate(&init, requested_features(dispatcher), page_bytes) {
         Ok((answer, negotiated)) => {
             dispatcher.set_negotiated(negotiated);
             let exchange = Exchange {
@@ -204,20 +209,20 @@ fn shake_hands<B: Backing>(
     }
 }
 
-/// Whether a thread that reads requests goes on.
+/// What a reading thread does after a message.
 enum Next {
     Read,
     End,
 }
 
-/// Reads and dispatches requests until the kernel lets go of the mount.
+/// Reads and handles messages until the kernel ends the connection.
 fn serve_requests<B: Backing>(
     dispatcher: &Dispatcher<B, Responder>,
     connection: &Arc<Connection>,
     orphans: &Orphans,
 ) -> io::Result<()> {
-    // Each byte is stored, so that all pages are there before the first read(2). A SIGKILL during a read(2) that waits for a
-    // page makes the kernel end the request with EIO, and no other firnd gets it.
+    // Storing to each byte makes the kernel allocate all pages now. If a SIGKILL came while a read(2) of the device waited
+    // for a page, the kernel would end the request with EIO, and the next firnd would not get it.
     let mut buffer = vec![u8::MAX; BUFFER_BYTES];
     let mut received = orphans.receive_first(connection, &mut buffer)?;
     loop {
@@ -225,14 +230,15 @@ fn serve_requests<B: Backing>(
             Received::Request(len) => len,
             Received::Ended => return Ok(()),
         };
-        match take_message(dispatcher, connection, &buffer[..len]) {
+        match handle_message(dispatcher, connection, &buffer[..len]) {
             Next::Read => received = connection.receive(&mut buffer)?,
             Next::End => return Ok(()),
         }
     }
 }
 
-fn take_message<B: Backing>(
+/// Handles one message of the kernel.
+fn handle_message<B: Backing>(
     dispatcher: &Dispatcher<B, Responder>,
     connection: &Arc<Connection>,
     bytes: &[u8],
@@ -248,7 +254,8 @@ fn take_message<B: Backing>(
         Some(Message::Forget(forgotten)) => {
             forgotten.for_each(|(inode, count)| dispatcher.forget(inode, count));
         }
-        // It needs no answer. Two have a meaning: the kernel asks again (EAGAIN), or never again (ENOSYS).
+        // An interrupt gets no answer. Of the two answers that the kernel knows, EAGAIN would make it send the interrupt
+        // again, and ENOSYS would make it send none any more.
         Some(Message::Interrupt { unique }) => dispatcher.interrupt(unique),
         Some(Message::Unsupported { unique }) => connection.answer(unique, libc::ENOSYS, &[]),
         Some(Message::Invalid { unique } | Message::Init { unique, .. }) => {
@@ -277,7 +284,7 @@ impl EarlyAnswer for Connection {
     }
 }
 
-/// What the kernel keeps, and is told to drop.
+/// Tells the kernel what to drop from its caches.
 struct KernelCaches(Arc<Connection>);
 
 impl KernelCaches {
@@ -305,6 +312,7 @@ impl Notifier for KernelCaches {
     }
 
     fn invalidate_attributes(&self, inode: InodeId) -> io::Result<()> {
+        // A negative offset drops attributes alone, without the pages (fuse_reverse_inval_inode).
         self.invalidate(inode, -1, 0)
     }
 

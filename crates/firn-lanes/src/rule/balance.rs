@@ -53,7 +53,7 @@ impl Dirs {
     /// Forgets a directory, because another directory may have its inode number now.
     pub(super) fn forget(&mut self, dir: u64) {
         if self.dirs.remove(&dir).is_some() {
-            self.oldest_first.retain(|known| *known != dir);
+            self.oldest_first.retain(|older| *older != dir);
         }
     }
 
@@ -62,10 +62,10 @@ impl Dirs {
         let Some(files) = self.dirs.get(&dir) else {
             return false;
         };
-        let all = files.iter().sum::<u64>() + 1;
+        let total = files.iter().sum::<u64>() + 1;
         // The limit is one and a half times the share, plus one.
-        let most = (3 * all).div_ceil(2 * files.len() as u64) + 1;
-        files[lane] + 1 > most.max(FEW_FILES)
+        let files_max = (3 * total).div_ceil(2 * files.len() as u64) + 1;
+        files[lane] + 1 > files_max.max(FEW_FILES)
     }
 
     /// Returns the lane with the fewest files of a directory. If several lanes have equally few, the first one from

@@ -108,10 +108,13 @@ impl Driver for ProgramOfSite {
             },
         };
         match made {
-            Ok(file) => Ok(Created { file, wish: Ok(()) }),
+            Ok(file) => Ok(Created {
+                file,
+                acceptance: Ok(()),
+            }),
             Err(refusal) => Ok(Created {
                 file: create_plain(new)?,
-                wish: Err(refusal),
+                acceptance: Err(refusal),
             }),
         }
     }

@@ -55,8 +55,8 @@ impl Driver for Lustre {
     fn create(&self, new: &NewFile<'_>, lane: usize) -> Result<Created> {
         let file = new.open(delay_create())?;
         let layout = encode_layout(self.osts[lane]);
-        let wish = fsetxattr(&file, LAYOUT, &layout, XattrFlags::empty());
-        Ok(Created::from_wish(file, wish))
+        let acceptance = fsetxattr(&file, LAYOUT, &layout, XattrFlags::empty());
+        Ok(Created::from_acceptance(file, acceptance))
     }
 
     fn find_server(&self, file: BorrowedFd<'_>) -> Location {

@@ -58,7 +58,7 @@ impl Driver for Staged {
         // created.
         if has_default_acl(new.parent) {
             let file = create_plain(new)?;
-            return Ok(Created::from_wish(file, Err(Errno::OPNOTSUPP)));
+            return Ok(Created::from_acceptance(file, Err(Errno::OPNOTSUPP)));
         }
         let dir = self.dirs[lane].as_fd();
         let entry = format!("{:016x}", getrandom::u64().map_err(|_| Errno::IO)?);
@@ -71,14 +71,14 @@ impl Driver for Staged {
         let file = create_plain(&staged)?;
         let named = take_group(&file, new).and_then(|()| give_name(dir, entry, new));
         match named {
-            Ok(()) => Ok(Created::from_wish(file, Ok(()))),
+            Ok(()) => Ok(Created::from_acceptance(file, Ok(()))),
             Err(error) => {
                 let _ = unlinkat(dir, entry, AtFlags::empty());
                 if error != Errno::XDEV {
                     return Err(error);
                 }
                 let file = create_plain(new)?;
-                Ok(Created::from_wish(file, Err(error)))
+                Ok(Created::from_acceptance(file, Err(error)))
             }
         }
     }

@@ -1,4 +1,7 @@
-//! The calls of a backing.
+//! The calls of [`LogBacking`] as a backing.
+//!
+//! Each call goes to the backing below, unless the file is logged. A call on a logged file is repeated while the
+//! backing lags ([`crate::lag`]).
 
 use std::ffi::OsStr;
 use std::ops::Range;
@@ -18,7 +21,7 @@ use crate::frame::{PIECES_MAX, SPAN_BYTES_MAX};
 use crate::run::{FILE_BYTES_MAX, Piece};
 use crate::tag;
 
-/// What the backing below calls the object or file of a call.
+/// Passes a call to the backing below, with its names for the inode or file of the call. [`forward`] uses this macro.
 macro_rules! below {
     ($self:ident, |$below:ident| $call:expr) => {{
         let $below = &$self.below;
@@ -75,14 +78,14 @@ impl<B: Backing> Names for LogBacking<B> {
     forward!(below: readlink open_dir read_dir);
 
     fn lookup(&self, parent: &LogInode<B>, name: &OsStr) -> Result<(LogInode<B>, Attr)> {
-        let forgotten = self.forgotten.load(Ordering::Acquire);
+        let forget_count = self.forget_count.load(Ordering::Acquire);
         let (inode, attr) = self.below.lookup(&parent.below, name)?;
-        let inode = self.child(parent, name, inode, &attr)?;
+        let inode = self.make_child_inode(parent, name, inode, &attr)?;
         let logged = self.find(inode.id)?;
         let attr = match logged {
-            Some(_) => self.shown(logged.as_ref(), &|| self.below.attr(&inode.below))?,
-            // It was flattened between the two.
-            None if self.forgotten.load(Ordering::Acquire) != forgotten => {
+            Some(_) => self.visible_attr(logged.as_ref(), &|| self.below.attr(&inode.below))?,
+            // The file became flat after its attributes were read, so they are read again.
+            None if self.forget_count.load(Ordering::Acquire) != forget_count => {
                 self.below.attr(&inode.below)?
             }
             None => attr,
@@ -105,11 +108,11 @@ impl<B: Backing> Names for LogBacking<B> {
             Placing::Turn(_) | Placing::Beside(_) => false,
         };
         let below = placing.map(|inode| &inode.below);
-        let made = self
+        let created = self
             .below
             .create_placed(caller, &parent.below, name, mode, below);
-        let (inode, below, attr) = made?;
-        let inode = self.inode(inode, &attr, region, is_chosen)?;
+        let (inode, below, attr) = created?;
+        let inode = self.make_inode(inode, &attr, region, is_chosen)?;
         let logged = self.open_logged(&inode, Access::ReadWrite)?;
         Ok((inode, LogFile { below, logged }, attr))
     }
@@ -122,7 +125,7 @@ impl<B: Backing> Names for LogBacking<B> {
         kind: NewKind<'_>,
     ) -> Result<(LogInode<B>, Attr)> {
         let (inode, attr) = self.below.make(caller, &parent.below, name, kind)?;
-        Ok((self.child(parent, name, inode, &attr)?, attr))
+        Ok((self.make_child_inode(parent, name, inode, &attr)?, attr))
     }
 
     fn link(&self, inode: &LogInode<B>, parent: &LogInode<B>, name: &OsStr) -> Result<Attr> {
@@ -134,10 +137,10 @@ impl<B: Backing> Names for LogBacking<B> {
         if what == Remove::Dir {
             return self.below.remove(&parent.below, name, what);
         }
-        let doomed = self.doomed(&parent.below, name)?;
-        self.begin_to_end_names(doomed.as_ref())?;
+        let removed = self.find_file_losing_name(&parent.below, name)?;
+        self.begin_removal(removed.as_ref())?;
         let outcome = self.below.remove(&parent.below, name, what);
-        self.end_names(doomed, outcome)
+        self.finish_removal(removed, outcome)
     }
 
     fn rename(
@@ -150,21 +153,21 @@ impl<B: Backing> Names for LogBacking<B> {
     ) -> Result<()> {
         let (parent, new_parent) = (&parent.below, &new_parent.below);
         let may_replace = !flags.intersects(RenameFlags::NOREPLACE | RenameFlags::EXCHANGE);
-        let doomed = if may_replace {
-            self.doomed(new_parent, new_name)?
+        let removed = if may_replace {
+            self.find_file_losing_name(new_parent, new_name)?
         } else {
             None
         };
-        // A name that is renamed to itself loses nothing.
+        // A rename to another name of the same file removes no file.
         let renamed = self
             .below
             .lookup(parent, name)
             .ok()
             .map(|(_, attr)| attr.ino);
-        let doomed = doomed.filter(|(_, id)| Some(id.ino) != renamed);
-        self.begin_to_end_names(doomed.as_ref())?;
+        let removed = removed.filter(|(_, id)| Some(id.ino) != renamed);
+        self.begin_removal(removed.as_ref())?;
         let outcome = self.below.rename(parent, name, new_parent, new_name, flags);
-        self.end_names(doomed, outcome)
+        self.finish_removal(removed, outcome)
     }
 
     fn moved_to(&self, inode: &LogInode<B>, parent: &LogInode<B>, name: &OsStr) -> LogInode<B> {
@@ -182,38 +185,38 @@ impl<B: Backing> Attributes for LogBacking<B> {
             Target::Inode(inode) => {
                 let logged = self.find(inode.id)?;
                 let below = || self.below.stat(Target::Inode(&inode.below), freshness);
-                self.shown(logged.as_ref(), &below)
+                self.visible_attr(logged.as_ref(), &below)
             }
             Target::File(file) => {
-                self.look_around()?;
+                self.refresh_listing()?;
                 let logged = file.logged.as_ref().map(|opened| &opened.file);
                 if let Some(file) = logged {
-                    self.look_at(file);
+                    self.refresh_file(file);
                 }
                 let below = || self.below.stat(Target::File(&file.below), freshness);
-                self.shown(logged, &below)
+                self.visible_attr(logged, &below)
             }
         }
     }
 
     fn set_attr(&self, inode: &LogInode<B>, change: AttrChange<'_>) -> Result<()> {
         let set = || self.below.set_attr(&inode.below, change);
-        let given = match change {
+        let new_time = match change {
             AttrChange::SetXattr { name, .. } if tag::is_tag(name) => return Err(Errno::PERM),
             AttrChange::RemoveXattr { name } if tag::is_tag(name) => return Err(Errno::NODATA),
             AttrChange::Times { mtime, .. } => match mtime {
                 SetTime::Keep => return set(),
                 SetTime::Now => Time::now(),
-                SetTime::At(given) => given,
+                SetTime::At(new_time) => new_time,
             },
             AttrChange::Mode(_)
             | AttrChange::Owner { .. }
             | AttrChange::SetXattr { .. }
             | AttrChange::RemoveXattr { .. } => return set(),
         };
-        match self.find_ending(inode.id)? {
+        match self.find_and_refresh(inode.id)? {
             Some(file) => {
-                file.set_modified(&self.place(), given, &set)?;
+                file.set_modified(&self.site(), new_time, &set)?;
                 *file.modified.lock() = None;
                 Ok(())
             }
@@ -241,14 +244,14 @@ impl<B: Backing> Files for LogBacking<B> {
     forward!(below: lock);
 
     fn open(&self, inode: &LogInode<B>, access: Access) -> Result<LogFile<B>> {
-        // Parts below a log are read too: base bytes, and what was flattened.
         let logged = self.open_logged(inode, access)?;
+        // A logged file is also read where the program only writes: to copy what lies in the plain file.
         let below_access = match (&logged, access) {
             (Some(_), Access::Write) => Access::ReadWrite,
             (_, access) => access,
         };
         if let Some(opened) = &logged {
-            opened.file.check_lost()?;
+            opened.file.check_exists()?;
         }
         let below = self.below.open(&inode.below, below_access)?;
         Ok(LogFile { below, logged })
@@ -260,26 +263,25 @@ impl<B: Backing> Files for LogBacking<B> {
             return Err(Errno::BADF);
         }
         if let Some(opened) = opened {
-            self.look_around()?;
-            self.look_at(&opened.file);
+            self.refresh_listing()?;
+            self.refresh_file(&opened.file);
         }
         match file.logged() {
             Some(logged) => {
-                let place = self.place();
-                logged.wait_for(&place, &mut || {
-                    logged.read(&place, &file.below, buf, offset)
-                })
+                let site = self.site();
+                logged.wait_for(&site, &mut || logged.read(&site, &file.below, buf, offset))
             }
             None => {
                 if let Some(opened) = opened {
-                    opened.file.check_lost()?;
+                    opened.file.check_exists()?;
                 }
                 self.below.read_at(&file.below, buf, offset)
             }
         }
     }
 
-    /// One append to the log of this host and one frame, or nothing: as much of it as one frame can describe.
+    /// Appends the parts to this host's log with one frame, as many of them as one frame can describe. After an error
+    /// none of them counts.
     fn write_parts(&self, file: &LogFile<B>, parts: &[DataPart<'_>]) -> Result<u64> {
         let Some(logged) = file.writable(Errno::BADF)? else {
             return self.below.write_parts(&file.below, parts);
@@ -287,10 +289,10 @@ impl<B: Backing> Files for LogBacking<B> {
         if parts.iter().all(DataPart::is_empty) {
             return Ok(0);
         }
-        let parts = first_of_a_frame(parts)?;
-        let plain = || self.plain_len(file);
-        let place = self.place();
-        logged.wait_for(&place, &mut || logged.write(&place, &plain, parts))?;
+        let parts = take_for_one_frame(parts)?;
+        let plain_len = || self.plain_len(file);
+        let site = self.site();
+        logged.wait_for(&site, &mut || logged.write(&site, &plain_len, parts))?;
         self.note_modified(file);
         Ok(parts.iter().map(DataPart::len).sum())
     }
@@ -299,19 +301,20 @@ impl<B: Backing> Files for LogBacking<B> {
         let Some(logged) = file.writable(Errno::INVAL)? else {
             return self.below.resize(&file.below, resize);
         };
-        let place = self.place();
+        let site = self.site();
         match resize {
             Resize::To(len) => {
-                let plain = || self.plain_len(file);
-                logged.wait_for(&place, &mut || logged.set_len(&place, &plain, len))?;
+                let plain_len = || self.plain_len(file);
+                logged.wait_for(&site, &mut || logged.set_len(&site, &plain_len, len))?;
             }
             Resize::AtLeast(len) => {
-                let plain = || Ok(self.below.attr_of_file(&file.below)?.size);
-                logged.grow(&place, &plain, len)?;
+                let plain_len = || Ok(self.below.attr_of_file(&file.below)?.size);
+                logged.grow(&site, &plain_len, len)?;
             }
-            // What other hosts have written since this one died stays, whatever it was about to cut.
-            Resize::Finish(len) => return logged.was_set_to(&place, len),
-            // The plain file is changed when it is flattened.
+            // If this host died before it recorded the cut, the cut is not made now: other hosts may have written
+            // since.
+            Resize::Finish(len) => return logged.was_set_to(&site, len),
+            // Nothing has to be done: the plain file gets its length when it is flattened.
             Resize::Unchanged => return Ok(true),
         }
         self.note_modified(file);
@@ -322,7 +325,7 @@ impl<B: Backing> Files for LogBacking<B> {
         let Some(logged) = file.writable(Errno::BADF)? else {
             return self.below.allocate(&file.below, mode, offset, len);
         };
-        let place = self.place();
+        let site = self.site();
         if len == 0 {
             return Err(Errno::INVAL);
         }
@@ -330,11 +333,11 @@ impl<B: Backing> Files for LogBacking<B> {
         if end > FILE_BYTES_MAX {
             return Err(Errno::FBIG);
         }
-        let plain = || self.plain_len(file);
+        let plain_len = || self.plain_len(file);
         let file_bytes = self.attr_of_file(file)?.size;
         let keeps_size = mode & libc::FALLOC_FL_KEEP_SIZE != 0;
         match mode & !libc::FALLOC_FL_KEEP_SIZE {
-            // Room in a log cannot be kept for later: only the length counts.
+            // A log cannot reserve space, so the call only sets the length.
             0 => {}
             libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_ZERO_RANGE => {
                 let zeroed = end.min(file_bytes).saturating_sub(offset);
@@ -343,15 +346,15 @@ impl<B: Backing> Files for LogBacking<B> {
                         offset,
                         len: zeroed,
                     };
-                    logged.wait_for(&place, &mut || logged.zero(&place, &plain, piece))?;
+                    logged.wait_for(&site, &mut || logged.zero(&site, &plain_len, piece))?;
                 }
             }
             _ => return Err(Errno::OPNOTSUPP),
         }
         if end > file_bytes && !keeps_size {
-            logged.wait_for(&place, &mut || logged.grow(&place, &plain, end))?;
+            logged.wait_for(&site, &mut || logged.grow(&site, &plain_len, end))?;
         }
-        // As on ext4, xfs and btrfs: also where every byte stays.
+        // The time is set even if no byte changed, as on ext4, xfs and btrfs.
         self.note_modified(file);
         Ok(())
     }
@@ -360,10 +363,10 @@ impl<B: Backing> Files for LogBacking<B> {
         match file.logged() {
             None => self.below.seek(&file.below, offset, what),
             Some(logged) => {
-                let place = self.place();
-                logged.wait_for(&place, &mut || {
+                let site = self.site();
+                logged.wait_for(&site, &mut || {
                     let plain_bytes = self.plain_len(file)?;
-                    logged.seek(&place, plain_bytes, offset, what)
+                    logged.seek(&site, plain_bytes, offset, what)
                 })
             }
         }
@@ -392,12 +395,12 @@ impl<B: Backing> Files for LogBacking<B> {
 
     fn sync(&self, file: &LogFile<B>, data_only: bool) -> Result<()> {
         if let Some(opened) = &file.logged {
-            let place = self.place();
+            let site = self.site();
             opened
                 .file
-                .wait_for(&place, &mut || opened.file.sync(&place))?;
+                .wait_for(&site, &mut || opened.file.sync(&site))?;
             if !opened.file.is_logged() {
-                self.see_others(opened)?;
+                self.see_closed_changes(opened)?;
             }
         }
         self.below.sync(&file.below, data_only)
@@ -409,7 +412,7 @@ impl<B: Backing> Files for LogBacking<B> {
         }
     }
 
-    /// None where the kernel, or a process that reads by itself, would miss bytes in logs, now or later.
+    /// Returns `None` if the descriptor's reader would miss bytes in logs, now or later.
     fn descriptor(&self, file: &LogFile<B>, purpose: DescriptorUse) -> Option<OwnedFd> {
         match (&file.logged, purpose) {
             (None, _) | (Some(_), DescriptorUse::Keeping) => {
@@ -421,7 +424,7 @@ impl<B: Backing> Files for LogBacking<B> {
 
     fn adopt(&self, descriptor: OwnedFd) -> Result<AdoptedBy<Self>> {
         let below = self.below.adopt(descriptor)?;
-        let inode = self.inode(below.inode, &below.attr, Region::Files, false)?;
+        let inode = self.make_inode(below.inode, &below.attr, Region::Files, false)?;
         let logged = self.open_logged(&inode, below.access)?;
         Ok(Adopted {
             inode,
@@ -439,37 +442,37 @@ impl<B: Backing> Sharing for LogBacking<B> {
     fn kernel_reads(&self, file: &LogFile<B>) -> KernelReads {
         match &file.logged {
             None => self.below.kernel_reads(&file.below),
-            Some(opened) if opened.file.is_logged() || opened.file.check_lost().is_err() => {
+            Some(opened) if opened.file.is_logged() || opened.file.check_exists().is_err() => {
                 KernelReads::Shared
             }
             Some(_) => KernelReads::Cached,
         }
     }
 
-    /// Right for as long as the listing that it comes from is believed.
+    /// Returns where bytes lie. The result is valid for as long as the listing on which it is based.
     fn locate(
         &self,
         file: &LogFile<B>,
         range: Range<u64>,
         limits: LocateLimits,
     ) -> Result<Option<Located>> {
-        let half = self.setup.patience / 2;
+        let half = self.setup.view_age_max / 2;
         let Some(opened) = &file.logged else {
             return Ok(None);
         };
         if opened.access == Access::Write || half < LOCATED_FOR_MIN {
             return Ok(None);
         }
-        self.look_around_after(half)?;
-        self.look_at(&opened.file);
-        let listed = self.files.lock().listed.ok_or(Errno::IO)?;
-        let place = self.place();
-        let found = opened.file.locate(&place, &file.below, range, limits)?;
+        self.refresh_listing_older_than(half)?;
+        self.refresh_file(&opened.file);
+        let listed_at = self.files.lock().listed.ok_or(Errno::IO)?;
+        let site = self.site();
+        let located = opened.file.locate(&site, &file.below, range, limits)?;
         Ok(Some(Located {
-            parts: found.parts,
-            files: found.files,
-            end: found.end,
-            until: listed + self.setup.patience,
+            parts: located.parts,
+            files: located.files,
+            end: located.end,
+            until: listed_at + self.setup.view_age_max,
         }))
     }
 
@@ -478,9 +481,9 @@ impl<B: Backing> Sharing for LogBacking<B> {
             return self.below.note_use(&file.below, what);
         };
         match what {
-            FileUse::OpenedToRead => self.see_others(opened),
+            FileUse::OpenedToRead => self.see_closed_changes(opened),
             FileUse::OpenedToWrite => {
-                self.see_others(opened)?;
+                self.see_closed_changes(opened)?;
                 if let Err(error) = self.begin_writing(file, opened) {
                     // A write reports the error itself; an open that never writes needs no log.
                     tracing::debug!(%error, "cannot begin a log yet");
@@ -505,7 +508,7 @@ impl<B: Backing> Sharing for LogBacking<B> {
         match self.find(inode.id) {
             Ok(Some(file)) if file.is_logged() => DurabilityLevel::Logged,
             Ok(_) => DurabilityLevel::Durable,
-            // Logs that cannot be looked at may have bytes of it.
+            // The containers cannot be read, so they may have bytes of the file.
             Err(_) => DurabilityLevel::Logged,
         }
     }
@@ -517,21 +520,21 @@ impl<B: Backing> Placement for LogBacking<B> {
     fn facts(&self, inode: &LogInode<B>) -> Facts {
         let below = self.below.facts(&inode.below);
         let Some(id) = inode.id else {
-            // A directory: files in it may be logged.
+            // The values for a directory apply to its new files, which may be logged.
             return Facts {
                 gathers: true,
                 changes_by_others: 0,
                 ..below
             };
         };
-        let file = self.files.lock().known.get(&id).cloned();
+        let file = self.files.lock().by_id.get(&id).cloned();
         let is_written_to_logs = inode.is_chosen || file.is_some();
-        let own_lane = || self.below.lane_of_turn(self.place().turn_of(id));
+        let own_lane = || self.below.lane_of_turn(self.site().turn_of(id));
         let lane = is_written_to_logs.then(own_lane).flatten();
         Facts {
-            // That of this host's log, for a file that is written to one.
+            // The lane of this host's log if the file is written to a log, else that of the plain file.
             lane: lane.unwrap_or(below.lane),
-            // Bytes of a log need not be near each other in the file.
+            // A log keeps bytes in the order of the writes, so they need not be neighbours in the file.
             gathers: is_written_to_logs,
             changes_by_others: file.map_or(0, |file| file.changes_by_others()),
         }
@@ -539,14 +542,14 @@ impl<B: Backing> Placement for LogBacking<B> {
 }
 
 impl<B: Backing> LogBacking<B> {
-    /// Bytes of the plain file, as its server has it.
+    /// Returns the length of the plain file, as its server has it.
     pub(super) fn plain_len(&self, file: &LogFile<B>) -> Result<u64> {
         Ok(self.below.attr_of_file_now(&file.below)?.size)
     }
 }
 
-/// The first parts, as many as one frame can describe.
-fn first_of_a_frame<'a, 'd>(parts: &'a [DataPart<'d>]) -> Result<&'a [DataPart<'d>]> {
+/// Returns the first parts, as many as one frame can describe.
+fn take_for_one_frame<'a, 'd>(parts: &'a [DataPart<'d>]) -> Result<&'a [DataPart<'d>]> {
     let mut bytes = 0;
     let mut fits = |part: &DataPart<'_>| {
         bytes += part.len();

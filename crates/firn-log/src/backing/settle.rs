@@ -1,4 +1,7 @@
-//! Work after the last close: files become flat, and what is left of containers goes.
+//! Work after the last close: flattens files, removes containers of removed files, and reports what is left.
+//!
+//! Files with such work are queued in [`EndedFiles`]. [`LogBacking::settle`] takes the queue and does what other hosts
+//! allow. Files that are not flat afterwards stay in the queue.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::OsStr;
@@ -16,60 +19,64 @@ use firn_hosts::own::{self, TOP};
 use parking_lot::Condvar;
 
 use super::{LogBacking, LogInode, Opened, WhenClosed};
-use crate::file::{Flattened, LoggedFile, ToldOf};
+use crate::file::{Flattened, LoggedFile, LossTarget};
 use crate::file_dir;
 use crate::file_id::FileId;
 use crate::orphans::{Orphans, Scope, Search, has_files_of_programs};
 use crate::salvage::{Report, may_be_damage};
 
-/// How long a close waits before it looks again whether other hosts have flattened their parts.
-const LOOK_AGAIN: Backoff = Backoff::new(Duration::from_millis(1), Duration::from_millis(100));
+/// Waits of a close until other hosts have flattened their parts.
+const RETRY_WAITS: Backoff = Backoff::new(Duration::from_millis(1), Duration::from_millis(100));
 
-/// Files that are settled at a time. A small file waits for a dozen syncs and copies little.
-const SETTLE_THREADS: usize = 4;
+/// Number of files that are settled at the same time. A small file mostly waits: it takes a dozen syncs and copies
+/// little.
+const SETTLE_THREADS_MAX: usize = 4;
 
-/// Files that a walk finds before they are flattened: an inode may be a descriptor.
+/// Number of files that a walk collects before they are flattened. The number is small because an inode may hold a
+/// descriptor.
 const FLATTEN_BATCH: usize = 64;
 
-/// Hosts that do not write to logs any more, and when each said last how it mounts.
-pub(super) type HostsGone = BTreeMap<String, Time>;
+/// Dead hosts, with the time at which each last changed its host directory. A new time shows a later life of the host.
+pub(super) type DeadHosts = BTreeMap<String, Time>;
 
-/// How often damage is looked for: a sorted index that counts instead of a damaged one may be found to be damaged when it is
-/// read.
-const GIVE_UP_MAX: usize = 3;
+/// Maximum number of salvages of one file. A salvage may rely on a table that is found damaged only by the next attempt
+/// to flatten.
+const SALVAGES_MAX: usize = 3;
 
-/// A walk for files in logs is repeated where it misses one, but no more often than this.
+/// Maximum number of walks for files in logs. A walk is repeated if it missed a file.
 const WALKS_MAX: usize = 5;
 
-/// Files with something left to do.
-pub(super) struct Ended<B: Backing> {
+/// The queue of files to settle.
+pub(super) struct EndedFiles<B: Backing> {
     state: Mutex<EndedState<B>>,
-    came: Condvar,
+    work_added: Condvar,
 }
 
 struct EndedState<B: Backing> {
     files: HashMap<FileId, EndedFile<B>>,
-    /// A file was added, or a caller asked for attention, since the last round.
-    has_news: bool,
+    /// Whether a file was added, or another thread woke the settling thread, since the last call of
+    /// [`LogBacking::settle`].
+    has_new_work: bool,
 }
 
-/// A file that no caller on this host has open for writing any more, or that is to be flattened.
+/// A queued file. No program on this host has it open for writing, or it is to be flattened.
 struct EndedFile<B: Backing> {
     file: Arc<LoggedFile<B>>,
     inode: B::Inode,
 }
 
-impl<B: Backing> Ended<B> {
+impl<B: Backing> EndedFiles<B> {
     pub(super) fn new() -> Self {
         Self {
             state: Mutex::new(EndedState {
                 files: HashMap::new(),
-                has_news: false,
+                has_new_work: false,
             }),
-            came: Condvar::new(),
+            work_added: Condvar::new(),
         }
     }
 
+    /// Queues a file and wakes the settling thread.
     pub(super) fn add(&self, file: &Arc<LoggedFile<B>>, inode: &B::Inode) {
         let ended = EndedFile {
             file: Arc::clone(file),
@@ -77,39 +84,40 @@ impl<B: Backing> Ended<B> {
         };
         let old = {
             let mut state = self.state.lock();
-            state.has_news = true;
+            state.has_new_work = true;
             state.files.insert(file.id, ended)
         };
         drop(old);
-        self.came.notify_all();
+        self.work_added.notify_all();
     }
 }
 
-/// What is in logs.
+/// How much is in logs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Logged {
-    /// Files of which bytes are.
+    /// Number of files with bytes in logs.
     pub files: u64,
-    /// Bytes of them that this host has written to logs.
+    /// Bytes of these files that this host has written to logs.
     pub own_bytes: u64,
 }
 
-/// Files that are not flat.
+/// Counts of the files that an attempt to flatten left in logs, by reason.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Left {
-    /// Other hosts have parts of them to write.
+    /// Other hosts are copying parts of the file.
     pub under_way: usize,
-    /// Files that are being written.
+    /// A host is writing the file.
     pub written: usize,
-    /// Files that are not found.
+    /// The container's file was not found.
     pub lost: usize,
-    /// Something failed.
+    /// The attempt failed.
     pub failed: usize,
-    /// The first failure.
+    /// The error of the first failed attempt.
     pub error: Option<Errno>,
 }
 
 impl Left {
+    /// Counts the result for one file.
     fn count(&mut self, flattened: Result<Flattened>) {
         match flattened {
             Ok(Flattened::Flat) => {}
@@ -122,38 +130,38 @@ impl Left {
         }
     }
 
-    /// Whether there are none.
+    /// Returns whether no file was left in logs.
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
     }
 }
 
-/// A file that has containers, and that is flattened together with others.
+/// A file that is flattened together with others.
 struct ListedFile<B: Backing> {
     id: FileId,
     inode: B::Inode,
 }
 
-/// A file that has containers.
-struct Found<'a, B: Backing> {
+/// A file with containers, as a walk found it.
+struct FoundFile<'a, B: Backing> {
     id: FileId,
     inode: &'a B::Inode,
-    /// From where it was looked for.
+    /// Path relative to the top of the walk.
     path: PathBuf,
 }
 
 impl<B: Backing> LogBacking<B> {
-    /// Ends and flattens files without writers, as far as other hosts let it.
+    /// Settles the queued files, as far as other hosts allow, and returns which are left.
     pub fn settle(&self) -> Left {
         let ended = {
             let mut state = self.ended.state.lock();
-            state.has_news = false;
+            state.has_new_work = false;
             std::mem::take(&mut state.files)
         };
         let mut ended: Vec<_> = ended.into_values().collect();
         ended.sort_by_key(|ended| self.is_in_other_lane(&ended.inode));
-        let settle = |ended: &EndedFile<B>| self.settle_one(&ended.file, &ended.inode);
-        let settled = parallel::map("firn-settle", SETTLE_THREADS, &ended, &settle);
+        let settle = |ended: &EndedFile<B>| self.settle_file(&ended.file, &ended.inode);
+        let settled = parallel::map("firn-settle", SETTLE_THREADS_MAX, &ended, &settle);
         let mut left = Left::default();
         for (ended, settled) in ended.into_iter().zip(settled) {
             left.count(settled);
@@ -165,17 +173,19 @@ impl<B: Backing> LogBacking<B> {
         left
     }
 
-    /// Publishes what this host wrote to a file that it writes no more. Where the close flattens, this makes the file flat unless
-    /// another host writes to it, and waits for the parts of other hosts.
+    /// Finishes this host's writing of a file at its last close.
+    ///
+    /// With [`WhenClosed::FlattenBehind`] the logs are published, and the file is queued. Otherwise the file is settled
+    /// now: the close waits for parts of other hosts, but not for writers on other hosts.
     pub(super) fn finish(&self, opened: &Opened<B>) -> Result<()> {
         if self.setup.when_closed == WhenClosed::FlattenBehind {
             self.publish(&opened.file)?;
             self.ended.add(&opened.file, &opened.inode);
             return Ok(());
         }
-        let mut waits = LOOK_AGAIN.start();
+        let mut waits = RETRY_WAITS.start();
         while opened.file.has_containers() {
-            match self.settle_one(&opened.file, &opened.inode)? {
+            match self.settle_file(&opened.file, &opened.inode)? {
                 Flattened::Flat => break,
                 Flattened::Written => {
                     self.ended.add(&opened.file, &opened.inode);
@@ -187,131 +197,138 @@ impl<B: Backing> LogBacking<B> {
         Ok(())
     }
 
-    /// Waits until files have ended, at most `time`.
+    /// Waits until a file is queued or another thread calls [`LogBacking::wake`], for at most `time`.
     pub fn wait_for_ended(&self, time: Duration) {
         let mut state = self.ended.state.lock();
-        if !state.has_news {
-            state.wait_for(&self.ended.came, time);
+        if !state.has_new_work {
+            state.wait_for(&self.ended.work_added, time);
         }
     }
 
-    /// Ends the wait of another thread, or its next one.
+    /// Wakes the settling thread. If no thread is waiting, the next wait returns at once.
     pub fn wake(&self) {
-        self.ended.state.lock().has_news = true;
-        self.ended.came.notify_all();
+        self.ended.state.lock().has_new_work = true;
+        self.ended.work_added.notify_all();
     }
 
-    /// Flattens the files without writers at or below `top`, whether this host has ever opened them or not.
+    /// Flattens the files at or below `top`, as far as other hosts allow. Files that this host never opened are
+    /// included.
     ///
-    /// Where hosts have lanes of their own, each begins with the files there: hosts that flatten files of one lane
-    /// together wait for each other's syncs.
+    /// Files in this host's own lane come first. Hosts that flatten files of one lane at the same time wait for each
+    /// other's syncs.
     pub fn flatten_below(&self, top: &LogInode<B>) -> Result<Left> {
         for _ in 1..WALKS_MAX {
-            let (left, missed) = self.flatten_seen_below(top)?;
-            if left.lost >= missed {
+            let (left, unseen) = self.flatten_in_one_walk(top)?;
+            if left.lost >= unseen {
                 return Ok(left);
             }
-            // A walk misses a file that is renamed meanwhile, or that a commit gives its name.
+            // The walk missed a file: it was renamed meanwhile, or a commit has just given it its name.
         }
-        Ok(self.flatten_seen_below(top)?.0)
+        Ok(self.flatten_in_one_walk(top)?.0)
     }
 
-    /// The same in one walk; and how many files in logs it did not see.
-    fn flatten_seen_below(&self, top: &LogInode<B>) -> Result<(Left, usize)> {
+    /// Flattens in one walk. Also returns how many files in logs the walk did not see.
+    fn flatten_in_one_walk(&self, top: &LogInode<B>) -> Result<(Left, usize)> {
         let mut left = Left::default();
-        let mut now = Vec::new();
-        let mut later = Vec::new();
-        let missed = self.visit_logged(top, &mut |found| {
+        let mut in_own_lane = Vec::new();
+        let mut in_other_lanes = Vec::new();
+        let unseen = self.visit_logged(top, &mut |found| {
             let listed = ListedFile {
                 id: found.id,
                 inode: found.inode.clone(),
             };
             if self.is_in_other_lane(found.inode) {
-                later.push(listed);
+                in_other_lanes.push(listed);
                 return;
             }
-            now.push(listed);
-            if now.len() >= FLATTEN_BATCH {
-                self.flatten_listed(&std::mem::take(&mut now), &mut left);
+            in_own_lane.push(listed);
+            if in_own_lane.len() >= FLATTEN_BATCH {
+                self.flatten_batch(&std::mem::take(&mut in_own_lane), &mut left);
             }
         })?;
-        self.flatten_listed(&now, &mut left);
-        self.flatten_listed(&later, &mut left);
-        left.lost = self.end_lost(missed)?;
-        Ok((left, missed))
+        self.flatten_batch(&in_own_lane, &mut left);
+        self.flatten_batch(&in_other_lanes, &mut left);
+        left.lost = self.remove_orphans(unseen)?;
+        Ok((left, unseen))
     }
 
-    fn flatten_listed(&self, files: &[ListedFile<B>], left: &mut Left) {
-        let flatten = |file: &ListedFile<B>| self.flatten_found(file.id, &file.inode);
-        let flattened = parallel::map("firn-settle", SETTLE_THREADS, files, &flatten);
-        flattened.into_iter().for_each(|one| left.count(one));
+    /// Flattens several files at the same time.
+    fn flatten_batch(&self, files: &[ListedFile<B>], left: &mut Left) {
+        let flatten = |file: &ListedFile<B>| self.publish_and_flatten(file.id, &file.inode);
+        let flattened = parallel::map("firn-settle", SETTLE_THREADS_MAX, files, &flatten);
+        flattened.into_iter().for_each(|result| left.count(result));
     }
 
-    /// `lost` files in logs were not found. Removes the containers of those that hosts were removing when they died.
-    /// Returns how many are left.
-    fn end_lost(&self, lost: usize) -> Result<usize> {
-        match lost {
-            0 => Ok(0),
-            _ => Ok(self.find_orphans()?.lost.len()),
+    /// Handles `unseen` files in logs that a walk did not see. Removes the containers of those whose removal a dead
+    /// host began, and returns how many files are left.
+    fn remove_orphans(&self, unseen: usize) -> Result<usize> {
+        if unseen == 0 {
+            return Ok(0);
         }
+        Ok(self.find_orphans()?.lost.len())
     }
 
-    /// Whether a plain file lies in another lane than what this host writes to logs by its turn.
+    /// Returns whether a plain file lies in another lane than this host's own.
     fn is_in_other_lane(&self, inode: &B::Inode) -> bool {
         let own = self.below.lane_of_turn(self.turn);
         own.is_some_and(|own| self.below.facts(inode).lane != own)
     }
 
-    /// The same; what cannot be read of logs is told, and given up.
+    /// Flattens the files at or below `top`. Damaged parts of logs are reported to `report` and given up.
     pub fn flatten_with_loss(&self, top: &LogInode<B>, report: &mut dyn Report) -> Result<Left> {
         let mut left = Left::default();
-        let lost = self.visit_logged(top, &mut |found| {
+        let unseen = self.visit_logged(top, &mut |found| {
             left.count(self.flatten_damaged(&found, report));
         })?;
-        left.lost = self.end_lost(lost)?;
+        left.lost = self.remove_orphans(unseen)?;
         Ok(left)
     }
 
-    fn flatten_damaged(&self, found: &Found<'_, B>, report: &mut dyn Report) -> Result<Flattened> {
-        for _ in 0..GIVE_UP_MAX {
-            match self.flatten_found(found.id, found.inode) {
+    /// Flattens a file. After an error that damage may cause, salvages the file and tries again.
+    fn flatten_damaged(
+        &self,
+        found: &FoundFile<'_, B>,
+        report: &mut dyn Report,
+    ) -> Result<Flattened> {
+        for _ in 0..SALVAGES_MAX {
+            match self.publish_and_flatten(found.id, found.inode) {
                 Err(error) if may_be_damage(error) => {}
                 flattened => return flattened,
             }
             let plain = self.below.attr_now(found.inode)?;
-            let mut told = ToldOf {
+            let mut target = LossTarget {
                 path: &found.path,
                 report,
             };
             let file = self.find_or_add(found.id)?;
-            let place = self.place();
+            let site = self.site();
             let unit_bytes = self.setup.unit_bytes;
             let is_alive = &self.setup.is_alive;
-            if !file.give_up(&place, &plain, unit_bytes, is_alive, &mut told)? {
+            if !file.give_up(&site, &plain, unit_bytes, is_alive, &mut target)? {
                 return Ok(Flattened::Written);
             }
         }
-        self.flatten_found(found.id, found.inode)
+        self.publish_and_flatten(found.id, found.inode)
     }
 
-    /// How many files at or below `top` have containers.
+    /// Counts the files at or below `top` that have containers.
     pub fn count_logged_below(&self, top: &LogInode<B>) -> Result<usize> {
         let mut count = 0;
         self.visit_logged(top, &mut |_| count += 1)?;
         Ok(count)
     }
 
-    /// Goes through the files at or below `top` that have containers. Those of which no file is found are counted, where
-    /// `top` is all of the backing.
+    /// Visits the files at or below `top` that have containers. Returns how many files with containers were not found,
+    /// or 0 if `top` is not the top of the backing.
     fn visit_logged(
         &self,
         top: &LogInode<B>,
-        visit: &mut dyn FnMut(Found<'_, B>),
+        visit: &mut dyn FnMut(FoundFile<'_, B>),
     ) -> Result<usize> {
         let mut wanted = self.list_files()?;
         if let Some(id) = top.id {
             if wanted.contains(&id) {
-                visit(Found {
+                visit(FoundFile {
                     id,
                     inode: &top.below,
                     path: PathBuf::new(),
@@ -323,13 +340,13 @@ impl<B: Backing> LogBacking<B> {
         let is_whole = self.below.attr(&top.below)?.ino == root;
         let mut dirs = vec![(top.below.clone(), PathBuf::new())];
         while let Some((dir, path)) = dirs.pop().filter(|_| !wanted.is_empty()) {
-            // A transaction keeps new files in `.firn`.
+            // `.firn` is skipped, except where a transaction keeps new files of programs.
             let is_own_top = is_whole && path.as_os_str() == TOP;
             for (name, ino, kind) in own::list(&self.below, &dir)? {
                 let name = OsStr::from_bytes(&name);
                 let may_be_dir = kind.is_none_or(|kind| kind == Kind::Dir);
                 if (is_own_top && !has_files_of_programs(name.as_bytes()))
-                    || !(may_be_dir || has_number(&wanted, ino))
+                    || !(may_be_dir || contains_ino(&wanted, ino))
                 {
                     continue;
                 }
@@ -339,7 +356,7 @@ impl<B: Backing> LogBacking<B> {
                 };
                 let id = FileId::of(&self.below, &inode, &attr)?;
                 match id.filter(|id| wanted.remove(id)) {
-                    Some(id) => visit(Found {
+                    Some(id) => visit(FoundFile {
                         id,
                         inode: &inode,
                         path: path.join(name),
@@ -352,34 +369,34 @@ impl<B: Backing> LogBacking<B> {
         Ok(if is_whole { wanted.len() } else { 0 })
     }
 
-    /// What is in logs, as far as this host knows; without a call of the backing.
+    /// Counts the files and bytes in logs, by what this host knows, without a call of the backing.
     pub fn count_logged(&self) -> Logged {
         let files = self.files.lock();
         let listed = &files.listing.files;
-        let is_logged = |file: &&Arc<LoggedFile<B>>| match listed.contains(&file.id) {
-            // It was not used since it was listed.
-            true if !file.was_looked_at() => true,
-            _ => file.is_logged(),
+        let is_logged = |file: &&Arc<LoggedFile<B>>| {
+            let is_unread = !file.was_refreshed();
+            // A listed file whose containers were never read has bytes in logs.
+            (listed.contains(&file.id) && is_unread) || file.is_logged()
         };
-        let mut all = Logged::default();
-        for file in files.known.values().filter(is_logged) {
-            all.files += 1;
-            all.own_bytes += file.own_bytes();
+        let mut total = Logged::default();
+        for file in files.by_id.values().filter(is_logged) {
+            total.files += 1;
+            total.own_bytes += file.own_bytes();
         }
-        all
+        total
     }
 
-    /// Walks all files to find the owner of each container. Removes containers of files that were removed, and names
-    /// those whose file is gone without a removal.
+    /// Walks all files to find the file of each container. Removes the containers of removed files, and returns the
+    /// names of containers whose file is gone without a removal.
     pub fn find_orphans(&self) -> Result<Orphans> {
         self.search_orphans(Scope::All)
     }
 
-    /// Ends what hosts have left that died in a removal: containers of removed files, and half-removed containers. Looks only
-    /// where a host has died since the last time.
+    /// Finishes removals that dead hosts began: removes the containers of removed files, and half-removed containers.
+    /// Searches only if a host has died since the last call.
     pub fn end_removals(&self) -> Result<()> {
-        let gone = self.find_hosts_gone()?;
-        let is_known = self.hosts_gone.lock().as_ref() == Some(&gone);
+        let gone = self.find_dead_hosts()?;
+        let is_known = self.dead_hosts.lock().as_ref() == Some(&gone);
         if !is_known {
             let orphans = self.search_orphans(Scope::Removals)?;
             if !orphans.removed.is_empty() {
@@ -388,14 +405,15 @@ impl<B: Backing> LogBacking<B> {
                     "removed logs of removed files that a host has left which died"
                 );
             }
-            // Else it is looked again the next time.
+            // A removal that still waits is tried again by the next call.
             if orphans.waiting.is_empty() {
-                *self.hosts_gone.lock() = Some(gone);
+                *self.dead_hosts.lock() = Some(gone);
             }
         }
         Ok(())
     }
 
+    /// Searches for containers without a file.
     fn search_orphans(&self, scope: Scope) -> Result<Orphans> {
         let marked = self.marked.lock().clone();
         let search = Search {
@@ -411,9 +429,9 @@ impl<B: Backing> LogBacking<B> {
         Ok(orphans)
     }
 
-    /// The hosts that were there, and of which none that lives writes to logs.
-    fn find_hosts_gone(&self) -> Result<HostsGone> {
-        let mut gone = HostsGone::new();
+    /// Returns the other hosts that have a host directory and are not alive.
+    fn find_dead_hosts(&self) -> Result<DeadHosts> {
+        let mut gone = DeadHosts::new();
         for host in list_hosts(&self.below)? {
             if host == self.setup.host || (self.setup.is_alive)(&host)? {
                 continue;
@@ -425,32 +443,33 @@ impl<B: Backing> LogBacking<B> {
         Ok(gone)
     }
 
-    /// The files that have containers. Of two with one inode number the older one was removed.
+    /// Lists the files that have containers.
     fn list_files(&self) -> Result<BTreeSet<FileId>> {
         let listed = file_dir::list_files(&self.below, &self.top)?;
         Ok(listed.into_iter().collect())
     }
 
-    fn flatten_found(&self, id: FileId, inode: &B::Inode) -> Result<Flattened> {
+    /// Publishes this host's writes to a file, and flattens the file.
+    fn publish_and_flatten(&self, id: FileId, inode: &B::Inode) -> Result<Flattened> {
         let file = self.find_or_add(id)?;
         self.publish(&file)?;
-        self.flatten_one(&file, inode)
+        self.flatten_file(&file, inode)
     }
 
-    /// Makes what this host wrote durable and known, and says that it writes no more, unless a program here still has the file
-    /// open for writing.
+    /// Publishes this host's writes and removes its registration as a writer. Does nothing while a program on this host
+    /// is writing.
     fn publish(&self, file: &LoggedFile<B>) -> Result<()> {
         if file.is_written.load(Ordering::Acquire) {
             return Ok(());
         }
-        let place = self.place();
-        file.wait_for(&place, &mut || file.end_writing(&place))
+        let site = self.site();
+        file.wait_for(&site, &mut || file.end_writing(&site))
     }
 
-    /// Next step for a file that this host has written; [`Flattened::Flat`] too if that step comes later, at a close or
-    /// on request.
-    fn settle_one(&self, file: &Arc<LoggedFile<B>>, inode: &B::Inode) -> Result<Flattened> {
-        let place = self.place();
+    /// Does the next step for a file that this host has written. Returns [`Flattened::Flat`] also if there is no step
+    /// now: a later close or request does it.
+    fn settle_file(&self, file: &Arc<LoggedFile<B>>, inode: &B::Inode) -> Result<Flattened> {
+        let site = self.site();
         if file.is_written.load(Ordering::Acquire) {
             return Ok(Flattened::Flat);
         }
@@ -459,55 +478,56 @@ impl<B: Backing> LogBacking<B> {
             if file.opens.load(Ordering::Acquire) > 0 {
                 return Ok(Flattened::Flat);
             }
-            if file.has_other_writers(&place, &self.setup.is_alive)? {
+            if file.has_other_writers(&site, &self.setup.is_alive)? {
                 return Ok(Flattened::Written);
             }
-            file.wait_for(&place, &mut || file.remove(&place))?;
-            let known = self.files.lock().known.remove(&file.id);
-            drop(known);
+            file.wait_for(&site, &mut || file.remove(&site))?;
+            let removed = self.files.lock().by_id.remove(&file.id);
+            drop(removed);
             return Ok(Flattened::Flat);
         }
         match self.setup.when_closed {
-            WhenClosed::Flatten | WhenClosed::FlattenBehind => self.flatten_one(file, inode),
+            WhenClosed::Flatten | WhenClosed::FlattenBehind => self.flatten_file(file, inode),
             WhenClosed::Keep => Ok(Flattened::Flat),
         }
     }
 
-    /// Moves what is in logs to the plain file, as far as the file has no writers.
-    fn flatten_one(&self, file: &Arc<LoggedFile<B>>, inode: &B::Inode) -> Result<Flattened> {
+    /// Flattens a file, if no host writes to it.
+    fn flatten_file(&self, file: &Arc<LoggedFile<B>>, inode: &B::Inode) -> Result<Flattened> {
         let unit_bytes = self.setup.unit_bytes;
-        let place = self.place();
-        let flattened = file.wait_for(&place, &mut || {
-            file.flatten(&place, inode, unit_bytes, &self.setup.is_alive)
+        let site = self.site();
+        let flattened = file.wait_for(&site, &mut || {
+            file.flatten(&site, inode, unit_bytes, &self.setup.is_alive)
         })?;
         if flattened == Flattened::Flat {
-            self.forget(file);
+            self.forget_if_unused(file);
         }
         Ok(flattened)
     }
 
-    /// Forgets a file without containers, unless it is open or still has something left to do. Otherwise there would be
-    /// two values for one file, and one of them would not know that the other is written to. A file is known as long as
-    /// something of a container is left, so that a removal of its last name marks that.
-    pub(super) fn forget(&self, file: &Arc<LoggedFile<B>>) {
-        /// The caller's, and that of `known`.
+    /// Drops a file from the known files if it has no containers, is not open, and no other thread uses it.
+    ///
+    /// There must never be two objects for one file: one would not know of the other's writes. A file with any
+    /// container stays known, so that a removal of its last name marks the container.
+    pub(super) fn forget_if_unused(&self, file: &Arc<LoggedFile<B>>) {
+        /// Number of references to a file that no other thread uses: the caller's, and the one in `by_id`.
         const UNUSED_REFERENCES: usize = 2;
-        let known = {
+        let removed = {
             let mut files = self.files.lock();
             let is_unused = file.opens.load(Ordering::Acquire) == 0
                 && Arc::strong_count(file) <= UNUSED_REFERENCES
                 && !file.has_containers();
             if is_unused {
-                self.forgotten.fetch_add(1, Ordering::AcqRel);
+                self.forget_count.fetch_add(1, Ordering::AcqRel);
             }
-            is_unused.then(|| files.known.remove(&file.id))
+            is_unused.then(|| files.by_id.remove(&file.id))
         };
-        drop(known);
+        drop(removed);
     }
 }
 
-/// Whether a file with this inode number is among these.
-fn has_number(files: &BTreeSet<FileId>, ino: u64) -> bool {
+/// Returns whether one of the files has this inode number.
+fn contains_ino(files: &BTreeSet<FileId>, ino: u64) -> bool {
     let of = |birth| FileId { ino, birth };
     files.range(of(0)..=of(u64::MAX)).next().is_some()
 }

@@ -1,4 +1,7 @@
-//! Bytes of logs that are in memory, because they were read together, or ahead.
+//! Read-ahead of logs: the bytes read last from each log stay in memory.
+//!
+//! A program that reads a file in order reads each log in order too. So each read that continues the last one of its
+//! log is twice as long, up to 1 MiB. All logs share [`WINDOW_BYTES_MAX`] of memory.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -7,68 +10,75 @@ use std::sync::Arc;
 use firn_backing::lock::Mutex;
 use firn_backing::{Backing, Result};
 
-use crate::behind::read_whole;
+use crate::lag::read_whole;
 use crate::resolve::WriterId;
 
-/// Pieces of a log that are no further from each other are read together: a call costs more than reading this many
-/// bytes.
+/// Largest gap in bytes between two pieces that are read with one call. A call costs more than reading this many bytes.
 pub(super) const GAP_BYTES_MAX: u64 = 4096;
 
-/// First read of a log that is read from its beginning to its end; each further read is twice as long.
+/// Length of the first read of a log that is read in order.
 pub(super) const AHEAD_BYTES_MIN: u64 = 64 << 10;
+/// Largest length of a read ahead.
 const AHEAD_BYTES_MAX: u64 = 1 << 20;
 
-/// What is in memory of all logs, each of which may have as much as the others.
+/// Bound on the bytes in memory of all logs.
 const WINDOW_BYTES_MAX: u64 = 16 << 20;
 
-/// A container as this process has numbered it, and a log in it.
+/// A log: the number of its container in this process, its writer, and its number among the writer's logs.
 type LogId = (u64, WriterId, u32);
 
-/// What was read last of each log, of all containers.
+/// The bytes read last from each log, of all containers.
 #[derive(Default)]
 pub(super) struct ReadAhead(Mutex<Windows>);
 
-/// Invariant: `bytes` is the sum over all windows, and at most [`WINDOW_BYTES_MAX`].
+/// The windows, under a lock.
+///
+/// Invariant: `bytes` is the sum over all windows and is at most [`WINDOW_BYTES_MAX`].
 #[derive(Default)]
 struct Windows {
-    of_logs: HashMap<LogId, Arc<Window>>,
+    by_log: HashMap<LogId, Arc<Window>>,
     bytes: u64,
 }
 
 impl ReadAhead {
+    /// Returns the bytes read last from a log.
     pub(super) fn find(&self, id: LogId) -> Option<Arc<Window>> {
-        self.0.lock().of_logs.get(&id).cloned()
+        self.0.lock().by_log.get(&id).cloned()
     }
 
-    pub(super) fn keep(&self, id: LogId, window: &Arc<Window>) {
+    /// Stores the bytes read last from a log, in place of its earlier ones. Drops all windows if there is no room.
+    pub(super) fn insert(&self, id: LogId, window: &Arc<Window>) {
         let mut windows = self.0.lock();
-        let old = windows.of_logs.remove(&id);
+        let old = windows.by_log.remove(&id);
         windows.bytes -= old.map_or(0, |old| old.len());
         if windows.bytes + window.len() > WINDOW_BYTES_MAX {
             *windows = Windows::default();
         }
         if window.len() <= WINDOW_BYTES_MAX {
             windows.bytes += window.len();
-            windows.of_logs.insert(id, Arc::clone(window));
+            windows.by_log.insert(id, Arc::clone(window));
         }
     }
 
-    /// Bytes to read where `last` was read before.
+    /// Returns how many bytes to read if the read continues `last`: twice as many, bounded by a fair share of the
+    /// memory.
     pub(super) fn bytes_after(&self, last: &Window) -> u64 {
-        let logs = self.0.lock().of_logs.len() as u64;
+        let logs = self.0.lock().by_log.len() as u64;
         let share = WINDOW_BYTES_MAX / logs.max(1);
-        let most = share.clamp(AHEAD_BYTES_MIN, AHEAD_BYTES_MAX);
-        (2 * last.len()).clamp(AHEAD_BYTES_MIN, most)
+        let share_max = share.clamp(AHEAD_BYTES_MIN, AHEAD_BYTES_MAX);
+        (2 * last.len()).clamp(AHEAD_BYTES_MIN, share_max)
     }
 }
 
-/// Bytes of a log, which do not change once a frame names them.
+/// A range of a log in memory. The bytes do not change: a frame names them.
 pub(super) struct Window {
+    /// Position of the first byte in the log.
     pub(super) start: u64,
     pub(super) bytes: Vec<u8>,
 }
 
 impl Window {
+    /// Reads a range of a log. The window is shorter if the log ends before the range does.
     pub(super) fn read<B: Backing>(base: &B, file: &B::File, range: Range<u64>) -> Result<Self> {
         let mut bytes = vec![0; (range.end - range.start) as usize];
         let count = read_whole(base, file, &mut bytes, range.start)?;
@@ -85,11 +95,12 @@ impl Window {
         self.start + self.len()
     }
 
-    pub(super) fn has(&self, range: Range<u64>) -> bool {
+    pub(super) fn contains(&self, range: Range<u64>) -> bool {
         self.start <= range.start && range.end <= self.end()
     }
 
-    pub(super) fn is_followed_by(&self, position: u64) -> bool {
+    /// Returns whether a read at `position` continues this window, with a small gap at most.
+    pub(super) fn is_continued_at(&self, position: u64) -> bool {
         (self.start..=self.end() + GAP_BYTES_MAX).contains(&position)
     }
 }
@@ -110,16 +121,16 @@ mod tests {
         assert_eq!(ahead.bytes_after(&small), AHEAD_BYTES_MIN);
         assert_eq!(ahead.bytes_after(&window(3 << 20)), AHEAD_BYTES_MAX);
         for log in 0..40 {
-            ahead.keep(id(log), &window(1 << 20));
-            ahead.keep(id(log), &window(1 << 20));
+            ahead.insert(id(log), &window(1 << 20));
+            ahead.insert(id(log), &window(1 << 20));
             let windows = ahead.0.lock();
-            let sum: u64 = windows.of_logs.values().map(|window| window.len()).sum();
+            let sum: u64 = windows.by_log.values().map(|window| window.len()).sum();
             assert!(sum == windows.bytes && sum <= WINDOW_BYTES_MAX);
         }
         assert!(ahead.find(id(39)).is_some());
-        (0..64).for_each(|log| ahead.keep(id(log), &small));
+        (0..64).for_each(|log| ahead.insert(id(log), &small));
         assert_eq!(ahead.bytes_after(&window(3 << 20)), WINDOW_BYTES_MAX / 64);
-        ahead.keep(id(0), &window(WINDOW_BYTES_MAX + 1));
+        ahead.insert(id(0), &window(WINDOW_BYTES_MAX + 1));
         assert!(ahead.find(id(0)).is_none());
     }
 }

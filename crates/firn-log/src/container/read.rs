@@ -1,4 +1,12 @@
-//! Reads bytes of logs, which must be as they were written.
+//! Reads bytes from logs, and compares each block of another host's log with its checksum before its first use.
+//!
+//! Terms
+//! * Change: one frame of an index. Its bytes lie in one log, one after the other, in its span.
+//! * Block: [`CHECKED_BYTES`] of a span, or less at its end. A block has one checksum.
+//! * Lost block: a block that was given up as damaged. It reads as zeros.
+//!
+//! A host's own blocks are not checked: the host wrote them in this life. Segments that lie near each other in a log
+//! are read with one call. Reads in order are read ahead ([`super::ahead`]).
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
@@ -10,31 +18,30 @@ use firn_hosts::own;
 
 use super::ahead::{AHEAD_BYTES_MIN, GAP_BYTES_MAX, Window};
 use super::{Container, Walk};
-use crate::behind::read_whole;
 use crate::frame::{CHECKED_BYTES, Span};
 use crate::index_reader::read_exact;
-use crate::locate::{Check, Holder, Locating, Room};
+use crate::lag::read_whole;
+use crate::locate::{Check, Holder, LocatedList, Room};
 use crate::resolve::{Key, Segment, Source, WriterId};
 use crate::seal::Lost;
 use crate::table::{TableError, TableResult};
 
-/// Blocks whose checksums were right that are remembered.
-const CHECKED_MAX: usize = 1 << 16;
+/// Bound on the number of remembered blocks whose checksum was right.
+const CHECKED_BLOCKS_MAX: usize = 1 << 16;
 
-/// Bytes of a log that are read at once.
-const TOGETHER_BYTES_MAX: u64 = 1 << 20;
+/// Bound on the bytes of a log that are read with one call for several pieces.
+const GROUP_BYTES_MAX: u64 = 1 << 20;
 
-/// Whether the pages of logs are kept in memory.
+/// Whether the kernel keeps the pages of a log after they are read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Pages {
+enum PageUse {
     Keep,
-    /// The bytes move to the plain file next, and the logs go: their pages would only take the room of those that it
-    /// needs.
+    /// The pages are dropped. The bytes go to the plain file next, whose pages need the memory, and the log is removed.
     Forget,
 }
 
-impl Pages {
-    /// A part of a log was read.
+impl PageUse {
+    /// Drops the pages of a range that was read, if they are not to be kept.
     fn note_read<B: Backing>(self, base: &B, file: &B::File, offset: u64, len: usize) {
         if self == Self::Forget {
             base.advise(file, offset..offset + len as u64, PageAdvice::Forget);
@@ -42,52 +49,53 @@ impl Pages {
     }
 }
 
-/// Bytes of a change that are to be read.
-struct Wanted<'a> {
+/// Bytes of one change that a caller reads into `buf`.
+struct WantedBytes<'a> {
     key: Key,
-    /// In the log.
+    /// Position of the first byte in the log.
     position: u64,
     buf: &'a mut [u8],
 }
 
-/// Where the bytes of a change are.
-struct KeyLog<B: Backing> {
-    /// None if it is gone.
+/// The log with the bytes of a change.
+struct ChangeLocation<B: Backing> {
+    /// The open log, or `None` if its file is gone.
     file: Option<Arc<B::File>>,
     span: Arc<Span>,
-    /// Blocks that were given up.
+    /// Positions in the log of blocks that were given up.
     lost: BTreeSet<u64>,
     is_own: bool,
 }
 
-/// What a list says of the bytes of a block.
+/// How a list tells a program to read the bytes of a block.
 #[derive(Clone, Copy, Debug)]
 enum BlockHolder {
-    /// They are in the file with this index among those of the list.
+    /// From the file with this index in the list.
     File(usize),
-    /// The bytes have to be asked for.
+    /// From firnd, which must check the block first.
     ToBeAsked,
-    /// Nothing: firnd reads them.
+    /// From firnd: the list does not have the bytes.
     Unlisted,
 }
 
-/// A change whose bytes are listed.
+/// A change whose bytes are being listed.
 struct ListedChange<B: Backing> {
-    source: KeyLog<B>,
-    /// Its block that was listed last, in which its next piece mostly lies.
+    source: ChangeLocation<B>,
+    /// The block that was listed last. The next piece of the change usually lies in it too.
     last_block: Option<(u64, BlockHolder)>,
 }
 
-/// The bytes of a range that lie in one block. Positions count from the first byte that the change wrote.
+/// The part of a range that lies in one block. Positions count from the beginning of the span.
 struct BlockPart {
+    /// Number of the block in the span.
     block: u64,
-    /// Where the block begins.
+    /// Position where the block begins.
     block_start: u64,
     bytes: Range<u64>,
 }
 
 impl BlockPart {
-    /// The parts of a range, in order.
+    /// Splits a range at the boundaries of blocks.
     fn split(range: Range<u64>) -> impl Iterator<Item = Self> {
         let blocks = range.start / CHECKED_BYTES..range.end.div_ceil(CHECKED_BYTES);
         blocks.map(move |block| {
@@ -102,7 +110,8 @@ impl BlockPart {
     }
 }
 
-/// Where `len` bytes from `position` of the log on are in a span; EIO if it does not have them.
+/// Returns where `len` bytes from `position` of the log lie in a span. Fails with EIO if the span does not contain
+/// them.
 fn range_in_span(span: &Span, position: u64, len: u64) -> Result<Range<u64>> {
     let start = position.checked_sub(span.position).ok_or(Errno::IO)?;
     let end = start + len;
@@ -112,58 +121,61 @@ fn range_in_span(span: &Span, position: u64, len: u64) -> Result<Range<u64>> {
     Ok(start..end)
 }
 
-/// Bytes of a block that has not been checked.
+/// Wanted bytes of a block whose checksum was not compared yet.
 struct Unchecked<'a> {
     key: Key,
     span: Arc<Span>,
-    /// Block of the span.
+    /// Number of the block in the span.
     block: u64,
-    /// In the block.
+    /// Position of the wanted bytes in the block.
     position: usize,
     buf: &'a mut [u8],
 }
 
-/// Bytes of a log that are to be read.
+/// Wanted bytes of a log that need no check.
 struct LogPiece<'a, B: Backing> {
-    /// Writer, log, and place in the log.
-    place: (WriterId, u32, u64),
-    /// Up to here the log has bytes that are as they were written.
+    writer: WriterId,
+    /// Number of the log among the writer's logs.
+    log: u32,
+    /// Position of the first byte in the log.
+    position: u64,
+    /// Where the bytes end that may be read ahead: the end of the checked block.
     limit: u64,
     file: Arc<B::File>,
     buf: &'a mut [u8],
 }
 
 impl<B: Backing> LogPiece<'_, B> {
-    /// End in the log.
+    /// Returns the position after the last byte.
     fn end(&self) -> u64 {
-        self.place.2 + self.buf.len() as u64
+        self.position + self.buf.len() as u64
     }
 }
 
-/// A part of a file in a block of a log that cannot be read.
+/// A part of the file whose bytes lie in a damaged block of a log.
 pub(crate) struct Unreadable {
-    /// In the file.
+    /// The range of the file.
     pub(crate) file: Range<u64>,
     pub(crate) host: String,
     pub(crate) log: String,
-    /// Where the block begins in the log.
+    /// Position of the block in the log.
     pub(crate) block: u64,
 }
 
-/// Whether the bytes of a piece are read with those before it, which come earlier in the same log.
-fn goes_with<B: Backing>(together: &[LogPiece<'_, B>], piece: &LogPiece<'_, B>) -> bool {
-    let (Some(first), Some(last)) = (together.first(), together.last()) else {
+/// Returns whether a piece is read with the same call as `group`, whose pieces come before it in the log.
+fn is_near<B: Backing>(group: &[LogPiece<'_, B>], piece: &LogPiece<'_, B>) -> bool {
+    let (Some(first), Some(last)) = (group.first(), group.last()) else {
         return true;
     };
-    let (writer, log, _) = last.place;
-    (writer, log) == (piece.place.0, piece.place.1)
-        && piece.place.2 <= last.end() + GAP_BYTES_MAX
-        && piece.end() <= first.place.2 + TOGETHER_BYTES_MAX
+    (last.writer, last.log) == (piece.writer, piece.log)
+        && piece.position <= last.end() + GAP_BYTES_MAX
+        && piece.end() <= first.position + GROUP_BYTES_MAX
 }
 
 impl<B: Backing> Container<B> {
-    /// Reads until `buf` is full or the file ends. `below` reads the file as it was when the container was made, into
-    /// a buffer from an offset, and says how many bytes it has there.
+    /// Reads from `offset` until `buf` is full or the file ends, and returns the number of bytes read.
+    ///
+    /// `below` reads the file below the container: it fills a buffer from an offset and returns how many bytes it read.
     pub fn read(
         &self,
         base: &B,
@@ -173,44 +185,44 @@ impl<B: Backing> Container<B> {
     ) -> Result<usize> {
         let mut walk = Walk::new(offset..offset.saturating_add(buf.len() as u64));
         let mut rest = buf;
-        let mut done = 0;
+        let mut bytes_read = 0;
         loop {
             let segments = self.find_next(base, &mut walk)?;
             if segments.is_empty() {
-                return Ok(done);
+                return Ok(bytes_read);
             }
             let mut wanted = Vec::new();
             for segment in segments {
                 let len = (segment.file.end - segment.file.start) as usize;
                 let (part, later) = rest.split_at_mut(len);
                 rest = later;
-                done += len;
+                bytes_read += len;
                 match segment.source {
                     Source::Hole | Source::Zeros => part.fill(0),
                     Source::Plain => {
                         let count = below(part, segment.file.start)?;
-                        // Cut by a program that does not know of the container.
+                        // The file below is shorter than its head says: a program cut it without Firn.
                         part[count..].fill(0);
                     }
-                    Source::Log { position, key, .. } => wanted.push(Wanted {
+                    Source::Log { position, key, .. } => wanted.push(WantedBytes {
                         key,
                         position,
                         buf: part,
                     }),
                 }
             }
-            self.read_logs(base, wanted, Pages::Keep)?;
+            self.read_logs(base, wanted, PageUse::Keep)?;
         }
     }
 
-    /// Finds where `range` lies, as far as there is room. `below` does so in the file as it was when the container was
-    /// made.
+    /// Finds where the bytes of `range` lie, until `located` is full. `below` does the same for the file below the
+    /// container.
     pub(crate) fn locate(
         &self,
         base: &B,
-        below: &dyn Fn(Range<u64>, &mut Locating) -> Result<Room>,
+        below: &dyn Fn(Range<u64>, &mut LocatedList) -> Result<Room>,
         range: Range<u64>,
-        found: &mut Locating,
+        located: &mut LocatedList,
     ) -> Result<Room> {
         let mut walk = Walk::in_steps(range);
         let mut changes = BTreeMap::new();
@@ -221,8 +233,8 @@ impl<B: Backing> Container<B> {
             }
             for Segment { file, source } in segments {
                 let room = match source {
-                    Source::Hole | Source::Zeros => found.skip(file),
-                    Source::Plain => below(file, found)?,
+                    Source::Hole | Source::Zeros => located.skip(file),
+                    Source::Plain => below(file, located)?,
                     Source::Log { position, key, .. } => {
                         let change = match changes.entry(key) {
                             Entry::Occupied(known) => known.into_mut(),
@@ -231,7 +243,7 @@ impl<B: Backing> Container<B> {
                                 last_block: None,
                             }),
                         };
-                        self.locate_in_log(base, (key, change), position, file, found)?
+                        self.locate_in_log(base, (key, change), position, file, located)?
                     }
                 };
                 if room == Room::Full {
@@ -241,15 +253,15 @@ impl<B: Backing> Container<B> {
         }
     }
 
-    /// Finds the places of a change's bytes, which begin at `position` of its log. It goes block by block: some
-    /// blocks were given up, others have to be read first.
+    /// Finds where the bytes of a change lie that begin at `position` of its log, block by block: some blocks are lost,
+    /// and others must be checked first.
     fn locate_in_log(
         &self,
         base: &B,
         (key, change): (Key, &mut ListedChange<B>),
         position: u64,
         range: Range<u64>,
-        found: &mut Locating,
+        located: &mut LocatedList,
     ) -> Result<Room> {
         let ListedChange { source, last_block } = change;
         let in_span = range_in_span(&source.span, position, range.end - range.start)?;
@@ -260,7 +272,7 @@ impl<B: Backing> Container<B> {
             let holder = match *last_block {
                 Some((known, holder)) if known == block => holder,
                 _ => {
-                    let Some(holder) = self.locate_block(base, key, source, block, found)? else {
+                    let Some(holder) = self.locate_block(base, key, source, block, located)? else {
                         return Ok(Room::Full);
                     };
                     *last_block = Some((block, holder));
@@ -269,10 +281,10 @@ impl<B: Backing> Container<B> {
             };
             let room = match holder {
                 BlockHolder::File(index) => {
-                    found.add(part, index, source.span.position + bytes.start)
+                    located.add(part, index, source.span.position + bytes.start)
                 }
-                BlockHolder::ToBeAsked => found.add_unchecked(part),
-                BlockHolder::Unlisted => found.skip(part),
+                BlockHolder::ToBeAsked => located.add_unchecked(part),
+                BlockHolder::Unlisted => located.skip(part),
             };
             if room == Room::Full {
                 return Ok(room);
@@ -281,14 +293,14 @@ impl<B: Backing> Container<B> {
         Ok(Room::Left)
     }
 
-    /// What a list says of a block of a change, whose bytes come next; `None`: it ends before them.
+    /// Decides how a program reads a block of a change. Returns `None` if the list must end before the block.
     fn locate_block(
         &self,
         base: &B,
         key: Key,
-        log: &KeyLog<B>,
+        log: &ChangeLocation<B>,
         block: u64,
-        found: &mut Locating,
+        located: &mut LocatedList,
     ) -> Result<Option<BlockHolder>> {
         let file = log.file.as_ref().ok_or(Errno::IO)?;
         let position = log.span.position + block * CHECKED_BYTES;
@@ -296,11 +308,11 @@ impl<B: Backing> Container<B> {
             return Ok(Some(BlockHolder::Unlisted));
         }
         if !log.is_own && !self.is_checked(key, block) {
-            match found.take_block(key.writer) {
+            match located.check_block(key.writer) {
                 Check::Now => {
-                    let bytes = self.load_block(base, key, &log.span, block, Pages::Keep)?;
+                    let bytes = self.load_block(base, key, &log.span, block, PageUse::Keep)?;
                     if bytes.is_none() {
-                        // A read of the damaged one through firnd reports the error.
+                        // A later read through firnd finds the damage again, and returns its error.
                         return Ok(Some(BlockHolder::Unlisted));
                     }
                 }
@@ -309,16 +321,17 @@ impl<B: Backing> Container<B> {
             }
         }
         let holder = Holder::Log(self.number, key.writer, log.span.log);
-        let index = found.index_of(base, holder, file);
+        let index = located.index_of(base, holder, file);
         Ok(Some(index.map_or(BlockHolder::Unlisted, BlockHolder::File)))
     }
 
-    /// Whether a block of a change was compared with its checksum, and was right.
+    /// Returns whether a block of a change was compared with its checksum and was right.
     fn is_checked(&self, key: Key, block: u64) -> bool {
         self.view.lock().checked.contains(&(key, block))
     }
 
-    /// Reads segments that are in logs, one after the other, into `buf`, which has their size. They are not read again.
+    /// Reads segments that lie in logs into `buf`, one after the other. The caller does not read them again, so their
+    /// pages are dropped.
     pub(crate) fn read_segments(
         &self,
         base: &B,
@@ -333,15 +346,16 @@ impl<B: Backing> Container<B> {
             };
             let (buf, later) = rest.split_at_mut((file.end - file.start) as usize);
             rest = later;
-            wanted.push(Wanted { key, position, buf });
+            wanted.push(WantedBytes { key, position, buf });
         }
-        self.read_logs(base, wanted, Pages::Forget)
+        self.read_logs(base, wanted, PageUse::Forget)
     }
 
-    /// Reads bytes of changes, which must be as they were written. Those that were given up as lost are zeros. What lies
-    /// near each other in a log is read at once, whatever its order in the file is.
-    fn read_logs(&self, base: &B, wanted: Vec<Wanted<'_>>, pages: Pages) -> Result<()> {
-        let mut logs: BTreeMap<Key, KeyLog<B>> = BTreeMap::new();
+    /// Reads bytes of changes into their buffers. Bytes of lost blocks become zeros.
+    ///
+    /// Pieces are sorted by their position in the logs, so that pieces near each other are read with one call.
+    fn read_logs(&self, base: &B, wanted: Vec<WantedBytes<'_>>, pages: PageUse) -> Result<()> {
+        let mut logs: BTreeMap<Key, ChangeLocation<B>> = BTreeMap::new();
         let mut pieces = Vec::with_capacity(wanted.len());
         let mut unchecked = Vec::new();
         for wanted in wanted {
@@ -352,21 +366,21 @@ impl<B: Backing> Container<B> {
             self.split_blocks(log, wanted, &mut pieces, &mut unchecked)?;
         }
         self.read_unchecked(base, unchecked, pages)?;
-        pieces.sort_unstable_by_key(|piece| piece.place);
-        let mut together = Vec::new();
+        pieces.sort_unstable_by_key(|piece| (piece.writer, piece.log, piece.position));
+        let mut group = Vec::new();
         for piece in pieces {
-            if !goes_with(&together, &piece) {
-                self.read_together(base, std::mem::take(&mut together), pages)?;
+            if !is_near(&group, &piece) {
+                self.read_group(base, std::mem::take(&mut group), pages)?;
             }
-            together.push(piece);
+            group.push(piece);
         }
-        self.read_together(base, together, pages)
+        self.read_group(base, group, pages)
     }
 
-    /// Where the bytes of a change are.
-    fn find_log(&self, base: &B, key: Key) -> Result<KeyLog<B>> {
+    /// Finds the log with the bytes of a change, and opens it.
+    fn find_log(&self, base: &B, key: Key) -> Result<ChangeLocation<B>> {
         let span = self.find_span(base, key)?;
-        Ok(KeyLog {
+        Ok(ChangeLocation {
             file: self.open_log(base, key.writer, span.log)?,
             lost: self.lost_blocks(key.writer, span.log),
             is_own: self.is_own(key.writer),
@@ -374,15 +388,16 @@ impl<B: Backing> Container<B> {
         })
     }
 
-    /// Wanted ranges, by block: zeros where the block was given up, else by whether the block was checked.
+    /// Splits wanted bytes at block boundaries. Bytes of lost blocks become zeros. The others go to `pieces` if their
+    /// block needs no check, else to `unchecked`.
     fn split_blocks<'a>(
         &self,
-        log: &KeyLog<B>,
-        wanted: Wanted<'a>,
+        log: &ChangeLocation<B>,
+        wanted: WantedBytes<'a>,
         pieces: &mut Vec<LogPiece<'a, B>>,
         unchecked: &mut Vec<Unchecked<'a>>,
     ) -> Result<()> {
-        let Wanted { key, position, buf } = wanted;
+        let WantedBytes { key, position, buf } = wanted;
         let span = &log.span;
         let range = range_in_span(span, position, buf.len() as u64)?;
         let mut rest = buf;
@@ -398,7 +413,9 @@ impl<B: Backing> Container<B> {
                 part.fill(0);
             } else if log.is_own || self.is_checked(key, block) {
                 pieces.push(LogPiece {
-                    place: (key.writer, span.log, span.position + bytes.start),
+                    writer: key.writer,
+                    log: span.log,
+                    position: span.position + bytes.start,
                     limit: span.position + (block_start + CHECKED_BYTES).min(span.bytes),
                     file: log.file.clone().ok_or(Errno::IO)?,
                     buf: part,
@@ -416,12 +433,12 @@ impl<B: Backing> Container<B> {
         Ok(())
     }
 
-    /// Reads each block whole, once, which its checksum is of.
+    /// Reads each unchecked block whole, because the checksum covers all of it, and copies the wanted bytes.
     fn read_unchecked(
         &self,
         base: &B,
         mut unchecked: Vec<Unchecked<'_>>,
-        pages: Pages,
+        pages: PageUse,
     ) -> Result<()> {
         unchecked.sort_unstable_by_key(|piece| (piece.key, piece.block));
         let is_same = |a: &Unchecked<'_>, b: &Unchecked<'_>| (a.key, a.block) == (b.key, b.block);
@@ -430,13 +447,13 @@ impl<B: Backing> Container<B> {
                 key, span, block, ..
             } = &pieces[0];
             let whole = self.load_block(base, *key, span, *block, pages)?;
-            // A reader of a part of the block reads the rest next.
+            // A reader of a part of a block usually reads the rest next, so the block stays in memory.
             let window = Arc::new(Window {
                 start: span.position + block * CHECKED_BYTES,
                 bytes: whole.ok_or(Errno::IO)?,
             });
             let id = (self.number, key.writer, span.log);
-            self.memory.ahead.keep(id, &window);
+            self.memory.ahead.insert(id, &window);
             for Unchecked { position, buf, .. } in pieces {
                 buf.copy_from_slice(&window.bytes[*position..*position + buf.len()]);
             }
@@ -444,93 +461,93 @@ impl<B: Backing> Container<B> {
         Ok(())
     }
 
-    /// Reads pieces that lie near each other in one log. Where they follow what was read last, more is read ahead: a
-    /// program that reads a file, or its own pieces of it, in order goes through each log in order.
-    fn read_together(
-        &self,
-        base: &B,
-        mut pieces: Vec<LogPiece<'_, B>>,
-        pages: Pages,
-    ) -> Result<()> {
+    /// Reads pieces that lie near each other in one log. Reads ahead if the pieces continue the last read of that log.
+    fn read_group(&self, base: &B, mut pieces: Vec<LogPiece<'_, B>>, pages: PageUse) -> Result<()> {
         let (Some(first), Some(last)) = (pieces.first(), pieces.last()) else {
             return Ok(());
         };
-        let (writer, log, start) = first.place;
+        let LogPiece {
+            writer,
+            log,
+            position: start,
+            ..
+        } = *first;
         let end = last.end();
         let limit = last.limit;
         let file = Arc::clone(&first.file);
         let ahead = &self.memory.ahead;
         let id = (self.number, writer, log);
         let window = match ahead.find(id) {
-            Some(known) if known.has(start..end) => known,
+            Some(known) if known.contains(start..end) => known,
             _ if pieces.len() == 1 && end - start >= AHEAD_BYTES_MIN => {
+                // A long piece is read straight into the caller's buffer. A window would only add a copy.
                 read_exact(base, &file, pieces[0].buf, start)?;
                 pages.note_read(base, &file, start, pieces[0].buf.len());
                 return Ok(());
             }
             known => {
-                let last = known.filter(|known| known.is_followed_by(start));
-                let wanted = last.map_or(0, |last| ahead.bytes_after(&last));
-                let to = start.saturating_add(wanted).min(limit).max(end);
+                let continued = known.filter(|known| known.is_continued_at(start));
+                let ahead_bytes = continued.map_or(0, |window| ahead.bytes_after(&window));
+                let to = start.saturating_add(ahead_bytes).min(limit).max(end);
                 let window = Arc::new(Window::read(base, &file, start..to)?);
                 pages.note_read(base, &file, start, window.bytes.len());
-                ahead.keep(id, &window);
+                ahead.insert(id, &window);
                 window
             }
         };
         for piece in pieces {
-            let at = (piece.place.2 - window.start) as usize;
-            let bytes = window.bytes.get(at..at + piece.buf.len());
-            // The end of the log went with the power.
+            let start = (piece.position - window.start) as usize;
+            let bytes = window.bytes.get(start..start + piece.buf.len());
+            // The log is too short: its end was lost at a power failure.
             piece.buf.copy_from_slice(bytes.ok_or(Errno::IO)?);
         }
         Ok(())
     }
 
-    /// A block of a change; none if it is not as it was written.
+    /// Reads a block of a change and compares it with its checksum. Returns `None` if the bytes are not those written.
     fn load_block(
         &self,
         base: &B,
         key: Key,
         span: &Span,
         block: u64,
-        pages: Pages,
+        pages: PageUse,
     ) -> Result<Option<Vec<u8>>> {
-        let at = block * CHECKED_BYTES;
-        let mut whole = vec![0; CHECKED_BYTES.min(span.bytes - at) as usize];
+        let block_start = block * CHECKED_BYTES;
+        let mut whole = vec![0; CHECKED_BYTES.min(span.bytes - block_start) as usize];
         let count = match self.open_log(base, key.writer, span.log)? {
             Some(file) => {
-                let count = read_whole(base, &file, &mut whole, span.position + at)?;
-                pages.note_read(base, &file, span.position + at, count);
+                let count = read_whole(base, &file, &mut whole, span.position + block_start)?;
+                pages.note_read(base, &file, span.position + block_start, count);
                 count
             }
             None => 0,
         };
         if count < whole.len() || crc32c::crc32c(&whole) != span.checksums[block as usize] {
-            self.tell_damage(&key, span.log, span.position + at);
+            self.note_damage(&key, span.log, span.position + block_start);
             return Ok(None);
         }
         let mut view = self.view.lock();
-        if view.checked.len() >= CHECKED_MAX {
+        if view.checked.len() >= CHECKED_BLOCKS_MAX {
             view.checked.clear();
         }
         view.checked.insert((key, block));
         Ok(Some(whole))
     }
 
-    /// Blocks of a log that were given up as lost, by where they begin.
+    /// Returns the positions of the lost blocks of a log.
     fn lost_blocks(&self, writer: WriterId, log: u32) -> BTreeSet<u64> {
         let view = self.view.lock();
         let Some(seal) = view.seal.as_ref().filter(|seal| !seal.lost.is_empty()) else {
             return BTreeSet::new();
         };
-        let tail = view.tails.get(&writer);
-        let name = tail.map(|tail| tail.writer.log_name(log));
-        name.map_or_else(BTreeSet::new, |name| seal.lost.blocks_of(&name))
+        let state = view.indexes.get(&writer);
+        let name = state.map(|state| state.writer.log_name(log));
+        name.map_or_else(BTreeSet::new, |name| seal.lost.lost_blocks(&name))
     }
 
-    /// The parts of a segment, block by block, that are not as they were written, if it is in a log. `known` are blocks
-    /// of which that is known. Where the backing fails nothing is said of them.
+    /// Returns the parts of a segment whose blocks are damaged, if the segment lies in a log. Blocks in `known` are
+    /// taken as damaged without a read. Fails if the backing fails.
     pub(crate) fn find_unreadable(
         &self,
         base: &B,
@@ -544,7 +561,7 @@ impl<B: Backing> Container<B> {
         let (host, log) = self.log_of(key.writer, span.log)?;
         let start = position.checked_sub(span.position).ok_or(Errno::IO)?;
         let end = start + (segment.file.end - segment.file.start);
-        let mut found = Vec::new();
+        let mut unreadable = Vec::new();
         let parts = BlockPart::split(start..end);
         for part in parts.take_while(|part| part.block_start < span.bytes) {
             let BlockPart { block, bytes, .. } = part;
@@ -552,35 +569,36 @@ impl<B: Backing> Container<B> {
             let is_lost = known.has_block(&log, position)
                 || (!self.is_checked(key, block)
                     && self
-                        .load_block(base, key, &span, block, Pages::Keep)?
+                        .load_block(base, key, &span, block, PageUse::Keep)?
                         .is_none());
             if !is_lost {
                 continue;
             }
             let file_start = segment.file.start;
-            found.push(Unreadable {
+            unreadable.push(Unreadable {
                 file: file_start + (bytes.start - start)..file_start + (bytes.end - start),
                 host: host.clone(),
                 log: log.clone(),
                 block: position,
             });
         }
-        Ok(found)
+        Ok(unreadable)
     }
 
-    /// The host that wrote a log, and the log's name.
+    /// Returns the host that wrote a log, and the log's name.
     fn log_of(&self, writer: WriterId, log: u32) -> Result<(String, String)> {
         let view = self.view.lock();
-        let writer = &view.tails.get(&writer).ok_or(TableError::Unknown)?.writer;
+        let writer = &view.indexes.get(&writer).ok_or(TableError::Unknown)?.writer;
         Ok((writer.host().to_owned(), writer.log_name(log)))
     }
 
-    fn tell_damage(&self, key: &Key, log: u32, offset: u64) {
+    /// Stores a fault that names the damaged block.
+    fn note_damage(&self, key: &Key, log: u32, offset: u64) {
         let name = {
             let view = self.view.lock();
-            view.tails
+            view.indexes
                 .get(&key.writer)
-                .map(|tail| tail.writer.log_name(log))
+                .map(|state| state.writer.log_name(log))
         };
         self.note_fault(format!(
             "a log does not have the bytes that its index says: they are not read: container {}, log {}, offset {offset}",
@@ -589,18 +607,20 @@ impl<B: Backing> Container<B> {
         ));
     }
 
-    /// What a change wrote, by sound indexes.
+    /// Finds the span of a change. Builds the view again if a table in use is damaged.
     fn find_span(&self, base: &B, key: Key) -> Result<Arc<Span>> {
         loop {
             match self.span(base, key) {
-                Err(TableError::Damaged) => self.read_again(base, None)?,
-                Err(TableError::Unknown) if self.has_damaged() => self.read_again(base, None)?,
-                found => return Ok(found?),
+                Err(TableError::Damaged) => self.rebuild_view(base, None)?,
+                Err(TableError::Unknown) if self.has_damaged_table() => {
+                    self.rebuild_view(base, None)?
+                }
+                span => return Ok(span?),
             }
         }
     }
 
-    /// The span that a change wrote, by the indexes in use.
+    /// Finds the span of a change in the indexes and tables in use.
     fn span(&self, base: &B, key: Key) -> TableResult<Arc<Span>> {
         let tables = {
             let view = self.view.lock();
@@ -609,7 +629,7 @@ impl<B: Backing> Container<B> {
             }
             Arc::clone(&view.tables)
         };
-        let table = tables.iter().find(|table| table.has(key));
+        let table = tables.iter().find(|table| table.holds(key));
         let span = match table {
             Some(table) => table.span(base, &self.memory.blocks, key)?,
             None => None,
@@ -617,22 +637,22 @@ impl<B: Backing> Container<B> {
         span.ok_or(TableError::Unknown)
     }
 
-    /// None if it is gone.
+    /// Opens a log, or returns the open file. Returns `None` if the log's file is gone.
     fn open_log(&self, base: &B, writer: WriterId, log: u32) -> Result<Option<Arc<B::File>>> {
         let name = {
             let view = self.view.lock();
-            let tail = view.tails.get(&writer).ok_or(TableError::Unknown)?;
-            if let Some(file) = tail.logs.get(&log) {
+            let state = view.indexes.get(&writer).ok_or(TableError::Unknown)?;
+            if let Some(file) = state.logs.get(&log) {
                 return Ok(Some(Arc::clone(file)));
             }
-            tail.writer.log_name(log)
+            state.writer.log_name(log)
         };
         let Some(inode) = own::find_file(base, &self.dir, &name)? else {
             return Ok(None);
         };
         let file = Arc::new(base.open(&inode, Access::Read)?);
-        if let Some(tail) = self.view.lock().tails.get_mut(&writer) {
-            tail.logs.entry(log).or_insert_with(|| Arc::clone(&file));
+        if let Some(state) = self.view.lock().indexes.get_mut(&writer) {
+            state.logs.entry(log).or_insert_with(|| Arc::clone(&file));
         }
         Ok(Some(file))
     }

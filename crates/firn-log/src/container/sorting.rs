@@ -1,4 +1,7 @@
-//! Sorts the indexes of a container when there is much unsorted.
+//! Sorts the indexes of a container: makes tables of their unsorted parts.
+//!
+//! Sorting only makes reads faster and saves memory. If it fails, the unsorted part stays in memory, and readers use
+//! that. So callers get no error.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -13,8 +16,11 @@ use crate::sort::Sorter;
 use crate::table::Table;
 
 impl<B: Backing> Container<B> {
-    /// Sorts what is unsorted of an index, in parts of at most `bytes` and a frame. What cannot be sorted is in memory
-    /// instead, so no failure of it is one of the caller's.
+    /// Makes tables of the unsorted part of an index. Each table is made from at most `bytes` bytes of the index, plus
+    /// one frame.
+    ///
+    /// Does nothing if another thread is sorting in this container. After a failure the index must grow before it is
+    /// sorted again.
     pub(super) fn sort(&self, base: &B, writer: &Writer, bytes: u64) {
         if self.is_sorting.swap(true, Ordering::AcqRel) {
             return;
@@ -24,12 +30,13 @@ impl<B: Backing> Container<B> {
         if let Err(error) = outcome {
             tracing::debug!(index = writer.index_name(), %error, "an index stays unsorted");
             let mut view = self.view.lock();
-            if let Some(tail) = view.tails.get_mut(&writer.id()) {
-                tail.sort_from = tail.offset + self.memory.sort_others_bytes();
+            if let Some(state) = view.indexes.get_mut(&writer.id()) {
+                state.sort_from = state.offset + self.memory.sort_others_bytes();
             }
         }
     }
 
+    /// Makes tables until the known part of the index is sorted, and merges them.
     fn sort_parts(&self, base: &B, writer: &Writer, bytes: u64) -> Result<()> {
         let sorter = self.sorter(base, writer);
         loop {
@@ -39,26 +46,26 @@ impl<B: Backing> Container<B> {
             let index = base.open(&inode, Access::Read)?;
             let (covered, end, limit) = {
                 let view = self.view.lock();
-                let Some(tail) = view.tails.get(&writer.id()) else {
+                let Some(state) = view.indexes.get(&writer.id()) else {
                     return Ok(());
                 };
-                (tail.covered(), tail.offset, view.limit_of(writer))
+                (state.covered(), state.offset, view.limit_of(writer))
             };
             if covered >= end.min(limit) {
                 return Ok(());
             }
             let part_end = limit.min(end).min(covered.saturating_add(bytes));
-            let news = read_part(base, &index, writer.id(), covered, part_end, limit)?;
-            if news.to == covered {
+            let frames_read = read_part(base, &index, writer.id(), covered, part_end, limit)?;
+            if frames_read.to == covered {
                 return Ok(());
             }
-            sorter.sort(news.frames, covered..news.to)?;
-            self.take_own_tables(base, writer)?;
-            while sorter.merge_level(&self.cover(writer))? {
-                self.take_own_tables(base, writer)?;
+            sorter.sort(frames_read.frames, covered..frames_read.to)?;
+            self.use_new_tables(base, writer)?;
+            while sorter.merge_level(&self.tables_of(writer))? {
+                self.use_new_tables(base, writer)?;
             }
             if self.covered(writer) <= covered {
-                // It was made, and is not used: nothing comes of going on.
+                // The new table is not in use, so further tables would not be either.
                 return Err(Errno::IO);
             }
         }
@@ -73,35 +80,38 @@ impl<B: Backing> Container<B> {
         }
     }
 
-    fn cover(&self, writer: &Writer) -> Vec<Arc<Table<B>>> {
+    /// Returns the tables in use of an index.
+    fn tables_of(&self, writer: &Writer) -> Vec<Arc<Table<B>>> {
         let view = self.view.lock();
-        let tail = view.tails.get(&writer.id());
-        tail.map_or_else(Vec::new, |tail| tail.cover.clone())
+        let state = view.indexes.get(&writer.id());
+        state.map_or_else(Vec::new, |state| state.cover.clone())
     }
 
-    fn take_own_tables(&self, base: &B, writer: &Writer) -> Result<()> {
+    /// Lists the tables in the container, and uses those of one index.
+    fn use_new_tables(&self, base: &B, writer: &Writer) -> Result<()> {
         let names = own::list(base, &self.dir)?;
         let tables = names.iter().filter_map(|(name, ..)| Writer::of_table(name));
-        Ok(self.take_tables(base, writer, &tables.collect::<Vec<_>>())?)
+        Ok(self.use_tables(base, writer, &tables.collect::<Vec<_>>())?)
     }
 
-    /// Sorts what this host has written, which writes no more. A reader does without, and the container may be gone: no
-    /// failure of it is one of the caller's.
+    /// Sorts this host's own index when the host ends writing, and merges its tables.
     pub fn sort_own(&self, base: &B) {
-        let Some(own) = self.made_own() else {
+        let Some(own) = self.existing_own_log() else {
             return;
         };
         let writer = &own.writer;
         let is_due = {
             let view = self.view.lock();
-            let tail = view.tails.get(&writer.id());
-            tail.is_some_and(|tail| tail.is_own && tail.is_due(self.memory.sort_last_bytes()))
+            let state = view.indexes.get(&writer.id());
+            state.is_some_and(|state| state.is_own && state.is_due(self.memory.sort_last_bytes()))
         };
         if is_due {
             self.sort(base, writer, self.memory.sort_bytes());
         }
-        let merged = self.sorter(base, writer).merge_last(&self.cover(writer));
-        if let Err(error) = merged.and_then(|()| self.take_own_tables(base, writer)) {
+        let merged = self
+            .sorter(base, writer)
+            .merge_last(&self.tables_of(writer));
+        if let Err(error) = merged.and_then(|()| self.use_new_tables(base, writer)) {
             tracing::debug!(index = writer.index_name(), %error, "it stays in parts");
         }
     }

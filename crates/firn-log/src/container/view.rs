@@ -1,4 +1,9 @@
-//! What a process has read of the indexes of a container.
+//! The view: what this host has read of the indexes of a container.
+//!
+//! Invariants
+//! * The tables of an index follow each other without gaps from the beginning of the index.
+//! * The resolver holds changes of bytes only from where the tables end. It holds all cuts and growths.
+//! * An index is read at least as far as its tables reach.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
@@ -11,20 +16,21 @@ use crate::resolve::{Key, Resolver, WriterId};
 use crate::seal::Seal;
 use crate::table::Table;
 
-/// Sorted indexes that are used.
+/// The tables in use, of all indexes. Shared with readers, so that a new list replaces it.
 pub(super) type Tables<B> = Arc<Vec<Arc<Table<B>>>>;
 
-/// What was read of the indexes.
+/// The state of a container as read from its indexes and tables.
 pub(super) struct View<B: Backing> {
-    /// What is unsorted, and all cuts and growths.
+    /// Changes of bytes that are in no table, and all cuts and growths.
     pub(super) resolver: Resolver,
     pub(super) tables: Tables<B>,
-    pub(super) tails: BTreeMap<WriterId, Tail<B>>,
-    /// Blocks of [`CHECKED_BYTES`](crate::frame::CHECKED_BYTES) of a change whose checksum was right.
+    pub(super) indexes: BTreeMap<WriterId, IndexState<B>>,
+    /// Blocks of logs whose checksum was right: the change that wrote them, and the block's number in it
+    /// ([`CHECKED_BYTES`](crate::frame::CHECKED_BYTES)).
     pub(super) checked: HashSet<(Key, u64)>,
-    /// What counts of each index, once that is decided.
+    /// The seal, once the container has one.
     pub(super) seal: Option<Arc<Seal>>,
-    /// Sorted indexes that are not whole.
+    /// Names of tables that are damaged, so that they are not opened again.
     pub(super) rejected: HashSet<String>,
 }
 
@@ -33,35 +39,35 @@ impl<B: Backing> View<B> {
         Self {
             resolver: Resolver::new(base_bytes),
             tables: Tables::default(),
-            tails: BTreeMap::new(),
+            indexes: BTreeMap::new(),
             checked: HashSet::new(),
             seal: None,
             rejected: HashSet::new(),
         }
     }
 
-    /// Bytes of an index that count.
+    /// Returns how many bytes of an index count: all of them before the container is sealed.
     pub(super) fn limit_of(&self, writer: &Writer) -> u64 {
         self.seal
             .as_ref()
             .map_or(u64::MAX, |seal| seal.limit_of(writer))
     }
 
-    /// Takes a change that is not in a sorted index.
+    /// Adds a frame that was read or appended at `offset` of an index, unless it is in a table already.
     pub(super) fn add(&mut self, writer: WriterId, offset: u64, frame: Frame) {
-        let is_cut = matches!(frame.change, Change::Cut(_) | Change::Grown(_));
-        let tail = self.tails.get(&writer);
-        if !is_cut && tail.is_some_and(|tail| offset < tail.covered()) {
+        let changes_length = matches!(frame.change, Change::Cut(_) | Change::Grown(_));
+        let state = self.indexes.get(&writer);
+        if !changes_length && state.is_some_and(|state| offset < state.covered()) {
             return;
         }
         self.resolver.add(writer, offset, frame);
-        if is_cut {
-            self.note_tables_end();
+        if changes_length {
+            self.update_tables_end();
         }
     }
 
-    /// The sorted indexes of a writer are these from now on. All that were used until now are returned: files are not
-    /// closed with a lock held.
+    /// Replaces the tables in use of one index. Returns the old list of all tables: the caller drops it without the
+    /// lock, because that closes files.
     #[must_use]
     pub(super) fn set_cover(&mut self, id: WriterId, cover: Vec<Arc<Table<B>>>) -> Tables<B> {
         let ends = cover.iter().map(|table| table.part().end);
@@ -72,77 +78,81 @@ impl<B: Backing> View<B> {
                 .all(|(end, table)| table.part().start == end && table.writer == id),
             "sorted indexes follow each other from the beginning of one index"
         );
-        let Some(tail) = self.tails.get_mut(&id) else {
+        let Some(state) = self.indexes.get_mut(&id) else {
             return Tables::default();
         };
-        self.resolver.change_outline(|outline| {
+        self.resolver.update_length_changes(|length_changes| {
             for table in &cover {
-                table.directory.cuts.tell(id, outline);
+                table.directory.cuts.apply_to(id, length_changes);
             }
         });
-        tail.cover = cover;
-        tail.offset = tail.offset.max(tail.covered());
-        debug_assert!(tail.covered() <= tail.offset, "what is sorted is known");
-        self.resolver.forget(id, tail.covered());
-        let covers = self.tails.values().flat_map(|tail| tail.cover.iter());
+        state.cover = cover;
+        state.offset = state.offset.max(state.covered());
+        debug_assert!(state.covered() <= state.offset, "what is sorted is known");
+        self.resolver.drop_changes_before(id, state.covered());
+        let covers = self.indexes.values().flat_map(|state| state.cover.iter());
         let tables = Arc::new(covers.map(Arc::clone).collect());
         let old = std::mem::replace(&mut self.tables, tables);
-        self.note_tables_end();
+        self.update_tables_end();
         old
     }
 
-    /// The file is as long as sorted indexes say, as far as that is known without reading them.
-    pub(super) fn note_tables_end(&mut self) {
-        let outline = self.resolver.outline();
-        let end = |table: &Arc<Table<B>>| table.end(outline.limits_of(table.writer));
-        let known = self.tables.iter().filter_map(end);
-        self.resolver.set_outside_end(known.max().unwrap_or(0));
+    /// Updates the length of the file by the tables, as far as their ends are known without reading blocks.
+    pub(super) fn update_tables_end(&mut self) {
+        let length_changes = self.resolver.length_changes();
+        let end = |table: &Arc<Table<B>>| table.end(length_changes.limits_of(table.writer));
+        let known_ends = self.tables.iter().filter_map(end);
+        self.resolver.set_tables_end(known_ends.max().unwrap_or(0));
     }
 
-    /// Takes what a process that writes has appended and `old` knows, which may be more than what was read.
-    pub(super) fn keep_own(&mut self, old: &Self) {
-        for (id, tail) in old.tails.iter().filter(|(_, tail)| tail.is_own) {
-            let new = || Tail::new(tail.writer.clone(), true);
-            let kept = self.tails.entry(*id).or_insert_with(new);
-            kept.is_own = true;
-            kept.offset = kept.offset.max(tail.offset);
-            let covered = kept.covered();
-            debug_assert!(covered <= kept.offset, "what is sorted is known");
-            self.resolver.take_changes(&old.resolver, *id, covered);
+    /// Copies this host's own changes from `old`. This host knows them from its appends, which may be ahead of what it
+    /// read.
+    pub(super) fn copy_own(&mut self, old: &Self) {
+        for (id, state) in old.indexes.iter().filter(|(_, state)| state.is_own) {
+            let new = || IndexState::new(state.writer.clone(), true);
+            let new_state = self.indexes.entry(*id).or_insert_with(new);
+            new_state.is_own = true;
+            new_state.offset = new_state.offset.max(state.offset);
+            let covered = new_state.covered();
+            debug_assert!(covered <= new_state.offset, "what is sorted is known");
+            self.resolver.copy_from(&old.resolver, *id, covered);
         }
-        self.note_tables_end();
+        self.update_tables_end();
     }
 
-    /// What other hosts' indexes were read of, as far as it was.
-    pub(super) fn seen(&self) -> BTreeMap<Writer, u64> {
-        let others = self.tails.values().filter(|tail| !tail.is_own);
-        let read = others.filter(|tail| tail.offset > 0);
-        read.map(|tail| (tail.writer.clone(), tail.offset))
+    /// Returns how far the index of each other host was read, in bytes.
+    pub(super) fn read_offsets(&self) -> BTreeMap<Writer, u64> {
+        let others = self.indexes.values().filter(|state| !state.is_own);
+        let read = others.filter(|state| state.offset > 0);
+        read.map(|state| (state.writer.clone(), state.offset))
             .collect()
     }
 
+    /// Returns the largest epoch of all changes that were read.
     pub(super) fn last_epoch(&self) -> Option<u64> {
         let sorted = self.tables.iter().map(|table| table.directory.last_epoch);
         self.resolver.last_epoch().max(sorted.max())
     }
 }
 
-/// An index, and how far it was read.
-pub(super) struct Tail<B: Backing> {
+/// How far one index was read, and its open files.
+pub(super) struct IndexState<B: Backing> {
     pub(super) writer: Writer,
-    /// This host writes it now, and knows it without reading.
+    /// Whether this process writes the index. It knows its own frames without reading them.
     pub(super) is_own: bool,
-    /// Not open before it is read.
+    /// The open index, or `None` before it is first read.
     pub(super) index: Option<Arc<B::File>>,
-    /// Sorted indexes from its beginning on, each where the one before ends.
+    /// The tables in use, in order from the beginning of the index.
     pub(super) cover: Vec<Arc<Table<B>>>,
+    /// Position in the index up to which all frames are known.
     pub(super) offset: u64,
-    /// The index is sorted once it has this many bytes.
+    /// The index is not sorted before it has this many bytes. Raised after sorting failed.
     pub(super) sort_from: u64,
+    /// Open logs of the writer, by their number.
     pub(super) logs: HashMap<u32, Arc<B::File>>,
 }
 
-impl<B: Backing> Tail<B> {
+impl<B: Backing> IndexState<B> {
     pub(super) fn new(writer: Writer, is_own: bool) -> Self {
         Self {
             writer,
@@ -155,12 +165,12 @@ impl<B: Backing> Tail<B> {
         }
     }
 
-    /// Bytes of the index that are in sorted indexes.
+    /// Returns how many bytes of the index are in tables.
     pub(super) fn covered(&self) -> u64 {
         self.cover.last().map_or(0, |table| table.part().end)
     }
 
-    /// Whether enough is unsorted to be sorted.
+    /// Returns whether at least `bytes` bytes of the index are in no table, so that it should be sorted.
     pub(super) fn is_due(&self, bytes: u64) -> bool {
         self.offset >= self.sort_from && self.offset - self.covered() >= bytes
     }

@@ -1,4 +1,4 @@
-//! The log layout as a backing: what every backing promises, and beside a plain directory.
+//! The log layout as a backing: the suite of all backings, a comparison with a plain directory, and several hosts.
 
 use std::collections::HashMap;
 use std::ffi::OsStr;
@@ -27,7 +27,7 @@ fn setup(host: &str) -> Setup {
         host: host.to_owned(),
         chooses: Box::new(|_: &OsStr| true),
         is_alive: Box::new(|host| Ok(host != "dead")),
-        patience: Duration::ZERO,
+        view_age_max: Duration::ZERO,
         lag_max: Duration::ZERO,
         unit_bytes: 64 << 10,
         when_closed: WhenClosed::Flatten,
@@ -52,8 +52,8 @@ fn it_does_what_a_plain_directory_does() {
     }
 }
 
-/// Three hosts open, write, cut, rename, remove and close files in turn, and flatten at any time: each sees what a
-/// single directory would have. In the end the files are ordinary and nothing of the layout is left.
+/// Three hosts take turns to open, write, cut, rename, remove, close and flatten files. Each host sees what a single
+/// directory would have. At the end the files are plain, and no container is left.
 #[test]
 fn hosts_that_take_turns_have_one_directory() {
     for seed in 0..60 {
@@ -86,7 +86,7 @@ fn hosts_that_take_turns_have_one_directory() {
                 );
             }
         }
-        // What the last host to close leaves, all hosts end.
+        // The last host that closes a file may leave work to other hosts, so each host settles several times.
         for _ in 0..3 {
             for host in &hosts {
                 assert_eq!(host.settle().error, None, "seed {seed}");
@@ -103,18 +103,20 @@ fn hosts_that_take_turns_have_one_directory() {
     }
 }
 
-/// Does something with the file `x` that two hosts have written, and at each of the calls that this takes one of them makes
-/// it flat. `check` is told what its bytes were before. The same where the host that does it is a moment behind.
+/// Runs `change` on a host, on the file `x` that two hosts have written. At each of its calls of the backing in turn,
+/// the other host flattens the file meanwhile. Then runs `check` with the bytes from before.
+///
+/// Repeats all of this with a backing that lags for the changing host.
 fn change_while_it_becomes_flat(
     change: &(dyn Fn(&Logged) -> firn_backing::Result<()> + Sync),
     check: &dyn Fn(&Logged, Vec<u8>),
 ) {
     for lag in [None, Some(1), Some(2), Some(3)] {
-        change_while_it_becomes_flat_behind(lag, change, check);
+        change_while_it_becomes_flat_with_lag(lag, change, check);
     }
 }
 
-fn change_while_it_becomes_flat_behind(
+fn change_while_it_becomes_flat_with_lag(
     lag: Option<u64>,
     change: &(dyn Fn(&Logged) -> firn_backing::Result<()> + Sync),
     check: &dyn Fn(&Logged, Vec<u8>),
@@ -133,7 +135,7 @@ fn change_while_it_becomes_flat_behind(
         for writer in [&host, &other] {
             write_some(writer, "x", &mut random, &mut expected);
         }
-        // This one is at its end with it, and the other one is to make it flat.
+        // The first host finishes its writing, so that the other host can flatten the file.
         assert_eq!(host.settle().error, None);
         let bytes = expected.remove("x").expect("it was written");
         (disk, host, other, bytes)
@@ -189,22 +191,20 @@ fn regression_a_file_that_becomes_flat_meanwhile_is_opened_and_written() {
     });
 }
 
-/// A disk that is full at any page that flattening asks for: readers get the same bytes, and the next try goes on.
-///
-/// Proves S-log-5. A file with something left to do was forgotten once another host had flattened it. Opened and
-/// written again, it was flattened under its writer, whose write failed with ENOENT.
+/// A file that was still queued was forgotten once another host had flattened it. It was opened and written again, and
+/// was then flattened under its writer, whose write failed with ENOENT.
 #[test]
 fn regression_a_file_that_is_written_again_is_not_flattened_by_its_former_self() {
     let disk = SimBacking::new();
     let a = logged_by(&disk.another_process(), "a");
     let b = logged_by(&disk.another_process(), "b");
     drop(written_by(&a, "file", b"so"));
-    let of_b = opened_by(&b, "file");
-    let written = b.write_at(&of_b, &[IoSlice::new(b"me")], 2);
+    let file_of_b = opened_by(&b, "file");
+    let written = b.write_at(&file_of_b, &[IoSlice::new(b"me")], 2);
     assert_eq!(written, Ok(2));
-    // It is left: another host writes.
+    // The file stays queued, because another host writes to it.
     assert_eq!(a.settle().error, None);
-    drop(of_b);
+    drop(file_of_b);
     assert_eq!(b.settle().error, None);
     let (inode, attr) = a.lookup(&a.root(), OsStr::new("file")).expect("lookup");
     assert_eq!((attr.size, containers(&disk)), (4, 0));
@@ -222,7 +222,7 @@ fn opened_by(host: &Logged, name: &str) -> <Logged as Volume>::File {
     host.open(&inode, Access::ReadWrite).expect("open")
 }
 
-/// What a host had written after its own cut was older than the cut that another one had made since.
+/// A host's writes after its own cut were ordered before a cut that another host had made since, so that cut hid them.
 ///
 /// Proves S-log-64.
 #[test]
@@ -265,16 +265,16 @@ fn a_cut_to_the_length_that_the_file_has_is_none() {
     assert_eq!(containers(&disk), 0);
 
     let file = written_by(&a, "file", b"some");
-    let of_b = opened_by(&b, "file");
+    let file_of_b = opened_by(&b, "file");
     let writes = Arc::new(AtomicUsize::new(0));
     let count = Arc::clone(&writes);
     b.below().set_plan(move |call, _| {
         count.fetch_add(usize::from(call == "write_at"), Ordering::Relaxed);
         None
     });
-    b.set_len(&of_b, 4).expect("set_len");
+    b.set_len(&file_of_b, 4).expect("set_len");
     assert_eq!(writes.load(Ordering::Relaxed), 0);
-    b.set_len(&of_b, 3).expect("set_len");
+    b.set_len(&file_of_b, 3).expect("set_len");
     assert_eq!(writes.load(Ordering::Relaxed), 1);
     assert_eq!(read(&a, "file"), Some(b"som".to_vec()));
     drop(file);
@@ -284,19 +284,19 @@ fn a_cut_to_the_length_that_the_file_has_is_none() {
 #[test]
 fn who_makes_a_file_longer_does_not_cut_what_it_has_not_seen() {
     let disk = SimBacking::new();
-    let patient = Setup {
-        patience: Duration::from_hours(1),
+    let rarely_refreshed = Setup {
+        view_age_max: Duration::from_hours(1),
         ..setup("a")
     };
-    let a = LogBacking::open(disk.another_process(), patient).expect("open");
+    let a = LogBacking::open(disk.another_process(), rarely_refreshed).expect("open");
     let b = logged_by(&disk.another_process(), "b");
     let file = written_by(&a, "file", b"some");
-    // The first use after the sync looks at what others wrote.
+    // The first use after a sync refreshes the file.
     assert_eq!(a.attr_of_file(&file).expect("attr").size, 4);
-    let of_b = opened_by(&b, "file");
-    let written = b.write_at(&of_b, &[IoSlice::new(&[7; 100])], 0);
+    let file_of_b = opened_by(&b, "file");
+    let written = b.write_at(&file_of_b, &[IoSlice::new(&[7; 100])], 0);
     assert_eq!(written, Ok(100));
-    b.sync(&of_b, false).expect("sync");
+    b.sync(&file_of_b, false).expect("sync");
     assert_eq!(a.attr_of_file(&file).expect("attr").size, 4);
     a.allocate(&file, 0, 0, 50).expect("allocate");
     a.resize(&file, Resize::AtLeast(60)).expect("grow");
@@ -307,6 +307,10 @@ fn who_makes_a_file_longer_does_not_cut_what_it_has_not_seen() {
     assert_eq!(read(&b, "file"), Some(longer));
 }
 
+/// The disk is full at each page in turn that flattening needs. Readers get the same bytes, and a later attempt
+/// succeeds.
+///
+/// Proves S-log-5.
 #[test]
 fn a_disk_that_is_full_while_a_file_is_flattened_costs_nothing() {
     const ROOM: u64 = 1 << 30;
@@ -407,7 +411,7 @@ fn write_some<'n>(
     }
 }
 
-/// Cuts `data` into `parts` parts, with gaps between them, beginning at the offset `at`.
+/// Splits `data` into `parts` parts with gaps between them, from offset `at` on.
 fn spread(data: &[u8], parts: usize, at: usize) -> Vec<(usize, &[u8])> {
     let len = data.len().div_ceil(parts);
     let parts = data.chunks(len).enumerate();
@@ -416,6 +420,7 @@ fn spread(data: &[u8], parts: usize, at: usize) -> Vec<(usize, &[u8])> {
         .collect()
 }
 
+/// Writes all parts, with further calls for those that did not fit in one frame.
 fn write_parts(host: &Logged, file: &<Logged as Volume>::File, parts: &[(usize, &[u8])]) {
     let data: Vec<_> = parts.iter().map(|(_, part)| [IoSlice::new(part)]).collect();
     let offsets = parts.iter().map(|(at, _)| *at as u64);
@@ -423,16 +428,16 @@ fn write_parts(host: &Logged, file: &<Logged as Volume>::File, parts: &[(usize, 
         .zip(&data)
         .map(|(offset, data)| DataPart { offset, data })
         .collect();
-    let mut left = &parts[..];
-    while !left.is_empty() {
-        let mut written = host.write_parts(file, left).expect("write");
+    let mut remaining = &parts[..];
+    while !remaining.is_empty() {
+        let mut written = host.write_parts(file, remaining).expect("write");
         assert!(written > 0);
-        while let Some((first, rest)) = left.split_first()
+        while let Some((first, rest)) = remaining.split_first()
             && written > 0
         {
             assert!(written >= first.len(), "parts are written whole");
             written -= first.len();
-            left = rest;
+            remaining = rest;
         }
     }
 }
@@ -476,7 +481,7 @@ fn parts_are_one_append_and_one_frame_or_nothing() {
     }
 }
 
-/// A network file system gives these errors too: they do not mean that a container is sealed or gone.
+/// A network file system may return these errors. They do not mean that a container is sealed or removed.
 #[test]
 fn an_error_of_the_server_ends_a_write_and_no_container() {
     let disk = SimBacking::new();
@@ -511,7 +516,7 @@ fn a_frame_has_a_bounded_number_of_parts_and_the_next_one_the_rest() {
         .expect("create");
     let count = PIECES_MAX + 10;
     let data: Vec<u8> = (0..count).map(|at| (at % 251) as u8).collect();
-    // No two at the same distance, so that each is a run of its own.
+    // No two parts have the same distance, so each is a run of its own.
     let at = |number: usize| number * 10 + number * number % 7;
     let parts: Vec<_> = (0..count)
         .map(|number| (at(number), &data[number..number + 1]))
@@ -545,7 +550,7 @@ fn remove(host: &Logged, name: &str, expected: &mut HashMap<&str, Vec<u8>>) {
     assert_eq!(removed.is_ok(), was_there);
 }
 
-/// All bytes of a file, opened anew.
+/// Opens a file and reads all of its bytes.
 fn read<B: Backing>(host: &B, name: &str) -> Option<Vec<u8>> {
     let (inode, attr) = match host.lookup(&host.root(), OsStr::new(name)) {
         Err(Errno::NOENT) => return None,
@@ -563,7 +568,7 @@ fn containers(disk: &SimBacking) -> usize {
     common::containers(disk).len()
 }
 
-/// A file that another host removes or replaces while it is in logs: a program that has it open reads its bytes or an
+/// Another host removes or replaces a file that is in logs. A program that has the file open reads its bytes or an
 /// error.
 ///
 /// Proves S-log-15.
@@ -591,7 +596,7 @@ fn a_file_that_another_host_removes_is_whole_or_stale() {
             } else {
                 remove(&a, "x", &mut expected);
             }
-            // The host that removed it has it open.
+            // The removing host still has the file open.
             assert_eq!(read_open(&reader), Ok(b"bytes in a log".to_vec()));
             drop(writer);
             if wakes {
@@ -606,7 +611,7 @@ fn a_file_that_another_host_removes_is_whole_or_stale() {
                 b.attr_of_file(&reader).map(|attr| attr.size),
                 Err(Errno::STALE)
             );
-            // By an old name.
+            // An open by an inode that was looked up before the removal.
             assert_eq!(b.open(&inode, Access::Read).err(), Some(Errno::STALE));
             drop(reader);
             for host in [&a, &b] {
@@ -619,7 +624,7 @@ fn a_file_that_another_host_removes_is_whole_or_stale() {
     }
 }
 
-/// What is left of a removed file, once a new one has its inode number, is not the new file's.
+/// Containers of a removed file do not belong to a new file with the same inode number.
 ///
 /// Proves S-log-41.
 #[test]
@@ -627,7 +632,7 @@ fn logs_of_a_removed_file_are_not_those_of_a_new_one() {
     let disk = SimBacking::new();
     let a = logged_by(&disk.another_process(), "a");
     drop(written_by(&a, "x", b"bytes in a log"));
-    // Beside Firn: the old file goes, and a new one has its number.
+    // Without Firn: the file is removed, and the container gets the name of a new file with its inode number.
     let root = disk.root();
     disk.unlink(&root, OsStr::new("x")).expect("unlink");
     let me = suite::own_caller();
@@ -672,7 +677,7 @@ fn logs_of_a_removed_file_are_not_those_of_a_new_one() {
     assert_eq!(orphans.lost, [new], "it is kept, and named");
 }
 
-/// The same for a file that was flat before: its bytes are there for each program that has it open.
+/// Another host removes a file that is flat. A program that has it open still reads its bytes.
 #[test]
 fn a_file_that_is_flat_is_whole_while_it_is_open() {
     let disk = SimBacking::new();
@@ -691,7 +696,7 @@ fn a_file_that_is_flat_is_whole_while_it_is_open() {
     assert_eq!(bytes[..14], *b"bytes in a log");
 }
 
-/// A host that uses one file reads the containers of that file, however many other files are in logs.
+/// A host that uses one file reads only the containers of that file, however many files are in logs.
 #[test]
 fn the_calls_for_one_file_do_not_grow_with_the_number_of_files() {
     let calls_of_a_lookup = |files: usize| {
@@ -715,8 +720,8 @@ fn the_calls_for_one_file_do_not_grow_with_the_number_of_files() {
     assert_eq!(calls_of_a_lookup(4), calls_of_a_lookup(40));
 }
 
-/// Opening, writing, closing and flattening a file reads nothing of other files, but for the listing of all files, which
-/// is made once in a while.
+/// Opening, writing, closing and flattening a file reads nothing of other files. Only the listing of all files does,
+/// and it is made rarely.
 #[test]
 fn what_is_listed_for_one_file_does_not_grow_with_the_number_of_files() {
     let entries_of_one_file = |files: usize| {
@@ -728,9 +733,9 @@ fn what_is_listed_for_one_file_does_not_grow_with_the_number_of_files() {
             .map(|name| written_by(&a, name, b"bytes"))
             .collect();
         let disk_of_b = disk.another_process();
-        let patience = Duration::from_secs(3600);
+        let view_age_max = Duration::from_secs(3600);
         let setup = Setup {
-            patience,
+            view_age_max,
             ..setup("b")
         };
         let b = LogBacking::open(disk_of_b.clone(), setup).expect("open");
@@ -747,8 +752,8 @@ fn what_is_listed_for_one_file_does_not_grow_with_the_number_of_files() {
     assert_eq!(entries_of_one_file(4), entries_of_one_file(40));
 }
 
-/// Proves S-log-3, S-log-4: a sync reads nothing of other hosts. The next use of the file, whatever it is, sees what they
-/// had synced by then.
+/// Proves S-log-3, S-log-4: a sync reads nothing of other hosts. The next use of the file sees what they had synced by
+/// then, whatever use it is.
 #[test]
 fn what_others_synced_before_a_sync_is_seen_by_the_next_use() {
     type Use = fn(&Logged, &<Logged as Volume>::File);
@@ -775,23 +780,23 @@ fn what_others_synced_before_a_sync_is_seen_by_the_next_use() {
     for (what, use_file) in uses {
         let disk = SimBacking::new();
         let disk_of_a = disk.another_process();
-        let patience = Duration::from_hours(1);
+        let view_age_max = Duration::from_hours(1);
         let setup = Setup {
-            patience,
+            view_age_max,
             ..setup("a")
         };
         let a = LogBacking::open(disk_of_a.clone(), setup).expect("open");
         let b = logged_by(&disk.another_process(), "b");
         let file = written_by(&a, "file", b"before");
-        let of_b = opened_by(&b, "file");
-        let written = b.write_at(&of_b, &[IoSlice::new(b"overbehind")], 0);
+        let file_of_b = opened_by(&b, "file");
+        let written = b.write_at(&file_of_b, &[IoSlice::new(b"overbehind")], 0);
         assert_eq!(written, Ok(10));
-        b.sync(&of_b, false).expect("sync");
+        b.sync(&file_of_b, false).expect("sync");
         let written = a.write_at(&file, &[IoSlice::new(b"x")], 0);
         assert_eq!(written, Ok(1));
-        let b_syncs = b.write_at(&of_b, &[IoSlice::new(b"overbehind")], 0);
+        let b_syncs = b.write_at(&file_of_b, &[IoSlice::new(b"overbehind")], 0);
         assert_eq!(b_syncs, Ok(10));
-        b.sync(&of_b, false).expect("sync");
+        b.sync(&file_of_b, false).expect("sync");
         let before = disk_of_a.entries_read();
         a.sync(&file, false).expect("sync");
         assert_eq!(disk_of_a.entries_read(), before, "{what}: a sync looks");
@@ -801,7 +806,7 @@ fn what_others_synced_before_a_sync_is_seen_by_the_next_use() {
     }
 }
 
-/// A file with these bytes, open for writing.
+/// Creates a file with these bytes, and returns it open for writing.
 fn written_by(host: &Logged, name: &str, bytes: &[u8]) -> <Logged as Volume>::File {
     let me = suite::own_caller();
     let made = host.create(&me, &host.root(), OsStr::new(name), 0o644);

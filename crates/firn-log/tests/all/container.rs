@@ -1,5 +1,5 @@
-//! Several hosts write one file through its container, beside a file in memory: in turn, at once, cut off at any call,
-//! and without power.
+//! Several hosts write one file through its container, compared with a file in memory: in turn, at the same time, cut
+//! off at any call, and with power failures.
 
 use std::ffi::OsStr;
 use std::io::IoSlice;
@@ -15,12 +15,12 @@ use rand::{RngExt, SeedableRng};
 
 const FILE_BYTES: u64 = 3000;
 const SEEDS: u64 = 120;
-/// Little, so that a few hundred bytes of an index are sorted.
+/// Bound on index memory. It is so small that a few hundred bytes of an index are sorted.
 const MEMORY_BYTES: u64 = 64 << 10;
-/// Several in a file.
+/// Length of a part when flattening. A file has several parts.
 const UNIT_BYTES: u64 = 700;
 
-/// The disk that the hosts share, with a plain file and a container for it.
+/// The disk that the hosts share, with a plain file and its container.
 struct World {
     disk: SimBacking,
     base: Vec<u8>,
@@ -86,7 +86,7 @@ impl Host {
         })
     }
 
-    /// The whole file, as this host sees it once it has looked.
+    /// Refreshes the container, and reads the whole file.
     fn read(&self) -> Result<Vec<u8>, Errno> {
         self.container.refresh(&self.disk)?;
         self.read_known()
@@ -100,7 +100,7 @@ impl Host {
         Ok(bytes)
     }
 
-    /// Reads the records at these offsets one by one; how often the backing was read.
+    /// Reads the records at these offsets one by one. Returns how often the backing was read.
     fn count_reads(&self, offsets: &[u64], record: &[u8]) -> u64 {
         let count = Arc::new(AtomicU64::new(0));
         let counted = Arc::clone(&count);
@@ -125,7 +125,7 @@ impl Host {
         Ending::of(&self.disk, &self.container, &self.disk.root(), "logs")
     }
 
-    /// Seals and flattens what it can; whether all of it is flat.
+    /// Seals and flattens what it can. Returns whether the container is flat.
     fn flatten(&self) -> Result<bool, Errno> {
         let Some(ending) = self.ending()? else {
             return Ok(true);
@@ -190,7 +190,7 @@ impl Change {
     }
 }
 
-/// Of another host's log each MiB is read once, when its checksum is compared; an own log in parts that grow.
+/// Of another host's log, each MiB is read once, when its checksum is compared. Reads of this host's own log grow.
 #[test]
 fn records_are_read_in_large_parts_of_their_log() {
     const COUNT: u64 = 128;
@@ -210,8 +210,8 @@ fn records_are_read_in_large_parts_of_their_log() {
     assert!((2..=COUNT / 8).contains(&own), "{own} reads of an own log");
 }
 
-/// Each change is published before the next one is made by a host that has looked: every host sees the same file as if
-/// there were one.
+/// Each change is published before another host refreshes and makes the next one. All hosts then see the file that a
+/// single host would have made.
 #[test]
 fn hosts_that_take_turns_see_one_file() {
     for seed in 0..SEEDS {
@@ -239,8 +239,8 @@ fn hosts_that_take_turns_see_one_file() {
     }
 }
 
-/// At any call of a cut another host writes, and a third one writes over that after it has seen it. Where the cut takes what
-/// the third one wrote, it takes what that was written over.
+/// At each call of a cut in turn, a second host writes, and a third host reads that and writes over it. If the cut
+/// hides the bytes of the third host, it also hides the bytes below them.
 #[test]
 fn a_cut_takes_what_came_before_what_it_takes() {
     let mut cut_with_both = 0;
@@ -284,7 +284,7 @@ fn a_cut_takes_what_came_before_what_it_takes() {
     assert!(cut_with_both > 0);
 }
 
-/// Changes that do not know of each other have some order, and it is the same for every host.
+/// Changes that do not know of each other have an order, which is the same for all hosts.
 #[test]
 fn hosts_that_write_at_once_agree_in_the_end() {
     for seed in 0..SEEDS {
@@ -306,8 +306,8 @@ fn hosts_that_write_at_once_agree_in_the_end() {
     }
 }
 
-/// A host that dies at any call leaves each change whole or not at all, and those whose call returned are there. Its next
-/// life goes on.
+/// A host that dies at any call leaves each change complete or not made, and changes whose call returned are made. Its
+/// next life goes on.
 #[test]
 fn a_host_that_dies_leaves_whole_changes() {
     for seed in 0..20 {
@@ -358,8 +358,8 @@ fn a_host_that_dies_leaves_whole_changes() {
     }
 }
 
-/// Of two syncs at the same time each makes durable what had been written before it; and a write that a sync did not see to
-/// its end is made durable by the next one.
+/// Of two concurrent syncs each makes durable what was written before it began. A write that did not end before a sync
+/// began is made durable by the next sync.
 #[test]
 fn regression_a_sync_beside_a_sync_or_a_write_counts_only_what_was_written() {
     let piece = |offset, byte| Change::Write(vec![(offset, vec![byte; 600])]);
@@ -399,7 +399,7 @@ fn regression_a_sync_beside_a_sync_or_a_write_counts_only_what_was_written() {
     survives(&host, &[[1; 600], [2; 600]].concat());
 }
 
-/// A sync costs calls only where something was written since the last one.
+/// A sync makes calls only if bytes were written since the last one.
 #[test]
 fn a_sync_of_nothing_syncs_nothing() {
     let host = World::new(0).host("a");
@@ -424,8 +424,8 @@ fn a_sync_of_nothing_syncs_nothing() {
     }
 }
 
-/// After a power loss everything that was synced is there; what was not is there as it was written, or not at all, or an
-/// error, and never other bytes.
+/// After a power loss all synced bytes are there. Bytes that were not synced are as written, missing or an error, and
+/// never other bytes.
 #[test]
 fn without_power_no_byte_is_wrong() {
     let mut lost = 0;
@@ -467,8 +467,8 @@ fn without_power_no_byte_is_wrong() {
     );
 }
 
-/// Indexes are sorted in parts, parts are merged, and cuts and zeros come between: every host reads the same bytes, also
-/// one that finds all of it sorted, and one that finds a sorted index damaged or cut off.
+/// Indexes are sorted in parts, and parts are merged, with cuts and zeros between. All hosts read the same bytes: also
+/// a host that finds the whole index sorted, and one that finds a table damaged or cut off.
 #[test]
 fn sorted_indexes_say_what_unsorted_ones_do() {
     for seed in 0..8 {
@@ -526,7 +526,7 @@ fn names_in_container(disk: &SimBacking, prefix: &str) -> Vec<String> {
         .collect()
 }
 
-/// Changes a byte of a file in the container, or cuts it off.
+/// Changes a byte of a file in the container, or cuts the file off.
 fn damage(disk: &SimBacking, name: &str, random: &mut StdRng) {
     let (dir, _) = disk
         .lookup(&disk.root(), OsStr::new("logs"))
@@ -544,7 +544,7 @@ fn damage(disk: &SimBacking, name: &str, random: &mut StdRng) {
         .expect("write");
 }
 
-/// A host that dies at any call of sorting leaves what others read as before, and may go on in its next life.
+/// A host that dies at any call of sorting does not change what other hosts read, and may go on in its next life.
 #[test]
 fn an_index_is_sorted_whichever_host_dies() {
     let mut random = StdRng::seed_from_u64(1);
@@ -573,7 +573,7 @@ fn an_index_is_sorted_whichever_host_dies() {
     }
 }
 
-/// While one thread learns what counts, another one reads the same bytes.
+/// While one thread applies the seal, another thread reads the same bytes.
 #[test]
 fn bytes_are_the_same_while_the_container_is_sealed() {
     let (first, expected) = written_world(&mut StdRng::seed_from_u64(3));
@@ -603,7 +603,7 @@ fn bytes_are_the_same_while_the_container_is_sealed() {
     }
 }
 
-/// A file that two hosts wrote, and what it has.
+/// Makes a file that two hosts wrote. Returns it with its bytes.
 fn written_world(random: &mut StdRng) -> (World, Vec<u8>) {
     let world = World::new(random.random_range(0..FILE_BYTES));
     let mut expected = world.base.clone();
@@ -630,8 +630,8 @@ fn plain_bytes(disk: &SimBacking) -> Vec<u8> {
     bytes
 }
 
-/// A flat file has the bytes of all logs. A host that dies at any call leaves what others can go on with, and readers see
-/// the same bytes at any moment; so does a power loss at that moment.
+/// A flat file has the bytes of all logs. A host that dies at any call, or a power loss, leaves a state from which
+/// other hosts go on. Readers see the same bytes at each moment.
 #[test]
 fn a_file_is_flattened_whichever_host_dies() {
     for seed in 0..12 {
@@ -676,8 +676,8 @@ fn a_file_is_flattened_whichever_host_dies() {
 
 /// Proves S-log-34.
 ///
-/// A container with a host that writes is not sealed; one whose host died is. A container that ends accepts no new
-/// writers.
+/// A container with a live writer is not sealed, and one whose writer died is. A container that is ending accepts no
+/// new writers.
 #[test]
 fn a_container_ends_with_its_last_writer() {
     let world = World::new(0);
@@ -716,7 +716,7 @@ fn a_container_ends_with_its_last_writer() {
             .expect("begin")
     );
     assert_eq!(plain_bytes(&world.disk), b"from a");
-    // One that was taken for dead and was not learns of it with its next write.
+    // A host that was wrongly taken for dead notices the seal at its next write.
     let late = dead.apply(&Change::Write(vec![(0, b"late".to_vec())]));
     assert_eq!(late, Err(ChangeError::Sealed));
 }

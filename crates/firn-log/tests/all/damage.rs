@@ -1,5 +1,5 @@
-//! Containers that are damaged, of another version, of another user or open to others: what is read is what was written,
-//! or an error; and what is wrong is named.
+//! Containers that are damaged, of another version, of another user or open to others. Reads return the bytes written
+//! or an error, and checks report what is wrong.
 
 use std::ffi::OsStr;
 use std::io::IoSlice;
@@ -26,9 +26,9 @@ fn begin_host(disk: &SimBacking, host: &str) -> (SimBacking, Logged) {
     let setup = Setup {
         host: host.to_owned(),
         chooses: Box::new(|name: &OsStr| name == "file"),
-        // Those that wrote died before the others came.
+        // The hosts that wrote are dead when the others come.
         is_alive: Box::new(move |_: &str| Ok(writes)),
-        patience: Duration::ZERO,
+        view_age_max: Duration::ZERO,
         lag_max: Duration::ZERO,
         unit_bytes: 4096,
         when_closed: WhenClosed::Flatten,
@@ -38,7 +38,8 @@ fn begin_host(disk: &SimBacking, host: &str) -> (SimBacking, Logged) {
     (disk, backing.with_memory(64 << 10))
 }
 
-/// A disk with a file that two hosts wrote, and maybe began to flatten, what the file has, and what it ever had.
+/// Makes a disk with a file that two hosts wrote and may have begun to flatten. Returns it with the file's bytes, and
+/// with all bytes that the file ever had.
 fn written(random: &mut StdRng) -> (SimBacking, Vec<u8>, History) {
     let disk = SimBacking::new();
     let mut expected = Vec::new();
@@ -74,7 +75,7 @@ fn written(random: &mut StdRng) -> (SimBacking, Vec<u8>, History) {
     (disk, expected, history)
 }
 
-/// The container, if the file is not flat.
+/// Returns the container if the file is not flat.
 fn container(disk: &SimBacking) -> Option<Inode> {
     Some(first_container(disk)?.1)
 }
@@ -97,7 +98,7 @@ fn read(backing: &impl Backing) -> Result<Vec<u8>, Errno> {
     Ok(bytes)
 }
 
-/// What is done to a file of a container.
+/// Damages a file of a container at random.
 fn damage(disk: &SimBacking, dir: &Inode, name: &str, random: &mut StdRng) -> bool {
     let (inode, attr) = disk.lookup(dir, OsStr::new(name)).expect("lookup");
     if attr.size > 0 && attr.kind == Kind::File && random.random_ratio(1, 6) {
@@ -107,7 +108,7 @@ fn damage(disk: &SimBacking, dir: &Inode, name: &str, random: &mut StdRng) -> bo
     damage_bytes(disk, dir, name, random)
 }
 
-/// What is done to its bytes.
+/// Damages the bytes of a file at random.
 fn damage_bytes(disk: &SimBacking, dir: &Inode, name: &str, random: &mut StdRng) -> bool {
     let (inode, attr) = disk.lookup(dir, OsStr::new(name)).expect("lookup");
     if attr.kind == Kind::Symlink {
@@ -117,7 +118,7 @@ fn damage_bytes(disk: &SimBacking, dir: &Inode, name: &str, random: &mut StdRng)
     if attr.size == 0 {
         return false;
     }
-    // An index that ends early is one with fewer changes, but where more of it counts.
+    // An index that ends early looks like one with fewer changes, unless the seal counts more of it.
     let is_sealed = disk.lookup(dir, OsStr::new("decision")).is_ok();
     let may_be_shortened = !name.starts_with("i-") || is_sealed;
     let may_be_removed = name.starts_with("d-") || (name.starts_with("i-") && is_sealed);
@@ -137,12 +138,12 @@ fn damage_bytes(disk: &SimBacking, dir: &Inode, name: &str, random: &mut StdRng)
     true
 }
 
-/// What is done to a link: its text is another one, or it is gone.
+/// Damages a link at random: changes its text, or removes it.
 fn damage_link(disk: &SimBacking, dir: &Inode, name: &str, random: &mut StdRng) {
     let (inode, _) = disk.lookup(dir, OsStr::new(name)).expect("lookup");
     let mut text = disk.readlink(&inode).expect("read");
     disk.unlink(dir, OsStr::new(name)).expect("remove");
-    // A version that is another one is no damage.
+    // Another version is not damage, so the version stays.
     let at = random.random_range("firn-log-5 ".len()..text.len());
     match random.random_range(0..5) {
         0 => text.truncate(at),
@@ -184,7 +185,7 @@ fn damage_is_named_and_never_shown() {
                 let known = [Errno::IO, Errno::PERM];
                 assert!(known.contains(&error), "seed {seed}: {name}: {error}");
                 assert!(!is_decided, "seed {seed}: {name}: {error}");
-                // A host that died while it put the seal left it with a second name.
+                // A host that died while it put the seal left the seal with a second name.
                 let is_seal = name.starts_with("put-seal.");
                 let named = if is_seal { "decision" } else { name };
                 let names_it = |finding: &Finding| finding.file.as_deref() == Some(named);
@@ -195,7 +196,7 @@ fn damage_is_named_and_never_shown() {
                 failed += 1;
             }
         }
-        // What is flattened is right.
+        // A file that can be flattened has the right bytes.
         let (inode, _) = host
             .lookup(&host.root(), OsStr::new("file"))
             .expect("lookup");
@@ -219,7 +220,7 @@ fn an_index_that_is_gone_is_named() {
             continue;
         };
         let names = names(&disk, &dir);
-        // Before, it looks the same as a host without writes.
+        // Without a seal, a missing index looks like a host without writes.
         let is_sealed = names.iter().any(|name| name == "decision");
         let index = names.iter().find(|name| name.starts_with("i-"));
         let Some(index) = index.filter(|_| is_sealed) else {
@@ -236,7 +237,7 @@ fn an_index_that_is_gone_is_named() {
     assert!(removed > 20, "{removed}");
 }
 
-/// Bytes that a file may have where changes are lost: all that was ever there.
+/// All values that each byte of a file ever had. A byte may have any of them where changes are lost.
 struct History(Vec<Vec<u8>>);
 
 impl History {
@@ -250,34 +251,40 @@ impl History {
         }
     }
 
-    fn knows(&self, at: usize, byte: u8) -> bool {
+    fn contains(&self, at: usize, byte: u8) -> bool {
         byte == 0 || self.0[at].contains(&byte)
     }
 }
 
-/// Compares a file with what it had before something of it was given up.
-fn assert_told(found: &[u8], expected: &[u8], history: &History, losses: &[Loss], seed: u64) {
+/// Checks a file against its bytes from before a salvage: each difference must have been reported.
+fn assert_reported(found: &[u8], expected: &[u8], history: &History, losses: &[Loss], seed: u64) {
     let zeros = losses.iter().filter_map(|loss| match &loss.lost {
         LostPart::Bytes { range, .. } => Some(range.start as usize..range.end as usize),
         LostPart::Changes { .. } | LostPart::Seal | LostPart::Head { .. } => None,
     });
-    let is_vague = losses
+    let has_unknown_changes = losses
         .iter()
         .any(|loss| matches!(loss.lost, LostPart::Changes { .. } | LostPart::Seal));
-    assert!(is_vague || found.len() == expected.len(), "seed {seed}");
+    assert!(
+        has_unknown_changes || found.len() == expected.len(),
+        "seed {seed}"
+    );
     let mut is_zero = vec![false; found.len()];
     zeros.for_each(|range| is_zero[range].fill(true));
     for (at, byte) in found.iter().enumerate() {
-        let is_right = match is_zero[at] {
-            true => *byte == 0,
-            false if is_vague => history.knows(at, *byte),
-            false => *byte == expected[at],
+        let is_allowed = if is_zero[at] {
+            *byte == 0
+        } else if has_unknown_changes {
+            history.contains(at, *byte)
+        } else {
+            *byte == expected[at]
         };
-        assert!(is_right, "seed {seed}: byte {at} is {byte}: {losses:?}");
+        assert!(is_allowed, "seed {seed}: byte {at} is {byte}: {losses:?}");
     }
 }
 
-/// A damaged file is given up by a process that dies at any call, and by the next one: each byte is as it was, or told.
+/// A process that dies at any call salvages a damaged file, and the next process finishes. Each byte is as it was, or
+/// was reported.
 ///
 /// Proves S-log-36, S-log-40.
 #[test]
@@ -300,7 +307,7 @@ fn what_is_given_up_is_told_and_all_else_is_flat() {
                 .any(|kind| name.starts_with(kind))
         });
         let mut logs: Vec<&String> = logs.collect();
-        // One place in each: an index without any frame that says that there was more is one with fewer changes.
+        // One place in each file: an index that has no frame noting a sync looks like one with fewer changes.
         for _ in 0..random.random_range(1..4).min(logs.len()) {
             let name = logs.swap_remove(random.random_range(0..logs.len()));
             damage_bytes(&disk, &dir, name, &mut random);
@@ -320,7 +327,7 @@ fn what_is_given_up_is_told_and_all_else_is_flat() {
         assert!(left.is_empty(), "seed {seed}: {left:?}, {losses:?}");
         assert!(container(&disk).is_none(), "seed {seed}");
         let found = read(&disk).expect("read");
-        assert_told(&found, &expected, &history, &losses, seed);
+        assert_reported(&found, &expected, &history, &losses, seed);
         for loss in &losses {
             match loss.lost {
                 LostPart::Bytes { .. } => zeros += 1,
@@ -335,7 +342,7 @@ fn what_is_given_up_is_told_and_all_else_is_flat() {
     assert!(counts.iter().all(|count| *count > 10), "{counts:?}");
 }
 
-/// Nothing is given up that is not told.
+/// Nothing is given up if the report fails.
 #[test]
 fn what_cannot_be_told_is_not_given_up() {
     struct Broken(bool);
@@ -380,7 +387,7 @@ fn what_cannot_be_told_is_not_given_up() {
         let mut losses: Vec<Loss> = Vec::new();
         let left = host.flatten_with_loss(&host.root(), &mut losses);
         assert!(left.expect("walk").is_empty(), "seed {seed}");
-        assert_told(
+        assert_reported(
             &read(&disk).expect("read"),
             &expected,
             &history,
@@ -392,7 +399,7 @@ fn what_cannot_be_told_is_not_given_up() {
     assert!(tried > 10, "{tried}");
 }
 
-/// A file whose container cannot be read is an error, and the others beside it are read. It can be removed.
+/// A file whose container cannot be read fails with an error, and can be removed. Other files are read.
 ///
 /// Proves S-log-33.
 #[test]
@@ -404,7 +411,7 @@ fn a_container_of_another_user_is_not_believed() {
         |disk, parent, _| disk.set_owner(parent, Some(12345), None).expect("owner"),
         |disk, _, dir| disk.set_mode(dir, 0o755).expect("mode"),
         |disk, _, dir| disk.set_owner(dir, Some(12345), None).expect("owner"),
-        // A host that has read these before does not read them again.
+        // Removes the head. A host that has opened the container does not read the head again.
         |disk, _, dir| {
             disk.unlink(dir, OsStr::new("head")).expect("remove");
             let me = suite::own_caller();
@@ -419,9 +426,9 @@ fn a_container_of_another_user_is_not_believed() {
             let (index, _) = disk.lookup(dir, name).expect("lookup");
             disk.set_mode(&index, 0o666).expect("mode");
         },
-        // Half removed.
+        // The container is half removed.
         |disk, _, dir| disk.unlink(dir, OsStr::new("head")).expect("remove"),
-        // Of a version whose heads were files.
+        // The container is of the version whose heads were regular files.
         |disk, _, dir| {
             disk.unlink(dir, OsStr::new("head")).expect("remove");
             let me = suite::own_caller();

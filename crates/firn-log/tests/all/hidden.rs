@@ -1,4 +1,4 @@
-//! The directory with containers is taken away: no file is read as if it were whole.
+//! The directory with containers is moved away: no file is then read as if it had all of its bytes.
 
 use std::ffi::OsStr;
 use std::io::IoSlice;
@@ -20,7 +20,7 @@ fn mount(disk: &SimBacking, host: &str, chooses: bool) -> Logged {
         host: host.to_owned(),
         chooses: Box::new(move |_: &OsStr| chooses),
         is_alive: Box::new(|_| Ok(false)),
-        patience: Duration::ZERO,
+        view_age_max: Duration::ZERO,
         lag_max: Duration::ZERO,
         unit_bytes: 4 << 10,
         when_closed: WhenClosed::Keep,
@@ -82,7 +82,7 @@ fn a_file_whose_logs_are_hidden_is_refused_until_they_are_back() {
             }
         }
     }
-    // What has no bytes in logs is used as ever.
+    // A file without bytes in logs can still be used.
     let other = mount(&disk, "c", true);
     write(&other, "z");
     assert_eq!(read(&other, "z"), Ok(BYTES.to_vec()));
@@ -92,13 +92,13 @@ fn a_file_whose_logs_are_hidden_is_refused_until_they_are_back() {
     let host = mount(&disk, "d", true);
     assert_eq!(read(&host, "x"), Ok(BYTES.to_vec()));
     assert_eq!(read(&host, "z"), Err(Errno::IO), "its bytes are hidden now");
-    // The tag is none of a program's attributes.
+    // Programs do not see the tag among the attributes.
     let (inode, _) = host.lookup(&host.root(), OsStr::new("x")).expect("lookup");
     assert_eq!(host.list_xattr(&inode), Ok(Vec::new()));
     assert_eq!(host.get_xattr(&inode, OsStr::new(TAG)), Err(Errno::NODATA));
 }
 
-/// Proves S-log-76: a file that is flat needs no logs, and says so.
+/// Proves S-log-76: a flat file needs no logs, and its tag is removed.
 #[test]
 fn a_flat_file_has_no_tag() {
     let disk = SimBacking::new();
@@ -113,7 +113,7 @@ fn a_flat_file_has_no_tag() {
     assert_eq!(read(&mount(&disk, "b", true), "x"), Ok(BYTES.to_vec()));
 }
 
-/// Proves S-log-76: bytes that are copied with the tag of their file are a file of their own.
+/// Proves S-log-76: a file that was copied with its tag is a file of its own.
 #[test]
 fn the_tag_of_another_file_says_nothing() {
     let disk = SimBacking::new();

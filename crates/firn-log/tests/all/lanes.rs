@@ -1,4 +1,4 @@
-//! Logs over lanes: each host's logs lie in a lane of their own, and what holds of files in lanes holds of them.
+//! Logs over lanes: each host's logs lie in a lane of their own. What is promised of files in lanes holds for logs too.
 
 use std::collections::BTreeSet;
 use std::ffi::OsStr;
@@ -21,14 +21,14 @@ fn logged(ground: &SimLanes, host: &str) -> Logged {
         host: host.to_owned(),
         chooses: Box::new(|name: &OsStr| name != "plain"),
         is_alive: Box::new(|host| Ok(host != "dead")),
-        patience: Duration::ZERO,
+        view_age_max: Duration::ZERO,
         lag_max: Duration::ZERO,
         unit_bytes: 4096,
         when_closed: WhenClosed::Flatten,
         flattens_read: false,
     };
     let opened = LogBacking::open(ground.open(host), setup).expect("open");
-    // Little, so that indexes are sorted.
+    // Little memory, so that indexes are sorted.
     opened.with_memory(64 << 10)
 }
 
@@ -51,7 +51,7 @@ fn write(host: &Logged, file: &<Logged as Volume>::File, data: &[u8], offset: u6
     assert_eq!(count, Ok(data.len()));
 }
 
-/// Hosts that have files of a kind (`d` a log, `i` an index, `t` a sorted one) in a lane.
+/// Returns the hosts that have files of a kind in a lane: `d` for logs, `i` for indexes, `t` for tables.
 fn hosts_in(ground: &SimLanes, lane: usize, kind: &str) -> BTreeSet<String> {
     let names = ground.files_in(lane).into_iter();
     let rest = names.filter_map(|name| Some(name.strip_prefix(&format!("{kind}-"))?.to_owned()));
@@ -59,7 +59,8 @@ fn hosts_in(ground: &SimLanes, lane: usize, kind: &str) -> BTreeSet<String> {
         .collect()
 }
 
-/// Hosts, whatever their names are, have their logs and indexes in different lanes, and the drain asks for that lane.
+/// The logs and indexes of different hosts lie in different lanes, whatever the names of the hosts are. The drain asks
+/// for that lane.
 #[test]
 fn logs_of_different_hosts_lie_in_different_lanes() {
     for name in ["shared", "field7", "other"] {
@@ -89,7 +90,8 @@ fn logs_of_different_hosts_lie_in_different_lanes() {
             let lane = host.facts(&inode).lane.index();
             assert!(hosts_in(&ground, lane, "d").contains(letter));
         }
-        // Logs, indexes and sorted ones, which are made under another name; heads and marks are the primary's.
+        // Logs, indexes and tables lie in lanes; a table is made under a temporary name. Heads and marks lie in the
+        // primary.
         let names = [0, 1].map(|lane| ground.files_in(lane)).concat();
         let is_log = |entry: &&String| {
             ["d-", "i-", "new-"]
@@ -101,7 +103,7 @@ fn logs_of_different_hosts_lie_in_different_lanes() {
     }
 }
 
-/// A lane that has no room is passed over, as for files; what is written is whole.
+/// A full lane is skipped, as it is for files, and all bytes are written.
 #[test]
 fn a_full_lane_is_passed_over() {
     let ground = SimLanes::new();
@@ -121,7 +123,7 @@ fn a_full_lane_is_passed_over() {
     }
 }
 
-/// Two hosts write, sync, flatten and remove.
+/// Two hosts write, sync, flatten and remove files.
 fn change(hosts: &[Logged; 2]) -> Result<(), Errno> {
     for (host, at) in hosts.iter().zip(0_u64..) {
         let file = open_or_create(host, "shared")?;
@@ -149,8 +151,8 @@ fn change(hosts: &[Logged; 2]) -> Result<(), Errno> {
     host.sync_all()
 }
 
-/// The power fails at any call to the primary or a lane: each byte that was synced is there, or its file is as it was
-/// before. The file can be flattened, and no file in a lane is left without a name in the primary.
+/// The power fails at each call to the primary or a lane in turn. Each synced byte is there, or the file is as it was
+/// before. The file can be flattened, and each file in a lane has a name in the primary.
 #[test]
 fn without_power_at_any_call_no_byte_is_wrong() {
     let mut cuts = 0;
@@ -191,7 +193,7 @@ fn check_after_power_loss(world: &SimLanes, which: usize, step: u64, was_cut: bo
     let hosts = ["a", "b"].map(|host| logged(world, host));
     let shown = match read(&hosts[1], "shared") {
         Ok(shown) => shown.expect("it was synced"),
-        // Bytes that were not synced are lost, and are not shown.
+        // Bytes that were not synced are lost. A read fails and shows no other bytes.
         Err(error) => {
             assert_eq!(error, Errno::IO, "{at}");
             return;
@@ -224,7 +226,7 @@ fn check_after_power_loss(world: &SimLanes, which: usize, step: u64, was_cut: bo
         lost.is_empty() || (was_cut && !gone && lost.len() == 1),
         "{at}: {lost:?}"
     );
-    // What was not synced may be left in a lane, where it is found.
+    // Files that were not synced may be left in a lane. The walk finds them.
     for orphan in plain.find_orphans().expect("walk") {
         plain.remove_orphan(&orphan).expect("remove");
     }
@@ -239,13 +241,13 @@ fn check_after_power_loss(world: &SimLanes, which: usize, step: u64, was_cut: bo
     }
 }
 
-/// Files in a lane that say to which file they belong. Files without that mark are left alone: this disk may keep bytes
-/// that were written after the mark was, and lose the mark.
+/// Counts the files in a lane whose mark names their file. Files without a mark are left alone: this disk may lose a
+/// mark and keep bytes that were written later.
 fn count_marked(lane: &SimBacking) -> usize {
     firn_lanes::count_files(lane, common::PRIMARY_ID).expect("list")
 }
 
-/// Each byte is what the file had before, or what one of the hosts wrote there.
+/// Checks that each byte is what the file had before, or what one of the hosts wrote there.
 fn check_bytes(bytes: &[u8], at: &str) {
     for (offset, byte) in bytes.iter().enumerate() {
         let written = b'a' + (offset / 700 % 2) as u8;
@@ -257,7 +259,7 @@ fn check_bytes(bytes: &[u8], at: &str) {
     }
 }
 
-/// A lane that is missing at a mount: a file whose logs lie there cannot be read, and nothing of it is lost.
+/// A lane is missing at a mount. A file whose logs lie in it cannot be read, and nothing of it is lost.
 #[test]
 fn logs_in_a_missing_lane_come_back_with_it() {
     let ground = SimLanes::new();

@@ -1,4 +1,5 @@
-//! What is told of where bytes lie, on a real directory: by descriptors they are what a read gives.
+//! Lists of where bytes lie, on a real directory: a program that reads by the descriptors gets the bytes that a read
+//! returns.
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
@@ -15,10 +16,10 @@ use firn_log::{LogBacking, Setup, WhenClosed};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
-/// No host looks around by itself.
-const PATIENCE: Duration = Duration::from_secs(3600);
+/// So long that no host makes a new listing on its own.
+const VIEW_AGE_MAX: Duration = Duration::from_secs(3600);
 const FILE_BYTES: u64 = 3000;
-/// As much as is asked for at once.
+/// Limits that no list of these tests reaches.
 const ALL: LocateLimits = LocateLimits {
     parts_max: 100_000,
     files_max: 100,
@@ -26,12 +27,12 @@ const ALL: LocateLimits = LocateLimits {
 
 type Logged = LogBacking<DirBacking>;
 
-fn host(dir: &Path, name: &str, patience: Duration) -> Logged {
+fn host(dir: &Path, name: &str, view_age_max: Duration) -> Logged {
     let setup = Setup {
         host: name.to_owned(),
         chooses: Box::new(|_: &OsStr| true),
         is_alive: Box::new(|_| Ok(true)),
-        patience,
+        view_age_max,
         lag_max: Duration::ZERO,
         unit_bytes: 1024,
         when_closed: WhenClosed::Flatten,
@@ -76,7 +77,7 @@ fn read(host: &Logged, file: &<Logged as Volume>::File) -> Vec<u8> {
     bytes
 }
 
-/// A part of a file, and which bytes its descriptor gives.
+/// Reads each part of a list by its descriptor. Returns each offset with its bytes.
 fn bytes_of(located: &Located) -> Vec<(u64, Vec<u8>)> {
     let files: Vec<File> = located
         .files
@@ -93,7 +94,7 @@ fn bytes_of(located: &Located) -> Vec<(u64, Vec<u8>)> {
     located.parts.iter().filter_map(read).collect()
 }
 
-/// Goes through a file by lists with such limits; how many bytes they have.
+/// Compares the lists of a whole file with its bytes. Returns how many bytes the lists have.
 fn compare(
     host: &Logged,
     file: &<Logged as Volume>::File,
@@ -108,13 +109,13 @@ fn compare(
         let located = located.expect("a list");
         assert!(located.parts.len() <= limits.parts_max);
         assert!(located.files.len() <= limits.files_max);
-        assert!(located.until > Instant::now() + PATIENCE / 3);
+        assert!(located.until > Instant::now() + VIEW_AGE_MAX / 3);
         assert!(located.end > from);
         let has_to_be_asked = |part: &&firn_backing::LocatedPart| part.file.is_none();
-        let to_ask = located.parts.iter().find(has_to_be_asked);
-        // Otherwise the part would never be told.
-        assert!(to_ask.is_none_or(|part| part.offset > from));
-        let next = to_ask.map_or(located.end, |part| part.offset);
+        let asked = located.parts.iter().find(has_to_be_asked);
+        // A list that begins with such a part would never end.
+        assert!(asked.is_none_or(|part| part.offset > from));
+        let next = asked.map_or(located.end, |part| part.offset);
         let mut at = from;
         for (offset, found) in bytes_of(&located) {
             assert!(offset >= at);
@@ -138,28 +139,28 @@ fn is_read_only(located: &Located) -> bool {
     })
 }
 
-/// A list that a host was told, which has learnt of nothing since.
-struct Kept {
+/// A list that a host has, and that is still valid for it.
+struct KeptList {
     reader: usize,
     inode: <Logged as Volume>::Inode,
     changes: u64,
     list: Located,
     bytes: Vec<(u64, Vec<u8>)>,
-    /// The file is open all the time.
+    /// Keeps the file open.
     _file: <Logged as Volume>::File,
 }
 
-/// Proves S-direct-8, S-log-6: three hosts write, cut, punch and flatten; what one of them is told has the bytes that it
-/// reads, all that are not zero, and keeps them while others make the file flat.
+/// Proves S-direct-8, S-log-6: three hosts write, cut, punch and flatten. A list has the bytes that a read of its host
+/// returns, all that are not zero. It keeps them while others flatten the file.
 #[test]
 fn what_is_told_of_bytes_are_those_that_are_read() {
     let mut kept_count = 0;
     for seed in 0..40 {
         let dir = tempfile::tempdir().expect("a directory");
         let mut random = StdRng::seed_from_u64(seed);
-        let hosts = ["a", "b", "c"].map(|name| host(dir.path(), name, PATIENCE));
+        let hosts = ["a", "b", "c"].map(|name| host(dir.path(), name, VIEW_AGE_MAX));
         write(&hosts[0], 0, &[1; 10]);
-        let mut kept: Option<Kept> = None;
+        let mut kept: Option<KeptList> = None;
         for step in 0..40 {
             let at = random.random_range(0..hosts.len());
             let host = &hosts[at];
@@ -201,7 +202,7 @@ fn what_is_told_of_bytes_are_those_that_are_read() {
             let (inode, _) = hosts[reader]
                 .lookup(&hosts[reader].root(), OsStr::new("file"))
                 .expect("lookup");
-            kept = lists.pop().map(|list| Kept {
+            kept = lists.pop().map(|list| KeptList {
                 reader,
                 changes: hosts[reader].facts(&inode).changes_by_others,
                 inode,
@@ -214,7 +215,7 @@ fn what_is_told_of_bytes_are_those_that_are_read() {
     assert!(kept_count > 100, "{kept_count}");
 }
 
-/// The log of a host.
+/// Opens the log of a host.
 fn log_of(dir: &Path, host: &str) -> File {
     let containers = fs::read_dir(dir.join(".firn/log")).expect("list");
     let containers = containers.map(|entry| entry.expect("entry").path());
@@ -235,12 +236,12 @@ fn log_of(dir: &Path, host: &str) -> File {
     options.open(&logs[0]).expect("open a log")
 }
 
-/// Proves S-log-31: bytes of a damaged block are not told, and those of its neighbours are.
+/// Proves S-log-31: bytes of a damaged block are not listed, and those of its neighbours are.
 #[test]
 fn damaged_blocks_are_left_out() {
     let dir = tempfile::tempdir().expect("a directory");
-    let [writer, reader] = ["a", "b"].map(|name| host(dir.path(), name, PATIENCE));
-    // Three blocks, whose checksums are compared one by one.
+    let [writer, reader] = ["a", "b"].map(|name| host(dir.path(), name, VIEW_AGE_MAX));
+    // Three blocks, each with its own checksum.
     let block = 1 << 20;
     let bytes: Vec<u8> = (0..5 * block / 2).map(|n| (n % 251) as u8 + 1).collect();
     write(&writer, 0, &bytes);
@@ -261,12 +262,12 @@ fn damaged_blocks_are_left_out() {
     assert!(reader.read_at(&file, &mut buf, block as u64 + 5).is_err());
 }
 
-/// A flat file is one part, a file without names in logs is the kernel's, and what is about to be wrong is not
-/// told. A reader of the bytes of one host does not wait for the checksums of another's.
+/// A flat file is one part. A file that was never logged is left to the kernel. A list that would be valid for a short
+/// time only is not made. A reader of one host's bytes does not wait for the checksums of another host's.
 #[test]
 fn only_the_host_is_checked_whose_bytes_are_asked_for() {
     let dir = tempfile::tempdir().expect("a directory");
-    let hosts = ["a", "b", "c"].map(|name| host(dir.path(), name, PATIENCE));
+    let hosts = ["a", "b", "c"].map(|name| host(dir.path(), name, VIEW_AGE_MAX));
     for (offset, host) in (0..).step_by(100).zip([0, 1, 2, 0, 1, 2]) {
         write(&hosts[host], offset, &[host as u8 + 1; 100]);
     }
@@ -289,7 +290,7 @@ fn only_the_host_is_checked_whose_bytes_are_asked_for() {
         [own(150), later(200), own(300), own(400), later(500)]
     );
     assert_eq!(told(500), [own(500)]);
-    // Each change has a checksum of its own, and the one of 200 is not wanted yet.
+    // Each change has its own checksum. The one at 200 is not compared yet, because another host wrote it.
     let known = [own(0), own(100), later(200), own(300), own(400), own(500)];
     assert_eq!(told(0), known);
 }
@@ -297,7 +298,7 @@ fn only_the_host_is_checked_whose_bytes_are_asked_for() {
 #[test]
 fn what_is_told_depends_on_where_the_file_is_and_for_how_long() {
     let dir = tempfile::tempdir().expect("a directory");
-    let one = host(dir.path(), "a", PATIENCE);
+    let one = host(dir.path(), "a", VIEW_AGE_MAX);
     write(&one, 0, &[1; 1000]);
     write(&one, 3000, &[2; 1000]);
     let file = open(&one, Access::Read);
@@ -314,7 +315,7 @@ fn what_is_told_depends_on_where_the_file_is_and_for_how_long() {
     let beyond = one.locate(&file, 4000..u64::MAX, ALL).expect("locate");
     let beyond = beyond.expect("a list");
     assert_eq!((beyond.parts.len(), beyond.end), (0, u64::MAX));
-    // The writing process sees it by other ways.
+    // The process that writes reads its own bytes in another way.
     let writer = open(&one, Access::Write);
     assert!(one.locate(&writer, 0..10, ALL).expect("locate").is_none());
     let hasty = host(dir.path(), "b", Duration::from_millis(10));

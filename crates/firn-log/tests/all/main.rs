@@ -1,4 +1,4 @@
-//! All tests of `firn-log` but those beside its source, in one program.
+//! All tests of `firn-log` outside its source, in one program.
 
 mod backing;
 mod common;

@@ -1,20 +1,21 @@
-//! Random operations of three hosts on a few files, beside a model of what the order of changes promises; hosts are
-//! killed at any call, come back, and flatten at any time.
+//! Random operations of three hosts on a few files, compared with a model of the order of changes. Hosts are killed at
+//! any call and come back, and files are flattened at any time.
 //!
-//! The model knows which changes each change comes after: those of its own host before it, and those of others that were
-//! closed or synced before its host opened or synced the file. Each byte must be that of a change after which none
-//! comes that has the byte, and all hosts, and the flat file, must agree on which.
+//! The model knows which changes each change follows: the earlier ones of its own host, and those of other hosts that
+//! were closed or synced before its host opened or synced the file. Each byte must have the value of a change that no
+//! other change of the byte follows. All hosts, and the flat file, must agree on the value.
 //!
-//! Several hosts cut at the same time. A cut comes before all that begins when it has returned, and, as POSIX has it, after
-//! all that was there when it began; what is under way with it has its order with it. So that changes are under way at the
-//! same time, a call of one host stops now and then at one of its calls of the backing, while another one does what it
-//! wants.
+//! Several hosts cut at the same time. As POSIX demands, a cut follows all changes that existed when it began, and
+//! precedes all changes that begin after it returned. Its order with changes under way is free. To have changes under
+//! way at the same time, a call of one host sometimes stops at one of its calls of the backing while other hosts act.
 //!
-//! The same where listings of directories lag: a host need not learn of others before it has read them anew. What it reads
-//! until then is what the file once had, and nothing of what others write is lost by what it does. And the same where hosts
-//! are taken for dead, one and all, and go on.
+//! Variants
+//! * Listings of directories lag. A host need not see other hosts' changes before it lists anew. Until then it reads
+//!   what the file once had, and its changes lose nothing of what other hosts write.
+//! * Attributes and names of directories lag.
+//! * Live hosts are taken for dead, and go on.
 //!
-//! `FIRN_OPS` asks for more operations, `FIRN_SEED` for other seeds.
+//! `FIRN_OPS` sets a higher number of operations, `FIRN_SEED` another first seed.
 
 use std::collections::{HashMap, HashSet};
 use std::ffi::OsStr;
@@ -35,10 +36,12 @@ use rand::{RngExt, SeedableRng};
 const HOSTS: [&str; 3] = ["a", "b", "c"];
 const NAMES: [&str; 3] = ["x", "y", "z"];
 const FILE_BYTES: u64 = 400;
+/// Number of steps in one world.
 const STEPS: u64 = 80;
-/// Where listings lag, hosts read them anew after this many steps, and agree then.
+/// If listings lag, all hosts list anew once in this many steps, and must then agree.
 const LAG_STEPS: u32 = 6;
 
+/// Returns the seeds to run: `count` of them, or more if `FIRN_OPS` asks for more.
 fn seeds(count: u64) -> std::ops::Range<u64> {
     let number = |name: &str| std::env::var(name).ok()?.parse::<u64>().ok();
     let first = number("FIRN_SEED").unwrap_or(1);
@@ -46,51 +49,55 @@ fn seeds(count: u64) -> std::ops::Range<u64> {
     first..first + count.max(ops / STEPS)
 }
 
+/// A change of a file.
 #[derive(Clone, Debug)]
 enum Change {
-    /// All bytes have the number of the change.
+    /// write(2) of a range. All bytes have the number of the change.
     Write(std::ops::Range<u64>),
-    /// ftruncate(2), which cuts the file or makes it longer.
+    /// ftruncate(2), which cuts the file or extends it.
     SetLen(u64),
-    /// fallocate(2), which makes it longer at most.
+    /// fallocate(2), which only extends the file.
     Grow(u64),
-    /// The same, with bytes that become zeros.
+    /// fallocate(2) that zeros a range and keeps the length.
     Zero(std::ops::Range<u64>),
 }
 
-/// A change, and which of each host come before it.
+/// A change with its place in the order.
 #[derive(Clone, Debug)]
 struct Op {
     host: usize,
+    /// Number of the change among those of its host.
     number: usize,
+    /// How many changes of each host precede it.
     after: [usize; 3],
     change: Change,
     /// The value of its bytes.
     mark: u8,
-    /// It was made or not, or in part: its host died in it.
+    /// Whether the host died in the change, so that it may have been made in full, in part or not at all.
     is_doubtful: bool,
-    /// When it began and ended.
+    /// When it began and when it ended.
     time: std::ops::Range<u64>,
 }
 
-/// Whether hosts see what others have appended when they look.
+/// Whether a host sees all that other hosts have appended when it refreshes.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Looks {
+enum Visibility {
     Fresh,
     Lag,
 }
 
 impl Op {
-    fn is_before(&self, other: &Self, looks: Looks) -> bool {
+    /// Returns whether this change precedes `other`.
+    fn is_before(&self, other: &Self, looks: Visibility) -> bool {
         if self.host == other.host {
             return self.number < other.number;
         }
         if self.number < other.after[self.host] {
             return true;
         }
-        // A host sets a length by what it sees: one that has not seen the other change may have nothing to do.
+        // A host sets a length by what it sees. If it has not seen this change, it may have nothing to do.
         let is_seen = match other.change {
-            Change::SetLen(_) | Change::Grow(_) => looks == Looks::Fresh,
+            Change::SetLen(_) | Change::Grow(_) => looks == Visibility::Fresh,
             Change::Write(_) | Change::Zero(_) => true,
         };
         let is_earlier = self.time.end <= other.time.start;
@@ -101,8 +108,9 @@ impl Op {
         matches!(self.change, Change::SetLen(_))
     }
 
-    /// What it makes of a byte; none if nothing, and none of none if the file may end before it.
-    fn at(&self, offset: u64) -> Option<Option<u8>> {
+    /// Returns the value that the change gives to a byte: `None` if it does not change it, and `Some(None)` if the byte
+    /// becomes zero or is cut off.
+    fn value_at(&self, offset: u64) -> Option<Option<u8>> {
         match &self.change {
             Change::Write(range) => range.contains(&offset).then_some(Some(self.mark)),
             Change::Zero(range) => range.contains(&offset).then_some(None),
@@ -111,7 +119,7 @@ impl Op {
         }
     }
 
-    /// Least length of the file when the change was made.
+    /// Returns how long the change makes the file at least.
     fn end(&self) -> u64 {
         match &self.change {
             Change::Write(range) => range.end,
@@ -120,43 +128,51 @@ impl Op {
         }
     }
 
-    /// Whether it takes the byte before `end`.
+    /// Returns whether the change cuts the byte before `end`.
     fn cuts(&self, end: u64) -> bool {
         matches!(self.change, Change::SetLen(len) if len < end)
     }
 }
 
-/// What is known of one file.
+/// The changes of one file.
 #[derive(Default)]
 struct Model {
     ops: Vec<Op>,
-    /// Changes that were begun.
+    /// Number of changes that have begun.
     begun: u8,
+    /// Number of changes of each host.
     counts: [usize; 3],
-    /// Of each host, the changes that were closed or synced.
+    /// Number of changes of each host that were closed or synced.
     published: [usize; 3],
-    /// What the next change of each host comes after.
+    /// For each host, how many changes of each host precede its next change.
     known: [[usize; 3]; 3],
 }
 
-/// What a host knows when it begins a change.
-struct Begun {
+/// What is known when a change begins.
+struct ChangeStart {
     mark: u8,
     after: [usize; 3],
     at: u64,
 }
 
 impl Model {
-    fn begin(&mut self, host: usize, at: u64) -> Begun {
+    fn begin(&mut self, host: usize, at: u64) -> ChangeStart {
         self.begun += 1;
-        Begun {
+        ChangeStart {
             mark: self.begun,
             after: self.known[host],
             at,
         }
     }
 
-    fn add(&mut self, host: usize, change: Change, is_doubtful: bool, begun: &Begun, end: u64) {
+    fn add(
+        &mut self,
+        host: usize,
+        change: Change,
+        is_doubtful: bool,
+        begun: &ChangeStart,
+        end: u64,
+    ) {
         self.ops.push(Op {
             host,
             number: self.counts[host],
@@ -169,10 +185,12 @@ impl Model {
         self.counts[host] += 1;
     }
 
+    /// Publishes all changes of a host, as a close or sync does.
     fn publish(&mut self, host: usize) {
         self.published[host] = self.counts[host];
     }
 
+    /// Orders the next changes of a host after all published ones, as an open or sync does.
     fn learn(&mut self, host: usize) {
         for other in 0..HOSTS.len() {
             let known = &mut self.known[host][other];
@@ -180,11 +198,12 @@ impl Model {
         }
     }
 
-    /// Values that a byte may have; none is one after the end, or a hole.
-    fn candidates(&self, offset: u64, looks: Looks) -> Vec<Option<u8>> {
+    /// Returns the values that a byte may have. `None` stands for a byte beyond the end or in a hole.
+    fn allowed_values(&self, offset: u64, looks: Visibility) -> Vec<Option<u8>> {
         let ops = self.ops.iter();
-        let here: Vec<(&Op, Option<u8>)> =
-            ops.filter_map(|op| Some((op, op.at(offset)?))).collect();
+        let here: Vec<(&Op, Option<u8>)> = ops
+            .filter_map(|op| Some((op, op.value_at(offset)?)))
+            .collect();
         let certain = || here.iter().filter(|(op, _)| !op.is_doubtful);
         let is_last = |op: &Op| !certain().any(|(other, _)| op.is_before(other, looks));
         let mut values: Vec<Option<u8>> = here
@@ -198,8 +217,8 @@ impl Model {
         values
     }
 
-    /// Least length of the file: by the changes after which, for certain, no shorter cut comes.
-    fn least_len(&self, looks: Looks) -> u64 {
+    /// Returns the minimum length of the file: by the changes that certainly no shorter cut follows.
+    fn min_len(&self, looks: Visibility) -> u64 {
         let certain = self.ops.iter().filter(|op| !op.is_doubtful);
         let may_be_cut = |op: &Op| {
             let cuts = self.ops.iter().filter(|other| other.cuts(op.end()));
@@ -209,8 +228,8 @@ impl Model {
         stays.map(Op::end).max().unwrap_or(0)
     }
 
-    /// Greatest length: by the changes that no cut took for certain.
-    fn most_len(&self, looks: Looks) -> u64 {
+    /// Returns the maximum length of the file: by the changes that may have escaped all cuts.
+    fn max_len(&self, looks: Visibility) -> u64 {
         let left = |op: &Op| {
             let cuts = self.ops.iter().filter(|other| !other.is_doubtful);
             let later = cuts.filter(|other| other.cuts(op.end()) && op.is_before(other, looks));
@@ -219,14 +238,19 @@ impl Model {
         self.ops.iter().map(left).max().unwrap_or(0)
     }
 
-    /// Whether a byte once had this value, or may have been a hole or cut off.
-    fn knows(&self, offset: u64, byte: u8) -> bool {
-        byte == 0 || self.ops.iter().any(|op| op.at(offset) == Some(Some(byte)))
+    /// Returns whether a byte may have had this value at some time.
+    fn may_have_been(&self, offset: u64, byte: u8) -> bool {
+        byte == 0
+            || self
+                .ops
+                .iter()
+                .any(|op| op.value_at(offset) == Some(Some(byte)))
     }
 
-    fn check(&self, bytes: &[u8], looks: Looks) -> Result<(), String> {
+    /// Fails if the file must not have these bytes.
+    fn check(&self, bytes: &[u8], looks: Visibility) -> Result<(), String> {
         let len = bytes.len() as u64;
-        let allowed = self.least_len(looks)..=self.most_len(looks);
+        let allowed = self.min_len(looks)..=self.max_len(looks);
         if !allowed.contains(&len) {
             return Err(format!("{len} bytes, and {allowed:?} are allowed"));
         }
@@ -235,10 +259,10 @@ impl Model {
                 .get(offset as usize)
                 .copied()
                 .filter(|byte| *byte != 0);
-            let candidates = self.candidates(offset, looks);
-            if !candidates.contains(&found) {
+            let allowed_values = self.allowed_values(offset, looks);
+            if !allowed_values.contains(&found) {
                 return Err(format!(
-                    "byte {offset} is {found:?}, not one of {candidates:?}"
+                    "byte {offset} is {found:?}, not one of {allowed_values:?}"
                 ));
             }
         }
@@ -252,58 +276,58 @@ type File<G> = <Logged<G> as Volume>::File;
 struct Host<G: Ground> {
     ground: G,
     backing: Arc<Logged<G>>,
-    /// With the inode number of the file.
+    /// The open files, each with its inode number.
     open: Vec<(u64, Arc<File<G>>)>,
 }
 
-/// What is not as it should be.
+/// What disturbs the hosts.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Trouble {
+enum Disturbance {
     None,
     /// Listings of directories lag.
     Lag,
-    /// Attributes lag, and names of directories.
-    Behind,
-    /// Hosts are taken for dead that are not.
+    /// Attributes and names of directories lag.
+    AttributeLag,
+    /// Live hosts are taken for dead.
     Stall,
 }
 
 struct World<G: Ground> {
     seed: u64,
-    /// Grows from event to event.
+    /// Logical time, raised by each event.
     time: u64,
-    /// A host is in the midst of a call.
-    is_within: bool,
-    /// How often that was so.
-    met: u64,
-    trouble: Trouble,
-    /// How often a host saw less for that.
-    outdated: u64,
+    /// Whether a host is stopped inside a call.
+    is_in_call: bool,
+    /// How often a host was stopped inside a call while others acted.
+    interleaved_calls: u64,
+    disturbance: Disturbance,
+    /// How often a host read an old state because listings lag.
+    stale_reads: u64,
     random: StdRng,
     ground: G,
-    /// The ground as it is without logs.
+    /// The disks without logs.
     plain: G::Base,
     alive: Arc<Mutex<HashSet<String>>>,
     hosts: Vec<Host<G>>,
     names: HashMap<&'static str, u64>,
-    /// By inode number.
+    /// The models, by inode number of the file.
     models: HashMap<u64, Model>,
     steps: Vec<String>,
 }
 
 impl<G: Ground> World<G> {
-    fn new(seed: u64, trouble: Trouble) -> Self {
+    fn new(seed: u64, disturbance: Disturbance) -> Self {
         let ground = G::new();
         let alive: HashSet<String> = HOSTS.map(String::from).into();
         let alive = Arc::new(Mutex::new(alive));
-        let hosts = HOSTS.map(|name| begin_host(&ground, name, &alive, trouble));
+        let hosts = HOSTS.map(|name| begin_host(&ground, name, &alive, disturbance));
         Self {
             seed,
             time: 0,
-            is_within: false,
-            met: 0,
-            trouble,
-            outdated: 0,
+            is_in_call: false,
+            interleaved_calls: 0,
+            disturbance,
+            stale_reads: 0,
             random: StdRng::seed_from_u64(seed),
             plain: ground.open("plain"),
             ground,
@@ -315,6 +339,7 @@ impl<G: Ground> World<G> {
         }
     }
 
+    /// Fails the test with the seed and all steps.
     fn fail(&self, what: &str) -> ! {
         let steps = self.steps.join("\n");
         panic!("seed {}: {what}; after\n{steps}", self.seed);
@@ -329,14 +354,14 @@ impl<G: Ground> World<G> {
     }
 
     fn lags(&self) -> bool {
-        self.trouble == Trouble::Lag
+        self.disturbance == Disturbance::Lag
     }
 
-    fn looks(&self) -> Looks {
+    fn looks(&self) -> Visibility {
         if self.lags() {
-            Looks::Lag
+            Visibility::Lag
         } else {
-            Looks::Fresh
+            Visibility::Fresh
         }
     }
 
@@ -345,7 +370,7 @@ impl<G: Ground> World<G> {
         self.time
     }
 
-    /// Makes a call of a host. Now and then it stops at one of its calls of the backing, and other hosts do something.
+    /// Makes a call of a host. Sometimes the call stops at one of its calls of the backing while other hosts act.
     fn call<T: Send>(
         &mut self,
         host: usize,
@@ -355,7 +380,7 @@ impl<G: Ground> World<G> {
         Logged<G>: Send + Sync,
     {
         let backing = Arc::clone(&self.hosts[host].backing);
-        if self.is_within || self.lags() || self.random.random_ratio(2, 3) {
+        if self.is_in_call || self.lags() || self.random.random_ratio(2, 3) {
             return call(&backing);
         }
         let calls = self.random.random_range(1..30);
@@ -369,22 +394,22 @@ impl<G: Ground> World<G> {
                 std::thread::yield_now();
             }
             if hang.is_reached() {
-                self.is_within = true;
-                self.met += 1;
+                self.is_in_call = true;
+                self.interleaved_calls += 1;
                 self.note(format!("{} is at its call {calls}", HOSTS[host]));
                 for _ in 0..self.random.random_range(1..5) {
                     let other = (host + self.random.random_range(1..3)) % HOSTS.len();
                     self.act(other);
                 }
                 self.note(format!("{} goes on", HOSTS[host]));
-                self.is_within = false;
+                self.is_in_call = false;
             }
             drop(hang);
             called.join().expect("a call")
         })
     }
 
-    /// What a host does while another one is in the midst of a call.
+    /// Makes a host act while another one is stopped inside a call.
     fn act(&mut self, host: usize) {
         match self.random.random_range(0..8) {
             0 => self.open(host),
@@ -394,8 +419,8 @@ impl<G: Ground> World<G> {
         }
     }
 
-    /// Others take a host for dead that they took to live, or see it again.
-    fn stall(&mut self) {
+    /// Makes a live host count as dead, or alive again.
+    fn toggle_alive(&mut self) {
         let host = HOSTS[self.random.random_range(0..HOSTS.len())];
         let was_alive = self.alive.lock().remove(host);
         if !was_alive {
@@ -405,8 +430,8 @@ impl<G: Ground> World<G> {
     }
 
     fn step(&mut self) {
-        if self.trouble == Trouble::Stall && self.random.random_ratio(1, 8) {
-            self.stall();
+        if self.disturbance == Disturbance::Stall && self.random.random_ratio(1, 8) {
+            self.toggle_alive();
         }
         let host = self.random.random_range(0..HOSTS.len());
         let dies = self.random.random_ratio(1, 25);
@@ -429,8 +454,8 @@ impl<G: Ground> World<G> {
         self.check_step();
     }
 
-    /// None if the host died in it.
-    fn done<T>(&mut self, host: usize, what: &str, outcome: Result<T, Errno>) -> Option<T> {
+    /// Returns the value of a result, or `None` if the host died in the call. Any other error fails the test.
+    fn expect_alive<T>(&mut self, host: usize, what: &str, outcome: Result<T, Errno>) -> Option<T> {
         let is_dead = self.hosts[host].ground.is_dead();
         match outcome {
             Ok(value) => Some(value),
@@ -439,8 +464,8 @@ impl<G: Ground> World<G> {
         }
     }
 
-    /// Whether the host reads all listings anew from here on.
-    fn begin_look(&mut self, host: usize) -> bool {
+    /// If listings lag, makes the host list anew from now on, or not. Returns whether it does.
+    fn begin_fresh_listings(&mut self, host: usize) -> bool {
         let looks = !self.lags() || self.random.random();
         if looks {
             self.hosts[host].ground.set_listing_lag(None);
@@ -448,8 +473,8 @@ impl<G: Ground> World<G> {
         looks
     }
 
-    /// Whether listings lag again for the host.
-    fn end_look(&mut self, host: usize) {
+    /// Makes the host's listings lag again, if they lag in this world.
+    fn restore_lag(&mut self, host: usize) {
         if self.lags() {
             let seed = self.random.random();
             self.hosts[host].ground.set_listing_lag(Some(seed));
@@ -458,7 +483,7 @@ impl<G: Ground> World<G> {
 
     fn open(&mut self, host: usize) {
         let name = self.name();
-        let looks = self.begin_look(host);
+        let looks = self.begin_fresh_listings(host);
         self.note(format!("{} opens {name}, looks: {looks}", HOSTS[host]));
         let truncates = self.random.random_ratio(1, 4);
         let opened = {
@@ -477,7 +502,7 @@ impl<G: Ground> World<G> {
                 Err(error) => Err(error),
             }
         };
-        if let Some((ino, file)) = self.done(host, "open", opened) {
+        if let Some((ino, file)) = self.expect_alive(host, "open", opened) {
             self.names.insert(name, ino);
             let model = self.models.entry(ino).or_default();
             if looks {
@@ -485,22 +510,22 @@ impl<G: Ground> World<G> {
             }
             let file = Arc::new(file);
             self.hosts[host].open.push((ino, Arc::clone(&file)));
-            // O_TRUNC.
+            // An open with O_TRUNC.
             if truncates {
-                self.make(host, ino, &file, Change::SetLen(0));
+                self.apply_change(host, ino, &file, Change::SetLen(0));
             }
         }
-        self.end_look(host);
+        self.restore_lag(host);
     }
 
-    /// One of the files that a host has open.
-    fn opened(&mut self, host: usize) -> Option<usize> {
+    /// Chooses one of the files that a host has open.
+    fn choose_open(&mut self, host: usize) -> Option<usize> {
         let count = self.hosts[host].open.len();
         (count > 0).then(|| self.random.random_range(0..count))
     }
 
     fn change(&mut self, host: usize) {
-        let Some(opened) = self.opened(host) else {
+        let Some(opened) = self.choose_open(host) else {
             return;
         };
         let ino = self.hosts[host].open[opened].0;
@@ -513,7 +538,7 @@ impl<G: Ground> World<G> {
         let change = match self.random.random_range(0..20) {
             0..4 => Change::SetLen(start),
             4 => Change::SetLen(0),
-            // To the length that this host sees, as all ranks do at the end.
+            // The length that this host sees, as all ranks set it at the end of a job.
             5 | 6 => match self.hosts[host].backing.attr_of_file(&file) {
                 Ok(attr) => Change::SetLen(attr.size),
                 Err(_) => return,
@@ -522,10 +547,11 @@ impl<G: Ground> World<G> {
             8 => Change::Zero(start..end),
             _ => Change::Write(start..end),
         };
-        self.make(host, ino, &file, change);
+        self.apply_change(host, ino, &file, change);
     }
 
-    fn make(&mut self, host: usize, ino: u64, file: &Arc<File<G>>, change: Change) {
+    /// Makes a change on a host and adds it to the model.
+    fn apply_change(&mut self, host: usize, ino: u64, file: &Arc<File<G>>, change: Change) {
         self.note(format!("{} makes {change:?} to {ino}", HOSTS[host]));
         let now = self.now();
         let model = self.models.get_mut(&ino).expect("known");
@@ -550,8 +576,8 @@ impl<G: Ground> World<G> {
             }
         };
         let is_refused = outcome == Err(Errno::INVAL) && matches!(change, Change::Grow(0));
-        let is_doubtful = !is_refused && self.done(host, "a change", outcome).is_none();
-        // Bytes beyond the end that the host sees stay as they are.
+        let is_doubtful = !is_refused && self.expect_alive(host, "a change", outcome).is_none();
+        // A zeroed range may end at the length that the host sees, so bytes beyond it may keep their values.
         let is_doubtful = is_doubtful || matches!(change, Change::Zero(_));
         let end = self.now();
         let model = self.models.get_mut(&ino).expect("known");
@@ -559,27 +585,27 @@ impl<G: Ground> World<G> {
     }
 
     fn sync(&mut self, host: usize) {
-        let Some(opened) = self.opened(host) else {
+        let Some(opened) = self.choose_open(host) else {
             return;
         };
-        let looks = self.begin_look(host);
+        let looks = self.begin_fresh_listings(host);
         let Host { backing, open, .. } = &self.hosts[host];
         let (ino, file) = &open[opened];
         let ino = *ino;
         let outcome = backing.sync(file, false);
         self.note(format!("{} syncs {ino}, looks: {looks}", HOSTS[host]));
-        if self.done(host, "sync", outcome).is_some() {
+        if self.expect_alive(host, "sync", outcome).is_some() {
             let model = self.models.get_mut(&ino).expect("known");
             model.publish(host);
             if looks {
                 model.learn(host);
             }
         }
-        self.end_look(host);
+        self.restore_lag(host);
     }
 
     fn close(&mut self, host: usize) {
-        let Some(opened) = self.opened(host) else {
+        let Some(opened) = self.choose_open(host) else {
             return;
         };
         let (ino, file) = self.hosts[host].open.swap_remove(opened);
@@ -594,7 +620,7 @@ impl<G: Ground> World<G> {
         self.note(format!("{} settles", HOSTS[host]));
         let left = self.hosts[host].backing.settle();
         let outcome = left.error.map_or(Ok(()), Err);
-        self.done(host, "settle", outcome);
+        self.expect_alive(host, "settle", outcome);
     }
 
     fn rename(&mut self, host: usize) {
@@ -609,7 +635,7 @@ impl<G: Ground> World<G> {
         let from_name = OsStr::new(from);
         let to_name = OsStr::new(to);
         let outcome = backing.rename(&root, from_name, &root, to_name, RenameFlags::empty());
-        self.end_naming(host, outcome);
+        self.finish_naming(host, outcome);
     }
 
     fn unlink(&mut self, host: usize) {
@@ -618,24 +644,24 @@ impl<G: Ground> World<G> {
         self.close_elsewhere(host, name);
         let backing = &self.hosts[host].backing;
         let outcome = backing.unlink(&backing.root(), OsStr::new(name));
-        self.end_naming(host, outcome);
+        self.finish_naming(host, outcome);
     }
 
-    /// Other hosts close what is to lose its name: what they read of it afterwards is not promised.
+    /// Closes a file on all other hosts before it loses its name. No promise covers later reads through them.
     fn close_elsewhere(&mut self, host: usize, name: &str) {
-        let Some(&doomed) = self.names.get(name) else {
+        let Some(&removed_ino) = self.names.get(name) else {
             return;
         };
         for (number, other) in self.hosts.iter_mut().enumerate() {
             if number != host {
-                other.open.retain(|(ino, _)| *ino != doomed);
+                other.open.retain(|(ino, _)| *ino != removed_ino);
             }
         }
     }
 
-    fn end_naming(&mut self, host: usize, outcome: Result<(), Errno>) {
+    fn finish_naming(&mut self, host: usize, outcome: Result<(), Errno>) {
         if outcome != Err(Errno::NOENT) {
-            self.done(host, "a change of names", outcome);
+            self.expect_alive(host, "a change of names", outcome);
         }
         self.names.clear();
         for name in NAMES {
@@ -645,7 +671,7 @@ impl<G: Ground> World<G> {
         }
     }
 
-    /// Its processes end, and it comes back.
+    /// Kills a host and starts it again.
     fn kill(&mut self, host: usize) {
         let name = HOSTS[host];
         self.note(format!("{name} dies"));
@@ -656,25 +682,25 @@ impl<G: Ground> World<G> {
             self.settle(other);
         }
         self.alive.lock().insert(name.into());
-        self.hosts[host] = begin_host(&self.ground, name, &self.alive, self.trouble);
-        self.end_look(host);
-        self.end_naming(host, Ok(()));
+        self.hosts[host] = begin_host(&self.ground, name, &self.alive, self.disturbance);
+        self.restore_lag(host);
+        self.finish_naming(host, Ok(()));
     }
 
     fn check_step(&mut self) {
         if !self.lags() {
             return self.check();
         }
-        self.glance();
+        self.check_stale_read();
         if self.random.random_ratio(1, LAG_STEPS) {
             (0..HOSTS.len()).for_each(|host| self.hosts[host].ground.set_listing_lag(None));
             self.check();
-            (0..HOSTS.len()).for_each(|host| self.end_look(host));
+            (0..HOSTS.len()).for_each(|host| self.restore_lag(host));
         }
     }
 
-    /// What a host reads by old listings is not made up.
-    fn glance(&mut self) {
+    /// Checks that a host that reads old listings reads only values that the bytes once had.
+    fn check_stale_read(&mut self) {
         let name = self.name();
         let host = self.random.random_range(0..HOSTS.len());
         let bytes = match read_unchecked(&*self.hosts[host].backing, name) {
@@ -686,14 +712,14 @@ impl<G: Ground> World<G> {
             return;
         };
         for (offset, byte) in (0..).zip(&bytes) {
-            if !model.knows(offset, *byte) {
+            if !model.may_have_been(offset, *byte) {
                 self.fail(&format!("{name}: byte {offset} never was {byte}"));
             }
         }
-        self.outdated += u64::from(model.check(&bytes, Looks::Lag).is_err());
+        self.stale_reads += u64::from(model.check(&bytes, Visibility::Lag).is_err());
     }
 
-    /// All hosts see the same bytes of a file, and the model allows them.
+    /// Checks that two hosts read the same bytes of each file, and that the model allows them.
     fn check(&mut self) {
         for name in NAMES {
             let reader = self.random.random_range(0..HOSTS.len());
@@ -722,7 +748,7 @@ impl<G: Ground> World<G> {
         }
     }
 
-    /// Everything is closed, flattened, and ordinary.
+    /// Closes and flattens all files, and checks the plain files and that no container is left.
     fn end(mut self) {
         for host in &mut self.hosts {
             host.ground.set_listing_lag(None);
@@ -730,7 +756,7 @@ impl<G: Ground> World<G> {
         }
         self.alive.lock().extend(HOSTS.map(String::from));
         let expected = NAMES.map(|name| self.read(0, name));
-        // The next open ends what a dead host left.
+        // The next open finishes what dead hosts left.
         for (name, ino) in self.names.clone() {
             let backing = &self.hosts[0].backing;
             let (inode, attr) = backing
@@ -750,17 +776,17 @@ impl<G: Ground> World<G> {
                 self.fail(&format!("{name}, flat: {found:?}, {expected:?}"));
             }
         }
-        // Each host ends what it was at when it died.
+        // Each host finishes the removals in which it died.
         for host in &self.hosts {
             host.backing.end_removals().expect("end");
         }
         let orphans = self.hosts[0].backing.find_orphans().expect("find");
-        // A host that removes a file without having seen its logs does not mark them for removal.
+        // A host that removes a file without having seen its logs does not mark them.
         assert!(self.lags() || orphans.lost.is_empty(), "{orphans:?}");
-        let mut left = containers(&self.plain);
-        left.retain(|name| !orphans.lost.contains(name));
-        if !left.is_empty() {
-            self.fail(&format!("left: {left:?}"));
+        let mut remaining = containers(&self.plain);
+        remaining.retain(|name| !orphans.lost.contains(name));
+        if !remaining.is_empty() {
+            self.fail(&format!("left: {remaining:?}"));
         }
         for name in orphans.lost {
             let is_of = |ino: &u64| name.starts_with(&format!("{ino:016x}-"));
@@ -776,10 +802,10 @@ fn begin_host<G: Ground>(
     ground: &G,
     name: &str,
     alive: &Arc<Mutex<HashSet<String>>>,
-    trouble: Trouble,
+    disturbance: Disturbance,
 ) -> Host<G> {
     let ground = ground.another_process();
-    if trouble == Trouble::Behind {
+    if disturbance == Disturbance::AttributeLag {
         ground.set_attribute_lag(xxhash_rust::xxh3::xxh3_64(name.as_bytes()));
     }
     let alive = Arc::clone(alive);
@@ -787,11 +813,11 @@ fn begin_host<G: Ground>(
         host: name.to_owned(),
         chooses: Box::new(|_: &OsStr| true),
         is_alive: Box::new(move |host| Ok(alive.lock().contains(host))),
-        patience: Duration::ZERO,
-        // A host that is dead waits for the backing, too.
-        lag_max: match trouble {
-            Trouble::Behind => Duration::from_millis(100),
-            Trouble::None | Trouble::Lag | Trouble::Stall => Duration::ZERO,
+        view_age_max: Duration::ZERO,
+        // A dead host waits for the backing too, so the time is short.
+        lag_max: match disturbance {
+            Disturbance::AttributeLag => Duration::from_millis(100),
+            Disturbance::None | Disturbance::Lag | Disturbance::Stall => Duration::ZERO,
         },
         unit_bytes: 100,
         when_closed: WhenClosed::Flatten,
@@ -799,7 +825,7 @@ fn begin_host<G: Ground>(
     };
     let backing = LogBacking::open(ground.open(name), setup).expect("open");
     Host {
-        // Little, so that indexes are sorted.
+        // Little memory, so that indexes are sorted.
         backing: Arc::new(backing.with_memory(64 << 10)),
         ground,
         open: Vec::new(),
@@ -809,11 +835,11 @@ fn begin_host<G: Ground>(
 /// Proves S-log-35.
 #[test]
 fn hosts_agree_on_what_the_order_of_changes_allows() {
-    let worlds = seeds(100).map(|seed| run_world::<SimBacking>(seed, Trouble::None));
-    let met: u64 = worlds.map(|ran| ran.met).sum();
+    let worlds = seeds(100).map(|seed| run_world::<SimBacking>(seed, Disturbance::None));
+    let interleaved_calls: u64 = worlds.map(|counts| counts.interleaved_calls).sum();
     assert!(
-        met > 100,
-        "{met}: no changes were under way at the same time"
+        interleaved_calls > 100,
+        "{interleaved_calls}: no changes were under way at the same time"
     );
 }
 
@@ -821,23 +847,23 @@ fn hosts_agree_on_what_the_order_of_changes_allows() {
 #[test]
 fn hosts_agree_where_their_logs_lie_in_lanes() {
     for seed in seeds(60) {
-        run_world::<SimLanes>(seed, Trouble::None);
+        run_world::<SimLanes>(seed, Disturbance::None);
     }
 }
 
 /// Proves S-log-39.
 #[test]
 fn hosts_agree_once_they_have_read_the_directories_anew() {
-    let worlds = seeds(100).map(|seed| run_world::<SimBacking>(seed, Trouble::Lag));
-    let outdated: u64 = worlds.map(|ran| ran.outdated).sum();
-    assert!(outdated > 20, "{outdated}: the listings did not lag");
+    let worlds = seeds(100).map(|seed| run_world::<SimBacking>(seed, Disturbance::Lag));
+    let stale_reads: u64 = worlds.map(|counts| counts.stale_reads).sum();
+    assert!(stale_reads > 20, "{stale_reads}: the listings did not lag");
 }
 
 /// Proves S-log-72.
 #[test]
 fn hosts_agree_where_the_backing_is_a_moment_behind() {
     for seed in seeds(60) {
-        run_world::<SimBacking>(seed, Trouble::Behind);
+        run_world::<SimBacking>(seed, Disturbance::AttributeLag);
     }
 }
 
@@ -845,30 +871,30 @@ fn hosts_agree_where_the_backing_is_a_moment_behind() {
 #[test]
 fn hosts_that_are_taken_for_dead_lose_nothing() {
     for seed in seeds(100) {
-        run_world::<SimBacking>(seed, Trouble::Stall);
+        run_world::<SimBacking>(seed, Disturbance::Stall);
     }
 }
 
-/// What has happened in a world.
-struct Ran {
-    /// How often a host saw less than others because listings lag.
-    outdated: u64,
-    /// How often one was in the midst of a call when others did something.
-    met: u64,
+/// Counts of what happened in a world.
+struct WorldCounts {
+    /// How often a host read an old state because listings lag.
+    stale_reads: u64,
+    /// How often a host was stopped inside a call while others acted.
+    interleaved_calls: u64,
 }
 
-fn run_world<G: Ground>(seed: u64, trouble: Trouble) -> Ran {
-    let mut world = World::<G>::new(seed, trouble);
+fn run_world<G: Ground>(seed: u64, disturbance: Disturbance) -> WorldCounts {
+    let mut world = World::<G>::new(seed, disturbance);
     if world.lags() {
-        (0..HOSTS.len()).for_each(|host| world.end_look(host));
+        (0..HOSTS.len()).for_each(|host| world.restore_lag(host));
     }
     for _ in 0..STEPS {
         world.step();
     }
-    let ran = Ran {
-        outdated: world.outdated,
-        met: world.met,
+    let counts = WorldCounts {
+        stale_reads: world.stale_reads,
+        interleaved_calls: world.interleaved_calls,
     };
     world.end();
-    ran
+    counts
 }

@@ -1,4 +1,5 @@
-//! Hosts that die while they remove a file in logs, or its container: another one ends it, and nothing that is in use goes.
+//! Hosts die while they remove a logged file or its container. Another host finishes the removal, and nothing that is
+//! in use is removed.
 
 use std::collections::HashSet;
 use std::ffi::OsStr;
@@ -20,17 +21,17 @@ type File = <Logged as Volume>::File;
 
 const DATA: &[u8] = b"what is in the logs of x";
 
-/// What `b` does.
+/// A part of a test in which `b` acts.
 type Work<'a> = &'a dyn Fn(&mut World);
 
-/// Two hosts over one disk, with the file `x` in logs of `b`.
+/// Two hosts over one disk, and the file `x` with bytes in logs of `b`.
 struct World {
     disk: SimBacking,
     disk_of_b: SimBacking,
     living: Arc<Mutex<HashSet<&'static str>>>,
     a: Logged,
     b: Logged,
-    /// Which `b` has open.
+    /// The file, if `b` has it open.
     file: Option<File>,
 }
 
@@ -44,7 +45,7 @@ impl World {
             disk.mkdir(&suite::own_caller(), &root, OsStr::new(name), 0o755)
                 .expect("mkdir");
         }
-        // What shows that a host was there.
+        // The host directories show that the hosts were there.
         for host in ["a", "b"] {
             make_host_dir(&disk, host).expect("make");
         }
@@ -73,7 +74,7 @@ impl World {
         self.disk_of_b.begin_new_process();
     }
 
-    /// The same at one of its next calls, in which `work` makes it die.
+    /// Lets `b` die at one of its next calls, which `work` makes.
     fn b_dies_in(&mut self, call: u64, work: &dyn Fn(&Logged)) {
         self.disk_of_b.crash_at(self.disk_of_b.steps() + call);
         work(&self.b);
@@ -81,7 +82,7 @@ impl World {
         self.b_dies();
     }
 
-    /// The file is whole, and its logs are there as long as they are needed; or nothing is left of it.
+    /// Checks that the file has all of its bytes, with logs as long as they are needed, or that nothing is left of it.
     fn assert_whole_or_gone(&self, name: &str, at: u64) {
         let found = self.a.lookup(&self.a.root(), OsStr::new(name));
         match found {
@@ -104,7 +105,7 @@ fn logged(disk: &SimBacking, host: &str, living: &Arc<Mutex<HashSet<&'static str
         host: host.to_owned(),
         chooses: Box::new(|_: &OsStr| true),
         is_alive: Box::new(move |host| Ok(living.lock().contains(host))),
-        patience: Duration::ZERO,
+        view_age_max: Duration::ZERO,
         lag_max: Duration::ZERO,
         unit_bytes: 4 << 10,
         when_closed: WhenClosed::Keep,
@@ -121,7 +122,7 @@ fn read(host: &Logged, inode: &<Logged as Volume>::Inode) -> Vec<u8> {
     bytes
 }
 
-/// Calls that a host makes in some work.
+/// Counts the calls that a host makes in some work.
 fn count_calls(work: &dyn Fn(&Logged)) -> u64 {
     let world = World::new();
     let before = world.disk_of_b.steps();
@@ -130,12 +131,12 @@ fn count_calls(work: &dyn Fn(&Logged)) -> u64 {
 }
 
 fn unlink(host: &Logged) {
-    // The host dies in it, or the result does not matter.
+    // The host dies in this, or the result does not matter.
     let _ = host.unlink(&host.root(), OsStr::new("x"));
     let _ = host.settle();
 }
 
-/// Another file takes its name.
+/// Gives the name of the file to another file.
 fn replace(host: &Logged) {
     let root = host.root();
     let made = host.create(&suite::own_caller(), &root, OsStr::new("new"), 0o644);
@@ -145,7 +146,7 @@ fn replace(host: &Logged) {
     let _ = host.settle();
 }
 
-/// Proves S-log-71: a host dies at each call of a removal, and one that lives ends it.
+/// Proves S-log-71: a host dies at each call of a removal in turn, and a live host finishes the removal.
 #[test]
 fn a_host_that_lives_ends_the_removal_in_which_another_one_died() {
     for at in 1..=count_calls(&unlink) {
@@ -156,7 +157,7 @@ fn a_host_that_lives_ends_the_removal_in_which_another_one_died() {
     }
 }
 
-/// Proves S-log-71, where another file takes the name.
+/// Proves S-log-71, for a file whose name another file takes.
 #[test]
 fn a_host_that_lives_ends_the_replacement_in_which_another_one_died() {
     for at in 1..=count_calls(&replace) {
@@ -173,7 +174,7 @@ fn a_host_that_lives_ends_the_replacement_in_which_another_one_died() {
     }
 }
 
-/// Proves S-log-71: a host dies at each call of a flattening, the removal of the container included.
+/// Proves S-log-71: a host dies at each call of a flattening in turn, including the removal of the container.
 #[test]
 fn what_is_left_of_a_container_goes_with_the_host_that_died() {
     let flatten = |host: &Logged| {
@@ -201,7 +202,7 @@ fn what_is_left_of_a_container_goes_with_the_host_that_died() {
     assert!(retired > 0, "it never died in the removal of a container");
 }
 
-/// Proves S-log-71: the same host comes back.
+/// Proves S-log-71: the host that died comes back.
 #[test]
 fn a_host_that_comes_back_ends_the_removal_in_which_it_died() {
     for at in 1..=count_calls(&unlink) {
@@ -214,8 +215,8 @@ fn a_host_that_comes_back_ends_the_removal_in_which_it_died() {
     }
 }
 
-/// Proves S-log-71: a host dies while it writes or flattens a file, and removes it as the first thing when it is back, as it does
-/// with what a transaction had made. Logs that are flat had no mark, and were kept as those of a file that is lost.
+/// Proves S-log-71: a host dies while it writes or flattens a file. When it is back, it first removes the file, as it
+/// does with files of a transaction. Flat logs had no mark then, and were kept as those of a lost file.
 #[test]
 fn regression_a_host_that_comes_back_and_removes_a_file_leaves_nothing_of_its_logs() {
     let write = |world: &mut World| {
@@ -269,7 +270,8 @@ fn regression_a_host_that_comes_back_and_removes_a_file_leaves_nothing_of_its_lo
     }
 }
 
-/// Proves S-log-71: a host dies at each call of the removal of a file that it has open, while it makes the first logs of the file.
+/// Proves S-log-71: a host removes a file that it has open, while it makes the first logs of the file. It dies at each
+/// call of the removal in turn.
 #[test]
 fn regression_logs_that_are_made_while_a_file_is_removed_go_with_it() {
     let begin = || {
@@ -302,7 +304,7 @@ fn regression_logs_that_are_made_while_a_file_is_removed_go_with_it() {
             let file = world.file.as_ref().expect("open");
             let wrote = world.b.write_at(file, &[IoSlice::new(DATA)], 0);
             assert_eq!(wrote, Ok(DATA.len()), "call {at}");
-            // It dies here.
+            // The host dies here.
             world.disk_of_b.crash_at(0);
             hang.release();
             removing.join().expect("no panic");
@@ -315,7 +317,7 @@ fn regression_logs_that_are_made_while_a_file_is_removed_go_with_it() {
     }
 }
 
-/// Proves S-log-71: a flattening of all files is not held up by them, and does not report them.
+/// Proves S-log-71: removals do not delay a flattening of all files, which does not report them either.
 #[test]
 fn a_flattening_of_all_files_ends_removals_too() {
     for at in 1..=count_calls(&unlink) {
@@ -341,7 +343,7 @@ fn a_removal_of_a_host_that_lives_is_left_to_it() {
             hang.release();
             removing.join().expect("no panic");
         });
-        // It has the file open still.
+        // The host still has the file open.
         let mut bytes = vec![0; DATA.len()];
         let file = world.file.as_ref().expect("open");
         let count = world.b.read_at(file, &mut bytes, 0);
@@ -353,10 +355,11 @@ fn a_removal_of_a_host_that_lives_is_left_to_it() {
     }
 }
 
-/// A host died before it removed the name, and while another one looks for the file it is renamed: its logs stay.
+/// A host dies before it removes the name. While another host searches for the file, the file is renamed. Its logs
+/// stay.
 #[test]
 fn a_file_that_moves_while_it_is_searched_keeps_its_logs() {
-    /// A world in which `b` died before it removed the name of `dir/x`.
+    /// Makes a world in which `b` died before it removed the name of `dir/x`.
     fn begin() -> World {
         let mut world = World::new();
         rename(&world.disk, ("", "x"), ("dir", "x"));

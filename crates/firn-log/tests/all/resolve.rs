@@ -1,5 +1,5 @@
-//! The bytes that an index gives, beside a file in memory to which the same changes are made in their order: each as far as
-//! no cut that had seen it is shorter.
+//! The resolver compared with a reference: the same changes are made in their order to a file in memory, each up to the
+//! shortest length of all cuts that had seen it.
 
 use std::collections::BTreeMap;
 
@@ -27,16 +27,16 @@ fn host_of(id: WriterId) -> usize {
         .expect("one of them")
 }
 
-/// What one host does, in its order.
+/// One step of one host.
 #[derive(Clone, Debug)]
 enum Step {
     Write(Vec<Piece>),
     Cut(u64),
     Grow(u64),
     Zero(Piece),
-    /// It opens or syncs the file: what it does from now on is newer than all that was done until now.
+    /// The host opens or syncs the file: its later changes are newer than all earlier ones.
     Sync,
-    /// It reads what another host has appended, and no more.
+    /// The host reads what another host has appended.
     Read(usize),
 }
 
@@ -62,7 +62,7 @@ fn any_step() -> impl Strategy<Value = (usize, Step)> {
     (0..HOSTS, step)
 }
 
-/// The pieces of one write of the drain do not overlap.
+/// Removes overlapping pieces, because the pieces of one write do not overlap.
 fn disjoint(mut pieces: Vec<Piece>) -> Vec<Piece> {
     pieces.sort_by_key(|piece| piece.offset);
     let mut end = 0;
@@ -76,14 +76,14 @@ fn disjoint(mut pieces: Vec<Piece>) -> Vec<Piece> {
     pieces
 }
 
-/// One host: its log, its index, its epoch.
+/// One host with its log, its index and its epoch.
 #[derive(Default)]
 struct Host {
     log: Vec<u8>,
     index: Vec<u8>,
     frames: u64,
     epoch: u64,
-    /// Frames of each host that it has read.
+    /// Number of frames of each host that it has read.
     seen: [u64; HOSTS],
 }
 
@@ -122,7 +122,7 @@ impl Host {
     }
 }
 
-/// How many bytes a cut leaves of what a change made, if it had seen it.
+/// Returns the length up to which a cut leaves a change: all of it if the cut had not seen it.
 fn limit_of(cut: &(Key, Change, Vec<u8>), key: Key) -> u64 {
     let (cut_key, Change::Cut(cut), _) = cut else {
         return u64::MAX;
@@ -135,7 +135,7 @@ fn limit_of(cut: &(Key, Change, Vec<u8>), key: Key) -> u64 {
     if key.frame < seen { cut.len } else { u64::MAX }
 }
 
-/// The reference: every change with its key, made to a vector in the order of keys, as far as cuts left it.
+/// The reference: makes all changes to a vector in the order of their keys, as far as cuts leave them.
 fn expected(base: &[u8], mut changes: Vec<(Key, Change, Vec<u8>)>) -> Vec<u8> {
     changes.sort_by_key(|(key, ..)| *key);
     let mut file = base.to_vec();
@@ -261,7 +261,7 @@ proptest! {
             }
             prop_assert!(rest.is_empty());
         }
-        // Indexes may be seen in any order.
+        // The resolver gets the frames in any order.
         let count = frames.len().max(1);
         frames.sort_by_key(|(writer, number, _)| (seed.wrapping_mul(2 * (writer.host % 3 + 3 * number) + 1)) % count as u64);
         for (writer, number, frame) in frames {
@@ -288,7 +288,7 @@ fn what_is_written_after_a_sync_is_newer_whatever_the_hosts_are_called() {
             runs: find_runs([Piece { offset: 0, len: 10 }]),
         }),
     };
-    // Host 1 wrote first; host 0 synced after it and wrote too.
+    // Host 1 writes first. Host 0 syncs after that, and writes too.
     let mut resolver = Resolver::new(0);
     resolver.add(id(0), 0, write(2, 70));
     resolver.add(id(1), 0, write(1, 50));

@@ -1,4 +1,4 @@
-//! The modification time of a file in logs is kept, by whichever host it is set, and whatever is flattened meanwhile.
+//! The modification time of a logged file is kept, whichever host sets it, and while any host flattens the file.
 
 use std::ffi::OsStr;
 use std::io::IoSlice;
@@ -14,7 +14,7 @@ use crate::common::containers;
 
 type Logged = LogBacking<SimBacking>;
 
-/// Before 1970, as archives have some.
+/// A time before 1970, as files from archives may have.
 const GIVEN: Time = Time {
     sec: -86_400,
     nsec: 123_456_789,
@@ -26,7 +26,7 @@ fn logged(disk: &SimBacking, host: &str, b_lives: &Arc<AtomicBool>) -> Logged {
         host: host.to_owned(),
         chooses: Box::new(|_: &OsStr| true),
         is_alive: Box::new(move |host| Ok(host != "b" || b_lives.load(Ordering::Relaxed))),
-        patience: Duration::ZERO,
+        view_age_max: Duration::ZERO,
         lag_max: Duration::ZERO,
         unit_bytes: 4 << 10,
         when_closed: WhenClosed::Flatten,
@@ -35,11 +35,11 @@ fn logged(disk: &SimBacking, host: &str, b_lives: &Arc<AtomicBool>) -> Logged {
     LogBacking::open(disk.clone(), setup).expect("open")
 }
 
-/// A file `x` that two hosts have written; `b` is to make it flat.
+/// A file `x` that two hosts have written, and that `b` is to flatten.
 struct World {
     disk: SimBacking,
     a: Logged,
-    /// What the host `b` has of the disk.
+    /// The disk as host `b` sees it.
     disk_of_b: SimBacking,
     b: Logged,
     b_lives: Arc<AtomicBool>,
@@ -71,7 +71,7 @@ impl World {
         }
     }
 
-    /// The host `b` dies at one of the calls of its flattening.
+    /// Lets host `b` die at one of the calls of its flattening.
     fn flatten_and_die(&self, at: u64) {
         self.disk_of_b.crash_at(self.disk_of_b.steps() + at);
         self.b.settle();
@@ -79,7 +79,7 @@ impl World {
         self.b_lives.store(false, Ordering::Relaxed);
     }
 
-    /// Sets the time on host `a`, and sees it there.
+    /// Sets the time on host `a`, and checks that `a` sees it.
     fn set_time(&self) {
         let inode = inode(&self.a);
         let given = SetTime::At(GIVEN);
@@ -89,7 +89,7 @@ impl World {
         assert_eq!(modified(&self.a), GIVEN, "at once");
     }
 
-    /// Makes the file flat by the host `a` or others, and returns its time.
+    /// Flattens the file on host `a` or others, and returns its time.
     fn end(&self, at: u64) -> Time {
         let c = logged(&self.disk.another_process(), "c", &self.b_lives);
         let seen = modified(&c);
@@ -108,7 +108,7 @@ impl World {
         plain
     }
 
-    /// Calls that a flattening takes.
+    /// Counts the calls of a flattening.
     fn count_calls() -> u64 {
         let world = Self::new();
         let before = world.disk_of_b.steps();
@@ -180,7 +180,7 @@ fn a_time_is_kept_at_any_call_of_whose_setting_the_file_becomes_flat() {
     assert!(flat > 0, "it never became flat meanwhile");
 }
 
-/// Proves S-log-70, where the host that flattens dies.
+/// Proves S-log-70, for a host that dies while it flattens.
 #[test]
 fn a_time_that_is_set_after_a_host_died_in_a_flattening_is_kept() {
     for at in 1..=World::count_calls() {
@@ -202,7 +202,7 @@ fn a_file_whose_host_dies_in_a_flattening_keeps_its_time() {
     }
 }
 
-/// A write while what was written before is flattened goes to the next generation, and is the last change.
+/// A write during the flattening of earlier bytes goes to the next generation, and is the last change.
 #[test]
 fn the_time_of_a_write_while_the_file_is_flattened_is_not_put_back() {
     let calls = World::count_calls();
@@ -216,7 +216,7 @@ fn the_time_of_a_write_while_the_file_is_flattened_is_not_put_back() {
         let is_written = std::thread::scope(|scope| {
             let flattening = scope.spawn(|| world.b.settle());
             hang.await_call();
-            // Where the other host hangs in the removal of the container there is no next one yet.
+            // If the other host hangs in the removal of the container, there is no next generation yet.
             let write = d.write_at(&file, &[IoSlice::new(b"later")], 100);
             hang.release();
             flattening.join().expect("no panic");

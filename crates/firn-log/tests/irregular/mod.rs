@@ -1,4 +1,4 @@
-//! A file of many small pieces without a pattern, written by two hosts, and how much memory it takes to read it.
+//! A file of many small pieces without a pattern, written by two hosts; helpers to read it and to measure memory.
 
 use std::ffi::OsStr;
 use std::io::IoSlice;
@@ -9,21 +9,23 @@ use firn_backing::dir::DirBacking;
 use firn_backing::{Access, Backing, Caller, DataPart, Files, Names, Volume};
 use firn_log::{LogBacking, Setup, WhenClosed};
 
+/// Length of a piece.
 pub const PIECE_BYTES: u64 = 16;
-/// Each piece begins in a slot of this many bytes, not always at the same place of it.
+/// Length of a slot. Each piece begins in its own slot, at a place that varies.
 const SLOT_BYTES: u64 = 32;
+/// Number of pieces in one write.
 const PARTS_PER_WRITE: u64 = 16_384;
 const NAME: &str = "file";
 
 pub type Logged = LogBacking<DirBacking>;
 
-/// A host over a directory; only the hosts named in `alive` live.
+/// Opens a host over a directory. Only the hosts in `alive` count as alive.
 pub fn begin_host(dir: &Path, host: &str, alive: &'static [&'static str]) -> Logged {
     let setup = Setup {
         host: host.to_owned(),
         chooses: Box::new(|_: &OsStr| true),
         is_alive: Box::new(move |host| Ok(alive.contains(&host))),
-        patience: Duration::ZERO,
+        view_age_max: Duration::ZERO,
         lag_max: Duration::ZERO,
         unit_bytes: 64 << 20,
         when_closed: WhenClosed::Flatten,
@@ -33,7 +35,7 @@ pub fn begin_host(dir: &Path, host: &str, alive: &'static [&'static str]) -> Log
     LogBacking::open(below, setup).expect("a host")
 }
 
-/// Where a piece begins: a permutation of slots that has no pattern.
+/// Returns the offset of a piece: a permutation of the slots without a pattern.
 pub fn offset_of(piece: u64, pieces: u64) -> u64 {
     let bits = pieces.next_power_of_two().trailing_zeros().max(8);
     let mask = (1u64 << bits) - 1;
@@ -46,7 +48,7 @@ pub fn offset_of(piece: u64, pieces: u64) -> u64 {
     slot * SLOT_BYTES + (slot.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 60)
 }
 
-/// The bytes of a piece.
+/// Returns the bytes of a piece.
 pub fn bytes_of(piece: u64) -> [u8; PIECE_BYTES as usize] {
     let mut bytes = [0xa5; PIECE_BYTES as usize];
     bytes[..8].copy_from_slice(&piece.to_le_bytes());
@@ -68,7 +70,8 @@ pub fn open(host: &Logged, access: Access) -> <Logged as Volume>::File {
     host.open(&inode, access).expect("open")
 }
 
-/// Two hosts write half of the pieces each, and close the file; a third one has it open, so that it stays a log.
+/// Writes each half of the pieces on one of two hosts, and closes the file there. A third host keeps it open, so that
+/// it is not flattened.
 pub fn write(dir: &Path, pieces: u64, memory: u64) {
     let alive = &["a", "b", "keeper"];
     let keeper = begin_host(dir, "keeper", alive);
@@ -85,6 +88,7 @@ pub fn write(dir: &Path, pieces: u64, memory: u64) {
     }
 }
 
+/// Writes the pieces with these numbers.
 fn write_part(host: &Logged, part: std::ops::Range<u64>, pieces: u64) {
     let file = open(host, Access::ReadWrite);
     let mut next = part.start;
@@ -103,7 +107,7 @@ fn write_part(host: &Logged, part: std::ops::Range<u64>, pieces: u64) {
     }
 }
 
-/// Reads every so-manieth piece.
+/// Reads one in `every` pieces and checks its bytes.
 pub fn check(host: &impl Backing, pieces: u64, every: u64) {
     let (inode, _) = host
         .lookup(&host.root(), OsStr::new(NAME))
@@ -117,14 +121,14 @@ pub fn check(host: &impl Backing, pieces: u64, every: u64) {
     }
 }
 
-#[allow(dead_code)] // Of the benchmark.
-/// Flattens the file, to which no living host writes any more.
+#[allow(dead_code, reason = "only the benchmark flattens")]
+/// Flattens the file, which no live host has open for writing.
 pub fn flatten(host: &Logged) {
     drop(open(host, Access::ReadWrite));
     assert!(host.settle().is_empty(), "it is flat");
 }
 
-/// Bytes of this process in memory: now, and at most since [`forget_peak`].
+/// Returns a memory size of this process from `/proc/self/status`: the present one, or the peak since [`forget_peak`].
 pub fn resident(field: &str) -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").expect("status");
     let line = status

@@ -1,4 +1,5 @@
-//! aio(7): the C library's own threads write and read where no hook sees them, so on stubs it is done at once.
+//! Hooks of asynchronous input and output, aio(7). Threads of the C library carry it out by calls that no hook sees. So
+//! for stubs the hooks carry it out at once.
 
 use std::ffi::{c_int, c_void};
 
@@ -16,26 +17,27 @@ export! { aio_fsync aio_fsync64 = do_aio_fsync(op: c_int, control: *mut aiocb) -
 export! { lio_listio lio_listio64 = do_lio_listio(
 mode: c_int, list: *const *mut aiocb, count: c_int, event: *mut libc::sigevent) -> c_int }
 
-/// Places in `struct aiocb` (aio.h), which aio_error(3) and aio_return(3) look at.
+/// Offset in `struct aiocb` (aio.h) of the errno, which aio_error(3) returns.
 const ERROR_CODE: usize = 112;
+/// Offset in `struct aiocb` of the result, which aio_return(3) returns.
 const RETURN_VALUE: usize = 120;
 const _: () = assert!(size_of::<aiocb>() == 168);
 
 /// Whether a control block is about a stub.
 ///
 /// # Safety
-/// Null or a control block.
+/// `control` is null or a control block.
 unsafe fn is_stub(control: *const aiocb) -> bool {
-    // SAFETY: not null, so a control block that the program keeps until the call returns.
+    // SAFETY: the pointer is not null, so it is a control block that the program keeps until the call returns.
     !control.is_null() && tag_of(unsafe { (*control).aio_fildes }) == tag::STUB
 }
 
-/// Does what a control block asks for, notes how it went and says that it is over.
+/// Carries out the request of a control block, stores its result and notifies the program.
 ///
 /// # Safety
-/// A control block of the program's.
+/// `control` is a control block of the program.
 unsafe fn carry_out(control: *mut aiocb, op: c_int) {
-    // SAFETY: the control block and its buffer are the program's for this request; the places are those of the C library.
+    // SAFETY: the program has passed the control block and its buffer for this request.
     unsafe {
         let fd = (*control).aio_fildes;
         let data = (*control).aio_buf;
@@ -55,10 +57,12 @@ unsafe fn carry_out(control: *mut aiocb, op: c_int) {
     }
 }
 
+/// Stores the result of a request in its control block, and notifies the program.
+///
 /// # Safety
-/// As for [`carry_out`].
+/// The same as for [`carry_out`].
 unsafe fn finish_request(control: *mut aiocb, result: isize, errno: c_int) {
-    // SAFETY: a control block of the program's, and within it the places of the C library.
+    // SAFETY: the program has passed the control block, and the C library has these fields at these offsets.
     unsafe {
         let base = control.cast::<u8>();
         base.wrapping_add(RETURN_VALUE)
@@ -69,10 +73,12 @@ unsafe fn finish_request(control: *mut aiocb, result: isize, errno: c_int) {
     }
 }
 
+/// Notifies the program by a signal, if the event wants one.
+///
 /// # Safety
-/// Null or an event of the program's.
+/// `event` is null or an event of the program.
 unsafe fn send_event(event: *const libc::sigevent) {
-    // SAFETY: an event that the program gave along with its request, or null.
+    // SAFETY: the pointer is null, or the program has passed the event with its request.
     unsafe {
         if !event.is_null() && (*event).sigev_notify == libc::SIGEV_SIGNAL {
             libc::sigqueue(libc::getpid(), (*event).sigev_signo, (*event).sigev_value);
@@ -81,7 +87,7 @@ unsafe fn send_event(event: *const libc::sigevent) {
 }
 
 unsafe fn do_aio_read(control: *mut aiocb) -> c_int {
-    // SAFETY: the program gave the control block to aio_read(3).
+    // SAFETY: the program has passed the control block to aio_read(3).
     unsafe {
         if is_stub(control) {
             carry_out(control, libc::LIO_READ);
@@ -92,7 +98,7 @@ unsafe fn do_aio_read(control: *mut aiocb) -> c_int {
 }
 
 unsafe fn do_aio_write(control: *mut aiocb) -> c_int {
-    // SAFETY: the program gave the control block to aio_write(3).
+    // SAFETY: the program has passed the control block to aio_write(3).
     unsafe {
         if is_stub(control) {
             carry_out(control, libc::LIO_WRITE);
@@ -103,7 +109,7 @@ unsafe fn do_aio_write(control: *mut aiocb) -> c_int {
 }
 
 unsafe fn do_aio_fsync(op: c_int, control: *mut aiocb) -> c_int {
-    // SAFETY: the program gave the control block to aio_fsync(3).
+    // SAFETY: the program has passed the control block to aio_fsync(3).
     unsafe {
         if is_stub(control) {
             let done =
@@ -126,15 +132,15 @@ unsafe fn do_lio_listio(
     event: *mut libc::sigevent,
 ) -> c_int {
     let blocks = |index: c_int| list.wrapping_add(index as usize);
-    // SAFETY: the program gave lio_listio(3) `count` pointers, which may be null.
-    let any = !list.is_null() && (0..count).any(|index| unsafe { is_stub(*blocks(index)) });
-    if !any {
+    // SAFETY: the program has passed `count` pointers to lio_listio(3), which may be null.
+    let has_stub = !list.is_null() && (0..count).any(|index| unsafe { is_stub(*blocks(index)) });
+    if !has_stub {
         return forward!(LIO_LISTIO(mode, list, count, event));
     }
-    // A list of both kinds is done at once as a whole.
+    // A list with stubs and other files is carried out at once as a whole.
     let mut failed = false;
     for index in 0..count {
-        // SAFETY: one of `count` pointers, and a control block where it is not null.
+        // SAFETY: the pointer is one of `count`, and a control block if it is not null.
         unsafe {
             let control = *blocks(index);
             if control.is_null() || (*control).aio_lio_opcode == libc::LIO_NOP {
@@ -150,7 +156,7 @@ unsafe fn do_lio_listio(
         }
     }
     if mode == libc::LIO_NOWAIT {
-        // SAFETY: the program gave the event to lio_listio(3).
+        // SAFETY: the program has passed the event to lio_listio(3).
         unsafe { send_event(event) };
         return 0;
     }

@@ -1,5 +1,7 @@
-//! Calls on stubs that would change or sync the empty file instead of its bytes; and times, which the kernel
-//! sets: what was written before comes first.
+//! Hooks of calls that change or sync a file or set its times.
+//!
+//! On a stub the kernel would change or sync the empty file, so firnd serves these calls. Times of stubs are set by the
+//! kernel. Before that firnd sets the times of earlier writes, so that it does not overwrite the program's later.
 
 use std::ffi::{c_char, c_int, c_uint};
 use std::mem::MaybeUninit;
@@ -55,7 +57,7 @@ unsafe fn do_ftruncate(fd: c_int, size: off64_t) -> c_int {
 
 unsafe fn do_truncate(path: *const c_char, size: off64_t) -> c_int {
     if file_on_tree(libc::AT_FDCWD, path, 0).is_some() {
-        // SAFETY: the path that the program gave to truncate(2).
+        // SAFETY: the program has passed the path to truncate(2).
         match unsafe { truncate_on_tree(path, size) } {
             Ok(()) => return 0,
             Err(libc::ENODEV) => {}
@@ -65,16 +67,16 @@ unsafe fn do_truncate(path: *const c_char, size: off64_t) -> c_int {
     forward!(TRUNCATE(path, size))
 }
 
-/// ENODEV: the path leads to no stub.
+/// truncate(2) of a stub. The error is ENODEV if the path leads to no stub.
 ///
-/// The descriptor is one of O_PATH: the close of any other would end the locks (fcntl(2)) that the program holds on the
-/// file by a descriptor of its own.
+/// The stub is opened with O_PATH. The close of any other descriptor would end the locks (fcntl(2)) that the program
+/// holds on the file by another descriptor.
 ///
 /// # Safety
-/// A C string.
+/// `path` is a C string.
 unsafe fn truncate_on_tree(path: *const c_char, size: off64_t) -> Result<(), c_int> {
     let flags = libc::O_PATH | libc::O_CLOEXEC;
-    // SAFETY: the caller's string.
+    // SAFETY: the kernel reads the path, which is a C string.
     let result = unsafe { syscall!(libc::SYS_openat, libc::AT_FDCWD, path, flags, 0usize) };
     if result < 0 {
         return Err(-result as c_int);
@@ -82,15 +84,15 @@ unsafe fn truncate_on_tree(path: *const c_char, size: off64_t) -> Result<(), c_i
     let fd = result as c_int;
     // SAFETY: the descriptor was just opened, and only this value closes it.
     let _closed_at_the_end = unsafe { Descriptor::from_raw_fd(fd) };
-    // SAFETY: the caller's string.
+    // SAFETY: the path is a C string.
     unsafe { check_may_write(fd, path)? };
-    let (found, _) = sys::identity(fd).ok_or(libc::ENODEV)?;
-    if !stub::register_open(fd, found.device, libc::O_WRONLY)? {
+    let (identity, _) = sys::identity(fd).ok_or(libc::ENODEV)?;
+    if !stub::register_open(fd, identity.device, libc::O_WRONLY)? {
         return Err(libc::ENODEV);
     }
-    let done = stub::truncate_stub(fd, size);
+    let truncated = stub::truncate_stub(fd, size);
     stub::close_stub(fd);
-    done.unwrap_or(Err(libc::ENODEV))
+    truncated.unwrap_or(Err(libc::ENODEV))
 }
 
 /// Checks that the process may write an open file, as the kernel does before truncate(2).
@@ -99,11 +101,11 @@ unsafe fn truncate_on_tree(path: *const c_char, size: off64_t) -> Result<(), c_i
 /// `path`, which the file was opened by, is a C string.
 unsafe fn check_may_write(fd: c_int, path: *const c_char) -> Result<(), c_int> {
     let flags = libc::AT_EACCESS | libc::AT_EMPTY_PATH;
-    // SAFETY: a descriptor, an empty string and numbers.
+    // SAFETY: the arguments are a descriptor, an empty C string and numbers.
     let mut result = unsafe { syscall!(libc::SYS_faccessat2, fd, c"".as_ptr(), libc::W_OK, flags) };
     if result == -(libc::ENOSYS as isize) {
-        // Linux before 5.8.
-        // SAFETY: the caller's string.
+        // Linux before 5.8 does not have faccessat2(2).
+        // SAFETY: the kernel reads the path, which is a C string.
         result = unsafe { syscall!(libc::SYS_faccessat, libc::AT_FDCWD, path, libc::W_OK) };
     }
     match result {
@@ -150,7 +152,7 @@ unsafe fn do_fdatasync(fd: c_int) -> c_int {
 
 unsafe fn do_sync_file_range(fd: c_int, offset: off64_t, len: off64_t, flags: c_uint) -> c_int {
     if tag_of(fd) == tag::STUB {
-        // It promises nothing that a held byte has not.
+        // sync_file_range(2) promises less than firnd does for each held byte.
         return 0;
     }
     forward!(SYNC_FILE_RANGE(fd, offset, len, flags))
@@ -158,23 +160,23 @@ unsafe fn do_sync_file_range(fd: c_int, offset: off64_t, len: off64_t, flags: c_
 
 // ---- times ---------------------------------------------------------------------------------------
 
-/// Device and inode number of what a path leads to, if it is a regular file on the device of a tree.
+/// Returns device and inode number of the file at a path, if it is a regular file on the device of a tree.
 pub(super) fn file_on_tree(dir: c_int, path: *const c_char, flags: c_int) -> Option<(u64, u64)> {
     if !trees::has_trees() || path.is_null() {
         return None;
     }
     let mut stat = MaybeUninit::<libc::statx>::zeroed();
     let mask = libc::STATX_TYPE | libc::STATX_INO;
-    // SAFETY: the kernel reads the path, which the program gave to the call of this hook, and fills one structure.
+    // SAFETY: the kernel reads the path, which the program has passed to the hook, and fills a local variable.
     let result = unsafe { syscall!(libc::SYS_statx, dir, path, flags, mask, stat.as_mut_ptr()) };
-    // SAFETY: a structure of numbers, which zeros are values of.
+    // SAFETY: all fields are numbers, for which zero is valid.
     let stat = unsafe { stat.assume_init() };
     let device = sys::device_number(stat.stx_dev_major, stat.stx_dev_minor);
     let is_regular = u32::from(stat.stx_mode) & libc::S_IFMT == libc::S_IFREG;
     (result == 0 && is_regular && trees::has_stubs(device)).then_some((device, stat.stx_ino))
 }
 
-/// Called before a time is set: firnd tells the stub of earlier writes now, so that it does not later.
+/// Makes firnd set the times of earlier writes now. It is called before the program sets a time.
 fn settle_fd(fd: c_int) {
     if tag_of(fd) == tag::STUB {
         let _ = stub::attr_of_fd(fd);

@@ -1,7 +1,7 @@
-//! open(2) and its kin, mmap(2), and what takes memory away again.
+//! Hooks of open(2) and its kin, of mmap(2), and of calls that unmap or protect memory.
 //!
-//! `open` is variadic in C. On x86-64 and AArch64 Linux three fixed arguments are passed the same way; the
-//! third is handed on whatever it holds, and the kernel looks at it only where the flags say so.
+//! `open` is variadic in C. On x86-64 and AArch64 Linux three fixed arguments are passed in the same way. The third one
+//! is passed on, whatever it is, and the kernel uses it only if the flags say so.
 
 use std::ffi::{c_char, c_int, c_void};
 
@@ -9,13 +9,13 @@ use libc::{mode_t, off64_t, size_t};
 
 use super::{export, forward, stream};
 use crate::mapping;
-use crate::opened::{By, Noted, note_open};
+use crate::opened::{NewDescriptor, OpenedBy, register_opened};
 use crate::probe;
 use crate::real::{
     CREAT, MKOSTEMPS, MMAP, MPROTECT, MREMAP, MUNMAP, OPEN, OPEN_2, OPENAT, OPENAT_2,
 };
 use crate::share;
-use crate::sharing::Moment;
+use crate::sharing::SharingCount;
 use crate::stub;
 use crate::sys::{self, with_errno};
 use crate::table::{tag, tag_of};
@@ -39,69 +39,69 @@ export! { mprotect = do_mprotect(at: *mut c_void, len: size_t, prot: c_int) -> c
 export! { mremap = do_mremap(
 at: *mut c_void, len: size_t, to_len: size_t, flags: c_int, to: *mut c_void) -> *mut c_void }
 
-/// A call of the program gave the descriptor `fd`, opened with `flags`: what it returns, which is -1 and
-/// errno where `fd` is a stub that cannot be used. Else keeps errno.
-pub(super) fn finish_open(fd: c_int, flags: c_int, before: &Moment) -> c_int {
-    match note_open(fd, flags, before, By::Program) {
-        Noted::Unusable(errno) => {
+/// Registers a descriptor that was just opened with `flags`. Returns the result for the program: the descriptor, or -1
+/// with errno if it is a stub that cannot be used. Otherwise it keeps errno.
+pub(super) fn finish_open(fd: c_int, flags: c_int, before: &SharingCount) -> c_int {
+    match register_opened(fd, flags, before, OpenedBy::Program) {
+        NewDescriptor::Unusable(errno) => {
             sys::close(fd);
             with_errno(-(errno as isize)) as c_int
         }
-        Noted::Stub => {
-            stream::stub_at(fd);
+        NewDescriptor::Stub => {
+            stream::replace_stream_of_stub(fd);
             fd
         }
-        Noted::Else => fd,
+        NewDescriptor::Other => fd,
     }
 }
 
 unsafe fn do_open(path: *const c_char, flags: c_int, mode: mode_t) -> c_int {
-    let before = Moment::now();
+    let before = SharingCount::now();
     let fd = forward!(OPEN(path, flags, mode));
     finish_open(fd, flags, &before)
 }
 
 unsafe fn do_openat(dir: c_int, path: *const c_char, flags: c_int, mode: mode_t) -> c_int {
-    let before = Moment::now();
+    let before = SharingCount::now();
     let fd = forward!(OPENAT(dir, path, flags, mode));
     finish_open(fd, flags, &before)
 }
 
 unsafe fn do_open_2(path: *const c_char, flags: c_int) -> c_int {
-    let before = Moment::now();
+    let before = SharingCount::now();
     let fd = forward!(OPEN_2(path, flags));
     finish_open(fd, flags, &before)
 }
 
 unsafe fn do_openat_2(dir: c_int, path: *const c_char, flags: c_int) -> c_int {
-    let before = Moment::now();
+    let before = SharingCount::now();
     let fd = forward!(OPENAT_2(dir, path, flags));
     finish_open(fd, flags, &before)
 }
 
 unsafe fn do_creat(path: *const c_char, mode: mode_t) -> c_int {
-    let before = Moment::now();
+    let before = SharingCount::now();
     let fd = forward!(CREAT(path, mode));
     finish_open(fd, libc::O_WRONLY | libc::O_TRUNC, &before)
 }
 
 unsafe fn do_mkstemp(template: *mut c_char) -> c_int {
-    // SAFETY: the program gave the template to mkstemp(3), which asks the same of it.
+    // SAFETY: the program has passed the template to mkstemp(3), whose conditions are the same.
     unsafe { do_mkostemps(template, 0, 0) }
 }
 
 unsafe fn do_mkostemp(template: *mut c_char, flags: c_int) -> c_int {
-    // SAFETY: the program gave the template to mkostemp(3), which asks the same of it.
+    // SAFETY: the program has passed the template to mkostemp(3), whose conditions are the same.
     unsafe { do_mkostemps(template, 0, flags) }
 }
 
 unsafe fn do_mkstemps(template: *mut c_char, suffix: c_int) -> c_int {
-    // SAFETY: the program gave the template to mkstemps(3), which asks the same of it.
+    // SAFETY: the program has passed the template to mkstemps(3), whose conditions are the same.
     unsafe { do_mkostemps(template, suffix, 0) }
 }
 
 unsafe fn do_mkostemps(template: *mut c_char, suffix: c_int, flags: c_int) -> c_int {
-    let before = Moment::now();
+    let before = SharingCount::now();
     let fd = forward!(MKOSTEMPS(template, suffix, flags));
     finish_open(fd, flags | libc::O_RDWR, &before)
 }
@@ -116,26 +116,26 @@ unsafe fn do_mmap(
 ) -> *mut c_void {
     if flags & libc::MAP_ANONYMOUS == 0 {
         if tag_of(fd) == tag::STUB {
-            // SAFETY: what the program asked of mmap(2), whose promises it keeps.
+            // SAFETY: these are the program's arguments of mmap(2), whose conditions it fulfils.
             if let Some(result) = unsafe { stub::map_copy(at, len, prot, flags, fd, offset) } {
                 return with_errno(result) as *mut c_void;
             }
         } else {
-            let wanted = mapping::Wanted {
+            let arguments = mapping::MapArguments {
                 at,
                 len,
                 prot,
                 flags,
                 offset,
             };
-            // SAFETY: what the program asked of mmap(2), whose promises it keeps.
-            if let Some(mapped) = unsafe { mapping::map_memory_file(fd, wanted) } {
+            // SAFETY: these are the program's arguments of mmap(2), whose conditions it fulfils.
+            if let Some(mapped) = unsafe { mapping::map_memory_file(fd, arguments) } {
                 if flags & libc::MAP_FIXED != 0 {
                     probe::forget_pages();
                 }
                 return mapped as *mut c_void;
             }
-            // A mapping shows what goes through the kernel, and only that.
+            // A mapping shows only bytes that were written through the kernel, so direct access ends here.
             if tag_of(fd) != tag::NONE {
                 share::share_descriptor(fd);
             }
@@ -152,7 +152,7 @@ unsafe fn do_mmap(
 }
 
 unsafe fn do_munmap(at: *mut c_void, len: size_t) -> c_int {
-    // First: another thread may map something there at once.
+    // The slots are updated before the call, because another thread may map something at this address right after it.
     mapping::note_unmapped(at, len);
     let result = forward!(MUNMAP(at, len));
     probe::forget_pages();
@@ -165,7 +165,7 @@ unsafe fn do_mprotect(at: *mut c_void, len: size_t, prot: c_int) -> c_int {
     result
 }
 
-/// Variadic in C, like `open`: the new address is handed on whatever it is.
+/// mremap(2), which is variadic in C like `open`. The new address is passed on, whatever it is.
 unsafe fn do_mremap(
     at: *mut c_void,
     len: size_t,

@@ -1,8 +1,10 @@
-//! Locks of ranges that begin at the offset or at the end of the file, fcntl(2) and lockf(3). The kernel knows neither
-//! while the offset is private, and never knows the end of a stub.
+//! Hooks of file locks: flock(2), lockf(3), and the locks of fcntl(2).
 //!
-//! The kernel keeps locks of stubs on this host only. They would not exclude other hosts that use the files, so they
-//! are refused with ENOLCK there, and flock(2) with them.
+//! A range may be relative to the offset or to the end of the file. The kernel does not know a private offset, and
+//! never knows the end of a stub. So the hooks compute such a range.
+//!
+//! The kernel keeps locks of stubs on this host only. If other hosts use the files too, such locks would not exclude
+//! them. Then they are refused with ENOLCK.
 
 use std::ffi::{c_int, c_short};
 
@@ -20,10 +22,10 @@ use crate::trees;
 export! { flock = do_flock(fd: c_int, operation: c_int) -> c_int }
 export! { lockf lockf64 = do_lockf(fd: c_int, command: c_int, len: off64_t) -> c_int }
 
-/// Whether a lock would keep out this host's programs only, of a file that others use, too.
+/// Whether a descriptor is a stub whose locks are refused, because other hosts use the file too.
 fn is_refused(fd: c_int) -> bool {
     tag_of(fd) == tag::STUB
-        && sys::identity(fd).is_some_and(|(found, _)| trees::refuses_locks(found.device))
+        && sys::identity(fd).is_some_and(|(identity, _)| trees::refuses_locks(identity.device))
 }
 
 fn refuse() -> c_int {
@@ -50,17 +52,17 @@ pub(super) fn is_lock(command: c_int) -> bool {
     )
 }
 
-/// fcntl(2) with such a command, on a descriptor of ours.
+/// fcntl(2) with such a command, for a descriptor that the library serves.
 ///
 /// # Safety
-/// As for fcntl(2).
+/// The same as for fcntl(2).
 pub(super) unsafe fn lock_range(fd: c_int, command: c_int, arg: usize) -> c_int {
-    let given = arg as *mut libc::flock;
-    if !probe::is_readable(given.cast(), size_of::<libc::flock>()) {
+    let program_lock = arg as *mut libc::flock;
+    if !probe::is_readable(program_lock.cast(), size_of::<libc::flock>()) {
         return forward!(FCNTL(fd, command, arg));
     }
-    // SAFETY: the program gave a lock to fcntl(2), and its place was just found readable.
-    let mut lock = unsafe { given.read_unaligned() };
+    // SAFETY: the program has passed a lock to fcntl(2), and it was just found readable.
+    let mut lock = unsafe { program_lock.read_unaligned() };
     if c_int::from(lock.l_type) != libc::F_UNLCK && is_refused(fd) {
         return refuse();
     }
@@ -76,19 +78,20 @@ pub(super) unsafe fn lock_range(fd: c_int, command: c_int, arg: usize) -> c_int 
     lock.l_whence = libc::SEEK_SET as c_short;
     let result = forward!(FCNTL(fd, command, &raw mut lock as usize));
     if result == 0 && matches!(command, libc::F_GETLK | libc::F_OFD_GETLK) {
-        // SAFETY: the program gave the lock to be written. Where the range is unlocked, only its type changes.
+        // SAFETY: the program has passed the lock to be written. If the range is not locked, fcntl(2) changes only its
+        // type.
         unsafe {
             if c_int::from(lock.l_type) == libc::F_UNLCK {
-                (&raw mut (*given).l_type).write_unaligned(lock.l_type);
+                (&raw mut (*program_lock).l_type).write_unaligned(lock.l_type);
             } else {
-                given.write_unaligned(lock);
+                program_lock.write_unaligned(lock);
             }
         }
     }
     result
 }
 
-/// What a range is relative to, where the kernel does not know it.
+/// Returns the offset that a range is relative to, if the kernel does not know it.
 fn find_base(fd: c_int, whence: c_int) -> Result<Option<u64>, c_int> {
     match whence {
         libc::SEEK_CUR => Ok(offset::private_offset(fd)),
@@ -103,7 +106,7 @@ fn find_base(fd: c_int, whence: c_int) -> Result<Option<u64>, c_int> {
     }
 }
 
-/// lockf(3): from the offset on.
+/// lockf(3), whose range begins at the offset.
 unsafe fn do_lockf(fd: c_int, command: c_int, len: off64_t) -> c_int {
     if command != libc::F_ULOCK && is_refused(fd) {
         return refuse();
@@ -126,8 +129,9 @@ unsafe fn do_lockf(fd: c_int, command: c_int, len: off64_t) -> c_int {
         l_pid: 0,
     };
     let result = forward!(FCNTL(fd, set, &raw mut lock as usize));
-    let is_others = c_int::from(lock.l_type) != libc::F_UNLCK && lock.l_pid as u32 != sys::pid();
-    if result == 0 && command == libc::F_TEST && is_others {
+    let is_held_by_another =
+        c_int::from(lock.l_type) != libc::F_UNLCK && lock.l_pid as u32 != sys::pid();
+    if result == 0 && command == libc::F_TEST && is_held_by_another {
         return with_errno(-(libc::EACCES as isize)) as c_int;
     }
     result

@@ -1,4 +1,4 @@
-//! What gives, takes and copies descriptor numbers: close, dup, fcntl, messages.
+//! Hooks of calls that copy, close or pass descriptors: close, dup, fcntl and messages.
 
 use std::ffi::{c_int, c_uint};
 
@@ -26,7 +26,7 @@ export! { sendmsg = do_sendmsg(socket: c_int, message: *const libc::msghdr, flag
 export! { sendmmsg =
 do_sendmmsg(socket: c_int, messages: *mut libc::mmsghdr, count: c_uint, flags: c_int) -> c_int }
 
-/// One of the library's own, in the process that has it.
+/// Whether a descriptor is the library's own. In a child of vfork(2) none is.
 fn is_internal(fd: c_int) -> bool {
     tag_of(fd) == tag::INTERNAL && !in_vfork_child()
 }
@@ -62,29 +62,29 @@ unsafe fn do_dup(fd: c_int) -> c_int {
     new
 }
 
-/// The kernel just gave `new` as a copy of `fd`.
+/// Registers `new`, which the kernel has just made as a copy of `fd`.
 fn note_copy(fd: c_int, new: c_int) {
     forget_number(new);
     if new >= 0 && tag_of(fd) == tag::STUB {
         stub::register_copy(new);
-        stream::stub_at(new);
+        stream::replace_stream_of_stub(new);
     }
 }
 
-/// A number that the kernel just gave: what is kept of it is of a descriptor that was closed unseen.
+/// Forgets the state of a number that the kernel has just returned. It belongs to a descriptor that was closed unseen.
 fn forget_number(fd: c_int) {
     if table::is_kept(fd) {
         forget_stale(fd);
     }
 }
 
-/// The kernel just gave a number that an earlier descriptor had.
+/// Registers a number that the kernel has just returned and that is no copy of a known descriptor.
 pub(super) fn note_taken(fd: c_int) {
     forget_number(fd);
     table::forget_tag(fd);
 }
 
-/// Before `from` gets the number `to` as well.
+/// Prepares a call that makes `to` a copy of `from`, and closes `to` before.
 fn before_dup(from: c_int, to: c_int) {
     if from == to {
         return;
@@ -93,7 +93,8 @@ fn before_dup(from: c_int, to: c_int) {
         share::share_descriptor(from);
     }
     if tag_of(to) == tag::STUB {
-        // What closes it is not seen. The call fails only where `from` is none.
+        // The kernel closes `to` within the call, so firnd must be told before. The call fails only if `from` is not
+        // open.
         if sys::fcntl(from, libc::F_GETFD, 0) >= 0 {
             stub::close_stub(to);
         }
@@ -101,7 +102,7 @@ fn before_dup(from: c_int, to: c_int) {
         connect::move_socket(to);
         files::move_file(to);
     } else if tag_of(to) != tag::NONE {
-        // With its offset, because the call may fail and leave it open.
+        // The offset is given back, because the call may fail, and then `to` stays open.
         share::share_descriptor(to);
     }
 }
@@ -128,7 +129,7 @@ unsafe fn do_fcntl(fd: c_int, command: c_int, arg: usize) -> c_int {
         share::share_descriptor(fd);
     }
     if tag_of(fd) != tag::NONE && locks::is_lock(command) {
-        // SAFETY: the program gave the lock to fcntl(2).
+        // SAFETY: the program has passed the lock to fcntl(2).
         return unsafe { locks::lock_range(fd, command, arg) };
     }
     let result = forward!(FCNTL(fd, command, arg));
@@ -143,7 +144,7 @@ unsafe fn do_fcntl(fd: c_int, command: c_int, arg: usize) -> c_int {
 unsafe fn do_close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
     let real = CLOSE_RANGE.get();
     if in_vfork_child() || flags & libc::CLOSE_RANGE_CLOEXEC as c_int != 0 {
-        // SAFETY: numbers only; the program closes its own descriptors.
+        // SAFETY: the arguments are numbers, and the program closes its own descriptors.
         return unsafe { real(first, last, flags) };
     }
     let mut from = first;
@@ -156,7 +157,7 @@ unsafe fn do_close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
             }
             continue;
         }
-        // SAFETY: a part of what the caller asked for.
+        // SAFETY: the range is a part of the one that the program closes.
         if fd as c_uint > from && unsafe { real(from, fd as c_uint - 1, flags) } < 0 {
             return -1;
         }
@@ -165,7 +166,7 @@ unsafe fn do_close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
     if from > last && from > first {
         return 0;
     }
-    // SAFETY: the rest of what the caller asked for.
+    // SAFETY: the range is the rest of the one that the program closes.
     unsafe { real(from, last, flags) }
 }
 
@@ -174,12 +175,12 @@ unsafe fn do_closefrom(first: c_int) {
     if in_vfork_child() || table::tagged_fds(first, u32::MAX).next().is_none() {
         return forward!(CLOSEFROM(first as c_int));
     }
-    // SAFETY: as closefrom(3), which the program called, with numbers only.
+    // SAFETY: the arguments are numbers, and the program closes these descriptors by closefrom(3).
     unsafe { do_close_range(first, c_uint::MAX, 0) };
 }
 
 unsafe fn do_sendmsg(socket: c_int, message: *const libc::msghdr, flags: c_int) -> ssize_t {
-    // SAFETY: the program gave the message to sendmsg(2).
+    // SAFETY: the program has passed the message to sendmsg(2).
     unsafe {
         share::share_sent(message);
         SENDMSG.get()(socket, message, flags)
@@ -192,7 +193,7 @@ unsafe fn do_sendmmsg(
     count: c_uint,
     flags: c_int,
 ) -> c_int {
-    // SAFETY: the program gave `count` messages to sendmmsg(2).
+    // SAFETY: the program has passed `count` messages to sendmmsg(2).
     unsafe {
         for index in 0..count as usize {
             share::share_sent(&raw const (*messages.wrapping_add(index)).msg_hdr);

@@ -1,5 +1,7 @@
-//! Functions that write text to a descriptor, by calls of the C library that no hook sees: dprintf(3) and
-//! backtrace_symbols_fd(3). On a mount the kernel gets its offset back before. For a stub the text is written into a file
+//! Hooks of functions that write text to a descriptor by calls that no hook sees: dprintf(3) and
+//! backtrace_symbols_fd(3).
+//!
+//! For a descriptor of a mount the offset is given back to the kernel before. For a stub the text is written to a file
 //! in memory, and from there to the stub.
 
 use std::ffi::{c_char, c_int, c_void};
@@ -13,7 +15,7 @@ use crate::stub;
 use crate::sys::with_errno;
 use crate::table::{tag, tag_of};
 
-/// A `va_list`, which both machines pass as its address.
+/// A `va_list`, which both supported machines pass by its address.
 type Arguments = *mut c_void;
 
 export! { vdprintf = do_vdprintf(fd: c_int, format: *const c_char, arguments: Arguments) -> c_int }
@@ -22,7 +24,8 @@ do_vdprintf_chk(fd: c_int, flag: c_int, format: *const c_char, arguments: Argume
 export! { backtrace_symbols_fd =
 do_backtrace_symbols_fd(addresses: *const *mut c_void, count: c_int, fd: c_int) -> () }
 
-/// Lets a function of the C library print to a descriptor; a number that is not negative says that it did.
+/// Lets a function of the C library print to a descriptor. Returns the function's result, which is negative for an
+/// error.
 fn print_to(fd: c_int, print: impl FnOnce(c_int) -> c_int) -> c_int {
     if tag_of(fd) == tag::STUB {
         let Some(text) = stub::new_memory_file() else {
@@ -66,13 +69,14 @@ unsafe fn do_backtrace_symbols_fd(addresses: *const *mut c_void, count: c_int, f
     });
 }
 
-/// A variadic function: makes a `va_list` of its arguments behind the named ones, and hands it on as the last argument.
+/// Defines a variadic function that makes a `va_list` of its unnamed arguments and passes it on as the last argument.
 macro_rules! variadic {
     ($name:ident = $to:ident, x86_64: $named_x86:literal $last_x86:literal, aarch64: $unnamed_arm:literal $last_arm:literal) => {
         #[unsafe(no_mangle)]
         #[unsafe(naked)]
         unsafe extern "C" fn $name() -> c_int {
-            // The registers as in "Register Save Area" of the x86-64 psABI (3.5.7), the list behind them.
+            // The registers are stored as in "Register Save Area" of the x86-64 psABI (3.5.7), and the list behind
+            // them.
             #[cfg(target_arch = "x86_64")]
             std::arch::naked_asm!(
                 "sub rsp, 216",
@@ -95,7 +99,7 @@ macro_rules! variadic {
                 "ret",
                 named = const $named_x86 * 8, to = sym $to,
             );
-            // As in "Variable argument lists" of the AArch64 procedure call standard.
+            // The list is made as in "Variable argument lists" of the AArch64 procedure call standard.
             #[cfg(target_arch = "aarch64")]
             std::arch::naked_asm!(
                 "stp x29, x30, [sp, #-256]!",

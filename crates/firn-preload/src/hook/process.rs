@@ -1,6 +1,6 @@
-//! New processes and programs: descriptors get copies.
+//! Hooks of calls that start processes or programs, which get copies of all descriptors.
 //!
-//! fork(2) itself is seen through `pthread_atfork`, which also covers `daemon` and `forkpty`.
+//! fork(2) is seen by `pthread_atfork`, which covers `daemon` and `forkpty` too.
 
 use std::ffi::{c_char, c_int, c_void};
 
@@ -15,13 +15,13 @@ use crate::{lock, share};
 
 type Strings = *const *const c_char;
 
-/// A function before and after which no descriptor is this process's alone.
+/// Defines hooks that prepare all descriptors to be shared before the call, and end that afterwards.
 macro_rules! sharing {
     ($($name:ident = $real:ident($($arg:ident: $ty:ty),*) -> $ret:ty;)*) => {$(
         #[unsafe(no_mangle)]
         unsafe extern "C" fn $name($($arg: $ty),*) -> $ret {
             share::begin_sharing();
-            // SAFETY: the program called the hook of this function with these arguments.
+            // SAFETY: the program has passed these arguments to the hook of this function.
             let result = unsafe { $real.get()($($arg),*) };
             share::end_sharing();
             result
@@ -63,13 +63,15 @@ unsafe fn do_fork_only() -> pid_t {
     pid
 }
 
+/// Prepares all descriptors to be shared before execl(3) or clone(2).
 extern "C" fn share_all() {
-    // What clone(2) begins may be a thread, and the C library does not count it.
+    // clone(2) may start a thread that the C library does not count.
     lock::never_single();
     share::share_all();
 }
 
-/// Shares all and jumps to a variadic function, its arguments untouched.
+/// Defines hooks of variadic functions. A hook calls [`share_all`], and then jumps to the real function with the
+/// arguments as they are.
 macro_rules! variadic {
     ($($name:ident = $real:ident;)*) => {$(
         #[unsafe(no_mangle)]
@@ -106,8 +108,8 @@ variadic! {
     clone = CLONE;
 }
 
-/// vfork(2) returns twice on one stack, so it can be no function with a frame. As in the C library, the
-/// return address waits in a register, which the child has its own copy of.
+/// Defines vfork(2). It returns twice on one stack, so it must not have a stack frame: the child would overwrite the
+/// return address. As in the C library, the return address is in a register meanwhile, of which the child has a copy.
 macro_rules! vforks {
     ($($name:ident)+) => {$(
         #[unsafe(no_mangle)]
@@ -152,7 +154,7 @@ macro_rules! vforks {
 
 vforks! { vfork __vfork }
 
-/// The parent's end of vfork(2).
+/// Ends vfork(2) in the parent.
 extern "C" fn vforked(result: isize) -> pid_t {
     share::after_vfork();
     crate::sys::with_errno(result) as pid_t

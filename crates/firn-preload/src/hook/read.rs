@@ -1,4 +1,5 @@
-//! read(2) and its kin, and what moves or uses the offset without bytes in the program's memory.
+//! Hooks of read(2) and its kin, and of calls that use the offset without memory of the program, such as lseek(2) and
+//! sendfile(2).
 
 use std::ffi::{c_int, c_uint, c_ulong, c_void};
 
@@ -39,8 +40,8 @@ from: c_int, from_at: *mut off64_t, to: c_int, to_at: *mut off64_t, len: size_t,
 
 export! { ioctl __ioctl = do_ioctl(fd: c_int, request: c_ulong, arg: usize) -> c_int }
 
-/// Requests of ioctl(2) about a range of a file, whose begin may be relative to the offset: `struct space_resv`
-/// (linux/falloc.h).
+/// Requests of ioctl(2) about a range of a file that may be relative to the offset (`struct space_resv` of
+/// linux/falloc.h).
 const RANGE_REQUESTS: [c_ulong; 5] = [
     0x4030_5828,
     0x4030_5829,
@@ -54,24 +55,26 @@ unsafe fn do_read(fd: c_int, data: *mut c_void, len: size_t) -> ssize_t {
     if tag_of(fd) == tag::NONE {
         return forward!(READ(fd, data, len));
     }
-    // SAFETY: the program gave the bytes to read(2).
-    unsafe { read_ours(fd, data, len) }
+    // SAFETY: the program has passed the bytes to read(2).
+    unsafe { read_served(fd, data, len) }
 }
 
-/// A read from a descriptor of ours.
-fn read_from(fd: c_int, target: Target<'_>, at: Option<u64>, call: Call) -> Handled {
+/// Reads from a descriptor that the library serves.
+fn read_from(fd: c_int, target: Target<'_>, explicit_offset: Option<u64>, call: Call) -> Handled {
     if tag_of(fd) == tag::STUB {
-        stub::read_stub(fd, target, at, call)
+        stub::read_stub(fd, target, explicit_offset, call)
     } else {
-        kernel::read_file(fd, target, at, call)
+        kernel::read_file(fd, target, explicit_offset, call)
     }
 }
 
+/// read(2) of a descriptor that the library serves.
+///
 /// # Safety
-/// As for read(2).
+/// The same as for read(2).
 #[inline(never)]
-unsafe fn read_ours(fd: c_int, data: *mut c_void, len: size_t) -> ssize_t {
-    // SAFETY: the program gave the bytes to read(2), to be written.
+unsafe fn read_served(fd: c_int, data: *mut c_void, len: size_t) -> ssize_t {
+    // SAFETY: the program has passed the bytes to read(2), to be written.
     let run: Run<'_, Writable> = unsafe { Run::new(data, len) };
     match run.as_memory(|target| read_from(fd, target, None, Call::Read)) {
         Handled::Done(result) => with_errno(result),
@@ -87,7 +90,7 @@ unsafe fn do_read_chk(fd: c_int, data: *mut c_void, len: size_t, size: size_t) -
     if len > size {
         return forward!(READ_CHK(fd, data, len, size));
     }
-    // SAFETY: the program gave `size` bytes to read(2), and `len` are no more.
+    // SAFETY: the program has passed `size` bytes to read(2), and `len` are no more.
     unsafe { do_read(fd, data, len) }
 }
 
@@ -96,10 +99,10 @@ unsafe fn do_readv(fd: c_int, parts: *const iovec, count: c_int) -> ssize_t {
     if tag_of(fd) == tag::NONE {
         return forward!(READV(fd, parts, count));
     }
-    // SAFETY: the program gave the vectors to readv(2), to be written.
+    // SAFETY: the program has passed the vectors to readv(2), to be written.
     let handled = match unsafe { memory_of(parts, count) } {
         Some(target) => read_from(fd, target, None, Call::Readv),
-        // Numbers of vectors that the kernel refuses.
+        // The kernel refuses this number of vectors.
         None if tag_of(fd) == tag::STUB => Handled::Forward(Ticket::NONE),
         None => Handled::Forward(kernel::before_kernel(fd, Call::Readv)),
     };
@@ -116,7 +119,7 @@ unsafe fn do_readv(fd: c_int, parts: *const iovec, count: c_int) -> ssize_t {
 #[inline(always)]
 unsafe fn do_pread(fd: c_int, data: *mut c_void, len: size_t, offset: off64_t) -> ssize_t {
     if matches!(tag_of(fd), tag::READER | tag::STUB) && offset >= 0 {
-        // SAFETY: the program gave the bytes to pread(2), to be written.
+        // SAFETY: the program has passed the bytes to pread(2), to be written.
         let run: Run<'_, Writable> = unsafe { Run::new(data, len) };
         let read = |target: Target<'_>| read_from(fd, target, Some(offset as u64), Call::Pread);
         if let Handled::Done(result) = run.as_memory(read) {
@@ -136,14 +139,14 @@ unsafe fn do_pread_chk(
     if len > size {
         return forward!(PREAD_CHK(fd, data, len, offset, size));
     }
-    // SAFETY: the program gave `size` bytes to pread(2), and `len` are no more.
+    // SAFETY: the program has passed `size` bytes to pread(2), and `len` are no more.
     unsafe { do_pread(fd, data, len, offset) }
 }
 
 #[inline(always)]
 unsafe fn do_preadv(fd: c_int, parts: *const iovec, count: c_int, offset: off64_t) -> ssize_t {
     if matches!(tag_of(fd), tag::READER | tag::STUB) && offset >= 0 {
-        // SAFETY: the program gave the vectors to preadv(2), to be written.
+        // SAFETY: the program has passed the vectors to preadv(2), to be written.
         let target = unsafe { memory_of(parts, count) };
         if let Some(target) = target
             && let Handled::Done(result) = read_from(fd, target, Some(offset as u64), Call::Preadv)
@@ -166,7 +169,7 @@ unsafe fn do_preadv2(
         return with_errno(-(libc::EOPNOTSUPP as isize));
     }
     if tag_of(fd) != tag::NONE && (flags == 0 || tag_of(fd) == tag::STUB) {
-        // SAFETY: the program gave the vectors to preadv2(2), which without flags is readv(2) or preadv(2).
+        // SAFETY: the program has passed the vectors to preadv2(2), which without flags is readv(2) or preadv(2).
         return unsafe {
             if offset == -1 {
                 do_readv(fd, parts, count)
@@ -204,26 +207,27 @@ unsafe fn do_lseek(fd: c_int, offset: off64_t, whence: c_int) -> off64_t {
     }
 }
 
-/// A descriptor is the kernel's for one call, which goes by its offset or at least by the file's size.
+/// Gives a descriptor back to the kernel for one call that uses the kernel's offset or size. The ticket is finished
+/// after it.
 #[inline(always)]
-fn handed_back(fd: c_int) -> Ticket {
+fn hand_back(fd: c_int) -> Ticket {
     if tag_of(fd) != tag::NONE {
         return kernel::before_kernel(fd, Call::Transfer);
     }
     Ticket::NONE
 }
 
-/// Whether a call moves bytes between descriptors in the kernel, which has none of a stub's. It fails as for
-/// files that cannot do that; programs read and write then.
-fn moves_stubs(one: c_int, other: c_int) -> bool {
-    tag_of(one) == tag::STUB || tag_of(other) == tag::STUB
+/// Whether a call that moves bytes between descriptors within the kernel involves a stub. The kernel has no bytes of
+/// stubs, so the call fails like for files without such support. Programs then read and write instead.
+fn involves_stub(first: c_int, second: c_int) -> bool {
+    tag_of(first) == tag::STUB || tag_of(second) == tag::STUB
 }
 
 unsafe fn do_sendfile(to: c_int, from: c_int, offset: *mut off64_t, len: size_t) -> ssize_t {
-    if moves_stubs(to, from) {
+    if involves_stub(to, from) {
         return with_errno(-(libc::EINVAL as isize));
     }
-    let tickets = (handed_back(to), handed_back(from));
+    let tickets = (hand_back(to), hand_back(from));
     let result = forward!(SENDFILE(to, from, offset, len));
     tickets.0.finish();
     tickets.1.finish();
@@ -238,10 +242,10 @@ unsafe fn do_copy_file_range(
     len: size_t,
     flags: c_uint,
 ) -> ssize_t {
-    if moves_stubs(to, from) {
+    if involves_stub(to, from) {
         return with_errno(-(libc::EXDEV as isize));
     }
-    let tickets = (handed_back(from), handed_back(to));
+    let tickets = (hand_back(from), hand_back(to));
     let result = forward!(COPY_FILE_RANGE(from, from_at, to, to_at, len, flags));
     tickets.0.finish();
     tickets.1.finish();
@@ -256,17 +260,17 @@ unsafe fn do_splice(
     len: size_t,
     flags: c_uint,
 ) -> ssize_t {
-    if moves_stubs(to, from) {
+    if involves_stub(to, from) {
         return with_errno(-(libc::EINVAL as isize));
     }
-    let tickets = (handed_back(from), handed_back(to));
+    let tickets = (hand_back(from), hand_back(to));
     let result = forward!(SPLICE(from, from_at, to, to_at, len, flags));
     tickets.0.finish();
     tickets.1.finish();
     result
 }
 
-/// Variadic in C, like `open`: the argument is handed on whatever it is.
+/// ioctl(2), which is variadic in C like `open`. The argument is passed on, whatever it is.
 unsafe fn do_ioctl(fd: c_int, request: c_ulong, arg: usize) -> c_int {
     let is_count = request == libc::FIONREAD as c_ulong;
     if tag_of(fd) == tag::NONE || !(is_count || RANGE_REQUESTS.contains(&request)) {
@@ -283,7 +287,7 @@ unsafe fn do_ioctl(fd: c_int, request: c_ulong, arg: usize) -> c_int {
         if !probe::is_writable(arg as *mut c_void, size_of::<c_int>()) {
             return with_errno(-(libc::EFAULT as isize)) as c_int;
         }
-        // SAFETY: the program gave a place for the number to ioctl(2), which was just found writable.
+        // SAFETY: the program has passed the address of the number to ioctl(2), and it was just found writable.
         unsafe { (arg as *mut c_int).write_unaligned(count as c_int) };
         return 0;
     }

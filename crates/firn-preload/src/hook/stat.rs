@@ -1,4 +1,5 @@
-//! The stat family: the kernel knows all of a stub but its size, and of a file of a mount the size when asked.
+//! Hooks of the stat family. For a stub the kernel knows everything but the size, which firnd is asked for. For a file
+//! of a mount the kernel asks firnd itself, if the call wants the size.
 
 use std::ffi::{c_char, c_int};
 
@@ -25,15 +26,15 @@ version: c_int, dir: c_int, path: *const c_char, to: *mut Stat, flags: c_int) ->
 export! { statx = do_statx(
 dir: c_int, path: *const c_char, flags: c_int, mask: u32, to: *mut libc::statx) -> c_int }
 
-/// How a call names the file.
+/// The arguments by which a call names its file.
 #[derive(Clone, Copy)]
-struct Named {
+struct FileName {
     dir: c_int,
     path: *const c_char,
     flags: c_int,
 }
 
-impl Named {
+impl FileName {
     fn path(path: *const c_char, flags: c_int) -> Self {
         Self {
             dir: libc::AT_FDCWD,
@@ -50,9 +51,9 @@ impl Named {
         }
     }
 
-    /// What firnd knows of it, if it is the stub of that number on that device.
+    /// Asks firnd for the attributes of the file, if it is the stub with this inode number on this device.
     fn attr(self, device: u64, inode: u64) -> Option<Result<Attr, c_int>> {
-        // SAFETY: the kernel found a file by it, so it is a C string.
+        // SAFETY: the kernel has found a file by this path, so it is a C string.
         let is_fd = self.flags & libc::AT_EMPTY_PATH != 0
             && (self.path.is_null() || unsafe { *self.path } == 0);
         if is_fd && tag_of(self.dir) == tag::STUB {
@@ -71,20 +72,21 @@ impl Named {
     }
 }
 
-/// Puts what firnd knows into what the kernel answered; `again` asks the kernel once more.
+/// Corrects the size of a stub in the kernel's answer. `again` repeats the kernel's call, if firnd has just set the
+/// times.
 ///
 /// # Safety
-/// `to` holds what the kernel told where `result` is 0.
+/// If `result` is 0, the kernel has filled `to`.
 unsafe fn with_size(
     result: c_int,
     to: *mut Stat,
-    named: Named,
+    named: FileName,
     again: impl Fn() -> c_int,
 ) -> c_int {
     if result != 0 || !trees::has_trees() {
         return result;
     }
-    // SAFETY: the kernel just filled the structure that the program gave (`result` is 0).
+    // SAFETY: `result` is 0, so the kernel has filled the program's structure.
     let stat = unsafe { &mut *to };
     let device = u64::from(libc::major(stat.st_dev)) << 32 | u64::from(libc::minor(stat.st_dev));
     if stat.st_mode & libc::S_IFMT != libc::S_IFREG || !trees::has_stubs(device) {
@@ -106,52 +108,52 @@ unsafe fn with_size(
 
 macro_rules! sized {
     ($named:expr, $to:ident, $call:expr) => {{
-        // SAFETY: the program called the hook with these arguments.
+        // SAFETY: the program has passed these arguments to the hook.
         let ask = || unsafe { $call };
         let result = ask();
-        // SAFETY: the structure that the program gave, which the call filled where its result is 0.
+        // SAFETY: if the result is 0, the call has filled the program's structure.
         unsafe { with_size(result, $to, $named, ask) }
     }};
 }
 
 unsafe fn do_stat(path: *const c_char, to: *mut Stat) -> c_int {
-    sized!(Named::path(path, 0), to, STAT.get()(path, to))
+    sized!(FileName::path(path, 0), to, STAT.get()(path, to))
 }
 
 unsafe fn do_lstat(path: *const c_char, to: *mut Stat) -> c_int {
     sized!(
-        Named::path(path, libc::AT_SYMLINK_NOFOLLOW),
+        FileName::path(path, libc::AT_SYMLINK_NOFOLLOW),
         to,
         LSTAT.get()(path, to)
     )
 }
 
 unsafe fn do_fstat(fd: c_int, to: *mut Stat) -> c_int {
-    sized!(Named::fd(fd), to, FSTAT.get()(fd, to))
+    sized!(FileName::fd(fd), to, FSTAT.get()(fd, to))
 }
 
 unsafe fn do_fstatat(dir: c_int, path: *const c_char, to: *mut Stat, flags: c_int) -> c_int {
     sized!(
-        Named { dir, path, flags },
+        FileName { dir, path, flags },
         to,
         FSTATAT.get()(dir, path, to, flags)
     )
 }
 
 unsafe fn do_xstat(version: c_int, path: *const c_char, to: *mut Stat) -> c_int {
-    sized!(Named::path(path, 0), to, XSTAT.get()(version, path, to))
+    sized!(FileName::path(path, 0), to, XSTAT.get()(version, path, to))
 }
 
 unsafe fn do_lxstat(version: c_int, path: *const c_char, to: *mut Stat) -> c_int {
     sized!(
-        Named::path(path, libc::AT_SYMLINK_NOFOLLOW),
+        FileName::path(path, libc::AT_SYMLINK_NOFOLLOW),
         to,
         LXSTAT.get()(version, path, to)
     )
 }
 
 unsafe fn do_fxstat(version: c_int, fd: c_int, to: *mut Stat) -> c_int {
-    sized!(Named::fd(fd), to, FXSTAT.get()(version, fd, to))
+    sized!(FileName::fd(fd), to, FXSTAT.get()(version, fd, to))
 }
 
 unsafe fn do_fxstatat(
@@ -162,7 +164,7 @@ unsafe fn do_fxstatat(
     flags: c_int,
 ) -> c_int {
     sized!(
-        Named { dir, path, flags },
+        FileName { dir, path, flags },
         to,
         FXSTATAT.get()(version, dir, path, to, flags)
     )
@@ -179,7 +181,7 @@ unsafe fn do_statx(
     if result != 0 {
         return result;
     }
-    // SAFETY: statx(2) succeeded, so the kernel filled the structure that the program gave.
+    // SAFETY: statx(2) has succeeded, so the kernel has filled the program's structure.
     let (major, minor, mode, inode) = unsafe {
         (
             (*to).stx_dev_major,
@@ -193,8 +195,8 @@ unsafe fn do_statx(
         && flags & libc::AT_STATX_DONT_SYNC == 0
         && devices::is_known_mount(device)
     {
-        // A call that does not ask for the size gets the kernel's old one, marked as valid, after writes by direct
-        // access.
+        // After writes by direct access the kernel's size is out of date. A call that does not ask for the size would
+        // get it, marked as valid.
         return forward!(STATX(
             dir,
             path,
@@ -209,8 +211,8 @@ unsafe fn do_statx(
     if u32::from(mode) & libc::S_IFMT != libc::S_IFREG || !trees::has_stubs(device) {
         return result;
     }
-    match (Named { dir, path, flags }).attr(device, inode) {
-        // SAFETY: the program gave the structure to statx(2), and the kernel filled it once.
+    match (FileName { dir, path, flags }).attr(device, inode) {
+        // SAFETY: the program has passed the structure to statx(2), and the kernel has filled it.
         Some(Ok(attr)) => unsafe {
             if attr.told && STATX.get()(dir, path, flags, mask, to) != 0 {
                 return -1;

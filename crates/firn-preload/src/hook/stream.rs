@@ -1,6 +1,8 @@
-//! The calls of stdio that open and close descriptors. What it does in between is not seen: its streams are
-//! left to the kernel, except those of libstdc++, which reads and writes the descriptor itself, and those
-//! over stubs ([`crate::cookie`]).
+//! Hooks of the functions of stdio that open and close streams.
+//!
+//! The reads and writes of a stream are not seen by hooks. So streams are left to the kernel, with two exceptions:
+//! libstdc++ reads and writes the descriptors of its streams itself, and streams over stubs are made by
+//! [`crate::cookie`].
 
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::atomic::Ordering;
@@ -9,10 +11,10 @@ use libc::FILE;
 
 use super::{export, forward};
 use crate::cookie;
-use crate::opened::{By, Noted, forget_stale, note_open};
+use crate::opened::{NewDescriptor, OpenedBy, forget_stale, register_opened};
 use crate::real::{FCLOSE, FDOPEN, FOPEN, FREOPEN};
 use crate::share;
-use crate::sharing::Moment;
+use crate::sharing::SharingCount;
 use crate::summary;
 use crate::sys::{self, syscall, with_errno};
 use crate::table::{ACTIVE, tag, tag_of};
@@ -24,7 +26,7 @@ export! { freopen freopen64 =
 do_freopen(path: *const c_char, mode: *const c_char, file: *mut FILE) -> *mut FILE }
 export! { fclose _IO_fclose = do_fclose(file: *mut FILE) -> c_int }
 
-/// Hands the caller's address on as the third argument.
+/// Defines hooks that pass the caller's address on as the third argument.
 macro_rules! with_caller {
     ($($name:ident)+ = $to:ident) => {$(
         #[unsafe(no_mangle)]
@@ -45,21 +47,21 @@ unsafe extern "C" fn do_fopen(
     mode: *const c_char,
     caller: *const c_void,
 ) -> *mut FILE {
-    let before = Moment::now();
+    let before = SharingCount::now();
     if ACTIVE.load(Ordering::Relaxed) == 0 {
         return forward!(FOPEN(path, mode));
     }
-    // SAFETY: the mode that the program gave to fopen(3).
+    // SAFETY: the program has passed the mode to fopen(3).
     let Some(flags) = (unsafe { flags_of(mode) }) else {
         return forward!(FOPEN(path, mode));
     };
     let by = if share::is_stream_buffer(caller) {
-        By::StreamBuffer
+        OpenedBy::StreamBuffer
     } else {
-        By::Stdio
+        OpenedBy::Stdio
     };
-    if by == By::Stdio {
-        // SAFETY: path and mode are what the program gave to fopen(3).
+    if by == OpenedBy::Stdio {
+        // SAFETY: the program has passed path and mode to fopen(3).
         let opened = unsafe { open_on_tree(path, mode, flags, &before) };
         if let Some(file) = opened {
             return file;
@@ -69,12 +71,14 @@ unsafe extern "C" fn do_fopen(
     if file.is_null() {
         return file;
     }
-    // SAFETY: an open stream, and the mode that opened it.
+    // SAFETY: the stream is open, and the mode has opened it.
     unsafe {
-        if by == By::Stdio && is_stub(libc::fileno(file)) {
+        if by == OpenedBy::Stdio && is_stub(libc::fileno(file)) {
             return over_stub(file, mode, flags, &before);
         }
-        if let Noted::Unusable(errno) = note_open(libc::fileno(file), flags, &before, by) {
+        if let NewDescriptor::Unusable(errno) =
+            register_opened(libc::fileno(file), flags, &before, by)
+        {
             FCLOSE.get()(file);
             with_errno(-(errno as isize));
             return std::ptr::null_mut();
@@ -83,50 +87,55 @@ unsafe extern "C" fn do_fopen(
     file
 }
 
-/// A stream of ours over a stub that is there already; `None`: the path leads to none.
+/// Opens a stream over an existing stub. Returns `None` if the path leads to no stub.
 ///
-/// The C library must not open a stream of its own here. That stream would have to be closed, and a close ends the
-/// locks (fcntl(2)) that the program holds on the file by a descriptor of its own. On a file that is only made now
-/// there are none.
+/// The C library must not open a stream of its own for such a file. That stream would have to be closed, and a close
+/// ends the locks (fcntl(2)) that the program holds on the file by another descriptor. A file that does not exist yet
+/// has no locks.
 ///
 /// # Safety
-/// Two C strings.
+/// `path` and `mode` are C strings.
 unsafe fn open_on_tree(
     path: *const c_char,
     mode: *const c_char,
     flags: c_int,
-    before: &Moment,
+    before: &SharingCount,
 ) -> Option<*mut FILE> {
     if in_vfork_child() {
         return None;
     }
     super::change::file_on_tree(libc::AT_FDCWD, path, 0)?;
-    // SAFETY: the caller's strings.
+    // SAFETY: the kernel reads the path, which is a C string.
     let fd = unsafe { syscall!(libc::SYS_openat, libc::AT_FDCWD, path, flags, 0o666usize) };
     if fd < 0 {
         with_errno(fd);
         return Some(std::ptr::null_mut());
     }
     let fd = fd as c_int;
-    // SAFETY: an open descriptor that is still unused, and the mode of its stream.
+    // SAFETY: the descriptor is new, and `mode` is a C string.
     Some(unsafe { open_stream(fd, mode, flags, before) })
 }
 
-/// A stream over a descriptor that was just opened.
+/// Opens a stream over a descriptor that was just opened. An error closes the descriptor.
 ///
 /// # Safety
-/// Only this thread knows the descriptor yet; the mode is a C string.
-unsafe fn open_stream(fd: c_int, mode: *const c_char, flags: c_int, before: &Moment) -> *mut FILE {
-    // SAFETY: the caller's promise.
+/// Only this thread knows the descriptor, and `mode` is a C string.
+unsafe fn open_stream(
+    fd: c_int,
+    mode: *const c_char,
+    flags: c_int,
+    before: &SharingCount,
+) -> *mut FILE {
+    // SAFETY: the caller keeps these two promises.
     unsafe {
-        let file = match note_open(fd, flags, before, By::Program) {
-            Noted::Unusable(errno) => {
+        let file = match register_opened(fd, flags, before, OpenedBy::Program) {
+            NewDescriptor::Unusable(errno) => {
                 sys::close(fd);
                 with_errno(-(errno as isize));
                 return std::ptr::null_mut();
             }
-            Noted::Stub => cookie::open_over(fd, mode),
-            Noted::Else => do_fdopen(fd, mode),
+            NewDescriptor::Stub => cookie::open_over(fd, mode),
+            NewDescriptor::Other => do_fdopen(fd, mode),
         };
         if file.is_null() {
             libc::close(fd);
@@ -140,17 +149,18 @@ fn is_stub(fd: c_int) -> bool {
     trees::may_have_trees() && !in_vfork_child() && trees::is_stub(fd)
 }
 
-/// A stream of ours instead of one that was just opened on a stub, with the same number.
+/// Replaces a stream that the C library has just opened on a stub. The new stream has the same descriptor number if
+/// possible.
 ///
 /// # Safety
-/// Nothing was done with the stream yet.
+/// The stream was not used yet, and `mode` is a C string.
 unsafe fn over_stub(
     file: *mut FILE,
     mode: *const c_char,
     flags: c_int,
-    before: &Moment,
+    before: &SharingCount,
 ) -> *mut FILE {
-    // SAFETY: an open stream that is still unused, and the mode that opened it.
+    // SAFETY: the stream is open and unused, and the mode has opened it.
     unsafe {
         let fd = libc::fileno(file);
         let copy = if flags & libc::O_CLOEXEC != 0 {
@@ -166,7 +176,7 @@ unsafe fn over_stub(
         }
         FCLOSE.get()(file);
         let again = sys::fcntl(kept, copy, fd as usize) as c_int;
-        // Another thread may have got the number meanwhile.
+        // Another thread may have taken the number since the stream was closed. Then the copy is used.
         let fd = if again == fd {
             sys::close(kept);
             fd
@@ -178,28 +188,29 @@ unsafe fn over_stub(
     }
 }
 
-/// A standard descriptor became a stub: its stream must not write into the stub itself.
-pub(crate) fn stub_at(fd: c_int) {
+/// Replaces the stream of a standard descriptor that has become a stub, because the old stream would write to the stub
+/// itself.
+pub(crate) fn replace_stream_of_stub(fd: c_int) {
     if fd <= libc::STDERR_FILENO && !in_vfork_child() && tag_of(fd) == tag::STUB {
         cookie::replace_standard(fd);
     }
 }
 
-/// Flags with which fopen(3) opens; `None`: it refuses the mode.
+/// Returns the flags with which fopen(3) opens a file; `None` if it refuses the mode.
 ///
 /// # Safety
-/// A C string.
+/// `mode` is a C string.
 unsafe fn flags_of(mode: *const c_char) -> Option<c_int> {
-    // SAFETY: the mode that the program gave to open a stream, a string that ends.
+    // SAFETY: the program has passed the mode, which is a C string.
     let mode = unsafe { std::ffi::CStr::from_ptr(mode) }.to_bytes();
     let (first, rest) = mode.split_first()?;
-    let makes = match first {
+    let creation = match first {
         b'r' => 0,
         b'w' => libc::O_CREAT | libc::O_TRUNC,
         b'a' => libc::O_CREAT | libc::O_APPEND,
         _ => return None,
     };
-    // What follows a comma names a character set.
+    // A comma begins the name of a character set.
     let rest = rest.split(|&letter| letter == b',').next()?;
     let access = match (rest.contains(&b'+'), first) {
         (true, _) => libc::O_RDWR,
@@ -207,12 +218,12 @@ unsafe fn flags_of(mode: *const c_char) -> Option<c_int> {
         (false, _) => libc::O_WRONLY,
     };
     let flag_if = |letter, flag| if rest.contains(&letter) { flag } else { 0 };
-    Some(makes | access | flag_if(b'x', libc::O_EXCL) | flag_if(b'e', libc::O_CLOEXEC))
+    Some(creation | access | flag_if(b'x', libc::O_EXCL) | flag_if(b'e', libc::O_CLOEXEC))
 }
 
 unsafe fn do_fdopen(fd: c_int, mode: *const c_char) -> *mut FILE {
     if tag_of(fd) == tag::STUB {
-        // SAFETY: the program gave the mode to fdopen(3).
+        // SAFETY: the program has passed the mode to fdopen(3).
         return unsafe { cookie::open_over(fd, mode) };
     }
     if tag_of(fd) != tag::NONE {
@@ -222,8 +233,8 @@ unsafe fn do_fdopen(fd: c_int, mode: *const c_char) -> *mut FILE {
 }
 
 unsafe fn do_freopen(path: *const c_char, mode: *const c_char, file: *mut FILE) -> *mut FILE {
-    let before = Moment::now();
-    // SAFETY: path, mode and stream are what the program gave to freopen(3).
+    let before = SharingCount::now();
+    // SAFETY: the program has passed path, mode and stream to freopen(3).
     unsafe {
         if !file.is_null() && cookie::is_ours(file) {
             libc::fflush(file);
@@ -236,15 +247,15 @@ unsafe fn do_freopen(path: *const c_char, mode: *const c_char, file: *mut FILE) 
         }
         let fd = libc::fileno(file);
         let slot = cookie::standard_slot(fd).filter(|slot| **slot == file);
-        // The C library has taken the mode.
+        // The C library has accepted the mode, so the default is never used.
         let flags = flags_of(mode).unwrap_or(libc::O_RDWR);
-        let errno = match (note_open(fd, flags, &before, By::Program), slot) {
-            (Noted::Stub, Some(slot)) => {
+        let errno = match (register_opened(fd, flags, &before, OpenedBy::Program), slot) {
+            (NewDescriptor::Stub, Some(slot)) => {
                 cookie::replace_standard(fd);
                 return *slot;
             }
-            (Noted::Unusable(errno), _) => errno,
-            // The caller may go on with the old stream, which must not be another one then.
+            (NewDescriptor::Unusable(errno), _) => errno,
+            // freopen(3) must return the old stream, and the stream of a stub would be another one.
             _ => libc::EOPNOTSUPP,
         };
         forget_stream(file);
@@ -255,9 +266,9 @@ unsafe fn do_freopen(path: *const c_char, mode: *const c_char, file: *mut FILE) 
 }
 
 unsafe fn do_fclose(file: *mut FILE) -> c_int {
-    // SAFETY: the program gave the open stream to fclose(3).
+    // SAFETY: the program has passed the open stream to fclose(3).
     unsafe {
-        // One of ours closes its descriptor by way of the hook.
+        // A stream of `cookie` closes its descriptor by the hook of close(2).
         if file.is_null() || !cookie::is_ours(file) {
             forget_stream(file);
         }
@@ -265,13 +276,16 @@ unsafe fn do_fclose(file: *mut FILE) -> c_int {
     }
 }
 
+/// Forgets the descriptor of a stream that is about to be closed or was just opened. Before the end of standard error
+/// it prints the report.
+///
 /// # Safety
-/// Null or an open stream.
+/// `file` is null or an open stream.
 unsafe fn forget_stream(file: *mut FILE) {
     if file.is_null() {
         return;
     }
-    // SAFETY: not null, so an open stream.
+    // SAFETY: the pointer is not null, so it is an open stream.
     let fd = unsafe { libc::fileno(file) };
     if fd == libc::STDERR_FILENO {
         summary::print_report();

@@ -1,7 +1,7 @@
-//! syscall(3): system calls by number. libuv (Node, Julia, CMake, Neovim) asks for sizes, copies and closes by it, others
-//! use it for calls that their C library does not have. A call that a hook stands before goes to that hook.
+//! Hook of syscall(3), which makes system calls by number. A call for which there is a hook goes to that hook.
 //!
-//! System calls that a program makes by an instruction of its own are not seen.
+//! libuv (Node, Julia, CMake, Neovim) asks for sizes, copies and closes by syscall(3). Other programs use it for calls
+//! that their C library does not have. System calls by a program's own instruction are not seen.
 
 use std::ffi::{c_char, c_int, c_long, c_uint, c_void};
 
@@ -11,15 +11,15 @@ use super::file::finish_open;
 use super::forward;
 use super::number::note_taken;
 use crate::real::SYSCALL;
-use crate::sharing::Moment;
+use crate::sharing::SharingCount;
 use crate::sys::with_errno;
 use crate::{lock, share, trees};
 
-/// The six arguments of a system call; those that the program did not give may be anything.
+/// The six arguments of a system call. Arguments that the program has not passed have any value.
 type Arguments = [usize; 6];
 
-/// Finds the function that makes a system call: the C library's, or [`make_call`]. That function gets the arguments as
-/// the program passed them: of the calls that begin a process some return on another stack.
+/// Returns the function that makes a system call: that of the C library, or [`make_call`]. The hook jumps to it with
+/// the arguments in place. A call would not do, because some system calls that start a process return on another stack.
 extern "C" fn find_maker(number: c_long) -> *const c_void {
     match number {
         #[cfg(target_arch = "x86_64")]
@@ -34,8 +34,9 @@ extern "C" fn find_maker(number: c_long) -> *const c_void {
     SYSCALL.get() as *const c_void
 }
 
+/// Prepares all descriptors to be shared with a new process.
 fn share_with_process() {
-    // It may be a thread, and the C library does not count it.
+    // The call may start a thread instead, which the C library does not count.
     lock::never_single();
     share::share_all();
 }
@@ -67,10 +68,10 @@ unsafe extern "C" fn syscall() -> c_long {
     );
 }
 
-/// Makes a call that a hook stands before.
+/// Makes a system call by its hook.
 ///
 /// # Safety
-/// The program gave number and arguments to syscall(3).
+/// The program has passed number and arguments to syscall(3).
 unsafe extern "C" fn make_call(
     number: c_long,
     a: usize,
@@ -81,37 +82,37 @@ unsafe extern "C" fn make_call(
     f: usize,
 ) -> c_long {
     let arguments = [a, b, c, d, e, f];
-    // SAFETY: the program's own, for a call of this number.
+    // SAFETY: the program has passed these arguments for a call with this number.
     let hooked = unsafe { call_hook(number, arguments) };
     hooked.unwrap_or_else(|| forward!(SYSCALL(number, a, b, c, d, e, f)))
 }
 
-/// Defines which system calls go to functions of the C library that are hooked here, and with which arguments.
+/// Defines which system calls go to which hooks, and with which arguments.
 macro_rules! hooked {
     ($($(#[$when:meta])* $number:ident => $function:ident($($index:literal as $ty:ty),*);)*) => {
         fn is_hooked(number: c_long) -> bool {
             match number {
                 $($(#[$when])* libc::$number => true,)*
                 libc::SYS_openat2 | libc::SYS_pidfd_getfd => true,
-                // Rings move bytes of stubs in the kernel, which has none: a program that is refused a ring makes plain
-                // calls.
+                // A ring of io_uring would move bytes within the kernel, which has no bytes of stubs. A program that
+                // gets no ring makes ordinary calls.
                 libc::SYS_io_uring_setup => trees::has_trees(),
                 _ => false,
             }
         }
 
-        /// `None`: no hook is for this number.
+        /// Calls the hook of a system call; `None` if there is none.
         ///
         /// # Safety
-        /// The program gave number and arguments to syscall(3).
+        /// The program has passed number and arguments to syscall(3).
         unsafe fn call_hook(number: c_long, arguments: Arguments) -> Option<c_long> {
-            // SAFETY: as for the system call, which takes its arguments as the function does, in this order.
+            // SAFETY: the hook takes the arguments of the system call in this order, and its conditions are the same.
             let result = unsafe {
                 match number {
                     $($(#[$when])* libc::$number => {
                         libc::$function($(arguments[$index] as $ty),*) as c_long
                     })*
-                    libc::SYS_openat2 => open_as_told(arguments),
+                    libc::SYS_openat2 => open_by_structure(arguments),
                     libc::SYS_pidfd_getfd => take_descriptor(arguments),
                     libc::SYS_io_uring_setup => with_errno(-(libc::ENOSYS as isize)) as c_long,
                     _ => return None,
@@ -129,7 +130,7 @@ hooked! {
     SYS_writev => writev(0 as c_int, 1 as *const iovec, 2 as c_int);
     SYS_pread64 => pread64(0 as c_int, 1 as *mut c_void, 2 as usize, 3 as i64);
     SYS_pwrite64 => pwrite64(0 as c_int, 1 as *const c_void, 2 as usize, 3 as i64);
-    // The kernel takes an offset in two words, of which the first has it all here.
+    // The kernel takes the offset in two words. On 64-bit machines the first one has all of it.
     SYS_preadv => preadv64(0 as c_int, 1 as *const iovec, 2 as c_int, 3 as i64);
     SYS_pwritev => pwritev64(0 as c_int, 1 as *const iovec, 2 as c_int, 3 as i64);
     SYS_preadv2 => preadv64v2(0 as c_int, 1 as *const iovec, 2 as c_int, 3 as i64, 5 as c_int);
@@ -178,25 +179,26 @@ hooked! {
     SYS_utime => utime(0 as *const c_char, 1 as *const libc::utimbuf);
 }
 
-/// openat2(2), for which the C library has no function: directory, path, `struct open_how`, its size.
+/// openat2(2), for which the C library has no function. Its arguments are directory, path, `struct open_how` and its
+/// size.
 ///
 /// # Safety
-/// As for the system call.
-unsafe fn open_as_told([dir, path, how, size, ..]: Arguments) -> c_long {
-    let before = Moment::now();
+/// The same as for the system call.
+unsafe fn open_by_structure([dir, path, how, size, ..]: Arguments) -> c_long {
+    let before = SharingCount::now();
     let fd = forward!(SYSCALL(libc::SYS_openat2, dir, path, how, size, 0, 0));
     if fd < 0 {
         return fd;
     }
-    // SAFETY: the kernel read it just now, and flags are its first word.
+    // SAFETY: the kernel has just read the structure, whose first word is the flags.
     let flags = unsafe { (how as *const u64).read_unaligned() };
     c_long::from(finish_open(fd as c_int, flags as c_int, &before))
 }
 
-/// pidfd_getfd(2): the number that it gives may be known as that of a descriptor which was closed unseen.
+/// pidfd_getfd(2). The table may have state for the number that it returns, of a descriptor that was closed unseen.
 ///
 /// # Safety
-/// As for the system call.
+/// The same as for the system call.
 unsafe fn take_descriptor([process, number, flags, ..]: Arguments) -> c_long {
     let fd = forward!(SYSCALL(
         libc::SYS_pidfd_getfd,

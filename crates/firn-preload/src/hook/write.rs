@@ -1,4 +1,4 @@
-//! write(2) and its kin.
+//! Hooks of write(2) and its kin.
 
 use std::ffi::{c_int, c_void};
 
@@ -14,7 +14,7 @@ use crate::stub::{self, Append};
 use crate::sys::with_errno;
 use crate::table::{tag, tag_of};
 
-/// pwritev2(2): not to the end of the file, although it was opened with O_APPEND (linux/fs.h, Linux 6.9).
+/// Flag of pwritev2(2): do not append, even if the descriptor has O_APPEND (linux/fs.h, since Linux 6.9).
 const RWF_NOAPPEND: c_int = 0x20;
 
 export! { write __write = do_write(fd: c_int, data: *const c_void, len: size_t) -> ssize_t }
@@ -29,30 +29,31 @@ do_pwritev2(fd: c_int, parts: *const iovec, count: c_int, offset: off64_t, flags
 #[inline(always)]
 unsafe fn do_write(fd: c_int, data: *const c_void, len: size_t) -> ssize_t {
     if matches!(tag_of(fd), tag::WRITER | tag::STUB) {
-        // SAFETY: the program gave the bytes to write(2), to be read.
+        // SAFETY: the program has passed the bytes to write(2), to be read.
         let run = unsafe { Run::new(data.cast_mut(), len) };
-        return write_ours(fd, run);
+        return write_served(fd, run);
     }
     forward!(WRITE(fd, data, len))
 }
 
-/// A write to a descriptor of ours.
-fn write_to(fd: c_int, source: Source<'_>, at: Option<u64>, call: Call) -> Handled {
+/// Writes to a descriptor that the library serves.
+fn write_to(fd: c_int, source: Source<'_>, explicit_offset: Option<u64>, call: Call) -> Handled {
     if tag_of(fd) == tag::STUB {
-        return stub::write_stub(fd, source, at, Append::AsOpened, call);
+        return stub::write_stub(fd, source, explicit_offset, Append::AsOpened, call);
     }
-    kernel::write_file(fd, source, at, call)
+    kernel::write_file(fd, source, explicit_offset, call)
 }
 
+/// write(2) of a descriptor that the library serves: by the fast path if possible.
 #[inline(never)]
-fn write_ours(fd: c_int, run: Run<'_, Readable>) -> ssize_t {
-    match kernel::write_usual(fd, run, None, Call::Write) {
+fn write_served(fd: c_int, run: Run<'_, Readable>) -> ssize_t {
+    match kernel::write_fast(fd, run, None, Call::Write) {
         Some(Handled::Done(result)) if result >= 0 => result,
         handled => write_slowly(fd, run, handled),
     }
 }
 
-/// A write that is not a usual one, or went as it did.
+/// Ends a write. `handled` is the result of the fast path; without one, the write is made here.
 #[inline(never)]
 fn write_slowly(fd: c_int, run: Run<'_, Readable>, handled: Option<Handled>) -> ssize_t {
     let slowly = || run.as_memory(|source| write_to(fd, source, None, Call::Write));
@@ -70,20 +71,22 @@ fn write_slowly(fd: c_int, run: Run<'_, Readable>, handled: Option<Handled>) -> 
 #[inline(always)]
 unsafe fn do_writev(fd: c_int, parts: *const iovec, count: c_int) -> ssize_t {
     if matches!(tag_of(fd), tag::WRITER | tag::STUB) {
-        // SAFETY: the program gave the vectors to writev(2).
-        return unsafe { writev_ours(fd, parts, count) };
+        // SAFETY: the program has passed the vectors to writev(2).
+        return unsafe { writev_served(fd, parts, count) };
     }
     forward!(WRITEV(fd, parts, count))
 }
 
+/// writev(2) of a descriptor that the library serves.
+///
 /// # Safety
-/// As for writev(2).
+/// The same as for writev(2).
 #[inline(never)]
-unsafe fn writev_ours(fd: c_int, parts: *const iovec, count: c_int) -> ssize_t {
-    // SAFETY: the program gave the vectors to writev(2), to be read.
+unsafe fn writev_served(fd: c_int, parts: *const iovec, count: c_int) -> ssize_t {
+    // SAFETY: the program has passed the vectors to writev(2), to be read.
     let handled = match unsafe { memory_of(parts, count) } {
         Some(source) => write_to(fd, source, None, Call::Writev),
-        // Numbers of vectors that the kernel refuses.
+        // The kernel refuses this number of vectors.
         None if tag_of(fd) == tag::STUB => Handled::Forward(Ticket::NONE),
         None => Handled::Forward(kernel::before_kernel(fd, Call::Writev)),
     };
@@ -100,9 +103,9 @@ unsafe fn writev_ours(fd: c_int, parts: *const iovec, count: c_int) -> ssize_t {
 #[inline(always)]
 unsafe fn do_pwrite(fd: c_int, data: *const c_void, len: size_t, offset: off64_t) -> ssize_t {
     if matches!(tag_of(fd), tag::WRITER | tag::STUB) && offset >= 0 {
-        // SAFETY: the program gave the bytes to pwrite(2), to be read.
+        // SAFETY: the program has passed the bytes to pwrite(2), to be read.
         let run = unsafe { Run::new(data.cast_mut(), len) };
-        if let Handled::Done(result) = pwrite_ours(fd, run, offset as u64) {
+        if let Handled::Done(result) = pwrite_served(fd, run, offset as u64) {
             return with_errno(result);
         }
     }
@@ -110,15 +113,15 @@ unsafe fn do_pwrite(fd: c_int, data: *const c_void, len: size_t, offset: off64_t
 }
 
 #[inline(never)]
-fn pwrite_ours(fd: c_int, run: Run<'_, Readable>, offset: u64) -> Handled {
+fn pwrite_served(fd: c_int, run: Run<'_, Readable>, offset: u64) -> Handled {
     let slowly = || run.as_memory(|source| write_to(fd, source, Some(offset), Call::Pwrite));
-    kernel::write_usual(fd, run, Some(offset), Call::Pwrite).unwrap_or_else(slowly)
+    kernel::write_fast(fd, run, Some(offset), Call::Pwrite).unwrap_or_else(slowly)
 }
 
 #[inline(always)]
 unsafe fn do_pwritev(fd: c_int, parts: *const iovec, count: c_int, offset: off64_t) -> ssize_t {
     if matches!(tag_of(fd), tag::WRITER | tag::STUB) && offset >= 0 {
-        // SAFETY: the program gave the vectors to pwritev(2), to be read.
+        // SAFETY: the program has passed the vectors to pwritev(2), to be read.
         let source = unsafe { memory_of(parts, count) };
         if let Some(source) = source
             && let Handled::Done(result) = write_to(fd, source, Some(offset as u64), Call::Pwritev)
@@ -138,7 +141,7 @@ unsafe fn do_pwritev2(
     flags: c_int,
 ) -> ssize_t {
     if flags == 0 && matches!(tag_of(fd), tag::WRITER | tag::STUB) {
-        // SAFETY: the program gave the vectors to pwritev2(2), which without flags is writev(2) or pwritev(2).
+        // SAFETY: the program has passed the vectors to pwritev2(2), which without flags is writev(2) or pwritev(2).
         return unsafe {
             if offset == -1 {
                 do_writev(fd, parts, count)
@@ -148,10 +151,10 @@ unsafe fn do_pwritev2(
         };
     }
     if tag_of(fd) == tag::STUB {
-        // SAFETY: the program gave the vectors to pwritev2(2).
+        // SAFETY: the program has passed the vectors to pwritev2(2).
         return unsafe { write_flagged(fd, parts, count, offset, flags) };
     }
-    // An append goes by the size of the file, which the kernel has to know then, wherever the offset stands.
+    // A call at the offset needs the kernel's offset. An append needs the kernel's size of the file.
     let needs_kernel = offset == -1 || flags & libc::RWF_APPEND != 0;
     let ticket = if needs_kernel && tag_of(fd) != tag::NONE {
         kernel::before_kernel(fd, Call::Writev)
@@ -166,7 +169,7 @@ unsafe fn do_pwritev2(
 /// pwritev2(2) with flags, to a stub.
 ///
 /// # Safety
-/// As for pwritev2(2).
+/// The same as for pwritev2(2).
 unsafe fn write_flagged(
     fd: c_int,
     parts: *const iovec,
@@ -189,7 +192,7 @@ unsafe fn write_flagged(
     if offset < -1 {
         return with_errno(-(libc::EINVAL as isize));
     }
-    // SAFETY: the program gave the vectors to pwritev2(2), to be read.
+    // SAFETY: the program has passed the vectors to pwritev2(2), to be read.
     let Some(source) = (unsafe { memory_of(parts, count) }) else {
         return with_errno(if count == 0 {
             0
@@ -197,8 +200,8 @@ unsafe fn write_flagged(
             -(libc::EINVAL as isize)
         });
     };
-    let at = u64::try_from(offset).ok();
-    match stub::write_stub(fd, source, at, append, Call::Pwritev) {
+    let explicit_offset = u64::try_from(offset).ok();
+    match stub::write_stub(fd, source, explicit_offset, append, Call::Pwritev) {
         Handled::Done(result) if result >= 0 && synced => match stub::sync_stub(fd, true) {
             Some(Err(errno)) => with_errno(-(errno as isize)),
             _ => result,

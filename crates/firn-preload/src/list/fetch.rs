@@ -1,54 +1,61 @@
-//! Asks firnd where the bytes of a file are.
+//! Requests extents of a file from firnd, and builds and extends its list.
 
 use firn_direct::connection::Files;
 use firn_format::data_socket::{Extent, FILES_MAX, Reply, Status};
 
-use crate::connect::{self, Wanted};
+use crate::connect::{self, ExtentRequest};
 use crate::devices;
 use crate::list::files;
 use crate::sys;
-use crate::table::{Held, tag};
+use crate::table::{LockedEntry, tag};
 
-/// Questions for one read that is beyond the end of a list.
-const QUESTIONS_MAX: u32 = 64;
-/// From here on no file has bytes: such a question tells whether a list still holds.
+/// Maximum number of requests for one read beyond the end of a list.
+const REQUESTS_MAX: u32 = 64;
+/// An offset at which no file has bytes. A request for it only asks whether a list is still valid.
 const BEYOND_FILES: u64 = i64::MAX as u64;
 
-/// Fetches a list for a read at the offset `at`. Returns firnd's answer.
-pub(crate) fn fetch_list(held: &mut Held, at: u64) -> Option<Status> {
-    let token = devices::first_token(held.token).or_else(|| devices::token_of(held.fd))?;
-    held.list.map_extents()?;
-    let mut question = Question::new(held, at);
-    let (room, wanted) = (held.list.room()?, question.wanted());
-    let (link, first) = connect::connect_to_read(&token, wanted, room)?;
-    (held.link, held.token) = (link, token.token);
-    match fetch_from(held, question, first)? {
-        // One without files of the backing is of the whole file, and one without anything may have it before `at`.
-        Status::Ok if at > 0 && !held.list.is_limited() => fetch_known_list(held),
-        Status::Ok if at > 0 && held.list.extents().is_empty() => fetch_known_list(held),
+/// Fetches a list for a read at the offset `at`, over a new connection if needed. Returns firnd's status; `None` if
+/// there is no connection or no memory.
+pub(crate) fn fetch_list(locked: &mut LockedEntry, at: u64) -> Option<Status> {
+    let token = devices::first_token(locked.token).or_else(|| devices::token_of(locked.fd))?;
+    locked.list.map_extents()?;
+    let mut request = ListRequest::new(locked, at);
+    let (room, extent_request) = (locked.list.room()?, request.extent_request());
+    let (link, first) = connect::connect_to_read(&token, extent_request, room)?;
+    (locked.link, locked.token) = (link, token.token);
+    match fetch_from(locked, request, first)? {
+        // A list without files of the backing is to cover the whole file. An empty list may have extents before `at`.
+        Status::Ok if at > 0 && !locked.list.is_limited() => fetch_known_list(locked),
+        Status::Ok if at > 0 && locked.list.extents().is_empty() => fetch_known_list(locked),
         status => Some(status),
     }
 }
 
-/// Fetches a list from the beginning of the file on, where the token is known.
-pub(crate) fn fetch_known_list(held: &mut Held) -> Option<Status> {
-    held.list.map_extents()?;
-    let question = Question::new(held, 0);
-    fetch_from(held, question, None)
+/// Fetches a list from the beginning of the file, over the known connection.
+pub(crate) fn fetch_known_list(locked: &mut LockedEntry) -> Option<Status> {
+    locked.list.map_extents()?;
+    let request = ListRequest::new(locked, 0);
+    fetch_from(locked, request, None)
 }
 
-/// A question for what comes at the end of a list.
-struct Question {
+/// A request for the extents from some offset on.
+struct ListRequest {
+    /// The offset in the file.
     from: u64,
+    /// Maximum number of files of the backing in the answer.
     files_max: u32,
+    /// Receives the descriptors of these files.
     files: Files,
+    /// When the request was made, in the clock of [`sys::coarse_ns`].
     asked_ns: u64,
 }
 
-impl Question {
-    fn new(held: &Held, from: u64) -> Self {
-        // Processes may share a stub in ways that the descriptors of its list would have to follow.
-        let names_files = held.tag == tag::READER && (held.list.is_limited() || files::has_room());
+impl ListRequest {
+    fn new(locked: &LockedEntry, from: u64) -> Self {
+        // A stub may be shared with other processes, and then the descriptors in its list would have to be shared too.
+        // So a stub's list names no files.
+        let names_files =
+            locked.tag == tag::READER && (locked.list.is_limited() || files::has_room());
         let files_max = if names_files { FILES_MAX as u32 } else { 0 };
         Self {
             from,
@@ -58,106 +65,122 @@ impl Question {
         }
     }
 
-    fn wanted(&mut self) -> Wanted<'_> {
-        Wanted {
+    fn extent_request(&mut self) -> ExtentRequest<'_> {
+        ExtentRequest {
             from: self.from,
             files_max: self.files_max,
             files: &mut self.files,
         }
     }
 
-    /// Asks over the connection that is known.
-    fn ask(&mut self, held: &mut Held) -> Option<Reply> {
-        let link = held.link;
-        let token = held.token;
-        connect::ask_extents(link, token, self.wanted(), held.list.room()?)
+    /// Makes the request over the known connection. Returns `None` if the connection has ended or the list is full.
+    fn ask(&mut self, locked: &mut LockedEntry) -> Option<Reply> {
+        let link = locked.link;
+        let token = locked.token;
+        connect::ask_extents(link, token, self.extent_request(), locked.list.room()?)
     }
 }
 
-/// Fetches a list, whose first part may be there already: all of it, or the first part where it names files of the
-/// backing.
-fn fetch_from(held: &mut Held, question: Question, mut first: Option<Reply>) -> Option<Status> {
-    held.list.map = connect::arena_map(held.link)?;
-    held.list.begin_at(question.from);
-    let mut question = question;
+/// Fetches a list from the request's offset on. `first` is the first answer if it is known already.
+///
+/// A list without files of the backing is fetched up to the end of the file, another one only in its first part.
+fn fetch_from(
+    locked: &mut LockedEntry,
+    request: ListRequest,
+    mut first: Option<Reply>,
+) -> Option<Status> {
+    locked.list.map = connect::arena_map(locked.link)?;
+    locked.list.begin_at(request.from);
+    let mut request = request;
     loop {
-        let reply = first.take().or_else(|| question.ask(held))?;
-        match take_answer(held, &mut question, &reply) {
+        let reply = first.take().or_else(|| request.ask(locked))?;
+        match take_answer(locked, &mut request, &reply) {
             Status::Ok => {}
             status => return Some(status),
         }
-        let end = held.list.end;
-        if held.list.is_limited() || end >= held.list.size || end <= question.from {
+        let end = locked.list.end;
+        if locked.list.is_limited() || end >= locked.list.size || end <= request.from {
             return Some(Status::Ok);
         }
-        question = Question::new(held, end);
+        request = ListRequest::new(locked, end);
     }
 }
 
-/// Takes an answer over.
-fn take_answer(held: &mut Held, question: &mut Question, reply: &Reply) -> Status {
+/// Extends the list by an answer. Returns the answer's status, or `Busy` if the file has changed since the first
+/// answer.
+fn take_answer(locked: &mut LockedEntry, request: &mut ListRequest, reply: &Reply) -> Status {
     let status = Status::from_word(reply.status);
     if status != Status::Ok {
         return status;
     }
-    let owner = held.fd;
-    let files = &mut question.files;
-    if held.list.add_answer(reply, files, question.asked_ns, owner) {
+    let owner = locked.fd;
+    let files = &mut request.files;
+    if locked
+        .list
+        .add_answer(reply, files, request.asked_ns, owner)
+    {
         Status::Ok
     } else {
         Status::Busy
     }
 }
 
-/// Has a list that names files of the backing tell of the byte at an offset. `Some(false)`: the fallback reads it; `None`:
-/// the list does not hold any more.
-pub(crate) fn reach(held: &mut Held, at: u64) -> Option<bool> {
-    if held.list.covers(at) {
+/// Extends a list that names files of the backing up to the byte at an offset.
+///
+/// `Some(true)` means that the list covers the byte, `Some(false)` that the fallback must read it, and `None` that the
+/// list is void.
+pub(crate) fn reach(locked: &mut LockedEntry, at: u64) -> Option<bool> {
+    if locked.list.covers(at) {
         return Some(true);
     }
-    if !held.list.is_limited() || at >= held.list.size || !held.list.make_way(at) {
+    if !locked.list.is_limited() || at >= locked.list.size || !locked.list.prepare_to_reach(at) {
         return Some(false);
     }
-    for _ in 0..QUESTIONS_MAX {
-        if !held.list.has_room() {
+    for _ in 0..REQUESTS_MAX {
+        if !locked.list.has_room() {
             break;
         }
-        let end = held.list.end;
-        let mut question = Question::new(held, end);
-        let reply = question.ask(held)?;
-        if take_answer(held, &mut question, &reply) != Status::Ok {
+        let end = locked.list.end;
+        let mut request = ListRequest::new(locked, end);
+        let reply = request.ask(locked)?;
+        if take_answer(locked, &mut request, &reply) != Status::Ok {
             return None;
         }
-        if held.list.covers(at) {
+        if locked.list.covers(at) {
             return Some(true);
         }
-        if held.list.end <= end {
+        if locked.list.end <= end {
             break;
         }
     }
     Some(false)
 }
 
-/// Begins the list anew at an offset of which it says that it has to be asked for; the extent there. `None`: the list does
-/// not hold any more.
-pub(crate) fn ask_again(held: &mut Held, at: u64) -> Option<Option<Extent>> {
-    held.list.begin_at(at);
-    reach(held, at)?;
-    Some(held.list.find_extent(at))
+/// Begins the list anew at an offset whose extent must be requested again. Returns the extent there or behind it.
+/// `None` means that the list is void.
+pub(crate) fn ask_again(locked: &mut LockedEntry, at: u64) -> Option<Option<Extent>> {
+    locked.list.begin_at(at);
+    reach(locked, at)?;
+    Some(locked.list.find_extent(at))
 }
 
-/// Whether a list still holds; asks firnd where this process cannot tell.
-pub(crate) fn is_valid(held: &mut Held) -> bool {
-    if !held.list.is_expired() {
+/// Whether a list is still valid. If its time is over, firnd is asked, and may prolong it.
+pub(crate) fn is_valid(locked: &mut LockedEntry) -> bool {
+    if !locked.list.is_expired() {
         return true;
     }
-    let mut question = Question::new(held, BEYOND_FILES);
+    let mut request = ListRequest::new(locked, BEYOND_FILES);
     let mut nothing = [];
-    let reply = connect::ask_extents(held.link, held.token, question.wanted(), &mut nothing);
+    let reply = connect::ask_extents(
+        locked.link,
+        locked.token,
+        request.extent_request(),
+        &mut nothing,
+    );
     let Some(reply) = reply.filter(connect::is_ok) else {
         return false;
     };
-    let list = &mut held.list;
-    list.note_valid(&reply, question.asked_ns);
+    let list = &mut locked.list;
+    list.note_valid(&reply, request.asked_ns);
     reply.stamp == list.stamp && reply.size == list.size && !list.is_expired()
 }

@@ -1,11 +1,11 @@
-//! Files of the backing that a list names: descriptors of the library's own.
+//! Files of the backing that a list names. The library owns their descriptors.
 //!
 //! Invariants
-//! * Each has a number out of the program's way, which the program's calls leave alone (`tag::INTERNAL`), and is closed
-//!   with its list. Before fork(2) and its kin all lists end, so children have none of them.
-//! * A process has [`FILES_OPEN_MAX`] of them at most, and half of the numbers that it may use there.
-//! * What was read by one counts only if its number still is the file that it was ([`ListFile::is_same`]): a raw
-//!   system call may have closed it.
+//! * Each descriptor has a high number and the tag `INTERNAL`, so that the program's calls do not meet it. It is closed
+//!   with its list. All lists end before fork(2) and similar calls, so children have none of these descriptors.
+//! * A process has at most [`FILES_OPEN_MAX`] of them, and uses at most half of the high numbers that it may have.
+//! * Bytes that were read by a descriptor count only if its number still is the same file ([`ListFile::is_same`]),
+//!   because a raw system call may have closed it.
 
 use std::ffi::c_int;
 use std::os::fd::{AsFd, IntoRawFd};
@@ -19,32 +19,33 @@ use crate::sys::{self, Identity};
 use crate::table::{self, Entered, tag};
 use crate::wiped::Wiped;
 
-/// Files of one list; what lies in others is read by the fallback.
+/// Maximum number of files of one list. The fallback reads bytes in further files.
 pub(crate) const LIST_FILES_MAX: usize = 64;
-/// Files of all lists of a process.
+/// Maximum number of files of all lists of a process.
 const FILES_OPEN_MAX: u32 = 256;
 
-// SAFETY: a counter, of which zeros are a value: a child of fork(2) has no list.
+/// Number of files of all lists of this process.
+// SAFETY: zero is a valid counter, and a child of fork(2) has no list.
 static FILES_OPEN: Wiped<AtomicU32> = unsafe { Wiped::new(AtomicU32::new(0)) };
 
-/// Makes children of fork(2) count from 0. `false`: the kernel cannot.
+/// Makes children of fork(2) count from 0. Returns false if the kernel does not support that.
 pub(crate) fn wipe_on_fork() -> bool {
     FILES_OPEN.wipe_on_fork()
 }
 
-/// Files that the lists of this process may have, by its limit of descriptors.
+/// Maximum number of files of all lists, given this process's limit of descriptors.
 fn files_max() -> u32 {
     let numbers = sys::limit_of(Resource::Nofile).unwrap_or(u64::MAX);
-    let room = numbers.saturating_sub(u64::from(OWN_FD_MIN.unsigned_abs())) / 2;
-    u64::from(FILES_OPEN_MAX).min(room) as u32
+    let half = numbers.saturating_sub(u64::from(OWN_FD_MIN.unsigned_abs())) / 2;
+    u64::from(FILES_OPEN_MAX).min(half) as u32
 }
 
-/// Whether there is room for another one.
+/// Whether this process may open a further file for a list.
 pub(crate) fn has_room() -> bool {
     FILES_OPEN.load(Ordering::Acquire) < files_max()
 }
 
-/// One file. All zeros: none.
+/// A file of a list.
 #[derive(Clone, Copy)]
 pub(crate) struct ListFile {
     pub(crate) fd: c_int,
@@ -52,7 +53,8 @@ pub(crate) struct ListFile {
 }
 
 impl ListFile {
-    /// Keeps a descriptor that came for the list of `owner`; `None` where there is no room for it.
+    /// Copies a received descriptor to a high number, for the list of the program's descriptor `owner`. Returns `None`
+    /// if there are too many files or no number is free.
     pub(crate) fn keep(received: &Descriptor, identity: Identity, owner: c_int) -> Option<Self> {
         if FILES_OPEN.fetch_add(1, Ordering::AcqRel) < files_max()
             && let Ok(fd) = rustix::io::fcntl_dupfd_cloexec(received.as_fd(), OWN_FD_MIN)
@@ -67,12 +69,12 @@ impl ListFile {
         None
     }
 
-    /// Whether its number still is this file.
+    /// Whether the number still is this file.
     pub(crate) fn is_same(&self) -> bool {
         sys::own_identity(self.fd) == Some(self.identity)
     }
 
-    /// Closes it, unless its number was reused by another descriptor.
+    /// Closes the file, unless its number is another file by now.
     pub(crate) fn close(self) {
         release_number(self.fd);
         if self.is_same() {
@@ -81,7 +83,7 @@ impl ListFile {
         FILES_OPEN.fetch_sub(1, Ordering::AcqRel);
     }
 
-    /// Gives the file another number; false where there is none.
+    /// Moves the file to another number. Returns false if none is free.
     pub(crate) fn move_away(&mut self, owner: c_int) -> bool {
         let fd = sys::borrow(self.fd).filter(|_| self.is_same());
         let moved = fd.and_then(|fd| rustix::io::fcntl_dupfd_cloexec(fd, self.fd + 1).ok());
@@ -99,33 +101,36 @@ impl ListFile {
     }
 }
 
-/// Makes the hooks leave a number alone; false where that is not possible.
+/// Marks a number as the library's own, so that hooks do not touch it. Returns false if that is not possible.
 fn guard_number(fd: c_int, owner: c_int) -> bool {
-    let Some(mut held) = table::lock_new_entry(fd) else {
+    let Some(mut locked) = table::lock_new_entry(fd) else {
         return false;
     };
-    held.reset();
-    held.owner = owner + 1;
-    held.set_tag(tag::INTERNAL);
+    locked.reset();
+    locked.owner = owner + 1;
+    locked.set_tag(tag::INTERNAL);
     true
 }
 
+/// Removes that mark.
 fn release_number(fd: c_int) {
-    if let Some(mut held) = table::lock_new_entry(fd)
-        && held.tag == tag::INTERNAL
+    if let Some(mut locked) = table::lock_new_entry(fd)
+        && locked.tag == tag::INTERNAL
     {
-        held.owner = 0;
-        held.set_tag(tag::NONE);
+        locked.owner = 0;
+        locked.set_tag(tag::NONE);
     }
 }
 
-/// Gives a file of a list another number: the program wants that one for itself.
+/// Moves a file of a list to another number, because the program wants to use this number.
 pub(crate) fn move_file(fd: c_int) {
     let owner = match table::lock_entry(fd) {
-        Entered::Held(held) if held.tag == tag::INTERNAL && held.owner != 0 => held.owner - 1,
+        Entered::Locked(locked) if locked.tag == tag::INTERNAL && locked.owner != 0 => {
+            locked.owner - 1
+        }
         _ => return,
     };
-    if let Entered::Held(mut held) = table::lock_entry(owner) {
-        held.list.move_file(fd, owner);
+    if let Entered::Locked(mut locked) = table::lock_entry(owner) {
+        locked.list.move_file(fd, owner);
     }
 }

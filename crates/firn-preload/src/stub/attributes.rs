@@ -1,4 +1,4 @@
-//! What the kernel does not know of a stub, and calls that change or sync it as a whole.
+//! Attributes of a stub that only firnd knows, and calls that change or sync the file as a whole.
 
 use std::ffi::c_int;
 
@@ -11,18 +11,18 @@ use crate::connect;
 use crate::stub::enter::{Entered, lock_stub};
 use crate::stub::request::{Wait, ask_size, check_status, send_request};
 use crate::sys::{self, syscall};
-use crate::table::Held;
+use crate::table::LockedEntry;
 use crate::trees;
 use crate::vfork::in_vfork_child;
 
-/// What the kernel does not know of a stub.
+/// Attributes that only firnd knows.
 #[derive(Clone, Copy)]
 pub(crate) struct Attr {
-    /// Bytes of the file.
+    /// Size of the file.
     pub(crate) size: u64,
-    /// 512-byte blocks.
+    /// Number of 512-byte blocks.
     pub(crate) blocks: u64,
-    /// Its time of change was just set.
+    /// Whether firnd has just set the times of the stub, so that the kernel's earlier answer is out of date.
     pub(crate) told: bool,
 }
 
@@ -36,20 +36,21 @@ impl Attr {
     }
 }
 
-/// Of a descriptor; `None`: it is no stub.
+/// Returns the attributes of a descriptor; `None` if it is no stub.
 pub(crate) fn attr_of_fd(fd: c_int) -> Option<Result<Attr, c_int>> {
     match lock_stub(fd) {
-        Entered::Held(mut held) => {
-            let reply = send_request(&mut held, Op::Attr, 0, 0, Payload::none());
+        Entered::Locked(mut locked) => {
+            let reply = send_request(&mut locked, Op::Attr, 0, 0, Payload::none());
             Some(reply.map(|reply| Attr::of(&reply)))
         }
-        Entered::Again(_) => attr_of_path(fd, c"".as_ptr(), libc::AT_EMPTY_PATH, None),
+        Entered::Interrupted(_) => attr_of_path(fd, c"".as_ptr(), libc::AT_EMPTY_PATH, None),
         _ => None,
     }
 }
 
-/// Attributes of what a path leads to, if that still is the stub with this inode number on this device. `None` if it is
-/// not, or if the stub has no writes.
+/// Returns the attributes of the stub at a path. `expected` is a device and an inode number that it must have.
+///
+/// `None` means that the path leads to another file, or that firnd knows no writes of the stub.
 pub(crate) fn attr_of_path(
     dir: c_int,
     path: *const libc::c_char,
@@ -69,7 +70,7 @@ pub(crate) fn attr_of_path(
     let mut wait = Wait::new();
     loop {
         let socket = trees::data_socket_on(device)?;
-        if let Ok(reply) = ask_anyhow(&socket, &request) {
+        if let Ok(reply) = request_in_any_context(&socket, &request) {
             return match check_status(&reply) {
                 Ok(()) => Some(Ok(Attr::of(&reply))),
                 Err(libc::ENODEV) => None,
@@ -82,8 +83,9 @@ pub(crate) fn attr_of_path(
     }
 }
 
-/// Makes a request over the connection to a firnd, or over one of its own in a signal handler that interrupts it.
-fn ask_anyhow(socket: &Token, request: &Request) -> Result<Reply, CallError> {
+/// Makes a request over the usual connection. In a signal handler whose thread holds that connection, it makes one of
+/// its own.
+fn request_in_any_context(socket: &Token, request: &Request) -> Result<Reply, CallError> {
     match connect::connect_for_stubs(socket) {
         Some(link) => connect::call_firnd(link, request, &mut Payload::none()),
         None => connect::connect_once(socket)
@@ -92,7 +94,8 @@ fn ask_anyhow(socket: &Token, request: &Request) -> Result<Reply, CallError> {
     }
 }
 
-/// Inode number and generation of what a path leads to, as tmpfs puts them into its handles (name_to_handle_at(2)).
+/// Returns the inode number and the generation of the file at a path, from the handle that tmpfs gives
+/// (name_to_handle_at(2)). Returns `None` for another file system.
 fn handle_of(dir: c_int, path: *const libc::c_char, flags: c_int) -> Option<(u64, u32)> {
     #[repr(C)]
     struct Handle {
@@ -100,21 +103,22 @@ fn handle_of(dir: c_int, path: *const libc::c_char, flags: c_int) -> Option<(u64
         kind: i32,
         words: [u32; 32],
     }
+    const HANDLE_BYTES_MAX: u32 = 128;
     const TMPFS_HANDLE_BYTES: u32 = 12;
     let mut handle = Handle {
-        bytes: 128,
+        bytes: HANDLE_BYTES_MAX,
         kind: 0,
         words: [0; 32],
     };
     let mut mount = 0i32;
-    // Unlike stat(2), it follows only where it is told to.
+    // Unlike stat(2), name_to_handle_at(2) follows a symbolic link only with AT_SYMLINK_FOLLOW.
     let follow = if flags & libc::AT_SYMLINK_NOFOLLOW == 0 {
         libc::AT_SYMLINK_FOLLOW
     } else {
         0
     };
     let flags = flags & libc::AT_EMPTY_PATH | follow;
-    // SAFETY: the kernel writes at most `bytes` bytes behind the head; the path is the program's.
+    // SAFETY: the kernel writes at most `handle.bytes` bytes behind the first two fields, and reads the program's path.
     let result = unsafe {
         syscall!(
             libc::SYS_name_to_handle_at,
@@ -132,29 +136,29 @@ fn handle_of(dir: c_int, path: *const libc::c_char, flags: c_int) -> Option<(u64
     Some((u64::from(high) << 32 | u64::from(low), generation))
 }
 
-/// A request that answers with nothing but success; `None`: the descriptor is no stub. `grown`: the length that the file
-/// has afterwards, if it is shorter now.
-fn request_plainly(
+/// Makes a request about a stub that has no answer but success. `size_after` is the size that the file grows to, if it
+/// is smaller now. Returns `None` if the descriptor is no stub.
+fn request_success(
     fd: c_int,
     op: Op,
     arg: u64,
     data: &[u64],
-    grown: u64,
+    size_after: u64,
 ) -> Option<Result<(), c_int>> {
-    let mut held = match lock_stub(fd) {
-        Entered::Held(held) => held,
-        Entered::Again(_) | Entered::Vforked => return Some(Err(libc::EIO)),
-        Entered::Not => return None,
+    let mut locked = match lock_stub(fd) {
+        Entered::Locked(locked) => locked,
+        Entered::Interrupted(_) | Entered::Vforked => return Some(Err(libc::EIO)),
+        Entered::NotStub => return None,
     };
     let writes = matches!(op, Op::Truncate | Op::Allocate);
-    if writes && held.stub.flags & libc::O_ACCMODE == libc::O_RDONLY {
+    if writes && locked.stub.flags & libc::O_ACCMODE == libc::O_RDONLY {
         return Some(Err(if op == Op::Truncate {
             libc::EINVAL
         } else {
             libc::EBADF
         }));
     }
-    if let Err(errno) = check_size_limit(&mut held, grown) {
+    if let Err(errno) = check_size_limit(&mut locked, size_after) {
         return Some(Err(errno));
     }
     let data = data.as_bytes();
@@ -162,15 +166,15 @@ fn request_plainly(
         data: data.into(),
         ..Payload::none()
     };
-    held.stub.wrote |= writes;
-    Some(send_request(&mut held, op, arg, data.len() as u32, payload).map(drop))
+    locked.stub.wrote |= writes;
+    Some(send_request(&mut locked, op, arg, data.len() as u32, payload).map(drop))
 }
 
-/// Whether the limit of file sizes (getrlimit(2)) lets a file grow to a length, if it is shorter; if not: SIGXFSZ and
-/// EFBIG.
-fn check_size_limit(held: &mut Held, grown: u64) -> Result<(), c_int> {
-    let is_beyond = sys::limit_of(Resource::Fsize).is_some_and(|limit| grown > limit);
-    if is_beyond && grown > ask_size(held)? {
+/// Checks whether the limit of file sizes (getrlimit(2)) lets a file grow to a size. If not, the process gets SIGXFSZ,
+/// and the error is EFBIG.
+fn check_size_limit(locked: &mut LockedEntry, size_after: u64) -> Result<(), c_int> {
+    let is_beyond = sys::limit_of(Resource::Fsize).is_some_and(|limit| size_after > limit);
+    if is_beyond && size_after > ask_size(locked)? {
         sys::raise_signal(libc::SIGXFSZ);
         return Err(libc::EFBIG);
     }
@@ -182,12 +186,12 @@ pub(crate) fn truncate_stub(fd: c_int, size: i64) -> Option<Result<(), c_int>> {
     if size < 0 {
         return Some(Err(libc::EINVAL));
     }
-    request_plainly(fd, Op::Truncate, size as u64, &[], size as u64)
+    request_success(fd, Op::Truncate, size as u64, &[], size as u64)
 }
 
 /// fsync(2), fdatasync(2).
 pub(crate) fn sync_stub(fd: c_int, data_only: bool) -> Option<Result<(), c_int>> {
-    request_plainly(fd, Op::Sync, u64::from(data_only), &[], 0)
+    request_success(fd, Op::Sync, u64::from(data_only), &[], 0)
 }
 
 /// fallocate(2).
@@ -200,15 +204,15 @@ pub(crate) fn allocate_range(
     if offset < 0 || len <= 0 {
         return Some(Err(libc::EINVAL));
     }
-    let stays = libc::FALLOC_FL_KEEP_SIZE
+    let modes_without_growth = libc::FALLOC_FL_KEEP_SIZE
         | libc::FALLOC_FL_PUNCH_HOLE
         | libc::FALLOC_FL_COLLAPSE_RANGE
         | libc::FALLOC_FL_INSERT_RANGE;
-    let grown = if mode & stays == 0 {
+    let size_after = if mode & modes_without_growth == 0 {
         offset as u64 + len as u64
     } else {
         0
     };
     let range = [offset as u64, len as u64];
-    request_plainly(fd, Op::Allocate, mode as u32 as u64, &range, grown)
+    request_success(fd, Op::Allocate, mode as u32 as u64, &range, size_after)
 }

@@ -1,7 +1,7 @@
-//! How a call finds the entry of a stub.
+//! Locks the entry of a stub for a call.
 //!
-//! Every call looks first whether the number still is the file that was opened: no release by the kernel ends
-//! the lease of a descriptor that was closed by a raw call.
+//! Each call first checks whether the number still is the file that was opened. If the program has closed a stub by a
+//! raw system call, firnd does not notice, and the lease of the stub is still valid.
 
 use std::ffi::c_int;
 
@@ -9,68 +9,71 @@ use firn_format::data_socket::Op;
 
 use crate::connect;
 use crate::sys;
-use crate::table::{self, Entry, Held, mark_stub, stub_mark, stub_mark_of, tag};
+use crate::table::{self, Entry, LockedEntry, mark_stub, stub_mark, stub_mark_of, tag};
 use crate::trees;
 use crate::vfork::in_vfork_child;
 
-/// How a call finds the descriptor.
+/// Result of locking the entry of a stub.
 pub(crate) enum Entered {
-    Held(Held),
-    /// This thread was interrupted by a signal while it held the entry.
-    Again(&'static Entry),
-    /// It is no stub (any more).
-    Not,
-    /// In a child of vfork(2), which has nothing of its own to keep what a stub needs.
+    /// The entry is locked.
+    Locked(LockedEntry),
+    /// This thread holds the lock already: the caller is a signal handler that has interrupted a hook.
+    Interrupted(&'static Entry),
+    /// The descriptor is no stub.
+    NotStub,
+    /// The caller is in a child of vfork(2), which has no memory of its own for the state of a stub.
     Vforked,
 }
 
+/// Locks the entry of a descriptor if it is a stub. An inherited stub gets its entry here.
 pub(crate) fn lock_stub(fd: c_int) -> Entered {
     if in_vfork_child() {
         return Entered::Vforked;
     }
-    let Some(mut held) = table::lock_new_entry(fd) else {
-        return table::entry_of(fd).map_or(Entered::Not, Entered::Again);
+    let Some(mut locked) = table::lock_new_entry(fd) else {
+        return table::entry_of(fd).map_or(Entered::NotStub, Entered::Interrupted);
     };
-    let found = sys::identity(fd);
-    if held.tag == tag::STUB {
-        if found.is_some_and(|(identity, _)| identity == held.identity) {
-            return Entered::Held(held);
+    let current = sys::identity(fd);
+    if locked.tag == tag::STUB {
+        if current.is_some_and(|(identity, _)| identity == locked.identity) {
+            return Entered::Locked(locked);
         }
-        // Closed by a raw call: firnd is told at once, and a firnd that is gone is not waited for.
-        let adopted = held.stub.adopted;
-        let link = held.link;
-        let token = held.token;
-        forget_stub(&mut held);
+        // The stub was closed by a raw call. firnd is told now, without waiting for a firnd that is gone.
+        let adopted = locked.stub.adopted;
+        let link = locked.link;
+        let token = locked.token;
+        forget_stub(&mut locked);
         if adopted {
             connect::ask_firnd(link, Op::Release, token, 0);
         }
     }
-    // The first use in this process: inherited, or just opened.
-    held.reset();
-    match found {
+    // This is the first use of the descriptor in this process: it was inherited or just opened.
+    locked.reset();
+    match current {
         Some((identity, mode)) if is_regular(mode) && trees::is_stub_on(fd, identity.device) => {
-            held.identity = identity;
-            held.stub.flags = sys::fcntl(fd, libc::F_GETFL, 0) as c_int;
+            locked.identity = identity;
+            locked.stub.flags = sys::fcntl(fd, libc::F_GETFL, 0) as c_int;
             if stub_mark_of(fd) == stub_mark::NONE {
                 mark_stub(fd, stub_mark::SHARED);
             }
-            held.set_tag(tag::STUB);
-            Entered::Held(held)
+            locked.set_tag(tag::STUB);
+            Entered::Locked(locked)
         }
         _ => {
-            forget_stub(&mut held);
-            Entered::Not
+            forget_stub(&mut locked);
+            Entered::NotStub
         }
     }
 }
 
+/// Whether a mode is that of a regular file.
 pub(crate) fn is_regular(mode: u32) -> bool {
     mode & libc::S_IFMT == libc::S_IFREG
 }
 
-/// The number is no stub's any more.
-pub(crate) fn forget_stub(held: &mut Held) {
-    held.list.unmap_extents();
-    held.reset();
-    mark_stub(held.fd, stub_mark::NONE);
+/// Forgets the stub of a number.
+pub(crate) fn forget_stub(locked: &mut LockedEntry) {
+    locked.list.unmap_extents();
+    locked.reset();
+    mark_stub(locked.fd, stub_mark::NONE);
 }

@@ -1,4 +1,7 @@
-//! mmap(2) of a stub: a copy of its bytes, made at the call.
+//! mmap(2) of a stub: gives the program private memory with a copy of the file's bytes, made at the call.
+//!
+//! Later changes of the file do not appear in the mapping. A shared mapping to write to is refused, because its stores
+//! would not reach firnd.
 
 use std::ffi::{c_int, c_void};
 
@@ -11,12 +14,14 @@ use crate::stub::enter::{Entered, lock_stub};
 use crate::stub::request::{adopt, ask_size};
 use crate::stub::socket::Socket;
 use crate::sys::syscall;
-use crate::table::Held;
+use crate::table::LockedEntry;
 
-/// mmap(2): a copy. `None`: it is no stub.
+const PAGE_BYTES: i64 = firn_format::geometry::PAGE as i64;
+
+/// mmap(2) of a stub. Returns the address or `-errno`; `None` if the descriptor is no stub.
 ///
 /// # Safety
-/// As for mmap(2).
+/// The same as for mmap(2).
 pub(crate) unsafe fn map_copy(
     at: *mut c_void,
     len: usize,
@@ -25,61 +30,72 @@ pub(crate) unsafe fn map_copy(
     fd: c_int,
     offset: i64,
 ) -> Option<isize> {
-    let mut held = match lock_stub(fd) {
-        Entered::Held(held) => held,
-        Entered::Again(_) | Entered::Vforked => return Some(-(libc::ENODEV as isize)),
-        Entered::Not => return None,
+    let mut locked = match lock_stub(fd) {
+        Entered::Locked(locked) => locked,
+        Entered::Interrupted(_) | Entered::Vforked => return Some(-(libc::ENODEV as isize)),
+        Entered::NotStub => return None,
     };
     let is_shared = flags & libc::MAP_TYPE != libc::MAP_PRIVATE;
-    let stores = is_shared && prot & libc::PROT_WRITE != 0;
-    let size = check_access(held.stub.flags & libc::O_ACCMODE, stores).and_then(|()| {
-        if len == 0 || offset < 0 || offset % 4096 != 0 {
-            return Err(libc::EINVAL);
-        }
-        ask_size(&mut held)
-    });
+    let is_shared_writable = is_shared && prot & libc::PROT_WRITE != 0;
+    let size =
+        check_access(locked.stub.flags & libc::O_ACCMODE, is_shared_writable).and_then(|()| {
+            if len == 0 || offset < 0 || offset % PAGE_BYTES != 0 {
+                return Err(libc::EINVAL);
+            }
+            ask_size(&mut locked)
+        });
     let size = match size {
         Ok(size) => size,
         Err(errno) => return Some(-(errno as isize)),
     };
-    let unchanged = flags & !(libc::MAP_TYPE | libc::MAP_SYNC);
-    let flags = unchanged | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
-    let first = libc::PROT_READ | libc::PROT_WRITE;
-    // SAFETY: what the program asked of mmap(2), but private and anonymous.
-    let start = unsafe { syscall!(libc::SYS_mmap, at, len, first, flags, -1isize, 0usize) };
+    let kept_flags = flags & !(libc::MAP_TYPE | libc::MAP_SYNC);
+    let flags = kept_flags | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+    let prot_while_filled = libc::PROT_READ | libc::PROT_WRITE;
+    // SAFETY: these are the program's arguments of mmap(2), but for private anonymous memory.
+    let start = unsafe {
+        syscall!(
+            libc::SYS_mmap,
+            at,
+            len,
+            prot_while_filled,
+            flags,
+            -1isize,
+            0usize
+        )
+    };
     if start < 0 {
         return Some(start);
     }
     let bytes = size.saturating_sub(offset as u64).min(len as u64) as usize;
-    // SAFETY: memory that was just mapped for writing, and is known to this function only.
+    // SAFETY: the memory was just mapped for writing, and only this function knows it.
     let run: Run<'_, Writable> = unsafe { Run::new(start as *mut c_void, bytes) };
-    let filled = run.as_memory(|target| copy_file(&mut held, target, offset as u64, bytes));
+    let filled = run.as_memory(|target| copy_file(&mut locked, target, offset as u64, bytes));
     if let Err(errno) = filled {
-        // SAFETY: as just mapped; known to this function only.
+        // SAFETY: the memory was mapped above, and only this function knows it.
         unsafe { syscall!(libc::SYS_munmap, start, len) };
         return Some(-(errno as isize));
     }
-    if prot != first {
-        // SAFETY: as just mapped, with the protection that the program asked for.
+    if prot != prot_while_filled {
+        // SAFETY: the memory was mapped above, and gets the protection that the program wants.
         unsafe { syscall!(libc::SYS_mprotect, start, len, prot) };
     }
     Some(start)
 }
 
-/// Whether a descriptor with this access mode can be mapped, where `stores` to the mapping would reach the file: they
-/// do not reach firnd.
-fn check_access(access: c_int, stores: bool) -> Result<(), c_int> {
+/// Checks whether a descriptor with this access mode can be mapped. ENODEV says that a shared writable mapping is not
+/// supported; the other errors are those of mmap(2).
+fn check_access(access: c_int, is_shared_writable: bool) -> Result<(), c_int> {
     match access {
         libc::O_WRONLY => Err(libc::EACCES),
-        libc::O_RDONLY if stores => Err(libc::EACCES),
-        _ if stores => Err(libc::ENODEV),
+        libc::O_RDONLY if is_shared_writable => Err(libc::EACCES),
+        _ if is_shared_writable => Err(libc::ENODEV),
         _ => Ok(()),
     }
 }
 
-/// Bytes of the file, by the list or by requests.
+/// Copies bytes of the file, by its list or by requests. Returns their number.
 fn copy_file(
-    held: &mut Held,
+    locked: &mut LockedEntry,
     target: Target<'_>,
     offset: u64,
     total: usize,
@@ -87,13 +103,13 @@ fn copy_file(
     if total == 0 {
         return Ok(0);
     }
-    adopt(held)?;
-    if Socket::has_list(held, None, total) {
-        if let Some(done) = copy::copy_out::<Socket>(held, target, offset, total) {
+    adopt(locked)?;
+    if Socket::has_list(locked, None, total) {
+        if let Some(done) = copy::copy_out::<Socket>(locked, target, offset, total) {
             return Ok(done);
         }
-        held.list.unmap_extents();
-        wait_longer_after(held, Reason::Changed);
+        locked.list.unmap_extents();
+        wait_longer_after(locked, Reason::Changed);
     }
-    descriptor::read_by_fallback::<Socket>(held, target, offset, total)
+    descriptor::read_by_fallback::<Socket>(locked, target, offset, total)
 }

@@ -1,4 +1,4 @@
-//! The life of a stub's descriptor: opened, copied, inherited, shared, closed.
+//! The life of a stub's descriptor: it is opened, copied, inherited, shared and closed.
 
 use std::ffi::c_int;
 use std::mem::MaybeUninit;
@@ -14,21 +14,25 @@ use crate::offset;
 use crate::stub::enter::{Entered, forget_stub, lock_stub};
 use crate::stub::request::{adopt, send_request};
 use crate::sys;
-use crate::table::{self, Held, mark_stub, stub_mark};
+use crate::table::{self, LockedEntry, mark_stub, stub_mark};
 use crate::trees;
 use crate::vfork::in_vfork_child;
 
-/// A call just gave a descriptor of a regular file on `device`, opened with `flags`; whether it is a stub.
-/// `Err`: it is, and cannot be used.
+/// Descriptors that are checked if /proc is not there: the usual limit of a process.
+const USUAL_FD_LIMIT: c_int = 1024;
+
+/// Registers a descriptor of a regular file on `device` that was just opened with `flags`. Returns whether it is a
+/// stub. An error means that it is a stub and cannot be used.
 pub(crate) fn register_open(fd: c_int, device: u64, flags: c_int) -> Result<bool, c_int> {
     if in_vfork_child() || !trees::is_stub_on(fd, device) {
         return Ok(false);
     }
     if fd as usize >= table::FDS {
-        // The library has no room to keep it, and the kernel no bytes of it.
+        // The table has no entry for so high a number, and the kernel cannot serve a stub.
         return Err(libc::EMFILE);
     }
-    // The C library writes what it says before it ends a program to standard error by itself.
+    // The C library itself writes to standard error before it ends a program, and hooks do not see that. So the offset
+    // of a standard descriptor stays with the kernel.
     let is_standard = fd <= libc::STDERR_FILENO;
     mark_stub(
         fd,
@@ -38,52 +42,52 @@ pub(crate) fn register_open(fd: c_int, device: u64, flags: c_int) -> Result<bool
             stub_mark::OWN
         },
     );
-    let Entered::Held(mut held) = lock_stub(fd) else {
+    let Entered::Locked(mut locked) = lock_stub(fd) else {
         return Ok(true);
     };
-    held.stub.flags |= flags & libc::O_TRUNC;
-    if held.stub.flags & libc::O_PATH != 0 {
-        // fcntl(2) tells nothing of what it is used for.
-        held.stub.flags |= flags & libc::O_ACCMODE;
+    locked.stub.flags |= flags & libc::O_TRUNC;
+    if locked.stub.flags & libc::O_PATH != 0 {
+        // F_GETFL does not return the access mode of such a descriptor.
+        locked.stub.flags |= flags & libc::O_ACCMODE;
     }
-    match adopt(&mut held) {
+    match adopt(&mut locked) {
         Ok(()) => Ok(true),
         Err(libc::ENODEV) => {
-            forget_stub(&mut held);
+            forget_stub(&mut locked);
             Ok(false)
         }
         Err(errno) => {
-            forget_stub(&mut held);
+            forget_stub(&mut locked);
             Err(errno)
         }
     }
 }
 
-/// `fd` is a copy of a stub's descriptor.
+/// Registers a new descriptor that is a copy of a stub's descriptor.
 pub(crate) fn register_copy(fd: c_int) {
     if fd < 0 || in_vfork_child() {
         return;
     }
     mark_stub(fd, stub_mark::SHARED);
-    // At once: a stub without a name lives as long as firnd knows of an open descriptor.
-    if let Entered::Held(mut held) = lock_stub(fd) {
-        let _ = adopt(&mut held);
+    // firnd is told at once, because a stub without a name lives only while firnd knows an open descriptor of it.
+    if let Entered::Locked(mut locked) = lock_stub(fd) {
+        let _ = adopt(&mut locked);
     }
 }
 
-/// At the start of a program: descriptors that it inherited.
+/// Finds the stubs among the descriptors that a program has inherited, at its start.
 pub(crate) fn find_inherited() {
     if !trees::has_trees() {
         return;
     }
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let Ok(dir) = rustix::fs::openat(CWD, c"/proc/self/fd", flags, Mode::empty()) else {
-        (0..1024).for_each(mark_inherited);
+        (0..USUAL_FD_LIMIT).for_each(mark_inherited);
         return;
     };
     let dir = Descriptor::from(dir);
-    let mut room = [MaybeUninit::uninit(); 2048];
-    let mut entries = RawDir::new(&dir, &mut room);
+    let mut buffer = [MaybeUninit::uninit(); 2048];
+    let mut entries = RawDir::new(&dir, &mut buffer);
     while let Some(Ok(entry)) = entries.next() {
         let name = entry.file_name().to_str().ok();
         if let Some(fd) = name.and_then(|name| name.parse().ok())
@@ -100,58 +104,60 @@ fn mark_inherited(fd: c_int) {
     }
 }
 
-/// Others are about to get the descriptor: its offset is the kernel's from now on.
+/// Gives the offset of a stub back to the kernel for good, because other processes or descriptors are about to share
+/// it.
 pub(crate) fn share_offset(fd: c_int) {
     match lock_stub(fd) {
-        Entered::Held(mut held) => {
-            give_back(&mut held);
+        Entered::Locked(mut locked) => {
+            give_back(&mut locked);
             mark_stub(fd, stub_mark::SHARED);
         }
-        Entered::Again(entry) if entry.is_private() => {
+        Entered::Interrupted(entry) if entry.is_private() => {
             entry.copy_offset_to_kernel(fd);
         }
         _ => {}
     }
 }
 
-/// The descriptor's status flags may have changed.
+/// Reads the status flags of a stub again, because they may have changed.
 pub(crate) fn flags_changed(fd: c_int) {
-    if let Entered::Held(mut held) = lock_stub(fd) {
+    if let Entered::Locked(mut locked) = lock_stub(fd) {
         let status = sys::fcntl(fd, libc::F_GETFL, 0) as c_int;
-        held.stub.flags = status | held.stub.flags & libc::O_TRUNC;
+        locked.stub.flags = status | locked.stub.flags & libc::O_TRUNC;
     }
 }
 
-/// Before close(2): what it returns, -errno where what was written could not be taken care of.
+/// Releases a stub before close(2). Returns the result for the program: 0, or `-errno` if the written bytes may be
+/// lost.
 pub(crate) fn close_stub(fd: c_int) -> isize {
-    let Entered::Held(mut held) = lock_stub(fd) else {
+    let Entered::Locked(mut locked) = lock_stub(fd) else {
         return 0;
     };
     let mut result = 0;
-    if held.stub.adopted || held.stub.wrote {
-        let once = !held.stub.wrote;
-        result = match release_token(&mut held, once) {
+    if locked.stub.adopted || locked.stub.wrote {
+        let once = !locked.stub.wrote;
+        result = match release_token(&mut locked, once) {
             Ok(()) => 0,
             Err(errno) => -(errno as isize),
         };
     }
-    forget_stub(&mut held);
+    forget_stub(&mut locked);
     result
 }
 
-/// Tells firnd that the descriptor is closed. `once`: without retries, for a firnd that may be gone.
-fn release_token(held: &mut Held, once: bool) -> Result<(), c_int> {
-    give_back(held);
+/// Tells firnd that a descriptor is closed. With `once` it does not wait for a firnd that is gone.
+fn release_token(locked: &mut LockedEntry, once: bool) -> Result<(), c_int> {
+    give_back(locked);
     if once {
-        let _ = connect::ask_firnd(held.link, Op::Release, held.token, 0);
+        let _ = connect::ask_firnd(locked.link, Op::Release, locked.token, 0);
         return Ok(());
     }
-    send_request(held, Op::Release, 0, 0, Payload::none()).map(drop)
+    send_request(locked, Op::Release, 0, 0, Payload::none()).map(drop)
 }
 
-/// The offset is the kernel's again.
-fn give_back(held: &mut Held) {
-    if held.is_private() {
-        offset::return_offset(held, |_| true);
+/// Gives a private offset back to the kernel.
+fn give_back(locked: &mut LockedEntry) {
+    if locked.is_private() {
+        offset::return_offset(locked, |_| true);
     }
 }

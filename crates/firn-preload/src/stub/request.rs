@@ -1,5 +1,8 @@
-//! Requests about a stub: firnd is told of the descriptor before the first one, and again by a firnd that was mounted
-//! next. Where there is none, the call waits for it, [`WAIT_MS`] at most, and fails with EIO.
+//! Requests about a stub.
+//!
+//! A stub is *adopted* before its first request: firnd gets a copy of the descriptor and returns a token. After a
+//! restart of firnd it is adopted again. If no firnd runs, a call waits for one, at most [`WAIT_MS`], and then fails
+//! with EIO.
 
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -11,26 +14,28 @@ use crate::connect;
 use crate::fallback::WriteError;
 use crate::report::{self, Reason};
 use crate::sys;
-use crate::table::Held;
+use crate::table::LockedEntry;
 use crate::trees;
 
-/// How long a call waits for a firnd that was killed to be there again, unless `FIRN_PRELOAD_WAIT` says
-/// otherwise (seconds).
+/// Longest time that a call waits for the next firnd, unless `FIRN_PRELOAD_WAIT` (in seconds) says otherwise.
 const WAIT_MS_DEFAULT: u32 = 10_000;
+/// Time between two attempts to connect.
 const PAUSE_MS: u32 = 20;
-/// A connection has a socket, and at first the arena's descriptor or a copy of its own.
+/// Descriptors that a new connection needs: its socket, and for a moment the arena or a copy of the socket.
 const CONNECT_DESCRIPTORS: usize = 2;
+/// Maximum number of connections that one request may use up.
+const CONNECTIONS_MAX: u32 = 64;
 static WAIT_MS: AtomicU32 = AtomicU32::new(WAIT_MS_DEFAULT);
 
-/// Sets the patience, once, at the start.
-pub(crate) fn set_patience(seconds: Option<&[u8]>) {
+/// Sets the longest wait, from the text of an environment variable. It is called once, at the start.
+pub(crate) fn set_wait_limit(seconds: Option<&[u8]>) {
     let number = seconds.and_then(|text| std::str::from_utf8(text).ok()?.parse::<u32>().ok());
     if let Some(number) = number {
         WAIT_MS.store(number.saturating_mul(1000), Ordering::Relaxed);
     }
 }
 
-/// The wait of one call for a firnd.
+/// The time that one call has waited for a firnd.
 pub(crate) struct Wait {
     waited_ms: u32,
 }
@@ -40,8 +45,8 @@ impl Wait {
         Self { waited_ms: 0 }
     }
 
-    /// Pauses and reads the trees anew. EIO: the call has waited long enough; EMFILE, ENFILE: there is no descriptor left
-    /// to connect with.
+    /// Pauses, and reads the runtime directory again, where a new firnd describes its tree. The error is EIO if the
+    /// call has waited long enough, and EMFILE or ENFILE if no descriptor is left to connect with.
     pub(crate) fn pause(&mut self) -> Result<(), c_int> {
         sys::check_descriptors_left(CONNECT_DESCRIPTORS)?;
         if self.waited_ms >= WAIT_MS.load(Ordering::Relaxed) {
@@ -54,16 +59,16 @@ impl Wait {
     }
 }
 
-/// Makes sure that firnd knows the descriptor.
-pub(crate) fn adopt(held: &mut Held) -> Result<(), c_int> {
-    if held.stub.adopted {
+/// Makes sure that firnd knows the descriptor. It waits for a firnd if none runs.
+pub(crate) fn adopt(locked: &mut LockedEntry) -> Result<(), c_int> {
+    if locked.stub.adopted {
         return Ok(());
     }
     let mut wait = Wait::new();
     loop {
-        let socket = trees::data_socket_on(held.identity.device);
+        let socket = trees::data_socket_on(locked.identity.device);
         if let Some(link) = socket.and_then(|socket| connect::connect_for_stubs(&socket))
-            && adopt_over(held, link)?
+            && adopt_over(locked, link)?
         {
             return Ok(());
         }
@@ -72,13 +77,13 @@ pub(crate) fn adopt(held: &mut Held) -> Result<(), c_int> {
     }
 }
 
-/// Tells the firnd of a connection of the descriptor; `false` where the connection has ended.
-fn adopt_over(held: &mut Held, link: u32) -> Result<bool, c_int> {
-    let wanted = held.stub.flags & (libc::O_ACCMODE | libc::O_TRUNC);
-    let again = if held.stub.known { ADOPT_AGAIN } else { 0 };
-    let request = Request::new(Op::Adopt, 0, wanted as u64).with_len(again);
+/// Makes the firnd of a connection know the descriptor. Returns false if the connection has ended.
+fn adopt_over(locked: &mut LockedEntry, link: u32) -> Result<bool, c_int> {
+    let open_flags = locked.stub.flags & (libc::O_ACCMODE | libc::O_TRUNC);
+    let again = if locked.stub.known { ADOPT_AGAIN } else { 0 };
+    let request = Request::new(Op::Adopt, 0, open_flags as u64).with_len(again);
     let mut payload = Payload {
-        fd: sys::borrow(held.fd),
+        fd: sys::borrow(locked.fd),
         ..Payload::none()
     };
     let reply = match connect::call_firnd(link, &request, &mut payload) {
@@ -87,18 +92,19 @@ fn adopt_over(held: &mut Held, link: u32) -> Result<bool, c_int> {
         Err(CallError::NotSent | CallError::NoReply) => return Ok(false),
     };
     check_status(&reply)?;
-    held.link = link;
-    held.token = reply.file_id;
-    held.stub.adopted = true;
-    held.stub.known = true;
-    held.stub.flags &= !libc::O_TRUNC;
-    held.stub.granted = false;
-    held.lease.clear_lease();
-    held.list.unmap_extents();
+    locked.link = link;
+    locked.token = reply.file_id;
+    locked.stub.adopted = true;
+    locked.stub.known = true;
+    locked.stub.flags &= !libc::O_TRUNC;
+    locked.stub.granted = false;
+    locked.lease.clear_lease();
+    locked.list.unmap_extents();
     Ok(true)
 }
 
-/// What a reply means for the call; ENODEV: it is no stub.
+/// Turns the status of a reply into a result for the program. ENODEV means that the descriptor is no stub of this
+/// firnd.
 pub(crate) fn check_status(reply: &Reply) -> Result<(), c_int> {
     match Status::from_word(reply.status) {
         Status::Ok => Ok(()),
@@ -108,48 +114,48 @@ pub(crate) fn check_status(reply: &Reply) -> Result<(), c_int> {
     }
 }
 
-/// A request about the descriptor. One that firnd may have executed before the connection ended is sent again, unless
-/// executing it twice would write twice.
+/// Makes a request about a stub, and repeats it over a new connection if the connection has ended. firnd may have
+/// executed it before. So an append, which would be written twice, is not repeated.
 pub(crate) fn send_request(
-    held: &mut Held,
+    locked: &mut LockedEntry,
     op: Op,
     arg: u64,
     len: u32,
     mut payload: Payload<'_>,
 ) -> Result<Reply, c_int> {
-    repeat_request(held, op, arg, len, &mut payload).map_err(WriteError::errno)
+    repeat_request(locked, op, arg, len, &mut payload).map_err(WriteError::errno)
 }
 
-/// The same, telling whether a request that failed may have been executed in part.
+/// Does the same as [`send_request`]. Its error says whether firnd may have executed a part of the request.
 pub(crate) fn repeat_request(
-    held: &mut Held,
+    locked: &mut LockedEntry,
     op: Op,
     arg: u64,
     len: u32,
     payload: &mut Payload<'_>,
 ) -> Result<Reply, WriteError> {
     let mut failed = WriteError::Failed as fn(c_int) -> WriteError;
-    // A firnd that goes again and again is none.
-    for _ in 0..64 {
-        adopt(held).map_err(failed)?;
-        let request = Request::new(op, held.token, arg).with_len(len);
-        match connect::call_firnd(held.link, &request, payload) {
+    for _ in 0..CONNECTIONS_MAX {
+        adopt(locked).map_err(failed)?;
+        let request = Request::new(op, locked.token, arg).with_len(len);
+        match connect::call_firnd(locked.link, &request, payload) {
             Ok(reply) if Status::from_word(reply.status) == Status::BadToken => {}
             Ok(reply) => return check_status(&reply).map(|()| reply).map_err(failed),
             Err(CallError::Fault) => return Err(failed(libc::EFAULT)),
-            // One that comes as a file has noted there how far it came.
+            // An append that comes as a file may be repeated, because firnd has noted in the file how far it came.
             Err(CallError::NoReply) if op == Op::Append && payload.fd.is_none() => {
-                held.stub.adopted = false;
+                locked.stub.adopted = false;
                 return Err(WriteError::Unknown(libc::EIO));
             }
             Err(CallError::NoReply) => failed = WriteError::Unknown,
             Err(CallError::NotSent) => {}
         }
-        held.stub.adopted = false;
+        locked.stub.adopted = false;
     }
     Err(failed(libc::EIO))
 }
 
-pub(crate) fn ask_size(held: &mut Held) -> Result<u64, c_int> {
-    send_request(held, Op::Attr, 0, 0, Payload::none()).map(|reply| reply.size)
+/// Asks firnd for the size of the file.
+pub(crate) fn ask_size(locked: &mut LockedEntry) -> Result<u64, c_int> {
+    send_request(locked, Op::Attr, 0, 0, Payload::none()).map(|reply| reply.size)
 }

@@ -1,4 +1,4 @@
-//! firnd as the fallback of a stub: what goes neither into a lease nor by a list goes over the data socket.
+//! firnd as the fallback of a stub: serves the bytes that neither a lease nor a list can serve, over the data socket.
 
 use std::ffi::c_int;
 
@@ -15,100 +15,104 @@ use crate::offset::Claim;
 use crate::report::{Call, Reason};
 use crate::stub::request::{ask_size, send_request};
 use crate::stub::write::write_run;
-use crate::table::Held;
+use crate::table::LockedEntry;
 
-/// Bytes that go by requests where there is no connection for leases.
+/// Bytes that are moved by requests after the loss of a connection, before leases are requested again.
 const UNCONNECTED_BYTES: u64 = 128 << 10;
-/// A read of at least this many bytes is worth asking for the list.
+/// Size from which a read is worth asking for a list.
 const LIST_BYTES_MIN: u64 = 4 << 10;
 
-/// firnd, over the data socket, as a descriptor's fallback.
+/// firnd over the data socket as the fallback of a descriptor.
 pub(crate) enum Socket {}
 
 impl Fallback for Socket {
-    fn may_lease(held: &mut Held, total: usize) -> bool {
-        if held.stub.granted {
+    fn may_lease(locked: &mut LockedEntry, total: usize) -> bool {
+        if locked.stub.granted {
             return true;
         }
-        if !held.patience.may_ask(total) {
+        if !locked.ask_policy.may_ask(total) {
             return false;
         }
-        match connect::ask_open(held.link, held.token, total as u64) {
+        match connect::ask_open(locked.link, locked.token, total as u64) {
             Some(reply) if connect::is_ok(&reply) => {
-                held.file_id = reply.file_id;
-                held.lease.clear_lease();
-                // With the grant.
-                held.lease.has_asked = true;
-                held.patience.note_grant();
-                held.stub.granted = true;
+                locked.file_id = reply.file_id;
+                locked.lease.clear_lease();
+                // The first lease came with the grant.
+                locked.lease.has_asked = true;
+                locked.ask_policy.note_grant();
+                locked.stub.granted = true;
             }
             Some(reply) if is_full(&reply) => {
-                wait_after_lost_lease(held, LeaseLost::Full, UNCONNECTED_BYTES);
+                wait_after_lost_lease(locked, LeaseLost::Full, UNCONNECTED_BYTES);
             }
-            Some(_) => wait_longer_after(held, Reason::Refused),
-            None => held.stub.adopted = false,
+            Some(_) => wait_longer_after(locked, Reason::Refused),
+            None => locked.stub.adopted = false,
         }
-        held.stub.granted
+        locked.stub.granted
     }
 
-    fn has_list(held: &mut Held, _at: Option<u64>, total: usize) -> bool {
-        if held.stub.flags & libc::O_ACCMODE != libc::O_RDONLY {
+    fn has_list(locked: &mut LockedEntry, _explicit_offset: Option<u64>, total: usize) -> bool {
+        if locked.stub.flags & libc::O_ACCMODE != libc::O_RDONLY {
             return false;
         }
-        if !held.list.extents().is_empty() {
-            held.patience.count_fast(total);
+        if !locked.list.extents().is_empty() {
+            locked.ask_policy.count_direct_bytes(total);
             return true;
         }
-        if !held.patience.may_ask(total) || (total as u64) < LIST_BYTES_MIN {
+        if !locked.ask_policy.may_ask(total) || (total as u64) < LIST_BYTES_MIN {
             return false;
         }
-        let answer = fetch::fetch_known_list(held);
-        let is_listed = answer == Some(Status::Ok) && !held.list.extents().is_empty();
+        let status = fetch::fetch_known_list(locked);
+        let is_listed = status == Some(Status::Ok) && !locked.list.extents().is_empty();
         if !is_listed {
-            held.list.unmap_extents();
-            wait_longer_after(held, Reason::Refused);
+            locked.list.unmap_extents();
+            wait_longer_after(locked, Reason::Refused);
         }
         is_listed
     }
 
     fn leave(
-        held: Held,
+        locked: LockedEntry,
         _claim: Option<&mut Claim>,
-        _at: Option<u64>,
+        _explicit_offset: Option<u64>,
         _call: Call,
-    ) -> Result<Held, Handled> {
-        Ok(held)
+    ) -> Result<LockedEntry, Handled> {
+        Ok(locked)
     }
 
     fn lease_lost(
-        mut held: Held,
+        mut locked: LockedEntry,
         _claim: &mut Claim,
         lost: LeaseLost,
         _done: usize,
         _call: Call,
-    ) -> Result<Held, Handled> {
-        held.stub.granted = false;
-        held.lease.clear_lease();
-        wait_after_lost_lease(&mut held, lost, UNCONNECTED_BYTES);
-        Ok(held)
+    ) -> Result<LockedEntry, Handled> {
+        locked.stub.granted = false;
+        locked.lease.clear_lease();
+        wait_after_lost_lease(&mut locked, lost, UNCONNECTED_BYTES);
+        Ok(locked)
     }
 
     fn list_lost(
-        mut held: Held,
+        mut locked: LockedEntry,
         _claim: &mut Claim,
-        _at: Option<u64>,
+        _explicit_offset: Option<u64>,
         _call: Call,
-    ) -> Result<Held, Handled> {
-        held.list.unmap_extents();
-        wait_longer_after(&mut held, Reason::Changed);
-        Ok(held)
+    ) -> Result<LockedEntry, Handled> {
+        locked.list.unmap_extents();
+        wait_longer_after(&mut locked, Reason::Changed);
+        Ok(locked)
     }
 
-    fn write_at(held: &mut Held, run: Run<'_, Readable>, at: u64) -> Result<usize, WriteError> {
-        write_run(held, run, at)
+    fn write_at(
+        locked: &mut LockedEntry,
+        run: Run<'_, Readable>,
+        at: u64,
+    ) -> Result<usize, WriteError> {
+        write_run(locked, run, at)
     }
 
-    fn read_at(held: &mut Held, run: Run<'_, Writable>, at: u64) -> Result<usize, c_int> {
+    fn read_at(locked: &mut LockedEntry, run: Run<'_, Writable>, at: u64) -> Result<usize, c_int> {
         let mut done = 0;
         while done < run.len() {
             let into = run.rest(done).first(DATA_BYTES_MAX);
@@ -117,7 +121,7 @@ impl Fallback for Socket {
                 ..Payload::none()
             };
             let from = at.wrapping_add(done as u64);
-            match send_request(held, Op::Read, from, into.len() as u32, payload) {
+            match send_request(locked, Op::Read, from, into.len() as u32, payload) {
                 Ok(reply) if reply.count == 0 => break,
                 Ok(reply) => done += reply.count as usize,
                 Err(errno) if done == 0 => return Err(errno),
@@ -127,14 +131,14 @@ impl Fallback for Socket {
         Ok(done)
     }
 
-    fn seek_in_file(held: &mut Held, offset: i64, whence: c_int) -> Result<u64, c_int> {
+    fn seek_in_file(locked: &mut LockedEntry, offset: i64, whence: c_int) -> Result<u64, c_int> {
         let target = match whence {
-            libc::SEEK_END => (ask_size(held)? as i64)
+            libc::SEEK_END => (ask_size(locked)? as i64)
                 .checked_add(offset)
                 .ok_or(libc::EOVERFLOW)?,
-            // All of a file is data, up to its end: POSIX allows this answer where holes are not known.
+            // The whole file counts as data. POSIX allows this answer if holes are not known.
             libc::SEEK_DATA | libc::SEEK_HOLE => {
-                let size = ask_size(held)? as i64;
+                let size = ask_size(locked)? as i64;
                 if offset < 0 || offset >= size {
                     return Err(libc::ENXIO);
                 }
@@ -149,7 +153,7 @@ impl Fallback for Socket {
         u64::try_from(target).map_err(|_| libc::EINVAL)
     }
 
-    fn has_offset(_held: &Held) -> bool {
+    fn has_offset(_held: &LockedEntry) -> bool {
         true
     }
 }

@@ -1,18 +1,18 @@
-//! The part of a descriptor's entry that only stubs have.
+//! The part of a descriptor's entry that only stubs use.
 
 use std::ffi::c_int;
 
-/// All zeros: firnd was not told of the descriptor.
+/// State of a stub. All zeros mean that firnd does not know the descriptor yet.
 pub(crate) struct StubState {
-    /// firnd knows the descriptor by `Inner::token`.
+    /// Whether the running firnd knows the descriptor, by `Inner::token`.
     pub(crate) adopted: bool,
-    /// It did once.
+    /// Whether a firnd has known the descriptor, this one or an earlier one.
     pub(crate) known: bool,
-    /// A lease may be asked for or filled.
+    /// Whether firnd has granted direct access, so that leases may be requested and filled.
     pub(crate) granted: bool,
-    /// Bytes were written since the last release.
+    /// Whether bytes were written since the last release.
     pub(crate) wrote: bool,
-    /// Status flags, and `O_TRUNC` until firnd was told of it.
+    /// Status flags of the descriptor, and `O_TRUNC` until firnd was told of it.
     pub(crate) flags: c_int,
 }
 

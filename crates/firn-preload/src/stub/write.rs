@@ -1,9 +1,11 @@
-//! The bytes of write(2) as requests: to an offset, in parts of a packet; to the end of the file, in one request.
+//! Sends the bytes of write(2) to firnd by requests. A write to an offset is divided into packets, an append is one
+//! request.
 //!
 //! Promises
-//! * A count is that of the bytes that are stored. Where it is not known, the call fails ([`WriteError::Unknown`]).
-//! * An append is one request, so that firnd stores it between two others and never twice. What does not fit into a packet
-//!   goes as a file in memory (memfd_create(2)), in which firnd notes how far it came: the next firnd finishes it.
+//! * A returned count is the number of stored bytes. If it is not known, the call fails ([`WriteError::Unknown`]).
+//! * An append is one request, so that firnd stores its bytes together and only once. Bytes that do not fit into a
+//!   packet are sent as a file in memory (memfd_create(2)). firnd notes its progress there, so that the next firnd can
+//!   finish.
 
 use std::ffi::{c_int, c_void};
 use std::os::fd::{AsFd, AsRawFd, FromRawFd};
@@ -22,12 +24,12 @@ use crate::report::Call;
 use crate::stub::data::{Append, write_stub};
 use crate::stub::request::{check_status, repeat_request};
 use crate::sys::{self, syscall};
-use crate::table::Held;
+use crate::table::LockedEntry;
 use crate::trees;
 
-/// How the requests of a call get to firnd.
+/// A way to make requests about a stub.
 pub(crate) trait Requester {
-    /// Makes a request about the stub and waits for the answer.
+    /// Makes a request about the stub, and waits for the reply.
     fn request(
         &mut self,
         op: Op,
@@ -37,8 +39,8 @@ pub(crate) trait Requester {
     ) -> Result<Reply, WriteError>;
 }
 
-/// Over the process's connection, which is made again where firnd is.
-impl Requester for Held {
+/// Makes requests over the process's connection, which is made again if it has ended.
+impl Requester for LockedEntry {
     fn request(
         &mut self,
         op: Op,
@@ -50,14 +52,14 @@ impl Requester for Held {
     }
 }
 
-/// A connection for one call: for a signal handler that interrupts the thread with the usual connection.
+/// A connection for one call of a signal handler, whose thread may be using the usual connection.
 pub(crate) struct OwnConnection {
     connection: Connection,
     token: u64,
 }
 
 impl OwnConnection {
-    /// Connects and tells firnd of the descriptor.
+    /// Connects, and makes firnd know the descriptor.
     pub(crate) fn for_stub(fd: c_int, access: c_int) -> Option<Self> {
         let (identity, _) = sys::identity(fd)?;
         let socket = trees::data_socket_on(identity.device)?;
@@ -94,7 +96,7 @@ impl Requester for OwnConnection {
     }
 }
 
-/// Writes a run to an offset; fewer bytes where firnd has taken no more.
+/// Writes a run at an offset. Returns the number of bytes, which is less than the run if firnd could not store more.
 pub(crate) fn write_run(
     to: &mut impl Requester,
     run: Run<'_, Readable>,
@@ -117,7 +119,7 @@ pub(crate) fn write_run(
     Ok(done)
 }
 
-/// Writes the runs of a source to an offset, as [`write_run`] does.
+/// Writes a source at an offset. Returns the number of bytes, which is less than `total` if firnd could not store more.
 pub(crate) fn write_source(
     to: &mut impl Requester,
     source: Source<'_>,
@@ -134,7 +136,7 @@ pub(crate) fn write_source(
     Ok(done)
 }
 
-/// Writes a source to the end of the file; bytes written, and where they begin.
+/// Appends a source to the file. Returns the number of bytes, and the offset in the file at which they begin.
 pub(crate) fn append_source(
     to: &mut impl Requester,
     source: Source<'_>,
@@ -149,6 +151,7 @@ pub(crate) fn append_source(
     appended.map_err(WriteError::errno)
 }
 
+/// Appends a source to a file that may not become larger than `size_max`.
 fn append_within(
     to: &mut impl Requester,
     source: Source<'_>,
@@ -159,8 +162,8 @@ fn append_within(
     let Some(first) = runs.next() else {
         return Ok((0, 0));
     };
-    let is_one = first.len() == total;
-    let file = if is_one && total <= DATA_BYTES_MAX {
+    let is_single_run = first.len() == total;
+    let file = if is_single_run && total <= DATA_BYTES_MAX {
         None
     } else {
         new_memory_file()
@@ -174,7 +177,7 @@ fn append_within(
             };
             to.request(Op::Append, size_max, len, &mut payload)?
         }
-        // Without a file in memory it is a short write: its bytes are together all the same.
+        // If no file in memory can be made, the append is a short write of what fits into one packet.
         None => {
             let data = first.first(DATA_BYTES_MAX);
             let mut payload = Payload {
@@ -187,15 +190,15 @@ fn append_within(
     Ok((reply.count as usize, reply.slot))
 }
 
-/// A file that has no name and lies in memory; `None` where the process can have none.
+/// Makes a file in memory, which has no name; `None` if the process cannot have one.
 pub(crate) fn new_memory_file() -> Option<Descriptor> {
     let name = c"firn".as_ptr();
-    // Linux before 6.3 does not know the second one, and from there on the system may insist on it.
+    // Linux before 6.3 does not know MFD_NOEXEC_SEAL, and a later one may require it.
     for flags in [libc::MFD_CLOEXEC | libc::MFD_NOEXEC_SEAL, libc::MFD_CLOEXEC] {
-        // SAFETY: the kernel reads the name, a C string.
+        // SAFETY: the kernel reads the name, which is a C string.
         let fd = unsafe { syscall!(libc::SYS_memfd_create, name, flags) };
         if fd >= 0 {
-            // SAFETY: a new descriptor, known to this function only.
+            // SAFETY: the descriptor is new, and only this function knows it.
             return Some(unsafe { Descriptor::from_raw_fd(fd as c_int) });
         }
         if fd != -(libc::EINVAL as isize) {
@@ -205,7 +208,7 @@ pub(crate) fn new_memory_file() -> Option<Descriptor> {
     None
 }
 
-/// Copies a source into such a file; how many bytes: those before memory that cannot be read.
+/// Copies a source to a file in memory. Returns the number of bytes, which ends at memory that cannot be read.
 fn fill_memory_file(file: &Descriptor, source: Source<'_>, total: usize) -> Result<u32, c_int> {
     let number = file.as_fd().as_raw_fd();
     let mut done = 0;
@@ -226,7 +229,7 @@ fn fill_memory_file(file: &Descriptor, source: Source<'_>, total: usize) -> Resu
     Ok(done as u32)
 }
 
-/// Writes all of a file in memory to a stub, at its offset.
+/// Writes a whole file in memory to a stub, at the stub's offset.
 pub(crate) fn write_memory_file(fd: c_int, file: &Descriptor) -> Result<(), c_int> {
     let len = rustix::fs::fstat(file)
         .map(|stat| stat.st_size as usize)
@@ -236,12 +239,12 @@ pub(crate) fn write_memory_file(fd: c_int, file: &Descriptor) -> Result<(), c_in
     }
     let (prot, flags) = (libc::PROT_READ, libc::MAP_PRIVATE);
     let number = file.as_fd().as_raw_fd();
-    // SAFETY: a new mapping of a file that only this function knows.
+    // SAFETY: the kernel chooses the address of the new mapping, so no other memory is affected.
     let start = unsafe { syscall!(libc::SYS_mmap, 0usize, len, prot, flags, number, 0usize) };
     if start < 0 {
         return Err(start.wrapping_neg() as c_int);
     }
-    // SAFETY: mapped for reading just now, until below.
+    // SAFETY: the bytes are mapped for reading until the end of this function.
     let text: Run<'_, Readable> = unsafe { Run::new(start as *mut c_void, len) };
     let mut done = 0;
     let mut result = Ok(());
@@ -254,7 +257,7 @@ pub(crate) fn write_memory_file(fd: c_int, file: &Descriptor) -> Result<(), c_in
             Handled::Forward(_) => result = Err(libc::EBADF),
         }
     }
-    // SAFETY: as mapped above; nothing refers to it any more.
+    // SAFETY: the mapping was made above, and nothing uses it any more.
     unsafe { syscall!(libc::SYS_munmap, start, len) };
     result
 }

@@ -80,6 +80,8 @@ fn a_backing_inside_the_mount_point_is_refused() {
 fn a_mount_point_in_use_by_another_firn_mount_is_busy() {
     let sandbox = Sandbox::new("busy");
     let mount = FirnMount::new(&sandbox, SMALL);
+    let before = sandbox.processes();
+    assert!(before.contains(&mount.pid()));
     let other = sandbox.mkdir("other");
     sandbox
         .run(mount_args(&other, mount.path(), SMALL))
@@ -87,8 +89,8 @@ fn a_mount_point_in_use_by_another_firn_mount_is_busy() {
         .says("firn: ");
     assert_eq!(
         sandbox.processes(),
-        [mount.pid()],
-        "the refused mount left a firnd"
+        before,
+        "the refused mount left a process"
     );
     mount.umount();
 }

@@ -1,16 +1,16 @@
-//! Messages of the kernel's FUSE protocol, version 7.41, as `include/uapi/linux/fuse.h` has them: those that Firn reads
-//! or sends. All are in the byte order of the machine.
+//! Messages of the kernel's FUSE protocol, version 7.41, that Firn reads or sends. Names and layouts are those of
+//! `include/uapi/linux/fuse.h`; all fields are in the byte order of the machine.
 
 use zerocopy::{FromBytes, Immutable, IntoBytes};
 
-/// Version of the protocol.
+/// Major version of the protocol.
 pub(super) const MAJOR: u32 = 7;
-/// Newest revision that Firn knows; the kernel speaks the lower one of both.
+/// Newest minor version that Firn knows. Both sides use the older one of theirs.
 pub(super) const MINOR: u32 = 41;
-/// First revision that takes an [`InitOut`] of this length (Linux 3.15); the other messages are older.
+/// Oldest minor version that accepts an [`InitOut`] of this length (Linux 3.15). The other messages are older.
 pub(super) const MINOR_MIN: u32 = 23;
 
-/// Requests.
+/// Kinds of requests.
 pub(super) mod opcode {
     pub(crate) const LOOKUP: u32 = 1;
     pub(crate) const FORGET: u32 = 2;
@@ -56,7 +56,7 @@ pub(super) mod opcode {
     pub(crate) const COPY_FILE_RANGE: u32 = 47;
 }
 
-/// What firnd tells the kernel without being asked: the `error` of a message whose `unique` is 0.
+/// Kinds of notifications. A notification is a message with `unique` 0 and its kind in `error`.
 pub(super) mod notification {
     pub(crate) const INVAL_INODE: i32 = 2;
     pub(crate) const INVAL_ENTRY: i32 = 3;
@@ -64,7 +64,7 @@ pub(super) mod notification {
     pub(crate) const RESEND: i32 = 7;
 }
 
-/// Capabilities, of both words of INIT.
+/// Capabilities in INIT: `flags` has the lower half, `flags2` the upper half.
 pub(super) mod init_flags {
     pub(crate) const ASYNC_READ: u64 = 1 << 0;
     pub(crate) const POSIX_LOCKS: u64 = 1 << 1;
@@ -81,22 +81,22 @@ pub(super) mod init_flags {
     pub(crate) const INIT_EXT: u64 = 1 << 30;
     pub(crate) const DIRECT_IO_ALLOW_MMAP: u64 = 1 << 36;
     pub(crate) const PASSTHROUGH: u64 = 1 << 37;
-    /// The kernel sends again what was read and not answered, where it is asked to (Linux 6.9).
+    /// The kernel can send again what was read and not answered (Linux 6.9).
     pub(crate) const HAS_RESEND: u64 = 1 << 39;
     pub(crate) const ALLOW_IDMAP: u64 = 1 << 40;
 }
 
-/// How the kernel treats an open file.
+/// Flags of the answer to an open: how the kernel treats the file.
 pub(super) mod open_flags {
     pub(crate) const DIRECT_IO: u32 = 1 << 0;
     pub(crate) const KEEP_CACHE: u32 = 1 << 1;
-    /// From Linux 5.16 on; earlier kernels ignore it.
+    /// Linux 5.16 and later; earlier kernels ignore it.
     pub(crate) const NOFLUSH: u32 = 1 << 5;
     pub(crate) const PARALLEL_DIRECT_WRITES: u32 = 1 << 6;
     pub(crate) const PASSTHROUGH: u32 = 1 << 7;
 }
 
-/// Which fields of [`SetattrIn`] count.
+/// Flags that say which fields of [`SetattrIn`] are valid.
 pub(super) mod setattr_valid {
     pub(crate) const MODE: u32 = 1 << 0;
     pub(crate) const UID: u32 = 1 << 1;
@@ -108,15 +108,15 @@ pub(super) mod setattr_valid {
     pub(crate) const MTIME_NOW: u32 = 1 << 8;
 }
 
-/// The caller has the file open, and [`GetattrIn::fh`] says how.
+/// [`GetattrIn::fh`] is valid: the caller has the file open.
 pub(super) const GETATTR_FH: u32 = 1 << 0;
-/// A page of the kernel's cache is written back, or a part of one for a store to a mapping.
+/// The kernel writes back a page of its cache, or the part of one that a store to a mapping has changed.
 pub(super) const WRITE_CACHE: u32 = 1 << 0;
-/// The writer takes set-id bits away.
+/// The write clears set-id bits, because the writer has no CAP_FSETID.
 pub(super) const WRITE_KILL_SUIDGID: u32 = 1 << 2;
-/// Only data and what is needed to read it.
+/// Sync the data, and only those attributes that are needed to read it.
 pub(super) const FSYNC_DATA: u32 = 1 << 0;
-/// A lock of flock(2).
+/// The lock is one of flock(2).
 pub(super) const LOCK_FLOCK: u32 = 1 << 0;
 /// An ioctl whose arguments firnd would have to fetch from the caller itself.
 pub(super) const IOCTL_UNRESTRICTED: u32 = 1 << 1;
@@ -134,11 +134,11 @@ macro_rules! messages {
 }
 
 messages! {
-    /// Before each request.
+    /// Precedes each request.
     InHeader {
         len: u32, opcode: u32, unique: u64, nodeid: u64, uid: u32, gid: u32, pid: u32, extensions: u16, padding: u16,
     } = 40
-    /// Before each answer and notification.
+    /// Precedes each answer and each notification.
     OutHeader { len: u32, error: i32, unique: u64 } = 16
 
     InitIn { major: u32, minor: u32, readahead_bytes_max: u32, flags: u32, flags2: u32 } = 20
@@ -165,19 +165,19 @@ messages! {
     LinkIn { old_nodeid: u64 } = 8
     OpenIn { flags: u32, open_flags: u32 } = 8
     CreateIn { flags: u32, mode: u32, umask: u32, open_flags: u32 } = 16
-    /// Of READ, READDIR and READDIRPLUS.
+    /// The body of READ, READDIR and READDIRPLUS.
     ReadIn { fh: u64, offset: u64, size: u32, read_flags: u32, lock_owner: u64, flags: u32, padding: u32 } = 40
     WriteIn { fh: u64, offset: u64, size: u32, write_flags: u32, lock_owner: u64, flags: u32, padding: u32 } = 40
-    /// Of RELEASE and RELEASEDIR.
+    /// The body of RELEASE and RELEASEDIR.
     ReleaseIn { fh: u64, flags: u32, release_flags: u32, lock_owner: u64 } = 24
     FlushIn { fh: u64, unused: u32, padding: u32, lock_owner: u64 } = 24
     FsyncIn { fh: u64, flags: u32, padding: u32 } = 16
     /// A range up to its last byte; `kind` as `l_type` in fcntl(2).
     FileLock { first: u64, last: u64, kind: u32, pid: u32 } = 24
-    /// Of GETLK, SETLK and SETLKW.
+    /// The body of GETLK, SETLK and SETLKW.
     LockIn { fh: u64, owner: u64, lock: FileLock, flags: u32, padding: u32 } = 48
     SetxattrIn { size: u32, flags: u32 } = 8
-    /// Of GETXATTR and LISTXATTR.
+    /// The body of GETXATTR and LISTXATTR.
     GetxattrIn { size: u32, padding: u32 } = 8
     IoctlIn { fh: u64, flags: u32, command: u32, argument: u64, in_size: u32, out_size: u32 } = 32
     FallocateIn { fh: u64, offset: u64, len: u64, mode: u32, padding: u32 } = 32
@@ -204,7 +204,7 @@ messages! {
         blocks: u64, blocks_free: u64, blocks_available: u64, files: u64, files_free: u64, block_bytes: u32,
         name_max: u32, fragment_bytes: u32, padding: u32, spare: [u32; 6],
     } = 80
-    /// Before a name of READDIR.
+    /// Precedes each name in the answer to READDIR.
     Dirent { ino: u64, offset: u64, name_len: u32, kind: u32 } = 24
 
     InvalInodeOut { nodeid: u64, offset: i64, len: i64 } = 24
@@ -215,5 +215,5 @@ messages! {
     BackingMap { fd: i32, flags: u32, padding: u64 } = 16
 }
 
-/// The entry of a directory listing ends at such a boundary.
+/// Entries in the answer to READDIR are padded to a multiple of this.
 pub(super) const DIRENT_ALIGN: usize = 8;

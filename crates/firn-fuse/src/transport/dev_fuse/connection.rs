@@ -1,8 +1,8 @@
-//! The connection to the kernel: `/dev/fuse`, read by several threads.
+//! The connection to the kernel: one open file of `/dev/fuse`, which several threads read.
 //!
-//! All threads read from one open file. The kernel ends what was read from a file and not answered when the last descriptor
-//! of it is closed; so the keeper, which has one too, keeps the requests of a firnd that dies. A file for each thread
-//! (FUSE_DEV_IOC_CLONE) gained nothing that could be measured.
+//! When the last descriptor of that open file is closed, the kernel ends the requests that were read from it and not
+//! answered. The keeper of the mount has a descriptor too, so the requests survive the death of firnd. An open file for
+//! each thread (FUSE_DEV_IOC_CLONE) gained nothing that could be measured.
 
 use std::fs::File;
 use std::io::{self, IoSlice, Read};
@@ -15,23 +15,23 @@ use zerocopy::IntoBytes;
 
 use crate::transport::dev_fuse::abi::{BackingMap, OutHeader, notification};
 
-/// Type of the ioctls of the device.
+/// Type number of the ioctls of the device.
 const IOCTLS: u8 = 229;
 const IOC_BACKING_OPEN: Opcode = opcode::write::<BackingMap>(IOCTLS, 1);
 const IOC_BACKING_CLOSE: Opcode = opcode::write::<u32>(IOCTLS, 2);
 
-/// Parts of a message after its header.
+/// Most parts of a message's payload.
 const PAYLOAD_PARTS_MAX: usize = 3;
 
-/// The connection.
+/// An open file of `/dev/fuse`.
 #[derive(Debug)]
 pub(super) struct Connection(File);
 
-/// What a read of the device gives.
+/// Result of a read of the device.
 pub(super) enum Received {
-    /// Bytes of one request.
+    /// One request of this many bytes.
     Request(usize),
-    /// The kernel let go of the mount.
+    /// The kernel has ended the connection.
     Ended,
 }
 
@@ -40,18 +40,18 @@ impl Connection {
         Arc::new(Self(device.into()))
     }
 
-    /// Has the kernel send again what was read before and not answered. Such requests come before all others.
+    /// Makes the kernel send requests again that were read and not answered. They come before all others.
     pub(super) fn request_resend(&self) -> io::Result<()> {
         self.notify(notification::RESEND, &[])
     }
 
-    /// Waits for the next request, which is read into `buffer` whole.
+    /// Waits for the next request and reads all of it into `buffer`.
     pub(super) fn receive(&self, buffer: &mut [u8]) -> io::Result<Received> {
         loop {
             match (&self.0).read(buffer) {
                 Ok(len) => return Ok(Received::Request(len)),
                 Err(error) => match Errno::from_io_error(&error) {
-                    // NOENT: the request was given up while it was read.
+                    // NOENT: the kernel gave the request up while it was read.
                     Some(Errno::NOENT | Errno::INTR | Errno::AGAIN) => {}
                     Some(Errno::NODEV) => return Ok(Received::Ended),
                     _ => return Err(error),
@@ -60,11 +60,11 @@ impl Connection {
         }
     }
 
-    /// Sends the answer to a request; a positive `errno` for an error.
+    /// Sends the answer to a request. `errno`: positive for an error, 0 for success.
     pub(super) fn answer(&self, unique: u64, errno: i32, payload: &[&[u8]]) {
         match self.send(unique, -errno, payload) {
             Ok(()) => {}
-            // The mount is gone, or its caller does not wait any more.
+            // The mount is gone, or the caller has an early answer.
             Err(error)
                 if matches!(
                     Errno::from_io_error(&error),
@@ -77,7 +77,7 @@ impl Connection {
         }
     }
 
-    /// Ends a request of an earlier firnd, if it is one that was read and not answered.
+    /// Ends an unanswered request of an earlier firnd. Does nothing if no request of this number was read.
     pub(super) fn refuse_orphan(&self, unique: u64) {
         match self.send(unique, -libc::EIO, &[]) {
             Ok(()) => tracing::warn!(
@@ -88,11 +88,12 @@ impl Connection {
         }
     }
 
-    /// Tells the kernel something that it did not ask for.
+    /// Sends a notification: a message without a request.
     pub(super) fn notify(&self, code: i32, payload: &[&[u8]]) -> io::Result<()> {
         self.send(0, code, payload)
     }
 
+    /// Writes a message with its header. `error`: an error as a negative number, or the code of a notification.
     fn send(&self, unique: u64, error: i32, payload: &[&[u8]]) -> io::Result<()> {
         let len = size_of::<OutHeader>() + payload.iter().map(|part| part.len()).sum::<usize>();
         let header = OutHeader {
@@ -106,12 +107,12 @@ impl Connection {
             *slot = IoSlice::new(part);
         }
         let parts = &parts[..1 + payload.len()];
-        // A message is taken whole or not at all.
+        // In one call: the kernel takes a message whole or not at all.
         rustix::io::retry_on_intr(|| rustix::io::writev(&self.0, parts))?;
         Ok(())
     }
 
-    /// A file that the kernel was given by an earlier firnd.
+    /// Makes the id of a file that an earlier firnd has registered with the kernel.
     pub(super) fn adopt_backing(self: &Arc<Self>, id: i32) -> BackingId {
         BackingId {
             id,
@@ -119,7 +120,7 @@ impl Connection {
         }
     }
 
-    /// Gives the kernel a file that it may read itself.
+    /// Registers a file with the kernel, which may then read it itself.
     pub(super) fn register_backing(self: &Arc<Self>, file: &OwnedFd) -> io::Result<BackingId> {
         let map = BackingMap {
             fd: file.as_raw_fd(),
@@ -140,7 +141,7 @@ impl AsFd for Connection {
     }
 }
 
-/// A file that the kernel reads itself, until this is dropped.
+/// A registered file that the kernel reads itself. Dropping this takes the file from the kernel.
 #[derive(Debug)]
 pub(crate) struct BackingId {
     id: i32,
@@ -170,7 +171,7 @@ impl Drop for BackingId {
     }
 }
 
-/// FUSE_DEV_IOC_BACKING_OPEN, whose result is the id.
+/// Argument of FUSE_DEV_IOC_BACKING_OPEN. The ioctl returns the number of the registered file.
 struct Registration(BackingMap);
 
 // SAFETY: opcode and argument are those of the kernel's header; it only reads the argument.

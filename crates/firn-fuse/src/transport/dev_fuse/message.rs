@@ -1,7 +1,7 @@
-//! Messages of the kernel as what they mean.
+//! Parses messages of the kernel.
 //!
-//! Nothing in a message is trusted to be complete: one that is too short for its kind is [`Message::Unsupported`], and its
-//! sender gets an error.
+//! No message is trusted to be complete. A message that is too short for its kind is [`Message::Unsupported`], and its
+//! sender gets an error. No message panics.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -20,83 +20,87 @@ use crate::transport::dev_fuse::abi::{
     WriteIn, opcode, setattr_valid as valid,
 };
 
-/// One message.
+/// A message of the kernel.
 pub(super) enum Message<'a> {
-    /// Asks for something that has an answer.
+    /// A request that has an answer.
     Request {
         request: Request<'a>,
-        /// Room for the entries of a listing; 0 for other requests.
+        /// Size of the kernel's buffer for a listing; 0 for other requests.
         listing_bytes_max: usize,
     },
-    /// The kernel forgets look-ups of inodes. No answer.
+    /// The kernel gives back look-ups of inodes. Has no answer.
     Forget(Forgotten<'a>),
-    /// The caller of a request got a signal. No answer.
+    /// The caller of this request got a signal. Has no answer.
     Interrupt { unique: u64 },
-    /// Begins the connection.
+    /// The first message of a connection.
     Init { unique: u64, init: InitIn },
-    /// Ends it.
+    /// The last message of a connection.
     Destroy { unique: u64 },
-    /// Has no answer, and means nothing here.
+    /// A message without an answer and without a meaning for Firn.
     Ignored,
-    /// Firn leaves it to the kernel, or does not know it.
+    /// A request that Firn leaves to the kernel, or does not know.
     Unsupported { unique: u64 },
-    /// It breaks the rules: an offset that no file has.
+    /// A request that breaks the rules: it has an offset that no file has.
     Invalid { unique: u64 },
 }
 
-/// Inodes of which the kernel forgets look-ups.
+/// Inodes of which the kernel gives back look-ups, and how many of each.
 pub(super) struct Forgotten<'a> {
-    one: Option<ForgetOne>,
-    many: &'a [u8],
+    /// The only inode of a FORGET.
+    single: Option<ForgetOne>,
+    /// Bytes of the inodes of a BATCH_FORGET.
+    batch: &'a [u8],
 }
 
 impl Iterator for Forgotten<'_> {
     type Item = (InodeId, u64);
 
     fn next(&mut self) -> Option<Self::Item> {
-        let forgotten = self.one.take().or_else(|| {
-            let (forgotten, rest) = ForgetOne::read_from_prefix(self.many).ok()?;
-            self.many = rest;
+        let forgotten = self.single.take().or_else(|| {
+            let (forgotten, rest) = ForgetOne::read_from_prefix(self.batch).ok()?;
+            self.batch = rest;
             Some(forgotten)
         })?;
         Some((InodeId(forgotten.nodeid), forgotten.lookups))
     }
 }
 
-/// The number of the request that a message is, or is about.
+/// Returns the number of the request in a message. For an interruption: the number of the interrupted request.
 pub(super) fn number_of(bytes: &[u8]) -> Option<u64> {
-    /// Set in the number of an interruption, beside that of its request.
+    /// Bit that the kernel sets in the number of an interruption.
     const INTERRUPTION: u64 = 1;
     let (header, _) = InHeader::read_from_prefix(bytes).ok()?;
     Some(header.unique & !INTERRUPTION)
 }
 
-/// What follows the header of a message.
+/// The bytes after the header of a message that are not parsed yet.
 struct Arguments<'a>(&'a [u8]);
 
 impl<'a> Arguments<'a> {
+    /// Takes a structure; `None` if the bytes are too few.
     fn take<T: FromBytes + Immutable>(&mut self) -> Option<T> {
         let (value, rest) = T::read_from_prefix(self.0).ok()?;
         self.0 = rest;
         Some(value)
     }
 
-    /// A name, which ends with a zero byte.
-    fn name(&mut self) -> Option<&'a OsStr> {
+    /// Takes a name, which ends with a zero byte.
+    fn take_name(&mut self) -> Option<&'a OsStr> {
         let end = self.0.iter().position(|byte| *byte == 0)?;
         let name = OsStr::from_bytes(&self.0[..end]);
         self.0 = &self.0[end + 1..];
         Some(name)
     }
 
-    fn bytes(&mut self, len: u32) -> Option<&'a [u8]> {
+    /// Takes `len` bytes.
+    fn take_bytes(&mut self, len: u32) -> Option<&'a [u8]> {
         let (bytes, rest) = self.0.split_at_checked(len as usize)?;
         self.0 = rest;
         Some(bytes)
     }
 
-    /// A structure to which later kernels have added fields; those that are missing are zero.
-    fn take_as_far_as_it_goes<T: FromZeros + IntoBytes + FromBytes>(&mut self) -> T {
+    /// Takes a structure to which later kernels have added fields. Fields that are missing are zero.
+    fn take_padded<T: FromZeros + IntoBytes + FromBytes>(&mut self) -> T {
         let mut value = T::new_zeroed();
         let bytes = value.as_mut_bytes();
         let len = bytes.len().min(self.0.len());
@@ -105,7 +109,7 @@ impl<'a> Arguments<'a> {
     }
 }
 
-/// Makes sense of a message; `None` where not even its header is whole.
+/// Parses a message. `None`: it is too short even for its header.
 pub(super) fn parse(bytes: &[u8]) -> Option<Message<'_>> {
     let mut arguments = Arguments(bytes);
     let header: InHeader = arguments.take()?;
@@ -113,7 +117,7 @@ pub(super) fn parse(bytes: &[u8]) -> Option<Message<'_>> {
     let message = match header.opcode {
         opcode::INIT => Message::Init {
             unique,
-            init: arguments.take_as_far_as_it_goes(),
+            init: arguments.take_padded(),
         },
         opcode::DESTROY => Message::Destroy { unique },
         opcode::INTERRUPT => match arguments.take::<InterruptIn>() {
@@ -124,11 +128,11 @@ pub(super) fn parse(bytes: &[u8]) -> Option<Message<'_>> {
         },
         opcode::FORGET => match arguments.take::<ForgetIn>() {
             Some(forget) => Message::Forget(Forgotten {
-                one: Some(ForgetOne {
+                single: Some(ForgetOne {
                     nodeid: header.nodeid,
                     lookups: forget.lookups,
                 }),
-                many: &[],
+                batch: &[],
             }),
             None => Message::Ignored,
         },
@@ -136,8 +140,8 @@ pub(super) fn parse(bytes: &[u8]) -> Option<Message<'_>> {
             Some(batch) => {
                 let len = (batch.count as usize).saturating_mul(size_of::<ForgetOne>());
                 Message::Forget(Forgotten {
-                    one: None,
-                    many: &arguments.0[..len.min(arguments.0.len())],
+                    single: None,
+                    batch: &arguments.0[..len.min(arguments.0.len())],
                 })
             }
             None => Message::Ignored,
@@ -163,7 +167,7 @@ pub(super) fn parse(bytes: &[u8]) -> Option<Message<'_>> {
     Some(message)
 }
 
-/// An operation, and the room for a listing that it has.
+/// Parses an operation. Returns it with the size of the kernel's buffer for a listing. `None`: unsupported.
 fn parse_operation<'a>(
     header: &InHeader,
     arguments: &mut Arguments<'a>,
@@ -183,13 +187,13 @@ fn parse_operation<'a>(
         },
         opcode::READLINK => Operation::Readlink { inode },
         opcode::SYMLINK => Operation::Symlink {
-            at: name_in(inode, arguments)?,
-            target: arguments.name()?,
+            child: name_in(inode, arguments)?,
+            target: arguments.take_name()?,
         },
         opcode::MKNOD => {
             let mknod: MknodIn = arguments.take()?;
             Operation::Mknod {
-                at: name_in(inode, arguments)?,
+                child: name_in(inode, arguments)?,
                 mode: NewMode {
                     mode: mknod.mode,
                     umask: mknod.umask,
@@ -200,7 +204,7 @@ fn parse_operation<'a>(
         opcode::MKDIR => {
             let mkdir: MkdirIn = arguments.take()?;
             Operation::Mkdir {
-                at: name_in(inode, arguments)?,
+                child: name_in(inode, arguments)?,
                 mode: NewMode {
                     mode: mkdir.mode,
                     umask: mkdir.umask,
@@ -229,7 +233,7 @@ fn parse_operation<'a>(
             let link: LinkIn = arguments.take()?;
             Operation::Link {
                 inode: InodeId(link.old_nodeid),
-                at: name_in(inode, arguments)?,
+                child: name_in(inode, arguments)?,
             }
         }
         opcode::OPEN => {
@@ -242,7 +246,7 @@ fn parse_operation<'a>(
         opcode::CREATE => {
             let create: CreateIn = arguments.take()?;
             Operation::Create {
-                at: name_in(inode, arguments)?,
+                child: name_in(inode, arguments)?,
                 mode: NewMode {
                     mode: create.mode,
                     umask: create.umask,
@@ -265,7 +269,7 @@ fn parse_operation<'a>(
                 inode,
                 handle: HandleId(write.fh),
                 offset: write.offset,
-                data: arguments.bytes(write.size)?,
+                data: arguments.take_bytes(write.size)?,
                 from_cache: write.write_flags & WRITE_CACHE != 0,
                 kills_set_id: write.write_flags & WRITE_KILL_SUIDGID != 0,
                 appends: write.flags & libc::O_APPEND as u32 != 0,
@@ -323,14 +327,14 @@ fn parse_operation<'a>(
             let setxattr: SetxattrIn = arguments.take()?;
             Operation::Setxattr {
                 inode,
-                name: arguments.name()?,
-                value: arguments.bytes(setxattr.size)?,
+                name: arguments.take_name()?,
+                value: arguments.take_bytes(setxattr.size)?,
                 flags: setxattr.flags as i32,
             }
         }
         opcode::GETXATTR => {
             let getxattr: GetxattrIn = arguments.take()?;
-            let name = arguments.name()?;
+            let name = arguments.take_name()?;
             let size = getxattr.size;
             Operation::Getxattr { inode, name, size }
         }
@@ -341,7 +345,7 @@ fn parse_operation<'a>(
         }
         opcode::REMOVEXATTR => Operation::Removexattr {
             inode,
-            name: arguments.name()?,
+            name: arguments.take_name()?,
         },
         opcode::IOCTL => {
             let ioctl: IoctlIn = arguments.take()?;
@@ -390,14 +394,15 @@ fn parse_operation<'a>(
             lock: lock_of(inode, &arguments.take()?),
             waits: header.opcode == opcode::SETLKW,
         },
-        // Access (never asked under `default_permissions`), bmap and poll: the kernel then does them itself.
+        // Access, bmap and poll: after ENOSYS the kernel does them itself. It never sends access, because of
+        // `default_permissions`.
         _ => return None,
     };
     Some((operation, listing_bytes_max))
 }
 
 fn name_in<'a>(parent: InodeId, arguments: &mut Arguments<'a>) -> Option<Name<'a>> {
-    let name = arguments.name()?;
+    let name = arguments.take_name()?;
     Some(Name { parent, name })
 }
 
@@ -413,9 +418,10 @@ fn lock_of(inode: InodeId, lock_in: &LockIn) -> Lock {
         handle: HandleId(lock_in.fh),
         owner: lock_in.owner,
         pid,
-        space: match lock_in.flags & LOCK_FLOCK {
-            0 => Space::Bytes,
-            _ => Space::Flock,
+        space: if lock_in.flags & LOCK_FLOCK == 0 {
+            Space::Bytes
+        } else {
+            Space::Flock
         },
         range: LockRange { first, last },
         mode: match kind as i32 {
@@ -426,7 +432,7 @@ fn lock_of(inode: InodeId, lock_in: &LockIn) -> Lock {
     }
 }
 
-/// Whether the offsets are those of files, whose length is at most 2^63 - 1.
+/// Whether all offsets of an operation are offsets in a file, whose length is at most 2^63 - 1 bytes.
 fn is_in_bounds(operation: &Operation<'_>) -> bool {
     const MAX: u64 = i64::MAX as u64;
     match operation {
@@ -483,7 +489,7 @@ fn attributes_to_set(setattr: &SetattrIn) -> SetAttr {
 mod tests {
     use super::*;
 
-    /// A message of the kernel.
+    /// Makes a message of the kernel.
     fn message(opcode: u32, arguments: &[&[u8]]) -> Vec<u8> {
         let arguments = arguments.concat();
         let header = InHeader {
@@ -637,7 +643,7 @@ mod tests {
                 let _ = parse(&message(code, &[&vec![0xff; len]]));
             }
         }
-        // More than there are.
+        // The message claims more inodes than it has.
         let batch = BatchForgetIn {
             count: u32::MAX,
             padding: 0,

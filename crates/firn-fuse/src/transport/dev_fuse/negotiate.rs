@@ -1,9 +1,9 @@
-//! What the mount asks of the kernel at INIT.
+//! The answer to INIT: which capabilities of the kernel a mount uses.
 //!
-//! Not asked for:
-//! * the writeback cache: it halved the throughput when it was measured;
-//! * locks, except on mounts that share them with other hosts: otherwise the kernel keeps them itself;
-//! * O_TRUNC as a part of open: the kernel would have a file truncated before it looks whether a program runs from it, and
+//! Capabilities that Firn does not use
+//! * The writeback cache: it halved the measured throughput.
+//! * Locks, except on mounts that share locks with other hosts. Without this capability the kernel keeps locks itself.
+//! * O_TRUNC as a part of open: the kernel would truncate a file before it checks whether a program runs from it, and
 //!   ETXTBSY would come too late.
 
 use std::io;
@@ -11,17 +11,18 @@ use std::io;
 use crate::dispatcher::Negotiated;
 use crate::transport::dev_fuse::abi::{self, InitIn, InitOut, init_flags as flag};
 
-/// Larger requests gained nothing on two cores and are clamped unless `fs.fuse.max_pages_limit` is
-/// raised.
+/// Most bytes of one write request. Larger requests gained nothing on two cores, and the kernel cuts them anyway unless
+/// `fs.fuse.max_pages_limit` is raised.
 pub(super) const WRITE_BYTES_MAX: u32 = 1 << 20;
-/// Requests of asynchronous callers (pages that are read ahead for mappings, closes, io_uring) that the kernel hands to
-/// firnd at a time. While that many hang, the kernel keeps back all others, also those for other files: so Firn asks for the
-/// largest number. For a mount of a user other than root, the kernel's limit is `max_user_bgreq` of the module fuse.
+/// Number of background requests (readahead, closes, io_uring) that the kernel hands to firnd at a time. While that many
+/// hang, the kernel holds back all other such requests, even for other files. So Firn asks for the largest number. For a
+/// mount of a user other than root the kernel's limit is `max_user_bgreq` of the module fuse.
 const BACKGROUND_MAX: u16 = u16::MAX;
-/// A backing that is itself stacked cannot be passed through, and that is the depth that says so.
+/// How many file systems may lie on top of each other below a passthrough file. With 1, a backing that is itself stacked
+/// (overlayfs) cannot be passed through.
 const STACK_DEPTH: u32 = 1;
 
-/// Capabilities that serve every mount, each taken only where the kernel has it.
+/// Capabilities that every mount uses if the kernel offers them.
 const WANTED: [(u64, &str); 10] = [
     (flag::ASYNC_READ, "async_read"),
     (flag::DONT_MASK, "dont_mask"),
@@ -31,26 +32,27 @@ const WANTED: [(u64, &str); 10] = [
     (flag::ASYNC_DIO, "async_dio"),
     (flag::PARALLEL_DIROPS, "parallel_dirops"),
     (flag::DIRECT_IO_ALLOW_MMAP, "direct_io_allow_mmap"),
-    // Pages of a mapped file are dropped when its times say that another host changed it.
+    // The kernel drops pages of a mapped file when the file's times show that another host has changed it.
     (flag::AUTO_INVAL_DATA, "auto_inval_data"),
-    // Id-mapped mounts, Linux 6.12. It needs `default_permissions`, with which Firn always mounts; from then on only
-    // requests that make something say whose it is.
+    // Id-mapped mounts (Linux 6.12). The capability needs `default_permissions`, with which Firn always mounts. With it
+    // only requests that make an object carry the caller's uid and gid.
     (flag::ALLOW_IDMAP, "allow_idmap"),
 ];
 
-/// What not every mount asks for.
+/// Capabilities that only some mounts ask for.
 #[derive(Clone, Copy)]
-pub(super) struct Wishes {
+pub(super) struct RequestedFeatures {
     /// The kernel reads drained files itself.
     pub(super) passthrough: bool,
-    /// The kernel hands on locks of files.
+    /// The kernel sends requests for locks to firnd.
     pub(super) locks: bool,
 }
 
-/// The answer to an INIT, and what both agree on.
+/// Returns the answer to an INIT, and the capabilities that both sides use from then on. An error if the kernel is too
+/// old, or does not send the locks that the mount needs.
 pub(super) fn negotiate(
     asked: &InitIn,
-    Wishes { passthrough, locks }: Wishes,
+    RequestedFeatures { passthrough, locks }: RequestedFeatures,
     page_bytes: u32,
 ) -> io::Result<(InitOut, Negotiated)> {
     if asked.major != abi::MAJOR || asked.minor < abi::MINOR_MIN {
@@ -67,10 +69,10 @@ pub(super) fn negotiate(
     for (_, name) in WANTED.iter().filter(|(flag, _)| offered & flag == 0) {
         tracing::info!(capability = name, "the kernel does not offer it");
     }
-    let mut taken = flag::BIG_WRITES | flag::MAX_PAGES | flag::INIT_EXT;
-    taken |= WANTED.iter().map(|(flag, _)| flag).sum::<u64>();
+    let mut accepted = flag::BIG_WRITES | flag::MAX_PAGES | flag::INIT_EXT;
+    accepted |= WANTED.iter().map(|(flag, _)| flag).sum::<u64>();
     if passthrough {
-        taken |= flag::PASSTHROUGH;
+        accepted |= flag::PASSTHROUGH;
     }
     if locks {
         let needed = flag::POSIX_LOCKS | flag::FLOCK_LOCKS;
@@ -80,16 +82,16 @@ pub(super) fn negotiate(
                 "the kernel does not hand on locks of files",
             ));
         }
-        taken |= needed;
+        accepted |= needed;
     }
-    taken &= offered;
-    let has = |flag: u64| taken & flag != 0;
+    accepted &= offered;
+    let has = |flag: u64| accepted & flag != 0;
     let answer = InitOut {
         major: abi::MAJOR,
         minor: abi::MINOR.min(asked.minor),
         readahead_bytes_max: asked.readahead_bytes_max.min(WRITE_BYTES_MAX),
-        flags: taken as u32,
-        flags2: (taken >> 32) as u32,
+        flags: accepted as u32,
+        flags2: (accepted >> 32) as u32,
         background_max: BACKGROUND_MAX,
         congestion_threshold: BACKGROUND_MAX / 4 * 3,
         write_bytes_max: WRITE_BYTES_MAX,
@@ -110,6 +112,7 @@ pub(super) fn negotiate(
     Ok((answer, negotiated))
 }
 
+/// The capabilities that the kernel offers. The upper half counts only with `INIT_EXT`.
 fn offered_flags(asked: &InitIn) -> u64 {
     let flags = u64::from(asked.flags);
     if flags & flag::INIT_EXT == 0 {
@@ -118,39 +121,39 @@ fn offered_flags(asked: &InitIn) -> u64 {
     flags | u64::from(asked.flags2) << 32
 }
 
-/// Whether the kernel sends again what was read and not answered.
+/// Whether the kernel can send again what was read and not answered.
 pub(super) fn offers_resend(asked: &InitIn) -> bool {
     offered_flags(asked) & flag::HAS_RESEND != 0
 }
 
-/// Names what differs between the answer that the kernel got at INIT and the one that these options would give.
-pub(super) fn name_differences(before: &InitOut, now: &InitOut) -> String {
-    let flags = |of: &InitOut| u64::from(of.flags) | u64::from(of.flags2) << 32;
-    let differing = flags(before) ^ flags(now);
-    let fixed = [
+/// Names the options that explain why the answer of this firnd differs from the previous one, which the kernel got.
+pub(super) fn name_differences(previous: &InitOut, answer: &InitOut) -> String {
+    let flags = |init: &InitOut| u64::from(init.flags) | u64::from(init.flags2) << 32;
+    let differing = flags(previous) ^ flags(answer);
+    let options = [
         (flag::PASSTHROUGH, "passthrough"),
         (flag::POSIX_LOCKS | flag::FLOCK_LOCKS, "layout"),
     ];
-    let mut named: Vec<&str> = fixed
+    let mut names: Vec<&str> = options
         .iter()
         .filter(|(flag, _)| differing & flag != 0)
         .map(|(_, name)| *name)
         .collect();
-    if named.is_empty() {
-        named.push("what this version of Firn asks of the kernel");
+    if names.is_empty() {
+        names.push("what this version of Firn asks of the kernel");
     }
-    named.join(", ")
+    names.join(", ")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const NOTHING: Wishes = Wishes {
+    const NOTHING: RequestedFeatures = RequestedFeatures {
         passthrough: false,
         locks: false,
     };
-    const PASSTHROUGH: Wishes = Wishes {
+    const PASSTHROUGH: RequestedFeatures = RequestedFeatures {
         passthrough: true,
         ..NOTHING
     };
@@ -197,16 +200,16 @@ mod tests {
 
     #[test]
     fn locks_come_only_to_mounts_that_want_them() {
-        let wishes = Wishes {
+        let features = RequestedFeatures {
             locks: true,
             ..NOTHING
         };
         let both = flag::POSIX_LOCKS | flag::FLOCK_LOCKS;
-        let (answer, _) = negotiate(&init(41, both), wishes, 4096).unwrap();
+        let (answer, _) = negotiate(&init(41, both), features, 4096).unwrap();
         assert_eq!(u64::from(answer.flags), both);
         let (answer, _) = negotiate(&init(41, both), NOTHING, 4096).unwrap();
         assert_eq!(answer.flags, 0);
-        assert!(negotiate(&init(41, flag::POSIX_LOCKS), wishes, 4096).is_err());
+        assert!(negotiate(&init(41, flag::POSIX_LOCKS), features, 4096).is_err());
     }
 
     #[test]

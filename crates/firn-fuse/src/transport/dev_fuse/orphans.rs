@@ -1,9 +1,11 @@
-//! Requests that a firnd read and did not note before it died, on a kernel that does not send requests again.
+//! Ends orphans: requests that an earlier firnd read but did not answer, on a kernel that does not send them again.
 //!
-//! A request is noted in the live table before it is worked on, microseconds after it was read. The next firnd cannot know
-//! the ones between. Numbers of requests rise by two, so they lie close to the first one that it reads itself. It answers all
-//! numbers around that one with EIO, before any other request is read: the kernel takes an answer only for what
-//! was read and not answered, which is then exactly what the firnd that died had read.
+//! firnd notes a request in the arena before it works on it, but microseconds after it read it. If firnd dies in between,
+//! the next firnd does not know the number of the request, and its caller would wait for ever.
+//!
+//! The numbers of requests rise by two, so the unknown numbers lie close to the first number that the next firnd reads. It
+//! answers EIO to all numbers near that one, before it reads a second request. The kernel accepts an answer only for a
+//! request that was read and not answered. At that time these are exactly the orphans, so no other request is hit.
 
 use std::io;
 
@@ -12,25 +14,26 @@ use parking_lot::Mutex;
 use super::connection::{Connection, Received};
 use super::message::number_of;
 
-/// Requests that are made between the reading of one and its note, at most, and requests that wait to be read.
+/// How many numbers to answer below and above the first one: more than there are requests between a read and its note,
+/// or that wait to be read.
 const NUMBERS_AROUND: u64 = 4096;
 const NUMBER_STEP: u64 = 2;
 
-/// Requests of an earlier firnd that wait for an answer.
+/// Whether an earlier firnd may have left orphans.
 pub(super) struct Orphans {
-    /// True until the first request was read.
+    /// True until they are ended.
     are_left: Mutex<bool>,
 }
 
 impl Orphans {
-    /// There are none.
+    /// The connection is new, or the kernel sends requests again: there are no orphans.
     pub(super) fn none() -> Self {
         Self {
             are_left: Mutex::new(false),
         }
     }
 
-    /// There may be some.
+    /// An earlier firnd may have left orphans.
     pub(super) fn of_earlier_firnd() -> Self {
         Self {
             are_left: Mutex::new(true),
@@ -41,7 +44,8 @@ impl Orphans {
         *self.are_left.lock()
     }
 
-    /// Reads a request; the first one of the mount alone, and ends what an earlier firnd left.
+    /// Reads the next request. For the first request of a resumed connection it holds the lock, so that no other thread
+    /// reads, and ends the orphans.
     pub(super) fn receive_first(
         &self,
         connection: &Connection,

@@ -1,4 +1,11 @@
-//! Answers as the kernel reads them.
+//! Writes answers in the form that the kernel reads.
+//!
+//! A [`Responder`] belongs to one request and sends its one answer: an error, or a payload whose layout `abi` describes.
+//!
+//! Promises
+//! * The kernel accepts each answer: an errno is replaced if the kernel or a program would misunderstand it
+//!   ([`errno_to_send`]).
+//! * A listing is no longer than the kernel asked for.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -18,18 +25,17 @@ use crate::transport::dev_fuse::abi::{
 use crate::transport::dev_fuse::connection::{BackingId, Connection};
 use crate::unanswered::EarlyAnswer;
 
-/// Largest errno that the kernel takes from a FUSE server; above it are the kernel's own
-/// (fs/fuse/dev.c refuses them, and the caller would wait for ever).
+/// Largest errno that the kernel accepts from a FUSE server. It refuses an answer with a larger one (fs/fuse/dev.c), and
+/// the caller would wait for ever.
 const ERRNO_MAX: i32 = 511;
-/// Inodes have numbers that are not used again while the kernel knows them, so generations are not needed.
+/// Generation of all inodes. An inode number is not used again while the kernel knows it, so one value is enough.
 const GENERATION: u64 = 0;
 
-/// The errno of an answer. Total: whatever comes in, the kernel accepts what goes out.
+/// Returns the errno to send for an error. The kernel accepts the result, whatever the error is.
 ///
-/// `ENOSYS` would make the kernel drop the whole operation for the life of the mount, although only
-/// this object's file system lacks it: programs get `EOPNOTSUPP`, from which they fall back too.
-///
-/// `EMFILE` is about firnd's table of descriptors, and a program would take it for its own.
+/// * ENOSYS would make the kernel stop sending the operation for the life of the mount, although only the file system of
+///   one object lacks it. Programs get EOPNOTSUPP, which they handle in the same way.
+/// * EMFILE concerns firnd's table of descriptors; a program would take it for its own. Programs get ENFILE.
 fn errno_to_send(error: Errno) -> i32 {
     match error.raw_os_error() {
         libc::ENOSYS => libc::EOPNOTSUPP,
@@ -39,11 +45,11 @@ fn errno_to_send(error: Errno) -> i32 {
     }
 }
 
-/// Where the one answer to a request goes.
+/// Sends the one answer to a request.
 pub(crate) struct Responder {
     connection: Arc<Connection>,
     unique: u64,
-    /// Entries so far, and the room for them.
+    /// The entries that were added so far, as bytes.
     listing: Vec<u8>,
     listing_bytes_max: usize,
 }
@@ -58,11 +64,13 @@ impl Responder {
         }
     }
 
+    /// Sends a successful answer whose payload is the concatenation of these parts.
     fn answer(&self, payload: &[&[u8]]) {
         self.connection.answer(self.unique, 0, payload);
     }
 
-    /// Adds an entry, after what readdirplus has before it; false: there is no room.
+    /// Adds an entry. `before`: bytes that precede the entry (the attributes of readdirplus). Returns false if there is no
+    /// room.
     fn push_entry(&mut self, before: &[u8], entry: &ListedEntry<'_>) -> bool {
         let name = entry.name.as_bytes();
         let len = before.len() + size_of::<Dirent>() + name.len();
@@ -77,7 +85,7 @@ impl Responder {
             ino: entry.ino,
             offset: entry.cookie as u64,
             name_len: name.len() as u32,
-            kind: file_type(entry.kind.unwrap_or(Kind::File)) >> 12,
+            kind: file_type(entry.kind.unwrap_or(Kind::File)) >> FILE_TYPE_SHIFT,
         };
         self.listing.extend_from_slice(before);
         self.listing.extend_from_slice(dirent.as_bytes());
@@ -93,8 +101,8 @@ impl reply::Responder for Responder {
     fn send(self, answer: Answer<'_, BackingId>) {
         match answer {
             Answer::Done => self.answer(&[]),
-            Answer::Attributes(of) => self.answer(&[attr_out(&of).as_bytes()]),
-            Answer::Entry(of) => self.answer(&[entry_out(&of).as_bytes()]),
+            Answer::Attributes(attributes) => self.answer(&[attr_out(&attributes).as_bytes()]),
+            Answer::Entry(attributes) => self.answer(&[entry_out(&attributes).as_bytes()]),
             Answer::Opened {
                 handle,
                 mode,
@@ -116,7 +124,7 @@ impl reply::Responder for Responder {
             Answer::Position(offset) => self.answer(&[LseekOut { offset }.as_bytes()]),
             Answer::FileSystem(figures) => self.answer(&[statfs_out(figures).as_bytes()]),
             Answer::Ioctl(data) => self.answer(&[IoctlOut::default().as_bytes(), data]),
-            Answer::Lock(found) => self.answer(&[lock_out(found).as_bytes()]),
+            Answer::Lock(in_the_way) => self.answer(&[lock_out(in_the_way).as_bytes()]),
             Answer::Listed => self.answer(&[&self.listing]),
         }
     }
@@ -131,7 +139,7 @@ impl reply::Responder for Responder {
     }
 
     fn add_entry_plus(&mut self, entry: &ListedEntry<'_>, attributes: &Attributes) -> bool {
-        // The directory may not know what the entry is, as where files lie in lanes; the lookup does.
+        // The directory may not know the kind of an entry, for example with files in lanes. The look-up knows it.
         let entry = ListedEntry {
             ino: attributes.inode.0,
             kind: Some(attributes.attr.kind),
@@ -153,6 +161,10 @@ impl reply::Responder for Responder {
     }
 }
 
+/// Position of the file type in a mode; a listed entry has the type without the other bits.
+const FILE_TYPE_SHIFT: u32 = 12;
+
+/// The bits of a mode that tell the kind of an object (inode(7)).
 fn file_type(kind: Kind) -> u32 {
     match kind {
         Kind::File => libc::S_IFREG,
@@ -167,7 +179,7 @@ fn file_type(kind: Kind) -> u32 {
 
 /// Attributes of the object that the kernel knows by `number`.
 fn attr(number: u64, attr: &Attr) -> abi::Attr {
-    // Nanoseconds count forwards from the second, before 1970 too.
+    // As in the kernel, nanoseconds count forwards from the second, before 1970 too.
     let Time {
         sec: atime,
         nsec: atime_ns,
@@ -194,57 +206,57 @@ fn attr(number: u64, attr: &Attr) -> abi::Attr {
         nlink: attr.nlink,
         uid: attr.uid,
         gid: attr.gid,
-        // The kernel's 32-bit encoding is the low half of the C library's, for all majors below 2^12.
+        // The kernel has 32 bits for a device number: the low half of the C library's, for all majors below 2^12.
         rdev: attr.rdev as u32,
         block_bytes: attr.blksize,
         flags: 0,
     }
 }
 
-fn attr_out(of: &Attributes) -> AttrOut {
+fn attr_out(attributes: &Attributes) -> AttrOut {
     AttrOut {
-        valid_s: of.ttl.as_secs(),
-        valid_ns: of.ttl.subsec_nanos(),
+        valid_s: attributes.ttl.as_secs(),
+        valid_ns: attributes.ttl.subsec_nanos(),
         padding: 0,
-        attr: attr(of.inode.0, &of.attr),
+        attr: attr(attributes.inode.0, &attributes.attr),
     }
 }
 
-/// What is in the way of a lock; its process, where that is one of this host.
-fn lock_out(found: Option<InTheWay>) -> FileLock {
-    let Some(found) = found else {
+/// The answer to getlk: a lock that is in the way, or none. The pid is 0 if the lock's process is on another host.
+fn lock_out(in_the_way: Option<InTheWay>) -> FileLock {
+    let Some(lock) = in_the_way else {
         return FileLock {
             kind: libc::F_UNLCK as u32,
             ..FileLock::default()
         };
     };
-    let kind = match found.mode {
+    let kind = match lock.mode {
         LockMode::Shared => libc::F_RDLCK,
         LockMode::Exclusive => libc::F_WRLCK,
     };
     FileLock {
-        first: found.range.first,
-        last: found.range.last,
+        first: lock.range.first,
+        last: lock.range.last,
         kind: kind as u32,
-        pid: found.pid.unwrap_or(0),
+        pid: lock.pid.unwrap_or(0),
     }
 }
 
-fn entry_out(of: &Attributes) -> EntryOut {
-    let (ttl, name_ttl): (Duration, Duration) = (of.ttl, of.name_ttl);
+fn entry_out(attributes: &Attributes) -> EntryOut {
+    let (ttl, name_ttl): (Duration, Duration) = (attributes.ttl, attributes.name_ttl);
     EntryOut {
-        nodeid: of.inode.0,
+        nodeid: attributes.inode.0,
         generation: GENERATION,
         entry_valid_s: name_ttl.as_secs(),
         attr_valid_s: ttl.as_secs(),
         entry_valid_ns: name_ttl.subsec_nanos(),
         attr_valid_ns: ttl.subsec_nanos(),
-        attr: attr(of.inode.0, &of.attr),
+        attr: attr(attributes.inode.0, &attributes.attr),
     }
 }
 
 fn open_out(fh: u64, mode: &HandleMode<BackingId>, closing: ClosesAs) -> OpenOut {
-    let (served, backing_id) = match mode {
+    let (serving_flags, backing_id) = match mode {
         HandleMode::Direct => (
             open_flags::DIRECT_IO | open_flags::PARALLEL_DIRECT_WRITES,
             0,
@@ -257,13 +269,13 @@ fn open_out(fh: u64, mode: &HandleMode<BackingId>, closing: ClosesAs) -> OpenOut
             id.number(),
         ),
     };
-    let closed = match closing {
+    let closing_flags = match closing {
         ClosesAs::Request => 0,
         ClosesAs::Nothing => open_flags::NOFLUSH,
     };
     OpenOut {
         fh,
-        open_flags: served | closed,
+        open_flags: serving_flags | closing_flags,
         backing_id,
     }
 }
@@ -310,15 +322,19 @@ mod tests {
             kind: Some(Kind::File),
             name: std::ffi::OsStr::new("a"),
         };
-        let found = Some(Kind::Symlink);
-        let attributes = crate::dispatcher::listing::bare_attributes(7, found, Duration::ZERO);
+        let kind_of_look_up = Some(Kind::Symlink);
+        let attributes =
+            crate::dispatcher::listing::bare_attributes(7, kind_of_look_up, Duration::ZERO);
         assert!(reply::Responder::add_entry_plus(
             &mut responder,
             &entry,
             &attributes
         ));
         let kind = size_of::<EntryOut>() + size_of::<Dirent>() - size_of::<u32>();
-        assert_eq!(u32::from(responder.listing[kind]), libc::S_IFLNK >> 12);
+        assert_eq!(
+            u32::from(responder.listing[kind]),
+            libc::S_IFLNK >> FILE_TYPE_SHIFT
+        );
     }
 
     #[test]
@@ -338,7 +354,7 @@ mod tests {
             &responder.listing[16..32],
             b"\x01\0\0\0\x04\0\0\0a\0\0\0\0\0\0\0"
         );
-        // Its name alone would fit.
+        // The name alone would fit, but not the entry with its header.
         assert!(!reply::Responder::add_entry(
             &mut responder,
             &entry("ninebytes")

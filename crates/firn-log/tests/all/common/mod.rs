@@ -1,6 +1,6 @@
-//! What the logs of several hosts lie on: one simulated disk, or a primary and lanes of which each is one.
+//! The disks below the logs of several simulated hosts: one simulated disk, or a primary and lanes.
 //!
-//! A host dies on all of them at the same call, whichever of them that call is to.
+//! A host that is to crash dies on all of its disks at the same call, whichever disk the call goes to.
 
 #![allow(dead_code, reason = "each test uses a part")]
 
@@ -16,20 +16,20 @@ use firn_sim::{SimBacking, suite};
 
 /// Simulated disks, as one process sees them.
 pub trait Ground: Sized {
-    /// What logs are put over.
+    /// The backing below the logs.
     type Base: Backing;
     fn new() -> Self;
     fn disks(&self) -> Vec<&SimBacking>;
-    /// The same disks, as another process has them.
+    /// Returns the same disks as another process sees them.
     fn another_process(&self) -> Self;
-    /// The same as they are now, and another world from here on.
+    /// Returns a copy of the disks in their present state. Later changes of either do not affect the other.
     fn fork(&self) -> Self;
-    /// As the host of this name has them.
+    /// Opens the backing as a host with this name.
     fn open(&self, host: &str) -> Self::Base;
-    /// Frees what only waits to be removed.
+    /// Frees what waits to be removed.
     fn finish_removals(base: &Self::Base);
 
-    /// The process dies after `calls` calls.
+    /// Makes the process die after `calls` calls.
     fn crash_after(&self, calls: u64) {
         let count = Arc::new(AtomicU64::new(0));
         for disk in self.disks() {
@@ -41,14 +41,14 @@ pub trait Ground: Sized {
         }
     }
 
-    /// Listings that this process sees are old ones now and then, or all are read anew.
+    /// Makes listings that this process sees lag at times, or never again with `None`.
     fn set_listing_lag(&self, seed: Option<u64>) {
         for disk in self.disks() {
             disk.set_listing_lag(seed);
         }
     }
 
-    /// The same of attributes, and of names of directories.
+    /// Makes attributes, and look-ups of directories, lag at times.
     fn set_attribute_lag(&self, seed: u64) {
         for disk in self.disks() {
             disk.set_attribute_lag(Some(seed));
@@ -59,7 +59,7 @@ pub trait Ground: Sized {
         self.disks().iter().any(|disk| disk.is_dead())
     }
 
-    /// It is dead, and its locks are free.
+    /// Ends the process. Its locks are released.
     fn end_process(&self) {
         self.crash_after(0);
         for disk in self.disks() {
@@ -100,7 +100,7 @@ impl Ground for SimBacking {
     fn finish_removals(_base: &Self) {}
 }
 
-/// Which primary files in the lanes belong to.
+/// Id of the primary to which files in the lanes belong.
 pub const PRIMARY_ID: u128 = 0xf1f0;
 
 /// A primary and two lanes.
@@ -110,12 +110,12 @@ pub struct SimLanes {
 }
 
 impl SimLanes {
-    /// The lane of this number without Firn.
+    /// Returns the path of a lane, for messages.
     fn path(number: usize) -> String {
         format!("/lanes/{number}")
     }
 
-    /// Names of files in a lane.
+    /// Returns the names of the files in a lane.
     pub fn files_in(&self, lane: usize) -> Vec<String> {
         let disk = &self.lanes[lane];
         let listed = own::list(disk, &disk.root()).expect("list").into_iter();
@@ -176,7 +176,7 @@ impl Ground for SimLanes {
     }
 }
 
-/// The directory of all containers.
+/// Opens the directory of all containers.
 pub fn log_dir<B: Backing>(base: &B) -> B::Inode {
     let (firn, _) = base
         .lookup(&base.root(), OsStr::new(own::TOP))
@@ -184,7 +184,7 @@ pub fn log_dir<B: Backing>(base: &B) -> B::Inode {
     base.lookup(&firn, OsStr::new(own::LOGS)).expect("lookup").0
 }
 
-/// Directories of files, and what is in each of them.
+/// Returns the directories of logged files, each with the names in it.
 pub fn file_dirs<B: Backing>(base: &B) -> Vec<(B::Inode, Vec<String>)> {
     let top = log_dir(base);
     let names = names(base, &top).into_iter();
@@ -196,7 +196,7 @@ pub fn file_dirs<B: Backing>(base: &B) -> Vec<(B::Inode, Vec<String>)> {
     dirs.collect()
 }
 
-/// Containers of all files, what is left of removed ones, and `empty` for each directory of a file that has none.
+/// Returns the names of all containers and of half-removed ones, and `empty` for each file's directory without one.
 pub fn containers<B: Backing>(base: &B) -> Vec<String> {
     let names = file_dirs(base).into_iter().flat_map(|(_, names)| {
         if names.is_empty() {
@@ -208,7 +208,7 @@ pub fn containers<B: Backing>(base: &B) -> Vec<String> {
     names.collect()
 }
 
-/// The first container, and the directory that it is in.
+/// Returns the directory of the first logged file, and its first container.
 pub fn first_container<B: Backing>(base: &B) -> Option<(B::Inode, B::Inode)> {
     let (parent, names) = file_dirs(base).into_iter().next()?;
     let name = names.first()?;
@@ -222,7 +222,7 @@ fn names<B: Backing>(base: &B, dir: &B::Inode) -> Vec<String> {
     names.collect()
 }
 
-/// All bytes of a file, opened anew; none if there is none of that name.
+/// Opens a file and reads all of its bytes. Returns `None` if there is no file with this name.
 pub fn read<B: Backing>(backing: &B, name: &str) -> Result<Option<Vec<u8>>, Errno> {
     let Some((bytes, attr)) = read_unchecked(backing, name)? else {
         return Ok(None);
@@ -235,7 +235,8 @@ pub fn read<B: Backing>(backing: &B, name: &str) -> Result<Option<Vec<u8>>, Errn
     Ok(Some(bytes))
 }
 
-/// Bytes of a file, opened anew, and the attributes that its name had: more bytes than those say, where there are more.
+/// Opens a file and reads its bytes. Returns them with the attributes that the look-up gave. There may be more bytes
+/// than the attributes say.
 pub fn read_unchecked<B: Backing>(
     backing: &B,
     name: &str,
@@ -251,7 +252,7 @@ pub fn read_unchecked<B: Backing>(
     Ok(Some((bytes, attr)))
 }
 
-/// Opens a file for reading and writing, made if it is not there.
+/// Opens a file for reading and writing, and creates it if it does not exist.
 pub fn open_or_create<B: Backing>(backing: &B, name: &str) -> Result<B::File, Errno> {
     let root = backing.root();
     match backing.lookup(&root, OsStr::new(name)) {

@@ -1,4 +1,7 @@
-//! What an agent gives: files of a mount, or partner copies.
+//! The two origins of the files that an agent sends: the mount that it serves, and partner copies of other hosts'
+//! files.
+//!
+//! A list chooses the origin, and files are opened from it until the next list.
 
 use std::sync::Arc;
 
@@ -12,74 +15,74 @@ use crate::partner::{Copies, CopyFile};
 use crate::source::{COPY_BYTES, HeldFile, SendError, Source, SourceError};
 use crate::transport::Transport;
 
-/// What a connection lists and opens files of.
-pub(crate) enum Given {
-    /// A mount.
+/// Origin of the files of a connection.
+pub(crate) enum Origin {
+    /// The mount that the agent serves.
     Mount(Source),
-    /// What other hosts held.
+    /// Partner copies of files that other hosts held.
     Copies(Arc<Copies>),
 }
 
 /// A file that is open for a puller.
-pub(crate) enum GivenFile {
+pub(crate) enum OriginFile {
     Held(HeldFile),
     Copy(CopyFile),
 }
 
-impl Given {
-    /// Holds a file; `None` where too much is held already.
-    pub(crate) fn open(&self, path: &BytePath) -> Result<Option<GivenFile>, SourceError> {
+impl Origin {
+    /// Opens a file. Returns `None` if the agent holds as many bytes as it may.
+    pub(crate) fn open(&self, path: &BytePath) -> Result<Option<OriginFile>, SourceError> {
         match self {
-            Self::Mount(source) => Ok(source.hold(path)?.map(GivenFile::Held)),
-            Self::Copies(copies) => copies.open(path).map(GivenFile::Copy).map(Some),
+            Self::Mount(source) => Ok(source.hold(path)?.map(OriginFile::Held)),
+            Self::Copies(copies) => copies.open(path).map(OriginFile::Copy).map(Some),
         }
     }
 
-    /// Answers a read.
+    /// Sends a range of a file: its bytes, zeros for holes, and at the end the MAC.
     pub(crate) fn send<T: Transport>(
         &self,
-        file: &mut GivenFile,
+        file: &mut OriginFile,
         offset: u64,
         bytes: u64,
         link: &mut Link<T>,
         data: &mut dyn DataPath<T>,
     ) -> Result<(), SendError> {
         match (self, file) {
-            (Self::Mount(source), GivenFile::Held(file)) => {
+            (Self::Mount(source), OriginFile::Held(file)) => {
                 source.send(file, offset, bytes, link, data)
             }
-            (_, GivenFile::Copy(file)) => send_copy(file, offset, bytes, link, data),
-            (Self::Copies(_), GivenFile::Held(_)) => Err(not_of_this().into()),
+            (_, OriginFile::Copy(file)) => send_copy(file, offset, bytes, link, data),
+            (Self::Copies(_), OriginFile::Held(_)) => Err(other_origin().into()),
         }
     }
 
-    /// A checksum of bytes, and how many there are.
+    /// Returns the number of bytes in a range of a file, and their checksum.
     pub(crate) fn sum(
         &self,
-        file: &mut GivenFile,
+        file: &mut OriginFile,
         offset: u64,
         bytes: u64,
     ) -> Result<(u64, u128), SourceError> {
         match (self, file) {
-            (Self::Mount(source), GivenFile::Held(file)) => source.sum(file, offset, bytes),
-            (_, GivenFile::Copy(file)) => sum_copy(file, offset, bytes),
-            (Self::Copies(_), GivenFile::Held(_)) => Err(not_of_this()),
+            (Self::Mount(source), OriginFile::Held(file)) => source.sum(file, offset, bytes),
+            (_, OriginFile::Copy(file)) => sum_copy(file, offset, bytes),
+            (Self::Copies(_), OriginFile::Held(_)) => Err(other_origin()),
         }
     }
 
-    /// Whether a file changed since it was opened, and whether what was read of it is a snapshot all the same. A copy
-    /// is exchanged and never changed.
-    pub(crate) fn check(&self, file: &GivenFile) -> Result<(bool, bool), SourceError> {
+    /// Returns two answers: whether a file was changed since it was opened, and whether the bytes that were read are
+    /// the file as it was opened. A partner copy never changes, because a newer copy replaces the file.
+    pub(crate) fn check(&self, file: &OriginFile) -> Result<(bool, bool), SourceError> {
         match (self, file) {
-            (Self::Mount(source), GivenFile::Held(file)) => source.check(file),
-            (_, GivenFile::Copy(_)) => Ok((false, true)),
-            (Self::Copies(_), GivenFile::Held(_)) => Err(not_of_this()),
+            (Self::Mount(source), OriginFile::Held(file)) => source.check(file),
+            (_, OriginFile::Copy(_)) => Ok((false, true)),
+            (Self::Copies(_), OriginFile::Held(_)) => Err(other_origin()),
         }
     }
 }
 
-impl GivenFile {
-    /// Bytes of the file.
+impl OriginFile {
+    /// Size of the file.
     pub(crate) fn bytes(&self) -> u64 {
         match self {
             Self::Held(file) => file.bytes(),
@@ -87,7 +90,7 @@ impl GivenFile {
         }
     }
 
-    /// Count of changes of the file that the copy has.
+    /// Number of changes of the file when it was opened; `None` for a partner copy.
     pub(crate) fn changes(&self) -> Option<u64> {
         match self {
             Self::Held(file) => Some(file.changes()),
@@ -127,6 +130,7 @@ fn sum_copy(file: &CopyFile, offset: u64, bytes: u64) -> Result<(u64, u128), Sou
     }
 }
 
+/// Reads a range of a partner copy and passes the bytes to `take`, at most [`COPY_BYTES`] at a time.
 fn read_copy(
     file: &CopyFile,
     offset: u64,
@@ -135,21 +139,21 @@ fn read_copy(
 ) -> Result<(), SendError> {
     let end = offset.saturating_add(bytes).min(file.bytes());
     let mut buffer = vec![0; COPY_BYTES];
-    let mut at = offset;
-    while at < end {
-        let part = &mut buffer[..COPY_BYTES.min((end - at) as usize)];
-        file.read(at, part).map_err(|error| SourceError {
+    let mut position = offset;
+    while position < end {
+        let part = &mut buffer[..COPY_BYTES.min((end - position) as usize)];
+        file.read(position, part).map_err(|error| SourceError {
             kind: ErrorKind::Stale,
             message: error.to_string(),
         })?;
         take(part)?;
-        at += part.len() as u64;
+        position += part.len() as u64;
     }
     Ok(())
 }
 
-/// A list ends what was open before it, so this cannot be.
-fn not_of_this() -> SourceError {
+/// Makes the error for a file of one origin at the other one. A session never sees it, because a list closes all files.
+fn other_origin() -> SourceError {
     SourceError {
         kind: ErrorKind::Refused,
         message: "the file is of an earlier list".into(),

@@ -1,0 +1,539 @@
+//! Refreshes a container: reads what other hosts added to their indexes, and finds the length of the file.
+//!
+//! One pass lists the directory, then handles each index: it opens new tables and reads the frames after them. After
+//! the seal was found, only the bytes of each index that the seal names count.
+//!
+//! Races
+//! * Two threads may read the same frames. The second one finds that the position has moved, and drops its frames.
+//! * A host may remove files of the container once it is flat. Callers ask for that when a refresh fails.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use firn_backing::{Access, Backing, Errno, Result};
+use firn_hosts::own;
+
+use super::view::{IndexState, View};
+use super::{Container, REBUILDS_MAX};
+use crate::frame::Change;
+use crate::index_reader::{FramesRead, has_synced_frame_after, read_index};
+use crate::names::Writer;
+use crate::resolve::{LengthChanges, WriterId};
+use crate::seal::{DONE_ALL, SEAL_NAME, Seal};
+use crate::table::{Table, TableError, TableResult};
+use crate::times;
+
+/// Bound on the passes that look for a state without new changes. Each pass may find new changes while other hosts
+/// write. Sixteen such passes in a row are most unlikely, and then an earlier change may be missed.
+const REFRESHES_MAX: usize = 16;
+
+impl<B: Backing> Container<B> {
+    /// Returns whether a table in use was found to be damaged.
+    pub(super) fn has_damaged_table(&self) -> bool {
+        let view = self.view.lock();
+        view.tables.iter().any(|table| table.is_damaged())
+    }
+
+    /// Builds a new view from all indexes, without damaged tables and by `seal`, and replaces the old view with it.
+    ///
+    /// Other threads use the old view meanwhile. An index whose table is damaged is read unsorted.
+    pub(super) fn rebuild_view(&self, base: &B, seal: Option<Arc<Seal>>) -> Result<()> {
+        let (base_bytes, mut rejected, seal) = {
+            let view = self.view.lock();
+            let seal = seal.or_else(|| view.seal.clone());
+            (view.resolver.base_bytes(), view.rejected.clone(), seal)
+        };
+        let mut damaged = self.damaged_tables();
+        for _ in 0..REBUILDS_MAX {
+            rejected.extend(damaged);
+            let mut view = View::new(base_bytes);
+            view.seal = seal.clone();
+            view.rejected = rejected.clone();
+            let fresh =
+                Self::with_view(self.dir.clone(), &self.name, &self.host, &self.memory, view);
+            match fresh.read_indexes(base) {
+                Err(TableError::Damaged) => damaged = fresh.damaged_tables(),
+                Err(error) => return Err(error.into()),
+                Ok(()) => {
+                    let view = std::mem::replace(&mut *fresh.view.lock(), View::new(0));
+                    self.replace_view(view);
+                    return Ok(());
+                }
+            }
+        }
+        Err(Errno::IO)
+    }
+
+    /// Returns how many tables were rejected because they are damaged.
+    pub(crate) fn rejected_table_count(&self) -> usize {
+        self.view.lock().rejected.len()
+    }
+
+    /// Returns the names of the tables in use that are damaged.
+    fn damaged_tables(&self) -> Vec<String> {
+        let view = self.view.lock();
+        let damaged = view.tables.iter().filter(|table| table.is_damaged());
+        damaged.map(|table| table.name.clone()).collect()
+    }
+
+    /// Replaces the view with `new`, which gets this host's own changes from the old one.
+    fn replace_view(&self, mut new: View<B>) {
+        let mut view = self.view.lock();
+        new.resolver.set_base(view.resolver.base_bytes());
+        if new.seal.is_none() {
+            new.copy_own(&view);
+        }
+        let old = std::mem::replace(&mut *view, new);
+        self.note_change_by_others();
+        drop(view);
+        // The old view is dropped after the lock is released, because that closes files.
+        drop(old);
+    }
+
+    /// Reads what other hosts have appended to their indexes since the last call.
+    pub fn refresh(&self, base: &B) -> Result<()> {
+        match self.read_indexes(base) {
+            Err(TableError::Damaged) => self.rebuild_view(base, None),
+            outcome => Ok(outcome?),
+        }
+    }
+
+    /// Refreshes until a pass finds nothing new, and returns how far the index of each other host was read.
+    ///
+    /// Race: host A may write after it has read a change of host B. One pass may read A's index after B's, and so see
+    /// A's change without B's. The next pass sees B's change.
+    pub(super) fn refresh_until_stable(&self, base: &B) -> Result<BTreeMap<Writer, u64>> {
+        let mut offsets = self.view.lock().read_offsets();
+        for _ in 0..REFRESHES_MAX {
+            self.refresh(base)?;
+            let before = std::mem::replace(&mut offsets, self.view.lock().read_offsets());
+            if before == offsets {
+                break;
+            }
+        }
+        Ok(offsets)
+    }
+
+    /// Makes one pass over all indexes.
+    fn read_indexes(&self, base: &B) -> TableResult<()> {
+        let names = own::list(base, &self.dir)?;
+        if names.iter().any(|(name, ..)| name == DONE_ALL.as_bytes()) {
+            self.was_seen_flat.store(true, Ordering::Release);
+        }
+        self.load_time(
+            base,
+            times::last(names.iter().map(|(name, ..)| name.as_slice())),
+        )?;
+        if self.view.lock().seal.is_none()
+            && names.iter().any(|(name, ..)| name == SEAL_NAME.as_bytes())
+        {
+            return Ok(self.apply_seal(base, Seal::load(base, &self.dir)?)?);
+        }
+        let tables: Vec<_> = names
+            .iter()
+            .filter_map(|(name, ..)| Writer::of_table(name))
+            .collect();
+        let mut writers: BTreeMap<String, Writer> = BTreeMap::new();
+        let listed = names.iter().filter_map(|(name, ..)| Writer::of_index(name));
+        // An index that the seal names is handled also if its file is gone, so that its absence is noticed.
+        let sealed = self.seal().map_or_else(Vec::new, |seal| seal.writers());
+        writers.extend(
+            listed
+                .chain(sealed)
+                .map(|writer| (writer.index_name(), writer)),
+        );
+        for writer in writers.values() {
+            self.use_tables(base, writer, &tables)?;
+            self.read_new_frames(base, writer)?;
+        }
+        self.update_len(base)
+    }
+
+    /// Reads record `last` of the file's modification time, if it is newer than the known one.
+    pub(crate) fn load_time(&self, base: &B, last: Option<u64>) -> Result<()> {
+        let known_number = (*self.time.lock()).map(|(number, _)| number);
+        if let Some(last) = last.filter(|_| last > known_number)
+            && let Some(record) = times::load(base, &self.dir, last)?
+        {
+            self.note_time(last, record);
+        }
+        Ok(())
+    }
+
+    /// Uses the tables in `listed` that cover more of the index of `writer` than those in use, or as much with fewer
+    /// tables.
+    pub(super) fn use_tables(
+        &self,
+        base: &B,
+        writer: &Writer,
+        listed: &[(Writer, Range<u64>)],
+    ) -> TableResult<()> {
+        let of_writer = listed
+            .iter()
+            .filter(|(table_writer, _)| table_writer == writer);
+        let parts: Vec<&Range<u64>> = of_writer.map(|(_, part)| part).collect();
+        if parts.is_empty() {
+            return Ok(());
+        }
+        let (in_use, limit) = {
+            let view = self.view.lock();
+            let state = view.indexes.get(&writer.id());
+            let in_use = state.map_or_else(Vec::new, |state| state.cover.clone());
+            (in_use, view.limit_of(writer))
+        };
+        let cover = loop {
+            let cover = self.find_cover(base, writer, &parts, limit, &in_use)?;
+            match self.find_ends(base, writer.id(), &cover) {
+                Ok(()) => break cover,
+                // The damaged table is not in use yet: it is rejected, and the others are tried.
+                Err(TableError::Damaged) if self.reject_damaged(&cover) => {}
+                Err(error) => return Err(error),
+            }
+        };
+        let end = |cover: &[Arc<Table<B>>]| cover.last().map_or(0, |table| table.part().end);
+        let is_better = match end(&cover).cmp(&end(&in_use)) {
+            std::cmp::Ordering::Greater => true,
+            std::cmp::Ordering::Equal => cover.len() < in_use.len(),
+            std::cmp::Ordering::Less => false,
+        };
+        if is_better {
+            let mut view = self.view.lock();
+            let new = || IndexState::new(writer.clone(), false);
+            let state = view.indexes.entry(writer.id()).or_insert_with(new);
+            let has_more = end(&cover) > state.offset;
+            let old = view.set_cover(writer.id(), cover);
+            if has_more {
+                self.note_change_by_others();
+            }
+            drop(view);
+            drop(old);
+        }
+        Ok(())
+    }
+
+    /// Finds where each of `tables` ends in the file, with the cuts and growths that these tables add.
+    fn find_ends(&self, base: &B, writer: WriterId, tables: &[Arc<Table<B>>]) -> TableResult<()> {
+        let present = self.view.lock().resolver.length_changes();
+        let mut length_changes = LengthChanges::clone(&present);
+        for table in tables {
+            table.directory.cuts.apply_to(writer, &mut length_changes);
+        }
+        find_ends(base, tables, &length_changes)
+    }
+
+    /// Rejects the damaged ones of `tables`, unless they are in use. Returns whether there were any.
+    fn reject_damaged(&self, tables: &[Arc<Table<B>>]) -> bool {
+        let mut view = self.view.lock();
+        let is_used =
+            |table: &Arc<Table<B>>| view.tables.iter().any(|used| Arc::ptr_eq(used, table));
+        let damaged = tables
+            .iter()
+            .filter(|table| table.is_damaged() && !is_used(table));
+        let damaged: Vec<String> = damaged.map(|table| table.name.clone()).collect();
+        let has_new_damage = !damaged.is_empty();
+        view.rejected.extend(damaged);
+        has_new_damage
+    }
+
+    /// Returns the fewest tables that follow each other from the beginning of an index, up to `limit`.
+    fn find_cover(
+        &self,
+        base: &B,
+        writer: &Writer,
+        parts: &[&Range<u64>],
+        limit: u64,
+        in_use: &[Arc<Table<B>>],
+    ) -> Result<Vec<Arc<Table<B>>>> {
+        let mut cover: Vec<Arc<Table<B>>> = Vec::new();
+        loop {
+            let covered = cover.last().map_or(0, |table| table.part().end);
+            let next = parts
+                .iter()
+                .filter(|part| part.start == covered && part.end <= limit);
+            let mut next: Vec<_> = next.collect();
+            next.sort_unstable_by_key(|part| std::cmp::Reverse(part.end));
+            let before = cover.len();
+            for part in next {
+                let same = in_use
+                    .iter()
+                    .find(|table| table.part() == **part && !table.is_damaged());
+                let table = match same {
+                    Some(table) => Some(Arc::clone(table)),
+                    None => self.open_table(base, writer, part)?,
+                };
+                if let Some(table) = table {
+                    cover.push(table);
+                    break;
+                }
+            }
+            if cover.len() == before {
+                return Ok(cover);
+            }
+        }
+    }
+
+    /// Opens a table. Returns `None` if it is rejected or damaged.
+    fn open_table(
+        &self,
+        base: &B,
+        writer: &Writer,
+        part: &Range<u64>,
+    ) -> Result<Option<Arc<Table<B>>>> {
+        let name = writer.table_name(part);
+        if self.view.lock().rejected.contains(&name) {
+            return Ok(None);
+        }
+        let table = Table::open(base, &self.dir, writer, part.clone())?;
+        if table.is_none() {
+            self.view.lock().rejected.insert(name);
+        }
+        Ok(table.map(Arc::new))
+    }
+
+    /// Reads new frames of another host's index, and checks that the index has all bytes that count.
+    fn read_new_frames(&self, base: &B, writer: &Writer) -> Result<()> {
+        let mut has_asked_length = false;
+        loop {
+            if self.is_own(writer.id()) {
+                return Ok(());
+            }
+            let opened = match self.find_open_index(writer) {
+                Some(opened) => Some(opened),
+                None => self.open_index(base, writer)?,
+            };
+            if let Some((index, _)) = &opened
+                && !std::mem::replace(&mut has_asked_length, true)
+            {
+                // Asks the server for the length. A read would otherwise end at the length that the client has cached.
+                base.attr_of_file_now(index)?;
+            }
+            let limit = self.view.lock().limit_of(writer);
+            let Some((index, offset)) = opened else {
+                return self.check_missing(writer, limit);
+            };
+            if self.skip_lost(writer, offset) {
+                continue;
+            }
+            let frames_read = read_index(base, &index, writer.id(), offset..limit)?;
+            let has_read_none = frames_read.to == offset;
+            let reached_end = frames_read.reached_end;
+            let is_due = self.add_frames(frames_read);
+            if is_due {
+                self.sort(base, writer, self.memory.sort_others_bytes());
+            }
+            if has_read_none {
+                return if reached_end && limit == u64::MAX {
+                    Ok(())
+                } else {
+                    self.check_end(base, &index, writer, offset, limit)
+                };
+            }
+        }
+    }
+
+    /// Skips a part of an index that was given up as lost. Returns whether such a part begins at `offset`.
+    fn skip_lost(&self, writer: &Writer, offset: u64) -> bool {
+        let mut view = self.view.lock();
+        let seal = view.seal.clone();
+        let end = seal.and_then(|seal| seal.lost.end_of_lost_part(writer, offset));
+        let state = view.indexes.get_mut(&writer.id());
+        match (end, state) {
+            (Some(end), Some(state)) => {
+                state.offset = state.offset.max(end);
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// Fails with EIO if an index has bytes that count, but no file, and no tables or given-up parts in place of them.
+    fn check_missing(&self, writer: &Writer, limit: u64) -> Result<()> {
+        let is_lost = |covered| {
+            let seal = self.seal();
+            seal.and_then(|seal| seal.lost.end_of_lost_part(writer, covered)) == Some(limit)
+        };
+        let covered = self.covered(writer);
+        if limit == u64::MAX || covered >= limit || is_lost(covered) {
+            return Ok(());
+        }
+        self.note_fault(format!(
+            "an index that counts is missing: the file cannot be read: container {}, index {}",
+            self.name,
+            writer.index_name()
+        ));
+        Err(Errno::IO)
+    }
+
+    /// Fails with EIO if the frames of an index end at `offset`, before the bytes that count end or before a synced
+    /// frame.
+    fn check_end(
+        &self,
+        base: &B,
+        index: &B::File,
+        writer: &Writer,
+        offset: u64,
+        limit: u64,
+    ) -> Result<()> {
+        let is_damaged = match limit {
+            u64::MAX => has_synced_frame_after(base, index, offset)?,
+            limit => offset < limit,
+        };
+        if !is_damaged {
+            return Ok(());
+        }
+        self.note_fault(format!(
+            "a frame of an index that counts is not whole: the file cannot be read: container {}, index {}, offset {offset}",
+            self.name,
+            writer.index_name()
+        ));
+        Err(Errno::IO)
+    }
+
+    /// Returns the file of an open index, and how far it was read.
+    fn find_open_index(&self, writer: &Writer) -> Option<(Arc<B::File>, u64)> {
+        let view = self.view.lock();
+        let state = view.indexes.get(&writer.id())?;
+        Some((state.index.clone()?, state.offset))
+    }
+
+    /// Finds the length of the file by the tables. Reads blocks of tables where a cut hides their last bytes.
+    ///
+    /// Race: another thread may change the tables or cuts meanwhile. Then the search begins again.
+    pub(super) fn update_len(&self, base: &B) -> TableResult<()> {
+        loop {
+            let (length_changes, tables) = {
+                let view = self.view.lock();
+                (view.resolver.length_changes(), Arc::clone(&view.tables))
+            };
+            find_ends(base, &tables, &length_changes)?;
+            let mut view = self.view.lock();
+            let is_same = Arc::ptr_eq(&view.resolver.length_changes(), &length_changes);
+            if is_same && Arc::ptr_eq(&view.tables, &tables) {
+                view.update_tables_end();
+                return Ok(());
+            }
+        }
+    }
+
+    /// Applies a seal: from now on only the bytes of each index that the seal names count.
+    ///
+    /// This host may have read more, of a host that was taken for dead. So the view is built again.
+    pub(crate) fn apply_seal(&self, base: &B, seal: Seal) -> Result<()> {
+        if self.seal().is_some_and(|known| *known == seal) {
+            return self.refresh(base);
+        }
+        self.rebuild_view(base, Some(Arc::new(seal)))
+    }
+
+    /// Syncs each index, and returns how many bytes of it are complete frames.
+    pub(crate) fn sync_and_measure_indexes(&self, base: &B) -> Result<Vec<(Writer, u64)>> {
+        self.refresh(base)?;
+        let mut lengths = Vec::new();
+        for (name, ..) in own::list(base, &self.dir)? {
+            let Some(writer) = Writer::of_index(&name) else {
+                continue;
+            };
+            let Some(inode) = own::find_file(base, &self.dir, &writer.index_name())? else {
+                continue;
+            };
+            let index = base.open(&inode, Access::Read)?;
+            // The seal is made from these lengths, so the bytes are durable before the seal.
+            base.sync(&index, true)?;
+            base.attr_of_file_now(&index)?;
+            let mut end = self.covered(&writer);
+            loop {
+                let frames_read = read_index(base, &index, writer.id(), end..u64::MAX)?;
+                if frames_read.to == end {
+                    break;
+                }
+                end = frames_read.to;
+            }
+            lengths.push((writer, end));
+        }
+        Ok(lengths)
+    }
+
+    /// Returns the last change in this host's last index, other than a note of a sync.
+    pub(crate) fn last_change_of_own_index(&self, base: &B) -> Result<Option<Change>> {
+        let names = own::list(base, &self.dir)?;
+        let indexes = names.iter().filter_map(|(name, ..)| Writer::of_index(name));
+        let own = indexes.filter(|writer| writer.host() == self.host);
+        let Some(writer) = own.max_by_key(|writer| writer.id().life) else {
+            return Ok(None);
+        };
+        let Some(inode) = own::find_file(base, &self.dir, &writer.index_name())? else {
+            return Ok(None);
+        };
+        let index = base.open(&inode, Access::Read)?;
+        let mut last = None;
+        let mut end = 0;
+        loop {
+            let frames_read = read_index(base, &index, writer.id(), end..u64::MAX)?;
+            if frames_read.to == end {
+                return Ok(last);
+            }
+            end = frames_read.to;
+            let mut changes = frames_read
+                .frames
+                .into_iter()
+                .map(|(_, frame)| frame.change);
+            let last_read = changes.rfind(|change| *change != Change::Synced);
+            last = last_read.or(last);
+        }
+    }
+
+    /// Opens another host's index. Returns its file and how far it was read, or `None` if there is no such file.
+    fn open_index(&self, base: &B, writer: &Writer) -> Result<Option<(Arc<B::File>, u64)>> {
+        let Some(inode) = own::find_file(base, &self.dir, &writer.index_name())? else {
+            return Ok(None);
+        };
+        let index = Arc::new(base.open(&inode, Access::Read)?);
+        let mut view = self.view.lock();
+        let new = || IndexState::new(writer.clone(), false);
+        let state = view.indexes.entry(writer.id()).or_insert_with(new);
+        let file = match &state.index {
+            Some(file) => Arc::clone(file),
+            None => {
+                state.index = Some(Arc::clone(&index));
+                index
+            }
+        };
+        Ok(Some((file, state.offset)))
+    }
+
+    /// Adds frames that were read to the view. Returns whether the index has enough unsorted bytes to be sorted.
+    fn add_frames(&self, frames_read: FramesRead) -> bool {
+        let mut view = self.view.lock();
+        let view = &mut *view;
+        let Some(state) = view.indexes.get_mut(&frames_read.writer) else {
+            return false;
+        };
+        // Another thread has read these frames meanwhile.
+        if state.offset != frames_read.from {
+            return false;
+        }
+        state.offset = frames_read.to;
+        let has_new_frames = !frames_read.frames.is_empty();
+        let is_due = state.is_due(self.memory.sort_others_bytes());
+        for (offset, frame) in frames_read.frames {
+            view.add(frames_read.writer, offset, frame);
+        }
+        if has_new_frames {
+            self.note_change_by_others();
+        }
+        is_due
+    }
+}
+
+/// Finds where each of the tables ends in the file, after all cuts.
+fn find_ends<B: Backing>(
+    base: &B,
+    tables: &[Arc<Table<B>>],
+    length_changes: &LengthChanges,
+) -> TableResult<()> {
+    let find =
+        |table: &Arc<Table<B>>| table.compute_end(base, length_changes.limits_of(table.writer));
+    tables.iter().try_for_each(find)
+}

@@ -1,0 +1,142 @@
+//! The policy that decides when firnd is asked for direct access to an open file.
+//!
+//! Direct access costs a request at its begin and at its end, so it pays off only for many bytes. firnd is asked first
+//! after the open file has moved some bytes through the kernel. It is asked again after further bytes if it has
+//! refused, revoked a grant or had no room. The number of these bytes grows with each grant that brought little.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Bytes that an open file moves through the kernel before firnd is asked for the first time, unless
+/// `FIRN_PRELOAD_DIRECT_AFTER` says otherwise. A grant and its end cost as much time as this many bytes through the
+/// kernel.
+const DIRECT_AFTER_BYTES: u64 = 64 << 10;
+/// A call counts as at least this many bytes, because each call through the kernel costs a trip to firnd.
+pub(crate) const CALL_BYTES_MIN: u64 = 8 << 10;
+/// In a process without a connection to firnd, this many bytes count as one. A connection takes 95 µs, and a write of
+/// 64 KiB through the kernel takes 9 to 12 µs longer than a direct one: eight such writes cost as much.
+const UNCONNECTED_DIVISOR: u64 = 8;
+static DIRECT_AFTER: AtomicU64 = AtomicU64::new(DIRECT_AFTER_BYTES);
+
+/// Sets the bytes before the first question, from the text of an environment variable. It is called once, at the start.
+pub(crate) fn set_direct_after(bytes: Option<&[u8]>) {
+    let number = bytes.and_then(|text| std::str::from_utf8(text).ok()?.parse::<u64>().ok());
+    if let Some(number) = number {
+        DIRECT_AFTER.store(number, Ordering::Relaxed);
+    }
+}
+
+/// Bytes by the fallback before firnd is asked again, after the first grant that ended early. They double each time.
+const RETRY_BYTES_MIN: u64 = 128 << 10;
+/// Maximum of these bytes. A grant that moves as many bytes has paid off.
+pub(crate) const RETRY_BYTES_MAX: u64 = 8 << 20;
+/// Maximum number of times that these bytes double.
+const DOUBLINGS_MAX: u32 = 6;
+/// Bytes by the fallback before firnd is asked again if the arena had no room. A drain frees about as many.
+const FULL_BYTES: u64 = 1 << 20;
+
+/// State of the policy for one open file. All zeros mean that firnd may be asked now.
+pub(crate) struct AskPolicy {
+    /// Bytes left to move through the kernel before firnd is asked for the first time.
+    small_bytes: u64,
+    /// Bytes of a call that count as one of `small_bytes`; 0 means the same as 1.
+    small_divisor: u64,
+    /// Bytes left to move by the fallback before firnd is asked again.
+    wait_bytes: u64,
+    /// Bytes moved by direct access since the last grant.
+    direct_bytes: u64,
+    /// Number of refusals and of grants that brought little.
+    refusals: u32,
+}
+
+impl AskPolicy {
+    pub(crate) const fn new() -> Self {
+        Self {
+            small_bytes: 0,
+            small_divisor: 0,
+            wait_bytes: 0,
+            direct_bytes: 0,
+            refusals: 0,
+        }
+    }
+
+    /// Begins for a file that was just opened and may be too small for direct access. More bytes pay off a connection
+    /// that has to be made first.
+    pub(crate) fn begin_small(&mut self, is_connected: bool) {
+        self.small_bytes = DIRECT_AFTER.load(Ordering::Relaxed);
+        self.small_divisor = if is_connected { 1 } else { UNCONNECTED_DIVISOR };
+    }
+
+    /// Whether few bytes were moved so far, so that calls still go through the kernel.
+    pub(crate) fn may_be_small(&self) -> bool {
+        self.small_bytes > 0
+    }
+
+    /// Counts a call of `bytes`, and returns whether it belongs to the first calls, which go through the kernel.
+    pub(crate) fn is_small(&mut self, bytes: u64) -> bool {
+        let counted_bytes = (bytes / self.small_divisor.max(1)).max(CALL_BYTES_MIN);
+        self.small_bytes = self.small_bytes.saturating_sub(counted_bytes);
+        self.small_bytes > 0
+    }
+
+    /// Bytes moved by direct access since the last grant.
+    pub(crate) fn direct_bytes(&self) -> u64 {
+        self.direct_bytes
+    }
+
+    /// Number of refusals and of grants that brought little.
+    pub(crate) fn refusals(&self) -> u32 {
+        self.refusals
+    }
+
+    /// Counts bytes that were moved by direct access.
+    #[inline(always)]
+    pub(crate) fn count_direct_bytes(&mut self, bytes: usize) {
+        self.direct_bytes = self.direct_bytes.wrapping_add(bytes as u64);
+    }
+
+    /// Whether firnd may be asked now. If not, the `total` bytes of this call count as moved by the fallback.
+    pub(crate) fn may_ask(&mut self, total: usize) -> bool {
+        if self.wait_bytes == 0 {
+            return true;
+        }
+        self.wait_bytes = self.wait_bytes.saturating_sub(total as u64);
+        false
+    }
+
+    /// Records a grant.
+    pub(crate) fn note_grant(&mut self) {
+        self.direct_bytes = 0;
+    }
+
+    /// Postpones the next question until `bytes` were moved by the fallback.
+    pub(crate) fn wait_for(&mut self, bytes: u64) {
+        self.wait_bytes = bytes;
+    }
+
+    /// Postpones the next question because the arena has no room.
+    pub(crate) fn wait_for_room(&mut self) {
+        self.wait_bytes = FULL_BYTES;
+    }
+
+    /// Records a refusal.
+    pub(crate) fn count_refusal(&mut self) {
+        self.refusals = self.refusals.saturating_add(1);
+    }
+
+    /// Forgets earlier refusals, because direct access has paid off.
+    pub(crate) fn forget_refusals(&mut self) {
+        self.refusals = 0;
+    }
+
+    /// Records the end of a grant. After one that brought little the next question is postponed, each time further.
+    pub(crate) fn wait_longer(&mut self) {
+        if self.direct_bytes < RETRY_BYTES_MAX {
+            let wait = RETRY_BYTES_MIN << self.refusals.min(DOUBLINGS_MAX);
+            self.wait_bytes = wait.min(RETRY_BYTES_MAX);
+            self.count_refusal();
+        } else {
+            self.refusals = 0;
+        }
+        self.direct_bytes = 0;
+    }
+}
