@@ -134,16 +134,16 @@ pub trait FileIdentity: Send + Sync {
     fn path(&self) -> Vec<u8>;
 }
 
-/// Called with each range that a process wrote directly, when the engine learns of it, and with the number of that
-/// process. It is called with the file locked, and calls nothing of the engine.
+/// Callback for each range that a process wrote directly, when the engine learns of it; the number is that of the
+/// process. It runs with the file locked, so it must not call the engine.
 pub type DirectWriteObserver = Box<dyn Fn(&dyn FileIdentity, u32, Range<u64>) + Send + Sync>;
 
 /// The right of a client to write an open file directly.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DirectGrant {
-    /// The file in piece records.
+    /// Number of the file in piece records.
     pub file_id: crate::FileId,
-    /// Bytes of the file.
+    /// Length of the file in bytes.
     pub size: u64,
     /// The inode. The kernel must not cache its attributes.
     pub inode: InodeId,

@@ -53,7 +53,7 @@ pub enum PartPlace {
     /// In the backing, which may have a hole there, or in memory that changes with the file. A program reads them
     /// through the mount.
     Backing,
-    /// Nowhere: they are zeros.
+    /// In a hole: the bytes are zeros.
     Hole,
 }
 

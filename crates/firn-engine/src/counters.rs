@@ -55,9 +55,9 @@ impl Decisions {
 /// direct access are not counted, as they are stores of the program to memory.
 #[derive(Default)]
 pub struct RequestTimes {
-    /// write(2), with the time that it waited for room.
+    /// write(2), including the wait for room.
     pub write: TimeHistogram,
-    /// close(2), whether or not it waited for the backing.
+    /// close(2), with or without a wait for the backing.
     pub close: TimeHistogram,
     /// fsync(2) and fdatasync(2) of a file.
     pub fsync: TimeHistogram,

@@ -57,7 +57,7 @@ impl LaneLimits {
 /// Limits of a job of one file.
 #[derive(Clone, Copy)]
 struct JobMax {
-    /// Its parts may be apart.
+    /// Whether its parts may be apart.
     gathers: bool,
     /// Most parts.
     parts: usize,

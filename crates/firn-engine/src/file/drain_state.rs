@@ -50,7 +50,7 @@ pub(crate) struct DrainState {
     waiters: ThinVec<Waiter>,
     /// The failure to report and to retry; boxed because few files have one.
     failure: Option<Box<Failure>>,
-    /// Drain extents up to this sequence, however small.
+    /// Highest sequence of forced extents: these are drained however small.
     force_to: u64,
     /// Bytes written since a run long enough for a write last queued the file.
     fresh_bytes: u64,
