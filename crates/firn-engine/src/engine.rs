@@ -66,7 +66,7 @@ pub struct Engine<B: Backing> {
     pub exclusive: Arc<Exclusive<B>>,
     /// Set-id bits and capabilities.
     pub privilege_rules: Arc<PrivilegeRules<B>>,
-    /// Levels of files and trees, and waits for them.
+    /// Durability levels of files and trees, and waits for them.
     pub durability: Durability<B>,
     pub(crate) reads: Reads<B>,
     /// Steps of a write before its bytes are taken.

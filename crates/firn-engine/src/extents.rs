@@ -14,7 +14,7 @@ use super::small_map::SmallMap;
 /// A run of bytes of a file that lies in one piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Extent {
-    /// Bytes.
+    /// Length in bytes.
     pub len: u64,
     /// The piece that has the bytes.
     pub piece: PieceRef,

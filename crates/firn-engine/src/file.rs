@@ -61,7 +61,7 @@ pub(crate) struct FileState<B: Backing> {
     pub writer: Option<Arc<BackingFile<B>>>,
     /// Version of the contents. It changes with each write or truncation, and no other file has the same number.
     pub changes: u64,
-    /// Version of the contents that a partner has a copy of; 0: none.
+    /// Version of the contents that a partner host has a copy of; 0 if it has none.
     pub partnered_changes: u64,
     /// Epoch ([`Privileges::epoch`](crate::privileges::Privileges)) in which the file was last seen without set-id
     /// bits and capabilities; 0 if it never was.

@@ -33,7 +33,7 @@ pub trait FileKeeper: Send + Sync {
 /// A file that an earlier firnd had given to the keeper.
 #[derive(Debug)]
 pub struct KeptFile {
-    /// Its number in the live table.
+    /// Number of its inode in the live table.
     pub node: InodeId,
     /// The open file.
     pub descriptor: OwnedFd,

@@ -1,7 +1,10 @@
-//! The handles of a file, how each is served, and how its writers left it.
+//! Handles of a file: how each is served, and how its writers left the file.
+//!
+//! Terms: a file's *ending* is open, closed, or cut. A *cut* file is incomplete, because a writer was killed or firnd
+//! died while a writer had it open.
 //!
 //! Invariants
-//! * Each handle is counted in one of the modes.
+//! * Each handle is counted in one mode.
 //! * `writers` is at most the number of handles, and `closing_writers` at most `writers`.
 
 use firn_format::record::Ending;
