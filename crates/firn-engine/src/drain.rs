@@ -46,7 +46,7 @@ pub(crate) struct Drain<B: Backing> {
     lanes: Box<[DrainQueue<File<B>>]>,
     /// Whether the backing can write pieces of some files together that are apart.
     gathers: bool,
-    /// Set by [`Drain::set_executor`]; without one nothing is drained.
+    /// Set by [`Drain::set_executor`]; without one, no thread is woken.
     executor: RwLock<Option<Arc<dyn Executor>>>,
     /// Number of callers that wait for files to be drained: the sum over all files. It may be larger for an instant.
     waiter_count: AtomicU64,

@@ -225,7 +225,7 @@ impl<B: Backing> OpenFiles<B> {
     /// [`EngineOptions::open_files_max`]: crate::EngineOptions
     pub(crate) fn close_excess_files(&self) {
         let max = self.base.options.open_files_max;
-        // All files are checked only after so many opens, so that the check costs little for each open.
+        // The check looks at all files, so it is made only once in a batch of opens.
         let batch = (max / 4).max(1);
         if self.base.counters.files_opened.load(Ordering::Relaxed) < batch {
             return;

@@ -35,9 +35,9 @@ pub(crate) const SET_ID_BITS: u32 = SET_USER_ID | SET_GROUP_ID;
 
 /// The process that changes a file, as far as it decides which privileges the file keeps.
 pub trait Principal {
-    /// It has CAP_FSETID where the kernel asks for it.
+    /// Whether the process has CAP_FSETID where the kernel asks for it.
     fn has_cap_fsetid(&self) -> bool;
-    /// The group is its own, or one of its supplementary groups.
+    /// Whether the group is the process's own, or one of its supplementary groups.
     fn is_in_group(&self, gid: u32) -> bool;
     /// Whether the process was killed or stopped waiting. Work that has not begun is not done then.
     fn has_left(&self) -> bool {

@@ -210,7 +210,7 @@ impl<B: Backing> Drainer<B> {
     /// pending would fill the journal with them.
     fn forget_drained_ranges(&self, state: &mut FileState<B>) {
         let pending = &mut state.pending;
-        // The search for the oldest sequence costs as much as so many drains, so it is made only after them.
+        // The search for the oldest sequence reads all extents, so it is made only once in many drains.
         let kept = DRAINED_RANGES_KEPT.max(pending.piece_count() / 16);
         // A client's piece may have older bytes that were not ingested.
         if (pending.drained_ranges() as usize) < kept || state.direct.has_grant() {

@@ -1,6 +1,6 @@
 //! Reclaiming: makes space in the arena, and calls waiting writers back.
 //!
-//! The order is: unused slabs, cached bytes, then a drain of the file with the most pending bytes. If nothing can be
+//! Cached bytes go first, then unused slabs; then the file with the most pending bytes is drained. If nothing can be
 //! drained, writers get an error.
 
 use std::sync::Arc;
