@@ -1,7 +1,7 @@
 //! Drain queue of one lane: which files have something to write, and when to check the others.
 //!
-//! Files stand in line ([`Line`]). Two further lists are sorted by time: files that failed, with the time of their
-//! next try, and files with little data, with the time at which that data is old.
+//! Files stand in line ([`Line`]). Beside the line there are two lists: files that failed, with the time of their next
+//! try, and files with little data, with the time at which that data is old.
 //!
 //! Invariants
 //! * A file stands in line at most once. Its state says so (`queued`): the flag is set together with
