@@ -14,8 +14,7 @@ pub struct Request {
     /// Whether there is a backing to examine. Without one, only the checks of the host run.
     pub has_backing: bool,
     /// Arguments with which this program runs one check and prints its findings as JSON. The name of the check is
-    /// inserted
-    /// at `name_index`.
+    /// inserted at `name_index`.
     pub arguments: Vec<OsString>,
     /// Index in `arguments` at which the name of the check is inserted.
     pub name_index: usize,

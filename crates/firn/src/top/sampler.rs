@@ -93,8 +93,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Sampler {
     /// Starts the threads. They send to `fresh` whenever there is something new to show. Returns an error where a
-    /// thread
-    /// cannot be started.
+    /// thread cannot be started.
     pub fn start(wanted: Wanted, shows_job: bool, fresh: &Sender<()>) -> std::io::Result<Self> {
         let sampler = Self {
             board: Arc::default(),
@@ -243,8 +242,8 @@ impl Watch {
     }
 }
 
-/// Lists the mounts of this host again and again. Starts a thread for each new mount, and ends that of each mount
-/// that is gone.
+/// Lists the mounts of this host again and again. Starts a thread for each new mount, and ends that of each mount that
+/// is gone.
 fn watch_mounts(watch: &Watch) {
     let mut asked: BTreeMap<PathBuf, Sender<()>> = BTreeMap::new();
     loop {

@@ -1,6 +1,5 @@
 //! Draws a view of `firn top`. Everything fits into 80 columns and 24 lines; a larger terminal shows more rows and
-//! longer
-//! bars.
+//! longer bars.
 //!
 //! ```text
 //!   firn top  node1  2 mounts                        one line
@@ -279,7 +278,9 @@ fn rank_style(rank: u8, theme: Theme) -> Style {
     }
 }
 
-/// A head and rows; columns are as wide as they need within their bounds, the last one takes the rest.
+/// Draws a table with a head line.
+///
+/// A column is as wide as its cells need, within its minimum and maximum. The last column takes the remaining width.
 #[allow(clippy::too_many_arguments)]
 fn draw_table(
     frame: &mut Frame<'_>,
