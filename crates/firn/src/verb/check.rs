@@ -1,4 +1,4 @@
-//! `firn check`.
+//! `firn check`: reads an arena, logs or lanes (I/O servers), and reports damage and orphaned files.
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -104,17 +104,17 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     print_reports(&Reports { arena, logs }, matches.get_flag("json"))
 }
 
-/// What was checked.
+/// The results of the checks.
 #[derive(Serialize)]
 struct Reports {
     #[serde(flatten)]
     arena: Option<CheckReport>,
-    /// None where no file lies in logs.
+    /// The result for the logs. `None` means that no file lies in logs.
     #[serde(skip_serializing_if = "Option::is_none")]
     logs: Option<LogsReport>,
 }
 
-/// Prints what was found; a failure if something is damaged.
+/// Prints the results. Fails where something is damaged.
 fn print_reports(reports: &Reports, as_json: bool) -> Result<u8, Failure> {
     if as_json {
         output::print_json(reports)?;
@@ -166,7 +166,7 @@ fn damaged_arena(report: &CheckReport) -> Failure {
     )
 }
 
-/// Places at which something cannot be read.
+/// Returns the number of places in logs that cannot be read.
 fn count_damaged(logs: &LogsReport) -> u64 {
     let damaged = logs.findings.iter().filter(|found| !found.is_harmless);
     damaged.count() as u64
@@ -193,7 +193,7 @@ fn logs_text(logs: &LogsReport, paint: Paint) -> String {
     text
 }
 
-/// The backing that a path names, if it is not an arena.
+/// Returns the backing that a path means, or `None` where the path is an arena.
 fn backing_of(path: &Path) -> Option<PathBuf> {
     if path.is_file() {
         return None;
@@ -204,6 +204,7 @@ fn backing_of(path: &Path) -> Option<PathBuf> {
     }
 }
 
+/// Reports files of lanes without a name, and names without a file. With `--repair` it also removes the safe ones.
 fn check_orphans(backing: &Path, matches: &ArgMatches) -> Result<u8, Failure> {
     let options = resolve(matches)?.options;
     let repair = matches.get_flag("repair");
@@ -239,13 +240,14 @@ fn orphan_line(orphan: &FoundOrphan) -> String {
     format!("{}: {what}{removed}\n", path_text(&orphan.path))
 }
 
+/// Returns the arena that a path means. The path is an arena, a backing or a mount point.
 fn arena_of(path: &Path, matches: &ArgMatches) -> Result<PathBuf, Failure> {
     if path.is_file() {
         return Ok(path.to_owned());
     }
     let arena = match firn_client::find(path) {
         Ok(place) => {
-            // Only its firnd knows where an arena outside the runtime directory is.
+            // firnd may use another arena directory than this command line, so its answer comes first.
             let told =
                 Connection::open(&place.mount).and_then(|mut connection| connection.status());
             told.map_or_else(|_| place.mount.files().arena, |status| status.arena.into())
@@ -277,7 +279,7 @@ fn arena_of(path: &Path, matches: &ArgMatches) -> Result<PathBuf, Failure> {
     ))
 }
 
-/// One damage in a line.
+/// Returns one damage as a line of text.
 pub fn damage_line(damage: &Damage) -> String {
     let place = if damage.place.is_empty() {
         String::new()

@@ -1,4 +1,5 @@
-//! `firn chunks`.
+//! `firn chunks`: shows in which chunk of memory, in which part of the spill file, or in the backing each byte of a
+//! file is.
 
 use std::path::PathBuf;
 
@@ -52,11 +53,11 @@ struct ChunksArgs {
 
 #[derive(Serialize)]
 struct Listed {
-    /// Below the mount point.
+    /// Path of the file below the mount point.
     path: BytePath,
-    /// Bytes of the file.
+    /// Size of the file in bytes.
     bytes: u64,
-    /// What memory and spill file are.
+    /// The files in which memory and spilled data lie.
     region: DataRegion,
     pieces: Vec<ChunkPiece>,
 }

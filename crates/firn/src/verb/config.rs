@@ -1,4 +1,4 @@
-//! `firn config`.
+//! `firn config`: shows the value of every option, and which source sets it.
 
 use clap::{Arg, ArgAction, ArgMatches, Command};
 use firn_config::{Origin, Resolved};
@@ -47,12 +47,12 @@ fn args(command: Command) -> Command {
 #[derive(Serialize)]
 struct Line {
     name: &'static str,
-    /// As a user would write it; empty: none.
+    /// The value as a user would write it. An empty text means that the option is not set.
     value: String,
     default: &'static str,
-    /// `flag`, `-o`, `environment`, `file` or `default`.
+    /// Kind of the source: `flag`, `-o`, `environment`, `file` or `default`.
     source: &'static str,
-    /// The variable or the file, where there is one.
+    /// The environment variable or the file that sets the value.
     #[serde(skip_serializing_if = "Option::is_none")]
     place: Option<String>,
     help: &'static str,

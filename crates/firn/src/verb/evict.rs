@@ -1,4 +1,4 @@
-//! `firn evict`.
+//! `firn evict`: frees the memory of drained files.
 
 use std::path::PathBuf;
 
@@ -46,7 +46,7 @@ struct EvictArgs {
 struct Evicted {
     /// Bytes of memory freed.
     freed_bytes: u64,
-    /// Bytes that stay because they are not drained, or because a program holds a chunk list.
+    /// Bytes that stay in memory: they are not drained, or a program uses the list of their chunks.
     held_bytes: u64,
 }
 

@@ -1,4 +1,4 @@
-//! `firn man`: the man pages, from the table of verbs and the table of options.
+//! `firn man`: the man pages, which are generated from the table of verbs and the table of options.
 
 use std::path::{Path, PathBuf};
 

@@ -1,4 +1,4 @@
-//! `firn pin`.
+//! `firn pin`: keeps drained files in memory, or ends that.
 
 use std::path::PathBuf;
 
@@ -50,11 +50,11 @@ struct PinArgs {
 
 #[derive(Serialize)]
 struct Pinned {
-    /// Whether they are pinned now.
+    /// Whether the files are pinned now.
     pinned: bool,
-    /// Files in memory that are concerned.
+    /// Number of files in memory that the path means.
     files: u64,
-    /// Their bytes in memory.
+    /// Bytes of these files in memory.
     bytes: u64,
 }
 

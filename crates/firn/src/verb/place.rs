@@ -1,4 +1,4 @@
-//! `firn place`.
+//! `firn place`: shows the lane (I/O server) of a file, or removes a lane from those that a backing knows.
 
 use std::path::{Path, PathBuf};
 

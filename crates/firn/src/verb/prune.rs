@@ -1,4 +1,4 @@
-//! `firn prune`.
+//! `firn prune`: removes old checkpoints of a directory. The rules are in [`crate::prune`].
 
 use std::path::{Path, PathBuf};
 
@@ -67,11 +67,11 @@ struct PruneArgs {
 
 #[derive(Serialize)]
 struct Pruned {
-    /// Names of checkpoints that were removed, or would be.
+    /// Names of the checkpoints that were removed, or that would be.
     removed: Vec<BytePath>,
-    /// Names of those that stay, the newest first, and why.
+    /// Names of the checkpoints that stay, the newest first, each with the reason.
     kept: Vec<Kept>,
-    /// What could not be looked at or removed, and why.
+    /// Why some checkpoints could not be examined or removed.
     failures: Vec<String>,
 }
 

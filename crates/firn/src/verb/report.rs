@@ -1,4 +1,4 @@
-//! `firn report`.
+//! `firn report`: makes a page of HTML that shows how a run went.
 
 use std::io::{self, IsTerminal};
 use std::path::PathBuf;
