@@ -16,7 +16,7 @@ use firn_process::{Excess, Limits, RunError};
 use serde::de::DeserializeOwned;
 
 /// Questions that are asked at the same time. Most of them wait for something other than a CPU. Any of them may go to a
-/// firnd that is stopped, or to another program that took over its socket. a firnd that is stopped, or that is another
+/// firnd that is stopped, or to a foreign program of the mount's user. a firnd that is stopped, or that is another
 /// program of its user.
 const AT_ONCE: usize = 16;
 /// Maximum size of a child's output in bytes: a line for each of some thousand hosts.

@@ -133,8 +133,8 @@ fn judge_mount(entry: &Entry, options: &Options) -> Vec<Finding> {
     findings
 }
 
-/// Reports an object at the path of Firn's own directory that is not a valid one. Mounts with transactions or logs
-/// refuse such a backing. Returns `None` where nothing is there, or where it is valid.
+/// Reports an object at the path of Firn's own directory that is not a directory of this user alone. Mounts with
+/// transactions or logs refuse such a backing. Returns `None` where nothing is there, or where it is valid.
 fn own_directory(backing: &Path) -> Option<Finding> {
     let found = statat(CWD, backing.join(OWN), AtFlags::SYMLINK_NOFOLLOW).ok()?;
     let distrust = firn_trust::Facts::of(&found)

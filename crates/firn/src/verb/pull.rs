@@ -1,4 +1,4 @@
-//! `firn pull`.
+//! `firn pull`: copies a file or a directory out of another host's memory, lists it, or follows it.
 
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -203,6 +203,7 @@ enum Followed<'a> {
     },
 }
 
+/// Copies new checkpoints until it is interrupted, and prints an event for each.
 fn follow(request: &FollowRequest, json: bool) -> Result<u8, Failure> {
     if !request.target.is_dir() {
         let target = text::path(&request.target);
@@ -247,7 +248,7 @@ fn tell_event(event: &FollowEvent<'_>, json: bool) {
             return;
         }
     };
-    // Copies are made whether or not the messages are read.
+    // The copies matter even if nothing reads the messages, so an error of the output is ignored.
     let _ = told;
 }
 
@@ -345,6 +346,7 @@ fn list(listed: &[Listed], json: bool) -> Result<u8, Failure> {
     Ok(DONE)
 }
 
+/// Returns how the agent is reached: by the key in the backing, by a key file, by MUNGE, or over ssh.
 fn route(args: &PullArgs) -> Result<Route, Failure> {
     let encrypt = args.encrypt.map_or(Encrypt::Auto, Encrypt::from);
     if let Some(dir) = &args.backing {
@@ -395,8 +397,10 @@ fn parse_yes_no(text: &str) -> Result<bool, &'static str> {
     }
 }
 
-/// `HOST:PATH`, or for a list `HOST` alone. A path is absolute, for no directory of the other host is ours, or begins
-/// with the name of the host of which the other one is the partner.
+/// Parses `HOST:PATH`, or for a list `HOST` alone. Returns the host and the path.
+///
+/// The path is absolute, because the two hosts have no working directory in common. A path without a slash at its start
+/// begins with the name of another host, of which HOST has partner copies.
 fn parse_source(text: &str, is_list: bool) -> Result<(String, BytePath), Failure> {
     let refused = |why: &str| {
         Failure::new(
@@ -424,7 +428,7 @@ fn parse_source(text: &str, is_list: bool) -> Result<(String, BytePath), Failure
     Ok((host.to_owned(), path.into()))
 }
 
-/// A directory to copy into ends in a slash.
+/// Returns the path of the copy. A target that ends in a slash is the directory into which the source is copied.
 fn name_target(target: &Path, source: &BytePath) -> Result<PathBuf, Failure> {
     if !target.as_os_str().as_encoded_bytes().ends_with(b"/") {
         return Ok(target.to_owned());

@@ -1,4 +1,10 @@
-//! `firn run`: a job with its files in memory, set up before it and taken down after it.
+//! `firn run`: runs a job with its files in memory. It mounts on each host before the command, and unmounts after it.
+//!
+//! Terms
+//! * A launcher starts one process on each host of the job ([`launcher`]). That process is the host's part of the run
+//!   ([`host_part`]), and mounts there.
+//! * Held files are in memory, and not in the backing yet.
+//! * A host is lost when its part has sent nothing for `--host-timeout`.
 
 mod command;
 mod hints;
@@ -200,7 +206,7 @@ fn args(command: Command) -> Command {
         )
 }
 
-/// A shorter one a busy host would miss.
+/// Minimum of `--host-timeout` in milliseconds. A busy host would exceed a shorter one.
 const HOST_TIMEOUT_MIN_MS: u64 = 1000;
 
 fn parse_host_timeout_ms(text: &str) -> Result<u64, String> {
@@ -211,6 +217,7 @@ fn parse_host_timeout_ms(text: &str) -> Result<u64, String> {
     Ok(timeout_ms)
 }
 
+/// Runs the command, and returns its exit status. A failure of a host counts where the command itself succeeded.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let command: Vec<OsString> = matches
         .get_many::<OsString>("command")
@@ -248,7 +255,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         _ => exit_code(status),
     };
     match reported {
-        // What became of the command and its files counts for more.
+        // The exit status of the command, or of its files, matters more than a report that could not be written.
         Err(failure) if code != DONE => {
             if let Some(text) = failure.text() {
                 output::say(&text);
@@ -259,7 +266,8 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     }
 }
 
-/// Writes the page of a run, with what its hosts told. Those that are lost may have left a record in the backing.
+/// Writes the report of a run from what its hosts sent. A lost host has sent nothing, but may have left a record in the
+/// backing.
 fn write_report(ended: &mut Ended, file: &Path) -> Result<(), Failure> {
     let lost = !ended.lost.is_empty();
     let run = &mut ended.report;
@@ -284,7 +292,7 @@ fn write_report(ended: &mut Ended, file: &Path) -> Result<(), Failure> {
     Ok(())
 }
 
-/// What the command line and the environment say of a run.
+/// What the command line and the environment ask of a run.
 struct Run {
     report: Option<PathBuf>,
     backing: Option<PathBuf>,
@@ -297,7 +305,7 @@ struct Run {
     restart: Option<String>,
     keep: Option<u32>,
     quiet: bool,
-    /// What a failed command held stays in memory, on hosts that stay the user's.
+    /// Whether the hosts still belong to the user after the command. Then the files of a failed command stay in memory.
     keeps_hosts: bool,
 }
 
@@ -314,7 +322,7 @@ impl Run {
         let mut options = defaults_of_a_run(&resolved, has_others);
         let report = path("report")?;
         if report.is_some() && has_others && is_default(&resolved, "record-in") {
-            // Where the record of a host that is lost is found.
+            // A lost host sends no record. Its record in the backing is then the only one.
             options.record = RecordPlace::Backing;
         }
         let restart = matches.get_one::<String>("restart").cloned();
@@ -339,6 +347,7 @@ impl Run {
         Ok(run)
     }
 
+    /// Refuses combinations of options that cannot work, before any process is started.
     fn check(&self) -> Result<(), Failure> {
         if let Some(file) = &self.report {
             report::check_target(file)?;
@@ -370,7 +379,7 @@ impl Run {
         Ok(())
     }
 
-    /// What each host is told; `hosts` is what they call themselves.
+    /// Returns what each host is told to mount. `hosts` are the names that the hosts give themselves.
     fn setup(&self, hosts: &[String]) -> Setup {
         let restart = self.restart.as_ref().map(|lost| Restart {
             lost: lost.clone(),
@@ -395,8 +404,10 @@ impl Run {
         }
     }
 
-    /// Hosts with one backing see the same checkpoints. One of them removes old ones, and keeps one more: it does not know
-    /// whether others still write the newest.
+    /// Returns how many checkpoints stay, and which host removes the others.
+    ///
+    /// Hosts with one backing see the same checkpoints, so only the first host removes old ones. It keeps one more,
+    /// because it does not know whether other hosts still write the newest.
     fn keep_on(&self, hosts: &[String], count: u32) -> Keep {
         match hosts {
             [first, _, ..] if self.backing.is_some() => Keep {
@@ -407,6 +418,7 @@ impl Run {
         }
     }
 
+    /// Mounts on all hosts, runs the command, and returns its status.
     fn mount_and_carry_out(
         &self,
         job: &mut Job<'_>,
@@ -418,6 +430,8 @@ impl Run {
         job.wait_for_command(command)
     }
 
+    /// Returns the environment of the command. Fails where hosts have different mount points, because the command gets
+    /// only one FIRN_PREFIX.
     fn environment(&self, mounted: &[Mounted]) -> Result<Environment, Failure> {
         let preload = if self.no_preload { None } else { library() };
         if preload.is_none() && mounted.iter().any(|mounted| mounted.is_tree) {
@@ -445,19 +459,19 @@ impl Run {
         })
     }
 
-    /// What becomes of the files that are still in memory after the command, which without a `status` never ran.
+    /// Returns what happens to the held files after the command. Without a `status`, the command never ran.
     fn held_policy(&self, status: Option<&ExitStatus>) -> HeldPolicy {
         let success = status.is_some_and(ExitStatus::success);
         match (success, self.backing.is_some()) {
             (true, true) => HeldPolicy::Drain,
             (true, false) => HeldPolicy::Discard,
-            // The next user of the host would find its memory taken.
+            // The memory of a host that goes back to the batch system has to be free for its next user.
             (false, true) if !self.keeps_hosts => HeldPolicy::Drain,
             (false, _) => HeldPolicy::Keep,
         }
     }
 
-    /// Says what brings back the files of lost hosts that have partners.
+    /// Tells the user how the partners' copies of lost hosts' files are used.
     fn tell_partners(&self, lost: &[String]) {
         if self.options.partner == Partner::None {
             return;
@@ -469,7 +483,7 @@ impl Run {
         }
     }
 
-    /// Says how the command ended and where its files are.
+    /// Tells the user how the command ended, and where its files are.
     fn tell_end(
         &self,
         hosts: usize,
@@ -483,7 +497,7 @@ impl Run {
         }
         let how = match status {
             Some(status) => describe_end(*status),
-            // Why it did not run is told after this.
+            // The failure itself is printed after this.
             None if ended.held_bytes == 0 => return,
             None => "the command did not run".into(),
         };
@@ -515,7 +529,7 @@ impl Run {
     }
 }
 
-/// Says how files that stay in memory are used again.
+/// Tells the user how files that stay in memory are used again.
 fn tell_held(how: &str, ended: &Ended) {
     let held = text::bytes(ended.held_bytes);
     let [arena] = ended.arenas.as_slice() else {
@@ -550,8 +564,11 @@ fn is_default(resolved: &Resolved, name: &str) -> bool {
     origin.is_some_and(|(_, origin)| matches!(origin, Origin::Default))
 }
 
-/// What the user did not choose. For files of one host memory comes first. What several hosts do to the same files is right
-/// first: with logs, and each close and fsync is seen by the others. Logs let hosts share a backing on any file system.
+/// Returns the options of a run, with its own defaults for options that the user has not set.
+///
+/// On one host, speed comes first: files stay in memory, and close and fsync do not wait. With several hosts,
+/// correctness comes first: files lie in logs, which work on any file system, and each close and fsync makes data
+/// visible to others.
 fn defaults_of_a_run(resolved: &Resolved, has_others: bool) -> Options {
     let mut options = resolved.options.clone();
     if has_others && is_default(resolved, "layout") {
@@ -572,7 +589,7 @@ fn defaults_of_a_run(resolved: &Resolved, has_others: bool) -> Options {
     options
 }
 
-/// The frontend of a host where the user has chosen none.
+/// Returns the frontend of a host where the user has chosen none: FUSE where it works, or else preload.
 fn frontend_here(say: &mut dyn FnMut(String)) -> Frontend {
     match fuse() {
         Ok(()) => Frontend::Fuse,
@@ -585,7 +602,7 @@ fn frontend_here(say: &mut dyn FnMut(String)) -> Frontend {
     }
 }
 
-/// Whether FUSE can be used here; why not, in words.
+/// Returns whether FUSE can be used on this host. The error says why it cannot.
 fn fuse() -> Result<(), String> {
     if let Some(fault) = crate::doctor::device_fault() {
         return Err(fault);
@@ -598,7 +615,7 @@ fn fuse() -> Result<(), String> {
     }
 }
 
-/// The preload library that belongs to this program.
+/// Returns the preload library that is installed with this program. A message says where it is missing.
 fn library() -> Option<PathBuf> {
     let found = firn_client::library::beside(&std::env::current_exe().ok()?);
     if found.is_none() {
@@ -615,7 +632,7 @@ fn without_library() -> Failure {
     Failure::new(USAGE, why)
 }
 
-/// The part of this program on a host.
+/// Returns the command line and the variables of the host's part. `beat_ms` is the interval of its signs of life.
 fn program(beat_ms: u64) -> Result<Program, Failure> {
     let program = std::env::current_exe()
         .map_err(|error| Failure::new(FAILED, format!("cannot find this program: {error}")))?;
@@ -624,7 +641,7 @@ fn program(beat_ms: u64) -> Result<Program, Failure> {
         host_part::NAME.into(),
         beat_ms.to_string().into(),
     ];
-    // A name is part of a line for a shell.
+    // A launcher may put the name into a line for a shell, so names with other characters are not passed on.
     let is_word = |byte: &u8| byte.is_ascii_alphanumeric() || *byte == b'_';
     let is_handed_on = |name: &OsString| {
         let name = name.as_encoded_bytes();

@@ -268,7 +268,8 @@ fn without_arena(mount: &Mount) -> String {
     )
 }
 
-/// Reports the data that is left in the arena. Returns [`DONE`] where no arena is left, and fails with [`PARTLY`] otherwise.
+/// Reports the data that is left in the arena. Returns [`DONE`] where no arena is left, and fails with [`PARTLY`]
+/// otherwise.
 fn report_arena(arena: &Path, mount: &Mount) -> Result<u8, Failure> {
     if !arena.exists() {
         return Ok(DONE);
