@@ -125,6 +125,8 @@ fn answer_instead(mut error: clap::Error, verb: Option<&Verb>) -> Result<u8, Fai
     Err(Failure::new(USAGE, format!("{text}\n\n{more_help}")))
 }
 
+/// Returns the message for an unknown verb, with a suggestion. A verb of another program leads to that of Firn;
+/// otherwise the most similar verb is suggested.
 fn unknown_verb(error: &clap::Error) -> String {
     let typed = match error.get(ContextKind::InvalidSubcommand) {
         Some(ContextValue::String(typed)) => typed.as_str(),

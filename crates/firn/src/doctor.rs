@@ -49,7 +49,7 @@ pub struct Subject<'a> {
     pub backing: Option<&'a Path>,
     /// The options that a mount would use now.
     pub options: &'a Options,
-    /// Why a mount would be refused for its options.
+    /// Why a mount would refuse the options. `None` means that it accepts them.
     pub options_fault: Option<&'a str>,
 }
 

@@ -180,6 +180,7 @@ impl Drop for Seat {
     }
 }
 
+/// Serves a client in a thread of its own, or refuses it where [`CLIENTS_MAX`] clients are served already.
 fn begin(client: listener::Client, scraper: &Arc<Scraper>, clients: &Arc<AtomicUsize>) {
     let seat = Seat(Arc::clone(clients));
     if clients.fetch_add(1, Ordering::AcqRel) >= CLIENTS_MAX {

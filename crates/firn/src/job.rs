@@ -171,6 +171,7 @@ pub fn life_word(life: Life) -> &'static str {
 }
 
 impl Total {
+    /// Sums up the hosts. Rates count only hosts whose leases are renewed.
     fn of(hosts: &[Host]) -> Self {
         let mut total = Self::default();
         for host in hosts {

@@ -77,6 +77,7 @@ impl Collector for Snapshot {
     }
 }
 
+/// Writes one figure: its head, and then all of its samples.
 fn put(figure: &Figure, encoder: &mut DescriptorEncoder) -> fmt::Result {
     let kind = match figure.kind {
         Kind::Counter => MetricType::Counter,

@@ -108,6 +108,7 @@ impl Meter {
         }
     }
 
+    /// Draws the bar on a terminal, and creates it at the first call.
     fn draw(&mut self, phase: String, message: String) {
         let done = self.total_bytes - self.left_bytes;
         match &self.bar {

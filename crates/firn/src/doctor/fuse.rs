@@ -21,12 +21,14 @@ const WITHOUT_FUSE: &str = "without FUSE: `firn run`, or `firn mount --frontend=
 pub fn device_fault() -> Option<String> {
     look_at_device().err().map(|fault| fault.text)
 }
+/// Why the FUSE device cannot be used, and what the user should do.
 
 struct Fault {
     text: String,
     advice: String,
 }
 
+/// Opens the FUSE device as a mount would. The error says why this fails, with advice.
 fn look_at_device() -> Result<(), Fault> {
     let fault = |text: String, advice: &str| Fault {
         text,
@@ -92,6 +94,7 @@ pub(crate) fn helper(_: &Subject<'_>) -> Vec<Finding> {
     }]
 }
 
+/// Judges fuse3's helper: this user must be able to execute it, and it must run as root.
 fn look_at_helper(program: &Path) -> Finding {
     let name = quoted_path(program);
     let Ok(found) = program.metadata() else {

@@ -188,6 +188,7 @@ fn tell_of_mount(error: &Unanswered, patience: Duration) -> Option<String> {
     }
 }
 
+/// Returns the failure for a backing that did not answer, with what the user should do.
 fn tell_of_backing(error: Unanswered, path: Option<&Path>, patience: Duration) -> Failure {
     let what = path.map_or_else(|| "the backing".to_owned(), text::path);
     match error {

@@ -140,6 +140,7 @@ fn dash() -> String {
     "-".to_owned()
 }
 
+/// Returns the row of a host for `firn hosts`.
 fn host_row(host: &Host) -> Vec<String> {
     let report = host.report.as_ref();
     let of = |get: fn(&firn_protocol::HostReport) -> String| report.map_or_else(dash, get);
@@ -162,6 +163,7 @@ fn host_row(host: &Host) -> Vec<String> {
     ]
 }
 
+/// Returns the row of a host for `firn status --job`.
 fn status_row(host: &Host) -> Vec<String> {
     let report = host.report.as_ref();
     let of = |get: fn(&firn_protocol::HostReport) -> String| report.map_or_else(dash, get);
@@ -185,6 +187,7 @@ fn status_row(host: &Host) -> Vec<String> {
     ]
 }
 
+/// Returns a table with a head line. The colour of a row shows the rank of the host's trouble.
 fn table(head: &[&str], rows: Vec<Vec<String>>, hosts: &[&Host], paint: Paint) -> String {
     let head = head.iter().map(|word| (*word).to_owned()).collect();
     let mut all: Vec<Vec<String>> = std::iter::once(head).chain(rows).collect();

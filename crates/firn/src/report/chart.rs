@@ -205,6 +205,7 @@ impl TimeAxis<'_> {
         self.layout.left + share * self.layout.plot()
     }
 
+    /// Draws the ticks of the time axis as vertical lines, with labels at the bottom.
     fn draw(&self, svg: &mut String, top: f64, bottom: f64) {
         let step = time_step(self.seconds, self.layout.plot() / self.layout.tick);
         let mut at = 0.0;

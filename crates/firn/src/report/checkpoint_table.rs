@@ -116,6 +116,7 @@ pub fn section(run: &Run, merged: &[Merged], end: f64) -> String {
     html
 }
 
+/// Returns the row of a checkpoint: its times, its present state, and its bar.
 fn row(run: &Run, one: &Merged, end: f64) -> String {
     let now = run.checkpoints.get(&one.path);
     let since_close = |time: Option<f64>| match (time, one.closed) {

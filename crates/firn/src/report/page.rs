@@ -36,6 +36,7 @@ struct Total {
 }
 
 impl Total {
+    /// Adds up the records of all hosts.
     fn of(records: &[RunRecord]) -> Self {
         let sum = |value: &dyn Fn(&RunRecord) -> u64| -> u64 {
             records
@@ -137,6 +138,7 @@ fn date(unix_us: u64) -> String {
     text.replace('T', " ").replace('Z', " UTC")
 }
 
+/// Returns the head of the page: mount point, begin, length, number of hosts, and backing.
 fn header(run: &Run, title: &str, line: &Timeline) -> String {
     let hosts = count(host_count(&run.records), "host");
     let backing = run.records.first().map(|one| one.backing.to_string());
@@ -196,6 +198,7 @@ fn problems(run: &Run, total: &Total) -> String {
     format!("<section class=\"problems\"><h2>Look at this first</h2><ul>{items}</ul></section>\n")
 }
 
+/// Returns the cards with the most important figures.
 fn cards(total: &Total) -> String {
     let ingest = &total.ingest_write_bytes;
     let drain = &total.drain_write_bytes;
@@ -276,6 +279,7 @@ fn cards(total: &Total) -> String {
     html + "</section>\n"
 }
 
+/// Returns the section of the timeline, with a chart for each layout.
 fn timeline(run: &Run, timelines: &[Timeline; 2]) -> String {
     let mut html = String::from(
         "<section><h2>Timeline</h2>\n<p class=\"legend\"><span><i class=\"key in\"></i>written by programs</span> \
@@ -367,6 +371,7 @@ fn event_text(event: &EventRecord) -> String {
     line
 }
 
+/// Returns the section that compares the sizes of programs' writes with those of writes to the backing.
 fn sizes(total: &Total) -> String {
     let (ingest, drain) = (&total.ingest_write_bytes, &total.drain_write_bytes);
     let mut html = String::from(
@@ -439,6 +444,7 @@ fn meter(class: &str, count: u64, most: u64) -> String {
     format!("<td class=\"meter\">{bar}</td>")
 }
 
+/// Returns the section with the times of calls.
 fn calls(total: &Total) -> String {
     let rows = [
         (
@@ -500,6 +506,7 @@ fn short_time(time: f64) -> String {
     }
 }
 
+/// Returns the section on saved time: the time that programs waited, beside what direct writes would have taken.
 fn saved(total: &Total) -> String {
     let tag = |word: &str| format!(" <span class=\"tag\">{word}</span>");
     let (measured, inferred) = (tag("measured"), tag("inferred"));
@@ -537,6 +544,7 @@ fn saved(total: &Total) -> String {
             programs as for firnd. Stores of the preload library are not timed, and not in the time of programs.</p></section>\n"
 }
 
+/// Returns the section with the table of events.
 fn event_table(run: &Run, began_unix_us: u64) -> String {
     let all = all_events(run);
     let mut html = String::from("<section><h2>Events and errors</h2>\n");
@@ -570,6 +578,7 @@ fn event_table(run: &Run, began_unix_us: u64) -> String {
     html + "</section>\n"
 }
 
+/// Returns the section with the table of hosts.
 fn hosts(run: &Run) -> String {
     let mut html = String::from(
         "<section><h2>Hosts</h2>\n<div class=\"scroll\"><table><thead><tr><th>Host</th><th class=\"extra\">Mounted at</th><th class=\"n\">For</th>\

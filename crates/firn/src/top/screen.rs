@@ -130,6 +130,7 @@ fn foot_text(width: u16) -> String {
     }
 }
 
+/// Returns the first line: the host's name, what is shown, and whether the screen is paused.
 fn head_line(view: &View, theme: Theme, width: u16) -> Line<'static> {
     let what = match view.job.as_ref().map(|job| &job.seen) {
         Some(Some(Ok(job))) => format!("job on {}", job.backing),
@@ -236,6 +237,7 @@ fn trouble_of(mount: &MountView) -> Vec<String> {
     lines
 }
 
+/// Returns the cells of a mount's row.
 fn mount_row(mount: &MountView) -> Vec<String> {
     let dash = || "-".to_owned();
     let Some(status) = mount.status.as_deref() else {
@@ -427,6 +429,7 @@ fn bar_width(width: u16) -> usize {
     (width as usize).saturating_sub(WORDS + 1).max(BAR_MIN)
 }
 
+/// Returns the line of a checkpoint: its figures, and a bar of its durable, drained and held parts.
 fn checkpoint_line(one: &Listed, width: usize, is_chosen: bool, theme: Theme) -> Line<'static> {
     let mark = if is_chosen { '>' } else { ' ' };
     let words = format!(
@@ -517,6 +520,7 @@ fn draw_lanes(frame: &mut Frame<'_>, area: Rect, lanes: &[LaneReport], theme: Th
     draw_table(frame, area, &columns, rows, &styles, None, false, theme);
 }
 
+/// Returns the cells of a lane's row.
 fn lane_row(lane: &LaneReport) -> Vec<String> {
     let mut token = match (lane.token, &lane.token_holder) {
         (Some(state), Some(holder)) => format!("{}, {} has it", state.as_str(), printable(holder)),
@@ -640,6 +644,7 @@ fn draw_sums(frame: &mut Frame<'_>, area: Rect, job: &Job, theme: Theme) {
     frame.render_widget(Paragraph::new(lines), area);
 }
 
+/// Returns the cells of a row for a host of the job.
 fn host_row(host: &Host) -> Vec<String> {
     let dash = || "-".to_owned();
     let report = host.report.as_ref();

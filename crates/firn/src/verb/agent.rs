@@ -130,6 +130,7 @@ impl From<EncryptArg> for Encrypt {
     }
 }
 
+/// Serves pullers until a signal ends the process, or with `--stdio` until the puller closes the connection.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = AgentArgs::from_arg_matches(matches)?;
     check_encryption(&args.transport, Some(args.encrypt))?;

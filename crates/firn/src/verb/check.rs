@@ -83,6 +83,7 @@ fn args(command: Command) -> Command {
         .args(arena_dir)
 }
 
+/// Checks the arena and the logs that a path means. A missing arena is an error only where there are no logs either.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let path = matches.get_one::<PathBuf>("path").expect("clap demands it");
     if matches.get_flag("orphans") {
@@ -147,6 +148,8 @@ fn print_reports(reports: &Reports, as_json: bool) -> Result<u8, Failure> {
     }
 }
 
+/// Returns the failure for a damaged arena, with advice. The exit status tells damage from a spill file of another
+/// user.
 fn damaged_arena(report: &CheckReport) -> Failure {
     let places = count(report.damage.len() as u64, "damaged place");
     let backing = report
@@ -172,6 +175,7 @@ fn count_damaged(logs: &LogsReport) -> u64 {
     damaged.count() as u64
 }
 
+/// Returns the result for logs as text.
 fn logs_text(logs: &LogsReport, paint: Paint) -> String {
     let verdict = match count_damaged(logs) {
         0 => paint.good("sound"),
@@ -289,6 +293,7 @@ pub fn damage_line(damage: &Damage) -> String {
     format!("{}{place}: {}", damage.part, name(&damage.message))
 }
 
+/// Returns the result for an arena as text.
 fn text(report: &CheckReport, paint: Paint) -> String {
     let verdict = if report.damage.is_empty() {
         paint.good("sound")

@@ -62,6 +62,7 @@ struct Listed {
     pieces: Vec<ChunkPiece>,
 }
 
+/// Prints the pieces of a file. Fails where the whole file is in the backing.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = ChunksArgs::from_arg_matches(matches)?;
     let (place, mut connection) = connect(&args.path)?;
@@ -90,6 +91,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     Ok(DONE)
 }
 
+/// Returns a table with a row for each piece of the file.
 fn table(pieces: &[ChunkPiece], paint: Paint) -> String {
     let head = format!(
         "{:>16} {:>14} {:<11} {:>8} {:>16}",

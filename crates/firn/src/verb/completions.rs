@@ -89,6 +89,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     Ok(DONE)
 }
 
+/// Returns the candidates for a word, one per line.
 fn lines(candidates: Candidates, word: &str) -> String {
     let words = match candidates {
         Candidates::Options => firn_config::complete_minus_o(word),
@@ -201,6 +202,7 @@ _firn_mounts() {
     }
 }
 
+/// Returns the lines that ask `firn` for options and mount points, to be added to clap's script.
 fn fish() -> String {
     let mut script = String::new();
     for verb in with_options() {

@@ -50,9 +50,9 @@ struct Line {
     /// The value as a user would write it. An empty text means that the option is not set.
     value: String,
     default: &'static str,
-    /// Kind of the source: `flag`, `-o`, `environment`, `file` or `default`.
+    /// Kind of the source: `flag`, `-o`, `environment`, `file`, `implied` or `default`.
     source: &'static str,
-    /// The environment variable or the file that sets the value.
+    /// The environment variable, the file or the other option that sets the value.
     #[serde(skip_serializing_if = "Option::is_none")]
     place: Option<String>,
     help: &'static str,
@@ -68,6 +68,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     Ok(DONE)
 }
 
+/// Returns a line for each option, in the order of the table of options.
 fn lines(resolved: &Resolved) -> Vec<Line> {
     let line = |(row, origin): &(&'static firn_config::table::Row, Origin)| {
         let (source, place) = match origin {
@@ -90,6 +91,7 @@ fn lines(resolved: &Resolved) -> Vec<Line> {
     resolved.origins.iter().map(line).collect()
 }
 
+/// Returns the lines as text. Options that differ from their defaults are bold.
 fn text(lines: &[Line], paint: Paint) -> String {
     let name_width = lines.iter().map(|line| line.name.len()).max().unwrap_or(0);
     let value_width = lines

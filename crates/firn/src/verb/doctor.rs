@@ -74,6 +74,8 @@ fn args(command: Command) -> Command {
         .args(firn_config::args())
 }
 
+/// Runs all checks and prints their findings. The exit status shows the most severe verdict. A child process runs the
+/// one check that the hidden flag names.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let backing = matches.get_one::<PathBuf>("backing");
     if let Some(name) = matches.get_one::<String>(ONLY) {

@@ -63,6 +63,7 @@ struct EventsArgs {
     follow: bool,
 }
 
+/// Prints all events so far, and with `--follow` also later ones until it is interrupted.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = EventsArgs::from_arg_matches(matches)?;
     let mut readers = match &args.path {

@@ -50,6 +50,7 @@ struct Evicted {
     held_bytes: u64,
 }
 
+/// Frees memory, and prints how much was freed and how much stays.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = EvictArgs::from_arg_matches(matches)?;
     let (place, mut connection) = connect(&args.path)?;

@@ -67,6 +67,8 @@ fn args(command: Command) -> Command {
         )
 }
 
+/// Serves metrics until a signal comes. With `--textfile` it writes the file at intervals instead. Sockets that systemd
+/// passes replace `--listen`.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let ending = Ending::on_signals()?;
     if let Some(file) = matches.get_one::<PathBuf>("textfile") {

@@ -101,6 +101,7 @@ fn args(command: Command) -> Command {
         .args(firn_config::table::row("arena-dir").map(firn_config::arg))
 }
 
+/// Flattens files, through the firnd of a mount or, with `--backing`, in this process.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let path = matches.get_one::<PathBuf>("path").map(PathBuf::as_path);
     let is_all = matches.get_flag("all");

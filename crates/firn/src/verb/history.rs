@@ -139,6 +139,7 @@ fn age_seconds((seconds, nanoseconds): (i64, i64)) -> f64 {
     (now - seconds as f64 - nanoseconds as f64 / 1e9).max(0.0)
 }
 
+/// Prints the checkpoints of a directory. Returns [`PARTLY`] where some could not be examined.
 fn run_history(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = HistoryArgs::from_arg_matches(matches)?;
     let directory = Directory::find(&args.dir)?;
@@ -186,6 +187,7 @@ const HEAD: [&str; 8] = [
     "STEP", "SIZE", "FILES", "STATE", "LEVEL", "AGE", "HOST", "NAME",
 ];
 
+/// Returns a table of the checkpoints. The name of one that is not whole has the colour of a warning.
 fn table(listed: &[Listed], paint: Paint) -> String {
     if listed.is_empty() {
         return String::new();

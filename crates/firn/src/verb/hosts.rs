@@ -71,6 +71,8 @@ enum Only {
     Mount,
 }
 
+/// Prints the hosts of a job. With the hidden `--only`, it asks one source in this process, which is then a child
+/// process.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = HostsArgs::from_arg_matches(matches)?;
     let path = args.backing.as_deref();

@@ -92,6 +92,7 @@ impl Shown {
     }
 }
 
+/// Lists files with their levels, or the checkpoints of commit rules.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = LsArgs::from_arg_matches(matches)?;
     let (place, mut connection) = connect(&args.path)?;

@@ -41,6 +41,7 @@ struct ManArgs {
     dir: Option<PathBuf>,
 }
 
+/// Prints one man page, or writes all of them to a directory.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = ManArgs::from_arg_matches(matches)?;
     let pages = page::all();

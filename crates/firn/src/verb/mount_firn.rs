@@ -98,6 +98,8 @@ fn parse(args: &[OsString]) -> Result<Call, Failure> {
 }
 
 impl Call {
+    /// Takes the flags of one argument. A value is attached to its flag, or is the next argument in `rest`. Fails where
+    /// a flag is unknown or lacks its value.
     fn take_flags<'a>(
         &mut self,
         flags: &[u8],
@@ -146,6 +148,7 @@ impl Call {
     }
 }
 
+/// Mounts as mount(8) asks. With `-f` the options are only checked. With `-s` unknown options are skipped.
 fn mount(call: Call) -> Result<u8, Failure> {
     let minus_o = call.minus_o()?;
     let [backing, mount_point] = &call.places[..] else {

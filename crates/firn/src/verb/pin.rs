@@ -58,6 +58,7 @@ struct Pinned {
     bytes: u64,
 }
 
+/// Pins or unpins files, and prints how many. Fails where there is nothing in memory to pin.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = PinArgs::from_arg_matches(matches)?;
     let (place, mut connection) = connect(&args.path)?;

@@ -111,6 +111,7 @@ fn explain(path: &Path, json: bool) -> Result<u8, Failure> {
     Ok(DONE)
 }
 
+/// Returns where a file is, where a new file of its name would go, and why.
 fn text(path: &Path, explanation: &Explanation) -> String {
     let path = path_text(path);
     let is = match explanation {

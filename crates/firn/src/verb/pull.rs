@@ -148,6 +148,7 @@ struct Pulled<'a> {
     elapsed_s: f64,
 }
 
+/// Copies, follows or lists, as the flags say.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = PullArgs::from_arg_matches(matches)?;
     check_encryption(&args.transport, args.encrypt)?;
@@ -216,6 +217,7 @@ fn follow(request: &FollowRequest, json: bool) -> Result<u8, Failure> {
     }
 }
 
+/// Prints an event of `--follow`: as JSON on stdout, or as a message on stderr.
 fn tell_event(event: &FollowEvent<'_>, json: bool) {
     let told = match *event {
         FollowEvent::Copied {
@@ -252,6 +254,7 @@ fn tell_event(event: &FollowEvent<'_>, json: bool) {
     let _ = told;
 }
 
+/// Copies the source with a progress bar, and prints the result.
 fn pull(request: &PullRequest, source: &BytePath, json: bool) -> Result<u8, Failure> {
     let begin = Instant::now();
     let mut meter = Meter::new();
@@ -285,6 +288,7 @@ fn pull(request: &PullRequest, source: &BytePath, json: bool) -> Result<u8, Fail
     Ok(if is_plain { DONE } else { PARTLY })
 }
 
+/// Returns a sentence about a finished copy.
 fn summary(outcome: &Outcome, elapsed_s: f64) -> String {
     let mut line = format!(
         "{} of {} in {} ({})",
@@ -314,6 +318,7 @@ fn summary(outcome: &Outcome, elapsed_s: f64) -> String {
     line
 }
 
+/// Prints what a directory of the other host contains.
 fn list(listed: &[Listed], json: bool) -> Result<u8, Failure> {
     if json {
         output::print_json(&listed)?;

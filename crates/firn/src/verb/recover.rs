@@ -153,6 +153,7 @@ fn args(command: Command) -> Command {
         .args(rows.map(firn_config::arg))
 }
 
+/// Recovers what a killed firnd held. The flags for a dead host, a backup or a discard lead to other procedures.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let path = matches
         .get_one::<PathBuf>("backing")
@@ -351,6 +352,7 @@ fn tell_damage(backing: &Path, options: &Options) {
     }
 }
 
+/// Returns the result of a recovery as text.
 fn summary(backing: &Path, report: &RecoverReport) -> String {
     if let Some(gone_bytes) = report.gone_bytes {
         return format!(

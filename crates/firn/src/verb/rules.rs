@@ -240,6 +240,7 @@ fn explain(matches: &ArgMatches) -> Result<u8, Failure> {
 }
 
 impl Explained {
+    /// Returns the explanation for a path in words.
     fn in_words(&self, path: &[u8]) -> String {
         let path = String::from_utf8_lossy(path);
         let (Some(text), Some(scope)) = (&self.text, &self.scope) else {
@@ -303,6 +304,7 @@ fn test(matches: &ArgMatches) -> Result<u8, Failure> {
 }
 
 impl Tested<'_> {
+    /// Returns the results of the recorded operations in words.
     fn in_words(&self) -> String {
         let mut text = String::new();
         for one in self.outcomes {

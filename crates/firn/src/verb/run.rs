@@ -310,6 +310,7 @@ struct Run {
 }
 
 impl Run {
+    /// Reads the command line and the environment. Fails on combinations of options that cannot work.
     fn new(matches: &ArgMatches, launcher: &dyn Launcher) -> Result<Self, Failure> {
         let path = |id: &str| -> Result<Option<PathBuf>, Failure> {
             let path = matches.get_one::<PathBuf>(id);

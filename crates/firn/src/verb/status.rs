@@ -186,6 +186,7 @@ fn is_of_a_run(backing: &Path) -> bool {
     backing.extension() == Some(OsStr::new(super::run::NAMES))
 }
 
+/// Shows the status, or clears errors, as the flags say. With `--watch` it repeats until it is interrupted.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = StatusArgs::from_arg_matches(matches)?;
     if args.clear_errors {
@@ -242,6 +243,7 @@ fn show_job(args: &StatusArgs) -> Result<u8, Failure> {
     Ok(exit_code(&job))
 }
 
+/// Shows the status once. Without a path, it returns [`PARTLY`] where a mount did not answer.
 fn show(args: &StatusArgs) -> Result<u8, Failure> {
     if args.job {
         return show_job(args);
@@ -326,6 +328,7 @@ fn left_arenas(mounts: &[Mount]) -> Result<impl Iterator<Item = Seen>, Failure> 
         }))
 }
 
+/// Asks the firnd of a mount for its status. A mount that does not answer becomes `Seen::Silent`.
 fn look(mount: &Mount) -> Seen {
     let asked = Connection::open(mount).and_then(|mut connection| connection.status());
     match asked {

@@ -251,6 +251,7 @@ fn ask(
     Ok(DONE)
 }
 
+/// Begins a transaction. With `--owner`, firnd aborts it when that process ends before the transaction is prepared.
 fn begin(matches: &ArgMatches) -> Result<u8, Failure> {
     let BeginArgs {
         place,
@@ -291,6 +292,8 @@ fn prepare(matches: &ArgMatches) -> Result<u8, Failure> {
     )
 }
 
+/// Commits a transaction, and prints how much it changed. The amount is asked for before the commit, because firnd
+/// forgets it then.
 fn commit(matches: &ArgMatches) -> Result<u8, Failure> {
     let CommitArgs {
         place,

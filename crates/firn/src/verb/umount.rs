@@ -114,6 +114,7 @@ pub fn umount(args: &UmountArgs) -> Result<u8, Failure> {
     }
 }
 
+/// Unmounts through firnd, and prints the result. With `--discard` the user is asked first.
 fn end(mount: &Mount, connection: &mut Connection, args: &UmountArgs) -> Result<u8, Failure> {
     let status = connection.status()?;
     if args.discard && !args.yes {

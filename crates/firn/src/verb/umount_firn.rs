@@ -28,6 +28,7 @@ struct Call {
     lazy: bool,
 }
 
+/// Reads the arguments of umount(8). Fails where a flag is unknown, or the mount point is missing.
 fn parse(args: &[OsString]) -> Result<Call, Failure> {
     let usage = |what: &str| {
         Failure::new(
@@ -65,6 +66,7 @@ fn parse(args: &[OsString]) -> Result<Call, Failure> {
     }
 }
 
+/// Unmounts. The kernel does it for a lazy unmount and for a firnd that does not answer; otherwise firnd drains first.
 fn run(call: Call) -> Result<u8, Failure> {
     if call.lazy {
         // The mount leaves the tree of names at once. firnd drains and ends when the last file is closed.

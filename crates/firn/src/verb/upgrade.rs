@@ -74,6 +74,7 @@ fn args(command: Command) -> Command {
         .arg(minus_o().help("Options that change, as after `firn mount -o`"))
 }
 
+/// Replaces the firnd of a mount, and waits for the next one. Fails where another version than this one goes on.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let path: &PathBuf = matches.get_one("path").expect("clap demands it");
     let options = join_options(matches)?;

@@ -30,6 +30,7 @@ pub fn all() -> Vec<Page> {
     pages
 }
 
+/// Returns firn(1), which lists all verbs and environment variables.
 fn overview() -> Page {
     let mut roff = title(&with_source(Man::new(verb::command())));
     roff += ".SH SYNOPSIS\n\\fBfirn\\fR \\fIVERB\\fR [\\fIOPTIONS\\fR]\n.SH DESCRIPTION\n";
@@ -139,6 +140,7 @@ const EXITS: &[(u8, &str)] = &[
     (130, "interrupted"),
 ];
 
+/// Returns the page of a verb.
 fn of_verb(verb: &Verb) -> Page {
     let name = format!("firn-{}", verb.name);
     let command = verb
@@ -157,6 +159,7 @@ fn of_verb(verb: &Verb) -> Page {
     }
 }
 
+/// Returns mount.firn(8).
 fn of_mount_firn() -> Page {
     let command = mount_firn::page_command();
     let mut roff = top(

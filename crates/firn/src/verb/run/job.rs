@@ -174,6 +174,7 @@ impl<'a> Job<'a> {
         Ok(())
     }
 
+    /// Starts one start, with threads that turn its output into events. Fails where its program cannot be started.
     fn begin(&mut self, start: Start) -> Result<(), Failure> {
         let Start { mut command, hosts } = start;
         let program = command.get_program().to_string_lossy().into_owned();
@@ -394,6 +395,8 @@ impl<'a> Job<'a> {
         ended
     }
 
+    /// Returns a message for a host whose unmount did not finish, with the command that recovers its data. Returns
+    /// `None` where the host never had a mount.
     fn describe_lost(&self, host: &Host) -> Option<(String, u8)> {
         let backing = crate::text::path(host.mounted.as_ref()?.backing.as_path());
         let line = self

@@ -74,6 +74,7 @@ impl Lines {
     }
 }
 
+/// Returns the lines of a mount whose firnd answered, in the order of their ranks.
 fn mount(s: &Status, detail: Detail, paint: Paint) -> String {
     let mut lines = Lines(Vec::new());
     add_trouble(s, paint, &mut lines);
@@ -490,6 +491,7 @@ fn histogram_text(name: &str, histogram: &HistogramStatus) -> String {
     )
 }
 
+/// Returns a line about a lane: its path, its files, and its queue.
 fn lane_line(lane: &LaneStatus, paint: Paint) -> String {
     let placed = lane
         .placed
@@ -507,6 +509,7 @@ fn lane_line(lane: &LaneStatus, paint: Paint) -> String {
     )
 }
 
+/// Returns the state of a lane with placement, and how much was placed on it.
 fn placed_text(placed: &PlacedStatus, paint: Paint) -> String {
     let files = count(placed.files, "file");
     let written = bytes(placed.bytes);
@@ -561,6 +564,7 @@ fn held(s: &Status) -> String {
     )
 }
 
+/// Returns a bar of the arena's use. It has the colour of a warning where the arena is nearly full.
 fn arena(s: &Status, paint: Paint) -> String {
     let fill = fill(s);
     let full = (fill * BAR_WIDTH as f64).round() as usize;
@@ -577,6 +581,7 @@ fn arena(s: &Status, paint: Paint) -> String {
     )
 }
 
+/// Returns a line about a transaction, with the state of its backup where it has one.
 fn transaction(one: &TransactionStatus, paint: Paint) -> String {
     let text = stage(one, paint);
     let Some(backup) = &one.backup else {
@@ -606,6 +611,7 @@ fn rule(one: &TransactionStatus) -> String {
     }
 }
 
+/// Returns the stage of a transaction in words, with the command that continues it.
 fn stage(one: &TransactionStatus, paint: Paint) -> String {
     let scope = if one.scope.is_empty() {
         "the whole mount".to_owned()
@@ -717,6 +723,7 @@ fn error_line(error: &ErrorStatus, retry_seconds: Option<f64>) -> String {
     )
 }
 
+/// Returns a line for each undrained file at or below a path.
 fn pending(files: &[FileStatus]) -> String {
     if files.is_empty() {
         return "  all files here are drained\n".to_owned();

@@ -50,6 +50,7 @@ pub fn text(all: &[Seen], paint: Paint) -> String {
     text
 }
 
+/// Returns the row of a mount.
 fn row(seen: &Seen) -> [String; 8] {
     let dash = || "-".to_owned();
     match seen {
@@ -85,6 +86,7 @@ fn row(seen: &Seen) -> [String; 8] {
     }
 }
 
+/// Returns the row of a mount whose firnd answered.
 fn alive(status: &Status) -> [String; 8] {
     let oldest = status
         .oldest_held_seconds

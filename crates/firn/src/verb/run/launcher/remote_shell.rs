@@ -32,6 +32,7 @@ pub(super) fn is_in_pbs_job() -> bool {
 }
 
 impl RemoteShell {
+    /// Reads the hosts from a file. Fails where the file cannot be read, or names no valid hosts.
     pub(super) fn of_file(file: &Path, shell: Vec<String>) -> Result<Self, Failure> {
         let shown = text::path(file);
         let mut list = String::new();
