@@ -17,10 +17,15 @@ const MORE_HELP: &str = "For more information, try";
 /// The role of the binary, which depends on the name that it is called by.
 #[derive(Debug, PartialEq, Eq)]
 enum Role {
+    /// The command line of a user.
     Firn,
+    /// The daemon that serves a mount.
     Firnd,
+    /// The process that holds the descriptors of a mount, and starts the next firnd.
     Keeper,
+    /// The helper of mount(8).
     MountFirn,
+    /// The helper of umount(8).
     UmountFirn,
     /// The part of `firn run` on one host.
     RunHost,

@@ -59,6 +59,7 @@ pub struct Check {
     pub name: &'static str,
     /// The subject of the check, which decides when it runs.
     pub group: Group,
+    /// Runs the check, and returns its findings.
     pub(crate) look: fn(&Subject<'_>) -> Vec<Finding>,
 }
 

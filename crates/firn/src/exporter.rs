@@ -43,6 +43,7 @@ const CLIENTS_MAX: usize = 16;
 pub struct Scraper {
     /// Mount points whose firnd has not answered an earlier question yet.
     asked: Arc<Mutex<HashSet<PathBuf>>>,
+    /// The last metrics, and when they were collected.
     last: Mutex<Option<(Instant, Arc<str>)>>,
 }
 
@@ -74,6 +75,7 @@ impl Scraper {
         let (sender, answers) = channel();
         let mut waits = 0;
         for (index, mount) in mounts.iter().enumerate() {
+            // The earlier question still waits for this firnd. A second one would only add a waiting thread.
             if !lock(&self.asked).insert(mount.mount_point.clone()) {
                 continue;
             }

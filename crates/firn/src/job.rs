@@ -188,14 +188,17 @@ impl Total {
             total.durable_files += report.durable_files;
             total.durable_bytes += report.durable_bytes;
             total.ingest_bytes += report.ingest_bytes;
+            // No running firnd will drain what this host holds, and its other figures are no longer current.
             if !host.is_running() {
                 total.stranded_bytes += report.held_bytes;
                 continue;
             }
             total.logged_bytes += report.logged_bytes;
+            // All hosts see the same files in logs, so a sum would count each file several times.
             total.logged_files = total.logged_files.max(report.logged_files);
             total.waiting_writers += report.waiting_writers;
             total.errors += report.errors;
+            // The rates of a silent host are from its last beat, and may be old.
             if host.state == Life::Alive {
                 total.ingest_bytes_per_second += report.ingest_bytes_per_second;
                 total.drain_bytes_per_second += report.drain_bytes_per_second;

@@ -17,6 +17,7 @@ const TEMPLATE: &str =
 
 /// Shows how many bytes are left.
 pub struct Meter {
+    /// Whether stderr is a terminal, which decides between a bar and lines.
     on_terminal: bool,
     /// The bar. `None` means that there was nothing to show yet.
     bar: Option<ProgressBar>,
@@ -24,8 +25,11 @@ pub struct Meter {
     total_bytes: u64,
     /// The largest number of files that were left.
     total_files: u64,
+    /// When the operation began.
     begin: Instant,
+    /// When the next line is due.
     next_line: Instant,
+    /// Bytes that were left at the last call of `show`.
     left_bytes: u64,
     /// Whether nothing is shown.
     quiet: bool,

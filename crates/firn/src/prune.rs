@@ -114,10 +114,12 @@ pub fn remove(directory: &Directory, checkpoint: &Judgement) -> Result<Removal, 
     let is_same = directory
         .look_at(&removed)?
         .is_some_and(|stat| ObjectId::of(&stat) == checkpoint.object);
+    // Another directory was moved to the name after the verdict. It gets its name back.
     if !is_same {
         rename(directory, &removed, name)?;
         return Err(failed(&directory.path().join(name))(Errno::STALE).into());
     }
+    // A program opened a file of the checkpoint after the verdict.
     if directory.is_open(&removed)? {
         rename(directory, &removed, name)?;
         return Ok(Removal::Opened);

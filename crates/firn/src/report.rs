@@ -210,6 +210,8 @@ impl Run {
     /// Adds a record if it belongs to the same run: it overlaps in time with the first record, and is not known yet.
     pub fn add(&mut self, record: RunRecord) {
         let end = |one: &RunRecord| one.began_unix_us + (one.lasted_seconds * 1e6) as u64;
+        // The first record decides which run the report is about. Another run of the same backing does not overlap with
+        // it.
         if let Some(first) = self.records.first() {
             let overlaps =
                 record.began_unix_us <= end(first) && first.began_unix_us <= end(&record);
@@ -221,6 +223,7 @@ impl Run {
             }
         }
         let text_bytes = text_bytes(&record);
+        // Records beyond the bound are reduced, so that any number of hosts takes bounded memory.
         if self.whole_bytes + text_bytes <= WHOLE_BYTES_MAX {
             self.whole_bytes += text_bytes;
             self.records.push(record);

@@ -31,7 +31,9 @@ const HISTORY_MAX: usize = 240;
 /// Rates of the last samples in bytes per second, with the newest last.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Rates {
+    /// Bytes per second from programs, one value per sample.
     pub ingest: VecDeque<u64>,
+    /// Bytes per second to the backing, one value per sample.
     pub drain: VecDeque<u64>,
 }
 
@@ -56,6 +58,7 @@ pub struct MountView {
     pub status: Option<Box<Status>>,
     /// Why its firnd does not answer, and for how many seconds. `None` means that it answers.
     pub silent: Option<(String, f64)>,
+    /// Rates of the mount.
     pub rates: Rates,
 }
 
@@ -102,6 +105,7 @@ pub enum Checkpoints {
 pub struct JobView {
     /// The job, or why it is unknown. `None` means that no answer has arrived yet.
     pub seen: Option<Result<Job, String>>,
+    /// Rates of all hosts of the job together.
     pub rates: Rates,
 }
 
@@ -122,10 +126,13 @@ pub struct View {
     pub host: String,
     /// Seconds between two samples.
     pub every_s: f64,
+    /// Whether samples are paused.
     pub is_paused: bool,
+    /// Whether the help covers the screen.
     pub shows_help: bool,
     /// Whether the screen has colours.
     pub has_colour: bool,
+    /// The mounts of this host, in the order of their mount points.
     pub mounts: Vec<MountView>,
     /// Number of mounts that are not shown, because the sockets of their firnds are in another runtime directory.
     pub elsewhere: usize,
@@ -135,6 +142,7 @@ pub struct View {
     pub checkpoints: Checkpoints,
     /// The job. `None` means that this host's mounts are shown.
     pub job: Option<JobView>,
+    /// The table in which keys move the choice.
     pub pane: Pane,
     /// Index of the chosen row in each table.
     pub upper: usize,

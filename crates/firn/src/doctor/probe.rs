@@ -32,9 +32,13 @@ const LEFT_AFTER_S: i64 = 3600;
 
 /// A probe directory. It is removed when the value is dropped.
 pub(crate) struct Probe {
+    /// Descriptor of the backing.
     backing: OwnedFd,
+    /// Name of the probe directory.
     name: OsString,
+    /// Descriptor of the probe directory.
     dir: OwnedFd,
+    /// Identity of the probe directory, which its removal compares.
     object: ObjectId,
 }
 

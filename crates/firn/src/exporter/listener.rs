@@ -47,7 +47,9 @@ pub enum Listener {
 
 /// A Unix socket that this process created. Its file is removed when the value is dropped.
 pub struct OwnSocket {
+    /// Path of the socket.
     path: PathBuf,
+    /// Inode number of the socket, so that a later socket of the same path is not removed.
     inode: u64,
 }
 

@@ -31,14 +31,23 @@ const CONTAINERS_FOR: Duration = Duration::from_millis(300);
 /// The lease of one host, and the report beside it, as the backing's files say.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct LeaseSeen {
+    /// Name of the host.
     pub host: String,
+    /// Whether the host is alive, silent, dead, or has left.
     pub life: Life,
+    /// What `life` is based on.
     pub evidence: Evidence,
+    /// Whether the lease is locked.
     pub is_locked: bool,
+    /// Seconds since the last beat. `None` means that the time is unknown.
     pub beat_age_seconds: Option<f64>,
+    /// The process that holds the lease.
     pub holder: Option<Holder>,
+    /// What the host uses the backing for.
     pub uses: Vec<String>,
+    /// Values of the options that hosts have to agree on.
     pub terms: BTreeMap<String, String>,
+    /// The report beside the lease, as the host wrote it.
     pub report: Option<Report>,
 }
 
@@ -49,9 +58,11 @@ pub struct BackingSeen {
     pub backing: BytePath,
     /// Boot id of this host's running kernel.
     pub boot: String,
+    /// The leases of all hosts.
     pub leases: Vec<LeaseSeen>,
     /// For each host, the number of files in logs that it keeps from being flattened.
     pub keepers: BTreeMap<String, u64>,
+    /// Sentences about what could not be read.
     pub notes: Vec<String>,
 }
 
@@ -60,7 +71,9 @@ pub struct BackingSeen {
 pub struct MountSeen {
     /// Name of this host.
     pub host: String,
+    /// Process id of firnd.
     pub pid: u32,
+    /// The status of the mount, in the form of a report.
     pub report: HostReport,
     /// Options in force, each as `key=value`.
     pub options: Vec<String>,
@@ -144,12 +157,15 @@ impl Job {
 /// The source that a child process asks.
 #[derive(Clone, Copy)]
 enum Subject {
+    /// The leases and reports in the backing.
     Backing,
+    /// This host's own mount.
     Mount,
 }
 
 type Asked<T> = Box<Result<T, Unanswered>>;
 
+/// The answer for one source.
 enum Answer {
     Backing(Asked<BackingSeen>),
     Mount(Asked<Option<MountSeen>>),
@@ -332,6 +348,7 @@ fn become_owner(backing: &Path) -> Result<(), Failure> {
     let Ok(metadata) = backing.join(TOP).symlink_metadata() else {
         return Ok(());
     };
+    // Files of root need no other user id. Without a directory of Firn there is nothing to read.
     if metadata.uid() == 0 || !metadata.is_dir() {
         return Ok(());
     }

@@ -27,6 +27,8 @@ pub fn rows(backing: Option<BackingSeen>, mount: Option<MountSeen>, name: &ByteP
             let holder = lease.holder.as_ref();
             holder.is_some_and(|holder| holder.pid == seen.pid && holder.boot == boot)
         };
+        // The lease of this host's own mount has the same process and boot id. Its row takes the answer, so that no
+        // second row is made for the mount.
         let own = mount.take_if(|seen| is_own(seen));
         hosts.push(of_lease(lease, own, &keepers, &boot));
     }

@@ -194,6 +194,7 @@ pub fn timeline(layout: &Layout, timeline: &Timeline, arena_bytes: u64, marks: &
     svg
 }
 
+/// The time axis of a chart.
 struct TimeAxis<'a> {
     layout: &'a Layout,
     seconds: f64,
@@ -265,6 +266,7 @@ struct Scale {
     most: f64,
 }
 
+/// A panel with an axis of values above the time axis.
 struct Panel<'a> {
     axis: &'a TimeAxis<'a>,
     top: f64,

@@ -17,12 +17,19 @@ const ROWS_MAX: usize = 200;
 /// A checkpoint of all hosts. Times are seconds since the first host began.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Merged {
+    /// Path of the checkpoint below the mount point.
     path: BytePath,
+    /// Number of the checkpoint.
     step: u64,
+    /// When the first host began to write it.
     began: f64,
+    /// When the last host closed its files. `None` means that one has not.
     closed: Option<f64>,
+    /// When the last host had drained its files. `None` means that one has not.
     drained: Option<f64>,
+    /// When the last host had made its files durable. `None` means that one has not.
     durable: Option<f64>,
+    /// Number of files on all hosts.
     files: u64,
 }
 

@@ -23,15 +23,25 @@ const MARKS_MAX: usize = 60;
 
 /// Sums over all hosts.
 struct Total {
+    /// Bytes that are in memory at the end of the records.
     held_bytes: u64,
+    /// Bytes that were overwritten or removed in memory before they were drained.
     cancelled_bytes: u64,
+    /// Failed writes to the backing.
     drain_errors: u64,
+    /// Whether all mounts have ended.
     has_ended: bool,
+    /// Sizes of programs' writes.
     ingest_write_bytes: HistogramStatus,
+    /// Sizes of writes to the backing.
     drain_write_bytes: HistogramStatus,
+    /// Times of programs' writes.
     write_seconds: HistogramStatus,
+    /// Times of programs' closes.
     close_seconds: HistogramStatus,
+    /// Times of programs' syncs.
     fsync_seconds: HistogramStatus,
+    /// Times of writes to the backing.
     drain_seconds: HistogramStatus,
 }
 

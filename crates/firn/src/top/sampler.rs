@@ -49,17 +49,23 @@ pub struct Wanted {
 /// The last answers of all threads. `Sampler::fill` copies them into a view.
 #[derive(Default)]
 struct Board {
+    /// Samples of each mount, by mount point.
     mounts: BTreeMap<PathBuf, MountSamples>,
     /// Why the mounts cannot be listed. `None` means that the last list succeeded.
     fault: Option<String>,
+    /// Checkpoints of the chosen directory.
     checkpoints: Checkpoints,
+    /// The last look at the job. `None` means that none has ended yet.
     job: Option<Result<Job, String>>,
+    /// Rates of the job at its last looks.
     job_rates: Rates,
 }
 
 /// The last answers of the firnd of one mount.
 struct MountSamples {
+    /// The last status. `None` means that none has arrived yet.
     status: Option<Box<Status>>,
+    /// Rates of the last samples.
     rates: Rates,
     /// The error of the last question. `None` means that firnd answered it.
     silent: Option<String>,
@@ -71,7 +77,9 @@ struct MountSamples {
 
 /// The user's choices on the screen that decide what the threads ask for.
 struct Choice {
+    /// Whether the screen shows a job.
     shows_job: AtomicBool,
+    /// Whether samples are paused.
     is_paused: AtomicBool,
     /// Directory whose checkpoints are listed. `None` means that no directory is chosen yet.
     directory: Mutex<Option<PathBuf>>,
@@ -81,8 +89,11 @@ struct Choice {
 
 /// The running threads, their answers, and the choices that steer them.
 pub struct Sampler {
+    /// The last answers.
     board: Arc<Mutex<Board>>,
+    /// The user's choices, which all threads read.
     choice: Arc<Choice>,
+    /// What the command line asked for.
     wanted: Wanted,
 }
 
@@ -225,9 +236,13 @@ fn job_directory(job: &JobView, view: &View) -> Option<PathBuf> {
 
 /// What each thread works with.
 struct Watch {
+    /// The last answers.
     board: Arc<Mutex<Board>>,
+    /// The user's choices.
     choice: Arc<Choice>,
+    /// What the command line asked for.
     wanted: Wanted,
+    /// Gets a message whenever there is something new to show.
     fresh: Sender<()>,
 }
 
@@ -313,6 +328,7 @@ fn sample_mount(watch: &Watch, mount: &Mount, ended: &Receiver<()>) {
             };
             let answer = open.and_then(|mut open| Ok((open.status()?, open)));
             let mut board = lock(&watch.board);
+            // The mount has left the list, so its thread ends.
             let Some(samples) = board.mounts.get_mut(&mount.mount_point) else {
                 return;
             };

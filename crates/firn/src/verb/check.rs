@@ -99,6 +99,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     };
     let logs = logs.filter(|logs| logs.containers > 0 || !logs.findings.is_empty());
     let arena = match (arena, &logs) {
+        // Without an arena nothing is held, and the logs alone are a sound result.
         (Err(_), Some(_)) => None,
         (arena, _) => Some(firn_daemon::check(&arena?)?),
     };
@@ -108,6 +109,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
 /// The results of the checks.
 #[derive(Serialize)]
 struct Reports {
+    /// The result for the arena. `None` means that only logs were checked.
     #[serde(flatten)]
     arena: Option<CheckReport>,
     /// The result for the logs. `None` means that no file lies in logs.

@@ -51,6 +51,7 @@ struct ChunksArgs {
     json: bool,
 }
 
+/// The pieces of a file, as JSON.
 #[derive(Serialize)]
 struct Listed {
     /// Path of the file below the mount point.
@@ -59,6 +60,7 @@ struct Listed {
     bytes: u64,
     /// The files in which memory and spilled data lie.
     region: DataRegion,
+    /// The pieces of the file in the order of their offsets.
     pieces: Vec<ChunkPiece>,
 }
 

@@ -44,17 +44,21 @@ fn args(command: Command) -> Command {
         .args(firn_config::args())
 }
 
+/// One option, as JSON.
 #[derive(Serialize)]
 struct Line {
+    /// Name of the option.
     name: &'static str,
     /// The value as a user would write it. An empty text means that the option is not set.
     value: String,
+    /// Default value of the option.
     default: &'static str,
     /// Kind of the source: `flag`, `-o`, `environment`, `file`, `implied` or `default`.
     source: &'static str,
     /// The environment variable, the file or the other option that sets the value.
     #[serde(skip_serializing_if = "Option::is_none")]
     place: Option<String>,
+    /// Help text of the option.
     help: &'static str,
 }
 

@@ -57,6 +57,7 @@ struct DrainArgs {
     quiet: bool,
 }
 
+/// What a drain began with, as JSON.
 #[derive(Serialize)]
 struct Begun {
     mount_point: BytePath,

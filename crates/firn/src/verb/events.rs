@@ -127,9 +127,11 @@ fn find(path: &Path) -> Result<EventReader, Failure> {
 
 /// Reads the event file of one mount.
 struct EventReader {
+    /// Path of the event file.
     path: PathBuf,
     /// The user id that must own the file.
     uid: u32,
+    /// The open file. `None` means that it is not open yet, or does not exist.
     open: Option<BufReader<File>>,
     /// The beginning of a line whose end is not written yet.
     begun: Vec<u8>,

@@ -42,6 +42,7 @@ struct EvictArgs {
     json: bool,
 }
 
+/// The result, as JSON.
 #[derive(Serialize)]
 struct Evicted {
     /// Bytes of memory freed.

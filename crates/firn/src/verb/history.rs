@@ -88,12 +88,15 @@ pub struct Listed {
     pub name: BytePath,
     /// Absolute path of the checkpoint.
     pub path: BytePath,
+    /// Number of the checkpoint.
     pub step: u64,
+    /// Size of its files in bytes.
     pub bytes: u64,
     /// The part of `bytes` that is not in the backing yet.
     pub held_bytes: u64,
     /// The part of `bytes` that a sync has made durable.
     pub durable_bytes: u64,
+    /// Number of its files.
     pub files: u64,
     /// Whether the checkpoint is whole. `None` means that this is unknown.
     pub whole: Option<bool>,
@@ -232,6 +235,7 @@ fn run_latest(matches: &ArgMatches) -> Result<u8, Failure> {
     let directory = Directory::find(&args.dir)?;
     let shown = text::path(directory.path());
     if !directory.is_mounted() {
+        // The newest checkpoint may be in that arena, so an older one from the backing would be the wrong answer.
         if let Some(arena) = directory.left_arena() {
             return Err(Failure::new(FAILED, lacks_memory(&directory, &arena)));
         }

@@ -66,6 +66,7 @@ struct LsArgs {
     json: bool,
 }
 
+/// A file, as JSON.
 #[derive(Serialize)]
 struct Listed {
     /// Path below the mount point.
@@ -76,6 +77,7 @@ struct Listed {
     status: Shown,
 }
 
+/// The status of a file.
 #[derive(Clone, Copy, Serialize)]
 struct Shown {
     /// The file's durability level.

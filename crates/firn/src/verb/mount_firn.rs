@@ -63,10 +63,15 @@ pub fn page_command() -> Command {
 /// The call of mount(8).
 #[derive(Debug, Default)]
 struct Call {
+    /// The names on the command line: the backing and the mount point.
     places: Vec<PathBuf>,
+    /// Lists of options after `-o`.
     lists: Vec<OsString>,
+    /// Whether unknown options are skipped (`-s`).
     sloppy: bool,
+    /// Whether nothing is mounted (`-f`).
     fake: bool,
+    /// Whether messages are printed (`-v`).
     verbose: bool,
 }
 

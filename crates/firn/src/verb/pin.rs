@@ -48,6 +48,7 @@ struct PinArgs {
     json: bool,
 }
 
+/// The result, as JSON.
 #[derive(Serialize)]
 struct Pinned {
     /// Whether the files are pinned now.

@@ -65,6 +65,7 @@ struct PruneArgs {
     json: bool,
 }
 
+/// The result, as JSON.
 #[derive(Serialize)]
 struct Pruned {
     /// Names of the checkpoints that were removed, or that would be.
@@ -75,6 +76,7 @@ struct Pruned {
     failures: Vec<String>,
 }
 
+/// A checkpoint that stays, and the reason in one word.
 #[derive(Serialize)]
 struct Kept {
     name: BytePath,

@@ -138,6 +138,7 @@ struct PullArgs {
     json: bool,
 }
 
+/// The result of a copy, as JSON.
 #[derive(Serialize)]
 struct Pulled<'a> {
     host: &'a str,
@@ -189,6 +190,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     }
 }
 
+/// An event of `--follow`, as JSON.
 #[derive(Serialize)]
 #[serde(rename_all = "snake_case", tag = "event")]
 enum Followed<'a> {

@@ -413,6 +413,7 @@ fn outcome(backing: &Path, report: &RecoverReport, stopped: bool) -> Result<u8, 
         return Ok(DONE);
     };
     let arena = text::path(arena);
+    // An interrupt leaves data on purpose, so it takes precedence over the other results.
     let code = match report.recovered_bytes {
         _ if stopped => INTERRUPTED,
         0 => FAILED,

@@ -268,7 +268,9 @@ impl Explained {
 /// The result of `firn rules test`.
 #[derive(Serialize)]
 struct Tested<'a> {
+    /// What the rules did at each operation.
     outcomes: &'a [Outcome],
+    /// Checkpoints that are still open at the end.
     open: Vec<ScopeState>,
 }
 

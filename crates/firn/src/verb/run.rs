@@ -250,6 +250,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         _ => Ok(()),
     };
     let status = status?;
+    // A command that failed has the more important exit status.
     let code = match ended.failures.first() {
         Some((_, code)) if status.success() => *code,
         _ => exit_code(status),
@@ -294,16 +295,27 @@ fn write_report(ended: &mut Ended, file: &Path) -> Result<(), Failure> {
 
 /// What the command line and the environment ask of a run.
 struct Run {
+    /// File for the report of the run.
     report: Option<PathBuf>,
+    /// Directory where drained files end up. `None` means that files are in memory only.
     backing: Option<PathBuf>,
+    /// Mount point that the user has chosen.
     prefix: Option<PathBuf>,
+    /// Name of the default mount point.
     default_prefix: String,
+    /// Options of the mounts.
     options: Options,
+    /// Whether hosts choose the frontend, because the user has not.
     may_choose_frontend: bool,
+    /// Whether the command runs without the preload library.
     no_preload: bool,
+    /// Content of the file with ROMIO hints, where files lie in logs.
     romio_hints: Option<String>,
+    /// The lost host whose files are restored.
     restart: Option<String>,
+    /// Number of checkpoints to keep. `None` means that all stay.
     keep: Option<u32>,
+    /// Whether summaries and progress are left out.
     quiet: bool,
     /// Whether the hosts still belong to the user after the command. Then the files of a failed command stay in memory.
     keeps_hosts: bool,
@@ -358,6 +370,7 @@ impl Run {
                 return Err(Failure::new(USAGE, why));
             }
         }
+        // The mount would cover the directory into which it drains.
         if let (Some(prefix), Some(backing)) = (&self.prefix, &self.backing)
             && prefix.starts_with(backing)
         {
@@ -372,6 +385,8 @@ impl Run {
         if is_tree && self.no_preload {
             return Err(without_library());
         }
+        // The key of the partner's agent lies in the backing, and restored files are renamed by the descriptor of a
+        // FUSE mount.
         if self.restart.is_some() && (self.backing.is_none() || is_tree) {
             let why =
                 "--restart needs --backing, in which hosts find each other, and frontend=fuse";
@@ -435,6 +450,7 @@ impl Run {
     /// only one FIRN_PREFIX.
     fn environment(&self, mounted: &[Mounted]) -> Result<Environment, Failure> {
         let preload = if self.no_preload { None } else { library() };
+        // Without FUSE, only the preload library can give the command its files.
         if preload.is_none() && mounted.iter().any(|mounted| mounted.is_tree) {
             return Err(without_library());
         }
@@ -464,7 +480,9 @@ impl Run {
     fn held_policy(&self, status: Option<&ExitStatus>) -> HeldPolicy {
         let success = status.is_some_and(ExitStatus::success);
         match (success, self.backing.is_some()) {
+            // The files of a successful command belong in the backing.
             (true, true) => HeldPolicy::Drain,
+            // A successful run without a backing has no further use for its files.
             (true, false) => HeldPolicy::Discard,
             // The memory of a host that goes back to the batch system has to be free for its next user.
             (false, true) if !self.keeps_hosts => HeldPolicy::Drain,
@@ -575,6 +593,7 @@ fn defaults_of_a_run(resolved: &Resolved, has_others: bool) -> Options {
     if has_others && is_default(resolved, "layout") {
         options.layout = Layout::Log;
     }
+    // With files in logs, the ordinary defaults of close and fsync make data visible to the other hosts.
     if has_others && options.layout == Layout::Log {
         return options;
     }

@@ -170,6 +170,7 @@ struct CommitArgs {
     quiet: bool,
 }
 
+/// The result of a request, as JSON.
 #[derive(Serialize)]
 struct Outcome<'a> {
     mount_point: BytePath,
@@ -185,7 +186,9 @@ struct Outcome<'a> {
 /// What is printed of a result.
 #[derive(Clone, Copy)]
 enum Say {
+    /// JSON on stdout.
     Json,
+    /// A sentence on stderr.
     Words,
     /// Only what is not done yet, for `--quiet`.
     Little,

@@ -126,6 +126,7 @@ fn end(mount: &Mount, connection: &mut Connection, args: &UmountArgs) -> Result<
     let (process, result) = connection.unmount(args.force, args.held_policy(), show)?;
     let waited = meter.waited();
     drop(meter);
+    // A refused unmount leaves firnd running, and must not wait for its end.
     if result.is_ok() || !is_mounted(mount) {
         wait_for_end(&process, args.force);
     }
@@ -235,6 +236,7 @@ fn is_mounted(mount: &Mount) -> bool {
 
 /// Unmounts a mount whose firnd was killed.
 fn detach(mount: &Mount) -> Result<u8, Failure> {
+    // The stub files of a dead tree hold names that the backing may lack, so the tree is not removed.
     if mount.is_tree {
         let prefix = text::path(&mount.mount_point);
         let backing = text::path(&mount.backing);

@@ -23,8 +23,11 @@ pub fn main(args: &[OsString]) -> u8 {
 /// The call of umount(8).
 #[derive(Debug, Default, PartialEq)]
 struct Call {
+    /// The mount point.
     dir: PathBuf,
+    /// Whether the unmount is forced.
     force: bool,
+    /// Whether the mount is only taken out of the tree of names now.
     lazy: bool,
 }
 

@@ -114,6 +114,7 @@ fn join_options(matches: &ArgMatches) -> Result<String, Failure> {
 
 /// An upgrade under way.
 struct Upgrade<'a> {
+    /// The mount under upgrade.
     mount: &'a Mount,
     /// Process id of the firnd that served before the upgrade.
     before: u32,
@@ -159,6 +160,7 @@ impl<'a> Upgrade<'a> {
     /// Asks for the status of the next firnd. Returns `None` while the previous firnd still serves.
     fn ask(&self) -> Result<Option<Status>, ClientError> {
         let mut connection = Connection::open_of_any_version(self.mount)?;
+        // The previous firnd answers until it hands over.
         if connection.pid == self.before {
             return Ok(None);
         }

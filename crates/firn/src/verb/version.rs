@@ -25,6 +25,7 @@ struct VersionArgs {
     json: bool,
 }
 
+/// The versions, as JSON.
 #[derive(Serialize)]
 struct Versions {
     version: &'static str,

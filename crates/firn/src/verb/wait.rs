@@ -99,8 +99,11 @@ struct Outcome<'a> {
     mount_point: BytePath,
     /// Path below the mount point. An empty path means the whole mount.
     path: &'a BytePath,
+    /// The level that was waited for.
     until: DurabilityLevel,
+    /// Whether the level was reached.
     reached: bool,
+    /// Seconds that the wait took.
     elapsed_s: f64,
     /// Bytes that firnd last reported as left.
     bytes_left: u64,

@@ -21,6 +21,7 @@ const OMPIO_DATA_SIEVING: &str = "OMPI_MCA_fbtl_posix_write_datasieving";
 pub(super) struct Environment {
     /// Mount point under which the command sees its files.
     pub(super) prefix: PathBuf,
+    /// The preload library. `None` means that the command runs without it.
     pub(super) preload: Option<PathBuf>,
     /// File with hints for ROMIO. `None` means that no file can lie in logs.
     pub(super) romio_hints: Option<PathBuf>,

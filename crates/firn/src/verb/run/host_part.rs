@@ -49,7 +49,9 @@ const SLURM_HOST: &str = "SLURMD_NODENAME";
 
 /// An event for the main loop.
 enum Event {
+    /// An order of `firn run`.
     Order(Order),
+    /// A signal that asks for the end.
     Signal,
     /// Standard input has ended, so `firn run` is gone.
     Alone,
@@ -58,7 +60,9 @@ enum Event {
 /// Sends words to `firn run`.
 #[derive(Clone)]
 struct Speaker {
+    /// Number of this sender, which its fragments carry.
     id: u64,
+    /// Standard output; the lock keeps the fragments of a word together.
     out: Arc<Mutex<io::Stdout>>,
 }
 
@@ -176,9 +180,11 @@ fn serve(speaker: &Speaker, events: &Receiver<Event>) -> Result<u8, Failure> {
 
 /// The mount of a run on this host.
 struct HostMount {
+    /// The two directories of the run.
     place: RunDirs,
     /// Whether the preload library alone serves the files, without FUSE.
     is_tree: bool,
+    /// The file with ROMIO hints, which the unmount removes.
     romio_hints: Option<PathBuf>,
     /// Number of drains that were asked for and are not finished.
     drains: Arc<AtomicU32>,
@@ -285,6 +291,7 @@ impl HostMount {
             loop {
                 let asked = drains.load(Ordering::Acquire);
                 let drained = make_durable(&prefix, &mut |_| {});
+                // The unmount has begun and drains by itself, so an error here would be misleading.
                 if is_ending.load(Ordering::Acquire) {
                     return;
                 }
@@ -378,6 +385,7 @@ impl HostMount {
         let written_files = ended.map_err(|error| failure_of(error, &place.mount))?;
         wait_for_end(&firnd, false);
         self.place.remove_default_prefix();
+        // Other hosts still have these files open, so the run is only partly done.
         if written_files > 0 {
             let text = format!(
                 "{} stay in logs, which other hosts make plain",
@@ -414,6 +422,8 @@ impl HostMount {
     /// unmount.
     fn end_alone(&self, events: &Receiver<Event>) -> Report {
         self.remove_hints();
+        // Without `firn run`, the result of the command is unknown. Files in memory only are kept, and others are
+        // drained.
         let policy = if self.place.memory_only {
             HeldPolicy::Keep
         } else {
@@ -423,6 +433,7 @@ impl HostMount {
         loop {
             let mut report = Report::default();
             match self.end(policy, force, &mut report, &mut |_| {}) {
+                // A program still uses the mount. The unmount is tried again later.
                 Err(_) if !force && firn_client::find(&self.place.prefix).is_ok() => {}
                 Err(failure) => {
                     report.failure = Some(told(failure));

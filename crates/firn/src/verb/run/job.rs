@@ -47,40 +47,55 @@ enum Event {
     Output(usize, Output),
     /// The start with this index has ended, and so have the parts on all its hosts.
     StartEnded(usize),
+    /// This process got the signal.
     Signal(i32),
+    /// The command has ended.
     CommandEnded(std::io::Result<ExitStatus>),
 }
 
 /// A running start.
 struct Running {
+    /// The local process.
     child: Child,
     /// Its standard input. `None` means that it accepts no more orders.
     orders: Option<ChildStdin>,
+    /// Indices of its hosts.
     hosts: Vec<usize>,
 }
 
 /// Progress of a host.
 enum HostState {
+    /// The start was begun, and the host has sent no word.
     Starting,
+    /// The host's part runs, and waits for the order to mount.
     Ready,
+    /// The host's mount is usable.
     Mounted,
+    /// The host has unmounted, with this result.
     Ended(Report),
     /// The host has no mount: the reason, and the exit status.
     Failed(String, u8),
 }
 
+/// A host of the run.
 struct Host {
+    /// Name of the host, as the launcher knows it.
     name: String,
     /// The name that the host gives itself.
     own_name: String,
     /// Number of the sender in the host's words. `None` before its first word.
     id: Option<u64>,
+    /// Progress of the host.
     state: HostState,
     /// The mount of the host. `None` before the mount is usable.
     mounted: Option<Mounted>,
+    /// When the last word arrived.
     last_word: Instant,
+    /// Whether the host has exceeded its timeout.
     is_lost: bool,
+    /// Bytes that the last drain still has to write.
     left_bytes: u64,
+    /// Files that have such bytes.
     left_files: u64,
 }
 
@@ -92,11 +107,17 @@ impl Host {
 
 /// The hosts of a run.
 pub(super) struct Job<'a> {
+    /// The launcher that started the hosts.
     launcher: &'a dyn Launcher,
+    /// Time without a word after which a host is lost.
     timeout: Duration,
+    /// All hosts, in the order of the launcher.
     hosts: Vec<Host>,
+    /// All starts.
     running: Vec<Running>,
+    /// Sender for threads that produce events.
     sender: SyncSender<Event>,
+    /// The queue of events.
     events: Receiver<Event>,
     /// Events that were taken since the last check for lost hosts.
     taken: usize,
@@ -108,10 +129,12 @@ pub(super) struct Job<'a> {
 
 /// The result of the unmounts of a run.
 pub(super) struct Ended {
+    /// What was waited for during the unmounts.
     pub(super) waited: Waited,
     /// Bytes that stay in memory, and the arenas that hold them.
     pub(super) held_bytes: u64,
     pub(super) arenas: Vec<PathBuf>,
+    /// The mounts that were usable.
     pub(super) mounted: Vec<Mounted>,
     /// Names of lost hosts that had a mount.
     pub(super) lost: Vec<String>,
@@ -488,6 +511,7 @@ impl<'a> Job<'a> {
         let is_one = self.hosts.len() == 1;
         let host = &mut self.hosts[at];
         host.last_word = Instant::now();
+        // The host was only slow. It takes part in the run again.
         if std::mem::take(&mut host.is_lost) {
             output::say(&format!("{} answers again", host.name));
         }
@@ -555,6 +579,7 @@ impl<'a> Job<'a> {
         for at in 0..self.hosts.len() {
             let host = &self.hosts[at];
             let limit = match host.state {
+                // A host that has no mount yet may need longer: see `START_LIMIT`.
                 HostState::Starting | HostState::Ready => self.timeout.max(START_LIMIT),
                 HostState::Mounted | HostState::Ended(_) | HostState::Failed(..) => self.timeout,
             };

@@ -55,6 +55,7 @@ pub(super) trait Launcher {
 
 /// A process on this host, which starts the program on some of the hosts.
 pub(super) struct Start {
+    /// The command to start.
     pub(super) command: Command,
     /// Indices into [`Launcher::hosts`].
     pub(super) hosts: Vec<usize>,
@@ -62,6 +63,7 @@ pub(super) struct Start {
 
 /// The part of `firn run` on a host. The program file has the same path on all hosts.
 pub(super) struct Program {
+    /// Program file and arguments.
     pub(super) words: Vec<OsString>,
     /// Variables that the program needs. A launcher that passes on the whole environment need not set them.
     pub(super) variables: Vec<(OsString, OsString)>,
@@ -93,6 +95,7 @@ pub(super) fn choose(matches: &ArgMatches) -> Result<Box<dyn Launcher>, Failure>
         Kind::Auto if flux::is_in_instance() => Ok(Box::new(flux::Flux::of_instance()?)),
         Kind::Auto if remote_shell::is_in_pbs_job() => {
             let pbs = remote_shell::RemoteShell::of_pbs_job(shell())?;
+            // A PBS job on one host needs no remote shell.
             if pbs.hosts().len() > 1 {
                 return Ok(Box::new(pbs));
             }

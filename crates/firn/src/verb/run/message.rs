@@ -54,7 +54,9 @@ pub(super) struct Setup {
     pub(super) backing: Option<BytePath>,
     /// Mount point. `None` means the directory `default_prefix` in the runtime directory.
     pub(super) prefix: Option<BytePath>,
+    /// Name of the default mount point in the runtime directory.
     pub(super) default_prefix: String,
+    /// Options of the mount.
     pub(super) options: Options,
     /// Whether a host may choose frontend=preload where FUSE cannot be used.
     pub(super) may_choose_frontend: bool,
@@ -79,6 +81,7 @@ pub(super) struct ReportWanted {
 /// How many checkpoints stay.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Keep {
+    /// Number of whole checkpoints that stay.
     pub(super) count: u32,
     /// The host that removes the others, where all hosts see the same files. `None` means that each host removes its
     /// own.
@@ -88,6 +91,7 @@ pub(super) struct Keep {
 /// Whose files are restored, and which host restores them.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Restart {
+    /// Name of the lost host.
     pub(super) lost: String,
     /// Name of the restoring host, as it gives it in [`Word::Hello`].
     pub(super) to: String,
@@ -132,10 +136,13 @@ pub(super) enum Word {
 /// The mount of a host.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Mounted {
+    /// Mount point.
     pub(super) prefix: BytePath,
+    /// The backing.
     pub(super) backing: BytePath,
     /// Whether the preload library alone serves the files, without FUSE.
     pub(super) is_tree: bool,
+    /// Path of the file with ROMIO hints, where there is one.
     pub(super) romio_hints: Option<BytePath>,
 }
 
@@ -144,9 +151,11 @@ pub(super) struct Mounted {
 pub(super) struct Report {
     /// The largest number of bytes that were left to drain.
     pub(super) waited_bytes: u64,
+    /// The largest number of files that were left to drain.
     pub(super) waited_files: u64,
     /// Bytes that stay in memory.
     pub(super) held_bytes: u64,
+    /// The arena that holds the bytes that stay.
     pub(super) arena: PathBuf,
     /// A message about what failed, and its exit status.
     pub(super) failure: Option<(String, u8)>,
@@ -222,6 +231,7 @@ impl<R: BufRead> Words<R> {
         };
         let begun = self.begun.entry(id).or_default();
         begun.push_str(text);
+        // Fragments without an end must not fill the memory.
         if begun.len() > WORD_BYTES_MAX {
             self.begun.remove(&id);
             return other();

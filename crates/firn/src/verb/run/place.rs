@@ -11,7 +11,9 @@ pub(in crate::verb) const NAMES: &str = "names";
 
 /// The two directories of a run.
 pub(super) struct RunDirs {
+    /// Mount point, where programs see the files.
     pub(super) prefix: PathBuf,
+    /// Directory where drained files end up.
     pub(super) backing: PathBuf,
     /// Whether the backing was created for the names of this run only, so that nothing is drained to it.
     pub(super) memory_only: bool,

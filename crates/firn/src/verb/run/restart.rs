@@ -37,14 +37,21 @@ const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The restart of one lost host.
 struct Restart<'a> {
+    /// The lost host.
     host: &'a str,
+    /// The partner that has the copies.
     partner: String,
+    /// How the agent on the partner is reached.
     route: Route,
+    /// The mount point on this host.
     prefix: &'a Path,
     /// Descriptor of the directory `prefix`.
     top: OwnedFd,
+    /// Files that were restored.
     restored_files: u64,
+    /// Bytes that were restored.
     restored_bytes: u64,
+    /// Files that were here already.
     near_files: u64,
 }
 
@@ -84,6 +91,7 @@ pub(super) fn restore(host: &str, prefix: &Path, backing: &Path) -> Result<(), F
         match restore_from(partner, host, prefix, backing) {
             Ok(true) => {}
             Ok(false) if formers == 0 => without(&format!("{partner} has no copies of {host}")),
+            // A former partner without copies is normal, because a later one took them over.
             Ok(false) => {}
             // The present partner was taking over from this earlier one. Its copies are already restored, so this
             // failure is only reported.
@@ -165,6 +173,7 @@ impl Restart<'_> {
         let time = (found.st_mtime as i64, found.st_mtime_nsec as u32);
         Some(match found.st_size as u64 {
             len if len == bytes && time == (entry.mtime_s, entry.mtime_ns) => Here::Same,
+            // An empty file is a name without data, so the copy overwrites nothing.
             0 => Here::Missing,
             _ if time > (entry.mtime_s, entry.mtime_ns) => Here::Newer,
             _ => Here::Missing,
