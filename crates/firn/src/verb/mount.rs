@@ -111,6 +111,7 @@ pub fn resolve(matches: &ArgMatches) -> Result<Resolved, Failure> {
     Ok(sources.resolve()?)
 }
 
+/// Mounts as the flags say. Returns when the mount is usable, or with `--foreground` when it has ended.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let path = |id: &str| {
         matches

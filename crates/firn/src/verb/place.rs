@@ -83,6 +83,7 @@ fn args(command: Command) -> Command {
         .args(firn_config::table::row("arena-dir").map(firn_config::arg))
 }
 
+/// Explains the placement of a file, or removes a lane from those that a backing knows.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     if let Some(path) = matches.get_one::<PathBuf>("explain") {
         return explain(path, matches.get_flag("json"));

@@ -130,6 +130,7 @@ struct Listed<'a> {
     rule: &'a str,
 }
 
+/// Prints the built-in commit rules, as text or as JSON.
 fn list(matches: &ArgMatches) -> Result<u8, Failure> {
     if matches.get_flag("json") {
         let rules = parse_rules(BUILT_IN, "built-in rules").map_err(usage)?;

@@ -295,8 +295,8 @@ fn prepare(matches: &ArgMatches) -> Result<u8, Failure> {
     )
 }
 
-/// Commits a transaction, and prints how much it changed. The amount is asked for before the commit, because firnd
-/// forgets it then.
+/// Commits a transaction, and prints how much it changed. The amount is asked for first, because the commit ends the
+/// transaction.
 fn commit(matches: &ArgMatches) -> Result<u8, Failure> {
     let CommitArgs {
         place,

@@ -35,6 +35,7 @@ struct Versions {
     arena: u32,
 }
 
+/// Prints the versions, as a sentence or as JSON.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = VersionArgs::from_arg_matches(matches)?;
     let versions = Versions {

@@ -115,6 +115,7 @@ fn yes_or_no(is_so: bool) -> String {
     if is_so { "yes" } else { "no" }.to_owned()
 }
 
+/// Returns the cells of a checkpoint's row.
 fn row(listed: &ListedCheckpoint) -> [String; HEAD.len()] {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     let now = now.map_or(0.0, |since| since.as_secs_f64());

@@ -250,6 +250,7 @@ impl<R: BufRead> Words<R> {
 impl<R: BufRead> Iterator for Words<R> {
     type Item = Output;
 
+    /// Returns the next piece of output. Returns `None` at the end of the output, or where reading fails.
     fn next(&mut self) -> Option<Output> {
         loop {
             let mut line = Vec::new();

@@ -88,6 +88,7 @@ impl Launcher for Slurm {
         &self.hosts
     }
 
+    /// Returns one `srun` that starts the program once on each host.
     fn starts(&self, program: &Program) -> Vec<Start> {
         let count = self.hosts.len();
         let mut command = Command::new("srun");
