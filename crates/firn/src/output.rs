@@ -1,6 +1,6 @@
 //! The two output streams of a verb: data goes to stdout, and messages go to stderr.
 //!
-//! A reader can close its end of a pipe early (`firn status | head`). Then [`print`] and its JSON forms return
+//! A reader can close its end of a pipe early (`firn status | head`). Then [`print()`] and its JSON forms return
 //! [`Failure::Unread`]; `println!` would panic.
 
 use std::io::{self, IsTerminal, Write};
