@@ -34,7 +34,7 @@ struct ClaimState {
 }
 
 impl Claim {
-    /// Waits until no thread owns the claim or waits to own it.
+    /// Waits until no thread owns the claim or waits to own it. Returns a guard, which shares the claim.
     #[track_caller]
     pub(crate) fn share<C: Deref<Target = Self>>(claim: C) -> Shared<C> {
         assert_none_held("a claim, which waits for a call");

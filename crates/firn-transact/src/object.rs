@@ -172,6 +172,7 @@ impl<B: Backing> Clone for StagedCopy<B> {
 }
 
 impl<B: Backing> StagedCopy<B> {
+/// Returns the staged inode: the kept handle, or what the staged name or the name after the commit leads to.
     pub(crate) fn inode(&self, base: &B) -> Result<B::Inode> {
         if let Some(inode) = &self.held {
             return Ok(inode.clone());
@@ -344,12 +345,12 @@ impl<B: Backing> Object<B> {
         Ok(Arc::clone(slot.get_or_insert_with(|| Arc::clone(&opened))))
     }
 
-    /// What the object is in the backing.
+    /// Returns the object's inode in the backing, outside of staging; `None` if it has none.
     pub(crate) fn base(&self) -> Option<B::Inode> {
         self.inner.share().base()
     }
 
-    /// What to ask for attributes and their like: see [`View::inode`].
+    /// Returns the inode that has the object's attributes; see [`View::inode`].
     pub(crate) fn inode(&self, base: &B) -> Result<B::Inode> {
         self.inner.share().inode(base)
     }
@@ -364,8 +365,8 @@ impl<B: Backing> Inner<B> {
         self.change.as_ref()?.inline.as_ref()
     }
 
-    /// The file below that takes what is written in a transaction. One that became nameless meanwhile is as good
-    /// as outside.
+    /// Selects the file of the backing that a write in a transaction goes to: the staged copy, or the file itself if
+    /// the object became nameless since.
     pub(crate) fn target(&self) -> LowerFile {
         if self.staged_copy().is_some() {
             LowerFile::StagedCopy
