@@ -55,9 +55,9 @@ pub struct Object<B: Backing> {
 
 /// The state of an object that its claim guards.
 pub(crate) struct Inner<B: Backing> {
-/// The inode in the backing, outside of staging; `None` for an object that was made in a transaction.
+    /// The inode in the backing, outside of staging; `None` for an object that was made in a transaction.
     pub(crate) base: Option<B::Inode>,
-/// What the transaction changes; `None` if nothing.
+    /// What the transaction changes; `None` if nothing.
     pub(crate) change: Option<Box<Change<B>>>,
 }
 
@@ -172,7 +172,7 @@ impl<B: Backing> Clone for StagedCopy<B> {
 }
 
 impl<B: Backing> StagedCopy<B> {
-/// Returns the staged inode: the kept handle, or what the staged name or the name after the commit leads to.
+    /// Returns the staged inode: the kept handle, or what the staged name or the name after the commit leads to.
     pub(crate) fn inode(&self, base: &B) -> Result<B::Inode> {
         if let Some(inode) = &self.held {
             return Ok(inode.clone());

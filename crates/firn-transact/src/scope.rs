@@ -50,14 +50,14 @@ pub enum Stage {
 
 /// One transaction that is not over.
 pub(crate) struct Scope<B: Backing> {
-/// Serial number of the transaction: N in `tx-N`.
+    /// Serial number of the transaction: N in `tx-N`.
     pub(crate) serial: u64,
-/// The directory of the scope.
+    /// The directory of the scope.
     pub(crate) root: Arc<Object<B>>,
-/// Path of the scope at the begin; of a scope of names, the path of its first name. No other object can get this path
-/// while the transaction is open.
+    /// Path of the scope at the begin; of a scope of names, the path of its first name. No other object can get this path
+    /// while the transaction is open.
     pub(crate) path: Vec<u8>,
-/// The names in `root` that a scope of names has; `None` if the scope is all of `root`.
+    /// The names in `root` that a scope of names has; `None` if the scope is all of `root`.
     pub(crate) names_in_root: Option<NameSet>,
     /// Key by which several hosts identify a transaction of names ([`crate::NamesBallots`]).
     pub(crate) key: Option<Vec<u8>>,

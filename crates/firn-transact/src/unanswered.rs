@@ -14,11 +14,11 @@ use crate::transactional::TransactionalBacking;
 /// An applied commit whose request is not answered yet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Unanswered {
-/// Number of the commit.
+    /// Number of the commit.
     pub(crate) id: u64,
-/// Path of the scope at the begin, which identifies the vote.
+    /// Path of the scope at the begin, which identifies the vote.
     pub(crate) scope: Vec<u8>,
-/// Path of the scope after the commit.
+    /// Path of the scope after the commit.
     pub(crate) path_after: Vec<u8>,
 }
 

@@ -62,9 +62,9 @@ pub enum Verdict {
 /// The decision on a transaction of several hosts, as it is stored.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Outcome {
-/// Whether the transaction is committed; otherwise it is aborted.
+    /// Whether the transaction is committed; otherwise it is aborted.
     pub(crate) commit: bool,
-/// Name of the host that decided.
+    /// Name of the host that decided.
     pub(crate) by: String,
 }
 

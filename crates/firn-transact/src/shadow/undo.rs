@@ -33,13 +33,13 @@ use crate::tree::Tree;
 
 /// The saved state of one object.
 struct Save {
-/// Names and inode numbers from the scope's top, which is not included, down to the object.
+    /// Names and inode numbers from the scope's top, which is not included, down to the object.
     path: Vec<Link>,
-/// Whether the object is a directory.
+    /// Whether the object is a directory.
     is_dir: bool,
-/// Old attributes and old bytes.
+    /// Old attributes and old bytes.
     part: Part,
-/// Old names in a directory, with their inode numbers.
+    /// Old names in a directory, with their inode numbers.
     names: BTreeMap<Vec<u8>, u64>,
 }
 

@@ -195,7 +195,7 @@ impl<B: Backing> Commits<B> {
 
     /// Applies a commit in a scope that the caller keeps, and ends the transaction.
     fn apply_and_end(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
-    // Programs may still read attributes of objects that they have open, so hidden links must be counted correctly.
+        // Programs may still read attributes of objects that they have open, so hidden links must be counted correctly.
         self.own_links.unhide(scope);
         self.apply(scope)?;
         self.settle_top(scope);
