@@ -1,8 +1,7 @@
 //! Shadow transactions of several hosts: the saved state and the decision, which all hosts share.
 //!
 //! ```text
-//! .firn/shadow[-SCOPE]/    one transaction, a [`Ballot`]; SCOPE stands for the path of the scope, as in the name of a
-//! vote
+//! .firn/shadow[-SCOPE]/    one transaction, a [`Ballot`]; SCOPE stands for the scope's path, as in a vote's name
 //!   scope                  the path itself
 //!   saved/, kept/          as in the directory of a transaction of one host
 //!   decision               JSON: commit or abort, and the host that decided
