@@ -243,7 +243,7 @@ impl CommitRules {
             Step::Wait(what) => {
                 let mut table = self.table.lock();
                 let joint = table.joint.entry(scope).or_default();
-                // This host's machine says which event.
+                // The commit rule of this host tells the status more exactly which event is missing.
                 joint.waits_for = Some(what).filter(|what| what != EVENT);
                 let answered = view
                     .joined
@@ -278,7 +278,7 @@ impl CommitRules {
             }
             Step::Reopen(_) => self.reopen(scope, &transaction)?,
             Step::Apply => {
-                // One host removes what a rule does not keep; where it dies, another one does after the next commit.
+                // One host removes the checkpoints beyond `keep=N`. If it dies, another does so after the next commit.
                 let is_first = view.joined.first() == self.hosts.as_ref().map(|own| &own.name);
                 self.apply_joint(scope, &transaction, is_first)?;
             }
