@@ -32,12 +32,12 @@ pub struct DiscardReport {
     /// The arena that was removed.
     #[serde(with = "firn_protocol::path::exact")]
     pub arena: PathBuf,
-    /// Bytes that it held.
+    /// Bytes that the arena held.
     pub held_bytes: u64,
-    /// The spill file that was removed with it.
+    /// The spill file that was removed with the arena, if there was one.
     #[serde(with = "firn_protocol::path::exact_option")]
     pub spill: Option<PathBuf>,
-    /// What could not be removed, and why.
+    /// One sentence for each thing that could not be removed.
     pub left: Vec<String>,
 }
 

@@ -39,9 +39,9 @@ const RELEASE_PATIENCE: Duration = Duration::from_secs(2);
 /// Whether the session with the kernel is over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Outcome {
-    /// No request will come any more.
+    /// No more requests will come.
     Ended,
-    /// Out of the tree, but programs may still have files open in it.
+    /// The mount is out of the file tree, but programs may still have files open in it.
     Lingering,
 }
 
