@@ -87,9 +87,9 @@ struct Keeper {
 /// What the current firnd does.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum State {
-    /// It does not serve yet.
+    /// The firnd does not serve yet.
     Starts { is_first: bool },
-    /// It is the first one of an upgrade, and does not serve yet. It is killed at this time.
+    /// The firnd is the first one of an upgrade and does not serve yet. It is killed at this time.
     IsTried { until: Instant },
     /// The firnd has served since this time.
     Serves(Instant),

@@ -118,9 +118,9 @@ pub(crate) enum LastUpgrade {
     /// There was no upgrade.
     #[default]
     None = 0,
-    /// The firnd that begins is to serve it, or one before it has.
+    /// The upgrade succeeded, or the firnd that begins now is the one to serve it.
     Done = 1,
-    /// The new program did not come to serve; [`Tag::UpgradeReport`] says why.
+    /// The new program did not begin to serve; [`Tag::UpgradeReport`] says why.
     Refused = 2,
 }
 
