@@ -41,8 +41,7 @@ impl Part for HeldLocks {
             // No call of this process can change the backing any more, so other hosts may act.
             locks.host_lease().release();
         }
-        // The process ends soon, and the kernel releases the locks then: not before a late call, and not while the
-        // arena stays.
+        // With a call under way, or an arena that stays, only the end of the process releases the locks.
         if stop.is_call_under_way || stop.arena == ArenaEnd::Keep {
             std::mem::forget(locks);
         }
