@@ -77,7 +77,7 @@ pub enum MountError {
 
 attach_failures!(MountError: PathsError);
 
-/// Returns a hint for a user who has probably swapped backing and mount point; an empty text otherwise.
+/// Returns a hint that backing and mount point are probably swapped; an empty text otherwise.
 fn swapped_hint(mount_point: &Path, backing: &Path, is_backing_empty: bool) -> String {
     if !is_backing_empty {
         return String::new();
