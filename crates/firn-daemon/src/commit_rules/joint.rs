@@ -14,7 +14,6 @@
 //! * A part is prepared only while no program changes it, and only in the state that its host has published.
 //! * A close, rename or unlink that is the event waits while the hosts commit, but does not wait for a host that still
 //!   writes. The first change of the next checkpoint waits for that host too, if one transaction would have both.
-//!   change of the next checkpoint does, where both are in one transaction.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
