@@ -21,8 +21,8 @@ const WITHOUT_FUSE: &str = "without FUSE: `firn run`, or `firn mount --frontend=
 pub fn device_fault() -> Option<String> {
     look_at_device().err().map(|fault| fault.text)
 }
-/// Why the FUSE device cannot be used, and what the user should do.
 
+/// Why the FUSE device cannot be used, and what the user should do.
 struct Fault {
     text: String,
     advice: String,

@@ -6,8 +6,7 @@
 //! Promises
 //! * A resource manager sends SIGTERM or SIGINT before it kills. These signals make durable what is held now. The mount
 //!   stays, because the job may still write its last checkpoint. firnd gets the same signal, and leaves the unmount to
-//!   this
-//! process.
+//!   this process.
 //! * Standard input ends when `firn run` has ended. Then this process unmounts as soon as no program uses the mount, or
 //!   at the next signal. Where there is a backing, everything is drained before.
 
