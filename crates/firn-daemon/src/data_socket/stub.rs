@@ -1,8 +1,8 @@
 //! Answers requests about stubs, which firnd alone serves: the kernel cannot answer them instead.
 //!
 //! Promises
-//! * An append is stored in one place. A firnd that takes over completes it or reports EIO; it never stores bytes
-//!   twice.
+//! * An append is stored in one place. If firnd is killed in it, the next firnd completes it or reports EIO; it
+//!   never stores bytes twice.
 //! * With other hosts, an append goes to the end that the file has on all hosts.
 //!
 //! Race: firnd may be killed during an append. It notes its progress behind the bytes that the client gave as a file,
@@ -92,7 +92,7 @@ impl AppendSource<'_> {
         Ok(noted)
     }
 
-    /// Notes how far the append came, for the firnd that takes over if this one is killed.
+    /// Notes how far the append came, for the next firnd if this one is killed.
     fn note_progress(&self, place: u64, count: Option<u64>) -> Result<(), Errno> {
         if let Self::File(file, len) = self {
             let noted = AppendProgress {
