@@ -114,6 +114,13 @@ impl Agent {
         line.trim_end_matches(" kB").parse().expect("KiB")
     }
 
+    /// Number of its threads.
+    pub fn threads(&self) -> usize {
+        fs::read_dir(format!("/proc/{}/task", self.pid()))
+            .expect("the agent's threads")
+            .count()
+    }
+
     /// Its open descriptors.
     pub fn descriptors(&self) -> usize {
         fs::read_dir(format!("/proc/{}/fd", self.pid()))

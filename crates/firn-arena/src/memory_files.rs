@@ -369,6 +369,8 @@ pub fn remove_memory_files(arena: &Path) {
 pub(crate) struct FoundSlot {
     pub(crate) slot: u32,
     pub(crate) place: Result<FoundPlace, String>,
+    /// Whether the homes put a chunk into the slot.
+    has_chunk: bool,
 }
 
 /// Place of a slot in a memory file, as found at attach.
@@ -398,7 +400,11 @@ pub(crate) fn read_places(tables: &Tables, files: &MemoryFiles, uuid: &[u8; 16])
         .filter_map(|slot| {
             let word = tables.memory_place(slot).load(Ordering::Acquire);
             let place = (word != 0).then(|| find(slot, word))?;
-            Some(FoundSlot { slot, place })
+            Some(FoundSlot {
+                slot,
+                place,
+                has_chunk: false,
+            })
         })
         .collect()
 }
@@ -416,10 +422,12 @@ pub(crate) fn report_unreadable_slots(
             chunk_of.insert(*slot, chunk as u32);
         }
     }
-    for FoundSlot { slot, place } in found {
+    for found_slot in found {
+        let FoundSlot { slot, place, .. } = found_slot;
         let Some(&chunk) = chunk_of.get(slot) else {
             continue;
         };
+        found_slot.has_chunk = true;
         let pieces_of_chunk = || pieces.iter().filter(|stored| stored.at.slab.chunk == chunk);
         let end = |stored: &Stored| u64::from(stored.piece.position) + u64::from(stored.piece.len);
         let needed_bytes = pieces_of_chunk().map(end).max().unwrap_or(0);
@@ -446,8 +454,10 @@ pub(crate) fn report_unreadable_slots(
 }
 
 impl Arena {
-    /// At attach: maps the slots that are in memory files. A slot whose place is not known, or that cannot be mapped, is lost
-    /// to this arena. If it has a chunk and cannot be mapped, that is an error.
+    /// At attach: maps the slots that are in memory files.
+    ///
+    /// A slot whose place is not known goes back to the arena's file if it has no chunk, and is lost to this arena if it has
+    /// one. A slot that cannot be mapped is lost if it has no chunk, and an error if it has one.
     pub(crate) fn adopt_memory_files(
         &self,
         found: Vec<FoundSlot>,
@@ -461,10 +471,19 @@ impl Arena {
                 _ => None,
             })
             .collect();
-        for FoundSlot { slot, place } in found {
+        for FoundSlot {
+            slot,
+            place,
+            has_chunk,
+        } in found
+        {
             let offset = self.geometry.slot_offset(slot);
             let Ok(place) = place else {
-                self.pool.lock().lose_slot(slot);
+                if has_chunk {
+                    self.pool.lock().lose_slot(slot);
+                } else {
+                    self.tables.memory_place(slot).store(0, Ordering::Release);
+                }
                 continue;
             };
             let start = u64::from(place.index) * bytes;

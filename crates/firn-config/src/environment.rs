@@ -52,7 +52,7 @@ pub static VARIABLES: [Variable; 9] = [
     },
     Variable {
         name: "FIRN_PRELOAD_DIRECT_AFTER",
-        meaning: "bytes of an open file that go through the mount before the preload library asks for direct access (65536; a call counts as 8192 at least, and in a process without a connection an eighth of its bytes; 0: ask at the first call)",
+        meaning: "bytes of an open file that go through the mount before the preload library asks for direct access (65536; a call counts as 8192 at least; before the process is connected to firnd, a call counts with an eighth of its bytes; 0: ask at the first call)",
     },
     Variable {
         name: "FIRN_PRELOAD_WAIT",

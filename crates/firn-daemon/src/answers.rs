@@ -1,4 +1,7 @@
-//! The control socket's answers: each part answers requests about itself, the engine the rest.
+//! Answers requests of the control socket.
+//!
+//! A request goes to the parts of the mount first: any part may refuse it, and the first part that knows it answers it.
+//! A request that no part knows is answered from the engine.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -25,7 +28,7 @@ use crate::status::{explain_errors, list_files};
 use crate::store::Store;
 use crate::transactions;
 
-/// Facts about a mount, whatever parts it has.
+/// Facts about a mount that do not depend on which parts it has.
 #[derive(Clone)]
 pub(crate) struct Identity {
     pub(crate) engine: Arc<Engine<Store>>,
@@ -33,16 +36,16 @@ pub(crate) struct Identity {
     pub(crate) mount_point: PathBuf,
     /// Name of this host.
     pub(crate) host: String,
-    /// `key=value` of the options that change what promises mean.
+    /// Options in the form `key=value` that change what the guarantees of the mount mean.
     pub(crate) options: Vec<String>,
-    /// Writes that one lane gets at once.
+    /// Largest number of writes that one lane (one I/O server) gets at the same time.
     pub(crate) lane_writers_max: u32,
-    /// To the main loop, which alone unmounts.
+    /// Sends events to the main loop, which alone unmounts.
     pub(crate) events: Sender<Event>,
 }
 
 impl Identity {
-    /// The engine's part of the status with what only firnd and the parts of the mount know.
+    /// Returns the status of the mount: the engine's figures, then what only firnd knows, then what each part adds.
     pub(crate) fn status(&self, parts: &Parts) -> Status {
         let mut status = Status {
             version: env!("CARGO_PKG_VERSION").into(),
@@ -67,7 +70,7 @@ impl Identity {
     }
 }
 
-/// The control socket, as a part of a mount.
+/// The control socket as a part of a mount: it listens from the start of the mount to its stop.
 pub(crate) struct ControlSocket {
     path: PathBuf,
     identity: Identity,
@@ -104,13 +107,14 @@ impl Part for ControlSocket {
     }
 }
 
-/// What requests are answered from.
+/// What the requests of all connections are answered from.
 struct Answers {
     identity: Identity,
     parts: Parts,
 }
 
 impl Answers {
+    /// Returns the reply to a client that asks which firnd it has reached.
     fn hello(&self) -> Reply {
         Reply::Hello {
             protocol: PROTOCOL_VERSION,
@@ -120,6 +124,7 @@ impl Answers {
         }
     }
 
+    /// Frees the drained bytes of the files at or below `path`; the reply counts bytes that are freed and still held.
     fn evict(&self, path: &BytePath) -> Reply {
         match self.identity.engine.room.evict_tree(path.as_bytes()) {
             Ok((freed_bytes, held_bytes)) => Reply::Evicted {
@@ -130,6 +135,7 @@ impl Answers {
         }
     }
 
+    /// Pins the files at or below `path` in memory, or unpins them; the reply counts the files and their bytes.
     fn pin(&self, path: &BytePath, pinned: bool) -> Reply {
         match self.identity.engine.room.pin_tree(path.as_bytes(), pinned) {
             Ok((files, bytes)) => Reply::Pinned { files, bytes },
@@ -137,6 +143,10 @@ impl Answers {
         }
     }
 
+    /// Asks the main loop to unmount, and passes its progress messages to the client through `say`.
+    ///
+    /// The answer is the main loop's final reply. The main loop waits until that reply has left, which the channel
+    /// `sent` signals. If firnd is ending already, the answer is ESHUTDOWN.
     fn unmount(&self, force: bool, held: HeldPolicy, say: &mut dyn FnMut(Reply) -> bool) -> Answer {
         let (reply, replies): (_, Receiver<Reply>) = mpsc::channel();
         let (sent, reply_sent) = mpsc::channel();
@@ -169,7 +179,8 @@ impl Answers {
         }
     }
 
-    /// What is answered where no part does: from the engine, or that the mount lacks the part.
+    /// Answers a request that no part of the mount has answered: from the engine, or with an error that names the
+    /// missing part.
     fn answer_from_engine(
         &self,
         request: Request,
@@ -211,7 +222,7 @@ impl Answers {
                 Reply::Done
             }
             Request::Place { .. } => placement::explain_without(),
-            // Pending data is drained; no file is in logs.
+            // This mount has no logs, so data that is drained is already in plain files.
             Request::Flatten { path } => {
                 wait_for_level(engine, &path, DurabilityLevel::Logged, None, say)
             }

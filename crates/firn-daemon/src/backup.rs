@@ -1,6 +1,13 @@
-//! `backup=DIR`: a second directory for what is prepared, and `firn recover --from-backup`.
+//! `backup=DIR`: a second directory for the data of prepared transactions, and `firn recover --from-backup`.
 //!
-//! Each mount has a directory of its own in it, named by host and backing; what is in that is `firn_transact::backup`'s.
+//! Each mount has a subdirectory of its own in DIR, named by host and backing. `firn_transact::backup` defines what
+//! that subdirectory holds.
+//!
+//! Promises
+//! * A directory is used only if its owner and mode show that no other user could have put anything there.
+//! * `recover_from_backup` commits only the transaction whose number the user names; otherwise the transaction stays
+//!   prepared.
+//! * A backup is removed only after its commit is applied.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -33,7 +40,9 @@ use crate::store::{
     Layers as _, LoggableStore, PlaceableStore, Store, TransactionalStore, shown_scope,
 };
 
-/// Refuses directories that cannot be a backup of this mount.
+/// Checks that the directory of `backup=` can be a backup of this mount, and makes the mount's subdirectory in it.
+///
+/// Fails if the directory is missing, cannot be written, or lies in the mount point or in the backing.
 pub(crate) fn check(options: &Options, checked: &Checked) -> Result<(), AttachError> {
     let Some(dir) = &options.backup else {
         return Ok(());
@@ -60,7 +69,9 @@ pub(crate) fn check(options: &Options, checked: &Checked) -> Result<(), AttachEr
     accessat(CWD, &home, needed, AtFlags::EACCESS).map_err(|errno| unusable(errno.into()))
 }
 
-/// Opens the directory of one mount, made if it is not there. What is in it will be believed, and removed.
+/// Opens the subdirectory of one mount, and makes it if it is missing.
+///
+/// Its contents are trusted, and may be removed, so its owner and mode are checked first.
 fn open_home(
     dir: &Path,
     home: &Path,
@@ -76,7 +87,8 @@ fn open_home(
     })
 }
 
-/// The directory of one mount: hosts may have backings of the same path.
+/// Returns the path of the subdirectory of one mount. The host name is in it because hosts may have backings of the
+/// same path.
 fn home(dir: &Path, backing: &Path) -> PathBuf {
     let host = rustix::system::uname()
         .nodename()
@@ -85,10 +97,10 @@ fn home(dir: &Path, backing: &Path) -> PathBuf {
     dir.join(format!("{host}-{}", Key::of(backing)))
 }
 
-/// The directory of a mount's backups, and where it is.
+/// The opened subdirectory of one mount, and its path.
 pub(crate) type Home = (LoggableStore, PathBuf);
 
-/// Opens that directory, if the options have one.
+/// Opens the subdirectory of this mount; `None` if `backup=` is not set.
 pub(crate) fn open_backups(backing: &Path, options: &Options) -> Result<Option<Home>, AttachError> {
     let Some(dir) = &options.backup else {
         return Ok(None);
@@ -104,12 +116,16 @@ pub(crate) fn open_backups(backing: &Path, options: &Options) -> Result<Option<H
     Ok(Some((without_layers(directory), home)))
 }
 
-/// A directory of a backup, with the type of what it backs up: its files lie in no lane and no log.
+/// Gives a directory of a backup the type of the store that it backs up. No lane and no log layer is used for its
+/// files.
 fn without_layers(directory: DirBacking) -> LoggableStore {
     LoggableStore::Lower(PlaceableStore::Lower(directory))
 }
 
-/// Gives a store its backup, if there is one. `known` was asked for before the store was opened.
+/// Returns the store with its backup attached, or unchanged if there is no backup.
+///
+/// `known` holds the names of the transactions that the caller read before the store was opened. A backup of a
+/// transaction that is not among them is an error: it waits for `firn recover --from-backup`.
 pub(crate) fn attach(
     store: TransactionalStore,
     backing: &Path,
@@ -131,14 +147,14 @@ pub(crate) fn attach(
         })
 }
 
-/// The thread that copies ahead.
+/// The thread that copies data of open transactions to the backup ahead of their commit.
 pub(crate) struct Rounds {
     stopping: Arc<(Mutex<bool>, Condvar)>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Rounds {
-    /// Does nothing without a backup.
+    /// Starts the thread, which makes one round after each pause of `every`. Without a backup no thread is started.
     pub(crate) fn start(engine: &Arc<Engine<Store>>, every: Duration) -> io::Result<Self> {
         let stopping = Arc::new((Mutex::new(false), Condvar::new()));
         let has_backup = |store: &TransactionalStore| store.backups.directory().is_some();
@@ -175,7 +191,7 @@ impl Rounds {
         })
     }
 
-    /// Ends it after the round it is at.
+    /// Stops the thread after its current round, and waits for its end.
     pub(crate) fn stop(&mut self) {
         *self.stopping.0.lock() = true;
         self.stopping.1.notify_all();
@@ -193,35 +209,38 @@ impl Drop for Rounds {
     }
 }
 
-/// A backup to finish a commit from.
+/// A request to finish a commit from a backup.
 #[derive(Clone, Debug)]
 pub struct FromBackup {
-    /// What `backup=` said, or a directory in it.
+    /// The value of `backup=`, or a directory below it.
     pub dir: PathBuf,
-    /// The tree as it was before the transaction.
+    /// The backing, with its files as they were before the transaction.
     pub backing: PathBuf,
-    /// To be committed; without it the transaction is left prepared.
+    /// Number of the transaction to commit; `None` leaves the transaction prepared.
     pub id: Option<u64>,
-    /// Checked options: `arena-dir` counts.
+    /// Checked options, of which `arena-dir` is used.
     pub options: Options,
 }
 
-/// What became of it.
+/// What `recover_from_backup` did with the transaction.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct BackupReport {
     /// Number of the transaction.
     pub id: u64,
-    /// Its scope, from the top of the backing; empty: all of it.
+    /// Scope of the transaction, relative to the top of the backing; an empty path is the whole backing.
     pub scope: BytePath,
-    /// Objects that it changes.
+    /// Number of objects that the transaction changes.
     pub objects: u64,
-    /// It is committed; else it is prepared.
+    /// The transaction is committed; otherwise it is prepared.
     pub committed: bool,
-    /// The backing had it already.
+    /// The backing had the changes of this transaction before the call.
     pub before: bool,
 }
 
-/// Prepares the transaction of a backup in a backing, and commits it if it is named by its number.
+/// Prepares the transaction of a backup in a backing, and commits it if the request names its number.
+///
+/// Returns what was done. Fails if the backing still has an arena, is in use, or has an open transaction that overlaps
+/// the scope of this one.
 pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, RecoverError> {
     process::prepare();
     let backing = preflight::check_backing(&request.backing, false)?;
@@ -269,7 +288,9 @@ pub fn recover_from_backup(request: &FromBackup) -> Result<BackupReport, Recover
     Ok(report)
 }
 
-/// It is applied: what is left of the backup means nothing, and is found to mean nothing.
+/// Removes the backup of a commit that is applied.
+///
+/// A failure is only logged: a later recovery finds that the backup is applied already and ignores it.
 fn forget(place: &Path) {
     let (Some(home), Some(name)) = (place.parent(), place.file_name()) else {
         return;
@@ -285,7 +306,7 @@ fn forget(place: &Path) {
     }
 }
 
-/// Opens a directory of a backup, in which everything is believed.
+/// Opens a directory of a backup. Its contents are trusted, so it must be private to this user.
 fn open_place(place: &Path) -> Result<DirBacking, AttachError> {
     let dir = open_private_dir(CWD, place)?;
     let unusable = |source| AttachError::BackupDirectory {
@@ -295,20 +316,20 @@ fn open_place(place: &Path) -> Result<DirBacking, AttachError> {
     DirBacking::of_dir(dir, place).map_err(unusable)
 }
 
-/// A whole backup of one transaction.
+/// A complete backup of one transaction, and its directory.
 struct Found {
     place: PathBuf,
     log: ChangeLog,
 }
 
-/// Backups in a directory: those that are meant, and in words what else is there.
+/// A search for backups: `found` has those that match the request, `others` describes the rest for an error message.
 struct Search<'a> {
     request: &'a FromBackup,
     found: Vec<Found>,
     others: Vec<String>,
 }
 
-/// Finds the only backup that is meant.
+/// Returns the only backup that matches the request. Fails if there is none, or more than one.
 fn choose(request: &FromBackup) -> Result<Found, RecoverError> {
     let unusable = |source| AttachError::BackupDirectory {
         path: request.dir.clone(),
@@ -319,14 +340,14 @@ fn choose(request: &FromBackup) -> Result<Found, RecoverError> {
         found: Vec::new(),
         others: Vec::new(),
     };
-    // The directory of the option, of a mount, or of a transaction.
+    // The user may name the directory of the option, the directory of one mount, or that of one transaction.
     let top = request.dir.canonicalize().map_err(unusable)?;
     if !search.look_at(&top)? {
         for mount in list_dirs(&top).map_err(unusable)? {
             if search.look_at(&mount)? {
                 continue;
             }
-            // It may be another user's, in a directory that others share.
+            // A directory of another user cannot be read when users share the parent, so it is skipped.
             for transaction in list_dirs(&mount).unwrap_or_default() {
                 search.look_at(&transaction)?;
             }
@@ -335,6 +356,7 @@ fn choose(request: &FromBackup) -> Result<Found, RecoverError> {
     search.finish()
 }
 
+/// Returns the paths of the directories in `dir`.
 fn list_dirs(dir: &Path) -> io::Result<Vec<PathBuf>> {
     let entries = std::fs::read_dir(dir)?.flatten();
     let dirs = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()));
@@ -342,7 +364,8 @@ fn list_dirs(dir: &Path) -> io::Result<Vec<PathBuf>> {
 }
 
 impl Search<'_> {
-    /// Whether it is the directory of a transaction. Then it is one of those found, or of the others.
+    /// Returns whether `place` is the directory of a transaction. If it is, its backup is added to `found` or to
+    /// `others`.
     fn look_at(&mut self, place: &Path) -> Result<bool, RecoverError> {
         if !place.join(MANIFEST).is_file() {
             return Ok(false);
@@ -375,6 +398,7 @@ impl Search<'_> {
         Ok(true)
     }
 
+    /// Returns the only backup that was found, or an error that lists what is there.
     fn finish(mut self) -> Result<Found, RecoverError> {
         match self.found.len() {
             1 => Ok(self.found.remove(0)),
@@ -388,6 +412,7 @@ impl Search<'_> {
         }
     }
 
+    /// Returns the error for a search without a match; it lists the backups that do not match.
     fn describe_none(&self) -> RecoverError {
         let with_id = |id| format!(" with id {id}");
         let others = if self.others.is_empty() {

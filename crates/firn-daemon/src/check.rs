@@ -1,4 +1,6 @@
-//! `firn check`: what an arena or the logs in a backing hold and what is damaged in them, without changing it.
+//! `firn check`: reads an arena, or the logs in a backing, and reports what they hold and what is damaged.
+//!
+//! Promise: a check changes nothing.
 
 use std::path::{Path, PathBuf};
 
@@ -11,55 +13,55 @@ use crate::error::CheckError;
 use crate::lock;
 use crate::placement;
 
-/// What a check found.
+/// What a check of an arena found.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct CheckReport {
-    /// The file.
+    /// Path of the arena file.
     #[serde(with = "firn_protocol::path::exact")]
     pub arena: PathBuf,
-    /// A living firnd has it: counts may be moving and the journal's tail is not judged.
+    /// A running firnd has the arena, so counts may change during the check, and damage of the journal is not reported.
     pub in_use: bool,
-    /// What it was made for, if it says so.
+    /// The backing that the arena was made for, if the arena names one.
     pub backing: Option<BytePath>,
-    /// Lifetimes of firnd that it has seen.
+    /// Number of times that a firnd has opened the arena.
     pub epoch: u64,
-    /// Bytes of chunks.
+    /// Bytes of all chunks.
     pub arena_bytes: u64,
     /// Bytes of one chunk.
     pub chunk_bytes: u64,
-    /// The spill file, if it has one.
+    /// Path of the spill file, if the arena has one.
     #[serde(with = "firn_protocol::path::exact_option")]
     pub spill: Option<PathBuf>,
-    /// Its bytes.
+    /// Bytes of the spill file.
     pub spill_bytes: u64,
-    /// What is wrong with it.
+    /// Why the spill file cannot be used, if it cannot.
     #[serde(skip)]
     pub(crate) spill_fault: Option<SpillFault>,
-    /// Records in the journal.
+    /// Number of records in the journal.
     pub journal_records: u64,
-    /// Files that the journal knows.
+    /// Number of files that the journal knows.
     pub files: u64,
-    /// Pieces that wait to be drained.
+    /// Number of pieces (recorded appends) that wait to be drained.
     pub pieces: u64,
-    /// Their bytes.
+    /// Bytes of these pieces.
     pub held_bytes: u64,
-    /// Empty: sound.
+    /// Each damage that was found; empty if the arena is sound.
     pub damage: Vec<Damage>,
 }
 
-/// One thing that is not as it should be.
+/// One damage of an arena.
 #[derive(Clone, Debug, Serialize)]
 pub struct Damage {
-    /// superblock, journal, piece table or spill file.
+    /// The damaged part: superblock, journal, piece table, spill file or memory file.
     pub part: String,
-    /// Where in it.
+    /// The position in that part, such as chunk and slab.
     pub place: String,
-    /// What is wrong.
+    /// A sentence that says what is wrong.
     pub message: String,
 }
 
 impl CheckReport {
-    /// Why nothing of the spill file was read, where another user could have made it.
+    /// Returns why the spill file was not read, if another user could have made it.
     pub fn spill_distrust(&self) -> Option<String> {
         let fault = self.spill_fault.as_ref();
         let distrusted = fault.filter(|fault| matches!(fault, SpillFault::Distrusted { .. }));
@@ -67,36 +69,37 @@ impl CheckReport {
     }
 }
 
-/// What a check found in the logs of files (layout=log).
+/// What a check found in the logs of a backing with layout=log.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct LogsReport {
-    /// In whose `.firn/log` they are.
+    /// The backing whose `.firn/log` was read.
     #[serde(with = "firn_protocol::path::exact")]
     pub backing: PathBuf,
-    /// Generations of files that lie in logs.
+    /// Number of containers: one holds the logs of one generation of a file.
     pub containers: usize,
-    /// Empty: sound.
+    /// Each fault that was found; empty if the logs are sound.
     pub findings: Vec<LogFinding>,
 }
 
-/// One thing in logs that is not as it should be.
+/// One fault in the logs.
 #[derive(Clone, Debug, Serialize)]
 pub struct LogFinding {
-    /// The container in `.firn/log`.
+    /// Name of the container in `.firn/log`.
     pub container: String,
-    /// The file in it, if it is one.
+    /// The file in the container, if the fault is in one.
     pub file: Option<String>,
-    /// The host that wrote it.
+    /// The host that wrote the file.
     pub host: Option<String>,
-    /// Where in the file.
+    /// Bytes from the start of the file to the fault.
     pub offset: Option<u64>,
-    /// Everything that was synced can still be read.
+    /// All bytes that were synced can still be read.
     pub is_harmless: bool,
-    /// All of it in one line.
+    /// The fault in one line of text.
     pub message: String,
 }
 
-/// Reads the logs of a backing and changes nothing. `notice` is told of lanes that cannot be reached.
+/// Reads the logs of a backing and returns each fault; nothing is changed. `notice` is called with a message for each
+/// lane that cannot be reached.
 pub fn check_logs(
     backing: &Path,
     notice: &mut dyn FnMut(String),
@@ -126,7 +129,7 @@ pub fn check_logs(
     })
 }
 
-/// Reads the arena file `arena` and changes nothing.
+/// Reads the arena file `arena` and returns what it holds and each damage; nothing is changed.
 pub fn check(arena: &Path) -> Result<CheckReport, CheckError> {
     let in_use = lock::is_held(arena);
     let found = firn_arena::check(arena)?;
@@ -139,7 +142,7 @@ pub fn check(arena: &Path) -> Result<CheckReport, CheckError> {
             message: damage.to_string(),
         }));
     }
-    // Where no piece is in it, its state is still worth knowing.
+    // No piece lies in the spill file, so the piece table did not report its fault, but the user should still see it.
     let named = found
         .damage
         .iter()
@@ -177,12 +180,13 @@ pub fn check(arena: &Path) -> Result<CheckReport, CheckError> {
     })
 }
 
-/// Where the spill file of an arena is.
+/// Returns the path of the spill file of an arena, from the superblock.
 pub(crate) fn spill_path(superblock: &firn_format::superblock::Superblock) -> PathBuf {
     let bytes = superblock.spill_path.clone();
     PathBuf::from(<std::ffi::OsString as std::os::unix::ffi::OsStringExt>::from_vec(bytes))
 }
 
+/// Describes one damage of the piece table, the spill file or a memory file for the report.
 fn table_damage(damage: &firn_arena::Damage) -> Damage {
     use firn_arena::Damage as Found;
     let place = match damage {

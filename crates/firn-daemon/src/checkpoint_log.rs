@@ -1,10 +1,13 @@
-//! The way of each checkpoint from its first write to durable, made of what happens to its files.
+//! Records when each checkpoint began, closed, was drained and became durable, from the events of its files.
 //!
-//! A checkpoint is known by the directory that it is in and its step, so one that is renamed from `step_5.tmp` to `step_5`
-//! is one checkpoint.
+//! A checkpoint is identified by its parent directory and its step. So a checkpoint that is renamed from `step_5.tmp`
+//! to `step_5` stays one checkpoint.
+//!
+//! Times are seconds since the start of the mount.
 //!
 //! Invariants
-//! * At most [`CHECKPOINTS_MAX`] checkpoints and [`FILES_MAX`] files are known; what is beyond is counted as forgotten.
+//! * At most [`CHECKPOINTS_MAX`] checkpoints and [`FILES_MAX`] files are tracked. Checkpoints, files and events beyond
+//!   that are counted as forgotten.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ffi::OsStr;
@@ -15,12 +18,13 @@ use firn_engine::{FileChange, FileEvent, InodeId};
 use firn_format::step::step_of_unfinished;
 use firn_protocol::record::{CHECKPOINTS_MAX, CheckpointRecord};
 
-/// Files of checkpoints that are not durable: 100 bytes each.
+/// Limit of tracked files that are not durable; each takes about 100 bytes of memory.
 const FILES_MAX: usize = 1 << 16;
 
-/// Tells one checkpoint from the others: its directory, and its step.
+/// Identifies a checkpoint: its parent directory and its step.
 type Key = (Vec<u8>, u64);
 
+/// One checkpoint, and which of its files are open for writing, held in the arena only, and not durable.
 #[derive(Default)]
 struct Tracked {
     key: Key,
@@ -30,13 +34,13 @@ struct Tracked {
     undurable: HashSet<InodeId>,
 }
 
-/// The checkpoints of a mount.
+/// The checkpoints of one mount.
 pub(crate) struct CheckpointLog {
     began: Instant,
-    /// In the order in which they began.
+    /// The checkpoints by number; numbers grow in the order in which checkpoints begin.
     tracked: BTreeMap<u64, Tracked>,
     numbers: HashMap<Key, u64>,
-    /// The checkpoint of each file that is not durable.
+    /// Number of the checkpoint of each file that is not durable.
     of_file: HashMap<InodeId, u64>,
     next: u64,
     forgotten: u64,
@@ -54,13 +58,13 @@ impl CheckpointLog {
         }
     }
 
-    /// The checkpoints, and how many are missing.
+    /// Returns the records of all tracked checkpoints, and the number of forgotten checkpoints, files and events.
     pub(crate) fn records(&self) -> (Vec<CheckpointRecord>, u64) {
         let records = self.tracked.values().map(|one| one.record.clone());
         (records.collect(), self.forgotten)
     }
 
-    /// Takes in what happened to files, in the order of time, and how many events are missing.
+    /// Applies events of files, in the order of time. `dropped` is the number of events that were lost before.
     pub(crate) fn take(&mut self, events: Vec<FileEvent>, dropped: u64) {
         self.forgotten += dropped;
         for event in events {
@@ -68,6 +72,7 @@ impl CheckpointLog {
         }
     }
 
+    /// Applies one event. An event of a file that belongs to no tracked checkpoint is ignored.
     fn take_one(&mut self, event: &FileEvent) {
         let at = event.at.saturating_duration_since(self.began).as_secs_f64();
         let begins = matches!(event.change, FileChange::Opened | FileChange::Held);
@@ -93,12 +98,16 @@ impl CheckpointLog {
         };
         tracked.change(event.inode, event.change, at);
         let sets = [&tracked.open, &tracked.held, &tracked.undurable];
+        // A durable, closed file needs no entry: its next change adds it again.
         if sets.iter().all(|set| !set.contains(&event.inode)) {
             self.of_file.remove(&event.inode);
         }
     }
 
-    /// The number of a checkpoint; one that is new if `begins`.
+    /// Returns the number of a checkpoint and stores its newest path; `None` if it is unknown and `begins` is false.
+    ///
+    /// If it is unknown and `begins` is true, a record is added, and the oldest checkpoint is dropped if the table is
+    /// full.
     fn number_of(
         &mut self,
         parent: &[u8],
@@ -147,6 +156,7 @@ impl CheckpointLog {
 }
 
 impl Tracked {
+    /// Applies one change of a file. A new open or a new write makes the checkpoint unfinished again.
     fn change(&mut self, inode: InodeId, change: FileChange, at: f64) {
         let record = &mut self.record;
         match change {
@@ -179,7 +189,7 @@ impl Tracked {
     }
 }
 
-/// The directory of the checkpoint that a path is of, the path of the checkpoint, and its step.
+/// Returns the parent directory, the path and the step of the checkpoint that a path belongs to, if it belongs to one.
 fn checkpoint_of(path: &[u8]) -> Option<(&[u8], &[u8], u64)> {
     let mut start = 0;
     for name in path.split(|byte| *byte == b'/') {

@@ -1,4 +1,6 @@
-//! The data region, and the lists of chunks that a control connection holds.
+//! The data region of the arena, and the chunk lists of a control connection.
+//!
+//! A chunk list says where each byte of a file is. While a connection holds a list, the listed bytes stay in place.
 //!
 //! Promise: a connection holds at most [`LISTS_MAX`] lists.
 
@@ -16,10 +18,10 @@ use firn_protocol::{ChunkList, DataRegion, Reply, SpillRegion};
 use crate::status::chunk_piece;
 use crate::store::Store;
 
-/// Lists of one connection: a mover needs one for each file that it reads at once.
+/// Limit of lists of one connection: an agent needs one for each file that it reads at the same time.
 const LISTS_MAX: usize = 1024;
 
-/// Of one connection. Dropped, it lets go of all.
+/// The chunk lists of one connection. Its drop releases all of them.
 #[derive(Default)]
 pub(crate) struct Lists {
     held: BTreeMap<u64, HeldChunks<Store>>,
@@ -31,6 +33,7 @@ impl Lists {
         self.held.is_empty()
     }
 
+    /// Makes a list for the file at `path` and returns it. Fails with EMFILE if the connection has too many lists.
     pub(crate) fn make(&mut self, engine: &Arc<Engine<Store>>, path: &BytePath) -> Reply {
         if self.held.len() >= LISTS_MAX {
             let message =
@@ -60,6 +63,7 @@ impl Lists {
         Reply::Chunks(reply)
     }
 
+    /// Returns whether the file has changed since list `list` was made.
     pub(crate) fn check(&self, list: u64) -> Reply {
         match self.held.get(&list) {
             Some(held) => Reply::ChunksChecked {
@@ -69,6 +73,7 @@ impl Lists {
         }
     }
 
+    /// Releases list `list`, so that its bytes may move or be freed.
     pub(crate) fn release(&mut self, list: u64) -> Reply {
         match self.held.remove(&list) {
             Some(_) => Reply::Done,
@@ -77,6 +82,7 @@ impl Lists {
     }
 }
 
+/// Returns the error for a list number that this connection does not hold.
 fn unknown(list: u64) -> Reply {
     let message = format!("this connection holds no chunk list {list}");
     Reply::Error {
@@ -85,6 +91,7 @@ fn unknown(list: u64) -> Reply {
     }
 }
 
+/// Returns the text for an error of a request that names a file.
 fn refusal(errno: Errno, path: &BytePath) -> String {
     let shown = if path.is_empty() {
         "the mount point".to_owned()
@@ -102,6 +109,7 @@ fn refusal(errno: Errno, path: &BytePath) -> String {
     }
 }
 
+/// Returns where the arena's bytes are: its file, and its spill file if there is one.
 pub(crate) fn region(arena: &Arena) -> DataRegion {
     let geometry = arena.geometry();
     let spill = arena.spill_file().map(|file| SpillRegion {

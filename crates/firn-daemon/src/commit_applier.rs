@@ -1,8 +1,9 @@
-//! Applies what was committed asynchronously, while the programs of the mount go on.
+//! Applies commits in the background after `firn commit --async`, while the programs of the mount go on.
 //!
-//! A commit that the backing refuses is tried again after 0.1 s, doubling to 30 s, and at once when another one comes.
-//! The same holds for what other hosts are to be told of an applied one. One thread does all, one scope after the
-//! other; the first such commit starts it.
+//! One thread applies all commits, one scope after the other; the first asynchronous commit starts it.
+//!
+//! A failed attempt is repeated after 0.1 s; the pause doubles up to 30 s. A new commit ends the pause at once. The
+//! same holds for messages to other hosts that a commit is applied.
 
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -16,6 +17,7 @@ use crate::store::shown_scope;
 
 const RETRY: Backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(30));
 
+/// The background thread and what wakes it.
 pub(crate) struct CommitApplier {
     gate: Arc<TransactionGate>,
     shared: Arc<Shared>,
@@ -28,6 +30,7 @@ struct Shared {
     changed: Condvar,
 }
 
+/// Flags that `wake` and `stop` set for the thread.
 #[derive(Default)]
 struct State {
     asked: bool,
@@ -43,7 +46,8 @@ impl CommitApplier {
         }
     }
 
-    /// There is a commit to apply.
+    /// Says that there is a commit to apply, and starts the thread if it is not running. Without a thread the commit is
+    /// applied by this call.
     pub(crate) fn wake(&self) {
         self.shared.state.lock().asked = true;
         self.shared.changed.notify_all();
@@ -65,7 +69,7 @@ impl CommitApplier {
         }
     }
 
-    /// Ends it after the commit it is at.
+    /// Stops the thread after its current commit, and waits for its end.
     pub(crate) fn stop(&self) {
         self.shared.state.lock().stopping = true;
         self.shared.changed.notify_all();
@@ -78,6 +82,7 @@ impl CommitApplier {
 }
 
 impl Shared {
+    /// Applies commits until [`CommitApplier::stop`].
     fn serve(&self, gate: &TransactionGate) {
         let mut waits = RETRY.start();
         loop {
@@ -94,6 +99,7 @@ impl Shared {
                 waits.reset();
                 continue;
             }
+            // The attempt failed: the thread pauses, and a new commit or the stop ends the pause.
             let mut state = self.state.lock();
             if !state.asked && !state.stopping {
                 self.changed.wait_for(&mut state, waits.next_wait());
@@ -106,14 +112,14 @@ impl Shared {
     }
 }
 
-/// Whether nothing is left.
+/// Applies all commits that wait, and tells other hosts of applied ones. Returns whether nothing is left to do.
 fn apply_commits(gate: &TransactionGate) -> bool {
     let mut all = true;
     for commit in gate.store().commits_to_apply() {
         let trouble = commit.trouble();
         if let Err(error) = crate::transactions::apply_commit(gate, &commit) {
             all = false;
-            // Each cause once.
+            // A repeated failure of the same cause is logged once.
             if trouble.as_deref() != Some(&error.to_string()) {
                 let scope = shown_scope(commit.scope());
                 tracing::warn!(%error, id = commit.id(), %scope, "a commit cannot be applied; it is tried again");
@@ -122,7 +128,7 @@ fn apply_commits(gate: &TransactionGate) -> bool {
     }
     if let Err(error) = gate.store().leave_applied_commits() {
         all = false;
-        // The failure of the first attempt was one of the commit.
+        // The first attempt belongs to the commit itself, which has logged its failure.
         tracing::debug!(%error, "other hosts cannot be told of an applied commit; it is tried again");
     }
     all

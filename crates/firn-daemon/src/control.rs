@@ -2,10 +2,11 @@
 //!
 //! Promises
 //! * Only the user whose firnd this is, and root, are answered (SO_PEERCRED).
-//! * A broken or slow client costs one thread and no more. [`seats`] says how many are served, and which one goes when
-//!   one more comes.
-//! * What a client holds (lists, transactions that it owns) ends with its connection. A connection that holds something, or whose request
-//!   is being answered, is never closed in favour of another; one that is reads [`Reply::Closed`] last.
+//! * A broken or slow client uses one thread and no more. [`seats`] says how many connections are served, and which one
+//!   is closed when another one comes.
+//! * What a connection holds (lists, transactions that it owns) ends with it. A connection that holds something, or
+//!   whose request is being answered, is never closed in favour of another. A connection that is closed in favour of
+//!   another reads [`Reply::Closed`] last.
 //! * The accepting thread never waits for a client.
 
 mod seats;
@@ -31,21 +32,21 @@ use crate::partner::PartnerSpeaker;
 use crate::pulls::Pull;
 use seats::{Leaving, Seats, Turn};
 
-/// Longest request: a path of PATH_MAX, escaped, and some words.
+/// Longest request in bytes: a path of PATH_MAX, escaped, and some words.
 const LINE_BYTES_MAX: u64 = 64 << 10;
-/// A client that does not take its answer for this long is given up.
+/// A client that does not take its reply for this long is disconnected.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Answers requests.
+/// Answers the requests of the control socket.
 pub(crate) trait Service: Send + Sync + 'static {
-    /// The final reply; `say` sends progress before it and is false once the client is gone.
+    /// Returns the final reply. `say` sends progress before it, and returns false once the client is gone.
     fn answer(
         &self,
         request: Request,
         client: &mut ControlClient,
         say: &mut dyn FnMut(Reply) -> bool,
     ) -> Answer;
-    /// Whether something would end with this connection.
+    /// Returns whether the end of this connection would end something that it holds.
     fn is_held_for(&self, client: &ControlClient) -> bool;
 }
 
@@ -53,16 +54,16 @@ pub(crate) trait Service: Send + Sync + 'static {
 pub(crate) struct ControlClient {
     pub(crate) peer: ControlPeer,
     pub(crate) lists: Lists,
-    /// An agent that speaks of the partner.
+    /// Set if the client is an agent that reports what the partner host has copied.
     pub(crate) partner: Option<PartnerSpeaker>,
-    /// Where it is an agent's.
+    /// Set if the client is an agent that copies files for another host.
     pub(crate) pull: Option<Pull>,
 }
 
-/// A final reply.
+/// The final reply to a request.
 pub(crate) struct Answer {
     pub(crate) reply: Reply,
-    /// Signalled once the reply was sent, or could not be; None without a waiting thread.
+    /// Gets a message after the reply was sent or lost; `None` if no thread waits for that.
     pub(crate) sent: Option<Sender<()>>,
 }
 
@@ -72,14 +73,14 @@ impl From<Reply> for Answer {
     }
 }
 
-/// A socket that is listened on; removed when dropped.
+/// A listening control socket. Its drop removes the socket and ends the accepting thread.
 pub(crate) struct Control {
     path: PathBuf,
     stop: Arc<AtomicBool>,
 }
 
 impl Control {
-    /// Listens at `path`, in place of what a dead firnd left there.
+    /// Listens at `path`, and replaces the socket that a dead firnd left there.
     pub(crate) fn start(
         path: &Path,
         service: Arc<dyn Service>,
@@ -89,7 +90,8 @@ impl Control {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
             _ => {}
         }
-        // The umask is the process's: nothing else creates files yet, and one start at a time changes it.
+        // The umask belongs to the whole process. Nothing else creates files at this time, and the lock admits one
+        // start.
         static UMASK: Mutex<()> = Mutex::new(());
         let alone = UMASK.lock();
         let umask = rustix::process::umask(Mode::from_raw_mode(0o177));
@@ -112,13 +114,13 @@ impl Control {
 impl Drop for Control {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Release);
-        // Wakes the thread in accept(2).
+        // The connection wakes the thread in accept(2).
         let _ = UnixStream::connect(&self.path);
         let _ = std::fs::remove_file(&self.path);
     }
 }
 
-/// Accepts connections until `stop` is set and one more has come.
+/// Accepts connections until the first one after `stop` is set.
 fn accept(
     listener: &UnixListener,
     service: &Arc<dyn Service>,
@@ -134,14 +136,15 @@ fn accept(
             Ok(stream) => admit(Arc::new(stream), &seats, service, workers),
             Err(error) => {
                 tracing::warn!(%error, "cannot accept a connection on the control socket");
-                // Out of descriptors, most likely: without a pause this would spin.
+                // The process probably has no free descriptor; without a pause this loop would use a CPU.
                 std::thread::sleep(Duration::from_millis(100));
             }
         }
     }
 }
 
-/// Gives a connection its thread, or says why it gets none.
+/// Gives a connection its thread, or tells the client why it gets none. Other users than firnd's own and root are
+/// refused.
 fn admit(
     stream: Arc<UnixStream>,
     seats: &Arc<Seats>,
@@ -191,19 +194,20 @@ fn admit(
                 gid: found.gid,
             };
             let _ = serve(peer, id, &seats, &*service);
-            // What belongs to the connection ends, although its descriptor may be held a little longer.
+            // The connection ends for the client now, even if another reference keeps the descriptor open.
             let _ = stream.shutdown(Shutdown::Both);
             seats.leave(id);
         }
     });
     if let Err(error) = started {
         seats.leave(id);
-        // Those of connections that were closed for others may not have ended yet.
+        // Connections that were closed in favour of others may still have their threads.
         tracing::warn!(pid, %error, "a connection to the control socket is refused: there is no thread for it");
         say_last(&stream, &busy(Vec::new()));
     }
 }
 
+/// Returns the reply to a client for which there is no connection left; it names the processes that have them.
 fn busy(holders: Vec<Holder>) -> Reply {
     Reply::Busy {
         connections: seats::ORDINARY as u32,
@@ -215,7 +219,7 @@ fn refuse(stream: &UnixStream, errno: i32, message: String) {
     say_last(stream, &Reply::Error { errno, message });
 }
 
-/// Ends an idle connection. Its client learns that what it may have sent was not carried out.
+/// Closes an idle connection. [`Reply::Closed`] tells its client that a request it may have sent was not carried out.
 fn close(leaving: Option<Leaving>) {
     let Some(stream) = leaving else { return };
     tracing::debug!("an idle control connection is closed in favour of another one");
@@ -223,13 +227,14 @@ fn close(leaving: Option<Leaving>) {
     let _ = stream.shutdown(Shutdown::Both);
 }
 
-/// Sends a last message to a client that may not listen, without waiting for it.
+/// Sends a last message without waiting, because the client may not read it.
 fn say_last(stream: &UnixStream, reply: &Reply) {
     if let Ok(line) = line_of(reply) {
         let _ = rustix::net::send(stream, &line, SendFlags::NOSIGNAL | SendFlags::DONTWAIT);
     }
 }
 
+/// Serves one connection until the client closes it, a request is invalid, or the connection loses its seat.
 fn serve(peer: ControlPeer, id: u64, seats: &Seats, service: &dyn Service) -> io::Result<()> {
     let stream = &*Arc::clone(&peer.stream);
     stream.set_write_timeout(Some(WRITE_TIMEOUT))?;
@@ -270,7 +275,8 @@ fn serve(peer: ControlPeer, id: u64, seats: &Seats, service: &dyn Service) -> io
             }
         }
         let say = &mut |reply| send(&mut &*stream, &reply).is_ok();
-        // A client that asked for the end may wait for it, and would take a closed connection for the end.
+        // A client that asks for an unmount may wait for the end of firnd. A connection that is closed in favour of
+        // another would look like that end, so it is kept.
         let waits = matches!(request, Request::Unmount { .. });
         let answer = service.answer(request, &mut client, say);
         let result = send(&mut &*stream, &answer.reply);

@@ -1,15 +1,19 @@
-//! The data socket: leases and lists for processes with direct access, and all data calls of
-//! stubs.
+//! The data socket: grants, leases and chunk lists for processes with direct access, and all data calls of stubs.
+//!
+//! Terms
+//! * A *grant* is the right of a process to write one file in the arena itself; a *lease* is its right to fill a slab
+//!   there.
+//! * A *stub* is an empty file of a stub tree. The preload library sends the calls of a program on it to this socket.
 //!
 //! Promises
 //! * Only processes of firnd's own user are answered (SO_PEERCRED).
-//! * The end of a connection ends what it had; what was published stays.
-//! * A broken, slow or mad client costs one thread and no more; at most [`CONNECTIONS_MAX`] are served.
+//! * The end of a connection ends its grants, leases and open stubs; bytes that it has published stay.
+//! * A broken, slow or malicious client uses one thread and no more. At most [`CONNECTIONS_MAX`] clients are served.
 //!
-//! Several threads wait for clients at once, and the one that a client wakes answers it. To start a thread for each
-//! client would double the time of a process's first write by direct access.
+//! Several threads wait in accept(2), and the thread that a client wakes serves it. A new thread for each client would
+//! double the time of a process's first write by direct access.
 //!
-//! Messages: `firn_format::data_socket`.
+//! The messages are in `firn_format::data_socket`.
 
 mod stub;
 
@@ -39,17 +43,18 @@ use rustix::net::{
 };
 use zerocopy::{FromBytes, IntoBytes};
 
-/// One for each process of a well-filled host; their threads sleep.
+/// Limit of connections: one for each process of a well-filled host. Their threads sleep most of the time.
 const CONNECTIONS_MAX: u64 = 1024;
-/// A client that does not take its answer for this long is given up.
+/// A client that does not take its reply for this long is disconnected.
 const SEND_TIMEOUT: Duration = Duration::from_secs(30);
-/// With fewer threads that wait for clients another is started …
+/// If fewer threads than this wait for clients, another is started.
 const WAITING_MIN: u64 = 2;
-/// … and with more, one whose client went ends: the processes of a host begin together, and again and again.
+/// If more threads than this wait, a thread ends after its client has gone. The reserve is large because the processes
+/// of a host start together, again and again.
 const WAITING_MAX: u64 = 16;
 const _: () = assert!(CONNECTIONS_MAX + WAITING_MAX <= Class::DataClient.threads_max() as u64);
 
-/// A socket that is listened on; removed when dropped.
+/// A listening data socket. Its drop removes the socket and ends the threads that wait for clients.
 pub(crate) struct DataSocket {
     path: PathBuf,
     listener: Arc<OwnedFd>,
@@ -58,33 +63,33 @@ pub(crate) struct DataSocket {
 
 /// What a data socket serves.
 pub(crate) enum Served<B: Backing> {
-    /// A mount; the kernel has to forget what is written by direct access.
+    /// A mount. The kernel must forget its cached attributes of a file that is written by direct access.
     Mount(Invalidator),
     /// A stub tree.
     Tree(Arc<Tree<B>>),
 }
 
-/// What all connections share.
+/// What all connections of one socket share.
 struct Shared<B: Backing> {
     engine: Arc<Engine<B>>,
-    /// None without transactions.
+    /// The gate that changes pass; `None` without transactions.
     gate: Option<Arc<dyn Gate>>,
     served: Served<B>,
-    /// By which the end of a file is that of all hosts; none where there are no others.
+    /// Locks by which an append finds the end of the file that all hosts share; `None` if this host alone appends.
     file_locks: Option<Arc<FileLocks>>,
-    /// Connections now.
+    /// Number of connections now.
     count: Arc<AtomicU64>,
-    /// Connections so far.
+    /// Number of connections since the start; it gives each client its number.
     clients: AtomicU64,
     listener: Arc<OwnedFd>,
     workers: Workers,
-    /// Threads that wait for clients, those about to included.
+    /// Number of threads that wait for clients, with those that are about to wait.
     waiting: AtomicU64,
     stop: Arc<AtomicBool>,
 }
 
 impl DataSocket {
-    /// Listens at `path`, in place of what a dead firnd left there. `count` is kept at the number of
+    /// Listens at `path`, and replaces the socket that a dead firnd left there. `count` is kept equal to the number of
     /// connections.
     pub(crate) fn start<B: Backing>(
         path: &Path,
@@ -100,7 +105,8 @@ impl DataSocket {
             _ => {}
         }
         let listener = Arc::new(new_socket()?);
-        // Before the first connection: the runtime directory is private, and so is the socket.
+        // The mode is set before the first connection: only this user may connect, as to all of the private runtime
+        // directory.
         rustix::fs::fchmod(&listener, Mode::RUSR | Mode::WUSR)?;
         bind(&listener, &SocketAddrUnix::new(path)?)?;
         listen(&listener, 128)?;
@@ -130,7 +136,7 @@ impl DataSocket {
 impl Drop for DataSocket {
     fn drop(&mut self) {
         self.stop.store(true, Ordering::Release);
-        // Wakes the threads in accept(2): they find EINVAL.
+        // The threads in accept(2) wake with EINVAL.
         let _ = shutdown(&self.listener, Shutdown::Both);
         let _ = std::fs::remove_file(&self.path);
     }
@@ -146,16 +152,16 @@ fn new_socket() -> io::Result<OwnedFd> {
 }
 
 impl<B: Backing> Shared<B> {
-    /// Lets a process write directly, which waits while a directory above the file is quiesced.
+    /// Runs `let_in` with the pass of a change; it waits while a directory above the file is quiesced.
     fn with_pass<T>(&self, token: HandleId, let_in: impl FnOnce() -> T) -> T {
-        // A handle that is not open is refused by the engine.
+        // The engine refuses a handle that is not open, so such a handle needs no pass.
         let inode = self.engine.open_files.inode_of_handle(token);
         let gate = self.gate.as_deref().zip(inode);
         let _pass = gate.map(|(gate, inode)| gate.enter(inode));
         let_in()
     }
 
-    /// One more thread that waits for clients.
+    /// Starts one more thread that waits for clients.
     fn add_thread(this: &Arc<Self>) -> Result<(), Refused> {
         this.waiting.fetch_add(1, Ordering::AcqRel);
         let shared = Arc::clone(this);
@@ -167,7 +173,7 @@ impl<B: Backing> Shared<B> {
         started
     }
 
-    /// Waits for a client and serves it until it goes. Whether the thread is to wait for another one.
+    /// Waits for a client and serves it until it disconnects. Returns whether the thread is to wait for another client.
     fn attend(this: &Arc<Self>) -> bool {
         let Some(socket) = this.next_client() else {
             return false;
@@ -180,7 +186,7 @@ impl<B: Backing> Shared<B> {
             this.waiting.fetch_add(1, Ordering::AcqRel);
             return true;
         }
-        // A client beyond the maximum, or not let in, finds the connection closed and uses the kernel.
+        // A client beyond the limit, or of another user, finds the connection closed and uses the kernel instead.
         if this.count.fetch_add(1, Ordering::AcqRel) < CONNECTIONS_MAX {
             let client = ClientId(this.clients.fetch_add(1, Ordering::AcqRel) + 1);
             if let Err(error) = serve(&socket, client, this) {
@@ -198,7 +204,7 @@ impl<B: Backing> Shared<B> {
             .is_ok()
     }
 
-    /// `None`: the socket is being closed.
+    /// Returns the socket of the next client; `None` when the data socket is closed.
     fn next_client(&self) -> Option<OwnedFd> {
         loop {
             let accepted = accept_with(&self.listener, SocketFlags::CLOEXEC);
@@ -210,21 +216,21 @@ impl<B: Backing> Shared<B> {
                 Err(rustix::io::Errno::CONNABORTED | rustix::io::Errno::INTR) => {}
                 Err(error) => {
                     tracing::warn!(%error, "cannot accept a connection on the data socket");
-                    // Out of descriptors, most likely: without a pause this would spin.
+                    // The process probably has no free descriptor; without a pause this loop would use a CPU.
                     std::thread::sleep(Duration::from_millis(100));
                 }
             }
         }
     }
 
-    /// Some threads wait, so that the next client is answered at once.
+    /// Starts threads until [`WAITING_MIN`] of them wait, so that the next client is answered at once.
     fn top_up(this: &Arc<Self>) {
         while this.waiting.load(Ordering::Acquire) < WAITING_MIN && Self::add_thread(this).is_ok() {
         }
     }
 }
 
-/// Until the client goes or talks nonsense.
+/// Serves a client until it disconnects or sends an invalid request.
 fn serve<B: Backing>(
     socket: &OwnedFd,
     client: ClientId,
@@ -234,11 +240,11 @@ fn serve<B: Backing>(
     if peer.uid != rustix::process::geteuid().as_raw() {
         return Ok(());
     }
-    // 0 is a process of a PID namespace that we do not see: its end cannot be noticed.
+    // Process 0 is in a PID namespace that firnd cannot see, so firnd cannot notice its end.
     let pid = peer.pid.map_or(0, std::num::NonZeroU32::get);
     set_socket_timeout(socket, Timeout::Send, Some(SEND_TIMEOUT))?;
     let mut greeted = false;
-    // Clients of a mount send requests only, two at once at first.
+    // Clients of a mount send requests without data; the first packet of a client may have two requests.
     let room = if matches!(shared.served, Served::Tree(_)) {
         DATA_BYTES_MAX
     } else {
@@ -247,7 +253,7 @@ fn serve<B: Backing>(
     let mut data = vec![0u8; room];
     let mut topped_up = false;
     loop {
-        // What a new client sends first comes in one go and is answered before anything else.
+        // The first requests of a new client come together. They are answered before another thread is started.
         if greeted && !topped_up && rustix::io::ioctl_fionread(socket)? == 0 {
             topped_up = true;
             Shared::top_up(shared);
@@ -304,7 +310,7 @@ fn serve<B: Backing>(
     }
 }
 
-/// Whether only a request that says so has a length.
+/// Returns whether the length of a request is valid; most requests must have length 0.
 fn has_usual_len(op: Op, request: &Request) -> bool {
     match op {
         Op::Lease | Op::OpenWrite => true,
@@ -313,8 +319,8 @@ fn has_usual_len(op: Op, request: &Request) -> bool {
     }
 }
 
-/// The request in the packet of the first one, behind it: `Some(None)` where there is none, `None` where it is not one
-/// that may stand there.
+/// Reads the request that may follow the first one in the same packet. `Some(None)`: there is none. `None`: the bytes
+/// are not a request that may follow.
 fn request_with_hello(behind: &[u8]) -> Option<Option<(Op, Request)>> {
     if behind.is_empty() {
         return Some(None);
@@ -325,15 +331,15 @@ fn request_with_hello(behind: &[u8]) -> Option<Option<(Op, Request)>> {
     may_follow.then_some(Some((op, request)))
 }
 
-/// What a client sent: a request, bytes behind it, a descriptor.
+/// A packet of a client: a request, the bytes after it, and a descriptor.
 struct Packet {
     request: Request,
-    /// Bytes behind the request, now in the caller's buffer.
+    /// Number of bytes after the request, which are in the caller's buffer.
     len: usize,
     given: Option<OwnedFd>,
 }
 
-/// One packet; `Some(None)` where it is none. `None`: the client is gone.
+/// Receives one packet. `None`: the client has disconnected. `Some(None)`: the packet is truncated or no request.
 fn receive(socket: &OwnedFd, data: &mut [u8]) -> io::Result<Option<Option<Packet>>> {
     let mut head = [0u8; size_of::<Request>()];
     let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
@@ -367,6 +373,7 @@ fn receive(socket: &OwnedFd, data: &mut [u8]) -> io::Result<Option<Option<Packet
     })))
 }
 
+/// Answers a client's first request with the geometry of the arena and a descriptor of its file.
 fn hello<B: Backing>(socket: &OwnedFd, engine: &Engine<B>) -> io::Result<()> {
     let arena = engine.arena();
     let geometry = arena.geometry();
@@ -395,7 +402,7 @@ fn hello<B: Backing>(socket: &OwnedFd, engine: &Engine<B>) -> io::Result<()> {
     Ok(())
 }
 
-/// An answer, the extents or bytes that follow it, and the descriptors that go with it.
+/// A reply, the extents or bytes that follow it, and the descriptors that are sent with it.
 struct Answer(Reply, Vec<u8>, Vec<OwnedFd>);
 
 impl Answer {
@@ -427,6 +434,7 @@ impl From<DirectRefusal> for Answer {
     }
 }
 
+/// Returns the answer to a request about a grant, a lease, a chunk list or a memory file.
 fn answer<B: Backing>(
     shared: &Shared<B>,
     client: ClientId,
@@ -451,7 +459,8 @@ fn answer<B: Backing>(
                 engine.direct_access.grant_direct_access(client, token)
             }) {
                 Ok(grant) => {
-                    // Before the client may write: what the kernel knew of the file ends to hold then.
+                    // The kernel forgets the file's attributes before the client may write, because they become stale
+                    // then.
                     if let Served::Mount(kernel) = &shared.served {
                         kernel.invalidate_attributes(grant.inode);
                     }
@@ -483,13 +492,13 @@ fn answer<B: Backing>(
             .map_or_else(Answer::from, |file| {
                 Answer(Reply::default(), Vec::new(), vec![file])
             }),
-        // A list needs no end: its word tells when it does not hold any more.
+        // A list needs no release: the file's word (a counter in the arena) tells the client when the list is invalid.
         Op::EndRead => Answer::status(Status::Ok),
         _ => Answer::status(Status::Malformed),
     }
 }
 
-/// Leased slabs as part of an answer.
+/// Returns an answer with leased slabs.
 fn of_slabs(reply: Reply, (lease, more): (Slab, Vec<Slab>)) -> Answer {
     let reply = Reply {
         count: more.len() as u32,
@@ -499,7 +508,7 @@ fn of_slabs(reply: Reply, (lease, more): (Slab, Vec<Slab>)) -> Answer {
     Answer(reply, more.as_bytes().to_vec(), Vec::new())
 }
 
-/// A list as an answer.
+/// Returns an answer with a chunk list.
 fn of_list(list: DirectList) -> Answer {
     let valid = |until: Instant| until.saturating_duration_since(Instant::now());
     let reply = Reply {
@@ -508,7 +517,7 @@ fn of_list(list: DirectList) -> Answer {
         slot: list.slot,
         stamp: list.stamp,
         end: list.end,
-        // 0 would say that there is no such time.
+        // 0 means that the list has no expiry, so an expired list gets 1 ns.
         valid_ns: list
             .until
             .map_or(0, |until| (valid(until).as_nanos() as u64).max(1)),
@@ -517,7 +526,8 @@ fn of_list(list: DirectList) -> Answer {
     Answer(reply, list.extents.as_bytes().to_vec(), list.files)
 }
 
-/// The answer where a grant got no lease. It was known by its token, so it has been revoked where it is not now.
+/// Returns the answer to a grant whose first lease was refused. The token was valid for the grant, so a bad token now
+/// means that the grant was revoked meanwhile.
 fn from_first_lease(refusal: DirectRefusal) -> Answer {
     Answer::from(match refusal {
         DirectRefusal::BadToken => DirectRefusal::Busy,
@@ -525,6 +535,7 @@ fn from_first_lease(refusal: DirectRefusal) -> Answer {
     })
 }
 
+/// Sends the reason of a refusal; the caller then closes the connection.
 fn refuse(socket: &OwnedFd, status: Status) -> io::Result<()> {
     send(socket, &Answer::status(status))
 }

@@ -1,9 +1,11 @@
-//! `firn recover --discard`: give up what a killed firnd held, without its backing.
+//! `firn recover --discard`: removes the arena of a killed firnd with the data that it holds, without using the
+//! backing.
 //!
 //! Promises
-//! * No call is made on the backing, which may be gone or never answer.
-//! * Only an arena of this user that no firnd and no other `firn recover` has is removed, with the spill file and the
-//!   stub tree that belong to it. Of these, what is not this user's alone is left where it is.
+//! * No call is made on the backing, which may be missing or may never answer.
+//! * An arena is removed only if it is this user's, and no firnd and no other `firn recover` uses it.
+//! * Its spill file and its stub tree are removed too, if only this user could have made them; otherwise they are
+//!   reported.
 
 use std::ffi::OsStr;
 use std::os::fd::OwnedFd;
@@ -24,23 +26,23 @@ use crate::frontend;
 use crate::lock::lock_arena;
 use crate::runtime_files::open_arena_dir;
 
-/// What was given up.
+/// What `discard` removed.
 #[derive(Clone, Debug, Serialize)]
 pub struct DiscardReport {
     /// The arena that was removed.
     #[serde(with = "firn_protocol::path::exact")]
     pub arena: PathBuf,
-    /// Bytes that it held.
+    /// Bytes that the arena held.
     pub held_bytes: u64,
-    /// The spill file that was removed with it.
+    /// The spill file that was removed with the arena, if there was one.
     #[serde(with = "firn_protocol::path::exact_option")]
     pub spill: Option<PathBuf>,
-    /// What could not be removed, and why.
+    /// One sentence for each thing that could not be removed.
     pub left: Vec<String>,
 }
 
-/// The arenas of this user in its runtime directory, and in `arena-dir`: what each of them holds and for which backing.
-/// What cannot be read is left out.
+/// Returns a check of each arena of this user in the runtime directory and in `arena-dir`. Unreadable arenas are left
+/// out.
 pub fn list_arenas(options: &Options) -> Result<Vec<CheckReport>, RecoverError> {
     let uid = rustix::process::geteuid().as_raw();
     let runtime = runtime_dir()?;
@@ -54,6 +56,7 @@ pub fn list_arenas(options: &Options) -> Result<Vec<CheckReport>, RecoverError> 
     Ok(reports)
 }
 
+/// Adds a check of each readable arena in a directory to `reports`.
 fn read_arenas(dir: &OwnedFd, path: &Path, reports: &mut Vec<CheckReport>) {
     for entry in Dir::read_from(dir).into_iter().flatten().flatten() {
         let name = Path::new(OsStr::from_bytes(entry.file_name().to_bytes()));
@@ -65,8 +68,10 @@ fn read_arenas(dir: &OwnedFd, path: &Path, reports: &mut Vec<CheckReport>) {
     }
 }
 
-/// Finds the arena of a backing, or checks the arena file that `path` is. The backing is not asked where `path` is its
-/// path as the arena has it; only another path is resolved.
+/// Returns a check of the arena of a backing, or of the arena file that `path` names.
+///
+/// `path` is first compared with the backing paths in the arenas. The backing is only accessed if no arena has that
+/// path, to resolve it.
 pub fn find_arena(path: &Path, options: &Options) -> Result<CheckReport, RecoverError> {
     let absolute = std::path::absolute(path).map_err(AttachError::io("read the path"))?;
     if absolute.extension() == Some(OsStr::new("arena")) {
@@ -89,14 +94,16 @@ pub fn find_arena(path: &Path, options: &Options) -> Result<CheckReport, Recover
     }
 }
 
-/// `; there is ARENA of BACKING`.
+/// Returns the text `; there is ARENA of BACKING`.
 fn describe(report: &CheckReport) -> String {
     let arena = quoted_path(&report.arena);
     let backing = report.backing.clone().unwrap_or_default();
     format!("; there is {arena} of {backing}")
 }
 
-/// Removes an arena with all that it holds, its spill file and its stub tree.
+/// Removes an arena with all that it holds, its spill file and its stub tree, and returns what was removed.
+///
+/// Fails if a process uses the arena, or if another user could replace it.
 pub fn discard(arena: &Path) -> Result<DiscardReport, RecoverError> {
     let arena = std::path::absolute(arena).map_err(AttachError::io("read the path"))?;
     check_parent(&arena)?;
@@ -115,7 +122,7 @@ pub fn discard(arena: &Path) -> Result<DiscardReport, RecoverError> {
     if let Err(error) = frontend::discard_tree(&files) {
         left.push(error.to_string());
     }
-    // Before its other files, which mean nothing without it.
+    // The arena goes before its other files, which are useless without it.
     std::fs::remove_file(&arena).map_err(AttachError::io("remove the arena"))?;
     firn_arena::remove_memory_files(&arena);
     let spill = report.spill.clone().filter(|spill| {
@@ -138,13 +145,13 @@ pub fn discard(arena: &Path) -> Result<DiscardReport, RecoverError> {
     })
 }
 
-/// Refuses a directory in which others could exchange the arena after it was looked at.
+/// Fails if other users may write to the arena's directory, because they could replace the arena after it was checked.
 fn check_parent(arena: &Path) -> Result<(), AttachError> {
     let dir = arena.parent().unwrap_or(Path::new("/"));
     open_arena_dir(dir).map(drop)
 }
 
-/// Whether the file that was locked still has this name: the firnd that was waited for may have removed it.
+/// Returns whether the locked file still has this name. A firnd that had the lock before may have removed it.
 fn is_still_at(locked: &OwnedFd, arena: &Path) -> bool {
     let named = arena.symlink_metadata();
     fstat(locked).is_ok_and(|locked| {

@@ -1,12 +1,14 @@
-//! How a mount ends.
+//! Ends a mount: after a signal, or at the request of a client.
 //!
 //! Promises
-//! * Nothing acknowledged is dropped unless the client asks for that (`HeldPolicy::Discard`): what cannot be drained stays in
-//!   the arena, and that is said.
-//! * The arena is removed only when the kernel has let go of the mount, and nothing is left in it or it is to be dropped.
-//! * An unmount that is refused (open files, a backing that fails) leaves the mount as it was. Open files count in
-//!   whatever mount namespace they are.
-//! * Where other mount namespaces have the mount and use nothing of it, it ends for them too, at once.
+//! * Nothing acknowledged is dropped unless the client asks for that (`HeldPolicy::Discard`). Data that cannot be
+//!   drained stays in the arena, and firnd reports so.
+//! * The arena is removed only after the kernel has released the mount, and only if it is empty or is to be discarded.
+//! * An unmount that is refused (open files, a failing backing) leaves the mount as it was. Open files count in every
+//!   mount namespace.
+//! * If other mount namespaces have copies of the mount and use nothing in them, these copies end at the same time.
+//!
+//! Race: a program closes its files before firnd hears of it, so open files are checked again for [`RELEASE_PATIENCE`].
 
 use std::io;
 use std::sync::mpsc::{Receiver, Sender};
@@ -29,28 +31,28 @@ use crate::process;
 use crate::replies::throttle_progress;
 use crate::store::Store;
 
-/// How long the kernel may take to let go of a mount that is taken away.
+/// Timeout for the kernel to release a mount that was unmounted.
 const LET_GO: Duration = Duration::from_secs(10);
-/// How long files that programs closed may still be known: the kernel tells of the last close afterwards.
+/// Time in which files that programs have closed may still count as open: the kernel reports the last close later.
 const RELEASE_PATIENCE: Duration = Duration::from_secs(2);
 
-/// Whether the session is over.
+/// Whether the session with the kernel is over.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Outcome {
-    /// No request will come any more.
+    /// No more requests will come.
     Ended,
-    /// Out of the tree, but programs may still have files open in it.
+    /// The mount is out of the file tree, but programs may still have files open in it.
     Lingering,
 }
 
-/// How the session ended, and what with it.
+/// How the session has ended.
 pub(crate) struct Ending {
     pub(crate) outcome: Outcome,
-    /// The backing did not answer: nothing more is asked of it.
+    /// The backing did not answer, so firnd makes no more calls on it.
     pub(crate) gave_up: bool,
 }
 
-/// A mount that is to end.
+/// A mount that is about to end.
 pub(crate) struct EndingMount<'a> {
     pub(crate) attached: &'a Attached,
     pub(crate) parts: &'a Parts,
@@ -60,20 +62,20 @@ pub(crate) struct EndingMount<'a> {
 }
 
 impl EndingMount<'_> {
-    /// What makes its parts ready for the end; it may ask the backing.
+    /// Returns a function that makes the mount's parts ready for the end. It may wait for the backing.
     fn preparation(&self) -> impl FnOnce() + Send + 'static {
         let parts = self.parts.clone();
         move || parts.prepare_end()
     }
 }
 
-/// What comes while a mount drains for its end.
+/// The events that arrive while a mount drains for its end.
 struct Interruptions<'a> {
     events: &'a Receiver<Event>,
     sender: &'a Sender<Event>,
-    /// Events for later: the main loop has them when this is dropped.
+    /// Events to be handled later; the drop sends them to the main loop again.
     put_back: Vec<Event>,
-    /// A client asked for a forced end.
+    /// A client has asked for a forced unmount.
     forced: bool,
 }
 
@@ -87,7 +89,7 @@ impl<'a> Interruptions<'a> {
         }
     }
 
-    /// Whether a client has asked for a forced end by now.
+    /// Reads the events that have arrived, and returns whether a client has asked for a forced unmount.
     fn look(&mut self) -> bool {
         for event in self.events.try_iter() {
             self.forced |= matches!(event, Event::Unmount { force: true, .. });
@@ -105,8 +107,8 @@ impl Drop for Interruptions<'_> {
     }
 }
 
-/// Ends a mount because of a signal: drains, then takes it away from programs that still use it. A forced unmount
-/// ends the drain.
+/// Ends a mount after a signal: drains, then takes the mount away from programs that still use it. A forced unmount by
+/// a client stops the drain.
 pub(crate) fn by_signal(mount: &EndingMount<'_>) -> Ending {
     let &EndingMount {
         attached, frontend, ..
@@ -139,7 +141,10 @@ pub(crate) fn by_signal(mount: &EndingMount<'_>) -> Ending {
     }
 }
 
-/// Ends a mount because a client asks; `Err` is what to answer where it stays.
+/// Ends a mount because a client asks. Returns how it ended; the error is the reply to the client when the mount stays.
+///
+/// With `force` the mount ends in any case: a backing that does not answer is given up, and programs lose the mount.
+/// Without it, obstacles, open files and a failed drain leave the mount as it was.
 pub(crate) fn by_request(
     mount: &EndingMount<'_>,
     force: bool,
@@ -219,8 +224,10 @@ fn refuse_names(error: Errno) -> Reply {
     }
 }
 
-/// Drains for a client that asks for the end. Whether the backing takes data, which a forced end gives up; `Err` is what to
-/// answer where the mount stays.
+/// Drains for a client that asks for an unmount. Returns whether the backing takes data: false only for a forced
+/// unmount.
+///
+/// The error is the reply to the client when the mount stays.
 fn drain_for_client(
     attached: &Attached,
     force: bool,
@@ -235,7 +242,7 @@ fn drain_for_client(
         engine
             .durability
             .wait_tree(b"", DurabilityLevel::Drained, &mut |bytes, files| {
-                // A client that went away does not end what it asked for.
+                // A client that disconnects does not stop the unmount that it asked for.
                 report(bytes, files);
                 attached.io_threads.replace_hung();
                 if force {
@@ -262,7 +269,7 @@ fn drain_for_client(
     }
 }
 
-/// When the drain tries again, as part of a sentence.
+/// Returns the time of the next attempt to drain, as part of a sentence.
 fn next_try(engine: &Engine<Store>) -> String {
     let lanes = engine.figures().lanes;
     let waits = lanes.iter().filter_map(|lane| lane.retry_seconds);
@@ -271,8 +278,10 @@ fn next_try(engine: &Engine<Store>) -> String {
     })
 }
 
-/// Takes the mount away; EBUSY where programs use it. A file may still be open for a moment in a process that is not
-/// found any more, or that is about to run another program: without `force` that is waited for.
+/// Unmounts, or fails with EBUSY if programs use the mount.
+///
+/// A process that has just ended, or is about to run another program, may have a file open for a moment longer. Without
+/// `force` this function waits for that.
 fn unmount_unless_used(frontend: &Frontend, force: bool) -> io::Result<()> {
     let deadline = Instant::now() + RELEASE_PATIENCE;
     loop {
@@ -289,7 +298,7 @@ fn unmount_unless_used(frontend: &Frontend, force: bool) -> io::Result<()> {
     }
 }
 
-/// Another client does not want to wait.
+/// Returns the reply for a client whose unmount was overtaken by a forced one.
 fn overtaken() -> Reply {
     let message = "another `firn umount --force` ends the mount without waiting".into();
     Reply::Error {
@@ -298,7 +307,7 @@ fn overtaken() -> Reply {
     }
 }
 
-/// Programs that use a copy of the mount are not in the way of unmount(2), which takes away one mount only.
+/// Refuses an unmount while programs use a copy of the mount. unmount(2) removes one mount only, so it would not fail.
 fn refuse_users_elsewhere(attached: &Attached, frontend: &Frontend) -> Result<(), Reply> {
     let deadline = Instant::now() + RELEASE_PATIENCE;
     loop {
@@ -329,14 +338,15 @@ fn refuse_users_elsewhere(attached: &Attached, frontend: &Frontend) -> Result<()
     }
 }
 
-/// The mounts of this firnd, if there are any beside its own. To be called while it is mounted: the kernel gives the device
-/// number of a file system that is gone to the next one.
+/// Returns the mounts of this firnd if there are copies in addition to its own.
+///
+/// Call this while the mount exists: the kernel gives the device number of a removed file system to the next one.
 fn find_copies(frontend: &Frontend) -> Option<Mounts> {
     frontend.mounts().filter(Mounts::has_copies)
 }
 
-/// The mount is out of the tree. Ends the copies of it that other mount namespaces kept: for them the kernel would keep
-/// the connection, which is not served any more.
+/// Ends the copies of an unmounted mount in other mount namespaces. Otherwise the kernel would keep their connection,
+/// and no process would serve it.
 fn end_copies(frontend: &Frontend, copies: Option<Mounts>) {
     let Some(mounts) = copies else {
         return;
@@ -373,6 +383,7 @@ fn refused(error: &io::Error, frontend: &Frontend) -> Reply {
     Reply::Error { errno, message }
 }
 
+/// Takes the mount away, from programs that use it too: the connection is aborted and the mount is detached.
 fn take_away(frontend: &Frontend) {
     let copies = find_copies(frontend);
     match frontend.unmount(false) {
@@ -389,7 +400,8 @@ fn take_away(frontend: &Frontend) {
     }
 }
 
-/// Waits until the kernel lets go of the mount. What still has it after a while, and was not found before, loses it.
+/// Waits until the kernel releases the mount. After [`LET_GO`] the connection is aborted, because a program that firnd
+/// cannot see still uses it.
 fn let_go(frontend: &Frontend, events: &Receiver<Event>) -> Outcome {
     if wait_for_end(events) == Outcome::Ended {
         return Outcome::Ended;
@@ -404,7 +416,7 @@ fn let_go(frontend: &Frontend, events: &Receiver<Event>) -> Outcome {
     }
 }
 
-/// Waits for [`Event::Ended`].
+/// Waits at most [`LET_GO`] for [`Event::Ended`]. Clients that ask for an unmount meanwhile learn that firnd is ending.
 fn wait_for_end(events: &Receiver<Event>) -> Outcome {
     let deadline = Instant::now() + LET_GO;
     while let Some(left) = deadline.checked_duration_since(Instant::now()) {

@@ -1,5 +1,7 @@
-//! What can go wrong before and around a mount, in words that say what to do. Each verb has an enum of its own, over
-//! what all of them may find when they attach an arena to its backing.
+//! The errors around a mount, each with a text that says what to do.
+//!
+//! Each verb (mount, recover, check, flatten) has an enum of its own. All of them contain [`AttachError`], because each
+//! verb attaches an arena to its backing.
 
 mod attach;
 mod check;
@@ -18,18 +20,18 @@ pub use lane::{LaneFault, MapFault};
 pub use mount::MountError;
 pub use recover::RecoverError;
 
-/// Exit status: something failed.
+/// Exit status: the command failed.
 const FAILED: u8 = 1;
-/// Exit status: an option that cannot be here.
+/// Exit status: an option is invalid here.
 const USAGE: u8 = 2;
-/// Exit status: part of it is done.
+/// Exit status: the command did only part of its work.
 const PARTLY: u8 = 3;
-/// Exit status: not a Firn arena or mount.
+/// Exit status: the path is not a Firn arena or mount.
 const NOT_FIRN: u8 = 10;
-/// Exit status: held by another process.
+/// Exit status: another process uses the arena or the backing.
 const BUSY: u8 = 11;
 
-/// The enum of a verb takes whatever an attach finds.
+/// Implements `From` for the error of a verb, through [`AttachError`].
 macro_rules! attach_failures {
     ($verb:ty: $($source:ty),*) => {$(
         impl From<$source> for $verb {
@@ -41,6 +43,7 @@ macro_rules! attach_failures {
 }
 use attach_failures;
 
+/// Returns the exit status of firn for an error of the arena.
 fn arena_code(error: &ArenaError) -> u8 {
     match error {
         ArenaError::NoRoom { .. } => USAGE,

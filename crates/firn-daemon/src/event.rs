@@ -1,30 +1,30 @@
-//! What the main loop of firnd waits for.
+//! The events that the main loop of firnd waits for.
 
 use std::sync::mpsc::{Receiver, Sender};
 
 use firn_protocol::{HeldPolicy, Reply};
 
-/// What the main loop of firnd waits for.
+/// An event for the main loop of firnd.
 pub(crate) enum Event {
-    /// SIGTERM or SIGINT.
+    /// SIGTERM or SIGINT has arrived.
     Signal,
-    /// A client asks for the end; it gets progress and one last word.
+    /// A client asks for an unmount; it gets progress messages and one final reply.
     Unmount {
-        /// Even with open files and data that cannot be drained.
+        /// Unmount even if files are open or data cannot be drained.
         force: bool,
-        /// What becomes of the data that is held.
+        /// What happens to the data that the arena holds.
         held: HeldPolicy,
         /// The client that asks.
         client: Client,
     },
-    /// The kernel let go of the mount.
+    /// The kernel has released the mount.
     Ended,
 }
 
-/// A client that asked for the end.
+/// A client that waits for an unmount.
 pub(crate) struct Client {
-    /// Takes replies to it.
+    /// Sends replies to the client.
     pub(crate) reply: Sender<Reply>,
-    /// Signals that the last reply was sent, or that it is lost.
+    /// Gets a message after the final reply was sent or lost.
     pub(crate) reply_sent: Receiver<()>,
 }

@@ -1,7 +1,7 @@
-//! Locks of programs that reach other hosts ([`firn_hosts::FileLocks`]): which mounts have them.
+//! Says which mounts have locks of programs that reach other hosts ([`firn_hosts::FileLocks`]), and starts these locks.
 //!
-//! A mount of a backing whose files several hosts may write has them, which is one with logs. On others the kernel keeps
-//! the locks of its host, and a mount without transactions or logs takes no step for them.
+//! A mount with logs has them, because several hosts may write the files of its backing. On all other mounts the kernel
+//! keeps the locks of its host, and firnd does nothing for them.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use crate::host_lease::{LivingHosts, open_backing, own_error};
 use crate::host_name::host_name;
 use crate::store::{Layers as _, Store};
 
-/// Those of a mount; none where the kernel keeps them.
+/// Returns the locks of a mount; `None` if the kernel keeps them. A read-only mount refuses all locks.
 pub(crate) fn start(
     backing: &Path,
     engine: &Engine<Store>,

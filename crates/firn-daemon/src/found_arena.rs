@@ -1,4 +1,8 @@
-//! The arena of a backing as it is found, or made: its file, its spill file, and what an earlier firnd left in it.
+//! Finds the arena of a backing or makes one: its file, its spill file, and the data of an earlier firnd in it.
+//!
+//! Promises
+//! * An arena that holds data is never changed in shape and never removed here.
+//! * An arena that belongs to another backing, or whose spill file another user could have made, is an error.
 
 use std::path::PathBuf;
 
@@ -12,9 +16,11 @@ use crate::ground::{Purpose, Target};
 use crate::runtime_files::exists;
 use crate::spill;
 
-/// An arena, before the engine has it.
+/// An arena that the engine does not have yet.
 pub(crate) enum Found {
+    /// The arena was made just now and holds nothing.
     Fresh(Box<Arena>),
+    /// The arena holds what an earlier firnd left; `damaged` says whether part of it could not be read.
     Used {
         stored: Box<StoredArena>,
         damaged: bool,
@@ -29,7 +35,7 @@ impl Found {
         }
     }
 
-    /// What tells it from other arenas.
+    /// Returns the id that distinguishes this arena from all others.
     pub(crate) fn id(&self) -> ArenaId {
         match self {
             Self::Fresh(arena) => arena.superblock().uuid,
@@ -37,6 +43,7 @@ impl Found {
         }
     }
 
+    /// Drops the held data of files below `scopes`, which are directories of transactions that were undone.
     pub(crate) fn drop_below(&mut self, scopes: &[Vec<u8>]) -> Result<(), AttachError> {
         match self {
             Self::Fresh(_) => Ok(()),
@@ -45,8 +52,8 @@ impl Found {
     }
 }
 
-/// The files of an arena that was made just now. They go where the mount comes to nothing: an arena that is there
-/// would be said to hold data.
+/// The files of an arena that was made just now. They are removed if the mount fails; otherwise a later command would
+/// report an arena with data.
 pub(crate) struct NewArena {
     files: Vec<PathBuf>,
 }
@@ -57,7 +64,7 @@ impl NewArena {
             return Self { files: Vec::new() };
         };
         let spill = arena.spill_file().map(|file| file.path().to_owned());
-        // In this order: without the arena the spill file means nothing.
+        // The arena is removed first, because the spill file is useless without it.
         Self {
             files: std::iter::once(arena.path().to_owned())
                 .chain(spill)
@@ -65,6 +72,7 @@ impl NewArena {
         }
     }
 
+    /// Keeps the files, because the mount has succeeded.
     pub(crate) fn keep(mut self) {
         self.files.clear();
     }
@@ -80,8 +88,10 @@ impl Drop for NewArena {
     }
 }
 
-/// Finds the arena of a backing, or makes one. One that holds data stays as it is, whatever the options say now; an
-/// empty one of another shape is made anew.
+/// Returns the arena of a backing, or makes one.
+///
+/// An arena that holds data keeps its shape, even if the options differ. An empty arena of another shape is replaced.
+/// `notice` is called with a message for each thing that the user should know.
 pub(crate) fn find(
     target: &Target<'_>,
     identity: &Identity,
@@ -151,7 +161,7 @@ pub(crate) fn find(
     Ok(Found::used(arena, stored, damaged))
 }
 
-/// Removes an arena that holds nothing, to make one of another size.
+/// Removes an arena that holds nothing, so that one of another shape can be made.
 fn remove_empty(arena: Arena) -> Result<(), AttachError> {
     let path = arena.path().to_owned();
     let spill = arena.spill_file().map(|file| file.path().to_owned());
@@ -169,7 +179,8 @@ fn text(path: &[u8]) -> std::ffi::OsString {
     std::os::unix::ffi::OsStringExt::from_vec(path.to_vec())
 }
 
-/// A truncation that was journaled and perhaps not done, with no piece left that tells of it.
+/// Returns whether the journal has damage, or a truncation that may not be done yet. No piece needs to be left for
+/// that.
 fn journal_has_work(arena: &Arena) -> bool {
     let replay = firn_arena::journal::replay(&arena.journal_region());
     !replay.damage.is_empty()

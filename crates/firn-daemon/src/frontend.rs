@@ -1,4 +1,6 @@
-//! What programs see of a mount: a FUSE session, or a stub tree.
+//! The frontend of a mount, through which programs use it: a FUSE session, or a stub tree.
+//!
+//! A stub tree is a directory of empty files on tmpfs. The preload library serves the programs that use it.
 
 use std::io;
 use std::path::Path;
@@ -23,37 +25,37 @@ use crate::mount_users::Mounts;
 use crate::runtime_files::waiting_tree;
 use crate::store::Store;
 
-/// How long descriptors of processes that ended may still be known.
+/// Time in which descriptors of ended processes may still count as open.
 const RELEASE_PATIENCE: Duration = Duration::from_secs(2);
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// How programs come in.
+/// How programs use the mount.
 pub(crate) enum Frontend {
     Mount(Arc<Session>),
     Tree(Arc<Stubs>),
 }
 
-/// A stub tree and what is written down of it.
+/// A stub tree, and the files in the runtime directory that describe it.
 pub(crate) struct Stubs {
     pub(crate) tree: Arc<Tree<Store>>,
     files: RuntimeFiles,
     events: Sender<Event>,
 }
 
-/// What becomes of a stub tree when its firnd ends.
+/// What happens to a stub tree at the end of its firnd.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum TreeEnd {
-    /// Its names are carried over to the backing; it stays, because what it tells of is still held.
+    /// Its names are created in the backing. The tree stays, because the arena still holds data of its files.
     Keep,
-    /// Its names are carried over, and it is removed.
+    /// Its names are created in the backing, and the tree is removed.
     Remove,
-    /// The tree is removed as it is; names that are not in the backing are dropped.
+    /// The tree is removed at once; names that are not in the backing are lost.
     Discard,
 }
 
 impl Stubs {
-    /// Begins a tree at `prefix`, or goes on with that of an earlier firnd. Programs do not find it before
-    /// [`Stubs::publish`].
+    /// Begins a tree at `prefix`, or continues the tree of an earlier firnd. Programs do not find it before
+    /// [`Stubs::publish`]. After a failure, a tmpfs that was mounted here is unmounted.
     pub(crate) fn begin(
         engine: Arc<Engine<Store>>,
         backing: &Path,
@@ -84,7 +86,8 @@ impl Stubs {
         }
     }
 
-    /// Tells the preload library and `firn` of the tree. `shares_files`: other hosts use them, too.
+    /// Writes the file by which the preload library and `firn` find the tree. `shares_files` says that other hosts use
+    /// the same files.
     pub(crate) fn publish(
         &self,
         shares_files: bool,
@@ -122,7 +125,8 @@ impl Stubs {
             .map_err(AttachError::io("write down where the stub tree is"))
     }
 
-    /// The last step, when nothing more comes.
+    /// Ends the tree. This is the last step, when no request comes any more. If a name cannot be created, the tree
+    /// stays for the next mount.
     pub(crate) fn end(&self, end: TreeEnd) {
         if end != TreeEnd::Discard
             && let Err(error) = self.tree.reconcile()
@@ -133,6 +137,7 @@ impl Stubs {
         }
     }
 
+    /// Removes the tree and the files that describe it.
     fn remove(&self) {
         let root = self.tree.root().to_owned();
         if let Err(error) = self.tree.remove() {
@@ -142,17 +147,18 @@ impl Stubs {
     }
 }
 
-/// Removes what leads to the tree.
+/// Removes the file that describes a tree, and unmounts the tmpfs if firnd has mounted it.
 fn forget_place(root: &Path, files: &RuntimeFiles) {
     let _ = std::fs::remove_file(&files.stub);
-    // Where the user's own tmpfs has its root here, it is only emptied: unmounting is refused while
-    // programs use it, so the lazy way.
+    // A tmpfs that the user has mounted here stays. The unmount is lazy, because an unmount fails while programs use
+    // the directory.
     if is_made_by_firnd(root) {
         let _ = unmount(root, UnmountFlags::DETACH);
     }
 }
 
-/// Removes the stub tree that a killed firnd left, with the names in it, if there is one. The backing is not asked.
+/// Removes the stub tree of a killed firnd, if there is one, with names that are not in the backing. The backing is not
+/// used.
 pub(crate) fn discard_tree(files: &RuntimeFiles) -> Result<(), AttachError> {
     let Some(root) = waiting_tree(files)? else {
         return Ok(());
@@ -163,7 +169,7 @@ pub(crate) fn discard_tree(files: &RuntimeFiles) -> Result<(), AttachError> {
     Ok(())
 }
 
-/// Whether the mount at a path was made by firnd.
+/// Returns whether firnd has mounted the file system at a path.
 fn is_made_by_firnd(root: &Path) -> bool {
     let text = std::fs::read("/proc/self/mountinfo").unwrap_or_default();
     let entries = mountinfo::parse(&text);
@@ -172,7 +178,7 @@ fn is_made_by_firnd(root: &Path) -> bool {
 }
 
 impl Frontend {
-    /// What brings the names of a stub tree into the backing, for a caller that may wait for that.
+    /// Returns a function that creates the names of a stub tree in the backing. It may wait for the backing.
     pub(crate) fn names(&self) -> impl FnOnce() -> Result<(), Errno> + Send + 'static {
         let tree = match self {
             Self::Mount(_) => None,
@@ -181,7 +187,7 @@ impl Frontend {
         move || tree.map_or(Ok(()), |tree| tree.reconcile())
     }
 
-    /// Mounts of the file system, in all namespaces; None for a stub tree, and where they are unknown.
+    /// Returns the mounts of the file system in all namespaces; `None` for a stub tree, or if they cannot be read.
     pub(crate) fn mounts(&self) -> Option<Mounts> {
         match self {
             Self::Mount(session) => Some(Mounts::of(session.device()?, session.mount_point())),
@@ -189,12 +195,13 @@ impl Frontend {
         }
     }
 
-    /// Takes it away; EBUSY where programs use it.
+    /// Unmounts; fails with EBUSY if programs use the mount, unless `lazy` is set.
     pub(crate) fn unmount(&self, lazy: bool) -> io::Result<()> {
         match self {
             Self::Mount(session) => session.unmount(lazy),
             Self::Tree(stubs) => {
-                // The kernel closes what a process had before its end is reported, firnd soon after.
+                // The kernel closes the files of a process before its end is reported, and firnd hears of that soon
+                // after.
                 let deadline = Instant::now() + RELEASE_PATIENCE;
                 while !lazy && stubs.tree.open_count() > 0 && Instant::now() < deadline {
                     std::thread::sleep(PAUSE);
@@ -209,7 +216,7 @@ impl Frontend {
         }
     }
 
-    /// Ends it for the programs that use it.
+    /// Aborts the connection, so that programs lose the mount. For a stub tree this does nothing.
     pub(crate) fn abort(&self) -> io::Result<()> {
         match self {
             Self::Mount(session) => session.abort(),

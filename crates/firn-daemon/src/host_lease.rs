@@ -1,11 +1,15 @@
-//! The lease of this host on a backing, `.firn/host-NAME/lease`: one file and one thread for all that the host shares with
-//! others there (transactions, tokens, lanes, logs). The file `terms` beside it says how the host mounts ([`crate::peers`]).
+//! The lease of this host on a backing, `.firn/host-NAME/lease`: a lock and a record that show other hosts that this
+//! one is alive.
+//!
+//! One file and one thread serve all uses that the host shares with others there (transactions, tokens, lanes, logs). A
+//! *beat* is one renewal of the record by that thread. The file `terms` beside it says how the host mounts
+//! ([`crate::peers`]).
 //!
 //! Promises
-//! * While a [`HostLease`] has been taken, no other firnd and no `firn recover --host` works in the name of this host, on
-//!   any host that the file system's locks reach. Whether they reach the others is looked at when it is taken.
-//! * Others see what the host uses the backing for before it begins with that.
-//! * A thread of its own shows that this host lives, so that a backing that hangs holds up nothing else.
+//! * While a [`HostLease`] is taken, no other firnd and no `firn recover --host` acts in the name of this host, on any
+//!   host that the file system's locks reach. Each use of the lease checks whether they reach the other hosts.
+//! * Other hosts see each use of the backing before it begins.
+//! * The beats have a thread of their own, so a backing that hangs delays nothing else.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -27,16 +31,18 @@ use parking_lot::Mutex;
 use crate::error::AttachError;
 
 const PAUSE: Duration = Duration::from_millis(50);
-/// How long a process of the same name that ends is waited for.
+/// Timeout for a process of the same host name that is ending.
 const DYING: Duration = crate::lock::DYING;
-/// How long the end of a mount waits until the lease is given back. Else the next holder waits.
+/// Timeout at the end of a mount for the release of the lease. If it passes, the next holder must wait for the lease to
+/// expire.
 const RELEASE_PATIENCE: Duration = Duration::from_secs(2);
 
-/// Whether hosts believe each other's beats where locks do not reach.
+/// Returns whether this use accepts another host's beats as a sign of life where locks do not reach that host.
 fn believes_beats(purpose: LeaseUse) -> bool {
     matches!(purpose, LeaseUse::Logs | LeaseUse::Lanes)
 }
 
+/// Returns the error for locks that do not reach other hosts.
 fn no_reach(purpose: LeaseUse, backing: &Path, reason: &ReachError) -> AttachError {
     let backing = backing.into();
     let reason = reason.to_string();
@@ -47,7 +53,7 @@ fn no_reach(purpose: LeaseUse, backing: &Path, reason: &ReachError) -> AttachErr
     }
 }
 
-/// Consequence of a lost lease for this use of it.
+/// Returns what a lost lease means for this use, for the log.
 fn consequence(purpose: LeaseUse) -> &'static str {
     match purpose {
         LeaseUse::Transactions => "its transactions are refused",
@@ -57,6 +63,7 @@ fn consequence(purpose: LeaseUse) -> &'static str {
     }
 }
 
+/// Opens the backing directory, below all layers.
 pub(crate) fn open_backing(backing: &Path) -> Result<DirBacking, AttachError> {
     DirBacking::open(backing).map_err(|source| AttachError::BackingUnusable {
         path: backing.into(),
@@ -64,15 +71,16 @@ pub(crate) fn open_backing(backing: &Path) -> Result<DirBacking, AttachError> {
     })
 }
 
+/// Returns a function that converts an error about Firn's own files and adds the path of the backing.
 pub(crate) fn own_error(backing: &Path) -> impl Fn(OwnError) -> AttachError {
     let in_backing = AttachError::in_backing(backing);
     move |error| in_backing(StoreError::from(error).into())
 }
 
-/// Says how a mount is.
+/// A callback that returns what a beat says of this mount.
 type Reporter = Arc<dyn Fn() -> HostReport + Send + Sync>;
 
-/// State of the lease that the beating thread reports.
+/// What the thread of the beats shares with the mount: whether the lease is lost, and the callback for reports.
 #[derive(Default)]
 pub(crate) struct LeaseState {
     lost: OnceLock<String>,
@@ -80,18 +88,19 @@ pub(crate) struct LeaseState {
 }
 
 impl LeaseState {
-    /// Why this host has its lease no more: others may act in its name.
+    /// Returns why this host has lost its lease, if it has. Another process may act in its name then.
     pub(crate) fn lost(&self) -> Option<&str> {
         self.lost.get().map(String::as_str)
     }
 
-    /// From now on each beat has what this says. It must not wait for the backing.
+    /// Sets the callback for the report of each later beat. The callback must not wait for the backing.
     pub(crate) fn report_by(&self, reporter: impl Fn() -> HostReport + Send + Sync + 'static) {
         let before = self.reporter.lock().replace(Arc::new(reporter));
-        // Without the lock: it may be the last to know the engine.
+        // The old callback is dropped without the lock, because it may hold the last reference to the engine.
         drop(before);
     }
 
+    /// Returns the report for a beat, shortened to fit; `None` before a callback is set.
     fn report(&self) -> Option<Report> {
         let reporter = self.reporter.lock().clone()?;
         let fits = |report: &HostReport| {
@@ -108,36 +117,36 @@ impl fmt::Debug for LeaseState {
     }
 }
 
-/// The lease of this host on one backing: taken when it is used first, and given back when it is dropped.
+/// The lease of this host on one backing. The first use takes it, and the drop releases it.
 #[derive(Debug)]
 pub(crate) struct HostLease {
     backing: PathBuf,
     held: Option<Held>,
 }
 
-/// What a host that is gone left.
+/// What a dead host has left in a backing.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Estate {
-    /// It may have transactions in the backing.
+    /// The host may have transactions in the backing.
     pub(crate) has_transactions: bool,
-    /// Bytes that it held in memory at its last beat.
+    /// Bytes that the host held in memory at its last beat.
     pub(crate) held_bytes: u64,
 }
 
-/// A lease that was taken.
+/// A lease that is taken.
 #[derive(Debug)]
 struct Held {
     me: Holder,
     uses: BTreeSet<LeaseUse>,
-    /// How far locks reach, once that was looked at.
+    /// Whether locks reach other hosts; `None` until this is checked.
     reach: Option<Result<(), ReachError>>,
     state: Arc<LeaseState>,
-    /// Dropped, it ends the thread.
+    /// The drop of the sender ends the thread.
     requests: Option<Sender<UseRequest>>,
     released: Receiver<()>,
 }
 
-/// A use that is to be in the lease, with what the host says of how it mounts.
+/// A request to the thread to add a use to the lease, with the terms of the mount.
 struct UseRequest {
     purpose: LeaseUse,
     terms: Terms,
@@ -145,7 +154,7 @@ struct UseRequest {
 }
 
 impl HostLease {
-    /// The lease on a backing (canonical), which is not taken yet.
+    /// Returns the lease on a backing (a canonical path). It is not taken yet.
     pub(crate) fn on(backing: &Path) -> Self {
         Self {
             backing: backing.into(),
@@ -153,8 +162,11 @@ impl HostLease {
         }
     }
 
-    /// Uses the backing for something that it shares with other hosts, which see it from now on, and looks whether
-    /// locks keep them out. Takes the lease of `host` first, if need be.
+    /// Begins a use of the backing that is shared with other hosts, and takes the lease of `host` if it is not taken
+    /// yet.
+    ///
+    /// Other hosts see the use when this returns. Fails if another process has the lease, or if locks do not reach
+    /// other hosts and this use needs that. A lease that this call took is released after a failure.
     pub(crate) fn use_for(
         &mut self,
         purpose: LeaseUse,
@@ -185,7 +197,8 @@ impl HostLease {
         };
         let held = self.held.insert(held);
         debug_assert_eq!(held.me.host, host, "a process acts in the name of one host");
-        // Before this host looks at what the others say: of two that come at once one sees the other.
+        // The use is published before this host reads what others have published. So of two hosts that mount at once,
+        // at least one sees the other.
         held.add_use(purpose, terms, &self.backing)?;
         match held.find_reach(&self.backing)? {
             Ok(()) => Ok(()),
@@ -195,8 +208,8 @@ impl HostLease {
         }
     }
 
-    /// Takes the lease of a host that is gone, to end what it began; none: it has no lease, or gave it back and has no
-    /// transactions.
+    /// Takes the lease of a dead host, to finish what it began. `None`: it has no lease, or it has released its lease
+    /// and has no transactions.
     pub(crate) fn take_over(&mut self, host: &str) -> Result<Option<Estate>, AttachError> {
         let base = open_backing(&self.backing)?;
         let refused = own_error(&self.backing);
@@ -227,26 +240,26 @@ impl HostLease {
         }))
     }
 
-    /// What becomes of the lease, where transactions depend on it.
+    /// Returns the state of the lease if transactions depend on it.
     pub(crate) fn state_of_transactions(&self) -> Option<Arc<LeaseState>> {
         let held = self.held.as_ref()?;
         let is_needed = held.uses.contains(&LeaseUse::Transactions);
         is_needed.then(|| Arc::clone(&held.state))
     }
 
-    /// What becomes of the lease, and what its beats say; none: it was not taken.
+    /// Returns the state of the lease; `None` if it is not taken.
     pub(crate) fn state(&self) -> Option<Arc<LeaseState>> {
         self.held.as_ref().map(|held| Arc::clone(&held.state))
     }
 
-    /// Gives the lease back: nothing works in the name of this host any more.
+    /// Releases the lease: nothing acts in the name of this host any more.
     pub(crate) fn release(&mut self) {
         self.held = None;
     }
 }
 
 impl Held {
-    /// Takes the lease in `dir`, and begins to beat.
+    /// Takes the lease in `dir` and starts the thread of the beats.
     fn take(
         base: DirBacking,
         dir: <DirBacking as Volume>::Inode,
@@ -278,7 +291,7 @@ impl Held {
         })
     }
 
-    /// Has the thread say that the backing is used for this, too, and how the host mounts.
+    /// Asks the thread to add a use and the terms of the mount to the lease, and waits for that.
     fn add_use(
         &mut self,
         purpose: LeaseUse,
@@ -305,7 +318,7 @@ impl Held {
                 let dir = host_dir_name(&self.me.host);
                 Err(own_error(backing)(error.below(&dir).below(TOP)))
             }
-            // The thread has ended: another process has the lease.
+            // The thread has ended, because another process has the lease.
             Some(Err(_)) | None => Err(AttachError::HostHeld {
                 host: self.me.host.clone(),
                 backing: backing.into(),
@@ -313,6 +326,7 @@ impl Held {
         }
     }
 
+    /// Returns whether locks reach other hosts. The first call checks it, the next ones repeat the answer.
     fn find_reach(&mut self, backing: &Path) -> Result<&Result<(), ReachError>, AttachError> {
         let reach = match self.reach.take() {
             Some(reach) => reach,
@@ -329,6 +343,7 @@ impl Drop for Held {
     }
 }
 
+/// Renews the lease and adds uses to it until the mount ends or the lease is lost; then it releases the lease.
 fn beat_until_stopped(
     base: &DirBacking,
     dir: &<DirBacking as Volume>::Inode,
@@ -342,7 +357,7 @@ fn beat_until_stopped(
             Err(RecvTimeoutError::Timeout) => lease.beat(base, state.report()),
             Ok(request) => {
                 let added = add_use(base, dir, &mut lease, &request);
-                // The requesting thread waits for it.
+                // The requesting thread waits for this message.
                 let _ = request.done.send(added.clone());
                 added
             }
@@ -375,14 +390,14 @@ fn add_use(
     publish_terms(base, dir, lease, &request.terms).map_err(LeaseError::from)
 }
 
-/// A lease of a mount of this kernel that ended without a word.
+/// The lease of a mount of this boot that ended without releasing it.
 struct DeadLease {
     host: String,
     dir: <DirBacking as Volume>::Inode,
     purpose: LeaseUse,
 }
 
-/// The leases of mounts that died and had this arena.
+/// Returns the unreleased leases of dead mounts that had this arena.
 fn find_leases_of_arena(
     base: &DirBacking,
     backing: &Path,
@@ -409,27 +424,30 @@ fn find_leases_of_arena(
     Ok(found)
 }
 
-/// Whether the mount that had an arena, and died, shared its backing with other hosts.
+/// Returns whether the dead mount that had an arena shared its backing with other hosts.
 pub(crate) fn was_shared(backing: &Path, arena: &Path) -> Result<bool, AttachError> {
     let base = open_backing(backing)?;
     Ok(!find_leases_of_arena(&base, backing, arena)?.is_empty())
 }
 
-/// Gives back the leases of mounts that died and had this arena, which is gone: what they held is in the backing.
+/// Releases the leases of dead mounts that had this arena. Call this after the arena is removed, when its data is in
+/// the backing.
 pub(crate) fn release_of_arena(backing: &Path, arena: &Path) -> Result<(), AttachError> {
     let base = open_backing(backing)?;
     for dead in find_leases_of_arena(&base, backing, arena)? {
         let me = this_process(&dead.host)?;
         if let Ok(lease) = Lease::take(&base, &dead.dir, dead.purpose, &me, &mut |_| ()) {
-            // What it shared is not shared any more; what it keeps there is looked for by itself.
+            // The released lease names no uses. Logs and transactions that remain in the backing are found without it.
             let _ = lease.release(&base, None);
         }
     }
     Ok(())
 }
 
-/// Gives back the lease that this host had before it was started again; the bytes that it held then, which are gone with its
-/// memory. None: there is no such lease. To be called where there is no arena.
+/// Releases the lease that this host had before its last boot. Returns the bytes that it held then, which are lost with
+/// the memory; `None` if there is no such lease.
+///
+/// Call this only if there is no arena.
 pub(crate) fn release_of_last_boot(
     backing: &Path,
     host: &str,
@@ -445,7 +463,7 @@ pub(crate) fn release_of_last_boot(
     };
     let me = this_process(host)?;
     let is_of_last_boot = beat.holder().is_some_and(|holder| holder.boot != me.boot);
-    // Another user of this host may have had it.
+    // A mount of another user of this host may have had the lease; its arena has another path.
     let is_ours = |report: &HostReport| report.arena.as_path() == arena;
     let Some(report) = report_in(&beat).filter(is_ours) else {
         return Ok(None);
@@ -456,17 +474,17 @@ pub(crate) fn release_of_last_boot(
     };
     let lease = match Lease::take(&base, &dir, purpose, &me, &mut std::thread::sleep) {
         Ok(lease) => lease,
-        // Another host has this name.
+        // Another host has the same name.
         Err(LeaseError::Held { .. } | LeaseError::Unreached { .. }) => return Ok(None),
         Err(LeaseError::Own(error)) => return Err(refused(error)),
         Err(_) => return Ok(None),
     };
-    // What others saw of it stays seen: its logs and transactions are in the backing.
+    // Logs and transactions that other hosts have seen stay in the backing.
     let _ = lease.release(&base, None);
     Ok(Some(report.held_bytes))
 }
 
-/// What a host said of itself with a beat; none: nothing, or what this version does not read.
+/// Returns the report in a beat; `None` if there is none, or if this version cannot read it.
 fn report_in(beat: &Beat) -> Option<HostReport> {
     beat.report()
         .and_then(|report| serde_json::from_value(report).ok())
@@ -476,7 +494,7 @@ fn this_process(host: &str) -> Result<Holder, AttachError> {
     Holder::this_process(host).map_err(AttachError::io("read the boot id of this host"))
 }
 
-/// Takes a lease, and waits for a process of this name that ends.
+/// Takes a lease; waits up to [`DYING`] for a process of the same name that is ending.
 fn take_patiently(
     base: &DirBacking,
     dir: &<DirBacking as Volume>::Inode,
@@ -512,16 +530,16 @@ fn take_patiently(
     }
 }
 
-/// Looks which hosts live that use a backing for one thing.
+/// Answers which hosts that use a backing for one purpose are alive.
 pub(crate) struct LivingHosts {
     base: DirBacking,
     watch: HostWatch,
-    /// This one.
+    /// The name of this host.
     host: String,
 }
 
 impl LivingHosts {
-    /// Of the hosts over `backing`; `host` is this one.
+    /// Returns the watch over the hosts of `backing`; `host` is this host.
     pub(crate) fn over(backing: &Path, purpose: LeaseUse, host: &str) -> Result<Self, AttachError> {
         Ok(Self {
             base: open_backing(backing)?,
@@ -530,12 +548,12 @@ impl LivingHosts {
         })
     }
 
-    /// The other ones that live.
+    /// Returns the other hosts that are alive.
     pub(crate) fn others_living(&self) -> Result<Vec<String>, Errno> {
         Ok(self.watch.others_living(&self.base, &self.host)?)
     }
 
-    /// Whether a firnd serves this host, as far as can be seen from here.
+    /// Returns whether a host is alive, as far as its lease shows that here.
     pub(crate) fn is_living(&self, host: &str) -> Result<bool, Errno> {
         Ok(self.watch.is_living(&self.base, host)?)
     }

@@ -1,10 +1,10 @@
-//! The name of this host, by which the others know it.
+//! The name of this host, under which other hosts know it.
 
 use firn_config::{Kind, Options};
 
 use crate::error::AttachError;
 
-/// What people and collectors of metrics are told: the same, whatever characters are in it.
+/// Returns the host name for people and for metrics. Unlike [`host_name`], it never fails: invalid characters are kept.
 pub(crate) fn shown_host_name(options: &Options) -> String {
     host_name(options).unwrap_or_else(|_| {
         let names = rustix::system::uname();
@@ -12,7 +12,8 @@ pub(crate) fn shown_host_name(options: &Options) -> String {
     })
 }
 
-/// What this host is called among others: as the option says, or like the host.
+/// Returns the name of this host among other hosts: the option `host`, or the system's host name. Fails if that name is
+/// invalid.
 pub(crate) fn host_name(options: &Options) -> Result<String, AttachError> {
     if let Some(host) = &options.host {
         return Ok(host.clone());

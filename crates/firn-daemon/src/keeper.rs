@@ -1,4 +1,4 @@
-//! The keeper: a small process that keeps what a mount needs beyond the death of its firnd, and starts another one.
+//! The keeper: a small process that holds the descriptors of a mount when its firnd dies, and starts another firnd.
 //!
 //! ```text
 //!  firn mount ──starts──► firn-keeper ──starts──► firnd
@@ -8,17 +8,18 @@
 //! ```
 //!
 //! Promises
-//! * It has no thread beside the first, asks no backing, and reads nothing but its socket: there is nothing that could end it
-//!   but a signal. firnd starts another keeper then, and gives it the same descriptors.
-//! * firnd is started again only once the kernel says that all of it has ended: its locks and its arena are free.
-//! * Where no firnd comes to serve, the connection is aborted: programs get what they get from a mount whose firnd died
-//!   without a keeper.
+//! * The keeper has one thread, calls no backing, and reads only its socket, so only a signal can end it. firnd then
+//!   starts another keeper and gives it the same descriptors.
+//! * firnd is started again only after the kernel reports its complete end: its locks and its arena are free.
+//! * If no firnd can serve the mount, the connection is aborted. Programs then get the errors of a mount whose firnd
+//!   died without a keeper.
 //!
-//! A firnd that dies without the word *ending* is started again: at once if it had served, and after a while that doubles
-//! if it died before it served or right after. Five such deaths in a minute end the mount.
+//! Restarts: a firnd that dies without the message *ending* is started again. If it had served, that happens at once.
+//! If it died before or just after it began to serve, a pause comes first, which doubles each time. Five such deaths in
+//! a minute end the mount.
 //!
-//! An upgrade is the death of a firnd that has given another program first. That program is tried once: where it does not
-//! come to serve, for whatever reason, the one that served last is started as if nothing had been.
+//! Upgrades: a firnd that is upgraded gives the keeper another program and dies. The keeper tries that program once. If
+//! the program does not begin to serve, the keeper starts the program that served last.
 
 mod link;
 mod message;
@@ -45,76 +46,76 @@ pub(crate) use message::uptime;
 use message::{Kept, Label, LastUpgrade, Message, Socket, Tag};
 use watchdog::{Due, Watchdog};
 
-/// The name under which the binary is a keeper.
+/// The name (argument 0) under which the binary is a keeper.
 pub const KEEPER_NAME: &str = "firn-keeper";
-/// The argument that says that another keeper had this place, and that its firnd is at the other end of stdin.
+/// The argument of a keeper that replaces a dead one. Its stdin is a socket to the firnd that started it.
 pub(crate) const REPLACES: &str = "replaces";
-/// The argument that says that the process which starts the keeper ends the mount.
+/// The argument of a keeper whose mount is ended by the process that starts the keeper.
 pub(crate) const ENDS_WITH_PARENT: &str = "ends-with-parent";
-/// The argument of a firnd that has a keeper at the other end of its stdin.
+/// The argument of a firnd whose stdin is a socket to its keeper.
 pub(crate) const KEPT: &str = "kept";
 
-/// A firnd that served for so long was taken over well: what ended it is no fault of the takeover.
+/// A firnd that has served for this time has taken the mount over well; its death is not counted as a failure.
 const SERVED_WELL: Duration = Duration::from_millis(250);
-/// Before the second try in a row; it doubles with each further one.
+/// Pause before the second start in a row; each further pause is twice as long.
 const FIRST_DELAY: Duration = Duration::from_millis(100);
 const DELAY_MAX: Duration = Duration::from_secs(5);
-/// Deaths of a firnd that did not come to serve well …
+/// Failures after which the mount is given up ...
 const FAILURES_MAX: usize = 5;
-/// … in this time.
+/// ... if they happen in this time.
 const FAILURES_WITHIN: Duration = Duration::from_secs(60);
-/// The program of an upgrade that does not serve by then is killed: programs wait meanwhile.
+/// Timeout for the program of an upgrade to serve. Programs of the mount wait meanwhile.
 const TRIAL_MAX: Duration = Duration::from_secs(60);
 
-/// What the keeper has of a mount.
+/// What the keeper knows of its mount.
 struct Keeper {
     kept: Vec<Kept>,
     socket: Socket,
-    /// Of the firnd that is there now.
+    /// Pidfd of the current firnd.
     firnd: OwnedFd,
-    /// Its process number, where it is a child of this process.
+    /// Process number of that firnd, if it is a child of this process.
     child: Option<Pid>,
     state: State,
     failures: Vec<Instant>,
-    /// Failures since a firnd last served well.
+    /// Number of failures since a firnd last served well.
     failures_in_a_row: u32,
     upgrade: LastUpgrade,
-    /// Of the firnd that serves, if it is watched.
+    /// The watchdog of the firnd that serves, if there is one.
     watchdog: Option<Watchdog>,
 }
 
-/// How far a firnd is.
+/// What the current firnd does.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum State {
-    /// It does not serve yet.
+    /// The firnd does not serve yet.
     Starts { is_first: bool },
-    /// It is the first one of an upgrade, and does not serve yet. It is killed at this time.
+    /// The firnd is the first one of an upgrade and does not serve yet. It is killed at this time.
     IsTried { until: Instant },
-    /// Programs see the mount, since then.
+    /// The firnd has served since this time.
     Serves(Instant),
-    /// It ends the mount, or cannot go on with it.
+    /// The firnd ends the mount, or cannot take it over.
     Ends,
 }
 
-/// What to do about a firnd that ended.
+/// What the keeper does after the end of a firnd.
 enum Next {
-    /// Nothing is left to keep.
+    /// End, because nothing is left to keep.
     End,
-    /// Start another one.
+    /// Start another firnd.
     Start,
-    /// Give the mount up.
+    /// Abort the connection of the mount and end.
     GiveUp,
 }
 
-/// The main function of the keeper.
+/// The main function of the keeper. Returns after the end of the mount.
 pub fn keeper_main() -> ExitCode {
     let _ = rustix::thread::set_name(c"firn-keeper");
     let _ = rustix::process::setsid();
-    // Files without a name may be many.
+    // The keeper may hold many open files without a name.
     let _ = firn_backing::raise_descriptor_limit();
-    // They are for firnd, which drains and ends; the keeper goes with it.
+    // These signals are meant for firnd, which drains and ends. The keeper ends after it.
     for signal in [SIGTERM, SIGINT, SIGHUP] {
-        // A handler and not SIG_IGN, which firnd would inherit.
+        // SIG_IGN would be inherited by firnd; a handler is not.
         let _ = signal_hook::flag::register(signal, Arc::new(AtomicBool::new(false)));
     }
     let mut arguments = std::env::args_os().skip(1);
@@ -138,7 +139,7 @@ pub fn keeper_main() -> ExitCode {
 }
 
 impl Keeper {
-    /// Begins a mount: stdin is the request, stdout the pipe to `firn mount`.
+    /// Begins a mount: stdin is the request, and stdout is the pipe to `firn mount`.
     fn begin(ends_with_parent: bool) -> io::Result<Self> {
         let request = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3)?;
         let mut kept = vec![Kept {
@@ -153,7 +154,7 @@ impl Keeper {
         }
         let gifts = kept.iter().map(Gift::of).collect();
         let started = start_firnd(gifts, None)?;
-        // With the pipe open here `firn mount` would not see that firnd ended.
+        // An open pipe in this process would hide the end of firnd from `firn mount`.
         forget_stdio()?;
         Ok(Self {
             kept,
@@ -168,7 +169,7 @@ impl Keeper {
         })
     }
 
-    /// Takes the place of a keeper that died: stdin is a socket to the firnd that started this process.
+    /// Replaces a dead keeper: receives all descriptors from the firnd that started this process.
     fn replace() -> io::Result<Self> {
         let socket = Socket::new(rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3)?);
         forget_stdio()?;
@@ -196,6 +197,7 @@ impl Keeper {
         })
     }
 
+    /// Waits for each end of firnd and acts on it, until the mount has ended or is given up.
     fn run(mut self) {
         loop {
             self.wait_for_the_end();
@@ -210,7 +212,8 @@ impl Keeper {
         }
     }
 
-    /// Starts another firnd. Where that fails it is as if it had ended at once.
+    /// Starts another firnd. After a failed start, the next round sees the end of the old firnd again and counts a
+    /// failure.
     fn start_next(&mut self, died: Duration) {
         let is_tried = self.has(Tag::NextProgram);
         self.state = if is_tried {
@@ -236,7 +239,8 @@ impl Keeper {
         }
     }
 
-    /// What the next firnd gets. One that is tried gets what the upgrade gave in place of what served before.
+    /// Returns the descriptors for the next firnd. A program that is tried gets the request and program of the upgrade
+    /// instead of the old ones.
     fn choose_gifts(&self, is_tried: bool) -> Vec<Gift<'_>> {
         let choose = |kept| {
             let gift = Gift::of(kept);
@@ -250,7 +254,7 @@ impl Keeper {
         self.kept.iter().filter_map(choose).collect()
     }
 
-    /// Takes what firnd says, until all of it has ended.
+    /// Handles the messages of firnd until all of it has ended.
     fn wait_for_the_end(&mut self) {
         let mut talks = true;
         loop {
@@ -262,7 +266,7 @@ impl Keeper {
             let count = if talks { 2 } else { 1 };
             let _ = poll(&mut both[..count], self.time_left().as_ref());
             let has_ended = !both[0].revents().is_empty();
-            // What it said before it ended counts.
+            // Messages that firnd sent before its end still count.
             while talks && self.socket.has_message() {
                 match self.socket.receive() {
                     Ok(Some(message)) => self.take(message),
@@ -280,6 +284,7 @@ impl Keeper {
         }
     }
 
+    /// Handles one message of firnd.
     fn take(&mut self, message: Message) {
         match message {
             Message::Keep(given) => self.keep(given),
@@ -290,7 +295,8 @@ impl Keeper {
                 }
                 self.state = State::Serves(Instant::now());
             }
-            // What a program that is tried cannot go on with, the one before it can.
+            // A program that is tried cannot take the mount over, but the program before it can, so the mount does not
+            // end.
             Message::Ending if matches!(self.state, State::IsTried { .. }) => {}
             Message::Ending => self.state = State::Ends,
             Message::Watch(limit) => self.watchdog = Watchdog::begin(limit, Instant::now()),
@@ -303,7 +309,7 @@ impl Keeper {
         }
     }
 
-    /// Keeps what the upgrade gave in place of what served before, or drops it.
+    /// Replaces the program and request by those of the upgrade if it succeeded; otherwise drops those of the upgrade.
     fn settle_upgrade(&mut self, upgrade: LastUpgrade) {
         self.upgrade = upgrade;
         for (next, tag) in [
@@ -321,13 +327,13 @@ impl Keeper {
         }
     }
 
-    /// Keeps a descriptor in place of the one that has its label.
+    /// Keeps a descriptor, and drops the one with the same label.
     fn keep(&mut self, given: Kept) {
         self.kept.retain(|kept| kept.label != given.label);
         self.kept.push(given);
     }
 
-    /// Until firnd is to be asked, or is late.
+    /// Returns the time until firnd is to be pinged or killed; `None` if neither is planned.
     fn time_left(&self) -> Option<Timespec> {
         let now = Instant::now();
         let left = match (self.state, &self.watchdog) {
@@ -341,7 +347,7 @@ impl Keeper {
         Timespec::try_from(left).ok()
     }
 
-    /// Asks a firnd that is watched, and kills one that is late.
+    /// Pings a firnd that is watched, and kills one whose time has passed.
     fn end_late_firnd(&mut self) {
         let now = Instant::now();
         let is_late = match (self.state, &mut self.watchdog) {
@@ -354,7 +360,7 @@ impl Keeper {
                     false
                 }
                 Due::Late => {
-                    // It is killed once more if it has not ended by then: a call that hangs may hold it.
+                    // The time begins again: a firnd that a hanging call keeps alive is killed once more.
                     watchdog.note_answer(now);
                     true
                 }
@@ -373,6 +379,7 @@ impl Keeper {
         }
     }
 
+    /// Decides what comes after the end of a firnd.
     fn judge_end(&mut self) -> Next {
         match self.state {
             State::Starts { is_first: true } => return Next::End,
@@ -401,6 +408,7 @@ impl Keeper {
         self.failures_in_a_row += 1;
     }
 
+    /// Returns the pause before the next start.
     fn delay(&self) -> Duration {
         match self.failures_in_a_row {
             0 => Duration::ZERO,
@@ -412,7 +420,7 @@ impl Keeper {
         self.kept.iter().any(|kept| kept.label.tag == tag)
     }
 
-    /// Programs are told that no firnd serves the mount any more. A mount that ended has nothing to abort.
+    /// Aborts the connection, so that calls of programs fail. If the mount has ended, there is nothing to abort.
     fn give_up(&self) {
         let control = self.kept.iter().find(|kept| kept.label.tag == Tag::Control);
         if let Some(control) = control {
@@ -421,7 +429,7 @@ impl Keeper {
     }
 }
 
-/// A firnd that was started.
+/// A firnd that was started: its socket, its pidfd and its process number.
 struct Started {
     socket: Socket,
     firnd: OwnedFd,
@@ -429,6 +437,7 @@ struct Started {
 }
 
 impl Started {
+    /// Sends the descriptors to firnd, and then what it needs to know of the firnd before it.
     fn give(&self, gifts: &[Gift<'_>], again: Option<Again>) -> io::Result<()> {
         for gift in gifts {
             self.socket.send(gift.label, gift.descriptor)?;
@@ -440,17 +449,17 @@ impl Started {
     }
 }
 
-/// What a firnd that is not the first one is told.
+/// What a firnd that is not the first one learns of the firnd before it.
 #[derive(Clone, Copy)]
 struct Again {
-    /// When the end of the one before it was seen, since the host started.
+    /// When the end of the earlier firnd was seen, as time since the boot.
     died: Duration,
     upgrade: LastUpgrade,
-    /// It is the first one of an upgrade: its standard output is the report.
+    /// This firnd is the first one of an upgrade, so its standard output is the report of the upgrade.
     is_tried: bool,
 }
 
-/// A descriptor that a firnd gets, and what it is to that firnd.
+/// A descriptor for a firnd, and the label that says what it is.
 #[derive(Clone, Copy)]
 struct Gift<'a> {
     label: Label,
@@ -473,12 +482,12 @@ impl<'a> Gift<'a> {
     }
 }
 
-/// Starts firnd and gives it what is kept.
+/// Starts firnd and gives it the descriptors. Fails only if no process was started.
 fn start_firnd(gifts: Vec<Gift<'_>>, again: Option<Again>) -> io::Result<Started> {
     let (ours, theirs) = Socket::pair()?;
     let find = |tag| gifts.iter().find(|gift| gift.label.tag == tag);
     if let Some(request) = find(Tag::Request) {
-        // Each firnd reads it from its beginning, and the position is one for all of its descriptors.
+        // All descriptors of the request share one position, and each firnd reads the request from its beginning.
         File::from(request.descriptor.try_clone_to_owned()?).rewind()?;
     }
     let program = find(Tag::Program).map_or_else(
@@ -498,7 +507,7 @@ fn start_firnd(gifts: Vec<Gift<'_>>, again: Option<Again>) -> io::Result<Started
         firnd.stderr(log.descriptor.try_clone_to_owned()?);
     }
     let child = firnd.spawn()?;
-    // Its end of the socket: a firnd that dies early must not leave this process waiting for room.
+    // The command holds firnd's end of the socket. If it stayed open, this process would wait for a dead firnd to read.
     drop(firnd);
     let child = Pid::from_child(&child);
     let started = Started {
@@ -506,12 +515,14 @@ fn start_firnd(gifts: Vec<Gift<'_>>, again: Option<Again>) -> io::Result<Started
         firnd: pidfd_open(child, PidfdFlags::empty())?,
         child,
     };
-    // More than a socket holds may be kept, so firnd reads meanwhile. Where it has died, its end is found below.
+    // The descriptors may not fit in the socket, so firnd reads while they are sent. If it has died, the caller sees
+    // its end later.
     let _ = started.give(&gifts, again);
     Ok(started)
 }
 
-/// A process that waits for the end of these descriptors does not wait for the keeper.
+/// Replaces the standard descriptors by /dev/null. Otherwise a process that waits for their end would wait for the
+/// keeper.
 fn forget_stdio() -> io::Result<()> {
     let null = File::options().read(true).write(true).open("/dev/null")?;
     rustix::stdio::dup2_stdin(null.as_fd())?;

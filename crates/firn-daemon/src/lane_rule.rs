@@ -1,4 +1,5 @@
-//! Which lane a new file goes to, as options and the lane map say, whatever the lanes are.
+//! Says which lane (one I/O server) a new file goes to, from the options and the lane map. The kind of lane does not
+//! matter.
 
 use std::path::Path;
 
@@ -8,7 +9,7 @@ use firn_lanes::rule::{Reason, add_numbers};
 
 use crate::error::{AttachError, MAP_BYTES_MAX, MapFault};
 
-/// Which lane a name goes to, whatever the lanes are.
+/// Returns the rule that gives each name its lane. Fails if the lane map cannot be read.
 pub(crate) fn rule(options: &Options, host: &str) -> Result<Rule, AttachError> {
     let lanes = options.lanes.len().max(options.servers.len());
     let rule = Rule::new(lanes, host);
@@ -35,7 +36,8 @@ fn read_map(path: &Path) -> Result<String, MapFault> {
     Ok(text)
 }
 
-/// Where the rule puts a new file with this path below the mount point, and why.
+/// Returns the lane for a new file at this path below the mount point, and the reason as a sentence. Without a lane the
+/// choice depends on the files that are there.
 pub(crate) fn explain_rule(rule: &Rule, path: &Path) -> (Option<usize>, String) {
     let Some(name) = path.file_name() else {
         return (None, "it is the top directory".into());

@@ -1,4 +1,4 @@
-//! Draining what is left when a mount ends or an arena is recovered.
+//! The last drains: what is left is drained when a mount ends or an arena is recovered.
 
 use std::time::Instant;
 
@@ -9,7 +9,7 @@ use firn_format::durability::DurabilityLevel;
 use crate::patience::FORCED_PATIENCE;
 use crate::store::Store;
 
-/// Tells a drain that goes on from one that has stopped.
+/// Decides whether a drain makes progress or has stopped.
 pub(crate) struct Progress {
     bytes_left: u64,
     since: Instant,
@@ -23,7 +23,7 @@ impl Progress {
         }
     }
 
-    /// Whether bytes were drained within [`FORCED_PATIENCE`].
+    /// Returns whether bytes were drained in the last [`FORCED_PATIENCE`].
     pub(crate) fn goes_on(&mut self, bytes_left: u64) -> bool {
         if self.bytes_left != bytes_left {
             *self = Self {
@@ -35,7 +35,8 @@ impl Progress {
     }
 }
 
-/// Drains the rest at the end of a mount. A forced end does not wait for a backing that takes nothing.
+/// Drains the rest at the end of a mount. With `force` it stops when the backing takes no more data. What is left stays
+/// in the arena.
 pub(crate) fn drain_last(engine: &Engine<Store>, force: bool) {
     let mut progress = Progress::new();
     let drained = drain_rest(engine, DurabilityLevel::Drained, &mut |bytes, _| {
@@ -46,8 +47,10 @@ pub(crate) fn drain_last(engine: &Engine<Store>, force: bool) {
     }
 }
 
-/// Drains until nothing is held or nothing more can be drained. A file that fails does not keep the
-/// others from being drained. `progress` ends it with false.
+/// Drains until nothing is held, or until a pass drains nothing more. The failure of one file does not stop the others.
+///
+/// `progress` gets the bytes and files that are left; if it returns false, the drain ends with ECANCELED. Any other
+/// error is that of the last pass.
 pub(crate) fn drain_rest<B: Backing>(
     engine: &Engine<B>,
     until: DurabilityLevel,

@@ -1,11 +1,11 @@
-//! One firnd a backing on this host.
+//! The locks that give a backing and an arena one firnd on this host.
 //!
-//! Promise: while [`Locks`] live, no other firnd or `firn recover` of this host works on the same
-//! backing or the same arena. The locks end with the process, however it ends.
+//! Promise: while [`Locks`] exist, no other firnd or `firn recover` of this host works on the same backing or arena.
+//! The kernel releases the locks when the process ends, in whatever way.
 //!
-//! These two locks are about processes of this host only. So they may be of files whose locks only this host's kernel
-//! keeps: flock(2) of the backing's directory, which NFS and FUSE file systems keep on the host, and of the arena,
-//! which is in this host's memory. The lease of [`crate::host_lease`] keeps other hosts away.
+//! Both locks concern processes of this host only, so a lock that only this host's kernel knows is sufficient. NFS and
+//! FUSE file systems may keep flock(2) of the backing directory on the host, and the arena is in the host's memory. The
+//! lease of [`crate::host_lease`] excludes other hosts.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::OwnedFd;
@@ -27,13 +27,13 @@ use crate::error::AttachError;
 use crate::host_lease::{HostLease, LeaseState};
 use crate::mountinfo;
 
-/// A killed firnd keeps its locks while the kernel takes down its memory; longer than this it does
-/// not take even for large arenas.
+/// Timeout for the locks of a killed firnd. The kernel releases them after it has freed the process's memory, which
+/// takes less time even for large arenas.
 pub(crate) const DYING: Duration = Duration::from_secs(5);
 const ASK: Duration = Duration::from_secs(1);
 const PAUSE: Duration = Duration::from_millis(50);
 
-/// Whether firnd of other hosts may have the same lock, where the file system keeps it for all of them.
+/// Whether firnd of other hosts may hold the same lock, if the file system keeps it for all hosts.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Sharing {
     Alone,
@@ -41,7 +41,7 @@ pub(crate) enum Sharing {
 }
 
 impl Sharing {
-    /// With the other hosts that the options speak of.
+    /// Returns `Shared` if the options name other hosts, or imply them.
     pub(crate) fn of(options: &Options) -> Self {
         let is_alone = options.participants == Participants::Off
             && options.tokens == TokenService::None
@@ -51,18 +51,18 @@ impl Sharing {
     }
 }
 
-/// Held until dropped.
+/// The locks, and the lease of this host. The drop releases them.
 #[derive(Debug)]
 pub(crate) struct Locks {
     _backing: OwnedFd,
-    /// Keeps this host's name for this process, where it shares something with others.
+    /// Reserves this host's name for this process, if the host shares something with others.
     host: HostLease,
     arena: Option<OwnedFd>,
 }
 
 impl Locks {
-    /// Locks the backing directory, or returns its holder. Hosts that know of each other share it, each under its own
-    /// name.
+    /// Locks the backing directory; the error names the holder. Hosts that know of each other share this lock, each
+    /// under its own name.
     pub(crate) fn take(
         backing: &Path,
         files: &RuntimeFiles,
@@ -81,17 +81,17 @@ impl Locks {
         })
     }
 
-    /// The lease of this host on the backing.
+    /// Returns the lease of this host on the backing.
     pub(crate) fn host_lease(&mut self) -> &mut HostLease {
         &mut self.host
     }
 
-    /// What becomes of this host's lease, where several hosts commit together.
+    /// Returns the state of the lease if several hosts commit together.
     pub(crate) fn host_lease_state(&self) -> Option<Arc<LeaseState>> {
         self.host.state_of_transactions()
     }
 
-    /// Locks the arena's file as well: a backing on NFS may not know flock(2), tmpfs does.
+    /// Locks the arena's file too. A backing on NFS may not support flock(2), but tmpfs does.
     pub(crate) fn add_arena(
         &mut self,
         arena: &Path,
@@ -103,7 +103,7 @@ impl Locks {
     }
 }
 
-/// Locks an arena, or returns its holder. The backing is only named, never looked at.
+/// Locks an arena; the error names the holder. The backing is only named in that error, and not accessed.
 pub(crate) fn lock_arena(
     arena: &Path,
     backing: &Path,
@@ -116,9 +116,8 @@ pub(crate) fn lock_arena(
     Ok(file)
 }
 
-/// Keeps other mounts and recoveries of the same backing on this host away. Only this host is meant, so a lock of a
-/// directory will do. Where the file system refuses even that, the lock of the arena is left, which is one for each
-/// user and backing.
+/// Locks the backing directory against other mounts and recoveries on this host. If the file system does not support
+/// that, the lock of the arena remains, which exists once for each user and backing.
 fn lock_backing_dir(
     backing: &Path,
     files: &RuntimeFiles,
@@ -136,7 +135,8 @@ fn lock_backing_dir(
     Ok(directory)
 }
 
-/// False: another process has it. File systems without flock count as locked: the arena's lock is left.
+/// Returns false if another process has the lock. A file system without flock(2) counts as locked, because the arena's
+/// lock remains.
 fn try_lock(fd: &impl std::os::fd::AsFd, sharing: Sharing) -> bool {
     let operation = match sharing {
         Sharing::Alone => FlockOperation::NonBlockingLockExclusive,
@@ -152,6 +152,7 @@ fn try_lock(fd: &impl std::os::fd::AsFd, sharing: Sharing) -> bool {
     }
 }
 
+/// Waits for a lock whose holder may be dying. A firnd that answers, or the timeout, is an error that names the holder.
 fn wait_for_the_dying(
     fd: &impl std::os::fd::AsFd,
     sharing: Sharing,
@@ -175,7 +176,7 @@ fn wait_for_the_dying(
     }
 }
 
-/// Asks a firnd of this user for its name.
+/// Asks a firnd of this user where it is mounted; `None` if it does not answer.
 fn ask(socket: &Path) -> Option<String> {
     let mut stream = UnixStream::connect(socket).ok()?;
     firn_trust::check_peer(&stream, rustix::process::geteuid().as_raw()).ok()?;
@@ -194,7 +195,7 @@ fn ask(socket: &Path) -> Option<String> {
     }
 }
 
-/// What the mount table tells of another user's firnd, or of one that does not answer.
+/// Returns what the mount table says of a firnd of another user, or of one that does not answer.
 fn seen(backing: &Path) -> String {
     match mountinfo::firn_mounts()
         .into_iter()
@@ -208,7 +209,7 @@ fn seen(backing: &Path) -> String {
     }
 }
 
-/// Whether a living firnd has `arena` open. Takes no lock that outlives the call.
+/// Returns whether a running firnd has `arena` open. The lock that this takes for the test is released at once.
 pub(crate) fn is_held(arena: &Path) -> bool {
     open_private_file(CWD, arena, OFlags::RDONLY).is_ok_and(|file| {
         flock(&file, FlockOperation::NonBlockingLockShared) == Err(Errno::WOULDBLOCK)

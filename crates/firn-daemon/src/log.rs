@@ -1,10 +1,12 @@
-//! The log: events as lines on standard error, which is the log file of a firnd in the background. That one sends them to
-//! the host's system log as well, from `info` on, because the file does not outlive the host's memory.
+//! The log: each event is a line on standard error, which is the log file of a firnd in the background.
+//!
+//! A firnd in the background also sends events of level `info` and above to the host's system log, because the log file
+//! is lost with the host's memory.
 //!
 //! Promises
-//! * A line that cannot be written (a full file system, a limit on file sizes, a reader that is gone) costs that line
-//!   and nothing else. It is counted, and the next line that can be written tells how many are missing.
-//! * An event is one write of one whole line.
+//! * A line that cannot be written (a full file system, a limit on file sizes, a closed pipe) is lost and counted. The
+//!   next line that can be written says how many lines are missing. Nothing else fails.
+//! * An event is one write of one complete line.
 
 pub(crate) mod events;
 mod system;
@@ -25,18 +27,18 @@ use tracing_subscriber::{EnvFilter, Layer};
 
 use system::SystemLog;
 
-/// A log that grew past this is begun anew at the next mount.
+/// A log longer than this, in bytes, is truncated by the next mount.
 const LOG_BYTES_MAX: u64 = 8 << 20;
 
-/// The lines of this process, whose standard error there is one of.
+/// The counts for standard error, of which a process has one.
 static LINES: Lines = Lines::new();
 
-/// Lines that could not be written since this process began.
+/// Returns the number of lines that could not be written since the start of this process.
 pub(crate) fn lines_lost() -> u64 {
     LINES.lost.load(Ordering::Relaxed)
 }
 
-/// Sends stdout and stderr to the log and cuts stdin off.
+/// Redirects stdout and stderr to the log, and stdin to /dev/null.
 pub(crate) fn detach_stdio(log: &Path) -> io::Result<()> {
     let null = File::open("/dev/null")?;
     let long = log.metadata().is_ok_and(|m| m.len() > LOG_BYTES_MAX);
@@ -59,7 +61,7 @@ pub(crate) fn start(options: &Options) {
     init(lines.with(events::layer()));
 }
 
-/// Sends events to stderr, and those of `info` and above to the system log where `options` name one.
+/// Sends events to stderr, and events of `info` and above to the system log if `options` name one.
 pub(crate) fn start_in_background(options: &Options, mount_point: &Path) {
     let lines = tracing_subscriber::registry()
         .with(stderr_layer(options.log_level))
@@ -77,7 +79,7 @@ pub(crate) fn start_in_background(options: &Options, mount_point: &Path) {
 }
 
 fn init(subscriber: impl SubscriberInitExt) {
-    // A second mount in one process (tests) keeps the first one's log.
+    // A second mount in one process, as in tests, uses the log of the first.
     let _ = subscriber.try_init();
 }
 
@@ -88,18 +90,18 @@ where
     let terminal = rustix::termios::isatty(rustix::stdio::stderr());
     tracing_subscriber::fmt::layer()
         .with_ansi(terminal)
-        // It would tell them with `eprintln!`, which panics when stderr cannot be written either.
+        // The library reports such errors with `eprintln!`, which panics if stderr cannot be written.
         .log_internal_errors(false)
         .with_writer(StderrLines { terminal })
         .with_filter(filter(level))
 }
 
-/// Without the time, which the system log adds.
+/// Returns the layer for the system log; its lines have no time, because the system log adds it.
 fn system_layer<S>(log: SystemLog, level: LogLevel) -> impl Layer<S>
 where
     S: tracing::Subscriber + for<'span> tracing_subscriber::registry::LookupSpan<'span>,
 {
-    // A line for each request would fill the host's disk.
+    // Lower levels have a line for each request, which would fill the host's disk.
     let level = level.min(LogLevel::Info);
     tracing_subscriber::fmt::layer()
         .with_ansi(false)
@@ -110,7 +112,7 @@ where
         .with_filter(filter(level))
 }
 
-/// The FUSE crate's own events are each request, which `trace` promises.
+/// Returns the filter of a level. The FUSE crate has an event for each request, which only `trace` shows.
 fn filter(level: LogLevel) -> EnvFilter {
     let fuser = if level == LogLevel::Trace {
         "debug"
@@ -120,11 +122,11 @@ fn filter(level: LogLevel) -> EnvFilter {
     EnvFilter::new(format!("{},fuser={fuser}", level.as_str()))
 }
 
-/// How many lines are missing.
+/// Numbers of lines that could not be written.
 struct Lines {
-    /// In all.
+    /// Lost lines since the start of the process.
     lost: AtomicU64,
-    /// Since the last one that was written.
+    /// Lost lines since the last line that was written.
     lost_in_a_row: AtomicU64,
 }
 
@@ -136,13 +138,13 @@ impl Lines {
         }
     }
 
-    /// Writes `line` whole or counts it as lost.
+    /// Writes all of `line`, or counts it as lost.
     fn write(&self, to: &mut impl Write, line: &[u8]) {
         let missing = self.lost_in_a_row.swap(0, Ordering::Relaxed);
         let written = if missing == 0 {
             to.write_all(line)
         } else {
-            // A part of the last lost line may be there.
+            // Part of a lost line may be in the log, so the note begins on a new line.
             let note = format!("\n({missing} lines before this one could not be written)\n");
             to.write_all(&[note.as_bytes(), line].concat())
         };
@@ -153,10 +155,10 @@ impl Lines {
     }
 }
 
-/// Standard error, one event a write.
+/// Standard error as a writer of whole events.
 #[derive(Clone, Copy)]
 struct StderrLines {
-    /// Colours are wanted.
+    /// Standard error is a terminal, so events have colours.
     terminal: bool,
 }
 
@@ -168,7 +170,7 @@ impl<'a> MakeWriter<'a> for StderrLines {
     }
 }
 
-/// A line in which no name breaks it or steers the reader's terminal.
+/// Returns the line with control characters escaped, so that a file's name can neither break it nor control a terminal.
 fn tame(line: &[u8]) -> Cow<'_, [u8]> {
     let text = String::from_utf8_lossy(line.strip_suffix(b"\n").unwrap_or(line));
     if is_printable(&text) {
@@ -179,7 +181,7 @@ fn tame(line: &[u8]) -> Cow<'_, [u8]> {
 
 impl Write for StderrLines {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
-        // The colours are controls themselves, and tracing-subscriber escapes those of the fields then.
+        // Colours are control characters themselves; with them, tracing-subscriber escapes the fields.
         let tamed = if self.terminal {
             Cow::Borrowed(line)
         } else {

@@ -1,10 +1,12 @@
-//! Files that lie in logs (`layout=log`; `firn_log`): which mounts read and write logs, and which thread flattens them
-//! when files are closed.
+//! Files in logs (`layout=log`; `firn_log`): opens the logs of a mount, and flattens files after they are closed.
+//!
+//! To *flatten* is to make the plain file from its logs. A *container* holds the logs of one generation of a file. To
+//! *settle* is to do what a close has left to do, such as flattening.
 //!
 //! Invariants
-//! * A backing that has containers is never opened without them: logged files are whole in every mount.
-//! * A host that writes to logs has a lease that shows so, and no other process writes in the name of this host.
-//! * A mount without logs, over a backing without containers, pays one look at `.firn/log`.
+//! * A backing that has containers is never opened without its logs, so logged files are complete in every mount.
+//! * A host that writes to logs has a lease for that, and no other process writes in the name of this host.
+//! * A mount without logs, over a backing without containers, only reads `.firn/log` once.
 
 use std::ffi::OsStr;
 use std::io;
@@ -36,21 +38,23 @@ use crate::process;
 use crate::store::{Layers as _, LoggableStore, PlaceableStore, Store};
 use crate::unmounted::{FoundOrphan, open_unmounted};
 
-/// What other hosts write is looked at so often, as long as something is left to flatten.
+/// Pause between two reads of what other hosts have written, while something is left to flatten.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
-/// Pause between looks otherwise; a close of a file wakes the thread.
+/// Pause between two reads otherwise; the close of a file wakes the thread.
 const IDLE: Duration = Duration::from_secs(60);
-/// What another host made or removed may come so late over a network file system: its clients keep attributes and names for
-/// a second or a few.
+/// Delay with which a network file system may show what another host has created or removed: its clients cache
+/// attributes and names for some seconds.
 const LAG_MAX: Duration = Duration::from_secs(5);
-/// Pause of a waiting caller before it asks again.
+/// Pause of a waiting caller between two attempts.
 const REST: Duration = Duration::from_millis(50);
-/// With close=held the kernel reports a close only after close(2) has returned: wait this long before a writer is
-/// reported.
+/// With close=held the kernel reports a close after close(2) has returned. Files count as written only if they are
+/// still open after this time.
 const CLOSING: Duration = Duration::from_secs(1);
 
-/// Opens the logs of a backing, where there are some or some are asked for. The lease shows that this host lives, if it may
-/// write to them.
+/// Opens the logs of a backing if it has some, or if the options ask for logs. Otherwise it returns `base` without a
+/// log layer.
+///
+/// If this host may write to logs, its lease shows that it is alive.
 pub(crate) fn open(
     backing: &Path,
     base: PlaceableStore,
@@ -78,7 +82,7 @@ pub(crate) fn open(
             chooses && (patterns.is_empty() || patterns.is_match(name))
         }),
         is_alive: Box::new(move |host| hosts.is_living(host)),
-        // The kernel keeps what it was told as long again.
+        // The kernel may use an attribute for the same time again, so half of the timeout is left for the view here.
         view_age_max: Duration::from_millis(options.attr_timeout_ms) / 2,
         lag_max: LAG_MAX,
         unit_bytes: UNIT_BYTES,
@@ -98,7 +102,8 @@ fn when_closed(options: &Options) -> WhenClosed {
     }
 }
 
-/// The names of files that lie in logs; none for all. They were looked at when the options were read.
+/// Returns the patterns of files that go to logs; an empty set means all files. Invalid patterns were refused with the
+/// options.
 fn patterns(options: &Options) -> GlobSet {
     let mut patterns = GlobSetBuilder::new();
     for pattern in &options.log_files {
@@ -109,7 +114,7 @@ fn patterns(options: &Options) -> GlobSet {
     patterns.build().unwrap_or_default()
 }
 
-/// Whether another host that may live writes to logs: then files may come to lie in them at any time.
+/// Returns whether another host that may be alive writes to logs. Files may be moved to logs at any time then.
 fn others_log(backing: &Path, options: &Options) -> Result<bool, AttachError> {
     let host = host_name(options).unwrap_or_default();
     let others = LivingHosts::over(backing, LeaseUse::Logs, &host)?.others_living();
@@ -117,7 +122,7 @@ fn others_log(backing: &Path, options: &Options) -> Result<bool, AttachError> {
     Ok(!others.is_empty())
 }
 
-/// Whether files of a backing lie in logs.
+/// Returns whether any file of a backing lies in logs.
 fn has_containers<B: Backing>(backing: &Path, base: &B) -> Result<bool, AttachError> {
     let refused = own_error(backing);
     let Some((firn, _)) = own::find_dir(base, &base.root(), TOP).map_err(&refused)? else {
@@ -131,8 +136,8 @@ fn has_containers<B: Backing>(backing: &Path, base: &B) -> Result<bool, AttachEr
     Ok(names.iter().any(|(name, ..)| firn_log::is_file_dir(name)))
 }
 
-/// Logs of files that are not in the backing: those that were not removed through Firn, and those that a host was
-/// removing.
+/// Returns the logs of files that are missing in the backing: files that were removed without Firn, and files whose
+/// removal a dead host did not finish.
 pub(crate) fn find_unowned<B: Backing>(
     backing: &Path,
     base: &B,
@@ -153,7 +158,7 @@ pub(crate) fn find_unowned<B: Backing>(
     Ok(shown)
 }
 
-/// Ends what hosts have left that died while they removed files in logs, without a mount.
+/// Finishes the removals of logged files that dead hosts have begun, without a mount.
 pub(crate) fn end_removals(backing: &Path, options: &Options) -> Result<(), AttachError> {
     let (backing, directory, mut locks) = open_unmounted(backing, options)?;
     let ended = with_logs(
@@ -169,29 +174,31 @@ pub(crate) fn end_removals(backing: &Path, options: &Options) -> Result<(), Atta
         .map_err(|errno| own_error(&backing)(errno.into()))
 }
 
-/// Lets the settle worker flatten files for callers that wait for that.
+/// Sends requests to flatten files to the settle worker, for callers that wait for the result.
 pub(crate) struct Flattener {
     engine: Arc<Engine<Store>>,
     requests: Sender<FlattenRequest>,
 }
 
-/// Files that a caller wants to be flat.
+/// A request to flatten the files below a path.
 pub(crate) struct FlattenRequest {
-    /// Below the mount point; empty: all of it.
+    /// Path below the mount point; empty for the whole mount.
     path: Vec<u8>,
     done: Sender<Result<Left, Errno>>,
 }
 
 impl Flattener {
-    /// With what a [`Settler`] takes its requests from.
+    /// Returns a flattener, and the receiver from which a [`Settler`] reads its requests.
     pub(crate) fn new(engine: &Arc<Engine<Store>>) -> (Self, Receiver<FlattenRequest>) {
         let (requests, taken) = mpsc::channel();
         let engine = Arc::clone(engine);
         (Self { engine, requests }, taken)
     }
 
-    /// Flattens the files without writers at or below `path`, and waits for this host and others that are at it.
-    /// `goes_on` is asked some times a second, and ends the wait with false (ECANCELED).
+    /// Flattens the files at or below `path` that have no writers, and waits for other hosts that flatten them.
+    ///
+    /// Returns what is left. `goes_on` is called some times a second; if it returns false, the wait ends with
+    /// ECANCELED.
     pub(crate) fn flatten(
         &self,
         path: &[u8],
@@ -211,6 +218,7 @@ impl Flattener {
         }
     }
 
+    /// Sends one request to the settle worker and waits for its answer.
     fn ask(&self, path: &[u8], goes_on: &mut dyn FnMut() -> bool) -> Result<Left, Errno> {
         let (done, answer) = mpsc::channel();
         let path = path.to_vec();
@@ -230,16 +238,16 @@ impl Flattener {
     }
 }
 
-/// Does what is left to do for files that were closed.
+/// The worker that does what is left to do for closed files.
 pub(crate) struct Settler {
     engine: Arc<Engine<Store>>,
     is_stopping: Arc<AtomicBool>,
-    /// Closed when its thread has ended.
+    /// Disconnected when the thread has ended.
     ended: Receiver<()>,
 }
 
 impl Settler {
-    /// For a mount whose files may lie in logs, and may be written.
+    /// Starts the worker of a mount that may have files in logs and may write.
     pub(crate) fn start(
         engine: &Arc<Engine<Store>>,
         flatten: Flatten,
@@ -263,7 +271,7 @@ impl Settler {
         })
     }
 
-    /// Waits for what it is at.
+    /// Stops the worker after its current file, and waits for its end.
     pub(crate) fn stop(self) {
         self.is_stopping.store(true, Ordering::Release);
         if let Some(logs) = self.engine.backing().logged() {
@@ -273,6 +281,7 @@ impl Settler {
     }
 }
 
+/// Flattens on request, after closes and at intervals, until `stop` is set.
 fn settle_until_stopped(
     logs: &dyn Logs,
     adopts: bool,
@@ -292,7 +301,7 @@ fn settle_until_stopped(
             }
         }
         for request in requests.try_iter() {
-            // The requesting thread may not wait any more.
+            // The requesting thread may have stopped waiting.
             let _ = request.done.send(logs.flatten_at(&request.path));
         }
         let left = logs.settle();
@@ -306,7 +315,7 @@ fn settle_until_stopped(
     }
 }
 
-/// Flattens, or removes, what hosts left that are gone.
+/// Flattens or removes the logs that dead hosts have left. Logs whose file is missing are kept and reported.
 fn adopt(logs: &dyn Logs) -> Result<(), Errno> {
     if logs.flatten_at(b"")?.lost == 0 {
         return Ok(());
@@ -320,7 +329,7 @@ fn adopt(logs: &dyn Logs) -> Result<(), Errno> {
     Ok(())
 }
 
-/// Flattens the files at or below `path`, which is relative to the backing, without a mount.
+/// Flattens the files at or below `path`, relative to the backing, without a mount. Fails if any file stays in logs.
 pub fn flatten(
     backing: &Path,
     path: &Path,
@@ -332,7 +341,8 @@ pub fn flatten(
     })
 }
 
-/// The same; what cannot be read of logs is written to the file `report`, which is new, and given up.
+/// Flattens as [`flatten`] does, and gives up bytes that cannot be read. Each loss is written to the new file `report`
+/// first. Losses are returned as [`FlattenError::GivenUp`].
 pub fn flatten_with_loss(
     backing: &Path,
     path: &Path,
@@ -342,7 +352,7 @@ pub fn flatten_with_loss(
 ) -> Result<(), FlattenError> {
     let mut losses = LossReport::create(report)?;
     let flattened = flatten_unmounted(backing, path, options, notice, &mut |logs, is_all_there| {
-        // What lies in a lane that is missing is not lost.
+        // Data in a missing lane is not lost, so nothing is given up.
         if !is_all_there {
             return Err(Errno::NODEV);
         }
@@ -356,9 +366,10 @@ pub fn flatten_with_loss(
     }
 }
 
-/// Does something with logs; true: all lanes are there.
+/// Work with the logs of a backing; the flag says whether all lanes are reachable.
 type LogWork<'a, T> = dyn FnMut(&dyn Logs, bool) -> Result<T, Errno> + 'a;
 
+/// Runs `work` on an unmounted backing, and converts what is left to an error.
 fn flatten_unmounted(
     backing: &Path,
     path: &Path,
@@ -376,7 +387,7 @@ fn flatten_unmounted(
     }
 }
 
-/// Runs `work` with the logs of a backing that is not mounted; None where there are none.
+/// Runs `work` with the logs of an unmounted backing; `None` if it has no logs.
 fn with_logs<T>(
     backing: &Path,
     directory: DirBacking,
@@ -399,8 +410,8 @@ fn with_logs<T>(
     ))
 }
 
-/// At the end of a mount: flattens files without writers. Other hosts that are at it are waited for, those that write
-/// are not.
+/// Flattens files without writers at the end of a mount, and returns what is left. It waits for other hosts that
+/// flatten a file, but not for hosts that write.
 pub(crate) fn settle_last(logs: &dyn Logs, flatten: Flatten) -> Left {
     let mut left = logs.settle();
     while left.under_way > 0 {
@@ -420,6 +431,7 @@ pub(crate) fn settle_last(logs: &dyn Logs, flatten: Flatten) -> Left {
     left
 }
 
+/// Logs what stays in logs at the end of a mount.
 fn tell(left: &Left) {
     if let Some(error) = left.error {
         tracing::error!(%error, "files stay in logs: the next mount tries again");

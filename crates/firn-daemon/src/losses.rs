@@ -1,8 +1,8 @@
-//! The report of what was given up of damaged logs: a file with a line of JSON for each loss.
+//! The report of what is given up of damaged logs: a file with one line of JSON for each loss.
 //!
 //! Promises
-//! * The file is new, and nothing is given up before its line in it is durable.
-//! * A report of nothing is removed.
+//! * The report is a new file. Data is given up only after its line in the report is durable.
+//! * A report without a loss is removed.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -18,47 +18,47 @@ use crate::error::FlattenError;
 pub(crate) struct LossReport {
     path: PathBuf,
     file: File,
-    /// Files of the backing with losses, and the zeros in them.
+    /// The files with losses, and the number of their bytes that become zeros.
     files: Vec<PathBuf>,
     zero_bytes: u64,
-    /// Why it could not be written.
+    /// The first error in writing the report.
     failure: Option<io::Error>,
 }
 
-/// The same for files below a path of the backing.
+/// The report for files below a path of the backing.
 pub(crate) struct LossesBelow<'a> {
     report: &'a mut LossReport,
     path: &'a Path,
 }
 
-/// A line.
+/// One line of the report.
 #[derive(Serialize)]
 struct Line<'a> {
-    /// Relative to the backing.
+    /// Path of the file, relative to the backing.
     #[serde(with = "firn_protocol::path::exact")]
     path: PathBuf,
     container: &'a str,
     #[serde(skip_serializing_if = "Option::is_none")]
     host: Option<&'a str>,
-    /// The log or index in the container that is damaged.
+    /// The damaged log or index in the container.
     damaged: &'a str,
     #[serde(flatten)]
     becomes: Becomes,
 }
 
-/// What becomes of the file.
+/// What the loss changes in the file.
 #[derive(Serialize)]
 #[serde(tag = "becomes", rename_all = "kebab-case")]
 enum Becomes {
-    /// Bytes of it are zeros.
+    /// These bytes become zeros.
     Zeros { offset: u64, bytes: u64 },
-    /// Changes are not made; what they were is unknown.
+    /// The changes in this part of an index are not made; it is unknown what they were.
     Unchanged { index_offset: u64, index_bytes: u64 },
-    /// What counted is not known: all that is there counts.
+    /// It is unknown which logs counted, so all of them are used.
     Whatever,
-    /// As it was: the container's name says what the file had.
+    /// Nothing: the container's name has what the damaged head had.
     Renewed,
-    /// How much of the plain file counts below the logs: all that it has.
+    /// It is unknown how much of the plain file lies below the logs, so all of it is used.
     Plain { bytes: u64 },
 }
 
@@ -81,7 +81,8 @@ impl LossReport {
         LossesBelow { report: self, path }
     }
 
-    /// What was lost, if anything was.
+    /// Ends the report and returns the losses as [`FlattenError::GivenUp`]; `None` if there was none. Fails if a line
+    /// could not be written.
     pub(crate) fn finish(self) -> Result<Option<FlattenError>, FlattenError> {
         let failed = |path: &Path, source| FlattenError::Report {
             path: path.into(),
@@ -109,7 +110,7 @@ impl LossReport {
         self.file.write_all(&text)
     }
 
-    /// The file, and the name that leads to it.
+    /// Syncs the report, and the directory that has its name.
     fn sync(&self) -> io::Result<()> {
         self.file.sync_all()?;
         let dir = self.path.parent().filter(|dir| *dir != Path::new(""));

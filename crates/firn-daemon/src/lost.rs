@@ -1,4 +1,6 @@
-//! What becomes of held data whose file is gone from the backing.
+//! Held data whose file is missing in the backing: keeps it, copies it or gives it up.
+//!
+//! Promise: data leaves the arena only after its copy is durable, or if the user gives it up.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -13,36 +15,36 @@ use serde::Serialize;
 use crate::error::RecoverError;
 use crate::store::Store;
 
-/// What to do with it.
+/// What to do with held data whose file is missing.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum LostPolicy {
-    /// It stays in the arena.
+    /// Keep the data in the arena.
     #[default]
     Keep,
-    /// It is copied below this directory, made durable there, and leaves the arena.
+    /// Copy the data below this directory, make the copies durable, and remove the data from the arena.
     Save(PathBuf),
-    /// It is given up.
+    /// Give the data up.
     Discard,
 }
 
-/// One such file.
+/// A file that is missing in the backing, and what was done with its data.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct LostReport {
-    /// Where it was in the backing.
+    /// Path of the file in the backing.
     pub path: BytePath,
-    /// Held bytes.
+    /// Bytes that the arena holds or held for the file.
     pub bytes: u64,
-    /// Why it has no file to go to.
+    /// Why the file cannot be found.
     pub reason: String,
-    /// The copy, if one was made.
+    /// Path of the copy, if one was made.
     #[serde(with = "firn_protocol::path::exact_option")]
     pub saved_to: Option<PathBuf>,
-    /// The bytes were given up.
+    /// The data was given up.
     pub discarded: bool,
 }
 
-/// Deals with every lost file. Those that another try may find (the backing gave an error) stay in the
-/// arena under each policy.
+/// Applies `policy` to each missing file and returns what was done. If the backing gave an error, a later attempt may
+/// find the file, so its data stays in the arena under each policy.
 pub(crate) fn settle(
     engine: &Engine<Store>,
     policy: &LostPolicy,
@@ -79,7 +81,8 @@ pub(crate) fn settle(
     Ok(reports)
 }
 
-/// Its path below the directory of copies. The journal's bytes are not trusted to stay below it.
+/// Returns the path of the copy below its directory. The path in the journal may lead out of that directory; then the
+/// file's number is used.
 fn relative(lost: &LostFile) -> PathBuf {
     let path = Path::new(std::ffi::OsStr::from_bytes(&lost.path));
     let inside = path
@@ -92,7 +95,7 @@ fn relative(lost: &LostFile) -> PathBuf {
     }
 }
 
-/// The copy is durable, with its name, before this returns. An existing file is left alone.
+/// Copies the data to a new file. The copy and its name are durable when this returns. An existing file is an error.
 fn save(engine: &Engine<Store>, lost: &LostFile, dir: &Path, to: &Path) -> io::Result<()> {
     fs::create_dir_all(to.parent().unwrap_or(dir))?;
     let file = OpenOptions::new()
@@ -111,7 +114,7 @@ fn save(engine: &Engine<Store>, lost: &LostFile, dir: &Path, to: &Path) -> io::R
                 .try_for_each(|a| File::open(a)?.sync_all())
         });
     if copied.is_err() {
-        // Half a copy would pass for one, and refuse the next try.
+        // A partial copy would look like a complete one, and the next attempt would fail because it exists.
         let _ = fs::remove_file(to);
     }
     copied

@@ -1,4 +1,4 @@
-//! `firn mount`: from a request to a usable mount.
+//! `firn mount`: makes a usable mount of a request. The main function of firnd is here, too.
 
 use std::fs::File;
 use std::io::Read;
@@ -12,13 +12,15 @@ use crate::mount_request::MountRequest;
 use crate::process;
 use crate::spawn::{Reporter, report_failure, spawn};
 
-/// Mounts. In the background it returns when the mount is usable; in the foreground when it ended.
-/// An arena of the pair is attached and drained without being asked. Notices go to stderr.
+/// Mounts. In the background it returns when the mount is usable, in the foreground when the mount has ended.
+///
+/// If the backing has an arena with data, that arena is attached and drained. Messages for the user go to stderr.
 pub fn mount(request: MountRequest) -> Result<(), MountError> {
     mount_with_notices(request, &mut |text| eprintln!("firn: {text}"))
 }
 
-/// The same, with notices (recovered data, a dead mount that was removed, …) given to `notice`.
+/// Mounts as [`mount`] does, but passes each message for the user (recovered data, a dead mount that was removed) to
+/// `notice`.
 pub fn mount_with_notices(
     request: MountRequest,
     notice: &mut dyn FnMut(String),
@@ -31,13 +33,13 @@ pub fn mount_with_notices(
     firnd::serve(&request, Reporter::Here(notice), None)
 }
 
-/// The main function of firnd: stdin is the request, or a socket to the keeper, which has it; stdout is the pipe to
-/// `firn mount`.
+/// The main function of firnd. stdin is the request, or a socket to the keeper that has the request; stdout is the pipe
+/// to `firn mount`.
 pub fn firnd_main() -> ExitCode {
-    // For ps, top and pgrep: the kernel named the process after the link that it was started by.
+    // Without this, ps, top and pgrep would show the name of the link by which the program was started.
     let _ = rustix::thread::set_name(c"firnd");
-    // A Ctrl-C for the programs of the terminal must not end the mount. It fails for the leader of a process group, which
-    // has no terminal to lose.
+    // A Ctrl-C for the programs of the terminal must not end the mount. The call fails for the leader of a process
+    // group, which has no terminal to lose.
     let _ = rustix::process::setsid();
     process::prepare();
     let Ok(mut pipe) = rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdout(), 3).map(File::from)

@@ -1,4 +1,4 @@
-//! What `firn mount` asks of firnd.
+//! The request of `firn mount` to firnd.
 
 use std::path::PathBuf;
 
@@ -10,7 +10,7 @@ use crate::error::MountError;
 /// Exit status: an invalid option.
 const USAGE: u8 = 2;
 
-/// What to mount where and how.
+/// What to mount, where and how.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct MountRequest {
     /// The backing directory, as the user gave it.
@@ -21,17 +21,17 @@ pub struct MountRequest {
     pub mount_point: PathBuf,
     /// Checked options.
     pub options: Options,
-    /// Serve in this process until the end.
+    /// Serve in this process until the mount ends.
     pub foreground: bool,
-    /// The process that asks for the mount ends it: a signal is for that process, as long as it lives.
+    /// The process that asks for the mount ends it, so firnd leaves signals to that process as long as it is alive.
     pub ends_with_parent: bool,
-    /// Options that `firn upgrade` gave since, as after `-o`, the oldest first.
+    /// Options that `firn upgrade` has changed since the mount, in the form of `-o`, the oldest first.
     #[serde(default)]
     pub changes: Vec<String>,
 }
 
 impl MountRequest {
-    /// The request with its changes as options.
+    /// Returns the request with its changes applied to the options.
     pub(crate) fn with_changes(mut self) -> Result<Self, MountError> {
         for text in &self.changes {
             let changed = parse_minus_o(text, Unknown::Refuse)

@@ -1,12 +1,12 @@
-//! The processes that use a mount, in whatever mount namespace.
+//! Finds the processes that use a mount, in all mount namespaces.
 //!
-//! A mount namespace that is made while a Firn is mounted (a container, `unshare -m`) has a copy of the mount of its own.
-//! Taking the mount away here takes away neither that copy nor the files that programs have open there; the kernel
-//! lets go of the connection only when the last copy is gone. Bind mounts are such copies too.
+//! A mount namespace that is created while a Firn is mounted (a container, `unshare -m`) has its own copy of the mount.
+//! An unmount here removes neither that copy nor the files that programs have open there. The kernel ends the
+//! connection only when the last copy is gone. Bind mounts are copies too.
 //!
-//! What is looked at is /proc, and nothing of it asks the mount itself: descriptors and directories are told by the
-//! number of their mount, mappings by their device. Of processes of other users only root's firnd sees more than that
-//! they are there. A namespace in which no process is has no users.
+//! All answers come from /proc, so no call here waits for the mount itself. A descriptor or directory is identified by
+//! its mount number, a mapping by its device. Of other users' processes only root's firnd sees the files. A namespace
+//! without processes has no users.
 
 use std::collections::{HashMap, HashSet};
 use std::ffi::OsStr;
@@ -20,25 +20,25 @@ use firn_format::mountinfo;
 use firn_format::quote::quoted_path;
 use rustix::fs::{Mode, OFlags};
 
-/// More users than these are counted, not named.
+/// Limit of users that a message names; the rest are counted.
 const NAMED_MAX: usize = 5;
 
-/// Mounts of one file system in all namespaces in which processes are.
+/// The mounts of one file system in all namespaces that have processes.
 pub(crate) struct Mounts {
     device: (u32, u32),
     mount_point: PathBuf,
-    /// Their numbers, which no two mounts have at a time, whatever their namespaces.
+    /// The numbers of the mounts; a number is unique among all namespaces.
     ids: HashSet<u64>,
-    /// Copies that do not go with the mount of this firnd.
+    /// The mounts that an unmount by this firnd does not remove.
     copies: Vec<Copy>,
 }
 
-/// A mount beside that of this firnd.
+/// A mount in addition to that of this firnd.
 struct Copy {
     place: PathBuf,
-    /// A process that sees it there.
+    /// A process in whose namespace the copy is.
     seen_by: u32,
-    /// It is in firnd's own mount namespace.
+    /// The copy is a bind mount in firnd's own mount namespace.
     is_bound: bool,
 }
 
@@ -49,19 +49,19 @@ pub(crate) struct User {
     usage: Usage,
 }
 
-/// How a process uses a mount; paths are below its mount point, where they can be told.
+/// How a process uses a mount. Paths are relative to the mount point if they lie below it.
 #[derive(Debug, PartialEq, Eq)]
 enum Usage {
-    /// It has a file open.
+    /// The process has this file open.
     Open(PathBuf),
-    /// It is in a directory: the current one, or its root.
+    /// The current directory of the process, or its root, is this directory.
     In(PathBuf),
-    /// It has a file mapped and not open.
+    /// The process has this file mapped but not open.
     Maps(PathBuf),
 }
 
 impl Mounts {
-    /// Looks for the mounts of `device`, which this firnd has mounted at `mount_point`.
+    /// Finds the mounts of `device`, which this firnd has mounted at `mount_point`.
     pub(crate) fn of(device: (u32, u32), mount_point: &Path) -> Self {
         let mut mounts = Self {
             device,
@@ -70,7 +70,7 @@ impl Mounts {
             copies: Vec::new(),
         };
         let own = namespace("self");
-        // One process of each namespace tells of all mounts in it.
+        // All processes of a namespace see the same mounts, so one of them is read.
         let seen_by = processes().filter_map(|pid| Some((namespace(&pid.to_string())?, pid)));
         let namespaces: HashMap<PathBuf, u32> = seen_by.collect();
         for (namespace, pid) in namespaces {
@@ -93,12 +93,12 @@ impl Mounts {
         mounts
     }
 
-    /// Whether there are any but that of this firnd.
+    /// Returns whether there are mounts in addition to that of this firnd.
     pub(crate) fn has_copies(&self) -> bool {
         !self.copies.is_empty()
     }
 
-    /// Where one of the copies is, in words.
+    /// Describes one of the copies for a message; there must be one.
     pub(crate) fn describe_copies(&self) -> String {
         let first = &self.copies[0];
         let place = quoted_path(&first.place);
@@ -116,7 +116,7 @@ impl Mounts {
         }
     }
 
-    /// Where it is bound in this namespace and lies on top.
+    /// Returns where copies are bound in this namespace, without those below another mount.
     pub(crate) fn bound_places(&self) -> Vec<&Path> {
         let entries = mountinfo::parse(&fs::read("/proc/self/mountinfo").unwrap_or_default());
         let is_on_top = |place: &Path| {
@@ -129,7 +129,7 @@ impl Mounts {
             .collect()
     }
 
-    /// The processes that use one of them.
+    /// Returns the processes that use one of the mounts, without this one.
     pub(crate) fn users(&self) -> Vec<User> {
         let own = std::process::id();
         let others = processes().filter(|pid| *pid != own);
@@ -147,7 +147,7 @@ impl Mounts {
             .collect()
     }
 
-    /// How a process uses one of the mounts, if it does.
+    /// Returns how a process uses one of the mounts; `None` if it does not.
     fn usage(&self, pid: u32) -> Option<Usage> {
         let process = PathBuf::from(format!("/proc/{pid}"));
         let open_file = || self.open_file(&process).map(Usage::Open);
@@ -156,14 +156,14 @@ impl Mounts {
         open_file().or_else(directory).or_else(mapped_file)
     }
 
-    /// The first file of the mounts that the process has open.
+    /// Returns the first file of the mounts that the process has open.
     fn open_file(&self, process: &Path) -> Option<PathBuf> {
         let mut descriptors = fs::read_dir(process.join("fdinfo")).ok()?.flatten();
         let found = descriptors.find(|descriptor| self.is_mount_of(&descriptor.path()))?;
         Some(self.path_of(&process.join("fd").join(found.file_name())))
     }
 
-    /// The process's current directory or its root, where that is in one of the mounts.
+    /// Returns the current directory or the root of the process, if it is in one of the mounts.
     fn directory(&self, process: &Path) -> Option<PathBuf> {
         let link = ["cwd", "root"].iter().find(|link| {
             let path = process.join(link);
@@ -179,7 +179,8 @@ impl Mounts {
         Some(self.path_of(&process.join(link)))
     }
 
-    /// Where a link of /proc leads, below the mount point. The kernel answers that without the mount.
+    /// Returns the target of a link in /proc, relative to the mount point. The kernel answers without calling the
+    /// mount.
     fn path_of(&self, link: &Path) -> PathBuf {
         let path = fs::read_link(link).unwrap_or_default();
         self.below_mount_point(&path)
@@ -190,7 +191,7 @@ impl Mounts {
         below.unwrap_or(path).to_owned()
     }
 
-    /// What fdinfo tells of a descriptor (proc(5)).
+    /// Returns whether a descriptor belongs to one of the mounts, from its fdinfo (proc(5)).
     fn is_mount_of(&self, fdinfo: &Path) -> bool {
         let text = fs::read_to_string(fdinfo).unwrap_or_default();
         let id = text.lines().find_map(|line| line.strip_prefix("mnt_id:"));
@@ -210,7 +211,7 @@ impl Mounts {
     }
 }
 
-/// The device of a line of /proc/PID/maps: the fourth field, in hexadecimal.
+/// Returns the device in a line of /proc/PID/maps: the fourth field, in hexadecimal.
 fn mapped_device(line: &[u8]) -> Option<(u32, u32)> {
     let mut fields = line.split(|byte| *byte == b' ');
     let (major, minor) = std::str::from_utf8(fields.nth(3)?).ok()?.split_once(':')?;
@@ -220,7 +221,7 @@ fn mapped_device(line: &[u8]) -> Option<(u32, u32)> {
     ))
 }
 
-/// Names users for a person: `python3 (process 12) has step_3/rank_0 open, bash (process 13) is in step_3`.
+/// Describes users in a sentence: `python3 (process 12) has step_3/rank_0 open, bash (process 13) is in step_3`.
 pub(crate) fn name_users(users: &[User]) -> String {
     let named = users.iter().take(NAMED_MAX);
     let mut words: Vec<_> = named
@@ -247,18 +248,18 @@ impl fmt::Display for Usage {
     }
 }
 
-/// The mount point itself, below which nothing is named.
+/// Returns whether a path below the mount point is empty, which is the mount point itself.
 fn is_top(path: &Path) -> bool {
     path.as_os_str().is_empty()
 }
 
-/// All processes that can be seen.
+/// Returns the numbers of all visible processes.
 fn processes() -> impl Iterator<Item = u32> {
     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
     entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok())
 }
 
-/// The mount namespace of a process.
+/// Returns the mount namespace of a process; `None` if it is not visible.
 fn namespace(process: &str) -> Option<PathBuf> {
     fs::read_link(format!("/proc/{process}/ns/mnt")).ok()
 }

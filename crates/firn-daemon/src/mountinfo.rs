@@ -1,29 +1,29 @@
-//! The Firn mounts among all that `/proc/self/mountinfo` lists.
+//! Finds the Firn mounts in `/proc/self/mountinfo`.
 
 use std::path::{Path, PathBuf};
 
 use firn_format::mountinfo::{self, FIRN};
 
-/// One mounted Firn.
+/// A Firn mount.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct FirnMount {
-    /// Where it is mounted.
+    /// The mount point.
     pub(crate) mount_point: PathBuf,
-    /// Its backing.
+    /// The backing.
     pub(crate) backing: PathBuf,
 }
 
-/// All mounts that this process can see, of any file system.
+/// Returns all mounts that this process can see, of any file system.
 pub(crate) fn all() -> Vec<mountinfo::Entry> {
     mountinfo::parse(&std::fs::read("/proc/self/mountinfo").unwrap_or_default())
 }
 
-/// All Firn mounts that this process can see, later ones over earlier ones.
+/// Returns all Firn mounts that this process can see; a later one covers an earlier one at the same place.
 pub(crate) fn firn_mounts() -> Vec<FirnMount> {
     parse(&std::fs::read("/proc/self/mountinfo").unwrap_or_default())
 }
 
-/// The one at `mount_point`, if that is what is on top there.
+/// Returns the newest Firn mount at `mount_point`, if there is one.
 pub(crate) fn at(mount_point: &Path) -> Option<FirnMount> {
     firn_mounts()
         .into_iter()

@@ -1,4 +1,5 @@
-//! What a power loss may have left of placed files, and lanes that are given up: looked for without a mount.
+//! Finds what a power loss may have left of placed files, and forgets lanes that are given up. Both work without a
+//! mount.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -14,9 +15,11 @@ use crate::process;
 use crate::store::PlaceableStore;
 use crate::unmounted::{FoundOrphan, open_unmounted};
 
-/// Walks a backing and its lanes, and removes with `repair` files without a name, links that were being made, and logs that a
-/// host was removing when it died. A
-/// dangling link stays: its lane may only be another directory than it was.
+/// Walks a backing and its lanes, and returns what has no use: files without a name, unfinished links, and logs without
+/// a file.
+///
+/// With `repair` these are removed, and logs whose removal a dead host has begun. A dangling link stays, because its
+/// lane may only be mounted elsewhere.
 pub fn find_orphans(
     backing: &Path,
     options: &Options,
@@ -80,7 +83,7 @@ fn show(backing: &Path, lanes: &Lanes<DirBacking>, orphan: &Orphan) -> FoundOrph
     }
 }
 
-/// Makes a backing forget a lane that has no file of it, or that is gone for good.
+/// Removes a lane from the record of a backing. Fails if the lane can be reached and has files of that backing.
 pub fn forget_lane(backing: &Path, lane: &Path, options: &Options) -> Result<(), AttachError> {
     process::prepare();
     let (backing, directory, _locks) = open_unmounted(backing, options)?;

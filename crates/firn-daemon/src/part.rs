@@ -1,5 +1,5 @@
-//! What a mount has beside the engine is a list of parts. A part that a mount has not is not in the list, and nothing else
-//! asks for it.
+//! The parts of a mount: all that a mount has besides the engine, as a list. A part that a mount does not need is not
+//! in the list, and no code asks for it.
 //!
 //! ```text
 //!   locks, with the lease · tokens · arena · lanes · IO threads      Attached: also `firn recover` has them
@@ -11,9 +11,10 @@
 //! ```
 //!
 //! Promises
-//! * Parts start from the first to the last and stop from the last to the first: a part may rely on those before it.
-//! * What keeps others away from the backing is the first part, and so is given up last.
-//! * What may ask the backing when a mount ends goes through [`Stop::ask_backing`]: a forced end does not wait for ever.
+//! * Parts start from the first to the last and stop from the last to the first, so a part may rely on those before it.
+//! * The part that excludes other processes from the backing is the first one, so it stops last.
+//! * A call that may wait for the backing at the end of a mount goes through [`Stop::ask_backing`], so a forced unmount
+//!   does not hang.
 
 use std::sync::Arc;
 
@@ -26,55 +27,58 @@ use crate::error::MountError;
 use crate::patience::with_patience;
 use crate::store::Store;
 
-/// A request that a part may answer.
+/// A request that is offered to each part in turn.
 pub(crate) struct Question<'a> {
     pub(crate) engine: &'a Arc<Engine<Store>>,
     pub(crate) request: &'a Request,
-    /// The client that asks.
+    /// The client that sent the request.
     pub(crate) client: &'a mut ControlClient,
-    /// Sends progress before the reply; false once the client is gone.
+    /// Sends progress before the reply; returns false once the client is gone.
     pub(crate) say: &'a mut dyn FnMut(Reply) -> bool,
 }
 
-/// A part of a mount beside the engine.
+/// A part of a mount besides the engine. Each function does nothing unless a part defines it.
 pub(crate) trait Part: Send + Sync {
-    /// Begins its work; `parts` are all of the mount.
+    /// Starts the part; `parts` has all parts of the mount.
     fn start(&self, _parts: &Parts) -> Result<(), MountError> {
         Ok(())
     }
 
-    /// Does, or begins, what is due. Called about once a second by the main loop, which waits for no backing.
+    /// Does or starts the work that is due. The main loop calls this about once a second, so it must not wait for the
+    /// backing.
     fn run_due(&self) {}
 
-    /// Fills in its figures of the status, after the engine and the parts before it: it may use theirs, and overwrites what
-    /// is there. Takes no lock that a call of the backing could hold up. May run before [`start`](Self::start): the control
-    /// socket answers while the parts behind it start.
+    /// Fills in the part's figures of the status. It runs after the engine and the parts before it, and may use or
+    /// replace their figures.
+    ///
+    /// It must take no lock that is held during a call of the backing. It may run before [`start`](Self::start),
+    /// because the control socket answers while later parts start.
     fn show(&self, _status: &mut Status) {}
 
-    /// Refuses a request that the mount cannot carry out now.
+    /// Returns an error if the mount cannot serve this request now.
     fn refuse(&self, _request: &Request) -> Option<Reply> {
         None
     }
 
-    /// Answers a request that is about it. The engine answers what no part does.
+    /// Answers a request that concerns this part; `None` for all others. The engine answers what no part answers.
     fn answer(&self, _question: &mut Question<'_>) -> Option<Reply> {
         None
     }
 
-    /// Whether something of it would end with a connection of the control socket.
+    /// Returns whether the end of a connection of the control socket would end something of this part.
     fn is_held_for(&self, _client: &ControlClient) -> bool {
         false
     }
 
-    /// Tells why the mount must not end now.
+    /// Returns why the mount must not end now, if there is a reason.
     fn find_obstacle(&self) -> Option<String> {
         None
     }
 
-    /// Makes ready for the end, before data is drained and programs lose the mount.
+    /// Prepares for the end, before data is drained and programs lose the mount.
     fn prepare_end(&self) {}
 
-    /// Ends its work, and gives up what it holds. It may not have been started.
+    /// Stops the part and releases what it holds. The part may not have been started.
     fn stop(&self, _stop: &mut Stop) {}
 }
 
@@ -124,39 +128,39 @@ impl Parts {
     }
 }
 
-/// What becomes of an arena when its firnd ends.
+/// What happens to an arena at the end of its firnd.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ArenaEnd {
-    /// It stays, whatever is in it.
+    /// The arena stays, even if it is empty.
     Keep,
-    /// It is removed if nothing is left in it.
+    /// The arena is removed if it is empty.
     RemoveIfEmpty,
-    /// It is removed with all that is in it.
+    /// The arena is removed with all that it holds.
     Discard,
 }
 
-/// How a mount ends, and what its parts found on the way.
+/// How a mount ends, and what its parts report while they stop.
 pub(crate) struct Stop {
-    /// What becomes of the data that is held.
+    /// What happens to the data that the arena holds.
     pub(crate) held: HeldPolicy,
     pub(crate) arena: ArenaEnd,
-    /// It does not wait for a backing that does not answer.
+    /// The end does not wait for a backing that does not answer.
     pub(crate) force: bool,
-    /// No program saw the mount: what was found stays for the next one.
+    /// No program has seen the mount, so all data that was found stays for the next mount.
     pub(crate) is_unseen: bool,
-    /// The backing did not answer: nothing more is asked of it.
+    /// The backing did not answer, so no more calls are made on it.
     gave_up: bool,
-    /// An IO thread may still be in a call of the backing. What keeps others away ends with the process and not
-    /// before: once the call is answered it may change what the next mount has made.
+    /// An I/O thread may still be in a call of the backing. Then the locks are kept until the process ends: a late call
+    /// could change what the next mount has made.
     pub(crate) is_call_under_way: bool,
     /// Bytes that only the arena has, and that stay in it.
     pub(crate) left_bytes: u64,
-    /// Files that stay in logs.
+    /// The files that stay in logs.
     pub(crate) left_in_logs: Left,
 }
 
 impl Stop {
-    /// The end of a mount that programs saw.
+    /// Returns the end of a mount that programs have seen.
     pub(crate) fn new(held: HeldPolicy, arena: ArenaEnd, force: bool, gave_up: bool) -> Self {
         Self {
             held,
@@ -170,7 +174,7 @@ impl Stop {
         }
     }
 
-    /// The end of what no program saw: nothing is drained for it.
+    /// Returns the end of a mount that no program has seen; nothing is drained.
     pub(crate) fn unseen(arena: ArenaEnd) -> Self {
         Self {
             is_unseen: true,
@@ -178,8 +182,8 @@ impl Stop {
         }
     }
 
-    /// Runs what may ask the backing, unless the backing did not answer before. Then what `work` has is never dropped:
-    /// its threads may be in a call that does not return.
+    /// Runs `work`, which may wait for the backing, unless the backing did not answer before. In that case `work` is
+    /// leaked, because the threads that its drop would wait for may be in a call that does not return.
     pub(crate) fn ask_backing(&mut self, work: impl FnOnce() + Send + 'static) {
         if self.gave_up {
             std::mem::forget(work);
@@ -188,7 +192,7 @@ impl Stop {
         self.gave_up = !with_patience(self.force, work);
     }
 
-    /// Whether what is held is drained, as far as the backing answers.
+    /// Returns whether the end drains the data that the arena holds.
     pub(crate) fn drains(&self) -> bool {
         self.held == HeldPolicy::Drain && !self.gave_up
     }

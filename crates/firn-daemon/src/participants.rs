@@ -1,4 +1,4 @@
-//! Several hosts that commit together: which hosts they are, and what firnd tells of them.
+//! Several hosts that commit together: which hosts they are, and the text of their conflicts.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -11,13 +11,14 @@ use firn_transact::{Expected, Members};
 use crate::error::AttachError;
 use crate::host_name::host_name;
 
-/// Between looks for the other hosts.
+/// Pauses between two reads of what other hosts have published.
 pub(crate) const LOOK_AGAIN: Backoff =
     Backoff::new(Duration::from_millis(2), Duration::from_millis(200));
-/// Conflicts in an error message; all that were found are in the verdict.
+/// Limit of conflicts in an error message; the published verdict has all of them.
 const TOLD_MAX: usize = 20;
 
-/// The hosts that commit together, as the options say; `None`: this one alone.
+/// Returns the hosts that commit together, from the options; `None` if this host commits alone. Fails if the options do
+/// not name this host.
 pub(crate) fn members(options: &Options) -> Result<Option<Members>, AttachError> {
     let expected = match &options.participants {
         Participants::Off => return Ok(None),
@@ -36,7 +37,8 @@ pub(crate) fn members(options: &Options) -> Result<Option<Members>, AttachError>
     Ok(Some(Members { host, expected }))
 }
 
-/// Uses by process: the kernel tells which thread asks. Of threads that have ended their own numbers are left.
+/// Adds up uses of files by process. The kernel names the thread that asks; a thread that has ended keeps its own
+/// number.
 pub(crate) fn by_process(mut used: Vec<Used>) -> Vec<Used> {
     let mut processes = HashMap::new();
     for file in &mut used {
@@ -62,7 +64,7 @@ fn process_of(thread: u32) -> Option<u32> {
         .ok()
 }
 
-/// Conflicts in words.
+/// Describes the conflicts of a transaction for a person.
 pub(crate) fn describe_conflict(report: &Report, scope: &str) -> String {
     let mut text = match report.total {
         1 => format!("{scope}: no commit, 1 conflict between hosts"),

@@ -1,10 +1,14 @@
-//! What agents say of this host's partner, and waits for its copies.
+//! The partner of this host, another host with copies of its held files: what agents report of it, and waits for its
+//! copies.
+//!
+//! An *agent* is the process (`firn agent`) that copies files between hosts. Its connection to the control socket is a
+//! *speaker* once it has reported something.
 //!
 //! Promises
-//! * Files are `partnered` only by the word of a connection that has named a partner, and only as long as it is there.
-//!   When the agent ends, or its connection to the partner does, all of them fall back. There may be two connections
-//!   while one partner takes over from another: the one that stays says again what it has.
-//! * Only callers that asked for a wait wait for a partner.
+//! * A file counts as `partnered` only by the report of a connection that has named a partner, and only while that
+//!   connection exists. If the agent or its connection to the partner ends, all its files lose that level. While one
+//!   partner takes over from another there may be two connections; the remaining one reports its files again.
+//! * Only callers that ask for a wait are delayed by a partner.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -24,28 +28,28 @@ use crate::error::AttachError;
 use crate::host_name::host_name;
 use crate::store::Store;
 
-/// Between two looks of a wait.
+/// Pauses between two checks of a wait.
 const LOOK_AGAIN: Backoff = Backoff::new(Duration::from_millis(5), Duration::from_millis(200));
 
-/// Of a mount whose option `partner` names one.
+/// The reports about the partner of a mount. Only a mount with the option `partner` has a board.
 pub(crate) struct PartnerBoard {
     engine: Arc<Engine<Store>>,
     wanted: String,
     this_host: String,
     domains: Option<PathBuf>,
     words: Mutex<Words>,
-    /// A file was marked.
+    /// Signals that a file was marked as copied.
     marked: Condvar,
 }
 
-/// What followers say now, by the number of the speaker.
+/// The reports by the number of the speaker.
 #[derive(Default)]
 struct Words {
     last: u64,
     by: BTreeMap<u64, Word>,
-    /// Those that have named a partner, for whom files are marked. The last one has named it last.
+    /// The speakers that have named a partner. Files are marked for them; the highest number is the newest speaker.
     speakers: BTreeSet<u64>,
-    /// How often a file was marked.
+    /// Number of marks since the mount.
     marks: u64,
 }
 
@@ -54,14 +58,14 @@ struct Word {
     note: String,
 }
 
-/// The right of one connection to speak. Dropped, what it said counts no more.
+/// The right of one connection to report. Its drop withdraws what the connection has reported.
 pub(crate) struct PartnerSpeaker {
     board: Arc<PartnerBoard>,
     number: u64,
 }
 
 impl PartnerBoard {
-    /// None where no partner is wanted.
+    /// Returns the board; `None` if the options name no partner.
     pub(crate) fn new(
         engine: &Arc<Engine<Store>>,
         options: &Options,
@@ -82,7 +86,7 @@ impl PartnerBoard {
         })))
     }
 
-    /// What the status says.
+    /// Returns the partner's part of the status.
     pub(crate) fn status(&self) -> PartnerStatus {
         let figures = self
             .engine
@@ -112,7 +116,7 @@ impl PartnerBoard {
         }
     }
 
-    /// The partner, and what a person should know of it.
+    /// Returns the partner's name, and a note for people.
     fn said(&self) -> (Option<String>, String) {
         let words = self.words.lock();
         let speaker = words.speakers.last();
@@ -127,6 +131,7 @@ impl PartnerBoard {
         (speaker.and_then(|word| word.host.clone()), note)
     }
 
+    /// Stores the report of a speaker. When a first partner is named, all older marks are dropped.
     fn say(&self, number: u64, host: Option<String>, note: String) {
         let mut words = self.words.lock();
         let names = host.is_some();
@@ -136,15 +141,15 @@ impl PartnerBoard {
         } else {
             words.speakers.remove(&number)
         };
-        // Before the files: a thread that marks one asks for the words while it has the file.
+        // The lock is released first: a thread that marks a file takes this lock while it holds the file's.
         drop(words);
         if forgets {
             self.engine.durability.forget_partner();
         }
     }
 
-    /// Waits until the partner has all that is held at or below `path`. `progress` is told what is left, and ends the
-    /// wait with false.
+    /// Waits until the partner has all data that is held at or below `path`, or until the deadline. `progress` gets the
+    /// bytes and files that are left; if it returns false, the wait ends with ECANCELED.
     pub(crate) fn wait(
         &self,
         path: &BytePath,
@@ -200,7 +205,7 @@ impl PartnerBoard {
 }
 
 impl PartnerSpeaker {
-    /// Takes a word of a connection; the first one gives the right to say more.
+    /// Stores a report of a connection. The first report makes the connection a speaker.
     pub(crate) fn say(
         speaker: &mut Option<Self>,
         board: &Arc<PartnerBoard>,
@@ -219,7 +224,8 @@ impl PartnerSpeaker {
         Reply::Done
     }
 
-    /// The partner that this connection named has a file as it was at `changes`.
+    /// Marks a file as copied by the partner that this connection has named. `changes` is the state of the file that
+    /// was copied.
     pub(crate) fn mark(speaker: Option<&Self>, path: &BytePath, changes: u64) -> Reply {
         let Some(Self { board, number }) = speaker else {
             return refused(Errno::INVAL, "this connection has named no partner");
@@ -248,7 +254,7 @@ impl Drop for PartnerSpeaker {
     }
 }
 
-/// The reply to a question about a partner's copies where there are none.
+/// Returns the reply to a request about copies on a mount without a partner.
 pub(crate) fn without_partner() -> Reply {
     refused(
         Errno::OPNOTSUPP,

@@ -1,8 +1,7 @@
-//! The parts that a mount may have, each over what it works with.
+//! The parts that a mount may have, each for one module that it works with.
 //!
-//! Which of them a mount has, and in which order, is said where they are put together: `attach.rs` for those that are there
-//! before programs come, `assembly.rs` for the others. `firn recover` has those of `attach.rs` but for [`SteeredLanes`]
-//! (`ground.rs`) and [`Peers`].
+//! `attach.rs` decides which parts exist before programs use the mount, `assembly.rs` decides the rest. `firn recover`
+//! has the parts of `attach.rs`, except [`SteeredLanes`] (`ground.rs`) and [`Peers`].
 
 mod arena;
 mod backup;

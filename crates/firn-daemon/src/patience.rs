@@ -1,13 +1,15 @@
-//! How long the end of a mount waits for a backing.
+//! Timeouts for the backing at the end of a mount.
 
 use std::sync::mpsc::RecvTimeoutError;
 use std::time::{Duration, Instant};
 
-/// How long a forced end waits for a backing that takes nothing: one that is slow goes on, one that never answers
-/// must not keep the mount.
+/// Timeout of a forced unmount for a backing that takes no data. A slow backing makes progress; a backing that never
+/// answers must not keep the mount.
 pub(crate) const FORCED_PATIENCE: Duration = Duration::from_secs(10);
-/// Runs `work` on a thread of its own, for it may ask a backing that does not answer. `None` where `give_up`, which is
-/// asked some times a second, said so before it ended.
+/// Runs `work` on a thread of its own, because it may wait for a backing that does not answer.
+///
+/// Returns the result of `work`. `give_up` is called some times a second; if it returns true, the result is `None` and
+/// the thread is left alone.
 pub(crate) fn unless<T: Send + 'static>(
     mut give_up: impl FnMut() -> bool,
     work: impl FnOnce() -> T + Send + 'static,
@@ -28,13 +30,14 @@ pub(crate) fn unless<T: Send + 'static>(
     }
 }
 
-/// Whether a forced end has waited long enough.
+/// Returns a function that returns true once [`FORCED_PATIENCE`] has passed.
 pub(crate) fn patience_ends() -> impl FnMut() -> bool {
     let deadline = Instant::now() + FORCED_PATIENCE;
     move || Instant::now() >= deadline
 }
 
-/// Runs what may ask the backing; a forced end does not wait for ever. Whether it ended.
+/// Runs `work`, which may wait for the backing; with `force` only for [`FORCED_PATIENCE`]. Returns whether `work` has
+/// ended.
 pub(crate) fn with_patience(force: bool, work: impl FnOnce() + Send + 'static) -> bool {
     if force {
         return unless(patience_ends(), work).is_some();

@@ -1,7 +1,8 @@
-//! How the hosts that have a backing mounted now use it, compared with this one.
+//! Compares how the hosts that have a backing mounted use it.
 //!
-//! Each host that has a lease in the backing says beside it how it mounts ([`firn_hosts::Terms`]). What would be wrong
-//! refuses the mount that comes later; what only makes the hosts slower is told, at the mount and in the status.
+//! Each host with a lease in the backing stores beside it how it mounts, its *terms* ([`firn_hosts::Terms`]). A
+//! difference that would give wrong results refuses the later mount. A difference that only makes the hosts slower is
+//! reported at the mount and in the status.
 //!
 //! | differs | the mount that comes later |
 //! |---|---|
@@ -10,7 +11,7 @@
 //! | `layout=plain` comes, and the other one has `layout=log` | reads logs, too, and says so |
 //! | `tokens`, `placement`, `lanes` or `servers`, version of Firn | says so |
 //!
-//! Hosts without any of these options leave no lease, and are not seen.
+//! Hosts without any of these options have no lease and are not compared.
 
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
@@ -30,15 +31,16 @@ const VERSION: &str = "version";
 const LAYOUT: &str = "layout";
 const TOKENS: &str = "tokens";
 const LANES: &str = "lanes";
-/// Names of what is compared, in the order of the report.
+/// The terms that are compared, in the order of the report.
 const COMPARED: [&str; 5] = [FORMATS, LAYOUT, LANES, TOKENS, VERSION];
 
 const LOG: &str = "log";
 const PLAIN: &str = "plain";
-/// A plain layout in which files that other hosts log are read and written as such.
+/// A plain layout with the log layer: files that other hosts log are read and written in their logs.
 const PLAIN_WITH_LOGS: &str = "plain, with logs";
 
-/// How this host mounts a backing. `serves_logs`: files in logs are read and written as such, whatever `layout` is.
+/// Returns the terms of this host. `serves_logs` says that files in logs are read and written there, whatever `layout`
+/// is.
 pub(crate) fn terms_of(options: &Options, serves_logs: bool) -> Terms {
     let layout = match options.layout {
         Layout::Log => LOG,
@@ -68,7 +70,7 @@ pub(crate) fn terms_of(options: &Options, serves_logs: bool) -> Terms {
     terms.map(|(name, value)| (name.to_owned(), value)).into()
 }
 
-/// The lanes in their order, which is what gives them their numbers.
+/// Returns the lanes as text, in their order, which gives them their numbers.
 fn lanes_text(options: &Options) -> String {
     if options.placement == Placement::None {
         return "none".into();
@@ -87,7 +89,7 @@ fn lanes_text(options: &Options) -> String {
     )
 }
 
-/// What differs between this host and another one that lives.
+/// A difference between this host and another one that is alive.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Difference {
     host: String,
@@ -97,7 +99,7 @@ struct Difference {
 }
 
 impl Difference {
-    /// Why a mount that comes now would be wrong.
+    /// Returns why a mount with this difference would give wrong results; `None` if it would not.
     fn refusal(&self) -> Option<&'static str> {
         match (self.what, self.ours.as_str(), self.theirs.as_str()) {
             (FORMATS, ..) => Some(
@@ -110,7 +112,7 @@ impl Difference {
         }
     }
 
-    /// A sentence for people.
+    /// Describes the difference for a person.
     fn text(&self) -> String {
         let Self {
             host,
@@ -128,11 +130,12 @@ impl Difference {
     }
 }
 
+/// Returns the differences between the terms of this host and those of others.
 fn compare(ours: &Terms, peers: &[Peer]) -> Vec<Difference> {
     let mut found = Vec::new();
     for peer in peers {
         for what in COMPARED {
-            // An older or newer version of Firn may say less or more.
+            // Another version of Firn may have other terms; only common ones are compared.
             let (Some(theirs), Some(ours)) = (peer.terms.get(what), ours.get(what)) else {
                 continue;
             };
@@ -149,13 +152,13 @@ fn compare(ours: &Terms, peers: &[Peer]) -> Vec<Difference> {
     found
 }
 
-/// The other hosts of a mount.
+/// The differences to the other hosts of a mount.
 pub(crate) struct PeerBoard {
     base: DirBacking,
     ours: Terms,
-    /// Taken out during a look, so that no other caller waits for the backing.
+    /// The watch is taken out during a comparison, so that no other caller waits for the backing.
     watch: Mutex<Option<PeerWatch>>,
-    /// What was found last.
+    /// The result of the last comparison.
     differences: Mutex<Vec<Difference>>,
 }
 
@@ -169,7 +172,8 @@ impl PeerBoard {
         })
     }
 
-    /// Looks at the other hosts before this one mounts: refuses what would be wrong, and tells what differs.
+    /// Compares this host with the others before it mounts. Fails if a difference would give wrong results, and passes
+    /// the rest to `notice`.
     pub(crate) fn meet(
         backing: &Path,
         options: &Options,
@@ -182,6 +186,7 @@ impl PeerBoard {
         let mut watch = PeerWatch::new(me);
         let refused = own_error(backing);
         let mut peers = watch.look(&board.base).map_err(&refused)?;
+        // A host that may be dead or alive is certain once its lease is not renewed in time.
         if peers.is_unsure {
             std::thread::sleep(STALE_AFTER);
             peers = watch.look(&board.base).map_err(&refused)?;
@@ -204,7 +209,7 @@ impl PeerBoard {
         Ok(board)
     }
 
-    /// Looks again: hosts come and go.
+    /// Compares again, because hosts mount and unmount. New differences are logged.
     pub(crate) fn look_again(&self) {
         let Some(mut watch) = self.watch.lock().take() else {
             return;
@@ -225,7 +230,7 @@ impl PeerBoard {
         }
     }
 
-    /// What differs between this host and others that live, a sentence for each.
+    /// Returns a sentence for each difference to another host that is alive.
     pub(crate) fn differences(&self) -> Vec<String> {
         let differences = self.differences.lock();
         differences.iter().map(Difference::text).collect()

@@ -1,12 +1,13 @@
-//! Placement over several directories (`placement=dirs`): which lanes a mount has, and whether they can be used. The other
-//! placements are in [`crate::steering`].
+//! Placement over several directories (`placement=dirs`): opens the lanes of a mount, and checks that they can be used.
+//! A *lane* is one I/O server. [`crate::steering`] has the other placements.
 //!
-//! A lane's path is used as it is given, without resolving symbolic links: links in the backing contain it, and other
-//! hosts may reach the same directory another way.
+//! The path of a lane is used as the user gave it, without resolving symbolic links. Links in the backing contain this
+//! path, and other hosts may reach the same directory in another way.
 //!
 //! Invariants
-//! * A backing whose record names lanes is never opened without them: its placed files are plain files in every mount.
-//! * No file goes to a directory that others could have put something into (`firn_trust`).
+//! * A backing whose record names lanes is never opened without them, so its placed files are plain files in every
+//!   mount.
+//! * No file is placed in a directory in which other users could have put something (`firn_trust`).
 
 use std::ffi::{OsStr, OsString};
 use std::io;
@@ -34,7 +35,7 @@ use crate::preflight::Checked;
 use crate::steering;
 use crate::store::{Layers as _, PlaceableStore, Store};
 
-/// Checks the lanes of a mount before anything is touched.
+/// Checks the lanes of the options before anything is changed.
 pub(crate) fn check(options: &Options, checked: &Checked) -> Result<(), AttachError> {
     if options.placement == Placement::None {
         return Ok(());
@@ -58,6 +59,7 @@ pub(crate) fn check(options: &Options, checked: &Checked) -> Result<(), AttachEr
     Ok(())
 }
 
+/// Checks that a directory can be a lane, and returns its place.
 fn check_lane(lane: &Path) -> Result<Place, LaneFault> {
     if !record::is_lane_path(lane_text(lane)) {
         return Err(LaneFault::NotPlain);
@@ -75,12 +77,15 @@ fn check_lane(lane: &Path) -> Result<Place, LaneFault> {
     Place::of(lane).map_err(LaneFault::Io)
 }
 
-/// A directory and those above it, by device and inode: a bind mount or a symbolic link does not hide that two are the
-/// same. And where it is in its file system: what is above a bind mount are not the directories above what is mounted.
+/// The place of a directory. Device and inode of it and of the directories above show that two paths are the same, in
+/// spite of bind mounts and symbolic links.
+///
+/// The position in its file system is needed too: the directories above a bind mount are not those above the mounted
+/// directory.
 struct Place {
-    /// From itself up.
+    /// Device and inode of the directory, then of each directory above.
     chain: Vec<(u64, u64)>,
-    /// The file system, and the path from its top. None where the table of mounts does not say.
+    /// The device of the file system and the path from its top; `None` if the mount table does not have them.
     position: Option<((u32, u32), PathBuf)>,
 }
 
@@ -97,6 +102,7 @@ impl Place {
         })
     }
 
+    /// Returns whether this directory is `other` or lies below it.
     fn is_in(&self, other: &Self) -> bool {
         let is_below = match (&self.position, &other.position) {
             (Some((device, path)), Some((other_device, other_path))) => {
@@ -108,7 +114,7 @@ impl Place {
     }
 }
 
-/// Where a canonical path is in the file system that is mounted there.
+/// Returns the position of a canonical path in the file system that is mounted there.
 fn position_of(canonical: &Path) -> Option<((u32, u32), PathBuf)> {
     let entries = mountinfo::parse(&std::fs::read("/proc/self/mountinfo").ok()?);
     let mount = mountinfo::holding(&entries, canonical)?;
@@ -116,6 +122,7 @@ fn position_of(canonical: &Path) -> Option<((u32, u32), PathBuf)> {
     Some((mount.device, mount.root.join(below)))
 }
 
+/// Fails if one directory is the other, or lies in it.
 fn check_apart(lane: &Place, other: &Place, path: &Path) -> Result<(), LaneFault> {
     let path = path.to_owned();
     match (lane.is_in(other), other.is_in(lane)) {
@@ -126,14 +133,14 @@ fn check_apart(lane: &Place, other: &Place, path: &Path) -> Result<(), LaneFault
     }
 }
 
-/// A lane's path as links have it.
+/// Returns the path of a lane as it is in links: without slashes at its end.
 pub(crate) fn lane_text(lane: &Path) -> &OsStr {
     let bytes = lane.as_os_str().as_bytes();
     let len = bytes.iter().rposition(|byte| *byte != b'/');
     OsStr::from_bytes(&bytes[..len.map_or(0, |last| last + 1)])
 }
 
-/// What the record of a backing says of lanes; none where no file was ever placed.
+/// Returns the record of a backing, which names its lanes; `None` if no file was ever placed.
 pub(crate) fn find_record(
     backing: &Path,
     directory: &DirBacking,
@@ -141,6 +148,7 @@ pub(crate) fn find_record(
     Record::find(directory).map_err(in_backing(backing))
 }
 
+/// Returns a function that adds the path of the backing to an error of its record.
 pub(crate) fn in_backing(backing: &Path) -> impl Fn(RecordError) -> AttachError + use<> {
     let backing = backing.to_owned();
     move |source| AttachError::LaneRecord {
@@ -149,16 +157,17 @@ pub(crate) fn in_backing(backing: &Path) -> impl Fn(RecordError) -> AttachError 
     }
 }
 
-/// What a mount does with lanes.
+/// What a mount uses lanes for.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Use {
-    /// New files go to them, if the options say so.
+    /// New files are placed in lanes if the options say so.
     Place,
-    /// Files that are in them are served; the options say nothing of them.
+    /// Only files that are already placed are served; the options do not matter.
     Serve,
 }
 
-/// Opens the lanes of a backing, where there are some or some are asked for.
+/// Opens the lanes of a backing if it has some, or if the options ask for lanes. Otherwise it returns the directory
+/// alone.
 pub(crate) fn open(
     backing: &Path,
     directory: DirBacking,
@@ -198,7 +207,7 @@ pub(crate) fn open(
     open_lanes(backing, directory, setup).map(PlaceableStore::Upper)
 }
 
-/// Opens the lanes that a backing has, to look at what is there; gives it back where there are none.
+/// Opens the lanes of a backing for reading only. Returns the directory as the inner error if there are no lanes.
 pub(crate) fn open_to_read(
     backing: &Path,
     directory: DirBacking,
@@ -232,8 +241,10 @@ fn open_lanes(
     })
 }
 
-/// Opens a lane that new files go to. The lane gets the mark of this primary, and the record of the primary its path. A recorded
-/// lane without the mark is refused: another directory may be mounted there.
+/// Opens a lane for new files. The lane gets the mark of this backing, and the backing's record gets the path of the
+/// lane.
+///
+/// Fails if the record has the lane but the mark is missing, because another directory may be mounted there.
 fn open_wanted(
     lane: &Path,
     backing: &Path,
@@ -261,7 +272,7 @@ fn open_wanted(
     Ok(Lane::new(opened, lane_text(lane).to_owned()))
 }
 
-/// Opens the other lanes that the record has, and returns those that cannot be reached.
+/// Opens the other lanes in the record, and returns the paths of those that cannot be reached.
 fn open_known(
     record: &Record,
     lanes: &mut Vec<Arc<Lane<DirBacking>>>,
@@ -286,6 +297,7 @@ fn open_known(
     absent
 }
 
+/// Opens a lane and checks its mark; the error completes a sentence that begins with the lane.
 pub(crate) fn open_marked(lane: &Path, id: u128) -> Result<DirBacking, String> {
     let opened = DirBacking::open(lane).map_err(|error| LaneFault::of_io(&error).to_string())?;
     match record::is_marked(&opened, id) {
@@ -295,7 +307,7 @@ pub(crate) fn open_marked(lane: &Path, id: u128) -> Result<DirBacking, String> {
     }
 }
 
-/// Makes what was removed give its room back.
+/// Frees the space of files that were removed.
 pub(crate) fn finish_removals(store: &Store) {
     if let Some(lanes) = store.placed()
         && let Err(error) = lanes.finish_removals()
@@ -304,7 +316,7 @@ pub(crate) fn finish_removals(store: &Store) {
     }
 }
 
-/// Puts paths, counts and states of lanes into the status; lanes that cannot be reached come last.
+/// Puts paths, counts and states of lanes into the status. Lanes that cannot be reached come last.
 pub(crate) fn show_lanes(placed: &Lanes<DirBacking>, shown: &mut Vec<LaneStatus>) {
     let targets = placed.rule().map_or(0, Rule::lane_count);
     for (number, (shown, lane)) in shown.iter_mut().zip(placed.lanes()).enumerate() {
@@ -332,10 +344,10 @@ pub(crate) fn show_lanes(placed: &Lanes<DirBacking>, shown: &mut Vec<LaneStatus>
     }));
 }
 
-/// Vertical placement pays where there are this many files for each lane (docs/internals/lanes.md).
+/// Number of files for each lane from which placement is faster than striping (docs/internals/lanes.md).
 const FILES_PER_LANE_MIN: u64 = 4;
 
-/// What makes placement slower than it could be: a checkpoint is done when its last lane is.
+/// Returns advice if placement is slower than possible. A checkpoint is complete only when its slowest lane is done.
 pub(crate) fn advise(lanes: &[LaneStatus]) -> Vec<String> {
     let targets = lanes.iter().filter_map(|lane| {
         let placed = lane.placed.as_ref().filter(|placed| placed.takes_files)?;
@@ -363,7 +375,7 @@ pub(crate) fn advise(lanes: &[LaneStatus]) -> Vec<String> {
     )]
 }
 
-/// The reply to a question where a file lies, on a mount that places none.
+/// Returns the reply to a request for a file's lane on a mount without placement.
 pub(crate) fn explain_without() -> Reply {
     Reply::Error {
         errno: libc::EOPNOTSUPP,
@@ -371,7 +383,7 @@ pub(crate) fn explain_without() -> Reply {
     }
 }
 
-/// Says where a file lies, or would lie.
+/// Returns the reply to a request for a file's lane: where the file lies, or would be placed.
 pub(crate) fn explain(store: &Store, path: &BytePath) -> Reply {
     let Some(lanes) = store.placed() else {
         return explain_without();

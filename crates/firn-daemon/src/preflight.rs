@@ -1,7 +1,7 @@
-//! Checks of backing and mount point before anything is touched.
+//! Checks backing and mount point before a mount changes anything.
 //!
-//! Promise: what passes can be mounted as far as paths tell; what does not is refused with the
-//! reason and what to do.
+//! Promise: a pair that passes can be mounted as far as its paths show. Any other pair is refused with the reason and
+//! what to do.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -16,17 +16,17 @@ use rustix::io::Errno;
 use crate::error::{AttachError, MountError};
 use crate::mountinfo;
 
-/// A pair of directories that may be mounted.
+/// A backing and a mount point that have passed the checks.
 #[derive(Debug)]
 pub(crate) struct Checked {
-    /// Canonical.
+    /// Canonical path of the backing.
     pub(crate) backing: PathBuf,
-    /// Canonical.
+    /// Canonical path of the mount point.
     pub(crate) mount_point: PathBuf,
 }
 
-/// Checks the pair. A dead Firn mount at the mount point is taken away; `notice` says so, and that the user may not
-/// write to the backing.
+/// Checks a backing and a mount point. A dead Firn mount at the mount point is unmounted. `notice` gets a message about
+/// that, and one if the user may not write to the backing.
 pub(crate) fn check(
     backing: &Path,
     mount_point: &Path,
@@ -49,7 +49,7 @@ pub(crate) fn check(
     })
 }
 
-/// The backing alone, as `firn recover` and `firn doctor` need it. Returns its canonical path.
+/// Checks a backing alone, for `firn recover` and `firn doctor`. Returns its canonical path.
 pub fn check_backing(path: &Path, read_only: bool) -> Result<PathBuf, AttachError> {
     let path = &absolute(path);
     let unusable = |source: io::Error| AttachError::BackingUnusable {
@@ -76,7 +76,7 @@ pub fn check_backing(path: &Path, read_only: bool) -> Result<PathBuf, AttachErro
         AtFlags::EACCESS,
     )
     .map_err(|e| unusable(e.into()))?;
-    // Only EROFS: a directory below may be writable although this one is not.
+    // Only EROFS is an error: the user may be able to write to a directory below this one.
     let writable = accessat(CWD, &canonical, Access::WRITE_OK, AtFlags::EACCESS);
     if writable == Err(Errno::ROFS) && !read_only {
         return Err(AttachError::BackingReadOnly { path: canonical });
@@ -84,8 +84,8 @@ pub fn check_backing(path: &Path, read_only: bool) -> Result<PathBuf, AttachErro
     Ok(canonical)
 }
 
-/// Why this user may not make files at the top of a backing, with its owner and mode; `None`: they may, as far as the file
-/// system tells before a try.
+/// Returns why this user may not create files at the top of a backing, with its owner and mode. `None` means that the
+/// user may, as far as the file system says without an attempt.
 pub fn write_refusal(backing: &Path) -> Option<String> {
     let needed = Access::WRITE_OK | Access::EXEC_OK;
     let errno = accessat(CWD, backing, needed, AtFlags::EACCESS).err()?;
@@ -106,15 +106,15 @@ pub fn write_refusal(backing: &Path) -> Option<String> {
     ))
 }
 
-/// Refuses a mount that would hide files: the arguments may have been swapped. A directory that may not be listed
-/// counts as empty.
+/// Refuses a mount that would hide files, because the arguments may have been swapped. A directory that cannot be
+/// listed counts as empty.
 pub(crate) fn check_empty(checked: &Checked) -> Result<(), MountError> {
     let Checked {
         backing,
         mount_point,
     } = checked;
     let entries = mountinfo::all();
-    // To list it would ask the automounter for the very mount that is being made, and wait for it.
+    // Listing the directory would make the automounter wait for the mount that is being made.
     if holding(&entries, mount_point).is_some_and(|entry| entry.fs_type == "autofs") {
         return Ok(());
     }
@@ -132,6 +132,7 @@ fn has_entries(dir: &Path) -> bool {
     std::fs::read_dir(dir).is_ok_and(|mut entries| entries.next().is_some())
 }
 
+/// Checks a mount point and returns its canonical path. Dead Firn mounts on it are unmounted.
 fn check_mount_point(path: &Path, notice: &mut dyn FnMut(String)) -> Result<PathBuf, MountError> {
     let path = &absolute(path);
     while liveness::of_mount_point(path) == Liveness::Dead {
@@ -164,13 +165,13 @@ fn check_mount_point(path: &Path, notice: &mut dyn FnMut(String)) -> Result<Path
     }
 }
 
-/// firnd was killed: its mount is still in the tree and answers ENOTCONN.
+/// Unmounts the mount of a firnd that was killed; its root answers ENOTCONN. Fails if the mount is not a Firn.
 fn remove_dead(path: &Path, notice: &mut dyn FnMut(String)) -> Result<(), MountError> {
     let unusable = |source| MountError::MountPointUnusable {
         path: path.to_owned(),
         source,
     };
-    // The path cannot be resolved to its end, but everything above the mount can.
+    // The last part of the path cannot be resolved, but everything above the mount can.
     let canonical = match (path.parent().map(Path::canonicalize), path.file_name()) {
         (Some(Ok(parent)), Some(name)) => parent.join(name),
         _ => path.to_owned(),

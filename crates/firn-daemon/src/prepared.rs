@@ -1,4 +1,4 @@
-//! How programs come in to a mount, from when it is ready to when they see it.
+//! The frontend of a mount between its preparation and its start: programs do not see the mount yet.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -27,20 +27,20 @@ use crate::preflight::Checked;
 use crate::store::{Layers as _, Store};
 use crate::takeover::{TakenOver, Takeover};
 
-/// What a mount is put together from.
+/// What the parts of a mount are made from.
 pub(crate) struct MountSetup<'a> {
     pub(crate) request: &'a MountRequest,
     pub(crate) options: &'a Options,
     pub(crate) checked: &'a Checked,
     pub(crate) attached: &'a Attached,
     pub(crate) events: Sender<Event>,
-    /// The keeper, if there is one.
+    /// The connection with the keeper, if there is one.
     pub(crate) link: Option<Arc<KeeperLink>>,
-    /// The mount that is gone on with.
+    /// The mount of an earlier firnd, if this firnd takes it over.
     pub(crate) taken_over: Option<&'a TakenOver>,
 }
 
-/// How programs will come in, before they see it.
+/// A frontend that programs do not see yet: a FUSE adapter or a stub tree.
 pub(crate) enum Prepared {
     Mount {
         adapter: Box<Adapter<Store>>,
@@ -50,6 +50,7 @@ pub(crate) enum Prepared {
 }
 
 impl Prepared {
+    /// Prepares the frontend that the options name.
     pub(crate) fn new(
         setup: &MountSetup<'_>,
         data_path: &Path,
@@ -83,7 +84,7 @@ impl Prepared {
         Ok(Self::Mount { adapter, kernel })
     }
 
-    /// What a data socket serves.
+    /// Returns what the data socket of this mount serves.
     pub(crate) fn served(&self) -> Served<Store> {
         match self {
             Self::Mount { kernel, .. } => Served::Mount(kernel.clone()),
@@ -91,7 +92,7 @@ impl Prepared {
         }
     }
 
-    /// Makes the kernel drop what it has cached; it caches nothing of a stub tree.
+    /// Returns a function that makes the kernel drop what it has cached. The kernel caches nothing of a stub tree.
     pub(crate) fn forget(&self) -> Forget {
         match self {
             Self::Mount { kernel, .. } => {
@@ -102,7 +103,7 @@ impl Prepared {
         }
     }
 
-    /// Tells how many writers wait for room.
+    /// Returns a function that counts the writers that wait for room in the arena.
     pub(crate) fn waiting_writers(&self, engine: &Arc<Engine<Store>>) -> WaitingWriters {
         match self {
             Self::Mount { adapter, .. } => {
@@ -116,7 +117,7 @@ impl Prepared {
         }
     }
 
-    /// The part of the mount that it comes with.
+    /// Returns the part that belongs to this frontend.
     pub(crate) fn part(&self, engine: &Arc<Engine<Store>>, workers: &Workers) -> Arc<dyn Part> {
         match self {
             Self::Mount { adapter, .. } => Arc::new(FuseRequests {
@@ -128,7 +129,7 @@ impl Prepared {
         }
     }
 
-    /// From here on programs see it.
+    /// Starts the frontend: programs see the mount from now on.
     pub(crate) fn start(
         self,
         setup: &MountSetup<'_>,
@@ -164,7 +165,7 @@ impl Prepared {
     }
 }
 
-/// Goes on with a mount that programs have.
+/// Takes over a mount that programs already use.
 fn resume(
     adapter: Adapter<Store>,
     mount_point: &Path,
@@ -186,7 +187,8 @@ fn resume(
 fn adapter_options(engine: &Engine<Store>, options: &Options) -> AdapterOptions {
     let attr_timeout = Duration::from_millis(options.attr_timeout_ms);
     AdapterOptions {
-        // Where other hosts write to files, what the kernel is told may be as old as it may get there.
+        // With other hosts, the engine's attributes may be as old as half of the timeout, so the kernel keeps them for
+        // the other half.
         attr_timeout: if engine.backing().features().finishes_files {
             attr_timeout / 2
         } else {
@@ -201,8 +203,8 @@ fn adapter_options(engine: &Engine<Store>, options: &Options) -> AdapterOptions 
     }
 }
 
-/// Whether other hosts are known to make, rename and remove files. Hosts that commit together see each other's names at a
-/// commit, when the kernel is told what to drop.
+/// Returns whether other hosts may create, rename and remove files at any time. Hosts that commit together are
+/// different: they see each other's names at a commit, and the kernel's cache is cleared then.
 fn shares_names(engine: &Engine<Store>, options: &Options) -> bool {
     engine.backing().features().finishes_files || options.tokens != TokenService::None
 }
@@ -217,7 +219,7 @@ fn session_options(options: &Options, checked: &Checked) -> SessionOptions {
     }
 }
 
-/// The mount(8) word of a flag.
+/// Returns the word of mount(8) for a flag.
 fn word(flag: KernelFlag) -> &'static str {
     match flag {
         KernelFlag::Dev => "dev",
@@ -234,6 +236,7 @@ fn word(flag: KernelFlag) -> &'static str {
     }
 }
 
+/// Starts the thread that sends [`Event::Ended`] when the session with the kernel ends.
 fn watch_session(session: &Arc<Session>, events: Sender<Event>) -> Result<(), MountError> {
     let session = Arc::clone(session);
     let watch = move || {

@@ -1,9 +1,9 @@
-//! What agents send of this mount to other hosts, as they report it.
+//! Counts what agents send of this mount to other hosts. An agent reports it on its connection to the control socket.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Of all agents.
+/// Sums over all agents: connections now, and files and bytes since the mount.
 #[derive(Default)]
 pub(crate) struct Pulls {
     under_way: AtomicU64,
@@ -11,34 +11,35 @@ pub(crate) struct Pulls {
     bytes: AtomicU64,
 }
 
-/// A connection that an agent has for a puller; it counts until it is dropped.
+/// A connection over which an agent serves a puller (the agent of another host). It counts as under way until it is
+/// dropped.
 pub(crate) struct Pull(Arc<Pulls>);
 
 impl Pulls {
-    /// A connection says for the first time what it is.
+    /// Counts a connection, when it sends its first report.
     pub(crate) fn begin(self: &Arc<Self>) -> Pull {
         self.under_way.fetch_add(1, Ordering::Relaxed);
         Pull(Arc::clone(self))
     }
 
-    /// Connections now.
+    /// Returns the number of connections that are under way.
     pub(crate) fn under_way(&self) -> u64 {
         self.under_way.load(Ordering::Relaxed)
     }
 
-    /// Files since the mount.
+    /// Returns the number of files sent since the mount.
     pub(crate) fn files(&self) -> u64 {
         self.files.load(Ordering::Relaxed)
     }
 
-    /// Bytes since the mount.
+    /// Returns the number of bytes sent since the mount.
     pub(crate) fn bytes(&self) -> u64 {
         self.bytes.load(Ordering::Relaxed)
     }
 }
 
 impl Pull {
-    /// This many more bytes were sent.
+    /// Adds files and bytes that were sent.
     pub(crate) fn add(&self, files: u64, bytes: u64) {
         self.0.files.fetch_add(files, Ordering::Relaxed);
         self.0.bytes.fetch_add(bytes, Ordering::Relaxed);

@@ -1,20 +1,20 @@
-//! Rates over the last seconds.
+//! Computes rates in bytes per second over the last seconds.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-/// How far back a rate looks.
+/// Time over which a rate is averaged.
 const WINDOW: Duration = Duration::from_secs(5);
-/// How often firnd takes a sample.
+/// Time between two samples.
 pub(crate) const SAMPLE_EVERY: Duration = Duration::from_secs(1);
 
-/// Counters of bytes.
+/// Counters of bytes since the mount.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Totals {
     pub(crate) ingest: u64,
     pub(crate) drain: u64,
     pub(crate) spill: u64,
-    /// Sent to other hosts.
+    /// Bytes that were sent to other hosts.
     pub(crate) pulled: u64,
 }
 
@@ -24,13 +24,13 @@ struct Sample {
     totals: Totals,
 }
 
-/// Samples of the last [`WINDOW`], oldest first, and the one before.
+/// The samples of the last [`WINDOW`], oldest first, and one older sample.
 #[derive(Default)]
 pub(crate) struct Window {
     samples: VecDeque<Sample>,
 }
 
-/// Bytes per second.
+/// Rates in bytes per second.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct Rates {
     pub(crate) ingest: f64,
@@ -40,10 +40,10 @@ pub(crate) struct Rates {
 }
 
 impl Window {
-    /// Takes the counters of `now`; a sample for as long as it lasts.
+    /// Adds a sample, and drops those that no rate needs any more.
     pub(crate) fn add(&mut self, now: Instant, totals: Totals) {
         self.samples.push_back(Sample { at: now, totals });
-        // One sample that is older than the window stays, as its left edge.
+        // One sample older than the window is kept as its start.
         while self
             .samples
             .get(1)
@@ -53,7 +53,7 @@ impl Window {
         }
     }
 
-    /// From the left edge to the counters of `now`.
+    /// Returns the rates from the oldest sample to the counters at `now`.
     pub(crate) fn rates(&self, now: Instant, totals: Totals) -> Rates {
         let Some(first) = self.samples.front() else {
             return Rates::default();

@@ -1,12 +1,12 @@
-//! Where records of runs are left: in the runtime directory of the host, and in `.firn/records` of the backing.
+//! Stores records of runs in the host's runtime directory and in `.firn/records` of the backing, and reads them.
 //!
 //! ```text
 //!   .firn/records/HOST@TIME-ID.json    TIME: when firnd attached, in microseconds since 1970, 17 digits; ID: of this firnd
 //! ```
 //!
 //! Promises
-//! * Readers find the old record or the new one.
-//! * What firnd stores it also removes: of each host the last [`KEPT_OF_HOST`] records stay, none longer than
+//! * A reader finds the complete old record or the complete new one.
+//! * firnd removes what it stores: the last [`KEPT_OF_HOST`] records of each host stay, and none is kept longer than
 //!   [`KEPT_FOR_US`].
 
 use std::ffi::OsStr;
@@ -21,17 +21,17 @@ use firn_protocol::record::{RECORD_BYTES_MAX, RecordError, RunRecord};
 use crate::error::AttachError;
 use crate::host_lease::{open_backing, own_error};
 
-/// In `.firn/`.
+/// Name of the directory in `.firn/`.
 const RECORDS: &str = "records";
 const ENDING: &str = ".json";
-/// Records of a host that stay in a backing.
+/// Number of records of one host that stay in a backing.
 const KEPT_OF_HOST: usize = 8;
-/// 90 days: age at which any host removes a record whose own host does not come back.
+/// 90 days, in microseconds. Any host removes older records, so those of a host that never returns are removed too.
 const KEPT_FOR_US: u64 = 90 * 86_400 * 1_000_000;
-/// Records of a backing that are read: 8 of 512 hosts.
+/// Limit of records that are read from a backing: 8 records of 512 hosts.
 const READ_MAX: usize = 4096;
 
-/// The name of a record in `.firn/records`.
+/// Returns the name of a record in `.firn/records`.
 pub(crate) fn name_of(host: &str, began_unix_us: u64, incarnation: &str) -> String {
     let id: String = incarnation
         .chars()
@@ -41,14 +41,14 @@ pub(crate) fn name_of(host: &str, began_unix_us: u64, incarnation: &str) -> Stri
     format!("{host}@{began_unix_us:017}-{id}{ENDING}")
 }
 
-/// The host and the time in the name of a record.
+/// Returns the host and the time in the name of a record; `None` if the name is not that of a record.
 fn split(name: &str) -> Option<(&str, u64)> {
     let (host, rest) = name.strip_suffix(ENDING)?.rsplit_once('@')?;
     let (time, _) = rest.split_once('-')?;
     Some((host, time.parse().ok()?))
 }
 
-/// Leaves a record in the runtime directory.
+/// Stores a record in the runtime directory.
 pub(crate) fn store_on_host(path: &Path, record: &[u8]) -> std::io::Result<()> {
     let new = path.with_extension("record.new");
     let _ = std::fs::remove_file(&new);
@@ -82,13 +82,13 @@ pub(crate) fn store_in_backing(
         .collect();
     names.sort();
     for old in find_old(&names, name, now_unix_us) {
-        // Another host may have removed it meanwhile.
+        // A failure is ignored, because another host may have removed the record meanwhile.
         let _ = base.unlink(&dir, OsStr::new(old));
     }
     Ok(())
 }
 
-/// The names of records that are not to stay beside the one called `newest`. `names` are sorted.
+/// Returns the names of records to remove when `newest` is stored. `names` must be sorted.
 fn find_old<'a>(names: &'a [String], newest: &str, now_unix_us: u64) -> Vec<&'a str> {
     let host = split(newest).map(|(host, _)| host);
     let is_of_host = |name: &&String| split(name).map(|(host, _)| host) == host;
@@ -103,10 +103,11 @@ fn find_old<'a>(names: &'a [String], newest: &str, now_unix_us: u64) -> Vec<&'a 
         .collect()
 }
 
-/// A record that was found.
+/// The content of a record, or why it cannot be read.
 pub type FoundRecord = Result<RunRecord, RecordError>;
 
-/// Reads the records in a backing, the newest first, and gives each with its name to `take` before the next one is read.
+/// Reads the records in a backing, the newest first. `take` is called with each record and its name before the next one
+/// is read.
 pub fn read_in_backing(
     backing: &Path,
     take: &mut dyn FnMut(&str, FoundRecord),
@@ -131,7 +132,7 @@ pub fn read_in_backing(
     for name in names {
         let record = match own::load_at_most(&base, &dir, &name, RECORD_BYTES_MAX) {
             Ok(Some(bytes)) => RunRecord::parse(&bytes),
-            // Its host removed it meanwhile.
+            // The record's host has removed it meanwhile.
             Ok(None) => continue,
             Err(own::OwnError::TooLong { bytes, .. }) => Err(RecordError::TooLong { bytes }),
             Err(error) => return Err(wrong(error)),

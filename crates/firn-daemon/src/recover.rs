@@ -1,4 +1,8 @@
-//! `firn recover`: drain an arena, and carry over the names of a stub tree, without a mount.
+//! `firn recover`: drains an arena, and creates the names of a stub tree in the backing, without a mount.
+//!
+//! Promises
+//! * The arena is removed only after all of its data is durable in the backing.
+//! * Locks exclude other processes that use the backing or the arena on this host.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -35,58 +39,63 @@ use crate::store::Layers as _;
 
 const PROGRESS_EVERY: Duration = Duration::from_millis(100);
 
-/// The arena to recover.
+/// The arena to recover, by its backing.
 #[derive(Clone, Debug)]
 pub struct RecoverRequest {
     /// The backing directory, as the user gave it.
     pub backing: PathBuf,
-    /// Checked options: `arena-dir` and `io-threads` count.
+    /// Checked options, of which `arena-dir` and `io-threads` are used.
     pub options: Options,
-    /// What to do with held data whose file is gone from the backing.
+    /// What to do with held data whose file is missing in the backing.
     pub lost: LostPolicy,
 }
 
-/// What became of it.
+/// What a recovery has done.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct RecoverReport {
-    /// The arena; `None`: there was none, nothing to recover.
+    /// Path of the arena; `None` if there was none, so there was nothing to recover.
     #[serde(with = "firn_protocol::path::exact_option")]
     pub arena: Option<PathBuf>,
-    /// Bytes that are now durable in the backing.
+    /// Bytes that are durable in the backing now.
     pub recovered_bytes: u64,
-    /// Files that had them.
+    /// Number of files that had these bytes.
     pub recovered_files: u64,
-    /// Bytes still in the arena.
+    /// Bytes that are still in the arena.
     pub left_bytes: u64,
-    /// Bytes in the arena whose file is not in the backing.
+    /// Bytes in the arena whose file is missing in the backing.
     pub lost_file_bytes: u64,
-    /// Files that were not found in the backing, and what became of their data.
+    /// The files that are missing in the backing, and what was done with their data.
     pub lost: Vec<LostReport>,
-    /// Commits that are decided and not applied, where there was no arena: the next mount applies them.
+    /// Numbers of commits that are decided but not applied. Reported only without an arena; the next mount applies
+    /// them.
     pub decided: Vec<u64>,
-    /// Bytes that this host held at its last beat before it was started again, which are gone with its memory; none: it was not.
+    /// Bytes that this host held before its last boot, by its last report; they are lost with its memory. `None` if
+    /// there is no such report.
     pub gone_bytes: Option<u64>,
-    /// What went wrong on the way.
+    /// The errors of the drain.
     pub errors: Vec<ErrorStatus>,
 }
 
-/// What became of the transactions of a host that is gone.
+/// What was done with the transactions of a dead host.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct HostReport {
-    /// Numbers of commits that were applied.
+    /// Numbers of the commits that were applied.
     pub finished: Vec<u64>,
-    /// Transactions that were undone.
+    /// Number of transactions that were undone.
     pub undone: u64,
-    /// Numbers of those that the other hosts have not decided.
+    /// Numbers of prepared transactions that the other hosts have not decided.
     pub waiting: Vec<u64>,
-    /// Bytes that the host held in memory at its last beat, and that are given up for lost.
+    /// Bytes that the host held in memory at its last report; they are given up.
     pub held_bytes: u64,
 }
 
-/// Ends what a host began that does not come back: its transactions, as the other hosts have decided, and its lease, by which
-/// others list it as dead. What was only in its
-/// memory is not needed for that: a transaction that is prepared is in the backing. Should that memory still be there,
-/// its next mount finds what it must drop.
+/// Finishes what a dead host has begun: its transactions, as the other hosts have decided, and its lease, by which
+/// others list it as dead.
+///
+/// Data that was only in the host's memory is not needed, because a prepared transaction is in the backing. If the host
+/// does come back, its next mount drops the data that is void by then.
+///
+/// Fails if the host has neither a lease nor transactions in the backing.
 pub fn recover_host(backing: &Path, host: String) -> Result<HostReport, RecoverError> {
     process::prepare();
     let backing = preflight::check_backing(backing, false)?;
@@ -107,7 +116,7 @@ pub fn recover_host(backing: &Path, host: String) -> Result<HostReport, RecoverE
             ..HostReport::default()
         });
     }
-    // Its files may lie in logs, to which its transaction is applied in its name.
+    // The host's files may lie in logs. Its transaction is then applied to the logs in its name.
     let options = Options {
         host: Some(members.host.clone()),
         ..Options::default()
@@ -128,9 +137,11 @@ pub fn recover_host(backing: &Path, host: String) -> Result<HostReport, RecoverE
     })
 }
 
-/// Drains the arena of a backing until all of it is durable, then removes it. `progress` gets bytes
-/// left, files left and a phase some ten times a second; false stops, and what is left stays in the
-/// arena. To be called before other threads are started.
+/// Drains the arena of a backing until all of it is durable, then removes the arena. Returns what was done and what is
+/// left.
+///
+/// `progress` gets the bytes left, the files left and a phase about ten times a second. If it returns false, the
+/// recovery stops, and what is left stays in the arena. Call this before other threads are started.
 pub fn recover(
     request: RecoverRequest,
     progress: &mut dyn FnMut(u64, u64, &str) -> bool,
@@ -141,14 +152,15 @@ pub fn recover(
     if !files.arena.exists() && prefix.is_none() {
         process::prepare();
         return match logs::end_removals(&backing, &request.options) {
-            // Held: another host has it mounted, and ends the removals.
+            // `Held` means that another host has the backing mounted; that mount finishes the removals.
             Ok(()) | Err(AttachError::Held { .. }) => {
                 report_last_boot(&backing, &request.options, &files.arena)
             }
             Err(error) => Err(error.into()),
         };
     }
-    // As the mount did: where the lock of the directory reaches all hosts, the others have it.
+    // The lock must be of the same kind as that of the dead mount: if it reaches all hosts, other hosts may hold it,
+    // too.
     let sharing = if was_shared(&backing, &files.arena)? {
         Sharing::Shared
     } else {
@@ -164,7 +176,7 @@ pub fn recover(
     let stubs = prefix.map(|prefix| attach_tree(&attached, &backing, &prefix, events));
     let stubs = stubs.transpose()?;
     let drained = drain_until_durable(&attached, progress);
-    // Removed only if what was drained is durable too.
+    // The arena is removed only if the drained data is durable too.
     let arena_end = if drained.is_ok() {
         ArenaEnd::RemoveIfEmpty
     } else {
@@ -201,8 +213,8 @@ pub fn recover(
     Ok(report)
 }
 
-/// What the backing alone tells, of a host without an arena. Had it one before it was started again, others list it as dead
-/// no more.
+/// Reports on a host without an arena, from the backing alone. If the host had an arena before its last boot, its old
+/// lease is released, so others no longer list it as dead.
 fn report_last_boot(
     backing: &Path,
     options: &Options,
@@ -210,7 +222,7 @@ fn report_last_boot(
 ) -> Result<RecoverReport, RecoverError> {
     let gone_bytes = match host_name(options) {
         Ok(host) => release_of_last_boot(backing, &host, arena)?,
-        // By such a name it shared nothing.
+        // A host with an invalid name has shared nothing, so it has no lease.
         Err(_) => None,
     };
     Ok(RecoverReport {
@@ -219,8 +231,8 @@ fn report_last_boot(
     })
 }
 
-/// What the backing alone tells. A commit is not applied here: another host may be at it, and every host of a job may
-/// call this when the job has ended.
+/// Reports the decided commits in the backing. They are not applied here: another host may be applying them, and each
+/// host of a job may call this when the job has ended.
 fn report_decided(backing: &Path) -> Result<RecoverReport, RecoverError> {
     let directory = open_backing(backing)?;
     let decided = TransactionalBacking::decided_commits(directory);
@@ -230,7 +242,7 @@ fn report_decided(backing: &Path) -> Result<RecoverReport, RecoverError> {
     })
 }
 
-/// The stub tree whose names wait at `prefix`, with as many of them in the backing as can be.
+/// Returns the stub tree at `prefix`, after creating as many of its names in the backing as possible.
 fn attach_tree(
     attached: &Attached,
     backing: &Path,
@@ -245,6 +257,7 @@ fn attach_tree(
     Ok(stubs)
 }
 
+/// Drains until nothing is left or `progress` stops it.
 fn drain_until_durable(
     attached: &Attached,
     progress: &mut dyn FnMut(u64, u64, &str) -> bool,
@@ -261,7 +274,8 @@ fn drain_until_durable(
     drain_rest(&attached.engine, DurabilityLevel::Durable, &mut throttled)
 }
 
-/// What is drained and what is left. An error that no file has is listed too, unless the user stopped the drain.
+/// Returns the report of what is drained and what is left. An error that belongs to no file is added, unless the user
+/// has stopped the drain.
 fn report(
     attached: &Attached,
     arena: PathBuf,

@@ -13,10 +13,11 @@ use firn_protocol::path::BytePath;
 use crate::process;
 use crate::store::Store;
 
-/// Time between two lines of progress.
+/// Time between two messages of progress.
 const PROGRESS_EVERY: Duration = Duration::from_millis(100);
 
-/// Sends [`Reply::Progress`] every [`PROGRESS_EVERY`]; false once the client is gone.
+/// Returns a function that sends [`Reply::Progress`] at most every [`PROGRESS_EVERY`]. It returns false once the client
+/// is gone.
 pub(crate) fn throttle_progress<'a>(
     phase: &'a str,
     say: &'a mut dyn FnMut(Reply) -> bool,
@@ -36,12 +37,13 @@ pub(crate) fn throttle_progress<'a>(
     }
 }
 
-/// Until when a client waits that gave a timeout.
+/// Returns when the wait of a client with this timeout ends; `None` without a timeout.
 pub(crate) fn deadline_of(timeout_ms: Option<u64>) -> Option<Instant> {
     timeout_ms.map(|ms| Instant::now() + Duration::from_millis(ms))
 }
 
-/// Waits until the files at or below `path` stand on `until`, as far as the engine brings them there.
+/// Waits until the files at or below `path` have reached the level `until`, as far as the engine does that. Returns the
+/// reply: done, a timeout with the bytes that are left, or an error.
 pub(crate) fn wait_for_level(
     engine: &Arc<Engine<Store>>,
     path: &BytePath,
@@ -77,7 +79,7 @@ pub(crate) fn wait_for_level(
     }
 }
 
-/// The reply to a request that the engine or the backing refuses.
+/// Returns the reply to a request that the engine or the backing has refused.
 pub(crate) fn failed(error: Errno, path: &BytePath) -> Reply {
     let message = match error {
         Errno::NOENT => format!("{path}: no such file or directory in this mount"),

@@ -1,6 +1,6 @@
-//! Where the files of a mount are that are not in its backing.
+//! Finds the files of a mount that are outside of its backing: arena, sockets, log and others.
 //!
-//! Promise: a directory of them is used only if it is the user's own, or other users cannot change what is in it.
+//! Promise: their directory is used only if it belongs to the user, or if other users cannot change what it holds.
 
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ use rustix::fs::OFlags;
 
 use crate::error::AttachError;
 
-/// Finds the place of the runtime files of `backing`, and makes the runtime directory if there is none.
+/// Returns the paths of the runtime files of `backing`. The runtime directory is made if it is missing.
 pub(crate) fn find_runtime_files(
     backing: &Path,
     options: &Options,
@@ -30,7 +30,7 @@ pub(crate) fn find_runtime_files(
     ))
 }
 
-/// Opens a directory of arenas. Refused where others could exchange files in it.
+/// Opens a directory for arenas. Fails if other users could replace files in it.
 pub(crate) fn open_arena_dir(dir: &Path) -> Result<OwnedFd, AttachError> {
     let unusable = |errno: Errno| AttachError::ArenaDirectory {
         path: dir.to_owned(),
@@ -42,12 +42,12 @@ pub(crate) fn open_arena_dir(dir: &Path) -> Result<OwnedFd, AttachError> {
     Ok(opened)
 }
 
-/// Whether anything has this name, a link that leads nowhere too.
+/// Returns whether the path exists, even as a dangling link.
 pub(crate) fn exists(path: &Path) -> bool {
     path.symlink_metadata().is_ok()
 }
 
-/// Where the names of a backing wait in a stub tree.
+/// Returns where the stub tree of a backing is whose names are not all in the backing; `None` if there is none.
 pub(crate) fn waiting_tree(files: &RuntimeFiles) -> Result<Option<PathBuf>, PathsError> {
     if !files.names.exists() {
         return Ok(None);

@@ -1,19 +1,20 @@
-//! Periodic jobs that may ask the backing run on a worker ([`Class::Job`]), one of each kind at a time: the main loop,
-//! which must notice signals and unmounts, waits for no backing.
+//! Periodic jobs that may wait for the backing. They run on a worker ([`Class::Job`]), one of each kind at a time.
+//!
+//! The main loop starts them. It must notice signals and unmounts, so it never waits for the backing itself.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use firn_workers::{Class, Workers};
 
-/// A job that does not run twice at a time.
+/// A job that never runs twice at the same time.
 #[derive(Default)]
 pub(crate) struct SingleJob {
     is_running: Arc<AtomicBool>,
 }
 
 impl SingleJob {
-    /// Begins the job on a worker, unless it runs.
+    /// Starts the job on a worker, unless it is running.
     pub(crate) fn start(&self, workers: &Workers, job: impl FnOnce() + Send + 'static) {
         if self.is_running.swap(true, Ordering::AcqRel) {
             return;
@@ -29,7 +30,7 @@ impl SingleJob {
     }
 }
 
-/// Dropped when the job has ended, panicked or not begun.
+/// Its drop says that the job has ended, has panicked or was not started.
 struct EndOfJob(Arc<AtomicBool>);
 
 impl Drop for EndOfJob {

@@ -1,8 +1,8 @@
-//! Starting firnd and hearing from it.
+//! Starts firnd and receives its messages.
 //!
-//! `firn mount` runs its own binary again with `firnd` as its name, or with that of the keeper, which starts firnd; the
-//! request is a file of JSON as stdin, and stdout is a pipe. firnd sends [`Word`]s on it, one JSON object a line; the last is `Ready` or
-//! `Failed`. Then the pipe is closed and stdout is the log.
+//! `firn mount` runs its own binary again under the name `firnd`, or under that of the keeper, which starts firnd.
+//! stdin is the request, a file of JSON, and stdout is a pipe. firnd sends [`Word`]s on the pipe, one JSON object in
+//! each line; the last one is `Ready` or `Failed`. Then the pipe is closed, and stdout becomes the log.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Seek, Write};
@@ -22,27 +22,27 @@ use crate::mount_request::MountRequest;
 
 /// The name under which the binary is firnd.
 const NAME: &str = "firnd";
-/// Bytes of words that are read: notices and one failure.
+/// Limit of bytes that are read from a report: some notices and one failure.
 const REPORT_BYTES_MAX: u64 = 64 << 10;
 
-/// What firnd says before it is on its own.
+/// A message of firnd before its mount is usable.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Word {
-    /// Something that the user should know.
+    /// A message for the user.
     Notice(String),
     /// The mount is usable.
     Ready,
-    /// There is no mount.
+    /// The mount has failed.
     Failed {
-        /// Why.
+        /// The error.
         text: String,
-        /// Exit status of firn.
+        /// The exit status for firn.
         code: u8,
     },
 }
 
-/// Starts firnd for `request` and waits until its mount is usable or it failed.
+/// Starts firnd for `request`, and waits until its mount is usable or has failed.
 pub(crate) fn spawn(
     request: &MountRequest,
     notice: &mut dyn FnMut(String),
@@ -83,7 +83,7 @@ pub(crate) fn spawn(
     Err(silent())
 }
 
-/// The current directory of the keeper and of firnd is another one.
+/// Returns the request with absolute paths, because keeper and firnd have another current directory.
 fn with_absolute_paths(request: &MountRequest) -> MountRequest {
     let absolute = |path: &Path| std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
     MountRequest {
@@ -93,7 +93,7 @@ fn with_absolute_paths(request: &MountRequest) -> MountRequest {
     }
 }
 
-/// The request in a file without a name: each firnd of the mount reads it from its beginning.
+/// Returns the request in a memory file, which each firnd of the mount reads from its beginning.
 pub(crate) fn write_request(request: &MountRequest) -> Result<File, MountError> {
     let json =
         serde_json::to_vec(request).map_err(|e| MountError::io("encode the request")(e.into()))?;
@@ -107,6 +107,7 @@ pub(crate) fn write_request(request: &MountRequest) -> Result<File, MountError> 
     write().map_err(keep)
 }
 
+/// Returns the error for a firnd that ended without a message; it names the logs.
 fn silent() -> MountError {
     match firn_client::paths::runtime_dir() {
         Ok(dir) => MountError::Silent {
@@ -116,16 +117,16 @@ fn silent() -> MountError {
     }
 }
 
-/// The other end: the process that waits for notices and readiness.
+/// The process that waits for notices and for the mount, from firnd's side.
 pub(crate) enum Reporter<'a> {
     /// `firn mount` waits at the other end of a pipe.
     Pipe(File),
-    /// We are in the foreground.
+    /// The mount is in the foreground, so this process waits itself.
     Here(&'a mut dyn FnMut(String)),
 }
 
 impl Reporter<'_> {
-    /// Something that the user should know.
+    /// Passes on a message for the user.
     pub(crate) fn notice(&mut self, text: String) {
         tracing::info!("{text}");
         match self {
@@ -134,7 +135,7 @@ impl Reporter<'_> {
         }
     }
 
-    /// The mount is usable.
+    /// Reports that the mount is usable.
     pub(crate) fn ready(self) {
         if let Self::Pipe(mut pipe) = self {
             say(&mut pipe, &Word::Ready);
@@ -142,7 +143,7 @@ impl Reporter<'_> {
     }
 }
 
-/// Tells `firn mount` that there is no mount.
+/// Reports to `firn mount` that the mount has failed.
 pub(crate) fn report_failure(pipe: &mut File, error: &MountError) {
     say(
         pipe,
@@ -153,9 +154,9 @@ pub(crate) fn report_failure(pipe: &mut File, error: &MountError) {
     );
 }
 
-/// Why there is no mount, in a file of words.
+/// Returns the failure in a file of [`Word`]s; `None` if it has none.
 pub(crate) fn read_failure(words: OwnedFd) -> Option<String> {
-    // Its position is that of the firnd that wrote it.
+    // The position of the file is where the other firnd has stopped writing.
     let mut words = File::from(words);
     words.rewind().ok()?;
     let lines = BufReader::new(words.take(REPORT_BYTES_MAX)).lines();
@@ -173,6 +174,6 @@ fn say(pipe: &mut File, word: &Word) {
         return;
     };
     line.push(b'\n');
-    // If firn mount was killed meanwhile, the mount goes on without it.
+    // If `firn mount` was killed meanwhile, the mount goes on without it.
     let _ = pipe.write_all(&line);
 }

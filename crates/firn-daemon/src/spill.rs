@@ -1,4 +1,6 @@
-//! Where the spill file of an arena goes, and what is in the way of it.
+//! Finds the place of an arena's spill file, and checks that it can be used.
+//!
+//! The spill file holds chunks of the arena on a disk of the host when the arena becomes full.
 
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
@@ -14,10 +16,10 @@ use rustix::io::Errno;
 use crate::error::AttachError;
 use crate::preflight::Checked;
 
-/// `f_type` of statfs(2).
+/// The `f_type` of statfs(2) for tmpfs.
 const TMPFS_MAGIC: u64 = 0x0102_1994;
 
-/// The layout that the options ask for, and the path of the spill file; empty without one.
+/// Returns the geometry that the options ask for, and the path of the spill file; the path is empty without one.
 pub(crate) fn wanted(
     files: &RuntimeFiles,
     options: &Options,
@@ -34,7 +36,7 @@ pub(crate) fn wanted(
     Ok((geometry.map_err(AttachError::Geometry)?, path))
 }
 
-/// A directory gets a file of the arena's name.
+/// Returns the path of the spill file. In a directory, the file gets a name with the arena's key.
 fn path(files: &RuntimeFiles, options: &Options) -> PathBuf {
     let Some(spill) = &options.spill else {
         return PathBuf::new();
@@ -46,7 +48,8 @@ fn path(files: &RuntimeFiles, options: &Options) -> PathBuf {
     dir.join(format!("firn-{}.spill", files.key))
 }
 
-/// Refuses places that cannot hold it, and tells of one that gains nothing.
+/// Refuses places that cannot hold the spill file. `notice` gets a message if the place is in memory too, which gains
+/// nothing.
 pub(crate) fn check(
     options: &Options,
     checked: &Checked,
@@ -91,7 +94,7 @@ pub(crate) fn check(
     Ok(())
 }
 
-/// Whether an arena has its spill file where the options want it.
+/// Returns whether the spill file of an arena is where the options want it.
 pub(crate) fn is_at(arena: &firn_arena::Arena, path: &Path) -> bool {
     arena.superblock().spill_path == path.as_os_str().as_bytes()
 }

@@ -1,4 +1,5 @@
-//! Files, chunks, tokens and errors as the control protocol tells them. Figures of the engine: `Engine::figures`.
+//! Converts files, chunks, tokens and errors to the types of the control protocol. `Engine::figures` has the engine's
+//! figures.
 
 use firn_backing::Errno;
 use firn_engine::{Engine, FileFigures, ListedPart, PartPlace};
@@ -8,7 +9,7 @@ use firn_protocol::{ChunkPiece, ErrorStatus, FileStatus, Place, TokenState, Toke
 use crate::process;
 use crate::store::Store;
 
-/// The token of a lane.
+/// Returns the status of a lane's token.
 pub(crate) fn token_status(figures: TokenFigures) -> TokenStatus {
     TokenStatus {
         state: match figures.state {
@@ -27,7 +28,7 @@ pub(crate) fn token_status(figures: TokenFigures) -> TokenStatus {
     }
 }
 
-/// Recorded errors that a limit of firnd itself explains say so.
+/// Adds an explanation to errors that are caused by a limit of firnd's own process.
 pub(crate) fn explain_errors(errors: &mut [ErrorStatus]) {
     for error in errors {
         if let Some(limit) = process::limit_behind(Errno::from_raw_os_error(error.errno)) {
@@ -36,8 +37,8 @@ pub(crate) fn explain_errors(errors: &mut [ErrorStatus]) {
     }
 }
 
-/// Files at or below `path` that are open or have bytes in the arena; with `idle` all that the engine knows more of than
-/// the backing.
+/// Returns the files at or below `path` that are open or have bytes in the arena. With `idle` it returns all files of
+/// which the engine knows more than the backing.
 pub(crate) fn list_files(engine: &Engine<Store>, path: &[u8], idle: bool) -> Vec<FileStatus> {
     let files = if idle {
         engine.files_below(path)
@@ -60,7 +61,7 @@ fn file_status(figures: FileFigures) -> FileStatus {
     }
 }
 
-/// A part of a chunk list.
+/// Returns one part of a chunk list.
 pub(crate) fn chunk_piece(part: ListedPart) -> ChunkPiece {
     let place = match part.place {
         PartPlace::Memory => Place::Memory,

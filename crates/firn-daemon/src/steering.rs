@@ -1,5 +1,5 @@
-//! Placement on one file system (`placement=lustre` and its like): what tells it where files go, and whether it is the
-//! file system that the option names.
+//! Placement on one file system (`placement=lustre` and similar): opens the driver that tells the file system where new
+//! files go, and checks that it is the file system that the option names.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -25,24 +25,24 @@ use crate::host_name::host_name;
 use crate::lane_rule::{explain_rule, rule};
 use crate::store::Store;
 
-/// Looks whether the backing's file system can be told, as far as that is seen without making anything.
+/// Checks whether the backing's file system can be steered, as far as that is possible without creating anything.
 pub(crate) fn check(backing: &Path, options: &Options) -> Result<(), AttachError> {
     let directory = File::open(backing).map_err(AttachError::io("open the backing directory"))?;
     let refused = |why| refused(options, why);
     match of_servers(options).map_err(refused)? {
         Some(driver) => driver.check(directory.as_fd()).map_err(refused),
-        // MooseFS's tool looks when it is told of the staging directories.
+        // MooseFS has no check: its tool reports an error when it is given the staging directories.
         None => Ok(()),
     }
 }
 
-/// A backing whose new files go where the options say.
+/// A backing directory, with its steering if new files are placed.
 pub(crate) struct Opened {
     pub(crate) directory: DirBacking,
     pub(crate) steered: Option<Arc<Steered>>,
 }
 
-/// Steers the new files of a backing, if the options say so.
+/// Opens a backing; its new files are steered if the options say so.
 pub(crate) fn open_steered(
     directory: DirBacking,
     options: &Options,
@@ -70,7 +70,8 @@ fn servers(options: &Options) -> Vec<OsString> {
     options.servers.iter().map(OsString::from).collect()
 }
 
-/// What tells the file system of each new file; none where a staging directory for each lane is told.
+/// Returns the driver that steers each new file. `None` for MooseFS, which steers by one staging directory for each
+/// lane.
 fn of_servers(options: &Options) -> Result<Option<Box<dyn Driver>>, String> {
     let servers = servers(options);
     Ok(match options.placement {
@@ -84,7 +85,7 @@ fn of_servers(options: &Options) -> Result<Option<Box<dyn Driver>>, String> {
     })
 }
 
-/// Staging directories, of which MooseFS was told what each of them is.
+/// Opens one staging directory for each lane, and tells MooseFS the server of each.
 fn stage(directory: &DirBacking, options: &Options, host: &str) -> Result<Staged, AttachError> {
     let servers = servers(options);
     let dirs = open_dirs(directory, host, servers.len())
@@ -102,7 +103,7 @@ fn refused(options: &Options, why: String) -> AttachError {
     }
 }
 
-/// The lanes of a mount, with what went to each.
+/// Puts servers, and the files and bytes that went to each, into the status.
 pub(crate) fn show_lanes(steered: &Steered, shown: &mut [LaneStatus]) {
     let figures = steered.figures();
     let lanes = steered.servers().iter().zip(figures);
@@ -117,7 +118,7 @@ pub(crate) fn show_lanes(steered: &Steered, shown: &mut [LaneStatus]) {
     }
 }
 
-/// Says where a file lies, or would lie.
+/// Returns the reply to a request for a file's lane: where the file lies, or would be placed.
 pub(crate) fn explain(steered: &Steered, store: &Store, backing: &Path, path: &BytePath) -> Reply {
     let relative = Path::new(OsStr::from_bytes(path.as_bytes()));
     let (lane, reason) = explain_rule(steered.rule(), relative);
@@ -139,8 +140,8 @@ pub(crate) fn explain(steered: &Steered, store: &Store, backing: &Path, path: &B
     })
 }
 
-/// A regular file of the backing, whatever links others made on the way to it. Nothing else is opened: that could block, or
-/// do things to a machine.
+/// Opens a regular file of the backing without following links out of it, because other users may have made them. Any
+/// other kind is refused: opening a device or a pipe could block or have side effects.
 fn open_file_below(backing: &Path, relative: &Path) -> Result<OwnedFd, Errno> {
     let top = open(backing, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;

@@ -1,4 +1,4 @@
-//! What the engine writes to: layers over a directory, each of which is there or is not.
+//! The store that the engine writes to: layers over a directory. Each layer is present or not.
 //!
 //! ```text
 //!   TransactionalBacking    or   PlainBacking, which only hides `.firn`
@@ -7,7 +7,7 @@
 //!   DirBacking
 //! ```
 //!
-//! Only this file says in which order layers lie.
+//! Only this file defines the order of the layers.
 
 use std::sync::Arc;
 
@@ -16,24 +16,24 @@ use firn_lanes::Lanes;
 use firn_log::{LogBacking, Logs};
 use firn_transact::{Object, PlainBacking, TransactionalBacking};
 
-/// A directory, whose files may be placed in lanes.
+/// A directory, with a layer of lanes if files are placed.
 pub(crate) type PlaceableStore<B = DirBacking> = Either<B, Lanes<B>>;
 
-/// The same with files that may lie in logs.
+/// A placeable store, with a layer of logs if files may lie in logs.
 pub(crate) type LoggableStore<B = DirBacking> =
     Either<PlaceableStore<B>, LogBacking<PlaceableStore<B>>>;
 
-/// A store that can have transactions.
+/// A store with a layer of transactions.
 pub(crate) type TransactionalStore<B = DirBacking> = TransactionalBacking<LoggableStore<B>>;
 
-/// The backing of a mount.
+/// The complete store of a mount.
 pub(crate) type Store<B = DirBacking> =
     Either<PlainBacking<LoggableStore<B>>, TransactionalStore<B>>;
 
-/// An object of a [`Store`] that can have transactions.
+/// An object of a store with transactions.
 pub(crate) type TransactionalObject<B = DirBacking> = Arc<Object<LoggableStore<B>>>;
 
-/// Names a scope to a person.
+/// Returns the name of a scope for a person.
 pub(crate) fn shown_scope(path: &[u8]) -> String {
     match path {
         b"" => "the whole mount".into(),
@@ -41,18 +41,18 @@ pub(crate) fn shown_scope(path: &[u8]) -> String {
     }
 }
 
-/// The layers that a [`Store`] has.
+/// Access to the layers that a [`Store`] has.
 pub(crate) trait Layers<B: Backing> {
-    /// The backing with transactions, if the mount can have them.
+    /// Returns the layer of transactions; `None` if the mount has none.
     fn transactional(&self) -> Option<&TransactionalStore<B>>;
 
-    /// What is below that.
+    /// Returns what lies below the layer of transactions.
     fn loggable(&self) -> &LoggableStore<B>;
 
-    /// The backing with logs, if files may lie in them.
+    /// Returns the layer of logs; `None` if no file can lie in logs.
     fn logged(&self) -> Option<&dyn Logs>;
 
-    /// The lanes, if files are placed.
+    /// Returns the layer of lanes; `None` if no file is placed.
     fn placed(&self) -> Option<&Lanes<B>>;
 }
 

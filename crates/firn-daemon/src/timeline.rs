@@ -1,15 +1,16 @@
-//! What happened when: sums over spans of time that get longer as the mount gets older, so that their number stays bounded.
+//! A timeline of sums: each bucket holds the counts of one span of time. Buckets become longer as the mount gets older,
+//! so their number stays bounded.
 
 use std::time::{Duration, Instant};
 
 use firn_protocol::record::{BUCKETS_MAX, Bucket};
 
-/// The first minute of a mount is seen with this resolution; after each doubling of its age with half of it.
+/// Length of a bucket in the first minute of a mount; it doubles with each doubling of the mount's age.
 const FIRST_BUCKET: Duration = Duration::from_millis(100);
-/// The longest time between two looks: a maximum is taken at least this often.
+/// Longest time between two samples, so that a maximum is taken at least this often.
 const LOOK_EVERY_MAX: Duration = Duration::from_secs(1);
 
-/// The buckets since the attach.
+/// The buckets since firnd attached the arena.
 pub(crate) struct Timeline {
     began: Instant,
     bucket: Duration,
@@ -29,7 +30,7 @@ impl Timeline {
         }
     }
 
-    /// How long until the next look is worth it.
+    /// Returns the time until the next sample is useful.
     pub(crate) fn look_every(&self) -> Duration {
         self.bucket.min(LOOK_EVERY_MAX)
     }
@@ -42,12 +43,13 @@ impl Timeline {
         &self.buckets
     }
 
-    /// Time from the attach to the last look.
+    /// Returns the time from the attach to the last sample.
     pub(crate) fn lasted(&self) -> Duration {
         self.looked.duration_since(self.began)
     }
 
-    /// Takes in what the counters say now. What was counted since the last look is spread evenly over the time since.
+    /// Adds a sample of the counters at `now`. What was counted since the last sample is spread evenly over the time
+    /// between.
     pub(crate) fn add(&mut self, now: Instant, counters: Bucket) {
         let now = now.max(self.looked);
         let from = self.lasted();
@@ -76,11 +78,12 @@ impl Timeline {
         (self.looked, self.counters) = (now, counters);
     }
 
+    /// Returns the bucket of a time since the attach.
     fn index_of(&self, at: Duration) -> usize {
         (at.as_nanos() / self.bucket.as_nanos()) as usize
     }
 
-    /// Makes one bucket of two.
+    /// Merges each two buckets into one of double length.
     fn double(&mut self) {
         let pairs = self.buckets.chunks(2).map(|pair| {
             let mut both = pair[0];

@@ -1,8 +1,9 @@
-//! Where the tokens of a mount are kept (`tokens=flock|etcd`).
+//! The source of a mount's tokens (`tokens=flock|etcd`). A *token* is the lock that gives a lane (one I/O server) one
+//! writing host at a time.
 //!
 //! Promises
-//! * A file system whose locks are seen not to reach other hosts is refused, before anything is written through it.
-//! * An etcd that does not answer does not prevent a mount: it is reported, and drains go on without tokens.
+//! * A file system whose locks do not reach other hosts is refused before anything is written through it.
+//! * An etcd that does not answer does not prevent a mount. It is reported, and drains go on without tokens.
 
 use std::io;
 use std::path::Path;
@@ -20,7 +21,7 @@ use crate::host_lease::{HostLease, open_backing, own_error};
 use crate::host_name::host_name;
 use crate::peers::terms_of;
 
-/// Asked for the services of lanes.
+/// Makes the lock services of lanes.
 pub(crate) struct TokenSource {
     kind: Kind,
     host: String,
@@ -39,8 +40,10 @@ enum Kind {
 }
 
 impl TokenSource {
-    /// As the options say; `None`: without tokens. Other hosts see by the lease that this one lives, and so whether locks
-    /// keep them out.
+    /// Opens the source that the options name; `None` if the mount has no tokens.
+    ///
+    /// With flock(2) the host takes its lease for this use. The lease shows other hosts that this one is alive, and
+    /// thereby whether locks reach them.
     pub(crate) fn open(
         backing: &Path,
         options: &Options,
@@ -69,6 +72,7 @@ impl TokenSource {
         Tokens::start(services, self.limits)
     }
 
+    /// Returns the lock service of one lane.
     fn service(&self, lane: usize) -> Box<dyn LockService> {
         let host = &self.host;
         match &self.kind {
@@ -101,6 +105,7 @@ fn open_flock(
     })
 }
 
+/// Opens etcd. An etcd that does not answer is only reported.
 fn open_etcd(
     backing: &Path,
     options: &Options,

@@ -1,4 +1,4 @@
-//! A backing that is not mounted on this host, and what is found there that leads to nothing.
+//! Opens a backing that is not mounted on this host, and describes what is found there without a use.
 
 use std::path::{Path, PathBuf};
 
@@ -11,22 +11,26 @@ use crate::lock::{Locks, Sharing};
 use crate::preflight;
 use crate::runtime_files::find_runtime_files;
 
-/// Something that leads to nothing.
+/// A file, link or log that nothing refers to.
 #[derive(Clone, Debug, Serialize)]
 pub struct FoundOrphan {
-    /// `logs`: of a file that is not in the backing. `removed-logs`: the same, and a host was removing them. `file`: in a lane, without a name in the backing. `link`: in `.firn/placing`. `dangling`: in the backing, to a
-    /// file that is not in its lane.
+    /// What was found:
+    /// * `logs`: the logs of a file that is missing in the backing;
+    /// * `removed-logs`: the same, but a host had begun to remove them;
+    /// * `file`: a file in a lane without a name in the backing;
+    /// * `link`: an unfinished link in `.firn/placing`;
+    /// * `dangling`: a link in the backing to a file that is missing in its lane.
     pub kind: &'static str,
-    /// Where it is.
+    /// Path of it.
     #[serde(with = "firn_protocol::path::exact")]
     pub path: PathBuf,
-    /// Its length, if it is a file.
+    /// Length in bytes of a file; 0 otherwise.
     pub bytes: u64,
-    /// It was removed.
+    /// It was removed by this call.
     pub is_removed: bool,
 }
 
-/// A backing that is not mounted on this host, as long as the locks are held.
+/// Locks and opens a backing that is not mounted on this host. It stays unmounted as long as the returned locks exist.
 pub(crate) fn open_unmounted(
     backing: &Path,
     options: &Options,

@@ -1,4 +1,4 @@
-//! What the engine takes and gives: plain types shared by every frontend.
+//! Plain types that frontends and the engine exchange: numbers, modes, results and refusals.
 
 use std::ffi::OsString;
 use std::ops::Range;
@@ -10,17 +10,17 @@ use firn_backing::{Attr, Errno, SetTime};
 #[cfg(doc)]
 use crate::{KernelCache, OpenFiles, Room};
 
-/// Number of a name space object while the kernel knows it; 1 is the root, as in FUSE.
+/// Number of an inode while the kernel knows it. 1 is the root, as in FUSE.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct InodeId(pub u64);
 /// The root of the mount.
 pub const ROOT: InodeId = InodeId(1);
 
-/// Number of an open file or directory.
+/// Number of an open file or directory. It is never used again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct HandleId(pub u64);
 
-/// A name resolved.
+/// Result of resolving a name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Entry {
     /// The inode; its lookup count went up by one.
@@ -29,71 +29,72 @@ pub struct Entry {
     pub attr: Attr,
 }
 
-/// What the kernel may have cached of a tree that changed without a request of its own.
+/// Something that the kernel may have cached of a tree that changed without a request of its own.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Cached {
-    /// A name that leads elsewhere now, or nowhere.
+    /// A name that now leads to another object, or to none.
     Name {
         /// The directory.
         parent: InodeId,
         /// The name in it.
         name: OsString,
     },
-    /// Attributes and pages.
+    /// Attributes and pages of an inode.
     Inode(InodeId),
 }
 
-/// How the frontend shall serve an open file.
+/// How the frontend must serve an open file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OpenMode {
-    /// Reads and writes come to the engine.
+    /// Reads and writes are sent to the engine.
     Engine,
-    /// Nothing is pending and no writer has the file open: the kernel may read the backing file itself
-    /// ([`OpenFiles::backing_fd`] gives it). Every later open of the same inode gets this mode too until
-    /// all are released.
+    /// The kernel may read the backing file itself ([`OpenFiles::backing_fd`] gives the descriptor), because nothing
+    /// is pending and no writer has the file open. Every later open of the inode gets this mode too, until all of
+    /// them are released.
     Passthrough,
-    /// All bytes of the file are in a memory file, which the kernel may read itself ([`OpenFiles::memory_fd`] gives it). Every
-    /// later open of the same inode gets this mode too until all are released; reads and writes of those that may write
-    /// come to the engine, and what they change is stored in the memory file at once.
+    /// The kernel may read a memory file with all bytes of the file itself ([`OpenFiles::memory_fd`] gives the
+    /// descriptor). Every later open of the inode gets this mode too, until all of them are released. Handles that
+    /// may write still send reads and writes to the engine, which stores each change in the memory file at once.
     Memory,
-    /// This handle only reads, and the file has no pending bytes or no writer: the kernel may cache pages and read
-    /// ahead. It drops them after each write ([`KernelCache::has_cached_readers`]).
+    /// The kernel may cache pages and read ahead, because this handle only reads and the file has no pending bytes or
+    /// no writer. The frontend makes it drop the pages after each write ([`KernelCache::has_cached_readers`]).
     Cached {
-        /// What it cached when the file was open before is still right.
+        /// Pages that the kernel cached when the file was open before are still right.
         keep: bool,
     },
 }
 
-/// An open file.
+/// Result of an open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Opened {
-    /// For the calls that follow.
+    /// The handle, for later calls.
     pub handle: HandleId,
-    /// How to serve it.
+    /// How to serve the handle.
     pub mode: OpenMode,
-    /// The kernel may take the file for shorter than this. Once it knows, call [`KernelCache::note_kernel_size`].
+    /// Length of the file, if the kernel may know a smaller one. The frontend calls [`KernelCache::note_kernel_size`]
+    /// after it told the kernel.
     pub size: Option<u64>,
 }
 
-/// What became of a write.
+/// Result of a write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Written {
-    /// Number of bytes that are held: all of them, or those before the arena was full.
+    /// Number of bytes that were written: all, or those that the arena had room for.
     Bytes(usize),
-    /// The arena has no room now: call again when [`Room::on_space`] says so.
+    /// Nothing was written, as the arena has no room now. Write again after [`Room::on_space`] calls back.
     Full,
 }
 
-/// Where bytes are that were appended.
+/// Position of bytes that were appended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Appended {
-    /// Of the first one in the file.
+    /// File offset of the first byte.
     pub offset: u64,
-    /// How many.
+    /// Number of bytes.
     pub len: u64,
 }
 
-/// Attributes to set; `None` or [`SetTime::Keep`] leaves one as it is.
+/// Attributes to set. `None` or [`SetTime::Keep`] leaves an attribute as it is.
 #[derive(Clone, Copy, Debug)]
 pub struct SetAttr {
     /// Permission bits.
@@ -125,60 +126,60 @@ impl SetAttr {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ClientId(pub u64);
 
-/// Which file of the backing something is about.
+/// Identifies a file of the backing.
 pub trait FileIdentity: Send + Sync {
-    /// Its inode number in the backing.
+    /// Inode number in the backing.
     fn number(&self) -> u64;
-    /// One of its paths below the mount; empty if it has none.
+    /// One of the file's paths below the mount; empty if it has no name.
     fn path(&self) -> Vec<u8>;
 }
 
-/// Called with each range that a process wrote directly, when the engine learns of it, and with the number of that
-/// process. It is called with the file locked, and calls nothing of the engine.
+/// Callback for each range that a process wrote directly, when the engine learns of it; the number is that of the
+/// process. It runs with the file locked, so it must not call the engine.
 pub type DirectWriteObserver = Box<dyn Fn(&dyn FileIdentity, u32, Range<u64>) + Send + Sync>;
 
-/// A client may write an open file directly.
+/// The right of a client to write an open file directly.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DirectGrant {
-    /// The file in piece records.
+    /// Number of the file in piece records.
     pub file_id: crate::FileId,
-    /// Bytes of the file.
+    /// Length of the file in bytes.
     pub size: u64,
-    /// The inode, whose attributes the kernel must not keep.
+    /// The inode. The kernel must not cache its attributes.
     pub inode: InodeId,
 }
 
-/// Where the bytes of a file lie.
+/// List of where the bytes of a file lie, for a process that reads them itself.
 #[derive(Debug)]
 pub struct DirectList {
-    /// Bytes of the file.
+    /// Length of the file in bytes.
     pub size: u64,
-    /// The word to look at, in bytes from the start of the arena.
+    /// Position of the file's word, in bytes from the start of the arena.
     pub slot: u64,
-    /// What stands in it as long as this holds.
+    /// Value of the word while the list is valid.
     pub stamp: u32,
-    /// Sorted by offset; without overlap.
+    /// Parts of the file, sorted by offset, without overlap.
     pub extents: Vec<firn_format::data_socket::Extent>,
-    /// Up to here of the file they are all that is known.
+    /// File offset up to which the list is complete.
     pub end: u64,
-    /// The files of the backing that they name.
+    /// Descriptors of the files that extents name by index.
     pub files: Vec<OwnedFd>,
-    /// From then on they may be wrong; none: only the word tells.
+    /// Time after which the list may be invalid. `None`: only a change of the word makes it invalid.
     pub until: Option<Instant>,
 }
 
-/// Why a client does not get what it asks for.
+/// Why a request of a client is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DirectRefusal {
-    /// No such open file, or not open that way, or its lease is over.
+    /// The file is not open, or not open in this way, or the grant ended.
     BadToken,
-    /// Only through the kernel, for now.
+    /// The file can only be used through the kernel at present.
     Busy,
-    /// No room now.
+    /// The arena has no room at present.
     Full,
 }
 
-/// Counters since the attach, from which rates are made.
+/// Counters since the attach, for computing rates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Transferred {
     /// Bytes taken from programs.
@@ -200,5 +201,5 @@ pub enum Closing {
     Killed,
 }
 
-/// Called once with the outcome of something that had to wait.
+/// Callback for the result of something that had to wait. It is called once.
 pub type Done = Box<dyn FnOnce(Result<(), Errno>) + Send>;

@@ -1,4 +1,4 @@
-//! What every part of an engine stands on: the backing, the arena with its journal, the policies, and what is counted.
+//! The lowest part of an engine: backing, arena, journal, policies and counters, which all other parts use.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ use crate::file_events::FileEvents;
 use crate::file_journal::FileJournal;
 use crate::options::EngineOptions;
 
-/// The lowest part of an engine; the others share it.
+/// What all parts of an engine share.
 pub struct Base<B: Backing> {
     pub(crate) backing: B,
     pub(crate) arena: Arena,
@@ -27,7 +27,7 @@ pub struct Base<B: Backing> {
 }
 
 impl<B: Backing> Base<B> {
-    /// Where an extent is now, or `None` if the spill file is gone or damage hides the place.
+    /// Returns where an extent is now. `None`: the spill file is missing, or damage hides the place.
     pub(crate) fn list(&self, offset: u64, extent: Extent) -> Option<Listed> {
         let (at, place) = match self
             .arena
@@ -46,9 +46,9 @@ impl<B: Backing> Base<B> {
         })
     }
 
-    /// The class of slab for a writer that has `expected` bytes in all: small ones first, so that many small files fit,
-    /// whole chunks for those that prove large, but no more than its share: writers that wait for whole chunks of others
-    /// would stand still while these have room.
+    /// Returns the class of slab for a writer with `expected` bytes in all. Small slabs come first, so that many
+    /// small files fit. A large file gets whole chunks, unless a chunk is more than the writer's share: otherwise
+    /// writers would wait for whole chunks while partly used ones have room.
     pub(crate) fn class_for(&self, expected: u64) -> Class {
         let share = self.arena.share_bytes();
         if expected >= 2 * SLAB_MEDIUM && self.arena.geometry().chunk_bytes <= share {
@@ -60,8 +60,8 @@ impl<B: Backing> Base<B> {
         }
     }
 
-    /// Bytes of a file that are worth a write to the backing unasked: no more than the share of a writer, or the arena
-    /// would be full of what is not.
+    /// Returns the number of new bytes for which a file is drained without a request. It is at most the share of a
+    /// writer; otherwise the arena could fill up with files that are below it.
     pub(crate) fn write_bytes_min(&self) -> u64 {
         let share = self.arena.share_bytes().max(SLAB_MEDIUM);
         self.options.drain_write_bytes_min.min(share)

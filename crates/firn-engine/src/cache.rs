@@ -1,11 +1,11 @@
-//! Drained bytes that stay in the arena to be read again.
+//! Cached bytes: drained bytes that stay in the arena to be read again.
 //!
-//! With the policy *demand* drained bytes keep their place until the arena is short of room, the file changes, or a
-//! request evicts them. Their piece records are dead: after a crash only the backing has these bytes.
+//! With the drain policy *demand*, drained bytes keep their place until the arena is short of room, the file changes,
+//! or a request evicts them. Their piece records are dead: after a crash only the backing has these bytes.
 //!
 //! Invariants
 //! * A file's cached extents and its pending ones do not overlap.
-//! * What is cached is in the backing too.
+//! * All cached bytes are in the backing too.
 
 mod evict;
 
@@ -18,7 +18,7 @@ use firn_backing::{Attr, Time};
 
 use crate::extents::{Extent, Extents};
 
-/// Of one file. A file that is held has none of it: it takes a word then.
+/// Cached bytes of one file. Without any it takes one word of memory, as most files have none.
 #[derive(Default)]
 pub(crate) struct Cached {
     parts: Option<Box<Parts>>,
@@ -27,9 +27,10 @@ pub(crate) struct Cached {
 struct Parts {
     extents: Extents,
     bytes: u64,
-    /// Sum of the bytes of all files.
+    /// Sum of the cached bytes of all files.
     total: Arc<AtomicU64>,
-    /// Size and time of the backing's file when it was last known to hold the same; `None`: it does.
+    /// Size and time that the backing's file had when it was last known to have the cached bytes. `None`: it is
+    /// trusted to have them.
     stamp: Option<(u64, Time)>,
 }
 
@@ -62,7 +63,7 @@ impl Cached {
         self.parts.as_ref()?.stamp
     }
 
-    /// Keeps an extent that is not pending any more. Its slab counts it as used until it is dropped.
+    /// Caches an extent that is not pending any more. Its bytes in the slab stay in use until it is dropped.
     pub(crate) fn insert(
         &mut self,
         arena: &Arena,
@@ -81,7 +82,7 @@ impl Cached {
         });
     }
 
-    /// Drops what is cached of `range`; returns the bytes.
+    /// Drops the cached bytes of `range`. Returns their number.
     pub(crate) fn drop_range(&mut self, arena: &Arena, range: Range<u64>) -> u64 {
         let Some(parts) = &mut self.parts else {
             return 0;
@@ -103,14 +104,14 @@ impl Cached {
         bytes
     }
 
-    /// The backing's file is as `attr` says, and holds what is cached.
+    /// Records that the backing's file has the cached bytes, with the size and time in `attr`.
     pub(crate) fn confirm(&mut self, attr: &Attr) {
         if let Some(parts) = &mut self.parts {
             parts.stamp = Some((attr.size, attr.mtime));
         }
     }
 
-    /// What changes the file's times through the mount makes nothing stale.
+    /// Trusts the cached bytes, after a change of the file's times through the mount.
     pub(crate) fn trust(&mut self) {
         if let Some(parts) = &mut self.parts {
             parts.stamp = None;

@@ -1,13 +1,13 @@
-//! Lists of chunks: where each byte of a file is, for programs that map the arena and the spill file.
+//! Lists of chunks: where each byte of a file lies, for programs that map the arena and the spill file.
 //!
-//! Promises, as long as a [`HeldChunks`] lives
-//! * Every piece in memory and in the spill file stays where it is and keeps its bytes, whatever becomes of
-//!   the file: it is written, cut, drained, evicted or removed.
-//! * [`HeldChunks::changed`] is true once the bytes or the length of the file were changed through the mount.
+//! Promises, as long as a [`HeldChunks`] exists
+//! * Every piece in memory and in the spill file keeps its place and its bytes, even if the file is written, cut,
+//!   drained, evicted or removed.
+//! * [`HeldChunks::changed`] is true after the bytes or the length of the file were changed through the mount.
 //!
-//! How: the slabs are held ([`firn_arena::Arena::hold_slab`]), so that neither their room is used again nor their
-//! chunk moves, and the file's pending bytes are not overwritten in place. Bytes that only the backing has
-//! cannot be kept: their reader asks afterwards whether the file was changed.
+//! How: the slabs are held ([`firn_arena::Arena::hold_slab`]), so their space is not used again and their chunk does
+//! not move. The file's pending bytes are not overwritten in place. Bytes that only the backing has cannot be kept: a
+//! reader of them asks afterwards whether the file was changed.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -24,20 +24,20 @@ use crate::extents::Extent;
 use crate::file::{File, FileState};
 use crate::size::whole_size;
 
-/// A part of a file.
+/// A part of a file, and where it lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ListedPart {
     /// Bytes from the start of the file.
     pub offset: u64,
-    /// Bytes, more than none.
+    /// Length in bytes, more than 0.
     pub bytes: u64,
-    /// Where they are.
+    /// Where the bytes are.
     pub place: PartPlace,
-    /// [`PartPlace::Memory`]: bytes from the start of the first chunk. [`PartPlace::Spill`]: from the start of the
-    /// spill file. [`PartPlace::MemoryFile`]: from the start of that. [`PartPlace::Backing`]: from the start of the file.
+    /// Position of the first byte in that place. [`PartPlace::Memory`]: in bytes from the start of the first chunk.
+    /// [`PartPlace::Spill`], [`PartPlace::MemoryFile`], [`PartPlace::Backing`]: from the start of that file.
     /// [`PartPlace::Hole`]: 0.
     pub at: u64,
-    /// Index of the chunk, in memory and in the spill file; number of the memory file.
+    /// For memory and spill file, the index of the chunk; for a memory file, its number.
     pub chunk: Option<u32>,
 }
 
@@ -50,27 +50,28 @@ pub enum PartPlace {
     Spill,
     /// In a memory file.
     MemoryFile,
-    /// In the backing only, which may have a hole there, or in memory that changes with the file: to be read through the
-    /// mount.
+    /// In the backing, which may have a hole there, or in memory that changes with the file. A program reads them
+    /// through the mount.
     Backing,
-    /// Nowhere: they are zeros.
+    /// In a hole: the bytes are zeros.
     Hole,
 }
 
-/// A list of chunks and what keeps it true. Dropped, it lets go.
+/// A list of chunks, with the holds that keep it valid. Dropping it releases the chunks.
 pub struct HeldChunks<B: Backing> {
     engine: Arc<Engine<B>>,
     file: Arc<File<B>>,
     slabs: Vec<SlabRef>,
-    /// The file's when the list was made.
+    /// Value of the file's change counter when the list was made.
     changes: u64,
-    /// Bytes in memory that it names.
+    /// Bytes of the list that are in memory.
     memory_bytes: u64,
+    /// Length of the file in bytes.
     bytes: u64,
 }
 
 impl<B: Backing> HeldChunks<B> {
-    /// Lists the file at `path`, without gap or overlap from offset 0 to its end, and holds what the list
+    /// Lists the file at `path`, without gap or overlap from offset 0 to its end, and holds the slabs that the list
     /// names. Waits for a truncation under way.
     ///
     /// EISDIR, EINVAL: not a regular file. EIO: pending parts of it cannot be read.
@@ -98,11 +99,12 @@ impl<B: Backing> HeldChunks<B> {
             memory_bytes: 0,
             bytes: 0,
         };
-        // From here on its drop undoes what was done.
+        // From here on dropping `held` undoes what was done, on each error too.
         engine.room.check_cache(&file)?;
         let mut state = file.lock_settled();
         engine.intake.ingest_published(&file, &mut state);
-        // What a writer changes is stored in the memory file at once, where the readers see it: its bytes cannot be promised to stay.
+        // A writer's changes go into the memory file at once, where its readers see them. So those bytes cannot be
+        // promised to stay, and the list sends readers to the mount.
         let is_viewed = state.view.is_some();
         let in_arena = if is_viewed {
             (held.bytes, held.changes) = (state.pending.end(), state.changes);
@@ -112,7 +114,7 @@ impl<B: Backing> HeldChunks<B> {
         };
         drop(state);
         held.count_memory(&in_arena);
-        // All else was in the backing already when the lock was let go, and a change since then shows.
+        // The rest was in the backing before the lock was released, and a change since then shows in `changed`.
         let attr = engine.base.backing.attr(&engine.tree.object(&inode)?)?;
         held.bytes = whole_size(&attr, held.bytes);
         let in_backing = if is_viewed { held.bytes } else { attr.size };
@@ -127,7 +129,7 @@ impl<B: Backing> HeldChunks<B> {
         Ok((held, pieces))
     }
 
-    /// Holds and lists what the arena has.
+    /// Holds the slabs of the file, and lists what the arena has. EIO: pending bytes cannot be read.
     fn take(&mut self, state: &FileState<B>) -> Result<Vec<Listed>> {
         let engine = &self.engine;
         self.bytes = state.pending.end();
@@ -136,13 +138,14 @@ impl<B: Backing> HeldChunks<B> {
         let mut known = HashSet::new();
         for (offset, extent) in state.extents_in_arena(0, usize::MAX) {
             let slab = extent.piece.slab;
-            // Before its place is looked up, which then holds.
+            // The slab is held before its place is looked up, so that the place stays right.
             if known.insert(slab) {
                 engine.base.arena.hold_slab(slab);
                 self.slabs.push(slab);
             }
             let Some(listed) = engine.base.readable(offset, extent) else {
-                // What is not pending is in the backing too.
+                // A cached extent is left out if it cannot be read, as the backing has its bytes too. Pending bytes
+                // are nowhere else.
                 if state
                     .pending
                     .extents()
@@ -170,17 +173,18 @@ impl<B: Backing> HeldChunks<B> {
             .fetch_add(self.memory_bytes, Ordering::Relaxed);
     }
 
-    /// Bytes of the file.
+    /// Returns the length of the file in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// The file's [`crate::FileFigures::changes`] when the list was made.
+    /// Returns the value of [`crate::FileFigures::changes`] when the list was made.
     pub fn changes(&self) -> u64 {
         self.changes
     }
 
-    /// Whether the file was changed since; true also where the kernel may be writing the backing by itself.
+    /// Whether the file was changed since the list was made. Also true while the kernel may write the backing file
+    /// itself, which the engine does not see.
     pub fn changed(&self) -> bool {
         let mut state = self.file.lock();
         self.engine.intake.ingest_published(&self.file, &mut state);
@@ -260,7 +264,7 @@ impl<B: Backing> Base<B> {
     }
 }
 
-/// Adds a piece, joined with the last one where both are one run of bytes.
+/// Adds a part. A part that continues the last one is joined with it.
 fn push(pieces: &mut Vec<ListedPart>, piece: ListedPart) {
     if let Some(last) = pieces.last_mut()
         && (last.place, last.chunk) == (piece.place, piece.chunk)
@@ -273,7 +277,7 @@ fn push(pieces: &mut Vec<ListedPart>, piece: ListedPart) {
     pieces.push(piece);
 }
 
-/// What the arena does not have: in the backing as far as that goes, zeros beyond.
+/// Adds the range that the arena does not have: from the backing up to its end there, and zeros beyond.
 fn push_rest(pieces: &mut Vec<ListedPart>, from: u64, to: u64, in_backing: u64) {
     let border = in_backing.clamp(from, to);
     if from < border {

@@ -1,16 +1,16 @@
-//! Paths that must not change for a while, and paths that are about to.
+//! Claims on paths: that a path stays as it is for a while, or that it is about to change.
 //!
-//! A claim is no lock: it may last as long as a call of the backing, and concerns only the paths that it names. A
-//! rename that hangs blocks callers that need a path at or below its two names, and an unlink that hangs blocks renames
-//! of a directory above it.
+//! A claim stands in for a lock across a call of the backing, and concerns only the paths that it names. A rename
+//! that hangs blocks callers that need a path at or below its two names. An unlink that hangs blocks renames of a
+//! directory above its name.
 //!
 //! Invariants
-//! * A claim to change a path stands beside no other claim at or below that path, and beside none to change
-//!   a path above it.
-//! * A caller that claims that a path stays, reported the path while the claim held: no rename came between.
+//! * Beside a claim to change a path there is no other claim at or below that path, and no claim to change a path
+//!   above it.
+//! * A claim that a path stays has the path as it was when the claim began: no rename came in between.
 //!
-//! New claims to stay do not queue behind a change that waits: with a call that hangs the change would wait
-//! for ever, and they with it.
+//! Races: a new claim to stay does not wait behind a change that is still waiting. If a call of the backing hung,
+//! that change would wait without end, and the new claim with it.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -20,23 +20,29 @@ use parking_lot::Condvar;
 
 type Path = Vec<u8>;
 
+/// Claims on paths of one mount.
 #[derive(Default)]
 pub(crate) struct PathClaims {
+    /// All present claims.
     standing: Mutex<Standing>,
+    /// Signals that a claim ended.
     released: Condvar,
-    /// Claims to change paths that stand.
+    /// Number of present claims to change paths.
     changes: AtomicUsize,
 }
 
+/// What the lock of the claims protects.
 #[derive(Default)]
 struct Standing {
     claims: Vec<Claim>,
     last_id: u64,
 }
 
+/// One claim on some paths.
 struct Claim {
     id: u64,
     paths: Vec<Path>,
+    /// Whether the paths are about to change; otherwise they must stay.
     changes: bool,
 }
 
@@ -47,12 +53,13 @@ pub(crate) struct ClaimGuard<'a> {
 }
 
 impl PathClaims {
-    /// Claims that what `paths` tells stays so. Waits for changes of them under way, and asks again then.
+    /// Claims that the paths returned by `paths` stay. Waits for changes of them under way, and calls `paths` again
+    /// after each wait.
     pub(crate) fn stay(&self, paths: impl Fn() -> Vec<Path>) -> ClaimGuard<'_> {
         self.claim(paths, false)
     }
 
-    /// Claims to change what `paths` tells, and with it all paths below. Waits for claims that are in the way.
+    /// Claims to change the paths returned by `paths`, and with them all paths below. Waits for conflicting claims.
     pub(crate) fn change(&self, paths: impl Fn() -> Vec<Path>) -> ClaimGuard<'_> {
         self.claim(paths, true)
     }
@@ -72,7 +79,8 @@ impl PathClaims {
         self.changes.load(Ordering::Acquire) > 0
     }
 
-    /// Runs `work`, which is short, while what `paths` tells stays so.
+    /// Runs `work`, which must be short, while the paths returned by `paths` stay. The lock of all claims is held
+    /// meanwhile.
     pub(crate) fn while_staying<T>(
         &self,
         paths: impl Fn() -> Vec<Path>,
@@ -82,12 +90,14 @@ impl PathClaims {
         work()
     }
 
+    /// Waits until no present claim conflicts. Returns with the lock held, and the paths as they are now.
     fn wait_for(
         &self,
         paths: impl Fn() -> Vec<Path>,
         changes: bool,
     ) -> (MutexGuard<'_, Standing>, Vec<Path>) {
         let mut standing = self.standing.lock();
+        // The paths are read again after each wait, as the change that ended may have renamed them.
         loop {
             let paths = paths();
             if !standing
@@ -103,6 +113,7 @@ impl PathClaims {
 }
 
 impl Claim {
+    /// Whether this claim conflicts with a new one on `paths`.
     fn is_in_the_way(&self, paths: &[Path], changes: bool) -> bool {
         let below = |paths: &[Path], tops: &[Path]| {
             paths

@@ -1,8 +1,7 @@
-//! What an engine counts since the attach, and what it holds now.
+//! Counters of an engine since the attach, and sums of what is pending now.
 //!
-//! Invariants
-//! * [`Held`] of a lane are the sums over its files of what is pending: each change of a file's pending bytes calls
-//!   [`Held::count`] under the file's lock.
+//! Invariant: [`Held`] of a lane has the sums over its files. Each change of a file's pending bytes calls
+//! [`Held::count`] under the file's lock.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -10,28 +9,28 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use firn_format::histogram::{SizeHistogram, TimeHistogram};
 use firn_format::tally::Tally;
 
-/// What the drain decides, each counted and, with `log-level=debug`, logged.
+/// Decisions of the drain. Each is counted, and logged with `log-level=debug`.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Decision {
-    /// A run of a file goes to the backing now.
+    /// A run of a file is about to be written to the backing.
     Picked,
-    /// It is there.
+    /// A run was written.
     Written,
-    /// It failed: the file waits for its next try.
+    /// A write failed, and the file waits for its next try.
     Waits,
-    /// The wait is over.
+    /// A file is tried again after its wait.
     Retried,
-    /// Writers that wait for room learn that there will be none.
+    /// Writers that wait for room got an error, because nothing can make room.
     GivenUp,
-    /// A chunk went to the spill file.
+    /// A chunk was moved to the spill file.
     Spilled,
-    /// Put off: no caller waits for it, and programs want the CPUs.
+    /// Writes were put off, because no caller waits for them and programs need the CPUs.
     PutOff,
-    /// A chunk went to a memory file.
+    /// A chunk was copied to a memory file.
     Settled,
 }
 
-/// Counts of [`Decision`]s.
+/// Counts of all [`Decision`]s.
 pub(crate) struct Decisions(pub(crate) Tally<8>);
 
 impl Default for Decisions {
@@ -52,48 +51,54 @@ impl Decisions {
     }
 }
 
-/// How long firnd took for calls of programs, from the request to its answer. The frontends count. Writes by direct
-/// access are not counted: they are stores of the program to memory.
+/// Times that firnd took for calls of programs, from the request to its answer. The frontends count them. Writes by
+/// direct access are not counted, as they are stores of the program to memory.
 #[derive(Default)]
 pub struct RequestTimes {
-    /// write(2), with the time that it waited for room.
+    /// write(2), including the wait for room.
     pub write: TimeHistogram,
-    /// close(2), whether or not it waited for the backing.
+    /// close(2), with or without a wait for the backing.
     pub close: TimeHistogram,
     /// fsync(2) and fdatasync(2) of a file.
     pub fsync: TimeHistogram,
 }
 
-/// What is counted since the attach; `chunk_lists`, `chunk_list_bytes` and `cached_bytes` are what is there now.
+/// Counters since the attach. Three of them are present values: `chunk_lists`, `chunk_list_bytes` and `cached_bytes`.
 #[derive(Default)]
 pub(crate) struct Counters {
-    /// Sizes of the writes that were taken from programs.
+    /// Sizes in bytes of the writes taken from programs.
     pub ingest: SizeHistogram,
     pub request_times: Arc<RequestTimes>,
-    /// Sizes of the writes to the backing that succeeded.
+    /// Sizes in bytes of the writes to the backing that succeeded.
     pub drain_sizes: SizeHistogram,
-    /// How long calls took that wrote to the backing, those that failed too.
+    /// Times of calls that wrote to the backing, also of those that failed.
     pub drain_times: TimeHistogram,
+    /// Bytes written to the backing.
     pub drain_bytes: AtomicU64,
+    /// Calls that wrote to the backing.
     pub drain_writes: AtomicU64,
+    /// Drains that failed.
     pub drain_errors: AtomicU64,
     pub drain_decisions: Decisions,
+    /// Pending bytes that were overwritten, cut or discarded before a drain.
     pub cancelled_bytes: AtomicU64,
+    /// Cached bytes that were evicted.
     pub evicted_bytes: AtomicU64,
+    /// Bytes that programs read.
     pub read_bytes: AtomicU64,
-    /// Microseconds that closes waited for the backing, each for itself.
+    /// Sum of the times that closes waited for the backing, in microseconds.
     pub close_wait_us: AtomicU64,
     /// Lists of chunks in use.
     pub chunk_lists: AtomicU64,
-    /// Bytes in memory that they name.
+    /// Bytes in memory that these lists name.
     pub chunk_list_bytes: AtomicU64,
-    /// Drained bytes that are still in the arena. Shared with the files that have some.
+    /// Drained bytes that are still in the arena. The files that have some share the counter.
     pub cached_bytes: Arc<AtomicU64>,
-    /// Files of the backing that were opened since all of them were last looked at.
+    /// Files of the backing that were opened since the last check of the number of open files.
     pub files_opened: AtomicUsize,
 }
 
-/// What is pending.
+/// Sums of what is pending in the files of a lane.
 #[derive(Default)]
 pub(crate) struct Held {
     bytes: AtomicU64,
@@ -101,7 +106,7 @@ pub(crate) struct Held {
 }
 
 impl Held {
-    /// Counts a change of what is held of one file.
+    /// Counts a change of one file's pending bytes, from `before` to `after`.
     pub(crate) fn count(&self, before: u64, after: u64) {
         if after >= before {
             self.bytes.fetch_add(after - before, Ordering::Relaxed);
@@ -131,7 +136,7 @@ impl Held {
 }
 
 impl Counters {
-    /// Counts a write that was taken from a program.
+    /// Counts a write that was taken from a program, with its bytes.
     pub(crate) fn count_ingest(&self, bytes: u64) {
         self.ingest.observe(bytes);
     }

@@ -1,14 +1,21 @@
-//! Direct access: files that a client process writes into slabs leased to it, or reads where they lie in the arena.
+//! Direct access: a client process writes a file into slabs leased to it, or reads the file's bytes where they lie in
+//! the arena.
+//!
+//! Terms
+//! * A *grant* is a client's right to write one open file directly. It ends when it is *revoked*.
+//! * A *lease* is the client's right to fill one slab.
+//! * A *list* tells a reader where the bytes of a file lie. A word in the arena (the file's word) changes once the
+//!   list is invalid.
 //!
 //! Promises
 //! * Each answer about a file covers every byte whose write returned: what the client published is ingested before
 //!   the answer ([`Intake::ingest_published`]).
-//! * While a client has the grant of a file, it alone has the file open. Anything else that opens, reads, writes or
-//!   cuts it revokes the grant first ([`Intake::revoke_grant`]); the client goes on through the kernel.
+//! * While a client has the grant of a file, no other handle of the file is open. Any other open, read, write or
+//!   truncation revokes the grant first ([`Intake::revoke_grant`]); the client then goes through the kernel.
 //! * A piece that may still grow is neither drained nor marked dead.
 //!
-//! Sequences: a lease takes as many as it has records. They keep the order of writes because nothing else
-//! writes the file while there is a grant, and a file's leases are filled one after the other.
+//! Order of writes: a lease reserves as many sequences as it has records. They keep the order of writes, because only
+//! the client writes the file during a grant and it fills its leases one after the other.
 
 use std::ops::Range;
 use std::os::fd::OwnedFd;
@@ -38,15 +45,17 @@ use crate::{
     ClientId, DirectGrant, DirectList, DirectRefusal, DirectWriteObserver, HandleId, OpenMode,
 };
 
-/// Leases of a file that stay when it gets more: the last one, which is being filled.
+/// Number of leases that stay when the client asks for more: the last one, which it is still filling.
 const LEASES_KEPT: usize = 1;
 
-/// A list whose file changes while it is made is made anew; no more often than this.
+/// Most times that a list is made again because its file changed meanwhile.
 const LIST_TRIES_MAX: usize = 4;
 
+/// Result of a client's request, or the reason why it is refused.
 type Answer<T> = std::result::Result<T, DirectRefusal>;
 
-/// Whether readers may be told where the bytes of a file lie.
+/// Whether readers may be told where the bytes of a file lie: only while nothing can change them without invalidating
+/// the list.
 fn may_be_listed<B: Backing>(state: &FileState<B>) -> bool {
     !state.opens.has_writers()
         && !state.opens.has_passthrough()
@@ -54,7 +63,8 @@ fn may_be_listed<B: Backing>(state: &FileState<B>) -> bool {
         && !state.direct.has_grant()
 }
 
-/// The parts that lie in the backing where there are no `extents` of the arena, and these. Both are sorted.
+/// Merges two sorted lists: the `extents` of the arena, and between them the `parts` that lie in the backing. An
+/// extent of the arena hides what a part has in the same range.
 fn fill_gaps(extents: &[Listed], parts: &[LocatedPart]) -> Vec<Listed> {
     let mut filled = Vec::with_capacity(extents.len() + parts.len());
     let mut later = extents.iter().peekable();
@@ -87,7 +97,7 @@ fn fill_gaps(extents: &[Listed], parts: &[LocatedPart]) -> Vec<Listed> {
     filled
 }
 
-/// Grants, leases and lists for processes.
+/// Gives grants, leases and lists to client processes.
 pub struct DirectAccess<B: Backing> {
     pub(crate) base: Arc<Base<B>>,
     pub(crate) tree: Arc<NameTree<B>>,
@@ -111,13 +121,18 @@ impl<B: Backing> DirectAccess<B> {
         }
     }
 
-    /// Gives `client` the right to write the open file directly. From now on the kernel must not keep attributes of
-    /// it, and must drop those it has before the client gets the answer.
+    /// Gives `client` the right to write the open file directly. From now on the kernel must not cache the file's
+    /// attributes. The caller makes it drop those that it has before the client gets the answer.
+    ///
+    /// `Busy`: the file has another handle, set-id bits, capabilities or no name, or a drain of it failed. The client
+    /// then writes through the kernel. `BadToken`: the handle is not open for writing.
     pub fn grant_direct_access(&self, client: ClientId, token: HandleId) -> Answer<DirectGrant> {
         let handle = self.writable(token)?;
         let file = &handle.file;
         let privileges = self.privileges.epoch();
         let has_capabilities = |object| self.tree.has_capabilities(&object);
+        // A write must take capabilities away, and a file without a name cannot be found by recovery: both need the
+        // kernel.
         if self.tree.object(&file.inode).map_or(true, has_capabilities)
             || self.tree.is_nameless(file).unwrap_or(true)
             || *handle.mode.lock() != OpenMode::Engine
@@ -129,14 +144,14 @@ impl<B: Backing> DirectAccess<B> {
             .tree
             .paths
             .while_staying(|| file.inode.paths(), grant)?;
-        // Only the client changes the file from here on. Bytes that a drain moves to the backing before the question
-        // below still count.
+        // From here on only the client changes the file. If a drain moves bytes to the backing before the next call,
+        // they count either way.
         let in_backing = self
             .tree
             .object(&file.inode)
             .and_then(|object| self.base.backing.attr(&object));
         let plain = in_backing.ok().filter(|attr| !has_set_id_bits(attr));
-        // A change of privileges before the grant found none to end.
+        // A change of privileges that came before the grant had no grant to revoke. The epoch shows such a change.
         let is_same = self.privileges.epoch() == privileges;
         let Some(attr) = plain.filter(|_| is_same) else {
             self.end_direct_access(client, token);
@@ -149,11 +164,12 @@ impl<B: Backing> DirectAccess<B> {
         })
     }
 
-    /// Gives the grant, where it may be. Returns the file id, and the end of what is pending.
+    /// Gives the grant if the file allows it. Returns the file id, and the end of the pending bytes.
     fn give_grant(&self, client: ClientId, handle: &Handle<B>) -> Answer<(FileId, u64)> {
         let file = &handle.file;
         let mut state = file.lock();
-        // Asked for again, or by a process that shares the descriptor: what there was ends.
+        // A client that asks again gets a new grant, and the old one ends. Two clients that share the descriptor get
+        // none.
         let shared = state
             .direct
             .grant()
@@ -178,7 +194,8 @@ impl<B: Backing> DirectAccess<B> {
         state.direct.set_grant(grant);
         self.intake.grants.add(file);
         if self.base.options.drain == DrainPolicy::Eager {
-            // Published bytes that no request asks about still have to be drained once they are old.
+            // Published bytes must be drained at their age even if no request asks about the file, so the queue
+            // checks it.
             self.drain.check_age_at(
                 file,
                 &mut state,
@@ -188,8 +205,12 @@ impl<B: Backing> DirectAccess<B> {
         Ok((file_id, state.pending.end()))
     }
 
-    /// A slab for the client that has the grant, and more that it fills after this one, as far as it has written as much
-    /// before, up to the `want` bytes that it would like; the leases before the last one end. `cpu`: where it runs.
+    /// Leases a slab to the client that has the grant. All earlier leases but the last end.
+    ///
+    /// Returns the slab, and further slabs to fill after it. Those hold at most `want` bytes, and at most as many as
+    /// the client has written so far. `cpu` is where the client runs. `Full`: the arena has no room; the grant is
+    /// revoked, and the client writes through the kernel, which waits. `BadToken`: the client has no grant of this
+    /// handle.
     pub fn lease_slabs(
         &self,
         client: ClientId,
@@ -211,7 +232,7 @@ impl<B: Backing> DirectAccess<B> {
         let bytes = state.direct.grant().map_or(0, |grant| grant.bytes);
         let class = self.base.class_for(bytes.saturating_add(want));
         if !self.base.arena.has_room(class) {
-            // Not under this lock: what is dropped may be of any file.
+            // The lock is released, because files with other locks may be evicted.
             drop(state);
             self.room.evict_for(class);
             state = file.lock();
@@ -237,7 +258,7 @@ impl<B: Backing> DirectAccess<B> {
             self.room.wake_writers();
             return Ok((slab, more));
         }
-        // Without room the client writes through the kernel, which waits for some.
+        // Without a slab the client writes through the kernel, and waits there for room.
         self.intake.revoke_grant(file, &mut state);
         drop(state);
         self.room.reclaim();
@@ -245,8 +266,8 @@ impl<B: Backing> DirectAccess<B> {
         Err(DirectRefusal::Full)
     }
 
-    /// Leases behind the one that was just given, so that the client asks less often: not for more than the file has,
-    /// while half of the memory is free, and while every writer would still get two chunks.
+    /// Leases further slabs in advance, so that the client asks less often. It stops at three limits: the bytes that
+    /// the file has, half of the memory in use, and a share of less than two chunks for each writer.
     fn lease_more(
         &self,
         grant: &mut Grant,
@@ -275,7 +296,7 @@ impl<B: Backing> DirectAccess<B> {
         more
     }
 
-    /// The client is done with the file.
+    /// Ends the grant that the client has by this handle, if it has one.
     pub fn end_direct_access(&self, client: ClientId, token: HandleId) {
         let Ok(handle) = self.open_files.handle(token) else {
             return;
@@ -292,7 +313,7 @@ impl<B: Backing> DirectAccess<B> {
         self.room.wake_writers();
     }
 
-    /// The client is gone: all that it had ends.
+    /// Ends all grants of a client whose connection closed, and frees slabs that waited for its end.
     pub fn end_client(&self, client: ClientId) {
         for file in self.intake.files_with_grant() {
             let mut state = file.lock();
@@ -308,8 +329,11 @@ impl<B: Backing> DirectAccess<B> {
         self.room.wake_writers();
     }
 
-    /// Lists where the bytes of a file without a writer lie, from offset `from` on: in the arena, else in at most
+    /// Lists where the bytes of a file without a writer lie, from offset `from` on: in the arena, or else in at most
     /// `files_max` files of the backing.
+    ///
+    /// `Busy`: the file is being changed, so the client reads through the kernel. `BadToken`: the handle is not open
+    /// for reading.
     pub fn list_extents(&self, token: HandleId, from: u64, files_max: usize) -> Answer<DirectList> {
         let handle = self
             .open_files
@@ -328,8 +352,9 @@ impl<B: Backing> DirectAccess<B> {
         Err(DirectRefusal::Busy)
     }
 
-    /// A descriptor of the memory file that has all of a file, for mappings of the process that has it open for reading. As
-    /// long as it is open, that shows each change.
+    /// Returns a descriptor of the memory file that has all bytes of a file, for a mapping by the process that opened
+    /// it for reading. While the handle is open, the mapping shows each change of the file. `Busy`: there is no such
+    /// memory file, and none can be made.
     pub fn map_file(&self, token: HandleId) -> Answer<OwnedFd> {
         let handle = self.open_files.handle(token).ok();
         let handle = handle.filter(|handle| handle.readable && !handle.writable);
@@ -344,14 +369,15 @@ impl<B: Backing> DirectAccess<B> {
         let view = known.or_else(|| state.begin_view(&self.base.arena, size));
         let view = view.ok_or(DirectRefusal::Busy)?;
         let file = view.reader().map_err(|_| DirectRefusal::Busy);
-        // A handle that the kernel serves from the view has it in any case.
+        // A handle that the kernel serves from the view keeps the view by itself.
         if *handle.mode.lock() == OpenMode::Memory {
             return file;
         }
         if file.is_err() {
             state.end_view(&self.base.arena);
         } else if handle.note_mapped(&mut state) {
-            // For the next firnd, before the process can map it.
+            // The live table has the view before the process can map it, so that the next firnd keeps storing changes
+            // in it.
             if let Some(live) = self.tree.names.live() {
                 live.note_view(token.0, view.number());
             }
@@ -359,7 +385,7 @@ impl<B: Backing> DirectAccess<B> {
         file
     }
 
-    /// The list, or `None` if the file changed during the look.
+    /// Makes a list. Returns `None` if the file changed meanwhile.
     fn try_to_list(
         &self,
         file: &Arc<File<B>>,
@@ -370,10 +396,10 @@ impl<B: Backing> DirectAccess<B> {
         if !may_be_listed(&state) {
             return Err(DirectRefusal::Busy);
         }
-        // Before any place is looked up, so that a chunk that moves afterwards finds this list.
+        // This comes before any place is looked up. A chunk that moves afterwards then invalidates this list.
         self.intake.grants.note_list();
         let pending_end = state.pending.end();
-        // An extent without a place is read through the kernel, which returns the error.
+        // An extent without a place cannot be listed. The kernel's read returns the error.
         let list = |(offset, extent)| self.base.list(offset, extent).ok_or(DirectRefusal::Busy);
         let mut extents = state
             .extents_in_arena(from, EXTENTS_MAX)
@@ -384,7 +410,7 @@ impl<B: Backing> DirectAccess<B> {
             Some(last) if extents.len() >= EXTENTS_MAX => last.offset + last.len,
             _ => u64::MAX,
         };
-        // Given away under the lock: from here on its bytes stay those of this file.
+        // The descriptors are opened under the lock, so that the memory files keep the bytes of this file.
         let mut files = self.give_memory_files(&mut extents, files_max);
         let word = (file.inode.id.0 % u64::from(WORDS_COUNT)) as u32;
         state.direct.set_listed(word);
@@ -395,7 +421,8 @@ impl<B: Backing> DirectAccess<B> {
             0 => None,
             more => self.locate(file, source, from..end, more),
         };
-        // What is drained before the backing is asked counts all the same; what is cut makes the list invalid.
+        // The size is read after the list. Bytes that are drained in between still count, and a truncation
+        // invalidates the list.
         let size = self
             .tree
             .size_beside(&file.inode, pending_end)
@@ -419,11 +446,12 @@ impl<B: Backing> DirectAccess<B> {
                 return Err(DirectRefusal::Busy);
             }
             let is_same = state.direct.is_listed() && self.base.arena.file_word(word).1 == stamp;
-            // Lists end under this lock once a change by others is noted. A change noted before this point found no
-            // list of the backing, so it is compared here.
+            // A change by another host ends lists under this lock. A change noted before this point found no list of
+            // the backing, so it is compared here.
             if !is_same || self.base.backing.facts(&object).changes_by_others != changes {
                 return Ok(None);
             }
+            // An earlier list is of another state of the backing: it ends, and this one begins with a new stamp.
             if !state.direct.set_listed_in_backing(changes) {
                 state.direct.invalidate_list(&self.base.arena);
                 state.direct.set_listed(word);
@@ -442,8 +470,8 @@ impl<B: Backing> DirectAccess<B> {
         }))
     }
 
-    /// Descriptors of the memory files that extents lie in, by which they are named from then on. What is in more than
-    /// `files_max` of them is read through the kernel.
+    /// Opens the memory files that extents lie in, at most `files_max`. From then on these extents name their file by
+    /// its index in the returned list. Extents in further memory files are read through the kernel.
     fn give_memory_files(&self, extents: &mut [Listed], files_max: usize) -> Vec<OwnedFd> {
         let mut numbers = Vec::new();
         let mut files = Vec::new();
@@ -466,8 +494,9 @@ impl<B: Backing> DirectAccess<B> {
         files
     }
 
-    /// Where the backing has bytes of a range, of which object, and as of which change by other hosts. What cannot be found is read by the
-    /// kernel, which tells the error.
+    /// Asks the backing where it has the bytes of a range. Returns the places, the object that they belong to, and
+    /// the count of changes by other hosts that they are of. `None`: the range must be read through the kernel, which
+    /// returns any error.
     fn locate(
         &self,
         file: &Arc<File<B>>,
@@ -490,7 +519,8 @@ impl<B: Backing> DirectAccess<B> {
                     .base
                     .backing
                     .locate(&source.file, range.clone(), limits)?;
-                // Else it may be of before the change in one part, and of after it in another.
+                // If the count differs, one part of the answer may be from before the change and another from after
+                // it.
                 if self.base.backing.facts(&object).changes_by_others == changes {
                     return Ok(located.map(|located| (located, changes)));
                 }
@@ -501,6 +531,7 @@ impl<B: Backing> DirectAccess<B> {
         Some((located, object, changes))
     }
 
+    /// Returns a handle that is open for writing.
     fn writable(&self, token: HandleId) -> Answer<Arc<Handle<B>>> {
         self.open_files
             .handle(token)
@@ -509,12 +540,13 @@ impl<B: Backing> DirectAccess<B> {
             .ok_or(DirectRefusal::BadToken)
     }
 
-    /// Has `observer` told of what clients write. There is one at most; to be called before the first grant.
+    /// Sets the observer that is called with each range that clients write. There is at most one, set before the
+    /// first grant.
     pub fn observe_direct_writes(&self, observer: DirectWriteObserver) {
         self.intake.grants.set_observer(observer);
     }
 
-    /// Revokes what direct access processes have to files at or below `path`: all that they wrote is ingested.
+    /// Revokes the grants of files at or below `path`. All that their clients wrote is ingested.
     pub fn revoke_grants_in_tree(&self, path: &[u8]) {
         for file in self.open_files.files_at(path) {
             self.intake.end_grant(&file);

@@ -1,8 +1,11 @@
-//! Which files go to the backing next: the queue of each lane, and the executor that works them off.
+//! Queue of files for each lane (one I/O server), and the executor that writes them to the backing.
 //!
-//! Each lane has a queue of files ([`queue::DrainQueue`]). A file enters it in one of four cases: a run of its pending
-//! bytes is long enough for a write, a caller waits for it, its data is old, or the arena is short of room. What is
-//! done with the queues is in [`Drainer`](crate::Drainer).
+//! A file enters the queue of its lane ([`queue::DrainQueue`]) in one of four cases: a run of its pending bytes is
+//! long enough for a write, a caller waits for it, its data is old, or the arena is short of room.
+//! [`Drainer`](crate::Drainer) takes files from the queues.
+//!
+//! Locks: a file's lock may be held for calls of this module, as most of them change its state and the queue
+//! together.
 //!
 //! docs/internals/drain.md
 
@@ -25,29 +28,34 @@ use crate::file::{File, FileState};
 use crate::file_events::FileEvents;
 use crate::options::Order;
 
-/// Carries out the jobs of the drain: the IO threads of `firn-drain`, or a test that takes each step itself.
+/// Carries out the jobs of the drain: the I/O threads of `firn-drain`, or a test that makes each step itself.
 pub trait Executor: Send + Sync {
-    /// There may be something to do in `lane`. Called with locks of the engine held: it must not call the engine.
+    /// Says that `lane` may have something to do. It is called with locks of the engine held, so it must not call the
+    /// engine.
     fn wake(&self, lane: LaneIndex);
-    /// Blocks until the outcome of a drain is there. Called with no lock held, by a thread that carries out no job.
+    /// Blocks until the result of a drain arrives, and returns it. It is called with no lock held, by a thread that
+    /// carries out no job.
     fn wait_for(&self, outcome: &Receiver<Result<()>>) -> Result<()> {
         wait_for(outcome)
     }
 }
 
-/// The queue of each lane, and the executor that works them off.
+/// Queues of all lanes, and the executor that works on them.
 pub(crate) struct Drain<B: Backing> {
+    /// One queue for each lane.
     lanes: Box<[DrainQueue<File<B>>]>,
-    /// Pieces of some files may be written together.
+    /// Whether the backing can write pieces of some files together that are apart.
     gathers: bool,
+    /// Set by [`Drain::set_executor`]; without one, no thread is woken.
     executor: RwLock<Option<Arc<dyn Executor>>>,
-    /// Callers that wait for files to be drained; the sum over all files, or more for an instant.
+    /// Number of callers that wait for files to be drained: the sum over all files. It may be larger for an instant.
     waiter_count: AtomicU64,
+    /// Recorder of what happens to files.
     pub(crate) file_events: Arc<FileEvents<B>>,
 }
 
 impl<B: Backing> Drain<B> {
-    /// For the files of `backing`.
+    /// Makes a queue for each lane of `backing`.
     pub(crate) fn new(backing: &B, order: Order) -> Self {
         let lane_count = backing.features().lane_count;
         assert!(lane_count > 0, "a mount has a lane");
@@ -64,7 +72,7 @@ impl<B: Backing> Drain<B> {
         self.lanes.len()
     }
 
-    /// Whether the data of all files goes the same way.
+    /// Whether all files go to the same lane in the same way.
     pub(crate) fn has_one_route(&self) -> bool {
         self.lanes.len() == 1 && !self.gathers
     }
@@ -77,12 +85,12 @@ impl<B: Backing> Drain<B> {
         &self.lanes[lane.index()]
     }
 
-    /// The queue of a file's lane.
+    /// Returns the queue of a file's lane.
     pub(crate) fn queue_of(&self, file: &File<B>) -> &DrainQueue<File<B>> {
         self.queue(file.lane)
     }
 
-    /// Whether a file of any lane is in line or in work.
+    /// Whether a file of any lane is in line or being written.
     pub(crate) fn is_busy(&self) -> bool {
         self.lanes.iter().any(DrainQueue::is_busy)
     }
@@ -114,7 +122,7 @@ impl<B: Backing> Drain<B> {
         }
     }
 
-    /// Looks at the age of a file's data at `when`, if that is not to be done already.
+    /// Makes the queue check the age of a file's data at `when`, unless a check is planned already.
     pub(crate) fn check_age_at(
         &self,
         file: &Arc<File<B>>,
@@ -123,12 +131,13 @@ impl<B: Backing> Drain<B> {
     ) {
         let is_first = state.drain.begin_aging() && self.queue_of(file).check_age_at(when, file);
         if is_first {
-            // A thread that sleeps without a limit must learn of this one; else it wakes up for an earlier one.
+            // A thread that sleeps without a timeout must learn of the first check. With an earlier check planned it
+            // wakes up anyway.
             self.wake(file.lane);
         }
     }
 
-    /// Notes when the oldest pending byte of a file was written; `None`: it has none.
+    /// Records when the oldest pending byte of a file was written. `None`: the file has no pending bytes.
     pub(crate) fn set_oldest(
         &self,
         file: &Arc<File<B>>,
@@ -141,7 +150,8 @@ impl<B: Backing> Drain<B> {
         }
     }
 
-    /// Puts a file into the queue of its lane, unless it waits for its retry.
+    /// Puts a file into the queue of its lane. Does nothing if it is there, has no pending bytes, or waits for its
+    /// retry.
     pub(crate) fn enqueue(&self, file: &Arc<File<B>>, state: &mut FileState<B>) {
         let waits = state.drain.waits_for_retry(Instant::now());
         if state.drain.is_queued() || state.pending.is_empty() || waits {
@@ -153,29 +163,29 @@ impl<B: Backing> Drain<B> {
         self.wake(file.lane);
     }
 
-    /// Counts a change of what is held of one file, under its lock.
+    /// Counts a change of a file's pending bytes, under its lock.
     pub(crate) fn count_held(&self, file: &File<B>, before: u64, after: u64) {
         self.queue_of(file).held.count(before, after);
         self.file_events.note_held(&file.inode, before, after);
     }
 
-    /// Bytes that are pending, of all lanes.
+    /// Returns the pending bytes of all lanes.
     pub(crate) fn held_bytes(&self) -> u64 {
         self.lanes.iter().map(|lane| lane.held.bytes()).sum()
     }
 
-    /// Files with pending bytes, of all lanes.
+    /// Returns the number of files with pending bytes, of all lanes.
     pub(crate) fn held_files(&self) -> u64 {
         self.lanes.iter().map(|lane| lane.held.files()).sum()
     }
 
-    /// Counts one more caller that waits for a file. Before the file is drained: a drain thread asks
-    /// [`Drain::has_waiters`] first.
+    /// Counts one more caller that waits for a file. This comes before the file is queued, because a drain thread
+    /// asks [`Drain::has_waiters`] first.
     pub(crate) fn count_waiter(&self) {
         self.waiter_count.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// These wait no more.
+    /// Counts callers that wait no longer.
     pub(crate) fn count_answered(&self, waiters: usize) {
         let before = self
             .waiter_count
@@ -186,12 +196,12 @@ impl<B: Backing> Drain<B> {
         );
     }
 
-    /// Whether a caller waits for a file to be drained.
+    /// Whether some caller waits for a file to be drained.
     pub(crate) fn has_waiters(&self) -> bool {
         self.waiter_count.load(Ordering::SeqCst) > 0
     }
 
-    /// Drains all that a file has pending now, however little.
+    /// Forces all that a file has pending now, however few bytes.
     pub(crate) fn force(&self, file: &Arc<File<B>>, state: &mut FileState<B>) {
         if let Some(newest) = state.pending.newest_sequence() {
             state.drain.force_up_to(newest);
@@ -199,7 +209,7 @@ impl<B: Backing> Drain<B> {
         self.enqueue(file, state);
     }
 
-    /// Asserts the invariants of the queues. To be called while the engine is otherwise unused.
+    /// Asserts the invariants of the queues. No other thread may use the engine meanwhile.
     pub(crate) fn assert_queues(&self, files: &[Arc<File<B>>]) {
         for lane in self.lanes() {
             let of_lane: Vec<_> = files.iter().filter(|file| file.lane == lane).collect();
@@ -259,7 +269,7 @@ fn assert_held<B: Backing>(held: &Held, files: &[&Arc<File<B>>]) {
     assert_eq!(held.files(), count as u64, "held files");
 }
 
-/// Blocks until `outcome` is told. A sender that is gone without a word has failed.
+/// Blocks until `outcome` has a result. EIO: its sender ended without one.
 pub(crate) fn wait_for(outcome: &Receiver<Result<()>>) -> Result<()> {
     outcome.recv().unwrap_or(Err(firn_backing::Errno::IO))
 }

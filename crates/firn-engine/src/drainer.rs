@@ -1,7 +1,8 @@
-//! What goes to the backing next, and what becomes of it: pick, execute, complete.
+//! The drain in three steps: pick, execute, complete.
 //!
 //! [`Drainer::pick`] takes the next run of the next file of a lane, [`Job::execute`] writes it, and
-//! [`Drainer::complete`] records the result. An [`Executor`](crate::Executor) does that: the engine has no threads.
+//! [`Drainer::complete`] records the result. An [`Executor`](crate::Executor) makes these steps in its threads: the
+//! engine has none.
 //!
 //! docs/internals/drain.md
 //!
@@ -24,7 +25,7 @@ use crate::open_files::OpenFiles;
 use crate::space::Room;
 use crate::tree::NameTree;
 
-/// Picks what goes to the backing, and takes in what became of it.
+/// Picks what goes to the backing, and records what became of it.
 pub struct Drainer<B: Backing> {
     pub(crate) base: Arc<Base<B>>,
     pub(crate) tree: Arc<NameTree<B>>,

@@ -1,4 +1,9 @@
-//! Bringing files and trees to a durability level.
+//! Durability levels of files and trees: which one a file has, and how to bring it to another.
+//!
+//! Terms: a file's *names are synced* if each directory from the root to it was synced after the name was made. A
+//! *fingerprint* is size and time of the backing's file.
+//!
+//! Race: bytes may be drained, or changed by others, during a sync. So what a sync covers is read before it begins.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -19,11 +24,11 @@ use crate::space::Room;
 use crate::tree::NameTree;
 use crate::{InodeId, Result};
 
-/// How often a long wait reports its progress.
+/// Time between two progress reports of a long wait.
 const REPORT_EVERY: Duration = Duration::from_millis(100);
 
-/// Number of awaited files. The waiter is woken by the last of them, not by each: to look at all files after every one
-/// would take quadratic time.
+/// Number of files that a caller still waits for. Only the last one wakes the caller: checking all files after each
+/// one would take quadratic time.
 #[derive(Default)]
 struct Draining {
     files: parking_lot::Mutex<usize>,
@@ -43,7 +48,7 @@ impl Draining {
         }
     }
 
-    /// Returns when the last file has ended, or after `timeout`.
+    /// Returns when the last file is done, or after `timeout`.
     fn wait(&self, timeout: Duration) {
         let mut files = self.files.lock();
         self.all_ended
@@ -51,7 +56,7 @@ impl Draining {
     }
 }
 
-/// Knows which level a file stands on, and brings it to others.
+/// Answers which durability level a file has, and brings files to a level.
 pub struct Durability<B: Backing> {
     pub(crate) base: Arc<Base<B>>,
     pub(crate) tree: Arc<NameTree<B>>,
@@ -75,13 +80,13 @@ impl<B: Backing> Durability<B> {
         }
     }
 
-    /// What all bytes of an inode survive.
+    /// Returns the durability level of all bytes of an inode. STALE: the inode is not known.
     pub fn state_of(&self, inode: InodeId) -> Result<DurabilityLevel> {
         Ok(self.level_of(&*self.tree.inode(inode)?))
     }
 
-    /// What all bytes of a file survive: the one answer for the attribute, `firn ls` and all other callers. It waits for
-    /// the backing.
+    /// Returns the durability level of all bytes of a file: the one answer for the attribute, `firn ls` and all other
+    /// callers. It waits for the backing.
     pub(crate) fn level_of(&self, inode: &Inode<B>) -> DurabilityLevel {
         let pending = self.open_files.known_file(inode).and_then(|file| {
             let mut state = file.lock();
@@ -91,9 +96,8 @@ impl<B: Backing> Durability<B> {
         pending.unwrap_or_else(|| self.level_in_backing(inode))
     }
 
-    /// What the bytes of a file without pending bytes survive. The file is durable only under three conditions: this
-    /// firnd saw its bytes and its names synced, size and time are unchanged since, and no transaction may take it
-    /// back.
+    /// Returns the level of a file without pending bytes. It is durable under three conditions: this firnd saw its
+    /// bytes and names synced, size and time are unchanged since, and no transaction may undo it.
     pub(crate) fn level_in_backing(&self, inode: &Inode<B>) -> DurabilityLevel {
         let synced = inode.synced();
         if synced.is_none() && !self.base.backing.features().finishes_files {
@@ -114,6 +118,8 @@ impl<B: Backing> Durability<B> {
         known.min(self.base.backing.level_max(&object))
     }
 
+    /// Syncs a file's data and its names in the backing. If nothing was pending, the file is durable then. On an
+    /// error the data counts as unsynced again, and the error is recorded.
     pub(crate) fn sync_data(&self, file: &Arc<File<B>>, data_only: bool) -> Result<()> {
         let (writer, clean) = {
             let state = file.lock();
@@ -121,10 +127,10 @@ impl<B: Backing> Durability<B> {
         };
         let source = writer.map_or_else(|| self.open_files.reader(file), Ok)?;
         if self.base.backing.kernel_reads(&source.file) == KernelReads::Shared {
-            // What other hosts have synced is newer than what the arena keeps.
+            // Another host may have synced newer bytes than those that the arena caches.
             self.room.check_cache(file)?;
         }
-        // Before the sync, both: what is drained, or changed by others, during it is not known to be covered.
+        // Both are read before the sync: bytes that are drained or changed during it may not be covered.
         let covered = self.tree.covered_by_sync(&file.inode);
         file.inode.data_unsynced.store(false, Ordering::Release);
         if let Err(errno) = self.base.backing.sync(&source.file, data_only) {
@@ -145,7 +151,7 @@ impl<B: Backing> Durability<B> {
         Ok(())
     }
 
-    /// Syncs all that is at or below a directory, and marks the files there that firnd knows as durable.
+    /// Syncs all that is at or below a directory, and marks the known files there as durable.
     fn sync_data_below(&self, path: &[u8], directory: &Inode<B>) -> Result<()> {
         let is_at = |inode: &Arc<Inode<B>>| {
             path.is_empty() || inode.paths().iter().any(|known| is_below(known, path))
@@ -157,7 +163,7 @@ impl<B: Backing> Durability<B> {
             .into_iter()
             .filter(|inode| inode.kind == firn_backing::Kind::File)
             .collect();
-        // Before the sync, as for one file.
+        // Read before the sync, as for one file.
         let change = last_name_change();
         let covered: Vec<_> = files
             .iter()
@@ -181,7 +187,7 @@ impl<B: Backing> Durability<B> {
             dir.note_entries_synced(change);
         }
         for (inode, covered) in files.iter().zip(covered) {
-            // Only where a name lies elsewhere.
+            // The sync of the tree covers names in it. A file may have another name elsewhere.
             if !inode.are_names_synced() {
                 self.sync_names(inode)?;
             }
@@ -192,7 +198,7 @@ impl<B: Backing> Durability<B> {
         Ok(())
     }
 
-    /// After a sync of an inode's data: what is pending by now was not covered.
+    /// Marks an inode as durable after a sync of its data, unless it has pending bytes, which the sync did not cover.
     fn mark_synced_if_clean(&self, inode: &Arc<Inode<B>>, (covered, bytes): (Fingerprint, u64)) {
         let file = self.open_files.known_file(inode);
         let state = file.as_ref().map(|file| {
@@ -214,7 +220,7 @@ impl<B: Backing> Durability<B> {
         }
     }
 
-    /// Syncs the names in a directory.
+    /// Syncs the names in a directory. Changes of names that come during the sync are not covered.
     pub(crate) fn sync_entries(&self, dir: &Inode<B>) -> Result<()> {
         let change = last_name_change();
         self.base.backing.sync_dir(&self.tree.object(dir)?)?;
@@ -222,7 +228,8 @@ impl<B: Backing> Durability<B> {
         Ok(())
     }
 
-    /// Syncs every directory above that has a new name on the way.
+    /// Syncs each directory on the way to the root that has an unsynced name of this inode or of a directory above
+    /// it.
     pub(crate) fn sync_names(&self, inode: &Arc<Inode<B>>) -> Result<()> {
         if inode.name_unsynced.swap(false, Ordering::AcqRel) {
             for parent in inode.parents() {
@@ -238,6 +245,7 @@ impl<B: Backing> Durability<B> {
         Ok(())
     }
 
+    /// Returns the files with pending bytes at or below `path`.
     pub(crate) fn pending_below(&self, path: &[u8]) -> Vec<Arc<File<B>>> {
         self.intake.ingest_all_published();
         let files = self.open_files.files.all();
@@ -248,7 +256,7 @@ impl<B: Backing> Durability<B> {
             .collect()
     }
 
-    /// Begins to drain the files at or below `path`.
+    /// Begins to drain the files at or below `path`, and returns at once.
     pub fn drain_tree(&self, path: &[u8]) {
         for file in self.pending_below(path) {
             let mut state = file.lock();
@@ -257,9 +265,10 @@ impl<B: Backing> Durability<B> {
         }
     }
 
-    /// Drains the files at or below `path` and blocks until they stand on `until`. `progress` is told
-    /// the bytes and files that are left, some ten times a second, and ends the wait with false
-    /// (ECANCELED). A file that cannot be drained ends it with its errno.
+    /// Drains the files at or below `path`, and blocks until they have the level `until`.
+    ///
+    /// `progress` gets the bytes and files that are left, about ten times a second; if it returns false, the wait
+    /// ends with ECANCELED. If a file cannot be drained, its errno is returned after the other files are drained.
     pub fn wait_tree(
         &self,
         path: &[u8],
@@ -270,7 +279,7 @@ impl<B: Backing> Durability<B> {
             self.tree.find(path)?;
         }
         let mut first = Vec::new();
-        // Counted before any of it is drained: the caller tells how much it waited for.
+        // Counted before any file is drained, so that the caller knows how much it waited for.
         let (mut total_bytes, mut total_files) = (0, 0);
         let draining = Arc::new(Draining::default());
         for file in self.pending_below(path) {
@@ -297,7 +306,8 @@ impl<B: Backing> Durability<B> {
                 match *told.lock() {
                     Some(Ok(())) => return false,
                     Some(Err(errno)) => {
-                        // The others are waited for: one that fails does not keep them from their level.
+                        // The wait continues for the other files, so that one failure does not keep them from their
+                        // level.
                         failed = Some(errno);
                         return false;
                     }
@@ -325,7 +335,8 @@ impl<B: Backing> Durability<B> {
         }
     }
 
-    /// What is at the path, and the names that lead to it. An earlier firnd may have made them and not synced them.
+    /// Makes durable what is at the path, and the names that lead to it. An earlier firnd may have made those without
+    /// a sync.
     fn make_durable(&self, path: &[u8]) -> Result<()> {
         let inode = self.tree.find(path)?;
         if inode.kind == firn_backing::Kind::File {
@@ -345,7 +356,7 @@ impl<B: Backing> Durability<B> {
         Ok(())
     }
 
-    /// Syncs the directories on a path, and the top.
+    /// Syncs the root and each directory on a path.
     fn sync_dirs(&self, path: &[u8]) -> Result<()> {
         let mut inode = Arc::clone(self.tree.names.root());
         self.sync_entries(&inode)?;

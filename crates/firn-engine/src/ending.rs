@@ -1,9 +1,9 @@
-//! Whether a file was closed by its writers, or cut off.
+//! Records in the journal how the writers of a file left it: open, closed, or cut.
 //!
-//! Held files are known to be open, closed, or cut: the journal keeps it as long as the file has a file id. A file that
-//! was open when firnd died counts as cut, and one whose writer died of a signal. A process that dies closes its
-//! descriptors with the same requests as one that calls close(2); the caller of [`Engine::flush`](crate::Engine::flush)
-//! tells the two apart. A descriptor that several processes have is as the last of them left it.
+//! The journal knows it as long as the file has a file id. A file counts as cut if firnd died while it was open, or
+//! if its writer was killed by a signal. A process that dies closes its descriptors by the same requests as close(2),
+//! so the caller of [`Engine::flush`](crate::Engine::flush) tells the two apart. If several processes share a
+//! descriptor, the last close counts.
 
 use std::sync::atomic::Ordering;
 
@@ -15,13 +15,13 @@ use crate::file_journal::FileJournal;
 use crate::tables::Handle;
 
 impl FileJournal {
-    /// The file lost all its bytes: whatever was cut off with them is gone.
+    /// Records that a file was truncated to 0. It is not cut any more.
     pub(crate) fn record_emptied<B: Backing>(&self, state: &mut FileState<B>) {
         state.opens.forget_cut();
         self.update_ending(state);
     }
 
-    /// A handle was released.
+    /// Records that a handle was released. The file is cut if the process of a writer was killed.
     pub(crate) fn record_released<B: Backing>(&self, handle: &Handle<B>, state: &mut FileState<B>) {
         if handle.writable && handle.killed.load(Ordering::Acquire) {
             state.opens.note_cut();
@@ -29,14 +29,14 @@ impl FileJournal {
         self.update_ending(state);
     }
 
-    /// Writes down whether the file is open, closed or cut, if that changed. To be called when a handle was opened for
-    /// writing.
+    /// Records in the journal whether the file is open, closed or cut, if that changed. Called after a handle was
+    /// opened for writing, too.
     pub(crate) fn update_ending<B: Backing>(&self, state: &mut FileState<B>) {
         if !state.opens.update_ending() {
             return;
         }
         let ending = state.opens.ending();
-        // A file that has no id yet gets one as an open file.
+        // The record that begins a file id says that the file is open.
         if let Some(file) = state.pending.file_id() {
             self.append_note(&Record::Ended {
                 file: file.get(),

@@ -1,7 +1,7 @@
-//! The parts of one mount, each with its own lock and invariants.
+//! The engine of one mount: its parts, each with its own lock and invariants.
 //!
-//! What a part and those below it do is its method. Operations that programs ask for and that need many parts are in the
-//! modules above this one, as methods of [`Engine`].
+//! An operation of one part, and of parts below it, is a method of that part. Operations of programs that need many
+//! parts are methods of [`Engine`], in the modules above this one.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -33,20 +33,20 @@ use crate::space::Room;
 use crate::tree::NameTree;
 use crate::write::Writes;
 
-/// Why an engine could not attach.
+/// Why an engine could not attach to an arena.
 #[derive(Debug, thiserror::Error)]
 pub enum EngineError {
     /// The root of the backing cannot be read.
     #[error("cannot read the backing directory: {0}")]
     Backing(Errno),
-    /// It cannot be noted that a file's data was dropped.
+    /// The journal has no room to record that a file's data was dropped.
     #[error("the arena's journal is full: data of a transaction that is no more cannot be dropped")]
     JournalFull,
 }
 
-/// One mount's names, files and pending data over a backing: its parts, and the operations that need many of them.
+/// Names, files and pending data of one mount over a backing: the parts, and the operations that need many of them.
 ///
-/// A method of one part lives on that part. From the lowest part up; each knows only those before it.
+/// The parts are listed from the lowest up. Each part knows only those before it.
 pub struct Engine<B: Backing> {
     pub(crate) base: Arc<Base<B>>,
     /// Inodes and paths.
@@ -54,57 +54,60 @@ pub struct Engine<B: Backing> {
     pub(crate) privileges: Arc<Privileges>,
     pub(crate) drain: Arc<Drain<B>>,
     pub(crate) intake: Arc<Intake<B>>,
-    /// Handles and files.
+    /// Handles, and files that are open or have pending data.
     pub open_files: Arc<OpenFiles<B>>,
     /// What the kernel caches.
     pub kernel_cache: Arc<KernelCache<B>>,
     /// Room in the arena: space, eviction, spilling.
     pub room: Arc<Room<B>>,
-    /// What goes to the backing next.
+    /// Writes of pending data to the backing.
     pub drainer: Arc<Drainer<B>>,
-    /// Changes that keep drains of a file away.
+    /// Changes of a file during which no drain of it may run.
     pub exclusive: Arc<Exclusive<B>>,
     /// Set-id bits and capabilities.
     pub privilege_rules: Arc<PrivilegeRules<B>>,
-    /// Levels of files and trees, and waits for them.
+    /// Durability levels of files and trees, and waits for them.
     pub durability: Durability<B>,
     pub(crate) reads: Reads<B>,
-    /// What a write comes to before its bytes are taken.
+    /// Steps of a write before its bytes are taken.
     pub writes: Writes<B>,
-    /// What processes ask that read and write the arena themselves.
+    /// Requests of processes that read and write the arena themselves.
     pub direct_access: DirectAccess<B>,
     /// Names, attributes and directories.
     pub namespace: Namespace<B>,
-    /// Data that has nowhere to go.
+    /// Data whose file recovery did not find.
     pub lost: LostFiles<B>,
+    /// Bytes that the attach made pending again.
     pub(crate) recovered_bytes: u64,
+    /// Number of this engine among all over the arena, from 1.
     pub(crate) epoch: u64,
+    /// Time of the attach.
     pub(crate) attached: Instant,
 }
 
 impl<B: Backing> Engine<B> {
-    /// The backing.
+    /// Returns the backing.
     pub fn backing(&self) -> &B {
         &self.base.backing
     }
 
-    /// The arena.
+    /// Returns the arena.
     pub fn arena(&self) -> &Arena {
         &self.base.arena
     }
 
-    /// Tells this engine from every other, also over the same arena.
+    /// Returns a text that no other engine has, not even one over the same arena.
     pub fn incarnation(&self) -> String {
         let uuid = base16ct::lower::encode_string(&self.base.arena.superblock().uuid);
         format!("{uuid}-{}", self.epoch)
     }
 
-    /// The policies in force.
+    /// Returns the policies of the mount.
     pub fn options(&self) -> &EngineOptions {
         &self.base.options
     }
 
-    /// Puts the parts together, from the lowest one up.
+    /// Makes all parts, from the lowest one up. Fails if the root of the backing cannot be read.
     pub(crate) fn assemble(
         backing: B,
         arena: Arena,

@@ -1,36 +1,36 @@
-//! Errors that wait to be dealt with: what `firn status` shows of failed drains, syncs and recoveries.
+//! Errors that need attention: what `firn status` shows of failed drains, syncs and recoveries.
 //!
 //! Invariants
-//! * At most [`RECORDED_MAX`] errors of files that may still be drained; the oldest goes first. Errors about lost data
-//!   stay until the data is given up.
-//! * One entry for each path and errno; a repetition is counted.
+//! * There are at most [`RECORDED_MAX`] errors about files that may still be drained; the oldest is removed first.
+//!   Errors about lost data stay until the data is discarded.
+//! * There is one entry for each path and errno, which counts repetitions.
 
 use std::time::Instant;
 
 use firn_backing::Errno;
 use firn_backing::lock::Mutex;
 
-/// Errors that are remembered.
+/// Most errors that are remembered.
 const RECORDED_MAX: usize = 64;
 
-/// An error that waits to be dealt with.
+/// An error that needs attention.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RecordedError {
-    /// Of the file, from the root of the mount; or of the spill file.
+    /// Path of the file from the root of the mount, or path of the spill file.
     pub path: Vec<u8>,
-    /// What the system said.
+    /// The error of the system call.
     pub errno: Errno,
-    /// What happened.
+    /// Text for the user.
     pub message: String,
-    /// How often.
+    /// How often it happened.
     pub count: u64,
-    /// When last.
+    /// When it happened last.
     pub last: Instant,
-    /// It is about data that has no file to go to.
+    /// Whether it is about data whose file was not found.
     pub is_about_lost_data: bool,
 }
 
-/// All of them.
+/// All recorded errors of an engine.
 #[derive(Default)]
 pub(crate) struct ErrorLog {
     errors: Mutex<Vec<RecordedError>>,
@@ -56,14 +56,14 @@ impl ErrorLog {
         errors.push(new_error(path, errno, message, false));
     }
 
-    /// Records that data has no file to go to.
+    /// Records that the file of some data was not found.
     pub(crate) fn record_lost(&self, path: Vec<u8>, errno: Errno, message: String) {
         self.errors
             .lock()
             .push(new_error(path, errno, message, true));
     }
 
-    /// Forgets what was recorded about lost data of `path`.
+    /// Forgets the errors about lost data of `path`, after it was discarded.
     pub(crate) fn forget_lost(&self, path: &[u8]) {
         self.errors
             .lock()

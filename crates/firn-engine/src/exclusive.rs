@@ -1,4 +1,8 @@
-//! Changes that need the backing file for themselves: a file's length, and whatever comes between its drains.
+//! Exclusive use of a file of the backing: changes of its length, and other changes during which no drain of it may
+//! run.
+//!
+//! How: [`File::begin_exclusive`] waits for I/O in flight and keeps new drains away. The lock of the file is released
+//! while the backing works.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -39,7 +43,7 @@ impl<B: Backing> Exclusive<B> {
         }
     }
 
-    /// Drops the pending data of a file that has neither a name nor a handle.
+    /// Drops the pending data of a file that has neither a name nor a handle. Waiters are told that it succeeded.
     pub(crate) fn discard(&self, file: &Arc<File<B>>) {
         let mut state = file.begin_exclusive();
         let before = state.pending.bytes();
@@ -59,8 +63,8 @@ impl<B: Backing> Exclusive<B> {
         refresh_view(&self.intake, &self.open_files, file);
     }
 
-    /// Drops what is pending at or below `path`. Of a file that has no name any more it is drained instead, if it can
-    /// be: such a file need not be one of the tree's.
+    /// Drops pending data at or below `path`. A file without a name may be outside of the tree, so it is drained
+    /// instead; if that fails, its data is dropped too.
     pub fn discard_tree(&self, path: &[u8]) {
         for file in self.open_files.files_at(path) {
             let is_nameless = file.lock().unlinked;
@@ -72,8 +76,9 @@ impl<B: Backing> Exclusive<B> {
         self.room.wake_writers();
     }
 
-    /// ftruncate(2). The journal knows of it before the backing does, so that a crash leaves the old
-    /// file or the new one: pieces beyond the new end never come back.
+    /// ftruncate(2). The journal has a record before the backing is changed, so that a crash leaves the old file or
+    /// the new one, and pieces beyond the new end never come back. ENOSPC: the journal is full, and nothing was
+    /// changed.
     pub(crate) fn truncate_file(&self, file: &Arc<File<B>>, size: u64) -> Result<()> {
         let target = self.open_files.writer(file)?;
         let mut state = file.begin_exclusive();
@@ -95,6 +100,8 @@ impl<B: Backing> Exclusive<B> {
         result
     }
 
+    /// Truncates a file whose exclusive use the caller has. Records begin and end in the journal if pending bytes are
+    /// cut.
     fn truncate_exclusively(
         &self,
         file: &Arc<File<B>>,
@@ -103,9 +110,10 @@ impl<B: Backing> Exclusive<B> {
         size: u64,
     ) -> Result<()> {
         file.inode.synced.clear();
-        // Bytes that are written meanwhile are later ones: they make pieces of their own.
+        // Bytes that are written meanwhile are newer than the truncation, so they need pieces of their own.
         state.pending.end_tail();
         let cuts = state.pending.end() > size;
+        // No pending byte is cut, so recovery needs no record.
         let Some(file_id) = state.pending.file_id().filter(|_| cuts) else {
             state.unlocked(|| self.base.backing.set_len(&target.file, size))?;
             state.cache.drop_range(&self.base.arena, size..u64::MAX);
@@ -127,9 +135,9 @@ impl<B: Backing> Exclusive<B> {
         self.base.journal.append(&begin)?;
         let result = state.unlocked(|| self.base.backing.set_len(&target.file, size));
         if result.is_ok() {
-            // The end goes first: once a dead piece's slab is reused, a replay must not need it. Without
-            // it a recovery would truncate again, over what was drained since: then the pieces stay
-            // pending until the journal takes it.
+            // The end is recorded before pieces die: when a dead piece's slab is used again, a replay must not need
+            // that piece. If the record is missing, a recovery truncates again, over bytes that were drained since.
+            // So the journal keeps room for the record.
             let end = Record::TruncateEnd {
                 file: file_id.get(),
                 sequence,
@@ -160,7 +168,8 @@ impl<B: Backing> Exclusive<B> {
         result
     }
 
-    /// Runs `work` on the backing file while no drain writes to it.
+    /// Runs `work` on the backing file while no drain writes to it, and returns its result. The cache of the file is
+    /// dropped.
     pub(crate) fn with_exclusive_file<T>(
         &self,
         file: &Arc<File<B>>,

@@ -1,4 +1,4 @@
-//! Pending extents of one file: file ranges to places in the arena.
+//! Map of one file: file ranges to places in the arena.
 //!
 //! Invariants
 //! * Extents never overlap; a newer write cuts the older one.
@@ -11,20 +11,20 @@ use firn_arena::PieceRef;
 
 use super::small_map::SmallMap;
 
-/// A run of pending bytes of one piece.
+/// A run of bytes of a file that lies in one piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Extent {
-    /// Bytes.
+    /// Length in bytes.
     pub len: u64,
-    /// The piece that holds them.
+    /// The piece that has the bytes.
     pub piece: PieceRef,
-    /// Bytes from the start of the chunk.
+    /// Position in the chunk, in bytes from its start.
     pub position: u32,
     /// Sequence of the piece.
     pub sequence: u64,
 }
 
-/// The map.
+/// Extents of a file, by file offset.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Extents {
     by_offset: SmallMap<u64, Extent>,
@@ -39,7 +39,7 @@ impl Extents {
         self.by_offset.is_empty()
     }
 
-    /// None is empty, none overlaps the one before.
+    /// Asserts that no extent is empty and none overlaps the one before.
     pub(crate) fn assert_invariants(&self) {
         let mut end = 0;
         for (offset, extent) in self.iter() {
@@ -52,14 +52,14 @@ impl Extents {
         }
     }
 
-    /// First byte after the last extent, 0 if there is none.
+    /// Returns the offset after the last extent, or 0 if there is none.
     pub(crate) fn end(&self) -> u64 {
         self.by_offset
             .last()
             .map_or(0, |(offset, e)| offset + e.len)
     }
 
-    /// Extents from the one that holds or follows `offset` on.
+    /// Returns extents in order, from the one that contains or follows `offset`.
     pub(crate) fn from(&self, offset: u64) -> impl Iterator<Item = (u64, Extent)> + '_ {
         let first = self
             .by_offset
@@ -69,7 +69,7 @@ impl Extents {
         self.by_offset.from(start).map(|(o, e)| (*o, *e))
     }
 
-    /// Extents that overlap `range`, cut to it.
+    /// Returns extents that overlap `range`, cut to it.
     pub(crate) fn within(&self, range: Range<u64>) -> impl Iterator<Item = (u64, Extent)> + '_ {
         let Range { start, end } = range;
         self.from(start)
@@ -77,13 +77,13 @@ impl Extents {
             .map(move |(o, e)| clip(o, e, start, end))
     }
 
-    /// The extent that holds all of `range`, cut to it.
+    /// Returns the extent that contains all of `range`, cut to it.
     pub(crate) fn covering(&self, range: Range<u64>) -> Option<Extent> {
         let (offset, extent) = self.within(range.clone()).next()?;
         (offset == range.start && extent.len == range.end - range.start).then_some(extent)
     }
 
-    /// Puts an extent over what is there; `cut` is told what it replaces.
+    /// Inserts an extent over existing ones. Calls `cut` with the piece and bytes of each part that it replaces.
     pub(crate) fn insert(
         &mut self,
         offset: u64,
@@ -94,6 +94,7 @@ impl Extents {
             cut(e.piece, e.len);
             true
         });
+        // An extent that continues the one before, in the file and in the piece, is joined with it.
         if let Some((before, e)) = self.by_offset.before_mut(&offset)
             && *before + e.len == offset
             && e.piece == extent.piece
@@ -105,7 +106,7 @@ impl Extents {
         self.by_offset.insert(offset, extent);
     }
 
-    /// Takes out what `take` agrees to, cut to `range`.
+    /// Removes the parts of `range` that `take` accepts. It is called with each extent, cut to `range`.
     pub(crate) fn remove(&mut self, range: Range<u64>, take: &mut dyn FnMut(u64, &Extent) -> bool) {
         let touched: Vec<(u64, Extent)> = self
             .from(range.start)
@@ -138,12 +139,13 @@ impl Extents {
         }
     }
 
-    /// All of them.
+    /// Returns all extents in order.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (u64, Extent)> + '_ {
         self.by_offset.iter().map(|(o, e)| (*o, *e))
     }
 }
 
+/// Cuts an extent to `start..end`. Returns its new offset and the rest of it.
 fn clip(offset: u64, extent: Extent, start: u64, end: u64) -> (u64, Extent) {
     let from = offset.max(start);
     let to = (offset + extent.len).min(end);

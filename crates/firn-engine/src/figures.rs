@@ -1,4 +1,7 @@
-//! What the engine tells of itself: its part of the status, whose table is in `firn_protocol::status`.
+//! The engine's part of the status, and figures of single files. The table of all figures is in
+//! `firn_protocol::status`.
+//!
+//! Most figures are counters, so that a status needs no lock of each file.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -17,28 +20,28 @@ use crate::engine::Engine;
 use crate::file::File;
 use crate::names::Inode;
 
-/// One file that the engine knows more of than the backing does.
+/// Facts about one file that the engine knows better than the backing.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FileFigures {
     /// Path from the root of the mount.
     pub path: Vec<u8>,
-    /// What all of its bytes survive.
+    /// Durability level of all bytes of the file.
     pub level: DurabilityLevel,
-    /// Bytes that are not in the backing.
+    /// Pending bytes, which are not in the backing.
     pub held_bytes: u64,
-    /// First byte after the last of them, 0 where there are none.
+    /// Offset after the last pending byte; 0 if there is none.
     pub held_end: u64,
-    /// A program has it open.
+    /// Whether a program has the file open.
     pub open: bool,
-    /// Whether its writers closed it.
+    /// Whether its writers closed it, have it open, or were killed.
     pub ending: Ending,
-    /// Another number after each change of its bytes or its length, and one that no other file of this engine has had;
-    /// 0: it is not open, and the arena has nothing of it.
+    /// Number that differs after each change of the file's bytes or length, and that no other file of this engine has
+    /// had. 0: the file is not open, and the arena has nothing of it.
     pub changes: u64,
 }
 
 impl<B: Backing> Engine<B> {
-    /// Bytes that came in and that were drained since the attach, and that moved to the spill file.
+    /// Returns the bytes taken from programs, drained, and moved to the spill file since the attach.
     pub fn transferred(&self) -> Transferred {
         self.intake.ingest_all_published();
         Transferred {
@@ -52,8 +55,8 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    /// What the counters say now that a record of the run is made of: sums since the attach, and what is held. No program
-    /// is seen to wait: the frontends know that.
+    /// Returns the counters that a record of the run is made of: sums since the attach, and the bytes held now.
+    /// `waiting_writers` is 0, as only the frontends know it.
     pub fn activity(&self) -> Bucket {
         self.intake.ingest_all_published();
         let counters = &self.base.counters;
@@ -76,17 +79,17 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    /// How many writers wait for room in the engine.
+    /// Returns the number of writers that wait for room in the engine.
     pub fn waiting_writers(&self) -> u64 {
         self.room.space.waiters.count()
     }
 
-    /// Writes to the backing that failed since the attach.
+    /// Returns the number of drains that failed since the attach.
     pub fn drain_errors(&self) -> u64 {
         self.base.counters.drain_errors.load(Ordering::Relaxed)
     }
 
-    /// Times since the attach that an error was reported to those that waited for room.
+    /// Returns how often since the attach writers that waited for room got an error.
     pub fn errors_given_up(&self) -> u64 {
         self.base.counters.drain_decisions.of(Decision::GivenUp)
     }
@@ -99,7 +102,7 @@ impl<B: Backing> Engine<B> {
             .any(|lane| lane.retry_in.is_some())
     }
 
-    /// The path, the errno and the text of the error that happened last.
+    /// Returns path, errno and text of the latest error.
     pub fn newest_error(&self) -> Option<(Vec<u8>, i32, String)> {
         let errors = self.base.errors.list().into_iter();
         let newest = errors.max_by_key(|error| error.last)?;
@@ -107,7 +110,7 @@ impl<B: Backing> Engine<B> {
         Some((newest.path, errno, newest.message))
     }
 
-    /// Asserts that the counters are the sums that they stand for. No other thread may use the engine meanwhile.
+    /// Asserts that the counters equal the sums that they stand for. No other thread may use the engine meanwhile.
     pub fn assert_counters(&self) {
         let files = self.open_files.files.all();
         let mut cached_bytes = 0;
@@ -146,35 +149,35 @@ impl<B: Backing> Engine<B> {
         self.base.arena.assert_invariants();
     }
 
-    /// Bytes that are pending.
+    /// Returns the number of pending bytes.
     pub fn held_bytes(&self) -> u64 {
         self.intake.ingest_all_published();
         self.drain.held_bytes()
     }
 
-    /// Bytes that were drained since the attach.
+    /// Returns the number of bytes that were drained since the attach.
     pub fn drained_bytes(&self) -> u64 {
         self.base.counters.drain_bytes.load(Ordering::Relaxed)
     }
 
-    /// How long calls of programs took, for the frontends to count in.
+    /// Returns the times of calls of programs, which the frontends count.
     pub fn request_times(&self) -> &Arc<RequestTimes> {
         &self.base.counters.request_times
     }
 
-    /// Time since the arena was attached.
+    /// Returns the time since the arena was attached.
     pub fn uptime(&self) -> Duration {
         self.attached.elapsed()
     }
 
-    /// Time that closes waited for the backing, each for itself.
+    /// Returns the sum of the times that closes waited for the backing.
     pub fn close_wait(&self) -> Duration {
         Duration::from_micros(self.base.counters.close_wait_us.load(Ordering::Relaxed))
     }
 
-    /// The engine's part of a status; what only firnd knows is left out. The figures are counters, and need no lock of each
-    /// file. Two things do: bytes by direct access are ingested first, which locks the files that have some, and recorded
-    /// errors, where there are any, are compared with all files.
+    /// Returns the engine's part of a status, without figures that only firnd knows. They are counters, which need no
+    /// lock of each file. Two things take locks of files: bytes by direct access are ingested first, and recorded
+    /// errors are compared with all files.
     pub fn figures(&self) -> Status {
         self.intake.ingest_all_published();
         let now = Instant::now();
@@ -289,7 +292,8 @@ impl<B: Backing> Engine<B> {
         errors
             .into_iter()
             .map(|error| {
-                // A lost file is pending for ever; any other while it has held bytes.
+                // Data of a lost file stays until the user decides. Any other error matters while the file has
+                // pending bytes.
                 let pending = error.is_about_lost_data
                     || held.contains(&error.path)
                     || failing_spill.as_ref() == Some(&error.path);
@@ -305,18 +309,19 @@ impl<B: Backing> Engine<B> {
             .collect()
     }
 
-    /// Forgets recorded errors; the data that they are about stays.
+    /// Forgets recorded errors. The data that they are about is not changed.
     pub fn clear_errors(&self) {
         self.base.errors.clear();
     }
 
-    /// Bytes that are pending at or below `path`.
+    /// Returns the pending bytes at or below `path`.
     pub fn held_bytes_below(&self, path: &[u8]) -> u64 {
         let files = self.durability.pending_below(path);
         files.iter().map(|file| file.lock().pending.bytes()).sum()
     }
 
-    /// Names of files that programs have open for writing, `count_max` at most, and how many such files there are.
+    /// Returns at most `count_max` names of files that programs have open for writing, and the number of all such
+    /// files.
     pub fn files_being_written(&self, count_max: usize) -> (Vec<Vec<u8>>, u64) {
         let mut names = Vec::new();
         let mut count = 0;
@@ -335,9 +340,9 @@ impl<B: Backing> Engine<B> {
         (names, count)
     }
 
-    /// Files at or below `path` of which the engine knows more than the backing can tell, by all names that it knows: those
-    /// that are open, have bytes in the arena, were synced, or were cut. Any other file is drained, or logged. It waits
-    /// for the backing.
+    /// Returns figures of the files at or below `path` that the engine knows better than the backing, once for each
+    /// known name. These files are open, have bytes in the arena, were synced, or were cut. Any other file is drained
+    /// or logged. The call waits for the backing.
     pub fn files_below(&self, path: &[u8]) -> Vec<FileFigures> {
         let mut out = Vec::new();
         let mut in_use = HashSet::new();
@@ -350,7 +355,7 @@ impl<B: Backing> Engine<B> {
         for inode in self.tree.names.all() {
             let is_idle = !in_use.contains(&Arc::as_ptr(&inode));
             if inode.kind == Kind::File && inode.is_remembered() && is_idle {
-                // Beside the mount another file may have got the name meanwhile.
+                // Another file may have got the name beside the mount.
                 let names = inode.known_names().into_iter();
                 let current = names.filter(|(dir, name)| self.tree.leads_to(dir, name, &inode));
                 let paths = current.filter_map(|(dir, name)| dir.path_of(&name));
@@ -362,7 +367,7 @@ impl<B: Backing> Engine<B> {
         out
     }
 
-    /// Those of them that are open or have bytes in the arena, each by one name.
+    /// Returns the same figures for files that are open or have bytes in the arena, each by one name.
     pub fn files_in_use_below(&self, path: &[u8]) -> Vec<FileFigures> {
         self.intake.ingest_all_published();
         let files = self.open_files.files.all();
@@ -395,7 +400,7 @@ impl<B: Backing> Engine<B> {
         figures
     }
 
-    /// The figures of a file that is not open and of which the arena has nothing.
+    /// Returns the figures of a file that is not open and has no bytes in the arena.
     fn figures_of_idle(&self, inode: &Inode<B>, path: Vec<u8>) -> FileFigures {
         let is_cut = inode.is_cut.load(Ordering::Acquire);
         FileFigures {

@@ -1,13 +1,14 @@
-//! One file with open handles or pending data.
+//! State of one file that is open or has bytes in the arena.
 //!
-//! Its state is in parts, each with its invariants: what is pending ([`Pending`]), how far the drain is ([`DrainState`]),
-//! its handles ([`Opens`]), direct access ([`DirectState`]), and drained bytes that are still in the arena
-//! ([`Cached`]). What concerns several parts is a method of [`FileState`].
+//! The state has parts, each with its invariants: pending data ([`Pending`]), the drain ([`DrainState`]), handles
+//! ([`Opens`]), direct access ([`DirectState`]), and drained bytes that are still in the arena ([`Cached`]). A method
+//! that concerns several parts belongs to [`FileState`].
 //!
 //! Invariants
 //! * Pending bytes and cached bytes do not overlap.
-//! * No call of the backing is made under the lock. [`DrainState::is_exclusive`] stands for a call that needs the file
-//!   alone, [`DrainState::sets_time`] for one that sets the time of its last write.
+//! * No call of the backing is made under the lock. Two flags stand in for it: [`DrainState::is_exclusive`] for a
+//!   call that needs the backing file for itself, [`DrainState::sets_time`] for one that sets the time of the last
+//!   write.
 //!
 //! Lock order: file table, file state, drain queue or journal, arena pool.
 
@@ -37,12 +38,13 @@ pub(crate) use opens::Opens;
 pub use pending::FileId;
 pub(crate) use pending::{Layers, Pending, PieceUse, latest_ns};
 
-/// A descriptor of the backing file and what it may do.
+/// An open file of the backing, and its access mode.
 pub(crate) struct BackingFile<B: Backing> {
     pub file: B::File,
     pub access: Access,
 }
 
+/// What the lock of a file protects.
 pub(crate) struct FileState<B: Backing> {
     pub pending: Pending,
     pub drain: DrainState,
@@ -50,55 +52,59 @@ pub(crate) struct FileState<B: Backing> {
     pub direct: DirectState,
     /// Drained bytes that are still in the arena.
     pub cache: Cached,
-    /// What the kernel reads by itself, while a handle is open that way: it has the bytes of the file, whatever changes.
+    /// Memory file that the kernel or a process reads while a handle is open that way. Each change of the file is
+    /// stored in it too.
     pub view: Option<Arc<MemoryFile>>,
+    /// The backing's file, opened for reading.
     pub reader: Option<Arc<BackingFile<B>>>,
+    /// The backing's file, opened for writing, and for reading too if that is allowed.
     pub writer: Option<Arc<BackingFile<B>>>,
-    /// Version of the contents: changes with each write or truncation, and no other file uses the same number.
+    /// Version of the contents. It changes with each write or truncation, and no other file has the same number.
     pub changes: u64,
-    /// Version of the contents that a partner has a copy of; 0: none.
+    /// Version of the contents that a partner host has a copy of; 0 if it has none.
     pub partnered_changes: u64,
-    /// Epoch ([`Privileges::epoch`](crate::privileges::Privileges)) in which the file was last seen without set-id bits
-    /// and capabilities; 0: never.
+    /// Epoch ([`Privileges::epoch`](crate::privileges::Privileges)) in which the file was last seen without set-id
+    /// bits and capabilities; 0 if it never was.
     pub plain_in: u32,
-    /// What is drained of it is not evicted to make room.
+    /// Whether its drained bytes stay in memory when the arena is short of room.
     pub is_pinned: bool,
-    /// No name leads to it any more.
+    /// Whether it has lost its last name.
     pub unlinked: bool,
-    /// The keeper has it for the next firnd. Only while it is open.
+    /// Whether the keeper of the mount has a descriptor of it for the next firnd. Only true while it is open.
     pub is_kept: bool,
 }
 
-/// A file that firnd has something to do with.
+/// A file that is open, has bytes in the arena, or is being used by the drain.
 pub(crate) struct File<B: Backing> {
     pub inode: Arc<Inode<B>>,
-    /// The lane that its data is drained through.
+    /// Lane (I/O server) that its data is drained through.
     pub lane: LaneIndex,
-    /// Pieces of it that are apart may be written together.
+    /// Whether the backing may write pieces of it together that are apart.
     pub gathers: bool,
     state: Mutex<FileState<B>>,
-    /// Some I/O or exclusive use ended.
+    /// Signals that an I/O or an exclusive use ended.
     quiet: Condvar,
 }
 
-/// What the backing says of where a file's data goes. Advice: a wrong one costs time and nothing else.
+/// Where the backing says that a file's data goes. This is advice: a wrong value costs only time.
 #[derive(Clone, Copy, Default)]
 pub(crate) struct Route {
+    /// The lane of the file.
     pub lane: LaneIndex,
     /// See [`Facts::gathers`](firn_backing::Facts::gathers).
     pub gathers: bool,
 }
 
-/// Where [`FileState::changes`] of the next file begins.
+/// First value of [`FileState::changes`] for the next file.
 static FIRST_CHANGE: AtomicU64 = AtomicU64::new(1);
-/// More than a file sees while it is known.
+/// Numbers of changes reserved for each file: more than it has while firnd knows it.
 const CHANGES_OF_A_FILE: u64 = 1 << 32;
 
-/// There is one for each held file, and there may be 10^5 of them. What few files have is boxed.
+/// Bounds the memory of a file: there may be 10^5 held files. Fields that few files need are boxed.
 const _: () = assert!(size_of::<File<firn_backing::DirBacking>>() <= 400);
 
 impl<B: Backing> File<B> {
-    /// A file of which nothing is known.
+    /// Makes the state of a file that has no handle and nothing pending. It counts as cut if its inode says so.
     pub(crate) fn new(inode: Arc<Inode<B>>, route: Route) -> Self {
         let state = FileState {
             pending: Pending::default(),
@@ -136,7 +142,7 @@ impl<B: Backing> File<B> {
         }
     }
 
-    /// Its path as a person may read it.
+    /// Returns a path of the file, quoted for messages.
     pub(crate) fn shown(&self) -> String {
         firn_format::quote::quoted(&self.inode.paths().into_iter().next().unwrap_or_default())
     }
@@ -145,14 +151,16 @@ impl<B: Backing> File<B> {
         self.state.lock()
     }
 
-    /// The lock, or `None` if another thread has it.
+    /// Locks the state, or returns `None` if another thread has the lock.
     pub(crate) fn try_lock(&self) -> Option<MutexGuard<'_, FileState<B>>> {
         self.state.try_lock()
     }
 
-    /// Takes the backing file for the caller alone: no drain of it is under way until
-    /// [`File::end_exclusive`]. Waits for the I/O in flight, not for pending data. The lock is to be let go
-    /// while the backing works: until the end writes are appended, so that they count as later ones.
+    /// Begins exclusive use of the backing file: no drain of it starts until [`File::end_exclusive`]. Waits for I/O
+    /// in flight, not for pending data.
+    ///
+    /// The caller releases the lock while the backing works. Writes that come meanwhile are appended, so they count
+    /// as later ones.
     pub(crate) fn begin_exclusive(&self) -> MutexGuard<'_, FileState<B>> {
         let mut state = self.state.lock();
         while !state.drain.is_idle() {
@@ -162,12 +170,13 @@ impl<B: Backing> File<B> {
         state
     }
 
+    /// Ends exclusive use, and wakes threads that wait for it.
     pub(crate) fn end_exclusive(&self, state: &mut FileState<B>) {
         state.drain.set_exclusive(false);
         self.quiet.notify_all();
     }
 
-    /// The lock, once no truncation or the like is under way.
+    /// Locks the state when no exclusive use is under way.
     pub(crate) fn lock_settled(&self) -> MutexGuard<'_, FileState<B>> {
         let mut state = self.state.lock();
         while state.drain.is_exclusive() {
@@ -176,7 +185,7 @@ impl<B: Backing> File<B> {
         state
     }
 
-    /// The lock, once no thread sets an older time in the backing than the caller's.
+    /// Locks the state when no thread is setting a time in the backing, which could be older than the caller's.
     pub(crate) fn lock_to_set_times(&self) -> MutexGuard<'_, FileState<B>> {
         let mut state = self.state.lock();
         while state.drain.sets_time() {
@@ -185,28 +194,29 @@ impl<B: Backing> File<B> {
         state
     }
 
-    /// Keeps a descriptor that was just opened, unless there is one already; returns the one that counts.
+    /// Stores a file that was just opened for writing, unless there is one already. Returns the stored one.
     pub(crate) fn keep_writer(&self, opened: BackingFile<B>) -> Arc<BackingFile<B>> {
-        // A descriptor that is not needed closes after the lock is released.
+        // An unneeded descriptor is closed after the lock is released.
         let opened = Arc::new(opened);
         let mut state = self.lock();
         Arc::clone(state.writer.get_or_insert_with(|| Arc::clone(&opened)))
     }
 
-    /// [`File::keep_writer`] for a descriptor that can only read.
+    /// Does the work of [`File::keep_writer`] for a file that is opened for reading.
     pub(crate) fn keep_reader(&self, opened: BackingFile<B>) -> Arc<BackingFile<B>> {
         let opened = Arc::new(opened);
         let mut state = self.lock();
         Arc::clone(state.reader.get_or_insert_with(|| Arc::clone(&opened)))
     }
 
+    /// Wakes threads that wait for the end of an I/O.
     pub(crate) fn notify_io_ended(&self) {
         self.quiet.notify_all();
     }
 }
 
 impl<B: Backing> FileState<B> {
-    /// What the backing file can be read by, if that is open.
+    /// Returns the backing file opened for reading, if there is one.
     pub(crate) fn open_reader(&self) -> Option<Arc<BackingFile<B>>> {
         let can_read = self
             .writer
@@ -215,18 +225,19 @@ impl<B: Backing> FileState<B> {
         can_read.or(self.reader.as_ref()).cloned()
     }
 
-    /// The backing file, if it is open.
+    /// Returns the backing file, if it is open.
     pub(crate) fn open_any(&self) -> Option<Arc<BackingFile<B>>> {
         self.writer.as_ref().or(self.reader.as_ref()).cloned()
     }
 
-    /// Whether the descriptors of the backing file may be closed.
+    /// Whether the descriptors of the backing file may be closed: no handle or I/O uses them, and a name leads to the
+    /// file.
     pub(crate) fn may_close(&self) -> bool {
         let is_busy = self.drain.is_exclusive() || self.drain.writes_in_flight() > 0;
         self.opens.is_empty() && !is_busy && !self.unlinked
     }
 
-    /// Whether handles, bytes in the arena, the drain or chunk lists still need this entry.
+    /// Whether the file table must keep the file, for handles, bytes in the arena, the drain or lists of chunks.
     pub(crate) fn is_in_use(&self) -> bool {
         !self.opens.is_empty()
             || !self.pending.is_empty()
@@ -235,14 +246,14 @@ impl<B: Backing> FileState<B> {
             || self.direct.has_chunk_lists()
     }
 
-    /// Its bytes or its length change: what readers were told of it ends to hold.
+    /// Records a change of bytes or length. The list that direct readers have becomes invalid.
     pub(crate) fn note_change(&mut self, arena: &Arena) {
         self.changes += 1;
         self.direct.invalidate_list(arena);
     }
 
-    /// Enters bytes of a piece that was just published or extended by them. Returns the pending bytes that they
-    /// replace.
+    /// Enters bytes of a piece that was just published, or extended by them. Returns the number of pending bytes that
+    /// they replace.
     pub(crate) fn insert(&mut self, arena: &Arena, offset: u64, extent: Extent) -> u64 {
         self.note_change(arena);
         self.cache.drop_range(arena, offset..offset + extent.len);
@@ -251,7 +262,7 @@ impl<B: Backing> FileState<B> {
         replaced
     }
 
-    /// Drops every extent of `range` up to `sequence`; returns the bytes.
+    /// Drops all extents of `range` with a sequence up to `sequence`. Returns their bytes.
     pub(crate) fn cut(&mut self, arena: &Arena, range: Range<u64>, sequence: u64) -> u64 {
         self.note_change(arena);
         self.cache.drop_range(arena, range.clone());
@@ -260,7 +271,7 @@ impl<B: Backing> FileState<B> {
         bytes
     }
 
-    /// What the arena has of the file from an offset on, pending or drained: at most `max` extents, sorted.
+    /// Returns the file's extents in the arena from an offset on, pending or cached: at most `max`, sorted.
     pub(crate) fn extents_in_arena(&self, from: u64, max: usize) -> Vec<(u64, Extent)> {
         let pending = self.pending.extents().from(from).take(max);
         let cached = self.cache.extents().from(from).take(max);
@@ -270,7 +281,7 @@ impl<B: Backing> FileState<B> {
         both
     }
 
-    /// What a file with pending bytes survives.
+    /// Returns the durability level of a file with pending bytes.
     pub(crate) fn level_of_pending(&self, arena: &Arena) -> DurabilityLevel {
         if self.is_partnered() {
             return DurabilityLevel::Partnered;
@@ -283,12 +294,12 @@ impl<B: Backing> FileState<B> {
         }
     }
 
-    /// Whether a partner has all of its present bytes, and no writer has it open.
+    /// Whether a partner has all present bytes, and no writer has the file open.
     pub(crate) fn is_partnered(&self) -> bool {
         self.partnered_changes == self.changes && !self.opens.has_writers()
     }
 
-    /// The waiters whose data is in the backing.
+    /// Takes the waiters whose data is in the backing.
     pub(crate) fn take_satisfied_waiters(&mut self) -> ThinVec<Waiter> {
         if !self.drain.has_waiters() {
             return ThinVec::new();
@@ -296,8 +307,8 @@ impl<B: Backing> FileState<B> {
         self.drain.take_satisfied(self.pending.oldest_sequence())
     }
 
-    /// Asserts that pending and cached bytes do not overlap, of a file with few pieces or at some of its changes. To be
-    /// called after each change of either.
+    /// Asserts that pending and cached bytes do not overlap. For a file with many pieces it does so only at some
+    /// changes. Called after each change of either.
     #[inline]
     pub(crate) fn check(&self) {
         const PIECES_EACH_TIME: usize = 32;

@@ -1,9 +1,9 @@
-//! What happened to files, for a recorder of how checkpoints go: a queue that is emptied some times a second.
+//! Queue of events of files, for a recorder of checkpoints that empties it some times a second.
 //!
 //! Promises
-//! * Nothing is queued before the first request for events, and never more than [`EVENTS_MAX`]: what is beyond is
-//!   counted.
-//! * The lock of the queue is a leaf: it is taken while a file's state is locked, and no other is taken under it.
+//! * Nothing is queued before the first request for events. The queue has at most [`EVENTS_MAX`] events; further ones
+//!   are only counted.
+//! * The lock of the queue is a leaf: a file's lock may be held when it is taken, and no lock is taken under it.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
@@ -16,7 +16,8 @@ use crate::InodeId;
 use crate::engine::Engine;
 use crate::names::Inode;
 
-/// 40 bytes each. Files are opened, held, closed and drained: enough for 8,000 files in a tick.
+/// Most events in the queue, of 40 bytes each. A file has four on its way, so this is enough for 8,000 files in a
+/// tick.
 const EVENTS_MAX: usize = 1 << 15;
 
 /// What happened to a file.
@@ -24,22 +25,22 @@ const EVENTS_MAX: usize = 1 << 15;
 pub enum FileChange {
     /// The first writer opened it.
     Opened,
-    /// It has bytes that are not in the backing, and had none before.
+    /// It got pending bytes, and had none before.
     Held,
     /// The last writer closed it.
     Closed,
-    /// All its bytes are in the backing, or dropped.
+    /// All its bytes are in the backing, or were dropped.
     Drained,
-    /// Its bytes and names were synced there.
+    /// Its bytes and names were synced in the backing.
     Durable,
 }
 
-/// Something that happened to a file.
+/// An event of a file.
 #[derive(Clone, Debug)]
 pub struct FileEvent {
     /// The file.
     pub inode: InodeId,
-    /// Its path from the root of the mount as it is now; none: the file was forgotten meanwhile, or has no name.
+    /// Its present path from the root of the mount. `None`: the file has no name, or firnd does not know it any more.
     pub path: Option<Vec<u8>>,
     /// What happened.
     pub change: FileChange,
@@ -47,6 +48,7 @@ pub struct FileEvent {
     pub at: Instant,
 }
 
+/// An event in the queue.
 struct Queued<B: Backing> {
     inode: InodeId,
     weak: Weak<Inode<B>>,
@@ -54,10 +56,12 @@ struct Queued<B: Backing> {
     at: Instant,
 }
 
-/// The queue.
+/// The queue of events.
 pub(crate) struct FileEvents<B: Backing> {
+    /// Whether events were requested once, so that they are queued.
     is_asked_for: AtomicBool,
     queue: Mutex<Vec<Queued<B>>>,
+    /// Events that did not fit since the last request.
     dropped: AtomicU64,
 }
 
@@ -89,7 +93,7 @@ impl<B: Backing> FileEvents<B> {
         });
     }
 
-    /// Notes a change of what is held of a file.
+    /// Notes that a file's pending bytes begin or end.
     pub(crate) fn note_held(&self, inode: &Arc<Inode<B>>, before: u64, after: u64) {
         match (before, after) {
             (0, 1..) => self.note(inode, FileChange::Held),
@@ -100,8 +104,8 @@ impl<B: Backing> FileEvents<B> {
 }
 
 impl<B: Backing> Engine<B> {
-    /// What happened to files since the last call, and how many events had no room. From the first call on it is
-    /// collected, and is to be taken some times a second.
+    /// Returns the events since the last call, and the number of those that did not fit. Events are collected from
+    /// the first call on, and must be taken some times a second.
     pub fn take_file_events(&self) -> (Vec<FileEvent>, u64) {
         let events = &self.base.file_events;
         events.is_asked_for.store(true, Ordering::Relaxed);

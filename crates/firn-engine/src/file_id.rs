@@ -1,6 +1,6 @@
-//! File ids: which file the journal and the pieces speak of.
+//! File ids: the numbers by which the journal and the pieces know a file.
 //!
-//! A file gets an id before its first piece: a record of the journal with its identity and names. The id ends when
+//! A file gets an id before its first piece, by a record in the journal with its identity and names. The id ends when
 //! nothing is pending any more, and is never used again.
 
 use firn_backing::Backing;
@@ -11,8 +11,8 @@ use crate::file::{File, FileId, FileState};
 use crate::file_journal::FileJournal;
 
 impl FileJournal {
-    /// Gives a file an id before its first piece; `None` where the journal is full. No rename can change its paths
-    /// meanwhile.
+    /// Gives a file an id before its first piece. No rename can change its paths meanwhile. `None`: the journal is
+    /// full.
     pub(crate) fn begin_file_id_at_rest<B: Backing>(
         &self,
         paths: &PathClaims,
@@ -22,7 +22,8 @@ impl FileJournal {
         paths.while_staying(|| file.inode.paths(), begin)
     }
 
-    /// [`begin_file_id_at_rest`](Self::begin_file_id_at_rest) for a caller that excludes renames of the paths itself.
+    /// Does the work of [`begin_file_id_at_rest`](Self::begin_file_id_at_rest) for a caller that excludes renames
+    /// itself.
     pub(crate) fn begin_file_id<B: Backing>(
         &self,
         file: &File<B>,
@@ -49,7 +50,7 @@ impl FileJournal {
         Some(id)
     }
 
-    /// Ends the id of a file of which nothing is pending.
+    /// Ends the id of a file without pending data and grant. If the journal cannot record that, the id stays.
     pub(crate) fn end_file_id<B: Backing>(&self, state: &mut FileState<B>) {
         if !state.pending.is_empty() || state.direct.has_grant() {
             return;
@@ -63,7 +64,7 @@ impl FileJournal {
         }
     }
 
-    /// Keeps the time of a file with an id that does not follow from its pieces.
+    /// Records a modification time that a program set, which the pieces do not have.
     pub(crate) fn record_time<B: Backing>(&self, state: &FileState<B>) {
         if let (Some(file), Some(mtime)) = (state.pending.file_id(), state.pending.mtime()) {
             self.append_note(&Record::ModifiedAt {

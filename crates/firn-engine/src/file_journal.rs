@@ -1,6 +1,6 @@
-//! The journal of an arena, and the numbers that its records give away.
+//! The journal of an arena, and the numbers of file ids and renames in its records.
 //!
-//! Its lock is a leaf: any other may be held when it is taken.
+//! Its lock is a leaf: any other lock may be held when it is taken.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -21,7 +21,7 @@ pub(crate) struct FileJournal {
 }
 
 impl FileJournal {
-    /// `epoch`: of the engine; renames of two engines have different numbers.
+    /// `epoch` is the number of the engine. It makes numbers of renames unique among engines.
     pub(crate) fn new(journal: Journal<JournalRegion>, epoch: u64) -> Self {
         Self {
             journal: Mutex::new(journal),
@@ -30,12 +30,12 @@ impl FileJournal {
         }
     }
 
-    /// File ids up to this number were used before.
+    /// Sets the highest file id that was used before.
     pub(crate) fn set_last_file_id(&self, number: u64) {
         self.last_file_id.store(number, Ordering::Relaxed);
     }
 
-    /// A file id that was never used; `None` once there are no more.
+    /// Returns a file id that was never used, or `None` if there are no more.
     pub(crate) fn new_file_id(&self) -> Option<FileId> {
         let number = self.last_file_id.fetch_add(1, Ordering::Relaxed) + 1;
         FileId::new(number).filter(|_| number <= FILE_MAX)
@@ -45,17 +45,17 @@ impl FileJournal {
         self.last_rename_id.fetch_add(1, Ordering::Relaxed) + 1
     }
 
-    /// Whether no file has pending data that a record could be about.
+    /// Whether no file has pending data, so that a record would be about none.
     pub(crate) fn is_empty(&self) -> bool {
         self.journal.lock().ledger().is_empty()
     }
 
-    /// Appends a record; ENOSPC where the journal is full.
+    /// Appends a record. ENOSPC: the journal is full.
     pub(crate) fn append(&self, record: &Record) -> Result<()> {
         self.journal.lock().append(record).map_err(|_| Errno::NOSPC)
     }
 
-    /// Appends several in a row.
+    /// Appends records one after the other. ENOSPC: the journal is full, and some may be appended.
     pub(crate) fn append_all(&self, records: impl IntoIterator<Item = Record>) -> Result<()> {
         let mut journal = self.journal.lock();
         for record in records {
@@ -64,12 +64,12 @@ impl FileJournal {
         Ok(())
     }
 
-    /// Appends a record that ends something; whether it was kept.
+    /// Appends a record that ends something. Returns whether the journal had room.
     pub(crate) fn try_append_end(&self, record: &Record) -> bool {
         self.journal.lock().append_end(record).is_ok()
     }
 
-    /// Appends a record that ends what was begun; the journal keeps room for it.
+    /// Appends a record that ends something begun before. The journal keeps room for it.
     pub(crate) fn append_end(&self, record: &Record) {
         if !self.try_append_end(record) {
             tracing::error!(?record, "the journal has no room left for an end");

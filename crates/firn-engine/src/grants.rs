@@ -1,7 +1,7 @@
-//! Files that clients may write directly: all grants of an engine.
+//! All grants of an engine: which files clients may write directly.
 //!
 //! Invariants
-//! * A file is here exactly while its state has a grant: both change together, under the file's lock.
+//! * A file is in this table exactly while its state has a grant: both change together, under the file's lock.
 //! * `lease_count` is the number of leases of all grants.
 //!
 //! Its lock is a leaf: a file's lock may be held when it is taken.
@@ -16,30 +16,30 @@ use firn_backing::lock::Mutex;
 use crate::DirectWriteObserver;
 use crate::file::File;
 
-/// Of files that processes write into slabs of their own.
+/// Figures of direct access.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct DirectAccessFigures {
     /// Files with a grant.
     pub files: u64,
     /// Slabs leased to clients.
     pub leases: u64,
-    /// Leases that ended because their client broke the rules.
+    /// Leases that ended because their client stored an invalid record.
     pub errors: u64,
 }
 
-/// All grants of an engine, for questions that concern no file in particular.
+/// All grants of an engine, for requests that concern no single file.
 pub(crate) struct Grants<B: Backing> {
-    /// Number of files with a grant; most mounts have none, and ask for no lock.
+    /// Number of files with a grant. Most mounts have none, and then no lock is taken.
     file_count: AtomicU64,
-    /// These files, by their address.
+    /// Files with a grant, by their address.
     files: Mutex<HashMap<usize, Arc<File<B>>>>,
     /// Slabs leased to clients.
     lease_count: AtomicU64,
-    /// Leases that ended because their client broke the rules.
+    /// Leases that ended because their client stored an invalid record.
     error_count: AtomicU64,
-    /// Some process was told where bytes of a file lie.
+    /// Whether some process has got a list of where bytes of a file lie.
     has_lists: AtomicBool,
-    /// Told of what clients write.
+    /// Called with what clients write.
     observer: OnceLock<DirectWriteObserver>,
 }
 
@@ -85,18 +85,18 @@ impl<B: Backing> Grants<B> {
         self.error_count.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// A slab is leased to a client.
+    /// Counts a slab that is leased to a client.
     pub(crate) fn count_lease(&self) {
         self.lease_count.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// The lease of a client ended.
+    /// Counts the end of a client's lease.
     pub(crate) fn count_lease_end(&self) {
         let before = self.lease_count.fetch_sub(1, Ordering::Relaxed);
         debug_assert!(before > 0, "a lease ends that was not given");
     }
 
-    /// Has `observer` told of what clients write. There is one at most.
+    /// Sets the observer that is called with what clients write. There is at most one.
     pub(crate) fn set_observer(&self, observer: DirectWriteObserver) {
         let is_first = self.observer.set(observer).is_ok();
         debug_assert!(is_first, "direct writes have one observer");
@@ -106,12 +106,12 @@ impl<B: Backing> Grants<B> {
         self.observer.get()
     }
 
-    /// From now on some process may have been told where bytes of a file lie.
+    /// Records that some process may get a list of where bytes of a file lie.
     pub(crate) fn note_list(&self) {
         self.has_lists.store(true, Ordering::Release);
     }
 
-    /// Whether some process may have been told where bytes lie.
+    /// Whether some process may have such a list.
     pub(crate) fn has_lists(&self) -> bool {
         self.has_lists.load(Ordering::Acquire)
     }
@@ -124,7 +124,7 @@ impl<B: Backing> Grants<B> {
         }
     }
 
-    /// Asserts that the figures are those of these files.
+    /// Asserts that `expected` files have a grant.
     pub(crate) fn assert_files(&self, expected: u64) {
         assert_eq!(self.figures().files, expected, "files with a grant");
         assert_eq!(

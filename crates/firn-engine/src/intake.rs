@@ -1,10 +1,14 @@
-//! What comes in: bytes that were published, by the engine or by a client with direct access, become pending.
+//! Intake: bytes that the engine or a client with direct access published become pending (they are *ingested*).
+//!
+//! A client publishes bytes by stores to its leased slabs, without a request. So the engine reads the slabs before it
+//! answers.
 //!
 //! Promises
 //! * An answer about a file covers every byte whose write returned: what a client published is ingested before an
 //!   answer ([`Intake::ingest_published`]).
-//! * An open, read, write or cut of a file that a client has the grant of revokes the grant first
+//! * An open, read, write or truncation of a file that a client has the grant of revokes the grant first
 //!   ([`Intake::revoke_grant`]).
+//! * An invalid record of a client ends its grant, and its bytes are not taken.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -22,7 +26,7 @@ use crate::grants::Grants;
 use crate::options::DrainPolicy;
 use crate::tree::NameTree;
 
-/// Takes published bytes into the files that they are of.
+/// Ingests published bytes into their files.
 pub(crate) struct Intake<B: Backing> {
     pub(crate) base: Arc<Base<B>>,
     pub(crate) tree: Arc<NameTree<B>>,
@@ -40,8 +44,8 @@ impl<B: Backing> Intake<B> {
         }
     }
 
-    /// To be called when this host may have learnt of changes by others: what readers were told of the backing before
-    /// does not hold any more.
+    /// Makes lists of readers invalid if other hosts changed the file since. Called when this host may have learnt of
+    /// such changes.
     pub(crate) fn end_lists_before_changes(&self, file: &File<B>, object: &B::Inode) {
         if !self.grants.has_lists() {
             return;
@@ -57,27 +61,30 @@ impl<B: Backing> Intake<B> {
         self.grants.files()
     }
 
-    /// Takes in what clients published, of all files.
+    /// Ingests what clients published, of all files.
     pub(crate) fn ingest_all_published(&self) {
         for file in self.files_with_grant() {
             self.ingest_published(&file, &mut file.lock());
         }
     }
 
-    /// Takes in what a client published of this file.
+    /// Ingests what a client published of this file.
     pub(crate) fn ingest_published(&self, file: &Arc<File<B>>, state: &mut FileState<B>) {
         self.ingest_from_client(file, state, |arena, lease, sink| {
             arena.take_client(lease, sink)
         });
     }
 
-    /// Takes in what a client published, and lets none of it grow: the drain may have it.
+    /// Ingests what a client published, and freezes its pieces: they cannot grow any more, so the drain may write
+    /// them.
     pub(crate) fn freeze_published(&self, file: &Arc<File<B>>, state: &mut FileState<B>) {
         self.ingest_from_client(file, state, |arena, lease, sink| {
             arena.freeze_client(lease, sink)
         });
     }
 
+    /// Ingests from the first lease of a grant by `take`, and ends leases that the client has filled. An invalid
+    /// record revokes the grant.
     fn ingest_from_client(
         &self,
         file: &Arc<File<B>>,
@@ -88,7 +95,7 @@ impl<B: Backing> Intake<B> {
             &mut dyn FnMut(AcceptedBytes),
         ) -> std::result::Result<(), firn_arena::InvalidRecord>,
     ) {
-        // A client that fills a later lease is done with the first, whose last bytes come before.
+        // A client that has begun a later lease is done with the first, and its last bytes there are older.
         let next = |grant: &Grant| {
             let mut later = grant.leases.iter().skip(1);
             later.any(|lease| self.base.arena.client_has_begun(lease))
@@ -113,6 +120,7 @@ impl<B: Backing> Intake<B> {
         }
     }
 
+    /// Makes bytes from a client's slab pending. Returns their number.
     fn enter(
         &self,
         file: &Arc<File<B>>,
@@ -156,14 +164,14 @@ impl<B: Backing> Intake<B> {
             file.inode
                 .is_size_stale_in_kernel
                 .store(true, Ordering::Release);
-            // Only what the engine itself published may be extended by it.
+            // The engine may extend only pieces that it published itself.
             state.pending.end_tail();
         }
         bytes
     }
 
-    /// Ends the grant to a file, if there is one: all that the client published is taken in, and it can
-    /// publish nothing more.
+    /// Ends the grant of a file, if there is one. All that the client published is ingested, and it can publish
+    /// nothing more.
     pub(crate) fn revoke_grant(&self, file: &Arc<File<B>>, state: &mut FileState<B>) {
         if !state.direct.has_grant() {
             return;
@@ -180,7 +188,7 @@ impl<B: Backing> Intake<B> {
         self.base.journal.end_file_id(state);
     }
 
-    /// Ends the older lease of a grant.
+    /// Ends the oldest lease of a grant, after its bytes are ingested.
     pub(crate) fn end_first_lease(&self, file: &Arc<File<B>>, state: &mut FileState<B>) {
         let Some(grant) = state
             .direct
@@ -207,21 +215,22 @@ impl<B: Backing> Intake<B> {
         }
     }
 
-    /// As [`Intake::revoke_grant`], for callers without the lock.
+    /// Does the work of [`Intake::revoke_grant`] for a caller without the lock.
     pub(crate) fn end_grant(&self, file: &Arc<File<B>>) {
         if !self.grants.is_empty() {
             self.revoke_grant(file, &mut file.lock());
         }
     }
 
-    /// Ends all grants: their slabs are wanted.
+    /// Ends all grants, because their slabs are needed.
     pub(crate) fn revoke_all_grants(&self) {
         for file in self.files_with_grant() {
             self.revoke_grant(&file, &mut file.lock());
         }
     }
 
-    /// For an opener of a file whose bytes came by direct access: how long it is.
+    /// Returns the length of a file whose bytes came by direct access, for the kernel at an open. `None`: the kernel
+    /// knows it.
     pub(crate) fn size_for_kernel(&self, file: &File<B>) -> Option<u64> {
         if !file.inode.is_size_stale_in_kernel.load(Ordering::Acquire) {
             return None;
@@ -230,7 +239,7 @@ impl<B: Backing> Intake<B> {
         Some(self.tree.size_beside(&file.inode, end).unwrap_or(end))
     }
 
-    /// Length of a file with pending data counted in.
+    /// Returns the length of a file, with pending data counted in.
     pub(crate) fn size_of(&self, file: &Arc<File<B>>) -> Result<u64> {
         let pending_end = {
             let mut state = file.lock();
@@ -240,7 +249,8 @@ impl<B: Backing> Intake<B> {
         self.tree.size_beside(&file.inode, pending_end)
     }
 
-    /// Enters bytes that were just published; the file was touched.
+    /// Makes bytes pending that were just published. Queues the file when enough of them came. The caller set the
+    /// file's time before.
     pub(crate) fn ingest(
         &self,
         file: &Arc<File<B>>,

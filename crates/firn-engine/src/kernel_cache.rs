@@ -1,4 +1,10 @@
-//! What the kernel may have of files by itself: pages, attributes, and files that it reads straight from the backing.
+//! What the kernel caches of files: pages, attributes, and files that it reads itself from the backing
+//! (*passthrough*).
+//!
+//! The engine answers whether cached pages are still right. The frontend makes the kernel drop them.
+//!
+//! Relies on: size and times of the backing's file, and a count of changes by other hosts. A change within one tick
+//! of the backing's clock may not show in the times, so only old times are trusted.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -14,18 +20,18 @@ use crate::privileges::Privileges;
 use crate::tree::NameTree;
 use crate::{HandleId, InodeId, OpenMode};
 
-/// What the kernel caches, and when that is not right any more.
+/// Knows what the kernel caches, and when that becomes wrong.
 pub struct KernelCache<B: Backing> {
     pub(crate) base: Arc<Base<B>>,
     pub(crate) tree: Arc<NameTree<B>>,
     pub(crate) privileges: Arc<Privileges>,
     pub(crate) intake: Arc<Intake<B>>,
     pub(crate) open_files: Arc<OpenFiles<B>>,
-    /// It may read files of the backing by itself, until it once could not.
+    /// Whether the kernel may read files of the backing itself. It stays false after one failure.
     passthrough: AtomicBool,
-    /// The same of memory files.
+    /// Whether the kernel may read memory files itself; false after one failure.
     memory_passthrough: AtomicBool,
-    /// Open handles whose pages it caches.
+    /// Open handles whose pages the kernel caches.
     cached_opens: AtomicU64,
 }
 
@@ -47,30 +53,31 @@ impl<B: Backing> KernelCache<B> {
         }
     }
 
-    /// Counts an open whose pages the kernel caches.
+    /// Counts an open handle whose pages the kernel caches.
     pub(crate) fn count_cached_open(&self) {
         self.cached_opens.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// One of them ended.
+    /// Counts the release of such a handle.
     pub(crate) fn count_cached_release(&self) {
         let before = self.cached_opens.fetch_sub(1, Ordering::AcqRel);
         debug_assert!(before > 0, "an open ends that was not counted");
     }
 
-    /// Whether the kernel can be given files to read by itself.
+    /// Whether the kernel has not failed yet to read files of the backing itself.
     pub(crate) fn can_pass_through(&self) -> bool {
         self.passthrough.load(Ordering::Relaxed)
     }
 
-    /// Whether the backing's file is as it was when the kernel began to cache it. Only what was old then
-    /// tells: a change within one tick of the backing's clock leaves the times as they are.
+    /// Whether pages that the kernel cached of the backing's file are still right. Size and times must be unchanged
+    /// and old enough: a change within one tick of the backing's clock leaves the times as they are. Records the
+    /// present state for the next call.
     pub(crate) fn is_as_cached(&self, inode: &Inode<B>) -> bool {
         const SETTLED_S: i64 = 2;
         let Ok(object) = self.tree.object(inode) else {
             return false;
         };
-        // Before the attributes, for what comes between the two is news.
+        // The count is read before the attributes. A change between the two then shows as a new one.
         let changes_by_others = self.base.backing.facts(&object).changes_by_others;
         let Ok(attr) = self.base.backing.attr(&object) else {
             return false;
@@ -90,8 +97,8 @@ impl<B: Backing> KernelCache<B> {
         now.is_settled && !now.has_stale_pages() && before == Some(now)
     }
 
-    /// To be called when the backing was asked about a file that the kernel may have pages of: it may have learnt of
-    /// changes by other hosts.
+    /// Notes changes by other hosts of a file that the kernel may have pages of. Called when the backing was asked
+    /// about the file, as it may have learnt of changes then.
     pub(crate) fn see_changes_by_others(&self, inode: &Inode<B>, object: &B::Inode) {
         if inode.cached.lock().is_none() {
             return;
@@ -102,8 +109,8 @@ impl<B: Backing> KernelCache<B> {
         }
     }
 
-    /// The last known change by another host, if the kernel may have pages from before it. The caller makes the kernel
-    /// drop them and calls [`KernelCache::note_pages_dropped`].
+    /// Returns the count of the last known change by another host, if the kernel may have pages from before it. The
+    /// caller makes the kernel drop them, and calls [`KernelCache::note_pages_dropped`].
     pub fn stale_pages(&self, inode: InodeId) -> Option<u64> {
         if !self.base.backing.features().finishes_files {
             return None;
@@ -114,8 +121,8 @@ impl<B: Backing> KernelCache<B> {
         stale.map(|stamp| stamp.changes_by_others)
     }
 
-    /// Bytes were read from the arena until now, and from here on are where they stand among what other hosts wrote at
-    /// the same time, which may lie over them.
+    /// Makes the kernel's pages stale after a drain of a file that other hosts write. Until then reads had the bytes
+    /// of the arena on top; now bytes that other hosts wrote at the same time may lie over them.
     pub(crate) fn note_drained_among_others(&self, file: &File<B>) {
         if self.base.backing.features().finishes_files
             && self.open_files.kernel_reads(file) == KernelReads::Shared
@@ -125,7 +132,7 @@ impl<B: Backing> KernelCache<B> {
         }
     }
 
-    /// The kernel has no page from before this change.
+    /// Records that the kernel has no page from before this change.
     pub fn note_pages_dropped(&self, inode: InodeId, change: u64) {
         if let Ok(inode) = self.tree.inode(inode)
             && let Some(stamp) = inode.cached.lock().as_mut()
@@ -134,7 +141,7 @@ impl<B: Backing> KernelCache<B> {
         }
     }
 
-    /// Whether the kernel reads this handle through its cache.
+    /// Whether the kernel reads this handle through its page cache.
     pub fn reads_through_cache(&self, handle: HandleId) -> bool {
         self.open_files
             .handle(handle)
@@ -150,7 +157,7 @@ impl<B: Backing> KernelCache<B> {
             })
     }
 
-    /// Where other hosts may write the file: the kernel asks for its attributes again.
+    /// Makes the kernel ask for a file's attributes again, on a backing where other hosts may write the file.
     pub(crate) fn drop_kernel_attributes(&self, file: &File<B>) {
         if self.base.backing.features().finishes_files {
             if let Ok(object) = self.tree.object(&file.inode) {
@@ -161,12 +168,13 @@ impl<B: Backing> KernelCache<B> {
         }
     }
 
-    /// Whether the kernel can be given memory files to read by itself.
+    /// Whether the kernel may read memory files itself.
     pub(crate) fn passes_memory_through(&self) -> bool {
         self.memory_passthrough.load(Ordering::Relaxed) && !self.base.options.serves_every_read
     }
 
-    /// The kernel cannot read this handle's memory file: it and all later ones come to the engine.
+    /// Records that the kernel cannot read this handle's memory file. This handle and all later ones are served by
+    /// the engine.
     pub fn no_memory_passthrough(&self, handle: HandleId) {
         self.memory_passthrough.store(false, Ordering::Relaxed);
         let Ok(handle) = self.open_files.handle(handle) else {
@@ -181,7 +189,8 @@ impl<B: Backing> KernelCache<B> {
         }
     }
 
-    /// The kernel cannot pass this handle through: it and all later ones come to the engine.
+    /// Records that the kernel cannot pass this handle through. This handle and all later ones are served by the
+    /// engine.
     pub fn no_passthrough(&self, handle: HandleId) {
         self.passthrough.store(false, Ordering::Relaxed);
         let Ok(handle) = self.open_files.handle(handle) else {
@@ -197,8 +206,8 @@ impl<B: Backing> KernelCache<B> {
         }
     }
 
-    /// The kernel is to serve a handle that comes to the engine from its page cache, and to write through it. False where
-    /// it cannot: it passes the inode through.
+    /// Makes the kernel serve a handle of the engine from its page cache, and write through that. Returns false if it
+    /// cannot, because it passes the inode through.
     pub fn serve_through_cache(&self, handle: HandleId) -> bool {
         let Ok(handle) = self.open_files.handle(handle) else {
             return false;
@@ -215,8 +224,8 @@ impl<B: Backing> KernelCache<B> {
         true
     }
 
-    /// Whether a client may be writing the file of an inode now, or has and the kernel was not told of it: its
-    /// attributes change unseen.
+    /// Whether attributes of an inode change without the kernel's knowledge: a client may be writing the file, or
+    /// wrote it and the kernel was not told.
     pub fn is_written_directly(&self, inode: crate::InodeId) -> bool {
         let Some(inode) = self.tree.names.get(inode) else {
             return false;
@@ -226,11 +235,11 @@ impl<B: Backing> KernelCache<B> {
                 .open_files
                 .known_file(&inode)
                 .is_some_and(|file| file.lock().direct.has_grant());
-        // Last: a grant that just ended left it so.
+        // This is read last, because a grant that just ended has set it.
         has_grant || inode.is_size_stale_in_kernel.load(Ordering::Acquire)
     }
 
-    /// The kernel knows now how long the file of an inode is.
+    /// Records that the kernel now knows the length of an inode's file.
     pub fn note_kernel_size(&self, inode: crate::InodeId) {
         if let Some(inode) = self.tree.names.get(inode) {
             inode
@@ -239,7 +248,7 @@ impl<B: Backing> KernelCache<B> {
         }
     }
 
-    /// Whether the kernel may read files of the backing by itself.
+    /// Whether the kernel may read files of the backing itself, and no policy forbids it.
     pub(crate) fn allows_passthrough(&self) -> bool {
         self.can_pass_through() && !self.base.options.serves_every_read
     }

@@ -1,7 +1,7 @@
-//! Files whose data recovery could not give back to them.
+//! Lost files: recovery has data of them and did not find them.
 //!
-//! Their pieces are not drained. They stay in the arena until the user puts the files back under their names, or takes
-//! the data elsewhere, or gives it up.
+//! Their pieces are not drained. They stay in the arena until the user puts the files back under their names, copies
+//! the data elsewhere, or discards it.
 
 use std::sync::Arc;
 
@@ -13,26 +13,26 @@ use firn_protocol::path::BytePath;
 use crate::base::Base;
 use crate::file::Layers;
 
-/// Copied at a time.
+/// Bytes that are copied at a time.
 const STEP_BYTES: u64 = 1 << 20;
 
-/// A file whose data could not be given back to it.
+/// A file whose data recovery could not give back.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LostFile {
-    /// The file id: unique in the arena.
+    /// The file id, which is unique in the arena.
     pub file: u64,
-    /// Path before it was lost, from the root of the backing; empty where the journal does not know it.
+    /// Path before it was lost, from the root of the backing; empty if the journal does not know it.
     pub path: Vec<u8>,
     /// Bytes that are kept in the arena.
     pub bytes: u64,
-    /// The backing answered, and the file is not there. Otherwise another try may find it.
+    /// Whether the backing answered and does not have the file. Otherwise another try may find it.
     pub gone: bool,
-    /// Why.
+    /// Why it was not found, for the user.
     pub reason: String,
 }
 
 impl LostFile {
-    /// Its path, or what it is called where that is not known.
+    /// Returns the path, or a text with the number if the path is not known.
     pub fn known_path(&self) -> BytePath {
         if self.path.is_empty() {
             format!("(file {})", self.file).into()
@@ -45,6 +45,7 @@ impl LostFile {
 /// All lost files of a mount.
 pub struct LostFiles<B: Backing> {
     base: Arc<Base<B>>,
+    /// The lost files, with their pieces.
     kept: Mutex<Vec<Kept>>,
 }
 
@@ -56,7 +57,7 @@ impl<B: Backing> LostFiles<B> {
         }
     }
 
-    /// Keeps the pieces of a file that was not found, and records that. Returns the file with its bytes counted.
+    /// Keeps the pieces of a file that was not found, and records an error. Returns the file with its bytes counted.
     pub(crate) fn keep(&self, mut file: LostFile, layers: Layers) -> LostFile {
         for (piece, used) in layers.pieces.iter() {
             self.base.arena.keep_piece(*piece, used.live as u32);
@@ -76,7 +77,7 @@ impl<B: Backing> LostFiles<B> {
         known
     }
 
-    /// Files whose data has nowhere to go.
+    /// Returns all lost files.
     pub fn list(&self) -> Vec<LostFile> {
         self.kept
             .lock()
@@ -85,8 +86,8 @@ impl<B: Backing> LostFiles<B> {
             .collect()
     }
 
-    /// Gives the held bytes of a lost file to `sink`, with their offsets, in ascending order. What had been drained
-    /// before is not among them. A file that is not lost has none.
+    /// Calls `sink` with the held bytes of a lost file and their offsets, in ascending order. Bytes that were drained
+    /// before are not among them. A file that is not lost has none. Returns the first error of `sink` or of a read.
     pub fn read<E: From<Errno>>(
         &self,
         file: u64,
@@ -113,7 +114,7 @@ impl<B: Backing> LostFiles<B> {
         Ok(())
     }
 
-    /// Gives up the held bytes of a lost file. They cannot be had again.
+    /// Discards the held bytes of a lost file permanently.
     pub fn discard(&self, file: u64) {
         let Base {
             arena,
@@ -126,7 +127,8 @@ impl<B: Backing> LostFiles<B> {
             return;
         };
         let kept = lost.remove(at);
-        // Marks first: a crash between leaves a file id without pieces, which recovery takes away.
+        // Pieces die before the file id ends. A crash in between leaves a file id without pieces, which recovery
+        // removes.
         for (piece, used) in kept.layers.pieces.iter() {
             arena.mark_dead(*piece);
             arena.release_bytes(piece.slab, used.live);
@@ -136,13 +138,13 @@ impl<B: Backing> LostFiles<B> {
         errors.forget_lost(kept.file.known_path().as_bytes());
     }
 
-    /// Bytes that have no file to go to.
+    /// Returns the bytes of all lost files.
     pub(crate) fn bytes(&self) -> u64 {
         self.kept.lock().iter().map(|kept| kept.file.bytes).sum()
     }
 }
 
-/// What the engine keeps of one.
+/// A lost file, and the pieces that are kept of it.
 struct Kept {
     file: LostFile,
     layers: Layers,

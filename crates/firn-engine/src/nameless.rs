@@ -1,11 +1,13 @@
-//! Open files without a name, which outlive firnd by a descriptor that the keeper of the mount has.
+//! Open files without a name. They outlive firnd by a descriptor that the keeper of the mount has.
+//!
+//! The *keeper* is the process that starts the next firnd. The *live table* in the arena says what the kernel knows.
 //!
 //! Promises
-//! * A file is given to the keeper before its last name goes, and taken back once no handle is open on it.
-//! * The next firnd believes a descriptor only where it is open on the object that the live table names.
+//! * A file is given to the keeper before its last name is removed, and taken back when no handle is open on it.
+//! * The next firnd accepts a descriptor only if it is open on the object that the live table names.
 //! * Bytes that were pending when firnd died are pending again: recovery finds the file by its identity.
 //!
-//! A file that is opened while its last name is being removed is given to the keeper after the removal.
+//! Race: a file that is opened while its last name is being removed is given to the keeper after the removal.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -22,23 +24,24 @@ use crate::{InodeId, Result};
 
 /// Keeps descriptors of files for the next firnd.
 pub trait FileKeeper: Send + Sync {
-    /// Keeps a descriptor, in the place of an earlier one of the same node.
+    /// Keeps a descriptor, which replaces an earlier one of the same node.
     fn keep_file(&self, node: InodeId, descriptor: BorrowedFd<'_>) -> io::Result<()>;
-    /// Keeps it no longer.
+    /// Closes the descriptor of a node.
     fn drop_file(&self, node: InodeId);
 }
 
 /// A file that an earlier firnd had given to the keeper.
 #[derive(Debug)]
 pub struct KeptFile {
-    /// Its number in the live table.
+    /// Number of its inode in the live table.
     pub node: InodeId,
     /// The open file.
     pub descriptor: OwnedFd,
 }
 
 impl<B: Backing> OpenFiles<B> {
-    /// Before a name of a file goes that may be its last one.
+    /// Gives a file to the keeper before it may lose its last name. Does nothing if it is not open or has another
+    /// name.
     pub(crate) fn keep_before_removal(&self, file: &File<B>) {
         if self.keeper.get().is_none() || file.lock().opens.is_empty() {
             return;
@@ -53,7 +56,7 @@ impl<B: Backing> OpenFiles<B> {
         }
     }
 
-    /// A file that programs have open loses its last name, or has lost it: it keeps what it has open from here on.
+    /// Opens a file in the backing that loses its last name, or has lost it, and gives it to the keeper.
     pub(crate) fn open_nameless(&self, file: &File<B>) {
         let writes = {
             let state = file.lock();
@@ -63,12 +66,13 @@ impl<B: Backing> OpenFiles<B> {
             state.opens.has_writers() || !state.pending.is_empty()
         };
         if let Err(errno) = self.open_below(file, writes) {
-            // It is held as an object, and opened by that when it is used.
+            // The object of its inode stays open, and the file is opened by that at its next use.
             tracing::debug!(%errno, "a file without a name is not open below");
         }
         self.give_to_keeper(file);
     }
 
+    /// Gives the keeper a descriptor of an open file. If that fails, only the death of firnd loses the file.
     fn give_to_keeper(&self, file: &File<B>) {
         let Some(keeper) = self.keeper.get() else {
             return;
@@ -88,6 +92,7 @@ impl<B: Backing> OpenFiles<B> {
             tracing::warn!(%error, path, "if firnd dies, a file without a name is lost to its programs");
         }
         let mut state = file.lock();
+        // The last handle may have been closed meanwhile; then the keeper must not have the file.
         let is_open = !state.opens.is_empty();
         state.is_kept = kept.is_ok() && is_open;
         drop(state);
@@ -96,7 +101,7 @@ impl<B: Backing> OpenFiles<B> {
         }
     }
 
-    /// The keeper has a file no longer that is closed, or has a name after all.
+    /// Makes the keeper close a file that is not open any more, or still has a name.
     pub(crate) fn take_from_keeper(&self, file: &File<B>) {
         let was_kept = std::mem::take(&mut file.lock().is_kept);
         if let Some(keeper) = self.keeper.get().filter(|_| was_kept) {
@@ -106,12 +111,12 @@ impl<B: Backing> OpenFiles<B> {
 }
 
 impl<B: Backing> Engine<B> {
-    /// From now on open files without a name are given to `keeper`. To be called before the first request.
+    /// Gives open files without a name to `keeper` from now on. Called before the first request.
     pub fn keep_files_by(&self, keeper: Arc<dyn FileKeeper>) {
         let _ = self.open_files.keeper.set(keeper);
     }
 
-    /// Goes on with files without a name, whose handles and nodes are there again.
+    /// Restores files without a name, after their handles and nodes were restored.
     pub(crate) fn resume_nameless(&self, files: &[KeptFile]) {
         for kept in files {
             if let Err(errno) = self.resume_nameless_file(kept) {
@@ -123,6 +128,7 @@ impl<B: Backing> Engine<B> {
         }
     }
 
+    /// Restores one file. STALE: the descriptor is of another object. EXIST: the file has a name after all.
     fn resume_nameless_file(&self, kept: &KeptFile) -> Result<()> {
         let inode = self.tree.inode(kept.node)?;
         let file = self.open_files.known_file(&inode).ok_or(Errno::BADF)?;
@@ -133,7 +139,8 @@ impl<B: Backing> Engine<B> {
             return Err(Errno::STALE);
         }
         if adopted.attr.nlink > 0 {
-            // firnd died before the name went. It is found by that, and kept again when that goes.
+            // firnd died before the name was removed. The file is found by the name, and kept again when that is
+            // removed.
             return Err(Errno::EXIST);
         }
         self.restore_nameless(&inode, &file, adopted);
@@ -159,7 +166,7 @@ impl<B: Backing> Engine<B> {
         state.is_kept = true;
     }
 
-    /// The file with this identity that is open and has no name.
+    /// Returns the inode with this identity, if it is open and has no name.
     pub(crate) fn find_nameless(&self, key: crate::names::Key) -> Option<Arc<Inode<B>>> {
         let inode = self.tree.names.by_key(key)?;
         let file = self.open_files.known_file(&inode)?;

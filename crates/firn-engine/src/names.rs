@@ -1,13 +1,17 @@
-//! The objects that the kernel knows, and the names that lead to them.
+//! The objects of the backing that the kernel or firnd uses (inodes), and the names that lead to them.
+//!
+//! Terms: a *lookup* is a reference that the kernel has to an inode; it gives references back with FORGET. An inode's
+//! *object* is the backing's own handle of it, for example a descriptor. The *live table* records in the arena what
+//! the kernel knows, so that the next firnd can continue a mount.
 //!
 //! Invariants
-//! * An object of the backing has one [`Inode`], however many names (hard links) it has.
-//! * A name has a reference to its parent directory. So an inode with pending data has a path, also when the kernel has
-//!   forgotten the directories above.
-//! * An inode has the number that the object has in the backing, where that is possible.
-//! * The kernel may know more inodes than a process may have descriptors. The objects of the inodes that were used last are
-//!   open ([`Objects`]); the others are looked up again by a name. An object is opened for good before it loses its last
-//!   known name.
+//! * An object of the backing has one [`Inode`], whatever its number of names (hard links).
+//! * A name has a reference to its parent directory. So an inode with pending data has a path even after the kernel
+//!   forgot the directories above.
+//! * An inode has the object's number in the backing, where that number is free and usable.
+//! * The kernel may know more inodes than a process may have descriptors. The objects of the inodes used last are
+//!   open ([`Objects`]); any other object is looked up by a name. Before an object loses its last known name, it is
+//!   opened permanently.
 //! * The tables by key and by name have at most twice as many entries as there are objects, or 1024.
 
 use std::collections::{BTreeMap, HashMap};
@@ -36,64 +40,69 @@ pub(crate) type Name = Arc<OsStr>;
 /// A directory and a name in it.
 type Link<B> = (Arc<Inode<B>>, Name);
 
-/// First inode number of objects whose own number cannot be used: above every number seen in practice.
+/// First inode number that the engine makes up, for objects whose own number cannot be used. It is above every number
+/// seen in practice.
 const SYNTHETIC: u64 = 1 << 62;
 
-/// Counts changes of names. The first one stands for all changes by earlier firnds.
+/// Number of the last change of a name in this process. Number 1 stands for all changes by earlier firnds.
 static NAME_CHANGES: AtomicU64 = AtomicU64::new(NAMES_OF_EARLIER_FIRND);
 const NAMES_OF_EARLIER_FIRND: u64 = 1;
 
-/// The number of the last change of a name.
+/// Returns the number of the last change of a name.
 pub(crate) fn last_name_change() -> u64 {
     NAME_CHANGES.load(Ordering::Acquire)
 }
 
-/// The tables are swept of objects that are gone once they have this many entries.
+/// Number of objects at which the tables are first swept of entries of objects that no longer exist.
 const SWEEP_AT_LEAST: usize = 1024;
 
-/// Files that are remembered after the kernel has forgotten them, because they were synced or cut: about 6 MiB.
+/// Most files that are remembered after the kernel forgot them, because they were synced or cut. They take about 6
+/// MiB.
 const REMEMBERED_MAX: usize = 16_384;
 
 /// The objects of the inodes used last, by [`Inode::serial`].
 type Objects<B> = Cache<u64, <B as Volume>::Inode>;
 
-/// One object.
+/// One object of the backing.
 pub(crate) struct Inode<B: Backing> {
     pub id: InodeId,
-    /// Never used again, unlike the numbers of inodes.
+    /// Number of this inode in this process. It is never used again, unlike the numbers of inodes.
     serial: u64,
     pub key: Key,
     pub kind: Kind,
     pub btime: Option<firn_backing::Time>,
-    /// The object, where it must not be let go.
+    /// The object, if it must stay open: for the root, and for an object whose last name may go.
     held: Mutex<Option<B::Inode>>,
+    /// Cache of the objects used last, shared by all inodes.
     objects: Arc<Objects<B>>,
-    /// Known names.
+    /// Each known name with its directory. A directory has at most one.
     names: Mutex<SmallVec<[Link<B>; 1]>>,
-    /// A name was made or changed and not synced since by a sync of this object.
+    /// A name was made or changed, and no sync of this object has covered it since.
     pub name_unsynced: AtomicBool,
-    /// Which of all changes of names the last one of its own was.
+    /// Number of the last change of one of its names ([`last_name_change`]).
     names_changed: AtomicU64,
-    /// Of a directory: the last change of names before its last sync began.
+    /// For a directory: number of the last change of names before its last sync began.
     entries_synced: AtomicU64,
-    /// Data was drained and not synced since.
+    /// Data was drained, and no sync covered it since.
     pub data_unsynced: AtomicBool,
-    /// How the backing showed the data when it was synced, if it was and nothing was written since; what was drained
-    /// meanwhile is in [`Inode::data_unsynced`].
+    /// Fingerprint of the data at its last sync. It is empty if the data was never synced or was written since. Data
+    /// that was drained meanwhile shows in [`Inode::data_unsynced`].
     pub synced: Synced,
-    /// A writer was killed, or firnd died while one had it open, and it was not emptied since.
+    /// The file is incomplete: its writer was killed, or firnd died while a writer had it open. Truncation to 0
+    /// clears it.
     pub is_cut: AtomicBool,
-    /// How the backing's file was when the kernel last began to cache it. Few files are read that way.
+    /// State of the backing's file when the kernel last began to cache its pages. It is boxed because few files are
+    /// read that way.
     pub cached: Mutex<Option<Box<Stamp>>>,
-    /// Bytes came by direct access: the kernel may take the file for shorter than it is.
+    /// A client wrote bytes directly, so the kernel may know a length that is too small.
     pub is_size_stale_in_kernel: AtomicBool,
 }
 
-/// There is one for each object that the kernel knows or that is held.
+/// Bounds the memory of an inode: there is one for each object that the kernel knows or that has pending data.
 const _: () = assert!(size_of::<Inode<firn_backing::DirBacking>>() <= 168);
 
-/// Size and modification time of a file in the backing, in one word. A change beside the mount changes it, unless the
-/// time is set back afterwards.
+/// Hash of size and modification time of a file in the backing. It shows a change made beside the mount, unless the
+/// time was set back afterwards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Fingerprint(NonZero<u64>);
 
@@ -105,25 +114,28 @@ impl Fingerprint {
     }
 }
 
-/// The fingerprint that a sync covered, or none.
+/// The fingerprint that a sync covered; 0 stands for none.
 #[derive(Default)]
 pub(crate) struct Synced(AtomicU64);
 
 impl Synced {
+    /// Returns the fingerprint that a sync covered, if the file was not changed since.
     pub(crate) fn get(&self) -> Option<Fingerprint> {
         NonZero::new(self.0.load(Ordering::Acquire)).map(Fingerprint)
     }
 
+    /// Records that a sync covered the file in this state.
     pub(crate) fn set(&self, covered: Fingerprint) {
         self.0.store(covered.0.get(), Ordering::Release);
     }
 
-    /// The file was changed.
+    /// Forgets the fingerprint, because the file was changed.
     pub(crate) fn clear(&self) {
         self.0.store(0, Ordering::Release);
     }
 
-    /// The time of the file was changed and nothing else; not if it was changed or synced meanwhile.
+    /// Replaces the fingerprint after a change of the file's time alone. Does nothing if the file was changed or
+    /// synced meanwhile.
     pub(crate) fn replace(&self, before: Fingerprint, after: Fingerprint) {
         let _ = self.0.compare_exchange(
             before.0.get(),
@@ -134,32 +146,33 @@ impl Synced {
     }
 }
 
-/// Tells one state of a file's content from a later one.
+/// A file's state in the backing when the kernel began to cache it; tells one content from a later one.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Stamp {
     pub size: u64,
     pub mtime: Time,
     pub ctime: Time,
-    /// A later change shows in the times.
+    /// Whether any later change must show in the times, because the clock went on since they were set.
     pub is_settled: bool,
-    /// [`Facts::changes_by_others`](firn_backing::Facts::changes_by_others), the last that is known.
+    /// Last known value of [`Facts::changes_by_others`](firn_backing::Facts::changes_by_others).
     pub changes_by_others: u64,
-    /// The kernel has no page from before this one of them.
+    /// Value of that counter after which the kernel read all its pages: it has none from before.
     pub pages_after: u64,
-    /// The contents ([`FileState::changes`](crate::file::FileState)) that it last kept pages of while they were in a memory
-    /// file.
+    /// The contents, as counted by [`FileState::changes`](crate::file::FileState), whose pages the kernel last cached
+    /// from a memory file.
     pub held_changes: Option<u64>,
 }
 
 impl Stamp {
+    /// Whether the kernel may have pages from before the last change by another host.
     pub(crate) fn has_stale_pages(&self) -> bool {
         self.pages_after < self.changes_by_others
     }
 }
 
 impl<B: Backing> Inode<B> {
-    /// The kernel is about to keep pages of these contents, which are in a memory file; whether those that it may have
-    /// are of them.
+    /// Notes that the kernel is about to cache pages of these contents from a memory file. Returns whether its
+    /// present pages are already of these contents.
     pub(crate) fn keep_pages_of(&self, changes: u64) -> bool {
         let mut cached = self.cached.lock();
         let Some(stamp) = cached.as_mut() else {
@@ -180,8 +193,8 @@ impl<B: Backing> FileIdentity for Inode<B> {
 }
 
 impl<B: Backing> Inode<B> {
-    /// Whether this is what `attr` tells of. An inode number alone is not enough: it is used again once
-    /// the object is gone.
+    /// Whether this inode is the object that `attr` describes. The inode number alone is not enough: the backing uses
+    /// it again after the object is removed. The birth time decides where both are known.
     pub(crate) fn is(&self, attr: &Attr) -> bool {
         let same_birth = self
             .btime
@@ -190,6 +203,7 @@ impl<B: Backing> Inode<B> {
         self.key == (attr.dev, attr.ino) && self.kind == attr.kind && same_birth
     }
 
+    /// Returns the object without a call of the backing, if it is open.
     fn object_at_hand(&self) -> Option<B::Inode> {
         self.held
             .lock()
@@ -197,13 +211,14 @@ impl<B: Backing> Inode<B> {
             .or_else(|| self.objects.get(&self.serial))
     }
 
-    /// Whether it is a name more than those that were known.
+    /// Adds a name, unless it is known. Returns whether the inode now has several names.
     fn add_name(&self, parent: &Arc<Self>, name: &Name) -> bool {
         let mut names = self.names.lock();
         let is_known = |(p, n): &Link<B>| p.id == parent.id && n == name;
         if names.iter().any(is_known) {
             return false;
         }
+        // A directory has one name, so a new one means that it was moved.
         if self.kind == Kind::Dir {
             names.clear();
         }
@@ -211,17 +226,19 @@ impl<B: Backing> Inode<B> {
         names.len() > 1
     }
 
+    /// Forgets a name.
     pub(crate) fn remove_name(&self, parent: InodeId, name: &OsStr) {
         self.names
             .lock()
             .retain(|(p, n)| p.id != parent || **n != *name);
     }
 
-    /// Directories and names.
+    /// Returns each known name with its directory.
     pub(crate) fn known_names(&self) -> Vec<(Arc<Self>, Name)> {
         self.names.lock().to_vec()
     }
 
+    /// Returns the directories that have a name of this inode.
     pub(crate) fn parents(&self) -> Vec<Arc<Self>> {
         self.names
             .lock()
@@ -230,13 +247,15 @@ impl<B: Backing> Inode<B> {
             .collect()
     }
 
-    /// How its data was in the backing when a sync covered all of it, and every name that leads to it from the top.
+    /// Returns the fingerprint of the data at its last sync, if that sync covered all data and each name from the
+    /// root on.
     pub(crate) fn synced(&self) -> Option<Fingerprint> {
         let is_covered = !self.data_unsynced.load(Ordering::Acquire) && self.are_names_synced();
         self.synced.get().filter(|_| is_covered)
     }
 
-    /// By a sync of the object, or of the directories that have the names.
+    /// Whether each name up to the root is synced: by a sync of the object, or by one of the directory that has the
+    /// name.
     pub(crate) fn are_names_synced(&self) -> bool {
         let is_synced = !self.name_unsynced.load(Ordering::Acquire);
         let changed = self.names_changed.load(Ordering::Acquire);
@@ -246,34 +265,36 @@ impl<B: Backing> Inode<B> {
         })
     }
 
-    /// A name was made or changed in the backing.
+    /// Records that a name of this inode was made or changed in the backing.
     pub(crate) fn note_name_change(&self) {
         let change = NAME_CHANGES.fetch_add(1, Ordering::AcqRel) + 1;
         self.names_changed.store(change, Ordering::Release);
         self.name_unsynced.store(true, Ordering::Release);
     }
 
-    /// A sync of this directory covered the changes of names up to `change`, which was the last one before it began.
+    /// Records that a sync of this directory covered all changes of names up to `change`. The caller reads that
+    /// number before the sync begins.
     pub(crate) fn note_entries_synced(&self, change: u64) {
         self.entries_synced.fetch_max(change, Ordering::AcqRel);
     }
 
-    /// Notes whether its file was cut, for when firnd knows no more of the file than the inode. To be called with the
-    /// file's lock: of two closes at once, the later one counts.
+    /// Records whether the file was cut, so that the inode knows it after the rest of the file's state is gone. The
+    /// caller holds the file's lock: of two closes at once, the later one counts.
     pub(crate) fn note_cut(&self, is_cut: bool) {
         self.is_cut.store(is_cut, Ordering::Release);
     }
 
-    /// Whether firnd knows more of it than the backing can tell.
+    /// Whether the inode has facts that the backing cannot tell: that the file was synced, or that it was cut.
     pub(crate) fn is_remembered(&self) -> bool {
         self.synced.get().is_some() || self.is_cut.load(Ordering::Acquire)
     }
 
+    /// Whether a name of this inode is known.
     pub(crate) fn has_names(&self) -> bool {
         !self.names.lock().is_empty()
     }
 
-    /// Every known path, relative to the root.
+    /// Returns every known path, relative to the root. The root has the empty path.
     pub(crate) fn paths(&self) -> Vec<Vec<u8>> {
         if self.id == ROOT {
             return vec![Vec::new()];
@@ -285,7 +306,7 @@ impl<B: Backing> Inode<B> {
             .collect()
     }
 
-    /// The path of a name in this directory, if one of the directory is known.
+    /// Returns the path of a name in this directory, or `None` if the directory has no known path.
     pub(crate) fn path_of(&self, name: &OsStr) -> Option<Vec<u8>> {
         let mut path = self.paths().into_iter().next()?;
         if !path.is_empty() {
@@ -302,24 +323,30 @@ impl<B: Backing> Drop for Inode<B> {
     }
 }
 
+/// An inode that the kernel knows.
 struct Known<B: Backing> {
     inode: Arc<Inode<B>>,
+    /// References that the kernel has.
     lookups: u64,
 }
 
 struct Tables<B: Backing> {
+    /// Inodes that the kernel knows, by number.
     by_id: HashMap<InodeId, Known<B>>,
+    /// All inodes, by the object's identity in the backing.
     by_key: HashMap<Key, Weak<Inode<B>>>,
+    /// All inodes, by directory and name.
     children: HashMap<(InodeId, Name), Weak<Inode<B>>>,
-    /// Number of objects at which the tables are swept for those that are gone.
+    /// Number of objects at which the tables are swept next.
     sweep_at: usize,
+    /// Last number given to an object whose own number cannot be used.
     next_synthetic: u64,
     last_serial: u64,
 }
 
 impl<B: Backing> Tables<B> {
-    /// Drops what is known of objects that are gone: not all of them go by [`Names::forget`]. A file with data
-    /// outlives what the kernel knows, and others are only looked up by a path.
+    /// Removes entries of objects that no longer exist. [`Names::forget`] does not see all of them: a file with data
+    /// outlives its lookups, and other objects are only looked up by a path.
     fn sweep(&mut self) {
         if self.by_key.len() < self.sweep_at {
             return;
@@ -330,32 +357,33 @@ impl<B: Backing> Tables<B> {
     }
 }
 
-/// A file that was synced or cut.
+/// A file that was synced or cut, kept after the kernel forgot it.
 struct Remembered<B: Backing> {
     inode: Arc<Inode<B>>,
-    /// Bytes that it had when it was synced.
+    /// Bytes of the file at its last sync.
     bytes: u64,
 }
 
-/// All inodes.
+/// All inodes of a mount, and how to find them.
 pub(crate) struct Names<B: Backing> {
     root: Arc<Inode<B>>,
     tables: Mutex<Tables<B>>,
-    /// An earlier firnd may have made names and not synced them: the first sync of each file syncs its names too.
+    /// Names may come from an earlier firnd that did not sync them, so the first sync of each file syncs its names
+    /// too.
     names_unsynced: bool,
     objects: Arc<Objects<B>>,
     /// Files that were synced or cut, by [`Inode::serial`].
     remembered: Mutex<BTreeMap<u64, Remembered<B>>>,
-    /// How often names changed in the backing without a request for it.
+    /// Number of times that names changed in the backing without a request, as when a transaction is aborted.
     changes_below: AtomicU64,
-    /// Paths that change while a rename is done below and noted here, and stay while an object is looked up
-    /// again by its name.
+    /// Claims on paths. A rename claims to change its two paths until it is recorded here. A thread that looks an
+    /// object up by its name claims that the path stays.
     moving: PathClaims,
-    /// What the kernel knows, for the next firnd.
+    /// Record of what the kernel knows, for the next firnd. It is set once, if the mount can be taken over.
     live: OnceLock<Arc<LiveTable>>,
 }
 
-/// What tells an object from others.
+/// What identifies an object: device and inode number, kind and birth time.
 #[derive(Clone, Copy)]
 pub(crate) struct KnownObject {
     pub key: Key,
@@ -373,33 +401,35 @@ impl KnownObject {
     }
 }
 
-/// Numbers that this firnd gives are above this one.
+/// Highest number that earlier firnds gave. Numbers of this firnd are above it.
 #[derive(Clone, Copy)]
 pub(crate) struct NumberBase(pub u64);
 
-/// Whether the kernel's number of an object leads to it only by the table: a name that is looked up again gives a file its
-/// inode number, and a process may be in a directory.
+/// Whether the live table must have this inode. A later firnd finds a file again by its inode number, which a lookup
+/// of its name gives. It cannot find a made-up number, nor the directory that a process works in.
 fn is_noted<B: Backing>(inode: &Inode<B>) -> bool {
     inode.id != ROOT && (inode.kind == Kind::Dir || inode.id.0 >= SYNTHETIC)
 }
 
 impl<B: Backing> Names<B> {
-    /// From now on `table` has what the kernel knows.
+    /// Records in `table`, from now on, what the kernel knows.
     pub(crate) fn note_live(&self, table: Arc<LiveTable>) {
         let _ = self.live.set(table);
     }
 
+    /// Returns the live table, if the mount has one.
     pub(crate) fn live(&self) -> Option<&Arc<LiveTable>> {
         self.live.get()
     }
 
-    /// Numbers that an earlier firnd gave are not given again.
+    /// Makes sure that no number of an earlier firnd is given again.
     pub(crate) fn begin_numbers(&self, base: NumberBase) {
         let mut tables = self.tables.lock();
         tables.next_synthetic = tables.next_synthetic.max(SYNTHETIC + base.0);
     }
 
-    /// Goes on with an object that the kernel knows from an earlier firnd. It is looked up when it is used.
+    /// Adds an inode that the kernel knows from an earlier firnd, without a call of the backing. Its object is looked
+    /// up at the first use.
     pub(crate) fn restore(
         &self,
         id: InodeId,
@@ -425,7 +455,7 @@ impl<B: Backing> Names<B> {
                 .insert((parent.id, name), Arc::downgrade(&inode));
         }
         tables.by_key.insert(object.key, Arc::downgrade(&inode));
-        // The kernel forgets a file after its last close, and tells how many look-ups it had.
+        // The kernel forgets a file after its last close, and says then how many lookups it had.
         let lookups = lookups.max(1);
         let known = Known {
             inode: Arc::clone(&inode),
@@ -435,7 +465,7 @@ impl<B: Backing> Names<B> {
         inode
     }
 
-    /// The names of an object changed: the table has one of them.
+    /// Updates the live table after the names of an inode changed. The table has one name of each inode.
     fn note_name(&self, inode: &Inode<B>) {
         if let Some(live) = self.live.get() {
             let node = inode.as_node(0);
@@ -443,7 +473,8 @@ impl<B: Backing> Names<B> {
         }
     }
 
-    /// Holds the objects of `objects_max` inodes beside those that it must.
+    /// Makes the tables with the root only. `objects_max` bounds the number of open objects, not counting those that
+    /// must stay open.
     pub(crate) fn new(
         object: B::Inode,
         attr: &Attr,
@@ -482,19 +513,19 @@ impl<B: Backing> Names<B> {
         }
     }
 
-    /// How often names changed in the backing without a request for it. A thread that enters a name compares this
-    /// before and after.
+    /// Returns the number of times that names changed in the backing without a request. A thread that enters a name
+    /// compares it before the lookup and after.
     pub(crate) fn changes(&self) -> u64 {
         self.changes_below.load(Ordering::Acquire)
     }
 
-    /// Names change in the backing without a request for it.
+    /// Counts a change of names in the backing without a request.
     pub(crate) fn note_changes_below(&self) {
         self.changes_below.fetch_add(1, Ordering::AcqRel);
     }
 
-    /// The object of an inode, looked up again where it was let go; ESTALE where no known name leads to it
-    /// any more.
+    /// Returns the object of an inode, looked up again by its names if it was closed. ESTALE: no known name leads to
+    /// the object any more.
     pub(crate) fn object(&self, backing: &B, inode: &Inode<B>) -> Result<B::Inode> {
         if let Some(object) = inode.object_at_hand() {
             return Ok(object);
@@ -503,6 +534,8 @@ impl<B: Backing> Names<B> {
         self.look_up_again(backing, inode)
     }
 
+    /// Looks an object up under each known name until one leads to it. Any other error than a missing name is
+    /// returned, as the name may still exist.
     fn look_up_again(&self, backing: &B, inode: &Inode<B>) -> Result<B::Inode> {
         if let Some(object) = inode.object_at_hand() {
             return Ok(object);
@@ -525,8 +558,8 @@ impl<B: Backing> Names<B> {
         Err(errno)
     }
 
-    /// Called before a name goes: if no other is known, the object is held from here on. Fails where there is no
-    /// descriptor left for that.
+    /// Opens the object permanently if the name is its last known one. Called before the name is removed. EMFILE or
+    /// ENFILE: no descriptor is free, and the removal must not go on.
     pub(crate) fn hold_last(&self, backing: &B, parent: InodeId, name: &OsStr) -> Result<()> {
         match self.child(parent, name) {
             Some(inode) => self.hold_if_last(backing, &inode, parent, name),
@@ -534,7 +567,7 @@ impl<B: Backing> Names<B> {
         }
     }
 
-    /// [`Names::hold_last`] for an inode that has, or had, this name.
+    /// Does the work of [`Names::hold_last`] for an inode that has, or had, this name.
     pub(crate) fn hold_if_last(
         &self,
         backing: &B,
@@ -559,12 +592,13 @@ impl<B: Backing> Names<B> {
         Ok(())
     }
 
-    /// Lets go of the objects that need not be held.
+    /// Closes all objects that need not stay open.
     pub(crate) fn drop_objects(&self) {
         self.objects.clear();
     }
 
-    /// Renames in the backing and here, as one step for a thread that looks an object up again.
+    /// Renames in the backing by `below`, and then in the tables. A thread that looks an object up by name sees both
+    /// or neither. Returns the error of `below`; the tables are unchanged then.
     pub(crate) fn rename(
         &self,
         from: (&Arc<Inode<B>>, &OsStr),
@@ -581,6 +615,7 @@ impl<B: Backing> Names<B> {
         let _names_move = self.moving.change(paths);
         let moved = self.child(from.0.id, from.1);
         let exchanged = self.child(to.0.id, to.1).filter(|_| exchange);
+        // The live table has the new name before the rename: if firnd dies in between, the next one tries both names.
         if let Some(live) = self.live.get() {
             for (inode, (dir, name)) in [(&moved, to), (&exchanged, from)] {
                 if let Some(inode) = inode {
@@ -598,7 +633,7 @@ impl<B: Backing> Names<B> {
         Ok(())
     }
 
-    /// A rename was done by an earlier firnd.
+    /// Records in the tables a rename that an earlier firnd did in the backing.
     pub(crate) fn note_renamed(
         &self,
         from: (&Arc<Inode<B>>, &OsStr),
@@ -608,20 +643,22 @@ impl<B: Backing> Names<B> {
         self.renamed(from, to, exchange);
     }
 
-    /// The object with this identity, if one is known.
+    /// Returns the inode of the object with this identity, if it is known.
     pub(crate) fn by_key(&self, key: Key) -> Option<Arc<Inode<B>>> {
         self.tables.lock().by_key.get(&key).and_then(Weak::upgrade)
     }
 
-    /// Holds an object from here on that no name leads to.
+    /// Keeps an object open permanently, because no name leads to it.
     pub(crate) fn hold(&self, inode: &Inode<B>, object: B::Inode) {
         *inode.held.lock() = Some(object);
     }
 
+    /// Returns the inode of the root.
     pub(crate) fn root(&self) -> &Arc<Inode<B>> {
         &self.root
     }
 
+    /// Returns an inode that the kernel knows.
     pub(crate) fn get(&self, id: InodeId) -> Option<Arc<Inode<B>>> {
         self.tables
             .lock()
@@ -630,7 +667,7 @@ impl<B: Backing> Names<B> {
             .map(|known| Arc::clone(&known.inode))
     }
 
-    /// All that is known, also objects whose inode number another one has by now.
+    /// Returns all known inodes, also those whose inode number now belongs to another object.
     pub(crate) fn all(&self) -> Vec<Arc<Inode<B>>> {
         let tables = self.tables.lock();
         let mut all: Vec<_> = tables
@@ -654,7 +691,8 @@ impl<B: Backing> Names<B> {
         all
     }
 
-    /// The file was synced with this many bytes, or cut: it stays known, also when the kernel forgets it.
+    /// Keeps an inode known after the kernel forgets it, because its file was synced with this many bytes, or was
+    /// cut. The oldest entry makes room for a new one.
     pub(crate) fn remember(&self, inode: &Arc<Inode<B>>, bytes: u64) {
         if !inode.has_names() {
             return;
@@ -666,12 +704,12 @@ impl<B: Backing> Names<B> {
             let is_full = remembered.len() > REMEMBERED_MAX;
             is_full.then(|| remembered.pop_first())
         };
-        // Without the lock: the last reference may close a descriptor.
+        // The lock is released first: dropping the last reference may close a descriptor.
         drop(dropped);
     }
 
-    /// Files that this engine knows to be synced and not changed since, and their bytes when they were. Of more than
-    /// [`REMEMBERED_MAX`] the oldest are not counted.
+    /// Returns the number of files known to be synced and unchanged since, and the sum of their bytes at the sync.
+    /// Beyond [`REMEMBERED_MAX`] files the oldest are not counted.
     pub(crate) fn count_synced(&self) -> (u64, u64) {
         let remembered = self.remembered.lock();
         let synced = remembered
@@ -682,7 +720,7 @@ impl<B: Backing> Names<B> {
         })
     }
 
-    /// A file without a name is not remembered: it may hold a descriptor.
+    /// Stops remembering a file without a name, because its inode may hold a descriptor.
     fn forget_nameless(&self, inode: &Inode<B>) {
         if !inode.has_names() {
             let dropped = self.remembered.lock().remove(&inode.serial);
@@ -690,7 +728,7 @@ impl<B: Backing> Names<B> {
         }
     }
 
-    /// The child, if the kernel or the engine knows it.
+    /// Returns the inode that a known name leads to, without a call of the backing.
     pub(crate) fn child(&self, parent: InodeId, name: &OsStr) -> Option<Arc<Inode<B>>> {
         self.tables
             .lock()
@@ -699,8 +737,8 @@ impl<B: Backing> Names<B> {
             .upgrade()
     }
 
-    /// The inode of an object that was found as `name` in `parent`; `lookups` more references by the
-    /// kernel.
+    /// Returns the inode of an object that the backing has as `name` in `parent`, and makes it if it is new. The
+    /// kernel has `lookups` more references to it.
     pub(crate) fn register(
         &self,
         object: B::Inode,
@@ -715,6 +753,8 @@ impl<B: Backing> Names<B> {
         let inode = match tables.by_key.get(&key).and_then(Weak::upgrade) {
             Some(inode) if inode.is(attr) => inode,
             _ => {
+                // The object's own number is used if it is on the root's device, not reserved, and not taken by an
+                // older object.
                 let direct = InodeId(attr.ino);
                 let usable = attr.dev == self.root.key.0 && attr.ino > 1 && attr.ino < SYNTHETIC;
                 let id = if usable && !tables.by_id.contains_key(&direct) {
@@ -762,7 +802,7 @@ impl<B: Backing> Names<B> {
         inode
     }
 
-    /// The kernel drops `count` references.
+    /// Takes back `count` references of the kernel. With the last one the number is free again.
     pub(crate) fn forget(&self, id: InodeId, count: u64) {
         let mut tables = self.tables.lock();
         let Some(known) = tables.by_id.get_mut(&id) else {
@@ -776,7 +816,7 @@ impl<B: Backing> Names<B> {
             live.forget_node(id.0);
         }
         let inode = tables.by_id.remove(&id).expect("just seen").inode;
-        // Files with pending data hold the inode; else this is the last reference.
+        // A file with pending data has a reference to the inode. Otherwise this reference is the last.
         if Arc::strong_count(&inode) == 1 {
             if tables
                 .by_key
@@ -792,7 +832,7 @@ impl<B: Backing> Names<B> {
         drop(tables);
     }
 
-    /// A name is gone.
+    /// Records that a name was removed from the backing.
     pub(crate) fn unlinked(&self, parent: InodeId, name: &OsStr) {
         let gone = self.tables.lock().children.remove(&(parent, name.into()));
         if let Some(inode) = gone.and_then(|weak| weak.upgrade()) {
@@ -802,7 +842,7 @@ impl<B: Backing> Names<B> {
         }
     }
 
-    /// A name does not lead to `inode`; it may lead to another one.
+    /// Records that a name does not lead to `inode` any more. An entry of the name for another inode stays.
     pub(crate) fn drop_name(&self, parent: InodeId, name: &OsStr, inode: &Inode<B>) {
         let mut tables = self.tables.lock();
         let key = (parent, Name::from(name));
@@ -819,7 +859,7 @@ impl<B: Backing> Names<B> {
         self.forget_nameless(inode);
     }
 
-    /// A name moved over another, or the two changed places.
+    /// Changes the tables after a rename: the name replaced another one, or the two were exchanged.
     fn renamed(
         &self,
         from: (&Arc<Inode<B>>, &OsStr),
@@ -861,6 +901,7 @@ impl<B: Backing> Names<B> {
     }
 }
 
+/// Makes an inode without names. `name_unsynced`: a sync of it has to sync its names too.
 fn new_inode<B: Backing>(
     id: InodeId,
     serial: u64,

@@ -1,4 +1,15 @@
-//! Names, attributes, directories: passed to the backing, with pending data counted in.
+//! Operations on names, attributes and directories, passed to the backing, with pending data counted in.
+//!
+//! Each operation returns what programs must see: the backing's answer, corrected by the bytes that only the arena
+//! holds.
+//!
+//! Promises
+//! * An operation that changes names keeps recovery able to find each file with pending data. The journal learns of a
+//!   removal or a rename before the backing does it.
+//! * A file without name and handle has no pending data; its bytes are discarded.
+//!
+//! Races: names may change in the backing without a request, as when a transaction is aborted. A thread that enters a
+//! name compares the count of such changes before and after ([`Namespace::revalidate_names`]).
 
 use std::ffi::OsStr;
 use std::sync::Arc;
@@ -51,10 +62,12 @@ impl<B: Backing> Namespace<B> {
         }
     }
 
-    /// Resolves a name; the inode's lookup count goes up by one.
+    /// Resolves a name. The inode's lookup count goes up by one. Returns the inode and its attributes, or the error
+    /// of the backing.
     pub fn lookup(&self, parent: InodeId, name: &OsStr) -> Result<Entry> {
         let dir = self.tree.inode(parent)?;
         loop {
+            // Tried again if names changed below the engine meanwhile and the name leads elsewhere now.
             let before = self.tree.names.changes();
             let found = self
                 .open_files
@@ -71,8 +84,9 @@ impl<B: Backing> Namespace<B> {
         }
     }
 
-    /// Whether a name that was entered for `inode` counts: either no names changed below the engine since `before`
-    /// was read, and the next such change will find this one, or the name leads to the inode all the same.
+    /// Whether a name that was just entered for `inode` is right. That is so if no names changed below the engine
+    /// since `before` was read: the next such change will then check this name too. Otherwise the name is looked up
+    /// again, and dropped if it is wrong.
     fn is_name_current(
         &self,
         before: u64,
@@ -83,12 +97,12 @@ impl<B: Backing> Namespace<B> {
         self.tree.names.changes() == before || !self.drop_wrong_name(dir, name, inode)
     }
 
-    /// The kernel drops `count` references to an inode.
+    /// Takes back `count` references that the kernel had to an inode.
     pub fn forget(&self, inode: InodeId, count: u64) {
         self.tree.names.forget(inode, count);
     }
 
-    /// Attributes.
+    /// Returns the attributes of an inode, with pending data counted in.
     pub fn attr(&self, inode: InodeId, _handle: Option<HandleId>) -> Result<Attr> {
         let inode = self.tree.inode(inode)?;
         self.attr_of(&inode)
@@ -101,8 +115,8 @@ impl<B: Backing> Namespace<B> {
         self.overlay(inode, attr)
     }
 
-    /// Counts pending data in. What is pending is looked at first and the backing afterwards, again
-    /// if need be: a drain between the two must not make the file look short.
+    /// Counts pending data in. Pending data is read before the backing's attributes. In the other order a drain
+    /// between the two could make the file look too short.
     fn overlay(&self, inode: &Arc<Inode<B>>, attr: Attr) -> Result<Attr> {
         let Some(file) = (inode.kind == Kind::File)
             .then(|| self.open_files.known_file(inode))
@@ -128,7 +142,7 @@ impl<B: Backing> Namespace<B> {
             return Ok(attr);
         }
         attr.size = whole_size(&attr, end);
-        // Programs take a file of no blocks for one hole.
+        // Many programs take a file without blocks for one hole, and then do not read it.
         attr.blocks += pending.div_ceil(512);
         if let Some(mtime) = mtime {
             attr.mtime = mtime;
@@ -137,7 +151,8 @@ impl<B: Backing> Namespace<B> {
         Ok(attr)
     }
 
-    /// Sets attributes and returns all of them. `by`: whose call it is, which takes privileges of the object away.
+    /// Sets attributes and returns all of them. `by` is the caller, if its change takes set-id bits and capabilities
+    /// of the object away. The order is length, owner, mode, times. An error leaves what came before it set.
     pub fn set_attr(
         &self,
         inode: InodeId,
@@ -146,7 +161,8 @@ impl<B: Backing> Namespace<B> {
     ) -> Result<Attr> {
         let inode = self.tree.inode(inode)?;
         if let Some(by) = by.filter(|_| set.is_empty()) {
-            // Before the kernel changes contents by itself (passthrough), and for set-group-id without group execute.
+            // An empty change is the kernel's request to drop privileges. It comes before the kernel changes contents
+            // itself (passthrough), and for a set-group-id bit without group execute.
             self.privilege_rules.drop_privileges(inode.id, by)?;
         }
         if let Some(size) = set.size {
@@ -161,7 +177,8 @@ impl<B: Backing> Namespace<B> {
         if (set.mode.is_some() || set.uid.is_some() || set.gid.is_some())
             && let Some(file) = self.open_files.known_file(&inode)
         {
-            // Set-id bits must go with the next write, which only the kernel's way can do.
+            // The next write must take set-id bits away, which direct access cannot do. So its writer goes through
+            // the kernel from here on.
             self.intake.end_grant(&file);
             self.open_files.open_before_mode_change(&file);
         }
@@ -183,7 +200,7 @@ impl<B: Backing> Namespace<B> {
         self.attr_of(&inode)
     }
 
-    /// The bytes of the file stay what they are, and what is known of them.
+    /// Sets times. The contents stay the same, so a file that was known to be synced stays known as synced.
     fn set_times(&self, inode: &Arc<Inode<B>>, atime: SetTime, mtime: SetTime) -> Result<()> {
         let is_as_synced = |synced: &Fingerprint| self.tree.fingerprint(inode) == Ok(*synced);
         let synced = inode.synced.get().filter(is_as_synced);
@@ -196,6 +213,8 @@ impl<B: Backing> Namespace<B> {
         Ok(())
     }
 
+    /// Sets times in the backing, and in the pending data of the file. If the backing refuses, the pending time is
+    /// put back.
     fn change_times(&self, inode: &Arc<Inode<B>>, atime: SetTime, mtime: SetTime) -> Result<()> {
         let Some(file) = self.open_files.known_file(inode) else {
             return self
@@ -217,7 +236,7 @@ impl<B: Backing> Namespace<B> {
         if result.is_ok() {
             state.cache.trust();
         }
-        // A write since then has a later time of its own.
+        // A write since then has a later time of its own, which stays.
         if time.is_some() && !state.pending.is_empty() && state.pending.mtime() == time {
             match &result {
                 Ok(()) => self.base.journal.record_time(&state),
@@ -227,13 +246,14 @@ impl<B: Backing> Namespace<B> {
         result
     }
 
-    /// Before a time is set in the backing: a drain that ends meanwhile puts this one there too, and not an older
-    /// one. Returns what it replaces.
+    /// Makes `time` the pending modification time before it is set in the backing. A drain that ends meanwhile then
+    /// sets this time too, and not an older one. Returns the time that it replaces.
     fn expect_mtime(&self, file: &Arc<File<B>>, time: Option<Time>) -> Option<Time> {
         let mut state = file.lock_to_set_times();
         self.intake.ingest_published(file, &mut state);
         if time.is_some() {
-            // What the client writes from here on has to be told from what it wrote before: by its next lease.
+            // Writes of the client before and after this call must be told apart. A new lease, which the client asks
+            // for next, does that.
             self.intake.revoke_grant(file, &mut state);
         }
         let before = state.pending.mtime();
@@ -243,8 +263,8 @@ impl<B: Backing> Namespace<B> {
         before
     }
 
-    /// Enters an object that was just made. ESTALE where it is gone with its transaction already: the kernel then
-    /// looks the path up anew.
+    /// Enters an object that was just made in the backing. ESTALE: the object was removed meanwhile with its
+    /// transaction, and the kernel looks the path up again.
     pub(crate) fn register_created(
         &self,
         before: u64,
@@ -262,7 +282,7 @@ impl<B: Backing> Namespace<B> {
         Ok(inode)
     }
 
-    /// mkdir(2).
+    /// mkdir(2). Returns the new directory, looked up once.
     pub fn mkdir(
         &self,
         caller: &Caller,
@@ -284,7 +304,7 @@ impl<B: Backing> Namespace<B> {
         })
     }
 
-    /// mknod(2).
+    /// mknod(2). Returns the new object, looked up once.
     pub fn mknod(
         &self,
         caller: &Caller,
@@ -310,7 +330,7 @@ impl<B: Backing> Namespace<B> {
         })
     }
 
-    /// symlink(2).
+    /// symlink(2). Returns the new link, looked up once.
     pub fn symlink(
         &self,
         caller: &Caller,
@@ -332,7 +352,7 @@ impl<B: Backing> Namespace<B> {
         })
     }
 
-    /// link(2): one more name for an inode; its pending data stays one.
+    /// link(2): gives an inode another name. Both names lead to the same pending data.
     pub fn link(&self, inode: InodeId, parent: InodeId, name: &OsStr) -> Result<Entry> {
         let inode = self.tree.inode(inode)?;
         let dir = self.tree.inode(parent)?;
@@ -340,7 +360,7 @@ impl<B: Backing> Namespace<B> {
             .tree
             .paths
             .stay(|| dir.path_of(name).into_iter().collect());
-        // The new name leads to this very object: it need not be looked up.
+        // The new name leads to this very object, so no lookup is needed.
         let object = self.tree.object(&inode)?;
         let attr = self
             .base
@@ -354,7 +374,8 @@ impl<B: Backing> Namespace<B> {
             if let Some(file_id) = state.pending.file_id()
                 && let Some(path) = dir.path_of(name)
             {
-                // Kept or the name must not be relied on: a full journal fails the next removal instead.
+                // Recovery can do without this record if the journal is full: it still knows the older names. The
+                // removal of the last of those is then refused.
                 self.base.journal.append_note(&Record::NameAdded {
                     file: file_id.get(),
                     path,
@@ -367,7 +388,8 @@ impl<B: Backing> Namespace<B> {
         })
     }
 
-    /// unlink(2).
+    /// unlink(2). Records the removal in the journal, removes the name, and discards the pending data of a file
+    /// without name and handle.
     pub fn unlink(&self, parent: InodeId, name: &OsStr) -> Result<()> {
         let dir = self.tree.inode(parent)?;
         let _path_stays = self
@@ -390,7 +412,8 @@ impl<B: Backing> Namespace<B> {
         Ok(())
     }
 
-    /// The file that is about to lose a name, prepared for that.
+    /// Prepares the removal of a name: the journal learns of it, and the keeper of the mount gets a descriptor of an
+    /// open file. Returns the file, if it is in use or has pending data.
     fn prepare_name_removal(
         &self,
         dir: &Arc<Inode<B>>,
@@ -409,9 +432,9 @@ impl<B: Backing> Namespace<B> {
         Ok(Some(file))
     }
 
-    /// Makes sure that recovery finds a file with pending data without this name: by the others that
-    /// are known here, some of which the kernel may have looked up only after the file got its id. If
-    /// there is another name and none is known, the data is drained first.
+    /// Makes sure that recovery can find a file with pending data after it loses this name. Its other known names go
+    /// to the journal, as the kernel may have looked some up after the file got its id. If the file has another name
+    /// and none is known, its data is drained first.
     fn record_name_removal(&self, file: &Arc<File<B>>, path: Vec<u8>) -> Result<()> {
         let file_id = {
             let mut state = file.lock();
@@ -449,7 +472,8 @@ impl<B: Backing> Namespace<B> {
         self.base.journal.append_all(added.chain([removed]))
     }
 
-    /// A name of this file is gone. Without name and handle its pending data is of no use to anyone.
+    /// Follows up the removal of a name. A file that lost its last name is marked as such; if it has no handle
+    /// either, its pending data is discarded.
     pub(crate) fn note_removed_name(&self, file: &Arc<File<B>>) {
         let gone = match self
             .tree
@@ -457,7 +481,7 @@ impl<B: Backing> Namespace<B> {
             .and_then(|object| self.base.backing.attr(&object))
         {
             Ok(attr) => attr.nlink == 0,
-            // Where the backing cannot say, its data is kept.
+            // Data of a file is kept where the backing cannot say whether the file still exists.
             Err(errno) => matches!(errno, Errno::STALE | Errno::NOENT),
         };
         if !gone {
@@ -490,7 +514,8 @@ impl<B: Backing> Namespace<B> {
         Ok(())
     }
 
-    /// renameat2(2).
+    /// renameat2(2). The journal has a record before and after the rename, so that recovery looks for moved files
+    /// under both names. A file that loses its name to the rename is treated as by unlink(2).
     pub fn rename(
         &self,
         parent: InodeId,
@@ -514,7 +539,7 @@ impl<B: Backing> Namespace<B> {
         let moved = self.tree.names.child(dir.id, name);
         let target = self.tree.names.child(new_dir.id, new_name);
         if moved.is_some_and(|a| target.is_some_and(|b| Arc::ptr_eq(&a, &b))) {
-            // Two names of one file: nothing changes, whatever the backing says.
+            // Both names lead to one file, so rename(2) changes nothing. The backing gives the answer.
             return self.base.backing.rename(&from, name, &to, new_name, flags);
         }
         let replaced = if exchange {
@@ -529,6 +554,7 @@ impl<B: Backing> Namespace<B> {
             self.record_name_removal(file, path)?;
             self.open_files.keep_before_removal(file);
         }
+        // An exchange removes no name, so only a replaced object may lose its last one.
         if !exchange {
             self.open_files.with_descriptor(|| {
                 self.tree
@@ -558,8 +584,8 @@ impl<B: Backing> Namespace<B> {
         Ok(())
     }
 
-    /// Tells the journal of a rename that begins. Returns its number; none where no file has pending data that it could
-    /// be about.
+    /// Records in the journal that a rename begins. Returns its number, or `None` if no file has pending data and no
+    /// record is needed. ESTALE: a directory has no known path any more.
     fn record_rename(
         &self,
         (dir, name): (&Inode<B>, &OsStr),
@@ -582,19 +608,19 @@ impl<B: Backing> Namespace<B> {
         Ok(Some(id))
     }
 
-    /// readlink(2).
+    /// readlink(2). Returns the target.
     pub fn readlink(&self, inode: InodeId) -> Result<Vec<u8>> {
         self.base.backing.readlink(&self.tree.object_of(inode)?)
     }
 
-    /// getxattr(2).
+    /// getxattr(2). Returns the value.
     pub fn get_xattr(&self, inode: InodeId, name: &OsStr) -> Result<Vec<u8>> {
         self.base
             .backing
             .get_xattr(&self.tree.object_of(inode)?, name)
     }
 
-    /// setxattr(2).
+    /// setxattr(2). `by` is the caller, if the change may take privileges away.
     pub fn set_xattr(
         &self,
         inode: InodeId,
@@ -604,7 +630,8 @@ impl<B: Backing> Namespace<B> {
         by: Option<&dyn Principal>,
     ) -> Result<()> {
         let inode = self.tree.inode(inode)?;
-        // It may be one that a write through the kernel takes away, or an ACL.
+        // The attribute may be a capability, which the next write must take away, or an ACL. Only writes through the
+        // kernel do that, so direct access ends.
         if let Some(file) = self.open_files.known_file(&inode) {
             self.intake.end_grant(&file);
             self.open_files.open_before_mode_change(&file);
@@ -613,7 +640,7 @@ impl<B: Backing> Namespace<B> {
             .set_xattr_of(&inode, (name, value, flags), by)
     }
 
-    /// listxattr(2).
+    /// listxattr(2). Returns the names, each ended by a zero byte.
     pub fn list_xattr(&self, inode: InodeId) -> Result<Vec<u8>> {
         self.base.backing.list_xattr(&self.tree.object_of(inode)?)
     }
@@ -625,7 +652,7 @@ impl<B: Backing> Namespace<B> {
             .remove_xattr(&self.tree.object_of(inode)?, name)
     }
 
-    /// opendir(3).
+    /// opendir(3). Returns a handle for [`Namespace::read_dir`].
     pub fn open_dir(&self, inode: InodeId) -> Result<HandleId> {
         let dir = self
             .open_files
@@ -633,7 +660,7 @@ impl<B: Backing> Namespace<B> {
         Ok(self.open_files.handles.insert_dir(dir))
     }
 
-    /// Reads entries from `cookie` on until `sink` returns false or the directory ends.
+    /// Reads entries from `cookie` on, until `sink` returns false or the directory ends.
     pub fn read_dir(
         &self,
         handle: HandleId,
@@ -644,7 +671,7 @@ impl<B: Backing> Namespace<B> {
         self.base.backing.read_dir(&dir, cookie, sink)
     }
 
-    /// closedir(3).
+    /// closedir(3). The handle is invalid afterwards.
     pub fn release_dir(&self, handle: HandleId) {
         if let Some(live) = self.tree.names.live() {
             live.forget_handle(handle.0);
@@ -652,24 +679,26 @@ impl<B: Backing> Namespace<B> {
         self.open_files.handles.remove_dir(handle);
     }
 
-    /// statvfs(3) of the backing.
+    /// Returns statvfs(3) of the backing.
     pub fn statfs(&self) -> Result<StatFs> {
         self.base.backing.statfs()
     }
 
-    /// Drops the names at or below `path` that the backing no longer has, after a change without the engine.
+    /// Drops the names at or below `path` that the backing no longer has, after a change without a request of the
+    /// kernel.
     ///
-    /// Returns what the kernel may have cached. Names come first, so that no program finds new attributes under an old
-    /// name.
+    /// Returns what the kernel may have cached of them. Names come before inodes, so that no program finds new
+    /// attributes under an old name.
     pub fn revalidate_names(&self, path: &[u8]) -> Vec<Cached> {
         let _names_stay = self.tree.paths.change(|| vec![path.to_vec()]);
-        // Before the inodes are listed: a thread that found a name earlier and enters it now sees this and looks again.
+        // This comes before the list of inodes is made. A thread that looked a name up earlier and enters it now sees
+        // the count change, and looks again.
         self.tree.names.note_changes_below();
         let mut names = Vec::new();
         let mut inodes = Vec::new();
         for inode in self.tree.names.all() {
             let paths = inode.paths();
-            // Without a name it may have been anywhere, and may have a name again.
+            // An inode without a name may have been anywhere in the tree, and may have a name again.
             let is_at = path.is_empty()
                 || paths.is_empty()
                 || paths.iter().any(|known| is_below(known, path));
@@ -690,7 +719,7 @@ impl<B: Backing> Namespace<B> {
         names
     }
 
-    /// Drops a name that does not lead to `inode` any more; whether it was one.
+    /// Drops a name if it no longer leads to `inode`. Returns whether it was dropped.
     pub(crate) fn drop_wrong_name(
         &self,
         parent: &Arc<Inode<B>>,
@@ -700,7 +729,7 @@ impl<B: Backing> Namespace<B> {
         if self.tree.leads_to(parent, name, inode) {
             return false;
         }
-        // A file that is open, or has data, is still meant.
+        // An open file, or one with pending data, is still used without the name, so its object stays open.
         let held = self.open_files.with_descriptor(|| {
             self.tree
                 .names

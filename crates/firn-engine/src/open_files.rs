@@ -1,14 +1,14 @@
-//! Open files, and how many files of the backing are open at a time.
+//! Open files, and the limit of files of the backing that are open at a time.
 //!
-//! A program may have as many files open as its own limit allows, and there may be many programs. So a file that is
-//! open here does not need a descriptor of its own all the time. Files without a read, write or drain under way are
-//! closed when there are too many, and opened again when they are used.
+//! Many programs may each have as many files open as their own limit allows. So a file that a program has open does
+//! not always have a descriptor of the backing. If there are too many, files without a read, write or drain under way
+//! are closed in the backing, and opened again at their next use.
 //!
 //! Promises
-//! * Only what can be opened again is closed: it was, a moment before, by the same way.
-//! * A file without a name keeps what it has open: nothing else leads to its bytes.
+//! * A file is closed in the backing only if it can be opened again: it was just opened once more in the same way.
+//! * A file without a name stays open in the backing, because no name leads to its bytes.
 //!
-//! [`OpenFiles::close_excess_files`] is called with no lock held.
+//! [`OpenFiles::close_excess_files`] is called without a lock held.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
@@ -27,14 +27,14 @@ use crate::tables::{FileTable, Handle, HandleTable};
 use crate::tree::NameTree;
 use crate::{FileIdentity, HandleId, InodeId, Result};
 
-/// Files that are open or have pending data, and what is open of them in the backing.
+/// Files that are open or have pending data, and their open files in the backing.
 pub struct OpenFiles<B: Backing> {
     pub(crate) base: Arc<Base<B>>,
     pub(crate) tree: Arc<NameTree<B>>,
     pub(crate) drain: Arc<Drain<B>>,
     pub(crate) files: FileTable<B>,
     pub(crate) handles: HandleTable<B>,
-    /// Has files without a name for the next firnd.
+    /// Keeper of descriptors of files without a name, for the next firnd; set at most once.
     pub(crate) keeper: OnceLock<Arc<dyn FileKeeper>>,
 }
 
@@ -52,11 +52,13 @@ impl<B: Backing> OpenFiles<B> {
 }
 
 impl<B: Backing> FileState<B> {
+    /// Whether the file is open in the backing.
     fn has_open(&self) -> bool {
         self.writer.is_some() || self.reader.is_some()
     }
 
-    /// Whether what it has open can be closed while handles on it are open.
+    /// Whether the backing's file may be closed although handles are open, because nothing uses it now and a name
+    /// leads to it.
     fn may_be_reopened(&self) -> bool {
         let is_busy = self.drain.is_exclusive() || self.drain.writes_in_flight() > 0;
         self.has_open() && !self.unlinked && !is_busy
@@ -69,7 +71,8 @@ impl<B: Backing> OpenFiles<B> {
         self.handle(handle).is_ok_and(|handle| handle.writable)
     }
 
-    /// How far the kernel may read a file that is open below.
+    /// Returns how far the kernel may read a file of the backing itself. A file that is not open in the backing
+    /// counts as readable.
     pub(crate) fn kernel_reads(&self, file: &File<B>) -> KernelReads {
         let open = file.lock().open_any();
         open.map_or(KernelReads::Passthrough, |open| {
@@ -77,7 +80,7 @@ impl<B: Backing> OpenFiles<B> {
         })
     }
 
-    /// A duplicate of the backing's descriptor, for kernel passthrough.
+    /// Returns a duplicate of the backing's descriptor, for kernel passthrough; `None` if there is none.
     pub fn backing_fd(&self, handle: HandleId) -> Option<OwnedFd> {
         let handle = self.handle(handle).ok()?;
         let writer = self.writer(&handle.file).ok()?;
@@ -86,7 +89,7 @@ impl<B: Backing> OpenFiles<B> {
             .descriptor(&writer.file, DescriptorUse::Passthrough)
     }
 
-    /// Tells the backing of a file that has no writers any more, if it wants to know.
+    /// Tells the backing, if it wants to know, that a file is completely drained and has no writers.
     pub(crate) fn note_written(&self, file: &File<B>) {
         if !self.base.backing.features().finishes_files {
             return;
@@ -97,14 +100,14 @@ impl<B: Backing> OpenFiles<B> {
             state.writer.clone().filter(|_| is_written)
         };
         if let Some(writer) = writer {
-            // The call waits for nothing: what it begins fails elsewhere.
+            // The call does not wait. Work that it begins reports errors elsewhere.
             let _ = self.base.backing.note_use(&writer.file, FileUse::Written);
         }
     }
 
-    /// Closes the backing's file of one that is not open: more files may be in memory than a process may have
-    /// descriptors. With pending data only where there are many, and only after a descriptor was had by the name once
-    /// more: a later open may be refused (mode 0444).
+    /// Closes the backing's file if no handle is open: more files may be in memory than a process may have
+    /// descriptors. A file with pending data is closed only if there are many of them, and only if it was just opened
+    /// once more by its name. A later open could be refused, as for mode 0444.
     pub(crate) fn close_if_unused(&self, file: &File<B>) {
         let pending = {
             let state = file.lock();
@@ -131,8 +134,8 @@ impl<B: Backing> OpenFiles<B> {
         }
     }
 
-    /// Before the mode of a file changes: a drain, or a program that has the file open, may not get its descriptor
-    /// afterwards.
+    /// Opens the backing's file before its mode changes. Afterwards a drain, or a program that has the file open, may
+    /// not be allowed to open it.
     pub(crate) fn open_before_mode_change(&self, file: &File<B>) {
         let writes = {
             let state = file.lock();
@@ -141,10 +144,11 @@ impl<B: Backing> OpenFiles<B> {
             }
             !state.pending.is_empty() || state.opens.has_writers()
         };
-        // If it is not to be had now, nothing is lost by the change.
+        // If it cannot be opened now, the change of mode makes nothing worse.
         let _ = self.open_below(file, writes);
     }
 
+    /// Opens the backing's file for writing or for reading.
     pub(crate) fn open_below(&self, file: &File<B>, writes: bool) -> Result<()> {
         self.with_descriptor(|| {
             if writes {
@@ -155,12 +159,12 @@ impl<B: Backing> OpenFiles<B> {
         })
     }
 
-    /// The file that a handle is open on.
+    /// Returns the identity of the file that a handle is open on.
     pub fn identify_file(&self, handle: HandleId) -> Result<Arc<dyn FileIdentity>> {
         Ok(Arc::clone(&self.handle(handle)?.file.inode) as _)
     }
 
-    /// The inode of a handle that is open.
+    /// Returns the inode of an open handle.
     pub fn inode_of_handle(&self, handle: HandleId) -> Option<InodeId> {
         Some(self.handle(handle).ok()?.file.inode.id)
     }
@@ -169,12 +173,13 @@ impl<B: Backing> OpenFiles<B> {
         self.handles.get(id)
     }
 
-    /// The file of an inode, if it is open or has pending data.
+    /// Returns the file of an inode, if it is open or has bytes in the arena.
     pub(crate) fn known_file(&self, inode: &Inode<B>) -> Option<Arc<File<B>>> {
         self.files.get(inode)
     }
 
-    /// The file of an inode, with `change` applied while it cannot be dropped.
+    /// Returns the file of an inode, made if need be, with `change` applied while it cannot be removed from the
+    /// table.
     pub(crate) fn file_with(
         &self,
         inode: &Arc<Inode<B>>,
@@ -183,7 +188,7 @@ impl<B: Backing> OpenFiles<B> {
         self.files.change(inode, self.route_of(inode), change)
     }
 
-    /// Where an inode's data goes, as far as it is known.
+    /// Returns where an inode's data goes. Without an answer of the backing it is the first lane.
     fn route_of(&self, inode: &Inode<B>) -> Route {
         if self.drain.has_one_route() {
             return Route::default();
@@ -202,25 +207,25 @@ impl<B: Backing> OpenFiles<B> {
         }
     }
 
-    /// Remembers the inode of a file that was cut, also when it is neither open nor pending. To be called before the file
-    /// is dropped, without its lock.
+    /// Remembers the inode of a file that was cut, even when it is neither open nor pending. Called before the file
+    /// is dropped from the table, without its lock.
     pub(crate) fn keep_cut(&self, inode: &Arc<Inode<B>>) {
         if inode.is_cut.load(Ordering::Acquire) {
             self.tree.names.remember(inode, 0);
         }
     }
 
-    /// Lets go of a file that is neither open nor pending.
+    /// Removes a file from the table if it is neither open nor has bytes in the arena.
     pub(crate) fn drop_if_unused(&self, file: &Arc<File<B>>) {
         self.files.remove_if_unused(file);
     }
 
-    /// Closes files of the backing, where more are open than [`EngineOptions::open_files_max`].
+    /// Closes files of the backing if more are open than [`EngineOptions::open_files_max`].
     ///
     /// [`EngineOptions::open_files_max`]: crate::EngineOptions
     pub(crate) fn close_excess_files(&self) {
         let max = self.base.options.open_files_max;
-        // A look at all of them is paid for by as many opens.
+        // The check looks at all files, so it is made only once in a batch of opens.
         let batch = (max / 4).max(1);
         if self.base.counters.files_opened.load(Ordering::Relaxed) < batch {
             return;
@@ -229,9 +234,9 @@ impl<B: Backing> OpenFiles<B> {
         self.close_down_to(max - batch);
     }
 
-    /// Closes files until no more than `max` are open, if that many can be closed.
+    /// Closes files until at most `max` are open, as far as they can be closed.
     fn close_down_to(&self, max: usize) {
-        // A file with work under way is left alone.
+        // A file with work under way is not closed.
         let open = self.files.idle(FileState::may_be_reopened);
         let too_many = open.len().saturating_sub(max);
         open.iter()
@@ -239,7 +244,7 @@ impl<B: Backing> OpenFiles<B> {
             .for_each(|file| self.close_idle(file));
     }
 
-    /// The backing file for writing, opened if need be.
+    /// Returns the backing file for writing, opened if need be. It can be read too, if the backing allows that.
     pub(crate) fn writer(&self, file: &File<B>) -> Result<Arc<BackingFile<B>>> {
         let open = file.lock().writer.clone();
         if let Some(writer) = open {
@@ -267,7 +272,7 @@ impl<B: Backing> OpenFiles<B> {
         Ok(file.keep_writer(opened))
     }
 
-    /// The backing file for reading, opened if need be.
+    /// Returns the backing file for reading, opened if need be.
     pub(crate) fn reader(&self, file: &File<B>) -> Result<Arc<BackingFile<B>>> {
         if let Some(open) = file.lock().open_reader() {
             return Ok(open);
@@ -285,12 +290,13 @@ impl<B: Backing> OpenFiles<B> {
         }))
     }
 
-    /// Gives back all descriptors that can be had again.
+    /// Closes all descriptors that can be opened again.
     pub fn close_idle_files(&self) {
         self.close_down_to(0);
         self.tree.names.drop_objects();
     }
 
+    /// Closes one file of the backing, if it was just opened again successfully and is still unused.
     fn close_idle(&self, file: &File<B>) {
         let access = match file
             .try_lock()
@@ -312,12 +318,12 @@ impl<B: Backing> OpenFiles<B> {
             }
             _ => return,
         };
-        // Without the lock: a close may write to a server.
+        // The lock is released first, as a close may write to a server.
         drop(closed);
     }
 
-    /// Calls the backing, once more after files were closed if there was no descriptor left; ENFILE if there still
-    /// is none, which is not the caller's limit.
+    /// Calls the backing. If no descriptor was free, closes files and calls once more. ENFILE: there is still none,
+    /// and the caller's own limit is not the cause.
     pub(crate) fn with_descriptor<T>(&self, mut call: impl FnMut() -> Result<T>) -> Result<T> {
         let none_left = |errno: &Errno| matches!(*errno, Errno::MFILE | Errno::NFILE);
         match call() {
@@ -335,15 +341,15 @@ impl<B: Backing> OpenFiles<B> {
         }
     }
 
-    /// Number in the backing of the file that a handle is open on.
+    /// Returns the inode number in the backing of the file that a handle is open on.
     pub fn number_of(&self, handle: HandleId) -> Result<u64> {
         Ok(crate::FileIdentity::number(
             &*self.handle(handle)?.file.inode,
         ))
     }
 
-    /// The files at or below `path` that are open for writing: a program may have stored to a mapping of them what
-    /// only the kernel has.
+    /// Returns the files at or below `path` that are open for writing. A program may have stored bytes to a mapping
+    /// of them that only the kernel has.
     pub fn written_at(&self, path: &[u8]) -> Vec<InodeId> {
         let handles = self.handles.all();
         let is_at = |inode: &Inode<B>| {
@@ -355,11 +361,12 @@ impl<B: Backing> OpenFiles<B> {
         written.map(|handle| handle.file.inode.id).collect()
     }
 
+    /// Returns the files in the table that may be at or below `path`.
     pub(crate) fn files_at(&self, path: &[u8]) -> Vec<Arc<File<B>>> {
         let files = self.files.all();
         let is_at = |file: &Arc<File<B>>| {
             let paths = file.inode.paths();
-            // Without a name it may have been anywhere.
+            // A file without a name may have been anywhere.
             path.is_empty() || paths.is_empty() || paths.iter().any(|known| is_below(known, path))
         };
         files.into_iter().filter(is_at).collect()

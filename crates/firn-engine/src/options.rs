@@ -1,4 +1,4 @@
-//! Policies of a mount: what the engine does when, and how much of what it keeps.
+//! Policies of a mount: when the engine acts, and how much it keeps.
 
 use std::time::Duration;
 
@@ -7,36 +7,36 @@ use std::time::Duration;
 pub enum ClosePolicy {
     /// When the file is in the backing.
     Drain,
-    /// At once.
+    /// At once, with the data held in the arena.
     Held,
 }
 
-/// What fsync(2) means.
+/// What fsync(2) waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FsyncPolicy {
-    /// Durable in the backing.
+    /// For the data to be durable in the backing.
     Durable,
-    /// Held in the arena, as after write(2).
+    /// For nothing: the data is held in the arena, as after write(2).
     Held,
 }
 
 /// When pending data goes to the backing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DrainPolicy {
-    /// As it comes.
+    /// Without a request, as data comes.
     Eager,
     /// On request: [`Durability::drain_tree`](crate::Durability::drain_tree),
-    /// [`Durability::wait_tree`](crate::Durability::wait_tree), fsync(2). Drained bytes stay in memory until their room
-    /// is needed. A full arena is ENOSPC.
+    /// [`Durability::wait_tree`](crate::Durability::wait_tree), fsync(2). Drained bytes stay in memory until their
+    /// space is needed. Writes to a full arena fail with ENOSPC.
     Demand,
 }
 
-/// In which order a lane's files are drained.
+/// Order in which the files of a lane (I/O server) are drained.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Order {
-    /// In turns of one write each.
+    /// Files alternate, with one write each.
     Interleaved,
-    /// One after the other.
+    /// One file after the other.
     Sequential,
 }
 
@@ -51,36 +51,37 @@ pub struct EngineOptions {
     pub close: ClosePolicy,
     /// See [`FsyncPolicy`].
     pub fsync: FsyncPolicy,
-    /// Data older than this is drained, however little.
+    /// Age after which data is drained, however few bytes it has.
     pub drain_age: Duration,
-    /// Fewest bytes of an unforced write to the backing: one chunk.
+    /// Fewest new bytes of a file for a drain without a request: one chunk by default.
     pub drain_write_bytes_min: u64,
     /// Most bytes of one write to the backing.
     pub drain_write_bytes_max: u64,
-    /// Most bytes of one write if the backing gathers pieces of a file ([`firn_backing::Facts::gathers`]); never more
-    /// than a quarter of the arena.
+    /// Most bytes of one write if the backing gathers pieces of a file ([`firn_backing::Facts::gathers`]). A quarter
+    /// of the arena is the upper limit.
     pub drain_gathered_bytes_max: u64,
-    /// Percent of memory in use above which sealed chunks move to the spill file, where there is one.
+    /// Percentage of memory in use above which sealed chunks move to the spill file, if there is one.
     pub spill_upper_percent: u32,
-    /// Percent of memory in use down to which they move.
+    /// Percentage of memory in use at which moving stops.
     pub spill_lower_percent: u32,
-    /// Let the kernel read files that have nothing pending.
+    /// Whether the kernel may read files without pending data itself.
     pub passthrough: bool,
-    /// Bytes from which on a file gets a memory file of its own once it is closed, where what is written stays in
-    /// memory (`DrainPolicy::Demand`); 0: none does.
+    /// Size in bytes from which a closed file gets a memory file of its own, if drained bytes stay in memory
+    /// (`DrainPolicy::Demand`); 0: no file does.
     pub memory_file_bytes_min: u64,
-    /// Every read of a program comes to the engine: the kernel caches no bytes, and no process is told where bytes lie.
+    /// Whether every read of a program comes to the engine. The kernel then caches no bytes, and no process gets a
+    /// list of where bytes lie.
     pub serves_every_read: bool,
-    /// Objects of the backing (descriptors) held beside those of files in use. The kernel may know more;
-    /// they are looked up again when used.
+    /// Objects of the backing (descriptors) that stay open beside those of files in use. The kernel may know more;
+    /// further objects are looked up at their next use.
     pub objects_max: usize,
-    /// Files of the backing that stay open (one or two descriptors each) for those that programs have open. More
-    /// are closed and opened again when used.
+    /// Files of the backing that stay open for files of programs, with one or two descriptors each. Further files are
+    /// closed, and opened again at their next use.
     pub open_files_max: usize,
 }
 
 impl EngineOptions {
-    /// The defaults for chunks of `chunk_bytes`.
+    /// Returns the defaults for chunks of `chunk_bytes`.
     pub fn new(chunk_bytes: u64) -> Self {
         Self {
             drain: DrainPolicy::Eager,
@@ -89,7 +90,7 @@ impl EngineOptions {
             fsync: FsyncPolicy::Durable,
             drain_age: Duration::from_secs(5),
             drain_write_bytes_min: chunk_bytes,
-            // Four chunks: larger ones gained nothing on any backing measured and hold the lane longer.
+            // Four chunks: larger writes were no faster on any measured backing, and keep the lane busy longer.
             drain_write_bytes_max: chunk_bytes.saturating_mul(4).clamp(1 << 20, 64 << 20),
             drain_gathered_bytes_max: 64 << 20,
             spill_upper_percent: 80,

@@ -1,7 +1,7 @@
-//! Which files a partner host has copies of: the durability level `partnered`.
+//! Durability level `partnered`: which files a partner host has copies of.
 //!
-//! Invariant: a file has the level only as long as its bytes and its length are those that the partner was said to
-//! have, and it is not open for writing. [`Durability::forget_partner`] takes it from all files.
+//! Invariant: a file has the level while it is not open for writing and its bytes and length are those that the
+//! partner has. [`Durability::forget_partner`] takes the level from all files.
 
 use std::time::Duration;
 
@@ -11,26 +11,28 @@ use firn_format::durability::DurabilityLevel;
 use crate::Result;
 use crate::durability::Durability;
 
-/// What is held, and whether a partner has it too.
+/// Held files and bytes, with a copy at the partner and without.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PartnerFigures {
-    /// Held files that the partner has.
+    /// Held files of which the partner has a copy.
     pub copied_files: u64,
-    /// Their held bytes.
+    /// Held bytes of these files.
     pub copied_bytes: u64,
-    /// Held files that it does not have.
+    /// Held files of which the partner has no copy.
     pub left_files: u64,
-    /// Their held bytes.
+    /// Held bytes of those files.
     pub left_bytes: u64,
-    /// Age of the oldest of those bytes.
+    /// Age of the oldest held byte without a copy.
     pub oldest_left: Option<Duration>,
 }
 
 impl<B: Backing> Durability<B> {
-    /// Marks that a partner has the file at `path` as it was at `changes` ([`crate::FileFigures::changes`]). False: the
-    /// file has changed since, nothing of it is held, or `counts` says that the partner was replaced. `counts` is asked
-    /// under the file's lock: a thread that replaces the partner and then calls [`Durability::forget_partner`] leaves
-    /// no mark.
+    /// Records that a partner has the file at `path` as it was at `changes` ([`crate::FileFigures::changes`]).
+    /// Returns whether the file has the level now. It does not if the file has changed since, nothing of it is held,
+    /// a writer has it open, or `counts` says that the partner was replaced.
+    ///
+    /// `counts` is called under the file's lock. So a thread that replaces the partner and then calls
+    /// [`Durability::forget_partner`] leaves no record of the old one.
     pub fn mark_partnered(
         &self,
         path: &[u8],
@@ -50,14 +52,14 @@ impl<B: Backing> Durability<B> {
         Ok(is_that && state.is_partnered())
     }
 
-    /// There is no partner any more, or another one.
+    /// Takes the level from all files, because the partner is gone or was replaced.
     pub fn forget_partner(&self) {
         for file in self.open_files.files.all() {
             file.lock().partnered_changes = 0;
         }
     }
 
-    /// What is held at or below `path`, which must be there.
+    /// Returns the figures of the held files at or below `path`. ENOENT: the path does not exist.
     pub fn partner_figures(&self, path: &[u8]) -> Result<PartnerFigures> {
         if !path.is_empty() {
             self.tree.find(path)?;

@@ -1,4 +1,5 @@
-//! Taking privileges away before contents or owners change, and giving them.
+//! Privileges (set-id bits and capabilities) of single files: takes them before contents or owners change, and gives
+//! them. The rules are in [`crate::privileges`].
 
 use std::ffi::OsStr;
 use std::sync::Arc;
@@ -21,7 +22,7 @@ use crate::{InodeId, Result};
 
 const ACCESS_ACL: &str = "system.posix_acl_access";
 
-/// Takes privileges away before contents or owners change, and gives them.
+/// Takes privileges of files before contents or owners change, and gives them.
 pub struct PrivilegeRules<B: Backing> {
     pub(crate) base: Arc<Base<B>>,
     pub(crate) tree: Arc<NameTree<B>>,
@@ -45,18 +46,19 @@ impl<B: Backing> PrivilegeRules<B> {
         }
     }
 
-    /// Calls `f` when an object lost privileges by a change of something else: the kernel is to drop the attributes
-    /// that it has of it before `f` returns.
+    /// Sets the callback for an object that lost privileges by a change of something else. Before it returns, the
+    /// kernel must have dropped the attributes that it cached of the object.
     pub fn on_attributes_changed(&self, f: Arc<dyn Fn(InodeId) + Send + Sync>) {
         self.privileges.set_observer(f);
     }
 
-    /// Objects may have got set-id bits or capabilities in the backing without a request to the engine.
+    /// Records that some object may have got set-id bits or capabilities in the backing without a request to the
+    /// engine.
     pub fn note_privileges_given(&self) {
         self.privileges.note_given();
     }
 
-    /// Before privileges are given to a file: what was written before must not take them away when it is drained.
+    /// Drains a file before it gets privileges. A later drain of older writes would take them away again.
     fn drain_before_giving(&self, inode: &Inode<B>) -> Result<()> {
         let Some(file) = self.open_files.known_file(inode) else {
             return Ok(());
@@ -69,7 +71,8 @@ impl<B: Backing> PrivilegeRules<B> {
         }
     }
 
-    /// Ends direct writes to the object, too: a client that got the grant meanwhile took it for plain.
+    /// Records that an object got privileges, and ends direct writes to it: a client that got the grant meanwhile
+    /// took the file for one without privileges.
     fn privileges_given_to(&self, inode: &Inode<B>) {
         self.privileges.note_given();
         if let Some(file) = self.open_files.known_file(inode) {
@@ -77,7 +80,8 @@ impl<B: Backing> PrivilegeRules<B> {
         }
     }
 
-    /// Before `by` changes the contents of a regular file by anything but a write, which does this itself.
+    /// Takes privileges before `by` changes the contents of a regular file other than by a write. A write does this
+    /// itself.
     pub fn drop_privileges(&self, inode: InodeId, by: &dyn Principal) -> Result<()> {
         let inode = self.tree.inode(inode)?;
         if inode.kind != Kind::File {
@@ -89,7 +93,7 @@ impl<B: Backing> PrivilegeRules<B> {
         dropped
     }
 
-    /// [`PrivilegeRules::drop_privileges`] for a caller that has the file.
+    /// Does the work of [`PrivilegeRules::drop_privileges`] for a caller that has the file.
     pub(crate) fn drop_privileges_of(&self, file: &Arc<File<B>>, by: &dyn Principal) -> Result<()> {
         let epoch = self.privileges.epoch();
         if file.lock().plain_in == epoch {
@@ -101,14 +105,15 @@ impl<B: Backing> PrivilegeRules<B> {
         Ok(())
     }
 
-    /// Set-id bits that were given to a file beside the mount count from when the mount shows them.
+    /// Notices set-id bits that were given to a file beside the mount: they count from the moment at which the mount
+    /// shows them.
     pub(crate) fn see_privileges(&self, file: &File<B>, attr: &Attr) {
         if has_set_id_bits(attr) {
             file.lock().plain_in = 0;
         }
     }
 
-    /// Whether a change of the contents by `by` takes something away.
+    /// Whether a change of the contents by `by` takes some privilege away.
     pub(crate) fn would_strip(&self, file: &File<B>, by: &dyn Principal) -> Result<bool> {
         let attr = self
             .open_files
@@ -117,7 +122,8 @@ impl<B: Backing> PrivilegeRules<B> {
         Ok(loses_bits || self.tree.has_capabilities(&self.tree.object(&file.inode)?))
     }
 
-    /// Takes away what `by` may not leave when it changes the contents. Returns whether nothing is left.
+    /// Takes the privileges that `by` may not leave when it changes the contents. Returns whether the file has no
+    /// set-id bits left.
     fn strip(&self, file: &Arc<File<B>>, by: &dyn Principal) -> Result<bool> {
         let inode = &*file.inode;
         let attr = self
@@ -132,8 +138,8 @@ impl<B: Backing> PrivilegeRules<B> {
         }
         let stripped = match self.strip_object(&object, is_capable, (kept != mode).then_some(kept))
         {
-            // A firnd without rights may not. For it the kernel takes away all of them when it changes the contents,
-            // also where nothing becomes different.
+            // A firnd without privileges may not change them. The kernel takes all of them away when such a firnd
+            // changes the contents, even if the bytes stay the same.
             Err(Errno::PERM) => self.exclusive.with_exclusive_file(file, |target| {
                 self.base
                     .backing
@@ -146,13 +152,14 @@ impl<B: Backing> PrivilegeRules<B> {
         stripped.map(|()| kept & SET_ID_BITS == 0)
     }
 
+    /// Removes capabilities and sets a new mode, as far as each is needed.
     fn strip_object(&self, object: &B::Inode, is_capable: bool, mode: Option<u32>) -> Result<()> {
         let of_capabilities = || match is_capable.then(|| {
             self.base
                 .backing
                 .remove_xattr(object, OsStr::new(CAPABILITIES))
         }) {
-            // Another change was quicker.
+            // Another change removed them first.
             None | Some(Err(Errno::NODATA)) => Ok(()),
             Some(removed) => removed,
         };
@@ -160,8 +167,8 @@ impl<B: Backing> PrivilegeRules<B> {
         of_capabilities().and_then(|()| of_mode())
     }
 
-    /// Changes owner and group, and clears the set-user-ID and set-group-ID bits as chown(2) does when `by` calls it. `None`: no bit
-    /// is cleared here.
+    /// Changes owner and group, and clears set-id bits as chown(2) does when `by` calls it. Without `by` no bit is
+    /// cleared here.
     pub(crate) fn set_owner(
         &self,
         inode: &Inode<B>,
@@ -169,7 +176,7 @@ impl<B: Backing> PrivilegeRules<B> {
         by: Option<&dyn Principal>,
     ) -> Result<()> {
         let object = self.tree.object(inode)?;
-        // chown(2) leaves these bits of a directory.
+        // chown(2) keeps these bits on a directory.
         let Some(by) = by.filter(|_| inode.kind != Kind::Dir) else {
             return self.base.backing.set_owner(&object, uid, gid);
         };
@@ -184,7 +191,7 @@ impl<B: Backing> PrivilegeRules<B> {
         } else {
             SET_ID_BITS
         };
-        // The backing sees firnd as the caller, not `by`, and may not have cleared the bits.
+        // The backing sees firnd as the caller instead of `by`, and may not have cleared the bits.
         let mode = self.base.backing.attr(&object)?.mode & 0o7777;
         if mode & cleared != 0 {
             self.base.backing.set_mode(&object, mode & !cleared)
@@ -193,8 +200,8 @@ impl<B: Backing> PrivilegeRules<B> {
         }
     }
 
-    /// Changes the mode along with what takes privileges away: it gives none back. Only the kernel does so, which
-    /// knows less of them.
+    /// Changes the mode as a part of a change that takes privileges away. It gives no set-id bit back: this mode
+    /// comes from the kernel, which may not know that the bits are gone.
     pub(crate) fn set_mode_besides(&self, inode: &Inode<B>, mode: u32) -> Result<()> {
         let object = self.tree.object(inode)?;
         let now = self.base.backing.attr(&object)?.mode & 0o7777;
@@ -206,8 +213,8 @@ impl<B: Backing> PrivilegeRules<B> {
         }
     }
 
-    /// Changes the mode. The kernel asks for it in the name of a process that does something else, too, and then
-    /// leaves set-group-id where group execute is missing, whatever group the process is in.
+    /// Changes the mode. The kernel also asks for it on behalf of a process that changes something else. It then
+    /// leaves the set-group-id bit if group execute is missing, whatever groups the process is in.
     pub(crate) fn set_mode(
         &self,
         inode: &Inode<B>,
@@ -232,7 +239,7 @@ impl<B: Backing> PrivilegeRules<B> {
         done
     }
 
-    /// Sets an extended attribute, as setxattr(2) of `by` does.
+    /// Sets an extended attribute, as setxattr(2) of `by` does. A new access ACL may clear the set-group-id bit.
     pub(crate) fn set_xattr_of(
         &self,
         inode: &Inode<B>,

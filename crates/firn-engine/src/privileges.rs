@@ -1,4 +1,5 @@
-//! Set-id bits and the capabilities of a file, which it loses when it is changed, as on a local file system.
+//! Privileges of files: set-id bits and capabilities. A file loses them when it is changed, as on a local file
+//! system.
 //!
 //! | change | set-user-id | set-group-id | `security.capability` |
 //! |---|---|---|---|
@@ -6,18 +7,18 @@
 //! | owner or group | goes | goes; without group execute it stays for members of the old group and for CAP_FSETID | goes (the backing's chown sees to it) |
 //! | access ACL | stays | stays for members of the group and for CAP_FSETID only | stays |
 //!
-//! That is `setattr_should_drop_suidgid`, `setattr_should_drop_sgid`, `file_remove_privs` and `posix_acl_update_mode` of
-//! Linux. A store to a mapping takes nothing away there, and so not here.
+//! These are the rules of `setattr_should_drop_suidgid`, `setattr_should_drop_sgid`, `file_remove_privs` and
+//! `posix_acl_update_mode` of Linux. A store to a mapping takes nothing away in Linux, and takes nothing away here.
 //!
 //! Promises
-//! * Privileges that go are gone from the backing, and the kernel was told, before a byte of the change can be seen. So
-//!   new contents are never executed with old privileges, whatever the kernel may keep.
-//! * Privileges that are given to a file are not taken away by the drain of what was written before.
-//! * A file that is known to have none costs one comparison a write. It is known from its creation, or from the
-//!   first write, until something gives privileges to any file of the mount ([`Privileges::note_given`]).
+//! * Before a byte of the change can be seen, lost privileges are gone from the backing and the kernel was told. So
+//!   new contents are never executed with old privileges, whatever the kernel caches.
+//! * Privileges that are given to a file are not taken away by the drain of older writes.
+//! * For a file that is known to have none, a write costs one comparison. It is known from its creation or its first
+//!   write, until some file of the mount gets privileges ([`Privileges::note_given`]).
 //!
-//! The kernel does some of this by itself, from the mode that it has cached, and never for a direct write, for
-//! `O_TRUNC`, and for set-group-id without group execute. So all of it is done here.
+//! The kernel does a part of this itself, by the mode that it has cached. It does not for a direct write, for
+//! `O_TRUNC`, and for set-group-id without group execute. So the engine does all of it.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -32,19 +33,19 @@ pub(crate) const SET_GROUP_ID: u32 = 0o2000;
 pub(crate) const GROUP_EXECUTE: u32 = 0o010;
 pub(crate) const SET_ID_BITS: u32 = SET_USER_ID | SET_GROUP_ID;
 
-/// The process that changes a file, as far as it matters for what the file may keep.
+/// The process that changes a file, as far as it decides which privileges the file keeps.
 pub trait Principal {
-    /// It has CAP_FSETID where the kernel asks for it.
+    /// Whether the process has CAP_FSETID where the kernel asks for it.
     fn has_cap_fsetid(&self) -> bool;
-    /// The group is its own, or one of its supplementary groups.
+    /// Whether the group is the process's own, or one of its supplementary groups.
     fn is_in_group(&self, gid: u32) -> bool;
-    /// The caller was killed, or stopped waiting for another reason: work that was not begun is not done.
+    /// Whether the process was killed or stopped waiting. Work that has not begun is not done then.
     fn has_left(&self) -> bool {
         false
     }
 }
 
-/// An unknown caller, for which nothing stays.
+/// An unknown process, which keeps no privilege.
 pub(crate) struct Anybody;
 
 impl Principal for Anybody {
@@ -56,12 +57,12 @@ impl Principal for Anybody {
     }
 }
 
-/// Told the inode of which the kernel has attributes that are no longer so.
+/// Callback with an inode whose attributes the kernel must drop.
 pub(crate) type AttributesChanged = Arc<dyn Fn(InodeId) + Send + Sync>;
 
-/// The engine's knowledge of the privileges of all files.
+/// What the engine knows of the privileges of all files.
 pub(crate) struct Privileges {
-    /// How often some file may have got set-id bits or capabilities; never 0, which no file knows of.
+    /// Counts the times that some file may have got privileges. It is never 0, which a file without knowledge has.
     epoch: AtomicU32,
     attributes_changed: RwLock<Option<AttributesChanged>>,
 }
@@ -76,12 +77,12 @@ impl Default for Privileges {
 }
 
 impl Privileges {
-    /// The state of the mount in which a file that has no privileges is known to have none.
+    /// Returns the present epoch. A file that was seen without privileges in this epoch still has none.
     pub(crate) fn epoch(&self) -> u32 {
         self.epoch.load(Ordering::Acquire)
     }
 
-    /// Whom to tell of attributes that are no longer so.
+    /// Sets the callback for attributes that the kernel must drop.
     pub(crate) fn set_observer(&self, observer: AttributesChanged) {
         *self.attributes_changed.write() = Some(observer);
     }
@@ -93,14 +94,14 @@ impl Privileges {
         }
     }
 
-    /// Makes every earlier look that found no privileges void. To be called once privileges are given, before the call
-    /// that gave them is answered.
+    /// Begins a new epoch, so that all files are checked again at their next write. Called after privileges were
+    /// given, and before that call is answered.
     pub(crate) fn note_given(&self) {
         self.epoch.fetch_add(1, Ordering::AcqRel);
     }
 }
 
-/// The mode after `by` changed the contents.
+/// Returns the mode after `by` changed the contents.
 pub(crate) fn after_contents(attr: &Attr, by: &dyn Principal) -> u32 {
     let mode = attr.mode & 0o7777;
     if mode & SET_ID_BITS == 0 || by.has_cap_fsetid() {
@@ -115,7 +116,7 @@ pub(crate) fn after_contents(attr: &Attr, by: &dyn Principal) -> u32 {
     }
 }
 
-/// Whether `by` may leave set-group-id on an object of this group, where nothing else takes it away.
+/// Whether `by` may leave set-group-id on an object of this group, if no other rule takes it away.
 pub(crate) fn keeps_group(gid: u32, by: &dyn Principal) -> bool {
     by.is_in_group(gid) || by.has_cap_fsetid()
 }

@@ -1,4 +1,9 @@
-//! Reads: pending bytes over cached ones over those of the backing, as the file is at one moment.
+//! Reads: pending bytes cover cached ones, and those cover bytes of the backing.
+//!
+//! Promise: a read returns the file as it was at one moment.
+//!
+//! Race: bytes of the backing are read without the file's lock. If the file was changed meanwhile, in the arena and
+//! in the backing, the read is repeated; after [`LOOKS_MAX`] tries it excludes changes.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -13,22 +18,25 @@ use crate::file::File;
 use crate::intake::Intake;
 use crate::open_files::OpenFiles;
 
-/// A file that is cut or written while it is read is read anew so often, and then without being changed meanwhile.
+/// Most tries of a read while the file is being changed. The next one excludes truncations and drains.
 const LOOKS_MAX: usize = 10;
 
-/// What a read has found.
+/// Result of one try of a read.
 #[derive(Default)]
 struct Look {
+    /// Bytes that were read.
     bytes: u64,
-    /// How the file was before bytes of the backing were read, if any were.
+    /// Counters of changes before bytes of the backing were read; `None` if none were.
     before: Option<FileChanges>,
-    /// The backing had less than it should by what is pending after it.
+    /// Whether the backing's file was shorter than pending bytes behind the gap need, so that zeros were returned.
     has_filled_gap: bool,
 }
 
-/// How often a file was changed.
+/// Counters of a file's changes.
 #[derive(Clone, Copy)]
+/// Changes of bytes or length through the mount.
 struct FileChanges {
+    /// Changes of the backing's file.
     changes: u64,
     backing_changes: u32,
 }
@@ -51,6 +59,8 @@ impl<B: Backing> Reads<B> {
         }
     }
 
+    /// Reads into `buf` from `offset` on, as the file was at one moment. Returns the number of bytes, which is
+    /// smaller at the end of the file.
     pub(crate) fn read_at_one_moment(
         &self,
         file: &Arc<File<B>>,
@@ -63,7 +73,7 @@ impl<B: Backing> Reads<B> {
                 return Ok(look.bytes);
             }
         }
-        // Programs cut and write the file faster than it is read.
+        // Programs change the file faster than it is read, so this read excludes truncations and drains.
         let mut state = file.begin_exclusive();
         let bytes = state.unlocked(|| self.read_exclusively(file, offset, buf));
         file.end_exclusive(&mut state);
@@ -71,7 +81,8 @@ impl<B: Backing> Reads<B> {
         bytes
     }
 
-    /// Reads a file that no drain writes to and nothing cuts, as the caller has seen to.
+    /// Reads a file while the caller has its exclusive use, so that no drain or truncation changes the backing's
+    /// file.
     pub(crate) fn read_exclusively(
         &self,
         file: &Arc<File<B>>,
@@ -81,9 +92,9 @@ impl<B: Backing> Reads<B> {
         self.read_once(file, offset, buf).map(|look| look.bytes)
     }
 
-    /// Whether what was read is the file at some moment. Bytes of the backing are read after it was looked what is pending:
-    /// where the file was cut and written again meanwhile, and a part of that was drained, the backing has holes that were
-    /// never in the file. Waits for a truncation under way.
+    /// Whether a try returned the file as it was at one moment. The backing is read after the pending extents. If the
+    /// file was truncated, written again and partly drained in between, the backing has holes that the file never
+    /// had. Waits for a truncation under way.
     fn is_one_look(&self, file: &Arc<File<B>>, look: &Look) -> bool {
         let Some(before) = look.before else {
             return true;
@@ -99,6 +110,7 @@ impl<B: Backing> Reads<B> {
         !is_changed || state.drain.backing_changes() == before.backing_changes
     }
 
+    /// Makes one try: reads the arena under the lock, and the gaps from the backing without it.
     fn read_once(&self, file: &Arc<File<B>>, offset: u64, buf: &mut [u8]) -> Result<Look> {
         let end = offset.saturating_add(buf.len() as u64).min(i64::MAX as u64);
         let mut look = Look::default();
@@ -111,7 +123,7 @@ impl<B: Backing> Reads<B> {
             changes: state.changes,
             backing_changes: state.drain.backing_changes(),
         };
-        // Up to here the file exists, whatever the backing's size says.
+        // The file reaches up to here, whatever length the backing has.
         let mut known_end = state.pending.end().min(end);
         #[allow(
             clippy::single_range_in_vec_init,
@@ -119,7 +131,7 @@ impl<B: Backing> Reads<B> {
         )]
         let mut gaps = vec![offset..end];
         gaps = self.read_extents(state.pending.extents(), gaps, offset, buf)?;
-        // What is cached is in the backing too, should the spill file not give it.
+        // If the spill file cannot give cached bytes, the backing has them too.
         if !state.cache.is_empty()
             && let Ok(left) = self.read_extents(state.cache.extents(), gaps.clone(), offset, buf)
         {
@@ -146,8 +158,8 @@ impl<B: Backing> Reads<B> {
         Ok(look)
     }
 
-    /// Fills the parts of `gaps` that `extents` have; `buf` begins at `offset` of the file. Returns what is
-    /// left of the gaps.
+    /// Reads the parts of `gaps` that `extents` have. `buf` begins at file offset `offset`. Returns the gaps that are
+    /// left.
     fn read_extents(
         &self,
         extents: &Extents,

@@ -1,17 +1,19 @@
-//! Attach: what an earlier firnd left in the arena becomes pending again.
+//! Attach: data that an earlier firnd left in the arena becomes pending again.
 //!
 //! 1. The arena gives every whole piece, the journal every file id.
-//! 2. Each known file is looked for under its names and recognised by inode and birth time.
-//! 3. A truncation that had begun is done to the end in the backing, or never was.
-//! 4. Its pieces are laid over each other in the order of their sequences; drained ranges
-//!    are taken out.
-//! 5. What is left is pending and drained without being asked.
+//! 2. Each known file is looked for under its names, and recognised by inode number and birth time.
+//! 3. A truncation that had begun is completed in the backing, or did not happen at all.
+//! 4. The pieces of a file are laid over each other in the order of their sequences, and drained ranges are removed.
+//! 5. What is left is pending, and is drained without a request.
 //!
-//! Pieces of a transaction that has ended are dropped before all of that ([`StoredArena::drop_below`]), without the
-//! backing. The records of the transaction are removed only afterwards, so that a crash in between drops the rest.
+//! Pieces of a transaction that has ended are dropped before these steps ([`StoredArena::drop_below`]), without a
+//! call of the backing. The records of the transaction are removed afterwards, so that after a crash in between the
+//! rest is dropped too.
 //!
-//! A file that is not found although no removal had begun is *lost*: its pieces stay in the arena and
-//! the status says so.
+//! A file that is not found although no removal had begun is *lost*: its pieces stay in the arena and the status
+//! names it.
+//!
+//! Relies on: the arena keeps the slabs of all stored pieces until the attach ends.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -31,37 +33,37 @@ use crate::names::Inode;
 use crate::options::{DrainPolicy, EngineOptions};
 use crate::small_map::SmallMap;
 
-/// What attach found.
+/// Result of an attach.
 #[derive(Debug, Default)]
 pub struct Recovered {
-    /// What of the kernel's requests an earlier firnd left, where its mount is taken over.
+    /// Requests that the kernel had sent to an earlier firnd, if its mount is taken over.
     pub requests: Option<ResumedRequests>,
-    /// Files with data that is pending again.
+    /// Number of files with data that is pending again.
     pub files: u64,
-    /// Its bytes.
+    /// Bytes that are pending again.
     pub bytes: u64,
-    /// Bytes that were dropped because their transaction is no more.
+    /// Bytes that were dropped because their transaction had ended.
     pub dropped_bytes: u64,
-    /// Files that could not be found.
+    /// Files that were not found.
     pub lost: Vec<LostFile>,
-    /// What was damaged in the journal.
+    /// Damage that was found in the journal, one text each.
     pub damage: Vec<String>,
 }
 
-/// An arena with what an earlier firnd stored in it, before any of it is pending again.
+/// An arena with the data of an earlier firnd, before any of it is pending again.
 pub struct StoredArena {
     arena: Arena,
-    /// All pieces: their slabs are held until the attach.
+    /// All whole pieces. Their slabs are kept until the attach ends.
     stored: Vec<Stored>,
     journal: Journal<JournalRegion>,
     replay: Replay,
-    /// File ids that were dropped.
+    /// File ids whose pieces were dropped.
     dropped: BTreeSet<u64>,
     dropped_bytes: u64,
 }
 
 impl StoredArena {
-    /// `stored`: the pieces that were found when the arena was attached.
+    /// Reads the journal of an arena. `stored` are the pieces that were found when the arena was attached.
     pub fn open(arena: Arena, stored: Vec<Stored>) -> Self {
         let (journal, replay) = Journal::open(arena.journal_region());
         Self {
@@ -74,13 +76,13 @@ impl StoredArena {
         }
     }
 
-    /// The arena itself.
+    /// Returns the arena.
     pub fn arena(&self) -> &Arena {
         &self.arena
     }
 
-    /// Drops what was written to files at or below one of `scopes`, for good: when this returns no later attach
-    /// finds it. May be repeated, also after it was cut short by a crash.
+    /// Drops permanently what was written to files at or below one of `scopes`: after a return no later attach finds
+    /// it. It may be repeated, also after a crash. `JournalFull`: some pieces may be dropped already.
     pub fn drop_below(&mut self, scopes: &[Vec<u8>]) -> Result<(), EngineError> {
         let is_below_one = |path: &[u8]| {
             scopes
@@ -105,8 +107,8 @@ impl StoredArena {
                 self.arena.mark_dead(*at);
                 self.dropped_bytes += u64::from(piece.len);
             }
-            // After its pieces: without it they would be those of an unknown file. It takes a truncation with it
-            // that had begun.
+            // The file id ends after its pieces are dead; otherwise they would be pieces of an unknown file. A
+            // truncation of the file that had begun ends with it.
             self.journal
                 .append_end(&Record::FileIdEnd { file })
                 .map_err(|_| EngineError::JournalFull)?;
@@ -116,32 +118,36 @@ impl StoredArena {
     }
 }
 
+/// Result of the search for a file.
 enum Search<N> {
+    /// The file is in the backing.
     Found(N),
-    /// A removal had begun and the file is gone.
+    /// The file is gone, and its removal had begun.
     Removed,
+    /// The file was not found although no removal had begun.
     Lost {
-        /// The backing answered, and the file is not there.
+        /// Whether the backing answered for each name, so that the file is certainly gone.
         gone: bool,
         reason: String,
     },
 }
 
 impl<B: Backing> Engine<B> {
-    /// Begins with a fresh arena.
+    /// Makes an engine on a new arena.
     pub fn begin(
         backing: B,
         arena: Arena,
         options: EngineOptions,
     ) -> Result<Arc<Self>, EngineError> {
-        // It was made with the arena: at no instant is there an arena without a journal.
+        // The journal is made with the arena, so that no arena is ever without one.
         let journal = Journal::open(arena.journal_region()).0;
         arena.remove_unused_memory_files();
         let engine = Self::assemble(backing, arena, journal, options)?;
         Ok(engine.start())
     }
 
-    /// Goes on with the arena of an earlier firnd and the pieces that were found in it.
+    /// Makes an engine on the arena of an earlier firnd, with the pieces that were found in it. Returns what was
+    /// recovered.
     pub fn attach(
         backing: B,
         arena: Arena,
@@ -156,8 +162,8 @@ impl<B: Backing> Engine<B> {
         )
     }
 
-    /// Attaches to an arena from which some pieces were dropped. `resumed`: what the kernel knows, if it still has
-    /// the mount.
+    /// Makes an engine on an arena of an earlier firnd, from which some pieces may have been dropped. `resumed` is
+    /// the state of the kernel, if the mount outlived the earlier firnd.
     pub fn attach_stored(
         backing: B,
         from: StoredArena,
@@ -172,7 +178,7 @@ impl<B: Backing> Engine<B> {
             dropped,
             dropped_bytes,
         } = from;
-        // A rename without an end record may have been done: its files are looked for under both names.
+        // A rename without an end record may or may not have happened, so its files are looked for under both names.
         replay.ledger.settle_all_renames();
         let mut engine = Self::assemble(backing, arena, journal, options)?;
         let requests = resumed.map(|resumed| engine.resume(resumed));
@@ -211,6 +217,7 @@ impl<B: Backing> Engine<B> {
         Ok((engine, recovered))
     }
 
+    /// Lets writers that wait for room learn of each freed slab, and shares the engine.
     fn start(self) -> Arc<Self> {
         let freed = self.room.space.waiters.freed_callback();
         self.base.arena.on_free(freed);
@@ -218,13 +225,13 @@ impl<B: Backing> Engine<B> {
     }
 }
 
-/// A file that has pending bytes again.
+/// A file that has pending bytes again, and their number.
 struct Restored<B: Backing> {
     file: Arc<File<B>>,
     bytes: u64,
 }
 
-/// An attach under way.
+/// Work and result of an attach that is under way.
 struct Recovery<'a, B: Backing> {
     engine: &'a Engine<B>,
     recovered: Recovered,
@@ -232,7 +239,7 @@ struct Recovery<'a, B: Backing> {
 }
 
 impl<B: Backing> Recovery<'_, B> {
-    /// Gives known files their pieces back, and keeps the pieces of unknown files.
+    /// Gives known files their pieces back. Pieces of unknown files are kept as lost.
     fn recover_files(&mut self, replay: &Replay, dropped: &BTreeSet<u64>, stored: &[Stored]) {
         let mut pieces: BTreeMap<u64, Vec<Stored>> = BTreeMap::new();
         for piece in stored
@@ -246,7 +253,7 @@ impl<B: Backing> Recovery<'_, B> {
             .files()
             .filter(|(file, _)| !dropped.contains(file))
         {
-            // A damaged record may have a number that no file has: its pieces are of an unknown file.
+            // A damaged record may have number 0, which no file has. Its pieces then belong to an unknown file.
             let Some(id) = FileId::new(file) else {
                 continue;
             };
@@ -266,17 +273,18 @@ impl<B: Backing> Recovery<'_, B> {
         }
     }
 
+    /// Keeps the pieces of a lost file in the arena, and reports the file.
     fn keep_lost(&mut self, lost: LostFile, layers: Layers) {
         let kept = self.engine.lost.keep(lost, layers);
         self.recovered.lost.push(kept);
     }
 
-    /// Makes what is left of a file pending again.
+    /// Makes the rest of a file's data pending again. A removed file's pieces die, and a lost file's pieces are kept.
     fn recover_file(&mut self, id: FileId, known: &KnownFile, stored: Vec<Stored>) {
         let found = self.search(known);
         let (truncations, failed) = match &found {
             Search::Found(inode) => self.finish_truncations(id, known, inode),
-            // As programs saw the file last.
+            // Programs saw the file with its truncations done.
             Search::Removed | Search::Lost { .. } => (known.truncating.to_vec(), None),
         };
         let mut drained_ranges = known.drained_ranges.clone();
@@ -290,7 +298,7 @@ impl<B: Backing> Recovery<'_, B> {
         let layers = layers(&stored, &drained_ranges);
         let time = self.last_write(known, &stored, &layers);
         for Stored { at, .. } in &stored {
-            // Drained or overwritten: without its mark it would outlive the file id.
+            // The piece was drained or overwritten. Without the mark it would outlive the file id.
             if layers.pieces.get(at).is_none() {
                 self.engine.base.arena.mark_dead(*at);
             }
@@ -307,6 +315,7 @@ impl<B: Backing> Recovery<'_, B> {
                     .append_note(&Record::FileIdEnd { file: id.get() });
                 return;
             }
+            // Nothing of the file is left to give back, so the loss of its name does not matter.
             Search::Lost { .. } if layers.extents.is_empty() && known.truncating.is_empty() => {
                 self.engine
                     .base
@@ -330,7 +339,7 @@ impl<B: Backing> Recovery<'_, B> {
             && known.truncating.is_empty()
             && let (Some(mtime), _) = time
         {
-            // All of it had been drained, and its time may not have been set yet. A refusal leaves the backing's.
+            // All data was drained, but its time may not be set yet. If the backing refuses, its own time stays.
             let set = |object| {
                 self.engine
                     .base
@@ -342,7 +351,7 @@ impl<B: Backing> Recovery<'_, B> {
         self.restore_pending(id, known, &inode, layers, time);
     }
 
-    /// Makes a file that was found pending again, as far as bytes of it are left.
+    /// Makes a file that was found pending again, with the bytes that are left. A file without any loses its file id.
     fn restore_pending(
         &mut self,
         id: FileId,
@@ -358,7 +367,7 @@ impl<B: Backing> Recovery<'_, B> {
             let drained_ranges = known.drained_ranges.len() as u32;
             state.pending = Pending::recovered(id, layers, drained_ranges, time);
             state.opens.restore_ending(known.ending);
-            // Handles that survived the restart stay open.
+            // Handles that survived the restart stay open, so the journal must know the file as open.
             self.engine.base.journal.update_ending(state);
         });
         inode.note_cut(file.lock().opens.is_cut());
@@ -384,9 +393,9 @@ impl<B: Backing> Recovery<'_, B> {
         }
     }
 
-    /// The modification time that programs saw last, as far as it is kept, and that of the last write as the records have
-    /// it. Times that no write can have had, of a damaged record or of a clock that was set back since, are taken as
-    /// now.
+    /// Returns the modification time that programs saw last, if it is known, and the time of the last write in the
+    /// piece records, in nanoseconds since 1970. A time in the future counts as now: its record is damaged, or the
+    /// clock was set back since.
     fn last_write(
         &self,
         known: &KnownFile,
@@ -406,11 +415,13 @@ impl<B: Backing> Recovery<'_, B> {
                 self.engine.base.arena.set_modified(*at, now);
             }
         }
-        // Before any of them is marked dead, which may be the one that tells it.
+        // The record of one remaining piece gets the time before other pieces are marked dead, because one of those
+        // may have had it.
         if let Some((piece, _)) = layers.pieces.iter().next() {
             self.engine.base.arena.set_modified(*piece, last);
         }
         match known.modified_at.as_deref() {
+            // A program set the time after the last write, so that time counts.
             Some(kept) if last <= kept.written => (
                 Some(Time {
                     sec: kept.time.0,
@@ -422,7 +433,8 @@ impl<B: Backing> Recovery<'_, B> {
         }
     }
 
-    /// Ends the truncations that had begun: those that the file is to be as after, and the error of one that failed.
+    /// Completes truncations that had begun. Returns those that the file must show, and the error of one that failed.
+    /// A truncation that the backing never began is not among them.
     fn finish_truncations(
         &self,
         id: FileId,
@@ -459,7 +471,7 @@ impl<B: Backing> Recovery<'_, B> {
         (truncations, failed)
     }
 
-    /// Looks for a known file among those that are open without a name, and under its names.
+    /// Looks for a known file among the open files without a name, and then under each of its names.
     fn search(&self, known: &KnownFile) -> Search<Arc<Inode<B>>> {
         let key = (known.identity.dev, known.identity.ino);
         let nameless = self.engine.find_nameless(key);
@@ -472,7 +484,8 @@ impl<B: Backing> Recovery<'_, B> {
         let mut gone = true;
         for (path, _) in &known.paths {
             match self.engine.tree.find(path) {
-                // All of its names, so that the loss of one is not taken for the loss of the last.
+                // The search goes on after a match, so that all names are known. Otherwise the removal of one could
+                // be taken for that of the last.
                 Ok(inode) if is_same(known, &inode) => found = Some(inode),
                 Ok(_) => {
                     replaced = true;
@@ -504,13 +517,14 @@ impl<B: Backing> Recovery<'_, B> {
     }
 }
 
+/// Whether an inode is the file that the journal knows, by inode number and birth time.
 fn is_same<B: Backing>(known: &KnownFile, inode: &Inode<B>) -> bool {
     let birth = inode.btime.map(|t| (t.sec, t.nsec));
-    // The device may have another number after the backing was mounted again.
+    // The device is not compared: it may have another number after the backing was mounted again.
     known.identity.ino == inode.key.1 && known.identity.btime == birth
 }
 
-/// A known file that was not given back its data; its bytes are counted when it is kept.
+/// Describes a known file that did not get its data back. Its bytes are counted later, when its pieces are kept.
 fn lost(id: FileId, known: &KnownFile, gone: bool, reason: String) -> LostFile {
     let path = known
         .paths
@@ -526,7 +540,8 @@ fn lost(id: FileId, known: &KnownFile, gone: bool, reason: String) -> LostFile {
     }
 }
 
-/// Lays pieces over each other, oldest first, and takes out what is drained.
+/// Lays pieces over each other, oldest first, and removes drained ranges. Returns the newest bytes of each range,
+/// with their pieces.
 fn layers(stored: &[Stored], drained_ranges: &[firn_arena::journal::DrainedRange]) -> Layers {
     let mut ordered: Vec<&Stored> = stored.iter().collect();
     ordered.sort_by_key(|s| s.piece.sequence);

@@ -1,8 +1,8 @@
-//! Changes of names that the kernel asks for again, because firnd died before it had answered them.
+//! Repeated changes of names: the kernel sends them again, because firnd died before it answered.
 //!
-//! Promise: a change takes effect once, and its caller is told what it would have been told. What a name led to when the
-//! change began, and when that was, is in the live table; what it leads to now tells whether the change was made. A process
-//! that changes the same names through the mount waits meanwhile: the kernel holds the directory.
+//! Promise: a change takes effect once, and its caller gets the answer that it would have got. The live table in the
+//! arena has what the name led to when the change began, and when that was. What the name leads to now shows whether
+//! the change was made. Other changes of the names through the mount wait, because the kernel holds the directory.
 //!
 //! | change | was made if |
 //! |---|---|
@@ -12,8 +12,9 @@
 //! | rename | the old name does not lead to the object, and the new one does |
 //! | exchange | each name leads to the object of the other |
 //!
-//! Relies on: the backing stamps what it makes with this host's clock. One that does not may answer EEXIST to what it made
-//! itself, or take for its own what another host made under the same name during the pause.
+//! Relies on: the backing stamps new objects with this host's clock. With another clock, a repeated request may get
+//! EEXIST for the object that it made itself. It may also accept an object that another host made under the same name
+//! meanwhile.
 
 use std::ffi::OsStr;
 use std::sync::Arc;
@@ -35,23 +36,23 @@ pub struct MadeObject<'a> {
     pub name: &'a OsStr,
     /// Its kind.
     pub kind: Kind,
-    /// Where it leads, of a symbolic link.
+    /// Target of a symbolic link.
     pub target: Option<&'a OsStr>,
 }
 
-/// The request that made it.
+/// The request that may have made the object.
 #[derive(Clone, Copy, Debug)]
 pub struct Creation<'a> {
-    /// On whose behalf.
+    /// Process that asked for it.
     pub caller: &'a Caller,
-    /// Permission bits that it asked for.
+    /// Permission bits that the request has.
     pub mode: u32,
-    /// When it began.
+    /// Time at which it began.
     pub began: Moment,
 }
 
 impl<B: Backing> Namespace<B> {
-    /// What a name leads to, for the note of a request.
+    /// Returns the identity of what a name leads to, for the record of a request. `None`: the name does not exist.
     pub fn identify_name(&self, parent: InodeId, name: &OsStr) -> Option<ObjectIdentity> {
         if let Some(child) = self.tree.names.child(parent, name) {
             return Some(child.identity());
@@ -60,6 +61,7 @@ impl<B: Backing> Namespace<B> {
         self.look_below(&dir, name).map(|attr| identity_of(&attr))
     }
 
+    /// Looks a name up in the backing, without entering it.
     fn look_below(&self, dir: &Arc<Inode<B>>, name: &OsStr) -> Option<Attr> {
         let found = self.open_files.with_descriptor(|| {
             let dir = self.tree.object(dir)?;
@@ -68,12 +70,13 @@ impl<B: Backing> Namespace<B> {
         found.ok().map(|(_, attr)| attr)
     }
 
+    /// Whether a name leads to this object now.
     fn leads_to_object(&self, dir: &Arc<Inode<B>>, name: &OsStr, object: &ObjectIdentity) -> bool {
         let found = self.look_below(dir, name);
         found.is_some_and(|attr| is_same_object(&identity_of(&attr), object))
     }
 
-    /// What a request made, if it did; its look-up counts.
+    /// Returns the object that a request made, looked up once. `None`: the request had not made it.
     pub fn find_made(&self, made: MadeObject<'_>, by: Creation<'_>) -> Option<Entry> {
         let entry = self.lookup(made.parent, made.name).ok()?;
         if self.is_made_by(&entry, made, by) {
@@ -95,7 +98,7 @@ impl<B: Backing> Namespace<B> {
         })
     }
 
-    /// firnd may have died between the making of an object and the change of its owner.
+    /// Sets owner and mode of an object, because firnd may have died between making it and that.
     fn finish_owner(&self, entry: &Entry, by: Creation<'_>) {
         let is_root = rustix::process::geteuid().is_root();
         if !is_root || by.caller.uid == u32::MAX || entry.attr.uid == by.caller.uid {
@@ -116,7 +119,7 @@ impl<B: Backing> Namespace<B> {
         }
     }
 
-    /// link(2), once more.
+    /// Repeats link(2). A name that already leads to the inode counts as success.
     pub fn link_again(&self, inode: InodeId, parent: InodeId, name: &OsStr) -> Result<Entry> {
         match self.link(inode, parent, name) {
             Err(Errno::EXIST) => {
@@ -131,7 +134,7 @@ impl<B: Backing> Namespace<B> {
         }
     }
 
-    /// unlink(2) or rmdir(2), once more.
+    /// Repeats unlink(2) or rmdir(2). If the name no longer leads to the object, only the tables are updated.
     pub fn remove_again(
         &self,
         parent: InodeId,
@@ -151,7 +154,7 @@ impl<B: Backing> Namespace<B> {
         }
     }
 
-    /// A name was removed by an earlier firnd.
+    /// Updates the tables after an earlier firnd removed a name.
     fn settle_removed(&self, dir: &Arc<Inode<B>>, name: &OsStr) {
         let child = self.tree.names.child(dir.id, name);
         self.tree.names.unlinked(dir.id, name);
@@ -161,7 +164,7 @@ impl<B: Backing> Namespace<B> {
         }
     }
 
-    /// renameat2(2), once more.
+    /// Repeats renameat2(2). If the rename was made, only the tables are updated.
     pub fn rename_again(
         &self,
         (parent, name): (InodeId, &OsStr),
@@ -187,7 +190,7 @@ impl<B: Backing> Namespace<B> {
         Ok(())
     }
 
-    /// A name was moved by an earlier firnd. Its node may be known here under either name.
+    /// Updates the tables after an earlier firnd renamed. They may have the inode under either name.
     fn settle_renamed(
         &self,
         (dir, name): (&Arc<Inode<B>>, &OsStr),
@@ -197,7 +200,7 @@ impl<B: Backing> Namespace<B> {
         let names = &self.tree.names;
         let moved = names.child(dir.id, name);
         let target = names.child(new_dir.id, new_name);
-        // Recovery found it under the new name already.
+        // Recovery has found the inode under the new name already.
         let is_settled = moved.is_none() || self.is_at(&target, new_dir, new_name);
         if is_settled && !exchange {
             names.unlinked(dir.id, name);
@@ -218,7 +221,7 @@ impl<B: Backing> Namespace<B> {
             .is_some_and(|inode| self.leads_to_object(dir, name, &inode.identity()))
     }
 
-    /// setxattr(2) with XATTR_CREATE, once more.
+    /// Whether an attribute has this value, for a repeated setxattr(2) with XATTR_CREATE.
     pub fn has_value(&self, inode: InodeId, name: &OsStr, value: &[u8]) -> bool {
         self.get_xattr(inode, name)
             .is_ok_and(|found| found == value)

@@ -1,8 +1,8 @@
-//! How long the engine waits before it tries again what failed.
+//! Waits before the engine tries again what failed.
 
 use std::time::Duration;
 
 use firn_backing::backoff::Backoff;
 
-/// Between tries of a drain or a spill.
+/// Time between tries of a drain or a spill: 0.1 s at first, then growing to 30 s.
 pub(crate) const RETRY: Backoff = Backoff::new(Duration::from_millis(100), Duration::from_secs(30));

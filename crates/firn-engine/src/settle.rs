@@ -1,14 +1,16 @@
-//! Large closed files move into memory files, where their bytes lie in order.
+//! Settling: large closed files are copied into memory files, where their bytes lie in order and the kernel can read
+//! them.
 //!
-//! The moving thread of the drain calls [`Room::settle_step`](crate::Room::settle_step) until it is idle; each call moves one
-//! chunk. A settled chunk is a piece of the arena like any other, in a slot of a memory file. Settling writes the same bytes
-//! once more: the new piece is published, and then the older ones die. A crash between the two leaves both, with the same
-//! bytes, and the newer one counts.
+//! The moving thread of the drain calls [`Room::settle_step`](crate::Room::settle_step) until it is idle; each call
+//! copies one chunk. A settled chunk is a piece of the arena like any other, in a slot of a memory file. The new
+//! piece is published first, and then the older pieces die. After a crash in between both exist with the same bytes,
+//! and the newer one counts.
 //!
 //! Promises
-//! * A file is settled only while it has no writer and no drain, no program waits for it, and no list of its chunks is held.
+//! * A file is settled only while it has no writer and no drain, no program waits for it, and no list of its chunks
+//!   is held.
 //! * Settling takes one chunk of memory beside the file, and leaves the last free slots to writers.
-//! * Its bytes, their times and its count of changes stay what they are.
+//! * The file's bytes, times and count of changes stay the same.
 
 mod step;
 
@@ -24,26 +26,29 @@ use crate::extents::Extent;
 use crate::file::{File, FileState};
 use crate::space::EvictionQueue;
 
-/// What a call of [`Room::settle_step`](crate::Room::settle_step) did.
+/// Result of a call of [`Room::settle_step`](crate::Room::settle_step).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SettleStep {
-    /// A chunk moved, or a file was looked at: call again.
+    /// A chunk was copied, or a file was examined. Call again.
     More,
-    /// Nothing now; look again after `retry`, or when woken.
+    /// There is nothing to do before `retry`, or before the thread is woken.
     Idle {
-        /// Time until it is seen whether there is room for what is half moved.
+        /// Time until the next check for space for a file that is partly copied.
         retry: Option<Duration>,
     },
 }
 
-/// Called when there may be something to settle.
+/// Callback for the case that there may be something to settle.
 pub(crate) type Waker = Arc<dyn Fn() + Send + Sync>;
 
-/// Which files are to be settled, and the one that is.
+/// The files to settle, and the one being settled.
 pub(crate) struct Settle<B: Backing> {
+    /// Files that may be settled, each once.
     waiting: EvictionQueue<File<B>>,
+    /// The file being settled, between two steps.
     task: Mutex<Option<Task<B>>>,
     waker: RwLock<Option<Waker>>,
+    /// Bytes copied into memory files since the attach.
     settled_bytes: AtomicU64,
 }
 
@@ -59,7 +64,7 @@ impl<B: Backing> Default for Settle<B> {
 }
 
 impl<B: Backing> Settle<B> {
-    /// Bytes moved into memory files since the attach.
+    /// Returns the bytes copied into memory files since the attach.
     pub(crate) fn settled_bytes(&self) -> u64 {
         self.settled_bytes.load(Ordering::Relaxed)
     }
@@ -75,22 +80,26 @@ impl<B: Backing> Settle<B> {
 struct Task<B: Backing> {
     file: Arc<File<B>>,
     memory: Arc<MemoryFile>,
-    /// The file's when it began: once it is another one, the task is over.
+    /// Value of the file's change counter at the start. The task ends when it differs.
     changes: u64,
+    /// Bytes of the file.
     bytes: u64,
-    /// The chunk of the file that moves next.
+    /// Index of the chunk of the file that is copied next.
     next: u16,
 }
 
 /// What the arena has of one chunk of a file.
 #[derive(PartialEq, Eq)]
 struct Source {
+    /// Extents with their file offsets.
     parts: Vec<(u64, Extent)>,
+    /// Whether they are pending; otherwise they are cached.
     is_pending: bool,
 }
 
 impl<B: Backing> FileState<B> {
-    /// Whether the file has no writer and no drain, and no list or view relies on where its bytes lie.
+    /// Whether the file has no writer, no grant and no drain under way or requested, and no list or view relies on
+    /// where its bytes lie.
     fn may_be_settled(&self) -> bool {
         let is_asked_for = self.drain.has_waiters()
             || self
@@ -107,8 +116,8 @@ impl<B: Backing> FileState<B> {
             && !self.unlinked
     }
 
-    /// Bytes from the start of the file that the arena has without a gap, all of them pending or all of them drained; 0:
-    /// there are none.
+    /// Returns the length of the file if the arena has all bytes from its start without a gap, and all are pending or
+    /// all are cached; otherwise 0.
     pub(crate) fn whole_bytes(&self) -> u64 {
         let (pending, cached) = (self.pending.bytes(), self.cache.bytes());
         let (bytes, end) = if pending == 0 {
@@ -120,7 +129,8 @@ impl<B: Backing> FileState<B> {
         if is_mixed || bytes != end { 0 } else { bytes }
     }
 
-    /// The memory file that has the first `bytes` of the file, each where it is in the file.
+    /// Returns the memory file that has the first `bytes` bytes of the file, each at its file offset. `None`: no
+    /// single one has all.
     pub(crate) fn memory_file(&self, arena: &Arena, bytes: u64) -> Option<Arc<MemoryFile>> {
         if bytes == 0 || self.pending.bytes() + self.cache.bytes() != bytes {
             return None;
@@ -142,7 +152,7 @@ impl<B: Backing> FileState<B> {
         found
     }
 
-    /// The bytes of `range`, if the arena has all of them.
+    /// Returns the extents of `range`, if the arena has all of its bytes.
     fn source(&self, range: std::ops::Range<u64>) -> Option<Source> {
         let is_pending = !self.pending.is_empty();
         let extents = if is_pending {

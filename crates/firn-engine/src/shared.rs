@@ -1,9 +1,10 @@
-//! Files that programs of several hosts use at the same time, one after the other by locks.
+//! Files that programs of several hosts use in turn, by locks of the file.
 //!
-//! A lock of a file means something on another host only if its holder sees what the last one wrote. So a host that
-//! gets a lock calls [`Engine::catch_up`], and one that gives a lock back calls [`Engine::make_known`] before. What is
-//! appended is never pending: a host that dies must not write, when it comes back, where others have appended
-//! meanwhile.
+//! A lock is only useful if its holder sees what the last holder on another host wrote. So a host that gets a lock
+//! calls [`Engine::catch_up`], and a host calls [`Engine::make_known`] before it releases one.
+//!
+//! Promise: appended bytes are never pending. A host that died must not write them after its restart, where other
+//! hosts have appended meanwhile.
 
 use std::io::IoSlice;
 use std::sync::atomic::Ordering;
@@ -14,7 +15,7 @@ use crate::engine::Engine;
 use crate::{Appended, HandleId, Principal, Result};
 
 impl<B: Backing> Engine<B> {
-    /// Makes the published changes of other hosts to a file visible; they are older than later writes of this host.
+    /// Makes changes that other hosts published to a file visible here. Later writes of this host cover them.
     pub fn catch_up(&self, handle: HandleId) -> Result<()> {
         let handle = self.open_files.handle(handle)?;
         let file = &handle.file;
@@ -23,7 +24,7 @@ impl<B: Backing> Engine<B> {
         self.room.check_cache(file)
     }
 
-    /// Other hosts see what was written to a file, as far as it is drained, if they look from now on.
+    /// Makes the drained writes of this host to a file visible to hosts that look from now on.
     pub fn make_known(&self, handle: HandleId) -> Result<()> {
         let handle = self.open_files.handle(handle)?;
         self.open_files
@@ -32,8 +33,8 @@ impl<B: Backing> Engine<B> {
         Ok(())
     }
 
-    /// Writes at the end of a file, where the caller alone of all hosts appends, and makes that known. All of the bytes are
-    /// in the backing then, as far as the file has no more than `size_max`, or an error is returned.
+    /// Appends to a file, while no other host appends to it, and makes that visible to other hosts. Returns position
+    /// and length: the bytes are in the backing, as far as the file stays within `size_max`. EFBIG: no byte fits.
     pub fn append_known(
         &self,
         handle: HandleId,
@@ -60,7 +61,8 @@ impl<B: Backing> Engine<B> {
         self.drainer.drain_and_wait(file)?;
         self.catch_up(handle.id)?;
         let appended = self.exclusive.with_exclusive_file(file, |target| {
-            // Others of this host may write behind the end at the same time.
+            // Other programs of this host may write beyond the end at the same time, so the end is read under
+            // exclusive use.
             let offset = self.intake.size_of(file)?;
             let room = size_max.saturating_sub(offset);
             let data = &data[..data.len().min(usize::try_from(room).unwrap_or(usize::MAX))];

@@ -1,9 +1,10 @@
-//! How long a file is: what the backing has, or what is pending beyond its end.
+//! Length of a file, from the backing's file and the pending bytes beyond its end.
 
 use firn_backing::Attr;
 
-/// The length of a file that has pending bytes up to `pending_end`, 0 where it has none. `attr` is of the backing, asked
-/// for *after* `pending_end` was read: a drain between the two must not make the file look short.
+/// Returns the length of a file with pending bytes up to `pending_end`, which is 0 if it has none. The caller reads
+/// `attr` from the backing *after* `pending_end`. In the other order a drain between the two could make the file look
+/// too short.
 pub(crate) fn whole_size(attr: &Attr, pending_end: u64) -> u64 {
     attr.size.max(pending_end)
 }

@@ -1,9 +1,9 @@
-//! An ordered map whose first entry takes no memory of its own.
+//! Ordered map that stores its first entry without allocating memory.
 //!
-//! Most files have one extent of one piece. A `BTreeMap` takes half a kibibyte for its first entry.
+//! Most files have one extent of one piece, and a `BTreeMap` takes half a kibibyte for its first entry.
 //!
 //! Invariants
-//! * `Many` holds two entries or more.
+//! * `Many` has two entries or more.
 //! * Lookup is O(log n).
 
 use std::collections::BTreeMap;
@@ -11,7 +11,9 @@ use std::collections::BTreeMap;
 /// The map.
 #[derive(Clone, Debug)]
 pub(crate) enum SmallMap<K, V> {
+    /// No entry or one.
     Few(Option<(K, V)>),
+    /// Two entries or more.
     Many(BTreeMap<K, V>),
 }
 
@@ -73,7 +75,7 @@ impl<K: Ord, V> SmallMap<K, V> {
         }
     }
 
-    /// The entry with the largest key up to `key`.
+    /// Returns the entry with the largest key that is at most `key`.
     pub(crate) fn at_or_before(&self, key: &K) -> Option<(&K, &V)> {
         match self {
             Self::Few(entry) => entry
@@ -84,7 +86,7 @@ impl<K: Ord, V> SmallMap<K, V> {
         }
     }
 
-    /// The entry with the largest key below `key`.
+    /// Returns the entry with the largest key below `key`.
     pub(crate) fn before_mut(&mut self, key: &K) -> Option<(&K, &mut V)> {
         match self {
             Self::Few(entry) => entry
@@ -102,7 +104,7 @@ impl<K: Ord, V> SmallMap<K, V> {
         }
     }
 
-    /// Entries from `key` on, in order.
+    /// Returns the entries from `key` on, in order.
     pub(crate) fn from(&self, key: K) -> impl Iterator<Item = (&K, &V)> {
         let (one, many) = match self {
             Self::Few(entry) => (entry.as_ref().filter(|(k, _)| *k >= key), None),
@@ -113,7 +115,7 @@ impl<K: Ord, V> SmallMap<K, V> {
             .chain(many.into_iter().flatten())
     }
 
-    /// All entries, in order.
+    /// Returns all entries in order.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (&K, &V)> {
         let (one, many) = match self {
             Self::Few(entry) => (entry.as_ref(), None),

@@ -1,10 +1,11 @@
-//! Room in the arena: the writers that wait for it, and how it is made.
+//! Space in the arena: the writers that wait for it, and what can be freed for them.
 //!
 //! Promises
-//! * A writer that waits is called back once there may be room, or once nothing can make any.
+//! * A waiting writer is called back when there may be space, or when nothing can make any.
 //! * No callback is called with a lock held.
 //!
-//! Invariant: `waiting` is the number of callbacks that were taken and not called, or more for an instant.
+//! Invariant: `waiting` is the number of callbacks that were added and not yet taken. It may be larger for an
+//! instant.
 
 mod reclaim;
 
@@ -28,10 +29,13 @@ use crate::settle::Settle;
 use crate::spill::Spill;
 use crate::tree::NameTree;
 
-/// What the engine knows of room in the arena. Each part has a lock of its own, and no two are taken together.
+/// State of waiting writers and of what can be freed. Each part has a lock of its own, and no two are taken together.
 pub(crate) struct Space<B: Backing> {
+    /// Writers that wait for space.
     pub waiters: SpaceWaiters,
+    /// Leases of closed handles.
     pub parked: ParkedLeases,
+    /// Files with cached bytes.
     pub evictable: EvictionQueue<File<B>>,
 }
 
@@ -46,7 +50,7 @@ impl<B: Backing> Default for Space<B> {
 }
 
 impl<B: Backing> Space<B> {
-    /// Whether a writer would find room; if so, the waiting writers are called back soon.
+    /// Whether a writer would find space. If so, waiting writers are called back soon.
     pub(crate) fn note_room(&self, arena: &Arena) -> bool {
         let room = arena.has_room(Class::Small);
         if room {
@@ -56,7 +60,7 @@ impl<B: Backing> Space<B> {
     }
 }
 
-/// Makes room in the arena: reclaims, evicts and spills.
+/// Makes space in the arena: reclaims, evicts and spills.
 pub struct Room<B: Backing> {
     pub(crate) base: Arc<Base<B>>,
     pub(crate) tree: Arc<NameTree<B>>,
@@ -85,14 +89,17 @@ impl<B: Backing> Room<B> {
     }
 }
 
-/// The lease of a handle.
+/// The lock of a handle's lease.
 pub(crate) type Slot<'a> = MutexGuard<'a, Option<Lease>>;
 
-/// Writers that wait for room, and whether some became free since they were last called back.
+/// Writers that wait for space, and whether some was freed since they were last called back.
 #[derive(Default)]
 pub(crate) struct SpaceWaiters {
+    /// Callbacks of the waiting writers.
     callbacks: Mutex<Vec<Done>>,
+    /// Number of these callbacks, which is read without their lock.
     waiting: AtomicU64,
+    /// Whether space was freed since the last call of [`SpaceWaiters::take_freed`].
     freed: Arc<AtomicBool>,
 }
 
@@ -102,7 +109,7 @@ impl SpaceWaiters {
         self.callbacks.lock().push(callback);
     }
 
-    /// Takes all of them; the caller calls each, with no lock held.
+    /// Takes all callbacks. The caller calls each, with no lock held.
     pub(crate) fn take_all(&self) -> Vec<Done> {
         let callbacks = std::mem::take(&mut *self.callbacks.lock());
         self.waiting
@@ -114,17 +121,17 @@ impl SpaceWaiters {
         self.callbacks.lock().is_empty()
     }
 
-    /// How many wait.
+    /// Returns the number of waiting writers.
     pub(crate) fn count(&self) -> u64 {
         self.waiting.load(Ordering::Relaxed)
     }
 
-    /// Notes that room became free.
+    /// Notes that space was freed.
     pub(crate) fn note_freed(&self) {
         self.freed.store(true, Ordering::Release);
     }
 
-    /// To be called by the arena when room becomes free; takes no lock.
+    /// Returns the callback by which the arena notes that space was freed. It takes no lock.
     pub(crate) fn freed_callback(&self) -> impl Fn() + Send + Sync + 'static {
         let freed = Arc::clone(&self.freed);
         move || freed.store(true, Ordering::Release)
@@ -134,25 +141,25 @@ impl SpaceWaiters {
         self.freed.load(Ordering::Acquire)
     }
 
-    /// Whether room became free since the last call.
+    /// Whether space was freed since the last call.
     pub(crate) fn take_freed(&self) -> bool {
         self.freed.swap(false, Ordering::AcqRel)
     }
 }
 
-/// Leases of closed handles, each with room for more small files.
+/// Leases of closed handles, which have space for more small files.
 #[derive(Default)]
 pub(crate) struct ParkedLeases {
     leases: Mutex<Vec<Lease>>,
 }
 
 impl ParkedLeases {
-    /// More would keep too many chunks from being freed.
+    /// Most parked leases. More of them would keep too many chunks from being freed.
     const MAX: usize = 8;
-    /// A lease with less room is not worth keeping.
+    /// Fewest free bytes of a lease that is worth parking.
     const FREE_BYTES_MIN: u32 = 4096;
 
-    /// Keeps a small slab with room for the next small file; seals any other.
+    /// Parks a lease of a small slab with enough free bytes for the next small file. Seals any other lease.
     pub(crate) fn park(&self, arena: &Arena, lease: Lease) {
         let mut leases = self.leases.lock();
         let is_useful = lease.class() == Class::Small && lease.free_bytes() >= Self::FREE_BYTES_MIN;
@@ -164,13 +171,14 @@ impl ParkedLeases {
         arena.seal_slab(lease);
     }
 
-    /// A parked lease whose memory is near the caller's CPU.
+    /// Takes a parked lease whose memory is near the caller's CPU.
     pub(crate) fn take_near(&self, arena: &Arena) -> Option<Lease> {
         let mut leases = self.leases.lock();
         let index = leases.iter().rposition(|lease| arena.is_near(lease))?;
         Some(leases.swap_remove(index))
     }
 
+    /// Seals all parked leases, so that their slabs can be freed or moved.
     pub(crate) fn seal_all(&self, arena: &Arena) {
         let leases = std::mem::take(&mut *self.leases.lock());
         for lease in leases {
@@ -179,7 +187,7 @@ impl ParkedLeases {
     }
 }
 
-/// Files with drained bytes that are still in the arena, the first drained first. Each is there once.
+/// Files with cached bytes, in the order in which they were drained. Each is there once.
 pub(crate) struct EvictionQueue<T> {
     files: Mutex<VecDeque<Weak<T>>>,
 }
@@ -205,7 +213,7 @@ impl<T> EvictionQueue<T> {
         self.files.lock().len()
     }
 
-    /// The first file that still is; those that are gone are dropped.
+    /// Takes the first file that still exists.
     pub(crate) fn pop(&self) -> Option<Arc<T>> {
         let mut files = self.files.lock();
         while let Some(file) = files.pop_front() {

@@ -1,9 +1,10 @@
-//! Memory is short: the oldest sealed chunks go to the spill file.
+//! Spilling: when memory is short, the oldest sealed chunks move to the spill file on a local disk.
 //!
-//! A thread of the drain calls [`Room::spill_step`](crate::Room::spill_step) until it is idle. Chunks move from when
-//! more than the upper threshold of memory is in use until no more than the lower one is, so that the device gets work
-//! in long runs. When the device fails, the chunks stay in memory, the status says so, and it is tried again with
-//! growing waits; a writer that waits for room then fares as without a spill file.
+//! A thread of the drain calls [`Room::spill_step`](crate::Room::spill_step) until it is idle. Moving begins above
+//! the upper threshold of memory in use and ends at the lower one, so that the disk gets long runs.
+//!
+//! If the disk fails, the chunks stay in memory, the status says so, and it is tried again with growing waits.
+//! Meanwhile a writer that waits for space is treated as without a spill file.
 
 mod step;
 
@@ -14,14 +15,14 @@ use firn_backing::lock::{Mutex, RwLock};
 
 use crate::retry::RETRY;
 
-/// What a call of [`Room::spill_step`](crate::Room::spill_step) did.
+/// Result of a call of [`Room::spill_step`](crate::Room::spill_step).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SpillStep {
-    /// A chunk moved, or there is another to try: call again.
+    /// A chunk moved, or another one can be tried. Call again.
     More,
-    /// Nothing now; look again after `retry`, or when woken.
+    /// There is nothing to do before `retry`, or before the thread is woken.
     Idle {
-        /// Time until a failed device is tried again.
+        /// Time until a failed disk is tried again.
         retry: Option<Duration>,
     },
 }
@@ -30,26 +31,30 @@ impl SpillStep {
     const IDLE: Self = Self::Idle { retry: None };
 }
 
-/// Called when there may be something to spill.
+/// Callback for the case that there may be something to spill.
 pub(crate) type Waker = Arc<dyn Fn() + Send + Sync>;
 
-/// When chunks move, and how that went.
+/// Whether chunks are to move, and the last failure.
 #[derive(Default)]
 pub(crate) struct Spill {
     state: Mutex<SpillState>,
     waker: RwLock<Option<Waker>>,
 }
 
+/// What the lock of [`Spill`] protects.
 #[derive(Default)]
 struct SpillState {
-    /// Above the upper threshold, and not yet below the lower one.
+    /// Whether chunks move: the upper threshold was exceeded, and the lower one is not reached yet.
     active: bool,
+    /// The failure of the last try, if it failed.
     failure: Option<SpillFailure>,
 }
 
+/// A failure of the disk.
 struct SpillFailure {
-    /// How often in a row.
+    /// Number of failures in a row.
     count: u32,
+    /// Time of the next try.
     retry_at: Instant,
 }
 
@@ -69,7 +74,8 @@ impl Spill {
         self.state.lock().failure.is_some()
     }
 
-    /// Whether a chunk is to move now, with `used` slots of memory in use; else what to do instead.
+    /// Checks whether a chunk must move now, with `used` slots of memory in use. `upper` and `lower` are the
+    /// thresholds in slots. `Err` has the result to return instead.
     fn begin_step(&self, used: u32, upper: u32, lower: u32) -> Result<(), SpillStep> {
         let mut state = self.state.lock();
         state.active |= used > upper;
@@ -84,12 +90,12 @@ impl Spill {
         }
     }
 
-    /// The device works.
+    /// Records that a chunk moved, so that the disk works.
     fn note_success(&self) {
         self.state.lock().failure = None;
     }
 
-    /// The device failed: how often in a row, and the time until it is tried again.
+    /// Records a failure of the disk. Returns the number of failures in a row, and the time until the next try.
     fn note_failure(&self) -> (u32, Duration) {
         let mut state = self.state.lock();
         let count = state.failure.as_ref().map_or(0, |failure| failure.count) + 1;

@@ -1,4 +1,6 @@
-//! Waiting for durability levels: close, fsync, `firn wait`.
+//! close(2) and fsync(2): the calls that wait for a durability level of one file.
+//!
+//! A result is given by the callback `done`, which is called once, also at once if there is nothing to wait for.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -11,27 +13,28 @@ use crate::options::{ClosePolicy, FsyncPolicy};
 use crate::{Closing, Done, HandleId, InodeId, Result};
 
 impl<B: Backing> Engine<B> {
-    /// close(2) of one descriptor: `done` is called when the file is drained or a try to drain it
-    /// failed; at once where the policy is *held* or no name leads to the file.
+    /// close(2) of one descriptor. Calls `done` when the file is drained, or with the error when a try failed. It is
+    /// called at once if the policy is *held*, nothing is pending, or no name leads to the file.
     pub fn flush(&self, handle: HandleId, by: Closing, done: Done) {
         match self.open_files.handle(handle) {
             Err(errno) => done(Err(errno)),
             Ok(handle) => {
-                // The last close counts: a process that closes after others were killed has seen to the file. A killed
-                // process was noted, and answered, before: others may have closed the file since.
+                // The last close counts: a process that closes after others were killed has completed the file. The
+                // death of a process was recorded and answered earlier, and other processes may have closed the file
+                // since.
                 if by != Closing::Killed {
                     handle.killed.store(false, Ordering::Release);
                 }
                 let skip = {
                     let mut state = handle.file.lock();
-                    // Not at the release, which the kernel sends some time after close(2) returned: the
-                    // number may be another descriptor by then, and the client has not seen the close.
+                    // The grant ends here and not at the release, which the kernel sends some time after close(2)
+                    // returned. By then the number may be another descriptor, and the client has not seen the close.
                     self.intake.revoke_grant(&handle.file, &mut state);
                     let skip = self.base.options.close == ClosePolicy::Held
                         || state.unlinked
                         || state.pending.is_empty();
-                    // Every close is told as long as it is so: this one may be that of a child which only inherited the
-                    // descriptor and ignores the result.
+                    // Every close returns the error as long as there is one. This close may come from a child that
+                    // only inherited the descriptor and ignores the result.
                     skip.then(|| state.drain.failure().map(|failure| failure.errno))
                 };
                 match skip {
@@ -46,7 +49,7 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    /// Whether a close of this handle would have something to wait for, or to tell.
+    /// Whether a close of this handle has something to wait for, or an error to return.
     pub fn is_pending(&self, handle: HandleId) -> bool {
         self.open_files.handle(handle).is_ok_and(|handle| {
             let state = handle.file.lock();
@@ -54,7 +57,7 @@ impl<B: Backing> Engine<B> {
         })
     }
 
-    /// Counts how long a close waits for the backing from now on.
+    /// Wraps `done` to count how long a close waits for the backing from now on.
     fn time_close(&self, done: Done) -> Done {
         let base = Arc::clone(&self.base);
         let start = Instant::now();
@@ -66,14 +69,15 @@ impl<B: Backing> Engine<B> {
         })
     }
 
-    /// Notes that the process that closes a handle was killed: before it is answered, and before [`Engine::flush`].
+    /// Records that the process that closes a handle was killed. Called before that close is answered, and before
+    /// [`Engine::flush`].
     pub fn note_killed(&self, handle: HandleId) {
         if let Ok(handle) = self.open_files.handle(handle) {
             handle.killed.store(true, Ordering::Release);
         }
     }
 
-    /// This thread has opened a file.
+    /// Records which thread opened a file, on a backing that finishes files.
     pub fn note_opener(&self, handle: HandleId, thread: u32) {
         if self.base.backing.features().finishes_files
             && let Ok(handle) = self.open_files.handle(handle)
@@ -82,9 +86,9 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    /// Whether something is left to do for the file when this close(2) is over: if so, the answering thread calls
-    /// [`Engine::finish_file`] once [`Engine::flush`] is done. Nothing is as long as other writers have it open, or
-    /// where it is not closed by the process of the thread that opened it.
+    /// Whether the backing has work to do for the file after this close(2). If so, the answering thread calls
+    /// [`Engine::finish_file`] after [`Engine::flush`] is done. There is no such work while other writers have the
+    /// file open, or if another process than the opener's closes it.
     pub fn finishes_file(&self, handle: HandleId, is_opener: &dyn Fn(u32) -> bool) -> bool {
         if !self.base.backing.features().finishes_files
             || self.base.options.close == ClosePolicy::Held
@@ -98,21 +102,21 @@ impl<B: Backing> Engine<B> {
             return false;
         }
         let mut state = handle.file.lock();
-        // Two that close at the same time count both: the second one sees it.
+        // If two writers close at the same time, both are counted, so the second one gets true.
         if !handle.closing.swap(true, Ordering::AcqRel) {
             state.opens.begin_closing();
         }
         state.opens.are_writers_closing() && !state.unlinked
     }
 
-    /// Does that, as far as other hosts let it. May take as long as writing the file.
+    /// Lets the backing finish a file, as far as other hosts allow it. It may take as long as writing the file.
     pub fn finish_file(&self, handle: HandleId) -> Result<()> {
         let handle = self.open_files.handle(handle)?;
         let writer = self.open_files.writer(&handle.file)?;
         self.base.backing.note_use(&writer.file, FileUse::Finished)
     }
 
-    /// `done` is called when what the file has pending now is in the backing, or a try failed.
+    /// Calls `done` when what the file has pending now is in the backing, or with the error when a try failed.
     pub fn drained(&self, handle: HandleId, done: Done) {
         match self.open_files.handle(handle) {
             Err(errno) => done(Err(errno)),
@@ -120,8 +124,8 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    /// First half of fsync(2); the second is [`Engine::sync_file`], to be called off the drain
-    /// threads once `done` said `Ok`.
+    /// First half of fsync(2): drains the file. After `done` got `Ok`, the second half is [`Engine::sync_file`],
+    /// which must not run in a drain thread.
     pub fn fsync(&self, handle: HandleId, done: Done) {
         match self.base.options.fsync {
             FsyncPolicy::Durable => self.drained(handle, done),
@@ -138,12 +142,12 @@ impl<B: Backing> Engine<B> {
         }
     }
 
-    /// What fsync(2) means on this mount.
+    /// Returns what fsync(2) waits for on this mount.
     pub fn fsync_policy(&self) -> FsyncPolicy {
         self.base.options.fsync
     }
 
-    /// Syncs the backing file and, where it is new, its names. Does nothing where the policy is *held*.
+    /// Second half of fsync(2): syncs the backing file and its new names. Does nothing if the policy is *held*.
     pub fn sync_file(&self, handle: HandleId, data_only: bool) -> Result<()> {
         if self.base.options.fsync == FsyncPolicy::Held {
             return Ok(());
@@ -156,7 +160,7 @@ impl<B: Backing> Engine<B> {
         Ok(())
     }
 
-    /// fsync(2) of a directory.
+    /// fsync(2) of a directory: syncs its names, and the names that lead to it. Does nothing if the policy is *held*.
     pub fn sync_dir(&self, inode: InodeId) -> Result<()> {
         let inode = self.tree.inode(inode)?;
         if self.base.options.fsync == FsyncPolicy::Held {

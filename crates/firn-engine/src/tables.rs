@@ -1,11 +1,11 @@
-//! What is open or has pending data: files by the object they are, handles by their number.
+//! Tables of what is open or has bytes in the arena: files by their object, handles by their number.
 //!
 //! Invariants
-//! * One [`File`] for each object of the backing, however many names and handles it has.
+//! * There is one [`File`] for each object of the backing, whatever its number of names and handles.
 //! * A file that is in use ([`FileState::is_in_use`]) is in the table.
 //! * Numbers of handles are never used again.
 //!
-//! The table's lock is taken before a file's, never after it.
+//! The table's lock is taken before a file's lock, never after it.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use crate::file::{File, FileState, Route};
 use crate::names::{Inode, Key};
 use crate::{HandleId, OpenMode, Result};
 
-/// Files that are open or have pending data.
+/// Files that are open or have bytes in the arena, by identity of the object.
 pub(crate) struct FileTable<B: Backing> {
     files: Mutex<HashMap<Key, Arc<File<B>>>>,
 }
@@ -37,7 +37,7 @@ impl<B: Backing> FileTable<B> {
         self.files.lock().get(&inode.key).cloned()
     }
 
-    /// The file of an inode, made if need be, with `change` applied while it cannot be removed.
+    /// Returns the file of an inode, made if need be, with `change` applied while it cannot be removed.
     pub(crate) fn change(
         &self,
         inode: &Arc<Inode<B>>,
@@ -67,7 +67,7 @@ impl<B: Backing> FileTable<B> {
         self.files.lock().values().cloned().collect()
     }
 
-    /// The files whose lock is free and whose state `select` accepts.
+    /// Returns the files whose lock is free and whose state `select` accepts.
     pub(crate) fn idle(&self, select: impl Fn(&FileState<B>) -> bool) -> Vec<Arc<File<B>>> {
         let files = self.files.lock();
         let is_selected =
@@ -82,23 +82,24 @@ pub(crate) struct Handle<B: Backing> {
     pub file: Arc<File<B>>,
     pub readable: bool,
     pub writable: bool,
+    /// The slab that the handle's writes fill, if it has one.
     pub lease: Mutex<Option<Lease>>,
-    /// How the frontend serves it.
+    /// How the frontend serves the handle.
     pub mode: Mutex<OpenMode>,
-    /// Bytes written: decides the class of the next slab.
+    /// Bytes written through the handle, which decide the class of its next slab.
     pub written: AtomicU64,
-    /// The process that closed it last died of a signal.
+    /// Whether the process that closed it last was killed by a signal.
     pub killed: AtomicBool,
-    /// A descriptor of it was closed ([`Engine::finishes_file`](crate::Engine::finishes_file)).
+    /// Whether a descriptor of it was closed ([`Engine::finishes_file`](crate::Engine::finishes_file)).
     pub closing: AtomicBool,
-    /// The thread that opened it, on mounts that need it; 0 if it is not known.
+    /// Thread that opened it, on mounts that need it; 0 if it is not known.
     pub opener: AtomicU32,
-    /// Its process maps the file's memory file. Changes under the file's lock.
+    /// Whether its process maps the file's memory file. It is changed under the file's lock.
     pub is_mapped: AtomicBool,
 }
 
 impl<B: Backing> Handle<B> {
-    /// Its process maps the view of the file from here on; false: it did already.
+    /// Records that the process maps the view of the file. Returns false if it did already.
     pub(crate) fn note_mapped(&self, state: &mut FileState<B>) -> bool {
         let is_first = !self.is_mapped.swap(true, Ordering::AcqRel);
         if is_first {
@@ -107,7 +108,7 @@ impl<B: Backing> Handle<B> {
         is_first
     }
 
-    /// It is over, and so are the mappings of its process.
+    /// Records that the handle is released, which ends the mappings of its process.
     pub(crate) fn end_mapped(&self, state: &mut FileState<B>) {
         if self.is_mapped.swap(false, Ordering::AcqRel) {
             state.opens.uncount_mapped();
@@ -115,7 +116,7 @@ impl<B: Backing> Handle<B> {
     }
 }
 
-/// Open files and directories.
+/// Open files and directories, by the numbers of their handles.
 pub(crate) struct HandleTable<B: Backing> {
     files: RwLock<HashMap<HandleId, Arc<Handle<B>>>>,
     dirs: RwLock<HashMap<HandleId, Arc<B::Dir>>>,
@@ -153,7 +154,8 @@ impl<B: Backing> HandleTable<B> {
         self.files.read().values().cloned().collect()
     }
 
-    /// Seals the leases that no thread uses at this instant and `select` accepts: their slabs can be given back or moved.
+    /// Seals the leases that no thread uses at this instant and that `select` accepts. Their slabs can then be freed
+    /// or moved.
     pub(crate) fn seal_leases(&self, arena: &Arena, select: impl Fn(&Handle<B>, &Lease) -> bool) {
         for handle in self.all() {
             let Some(mut slot) = handle.lease.try_lock() else {
@@ -167,17 +169,17 @@ impl<B: Backing> HandleTable<B> {
         }
     }
 
-    /// How many files are open.
+    /// Returns the number of open files.
     pub(crate) fn len(&self) -> usize {
         self.files.read().len()
     }
 
-    /// Numbers that an earlier firnd gave are not given again.
+    /// Makes sure that no number of an earlier firnd is given again.
     pub(crate) fn begin_numbers(&self, base: u64) {
         self.last_id.fetch_max(base, Ordering::Relaxed);
     }
 
-    /// A directory that an earlier firnd opened under this number.
+    /// Inserts a directory under the number that an earlier firnd gave it.
     pub(crate) fn insert_dir_as(&self, id: HandleId, dir: B::Dir) {
         self.dirs.write().insert(id, Arc::new(dir));
     }
@@ -192,7 +194,7 @@ impl<B: Backing> HandleTable<B> {
         self.dirs.read().get(&id).cloned().ok_or(Errno::BADF)
     }
 
-    /// Closes a directory, without the lock: the backing may be asked for it.
+    /// Closes a directory. The lock is released first, as the backing may be called.
     pub(crate) fn remove_dir(&self, id: HandleId) {
         let closed = self.dirs.write().remove(&id);
         drop(closed);

@@ -1,6 +1,7 @@
-//! Names and the objects that they lead to: inodes, paths below the mount, and claims on paths.
+//! The tree of names: inodes, their objects in the backing, paths below the mount, and claims on paths.
 //!
-//! Only names and the backing are asked here; open files and pending data are above ([`Namespace`](crate::Namespace)).
+//! This part uses only names and the backing. Open files and pending data belong to parts above it
+//! ([`Namespace`](crate::Namespace)).
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
@@ -16,14 +17,14 @@ use crate::names::{Fingerprint, Inode, Names};
 use crate::size::whole_size;
 use crate::{Cached, InodeId, Result};
 
-/// The extended attribute that has the capabilities of a file.
+/// The extended attribute with the capabilities of a file.
 pub(crate) const CAPABILITIES: &str = "security.capability";
 
-/// The inodes that are known, and their paths.
+/// The known inodes and their paths.
 pub struct NameTree<B: Backing> {
     pub(crate) base: Arc<Base<B>>,
     pub(crate) names: Names<B>,
-    /// Paths that are told to the journal stay while they are, and renames change them.
+    /// Claims on paths: a path stays while it is written to the journal, and a rename changes it.
     pub(crate) paths: PathClaims,
 }
 
@@ -36,7 +37,7 @@ impl<B: Backing> NameTree<B> {
         }
     }
 
-    /// Path of an inode, or of a name in it, for messages; `(inode N)` if unknown.
+    /// Returns a path of an inode, or of a name in it, for messages; `(inode N)` if the inode is not known.
     pub fn shown_path(&self, inode: InodeId, name: Option<&std::ffi::OsStr>) -> String {
         let mut path = match self.names.get(inode) {
             Some(inode) => inode.paths().into_iter().next().unwrap_or_default(),
@@ -51,53 +52,54 @@ impl<B: Backing> NameTree<B> {
         quoted(&path)
     }
 
-    /// A path of an inode below the mount; `None` where no name of it is known.
+    /// Returns a path of an inode below the mount, or `None` if no name of it is known.
     pub fn path_of(&self, id: InodeId) -> Option<Vec<u8>> {
         self.names.get(id)?.paths().into_iter().next()
     }
 
-    /// Whether a name is known to lead to something that is no directory. Asks the backing for nothing.
+    /// Whether a known name leads to something other than a directory. Makes no call of the backing.
     pub fn leads_to_file(&self, parent: InodeId, name: &OsStr) -> bool {
         let child = self.names.child(parent, name);
         child.is_some_and(|inode| inode.kind != Kind::Dir)
     }
 
+    /// Returns the inode of a number. ESTALE: the kernel's number is not known.
     pub(crate) fn inode(&self, id: InodeId) -> Result<Arc<Inode<B>>> {
         self.names.get(id).ok_or(Errno::STALE)
     }
 
-    /// The object of an inode in the backing.
+    /// Returns the object of an inode in the backing. ESTALE: no known name leads to it any more.
     pub(crate) fn object(&self, inode: &Inode<B>) -> Result<B::Inode> {
         self.names.object(&self.base.backing, inode)
     }
 
-    /// The object of an inode by its number.
+    /// Returns the object of an inode by its number.
     pub fn object_of(&self, id: InodeId) -> Result<B::Inode> {
         self.object(&*self.inode(id)?)
     }
 
-    /// What the backing shows of a file's content now.
+    /// Returns the present fingerprint of a file's content in the backing.
     pub(crate) fn fingerprint(&self, inode: &Inode<B>) -> Result<Fingerprint> {
         Ok(self.covered_by_sync(inode)?.0)
     }
 
-    /// What a sync that begins now covers: the fingerprint, and how many bytes the file has.
+    /// Returns what a sync that begins now covers: the fingerprint, and the bytes of the file.
     pub(crate) fn covered_by_sync(&self, inode: &Inode<B>) -> Result<(Fingerprint, u64)> {
         let attr = self.base.backing.attr(&self.object(inode)?)?;
         Ok((Fingerprint::of(&attr), attr.size))
     }
 
-    /// Length of a file whose pending bytes end at `pending_end`.
+    /// Returns the length of a file whose pending bytes end at `pending_end`.
     pub(crate) fn size_beside(&self, inode: &Inode<B>, pending_end: u64) -> Result<u64> {
         let attr = self.base.backing.attr(&self.object(inode)?)?;
         Ok(whole_size(&attr, pending_end))
     }
 
-    /// The inode of a path below the mount.
+    /// Returns the inode of a path below the mount, looked up in the backing.
     pub(crate) fn find(&self, path: &[u8]) -> Result<Arc<Inode<B>>> {
         let mut inode = Arc::clone(self.names.root());
         for name in path.split(|b| *b == b'/').filter(|name| !name.is_empty()) {
-            // The kernel resolves these; in a path that comes another way they may lead out of the backing.
+            // The kernel resolves these names itself. In a path from elsewhere they could lead out of the backing.
             if matches!(name, b"." | b"..") {
                 return Err(Errno::NOENT);
             }
@@ -112,24 +114,24 @@ impl<B: Backing> NameTree<B> {
         Ok(self.names.register(object, &attr, dir, name, 0))
     }
 
-    /// The object of a path below the mount.
+    /// Returns the object of a path below the mount.
     pub fn object_at(&self, path: &[u8]) -> Result<B::Inode> {
         self.object(&*self.find(path)?)
     }
 
-    /// What the kernel may have cached of the attributes and names of the object at a path.
+    /// Returns what the kernel may have cached of the object at a path, or `None` if there is no object.
     pub fn cached_at(&self, path: &[u8]) -> Option<Cached> {
         self.find(path).ok().map(|inode| Cached::Inode(inode.id))
     }
 
-    /// Holds up renames of `path` and of the directories above it, until the guard is dropped.
+    /// Keeps `path` and the directories above it from being renamed until the guard is dropped.
     pub fn hold_path(&self, path: &[u8]) -> impl Drop + '_ {
         let path = path.to_vec();
         self.paths.stay(move || vec![path.clone()])
     }
 
-    /// Whether an inode is at or below `path`, as far as its names tell. One without a name may have been anywhere, and so
-    /// may one that is not known any more. Asks the backing for nothing.
+    /// Whether an inode may be at or below `path`. An unknown inode, or one without a name, may be anywhere. Makes no
+    /// call of the backing.
     pub fn may_be_at(&self, inode: InodeId, path: &[u8]) -> bool {
         if path.is_empty() {
             return true;
@@ -141,6 +143,7 @@ impl<B: Backing> NameTree<B> {
         paths.is_empty() || paths.iter().any(|known| is_below(known, path))
     }
 
+    /// Whether a name leads to this inode in the backing.
     pub(crate) fn leads_to(&self, parent: &Arc<Inode<B>>, name: &OsStr, inode: &Inode<B>) -> bool {
         let found = self
             .object(parent)
@@ -148,7 +151,7 @@ impl<B: Backing> NameTree<B> {
         found.is_ok_and(|(_, attr)| inode.is(&attr))
     }
 
-    /// Whether recovery could not find the file again: it has names, and none that is known here.
+    /// Whether recovery could not find the file again: it has names in the backing, and none of them is known here.
     pub(crate) fn is_nameless(&self, file: &File<B>) -> Result<bool> {
         let unbound = {
             let state = file.lock();
@@ -159,7 +162,7 @@ impl<B: Backing> NameTree<B> {
             && self.base.backing.attr(&self.object(&file.inode)?)?.nlink > 0)
     }
 
-    /// As the kernel asks it: any error of the backing means that there are none.
+    /// Whether a file has capabilities. As in the kernel, any error of the backing means that it has none.
     pub(crate) fn has_capabilities(&self, object: &B::Inode) -> bool {
         self.base
             .backing

@@ -1,4 +1,5 @@
-//! Changes of a file's length, and others that need the backing file for themselves.
+//! fallocate(2), lseek(2) for holes, and copy_file_range(2): calls that the backing carries out, after the file was
+//! drained.
 
 use firn_backing::{Backing, Errno, Seek};
 
@@ -6,8 +7,8 @@ use crate::engine::Engine;
 use crate::{HandleId, Result};
 
 impl<B: Backing> Engine<B> {
-    /// fallocate(2); drains the file first, also where no contents change: whether its time does is the
-    /// backing's to say, and a drain after it would put back the time of the last write.
+    /// fallocate(2). Drains the file first, even if its contents stay the same: the backing decides about the file's
+    /// time, and a later drain would set the time of the last write.
     pub fn allocate(&self, handle: HandleId, mode: i32, offset: u64, len: u64) -> Result<()> {
         let handle = self.open_files.handle(handle)?;
         if !handle.writable {
@@ -20,7 +21,7 @@ impl<B: Backing> Engine<B> {
         })
     }
 
-    /// lseek(2) with `SEEK_DATA` or `SEEK_HOLE`; drains the file first.
+    /// lseek(2) with `SEEK_DATA` or `SEEK_HOLE`, answered by the backing. Drains the file first.
     pub fn seek(&self, handle: HandleId, offset: u64, what: Seek) -> Result<u64> {
         let handle = self.open_files.handle(handle)?;
         self.drainer.drain_and_wait(&handle.file)?;
@@ -28,7 +29,7 @@ impl<B: Backing> Engine<B> {
         self.base.backing.seek(&source.file, offset, what)
     }
 
-    /// copy_file_range(2) between files of the mount; drains both first.
+    /// copy_file_range(2) between files of the mount. Drains both first. Returns the bytes copied.
     pub fn copy_range(
         &self,
         from: HandleId,
@@ -54,7 +55,7 @@ impl<B: Backing> Engine<B> {
         })
     }
 
-    /// Whether the file has pending bytes, so that those calls would wait for a drain.
+    /// Whether the file has pending bytes, so that these calls would wait for a drain.
     pub fn needs_drain(&self, handle: HandleId) -> bool {
         self.open_files.handle(handle).is_ok_and(|h| {
             let mut state = h.file.lock();

@@ -1,13 +1,13 @@
-//! Memory files that the kernel, or a mapping of a process, reads while the file is open.
+//! Views: memory files that the kernel, or a mapping of a process, reads while the file is open.
 //!
-//! Neither can be told to read elsewhere. So the memory file is the file's *view* until the last such handle is released:
-//! each change of the file is stored in the view too, under the lock of the file and before the change is answered. Where
-//! the file's bytes still lie in the view, they are stored where they are. Where newer bytes lie elsewhere, no extent is left
-//! that uses the older ones of the view.
+//! Such a reader cannot be sent elsewhere. So the memory file stays the file's *view* until the last such handle is
+//! released: each change of the file is stored in the view too, under the lock of the file and before the change is
+//! answered. Where the file's bytes still lie in the view, the change overwrites them. Where newer bytes lie
+//! elsewhere, no extent uses the older ones of the view any more.
 //!
 //! Promises
 //! * A reader of the view sees each write(2), truncation and removal of bytes that returned before.
-//! * The view is never shorter than what an extent of the file has in it: firnd maps it.
+//! * The view is never shorter than the extents of the file in it need, as firnd maps it.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -24,14 +24,14 @@ use crate::{HandleId, OpenMode, Result, Written};
 
 /// Bytes that are stored at once.
 const PART_BYTES: usize = 1 << 20;
-/// Bytes that are compared at once: few, so that writers seldom come between.
+/// Bytes that are compared at once. They are few, so that a write seldom comes in between.
 const COMPARED_BYTES: usize = 64 << 10;
-/// Bytes that are compared while no drain is under way.
+/// Bytes that are compared in one exclusive use, during which no drain is under way.
 const WINDOW_BYTES: u64 = 8 << 20;
 
 impl<B: Backing> FileState<B> {
-    /// Whether drained bytes may stay in the arena. Not while a program may store to a mapping: what it stores where they
-    /// lie would be in the cache and never in the backing.
+    /// Whether drained bytes may stay in the arena. They may not while a program can store to a mapping of the memory
+    /// file: such a store would change the cache and never reach the backing.
     pub(crate) fn may_cache(&self) -> bool {
         !self.is_passed_through_memory() || !self.opens.has_writers()
     }
@@ -41,8 +41,8 @@ impl<B: Backing> FileState<B> {
         self.view.is_some() && self.opens.has_passthrough()
     }
 
-    /// Makes the memory file that has all `size` bytes of the file its view. Returns `None` if no memory file has all of them,
-    /// or if the file is written, passed through or listed: a list of chunks keeps its bytes, and a view shows changes.
+    /// Makes the memory file with all `size` bytes of the file its view. `None`: no memory file has all of them, or
+    /// the file is written, passed through or listed. A list of chunks keeps its bytes, but a view shows changes.
     pub(crate) fn begin_view(&mut self, arena: &Arena, size: u64) -> Option<Arc<MemoryFile>> {
         let is_used_otherwise = self.opens.has_passthrough()
             || self.opens.has_writers()
@@ -62,7 +62,7 @@ impl<B: Backing> FileState<B> {
         Some(memory)
     }
 
-    /// Lets go of the view once no handle is left by which it is read.
+    /// Ends the view if no handle is left that reads it.
     pub(crate) fn end_view(&mut self, arena: &Arena) {
         if self.opens.has_viewers() {
             return;
@@ -72,7 +72,7 @@ impl<B: Backing> FileState<B> {
         }
     }
 
-    /// No record of a piece reaches beyond a length that its memory file is about to get.
+    /// Shortens records of pieces that reach beyond the length `len` which their memory file is about to get.
     pub(crate) fn shorten_pieces(&self, arena: &Arena, memory: &Arc<MemoryFile>, len: u64) {
         for (_, extent) in self.pending.extents().iter() {
             let place = arena.memory_file_of(extent.piece.slab.chunk);
@@ -84,26 +84,27 @@ impl<B: Backing> FileState<B> {
         }
     }
 
-    /// Has memory for bytes that are about to be shown, so that showing them cannot fail for the lack of it.
+    /// Allocates memory for bytes that are about to be stored in the view, so that the store cannot fail for lack of
+    /// it.
     pub(crate) fn reserve_view(&self, offset: u64, len: u64) -> Result<()> {
         self.view
             .as_ref()
             .map_or(Ok(()), |view| view.reserve(offset, len))
     }
 
-    /// Stores bytes that were just taken in what the kernel reads.
+    /// Stores bytes that were just taken in the view.
     pub(crate) fn show(&self, offset: u64, data: &[u8]) {
         if let Some(view) = &self.view {
             warn_of(view.store(offset, data));
         }
     }
 
-    /// Makes what the kernel reads as long as the file is, of which nothing before a cut lies beyond.
+    /// Sets the length of the view. Bytes that a truncation removed do not come back beyond it.
     pub(crate) fn show_len(&self, arena: &Arena, len: u64) {
         let Some(view) = &self.view else { return };
         self.shorten_pieces(arena, view, len);
         warn_of(view.set_len(len));
-        // Written while the cut was under way.
+        // These bytes were written while the truncation was under way.
         for (offset, extent) in self.pending.extents().within(len..u64::MAX) {
             let mut bytes = vec![0; extent.len as usize];
             let copied = arena.copy_out(extent.piece.slab, extent.position, &mut bytes);
@@ -118,7 +119,7 @@ fn warn_of(result: std::result::Result<(), Errno>) {
     }
 }
 
-/// Stores all that a file has in what the kernel reads, after a change that told of no bytes.
+/// Stores all bytes of a file in its view, after a change whose bytes are not known here.
 pub(crate) fn refresh_view<B: Backing>(
     intake: &Arc<Intake<B>>,
     open_files: &Arc<OpenFiles<B>>,
@@ -133,6 +134,7 @@ pub(crate) fn refresh_view<B: Backing>(
     }
 }
 
+/// Copies the file into the view part by part. A part is read again if the file changed meanwhile.
 fn refresh<B: Backing>(
     reads: &Reads<B>,
     file: &Arc<File<B>>,
@@ -159,7 +161,7 @@ fn refresh<B: Backing>(
 }
 
 impl<B: Backing> OpenFiles<B> {
-    /// A descriptor of the memory file that a handle is read from, for the kernel.
+    /// Returns a descriptor of the memory file that a handle is read from, for the kernel.
     pub fn memory_fd(&self, handle: HandleId) -> Option<std::os::fd::OwnedFd> {
         let handle = self.handle(handle).ok()?;
         let state = handle.file.lock();
@@ -167,8 +169,8 @@ impl<B: Backing> OpenFiles<B> {
         rustix::io::fcntl_dupfd_cloexec(view.file(), 0).ok()
     }
 
-    /// Whether programs may have stored to a mapping of this handle's file what only the memory file has. A shared mapping
-    /// that can be stored to is of a descriptor that reads and writes.
+    /// Whether programs may have stored bytes to a mapping that only the memory file has. A shared mapping that
+    /// allows stores needs a descriptor that reads and writes.
     pub fn may_have_stores(&self, handle: HandleId) -> bool {
         self.handle(handle).is_ok_and(|handle| {
             handle.readable && handle.writable && *handle.mode.lock() == OpenMode::Memory
@@ -176,15 +178,15 @@ impl<B: Backing> OpenFiles<B> {
     }
 }
 
-/// Bytes that programs stored to a mapping.
+/// Bytes that a program stored to a mapping, and their file offset.
 struct Store {
     offset: u64,
     bytes: Vec<u8>,
 }
 
 impl<B: Backing> Engine<B> {
-    /// Takes what programs stored to a shared mapping of a file that the kernel reads from a memory file as written. To be
-    /// called when a handle that may write is closed or synced.
+    /// Finds what programs stored to a shared mapping of a view, and takes it as written. Called when a handle that
+    /// may write is closed or synced.
     pub fn take_stores(&self, handle: HandleId) -> Result<()> {
         let file = Arc::clone(&self.open_files.handle(handle)?.file);
         let view = file.lock().view.clone();
@@ -203,8 +205,9 @@ impl<B: Backing> Engine<B> {
         Ok(())
     }
 
-    /// Where the memory file differs from the file. No drain is under way meanwhile: one that has read a page before a store to
-    /// it would make the page clean after this has looked, and what lies in the memory file itself does not differ.
+    /// Returns where the memory file differs from the file. No drain is under way meanwhile. A drain could read a
+    /// page before a store to it, and make the page clean after this comparison; bytes that lie in the view itself do
+    /// not differ.
     fn find_stores(
         &self,
         file: &Arc<File<B>>,
@@ -225,6 +228,7 @@ impl<B: Backing> Engine<B> {
         found
     }
 
+    /// Writes one store to the file, and waits for space if the arena is full.
     fn take_store(&self, handle: HandleId, store: &Store) -> Result<()> {
         let mut done = 0;
         while done < store.bytes.len() {
@@ -238,7 +242,8 @@ impl<B: Backing> Engine<B> {
     }
 }
 
-/// Compares a range, again where a write(2) came between: what differs then may be what that has changed.
+/// Compares a range and adds the differing bytes. It compares again if a write(2) came in between, as that could be
+/// the difference.
 fn add_stores<B: Backing>(
     reads: &Reads<B>,
     file: &Arc<File<B>>,
@@ -265,7 +270,8 @@ fn add_stores<B: Backing>(
     }
 }
 
-/// The runs of bytes in which two pieces of the same length differ. No byte more: others may write those meanwhile.
+/// Returns the runs of bytes in which two slices of the same length differ. They contain no equal byte, as others may
+/// write those meanwhile.
 fn differing_runs(one: &[u8], other: &[u8]) -> Vec<Range<usize>> {
     let mut runs: Vec<Range<usize>> = Vec::new();
     if one == other {

@@ -1,4 +1,7 @@
-//! Writes: into a leased slab, published, drained later.
+//! Writes: bytes are copied into a leased slab, published there, and drained later.
+//!
+//! A write has two steps. [`Writes::begin_write`] does what may need the backing; `append` needs only the arena. A
+//! piece counts after one store publishes it, so a crash leaves all of a piece or none.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -21,16 +24,15 @@ use crate::tables::Handle;
 use crate::tree::NameTree;
 use crate::{HandleId, Principal, Result};
 
-/// Ends of files beyond this ask the backing at once whether it can hold such a file, so that EFBIG
-/// comes from write(2) and not from a drain that can never succeed. Below it every file system that
-/// Firn is used with agrees.
+/// File length above which the backing is asked at once whether it can have such a file. EFBIG then comes from
+/// write(2) and not from a drain that can never succeed. Below it every supported file system agrees.
 const SIZE_ASKED_ABOVE: u64 = 1 << 40;
 
 /// Result of the steps before the append.
 pub(crate) enum WriteStart {
-    /// Number of bytes that are written; nothing is left to append.
+    /// Number of bytes that are written. Nothing is left to append.
     Done(usize),
-    /// All bytes have to be appended, under this file id if it is still valid then.
+    /// All bytes must be appended, under this file id if it is still valid then.
     Append(Option<FileId>),
 }
 
@@ -62,8 +64,11 @@ impl<B: Backing> Writes<B> {
         }
     }
 
-    /// What comes before the bytes are appended: the error of a drain, the loss of privileges, a write that needs no
-    /// room. The usual append, to a file without privileges that has a file id, takes the file's lock once here.
+    /// Does what comes before the append: returns the error of a drain, takes privileges, and makes a write that
+    /// needs no space. An append to a file without privileges that has a file id takes the file's lock here only
+    /// once.
+    ///
+    /// EINTR: the process was killed while the backing was asked, and nothing was written.
     pub(crate) fn begin_write(
         &self,
         file: &Arc<File<B>>,
@@ -90,11 +95,12 @@ impl<B: Backing> Writes<B> {
             self.ask_size(file, end)?;
         }
         let is_nameless = self.tree.is_nameless(file)?;
-        // The backing was asked, which may have hung: bytes of a process that was killed meanwhile must not come after
-        // those that another one wrote since.
+        // The calls of the backing may have taken long. Bytes of a process that was killed meanwhile must not come
+        // after those that another process wrote since.
         if by.is_some_and(Principal::has_left) {
             return Err(Errno::INTR);
         }
+        // Recovery could not find this file again, so its bytes go to the backing at once.
         if is_nameless {
             return self.write_through(file, offset, data).map(WriteStart::Done);
         }
@@ -115,8 +121,8 @@ impl<B: Backing> Writes<B> {
         }
     }
 
-    /// Whether a write up to `end` asks the backing or waits for another thread before its bytes are taken. Other waits
-    /// of [`Engine::write`](crate::Engine::write) are short.
+    /// Whether a write up to `end` calls the backing or waits for another thread before its bytes are taken. All
+    /// other waits of [`Engine::write`](crate::Engine::write) are short.
     pub fn write_may_wait(&self, handle: HandleId, end: u64, by: Option<&dyn Principal>) -> bool {
         if end > SIZE_ASKED_ABOVE {
             return true;
@@ -137,9 +143,9 @@ impl<B: Backing> Writes<B> {
         !is_bound && (self.tree.paths.has_changes() || !handle.file.inode.has_names())
     }
 
-    /// Whether such a write changes the backing before its bytes are taken: the file loses privileges, is made longer
-    /// there, or takes the bytes only there. Asks the backing; only of a write of which
-    /// [`Writes::write_may_wait`] says so can it be.
+    /// Whether such a write changes the backing before its bytes are taken: it takes privileges, makes the file
+    /// longer there, or goes to the backing itself. Only needed if [`Writes::write_may_wait`] returns true. It calls
+    /// the backing.
     pub fn write_changes_backing(
         &self,
         handle: HandleId,
@@ -158,6 +164,7 @@ impl<B: Backing> Writes<B> {
         Ok(is_made_longer || self.tree.is_nameless(file)?)
     }
 
+    /// Writes to the backing itself, after a drain of what is pending. Returns the bytes written.
     fn write_through(&self, file: &Arc<File<B>>, offset: u64, data: &[u8]) -> Result<usize> {
         self.drainer.drain_and_wait(file)?;
         self.exclusive.with_exclusive_file(file, |target| {
@@ -167,8 +174,8 @@ impl<B: Backing> Writes<B> {
         })
     }
 
-    /// Overwrites pending bytes where they lie, if one extent holds all of them and no other reader uses it.
-    /// Bytes that are rewritten repeatedly then take no new room.
+    /// Overwrites pending bytes in place, if one extent has all of them and nothing else relies on them. Bytes that
+    /// are rewritten often then take no new space. Returns whether it was done.
     fn overwrite(
         &self,
         file: &File<B>,
@@ -206,8 +213,8 @@ impl<B: Backing> Writes<B> {
         changed
     }
 
-    /// Appends a first part of `data` to the handle's slab; returns its length, 0 where there is no room. `known_id`: of
-    /// the file, a moment ago.
+    /// Appends a first part of `data` to the handle's slab. Returns its length, or 0 if the arena or the journal has
+    /// no space. `known_id` is the file id as of a moment ago.
     pub(crate) fn append(
         &self,
         handle: &Handle<B>,
@@ -221,7 +228,7 @@ impl<B: Backing> Writes<B> {
             let Some(lease) = slot.as_mut() else {
                 match self.room.lease_for(handle, slot, data.len() as u64) {
                     Some(lease) if slot.is_none() => **slot = Some(lease),
-                    // Another write through the handle got one while the slot was not locked.
+                    // Another write through the handle got a lease while the slot was not locked.
                     Some(lease) => self.base.arena.seal_slab(lease),
                     None if slot.is_none() => return 0,
                     None => {}
@@ -253,7 +260,8 @@ impl<B: Backing> Writes<B> {
             let mut state = file.lock();
             self.intake.revoke_grant(file, &mut state);
             if state.pending.file_id() != Some(file_id) {
-                // Everything was drained meanwhile and the file id ended: the reserved room is used for the next one.
+                // Everything was drained meanwhile and the file id ended. The loop reserves again under the next file
+                // id.
                 continue;
             }
             if let Err(error) = state.reserve_view(offset, u64::from(reserved.len)) {
@@ -270,7 +278,7 @@ impl<B: Backing> Writes<B> {
         }
     }
 
-    /// Publishes bytes that lie in the slab, as a piece of their own or as more of the last one.
+    /// Publishes bytes that lie in the slab, as a new piece or as an extension of the last one.
     fn publish(
         &self,
         state: &mut FileState<B>,
@@ -285,7 +293,7 @@ impl<B: Backing> Writes<B> {
             lease.continues(file_id.get(), offset, reserved) && lease.last().is_some_and(is_tail);
         state.pending.touch();
         let modified = state.pending.recorded_ns();
-        // An extended piece keeps its sequence: no write came between, or it would not be the tail.
+        // An extended piece keeps its sequence. It is the tail, so no other write came in between.
         let (piece, sequence) = if extends {
             arena.extend_piece(lease, reserved.len, modified)
         } else {
@@ -302,6 +310,8 @@ impl<B: Backing> Writes<B> {
         }
     }
 
+    /// Makes the backing accept a file of `end` bytes, if it is longer now. EFBIG: the backing cannot have such a
+    /// file.
     fn ask_size(&self, file: &Arc<File<B>>, end: u64) -> Result<()> {
         let known = self.intake.size_of(file)?;
         if end > known {

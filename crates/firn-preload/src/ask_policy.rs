@@ -12,8 +12,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 const DIRECT_AFTER_BYTES: u64 = 64 << 10;
 /// A call counts as at least this many bytes, because each call through the kernel costs a trip to firnd.
 pub(crate) const CALL_BYTES_MIN: u64 = 8 << 10;
-/// In a process without a connection to firnd, this many bytes count as one. A connection takes 95 µs, and a write of
-/// 64 KiB through the kernel takes 9 to 12 µs longer than a direct one: eight such writes cost as much.
+/// Bytes of a call that count as one byte in a process without a connection to firnd. Making a connection takes 95 µs,
+/// and a write of 64 KiB through the kernel takes 9 to 12 µs longer than a direct one: eight such writes cost as much.
 const UNCONNECTED_DIVISOR: u64 = 8;
 static DIRECT_AFTER: AtomicU64 = AtomicU64::new(DIRECT_AFTER_BYTES);
 
@@ -38,8 +38,8 @@ const FULL_BYTES: u64 = 1 << 20;
 pub(crate) struct AskPolicy {
     /// Bytes left to move through the kernel before firnd is asked for the first time.
     small_bytes: u64,
-    /// Bytes of a call that count as one of `small_bytes`; 0 means the same as 1.
-    small_divisor: u64,
+    /// Whether the process had no connection to firnd at the open, so that the first request has to make one.
+    needs_connection: bool,
     /// Bytes left to move by the fallback before firnd is asked again.
     wait_bytes: u64,
     /// Bytes moved by direct access since the last grant.
@@ -52,18 +52,18 @@ impl AskPolicy {
     pub(crate) const fn new() -> Self {
         Self {
             small_bytes: 0,
-            small_divisor: 0,
+            needs_connection: false,
             wait_bytes: 0,
             direct_bytes: 0,
             refusals: 0,
         }
     }
 
-    /// Begins for a file that was just opened and may be too small for direct access. More bytes pay off a connection
-    /// that has to be made first.
+    /// Begins for a file that was just opened and may be too small for direct access. If the process is not connected
+    /// to firnd yet, more bytes are needed to pay off the connection.
     pub(crate) fn begin_small(&mut self, is_connected: bool) {
         self.small_bytes = DIRECT_AFTER.load(Ordering::Relaxed);
-        self.small_divisor = if is_connected { 1 } else { UNCONNECTED_DIVISOR };
+        self.needs_connection = !is_connected;
     }
 
     /// Whether few bytes were moved so far, so that calls still go through the kernel.
@@ -73,8 +73,14 @@ impl AskPolicy {
 
     /// Counts a call of `bytes`, and returns whether it belongs to the first calls, which go through the kernel.
     pub(crate) fn is_small(&mut self, bytes: u64) -> bool {
-        let counted_bytes = (bytes / self.small_divisor.max(1)).max(CALL_BYTES_MIN);
-        self.small_bytes = self.small_bytes.saturating_sub(counted_bytes);
+        let counted_bytes = if self.needs_connection {
+            bytes / UNCONNECTED_DIVISOR
+        } else {
+            bytes
+        };
+        self.small_bytes = self
+            .small_bytes
+            .saturating_sub(counted_bytes.max(CALL_BYTES_MIN));
         self.small_bytes > 0
     }
 

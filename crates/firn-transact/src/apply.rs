@@ -1,22 +1,22 @@
-//! Applying a change log, in either direction and as often as it takes.
+//! [`Apply`]: applies a change log to the backing, forward (redo) or backward (undo).
 //!
-//! This is the one executor of transactions. It applies commits (redo), restores earlier commits (undo), and puts back
-//! what a transaction in shadow mode changed (undo, of a log that [`crate::shadow`] makes of what is saved).
+//! All changes of transactions are applied here: commits (redo), restores of earlier commits (undo), and aborts in
+//! shadow mode (undo of a log that [`crate::shadow`] makes from the saved state).
 //!
-//! 1. Going back, files that become shorter are cut: what is written next may need the room.
-//! 2. Data of files that were there: cut, then the ranges that are written.
-//! 3. Names that objects lose: an object that gets another name waits in `away/`; one that an undo may need goes to the
-//!    place where it is kept.
-//! 4. Names that objects get, of directories before those in them.
-//! 5. Attributes, those of directories last.
-//! 6. Directories without a name are removed.
+//! Steps
+//! 1. In an undo, cut files that become shorter, because later writes may need the space.
+//! 2. Change the data of existing files: cut them, then write the ranges.
+//! 3. Remove names. An object that gets another name waits in `away/`; an object that an undo may need is kept.
+//! 4. Add names, of directories before the names in them.
+//! 5. Set attributes, those of directories last.
+//! 6. Remove directories without a name.
 //!
-//! Most commits change a few bytes in each of many files and leave their names alone. Such files depend on nothing, so
-//! step 2 writes several of them at a time, with their times.
+//! Files whose names do not change and that only get a few bytes depend on no other step. Step 2 writes several of them
+//! at a time and sets their times, because most commits consist of such files.
 //!
-//! Each step checks first whether it was done: a name is moved only while it leads to the object that the log names. An
-//! object is looked for under its names in the order in which it gets them. So a repeated attempt ends in the same tree,
-//! wherever the one before it stopped.
+//! Promise: an application can be repeated after a crash at any point, with the same result. Each step checks whether
+//! it is done already: a name is moved only while it leads to the object in the log, and an object is looked up under
+//! its names in the order in which it gets them.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::ffi::OsStr;
@@ -31,9 +31,9 @@ use crate::change_log::{
 use crate::copy::copy_with_holes;
 use crate::staging::{self, find, own, write_all};
 
-/// Files that are written at a time.
+/// Number of threads that write files at the same time.
 const THREADS: usize = 4;
-/// Fewer files than this are written by the calling thread: it costs less than to start others.
+/// The calling thread writes fewer files than this alone, because starting threads would cost more.
 const PARALLEL_MIN: usize = 64;
 
 /// What an entry requires in the direction in which its log is applied.
@@ -43,9 +43,9 @@ struct Step<'a> {
     part: &'a Part,
     leaves: &'a [Place],
     comes: &'a [Place],
-    /// Where the object waits for its first name.
+    /// Staged name of an object that has no name in the tree yet.
     staged_at: Option<&'a Staged>,
-    /// Where it goes with its last name, instead of being removed.
+    /// Staged name that the object gets instead of a removal when it loses its last name.
     kept_at: Option<&'a Staged>,
 }
 
@@ -72,7 +72,7 @@ impl<'a> Step<'a> {
         }
     }
 
-    /// Whether the log only writes bytes of its own into a file, which keeps its names, size and other attributes.
+    /// Returns whether the entry only writes bytes from the log into a file that keeps its names, size and attributes.
     fn only_writes_inline(&self) -> bool {
         let keeps_names = self.leaves.is_empty() && self.comes.is_empty();
         let is_staged = self.staged_at.is_some() || self.kept_at.is_some();
@@ -84,7 +84,7 @@ impl<'a> Step<'a> {
         keeps_names && writes_inline && !is_staged && !has_attributes && !self.entry.is_dir
     }
 
-    /// A new directory with one name.
+    /// Returns whether the entry makes a new directory with one name.
     fn is_new_dir(&self) -> bool {
         self.entry.is_dir && self.entry.new_at.is_some() && self.comes.len() == 1
     }
@@ -109,9 +109,9 @@ pub(crate) struct Apply<'a, B: Backing> {
     written: HashSet<u64>,
     /// See [`ChangeLog::shared`].
     shared: bool,
-    /// New directories that other hosts may make, too: they are made in place, not moved there.
+    /// New directories that other hosts may make as well. They are made in place and not moved there.
     made: BTreeSet<u64>,
-    /// Of a shared log: when the objects were last changed before this began.
+    /// For a shared log: modification times of the objects before the application began.
     mtimes: HashMap<u64, Time>,
 }
 
@@ -145,14 +145,14 @@ impl<'a, B: Backing> Apply<'a, B> {
         }
     }
 
-    /// Sets the object of a number, which then need not be looked for.
+    /// Sets the inode of an object number, so that it is not looked up.
     pub(crate) fn set_object(&mut self, number: u64, inode: B::Inode) {
         if number != 0 {
             self.known.insert(number, inode);
         }
     }
 
-    /// Sets where the staging directory `name` is, which is not below `new/`.
+    /// Sets the inode of the staging directory `name`, which is not below `new/`.
     pub(crate) fn set_staging_dir(&mut self, name: &str, inode: B::Inode) {
         self.staging_dirs.insert(name.to_owned(), inode);
     }
@@ -160,7 +160,7 @@ impl<'a, B: Backing> Apply<'a, B> {
     pub(crate) fn run(&mut self) -> Result<()> {
         let steps: Vec<Step<'a>> = self.steps.values().copied().collect();
         self.make_shared_dirs()?;
-        // All directories are found before any of them moves: an object stays the same wherever it goes.
+        // All directories are looked up before any of them moves; their inodes stay valid after a move.
         for step in steps.iter().filter(|step| step.entry.is_dir) {
             self.locate(step.entry.number, &mut Vec::new())?;
         }
@@ -193,7 +193,8 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(())
     }
 
-    /// Of a shared log: makes the new directories that other hosts may make, too, or finds them; their numbers and inodes.
+    /// For a shared log, makes or finds the new directories that other hosts may make as well. Returns their numbers
+    /// and inodes.
     pub(crate) fn make_shared_dirs(&mut self) -> Result<Vec<(u64, B::Inode)>> {
         if !self.shared {
             return Ok(Vec::new());
@@ -205,7 +206,7 @@ impl<'a, B: Backing> Apply<'a, B> {
         left.retain(|step| !leaves.contains(&step.comes[0]));
         let numbers: BTreeSet<u64> = left.iter().map(|step| step.entry.number).collect();
         let mut made = Vec::new();
-        // Those above come first: each round makes what lies in one that is known.
+        // Parents come first: each round makes the directories whose parents exist by now.
         while !left.is_empty() {
             let count = left.len();
             for step in std::mem::take(&mut left) {
@@ -235,7 +236,8 @@ impl<'a, B: Backing> Apply<'a, B> {
             Err(Errno::EXIST) => self.base.lookup(dir, name)?.0,
             Err(errno) => return Err(errno),
         };
-        // Also where another host has made it: that one may have died before it got its mode.
+        // Attributes are also set if another host made the directory, because that host may have died before it set
+        // them.
         if let Some((staging_dir, staged)) = step.staged_at {
             let staging_dir = self.staging_dir(staging_dir)?;
             if let Some((from, _)) = find(self.base, &staging_dir, OsStr::new(staged))? {
@@ -257,7 +259,7 @@ impl<'a, B: Backing> Apply<'a, B> {
 
     // ---- finding -----------------------------------------------------------------------------
 
-    /// The object, wherever an earlier attempt left it; `None` if it is gone.
+    /// Returns the inode of an object, at any place where an earlier attempt may have left it; `None` if it is gone.
     fn locate(&mut self, number: u64, above: &mut Vec<u64>) -> Result<Option<B::Inode>> {
         if let Some(inode) = self.known.get(&number) {
             return Ok(Some(inode.clone()));
@@ -265,7 +267,8 @@ impl<'a, B: Backing> Apply<'a, B> {
         let Some(&step) = self.steps.get(&number) else {
             return Ok(None);
         };
-        // Two directories that changed places are each below the other in one of their places.
+        // Two directories that are exchanged each have a name below the other, so the search must not go round in a
+        // circle.
         if above.contains(&number) {
             return Ok(None);
         }
@@ -273,7 +276,7 @@ impl<'a, B: Backing> Apply<'a, B> {
         let found = self.search(&step, above);
         above.pop();
         let found = found?;
-        // Only directories are remembered: there may be more files than a process may have descriptors.
+        // Only directories are cached, because there may be more files than a process may have descriptors.
         if let Some(inode) = found.as_ref().filter(|_| step.entry.is_dir) {
             self.known.insert(number, inode.clone());
         }
@@ -303,7 +306,7 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(None)
     }
 
-    /// The object, if the name leads to it.
+    /// Returns the object if the name leads to it.
     fn find_at(&self, entry: &Entry, dir: &B::Inode, name: &[u8]) -> Result<Option<B::Inode>> {
         match find(self.base, dir, OsStr::from_bytes(name)) {
             Ok(found) => Ok(found
@@ -348,8 +351,9 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(())
     }
 
-    /// Writes several files at a time that [`Step::only_writes_inline`] is true for, and sets their times. Those that are
-    /// not found under the name that they keep are left to the steps that follow.
+    /// Writes the files for which [`Step::only_writes_inline`] is true, several at a time, and sets their times.
+    ///
+    /// Files that are not found under their unchanged names are left to the later steps.
     fn write_inline_changes(&mut self, steps: &[Step<'a>]) -> Result<()> {
         let inline: Vec<_> = steps
             .iter()
@@ -368,7 +372,7 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(())
     }
 
-    /// Writes one of them; whether it was found, with the size that it is to have.
+    /// Writes one such file. Returns whether it was found and has the expected size; otherwise nothing was written.
     fn write_in_place(&self, step: &Step<'a>) -> Result<bool> {
         let (Some(data), Some(inode)) = (&step.part.data, self.find_in_place(step)?) else {
             return Ok(false);
@@ -386,7 +390,7 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(true)
     }
 
-    /// The object, if it is known or has the name that it keeps in a directory that is known.
+    /// Returns the object if it is cached, or is found under its unchanged name in a cached directory.
     fn find_in_place(&self, step: &Step<'a>) -> Result<Option<B::Inode>> {
         if let Some(inode) = self.known.get(&step.entry.number) {
             return Ok(Some(inode.clone()));
@@ -418,7 +422,7 @@ impl<'a, B: Backing> Apply<'a, B> {
         }
         let to = self.base.open(&inode, Access::ReadWrite)?;
         if may_grow {
-            // Another host's part may be longer. These ranges hold no bytes of other hosts.
+            // Another host's part may have made the file longer. The ranges of this host have no bytes of other hosts.
             if data.size > size {
                 self.base.set_len(&to, data.size)?;
             }
@@ -436,8 +440,9 @@ impl<'a, B: Backing> Apply<'a, B> {
         Ok(())
     }
 
-    /// Both, so that what lies between is a hole. On a second attempt bytes that were written before are cut off
-    /// too, and written again.
+    /// Cuts the file and then sets its new size, so that a hole lies between.
+    ///
+    /// A repeated attempt cuts off bytes that an earlier one wrote, and writes them again.
     fn set_size(&self, data: &Data, size: u64, to: &B::File) -> Result<()> {
         if data.cut < size {
             self.base.set_len(to, data.cut)?;
@@ -462,7 +467,7 @@ impl<'a, B: Backing> Apply<'a, B> {
             (Source::Copy, None) => Err(Errno::STALE),
             (Source::File((dir, name)), _) => {
                 let dir = self.staging_dir(dir)?;
-                // An entry whose staged bytes have no name never became durable, so nothing was changed after it.
+                // Without the staged file the saved entry was never durable, so the object was not changed after it.
                 let Some((from, _)) = find(self.base, &dir, OsStr::new(name))? else {
                     return Ok(());
                 };
@@ -595,7 +600,8 @@ impl<'a, B: Backing> Apply<'a, B> {
         if !self.shared || step.part.changes_attributes {
             return staging::copy_attributes(self.base, &copy, inode);
         }
-        // If no other host changed it, it gets the times of this host, even older ones; else the latest.
+        // An object that only this host changed gets this host's times, even older ones. Otherwise the latest time
+        // counts.
         let wanted = self.base.attr(&copy)?.mtime;
         let now = self.mtimes.get(&step.entry.number).copied();
         let now = now.unwrap_or(wanted);

@@ -1,4 +1,8 @@
-//! Attributes of objects in a transaction: those of the staged copy.
+//! [`Objects`]: attributes of objects, with the changes of a transaction.
+//!
+//! A changed object has its attributes in its staged copy, which is made at the first change that needs one. A file
+//! with a few overwritten bytes has none; its new times are in memory with these bytes. While a commit is being
+//! applied, attributes come from the copy in the tables ([`crate::object::Change::frozen`]).
 
 use std::ffi::OsStr;
 use std::sync::Arc;
@@ -21,7 +25,7 @@ use crate::waiting::Admission;
 struct ChangedAttributes<B: Backing> {
     frozen: Option<Attr>,
     copy: Option<StagedCopy<B>>,
-    /// Times of the last inline change: modification and change.
+    /// Modification time and change time after the last inline change.
     inline_times: Option<(Time, Time)>,
     links: i64,
     removed: bool,
@@ -45,7 +49,8 @@ impl<B: Backing> ChangedAttributes<B> {
 }
 
 impl<B: Backing> Home<B> {
-    /// Makes an object with the attributes of another, which it returns, and its size; not its data.
+    /// Makes a new object with the attributes and the size of another, without its data. Returns the other's
+    /// attributes.
     pub(crate) fn copy_object(
         &self,
         kind: Kind,
@@ -81,7 +86,7 @@ impl<B: Backing> Home<B> {
             }
         };
         let copy = match make() {
-            // What an attempt before this one left.
+            // An earlier attempt left an object of this name.
             Err(Errno::EXIST) => {
                 match self.base.lookup(staging_dir, name)?.1.kind {
                     Kind::Dir => self.base.rmdir(staging_dir, name)?,
@@ -122,7 +127,7 @@ impl<B: Backing> Objects<B> {
         }
     }
 
-    /// The attributes of an object that programs see.
+    /// Returns the attributes of an object as programs see them.
     pub(crate) fn read_attr(&self, object: &Object<B>) -> Result<Attr> {
         let inner = object.inner.share();
         let change = inner.look().change.as_deref().map(ChangedAttributes::of);
@@ -208,7 +213,7 @@ impl<B: Backing> Objects<B> {
         Ok(attr)
     }
 
-    /// Changes the attributes of an object: in the backing, or of its staged copy.
+    /// Changes the attributes of an object, in the backing or in its staged copy.
     pub(crate) fn change_attributes(
         &self,
         object: &Arc<Object<B>>,
@@ -217,7 +222,7 @@ impl<B: Backing> Objects<B> {
         self.change_staged_copy(object, change, |change| change.attributes = true)
     }
 
-    /// Changes the attributes of a staged copy; `note` records which kind of change of a held object it was.
+    /// Changes the attributes of a staged copy. `note` records the kind of the change in the object.
     fn change_staged_copy(
         &self,
         object: &Arc<Object<B>>,
@@ -259,7 +264,7 @@ impl<B: Backing> Objects<B> {
         })
     }
 
-    /// Makes sure that an object has a staged copy.
+    /// Makes the staged copy of an object if it has none.
     pub(crate) fn stage_copy(
         &self,
         scope: &Scope<B>,

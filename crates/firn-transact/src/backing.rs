@@ -1,4 +1,6 @@
-//! [`TransactionalBacking`] as a backing: each call on objects and files that may be in a transaction.
+//! The traits of a backing for [`TransactionalBacking`]: each call goes to the part that does it.
+//!
+//! Objects and files may be in a transaction. Calls that transactions do not change go to the backing below.
 
 use std::ffi::OsStr;
 use std::ops::Range;
@@ -18,7 +20,7 @@ use crate::listing::TrackedDir;
 use crate::object::Object;
 use crate::transactional::TransactionalBacking;
 
-/// What the base has of an object: a staged copy, or what it was before.
+/// The inode in the backing that stands for an object: its staged copy, or else its base.
 macro_rules! base {
     ($self:ident, |$base:ident| $call:expr) => {{
         let $base = &$self.home.base;
@@ -66,7 +68,7 @@ impl<B: Backing> Names for TransactionalBacking<B> {
         self.entries.look_up(parent, name)
     }
 
-    /// What lies over transactions gives no file another place than that of its name.
+    /// Files get the lane of their name: layers above transactions choose no other one.
     fn create_placed(
         &self,
         caller: &Caller,
@@ -232,13 +234,12 @@ impl<B: Backing> Files for TransactionalBacking<B> {
             .ask_below(file, |below| self.home.base.advise(below, range, advice));
     }
 
-    /// Hosts meet in the backing below.
+    /// Locks between hosts are taken in the backing below and not here.
     fn lock(&self, _file: &TrackedFile<B>, _request: LockRequest) -> Result<bool> {
         Err(Errno::OPNOTSUPP)
     }
 
-    /// None: the kernel would go on reading the descriptor after a change in a transaction, and what a process reads by
-    /// itself would stay as it was before one.
+    /// Returns no descriptor to a reader: the kernel or a process would read past the changes of a later transaction.
     fn descriptor(&self, file: &TrackedFile<B>, purpose: DescriptorUse) -> Option<OwnedFd> {
         match purpose {
             DescriptorUse::Passthrough | DescriptorUse::Reading => None,
@@ -290,7 +291,7 @@ impl<B: Backing> Sharing for TransactionalBacking<B> {
         noted.unwrap_or(Ok(()))
     }
 
-    /// What is synced in a transaction counts with its commit and not before.
+    /// Data that is synced in a transaction is durable with the commit and not before.
     fn level_max(&self, object: &Arc<Object<B>>) -> DurabilityLevel {
         let inode = self.file_data.unchanged(object);
         let below = inode.map_or(DurabilityLevel::Durable, |inode| {

@@ -1,5 +1,4 @@
-//! The backup of prepared transactions: a commit can be finished from it when the host and `.firn/` in its backing are
-//! lost.
+//! Backups of prepared transactions: a commit can be completed from its backup if the host and `.firn/` are lost.
 //!
 //! ```text
 //! tx-N-TOKEN/DIR-M      bytes of the staged file `new/DIR/M` of a transaction
@@ -13,8 +12,8 @@
 //!   directory, which no other transaction ever has.
 //! * `Revival::revive` changes nothing below but `.firn/`, and nothing counts before its record is in its place.
 //!
-//! Rounds copy ahead files that did not change for a whole round. So a file that keeps growing is copied once, and a look in
-//! each round notices every change in between, however coarse the clock of the backing is.
+//! Rounds copy ahead files that did not change for a whole round. So a file that keeps growing is copied once, and a
+//! look in each round notices every change in between, however coarse the clock of the backing is.
 
 mod content;
 mod mirror;

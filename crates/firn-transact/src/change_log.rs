@@ -1,9 +1,9 @@
 //! The change log of a transaction: what to do to commit it, and what to do to undo it.
 //!
-//! A log is the difference between two trees, object by object. Each [`Entry`] names what the object has only before
-//! and only after the transaction. Its *redo* and *undo* parts hold data and attributes of either side; they refer to
-//! bytes in the log itself or to staged copies. Nothing in a log depends on how far an earlier attempt to apply it
-//! came.
+//! A log is the difference between two trees, object by object. Each [`Entry`] has the names that its object has only
+//! before and only after the transaction. The *redo* part of an entry has the data and attributes after the
+//! transaction, the *undo* part those before. Both refer to bytes in the log itself or in staged copies. A log does not
+//! change while it is applied, so an application can be repeated.
 //!
 //! | use | file | entries |
 //! |---|---|---|
@@ -140,11 +140,11 @@ impl Range {
 /// What becomes of the bytes of a file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Data {
-    /// Bytes of the present content that stay, where nothing is written.
+    /// Bytes from the start of the present content that stay where nothing is written.
     pub cut: u64,
-    /// Size of the file then.
+    /// Size of the file after the application, in bytes.
     pub size: u64,
-    /// What is written.
+    /// The ranges that are written.
     pub written: Vec<Range>,
     /// Nothing of the old content was cut off. Where several hosts commit, it may have grown by another's part.
     pub grows: bool,
@@ -215,9 +215,9 @@ pub struct Entry {
     pub identity: Identity,
     /// Whether it is a directory.
     pub is_dir: bool,
-    /// Names that it has only before.
+    /// Names that the object has only before the transaction.
     pub before: Vec<Place>,
-    /// Names that it has only after.
+    /// Names that the object has only after the transaction.
     pub after: Vec<Place>,
     /// One name that the object has before and after, for a caller that looks for the object.
     pub stays: Option<Place>,
@@ -302,7 +302,7 @@ pub struct StagedObject {
     pub at: Staged,
     /// Its attributes: a backup does not have objects of other owners and kinds.
     pub attributes: Attributes,
-    /// Device number of a device file.
+    /// Device number, for a device file.
     pub rdev: u64,
     /// Target of a symbolic link.
     pub target: Vec<u8>,

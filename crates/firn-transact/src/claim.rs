@@ -1,20 +1,21 @@
-//! Exclusive use of one thing across calls of the backing.
+//! Claims: shared or exclusive use of one resource, across calls of the backing.
 //!
-//! A claim stands in for a lock, because no lock may be held while the backing is called. Each claim guards one thing
-//! that only its own callers wait for: the names of one transaction, one object, one backup
+//! No thread may hold a lock while it calls the backing, because the call may hang. A claim takes the place of a lock
+//! there. Each claim guards one resource: the names of one transaction, one object, or one backup
 //! (docs/internals/locks.md).
 //!
 //! Promises
-//! * A claim is no lock: calls of the backing may be made with it.
-//! * A thread that waits for a claim may wait for a call of the backing, so it holds no lock there. Debug builds
-//!   assert it.
+//! * A thread that has a claim may call the backing.
+//! * A thread that waits for a claim holds no lock, because it may wait for another thread's call of the backing. Debug
+//!   builds assert this.
+//! * A thread that waits to own a claim goes before threads that want to share it.
 
 use std::ops::{Deref, DerefMut};
 
 use firn_backing::lock::{Mutex, RwLock, assert_none_held};
 use parking_lot::Condvar;
 
-/// One that many may share, or one may have.
+/// A claim: many threads may share it, or one thread may own it.
 #[derive(Default)]
 pub(crate) struct Claim {
     state: Mutex<ClaimState>,
@@ -24,13 +25,16 @@ pub(crate) struct Claim {
 
 #[derive(Default)]
 struct ClaimState {
+    /// Number of threads that share the claim.
     sharers: usize,
+    /// Whether a thread owns the claim.
     has_owner: bool,
+    /// Number of threads that wait to own the claim.
     waiting_owners: usize,
 }
 
 impl Claim {
-    /// Waits until no thread owns the claim or waits to own it.
+    /// Waits until no thread owns the claim or waits to own it. Returns a guard, which shares the claim.
     #[track_caller]
     pub(crate) fn share<C: Deref<Target = Self>>(claim: C) -> Shared<C> {
         assert_none_held("a claim, which waits for a call");
@@ -44,7 +48,7 @@ impl Claim {
         Shared(claim)
     }
 
-    /// Waits until no other thread shares or owns the claim.
+    /// Waits until no other thread shares or owns the claim. Returns a guard, which owns the claim.
     #[track_caller]
     pub(crate) fn own<C: Deref<Target = Self>>(claim: C) -> Owned<C> {
         assert_none_held("a claim, which waits for a call");
@@ -60,6 +64,7 @@ impl Claim {
         Owned(claim)
     }
 
+    /// Ends a share or an ownership with `change`, and wakes the threads that may go on.
     fn let_go(&self, change: impl FnOnce(&mut ClaimState)) {
         let mut state = self.state.lock();
         change(&mut state);
@@ -71,7 +76,7 @@ impl Claim {
     }
 }
 
-/// A share of a claim.
+/// Guard: its thread shares the claim until it is dropped.
 pub(crate) struct Shared<C: Deref<Target = Claim>>(C);
 
 impl<C: Deref<Target = Claim>> Drop for Shared<C> {
@@ -80,7 +85,7 @@ impl<C: Deref<Target = Claim>> Drop for Shared<C> {
     }
 }
 
-/// A claim that one has alone.
+/// Guard: its thread owns the claim until it is dropped.
 pub(crate) struct Owned<C: Deref<Target = Claim>>(C);
 
 impl<C: Deref<Target = Claim>> Drop for Owned<C> {
@@ -89,8 +94,10 @@ impl<C: Deref<Target = Claim>> Drop for Owned<C> {
     }
 }
 
-/// A value with a claim of its own. It stays the same while a caller shares it, and only its owner changes it. Each look and
-/// each change takes a lock for an instant.
+/// A value with a claim of its own.
+///
+/// The value does not change while a caller shares it; only its owner changes it. Each read and each change takes a
+/// short lock as well.
 pub(crate) struct Claimed<T> {
     claim: Claim,
     value: RwLock<T>,
@@ -104,7 +111,7 @@ impl<T> Claimed<T> {
         }
     }
 
-    /// Waits until no thread owns the value or waits to own it.
+    /// Waits until no thread owns the value or waits to own it. Returns a guard, which shares the value.
     #[track_caller]
     pub(crate) fn share(&self) -> Sharing<'_, T> {
         Sharing {
@@ -113,7 +120,7 @@ impl<T> Claimed<T> {
         }
     }
 
-    /// Waits until no other thread shares or owns the value.
+    /// Waits until no other thread shares or owns the value. Returns a guard, which owns the value.
     #[track_caller]
     pub(crate) fn own(&self) -> Owning<'_, T> {
         Owning {
@@ -122,16 +129,17 @@ impl<T> Claimed<T> {
         }
     }
 
-    /// The value at this instant, for a caller that must not wait: its owner may be half through a change.
+    /// Returns the value at this instant, for a caller that must not wait for the claim. The owner may be in the middle
+    /// of several changes.
     pub(crate) fn peek(&self) -> impl Deref<Target = T> + '_ {
         self.value.read()
     }
 }
 
-/// A value that one caller has at a time.
+/// A value that one caller at a time takes for itself.
 pub(crate) struct Exclusive<T> {
     claim: Claim,
-    /// `None` while a caller has it.
+    /// `None` while a caller has the value.
     value: Mutex<Option<T>>,
 }
 
@@ -143,7 +151,7 @@ impl<T> Exclusive<T> {
         }
     }
 
-    /// Waits until no other thread has the value, and takes it until the guard is dropped.
+    /// Waits until no other thread has the value. Returns a guard, which has the value until it is dropped.
     #[track_caller]
     pub(crate) fn take(&self) -> Taken<'_, T> {
         let claim = Claim::own(&self.claim);
@@ -156,10 +164,10 @@ impl<T> Exclusive<T> {
     }
 }
 
-/// The value of an [`Exclusive`]. It is no lock.
+/// Guard: the value of an [`Exclusive`]. It is not a lock, so calls of the backing are allowed.
 pub(crate) struct Taken<'a, T> {
     place: &'a Mutex<Option<T>>,
-    /// There until the guard is dropped.
+    /// `Some` until the guard is dropped.
     value: Option<T>,
     _claim: Owned<&'a Claim>,
 }
@@ -179,7 +187,7 @@ impl<T> DerefMut for Taken<'_, T> {
 
 impl<T> Drop for Taken<'_, T> {
     fn drop(&mut self) {
-        // Before the claim, which is a field, is let go.
+        // The value goes back before the field `_claim` is dropped, so the next owner finds it.
         *self.place.lock() = self.value.take();
     }
 }
@@ -188,13 +196,13 @@ impl<T> Drop for Taken<'_, T> {
 pub(crate) struct View<'a, T>(&'a RwLock<T>);
 
 impl<T> View<'_, T> {
-    /// The value. The guard is a lock: no call of the backing with it.
+    /// Returns the value. The returned guard is a lock: its holder must not call the backing.
     pub(crate) fn look(&self) -> impl Deref<Target = T> + '_ {
         self.0.read()
     }
 }
 
-/// A share of a [`Claimed`].
+/// Guard: its thread shares a [`Claimed`] value.
 pub(crate) struct Sharing<'a, T> {
     view: View<'a, T>,
     _claim: Shared<&'a Claim>,
@@ -207,7 +215,7 @@ impl<'a, T> Deref for Sharing<'a, T> {
     }
 }
 
-/// A [`Claimed`] that the caller has alone.
+/// Guard: its thread owns a [`Claimed`] value.
 pub(crate) struct Owning<'a, T> {
     view: View<'a, T>,
     _claim: Owned<&'a Claim>,
@@ -221,7 +229,7 @@ impl<'a, T> Deref for Owning<'a, T> {
 }
 
 impl<T> Owning<'_, T> {
-    /// The value, to be changed. The guard is a lock: no call of the backing with it.
+    /// Returns the value for a change. The returned guard is a lock: its holder must not call the backing.
     pub(crate) fn edit(&self) -> impl DerefMut<Target = T> + '_ {
         self.view.0.write()
     }

@@ -6,7 +6,7 @@ use firn_backing::{Backing, Errno, Result, data_ranges};
 
 use crate::staging::write_all;
 
-/// Bytes that are copied at once through memory.
+/// Bytes of one read and write of a copy through memory.
 pub(crate) const BLOCK: usize = 1 << 20;
 
 /// An open file, with what it is in.

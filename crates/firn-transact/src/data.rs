@@ -1,4 +1,11 @@
-//! Data of files in a transaction: the staged copy's where it was written, the backing's where it was not.
+//! [`FileData`]: reads and writes of file data, with the changes of an open transaction.
+//!
+//! In a transaction a file has up to three sources of bytes:
+//! * written ranges come from the staged copy, or from memory if the change is inline ([`crate::inline_changes`]);
+//! * other bytes below the cut come from the backing;
+//! * the rest of the file is a hole.
+//!
+//! Outside of transactions every call goes to the backing's file.
 
 use std::io::IoSlice;
 use std::os::fd::OwnedFd;
@@ -18,14 +25,14 @@ use crate::shadow::save::Originals;
 use crate::staging_dir::Home;
 use crate::waiting::Admission;
 
-/// Bytes that are copied at once where the backing cannot copy by itself.
+/// Bytes of one read and write of a copy that the backing cannot do by itself.
 const BLOCK: usize = 1 << 20;
 
-/// When this much of a file in one piece is staged, its writing to the device begins, so that the commit waits for less.
-/// Data that is overwritten later is written twice.
+/// Contiguous staged bytes of a file after which their write to the device starts, so that the commit waits for less.
+/// Data that is overwritten later is then written to the device twice.
 const EARLY_BYTES: u64 = 16 << 20;
 
-/// An open file. Whether its file is in a transaction is found out at each read and write.
+/// An open file. Each read and write checks whether the file is in a transaction.
 pub struct TrackedFile<B: Backing> {
     pub(crate) object: Arc<Object<B>>,
     access: Access,
@@ -63,7 +70,7 @@ impl<B: Backing> Drop for TrackedFile<B> {
     }
 }
 
-/// A range of a file and where its bytes are.
+/// The source of a contiguous range of a file's bytes.
 struct Stretch {
     end: u64,
     from: Source,
@@ -72,7 +79,7 @@ struct Stretch {
 enum Source {
     Hole,
     LowerFile(LowerFile),
-    /// An inline change has them.
+    /// The bytes are in memory, in an inline change.
     Memory,
 }
 
@@ -82,7 +89,8 @@ impl<B: Backing> Inner<B> {
         self.copy_from_memory(at, size, &mut [])
     }
 
-    /// Where the bytes at `at` are, below `size`. Bytes in memory are copied to `buf`, as far as it has room.
+    /// Returns the source of the bytes from `at` on, below `size`. Bytes in memory are copied to `buf`, as far as they
+    /// fit.
     fn copy_from_memory(&self, at: u64, size: u64, buf: &mut [u8]) -> Stretch {
         if let Some(inline) = self.inline() {
             return match inline.stretch(at) {
@@ -130,7 +138,7 @@ impl<B: Backing> Inner<B> {
         }
     }
 
-    /// The one file below that has all bytes, if there is one.
+    /// Returns the file of the backing that alone has all bytes of the object; `None` if there is no such file.
     fn whole(&self) -> Option<LowerFile> {
         match (&self.base, self.staged_copy()) {
             (Some(_), None) if self.inline().is_none() => Some(LowerFile::Reader),
@@ -140,7 +148,7 @@ impl<B: Backing> Inner<B> {
     }
 }
 
-/// Bytes of files: of the backing, and as transactions changed them.
+/// Reads and writes data of files, with the changes of transactions.
 pub struct FileData<B: Backing> {
     pub(crate) home: Arc<Home<B>>,
     pub(crate) originals: Arc<Originals<B>>,
@@ -170,7 +178,7 @@ impl<B: Backing> FileData<B> {
     ) -> Result<TrackedFile<B>> {
         let inner = object.inner.share();
         let whole = inner.look().whole();
-        // Opened for the errors that this gives.
+        // The file is opened so that open(2) of the program gets the errors of the backing.
         let inode = match whole {
             Some(LowerFile::StagedCopy) => inner.inode(&self.home.base)?,
             _ => inner.base().ok_or(Errno::STALE)?,
@@ -234,7 +242,7 @@ impl<B: Backing> FileData<B> {
                 Source::LowerFile(below) => {
                     let below = object.lower_file(&self.home.base, inner, below)?;
                     let count = self.home.base.read_at(&below, part, at)?;
-                    // Past the end of the file below there is a hole.
+                    // The file of the backing is shorter than the object; the rest is a hole.
                     part[count..].fill(0);
                 }
             }
@@ -255,7 +263,7 @@ impl<B: Backing> FileData<B> {
         Ok(count)
     }
 
-    /// Writes to an object. The caller sees to it that no transaction begins, is prepared or ends during the call.
+    /// Writes to an object. The caller ensures that no transaction begins, is prepared or ends during the call.
     fn write_object(
         &self,
         object: &Arc<Object<B>>,
@@ -311,8 +319,9 @@ impl<B: Backing> FileData<B> {
         write_parts_singly(parts, |part| self.write_part(file, part))
     }
 
-    /// Changes a file, from the byte `from` on, that no transaction holds, while none begins or ends. `None`: a transaction
-    /// holds it, and nothing was done.
+    /// Runs a change of a file from the byte `from` on directly on the backing, while no transaction begins or ends.
+    ///
+    /// Returns `None` without a change if a transaction in buffer mode has the file.
     pub(crate) fn outside_transactions<T>(
         &self,
         file: &TrackedFile<B>,
@@ -330,7 +339,7 @@ impl<B: Backing> FileData<B> {
         change(&below).map(Some)
     }
 
-    /// Asks something of the one file below that has all bytes, if there is one.
+    /// Runs a query on the file of the backing that alone has all bytes of the object, if there is one.
     pub(crate) fn ask_below<T>(
         &self,
         file: &TrackedFile<B>,
@@ -348,15 +357,18 @@ impl<B: Backing> FileData<B> {
         Some(ask(&below))
     }
 
-    /// What a later process gets a file by, whose data is not changed in a transaction.
+    /// Returns a descriptor by which a later firnd can take the file over; `None` if a transaction has changed its
+    /// data.
     pub(crate) fn descriptor_to_keep(&self, file: &TrackedFile<B>) -> Option<OwnedFd> {
         self.unchanged(&file.object)?;
         let keep = |below: &B::File| self.home.base.descriptor(below, DescriptorUse::Keeping);
         self.ask_below(file, keep).flatten()
     }
 
-    /// [`Self::ask_below`] if several hosts may write a file. Otherwise a file below stays closed until it is read or
-    /// written: a process may have fewer descriptors than programs have files open.
+    /// Does what [`Self::ask_below`] does if several hosts may write the file.
+    ///
+    /// Otherwise the file of the backing stays closed until it is read or written, because programs may have more files
+    /// open than a process may have descriptors.
     pub(crate) fn ask_shared<T>(
         &self,
         file: &TrackedFile<B>,
@@ -368,7 +380,8 @@ impl<B: Backing> FileData<B> {
         self.ask_below(file, ask)
     }
 
-    /// The object below, where no transaction has changed its data. Makes no call, and does not wait.
+    /// Returns the object's inode in the backing if no transaction has changed its data. Does not call the backing or
+    /// wait.
     pub(crate) fn unchanged(&self, object: &Object<B>) -> Option<B::Inode> {
         let inner = object.inner.peek();
         let is_changed = inner
@@ -378,7 +391,7 @@ impl<B: Backing> FileData<B> {
         inner.base.clone().filter(|_| !is_changed)
     }
 
-    /// Makes sure that [`Inner::target`] takes data.
+    /// Makes a staged copy if a write in the transaction needs one, so that [`Inner::target`] can be written.
     fn ready(&self, scope: &Scope<B>, object: &Arc<Object<B>>) -> Result<()> {
         let is_staged = object.inner.share().look().staged_copy().is_some();
         if is_staged || object.is_nameless() {
@@ -439,7 +452,7 @@ impl<B: Backing> FileData<B> {
             let below = object.lower_file(&self.home.base, &inner, LowerFile::Writer)?;
             return self.home.base.allocate(&below, mode, offset, len);
         };
-        // These move bytes, which a list of written ranges cannot express.
+        // These two modes move bytes within the file, which a list of written ranges cannot express.
         if mode & (libc::FALLOC_FL_COLLAPSE_RANGE | libc::FALLOC_FL_INSERT_RANGE) != 0 {
             return Err(Errno::OPNOTSUPP);
         }
@@ -495,7 +508,7 @@ impl<B: Backing> FileData<B> {
                         what,
                     ) {
                         Ok(found) => Some(found),
-                        // The file below ends here: a hole.
+                        // The file of the backing ends here, so a hole begins.
                         Err(Errno::NXIO) => (what == Seek::Hole).then_some(at),
                         Err(errno) => return Err(errno),
                     }
@@ -569,7 +582,7 @@ impl<B: Backing> FileData<B> {
         Ok(count)
     }
 
-    /// fsync(2). In a transaction it makes the staged data durable, which takes effect with the commit.
+    /// Syncs a file, for fsync(2). In a transaction the staged data becomes durable, and takes effect with the commit.
     pub(crate) fn sync_tracked(&self, file: &TrackedFile<B>, data_only: bool) -> Result<()> {
         let inner = file.object.inner.share();
         let below = {

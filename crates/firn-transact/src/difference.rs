@@ -1,4 +1,7 @@
-//! The change log of a transaction: the difference between the tree below and the one that programs see.
+//! [`Differences`]: makes the change log of a transaction from its tables.
+//!
+//! The log is the difference between the tree in the backing and the tree that programs see. The caller keeps names and
+//! data of the scope, so neither tree changes meanwhile.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::{OsStr, OsString};

@@ -1,14 +1,15 @@
-//! Links of Firn's own: objects of the backing may have one more name below `.firn/`, which is not shown.
+//! [`OwnLinks`]: link counts without Firn's own links.
 //!
-//! Such a name is an anchor, by which an object is found after a crash, or the name in `kept/` that a removed object has in
-//! shadow mode; and `.firn/` itself is one more directory at the top. Attributes may be asked for while such a link is made
-//! or removed, and the backing counts all links.
+//! Objects of the backing may have one more name below `.firn/`, which programs must not see in `st_nlink`:
+//! * an *anchor*, by which an object is found after a crash;
+//! * a name in `kept/`, which a removed object has in shadow mode;
+//! * `.firn/` itself, which is one more subdirectory of the top.
 //!
-//! Promises
-//! * [`OwnLinks::attr_below`] subtracts a link if and only if the backing has counted it, whatever happens meanwhile.
+//! Promise: [`OwnLinks::attr_below`] subtracts a link if and only if the backing has counted it.
 //!
-//! A link is entered in the table before it is made, and its entry is removed after it. In between the entry says that the
-//! link is there, or that it must be looked for: before and after the attributes are read, and again if the two differ.
+//! Race: attributes may be read while such a link is made or removed. A link is entered in the table before it is made,
+//! and its entry is removed after the link. While a link may be either there or not, a reader looks it up before and
+//! after it reads the attributes, and repeats all three if the answers differ.
 
 use std::ffi::OsStr;
 use std::sync::Arc;
@@ -41,7 +42,7 @@ impl<B: Backing> OwnLinks<B> {
         }
     }
 
-    /// The backing's attributes of an object, of which links of Firn's own are subtracted.
+    /// Returns the backing's attributes of an object, with Firn's own links subtracted.
     pub(crate) fn attr_below(&self, object: &Object<B>, inode: &B::Inode) -> Result<Attr> {
         loop {
             let version = object.hides.load(Ordering::Acquire);
@@ -96,7 +97,7 @@ impl<B: Backing> OwnLinks<B> {
         links.iter().map(is_there).collect()
     }
 
-    /// Removes entries of links that were to be removed and are gone.
+    /// Removes the entries of links that were about to be removed and no longer exist.
     fn forget_gone(&self, object: &Object<B>, links: &[Link<B>], there: &[bool]) {
         let is_gone = |(link, there): (&Link<B>, &bool)| link.presence == Presence::Goes && !there;
         if !links.iter().zip(there).any(is_gone) {
@@ -119,7 +120,7 @@ impl<B: Backing> OwnLinks<B> {
         object.note_links(has);
     }
 
-    /// An object is about to get a link that is not shown: `name` in `dir`.
+    /// Enters a link of Firn's own, `name` in `dir`, before it is made.
     pub(crate) fn hide_link(
         &self,
         scope: &Scope<B>,
@@ -130,7 +131,7 @@ impl<B: Backing> OwnLinks<B> {
         self.enter_link(scope.serial, object, dir, name, Presence::Comes);
     }
 
-    /// The object has got that link.
+    /// Notes that the link was made.
     pub(crate) fn link_is_hidden(
         &self,
         scope: &Scope<B>,
@@ -141,7 +142,7 @@ impl<B: Backing> OwnLinks<B> {
         self.enter_link(scope.serial, object, dir, name, Presence::There);
     }
 
-    /// The name that an object lost may have been given back to it.
+    /// Notes that a removed object may have its visible name back, so that its own links may be gone.
     pub(crate) fn link_may_go(&self, scope: &Scope<B>, object: &Object<B>) {
         let mut table = self.tree.hidden.0.lock();
         let Some(links) = table.get_mut(&object.key) else {
@@ -193,7 +194,7 @@ impl<B: Backing> OwnLinks<B> {
         object.note_links(true);
     }
 
-    /// A link that an earlier process has made.
+    /// Enters a link that an earlier firnd has made.
     pub(crate) fn found_hidden(
         &self,
         serial: u64,
@@ -213,7 +214,7 @@ impl<B: Backing> OwnLinks<B> {
         self.note_links_of(key);
     }
 
-    /// Notes a link that goes with its transaction.
+    /// Enters a link that is removed when its transaction ends.
     pub(crate) fn link_goes(&self, serial: u64, key: Key, dir: &B::Inode, name: String) {
         let mut table = self.tree.hidden.0.lock();
         let links = table.entry(key).or_default();
@@ -234,7 +235,7 @@ impl<B: Backing> OwnLinks<B> {
         self.note_links_of(key);
     }
 
-    /// `.firn/` is at the top, one directory more than is shown.
+    /// Notes that the top has the subdirectory `.firn/`, which programs do not see.
     pub(crate) fn hide_own_top(&self) {
         self.enter_own_top(Presence::There);
     }
@@ -252,7 +253,7 @@ impl<B: Backing> OwnLinks<B> {
         self.enter_link(NO_SERIAL, self.tree.top(), &dir, staging::TOP, presence);
     }
 
-    /// The links of a transaction are about to go.
+    /// Notes that the links of a transaction are about to be removed.
     pub(crate) fn unhide(&self, scope: &Scope<B>) {
         self.change_links(scope.serial, |link| {
             link.presence = Presence::Goes;
@@ -260,17 +261,17 @@ impl<B: Backing> OwnLinks<B> {
         });
     }
 
-    /// Directories that a transaction removed are back in their places.
+    /// Removes the entries of directories that an abort has put back in their places.
     pub(crate) fn dirs_are_back(&self, scope: &Scope<B>) {
         self.change_links(scope.serial, |link| !link.is_dir);
     }
 
-    /// Nothing of a transaction is left in the backing.
+    /// Removes all entries of a transaction, after its directory was removed.
     pub(crate) fn links_are_gone(&self, scope: &Scope<B>) {
         self.change_links(scope.serial, |_| false);
     }
 
-    /// Changes the links of a transaction; those for which `change` is false go.
+    /// Changes the entries of a transaction's links. An entry for which `change` returns false is removed.
     fn change_links(&self, serial: u64, mut change: impl FnMut(&mut Link<B>) -> bool) {
         let of_it: Vec<Key> = {
             let table = self.tree.hidden.0.lock();
@@ -294,7 +295,7 @@ impl<B: Backing> OwnLinks<B> {
         }
     }
 
-    /// Tells the object of an entry that changed, if it is referred to.
+    /// Updates the mark of an object whose entry changed, if the object is in use.
     fn note_links_of(&self, key: Key) {
         if let Some(object) = self.tree.known(key) {
             let table = self.tree.hidden.0.lock();

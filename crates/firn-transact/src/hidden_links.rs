@@ -1,6 +1,8 @@
-//! The table of links of Firn's own: names of objects of the backing that are below `.firn/` and are not shown.
+//! [`HiddenLinks`]: the table of Firn's own links, which are names below `.firn/` of objects of the backing.
 //!
-//! Invariant: while the table has a link to an object that is referred to, [`Object::may_hide_links`] is true.
+//! Programs do not see these links, so they must not be counted in `st_nlink`.
+//!
+//! Invariant: if the table has a link to an object that is in use, [`Object::may_hide_links`] is true for it.
 
 use std::collections::HashMap;
 use std::sync::atomic::Ordering;
@@ -10,25 +12,28 @@ use firn_backing::lock::Mutex;
 
 use crate::object::{HAS_LINKS, Key, Object};
 
-/// State of a link.
+/// Whether a link exists in the backing.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Presence {
-    /// It is about to be made.
+    /// The link is about to be made.
     Comes,
-    /// It is there.
+    /// The link exists.
     There,
-    /// It is about to be removed, or to become a name that is shown; perhaps by another host.
+    /// The link is about to be removed or moved to a visible name, perhaps by another host.
     Goes,
 }
 
-/// A name that is not shown.
+/// One link of Firn's own.
 pub(crate) struct Link<B: Backing> {
-    /// The transaction that it is of.
+    /// Serial number of the transaction that the link belongs to.
     pub(crate) serial: u64,
+    /// The directory of the link.
     pub(crate) dir: B::Inode,
+    /// The name in that directory.
     pub(crate) name: String,
+    /// Whether the link exists.
     pub(crate) presence: Presence,
-    /// It is the one name of a directory that was removed.
+    /// Whether the link is the only name of a directory that was removed.
     pub(crate) is_dir: bool,
 }
 
@@ -42,7 +47,7 @@ impl<B: Backing> Clone for Link<B> {
     }
 }
 
-/// All of them, by the objects that they lead to.
+/// All links of Firn's own, by the objects that they lead to.
 pub(crate) struct HiddenLinks<B: Backing>(pub(crate) Mutex<HashMap<Key, Vec<Link<B>>>>);
 
 impl<B: Backing> Default for HiddenLinks<B> {
@@ -52,7 +57,7 @@ impl<B: Backing> Default for HiddenLinks<B> {
 }
 
 impl<B: Backing> HiddenLinks<B> {
-    /// Called for an object that gets known.
+    /// Marks an object that is now in use if the table has links to it.
     pub(crate) fn note_known(&self, object: &Object<B>) {
         let table = self.0.lock();
         if table.contains_key(&object.key) {
@@ -62,7 +67,7 @@ impl<B: Backing> HiddenLinks<B> {
 }
 
 impl<B: Backing> Object<B> {
-    /// Called with the table locked.
+    /// Notes whether the object has hidden links, and counts the change. The caller has locked the table.
     pub(crate) fn note_links(&self, has: bool) {
         let next = (self.hides.load(Ordering::Acquire) | HAS_LINKS) + 1;
         self.hides

@@ -1,11 +1,12 @@
-//! `history=N`: the logs of the last commits are kept, with what undoes them.
+//! [`History`]: keeps the logs of the last N commits of each scope (`history=N`), so that they can be undone.
 //!
-//! Before a commit is decided, the *undo* parts of its log are filled in. Old attributes, and old bytes of the ranges
-//! that it changes, are staged in `new/u/`, where it also moves what it removes. When the commit is applied, `tx-N`
-//! becomes `undo-N`, with one rename; what only its redo parts needed goes after that.
-//!
-//! A restore renames the log in `undo-N` from `commit` to `undo`, then the directory to that of a transaction, `tx-M`.
-//! From then on it is decided, to be applied backward: a crash in it is one in a commit.
+//! * Before a commit is decided, the *undo* parts of its log are added. Old attributes and old bytes are staged in
+//!   `new/u/`; the commit also moves removed objects there.
+//! * When the commit is applied, one rename turns `tx-N` into `undo-N`. Files that only a redo needed are removed after
+//!   it.
+//! * A restore renames the log in `undo-N` from `commit` to `undo`, and then `undo-N` to a new `tx-M`. From then on it
+//!   is a decided transaction that is applied backward, so a crash during a restore is recovered like one during a
+//!   commit.
 
 use std::ffi::OsStr;
 use std::sync::Arc;
@@ -27,7 +28,7 @@ use crate::tree::Tree;
 use crate::tree::path_of;
 use crate::uses::Area;
 
-/// The directory below `new/` that has what undoes a commit.
+/// Directory below `new/` for the old bytes, attributes and objects that undo a commit.
 const UNDO_DIR: &str = "u";
 /// In `new/`: before the number of an object, its anchor ([`Entry::anchor_at`]).
 pub(crate) const ANCHOR: &str = "l";
@@ -40,8 +41,8 @@ fn staged(name: String) -> Option<(String, String)> {
     Some((UNDO_DIR.to_owned(), name))
 }
 
-/// The numbers of the logs that lead back from what a scope is, newest first; under other names, too. `all` are all
-/// logs, newest first.
+/// Returns the serial numbers of the logs that lead back from the present state of a scope, newest first. Follows
+/// renames of the scope. `all` has all logs, newest first.
 fn chain_of(all: &[(u64, ChangeLog)], scope: &[u8]) -> Vec<u64> {
     let mut chain = Vec::new();
     let mut at = scope;
@@ -58,14 +59,14 @@ fn chain_of(all: &[(u64, ChangeLog)], scope: &[u8]) -> Vec<u64> {
     chain
 }
 
-/// Commits that a backing keeps after they are over.
+/// The commits that a backing keeps after their application.
 pub struct History<B: Backing> {
     pub(crate) home: Arc<Home<B>>,
     pub(crate) tree: Arc<Tree<B>>,
     pub(crate) scopes: Arc<Scopes<B>>,
-    /// Commits of each scope that can be undone.
+    /// Maximum number of commits of each scope that can be undone.
     pub(crate) commits_max: u32,
-    /// Owned by the thread that changes the list of the last commit of each scope.
+    /// The thread that changes the stored numbers of the last commits owns this claim.
     pub(crate) numbers: Claim,
 }
 
@@ -85,7 +86,7 @@ impl<B: Backing> History<B> {
         }
     }
 
-    /// Fills in the undo parts of a log, and stages what they refer to.
+    /// Adds the undo parts to a log and stages what they refer to. Does nothing without a history.
     pub(crate) fn stage_undo(&self, scope: &Scope<B>, log: &mut ChangeLog) -> Result<(), Errno> {
         if self.commits_max == 0 {
             return Ok(());
@@ -145,7 +146,7 @@ impl<B: Backing> History<B> {
         Ok(())
     }
 
-    /// The old attributes, and the old bytes of what is written, in a copy.
+    /// Stages a copy with the old attributes and the old bytes of the written ranges.
     fn stage_old_copy(
         &self,
         entry: &Entry,
@@ -204,7 +205,7 @@ impl<B: Backing> History<B> {
         })
     }
 
-    /// The bytes that a commit of few bytes overwrites.
+    /// Reads the few bytes that a commit overwrites, for the log itself.
     fn read_old_bytes(&self, inode: &B::Inode, attr: &Attr, data: &Data) -> Result<Data, Errno> {
         let file = self.home.base.open(inode, Access::Read)?;
         let mut written = Vec::new();
@@ -227,7 +228,7 @@ impl<B: Backing> History<B> {
         })
     }
 
-    /// The commit `tx-N` is applied: its log is kept if it can be undone, and logs that are too old go. Whether it is
+    /// Keeps the log of an applied commit if it can be undone, and removes logs that are too old. Returns whether it is
     /// kept.
     pub(crate) fn keep_log(
         &self,
@@ -268,7 +269,7 @@ impl<B: Backing> History<B> {
         Ok(is_kept)
     }
 
-    /// Removes the directory of a transaction that is over, or of it what undoing it does not need.
+    /// Removes the directory of an ended transaction, or only what an undo does not need if its log is kept.
     pub(crate) fn remove_or_keep(
         &self,
         firn: &B::Inode,
@@ -314,7 +315,7 @@ impl<B: Backing> History<B> {
         self.home.base.rmdir(firn, OsStr::new(undo))
     }
 
-    /// What an earlier firnd could not remove of logs that are kept; and of logs that were being removed.
+    /// Removes what an earlier firnd left of kept logs' redo files and of half-removed logs.
     pub(crate) fn clear_kept_logs(&self, firn: &B::Inode) -> Result<(), StoreError> {
         let mut is_synced = false;
         for (undo, ..) in staging::list(&self.home.base, firn)? {
@@ -360,7 +361,7 @@ impl<B: Backing> History<B> {
         Ok(())
     }
 
-    /// What undoes commits of a scope, newest first.
+    /// Returns the logs that undo commits of a scope, with serial numbers, newest first.
     fn undos(&self, scope: &[u8]) -> Result<Vec<(u64, ChangeLog)>, StoreError> {
         let mut all = self.all_undos()?;
         let chain = chain_of(&all, scope);
@@ -368,7 +369,7 @@ impl<B: Backing> History<B> {
         Ok(all)
     }
 
-    /// Logs that undo commits, newest first.
+    /// Returns all logs that undo commits, with serial numbers, newest first.
     fn all_undos(&self) -> Result<Vec<(u64, ChangeLog)>, StoreError> {
         let Some(firn) = self.home.find_staging_dir()? else {
             return Ok(Vec::new());
@@ -397,7 +398,7 @@ impl<B: Backing> History<B> {
         Ok(found)
     }
 
-    /// The checkpoints of a scope that can be restored, newest first.
+    /// Returns the numbers of the commits to which a scope can be restored, newest first.
     pub fn kept(&self, scope: &[u8]) -> Result<Vec<u64>, StoreError> {
         let undone = self
             .undos(scope)?
@@ -411,12 +412,12 @@ impl<B: Backing> History<B> {
             .collect())
     }
 
-    /// Whether the files of checkpoint `id` can be restored.
+    /// Returns `Ok` if a scope can be restored to commit `id`, or the reason that it cannot.
     pub fn can_restore(&self, scope: &[u8], id: u64) -> Result<(), RestoreError> {
         self.steps_back(scope, id).map(drop)
     }
 
-    /// Which undos lead back to checkpoint `id`, in order.
+    /// Returns the serial numbers of the logs whose undo leads back to commit `id`, in order.
     pub(crate) fn steps_back(&self, scope: &[u8], id: u64) -> Result<Vec<u64>, RestoreError> {
         if self.home.committed(scope)? == Some(id) {
             return Ok(Vec::new());
@@ -436,9 +437,9 @@ impl<B: Backing> History<B> {
 }
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// Undoes a commit, the newest of the scope at `root`. From the rename on it is a transaction that is decided: where
-    /// this fails later it is applied by [`Decided::apply`](crate::Decided::apply), the next [`TransactionalBacking::restore`], or the next
-    /// mount. The caller holds names and data.
+    /// Undoes a commit, the newest of the scope at `root`. From the rename on it is a transaction that is decided:
+    /// where this fails later it is applied by [`Decided::apply`](crate::Decided::apply), the next
+    /// [`TransactionalBacking::restore`], or the next mount. The caller holds names and data.
     pub(crate) fn undo_commit(&self, root: &Arc<Object<B>>, serial: u64) -> Result<(), StoreError> {
         let firn = self.home.staging_dir()?;
         let flags = RenameFlags::empty();
@@ -474,8 +475,8 @@ impl<B: Backing> TransactionalBacking<B> {
         self.commits.apply_undo(serial)
     }
 
-    /// Restores checkpoint `id`: finishes the transaction that was prepared with it, or undoes what came after it, commits
-    /// too, as far as they are kept.
+    /// Restores checkpoint `id`: finishes the transaction that was prepared with it, or undoes what came after it,
+    /// commits too, as far as they are kept.
     pub fn restore(&self, root: &Arc<Object<B>>, id: u64) -> Result<(), RestoreError> {
         if let Some(Found::Decided(commit)) = self.transaction_at(root)
             && commit.is_undo()

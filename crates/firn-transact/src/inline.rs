@@ -1,8 +1,8 @@
-//! Inline changes: a few overwritten bytes of a file of the backing need no staged copy.
+//! Inline changes: a few overwritten bytes of a file of the backing, kept in memory without a staged copy.
 //!
-//! Inline changes stay in memory until the record of the transaction takes them: a transaction that is not prepared
-//! does not outlive firnd anyway. A staged copy takes them over when more is written to the file than the limits below,
-//! or when anything changes but bytes below its end and its time of modification.
+//! The record of the transaction takes them at the prepare or commit. They may stay in memory until then, because an
+//! unprepared transaction in buffer mode ends with firnd anyway. They move to a staged copy when a write exceeds the
+//! limits below, or when anything changes but bytes below the file's end and its modification time.
 
 use std::io::IoSlice;
 use std::sync::Arc;
@@ -16,9 +16,9 @@ use crate::object::{Object, StagedCopy};
 use crate::scope::Scope;
 use crate::staging;
 
-/// Bytes that one file may have here.
+/// Maximum bytes of inline changes of one file.
 const FILE_BYTES: u64 = 16 << 10;
-/// Bytes of all files of a transaction.
+/// Maximum bytes of inline changes of all files of a transaction.
 const SCOPE_BYTES: u64 = 16 << 20;
 
 impl<B: Backing> Objects<B> {

@@ -12,19 +12,28 @@
 //!                       └───────────────┴► [CallOff ─► Undo ─►] Restore ──► Over
 //! ```
 //!
-//! A commit that was prepared begins at `Decide`. So does one that is asked for again, at what is decided. One that was
-//! applied is only answered: another transaction may follow it by then. The steps and
-//! their rules are in the file of the verb that begins with them.
+//! Terms
+//! * A *scope* is the directory that a transaction covers; a request names the scope by its path.
+//! * A transaction is *open*, then optionally *prepared* (durable, outcome open), then *decided* (its commit is a
+//!   fact), then *applied* (the backing has the changes).
+//!
+//! Where a commit starts
+//! * A commit of a prepared transaction starts at `Decide`.
+//! * A repeated commit request also starts at `Decide` if the commit is decided and not applied.
+//! * A repeated request for an applied commit starts at `AnswerApplied`, because another transaction may be open by
+//!   then.
+//!
+//! Each file below `machine/` has the steps and rules of the verb that starts with them.
 //!
 //! Invariants
-//! * The transactions of a scope are looked for once, by the path that a request gives. Each step takes the handle that
-//!   the step before found, and a handle looks at the stage of its transaction under the locks of what it does. Only after a
-//!   failure the path is looked at again: another host may have ended the transaction.
-//! * A step that fails ends the request. The transaction is in the stage that it had, or in the next one (`Open`,
-//!   `Prepared`, `Decided`, over); after a vote that failed it is open again. The same request goes on from there.
+//! * A request searches for the transactions of its scope once, by path. Each step passes its transaction handle to the
+//!   next step. Each method of a handle checks the stage again, under the locks that the method takes.
+//! * After a failure the machine searches by path once more, because another host may have ended the transaction.
+//! * A failed step ends the request. The transaction keeps its stage or is in the next one (open, prepared, decided,
+//!   over); a failed vote makes the transaction open again. A repeated request continues from that stage.
 //! * Nothing is undone after `Decide`.
 //!
-//! Relies on [`Mount`] for what only the owner of the mount can do: stop programs, drain what they wrote, tell the kernel.
+//! The machine relies on [`Mount`] to stop programs, drain their data and invalidate the kernel's cache.
 
 mod abort;
 mod begin;
@@ -47,100 +56,101 @@ use crate::unanswered::Unanswered;
 
 pub use self::mount::{Event, Mount, Pending};
 
-/// What a client asks for.
+/// The request of a client about one scope.
 #[derive(Clone, Copy, Debug)]
 pub enum Verb<'a> {
-    /// A transaction in a directory that is there.
+    /// Begin a transaction in an existing directory.
     Begin,
-    /// A transaction that makes its directory.
+    /// Begin a transaction that creates the directory of its scope.
     Create(TopMaker<'a>),
-    /// Makes the changes durable, with this number, and leaves the outcome open.
+    /// Make the changes durable under this commit number, and leave the outcome open.
     Prepare(u64),
-    /// Commit it.
+    /// Commit the transaction of the scope.
     Commit(CommitOptions),
-    /// Throw it away.
+    /// Abort the transaction of the scope: all of its changes are lost.
     Abort,
-    /// Bring the files of this checkpoint back.
+    /// Restore the files to the commit with this number.
     Restore(u64),
 }
 
 /// How a transaction is committed.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CommitOptions {
-    /// The number of the commit; `None`: that of the prepare, or the one after the last commit.
+    /// Number of the commit. `None` stands for the number of the prepare, or, without a prepare, for the number after
+    /// the last commit of the scope.
     pub id: Option<u64>,
-    /// The next transaction is open before anything can change.
+    /// Whether the next transaction of the scope begins with this commit, so that no change falls between the two.
     pub begins_next: bool,
-    /// The backing gets the commit after the answer.
+    /// Whether the client is answered before the commit is applied to the backing.
     pub applies_later: bool,
 }
 
-/// What came of a request.
+/// The answer to a request that succeeded.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Answer {
-    /// It is done.
+    /// A request other than a commit is done.
     Done,
-    /// It is committed.
+    /// The transaction is committed.
     Committed(Committed),
 }
 
-/// What came of a commit.
+/// The result of a commit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Committed {
-    /// Its number.
+    /// Number of the commit.
     pub id: u64,
-    /// Hosts that have not applied it.
+    /// Names of the hosts that had not applied the commit when the wait for them ended.
     pub not_applied_on: Vec<String>,
-    /// The path of the scope after it, which is that of the transaction that was begun after it.
+    /// Path of the scope after the commit. The next transaction, if the commit began one, has this path.
     pub path_after: Vec<u8>,
 }
 
-/// Where a request is, with what the step needs.
+/// The next step of a request, with the step's inputs. `then` is the step that follows.
 enum Step<'a, B: Backing> {
-    /// An earlier commit of the directory is applied where it would be in the way of a begin.
+    /// Applies an earlier commit of the directory where a new transaction could not begin otherwise.
     Clear { path: Vec<u8>, known: Known<'a, B> },
-    /// A transaction begins.
+    /// Begins a transaction in an existing directory.
     Begin {
         place: Place<'a, B>,
         path: Vec<u8>,
         then: Box<Self>,
     },
-    /// A transaction begins that makes its directory.
+    /// Begins a transaction that creates its directory.
     Create { path: Vec<u8>, maker: TopMaker<'a> },
-    /// The commit that a transaction follows is applied, while changes go on.
+    /// Applies the commit that the open transaction follows, while programs continue to change the scope.
     ApplyBefore {
         commit: Option<Decided<'a, B>>,
         open: Open<'a, B>,
         goal: Goal,
     },
-    /// It becomes durable, its outcome open.
+    /// Makes the transaction durable and leaves its outcome open.
     Prepare {
         open: Open<'a, B>,
         id: u64,
         then: AfterVote,
     },
-    /// The hosts that commit together agree on it.
+    /// Waits until all hosts have voted on the commit, and fails unless the verdict allows the commit.
     Vote {
         prepared: Prepared<'a, B>,
         then: AfterVote,
     },
-    /// The commit becomes a fact.
+    /// Decides the commit durably. Nothing is undone from here on.
     Decide { found: Found<'a, B>, plan: Plan },
-    /// Makes the backing what programs see already.
+    /// Applies the decided commit to the backing. Programs see the committed tree already.
     Apply { commit: Decided<'a, B>, plan: Plan },
-    /// The other hosts apply it, too.
+    /// Waits until the other hosts have applied the commit.
     AwaitHosts { commit: Decided<'a, B>, plan: Plan },
-    /// A commit that was applied is answered after all.
+    /// Answers a repeated request for a commit that was applied before its first request failed.
     AnswerApplied {
         commit: Unanswered,
         begins_next: bool,
     },
-    /// The other hosts hear that it is not committed, and changes in it fail.
+    /// Decides for all hosts that the transaction is not committed, and makes further changes in the scope fail.
     CallOff {
         found: Found<'a, B>,
         then: Box<Self>,
     },
-    /// Everything in it is thrown away.
+    /// Undoes all changes of the transaction.
     Undo {
         found: Found<'a, B>,
         then: Box<Self>,
@@ -151,21 +161,21 @@ enum Step<'a, B: Backing> {
         known: Known<'a, B>,
         id: u64,
     },
-    /// What was prepared or decided with the number that is asked for is committed, without what was written since.
+    /// Commits the transaction that was prepared or decided under the requested number. Data written since is dropped.
     FinishCommit { found: Found<'a, B>, id: u64 },
-    /// Commits are undone, and what is open.
+    /// Undoes the open transaction and the commits after the requested one.
     Restore {
         place: Place<'a, B>,
         path: Vec<u8>,
         pending: Pending,
         id: u64,
     },
-    /// The request is answered.
+    /// Ends the request with this answer.
     Over(Answer),
 }
 
 impl<B: Backing> Step<'_, B> {
-    /// For the log.
+    /// Returns the step's name for the trace log.
     fn name(&self) -> &'static str {
         match self {
             Self::Clear { .. } => "clear",
@@ -187,7 +197,8 @@ impl<B: Backing> Step<'_, B> {
         }
     }
 
-    /// The commit that is answered when this step and what follows have gone well, from when it may be applied.
+    /// Returns the commit that this step or a later step answers, if that commit may be applied already. If the step
+    /// fails, a repeated request must find this commit.
     fn commit_to_answer(&self) -> Option<Unanswered> {
         match self {
             Self::Apply { commit, plan } | Self::AwaitHosts { commit, plan } => {
@@ -205,7 +216,7 @@ impl<B: Backing> Step<'_, B> {
     }
 }
 
-/// Next goal of a transaction that follows no commit any more.
+/// What follows `ApplyBefore`, once the open transaction follows no unapplied commit.
 #[derive(Clone, Copy, Debug)]
 enum Goal {
     Prepare(u64),
@@ -220,24 +231,27 @@ pub struct Machine<'a, B: Backing, M: Mount<B>> {
 }
 
 impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
-    /// Over the transactions of `mount`.
+    /// Makes a machine for the transactions in `store`, whose programs use `mount`.
     pub fn new(store: &'a TransactionalBacking<B>, mount: &'a M) -> Self {
         Self { store, mount }
     }
 
-    /// Does what is asked for in the scope that is known by `path`.
+    /// Carries out the request `verb` in the scope at `path`, and returns the answer.
+    ///
+    /// After an error the transaction is in the stage that the last successful step left, and the request can be
+    /// repeated.
     pub fn run(&self, verb: Verb<'a>, path: &[u8]) -> Result<Answer, TransactionError> {
         let result = self.find_step(verb, path).and_then(|step| self.go_on(step));
         result.or_else(|error| self.explain(verb, path, error))
     }
 
-    /// Throws a transaction away.
+    /// Aborts a transaction: takes the steps `CallOff` and `Undo`.
     pub fn abort(&self, found: Found<'a, B>) -> Result<(), TransactionError> {
         let then = Box::new(Step::Over(Answer::Done));
         self.go_on(Step::CallOff { found, then }).map(drop)
     }
 
-    /// Applies a commit, unless that is done.
+    /// Applies a decided commit and notes its end. Does nothing if the commit is applied already.
     pub fn apply(&self, commit: &Decided<'a, B>) -> Result<(), TransactionError> {
         if commit.apply_once()? {
             self.note_end(Event::Applied, commit.scope(), Some(commit.id()));
@@ -245,8 +259,10 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         Ok(())
     }
 
-    /// At the end of a mount: an open transaction is undone, a decided one is applied. One that is prepared waits for the
-    /// next mount, without what was written since.
+    /// Ends the use of a transaction at an unmount.
+    ///
+    /// An open transaction is undone, and a decided commit is applied. A prepared transaction waits for the next mount;
+    /// data written after its prepare is dropped.
     pub fn leave(&self, found: &Found<'a, B>) -> Result<(), TransactionError> {
         match found.look_again() {
             Some(open @ Found::Open(_)) => self.abort(open),
@@ -260,12 +276,13 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         }
     }
 
-    /// The first step. Here the transactions are looked for by the path.
+    /// Returns the first step of a request. Only this function and [`Self::explain`] search for transactions by path.
     fn find_step(&self, verb: Verb<'a>, path: &[u8]) -> Result<Step<'a, B>, TransactionError> {
         if let Verb::Create(maker) = verb {
             let path = path.to_vec();
             return Ok(Step::Create { path, maker });
         }
+        // Only a commit can be asked for again; after any other request nothing is left to answer.
         if !matches!(verb, Verb::Commit(_)) {
             self.store.forget_unanswered(path);
         }
@@ -298,6 +315,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         }
     }
 
+    /// Takes steps until the request is over, and returns its answer. The first failed step ends the request.
     fn go_on(&self, mut step: Step<'a, B>) -> Result<Answer, TransactionError> {
         loop {
             step = match step {
@@ -307,7 +325,10 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         }
     }
 
-    /// Takes one step. What comes next is only in the functions that this calls.
+    /// Takes one step and returns the next one.
+    ///
+    /// If the step fails after its commit may have been applied, the commit is noted as unanswered for a repeated
+    /// request.
     fn take(&self, step: Step<'a, B>) -> Result<Step<'a, B>, TransactionError> {
         tracing::trace!(step = step.name(), "step of a transaction");
         let commit = step.commit_to_answer();
@@ -318,6 +339,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         next
     }
 
+    /// Calls the function of the step. That function alone chooses the next step.
     fn take_step(&self, step: Step<'a, B>) -> Result<Step<'a, B>, TransactionError> {
         match step {
             Step::Clear { path, known } => self.clear(path, known),
@@ -347,7 +369,10 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         }
     }
 
-    /// Applies the commit that `open` follows, while changes go on: drains of the scope wait for that.
+    /// Applies the commit that `open` follows, and returns the first step towards `goal`.
+    ///
+    /// Programs continue to change the scope meanwhile. The commit comes before the drain of the scope, because that
+    /// drain waits until the commit is applied.
     fn apply_before(
         &self,
         commit: Option<Decided<'a, B>>,
@@ -371,8 +396,10 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         }
     }
 
-    /// Explains a failed request in a transaction that another host has aborted, for all hosts. The transaction may not
-    /// be over here yet.
+    /// Replaces the error of a failed request if another host has aborted the transaction for all hosts.
+    ///
+    /// An abort then counts as done, and a prepare or commit fails with the name of that host. In all other cases
+    /// `error` is returned. The function first ends this host's part where the abort has not reached that part.
     fn explain(
         &self,
         verb: Verb<'a>,
@@ -399,7 +426,8 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
 
     // ---- what several steps use ---------------------------------------------------------------
 
-    /// Why nothing can be done in a scope without a transaction. What is wrong with the path counts more.
+    /// Returns the error of a request for a scope without a transaction: the error of the path if `path` is not a
+    /// directory, otherwise `NoTransaction`.
     fn no_transaction(&self, path: &[u8]) -> TransactionError {
         match self.mount.directory_at(path) {
             Ok(_) => StageError::NoTransaction.into(),
@@ -407,21 +435,22 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         }
     }
 
-    /// What programs stored in shared mappings is part of a transaction that is open. Once it is prepared, the writes would
-    /// wait for the outcome.
+    /// Makes the kernel write back shared mappings of an open transaction, because these stores are part of it.
+    ///
+    /// Does nothing once the transaction is prepared: the writes would wait for the outcome.
     fn write_back(&self, known: &Known<'a, B>) {
         if let Some(open @ Found::Open(_)) = &known.undecided {
             self.mount.write_back(&open.path_now());
         }
     }
 
-    /// Notes the event with which the transaction in `scope` ended.
+    /// Notes `event` and the end of the transaction in `scope`, for counters and the log.
     fn note_end(&self, event: Event, scope: &[u8], id: Option<u64>) {
         self.mount.note(event, scope, id);
         self.mount.note(Event::Ended, scope, id);
     }
 
-    /// Notes the event with which this host's part ended; its accesses need no notes any more.
+    /// Notes the end of this host's part, and stops recording which bytes and names its programs use.
     fn end_part(&self, event: Event, scope: &[u8], id: Option<u64>) {
         self.note_end(event, scope, id);
         self.end_accesses(scope);
@@ -433,7 +462,9 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         }
     }
 
-    /// Tries again while other hosts have something to end, as long as the mount waits for them.
+    /// Repeats `attempt` while it fails because another host has not finished an earlier vote, transaction or abort.
+    ///
+    /// Returns the first other result, or the last error once the mount's wait for other hosts is over.
     fn retry<T>(
         &self,
         mut attempt: impl FnMut() -> Result<T, TransactionError>,

@@ -1,4 +1,8 @@
-//! Changes of names in a transaction: what programs see, with the errors that the backing would give.
+//! [`Entries`]: look-ups of names, and creates, renames, links and removals, with the changes of transactions.
+//!
+//! In buffer mode a change of names is noted in the tables of the transaction; the errors are those that the backing
+//! would return. In shadow mode and outside of transactions the change goes to the backing. "The caller keeps the
+//! names" means that it has a guard of [`crate::waiting`] for the directories.
 
 use std::ffi::OsStr;
 use std::sync::Arc;
@@ -21,18 +25,18 @@ use crate::top_names::Tops;
 use crate::tree::Tree;
 use crate::waiting::Admission;
 
-/// Where an object is made in the backing.
+/// Place at which an object is made in the backing.
 pub(crate) struct NewObject<'a, B: Backing> {
-    /// Its directory, or the staging directory of a transaction.
+    /// The directory of the new name, or the staging directory of a transaction.
     pub(crate) dir: &'a B::Inode,
     /// Its name there.
     pub(crate) name: &'a OsStr,
-    /// Where the data of a file goes.
+    /// Lane (I/O server) for the data of a file.
     pub(crate) placing: Placing<'a, B::Inode>,
 }
 use crate::tree::Names;
 
-/// Names in directories: look-ups, and changes of them.
+/// Looks up and changes names in directories.
 pub(crate) struct Entries<B: Backing> {
     pub(crate) home: Arc<Home<B>>,
     pub(crate) tree: Arc<Tree<B>>,
@@ -77,7 +81,7 @@ impl<B: Backing> Entries<B> {
         Ok((object, attr))
     }
 
-    /// The object of a name; the caller holds the names.
+    /// Returns the object of a name; `None` if there is none. The caller keeps the names.
     pub(crate) fn find_name(
         &self,
         parent: &Arc<Object<B>>,
@@ -87,7 +91,7 @@ impl<B: Backing> Entries<B> {
         Ok(found.map(|found| found.object))
     }
 
-    /// The object of a name and the attributes that the backing gave for it; the caller holds the names.
+    /// Returns the object of a name, with its attributes if the backing was asked. The caller keeps the names.
     fn find_entry(&self, parent: &Arc<Object<B>>, name: &OsStr) -> Result<Option<FoundName<B>>> {
         match self.tops.find_top_name(parent, name) {
             TopName::Unrelated => {}
@@ -116,7 +120,8 @@ impl<B: Backing> Entries<B> {
         }))
     }
 
-    /// Whether programs see the attributes that the backing gave for an object a moment before.
+    /// Returns whether programs see the attributes that the backing just returned for an object, without changes by
+    /// Firn.
     fn shows_attr_below(&self, object: &Object<B>) -> bool {
         let is_changed = object.inner.share().look().change.is_some();
         !is_changed
@@ -125,7 +130,7 @@ impl<B: Backing> Entries<B> {
             && !self.tops.has_tops_in(object)
     }
 
-    /// Makes a new object: `make` is given the directory and the name for it.
+    /// Makes a new object. `make` creates it in the backing, in the directory and under the name that it is given.
     pub(crate) fn make_object(
         &self,
         parent: &Arc<Object<B>>,
@@ -205,7 +210,7 @@ impl<B: Backing> Entries<B> {
             i64::from(is_dir),
         );
         scope.check_names(&[parent, &object]);
-        // No further call of the backing: it could fail although the object has its name.
+        // No further call of the backing is made, because it could fail although the object has its name already.
         let nlink = if is_dir { attr.nlink } else { 1 };
         Ok((object, Attr { nlink, ..attr }))
     }
@@ -221,7 +226,7 @@ impl<B: Backing> Entries<B> {
         }
     }
 
-    /// Notes what a name leads to, which was there or not, and how many more subdirectories there are.
+    /// Notes in the transaction what a name leads to, and by how much the number of subdirectories changes.
     fn name(
         &self,
         scope: &Scope<B>,
@@ -234,12 +239,12 @@ impl<B: Backing> Entries<B> {
         let mut inner = owned.edit();
         let is_old = inner.base.is_some();
         let change = scope.change(dir, &mut inner);
-        // A name that is not noted leads where it does in the backing.
+        // A name without a note is the backing's, so the name may exist there.
         let hides_old = change
             .names
             .get(name)
             .map_or(is_old && was_there, |named| named.hides_old);
-        // If not, it is as if the directory never had the name.
+        // A removed name that the backing does not have needs no note.
         let is_noted = object.is_some() || hides_old;
         if !is_noted {
             change.names.remove(name);
@@ -264,7 +269,7 @@ impl<B: Backing> Entries<B> {
         }
     }
 
-    /// An object got `more` names, or another name.
+    /// Notes that an object got `more` names (negative for fewer), or another name.
     fn renamed(&self, scope: &Scope<B>, object: &Arc<Object<B>>, more: i64) {
         let owned = object.inner.own();
         let mut inner = owned.edit();
@@ -273,8 +278,9 @@ impl<B: Backing> Entries<B> {
         change.named = Some(Time::now());
     }
 
-    /// An object lost a name in `scope`. A new one without any goes at once: it takes room, and the transaction has
-    /// nothing to do with it.
+    /// Notes that an object lost a name in `scope`.
+    ///
+    /// A new object without names is unstaged at once, because it takes space and is not part of the commit.
     fn lost_name(&self, scope: &Scope<B>, object: &Arc<Object<B>>) {
         let owned = object.inner.own();
         let (number, copy) = {
@@ -304,7 +310,7 @@ impl<B: Backing> Entries<B> {
         }
     }
 
-    /// Removes the name of a staged object. Returns the inode that is left; the inode ends with its last reference.
+    /// Removes the name of a staged object, and returns its inode, which exists until the last reference is dropped.
     fn unstage(&self, kind: Kind, copy: &StagedCopy<B>) -> Result<B::Inode> {
         let inode = copy.inode(&self.home.base)?;
         let name = OsStr::new(&copy.at.1);
@@ -316,7 +322,7 @@ impl<B: Backing> Entries<B> {
         Ok(inode)
     }
 
-    /// EBUSY for a directory that a transaction's scope is, or is in.
+    /// Fails with EBUSY if a scope is at or below the object, because its transaction depends on the place.
     fn must_not_hold_a_scope(&self, object: Option<&Arc<Object<B>>>) -> Result<()> {
         match object {
             Some(object) if self.scopes.are_below(object) => Err(Errno::BUSY),
@@ -429,8 +435,8 @@ impl<B: Backing> Entries<B> {
         if self.is_hidden(to, new_name) {
             return Err(Errno::PERM);
         }
-        // Before any wait for an outcome: the kernel holds the locks of both directories, and the thread that ends
-        // the other transaction has to make the kernel forget names in its directory.
+        // This check comes before any wait for an outcome. The kernel holds the locks of both directories, and the
+        // thread that ends the other transaction must make the kernel drop names in its directory.
         let names = self.tree.names.enter(&[from, to]);
         let scope_before = self.scopes.scope_at(from, name);
         if !same(&self.scopes.scope_at(to, new_name), &scope_before) {
@@ -470,7 +476,7 @@ impl<B: Backing> Entries<B> {
         let mut more = subdirectory(&source);
         if let Some(target) = target {
             if exchange {
-                // First: where they are now is where the backing has them.
+                // The changes are made before the move, while the objects' present places are those in the backing.
                 for object in [&source, &target] {
                     self.renamed(&scope, object, 0);
                 }
@@ -490,8 +496,8 @@ impl<B: Backing> Entries<B> {
         Ok(())
     }
 
-    /// The object that a rename in a transaction moves, and what is at the new name; `None` where nothing is to be
-    /// done.
+    /// Checks a rename in a transaction. Returns the object that it moves and the one that it replaces, or `None` if
+    /// the rename changes nothing.
     fn may_move(
         &self,
         (from, name): (&Arc<Object<B>>, &OsStr),
@@ -543,7 +549,7 @@ impl<B: Backing> Entries<B> {
         Ok(Some((source, target)))
     }
 
-    /// In the backing.
+    /// Renames an object in the backing, and moves the objects in the table.
     pub(crate) fn move_below(
         &self,
         names: &Names<'_, B>,
@@ -551,7 +557,7 @@ impl<B: Backing> Entries<B> {
         (to, new_name): (&Arc<Object<B>>, &OsStr),
         flags: RenameFlags,
     ) -> Result<()> {
-        // Errors are left to the backing.
+        // An error is ignored here, because the rename in the backing returns it.
         let known = |dir, name| self.find_name(dir, name).ok().flatten();
         let source = known(from, name);
         let target = known(to, new_name);
@@ -581,10 +587,10 @@ impl<B: Backing> Entries<B> {
     }
 }
 
-/// What a name leads to.
+/// The object of a name.
 struct FoundName<B: Backing> {
     object: Arc<Object<B>>,
-    /// If the backing was asked: the attributes that it gave.
+    /// The attributes that the backing returned, if it was asked.
     attr: Option<Attr>,
 }
 
@@ -594,10 +600,10 @@ impl<B: Backing> FoundName<B> {
     }
 }
 
-/// What a rename moves, and what it replaces.
+/// The object that a rename moves, and the object that it replaces.
 type Moved<B> = (Arc<Object<B>>, Option<Arc<Object<B>>>);
 
-/// What the transaction has saved, if it is in shadow mode.
+/// Returns the saved state of the transaction if it is in shadow mode.
 fn shadow<B: Backing>(scope: &Option<Arc<Scope<B>>>) -> Option<&Shadow<B>> {
     scope.as_ref().and_then(|scope| scope.shadow.as_ref())
 }

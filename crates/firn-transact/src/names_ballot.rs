@@ -1,26 +1,31 @@
-//! What hosts share that write one scope of names: the hosts that take part, their states, and the decision.
+//! Ballots on scopes of names: several hosts write some names of one directory and commit them together.
+//!
+//! A *scope of names* is some names in a directory and all below them. The hosts identify it by a key. They try to
+//! commit in numbered attempts; each attempt has a verdict, and the scope has one decision.
 //!
 //! ```text
 //! .firn/names-HASH/        one scope, a [`Ballot`]; HASH stands for its key
 //!   key                    the key, put once
-//!   in-HOST                the host takes part, from before its first change
-//!   event                  put once, JSON: a host has seen what makes the scope complete; what the others must know of it
-//!   state-HOST             what the host says of its part; rewritten
-//!   try-N                  put once: attempt N to commit, and the hosts in it
-//!   list-N-HOST            put once: what the prepared part of the host has ([`Published`])
-//!   verdict-N              put once, JSON: whether these parts go together
-//!   decision               put once: commit or abort, and which host said so
+//!   in-HOST                the host takes part; written before its first change
+//!   event                  written once, JSON: the scope is complete, and what the other hosts must know about it
+//!   state-HOST             JSON: the state of the host's part; replaced by each new state
+//!   try-N                  written once, JSON: attempt N to commit, and the hosts in it
+//!   list-N-HOST            written once: what the prepared part of the host changes ([`Published`])
+//!   verdict-N              written once, JSON: whether the parts of attempt N conflict
+//!   decision               written once, JSON: commit or abort, and the host that decided
 //!   left-HOST              the host has carried the decision out
 //! ```
 //!
-//! The caller says what the hosts do with it. This module keeps what holds in any case:
+//! The caller chooses the contents of event, states and attempts, and when hosts act. This module keeps the invariants.
 //!
-//! Invariants, beside those of a ballot
-//! * No decision is a commit without a clear verdict on the parts of all hosts that take part.
-//! * No host begins to take part while an attempt is open. A host that puts `in-HOST` and then finds an attempt
-//!   withdraws; a host that puts `try-N` and then finds another host gives the attempt up.
-//! * A prepared part whose directory is gone, or in which its host takes no part, was aborted: after a commit the directory
-//!   stays until each host has left.
+//! Invariants, in addition to those of a ballot
+//! * A commit is decided only after a clear verdict on the parts of all hosts that take part.
+//! * No host joins while an attempt is open.
+//! * A prepared part was aborted if the directory is gone or the host does not take part in it. After a commit the
+//!   directory stays until every host has left.
+//!
+//! Race: a host may join while another one starts an attempt. Each looks again after its own write. A host that wrote
+//! `in-HOST` and sees an attempt withdraws; a host that wrote `try-N` and sees a new host gives the attempt up.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -44,7 +49,7 @@ const TRY: &str = "try-";
 const LIST: &str = "list-";
 const VERDICT: &str = "verdict-";
 
-/// Each host carries the decision out by itself.
+/// The protocol of a ballot's end: after the decision each host acts alone.
 struct NamesEnd;
 
 impl Protocol for NamesEnd {
@@ -60,51 +65,52 @@ impl Protocol for NamesEnd {
 pub enum NamesEntry {
     /// The host takes part.
     Joined,
-    /// It cannot yet: hosts that have not ended their part of the scope before, or commit just now.
+    /// The host cannot join yet. These hosts have not left an earlier scope of the same key, or are in an open attempt.
     NotYet(Vec<String>),
 }
 
-/// What a listing says.
+/// The contents of a ballot at the time of one listing.
 #[derive(Clone, Debug, Default)]
 pub struct NamesView<S, A> {
     /// Hosts that take part.
     pub joined: BTreeSet<String>,
-    /// Those that have carried the decision out.
+    /// Hosts that have carried the decision out.
     pub left: BTreeSet<String>,
-    /// What each host says of its part.
+    /// The state of each host's part.
     pub states: BTreeMap<String, S>,
-    /// A host has seen the event.
+    /// Whether a host has stored the event.
     pub has_event: bool,
-    /// The last attempt.
+    /// The last attempt to commit, if there was one.
     pub attempt: Option<NamesAttempt<A>>,
-    /// Whether it is committed.
+    /// The decision: `true` for a commit, `false` for an abort, `None` while there is none.
     pub decision: Option<bool>,
 }
 
 /// An attempt to commit.
 #[derive(Clone, Debug)]
 pub struct NamesAttempt<A> {
-    /// From 1.
+    /// Number of the attempt, counted from 1.
     pub number: u64,
-    /// What `try-N` says.
+    /// Content of `try-N`.
     pub content: A,
     /// Hosts that have published their part.
     pub published: BTreeSet<String>,
-    /// Whether the parts go together.
+    /// The verdict on the published parts; `None` while there is none.
     pub verdict: Option<Verdict>,
 }
 
-/// One scope of names of several hosts.
+/// The ballot on one scope of names.
 pub struct NamesBallot<'a, B: Backing> {
     ballot: Ballot<'a, B, NamesEnd>,
     base: &'a B,
 }
 
-/// The ballots on scopes of names, of a host among others.
+/// All ballots on scopes of names, as one of the hosts uses them.
 pub struct NamesBallots<B: Backing> {
     home: Arc<Home<B>>,
 }
 
+/// Returns the name of the ballot's directory: two checksums and the length of the key.
 fn dir_name(key: &[u8]) -> String {
     let reversed: Vec<u8> = key.iter().rev().copied().collect();
     let len = key.len();
@@ -133,10 +139,12 @@ impl<B: Backing> NamesBallots<B> {
         }
     }
 
-    /// Takes part in the scope that hosts know by a key, before it is changed.
+    /// Joins the scope with this key, before this host changes anything in it.
+    ///
+    /// Returns `Joined` at once on a mount of one host, and `NotYet` if the caller must try again later.
     pub(crate) fn join(&self, key: &[u8]) -> Result<NamesEntry, Errno> {
         match self.try_join(key) {
-            // Another host removes what is left of an earlier scope.
+            // Another host is removing the directory of an earlier scope, so a later try succeeds.
             Err(errno) if is_gone(errno) => Ok(NamesEntry::NotYet(Vec::new())),
             joined => joined,
         }
@@ -149,6 +157,7 @@ impl<B: Backing> NamesBallots<B> {
         let top = staging::dir(&self.home.base, &self.home.base.root(), staging::TOP)?;
         let dir = VoteDir::make(&self.home.base, &top, &dir_name(key), &members.host)?;
         dir.put_once(KEY, key)?;
+        // Another key has the same directory name. EBUSY, because both cannot be in use at a time.
         if dir.read(KEY)?.as_deref() != Some(key) {
             return Err(Errno::BUSY);
         }
@@ -161,6 +170,7 @@ impl<B: Backing> NamesBallots<B> {
             let view = ballot.ballot.view()?;
             return Ok(NamesEntry::NotYet(view.remaining()));
         }
+        // An attempt may have started between the first check and the join; see the race in the head.
         if ballot.has_open_attempt()? {
             ballot.ballot.withdraw()?;
             return Ok(NamesEntry::NotYet(ballot.ballot.joined()?));
@@ -168,7 +178,7 @@ impl<B: Backing> NamesBallots<B> {
         Ok(NamesEntry::Joined)
     }
 
-    /// The ballot on a scope; none where this host takes no part in one.
+    /// Returns the ballot on the scope with this key; `None` if this host does not take part in it.
     pub fn find(&self, key: &[u8]) -> Result<Option<NamesBallot<'_, B>>, Errno> {
         self.find_named(&dir_name(key))
     }
@@ -191,7 +201,7 @@ impl<B: Backing> NamesBallots<B> {
         }
     }
 
-    /// Removes what is left of a scope that was aborted, where all hosts that have not left are gone.
+    /// Removes the ballot of an aborted scope if all hosts that have not left are in `gone`.
     pub fn remove_aborted(&self, key: &[u8], gone: &BTreeSet<String>) -> Result<(), Errno> {
         let (Some(members), Some(top)) = (&self.home.members, self.home.find_top()?) else {
             return Ok(());
@@ -203,8 +213,9 @@ impl<B: Backing> NamesBallots<B> {
         }
     }
 
-    /// Whether a scope was committed. An open scope is decided here: it is aborted. A scope in which this host takes no
-    /// part was aborted.
+    /// Aborts a scope without a decision, and returns whether the scope is committed.
+    ///
+    /// A scope in which this host does not take part counts as aborted.
     pub(crate) fn settle_or_abort(&self, key: &[u8]) -> Result<bool, Errno> {
         match self.find(key)? {
             Some(ballot) => ballot.settle(false),
@@ -225,7 +236,7 @@ impl<B: Backing> NamesBallots<B> {
         }
     }
 
-    /// This host, which has changed nothing, takes part no more.
+    /// Withdraws this host, which has changed nothing. A failure is logged.
     pub(crate) fn withdraw(&self, key: &[u8]) {
         let withdrawn = match self.find(key) {
             Ok(Some(ballot)) => ballot.ballot.withdraw(),
@@ -236,7 +247,8 @@ impl<B: Backing> NamesBallots<B> {
         }
     }
 
-    /// This host has carried the decision out. Repeated, it ends what is left of a removal.
+    /// Records that this host has carried the decision out. The last host removes the directory; a repeated call
+    /// completes an interrupted removal.
     pub(crate) fn leave(&self, key: &[u8]) -> Result<(), Errno> {
         let (Some(members), Some(top)) = (&self.home.members, self.home.find_top()?) else {
             return Ok(());
@@ -256,7 +268,7 @@ impl<B: Backing> NamesBallots<B> {
         }
     }
 
-    /// After a crash, when this host has no transaction of before any more: ends its part in all of them.
+    /// After a crash, ends this host's part in all ballots. The host has no earlier transaction left then.
     pub(crate) fn leave_all(&self) -> Result<(), Errno> {
         let (Some(members), Some(top)) = (&self.home.members, self.home.find_top()?) else {
             return Ok(());
@@ -280,7 +292,7 @@ impl<B: Backing> NamesBallots<B> {
 }
 
 impl<B: Backing> NamesBallot<'_, B> {
-    /// After a crash: what this host had not prepared is undone.
+    /// After a crash, aborts the scope unless it is decided, and leaves it.
     fn end_part(&self) -> Result<(), Errno> {
         if !self.ballot.is_taking_part()? {
             return self.ballot.remove_if_over();
@@ -293,6 +305,7 @@ impl<B: Backing> NamesBallot<'_, B> {
         self.ballot.dir()
     }
 
+    /// Returns whether the last attempt may still lead to a commit: it has no verdict or a clear one.
     fn has_open_attempt(&self) -> Result<bool, Errno> {
         let names = self.dir().names()?;
         let Some(number) = last_attempt(&names) else {
@@ -302,20 +315,21 @@ impl<B: Backing> NamesBallot<'_, B> {
         Ok(matches!(verdict, None | Some(Verdict::Clear)))
     }
 
-    /// Whether it is committed; none: that is open.
+    /// Returns the decision: `true` for a commit, `false` for an abort, `None` while there is none.
     pub fn decision(&self) -> Result<Option<bool>, Errno> {
         let decision = self.ballot.decision()?;
         Ok(decision.map(|outcome| outcome.commit))
     }
 
-    /// Puts the decision, unless there is one; returns whether it is a commit.
+    /// Stores this decision unless there is one, and returns whether the decision that counts is a commit. ESTALE if
+    /// the ballot was removed.
     pub fn settle(&self, commit: bool) -> Result<bool, Errno> {
         let by = self.dir().host().to_owned();
         let outcome = self.ballot.decide(&Outcome { commit, by })?;
         Ok(outcome.ok_or(Errno::STALE)?.commit)
     }
 
-    /// Looks at all of it.
+    /// Reads the whole ballot. Only the state and attempt files of the types `S` and `A` are decoded.
     pub fn view<S: DeserializeOwned, A: DeserializeOwned>(&self) -> Result<NamesView<S, A>, Errno> {
         let names = self.dir().names()?;
         let with = |prefix: &str| -> BTreeSet<String> {
@@ -362,50 +376,50 @@ impl<B: Backing> NamesBallot<'_, B> {
         }))
     }
 
-    /// Says that the event has come.
+    /// Stores the event unless there is one.
     pub fn put_event(&self, content: &impl Serialize) -> Result<(), Errno> {
         self.dir().put_json(EVENT, content).map(drop)
     }
 
-    /// What the host says that has seen the event.
+    /// Returns the stored event; `None` if there is none.
     pub fn event<E: DeserializeOwned>(&self) -> Result<Option<E>, Errno> {
         self.dir().read_json(EVENT)
     }
 
-    /// Says how this host's part is.
+    /// Replaces the state of this host's part.
     pub fn put_state(&self, state: &impl Serialize) -> Result<(), Errno> {
         let bytes = serde_json::to_vec(state).expect("plain data");
         let name = self.dir().own_file(STATE);
         staging::store(self.base, self.dir().dir(), &name, &bytes)
     }
 
-    /// Begins an attempt, unless there is one of this number.
+    /// Starts an attempt with this number, unless there is one.
     pub fn put_attempt(&self, number: u64, content: &impl Serialize) -> Result<(), Errno> {
         self.dir()
             .put_json(&format!("{TRY}{number}"), content)
             .map(drop)
     }
 
-    /// Publishes this host's part.
+    /// Publishes the list of what this host's part changes, for the attempt with this number.
     pub(crate) fn publish(&self, number: u64, list: &Published) -> Result<(), Errno> {
         let name = self.dir().own_file(&format!("{LIST}{number}-"));
         self.dir().put_once(&name, &list.encode()).map(drop)
     }
 
-    /// The verdict on an attempt, which is this one if there is none.
+    /// Stores `verdict` on an attempt unless there is one, and returns the verdict that counts.
     pub fn judge(&self, number: u64, verdict: &Verdict) -> Result<Option<Verdict>, Errno> {
         let name = format!("{VERDICT}{number}");
         self.dir().put_json(&name, verdict)?;
         self.dir().read_json(&name)
     }
 
-    /// Says that an attempt has failed.
+    /// Gives an attempt up for the reason `why`, unless it has a verdict.
     pub fn give_up(&self, number: u64, why: String) -> Result<(), Errno> {
         let by = self.dir().host().to_owned();
         self.judge(number, &Verdict::GivenUp { by, why }).map(drop)
     }
 
-    /// Whether the published parts of hosts go together.
+    /// Tests the published parts of these hosts for conflicts, and returns the verdict. Does not store it.
     pub fn test(&self, number: u64, hosts: &BTreeSet<String>) -> Result<Verdict, VoteError> {
         let mut lists = Vec::new();
         for host in hosts {
@@ -424,8 +438,9 @@ impl<B: Backing> NamesBallot<'_, B> {
         })
     }
 
-    /// After an abort, where all other hosts have left or are gone: removes the directory. A host that comes back finds no
-    /// decision, and undoes its part.
+    /// Removes the directory after an abort if all hosts that have not left are in `gone`.
+    ///
+    /// A host that comes back later finds no ballot, which counts as an abort, and undoes its part.
     pub fn remove_aborted(&self, gone: &BTreeSet<String>) -> Result<(), Errno> {
         let view = match self.ballot.view() {
             Err(errno) if is_gone(errno) => return Ok(()),

@@ -1,14 +1,18 @@
-//! One object of the tree, as programs see it.
+//! [`Object`]: a file, directory, link or special file of the tree, as programs see it.
+//!
+//! Terms
+//! * The *base* is the object's inode in the backing, outside of staging.
+//! * The *change* is what the open transaction changes in the object.
+//! * The *staged copy* of a change is an inode below `.firn/`. For an object without a base, the staged copy is the
+//!   object itself, and a commit moves it into place. For other objects it has the new attributes and, of a file, the
+//!   size and the written bytes.
+//! * A *nameless* object was made in a transaction and has lost its last name. It belongs to no transaction any more.
 //!
 //! Invariants
-//! * One [`Object`] for each inode, whatever its number of names, while it is referred to.
-//! * `base` is the object in the backing, outside of staging; an object without it exists in a transaction
-//!   only, and one without base and change was made in a transaction that was aborted.
-//! * An object that was made in a transaction and has lost its last name is *nameless*. It belongs to no transaction
-//!   any more, has a base and no change, and lives as long as a reference to it.
-//! * The *staged copy* of a change is a staged object of its own inode. For an object without base it is the
-//!   object itself, which a commit moves into place; else it has the new attributes and, of a file, the size
-//!   and the bytes that were written. A change has a staged copy or has inline bytes ([`InlineChanges`]), never both.
+//! * An inode that is referred to has exactly one [`Object`], even if it has several names.
+//! * An object without a base exists in a transaction only. Without base and change, it was made in an aborted one.
+//! * A nameless object has a base and no change, and lives as long as a reference to it.
+//! * A change has a staged copy or inline bytes ([`InlineChanges`]), never both.
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
@@ -23,73 +27,80 @@ use crate::claim::{Claimed, View};
 use crate::conflict::Ranges;
 use crate::inline_changes::InlineChanges;
 
-/// In [`Object::hides`]: there may be links. The rest of the number changes with each change of them.
+/// Bit of [`Object::hides`]: the object may have links below `.firn/`. The other bits count the changes of these links.
 pub(crate) const HAS_LINKS: u64 = 1;
 
-/// Device and inode.
+/// Device number and inode number of an object.
 pub(crate) type Key = (u64, u64);
 
 /// The directory that an object was last seen in, and its name there.
 pub(crate) type Location<B> = (Arc<Object<B>>, OsString);
 
-/// One object of a tracked tree.
+/// One object of the tree, as programs see it.
 pub struct Object<B: Backing> {
     pub(crate) key: Key,
     pub(crate) kind: Kind,
-    /// The lane that its data lay in when it was found or made.
+    /// The lane (I/O server) that had the object's data when the object was looked up or made.
     pub(crate) lane: LaneIndex,
     pub(crate) location: Mutex<Option<Location<B>>>,
     pub(crate) inner: Claimed<Inner<B>>,
-    /// Whether it has links of Firn's that are not shown, and how often that changed: see [`crate::hidden_links`].
+    /// Whether the object may have hidden links, and how often they changed; see [`crate::hidden_links`].
     pub(crate) hides: AtomicU64,
-    /// It was made in a transaction and lost its last name. Set by the owner of `inner`, and never unset.
+    /// Whether the object is nameless. The owner of `inner` sets it, and no thread clears it.
     nameless: AtomicBool,
-    /// Handles on it.
+    /// Number of open handles on the object.
     opens: AtomicUsize,
     files: Mutex<Files<B>>,
 }
 
+/// The state of an object that its claim guards.
 pub(crate) struct Inner<B: Backing> {
+    /// The inode in the backing, outside of staging; `None` for an object that was made in a transaction.
     pub(crate) base: Option<B::Inode>,
+    /// What the transaction changes; `None` if nothing.
     pub(crate) change: Option<Box<Change<B>>>,
 }
 
 /// What the open transaction changes in an object.
 pub(crate) struct Change<B: Backing> {
+    /// Number of the change in its transaction.
     pub(crate) number: u64,
-    /// Place of the object at its first change: a name of the backing's, if it has one.
+    /// Directory and name of the object at its first change, if it had a name in the backing.
     pub(crate) origin: Option<Location<B>>,
+    /// The staged copy, if the change has one.
     pub(crate) copy: Option<StagedCopy<B>>,
-    /// Of a file of the backing that has no staged copy: what little was overwritten.
+    /// The few overwritten bytes of a file of the backing that has no staged copy.
     pub(crate) inline: Option<InlineChanges>,
-    /// Of a directory: names that differ from the backing's.
+    /// Names of a directory that differ from those in the backing.
     pub(crate) names: BTreeMap<OsString, Named<B>>,
-    /// Names more than the backing's object has; of a directory: subdirectories.
+    /// Number of names that were added, minus those removed, against the backing. For a directory, the same of its
+    /// subdirectories.
     pub(crate) links: i64,
-    /// The directory is gone.
+    /// Whether the directory was removed.
     pub(crate) removed: bool,
-    /// When names in the directory changed.
+    /// Time of the last change of names in the directory.
     pub(crate) touched: Option<Time>,
-    /// When names of the object changed.
+    /// Time of the last change of the object's own names.
     pub(crate) named: Option<Time>,
-    /// Bytes of the old content that still count where nothing was written.
+    /// Bytes from the start of the old content that still count where nothing was written. `u64::MAX` without a cut.
     pub(crate) cut: u64,
+    /// Ranges that were written, in bytes.
     pub(crate) written: Ranges,
-    /// Size and last change of the backing's object when its staged copy was made.
+    /// Size in bytes and time of the last change of the backing's object, when its staged copy was made.
     pub(crate) before: Option<(u64, Time)>,
-    /// Owner, mode or extended attributes were changed.
+    /// Whether owner, mode or extended attributes were changed.
     pub(crate) attributes: bool,
-    /// The attributes that programs see while the commit is applied and they read on.
+    /// The attributes that programs see while the commit is being applied.
     pub(crate) frozen: Option<Attr>,
 }
 
-/// What a name of a directory leads to in a transaction.
+/// One name of a directory that a transaction has changed.
 pub(crate) struct Named<B: Backing> {
-    /// `None`: there is no such name any more, which is noted only where it hides one of the backing's.
+    /// The object that has the name. `None` if the name was removed; that is noted only if the backing has the name.
     pub(crate) object: Option<Arc<Object<B>>>,
-    /// The directory has this name in the backing, too.
+    /// Whether the directory has this name in the backing.
     pub(crate) hides_old: bool,
-    /// The transaction that it belongs to.
+    /// Serial number of the transaction that changed the name.
     pub(crate) serial: u64,
 }
 
@@ -115,7 +126,7 @@ impl<B: Backing> Change<B> {
 }
 
 impl<B: Backing> Change<B> {
-    /// A copy without the names.
+    /// Returns a copy of the change without its names.
     pub(crate) fn clone_without_names(&self) -> Self {
         Self {
             number: self.number,
@@ -136,15 +147,16 @@ impl<B: Backing> Change<B> {
     }
 }
 
-/// A staged object. There may be more of them than a process may hold descriptors: it is looked up when it is
-/// used.
+/// A staged object, known by its name. It is looked up for each use, because there may be more staged objects than a
+/// process may have descriptors.
 pub(crate) struct StagedCopy<B: Backing> {
-    /// The directory that it is staged in.
+    /// The directory below `.firn/` that has the object.
     pub(crate) staging_dir: B::Inode,
+    /// Names of the staging directory and of the object in it.
     pub(crate) at: Staged,
-    /// The object, where its staged name is gone.
+    /// The inode itself, kept because the staged name is about to be removed or is removed.
     pub(crate) held: Option<B::Inode>,
-    /// Where a commit that is being applied moves it to.
+    /// Directory and name that the commit being applied moves the object to.
     pub(crate) goes_to: Option<(B::Inode, OsString)>,
 }
 
@@ -160,6 +172,7 @@ impl<B: Backing> Clone for StagedCopy<B> {
 }
 
 impl<B: Backing> StagedCopy<B> {
+    /// Returns the staged inode: the kept handle, or what the staged name or the name after the commit leads to.
     pub(crate) fn inode(&self, base: &B) -> Result<B::Inode> {
         if let Some(inode) = &self.held {
             return Ok(inode.clone());
@@ -168,14 +181,14 @@ impl<B: Backing> StagedCopy<B> {
             base.lookup(&self.staging_dir, OsStr::new(&self.at.1)),
             &self.goes_to,
         ) {
-            // It moved there meanwhile, with one rename.
+            // The commit has moved the object with one rename since the first look-up.
             (Err(Errno::NOENT), Some((dir, name))) => Ok(base.lookup(dir, name)?.0),
             (found, _) => Ok(found?.0),
         }
     }
 }
 
-/// Files that are open below, shared by all handles.
+/// Files of the backing that are open for this object. All handles on the object share them.
 struct Files<B: Backing> {
     reader: Option<Arc<B::File>>,
     writer: Option<Arc<B::File>>,
@@ -198,14 +211,14 @@ impl<B: Backing> Files<B> {
     }
 }
 
-/// The file below that is meant.
+/// Selects one of an object's open files in the backing.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum LowerFile {
-    /// The backing's, for reading.
+    /// The backing's file, open for reading.
     Reader,
-    /// The backing's, for writing.
+    /// The backing's file, open for reading and writing.
     Writer,
-    /// The staged copy's, for both.
+    /// The staged copy, open for reading and writing.
     StagedCopy,
 }
 
@@ -229,7 +242,7 @@ impl<B: Backing> Object<B> {
         }
     }
 
-    /// The object, with its data in `lane`.
+    /// Returns the object with its lane set to `lane`.
     pub(crate) fn in_lane(self, lane: LaneIndex) -> Self {
         Self { lane, ..self }
     }
@@ -245,7 +258,7 @@ impl<B: Backing> Object<B> {
         *self.location.lock() = Some((Arc::clone(parent), name.to_owned()));
     }
 
-    /// Whether `other` is this object or above it.
+    /// Returns whether this object is `other` or is below it.
     pub(crate) fn is_below(self: &Arc<Self>, other: &Arc<Self>) -> bool {
         let mut at = Some(Arc::clone(self));
         while let Some(object) = at {
@@ -261,23 +274,23 @@ impl<B: Backing> Object<B> {
         self.nameless.load(Ordering::Acquire)
     }
 
-    /// One of its names may be Firn's.
+    /// Returns whether one of the object's links may be Firn's own, below `.firn/`.
     pub(crate) fn may_hide_links(&self) -> bool {
         self.hides.load(Ordering::Acquire) & HAS_LINKS != 0
     }
 
-    /// An object without a name, or a directory that was removed and is kept.
+    /// Returns whether the object is nameless, or is a removed directory that shadow mode keeps in `kept/`.
     pub(crate) fn is_gone(&self) -> bool {
         self.is_nameless()
             || self.kind == Kind::Dir && self.may_hide_links() && self.parent().is_some()
     }
 
-    /// The object, which a transaction made, has lost its last name; `inode` is what is left of it.
+    /// Makes an object of a transaction nameless after the loss of its last name. `inode` becomes its base.
     pub(crate) fn become_nameless(&self, inner: &mut Inner<B>, inode: B::Inode) {
         inner.change = None;
         inner.base = Some(inode);
         self.nameless.store(true, Ordering::Release);
-        // Handles go on with the file that they have open.
+        // Open handles continue with the staged copy, which is now the file itself.
         let mut files = self.files.lock();
         if let Some(copy) = files.copy.take() {
             (files.reader, files.writer) = (Some(Arc::clone(&copy)), Some(copy));
@@ -298,13 +311,15 @@ impl<B: Backing> Object<B> {
         }
     }
 
-    /// Closes what is open below; it is opened again when it is used.
+    /// Closes the object's open files in the backing. The next use opens them again.
     pub(crate) fn close_lower_files(&self) {
         let closed = std::mem::replace(&mut *self.files.lock(), Files::NONE);
         drop(closed);
     }
 
-    /// The file below, opened if need be. The caller shares or owns `inner`, so that it stays the right one.
+    /// Returns the selected file of the backing, and opens it if need be.
+    ///
+    /// The caller shares or owns `inner`, so that the object does not get another base or staged copy meanwhile.
     pub(crate) fn lower_file(
         &self,
         base: &B,
@@ -324,18 +339,18 @@ impl<B: Backing> Object<B> {
             }
         };
         let opened = Arc::new(base.open(&inode, access)?);
-        // Another caller may have opened it, too: the first one stays, and the other is closed.
+        // Another caller may have opened the file at the same time. The first one is kept and the other is closed.
         let mut files = self.files.lock();
         let slot = files.slot(which);
         Ok(Arc::clone(slot.get_or_insert_with(|| Arc::clone(&opened))))
     }
 
-    /// What the object is in the backing.
+    /// Returns the object's inode in the backing, outside of staging; `None` if it has none.
     pub(crate) fn base(&self) -> Option<B::Inode> {
         self.inner.share().base()
     }
 
-    /// What to ask for attributes and their like: see [`View::inode`].
+    /// Returns the inode that has the object's attributes; see [`View::inode`].
     pub(crate) fn inode(&self, base: &B) -> Result<B::Inode> {
         self.inner.share().inode(base)
     }
@@ -350,8 +365,8 @@ impl<B: Backing> Inner<B> {
         self.change.as_ref()?.inline.as_ref()
     }
 
-    /// The file below that takes what is written in a transaction. One that became nameless meanwhile is as good
-    /// as outside.
+    /// Selects the file of the backing that a write in a transaction goes to: the staged copy, or the file itself if
+    /// the object became nameless since.
     pub(crate) fn target(&self) -> LowerFile {
         if self.staged_copy().is_some() {
             LowerFile::StagedCopy

@@ -1,9 +1,11 @@
-//! The records in the directory of a transaction, and the end of that directory.
+//! The records in the directory of a transaction, and the removal of that directory.
+//!
+//! A *record* is a file that says what to do with the transaction after a crash: `open`, `record`, `commit` or `undo`.
 //!
 //! Invariants
-//! * A record that is still to be applied is the last file that goes: without records the rest of the directory
-//!   means nothing, and the next open removes it.
-//! * The number of a commit is stored before its record goes.
+//! * A log that is still to be applied is the last record to be removed. A directory without records is unused, and the
+//!   next open removes it.
+//! * The number of a commit is stored before its log is removed.
 
 use std::ffi::OsStr;
 use std::sync::Arc;

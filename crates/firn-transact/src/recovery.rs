@@ -1,7 +1,14 @@
-//! Recovery: transactions that an earlier firnd left are finished or undone, or wait for a decision.
+//! Recovery of transactions that an earlier firnd left, when a backing is opened.
 //!
-//! Promise: a crash during a recovery leaves what the next one needs. Pending data that an arena must drop is dropped, or
-//! noted durably for an arena that is not at hand, before the records that say so are removed.
+//! | the transaction was | recovery |
+//! |---|---|
+//! | decided | applies it |
+//! | prepared | keeps it for a decision, unless the other hosts have decided |
+//! | open | undoes it, or continues it if its programs live on (shadow mode of one host) |
+//!
+//! Promise: a crash during a recovery leaves all that the next one needs. Pending data of an undone transaction is
+//! dropped before the transaction's records are removed. For an arena that this mount does not have, the drop is noted
+//! durably.
 
 use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
@@ -42,20 +49,20 @@ pub struct Outcome {
     pub finished: Vec<u64>,
     /// Scopes whose transactions were undone because they had not been prepared.
     pub undone: Vec<Vec<u8>>,
-    /// Those that are prepared and wait for a decision: numbers and scopes.
+    /// Numbers and scopes of the transactions that are prepared and wait for a decision.
     pub waiting: Vec<(u64, Vec<u8>)>,
-    /// Serial numbers of those that go on.
+    /// Serial numbers of the transactions that continue.
     pub going_on: Vec<u64>,
     /// Commits among the finished ones whose programs may ask for them again.
     pub(crate) unanswered: Vec<Unanswered>,
 }
 
-/// Transactions of an earlier firnd whose programs did not see its end, by their serial numbers.
+/// Serial numbers of an earlier firnd's transactions whose programs continue, because this firnd takes the mount over.
 #[derive(Clone, Debug, Default)]
 pub struct LivingTransactions {
-    /// They go on, as far as all of them is in the backing.
+    /// Transactions that continue if the backing has all of their changes.
     pub open: BTreeSet<u64>,
-    /// Those of them whose aborts had begun: nothing changes in them but by an abort.
+    /// Those of them whose aborts had begun; they can only be aborted.
     pub ending: BTreeSet<u64>,
 }
 
@@ -66,13 +73,13 @@ pub struct Opening {
     pub history: u32,
     /// The hosts that commit together, if there are several.
     pub members: Option<Members>,
-    /// The arena that is at hand. Others are told what they must drop when they come back.
+    /// The arena of this mount. Drops in other arenas are noted for their return.
     pub arena: Option<ArenaId>,
-    /// What goes on from an earlier firnd.
+    /// Transactions that may continue from an earlier firnd.
     pub living: LivingTransactions,
 }
 
-/// A transaction as it is found in the backing.
+/// A transaction that is stored in the backing.
 pub(super) struct StoredTransaction<B: Backing> {
     serial: u64,
     name: String,
@@ -90,7 +97,7 @@ impl<B: Backing> Clone for StoredTransaction<B> {
 }
 
 impl<B: Backing> Home<B> {
-    /// The directories of transactions that are there, by their numbers.
+    /// Returns the stored transactions, sorted by the names of their directories.
     pub(super) fn stored_transactions(
         &self,
         home: &B::Inode,
@@ -110,7 +117,7 @@ impl<B: Backing> Home<B> {
         Ok(found)
     }
 
-    /// An earlier process may have applied a part and died before it was synced.
+    /// Syncs all that a killed process may have applied without a sync.
     fn sync_what_was_applied(&self, firn: &B::Inode, scope: &[u8]) -> Result<(), Errno> {
         self.base.sync_scope(SyncScope::Tree(firn))?;
         match self.directory_at(scope) {
@@ -121,14 +128,14 @@ impl<B: Backing> Home<B> {
         }
     }
 
-    /// Whether a stored transaction gained names since its begin.
+    /// Returns whether a stored transaction got more names after its begin.
     fn has_more_names(&self, dir: &B::Inode) -> Result<bool, Errno> {
         Ok(staging::find(&self.base, dir, OsStr::new(staging::NAMES))?.is_some())
     }
 }
 
 impl<B: Backing> ArenaNotes<B> {
-    /// Paths that the scope of a transaction had which is not decided for; none of one that is.
+    /// Returns the paths below which an arena must drop pending data of a stored transaction. Empty if it is committed.
     pub(super) fn scopes_to_drop_of(
         &self,
         stored: &StoredTransaction<B>,
@@ -161,7 +168,7 @@ impl<B: Backing> ArenaNotes<B> {
         Ok(scopes)
     }
 
-    /// Whether a stored transaction goes on: programs are in it, and the backing has all that they changed.
+    /// Returns whether a stored transaction continues: its programs live on, and the backing has all of their changes.
     pub(super) fn goes_on(&self, stored: &StoredTransaction<B>) -> Result<bool, StoreError> {
         let base = &self.home.base;
         if self.home.members.is_some() || !self.living.open.contains(&stored.serial) {
@@ -176,7 +183,7 @@ impl<B: Backing> ArenaNotes<B> {
         Ok(is_begun && Shadow::is_at(base, &stored.dir)?)
     }
 
-    /// Whether the hosts have decided to commit a transaction that is prepared here.
+    /// Returns whether the hosts have decided to commit a transaction that this host has prepared.
     fn is_decided_commit(&self, dir: &B::Inode, id: u64, scope: &[u8]) -> Result<bool, StoreError> {
         let decision = match staging::load(&self.home.base, dir, staging::KEY)? {
             Some(key) => match self.names_ballots.find(&key)? {
@@ -215,7 +222,8 @@ impl<B: Backing> StoredScopes<B> {
         }
     }
 
-    /// Goes on with a transaction in shadow mode of an earlier firnd. `None` where its top was not put in its place yet.
+    /// Makes the scope of an earlier firnd's shadow transaction, which continues. `None` if its new top was not in
+    /// place yet.
     pub(crate) fn revive_scope(
         &self,
         stored: &StoredTransaction<B>,
@@ -244,7 +252,7 @@ impl<B: Backing> StoredScopes<B> {
         Ok(Some(Arc::new(scope)))
     }
 
-    /// The path under which programs see the top of a stored transaction; none where it is not there.
+    /// Returns the path under which programs see the top of a stored transaction; `None` if the top does not exist.
     fn present_path(
         &self,
         path: &[u8],
@@ -263,7 +271,7 @@ impl<B: Backing> StoredScopes<B> {
         Ok(None)
     }
 
-    /// The object at a path of the backing.
+    /// Returns the object at a path of the backing.
     pub(crate) fn intern_path(&self, path: &[u8]) -> Result<Arc<Object<B>>, Errno> {
         let mut found = Arc::clone(self.tree.top());
         for name in names_in(path) {
@@ -276,7 +284,7 @@ impl<B: Backing> StoredScopes<B> {
         Ok(found)
     }
 
-    /// A transaction that an earlier firnd prepared: its scope is as it was before, and frozen.
+    /// Enters a transaction that an earlier firnd prepared. Its scope shows the old tree and cannot be changed.
     pub(crate) fn wait_for_decision(
         &self,
         serial: u64,
@@ -314,7 +322,7 @@ impl<B: Backing> StoredScopes<B> {
     }
 }
 
-/// What an open does with transactions that an earlier firnd left; used once.
+/// The recovery of one open.
 pub(crate) struct Recovery<B: Backing> {
     pub(crate) home: Arc<Home<B>>,
     pub(crate) scopes: Arc<Scopes<B>>,
@@ -344,7 +352,7 @@ impl<B: Backing> Recovery<B> {
         }
     }
 
-    /// Goes on with a transaction of an earlier firnd; whether that can be.
+    /// Continues a transaction of an earlier firnd. Returns `false` without a change if that is not possible.
     fn go_on(
         &self,
         stored: &StoredTransaction<B>,
@@ -354,7 +362,7 @@ impl<B: Backing> Recovery<B> {
             return Ok(false);
         };
         if self.arena_notes.living.ending.contains(&stored.serial) {
-            // Some of it may be undone: it is open until all is, and can be nothing else.
+            // A part may be undone already, so the transaction can only be aborted.
             self.home.forget_record(&scope.dir)?;
             scope.refuse_changes(true);
             scope.shadow.iter().for_each(Shadow::begin_undo);
@@ -399,7 +407,7 @@ impl<B: Backing> Recovery<B> {
         })
     }
 
-    /// Applies a commit that is decided.
+    /// Applies a decided commit or restore durably, and removes its records.
     fn finish_decided(
         &self,
         firn: &B::Inode,
@@ -471,7 +479,7 @@ impl<B: Backing> Recovery<B> {
                 outcome.waiting.push((record.id, record.scope.clone()));
                 self.stored_scopes.wait_for_decision(serial, dir, record)?;
             } else {
-                // Without the mark it was over, and only its directory was not removed yet.
+                // Without `open` the transaction was over, and only its directory was left.
                 let scope = staging::load_scope(&self.home.base, &dir, staging::OPEN)?;
                 if let Some(scope) = &scope {
                     self.shadow_undo.undo_stored(&dir, &name, scope)?;
@@ -500,8 +508,8 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(names.iter().any(|(name, ..)| name.starts_with(b"tx-")))
     }
 
-    /// Numbers of commits that are decided and not applied to the end: [`TransactionalBacking::open`] applies them. Nothing
-    /// is changed.
+    /// Numbers of commits that are decided and not applied to the end: [`TransactionalBacking::open`] applies them.
+    /// Nothing is changed.
     pub fn decided_commits(base: B) -> Result<Vec<u64>, StoreError> {
         let backing = Self::open_unrecovered(base, Opening::default())?;
         let mut decided = Vec::new();
@@ -518,8 +526,8 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(decided)
     }
 
-    /// A backing that can have transactions, after earlier ones were finished or undone. For callers that have no arena with
-    /// pending data.
+    /// A backing that can have transactions, after earlier ones were finished or undone. For callers that have no arena
+    /// with pending data.
     pub fn open(base: B) -> Result<(Self, Outcome), OpenError> {
         Self::open_with_history(base, 0)
     }

@@ -1,9 +1,12 @@
-//! A transaction that is not over: its scope, how far it is, and what it changes.
+//! [`Scope`]: one transaction that is not over, with its directory tree, its stage and its changes.
+//!
+//! A *scope* is what a transaction covers: a directory and all below it, or some names in a directory and all below
+//! them. The *stage* says how far the transaction is: open, prepared, decided or ended.
 //!
 //! Invariants
-//! * Changes are made while the stage is open; in another stage a thread waits until the stage is open again or
-//!   ended.
-//! * Every object with a change is listed in `changed` by the number of its change.
+//! * Programs change the scope only while the stage is open. In another stage a change waits until the stage is open or
+//!   ended; it fails if that may never come.
+//! * `changed` has every object with a change, by the number of the change.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::OsStr;
@@ -29,76 +32,90 @@ pub(crate) use application::Application;
 pub(crate) use names::{NameSet, is_at_names};
 pub(crate) use top::Top;
 
-/// What an arena is told from all others by.
+/// Random identity of an arena (the memory that has pending data), different from that of every other arena.
 pub type ArenaId = [u8; 16];
 
-/// How far a transaction is.
+/// The stage of a transaction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stage {
-    /// Programs change things.
+    /// Programs may change the scope.
     Open,
-    /// Durable; changes wait until it is decided.
+    /// Durable under this commit number; changes wait for the decision.
     Prepared(u64),
-    /// Committed; not all of it is applied.
+    /// Committed under this number; the backing does not have all changes yet.
     Decided(u64),
-    /// Over.
+    /// The transaction is over, after a commit or an abort.
     Ended,
 }
 
-/// A directory and all below it, or some names in it and all below them, while a transaction is open there.
+/// One transaction that is not over.
 pub(crate) struct Scope<B: Backing> {
+    /// Serial number of the transaction: N in `tx-N`.
     pub(crate) serial: u64,
+    /// The directory of the scope.
     pub(crate) root: Arc<Object<B>>,
-    /// When the transaction began. Nothing else comes to be there while it is open. Of a scope of names, the path of the first.
+    /// Path of the scope at the begin; of a scope of names, the path of its first name. No other object can get this path
+    /// while the transaction is open.
     pub(crate) path: Vec<u8>,
-    /// The names in `root` that it is made of; none: it is all of `root`.
+    /// The names in `root` that a scope of names has; `None` if the scope is all of `root`.
     pub(crate) names_in_root: Option<NameSet>,
-    /// Key of the transaction for the hosts that write in it, where there are several ([`crate::NamesBallots`]).
+    /// Key by which several hosts identify a transaction of names ([`crate::NamesBallots`]).
     pub(crate) key: Option<Vec<u8>>,
-    /// Subdirectories that it makes in `root`, less those that it removes, where `root` is not a part of it.
+    /// Number of subdirectories that a transaction of names adds to `root`, minus those that it removes.
     pub(crate) subdirectories_in_root: AtomicI64,
+    /// The names of `root` in its parent.
     pub(crate) top: Top<B>,
+    /// `.firn/tx-N/`, the directory of the transaction.
     pub(crate) dir: B::Inode,
+    /// `tx-N/new/`, which has the staged objects.
     pub(crate) new: B::Inode,
+    /// `tx-N/away/`, which has objects between two names while a commit is applied.
     pub(crate) away: B::Inode,
-    /// Directories below `new`, by what objects made in them inherit.
+    /// Staging directories below `new`, by the group and ACL that objects made in them inherit.
     staging_dirs: Mutex<HashMap<Inherited, (String, B::Inode)>>,
-    /// The one for objects that inherit nothing.
+    /// The staging directory for objects that inherit nothing.
     plain_staging_dir: Mutex<Option<(String, B::Inode)>>,
-    /// Owned by the thread that makes a staging directory.
+    /// The thread that makes a staging directory owns this claim.
     making_staging_dir: Claim,
+    /// The number that the last change got.
     last_number: AtomicU64,
-    /// Bytes of inline changes.
+    /// Bytes of inline changes, which are in memory.
     pub(crate) inline_bytes: AtomicU64,
-    /// Bytes written since it began, overwritten ones too.
+    /// Bytes written since the begin, including overwritten ones.
     pub(crate) written_bytes: AtomicU64,
-    /// Shared by threads that look names up in the scope, owned by a thread that changes one.
+    /// Threads that look up names in the scope share this claim; a thread that changes a name owns it.
     pub(crate) names: Arc<Claim>,
+    /// The changed objects, by the numbers of their changes.
     pub(crate) changed: Mutex<BTreeMap<u64, Arc<Object<B>>>>,
+    /// The stage.
     pub(crate) stage: Mutex<Stage>,
+    /// Signals a new stage, or a change of `refusing`.
     stage_changed: Condvar,
-    /// The transaction is going to be aborted: changes fail with ECANCELED.
+    /// Whether changes fail with ECANCELED, because the transaction is about to be aborted.
     refusing: AtomicBool,
-    /// Prepared by an earlier firnd: its changes are in this record only.
+    /// The log of a transaction that an earlier firnd prepared. Its changes are only there and not in the tables.
     pub(crate) recovered: Option<ChangeLog>,
-    /// It undoes an earlier commit.
+    /// Whether the transaction undoes an earlier commit.
     pub(crate) is_undo: bool,
-    /// Programs changed things in it through an earlier firnd: this one does not know what of that is not durable.
+    /// Whether this firnd took the open transaction over from an earlier one. It does not know which changes are
+    /// synced.
     pub(crate) is_revived: bool,
-    /// Prepared to commit with other hosts: what processes here used before.
+    /// What processes on this host used before the prepare, for the vote of several hosts.
     pub(crate) used: Mutex<Option<Vec<Used>>>,
-    /// How it is applied.
+    /// Progress of the commit's application, and the transaction that follows.
     pub(crate) application: Application<B>,
-    /// Where it does not hold changes: what undoes them.
+    /// In shadow mode, the saved state that undoes the changes.
     pub(crate) shadow: Option<Shadow<B>>,
 }
 
-/// What a new object takes from its directory: group and default ACL.
+/// What a new object inherits from its directory: group and default ACL.
 type Inherited = (Option<u32>, Option<Vec<u8>>);
 
 impl<B: Backing> Scope<B> {
-    /// Of the transaction that is stored in `dir`. `recovered` is the record of one that an earlier firnd prepared,
-    /// `shadow` what is saved in shadow mode.
+    /// Makes the scope of the transaction that is stored in `dir`.
+    ///
+    /// `recovered` is the log of a transaction that an earlier firnd prepared. `shadow` is the saved state in shadow
+    /// mode.
     pub(crate) fn new(
         base: &B,
         serial: u64,
@@ -143,7 +160,7 @@ impl<B: Backing> Scope<B> {
         })
     }
 
-    /// In which direction its log is applied.
+    /// Returns the direction in which the transaction's log is applied.
     pub(crate) fn direction(&self) -> Direction {
         if self.is_undo {
             Direction::Undo
@@ -156,7 +173,10 @@ impl<B: Backing> Scope<B> {
         self.last_number.fetch_add(1, Ordering::Relaxed) + 1
     }
 
-    /// Waits until changes are allowed again; EBUSY where that may never be.
+    /// Waits until programs may change the scope, or until the transaction is over.
+    ///
+    /// Fails with ECANCELED if the transaction is about to be aborted. Fails with EBUSY if an earlier firnd prepared
+    /// it, because its decision may never come.
     pub(crate) fn wait_until_open(&self) -> Result<(), Errno> {
         let mut stage = self.stage.lock();
         while let Stage::Prepared(_) | Stage::Decided(_) = *stage {
@@ -175,22 +195,23 @@ impl<B: Backing> Scope<B> {
         }
     }
 
-    /// What programs wrote is all there: no abort has begun and failed.
+    /// Returns whether the scope has everything that programs wrote. After an abort that began and failed it has not,
+    /// so it can only be aborted.
     pub(crate) fn is_whole(&self) -> bool {
         let is_undoing = self.shadow.as_ref().is_some_and(Shadow::is_undoing);
-        // An abort that failed had dropped what was pending: what is left is not what programs wrote.
+        // A failed abort has dropped pending data, so the rest is not what programs wrote.
         let is_given_up = self.stage() == Stage::Open && self.refusing.load(Ordering::Acquire);
         !is_undoing && !is_given_up
     }
 
-    /// Every change fails with ECANCELED from now on.
+    /// Makes every new change fail with ECANCELED, for the rest of the transaction. Does not wake waiting threads.
     pub(crate) fn stop_for_good(&self) {
         self.refusing.store(true, Ordering::Release);
     }
 
-    /// Changes fail with ECANCELED from now on, also those that wait; or they are allowed again.
+    /// Makes changes fail with ECANCELED, including those that wait, or allows them again.
     pub(crate) fn refuse_changes(&self, refuse: bool) {
-        // Under the lock of the waiting threads, so that none of them misses the change.
+        // The store is made under the lock of the waiting threads, so that none of them misses it.
         let stage = self.stage.lock();
         self.refusing.store(refuse, Ordering::Release);
         drop(stage);
@@ -217,9 +238,10 @@ impl<B: Backing> Scope<B> {
         }
     }
 
-    /// Whether a transaction of the same directory can begin while this one is applied. One of an earlier
-    /// firnd has no tables, so programs see its tree only when that is over; in shadow mode there is nothing to do
-    /// that takes long.
+    /// Returns whether a new transaction of the directory `root` can begin before this decided commit is applied.
+    ///
+    /// A commit of an earlier firnd has no tables, so programs see its tree only after the application. In shadow mode
+    /// the application is short, so there is no need. A commit is followed by one transaction at most.
     pub(crate) fn can_be_followed(&self, root: &Arc<Object<B>>) -> bool {
         Arc::ptr_eq(&self.root, root)
             && self.names_in_root.is_none()
@@ -233,7 +255,7 @@ impl<B: Backing> Scope<B> {
         self.application.set_next(next);
     }
 
-    /// The change of an object, made if there is none.
+    /// Returns the change of an object, and makes and lists it if there is none.
     pub(crate) fn change<'a>(
         &self,
         object: &Arc<Object<B>>,
@@ -250,8 +272,10 @@ impl<B: Backing> Scope<B> {
         })
     }
 
-    /// Where to stage an object that is made in `parent`: with the group and the ACL that the kernel would
-    /// give it there.
+    /// Returns name and inode of the staging directory for objects that are made in `parent`.
+    ///
+    /// The staging directory gives them the group and the ACL that the kernel would give them in `parent`. It is made
+    /// if there is none.
     pub(crate) fn staging_dir_for(
         &self,
         base: &B,
@@ -291,7 +315,7 @@ impl<B: Backing> Scope<B> {
         self.staging_dirs.lock().get(inherited).cloned()
     }
 
-    /// Staging directory whose new files inherit nothing.
+    /// Returns name and inode of the staging directory whose new files inherit nothing.
     pub(crate) fn plain_staging_dir(&self, base: &B) -> Result<(String, B::Inode), Errno> {
         let known = self.plain_staging_dir.lock().clone();
         if let Some(known) = known {

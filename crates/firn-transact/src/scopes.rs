@@ -1,11 +1,12 @@
-//! The transactions of a backing that are not over, and which of them an object is in.
+//! [`Scopes`]: the list of a backing's transactions that are not over, and look-ups in it.
+//!
+//! A transaction may begin while a decided commit of its scope is not applied yet. It *follows* that commit: the commit
+//! refers to it, and it takes the commit's place in the list when the commit ends.
 //!
 //! Invariants, asserted in debug builds after each change of the list
-//! * No scope is, or is below, the scope of another transaction in the list; scopes of names in one directory have no name in
-//!   common.
-//! * A transaction that follows a decided commit of its scope is not in the list but hangs on that commit, and takes
-//!   its place when the commit ends.
-//! * No two transactions have the same serial number, and none has one that is to be given out.
+//! * Scopes in the list do not overlap. Scopes of names in one directory have no name in common.
+//! * The list has no transaction that follows a commit.
+//! * No two transactions have the same serial number, and none has a number that is still to be given out.
 //! * `count` is the length of the list, except while the list is locked for a change.
 
 use std::ffi::OsStr;
@@ -21,18 +22,20 @@ use crate::scope::{Scope, Stage, is_at_names};
 /// The transactions of a backing that are not over.
 pub struct Scopes<B: Backing> {
     list: RwLock<Vec<Arc<Scope<B>>>>,
-    /// Read without the lock, so that what is in no transaction waits for none.
+    /// Length of the list. Read without the lock, so that calls outside of transactions do not wait.
     count: AtomicUsize,
-    /// How many of them have a top that its parent shows under another name than the backing, or hides.
+    /// Number of scopes whose top has another name in its parent than in the backing, or hides a name there.
     changed_tops: AtomicUsize,
+    /// The serial number that was given out last.
     last_serial: AtomicU64,
-    /// Serial numbers and directories of transactions that are over and could not be removed: they mean nothing.
+    /// Serial numbers and directories of ended transactions that could not be removed yet. They have no records.
     leftovers: Mutex<Vec<(u64, B::Inode)>>,
 }
 
 impl<B: Backing> Drop for Scopes<B> {
     fn drop(&mut self) {
-        // Names of a transaction that is still open lead to objects that lead to their directory.
+        // Names refer to objects, and objects to their directory. The cycle is broken here, or they would never be
+        // freed.
         let scopes = std::mem::take(&mut *self.list.write());
         for scope in scopes {
             scope.drop_names_in_root();
@@ -61,17 +64,17 @@ impl<B: Backing> Scopes<B> {
         self.count.load(Ordering::Acquire) == 0
     }
 
-    /// A serial number that no transaction had.
+    /// Returns a serial number that no transaction has had.
     pub(crate) fn next_serial(&self) -> u64 {
         self.last_serial.fetch_add(1, Ordering::Relaxed) + 1
     }
 
-    /// The backing has something with that serial number.
+    /// Notes that the backing has a transaction or history entry with this serial number, so that it is not given out.
     pub(crate) fn skip_serial(&self, serial: u64) {
         self.last_serial.fetch_max(serial, Ordering::Relaxed);
     }
 
-    /// From here on what is in the scope is in its transaction.
+    /// Adds a transaction. From then on the objects in its scope are in the transaction.
     pub(crate) fn add(&self, scope: Arc<Scope<B>>) {
         let mut list = self.list.write();
         list.push(scope);
@@ -80,7 +83,7 @@ impl<B: Backing> Scopes<B> {
         self.check(&list);
     }
 
-    /// A transaction is over; the one that follows it takes its place.
+    /// Removes a transaction that is over. The transaction that follows it, if any, takes its place.
     pub(crate) fn replace_by_next(&self, scope: &Arc<Scope<B>>) {
         let mut list = self.list.write();
         list.retain(|other| !Arc::ptr_eq(other, scope));
@@ -90,7 +93,7 @@ impl<B: Backing> Scopes<B> {
         self.check(&list);
     }
 
-    /// The top of a scope got another name.
+    /// Counts the changed tops again, after the top of a scope got another name.
     pub(crate) fn count_changed_tops(&self) {
         self.store_changed_tops(&self.list.read());
     }
@@ -104,7 +107,7 @@ impl<B: Backing> Scopes<B> {
         self.changed_tops.load(Ordering::Acquire) > 0
     }
 
-    /// Scopes whose tops are in a directory; empty where every top is as in the backing.
+    /// Returns the scopes whose tops are in a directory. Empty if no top of any scope has a changed name.
     pub(crate) fn with_top_in(&self, dir: &Object<B>) -> Vec<Arc<Scope<B>>> {
         if !self.have_changed_tops() {
             return Vec::new();
@@ -114,25 +117,25 @@ impl<B: Backing> Scopes<B> {
         of_dir.cloned().collect()
     }
 
-    /// All but those that follow a commit.
+    /// Returns the transactions of the list, without those that follow a commit.
     pub(crate) fn all(&self) -> Vec<Arc<Scope<B>>> {
         self.list.read().clone()
     }
 
-    /// All that are not over, with their stages; a commit comes before the transaction that follows it.
+    /// Returns all transactions that are not over, with their stages. A commit comes before the one that follows it.
     pub(crate) fn in_order(&self) -> Vec<(Arc<Scope<B>>, Stage)> {
         self.staged_where(|_| true)
     }
 
-    /// The transactions of a scope that is, was or will be at `path`, with their stages, in order.
+    /// Returns the transactions of the scope that is, was or will be at `path`, with their stages, in the same order.
     pub(crate) fn in_order_at(&self, path: &[u8]) -> Vec<(Arc<Scope<B>>, Stage)> {
         self.staged_where(|first| first.is_at(path))
     }
 
     fn staged_where(&self, select: impl Fn(&Scope<B>) -> bool) -> Vec<(Arc<Scope<B>>, Stage)> {
         let with_next = |scope: &Arc<Scope<B>>| [Some(Arc::clone(scope)), scope.application.next()];
-        // Under the lock: at the end of a commit the follower goes from it to the list. A stage that is read later may
-        // be the end of a scope whose follower is not in the copy.
+        // Stages are read under the lock. At the end of a commit its follower moves into the list; a copy of the list
+        // from before that moment, with stages from after it, would miss the follower.
         let list = self.list.read();
         let selected = list.iter().filter(|scope| select(scope));
         let staged = selected.flat_map(with_next).flatten().map(|scope| {
@@ -142,28 +145,28 @@ impl<B: Backing> Scopes<B> {
         staged.filter(|(_, stage)| *stage != Stage::Ended).collect()
     }
 
-    /// The first of those for which `select` is true, but for those that follow a commit.
+    /// Returns the first transaction of the list for which `select` returns true.
     pub(crate) fn find(&self, select: impl Fn(&Scope<B>) -> bool) -> Option<Arc<Scope<B>>> {
         let list = self.list.read();
         list.iter().find(|scope| select(scope)).cloned()
     }
 
-    /// The transaction of the scope that is, was or comes to be at `path`; the commit, where one is decided and followed
-    /// by another transaction.
+    /// Returns the transaction of the scope that is, was or will be at `path`. If a transaction follows a commit there,
+    /// the commit is returned.
     pub(crate) fn at_path(&self, path: &[u8]) -> Option<Arc<Scope<B>>> {
         self.find(|scope| scope.is_at(path))
     }
 
-    /// The transaction of that scope that programs change things in, or else the commit that is being applied.
+    /// Returns the transaction of that scope in which programs make changes, or else the commit that is being applied.
     pub(crate) fn current_at_path(&self, path: &[u8]) -> Option<Arc<Scope<B>>> {
-        // Under the lock: at the end of a commit the one that follows goes from it to the list.
+        // Both look-ups are under the lock, because at the end of a commit its follower moves into the list.
         let list = self.list.read();
         let first = list.iter().find(|scope| scope.is_at(path))?;
         let next = first.application.next();
         Some(next.unwrap_or_else(|| Arc::clone(first)))
     }
 
-    /// The commit that a transaction follows.
+    /// Returns the commit that a transaction follows, if any.
     pub(crate) fn commit_before(&self, scope: &Arc<Scope<B>>) -> Option<Arc<Scope<B>>> {
         self.find(|one| {
             let next = one.application.next();
@@ -171,13 +174,13 @@ impl<B: Backing> Scopes<B> {
         })
     }
 
-    /// The transaction whose scope begins at `root`.
+    /// Returns the transaction whose scope is the directory `root` and all below it.
     pub(crate) fn with_root(&self, root: &Arc<Object<B>>) -> Option<Arc<Scope<B>>> {
         self.scope_of(root)
             .filter(|scope| scope.names_in_root.is_none() && Arc::ptr_eq(&scope.root, root))
     }
 
-    /// The transaction that an object is in.
+    /// Returns the transaction whose scope contains an object; `None` if there is none.
     pub(crate) fn scope_of(&self, object: &Arc<Object<B>>) -> Option<Arc<Scope<B>>> {
         if self.is_empty() {
             return None;
@@ -202,7 +205,7 @@ impl<B: Backing> Scopes<B> {
         None
     }
 
-    /// The transaction that a name in a directory is in, whether it leads to something or not.
+    /// Returns the transaction whose scope contains a name in a directory. The name need not exist.
     pub(crate) fn scope_at(&self, dir: &Arc<Object<B>>, name: &OsStr) -> Option<Arc<Scope<B>>> {
         if self.is_empty() {
             return None;
@@ -211,7 +214,7 @@ impl<B: Backing> Scopes<B> {
             .or_else(|| self.scope_of(dir))
     }
 
-    /// Those that are made of names in a directory.
+    /// Returns the scopes of names in a directory.
     pub(crate) fn with_names_in(&self, dir: &Object<B>) -> Vec<Arc<Scope<B>>> {
         if self.is_empty() {
             return Vec::new();
@@ -221,7 +224,7 @@ impl<B: Backing> Scopes<B> {
         in_dir.cloned().collect()
     }
 
-    /// A transaction that names in a directory would be in twice.
+    /// Returns a transaction with which a scope of names in `dir` would overlap; `is_one` selects the names.
     pub(crate) fn overlapping(
         &self,
         dir: &Arc<Object<B>>,
@@ -238,19 +241,19 @@ impl<B: Backing> Scopes<B> {
         })
     }
 
-    /// Whether an object is, or is above, the top of a transaction's scope.
+    /// Returns whether the top of a scope is at or below an object.
     pub(crate) fn are_below(&self, object: &Arc<Object<B>>) -> bool {
         self.find(|scope| scope.root.is_below(object)).is_some()
     }
 
-    /// Paths of the scopes for which `select` is true.
+    /// Returns the paths at the begin of the scopes for which `select` returns true.
     pub(crate) fn paths_where(&self, select: impl Fn(&Scope<B>) -> bool) -> Vec<Vec<u8>> {
         let list = self.list.read();
         let selected = list.iter().filter(|scope| select(scope));
         selected.map(|scope| scope.path.clone()).collect()
     }
 
-    /// The directory of a transaction that is over stays until the next one begins.
+    /// Notes the directory of an ended transaction that could not be removed. The next begin tries again.
     pub(crate) fn add_leftover(&self, serial: u64, dir: &B::Inode) {
         self.leftovers.lock().push((serial, dir.clone()));
     }

@@ -39,15 +39,15 @@ pub(crate) mod save;
 pub(crate) mod shared;
 pub(crate) mod undo;
 
-/// For a change that leaves all bytes as they are.
+/// Offset that stands for a change of no bytes.
 pub(crate) const NO_BYTES: u64 = u64::MAX;
 
-/// Logs of one object each, and the old bytes of files.
+/// Directory of the saved logs, of one object each, and of the old bytes of files.
 const SAVED: &str = "saved";
-/// Objects that were removed, under their inode numbers.
+/// Directory of removed old objects, named by their inode numbers.
 const KEPT: &str = "kept";
 
-/// In the directory of a host's transaction: it is part of a shared one.
+/// File in the directory of a host's transaction that marks it as a part of a shared one.
 const SHARED: &str = "shared";
 
 /// What becomes of changes before they are committed.
@@ -82,7 +82,7 @@ impl Known {
     }
 }
 
-/// What a transaction in shadow mode has saved.
+/// The saved state of a transaction in shadow mode.
 pub(crate) struct Shadow<B: Backing> {
     saved: B::Inode,
     kept: B::Inode,
@@ -92,9 +92,9 @@ pub(crate) struct Shadow<B: Backing> {
     /// Directories of which the names are saved; an abort brings objects back to them.
     dirs: Mutex<HashMap<u64, Arc<Object<B>>>>,
     last_number: AtomicU64,
-    /// An abort has begun and may have failed half-way.
+    /// Whether an abort has begun; it may have failed half-way.
     undoing: AtomicBool,
-    /// Other hosts save in the same place.
+    /// Whether other hosts save in the same directory.
     several: bool,
 }
 
@@ -143,7 +143,7 @@ impl<B: Backing> Shadow<B> {
         self.several
     }
 
-    /// Whether directories name the inode numbers that stat(2) tells.
+    /// Returns whether directories list the same inode numbers that stat(2) returns.
     pub(crate) fn tells_inodes(base: &B, parent: &B::Inode, name: &str) -> Result<bool> {
         let (_, attr) = base.lookup(parent, OsStr::new(name))?;
         let listed = staging::list(base, parent)?
@@ -201,7 +201,7 @@ impl<B: Backing> Shadow<B> {
         &self.kept
     }
 
-    /// From now on only an abort may change anything.
+    /// Notes that an abort has begun, so that only an abort may change anything from now on.
     pub(crate) fn begin_undo(&self) {
         self.undoing.store(true, Ordering::Release);
     }

@@ -1,4 +1,7 @@
-//! Where the transactions of a mount are kept: `.firn/`, or of one of several hosts a directory of its own in it.
+//! [`Home`]: the backing below a [`TransactionalBacking`](crate::TransactionalBacking), and the directory in it where
+//! this mount keeps its transactions.
+//!
+//! A mount of one host uses `.firn/`. With several hosts, each one has a directory of its own below `.firn/`.
 
 use firn_backing::{Backing, Errno};
 use firn_hosts::Members;
@@ -7,28 +10,28 @@ use firn_hosts::host_dir::host_dir_name;
 use crate::own::OwnError;
 use crate::staging;
 
-/// Name in `.firn/` of the staging directory of a host.
+/// Returns the name below `.firn/` of a host's staging directory.
 pub(crate) fn staging_dir_name(members: &Members) -> String {
     host_dir_name(&members.host)
 }
 
-/// The lowest part of a [`TransactionalBacking`](crate::TransactionalBacking): the backing below, and where the transactions
-/// of this mount are kept in it.
+/// The lowest part of a [`TransactionalBacking`](crate::TransactionalBacking): the backing below, and the place of this
+/// mount's transactions in it.
 pub struct Home<B: Backing> {
     pub(crate) base: B,
-    /// Where several hosts commit together.
+    /// The hosts that commit together; `None` on a mount of one host.
     pub(crate) members: Option<Members>,
-    /// The device that the top is on.
+    /// Device number of the backing's top directory.
     pub(crate) device: u64,
 }
 
 impl<B: Backing> Home<B> {
-    /// The hosts that commit together, if there are several.
+    /// Returns the hosts that commit together; `None` on a mount of one host.
     pub fn members(&self) -> Option<&Members> {
         self.members.as_ref()
     }
 
-    /// The directory of what this host's transactions keep, made if it is not there.
+    /// Returns the staging directory of this host, and makes it if there is none.
     pub(crate) fn staging_dir(&self) -> Result<B::Inode, OwnError> {
         let top = staging::dir(&self.base, &self.base.root(), staging::TOP)?;
         match self.own_dir_name() {
@@ -39,13 +42,13 @@ impl<B: Backing> Home<B> {
         }
     }
 
-    /// `.firn/`, if it is there.
+    /// Returns `.firn/`; `None` if it does not exist.
     pub(crate) fn find_top(&self) -> Result<Option<B::Inode>, OwnError> {
         let found = staging::find_dir(&self.base, &self.base.root(), staging::TOP)?;
         Ok(found.map(|(inode, _)| inode))
     }
 
-    /// [`Home::staging_dir`], if it is there.
+    /// Returns the staging directory of this host; `None` if it does not exist.
     pub(crate) fn find_staging_dir(&self) -> Result<Option<B::Inode>, OwnError> {
         let Some(top) = self.find_top()? else {
             return Ok(None);
@@ -61,7 +64,7 @@ impl<B: Backing> Home<B> {
         }
     }
 
-    /// Its path, for people.
+    /// Returns the path of the staging directory, for messages.
     pub(crate) fn staging_path(&self) -> String {
         match &self.members {
             None => staging::TOP.into(),
@@ -73,7 +76,7 @@ impl<B: Backing> Home<B> {
         self.members.as_ref().map(staging_dir_name)
     }
 
-    /// Makes durable where the directory of a transaction is found.
+    /// Syncs the staging directory and the directories above it, so that a recovery finds a transaction's directory.
     pub(crate) fn sync_staging_dir(&self) -> Result<(), Errno> {
         self.base.sync_dir(&self.staging_dir()?)?;
         if self.members.is_some() {

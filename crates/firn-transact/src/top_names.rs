@@ -1,7 +1,7 @@
-//! Names of tops of scopes, as programs see them in the directories above.
+//! [`Tops`]: names of scopes' tops as programs see them in the parent directories.
 //!
-//! In buffer mode a new or renamed top is not in the backing before the commit: [`Tops::find_top_name`]
-//! has programs see it.
+//! The top of a scope is the directory that a transaction covers. In buffer mode the backing does not have a new or
+//! renamed top before the commit; look-ups and listings of the parent add its name from here.
 
 use std::ffi::{OsStr, OsString};
 use std::sync::Arc;

@@ -1,4 +1,4 @@
-//! A backing whose directories can be in a transaction.
+//! [`TransactionalBacking`]: a backing whose directories can be in a transaction, put together from its parts.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -74,7 +74,8 @@ pub struct TransactionalBacking<B: Backing> {
     pub(crate) mode: Mode,
     /// The host that aborted the last transaction of a scope, where that was another one.
     pub(crate) stopped_by: Mutex<BTreeMap<Vec<u8>, String>>,
-    /// The last commit of a scope, by the path of the scope after it, where it was applied and the request failed after that.
+    /// The last commit of a scope, by the path of the scope after it, where it was applied and the request failed after
+    /// that.
     pub(crate) unanswered: Mutex<BTreeMap<Vec<u8>, Unanswered>>,
 }
 

@@ -1,10 +1,11 @@
-//! The objects in use, by their inodes, and the uses of their names and data.
+//! The table of objects in use, by inode, and the tables of threads that use their names and data.
 //!
 //! Invariants
-//! * One object for each inode, whatever its number of names, while it is referred to.
-//! * A thread that looks up or changes names is in [`Tree::names`], one that changes data in [`Tree::data`]. A begin,
-//!   prepare, commit or abort keeps its scope in both, in this order ([`Uses`]).
-//! * In a transaction, one thread at a time changes names, and no thread looks them up then ([`Scope::names`]).
+//! * An inode that is referred to has exactly one object, even if it has several names.
+//! * A thread that looks up or changes names is in [`Tree::names`]; a thread that changes data is in [`Tree::data`]. A
+//!   begin, prepare, commit or abort keeps its scope in both tables, names first ([`Uses`]).
+//! * In a transaction, one thread at a time changes names, and no other thread looks names up meanwhile
+//!   ([`Scope::names`]).
 //!
 //! [`Scope::names`]: crate::scope::Scope::names
 
@@ -22,10 +23,10 @@ use crate::hidden_links::HiddenLinks;
 use crate::object::{Inner, Key, Object};
 use crate::uses::{Area, Kept, Use, Uses};
 
-/// Proof that names may be changed.
+/// Guard: its caller may change names.
 pub(crate) struct Names<'a, B: Backing> {
     used: Use<'a, B>,
-    /// Those of a transaction.
+    /// The claim of the transaction whose names change; `None` outside of transactions.
     owned: Option<Owned<Arc<Claim>>>,
 }
 
@@ -34,7 +35,9 @@ impl<'a, B: Backing> Names<'a, B> {
         Self { used, owned }
     }
 
-    /// Says that a directory outside of transactions is moved or removed: EBUSY where one begins or ends in it.
+    /// Notes that the caller is about to move or remove `object`.
+    ///
+    /// Fails with EBUSY if `object` is a directory outside of transactions and a transaction begins or ends in it.
     pub(crate) fn moving(&self, object: &Arc<Object<B>>) -> Result<(), Errno> {
         if self.owned.is_some() || object.kind != Kind::Dir {
             return Ok(());
@@ -43,10 +46,10 @@ impl<'a, B: Backing> Names<'a, B> {
     }
 }
 
-/// Proof that names stay as they are.
+/// Guard: names that the caller looks up do not change.
 pub(crate) struct StableNames<'a, B: Backing> {
     _used: Use<'a, B>,
-    /// Those of transactions.
+    /// Shares of the claims of the transactions whose names are looked up.
     _shared: SmallVec<[Shared<Arc<Claim>>; 1]>,
 }
 
@@ -59,19 +62,20 @@ impl<'a, B: Backing> StableNames<'a, B> {
     }
 }
 
-/// Names and data of a scope that one caller has alone. Dropped in this order.
+/// Guard: its caller alone uses names and data of a scope. Fields are dropped in this order, the reverse of taking
+/// them.
 pub(crate) struct Quiet<'a, B: Backing> {
     _data: Kept<'a, B>,
     _names: Kept<'a, B>,
 }
 
-/// The objects of a backing, and the locks of their names and data.
+/// The objects of a backing that are in use, and the tables of threads that use them.
 pub(crate) struct Tree<B: Backing> {
     top: Arc<Object<B>>,
     objects: Mutex<HashMap<Key, Weak<Object<B>>>>,
-    /// Names of objects that are not shown.
+    /// Links of Firn's own below `.firn/`, which programs do not see.
     pub(crate) hidden: HiddenLinks<B>,
-    /// Threads that look names up or change them.
+    /// Threads that look up or change names.
     pub(crate) names: Uses<B>,
     /// Threads that change data or attributes.
     pub(crate) data: Uses<B>,
@@ -88,7 +92,7 @@ impl<B: Backing> Tree<B> {
         }
     }
 
-    /// Waits until no thread looks up or changes anything in these parts, and keeps other threads out.
+    /// Waits until no thread looks up or changes anything in these parts. Returns a guard that keeps other threads out.
     pub(crate) fn quiesce(&self, parts: Vec<Area<B>>) -> Quiet<'_, B> {
         let names = self.names.keep(parts.clone());
         let data = self.data.keep(parts);
@@ -98,7 +102,8 @@ impl<B: Backing> Tree<B> {
         }
     }
 
-    /// Waits until no thread looks up or changes anything at or below a directory, and keeps other threads out.
+    /// Waits until no thread looks up or changes anything at or below a directory. Returns a guard that keeps other
+    /// threads out.
     pub(crate) fn quiesce_tree(&self, root: &Arc<Object<B>>) -> Quiet<'_, B> {
         self.quiesce(vec![Area::Tree(Arc::clone(root))])
     }
@@ -107,7 +112,7 @@ impl<B: Backing> Tree<B> {
         &self.top
     }
 
-    /// The object of an inode that was found as `name` in `parent`.
+    /// Returns the object of an inode that was looked up as `name` in `parent`; makes the object if there is none.
     pub(crate) fn intern(
         &self,
         base: &B,
@@ -120,6 +125,7 @@ impl<B: Backing> Tree<B> {
         let lane = base.facts(&inode).lane;
         let mut objects = self.objects.lock();
         if let Some(object) = objects.get(&key).and_then(Weak::upgrade) {
+            // An object without a parent is the top or nameless, and must not get a place.
             if object.parent().is_some() {
                 object.move_to(parent, name);
             }
@@ -136,7 +142,7 @@ impl<B: Backing> Tree<B> {
         object
     }
 
-    /// Takes up a file that has no name any more, and is in no transaction for that.
+    /// Makes and enters the object of a file that has no name any more and therefore is in no transaction.
     pub(crate) fn adopt_nameless(&self, base: &B, inode: B::Inode, attr: &Attr) -> Arc<Object<B>> {
         let inner = Inner {
             base: Some(inode.clone()),
@@ -149,17 +155,17 @@ impl<B: Backing> Tree<B> {
         object
     }
 
-    /// Takes up a new object of a transaction.
+    /// Enters a new object of a transaction in the table.
     pub(crate) fn adopt(&self, object: &Arc<Object<B>>) {
         insert(&mut self.objects.lock(), object);
     }
 
-    /// The object of an inode, if it is referred to.
+    /// Returns the object of an inode if it is in use.
     pub(crate) fn known(&self, key: Key) -> Option<Arc<Object<B>>> {
         self.objects.lock().get(&key).and_then(Weak::upgrade)
     }
 
-    /// The inode is gone; existing references to its object stay valid.
+    /// Removes an inode that no longer exists from the table. References to its object stay valid.
     pub(crate) fn forget(&self, key: Key) {
         self.objects.lock().remove(&key);
     }
@@ -178,14 +184,14 @@ impl<B: Backing> Tree<B> {
 }
 
 fn insert<B: Backing>(objects: &mut HashMap<Key, Weak<Object<B>>>, object: &Arc<Object<B>>) {
-    // Entries without a reference go when the table would grow.
+    // Unused entries are removed when the table would grow, so that it stays in proportion to the objects in use.
     if objects.len() == objects.capacity() {
         objects.retain(|_, weak| weak.strong_count() > 0);
     }
     objects.insert(object.key, Arc::downgrade(object));
 }
 
-/// The path of an object, relative to the backing.
+/// Returns the path of an object, relative to the backing.
 pub(crate) fn path_of<B: Backing>(object: &Object<B>) -> Vec<u8> {
     let mut names = Vec::new();
     let mut at = object.location.lock().clone();

@@ -1,29 +1,33 @@
-//! Commits that were applied, but whose requests failed after that: a repeated request means this commit, and not the
-//! transaction that follows.
+//! Applied commits that were not answered, because the request failed after the application.
 //!
-//! They are known until they are asked for again, or something else is asked for. A mount that ends forgets them: the next
-//! one leaves their votes, and has no transaction that could be meant.
+//! A repeated request with the same number means such a commit and not the transaction that follows it. The commit is
+//! remembered until it is requested again or another request for the scope comes. An unmount forgets it: the next mount
+//! leaves its vote, and no later transaction can be confused with it.
+//!
+//! With several hosts, this file also leaves votes and ballots that could not be left at once.
 
 use firn_backing::{Backing, Errno};
 
 use crate::transaction::apply_commit::Commits;
 use crate::transactional::TransactionalBacking;
 
-/// A commit that was applied, with something left to do before it is answered.
+/// An applied commit whose request is not answered yet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Unanswered {
+    /// Number of the commit.
     pub(crate) id: u64,
-    /// Path of its scope at the begin, which names its vote.
+    /// Path of the scope at the begin, which identifies the vote.
     pub(crate) scope: Vec<u8>,
-    /// Path of its scope after it.
+    /// Path of the scope after the commit.
     pub(crate) path_after: Vec<u8>,
 }
 
-/// A commit that was applied, and its scope at the begin: its vote.
+/// Number of an applied commit and path of its scope at the begin, which together identify its vote.
 pub(crate) type AppliedCommit = (u64, Vec<u8>);
 
 impl<B: Backing> Commits<B> {
-    /// Says to the other hosts that this one has applied a commit. Where that fails, [`Self::leave_rest`] tries it again.
+    /// Records for the other hosts that this host has applied a commit. After an error [`Self::leave_rest`] tries
+    /// again.
     pub(crate) fn leave_applied(&self, id: u64, scope: &[u8]) -> Result<(), Errno> {
         let shared = self.shared.leave_commit(scope);
         let left = shared.and_then(|()| self.votes.leave_vote(id, scope));
@@ -36,7 +40,7 @@ impl<B: Backing> Commits<B> {
         left
     }
 
-    /// Says to the other hosts what could not be said before of these commits; the first error, after all were tried.
+    /// Leaves the votes of the selected commits that could not be left before. Tries all, and returns the first error.
     fn leave_rest(&self, is_wanted: impl Fn(&AppliedCommit) -> bool) -> Result<(), Errno> {
         let to_leave = self.to_leave.lock().clone();
         let wanted = to_leave.iter().filter(|commit| is_wanted(commit));
@@ -44,7 +48,7 @@ impl<B: Backing> Commits<B> {
         left.fold(Ok(()), Result::and)
     }
 
-    /// Says to the other hosts that this one has applied the commit of a scope of names.
+    /// Records for the other hosts that this host has applied the commit of a transaction of names.
     pub(crate) fn leave_key(&self, key: &[u8]) -> Result<(), Errno> {
         let left = self.names_ballots.leave(key);
         let mut to_leave = self.keys_to_leave.lock();
@@ -55,15 +59,18 @@ impl<B: Backing> Commits<B> {
         left
     }
 
-    /// Says to the other hosts that this one has applied the last commit of a scope. It does so before this host
-    /// joins the next vote there, so that no late message counts for the next commit.
+    /// Leaves the vote of the last commit of a scope, if that failed before.
+    ///
+    /// This comes before the host joins the next transaction there, so that a late record does not count for the next
+    /// commit.
     pub(crate) fn leave_rest_of(&self, scope: &[u8]) -> Result<(), Errno> {
         self.leave_rest(|(_, of)| of == scope)
     }
 }
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// Says to the other hosts which commits this one has applied, where that failed before. They wait for it.
+    /// Leaves all votes and ballots of applied commits that could not be left before, because other hosts wait for
+    /// that. Tries all, and returns the first error.
     pub fn leave_applied_commits(&self) -> Result<(), Errno> {
         let keys = self.commits.keys_to_leave.lock().clone();
         let left = keys.iter().map(|key| self.commits.leave_key(key));
@@ -71,7 +78,7 @@ impl<B: Backing> TransactionalBacking<B> {
         self.commits.leave_rest(|_| true).and(left)
     }
 
-    /// Notes a commit whose request failed, if that was after it was applied.
+    /// Notes a commit whose request failed. Does nothing if the commit is not applied yet.
     pub(crate) fn note_unanswered(&self, commit: Unanswered) {
         let waiting = self.known_at(&commit.path_after).commit;
         if waiting.is_some_and(|waiting| waiting.id() == commit.id) {
@@ -81,7 +88,7 @@ impl<B: Backing> TransactionalBacking<B> {
         self.unanswered.lock().insert(path, commit);
     }
 
-    /// The commit of this number, if it is one of those.
+    /// Returns the unanswered commit with this number at `path`, if there is one.
     pub(crate) fn find_unanswered(&self, path: &[u8], id: u64) -> Option<Unanswered> {
         let unanswered = self.unanswered.lock();
         unanswered
@@ -90,7 +97,7 @@ impl<B: Backing> TransactionalBacking<B> {
             .cloned()
     }
 
-    /// It is answered, or something else is meant from here on.
+    /// Forgets the unanswered commit at `path`, because it is answered or the client has made another request.
     pub(crate) fn forget_unanswered(&self, path: &[u8]) {
         self.unanswered.lock().remove(path);
     }

@@ -1,13 +1,15 @@
-//! Objects that callers use, and areas that one caller keeps for itself.
+//! Shared and exclusive use of parts of the tree, across calls of the backing.
 //!
-//! A call of the backing may take for ever, so no lock is held across it. Instead, a thread that looks up or changes
-//! something enters a use ([`Uses::enter`]). A thread that begins, prepares or ends a transaction keeps its scope
-//! ([`Uses::keep`]): it waits for the uses that are in the scope, and later uses wait for it. Uses elsewhere go on.
+//! A call of the backing may hang, so no thread holds a lock across it. This table takes the place of such a lock.
+//!
+//! * A *use* is shared: a thread that looks up or changes objects enters a use of them ([`Uses::enter`]).
+//! * An area is *kept* by one thread: a thread that begins, prepares or ends a transaction keeps the transaction's
+//!   scope ([`Uses::keep`]). It waits until no use is in the scope, and later uses of the scope wait. Other uses go on.
 //!
 //! Invariants
-//! * No two that are kept overlap, and no use that is under way is in one that is kept, once [`Uses::keep`] has returned.
-//! * A thread that waits here is in no use and keeps nothing of the same table, so there is no circle of waits.
-//! * A directory that is moved or removed ([`Use::moving`]) has nothing below it that is kept.
+//! * Kept areas never overlap. Once [`Uses::keep`] has returned, no use is in its area.
+//! * A thread that waits here has no use and no kept area in the same table, so threads cannot wait in a circle.
+//! * A directory that is being moved or removed ([`Use::moving`]) has no kept area at or below it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
@@ -20,33 +22,36 @@ use parking_lot::Condvar;
 use crate::object::Object;
 use crate::scope::is_at_names;
 
-/// The uses of one kind: of names, or of data.
+/// The table of uses and kept areas of one kind: of names, or of data.
 pub(crate) struct Uses<B: Backing> {
     state: Mutex<UsesState<B>>,
-    /// A use has ended, or something is kept no more.
+    /// Signals that a use has ended or an area is no longer kept.
     changed: Condvar,
 }
 
 struct UsesState<B: Backing> {
+    /// The number that was given out last, for a use or for kept areas.
     last_number: u64,
+    /// The uses, by their numbers.
     under_way: BTreeMap<u64, Busy<B>>,
+    /// The areas of each thread that keeps some or waits for uses in them to end, by number.
     kept: BTreeMap<u64, Vec<Area<B>>>,
 }
 
-/// What one caller is busy with.
+/// The objects of one use.
 struct Busy<B: Backing> {
     objects: Vec<Arc<Object<B>>>,
-    /// Directories that change their place or go.
+    /// Directories that the caller moves or removes.
     moving: Vec<Arc<Object<B>>>,
 }
 
-/// What is kept for one caller.
+/// A part of the tree that one caller can keep.
 pub(crate) enum Area<B: Backing> {
     /// A directory and all below it.
     Tree(Arc<Object<B>>),
-    /// The names in a directory.
+    /// A directory itself: its names, and nothing below them.
     Dir(Arc<Object<B>>),
-    /// The names in a directory, and all below some of them.
+    /// A directory itself, and all at and below the given names in it.
     Names(Arc<Object<B>>, Arc<BTreeSet<OsString>>),
 }
 
@@ -61,12 +66,14 @@ impl<B: Backing> Clone for Area<B> {
 }
 
 impl<B: Backing> Area<B> {
+    /// Returns the directory that the area begins at.
     fn root(&self) -> &Arc<Object<B>> {
         match self {
             Self::Tree(root) | Self::Dir(root) | Self::Names(root, _) => root,
         }
     }
 
+    /// Returns whether an object is in the area.
     fn contains(&self, object: &Arc<Object<B>>) -> bool {
         match self {
             Self::Tree(root) => object.is_below(root),
@@ -81,6 +88,7 @@ impl<B: Backing> Area<B> {
         self.contains(other.root()) || other.contains(self.root())
     }
 
+    /// Returns whether the use has an object in the area, or moves a directory that the area is below.
     fn is_used_by(&self, busy: &Busy<B>) -> bool {
         busy.objects.iter().any(|object| self.contains(object))
             || busy.moving.iter().any(|moved| self.root().is_below(moved))
@@ -123,7 +131,7 @@ impl<B: Backing> UsesState<B> {
 }
 
 impl<B: Backing> Uses<B> {
-    /// Waits until none of the objects is kept, and uses them until the guard is dropped.
+    /// Waits until none of the objects is in a kept area. Returns a guard, which uses them until it is dropped.
     #[track_caller]
     pub(crate) fn enter(&self, objects: &[&Arc<Object<B>>]) -> Use<'_, B> {
         assert_none_held("a use, which waits for a call");
@@ -140,7 +148,8 @@ impl<B: Backing> Uses<B> {
         Use { uses: self, number }
     }
 
-    /// Waits until no other thread keeps or uses anything there, and keeps the parts until the guard is dropped.
+    /// Waits until no other thread keeps or uses anything in `parts`. Returns a guard, which keeps them until it is
+    /// dropped.
     #[track_caller]
     pub(crate) fn keep(&self, parts: Vec<Area<B>>) -> Kept<'_, B> {
         assert_none_held("a use, which waits for a call");
@@ -149,7 +158,7 @@ impl<B: Backing> Uses<B> {
             state.wait(&self.changed);
         }
         let number = state.next_number();
-        // From here on no use enters these parts.
+        // From here on new uses of these parts wait, so the uses in them become fewer.
         state.kept.insert(number, parts.clone());
         while state.is_used(&parts) {
             state.wait(&self.changed);
@@ -157,25 +166,27 @@ impl<B: Backing> Uses<B> {
         Kept { uses: self, number }
     }
 
+    /// Changes the uses, and wakes the threads that may go on then.
     fn change(&self, change: impl FnOnce(&mut MutexGuard<'_, UsesState<B>>)) {
         let mut state = self.state.lock();
         change(&mut state);
-        // A waiting thread either keeps parts, or waits for a thread that does.
+        // A thread waits only if an area is kept: by that thread itself or by another one. Otherwise none has to wake.
         if !state.kept.is_empty() {
             self.changed.notify_all();
         }
     }
 }
 
-/// That a caller is busy with some objects.
+/// Guard: its caller uses some objects until it is dropped.
 pub(crate) struct Use<'a, B: Backing> {
     uses: &'a Uses<B>,
     number: u64,
 }
 
 impl<B: Backing> Use<'_, B> {
-    /// Says that a directory is moved or removed. EBUSY where something at or below it is kept: a transaction is about to
-    /// begin or to end there.
+    /// Notes that the caller is about to move or remove the directory `dir`.
+    ///
+    /// Fails with EBUSY if an area at or below `dir` is kept, because a transaction begins or ends there.
     pub(crate) fn moving(&self, dir: &Arc<Object<B>>) -> Result<(), Errno> {
         let mut state = self.uses.state.lock();
         let mut kept = state.kept.values().flatten();
@@ -197,7 +208,7 @@ impl<B: Backing> Drop for Use<'_, B> {
     }
 }
 
-/// Guard: parts are kept for a caller.
+/// Guard: its caller keeps some areas until it is dropped.
 pub(crate) struct Kept<'a, B: Backing> {
     uses: &'a Uses<B>,
     number: u64,

@@ -1,22 +1,23 @@
-//! How the hosts of a transaction vote on its commit.
+//! Votes: several hosts agree on the commit of one transaction.
 //!
-//! Each host has its transactions in a staging directory of its own. To commit, every host prepares its part and
-//! publishes what it read and wrote. Once all lists are published, each host tests them, and the first one to finish puts
-//! the verdict. After a verdict of no conflict any host may decide for all; then each host applies its part, after a crash
-//! too, and records that it did.
+//! 1. Each host prepares its part of the transaction in its own staging directory, and publishes a list of the bytes
+//!    and names that its programs used.
+//! 2. Once all lists are published, each host tests them for conflicts. The first verdict that is stored counts.
+//! 3. After a verdict of no conflict, any host may decide the commit for all hosts.
+//! 4. Each host applies its part, after a crash too, and records that it did ("leaves" the vote).
 //!
 //! ```text
 //! .firn/vote-ID[-SCOPE]/     one vote, a [`Ballot`]; SCOPE stands for the path of the scope
-//!   in-HOST                  what a host read and wrote: `crate::conflict::Published`
-//!   verdict                  JSON: whether that goes together; put once
-//!   decision                 JSON: commit or abort, and which host said so
+//!   in-HOST                  list of what the host's programs read and wrote: `crate::conflict::Published`
+//!   verdict                  JSON: whether the lists conflict; written once
+//!   decision                 JSON: commit or abort, and the host that decided
 //!   left-HOST                the host has applied the decision
 //! ```
 //!
-//! Invariants, beside those of a ballot
-//! * No decision is a commit without a verdict of no conflict, and no host applies a commit before it is decided.
-//! * A verdict other than that comes to the decision of an abort when the first host leaves. A host may open its part again
-//!   before that and after it; it leaves only then.
+//! Invariants, in addition to those of a ballot
+//! * A commit is decided only after a verdict of no conflict, and applied only after its decision.
+//! * After any other verdict, the first host that leaves stores the decision to abort. A host leaves when it reopens
+//!   its part, which it may do before or after that decision.
 
 use std::ffi::OsStr;
 use std::sync::Arc;
@@ -37,55 +38,58 @@ use crate::staging_dir::Home;
 
 mod accesses;
 
-/// Before the name of the directory of a vote.
+/// Prefix of the name of a vote's directory.
 const VOTE: &str = "vote-";
 const VERDICT: &str = "verdict";
 
-/// Result of the votes of all hosts.
+/// The verdict of a vote: whether the hosts' parts can be committed together.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Verdict {
-    /// No two hosts conflict.
+    /// No two hosts conflict; the transaction may be committed.
     Clear,
-    /// Accesses of hosts conflict.
+    /// Accesses of two hosts or more conflict, as the report says; the transaction cannot be committed as it is.
     Conflict(Report),
-    /// Not all hosts voted, or one withdrew.
+    /// A host gave the vote up, because a host did not vote or withdrew.
     GivenUp {
-        /// The host that said so.
+        /// Name of the host that gave the vote up.
         by: String,
-        /// The reason that it gave.
+        /// The reason, as a text for people.
         why: String,
     },
 }
 
+/// The decision on a transaction of several hosts, as it is stored.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Outcome {
+    /// Whether the transaction is committed; otherwise it is aborted.
     pub(crate) commit: bool,
+    /// Name of the host that decided.
     pub(crate) by: String,
 }
 
-/// How far a vote is.
+/// The state of a vote.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Vote {
-    /// Some hosts have not published what they used.
+    /// Some hosts have not published their lists.
     Waiting {
-        /// Hosts that have published.
+        /// Names of the hosts that have published their lists.
         published: Vec<String>,
         /// Number of hosts that take part.
         expected: usize,
-        /// The names of the others, where they are known.
+        /// Names of the other hosts, as far as they are known.
         missing: Vec<String>,
     },
-    /// All have published, or a host gave the vote up.
+    /// The vote has a verdict: all hosts have published their lists, or a host gave the vote up.
     Over(Verdict),
 }
 
-/// The name of the directory of the vote on transaction `id` of a scope.
+/// Returns the name of the directory of the vote on commit `id` of a scope.
 fn vote_name(id: u64, scope: &[u8]) -> String {
     scoped_name(&format!("{VOTE}{id}"), scope)
 }
 
-/// A name that stands for a scope.
+/// Returns `name` with a checksum of the scope's path appended; the top of the backing adds nothing.
 pub(crate) fn scoped_name(name: &str, scope: &[u8]) -> String {
     match scope {
         b"" => name.into(),
@@ -93,7 +97,7 @@ pub(crate) fn scoped_name(name: &str, scope: &[u8]) -> String {
     }
 }
 
-/// How a vote ends: each host carries the decision out by itself.
+/// The protocol of a vote's end: after the decision each host acts alone, so there are no shared units of work.
 struct VoteEnd;
 
 impl Protocol for VoteEnd {
@@ -104,7 +108,7 @@ impl Protocol for VoteEnd {
     }
 }
 
-/// The directory of one vote.
+/// One vote, in its directory below `.firn/`.
 struct VoteBallot<'a, B: Backing> {
     ballot: Ballot<'a, B, VoteEnd>,
 }
@@ -116,47 +120,51 @@ impl<'a, B: Backing> VoteBallot<'a, B> {
         }
     }
 
+    /// Reads the verdict; `None` if there is none yet.
     fn verdict(&self) -> Result<Option<Verdict>, Errno> {
         self.ballot.dir().read_json(VERDICT)
     }
 
-    /// The verdict, which is this one if there is none.
+    /// Stores `verdict` unless there is one already, and returns the verdict that counts.
     fn judge(&self, verdict: &Verdict) -> Result<Option<Verdict>, Errno> {
         self.ballot.dir().put_json(VERDICT, verdict)?;
         self.verdict()
     }
 
+    /// Returns whether there is a verdict that rules a commit out.
     fn is_refused(&self) -> Result<bool, Errno> {
         Ok(!matches!(self.verdict()?, None | Some(Verdict::Clear)))
     }
 
-    /// Whether there is nothing left to be found out or decided.
+    /// Returns whether the outcome of the vote is known: a commit is ruled out, or there is a decision.
     fn is_decided(&self) -> Result<bool, Errno> {
         Ok(self.is_refused()? || self.ballot.decision()?.is_some())
     }
 
-    /// The decision, which is this one if there is none. None if another host has removed the vote.
+    /// Stores this decision unless there is one already, and returns the decision that counts. Returns `None` if
+    /// another host has removed the vote.
     fn settle(&self, commit: bool) -> Result<Option<Outcome>, Errno> {
         let by = self.ballot.dir().host().to_owned();
         self.ballot.decide(&Outcome { commit, by })
     }
 
-    /// Records that this host has done its part. The last host removes the directory.
+    /// Records that this host has carried the decision out. The last host removes the directory.
     fn leave(&self) -> Result<(), Errno> {
         self.settle_refused()?;
         self.ballot.leave()
     }
 
+    /// Removes the directory if all hosts have left the vote.
     fn remove_if_over(&self) -> Result<(), Errno> {
         match self.settle_refused() {
-            // Another host has removed it.
+            // Another host has removed the directory.
             Err(Errno::NOENT | Errno::STALE) => return Ok(()),
             settled => settled?,
         }
         self.ballot.remove_if_over()
     }
 
-    /// After a verdict that is not clear there is no commit.
+    /// Stores the decision to abort if the verdict rules a commit out.
     fn settle_refused(&self) -> Result<(), Errno> {
         if self.is_refused()? {
             self.settle(false)?;
@@ -166,6 +174,7 @@ impl<'a, B: Backing> VoteBallot<'a, B> {
 }
 
 impl<B: Backing> Home<B> {
+    /// Returns this host's name among the members; empty on a mount of one host.
     fn host_name(&self) -> String {
         self.members
             .as_ref()
@@ -179,8 +188,9 @@ pub struct Votes<B: Backing> {
     pub(crate) tree: Arc<Tree<B>>,
     pub(crate) scopes: Arc<Scopes<B>>,
     pub(crate) shared: Arc<SharedTransactions<B>>,
-    /// Serialises leaving a vote with writes to it that are made without the lock of the names. Otherwise a vote that
-    /// is made anew after the last host has left would never be removed. Innermost claim.
+    /// Serializes two acts on a vote: leaving it, and deciding it from a thread that does not keep the scope's names.
+    /// Otherwise that thread could create the vote's directory anew after the last host has left, and no host would
+    /// ever remove it. A thread takes this claim after all others.
     pub(crate) leaving: Claim,
 }
 
@@ -200,6 +210,7 @@ impl<B: Backing> Votes<B> {
         }
     }
 
+    /// Returns the vote on commit `id` of a scope; `None` if it has no directory or the mount has no members.
     fn find_vote(&self, id: u64, scope: &[u8]) -> Result<Option<VoteBallot<'_, B>>, Errno> {
         let Some(members) = &self.home.members else {
             return Ok(None);
@@ -212,6 +223,7 @@ impl<B: Backing> Votes<B> {
         Ok(found.map(VoteBallot::in_dir))
     }
 
+    /// Returns the vote on commit `id` of a scope, and creates its directory if there is none.
     fn make_vote<'a>(
         &'a self,
         members: &'a Members,
@@ -224,7 +236,11 @@ impl<B: Backing> Votes<B> {
         Ok(VoteBallot::in_dir(made))
     }
 
+    /// Publishes this host's list for the vote on commit `id`; see
     /// [`Prepared::publish_accesses`](crate::Prepared::publish_accesses).
+    ///
+    /// Returns `LastVoteNotOver` while an earlier vote of the same number is being removed; the caller may try again.
+    /// If this host no longer knows what its programs read, it gives the vote up for all hosts.
     pub(crate) fn publish_accesses(&self, scope: &Scope<B>, id: u64) -> Result<(), VoteError> {
         let Some(members) = &self.home.members else {
             return Ok(());
@@ -247,7 +263,7 @@ impl<B: Backing> Votes<B> {
         let known = scope.used.lock().clone();
         let used = match known {
             Some(used) => used,
-            // Nothing is tested in shadow mode.
+            // In shadow mode conflicts are not tested, so an empty list is enough.
             None if self.shared.find_shared(&scope.path)?.is_some() => Vec::new(),
             None => {
                 let why = "its firnd was restarted before it had told what its programs read";
@@ -262,13 +278,16 @@ impl<B: Backing> Votes<B> {
         let list = self.list_accesses(members, &record, &used)?;
         match vote.ballot.join(&list.encode()).map_err(not_over)? {
             Joined::Yes => Ok(()),
-            // Another host has given it up: the verdict or the decision says so.
+            // The vote is over and still there, so its verdict or decision tells the reason.
             Joined::Over if vote.ballot.dir().is_current()? => Ok(()),
             Joined::Over => Err(VoteError::LastVoteNotOver { id }),
         }
     }
 
-    /// Looks whether all hosts have published, and finds the verdict if they have.
+    /// Returns the state of the vote on commit `id`. Does not wait.
+    ///
+    /// If all hosts have published and there is no verdict, this call tests the lists and stores the verdict. Fails
+    /// with `NotVoted` if there is no vote. A mount of one host always gets a clear verdict.
     pub fn poll_vote(&self, id: u64, scope: &[u8]) -> Result<Vote, VoteError> {
         let Some(members) = &self.home.members else {
             return Ok(Vote::Over(Verdict::Clear));
@@ -283,6 +302,7 @@ impl<B: Backing> Votes<B> {
             let why = "it aborted its part".to_owned();
             return Ok(Vote::Over(Verdict::GivenUp { by, why }));
         }
+        // An abort of the shared transaction counts even if this vote does not say so.
         let shared = self.shared.find_shared(scope)?;
         let shared_outcome = match &shared {
             Some(shared) => shared.outcome()?,
@@ -296,7 +316,8 @@ impl<B: Backing> Votes<B> {
             return Ok(Vote::Over(verdict));
         }
         let published = vote.ballot.joined()?;
-        // In shadow mode all hosts that changed something must be prepared.
+        // In shadow mode every host that joined the shared transaction must vote, because it may have changed the
+        // backing.
         let joined = match &shared {
             Some(shared) => shared.joined()?,
             None => Vec::new(),
@@ -319,18 +340,18 @@ impl<B: Backing> Votes<B> {
             },
             Attendance::Complete => test_lists(&vote, &published)?,
         };
-        // The verdict of the first host counts.
+        // Another host may have stored a verdict first; that one counts.
         vote.judge(&verdict)?
             .map(Vote::Over)
             .ok_or(VoteError::NotVoted { id })
     }
 
-    /// Puts an end to a vote that has no verdict yet.
+    /// Gives a vote up for all hosts, for the reason `why`. Does nothing if there is a verdict, a decision or no vote.
     pub fn give_vote_up(&self, id: u64, scope: &[u8], why: String) -> Result<(), VoteError> {
         let Some(vote) = self.find_vote(id, scope)? else {
             return Ok(());
         };
-        // An abort says the same already.
+        // With a decision the outcome is known already, so a verdict would add nothing.
         if vote.ballot.decision()?.is_some() {
             return Ok(());
         }
@@ -339,8 +360,10 @@ impl<B: Backing> Votes<B> {
         Ok(())
     }
 
-    /// Decides for all hosts that there is no commit; fails with [`StageError::Decided`] where there is one. Does
-    /// nothing if another thread has ended this host's prepared part.
+    /// Decides the abort for all hosts.
+    ///
+    /// Fails with [`StageError::Decided`] if the commit is decided. Does nothing if this host's part is no longer
+    /// prepared, because another thread has ended it.
     pub fn call_commit_off(&self, id: u64, scope: &[u8]) -> Result<(), VoteError> {
         let _stays = Claim::own(&self.leaving);
         let is_prepared = |one: &Scope<B>| one.path == scope && one.stage() == Stage::Prepared(id);
@@ -351,8 +374,10 @@ impl<B: Backing> Votes<B> {
         }
     }
 
-    /// Decides for all hosts, if there is no decision yet: whether the outcome is the wanted one. A commit needs a
-    /// verdict of no conflict.
+    /// Decides a commit or an abort for all hosts, if there is no decision yet.
+    ///
+    /// Returns `Ok` if the outcome is the wanted one, and an error with the other outcome if not. A commit fails with
+    /// `NotVoted` without a verdict, and with the conflict or reason after a verdict that rules it out.
     pub(crate) fn decide_vote(&self, id: u64, scope: &[u8], commit: bool) -> Result<(), VoteError> {
         let Some(members) = &self.home.members else {
             return Ok(());
@@ -361,7 +386,7 @@ impl<B: Backing> Votes<B> {
             self.find_vote(id, scope)?
                 .ok_or(VoteError::NotVoted { id })?
         } else {
-            // A host that comes to the vote later must find that it is over.
+            // The vote is created if need be, so that a host that joins later sees the abort.
             self.make_vote(members, id, scope)?
         };
         match (vote.verdict()?, commit) {
@@ -372,7 +397,8 @@ impl<B: Backing> Votes<B> {
             (Some(Verdict::Conflict(_) | Verdict::GivenUp { .. }), false) => return Ok(()),
             (Some(Verdict::Clear), _) | (None, false) => {}
         }
-        // The outcome that counts is beside the saved objects: a host that has not come to this vote may abort.
+        // The decision in the shared transaction's directory counts, because a host that has not joined this vote may
+        // abort there.
         if let Some(shared) = self.shared.find_shared(scope)? {
             must_be(
                 shared.settle(commit)?,
@@ -385,12 +411,12 @@ impl<B: Backing> Votes<B> {
         must_be(outcome, commit, id, "it aborted its part")
     }
 
-    /// Decision about a transaction that this host had prepared; `None`: none yet.
+    /// Returns the decision on a transaction that this host has prepared: `true` for a commit, `None` for none yet.
     pub(crate) fn find_decision(&self, id: u64, scope: &[u8]) -> Result<Option<bool>, Errno> {
         let Some(vote) = self.find_vote(id, scope)? else {
             return Ok(None);
         };
-        // After a conflict a host may open its part again: it is not aborted.
+        // After a conflict a host may reopen its part, so the part is not aborted.
         if vote.is_refused()? {
             return Ok(None);
         }
@@ -406,7 +432,9 @@ impl<B: Backing> Votes<B> {
         }
     }
 
-    /// Called before a transaction ends that was not prepared, so that other hosts do not wait for this one.
+    /// Aborts each undecided vote on a scope in which this host has not published, so that no other host waits for it.
+    ///
+    /// Called before an unprepared transaction ends.
     pub(crate) fn withdraw_from_votes(&self, scope: &[u8]) -> Result<(), VoteError> {
         for id in self.votes_on(scope)? {
             let Some(vote) = self.find_vote(id, scope)? else {
@@ -420,8 +448,9 @@ impl<B: Backing> Votes<B> {
         Ok(())
     }
 
-    /// After a crash: leaves the votes in which this host has nothing to do any more. `waiting`: transactions that it
-    /// has.
+    /// After a crash, leaves the votes in which this host has nothing left to do.
+    ///
+    /// `waiting` has the number and scope of each transaction that this host still has; their votes stay.
     pub(crate) fn leave_old_votes(&self, waiting: &[(u64, Vec<u8>)]) -> Result<(), Errno> {
         let Some(members) = &self.home.members else {
             return Ok(());
@@ -451,19 +480,19 @@ impl<B: Backing> Votes<B> {
         Ok(())
     }
 
-    /// Hosts that have not applied a commit yet.
+    /// Returns the names of the hosts that have not applied commit `id`. Empty if the vote is over and removed.
     pub fn hosts_not_applied(&self, id: u64, scope: &[u8]) -> Result<Vec<String>, Errno> {
         let Some(vote) = self.find_vote(id, scope)? else {
             return Ok(Vec::new());
         };
         match vote.ballot.view() {
-            // It was removed meanwhile.
+            // The last host has removed the vote since the look-up.
             Err(Errno::NOENT | Errno::STALE) => Ok(Vec::new()),
             view => Ok(view?.remaining()),
         }
     }
 
-    /// The numbers of the votes on transactions of a scope.
+    /// Returns the commit numbers of all votes on a scope.
     fn votes_on(&self, scope: &[u8]) -> Result<Vec<u64>, Errno> {
         if self.home.members.is_none() {
             return Ok(Vec::new());
@@ -482,7 +511,10 @@ impl<B: Backing> Votes<B> {
             .collect())
     }
 
+    /// Makes a prepared transaction open again, leaves its vote, and returns the accesses that were recorded; see
     /// [`Prepared::reopen`](crate::Prepared::reopen).
+    ///
+    /// Fails if the transaction has another number, is over, or was prepared by an earlier firnd.
     pub(crate) fn reopen(&self, scope: &Scope<B>, id: u64) -> Result<Vec<Used>, VoteError> {
         let _quiet = self.tree.quiesce(vec![scope.area()]);
         match scope.stage() {
@@ -493,7 +525,7 @@ impl<B: Backing> Votes<B> {
             Stage::Open => return Ok(Vec::new()),
             Stage::Ended => return Err(StageError::NoTransaction.into()),
         }
-        // Its changes are in the record only.
+        // After a restart the changes are in the record only, which an open transaction does not read.
         if scope.recovered.is_some() {
             return Err(VoteError::GivenUp {
                 by: self.home.host_name(),
@@ -510,7 +542,10 @@ impl<B: Backing> Votes<B> {
         Ok(scope.used.lock().take().unwrap_or_default())
     }
 
-    /// In a shadow transaction of several hosts nothing may change any more once the others have agreed.
+    /// Checks that a shadow transaction of several hosts may be reopened.
+    ///
+    /// Gives the vote up first. Fails with `Decided` if the hosts had agreed already and none has aborted: they may
+    /// commit at any time, so nothing may change any more.
     fn must_be_open_for_change(&self, scope: &Scope<B>, id: u64) -> Result<(), VoteError> {
         if self.shared.find_shared(&scope.path)?.is_none() {
             return Ok(());
@@ -529,7 +564,7 @@ impl<B: Backing> Votes<B> {
         }
     }
 
-    /// The hosts that have published what they used.
+    /// Returns the names of the hosts that have published their lists; empty if there is no vote.
     pub fn hosts_published(&self, id: u64, scope: &[u8]) -> Result<Vec<String>, Errno> {
         match self.find_vote(id, scope)? {
             Some(vote) => vote.ballot.joined(),
@@ -537,7 +572,9 @@ impl<B: Backing> Votes<B> {
         }
     }
 
-    /// For `TransactionalBacking::decide_scope`: checks, durably, that all hosts agree.
+    /// Stores the decision to commit for all hosts, for `TransactionalBacking::decide_scope`.
+    ///
+    /// With several hosts, fails unless the transaction is prepared and the verdict is clear.
     pub(crate) fn agree_with_hosts(
         &self,
         scope: &Scope<B>,
@@ -552,7 +589,7 @@ impl<B: Backing> Votes<B> {
     }
 }
 
-/// Tests the lists of all hosts.
+/// Tests the lists of all hosts for conflicts and returns the verdict. Fails if a list cannot be decoded.
 fn test_lists<B: Backing>(
     vote: &VoteBallot<'_, B>,
     hosts: &[String],
@@ -573,7 +610,7 @@ fn test_lists<B: Backing>(
     })
 }
 
-/// Fails unless the outcome is the one that is wanted.
+/// Returns an error unless the outcome is the wanted one; `why` is the reason to report for an abort.
 fn must_be(outcome: Outcome, commit: bool, id: u64, why: &str) -> Result<(), VoteError> {
     match outcome {
         Outcome { commit: found, .. } if found == commit => Ok(()),
@@ -585,7 +622,7 @@ fn must_be(outcome: Outcome, commit: bool, id: u64, why: &str) -> Result<(), Vot
     }
 }
 
-/// Why there is no commit.
+/// Returns the error of a commit that this verdict rules out.
 pub(crate) fn refused(verdict: Verdict) -> VoteError {
     match verdict {
         Verdict::Conflict(report) => VoteError::Conflict(Box::new(report)),
@@ -595,7 +632,7 @@ pub(crate) fn refused(verdict: Verdict) -> VoteError {
 }
 
 impl Verdict {
-    /// `Err` with the reason unless the hosts agree.
+    /// Returns `Ok` if the verdict is clear, and an error with the conflict or the reason otherwise.
     pub fn agreed(self) -> Result<(), VoteError> {
         if self == Self::Clear {
             Ok(())

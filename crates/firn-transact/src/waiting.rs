@@ -1,7 +1,9 @@
-//! Changes wait while the transaction that they would be made in is prepared, decided or being applied.
+//! [`Admission`]: changes wait while the transaction of their object is prepared, decided or being applied.
 //!
-//! Promise: a thread that may change something is in the table of uses, so that no begin, prepare, commit or abort of
-//! its scope starts before the change is made. A waiting thread is not in it.
+//! Promises
+//! * An admitted thread is in the table of uses ([`crate::uses`]) until its change is made. A begin, prepare, commit or
+//!   abort of the scope waits for that.
+//! * A thread that waits for a transaction is not in the table, so the transaction's end does not wait for it.
 
 use std::ffi::OsStr;
 use std::sync::Arc;
@@ -17,7 +19,7 @@ use crate::tree::Tree;
 use crate::tree::{Names, StableNames};
 use crate::uses::Use;
 
-/// Guard that allows a change, and the transaction that the changed object belongs to.
+/// A guard that admits a change, and the transaction of the changed object, if there is one.
 pub(crate) type Allowed<G, B> = (G, Option<Arc<Scope<B>>>);
 
 /// Admits threads that look up names, or change names or data.
@@ -34,7 +36,10 @@ impl<B: Backing> Admission<B> {
         }
     }
 
-    /// For a change of names in directories, of which all are in one transaction or none: waits until it is allowed.
+    /// Waits until names in these directories may be changed, and returns the guard and the transaction.
+    ///
+    /// All names are in one transaction, or all are in none. Fails with ECANCELED if the transaction is about to be
+    /// aborted, and with EBUSY if its decision may never come.
     pub(crate) fn enter_name_change(
         &self,
         names: &[(&Arc<Object<B>>, &OsStr)],
@@ -57,7 +62,7 @@ impl<B: Backing> Admission<B> {
         }
     }
 
-    /// For a look-up of names in a directory.
+    /// Waits until names in a directory may be looked up, and returns the guard. Look-ups do not wait for an outcome.
     pub(crate) fn share_names(&self, dir: &Arc<Object<B>>) -> StableNames<'_, B> {
         let used = self.tree.names.enter(&[dir]);
         let scopes = self.scopes.scope_of(dir).into_iter();
@@ -66,14 +71,15 @@ impl<B: Backing> Admission<B> {
         StableNames::new(used, shared.collect())
     }
 
-    /// Enters a change of data or attributes.
+    /// Waits until data or attributes of an object may be changed, and returns the guard and the transaction. Fails as
+    /// [`Self::enter_name_change`] does.
     pub(crate) fn enter_data_change(
         &self,
         object: &Arc<Object<B>>,
     ) -> Result<Allowed<Use<'_, B>, B>, Errno> {
         loop {
             let data = self.tree.data.enter(&[object]);
-            // No commit makes anything of it, so it waits for none.
+            // A nameless object is part of no commit, so a change of it waits for none.
             if object.is_nameless() {
                 return Ok((data, None));
             }
@@ -88,12 +94,12 @@ impl<B: Backing> Admission<B> {
         }
     }
 
-    /// Whether changes wait somewhere.
+    /// Returns whether changes wait in any transaction.
     pub fn changes_wait(&self) -> bool {
         !self.scopes.is_empty() && self.scopes.find(|scope| !scope.is_open()).is_some()
     }
 
-    /// Whether the contents of an object may be changed now.
+    /// Returns whether the contents of an object may be changed now.
     pub fn may_change(&self, object: &Arc<Object<B>>) -> bool {
         object.is_nameless()
             || self
@@ -102,7 +108,7 @@ impl<B: Backing> Admission<B> {
                 .is_none_or(|scope| scope.is_open())
     }
 
-    /// Waits until the contents of an object may be changed; ECANCELED or EBUSY where that does not come.
+    /// Waits until the contents of an object may be changed. Fails with ECANCELED or EBUSY if that will not come.
     pub fn await_change(&self, object: &Arc<Object<B>>) -> Result<(), Errno> {
         self.enter_data_change(object).map(drop)
     }

@@ -1,10 +1,10 @@
-//! Questions that may hang, asked at once.
+//! Asks questions that may hang, several at the same time.
 //!
 //! Promises
-//! * Answers come in the order of the questions.
-//! * [`ask_child`] returns at its deadline, also where a file server does not answer: a call of a dead server may hang in the
-//!   kernel so that not even SIGKILL ends it. Such a call is made by a child process, which is left behind; this process,
-//!   whose threads made no such call, ends as ever.
+//! * Answers have the order of the questions.
+//! * [`ask_child`] returns at its timeout, even if a file server does not answer. A call to a dead server may hang in
+//!   the kernel so that even SIGKILL does not end it. A child process makes such a call, and is abandoned at the
+//!   timeout. This process makes none, so its own threads can always end.
 
 use std::ffi::OsString;
 use std::process::Command;
@@ -15,15 +15,16 @@ use std::time::{Duration, Instant};
 use firn_process::{Excess, Limits, RunError};
 use serde::de::DeserializeOwned;
 
-/// Questions that are asked at the same time. Most of them wait for something else than a processor, and each may go to
-/// a firnd that is stopped, or that is another program of its user.
+/// Questions that are asked at the same time. Most of them wait for something other than a CPU. Any of them may go to a
+/// firnd that is stopped, or to a foreign program of the mount's user. a firnd that is stopped, or that is another
+/// program of its user.
 const AT_ONCE: usize = 16;
-/// Bytes of an answer of a child: a line for each of some thousand hosts.
+/// Maximum size of a child's output in bytes: a line for each of some thousand hosts.
 const OUTPUT_BYTES_MAX: usize = 32 << 20;
-/// From the deadline, at which the child is killed, to the answer that it was.
+/// Time after the deadline, at which the child is killed, for the report that it was killed.
 const GRACE: Duration = Duration::from_millis(50);
 
-/// Asks all of `questions`, some at once.
+/// Asks all `questions`, at most `AT_ONCE` at a time. Returns the answers in the order of the questions.
 pub fn ask_each<Q: Sync, A: Send>(questions: &[Q], ask: impl Fn(&Q) -> A + Sync) -> Vec<A> {
     let next = AtomicUsize::new(0);
     let work = || {
@@ -53,28 +54,30 @@ pub fn ask_each<Q: Sync, A: Send>(questions: &[Q], ask: impl Fn(&Q) -> A + Sync)
 /// Why a child gave no answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Unanswered {
-    /// It was killed at the deadline.
+    /// It exceeded its timeout and was killed.
     Late,
-    /// It said this instead, and ended with this exit status.
+    /// It printed a message instead, and ended with an exit status.
     Refused {
-        /// Without `firn: ` before it.
+        /// The message, without `firn: ` before it.
         text: String,
-        /// None: it was killed by a signal.
+        /// The exit status. `None` means that a signal killed the child.
         code: Option<u8>,
     },
-    /// It could not be run.
+    /// It could not be started, or its output could not be read.
     NotRun(String),
 }
 
-/// Runs this program with `arguments` in a child process. Its answer is JSON, which ends its output; messages may come
-/// before it.
+/// Runs this program with `arguments` in a child process, and returns its answer.
+///
+/// The answer is the JSON at the end of the child's output; messages may precede it. An error says whether the child
+/// exceeded its timeout (`patience`), refused, or could not be run.
 pub fn ask_child<T: DeserializeOwned>(
     arguments: Vec<OsString>,
     patience: Duration,
 ) -> Result<T, Unanswered> {
     let deadline = Instant::now() + patience;
     let (answer, answered) = mpsc::channel();
-    // A child that hangs in the kernel is waited for by this thread, and not by the caller.
+    // This thread waits for the child. The child may hang in the kernel, and the caller must return at the timeout.
     let started = std::thread::Builder::new().spawn(move || {
         let mut child = Command::new("/proc/self/exe");
         child.args(arguments);
@@ -102,7 +105,8 @@ pub fn ask_child<T: DeserializeOwned>(
     }
 }
 
-/// JSON over one line, or from one that begins a list or an object to the end.
+/// Returns the JSON at the end of a text: its last line, or everything from the first line that opens a list or an
+/// object.
 fn parse_answer<T: DeserializeOwned>(text: &str) -> Option<T> {
     let last = text.lines().last().unwrap_or_default();
     if let Ok(answer) = serde_json::from_str(last) {

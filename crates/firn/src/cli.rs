@@ -1,4 +1,4 @@
-//! From the command line to a verb, and from its end to the exit status.
+//! The command line: it chooses the role of the binary and the verb, and turns the verb's result into an exit status.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -11,22 +11,27 @@ use crate::output::{self, Paint};
 use crate::overview::overview;
 use crate::verb::{self, Verb, verbs};
 
-/// What clap's errors end with.
+/// The phrase at the end of clap's errors.
 const MORE_HELP: &str = "For more information, try";
 
-/// What the binary is called as.
+/// The role of the binary, which depends on the name that it is called by.
 #[derive(Debug, PartialEq, Eq)]
 enum Role {
+    /// The command line of a user.
     Firn,
+    /// The daemon that serves a mount.
     Firnd,
+    /// The process that holds the descriptors of a mount, and starts the next firnd.
     Keeper,
+    /// The helper of mount(8).
     MountFirn,
+    /// The helper of umount(8).
     UmountFirn,
-    /// The part of `firn run` on a host.
+    /// The part of `firn run` on one host.
     RunHost,
 }
 
-/// Does what `args` say; the first of them is the name that we are called by.
+/// Runs the role that `args` ask for. The first of `args` is the name by which the binary was called.
 pub fn main(args: Vec<OsString>) -> ExitCode {
     match role(&args) {
         Role::Firnd => firn_daemon::firnd_main(),
@@ -41,6 +46,7 @@ pub fn main(args: Vec<OsString>) -> ExitCode {
     }
 }
 
+/// Returns the role for these arguments.
 fn role(args: &[OsString]) -> Role {
     let name = args
         .first()
@@ -50,15 +56,16 @@ fn role(args: &[OsString]) -> Role {
         Some("firnd") => Role::Firnd,
         Some(firn_daemon::KEEPER_NAME) => Role::Keeper,
         Some("mount.firn") => Role::MountFirn,
-        // umount(8) goes by the kernel's type of the mount.
+        // umount(8) derives the helper's name from the mount's type in the kernel.
         Some("umount.fuse.firn" | "umount.firn") => Role::UmountFirn,
-        // The hidden verb is for places where argv[0] cannot be chosen (debuggers, wrappers).
+        // Some callers cannot choose argv[0] (debuggers, wrappers). For them a hidden verb gives the same role.
         _ if args.get(1).is_some_and(|verb| verb == "firnd") => Role::Firnd,
         _ if args.get(1).is_some_and(|verb| verb == verb::RUN_HOST) => Role::RunHost,
         _ => Role::Firn,
     }
 }
 
+/// Runs the verb that `args` name. Without a verb it prints the overview.
 fn firn(args: Vec<OsString>) -> Result<u8, Failure> {
     if args.len() <= 1 {
         return output::print(&overview(Paint::stdout())).map(|()| DONE);
@@ -76,19 +83,22 @@ fn firn(args: Vec<OsString>) -> Result<u8, Failure> {
     (verb.run)(matches)
 }
 
-/// A misspelt variable would else be missed only by what it was to change.
+/// Warns of environment variables that look like misspelt variables of Firn. A misspelt variable has no effect, which
+/// is hard to notice otherwise.
 fn tell_misspelt_variables() {
     for text in firn_config::misspelt_variables() {
         output::say(&text);
     }
 }
 
-/// Prints help or version, where these were asked for; anything else is an error of usage of `verb`.
+/// Prints help or the version where the user asked for them. Anything else is a usage error of `verb`, and is returned
+/// as a failure.
 fn answer_instead(mut error: clap::Error, verb: Option<&Verb>) -> Result<u8, Failure> {
     if error.kind() == ErrorKind::InvalidSubcommand {
         return Err(Failure::new(USAGE, unknown_verb(&error)));
     }
-    // `firn mount --frontned` is a misspelling, not a value that begins with a dash.
+    // `firn mount --frontned` is a misspelling. clap would suggest to treat the word as a value that begins with a
+    // dash.
     error.remove(ContextKind::Suggested);
     let asked = matches!(
         error.kind(),
@@ -120,6 +130,8 @@ fn answer_instead(mut error: clap::Error, verb: Option<&Verb>) -> Result<u8, Fai
     Err(Failure::new(USAGE, format!("{text}\n\n{more_help}")))
 }
 
+/// Returns the message for an unknown verb, with a suggestion. A verb of another program leads to that of Firn;
+/// otherwise the most similar verb is suggested.
 fn unknown_verb(error: &clap::Error) -> String {
     let typed = match error.get(ContextKind::InvalidSubcommand) {
         Some(ContextValue::String(typed)) => typed.as_str(),
@@ -130,7 +142,7 @@ fn unknown_verb(error: &clap::Error) -> String {
         error.get(ContextKind::SuggestedSubcommand),
     ) {
         (Some(ours), _) => format!("did you mean {ours}? "),
-        // The last one is the most similar.
+        // clap lists similar verbs in ascending order, so the last one is the most similar.
         (None, Some(ContextValue::Strings(similar))) if !similar.is_empty() => {
             let best = similar.last().map_or("", String::as_str);
             format!("did you mean `{best}`? ")
@@ -140,7 +152,7 @@ fn unknown_verb(error: &clap::Error) -> String {
     format!("no verb is called `{typed}`: {similar}`firn --help` lists the verbs")
 }
 
-/// Words of other programs, and what says the same here.
+/// Verbs of other programs, and the words for the same thing in Firn.
 const FOREIGN_WORDS: &[(&[&str], &str)] = &[
     (
         &[
@@ -202,7 +214,7 @@ const FOREIGN_WORDS: &[(&[&str], &str)] = &[
     (&["completion", "complete"], "`completions`"),
 ];
 
-/// The verb of Firn for a verb of another program.
+/// Returns the words of Firn for a verb of another program, or `None` where none is known.
 fn foreign_word(typed: &str) -> Option<&'static str> {
     let typed = typed.to_lowercase();
     let row = FOREIGN_WORDS
@@ -211,7 +223,7 @@ fn foreign_word(typed: &str) -> Option<&'static str> {
     row.map(|(_, ours)| *ours)
 }
 
-/// clap begins with `error: `, coloured or not; our errors begin with `firn: `.
+/// Returns clap's text without the word `error: ` at its start, coloured or not. Errors of Firn begin with `firn: `.
 fn without_error_word(text: &str) -> &str {
     match text.split_once("error:") {
         Some((before, rest)) if before.is_empty() || before.starts_with('\x1b') => {
@@ -221,13 +233,13 @@ fn without_error_word(text: &str) -> &str {
     }
 }
 
-/// Tells a failure; gives the exit status.
+/// Prints the message of a failure on stderr. Returns the exit status.
 pub fn ended(result: Result<u8, Failure>) -> u8 {
     match result {
         Ok(code) => code,
         Err(Failure::Unread) => DONE,
         Err(Failure::Told { text, code }) => {
-            // A message of the parser has several lines. What it quotes is the reader's own input, so it is safe to show.
+            // A usage message has several lines. It quotes only what the caller typed, so it is printed unescaped.
             if code == USAGE {
                 output::say_lines(&text)
             } else {
@@ -311,7 +323,7 @@ mod tests {
                 assert_eq!(code, USAGE);
                 assert!(text.contains(&format!("did you mean {ours}? ")), "{text}");
             }
-            // What is in backquotes is a command line.
+            // Text in backquotes is a command line of Firn.
             for line in ours.split('`').skip(1).step_by(2) {
                 let name = line.split(' ').next().unwrap();
                 assert!(verbs().any(|verb| verb.name == name), "{line}");

@@ -1,14 +1,13 @@
-//! What a host and a backing can do, and what to type where something is not right.
+//! The checks of `firn doctor`: what a host and a backing can do, and what the user should type where a check fails.
 //!
-//! A [`Check`] is a name, a group and a function that gives [`Finding`]s; [`CHECKS`] has all of them. [`examine()`] runs each
-//! in a child process of its own and takes its findings as JSON.
+//! A [`Check`] has a name, a group, and a function that returns [`Finding`]s. [`CHECKS`] lists all checks.
+//! [`examine()`] runs each of them in a child process, which returns its findings as JSON. Where a mount makes the same
+//! test, both call the same function (`firn_daemon::check_backing` and others).
 //!
 //! Promises
-//! * [`examine()`] returns, also where a file server does not answer: a check that is late is killed, and left behind where
-//!   the kernel does not let it die.
-//! * Nothing is changed but below a directory of the check's own in the backing ([`probe`]), which is removed.
-//!
-//! What a mount looks at, the checks look at by the same functions (`firn_daemon::check_backing` and others).
+//! * [`examine()`] returns even if a file server does not answer. A check that exceeds its timeout is killed. Where the
+//!   kernel does not let it die, it is abandoned.
+//! * Checks change nothing outside a directory of their own in the backing ([`probe`]), which they remove.
 
 mod backing;
 mod examine;
@@ -31,38 +30,40 @@ pub use examine::{Examination, Request, examine, run_check};
 pub use finding::{Finding, Verdict};
 pub use fuse::{device_fault, find_program};
 
-/// What a check is about.
+/// The subject of a check.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Group {
     /// This host, and this user on it.
     Host,
-    /// The backing, looked at.
+    /// The backing. Its checks read facts only, apart from one file that they may create.
     Backing,
-    /// The backing, tried with files of the check's own; only where it can be used and written to.
+    /// The backing's file system, which the checks try with files of their own. They run only where the backing can be
+    /// used and written to.
     Storage,
 }
 
 /// What is examined.
 #[derive(Clone, Debug)]
 pub struct Subject<'a> {
-    /// As the user gave it; none: only the host is examined.
+    /// The backing as the user gave it. `None` means that only the host is examined.
     pub backing: Option<&'a Path>,
-    /// What a mount would use now.
+    /// The options that a mount would use now.
     pub options: &'a Options,
-    /// Why a mount would be refused for its options.
+    /// Why a mount would refuse the options. `None` means that it accepts them.
     pub options_fault: Option<&'a str>,
 }
 
-/// One look at something.
+/// One check.
 pub struct Check {
-    /// In lines, JSON and `--only`.
+    /// Name of the check in lines of output, in JSON and for `--only`.
     pub name: &'static str,
-    /// What it is about.
+    /// The subject of the check, which decides when it runs.
     pub group: Group,
+    /// Runs the check, and returns its findings.
     pub(crate) look: fn(&Subject<'_>) -> Vec<Finding>,
 }
 
-/// All checks, in the order of the table.
+/// All checks, in the order of the output.
 pub static CHECKS: [Check; 21] = [
     Check::of_host("fuse", fuse::device),
     Check::of_host("fusermount3", fuse::helper),
@@ -104,12 +105,12 @@ impl Check {
     }
 }
 
-/// User id of the caller.
+/// Returns the user id of the caller.
 fn user() -> u32 {
     rustix::process::geteuid().as_raw()
 }
 
-/// The words of a file such as fuse.conf or logind.conf: what stands before `#` or `;` in each line.
+/// Returns the lines of a file such as fuse.conf or logind.conf, each without its comment: the text before `#` or `;`.
 fn settings_in(path: &Path) -> Vec<String> {
     let text = std::fs::read_to_string(path).unwrap_or_default();
     let settings = text.lines().filter_map(|line| {

@@ -1,11 +1,12 @@
-//! The exporter: metrics of all mounts for a collector that asks by HTTP.
+//! The exporter: it serves the metrics of all mounts to a collector that asks by HTTP.
 //!
 //! Promises
-//! * A firnd that does not answer within [`ANSWER_WITHIN`] is down, and does not delay the answer for others: one
-//!   question at most is under way to it.
-//! * A client gets [`CLIENT_WITHIN`] for its request and its answer, a request has at most [`http::REQUEST_BYTES_MAX`], and
-//!   [`CLIENTS_MAX`] are served at once; another one is told to come later.
-//! * SIGTERM and SIGINT end it.
+//! * A firnd that does not answer within [`ANSWER_WITHIN`] counts as down, and does not delay the metrics of the
+//!   others. At most one question to it is pending.
+//! * A client has [`CLIENT_WITHIN`] for its request and the response. A request has at most [`http::REQUEST_BYTES_MAX`]
+//!   bytes.
+//! * At most [`CLIENTS_MAX`] clients are served at once; each further client is told to retry later.
+//! * SIGTERM and SIGINT end the exporter.
 
 mod http;
 mod listener;
@@ -28,20 +29,21 @@ use crate::metrics::{self, Scraped};
 
 pub use listener::{Address, Listener};
 
-/// How long each mount has for its answer.
+/// Timeout for the answer of a mount's firnd.
 const ANSWER_WITHIN: Duration = Duration::from_secs(2);
-/// A scrape that is not older is given to other clients.
+/// Maximum age of metrics that are given to another client without asking the mounts again.
 const FRESH: Duration = Duration::from_millis(500);
-/// How long a client may take for all.
+/// Timeout for a client's request and its response together.
 const CLIENT_WITHIN: Duration = Duration::from_secs(10);
-/// Clients that are served at once.
+/// Maximum number of clients that are served at once.
 const CLIENTS_MAX: usize = 16;
 
-/// Asks the mounts.
+/// Asks the mounts, and keeps the last metrics.
 #[derive(Default)]
 pub struct Scraper {
-    /// Mounts whose firnd has not answered an earlier question yet.
+    /// Mount points whose firnd has not answered an earlier question yet.
     asked: Arc<Mutex<HashSet<PathBuf>>>,
+    /// The last metrics, and when they were collected.
     last: Mutex<Option<(Instant, Arc<str>)>>,
 }
 
@@ -50,9 +52,9 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Scraper {
-    /// The metrics of all mounts that this user may ask.
+    /// Returns the metrics of all mounts that this user may ask, as text. They are at most `FRESH` old.
     pub fn text(&self) -> Result<Arc<str>, Failure> {
-        // One scrape at a time: clients that come meanwhile get the same.
+        // The lock admits one scrape at a time. Clients that wait for it get the same metrics.
         let mut last = lock(&self.last);
         if let Some((at, text)) = &*last
             && at.elapsed() < FRESH
@@ -64,12 +66,16 @@ impl Scraper {
         Ok(text)
     }
 
+    /// Asks the firnd of each mount at the same time, and collects the answers until the timeout.
+    ///
+    /// A mount whose earlier question is still pending is not asked again, and counts as down.
     fn scrape(&self) -> Result<Vec<Scraped>, Failure> {
         let mounts = firn_client::mounts()?;
         let deadline = Instant::now() + ANSWER_WITHIN;
         let (sender, answers) = channel();
         let mut waits = 0;
         for (index, mount) in mounts.iter().enumerate() {
+            // The earlier question still waits for this firnd. A second one would only add a waiting thread.
             if !lock(&self.asked).insert(mount.mount_point.clone()) {
                 continue;
             }
@@ -97,7 +103,8 @@ impl Scraper {
             waits -= 1;
             match answer {
                 Ok(status) => scraped[index] = Some(Scraped::Up(Box::new(status))),
-                // It may live, and this process cannot ask it.
+                // The firnd may be healthy, but its socket is in another runtime directory. So the mount is left out,
+                // not shown as down.
                 Err(ClientError::NoSocket { .. }) => scraped[index] = None,
                 Err(_) => {}
             }
@@ -110,11 +117,11 @@ fn ask(mount: &Mount) -> Result<firn_protocol::Status, ClientError> {
     Connection::open(mount)?.status()
 }
 
-/// Tells when the exporter is to end.
+/// Becomes readable when a signal asks the exporter to end.
 pub struct Ending(UnixStream);
 
 impl Ending {
-    /// Stops at SIGTERM and SIGINT from here on.
+    /// Catches SIGTERM and SIGINT from now on.
     pub fn on_signals() -> Result<Self, Failure> {
         let failed = |error| Failure::new(FAILED, format!("cannot watch for signals: {error}"));
         let (read, write) = UnixStream::pair().map_err(failed)?;
@@ -125,7 +132,7 @@ impl Ending {
         Ok(Self(read))
     }
 
-    /// Waits for a signal; whether there was one.
+    /// Waits for a signal, at most for `limit`. Returns whether one came.
     pub fn wait(&self, limit: Duration) -> Result<bool, Failure> {
         let mut fds = [PollFd::new(&self.0, PollFlags::IN)];
         wait_for(&mut fds, Some(limit))?;
@@ -141,7 +148,7 @@ fn wait_for(fds: &mut [PollFd<'_>], limit: Option<Duration>) -> Result<(), Failu
     }
 }
 
-/// Serves metrics until a signal comes.
+/// Serves metrics to the clients of all listeners until a signal comes.
 pub fn serve(listeners: &[Listener], ending: &Ending) -> Result<(), Failure> {
     let scraper = Arc::new(Scraper::default());
     let clients = Arc::new(AtomicUsize::new(0));
@@ -155,7 +162,8 @@ pub fn serve(listeners: &[Listener], ending: &Ending) -> Result<(), Failure> {
             return Ok(());
         }
         for (listener, _) in listeners.iter().zip(&is_ready).filter(|(_, ready)| **ready) {
-            // A client that is gone already, or no descriptor for it: the next one may be served.
+            // An error concerns one client: its connection has ended, or no descriptor is free for it. The next client
+            // is served.
             match listener.accept() {
                 Ok(Some(client)) => begin(client, &scraper, &clients),
                 Ok(None) => {}
@@ -165,7 +173,7 @@ pub fn serve(listeners: &[Listener], ending: &Ending) -> Result<(), Failure> {
     }
 }
 
-/// Counts a client until it is served.
+/// Counts a client as long as it is served.
 struct Seat(Arc<AtomicUsize>);
 
 impl Drop for Seat {
@@ -174,10 +182,11 @@ impl Drop for Seat {
     }
 }
 
+/// Serves a client in a thread of its own, or refuses it where [`CLIENTS_MAX`] clients are served already.
 fn begin(client: listener::Client, scraper: &Arc<Scraper>, clients: &Arc<AtomicUsize>) {
     let seat = Seat(Arc::clone(clients));
     if clients.fetch_add(1, Ordering::AcqRel) >= CLIENTS_MAX {
-        // Without a thread: its request is not read.
+        // All places are taken. The refusal needs no thread, because the request is not read.
         http::refuse(client);
         return;
     }
@@ -187,7 +196,7 @@ fn begin(client: listener::Client, scraper: &Arc<Scraper>, clients: &Arc<AtomicU
         let _seat = seat;
         http::serve(client, Instant::now() + CLIENT_WITHIN, &|| scraper.text());
     };
-    // Without a thread the client sees the end of its connection.
+    // Where no thread can be started, the client sees that its connection is closed.
     let _ = thread.spawn(serve);
 }
 

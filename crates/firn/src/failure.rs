@@ -1,4 +1,4 @@
-//! How a verb ends that did not end well.
+//! The failure of a verb: a message and an exit status. Errors of all libraries are converted here.
 
 use firn_agent::{AgentError, PullError};
 use firn_client::checkpoints::CheckpointError;
@@ -12,7 +12,7 @@ pub const DONE: u8 = 0;
 pub const FAILED: u8 = 1;
 /// Exit status: an invalid option or argument.
 pub const USAGE: u8 = 2;
-/// Exit status: part of it is done, and what is left is safe.
+/// Exit status: partly done; the rest is safe, and can still be done.
 pub const PARTLY: u8 = 3;
 /// Exit status: not a firn arena or mount.
 pub const NOT_FIRN: u8 = 10;
@@ -21,22 +21,22 @@ pub const TRY_AGAIN: u8 = 12;
 /// Exit status: stopped by Ctrl-C.
 pub const INTERRUPTED: u8 = 130;
 
-/// A verb's failure.
+/// The failure of a verb.
 #[derive(Debug)]
 pub enum Failure {
-    /// To be told on stderr.
+    /// A message for stderr, and an exit status.
     Told {
-        /// What happened and what to do, without `firn: `.
+        /// What happened, and what the user should do, without `firn: ` before it.
         text: String,
-        /// Exit status.
+        /// The exit status of the program.
         code: u8,
     },
-    /// The reader of our output is gone (`firn status | head`): end, and say nothing.
+    /// The reader of stdout has closed it (`firn status | head`). The program ends without a message.
     Unread,
 }
 
 impl Failure {
-    /// A failure with its exit status.
+    /// Creates a failure with a message and its exit status.
     pub fn new(code: u8, text: impl Into<String>) -> Self {
         Self::Told {
             text: text.into(),
@@ -44,7 +44,7 @@ impl Failure {
         }
     }
 
-    /// What is to be told, for a verb that goes on.
+    /// Returns the message, for a verb that continues after the failure. Returns `None` for [`Failure::Unread`].
     pub fn text(&self) -> Option<String> {
         match self {
             Self::Told { text, .. } => Some(text.clone()),

@@ -1,9 +1,13 @@
-//! A job over several hosts that share a backing, as it can be seen from one of them, or from a host that takes no part.
+//! A job: the hosts that share a backing, as one host sees them. That host need not have the backing mounted.
+//!
+//! Terms
+//! * A host holds a lease: a file in the backing, which it renews every two seconds. Each renewal is a beat.
+//! * A report is the status that a host writes beside its lease.
 //!
 //! Promises
-//! * No host is asked over the network: what hosts say stands beside their leases in the backing.
-//! * [`Job::look`] returns within its patience, whatever the backing and the firnd of this host do.
-//! * What was not answered is said ([`Job::notes`]), and what was is shown.
+//! * No host is asked over the network: the leases and reports in the backing say everything.
+//! * [`Job::look`] returns at its timeout, even if the backing or the firnd of this host hangs.
+//! * What did not answer is named in [`Job::notes`], and everything that answered is shown.
 
 mod advice;
 mod look;
@@ -24,57 +28,57 @@ pub use text::{hosts_text, status_text};
 /// What is known of the hosts of a backing.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Job {
-    /// The backing, canonical where it answered.
+    /// Path of the backing. It is canonical where the backing answered.
     pub backing: BytePath,
-    /// Sums over the hosts that have it mounted, and what dead ones left.
+    /// Sums over the hosts that have the backing mounted, and over what dead hosts left.
     pub total: Total,
-    /// Hosts, the one in trouble first.
+    /// Hosts, with the one in the worst trouble first.
     pub hosts: Vec<Host>,
-    /// What was not answered, and what else is to be known.
+    /// Sentences about what did not answer, and about anything else that the user should know.
     pub notes: Vec<String>,
-    /// The backing, or the firnd of this host, did not answer.
+    /// Whether the backing, or the firnd of this host, did not answer.
     pub is_partial: bool,
 }
 
-/// Sums over hosts.
+/// Sums over the hosts of a job.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Total {
-    /// Hosts that beat.
+    /// Hosts whose leases are renewed.
     pub alive: u64,
-    /// Hosts that do not beat, and are not known to be dead.
+    /// Hosts whose leases are not renewed, and which are not known to be dead.
     pub silent: u64,
-    /// Hosts that died.
+    /// Hosts that are known to be dead.
     pub dead: u64,
     /// Bytes that are not in the backing yet.
     pub held_bytes: u64,
-    /// Files with such bytes.
+    /// Files with bytes that are not in the backing yet.
     pub held_files: u64,
-    /// Those of these bytes that dead and unmounted hosts have: nothing drains them by itself.
+    /// The part of `held_bytes` that is on dead or unmounted hosts. No running firnd drains these bytes.
     pub stranded_bytes: u64,
-    /// Files in logs: the most that a host knows of.
+    /// Files that lie in logs (layout=log): the largest count that a single host reports.
     pub logged_files: u64,
-    /// Bytes that hosts have written to logs and that are not flattened yet.
+    /// Bytes that hosts have written to logs, and that are not flattened into plain files yet.
     pub logged_bytes: u64,
     /// Bytes written to the backing since the hosts mounted it.
     pub drain_bytes: u64,
-    /// Files that were synced and not changed since, as far as hosts remember them.
+    /// Files that were synced and not changed since, as far as the hosts remember them.
     pub durable_files: u64,
-    /// Their bytes.
+    /// Bytes of the files that `durable_files` counts.
     pub durable_bytes: u64,
     /// Bytes taken from programs since the hosts mounted the backing.
     pub ingest_bytes: u64,
-    /// In a second, of hosts that beat.
+    /// Bytes per second taken from programs, over the hosts whose leases are renewed.
     pub ingest_bytes_per_second: f64,
-    /// In a second, of hosts that beat.
+    /// Bytes per second written to the backing, over the hosts whose leases are renewed.
     pub drain_bytes_per_second: f64,
-    /// Writers that wait for room in memory.
+    /// Writers that wait for free memory.
     pub waiting_writers: u64,
-    /// Errors not yet dealt with.
+    /// Errors that are still recorded.
     pub errors: u64,
 }
 
 impl Total {
-    /// How many hosts there are in each state, as words; the states of no host are left out.
+    /// Returns how many hosts are in each state, in words. States without a host are left out.
     pub fn hosts_by_state(&self) -> String {
         let states = [
             (self.alive, "alive"),
@@ -89,56 +93,56 @@ impl Total {
     }
 }
 
-/// A host that has, or had, the backing mounted.
+/// A host that has the backing mounted, or had it mounted.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Host {
-    /// Its name.
+    /// Name of the host.
     pub host: String,
-    /// Whether it lives.
+    /// Whether the host is alive, silent, dead, or has left.
     pub state: Life,
-    /// What that rests on, in words.
+    /// The evidence for `state`, in words.
     pub evidence: String,
-    /// Whether its process is there, as its lock says.
+    /// Whether the lease is locked, which shows that the host's process exists.
     pub is_locked: bool,
-    /// Time since its last beat, by the clock of the backing; none: it cannot be told.
+    /// Seconds since the last beat, by the clock of the backing. `None` means that the time is unknown.
     pub beat_age_seconds: Option<f64>,
-    /// Time since it mounted the backing, as it counts; none: it has not said.
+    /// Seconds since the host mounted the backing, by its own report. `None` means that the host has not reported it.
     pub mounted_seconds: Option<f64>,
-    /// Its firnd.
+    /// Process id of the host's firnd.
     pub pid: Option<u32>,
-    /// What it uses the backing for.
+    /// What the host uses the backing for.
     pub uses: Vec<String>,
-    /// How it mounts, by names of options and formats.
+    /// How the host mounts: the values of the options and formats that hosts have to agree on.
     pub options: BTreeMap<String, String>,
-    /// What it does otherwise than most hosts.
+    /// Options in which this host differs from most hosts.
     pub differences: Vec<String>,
     /// Files in logs that cannot be flattened before this host has closed them.
     pub keeps_from_flattening: u64,
-    /// What it waits for.
+    /// What programs and lanes (I/O servers) of the host wait for.
     pub waits: Vec<String>,
-    /// What to do, with the command.
+    /// What the user should do, with the commands.
     pub advice: Vec<String>,
-    /// How it was at its last beat; none: it has not said.
+    /// The host's last report. `None` means that it has written none.
     pub report: Option<HostReport>,
 }
 
 impl Host {
-    /// Bytes that it holds, or held at its last beat.
+    /// Returns the bytes that the host holds, or held at its last beat.
     pub fn held_bytes(&self) -> u64 {
         self.report.as_ref().map_or(0, |report| report.held_bytes)
     }
 
-    /// Whether it needs no mention: it left, and has nothing.
+    /// Returns whether the host needs no mention: it has unmounted, and holds nothing.
     pub fn is_gone(&self) -> bool {
         self.state == Life::Left && self.held_bytes() == 0
     }
 
-    /// Whether its figures are those of a mount that drains.
+    /// Returns whether the host's figures are those of a mount that still drains.
     fn is_running(&self) -> bool {
         self.state.may_live()
     }
 
-    /// Order of trouble: the smaller, the worse.
+    /// Returns the rank of the host's trouble. A smaller number is worse.
     pub fn rank(&self) -> u8 {
         let report = self.report.as_ref();
         let has_errors = report.is_some_and(|report| report.errors > 0);
@@ -156,7 +160,7 @@ impl Host {
     }
 }
 
-/// In one word, as people are shown it.
+/// Returns the word for a host's state that users are shown.
 pub fn life_word(life: Life) -> &'static str {
     match life {
         Life::Alive => "alive",
@@ -167,6 +171,7 @@ pub fn life_word(life: Life) -> &'static str {
 }
 
 impl Total {
+    /// Sums up the hosts. Rates count only hosts whose leases are renewed.
     fn of(hosts: &[Host]) -> Self {
         let mut total = Self::default();
         for host in hosts {
@@ -183,14 +188,17 @@ impl Total {
             total.durable_files += report.durable_files;
             total.durable_bytes += report.durable_bytes;
             total.ingest_bytes += report.ingest_bytes;
+            // No running firnd will drain what this host holds, and its other figures are no longer current.
             if !host.is_running() {
                 total.stranded_bytes += report.held_bytes;
                 continue;
             }
             total.logged_bytes += report.logged_bytes;
+            // All hosts see the same files in logs, so a sum would count each file several times.
             total.logged_files = total.logged_files.max(report.logged_files);
             total.waiting_writers += report.waiting_writers;
             total.errors += report.errors;
+            // The rates of a silent host are from its last beat, and may be old.
             if host.state == Life::Alive {
                 total.ingest_bytes_per_second += report.ingest_bytes_per_second;
                 total.drain_bytes_per_second += report.drain_bytes_per_second;

@@ -1,6 +1,8 @@
-//! `firn`, and by another name firnd and mount.firn: one binary, a verb per file.
+//! The program `firn`. Under other names the same binary is firnd, mount.firn and umount.fuse.firn; each verb has a
+//! file.
 //!
-//! Data goes to stdout, messages to stderr with `firn: ` before them. Exit status: docs/OPERATIONS.md.
+//! Data goes to stdout, and messages go to stderr with `firn: ` before them. docs/OPERATIONS.md lists the exit
+//! statuses.
 
 mod ask;
 mod cli;

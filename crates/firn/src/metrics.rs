@@ -1,4 +1,5 @@
-//! The figures of mounts as Prometheus text (exposition format 0.0.4), for `firn status --prometheus` and `firn exporter`.
+//! The figures of mounts in the Prometheus text format (exposition format 0.0.4), for `firn status --prometheus` and
+//! `firn exporter`.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -14,14 +15,14 @@ use prometheus_client::registry::Registry;
 
 /// A mount that was asked for its figures.
 pub enum Scraped {
-    /// Its firnd answered.
+    /// Its firnd answered with this status.
     Up(Box<Status>),
-    /// It did not, in time.
+    /// Its firnd did not answer before the timeout.
     Down(Scrape),
 }
 
 impl Scraped {
-    /// A mount whose firnd did not answer.
+    /// Returns the entry of a mount whose firnd did not answer.
     pub fn down(mount: &Mount) -> Self {
         let host = rustix::system::uname();
         Self::Down(Scrape {
@@ -52,11 +53,11 @@ impl Scraped {
     }
 }
 
-/// A snapshot of figures, as the registry takes it.
+/// The figures in the form that the registry of the encoder accepts.
 #[derive(Debug)]
 struct Snapshot(Figures);
 
-/// The metrics of some mounts.
+/// Returns the metrics of these mounts as text.
 pub fn text(all: &[Scraped]) -> String {
     let scrapes: Vec<Scrape> = all.iter().map(Scraped::scrape).collect();
     let figures = Figures::of(all.iter().filter_map(Scraped::status));
@@ -76,6 +77,7 @@ impl Collector for Snapshot {
     }
 }
 
+/// Writes one figure: its head, and then all of its samples.
 fn put(figure: &Figure, encoder: &mut DescriptorEncoder) -> fmt::Result {
     let kind = match figure.kind {
         Kind::Counter => MetricType::Counter,
@@ -95,7 +97,7 @@ fn put(figure: &Figure, encoder: &mut DescriptorEncoder) -> fmt::Result {
                 None => sample.encode_gauge(value)?,
             },
             Value::Histogram(histogram) => {
-                // The encoder adds them up.
+                // The buckets hold separate counts, and the encoder makes cumulative ones of them.
                 let buckets: Vec<(f64, u64)> = histogram.buckets().collect();
                 sample.encode_histogram(
                     histogram.sum,
@@ -109,7 +111,7 @@ fn put(figure: &Figure, encoder: &mut DescriptorEncoder) -> fmt::Result {
     Ok(())
 }
 
-/// A value without a fraction is written without one.
+/// Returns a value without a fraction as an integer, so that it is written without a decimal point.
 fn whole(value: f64) -> Option<u64> {
     let is_whole = value.fract() == 0.0 && value >= 0.0;
     is_whole.then_some(value as u64)
@@ -141,8 +143,8 @@ mod tests {
         }
     }
 
-    /// Gives each number of a status a value that no other has, and calls `found` with its path. Nothing may be left out
-    /// of the example.
+    /// Gives each number of a status a value that no other number has, and calls `found` with its path. The example has
+    /// to contain every number.
     fn mark_numbers(value: &mut Value, path: &str, next: &mut u64, found: &mut Vec<(String, u64)>) {
         match value {
             Value::Object(fields) => {
@@ -157,9 +159,9 @@ mod tests {
                     mark_numbers(item, path, next, found);
                 }
             }
-            // Added up in metrics: `a_histogram_has_its_buckets_its_sum_and_its_count`.
+            // Metrics have these as cumulative counts: `a_histogram_has_its_buckets_its_sum_and_its_count`.
             Value::Number(_) if path.ends_with(".counts") => {}
-            // A whole number is a label with `.0`.
+            // As a label, a whole number is written with `.0`.
             Value::Number(_) if path.ends_with(".bounds") => {}
             Value::Number(_) => {
                 *next += 1;
@@ -171,7 +173,7 @@ mod tests {
         }
     }
 
-    /// Numbers that name something, and tell nothing that could be drawn.
+    /// Numbers that identify something, and that are no measured values.
     const NAMES: [&str; 4] = [
         ".pid",
         ".transactions.id",
@@ -313,8 +315,8 @@ mod tests {
         assert!(text.contains(&family), "{family}: {text}");
     }
 
-    /// What `promtool check metrics` looks at: each family has one head, before all of its samples, names and labels are
-    /// of the right characters, no sample comes twice, and what only grows is called so.
+    /// The rules of `promtool check metrics`. Each family has one head before all of its samples. Names and labels have
+    /// valid characters, and no sample occurs twice. Counters are declared as such.
     #[test]
     fn the_text_is_as_collectors_read_it() {
         let text = text(&[Status::example(), another()]);
@@ -364,7 +366,7 @@ mod tests {
         assert!(families.len() > 80, "{}", families.len());
     }
 
-    /// Where the quote is that ends the value of a label.
+    /// Returns the index of the quote that ends the value of a label.
     fn end_of_label(text: &str) -> Option<usize> {
         let mut is_escaped = false;
         text.bytes().position(|byte| {

@@ -1,6 +1,7 @@
-//! stdout and stderr.
+//! The two output streams of a verb: data goes to stdout, and messages go to stderr.
 //!
-//! Nothing here panics when the reader is gone, as `println!` does.
+//! A reader can close its end of a pipe early (`firn status | head`). Then [`print()`] and its JSON forms return
+//! [`Failure::Unread`]; `println!` would panic.
 
 use std::io::{self, IsTerminal, Write};
 
@@ -9,7 +10,7 @@ use serde::Serialize;
 
 use crate::failure::{FAILED, Failure};
 
-/// Prints data.
+/// Prints data on stdout. Returns [`Failure::Unread`] where the reader of stdout is gone.
 pub fn print(text: &str) -> Result<(), Failure> {
     let mut stdout = io::stdout().lock();
     stdout
@@ -21,12 +22,12 @@ pub fn print(text: &str) -> Result<(), Failure> {
         })
 }
 
-/// Prints a value as JSON over several lines.
+/// Prints a value on stdout as indented JSON over several lines.
 pub fn print_json(value: &impl Serialize) -> Result<(), Failure> {
     print(&(encoded(serde_json::to_string_pretty(value))? + "\n"))
 }
 
-/// Prints a value as one line of JSON.
+/// Prints a value on stdout as JSON on one line.
 pub fn print_json_line(value: &impl Serialize) -> Result<(), Failure> {
     print(&(encoded(serde_json::to_string(value))? + "\n"))
 }
@@ -35,59 +36,59 @@ fn encoded(result: serde_json::Result<String>) -> Result<String, Failure> {
     result.map_err(|error| Failure::new(FAILED, format!("cannot write that as JSON: {error}")))
 }
 
-/// Says something to the user, in one line whatever names are in it.
+/// Prints a message on stderr as one line. Characters that could break the line or steer the terminal are escaped.
 pub fn say(text: &str) {
     say_lines(&printable(text));
 }
 
-/// Says what may have lines and colours of its own.
+/// Prints a message on stderr unchanged: the caller vouches for its line breaks and its colours.
 pub fn say_lines(text: &str) {
-    // Without stderr the message is lost.
+    // A closed stderr leaves no other stream for the message, so the error is ignored.
     let _ = writeln!(io::stderr().lock(), "firn: {text}");
 }
 
-/// Colours, or none.
+/// Whether text for one output stream is coloured.
 #[derive(Clone, Copy, Debug)]
 pub struct Paint {
     on: bool,
 }
 
 impl Paint {
-    /// For stdout: on a terminal that has colours, unless NO_COLOR is set (no-color.org).
+    /// The setting for stdout: colours on a terminal that has them, unless NO_COLOR is set (no-color.org).
     pub fn stdout() -> Self {
         Self {
             on: io::stdout().is_terminal() && wanted(),
         }
     }
 
-    /// For stderr.
+    /// The setting for stderr, by the same rule as for stdout.
     pub fn stderr() -> Self {
         Self {
             on: io::stderr().is_terminal() && wanted(),
         }
     }
 
-    /// Whether there are colours.
+    /// Returns whether text is coloured.
     pub fn on(self) -> bool {
         self.on
     }
 
-    /// What is wrong.
+    /// Returns `text` in the colour of an error (red).
     pub fn bad(self, text: &str) -> String {
         self.with("31", text)
     }
 
-    /// What deserves a look.
+    /// Returns `text` in the colour of a warning (yellow).
     pub fn odd(self, text: &str) -> String {
         self.with("33", text)
     }
 
-    /// What is well.
+    /// Returns `text` in the colour of a healthy state (green).
     pub fn good(self, text: &str) -> String {
         self.with("32", text)
     }
 
-    /// A head line.
+    /// Returns `text` as the head line of a table (bold).
     pub fn head(self, text: &str) -> String {
         self.with("1", text)
     }
@@ -101,6 +102,7 @@ impl Paint {
     }
 }
 
+/// Returns whether the environment allows colours: NO_COLOR is unset or empty, and TERM is not `dumb`.
 fn wanted() -> bool {
     let no_color = std::env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty());
     !no_color && std::env::var_os("TERM").is_none_or(|term| term != "dumb")

@@ -5,11 +5,13 @@ use std::io::{self, Write as _};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 
-/// Gives a file these bytes. A regular file, or none, is replaced at once: readers find the old one or the new one, and
-/// an old one keeps its mode. Anything else (a device, a FIFO, a symbolic link) is opened and written, as `>` of a
-/// shell does it: the kernel checks the permission to follow a link.
+/// Writes these bytes to a file.
 ///
-/// What a kill leaves has a name that begins with `.firn-`.
+/// A regular file, or a new one, is replaced atomically: readers find the old content or the new one. An existing file
+/// keeps its mode. Anything else (a device, a FIFO, a symbolic link) is opened and written, as a shell's `>` does it:
+/// the kernel then checks the permission to follow the link.
+///
+/// A kill in between leaves a temporary file whose name begins with `.firn-`.
 pub fn write(file: &Path, bytes: &[u8]) -> io::Result<()> {
     let before = match fs::symlink_metadata(file) {
         Ok(before) if before.is_file() => Some(before),
@@ -18,11 +20,11 @@ pub fn write(file: &Path, bytes: &[u8]) -> io::Result<()> {
         Err(error) => return Err(error),
     };
     let dir = directory_of(file);
-    // Its error names no file of ours.
+    // This finds a missing directory before a temporary file is tried, whose name would appear in the error.
     fs::metadata(dir)?;
     let mut unnamed = tempfile::Builder::new()
         .prefix(".firn-")
-        // The umask takes away what the user does not want to give.
+        // The kernel subtracts the user's umask from this mode.
         .permissions(Permissions::from_mode(0o666))
         .tempfile_in(dir)
         .map_err(|error| io::Error::from(error.kind()))?;
@@ -34,7 +36,7 @@ pub fn write(file: &Path, bytes: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// The directory that a file is in, or is to be in.
+/// Returns the directory that a file is in, or would be in.
 pub fn directory_of(file: &Path) -> &Path {
     match file.parent() {
         Some(dir) if !dir.as_os_str().is_empty() => dir,
@@ -42,6 +44,7 @@ pub fn directory_of(file: &Path) -> &Path {
     }
 }
 
+/// Opens what has the name, and writes to it without replacing it.
 fn write_through(file: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut opened: File = OpenOptions::new()
         .write(true)
@@ -89,7 +92,7 @@ mod tests {
             0o666.into(),
             rustix::fs::makedev(1, 3),
         );
-        // Only root makes devices.
+        // Only root may create devices, so the test skips this part for other users.
         if made.is_ok() {
             let _ = write(&device, b"page");
             let kind = fs::symlink_metadata(&device).unwrap().file_type();

@@ -1,4 +1,4 @@
-//! What `firn` alone, `firn help` and `firn --help` say.
+//! The text that `firn` alone, `firn help` and `firn --help` print.
 
 use std::fmt::Write;
 
@@ -13,7 +13,7 @@ const FIRST_STEPS: &str =
   ls /scratch/run42                          ordinary files
 ";
 
-/// One screen: what it is, how to begin, what there is.
+/// Returns one screen: what Firn is, how to begin, and which verbs there are.
 pub fn overview(paint: Paint) -> String {
     let mut text = format!(
         "{}, a file system for checkpoints\n\n",

@@ -1,4 +1,4 @@
-//! How far long work is: a bar on a terminal, a line now and then elsewhere.
+//! Progress of a long operation: a bar on a terminal, and an occasional line elsewhere.
 
 use std::fmt::Write;
 use std::io::{self, IsTerminal};
@@ -8,42 +8,46 @@ use indicatif::{ProgressBar, ProgressState, ProgressStyle};
 
 use crate::{output, text};
 
-/// Work that ends before this has passed needs no line in a job's log.
+/// Time before the first line. A shorter operation needs no line in a job's log.
 const FIRST_LINE_AFTER: Duration = Duration::from_secs(2);
-/// Often enough to see that it lives, seldom enough not to fill a log.
+/// Time between two lines: short enough to show that the process works, and long enough to keep a log readable.
 const LINE_EVERY: Duration = Duration::from_secs(5);
 const TEMPLATE: &str =
     "{prefix:>10} [{bar:30}] {done} of {total}, {msg} ({speed}, {time_left} to go)";
 
 /// Shows how many bytes are left.
 pub struct Meter {
+    /// Whether stderr is a terminal, which decides between a bar and lines.
     on_terminal: bool,
-    /// From when on there is something to show.
+    /// The bar. `None` means that there was nothing to show yet.
     bar: Option<ProgressBar>,
-    /// The most that was ever left: what there is to do.
+    /// The largest number of bytes that were left, which is the size of the whole operation.
     total_bytes: u64,
-    /// The most files that were ever left.
+    /// The largest number of files that were left.
     total_files: u64,
+    /// When the operation began.
     begin: Instant,
+    /// When the next line is due.
     next_line: Instant,
+    /// Bytes that were left at the last call of `show`.
     left_bytes: u64,
-    /// Nothing is shown.
+    /// Whether nothing is shown.
     quiet: bool,
 }
 
 /// What a command waited for, and how long.
 #[derive(Clone, Copy, Debug)]
 pub struct Waited {
-    /// The most bytes that were left.
+    /// The largest number of bytes that were left.
     pub bytes: u64,
-    /// The most files that had some.
+    /// The largest number of files that had bytes left.
     pub files: u64,
-    /// Time from the beginning on.
+    /// Time since the operation began.
     pub time: Duration,
 }
 
 impl Waited {
-    /// `768.0 MiB in 32 files`.
+    /// Returns the amount in words, such as `768.0 MiB in 32 files`.
     pub fn amount(&self) -> String {
         format!(
             "{} in {}",
@@ -52,19 +56,19 @@ impl Waited {
         )
     }
 
-    /// `0.7 s`.
+    /// Returns the time in words, such as `0.7 s`.
     pub fn seconds(&self) -> String {
         text::seconds(self.time.as_secs_f64())
     }
 }
 
 impl Meter {
-    /// Shows nothing yet.
+    /// Creates a meter. It shows nothing before the first call of [`Meter::show`].
     pub fn new() -> Self {
         Self::quiet_if(false)
     }
 
-    /// Shows nothing at all if `quiet`, and counts nevertheless.
+    /// Creates a meter. A quiet one shows nothing, and still counts.
     pub fn quiet_if(quiet: bool) -> Self {
         let begin = Instant::now();
         Self {
@@ -79,7 +83,7 @@ impl Meter {
         }
     }
 
-    /// What was waited for until now.
+    /// Returns what was waited for until now.
     pub fn waited(&self) -> Waited {
         Waited {
             bytes: self.total_bytes,
@@ -108,6 +112,7 @@ impl Meter {
         }
     }
 
+    /// Draws the bar on a terminal, and creates it at the first call.
     fn draw(&mut self, phase: String, message: String) {
         let done = self.total_bytes - self.left_bytes;
         match &self.bar {
@@ -129,13 +134,13 @@ impl Meter {
         }
     }
 
-    /// What was left when it was last told.
+    /// Returns the bytes that were left at the last call of [`Meter::show`].
     pub fn left_bytes(&self) -> u64 {
         self.left_bytes
     }
 }
 
-/// Sizes and times as everywhere else.
+/// Returns the style of the bar, whose sizes and times are written as in all other output.
 fn style() -> ProgressStyle {
     let style = ProgressStyle::with_template(TEMPLATE).expect("the template is fixed");
     style
@@ -155,7 +160,7 @@ fn style() -> ProgressStyle {
 }
 
 impl Drop for Meter {
-    /// Clears the line, so that what is said next stands alone.
+    /// Clears the bar, so that the next message begins on an empty line.
     fn drop(&mut self) {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();

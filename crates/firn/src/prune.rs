@@ -1,16 +1,16 @@
-//! Which checkpoints of a directory may go, and how they go.
+//! Pruning: which checkpoints of a directory may be removed, and how they are removed.
 //!
-//! Only directories go; a file with a step in its name is a checkpoint too, and stays.
+//! Only directories are removed. A file with a step in its name is a checkpoint too, and stays.
 //!
 //! Invariants
-//! * The newest checkpoint stays, whatever its files look like: from outside it is not known whether its job has more
-//!   to write. It counts as whole only if it has as many files as the whole one before it.
-//! * A checkpoint that is open, or that a symbolic link beside it leads to, stays.
-//! * As many whole ones as are asked for stay.
-//! * Half a checkpoint is never seen under its name: it is renamed before anything in it is removed. What an
-//!   interrupted removal left under the other name goes the next time.
-//! * What is removed is the directory that was judged, by its descriptor, and not what has its name by then.
-//! * One that cannot be judged or removed stays, and keeps no other one from going.
+//! * The newest checkpoint stays, because its job may not have finished it. It counts as whole only if it has at least
+//!   as many files as the whole one before it.
+//! * An open checkpoint stays, and so does one to which a symbolic link beside it leads.
+//! * At least the wanted number of whole checkpoints stays.
+//! * No reader sees half a checkpoint under its name: it is renamed before anything in it is removed. The next pruning
+//!   finishes an interrupted removal.
+//! * The removed directory is the one that was judged. Its device and inode number decide, not its name.
+//! * A checkpoint that cannot be judged or removed stays, and does not prevent the removal of others.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -22,57 +22,58 @@ use rustix::io::Errno;
 
 use crate::failure::Failure;
 
-/// A checkpoint that is being removed is called `.NAME` and this.
+/// A checkpoint under removal is named `.NAME` and this suffix.
 const REMOVED_SUFFIX: &[u8] = b".pruned";
 
-/// What becomes of a checkpoint.
+/// The verdict on a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// It goes.
+    /// It is removed.
     Remove,
-    /// It stays: nothing newer was begun, so it may be in the making.
+    /// It stays, because it is the newest: its job may still write to it.
     Newest,
-    /// It stays: it is one of those to keep.
+    /// It stays, because it is one of those to keep.
     Kept,
-    /// It stays: a program has a file of it open.
+    /// It stays, because a program has one of its files open.
     Open,
-    /// It stays: a symbolic link beside it leads to it.
+    /// It stays, because a symbolic link beside it leads to it.
     Linked,
-    /// It stays: another user made it.
+    /// It stays, because another user made it.
     Foreign,
-    /// It stays: something in it cannot be looked at, as was told.
+    /// It stays, because something in it cannot be examined. A failure of its own reports the cause.
     Unknown,
 }
 
-/// A checkpoint, and what becomes of it.
+/// A checkpoint, and the verdict on it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Judgement {
-    /// Its name in the directory.
+    /// Name of the checkpoint in its directory.
     pub name: OsString,
-    /// What becomes of it.
+    /// Whether the checkpoint is removed or why it stays.
     pub verdict: Verdict,
-    /// The directory that was judged.
+    /// Identity of the directory that was judged.
     object: ObjectId,
 }
 
-/// What became of a directory that was to be removed.
+/// Result of the removal of one checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Removal {
-    /// It is gone.
+    /// The checkpoint is removed.
     Removed,
-    /// A program opened a file of it meanwhile, and it stays.
+    /// A program opened one of its files after the verdict, so the checkpoint stays.
     Opened,
 }
 
-/// A directory of checkpoints, looked at.
+/// The verdicts on all checkpoints of a directory.
 pub struct Judged {
-    /// The user's checkpoints, the newest first, and then what does not count.
+    /// The user's checkpoints, the newest first, and then those that do not count (of other users, or unexamined).
     pub checkpoints: Vec<Judgement>,
-    /// Why some could not be looked at.
+    /// Why some checkpoints could not be examined.
     pub failures: Vec<Failure>,
 }
 
-/// Judges the checkpoints of a directory where `keep` whole ones are to stay.
+/// Judges the checkpoints of a directory of which `keep` whole ones are to stay. Returns a failure where the directory
+/// itself cannot be examined.
 pub fn judge_directory(directory: &Directory, keep: usize) -> Result<Judged, Failure> {
     let looked = directory.look()?;
     let mut failures = Vec::new();
@@ -103,6 +104,9 @@ pub fn judge_directory(directory: &Directory, keep: usize) -> Result<Judged, Fai
 }
 
 /// Removes a checkpoint that was judged.
+///
+/// Its name is taken away first, so that programs can no longer open it. Then its identity and its open files are
+/// checked again, and where a check fails, the checkpoint gets its name back.
 pub fn remove(directory: &Directory, checkpoint: &Judgement) -> Result<Removal, Failure> {
     let name = &checkpoint.name;
     let removed = removed_name(name);
@@ -110,10 +114,12 @@ pub fn remove(directory: &Directory, checkpoint: &Judgement) -> Result<Removal, 
     let is_same = directory
         .look_at(&removed)?
         .is_some_and(|stat| ObjectId::of(&stat) == checkpoint.object);
+    // Another directory was moved to the name after the verdict. It gets its name back.
     if !is_same {
         rename(directory, &removed, name)?;
         return Err(failed(&directory.path().join(name))(Errno::STALE).into());
     }
+    // A program opened a file of the checkpoint after the verdict.
     if directory.is_open(&removed)? {
         rename(directory, &removed, name)?;
         return Ok(Removal::Opened);
@@ -122,7 +128,7 @@ pub fn remove(directory: &Directory, checkpoint: &Judgement) -> Result<Removal, 
     Ok(Removal::Removed)
 }
 
-/// Removes what interrupted removals left; gives why something could not be removed.
+/// Finishes removals that were interrupted. Returns the reason for each that could not be finished.
 pub fn finish_removals(directory: &Directory) -> Result<Vec<Failure>, Failure> {
     let mut failures = Vec::new();
     for name in names_in(directory.dir()).map_err(failed(directory.path()))? {
@@ -141,21 +147,24 @@ pub fn finish_removals(directory: &Directory) -> Result<Vec<Failure>, Failure> {
     Ok(failures)
 }
 
+/// Renames within the directory, and fails where the new name exists.
 fn rename(directory: &Directory, from: &OsStr, to: &OsStr) -> Result<(), Failure> {
     let dir = directory.dir();
     let renamed = renameat_with(dir, from, dir, to, RenameFlags::NOREPLACE);
     Ok(renamed.map_err(failed(&directory.path().join(from)))?)
 }
 
+/// Removes the directory `name`, if it is still `object`.
 fn remove_renamed(directory: &Directory, name: &OsStr, object: ObjectId) -> Result<(), Failure> {
     let removed = remove_object(directory.dir(), name, object);
     Ok(removed.map_err(failed(&directory.path().join(name)))?)
 }
 
-/// Judges directories of the user, the newest first.
+/// Judges directories of the user, which are ordered with the newest first.
 fn judge(checkpoints: &[checkpoints::Checkpoint], keep: usize) -> Vec<Judgement> {
     let is_whole = |one: &&checkpoints::Checkpoint| one.wholeness == Wholeness::Whole;
-    // A job that is between two files of its checkpoint has none open.
+    // A job may have no file open between two files of its checkpoint. So the file count of the newest is compared with
+    // that of the whole one before it.
     let files_of_another = checkpoints
         .iter()
         .skip(1)
@@ -200,7 +209,7 @@ fn is_removed_name(name: &OsStr) -> bool {
 }
 
 impl Verdict {
-    /// In one word, for lists and JSON.
+    /// Returns the verdict as one word, for lists and JSON.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Remove => "remove",
@@ -220,7 +229,7 @@ mod tests {
     use firn_client::checkpoints::Checkpoint;
     use rustix::fs::{AtFlags, statat};
 
-    /// The newest first.
+    /// Returns a checkpoint; a list of them begins with the newest.
     fn found(name: &str, wholeness: Wholeness) -> Checkpoint {
         let stat = statat(rustix::fs::CWD, "/", AtFlags::empty()).expect("stat");
         Checkpoint {

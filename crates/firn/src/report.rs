@@ -1,9 +1,11 @@
-//! The report of a run: one page of HTML from the records that the firnds of a job kept.
+//! The report of a run: one page of HTML, made from records that the firnds of a job kept.
+//!
+//! A record has what one mount did: sums, histograms, moments of the timeline, checkpoints and events.
 //!
 //! Promises
-//! * The page needs nothing else: no network, no script of another place; without scripts all of it can be read.
-//! * What came from a file system or a record is text: no name becomes markup.
-//! * A record that is damaged is named on the page, and the others are shown.
+//! * The page is complete in itself: it needs no network and no other file. Without scripts all of it can be read.
+//! * Text from a file system or a record is escaped: no name becomes markup.
+//! * A damaged record is named on the page, and the others are shown.
 
 mod chart;
 mod checkpoint_table;
@@ -27,25 +29,26 @@ use serde::{Deserialize, Serialize};
 use crate::failure::{FAILED, Failure, NOT_FIRN, USAGE};
 use crate::{output_file, text};
 
-/// Directories that are looked through for checkpoints.
+/// Maximum number of directories in which checkpoints are looked for.
 const DIRECTORIES_MAX: usize = 32;
-/// Text of records that are kept whole: of some hundred hosts. The others are cut to what sums and the timeline need.
+/// Maximum size in bytes of the records that are kept complete: those of some hundred hosts. Further records are
+/// reduced to what sums and the timeline need.
 const WHOLE_BYTES_MAX: usize = 64 << 20;
-/// Moments of a record that is cut.
+/// Maximum number of moments in a reduced record.
 const CUT_BUCKETS_MAX: usize = 64;
 
 /// A checkpoint as it is when the report is made.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct CheckpointNow {
-    /// Below the mount point.
+    /// Path of the checkpoint below the mount point.
     pub path: BytePath,
-    /// Bytes of its files.
+    /// Size of its files in bytes.
     pub bytes: u64,
-    /// Its files.
+    /// Number of its files.
     pub files: u64,
-    /// Why it cannot be used, in a word; none: nothing is known against it.
+    /// One word for why the checkpoint cannot be used. `None` means that no reason is known.
     pub fault: Option<String>,
-    /// The lowest level of its files; none where it has none.
+    /// The lowest durability level of its files. `None` means that it has no file.
     pub level: Option<DurabilityLevel>,
 }
 
@@ -65,23 +68,23 @@ impl CheckpointNow {
     }
 }
 
-/// What a report is made of.
+/// The content of a report.
 #[derive(Default)]
 pub struct Run {
-    /// Of each host, in the order of their names; at least one.
+    /// Records of the hosts, in the order of their names. There is at least one.
     pub records: Vec<RunRecord>,
-    /// What is in the directories of the checkpoints now, by their paths below the mount point.
+    /// What the directories of the checkpoints have now. The key is the path below the mount point.
     pub checkpoints: HashMap<BytePath, CheckpointNow>,
-    /// What could not be read, in sentences.
+    /// Sentences about what could not be read.
     pub failures: Vec<String>,
-    /// Text of the records that are whole.
+    /// Bytes of the complete records.
     whole_bytes: usize,
-    /// Records that were cut.
+    /// Number of reduced records.
     cut: u64,
 }
 
 impl Run {
-    /// The run of a mount, or the last one of a backing that is not mounted.
+    /// Returns the run of the mount at `path`, or the last run of a backing that is not mounted.
     pub fn find(path: &Path) -> Result<Self, Failure> {
         match firn_client::find(path) {
             Ok(place) => Self::of_mount(&place),
@@ -97,7 +100,7 @@ impl Run {
         Ok(run)
     }
 
-    /// What a mount of this host has done until now, without other hosts.
+    /// Returns what a mount of this host has done until now, without the records of other hosts.
     pub fn of_own_mount(path: &Path, looks_at_checkpoints: bool) -> Result<Self, Failure> {
         let place = firn_client::find(path)?;
         let mut run = Self::with(own_record(&place)?);
@@ -107,8 +110,9 @@ impl Run {
         Ok(run)
     }
 
-    /// Takes the record that the mount of a backing (canonical) left at its end. Where there is none of that mount, the one from
-    /// before stays, and the page says so.
+    /// Replaces the record of this host's mount by the one that the mount left at its end. `backing` is canonical.
+    ///
+    /// Where the mount left none, the earlier record stays, and the page says so.
     pub fn update_own(&mut self, backing: &Path) {
         let ended = load_own(backing);
         let is_of_mount = |ended: &RunRecord| {
@@ -138,7 +142,7 @@ impl Run {
         Ok(run)
     }
 
-    /// The last run of a backing (canonical) that is not mounted any more.
+    /// Returns the last run of a backing that is not mounted any more. `backing` is canonical.
     fn of_ended(backing: &Path) -> Result<Self, Failure> {
         let file = RuntimeFiles::of(backing, None)?.record;
         let mut run = match load(&file) {
@@ -169,10 +173,10 @@ impl Run {
         run
     }
 
-    /// Adds the records in the backing of the hosts that mounted it at the same time. Each is read after the one before
-    /// it was judged.
+    /// Adds the records in the backing of the hosts that mounted it at the same time. Each record is added before the
+    /// next one is read, so the memory that records take stays bounded.
     pub fn add_other_hosts(&mut self, backing: &Path) {
-        // That of a run whose files were in memory alone is gone with it.
+        // The backing of a run whose files were in memory only is removed with the run.
         if !backing.exists() {
             return;
         }
@@ -191,7 +195,7 @@ impl Run {
         self.finish();
     }
 
-    /// Orders the records, and says what was cut.
+    /// Sorts the records by host, and notes where records were reduced.
     pub fn finish(&mut self) {
         self.records
             .sort_by(|a, b| (&a.host, a.began_unix_us).cmp(&(&b.host, b.began_unix_us)));
@@ -203,9 +207,11 @@ impl Run {
         }
     }
 
-    /// Adds a record of the same run: the first one that is known decides which run.
+    /// Adds a record if it belongs to the same run: it overlaps in time with the first record, and is not known yet.
     pub fn add(&mut self, record: RunRecord) {
         let end = |one: &RunRecord| one.began_unix_us + (one.lasted_seconds * 1e6) as u64;
+        // The first record decides which run the report is about. Another run of the same backing does not overlap with
+        // it.
         if let Some(first) = self.records.first() {
             let overlaps =
                 record.began_unix_us <= end(first) && first.began_unix_us <= end(&record);
@@ -217,6 +223,7 @@ impl Run {
             }
         }
         let text_bytes = text_bytes(&record);
+        // Records beyond the bound are reduced, so that any number of hosts takes bounded memory.
         if self.whole_bytes + text_bytes <= WHOLE_BYTES_MAX {
             self.whole_bytes += text_bytes;
             self.records.push(record);
@@ -226,13 +233,14 @@ impl Run {
         }
     }
 
-    /// Looks at the checkpoints below a directory as they are now.
+    /// Reads the checkpoints below a directory as they are now.
     pub fn look_at_checkpoints(&mut self, root: &Path) {
         let records = self.records.iter();
         let checkpoints = records.flat_map(|record| &record.checkpoints);
         let mut parents: Vec<PathBuf> = checkpoints
             .filter_map(|one| one.path.as_path().parent().map(Path::to_owned))
-            // From a record, which others may have written.
+            // The path comes from a record, which another user may have written. So `..` and absolute paths are
+            // refused.
             .filter(|parent| {
                 parent
                     .components()
@@ -259,7 +267,7 @@ impl Run {
     }
 }
 
-/// The record of a mount until now.
+/// Returns the record of a mount until now, from its firnd.
 fn own_record(place: &Place) -> Result<RunRecord, Failure> {
     let own = Connection::open(&place.mount)?.record()?;
     own.check().map_err(|error| {
@@ -268,7 +276,7 @@ fn own_record(place: &Place) -> Result<RunRecord, Failure> {
     })
 }
 
-/// About how much text a record has.
+/// Returns an estimate of a record's size in bytes.
 fn text_bytes(record: &RunRecord) -> usize {
     let paths = record
         .checkpoints
@@ -283,7 +291,7 @@ fn text_bytes(record: &RunRecord) -> usize {
     record.buckets.len() * size_of::<Bucket>() + paths.chain(events).chain(options).sum::<usize>()
 }
 
-/// A record with its sums and histograms, fewer moments, and without checkpoints and events.
+/// Returns a reduced record: it has the sums and histograms, fewer moments, and neither checkpoints nor events.
 fn cut(mut record: RunRecord) -> RunRecord {
     let left_out = record.checkpoints.len() + record.events.len();
     record.forgotten = record.forgotten.saturating_add(left_out as u64);
@@ -301,13 +309,15 @@ fn cut(mut record: RunRecord) -> RunRecord {
     record
 }
 
-/// The record of a mount of this host that has ended, by its canonical backing; none: it left none.
+/// Returns the record of an ended mount of this host, by its canonical backing. Returns `None` where the mount left
+/// none.
 fn load_own(backing: &Path) -> Result<Option<RunRecord>, String> {
     let files = RuntimeFiles::of(backing, None).map_err(|error| error.to_string())?;
     load(&files.record)
 }
 
-/// The record that a mount left in the runtime directory; none: it left none.
+/// Returns the record in a file of the runtime directory, or `None` where there is no such file. Fails where the file
+/// is not a private file of this user.
 fn load(path: &Path) -> Result<Option<RunRecord>, String> {
     let opened = std::fs::OpenOptions::new()
         .read(true)
@@ -332,7 +342,7 @@ fn load(path: &Path) -> Result<Option<RunRecord>, String> {
     Ok(Some(record))
 }
 
-/// The page of a run.
+/// Returns the page of a run as HTML.
 pub fn page(run: &Run) -> String {
     page::page(run)
 }
@@ -348,7 +358,7 @@ pub fn write(run: &Run, file: &Path) -> Result<(), Failure> {
     })
 }
 
-/// Refuses a file that a report cannot be written to, before a run begins.
+/// Refuses a file to which no report can be written. The caller checks this before the run begins.
 pub fn check_target(file: &Path) -> Result<(), Failure> {
     if output_file::directory_of(file).is_dir() && !file.is_dir() {
         return Ok(());
@@ -366,7 +376,7 @@ mod tests {
 
     use super::*;
 
-    /// About 1 MiB, as long as a record may be.
+    /// A record of about 1 MiB, which is the maximum.
     fn long_record(host: usize) -> RunRecord {
         let checkpoint = |step| CheckpointRecord {
             path: format!("{}/step_{step}", "d".repeat(1700)).as_str().into(),

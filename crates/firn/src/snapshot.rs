@@ -1,8 +1,9 @@
-//! Texts that tests compare with files beside them, in `crates/firn/snapshots/`. With `FIRN_RECORD=1` they are written.
+//! Snapshot tests: texts that tests compare with files in `crates/firn/snapshots/`. `FIRN_RECORD=1` writes the files
+//! anew.
 
 use std::path::Path;
 
-/// Compares a text with the file of this name.
+/// Compares a text with the snapshot of this name, or writes the snapshot with `FIRN_RECORD=1`.
 pub fn compare(name: &str, text: &str) {
     let path = Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("snapshots")

@@ -1,4 +1,4 @@
-//! Quantities and names for people.
+//! Quantities and names for output that people read.
 
 use std::path::Path;
 
@@ -6,8 +6,10 @@ pub use firn_format::quantity::{bytes, count, rate, seconds};
 use firn_format::quote::quoted;
 use firn_protocol::figures::Unit;
 
-/// Pads the cells of a table, whose first row has the heads: each column gets the width of its widest cell. Columns with a head
-/// in `right` are aligned to the right. The last column stays as it is.
+/// Pads the cells of a table whose first row holds the heads.
+///
+/// Each column gets the width of its widest cell. Columns whose head is in `right` are aligned to the right. The last
+/// column gets no padding.
 pub fn pad_columns<R: AsRef<[String]> + AsMut<[String]>>(rows: &mut [R], right: &[&str]) {
     let columns = rows.first().map_or(0, |head| head.as_ref().len());
     for column in 0..columns.saturating_sub(1) {
@@ -25,7 +27,7 @@ pub fn pad_columns<R: AsRef<[String]> + AsMut<[String]>>(rows: &mut [R], right: 
     }
 }
 
-/// The value of a figure in the unit that its name says.
+/// Returns a figure's value in the unit that the end of its name gives.
 pub fn figure(name: &str, value: f64) -> String {
     match Unit::of(name) {
         Unit::BytesPerSecond => rate(value),
@@ -35,12 +37,12 @@ pub fn figure(name: &str, value: f64) -> String {
     }
 }
 
-/// A name that cannot break a line or steer a terminal, and is shown like no other.
+/// Returns a name with all characters escaped that could break a line, steer a terminal, or make two names look alike.
 pub fn name(path: &str) -> String {
     quoted(path.as_bytes())
 }
 
-/// A path that cannot break a line or steer a terminal, and is shown like no other.
+/// Returns a path with all characters escaped that could break a line, steer a terminal, or make two paths look alike.
 pub fn path(path: &Path) -> String {
     quoted(path.as_os_str().as_encoded_bytes())
 }

@@ -7,10 +7,12 @@
 //!   hosts of the backing ─► a child ─────────────┘         keys, size
 //! ```
 //!
-//! * [`sampler`] asks, each in a thread of its own or by a child, so that nothing that hangs holds up the screen.
-//! * [`View`] is what was seen, and what the user chose: no I/O, no clock.
-//! * [`screen`] draws a view, on a terminal as on a buffer.
-//! * [`terminal`] reads keys, and gives the terminal back however it ends.
+//! Parts
+//! * [`sampler`] asks each source in a thread or a child process of its own, so that a slow answer never delays the
+//!   screen. Its last answers are the board.
+//! * [`View`] holds the answers and the user's choices. It uses neither I/O nor a clock.
+//! * [`screen`] draws a view on a terminal or into a buffer.
+//! * [`terminal`] reads keys, and restores the terminal in every case.
 
 pub mod sampler;
 pub mod screen;
@@ -23,18 +25,20 @@ use firn_protocol::{HostReport, Status};
 use crate::job::{Host, Job};
 use crate::verb::history::Listed;
 
-/// Samples that are kept for a sparkline: as many as a wide terminal has columns.
+/// Samples that a sparkline keeps: as many as a wide terminal has columns.
 const HISTORY_MAX: usize = 240;
 
-/// Rates of the last samples, the newest last.
+/// Rates of the last samples in bytes per second, with the newest last.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Rates {
+    /// Bytes per second from programs, one value per sample.
     pub ingest: VecDeque<u64>,
+    /// Bytes per second to the backing, one value per sample.
     pub drain: VecDeque<u64>,
 }
 
 impl Rates {
-    /// Adds a sample.
+    /// Adds a sample, and drops the oldest one where the history is full.
     pub fn push(&mut self, ingest: f64, drain: f64) {
         for (history, value) in [(&mut self.ingest, ingest), (&mut self.drain, drain)] {
             history.push_back(value.max(0.0) as u64);
@@ -48,17 +52,18 @@ impl Rates {
 /// A mount of this host.
 #[derive(Clone, Debug)]
 pub struct MountView {
-    /// As people are shown it.
+    /// Mount point as it is shown, with special characters escaped.
     pub mount_point: String,
-    /// What its firnd said last; none: nothing yet.
+    /// The last status from its firnd. `None` means that none has arrived yet.
     pub status: Option<Box<Status>>,
-    /// Why it says nothing now, and for how many seconds it has said nothing.
+    /// Why its firnd does not answer, and for how many seconds. `None` means that it answers.
     pub silent: Option<(String, f64)>,
+    /// Rates of the mount.
     pub rates: Rates,
 }
 
 impl MountView {
-    /// What its programs and lanes wait for.
+    /// Returns what its programs and lanes (I/O servers) wait for.
     pub fn waits(&self) -> Vec<String> {
         let status = self.status.as_ref();
         status.map_or_else(Vec::new, |status| {
@@ -70,14 +75,14 @@ impl MountView {
         self.status.as_ref().map_or(0, |status| status.held_bytes)
     }
 
-    /// Order of trouble: the smaller, the worse; the numbers are those of a host of a job.
+    /// Returns the rank of the mount's trouble. A smaller number is worse. The numbers are those of a host of a job.
     pub fn rank(&self) -> u8 {
         let has_errors = |status: &Status| !status.errors.is_empty();
         match &self.status {
             _ if self.silent.is_some() => 0,
             Some(status) if has_errors(status) => 1,
             Some(_) if !self.waits().is_empty() => 4,
-            // As of a host that is well.
+            // A healthy host of a job has the same rank.
             _ => 6,
         }
     }
@@ -86,63 +91,68 @@ impl MountView {
 /// What is known of the checkpoints of a directory.
 #[derive(Clone, Debug, Default)]
 pub enum Checkpoints {
-    /// Nothing yet.
+    /// No answer has arrived yet.
     #[default]
     Asked,
-    /// The newest first.
+    /// The checkpoints, with the newest first.
     Listed(Vec<Listed>),
-    /// Why they are not known.
+    /// Why the checkpoints are unknown.
     Unknown(String),
 }
 
-/// The job, as it was looked at last.
+/// The job at the last look.
 #[derive(Clone, Debug)]
 pub struct JobView {
-    /// What was found, or why nothing was; none: nothing yet.
+    /// The job, or why it is unknown. `None` means that no answer has arrived yet.
     pub seen: Option<Result<Job, String>>,
+    /// Rates of all hosts of the job together.
     pub rates: Rates,
 }
 
-/// The table that keys move in.
+/// The table in which keys move the choice.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Pane {
-    /// Mounts, or hosts.
+    /// The table of mounts or hosts.
     #[default]
     Upper,
-    /// Checkpoints.
+    /// The table of checkpoints.
     Lower,
 }
 
-/// What was seen, and what the user chose.
+/// What the sampler found, and what the user chose.
 #[derive(Clone, Debug, Default)]
 pub struct View {
     /// Name of this host.
     pub host: String,
-    /// Seconds between samples.
+    /// Seconds between two samples.
     pub every_s: f64,
+    /// Whether samples are paused.
     pub is_paused: bool,
+    /// Whether the help covers the screen.
     pub shows_help: bool,
-    /// Colours, or none.
+    /// Whether the screen has colours.
     pub has_colour: bool,
+    /// The mounts of this host, in the order of their mount points.
     pub mounts: Vec<MountView>,
-    /// Mounts that are not shown: their firnds have their sockets in another runtime directory.
+    /// Number of mounts that are not shown, because the sockets of their firnds are in another runtime directory.
     pub elsewhere: usize,
     /// Why the mounts cannot be listed.
     pub fault: Option<String>,
-    /// Of the chosen mount, or of the job's mount on this host.
+    /// Checkpoints of the chosen mount, or of the job's mount on this host.
     pub checkpoints: Checkpoints,
-    /// The hosts of the job; none: this host's mounts are shown.
+    /// The job. `None` means that this host's mounts are shown.
     pub job: Option<JobView>,
+    /// The table in which keys move the choice.
     pub pane: Pane,
-    /// Row that is chosen in each table.
+    /// Index of the chosen row in each table.
     pub upper: usize,
     pub lower: usize,
-    /// The mount or host of the row that the user chose: rows change their order. None: the first row, whatever it is.
+    /// Name of the mount or host that the user chose, because rows change their order. `None` means the first row.
     pub chosen: Option<String>,
 }
 
 impl View {
-    /// Mounts, the one in trouble first, then the one that holds most.
+    /// Returns the mounts, ordered by trouble and then by held bytes.
     pub fn ordered_mounts(&self) -> Vec<&MountView> {
         let mut mounts: Vec<&MountView> = self.mounts.iter().collect();
         mounts.sort_by(|a, b| {
@@ -152,7 +162,7 @@ impl View {
         mounts
     }
 
-    /// Hosts of the job that are shown, the one in trouble first.
+    /// Returns the hosts of the job that are shown, with the one in the worst trouble first.
     pub fn hosts(&self) -> Vec<&Host> {
         match self.job.as_ref().and_then(|job| job.seen.as_ref()) {
             Some(Ok(job)) => job.hosts.iter().filter(|host| !host.is_gone()).collect(),
@@ -174,7 +184,7 @@ impl View {
         }
     }
 
-    /// Moves in the table that has the keys.
+    /// Moves the choice by `rows` in the table that has the keys.
     pub fn step(&mut self, rows: isize) {
         let (len, at) = match self.pane {
             Pane::Upper => (self.upper_len(), &mut self.upper),
@@ -199,7 +209,7 @@ impl View {
         }
     }
 
-    /// Keeps what is chosen where it is now, or within what there is.
+    /// Moves the choice to the row that the chosen name has now, and into the bounds of both tables.
     pub fn clamp(&mut self) {
         let names = self.upper_names();
         let found = names

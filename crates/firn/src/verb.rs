@@ -1,4 +1,5 @@
-//! The verbs: a file for each, or for those that belong together, and one line each in [`GROUPS`], which feeds parser, help, completions and man pages.
+//! The verbs. Each verb, or each group of related verbs, has a file below `verb/`. [`GROUPS`] lists all of them, and
+//! feeds the parser, the help, the completions and the man pages.
 
 use std::fmt::Write;
 use std::path::Path;
@@ -48,36 +49,36 @@ mod wait;
 
 pub use run::host_part::{NAME as RUN_HOST, main as run_host};
 
-/// A verb.
+/// A verb: its texts for help and man pages, its arguments, and its function.
 pub struct Verb {
-    /// As typed.
+    /// The word that the user types.
     pub name: &'static str,
-    /// One line, imperative, no full stop.
+    /// One line in the imperative, without a full stop.
     pub about: &'static str,
-    /// What else a user should know; may be empty.
+    /// Everything else that a user should know; may be empty.
     pub long: &'static str,
-    /// Command lines and what each is for.
+    /// Example command lines, each with its purpose.
     pub examples: &'static [(&'static str, &'static str)],
-    /// What each exit status means here.
+    /// The exit statuses of this verb, each with its meaning.
     pub exits: &'static [(u8, &'static str)],
-    /// Adds its arguments.
+    /// Adds the verb's arguments to its command.
     pub args: fn(Command) -> Command,
-    /// Does it; `Ok` is the exit status.
+    /// Runs the verb. `Ok` holds the exit status.
     pub run: fn(&ArgMatches) -> Result<u8, Failure>,
 }
 
-/// The exit status of each verb that asks firnd and finds no room.
+/// The exit status of verbs that ask firnd, for the case that all of its connections are in use.
 const NO_CONNECTION: (u8, &str) = (TRY_AGAIN, "all connections to firnd are in use: try again");
 
-/// Verbs that belong together.
+/// A group of related verbs in the help.
 pub struct Group {
-    /// What they are for.
+    /// Heading of the group.
     pub title: &'static str,
-    /// In the order of help.
+    /// The verbs of the group, in the order of the help.
     pub verbs: &'static [&'static Verb],
 }
 
-/// All verbs. A verb is one line here, in one group.
+/// All verbs. Each verb has one line here, in one group.
 pub static GROUPS: &[Group] = &[
     Group {
         title: "Every day",
@@ -139,13 +140,13 @@ pub static GROUPS: &[Group] = &[
     },
 ];
 
-/// All verbs, in the order of help.
+/// Returns all verbs, in the order of the help.
 pub fn verbs() -> impl Iterator<Item = &'static Verb> {
     GROUPS.iter().flat_map(|group| group.verbs.iter().copied())
 }
 
 impl Verb {
-    /// Its part of the command line.
+    /// Returns the verb's part of the command line.
     pub fn command(&self) -> Command {
         let command = (self.args)(Command::new(self.name))
             .about(self.about)
@@ -170,7 +171,7 @@ impl Verb {
     }
 }
 
-/// The whole command line.
+/// Returns the definition of the whole command line.
 pub fn command() -> Command {
     Command::new("firn")
         .bin_name("firn")
@@ -184,14 +185,15 @@ pub fn command() -> Command {
         .subcommands(verbs().map(Verb::command))
 }
 
-/// The mount that `path` lies on, and its firnd. Root hears whose mount it is, if it is another user's.
+/// Finds the mount that `path` lies on, and connects to its firnd. Where the mount is another user's, the error for
+/// root names that user.
 fn connect(path: &Path) -> Result<(Place, Connection), Failure> {
     let place = find(path)?;
     let connection = Connection::open(&place.mount)?;
     Ok((place, connection))
 }
 
-/// The mount that `path` lies on.
+/// Finds the mount that `path` lies on. Returns a failure where there is none.
 fn find(path: &Path) -> Result<Place, Failure> {
     let place = firn_client::find(path)?;
     if place.mount.is_of_another_user() {
@@ -210,7 +212,7 @@ mod tests {
 
     use super::*;
 
-    /// A verb is a `VERB` or another constant of a file below `verb/`; each is in one group.
+    /// Each verb is a constant `VERB`, or another constant, of a file below `verb/`.
     #[test]
     fn each_verb_is_in_exactly_one_group() {
         let mut times: BTreeMap<&str, usize> = BTreeMap::new();

@@ -4,7 +4,7 @@
 
 use std::collections::VecDeque;
 use std::fs;
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
 use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::{Path, PathBuf};
@@ -295,6 +295,15 @@ fn strangers_cost_a_line_of_the_log() {
     assert_nothing_held(&mount);
 }
 
+/// Connections of strangers that an agent has at once (`firn-agent/src/strangers.rs`).
+const STRANGERS_MAX: usize = 32;
+
+/// Whether the other side has not closed a connection on which it sends nothing.
+fn is_open(mut socket: &TcpStream) -> bool {
+    socket.set_nonblocking(true).expect("set non-blocking");
+    matches!(socket.read(&mut [0]), Err(error) if error.kind() == ErrorKind::WouldBlock)
+}
+
 /// Proves S-agent-16: as many silent connections as there may be, and more than that for as long as the pull lasts.
 #[test]
 fn regression_strangers_who_say_nothing_keep_no_puller_out() {
@@ -307,7 +316,17 @@ fn regression_strangers_who_say_nothing_keep_no_puller_out() {
     let path = mount.join("rank0");
     let target = sandbox.join("copy");
     let connect = || TcpStream::connect(&file.address).expect("connect");
+    let threads = agent.threads();
     let silent: Vec<_> = (0..100).map(|_| connect()).collect();
+    // An agent refuses connections while as many that it has closed still have their threads.
+    wait_until(
+        "as many silent connections are left as an agent keeps",
+        LIMIT,
+        || {
+            let open = silent.iter().filter(|socket| is_open(socket)).count();
+            open == STRANGERS_MAX && agent.threads() <= threads + STRANGERS_MAX
+        },
+    );
     let told = pull(
         &sandbox,
         mount.backing(),

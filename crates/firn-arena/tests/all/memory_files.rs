@@ -528,3 +528,22 @@ fn without_spare_slots_a_memory_file_gets_none() {
     fixture.arena.seal_slab(lease.expect("a lease"));
     fixture.arena.assert_invariants();
 }
+
+#[test]
+fn regression_slots_without_a_chunk_outlive_the_loss_of_their_memory_file() {
+    let Fixture { dir, arena } = Fixture::new();
+    let mut pieces = write_file(&arena, 1, 3);
+    let memory = begin_file(&arena, 3);
+    settle(&arena, 1, &mut pieces, &memory);
+    drop_pieces(&arena, &pieces);
+    arena.trim_memory_files(3 * CHUNK);
+    assert_eq!(arena.memory_file_figures().idle_bytes, 3 * CHUNK);
+    drop((memory, arena));
+    for path in memory_files_in(dir.path()) {
+        std::fs::remove_file(path).expect("removed");
+    }
+    let (arena, damage) = attach(&dir.path().join("arena"));
+    assert_eq!(damage, []);
+    lease_all(&arena);
+    arena.assert_invariants();
+}

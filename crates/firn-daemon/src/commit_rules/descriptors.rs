@@ -1,19 +1,22 @@
-//! Which process has a file open for writing after a close of it.
+//! Finds a process that still has a file open for writing after one of its descriptors was closed.
 //!
-//! FUSE tells of each close(2), and of the end of the last descriptor only after that close has returned. A descriptor that was
-//! duplicated (dup(2), fork(2)) may still write. So at a close firnd asks /proc of the process and of those that it has started.
-//! The kernel takes a descriptor out of the table before it tells of the close.
+//! FUSE reports each close(2). It reports the end of the last descriptor only after that close has returned. A
+//! descriptor that was duplicated by dup(2) or fork(2) may still write. So at a close firnd reads /proc of the process
+//! and of its descendants.
 //!
-//! Links in /proc are read and not followed: nothing here waits for a file system.
+//! The kernel removes a descriptor from the process's table before it reports the close, so the closed descriptor is
+//! not found.
+//!
+//! Links in /proc are read and not followed, so no call here waits for a file system.
 
 use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::ffi::OsStrExt;
 
-/// More descendants than this are not looked at.
+/// Limit of processes that are examined; further descendants are ignored.
 const PROCESSES_MAX: usize = 4096;
 
-/// The process itself or one that it has started, which has the file at `path` of a mount open for writing.
+/// Returns `process` or a descendant that has the file at `path` of a mount open for writing; `None` if there is none.
 pub(super) fn find_holder(process: u32, path: &[u8]) -> Option<u32> {
     let mut seen = BTreeSet::from([process]);
     let mut next = vec![process];
@@ -30,6 +33,7 @@ pub(super) fn find_holder(process: u32, path: &[u8]) -> Option<u32> {
     None
 }
 
+/// Returns the children of all threads of a process.
 fn children_of(process: u32) -> Vec<u32> {
     let threads = fs::read_dir(format!("/proc/{process}/task"));
     let threads = threads.into_iter().flatten().flatten();
@@ -42,6 +46,7 @@ fn children_of(process: u32) -> Vec<u32> {
     lists.flat_map(numbers).collect()
 }
 
+/// Returns whether a process has the file open for writing. The answer for an unreadable process is false.
 fn has_open(process: u32, path: &[u8]) -> bool {
     let Ok(descriptors) = fs::read_dir(format!("/proc/{process}/fd")) else {
         return false;
@@ -54,12 +59,13 @@ fn has_open(process: u32, path: &[u8]) -> bool {
     })
 }
 
-/// Whether a path of the system ends with one of a mount.
+/// Returns whether a path of the system ends with `path`, which is relative to a mount point.
 fn is_path(found: &[u8], path: &[u8]) -> bool {
     let above = found.strip_suffix(path);
     above.is_some_and(|above| above.ends_with(b"/"))
 }
 
+/// Returns whether a descriptor was opened for writing.
 fn is_for_writing(process: u32, descriptor: &str) -> bool {
     let info = fs::read_to_string(format!("/proc/{process}/fdinfo/{descriptor}"));
     let info = info.unwrap_or_default();

@@ -1,8 +1,9 @@
-//! How the processes that write in scopes end.
+//! Watches the processes that write in scopes, and reports how each of them ended.
 //!
-//! One thread waits for their pidfds. The kernel (6.15) tells how a process ended once its parent has waited for it; until
-//! then, and on older kernels, /proc/PID/stat of the zombie does. If the process is gone before either
-//! was read, its status is lost, and that counts as a failure.
+//! One thread waits for the pidfds of these processes. Linux 6.15 and later give the exit status through the pidfd
+//! after the parent has waited for the process. Before that, and on older kernels, /proc/PID/stat of the zombie has it.
+//!
+//! Race: if the process is gone before either was read, its exit status is lost. A lost status counts as a failure.
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
@@ -16,28 +17,29 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
-/// How often the end of a zombie is asked for.
+/// Pause between two attempts to read the status of a zombie.
 const ASK_AGAIN: Duration = Duration::from_millis(10);
-/// The flag of a process in /proc/PID/stat that it is exiting: PF_EXITING of the kernel.
+/// The flag PF_EXITING in /proc/PID/stat: the process is exiting.
 const EXITING: u64 = 4;
-/// After that its parent does not seem to wait for it, and /proc has the answer.
+/// After this time the parent does not seem to wait for the zombie, and the status in /proc counts.
 const REAP_WAIT: Duration = Duration::from_secs(1);
 
-/// The processes that are waited for.
+/// The processes that are watched.
 pub(super) struct Exits {
     watched: Mutex<Watched>,
-    /// Ends were told.
+    /// Signals that the ends found by one round were reported.
     told: Condvar,
     wake: OwnedFd,
 }
 
+/// The table of watched processes.
 #[derive(Default)]
 struct Watched {
-    /// Pidfds; none of a process that was gone when it was looked for.
+    /// The pidfd of each process; `None` if the process was gone before its pidfd was opened.
     processes: HashMap<u32, Option<OwnedFd>>,
-    /// Those that have ended, and since when.
+    /// Processes that have ended without a known status, and when the end was first seen.
     ended: HashMap<u32, Instant>,
-    /// Ends are being told.
+    /// Ends that were taken from the table are being reported now.
     is_telling: bool,
     is_stopped: bool,
 }
@@ -51,7 +53,8 @@ impl Exits {
         })
     }
 
-    /// Waits for a process from now on. 0 is one that firnd does not see: it counts as alive while the mount is.
+    /// Watches a process from now on. Process 0 is in a PID namespace that firnd cannot see; it counts as alive while
+    /// the mount exists.
     pub(super) fn add(&self, process: u32) {
         let mut watched = self.watched.lock();
         if process == 0 || watched.processes.contains_key(&process) {
@@ -64,17 +67,19 @@ impl Exits {
         self.wake();
     }
 
-    /// Whether a process has ended, and its end is not told yet.
+    /// Returns whether a process has ended and its end is not reported yet.
     pub(super) fn has_untold_end(&self) -> bool {
         self.watched.lock().has_untold_end()
     }
 
-    /// Whether a process that is waited for has ended badly, or is about to: it may take long to give its memory back.
+    /// Returns whether a watched process has failed or is exiting with a failure. A large process may take long to
+    /// exit, because its memory is freed first.
     pub(super) fn has_failed(&self, process: u32) -> bool {
         let watched = self.watched.lock();
         match watched.processes.get(&process) {
             Some(Some(pidfd)) => {
-                // A process that is reaped after this is known to its pidfd.
+                // The pidfd is read after /proc: a process that is reaped between both reads has its status in the
+                // pidfd.
                 let in_proc = ProcEnd::read(process);
                 match (end_of_process(pidfd), in_proc) {
                     (Some(end), _) | (None, ProcEnd::Exiting(end)) => is_failure(end),
@@ -87,7 +92,7 @@ impl Exits {
         }
     }
 
-    /// Waits until each end is told that has come.
+    /// Waits until each end that has happened is reported.
     pub(super) fn wait_until_told(&self) {
         let mut watched = self.watched.lock();
         while !watched.is_stopped && watched.has_untold_end() {
@@ -95,18 +100,20 @@ impl Exits {
         }
     }
 
+    /// Stops the thread and releases the threads that wait for reports.
     pub(super) fn stop(&self) {
         self.watched.lock().is_stopped = true;
         self.told.notify_all();
         self.wake();
     }
 
+    /// Wakes the thread, which then looks at all processes again.
     pub(super) fn wake(&self) {
-        // Where the counter is full, the thread wakes anyway.
+        // If the counter of the eventfd is full, the thread wakes anyway.
         let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
     }
 
-    /// Waits until it is stopped, tells of each end, and calls `after_wake` each time it was woken.
+    /// Runs until [`Exits::stop`]: calls `tell` for each process that has ended, and `after_wake` after each round.
     pub(super) fn watch(&self, tell: &dyn Fn(u32, Ending), after_wake: &dyn Fn()) {
         loop {
             let ends = {
@@ -128,6 +135,7 @@ impl Exits {
         }
     }
 
+    /// Waits until a process ends, the thread is woken, or the status of a zombie is to be read again.
     fn wait(&self) {
         let (pidfds, asks_again): (Vec<OwnedFd>, bool) = {
             let watched = self.watched.lock();
@@ -148,7 +156,7 @@ impl Exits {
             tv_sec: 0,
             tv_nsec: ASK_AGAIN.as_nanos() as i64,
         });
-        // A signal only makes it look once more.
+        // A signal only causes one more round.
         let _ = poll(&mut fds, timeout.as_ref());
         let _ = rustix::io::read(&self.wake, &mut [0_u8; 8]);
     }
@@ -160,6 +168,7 @@ impl Watched {
         self.is_telling || pidfds.any(has_ended)
     }
 
+    /// Removes the processes whose end is known from the table, and returns them with success or failure.
     fn take_ends(&mut self) -> Vec<(u32, Ending)> {
         let mut ends = Vec::new();
         let Self {
@@ -183,20 +192,21 @@ impl Watched {
     }
 }
 
+/// Returns whether the process of a pidfd has ended; the call does not wait.
 fn has_ended(pidfd: &OwnedFd) -> bool {
     let mut fds = [PollFd::new(pidfd, PollFlags::IN)];
     let now = Timespec::default();
     poll(&mut fds, Some(&now)).is_ok_and(|ready| ready > 0)
 }
 
-/// How a process that is waited for ended.
+/// How a watched process ended.
 enum WriterEnd {
     Known(ProcessEnd),
     /// The process was reaped before its status was read.
     StatusLost,
 }
 
-/// How a process ended; `None`: the process lives, or its status is not known yet.
+/// Returns how a process ended; `None` if it is running, or if its status may still become known.
 fn end_of(process: u32, pidfd: &OwnedFd, ended: &mut HashMap<u32, Instant>) -> Option<WriterEnd> {
     if !has_ended(pidfd) {
         return None;
@@ -207,11 +217,12 @@ fn end_of(process: u32, pidfd: &OwnedFd, ended: &mut HashMap<u32, Instant>) -> O
     let since = ended.entry(process).or_insert_with(Instant::now);
     let is_late = since.elapsed() > REAP_WAIT;
     match ProcEnd::read(process) {
-        // Older kernels tell no status by the pidfd: after a while that of the zombie counts.
-        // A failure is final, and counts at once: a program that is started again must not see what the failed one left.
+        // Older kernels give no status through the pidfd, so after a while the status of the zombie counts.
+        // A failure is final and counts at once: a program that is started again must not see the files of the failed
+        // one.
         ProcEnd::Exiting(end) if is_late || is_failure(end) => Some(WriterEnd::Known(end)),
         ProcEnd::Exiting(_) => None,
-        // The number is that of another process by now, or of none.
+        // The process was reaped; its number is unused or belongs to another process by now.
         ProcEnd::Running | ProcEnd::Gone => is_late.then_some(WriterEnd::StatusLost),
     }
 }
@@ -220,7 +231,7 @@ fn is_failure(end: ProcessEnd) -> bool {
     end != ProcessEnd::Exited(0)
 }
 
-/// What /proc/PID/stat says of the end of a process.
+/// The state of a process in /proc/PID/stat.
 enum ProcEnd {
     /// There is no such process.
     Gone,
@@ -234,13 +245,14 @@ impl ProcEnd {
         let Ok(text) = std::fs::read_to_string(format!("/proc/{process}/stat")) else {
             return Self::Gone;
         };
-        // The name of the program is in parentheses, and may have some itself.
+        // The name of the program is in parentheses and may contain parentheses itself.
         let fields = text.rsplit_once(')').map_or("", |(_, fields)| fields);
         let mut fields = fields.split_ascii_whitespace();
         let flags = fields.nth(6).and_then(|flags| flags.parse::<u64>().ok());
         let status = fields.next_back().and_then(|status| status.parse().ok());
         match (flags, status) {
-            // The first thread may have exited before the others were stopped. A signal that stops kills no process.
+            // The first thread may exit before the others are stopped. A stop signal as status does not mean that the
+            // process was killed.
             (Some(_), Some(libc::SIGSTOP..=libc::SIGTTOU)) => Self::Running,
             (Some(flags), Some(status)) if flags & EXITING != 0 => {
                 Self::Exiting(ProcessEnd::of_wait_status(status))

@@ -1,23 +1,25 @@
-//! Which processes are one job: those that were started by one process.
+//! Says which processes are one job: the processes that were started by one process.
 //!
-//! The job of a process is the number of its highest ancestor below what starts jobs: init, a shell at a terminal, a process of
-//! another user (sshd, a batch system). Ranks that mpirun or torchrun has started are one job; two runs from two terminals, from
-//! one shell at a terminal, or in the background after their shell has ended, are two.
+//! The number of a job is the process number of the highest ancestor below a process that starts jobs. Jobs are started
+//! by init, by a shell at a terminal, and by a process of another user (sshd, a batch system).
+//!
+//! So the ranks that mpirun or torchrun has started are one job. Two runs are two jobs if they come from two terminals,
+//! from one shell at a terminal, or run in the background after their shell has ended.
 
 use std::fs;
 
-/// Longer chains of ancestors are cut.
+/// Limit of ancestors that are followed; a longer chain ends there.
 const ANCESTORS_MAX: usize = 256;
 
-/// What /proc says of a process.
+/// The relations of a process to others, from /proc.
 struct Relation {
     parent: u32,
     user: u32,
-    /// It leads a session that has a terminal.
+    /// The process leads a session that has a terminal, as an interactive shell does.
     is_shell: bool,
 }
 
-/// The number of the job of a process; its own number where nothing is known of it.
+/// Returns the number of the job of a process; the process's own number if /proc does not have the process.
 pub(super) fn job_of(process: u32) -> u32 {
     let mut top = process;
     let Some(mut relation) = relation_of(process) else {
@@ -40,9 +42,10 @@ pub(super) fn job_of(process: u32) -> u32 {
     top
 }
 
+/// Reads the relations of a process from /proc; `None` if the process is gone or cannot be read.
 fn relation_of(process: u32) -> Option<Relation> {
     let stat = fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
-    // The name may have any characters, and ends with the last parenthesis.
+    // The name of the program may have any characters; the last parenthesis ends it.
     let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_ascii_whitespace().collect();
     let field = |index: usize| fields.get(index)?.parse::<i64>().ok();
     let (parent, session, terminal) = (field(1)?, field(3)?, field(4)?);

@@ -1,13 +1,19 @@
-//! Checkpoints that several hosts write: each host takes its part from step to step.
+//! Commits checkpoints that several hosts write: takes this host's part of each from step to step.
 //!
-//! One thread, `firn-rule-hosts`, looks at the ballots of the scopes that are open here, and does what
-//! [`firn_rules::joint::next_step`] says. It is the only one that calls the backing for that, so a backing that hangs holds up
-//! no close for longer than `participants-wait`.
+//! Terms
+//! * The *part* of a host is what its programs have changed in a scope (the names of one checkpoint).
+//! * The *ballot* of a scope is a directory in the backing with what each host says of its part, and the decision.
+//! * The *event* is the close, rename or unlink that completes a checkpoint by its rule.
+//! * A *top* is a name of the checkpoint in its directory.
+//!
+//! One thread, `firn-rule-hosts`, reads the ballots of the scopes that are open here, and takes the step that
+//! [`firn_rules::joint::next_step`] returns. Only this thread calls the backing for that. So a backing that hangs
+//! delays a close for at most `participants-wait`.
 //!
 //! Promises
-//! * A part is prepared while no program changes it, and as its host has said that it is.
-//! * A close, rename or unlink that is the event waits while the hosts commit, and not for a host that still writes. The first
-//!   change of the next checkpoint does, where both are in one transaction.
+//! * A part is prepared only while no program changes it, and only in the state that its host has published.
+//! * A close, rename or unlink that is the event waits while the hosts commit, but does not wait for a host that still
+//!   writes. The first change of the next checkpoint waits for that host too, if one transaction would have both.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -27,74 +33,76 @@ use super::{CommitRules, Transaction, name_of, shown};
 use crate::host_lease::LivingHosts;
 use crate::store::LoggableStore;
 
-/// Between looks at what other hosts say.
+/// Pauses between two reads of what other hosts have published.
 const LOOK_AGAIN: Backoff = Backoff::new(Duration::from_millis(2), Duration::from_millis(200));
-/// Between attempts to commit.
+/// Pauses between two attempts to commit.
 const TRY_AGAIN: Backoff = Backoff::new(Duration::from_millis(20), Duration::from_secs(5));
-/// Between looks whether they live.
+/// Pause between two checks whether other hosts are alive.
 const LIFE_AGAIN: Duration = Duration::from_secs(1);
-/// Ends of scopes that are remembered for those that wait for them.
+/// Limit of ended scopes whose result is kept for the threads that wait for it.
 const ENDS_MAX: usize = 1024;
 
-/// What `try-N` says.
+/// Content of the ballot's file `try-N`, which begins attempt N to commit.
 #[derive(Serialize, Deserialize)]
 struct Content {
-    /// What each host had said of its part.
+    /// The number of changes that each host has published for its part.
     changes: BTreeMap<String, u64>,
 }
 
-/// What `event` says.
+/// Content of the ballot's file `event`.
 #[derive(Serialize, Deserialize)]
 struct EventContent {
-    /// Names that tops got in their directory: from, to.
+    /// Renames of tops within their directory, each with the old and the new path.
     renamed: Vec<[BytePath; 2]>,
 }
 
-/// How the mount takes part with other hosts.
+/// What this mount needs to commit together with other hosts.
 pub(super) struct Hosts {
+    /// The name of this host.
     pub(super) name: String,
     pub(super) patience: Duration,
 }
 
-/// How a scope ended that several hosts wrote.
+/// How a scope that several hosts wrote has ended.
 #[derive(Clone, Copy)]
 pub(super) struct End {
     is_committed: bool,
-    /// The kernel knows its names.
+    /// The kernel has dropped what it cached of the scope's names.
     is_settled: bool,
 }
 
-/// What may be an event.
+/// What a program does that may complete a checkpoint.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum EventKind {
-    /// A close, which waits until the kernel knows all names.
+    /// A close. It waits until the kernel has dropped what it cached of the names.
     Close,
-    /// A change of a name: the kernel has the directory locked until it is answered, so names are told it after that.
+    /// A change of a name. The kernel locks the directory until the change is answered, so its cache is cleared
+    /// afterwards.
     Name,
-    /// The first change of the next checkpoint, which waits also for a host that still writes.
+    /// The first change of the next checkpoint. It waits also for a host that still writes.
     Next,
 }
 
-/// What is known of one scope.
+/// What this host knows of one scope.
 #[derive(Default)]
 pub(super) struct Joint {
-    /// The attempt that this host is prepared for, and since when.
+    /// The attempt that this host is prepared for, and when it was prepared.
     prepared: Option<(u64, Instant)>,
-    /// What the commit waits for.
+    /// What the commit waits for, for the status.
     pub(super) waits_for: Option<String>,
-    /// What is waited for was found after the event was known.
+    /// All hosts have published their state since the event, and the commit still waits for one of them.
     is_answered: bool,
     /// The last attempt was refused.
     is_refused: bool,
-    /// Tops have the names that the event gives them.
+    /// The tops have the names that the event gives them.
     has_followed: bool,
-    /// A step has failed.
+    /// A step has failed; the failure was logged.
     is_failing: bool,
-    /// When this host began an attempt.
+    /// When this host last began an attempt.
     tried: Option<Instant>,
 }
 
-/// What the thread knows from one round to the next.
+/// What the thread remembers from one round to the next: dead hosts, and when they were last checked.
 struct Round {
     living: Option<LivingHosts>,
     dead: BTreeSet<String>,
@@ -102,7 +110,8 @@ struct Round {
 }
 
 impl Round {
-    /// Which of some hosts are gone.
+    /// Returns which of `hosts` are dead. They are checked again at most once in [`LIFE_AGAIN`]; this host counts as
+    /// alive.
     fn dead_among(&mut self, rules: &CommitRules, hosts: &BTreeSet<String>) -> BTreeSet<String> {
         let own = rules.hosts.as_ref().map(|hosts| hosts.name.as_str());
         let is_due = self.looked.is_none_or(|at| at.elapsed() > LIFE_AGAIN);
@@ -120,6 +129,7 @@ impl Round {
         self.dead.intersection(hosts).cloned().collect()
     }
 
+    /// Returns whether a host has its lease. The leases are opened by the first call.
     fn is_living(&mut self, rules: &CommitRules, host: &str) -> Result<bool, Errno> {
         if self.living.is_none() {
             let own = rules.hosts.as_ref().map_or("", |hosts| &hosts.name);
@@ -134,7 +144,8 @@ impl Round {
 }
 
 impl CommitRules {
-    /// Takes scopes of several hosts from step to step, until [`CommitRules::stop`].
+    /// Takes scopes of several hosts from step to step, until [`CommitRules::stop`]. This is the main function of the
+    /// thread.
     pub(crate) fn watch_hosts(&self) {
         let mut round = Round {
             living: None,
@@ -174,17 +185,19 @@ impl CommitRules {
         }
     }
 
-    /// Whether several hosts write a checkpoint together.
+    /// Returns whether several hosts write checkpoints together in this mount.
     pub(crate) fn has_hosts(&self) -> bool {
         self.hosts.is_some()
     }
 
+    /// Makes the thread look at all scopes at once.
     pub(super) fn wake_hosts(&self) {
         self.table.lock().is_woken = true;
         self.changed.notify_all();
     }
 
-    /// One step of one scope; whether it went on.
+    /// Takes one step of one scope, and returns whether a step was taken. A failure is logged once, and shown in the
+    /// status.
     fn take_step(&self, scope: ScopeNumber, round: &mut Round) -> bool {
         match self.try_step(scope, round) {
             Ok(went_on) => went_on,
@@ -200,12 +213,15 @@ impl CommitRules {
         }
     }
 
+    /// Reads the ballot of a scope and takes the next step. Returns whether a step was taken; `false` means that it
+    /// waits.
     fn try_step(&self, scope: ScopeNumber, round: &mut Round) -> Result<bool, TransactionError> {
         let Some(transaction) = self.table.lock().scopes.get(&scope).cloned() else {
             return Ok(false);
         };
         let ballots = &self.gate.store().names_ballots;
         let Some(ballot) = ballots.find(&transaction.key)? else {
+            // Another host has aborted the checkpoint and removed the ballot, so the part here is aborted too.
             self.end_joint(
                 scope,
                 &transaction,
@@ -226,7 +242,7 @@ impl CommitRules {
             Step::Wait(what) => {
                 let mut table = self.table.lock();
                 let joint = table.joint.entry(scope).or_default();
-                // This host's machine says which event.
+                // The commit rule of this host tells the status more exactly which event is missing.
                 joint.waits_for = Some(what).filter(|what| what != EVENT);
                 let answered = view
                     .joined
@@ -261,7 +277,7 @@ impl CommitRules {
             }
             Step::Reopen(_) => self.reopen(scope, &transaction)?,
             Step::Apply => {
-                // One host removes what a rule does not keep; where it dies, another one does after the next commit.
+                // One host removes the checkpoints beyond `keep=N`. If it dies, another does so after the next commit.
                 let is_first = view.joined.first() == self.hosts.as_ref().map(|own| &own.name);
                 self.apply_joint(scope, &transaction, is_first)?;
             }
@@ -273,6 +289,7 @@ impl CommitRules {
         Ok(true)
     }
 
+    /// Returns what this host publishes of the event: the renames of its tops.
     fn event_of(&self, scope: ScopeNumber) -> EventContent {
         let renamed = self.table.lock().machine.renamed_tops(scope);
         let paths = |[from, to]: [Vec<u8>; 2]| [from.as_slice().into(), to.as_slice().into()];
@@ -281,7 +298,8 @@ impl CommitRules {
         }
     }
 
-    /// Gives the tops of this host's part the names that the host with the event gave to its own.
+    /// Renames the tops of this host's part as the host with the event has renamed its own. Each event is followed
+    /// once.
     fn follow_renames(
         &self,
         scope: ScopeNumber,
@@ -305,6 +323,7 @@ impl CommitRules {
         Ok(())
     }
 
+    /// Renames one top in the name of the program that wrote it, so that the commit rule sees the change.
     fn rename_top(
         &self,
         writer: Writer,
@@ -335,6 +354,7 @@ impl CommitRules {
             table
                 .machine
                 .after(writer.process, &operation, entered.scope, renamed.is_ok());
+        // A program that has ended reports no more ends: the machine hears its end again after the rename.
         if !writer.is_living {
             more.extend(table.machine.exited(writer.process, Ending::Success));
         }
@@ -345,6 +365,7 @@ impl CommitRules {
         Ok(renamed?)
     }
 
+    /// Returns the state of this host's part and the next step of the scope; `None` if this host has no part in it.
     fn find_step(
         &self,
         scope: ScopeNumber,
@@ -364,7 +385,7 @@ impl CommitRules {
         Some((own, step))
     }
 
-    /// What has failed is tried again after longer and longer pauses.
+    /// Returns whether attempt `number` may begin now. After a failed attempt the pauses grow.
     fn may_try(&self, scope: ScopeNumber, number: u64) -> bool {
         let pause = TRY_AGAIN.after(u32::try_from(number).unwrap_or(u32::MAX));
         let mut table = self.table.lock();
@@ -376,6 +397,7 @@ impl CommitRules {
         true
     }
 
+    /// Prepares this host's part for attempt `number` and publishes it. A failure gives the attempt up for all hosts.
     fn publish_part(
         &self,
         scope: ScopeNumber,
@@ -384,13 +406,15 @@ impl CommitRules {
         own: &OwnPart,
         ballot: &NamesBallot<'_, LoggableStore>,
     ) -> Result<(), TransactionError> {
-        // A failure is a change, of which the other hosts hear.
+        // A failure of a program counts as a change of the part, so the other hosts must see it before the part is
+        // prepared.
         self.note_failures(scope);
         let begun = self
             .table
             .lock()
             .machine
             .begin_attempt(scope, own.state.changes);
+        // A change after the state was published would not be in what the hosts agree on.
         if !begun {
             let why = "its programs have changed more".to_owned();
             return Ok(ballot.give_up(number, why)?);
@@ -412,6 +436,7 @@ impl CommitRules {
         Ok(())
     }
 
+    /// Compares what the hosts wrote, and publishes whether two of them conflict.
     fn judge(
         &self,
         attempt: &Attempt,
@@ -434,6 +459,7 @@ impl CommitRules {
         Ok(())
     }
 
+    /// Opens this host's part again after an attempt was given up, so that its programs may go on.
     fn reopen(
         &self,
         scope: ScopeNumber,
@@ -453,6 +479,7 @@ impl CommitRules {
         Ok(())
     }
 
+    /// Commits this host's part after the hosts have decided so, and reports the end to the threads that wait.
     fn apply_joint(
         &self,
         scope: ScopeNumber,
@@ -470,7 +497,8 @@ impl CommitRules {
             Some(Found::Open(_)) => Err(Errno::STALE.into()),
             None => Ok(()),
         };
-        // Where only the others could not be told, that is tried again.
+        // If the part itself is applied and only the message to other hosts failed, the thread sends that message again
+        // later.
         if found().is_some() {
             applied?;
         }
@@ -483,7 +511,8 @@ impl CommitRules {
         more.retain(|action| may_rotate || !matches!(action, Action::Rotate { .. }));
         table.note_end(scope, true);
         self.publish(table);
-        // A rename that was the event has the kernel's lock of the directory until it is answered.
+        // A rename that was the event holds the kernel's lock of the directory until it is answered, so the end is
+        // published first.
         self.forget_names(transaction);
         self.table.lock().settle(scope);
         self.changed.notify_all();
@@ -495,7 +524,7 @@ impl CommitRules {
         Ok(())
     }
 
-    /// Drops this host's part.
+    /// Aborts this host's part, and reports the end to the threads that wait.
     fn end_joint(
         &self,
         scope: ScopeNumber,
@@ -505,7 +534,8 @@ impl CommitRules {
     ) {
         let mut table = self.table.lock();
         table.machine.note_aborting(scope);
-        // A rename that was the event has the kernel's lock of the directory until it is answered.
+        // A rename that was the event holds the kernel's lock of the directory until it is answered, so the end is
+        // published first.
         table.note_end(scope, false);
         drop(table);
         self.changed.notify_all();
@@ -521,8 +551,10 @@ impl CommitRules {
         self.abort(scope, &reason);
     }
 
-    /// Waits for what becomes of scopes whose event this host has seen: until they are committed, aborted, or wait for a host
-    /// that still writes.
+    /// Waits for the result of scopes whose event this host has seen, for at most `participants-wait`.
+    ///
+    /// Returns `Ok` if each scope is committed, or waits for a host that still writes. Fails with EIO if one is aborted
+    /// or refused, and with ETIMEDOUT after the wait.
     pub(super) fn await_hosts(
         &self,
         scopes: &[ScopeNumber],
@@ -562,7 +594,10 @@ impl CommitRules {
         Ok(())
     }
 
-    /// The begin of a scope whose last commit other hosts have not ended: whether to try it again.
+    /// Returns whether a begin is to be tried again that failed because other hosts have not finished the scope's last
+    /// commit.
+    ///
+    /// Removes what dead hosts have left of it, and sleeps 20 ms. The answer is false after `participants-wait`.
     pub(super) fn may_begin_again(
         &self,
         error: &TransactionError,
@@ -596,14 +631,14 @@ impl CommitRules {
 }
 
 impl super::Table {
-    /// The kernel knows its names.
+    /// Notes that the kernel has dropped what it cached of the scope's names.
     fn settle(&mut self, scope: ScopeNumber) {
         if let Some(end) = self.ends.get_mut(&scope) {
             end.is_settled = true;
         }
     }
 
-    /// For those that wait for it.
+    /// Keeps the result of a scope for the threads that wait for it; the oldest results are dropped.
     pub(super) fn note_end(&mut self, scope: ScopeNumber, is_committed: bool) {
         self.joint.remove(&scope);
         let end = End {
@@ -617,6 +652,7 @@ impl super::Table {
     }
 }
 
+/// Turns what the ballot says into the input of [`next_step`].
 fn look_of(view: &NamesView<HostState, Content>) -> Look {
     let attempt = view.attempt.as_ref().map(|attempt| Attempt {
         number: attempt.number,

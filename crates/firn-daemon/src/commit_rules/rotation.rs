@@ -1,8 +1,9 @@
-//! `keep=N` of a rule: what is complete and old goes, once a newer checkpoint is durable.
+//! `keep=N` of a rule: removes old complete checkpoints once a newer one is durable.
 //!
-//! The thread of the rules does it, so no program waits for it. All files of a checkpoint go in one transaction of its names: a
-//! firnd that is killed meanwhile leaves it whole or gone. The files go by the engine's own unlink, so a program that has one
-//! open reads on.
+//! The thread of the rules does this, so no program waits. All files of a checkpoint are removed in one transaction of
+//! its names: if firnd is killed meanwhile, the checkpoint is either complete or gone.
+//!
+//! The files are removed by the engine's unlink, so a program that has one open can still read it.
 
 use std::collections::BTreeSet;
 use std::ffi::{OsStr, OsString};
@@ -15,7 +16,7 @@ use firn_transact::machine::Pending;
 
 use super::{CommitRules, Transaction, errno_of, name_of, shown};
 
-/// A directory of the mount, for as long as the engine counts a look-up of it.
+/// An object of the mount that was looked up. Its drop gives the look-up back to the engine.
 struct Looked<'a> {
     rules: &'a CommitRules,
     inode: InodeId,
@@ -29,12 +30,13 @@ impl Drop for Looked<'_> {
     }
 }
 
-/// A name in a directory.
+/// A name in a directory, and the kind of object that it names.
 struct Listed {
     name: OsString,
     kind: Kind,
 }
 
+/// Returns the path of `name` in `dir`.
 fn join(dir: &[u8], name: &OsStr) -> Vec<u8> {
     let mut path = dir.to_vec();
     if !path.is_empty() {
@@ -45,7 +47,8 @@ fn join(dir: &[u8], name: &OsStr) -> Vec<u8> {
 }
 
 impl CommitRules {
-    /// Removes what is old in each directory where something was committed.
+    /// Removes old checkpoints in each directory where a checkpoint was committed. A failure is logged, and the
+    /// checkpoints stay until the next commit.
     pub(super) fn rotate(&self) {
         loop {
             let Some((rule, dir)) = self.table.lock().rotations.pop_first() else {
@@ -58,6 +61,7 @@ impl CommitRules {
         }
     }
 
+    /// Removes the old checkpoints of one rule in one directory.
     fn rotate_in(&self, rule: usize, dir: &[u8]) -> Result<(), Errno> {
         let found = self.find_dir(dir)?;
         let mut names: Vec<LocatedPath> = Vec::new();
@@ -74,13 +78,14 @@ impl CommitRules {
         self.carry_out(actions)
     }
 
-    /// The name in `dir` that a link there leads to, or below.
+    /// Returns the path in `dir` that a link there leads to or into; `None` if the link cannot be read.
     fn first_name_of_link(&self, dir: &Looked<'_>, path: &[u8], name: &OsStr) -> Option<Vec<u8>> {
         let link = self.look_up(dir.inode, name).ok()?;
         let target = self.gate.engine().namespace.readlink(link.inode).ok()?;
         let mut parts = target.split(|byte| *byte == b'/');
         let first = parts.find(|part| !matches!(*part, b"" | b"."))?;
-        // An absolute link is one whose last name is that of a checkpoint.
+        // The target of an absolute link is outside of this mount's paths; its last name is taken as that of a
+        // checkpoint.
         let is_absolute = target.starts_with(b"/");
         let first = if is_absolute {
             target.rsplit(|byte| *byte == b'/').next()?
@@ -98,6 +103,7 @@ impl CommitRules {
         })
     }
 
+    /// Looks up the directory at `path`.
     fn find_dir(&self, path: &[u8]) -> Result<Looked<'_>, Errno> {
         let mut at = Looked {
             rules: self,
@@ -112,6 +118,7 @@ impl CommitRules {
         Ok(at)
     }
 
+    /// Lists a directory. A kind that the listing lacks is looked up.
     fn list(&self, dir: InodeId) -> Result<Vec<Listed>, Errno> {
         let namespace = &self.gate.engine().namespace;
         let handle = namespace.open_dir(dir)?;
@@ -140,7 +147,7 @@ impl CommitRules {
         Ok(listed)
     }
 
-    /// Removes a complete checkpoint, in a transaction of its own.
+    /// Removes a complete checkpoint in a transaction of its own, and counts the removal or the failure.
     pub(super) fn remove(
         &self,
         scope: ScopeNumber,
@@ -150,7 +157,7 @@ impl CommitRules {
         let paths: BTreeSet<Vec<u8>> = tops.into_iter().collect();
         let removed = self.remove_names(scope, rule, (&paths, key));
         if removed.is_ok() && self.has_hosts() {
-            // It is counted once the hosts have committed it.
+            // With several hosts the removal is counted when the hosts have committed it.
             self.wake_hosts();
             return Ok(());
         }
@@ -174,6 +181,7 @@ impl CommitRules {
         removed.and_then(|()| self.carry_out(more))
     }
 
+    /// Removes the names of a checkpoint in a transaction, and commits it, or aborts it after a failure.
     fn remove_names(
         &self,
         scope: ScopeNumber,
@@ -218,8 +226,10 @@ impl CommitRules {
         removed.and(ended.map_err(|error| errno_of(&error)))
     }
 
-    /// With several hosts a removal is a scope of its own, whose part this host alone has: one that is about to change a file
-    /// of the checkpoint takes part, too, and then it is a conflict.
+    /// Proposes a removal to the other hosts. It is a scope of its own, in which this host alone has a part.
+    ///
+    /// A host that changes a file of the checkpoint meanwhile takes part too; the result is a conflict, and the
+    /// checkpoint stays.
     fn propose_removal(&self, scope: ScopeNumber, transaction: &Transaction) {
         let mut table = self.table.lock();
         table.scopes.insert(scope, transaction.clone());
@@ -227,6 +237,7 @@ impl CommitRules {
         self.publish(table);
     }
 
+    /// Removes the trees of some names in a directory. A name that is gone already counts as removed.
     fn remove_trees(&self, dir: &[u8], names: &[OsString]) -> Result<(), Errno> {
         let dir = self.find_dir(dir)?;
         for name in names {
@@ -245,6 +256,7 @@ impl CommitRules {
         Ok(())
     }
 
+    /// Removes an object, and what is below it if it is a directory.
     fn remove_tree(
         &self,
         parent: InodeId,

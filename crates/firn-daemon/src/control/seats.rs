@@ -1,12 +1,14 @@
-//! The clients connected to the control socket, and which one goes when one more comes.
+//! The connections of the control socket, and which one is closed when another one comes.
+//!
+//! Each connection has a *seat*. A seat is ordinary, or belongs to a reserve for short requests.
 //!
 //! Promises
-//! * At most [`ORDINARY`] connections are served, and [`RESERVE`] more that ask for nothing but what [`is_short`]
+//! * At most [`ORDINARY`] connections are served, and [`RESERVE`] more whose requests are those that [`is_short`]
 //!   names.
-//! * A connection goes only while it is idle: no request of it is being answered, it holds nothing, and whatever it
-//!   has sent since its last answer is not carried out.
+//! * A connection is closed only while it is idle: no request of it is being answered, and it holds nothing. What it
+//!   has sent since its last reply is not carried out.
 //!
-//! Nothing here touches a socket: the connection that has to go is handed to the caller, which tells it without the
+//! This module touches no socket. The caller gets the connection to close, and tells its client without holding the
 //! lock.
 
 use std::collections::BTreeMap;
@@ -17,15 +19,16 @@ use firn_protocol::{Holder, Request};
 use firn_workers::Class;
 use parking_lot::Mutex;
 
-/// Connections for everything.
+/// Limit of connections for all requests.
 pub(super) const ORDINARY: usize = 64;
-/// Further ones for [`is_short`] requests, so that clients that fill the others cannot prevent a status or an unmount.
+/// Limit of further connections for [`is_short`] requests, so that clients with all other connections cannot prevent a
+/// status or an unmount.
 pub(super) const RESERVE: usize = 8;
 const _: () = assert!(ORDINARY + RESERVE <= Class::ControlClient.threads_max());
-/// Processes that a refusal names: those with the most connections.
+/// Limit of processes that a refusal names: those with the most connections.
 const HOLDERS_MAX: usize = 8;
 
-/// What the reserve is for.
+/// Returns whether a request may be answered on a seat of the reserve.
 fn is_short(request: &Request) -> bool {
     matches!(
         request,
@@ -33,7 +36,7 @@ fn is_short(request: &Request) -> bool {
     )
 }
 
-/// A connection that has lost its seat, and is to get its refusal and be closed.
+/// A connection that has lost its seat. Its client is to be told, and then it is to be closed.
 pub(super) type Leaving = Arc<UnixStream>;
 
 /// The connections of one socket.
@@ -41,47 +44,50 @@ pub(super) type Leaving = Arc<UnixStream>;
 pub(super) struct Seats(Mutex<Table>);
 
 #[derive(Default)]
+/// The seats by connection number.
 struct Table {
     seats: BTreeMap<u64, Seat>,
-    /// Seats given so far.
+    /// Number of seats given since the start.
     given: u64,
-    /// Connections that came and requests that were read so far: the order in which connections were heard.
+    /// Number of connections and requests since the start; it orders the connections by their last activity.
     heard: u64,
 }
 
+/// The seat of one connection.
 struct Seat {
     stream: Arc<UnixStream>,
-    /// 0: in a PID namespace that firnd does not see.
+    /// Process number of the client; 0 if its PID namespace is not visible to firnd.
     pid: u32,
     of_reserve: bool,
     state: State,
-    /// When it came or was last asked something. Not when it was last answered: the threads that answer come back in
+    /// Order of the connection's start or last request. The time of a reply does not count, because threads finish in
     /// any order.
     heard: u64,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum State {
-    /// Nothing of it is under way.
+    /// No request is under way, and nothing is held.
     Idle,
     /// A request is being answered.
     Busy,
-    /// It waits for nothing, but what it holds would end with it.
+    /// No request is under way, but the end of the connection would end what it holds.
     Holding,
 }
 
-/// Whether a request may be answered.
+/// Whether a request that was read may be answered.
 pub(super) enum Turn {
-    /// Yes; another connection may have to go for it.
+    /// The request may be answered; the given connection is to be closed for it.
     Granted(Option<Leaving>),
-    /// The connection has lost its seat: whatever was read from it counts as not sent.
+    /// The connection has lost its seat, so what was read from it counts as not sent.
     Lost,
-    /// There is no ordinary seat for it.
+    /// No ordinary seat is free; the processes that have the seats are given.
     Refused(Vec<Holder>),
 }
 
 impl Seats {
-    /// A seat for a connection, and the connection that has to go for it; else the holders of all seats.
+    /// Returns the number of a new connection, and the connection to close for it. The error names the holders of all
+    /// seats.
     pub(super) fn take(
         &self,
         stream: &Arc<UnixStream>,
@@ -108,7 +114,9 @@ impl Seats {
         Ok((id, leaving))
     }
 
-    /// A request of this connection was read.
+    /// Notes that a request of a connection was read, and returns whether it may be answered.
+    ///
+    /// A connection of the reserve that sends a long request gets an ordinary seat if one is free.
     pub(super) fn begin(&self, id: u64, request: &Request) -> Turn {
         let mut table = self.0.lock();
         let heard = table.hear();
@@ -132,7 +140,7 @@ impl Seats {
         Turn::Granted(leaving)
     }
 
-    /// Its answer has left.
+    /// Notes that the reply was sent; `holds` says whether the connection holds something.
     pub(super) fn end(&self, id: u64, holds: bool) {
         let mut table = self.0.lock();
         let state = if holds { State::Holding } else { State::Idle };
@@ -141,19 +149,21 @@ impl Seats {
         }
     }
 
-    /// The connection ended.
+    /// Frees the seat of a connection that ended.
     pub(super) fn leave(&self, id: u64) {
         self.0.lock().seats.remove(&id);
     }
 }
 
 impl Table {
+    /// Returns the next number in the order of activity.
     fn hear(&mut self) -> u64 {
         self.heard += 1;
         self.heard
     }
 
-    /// Room for one more: `None` if there is none, else the connection that has to go for it, the longest idle.
+    /// Makes room for one more connection. `None`: there is no room. `Some(None)`: a seat is free. `Some(Some(_))`: the
+    /// connection that was idle longest has lost its seat.
     fn room(&mut self, of_reserve: bool) -> Option<Option<Leaving>> {
         let limit = if of_reserve { RESERVE } else { ORDINARY };
         let of_kind = || {
@@ -169,6 +179,7 @@ impl Table {
         Some(self.seats.remove(&id).map(|seat| seat.stream))
     }
 
+    /// Returns the processes with the most connections.
     fn holders(&self) -> Vec<Holder> {
         let mut counts = BTreeMap::<u32, u32>::new();
         for seat in self.seats.values() {

@@ -1,4 +1,12 @@
-//! Requests about stubs, for which there is no kernel to go to.
+//! Answers requests about stubs, which firnd alone serves: the kernel cannot answer them instead.
+//!
+//! Promises
+//! * An append is stored in one place. If firnd is killed in it, the next firnd completes it or reports EIO; it
+//!   never stores bytes twice.
+//! * With other hosts, an append goes to the end that the file has on all hosts.
+//!
+//! Race: firnd may be killed during an append. It notes its progress behind the bytes that the client gave as a file,
+//! and the next firnd reads that note when the client sends the request again.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -21,7 +29,7 @@ use zerocopy::IntoBytes;
 
 use super::Answer;
 
-/// Whether a request is one of those.
+/// Returns whether a request is about a stub.
 pub(super) fn is_op(op: Op) -> bool {
     use Op::*;
     matches!(
@@ -30,22 +38,22 @@ pub(super) fn is_op(op: Op) -> bool {
     )
 }
 
-/// One request.
+/// What a request about a stub is answered with.
 pub(super) struct Call<'a, B: Backing> {
     pub tree: &'a Arc<Tree<B>>,
     pub engine: &'a Arc<Engine<B>>,
-    /// None where this host alone appends.
+    /// Locks of the ends of files; `None` if this host alone appends.
     pub file_locks: Option<&'a FileLocks>,
     pub client: ClientId,
 }
 
-/// Bytes that an append reads at once where they come as a file.
+/// Number of bytes that an append reads at a time from a file of the client.
 const APPEND_STEP_BYTES: usize = 1 << 20;
 
-/// What an append is given.
+/// The bytes of an append.
 enum AppendSource<'a> {
     Packet(&'a [u8]),
-    /// The first bytes of a file in memory that the client has just made, and an [`AppendProgress`] behind them.
+    /// Bytes at the start of a memory file that the client has just made; an [`AppendProgress`] follows them.
     File(OwnedFd, u64),
 }
 
@@ -57,7 +65,7 @@ impl AppendSource<'_> {
         }
     }
 
-    /// Bytes from offset `skip` on, `most` at most; `room` is for those of a file.
+    /// Returns at most `most` bytes from offset `skip` on. `room` is the buffer for bytes that are read from a file.
     fn part<'p>(&'p self, skip: u64, most: u64, room: &'p mut Vec<u8>) -> Result<&'p [u8], Errno> {
         match self {
             Self::Packet(bytes) => {
@@ -72,7 +80,7 @@ impl AppendSource<'_> {
         }
     }
 
-    /// What an earlier firnd noted that was killed before it answered.
+    /// Returns the progress that an earlier firnd noted before it was killed; zeros if there is none.
     fn progress(&self) -> Result<AppendProgress, Errno> {
         let mut noted = AppendProgress::default();
         if let Self::File(file, len) = self {
@@ -84,7 +92,7 @@ impl AppendSource<'_> {
         Ok(noted)
     }
 
-    /// Notes how far the append came, for the firnd that is mounted next.
+    /// Notes how far the append came, for the next firnd if this one is killed.
     fn note_progress(&self, place: u64, count: Option<u64>) -> Result<(), Errno> {
         if let Self::File(file, len) = self {
             let noted = AppendProgress {
@@ -97,16 +105,16 @@ impl AppendSource<'_> {
     }
 }
 
-/// Where an append begins that may have been made before.
+/// Where an append begins, if an earlier firnd may have made part of it.
 enum AppendStart {
-    /// `done` bytes of it are at `place`.
+    /// `done` bytes are stored at offset `place`.
     Unfinished { place: u64, done: u64 },
-    /// All that was taken is there.
+    /// The append is complete: `count` bytes are stored at offset `place`.
     Finished { place: u64, count: u64 },
 }
 
 impl<B: Backing> Call<'_, B> {
-    /// `None`: the request makes no sense.
+    /// Returns the answer to a request; `None` if the request is invalid.
     pub(super) fn answer(
         &self,
         op: Op,
@@ -157,7 +165,8 @@ impl<B: Backing> Call<'_, B> {
             }),
             Op::Append => {
                 let source = match given {
-                    // Not one of a server, which could have this thread wait with the lock of the stub's file.
+                    // A file of a server could make this thread wait with the stub's file locked. Only a memory file
+                    // has seals.
                     Some(file) if fcntl_get_seals(&file).is_err() => return None,
                     Some(file) => AppendSource::File(file, u64::from(len)),
                     None => AppendSource::Packet(data),
@@ -186,6 +195,7 @@ impl<B: Backing> Call<'_, B> {
         Some(done.unwrap_or_else(failed))
     }
 
+    /// Opens a stub whose descriptor the client gives. A file of another tree is answered with a bad token.
     fn adopt(&self, given: OwnedFd, flags: i32, again: bool) -> Answer {
         match self.tree.adopt(self.client, given, flags, again) {
             Ok(adopted) => Reply {
@@ -199,6 +209,7 @@ impl<B: Backing> Call<'_, B> {
         }
     }
 
+    /// Reads at most `len` bytes at offset `at`.
     fn read(&self, handle: HandleId, at: u64, len: usize) -> Answer {
         let mut bytes = vec![0; len];
         match self.engine.read(handle, at, &mut bytes) {
@@ -217,7 +228,7 @@ impl<B: Backing> Call<'_, B> {
         }
     }
 
-    /// Changes a file together with others that do, but not while an append is under way.
+    /// Runs a change of a file, which may run beside other changes but not beside an append.
     fn with_others<T>(
         &self,
         handle: HandleId,
@@ -233,8 +244,10 @@ impl<B: Backing> Call<'_, B> {
         Ok(taken(count as u64, at))
     }
 
-    /// Writes at the end of the file, where nothing else comes in between. What firnd has no room for at last is not
-    /// taken: the reply counts the bytes that are stored, and an error means that none is.
+    /// Writes at the end of the file; no other change comes in between.
+    ///
+    /// The reply counts the bytes that are stored, which are fewer if the arena or the backing becomes full. An error
+    /// means that no byte is stored.
     fn append(
         &self,
         handle: HandleId,
@@ -262,7 +275,7 @@ impl<B: Backing> Call<'_, B> {
         while done < total {
             let part = source.part(done, total - done, &mut room);
             match part.and_then(|part| self.write_at(handle, place + done, part)) {
-                // The client has made its file shorter.
+                // The client has truncated the file that holds its bytes.
                 Ok(0) => break,
                 Ok(count) => done += count as u64,
                 Err(errno) => {
@@ -271,7 +284,8 @@ impl<B: Backing> Call<'_, B> {
                 }
             }
         }
-        // The room for it was taken above. Where it cannot be noted all the same, the answer says it.
+        // The note cannot fail for lack of space, because the first note took it. If it fails, the reply still has the
+        // result.
         let _ = source.note_progress(place, Some(done));
         match failed {
             Err(errno) if done == 0 => Err(errno),
@@ -279,7 +293,7 @@ impl<B: Backing> Call<'_, B> {
         }
     }
 
-    /// The same at the end that the file has on all hosts: all of the bytes are stored, or an error is returned.
+    /// Writes at the end that the file has on all hosts: all bytes are stored, or an error is returned.
     fn append_for_all_hosts(
         &self,
         locks: &FileLocks,
@@ -290,7 +304,8 @@ impl<B: Backing> Call<'_, B> {
         let noted = source.progress()?;
         match (noted.place.checked_sub(1), noted.count.checked_sub(1)) {
             (Some(place), Some(count)) => return Ok(taken(count, place)),
-            // A firnd that was killed may have stored it, and others may have appended since.
+            // An earlier firnd was killed in the append. It may have stored the bytes, and other hosts may have
+            // appended since.
             (Some(_), None) => return Err(Errno::IO),
             (None, _) => {}
         }
@@ -299,12 +314,12 @@ impl<B: Backing> Call<'_, B> {
         while (data.len() as u64) < source.len() {
             let done = data.len() as u64;
             match source.part(done, source.len() - done, &mut room)? {
-                // The client has made its file shorter.
+                // The client has truncated the file that holds its bytes.
                 [] => break,
                 part => data.extend_from_slice(part),
             }
         }
-        // Other processes do not know a stub that has no file in the backing yet.
+        // Other processes can find the file only by its name in the backing.
         self.tree.sync_open_name(handle)?;
         let file = self.engine.open_files.number_of(handle)?;
         let ticket = locks.next_ticket();
@@ -324,7 +339,7 @@ impl<B: Backing> Call<'_, B> {
             locks.register(ticket, done);
             locks.acquire(ticket, wanted, true);
         })?;
-        // Where it goes is known when it is there.
+        // The offset is known only after the append, so the first note has offset 0.
         let appended = source
             .note_progress(0, None)
             .and_then(|()| self.engine.append_known(handle, &data, size_max, None));
@@ -338,14 +353,15 @@ impl<B: Backing> Call<'_, B> {
         Ok(taken(len, offset))
     }
 
-    /// Writes some of the bytes, one at least where there are any; waits for room where there is none.
+    /// Writes some of the bytes, at least one unless `data` is empty. Waits while the arena is full.
     fn write_at(&self, handle: HandleId, at: u64, data: &[u8]) -> Result<usize, Errno> {
         let mut swept = false;
         loop {
             match self.engine.write(handle, at, data, None)? {
                 Written::Bytes(n) => return Ok(n),
                 Written::Full if !swept => {
-                    // What was removed in the tree frees its room only now.
+                    // Files that were removed from the tree free their space only in a sweep, so one is made before the
+                    // wait.
                     swept = true;
                     self.tree.sweep()?;
                 }
@@ -362,6 +378,7 @@ impl<B: Backing> Call<'_, B> {
         self.engine.sync_file(handle, data_only)
     }
 
+    /// Closes a handle and waits for its drain as the close policy says. The handle is closed even if that fails.
     fn release(&self, handle: HandleId) -> Result<(), Errno> {
         let named = if self.engine.options().close == ClosePolicy::Drain {
             self.tree.sync_open_name(handle)
@@ -380,9 +397,10 @@ impl<B: Backing> Call<'_, B> {
     }
 }
 
-/// Finds where an append begins: at the end of the file, unless a firnd that was killed has stored some of it. With the file
-/// locked, so that one found nothing else behind what it stored; what others did since, the size tells. `total`: bytes
-/// that an append to a place has.
+/// Returns where an append begins: at the end of the file, or after the bytes that a killed firnd has stored.
+///
+/// The caller has the file locked for appends. `end` is the size now, and `total` returns the number of bytes that an
+/// append at an offset may store.
 fn find_start(
     source: &AppendSource<'_>,
     changes: &Changes,
@@ -412,12 +430,12 @@ fn find_start(
     match done {
         0 => Ok(anew),
         _ if end == first_size => Ok(AppendStart::Unfinished { place, done }),
-        // Others were faster: its first part stands before what they wrote.
+        // Another change came after the first part of the append, so the rest cannot be stored in one place with it.
         _ => Err(Errno::IO),
     }
 }
 
-/// Counts how long a call took.
+/// Runs `call` and adds its duration to a histogram.
 fn timed<T>(histogram: &TimeHistogram, call: impl FnOnce() -> T) -> T {
     let began = Instant::now();
     let result = call();
@@ -429,7 +447,7 @@ fn ok() -> Answer {
     Answer::status(Status::Ok)
 }
 
-/// Bytes that were written, and where.
+/// Returns the reply to a write of `count` bytes at offset `at`.
 fn taken(count: u64, at: u64) -> Answer {
     Reply {
         count: count as u32,
@@ -460,7 +478,7 @@ fn attr_answer(attr: StubAttr) -> Answer {
     .into()
 }
 
-/// Waits for something that calls back.
+/// Calls `begin` with a callback, and waits until it is called.
 fn wait(begin: impl FnOnce(Done)) -> Result<(), Errno> {
     let (sender, receiver) = mpsc::channel();
     begin(Box::new(move |result| {

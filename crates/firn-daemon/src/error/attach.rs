@@ -1,4 +1,4 @@
-//! What a mount or a recovery may find when it attaches an arena to its backing.
+//! The errors of attaching an arena to its backing, which a mount and a recovery do.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -19,7 +19,7 @@ use firn_trust::TrustError;
 use crate::error::{BUSY, FAILED, LaneFault, MapFault, NOT_FIRN, USAGE, arena_code};
 use crate::process;
 
-/// Why an arena is not attached to its backing.
+/// Why an arena cannot be attached to its backing.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs, reason = "each text says what the variant is")]
 pub enum AttachError {
@@ -128,7 +128,7 @@ pub enum AttachError {
     TokenEndpoints(EtcdError),
     #[error("transactions of an earlier firnd: {0}")]
     Transactions(TransactionError),
-    /// Something in the place of what is Firn's own in the backing or its backup.
+    /// A file or directory at the place of Firn's own files, in the backing or its backup, is not Firn's.
     #[error("{backing}: {source}", backing = quoted_path(backing))]
     Planted { backing: PathBuf, source: OwnError },
     #[error(transparent)]
@@ -145,7 +145,7 @@ pub enum AttachError {
 }
 
 impl AttachError {
-    /// The exit status of firn for it.
+    /// Returns the exit status of firn for this error.
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::BackingMissing { .. }
@@ -194,7 +194,7 @@ impl AttachError {
         }
     }
 
-    /// Says of which backing it is that something in it is not as what is Firn's own must be.
+    /// Returns a function that adds the path of the backing to an error about Firn's own files in it.
     pub(crate) fn in_backing(backing: &Path) -> impl Fn(Self) -> Self {
         let backing = backing.to_owned();
         move |error| match error {
@@ -211,13 +211,13 @@ impl AttachError {
         }
     }
 
-    /// The same for what transactions of an earlier firnd came to.
+    /// Returns a function that converts an error of an earlier firnd's transactions and adds the path of the backing.
     pub(crate) fn transactions<E: Into<Self>>(backing: &Path) -> impl Fn(E) -> Self {
         let in_backing = Self::in_backing(backing);
         move |error| in_backing(error.into())
     }
 
-    /// A failed system call.
+    /// Returns a function that makes an error of a failed system call; `what` completes "cannot ...".
     pub(crate) fn io(what: &'static str) -> impl FnOnce(io::Error) -> Self {
         move |source| Self::Io { what, source }
     }
@@ -232,7 +232,7 @@ impl From<ArenaError> for AttachError {
     }
 }
 
-/// What transactions of an earlier firnd came to, whichever verb found it.
+/// Implements `From` for the errors of an earlier firnd's transactions.
 macro_rules! transaction_failures {
     ($($source:ty),*) => {$(
         impl From<$source> for AttachError {
@@ -252,7 +252,7 @@ transaction_failures!(
 );
 
 impl LaneFault {
-    /// The failure of an attach for this reason.
+    /// Returns the attach error for a lane with this fault.
     pub(crate) fn at(self, lane: &Path) -> AttachError {
         AttachError::Lane {
             lane: lane.into(),

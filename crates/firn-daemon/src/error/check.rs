@@ -1,4 +1,4 @@
-//! Failures of a check.
+//! The errors of a check.
 
 use std::io;
 use std::path::PathBuf;
@@ -8,10 +8,11 @@ use firn_format::quote::quoted_path;
 
 use crate::error::{AttachError, FAILED, arena_code};
 
-/// Why [`crate::check()`] could not look at an arena, or [`crate::check_logs`] at a backing. Damage that it found is no failure.
+/// Why [`crate::check()`] could not read an arena, or [`crate::check_logs`] a backing. Damage that a check finds is
+/// part of its report, and is not an error.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckError {
-    /// It cannot be read, or is no arena.
+    /// The file cannot be read, or is not an arena.
     #[error(transparent)]
     Arena(#[from] ArenaError),
     /// The backing's lanes cannot be opened.
@@ -28,7 +29,7 @@ pub enum CheckError {
 }
 
 impl CheckError {
-    /// The exit status of firn for it.
+    /// Returns the exit status of firn for this error.
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Arena(error) => arena_code(error),

@@ -1,4 +1,4 @@
-//! Files that are not flat although a user wants them to be.
+//! The errors of flattening: files that stay in logs although a user wants plain files.
 
 use std::io;
 use std::path::PathBuf;
@@ -47,7 +47,8 @@ fn say_files(files: usize) -> String {
 }
 
 impl FlattenError {
-    /// The first thing to say of what is left; `tells_lost`: also of logs whose file is gone.
+    /// Returns an error for the most important of the files that are left; logs without their file count only if
+    /// `tells_lost` is true.
     pub(crate) fn check(left: &Left, tells_lost: bool) -> Result<(), Self> {
         match *left {
             Left {
@@ -61,7 +62,7 @@ impl FlattenError {
         }
     }
 
-    /// What the control socket answers.
+    /// Returns the errno for the reply of the control socket.
     pub(crate) fn errno(&self) -> i32 {
         match self {
             Self::Failed { errno, .. } => errno.raw_os_error(),
@@ -73,7 +74,7 @@ impl FlattenError {
         }
     }
 
-    /// The exit status of firn for it.
+    /// Returns the exit status of firn for this error.
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Attach(error) => error.exit_code(),

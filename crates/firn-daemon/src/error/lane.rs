@@ -1,4 +1,4 @@
-//! What keeps a directory from being a lane, and a lane map from being read.
+//! Why a directory cannot be a lane (one I/O server), and why a lane map cannot be used.
 
 use std::io;
 use std::path::PathBuf;
@@ -8,7 +8,7 @@ use firn_format::quote::quoted_path;
 use firn_transact::OwnError;
 use firn_trust::{Distrust, TrustError};
 
-/// Bytes of the longest lane map that is read.
+/// Longest lane map that is read, in bytes.
 pub(crate) const MAP_BYTES_MAX: u64 = 1 << 20;
 
 /// Why a directory cannot be a lane.
@@ -76,7 +76,7 @@ impl LaneFault {
     }
 }
 
-/// Why the lane map is not used.
+/// Why a lane map cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs, reason = "each text says what the variant is")]
 pub enum MapFault {

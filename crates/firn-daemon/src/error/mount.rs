@@ -1,4 +1,4 @@
-//! Failures of a mount.
+//! The errors of a mount.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -44,7 +44,7 @@ pub enum MountError {
     MountPointNotEmpty {
         mount_point: PathBuf,
         backing: PathBuf,
-        /// Then the two were swapped, most likely.
+        /// If the backing is empty, the user has probably swapped the two directories.
         is_backing_empty: bool,
     },
     #[error("the mount is not taken over: {why}; unmount it, and mount it again")]
@@ -65,7 +65,7 @@ pub enum MountError {
     },
     #[error("firnd ended before the mount was usable and without a message: its log is {log}")]
     Silent { log: String },
-    /// What firnd reported over the pipe.
+    /// The text and the exit status that firnd reported over the pipe.
     #[error("{text}")]
     Reported { text: String, code: u8 },
     #[error("cannot {what}: {source}")]
@@ -77,6 +77,7 @@ pub enum MountError {
 
 attach_failures!(MountError: PathsError);
 
+/// Returns a hint that backing and mount point are probably swapped; an empty text otherwise.
 fn swapped_hint(mount_point: &Path, backing: &Path, is_backing_empty: bool) -> String {
     if !is_backing_empty {
         return String::new();
@@ -88,7 +89,7 @@ fn swapped_hint(mount_point: &Path, backing: &Path, is_backing_empty: bool) -> S
 }
 
 impl MountError {
-    /// The exit status of firn for it.
+    /// Returns the exit status of firn for this error.
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Attach(error) => error.exit_code(),
@@ -110,7 +111,7 @@ impl MountError {
         }
     }
 
-    /// A failed system call.
+    /// Returns a function that makes an error of a failed system call; `what` completes "cannot ...".
     pub(crate) fn io(what: &'static str) -> impl FnOnce(io::Error) -> Self {
         move |source| Self::Io { what, source }
     }

@@ -1,4 +1,4 @@
-//! Failures of a recovery.
+//! The errors of a recovery.
 
 use std::io;
 use std::path::PathBuf;
@@ -43,7 +43,7 @@ pub enum RecoverError {
 attach_failures!(RecoverError: PathsError, BackupError, CommitError, StoreError, TransactionError, TrustError);
 
 impl RecoverError {
-    /// The exit status of firn for it.
+    /// Returns the exit status of firn for this error.
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Attach(error) => error.exit_code(),

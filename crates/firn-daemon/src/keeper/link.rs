@@ -1,4 +1,8 @@
-//! firnd's end of its connection with the keeper.
+//! firnd's end of the connection with its keeper: gives it descriptors, answers its pings, and replaces it if it dies.
+//!
+//! Promises
+//! * All descriptors that a keeper holds are held here too, so another keeper can get them.
+//! * No call waits for a keeper longer than [`SEND_TIMEOUT`].
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -16,68 +20,68 @@ use super::message::{Kept, Label, LastUpgrade, Message, Socket, Tag};
 use super::{KEEPER_NAME, REPLACES};
 use crate::spawn::read_failure;
 
-/// Keepers that firnd starts at most: a host that kills each of them wants none.
+/// Limit of keepers that firnd starts: a host that kills each of them does not want one.
 const KEEPERS_MAX: u32 = 20;
 
-/// How long a keeper that is stopped holds up the removal of an open file's name. The file is not kept then.
+/// Timeout for a message to a stopped keeper. It delays the removal of an open file's name; the file is not kept then.
 const SEND_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// What firnd was started with.
+/// What firnd gets from its keeper at its start.
 pub(crate) struct Summons {
-    /// The keeper.
+    /// The connection with the keeper.
     pub(crate) link: Arc<KeeperLink>,
-    /// The request, a file of JSON.
+    /// The mount request, a file of JSON.
     pub(crate) request: OwnedFd,
-    /// The process that ends the mount, if there is one.
+    /// The process whose end ends the mount, if there is one.
     pub(crate) caller: Option<OwnedFd>,
-    /// The mount that another firnd served.
+    /// The mount that an earlier firnd served, if this firnd takes it over.
     pub(crate) resumed: Option<ResumedMount>,
 }
 
 /// A mount whose firnd died.
 pub(crate) struct ResumedMount {
-    /// The connection to the kernel; none of a stub tree.
+    /// The connection to the kernel; `None` for a stub tree.
     pub(crate) device: Option<OwnedFd>,
-    /// When its death was seen, since the host started.
+    /// When the death of the earlier firnd was seen, as time since the boot.
     pub(crate) died: Duration,
-    /// Open files without a name.
+    /// Open files that have no name any more.
     pub(crate) files: Vec<KeptFile>,
 }
 
-/// The keeper, as firnd has it.
+/// The connection with the keeper, from firnd's side.
 pub(crate) struct KeeperLink {
     state: Mutex<LinkState>,
-    /// Returns where firnd goes on. None: it does not serve yet.
+    /// A callback that returns only if firnd can answer requests; `None` while firnd does not serve.
     probe: Mutex<Option<Probe>>,
-    /// What became of the last upgrade of the mount, for the status.
+    /// The result of the last upgrade of the mount, for the status.
     pub(crate) last_upgrade: String,
 }
 
-/// Takes what every request takes, and returns.
+/// Takes each lock that a request takes, and returns.
 type Probe = Arc<dyn Fn() + Send + Sync>;
 
 /// What an upgrade gives to the next firnd.
 pub(crate) struct NextFirnd {
     pub(crate) program: OwnedFd,
     pub(crate) request: OwnedFd,
-    /// An empty file, in which the next firnd tells why it does not serve.
+    /// An empty file, to which the next firnd writes why it does not serve.
     pub(crate) report: OwnedFd,
 }
 
 struct LinkState {
     socket: Arc<Socket>,
-    /// What the keeper has, for another one.
+    /// The descriptors that the keeper has, for another keeper.
     kept: Vec<Kept>,
     is_ending: bool,
     started: u32,
-    /// The keeper's process.
+    /// Process number of the keeper.
     keeper: Option<Pid>,
-    /// In which firnd must answer; 0: it is not asked.
+    /// Time in which firnd must answer a ping; 0 if the keeper does not ping.
     watchdog: Duration,
 }
 
 impl Summons {
-    /// Takes what the keeper at the other end of stdin has for firnd.
+    /// Receives what the keeper at the other end of stdin has for this firnd.
     pub(crate) fn receive() -> io::Result<Self> {
         let socket = Socket::new(rustix::io::fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3)?);
         socket.limit_waits(SEND_TIMEOUT)?;
@@ -133,7 +137,7 @@ impl Summons {
 }
 
 impl KeeperLink {
-    /// Has the keeper keep a descriptor. Returns whether it does.
+    /// Gives the keeper a descriptor to hold. An error means that the keeper did not get it; the next keeper does.
     pub(crate) fn keep(
         &self,
         label: impl Into<Label>,
@@ -148,7 +152,7 @@ impl KeeperLink {
         sent
     }
 
-    /// Another firnd can go on with the mount from now on.
+    /// Gives the keeper the connection of the mount. From now on another firnd can take the mount over.
     pub(crate) fn keep_mount(
         &self,
         device: Option<BorrowedFd<'_>>,
@@ -164,23 +168,24 @@ impl KeeperLink {
         self.keep(Tag::CanBeTakenOver, null.as_fd())
     }
 
-    /// Gives the keeper the log, which is standard error: a firnd that cannot go on with the mount says why.
+    /// Gives the keeper the log, which is standard error. A firnd that cannot take the mount over writes the reason
+    /// there.
     pub(crate) fn keep_log(&self) {
         if let Err(error) = self.keep(Tag::Log, rustix::stdio::stderr()) {
             tracing::warn!(%error, "the keeper does not answer");
         }
     }
 
-    /// Has the keeper start another program when this firnd dies. Gives the process of the keeper.
+    /// Gives the keeper the program to start when this firnd dies. Returns the process number of the keeper.
     pub(crate) fn keep_next(&self, next: &NextFirnd) -> io::Result<Option<Pid>> {
         self.keep(Tag::UpgradeReport, next.report.as_fd())?;
         self.keep(Tag::NextRequest, next.request.as_fd())?;
-        // The keeper tries it from here on.
+        // The upgrade begins for the keeper with this descriptor, so it is sent last.
         self.keep(Tag::NextProgram, next.program.as_fd())?;
         Ok(self.state.lock().keeper)
     }
 
-    /// Has the keeper kill firnd if `probe` does not return within `limit`.
+    /// Makes the keeper kill firnd if `probe` does not return within `limit`.
     pub(crate) fn watch_hangs(&self, limit: Duration, probe: Probe) {
         *self.probe.lock() = Some(probe);
         let mut state = self.state.lock();
@@ -188,6 +193,7 @@ impl KeeperLink {
         let _ = state.socket.say_watch(limit);
     }
 
+    /// Runs the probe and answers the ping. While firnd hangs, the probe does not return and no answer is sent.
     fn answer_ping(&self, socket: &Socket) {
         let probe = self.probe.lock().clone();
         if let Some(probe) = probe {
@@ -196,19 +202,19 @@ impl KeeperLink {
         let _ = socket.say_pong();
     }
 
-    /// Programs see the mount.
+    /// Tells the keeper that programs see the mount.
     pub(crate) fn say_serving(&self) {
         let _ = self.state.lock().socket.say_serving();
     }
 
-    /// The mount ends, or cannot be gone on with: no other firnd is to be started.
+    /// Tells the keeper that the mount ends or cannot be taken over, so it must start no other firnd.
     pub(crate) fn say_ending(&self) {
         let mut state = self.state.lock();
         state.is_ending = true;
         let _ = state.socket.say_ending();
     }
 
-    /// Starts another keeper whenever there is none.
+    /// Starts the thread that answers pings, and starts another keeper when the current one dies.
     pub(crate) fn watch(self: &Arc<Self>) -> io::Result<()> {
         let link = Arc::clone(self);
         let watch = move || {
@@ -224,11 +230,13 @@ impl KeeperLink {
         spawn_thread("firn-keeper", watch)
     }
 
+    /// Returns the socket of the keeper; `None` if the mount ends or too many keepers have died.
     fn socket_to_watch(&self) -> Option<Arc<Socket>> {
         let state = self.state.lock();
         (!state.is_ending && state.started < KEEPERS_MAX).then(|| Arc::clone(&state.socket))
     }
 
+    /// Starts another keeper. If that fails, no more keepers are started.
     fn replace_keeper(&self) {
         let mut state = self.state.lock();
         if state.is_ending {
@@ -258,7 +266,7 @@ impl FileKeeper for KeeperLink {
     fn drop_file(&self, node: InodeId) {
         let label = label_of_file(node);
         let mut state = self.state.lock();
-        // A keeper that was killed is followed by one that does not get the file.
+        // After a failure the keeper is dead, and the next keeper does not get the file.
         let _ = state.socket.drop_kept(label);
         state.kept.retain(|kept| kept.label != label);
     }
@@ -289,6 +297,7 @@ struct StartedKeeper {
     keeper: Pid,
 }
 
+/// Starts a keeper and gives it the descriptors and a pidfd of this process.
 fn start_keeper(kept: &[Kept]) -> io::Result<StartedKeeper> {
     let (ours, theirs) = Socket::pair()?;
     ours.limit_waits(SEND_TIMEOUT)?;
@@ -298,7 +307,7 @@ fn start_keeper(kept: &[Kept]) -> io::Result<StartedKeeper> {
         .arg(REPLACES)
         .stdin(theirs.into_stdio());
     let mut child = keeper.spawn()?;
-    // Its end of the socket, so that its death is seen here.
+    // The command holds the keeper's end of the socket. It is closed so that this process sees the keeper's death.
     drop(keeper);
     for kept in kept {
         ours.send(kept.label, &kept.descriptor)?;
@@ -306,7 +315,7 @@ fn start_keeper(kept: &[Kept]) -> io::Result<StartedKeeper> {
     let this = pidfd_open(getpid(), PidfdFlags::empty())?;
     ours.send(Tag::Firnd.into(), &this)?;
     let keeper = Pid::from_child(&child);
-    // Its end is seen at the socket; this only takes it out of the table of processes.
+    // The keeper's death is seen at the socket. This thread only removes the zombie.
     let reap = move || {
         let _ = child.wait();
     };

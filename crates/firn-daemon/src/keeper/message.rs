@@ -1,4 +1,7 @@
-//! What a keeper and its firnd say to each other: packets of 16 bytes, with a descriptor where one is kept.
+//! The messages between a keeper and its firnd: packets of 16 bytes, some of them with a descriptor.
+//!
+//! Packet: byte 0 is the kind, byte 1 the tag or the result of an upgrade, bytes 8 to 15 a number. A packet of an
+//! unknown kind is ignored, so versions can differ.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -11,33 +14,33 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, SocketFlags, SocketType, recvmsg, sendmsg, socketpair,
 };
 
-/// What a descriptor is.
+/// What a descriptor is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Tag {
     /// The request of `firn mount`, a file of JSON.
     Request = 1,
-    /// The connection to the kernel.
+    /// The connection to the kernel (/dev/fuse).
     Device = 2,
-    /// What aborts the connection.
+    /// The file by which the connection can be aborted.
     Control = 3,
-    /// The process that ends the mount.
+    /// A pidfd of the process whose end ends the mount.
     Caller = 4,
-    /// firnd itself.
+    /// A pidfd of firnd itself.
     Firnd = 5,
-    /// Says that another firnd can go on with the mount; what it is open on means nothing.
+    /// Says that another firnd can take the mount over. The descriptor itself is unused.
     CanBeTakenOver = 6,
-    /// The log: standard error of the next firnd, until that has opened it by itself.
+    /// The log: standard error of the next firnd, until that firnd has opened the log itself.
     Log = 7,
-    /// An open file without a name. Its number is that of the kernel's node.
+    /// An open file without a name. The label's number is that of the kernel's node.
     NamelessFile = 8,
-    /// The program of the firnd that served last; none: that of the keeper.
+    /// The program of the firnd that served last; if it is missing, the keeper's own program is used.
     Program = 9,
     /// The program of an upgrade, until it serves.
     NextProgram = 10,
-    /// The request of an upgrade, until it is served.
+    /// The request of an upgrade, until the upgrade serves.
     NextRequest = 11,
-    /// A file to which the firnd of an upgrade tells why it does not serve.
+    /// A file to which the firnd of an upgrade writes why it does not serve.
     UpgradeReport = 12,
 }
 
@@ -62,11 +65,11 @@ impl Tag {
     }
 }
 
-/// Which of the descriptors one is. There is one at a time of each.
+/// Identifies a kept descriptor; each label is used for one descriptor at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Label {
     pub(crate) tag: Tag,
-    /// 0 where the tag says all.
+    /// Distinguishes descriptors with the same tag; 0 if there is only one.
     pub(crate) number: u64,
 }
 
@@ -76,47 +79,48 @@ impl From<Tag> for Label {
     }
 }
 
-/// A descriptor that is kept for the next firnd.
+/// A descriptor that the keeper holds for the next firnd.
 #[derive(Debug)]
 pub(crate) struct Kept {
     pub(crate) label: Label,
     pub(crate) descriptor: OwnedFd,
 }
 
-/// A packet.
+/// A message.
 #[derive(Debug)]
 pub(crate) enum Message {
-    /// Keep this for the next firnd; to a firnd: this was kept.
+    /// To the keeper: hold this descriptor for the next firnd. To a firnd: this descriptor was held.
     Keep(Kept),
-    /// Nothing needs this any more.
+    /// To the keeper: drop the descriptor with this label.
     Drop(Label),
-    /// Programs see the mount.
+    /// To the keeper: programs see the mount.
     Serving,
-    /// The mount ends with this firnd.
+    /// To the keeper: the mount ends with this firnd.
     Ending,
-    /// To the keeper: ask whether this firnd goes on, and kill it if no answer comes within this time.
+    /// To the keeper: ping this firnd, and kill it if no answer comes within this time.
     Watch(Duration),
-    /// To a firnd: does it go on?
+    /// To a firnd: answer with [`Message::Pong`].
     Ping,
-    /// It goes on.
+    /// To the keeper: this firnd answers.
     Pong,
-    /// To a firnd: all that was kept was sent. `died`: when the end of the one before it was seen, since the host started.
+    /// To a firnd: all descriptors were sent. `died` is when the end of the earlier firnd was seen, as time since the
+    /// boot; `None` for the first firnd.
     Begin {
         died: Option<Duration>,
         upgrade: LastUpgrade,
     },
 }
 
-/// What became of the last upgrade of a mount.
+/// The result of the last upgrade of a mount.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum LastUpgrade {
-    /// There was none.
+    /// There was no upgrade.
     #[default]
     None = 0,
-    /// The firnd that begins is to serve it, or one before it has.
+    /// The upgrade succeeded, or the firnd that begins now is the one to serve it.
     Done = 1,
-    /// The new program did not come to serve; [`Tag::UpgradeReport`] says why.
+    /// The new program did not begin to serve; [`Tag::UpgradeReport`] says why.
     Refused = 2,
 }
 
@@ -168,13 +172,13 @@ impl Socket {
         self.0.into()
     }
 
-    /// Bounds how long a packet waits for room.
+    /// Limits how long a message waits for space in the socket.
     pub(crate) fn limit_waits(&self, timeout: Duration) -> io::Result<()> {
         use rustix::net::sockopt::{Timeout, set_socket_timeout};
         Ok(set_socket_timeout(&self.0, Timeout::Send, Some(timeout))?)
     }
 
-    /// Has the other side keep a descriptor.
+    /// Sends a descriptor for the other side to hold.
     pub(crate) fn send(&self, label: Label, descriptor: impl AsFd) -> io::Result<()> {
         let packet = self::packet(KEEP, label.tag as u8, label.number);
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
@@ -186,7 +190,7 @@ impl Socket {
         Ok(())
     }
 
-    /// Has the other side keep a descriptor no longer.
+    /// Tells the other side to drop a descriptor.
     pub(crate) fn drop_kept(&self, label: Label) -> io::Result<()> {
         self.tell(packet(DROP, label.tag as u8, label.number))
     }
@@ -212,7 +216,7 @@ impl Socket {
         self.tell(packet(PONG, 0, 0))
     }
 
-    /// Asks firnd whether it goes on. One that does not read has had enough questions.
+    /// Pings firnd without waiting. If the socket is full, firnd has enough unanswered pings, so this one is dropped.
     pub(crate) fn ping(&self) {
         let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
         let _ = rustix::net::send(&self.0, &packet(PING, 0, 0), flags);
@@ -225,7 +229,7 @@ impl Socket {
         })
     }
 
-    /// Whether [`Socket::receive`] would not wait.
+    /// Returns whether [`Socket::receive`] would return at once.
     pub(crate) fn has_message(&self) -> bool {
         let mut fds = [rustix::event::PollFd::new(
             &self.0,
@@ -238,7 +242,7 @@ impl Socket {
         rustix::event::poll(&mut fds, Some(&none)).is_ok_and(|ready| ready > 0)
     }
 
-    /// The next packet; `None`: the other side has ended.
+    /// Receives the next message; `None` if the other side has ended.
     pub(crate) fn receive(&self) -> io::Result<Option<Message>> {
         loop {
             let mut packet = [0; PACKET_BYTES];
@@ -262,7 +266,7 @@ impl Socket {
                 RecvAncillaryMessage::ScmRights(mut given) => given.next(),
                 _ => None,
             });
-            // A packet of a later version that means nothing here is passed over.
+            // An unknown packet of a later version is ignored.
             if let Some(message) = understand(packet, given) {
                 return Ok(Some(message));
             }
@@ -270,7 +274,7 @@ impl Socket {
     }
 }
 
-/// Since the host started.
+/// Returns the time since the boot of the host.
 pub(crate) fn uptime() -> Duration {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
     Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
@@ -288,6 +292,7 @@ fn packet(what: u8, tag: u8, number: u64) -> [u8; PACKET_BYTES] {
     packet
 }
 
+/// Decodes a packet; `None` if its kind is unknown, or its descriptor is missing.
 fn understand(packet: [u8; PACKET_BYTES], given: Option<OwnedFd>) -> Option<Message> {
     let [what, tag, _, _, _, _, _, _, number @ ..] = packet;
     let label = || {

@@ -1,36 +1,36 @@
-//! Whether a firnd goes on: the keeper asks, and a firnd that does not answer for too long is killed.
+//! The watchdog of a firnd: says when the keeper pings firnd, and when firnd is late and is to be killed.
 //!
-//! Invariant: a firnd is late only if it did not answer for the whole limit while it could be asked. What it said before this
-//! process was stopped itself is read first.
+//! Invariant: a firnd is late only if it has not answered a ping for the whole limit. The keeper reads waiting answers
+//! before it judges, so a keeper that was stopped itself blames no firnd.
 
 use std::time::{Duration, Instant};
 
-/// Questions in the time of the limit.
+/// Number of pings in the time of the limit.
 const QUESTIONS: u32 = 4;
 
-/// What is to be done now.
+/// What the keeper is to do now.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Due {
-    /// Nothing before this time is over.
+    /// Nothing for this time.
     Wait(Duration),
-    /// It is asked.
+    /// Ping firnd.
     Ask,
-    /// It did not answer.
+    /// Kill firnd, which did not answer in time.
     Late,
 }
 
-/// The questions to one firnd.
+/// The pings of one firnd.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Watchdog {
     limit: Duration,
-    /// When it last said that it goes on.
+    /// When firnd last answered.
     heard: Instant,
-    /// When it was last asked since.
+    /// When the first ping was sent since that answer; `None` if there was none.
     asked: Option<Instant>,
 }
 
 impl Watchdog {
-    /// None where the limit is 0.
+    /// Returns a watchdog; `None` if the limit is 0.
     pub(super) fn begin(limit: Duration, now: Instant) -> Option<Self> {
         (!limit.is_zero()).then_some(Self {
             limit,
@@ -48,6 +48,7 @@ impl Watchdog {
         self.asked = self.asked.or(Some(now));
     }
 
+    /// Returns what is due at `now`.
     pub(super) fn judge(&self, now: Instant) -> Due {
         let (since, time) = match self.asked {
             None => (self.heard, self.limit / QUESTIONS),

@@ -1,10 +1,12 @@
-//! Events of the mount: the lines of the log with the target [`TARGET`], kept as JSON beside the log and, the newest of them, in
-//! memory for the record of the run.
+//! The events of a mount: lines of the log with the target [`TARGET`].
+//!
+//! They are stored as JSON in a file beside the log, and the newest ones are kept in memory for the record of the run.
 //!
 //! Promises
-//! * An event is one line and one write; it never waits for anything but this host's memory.
-//! * The file has at most [`FILE_BYTES_MAX`]; what was there before has the ending `.old` then, and what was that is gone.
-//! * A line that cannot be written costs that line and nothing else.
+//! * An event is one line and one write; it waits only for this host's memory.
+//! * The file has at most [`FILE_BYTES_MAX`] and the last line. A longer file is renamed to the ending `.old`, and
+//!   replaces the older file of that name.
+//! * A line that cannot be written is lost; nothing else fails.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -27,13 +29,13 @@ use tracing_subscriber::filter::filter_fn;
 use tracing_subscriber::layer::Context;
 use tracing_subscriber::registry::LookupSpan;
 
-/// Some ten thousand events.
+/// Limit of the file in bytes, which is about ten thousand events.
 const FILE_BYTES_MAX: u64 = 4 << 20;
 
-/// Events of this process, which serves one mount.
+/// The events of this process, which serves one mount.
 static SINK: Mutex<Option<Sink>> = Mutex::new(None);
 
-/// Where events go.
+/// Where the events of a mount go: the file, and the newest events in memory.
 struct Sink {
     file: Option<File>,
     path: PathBuf,
@@ -43,7 +45,7 @@ struct Sink {
     forgotten: u64,
 }
 
-/// Keeps events from here on, for a mount, in the file `path`.
+/// Starts to keep the events of a mount, in the file `path`.
 pub(crate) fn keep(path: PathBuf, host: String, mount_point: BytePath) {
     let file = open(&path)
         .inspect_err(|error| tracing::warn!(%error, file = %quoted_path(&path), "cannot keep events in a file"))
@@ -58,7 +60,7 @@ pub(crate) fn keep(path: PathBuf, host: String, mount_point: BytePath) {
     });
 }
 
-/// The newest events, and how many older ones were forgotten.
+/// Returns the newest events, and the number of older ones that were dropped from memory.
 pub(crate) fn kept() -> (Vec<EventRecord>, u64) {
     let sink = SINK.lock();
     sink.as_ref().map_or((Vec::new(), 0), |sink| {
@@ -75,7 +77,7 @@ fn open(path: &PathBuf) -> io::Result<File> {
         .open(path)
 }
 
-/// Takes the events of [`TARGET`].
+/// Returns the layer that receives the events of [`TARGET`].
 pub(super) fn layer<S>() -> impl Layer<S>
 where
     S: Subscriber + for<'span> LookupSpan<'span>,
@@ -96,6 +98,7 @@ impl<S: Subscriber> Layer<S> for EventLayer {
 }
 
 impl Sink {
+    /// Stores one event in the file and in memory; the oldest event in memory is dropped at the limit.
     fn take(&mut self, mut fields: Map<String, Value>) {
         let kind = match fields.remove("kind") {
             Some(Value::String(kind)) => kind,
@@ -128,6 +131,7 @@ impl Sink {
         }
     }
 
+    /// Writes one event to the file. A file that is too long is first renamed.
     fn write(&mut self, now: SystemTime, kind: &str, fields: &Map<String, Value>) {
         let is_long = |file: &File| file.metadata().is_ok_and(|now| now.len() > FILE_BYTES_MAX);
         if self.file.as_ref().is_some_and(is_long) {
@@ -152,7 +156,7 @@ impl Sink {
     }
 }
 
-/// The fields of an event but its message.
+/// The fields of an event, except its message.
 struct Fields(Map<String, Value>);
 
 impl Fields {

@@ -1,14 +1,13 @@
-//! The system log: events of a firnd in the background as datagrams to the host's syslog socket.
+//! The system log: sends events of a firnd in the background as datagrams to the host's syslog socket.
 //!
-//! The log file is in the host's memory, so it is gone after a reboot, which is when it is asked for. journald and the
-//! syslog daemons store on disk what they get at `/dev/log`, and all of them understand a line of RFC 3164 (5.4)
-//! without a time.
+//! The log file is in the host's memory and lost after a reboot, which is when it is needed. journald and the syslog
+//! daemons store on disk what they get at `/dev/log`. All of them accept a line of RFC 3164 (5.4) without a time.
 //!
 //! Promises
-//! * No event waits for the system log: one that it does not take at once is dropped and counted, and the next one
-//!   that it takes is preceded by how many are missing.
-//! * A system log that is absent, or begins anew, costs the events of that time and nothing else.
-//! * A line is at most [`LINE_BYTES_MAX`] long and has printable characters only.
+//! * No event waits for the system log. An event that it does not take at once is dropped and counted. Before the next
+//!   event that it takes, a message says how many are missing.
+//! * If the system log is absent or restarts, the events of that time are lost; nothing else fails.
+//! * A line has at most [`LINE_BYTES_MAX`] and only printable characters.
 
 use std::io::{self, Write};
 use std::os::unix::net::UnixDatagram;
@@ -20,9 +19,9 @@ use firn_format::quote::printable;
 use tracing::{Level, Metadata};
 use tracing_subscriber::fmt::MakeWriter;
 
-/// rsyslog cuts at 8 KiB unless told otherwise, journald at 48 KiB.
+/// Limit of a line in bytes: rsyslog cuts at 8 KiB by default, journald at 48 KiB.
 const LINE_BYTES_MAX: usize = 8000;
-/// RFC 3164, table 1: system daemons.
+/// The facility for system daemons (RFC 3164, table 1).
 const FACILITY_DAEMON: u8 = 3;
 
 /// The host's system log, for the events of one mount.
@@ -32,17 +31,17 @@ pub(super) struct SystemLog {
 }
 
 struct Shared {
-    /// Without a peer: each send finds the log that is there then.
+    /// The socket is not connected, so each send finds the current system log, even after its restart.
     socket: UnixDatagram,
     path: PathBuf,
-    /// Begins each message: many mounts of a host log to one place.
+    /// Begins each message, because many mounts of a host use one system log.
     mount_point: String,
-    /// Events that were dropped since the last that was taken.
+    /// Number of events that were dropped since the last one that was sent.
     dropped: AtomicU64,
 }
 
 impl SystemLog {
-    /// The log whose socket is `path`, which need not exist yet.
+    /// Returns the log at the socket `path`, which need not exist yet.
     pub(super) fn new(path: PathBuf, mount_point: String) -> io::Result<Self> {
         let socket = UnixDatagram::unbound()?;
         socket.set_nonblocking(true)?;
@@ -73,7 +72,7 @@ impl Shared {
         }
     }
 
-    /// Whether the system log took it. That it is absent or full is no error of the mount.
+    /// Returns whether the system log took the message. An absent or full system log is not an error of the mount.
     fn send(&self, level: Level, message: &str) -> bool {
         let priority = FACILITY_DAEMON * 8 + severity(level);
         let pid = std::process::id();
@@ -83,7 +82,7 @@ impl Shared {
     }
 }
 
-/// RFC 3164, table 2.
+/// Returns the severity of a level (RFC 3164, table 2).
 fn severity(level: Level) -> u8 {
     match level {
         Level::ERROR => 3,
@@ -93,7 +92,7 @@ fn severity(level: Level) -> u8 {
     }
 }
 
-/// Takes the text of one event.
+/// Receives the text of one event and sends it.
 pub(super) struct EventWriter {
     shared: Arc<Shared>,
     level: Level,

@@ -1,4 +1,4 @@
-//! The arena's file when the mount ends, and its memory while it begins.
+//! Removes or keeps the arena's file at the end of a mount, and allocates its memory at the start.
 
 use std::io;
 use std::path::Path;
@@ -14,7 +14,7 @@ use crate::error::MountError;
 use crate::part::{ArenaEnd, Part, Parts, Stop};
 use crate::store::Store;
 
-/// Bytes that only the arena has.
+/// Returns the number of bytes that only the arena has.
 pub(crate) fn count_left_bytes(engine: &Engine<Store>) -> u64 {
     let figures = engine.figures();
     figures.held_bytes + figures.lost_file_bytes
@@ -24,28 +24,30 @@ pub(crate) fn count_left_bytes(engine: &Engine<Store>) -> u64 {
 pub(crate) struct ArenaFile {
     pub(crate) engine: Arc<Engine<Store>>,
     pub(crate) files: RuntimeFiles,
-    /// Parts of it could not be read: it is put aside at the end, not removed.
+    /// Parts of the arena could not be read, so it is renamed at the end instead of removed.
     pub(crate) is_damaged: bool,
 }
 
 impl ArenaFile {
+    /// Renames a damaged arena so that a person can examine it and the next mount makes a new one.
     fn put_aside(&self, spill: Option<&Path>) {
         let aside = self.files.arena.with_extension("damaged");
         if let Err(error) = std::fs::rename(&self.files.arena, &aside) {
             tracing::warn!(%error, "cannot put the damaged arena aside");
             return;
         }
-        // Nothing that they hold is missing in the backing.
+        // The arena was drained, so the backing has all data of these files.
         firn_arena::remove_memory_files(&self.files.arena);
         if let Some(spill) = spill {
-            // Its name without this would be taken for that of an arena that is gone.
+            // With its old name, the spill file would look like that of a removed arena.
             let _ = std::fs::rename(spill, spill.with_extension("spill.damaged"));
         }
         tracing::warn!(arena = %quoted_path(&aside), "parts of the arena were damaged, so it is kept: look at it with `firn check`, then remove it");
     }
 
+    /// Removes the arena with its other files.
     fn remove(&self, spill: Option<&Path>) -> io::Result<()> {
-        // In this order: without the arena its other files mean nothing and are replaced.
+        // The arena goes first: without it the other files are useless, and a later mount replaces them.
         std::fs::remove_file(&self.files.arena)?;
         firn_arena::remove_memory_files(&self.files.arena);
         if let Some(spill) = spill
@@ -62,7 +64,8 @@ impl Part for ArenaFile {
         let left_bytes = count_left_bytes(&self.engine);
         stop.left_bytes = left_bytes;
         let discards = stop.arena == ArenaEnd::Discard;
-        // Nothing that a late write may need is lost with what is dropped anyway.
+        // Held data that is discarded cannot be needed by a late write, so an arena that is discarded may go during a
+        // call.
         let may_go = discards || !stop.is_call_under_way && stop.arena != ArenaEnd::Keep;
         if !may_go || (left_bytes > 0 && !discards) {
             return;
@@ -85,7 +88,8 @@ impl Part for ArenaFile {
     }
 }
 
-/// Touches the arena's memory in the background, so that writers do not pay for it. Best effort.
+/// Allocates the arena's memory in the background, so that the first writers do not wait for it. A failure only costs
+/// time.
 pub(crate) struct ArenaMemory {
     engine: Arc<Engine<Store>>,
     workers: Workers,

@@ -1,4 +1,4 @@
-//! Copying ahead to a backup (`backup=`).
+//! The part that copies data of open transactions to the backup (`backup=`) ahead of their commit.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,7 +11,7 @@ use crate::error::MountError;
 use crate::part::{Part, Parts, Stop};
 use crate::store::Store;
 
-/// The rounds in which it is done.
+/// The thread that makes these copies in rounds.
 pub(crate) struct BackupRounds {
     engine: Arc<Engine<Store>>,
     every: Duration,

@@ -1,4 +1,4 @@
-//! Processes with direct access, and programs of a stub tree: the data socket.
+//! The data socket as a part: it serves processes with direct access and programs of a stub tree.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use crate::data_socket::DataSocket;
 use crate::part::{Part, Stop};
 
-/// The data socket, which is listened on, and how many are connected to it.
+/// The listening data socket, and the number of its connections.
 pub(crate) struct DataClients {
     socket: Mutex<Option<DataSocket>>,
     count: Arc<AtomicU64>,

@@ -1,4 +1,4 @@
-//! The drain: the I/O threads, and the last drains of a mount that ends.
+//! The drain as parts: the I/O threads, and the last drain of a mount that ends.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,13 +14,13 @@ use crate::part::{Part, Stop};
 use crate::status::token_status;
 use crate::store::Store;
 
-/// How long an IO thread may take for the write that it is at when the mount ends.
+/// Timeout at the end of a mount for a write that an I/O thread is making.
 const STOP_PATIENCE: Duration = Duration::from_secs(10);
 
-/// The I/O threads, and the tokens of the lanes that they write to.
+/// The I/O threads, and the tokens (locks against other hosts) of the lanes that they write to.
 pub(crate) struct IoThreads {
     pool: Mutex<Pool>,
-    /// One for each lane, on a mount with tokens.
+    /// One token for each lane; empty on a mount without tokens.
     tokens: Vec<LaneToken>,
 }
 
@@ -31,7 +31,7 @@ impl IoThreads {
         Arc::new(Self { pool, tokens })
     }
 
-    /// Sees to it that drains go on where those of some files hang.
+    /// Starts I/O threads for those that hang, so that the drain of other files continues.
     pub(crate) fn replace_hung(&self) {
         self.pool.lock().replace_hung();
     }
@@ -56,7 +56,7 @@ impl Part for IoThreads {
     }
 }
 
-/// Drains what came in until the parts behind it had stopped.
+/// Drains the data that arrived before the parts after this one had stopped.
 pub(crate) struct LastDrain(pub(crate) Arc<Engine<Store>>);
 
 impl Part for LastDrain {

@@ -1,4 +1,4 @@
-//! Locks of programs that reach other hosts.
+//! Locks of programs that reach other hosts, as a part.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,7 +7,7 @@ use firn_hosts::FileLocks;
 
 use crate::part::{Part, Stop};
 
-/// How long the end of a mount waits until lock files are removed. Files that stay do no harm.
+/// Timeout at the end of a mount for the removal of lock files. Files that remain do no harm.
 const STOP_PATIENCE: Duration = Duration::from_secs(2);
 
 pub(crate) struct LocksOfFiles(pub(crate) Arc<FileLocks>);

@@ -1,4 +1,4 @@
-//! What a mount has for how programs come in: figures of the kernel's requests, or the names of a stub tree.
+//! The part of each frontend: figures of the kernel's requests, or the names of a stub tree.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -19,14 +19,14 @@ use crate::replies::failed;
 use crate::single_job::SingleJob;
 use crate::store::Store;
 
-/// Calls of programs that take shorter are not worth a word.
+/// Shortest wait of a program's call that the status shows.
 const WAITS_LONG: Duration = Duration::from_secs(1);
-/// Programs that wait and are named.
+/// Limit of waiting programs that the status names.
 const PROGRAMS_MAX: usize = 8;
 
-/// The program of a thread; none: it has ended.
+/// Describes the program of a waiting thread; `None` if the thread has ended.
 fn name_program(waiting: &WaitingThread) -> Option<WaitingProgram> {
-    // Of /proc/PID this waits for nothing, whatever the thread does.
+    // This file of /proc can be read without waiting, whatever the thread does.
     let name = std::fs::read(format!("/proc/{}/comm", waiting.thread)).ok()?;
     Some(WaitingProgram {
         name: quoted(name.trim_ascii_end()),
@@ -36,7 +36,7 @@ fn name_program(waiting: &WaitingThread) -> Option<WaitingProgram> {
     })
 }
 
-/// Requests of the kernel.
+/// The requests of the kernel.
 pub(crate) struct FuseRequests {
     pub(crate) waiting_writers: Arc<AtomicU64>,
     pub(crate) waiting_threads: WaitingThreads,
@@ -52,17 +52,17 @@ impl Part for FuseRequests {
     }
 }
 
-/// The walk through a large tree takes this share of a core's time at most: it rests this many times as long as it
-/// took.
+/// After a walk through the tree the job rests this many times as long as the walk took, which limits its use of a
+/// core.
 const NAME_SYNC_REST: u32 = 20;
 
-/// The names of a stub tree, which programs change without a word to firnd.
+/// The names of a stub tree, which programs change without telling firnd.
 pub(crate) struct StubNames {
     engine: Arc<Engine<Store>>,
     stubs: Arc<Stubs>,
     workers: Workers,
     sync: SingleJob,
-    /// Earliest time of the next one.
+    /// Earliest time of the next walk.
     next_sync: Arc<Mutex<Instant>>,
 }
 
@@ -83,8 +83,8 @@ impl StubNames {
 }
 
 impl Part for StubNames {
-    /// Where data drains as it comes, so do the names of a stub tree. Elsewhere the memory of what was removed there is
-    /// given back: removals are not reported.
+    /// Creates the names of the tree in the backing if data drains as it comes. Otherwise it only frees the memory of
+    /// removed files, whose removal is not reported.
     fn run_due(&self) {
         let is_eager = self.engine.options().drain == DrainPolicy::Eager;
         let has_bytes = self.engine.arena().used_bytes() > 0;
@@ -108,14 +108,15 @@ impl Part for StubNames {
         });
     }
 
-    /// What programs did to names comes before something is said or done about a path.
+    /// Brings the names in the backing up to date before a request about a path is answered. A failure refuses the
+    /// request.
     fn refuse(&self, request: &Request) -> Option<Reply> {
         let path = path_of_current_names(request)?;
         let error = self.stubs.tree.reconcile().err()?;
         Some(failed(error, path))
     }
 
-    /// The last step, when nothing more comes.
+    /// Ends the tree. This is the last step, when no request comes any more.
     fn stop(&self, stop: &mut Stop) {
         if stop.is_unseen {
             return;
@@ -133,7 +134,7 @@ impl Part for StubNames {
     }
 }
 
-/// The path of a request whose answer depends on the names that are in the backing now.
+/// Returns the path of a request whose answer depends on the current names in the backing.
 fn path_of_current_names(request: &Request) -> Option<&BytePath> {
     match request {
         Request::Wait { path, .. }

@@ -1,4 +1,4 @@
-//! What is only held, until the mount ends.
+//! Parts that hold something until the mount ends, and do nothing else.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use parking_lot::Mutex;
 use crate::lock::Locks;
 use crate::part::{ArenaEnd, Part, Stop};
 
-/// Something that acts as long as it is there: the source of tokens.
+/// A value that works as long as it exists, such as the source of tokens. The stop drops it.
 pub(crate) struct Held<T>(Mutex<Option<T>>);
 
 impl<T: Send + 'static> Held<T> {
@@ -23,7 +23,7 @@ impl<T: Send> Part for Held<T> {
     }
 }
 
-/// The locks of a mount, which are given back last.
+/// The locks of a mount, which are released last.
 pub(crate) struct HeldLocks(Mutex<Option<Locks>>);
 
 impl HeldLocks {
@@ -38,9 +38,10 @@ impl Part for HeldLocks {
             return;
         };
         if !stop.is_call_under_way {
-            // Nothing of this process changes the backing any more.
+            // No call of this process can change the backing any more, so other hosts may act.
             locks.host_lease().release();
         }
+        // With a call under way, or an arena that stays, only the end of the process releases the locks.
         if stop.is_call_under_way || stop.arena == ArenaEnd::Keep {
             std::mem::forget(locks);
         }

@@ -1,4 +1,4 @@
-//! How this mount is, for the other hosts of the backing: said with each beat of this host's lease.
+//! Reports this mount to the other hosts of the backing, with each beat (renewal) of this host's lease.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use crate::host_lease::LeaseState;
 use crate::part::{ArenaEnd, Part, Parts, Stop};
 use crate::store::Layers as _;
 
-/// What the beats of a lease say of a mount.
+/// What the beats of a lease report of a mount.
 pub(crate) struct HostReports {
     identity: Identity,
     beats: Arc<LeaseState>,
@@ -22,9 +22,10 @@ impl HostReports {
     }
 }
 
+/// Returns the report of a mount, with the logged files that are being written.
 fn report(identity: &Identity, status: &Status) -> HostReport {
     let report = HostReport::of(status, rustix::process::geteuid().as_raw());
-    // A host that writes to a file in logs keeps the others from flattening it.
+    // Other hosts cannot flatten a logged file while this host writes to it.
     if identity.engine.backing().logged().is_none() {
         return report;
     }
@@ -40,7 +41,7 @@ impl Part for HostReports {
         Ok(())
     }
 
-    /// What is left behind is said with the last beat. The parts are let go.
+    /// Sets a fixed last report with what stays behind, and drops the references to the parts.
     fn stop(&self, stop: &mut Stop) {
         let mut status = self.identity.engine.figures();
         status.version = env!("CARGO_PKG_VERSION").into();

@@ -1,4 +1,5 @@
-//! The lanes of a mount: files that firnd places in directories, or the file system by itself when it is told.
+//! The lanes (I/O servers) of a mount: directories in which firnd places files, or servers that a file system is told
+//! to use.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -14,7 +15,7 @@ use crate::single_job::SingleJob;
 use crate::steering;
 use crate::store::{Layers as _, Store};
 
-/// Files that are placed in lanes.
+/// Lanes in which firnd places files.
 pub(crate) struct PlacedLanes {
     engine: Arc<Engine<Store>>,
     workers: Workers,
@@ -32,7 +33,7 @@ impl PlacedLanes {
 }
 
 impl Part for PlacedLanes {
-    /// Files that were removed, and wait in their lanes for a sync, give their room back.
+    /// Frees the space of removed files, which stay in their lanes until the removal of their names is durable.
     fn run_due(&self) {
         let placed = self.engine.backing().placed();
         if placed.is_some_and(|lanes| lanes.has_removals()) {
@@ -63,7 +64,7 @@ impl Part for PlacedLanes {
     }
 }
 
-/// What tells the backing's file system where new files go.
+/// Lanes that the backing's file system is told to use for new files.
 pub(crate) struct SteeredLanes {
     steered: Arc<Steered>,
     backing: PathBuf,
@@ -77,7 +78,7 @@ impl SteeredLanes {
 }
 
 impl Part for SteeredLanes {
-    /// Where files are placed as well, as an earlier mount did, [`PlacedLanes`] shows the lanes afterwards.
+    /// Shows the lanes. If an earlier mount has placed files too, [`PlacedLanes`] replaces these figures afterwards.
     fn show(&self, status: &mut Status) {
         steering::show_lanes(&self.steered, &mut status.lanes);
         status.placement_advice = placement::advise(&status.lanes);

@@ -1,4 +1,6 @@
-//! Files in logs: which threads settle and flatten them, and what a mount answers about them.
+//! Files in logs as a part: settles and flattens them, and answers requests about them.
+//!
+//! To *settle* is to do what a close has left to do; to *flatten* is to make the plain file from its logs.
 
 use std::sync::{Arc, mpsc};
 use std::time::Instant;
@@ -31,13 +33,13 @@ fn refused(error: &FlattenError) -> Reply {
     }
 }
 
-/// A request that ends with flat files.
+/// A request that is done when files are plain.
 struct FlatFiles<'a> {
     path: &'a BytePath,
-    /// What comes before.
+    /// The level that the files must reach first.
     level: DurabilityLevel,
     deadline: Option<Instant>,
-    /// Logs whose file is gone are a failure too.
+    /// Logs whose file is missing are a failure too.
     tells_lost: bool,
 }
 
@@ -64,7 +66,8 @@ impl<'a> FlatFiles<'a> {
         }
     }
 
-    /// Brings the files to the level; what follows is left to `flatten`.
+    /// Waits until the files have reached the level, and lets `flatten` do the rest. Returns the first error, or the
+    /// reply of `flatten`.
     fn answer(
         &self,
         question: &mut Question<'_>,
@@ -78,12 +81,12 @@ impl<'a> FlatFiles<'a> {
     }
 }
 
-/// Logs of a mount that writes: files that were closed are settled.
+/// The logs of a mount that may write.
 pub(crate) struct WrittenLogs {
     engine: Arc<Engine<Store>>,
     flatten: Flatten,
     flattener: Flattener,
-    /// Taken by the thread when it starts.
+    /// The receiver for the settle thread, which takes it at its start.
     requests: Mutex<Option<mpsc::Receiver<FlattenRequest>>>,
     settler: Mutex<Option<Settler>>,
 }
@@ -100,6 +103,7 @@ impl WrittenLogs {
         })
     }
 
+    /// Flattens the files of a request and waits for that, until its deadline.
     fn flatten(&self, wanted: &FlatFiles<'_>, say: &mut dyn FnMut(Reply) -> bool) -> Reply {
         let mut timed_out = false;
         let mut progress = throttle_progress("flattening", say);
@@ -159,11 +163,11 @@ impl Part for WrittenLogs {
     }
 }
 
-/// Logs of a mount that writes nothing, and so flattens nothing.
+/// The logs of a read-only mount, which flattens nothing.
 pub(crate) struct ReadLogs(pub(crate) Arc<Engine<Store>>);
 
 impl ReadLogs {
-    /// Refused, if files at or below `path` lie in logs.
+    /// Returns an error if files at or below `path` lie in logs.
     fn refuse_logged(logs: &dyn Logs, path: &BytePath) -> Reply {
         match logs.count_below(path.as_bytes()) {
             Ok(0) => Reply::Done,

@@ -1,4 +1,4 @@
-//! Taking part in transactions of several hosts, as long as this host has its lease.
+//! Takes part in transactions of several hosts, as long as this host has its lease.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use crate::part::Part;
 use crate::single_job::SingleJob;
 use crate::transactions::{follow, give_up_all};
 
-/// This host among those that commit together.
+/// This host as a participant.
 pub(crate) struct Participation {
     gate: Arc<TransactionGate>,
     lease: Arc<LeaseState>,
@@ -39,8 +39,10 @@ impl Participation {
 }
 
 impl Part for Participation {
-    /// Looks whether other hosts have aborted what this one takes part in. Once another process acts in the name of this
-    /// host, what programs change here counts for nothing, and each change fails from then on.
+    /// Checks whether other hosts have aborted a transaction that this host takes part in.
+    ///
+    /// After the lease is lost, another process may act in the name of this host. All open transactions are then given
+    /// up, and each change in them fails.
     fn run_due(&self) {
         if self.gate.store().scopes.shares() {
             let gate = Arc::clone(&self.gate);

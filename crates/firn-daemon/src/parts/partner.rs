@@ -1,4 +1,4 @@
-//! Copies on a partner host (`partner=`).
+//! The copies on a partner host (`partner=`), as a part.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! The other hosts that have the backing mounted.
+//! The other hosts that have the backing mounted, as a part: compares how they mount it.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -11,10 +11,10 @@ use crate::part::Part;
 use crate::peers::PeerBoard;
 use crate::single_job::SingleJob;
 
-/// A host that lives shows it twice in this time.
+/// Pause between two comparisons; a host that is alive renews its lease twice in this time.
 const LOOK_EVERY: Duration = Duration::from_secs(5);
 
-/// How they mount it, looked at again and again.
+/// The comparison with other hosts, which is repeated while the mount exists.
 pub(crate) struct Peers {
     board: Arc<PeerBoard>,
     workers: Workers,

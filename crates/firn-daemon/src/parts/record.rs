@@ -1,4 +1,5 @@
-//! The record of the run: looked at some times a second, told when asked, and left behind at the end.
+//! The record of the run as a part: samples counters some times a second, answers requests for it, and stores it at the
+//! end.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -26,40 +27,40 @@ use crate::single_job::SingleJob;
 use crate::store::Store;
 use crate::timeline::Timeline;
 
-/// How old a record in the backing may be while the mount is used.
+/// Longest time between two copies of the record in the backing while the mount is used.
 const STORE_EVERY: Duration = Duration::from_secs(60);
 
-/// How many programs wait for room.
+/// Returns the number of programs that wait for room in the arena.
 pub(crate) type WaitingWriters = Box<dyn Fn() -> u64 + Send + Sync>;
 
-/// The record of a run, as a part of a mount.
+/// The record of a run, its thread, and where it is stored.
 pub(crate) struct Record {
     recorder: Arc<Recorder>,
     workers: Workers,
     place: RecordPlace,
-    /// In the runtime directory.
+    /// Path of the record in the runtime directory.
     file: PathBuf,
     store: SingleJob,
     stored: Mutex<Instant>,
     thread: Mutex<Option<(Sender<()>, JoinHandle<()>)>>,
 }
 
-/// What is recorded.
+/// What is recorded, shared with the thread.
 struct Recorder {
     identity: Identity,
     waiting_writers: WaitingWriters,
     began_unix_us: u64,
     state: Mutex<State>,
-    /// Bytes that came in or went out when the record was stored last.
+    /// Bytes that came in or went out, at the last copy in the backing.
     stored_bytes: AtomicU64,
 }
 
 struct State {
     timeline: Timeline,
     checkpoints: CheckpointLog,
-    /// When the first of the waiting writers began to wait; `None`: no writer waits.
+    /// Since when writers have waited for room; `None` if no writer waits.
     full_since: Option<Instant>,
-    /// When the first write to the backing failed; none: they succeed.
+    /// Since when writes to the backing have failed; `None` if they succeed.
     failing_since: Option<Instant>,
     drain_errors: u64,
     given_up: u64,
@@ -92,7 +93,7 @@ impl Record {
             state: Mutex::new(state),
             stored_bytes: AtomicU64::new(0),
         };
-        // Files that programs open from here on are of a checkpoint perhaps.
+        // The first sample starts the counters before programs open files that may belong to a checkpoint.
         recorder.look();
         Arc::new(Self {
             recorder: Arc::new(recorder),
@@ -152,7 +153,7 @@ impl Part for Record {
         Some(Reply::Record(Box::new(record)))
     }
 
-    /// When all is drained that will be.
+    /// Stores the record when all data is drained that will be.
     fn stop(&self, stop: &mut Stop) {
         if let Some((sender, thread)) = self.thread.lock().take() {
             drop(sender);
@@ -175,7 +176,8 @@ impl Part for Record {
     }
 }
 
-/// The record as JSON that [`RunRecord::parse`] takes: the oldest checkpoints are left out where it would be too long.
+/// Returns the record as JSON for [`RunRecord::parse`]. If it is too long, the oldest checkpoints are dropped and
+/// counted as forgotten.
 fn encode(record: &RunRecord) -> Vec<u8> {
     let mut record = record.clone();
     loop {
@@ -194,10 +196,10 @@ impl Recorder {
         &self.identity.engine
     }
 
-    /// Looks at the counters; how long until the next look.
+    /// Takes one sample of the counters, and returns the time until the next one.
     fn look(&self) -> Duration {
         let engine = self.engine();
-        // One look at a time, or an older one would come after a newer one.
+        // The lock is held for the whole sample, so that samples are added in the order of their time.
         let mut state = self.state.lock();
         let now = Instant::now();
         let counters = Bucket {
@@ -212,13 +214,14 @@ impl Recorder {
         state.timeline.look_every()
     }
 
-    /// Whether something happened since the record was stored last.
+    /// Returns whether bytes came in or went out since the last copy in the backing.
     fn has_news(&self) -> bool {
         let activity = self.engine().activity();
         let bytes = activity.ingest_bytes.wrapping_add(activity.drain_bytes);
         self.stored_bytes.swap(bytes, Ordering::Relaxed) != bytes
     }
 
+    /// Returns the record as it is now.
     fn make_record(&self, has_ended: bool) -> RunRecord {
         let figures = self.engine().figures();
         let (events, forgotten_events) = log::events::kept();
@@ -255,6 +258,7 @@ impl Recorder {
         }
     }
 
+    /// Stores the record in the backing; a failure is only logged.
     fn store_in_backing(&self, has_ended: bool) {
         let identity = &self.identity;
         let record = encode(&self.make_record(has_ended));
@@ -268,6 +272,7 @@ impl Recorder {
 }
 
 impl State {
+    /// Logs an event when the arena becomes full for writers, and when it has room again.
     fn tell_of_room(&mut self, now: Instant, counters: Bucket) {
         let waiting_writers = counters.waiting_writers;
         match self.full_since {
@@ -285,6 +290,7 @@ impl State {
         }
     }
 
+    /// Logs an event when writes to the backing begin to fail, and when they succeed again.
     fn tell_of_backing(&mut self, now: Instant, engine: &Engine<Store>) {
         let drain_errors = engine.drain_errors();
         let has_failed = drain_errors > self.drain_errors;

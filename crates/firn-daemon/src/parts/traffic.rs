@@ -1,4 +1,4 @@
-//! Bytes that came in, went out and were sent to other hosts, and how many of them a second.
+//! The traffic of a mount as a part: bytes that came in, went out and were sent to other hosts, and their rates.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,7 +19,7 @@ pub(crate) struct Traffic {
     pulls: Arc<Pulls>,
     /// Samples of the last seconds.
     window: Mutex<Window>,
-    /// The log has the hint about closes that wait long.
+    /// The hint about long waits in close(2) was logged.
     hint_given: AtomicBool,
 }
 

@@ -1,4 +1,5 @@
-//! What the steps of a transaction get done by the mount: programs are stopped, their data is drained, the kernel is told.
+//! What the steps of a transaction need of the mount: changes are stopped, data is drained, and the kernel's cache is
+//! cleared.
 
 use std::cell::OnceCell;
 use std::ffi::OsStr;
@@ -20,21 +21,21 @@ use crate::host_lease::LivingHosts;
 use crate::participants::{self, LOOK_AGAIN};
 use crate::store::LoggableStore;
 
-/// A mount, as far as one request or one background job may use it.
+/// A mount, as one request or one background job may use it.
 pub(super) struct StepsOfMount<'a> {
     pub(super) gate: &'a TransactionGate,
-    /// How long other hosts are waited for.
+    /// Timeout of waits for other hosts.
     pub(super) patience: Duration,
-    /// Makes the kernel drop what it has cached.
+    /// Callback that makes the kernel drop what it has cached.
     pub(super) forget: &'a dyn Fn(Cached),
-    /// Has a commit applied after the answer.
+    /// Callback that has a commit applied after the answer.
     pub(super) apply_later: &'a dyn Fn(),
-    /// Says which hosts live; made when that is asked first.
+    /// Answers which hosts are alive; opened by the first question.
     pub(super) liveness: OnceCell<LivingHosts>,
 }
 
 impl<'a> StepsOfMount<'a> {
-    /// For a job that waits for no other host, and whose result the kernel need not be told.
+    /// Returns the mount for a job that waits for no other host and after which the kernel's cache stays valid.
     pub(super) fn of(gate: &'a TransactionGate) -> Self {
         Self {
             gate,
@@ -45,6 +46,7 @@ impl<'a> StepsOfMount<'a> {
         }
     }
 
+    /// Returns the answers to which hosts are alive; `None` if this host commits alone.
     fn liveness(&self) -> Result<Option<&LivingHosts>, Errno> {
         let Some(members) = self.gate.store().home.members() else {
             return Ok(None);
@@ -67,7 +69,8 @@ impl Mount<LoggableStore> for StepsOfMount<'_> {
         self.gate.directory_at(path)
     }
 
-    /// Only the user of this process and root use the control socket; root may do no less.
+    /// The control socket serves this process's user and root, and root may do at least as much, so this process's
+    /// rights are checked.
     fn must_be_writable(&self, path: &[u8]) -> Result<(), Errno> {
         let dir = self.gate.backing().join(OsStr::from_bytes(path));
         let wanted = Access::WRITE_OK | Access::EXEC_OK;
@@ -156,7 +159,7 @@ impl Mount<LoggableStore> for StepsOfMount<'_> {
 
     fn is_any_living(&self, hosts: &[String]) -> Result<bool, Errno> {
         let liveness = self.liveness()?;
-        // One that cannot be asked for counts as gone.
+        // A host whose state cannot be read counts as dead.
         let is_living = |liveness: &LivingHosts, host: &str| {
             liveness.is_living(host).unwrap_or_else(|error| {
                 tracing::warn!(%error, host, "cannot see whether this host is alive");

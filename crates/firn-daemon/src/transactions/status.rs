@@ -1,4 +1,4 @@
-//! Transactions in the status.
+//! Transactions in the status of a mount.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
@@ -11,7 +11,7 @@ use firn_transact::backup::Progress;
 use crate::gate::TransactionGate;
 use crate::owners::Owners;
 
-/// For the status.
+/// Returns the status of each transaction of the mount.
 pub(crate) fn status(gate: &Arc<TransactionGate>, owners: &Owners) -> Vec<TransactionStatus> {
     let stage = |stage| match stage {
         Stage::Open | Stage::Ended => (TransactionStage::Open, None),
@@ -37,7 +37,7 @@ pub(crate) fn status(gate: &Arc<TransactionGate>, owners: &Owners) -> Vec<Transa
             Stage::Prepared(id) => here(gate, id, &found.scope),
             _ => Vec::new(),
         },
-        // The commit rules fill them in.
+        // The commit rules fill these fields in later.
         rule: None,
         waits_for: None,
         error: found.trouble,
@@ -47,12 +47,12 @@ pub(crate) fn status(gate: &Arc<TransactionGate>, owners: &Owners) -> Vec<Transa
     transactions.into_iter().map(one).collect()
 }
 
-/// The hosts that have come to the meeting about a transaction, as far as the backing says so at once: the status does
-/// not wait for one that hangs.
+/// Returns the hosts that have published their vote about a transaction. If the backing does not answer at once, the
+/// result is empty, because the status must not wait.
 fn here(gate: &Arc<TransactionGate>, id: u64, scope: &[u8]) -> Vec<String> {
-    /// A look at a directory takes a millisecond where a server answers.
+    /// Timeout of the read; a server that is up answers in about a millisecond.
     const PATIENCE: Duration = Duration::from_millis(50);
-    /// Of one that hangs no more threads ask.
+    /// Number of threads that read now. At the limit no more are started, because the backing hangs.
     static ASKING: AtomicUsize = AtomicUsize::new(0);
     const ASKING_MAX: usize = 4;
     if gate.store().home.members().is_none() {

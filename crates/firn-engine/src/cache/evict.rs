@@ -1,4 +1,6 @@
-//! Dropping drained bytes: to make room, on request, or because the file was changed beside the mount.
+//! Eviction: drops cached bytes to make room, on request, or because the file was changed beside the mount.
+//!
+//! A *pinned* file is evicted only on request or after such a change.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -12,26 +14,27 @@ use crate::space::Room;
 use crate::view::refresh_view;
 
 impl<B: Backing> FileState<B> {
-    /// Whether a list of chunks or a reader of its memory file relies on where its bytes are.
+    /// Whether a list of chunks, or a reader of the file's memory file, relies on where its bytes are.
     fn is_read_in_place(&self) -> bool {
         self.direct.has_chunk_lists() || self.view.is_some()
     }
 }
 
 impl<B: Backing> Room<B> {
-    /// After a drain that left cached bytes.
+    /// Notes that a drain left cached bytes, so that the file can be evicted.
     pub(crate) fn note_cached(&self, file: &Arc<File<B>>) {
         self.space.evictable.add(file);
     }
 
-    /// Drops cached files until a slab of `class` can be leased; false where nothing is left to drop.
+    /// Evicts cached files until a slab of `class` can be leased. Returns false if nothing is left to evict and none
+    /// can.
     pub(crate) fn evict_for(&self, class: Class) -> bool {
         self.evict_until(&|| self.base.arena.has_room(class))
     }
 
-    /// Drops cached files until it is `enough`; whether it is.
+    /// Evicts cached files until `enough` returns true. Returns its last answer.
     pub(crate) fn evict_until(&self, enough: &dyn Fn() -> bool) -> bool {
-        // Each file once: those that cannot go now are put back.
+        // Each file is tried once: a file that cannot be evicted now is put back.
         let candidates = self.space.evictable.len();
         for _ in 0..candidates {
             if enough() {
@@ -41,7 +44,8 @@ impl<B: Backing> Room<B> {
                 break;
             };
             let mut state = file.lock();
-            // Where a list of chunks is held, or the kernel reads the memory file, it would make no room.
+            // The bytes of a held list of chunks, or of a memory file in use, stay in memory, so evicting them makes
+            // no room.
             if state.is_pinned || state.is_read_in_place() {
                 drop(state);
                 self.space.evictable.add(&file);
@@ -54,6 +58,7 @@ impl<B: Backing> Room<B> {
         enough()
     }
 
+    /// Drops all cached bytes of a file, after its lists. Returns their number.
     fn evict(&self, state: &mut FileState<B>) -> u64 {
         state.direct.invalidate_list(&self.base.arena);
         let bytes = state.cache.drop_all(&self.base.arena);
@@ -72,8 +77,8 @@ impl<B: Backing> Room<B> {
         files.into_iter().filter(below).collect()
     }
 
-    /// Frees the memory of drained data at or below `path`; returns the bytes freed and the bytes that
-    /// stay because they are not drained, or because a list of chunks names them.
+    /// Evicts the cached bytes at or below `path`, and unpins the files. Returns the bytes freed, and the bytes that
+    /// stay because they are pending or in use by a list of chunks or a memory file.
     pub fn evict_tree(&self, path: &[u8]) -> Result<(u64, u64)> {
         self.must_exist(path)?;
         let mut freed = 0;
@@ -94,8 +99,8 @@ impl<B: Backing> Room<B> {
         Ok((freed, stay))
     }
 
-    /// Keeps the files that are at or below `path` now in memory once they are drained (or no longer
-    /// does); returns their number and bytes in memory.
+    /// Pins or unpins the files that are at or below `path` now: pinned files stay in memory after they are drained.
+    /// Returns their number and their bytes in memory.
     pub fn pin_tree(&self, path: &[u8], pinned: bool) -> Result<(u64, u64)> {
         self.must_exist(path)?;
         let mut files = 0;
@@ -121,13 +126,13 @@ impl<B: Backing> Room<B> {
         }
     }
 
-    /// At open: what is cached goes if the backing's file was changed beside the mount.
+    /// Evicts a file at its open if the backing's file was changed beside the mount.
     pub(crate) fn check_cache(&self, file: &Arc<File<B>>) -> Result<()> {
         if file.lock().cache.is_empty() {
             return Ok(());
         }
         let attr = self.base.backing.attr(&self.tree.object(&file.inode)?)?;
-        // Its times tell nothing of what other hosts write to logs.
+        // The times do not show what other hosts write to logs, so their files are always evicted.
         let is_shared = self.open_files.kernel_reads(file) == KernelReads::Shared;
         let mut state = file.lock();
         let is_other = |stamp| stamp != (attr.size, attr.mtime);
@@ -141,7 +146,7 @@ impl<B: Backing> Room<B> {
         Ok(())
     }
 
-    /// After the last pending byte was drained: how the backing's file is now.
+    /// Records how the backing's file is after the last pending byte was drained.
     pub(crate) fn confirm_cache(&self, file: &File<B>) {
         let attr = self
             .tree

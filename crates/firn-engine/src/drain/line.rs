@@ -1,30 +1,35 @@
-//! Files in line for a lane, and which of them is next.
+//! Files that wait in line for a lane (one I/O server), and which of them is next.
 //!
-//! *Interleaved*: first in, first out; a file with more to write goes to the end after each run. *Sequential*: the lane
-//! stays with one file, for its *turn*:
+//! *Interleaved*: first in, first out. After each run (a write of contiguous bytes), a file with more to write goes
+//! to the end. *Sequential*: the lane stays with one file, for its *turn*:
 //!
-//! * A turn ends when the file has nothing left to write, or after max(bytes pending when the turn began, [`TURN_BYTES`]).
-//!   The next turn begins when no write of the file is in flight.
-//! * Files that a caller waits for (*awaited*, as by fsync(2)) come before all others, first awaited, first served.
-//! * The turn of a file that is not awaited is interrupted for them after [`INTERRUPTIBLE_BYTES`], and goes on after them.
+//! * A turn ends when the file has nothing left to write, or after max(bytes pending when the turn began,
+//!   [`TURN_BYTES`]). The next turn begins when no write of the file is in flight.
+//! * Files that a caller waits for (*awaited*, as by fsync(2)) come before all others, in the order in which they
+//!   became awaited.
+//! * The turn of a file that is not awaited is interrupted for them after [`INTERRUPTIBLE_BYTES`], and continues
+//!   after them.
 //!
-//! An awaited file therefore waits for the files that were awaited before it, and for at most [`INTERRUPTIBLE_BYTES`] and
-//! one run (a write of contiguous bytes) of one other file.
+//! An awaited file therefore waits for the files that were awaited before it, and for at most [`INTERRUPTIBLE_BYTES`]
+//! and one run of one other file.
 //!
 //! Invariants
 //! * A file stands in line at most once.
-//! * In a sequential line only the file whose turn it is has writes in flight. Files whose writes hang are the exception.
-//! * The line has a reference to the files in it only. The last reference closes the file, and is dropped outside the lock.
+//! * In a sequential line only the file that has the turn has writes in flight. The exception is a file whose writes
+//!   hang.
+//! * The line has a reference only to files in it. Dropping the last reference closes the file, so that happens
+//!   outside the lock.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::{Arc, Weak};
 
-/// A turn is not ended by other files before it has this many bytes: the seek between two files is small beside them.
+/// Fewest bytes after which other files may end a turn. The time of a seek between two files is small beside writing
+/// them.
 const TURN_BYTES: u64 = 256 << 20;
-/// A turn of a file that is not awaited has this many bytes before it is interrupted: half a second of a slow disk.
+/// Bytes after which the turn of a file that is not awaited is interrupted: half a second of a slow disk.
 const INTERRUPTIBLE_BYTES: u64 = 64 << 20;
 
-/// Files in line, each with its order.
+/// Files in line, in the order of the lane.
 pub(crate) enum Line<T> {
     Interleaved(VecDeque<Arc<T>>),
     Sequential(Box<Turns<T>>),
@@ -39,7 +44,7 @@ impl<T> Line<T> {
         Self::Sequential(Box::default())
     }
 
-    /// Puts a file that is not in line into it.
+    /// Puts a file into line that is not there yet.
     pub(crate) fn push(&mut self, file: Arc<T>, is_awaited: bool) {
         match self {
             Self::Interleaved(files) => {
@@ -55,7 +60,8 @@ impl<T> Line<T> {
         }
     }
 
-    /// Takes the next file. `is_busy`: runs of files are under way. `leaves_turn`: a file whose runs hang is left.
+    /// Takes the next file, if one may begin. `is_busy`: runs of files are under way. `leaves_turn`: the runs of the
+    /// present file hang, so another file may begin beside them.
     pub(crate) fn pop(&mut self, is_busy: bool, leaves_turn: bool) -> Option<Arc<T>> {
         match self {
             Self::Interleaved(files) => files.pop_front(),
@@ -63,14 +69,15 @@ impl<T> Line<T> {
         }
     }
 
-    /// A caller began to wait for a file, which may be in line.
+    /// Notes that a caller began to wait for a file, which may be in line. In a sequential line it moves before those
+    /// that are not awaited.
     pub(crate) fn note_awaited(&mut self, file: &Arc<T>) {
         if let Self::Sequential(turns) = self {
             turns.note_awaited(file);
         }
     }
 
-    /// A run of `bytes` bytes was taken from a file that has `pending` bytes, those included.
+    /// Notes that a run of `bytes` bytes was taken from a file. `pending` are its pending bytes, this run included.
     pub(crate) fn note_picked(&mut self, file: &Arc<T>, bytes: u64, pending: u64) {
         if let Self::Sequential(turns) = self {
             turns.note_picked(file, bytes, pending);
@@ -91,7 +98,7 @@ impl<T> Line<T> {
         }
     }
 
-    /// How often a file stands in line.
+    /// Returns how often a file stands in line, for the check that it is at most once.
     pub(crate) fn count(&self, file: &Arc<T>) -> usize {
         match self {
             Self::Interleaved(files) => {
@@ -105,7 +112,7 @@ impl<T> Line<T> {
         }
     }
 
-    /// The file whose turn it is.
+    /// Returns the file that has the turn; `None` in an interleaved line.
     pub(crate) fn turn(&self) -> Option<Arc<T>> {
         match self {
             Self::Interleaved(_) => None,
@@ -114,36 +121,45 @@ impl<T> Line<T> {
     }
 }
 
-/// A sequential line.
+/// A sequential line: the turn, and the files that wait for theirs.
 pub(crate) struct Turns<T> {
-    /// Where each file in line stands, by its address.
+    /// Position of each file in line, by its address.
     places: HashMap<usize, LinePlace>,
-    /// Files that are ready, in the order in which they came.
+    /// Files that are ready and not awaited, in the order in which they came.
     ready: BTreeMap<u64, Arc<T>>,
-    /// By the order in which they were waited for.
+    /// Awaited files, in the order in which they became awaited.
     awaited: BTreeMap<u64, Arc<T>>,
+    /// Last number that a file in `ready` or `awaited` got.
     last_number: u64,
+    /// The present turn. It stays set while runs of its file are under way.
     turn: Option<Turn<T>>,
-    /// The turn that goes on when no awaited file is left. Its file is in line.
+    /// The turn that continues when no awaited file is left. Its file is in line.
     interrupted: Option<Turn<T>>,
 }
 
+/// Where a file stands in a sequential line.
 enum LinePlace {
+    /// In `ready`, under this number.
     Ready(u64),
+    /// In `awaited`.
     Awaited,
+    /// It has the turn and more to write.
     Turn,
+    /// Its turn was interrupted.
     Interrupted,
 }
 
+/// The time in which a sequential lane writes one file.
 struct Turn<T> {
-    /// Its address is no other file's while this is here.
+    /// The file. While this reference exists, no other file gets its address.
     file: Weak<T>,
-    /// Keeps the file alive while it is in line.
+    /// The same file while it is in line, which keeps it alive.
     in_line: Option<Arc<T>>,
+    /// A caller waits for the file, so its turn is not interrupted.
     is_awaited: bool,
-    /// Bytes of its runs so far.
+    /// Bytes of the runs in this turn so far.
     bytes: u64,
-    /// Bytes after which the others come; known with the first run.
+    /// Bytes after which other files come; set by the first run.
     bytes_max: Option<u64>,
 }
 
@@ -158,10 +174,12 @@ impl<T> Turn<T> {
         }
     }
 
+    /// Whether this is the turn of `file`.
     fn is_of(&self, file: &Arc<T>) -> bool {
         std::ptr::eq(self.file.as_ptr(), Arc::as_ptr(file))
     }
 
+    /// Whether the turn has written all that it may.
     fn is_over(&self) -> bool {
         self.bytes_max.is_some_and(|max| self.bytes >= max)
     }
@@ -180,11 +198,13 @@ impl<T> Default for Turns<T> {
     }
 }
 
+/// Returns the key of a file in `places`.
 fn address<T>(file: &Arc<T>) -> usize {
     Arc::as_ptr(file) as usize
 }
 
 impl<T> Turns<T> {
+    /// Puts a file into line. A file that has the turn keeps it unless its turn is over.
     fn push(&mut self, file: Arc<T>, is_awaited: bool) {
         let key = address(&file);
         debug_assert!(
@@ -201,7 +221,7 @@ impl<T> Turns<T> {
         self.line_up(file, is_awaited);
     }
 
-    /// Puts a file at the end of those that are waited for, or of the others.
+    /// Puts a file at the end of the awaited files, or of the others.
     fn line_up(&mut self, file: Arc<T>, is_awaited: bool) {
         self.last_number += 1;
         let number = self.last_number;
@@ -215,6 +235,7 @@ impl<T> Turns<T> {
         }
     }
 
+    /// Marks a file as awaited, and moves it among the awaited files if it is in line.
     fn note_awaited(&mut self, file: &Arc<T>) {
         if let Some(turn) = &mut self.turn
             && turn.is_of(file)
@@ -240,9 +261,10 @@ impl<T> Turns<T> {
         }
     }
 
-    /// `stays`: runs of the present turn are under way, and no other may begin.
+    /// Takes the next file. `stays`: runs of the present turn are under way, so no other turn may begin.
     fn pop(&mut self, stays: bool) -> Option<Arc<T>> {
         if let Some(turn) = &mut self.turn {
+            // A long turn that no caller waits for yields to awaited files.
             let gives_way =
                 !turn.is_awaited && turn.bytes >= INTERRUPTIBLE_BYTES && !self.awaited.is_empty();
             if !gives_way && let Some(file) = turn.in_line.take() {
@@ -260,7 +282,7 @@ impl<T> Turns<T> {
         Some(file)
     }
 
-    /// Ends the turn, to go on with it later if its file is in line.
+    /// Ends the turn. It continues later if its file is in line.
     fn interrupt_turn(&mut self) {
         let turn = self.turn.take();
         if let Some(turn) = turn
@@ -271,6 +293,7 @@ impl<T> Turns<T> {
         }
     }
 
+    /// Begins the next turn: of an awaited file, else the interrupted one, else of the first ready file.
     fn next_turn(&mut self) -> Option<(Arc<T>, Turn<T>)> {
         if let Some((_, file)) = self.awaited.pop_first() {
             let turn = Turn::begin(&file, true);

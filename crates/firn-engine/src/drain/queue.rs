@@ -1,16 +1,16 @@
-//! The drain queue of one lane: which files have something to write, and when to look at the others.
+//! Drain queue of one lane: which files have something to write, and when to check the others.
 //!
-//! Files stand in line ([`Line`]). Beside the line are the files that failed, with the time of their next try, and those
-//! with little data, with the time at which it is old.
+//! Files stand in line ([`Line`]). Beside the line there are two lists: files that failed, with the time of their next
+//! try, and files with little data, with the time at which that data is old.
 //!
 //! Invariants
-//! * A file stands in line at most once. Its state says so (`queued`): the flag is set with [`DrainQueue::push`], under
-//!   the file's lock, and cleared by the thread that got the file from [`DrainQueue::pop`].
-//! * `active` counts the files that were popped and are looked at, and the jobs that are not completed.
-//! * `oldest` has what the state of each file of the lane with pending bytes says, and nothing else.
-//! * A file that failed is in `retries` at its time.
+//! * A file stands in line at most once. Its state says so (`queued`): the flag is set together with
+//!   [`DrainQueue::push`], under the file's lock. The thread that got the file from [`DrainQueue::pop`] clears it.
+//! * `active` counts the files that were popped and are being examined, and the jobs that are not completed.
+//! * `oldest` has the same times as the states of the lane's files with pending bytes.
+//! * A file that failed is in `retries` with the time of its next try.
 //!
-//! The lock is a leaf but for the arena's: a file's lock may be held when it is taken, none is taken under it.
+//! Locks: a file's lock may be held when this lock is taken. Under this lock no other is taken but the arena's.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::sync::{Arc, Weak};
@@ -22,42 +22,47 @@ use super::line::Line;
 use crate::counters::Held;
 use crate::options::Order;
 
-/// Files to drain, generic over what a file is.
+/// Files to drain. The type of a file is a parameter, for the tests.
 pub(crate) struct DrainQueue<T> {
     order: Order,
-    /// What is pending of the files of the lane.
+    /// Sums of the pending bytes and files of the lane.
     pub(crate) held: Held,
     state: Mutex<QueueState<T>>,
 }
 
+/// What the lock of a queue protects.
 struct QueueState<T> {
+    /// Files that have something to write.
     line: Line<T>,
+    /// Files that failed, with the time of their next try.
     retries: Vec<(Instant, Arc<T>)>,
+    /// Files whose age is to be checked, with the time of the check, the earliest first.
     aging: VecDeque<(Instant, Weak<T>)>,
+    /// Files being examined and jobs not completed.
     active: usize,
-    /// When the oldest pending byte of each file was written, about, with the file's address.
+    /// Approximate time at which the oldest pending byte of each file was written, with the file's address.
     oldest: BTreeSet<(Instant, usize)>,
 }
 
 /// Files whose time has come.
 pub(crate) struct Due<T> {
-    /// To be tried again after a failure.
+    /// Files to try again after a failure.
     pub retries: Vec<Arc<T>>,
-    /// Their data may be old.
+    /// Files whose data may be old.
     pub aged: Vec<Arc<T>>,
 }
 
-/// What the status tells of a queue.
+/// What the status shows of a queue.
 pub(crate) struct QueueFigures<T> {
-    /// Files in line.
+    /// Number of files in line.
     pub files: usize,
-    /// In sequential order: the file whose turn it is.
+    /// In sequential order, the file that has the turn.
     pub turn: Option<Arc<T>>,
-    /// Files that are looked at, and jobs that are not completed.
+    /// Number of files being examined, and of jobs not completed.
     pub active: usize,
-    /// Time to the next try of a file that failed.
+    /// Time until the next try of a file that failed.
     pub retry_in: Option<Duration>,
-    /// When the oldest pending byte was written.
+    /// Time at which the oldest pending byte was written.
     pub oldest: Option<Instant>,
 }
 
@@ -80,13 +85,13 @@ impl<T> DrainQueue<T> {
         }
     }
 
-    /// Puts a file that is not in line into it.
+    /// Puts a file into line that is not there yet.
     pub(crate) fn push(&self, file: Arc<T>, is_awaited: bool) {
         self.state.lock().line.push(file, is_awaited);
     }
 
-    /// Takes the next file in line. It counts as active until [`DrainQueue::finish`]. `leaves_turn`: in sequential order
-    /// another file may begin although writes of the present one are under way.
+    /// Takes the next file in line. It counts as active until [`DrainQueue::finish`]. `leaves_turn`: in sequential
+    /// order another file may begin although writes of the present one are under way.
     pub(crate) fn pop(&self, leaves_turn: bool) -> Option<Arc<T>> {
         let mut state = self.state.lock();
         let is_busy = state.active > 0;
@@ -95,28 +100,28 @@ impl<T> DrainQueue<T> {
         Some(file)
     }
 
-    /// A caller began to wait for a file.
+    /// Notes that a caller began to wait for a file.
     pub(crate) fn note_awaited(&self, file: &Arc<T>) {
         if self.order == Order::Sequential {
             self.state.lock().line.note_awaited(file);
         }
     }
 
-    /// A run of `bytes` bytes was taken from a file that has `pending` bytes, those included.
+    /// Notes that a run of `bytes` bytes was taken from a file. `pending` are its pending bytes, this run included.
     pub(crate) fn note_picked(&self, file: &Arc<T>, bytes: u64, pending: u64) {
         if self.order == Order::Sequential {
             self.state.lock().line.note_picked(file, bytes, pending);
         }
     }
 
-    /// Ends what [`DrainQueue::pop`] began: there was nothing to write, or the job is completed.
+    /// Ends what [`DrainQueue::pop`] began: the file had nothing to write, or its job is completed.
     pub(crate) fn finish(&self) {
         let mut state = self.state.lock();
         assert!(state.active > 0, "more was completed than picked");
         state.active -= 1;
     }
 
-    /// Whether a file is in line or in work.
+    /// Whether a file is in line, being examined or being written.
     pub(crate) fn is_busy(&self) -> bool {
         let state = self.state.lock();
         state.active > 0 || !state.line.is_empty()
@@ -127,14 +132,14 @@ impl<T> DrainQueue<T> {
         !self.state.lock().line.is_empty()
     }
 
-    /// Tries a file that failed again at `when`.
+    /// Plans the next try of a file that failed.
     pub(crate) fn retry_at(&self, when: Instant, file: Arc<T>) {
         self.state.lock().retries.push((when, file));
     }
 
-    /// Looks at the age of a file's data at `when`. Calls come in the order of their times, about.
+    /// Plans a check of the age of a file's data at `when`. Calls come approximately in the order of their times.
     ///
-    /// Whether it is the first of those.
+    /// Returns whether no other check was planned.
     pub(crate) fn check_age_at(&self, when: Instant, file: &Arc<T>) -> bool {
         let entry = (when, Arc::downgrade(file));
         let aging = &mut self.state.lock().aging;
@@ -158,14 +163,15 @@ impl<T> DrainQueue<T> {
         Due { retries, aged }
     }
 
-    /// When a file is due without being pushed.
+    /// Returns the time at which the next file is due for a retry or an age check.
     pub(crate) fn next_due(&self) -> Option<Instant> {
         let state = self.state.lock();
         let age = state.aging.front().map(|(at, _)| *at);
         state.next_retry().into_iter().chain(age).min()
     }
 
-    /// Changes when the oldest pending byte of a file was written; `None`: it has none.
+    /// Replaces the time at which the oldest pending byte of a file was written. `None`: the file has no pending
+    /// bytes.
     pub(crate) fn change_oldest(
         &self,
         file: &Arc<T>,
@@ -197,19 +203,19 @@ impl<T> DrainQueue<T> {
         }
     }
 
-    /// How often a file stands in line.
+    /// Returns how often a file stands in line.
     pub(crate) fn count_in_line(&self, file: &Arc<T>) -> usize {
         self.state.lock().line.count(file)
     }
 
-    /// Whether a file will be tried again at `when`.
+    /// Whether a try of this file is planned at `when`.
     pub(crate) fn has_retry(&self, when: Instant, file: &Arc<T>) -> bool {
         let state = self.state.lock();
         let is_it = |(at, known): &(Instant, Arc<T>)| *at == when && Arc::ptr_eq(known, file);
         state.retries.iter().any(is_it)
     }
 
-    /// The times of the oldest pending bytes, with the addresses of their files.
+    /// Returns the times of the oldest pending bytes, with the addresses of their files.
     pub(crate) fn oldest_of_files(&self) -> BTreeSet<(Instant, usize)> {
         self.state.lock().oldest.clone()
     }

@@ -1,4 +1,7 @@
-//! What the outcome of a job means.
+//! Complete: records the result of a job, so that written bytes are not pending any more and failed ones are retried.
+//!
+//! Order for a crash: the journal knows a drained range before pieces die, and older pieces die before newer ones. So
+//! a recovery never puts older bytes over drained ones.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,10 +20,10 @@ use crate::extents::{Extent, Extents};
 use crate::file::{File, FileState, Waiter};
 use crate::options::DrainPolicy;
 
-/// Drained ranges of a file before the first look whether they can be forgotten.
+/// Drained ranges of a file in the journal before it first checks whether they can be forgotten.
 const DRAINED_RANGES_KEPT: usize = 8;
 
-/// The parts that hold the first `bytes` bytes of a job.
+/// Returns the parts that have the first `bytes` bytes of a job.
 fn first_bytes(parts: &[Part], bytes: u64) -> Vec<Part> {
     let mut left = bytes;
     let mut first = Vec::new();
@@ -37,8 +40,8 @@ fn first_bytes(parts: &[Part], bytes: u64) -> Vec<Part> {
     first
 }
 
-/// The ranges in which nothing up to `sequence`, the highest of `written`, is pending once these parts are not. What lies
-/// between two parts is of the same range if nothing so old is pending there: few records tell of many parts.
+/// Returns the ranges in which nothing up to `sequence`, the highest of `written`, stays pending after these parts.
+/// Two parts share a range if no pending byte between them is as old: then few records cover many parts.
 fn drained_ranges(pending: &Extents, written: &[Part], sequence: u64) -> Vec<Range<u64>> {
     let mut ranges: Vec<Range<u64>> = Vec::new();
     for part in written {
@@ -57,7 +60,8 @@ fn drained_ranges(pending: &Extents, written: &[Part], sequence: u64) -> Vec<Ran
 }
 
 impl<B: Backing> Drainer<B> {
-    /// Takes the outcome of a job in.
+    /// Records the result of a job, tells the waiters that are satisfied or failed, and wakes writers if room became
+    /// free.
     pub fn complete(&self, job: Job<B>, outcome: JobOutcome) {
         let Job {
             file, parts, span, ..
@@ -70,7 +74,7 @@ impl<B: Backing> Drainer<B> {
         if outcome.written > 0 {
             let written = first_bytes(&parts, outcome.written);
             if !self.remove_drained(&mut state, &written) {
-                // The journal is full: tried again later, like any other failure.
+                // The journal is full, so the written bytes stay pending and are retried like any other failure.
                 error = error.or(Some(Errno::NOSPC));
             }
             file.inode.data_unsynced.store(true, Ordering::Release);
@@ -80,7 +84,7 @@ impl<B: Backing> Drainer<B> {
         }
         let mut told = ThinVec::new();
         match error {
-            // A failure of another part stays until everything is drained: it must not go untold.
+            // A failure of another part stays until everything is drained, so that a program is told of it.
             None => self.drain.enqueue(&file, &mut state),
             Some(errno) => {
                 let errors = &self.base.counters.drain_errors;
@@ -93,7 +97,7 @@ impl<B: Backing> Drainer<B> {
         self.drain.count_held(&file, before, state.pending.bytes());
         let satisfied = self.finish_drained(&file, &mut state);
         if error.is_some() {
-            // The next write tells the program, and only those through the kernel can.
+            // The next write must return the error, and only a write through the kernel can. So direct access ends.
             self.intake.revoke_grant(&file, &mut state);
         }
         file.notify_io_ended();
@@ -137,13 +141,13 @@ impl<B: Backing> Drainer<B> {
         count(&counters.drain_writes, outcome.writes);
     }
 
-    /// These bytes are in the backing: they are not pending any more. False where the journal could
-    /// not take that in: they stay pending and are written again, slow but never wrong.
+    /// Makes bytes that are in the backing not pending any more. Returns false if the journal is full: the bytes then
+    /// stay pending and are written again, which is slow and safe.
     fn remove_drained(&self, state: &mut FileState<B>, written: &[Part]) -> bool {
         let mut gone: Vec<(u64, Extent)> = Vec::new();
         for part in written {
             for (offset, extent) in state.pending.extents().within(part.offset..part.end()) {
-                // A newer write over the same bytes has its own piece and stays.
+                // A newer write of the same bytes has a piece of its own and stays pending.
                 if extent.piece == part.extent.piece {
                     gone.push((offset, extent));
                 }
@@ -152,11 +156,12 @@ impl<B: Backing> Drainer<B> {
         if state.pending.leaves_partial_pieces(&gone) && !self.record_drained(state, written) {
             return false;
         }
-        // Older pieces die first: after a crash between two of them the newer one is still there and
-        // covers the older, which must not come back over what was drained.
+        // Older pieces die first. After a crash between two of them the newer one still covers the older, which must
+        // not come back over drained bytes.
         gone.sort_by_key(|(_, extent)| extent.sequence);
         if gone.iter().map(|(_, extent)| extent.len).sum::<u64>() == state.pending.bytes() {
-            // No piece will tell it any more, and the backing has the time of the drain until it is set there.
+            // No piece will have the time any more, and the backing has the time of the drain until the right one is
+            // set.
             self.base.journal.record_time(state);
         }
         state.direct.invalidate_list(&self.base.arena);
@@ -179,7 +184,7 @@ impl<B: Backing> Drainer<B> {
         true
     }
 
-    /// Tells the journal that these bytes are drained; false where it could not take all of that in.
+    /// Records in the journal that these bytes are drained. Returns false if it has no room for all ranges.
     fn record_drained(&self, state: &mut FileState<B>, written: &[Part]) -> bool {
         let Some(file) = state.pending.file_id() else {
             return true;
@@ -201,13 +206,13 @@ impl<B: Backing> Drainer<B> {
         true
     }
 
-    /// Lets the journal forget the drained ranges of a file from time to time. One that is written and drained for
-    /// ever, and never has nothing pending, would fill the journal with them.
+    /// Lets the journal forget drained ranges of a file from time to time. Otherwise a file that always has something
+    /// pending would fill the journal with them.
     fn forget_drained_ranges(&self, state: &mut FileState<B>) {
         let pending = &mut state.pending;
-        // The search for the oldest sequence is paid for by as many drains.
+        // The search for the oldest sequence reads all extents, so it is made only once in many drains.
         let kept = DRAINED_RANGES_KEPT.max(pending.piece_count() / 16);
-        // A client's piece may have bytes that were not ingested.
+        // A client's piece may have older bytes that were not ingested.
         if (pending.drained_ranges() as usize) < kept || state.direct.has_grant() {
             return;
         }
@@ -223,10 +228,11 @@ impl<B: Backing> Drainer<B> {
         }
     }
 
-    /// Follows up a change of what is pending: returns the waiters that are satisfied, and ends the file id with the
-    /// last byte.
+    /// Follows up a change of what is pending. Returns the waiters that are satisfied. If nothing is pending, sets
+    /// the file's time in the backing and ends the file id.
     ///
-    /// Releases the lock while the backing works. A second caller returns at once; the first one takes its waiters too.
+    /// Releases the lock while the backing works. Meanwhile another caller returns at once without waiters, and the
+    /// first caller takes those too.
     pub(crate) fn finish_drained(
         &self,
         file: &Arc<File<B>>,
@@ -243,8 +249,8 @@ impl<B: Backing> Drainer<B> {
                 self.base.journal.end_file_id(state);
                 break;
             };
-            // The backing stamped the drain; programs saw the time of their write. A refusal (not the
-            // owner) leaves the backing's time.
+            // The backing has the time of the drain, and programs saw the time of their write. If the backing
+            // refuses, as firnd is not the owner, its time stays.
             state.drain.set_sets_time(true);
             let _ = state.unlocked(|| {
                 let object = self.tree.object(&file.inode)?;
@@ -260,6 +266,8 @@ impl<B: Backing> Drainer<B> {
         satisfied
     }
 
+    /// Plans the next try of a file after an error, and records the error for the status. `unreadable`: the spill
+    /// file failed, not the backing.
     pub(crate) fn schedule_retry(
         &self,
         file: &Arc<File<B>>,

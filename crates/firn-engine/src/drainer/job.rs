@@ -1,8 +1,9 @@
-//! One write to the backing: parts of one file, in several slabs perhaps. They lie beside each other, but where the
-//! backing gathers what is apart.
+//! A job: one write to the backing, of parts of one file that may lie in several slabs.
 //!
 //! Invariants
-//! * Parts are in the order of their offsets and do not overlap. What was written of a job is its first bytes.
+//! * Parts are in the order of their offsets and do not overlap. They are contiguous, unless the backing gathers
+//!   parts that are apart.
+//! * The bytes written of a job are always its first ones.
 //! * The slabs of all parts are pinned from [`Drainer::pick`](crate::Drainer::pick) until
 //!   [`Drainer::complete`](crate::Drainer::complete), and bytes in flight are not overwritten in place.
 
@@ -20,13 +21,14 @@ use crate::extents::Extent;
 use crate::file::File;
 use crate::options::Order;
 
+/// An extent of a job and its offset in the file.
 pub(super) struct Part {
     pub extent: Extent,
     pub offset: u64,
 }
 
 impl Part {
-    /// The offset after its last byte.
+    /// Returns the file offset after the last byte.
     pub fn end(&self) -> u64 {
         self.offset + self.extent.len
     }
@@ -36,66 +38,68 @@ impl Part {
 pub struct Job<B: Backing> {
     pub(super) file: Arc<File<B>>,
     pub(super) parts: Vec<Part>,
-    /// Places and lengths of the parts; valid while the slabs are pinned, that is until the job is completed. The
-    /// mapping outlives the job: the engine owns it.
+    /// Places of the parts, with their lengths in bytes. They are valid while the slabs are pinned, which is until
+    /// the job is completed. The engine owns the mapping, which outlives the job.
     pub(super) places: Vec<(Place, usize)>,
-    /// From the beginning of the first part to the end of the last.
+    /// File range from the first part to the end of the last.
     pub(super) span: Range<u64>,
+    /// Sum of the bytes of all parts.
     pub(super) bytes: u64,
 }
 
-/// Bytes written before the end or the error.
+/// Result of a job.
 pub struct JobOutcome {
-    /// Bytes that reached the backing.
+    /// Bytes that reached the backing, always the first ones of the job.
     pub written: u64,
-    /// Calls that did something.
+    /// Calls that wrote something.
     pub writes: u64,
-    /// Why it stopped early.
+    /// Error that ended the job early.
     pub error: Option<Errno>,
-    /// The error is that of the spill file.
+    /// Whether the error came from reading the spill file.
     pub unreadable: bool,
 }
 
-/// Slices of what is still to be written, and the runs that they are.
+/// Bytes still to be written, as slices, and the runs that they form.
 struct Unwritten<'a> {
     slices: Vec<IoSlice<'a>>,
     runs: Vec<Run>,
 }
 
-/// Slices whose bytes follow each other in the file.
+/// Slices whose bytes are contiguous in the file.
 struct Run {
     offsets: Range<u64>,
     slices: Range<usize>,
 }
 
-/// The spilled parts of a job.
+/// Bytes of a job's spilled parts.
 struct Loaded {
-    /// Their bytes; empty for a part in memory.
+    /// Bytes of each part; empty for a part in memory.
     spilled: Vec<Vec<u8>>,
-    /// Bytes of all parts, those in memory too, before the first that cannot be read.
+    /// Bytes of all parts before the first that cannot be read, including parts in memory.
     bytes: u64,
     error: Option<Errno>,
 }
 
 impl<B: Backing> Job<B> {
-    /// The file that it is of.
+    /// Returns the inode of the file.
     pub fn inode(&self) -> InodeId {
         self.file.inode.id
     }
-    /// From the beginning of its first byte in the file to the end of the last.
+    /// Returns the file range from the first byte to the end of the last.
     pub fn span(&self) -> Range<u64> {
         self.span.clone()
     }
-    /// Bytes.
+    /// Returns the number of bytes.
     pub fn len(&self) -> u64 {
         self.bytes
     }
-    /// Never: a job has bytes.
+    /// Returns false: a job always has bytes.
     pub fn is_empty(&self) -> bool {
         self.bytes == 0
     }
 
-    /// Does the write: one call, more where the backing takes less at once. Opens the file if need be.
+    /// Writes the bytes: in one call, or in several if the backing takes less at once. Opens the file if it is not
+    /// open. Never fails by itself: the error is in the result.
     pub fn execute(&self, engine: &Engine<B>) -> JobOutcome {
         let mut outcome = JobOutcome {
             written: 0,
@@ -140,7 +144,7 @@ impl<B: Backing> Job<B> {
             }
         }
         if engine.base.options.order == Order::Sequential && outcome.written > 0 {
-            // Else the kernel writes back several files at once, in turns of its own.
+            // Otherwise the kernel would write back several files at once, alternating between them.
             let Range { start, end } = self.span;
             engine
                 .base
@@ -154,7 +158,7 @@ impl<B: Backing> Job<B> {
         outcome
     }
 
-    /// Reads what is spilled, up to the first part that cannot be read.
+    /// Reads the spilled parts, up to the first one that cannot be read.
     fn load(&self) -> Loaded {
         let mut loaded = Loaded {
             spilled: Vec::new(),
@@ -182,7 +186,7 @@ impl<B: Backing> Job<B> {
         loaded
     }
 
-    /// What comes after the first `skip` bytes, of the parts that could be read.
+    /// Returns the readable bytes after the first `skip`.
     fn unwritten<'a>(&'a self, spilled: &'a [Vec<u8>], skip: u64) -> Unwritten<'a> {
         let mut skip = skip as usize;
         let mut unwritten = Unwritten {

@@ -1,4 +1,9 @@
-//! The choice of the next write of a lane.
+//! Pick: the choice of the next write of a lane.
+//!
+//! A file is *in flight* with a range that is being written. A part is *gathered* if the backing writes parts of a
+//! file together that are apart.
+//!
+//! Relies on: the caller completes each job that it gets.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -16,16 +21,16 @@ use crate::options::DrainPolicy;
 
 /// Most parts of one vectored write (`UIO_MAXIOV`).
 const PARTS_MAX: usize = 1024;
-/// Most parts of a write where the backing gathers.
+/// Most parts of a write that gathers.
 const GATHERED_PARTS_MAX: usize = 16 << 10;
 
-/// What an IO thread shall do.
+/// What an I/O thread must do next.
 pub enum Pick<B: Backing> {
-    /// This I/O.
+    /// Execute this write, then complete it.
     Job(Job<B>),
-    /// Nothing now; look again after `retry`, or when woken.
+    /// Wait: there is nothing to do before `retry`, or before the lane is woken.
     Idle {
-        /// Time to the next retry or age limit.
+        /// Time until the next retry or age check; `None`: no file is due.
         retry: Option<Duration>,
     },
 }
@@ -33,43 +38,46 @@ pub enum Pick<B: Backing> {
 /// Limits for the next write of a lane.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LaneLimits {
-    /// Writes of one file that are under way at most: fewer than there are threads for them, so that a file whose
-    /// writes hang leaves the others one.
+    /// Most writes of one file at a time. It is less than the number of threads, so that a file whose writes hang
+    /// leaves a thread for the others.
     pub file_writes_max: usize,
-    /// Other files are written though the one that a lane in sequential order is at is not: its writes hang.
+    /// In sequential order, other files are written although the present one is not finished, because its writes
+    /// hang.
     pub leaves_hung_file: bool,
 }
 
 impl LaneLimits {
-    /// Whatever there is.
+    /// No limits.
     pub const NONE: Self = Self {
         file_writes_max: usize::MAX,
         leaves_hung_file: false,
     };
 }
 
-/// What a job of a file may be.
+/// Limits of a job of one file.
 #[derive(Clone, Copy)]
 struct JobMax {
-    /// Its parts may be apart.
+    /// Whether its parts may be apart.
     gathers: bool,
+    /// Most parts.
     parts: usize,
+    /// Most bytes.
     bytes: u64,
-    /// Of those that lie in the spill file: all of them are in memory at once.
+    /// Most bytes from the spill file, as all of them are read into memory at once.
     spilled_bytes: u64,
 }
 
 impl<B: Backing> Drainer<B> {
-    /// The next write of a lane, if there is one. A caller that gets a job must complete it.
+    /// Returns the next write of a lane, or how long there is none. A caller that gets a job must complete it.
     ///
-    /// A range that was picked blocks a truncation of its file until it is completed. So whatever a lane has to wait
-    /// for before it is written to, such as its token, is asked for *before* this call. It is never asked for between
-    /// this call and [`Job::execute`].
+    /// A range that was picked blocks a truncation of its file until it is completed. So anything that a lane must
+    /// wait for before a write, such as its token, is requested *before* this call, and never between this call and
+    /// [`Job::execute`].
     pub fn pick(&self, lane: LaneIndex, limits: LaneLimits) -> Pick<B> {
         let queue = self.drain.queue(lane);
         loop {
-            // Each time round: during the look at a file with nothing to drain, a writer may have begun to wait for
-            // room, and have left it to this thread.
+            // This comes in each round: while a file without anything to drain was examined, a writer may have begun
+            // to wait for room and left the work to this thread.
             self.room.wake_writers();
             let Some(file) = self.next_file(lane, limits.leaves_hung_file) else {
                 let next = queue.next_due();
@@ -100,7 +108,7 @@ impl<B: Backing> Drainer<B> {
         }
     }
 
-    /// Puts the files into line whose time has come, and takes the next in line.
+    /// Queues the files whose time has come, and takes the next file in line.
     fn next_file(&self, lane: LaneIndex, leaves_hung_file: bool) -> Option<Arc<File<B>>> {
         let queue = self.drain.queue(lane);
         let now = Instant::now();
@@ -117,12 +125,13 @@ impl<B: Backing> Drainer<B> {
         queue.pop(leaves_hung_file)
     }
 
-    /// Forces a file whose oldest pending byte is old.
+    /// Forces the drain of a file whose oldest pending byte is old. Otherwise plans the next check.
     fn check_age(&self, file: &Arc<File<B>>, now: Instant) {
         let mut state = file.lock();
         state.drain.end_aging();
         self.intake.ingest_published(file, &mut state);
         let Some(oldest) = state.drain.oldest() else {
+            // A client may publish bytes later without a request, so the check goes on.
             if state.direct.has_grant() {
                 self.drain
                     .check_age_at(file, &mut state, now + self.base.options.drain_age);
@@ -140,7 +149,8 @@ impl<B: Backing> Drainer<B> {
             .check_age_at(file, &mut state, now + self.base.options.drain_age);
     }
 
-    /// A write of this file: its slabs are pinned, and its range is in flight.
+    /// Makes a job of this file, if a part of it is worth a write. Its slabs are pinned then, and its range is in
+    /// flight.
     fn choose_write(
         &self,
         file: &Arc<File<B>>,
@@ -174,7 +184,8 @@ impl<B: Backing> Drainer<B> {
         debug_assert!(state.drain.writes_in_flight() <= limits.file_writes_max);
         let queue = self.drain.queue_of(file);
         queue.note_picked(file, bytes, state.pending.bytes());
-        // Its sequence is about to be used to cut: later bytes need a later one.
+        // The sequence of the tail is about to be used to cut. So bytes that come later need a piece with a later
+        // one.
         state.pending.end_tail();
         self.drain.enqueue(file, state);
         Some(Job {
@@ -186,14 +197,15 @@ impl<B: Backing> Drainer<B> {
         })
     }
 
-    /// The next extents that are worth a write, from the cursor on and round: a run of contiguous ones, or all that fit
-    /// where the backing gathers them.
+    /// Returns the next extents that are worth a write, searching from the cursor to the end and then from the start.
+    /// They are contiguous, or all that fit if the backing gathers.
     fn next_parts(&self, file: &File<B>, state: &FileState<B>) -> Option<Vec<Part>> {
         let max = self.job_max(file);
         self.next_parts_from(state, max, state.drain.cursor())
             .or_else(|| self.next_parts_from(state, max, 0))
     }
 
+    /// Searches from `start` on. An extent that is in flight or unreadable ends a candidate.
     fn next_parts_from(&self, state: &FileState<B>, max: JobMax, start: u64) -> Option<Vec<Part>> {
         let mut found = JobCandidate::default();
         for (offset, extent) in state.pending.extents().from(start) {
@@ -239,14 +251,14 @@ impl<B: Backing> Drainer<B> {
         }
     }
 
-    /// Whether that goes to the backing: a caller asked for a part of it, or it is long.
+    /// Whether a candidate is written now: a part of it is forced, or the policy is eager and it is long enough.
     fn is_worth_a_write(&self, found: &JobCandidate) -> bool {
         let is_long = || found.bytes >= self.base.write_bytes_min();
         found.forced || (self.base.options.drain == DrainPolicy::Eager && is_long())
     }
 
-    /// A file of which nothing can be drained but what the spill file does not give: its waiters are told, with no lock
-    /// held.
+    /// Fails a file if forced bytes of it cannot be read from the spill file, and nothing else of it is in flight.
+    /// Returns its waiters, which the caller tells with no lock held.
     pub(crate) fn fail_unreadable_file(
         &self,
         file: &Arc<File<B>>,
@@ -276,18 +288,18 @@ impl<B: Backing> Drainer<B> {
     }
 }
 
-/// What may become a job.
+/// Parts that may become a job.
 #[derive(Default)]
 struct JobCandidate {
     parts: Vec<Part>,
     bytes: u64,
     spilled_bytes: u64,
-    /// A caller asked for a part of it.
+    /// A part of it is forced.
     forced: bool,
 }
 
 impl JobCandidate {
-    /// Whether a further part may be of the same job.
+    /// Whether another part fits into the same job.
     fn takes(&self, part: &Part, is_spilled: bool, max: JobMax) -> bool {
         let len = part.extent.len;
         let spilled = if is_spilled { len } else { 0 };

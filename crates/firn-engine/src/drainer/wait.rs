@@ -1,4 +1,4 @@
-//! Draining one file while its caller waits, and the executor of the jobs.
+//! Waits for the drain of one file, and what the executor asks about its work.
 
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
@@ -14,16 +14,18 @@ use crate::{Done, Result};
 /// When a lane has something to drain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NextWork {
-    /// A file is in line, or its time has come.
+    /// A file is in line, or is due.
     Now,
-    /// Not before then, or before the lane is woken.
+    /// Nothing is due before this time, or before the lane is woken.
     Later {
-        /// Time to the next retry or age limit.
+        /// Time until the next retry or age check; `None`: no file is due.
         retry: Option<Duration>,
     },
 }
 
 impl<B: Backing> Drainer<B> {
+    /// Calls `done` when what the file has pending now is in the backing, or with the error when a try failed. Calls
+    /// it at once if nothing is pending.
     pub(crate) fn when_drained(&self, file: &Arc<File<B>>, done: Done) {
         let mut state = file.lock();
         self.intake.ingest_published(file, &mut state);
@@ -41,11 +43,11 @@ impl<B: Backing> Drainer<B> {
             .unwrap_or(0);
         self.drain.count_waiter();
         state.drain.add_waiter(Waiter { until, done });
-        // Someone waits: the next try is now, not after the back-off.
+        // A caller waits, so the next try is now and not after the back-off.
         state.drain.retry_now();
         self.drain.force(file, &mut state);
         self.drain.queue_of(file).note_awaited(file);
-        // Also if the file is in line already: a drain thread may have put it off.
+        // The lane is woken even if the file is in line already, as a drain thread may have put its write off.
         self.drain.wake(file.lane);
     }
 
@@ -54,7 +56,7 @@ impl<B: Backing> Drainer<B> {
         self.drain.set_executor(executor);
     }
 
-    /// The lanes, each to be picked from.
+    /// Returns the lanes. The executor picks from each of them.
     pub fn lanes(&self) -> impl Iterator<Item = LaneIndex> + use<B> {
         self.drain.lanes()
     }
@@ -64,7 +66,7 @@ impl<B: Backing> Drainer<B> {
         self.drain.has_waiters() || self.room.space.waiters.count() > 0
     }
 
-    /// Whether a lane has something that may be picked. Unlike [`Drainer::pick`] it begins nothing.
+    /// Returns when a lane has something to pick. Unlike [`Drainer::pick`] it changes nothing.
     pub fn next_work(&self, lane: LaneIndex) -> NextWork {
         let queue = self.drain.queue(lane);
         let now = Instant::now();
@@ -77,8 +79,8 @@ impl<B: Backing> Drainer<B> {
         }
     }
 
-    /// Whether a caller waits for a drain, or soon may: more than three quarters of the arena are in use. Whatever else
-    /// is to be drained is in no hurry.
+    /// Whether a caller waits for a drain or soon may, because more than three quarters of the arena are in use.
+    /// Other drains are not urgent.
     pub fn is_drain_awaited(&self) -> bool {
         let is_nearly_full = || {
             let slots = u64::from(self.base.arena.geometry().chunk_count);
@@ -87,14 +89,14 @@ impl<B: Backing> Drainer<B> {
         self.has_waiters() || is_nearly_full()
     }
 
-    /// Counts that what could be drained is put off, because programs want the CPUs.
+    /// Counts that a drain was put off, because programs need the CPUs.
     pub fn note_drain_put_off(&self) {
         self.base.counters.drain_decisions.count(Decision::PutOff);
         tracing::debug!("drain: put off, programs want the CPUs");
     }
 
-    /// Drains what a file has pending now, and blocks until it is in the backing or a try failed. To be called with no
-    /// lock held, and not by a thread that carries out jobs.
+    /// Drains what a file has pending now, and blocks until it is in the backing or a try failed. The caller holds no
+    /// lock and does not carry out jobs.
     pub(crate) fn drain_and_wait(&self, file: &Arc<File<B>>) -> Result<()> {
         let (tell, outcome) = mpsc::channel();
         self.when_drained(

@@ -1,32 +1,33 @@
-//! What processes with direct access have of a file.
+//! Direct access to one file: the grant of a client that writes it, and the lists of readers.
 //!
 //! Invariants
 //! * A file with a grant is open once, for writing, by the process that has the grant.
-//! * A list that was told to readers is valid until [`DirectState::invalidate_list`], which comes before the file's
-//!   bytes change or their room can be used again.
+//! * A list that readers have is valid until [`DirectState::invalidate_list`]. That comes before the file's bytes
+//!   change or their slabs can be used again.
 
 use firn_arena::{Arena, ClientLease};
 
 use super::FileId;
 use crate::{ClientId, HandleId};
 
-/// One client's right to write a file.
+/// A client's right to write a file directly.
 pub(crate) struct Grant {
+    /// The handle of the client.
     pub handle: HandleId,
     pub client: ClientId,
     pub file_id: FileId,
-    /// In the order in which they are filled.
+    /// Slabs that the client may fill, in the order in which it fills them.
     pub leases: Vec<ClientLease>,
-    /// Bytes that were ingested: decides the class of the next slab.
+    /// Bytes that were ingested, which decide the class of the next slab.
     pub bytes: u64,
 }
 
-/// What readers were told.
+/// What the lists of readers depend on.
 struct Told {
-    /// The word of the arena that ends to be what it was when this does not hold any more.
+    /// Number of the file's word in the arena. It is raised when the lists become invalid.
     word: u32,
-    /// The last change by other hosts that is in it ([`Facts::changes_by_others`](firn_backing::Facts)); none:
-    /// nothing was told of the backing.
+    /// Count of changes by other hosts that the lists are of ([`Facts::changes_by_others`](firn_backing::Facts)).
+    /// `None`: no list names the backing.
     changes_by_others: Option<u64>,
 }
 
@@ -34,8 +35,9 @@ struct Told {
 #[derive(Default)]
 pub(crate) struct DirectState {
     grant: Option<Box<Grant>>,
-    /// What processes that read the file themselves were told of where its bytes lie.
+    /// Present if some process has a list of where the file's bytes lie.
     listed: Option<Box<Told>>,
+    /// Number of lists of chunks of the file.
     chunk_lists: u32,
 }
 
@@ -61,12 +63,12 @@ impl DirectState {
         self.grant.take()
     }
 
-    /// Gives back what [`DirectState::take_grant`] took.
+    /// Restores the grant that [`DirectState::take_grant`] took.
     pub(crate) fn put_back(&mut self, grant: Box<Grant>) {
         self.grant = Some(grant);
     }
 
-    /// Readers are told where the bytes lie, under this word.
+    /// Records that readers get a list, which depends on this word.
     pub(crate) fn set_listed(&mut self, word: u32) {
         let new = || {
             Box::new(Told {
@@ -81,28 +83,28 @@ impl DirectState {
         self.listed.is_some()
     }
 
-    /// Readers are told where bytes lie in the backing, as of a change by other hosts. False if they were told of an
-    /// earlier one before, which does not hold any more.
+    /// Records that readers get a list that names the backing, as of a count of changes by other hosts. Returns false
+    /// if they have a list of an earlier count, which is invalid now.
     pub(crate) fn set_listed_in_backing(&mut self, change: u64) -> bool {
         let told = self.listed.as_mut();
         told.is_some_and(|told| *told.changes_by_others.get_or_insert(change) == change)
     }
 
-    /// Whether readers were told where bytes lie in the backing before this change by other hosts.
+    /// Whether readers have a list that names the backing as of another count of changes by other hosts.
     pub(crate) fn is_listed_before(&self, change: u64) -> bool {
         let told = self.listed.as_ref();
         let known = told.and_then(|told| told.changes_by_others);
         known.is_some_and(|known| known != change)
     }
 
-    /// What readers were told does not hold any more.
+    /// Makes the lists of readers invalid, by raising the file's word.
     pub(crate) fn invalidate_list(&mut self, arena: &Arena) {
         if let Some(told) = self.listed.take() {
             arena.raise_file_word(told.word);
         }
     }
 
-    /// A chunk list of the file is made: what it names is not changed in place.
+    /// Counts a list of chunks of the file. While there is one, bytes are not overwritten in place.
     pub(crate) fn add_chunk_list(&mut self) {
         self.chunk_lists += 1;
     }

@@ -1,9 +1,13 @@
-//! How far the drain of a file is: what is asked for, what is under way, what failed, and its waiters.
+//! State of a file's drain: what was requested, what is under way, what failed, and which callers wait.
+//!
+//! Terms: a drain is *forced* for bytes that must go to the backing however few they are. A *waiter* is a callback
+//! that runs when they are there. *Exclusive use* is a truncation or similar change that needs the backing file for
+//! itself.
 //!
 //! Invariants
-//! * Ranges in flight do not overlap: two writes to the same bytes of the backing never race. The range of a job whose
-//!   parts are apart is from the first to the last of them.
-//! * While the file's backing is used exclusively (`exclusive`), nothing is in flight.
+//! * Ranges in flight do not overlap, so two writes to the same bytes of the backing never race. If the parts of a
+//!   job are apart, its range is from the first to the last of them.
+//! * During exclusive use (`exclusive`) nothing is in flight.
 //! * `queued` is set while the file stands in the queue of its lane.
 
 use std::mem::take;
@@ -16,46 +20,54 @@ use thin_vec::ThinVec;
 use crate::Done;
 use crate::retry::RETRY;
 
-/// A drain of this file failed.
+/// Failure of the last drain of this file.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Failure {
+    /// Error of the backing, or of the spill file.
     pub errno: Errno,
-    /// A write, close or fsync has returned the error.
+    /// Whether a write, close or fsync has returned the error.
     is_reported: bool,
-    /// How often in a row.
+    /// Number of failed tries in a row.
     pub count: u32,
+    /// Time of the next try.
     pub retry_at: Instant,
 }
 
+/// A caller that waits for a drain.
 pub(crate) struct Waiter {
-    /// Waits for all extents up to this sequence.
+    /// Highest sequence to wait for: all extents up to it must be in the backing.
     pub until: u64,
+    /// Called with the result.
     pub done: Done,
 }
 
 /// The drain part of a file's state.
 #[derive(Default)]
 pub(crate) struct DrainState {
+    /// Ranges of the file that are being written to the backing.
     in_flight: ThinVec<Range<u64>>,
+    /// Callers that wait for a drain.
     waiters: ThinVec<Waiter>,
-    /// Few files have one.
+    /// The failure to report and to retry; boxed because few files have one.
     failure: Option<Box<Failure>>,
-    /// Drain extents up to this sequence, however small.
+    /// Highest sequence of forced extents: these are drained however small.
     force_to: u64,
-    /// Bytes written since the file was queued last for a run that is worth a write.
+    /// Bytes written since a run long enough for a write last queued the file.
     fresh_bytes: u64,
-    /// Where the next pick looks first.
+    /// File offset where the next pick begins to search.
     cursor: u64,
-    /// When the oldest pending byte was written, about.
+    /// Approximate time at which the oldest pending byte was written.
     oldest: Option<Instant>,
+    /// Whether the file stands in the queue of its lane.
     queued: bool,
-    /// The queue of the lane looks at the age of the file's data.
+    /// Whether the queue of the lane will check the age of the file's data.
     ages: bool,
-    /// A truncation or the like has the backing file for itself.
+    /// Whether a truncation or similar change uses the backing file exclusively.
     exclusive: bool,
-    /// The time of the last write is being set in the backing.
+    /// Whether the time of the last write is being set in the backing.
     sets_time: bool,
-    /// Counts what begins or ends that changes the backing file, but for its time.
+    /// Counter of starts of writes, and of starts and ends of exclusive use. A reader compares it to see a change of
+    /// the backing file.
     backing_changes: u32,
 }
 
@@ -66,17 +78,18 @@ impl DrainState {
         self.queued
     }
 
-    /// The file was put into the queue, or taken from it.
+    /// Records that the file was put into the queue, or taken from it.
     pub(crate) fn set_queued(&mut self, queued: bool) {
         assert_ne!(self.queued, queued, "the queue and the file disagree");
         self.queued = queued;
     }
 
-    /// Notes that the queue looks at the file's age from here on. False where it does already.
+    /// Records that the queue checks the file's age from here on. Returns false if it does already.
     pub(crate) fn begin_aging(&mut self) -> bool {
         !std::mem::replace(&mut self.ages, true)
     }
 
+    /// Records that the queue's check of the file's age was made.
     pub(crate) fn end_aging(&mut self) {
         self.ages = false;
     }
@@ -85,14 +98,14 @@ impl DrainState {
         self.oldest
     }
 
-    /// Changes when the oldest pending byte was written; returns what it was.
+    /// Replaces the time at which the oldest pending byte was written. Returns the earlier value.
     pub(crate) fn replace_oldest(&mut self, at: Option<Instant>) -> Option<Instant> {
         std::mem::replace(&mut self.oldest, at)
     }
 
     // ---- what is asked for ---------------------------------------------------------------------
 
-    /// Drains what has a sequence up to this one, however little it is.
+    /// Forces all extents with a sequence up to this one.
     pub(crate) fn force_up_to(&mut self, sequence: u64) {
         self.force_to = self.force_to.max(sequence);
     }
@@ -101,7 +114,7 @@ impl DrainState {
         sequence <= self.force_to
     }
 
-    /// Counts bytes that were just written; whether there are `enough` since it was last so.
+    /// Counts bytes that were just written. Returns whether `enough` came since the last time that it returned true.
     pub(crate) fn add_fresh_bytes(&mut self, bytes: u64, enough: u64) -> bool {
         self.fresh_bytes += bytes;
         let is_enough = self.fresh_bytes >= enough;
@@ -111,7 +124,7 @@ impl DrainState {
         is_enough
     }
 
-    /// Nothing is pending: what was asked for is done, and what failed has succeeded.
+    /// Clears requests and failure, because nothing is pending any more.
     pub(crate) fn reset(&mut self) {
         self.fresh_bytes = 0;
         self.force_to = 0;
@@ -120,7 +133,7 @@ impl DrainState {
 
     // ---- what is under way ---------------------------------------------------------------------
 
-    /// Where the next pick looks first.
+    /// Returns the file offset where the next pick begins to search.
     pub(crate) fn cursor(&self) -> u64 {
         self.cursor
     }
@@ -129,6 +142,7 @@ impl DrainState {
         self.in_flight.len()
     }
 
+    /// Records a write to the backing that begins.
     pub(crate) fn begin_write(&mut self, range: Range<u64>) {
         debug_assert!(
             !self.exclusive,
@@ -140,6 +154,7 @@ impl DrainState {
         self.backing_changes = self.backing_changes.wrapping_add(1);
     }
 
+    /// Records the end of a write that [`DrainState::begin_write`] recorded.
     pub(crate) fn end_write(&mut self, range: &Range<u64>) {
         let before = self.in_flight.len();
         self.in_flight.retain(|known| known != range);
@@ -150,6 +165,7 @@ impl DrainState {
         );
     }
 
+    /// Whether a write to some byte of this range is under way.
     pub(crate) fn is_in_flight(&self, range: &Range<u64>) -> bool {
         let overlaps = |known: &Range<u64>| known.start < range.end && range.start < known.end;
         self.in_flight.iter().any(overlaps)
@@ -159,6 +175,7 @@ impl DrainState {
         self.exclusive
     }
 
+    /// Begins or ends exclusive use of the backing file.
     pub(crate) fn set_exclusive(&mut self, exclusive: bool) {
         debug_assert_ne!(
             self.exclusive, exclusive,
@@ -169,8 +186,8 @@ impl DrainState {
         self.backing_changes = self.backing_changes.wrapping_add(1);
     }
 
-    /// Another number than before once something has begun, or a truncation or the like has ended, that changes the backing
-    /// file.
+    /// Returns a number that differs from an earlier one if a write or an exclusive use began since, or an exclusive
+    /// use ended.
     pub(crate) fn backing_changes(&self) -> u32 {
         self.backing_changes
     }
@@ -179,12 +196,12 @@ impl DrainState {
         self.sets_time
     }
 
-    /// Setting the time of the last write in the backing begins, or ends.
+    /// Records that setting the time of the last write in the backing begins or ends.
     pub(crate) fn set_sets_time(&mut self, sets_time: bool) {
         self.sets_time = sets_time;
     }
 
-    /// Whether nothing uses the backing file, by a write, exclusively, or for its time.
+    /// Whether no write, no exclusive use and no setting of its time uses the backing file.
     pub(crate) fn is_idle(&self) -> bool {
         !self.exclusive && !self.sets_time && self.in_flight.is_empty()
     }
@@ -195,12 +212,13 @@ impl DrainState {
         self.failure.as_deref().copied()
     }
 
-    /// Whether the file waits for its next try.
+    /// Whether the file failed and its next try is still to come.
     pub(crate) fn waits_for_retry(&self, now: Instant) -> bool {
         self.failure().is_some_and(|failure| failure.retry_at > now)
     }
 
-    /// A write failed. Returns the failure, and whether it is the first of its try: others wait for the same next one.
+    /// Records a failed write. Returns the failure, and whether it is the first one of this try. Further failures of
+    /// the same try share its next try.
     pub(crate) fn fail(&mut self, errno: Errno, now: Instant) -> (Failure, bool) {
         let is_first = !self.waits_for_retry(now);
         let failure = match self.failure() {
@@ -223,14 +241,14 @@ impl DrainState {
         (failure, is_first)
     }
 
-    /// A caller waits: the next try is now, not after the back-off.
+    /// Makes the next try due now, because a caller waits.
     pub(crate) fn retry_now(&mut self) {
         if let Some(failure) = &mut self.failure {
             failure.retry_at = Instant::now();
         }
     }
 
-    /// A failure that no program was told yet; it counts as reported now.
+    /// Takes the error of a failure that no program has been told yet, and counts it as reported.
     pub(crate) fn take_unreported_failure(&mut self) -> Option<Errno> {
         let failure = self.failure.as_mut().filter(|known| !known.is_reported)?;
         failure.is_reported = true;
@@ -243,7 +261,8 @@ impl DrainState {
         self.waiters.push(waiter);
     }
 
-    /// Takes those whose data is in the backing. `oldest_sequence`: of what is pending.
+    /// Takes the waiters whose data is in the backing. `oldest_sequence` is the lowest sequence of all pending
+    /// extents.
     pub(crate) fn take_satisfied(&mut self, oldest_sequence: Option<u64>) -> ThinVec<Waiter> {
         if self.waiters.is_empty() {
             return ThinVec::new();
@@ -256,7 +275,8 @@ impl DrainState {
         satisfied
     }
 
-    /// Takes all, to be told of the failure.
+    /// Takes all waiters, for the caller to give them the error. The failure counts as reported if there is one of
+    /// them.
     pub(crate) fn take_failed(&mut self) -> ThinVec<Waiter> {
         let failed = take(&mut self.waiters);
         if let Some(failure) = &mut self.failure {

@@ -1,7 +1,10 @@
-//! The handles of a file, how each is served, and how its writers left it.
+//! Handles of a file: how each is served, and how its writers left the file.
+//!
+//! Terms: a file's *ending* is open, closed, or cut. A *cut* file is incomplete, because a writer was killed or firnd
+//! died while a writer had it open.
 //!
 //! Invariants
-//! * Each handle is counted in one of the modes.
+//! * Each handle is counted in one mode.
 //! * `writers` is at most the number of handles, and `closing_writers` at most `writers`.
 
 use firn_format::record::Ending;
@@ -9,20 +12,25 @@ use smallvec::SmallVec;
 
 use crate::{HandleId, OpenMode};
 
-/// The part of a file's state about its handles.
+/// The handles part of a file's state. All counts are numbers of handles.
 pub(crate) struct Opens {
     handles: SmallVec<[HandleId; 1]>,
+    /// Handles whose reads and writes come to the engine.
     through_engine: u32,
-    /// The kernel reads the backing's file, or the file's memory file: never both.
+    /// Handles for which the kernel reads the backing's file, or the file's memory file. All handles of a file have
+    /// the same of these two.
     passthrough: u32,
+    /// Handles for which the kernel caches pages.
     cached: u32,
-    /// Handles whose processes map the file's memory file: in any mode but that in which the kernel reads it.
+    /// Handles whose processes map the file's memory file. The kernel does not read it for them.
     mapped: u32,
+    /// Handles that may write.
     writers: u32,
-    /// Writers of which a descriptor was closed, as far as anybody asks for that.
+    /// Writers of which a descriptor was closed, counted on mounts that need it.
     closing_writers: u32,
+    /// The ending that was last derived from the handles.
     ending: Ending,
-    /// A writer died of a signal, or an earlier firnd died while the file was open, and it was not emptied since.
+    /// Whether the file was cut, and not truncated to 0 since.
     is_cut: bool,
 }
 
@@ -75,23 +83,23 @@ impl Opens {
         self.handles.is_empty()
     }
 
-    /// Whether this handle, served by the engine, is the only one.
+    /// Whether this handle is the only one and is served by the engine.
     pub(crate) fn is_only(&self, handle: HandleId) -> bool {
         self.handles[..] == [handle] && self.through_engine == 1
     }
 
-    /// A descriptor of a writer is closed, for the first time.
+    /// Counts a writer of which a descriptor was closed for the first time.
     pub(crate) fn begin_closing(&mut self) {
         self.closing_writers += 1;
         self.check();
     }
 
-    /// A writer that was closed goes; to be told before it is removed.
+    /// Uncounts a closed writer, before its handle is removed.
     pub(crate) fn end_closing(&mut self) {
         self.closing_writers -= 1;
     }
 
-    /// Whether of each writer a descriptor was closed: most likely there was no other.
+    /// Whether each writer has closed a descriptor. Most have only one, so the file is most likely complete.
     pub(crate) fn are_writers_closing(&self) -> bool {
         self.closing_writers == self.writers
     }
@@ -104,7 +112,7 @@ impl Opens {
         self.mapped -= 1;
     }
 
-    /// Whether the kernel or a process may read the file's memory file unseen.
+    /// Whether the kernel or a process may read the file's memory file without a request.
     pub(crate) fn has_viewers(&self) -> bool {
         self.passthrough + self.mapped > 0
     }
@@ -130,7 +138,7 @@ impl Opens {
         self.ending
     }
 
-    /// A file that was cut, and was not emptied since.
+    /// Makes the state of a cut file.
     pub(crate) fn of_cut_file() -> Self {
         Self {
             ending: Ending::Cut,
@@ -143,7 +151,8 @@ impl Opens {
         self.is_cut
     }
 
-    /// Restores what an earlier firnd knew. A file that was open is cut, unless a handle of a writer is there again.
+    /// Restores the ending that an earlier firnd recorded. A file that was open is cut, unless a writer's handle was
+    /// restored.
     pub(crate) fn restore_ending(&mut self, ending: Ending) {
         self.ending = match ending {
             Ending::Open if self.writers == 0 => Ending::Cut,
@@ -152,17 +161,17 @@ impl Opens {
         self.is_cut = self.ending == Ending::Cut;
     }
 
-    /// The file was emptied.
+    /// Forgets that the file was cut, because it was truncated to 0.
     pub(crate) fn forget_cut(&mut self) {
         self.is_cut = false;
     }
 
-    /// A writer died of a signal.
+    /// Records that a writer was killed by a signal.
     pub(crate) fn note_cut(&mut self) {
         self.is_cut = true;
     }
 
-    /// Derives the ending from the handles; returns whether it changed.
+    /// Derives the ending from the handles. Returns whether it changed.
     pub(crate) fn update_ending(&mut self) -> bool {
         let ending = if self.writers > 0 {
             Ending::Open

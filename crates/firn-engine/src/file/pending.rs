@@ -1,11 +1,15 @@
-//! What the arena holds of a file and the backing does not: extents, their pieces, and the time of the last write.
+//! Pending data of a file, which only the arena holds: extents, their pieces, and the time of the last write.
+//!
+//! Terms: a *live* byte of a piece is pending; the others were overwritten, cut or drained. A piece without live
+//! bytes is *dead*. The *tail* is the file's last piece, which an append may extend.
 //!
 //! Invariants
 //! * `bytes` is the sum of the extents; each piece in `pieces` has `0 < live <= len`, and `live` bytes of extents.
 //! * `partial` counts the pieces with `live < len`.
 //! * The file has a file id while anything is pending.
-//! * While anything is pending, the record of some piece has the time of the last write ([`Pending::recorded_ns`]): a
-//!   recovery finds it there. The journal has a time that a program set instead, and what `recorded_ns` was then.
+//! * While anything is pending, the record of some piece has the time of the last write ([`Pending::recorded_ns`]),
+//!   so that a recovery finds it. A time that a program set is in the journal, together with the value of
+//!   `recorded_ns` at that moment.
 //!
 //! docs/internals/pending.md
 
@@ -19,17 +23,17 @@ use firn_backing::{TICK_NS_MAX, Time};
 use crate::extents::{Extent, Extents};
 use crate::small_map::SmallMap;
 
-/// Number under which the journal and the pieces know a file with pending data.
+/// Number by which the journal and the pieces know a file with pending data. It is never 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct FileId(NonZeroU64);
 
 impl FileId {
-    /// The id of this number; none for 0, which no file has.
+    /// Returns the id of this number, or `None` for 0, which no file has.
     pub fn new(number: u64) -> Option<Self> {
         NonZeroU64::new(number).map(Self)
     }
 
-    /// Its number, as records have it.
+    /// Returns the number, as records store it.
     pub fn get(self) -> u64 {
         self.0.get()
     }
@@ -38,11 +42,13 @@ impl FileId {
 /// How much of a piece is pending.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct PieceUse {
+    /// Bytes of the piece.
     pub len: u64,
+    /// Bytes of them that are pending.
     pub live: u64,
 }
 
-/// Pieces laid over each other: the newest bytes of each range.
+/// Pieces laid over each other: the newest bytes of each range, and the pieces that have them.
 #[derive(Default)]
 pub(crate) struct Layers {
     pub extents: Extents,
@@ -54,32 +60,35 @@ pub(crate) struct Layers {
 pub(crate) struct Pending {
     extents: Extents,
     pieces: SmallMap<PieceRef, PieceUse>,
+    /// Sum of the bytes of all extents.
     bytes: u64,
+    /// Number of pieces of which only a part is pending.
     partial: u32,
-    /// Drained ranges that the journal knows, about.
+    /// Approximate number of the file's drained ranges in the journal.
     drained_ranges: u32,
+    /// The file's id, while the journal knows the file.
     file_id: Option<FileId>,
-    /// The piece that the last write made or extended: only it may be extended, and only until its sequence is used to
-    /// cut.
+    /// The piece that the last write made or extended. Only this piece may be extended, and only until a cut uses its
+    /// sequence.
     tail: Option<PieceRef>,
-    /// Time of the last write or utimens while data is pending.
+    /// Time of the last write or utimens(2) while data is pending.
     mtime: Option<Time>,
-    /// Time of the last write as piece records have it, nanoseconds since 1970; 0 where there was none. It only grows,
-    /// also where the clock is set back: so a recovery can tell a write from what came before it.
+    /// Time of the last write as piece records store it, in nanoseconds since 1970; 0 if there was none. It only
+    /// grows, even if the clock is set back, so a recovery can order writes by it.
     recorded_ns: u64,
 }
 
-/// Tolerance for coarse clocks: times this far ahead count as now. The clock that stamps files runs in ticks, and writes within one of
-/// them get later ones.
+/// Tolerance for coarse clocks: a time at most this far ahead counts as now. The clock that stamps files runs in
+/// ticks, and each write within one tick gets a later time than the one before.
 const FUTURE_NS_MAX: u64 = 2 * TICK_NS_MAX as u64;
 
-/// The latest time that a write can have had by now.
+/// Returns the latest time that a write can have had by now, in nanoseconds since 1970.
 pub(crate) fn latest_ns() -> u64 {
     Time::now().to_ns().saturating_add(FUTURE_NS_MAX)
 }
 
 impl Pending {
-    /// What a recovery found of the file `id`.
+    /// Makes the state of file `id` from what a recovery found.
     pub(crate) fn recovered(
         id: FileId,
         layers: Layers,
@@ -108,7 +117,7 @@ impl Pending {
 
     // ---- what is pending -------------------------------------------------------------------
 
-    /// Bytes that are pending.
+    /// Returns the number of pending bytes.
     pub(crate) fn bytes(&self) -> u64 {
         self.bytes
     }
@@ -121,17 +130,17 @@ impl Pending {
         &self.extents
     }
 
-    /// First byte after the last pending one, 0 where none is: the least length of the file.
+    /// Returns the offset after the last pending byte, or 0 if none is pending. The file has at least this length.
     pub(crate) fn end(&self) -> u64 {
         self.extents.end()
     }
 
-    /// The lowest sequence of all that is pending.
+    /// Returns the lowest sequence of all pending bytes.
     pub(crate) fn oldest_sequence(&self) -> Option<u64> {
         self.extents.iter().map(|(_, extent)| extent.sequence).min()
     }
 
-    /// The highest sequence of all that is pending.
+    /// Returns the highest sequence of all pending bytes.
     pub(crate) fn newest_sequence(&self) -> Option<u64> {
         self.extents.iter().map(|(_, extent)| extent.sequence).max()
     }
@@ -142,7 +151,8 @@ impl Pending {
 
     // ---- changes ---------------------------------------------------------------------------
 
-    /// Enters bytes of a piece that was just published or extended by them. Returns the bytes that they replace.
+    /// Enters bytes of a piece that was just published, or extended by them. Returns the number of pending bytes that
+    /// they replace.
     pub(crate) fn insert(&mut self, arena: &Arena, offset: u64, extent: Extent) -> u64 {
         let mut replaced: Vec<(PieceRef, u64)> = Vec::new();
         self.extents.insert(offset, extent, &mut |piece, bytes| {
@@ -165,7 +175,7 @@ impl Pending {
         cancelled
     }
 
-    /// Drops every extent of `range` up to `sequence`; returns the bytes.
+    /// Drops all extents of `range` with a sequence up to `sequence`. Returns their bytes.
     pub(crate) fn cut(&mut self, arena: &Arena, range: Range<u64>, sequence: u64) -> u64 {
         let mut gone: Vec<(PieceRef, u64)> = Vec::new();
         self.extents.remove(range, &mut |_, extent| {
@@ -175,6 +185,7 @@ impl Pending {
             }
             takes
         });
+        // The sequence of the tail may have been used by this cut, so later bytes need a new piece with a later one.
         self.tail = None;
         let bytes = gone.iter().map(|(_, bytes)| bytes).sum();
         for (piece, bytes) in gone {
@@ -184,7 +195,8 @@ impl Pending {
         bytes
     }
 
-    /// Takes an extent out that was drained. Its room stays in use: the caller keeps it as cached, or releases it.
+    /// Removes an extent that was drained. Its bytes in the slab stay in use: the caller caches them or releases
+    /// them.
     pub(crate) fn remove_drained(&mut self, arena: &Arena, offset: u64, extent: Extent) {
         let range = offset..offset + extent.len;
         self.extents
@@ -192,13 +204,13 @@ impl Pending {
         self.settle_piece(arena, extent.piece, extent.len);
     }
 
-    /// `bytes` of a piece are not pending any more, and their room is free.
+    /// Records that `bytes` of a piece are not pending any more, and frees them in the slab.
     fn retire(&mut self, arena: &Arena, piece: PieceRef, bytes: u64) {
         self.settle_piece(arena, piece, bytes);
         arena.release_bytes(piece.slab, bytes);
     }
 
-    /// `bytes` of a piece are not pending any more; they keep their room.
+    /// Records that `bytes` of a piece are not pending any more. The slab still counts them as used.
     fn settle_piece(&mut self, arena: &Arena, piece: PieceRef, bytes: u64) {
         let used = self
             .pieces
@@ -220,15 +232,15 @@ impl Pending {
         if self.tail == Some(piece) {
             self.tail = None;
         }
-        // Before its record is dead: a crash in between must not lose the time.
+        // The time moves to another piece before this record is dead, so that a crash in between does not lose it.
         if arena.modified(piece) >= self.recorded_ns {
             self.keep_time(arena);
         }
         arena.mark_dead(piece);
     }
 
-    /// Whether pieces would be partly pending once `gone` is drained: then the journal has to know the drained range,
-    /// or a recovery would take it for pending.
+    /// Whether some piece would be partly pending after `gone` is drained. The journal then needs the drained range;
+    /// without it a recovery would take the whole piece for pending.
     pub(crate) fn leaves_partial_pieces(&self, gone: &[(u64, Extent)]) -> bool {
         let mut drained: HashMap<PieceRef, u64> = HashMap::new();
         for (_, extent) in gone {
@@ -251,13 +263,13 @@ impl Pending {
         self.file_id
     }
 
-    /// The journal knows the file from here on.
+    /// Records that the journal now knows the file by this id.
     pub(crate) fn set_file_id(&mut self, id: FileId) {
         debug_assert!(self.file_id.is_none(), "a file gets a second file id");
         self.file_id = Some(id);
     }
 
-    /// The journal has forgotten the file, of which nothing is pending.
+    /// Records that the journal has forgotten the file. Nothing of it is pending.
     pub(crate) fn end_file_id(&mut self) {
         debug_assert!(self.is_empty(), "pending bytes of a file without a file id");
         self.file_id = None;
@@ -276,19 +288,19 @@ impl Pending {
         self.drained_ranges = 0;
     }
 
-    /// Whether the last piece may be extended.
+    /// Whether this is the tail, which may be extended.
     pub(crate) fn is_tail(&self, piece: PieceRef) -> bool {
         self.tail == Some(piece)
     }
 
-    /// The next write makes a piece of its own: the sequence of the last one is used to cut.
+    /// Makes the next write begin a new piece, because the sequence of the last one is used to cut.
     pub(crate) fn end_tail(&mut self) {
         self.tail = None;
     }
 
     // ---- time ------------------------------------------------------------------------------
 
-    /// The modification time that programs see while data is pending.
+    /// Returns the modification time that programs see while data is pending.
     pub(crate) fn mtime(&self) -> Option<Time> {
         self.mtime
     }
@@ -297,29 +309,30 @@ impl Pending {
         self.mtime = mtime;
     }
 
-    /// The time that is to be set in the backing, once all is drained.
+    /// Takes the time that is to be set in the backing after everything is drained.
     pub(crate) fn take_mtime(&mut self) -> Option<Time> {
         self.mtime.take()
     }
 
-    /// Time of the last write as piece records have it.
+    /// Returns the time of the last write as piece records store it, in nanoseconds since 1970.
     pub(crate) fn recorded_ns(&self) -> u64 {
         self.recorded_ns
     }
 
-    /// Bytes or the length change now. The time is in `recorded_ns`: to be stored in the record of a piece.
+    /// Records a change of bytes or of the length at the present time. The caller stores `recorded_ns` in the record
+    /// of a piece.
     pub(crate) fn touch(&mut self) {
         let now = Time::now_after(self.mtime).to_ns();
         self.recorded_ns = now.max(self.recorded_ns.saturating_add(1));
-        // The present, where the clock was set back.
+        // If the clock was set back, `recorded_ns` is ahead of it. Programs see the present then.
         let is_now = self.recorded_ns - now <= FUTURE_NS_MAX;
         let shown = if is_now { self.recorded_ns } else { now };
         self.mtime = Some(Time::from_ns(shown));
     }
 
-    /// Bytes were changed by a client, which says that it was at `modified`. An impossible time counts as now. Returns
-    /// false where the record has to get another time: a client that goes on in its next lease may be a few writes of
-    /// the same tick behind.
+    /// Records that a client changed bytes at the time `modified`. An impossible time counts as now. Returns false if
+    /// the piece record must get another time, `recorded_ns`. One cause is harmless: a client that continues in its
+    /// next lease may be a few writes of the same tick behind.
     pub(crate) fn touch_at(&mut self, modified: u64) -> bool {
         if modified == 0
             || modified > latest_ns()
@@ -338,7 +351,7 @@ impl Pending {
         !is_behind
     }
 
-    /// Lets the record of some piece have the time of the last write, which no new piece tells.
+    /// Stores the time of the last write in the record of some piece, because no new piece has it.
     pub(crate) fn keep_time(&self, arena: &Arena) {
         if let Some((piece, _)) = self.pieces.iter().next() {
             arena.set_modified(*piece, self.recorded_ns);
@@ -347,7 +360,8 @@ impl Pending {
 
     // ---- invariants --------------------------------------------------------------------------
 
-    /// Asserts the invariants, of a file with many pieces only at some of its changes: that would take long.
+    /// Asserts the invariants. For a file with many pieces it does so only at some changes, as each check reads all
+    /// of them.
     #[inline]
     fn check(&self) {
         const PIECES_EACH_TIME: usize = 32;
@@ -393,8 +407,8 @@ impl Pending {
         );
     }
 
-    /// Asserts that a recovery would find the time of the last write. Of a file that no client writes: its records are
-    /// the client's to spoil.
+    /// Asserts that a recovery would find the time of the last write. Not for a file with a grant, as its client may
+    /// overwrite the piece records.
     pub(crate) fn assert_time(&self, arena: &Arena) {
         let newest = self
             .pieces

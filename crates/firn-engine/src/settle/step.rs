@@ -1,4 +1,4 @@
-//! One step: a chunk moves, or the next file begins.
+//! One step of settling: copies a chunk, or begins the next file.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -16,32 +16,33 @@ use crate::file::{File, FileState};
 use crate::options::DrainPolicy;
 use crate::space::Room;
 
-/// Of all slots of memory, the part that settling leaves free for writers.
+/// Divisor of the number of slots: this part of memory stays free for writers.
 const SPARE_PART: u32 = 32;
-/// Of all slots of memory, the part that idle memory files may have: checkpoints come in equal sizes, and memory that was
-/// used before costs a fraction of memory that was not.
+/// Divisor of memory: idle memory files may have this part of it. Checkpoints often have equal sizes, and memory that
+/// was used before costs a fraction of fresh memory.
 const KEEP_PART: u64 = 4;
 
-/// Until it is seen again whether a half moved file has room: no program waits for it, and room comes as checkpoints go.
+/// Time until the next check for space for a partly copied file. No program waits for it, and space comes when
+/// checkpoints are removed.
 const ROOM_RETRY: Duration = Duration::from_secs(1);
 
-/// What became of a chunk.
+/// Result of copying a chunk.
 enum Moved {
-    /// It is in the memory file.
+    /// The chunk is in the memory file.
     Done,
-    /// The file has changed or is used: it is settled another time.
+    /// The file was changed or is in use. It is settled another time.
     NotNow,
-    /// No slot of memory is free beside those of writers.
+    /// No slot of memory is free apart from those for writers.
     NoRoom,
 }
 
 impl<B: Backing> Room<B> {
-    /// Calls `f` when [`Room::settle_step`] may have something to do.
+    /// Sets the callback for the case that [`Room::settle_step`] may have something to do.
     pub fn set_settle_waker(&self, f: Waker) {
         *self.settle.waker.write() = Some(f);
     }
 
-    /// Whether files are settled at all. Where the drain takes bytes out of the arena as they come, none stays to be read.
+    /// Whether files are settled at all. An eager drain leaves no bytes in the arena to be read, so then none is.
     pub fn settles(&self) -> bool {
         let options = &self.base.options;
         options.memory_file_bytes_min > 0
@@ -49,7 +50,7 @@ impl<B: Backing> Room<B> {
             && !options.serves_every_read
     }
 
-    /// Has a file settled that may be large enough and has no writer. To be called without its lock.
+    /// Plans settling of a file, if it is large enough and has no writer. The caller does not have its lock.
     pub(crate) fn settle_later(&self, file: &Arc<File<B>>) {
         if !self.settles() {
             return;
@@ -68,7 +69,7 @@ impl<B: Backing> Room<B> {
         self.settle.wake();
     }
 
-    /// Moves a chunk of a large closed file into a memory file, if there is one to move.
+    /// Copies a chunk of a large closed file into a memory file, if there is one.
     pub fn settle_step(&self) -> SettleStep {
         let task = self.settle.task.lock().take();
         let Some(mut task) = task.or_else(|| self.begin_next_task()) else {
@@ -102,7 +103,7 @@ impl<B: Backing> Room<B> {
         SettleStep::More
     }
 
-    /// Takes slots back that no file is in.
+    /// Frees slots of memory files that no file uses.
     fn make_room_to_settle(&self) -> SettleStep {
         let returned = self.base.arena.trim_memory_files(0);
         self.wake_writers();
@@ -118,13 +119,14 @@ impl<B: Backing> Room<B> {
         self.base.arena.geometry().chunk_bytes
     }
 
-    /// Bytes that idle memory files may have.
+    /// Returns the most bytes that idle memory files may have.
     fn idle_bytes_max(&self) -> u64 {
         self.base.arena.geometry().data_bytes() / KEEP_PART
     }
 
+    /// Begins the next file that can be settled, with a memory file for it.
     fn begin_next_task(&self) -> Option<Task<B>> {
-        // Each file once: what cannot be settled now comes again when it is opened or closed.
+        // Each file is tried once. A file that cannot be settled now is planned again when it is opened or closed.
         while let Some(file) = self.settle.waiting.pop() {
             let (bytes, changes) = {
                 let state = file.lock();
@@ -157,6 +159,7 @@ impl<B: Backing> Room<B> {
         None
     }
 
+    /// Copies the next chunk of a file. The copy runs without the file's lock, from pinned slabs.
     fn move_chunk(&self, task: &Task<B>) -> Result<Moved, Errno> {
         let start = u64::from(task.next) * self.chunk_bytes();
         let range = start..task.bytes.min(start + self.chunk_bytes());
@@ -188,14 +191,14 @@ impl<B: Backing> Room<B> {
         Ok(self.put_in_place(task, &source, lease, range))
     }
 
-    /// What the arena has of a range of a file that nothing happened to; its slabs are pinned.
+    /// Returns what the arena has of a range of an unchanged file, with its slabs pinned.
     fn pin_source(&self, task: &Task<B>, range: Range<u64>) -> Option<Source> {
         let state = task.file.lock();
         if state.changes != task.changes || !state.may_be_settled() {
             return None;
         }
         let source = state.source(range)?;
-        // What was moved out of memory would come back, and other bytes would have to go for it.
+        // Bytes in the spill file stay there: reading them back would push other bytes out of memory.
         let is_spilled = |(_, extent): &(u64, Extent)| {
             let chunk = extent.piece.slab.chunk;
             self.base.arena.is_spilled(chunk)
@@ -220,7 +223,7 @@ impl<B: Backing> Room<B> {
         Ok(())
     }
 
-    /// Lets the copy be what the file has there, if the file still is as it was copied.
+    /// Replaces the extents of a chunk by the copy, if the file is still as it was when it was copied.
     fn put_in_place(
         &self,
         task: &Task<B>,
@@ -253,6 +256,7 @@ impl<B: Backing> Room<B> {
         Moved::Done
     }
 
+    /// Replaces the pending extents of a chunk by the copy, as a new piece.
     fn publish_settled(&self, state: &mut FileState<B>, lease: &mut Lease, range: Range<u64>) {
         let arena = &self.base.arena;
         let file_id = state.pending.file_id().expect("it has pending bytes");
@@ -262,7 +266,7 @@ impl<B: Backing> Room<B> {
             .expect("the slot holds a chunk");
         assert_eq!((room.position, u64::from(room.len)), (0, len));
         let sequence = arena.next_sequence();
-        // The latest write's: a recovery takes the latest of all pieces.
+        // A recovery takes the latest time of all pieces, so this piece gets the time of the last write.
         let modified = state.pending.recorded_ns();
         let piece = arena.publish_piece(
             lease,
@@ -282,10 +286,11 @@ impl<B: Backing> Room<B> {
                 sequence,
             },
         );
-        // No write made it: the next one makes a piece of its own.
+        // No write made this piece, so the next write makes one of its own.
         state.pending.end_tail();
     }
 
+    /// Replaces the cached extents of a chunk by the copy, which needs no piece record.
     fn cache_settled(&self, state: &mut FileState<B>, lease: &Lease, range: Range<u64>) {
         let arena = &self.base.arena;
         let len = range.end - range.start;

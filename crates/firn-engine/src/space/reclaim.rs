@@ -1,4 +1,7 @@
-//! Making room in the arena, and telling the writers that wait for it.
+//! Reclaiming: makes space in the arena, and calls waiting writers back.
+//!
+//! Cached bytes go first, then unused slabs; then the file with the most pending bytes is drained. If nothing can be
+//! drained, writers get an error.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -16,11 +19,11 @@ use crate::tables::Handle;
 use crate::{Done, Result};
 
 impl<B: Backing> Room<B> {
-    /// A slab for the next bytes of a handle: small ones first, so that many small files fit, whole
-    /// chunks for those that prove large.
+    /// Leases a slab for the next bytes of a handle: small at first, so that many small files fit, and a whole chunk
+    /// for a file that proves large. `None`: the arena has no space; reclaiming was begun.
     ///
-    /// The slot is not locked while files are dropped to make room: with the last of what is known of one, its
-    /// descriptor is closed, for which a server may be asked.
+    /// The handle's lease is not locked while files are evicted. Dropping the last reference to a file closes its
+    /// descriptor, which may ask a server.
     pub(crate) fn lease_for(
         &self,
         handle: &Handle<B>,
@@ -45,19 +48,18 @@ impl<B: Backing> Room<B> {
         lease
     }
 
-    /// Calls `f` once there may be room in the arena (`Ok`: write again) or nothing can drain (`Err`:
-    /// fail the write with it). The next
-    /// [`Drainer::pick`](crate::Drainer::pick) calls back, not this call.
+    /// Calls `f` when there may be space in the arena (`Ok`: write again), or when nothing can be drained (`Err`:
+    /// fail the write with it). The call comes from the next [`Drainer::pick`](crate::Drainer::pick), not from here.
     pub fn on_space(&self, f: Done) {
         self.space.waiters.add(f);
         self.reclaim();
-        // What was freed between the caller's failed write and now was not told to this waiter.
+        // Space may have been freed between the caller's failed write and now, before this waiter was added.
         self.space.note_room(&self.base.arena);
         self.drain.wake_all();
     }
 
-    /// Waits until there may be room in the arena; the error with which a write fails where nothing can drain. To be called
-    /// by a thread on which no drain depends, with no lock held.
+    /// Blocks until there may be space in the arena. Returns the error for the write if nothing can be drained. The
+    /// caller holds no lock, and no drain depends on its thread.
     pub fn wait_for_room(&self) -> Result<()> {
         let (tell, told) = std::sync::mpsc::channel();
         self.on_space(Box::new(move |result| {
@@ -66,7 +68,7 @@ impl<B: Backing> Room<B> {
         told.recv().unwrap_or(Err(Errno::IO))
     }
 
-    /// Tells waiting writers of room that became free. Called with no lock held.
+    /// Calls waiting writers back if space was freed. Called with no lock held.
     pub(crate) fn wake_writers(&self) {
         loop {
             if self.space.waiters.take_freed() {
@@ -79,19 +81,19 @@ impl<B: Backing> Room<B> {
                 return;
             }
             self.reclaim();
-            // It may have found room itself, in unused slabs.
+            // Reclaiming may have freed unused slabs itself; then the writers are called in the next round.
             if !self.space.waiters.has_freed() {
                 return;
             }
         }
     }
 
-    /// Fails all waiting writers, unless a move to the spill file will make room.
+    /// Fails all waiting writers, unless a move to the spill file will make space.
     pub(crate) fn refuse_space(&self, errno: Errno) {
         if self.spill_makes_room() {
             return;
         }
-        // In this order: the last move may have ended since the caller found no room.
+        // This is checked after the spill file: the last move may have ended since the caller found no space.
         if self.space.note_room(&self.base.arena) {
             return self.drain.wake_all();
         }
@@ -105,8 +107,8 @@ impl<B: Backing> Room<B> {
         }
     }
 
-    /// Makes room: gives back slabs that hold nothing; if no drain is under way, drains the file that
-    /// holds most. Tells waiting writers when nothing can be drained.
+    /// Makes space, unless a drain is under way that will: frees unused slabs, and drains the file with the most
+    /// pending bytes. If nothing can be drained, waiting writers get the error.
     pub(crate) fn reclaim(&self) {
         if self.drain.is_busy() {
             return;
@@ -125,6 +127,7 @@ impl<B: Backing> Room<B> {
                 continue;
             }
             match state.drain.failure() {
+                // A file that waits for its retry is not drained now, but its error is the one to report.
                 Some(failure) if failure.retry_at > now => errno = Some(failure.errno),
                 _ if best
                     .as_ref()
@@ -142,12 +145,12 @@ impl<B: Backing> Room<B> {
             let mut state = file.lock();
             self.drain.force(&file, &mut state);
         } else if !self.space.waiters.has_freed() && !self.space.note_room(&self.base.arena) {
-            // Everything that is held waits for a backing that refuses it.
+            // All held data waits for a backing that refuses it.
             self.refuse_space(errno.unwrap_or(Errno::NOSPC));
         }
     }
 
-    /// Seals the leases that hold nothing, and those of `file`.
+    /// Seals unused leases, and those of `file`.
     fn give_back_leases(&self, file: Option<&Arc<File<B>>>) {
         self.space.parked.seal_all(&self.base.arena);
         self.open_files
@@ -158,8 +161,8 @@ impl<B: Backing> Room<B> {
             });
     }
 
-    /// Makes room where nothing drains unasked: drained bytes are dropped. What is not drained stays, and waiting
-    /// writers are told that the arena is full.
+    /// Makes space with the policy *demand*, where nothing is drained without a request: evicts cached bytes. Pending
+    /// bytes stay, so if that is not enough, waiting writers get ENOSPC.
     fn reclaim_on_demand(&self) {
         self.give_back_leases(None);
         self.evict_for(Class::Small);

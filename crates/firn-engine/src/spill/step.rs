@@ -1,4 +1,4 @@
-//! Moving chunks to the spill file, and what becomes of files whose bytes it does not give back.
+//! One step of spilling: moves a chunk to the spill file, or evicts cached bytes instead.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use crate::counters::Decision;
 use crate::space::Room;
 
 impl<B: Backing> Room<B> {
-    /// Calls `f` when [`Room::spill_step`] may have something to do.
+    /// Sets the callback for the case that [`Room::spill_step`] may have something to do.
     pub fn set_spill_waker(&self, f: Waker) {
         let wake = f.clone();
         self.base.arena.on_pressure(
@@ -21,7 +21,8 @@ impl<B: Backing> Room<B> {
         self.spill.set_waker(f);
     }
 
-    /// Slots of memory that may stay in use. Not all of them, even at 100 percent: writers that find none wait for one.
+    /// Returns the slots of memory that may stay in use. One always remains free, even at 100 percent, because
+    /// writers wait for a slot.
     fn slots_at(&self, percent: u32) -> u32 {
         let count = self.base.arena.geometry().chunk_count;
         let slots = (u64::from(count) * u64::from(percent) / 100) as u32;
@@ -39,7 +40,7 @@ impl<B: Backing> Room<B> {
         if let Err(instead) = self.spill.begin_step(used, upper, lower) {
             return instead;
         }
-        // What is in the backing already is dropped rather than carried about.
+        // Cached bytes are in the backing already, so they are evicted instead of moved.
         if self.evict_until(&|| self.base.arena.memory_used() <= lower) {
             self.wake_writers();
             return SpillStep::More;
@@ -67,14 +68,14 @@ impl<B: Backing> Room<B> {
             }
             Err(errno) => {
                 let retry = self.spill_failed(errno);
-                // Waiting writers must not wait for a device that fails.
+                // Waiting writers must not wait for a disk that fails.
                 self.wake_writers();
                 SpillStep::Idle { retry: Some(retry) }
             }
         }
     }
 
-    /// Processes that read by direct access must ask again where these bytes are.
+    /// Makes lists of direct readers that name this chunk invalid, so that the readers ask again.
     fn invalidate_lists_of_chunk(&self, chunk: u32) {
         if !self.intake.grants.has_lists() {
             return;
@@ -96,6 +97,7 @@ impl<B: Backing> Room<B> {
         }
     }
 
+    /// Records a failure of the disk. Returns the time until the next try.
     fn spill_failed(&self, errno: Errno) -> Duration {
         let spill_path = &self.base.arena.superblock().spill_path;
         let path: BytePath = spill_path.as_slice().into();
@@ -109,7 +111,7 @@ impl<B: Backing> Room<B> {
         wait
     }
 
-    /// Whether memory will become free by spilling, so that writers wait for that. Wakes the thread that spills.
+    /// Whether spilling will free memory, so that writers can wait for that. Wakes the thread that spills.
     pub(crate) fn spill_makes_room(&self) -> bool {
         let room = !self.spill.fails() && (self.base.arena.can_spill() || self.seal_for_spill());
         if room {
@@ -118,7 +120,8 @@ impl<B: Backing> Room<B> {
         room
     }
 
-    /// Seals slabs that are unused at this instant, so that their chunks can move; whether some can.
+    /// Seals leases that no thread uses at this instant, so that their chunks can move. Returns whether some chunk
+    /// can.
     fn seal_for_spill(&self) -> bool {
         if self
             .base

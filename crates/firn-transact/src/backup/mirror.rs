@@ -1,4 +1,4 @@
-//! The place of a backup, what is there of each transaction, and the files and names in it.
+//! [`Mirror`]: the backup directory of a mount, with the state of each transaction's copy, and its file names.
 
 use std::collections::{BTreeSet, HashMap};
 use std::ffi::OsStr;

@@ -1,4 +1,5 @@
-//! The log of a backup: it finds objects by path, because inode numbers mean nothing where it is used.
+//! Portable change logs for backups: objects are identified by path, because inode numbers are not valid in another
+//! tree.
 
 use std::collections::HashMap;
 use std::ffi::OsStr;

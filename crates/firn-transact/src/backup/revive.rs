@@ -1,4 +1,4 @@
-//! Reviving a transaction: out of its backup, it is prepared in a backing that is as it was before it.
+//! [`Revival`]: prepares a transaction again from its backup, in a backing whose tree is that before the transaction.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::ffi::OsStr;
@@ -49,8 +49,8 @@ impl<B: Backing> Revival<B> {
         }
     }
 
-    /// Stages the contents of a backup, the directory `from` of a store that is named `called`, as a prepared transaction.
-    /// Where this fails the backing is as it was.
+    /// Stages the contents of a backup, the directory `from` of a store that is named `called`, as a prepared
+    /// transaction. Where this fails the backing is as it was.
     pub fn revive(
         &self,
         from: (&B, &B::Inode),

@@ -1,9 +1,9 @@
-//! Whether the accesses of several hosts are compatible.
+//! Test of several hosts' accesses for conflicts.
 //!
-//! The ranges of a file that several hosts use are looked at in the order of their starts. A range
-//! conflicts with one before it if that one ends behind its start; the furthest ends so far, of the two hosts
-//! that have them, answer that for each range at once. Only where there is a conflict the processes are
-//! asked one by one.
+//! For each file that several hosts use, the test visits all ranges in the order of their starts. A range conflicts
+//! with an earlier one of another host if that one ends after the range's start and one of the two was written. The
+//! test remembers the two furthest ends so far, of different hosts, so each range takes constant time. Only after a
+//! conflict the processes are compared one by one.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;

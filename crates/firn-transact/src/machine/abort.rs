@@ -1,7 +1,7 @@
-//! Abort: `CallOff`, `Undo`.
+//! Steps of an abort request: `CallOff` decides the abort for all hosts, `Undo` takes the changes back.
 //!
-//! In a shadow transaction of several hosts the thread that follows them may undo it first. It is over then, which is what was
-//! asked for.
+//! Race: in shadow mode with several hosts, the thread that watches the other hosts may undo the transaction first. The
+//! request then finds no transaction and succeeds.
 
 use firn_backing::Backing;
 
@@ -10,6 +10,7 @@ use crate::error::{AbortError, StageError, TransactionError};
 use crate::transaction::handle::{Found, Known, Place};
 
 impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
+    /// Returns the step `CallOff` for the current transaction. Fails if there is none.
     pub(super) fn find_abort(
         &self,
         path: &[u8],
@@ -21,7 +22,11 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         Ok(Step::CallOff { found, then })
     }
 
-    /// Drains that wait for the outcome hear of it before the scope is quiesced, or their data could not be dropped.
+    /// Decides the abort and makes further changes fail. Returns `Undo`, or `then` if another thread has ended the
+    /// transaction. Fails if the commit is decided.
+    ///
+    /// This comes before the quiesce: drains that wait for the outcome must end first, or their data could not be
+    /// dropped.
     pub(super) fn call_off(
         &self,
         found: Found<'a, B>,
@@ -29,7 +34,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     ) -> Result<Step<'a, B>, TransactionError> {
         match &found {
             Found::Decided(commit) => return Err(StageError::Decided { id: commit.id() }.into()),
-            // Other hosts may have committed it: asked before anything is thrown away.
+            // Another host may have decided the commit. This must be known before anything is undone.
             Found::Prepared(prepared) => prepared.call_commit_off()?,
             Found::Open(_) => {}
         }
@@ -41,6 +46,9 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         }
     }
 
+    /// Undoes the transaction while its scope is quiesced and its pending data is dropped. Returns the step `then`.
+    ///
+    /// After a wait for other hosts, a missing transaction counts as undone: another thread has ended it.
     pub(super) fn undo(
         &self,
         found: &Found<'a, B>,

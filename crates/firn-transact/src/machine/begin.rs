@@ -1,10 +1,13 @@
-//! Begin: `Clear`, `Begin`, `Create`.
+//! Steps of a begin request: `Clear`, `Begin`, `Create`.
 //!
-//! | the last commit of the directory is | before the begin |
+//! `Clear` deals with the last commit of the directory before the new transaction begins:
+//!
+//! | last commit | action |
 //! |---|---|
-//! | applied, or there is none | nothing |
-//! | decided in this mount | it is applied if data is pending, which was written after it; or else the new one follows it |
-//! | decided by an earlier firnd, or a restore that failed | it is applied, and programs see what it brings |
+//! | applied, or none | none |
+//! | decided in this mount, data written after it is pending | the commit is applied first |
+//! | decided in this mount, no data is pending | none; the new transaction follows the commit |
+//! | decided by an earlier firnd, or a failed restore | it is applied, and programs see its changes from then on |
 
 use std::sync::Arc;
 
@@ -19,6 +22,7 @@ use crate::transaction::handle::{Decided, Known, Place};
 use crate::transaction::top::TopMaker;
 
 impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
+    /// Applies the last commit of the directory where the table in the head says so, and returns the step `Begin`.
     pub(super) fn clear(
         &self,
         path: Vec<u8>,
@@ -28,10 +32,12 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         match known.commit {
             Some(commit) if commit.is_recovered() => {
                 self.apply_recovered(&commit, &path)?;
-                // Programs looked up other objects than the scope's.
+                // Programs have looked up the old tree's objects. The begin must look the directory up by its path
+                // again.
                 place = Place::directory(&path);
             }
-            // Data written after the commit is not part of the new transaction, and cannot drain before it is applied.
+            // The pending data was written after the commit and is not part of the new transaction. It cannot drain
+            // before the commit is applied.
             Some(commit) if !self.mount.is_drained(&place.path_now()) => self.apply(&commit)?,
             Some(_) | None => {}
         }
@@ -42,7 +48,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         })
     }
 
-    /// Applies a commit before which programs saw the old tree.
+    /// Applies a commit of an earlier firnd, and makes the kernel forget the old tree that programs saw until now.
     pub(super) fn apply_recovered(
         &self,
         commit: &Decided<'a, B>,
@@ -54,6 +60,9 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         Ok(())
     }
 
+    /// Begins a transaction at `path` while `place` is quiesced and drained, and returns the step `then`.
+    ///
+    /// Waits while other hosts have not finished an earlier transaction.
     pub(super) fn begin(
         &self,
         place: &Place<'a, B>,
@@ -72,7 +81,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         Ok(then)
     }
 
-    /// Begins a transaction in a scope in which nothing changes.
+    /// Begins a transaction in a scope that the caller has quiesced.
     pub(super) fn begin_quiet(
         &self,
         root: &Arc<Object<B>>,
@@ -83,8 +92,10 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         Ok(())
     }
 
-    /// The client's rights are looked at last, as mkdir(2) does: they are those of a directory that no transaction has
-    /// changed.
+    /// Begins a transaction that creates the directory at `path`; returns the final step.
+    ///
+    /// The client's rights are checked last, as mkdir(2) does. By then the parent is known to be in no transaction, so
+    /// its mode and owner are not those of an uncommitted change.
     pub(super) fn create(
         &self,
         path: &[u8],

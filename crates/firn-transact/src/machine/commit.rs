@@ -1,15 +1,15 @@
-//! Commit: `Decide`, `Apply`, `AwaitHosts`, `AnswerApplied`.
+//! Steps of a commit request: `Decide`, `Apply`, `AwaitHosts`, `AnswerApplied`.
 //!
-//! What a commit does after its decision is a [`Plan`], made once from the options and the transaction:
+//! A [`Plan`] says what a commit does after its decision. It is made once, from the options and the transaction:
 //!
-//! | transaction | with `begin`, the next one begins | applied |
+//! | transaction | the next transaction, if requested, begins | the commit is applied |
 //! |---|---|---|
-//! | of one host, or in buffer mode | with the decision | now, or later if asked for |
-//! | prepared by an earlier firnd | once it is applied: programs see the old tree until then | now |
-//! | of several hosts in shadow mode | once all have applied it: what they saved in one place goes first | now; with `begin` always |
+//! | of one host, or in buffer mode | with the decision | before the answer, or after it if requested |
+//! | prepared by an earlier firnd | after the application; programs see the old tree until then | before the answer |
+//! | of several hosts in shadow mode | after the last host applied it | now if the next one begins, else as requested |
 //!
-//! A transaction that is open is decided with its scope quiesced and drained. In one that is prepared, changes wait already:
-//! what was written since comes after it, and the scope would not become quiet before the decision.
+//! An open transaction is decided while its scope is quiesced and drained. A prepared one is decided without a quiesce:
+//! its changes already wait for the decision, so a quiesce would wait for them without end.
 
 use firn_backing::Backing;
 
@@ -20,7 +20,7 @@ use crate::shadow::Mode;
 use crate::transaction::handle::{Decided, Found, Known, Place};
 use crate::unanswered::Unanswered;
 
-/// When the transaction begins that follows a commit.
+/// The point at which the next transaction of the scope begins.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum NextBegin {
     Never,
@@ -29,29 +29,32 @@ enum NextBegin {
     AfterOtherHosts,
 }
 
-/// When the backing gets a commit.
+/// Whether the commit is applied to the backing before or after the client is answered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Application {
     BeforeAnswer,
     AfterAnswer,
 }
 
-/// What a commit does once it is decided.
+/// What a commit does after its decision.
 pub(super) struct Plan {
+    /// Number of the commit.
     id: u64,
+    /// When the next transaction begins.
     next: NextBegin,
+    /// When the commit is applied.
     application: Application,
-    /// Path of the scope after it; known with the decision, from which on its top is not renamed.
+    /// Path of the scope after the commit. Empty before the decision; the scope is not renamed after it.
     path_after: Vec<u8>,
 }
 
 impl Plan {
-    /// The path at which the next transaction begins, where it begins at this point.
+    /// Returns the path of the next transaction if it begins at `point`.
     fn begin_at(&self, point: NextBegin) -> Option<Vec<u8>> {
         (self.next == point).then(|| self.path_after.clone())
     }
 
-    /// The commit, of a scope that had this path at its begin.
+    /// Returns the commit as a repeated request would look for it. `scope` is the path at the begin of the transaction.
     pub(super) fn commit_to_answer(&self, scope: &[u8]) -> Unanswered {
         Unanswered {
             id: self.id,
@@ -60,6 +63,7 @@ impl Plan {
         }
     }
 
+    /// Returns the answer to the commit request.
     fn committed(self, not_applied_on: Vec<String>) -> Answer {
         Answer::Committed(Committed {
             id: self.id,
@@ -70,6 +74,7 @@ impl Plan {
 }
 
 impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
+    /// Returns the first step of a commit request. Fails if the scope has nothing to commit.
     pub(super) fn find_commit(
         &self,
         path: &[u8],
@@ -87,7 +92,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
             });
         }
         match (commit, undecided) {
-            // Asked for again, the commit is meant, also where another transaction follows it.
+            // A repeated request means the commit with its number, even if another transaction follows that commit.
             (Some(commit), _) if options.id == Some(commit.id()) => {
                 self.plan_commit(Found::Decided(commit), options)
             }
@@ -102,6 +107,9 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         }
     }
 
+    /// Makes the plan of the commit, and returns `Prepare` for an open transaction of several hosts or else `Decide`.
+    ///
+    /// Fails if the number of the last commit cannot be read.
     pub(super) fn plan_commit(
         &self,
         found: Found<'a, B>,
@@ -144,6 +152,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         })
     }
 
+    /// Decides the commit, after a quiesce and drain if the transaction is open. Returns the step `Apply`.
     pub(super) fn decide(
         &self,
         found: &Found<'a, B>,
@@ -159,6 +168,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         }
     }
 
+    /// Decides the commit in a scope that does not change, and begins the next transaction if the plan says so.
     fn decide_quiet(
         &self,
         found: &Found<'a, B>,
@@ -179,6 +189,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         Ok(Step::Apply { commit, plan })
     }
 
+    /// Applies the commit, or schedules its application and ends the request. Returns the next step.
     pub(super) fn apply_decided(
         &self,
         commit: Decided<'a, B>,
@@ -191,7 +202,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         if commit.is_recovered() {
             self.apply_recovered(&commit, commit.scope())?;
         } else if let Err(error) = self.apply(&commit) {
-            // A repeated request means this commit and not the one after it.
+            // The client repeats the request and means this commit, so the transaction after it must not stay open.
             if plan.next == NextBegin::AtDecision {
                 commit.give_up_next();
             }
@@ -201,6 +212,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         Ok(begin_before(begin_at, Step::AwaitHosts { commit, plan }))
     }
 
+    /// Waits until the other hosts have applied the commit, then begins the next transaction if the plan says so.
     pub(super) fn await_hosts(
         &self,
         commit: &Decided<'a, B>,
@@ -215,7 +227,9 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         Ok(begin_before(begin_at, over))
     }
 
-    /// Waits for the other hosts to apply a commit; those that have not.
+    /// Waits until the other hosts have applied a commit. Returns the names of those that have not.
+    ///
+    /// The wait ends when all have applied it, when none of the rest is alive, or when the mount waits no longer.
     fn wait_until_applied(&self, id: u64, scope: &[u8]) -> Result<Vec<String>, TransactionError> {
         let mut rest = self.mount.begin_wait();
         let not_applied_on = loop {
@@ -224,12 +238,12 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
                 break hosts;
             }
         };
-        // Programs did not see the parts of other hosts until now.
+        // The kernel may have cached names from before the other hosts applied their parts.
         self.mount.forget_names(&[scope]);
         Ok(not_applied_on)
     }
 
-    /// Ends what is left of a commit that was applied before its request failed.
+    /// Leaves the vote of a commit that was applied before its first request failed, and answers the repeated request.
     pub(super) fn answer_applied(
         &self,
         commit: Unanswered,
@@ -248,7 +262,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     }
 }
 
-/// The step `then`, after the begin of a transaction at `path` where there is one.
+/// Returns `then`, or a step that begins a transaction at `path` first if there is a path.
 fn begin_before<B: Backing>(path: Option<Vec<u8>>, then: Step<'_, B>) -> Step<'_, B> {
     match path {
         Some(path) => Step::Begin {

@@ -1,4 +1,7 @@
-//! What the steps need of the mount whose transactions they are.
+//! [`Mount`]: what the machine of transactions calls in the mount that programs use.
+//!
+//! The mount stops programs, drains or drops their data, invalidates the kernel's cache and records accesses. The
+//! mount knows no rule of transactions. Paths are relative to the backing.
 
 use std::sync::Arc;
 
@@ -9,46 +12,48 @@ use crate::error::TransactionError;
 use crate::object::Object;
 use crate::transaction::handle::Place;
 
-/// What becomes of the data that is pending in a directory that is quiesced.
+/// What a quiesce does with the pending data of the directory. Pending data is in the arena and not in the backing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pending {
-    /// It goes to the backing.
+    /// The data is drained to the backing.
     Drain,
-    /// It is dropped.
+    /// The data is dropped.
     Discard,
 }
 
-/// What becomes of a transaction on this host.
+/// A change of the stage of a transaction on this host, for counters and the log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Event {
-    /// It is open.
+    /// The transaction has begun.
     Begin,
-    /// No change may begin, and those under way are waited for.
+    /// New changes wait, and firnd waits for the changes that are under way.
     Quiesce,
-    /// Nothing changes, and what was written is in the backing or dropped.
+    /// No change is under way, and all pending data is drained or dropped.
     Drained,
-    /// It is durable, its outcome open.
+    /// The transaction is durable, and its outcome is open.
     Prepared,
-    /// It is committed.
+    /// The commit is decided.
     Decided,
-    /// The backing has it.
+    /// The commit is applied to the backing.
     Applied,
-    /// It is over.
+    /// The transaction is over, after a commit or an abort.
     Ended,
-    /// It is thrown away.
+    /// The changes of the transaction are undone.
     Undone,
 }
 
-/// The mount that transactions are in. It does what is asked of it and knows no rule of a transaction.
+/// The mount whose programs make the changes of transactions.
 pub trait Mount<B: Backing> {
-    /// The directory that programs see at `path`.
+    /// Returns the directory that programs see at `path`; fails if there is none.
     fn directory_at(&self, path: &[u8]) -> Result<Arc<Object<B>>, TransactionError>;
 
-    /// Refuses a client that may not make names in a directory.
+    /// Checks that the client may create names in the directory at `path`; returns the errno of the refusal otherwise.
     fn must_be_writable(&self, path: &[u8]) -> Result<(), Errno>;
 
-    /// Runs `work` while programs change nothing at or below a directory, whose pending data was treated as `pending` says.
-    /// Where it cannot be drained, `work` does not run.
+    /// Runs `work` while programs change nothing at or below the directory of `place`, and returns its result.
+    ///
+    /// Before `work` runs, the pending data there is drained or dropped, as `pending` says. If a drain fails, `work`
+    /// does not run and the error is returned.
     fn quiesce<T>(
         &self,
         place: &Place<'_, B>,
@@ -56,46 +61,48 @@ pub trait Mount<B: Backing> {
         work: impl FnOnce(&Arc<Object<B>>) -> Result<T, TransactionError>,
     ) -> Result<T, TransactionError>;
 
-    /// Whether nothing is pending below `path`.
+    /// Returns whether no data is pending below `path`.
     fn is_drained(&self, path: &[u8]) -> bool;
 
     /// Makes the kernel write back what programs stored in shared mappings of files below `path`.
     fn write_back(&self, path: &[u8]);
 
-    /// Names at and below these paths changed without the kernel: it drops what it has of them.
+    /// Makes the kernel drop its cached names at and below these paths, because they changed without a call of a
+    /// program.
     fn forget_names(&self, paths: &[&[u8]]);
 
-    /// The listing of a directory changed without the kernel.
+    /// Makes the kernel drop its cached listing of a directory, because it changed without a call of a program.
     fn forget_directory(&self, path: &[u8]);
 
-    /// From now on counts what processes use below `path`.
+    /// Starts to record which bytes and names processes use below `path`.
     fn begin_accesses(&self, path: &[u8]);
 
-    /// Takes what processes used below `path`.
+    /// Takes the record of what processes used below `path`, and returns it.
     fn take_accesses(&self, path: &[u8]) -> Vec<Used>;
 
-    /// Takes back what [`Mount::take_accesses`] gave.
+    /// Adds a record that [`Mount::take_accesses`] returned to the recording again.
     fn put_accesses_back(&self, used: Vec<Used>);
 
-    /// Ends the count of what processes used below `path`.
+    /// Stops recording what processes use below `path`.
     fn end_accesses(&self, path: &[u8]);
 
-    /// Begins to wait for other hosts. Each call of what it returns rests before the next look at them; `false`: the
-    /// request waits no longer.
+    /// Starts a wait for other hosts, and returns a function for the waiting loop.
+    ///
+    /// Each call of that function pauses and returns `true`. It returns `false` when the request must wait no longer.
     fn begin_wait(&self) -> impl FnMut() -> bool;
 
-    /// Whether any of these hosts has a firnd that could go on.
+    /// Returns whether any of these hosts has a living firnd, which could finish its part.
     fn is_any_living(&self, hosts: &[String]) -> Result<bool, Errno>;
 
-    /// Applies decided commits after the answer ([`TransactionalBacking::commits_to_apply`]).
+    /// Schedules the application of decided commits ([`TransactionalBacking::commits_to_apply`]), and returns at once.
     ///
     /// [`TransactionalBacking::commits_to_apply`]: crate::TransactionalBacking::commits_to_apply
     fn apply_later(&self);
 
-    /// The abort of the transaction with this serial number is about to begin: it does not go on, whatever becomes of the
-    /// process.
+    /// Notes that the abort of the transaction with this serial number begins. The transaction must not continue even
+    /// if firnd is killed and another firnd takes the mount over.
     fn note_abort(&self, serial: u64);
 
-    /// Counts and logs what became of the transaction in `scope`.
+    /// Counts and logs an event of the transaction in `scope`. `id` is the number of the commit, if there is one.
     fn note(&self, event: Event, scope: &[u8], id: Option<u64>);
 }

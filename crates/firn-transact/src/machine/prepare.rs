@@ -1,10 +1,13 @@
-//! Prepare: `Prepare`, `Vote`.
+//! Steps of a prepare request: `Prepare` makes the transaction durable, `Vote` waits for the other hosts.
 //!
 //! | the transaction is | first step |
 //! |---|---|
 //! | open | `ApplyBefore`, then `Prepare` with the scope quiesced and drained |
-//! | prepared with the same number | `Vote`: what was written since is no part of it |
-//! | prepared or decided with any other | refused |
+//! | prepared under the same number | `Vote`; data written since the prepare is not part of the transaction |
+//! | prepared or decided under another number | none: the request fails |
+//!
+//! With several hosts, a commit request takes these two steps as well. A vote without agreement reopens the
+//! transaction.
 
 use firn_backing::Backing;
 
@@ -14,15 +17,18 @@ use crate::error::{StageError, TransactionError};
 use crate::transaction::handle::{Found, Known, Open, Place, Prepared};
 use crate::vote::Vote;
 
-/// What follows once the hosts agree.
+/// What follows a vote that allows the commit.
 pub(super) enum AfterVote {
-    /// The outcome stays open.
+    /// The prepare request is answered; the outcome stays open.
     Answer,
-    /// It is committed.
+    /// The commit is decided as planned.
     Decide(Plan),
 }
 
 impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
+    /// Returns the first step of a prepare request under the number `id`.
+    ///
+    /// Fails if the transaction has another number, or if there is no transaction.
     pub(super) fn find_prepare(
         &self,
         path: &[u8],
@@ -50,6 +56,9 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         }
     }
 
+    /// Prepares an open transaction while its scope is quiesced and drained, and returns the step `Vote`.
+    ///
+    /// With several hosts, the first prepare also takes the record of what programs used, for the vote.
     pub(super) fn prepare(
         &self,
         open: &Open<'a, B>,
@@ -58,7 +67,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
     ) -> Result<Step<'a, B>, TransactionError> {
         let place = Place::scope(open.handle());
         let prepared = self.mount.quiesce(&place, Pending::Drain, |_| {
-            // Another request may have prepared it, and has noted what was used until then.
+            // Another request may have prepared the transaction first. That request has already taken the accesses.
             let is_first = open.is_still_open();
             let prepared = open.prepare(id)?;
             let scope = open.handle().scope_path();
@@ -71,7 +80,9 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         Ok(Step::Vote { prepared, then })
     }
 
-    /// Where the hosts do not agree or do not come the transaction is open again.
+    /// Waits for the verdict of all hosts, and returns the step that `then` asks for. Without members it does not wait.
+    ///
+    /// If the hosts conflict or some do not vote, the transaction is reopened and the error says why.
     pub(super) fn vote(
         &self,
         prepared: Prepared<'a, B>,
@@ -80,7 +91,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         if self.store.home.members().is_some()
             && let Err(error) = self.find_verdict(&prepared)
         {
-            // The scope is not quiesced: that would wait for programs whose changes wait for this.
+            // The scope is not quiesced here: a quiesce would wait for programs whose changes wait for this reopening.
             match prepared.reopen() {
                 Ok(used) => self.mount.put_accesses_back(used),
                 Err(error) => {
@@ -98,6 +109,10 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         })
     }
 
+    /// Publishes this host's accesses and waits until the vote is over. Returns `Ok` only if the verdict allows a
+    /// commit.
+    ///
+    /// When the mount waits no longer, this host gives the vote up for all hosts and returns that verdict as the error.
     fn find_verdict(&self, prepared: &Prepared<'a, B>) -> Result<(), TransactionError> {
         let mut rest = self.mount.begin_wait();
         self.retry(|| Ok(prepared.publish_accesses()?))?;

@@ -1,11 +1,13 @@
-//! Restore: `FinishUndo`, `FinishCommit`, `Restore`.
+//! Steps of a restore request: `FinishUndo`, `FinishCommit`, `Restore`.
 //!
-//! | checkpoint that is asked for | what is there | steps |
+//! | requested commit | transaction of the scope | steps |
 //! |---|---|---|
-//! | that of what is prepared or decided | | `FinishCommit`: it is committed, without what was written since |
-//! | another one | a commit that is decided | refused |
-//! | another one, which is kept | a transaction of several hosts in shadow mode | `CallOff`, `Undo`, `Restore` |
-//! | | any other transaction, or none | `Restore` |
+//! | the prepared or decided one | | `FinishCommit`: commits it and drops data written since |
+//! | another one | a decided commit | none: the request fails |
+//! | another one, in the history | shared by several hosts in shadow mode | `CallOff`, `Undo`, `Restore` |
+//! | another one, in the history | any other, or none | `Restore` |
+//!
+//! `FinishUndo` comes first. It completes an earlier restore that failed and left the backing in between two commits.
 
 use firn_backing::Backing;
 
@@ -14,7 +16,8 @@ use crate::error::{CommitError, StageError, TransactionError};
 use crate::transaction::handle::{Found, Known, Place};
 
 impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
-    /// After a restore that failed the backing has an older commit in part.
+    /// Applies what an earlier failed restore left, or the commit that an open transaction follows; then chooses the
+    /// step.
     pub(super) fn finish_undo(
         &self,
         path: Vec<u8>,
@@ -32,14 +35,16 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
                 open,
                 goal: Goal::Restore(id),
             }),
-            // A commit that is not followed may be the one that is meant.
+            // Without a transaction after it, a decided commit may be the requested one.
             (commit, undecided) => {
                 self.choose_restore(path, undecided.or(commit.map(Found::Decided)), id)
             }
         }
     }
 
-    /// Refuses before anything is thrown away.
+    /// Returns the step for the transaction `found`, as the table in the head says.
+    ///
+    /// All checks come before the first loss of data: a request that fails here has dropped nothing.
     pub(super) fn choose_restore(
         &self,
         path: Vec<u8>,
@@ -51,6 +56,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
             Some(Found::Decided(commit)) => Err(StageError::Decided { id: commit.id() }.into()),
             Some(found) => {
                 self.store.history.can_restore(&path, id)?;
+                // Other hosts must end their parts of a shared transaction before the restore may change the scope.
                 if self.store.scopes.shares() {
                     let place = Place::directory(&path);
                     let restore = Step::Restore {
@@ -83,6 +89,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         }
     }
 
+    /// Decides and applies the prepared or decided commit `id`, and drops data that was written since.
     pub(super) fn finish_commit(
         &self,
         found: &Found<'a, B>,
@@ -93,7 +100,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         let place = Place::scope(found.handle());
         self.mount.quiesce(&place, Pending::Discard, |_| {
             match found.decide(id) {
-                // It was applied in the background meanwhile.
+                // The background application has finished this commit meanwhile, so nothing is left to do.
                 Err(CommitError::Stage(StageError::NoTransaction))
                     if self.store.home.committed(&path_after)? == Some(id) => {}
                 commit => commit?.apply()?,
@@ -105,6 +112,7 @@ impl<'a, B: Backing, M: Mount<B>> Machine<'a, B, M> {
         Ok(Step::Over(Answer::Done))
     }
 
+    /// Restores the scope to commit `id` while it is quiesced, and ends an open transaction of it.
     pub(super) fn restore(
         &self,
         place: &Place<'a, B>,

@@ -1,4 +1,4 @@
-//! How far a decided transaction is applied, and which transaction follows it.
+//! [`Application`]: progress of a decided commit's application, and the transaction that follows the commit.
 
 use std::sync::Arc;
 
@@ -8,12 +8,13 @@ use firn_backing::lock::Mutex;
 use super::Scope;
 use crate::claim::Claim;
 
-/// How far a decided transaction is.
+/// Progress of the application of one transaction's commit.
 pub(crate) struct Application<B: Backing> {
-    /// Owned by the thread that applies the commit.
+    /// The thread that applies the commit owns this claim.
     pub(crate) applying: Claim,
-    /// The transaction that begins when this one is applied.
+    /// The transaction that follows: its changes begin when this commit is applied.
     next: Mutex<Option<Arc<Scope<B>>>>,
+    /// Error of the last attempt; `None` if it succeeded or there was none.
     trouble: Mutex<Option<String>>,
 }
 
@@ -44,7 +45,7 @@ impl<B: Backing> Application<B> {
         self.trouble.lock().clone()
     }
 
-    /// Notes why an attempt to apply it failed, or that it did not.
+    /// Notes the result of an attempt to apply the commit, for the status.
     pub(crate) fn note_result<E: ToString>(&self, result: &Result<(), E>) {
         *self.trouble.lock() = result.as_ref().err().map(ToString::to_string);
     }

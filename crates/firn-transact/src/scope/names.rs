@@ -1,14 +1,14 @@
-//! A scope of names: some names in a directory and all below them, while the directory itself is in no transaction.
+//! Scopes of names: a transaction covers some names in a directory and all below them, and not the directory itself.
 //!
-//! Several of them may be in one directory at a time, each with its own names. What names of the directory lead to is noted in one
-//! change of the directory, which belongs to none of the transactions: each entry says whose it is ([`Named::serial`]). So
-//! look-ups and listings need not know how many transactions there are.
+//! One directory may have several scopes of names at a time. They share one change of the directory, in which each
+//! changed name has the serial number of its transaction ([`Named::serial`]). So look-ups and listings do not depend on
+//! the number of transactions.
 //!
 //! Invariants
 //! * No name is in two scopes.
-//! * Before a name belongs to a scope, `tx-N/names` has it, durably, but for the first, which `tx-N/open` has: so an arena
-//!   drops what was written there.
-//! * The directory changes neither its place nor its attributes by a transaction of names in it.
+//! * Before a name belongs to a scope, `tx-N/names` has it durably; `tx-N/open` has the first name. So an arena knows
+//!   where to drop data after an abort.
+//! * A transaction of names changes neither place nor attributes of the directory.
 //!
 //! [`Named::serial`]: crate::object::Named::serial
 
@@ -24,7 +24,7 @@ use super::Scope;
 use crate::object::{Change, Inner, Object};
 use crate::uses::Area;
 
-/// Names in the directory of a scope; more may come while the transaction is open.
+/// The names of a scope of names. Names may be added while the transaction is open.
 #[derive(Default)]
 pub(crate) struct NameSet(Mutex<Arc<BTreeSet<OsString>>>);
 
@@ -48,7 +48,7 @@ impl NameSet {
     }
 }
 
-/// Whether an object is one of these names in a directory, or below one of them.
+/// Returns whether an object is at or below a name in `dir` for which `is_one` returns true.
 pub(crate) fn is_at_names<B: Backing>(
     object: &Arc<Object<B>>,
     dir: &Arc<Object<B>>,
@@ -65,18 +65,18 @@ pub(crate) fn is_at_names<B: Backing>(
 }
 
 impl<B: Backing> Scope<B> {
-    /// Whether it is made of names in `dir`.
+    /// Returns whether this is a scope of names in `dir`.
     pub(crate) fn has_names_in(&self, dir: &Object<B>) -> bool {
         self.names_in_root.is_some() && std::ptr::eq(Arc::as_ptr(&self.root), dir)
     }
 
-    /// Whether a name in a directory is a part of it, and the directory is not.
+    /// Returns whether this is a scope of names that has `name` in `dir`.
     pub(crate) fn has_name(&self, dir: &Object<B>, name: &OsStr) -> bool {
         let names = self.names_in_root.as_ref();
         self.has_names_in(dir) && names.is_some_and(|names| names.has(name))
     }
 
-    /// The area of the scope.
+    /// Returns the area of the tree that the scope covers.
     pub(crate) fn area(&self) -> Area<B> {
         let root = Arc::clone(&self.root);
         match &self.names_in_root {
@@ -85,7 +85,7 @@ impl<B: Backing> Scope<B> {
         }
     }
 
-    /// Whether an object is in it.
+    /// Returns whether an object is in the scope.
     pub(crate) fn covers(&self, object: &Arc<Object<B>>) -> bool {
         match &self.names_in_root {
             None => object.is_below(&self.root),
@@ -93,14 +93,15 @@ impl<B: Backing> Scope<B> {
         }
     }
 
-    /// The change of the directory, which scopes of names in it share.
+    /// Returns the change of the directory that its scopes of names share.
     pub(super) fn shared_change<'a>(&self, inner: &'a mut Inner<B>) -> &'a mut Change<B> {
         inner
             .change
             .get_or_insert_with(|| Box::new(Change::new(0, None)))
     }
 
-    /// It is over: names of its directory lead where they do in the backing.
+    /// At the end of a transaction of names, drops its names from the directory's shared change. Programs then see the
+    /// backing's names. Does nothing to any other scope.
     pub(crate) fn drop_names_in_root(&self) {
         if self.names_in_root.is_none() {
             return;

@@ -1,12 +1,15 @@
-//! The top of a scope, and what it is called in its parent, a directory that the transaction does not cover.
+//! [`Top`]: the names of a scope's top directory in its parent, which the transaction does not cover.
 //!
-//! | state | the name that programs see | reserved, invisible |
+//! A *reserved* name is invisible to programs, and no object may get it. "Overlay" means that programs see the name
+//! from this table because the backing does not have it.
+//!
+//! | state | name that programs see | reserved name |
 //! |---|---|---|
-//! | made in buffer mode | from here | |
-//! | renamed in buffer mode | the new one, from here | that at the begin |
-//! | renamed in shadow mode | the new one, in the backing | that at the begin |
-//! | prepared by an earlier firnd, buffer mode | that at the begin, in the backing, if it was there | that after the commit |
-//! | commit that is being undone | that of the commit, in the backing | that before the commit |
+//! | created in buffer mode | the new one (overlay) | |
+//! | renamed in buffer mode | the new one (overlay) | the one at the begin |
+//! | renamed in shadow mode | the new one, in the backing | the one at the begin |
+//! | prepared by an earlier firnd, buffer mode | the one at the begin, if it existed | the one after the commit |
+//! | commit that is being undone | the one of the commit | the one before the commit |
 
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStrExt;
@@ -23,36 +26,36 @@ use crate::uses::Area;
 
 /// The top of a scope, seen from its parent.
 pub(crate) struct Top<B: Backing> {
-    /// `None`: it is the top of the backing.
+    /// The parent; `None` for the top of the backing and for scopes of names.
     parent: Option<Arc<Object<B>>>,
     pub(crate) names: Mutex<TopNames>,
 }
 
-/// What the top is called.
+/// The names of a top at different times. `None` stands for no name.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct TopNames {
-    /// When the transaction began.
+    /// Name at the begin of the transaction.
     pub(crate) first: Option<OsString>,
-    /// In the backing before the transaction.
+    /// Name in the backing before the transaction; `None` if the transaction creates the top.
     pub(crate) before: Option<OsString>,
-    /// As programs see it.
+    /// Name that programs see.
     pub(crate) now: Option<OsString>,
-    /// Once the log of an earlier firnd is applied.
+    /// Name after the log of an earlier firnd is applied.
     pub(crate) after: Option<OsString>,
-    /// The backing does not have a changed name: programs see it from here.
+    /// Whether the backing lacks a changed name, so that programs see it from this table.
     is_held: bool,
-    /// When it got its name.
+    /// Time at which the top got its present name.
     pub(crate) touched: Option<Time>,
 }
 
 impl TopNames {
-    /// The name at the begin, and the one that a recovered log gives.
+    /// Returns the reserved names: the one at the begin and the one after a recovered log, if programs see another one.
     pub(crate) fn reserved(&self) -> impl Iterator<Item = &OsString> {
         let all = [&self.first, &self.after].into_iter().flatten();
         all.filter(|name| self.now.as_ref() != Some(*name))
     }
 
-    /// The name that programs see and the backing does not have.
+    /// Returns the name that programs see and the backing does not have, if there is one.
     pub(crate) fn shown(&self) -> Option<&OsString> {
         let is_changed = self.before != self.now;
         self.now.as_ref().filter(|_| self.is_held && is_changed)
@@ -64,7 +67,7 @@ impl TopNames {
 }
 
 impl<B: Backing> Top<B> {
-    /// Names of the scope with this top, `path` at the begin. `recovered` is the log of an earlier firnd.
+    /// Makes the names of the top `root`. `path` is its path at the begin; `recovered` is the log of an earlier firnd.
     pub(crate) fn new(
         root: &Arc<Object<B>>,
         path: &[u8],
@@ -89,7 +92,7 @@ impl<B: Backing> Top<B> {
         }
     }
 
-    /// Of a scope of names, whose directory is no part of it.
+    /// Makes the empty names of a scope of names, which has no top.
     pub(crate) fn none() -> Self {
         Self {
             parent: None,
@@ -105,7 +108,7 @@ impl<B: Backing> Top<B> {
         self.names.lock().clone()
     }
 
-    /// Whether the parent shows another name than the backing, or hides one.
+    /// Returns whether the parent shows a name that the backing does not have, or hides a name.
     pub(crate) fn changes_parent(&self) -> bool {
         self.names.lock().changes_parent()
     }
@@ -116,15 +119,15 @@ impl<B: Backing> Top<B> {
             .is_some_and(|parent| std::ptr::eq(&raw const **parent, dir))
     }
 
-    /// The log of an earlier firnd is undone and not applied: then the top is called this.
+    /// Sets the name that the top has after the log of a commit is undone: the last name of `path`.
     pub(crate) fn set_name_after(&self, path: &[u8]) {
         self.names.lock().after = last_name(path);
     }
 }
 
 impl<B: Backing> Scope<B> {
-    /// The areas that a begin or end keeps: all of the scope and, where its name differs from that in the backing, the
-    /// directory that it is in.
+    /// Returns the areas that the end of the transaction keeps: the scope and, if its end changes a name in the parent,
+    /// the parent directory.
     pub(crate) fn parts(&self) -> Vec<Area<B>> {
         let mut parts = vec![self.area()];
         let parent = self.top.parent().filter(|_| self.top.changes_parent());
@@ -132,7 +135,7 @@ impl<B: Backing> Scope<B> {
         parts
     }
 
-    /// Path under which programs see it, relative to the backing.
+    /// Returns the path under which programs see the scope, relative to the backing.
     pub(crate) fn path_now(&self) -> Vec<u8> {
         match self.top.names().now {
             Some(name) => join(parent_of(&self.path), name.as_bytes()),
@@ -140,7 +143,7 @@ impl<B: Backing> Scope<B> {
         }
     }
 
-    /// Path that it has after its commit.
+    /// Returns the path of the scope after its commit.
     pub(crate) fn path_after(&self) -> Vec<u8> {
         match self.top.names().after {
             Some(name) => join(parent_of(&self.path), name.as_bytes()),
@@ -148,7 +151,7 @@ impl<B: Backing> Scope<B> {
         }
     }
 
-    /// Whether this is its path: that at the begin, the present one, or the one after the commit.
+    /// Returns whether `path` is a path of the scope: at the begin, now, or after the commit.
     pub(crate) fn is_at(&self, path: &[u8]) -> bool {
         let names = self.top.names();
         let is_one_of = |name: &OsString| last_name(path).as_ref() == Some(name);

@@ -1,4 +1,4 @@
-//! Changes of names in shadow mode: they go through, and what was there before is kept.
+//! Changes of names in shadow mode: they go to the backing at once, and removed old objects are kept in `kept/`.
 
 use std::ffi::{OsStr, OsString};
 use std::sync::Arc;

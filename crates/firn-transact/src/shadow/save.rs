@@ -1,4 +1,4 @@
-//! Saving what an object was, durably, before it changes first.
+//! [`Originals`]: saves the old state of an object durably, before its first change in shadow mode.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;

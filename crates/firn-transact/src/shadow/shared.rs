@@ -1,17 +1,19 @@
-//! What several hosts in one shadow transaction share: what is saved, and how it ends.
+//! Shadow transactions of several hosts: the saved state and the decision, which all hosts share.
 //!
 //! ```text
-//! .firn/shadow[-SCOPE]/    one transaction, a [`Ballot`]; SCOPE stands for the path of the scope, as in the name of a vote
+//! .firn/shadow[-SCOPE]/    one transaction, a [`Ballot`]; SCOPE stands for the scope's path, as in a vote's name
 //!   scope                  the path itself
 //!   saved/, kept/          as in the directory of a transaction of one host
-//!   decision               JSON: commit or abort, and which host said so
+//!   decision               JSON: commit or abort, and the host that decided
 //! ```
 //!
-//! A host that takes part may change things. After an abort all hosts stop, one of them undoes (the unit of work `undo`),
-//! and then each leaves. After a commit each host leaves when it has applied its part.
+//! * A host that has joined may change the scope.
+//! * After an abort all hosts stop first. Then one host undoes the changes of all (the unit of work `undo`), and each
+//!   host leaves.
+//! * After a commit each host leaves when it has applied its part.
 //!
-//! Invariants, beside those of a ballot
-//! * Only the host that claimed `undo`, or one that replaces it and has locked its directory, undoes anything.
+//! Invariant, in addition to those of a ballot: only the host that claimed `undo` undoes changes, or a host that
+//! replaces it and has locked its directory.
 
 use std::ffi::OsStr;
 use std::sync::Arc;
@@ -32,10 +34,10 @@ use crate::vote::{Outcome, scoped_name};
 
 const DIR: &str = "shadow";
 const SCOPE: &str = "scope";
-/// The unit of work after an abort.
+/// Name of the unit of work that undoes an aborted transaction.
 const UNDO: &str = "undo";
 
-/// How a shadow transaction ends.
+/// The protocol of the end: nothing shared after a commit; stop all hosts and undo once after an abort.
 pub(crate) struct ShadowEnd;
 
 impl Protocol for ShadowEnd {
@@ -52,7 +54,7 @@ impl Protocol for ShadowEnd {
     }
 }
 
-/// The directory that the hosts of a shadow transaction share.
+/// The directory that the hosts of one shadow transaction share.
 pub(crate) struct SharedDir<'a, B: Backing> {
     base: &'a B,
     ballot: Ballot<'a, B, ShadowEnd>,
@@ -71,12 +73,12 @@ impl<B: Backing> SharedDir<'_, B> {
         self.ballot.decision()
     }
 
-    /// Hosts that have begun.
+    /// Returns the hosts that have joined.
     pub(crate) fn joined(&self) -> Result<Vec<String>, Errno> {
         self.ballot.joined()
     }
 
-    /// The outcome, which is this one if there is none.
+    /// Stores this outcome unless there is one, and returns the outcome that counts.
     pub(crate) fn settle(&self, commit: bool) -> Result<Outcome, Errno> {
         let by = self.ballot.dir().host().to_owned();
         self.ballot
@@ -84,7 +86,9 @@ impl<B: Backing> SharedDir<'_, B> {
             .ok_or(Errno::IO)
     }
 
-    /// Marks this host as stopped. Returns when the changes are undone, by `undo` if this host must.
+    /// Marks this host as stopped after an abort. Calls `undo` if this host claims the undo.
+    ///
+    /// Returns `Ok` once the changes of all hosts are undone, and `Stopping` while that waits for other hosts.
     fn stop(&self, mut undo: impl FnMut() -> Result<(), StoreError>) -> Result<(), AbortError> {
         let progress = self.ballot.carry_out(|_| {
             undo()?;
@@ -98,7 +102,7 @@ impl<B: Backing> SharedDir<'_, B> {
         }
     }
 
-    /// Objects that are back in place have one link too many in `kept`. A repeated undo does not need it.
+    /// Empties `kept/` after an undo, because objects that have their old names back would count one link too many.
     fn clear_kept(&self) -> Result<(), StoreError> {
         if let Some((kept, _)) = staging::find_dir(self.base, self.dir(), KEPT)? {
             staging::clear(self.base, &kept)?;
@@ -108,7 +112,7 @@ impl<B: Backing> SharedDir<'_, B> {
     }
 }
 
-/// Whether another host has removed something meanwhile.
+/// Returns whether the error means that another host has removed the directory.
 fn is_gone(error: &StoreError) -> bool {
     matches!(error.errno(), Some(Errno::NOENT | Errno::STALE))
 }
@@ -117,16 +121,16 @@ fn overlap(one: &[u8], other: &[u8]) -> bool {
     is_below(one, other) || is_below(other, one)
 }
 
-/// What a host's stored transaction has come to.
+/// What became of a shared transaction that this host has stored.
 enum Fate {
-    /// The others do not know of it any more: it was undone.
+    /// The shared directory is gone, so the transaction was undone.
     Over,
     Undecided,
     Committed,
     Aborted,
 }
 
-/// What several hosts in one transaction in shadow mode share.
+/// The shadow transactions that this host shares with others.
 pub struct SharedTransactions<B: Backing> {
     pub(crate) home: Arc<Home<B>>,
 }
@@ -156,7 +160,7 @@ impl<B: Backing> SharedTransactions<B> {
         }
     }
 
-    /// The shared directory of a scope; `None` if this host takes no part in a shared transaction there.
+    /// Returns the shared directory of a scope; `None` if this host has not joined a shared transaction there.
     pub(crate) fn find_shared(&self, scope: &[u8]) -> Result<Option<SharedDir<'_, B>>, Errno> {
         let Some(shared) = self.find_shared_dir(&scoped_name(DIR, scope))? else {
             return Ok(None);
@@ -168,7 +172,7 @@ impl<B: Backing> SharedTransactions<B> {
         }
     }
 
-    /// The shared directories of all scopes.
+    /// Returns the shared directories of all scopes.
     fn all_shared(&self) -> Result<Vec<SharedDir<'_, B>>, Errno> {
         let Some(top) = self.home.find_top()? else {
             return Ok(Vec::new());
@@ -187,12 +191,13 @@ impl<B: Backing> SharedTransactions<B> {
         Ok(places)
     }
 
-    /// The host takes part from now on in the transaction of a scope, which is made if it is the first. `dir` is its
-    /// own part.
+    /// Joins the shared transaction of a scope; the first host makes it. `dir` is the directory of this host's part.
+    ///
+    /// Returns `NotOver` while hosts have not left an earlier transaction of the scope; the caller may try again.
     pub(crate) fn join_hosts(&self, dir: &B::Inode, scope: &[u8]) -> Result<(), BeginError> {
         staging::store(&self.home.base, dir, SHARED, b"")?;
         match self.join_shared(scope) {
-            // Another host removed the directory meanwhile.
+            // Another host has removed the directory of an earlier transaction, so a later try succeeds.
             Err(BeginError::Store(error)) if is_gone(&error) => {
                 Err(BeginError::NotOver { hosts: Vec::new() })
             }
@@ -221,6 +226,7 @@ impl<B: Backing> SharedTransactions<B> {
             .inspect_err(|_| self.withdraw_from_hosts(scope))
     }
 
+    /// Returns the error of a begin while hosts have not left an earlier transaction. Removes one that all have left.
     fn not_over(&self, shared: &SharedDir<'_, B>) -> Result<(), BeginError> {
         shared.ballot.remove_if_over()?;
         let view = shared.ballot.view()?;
@@ -228,7 +234,7 @@ impl<B: Backing> SharedTransactions<B> {
         Err(BeginError::NotOver { hosts })
     }
 
-    /// Fails if more hosts than expected take part, or another transaction overlaps this one.
+    /// Fails if more hosts than expected have joined, or if another shared transaction overlaps this one.
     fn must_fit(
         &self,
         members: &Members,
@@ -264,7 +270,7 @@ impl<B: Backing> SharedTransactions<B> {
         Ok(())
     }
 
-    /// Withdraws from the transaction of a scope after a begin that failed: this host has changed nothing.
+    /// Withdraws from the shared transaction of a scope after a failed begin, in which this host has changed nothing.
     pub(crate) fn withdraw_from_hosts(&self, scope: &[u8]) {
         let withdrawn = self.find_shared(scope).and_then(|shared| match shared {
             Some(shared) => shared.ballot.withdraw(),
@@ -278,7 +284,7 @@ impl<B: Backing> SharedTransactions<B> {
         }
     }
 
-    /// What a transaction has saved: in its own directory, or in the one that all hosts share.
+    /// Returns the saved state of a transaction, from its own directory or from the shared one. `None` in buffer mode.
     pub(crate) fn shadow_of(
         &self,
         dir: &B::Inode,
@@ -295,7 +301,7 @@ impl<B: Backing> SharedTransactions<B> {
         }
     }
 
-    /// This host has ended its part after a commit.
+    /// Leaves the shared transaction of a scope after this host has applied the commit. Does nothing without a commit.
     pub(crate) fn leave_commit(&self, scope: &[u8]) -> Result<(), Errno> {
         match self.find_shared(scope)? {
             Some(shared) if shared.outcome()?.is_some_and(|outcome| outcome.commit) => {
@@ -307,7 +313,7 @@ impl<B: Backing> SharedTransactions<B> {
 
     // ---- after a crash -----------------------------------------------------------------------
 
-    /// Whether the transaction that `dir` is a part of was committed for all hosts.
+    /// Returns whether the shared transaction that has `dir` as this host's part is committed.
     pub(crate) fn is_shared_commit(&self, dir: &B::Inode, scope: &[u8]) -> Result<bool, Errno> {
         if staging::find(&self.home.base, dir, OsStr::new(SHARED))?.is_none() {
             return Ok(false);
@@ -318,7 +324,9 @@ impl<B: Backing> SharedTransactions<B> {
         Ok(shared.outcome()?.is_some_and(|outcome| outcome.commit))
     }
 
-    /// After that: shared transactions in which this host has nothing to do any more are left.
+    /// After a crash, leaves the shared transactions in which this host has nothing left to do.
+    ///
+    /// `waiting` has number and scope of each transaction that this host still has.
     pub(crate) fn leave_shared_ones(&self, waiting: &[(u64, Vec<u8>)]) -> Result<(), OpenError> {
         for shared in self.all_shared()? {
             if waiting
@@ -329,7 +337,8 @@ impl<B: Backing> SharedTransactions<B> {
             }
             match (shared.ballot.is_taking_part()?, shared.outcome()?) {
                 (true, None) => shared.ballot.withdraw()?,
-                // The host joined, and its firnd was killed before the transaction began.
+                // The firnd of this host was killed after it joined and before its transaction began, so it changed
+                // nothing.
                 (true, Some(_)) => shared.ballot.leave_unchanged()?,
                 (false, _) => shared.ballot.remove_if_over()?,
             }
@@ -344,8 +353,10 @@ impl<B: Backing> SharedTransactions<B> {
 }
 
 impl<B: Backing> Recovery<B> {
-    /// Before anything else is recovered: shared transactions of this host that are not prepared are aborted, for
-    /// all hosts, and what was decided about the others is noted. Nothing is done to what is not shared.
+    /// Recovers the shared transactions of this host, before all others.
+    ///
+    /// An unprepared one is aborted for all hosts. For a prepared one, a decision of the hosts is carried over to the
+    /// record of this host. Transactions that are not shared are left alone.
     pub(crate) fn recover_shared(&self, home: &B::Inode) -> Result<(), OpenError> {
         for (name, ..) in staging::list(&self.home.base, home)? {
             let text = String::from_utf8_lossy(&name).into_owned();
@@ -369,6 +380,7 @@ impl<B: Backing> Recovery<B> {
         Ok(())
     }
 
+    /// Recovers this host's part of one shared transaction. `record` is the log of a prepared part.
     fn recover_part(
         &self,
         dir: &B::Inode,
@@ -387,7 +399,7 @@ impl<B: Backing> Recovery<B> {
         match fate {
             Fate::Undecided => return Ok(()),
             Fate::Committed if record.is_some() => {
-                // The vote may not have the outcome yet.
+                // The host that decided may have been killed before it stored the outcome in the vote as well.
                 match record.map_or(Ok(()), |record| {
                     self.votes.decide_vote(record.id, scope, true)
                 }) {
@@ -401,7 +413,8 @@ impl<B: Backing> Recovery<B> {
                     .rename(dir, from, dir, to, RenameFlags::empty())?;
                 return Ok(self.home.base.sync_dir(dir)?);
             }
-            // It was being opened again after the others had agreed.
+            // Without a record this host was reopening its part when the others had agreed. Its changes are in the
+            // backing.
             Fate::Committed => return Ok(self.home.base.unlink(dir, OsStr::new(staging::OPEN))?),
             Fate::Over => {}
             Fate::Aborted => {
@@ -419,7 +432,7 @@ impl<B: Backing> Recovery<B> {
                 })?;
             }
         }
-        // From here on it counts as one that was open and is undone: there is nothing left to put back.
+        // Without its record the part counts as open, and the recovery removes it. The changes are undone already.
         if record.is_some() {
             self.home.base.unlink(dir, OsStr::new(staging::RECORD))?;
             self.home.base.sync_dir(dir)?;
@@ -429,7 +442,7 @@ impl<B: Backing> Recovery<B> {
 }
 
 impl<B: Backing> Scopes<B> {
-    /// Whether there may be something in [`TransactionalBacking::to_be_stopped`]; asks the backing nothing.
+    /// Returns whether [`TransactionalBacking::to_be_stopped`] may return something. Does not call the backing.
     pub fn shares(&self) -> bool {
         !self
             .paths_where(|scope| scope.shadow.as_ref().is_some_and(Shadow::is_of_several))
@@ -438,8 +451,10 @@ impl<B: Backing> Scopes<B> {
 }
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// For [`Found::abort`](crate::Found::abort): the transaction of all hosts. Fails with [`AbortError::Stopping`] until all have stopped
-    /// and it is undone. The caller holds names and data.
+    /// Aborts a shared transaction for all hosts, as a part of [`Found::abort`](crate::Found::abort).
+    ///
+    /// Fails with [`AbortError::Stopping`] until all hosts have stopped and the changes are undone; the caller tries
+    /// again. The caller keeps names and data.
     pub(crate) fn abort_shared(
         &self,
         scope: &Arc<Scope<B>>,
@@ -465,7 +480,7 @@ impl<B: Backing> TransactionalBacking<B> {
                     .lock()
                     .insert(scope.path.clone(), outcome.by);
             }
-            // Hosts that wait for this one to publish need not wait any longer.
+            // Other hosts may wait for this host's list in a vote, so the vote is aborted too.
             match id {
                 None => self.votes.withdraw_from_votes(&scope.path)?,
                 Some(id) => self.votes.decide_vote(id, &scope.path, false)?,
@@ -486,7 +501,7 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(())
     }
 
-    /// Scopes whose transactions a host has aborted and this one has not ended: they are to be aborted.
+    /// Returns the scopes of shared transactions that another host has aborted and this host must still abort.
     pub fn to_be_stopped(&self) -> Vec<Vec<u8>> {
         let is_shared = |shadow: &Shadow<B>| shadow.is_of_several();
         let scopes = self.scopes.paths_where(|scope| {
@@ -509,7 +524,7 @@ impl<B: Backing> TransactionalBacking<B> {
             .collect()
     }
 
-    /// Which other host aborted the last transaction of a scope.
+    /// Returns the name of the other host that aborted the last transaction of a scope, if one did.
     pub fn stopped_by(&self, scope: &[u8]) -> Option<String> {
         self.stopped_by.lock().get(scope).cloned()
     }

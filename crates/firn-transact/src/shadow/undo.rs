@@ -1,12 +1,15 @@
-//! Putting back what was saved.
+//! Undo of a transaction in shadow mode, from the state that was saved before each change.
 //!
-//! 1. The directories that were touched are found where they are now: by their paths, or in the other touched
-//!    directories. A directory can have moved only from one touched directory to another.
-//! 2. A change log is made: in each of them it removes every name that was not there and gives back every name that is
-//!    missing, and each object gets its old bytes and attributes. Objects that move wait in `kept/`.
-//! 3. It is applied backward ([`crate::apply`]).
+//! A directory is *touched* if its names were saved, which is so if the transaction may have changed them.
 //!
-//! An attempt does not depend on how far an earlier one came: it makes the log anew from what it finds.
+//! 1. Find the touched directories where they are now: by their paths, or in other touched directories. A directory can
+//!    only have moved from one touched directory to another.
+//! 2. Make a change log. It removes new names from touched directories, gives missing names back, and gives each saved
+//!    object its old bytes and attributes. Objects between two names wait in `kept/`.
+//! 3. Apply the log backward ([`crate::apply`]).
+//!
+//! Promise: an undo can be repeated after a crash or an error, because each attempt makes the log anew from what
+//! exists.
 
 use std::collections::btree_map::Entry as MapEntry;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
@@ -28,44 +31,49 @@ use crate::staging_dir::Home;
 use crate::transaction::top::TopUndo;
 use crate::tree::Tree;
 
-/// All that is saved of an object.
+/// The saved state of one object.
 struct Save {
+    /// Names and inode numbers from the scope's top, which is not included, down to the object.
     path: Vec<Link>,
+    /// Whether the object is a directory.
     is_dir: bool,
-    /// Attributes and bytes.
+    /// Old attributes and old bytes.
     part: Part,
-    /// Names of a directory, with their inodes.
+    /// Old names in a directory, with their inode numbers.
     names: BTreeMap<Vec<u8>, u64>,
 }
 
-/// Result of an undo, for the objects that are referred to.
+/// Result of an undo, from which objects in use are updated. All numbers are inode numbers.
 #[derive(Debug, Default)]
 pub(crate) struct Undone {
-    /// Inodes that are gone.
+    /// Objects that were removed.
     removed: Vec<u64>,
-    /// Inodes that have a name in `kept/`, perhaps beside others, until the end of the transaction removes it.
+    /// Objects that have a name in `kept/`, perhaps besides other names, until the transaction ends.
     kept: Vec<u64>,
-    /// Inodes that were put back: the directory and the name.
+    /// Objects that got an old name back: object, directory and name.
     placed: Vec<(u64, u64, Vec<u8>)>,
 }
 
-/// Makes the log that leads back to what is saved.
+/// One undo in progress. Numbers of objects are inode numbers.
 pub(crate) struct Undo<'a, B: Backing> {
     base: &'a B,
     shadow: &'a Shadow<B>,
-    /// Inode of the top of the backing, where `.firn/` is.
+    /// The top of the backing, whose name `.firn/` is skipped.
     top: u64,
-    /// The scope's.
+    /// The top of the scope.
     root: B::Inode,
     root_ino: u64,
+    /// The saved states.
     saves: BTreeMap<u64, Save>,
-    /// Inodes that were in the directories that were touched.
+    /// Objects that were in touched directories before the transaction.
     old: HashSet<u64>,
-    /// Directories on the way to something that is saved.
+    /// Directories on the paths to saved objects.
     wanted: HashSet<u64>,
+    /// Directories that were found.
     dirs: HashMap<u64, B::Inode>,
-    /// Inodes in `kept/`.
+    /// Objects in `kept/`.
     kept: HashSet<u64>,
+    /// Entries of the log that is being made.
     entries: BTreeMap<u64, Entry>,
     undone: Undone,
     /// Undo of a change of the top's name.
@@ -73,7 +81,7 @@ pub(crate) struct Undo<'a, B: Backing> {
 }
 
 impl<'a, B: Backing> Undo<'a, B> {
-    /// Reads what is saved. `root` is the scope's, `place` where its transaction is, for people.
+    /// Reads the saved state. `root` is the top of the scope; `place` names the transaction's directory in messages.
     pub(crate) fn new(
         base: &'a B,
         shadow: &'a Shadow<B>,
@@ -112,6 +120,8 @@ impl<'a, B: Backing> Undo<'a, B> {
         })
     }
 
+    /// Undoes the changes durably, and returns what became of the objects. After an error it can be repeated from the
+    /// start.
     pub(crate) fn run(mut self) -> Result<Undone> {
         self.find_dirs()?;
         let log = self.plan()?;
@@ -126,7 +136,8 @@ impl<'a, B: Backing> Undo<'a, B> {
             apply.set_object(ino, inode);
         }
         apply.run()?;
-        // An earlier process may have undone a part and died before it was synced.
+        // A killed process may have undone a part without a sync, so everything is synced and not only this attempt's
+        // steps.
         if let Some(top) = &self.top_undo {
             self.base.sync_dir(&top.parent)?;
         }
@@ -152,6 +163,8 @@ impl<'a, B: Backing> Undo<'a, B> {
 
     // ---- finding -----------------------------------------------------------------------------
 
+    /// Finds the touched directories and those on the paths to saved objects. Logs an error for each one that is
+    /// missing; its changes are not undone.
     fn find_dirs(&mut self) -> Result<()> {
         let mut todo = VecDeque::from([(self.shadow.kept.clone(), 0)]);
         self.found(self.root_ino, self.root.clone(), &mut todo);
@@ -172,13 +185,15 @@ impl<'a, B: Backing> Undo<'a, B> {
         Ok(())
     }
 
+    /// Notes a directory that was found. A touched one is searched next, because other directories may have moved
+    /// there.
     fn found(&mut self, ino: u64, inode: B::Inode, todo: &mut VecDeque<(B::Inode, u64)>) {
         if self.dirs.insert(ino, inode.clone()).is_none() && self.saves.contains_key(&ino) {
             todo.push_back((inode, ino));
         }
     }
 
-    /// Looks for directories in one that was touched or is new.
+    /// Searches a touched or new directory for the directories that are still missing.
     fn look_in(
         &mut self,
         inode: &B::Inode,
@@ -209,7 +224,8 @@ impl<'a, B: Backing> Undo<'a, B> {
         Ok(())
     }
 
-    /// A user other than root needs the permissions that the directory had when it was changed.
+    /// Gives the owner all permissions on a directory, which a user other than root needs to change it. The undo sets
+    /// the old mode at its end.
     fn open_up(&self, inode: &B::Inode) -> Result<()> {
         let mode = self.base.attr(inode)?.mode & 0o7777;
         if mode & 0o700 != 0o700 {
@@ -218,7 +234,8 @@ impl<'a, B: Backing> Undo<'a, B> {
         Ok(())
     }
 
-    /// The next directory on the way to one that is not found yet.
+    /// Returns a directory on the path to a saved object that was not found before, by its saved name; `None` if there
+    /// is no further one.
     fn follow_one(&self) -> Result<Option<(u64, B::Inode)>> {
         for save in self.saves.values() {
             let mut above = Some(&self.root);
@@ -240,7 +257,7 @@ impl<'a, B: Backing> Undo<'a, B> {
         Ok(None)
     }
 
-    /// The object, if the name leads to it.
+    /// Returns the object with this inode number if the name leads to it.
     fn find_at(&self, dir: &B::Inode, name: &[u8], ino: u64) -> Result<Option<(B::Inode, Attr)>> {
         Ok(staging::find(self.base, dir, OsStr::from_bytes(name))?
             .filter(|(_, attr)| attr.ino == ino))
@@ -248,7 +265,7 @@ impl<'a, B: Backing> Undo<'a, B> {
 
     // ---- the log -----------------------------------------------------------------------------
 
-    /// The log that leads from what is there back to what is saved.
+    /// Makes the log that leads from the present tree back to the saved one.
     fn plan(&mut self) -> Result<ChangeLog> {
         self.plan_top()?;
         self.plan_names()?;
@@ -269,7 +286,8 @@ impl<'a, B: Backing> Undo<'a, B> {
         self.entries.entry(ino).or_insert_with(|| new_entry(ino))
     }
 
-    /// The scope's top gets the name that it had; one that the transaction made goes, with all that is in it.
+    /// Plans that the scope's top gets its old name back. A top that the transaction created is removed with its
+    /// contents.
     fn plan_top(&mut self) -> Result<()> {
         let Some(top) = &self.top_undo else {
             return Ok(());
@@ -300,7 +318,7 @@ impl<'a, B: Backing> Undo<'a, B> {
         Ok(())
     }
 
-    /// In each directory that was touched, names that it did not have go.
+    /// Plans the names of touched directories: new names are removed, and missing old names are given back.
     fn plan_names(&mut self) -> Result<()> {
         let touched: Vec<u64> = self
             .saves
@@ -331,7 +349,8 @@ impl<'a, B: Backing> Undo<'a, B> {
         Ok(())
     }
 
-    /// Notes a name that stays, of objects that the log changes. There may be many of the others.
+    /// Notes one unchanged name of each object that the log changes, by which the object is found. Other objects get no
+    /// entry, because there may be many.
     fn plan_names_that_stay(&mut self) {
         let Self {
             saves,
@@ -358,7 +377,7 @@ impl<'a, B: Backing> Undo<'a, B> {
         }
     }
 
-    /// A name goes; of a new directory, also all that is in it.
+    /// Plans the removal of a name. The contents of a new directory are removed too; an old object goes to `kept/`.
     fn plan_removal(
         &mut self,
         (dir, inode): (u64, &B::Inode),
@@ -390,8 +409,9 @@ impl<'a, B: Backing> Undo<'a, B> {
         Ok(())
     }
 
-    /// New directories that an earlier attempt has moved to `kept/` are removed, too. A missing object that is found nowhere
-    /// cannot be brought back.
+    /// Plans the removal of new directories that an earlier attempt moved to `kept/`.
+    ///
+    /// Logs an error for an old object that exists nowhere any more: it cannot be given back.
     fn plan_missing(&mut self) -> Result<()> {
         let mut kept = HashSet::new();
         for (name, ino, kind) in staging::list(self.base, &self.shadow.kept)? {
@@ -424,7 +444,7 @@ impl<'a, B: Backing> Undo<'a, B> {
         Ok(())
     }
 
-    /// Attributes and bytes of an object that is saved.
+    /// Plans the old attributes and bytes of a saved object. Logs an error if a file cannot be found.
     fn plan_contents(&mut self, ino: u64) -> Result<()> {
         let save = &self.saves[&ino];
         let is_dir = save.is_dir;
@@ -452,7 +472,7 @@ impl<'a, B: Backing> Undo<'a, B> {
         Ok(())
     }
 
-    /// The name of an object whose directory was not touched.
+    /// Returns directory and name of a saved object whose directory was not touched.
     fn place(&self, save: &Save) -> Option<Place> {
         let (name, _) = save.path.last()?;
         let dir = match save.path.len() {
@@ -516,8 +536,8 @@ fn load<B: Backing>(
     Ok(saves)
 }
 
-/// Objects that were there before the transaction. An object that one host made may have been saved by another host that
-/// changed it; it is not in the saved names of the directory that it was found in.
+/// Objects that were there before the transaction. An object that one host made may have been saved by another host
+/// that changed it; it is not in the saved names of the directory that it was found in.
 fn there_before(saves: &BTreeMap<u64, Save>, root: u64) -> HashSet<u64> {
     let mut there = HashSet::from([root]);
     loop {

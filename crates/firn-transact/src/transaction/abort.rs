@@ -1,4 +1,10 @@
-//! Aborting a transaction: the tree is as it was when it began.
+//! Abort of a transaction: the tree becomes what it was at the begin.
+//!
+//! * In buffer mode the record and the tables are dropped; the backing never had the changes.
+//! * In shadow mode the backing has the changes, so the saved state is put back ([`crate::shadow`]).
+//! * With several hosts, the abort is decided for all of them first. It fails if the commit is decided.
+//!
+//! An abort that fails part way can be repeated.
 
 use std::sync::Arc;
 
@@ -10,9 +16,10 @@ use crate::scope::{Scope, Stage};
 use crate::transactional::TransactionalBacking;
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// [`Found::refuse_changes`](crate::Found::refuse_changes).
+    /// Makes changes in a transaction fail from now on; see [`Found::refuse_changes`](crate::Found::refuse_changes).
+    /// Fails if the transaction is over.
     pub(super) fn refuse_changes(&self, scope: &Arc<Scope<B>>) -> Result<(), AbortError> {
-        // Changes of a transaction that follows a commit wait in that commit.
+        // Changes of a transaction that follows a commit wait for that commit, so the commit's scope refuses them.
         let before = self.scopes.commit_before(scope);
         let scope = before.as_ref().unwrap_or(scope);
         if scope.stage() == Stage::Ended {
@@ -22,7 +29,10 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(())
     }
 
-    /// [`Found::abort`](crate::Found::abort).
+    /// Aborts a transaction; see [`Found::abort`](crate::Found::abort).
+    ///
+    /// Fails if the commit is decided, here or by another host. Of a transaction that follows a commit nothing but the
+    /// records must be removed.
     pub(super) fn abort_scope(&self, scope: &Arc<Scope<B>>) -> Result<(), AbortError> {
         let _quiet = self.commits.quiesce_scope(scope);
         if let Some(before) = self.scopes.commit_before(scope) {
@@ -42,13 +52,14 @@ impl<B: Backing> TransactionalBacking<B> {
             return Err(StageError::Decided { id: NO_ID }.into());
         }
         match stage {
+            // `abort_shared` below decides the abort with the other hosts.
             _ if several.is_some() => {}
             Stage::Open => {
                 if scope.key.is_none() {
                     self.votes.withdraw_from_votes(&scope.path)?;
                 }
                 self.backups.withdraw_for_good(scope.serial)?;
-                // With the mark left, the next mount would drop what is written from now on.
+                // If the mark `open` stayed, the next mount would drop data that programs write from now on.
                 if scope.shadow.is_none() {
                     self.home.forget_records(&scope.dir)?;
                 }
@@ -59,7 +70,8 @@ impl<B: Backing> TransactionalBacking<B> {
                 }
                 self.backups.withdraw_for_good(scope.serial)?;
                 match scope.shadow {
-                    // From here on a crash ends in the tree before.
+                    // Without the record a crash ends in an undo, so the tree before the transaction is certain from
+                    // here on.
                     Some(_) => self.home.forget_record(&scope.dir)?,
                     None => self.home.forget_records(&scope.dir)?,
                 }

@@ -1,16 +1,20 @@
-//! Deciding a transaction and applying it, while programs read on or wait.
+//! Decision and application of a commit.
 //!
-//! Between the two the record is in force and the tables are as they were, so programs see the tree after the commit.
-//! While it is applied, what they see comes from the tables too. Attributes are taken before the first step
-//! ([`Change::frozen`]), and new objects are found where they are or where they go ([`StagedCopy::goes_to`]). Of the
-//! rest no step changes anything that is read from the backing:
+//! A decision is the rename of the transaction's log to `tx-N/commit`. From then on the commit is a fact, and programs
+//! see the committed tree from the transaction's tables in memory. The application then changes the backing step by
+//! step.
 //!
-//! * names that a step changes are in the tables;
-//! * bytes that a step writes are in the staged copy or in memory, and read from there;
-//! * a move does not change the object;
+//! Why programs can read during the application: they see the tables, and no step changes what the tables refer to.
+//! * Attributes are copied into the tables before the first step ([`Change::frozen`]).
+//! * Names that a step changes are in the tables.
+//! * Bytes that a step writes are read from the staged copy or from memory.
+//! * New objects are found where they are or where they are moved to ([`StagedCopy::goes_to`]); a move does not change
+//!   the object itself.
 //!
-//! Changes of the scope wait. One transaction can follow at once: it is on record and takes over when the tables are
-//! released.
+//! Changes of the scope wait for the end of the application, unless a transaction follows the commit. The following
+//! transaction is stored already; it takes the commit's place when the commit's tables are dropped.
+//!
+//! A commit of an earlier firnd has no tables, so programs wait while it is applied.
 //!
 //! [`Change::frozen`]: crate::object::Change
 //! [`StagedCopy::goes_to`]: crate::object::StagedCopy::goes_to
@@ -42,7 +46,7 @@ use crate::tree::Tree;
 use crate::unanswered::AppliedCommit;
 use crate::vote::Votes;
 
-/// Commits that are decided, and their application.
+/// Decided commits, and the means to apply them.
 pub(crate) struct Commits<B: Backing> {
     pub(crate) home: Arc<Home<B>>,
     pub(crate) tree: Arc<Tree<B>>,
@@ -53,9 +57,9 @@ pub(crate) struct Commits<B: Backing> {
     pub(crate) votes: Arc<Votes<B>>,
     pub(crate) names_ballots: Arc<NamesBallots<B>>,
     pub(crate) endings: Arc<Endings<B>>,
-    /// Applied commits of which the other hosts could not be told.
+    /// Applied commits whose votes this host could not leave yet; it must try again.
     pub(crate) to_leave: Mutex<BTreeSet<AppliedCommit>>,
-    /// Keys of applied scopes of names of which the other hosts could not be told.
+    /// Keys of applied transactions of names whose ballots this host could not leave yet.
     pub(crate) keys_to_leave: Mutex<BTreeSet<Vec<u8>>>,
 }
 
@@ -81,7 +85,7 @@ impl<B: Backing> Commits<B> {
         }
     }
 
-    /// Applies the commit that a transaction follows.
+    /// Applies the commit that a transaction follows, if it follows one.
     pub(super) fn apply_commit_before(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
         match self.scopes.commit_before(scope) {
             Some(before) => self.apply_commit(&before).map(drop),
@@ -89,7 +93,10 @@ impl<B: Backing> Commits<B> {
         }
     }
 
-    /// Before a transaction begins at `root`: applies commits above or below it, and those that another transaction follows.
+    /// Before a transaction begins at `root`, applies the decided commits at, above or below it.
+    ///
+    /// A commit stays unapplied if the new transaction can follow it. So does one that another transaction follows
+    /// already: the begin will fail there.
     pub(super) fn apply_commits_around(&self, root: &Arc<Object<B>>) -> Result<(), StoreError> {
         let scopes = self.scopes.all();
         let overlaps =
@@ -104,20 +111,22 @@ impl<B: Backing> Commits<B> {
             .try_for_each(|scope| self.apply_commit(scope).map(drop))
     }
 
-    /// Keeps others from a scope and, where its end changes the name of its top, from the directory above.
+    /// Keeps names and data of a scope until the returned guard is dropped. If the end of the transaction changes the
+    /// name of the scope's top, its parent directory is kept too.
     pub(super) fn quiesce_scope(&self, scope: &Scope<B>) -> Quiet<'_, B> {
         loop {
             let parts = scope.parts();
             let count = parts.len();
             let quiet = self.tree.quiesce(parts);
-            // The top may have been renamed while this waited.
+            // The top may have been renamed during the wait, and then the parent must be kept as well.
             if scope.parts().len() == count {
                 return quiet;
             }
         }
     }
 
-    /// [`Decided::give_up_next`](crate::Decided::give_up_next).
+    /// Ends the transaction that follows a commit; see [`Decided::give_up_next`](crate::Decided::give_up_next). A
+    /// failure is logged, and the transaction stays open.
     pub(super) fn give_up_next(&self, scope: &Scope<B>) {
         let _quiet = self.tree.quiesce(vec![scope.area()]);
         if let Err(error) = self.drop_next(scope) {
@@ -125,7 +134,7 @@ impl<B: Backing> Commits<B> {
         }
     }
 
-    /// Gives up the transaction that was to follow; whether there was one.
+    /// Ends the transaction that follows a commit. Returns whether there was one.
     pub(super) fn drop_next(&self, scope: &Scope<B>) -> Result<bool, Errno> {
         let Some(next) = scope.application.next() else {
             return Ok(false);
@@ -133,13 +142,17 @@ impl<B: Backing> Commits<B> {
         self.home.forget_records(&next.dir)?;
         scope.application.take_next();
         next.set_stage(Stage::Ended);
-        // Nothing was changed in it: its changes waited. Later ones are made after this commit.
+        // The following transaction has no changes yet, because they wait for the commit. They are made after the
+        // commit, outside of a transaction.
         scope.refuse_changes(false);
         self.endings.clean_up(&next);
         Ok(true)
     }
 
-    /// [`Decided::apply`](crate::Decided::apply). Whether this call came to the end of it, and no other one before.
+    /// Applies a decided commit; see [`Decided::apply`](crate::Decided::apply).
+    ///
+    /// Returns whether this call completed the application; `false` if another call had completed it. After an error
+    /// the commit stays decided, and the application can be repeated.
     pub(super) fn apply_commit(&self, scope: &Arc<Scope<B>>) -> Result<bool, StoreError> {
         let _applying = Claim::own(&scope.application.applying);
         let Some(id) = scope.decided() else {
@@ -147,7 +160,7 @@ impl<B: Backing> Commits<B> {
         };
         let applied = match &scope.recovered {
             None => self.apply_while_read(scope),
-            // There are no tables to answer from.
+            // A commit of an earlier firnd has no tables from which programs could read, so they wait.
             Some(_) => self.apply_alone(scope),
         };
         let result = applied.and_then(|()| match &scope.key {
@@ -158,7 +171,7 @@ impl<B: Backing> Commits<B> {
         result.map(|()| true)
     }
 
-    /// Applies the undo of a commit; the caller holds names and data.
+    /// Applies the undo of a commit, which is the transaction with this serial number. The caller keeps names and data.
     pub(crate) fn apply_undo(&self, serial: u64) -> Result<(), StoreError> {
         let found = self.scopes.find(|one| one.serial == serial);
         let scope = found.expect("it was just entered");
@@ -171,7 +184,7 @@ impl<B: Backing> Commits<B> {
         applied
     }
 
-    /// Applies a commit while programs wait.
+    /// Applies a commit while programs that use the scope wait.
     fn apply_alone(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
         let _quiet = self.quiesce_scope(scope);
         if scope.is_undo {
@@ -180,8 +193,9 @@ impl<B: Backing> Commits<B> {
         self.apply_and_end(scope)
     }
 
+    /// Applies a commit in a scope that the caller keeps, and ends the transaction.
     fn apply_and_end(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
-        // Programs may still ask for attributes of objects that they know.
+        // Programs may still read attributes of objects that they have open, so hidden links must be counted correctly.
         self.own_links.unhide(scope);
         self.apply(scope)?;
         self.settle_top(scope);
@@ -190,7 +204,7 @@ impl<B: Backing> Commits<B> {
         Ok(())
     }
 
-    /// Applies a commit while programs read on.
+    /// Applies a commit while programs continue to read the scope, and ends the transaction.
     fn apply_while_read(&self, scope: &Arc<Scope<B>>) -> Result<(), StoreError> {
         self.make_shared_dirs(scope)?;
         self.freeze(scope)?;
@@ -203,7 +217,9 @@ impl<B: Backing> Commits<B> {
         Ok(())
     }
 
-    /// Makes the new directories that other hosts may make, too, and has the tables lead to them.
+    /// Creates the new directories that other hosts may create as well, and makes the tables refer to the created ones.
+    ///
+    /// Does nothing on a mount of one host.
     fn make_shared_dirs(&self, scope: &Scope<B>) -> Result<(), StoreError> {
         if self.home.members.is_none() {
             return Ok(());
@@ -229,6 +245,7 @@ impl<B: Backing> Commits<B> {
         Ok(())
     }
 
+    /// Applies the stored log of a decided transaction to the backing, and stores the number of the commit.
     fn apply(&self, scope: &Scope<B>) -> Result<(), StoreError> {
         let direction = scope.direction();
         let name = match direction {
@@ -239,7 +256,7 @@ impl<B: Backing> Commits<B> {
             .home
             .load_record(&scope.dir, &format!("tx-{}", scope.serial), name)?;
         let Some(log) = log else {
-            // An earlier attempt came to the end and could not remove everything.
+            // An earlier attempt applied the whole log and failed while it removed the rest of the directory.
             return Ok(self.home.forget_records(&scope.dir)?);
         };
         let below = (&self.home.base, self.home.device);
@@ -256,11 +273,11 @@ impl<B: Backing> Commits<B> {
             .finish_commit(&scope.dir, (&log, direction), scope.serial)
     }
 
-    /// From here on programs see the backing again; the caller holds names and data.
+    /// Drops the tables of an applied commit, so that programs see the backing again. The caller keeps names and data.
     fn drop_changes_of(&self, scope: &Arc<Scope<B>>) {
         scope.drop_names_in_root();
         let changed = std::mem::take(&mut *scope.changed.lock());
-        // Parents before what was made in them.
+        // In the order of the changes' numbers, so that a new directory has a base before the objects in it need it.
         for (_, object) in changed {
             let place = object.location.lock().clone();
             let place = place.and_then(|(parent, name)| Some((parent.base()?, name)));
@@ -283,8 +300,10 @@ impl<B: Backing> Commits<B> {
         self.endings.end_transaction(scope);
     }
 
-    /// Notes the attributes that programs see of the objects of a decided transaction, before its first step changes them.
-    /// In a repeated attempt they are there already.
+    /// Copies the attributes of all changed objects into the tables, before the first step of the application changes
+    /// them.
+    ///
+    /// A repeated attempt keeps the attributes of the first one, because the objects may have changed since.
     fn freeze(&self, scope: &Scope<B>) -> Result<(), Errno> {
         let changed: Vec<_> = scope.changed.lock().values().cloned().collect();
         for object in &changed {
@@ -319,8 +338,9 @@ impl<B: Backing> Commits<B> {
             .try_for_each(|object| self.note_destination(object))
     }
 
-    /// Notes where a new object goes, or holds it where it has several names. There may be more of them than a
-    /// process may hold descriptors.
+    /// Notes where the commit moves a new object to. An object with several names is kept by its inode instead.
+    ///
+    /// Not all new objects are kept by inode, because there may be more than a process may have descriptors.
     fn note_destination(&self, object: &Arc<Object<B>>) -> Result<(), Errno> {
         let place = self.only_place(object);
         let location = object.location.lock().clone();
@@ -349,7 +369,7 @@ impl<B: Backing> Commits<B> {
         self.hold_copy_if(&owned, |_, _| true)
     }
 
-    /// Takes hold of a staged copy that is not held yet, where `is_wanted` is true.
+    /// Keeps the inode of a staged copy in the tables if `is_wanted` returns true.
     fn hold_copy_if(
         &self,
         owned: &Owning<'_, Inner<B>>,
@@ -374,7 +394,7 @@ impl<B: Backing> Commits<B> {
         Ok(())
     }
 
-    /// The directory that the object was last seen in, if its name there leads to it.
+    /// Returns the directory that the object was last seen in, if the object's name there still leads to it.
     fn only_place(&self, object: &Arc<Object<B>>) -> Option<B::Inode> {
         let (dir, name) = object.location.lock().clone()?;
         let shared = dir.inner.share();
@@ -386,14 +406,14 @@ impl<B: Backing> Commits<B> {
         dir.base.clone().or_else(|| dir.staged_copy()?.held.clone())
     }
 
-    /// Holds the new objects that are referred to, before their staged names go. The others are found by their
-    /// new names when they are looked up.
+    /// Keeps the inodes of new objects that callers refer to, before their staged names are removed. Other new objects
+    /// are found by their new names when they are looked up.
     fn hold_new(&self, scope: &Scope<B>) -> Result<(), Errno> {
-        // The status asks for the list, and a look-up may hang.
+        // The list is copied, because a look-up in the backing may hang and the status needs the list's lock.
         let changed: Vec<_> = scope.changed.lock().values().cloned().collect();
         for object in &changed {
             self.hold_copy_if(&object.inner.own(), |inner, change| {
-                // The scope's, that of this list, and one for each name.
+                // References that are not a caller's: the scope's, the one of this list, and one for each name.
                 let ours = 2 + usize::try_from(change.links).unwrap_or(0);
                 let is_used = object.kind == Kind::Dir || Arc::strong_count(object) > ours;
                 inner.base.is_none() && is_used
@@ -404,7 +424,10 @@ impl<B: Backing> Commits<B> {
 }
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// [`Found::decide`](crate::Found::decide).
+    /// Decides the commit of a transaction durably under the number `id`; see [`Found::decide`](crate::Found::decide).
+    ///
+    /// Returns `Ok` if the commit is decided, also by an earlier call. Fails if the transaction has another number, is
+    /// being undone, or if the other hosts do not agree. After an error of the last sync the commit counts as decided.
     pub(super) fn decide_scope(&self, scope: &Arc<Scope<B>>, id: u64) -> Result<(), CommitError> {
         self.commits.apply_commit_before(scope)?;
         let _quiet = self.tree.quiesce(vec![scope.area()]);
@@ -439,7 +462,8 @@ impl<B: Backing> TransactionalBacking<B> {
             }
             Stage::Open => {
                 self.votes.agree_with_hosts(scope, stage, id)?;
-                // Decided at once: a crash before leaves nothing that waits for a decision.
+                // The record goes directly to `commit`. A crash before that rename leaves an open transaction, which is
+                // undone.
                 self.write_record(scope, id)?;
                 self.home
                     .place_record(scope, staging::COMMIT)

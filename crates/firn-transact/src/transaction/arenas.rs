@@ -1,8 +1,10 @@
-//! Which arena has data of which transaction.
+//! Notes on which arena has pending data of which transaction.
 //!
-//! Data that programs wrote and that was not drained is in the arena of the mount that they used. When a transaction ends,
-//! the arena drops its data of it first. But a mount with another arena (`arena-dir`, another host) may end it, and the
-//! first arena may come back: its data must not count then, although no record of the transaction is left.
+//! An *arena* is the memory of a mount that has data which is not drained to the backing yet.
+//!
+//! Data that programs wrote and that was not drained is in the arena of the mount that they used. When a transaction
+//! ends, the arena drops its data of it first. But a mount with another arena (`arena-dir`, another host) may end it,
+//! and the first arena may come back: its data must not count then, although no record of the transaction is left.
 //!
 //! Promises
 //! * A transaction is known by the arena of the mount that began it: `tx-N/arena`, written before `tx-N/open`.
@@ -11,8 +13,8 @@
 //! * Before a transaction of another arena ends, `dropped` says durably what that has to drop. A line goes when the
 //!   arena was there and has dropped it.
 //!
-//! Before a transaction begins, pending data in its scope is drained. So all data that its arena has there when its firnd is
-//! killed was written in the transaction or waited for its outcome.
+//! Before a transaction begins, pending data in its scope is drained. So all data that its arena has there when its
+//! firnd is killed was written in the transaction or waited for its outcome.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;

@@ -1,4 +1,12 @@
-//! Beginning a transaction.
+//! Begin of a transaction, of a whole directory or of some names in one.
+//!
+//! A begin makes the directory `.firn/tx-N/`, stores there what identifies the transaction, and stores and syncs
+//! `tx-N/open` last. After a crash a recovery undoes every transaction that has `open` and no record of its changes.
+//!
+//! Promises
+//! * Scopes of open transactions never overlap; such a begin fails with the path of the other scope.
+//! * A begin that fails leaves no transaction, except when the backing refuses to remove `open`. Then the transaction
+//!   is open, the begin returns an error, and the transaction can be aborted.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
@@ -20,6 +28,8 @@ use crate::transactional::TransactionalBacking;
 use crate::uses::Area;
 
 impl<B: Backing> StoredScopes<B> {
+    /// Makes the scope of a transaction that is stored in `dir`. `recovered` is the log of a transaction that an
+    /// earlier firnd prepared.
     pub(crate) fn new_scope(
         &self,
         serial: u64,
@@ -32,7 +42,8 @@ impl<B: Backing> StoredScopes<B> {
         Scope::new(&self.home.base, serial, root, path, dir, recovered, shadow)
     }
 
-    /// What undoes a commit, as the transaction that it is going to be.
+    /// Makes the scope of a transaction that undoes a commit. The transaction counts as decided, and `record` is the
+    /// log of the commit.
     pub(crate) fn undoing_scope(
         &self,
         serial: u64,
@@ -50,8 +61,10 @@ impl<B: Backing> StoredScopes<B> {
         Ok(scope)
     }
 
-    /// Makes the mark durable that makes a crash undo what is changed. Where this fails the mark is removed: programs
-    /// go on outside of a transaction. If the removal fails, too, the transaction is open and can be aborted.
+    /// Syncs the mark `open` of a new transaction, and in shadow mode puts a new top in its place.
+    ///
+    /// If that fails the mark is removed and the error is returned. If the removal fails too, the scope is returned
+    /// with the first error: the transaction is open and can be aborted.
     fn mark_open(&self, scope: Scope<B>) -> Result<(Scope<B>, Result<(), BeginError>), BeginError> {
         let synced = self.home.base.sync_dir(&scope.dir);
         let Err(errno) = synced.and_then(|()| self.place_new_top(&scope)) else {
@@ -68,7 +81,10 @@ impl<B: Backing> StoredScopes<B> {
 }
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// Begins a transaction in a directory and all below it. `path` is its own, relative to the backing.
+    /// Begins a transaction in the directory `root` and all below it, and returns its handle.
+    ///
+    /// `path` is the path of `root`, relative to the backing. Fails if `root` is not a directory, or if its scope
+    /// overlaps another transaction that the new one cannot follow.
     pub fn begin(&self, root: &Arc<Object<B>>, path: &[u8]) -> Result<Open<'_, B>, BeginError> {
         if root.kind != Kind::Dir {
             return Err(ScopeError::NotDirectory.into());
@@ -90,8 +106,9 @@ impl<B: Backing> TransactionalBacking<B> {
         })
     }
 
-    /// Puts a transaction on record, whose scope `start` makes. It follows the one `before`, where there is one. The
-    /// caller holds names and data.
+    /// Makes the directory of a new transaction, lets `start` make its scope, and enters the transaction in the tables.
+    ///
+    /// The new transaction follows the commit `before`, if there is one. The caller keeps names and data of the scope.
     pub(super) fn open_scope(
         &self,
         path: &[u8],
@@ -122,6 +139,8 @@ impl<B: Backing> TransactionalBacking<B> {
         result.map(|()| self.open_handle(scope))
     }
 
+    /// Makes the scope of a transaction in an existing directory. After an error this host has withdrawn from the
+    /// shared transaction of several hosts.
     fn start(
         &self,
         serial: u64,
@@ -135,7 +154,10 @@ impl<B: Backing> TransactionalBacking<B> {
             .inspect_err(|_| self.shared.withdraw_from_hosts(path))
     }
 
-    /// In shadow mode: makes room for what undoes changes.
+    /// In shadow mode, makes the directories for the saved state. With several hosts, joins the shared transaction.
+    ///
+    /// Fails with `InodesDiffer` if directories of the backing list other inode numbers than stat(2) returns: the saved
+    /// names could not be put back. Does nothing in buffer mode.
     pub(super) fn make_shadow(
         &self,
         serial: u64,
@@ -158,6 +180,7 @@ impl<B: Backing> TransactionalBacking<B> {
         }
     }
 
+    /// Makes the scope of a transaction in an existing directory and stores its mark `open`, which is not synced yet.
     fn make_scope(
         &self,
         serial: u64,
@@ -166,7 +189,7 @@ impl<B: Backing> TransactionalBacking<B> {
         dir: &B::Inode,
     ) -> Result<Scope<B>, BeginError> {
         if self.mode == Mode::Shadow {
-            // The state that an abort brings back must be durable.
+            // Shadow mode changes the backing at once, so the state to which an abort returns must be durable first.
             match path {
                 b"" => self.home.base.sync_all()?,
                 _ => {
@@ -189,9 +212,11 @@ impl<B: Backing> TransactionalBacking<B> {
 }
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// Begins a transaction of names in a directory at `path` and all below them; the names may lead to nothing yet. Other
-    /// transactions of other names may be open there. Where several hosts commit together, `key` is what they know it by; other
-    /// mounts need none.
+    /// Begins a transaction of some names in the directory `dir` at `path`, and of all below these names.
+    ///
+    /// The names need not exist. Transactions of other names may be open in the same directory. Several hosts identify
+    /// the transaction by `key`; a mount of one host ignores it. Fails in shadow mode, if a name is in another
+    /// transaction, or if other hosts have not ended an earlier transaction with this key.
     pub fn begin_names(
         &self,
         dir: &Arc<Object<B>>,
@@ -215,6 +240,7 @@ impl<B: Backing> TransactionalBacking<B> {
             .inspect_err(|_| self.names_ballots.withdraw(key))
     }
 
+    /// Begins a transaction of names that this host may write. `key` identifies it among several hosts.
     fn open_names(
         &self,
         dir: &Arc<Object<B>>,
@@ -248,6 +274,7 @@ impl<B: Backing> TransactionalBacking<B> {
         })
     }
 
+    /// Fails with the path of another scope if it contains one of the names or the directory itself.
     fn must_not_overlap(&self, dir: &Arc<Object<B>>, names: &[OsString]) -> Result<(), BeginError> {
         let is_one = |name: &OsStr| names.iter().any(|one| one == name);
         match self.scopes.overlapping(dir, is_one) {
@@ -258,7 +285,10 @@ impl<B: Backing> TransactionalBacking<B> {
         }
     }
 
-    /// [`Open::add_names`].
+    /// Adds names of its directory to an open transaction of names; see [`Open::add_names`].
+    ///
+    /// Each name is durable in `tx-N/names` before it belongs to the transaction. Fails if a name is in another
+    /// transaction, or if this one is not open.
     pub(super) fn add_names_to(
         &self,
         scope: &Arc<Scope<B>>,

@@ -1,4 +1,10 @@
-//! Preparing a transaction: durable, its outcome open.
+//! Prepare of a transaction: all of its changes become durable, and its outcome stays open.
+//!
+//! A prepare writes the change log to a new file, syncs it with all staged data, and renames it to `tx-N/record`. That
+//! rename prepares the transaction. The backup, if the mount has one, is complete before the rename.
+//!
+//! Promise: after an error the transaction is open, except when the record can neither be synced nor removed. It counts
+//! as prepared then.
 
 use std::ffi::OsStr;
 use std::sync::Arc;
@@ -12,6 +18,7 @@ use crate::staging_dir::Home;
 use crate::transactional::TransactionalBacking;
 
 impl<B: Backing> Home<B> {
+    /// Renames the newly written record to `name`: `record` for a prepare, `commit` for a decision. Does not sync.
     pub(crate) fn place_record(&self, scope: &Scope<B>, name: &str) -> Result<(), Errno> {
         let new = staging::new_name(staging::RECORD);
         let flags = RenameFlags::empty();
@@ -26,7 +33,10 @@ impl<B: Backing> Home<B> {
 }
 
 impl<B: Backing> TransactionalBacking<B> {
-    /// [`Open::prepare`](crate::Open::prepare), of one that may be prepared already.
+    /// Prepares a transaction under the number `id`; see [`Open::prepare`](crate::Open::prepare).
+    ///
+    /// Returns `Ok` if it is prepared under this number already. Fails if it has another number, is over or is being
+    /// undone.
     pub(super) fn prepare_scope(&self, scope: &Arc<Scope<B>>, id: u64) -> Result<(), PrepareError> {
         self.commits.apply_commit_before(scope)?;
         let _quiet = self.tree.quiesce(vec![scope.area()]);
@@ -47,7 +57,8 @@ impl<B: Backing> TransactionalBacking<B> {
             .place_record(scope, staging::RECORD)
             .inspect_err(|_| self.backups.withdraw_backup(scope))?;
         if let Err(errno) = self.home.base.sync_dir(&scope.dir) {
-            // The caller was not told: either the record is removed, or it stays and can be decided.
+            // The prepare failed for the caller, so the record is removed. A record that cannot be removed can be
+            // decided, so the transaction must count as prepared.
             if self
                 .home
                 .base
@@ -64,7 +75,8 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(())
     }
 
-    /// [`Found::publish_names`](crate::Found::publish_names), of one that is prepared.
+    /// Publishes what a prepared transaction of names changed, for the commit attempt with this number; see
+    /// [`Found::publish_names`](crate::Found::publish_names).
     pub(super) fn publish_names(
         &self,
         scope: &Arc<Scope<B>>,
@@ -82,7 +94,8 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(ballot.publish(attempt, &list)?)
     }
 
-    /// [`Prepared::reopen_names`](crate::Prepared::reopen_names).
+    /// Makes a prepared transaction of names open again; see [`Prepared::reopen_names`](crate::Prepared::reopen_names).
+    /// Does nothing to any other transaction.
     pub(super) fn reopen_names(&self, scope: &Arc<Scope<B>>) -> Result<(), VoteError> {
         let _quiet = self.tree.quiesce(vec![scope.area()]);
         if scope.key.is_none() || !matches!(scope.stage(), Stage::Prepared(_)) {
@@ -93,10 +106,14 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(())
     }
 
-    /// Makes what is staged durable, and a record that tells of it, which is in force once it is in its place.
+    /// Syncs everything that is staged, and writes the record under its temporary name. The backup is complete then,
+    /// too.
+    ///
+    /// The record takes effect when [`Home::place_record`] renames it.
     pub(crate) fn write_record(&self, scope: &Scope<B>, id: u64) -> Result<(), BackupError> {
         let mut record = self.differences.make_record(scope, id)?;
         self.history.stage_undo(scope, &mut record)?;
+        // A firnd that took the mount over does not know which changes its predecessor had not synced.
         let changes = if scope.is_revived {
             SyncScope::All
         } else {
@@ -110,7 +127,7 @@ impl<B: Backing> TransactionalBacking<B> {
             &record.encode(),
         )?;
         self.home.sync_staging_dir()?;
-        // The backup comes last, so that little can fail after it.
+        // The backup comes last, because after it only the rename of the record can fail.
         self.backups.back_up(scope, &record)
     }
 }

@@ -1,15 +1,18 @@
-//! The top of a scope as a name in its parent, a directory that the transaction does not cover.
+//! Creation and renames of a scope's top.
 //!
-//! A transaction may make its top ([`TransactionalBacking::begin_created`]), and the top may be renamed in its parent while the
-//! transaction is open. In buffer mode neither is in the backing before the commit: [`crate::top_names`] has
-//! programs see it, and the log has the name as an entry of the parent. In shadow mode both are done in the backing at
-//! once, and undone by an abort.
+//! The *top* of a scope is the directory that a transaction covers. Its own name is an entry of its parent, which the
+//! transaction does not cover. A transaction may create its top ([`TransactionalBacking::begin_created`]), and programs
+//! may rename the top in its parent while the transaction is open.
+//!
+//! * In buffer mode the backing has neither before the commit. [`crate::top_names`] shows the name to programs, and the
+//!   change log has it as an entry of the parent.
+//! * In shadow mode both are done in the backing at once, and an abort undoes them.
 //!
 //! Invariants
-//! * The top stays in its parent, and the parent stays where it is: EBUSY.
-//! * While the transaction is open, no other object takes a name of its top.
-//! * Before the top takes another name, `tx-N/names` has that name, durably. So a recovery finds the top, and an arena
-//!   drops what was written below any of its names.
+//! * The top stays in its parent, and the parent stays in its place; other renames fail with EBUSY.
+//! * While the transaction is open, no other object gets a name that the top has or had.
+//! * `tx-N/names` has each name of the top, durably, before the top takes the name. So a recovery finds the top, and an
+//!   arena drops data that was written below any of these names.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
@@ -32,39 +35,43 @@ use crate::transaction::apply_commit::Commits;
 use crate::transactional::TransactionalBacking;
 use crate::uses::Area;
 
-/// Number of a new top in its transaction, and so its staged name.
+/// Number of a new top's change in its transaction, which is also its name in the staging directory.
 const NEW_TOP: u64 = 1;
 
-/// What brings a top back to the name that it had, in shadow mode.
+/// What an undo in shadow mode needs to give a top its old name, or to remove a top that the transaction created.
 pub(crate) struct TopUndo<B: Backing> {
+    /// The parent directory.
     pub(crate) parent: B::Inode,
+    /// Inode number of the parent.
     pub(crate) parent_ino: u64,
-    /// The top, if it is still there.
+    /// The top, if it still exists.
     pub(crate) root: Option<B::Inode>,
+    /// Inode number of the top.
     pub(crate) ino: u64,
-    /// `None`: the transaction made it.
+    /// Name of the top before the transaction; `None` if the transaction created it.
     pub(crate) before: Option<Vec<u8>>,
-    /// Names that it may have.
+    /// Names that the top may have now.
     pub(crate) names: Vec<Vec<u8>>,
 }
 
-/// Owner and mode of a scope's top that is to be made.
+/// Owner and mode of a top that a transaction creates.
 #[derive(Clone, Copy, Debug)]
 pub struct TopMaker<'a> {
-    /// Its owner.
+    /// The client that becomes the owner.
     pub caller: &'a Caller,
-    /// Permission bits, without those of the umask.
+    /// Permission bits, after the umask was applied.
     pub mode: u32,
 }
 
 impl<B: Backing> TopUndo<B> {
-    /// The inode number of a top that was there before.
+    /// Returns the inode number of the top if it existed before the transaction.
     pub(crate) fn old_ino(&self) -> Option<u64> {
         self.before.is_some().then_some(self.ino)
     }
 }
 
 impl<B: Backing> Home<B> {
+    /// Renames an object; fails with EEXIST if the new name exists.
     fn rename_without_replacing(
         &self,
         (from, name): (&B::Inode, &OsStr),
@@ -72,7 +79,8 @@ impl<B: Backing> Home<B> {
     ) -> Result<(), Errno> {
         let flags = RenameFlags::NOREPLACE;
         match self.base.rename(from, name, to, new_name, flags) {
-            // Not every file system can do without replacing.
+            // Some file systems lack RENAME_NOREPLACE, so the target is looked up first. A change past Firn between the
+            // look-up and the rename would be replaced.
             Err(Errno::INVAL | Errno::OPNOTSUPP | Errno::NOSYS) => {
                 if staging::find(&self.base, to, new_name)?.is_some() {
                     return Err(Errno::EXIST);
@@ -86,7 +94,7 @@ impl<B: Backing> Home<B> {
 
     // ---- names on record ---------------------------------------------------------------------
 
-    /// Takes down, durably, that the top may have this name, too.
+    /// Adds a name that the top may have to `tx-N/names`, durably. Does nothing if the file has the name.
     pub(super) fn note_name(&self, scope: &Scope<B>, name: &OsStr) -> Result<(), Errno> {
         let place = format!("tx-{}", scope.serial);
         let log = self.load_record(&scope.dir, &place, staging::NAMES);
@@ -102,7 +110,7 @@ impl<B: Backing> Home<B> {
         }
         names.push(name.to_owned());
         self.write_names(scope, scope.root.key, &names)?;
-        // In shadow mode a crash must find the old name or the new one.
+        // In shadow mode a recovery must find the old name or the new one, so earlier renames are synced as well.
         let parent = scope.top.parent().filter(|_| scope.shadow.is_some());
         let below = parent.map(|parent| parent.inode(&self.base));
         below
@@ -111,7 +119,8 @@ impl<B: Backing> Home<B> {
         self.base.sync_dir(&scope.dir)
     }
 
-    /// `tx-N/names`: a log of one entry, the top, whose parent has number 0.
+    /// Writes `tx-N/names`: a change log of one entry for the top, whose parent has number 0. Does not sync the
+    /// directory.
     pub(super) fn write_names(
         &self,
         scope: &Scope<B>,
@@ -137,7 +146,7 @@ impl<B: Backing> Home<B> {
         staging::put(&self.base, &scope.dir, staging::NAMES, &log.encode())
     }
 
-    /// Paths that the scope of a stored transaction may have had beside the one at its begin.
+    /// Returns the paths that the scope of a stored transaction may have had, besides its path at the begin.
     pub(crate) fn stored_names(
         &self,
         dir: &B::Inode,
@@ -151,7 +160,7 @@ impl<B: Backing> Home<B> {
         Ok(of_log.collect())
     }
 
-    /// What is to be done to the top when a transaction in shadow mode, stored in `dir`, is undone; `None`: nothing.
+    /// Returns what an undo of the shadow transaction stored in `dir` does to the top; `None` if it does nothing.
     pub(crate) fn find_top_undo(
         &self,
         dir: &B::Inode,
@@ -169,7 +178,7 @@ impl<B: Backing> Home<B> {
         let names: Vec<Vec<u8>> = entry.after.iter().map(name_of).collect();
         let before = entry.before.first().map(name_of);
         let ino = entry.identity.ino;
-        // A rename under way has taken it to where removed objects are kept.
+        // An interrupted undo may have moved the top to `kept/`, where it has its inode number as its name.
         let kept_name = ino.to_string().into_bytes();
         let in_parent = names.iter().chain(&before).map(|name| (&parent, name));
         let mut root = None;
@@ -187,7 +196,7 @@ impl<B: Backing> Home<B> {
         }))
     }
 
-    /// A directory of the backing.
+    /// Returns the inode at a path of the backing.
     pub(crate) fn directory_at(&self, path: &[u8]) -> Result<B::Inode, Errno> {
         let mut at = self.base.root();
         for name in names_in(path) {
@@ -200,8 +209,10 @@ impl<B: Backing> Home<B> {
 impl<B: Backing> Entries<B> {
     // ---- renaming the top --------------------------------------------------------------------
 
-    /// Renames the top of a scope in its parent; `None` where the name does not lead to one, or it would leave its
-    /// parent.
+    /// Renames the top of a scope in its parent, and returns the result.
+    ///
+    /// Returns `None` if `name` is not the name of a top or if the rename leads to another directory. The caller then
+    /// treats the call as an ordinary rename.
     pub(crate) fn rename_top(
         &self,
         (from, name): (&Arc<Object<B>>, &OsStr),
@@ -214,6 +225,7 @@ impl<B: Backing> Entries<B> {
         let names = self.admission.share_names(from);
         let scope = self.scope_with_top(from, name)?;
         drop(names);
+        // The names are released and kept again exclusively, so the top is looked up once more below.
         let parts = vec![
             Area::Tree(Arc::clone(&scope.root)),
             Area::Dir(Arc::clone(from)),
@@ -232,7 +244,7 @@ impl<B: Backing> Entries<B> {
             .find(|one| one.names_in_root.is_none() && Arc::ptr_eq(&one.root, &found))
     }
 
-    /// The caller holds names and data.
+    /// Renames the top of `scope` to `new_name`, with the errors of rename(2). The caller keeps names and data.
     fn rename_top_of(
         &self,
         scope: &Arc<Scope<B>>,
@@ -259,7 +271,7 @@ impl<B: Backing> Entries<B> {
         } else if flags.contains(RenameFlags::EXCHANGE) {
             return Err(Errno::NOENT);
         }
-        // The hosts of a transaction know it by its path.
+        // Several hosts identify the transaction by its path, and changes wait once it is prepared.
         if self.home.members.is_some() || !scope.is_open() || scope.stage() != Stage::Open {
             return Err(Errno::BUSY);
         }
@@ -281,7 +293,10 @@ impl<B: Backing> Entries<B> {
         Ok(())
     }
 
-    /// What rename(2) says of a target. One that it would replace is no part of the transaction, and stays: EBUSY.
+    /// Checks that a top may take `name`, and returns the errno of rename(2) if not.
+    ///
+    /// A target that rename(2) would replace gives EBUSY: it is not part of the transaction, so an abort could not
+    /// bring it back.
     fn must_be_free_for_a_top(
         &self,
         parent: &Arc<Object<B>>,
@@ -309,7 +324,8 @@ impl<B: Backing> Entries<B> {
 impl<B: Backing> StoredScopes<B> {
     // ---- recovered transactions --------------------------------------------------------------
 
-    /// The top of a transaction that an earlier firnd prepared, in `dir`. One that is still to be made is staged.
+    /// Returns the top of a transaction that an earlier firnd prepared, stored in `dir`. If the commit is still to
+    /// create the top, this is the staged directory.
     pub(crate) fn recovered_root(
         &self,
         dir: &B::Inode,
@@ -344,13 +360,13 @@ impl<B: Backing> StoredScopes<B> {
         };
         let location = last_name(path).map(|name| (root, name));
         let key = (attr.dev, attr.ino);
-        // No lookup finds the object before the commit, so it is not entered in the table.
+        // Programs cannot look the object up before the commit, so it is not entered in the table.
         Ok(Arc::new(Object::new(key, Kind::Dir, inner, location)))
     }
 }
 
 impl<B: Backing> Commits<B> {
-    /// A log of before is applied, and the top has the name that it gives.
+    /// After the log of an earlier firnd is applied, moves the top's object to the name that the log gave it.
     pub(crate) fn settle_top(&self, scope: &Scope<B>) {
         let names = scope.top.names();
         if let (Some(parent), Some(name)) = (scope.top.parent(), &names.after) {
@@ -360,7 +376,7 @@ impl<B: Backing> Commits<B> {
 }
 
 impl<B: Backing> StoredScopes<B> {
-    /// In shadow mode a new top is put in its place once the transaction is on record.
+    /// In shadow mode, moves a new top from staging to its place in the parent. The transaction is stored before.
     pub(crate) fn place_new_top(&self, scope: &Scope<B>) -> Result<(), Errno> {
         let names = scope.top.names();
         let (Some(parent), Some(name)) = (scope.top.parent(), &names.now) else {
@@ -371,13 +387,13 @@ impl<B: Backing> StoredScopes<B> {
         }
         let below = parent.inode(&self.home.base)?;
         let (_, staging_dir) = scope.staging_dir_for(&self.home.base, &below)?;
-        // The name can only be taken by a change past Firn.
+        // The parent's names are kept, so only a change past Firn can have taken the name.
         let staged = NEW_TOP.to_string();
         self.home
             .rename_without_replacing((&staging_dir, OsStr::new(&staged)), (&below, name))
     }
 
-    /// Takes up a scope's top that the transaction made.
+    /// Enters a top that its transaction created in the table of objects.
     pub(crate) fn adopt_new_top(&self, scope: &Scope<B>) {
         if scope.top.parent().is_some() && scope.top.names().before.is_none() {
             self.tree.adopt(&scope.root);
@@ -388,8 +404,9 @@ impl<B: Backing> StoredScopes<B> {
 impl<B: Backing> TransactionalBacking<B> {
     // ---- making the top ----------------------------------------------------------------------
 
-    /// Begins a transaction that also creates its directory: `path`, which does not exist, is made in `parent` as a
-    /// part of it.
+    /// Begins a transaction that creates its own directory `path` in `parent`, and returns its handle.
+    ///
+    /// Fails if `path` exists, if `parent` is in a transaction or is not a directory, or with several hosts.
     pub fn begin_created(
         &self,
         parent: &Arc<Object<B>>,
@@ -399,14 +416,14 @@ impl<B: Backing> TransactionalBacking<B> {
         self.apply_commits_above(parent)?;
         let _quiet = self.tree.quiesce(vec![Area::Dir(Arc::clone(parent))]);
         let name = self.name_of_new_top(parent, path)?;
-        // What a directory of this name left that is no more.
+        // A removed directory of this path may have left a history of commits, which must not count for the new one.
         self.history.forget_commits(path)?;
         self.open_scope(path, None, |serial, firn, dir| {
             self.start_created(serial, (parent, &name, path), maker, (firn, dir))
         })
     }
 
-    /// Whether [`TransactionalBacking::begin_created`] would be refused now for every caller.
+    /// Returns the error with which [`TransactionalBacking::begin_created`] would fail now for every caller, or `Ok`.
     pub fn can_begin_created(
         &self,
         parent: &Arc<Object<B>>,
@@ -417,7 +434,8 @@ impl<B: Backing> TransactionalBacking<B> {
         self.name_of_new_top(parent, path).map(drop)
     }
 
-    /// The name of the directory at `path` if a transaction can make it in `parent`. The caller holds the names.
+    /// Returns the name of the directory at `path` if a transaction can create it in `parent`, or the reason that it
+    /// cannot. The caller keeps or shares the names of `parent`.
     fn name_of_new_top(
         &self,
         parent: &Arc<Object<B>>,
@@ -448,7 +466,7 @@ impl<B: Backing> TransactionalBacking<B> {
         Ok(name)
     }
 
-    /// What is decided at or above a directory is applied: it would be in the way.
+    /// Applies the decided commits of scopes that contain `dir`, because a new scope must not overlap them.
     fn apply_commits_above(&self, dir: &Arc<Object<B>>) -> Result<(), StoreError> {
         let above = self
             .scopes
@@ -460,6 +478,7 @@ impl<B: Backing> TransactionalBacking<B> {
             .try_for_each(|scope| self.commits.apply_commit(&scope).map(drop))
     }
 
+    /// Makes the scope of a transaction that creates its top: creates the directory in staging, and stores `open`.
     fn start_created(
         &self,
         serial: u64,
@@ -468,7 +487,7 @@ impl<B: Backing> TransactionalBacking<B> {
         (firn, dir): (&B::Inode, &B::Inode),
     ) -> Result<Scope<B>, BeginError> {
         self.make_shadow(serial, path, firn, dir)?;
-        // Until it is made, its parent stands for it.
+        // The scope needs a root before the top exists, so the parent takes its place for now.
         let mut scope = self.stored_scopes.new_scope(
             serial,
             Arc::clone(parent),
@@ -531,7 +550,7 @@ impl<B: Backing> TransactionalBacking<B> {
 }
 
 impl<B: Backing> Scope<B> {
-    /// The transaction is aborted: the top has the name that it had.
+    /// After an abort, moves the top's object back to its name before the transaction.
     pub(crate) fn put_top_back(&self) {
         let names = self.top.names();
         if let (Some(parent), Some(name)) = (self.top.parent(), &names.before) {

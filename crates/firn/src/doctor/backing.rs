@@ -1,4 +1,5 @@
-//! Where a backing lies, and whether this user may write to it: looked at, and not tried.
+//! Checks of the backing's file system and of the permission to write there. They read facts and change nothing, except
+//! that `writable` may create a probe directory.
 
 use std::path::{Path, PathBuf};
 
@@ -10,17 +11,17 @@ use rustix::fs::{AtFlags, CWD, statat};
 use crate::doctor::probe::{self, Probe};
 use crate::doctor::{Finding, Subject, user};
 
-/// Firn's own directory in a backing.
+/// Name of Firn's own directory at the top of a backing.
 const OWN: &str = ".firn";
 
-/// The canonical path of the backing, as a mount has it; the text says why there is none.
+/// Returns the canonical path of the backing, as a mount would record it. The error says why there is none.
 pub(crate) fn canonical(subject: &Subject<'_>) -> Result<PathBuf, String> {
     let backing = subject.backing.unwrap_or(Path::new("."));
     let checked = firn_daemon::check_backing(backing, subject.options.read_only);
     checked.map_err(|error| error.to_string())
 }
 
-/// Which file system the backing is on, and how that is mounted.
+/// Reports the file system that the backing is on, and what the options of its mount mean for Firn.
 pub(crate) fn place(subject: &Subject<'_>) -> Vec<Finding> {
     let entries = mountinfo::parse(&std::fs::read("/proc/self/mountinfo").unwrap_or_default());
     let backing = match canonical(subject) {
@@ -50,7 +51,7 @@ pub(crate) fn place(subject: &Subject<'_>) -> Vec<Finding> {
     findings
 }
 
-/// Whether the options have hosts rely on locks of files in the backing.
+/// Returns whether, with these options, hosts rely on file locks in the backing.
 fn relies_on_locks(options: &Options) -> bool {
     options.participants != Participants::Off
         || options.tokens == TokenService::Flock
@@ -58,7 +59,7 @@ fn relies_on_locks(options: &Options) -> bool {
         || options.layout == Layout::Log
 }
 
-/// What the type and the options of the backing's file system mean for Firn.
+/// Judges the type and the mount options of the backing's file system.
 fn judge_mount(entry: &Entry, options: &Options) -> Vec<Finding> {
     let words: Vec<&str> = entry.options.split(',').collect();
     let has = |word: &str| words.contains(&word);
@@ -69,7 +70,7 @@ fn judge_mount(entry: &Entry, options: &Options) -> Vec<Finding> {
         found.unwrap_or_default()
     };
     let point = quoted_path(&entry.mount_point);
-    // Wrong for a user that relies on locks, a remark for others.
+    // Missing locks between hosts are an error for mounts that rely on them, and only a note for others.
     let locks = |text: &str, advice: String| {
         let text = format!(
             "{text}: tokens=flock, participants and layout=log need locks that reach the server"
@@ -132,7 +133,8 @@ fn judge_mount(entry: &Entry, options: &Options) -> Vec<Finding> {
     findings
 }
 
-/// Something in the place of what is Firn's own, which mounts with transactions or logs refuse.
+/// Reports an object at the path of Firn's own directory that is not a directory of this user alone. Mounts with
+/// transactions or logs refuse such a backing. Returns `None` where nothing is there, or where it is valid.
 fn own_directory(backing: &Path) -> Option<Finding> {
     let found = statat(CWD, backing.join(OWN), AtFlags::SYMLINK_NOFOLLOW).ok()?;
     let distrust = firn_trust::Facts::of(&found)
@@ -147,14 +149,15 @@ fn own_directory(backing: &Path) -> Option<Finding> {
     ))
 }
 
-/// Whether files can be made at the top of the backing; tried, if it may be.
+/// Reports whether files can be created at the top of the backing. It creates a probe there, unless the mount is to be
+/// read-only.
 pub(crate) fn writable(subject: &Subject<'_>) -> Vec<Finding> {
     if subject.options.read_only {
         return vec![Finding::ok("nothing is to be written (read-only)")];
     }
     let backing = match canonical(subject) {
         Ok(backing) => backing,
-        // The check of the place tells it.
+        // The check `place` reports this error already.
         Err(_) => return vec![],
     };
     let advice = format!(

@@ -1,4 +1,4 @@
-//! Runs checks, each in a child process that can be left behind ([`ask_child`]).
+//! Runs the checks, each in a child process. A child that hangs is abandoned at its timeout ([`ask_child`]).
 
 use std::ffi::OsString;
 use std::time::Duration;
@@ -8,34 +8,35 @@ use serde::Serialize;
 use crate::ask::{Unanswered, ask_child, ask_each};
 use crate::doctor::{CHECKS, Check, Finding, Group, Subject, Verdict};
 
-/// How to examine.
+/// What to examine, and how a child process is called for one check.
 #[derive(Clone, Debug)]
 pub struct Request {
-    /// Whether there is a backing to be examined.
+    /// Whether there is a backing to examine. Without one, only the checks of the host run.
     pub has_backing: bool,
-    /// Arguments with which this program runs one check, whose name is put at the index, and prints its findings.
+    /// Arguments with which this program runs one check and prints its findings as JSON. The name of the check is
+    /// inserted at `name_index`.
     pub arguments: Vec<OsString>,
-    /// Where the name goes.
+    /// Index in `arguments` at which the name of the check is inserted.
     pub name_index: usize,
-    /// How long one check may take.
+    /// Timeout for one check.
     pub patience: Duration,
 }
 
-/// What all checks found.
+/// The findings of all checks.
 #[derive(Clone, Debug, Default, Serialize)]
 pub struct Examination {
-    /// In the order of the table.
+    /// Findings in the order of [`CHECKS`].
     pub findings: Vec<Finding>,
 }
 
 impl Examination {
-    /// The worst of all.
+    /// Returns the most severe verdict of all findings.
     pub fn verdict(&self) -> Verdict {
         let verdicts = self.findings.iter().map(|finding| finding.verdict);
         verdicts.max().unwrap_or(Verdict::Ok)
     }
 
-    /// How many there are of one.
+    /// Returns the number of findings with this verdict.
     pub fn count(&self, verdict: Verdict) -> usize {
         let same = self
             .findings
@@ -45,14 +46,16 @@ impl Examination {
     }
 }
 
-/// Runs the check of that name in this process; `None`: there is none.
+/// Runs the check of that name in this process. Returns `None` where no check has that name.
 pub fn run_check(name: &str, subject: &Subject<'_>) -> Option<Vec<Finding>> {
     let check = CHECKS.iter().find(|check| check.name == name)?;
     Some((check.look)(subject))
 }
 
-/// Runs all checks. What is tried with files is left out where the backing was found wrong: it would be told once more
-/// for each of them.
+/// Runs all checks, and returns their findings.
+///
+/// The checks that try the backing with files run only where its other checks found no error. Each of them would
+/// otherwise report the same error again.
 pub fn examine(request: &Request) -> Examination {
     let looks = |group: Group| match group {
         Group::Host => true,
@@ -81,7 +84,7 @@ pub fn examine(request: &Request) -> Examination {
     Examination { findings }
 }
 
-/// The findings of the checks of some groups, in the order of the table.
+/// Returns the findings of the checks of the wanted groups, in the order of [`CHECKS`].
 fn run_all(request: &Request, is_wanted: impl Fn(Group) -> bool) -> Vec<Finding> {
     let checks: Vec<&Check> = CHECKS
         .iter()
@@ -91,6 +94,7 @@ fn run_all(request: &Request, is_wanted: impl Fn(Group) -> bool) -> Vec<Finding>
     found.into_iter().flatten().collect()
 }
 
+/// Runs one check in a child process, and names the check in each of its findings.
 fn run_in_child(request: &Request, check: &Check) -> Vec<Finding> {
     let mut findings = ask(request, check);
     for finding in &mut findings {
@@ -99,6 +103,7 @@ fn run_in_child(request: &Request, check: &Check) -> Vec<Finding> {
     findings
 }
 
+/// Asks the child for its findings. A child that fails or exceeds its timeout yields a finding that says so.
 fn ask(request: &Request, check: &Check) -> Vec<Finding> {
     let mut arguments = request.arguments.clone();
     arguments.insert(request.name_index.min(arguments.len()), check.name.into());

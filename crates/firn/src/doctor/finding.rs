@@ -1,21 +1,21 @@
-//! What a check found.
+//! The finding of a check: a verdict, a text, and advice.
 
 use serde::{Deserialize, Serialize};
 
-/// How it stands. The order is that of severity.
+/// Verdict of a finding. The order is that of severity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Verdict {
-    /// As it should be.
+    /// The subject is as it should be.
     Ok,
-    /// Firn works; something should be known, or is not as good as it could be.
+    /// Firn works. The user should know something, or something is not as good as it could be.
     Note,
-    /// Firn, or something that it promises, fails.
+    /// Firn, or something that Firn promises, fails.
     Wrong,
 }
 
 impl Verdict {
-    /// One word.
+    /// Returns the verdict as one word for the table.
     pub fn word(self) -> &'static str {
         match self {
             Self::Ok => "ok",
@@ -25,23 +25,23 @@ impl Verdict {
     }
 }
 
-/// One line of the table.
+/// One finding: a line of the table.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Finding {
-    /// The check that found it.
+    /// Name of the check that made the finding.
     #[serde(default)]
     pub check: String,
-    /// How it stands.
+    /// How severe the finding is.
     pub verdict: Verdict,
-    /// What was found.
+    /// What was found, in words.
     pub text: String,
-    /// What to type or to change; none where nothing is to be done.
+    /// What the user should type or change. `None` means that there is nothing to do.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub advice: Option<String>,
 }
 
 impl Finding {
-    /// All is well.
+    /// Returns a finding without a problem.
     pub fn ok(text: impl Into<String>) -> Self {
         Self {
             check: String::new(),
@@ -51,7 +51,7 @@ impl Finding {
         }
     }
 
-    /// Something to know.
+    /// Returns a finding that the user should know of.
     pub fn note(text: impl Into<String>, advice: impl Into<String>) -> Self {
         Self {
             verdict: Verdict::Note,
@@ -60,7 +60,7 @@ impl Finding {
         }
     }
 
-    /// Something fails.
+    /// Returns a finding of a failure, with advice.
     pub fn wrong(text: impl Into<String>, advice: impl Into<String>) -> Self {
         Self {
             verdict: Verdict::Wrong,
@@ -68,7 +68,7 @@ impl Finding {
         }
     }
 
-    /// Something fails, and its text says what to do.
+    /// Returns a finding of a failure whose text says already what to do.
     pub fn refused(text: impl Into<String>) -> Self {
         Self {
             verdict: Verdict::Wrong,

@@ -1,4 +1,4 @@
-//! The kernel's side of a mount: `/dev/fuse`, and the helper that mounts for users without root.
+//! Checks of the kernel's side of a FUSE mount: `/dev/fuse`, and the helper that mounts for users other than root.
 
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -14,26 +14,28 @@ const DEVICE: &str = "/dev/fuse";
 const HELPER: &str = "fusermount3";
 const CONFIGURATION: &str = "/etc/fuse.conf";
 const SET_USER_ID: u32 = 0o4000;
-/// Advice where FUSE is not available.
+/// Advice for hosts where FUSE is not available.
 const WITHOUT_FUSE: &str = "without FUSE: `firn run`, or `firn mount --frontend=preload`";
 
-/// Why the FUSE device cannot be used, in words; `None`: it can.
+/// Returns why the FUSE device cannot be used, in words. Returns `None` where it can be used.
 pub fn device_fault() -> Option<String> {
     look_at_device().err().map(|fault| fault.text)
 }
 
+/// Why the FUSE device cannot be used, and what the user should do.
 struct Fault {
     text: String,
     advice: String,
 }
 
+/// Opens the FUSE device as a mount would. The error says why this fails, with advice.
 fn look_at_device() -> Result<(), Fault> {
     let fault = |text: String, advice: &str| Fault {
         text,
         advice: format!("{advice}; {WITHOUT_FUSE}"),
     };
     let load = "as root: `modprobe fuse`; in a container: `--device /dev/fuse --cap-add SYS_ADMIN`";
-    // Of the kernel's list of devices (Documentation/admin-guide/devices.txt): misc, fuse.
+    // Major and minor number of the FUSE device: 10 is misc, 229 is fuse (Documentation/admin-guide/devices.txt).
     let number = rustix::fs::makedev(10, 229);
     let found =
         std::fs::metadata(DEVICE).map_err(|error| fault(format!("{DEVICE}: {error}"), load))?;
@@ -58,7 +60,7 @@ fn look_at_device() -> Result<(), Fault> {
     })
 }
 
-/// Whether this user can open the device.
+/// Reports whether this user can open the FUSE device.
 pub(crate) fn device(_: &Subject<'_>) -> Vec<Finding> {
     vec![match look_at_device() {
         Ok(()) => Finding::ok(format!("{DEVICE} can be opened")),
@@ -66,12 +68,12 @@ pub(crate) fn device(_: &Subject<'_>) -> Vec<Finding> {
     }]
 }
 
-/// Whether this process may mount by itself.
+/// Returns whether this process has the capability to mount without a helper.
 fn may_mount() -> bool {
     capabilities(None).is_ok_and(|sets| sets.effective.contains(CapabilitySet::SYS_ADMIN))
 }
 
-/// Whether this user can mount, itself or by a helper.
+/// Reports whether this user can mount, either directly or through fuse3's helper.
 pub(crate) fn helper(_: &Subject<'_>) -> Vec<Finding> {
     if may_mount() {
         return vec![Finding::ok("not needed: this user may mount")];
@@ -92,6 +94,7 @@ pub(crate) fn helper(_: &Subject<'_>) -> Vec<Finding> {
     }]
 }
 
+/// Judges fuse3's helper: this user must be able to execute it, and it must run as root.
 fn look_at_helper(program: &Path) -> Finding {
     let name = quoted_path(program);
     let Ok(found) = program.metadata() else {
@@ -125,7 +128,7 @@ fn look_at_helper(program: &Path) -> Finding {
     Finding::ok(format!("{name} mounts for this user"))
 }
 
-/// Whether other users can be let in.
+/// Reports whether a mount can give other users access (`allow_other`).
 pub(crate) fn allow_other(subject: &Subject<'_>) -> Vec<Finding> {
     if may_mount() {
         return vec![Finding::ok("this user may let others in (allow-other)")];
@@ -138,12 +141,12 @@ pub(crate) fn allow_other(subject: &Subject<'_>) -> Vec<Finding> {
     vec![match (is_allowed, subject.options.allow_other) {
         (true, _) => Finding::ok("users may let others in (allow-other)"),
         (false, true) => Finding::wrong(text, advice),
-        // A mount that needs it reports it.
+        // A mount that asks for `allow_other` reports the refusal itself.
         (false, false) => Finding::ok("not allowed, and not asked for"),
     }]
 }
 
-/// The program of that name in the PATH that this user may execute.
+/// Returns the program of that name in PATH that this user may execute. Returns `None` where there is none.
 pub fn find_program(name: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let is_program =

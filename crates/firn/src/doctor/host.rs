@@ -1,4 +1,4 @@
-//! What this host does to a user's files and processes.
+//! Checks of what this host does to a user's files and processes: logout, limits, and the helpers of mount(8).
 
 use std::path::{Path, PathBuf};
 
@@ -9,15 +9,15 @@ use rustix::process::{Resource, getrlimit};
 
 use crate::doctor::{Finding, Subject, settings_in, user};
 
-/// Users below are the system's own: logind spares them (`SYSTEM_UID_MAX` of systemd).
+/// Lowest user id of a person. logind spares the files of users below it (`SYSTEM_UID_MAX` of systemd).
 const FIRST_USER: u32 = 1000;
-/// firnd takes a quarter of its descriptors for files that programs have open.
+/// File descriptors that suffice. firnd uses a quarter of its descriptors for files that programs have open.
 const DESCRIPTORS_ENOUGH: u64 = 4096;
-/// What mount(8) and umount(8) call, and where they look.
+/// The helper programs that mount(8) and umount(8) call, and the directory in which they look.
 const HELPERS: [&str; 2] = ["mount.firn", "umount.fuse.firn"];
 const HELPER_DIR: &str = "/sbin";
 
-/// Whether files in /dev/shm outlive the user's sessions.
+/// Reports whether the user's files in /dev/shm outlive the user's sessions.
 pub(crate) fn logout(_: &Subject<'_>) -> Vec<Finding> {
     let runtime = firn_client::paths::runtime_dir().unwrap_or_default();
     vec![if !runtime.starts_with("/dev/shm") {
@@ -43,7 +43,8 @@ pub(crate) fn logout(_: &Subject<'_>) -> Vec<Finding> {
     }]
 }
 
-/// Whether the processes of this user may outlive its sessions. logind notes it by the user's name.
+/// Returns whether the processes of this user may outlive its sessions. logind records this as a file with the user's
+/// name.
 fn lingers() -> bool {
     let names = settings_in(Path::new("/etc/passwd"));
     let uid = user().to_string();
@@ -54,7 +55,8 @@ fn lingers() -> bool {
     name.is_some_and(|name| Path::new("/var/lib/systemd/linger").join(name).exists())
 }
 
-/// The last setting counts: of logind.conf, then of the files of logind.conf.d by name.
+/// Returns whether logind removes the user's shared memory at logout. The last setting counts: first logind.conf, then
+/// the files of logind.conf.d in the order of their names.
 fn removes_ipc() -> bool {
     let dirs = ["/usr/lib/systemd", "/run/systemd", "/etc/systemd"].map(Path::new);
     let mut files: Vec<PathBuf> = dirs.iter().map(|dir| dir.join("logind.conf")).collect();
@@ -69,6 +71,7 @@ fn removes_ipc() -> bool {
     last_switch(settings, "RemoveIPC").unwrap_or(true)
 }
 
+/// Returns the last value of a yes-or-no setting, or `None` where no line sets it.
 fn last_switch(settings: impl Iterator<Item = String>, name: &str) -> Option<bool> {
     let values = settings.filter_map(|setting| {
         let (key, value) = setting.split_once('=')?;
@@ -78,7 +81,7 @@ fn last_switch(settings: impl Iterator<Item = String>, name: &str) -> Option<boo
     Some(["yes", "true", "on", "1"].contains(&last.as_str()))
 }
 
-/// Limits that firnd inherits from the process that mounts.
+/// Reports limits that are too low. firnd inherits them from the process that mounts.
 pub(crate) fn limits(_: &Subject<'_>) -> Vec<Finding> {
     let mut findings = Vec::new();
     if let Some(limit) = getrlimit(Resource::Fsize).maximum {
@@ -102,7 +105,7 @@ pub(crate) fn limits(_: &Subject<'_>) -> Vec<Finding> {
     findings
 }
 
-/// Whether mount(8) and umount(8) find Firn.
+/// Reports whether mount(8) and umount(8) find Firn's helpers.
 pub(crate) fn mount_helpers(_: &Subject<'_>) -> Vec<Finding> {
     let is_there = |name: &&str| {
         let path = Path::new(HELPER_DIR).join(name);

@@ -1,8 +1,8 @@
-//! What of the kernel Firn uses, and from which version on.
+//! Check of the kernel's version: which features that Firn uses the running kernel lacks.
 
 use crate::doctor::{Finding, Subject};
 
-/// A feature of the kernel, its first version, and what is missing before.
+/// Optional features: the first version of the kernel that has each, and what an older one lacks.
 const FEATURES: [((u32, u32), &str); 4] = [
     (
         (6, 6),
@@ -15,16 +15,17 @@ const FEATURES: [((u32, u32), &str); 4] = [
     ((6, 12), "mounts may be id-mapped"),
     ((6, 13), "modification times are exact"),
 ];
-/// What the session with the kernel needs: version 7.23 of its protocol.
+/// Oldest version of the kernel that works: it has version 7.23 of the FUSE protocol.
 const OLDEST: (u32, u32) = (3, 15);
 
-/// Features that the running kernel lacks.
+/// Reports the features that the running kernel lacks.
 pub(crate) fn look(_: &Subject<'_>) -> Vec<Finding> {
     let name = rustix::system::uname();
     let release = name.release().to_string_lossy().into_owned();
     vec![judge(&release)]
 }
 
+/// Judges a kernel by its release, as `uname -r` prints it.
 fn judge(release: &str) -> Finding {
     let Some(version) = version_of(release) else {
         return Finding::ok(format!("Linux {release}"));
@@ -51,7 +52,7 @@ fn judge(release: &str) -> Finding {
     )
 }
 
-/// The first two numbers of `uname -r`.
+/// Returns the first two numbers of `uname -r`, or `None` where the text does not begin with two numbers.
 fn version_of(release: &str) -> Option<(u32, u32)> {
     let mut numbers = release.split(|c: char| !c.is_ascii_digit());
     let mut next = || numbers.next()?.parse().ok();

@@ -1,4 +1,4 @@
-//! Memory for the arena.
+//! Checks of the memory that an arena needs: free space, limits of cgroups, and locked memory.
 
 use std::path::{Path, PathBuf};
 
@@ -11,13 +11,13 @@ use rustix::process::{Resource, getrlimit};
 
 use crate::doctor::{Finding, Subject};
 
-/// `f_type` of statfs(2): file systems whose pages are memory.
+/// `f_type` of statfs(2) of the file systems whose pages are in memory.
 const MEMORY_MAGICS: [u64; 3] = [
     0x0102_1994, // tmpfs
     0x8584_58f6, // ramfs
     0x9584_58f6, // hugetlbfs
 ];
-/// Where distributions put libfabric.
+/// Paths at which distributions install libfabric.
 const LIBFABRIC: [&str; 4] = [
     "/usr/lib/x86_64-linux-gnu/libfabric.so.1",
     "/usr/lib/aarch64-linux-gnu/libfabric.so.1",
@@ -25,7 +25,7 @@ const LIBFABRIC: [&str; 4] = [
     "/usr/lib/libfabric.so.1",
 ];
 
-/// Whether there is room for the arena that a mount would make now.
+/// Reports whether there is space for the arena that a mount would create now.
 pub(crate) fn room(subject: &Subject<'_>) -> Vec<Finding> {
     let options = subject.options;
     if let Some(arena) = own_arena(subject) {
@@ -63,6 +63,7 @@ pub(crate) fn room(subject: &Subject<'_>) -> Vec<Finding> {
     findings
 }
 
+/// Judges the free space of the directory `dir`, in which the arena would be created.
 fn room_in(dir: &Path, options: &Options, geometry: &Geometry) -> Finding {
     let name = quoted_path(dir);
     let (stat, kind) = match (rustix::fs::statvfs(dir), rustix::fs::statfs(dir)) {
@@ -100,6 +101,7 @@ fn room_in(dir: &Path, options: &Options, geometry: &Geometry) -> Finding {
     ))
 }
 
+/// Returns advice for a smaller arena that fits into `free` bytes.
 fn smaller(geometry: &Geometry, free: u64) -> String {
     match geometry.proposed_arena_bytes(free) {
         None => "free memory there: `firn status` lists what earlier mounts left".into(),
@@ -107,14 +109,14 @@ fn smaller(geometry: &Geometry, free: u64) -> String {
     }
 }
 
-/// The arena that a mount of the backing has, or finds.
+/// Returns the arena that a mount of the backing has now, or would find from an earlier mount.
 fn own_arena(subject: &Subject<'_>) -> Option<PathBuf> {
     let backing = subject.backing?.canonicalize().ok()?;
     let files = RuntimeFiles::of(&backing, subject.options.arena_dir.as_deref()).ok()?;
     files.arena.exists().then_some(files.arena)
 }
 
-/// What is there of the directory that the arena would be in.
+/// Returns the nearest existing ancestor of the directory that would hold the arena. The error says why there is none.
 fn arena_dir(options: &Options) -> Result<PathBuf, String> {
     let dir = match &options.arena_dir {
         Some(dir) => dir.clone(),
@@ -128,7 +130,7 @@ fn geometry(options: &Options) -> Result<Geometry, String> {
     Geometry::new(options.arena_bytes, options.chunk_bytes).map_err(|error| error.to_string())
 }
 
-/// MemAvailable of /proc/meminfo.
+/// Returns MemAvailable of /proc/meminfo in bytes.
 fn available_bytes() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let line = text
@@ -138,7 +140,7 @@ fn available_bytes() -> Option<u64> {
     Some(kib << 10)
 }
 
-/// What the limits of the cgroup and of those above it leave (cgroup v2).
+/// Returns the bytes that the limits of this process's cgroup and of its ancestors leave (cgroup v2).
 fn cgroup_bytes() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/self/cgroup").ok()?;
     let group = text.lines().find_map(|line| line.strip_prefix("0::/"))?;
@@ -155,7 +157,7 @@ fn cgroup_bytes() -> Option<u64> {
     left.min()
 }
 
-/// How much memory may be locked, which only reads by libfabric do.
+/// Reports how much memory may be locked. Only reads by libfabric need locked memory.
 pub(crate) fn locked(_: &Subject<'_>) -> Vec<Finding> {
     let Some(limit) = getrlimit(Resource::Memlock).current else {
         return vec![Finding::ok("no limit on locked memory (ulimit -l)")];

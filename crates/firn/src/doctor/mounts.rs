@@ -1,4 +1,5 @@
-//! What earlier mounts of this user left: dead mounts, and arenas without a firnd.
+//! Checks for what earlier mounts of this user left behind: dead mounts, and arenas (memory files with undrained data)
+//! without a firnd.
 
 use std::time::Duration;
 
@@ -10,16 +11,16 @@ use firn_format::quote::quoted_path;
 use crate::ask::ask_each;
 use crate::doctor::{Finding, Subject};
 
-/// How long the kernel may take to say whether a firnd serves a mount.
+/// Timeout for the kernel to say whether a firnd serves a mount.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// Mounts whose firnd has ended or does not answer.
+/// Reports mounts whose firnd has ended or does not answer.
 pub(crate) fn mounts(_: &Subject<'_>) -> Vec<Finding> {
     let mounts = match firn_client::mounts() {
         Ok(mounts) => mounts,
         Err(error) => return vec![Finding::refused(error.to_string())],
     };
-    // At once: each may take all of the time.
+    // All mounts are asked at the same time, because each of them may use up the whole timeout.
     let states = ask_each(&mounts, |mount| mount.liveness(PATIENCE));
     let mut findings: Vec<Finding> = mounts
         .iter()
@@ -36,6 +37,7 @@ pub(crate) fn mounts(_: &Subject<'_>) -> Vec<Finding> {
     findings
 }
 
+/// Returns a finding for a mount in trouble, or `None` for a healthy one.
 fn judge(mount: &Mount, state: Liveness) -> Option<Finding> {
     let [point, backing] = [&mount.mount_point, &mount.backing].map(|path| quoted_path(path));
     match state {
@@ -57,7 +59,7 @@ fn judge(mount: &Mount, state: Liveness) -> Option<Finding> {
     }
 }
 
-/// Arenas that no firnd has.
+/// Reports arenas that no running firnd uses.
 pub(crate) fn arenas(subject: &Subject<'_>) -> Vec<Finding> {
     let arenas = match firn_daemon::list_arenas(subject.options) {
         Ok(arenas) => arenas,

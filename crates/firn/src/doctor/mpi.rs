@@ -1,6 +1,8 @@
-//! MPI libraries that write bytes back which another host has changed (data sieving).
+//! Check for MPI libraries that use data sieving.
 //!
-//! docs/features/shared-files.md, "MPI-IO, HDF5 and NetCDF-4", has the reasons. What a program gives as hints of its own cannot be seen.
+//! Data sieving reads a range, changes a part of it, and writes the whole range back. It can so overwrite bytes that
+//! another host has changed meanwhile. docs/features/shared-files.md, "MPI-IO, HDF5 and NetCDF-4", has the details.
+//! Hints that a program sets by itself cannot be examined.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -13,14 +15,14 @@ use firn_process::{Excess, Limits};
 use crate::doctor::fuse::find_program;
 use crate::doctor::{Finding, Subject, settings_in};
 
-/// How long `mpirun --version` may take.
+/// Timeout for `mpirun --version`.
 const PATIENCE: Duration = Duration::from_secs(4);
 const OUTPUT_BYTES_MAX: usize = 16 << 10;
 const ROMIO_HINT: &str = "romio_ds_write";
 const OMPIO_SETTING: &str = "fbtl_posix_write_datasieving";
 const WHEN: &str = "with one host, or a file for each rank, nothing need be done";
 
-/// What the installed MPI does, and what turns it off.
+/// Reports what the installed MPI library does, and what turns data sieving off.
 pub(crate) fn look(_: &Subject<'_>) -> Vec<Finding> {
     let Some(program) = ["mpirun", "mpiexec"].into_iter().find_map(find_program) else {
         return vec![Finding::ok("no mpirun in the PATH")];
@@ -31,6 +33,7 @@ pub(crate) fn look(_: &Subject<'_>) -> Vec<Finding> {
     vec![judge(&name, &said, &variable, &parameter_files())]
 }
 
+/// Returns what `mpirun --version` prints, or an empty text where it fails or exceeds its timeout.
 fn ask_version(program: &Path) -> String {
     let mut command = Command::new(program);
     command.arg("--version");
@@ -43,7 +46,7 @@ fn ask_version(program: &Path) -> String {
     firn_process::run(command, limits).map_or_else(|_| String::new(), |ended| ended.text())
 }
 
-/// Where Open MPI reads parameters: the user's file and the system's.
+/// Returns the files from which Open MPI reads parameters: the user's file and the system's.
 fn parameter_files() -> Vec<PathBuf> {
     let home = std::env::var_os("HOME").map(PathBuf::from);
     let home = home.map(|home| home.join(".openmpi/mca-params.conf"));
@@ -52,6 +55,7 @@ fn parameter_files() -> Vec<PathBuf> {
         .collect()
 }
 
+/// Judges an MPI library by what it says of its version and by the settings in force.
 fn judge(
     name: &str,
     said: &str,
@@ -98,7 +102,7 @@ fn judge(
     )
 }
 
-/// What a line `key value`, with `separator` or blanks between, gives.
+/// Returns the value of a line `key value` in a file. `separator` or blanks stand between the two.
 fn value_in(file: &Path, key: &str, separator: char) -> Option<String> {
     let settings = settings_in(file);
     let mut values = settings.iter().filter_map(|setting| {

@@ -1,12 +1,13 @@
-//! A directory of a check's own in a backing, where files are tried.
+//! A probe: a directory that a check creates in a backing, to try operations on files there.
 //!
 //! Promises
-//! * Everything is made and removed by the descriptor of a directory that this process has just made, with mode 0700: what
-//!   belongs to others is never opened, written or removed.
-//! * It is removed with the value. A check that was killed leaves its directory, and a later check of the same user
-//!   removes it. It is known by its name, owner and mode, and by an age that no running check has.
-//! * A user with permission to rename in a shared backing can give that name to another directory of the user. So only
-//!   files whose names begin as that of the directory are removed from it, and then the directory, if it is empty.
+//! * A check creates and removes files only through the descriptor of a directory that this process has just created
+//!   with mode 0700. It never opens, writes or removes an object of another user.
+//! * The directory is removed when the [`Probe`] is dropped. A check that is killed leaves its directory, and a later
+//!   check of the same user removes that. The later check recognises the directory by its name, owner, mode and age.
+//! * Removal is limited. In a shared backing, a user with permission to rename can give a probe's name to another
+//!   directory of this user. So only files whose names begin with [`PREFIX`] are removed from a directory, and the
+//!   directory itself is removed only when it is empty.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
@@ -23,21 +24,27 @@ use rustix::io::Errno;
 
 use crate::doctor::user;
 
-/// What names of such directories, and of all files in them, begin with.
+/// Prefix of the names of probe directories, and of all files in them.
 pub(crate) const PREFIX: &str = ".firn-doctor-";
-/// No check runs for this long: its parent kills it earlier.
+/// Age in seconds from which a probe directory counts as abandoned. No check runs that long: its parent kills it
+/// earlier.
 const LEFT_AFTER_S: i64 = 3600;
 
-/// Such a directory.
+/// A probe directory. It is removed when the value is dropped.
 pub(crate) struct Probe {
+    /// Descriptor of the backing.
     backing: OwnedFd,
+    /// Name of the probe directory.
     name: OsString,
+    /// Descriptor of the probe directory.
     dir: OwnedFd,
+    /// Identity of the probe directory, which its removal compares.
     object: ObjectId,
 }
 
 impl Probe {
-    /// Makes one in a backing.
+    /// Creates a probe directory at the top of a backing. Returns an error where the new directory is not this user's
+    /// own.
     pub(crate) fn create(backing: &Path) -> io::Result<Self> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let backing = open(backing, flags, Mode::empty())?;
@@ -52,7 +59,7 @@ impl Probe {
                 object,
             }),
             Err(error) => {
-                // Empty, or it is not removed.
+                // The rename race of the file head: what has the name now is removed only if it is an empty directory.
                 let _ = unlinkat(&backing, &name, AtFlags::REMOVEDIR);
                 Err(error)
             }
@@ -61,19 +68,20 @@ impl Probe {
 
     fn open(backing: &OwnedFd, name: &OsStr) -> io::Result<(OwnedFd, ObjectId)> {
         let dir = open_private_dir(backing, Path::new(name)).map_err(|error| {
-            // A server that makes root another user (root_squash), say.
+            // One cause is a file server that maps root to another user (root_squash).
             io::Error::other(format!("files made here are not this user's own: {error}"))
         })?;
         let object = ObjectId::of(&fstat(&dir)?);
         Ok((dir, object))
     }
 
-    /// The directory.
+    /// Returns the descriptor of the probe directory.
     pub(crate) fn dir(&self) -> &OwnedFd {
         &self.dir
     }
 
-    /// The directory as a backing. Others cannot lead the way to it elsewhere, unseen.
+    /// Opens the probe directory as a backing. It goes by the descriptor, and compares the object, so that no other
+    /// user can substitute another directory.
     pub(crate) fn open_backing(&self) -> io::Result<DirBacking> {
         let opened = DirBacking::open(format!("/proc/self/fd/{}", self.dir.as_raw_fd()))?;
         let found = opened.attr(&opened.root())?;
@@ -90,14 +98,14 @@ impl Probe {
         }
     }
 
-    /// A new file in it, whose name is [`file_name`].
+    /// Creates a file in the probe directory, whose name is [`file_name`] of `name`.
     pub(crate) fn file(&self, name: &str) -> io::Result<File> {
         let name = file_name(name);
         let made = create_private_file(&self.dir, Path::new(&name), OFlags::RDWR);
         made.map(File::from).map_err(io::Error::other)
     }
 
-    /// Removes directories of checks of this user that were killed. Returns how many.
+    /// Removes probe directories that killed checks of this user left behind. Returns how many were removed.
     pub(crate) fn remove_left(&self) -> usize {
         let (Ok(own), Ok(entries)) = (fstat(&self.dir), Dir::read_from(&self.backing)) else {
             return 0;
@@ -119,7 +127,8 @@ impl Probe {
     }
 }
 
-/// Whether a directory was left by a check; `now_s` is the time of the same file system.
+/// Returns whether a directory was left behind by a check. `now_s` is the present time by the clock of the same file
+/// system, in seconds.
 fn is_left(found: &Stat, now_s: i64) -> bool {
     let is_ours = Facts::of(found).check(Expected::Directory, user()).is_ok();
     is_ours && now_s - found.st_mtime > LEFT_AFTER_S
@@ -131,12 +140,13 @@ impl Drop for Probe {
     }
 }
 
-/// The name that a file of a check has in the directory.
+/// Returns the name of a check's file in its probe directory.
 pub(crate) fn file_name(name: &str) -> String {
     format!("{PREFIX}{name}")
 }
 
-/// Removes the files of a check from the directory `name`, if that is `object`, and the directory, if it is empty then.
+/// Removes a check's files from the directory `name`, and then the directory if it is empty. Fails where `name` is not
+/// `object` any more.
 fn remove(backing: &OwnedFd, name: &OsStr, object: ObjectId) -> io::Result<()> {
     let dir = open_private_dir(backing, Path::new(name)).map_err(io::Error::other)?;
     if ObjectId::of(&fstat(&dir)?) != object {
@@ -201,7 +211,7 @@ mod tests {
         let running = make("running", 0o700);
         let open_to_all = make("open", 0o755);
         age(&open_to_all, old);
-        // Another directory of the user, to which another user gave such a name.
+        // Another user has renamed an ordinary directory of this user to the name of a probe.
         let renamed = make("renamed", 0o700);
         fs::write(renamed.join("model.pt"), b"x").unwrap();
         age(&renamed, old);

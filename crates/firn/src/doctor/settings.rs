@@ -1,10 +1,10 @@
-//! What the user has set: options, variables, the runtime directory.
+//! Check of what the user has set: options, environment variables, and the runtime directory.
 
 use firn_client::paths::{open_runtime_dir, runtime_dir};
 
 use crate::doctor::{Finding, Subject, user};
 
-/// Whether a mount would take what is set, and whether all of it means something.
+/// Reports whether a mount would accept the settings, and whether each of them has an effect.
 pub(crate) fn look(subject: &Subject<'_>) -> Vec<Finding> {
     let mut findings = Vec::new();
     if let Some(fault) = subject.options_fault {

@@ -1,4 +1,4 @@
-//! What the file system of a backing can do, tried with files of the check's own.
+//! Checks of what the backing's file system can do. Each one tries it with files in a probe directory of its own.
 
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::os::fd::AsFd;
@@ -18,14 +18,15 @@ use crate::doctor::backing::canonical;
 use crate::doctor::probe::{Probe, file_name};
 use crate::doctor::{Finding, Subject};
 
-/// A sync that takes longer is felt by each program that waits for it.
+/// A sync that takes longer delays each program that waits for it noticeably.
 const SLOW_SYNC: Duration = Duration::from_secs(1);
-/// Clocks that differ by more confuse make, rsync and people.
+/// Seconds by which two clocks may differ. A larger difference confuses make, rsync and readers of timestamps.
 const CLOCK_DIFFERENCE_MAX_S: f64 = 2.0;
-/// A block of any file system is no larger.
+/// Upper bound of a file system's block size, in bytes.
 const BLOCK_BYTES: u64 = 1 << 20;
 
-/// Runs `tried` in a probe of the backing. An error that it does not judge itself is wrong.
+/// Runs `tried` in a new probe directory of the backing. Returns its findings. An error that `tried` returns becomes a
+/// finding of its own.
 fn with_probe(
     subject: &Subject<'_>,
     tried: impl FnOnce(&Probe) -> io::Result<Vec<Finding>>,
@@ -45,7 +46,7 @@ fn with_probe(
         })
 }
 
-/// Room and names that are free.
+/// Reports how much space and how many names (inodes) are free in the backing.
 pub(crate) fn room(subject: &Subject<'_>) -> Vec<Finding> {
     let stat = canonical(subject).map(|backing| rustix::fs::statvfs(&backing));
     let stat = match stat {
@@ -75,7 +76,7 @@ pub(crate) fn room(subject: &Subject<'_>) -> Vec<Finding> {
     }]
 }
 
-/// fsync(2) of a file and of the directory that names it.
+/// Reports whether fsync(2) works for a file and for the directory that names it, and whether it is slow.
 pub(crate) fn sync(subject: &Subject<'_>) -> Vec<Finding> {
     with_probe(subject, |probe| {
         let mut file = probe.file("synced")?;
@@ -106,7 +107,7 @@ pub(crate) fn sync(subject: &Subject<'_>) -> Vec<Finding> {
     })
 }
 
-/// Renames, as commits and collectors of checkpoints need them.
+/// Reports whether renames work as commits and the removal of checkpoints need them.
 pub(crate) fn names(subject: &Subject<'_>) -> Vec<Finding> {
     with_probe(subject, |probe| {
         let dir = probe.dir();
@@ -126,7 +127,8 @@ pub(crate) fn names(subject: &Subject<'_>) -> Vec<Finding> {
             )]);
         }
         probe.file("other")?;
-        // NFS and others refuse the flag whatever the names are.
+        // NFS and others refuse RENAME_NOREPLACE for any names. So the error for an existing name tells whether the
+        // flag works.
         let refused = renameat_with(dir, &old, dir, &other, RenameFlags::NOREPLACE);
         Ok(vec![match refused {
             Err(Errno::EXIST) => Finding::ok(
@@ -140,7 +142,8 @@ pub(crate) fn names(subject: &Subject<'_>) -> Vec<Finding> {
     })
 }
 
-/// Locks of files, between two open files of this host. Whether they reach others takes another one that is alive.
+/// Reports whether file locks work between two open files of this host. Only another live host could show whether they
+/// reach other hosts.
 pub(crate) fn locks(subject: &Subject<'_>) -> Vec<Finding> {
     with_probe(subject, |probe| {
         let base = probe.open_backing()?;
@@ -158,7 +161,8 @@ pub(crate) fn locks(subject: &Subject<'_>) -> Vec<Finding> {
     })
 }
 
-/// Extended attributes and holes, which programs find on a mount where the backing has them.
+/// Reports whether the backing has extended attributes and holes. Programs find them on a mount only where the backing
+/// has them.
 pub(crate) fn files(subject: &Subject<'_>) -> Vec<Finding> {
     with_probe(subject, |probe| {
         let mut missing = Vec::new();
@@ -189,7 +193,7 @@ pub(crate) fn files(subject: &Subject<'_>) -> Vec<Finding> {
     })
 }
 
-/// The clock of the file server beside this host's.
+/// Reports by how much the clock of the file server differs from this host's.
 pub(crate) fn clock(subject: &Subject<'_>) -> Vec<Finding> {
     with_probe(subject, |probe| {
         let before = SystemTime::now();
@@ -202,7 +206,8 @@ pub(crate) fn clock(subject: &Subject<'_>) -> Vec<Finding> {
     })
 }
 
-/// Seconds by which a time is later than a span of this host's time, or earlier (negative); 0 within it.
+/// Returns the seconds by which `stamped` lies after the span `before..after`. They are negative where `stamped` lies
+/// before the span, and 0 within it.
 fn difference_s(before: SystemTime, stamped: SystemTime, after: SystemTime) -> f64 {
     let seconds = |later: SystemTime, earlier: SystemTime| {
         let passed = later.duration_since(earlier).unwrap_or_default();
@@ -211,6 +216,7 @@ fn difference_s(before: SystemTime, stamped: SystemTime, after: SystemTime) -> f
     seconds(stamped, after) - seconds(before, stamped)
 }
 
+/// Judges a difference of clocks in seconds; a positive one means that the server's clock is ahead.
 fn judge_clock(difference_s: f64) -> Finding {
     if difference_s.abs() <= CLOCK_DIFFERENCE_MAX_S {
         return Finding::ok("the clocks of this host and of the file system agree");

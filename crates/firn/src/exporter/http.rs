@@ -1,4 +1,4 @@
-//! HTTP/1.1 as far as a collector of metrics needs it: one GET for each connection.
+//! HTTP/1.1 as far as a collector of metrics needs it: one GET request per connection.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -12,19 +12,19 @@ use rustix::net::{RecvFlags, SendFlags, recv, send};
 use super::listener::Client;
 use crate::failure::Failure;
 
-/// Bytes of the longest request.
+/// Maximum size of a request in bytes.
 pub const REQUEST_BYTES_MAX: usize = 8 << 10;
 const HEADERS_MAX: usize = 64;
 
 const METRICS_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
 const TEXT_TYPE: &str = "text/plain; charset=utf-8";
 
-/// An answer.
+/// A response to a client.
 struct Response {
     status: &'static str,
     content_type: &'static str,
     body: Arc<str>,
-    /// Without its body.
+    /// Whether the request was HEAD, so that the response has no body.
     is_head: bool,
 }
 
@@ -51,7 +51,7 @@ impl Response {
     }
 }
 
-/// Answers a client, as far as it is done before the deadline.
+/// Reads a client's request and sends the response, as far as this succeeds before the deadline.
 pub(super) fn serve(
     client: Client,
     deadline: Instant,
@@ -64,13 +64,13 @@ pub(super) fn serve(
             "431 Request Header Fields Too Large",
             "the request is too long\n",
         ),
-        // The client is gone.
+        // The client has closed its connection, or its time is over.
         Err(_) => return,
     };
     let _ = write_all(&socket, &response.bytes(), deadline);
 }
 
-/// Tells a client to come later, if it can be told at once.
+/// Tells a client to retry later. The response is sent only if the socket accepts it without waiting.
 pub(super) fn refuse(client: Client) {
     let socket = OwnedFd::from(client);
     let response = Response::text("503 Service Unavailable", "too many clients: come again\n");
@@ -81,7 +81,7 @@ pub(super) fn refuse(client: Client) {
     );
 }
 
-/// Bytes up to the end of the header; none: there are too many.
+/// Returns the bytes of a request up to the end of its header. Returns `None` where they exceed [`REQUEST_BYTES_MAX`].
 fn read_request(socket: &OwnedFd, deadline: Instant) -> io::Result<Option<Vec<u8>>> {
     let mut request = Vec::new();
     let mut part = [0; 2048];
@@ -100,6 +100,7 @@ fn read_request(socket: &OwnedFd, deadline: Instant) -> io::Result<Option<Vec<u8
     Ok(Some(request))
 }
 
+/// Writes all bytes to a socket, or fails at the deadline.
 fn write_all(socket: &OwnedFd, mut bytes: &[u8], deadline: Instant) -> io::Result<()> {
     while !bytes.is_empty() {
         wait(socket, PollFlags::OUT, deadline)?;
@@ -112,6 +113,7 @@ fn write_all(socket: &OwnedFd, mut bytes: &[u8], deadline: Instant) -> io::Resul
     Ok(())
 }
 
+/// Waits until a socket is ready, or fails at the deadline.
 fn wait(socket: &OwnedFd, event: PollFlags, deadline: Instant) -> io::Result<()> {
     let left = deadline.saturating_duration_since(Instant::now());
     if left.is_zero() {
@@ -124,6 +126,7 @@ fn wait(socket: &OwnedFd, event: PollFlags, deadline: Instant) -> io::Result<()>
     }
 }
 
+/// Returns the response to a request. Only GET and HEAD of the metrics ask the mounts.
 fn answer(request: &[u8], metrics: &dyn Fn() -> Result<Arc<str>, Failure>) -> Response {
     let mut headers = [httparse::EMPTY_HEADER; HEADERS_MAX];
     let mut parsed = httparse::Request::new(&mut headers);

@@ -1,4 +1,4 @@
-//! Where clients connect: TCP, a Unix socket, or sockets that systemd made.
+//! The listening sockets of the exporter: TCP, a Unix socket, or sockets that systemd passes to the process.
 
 use std::io;
 use std::net::{SocketAddr, TcpListener};
@@ -15,9 +15,9 @@ use crate::text;
 /// An address to listen at.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Address {
-    /// `127.0.0.1:9945`, `[::1]:9945`.
+    /// A TCP address, such as `127.0.0.1:9945` or `[::1]:9945`.
     Tcp(SocketAddr),
-    /// `unix:/run/firn.sock`.
+    /// The path of a Unix socket, written as `unix:/run/firn.sock`.
     Unix(PathBuf),
 }
 
@@ -39,15 +39,17 @@ impl std::str::FromStr for Address {
     }
 }
 
-/// A socket that clients connect to, without waiting in accept(2).
+/// A listening socket. accept(2) on it never blocks.
 pub enum Listener {
     Tcp(TcpListener),
     Unix(UnixListener, Option<OwnSocket>),
 }
 
-/// A Unix socket that this process made: removed with it.
+/// A Unix socket that this process created. Its file is removed when the value is dropped.
 pub struct OwnSocket {
+    /// Path of the socket.
     path: PathBuf,
+    /// Inode number of the socket, so that a later socket of the same path is not removed.
     inode: u64,
 }
 
@@ -60,14 +62,14 @@ impl Drop for OwnSocket {
     }
 }
 
-/// A connection.
+/// The connection of a client.
 pub enum Client {
     Tcp(std::net::TcpStream),
     Unix(UnixStream),
 }
 
 impl Listener {
-    /// The sockets that systemd gave this process; none: it gave none.
+    /// Returns the sockets that systemd passed to this process. The list is empty where it passed none.
     pub fn given() -> Result<Vec<Self>, Failure> {
         let wrong = |error: io::Error| {
             let why =
@@ -91,7 +93,7 @@ impl Listener {
         Ok(listeners)
     }
 
-    /// Listens at an address.
+    /// Listens at an address. Returns a failure where the address cannot be used.
     pub fn bind(address: &Address) -> Result<Self, Failure> {
         let bound = match address {
             Address::Tcp(address) => TcpListener::bind(address).map(Self::Tcp),
@@ -113,7 +115,7 @@ impl Listener {
         })
     }
 
-    /// Where it listens, for people.
+    /// Returns the address for messages to the user.
     pub fn shown(&self) -> String {
         match self {
             Self::Tcp(tcp) => match tcp.local_addr() {
@@ -132,7 +134,7 @@ impl Listener {
         }
     }
 
-    /// The next client; none: it is gone again.
+    /// Accepts the next client. Returns `None` where the client has closed its connection again.
     pub fn accept(&self) -> io::Result<Option<Client>> {
         let accepted = match self {
             Self::Tcp(tcp) => tcp.accept().map(|(client, _)| Client::Tcp(client)),
@@ -160,7 +162,7 @@ impl Listener {
     }
 }
 
-/// A socket without a listener is replaced.
+/// Listens at a Unix socket. A socket file without a listening process is left from a killed exporter, and is replaced.
 fn bind_unix(path: &Path) -> io::Result<Listener> {
     let is_socket = |metadata: std::fs::Metadata| metadata.file_type().is_socket();
     if path.symlink_metadata().is_ok_and(is_socket)

@@ -1,4 +1,4 @@
-//! What to do about a host, with the commands.
+//! Advice about a host: what the user should do, with the commands.
 
 use firn_format::quote::quoted;
 use firn_hosts::Life;
@@ -8,7 +8,8 @@ use firn_protocol::path::BytePath;
 use super::Host;
 use crate::text::{bytes, count};
 
-/// What helps; nothing where nothing is wrong. `backing` is its name here.
+/// Returns advice for a host, or an empty list where nothing is wrong. `backing` is the path of the backing on this
+/// host.
 pub fn of(host: &Host, backing: &BytePath) -> Vec<String> {
     let Host {
         host: name, report, ..
@@ -45,6 +46,7 @@ pub fn of(host: &Host, backing: &BytePath) -> Vec<String> {
     advice
 }
 
+/// Returns advice for a dead host: how its data and its transactions are recovered.
 fn of_dead(
     host: &Host,
     report: Option<&HostReport>,
@@ -91,6 +93,7 @@ fn of_dead(
     advice
 }
 
+/// Returns advice for a host whose lease is not renewed.
 fn of_silent(host: &Host, report: Option<&HostReport>) -> String {
     let name = &host.host;
     let process = host
@@ -103,6 +106,7 @@ fn of_silent(host: &Host, report: Option<&HostReport>) -> String {
     )
 }
 
+/// Returns advice for a host that keeps files in logs from being flattened.
 fn of_keeper(host: &Host, report: Option<&HostReport>) -> String {
     let name = &host.host;
     let files = count(host.keeps_from_flattening, "file");
@@ -123,7 +127,7 @@ fn of_keeper(host: &Host, report: Option<&HostReport>) -> String {
     format!("{name} keeps {files} from being flattened until {until}{named}")
 }
 
-/// The mount point, after a space.
+/// Returns the mount point with a space before it, for a command line. Returns an empty text where it is unknown.
 fn point(report: Option<&HostReport>) -> String {
     let point = report.map(|report| &report.mount_point);
     match point.filter(|point| !point.is_empty()) {

@@ -1,4 +1,7 @@
-//! Where a job's hosts are looked at: the backing and this host's own mount, each by a child that can be left behind.
+//! Looks at the hosts of a job. It asks two sources at the same time: the leases in the backing, and this host's own
+//! mount.
+//!
+//! Each source may hang, so a child process asks it and is abandoned at the timeout.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
@@ -21,50 +24,66 @@ use crate::ask::{Unanswered, ask_child, ask_each};
 use crate::failure::{FAILED, Failure, NOT_FIRN, USAGE};
 use crate::text;
 
-/// Files in logs that are looked at, and for how long: two directories to be listed for each.
+/// Bounds of the search for files in logs: files, and time. Each file costs the listing of two directories.
 const LOGGED_FILES_MAX: usize = 2_000;
 const CONTAINERS_FOR: Duration = Duration::from_millis(300);
 
-/// A host of the backing, as its files there say.
+/// The lease of one host, and the report beside it, as the backing's files say.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct LeaseSeen {
+    /// Name of the host.
     pub host: String,
+    /// Whether the host is alive, silent, dead, or has left.
     pub life: Life,
+    /// What `life` is based on.
     pub evidence: Evidence,
+    /// Whether the lease is locked.
     pub is_locked: bool,
+    /// Seconds since the last beat. `None` means that the time is unknown.
     pub beat_age_seconds: Option<f64>,
+    /// The process that holds the lease.
     pub holder: Option<Holder>,
+    /// What the host uses the backing for.
     pub uses: Vec<String>,
+    /// Values of the options that hosts have to agree on.
     pub terms: BTreeMap<String, String>,
+    /// The report beside the lease, as the host wrote it.
     pub report: Option<Report>,
 }
 
-/// What the files of hosts in a backing say.
+/// What the leases and logs in a backing say.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct BackingSeen {
-    /// Canonical.
+    /// Canonical path of the backing.
     pub backing: BytePath,
-    /// The run of this kernel.
+    /// Boot id of this host's running kernel.
     pub boot: String,
+    /// The leases of all hosts.
     pub leases: Vec<LeaseSeen>,
-    /// How many files in logs each host keeps from being flattened.
+    /// For each host, the number of files in logs that it keeps from being flattened.
     pub keepers: BTreeMap<String, u64>,
+    /// Sentences about what could not be read.
     pub notes: Vec<String>,
 }
 
-/// What the firnd of this host says.
+/// What the firnd of this host says of its own mount.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct MountSeen {
-    /// What this host is called.
+    /// Name of this host.
     pub host: String,
+    /// Process id of firnd.
     pub pid: u32,
+    /// The status of the mount, in the form of a report.
     pub report: HostReport,
-    /// `key=value`.
+    /// Options in force, each as `key=value`.
     pub options: Vec<String>,
 }
 
 impl Job {
-    /// Looks at the hosts of the backing, or of the mount, at `path`; without a path, of this user's only mount.
+    /// Looks at the hosts of the backing, or of the mount, at `path`. Without a path, this user's only mount counts.
+    ///
+    /// Returns at `patience` (a timeout). Fails where the backing does not answer and no mount of this host does
+    /// either.
     pub fn look(path: Option<&Path>, patience: Duration) -> Result<Self, Failure> {
         let questions = [Subject::Backing, Subject::Mount];
         let mut backing = None;
@@ -101,7 +120,7 @@ impl Job {
         })
     }
 
-    /// Puts together what was answered.
+    /// Joins the two answers, of which each may be missing.
     fn of(backing: Option<BackingSeen>, mount: Option<MountSeen>, mut notes: Vec<String>) -> Self {
         let name = match (&backing, &mount) {
             (Some(seen), _) => seen.backing.clone(),
@@ -135,21 +154,25 @@ impl Job {
     }
 }
 
-/// What a child looks at.
+/// The source that a child process asks.
 #[derive(Clone, Copy)]
 enum Subject {
+    /// The leases and reports in the backing.
     Backing,
+    /// This host's own mount.
     Mount,
 }
 
 type Asked<T> = Box<Result<T, Unanswered>>;
 
+/// The answer for one source.
 enum Answer {
     Backing(Asked<BackingSeen>),
     Mount(Asked<Option<MountSeen>>),
 }
 
 impl Subject {
+    /// Asks the source in a child process (`firn hosts --only`).
     fn ask(self, path: Option<&Path>, patience: Duration) -> Answer {
         let arguments = |subject: &str| {
             let mut arguments: Vec<OsString> =
@@ -166,6 +189,7 @@ impl Subject {
     }
 }
 
+/// Returns a note about an own mount that did not answer, or `None` where the user need not know.
 fn tell_of_mount(error: &Unanswered, patience: Duration) -> Option<String> {
     let seconds = text::seconds(patience.as_secs_f64());
     match error {
@@ -173,13 +197,14 @@ fn tell_of_mount(error: &Unanswered, patience: Duration) -> Option<String> {
             "the firnd of this host's mount did not answer within {seconds}: its row shows its last beat; a mount \
              that shares nothing with other hosts has no row"
         )),
-        // What is wrong with the path is told once, of the backing.
+        // A wrong path concerns both sources. The failure of the backing reports it once.
         Unanswered::Refused { code, .. } if *code == Some(NOT_FIRN) || *code == Some(USAGE) => None,
         Unanswered::Refused { text, .. } => Some(format!("this host's own mount: {text}")),
         Unanswered::NotRun(text) => Some(format!("this host's own mount was not asked: {text}")),
     }
 }
 
+/// Returns the failure for a backing that did not answer, with what the user should do.
 fn tell_of_backing(error: Unanswered, path: Option<&Path>, patience: Duration) -> Failure {
     let what = path.map_or_else(|| "the backing".to_owned(), text::path);
     match error {
@@ -204,7 +229,7 @@ fn tell_of_backing(error: Unanswered, path: Option<&Path>, patience: Duration) -
     }
 }
 
-/// The backing that a path means: that of the mount that it lies on, or the directory itself.
+/// Returns the backing that a path means: that of the mount on which the path lies, or else the directory itself.
 fn find_backing(path: Option<&Path>) -> Result<PathBuf, Failure> {
     let Some(path) = path else {
         return Ok(only_mount()?.backing);
@@ -228,7 +253,7 @@ fn find_backing(path: Option<&Path>) -> Result<PathBuf, Failure> {
     }
 }
 
-/// This user's mount, if there is one and no other.
+/// Returns this user's only mount. Fails where there is none, or more than one.
 fn only_mount() -> Result<Mount, Failure> {
     let mut mounts = firn_client::mounts()?;
     mounts.retain(|mount| !mount.is_of_another_user());
@@ -245,7 +270,10 @@ fn only_mount() -> Result<Mount, Failure> {
     }
 }
 
-/// Looks at what hosts say in a backing. To be called in a process of its own, which may hang.
+/// Reads the leases, the reports and the logs of a backing.
+///
+/// The caller is a process of its own, because the calls may hang in the kernel. Fails where the backing cannot be
+/// opened, or where its files are not this user's.
 pub fn look_at_backing(path: Option<&Path>) -> Result<BackingSeen, Failure> {
     let backing = find_backing(path)?;
     let failed = |what: &str| {
@@ -310,7 +338,9 @@ fn refused(backing: &Path, error: &OwnError) -> Failure {
     Failure::new(FAILED, text)
 }
 
-/// Root reads as the user whose the files are: it sees what that user sees, and can be led nowhere else.
+/// As root, takes on the user id of the owner of Firn's files in the backing.
+///
+/// Root then sees what that user sees, and a symbolic link of that user leads nowhere that only root may go.
 fn become_owner(backing: &Path) -> Result<(), Failure> {
     if !rustix::process::geteuid().is_root() {
         return Ok(());
@@ -318,6 +348,7 @@ fn become_owner(backing: &Path) -> Result<(), Failure> {
     let Ok(metadata) = backing.join(TOP).symlink_metadata() else {
         return Ok(());
     };
+    // Files of root need no other user id. Without a directory of Firn there is nothing to read.
     if metadata.uid() == 0 || !metadata.is_dir() {
         return Ok(());
     }
@@ -337,7 +368,8 @@ fn become_owner(backing: &Path) -> Result<(), Failure> {
     })
 }
 
-/// How many containers of logs each host says that it may write to.
+/// Counts for each host the containers (logs of one shared file) to which the host says that it may write. The count
+/// stops at its bounds, and a note then says so.
 fn find_keepers(
     base: &DirBacking,
     notes: &mut Vec<String>,
@@ -355,7 +387,7 @@ fn find_keepers(
             notes.push("there are more files in logs than were looked at".to_owned());
             break;
         }
-        // It may be removed meanwhile.
+        // The container may be removed during the search, which is no error.
         let Ok(containers) = own_dirs_in(base, &file) else {
             continue;
         };
@@ -371,7 +403,7 @@ fn find_keepers(
     Ok(keepers)
 }
 
-/// The directories in a directory that are Firn's own, opened one after the other.
+/// Returns the subdirectories of a directory that are valid as Firn's own. Each is opened when the iterator reaches it.
 fn own_dirs_in<'a>(
     base: &'a DirBacking,
     dir: &'a <DirBacking as Volume>::Inode,
@@ -385,7 +417,8 @@ fn own_dirs_in<'a>(
     }))
 }
 
-/// Asks this host's own mount of the backing at `path`; `None`: it has none.
+/// Asks this host's own mount of the backing at `path`. Returns `None` where the path is on no mount, or where this
+/// process cannot reach the firnd.
 pub fn look_at_mount(path: Option<&Path>) -> Result<Option<MountSeen>, Failure> {
     let mount = match path {
         None => only_mount()?,
@@ -397,7 +430,7 @@ pub fn look_at_mount(path: Option<&Path>) -> Result<Option<MountSeen>, Failure> 
     };
     let mut connection = match Connection::open(&mount) {
         Ok(connection) => connection,
-        // Mounted with another runtime directory: what its beats say is all there is.
+        // The mount uses another runtime directory. Then its report in the backing is the only source.
         Err(ClientError::NoSocket { .. }) => return Ok(None),
         Err(error) => return Err(error.into()),
     };

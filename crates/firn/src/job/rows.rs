@@ -1,4 +1,4 @@
-//! From what was seen to a row for each host.
+//! Makes a row for each host of a job from what the backing and this host's firnd said.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +11,10 @@ use super::look::{BackingSeen, LeaseSeen, MountSeen};
 use super::{Host, advice};
 use crate::text::{bytes, count, seconds};
 
-/// Rows of all hosts, the one in trouble first.
+/// Returns the rows of all hosts, with the one in the worst trouble first.
+///
+/// The lease of this host's own mount is joined with the answer of its firnd, so that the host has one row. `name` is
+/// the path of the backing for the commands in the advice.
 pub fn rows(backing: Option<BackingSeen>, mount: Option<MountSeen>, name: &BytePath) -> Vec<Host> {
     let (leases, boot, keepers) = match backing {
         Some(seen) => (seen.leases, seen.boot, seen.keepers),
@@ -24,6 +27,8 @@ pub fn rows(backing: Option<BackingSeen>, mount: Option<MountSeen>, name: &ByteP
             let holder = lease.holder.as_ref();
             holder.is_some_and(|holder| holder.pid == seen.pid && holder.boot == boot)
         };
+        // The lease of this host's own mount has the same process and boot id. Its row takes the answer, so that no
+        // second row is made for the mount.
         let own = mount.take_if(|seen| is_own(seen));
         hosts.push(of_lease(lease, own, &keepers, &boot));
     }
@@ -40,6 +45,8 @@ pub fn rows(backing: Option<BackingSeen>, mount: Option<MountSeen>, name: &ByteP
     hosts
 }
 
+/// Returns the row of a host with a lease. Where `own` is the answer of its firnd, that replaces the older report in
+/// the backing.
 fn of_lease(
     lease: LeaseSeen,
     own: Option<MountSeen>,
@@ -70,7 +77,7 @@ fn of_lease(
         uses: lease.uses,
         options: lease.terms,
         differences: Vec::new(),
-        // Hosts that are gone keep nothing from being flattened.
+        // A dead or unmounted host writes no logs any more, so it delays no flattening.
         keeps_from_flattening: keepers
             .get(&lease.host)
             .copied()
@@ -79,12 +86,12 @@ fn of_lease(
         waits: Vec::new(),
         advice: Vec::new(),
         report,
-        // A valid name stays as it is.
+        // `quoted` leaves a valid name unchanged, and escapes what another user may have written.
         host: quoted(lease.host.as_bytes()),
     }
 }
 
-/// A mount that shows itself to no other host.
+/// Returns the row of this host's own mount that has no lease, and is therefore invisible to other hosts.
 fn of_mount(seen: MountSeen) -> Host {
     Host {
         host: seen.host,
@@ -104,6 +111,7 @@ fn of_mount(seen: MountSeen) -> Host {
     }
 }
 
+/// Returns the evidence for the state of a lease, in words.
 fn evidence_text(lease: &LeaseSeen, boot: &str) -> String {
     let age = lease.beat_age_seconds;
     let age = age.map_or_else(|| "an unknown time".to_owned(), seconds);
@@ -132,7 +140,7 @@ fn evidence_text(lease: &LeaseSeen, boot: &str) -> String {
     }
 }
 
-/// Whether a lease is that of this host, before it was started again.
+/// Returns whether a lease belongs to this host, from before its last reboot.
 fn is_rebooted(lease: &LeaseSeen, boot: &str) -> bool {
     let name = rustix::system::uname();
     let is_here = lease.host.as_bytes() == name.nodename().to_bytes();
@@ -140,7 +148,8 @@ fn is_rebooted(lease: &LeaseSeen, boot: &str) -> bool {
     is_here && holder.is_some_and(|holder| holder.boot != boot)
 }
 
-/// What hosts that live do otherwise than most of them; where two ways are as frequent, than the first by name.
+/// Names the options in which a living host differs from most living hosts. Where two values are equally frequent, the
+/// first one by name counts as that of the majority.
 fn name_differences(hosts: &mut [Host]) {
     let living = |host: &&Host| host.state.may_live();
     let mut names: Vec<String> = hosts
@@ -169,9 +178,9 @@ fn name_differences(hosts: &mut [Host]) {
     }
 }
 
-/// What a program waits for, in words.
+/// Returns what a program waits for, in words.
 pub fn program_wait(program: &WaitingProgram) -> String {
-    // What another host has said.
+    // The report comes from another host, so the name is escaped.
     let name = printable(&program.name);
     format!(
         "{name} ({}) waits in {} for {}",
@@ -181,7 +190,7 @@ pub fn program_wait(program: &WaitingProgram) -> String {
     )
 }
 
-/// What a host waits for, in words.
+/// Returns what the programs and lanes (I/O servers) of a host wait for, in words.
 pub fn waits(report: &HostReport) -> Vec<String> {
     let mut waits = Vec::new();
     if report.waiting_writers > 0 {
@@ -245,7 +254,7 @@ pub(super) mod tests {
     use firn_hosts::Holder;
     use firn_protocol::{LaneReport, PartnerReport};
 
-    /// A host of a job of three, one of each kind.
+    /// A lease and report of a host in a job of three.
     pub fn lease(host: &str, life: Life, held_bytes: u64) -> LeaseSeen {
         let report = HostReport {
             version: "0.1.0".into(),
@@ -288,7 +297,7 @@ pub(super) mod tests {
         }
     }
 
-    /// A job of one host of each kind, in the order of their names.
+    /// A job with one host in each state, in the order of their names.
     pub fn job() -> Vec<Host> {
         let mut leases = vec![
             lease("n0", Life::Alive, 64 << 20),
@@ -338,7 +347,7 @@ pub(super) mod tests {
         assert_eq!(order, ["n1", "n2", "n0", "n4", "n3"]);
         assert!(hosts[4].is_gone());
         assert_eq!(hosts[2].keeps_from_flattening, 2);
-        // A dead host keeps nothing from being flattened.
+        // A dead host delays no flattening.
         assert_eq!(hosts[0].keeps_from_flattening, 0);
     }
 

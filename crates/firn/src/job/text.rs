@@ -1,4 +1,4 @@
-//! A job as text, for people.
+//! A job as text for the terminal: the tables of `firn hosts` and `firn status --job`.
 
 use firn_format::quote::printable;
 use firn_hosts::Life;
@@ -7,7 +7,7 @@ use super::{Host, Job, life_word};
 use crate::output::Paint;
 use crate::text::{bytes, count, pad_columns, rate, seconds};
 
-/// Text of `firn hosts`.
+/// Returns the text of `firn hosts`: a row for each host, and details below.
 pub fn hosts_text(job: &Job, paint: Paint) -> String {
     let mut text = head(job, paint);
     let hosts = shown(job);
@@ -32,7 +32,7 @@ pub fn hosts_text(job: &Job, paint: Paint) -> String {
     text + &notes(job, paint)
 }
 
-/// The sums, and a line for each host: `firn status --job`.
+/// Returns the text of `firn status --job`: the sums, and a row for each host.
 pub fn status_text(job: &Job, paint: Paint) -> String {
     let mut text = head(job, paint);
     let total = &job.total;
@@ -140,6 +140,7 @@ fn dash() -> String {
     "-".to_owned()
 }
 
+/// Returns the row of a host for `firn hosts`.
 fn host_row(host: &Host) -> Vec<String> {
     let report = host.report.as_ref();
     let of = |get: fn(&firn_protocol::HostReport) -> String| report.map_or_else(dash, get);
@@ -162,10 +163,11 @@ fn host_row(host: &Host) -> Vec<String> {
     ]
 }
 
+/// Returns the row of a host for `firn status --job`.
 fn status_row(host: &Host) -> Vec<String> {
     let report = host.report.as_ref();
     let of = |get: fn(&firn_protocol::HostReport) -> String| report.map_or_else(dash, get);
-    // What a host that does not beat did before is no rate.
+    // The last known rate of a host whose lease is not renewed is no current rate, so a dash replaces it.
     let now = |get: fn(&firn_protocol::HostReport) -> f64| match host.state {
         Life::Alive => report.map_or_else(dash, |report| rate(get(report))),
         _ => dash(),
@@ -185,6 +187,7 @@ fn status_row(host: &Host) -> Vec<String> {
     ]
 }
 
+/// Returns a table with a head line. The colour of a row shows the rank of the host's trouble.
 fn table(head: &[&str], rows: Vec<Vec<String>>, hosts: &[&Host], paint: Paint) -> String {
     let head = head.iter().map(|word| (*word).to_owned()).collect();
     let mut all: Vec<Vec<String>> = std::iter::once(head).chain(rows).collect();
@@ -203,7 +206,8 @@ fn table(head: &[&str], rows: Vec<Vec<String>>, hosts: &[&Host], paint: Paint) -
     lines.collect()
 }
 
-/// Below the table: what a host's state rests on, where that is not a beat, and all that is peculiar to it.
+/// Returns the lines below the table for one host: the evidence for its state where that is not a beat, its
+/// differences, waits and advice.
 fn details(host: &Host, paint: Paint) -> String {
     let mut lines = Vec::new();
     if host.state != Life::Alive {
@@ -235,7 +239,8 @@ fn details(host: &Host, paint: Paint) -> String {
     )
 }
 
-/// The tokens that it holds.
+/// Returns the lane tokens that a host holds, in words. A token gives a lane one writer among the hosts. Returns `None`
+/// where the host holds no token.
 fn tokens(host: &Host) -> Option<String> {
     let report = host.report.as_ref()?;
     let held = report.lanes.iter();

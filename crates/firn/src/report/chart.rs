@@ -1,4 +1,5 @@
-//! Charts as SVG: axes with units, areas, strips. Colours are classes, so that light and dark are matters of the page.
+//! Charts as SVG: axes with units, areas and strips. Colours are classes, so the page's style decides between light and
+//! dark.
 
 use std::fmt::Write;
 
@@ -6,20 +7,20 @@ use super::html::Text;
 use super::timeline::Timeline;
 use crate::text::{bytes, rate, seconds};
 
-/// How a chart is laid out: drawn once for wide screens and once for narrow ones, because text that is scaled is not legible.
+/// Layout of a chart. Each chart is drawn for wide and for narrow screens, because scaled text is hard to read.
 #[derive(Clone, Copy)]
 pub struct Layout {
-    /// Its class.
+    /// Class of the chart in the page's style.
     pub class: &'static str,
-    /// Pixels.
+    /// Width of the chart in pixels.
     pub width: f64,
-    /// For the labels of the axis of values.
+    /// Pixels at the left for the labels of the values.
     pub left: f64,
-    /// Pixels between two ticks of time, at least.
+    /// Minimum distance of two ticks of time in pixels.
     pub tick: f64,
 }
 
-/// Both layouts.
+/// Both layouts: for wide and for narrow screens.
 pub const LAYOUTS: [Layout; 2] = [
     Layout {
         class: "wide",
@@ -35,41 +36,41 @@ pub const LAYOUTS: [Layout; 2] = [
     },
 ];
 
-/// Free at the right, so that the last label fits.
+/// Free pixels at the right, into which the last label extends.
 const RIGHT: f64 = 18.0;
-/// Height of a panel of values.
+/// Height of a panel of values in pixels.
 const PANEL: f64 = 130.0;
-/// Height of what stands above a panel.
+/// Height of the text above a panel in pixels.
 const HEAD: f64 = 34.0;
-/// Height of a host's strips, and of each.
+/// Height in pixels of all strips of a host, and of one strip.
 const HOST: f64 = 34.0;
 const STRIP: f64 = 7.0;
-/// Hosts that have strips; the others are in the table.
+/// Maximum number of hosts with strips. The table of hosts lists the others.
 pub const HOSTS_MAX: usize = 24;
 
-/// A mark of an event.
+/// A mark of an event on the axis.
 pub struct Mark {
-    /// Seconds since the beginning.
+    /// Seconds since the beginning of the run.
     pub at: f64,
-    /// Whether something is wrong.
+    /// Whether the event is a problem.
     pub is_bad: bool,
-    /// For the pointer.
+    /// Text that appears under the pointer.
     pub title: String,
 }
 
 impl Layout {
-    /// Pixels for the time.
+    /// Returns the width in pixels that is left for the time axis.
     fn plot(&self) -> f64 {
         self.width - self.left - RIGHT
     }
 
-    /// Bins of time that can be told apart.
+    /// Returns the number of bins that a reader can distinguish.
     pub fn bin_count(&self) -> usize {
         (self.plot() / 3.0) as usize
     }
 }
 
-/// The timeline of a run: rates, memory, and a strip of each host.
+/// Returns the timeline of a run: rates, memory, and the strips of each host.
 pub fn timeline(layout: &Layout, timeline: &Timeline, arena_bytes: u64, marks: &[Mark]) -> String {
     let shown = timeline.hosts.len().min(HOSTS_MAX);
     let hosts_top = 2.0 * (HEAD + PANEL) + HEAD + 8.0;
@@ -173,7 +174,7 @@ pub fn timeline(layout: &Layout, timeline: &Timeline, arena_bytes: u64, marks: &
             Text(&mark.title)
         );
     }
-    // For the pointer: the script of the page reads it, and shows nothing that is not in the chart.
+    // The page's script reads these values and shows them under the pointer. They are all in the chart already.
     let column = |values: &[f64], shown: &dyn Fn(f64) -> String| {
         let texts: Vec<String> = values.iter().map(|value| shown(*value)).collect();
         texts.join("|")
@@ -193,6 +194,7 @@ pub fn timeline(layout: &Layout, timeline: &Timeline, arena_bytes: u64, marks: &
     svg
 }
 
+/// The time axis of a chart.
 struct TimeAxis<'a> {
     layout: &'a Layout,
     seconds: f64,
@@ -204,6 +206,7 @@ impl TimeAxis<'_> {
         self.layout.left + share * self.layout.plot()
     }
 
+    /// Draws the ticks of the time axis as vertical lines, with labels at the bottom.
     fn draw(&self, svg: &mut String, top: f64, bottom: f64) {
         let step = time_step(self.seconds, self.layout.plot() / self.layout.tick);
         let mut at = 0.0;
@@ -220,7 +223,7 @@ impl TimeAxis<'_> {
         }
     }
 
-    /// Rectangles where there is something, as strong as it is beside the most.
+    /// Draws a rectangle wherever a value is not 0. Its strength shows the value relative to the maximum.
     fn strip(&self, svg: &mut String, class: &str, y: f64, values: &[f64]) {
         let most = values.iter().copied().fold(0.0, f64::max);
         let width = self.layout.plot() / values.len().max(1) as f64;
@@ -230,7 +233,7 @@ impl TimeAxis<'_> {
             self.layout.left,
             self.layout.plot()
         );
-        // Steps of strength, so that neighbours become one rectangle.
+        // The strength has only three steps, so that equal neighbours become one rectangle.
         let strength = |value: f64| {
             if value <= 0.0 {
                 0
@@ -257,12 +260,13 @@ impl TimeAxis<'_> {
     }
 }
 
-/// An axis of values.
+/// The scale of an axis of values.
 struct Scale {
     step: f64,
     most: f64,
 }
 
+/// A panel with an axis of values above the time axis.
 struct Panel<'a> {
     axis: &'a TimeAxis<'a>,
     top: f64,
@@ -275,7 +279,7 @@ impl Panel<'_> {
         self.top + PANEL * (1.0 - value / scale.most)
     }
 
-    /// Draws the axis and an area for each row of values, of a class.
+    /// Draws the axis of values, and an area for each row of values in its class. Returns the scale.
     fn draw(&self, svg: &mut String, most: f64, rows: &[(&str, &[f64])]) -> Scale {
         let layout = self.axis.layout;
         let scale = byte_scale(most);
@@ -297,7 +301,7 @@ impl Panel<'_> {
                 layout.width - RIGHT,
                 layout.left - 8.0,
                 y + 4.0,
-                // The axis has round values.
+                // The labels have round values, so a decimal `.0` is left out.
                 (self.unit)(value).replace(".0 ", " ")
             );
             value += scale.step;
@@ -315,7 +319,7 @@ impl Panel<'_> {
         scale
     }
 
-    /// Steps: each value holds for its bin. Values that repeat draw one line.
+    /// Returns the path of a line of steps: each value holds for its whole bin. Equal values in a row make one step.
     fn line(&self, scale: &Scale, values: &[f64]) -> String {
         let layout = self.axis.layout;
         let width = layout.plot() / values.len().max(1) as f64;
@@ -345,7 +349,7 @@ impl Panel<'_> {
     }
 }
 
-/// Steps of 1, 2 or 5 of a power of 1024, three to five of them up to the most.
+/// Returns a scale with steps of 1, 2 or 5 times a power of 1024, so that three to five of them reach the maximum.
 fn byte_scale(most: f64) -> Scale {
     let mut unit = 1.0;
     while most / unit > 1024.0 {
@@ -367,7 +371,7 @@ fn byte_scale(most: f64) -> Scale {
     }
 }
 
-/// The time between two ticks: such that there are at most `ticks_max` of them.
+/// Returns the time between two ticks, so that there are at most `ticks_max` of them.
 fn time_step(whole: f64, ticks_max: f64) -> f64 {
     const STEPS: [f64; 24] = [
         0.1,
@@ -400,7 +404,7 @@ fn time_step(whole: f64, ticks_max: f64) -> f64 {
     step.unwrap_or(wanted)
 }
 
-/// A moment on the axis.
+/// Returns a moment on the axis as text.
 fn time_text(at: f64, step: f64) -> String {
     if at == 0.0 {
         "0 s".to_owned()

@@ -1,4 +1,4 @@
-//! The checkpoints of all hosts, each with its way to durable.
+//! The table of the checkpoints of all hosts, each with a bar of its way to durable.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -11,22 +11,30 @@ use super::Run;
 use super::html::Text;
 use crate::text::{bytes, seconds};
 
-/// The newest of them are shown.
+/// Maximum number of rows. The newest checkpoints are shown.
 const ROWS_MAX: usize = 200;
 
-/// A checkpoint of all hosts; times are seconds since the first host began.
+/// A checkpoint of all hosts. Times are seconds since the first host began.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Merged {
+    /// Path of the checkpoint below the mount point.
     path: BytePath,
+    /// Number of the checkpoint.
     step: u64,
+    /// When the first host began to write it.
     began: f64,
+    /// When the last host closed its files. `None` means that one has not.
     closed: Option<f64>,
+    /// When the last host had drained its files. `None` means that one has not.
     drained: Option<f64>,
+    /// When the last host had made its files durable. `None` means that one has not.
     durable: Option<f64>,
+    /// Number of files on all hosts.
     files: u64,
 }
 
-/// One checkpoint of what each host recorded of it: it is closed, drained and durable with the last host.
+/// Joins what each host recorded of a checkpoint. The checkpoint is closed, drained or durable when the last host's
+/// part is.
 pub fn merge(records: &[RunRecord], began_unix_us: u64) -> Vec<Merged> {
     let mut merged: BTreeMap<(u64, Vec<u8>), Merged> = BTreeMap::new();
     for record in records {
@@ -44,6 +52,7 @@ pub fn merge(records: &[RunRecord], began_unix_us: u64) -> Vec<Merged> {
     merged
 }
 
+/// Returns the record of one host, with its times moved by `offset` seconds to the common axis.
 fn shift(record: &CheckpointRecord, offset: f64) -> Merged {
     let at = |time: f64| time + offset;
     Merged {
@@ -67,7 +76,7 @@ impl Merged {
         self.files = self.files.saturating_add(other.files);
     }
 
-    /// The spans of its bar, each with a class, from and to in seconds.
+    /// Returns the spans of the checkpoint's bar. Each has a class, and its begin and end in seconds.
     fn spans(&self, end: f64) -> Vec<(&'static str, f64, f64)> {
         let closed = self.closed.unwrap_or(end);
         let drained = self.drained.map_or(end, |drained| drained.max(closed));
@@ -82,7 +91,7 @@ impl Merged {
     }
 }
 
-/// The section of the page; `end`: seconds that the run took.
+/// Returns the section of the page. `end` is the length of the run in seconds.
 pub fn section(run: &Run, merged: &[Merged], end: f64) -> String {
     let mut html = String::from("<section><h2>Checkpoints</h2>\n");
     if merged.is_empty() {
@@ -114,6 +123,7 @@ pub fn section(run: &Run, merged: &[Merged], end: f64) -> String {
     html
 }
 
+/// Returns the row of a checkpoint: its times, its present state, and its bar.
 fn row(run: &Run, one: &Merged, end: f64) -> String {
     let now = run.checkpoints.get(&one.path);
     let since_close = |time: Option<f64>| match (time, one.closed) {
@@ -195,7 +205,7 @@ mod tests {
         assert_eq!(merged, std::slice::from_ref(&expected));
         let records = [record("a", 0, Some(4.0)), record("b", 10_000_000, None)];
         assert_eq!(super::merge(&records, 0)[0].durable, None);
-        // Its bar has no gap, and ends at the end.
+        // The bar has no gap, and extends to the end of the run.
         let spans = expected.spans(20.0);
         assert!(
             spans.windows(2).all(|pair| pair[0].2 == pair[1].1),

@@ -1,8 +1,8 @@
-//! Text in HTML.
+//! Escaping of text for HTML.
 
 use std::fmt;
 
-/// Shows something as text: no character of it is markup.
+/// Displays a value as text for HTML: no character of the value becomes markup.
 pub struct Text<T>(pub T);
 
 impl<T: fmt::Display> fmt::Display for Text<T> {
@@ -21,7 +21,7 @@ impl fmt::Write for Escape<'_, '_> {
             '>' => self.0.write_str("&gt;"),
             '"' => self.0.write_str("&quot;"),
             '\'' => self.0.write_str("&#39;"),
-            // HTML has no other way to say them, and they may hide what stands beside them.
+            // HTML cannot express control characters, and they could hide the text beside them. So each is replaced.
             one if one.is_control() => self.0.write_str("\u{fffd}"),
             one => self.0.write_char(one),
         })

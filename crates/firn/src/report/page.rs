@@ -1,4 +1,4 @@
-//! The page: what matters first, then when it happened, then the parts.
+//! The page of a report: first what matters most, then the timeline, then the details.
 
 use std::fmt::Write;
 use std::time::{Duration, UNIX_EPOCH};
@@ -16,26 +16,37 @@ use crate::text::{self, bytes, count, seconds};
 
 const STYLE: &str = include_str!("page.css");
 const SCRIPT: &str = include_str!("page.js");
-/// The newest of them are shown.
+/// Maximum number of events on the page. The newest are shown.
 const EVENTS_MAX: usize = 500;
-/// Marks in the timeline: more would hide it.
+/// Maximum number of marks in the timeline. More of them would hide it.
 const MARKS_MAX: usize = 60;
 
 /// Sums over all hosts.
 struct Total {
+    /// Bytes that are in memory at the end of the records.
     held_bytes: u64,
+    /// Bytes that were overwritten or removed in memory before they were drained.
     cancelled_bytes: u64,
+    /// Failed writes to the backing.
     drain_errors: u64,
+    /// Whether all mounts have ended.
     has_ended: bool,
+    /// Sizes of programs' writes.
     ingest_write_bytes: HistogramStatus,
+    /// Sizes of writes to the backing.
     drain_write_bytes: HistogramStatus,
+    /// Times of programs' writes.
     write_seconds: HistogramStatus,
+    /// Times of programs' closes.
     close_seconds: HistogramStatus,
+    /// Times of programs' syncs.
     fsync_seconds: HistogramStatus,
+    /// Times of writes to the backing.
     drain_seconds: HistogramStatus,
 }
 
 impl Total {
+    /// Adds up the records of all hosts.
     fn of(records: &[RunRecord]) -> Self {
         let sum = |value: &dyn Fn(&RunRecord) -> u64| -> u64 {
             records
@@ -61,19 +72,20 @@ impl Total {
         }
     }
 
-    /// Seconds that programs were in write, close and fsync, all added up.
+    /// Returns the seconds that all programs together spent in write, close and fsync.
     fn waited_seconds(&self) -> f64 {
         self.write_seconds.sum + self.close_seconds.sum + self.fsync_seconds.sum
     }
 
-    /// Seconds of calls that programs would have spent in writes of their own; none: nothing was written to the backing.
+    /// Returns the seconds that programs would have spent in writes to the backing of their own, at the speed of
+    /// firnd's writes. Returns `None` where nothing was written to the backing, so that its speed is unknown.
     fn direct_seconds(&self) -> Option<f64> {
         let drained = self.drain_write_bytes.sum;
         (drained > 0.0).then(|| self.drain_seconds.sum / drained * self.ingest_write_bytes.sum)
     }
 }
 
-/// Adds up two histograms of the same bounds; another one is left out.
+/// Adds a histogram to the sum of others. One with other bounds cannot be added, and is left out.
 fn add(all: &mut HistogramStatus, other: &HistogramStatus) {
     if all.bounds.is_empty() {
         *all = other.clone();
@@ -85,6 +97,7 @@ fn add(all: &mut HistogramStatus, other: &HistogramStatus) {
     }
 }
 
+/// Returns the page as HTML.
 pub fn page(run: &Run) -> String {
     let total = Total::of(&run.records);
     let timelines = LAYOUTS.map(|layout| Timeline::new(&run.records, layout.bin_count()));
@@ -127,14 +140,15 @@ fn longest_moment(records: &[RunRecord]) -> String {
     seconds(longest as f64 / 1000.0)
 }
 
-/// A moment as a person reads it.
+/// Returns a moment as a date and time for readers.
 fn date(unix_us: u64) -> String {
-    // What humantime writes ends before the year 10000; a record begins in a century of ours.
+    // humantime formats times before the year 10000. The check of a record bounds its beginning to less.
     let at = UNIX_EPOCH + Duration::from_micros(unix_us);
     let text = humantime::format_rfc3339_seconds(at).to_string();
     text.replace('T', " ").replace('Z', " UTC")
 }
 
+/// Returns the head of the page: mount point, begin, length, number of hosts, and backing.
 fn header(run: &Run, title: &str, line: &Timeline) -> String {
     let hosts = count(host_count(&run.records), "host");
     let backing = run.records.first().map(|one| one.backing.to_string());
@@ -160,7 +174,7 @@ fn host_count(records: &[RunRecord]) -> u64 {
     hosts.len() as u64
 }
 
-/// What is wrong comes first.
+/// Returns the section about problems, which comes first. It is empty where there is none.
 fn problems(run: &Run, total: &Total) -> String {
     let mut all = run.failures.clone();
     if total.held_bytes > 0 && total.has_ended {
@@ -194,6 +208,7 @@ fn problems(run: &Run, total: &Total) -> String {
     format!("<section class=\"problems\"><h2>Look at this first</h2><ul>{items}</ul></section>\n")
 }
 
+/// Returns the cards with the most important figures.
 fn cards(total: &Total) -> String {
     let ingest = &total.ingest_write_bytes;
     let drain = &total.drain_write_bytes;
@@ -274,6 +289,7 @@ fn cards(total: &Total) -> String {
     html + "</section>\n"
 }
 
+/// Returns the section of the timeline, with a chart for each layout.
 fn timeline(run: &Run, timelines: &[Timeline; 2]) -> String {
     let mut html = String::from(
         "<section><h2>Timeline</h2>\n<p class=\"legend\"><span><i class=\"key in\"></i>written by programs</span> \
@@ -301,7 +317,7 @@ fn timeline(run: &Run, timelines: &[Timeline; 2]) -> String {
             lasts.</p></section>\n"
 }
 
-/// Events that a person looks for first, the newest.
+/// Returns the marks of the events that a reader looks for first. The newest are shown.
 fn marks(run: &Run, began_unix_us: u64) -> Vec<Mark> {
     let mut marks: Vec<Mark> = all_events(run)
         .into_iter()
@@ -326,7 +342,7 @@ fn is_bad(event: &EventRecord) -> bool {
     )
 }
 
-/// The events of all hosts, the oldest first.
+/// Returns the events of all hosts, with the oldest first.
 fn all_events(run: &Run) -> Vec<(&str, &EventRecord)> {
     let of_host = |one: &'_ RunRecord| one.events.len();
     let mut all = Vec::with_capacity(run.records.iter().map(of_host).sum());
@@ -342,7 +358,7 @@ fn all_events(run: &Run) -> Vec<(&str, &EventRecord)> {
     all
 }
 
-/// What happened, in a sentence with what it tells.
+/// Returns an event as a sentence with its details.
 fn event_text(event: &EventRecord) -> String {
     let known = events::find(&event.kind);
     let mut line = known.map_or_else(|| event.kind.clone(), |known| known.help.to_owned());
@@ -365,6 +381,7 @@ fn event_text(event: &EventRecord) -> String {
     line
 }
 
+/// Returns the section that compares the sizes of programs' writes with those of writes to the backing.
 fn sizes(total: &Total) -> String {
     let (ingest, drain) = (&total.ingest_write_bytes, &total.drain_write_bytes);
     let mut html = String::from(
@@ -375,7 +392,7 @@ fn sizes(total: &Total) -> String {
     );
     let most = |histogram: &HistogramStatus| histogram.counts.iter().copied().max().unwrap_or(0);
     let (most_in, most_out) = (most(ingest).max(1), most(drain).max(1));
-    // Of one that is empty there are no buckets.
+    // An empty histogram has no buckets.
     let counts = |histogram: &HistogramStatus, index: usize| {
         histogram.counts.get(index).copied().unwrap_or(0)
     };
@@ -418,7 +435,7 @@ fn sizes(total: &Total) -> String {
     html
 }
 
-/// A count; nothing for none.
+/// Returns a count as text, which is empty for 0.
 fn number(count: u64) -> String {
     if count == 0 {
         String::new()
@@ -437,6 +454,7 @@ fn meter(class: &str, count: u64, most: u64) -> String {
     format!("<td class=\"meter\">{bar}</td>")
 }
 
+/// Returns the section with the times of calls.
 fn calls(total: &Total) -> String {
     let rows = [
         (
@@ -489,7 +507,7 @@ fn calls(total: &Total) -> String {
             library store bytes in memory themselves: such writes are counted under sizes and not here.</p></section>\n"
 }
 
-/// Times of calls, some of which are microseconds.
+/// Returns the time of a call. Some calls take only microseconds.
 fn short_time(time: f64) -> String {
     match time {
         ..0.000_999_5 => format!("{:.0} µs", time * 1e6),
@@ -498,6 +516,7 @@ fn short_time(time: f64) -> String {
     }
 }
 
+/// Returns the section on saved time: the time that programs waited, beside what direct writes would have taken.
 fn saved(total: &Total) -> String {
     let tag = |word: &str| format!(" <span class=\"tag\">{word}</span>");
     let (measured, inferred) = (tag("measured"), tag("inferred"));
@@ -535,6 +554,7 @@ fn saved(total: &Total) -> String {
             programs as for firnd. Stores of the preload library are not timed, and not in the time of programs.</p></section>\n"
 }
 
+/// Returns the section with the table of events.
 fn event_table(run: &Run, began_unix_us: u64) -> String {
     let all = all_events(run);
     let mut html = String::from("<section><h2>Events and errors</h2>\n");
@@ -568,6 +588,7 @@ fn event_table(run: &Run, began_unix_us: u64) -> String {
     html + "</section>\n"
 }
 
+/// Returns the section with the table of hosts.
 fn hosts(run: &Run) -> String {
     let mut html = String::from(
         "<section><h2>Hosts</h2>\n<div class=\"scroll\"><table><thead><tr><th>Host</th><th class=\"extra\">Mounted at</th><th class=\"n\">For</th>\

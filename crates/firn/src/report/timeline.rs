@@ -1,24 +1,24 @@
-//! The moments of all hosts on one axis of time.
+//! The timeline: the moments of all hosts on one axis, which is divided into bins of equal length.
 
 use firn_protocol::record::{Bucket, RunRecord};
 
 /// What one host did.
 pub struct HostLine {
-    /// Its name.
+    /// Name of the host.
     pub host: String,
-    /// One bucket for each bin.
+    /// What the host did in each bin.
     pub bins: Vec<Bucket>,
 }
 
 /// The hosts of a run on one axis.
 pub struct Timeline {
-    /// When the first host began, by its clock: microseconds since 1970.
+    /// When the first host began, by that host's clock, in microseconds since 1970.
     pub began_unix_us: u64,
-    /// Time from then to the end of the last host.
+    /// Seconds from that moment to the end of the last host.
     pub seconds: f64,
-    /// How long a bin lasts.
+    /// Length of a bin in seconds.
     pub bin_seconds: f64,
-    /// In the order of the records.
+    /// The hosts, in the order of their records.
     pub hosts: Vec<HostLine>,
 }
 
@@ -29,7 +29,7 @@ impl Timeline {
         let began_unix_us = began.unwrap_or(0);
         let start = |record: &RunRecord| (record.began_unix_us - began_unix_us) as f64 / 1e6;
         let ends = records.iter().map(|one| start(one) + one.lasted_seconds);
-        // No axis without length.
+        // The minimum avoids an axis of length 0.
         let seconds = ends.fold(0.1, f64::max);
         let bin_seconds = seconds / bin_count as f64;
         let hosts = records.iter().map(|record| HostLine {
@@ -44,7 +44,7 @@ impl Timeline {
         }
     }
 
-    /// The sums of all hosts: those of `value`, for each bin.
+    /// Returns for each bin the sum of `value` over all hosts.
     pub fn sum(&self, value: impl Fn(&Bucket) -> u64) -> Vec<f64> {
         let count = self.hosts.first().map_or(0, |host| host.bins.len());
         let of_bin = |bin: usize| -> f64 {
@@ -55,15 +55,15 @@ impl Timeline {
     }
 }
 
-/// The buckets of a record, in bins. A bucket that lies in several is divided by time, and one beyond the end is in the last
-/// bin.
+/// Distributes the buckets of a record to bins. A bucket that overlaps several bins is divided in proportion to time. A
+/// bucket beyond the end counts in the last bin.
 fn spread(record: &RunRecord, start: f64, bin_seconds: f64, bin_count: usize) -> Vec<Bucket> {
     let mut bins = vec![Bucket::default(); bin_count];
     let width = record.bucket_seconds();
     let last = bin_count - 1;
     for (index, bucket) in record.buckets.iter().enumerate() {
         let from = start + index as f64 * width;
-        // The last bucket is not over.
+        // The run may have ended in the middle of the last bucket.
         let to = (from + width).min(start + record.lasted_seconds).max(from);
         let first_bin = ((from / bin_seconds) as usize).min(last);
         let last_bin = ((to / bin_seconds) as usize).clamp(first_bin, last);

@@ -1,7 +1,12 @@
-//! Asks what there is to show, and keeps the last answers.
+//! The sampler of `firn top`: threads that ask for what the screen shows, and keep the last answers.
 //!
-//! Nothing here holds up the screen. The firnd of each mount is asked by a thread of its own, and what may hang in the
-//! kernel (checkpoints, the backing) by a child that is left behind. Threads end with the process.
+//! Promises
+//! * A slow answer never delays the screen: [`Sampler::fill`] copies the last answers and asks nothing itself.
+//! * Each mount has a thread of its own that asks its firnd.
+//! * A look at checkpoints or at a backing may hang in the kernel. A child process makes it, and is abandoned at a
+//!   timeout.
+//!
+//! The threads end with the process. A thread of a mount ends earlier when that mount is gone.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -19,70 +24,87 @@ use crate::job::Job;
 use crate::text;
 use crate::verb::history::Listed;
 
-/// Hosts beat each two seconds: to look more often shows nothing new.
+/// Minimum time between two looks at a job. Hosts renew their leases every two seconds, so a shorter time shows nothing
+/// new.
 const JOB_EVERY_MIN: Duration = Duration::from_secs(2);
-/// Patience with a child that looks at a job or at checkpoints.
+/// Timeout for a child process that looks at a job or at checkpoints.
 const CHILD_PATIENCE: Duration = Duration::from_millis(1500);
+/// Minimum time between two lists of checkpoints.
 const CHECKPOINTS_EVERY_MIN: Duration = Duration::from_secs(5);
-/// A look at checkpoints goes through all of their files: it takes no more than this part of the time.
+/// Pause after a list of checkpoints, in multiples of the time that the list took. A list examines every file of the
+/// checkpoints, so the pause bounds its cost to about 0.5 % of the time.
 const REST_PER_LOOK: u32 = 200;
 
-/// What is to be shown.
+/// What the command line asks the screen to show.
 #[derive(Clone, Debug)]
 pub struct Wanted {
-    /// Time between two samples.
+    /// Time between two samples of a mount.
     pub every: Duration,
-    /// The directory whose checkpoints are shown; none: the chosen mount.
+    /// The directory whose checkpoints are shown. `None` means the mount that is chosen on the screen.
     pub directory: Option<PathBuf>,
-    /// The backing or mount of the job; none: the chosen mount.
+    /// The backing or the mount point of the job. `None` means the mount that is chosen on the screen.
     pub job_path: Option<PathBuf>,
 }
 
-/// The last answers.
+/// The last answers of all threads. `Sampler::fill` copies them into a view.
 #[derive(Default)]
 struct Board {
+    /// Samples of each mount, by mount point.
     mounts: BTreeMap<PathBuf, MountSamples>,
-    /// Why there is no list of mounts.
+    /// Why the mounts cannot be listed. `None` means that the last list succeeded.
     fault: Option<String>,
+    /// Checkpoints of the chosen directory.
     checkpoints: Checkpoints,
+    /// The last look at the job. `None` means that none has ended yet.
     job: Option<Result<Job, String>>,
+    /// Rates of the job at its last looks.
     job_rates: Rates,
 }
 
-/// Samples of one mount.
+/// The last answers of the firnd of one mount.
 struct MountSamples {
+    /// The last status. `None` means that none has arrived yet.
     status: Option<Box<Status>>,
+    /// Rates of the last samples.
     rates: Rates,
-    /// Why it says nothing.
+    /// The error of the last question. `None` means that firnd answered it.
     silent: Option<String>,
-    /// Its socket is in another runtime directory.
+    /// Whether the socket of its firnd is in another runtime directory, so that this process cannot ask.
     is_elsewhere: bool,
+    /// When firnd last answered, or when the thread began.
     heard: Instant,
 }
 
-/// What the user chose, as far as samplers need it.
+/// The user's choices on the screen that decide what the threads ask for.
 struct Choice {
+    /// Whether the screen shows a job.
     shows_job: AtomicBool,
+    /// Whether samples are paused.
     is_paused: AtomicBool,
-    /// Directory whose checkpoints are shown.
+    /// Directory whose checkpoints are listed. `None` means that no directory is chosen yet.
     directory: Mutex<Option<PathBuf>>,
-    /// The backing or mount of the job; none: the only one that is mounted here.
+    /// The backing or the mount point of the job. `None` means this user's only mount.
     job_path: Mutex<Option<PathBuf>>,
 }
 
-/// Threads that ask.
+/// The running threads, their answers, and the choices that steer them.
 pub struct Sampler {
+    /// The last answers.
     board: Arc<Mutex<Board>>,
+    /// The user's choices, which all threads read.
     choice: Arc<Choice>,
+    /// What the command line asked for.
     wanted: Wanted,
 }
 
+/// Locks a mutex. A panic of another thread leaves usable values here, so poisoning is ignored.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Sampler {
-    /// Begins to ask. `fresh` is sent to whenever there is something new to show.
+    /// Starts the threads. They send to `fresh` whenever there is something new to show. Returns an error where a
+    /// thread cannot be started.
     pub fn start(wanted: Wanted, shows_job: bool, fresh: &Sender<()>) -> std::io::Result<Self> {
         let sampler = Self {
             board: Arc::default(),
@@ -100,6 +122,7 @@ impl Sampler {
         Ok(sampler)
     }
 
+    /// Starts one thread that runs `work` until `fresh` has no receiver.
     fn spawn(&self, fresh: &Sender<()>, work: fn(&Watch)) -> std::io::Result<()> {
         let watch = Watch {
             board: Arc::clone(&self.board),
@@ -111,7 +134,9 @@ impl Sampler {
         thread.spawn(move || work(&watch)).map(drop)
     }
 
-    /// Tells the threads what the user looks at.
+    /// Passes the user's choices on the screen to the threads.
+    ///
+    /// Where the chosen directory or mount changes, the answers about the previous one are dropped from the board.
     pub fn choose(&self, view: &View) {
         self.choice
             .shows_job
@@ -136,7 +161,7 @@ impl Sampler {
         }
     }
 
-    /// The job of a mount is shown when the user asks for a job.
+    /// Makes the job of `mount` the one that is shown when the user asks for a job.
     fn choose_job(&self, mount: Option<PathBuf>) {
         let mut job_path = lock(&self.choice.job_path);
         if *job_path != mount {
@@ -148,7 +173,7 @@ impl Sampler {
         }
     }
 
-    /// The chosen mount.
+    /// Returns the mount point that is chosen on the screen, or `None` where no mount is listed.
     fn mount_directory(&self, view: &View) -> Option<PathBuf> {
         let mounts = view.ordered_mounts();
         let chosen = mounts.get(view.upper)?;
@@ -158,7 +183,7 @@ impl Sampler {
         found.cloned()
     }
 
-    /// Puts the last answers into a view.
+    /// Copies the last answers into a view, and keeps the user's choice within the new rows.
     pub fn fill(&self, view: &mut View) {
         let board = lock(&self.board);
         view.mounts = board
@@ -197,7 +222,8 @@ impl Sampler {
     }
 }
 
-/// Where this host sees the files of a job: on its mount of the backing, or in the backing.
+/// Returns the directory in which this host sees the files of a job: its mount of the backing, or else the backing.
+/// Returns `None` while the job is unknown.
 fn job_directory(job: &JobView, view: &View) -> Option<PathBuf> {
     let Some(Ok(job)) = &job.seen else {
         return None;
@@ -208,16 +234,20 @@ fn job_directory(job: &JobView, view: &View) -> Option<PathBuf> {
     Some(path.as_path().to_owned())
 }
 
-/// What a thread works with.
+/// What each thread works with.
 struct Watch {
+    /// The last answers.
     board: Arc<Mutex<Board>>,
+    /// The user's choices.
     choice: Arc<Choice>,
+    /// What the command line asked for.
     wanted: Wanted,
+    /// Gets a message whenever there is something new to show.
     fresh: Sender<()>,
 }
 
 impl Watch {
-    /// Sends the sample; false if its receiver is gone.
+    /// Signals that there is something new to show. Returns false where the screen is gone, so that the thread ends.
     fn tell(&self) -> bool {
         self.fresh.send(()).is_ok()
     }
@@ -227,7 +257,8 @@ impl Watch {
     }
 }
 
-/// Starts and ends a thread for each mount.
+/// Lists the mounts of this host again and again. Starts a thread for each new mount, and ends that of each mount that
+/// is gone.
 fn watch_mounts(watch: &Watch) {
     let mut asked: BTreeMap<PathBuf, Sender<()>> = BTreeMap::new();
     loop {
@@ -257,7 +288,8 @@ fn watch_mounts(watch: &Watch) {
     }
 }
 
-/// Asks the firnd of a mount again and again, until the returned sender is dropped.
+/// Starts the thread that asks the firnd of a mount. The thread ends when the returned sender is dropped. Returns
+/// `None` where the thread cannot be started.
 fn ask_mount(watch: &Watch, mount: &Mount) -> Option<Sender<()>> {
     let (end, ended) = mpsc::channel();
     lock(&watch.board).mounts.insert(
@@ -284,6 +316,8 @@ fn ask_mount(watch: &Watch, mount: &Mount) -> Option<Sender<()>> {
     Some(end)
 }
 
+/// Asks the firnd of one mount for its status until `ended` has no sender. An error is kept as the reason for silence,
+/// and the next question opens a new connection.
 fn sample_mount(watch: &Watch, mount: &Mount, ended: &Receiver<()>) {
     let mut connection: Option<Connection> = None;
     loop {
@@ -294,6 +328,7 @@ fn sample_mount(watch: &Watch, mount: &Mount, ended: &Receiver<()>) {
             };
             let answer = open.and_then(|mut open| Ok((open.status()?, open)));
             let mut board = lock(&watch.board);
+            // The mount has left the list, so its thread ends.
             let Some(samples) = board.mounts.get_mut(&mount.mount_point) else {
                 return;
             };
@@ -325,6 +360,7 @@ fn sample_mount(watch: &Watch, mount: &Mount, ended: &Receiver<()>) {
     }
 }
 
+/// Lists the checkpoints of the chosen directory again and again.
 fn watch_checkpoints(watch: &Watch) {
     loop {
         let directory = lock(&watch.choice.directory).clone();
@@ -348,13 +384,15 @@ fn watch_checkpoints(watch: &Watch) {
             .max(CHECKPOINTS_EVERY_MIN)
             .max(took * REST_PER_LOOK);
         let end = Instant::now() + rest;
-        // Another directory is looked at at once.
+        // A change of the chosen directory ends the pause, so that the new directory is listed at once.
         while Instant::now() < end && is_current() {
             std::thread::sleep(Duration::from_millis(200));
         }
     }
 }
 
+/// Lists the checkpoints of a directory in a child process (`firn history --json`). Returns the reason where the child
+/// fails or exceeds its timeout.
 fn look_at_checkpoints(directory: &Path) -> Checkpoints {
     let arguments = vec![
         "history".into(),
@@ -375,6 +413,8 @@ fn look_at_checkpoints(directory: &Path) -> Checkpoints {
     }
 }
 
+/// Looks at the chosen job again and again while the screen shows a job. An answer is dropped where the choice has
+/// changed meanwhile.
 fn watch_job(watch: &Watch) {
     loop {
         if !watch.choice.shows_job.load(Ordering::Relaxed) || watch.is_paused() {

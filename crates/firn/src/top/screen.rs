@@ -1,4 +1,5 @@
-//! Draws a view. All of it fits into 80 columns and 24 lines; a larger terminal has more rows, and longer bars.
+//! Draws a view of `firn top`. Everything fits into 80 columns and 24 lines; a larger terminal shows more rows and
+//! longer bars.
 //!
 //! ```text
 //!   firn top  node1  2 mounts                        one line
@@ -23,10 +24,10 @@ use crate::job::{Host, Job, life_word};
 use crate::text::{bytes, count, rate, seconds};
 use crate::verb::history::Listed;
 
-/// Less than this shows nothing that is of use.
+/// Smallest size that shows anything useful. A smaller terminal shows a sentence that says so.
 const WIDTH_MIN: u16 = 40;
 const HEIGHT_MIN: u16 = 10;
-/// Rows of mounts or hosts that leave room for the rest.
+/// Rows of the upper table (mounts or hosts) that leave space for the other parts on 24 lines.
 const UPPER_ROWS_MAX: usize = 6;
 const LANE_ROWS_MAX: usize = 4;
 const BAR_MIN: usize = 10;
@@ -38,7 +39,7 @@ const HELD: char = '░';
 const KEYS: &str = "q quit  ↑↓ choose  tab table  p pause  j job  ? help";
 const LEGEND: &str = "█ durable ▓ drained ░ held";
 
-/// Styles, which without colours are bold, reversed and dim only.
+/// The styles of the screen. Without colours they differ only in bold, reversed and dim.
 #[derive(Clone, Copy)]
 struct Theme {
     has_colour: bool,
@@ -70,7 +71,7 @@ impl Theme {
     }
 }
 
-/// Draws all of it.
+/// Draws the whole screen.
 pub fn draw(frame: &mut Frame<'_>, view: &View) {
     let area = frame.area();
     let theme = Theme {
@@ -120,7 +121,7 @@ const HELP: &str = "
 
  Without a terminal: firn top --once, firn status --watch, firn status --json";
 
-/// Keys, and where there is room what the bars are.
+/// Returns the foot line: the keys, and the meaning of the bars where the width allows both.
 fn foot_text(width: u16) -> String {
     let used = KEYS.chars().count() + LEGEND.chars().count();
     match (width as usize).checked_sub(used) {
@@ -129,6 +130,7 @@ fn foot_text(width: u16) -> String {
     }
 }
 
+/// Returns the first line: the host's name, what is shown, and whether the screen is paused.
 fn head_line(view: &View, theme: Theme, width: u16) -> Line<'static> {
     let what = match view.job.as_ref().map(|job| &job.seen) {
         Some(Some(Ok(job))) => format!("job on {}", job.backing),
@@ -153,6 +155,7 @@ fn head_line(view: &View, theme: Theme, width: u16) -> Line<'static> {
     Line::styled(format!("{left}{}{right}", " ".repeat(gap)), theme.head())
 }
 
+/// Draws the table of mounts and, below it, the sentences about the chosen mount's trouble.
 fn draw_mounts(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme) {
     let mounts = view.ordered_mounts();
     let Some(chosen) = mounts.get(view.upper.min(mounts.len().saturating_sub(1))) else {
@@ -215,7 +218,7 @@ fn draw_mounts(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme) {
     draw_lanes(frame, lane_area, &lanes, theme);
 }
 
-/// Sentences about what is wrong with a mount, and what it waits for.
+/// Returns sentences about what is wrong with a mount and what its programs and lanes (I/O servers) wait for.
 fn trouble_of(mount: &MountView) -> Vec<String> {
     let mut lines = Vec::new();
     if let Some((why, _)) = &mount.silent {
@@ -226,7 +229,7 @@ fn trouble_of(mount: &MountView) -> Vec<String> {
         let message = printable(&error.message);
         format!("error: {}: {message}, {} times", error.path, error.repeats)
     }));
-    // The table has room for the beginning of these.
+    // The column of the table shows only the first words of the waits, so they are repeated here in full.
     let waits = mount.waits();
     if !waits.is_empty() {
         lines.push(printable(&waits.join("; ")));
@@ -234,6 +237,7 @@ fn trouble_of(mount: &MountView) -> Vec<String> {
     lines
 }
 
+/// Returns the cells of a mount's row.
 fn mount_row(mount: &MountView) -> Vec<String> {
     let dash = || "-".to_owned();
     let Some(status) = mount.status.as_deref() else {
@@ -251,7 +255,7 @@ fn mount_row(mount: &MountView) -> Vec<String> {
         None if !status.errors.is_empty() => ("errors", mount.waits().join("; ")),
         None => ("ok", mount.waits().join("; ")),
     };
-    // What a firnd that says nothing did before is no rate.
+    // The last known rate of a firnd that no longer answers is not a current rate, so a dash replaces it.
     let now = |value| match mount.silent {
         Some(_) => dash(),
         None => rate(value),
@@ -276,7 +280,9 @@ fn rank_style(rank: u8, theme: Theme) -> Style {
     }
 }
 
-/// A head and rows; columns are as wide as they need within their bounds, the last one takes the rest.
+/// Draws a table with a head line.
+///
+/// A column is as wide as its cells need, within its minimum and maximum. The last column takes the remaining width.
 #[allow(clippy::too_many_arguments)]
 fn draw_table(
     frame: &mut Frame<'_>,
@@ -317,7 +323,7 @@ fn draw_table(
     frame.render_widget(Paragraph::new(lines), area);
 }
 
-/// The width of each column; 0: there is no room for it.
+/// Returns the width of each column in characters. A width of 0 means that the column does not fit and is left out.
 fn widths(columns: &[(&str, usize, usize)], rows: &[Vec<String>], width: usize) -> Vec<usize> {
     let need = |column: usize| {
         let cells = rows.iter().filter_map(|row| row.get(column));
@@ -340,6 +346,7 @@ fn widths(columns: &[(&str, usize, usize)], rows: &[Vec<String>], width: usize) 
     widths
 }
 
+/// Draws the two lines of rates (in from programs, out to the backing) with their sparklines.
 fn draw_rates(frame: &mut Frame<'_>, area: Rect, rates: &Rates, theme: Theme) {
     let halves = Layout::horizontal([
         Constraint::Fill(1),
@@ -361,7 +368,7 @@ fn draw_rates(frame: &mut Frame<'_>, area: Rect, rates: &Rates, theme: Theme) {
             words,
         );
         let room = line.width.saturating_sub(1) as usize;
-        // The newest is at the right end, also before the line is full.
+        // Zeros fill the line from the left, so that the newest sample is always at the right end.
         let mut shown = vec![0; room.saturating_sub(history.len())];
         shown.extend(
             history
@@ -381,6 +388,7 @@ fn draw_rates(frame: &mut Frame<'_>, area: Rect, rates: &Rates, theme: Theme) {
     }
 }
 
+/// Draws the list of checkpoints, or the reason why there is none.
 fn draw_checkpoints(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme) {
     let list = match &view.checkpoints {
         Checkpoints::Listed(list) => list,
@@ -415,12 +423,13 @@ fn draw_checkpoints(frame: &mut Frame<'_>, area: Rect, view: &View, theme: Theme
     frame.render_widget(Paragraph::new(lines), area);
 }
 
-/// What the words before it leave.
+/// Returns the width of a checkpoint's bar: what the words before the bar leave of the line.
 fn bar_width(width: u16) -> usize {
     const WORDS: usize = 63;
     (width as usize).saturating_sub(WORDS + 1).max(BAR_MIN)
 }
 
+/// Returns the line of a checkpoint: its figures, and a bar of its durable, drained and held parts.
 fn checkpoint_line(one: &Listed, width: usize, is_chosen: bool, theme: Theme) -> Line<'static> {
     let mark = if is_chosen { '>' } else { ' ' };
     let words = format!(
@@ -455,7 +464,8 @@ fn checkpoint_line(one: &Listed, width: usize, is_chosen: bool, theme: Theme) ->
     ])
 }
 
-/// Cells of the bar for what is durable, drained and held. What there is has a cell at least.
+/// Returns the cells of a bar for durable, drained and held bytes, in this order. A part that is not empty has one cell
+/// at least.
 fn parts(one: &Listed, width: usize) -> (usize, usize, usize) {
     let all = one.bytes.max(1) as f64;
     let cells = |part: u64| match part {
@@ -476,13 +486,14 @@ fn parts(one: &Listed, width: usize) -> (usize, usize, usize) {
     }
 }
 
-/// Lanes with something to report.
+/// Returns the lanes (I/O servers) of a mount that have something to report.
 fn lanes_of(status: &Status) -> Vec<LaneReport> {
     let mut lanes = firn_protocol::HostReport::of(status, 0).lanes;
     lanes.truncate(LANE_ROWS_MAX);
     lanes
 }
 
+/// Draws the table of lanes.
 fn draw_lanes(frame: &mut Frame<'_>, area: Rect, lanes: &[LaneReport], theme: Theme) {
     if lanes.is_empty() {
         return;
@@ -509,6 +520,7 @@ fn draw_lanes(frame: &mut Frame<'_>, area: Rect, lanes: &[LaneReport], theme: Th
     draw_table(frame, area, &columns, rows, &styles, None, false, theme);
 }
 
+/// Returns the cells of a lane's row.
 fn lane_row(lane: &LaneReport) -> Vec<String> {
     let mut token = match (lane.token, &lane.token_holder) {
         (Some(state), Some(holder)) => format!("{}, {} has it", state.as_str(), printable(holder)),
@@ -531,6 +543,7 @@ fn lane_row(lane: &LaneReport) -> Vec<String> {
     ]
 }
 
+/// Draws the table of a job's hosts, and the advice for the chosen host.
 fn draw_job(frame: &mut Frame<'_>, area: Rect, view: &View, job: &JobView, theme: Theme) {
     let seen = match &job.seen {
         Some(Ok(seen)) => seen,
@@ -554,7 +567,7 @@ fn draw_job(frame: &mut Frame<'_>, area: Rect, view: &View, job: &JobView, theme
             .collect::<Vec<_>>(),
     )
     .wrap(Wrap { trim: false });
-    // Rough, and never too few: a line that is broken takes one more.
+    // An estimate of the lines that the wrapped text takes. It is never too small: a wrapped line is counted once more.
     let width = area.width.max(1) as usize;
     let lines: usize = words
         .iter()
@@ -598,6 +611,7 @@ fn draw_job(frame: &mut Frame<'_>, area: Rect, view: &View, job: &JobView, theme
     draw_checkpoints(frame, checkpoints, view, theme);
 }
 
+/// Draws the sums over all hosts of a job.
 fn draw_sums(frame: &mut Frame<'_>, area: Rect, job: &Job, theme: Theme) {
     let total = &job.total;
     let stranded = match total.stranded_bytes {
@@ -630,6 +644,7 @@ fn draw_sums(frame: &mut Frame<'_>, area: Rect, job: &Job, theme: Theme) {
     frame.render_widget(Paragraph::new(lines), area);
 }
 
+/// Returns the cells of a row for a host of the job.
 fn host_row(host: &Host) -> Vec<String> {
     let dash = || "-".to_owned();
     let report = host.report.as_ref();
@@ -650,7 +665,7 @@ fn host_row(host: &Host) -> Vec<String> {
     ]
 }
 
-/// What is to be known of a host, and what to do.
+/// Returns what a user should know of a host, and what to do about it, in sentences.
 fn words_of(host: &Host, job: &Job) -> Vec<String> {
     let mut words = Vec::new();
     if host.state != Life::Alive {
@@ -663,7 +678,7 @@ fn words_of(host: &Host, job: &Job) -> Vec<String> {
     words
 }
 
-/// Text that is cut where there is no room for it.
+/// Returns `text`, cut to `width` characters where it is longer.
 fn fitted(text: &str, width: u16) -> String {
     let width = width as usize;
     if text.chars().count() <= width {

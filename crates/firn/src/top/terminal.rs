@@ -1,4 +1,6 @@
-//! The terminal: keys, size, and its restoration, also after a panic and a signal.
+//! The terminal of `firn top`: it reads keys, follows the size, and restores the terminal at the end.
+//!
+//! The terminal is restored also after a panic, and after a signal that asks the process to end.
 
 use std::io::IsTerminal;
 use std::path::Path;
@@ -18,19 +20,21 @@ use super::screen::draw;
 use super::{Checkpoints, JobView, Pane, Rates, View};
 use crate::failure::{DONE, FAILED, Failure, USAGE};
 
-/// A signal that asks for the end is seen within this time.
+/// Interval at which the loop checks for a signal that asks the process to end.
 const LOOK_EVERY: Duration = Duration::from_millis(250);
-/// Samples that come together are drawn once.
+/// Samples that arrive within this time of each other are drawn together, once.
 const GATHER: Duration = Duration::from_millis(20);
 /// Rows that PgUp and PgDn move.
 const PAGE: isize = 10;
-/// How long a screen that is printed waits for its answers.
+/// Timeout for the answers that a printed screen (`--once`) shows.
 const ONCE_PATIENCE: Duration = Duration::from_secs(3);
 
+/// Returns the failure for an error of the terminal.
 fn failed(error: std::io::Error) -> Failure {
     Failure::new(FAILED, format!("the terminal cannot be used: {error}"))
 }
 
+/// Returns a view without any answers yet.
 fn view_of(wanted: &Wanted, shows_job: bool, has_colour: bool) -> View {
     View {
         host: rustix::system::uname()
@@ -44,6 +48,7 @@ fn view_of(wanted: &Wanted, shows_job: bool, has_colour: bool) -> View {
     }
 }
 
+/// Returns a job that was not looked at yet.
 fn empty_job() -> JobView {
     JobView {
         seen: None,
@@ -51,16 +56,17 @@ fn empty_job() -> JobView {
     }
 }
 
-/// What the screen is told.
+/// An event for the loop of the screen.
 enum Told {
-    /// There is something new to show.
+    /// A sampler thread has something new to show.
     Fresh,
+    /// The user typed a key, or the terminal changed its size.
     Typed(Event),
-    /// The terminal is gone.
+    /// The terminal is gone: reading from it failed.
     Closed,
 }
 
-/// Shows the screen until the user ends it.
+/// Shows the screen until the user ends it. Returns the exit status, or a failure where the terminal cannot be used.
 pub fn show(wanted: Wanted, shows_job: bool, has_colour: bool) -> Result<u8, Failure> {
     let can_draw = std::env::var_os("TERM").is_none_or(|term| term != "dumb");
     if !std::io::stdout().is_terminal() || !std::io::stdin().is_terminal() || !can_draw {
@@ -81,7 +87,7 @@ pub fn show(wanted: Wanted, shows_job: bool, has_colour: bool) -> Result<u8, Fai
     let (told, heard) = mpsc::channel();
     let sampler = Sampler::start(wanted.clone(), shows_job, &relay(&told)?).map_err(failed)?;
     let mut view = view_of(&wanted, shows_job, has_colour);
-    // A hook restores the terminal before a panic is printed.
+    // `try_init` installs a panic hook that restores the terminal before the panic's message is printed.
     let mut terminal = ratatui::try_init().map_err(failed)?;
     let result = read_keys(told).and_then(|()| {
         run(&mut view, &sampler, &heard, &stop, &mut |view| {
@@ -92,7 +98,7 @@ pub fn show(wanted: Wanted, shows_job: bool, has_colour: bool) -> Result<u8, Fai
     result.map_err(failed).map(|()| DONE)
 }
 
-/// What samplers send, as one of the things that the screen is told.
+/// Returns a sender for sampler threads. A thread of its own forwards each message as [`Told::Fresh`].
 fn relay(told: &Sender<Told>) -> Result<Sender<()>, Failure> {
     let (fresh, samples) = mpsc::channel();
     let told = told.clone();
@@ -110,6 +116,7 @@ fn relay(told: &Sender<Told>) -> Result<Sender<()>, Failure> {
     Ok(fresh)
 }
 
+/// Starts the thread that reads keys and changes of size, and forwards each as an event.
 fn read_keys(told: Sender<Told>) -> std::io::Result<()> {
     let thread = std::thread::Builder::new();
     let read = move || {
@@ -124,6 +131,7 @@ fn read_keys(told: Sender<Told>) -> std::io::Result<()> {
     thread.spawn(read).map(drop)
 }
 
+/// Draws the view at each event until the user ends the screen.
 fn run(
     view: &mut View,
     sampler: &Sampler,
@@ -153,11 +161,13 @@ fn run(
     Ok(())
 }
 
+/// Returns whether a key ends the screen.
 fn is_end(key: KeyEvent) -> bool {
     let is_ctrl_c = key.code == KeyCode::Char('c') && key.modifiers.contains(KeyModifiers::CONTROL);
     is_ctrl_c || matches!(key.code, KeyCode::Char('q' | 'Q'))
 }
 
+/// Changes the view as a key asks.
 fn apply(view: &mut View, key: KeyEvent) {
     match key.code {
         KeyCode::Up => view.step(-1),
@@ -188,8 +198,10 @@ fn apply(view: &mut View, key: KeyEvent) {
     }
 }
 
-/// One screen as text, once everything that is shown has answered or its time is over. Fails where a directory was asked for that is
-/// on no mount.
+/// Returns one screen as text for `--once`.
+///
+/// The text is made when everything that is shown has answered, or at the timeout. Returns a failure where the user
+/// asked for a directory that is on no mount.
 pub fn once(wanted: Wanted, shows_job: bool, size: (u16, u16)) -> Result<String, Failure> {
     let (fresh, samples) = mpsc::channel();
     let mut view = view_of(&wanted, shows_job, false);
@@ -216,7 +228,8 @@ pub fn once(wanted: Wanted, shows_job: bool, size: (u16, u16)) -> Result<String,
     }
 }
 
-/// Whether a directory is on one of the mounts, by its path or because its checkpoints are listed. The mount may hang.
+/// Returns whether a directory is on one of the mounts: its path says so, or its checkpoints are listed. The directory
+/// is not opened, because its mount may hang.
 fn is_mounted(path: &Path, view: &View) -> bool {
     let Ok(path) = std::path::absolute(path) else {
         return false;
@@ -226,12 +239,13 @@ fn is_mounted(path: &Path, view: &View) -> bool {
         || points.any(|point| path.starts_with(point))
 }
 
+/// Returns whether everything that a view shows has answered, or cannot be asked.
 fn is_answered(view: &View) -> bool {
     let mut mounts = view.mounts.iter();
     let have_answered = mounts.all(|mount| mount.status.is_some() || mount.silent.is_some());
     let is_listed = !matches!(view.checkpoints, Checkpoints::Asked);
     let has_steps = match view.job.as_ref().map(|job| &job.seen) {
-        // There is nowhere to look for them.
+        // The job is unknown, so there is no directory whose checkpoints could be listed.
         Some(Some(Err(_))) => true,
         Some(_) => is_listed,
         None => is_listed || view.mounts.is_empty(),
@@ -240,7 +254,7 @@ fn is_answered(view: &View) -> bool {
     have_answered && has_steps && has_job
 }
 
-/// A view as text of `width` columns and `height` lines, without spaces at the ends of lines.
+/// Returns a view as text of `width` columns and `height` lines, without spaces at the ends of lines.
 pub fn text_of(view: &View, (width, height): (u16, u16)) -> String {
     let mut terminal =
         Terminal::new(TestBackend::new(width, height)).expect("a buffer cannot fail");

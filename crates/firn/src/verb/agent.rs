@@ -1,4 +1,4 @@
-//! `firn agent`.
+//! `firn agent`: serves `firn pull` on other hosts, so that they can copy files out of this host's memory.
 
 use std::net::SocketAddr;
 use std::os::fd::AsFd;
@@ -96,7 +96,7 @@ struct AgentArgs {
     verbose: bool,
 }
 
-/// What insists on encryption and on what encrypts nothing is refused before firnd is asked.
+/// Refuses encryption together with a transport that cannot encrypt. This check needs no firnd, so it comes first.
 pub(super) fn check_encryption(
     transport: &TransportChoice,
     encrypt: Option<EncryptArg>,
@@ -112,7 +112,7 @@ pub(super) fn check_encryption(
     Ok(())
 }
 
-/// `--encrypt` of agents and pullers.
+/// The value of `--encrypt` for agents and for pullers.
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub(super) enum EncryptArg {
     Auto,
@@ -130,6 +130,7 @@ impl From<EncryptArg> for Encrypt {
     }
 }
 
+/// Serves pullers until a signal ends the process, or with `--stdio` until the puller closes the connection.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = AgentArgs::from_arg_matches(matches)?;
     check_encryption(&args.transport, Some(args.encrypt))?;
@@ -157,6 +158,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     match agent.serve()? {}
 }
 
+/// Serves the one puller at the other end of standard input and output until it closes them.
 fn serve_pipes(hold_max: Option<u64>, log: &Log) -> Result<u8, Failure> {
     let own = |fd: std::os::fd::BorrowedFd<'_>| fd.try_clone_to_owned();
     let pipes = own(std::io::stdin().as_fd())
@@ -172,7 +174,8 @@ fn serve_pipes(hold_max: Option<u64>, log: &Log) -> Result<u8, Failure> {
     }
 }
 
-/// A key of an agent that is gone leads nowhere.
+/// Removes the agent's key from the backing at SIGTERM, SIGINT or SIGHUP, and then ends the process. A key that stays
+/// would lead pullers to an agent that no longer exists.
 fn end_on_signals(remove_key: impl Fn() + Send + 'static) -> Result<(), Failure> {
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP])
         .map_err(|error| Failure::new(FAILED, format!("cannot wait for signals: {error}")))?;

@@ -1,4 +1,4 @@
-//! `firn bench`: starts the program `firn-bench`, which is installed apart.
+//! `firn bench`: starts the separate program `firn-bench`.
 
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
@@ -11,9 +11,9 @@ use crate::failure::{FAILED, Failure};
 use crate::text;
 use crate::verb::Verb;
 
-/// File name of the program.
+/// File name of the benchmark program.
 const PROGRAM: &str = "firn-bench";
-/// Tells it which firn to measure.
+/// Variable that tells the benchmark program which firn to measure.
 const FIRN_VARIABLE: &str = "FIRN_BENCH_PROGRAM";
 
 pub const VERB: Verb = Verb {
@@ -59,6 +59,7 @@ fn add_args(command: Command) -> Command {
     )
 }
 
+/// Replaces this process by the benchmark program. Returns only where the program cannot be run.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let firn = std::env::current_exe()
         .map_err(|error| Failure::new(FAILED, format!("cannot find firn's own file: {error}")))?;
@@ -80,7 +81,8 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     ))
 }
 
-/// The program that belongs to `firn`: beside it where both were built, else where it is installed.
+/// Returns the benchmark program that belongs to `firn`: the one beside it, or else the one in the directory where
+/// packages install it.
 fn find_program(firn: &Path) -> Option<PathBuf> {
     let dir = firn.parent()?;
     let places = [dir.join(PROGRAM), dir.join("../libexec/firn").join(PROGRAM)];

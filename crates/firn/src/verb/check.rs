@@ -1,4 +1,4 @@
-//! `firn check`.
+//! `firn check`: reads an arena, logs or lanes (I/O servers), and reports damage and orphaned files.
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -83,6 +83,7 @@ fn args(command: Command) -> Command {
         .args(arena_dir)
 }
 
+/// Checks the arena and the logs that a path means. A missing arena is an error only where there are no logs either.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let path = matches.get_one::<PathBuf>("path").expect("clap demands it");
     if matches.get_flag("orphans") {
@@ -98,23 +99,25 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     };
     let logs = logs.filter(|logs| logs.containers > 0 || !logs.findings.is_empty());
     let arena = match (arena, &logs) {
+        // Without an arena nothing is held, and the logs alone are a sound result.
         (Err(_), Some(_)) => None,
         (arena, _) => Some(firn_daemon::check(&arena?)?),
     };
     print_reports(&Reports { arena, logs }, matches.get_flag("json"))
 }
 
-/// What was checked.
+/// The results of the checks.
 #[derive(Serialize)]
 struct Reports {
+    /// The result for the arena. `None` means that only logs were checked.
     #[serde(flatten)]
     arena: Option<CheckReport>,
-    /// None where no file lies in logs.
+    /// The result for the logs. `None` means that no file lies in logs.
     #[serde(skip_serializing_if = "Option::is_none")]
     logs: Option<LogsReport>,
 }
 
-/// Prints what was found; a failure if something is damaged.
+/// Prints the results. Fails where something is damaged.
 fn print_reports(reports: &Reports, as_json: bool) -> Result<u8, Failure> {
     if as_json {
         output::print_json(reports)?;
@@ -147,6 +150,8 @@ fn print_reports(reports: &Reports, as_json: bool) -> Result<u8, Failure> {
     }
 }
 
+/// Returns the failure for a damaged arena, with advice. The exit status tells damage from a spill file of another
+/// user.
 fn damaged_arena(report: &CheckReport) -> Failure {
     let places = count(report.damage.len() as u64, "damaged place");
     let backing = report
@@ -166,12 +171,13 @@ fn damaged_arena(report: &CheckReport) -> Failure {
     )
 }
 
-/// Places at which something cannot be read.
+/// Returns the number of places in logs that cannot be read.
 fn count_damaged(logs: &LogsReport) -> u64 {
     let damaged = logs.findings.iter().filter(|found| !found.is_harmless);
     damaged.count() as u64
 }
 
+/// Returns the result for logs as text.
 fn logs_text(logs: &LogsReport, paint: Paint) -> String {
     let verdict = match count_damaged(logs) {
         0 => paint.good("sound"),
@@ -193,7 +199,7 @@ fn logs_text(logs: &LogsReport, paint: Paint) -> String {
     text
 }
 
-/// The backing that a path names, if it is not an arena.
+/// Returns the backing that a path means, or `None` where the path is an arena.
 fn backing_of(path: &Path) -> Option<PathBuf> {
     if path.is_file() {
         return None;
@@ -204,6 +210,7 @@ fn backing_of(path: &Path) -> Option<PathBuf> {
     }
 }
 
+/// Reports files of lanes without a name, and names without a file. With `--repair` it also removes the safe ones.
 fn check_orphans(backing: &Path, matches: &ArgMatches) -> Result<u8, Failure> {
     let options = resolve(matches)?.options;
     let repair = matches.get_flag("repair");
@@ -239,13 +246,14 @@ fn orphan_line(orphan: &FoundOrphan) -> String {
     format!("{}: {what}{removed}\n", path_text(&orphan.path))
 }
 
+/// Returns the arena that a path means. The path is an arena, a backing or a mount point.
 fn arena_of(path: &Path, matches: &ArgMatches) -> Result<PathBuf, Failure> {
     if path.is_file() {
         return Ok(path.to_owned());
     }
     let arena = match firn_client::find(path) {
         Ok(place) => {
-            // Only its firnd knows where an arena outside the runtime directory is.
+            // firnd may use another arena directory than this command line, so its answer comes first.
             let told =
                 Connection::open(&place.mount).and_then(|mut connection| connection.status());
             told.map_or_else(|_| place.mount.files().arena, |status| status.arena.into())
@@ -277,7 +285,7 @@ fn arena_of(path: &Path, matches: &ArgMatches) -> Result<PathBuf, Failure> {
     ))
 }
 
-/// One damage in a line.
+/// Returns one damage as a line of text.
 pub fn damage_line(damage: &Damage) -> String {
     let place = if damage.place.is_empty() {
         String::new()
@@ -287,6 +295,7 @@ pub fn damage_line(damage: &Damage) -> String {
     format!("{}{place}: {}", damage.part, name(&damage.message))
 }
 
+/// Returns the result for an arena as text.
 fn text(report: &CheckReport, paint: Paint) -> String {
     let verdict = if report.damage.is_empty() {
         paint.good("sound")

@@ -1,4 +1,5 @@
-//! `firn chunks`.
+//! `firn chunks`: shows in which chunk of memory, in which part of the spill file, or in the backing each byte of a
+//! file is.
 
 use std::path::PathBuf;
 
@@ -50,17 +51,20 @@ struct ChunksArgs {
     json: bool,
 }
 
+/// The pieces of a file, as JSON.
 #[derive(Serialize)]
 struct Listed {
-    /// Below the mount point.
+    /// Path of the file below the mount point.
     path: BytePath,
-    /// Bytes of the file.
+    /// Size of the file in bytes.
     bytes: u64,
-    /// What memory and spill file are.
+    /// The files in which memory and spilled data lie.
     region: DataRegion,
+    /// The pieces of the file in the order of their offsets.
     pieces: Vec<ChunkPiece>,
 }
 
+/// Prints the pieces of a file. Fails where the whole file is in the backing.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = ChunksArgs::from_arg_matches(matches)?;
     let (place, mut connection) = connect(&args.path)?;
@@ -89,6 +93,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     Ok(DONE)
 }
 
+/// Returns a table with a row for each piece of the file.
 fn table(pieces: &[ChunkPiece], paint: Paint) -> String {
     let head = format!(
         "{:>16} {:>14} {:<11} {:>8} {:>16}",

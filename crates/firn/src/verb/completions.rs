@@ -1,8 +1,8 @@
-//! `firn completions`.
+//! `firn completions`: prints a completion script for a shell.
 //!
-//! The scripts are clap's, for verbs, flags and the values that a flag may have. What clap cannot know is asked of
-//! `firn` during completion: the list after `-o`, and where something is mounted. clap's own engine for that is not
-//! stable yet (clap_complete 4.6, `unstable-dynamic`).
+//! clap generates the scripts for verbs, flags and the fixed values of flags. During completion the scripts ask `firn`
+//! for everything else: the options after `-o`, and the mount points. clap's own engine for such values is not stable
+//! yet (clap_complete 4.6, `unstable-dynamic`).
 
 use std::fmt::Write;
 
@@ -60,13 +60,14 @@ enum Candidates {
     Mounts,
 }
 
-/// Verbs whose path is most often a mount point.
+/// Verbs whose path argument is a mount point most of the time.
 const WITH_MOUNT_POINT: [&str; 12] = [
     "umount", "status", "top", "hosts", "wait", "drain", "ls", "evict", "begin", "prepare",
     "commit", "abort",
 ];
 
-/// Verbs that take a list of options after `-o`; one that has a long name, too, is another.
+/// Returns the verbs that take a list of options after `-o`. A verb whose `-o` also has a long name means something
+/// else.
 fn with_options() -> Vec<&'static str> {
     let takes_list = |verb: &&Verb| {
         let command = verb.command();
@@ -88,10 +89,11 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     Ok(DONE)
 }
 
+/// Returns the candidates for a word, one per line.
 fn lines(candidates: Candidates, word: &str) -> String {
     let words = match candidates {
         Candidates::Options => firn_config::complete_minus_o(word),
-        // Where there is no table of mounts, there is nothing to offer.
+        // Where the mounts cannot be listed, there is nothing to offer.
         Candidates::Mounts => firn_client::mounts()
             .unwrap_or_default()
             .iter()
@@ -115,7 +117,8 @@ fn script(shell: Shell) -> String {
     }
 }
 
-/// A function before clap's. bash cuts words at `=`, so what was typed is taken from the line itself.
+/// Returns a function that runs before clap's. bash splits words at `=`, so the function takes the typed text from the
+/// command line itself.
 fn bash() -> String {
     let with_options = with_options().join("|");
     let with_mount_point = WITH_MOUNT_POINT.join("|");
@@ -155,7 +158,7 @@ complete -F _firn_words -o bashdefault -o default firn
     )
 }
 
-/// clap's script with other actions for the list after `-o` and for paths of mounts.
+/// Returns clap's script with other actions for the list after `-o` and for paths of mounts.
 fn zsh(script: &str) -> String {
     let functions = r#"
 _firn_options() {
@@ -193,12 +196,13 @@ _firn_mounts() {
         let _ = writeln!(changed, "{line}");
     }
     match changed.split_once('\n') {
-        // `#compdef firn` must stay the first line.
+        // zsh requires `#compdef firn` on the first line.
         Some((first, rest)) => format!("{first}\n{functions}{rest}"),
         None => changed,
     }
 }
 
+/// Returns the lines that ask `firn` for options and mount points, to be added to clap's script.
 fn fish() -> String {
     let mut script = String::new();
     for verb in with_options() {

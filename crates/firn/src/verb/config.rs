@@ -1,4 +1,4 @@
-//! `firn config`.
+//! `firn config`: shows the value of every option, and which source sets it.
 
 use clap::{Arg, ArgAction, ArgMatches, Command};
 use firn_config::{Origin, Resolved};
@@ -44,17 +44,21 @@ fn args(command: Command) -> Command {
         .args(firn_config::args())
 }
 
+/// One option, as JSON.
 #[derive(Serialize)]
 struct Line {
+    /// Name of the option.
     name: &'static str,
-    /// As a user would write it; empty: none.
+    /// The value as a user would write it. An empty text means that the option is not set.
     value: String,
+    /// Default value of the option.
     default: &'static str,
-    /// `flag`, `-o`, `environment`, `file` or `default`.
+    /// Kind of the source: `flag`, `-o`, `environment`, `file`, `implied` or `default`.
     source: &'static str,
-    /// The variable or the file, where there is one.
+    /// The environment variable, the file or the other option that sets the value.
     #[serde(skip_serializing_if = "Option::is_none")]
     place: Option<String>,
+    /// Help text of the option.
     help: &'static str,
 }
 
@@ -68,6 +72,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     Ok(DONE)
 }
 
+/// Returns a line for each option, in the order of the table of options.
 fn lines(resolved: &Resolved) -> Vec<Line> {
     let line = |(row, origin): &(&'static firn_config::table::Row, Origin)| {
         let (source, place) = match origin {
@@ -90,6 +95,7 @@ fn lines(resolved: &Resolved) -> Vec<Line> {
     resolved.origins.iter().map(line).collect()
 }
 
+/// Returns the lines as text. Options that differ from their defaults are bold.
 fn text(lines: &[Line], paint: Paint) -> String {
     let name_width = lines.iter().map(|line| line.name.len()).max().unwrap_or(0);
     let value_width = lines

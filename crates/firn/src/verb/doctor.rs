@@ -1,4 +1,4 @@
-//! `firn doctor`.
+//! `firn doctor`: runs the checks of [`crate::doctor`], and prints their findings.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use crate::output::{self, Paint};
 use crate::text::count;
 use crate::verb::Verb;
 
-/// For a check that runs in a process of its own.
+/// Hidden flag that runs a single check, for the child process of that check.
 const ONLY: &str = "only";
 
 pub const VERB: Verb = Verb {
@@ -74,6 +74,8 @@ fn args(command: Command) -> Command {
         .args(firn_config::args())
 }
 
+/// Runs all checks and prints their findings. The exit status shows the most severe verdict. A child process runs the
+/// one check that the hidden flag names.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let backing = matches.get_one::<PathBuf>("backing");
     if let Some(name) = matches.get_one::<String>(ONLY) {
@@ -90,7 +92,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         return Ok(DONE);
     }
     let patience_ms = *matches.get_one::<u64>("timeout").expect("it has a default");
-    // The same command line, so that each check sees the same options.
+    // Each child gets the same command line, so that its check sees the same options.
     let mut arguments: Vec<_> = std::env::args_os().skip(1).collect();
     arguments.insert(1, format!("--{ONLY}").into());
     let examination = examine(&Request {
@@ -111,7 +113,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     })
 }
 
-/// A line for each finding, what to do below it, and a line of sums.
+/// Returns a line for each finding with its advice below, and a line of sums.
 fn text(examination: &Examination, paint: Paint) -> String {
     let findings = &examination.findings;
     let width = findings.iter().map(|found| found.check.len()).max();
@@ -157,7 +159,7 @@ mod tests {
                 named("mpi", Finding::note("sieves", "export it")),
             ],
         };
-        // Tests have no terminal on stdout under cargo.
+        // cargo gives tests no terminal on stdout, so no colours are expected.
         let shown = text(&examination, Paint::stdout());
         let expected = "ok     fuse    can be opened\n\
                         wrong  memory  no room\n               → mount with less\\nor more\n\

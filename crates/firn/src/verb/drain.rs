@@ -1,4 +1,4 @@
-//! `firn drain`.
+//! `firn drain`: starts to drain (write to the backing) the files of a mount at once, and optionally waits for the end.
 
 use std::path::{Path, PathBuf};
 
@@ -57,17 +57,19 @@ struct DrainArgs {
     quiet: bool,
 }
 
+/// What a drain began with, as JSON.
 #[derive(Serialize)]
 struct Begun {
     mount_point: BytePath,
-    /// Below the mount point; empty: all of it.
+    /// Path below the mount point. An empty path means the whole mount.
     path: BytePath,
-    /// Files that had undrained bytes when it began.
+    /// Files that had undrained bytes when the drain began.
     held_files: usize,
-    /// Those bytes.
+    /// Undrained bytes when the drain began.
     held_bytes: u64,
 }
 
+/// Starts the drain, and reports what was undrained at its start. With `--wait` it waits for the end instead.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = DrainArgs::from_arg_matches(matches)?;
     if args.wait {
@@ -101,7 +103,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     Ok(DONE)
 }
 
-/// What was begun.
+/// Returns a sentence about the drain that was begun.
 fn summary(path: &Path, held_files: u64, held_bytes: u64) -> String {
     let path = text::path(path);
     if held_files == 0 {

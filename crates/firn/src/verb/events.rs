@@ -1,4 +1,7 @@
-//! `firn events`.
+//! `firn events`: prints what happened to mounts, as lines of JSON.
+//!
+//! firnd appends events to a file in the runtime directory. When the file is full, firnd renames it to `*.events.old`
+//! and begins a new one.
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Read as _};
@@ -17,9 +20,9 @@ use crate::output;
 use crate::text;
 use crate::verb::Verb;
 
-/// How often `--follow` looks for more.
+/// Interval at which `--follow` looks for new events.
 const LOOK_EVERY: Duration = Duration::from_millis(500);
-/// Bytes of the longest line that is read: firnd writes shorter ones.
+/// Maximum size of a line in bytes. firnd writes shorter lines.
 const LINE_BYTES_MAX: u64 = 256 << 10;
 
 pub const VERB: Verb = Verb {
@@ -60,6 +63,7 @@ struct EventsArgs {
     follow: bool,
 }
 
+/// Prints all events so far, and with `--follow` also later ones until it is interrupted.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = EventsArgs::from_arg_matches(matches)?;
     let mut readers = match &args.path {
@@ -89,12 +93,13 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     }
 }
 
-/// In the order of time: all times are in UTC and equally long.
+/// Prints events in the order of time. All times are in UTC and equally long, so their texts can be compared.
 fn print(mut lines: Vec<Value>) -> Result<(), Failure> {
     lines.sort_by(|a, b| a["time"].as_str().cmp(&b["time"].as_str()));
     lines.iter().try_for_each(output::print_json_line)
 }
 
+/// Returns the reader for the mount or the backing that `path` means.
 fn find(path: &Path) -> Result<EventReader, Failure> {
     match firn_client::find(path) {
         Ok(place) => Ok(EventReader::new(
@@ -120,13 +125,15 @@ fn find(path: &Path) -> Result<EventReader, Failure> {
     }
 }
 
-/// Reads the file of events of one mount.
+/// Reads the event file of one mount.
 struct EventReader {
+    /// Path of the event file.
     path: PathBuf,
-    /// Whose it is.
+    /// The user id that must own the file.
     uid: u32,
+    /// The open file. `None` means that it is not open yet, or does not exist.
     open: Option<BufReader<File>>,
-    /// The beginning of a line that is not yet whole.
+    /// The beginning of a line whose end is not written yet.
     begun: Vec<u8>,
 }
 
@@ -140,7 +147,7 @@ impl EventReader {
         }
     }
 
-    /// All that is there, with what the file had before it was begun anew.
+    /// Returns all events: those of the previous file, and those of the present one.
     fn read_all(&mut self) -> Result<Vec<Value>, Failure> {
         let old = self.path.with_extension("events.old");
         let mut before = Self::new(old, self.uid);
@@ -149,7 +156,8 @@ impl EventReader {
         Ok(lines)
     }
 
-    /// What is new.
+    /// Returns the events that were appended since the last call. A new file is read from its beginning, after the rest
+    /// of the previous one.
     fn read_more(&mut self) -> Result<Vec<Value>, Failure> {
         let mut lines = Vec::new();
         self.read_lines(&mut lines)?;
@@ -161,7 +169,7 @@ impl EventReader {
         Ok(lines)
     }
 
-    /// Whether another file has the name now.
+    /// Returns whether firnd has begun a new file under the name.
     fn is_begun_anew(&self) -> bool {
         let Some(open) = &self.open else {
             return false;
@@ -171,6 +179,7 @@ impl EventReader {
         named.is_ok_and(|named| open.get_ref().metadata().map(inode).ok() != Some(named))
     }
 
+    /// Reads the complete lines up to the end of the open file. An incomplete line is kept until its end is written.
     fn read_lines(&mut self, lines: &mut Vec<Value>) -> Result<(), Failure> {
         let failed = |error: std::io::Error| {
             let file = text::path(&self.path);
@@ -193,7 +202,8 @@ impl EventReader {
                 return Ok(());
             }
             if is_whole || room == 0 {
-                // What is no JSON was cut off by a full file system, or is none of ours.
+                // A line that is not a JSON object is skipped. A full file system cut it off, or firnd did not write
+                // it.
                 lines.extend(
                     serde_json::from_slice::<Value>(&self.begun)
                         .ok()
@@ -205,7 +215,7 @@ impl EventReader {
     }
 }
 
-/// Opens a file of events; none: there is none. Refused where it is not the user's.
+/// Opens an event file. Returns `None` where it does not exist, and an error where `uid` does not own it.
 fn open(path: &Path, uid: u32) -> std::io::Result<Option<File>> {
     let flags = rustix::fs::OFlags::NOFOLLOW | rustix::fs::OFlags::NONBLOCK;
     let opened = OpenOptions::new()

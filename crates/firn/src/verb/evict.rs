@@ -1,4 +1,4 @@
-//! `firn evict`.
+//! `firn evict`: frees the memory of drained files.
 
 use std::path::PathBuf;
 
@@ -42,14 +42,16 @@ struct EvictArgs {
     json: bool,
 }
 
+/// The result, as JSON.
 #[derive(Serialize)]
 struct Evicted {
     /// Bytes of memory freed.
     freed_bytes: u64,
-    /// Bytes that stay because they are not drained, or because a program holds a chunk list.
+    /// Bytes that stay in memory: they are not drained, or a program uses the list of their chunks.
     held_bytes: u64,
 }
 
+/// Frees memory, and prints how much was freed and how much stays.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = EvictArgs::from_arg_matches(matches)?;
     let (place, mut connection) = connect(&args.path)?;

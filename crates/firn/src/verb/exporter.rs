@@ -1,4 +1,4 @@
-//! `firn exporter`.
+//! `firn exporter`: serves the metrics of all mounts by HTTP, or writes them to a text file again and again.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -10,9 +10,9 @@ use crate::failure::{DONE, FAILED, Failure};
 use crate::verb::Verb;
 use crate::{output, output_file, text};
 
-/// Only programs of this host can reach it there.
+/// Address that only programs on this host can reach.
 const DEFAULT_ADDRESS: &str = "127.0.0.1:9945";
-/// How often the text file is written.
+/// Interval at which the text file is written.
 const WRITE_EVERY: Duration = Duration::from_secs(15);
 
 pub const VERB: Verb = Verb {
@@ -67,6 +67,8 @@ fn args(command: Command) -> Command {
         )
 }
 
+/// Serves metrics until a signal comes. With `--textfile` it writes the file at intervals instead. Sockets that systemd
+/// passes replace `--listen`.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let ending = Ending::on_signals()?;
     if let Some(file) = matches.get_one::<PathBuf>("textfile") {

@@ -1,4 +1,4 @@
-//! `firn flatten`.
+//! `firn flatten`: turns files that lie in logs (layout=log) into plain files.
 
 use std::path::{Path, PathBuf};
 
@@ -101,6 +101,7 @@ fn args(command: Command) -> Command {
         .args(firn_config::table::row("arena-dir").map(firn_config::arg))
 }
 
+/// Flattens files, through the firnd of a mount or, with `--backing`, in this process.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let path = matches.get_one::<PathBuf>("path").map(PathBuf::as_path);
     let is_all = matches.get_flag("all");
@@ -128,6 +129,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     }
 }
 
+/// Asks the firnd of a mount to flatten files, and shows progress. Fails with [`PARTLY`] where files are still in use.
 fn flatten_mounted(path: &Path, is_all: bool) -> Result<u8, Failure> {
     let (place, mut connection) = connect(path)?;
     let path = if is_all { "".into() } else { place.relative };
@@ -145,7 +147,7 @@ fn flatten_mounted(path: &Path, is_all: bool) -> Result<u8, Failure> {
     }
 }
 
-/// A path below a backing, which may be given from the backing on or as a whole.
+/// Returns a path relative to the backing. The given path is relative already, or begins with the path of the backing.
 fn below_backing(backing: &Path, path: &Path) -> Result<PathBuf, Failure> {
     if path.is_relative() {
         return Ok(path.to_owned());

@@ -1,4 +1,4 @@
-//! `firn history` and `firn latest`.
+//! `firn history` and `firn latest`: the checkpoints of a directory, and the newest whole one.
 
 use std::ffi::OsStr;
 use std::io::{self, IsTerminal, Write};
@@ -81,34 +81,37 @@ struct LatestArgs {
     dir: PathBuf,
 }
 
-/// A checkpoint in JSON.
+/// A checkpoint as JSON.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Listed {
-    /// In the directory.
+    /// Name of the checkpoint in its directory.
     pub name: BytePath,
-    /// Where it is.
+    /// Absolute path of the checkpoint.
     pub path: BytePath,
+    /// Number of the checkpoint.
     pub step: u64,
+    /// Size of its files in bytes.
     pub bytes: u64,
-    /// Of those, what is not in the backing yet.
+    /// The part of `bytes` that is not in the backing yet.
     pub held_bytes: u64,
-    /// Of those, what a sync made durable.
+    /// The part of `bytes` that a sync has made durable.
     pub durable_bytes: u64,
+    /// Number of its files.
     pub files: u64,
-    /// Whether it is whole; None: unknown.
+    /// Whether the checkpoint is whole. `None` means that this is unknown.
     pub whole: Option<bool>,
-    /// `whole`, or why it is not.
+    /// The word `whole`, or the word for why the checkpoint is not whole.
     pub state: String,
-    /// The lowest level of its files; none: it has no file.
+    /// The lowest durability level of its files. `None` means that it has no file.
     pub level: Option<DurabilityLevel>,
-    /// Since something in it was modified.
+    /// Seconds since the last modification of anything in the checkpoint.
     pub age_seconds: f64,
-    /// The host that has in memory what is not in the backing.
+    /// The host whose memory holds what the backing lacks. `None` means that the backing has everything.
     pub host: Option<String>,
 }
 
 impl Listed {
-    /// None of one without a step.
+    /// Returns the entry of a checkpoint, or `None` where its name has no step.
     fn of(directory: &Directory, checkpoint: &Checkpoint, host: Option<&str>) -> Option<Self> {
         let is_in_memory = checkpoint
             .level
@@ -139,6 +142,7 @@ fn age_seconds((seconds, nanoseconds): (i64, i64)) -> f64 {
     (now - seconds as f64 - nanoseconds as f64 / 1e9).max(0.0)
 }
 
+/// Prints the checkpoints of a directory. Returns [`PARTLY`] where some could not be examined.
 fn run_history(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = HistoryArgs::from_arg_matches(matches)?;
     let directory = Directory::find(&args.dir)?;
@@ -165,7 +169,7 @@ fn run_history(matches: &ArgMatches) -> Result<u8, Failure> {
     Ok(if failures.is_empty() { DONE } else { PARTLY })
 }
 
-/// Says that a backing that is not mounted lacks what an earlier mount left in memory.
+/// Warns that an unmounted backing lacks data: an earlier mount left it in memory.
 fn warn_of_memory(directory: &Directory) {
     if !directory.is_mounted()
         && let Some(arena) = directory.left_arena()
@@ -186,6 +190,7 @@ const HEAD: [&str; 8] = [
     "STEP", "SIZE", "FILES", "STATE", "LEVEL", "AGE", "HOST", "NAME",
 ];
 
+/// Returns a table of the checkpoints. The name of one that is not whole has the colour of a warning.
 fn table(listed: &[Listed], paint: Paint) -> String {
     if listed.is_empty() {
         return String::new();
@@ -222,11 +227,15 @@ fn row(listed: &Listed) -> [String; HEAD.len()] {
     ]
 }
 
+/// Prints the path of the newest usable checkpoint, or fails where none is usable.
+///
+/// In an unmounted backing it is unknown whether files were closed, so there any checkpoint with a file counts.
 fn run_latest(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = LatestArgs::from_arg_matches(matches)?;
     let directory = Directory::find(&args.dir)?;
     let shown = text::path(directory.path());
     if !directory.is_mounted() {
+        // The newest checkpoint may be in that arena, so an older one from the backing would be the wrong answer.
         if let Some(arena) = directory.left_arena() {
             return Err(Failure::new(FAILED, lacks_memory(&directory, &arena)));
         }
@@ -260,7 +269,7 @@ fn run_latest(matches: &ArgMatches) -> Result<u8, Failure> {
     }
 }
 
-/// A script gets the bytes of the path, and a person what cannot steer the terminal.
+/// Prints a path. A script gets its exact bytes. On a terminal, characters that could steer it are escaped.
 fn print_path(path: &Path) -> Result<(), Failure> {
     let mut stdout = io::stdout().lock();
     if stdout.is_terminal() {

@@ -1,4 +1,4 @@
-//! `firn hosts`.
+//! `firn hosts`: lists the hosts that have a backing mounted, and what to do about them.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -11,7 +11,7 @@ use crate::job::{Job, hosts_text, look_at_backing, look_at_mount};
 use crate::output::{self, Paint};
 use crate::verb::Verb;
 
-/// How long a backing may take to answer: with the start of a process it is less than two seconds.
+/// Default timeout for the backing to answer. With the start of a child process it stays below two seconds.
 pub const PATIENCE: &str = "1500ms";
 
 pub const VERB: Verb = Verb {
@@ -71,6 +71,8 @@ enum Only {
     Mount,
 }
 
+/// Prints the hosts of a job. With the hidden `--only`, it asks one source in this process, which is then a child
+/// process.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = HostsArgs::from_arg_matches(matches)?;
     let path = args.backing.as_deref();
@@ -89,7 +91,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     }
 }
 
-/// Whether all that was asked answered.
+/// Returns the exit status: [`PARTLY`] where the backing or this host's firnd did not answer.
 pub fn exit_code(job: &Job) -> u8 {
     if job.is_partial { PARTLY } else { DONE }
 }

@@ -1,4 +1,4 @@
-//! `firn ls`.
+//! `firn ls`: lists the files of a mount with their durability levels, and whether they were closed.
 
 mod checkpoints;
 
@@ -66,23 +66,25 @@ struct LsArgs {
     json: bool,
 }
 
+/// A file, as JSON.
 #[derive(Serialize)]
 struct Listed {
-    /// Below the mount point.
+    /// Path below the mount point.
     path: BytePath,
-    /// Bytes of the file.
+    /// Size of the file in bytes.
     size: u64,
     #[serde(flatten)]
     status: Shown,
 }
 
+/// The status of a file.
 #[derive(Clone, Copy, Serialize)]
 struct Shown {
-    /// Where its data is.
+    /// The file's durability level.
     level: DurabilityLevel,
-    /// Whether it was closed.
+    /// How the last program left the file: still open, closed, or cut off before its close.
     ending: Ending,
-    /// Its bytes that are not in the backing.
+    /// Bytes of the file that are not in the backing.
     held_bytes: u64,
 }
 
@@ -92,13 +94,14 @@ impl Shown {
     }
 }
 
+/// Lists files with their levels, or the checkpoints of commit rules.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = LsArgs::from_arg_matches(matches)?;
     let (place, mut connection) = connect(&args.path)?;
     let mut paths = Vec::new();
     walk(&place.mount.mount_point.join(&place.relative), &mut paths)?;
     paths.sort_by(|one, other| one.path.cmp(&other.path));
-    // Afterwards: firnd knows by now each name that was found.
+    // The status is asked after the walk, because a lookup during the walk makes a file known to firnd.
     let status = connection.status()?;
     let levels = Levels::ask(&mut connection, &place, &status)?;
     if args.checkpoints {
@@ -139,15 +142,15 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     Ok(DONE)
 }
 
-/// A regular file.
+/// A regular file that the walk found.
 struct Walked {
     path: PathBuf,
     size: u64,
-    /// Seconds since 1970.
+    /// Time of the last modification, in seconds since 1970.
     modified_s: f64,
 }
 
-/// The regular files at or below `path`. What vanishes meanwhile is left out.
+/// Adds the regular files at or below `path` to `found`. A file that vanishes during the walk is left out.
 fn walk(path: &Path, found: &mut Vec<Walked>) -> Result<(), Failure> {
     let failed =
         |error: std::io::Error| Failure::new(FAILED, format!("{}: {error}", text::path(path)));

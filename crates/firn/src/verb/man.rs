@@ -1,4 +1,4 @@
-//! `firn man`: the man pages, from the table of verbs and the table of options.
+//! `firn man`: the man pages, which are generated from the table of verbs and the table of options.
 
 use std::path::{Path, PathBuf};
 
@@ -41,6 +41,7 @@ struct ManArgs {
     dir: Option<PathBuf>,
 }
 
+/// Prints one man page, or writes all of them to a directory.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = ManArgs::from_arg_matches(matches)?;
     let pages = page::all();

@@ -1,4 +1,4 @@
-//! `firn mount`.
+//! `firn mount`: mounts a backing, and returns when the mount is usable.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -83,7 +83,7 @@ fn args(command: Command) -> Command {
         .args(firn_config::args())
 }
 
-/// `-o`, as often as one likes.
+/// Returns the argument `-o`, which may be given any number of times.
 pub fn minus_o() -> Arg {
     Arg::new("minus-o")
         .short('o')
@@ -93,7 +93,7 @@ pub fn minus_o() -> Arg {
         .help("Options as in fstab: those below without `--`, and ro, nodev, nosuid, noexec, noatime, …")
 }
 
-/// The options that flags, `-o` and the surroundings give.
+/// Returns the options in force: from flags, `-o`, the environment, the configuration files and the defaults.
 pub fn resolve(matches: &ArgMatches) -> Result<Resolved, Failure> {
     let mut minus_o = MinusO::default();
     for list in matches
@@ -111,6 +111,7 @@ pub fn resolve(matches: &ArgMatches) -> Result<Resolved, Failure> {
     Ok(sources.resolve()?)
 }
 
+/// Mounts as the flags say. Returns when the mount is usable, or with `--foreground` when it has ended.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let path = |id: &str| {
         matches

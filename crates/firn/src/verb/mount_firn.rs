@@ -1,4 +1,4 @@
-//! `mount.firn SPEC DIR [-sfnv] [-o OPTIONS]`: what mount(8) calls for a line of fstab.
+//! `mount.firn SPEC DIR [-sfnv] [-o OPTIONS]`: the helper that mount(8) calls for a line of fstab.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
@@ -14,10 +14,10 @@ use crate::cli::ended;
 use crate::failure::{DONE, Failure, INTERRUPTED, USAGE};
 use crate::{output, text};
 
-/// For usage errors and its man page.
+/// Command line for usage errors and for the man page.
 pub const SYNOPSIS: &str = "mount.firn BACKING DIR [-sfnv] [-o OPTION[=VALUE],…]";
 
-/// For its man page.
+/// Examples for the man page.
 pub const EXAMPLES: &[(&str, &str)] = &[
     (
         "/scratch/run42 /ckpt firn arena-size=4G,close=held,nofail 0 0",
@@ -29,7 +29,7 @@ pub const EXAMPLES: &[(&str, &str)] = &[
     ),
 ];
 
-/// For its man page.
+/// Exit statuses for the man page.
 pub const EXITS: &[(u8, &str)] = &[
     (0, "the mount is usable"),
     (1, "an invalid option or argument"),
@@ -37,7 +37,7 @@ pub const EXITS: &[(u8, &str)] = &[
     (32, "the mount failed; the message says why"),
 ];
 
-/// Its command line, for its man page.
+/// Returns the command line's definition for the man page.
 pub fn page_command() -> Command {
     let flag = |name: &'static str, help: &'static str| {
         Arg::new(name)
@@ -60,22 +60,27 @@ pub fn page_command() -> Command {
         .arg(minus_o().help("Options: those of firn-mount(1) without `--`, those that mount(8) accepts for every file system, and _netdev, nofail, noauto, user, x-*"))
 }
 
-/// What mount(8) asks for.
+/// The call of mount(8).
 #[derive(Debug, Default)]
 struct Call {
+    /// The names on the command line: the backing and the mount point.
     places: Vec<PathBuf>,
+    /// Lists of options after `-o`.
     lists: Vec<OsString>,
+    /// Whether unknown options are skipped (`-s`).
     sloppy: bool,
+    /// Whether nothing is mounted (`-f`).
     fake: bool,
+    /// Whether messages are printed (`-v`).
     verbose: bool,
 }
 
-/// Mounts; gives an exit status of mount(8).
+/// Mounts a backing. Returns an exit status of mount(8).
 pub fn main(args: &[OsString]) -> u8 {
     mount_8_status(ended(parse(args).and_then(mount)))
 }
 
-/// mount(8): 1 incorrect invocation, 8 user interrupt, 32 mount failure.
+/// Returns mount(8)'s exit status for one of Firn: 1 incorrect invocation, 8 user interrupt, 32 mount failure.
 fn mount_8_status(code: u8) -> u8 {
     match code {
         DONE => 0,
@@ -98,6 +103,8 @@ fn parse(args: &[OsString]) -> Result<Call, Failure> {
 }
 
 impl Call {
+    /// Takes the flags of one argument. A value is attached to its flag, or is the next argument in `rest`. Fails where
+    /// a flag is unknown or lacks its value.
     fn take_flags<'a>(
         &mut self,
         flags: &[u8],
@@ -108,7 +115,7 @@ impl Call {
                 b's' => self.sloppy = true,
                 b'f' => self.fake = true,
                 b'v' => self.verbose = true,
-                // /etc/mtab is the kernel's own these days.
+                // Modern systems have no /etc/mtab that a helper would write, so `-n` needs no action.
                 b'n' => {}
                 b'r' => self.lists.push("ro".into()),
                 b'w' => self.lists.push("rw".into()),
@@ -120,7 +127,7 @@ impl Call {
                             .clone(),
                         attached => OsStr::from_bytes(attached).to_owned(),
                     };
-                    // The type is ours, and mount(8) has entered the namespace already.
+                    // `-t` and `-N` are skipped: the type is known, and mount(8) has entered the namespace already.
                     if *flag == b'o' {
                         self.lists.push(value);
                     }
@@ -146,6 +153,7 @@ impl Call {
     }
 }
 
+/// Mounts as mount(8) asks. With `-f` the options are only checked. With `-s` unknown options are skipped.
 fn mount(call: Call) -> Result<u8, Failure> {
     let minus_o = call.minus_o()?;
     let [backing, mount_point] = &call.places[..] else {

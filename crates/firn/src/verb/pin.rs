@@ -1,4 +1,4 @@
-//! `firn pin`.
+//! `firn pin`: keeps drained files in memory, or ends that.
 
 use std::path::PathBuf;
 
@@ -48,16 +48,18 @@ struct PinArgs {
     json: bool,
 }
 
+/// The result, as JSON.
 #[derive(Serialize)]
 struct Pinned {
-    /// Whether they are pinned now.
+    /// Whether the files are pinned now.
     pinned: bool,
-    /// Files in memory that are concerned.
+    /// Number of files in memory that the path means.
     files: u64,
-    /// Their bytes in memory.
+    /// Bytes of these files in memory.
     bytes: u64,
 }
 
+/// Pins or unpins files, and prints how many. Fails where there is nothing in memory to pin.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = PinArgs::from_arg_matches(matches)?;
     let (place, mut connection) = connect(&args.path)?;

@@ -1,4 +1,4 @@
-//! `firn place`.
+//! `firn place`: shows the lane (I/O server) of a file, or removes a lane from those that a backing knows.
 
 use std::path::{Path, PathBuf};
 
@@ -83,6 +83,7 @@ fn args(command: Command) -> Command {
         .args(firn_config::table::row("arena-dir").map(firn_config::arg))
 }
 
+/// Explains the placement of a file, or removes a lane from those that a backing knows.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     if let Some(path) = matches.get_one::<PathBuf>("explain") {
         return explain(path, matches.get_flag("json"));
@@ -111,6 +112,7 @@ fn explain(path: &Path, json: bool) -> Result<u8, Failure> {
     Ok(DONE)
 }
 
+/// Returns where a file is, where a new file of its name would go, and why.
 fn text(path: &Path, explanation: &Explanation) -> String {
     let path = path_text(path);
     let is = match explanation {

@@ -1,4 +1,4 @@
-//! `firn prune`.
+//! `firn prune`: removes old checkpoints of a directory. The rules are in [`crate::prune`].
 
 use std::path::{Path, PathBuf};
 
@@ -65,22 +65,25 @@ struct PruneArgs {
     json: bool,
 }
 
+/// The result, as JSON.
 #[derive(Serialize)]
 struct Pruned {
-    /// Names of checkpoints that were removed, or would be.
+    /// Names of the checkpoints that were removed, or that would be.
     removed: Vec<BytePath>,
-    /// Names of those that stay, the newest first, and why.
+    /// Names of the checkpoints that stay, the newest first, each with the reason.
     kept: Vec<Kept>,
-    /// What could not be looked at or removed, and why.
+    /// Why some checkpoints could not be examined or removed.
     failures: Vec<String>,
 }
 
+/// A checkpoint that stays, and the reason in one word.
 #[derive(Serialize)]
 struct Kept {
     name: BytePath,
     why: &'static str,
 }
 
+/// Removes old checkpoints, or shows with `--dry-run` what would be removed. Returns [`PARTLY`] where one failed.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = PruneArgs::from_arg_matches(matches)?;
     let directory = Directory::open(find(&args.dir)?)?;

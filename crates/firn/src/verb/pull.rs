@@ -1,4 +1,4 @@
-//! `firn pull`.
+//! `firn pull`: copies a file or a directory out of another host's memory, lists it, or follows it.
 
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -138,6 +138,7 @@ struct PullArgs {
     json: bool,
 }
 
+/// The result of a copy, as JSON.
 #[derive(Serialize)]
 struct Pulled<'a> {
     host: &'a str,
@@ -148,6 +149,7 @@ struct Pulled<'a> {
     elapsed_s: f64,
 }
 
+/// Copies, follows or lists, as the flags say.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = PullArgs::from_arg_matches(matches)?;
     check_encryption(&args.transport, args.encrypt)?;
@@ -188,6 +190,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     }
 }
 
+/// An event of `--follow`, as JSON.
 #[derive(Serialize)]
 #[serde(rename_all = "snake_case", tag = "event")]
 enum Followed<'a> {
@@ -203,6 +206,7 @@ enum Followed<'a> {
     },
 }
 
+/// Copies new checkpoints until it is interrupted, and prints an event for each.
 fn follow(request: &FollowRequest, json: bool) -> Result<u8, Failure> {
     if !request.target.is_dir() {
         let target = text::path(&request.target);
@@ -215,6 +219,7 @@ fn follow(request: &FollowRequest, json: bool) -> Result<u8, Failure> {
     }
 }
 
+/// Prints an event of `--follow`: as JSON on stdout, or as a message on stderr.
 fn tell_event(event: &FollowEvent<'_>, json: bool) {
     let told = match *event {
         FollowEvent::Copied {
@@ -247,10 +252,11 @@ fn tell_event(event: &FollowEvent<'_>, json: bool) {
             return;
         }
     };
-    // Copies are made whether or not the messages are read.
+    // The copies matter even if nothing reads the messages, so an error of the output is ignored.
     let _ = told;
 }
 
+/// Copies the source with a progress bar, and prints the result.
 fn pull(request: &PullRequest, source: &BytePath, json: bool) -> Result<u8, Failure> {
     let begin = Instant::now();
     let mut meter = Meter::new();
@@ -284,6 +290,7 @@ fn pull(request: &PullRequest, source: &BytePath, json: bool) -> Result<u8, Fail
     Ok(if is_plain { DONE } else { PARTLY })
 }
 
+/// Returns a sentence about a finished copy.
 fn summary(outcome: &Outcome, elapsed_s: f64) -> String {
     let mut line = format!(
         "{} of {} in {} ({})",
@@ -313,6 +320,7 @@ fn summary(outcome: &Outcome, elapsed_s: f64) -> String {
     line
 }
 
+/// Prints what a directory of the other host contains.
 fn list(listed: &[Listed], json: bool) -> Result<u8, Failure> {
     if json {
         output::print_json(&listed)?;
@@ -345,6 +353,7 @@ fn list(listed: &[Listed], json: bool) -> Result<u8, Failure> {
     Ok(DONE)
 }
 
+/// Returns how the agent is reached: by the key in the backing, by a key file, by MUNGE, or over ssh.
 fn route(args: &PullArgs) -> Result<Route, Failure> {
     let encrypt = args.encrypt.map_or(Encrypt::Auto, Encrypt::from);
     if let Some(dir) = &args.backing {
@@ -395,8 +404,10 @@ fn parse_yes_no(text: &str) -> Result<bool, &'static str> {
     }
 }
 
-/// `HOST:PATH`, or for a list `HOST` alone. A path is absolute, for no directory of the other host is ours, or begins
-/// with the name of the host of which the other one is the partner.
+/// Parses `HOST:PATH`, or for a list `HOST` alone. Returns the host and the path.
+///
+/// The path is absolute, because the two hosts have no working directory in common. A path without a slash at its start
+/// begins with the name of another host, of which HOST has partner copies.
 fn parse_source(text: &str, is_list: bool) -> Result<(String, BytePath), Failure> {
     let refused = |why: &str| {
         Failure::new(
@@ -424,7 +435,7 @@ fn parse_source(text: &str, is_list: bool) -> Result<(String, BytePath), Failure
     Ok((host.to_owned(), path.into()))
 }
 
-/// A directory to copy into ends in a slash.
+/// Returns the path of the copy. A target that ends in a slash is the directory into which the source is copied.
 fn name_target(target: &Path, source: &BytePath) -> Result<PathBuf, Failure> {
     if !target.as_os_str().as_encoded_bytes().ends_with(b"/") {
         return Ok(target.to_owned());

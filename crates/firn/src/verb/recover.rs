@@ -1,4 +1,4 @@
-//! `firn recover`.
+//! `firn recover`: writes what a killed firnd held to its backing, without a mount.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -77,7 +77,7 @@ pub const VERB: Verb = Verb {
     run,
 };
 
-/// Options that count without a mount.
+/// Options that have an effect without a mount.
 const OPTIONS: [&str; 2] = ["arena-dir", "io-threads"];
 
 fn args(command: Command) -> Command {
@@ -153,6 +153,7 @@ fn args(command: Command) -> Command {
         .args(rows.map(firn_config::arg))
 }
 
+/// Recovers what a killed firnd held. The flags for a dead host, a backup or a discard lead to other procedures.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let path = matches
         .get_one::<PathBuf>("backing")
@@ -210,7 +211,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     outcome(&backing, &report, stop.load(Ordering::Relaxed))
 }
 
-/// Gives up what is held for a backing, which may be gone: it is not asked.
+/// Drops what is held for a backing. The backing itself may no longer exist, so it is not accessed.
 fn discard(path: &Path, options: &Options, yes: bool, json: bool) -> Result<u8, Failure> {
     let found = match firn_daemon::find_arena(path, options) {
         Err(RecoverError::NoArena { .. }) => firn_daemon::find_arena(&backing_of(path), options)?,
@@ -237,7 +238,7 @@ fn discard(path: &Path, options: &Options, yes: bool, json: bool) -> Result<u8, 
     Ok(if report.left.is_empty() { DONE } else { PARTLY })
 }
 
-/// Goes on with the transaction of a host that is lost.
+/// Continues the transaction of a lost host from its backup.
 fn of_backup(request: FromBackup, json: bool) -> Result<u8, Failure> {
     let report = firn_daemon::recover_from_backup(&request)?;
     if json {
@@ -301,8 +302,9 @@ fn of_host(backing: &Path, host: &str, json: bool) -> Result<u8, Failure> {
     }
 }
 
-/// A dead mount of ours leads to its backing; anything else is taken as it is. Others may write any path into the
-/// mount table.
+/// Returns the backing that a path means: that of this user's own mount, or else the path itself.
+///
+/// Another user may write any path as the source of a mount, so only this user's own mounts count.
 fn backing_of(path: &Path) -> PathBuf {
     match firn_client::find(path) {
         Ok(place) if place.relative.is_empty() && !place.mount.is_of_another_user() => {
@@ -312,7 +314,8 @@ fn backing_of(path: &Path) -> PathBuf {
     }
 }
 
-/// Copies must not land among the files of the backing, whose names they have.
+/// Returns the canonical directory for saved files. Refuses a directory inside the backing: its files would be mixed
+/// with those of the backing, which may have the same names.
 fn outside(dir: &Path, backing: &Path) -> Result<PathBuf, Failure> {
     let cannot = |error| Failure::new(FAILED, format!("cannot use {}: {error}", text::path(dir)));
     std::fs::create_dir_all(dir).map_err(cannot)?;
@@ -330,7 +333,7 @@ fn outside(dir: &Path, backing: &Path) -> Result<PathBuf, Failure> {
     Ok(dir)
 }
 
-/// Damage is never interpreted, so it would be passed over in silence.
+/// Warns of damaged records in the arena. Recovery skips them, and would otherwise not mention them.
 fn tell_damage(backing: &Path, options: &Options) {
     let Ok(canonical) = backing.canonicalize() else {
         return;
@@ -349,6 +352,7 @@ fn tell_damage(backing: &Path, options: &Options) {
     }
 }
 
+/// Returns the result of a recovery as text.
 fn summary(backing: &Path, report: &RecoverReport) -> String {
     if let Some(gone_bytes) = report.gone_bytes {
         return format!(
@@ -386,6 +390,7 @@ fn summary(backing: &Path, report: &RecoverReport) -> String {
     text
 }
 
+/// Returns the exit status of a recovery: done, partly done where data is left, or failed where nothing was recovered.
 fn outcome(backing: &Path, report: &RecoverReport, stopped: bool) -> Result<u8, Failure> {
     for error in &report.errors {
         let path = if error.path.is_empty() {
@@ -408,6 +413,7 @@ fn outcome(backing: &Path, report: &RecoverReport, stopped: bool) -> Result<u8, 
         return Ok(DONE);
     };
     let arena = text::path(arena);
+    // An interrupt leaves data on purpose, so it takes precedence over the other results.
     let code = match report.recovered_bytes {
         _ if stopped => INTERRUPTED,
         0 => FAILED,

@@ -1,4 +1,4 @@
-//! `firn report`.
+//! `firn report`: makes a page of HTML that shows how a run went.
 
 use std::io::{self, IsTerminal};
 use std::path::PathBuf;
@@ -60,6 +60,7 @@ struct ReportArgs {
     json: bool,
 }
 
+/// Makes the report. Returns [`PARTLY`] where a part of the run could not be read.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = ReportArgs::from_arg_matches(matches)?;
     if args.output.is_none() && !args.json && io::stdout().is_terminal() {

@@ -1,4 +1,7 @@
-//! `firn rules`.
+//! `firn rules`: lists commit rules, explains which rule a path belongs to, and plays recorded operations against
+//! rules.
+//!
+//! A commit rule says which changes together are a checkpoint, and when that is complete.
 
 use std::fmt::Write as _;
 use std::io::Read as _;
@@ -120,13 +123,14 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     }
 }
 
-/// A rule in JSON.
+/// A rule as JSON.
 #[derive(Serialize)]
 struct Listed<'a> {
     name: &'a str,
     rule: &'a str,
 }
 
+/// Prints the built-in commit rules, as text or as JSON.
 fn list(matches: &ArgMatches) -> Result<u8, Failure> {
     if matches.get_flag("json") {
         let rules = parse_rules(BUILT_IN, "built-in rules").map_err(usage)?;
@@ -160,7 +164,7 @@ fn load(list: &str) -> Result<Arc<RuleSet>, Failure> {
     rules.map(Arc::new).map_err(usage)
 }
 
-/// The rules of a mount.
+/// Returns the rules that are in force on a mount.
 pub(super) fn rules_of_mount(status: &Status) -> Result<Arc<RuleSet>, Failure> {
     let mut options = status.options.iter();
     let rules = options.find_map(|option| option.strip_prefix("rules="));
@@ -173,20 +177,21 @@ pub(super) fn rules_of_mount(status: &Status) -> Result<Arc<RuleSet>, Failure> {
     load(&rules.replace(':', ","))
 }
 
-/// What `firn rules explain` says.
+/// The result of `firn rules explain`.
 #[derive(Serialize)]
 struct Explained {
-    /// None: no rule has to do with the path.
+    /// Name of the rule. `None` means that no rule covers the path.
     rule: Option<String>,
     text: Option<String>,
-    /// The top of the scope.
+    /// The top of the checkpoint that the path belongs to.
     scope: Option<String>,
-    /// None: no checkpoint is open there.
+    /// What the commit waits for. `None` means that no checkpoint is open there.
     waits_for: Option<String>,
-    /// Complete checkpoints that stay; none: all of them.
+    /// Number of complete checkpoints that stay. `None` means that all of them stay.
     keep: Option<usize>,
 }
 
+/// Explains which rule covers a path: a rule of `--rules`, or of the mount on which the path lies.
 fn explain(matches: &ArgMatches) -> Result<u8, Failure> {
     let path = matches.get_one::<PathBuf>("path").expect("clap demands it");
     let (rules, relative, waits) = match matches.get_one::<String>("rules") {
@@ -236,6 +241,7 @@ fn explain(matches: &ArgMatches) -> Result<u8, Failure> {
 }
 
 impl Explained {
+    /// Returns the explanation for a path in words.
     fn in_words(&self, path: &[u8]) -> String {
         let path = String::from_utf8_lossy(path);
         let (Some(text), Some(scope)) = (&self.text, &self.scope) else {
@@ -260,13 +266,16 @@ impl Explained {
     }
 }
 
-/// What `firn rules test` says.
+/// The result of `firn rules test`.
 #[derive(Serialize)]
 struct Tested<'a> {
+    /// What the rules did at each operation.
     outcomes: &'a [Outcome],
+    /// Checkpoints that are still open at the end.
     open: Vec<ScopeState>,
 }
 
+/// Plays recorded operations against rules. Returns [`DONE`] where no checkpoint is open at their end.
 fn test(matches: &ArgMatches) -> Result<u8, Failure> {
     let list = matches.get_one::<String>("rules").expect("clap demands it");
     let path = matches
@@ -298,6 +307,7 @@ fn test(matches: &ArgMatches) -> Result<u8, Failure> {
 }
 
 impl Tested<'_> {
+    /// Returns the results of the recorded operations in words.
     fn in_words(&self) -> String {
         let mut text = String::new();
         for one in self.outcomes {

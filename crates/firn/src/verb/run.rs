@@ -1,4 +1,10 @@
-//! `firn run`: a job with its files in memory, set up before it and taken down after it.
+//! `firn run`: runs a job with its files in memory. It mounts on each host before the command, and unmounts after it.
+//!
+//! Terms
+//! * A launcher starts one process on each host of the job ([`launcher`]). That process is the host's part of the run
+//!   ([`host_part`]), and mounts there.
+//! * Held files are in memory, and not in the backing yet.
+//! * A host is lost when its part has sent nothing for `--host-timeout`.
 
 mod command;
 mod hints;
@@ -200,7 +206,7 @@ fn args(command: Command) -> Command {
         )
 }
 
-/// A shorter one a busy host would miss.
+/// Minimum of `--host-timeout` in milliseconds. A busy host would exceed a shorter one.
 const HOST_TIMEOUT_MIN_MS: u64 = 1000;
 
 fn parse_host_timeout_ms(text: &str) -> Result<u64, String> {
@@ -211,6 +217,7 @@ fn parse_host_timeout_ms(text: &str) -> Result<u64, String> {
     Ok(timeout_ms)
 }
 
+/// Runs the command, and returns its exit status. A failure of a host counts where the command itself succeeded.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let command: Vec<OsString> = matches
         .get_many::<OsString>("command")
@@ -243,12 +250,13 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
         _ => Ok(()),
     };
     let status = status?;
+    // A command that failed has the more important exit status.
     let code = match ended.failures.first() {
         Some((_, code)) if status.success() => *code,
         _ => exit_code(status),
     };
     match reported {
-        // What became of the command and its files counts for more.
+        // The exit status of the command, or of its files, matters more than a report that could not be written.
         Err(failure) if code != DONE => {
             if let Some(text) = failure.text() {
                 output::say(&text);
@@ -259,7 +267,8 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     }
 }
 
-/// Writes the page of a run, with what its hosts told. Those that are lost may have left a record in the backing.
+/// Writes the report of a run from what its hosts sent. A lost host has sent nothing, but may have left a record in the
+/// backing.
 fn write_report(ended: &mut Ended, file: &Path) -> Result<(), Failure> {
     let lost = !ended.lost.is_empty();
     let run = &mut ended.report;
@@ -284,24 +293,36 @@ fn write_report(ended: &mut Ended, file: &Path) -> Result<(), Failure> {
     Ok(())
 }
 
-/// What the command line and the environment say of a run.
+/// What the command line and the environment ask of a run.
 struct Run {
+    /// File for the report of the run.
     report: Option<PathBuf>,
+    /// Directory where drained files end up. `None` means that files are in memory only.
     backing: Option<PathBuf>,
+    /// Mount point that the user has chosen.
     prefix: Option<PathBuf>,
+    /// Name of the default mount point.
     default_prefix: String,
+    /// Options of the mounts.
     options: Options,
+    /// Whether hosts choose the frontend, because the user has not.
     may_choose_frontend: bool,
+    /// Whether the command runs without the preload library.
     no_preload: bool,
+    /// Content of the file with ROMIO hints, where files lie in logs.
     romio_hints: Option<String>,
+    /// The lost host whose files are restored.
     restart: Option<String>,
+    /// Number of checkpoints to keep. `None` means that all stay.
     keep: Option<u32>,
+    /// Whether summaries and progress are left out.
     quiet: bool,
-    /// What a failed command held stays in memory, on hosts that stay the user's.
+    /// Whether the hosts still belong to the user after the command. Then the files of a failed command stay in memory.
     keeps_hosts: bool,
 }
 
 impl Run {
+    /// Reads the command line and the environment. Fails on combinations of options that cannot work.
     fn new(matches: &ArgMatches, launcher: &dyn Launcher) -> Result<Self, Failure> {
         let path = |id: &str| -> Result<Option<PathBuf>, Failure> {
             let path = matches.get_one::<PathBuf>(id);
@@ -314,7 +335,7 @@ impl Run {
         let mut options = defaults_of_a_run(&resolved, has_others);
         let report = path("report")?;
         if report.is_some() && has_others && is_default(&resolved, "record-in") {
-            // Where the record of a host that is lost is found.
+            // A lost host sends no record. Its record in the backing is then the only one.
             options.record = RecordPlace::Backing;
         }
         let restart = matches.get_one::<String>("restart").cloned();
@@ -339,6 +360,7 @@ impl Run {
         Ok(run)
     }
 
+    /// Refuses combinations of options that cannot work, before any process is started.
     fn check(&self) -> Result<(), Failure> {
         if let Some(file) = &self.report {
             report::check_target(file)?;
@@ -348,6 +370,7 @@ impl Run {
                 return Err(Failure::new(USAGE, why));
             }
         }
+        // The mount would cover the directory into which it drains.
         if let (Some(prefix), Some(backing)) = (&self.prefix, &self.backing)
             && prefix.starts_with(backing)
         {
@@ -362,6 +385,8 @@ impl Run {
         if is_tree && self.no_preload {
             return Err(without_library());
         }
+        // The key of the partner's agent lies in the backing, and restored files are renamed by the descriptor of a
+        // FUSE mount.
         if self.restart.is_some() && (self.backing.is_none() || is_tree) {
             let why =
                 "--restart needs --backing, in which hosts find each other, and frontend=fuse";
@@ -370,7 +395,7 @@ impl Run {
         Ok(())
     }
 
-    /// What each host is told; `hosts` is what they call themselves.
+    /// Returns what each host is told to mount. `hosts` are the names that the hosts give themselves.
     fn setup(&self, hosts: &[String]) -> Setup {
         let restart = self.restart.as_ref().map(|lost| Restart {
             lost: lost.clone(),
@@ -395,8 +420,10 @@ impl Run {
         }
     }
 
-    /// Hosts with one backing see the same checkpoints. One of them removes old ones, and keeps one more: it does not know
-    /// whether others still write the newest.
+    /// Returns how many checkpoints stay, and which host removes the others.
+    ///
+    /// Hosts with one backing see the same checkpoints, so only the first host removes old ones. It keeps one more,
+    /// because it does not know whether other hosts still write the newest.
     fn keep_on(&self, hosts: &[String], count: u32) -> Keep {
         match hosts {
             [first, _, ..] if self.backing.is_some() => Keep {
@@ -407,6 +434,7 @@ impl Run {
         }
     }
 
+    /// Mounts on all hosts, runs the command, and returns its status.
     fn mount_and_carry_out(
         &self,
         job: &mut Job<'_>,
@@ -418,8 +446,11 @@ impl Run {
         job.wait_for_command(command)
     }
 
+    /// Returns the environment of the command. Fails where hosts have different mount points, because the command gets
+    /// only one FIRN_PREFIX.
     fn environment(&self, mounted: &[Mounted]) -> Result<Environment, Failure> {
         let preload = if self.no_preload { None } else { library() };
+        // Without FUSE, only the preload library can give the command its files.
         if preload.is_none() && mounted.iter().any(|mounted| mounted.is_tree) {
             return Err(without_library());
         }
@@ -445,19 +476,21 @@ impl Run {
         })
     }
 
-    /// What becomes of the files that are still in memory after the command, which without a `status` never ran.
+    /// Returns what happens to the held files after the command. Without a `status`, the command never ran.
     fn held_policy(&self, status: Option<&ExitStatus>) -> HeldPolicy {
         let success = status.is_some_and(ExitStatus::success);
         match (success, self.backing.is_some()) {
+            // The files of a successful command belong in the backing.
             (true, true) => HeldPolicy::Drain,
+            // A successful run without a backing has no further use for its files.
             (true, false) => HeldPolicy::Discard,
-            // The next user of the host would find its memory taken.
+            // The memory of a host that goes back to the batch system has to be free for its next user.
             (false, true) if !self.keeps_hosts => HeldPolicy::Drain,
             (false, _) => HeldPolicy::Keep,
         }
     }
 
-    /// Says what brings back the files of lost hosts that have partners.
+    /// Tells the user how the partners' copies of lost hosts' files are used.
     fn tell_partners(&self, lost: &[String]) {
         if self.options.partner == Partner::None {
             return;
@@ -469,7 +502,7 @@ impl Run {
         }
     }
 
-    /// Says how the command ended and where its files are.
+    /// Tells the user how the command ended, and where its files are.
     fn tell_end(
         &self,
         hosts: usize,
@@ -483,7 +516,7 @@ impl Run {
         }
         let how = match status {
             Some(status) => describe_end(*status),
-            // Why it did not run is told after this.
+            // The failure itself is printed after this.
             None if ended.held_bytes == 0 => return,
             None => "the command did not run".into(),
         };
@@ -515,7 +548,7 @@ impl Run {
     }
 }
 
-/// Says how files that stay in memory are used again.
+/// Tells the user how files that stay in memory are used again.
 fn tell_held(how: &str, ended: &Ended) {
     let held = text::bytes(ended.held_bytes);
     let [arena] = ended.arenas.as_slice() else {
@@ -550,13 +583,17 @@ fn is_default(resolved: &Resolved, name: &str) -> bool {
     origin.is_some_and(|(_, origin)| matches!(origin, Origin::Default))
 }
 
-/// What the user did not choose. For files of one host memory comes first. What several hosts do to the same files is right
-/// first: with logs, and each close and fsync is seen by the others. Logs let hosts share a backing on any file system.
+/// Returns the options of a run, with its own defaults for options that the user has not set.
+///
+/// On one host, speed comes first: files stay in memory, and close and fsync do not wait. With several hosts,
+/// correctness comes first: files lie in logs, which work on any file system, and each close and fsync makes data
+/// visible to others.
 fn defaults_of_a_run(resolved: &Resolved, has_others: bool) -> Options {
     let mut options = resolved.options.clone();
     if has_others && is_default(resolved, "layout") {
         options.layout = Layout::Log;
     }
+    // With files in logs, the ordinary defaults of close and fsync make data visible to the other hosts.
     if has_others && options.layout == Layout::Log {
         return options;
     }
@@ -572,7 +609,7 @@ fn defaults_of_a_run(resolved: &Resolved, has_others: bool) -> Options {
     options
 }
 
-/// The frontend of a host where the user has chosen none.
+/// Returns the frontend of a host where the user has chosen none: FUSE where it works, or else preload.
 fn frontend_here(say: &mut dyn FnMut(String)) -> Frontend {
     match fuse() {
         Ok(()) => Frontend::Fuse,
@@ -585,7 +622,7 @@ fn frontend_here(say: &mut dyn FnMut(String)) -> Frontend {
     }
 }
 
-/// Whether FUSE can be used here; why not, in words.
+/// Returns whether FUSE can be used on this host. The error says why it cannot.
 fn fuse() -> Result<(), String> {
     if let Some(fault) = crate::doctor::device_fault() {
         return Err(fault);
@@ -598,7 +635,7 @@ fn fuse() -> Result<(), String> {
     }
 }
 
-/// The preload library that belongs to this program.
+/// Returns the preload library that is installed with this program. A message says where it is missing.
 fn library() -> Option<PathBuf> {
     let found = firn_client::library::beside(&std::env::current_exe().ok()?);
     if found.is_none() {
@@ -615,7 +652,7 @@ fn without_library() -> Failure {
     Failure::new(USAGE, why)
 }
 
-/// The part of this program on a host.
+/// Returns the command line and the variables of the host's part. `beat_ms` is the interval of its signs of life.
 fn program(beat_ms: u64) -> Result<Program, Failure> {
     let program = std::env::current_exe()
         .map_err(|error| Failure::new(FAILED, format!("cannot find this program: {error}")))?;
@@ -624,7 +661,7 @@ fn program(beat_ms: u64) -> Result<Program, Failure> {
         host_part::NAME.into(),
         beat_ms.to_string().into(),
     ];
-    // A name is part of a line for a shell.
+    // A launcher may put the name into a line for a shell, so names with other characters are not passed on.
     let is_word = |byte: &u8| byte.is_ascii_alphanumeric() || *byte == b'_';
     let is_handed_on = |name: &OsString| {
         let name = name.as_encoded_bytes();

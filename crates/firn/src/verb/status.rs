@@ -1,4 +1,4 @@
-//! `firn status`.
+//! `firn status`: shows the held and drained data, the errors and the rates of mounts, or of all hosts of a job.
 
 use std::ffi::OsStr;
 use std::io::{self, IsTerminal};
@@ -28,9 +28,9 @@ use block::Detail;
 mod block;
 mod list;
 
-/// How often `--watch` looks: as often as firnd samples its rates.
+/// Interval of `--watch`: firnd samples its rates equally often.
 const WATCH_EVERY: Duration = Duration::from_secs(1);
-/// Clears the terminal (ECMA-48 CUP, ED).
+/// Escape sequences that clear the terminal (ECMA-48 CUP, ED).
 const CLEAR: &str = "\x1b[H\x1b[2J";
 
 pub const VERB: Verb = Verb {
@@ -125,14 +125,14 @@ impl StatusArgs {
     }
 }
 
-/// A mount as it was found; as JSON the object of the protocol, or what is known of one that is silent.
+/// A mount as it was found. As JSON, it is the status object of the protocol, or what is known without an answer.
 #[derive(Serialize)]
 #[serde(untagged)]
 enum Seen {
     Alive {
         #[serde(flatten)]
         status: Box<Status>,
-        /// Of a path below the mount point: what is not drained there.
+        /// The undrained files, where the user gave a path below the mount point.
         #[serde(skip_serializing_if = "Option::is_none")]
         files: Option<Vec<FileStatus>>,
     },
@@ -140,11 +140,11 @@ enum Seen {
         mount_point: BytePath,
         backing: BytePath,
         error: String,
-        /// Its firnd lives, and its socket is in another runtime directory.
+        /// Whether its socket is in another runtime directory, so that this process cannot ask its firnd.
         #[serde(skip)]
         is_elsewhere: bool,
     },
-    /// What a killed firnd holds, where not even its mount is left.
+    /// The arena that a killed firnd left, without a mount.
     Left {
         arena: BytePath,
         backing: BytePath,
@@ -153,7 +153,7 @@ enum Seen {
 }
 
 impl Seen {
-    /// What to do where no firnd answers.
+    /// Returns what the user should do where no firnd answers. Returns `None` where one does.
     fn advice(&self) -> Option<String> {
         match self {
             Self::Alive { .. } => None,
@@ -181,11 +181,12 @@ impl Seen {
     }
 }
 
-/// Whether a backing is only the names of a `firn run` whose files are in memory.
+/// Returns whether a backing only has the names of a `firn run` whose files are in memory.
 fn is_of_a_run(backing: &Path) -> bool {
     backing.extension() == Some(OsStr::new(super::run::NAMES))
 }
 
+/// Shows the status, or clears errors, as the flags say. With `--watch` it repeats until it is interrupted.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = StatusArgs::from_arg_matches(matches)?;
     if args.clear_errors {
@@ -205,7 +206,8 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     }
 }
 
-/// Prints the metrics of the mount of `path`, or of all mounts, or writes them to a file.
+/// Prints the metrics of the mount of `path`, or of all mounts, or writes them to a file. Returns [`PARTLY`] where a
+/// mount did not answer.
 fn print_metrics(path: Option<&Path>, file: Option<&Path>) -> Result<u8, Failure> {
     let (all, code) = match path {
         None => scrape_all()?,
@@ -225,7 +227,7 @@ fn print_metrics(path: Option<&Path>, file: Option<&Path>) -> Result<u8, Failure
     Ok(code)
 }
 
-/// The hosts of a backing together.
+/// Shows the sums over the hosts of a job, and a row for each.
 fn show_job(args: &StatusArgs) -> Result<u8, Failure> {
     let job = Job::look(args.path.as_deref(), Duration::from_millis(args.timeout))?;
     if args.json {
@@ -241,6 +243,7 @@ fn show_job(args: &StatusArgs) -> Result<u8, Failure> {
     Ok(exit_code(&job))
 }
 
+/// Shows the status once. Without a path, it returns [`PARTLY`] where a mount did not answer.
 fn show(args: &StatusArgs) -> Result<u8, Failure> {
     if args.job {
         return show_job(args);
@@ -273,7 +276,8 @@ fn show(args: &StatusArgs) -> Result<u8, Failure> {
     }
 }
 
-/// A table; with all detail, each mount as if it were asked for.
+/// Returns a table of all mounts. With full detail, it returns each mount as if the user had asked for that mount
+/// alone.
 fn all_as_text(args: &StatusArgs, all: &[Seen]) -> String {
     let paint = Paint::stdout();
     match args.detail() {
@@ -310,7 +314,7 @@ fn look_at(path: &Path) -> Result<Seen, Failure> {
     Ok(Seen::Alive { status, files })
 }
 
-/// Arenas in the runtime directory of this user that neither a firnd nor a mount is left of.
+/// Returns the arenas in this user's runtime directory that belong to no running firnd and to no mount.
 fn left_arenas(mounts: &[Mount]) -> Result<impl Iterator<Item = Seen>, Failure> {
     let arenas = firn_daemon::list_arenas(&Options::default())?;
     let files: Vec<PathBuf> = mounts.iter().map(|mount| mount.files().arena).collect();
@@ -324,6 +328,7 @@ fn left_arenas(mounts: &[Mount]) -> Result<impl Iterator<Item = Seen>, Failure> 
         }))
 }
 
+/// Asks the firnd of a mount for its status. A mount that does not answer becomes `Seen::Silent`.
 fn look(mount: &Mount) -> Seen {
     let asked = Connection::open(mount).and_then(|mut connection| connection.status());
     match asked {
@@ -340,7 +345,7 @@ fn look(mount: &Mount) -> Seen {
     }
 }
 
-/// One sentence about all mounts whose firnd has its socket in another runtime directory.
+/// Returns one sentence about all mounts whose firnd has its socket in another runtime directory.
 fn describe_elsewhere(mounts: usize) -> Option<String> {
     let uses = match mounts {
         0 => return None,
@@ -354,7 +359,8 @@ fn describe_elsewhere(mounts: usize) -> Option<String> {
     ))
 }
 
-/// The figures of all mounts, and how many answered. Says which did not, and why.
+/// Asks all mounts for their figures. Returns the figures, and an exit status. A message names the mounts that did not
+/// answer, with the reason.
 fn scrape_all() -> Result<(Vec<Scraped>, u8), Failure> {
     let mounts = firn_client::mounts()?;
     let answers = ask_each(&mounts, |mount| Connection::open(mount)?.status());
@@ -387,7 +393,8 @@ fn scrape_all() -> Result<(Vec<Scraped>, u8), Failure> {
     Ok((scraped, code))
 }
 
-/// One line for all that did not answer: a collector asks each minute.
+/// Returns one line about all mounts that did not answer. A collector asks every minute, so more lines would fill its
+/// log.
 fn describe_silent(silent: &[(&Mount, ClientError)], count: usize) -> Option<String> {
     match silent {
         [] => None,

@@ -1,4 +1,4 @@
-//! `firn top`.
+//! `firn top`: shows mounts and checkpoints, or the hosts of a job, on one screen.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -12,7 +12,8 @@ use crate::top::sampler::Wanted;
 use crate::top::terminal::{once, show};
 use crate::verb::Verb;
 
-/// Shorter, and samples would cost more than they show: firnd takes its rates over seconds.
+/// Minimum of `--every` in milliseconds. firnd averages its rates over seconds, so a shorter interval shows nothing
+/// new.
 const EVERY_MIN_MS: u64 = 200;
 
 pub const VERB: Verb = Verb {

@@ -1,4 +1,4 @@
-//! `firn begin`, `prepare`, `commit`, `abort` and `restore`.
+//! The verbs of transactions: `firn begin`, `prepare`, `commit`, `abort` and `restore`.
 
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -170,10 +170,11 @@ struct CommitArgs {
     quiet: bool,
 }
 
+/// The result of a request, as JSON.
 #[derive(Serialize)]
 struct Outcome<'a> {
     mount_point: BytePath,
-    /// Below the mount point; empty: all of it.
+    /// Path of the transaction below the mount point. An empty path means the whole mount.
     scope: &'a BytePath,
     #[serde(skip_serializing_if = "Option::is_none")]
     id: Option<u64>,
@@ -182,12 +183,14 @@ struct Outcome<'a> {
     not_applied_on: Vec<String>,
 }
 
-/// What is printed of an outcome.
+/// What is printed of a result.
 #[derive(Clone, Copy)]
 enum Say {
+    /// JSON on stdout.
     Json,
+    /// A sentence on stderr.
     Words,
-    /// What is not done yet alone.
+    /// Only what is not done yet, for `--quiet`.
     Little,
 }
 
@@ -201,7 +204,8 @@ impl Say {
     }
 }
 
-/// How much the transaction at `path` has changed: `5 objects with 24.0 MiB`; none: there is no such one.
+/// Returns how much the transaction at `path` has changed, such as `5 objects with 24.0 MiB`. Returns `None` where no
+/// such transaction is open.
 fn changes_at(path: &Path) -> Result<Option<String>, Failure> {
     let place = firn_client::find(path)?;
     let transactions = Connection::open(&place.mount)?.status()?.transactions;
@@ -214,7 +218,9 @@ fn changes_at(path: &Path) -> Result<Option<String>, Failure> {
     }))
 }
 
-/// Sends a request about the transaction at a path, and prints the outcome.
+/// Sends a request about the transaction at a path, and prints the result.
+///
+/// `words` makes the sentence for the user from the path and the number of the checkpoint.
 fn ask(
     path: &Path,
     say: Say,
@@ -248,6 +254,7 @@ fn ask(
     Ok(DONE)
 }
 
+/// Begins a transaction. With `--owner`, firnd aborts it when that process ends before the transaction is prepared.
 fn begin(matches: &ArgMatches) -> Result<u8, Failure> {
     let BeginArgs {
         place,
@@ -288,6 +295,8 @@ fn prepare(matches: &ArgMatches) -> Result<u8, Failure> {
     )
 }
 
+/// Commits a transaction, and prints how much it changed. The amount is asked for first, because the commit ends the
+/// transaction.
 fn commit(matches: &ArgMatches) -> Result<u8, Failure> {
     let CommitArgs {
         place,

@@ -1,4 +1,4 @@
-//! `firn umount`.
+//! `firn umount`: drains what a mount holds, and unmounts.
 
 use std::io::{self, BufRead, IsTerminal};
 use std::path::{Path, PathBuf};
@@ -17,9 +17,9 @@ use crate::progress::{Meter, Waited};
 use crate::text;
 use crate::verb::{NO_CONNECTION, Verb, find};
 
-/// How long a forced unmount waits for the end of firnd.
+/// Timeout of a forced unmount for the end of firnd.
 const FORCED_END: Duration = Duration::from_secs(10);
-/// How long a lazy unmount by fuse3's helper may take.
+/// Timeout of fuse3's helper for a lazy unmount.
 const HELPER_LIMIT: Duration = Duration::from_secs(10);
 
 pub const VERB: Verb = Verb {
@@ -96,7 +96,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     umount(&UmountArgs::from_arg_matches(matches)?)
 }
 
-/// Unmounts as `args` say; the exit status.
+/// Unmounts as `args` say. Returns the exit status.
 pub fn umount(args: &UmountArgs) -> Result<u8, Failure> {
     let Place { mount, relative } = find(&args.path)?;
     if !relative.is_empty() {
@@ -114,6 +114,7 @@ pub fn umount(args: &UmountArgs) -> Result<u8, Failure> {
     }
 }
 
+/// Unmounts through firnd, and prints the result. With `--discard` the user is asked first.
 fn end(mount: &Mount, connection: &mut Connection, args: &UmountArgs) -> Result<u8, Failure> {
     let status = connection.status()?;
     if args.discard && !args.yes {
@@ -125,6 +126,7 @@ fn end(mount: &Mount, connection: &mut Connection, args: &UmountArgs) -> Result<
     let (process, result) = connection.unmount(args.force, args.held_policy(), show)?;
     let waited = meter.waited();
     drop(meter);
+    // A refused unmount leaves firnd running, and must not wait for its end.
     if result.is_ok() || !is_mounted(mount) {
         wait_for_end(&process, args.force);
     }
@@ -144,13 +146,15 @@ fn end(mount: &Mount, connection: &mut Connection, args: &UmountArgs) -> Result<
             }
             Ok(DONE)
         }
-        // A signal may have ended it meanwhile. It removes an arena in which nothing is left.
+        // A signal to firnd may have ended the mount during the request. firnd removes an arena in which nothing is
+        // left.
         Err(ClientError::Gone { .. }) if !is_mounted(mount) => report_arena(&arena, mount),
         Err(error) => Err(failure_of(error, mount)),
     }
 }
 
-/// Why an unmount failed. The message is firnd's; whether it is still mounted tells a refusal from an end with data left.
+/// Returns the failure of an unmount, with the message of firnd. Where the mount is gone, the unmount is partly done,
+/// and data is left. Where it is still there, firnd refused.
 pub(super) fn failure_of(error: ClientError, mount: &Mount) -> Failure {
     match error {
         ClientError::Refused { message, .. } if !is_mounted(mount) => Failure::new(PARTLY, message),
@@ -158,7 +162,7 @@ pub(super) fn failure_of(error: ClientError, mount: &Mount) -> Failure {
     }
 }
 
-/// What an unmount did; `kept_bytes` stay in the arena because that was asked for.
+/// Returns a sentence about an unmount. `kept_bytes` is what stays in the arena because the user asked for that.
 fn summary(mount: &Mount, waited: &Waited, kept_bytes: Option<u64>) -> String {
     let (point, backing) = (text::path(&mount.mount_point), text::path(&mount.backing));
     match kept_bytes {
@@ -178,7 +182,8 @@ fn summary(mount: &Mount, waited: &Waited, kept_bytes: Option<u64>) -> String {
     }
 }
 
-/// Asks whether `what` may be dropped; an error if not, or without a terminal to ask at. `kept` says where it is then.
+/// Asks the user whether `what` may be dropped. Fails where the user declines, or where there is no terminal to ask at.
+/// The message then says with `kept` where the data is.
 pub(super) fn confirm_discard(what: &str, kept: &str) -> Result<(), Failure> {
     if !io::stdin().is_terminal() || !io::stderr().is_terminal() {
         let message = format!("--discard would drop {what}: add --yes if you mean that");
@@ -196,7 +201,7 @@ pub(super) fn confirm_discard(what: &str, kept: &str) -> Result<(), Failure> {
     Err(Failure::new(FAILED, message))
 }
 
-/// Names the data that a mount holds and its backing does not have.
+/// Returns words for the data that a mount holds and its backing lacks.
 fn describe_undrained(status: &Status) -> String {
     let bytes = text::bytes(status.held_bytes + status.lost_file_bytes);
     let (files, backing) = (status.held_files, text::path(status.backing.as_path()));
@@ -213,9 +218,9 @@ fn discard_of_dead(mount: &Mount) -> Failure {
     Failure::new(FAILED, message)
 }
 
-/// Waits until firnd has let go of the backing, which the caller may want to unmount next.
+/// Waits until firnd has closed the backing, which the caller may want to unmount next.
 pub(super) fn wait_for_end(process: &Process, force: bool) {
-    // What is forced must not hang with the server that is the reason for it.
+    // A forced unmount has a timeout, because firnd may hang at the server that made the user force it.
     let limit = force.then_some(FORCED_END);
     if !process.wait(limit) {
         let id = process.id;
@@ -229,8 +234,9 @@ fn is_mounted(mount: &Mount) -> bool {
     firn_client::mounts().map_or(true, |mounts| mounts.contains(mount))
 }
 
-/// Unmounts a dead mount.
+/// Unmounts a mount whose firnd was killed.
 fn detach(mount: &Mount) -> Result<u8, Failure> {
+    // The stub files of a dead tree hold names that the backing may lack, so the tree is not removed.
     if mount.is_tree {
         let prefix = text::path(&mount.mount_point);
         let backing = text::path(&mount.backing);
@@ -254,7 +260,8 @@ fn detach(mount: &Mount) -> Result<u8, Failure> {
     report_arena(&arena, mount)
 }
 
-/// A firnd that was killed leaves its arena, so it must be somewhere.
+/// Returns a message for a dead mount without an arena where one is expected. A killed firnd leaves its arena, so that
+/// must be in another directory.
 fn without_arena(mount: &Mount) -> String {
     let dir = text::path(&mount.runtime_dir);
     let backing = text::path(&mount.backing);
@@ -264,7 +271,8 @@ fn without_arena(mount: &Mount) -> String {
     )
 }
 
-/// Reports what is left in the arena, if anything.
+/// Reports the data that is left in the arena. Returns [`DONE`] where no arena is left, and fails with [`PARTLY`]
+/// otherwise.
 fn report_arena(arena: &Path, mount: &Mount) -> Result<u8, Failure> {
     if !arena.exists() {
         return Ok(DONE);
@@ -281,7 +289,7 @@ fn report_arena(arena: &Path, mount: &Mount) -> Result<u8, Failure> {
     ))
 }
 
-/// Users other than root unmount through fuse3's helper.
+/// Unmounts with fuse3's helper, for users other than root.
 fn unmount_by_helper(point: &Path) -> Result<(), Failure> {
     let failed = |why: String| {
         Failure::new(

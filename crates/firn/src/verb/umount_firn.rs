@@ -1,4 +1,4 @@
-//! `umount.fuse.firn DIR [-flnrv]`: what umount(8) calls for a mount of ours.
+//! `umount.fuse.firn DIR [-flnrv]`: the helper that umount(8) calls for a mount of Firn.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -10,24 +10,28 @@ use super::umount::{UmountArgs, umount};
 use crate::cli::ended;
 use crate::failure::{DONE, FAILED, Failure, PARTLY, USAGE};
 
-/// Unmounts; gives an exit status of umount(8): 1 incorrect invocation, 32 failure.
+/// Unmounts a mount of Firn. Returns an exit status of umount(8): 0 done, 1 incorrect invocation, 32 failure.
 pub fn main(args: &[OsString]) -> u8 {
     match ended(parse(args).and_then(run)) {
-        // What is left in the arena was told; the mount is gone.
+        // The mount is gone. A message about data that stays in the arena was printed.
         DONE | PARTLY => 0,
         USAGE => 1,
         _ => 32,
     }
 }
 
-/// What umount(8) asks for.
+/// The call of umount(8).
 #[derive(Debug, Default, PartialEq)]
 struct Call {
+    /// The mount point.
     dir: PathBuf,
+    /// Whether the unmount is forced.
     force: bool,
+    /// Whether the mount is only taken out of the tree of names now.
     lazy: bool,
 }
 
+/// Reads the arguments of umount(8). Fails where a flag is unknown, or the mount point is missing.
 fn parse(args: &[OsString]) -> Result<Call, Failure> {
     let usage = |what: &str| {
         Failure::new(
@@ -47,7 +51,7 @@ fn parse(args: &[OsString]) -> Result<Call, Failure> {
                 'f' => call.force = true,
                 'l' => call.lazy = true,
                 'n' | 'r' | 'v' | 's' => {}
-                // The type is ours, and umount(8) has entered the namespace already.
+                // Both values are known: only Firn's mounts get here, and umount(8) has entered the namespace already.
                 't' | 'N' => {
                     if at + 1 == flags.len() {
                         args.next();
@@ -65,13 +69,14 @@ fn parse(args: &[OsString]) -> Result<Call, Failure> {
     }
 }
 
+/// Unmounts. The kernel does it for a lazy unmount and for a firnd that does not answer; otherwise firnd drains first.
 fn run(call: Call) -> Result<u8, Failure> {
     if call.lazy {
-        // Out of the tree at once; firnd drains and ends when the last file is closed.
+        // The mount leaves the tree of names at once. firnd drains and ends when the last file is closed.
         return by_kernel(&call.dir, UnmountFlags::DETACH);
     }
-    // A user with permission to unmount may do so also where firnd does not answer: then the kernel does it, as without
-    // us.
+    // The kernel lets a user with permission unmount even where firnd does not answer. So in that case the helper
+    // leaves the unmount to the kernel.
     let place = firn_client::find(&call.dir)
         .ok()
         .filter(|place| place.relative.is_empty());

@@ -1,4 +1,6 @@
-//! `firn upgrade`.
+//! `firn upgrade`: replaces the firnd of a mount by this version of the program, while programs keep their open files.
+//!
+//! A keeper is a process that holds the descriptors of the mount, and starts the next firnd when one ends.
 
 use std::ffi::OsString;
 use std::os::fd::OwnedFd;
@@ -18,9 +20,9 @@ use crate::verb::mount::minus_o;
 use crate::verb::{NO_CONNECTION, Verb, find};
 use crate::{output, text};
 
-/// Between two questions for the next firnd.
+/// Interval between two questions for the next firnd.
 const ASK_EVERY: Duration = Duration::from_millis(20);
-/// After the end of the keeper: a firnd that has just begun starts another keeper.
+/// Time for more questions after the keeper has ended. A firnd that has just started replaces it by a new keeper.
 const LAST_QUESTIONS: Duration = Duration::from_secs(10);
 
 pub const VERB: Verb = Verb {
@@ -72,6 +74,7 @@ fn args(command: Command) -> Command {
         .arg(minus_o().help("Options that change, as after `firn mount -o`"))
 }
 
+/// Replaces the firnd of a mount, and waits for the next one. Fails where another version than this one goes on.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let path: &PathBuf = matches.get_one("path").expect("clap demands it");
     let options = join_options(matches)?;
@@ -97,7 +100,7 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     Ok(DONE)
 }
 
-/// All `-o` as one list, of which each word is an option of this version.
+/// Joins all `-o` into one list. Returns a failure where a word is no option of this version.
 fn join_options(matches: &ArgMatches) -> Result<String, Failure> {
     let lists: Vec<&OsString> = matches.get_many("minus-o").into_iter().flatten().collect();
     let mut joined = Vec::new();
@@ -109,12 +112,13 @@ fn join_options(matches: &ArgMatches) -> Result<String, Failure> {
     Ok(joined.join(","))
 }
 
-/// An upgrade whose outcome is waited for.
+/// An upgrade under way.
 struct Upgrade<'a> {
+    /// The mount under upgrade.
     mount: &'a Mount,
-    /// The process of the firnd that served.
+    /// Process id of the firnd that served before the upgrade.
     before: u32,
-    /// None: it has ended.
+    /// Descriptor of the keeper's process. `None` means that the keeper has ended.
     keeper: Option<OwnedFd>,
 }
 
@@ -128,7 +132,8 @@ impl<'a> Upgrade<'a> {
         }
     }
 
-    /// The status of the next firnd, whichever it is. It may take as long as its backing does.
+    /// Waits for the status of the next firnd, which may be of the new version or of the old one. There is no timeout
+    /// while the keeper lives, because the backing decides how long firnd takes. Fails where the mount has ended.
     fn wait(&self) -> Result<Status, Failure> {
         let mut until = None;
         loop {
@@ -152,9 +157,10 @@ impl<'a> Upgrade<'a> {
         }
     }
 
-    /// None: the firnd before has not ended yet.
+    /// Asks for the status of the next firnd. Returns `None` while the previous firnd still serves.
     fn ask(&self) -> Result<Option<Status>, ClientError> {
         let mut connection = Connection::open_of_any_version(self.mount)?;
+        // The previous firnd answers until it hands over.
         if connection.pid == self.before {
             return Ok(None);
         }
@@ -174,7 +180,7 @@ impl<'a> Upgrade<'a> {
     }
 }
 
-/// Whether the firnd of this status is the one that was asked for.
+/// Returns a failure where the firnd of this status is not the one that was asked for.
 fn judge(status: &Status) -> Result<(), Failure> {
     let failed = |why: &str| {
         let version = &status.version;
@@ -192,7 +198,7 @@ fn judge(status: &Status) -> Result<(), Failure> {
     }
 }
 
-/// Whether a process runs the program of this one.
+/// Returns whether a process runs the same program file as this process.
 fn runs_this_program(pid: u32) -> bool {
     let program = |process: &str| {
         let program = std::fs::metadata(format!("/proc/{process}/exe")).ok()?;

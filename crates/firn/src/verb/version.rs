@@ -1,4 +1,4 @@
-//! `firn version`.
+//! `firn version`: prints the versions of the program, of its protocol and of its arena format.
 
 use clap::{ArgMatches, Args, FromArgMatches};
 use firn_protocol::PROTOCOL_VERSION;
@@ -25,15 +25,17 @@ struct VersionArgs {
     json: bool,
 }
 
+/// The versions, as JSON.
 #[derive(Serialize)]
 struct Versions {
     version: &'static str,
-    /// Version of the control socket's protocol.
+    /// Version of the protocol of the control socket.
     protocol: u32,
-    /// Version of the arena's layout.
+    /// Version of the arena's format.
     arena: u32,
 }
 
+/// Prints the versions, as a sentence or as JSON.
 fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     let args = VersionArgs::from_arg_matches(matches)?;
     let versions = Versions {

@@ -1,4 +1,4 @@
-//! `firn wait`.
+//! `firn wait`: waits until files have reached a durability level.
 
 use std::path::PathBuf;
 use std::time::Instant;
@@ -93,19 +93,23 @@ impl Until {
     }
 }
 
-/// What became of a wait.
+/// The result of a wait, as JSON.
 #[derive(Debug, Serialize)]
 struct Outcome<'a> {
     mount_point: BytePath,
-    /// Below the mount point; empty: all of it.
+    /// Path below the mount point. An empty path means the whole mount.
     path: &'a BytePath,
+    /// The level that was waited for.
     until: DurabilityLevel,
+    /// Whether the level was reached.
     reached: bool,
+    /// Seconds that the wait took.
     elapsed_s: f64,
-    /// As last told by firnd.
+    /// Bytes that firnd last reported as left.
     bytes_left: u64,
 }
 
+/// Parses a timeout. Returns milliseconds; a plain number counts as seconds.
 pub fn parse_timeout_ms(text: &str) -> Result<u64, String> {
     let plain = text
         .parse::<u64>()
@@ -123,16 +127,18 @@ fn run(matches: &ArgMatches) -> Result<u8, Failure> {
     wait(&args.path, args.until.level(), args.timeout, say)
 }
 
-/// What is printed of the outcome.
+/// What is printed of the result.
 #[derive(Clone, Copy, Debug)]
 pub struct Say {
-    /// JSON on stdout.
+    /// Print JSON on stdout.
     pub json: bool,
-    /// No summary and no progress on stderr.
+    /// Print neither a summary nor progress on stderr.
     pub quiet: bool,
 }
 
-/// Waits, and prints the outcome.
+/// Waits for a durability level, and prints the result.
+///
+/// Returns [`DONE`] where the level was reached. Fails with [`PARTLY`] at the timeout, or where files stay in logs.
 pub fn wait(
     path: &std::path::Path,
     until: DurabilityLevel,
@@ -181,7 +187,8 @@ pub fn wait(
     }
 }
 
-/// What this call waited for. What was on that level before is not counted: firnd does not know of all of it.
+/// Returns a sentence about what this call waited for. Files that had the level before are not counted, because firnd
+/// does not know all of them.
 fn summary(path: &std::path::Path, until: DurabilityLevel, waited: &Waited) -> String {
     let level = until.as_str();
     let time = waited.seconds();
@@ -193,7 +200,7 @@ fn summary(path: &std::path::Path, until: DurabilityLevel, waited: &Waited) -> S
     format!("everything at {path} is {level}: nothing was left to write, {time}")
 }
 
-/// Whether nothing failed and a part is left: there was no time, or files stay in logs.
+/// Returns whether an error means that a part is left and nothing failed: the time was over, or files stay in logs.
 fn is_partly(errno: i32) -> bool {
     [Errno::TIMEDOUT, Errno::BUSY]
         .map(Errno::raw_os_error)

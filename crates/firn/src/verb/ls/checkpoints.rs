@@ -1,4 +1,4 @@
-//! `firn ls --checkpoints`: what commit rules made of the files of a mount.
+//! `firn ls --checkpoints`: the checkpoints that the commit rules of a mount make of its files.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::ffi::OsStrExt;
@@ -17,27 +17,27 @@ use crate::failure::Failure;
 use crate::verb::rules::rules_of_mount;
 use crate::{output, text};
 
-/// A checkpoint of a rule.
+/// A checkpoint of a commit rule.
 #[derive(Serialize)]
 pub(super) struct ListedCheckpoint {
-    /// Its directories and files, below the mount point.
+    /// Directories and files of the checkpoint, below the mount point.
     paths: BTreeSet<BytePath>,
     rule: String,
-    /// None: there is no number in its name.
+    /// Number of the checkpoint. `None` means that its name has no number.
     step: Option<String>,
     files: u64,
     bytes: u64,
-    /// Files that are open for writing.
+    /// Files of the checkpoint that are open for writing.
     open: u64,
-    /// A rule has committed it, or it was there before.
+    /// Whether no commit is pending: a rule has committed the checkpoint, or it existed before.
     complete: bool,
-    /// It is complete, and no crash takes it away.
+    /// Whether the checkpoint is complete, and survives a crash.
     durable: bool,
-    /// The lowest level of its files.
+    /// The lowest durability level of its files.
     level: Option<DurabilityLevel>,
-    /// Newest modification of a file in it.
+    /// Time of the newest modification of its files, in seconds since 1970.
     modified_unix_seconds: f64,
-    /// What its commit waits for; none: it is complete.
+    /// What the commit waits for. `None` means that the checkpoint is complete.
     waits_for: Option<String>,
 }
 
@@ -58,7 +58,7 @@ impl ListedCheckpoint {
     }
 }
 
-/// The checkpoints that files are in, those with the highest steps last.
+/// Returns the checkpoints of these files, with the highest steps last.
 pub(super) fn list(
     files: &[Walked],
     (place, status): (&Place, &Status),
@@ -94,7 +94,7 @@ pub(super) fn list(
         let open = open.find(|open| one.paths.contains(&open.scope));
         one.complete = open.is_none();
         one.waits_for = open.and_then(|open| open.waits_for.clone());
-        // What a rule has committed is durable; what was there before it was synced before.
+        // A commit by a rule makes its files durable. Files that existed before were synced earlier.
         let is_drained = one
             .level
             .is_some_and(|level| level >= DurabilityLevel::Drained);
@@ -115,6 +115,7 @@ fn yes_or_no(is_so: bool) -> String {
     if is_so { "yes" } else { "no" }.to_owned()
 }
 
+/// Returns the cells of a checkpoint's row.
 fn row(listed: &ListedCheckpoint) -> [String; HEAD.len()] {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
     let now = now.map_or(0.0, |since| since.as_secs_f64());

@@ -1,4 +1,4 @@
-//! One man page from one entry of a table.
+//! Builds one man page from one entry of a table.
 
 use std::fmt::Write as _;
 use std::io::Write as _;
@@ -9,17 +9,17 @@ use firn_config::{VARIABLES, Variable};
 
 use crate::verb::{self, GROUPS, Verb, mount_firn, verbs};
 
-/// A finished page.
+/// A finished man page.
 pub struct Page {
-    /// Without its section.
+    /// Name of the page without its section.
     pub name: String,
-    /// 1 or 8.
+    /// Section of the page: 1 or 8.
     pub section: u8,
-    /// The text for man(1).
+    /// The page in roff, for man(1).
     pub roff: String,
 }
 
-/// firn(1), a page for each verb, mount.firn(8).
+/// Returns all pages: firn(1), one for each verb, and mount.firn(8).
 pub fn all() -> Vec<Page> {
     let mut pages = vec![overview()];
     pages.extend(verbs().map(of_verb));
@@ -30,6 +30,7 @@ pub fn all() -> Vec<Page> {
     pages
 }
 
+/// Returns firn(1), which lists all verbs and environment variables.
 fn overview() -> Page {
     let mut roff = title(&with_source(Man::new(verb::command())));
     roff += ".SH SYNOPSIS\n\\fBfirn\\fR \\fIVERB\\fR [\\fIOPTIONS\\fR]\n.SH DESCRIPTION\n";
@@ -57,7 +58,7 @@ fn overview() -> Page {
     }
 }
 
-/// The first screen of the README, and the words that all other pages use.
+/// The description in firn(1): the first screen of the README, and the terms that all other pages use.
 const DESCRIPTION: &[&str] = &[
     "Firn is a file system for checkpoints. Mount it in front of any directory. Unmodified programs write checkpoints to \
      memory of the host, and compute on at once. firnd, Firn's process for each mount, carries them to the directory as \
@@ -94,7 +95,7 @@ const EXAMPLES: &[(&str, &str)] = &[
     ),
 ];
 
-/// Variables that are no option, and those that are.
+/// Returns the environment variables: those of options, and those that are no option.
 fn environment() -> impl Iterator<Item = (&'static str, &'static str)> {
     let options = (
         "FIRN_*",
@@ -139,6 +140,7 @@ const EXITS: &[(u8, &str)] = &[
     (130, "interrupted"),
 ];
 
+/// Returns the page of a verb.
 fn of_verb(verb: &Verb) -> Page {
     let name = format!("firn-{}", verb.name);
     let command = verb
@@ -157,6 +159,7 @@ fn of_verb(verb: &Verb) -> Page {
     }
 }
 
+/// Returns mount.firn(8).
 fn of_mount_firn() -> Page {
     let command = mount_firn::page_command();
     let mut roff = top(
@@ -174,7 +177,7 @@ fn of_mount_firn() -> Page {
     }
 }
 
-/// Title, name, synopsis (clap's, or a given one), description.
+/// Returns the first sections: title, name, synopsis and description. The synopsis is clap's, unless one is given.
 fn top(man: Man, synopsis: Option<&str>) -> String {
     let man = with_source(man);
     let mut roff = title(&man).into_bytes();
@@ -188,12 +191,12 @@ fn top(man: Man, synopsis: Option<&str>) -> String {
     String::from_utf8(roff).expect("the tables are UTF-8")
 }
 
-/// What the foot of the page names.
+/// Sets what the foot of the page names as its source.
 fn with_source(man: Man) -> Man {
     man.source(concat!("firn ", env!("CARGO_PKG_VERSION")))
 }
 
-/// Title and name.
+/// Returns the title and the section NAME.
 fn title(man: &Man) -> String {
     let mut roff = Vec::new();
     man.render_title(&mut roff)
@@ -209,7 +212,7 @@ fn paragraphs(paragraphs: &[&str]) -> String {
         .collect()
 }
 
-/// A section of names, in font `font`, and what each is.
+/// Returns a section that lists names, set in font `font`, with their meanings.
 fn terms<'a>(section: &str, font: char, rows: impl Iterator<Item = (&'a str, &'a str)>) -> String {
     let mut roff = format!(".SH {section}\n");
     for (name, what) in rows {
@@ -249,7 +252,7 @@ fn exit_status(exits: &[(u8, &str)]) -> String {
     roff
 }
 
-/// Text for roff: backslashes and hyphens are themselves, and no line begins with a request.
+/// Escapes text for roff: backslashes and hyphens stand for themselves, and no line begins with a request.
 fn escaped(text: &str) -> String {
     let text = text.replace('\\', "\\e").replace('-', "\\-");
     if text.starts_with(['.', '\'']) {
@@ -259,7 +262,7 @@ fn escaped(text: &str) -> String {
     }
 }
 
-/// roff wants other characters by their number (groff_char(7)).
+/// Replaces characters that are not ASCII by their number, as roff requires (groff_char(7)).
 fn ascii(roff: &str) -> String {
     let mut text = String::with_capacity(roff.len());
     for c in roff.chars() {

@@ -1,4 +1,4 @@
-//! The command of a run: its environment, its start, and how it ended.
+//! The command of a run: its environment, its start, and its exit status.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::process::ExitStatusExt;
@@ -7,25 +7,28 @@ use std::process::{Child, Command, ExitStatus};
 
 use crate::failure::{FAILED, Failure};
 
-/// Whether libuv, and with it Node, uses io_uring; some versions do unless it is `0`.
+/// Variable that tells libuv, and so Node, whether to use io_uring. Some versions use it unless the value is `0`.
 const LIBUV_USES_IO_URING: &str = "UV_USE_IO_URING";
-/// The variables that Open MPI hands to ranks on other hosts, beside its own.
+/// Variable that lists the variables which Open MPI passes to ranks on other hosts, besides its own.
 const OPEN_MPI_LIST: &str = "OMPI_MCA_mca_base_env_list";
-/// The file in which ROMIO looks for hints.
+/// Variable that names the file in which ROMIO looks for hints.
 pub(super) const ROMIO_HINTS: &str = "ROMIO_HINTS";
-/// With data sieving OMPIO reads a range, changes its part and writes all of it back: over what other ranks wrote meanwhile.
+/// Variable for data sieving in OMPIO: reading a range, changing a part, and writing the whole range back. The write
+/// would overwrite what other ranks wrote meanwhile.
 const OMPIO_DATA_SIEVING: &str = "OMPI_MCA_fbtl_posix_write_datasieving";
 
-/// What a command needs to know of its mounts.
+/// What a command has to know of its mounts.
 pub(super) struct Environment {
-    /// Where it sees its files.
+    /// Mount point under which the command sees its files.
     pub(super) prefix: PathBuf,
+    /// The preload library. `None` means that the command runs without it.
     pub(super) preload: Option<PathBuf>,
-    /// Where files may lie in logs: the file with the hints of ROMIO.
+    /// File with hints for ROMIO. `None` means that no file can lie in logs.
     pub(super) romio_hints: Option<PathBuf>,
 }
 
-/// Starts `words`.
+/// Starts the command `words`. Fails with exit status 127 where the program is not found, and with 126 where it cannot
+/// be run, as shells do.
 pub(super) fn start(words: &[OsString], environment: &Environment) -> Result<Child, Failure> {
     let (program, args) = words.split_first().expect("clap demands one");
     let mut command = Command::new(program);
@@ -48,11 +51,14 @@ pub(super) fn start(words: &[OsString], environment: &Environment) -> Result<Chi
 }
 
 impl Environment {
+    /// Sets the variables that make the command use the mount. A variable that the user has set stays, except for lists
+    /// that are extended.
     fn set_environment(&self, command: &mut Command) {
         let is_set = |name: &str| std::env::var_os(name).is_some();
         command.env("FIRN_PREFIX", &self.prefix);
         let mut forwarded = vec!["FIRN_PREFIX"];
-        // I/O by io_uring bypasses the preload library: Node would write into the stub files, or through the kernel's page cache.
+        // io_uring bypasses the preload library. Node would write into the stub files, or through the kernel's page
+        // cache.
         if !is_set(LIBUV_USES_IO_URING) {
             command.env(LIBUV_USES_IO_URING, "0");
         }
@@ -71,7 +77,7 @@ impl Environment {
         if is_set(firn_client::paths::RUNTIME_DIR_ENV) {
             forwarded.push(firn_client::paths::RUNTIME_DIR_ENV);
         }
-        // Ranks on other hosts get the environment only if Open MPI is told to pass it.
+        // Open MPI passes a variable to ranks on other hosts only if this list names it.
         if !is_set(OPEN_MPI_LIST) {
             command.env(OPEN_MPI_LIST, forwarded.join(";"));
         }
@@ -87,7 +93,7 @@ fn prepend_library(library: &Path, other_libraries: Option<OsString>) -> OsStrin
     list
 }
 
-/// How the command ended, in words.
+/// Returns in words how the command ended.
 pub(super) fn describe_end(status: ExitStatus) -> String {
     match (status.code(), status.signal()) {
         (Some(0), _) => "the command succeeded".into(),
@@ -97,7 +103,7 @@ pub(super) fn describe_end(status: ExitStatus) -> String {
     }
 }
 
-/// How the command ended, as a shell says it.
+/// Returns the exit status of the command as a shell does: 128 plus the number of a signal that ended it.
 pub(super) fn exit_code(status: ExitStatus) -> u8 {
     let code = status
         .code()

@@ -1,18 +1,21 @@
-//! Hints for ROMIO, without which it writes back bytes of other hosts that it has read.
+//! Hints that turn off data sieving in ROMIO.
+//!
+//! Data sieving reads a range, changes a part, and writes the whole range back. So it would overwrite bytes that other
+//! hosts have changed meanwhile.
 
 use std::io::Read;
 
 use super::command::ROMIO_HINTS;
 use crate::failure::{Failure, USAGE};
 
-/// Writes nothing but the bytes that it was given.
+/// The hint that makes ROMIO write only the bytes that a program gave it.
 const NO_SIEVES: &str = "romio_ds_write disable";
-/// Its first word.
+/// Key of that hint.
 const SIEVES: &str = "romio_ds_write";
-/// Bytes of a file with hints that is taken. Hints have some hundreds.
+/// Maximum size in bytes of a file with hints. Real files have some hundred bytes.
 const HINTS_BYTES_MAX: u64 = 64 << 10;
 
-/// The hints of the user, and that one.
+/// Returns the user's hints, with the hint against data sieving added. Fails where the user's file cannot be read.
 pub(super) fn without_sieving() -> Result<String, Failure> {
     let mut hints = String::new();
     if let Some(file) = std::env::var_os(ROMIO_HINTS) {
@@ -27,7 +30,7 @@ pub(super) fn without_sieving() -> Result<String, Failure> {
     Ok(with_own(&hints))
 }
 
-/// The user's own choice stays, also a wrong one.
+/// Adds the hint, unless the user has set that key. The user's own choice stays, even if it is wrong.
 fn with_own(hints: &str) -> String {
     let is_sieves = |line: &str| line.split_whitespace().next() == Some(SIEVES);
     let mut all = hints.trim_end().to_owned();

@@ -1,13 +1,14 @@
-//! The part of `firn run` on one host: it mounts, makes durable what it is told to, and unmounts.
+//! The part of `firn run` on one host: it mounts, makes data durable when told so, and unmounts.
 //!
-//! A launcher starts it ([`super::launcher`]). firnd is its child, so a resource manager that ends what a process has
-//! started (a step of Slurm) leaves both alone as long as this one lives.
+//! A launcher starts this process ([`super::launcher`]), and firnd is its child. A resource manager may end everything
+//! that an ended process has started (a step of Slurm), so this process lives as long as firnd.
 //!
 //! Promises
-//! * SIGTERM and SIGINT, which a resource manager sends before it kills, make durable what is held. The mount stays: a job may still
-//!   write its last checkpoint. firnd, which gets the same signal, leaves its end to this process.
-//! * When `firn run` is gone (standard input ends), the mount ends too: as soon as no program uses it, or at the next signal.
-//!   What has a backing is drained before.
+//! * A resource manager sends SIGTERM or SIGINT before it kills. These signals make durable what is held now. The mount
+//!   stays, because the job may still write its last checkpoint. firnd gets the same signal, and leaves the unmount to
+//!   this process.
+//! * Standard input ends when `firn run` has ended. Then this process unmounts as soon as no program uses the mount, or
+//!   at the next signal. Where there is a backing, everything is drained before.
 
 use std::io::{self, BufReader};
 use std::path::PathBuf;
@@ -36,27 +37,31 @@ use crate::progress::Meter;
 use crate::report;
 use crate::verb::umount::{failure_of, wait_for_end};
 
-/// The first argument under which the binary is this.
+/// First argument with which the binary is this part of `firn run`.
 pub const NAME: &str = "run-host";
-/// How long a mount that was ordered to end waits for programs that use it, before it looks again.
+/// Interval at which a mount that has to end is checked for programs that still use it.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
-/// Checkpoints that are told together: with paths of 4 KiB they have room in a word.
+/// Number of checkpoints in one word. With paths of 4 KiB they still fit.
 const CHECKPOINTS_PER_WORD: usize = 100;
-/// Under Slurm the name of the host, which need not be its host name.
+/// Variable with the name of the host under Slurm, which may differ from its host name.
 const SLURM_HOST: &str = "SLURMD_NODENAME";
 
-/// What it waits for.
+/// An event for the main loop.
 enum Event {
+    /// An order of `firn run`.
     Order(Order),
+    /// A signal that asks for the end.
     Signal,
-    /// The job's coordinator is gone.
+    /// Standard input has ended, so `firn run` is gone.
     Alone,
 }
 
-/// Where words go.
+/// Sends words to `firn run`.
 #[derive(Clone)]
 struct Speaker {
+    /// Number of this sender, which its fragments carry.
     id: u64,
+    /// Standard output; the lock keeps the fragments of a word together.
     out: Arc<Mutex<io::Stdout>>,
 }
 
@@ -68,7 +73,7 @@ impl Speaker {
         Ok(Self { id, out })
     }
 
-    /// A word that does not arrive is not missed: standard input ends as well then.
+    /// Sends a word. An error is ignored: `firn run` is then gone, and standard input ends as well.
     fn say(&self, word: &Word) {
         let mut out = self.out.lock().unwrap_or_else(PoisonError::into_inner);
         let _ = send_word(&mut *out, self.id, word);
@@ -79,7 +84,8 @@ impl Speaker {
     }
 }
 
-/// What `args` after [`NAME`] say: how often it says that it is there, in milliseconds.
+/// Runs the part of a host until its mount has ended. The argument after [`NAME`] is the interval, in milliseconds, at
+/// which it reports that it is alive. Returns the exit status.
 pub fn main(args: &[std::ffi::OsString]) -> Result<u8, Failure> {
     let every_ms = args
         .first()
@@ -135,12 +141,13 @@ fn pass_orders(events: &Sender<Event>) {
     let _ = events.send(Event::Alone);
 }
 
+/// Waits for the order to mount, mounts, serves until the end, and unmounts. Returns the exit status.
 fn serve(speaker: &Speaker, events: &Receiver<Event>) -> Result<u8, Failure> {
     let setup = loop {
         match events.recv() {
             Ok(Event::Order(Order::Mount(setup))) => break setup,
             Ok(Event::Order(Order::Drain)) => {}
-            // Nothing is mounted yet.
+            // Nothing is mounted yet, so there is nothing to undo.
             Ok(Event::Order(Order::End(_)) | Event::Signal | Event::Alone) | Err(_) => {
                 return Ok(DONE);
             }
@@ -172,17 +179,20 @@ fn serve(speaker: &Speaker, events: &Receiver<Event>) -> Result<u8, Failure> {
 
 /// The mount of a run on this host.
 struct HostMount {
+    /// The two directories of the run.
     place: RunDirs,
-    /// The preload library alone serves the files.
+    /// Whether the preload library alone serves the files, without FUSE.
     is_tree: bool,
+    /// The file with ROMIO hints, which the unmount removes.
     romio_hints: Option<PathBuf>,
-    /// Drains that were asked for and are not over.
+    /// Number of drains that were asked for and are not finished.
     drains: Arc<AtomicU32>,
-    /// A drain that does not come to its end any more is no fault.
+    /// Set when the unmount begins. A drain that fails after that is no error.
     is_ending: Arc<AtomicBool>,
 }
 
 impl HostMount {
+    /// Mounts as the setup says. A failure after the mount unmounts again, and keeps what is held.
     fn make(setup: &Setup, speaker: &Speaker) -> Result<Self, Failure> {
         let path = |path: &Option<BytePath>| path.as_ref().map(|path| path.as_path().to_owned());
         let mut options = setup.options.clone();
@@ -219,7 +229,7 @@ impl HostMount {
         Ok(mount)
     }
 
-    /// What a command needs beside the mount.
+    /// Prepares what a command needs besides the mount: the file with ROMIO hints, and the files of a lost host.
     fn prepare(&mut self, setup: &Setup) -> Result<(), Failure> {
         if let Some(hints) = &setup.romio_hints {
             self.romio_hints = Some(write_hints(&self.place, hints)?);
@@ -241,7 +251,7 @@ impl HostMount {
         }
     }
 
-    /// Removes old checkpoints until the value is dropped.
+    /// Starts to remove old checkpoints. The removal ends when the returned sender is dropped.
     fn start_pruning(&self, keep: u32, speaker: &Speaker) -> Sender<()> {
         let (pruning, on_end) = channel();
         let prefix = self.place.prefix.clone();
@@ -254,7 +264,8 @@ impl HostMount {
         pruning
     }
 
-    /// Serves until the mount is to end. Returns what becomes of held data then, or None if the coordinator is gone.
+    /// Serves orders and signals until the mount has to end. Returns the policy for held data, or `None` where `firn
+    /// run` is gone.
     fn serve(&self, speaker: &Speaker, events: &Receiver<Event>) -> Option<HeldPolicy> {
         loop {
             match events.recv() {
@@ -266,7 +277,8 @@ impl HostMount {
         }
     }
 
-    /// Makes durable what is held now, beside what comes next. Drains that are asked for meanwhile are one more.
+    /// Makes durable what is held now, in a thread of its own, so that the next event does not wait. All requests that
+    /// come during a drain together cause one more drain.
     fn start_drain(&self, speaker: &Speaker) {
         if self.place.memory_only || self.drains.fetch_add(1, Ordering::AcqRel) > 0 {
             return;
@@ -278,6 +290,7 @@ impl HostMount {
             loop {
                 let asked = drains.load(Ordering::Acquire);
                 let drained = make_durable(&prefix, &mut |_| {});
+                // The unmount has begun and drains by itself, so an error here would be misleading.
                 if is_ending.load(Ordering::Acquire) {
                     return;
                 }
@@ -291,8 +304,10 @@ impl HostMount {
         });
     }
 
-    /// Unmounts, and tells what the report of the run is made of: names and sizes of checkpoints as long as they can be seen,
-    /// and the record as it is at the end.
+    /// Unmounts, and sends what the report of the run needs.
+    ///
+    /// Names and sizes of checkpoints are read before the unmount, while the files can be seen. The record is the one
+    /// after the unmount, which covers everything.
     fn take_down_and_tell(
         &self,
         policy: HeldPolicy,
@@ -324,7 +339,7 @@ impl HostMount {
         ended
     }
 
-    /// Unmounts, also while programs of the command that were left behind use it.
+    /// Unmounts, even if programs that the command left behind still use the mount.
     fn take_down(&self, policy: HeldPolicy, speaker: &Speaker) -> Report {
         self.remove_hints();
         let mut meter = Meter::quiet_if(true);
@@ -345,7 +360,7 @@ impl HostMount {
         report
     }
 
-    /// Drains if so told, and unmounts.
+    /// Drains if the policy says so, and unmounts. `report` gets what stays in memory.
     fn end(
         &self,
         policy: HeldPolicy,
@@ -353,7 +368,8 @@ impl HostMount {
         report: &mut Report,
         show: &mut dyn FnMut(Progress),
     ) -> Result<(), Failure> {
-        // What is refused here (files that are still open in logs) the unmount tries again, and says so.
+        // Some files cannot be made durable yet, such as files that are open in logs. The unmount tries again, and its
+        // result counts.
         let mut not_durable = None;
         if policy == HeldPolicy::Drain {
             not_durable = make_durable(&self.place.prefix, show).err();
@@ -368,6 +384,7 @@ impl HostMount {
         let written_files = ended.map_err(|error| failure_of(error, &place.mount))?;
         wait_for_end(&firnd, false);
         self.place.remove_default_prefix();
+        // Other hosts still have these files open, so the run is only partly done.
         if written_files > 0 {
             let text = format!(
                 "{} stay in logs, which other hosts make plain",
@@ -385,7 +402,7 @@ impl HostMount {
         })
     }
 
-    /// The names of files that were in memory only go with them.
+    /// Removes the names of a run without a backing, where no data is left for them.
     fn remove_names(&self, policy: HeldPolicy, report: &mut Report) {
         let backing = &self.place.backing;
         if policy == HeldPolicy::Discard {
@@ -395,14 +412,17 @@ impl HostMount {
             }
         } else if report.held_bytes == 0 {
             let _ = std::fs::remove_file(&report.arena);
-            // Not empty: there are names without data.
+            // This fails for a directory that is not empty: it has names without data, which stay.
             let _ = std::fs::remove_dir(backing);
         }
     }
 
-    /// Ends the mount when no program uses it any more, or at a signal.
+    /// Ends the mount without `firn run`. It unmounts when no program uses the mount any more. A signal forces the
+    /// unmount.
     fn end_alone(&self, events: &Receiver<Event>) -> Report {
         self.remove_hints();
+        // Without `firn run`, the result of the command is unknown. Files in memory only are kept, and others are
+        // drained.
         let policy = if self.place.memory_only {
             HeldPolicy::Keep
         } else {
@@ -412,6 +432,7 @@ impl HostMount {
         loop {
             let mut report = Report::default();
             match self.end(policy, force, &mut report, &mut |_| {}) {
+                // A program still uses the mount. The unmount is tried again later.
                 Err(_) if !force && firn_client::find(&self.place.prefix).is_ok() => {}
                 Err(failure) => {
                     report.failure = Some(told(failure));
@@ -447,12 +468,12 @@ fn make_durable(
     Connection::open(&place.mount)?.wait(&request, show)
 }
 
-/// A file in the runtime directory, at the same path on all hosts, with hints for ROMIO.
+/// Writes the file with hints for ROMIO. Its path in the runtime directory is the same on all hosts.
 fn write_hints(place: &RunDirs, hints: &str) -> Result<PathBuf, Failure> {
     let runtime = firn_client::paths::create_runtime_dir()?;
     let key = firn_client::Key::of(&place.prefix);
     let file = runtime.join(format!("{:016x}.romio-hints", key.0));
-    // Only the user may change names in that directory.
+    // Other users cannot change names in the runtime directory, so the file needs no further protection.
     std::fs::write(&file, hints).map_err(|error| {
         let shown = crate::text::path(&file);
         Failure::new(FAILED, format!("cannot write {shown}: {error}"))

@@ -1,10 +1,12 @@
-//! All hosts of a run: their mounts, from the first word to the last.
+//! All hosts of a run: the coordinator that starts their mounts, follows them, and ends them.
+//!
+//! A start is a local process (srun, ssh) that starts the host parts on some of the hosts.
 //!
 //! Promises
-//! * The command starts when every host has mounted, or not at all.
-//! * A host that says nothing for `timeout` is lost: the run waits for the others only, and names the lost host with the
-//!   command that recovers its data.
-//! * Each other host ends by itself what it has begun, also when this process ends before.
+//! * The command starts only when every host has mounted.
+//! * A host that sends nothing for `timeout` is lost. The run then waits for the other hosts only, and names the lost
+//!   host with the command that recovers its data.
+//! * Every other host finishes what it has begun, even if this process ends earlier.
 
 use std::io::BufReader;
 use std::os::unix::process::CommandExt;
@@ -25,60 +27,75 @@ use crate::failure::{FAILED, Failure};
 use crate::progress::{Meter, Waited};
 use crate::{output, report};
 
-/// Signals that are for the command.
+/// Signals that are passed on to the command.
 const PASSED_ON: [i32; 7] = [SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGCONT];
-/// How often a host says that it is there, as a part of the time after which it is lost.
+/// Number of signs of life that a host sends within `timeout`.
 const BEATS: u32 = 5;
-/// How often it is looked at whether one is lost.
+/// Interval at which the hosts are checked for lost ones.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
-/// Events in the queue at most. A reader of a host's output waits for room in it.
+/// Capacity of the queue of events. A thread that reads a host's output waits while the queue is full.
 const EVENTS_MAX: usize = 1024;
-/// How long a host may be silent before it has a mount. A launcher may have to wait for other work, and the first thing
-/// that a mount does is to recover what an earlier one held.
+/// Minimum timeout for a host without a mount. A launcher may have to wait for other work, and a mount first recovers
+/// what an earlier one held.
 const START_LIMIT: Duration = Duration::from_secs(60);
-/// How long launchers may take to end when all hosts have.
+/// Time for launchers to end after all hosts have ended.
 const LAUNCHER_END: Duration = Duration::from_secs(5);
 
-/// What this process waits for.
+/// An event for the coordinator.
 enum Event {
-    /// Output of a start.
+    /// Output of the start with this index.
     Output(usize, Output),
-    /// A start has ended, and with it all its hosts.
+    /// The start with this index has ended, and so have the parts on all its hosts.
     StartEnded(usize),
+    /// This process got the signal.
     Signal(i32),
+    /// The command has ended.
     CommandEnded(std::io::Result<ExitStatus>),
 }
 
-/// A process here that starts the part of the run on some hosts.
+/// A running start.
 struct Running {
+    /// The local process.
     child: Child,
-    /// None once it reads no more.
+    /// Its standard input. `None` means that it accepts no more orders.
     orders: Option<ChildStdin>,
+    /// Indices of its hosts.
     hosts: Vec<usize>,
 }
 
-/// How far a host is.
+/// Progress of a host.
 enum HostState {
+    /// The start was begun, and the host has sent no word.
     Starting,
+    /// The host's part runs, and waits for the order to mount.
     Ready,
+    /// The host's mount is usable.
     Mounted,
+    /// The host has unmounted, with this result.
     Ended(Report),
-    /// It has no mount: why, and the exit status.
+    /// The host has no mount: the reason, and the exit status.
     Failed(String, u8),
 }
 
+/// A host of the run.
 struct Host {
+    /// Name of the host, as the launcher knows it.
     name: String,
-    /// As it calls itself.
+    /// The name that the host gives itself.
     own_name: String,
-    /// Number of its words; none before the first.
+    /// Number of the sender in the host's words. `None` before its first word.
     id: Option<u64>,
+    /// Progress of the host.
     state: HostState,
-    /// What it mounted.
+    /// The mount of the host. `None` before the mount is usable.
     mounted: Option<Mounted>,
+    /// When the last word arrived.
     last_word: Instant,
+    /// Whether the host has exceeded its timeout.
     is_lost: bool,
+    /// Bytes that the last drain still has to write.
     left_bytes: u64,
+    /// Files that have such bytes.
     left_files: u64,
 }
 
@@ -90,37 +107,46 @@ impl Host {
 
 /// The hosts of a run.
 pub(super) struct Job<'a> {
+    /// The launcher that started the hosts.
     launcher: &'a dyn Launcher,
+    /// Time without a word after which a host is lost.
     timeout: Duration,
+    /// All hosts, in the order of the launcher.
     hosts: Vec<Host>,
+    /// All starts.
     running: Vec<Running>,
+    /// Sender for threads that produce events.
     sender: SyncSender<Event>,
+    /// The queue of events.
     events: Receiver<Event>,
-    /// Events that were taken since the last look for lost hosts.
+    /// Events that were taken since the last check for lost hosts.
     taken: usize,
-    /// Notices that were told already, without the host.
+    /// Notices that were printed already, without the name of a host.
     told: Vec<String>,
-    /// What hosts tell for the report of the run.
+    /// What hosts sent for the report of the run.
     report: report::Run,
 }
 
-/// How the mounts of a run ended.
+/// The result of the unmounts of a run.
 pub(super) struct Ended {
+    /// What was waited for during the unmounts.
     pub(super) waited: Waited,
-    /// What stays in memory, and in which arenas.
+    /// Bytes that stay in memory, and the arenas that hold them.
     pub(super) held_bytes: u64,
     pub(super) arenas: Vec<PathBuf>,
+    /// The mounts that were usable.
     pub(super) mounted: Vec<Mounted>,
-    /// Hosts that are lost, with a mount.
+    /// Names of lost hosts that had a mount.
     pub(super) lost: Vec<String>,
-    /// What went wrong on hosts, in words, and its exit status.
+    /// For each failed host, a message and its exit status.
     pub(super) failures: Vec<(String, u8)>,
-    /// What hosts told for the report of the run.
+    /// What hosts sent for the report of the run.
     pub(super) report: report::Run,
 }
 
 impl<'a> Job<'a> {
-    /// Starts the part of this run on each host.
+    /// Starts the part of the run on each host. `program` gets the interval between two signs of life in milliseconds.
+    /// Fails where a launcher cannot be started.
     pub(super) fn start(
         launcher: &'a dyn Launcher,
         timeout: Duration,
@@ -149,7 +175,7 @@ impl<'a> Job<'a> {
             told: Vec::new(),
             report: report::Run::default(),
         };
-        // Before the first process, so that no signal falls between.
+        // The handlers are set before the first process starts, so that no signal is lost in between.
         job.watch_signals()?;
         let beat = (timeout / BEATS).max(Duration::from_millis(100));
         let program = program(u64::try_from(beat.as_millis()).unwrap_or(u64::MAX))?;
@@ -171,11 +197,13 @@ impl<'a> Job<'a> {
         Ok(())
     }
 
+    /// Starts one start, with threads that turn its output into events. Fails where its program cannot be started.
     fn begin(&mut self, start: Start) -> Result<(), Failure> {
         let Start { mut command, hosts } = start;
         let program = command.get_program().to_string_lossy().into_owned();
         command.stdin(Stdio::piped()).stdout(Stdio::piped());
-        // A Ctrl-C is for the command. The mounts end after it.
+        // The process group of its own keeps a Ctrl-C at the terminal away from the mounts: it is meant for the
+        // command, and the mounts end after that.
         command.process_group(0);
         let mut child = command.spawn().map_err(|error| {
             let text = format!("cannot start `{program}`, which starts what mounts: {error}");
@@ -202,7 +230,10 @@ impl<'a> Job<'a> {
         Ok(())
     }
 
-    /// Has all hosts mount, and waits for that; `make` gives the order when all are there, knowing what they call themselves.
+    /// Tells all hosts to mount, and waits until they have.
+    ///
+    /// `make` returns the order from the names that the hosts give themselves. So all hosts must have reported first.
+    /// Fails as `wait_for_all` does.
     pub(super) fn mount(
         &mut self,
         make: impl FnOnce(&[String]) -> Setup,
@@ -222,7 +253,8 @@ impl<'a> Job<'a> {
             .collect())
     }
 
-    /// Until no host is in such a state; an error if one fails, or is lost, or a signal comes before.
+    /// Waits until no host is in a state for which `is_before` holds. Fails where a host fails or is lost, or where a
+    /// signal comes first.
     fn wait_for_all(&mut self, is_before: impl Fn(&HostState) -> bool) -> Result<(), Failure> {
         loop {
             if let Some(failure) = self.find_failure() {
@@ -249,7 +281,7 @@ impl<'a> Job<'a> {
         )
     }
 
-    /// The first host that has no mount and gets none.
+    /// Returns the failure of the first host that has no mount and will get none.
     fn find_failure(&self) -> Option<Failure> {
         let is_one = self.hosts.len() == 1;
         self.hosts.iter().find_map(|host| {
@@ -275,7 +307,8 @@ impl<'a> Job<'a> {
         })
     }
 
-    /// Waits for the command. SIGTERM, which comes before a time limit, makes durable what is held meanwhile.
+    /// Waits for the command. SIGTERM announces a time limit, so it makes durable what is held while the command still
+    /// runs.
     pub(super) fn wait_for_command(&mut self, mut command: Child) -> Result<ExitStatus, Failure> {
         let pid = Pid::from_child(&command);
         let sender = self.sender.clone();
@@ -285,7 +318,7 @@ impl<'a> Job<'a> {
         loop {
             match self.next_event() {
                 Some(Event::Signal(signal)) => {
-                    // A Ctrl-C reached the whole group already; a second one does no harm.
+                    // At a terminal, a Ctrl-C reached the whole group already. A second one does no harm.
                     if let Some(signal) = Signal::from_named_raw(signal) {
                         let _ = kill_process(pid, signal);
                     }
@@ -303,12 +336,12 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// Has all hosts unmount, and waits for those that are not lost. A second signal meanwhile ends the wait.
+    /// Tells all hosts to unmount, and waits for those that are not lost. A second signal during this ends the wait.
     pub(super) fn end(mut self, policy: HeldPolicy, quiet: bool) -> Ended {
         let mut meter = Meter::quiet_if(quiet);
         self.order(&Order::End(policy));
         let mut signals = 0;
-        // A host that has not begun sees that orders have ended.
+        // A host in the state `Starting` gets no order that counts. It ends when its standard input ends.
         let is_waited_for = |host: &Host| {
             matches!(host.state, HostState::Ready | HostState::Mounted) && !host.is_lost
         };
@@ -336,6 +369,7 @@ impl<'a> Job<'a> {
         ended
     }
 
+    /// Sums up the results of all hosts. `time` is how long the unmounts took.
     fn sum_up(&mut self, time: Duration) -> Ended {
         let mut ended = Ended {
             waited: Waited {
@@ -371,7 +405,7 @@ impl<'a> Job<'a> {
                         ended.failures.push((text, *code));
                     }
                 }
-                // It never had a mount.
+                // The host never had a mount, so nothing of it is left.
                 HostState::Failed(..) | HostState::Starting | HostState::Ready => {}
                 HostState::Mounted => {
                     ended.failures.extend(self.describe_lost(host));
@@ -384,6 +418,8 @@ impl<'a> Job<'a> {
         ended
     }
 
+    /// Returns a message for a host whose unmount did not finish, with the command that recovers its data. Returns
+    /// `None` where the host never had a mount.
     fn describe_lost(&self, host: &Host) -> Option<(String, u8)> {
         let backing = crate::text::path(host.mounted.as_ref()?.backing.as_path());
         let line = self
@@ -401,7 +437,7 @@ impl<'a> Job<'a> {
         Some((text, FAILED))
     }
 
-    /// Ends the launchers; the hosts that have not ended see that orders have ended.
+    /// Ends the launchers. Hosts that have not ended yet notice it, because their standard input ends.
     fn close(mut self) {
         for running in &mut self.running {
             running.orders = None;
@@ -415,8 +451,8 @@ impl<'a> Job<'a> {
                 }
                 thread::sleep(Duration::from_millis(5));
             }
-            // srun and ssh wait for a host that is lost or has never answered. But srun ends all others of its step when it
-            // is ended.
+            // srun and ssh would wait for a lost host, or for one that never answered. But a signal to srun ends all
+            // hosts of its step, so it gets one only if none of its hosts still works.
             let is_vain = running.hosts.iter().all(|at| {
                 let host = &self.hosts[*at];
                 host.has_ended() || host.is_lost || matches!(host.state, HostState::Starting)
@@ -433,15 +469,17 @@ impl<'a> Job<'a> {
             if let Some(orders) = &mut running.orders
                 && send_order(orders, order).is_err()
             {
-                // Its end tells the rest.
+                // The start has ended. Its output reports that, so the error is not reported here.
                 running.orders = None;
             }
         }
     }
 
-    /// The next thing that happens, which is done as far as it is about hosts; none: nothing for a while.
+    /// Returns the next event, after the part of it that concerns hosts is done. Returns `None` where nothing happened
+    /// for [`LOOK_EVERY`].
     fn next_event(&mut self) -> Option<Event> {
-        // This process may have been stopped meanwhile: the words of all hosts are taken before one counts as lost.
+        // After a stop of this process (Ctrl-Z), old words wait in the queue. They are taken first, so that no live
+        // host counts as lost.
         let mut event = None;
         if self.taken < EVENTS_MAX {
             event = self.events.try_recv().ok();
@@ -461,6 +499,7 @@ impl<'a> Job<'a> {
         event
     }
 
+    /// Records a word of a host. Any word also shows that the host is alive, even one that counted as lost.
     fn take(&mut self, start: usize, id: u64, word: &Word) {
         let at = match word {
             Word::Hello(name) => self.assign(start, id, name),
@@ -472,6 +511,7 @@ impl<'a> Job<'a> {
         let is_one = self.hosts.len() == 1;
         let host = &mut self.hosts[at];
         host.last_word = Instant::now();
+        // The host was only slow. It takes part in the run again.
         if std::mem::take(&mut host.is_lost) {
             output::say(&format!("{} answers again", host.name));
         }
@@ -482,7 +522,7 @@ impl<'a> Job<'a> {
             }
             Word::Alive => {}
             Word::Notice(text) if is_one => output::say(text),
-            // Many hosts notice the same: it is told once.
+            // Many hosts often send the same notice, so its text is printed once.
             Word::Notice(text) if !self.told.contains(text) => {
                 output::say(&format!("{}: {text}", host.name));
                 self.told.push(text.clone());
@@ -514,7 +554,8 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// The host that a first word comes from: by its name, or the next one of that start which has said nothing yet.
+    /// Returns the host that sent a first word. The name decides. Where no name fits, it is the next host of that start
+    /// that has sent nothing yet.
     fn assign(&mut self, start: usize, id: u64, name: &str) -> Option<usize> {
         let short = |name: &str| name.split('.').next().unwrap_or_default().to_owned();
         let free = |at: &usize| self.hosts[*at].id.is_none();
@@ -533,10 +574,12 @@ impl<'a> Job<'a> {
         }
     }
 
+    /// Marks hosts as lost whose last word is older than their timeout.
     fn find_lost(&mut self) {
         for at in 0..self.hosts.len() {
             let host = &self.hosts[at];
             let limit = match host.state {
+                // A host that has no mount yet may need longer: see `START_LIMIT`.
                 HostState::Starting | HostState::Ready => self.timeout.max(START_LIMIT),
                 HostState::Mounted | HostState::Ended(_) | HostState::Failed(..) => self.timeout,
             };

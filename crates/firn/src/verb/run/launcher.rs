@@ -1,7 +1,7 @@
-//! Launchers: which hosts a run has, and how one process is started on each of them.
+//! Launchers: they know the hosts of a run, and start one process on each of them.
 //!
-//! A launcher only starts processes. The processes mount, say how they are and unmount by themselves, whichever launcher
-//! started them, and they end when their standard input does.
+//! A launcher only starts processes. Each process mounts, reports and unmounts by itself under any launcher. It ends
+//! when its standard input ends.
 
 mod flux;
 mod local;
@@ -33,48 +33,53 @@ pub(super) enum Kind {
     Flux,
 }
 
-/// How one process on each host of a run is started.
+/// Knows the hosts of a run, and how one process is started on each.
 pub(super) trait Launcher {
-    /// The hosts, each once.
+    /// Returns the names of the hosts, each of them once.
     fn hosts(&self) -> &[String];
 
-    /// What starts `program` on each of them.
+    /// Returns the local processes that together start `program` on all hosts.
     fn starts(&self, program: &Program) -> Vec<Start>;
 
-    /// A command line that runs `line` on a host, for a user to copy.
+    /// Returns a command line that runs `line` on a host, for the user to copy.
     fn line_on(&self, host: &str, line: &str) -> String;
 
-    /// Whether the hosts stay the user's when the command has ended.
+    /// Returns whether the hosts still belong to the user when the command has ended.
     fn keeps_hosts(&self) -> bool;
 
-    /// Name of the default mount point, which may not be that of another job on the same hosts.
+    /// Returns the name of the default mount point. Jobs that may share a host need different names.
     fn default_prefix(&self) -> String {
         "run".into()
     }
 }
 
-/// A process to start here, which starts the program on these of the hosts.
+/// A process on this host, which starts the program on some of the hosts.
 pub(super) struct Start {
+    /// The command to start.
     pub(super) command: Command,
     /// Indices into [`Launcher::hosts`].
     pub(super) hosts: Vec<usize>,
 }
 
-/// The part of `firn run` on a host, which must be at the same path everywhere.
+/// The part of `firn run` on a host. The program file has the same path on all hosts.
 pub(super) struct Program {
+    /// Program file and arguments.
     pub(super) words: Vec<OsString>,
-    /// Variables that it needs. A launcher that hands on the whole environment need not set them.
+    /// Variables that the program needs. A launcher that passes on the whole environment need not set them.
     pub(super) variables: Vec<(OsString, OsString)>,
 }
 
 impl Program {
-    /// Gives it to a command that takes a program with its arguments.
+    /// Appends the program to a command that takes a program with its arguments.
     fn append_to(&self, command: &mut Command) {
         command.args(&self.words);
     }
 }
 
-/// The launcher that the command line and the environment ask for.
+/// Returns the launcher that the command line and the environment ask for.
+///
+/// In the automatic case, an enclosing job of a resource manager supplies the hosts. Without such a job, the run has
+/// this host only.
 pub(super) fn choose(matches: &ArgMatches) -> Result<Box<dyn Launcher>, Failure> {
     let shell = || -> Vec<String> {
         let shell = matches.get_one::<String>("remote-shell");
@@ -90,6 +95,7 @@ pub(super) fn choose(matches: &ArgMatches) -> Result<Box<dyn Launcher>, Failure>
         Kind::Auto if flux::is_in_instance() => Ok(Box::new(flux::Flux::of_instance()?)),
         Kind::Auto if remote_shell::is_in_pbs_job() => {
             let pbs = remote_shell::RemoteShell::of_pbs_job(shell())?;
+            // A PBS job on one host needs no remote shell.
             if pbs.hosts().len() > 1 {
                 return Ok(Box::new(pbs));
             }
@@ -102,16 +108,18 @@ pub(super) fn choose(matches: &ArgMatches) -> Result<Box<dyn Launcher>, Failure>
     }
 }
 
+/// Returns an environment variable, or `None` where it is unset, empty, or not valid text.
 fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok().filter(|value| !value.is_empty())
 }
 
-/// How long a resource manager may take to name the hosts of a job.
+/// Timeout for a resource manager to name the hosts of a job.
 const ANSWER: Duration = Duration::from_secs(60);
-/// 100,000 hosts with names of 40 bytes.
+/// Maximum size in bytes of a list of hosts: 100,000 hosts with names of 40 bytes.
 const HOSTS_BYTES_MAX: usize = 4 << 20;
 
-/// Host names, which a program of a resource manager prints, apart by white space.
+/// Runs a program of a resource manager, which prints host names with white space between them. Returns the names.
+/// Fails where the program fails, exceeds its timeout, or prints none.
 fn ask_for_hosts(command: Command) -> Result<Vec<String>, Failure> {
     let program = command.get_program().to_string_lossy().into_owned();
     let failed = |why: String| {

@@ -1,11 +1,12 @@
-//! What `firn run` and its part on each host say to each other.
+//! The messages between `firn run` and its part on each host.
 //!
-//! Orders go to a host's standard input, words come from its standard output, both as JSON. A launcher may join the
-//! outputs of many hosts, and cut long lines. So a word is sent as fragments, each a short line with the sender's number;
-//! a line without the mark is output of something else (a login script).
+//! Orders go to a host's standard input. Words, which are a host's messages, come from its standard output. Both are
+//! JSON. A launcher may mix the outputs of many hosts, and may cut long lines. So a word is sent as fragments: short
+//! lines, each with the number of its sender. A line without the mark is output of something else, such as a login
+//! script.
 //!
 //! Bounds
-//! * An order has at most `ORDER_BYTES_MAX` bytes, a word `WORD_BYTES_MAX`, a line of output `LINE_BYTES_MAX`.
+//! * An order has at most `ORDER_BYTES_MAX` bytes, a word `WORD_BYTES_MAX`, and a line of output `LINE_BYTES_MAX`.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -20,132 +21,143 @@ use serde::{Deserialize, Serialize};
 
 use crate::report::CheckpointNow;
 
-/// Options have some kilobytes, a file with hints of ROMIO at most 64 KiB.
+/// Maximum size of an order in bytes. Options have some kilobytes, and a file with ROMIO hints has at most 64 KiB.
 const ORDER_BYTES_MAX: u64 = 1 << 20;
-/// The longest word is the record of a mount.
+/// Maximum size of a word in bytes. The longest word is the record of a mount.
 const WORD_BYTES_MAX: usize = RECORD_BYTES_MAX as usize + (64 << 10);
-/// Bytes of a line that are taken at once; a longer line comes in parts.
+/// Bytes of a line that are read at once. A longer line arrives in parts.
 const LINE_BYTES_MAX: u64 = 64 << 10;
-/// Bytes of a fragment. Slurm hands on lines of up to 1,024 bytes in one piece.
+/// Bytes of text in a fragment. Slurm passes on lines of up to 1,024 bytes in one piece.
 const FRAGMENT_BYTES: usize = 800;
-/// What a fragment begins with.
+/// First word of each line that is a fragment.
 const MARK: &str = "firn-run";
-/// A fragment that others follow, and the last one of a word.
+/// Marks of a fragment that others follow, and of the last fragment of a word.
 const MORE: &str = "+";
 const LAST: &str = ".";
 
-/// What `firn run` has its part on a host do.
+/// An order: what the part of `firn run` on a host has to do.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Order {
-    /// Mount.
+    /// Mount as the setup says.
     Mount(Box<Setup>),
-    /// Make durable what is held now; the mount stays.
+    /// Make durable what is held now. The mount stays.
     Drain,
-    /// Unmount and end.
+    /// Unmount and end. The policy says what happens to held files.
     End(HeldPolicy),
 }
 
-/// What a host mounts.
+/// What a host has to mount, and how.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Setup {
-    /// Where drained files end up; none: files are in memory only.
+    /// Directory where drained files end up. `None` means that files are in memory only.
     pub(super) backing: Option<BytePath>,
-    /// Where programs see the files; none: a directory of this name in the runtime directory.
+    /// Mount point. `None` means the directory `default_prefix` in the runtime directory.
     pub(super) prefix: Option<BytePath>,
+    /// Name of the default mount point in the runtime directory.
     pub(super) default_prefix: String,
+    /// Options of the mount.
     pub(super) options: Options,
-    /// A host where FUSE cannot be used may take frontend=preload.
+    /// Whether a host may choose frontend=preload where FUSE cannot be used.
     pub(super) may_choose_frontend: bool,
-    /// What a file for `ROMIO_HINTS` has; none: no such file.
+    /// Content of the file for `ROMIO_HINTS`. `None` means that there is no such file.
     pub(super) romio_hints: Option<String>,
-    /// The host whose files are brought from the memory of its partner, and the one that brings them.
+    /// The lost host whose files are restored from its partner, and the host that restores them.
     pub(super) restart: Option<Restart>,
-    /// Which old checkpoints go while the command runs.
+    /// Which old checkpoints are removed while the command runs. `None` means that all of them stay.
     pub(super) keep: Option<Keep>,
-    /// What hosts tell of the run before their mounts end; none: no report is made.
+    /// What hosts send for the report of the run before they end. `None` means that there is no report.
     pub(super) report: Option<ReportWanted>,
 }
 
-/// Which hosts tell what for the report of a run. Each tells its own record.
+/// What hosts send for the report of a run. Each host also sends its own record.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct ReportWanted {
-    /// The host that lists checkpoints, where hosts see the same files; none: each its own.
+    /// The host that lists the checkpoints, where all hosts see the same files. `None` means that each host lists its
+    /// own.
     pub(super) checkpoints_by: Option<String>,
 }
 
 /// How many checkpoints stay.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Keep {
+    /// Number of whole checkpoints that stay.
     pub(super) count: u32,
-    /// The host that removes the others, where hosts see the same files; none: each its own.
+    /// The host that removes the others, where all hosts see the same files. `None` means that each host removes its
+    /// own.
     pub(super) by: Option<String>,
 }
 
-/// Whose files are brought back, and to which host.
+/// Whose files are restored, and which host restores them.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Restart {
+    /// Name of the lost host.
     pub(super) lost: String,
-    /// As the host calls itself in [`Word::Hello`].
+    /// Name of the restoring host, as it gives it in [`Word::Hello`].
     pub(super) to: String,
 }
 
-/// What a host says.
+/// A word: a message of a host.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(super) enum Word {
-    /// It is there, under this name.
+    /// The host's part has started, and gives its name.
     Hello(String),
-    /// It is still there.
+    /// The host's part is alive. It sends this at regular intervals.
     Alive,
-    /// Something that the user should know.
+    /// A message for the user.
     Notice(String),
     /// The mount is usable.
     Mounted(Mounted),
-    /// There is no mount, and the host's part ends.
+    /// The mount failed, and the host's part ends.
     Failed {
-        /// Why.
+        /// Reason of the failure.
         text: String,
-        /// Exit status.
+        /// Exit status of the failure.
         code: u8,
     },
-    /// How far the last drain is.
+    /// Progress of the last drain.
     Left {
-        /// Bytes still to be drained.
+        /// Bytes that are not drained yet.
         bytes: u64,
-        /// Files that have some.
+        /// Files with bytes that are not drained yet.
         files: u64,
     },
-    /// What the mount did, for the report of the run.
+    /// The record of what the mount did, for the report of the run.
     Record(Box<RunRecord>),
-    /// Some of the checkpoints that are there when the mount ends.
+    /// Some of the checkpoints that existed before the unmount.
     Checkpoints(Vec<CheckpointNow>),
-    /// What is missing in the report of the run, in a sentence.
+    /// A sentence about something that the report of the run lacks.
     NotReported(String),
-    /// The mount is gone, and the host's part ends.
+    /// The unmount is over, and the host's part ends.
     Ended(Report),
 }
 
-/// A mount of a host.
+/// The mount of a host.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Mounted {
+    /// Mount point.
     pub(super) prefix: BytePath,
+    /// The backing.
     pub(super) backing: BytePath,
-    /// The preload library alone serves the files.
+    /// Whether the preload library alone serves the files, without FUSE.
     pub(super) is_tree: bool,
+    /// Path of the file with ROMIO hints, where there is one.
     pub(super) romio_hints: Option<BytePath>,
 }
 
-/// What became of a host's mount.
+/// The result of a host's unmount.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub(super) struct Report {
-    /// The most that was left to drain at the end.
+    /// The largest number of bytes that were left to drain.
     pub(super) waited_bytes: u64,
+    /// The largest number of files that were left to drain.
     pub(super) waited_files: u64,
-    /// What stays in memory.
+    /// Bytes that stay in memory.
     pub(super) held_bytes: u64,
+    /// The arena that holds the bytes that stay.
     pub(super) arena: PathBuf,
-    /// What went wrong, and its exit status.
+    /// A message about what failed, and its exit status.
     pub(super) failure: Option<(String, u8)>,
 }
 
@@ -157,7 +169,7 @@ pub(super) fn send_order(to: &mut impl Write, order: &Order) -> io::Result<()> {
     to.flush()
 }
 
-/// The next order; None: orders have ended.
+/// Reads the next order. Returns `None` at the end of standard input, after which no order comes.
 pub(super) fn read_order(from: &mut impl BufRead) -> io::Result<Option<Order>> {
     let mut line = Vec::new();
     from.take(ORDER_BYTES_MAX).read_until(b'\n', &mut line)?;
@@ -167,7 +179,7 @@ pub(super) fn read_order(from: &mut impl BufRead) -> io::Result<Option<Order>> {
     Ok(Some(serde_json::from_slice(&line)?))
 }
 
-/// Sends a word of the sender `id`.
+/// Sends a word as fragments with the number `id` of the sender.
 pub(super) fn send_word(to: &mut impl Write, id: u64, word: &Word) -> io::Result<()> {
     to.write_all(fragments(id, &serde_json::to_string(word)?).as_bytes())?;
     to.flush()
@@ -187,19 +199,19 @@ fn fragments(id: u64, text: &str) -> String {
     }
 }
 
-/// What a launcher gives.
+/// A piece of a launcher's output.
 #[derive(Debug)]
 pub(super) enum Output {
-    /// A word of a sender.
+    /// A complete word, and the number of its sender.
     Word(u64, Box<Word>),
-    /// A line of something else.
+    /// A line that is not part of a word.
     Other(String),
 }
 
-/// The output of a launcher, in which the words of several hosts are mixed.
+/// Reads the output of a launcher, in which the words of several hosts are mixed.
 pub(super) struct Words<R> {
     from: R,
-    /// Fragments of words that are not whole yet.
+    /// For each sender, the beginning of a word whose last fragment has not arrived yet.
     begun: BTreeMap<u64, String>,
 }
 
@@ -211,7 +223,7 @@ impl<R: BufRead> Words<R> {
         }
     }
 
-    /// Takes a line; what it completes.
+    /// Adds a line. Returns the word that the line completes, or the line itself where it is not part of a word.
     fn take(&mut self, line: &str) -> Option<Output> {
         let other = || Some(Output::Other(line.to_owned()));
         let Some((id, kind, text)) = split_fragment(line) else {
@@ -219,6 +231,7 @@ impl<R: BufRead> Words<R> {
         };
         let begun = self.begun.entry(id).or_default();
         begun.push_str(text);
+        // Fragments without an end must not fill the memory.
         if begun.len() > WORD_BYTES_MAX {
             self.begun.remove(&id);
             return other();
@@ -237,6 +250,7 @@ impl<R: BufRead> Words<R> {
 impl<R: BufRead> Iterator for Words<R> {
     type Item = Output;
 
+    /// Returns the next piece of output. Returns `None` at the end of the output, or where reading fails.
     fn next(&mut self) -> Option<Output> {
         loop {
             let mut line = Vec::new();

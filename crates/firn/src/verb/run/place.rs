@@ -1,4 +1,4 @@
-//! The two directories of a run on a host: where programs see the files, and where the files end up.
+//! The two directories of a run on a host: the mount point, and the backing in which files end up.
 
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
@@ -6,21 +6,24 @@ use std::path::{Path, PathBuf};
 use crate::failure::{FAILED, Failure, USAGE};
 use crate::text;
 
-/// Ending of the directory that has the names of a run whose files are in memory alone.
+/// Suffix of the backing of a run whose files are in memory only. That directory has the names of the files.
 pub(in crate::verb) const NAMES: &str = "names";
 
 /// The two directories of a run.
 pub(super) struct RunDirs {
+    /// Mount point, where programs see the files.
     pub(super) prefix: PathBuf,
+    /// Directory where drained files end up.
     pub(super) backing: PathBuf,
-    /// The backing was made for this run's names only: nothing is drained to it.
+    /// Whether the backing was created for the names of this run only, so that nothing is drained to it.
     pub(super) memory_only: bool,
-    /// The prefix is the default one, which Firn made itself.
+    /// Whether the mount point is the default one, which Firn created.
     is_default: bool,
 }
 
 impl RunDirs {
-    /// Makes what is missing; without a `prefix` it is `default` in the runtime directory.
+    /// Creates the directories that are missing. Without a `prefix`, the mount point is `default` in the runtime
+    /// directory.
     pub(super) fn make(
         prefix: Option<PathBuf>,
         default: &str,
@@ -37,7 +40,7 @@ impl RunDirs {
         let memory_only = backing.is_none();
         let backing = match backing {
             Some(backing) => backing,
-            // The same for the same prefix, so that a restart finds its files.
+            // The name depends only on the mount point, so a restart with the same mount point finds its files.
             None => {
                 let runtime = firn_client::paths::create_runtime_dir()?;
                 let key = firn_client::Key::of(&absolute(&prefix)?);
@@ -56,7 +59,7 @@ impl RunDirs {
         })
     }
 
-    /// Removes what was made as the default of --prefix, after the unmount; a stub tree in which something is left stays.
+    /// Removes the default mount point after the unmount. A stub tree that is not empty stays.
     pub(super) fn remove_default_prefix(&self) {
         if self.is_default {
             let _ = std::fs::remove_dir(&self.prefix);
@@ -64,7 +67,7 @@ impl RunDirs {
     }
 }
 
-/// In the runtime directory, where no other user can put a symbolic link in its place.
+/// Creates the default mount point in the runtime directory, where no other user can put a symbolic link in its place.
 fn default_prefix(name: &str) -> Result<PathBuf, Failure> {
     let prefix = firn_client::paths::create_runtime_dir()?.join(name);
     match firn_trust::create_private_dir(rustix::fs::CWD, &prefix) {

@@ -1,4 +1,4 @@
-//! `firn run --keep`: old checkpoints go while the command runs.
+//! `firn run --keep`: removes old checkpoints while the command runs.
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -10,12 +10,12 @@ use firn_client::checkpoints::Directory;
 use crate::failure::Failure;
 use crate::prune::{self, Verdict};
 
-/// How often a directory is looked at for old checkpoints: seldom beside the time that a checkpoint takes, often enough
-/// that one more of them finds room.
+/// Interval at which a directory is examined. It is long compared with the cost, and short enough that a further
+/// checkpoint finds free space.
 const PRUNE_EVERY: Duration = Duration::from_secs(1);
 
-/// Removes old checkpoints again and again until all senders of `on_end` are gone. Each failure is told once: the job,
-/// and the removal of others, go on without.
+/// Removes old checkpoints again and again until all senders of `on_end` are gone. Each failure is reported once, and
+/// neither the job nor the removal of other checkpoints stops.
 pub(super) fn prune_until(
     on_end: &Receiver<()>,
     prefix: &Path,
@@ -33,10 +33,10 @@ pub(super) fn prune_until(
     }
 }
 
-/// Gives what could not be removed.
+/// Removes old checkpoints once. Returns the reason for each that could not be removed.
 fn prune(prefix: &Path, keep: usize) -> Result<Vec<Failure>, Failure> {
     let directory = Directory::open(firn_client::find(prefix)?)?;
-    // Fewer directories than that: nothing can be too old, and firnd need not be asked.
+    // With at most `keep` entries no checkpoint can be too old, so firnd need not be asked.
     let entries = std::fs::read_dir(prefix).map_or(0, Iterator::count);
     if entries <= keep {
         return Ok(Vec::new());

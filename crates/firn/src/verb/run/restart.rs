@@ -1,12 +1,13 @@
-//! `firn run --restart`: the files of a host that is lost, from the memory of its partner.
+//! `firn run --restart`: restores the files of a lost host from the memory of its partner.
+//!
+//! The partner of a host is another host, which has copies of the first host's held files.
 //!
 //! Promises
-//! * A file that is here already, in this host's memory or in the backing, with the same length and time, is not
-//!   fetched; one that was written since is not replaced.
-//! * What lies under one name of the mount is fetched as a whole before any file of it takes its place. Interrupted in
-//!   between, the same command goes on.
-//! * Files are fetched into a directory of the user's alone, and placed below the top of the mount by its descriptor,
-//!   through no link: others may make names in the backing.
+//! * A file that exists here with the same size and time is not fetched. A file that was written later is not replaced.
+//! * All files below one name at the top of the mount are fetched before any of them gets its final name. After an
+//!   interruption, the same command continues.
+//! * Files are fetched into a directory with mode 0700. From there they are moved by the descriptor of the mount's top,
+//!   and no symbolic link is followed: other users may create names in the backing.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -27,38 +28,47 @@ use crate::failure::{FAILED, Failure};
 use crate::progress::Meter;
 use crate::{output, text};
 
-/// A directory of the user's alone, in which files are until all of a name are there.
+/// Private directory in which fetched files are staged until all files below their name are complete.
 const STAGED: &str = ".firn-restart";
-/// Their tree in it.
+/// Name of the staged tree in that directory.
 const TREE: &str = "tree";
-/// How long an agent that does not answer is tried.
+/// Timeout for an agent that does not answer.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A restart of what one host held.
+/// The restart of one lost host.
 struct Restart<'a> {
+    /// The lost host.
     host: &'a str,
+    /// The partner that has the copies.
     partner: String,
+    /// How the agent on the partner is reached.
     route: Route,
+    /// The mount point on this host.
     prefix: &'a Path,
-    /// The directory `prefix`, open.
+    /// Descriptor of the directory `prefix`.
     top: OwnedFd,
+    /// Files that were restored.
     restored_files: u64,
+    /// Bytes that were restored.
     restored_bytes: u64,
+    /// Files that were here already.
     near_files: u64,
 }
 
-/// State on this mount of a file that a partner has a copy of.
+/// What this mount has of a file that a partner has a copy of.
 #[derive(PartialEq)]
 enum Here {
-    /// The file is missing, has no bytes yet, or older ones.
+    /// The file does not exist here, is empty, or is older than the copy.
     Missing,
-    /// The file is the same here.
+    /// The file has the same size and time here.
     Same,
-    /// The file was written since.
+    /// The file was written here after the copy was made.
     Newer,
 }
 
-/// Brings what `host` held to the mount at `prefix`, where it is nowhere nearer.
+/// Restores on the mount at `prefix` what the lost `host` held, as far as the backing or this memory does not have it.
+///
+/// Returns without an error, and says so, where the host had no partner or the partner has no copies.
 pub(super) fn restore(host: &str, prefix: &Path, backing: &Path) -> Result<(), Failure> {
     let without = |why: &str| {
         output::say(&format!("{why}: {host} restarts from what the backing has"));
@@ -81,8 +91,10 @@ pub(super) fn restore(host: &str, prefix: &Path, backing: &Path) -> Result<(), F
         match restore_from(partner, host, prefix, backing) {
             Ok(true) => {}
             Ok(false) if formers == 0 => without(&format!("{partner} has no copies of {host}")),
+            // A former partner without copies is normal, because a later one took them over.
             Ok(false) => {}
-            // The partner was taking over from this one, and has what it came to.
+            // The present partner was taking over from this earlier one. Its copies are already restored, so this
+            // failure is only reported.
             Err(Failure::Told { text, .. }) if at > 0 => output::say(&format!(
                 "{partner}, an earlier partner of {host}, may have more: {text}"
             )),
@@ -92,7 +104,7 @@ pub(super) fn restore(host: &str, prefix: &Path, backing: &Path) -> Result<(), F
     Ok(())
 }
 
-/// Brings what `host` held from one host that has copies; false: that host has none.
+/// Restores what `host` held from the copies on one partner. Returns false where that partner has none.
 fn restore_from(partner: &str, host: &str, prefix: &Path, backing: &Path) -> Result<bool, Failure> {
     let route = Route::Backing {
         dir: backing.to_owned(),
@@ -125,6 +137,7 @@ fn restore_from(partner: &str, host: &str, prefix: &Path, backing: &Path) -> Res
 }
 
 impl Restart<'_> {
+    /// Restores all files below one name at the top of the mount, if any of them is missing.
     fn restore_name(&mut self, name: &BytePath, entries: &[&Entry]) -> Result<(), Failure> {
         let wanted = entries
             .iter()
@@ -133,7 +146,7 @@ impl Restart<'_> {
             let staged = firn_trust::create_private_dir(&self.top, Path::new(STAGED));
             let staged = staged.map_err(failed)?;
             let path = self.prefix.join(STAGED).join(TREE);
-            // What an earlier try left.
+            // An interrupted restart may have left a staged tree.
             remove(&staged, TREE, &path)?;
             self.fetch(name, &path)?;
             for entry in entries {
@@ -147,7 +160,7 @@ impl Restart<'_> {
         Ok(())
     }
 
-    /// What a file is here; none: it is no file.
+    /// Returns the state of a file here, or `None` where the entry is no regular file.
     fn find(&self, entry: &Entry) -> Option<Here> {
         let EntryKind::File { bytes, .. } = entry.kind else {
             return None;
@@ -160,6 +173,7 @@ impl Restart<'_> {
         let time = (found.st_mtime as i64, found.st_mtime_nsec as u32);
         Some(match found.st_size as u64 {
             len if len == bytes && time == (entry.mtime_s, entry.mtime_ns) => Here::Same,
+            // An empty file is a name without data, so the copy overwrites nothing.
             0 => Here::Missing,
             _ if time > (entry.mtime_s, entry.mtime_ns) => Here::Newer,
             _ => Here::Missing,
@@ -182,6 +196,7 @@ impl Restart<'_> {
         }
     }
 
+    /// Fetches everything below `name` from the partner into the staged tree.
     fn fetch(&self, name: &BytePath, staged: &Path) -> Result<(), Failure> {
         let request = PullRequest {
             host: self.partner.clone(),
@@ -201,7 +216,7 @@ impl Restart<'_> {
         pulled.map(drop).map_err(failed)
     }
 
-    /// Gives something that was fetched its place.
+    /// Moves one fetched file to its final name, or creates its directory. A file that is not missing here stays.
     fn place(&mut self, name: &BytePath, entry: &Entry, staged: &OwnedFd) -> Result<(), Failure> {
         let to = entry.path.as_path();
         let shown = self.prefix.join(to);
@@ -246,7 +261,7 @@ impl Restart<'_> {
     }
 }
 
-/// What is copied, by the first names of its paths; without what is listed itself.
+/// Groups entries by the first component of their paths. The entry of the listed directory itself is left out.
 fn group(entries: &[Entry]) -> BTreeMap<BytePath, Vec<&Entry>> {
     let mut names: BTreeMap<BytePath, Vec<&Entry>> = BTreeMap::new();
     for entry in entries {
@@ -262,7 +277,7 @@ fn last_name(path: &Path) -> &OsStr {
     path.file_name().unwrap_or_default()
 }
 
-/// What is there already is a directory, or what comes below it fails.
+/// Creates a directory. An existing name is accepted: where it is no directory, the next step below it fails.
 fn make_dir(dir: &OwnedFd, name: &OsStr, mode: u32) -> Result<(), Errno> {
     match mkdirat(dir, name, Mode::RWXU) {
         Ok(()) => {
@@ -274,7 +289,7 @@ fn make_dir(dir: &OwnedFd, name: &OsStr, mode: u32) -> Result<(), Errno> {
     }
 }
 
-/// Removes a file or a tree; nothing may be there.
+/// Removes a file or a tree. A missing one is no error.
 fn remove(dir: impl AsFd, name: &str, path: &Path) -> Result<(), Failure> {
     match remove_beneath(dir, OsStr::new(name)) {
         Ok(()) | Err(Errno::NOENT) => Ok(()),

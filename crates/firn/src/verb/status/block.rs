@@ -1,4 +1,4 @@
-//! One mount, in full.
+//! The status of one mount as text, line by line: first what is wrong, then the main figures, then the details.
 
 use std::fmt::Write;
 
@@ -15,21 +15,21 @@ use super::list::fill;
 use crate::output::Paint;
 use crate::text::{bytes, count, figure, rate, seconds};
 
-/// Characters of the bar that shows the arena.
+/// Width of the arena's bar in characters.
 const BAR_WIDTH: usize = 10;
-/// Above this the arena is nearly full and writers will soon wait.
+/// Share of the arena in use from which writers may soon have to wait.
 const NEARLY_FULL: f64 = 0.9;
 
-/// How much of a mount is shown.
+/// How much of a mount's status is shown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Detail {
-    /// What is wrong, and the figures that a user of the mount needs.
+    /// What is wrong, and the main figures.
     Short,
-    /// All there is.
+    /// All figures and options.
     All,
 }
 
-/// What is known of the mount.
+/// Returns the text for a mount, or for what is known of one that does not answer.
 pub fn text(seen: &Seen, detail: Detail, paint: Paint) -> String {
     match seen {
         Seen::Alive { status, files } => {
@@ -49,14 +49,14 @@ pub fn text(seen: &Seen, detail: Detail, paint: Paint) -> String {
     }
 }
 
-/// When a line of a mount is shown.
+/// When a line of a mount is shown. The order of the variants is that of the lines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum LineRank {
-    /// First, because something is wrong.
+    /// The line comes first, because it reports a problem.
     Trouble,
-    /// Always.
+    /// The line is always shown.
     Main,
-    /// With all detail.
+    /// The line is shown with full detail only.
     Detail,
 }
 
@@ -74,6 +74,7 @@ impl Lines {
     }
 }
 
+/// Returns the lines of a mount whose firnd answered, in the order of their ranks.
 fn mount(s: &Status, detail: Detail, paint: Paint) -> String {
     let mut lines = Lines(Vec::new());
     add_trouble(s, paint, &mut lines);
@@ -95,7 +96,7 @@ fn mount(s: &Status, detail: Detail, paint: Paint) -> String {
     text
 }
 
-/// What is wrong, and the command or option that helps.
+/// Adds lines about what is wrong, each with the command or the option that helps.
 fn add_trouble(s: &Status, paint: Paint, lines: &mut Lines) {
     let mut line = |label: &str, what: String| lines.add(LineRank::Trouble, label, &what);
     let point = &s.mount_point;
@@ -194,7 +195,7 @@ fn add_trouble(s: &Status, paint: Paint, lines: &mut Lines) {
     }
 }
 
-/// A transaction that waits for a decision, or failed.
+/// Returns whether a transaction waits for the user's decision, or has failed.
 fn is_in_trouble(one: &TransactionStatus) -> bool {
     let backup_fails = one
         .backup
@@ -209,7 +210,7 @@ fn is_lane_in_trouble(lane: &LaneStatus) -> bool {
     lane.placed.as_ref().is_some_and(is_bad) || lane.token.as_ref().is_some_and(goes_without)
 }
 
-/// The figures that a user of the mount needs.
+/// Adds the figures that a user of the mount needs.
 fn add_main(s: &Status, paint: Paint, lines: &mut Lines) {
     let mut line = |label: &str, what: String| lines.add(LineRank::Main, label, &what);
     line("in memory", format!("{}; {}", held(s), arena(s, paint)));
@@ -259,7 +260,7 @@ fn add_main(s: &Status, paint: Paint, lines: &mut Lines) {
     }
 }
 
-/// All else.
+/// Adds all other figures and options.
 fn add_detail(s: &Status, paint: Paint, lines: &mut Lines) {
     let mut line = |label: &str, what: String| lines.add(LineRank::Detail, label, &what);
     let chunk = bytes(s.chunk_bytes);
@@ -327,7 +328,7 @@ fn add_detail(s: &Status, paint: Paint, lines: &mut Lines) {
     }
 }
 
-/// What close does, which decides about speed, and the options that are not as by default.
+/// Returns what a close guarantees, which decides about speed, and the options that differ from their defaults.
 fn options(s: &Status) -> String {
     let defaults = Options::default().in_force();
     let mut close = None;
@@ -348,7 +349,7 @@ fn options(s: &Status) -> String {
     }
 }
 
-/// The rate over the last seconds, if there is one.
+/// Returns the rate over the last seconds, or an empty text where nothing was moved.
 fn recent_rate(bytes_per_second: f64) -> String {
     if bytes_per_second < 1.0 {
         return String::new();
@@ -366,7 +367,7 @@ fn pulled(s: &Status) -> String {
     )
 }
 
-/// Figures that the lines of a mount show in words of their own.
+/// Figures for which a line of the text has words of its own.
 const IN_LINES: &[&str] = &[
     "arena_bytes",
     "arena_used_bytes",
@@ -452,7 +453,7 @@ const IN_LINES: &[&str] = &[
     "waiting_writers",
 ];
 
-/// All other figures that are not 0, by name: one that is new in the table is shown here.
+/// Returns all other figures that are not 0, by name. A figure that is new in the table appears here without a change.
 fn other_figures(s: &Status) -> Vec<String> {
     let mut shown = Vec::new();
     let figures = Figures::of([s]);
@@ -475,7 +476,7 @@ fn other_figures(s: &Status) -> Vec<String> {
     shown
 }
 
-/// A histogram in a few words.
+/// Returns a histogram as a few quantiles in words.
 fn histogram_text(name: &str, histogram: &HistogramStatus) -> String {
     let upto = |share| match histogram.quantile(share) {
         Some(bound) if bound.is_finite() => format!("<={}", figure(name, bound)),
@@ -490,6 +491,7 @@ fn histogram_text(name: &str, histogram: &HistogramStatus) -> String {
     )
 }
 
+/// Returns a line about a lane: its path, its files, and its queue.
 fn lane_line(lane: &LaneStatus, paint: Paint) -> String {
     let placed = lane
         .placed
@@ -507,6 +509,7 @@ fn lane_line(lane: &LaneStatus, paint: Paint) -> String {
     )
 }
 
+/// Returns the state of a lane with placement, and how much was placed on it.
 fn placed_text(placed: &PlacedStatus, paint: Paint) -> String {
     let files = count(placed.files, "file");
     let written = bytes(placed.bytes);
@@ -524,7 +527,7 @@ fn placed_text(placed: &PlacedStatus, paint: Paint) -> String {
     format!("{state}, {role}{files} placed, {written} written, ")
 }
 
-/// What gives a lane one writer among several hosts.
+/// Returns the state of a lane's token. The token gives the lane one writer among several hosts.
 fn token_line(token: &TokenStatus, paint: Paint) -> String {
     let time = seconds(token.state_seconds);
     let state = match (token.state, &token.holder) {
@@ -561,6 +564,7 @@ fn held(s: &Status) -> String {
     )
 }
 
+/// Returns a bar of the arena's use. It has the colour of a warning where the arena is nearly full.
 fn arena(s: &Status, paint: Paint) -> String {
     let fill = fill(s);
     let full = (fill * BAR_WIDTH as f64).round() as usize;
@@ -577,6 +581,7 @@ fn arena(s: &Status, paint: Paint) -> String {
     )
 }
 
+/// Returns a line about a transaction, with the state of its backup where it has one.
 fn transaction(one: &TransactionStatus, paint: Paint) -> String {
     let text = stage(one, paint);
     let Some(backup) = &one.backup else {
@@ -606,6 +611,7 @@ fn rule(one: &TransactionStatus) -> String {
     }
 }
 
+/// Returns the stage of a transaction in words, with the command that continues it.
 fn stage(one: &TransactionStatus, paint: Paint) -> String {
     let scope = if one.scope.is_empty() {
         "the whole mount".to_owned()
@@ -646,7 +652,7 @@ fn owner(one: &TransactionStatus) -> String {
     }
 }
 
-/// Copies in the memory of another host.
+/// Returns the state of the copies in a partner host's memory.
 fn partnered(partner: &PartnerStatus, paint: Paint) -> String {
     let copied = bytes(partner.copied_bytes);
     let mut text = if partner.present {
@@ -677,7 +683,8 @@ fn spilled(spill: &SpillStatus) -> String {
     )
 }
 
-/// The other end of what was received: few large writes.
+/// Returns what was drained, and the mean size of the writes to the backing, which shows that many small writes became
+/// few large ones.
 fn drained(s: &Status) -> String {
     let mean = s
         .drain_bytes
@@ -696,7 +703,7 @@ fn drained(s: &Status) -> String {
     )
 }
 
-/// `retry_seconds` is when the backing is tried again, where it is.
+/// Returns a line about an error. `retry_seconds` is the time until the next try of the backing, where one is planned.
 fn error_line(error: &ErrorStatus, retry_seconds: Option<f64>) -> String {
     let pending = match (error.pending, retry_seconds) {
         (false, _) => String::new(),
@@ -716,6 +723,7 @@ fn error_line(error: &ErrorStatus, retry_seconds: Option<f64>) -> String {
     )
 }
 
+/// Returns a line for each undrained file at or below a path.
 fn pending(files: &[FileStatus]) -> String {
     if files.is_empty() {
         return "  all files here are drained\n".to_owned();
@@ -822,7 +830,7 @@ mod tests {
     #[test]
     fn each_figure_changes_what_a_person_is_shown() {
         let mut status = Status::example();
-        // What went wrong stands in for figures, and the line of pulls is there if there were some.
+        // A problem hides other figures, so the example has none. The line of pulls appears only where there were some.
         status.pulled_bytes = 1;
         let transaction = &mut status.transactions[0];
         transaction.error = None;
@@ -845,7 +853,7 @@ mod tests {
         }
     }
 
-    /// Another value at a path of JSON.
+    /// Changes the value at a path in the JSON.
     fn change(value: &mut Value, path: &str) {
         if let Some((field, rest)) = path.split_once('.') {
             match value[field.trim_end_matches("[]")] {

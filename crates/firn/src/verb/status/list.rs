@@ -1,4 +1,4 @@
-//! All mounts, a line each.
+//! The list of all mounts: a row for each.
 
 use firn_protocol::Status;
 
@@ -10,7 +10,7 @@ const HEAD: [&str; 8] = [
     "MOUNT", "BACKING", "HELD", "OLDEST", "ARENA", "INGEST", "DRAIN", "ERRORS",
 ];
 
-/// The table, and below it what the silent ones need.
+/// Returns the table, and below it the advice for mounts that do not answer.
 pub fn text(all: &[Seen], paint: Paint) -> String {
     if all.is_empty() {
         return "no firn mounts\n".to_owned();
@@ -50,6 +50,7 @@ pub fn text(all: &[Seen], paint: Paint) -> String {
     text
 }
 
+/// Returns the row of a mount.
 fn row(seen: &Seen) -> [String; 8] {
     let dash = || "-".to_owned();
     match seen {
@@ -85,6 +86,7 @@ fn row(seen: &Seen) -> [String; 8] {
     }
 }
 
+/// Returns the row of a mount whose firnd answered.
 fn alive(status: &Status) -> [String; 8] {
     let oldest = status
         .oldest_held_seconds
@@ -105,7 +107,7 @@ fn alive(status: &Status) -> [String; 8] {
     ]
 }
 
-/// How full the arena is, from 0 to 1.
+/// Returns the share of the arena that is in use, from 0 to 1.
 pub fn fill(status: &Status) -> f64 {
     (status.arena_used_bytes as f64 / status.arena_bytes.max(1) as f64).min(1.0)
 }
@@ -115,7 +117,7 @@ mod tests {
     use super::*;
 
     fn plain() -> Paint {
-        // Tests have no terminal on stdout under cargo; NO_COLOR would say the same.
+        // cargo gives tests no terminal on stdout, so there are no colours.
         Paint::stdout()
     }
 

@@ -1,23 +1,24 @@
-//! The hosts of a Flux instance, by `flux exec`.
+//! The launcher for the hosts of a Flux instance, by `flux exec`.
 
 use std::process::Command;
 
 use super::{Launcher, Program, Start, ask_for_hosts, variable};
 use crate::failure::Failure;
 
-/// Set in a batch script or an allocation, which is an instance of its own.
+/// Variable that is set in a batch script or an allocation. Either is a Flux instance of its own.
 const INSTANCE: &str = "FLUX_URI";
-/// Set in the processes of a job of that instance.
+/// Variable that is set in the processes of a job in that instance.
 const TASK: &str = "FLUX_TASK_RANK";
 
 /// The hosts of a Flux instance.
 pub(in crate::verb::run) struct Flux {
     hosts: Vec<String>,
-    /// Tells it from other instances on the same hosts.
+    /// Name that differs from those of other instances on the same hosts.
     name: String,
 }
 
-/// Whether this process has a Flux instance of its own, and is not one of the processes of a job in it.
+/// Returns whether this process has a Flux instance of its own. That is false for a process of a job in the instance,
+/// which shares the hosts with others.
 pub(super) fn is_in_instance() -> bool {
     variable(INSTANCE).is_some() && variable(TASK).is_none()
 }
@@ -29,7 +30,7 @@ impl Flux {
         let hosts = ask_for_hosts(command)?;
         let mut command = Command::new("flux");
         command.args(["getattr", "jobid"]);
-        // An instance that is no job of another one has no number.
+        // Only an instance that is a job of another instance has a number.
         let name = ask_for_hosts(command).map_or_else(|_| "flux".into(), |name| name.concat());
         let name = name.chars().filter(char::is_ascii_alphanumeric).collect();
         Ok(Self { hosts, name })

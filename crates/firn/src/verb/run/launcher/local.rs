@@ -1,4 +1,4 @@
-//! This host alone.
+//! The launcher for this host alone: it starts the program as a child.
 
 use std::process::Command;
 
@@ -37,7 +37,7 @@ impl Launcher for Local {
         line.to_owned()
     }
 
-    /// A host that a batch system gave goes back to it.
+    /// A host of a batch system's job goes back to that system when the job ends.
     fn keeps_hosts(&self) -> bool {
         let jobs = [slurm::JOB, "PBS_JOBID", "FLUX_JOB_ID"];
         jobs.iter().all(|job| variable(job).is_none())

@@ -1,7 +1,8 @@
-//! Hosts in a file, by a remote shell such as ssh: one process here for each host.
+//! The launcher for hosts in a file, by a remote shell such as ssh. It starts one local process for each host.
 //!
-//! The remote shell is given a host and one command line in the syntax of sh(1). It must hand on standard input and output, and end
-//! when the command does. Of the environment it hands on nothing: what the program needs is in the command line.
+//! The remote shell gets a host and one command line in the syntax of sh(1). It must pass on standard input and output,
+//! and end when the command ends. It need not pass on the environment: the command line sets the variables that the
+//! program needs.
 
 use std::ffi::OsStr;
 use std::io::Read;
@@ -12,16 +13,16 @@ use super::{Launcher, Program, Start, variable};
 use crate::failure::{Failure, USAGE};
 use crate::text;
 
-/// Names the hosts of a PBS job, once for each of its processes.
+/// Variable with the path of a file that names the hosts of a PBS job, once for each process.
 const PBS_HOSTS: &str = "PBS_NODEFILE";
 const PBS_JOB: &str = "PBS_JOBID";
-/// Bytes of a file with hosts: 100,000 with names of 40 bytes.
+/// Maximum size in bytes of a file with hosts: 100,000 hosts with names of 40 bytes.
 const HOSTS_BYTES_MAX: u64 = 4 << 20;
 
-/// Hosts in a file.
+/// The hosts of a file.
 pub(in crate::verb::run) struct RemoteShell {
     hosts: Vec<String>,
-    /// The shell and its arguments; a host and a command line follow.
+    /// The shell and its arguments. A host and a command line follow them.
     shell: Vec<String>,
     pbs_job: Option<String>,
 }
@@ -31,6 +32,7 @@ pub(super) fn is_in_pbs_job() -> bool {
 }
 
 impl RemoteShell {
+    /// Reads the hosts from a file. Fails where the file cannot be read, or names no valid hosts.
     pub(super) fn of_file(file: &Path, shell: Vec<String>) -> Result<Self, Failure> {
         let shown = text::path(file);
         let mut list = String::new();
@@ -63,7 +65,8 @@ impl RemoteShell {
     }
 }
 
-/// The first word of each line, without a number of processes (`n17:4`) and without repetitions.
+/// Returns the first word of each line, without repetitions and without a number of processes (`n17:4`). The error says
+/// what is no host.
 fn parse_hosts(list: &str) -> Result<Vec<String>, String> {
     let mut hosts: Vec<String> = Vec::new();
     for line in list.lines() {
@@ -75,7 +78,7 @@ fn parse_hosts(list: &str) -> Result<Vec<String>, String> {
             Some((host, count)) if count.bytes().all(|byte| byte.is_ascii_digit()) => host,
             _ => word,
         };
-        // It is an argument of the remote shell.
+        // The name becomes an argument of the remote shell, so it must not look like an option.
         if host.is_empty() || host.starts_with('-') {
             return Err(format!("`{word}` is not a host"));
         }
@@ -124,7 +127,7 @@ impl Launcher for RemoteShell {
     }
 }
 
-/// What the shell of a host runs in place of itself.
+/// Returns the command line for the shell of a host, which replaces itself by the program.
 fn command_line(program: &Program) -> String {
     let mut line = String::from("exec env");
     for (name, value) in &program.variables {
@@ -136,7 +139,7 @@ fn command_line(program: &Program) -> String {
     line
 }
 
-/// As one word of sh(1).
+/// Quotes text as one word of sh(1).
 fn quote(word: &OsStr) -> String {
     format!("'{}'", word.to_string_lossy().replace('\'', r"'\''"))
 }

@@ -1,26 +1,27 @@
-//! The hosts of a Slurm job, by one step that overlaps all others and ends with the run.
+//! The launcher for the hosts of a Slurm job. It starts one step, which overlaps all others and ends with the run.
 //!
-//! A step of its own, because with proctrack/cgroup a process ends with the step that started it. The step has no CPUs,
-//! memory or GPUs of its own (`--overlap`), so the steps of the command find all of the job's.
+//! With proctrack/cgroup a process ends with the step that started it, so the mounts need a step of their own. That
+//! step takes no CPUs, memory or GPUs (`--overlap`), so the steps of the command can use all of the job's.
 
 use std::process::Command;
 
 use super::{Launcher, Program, Start, ask_for_hosts, variable};
 use crate::failure::{Failure, USAGE};
 
-/// Set in a job.
+/// Variable that is set in a job: the number of the job.
 pub(super) const JOB: &str = "SLURM_JOB_ID";
-/// The hosts of the job, as `n[1-64]`.
+/// Variable with the hosts of the job, written as `n[1-64]`.
 const HOST_LIST: &str = "SLURM_JOB_NODELIST";
-/// Set where a step's or a batch script's processes are.
+/// Variable with the name of the host on which a step or a batch script runs.
 const THIS_HOST: &str = "SLURMD_NODENAME";
-/// Set in a step. Batch scripts have none, and interactive shells a number above all of steps.
+/// Variable with the number of the step. Batch scripts have none. Interactive shells have a number above those of
+/// steps.
 const STEP: &str = "SLURM_STEP_ID";
 const STEP_MAX: u32 = 0xffff_fff0;
-/// How many processes the step has.
+/// Variable with the number of processes of the step.
 const STEP_TASKS: &str = "SLURM_STEP_NUM_TASKS";
 
-/// What the job asked for its own steps, and what srun would take for ours.
+/// Variables with what the job asked for its own steps. srun would apply them to the step of the mounts.
 const OTHERS_WISHES: [&str; 24] = [
     "SLURM_CPUS_PER_GPU",
     "SLURM_CPUS_PER_TASK",
@@ -54,8 +55,10 @@ pub(in crate::verb::run) struct Slurm {
     hosts: Vec<String>,
 }
 
-/// Whether this process has a Slurm job whose hosts are its own: it is not one of several processes of a step, and the job
-/// has other hosts than this one.
+/// Returns whether this process has a Slurm job whose hosts it may use.
+///
+/// That is false for one of several processes of a step, which share the hosts. It is also false in a job whose only
+/// host is this one.
 pub(super) fn is_in_job() -> bool {
     let number = |name: &str| variable(name).and_then(|value| value.parse::<u32>().ok());
     let is_one_of_many = number(STEP).is_some_and(|step| step < STEP_MAX)
@@ -85,6 +88,7 @@ impl Launcher for Slurm {
         &self.hosts
     }
 
+    /// Returns one `srun` that starts the program once on each host.
     fn starts(&self, program: &Program) -> Vec<Start> {
         let count = self.hosts.len();
         let mut command = Command::new("srun");
@@ -97,7 +101,7 @@ impl Launcher for Slurm {
             .args(["--ntasks-per-node=1", "--overlap", "--mem=0", "--gres=none"])
             .args(["--job-name=firn", "--chdir=/", "--export=ALL"])
             .args(["--mpi=none", "--input=all", "--quiet"])
-            // A host that is lost takes none of the other mounts with it.
+            // Without these options, srun would end all mounts when one host is lost.
             .args(["--no-kill", "--kill-on-bad-exit=0", "--wait=0"]);
         program.append_to(&mut command);
         vec![Start {
