@@ -31,6 +31,7 @@ use std::time::{Duration, Instant};
 use firn_backing::lock::{Mutex, MutexGuard};
 use firn_backing::{Caller, Errno};
 use firn_engine::{Closing, HandleId, InodeId};
+use firn_format::mountinfo;
 use firn_format::quote::quoted;
 use firn_fuse::{ChangeWatch, WatchTicket, WatchedChange};
 use firn_protocol::Status;
@@ -633,10 +634,10 @@ impl CommitRules {
 
     /// Whether a process still has a file open for writing that another one closes, or the same one with another descriptor.
     fn is_held_on(&self, process: u32, handle: HandleId) -> bool {
-        let Ok(file) = self.gate.engine().open_files.identify_file(handle) else {
+        let Some(inode) = self.gate.engine().open_files.inode_of_handle(handle) else {
             return false;
         };
-        let Some(holder) = descriptors::find_holder(process, &file.path()) else {
+        let Some(holder) = descriptors::find_holder(process, inode.0, mountinfo::FIRN) else {
             return false;
         };
         self.table.lock().machine.inherited(holder, handle.0);

@@ -8,7 +8,7 @@
 //! its mount number, a mapping by its device. Of other users' processes only root's firnd sees the files. A namespace
 //! without processes has no users.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashSet;
 use std::ffi::OsStr;
 use std::fmt;
 use std::fs;
@@ -69,26 +69,28 @@ impl Mounts {
             ids: HashSet::new(),
             copies: Vec::new(),
         };
-        let own = namespace("self");
-        // All processes of a namespace see the same mounts, so one of them is read.
-        let seen_by = processes().filter_map(|pid| Some((namespace(&pid.to_string())?, pid)));
-        let namespaces: HashMap<PathBuf, u32> = seen_by.collect();
-        for (namespace, pid) in namespaces {
-            let table = fs::read(format!("/proc/{pid}/mountinfo")).unwrap_or_default();
-            let entries = mountinfo::parse(&table);
-            let found = entries.iter().filter(|entry| entry.device == device);
-            let top = mountinfo::on_top(&entries, mount_point).map(|entry| entry.id);
-            for entry in found {
-                mounts.ids.insert(entry.id);
-                let is_bound = Some(&namespace) == own.as_ref();
-                if !(is_bound && Some(entry.id) == top) {
+        let own = std::process::id();
+        let own_entries = mountinfo::parse(&mount_table(own));
+        let top = mountinfo::on_top(&own_entries, mount_point).map(|entry| entry.id);
+        // The tables are compared, and not the links `ns/mnt`: reading such a link waits for an exec of its process, which
+        // another mount may hold up (`firn_process::has_memory`).
+        let mut seen_tables = HashSet::new();
+        for pid in std::iter::once(own).chain(processes()) {
+            let table = mount_table(pid);
+            if seen_tables.contains(&table) {
+                continue;
+            }
+            for entry in mountinfo::parse(&table) {
+                // A number is unique among all namespaces. A process with another root sees a part of its namespace.
+                if entry.device == device && mounts.ids.insert(entry.id) && Some(entry.id) != top {
                     mounts.copies.push(Copy {
-                        place: entry.mount_point.clone(),
+                        place: entry.mount_point,
                         seen_by: pid,
-                        is_bound,
+                        is_bound: pid == own,
                     });
                 }
             }
+            seen_tables.insert(table);
         }
         mounts
     }
@@ -259,9 +261,9 @@ fn processes() -> impl Iterator<Item = u32> {
     entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok())
 }
 
-/// Returns the mount namespace of a process; `None` if it is not visible.
-fn namespace(process: &str) -> Option<PathBuf> {
-    fs::read_link(format!("/proc/{process}/ns/mnt")).ok()
+/// Returns the mounts that a process sees, as mountinfo(5) shows them; empty if the process is not visible.
+fn mount_table(process: u32) -> Vec<u8> {
+    fs::read(format!("/proc/{process}/mountinfo")).unwrap_or_default()
 }
 
 #[cfg(test)]

@@ -10,6 +10,7 @@ use firn_transact::{Expected, Members};
 
 use crate::error::AttachError;
 use crate::host_name::host_name;
+use crate::process::process_of;
 
 /// Pauses between two reads of what other hosts have published.
 pub(crate) const LOOK_AGAIN: Backoff =
@@ -45,23 +46,13 @@ pub(crate) fn by_process(mut used: Vec<Used>) -> Vec<Used> {
         for (thread, accesses) in std::mem::take(&mut file.processes) {
             let process = *processes
                 .entry(thread)
-                .or_insert_with(|| process_of(thread).unwrap_or(thread));
+                .or_insert_with(|| process_of(thread));
             let known = file.processes.entry(process).or_default();
             known.read.extend(&accesses.read);
             known.written.extend(&accesses.written);
         }
     }
     used
-}
-
-fn process_of(thread: u32) -> Option<u32> {
-    let status = std::fs::read_to_string(format!("/proc/{thread}/status")).ok()?;
-    status
-        .lines()
-        .find_map(|line| line.strip_prefix("Tgid:"))?
-        .trim()
-        .parse()
-        .ok()
 }
 
 /// Describes the conflicts of a transaction for a person.

@@ -7,13 +7,9 @@ use firn_backing::Errno;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
 
-/// The process of a thread; the thread where that cannot be seen.
+/// Returns the process of a thread, or the thread itself if that cannot be seen.
 pub(crate) fn process_of(thread: u32) -> u32 {
-    let status = std::fs::read_to_string(format!("/proc/{thread}/status"));
-    let status = status.unwrap_or_default();
-    let line = status.lines().find_map(|line| line.strip_prefix("Tgid:"));
-    line.and_then(|text| text.trim().parse().ok())
-        .unwrap_or(thread)
+    firn_process::process_of_thread(thread).unwrap_or(thread)
 }
 
 /// Limits, umask and capabilities. Before any thread is started: capabilities are per thread.

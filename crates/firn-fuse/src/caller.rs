@@ -7,11 +7,10 @@ mod fate;
 mod io_uring;
 
 use std::ffi::OsStr;
-use std::fs::File;
-use std::io::Read;
 
 use firn_backing::{Backing, Caller, Errno};
 use firn_engine::{Closing, Engine, InodeId, Principal};
+use firn_process::{has_memory, read_status};
 
 pub(crate) use fate::{Fate, fate};
 pub(crate) use io_uring::IoUringUsers;
@@ -60,15 +59,7 @@ impl Process {
     /// Returns the value of a line of /proc/PID/status (proc(5)).
     fn status(&self, field: &str) -> Option<String> {
         let pid = self.caller.pid;
-        let status = (pid != 0)
-            .then(|| std::fs::read_to_string(format!("/proc/{pid}/status")))?
-            .ok()?;
-        let value = |line: &str| {
-            line.strip_prefix(field)?
-                .strip_prefix(':')
-                .map(|value| value.trim().to_owned())
-        };
-        status.lines().find_map(value)
+        (pid != 0).then(|| read_status(pid, field))?
     }
 
     /// Returns the user id with which the process accesses files, or `None` if it cannot be read. If mounts can be
@@ -133,15 +124,13 @@ impl Principal for Process {
 /// answered, while its thread waits in the kernel and the thread's number is not reused.
 ///
 /// A thread that ends releases its memory before it closes its descriptors (do_exit in the kernel). One that calls
-/// close(2) still has its memory. `statm` tells the difference without a lock that a sleeping thread may hold. Other
-/// files in /proc are read only for a thread without memory: reading most of them waits for the end of an exec, and the
-/// exec waits for the answer to this FLUSH.
+/// close(2) or execve(2) still has its memory, and [`has_memory`] does not wait for the exec.
 ///
-/// If `statm` cannot be read (the process is in a namespace that firnd does not see), the close counts as a call of
+/// If that cannot be read (the process is in a namespace that firnd does not see), the close counts as a call of
 /// close(2). If the exit code cannot be read (the process of another user has ended), it counts as an exit.
 pub(crate) fn closing(caller: Caller) -> Closing {
     let pid = caller.pid;
-    if pid == 0 || has_memory(pid) {
+    if pid == 0 || has_memory(pid) != Some(false) {
         return Closing::Called;
     }
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok();
@@ -155,15 +144,6 @@ pub(crate) fn closing(caller: Caller) -> Closing {
 /// that waits for an exec.
 pub(crate) fn is_same_process(first: u32, second: u32) -> bool {
     first == second || std::fs::metadata(format!("/proc/{first}/task/{second}")).is_ok()
-}
-
-/// Whether a thread still has its memory. True also if that cannot be read.
-fn has_memory(pid: u32) -> bool {
-    // Every close gets here, so it makes few system calls. The first two bytes tell whether the number of pages is 0.
-    let mut pages = [0; 2];
-    let statm = File::open(format!("/proc/{pid}/statm"));
-    let read = statm.and_then(|mut statm| statm.read(&mut pages));
-    read.is_err() || &pages != b"0 "
 }
 
 /// Bits of an exit code that hold the signal, as for wait(2).

@@ -27,8 +27,10 @@
 //! ```
 
 mod exit;
+mod proc;
 
 pub use exit::{ProcessEnd, end_of_process};
+pub use proc::{has_memory, process_of_thread, read_status};
 
 use std::io::{self, PipeReader, PipeWriter};
 use std::os::unix::process::CommandExt;

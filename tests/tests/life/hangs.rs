@@ -4,16 +4,17 @@
 //! hangs has directories of its own, and what goes on another one.
 
 use std::fs::{self, File, OpenOptions};
-use std::io::{self, Write};
+use std::io::{self, Read, Write};
 use std::os::unix::fs::{FileExt, PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use firn_tests::faultfs::FaultFs;
 use firn_tests::fsops::Mapping;
-use firn_tests::sandbox::{is_mounted, wait_for_request};
+use firn_tests::sandbox::{is_mounted, kill, wait_for_request};
 use firn_tests::transaction::{firn, firn_with};
 use firn_tests::watchdog::test_limit;
 use firn_tests::{FirnMount, Sandbox, wait_until};
@@ -713,4 +714,38 @@ fn a_transaction_that_hangs_stops_no_change_in_another_directory() {
         }
         mount.umount();
     }
+}
+
+/// Proves S-error-12.
+#[test]
+fn regression_an_unmount_does_not_wait_for_an_exec_that_another_mount_holds_up() {
+    let sandbox = Sandbox::new("hangs-exec");
+    let hung = FirnMount::new(&sandbox, "takeover=no");
+    let other_sandbox = Sandbox::new("hangs-other");
+    let other = FirnMount::new(&other_sandbox, "takeover=no");
+    // Python opens each file with O_CLOEXEC, so the exec closes it, and waits for the answer.
+    let program = "
+import os, sys
+file = open('file', 'w')
+print('ready', flush=True)
+sys.stdin.readline()
+os.execv('/bin/true', ['true'])
+";
+    let mut command = Command::new("python3");
+    command.args(["-c", program]).current_dir(hung.path());
+    command.stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut child = command.spawn().expect("start python3");
+    let mut answer = [0; 6];
+    let mut output = child.stdout.take().expect("piped");
+    output.read_exact(&mut answer).expect("ready");
+    kill(hung.pid(), libc::SIGSTOP);
+    drop(child.stdin.take());
+    // The new program has no arguments before the exec is done.
+    wait_until("the exec waits", REACH_LIMIT, || {
+        let arguments = fs::read(format!("/proc/{}/cmdline", child.id()));
+        arguments.is_ok_and(|arguments| arguments.is_empty())
+    });
+    other.umount();
+    kill(hung.pid(), libc::SIGCONT);
+    assert!(child.wait().expect("wait").success());
 }

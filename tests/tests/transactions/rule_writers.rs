@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::Duration;
 
-use firn_tests::command::wait_until;
+use firn_tests::command::{wait_child, wait_until};
 use firn_tests::{FirnMount, Sandbox};
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -229,4 +229,29 @@ fn a_second_mount_of_the_backing_is_refused_while_a_checkpoint_is_open() {
     println!("{}", refused.stderr);
     fs::write(mount.join("a.ckpt/meta.pt"), [1; 500]).expect("write");
     assert_eq!(commits(&mount, "lightning-fsdp"), 1);
+}
+
+/// Proves S-rule-2.
+#[test]
+fn regression_an_exec_that_closes_the_file_completes_the_checkpoint() {
+    let sandbox = Sandbox::new("rules-exec");
+    let mount = mount(&sandbox, "torch");
+    // Python opens each file with O_CLOEXEC.
+    let program = "
+import os
+file = open('a.pt', 'w')
+file.write('state')
+file.flush()
+os.execv('/bin/true', ['true'])
+";
+    let mut command = Command::new("python3");
+    let command = command.args(["-c", program]).current_dir(mount.path());
+    let mut child = command.spawn().expect("start python3");
+    let status = wait_child(&mut child, LIMIT);
+    assert!(status.is_some_and(|status| status.success()), "{status:?}");
+    wait_until("a.pt is committed", LIMIT, || commits(&mount, "torch") == 1);
+    assert_eq!(
+        fs::read(mount.backing().join("a.pt")).expect("read"),
+        b"state"
+    );
 }

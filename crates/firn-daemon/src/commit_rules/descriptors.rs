@@ -7,21 +7,26 @@
 //! The kernel removes a descriptor from the process's table before it reports the close, so the closed descriptor is
 //! not found.
 //!
-//! Links in /proc are read and not followed, so no call here waits for a file system.
+//! The process may close the descriptor because it executes another program. So only files in /proc are read that do not
+//! wait for the end of an exec (see [`firn_process::has_memory`]); a link `fd/N` would.
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::os::unix::ffi::OsStrExt;
+
+use firn_format::mountinfo;
 
 /// Limit of processes that are examined; further descendants are ignored.
 const PROCESSES_MAX: usize = 4096;
 
-/// Returns `process` or a descendant that has the file at `path` of a mount open for writing; `None` if there is none.
-pub(super) fn find_holder(process: u32, path: &[u8]) -> Option<u32> {
+/// Returns `process` or a descendant that has a file open for writing; `None` if there is none.
+///
+/// The file is known by its inode number and the type of its file system. Another mount of Firn may have a file of the same
+/// number; a close of this one then counts only with the release of its last descriptor.
+pub(super) fn find_holder(process: u32, inode: u64, fs_type: &str) -> Option<u32> {
     let mut seen = BTreeSet::from([process]);
     let mut next = vec![process];
     while let Some(process) = next.pop() {
-        if has_open(process, path) {
+        if has_open(process, inode, fs_type) {
             return Some(process);
         }
         for child in children_of(process) {
@@ -47,36 +52,57 @@ fn children_of(process: u32) -> Vec<u32> {
 }
 
 /// Returns whether a process has the file open for writing. The answer for an unreadable process is false.
-fn has_open(process: u32, path: &[u8]) -> bool {
-    let Ok(descriptors) = fs::read_dir(format!("/proc/{process}/fd")) else {
+fn has_open(process: u32, inode: u64, fs_type: &str) -> bool {
+    let Ok(descriptors) = fs::read_dir(format!("/proc/{process}/fdinfo")) else {
         return false;
     };
     descriptors.flatten().any(|descriptor| {
-        let target = fs::read_link(descriptor.path());
-        let is_file = target.is_ok_and(|target| is_path(target.as_os_str().as_bytes(), path));
-        let number = descriptor.file_name();
-        is_file && is_for_writing(process, &number.to_string_lossy())
+        let info = fs::read_to_string(descriptor.path()).unwrap_or_default();
+        let Some(descriptor) = Descriptor::parse(&info) else {
+            return false;
+        };
+        descriptor.is_for_writing
+            && descriptor.inode.is_none_or(|found| found == inode)
+            && is_mount_of_type(process, descriptor.mount_id, fs_type)
     })
 }
 
-/// Returns whether a path of the system ends with `path`, which is relative to a mount point.
-fn is_path(found: &[u8], path: &[u8]) -> bool {
-    let above = found.strip_suffix(path);
-    above.is_some_and(|above| above.ends_with(b"/"))
+/// Returns whether a mount that a process sees is of a type.
+fn is_mount_of_type(process: u32, mount_id: u64, fs_type: &str) -> bool {
+    let table = fs::read(format!("/proc/{process}/mountinfo")).unwrap_or_default();
+    let entries = mountinfo::parse(&table);
+    entries
+        .iter()
+        .any(|entry| entry.id == mount_id && entry.fs_type == fs_type)
 }
 
-/// Returns whether a descriptor was opened for writing.
-fn is_for_writing(process: u32, descriptor: &str) -> bool {
-    let info = fs::read_to_string(format!("/proc/{process}/fdinfo/{descriptor}"));
-    let info = info.unwrap_or_default();
-    let flags = info.lines().find_map(|line| line.strip_prefix("flags:"));
-    let flags = flags.and_then(|flags| i32::from_str_radix(flags.trim(), 8).ok());
-    flags.is_some_and(|flags| flags & libc::O_ACCMODE != libc::O_RDONLY)
+/// A descriptor as /proc/PID/fdinfo shows it (proc(5)).
+struct Descriptor {
+    mount_id: u64,
+    /// `None` before Linux 5.14.
+    inode: Option<u64>,
+    is_for_writing: bool,
+}
+
+impl Descriptor {
+    fn parse(info: &str) -> Option<Self> {
+        let value = |field| {
+            let mut lines = info.lines();
+            lines.find_map(|line| Some(line.strip_prefix(field)?.trim()))
+        };
+        let flags = i32::from_str_radix(value("flags:")?, 8).ok()?;
+        Some(Self {
+            mount_id: value("mnt_id:")?.parse().ok()?,
+            inode: value("ino:").and_then(|inode| inode.parse().ok()),
+            is_for_writing: flags & libc::O_ACCMODE != libc::O_RDONLY,
+        })
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use std::fs::File;
+    use std::os::unix::fs::MetadataExt;
     use std::process::{Command, Stdio, id};
 
     use super::*;
@@ -85,11 +111,15 @@ mod tests {
     fn a_file_is_held_by_a_duplicate_and_by_a_child_and_not_by_a_reader() {
         let dir = tempfile::tempdir().expect("tempdir");
         let path = dir.path().join("held-on-by-a-copy");
-        let name = b"held-on-by-a-copy";
         let file = File::create(&path).expect("create");
+        let inode = file.metadata().expect("metadata").ino();
+        let entries = mountinfo::parse(&fs::read("/proc/self/mountinfo").expect("read"));
+        let mount = mountinfo::holding(&entries, dir.path()).expect("a mount");
+        let find = || find_holder(id(), inode, &mount.fs_type);
         let copy = file.try_clone().expect("dup");
         drop(file);
-        assert_eq!(find_holder(id(), name), Some(id()));
+        assert_eq!(find(), Some(id()));
+        assert_eq!(find_holder(id(), inode, "another"), None);
         let mut child = {
             let mut command = Command::new("cat");
             command.stdin(Stdio::piped()).stdout(copy);
@@ -97,10 +127,10 @@ mod tests {
         };
         drop(File::open(&path).expect("open"));
         let reader = File::open(&path).expect("open");
-        assert_eq!(find_holder(id(), name), Some(child.id()));
+        assert_eq!(find(), Some(child.id()));
         drop(child.stdin.take());
         child.wait().expect("wait");
-        assert_eq!(find_holder(id(), name), None);
+        assert_eq!(find(), None);
         drop(reader);
     }
 }

@@ -10,7 +10,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use firn_backing::lock::Mutex;
-use firn_process::{ProcessEnd, end_of_process};
+use firn_process::{ProcessEnd, end_of_process, has_memory};
 use firn_rules::Ending;
 use parking_lot::Condvar;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
@@ -241,7 +241,11 @@ enum ProcEnd {
 }
 
 impl ProcEnd {
+    /// Reads the state. Does not wait for an exec of the process, which may wait for a close that the caller answers.
     fn read(process: u32) -> Self {
+        if has_memory(process) == Some(true) {
+            return Self::Running;
+        }
         let Ok(text) = std::fs::read_to_string(format!("/proc/{process}/stat")) else {
             return Self::Gone;
         };

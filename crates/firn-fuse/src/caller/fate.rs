@@ -5,6 +5,8 @@
 
 use std::path::Path;
 
+use firn_process::read_status;
+
 /// What the kernel will do with a thread once it has its answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fate {
@@ -102,15 +104,15 @@ impl Status {
     }
 }
 
-/// Whether a thread of a process is stopped. Then the others will stop too.
+/// Whether a thread of a process is stopped. Then the others will stop too. `status` is read, because `stat` waits for the end
+/// of an exec (see [`firn_process::has_memory`]).
 fn is_stopping(process: u32) -> bool {
     let Ok(threads) = std::fs::read_dir(format!("/proc/{process}/task")) else {
         return false;
     };
     threads.flatten().any(|thread| {
-        let stat = std::fs::read_to_string(thread.path().join("stat")).unwrap_or_default();
-        // The state follows the name, which is in parentheses and may contain any character.
-        let state = stat.rsplit_once(") ").map(|(_, rest)| rest);
+        let thread = thread.file_name().to_str().and_then(|id| id.parse().ok());
+        let state = thread.and_then(|thread| read_status(thread, "State"));
         state.is_some_and(|state| state.starts_with(['T', 't']))
     })
 }

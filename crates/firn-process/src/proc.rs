@@ -1,0 +1,62 @@
+//! Questions about a process that can be answered while the process executes another program.
+//!
+//! An exec closes descriptors, and each close of a file of a mount waits for the answer of firnd. Meanwhile the kernel
+//! holds the exec lock of the process. A thread of firnd that waits for that lock never sends the answer, and both hang.
+//!
+//! | file of /proc/PID | during an exec (Linux 6.18) |
+//! |---|---|
+//! | `status`, `statm`, `comm`, `cgroup`, `mountinfo`, `fdinfo/N`, the lists `fd` and `task` | is read at once |
+//! | `stat`, `wchan`, `io`, `environ`, `maps`, `ns/*`, `fd/N`, `exe`, `cwd`, `root` | waits for the end of the exec |
+//!
+//! So a thread that answers a close reads no file of the second row, unless the process has no memory any more:
+//! [`has_memory`]. Such a process exits, and executes nothing.
+
+use std::fs::File;
+use std::io::Read;
+
+/// Returns the process of a thread. `None` if firnd does not see the thread, or the thread has ended.
+pub fn process_of_thread(thread: u32) -> Option<u32> {
+    read_status(thread, "Tgid")?.parse().ok()
+}
+
+/// Returns the value of a line of /proc/PID/status (proc(5)). `None` if it cannot be read.
+pub fn read_status(thread: u32, field: &str) -> Option<String> {
+    let status = std::fs::read_to_string(format!("/proc/{thread}/status")).ok()?;
+    let value = |line: &str| {
+        let value = line.strip_prefix(field)?.strip_prefix(':')?;
+        Some(value.trim().to_owned())
+    };
+    status.lines().find_map(value)
+}
+
+/// Returns whether a thread still has its memory: a thread that exits gives its memory back first. `None` if firnd does not
+/// see the thread, or the thread has ended.
+pub fn has_memory(thread: u32) -> Option<bool> {
+    // Each close of a writer calls this, so it makes few system calls. The first two bytes tell whether the number of
+    // pages is 0.
+    let mut pages = [0; 2];
+    let mut statm = File::open(format!("/proc/{thread}/statm")).ok()?;
+    statm.read(&mut pages).ok()?;
+    Some(&pages != b"0 ")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Command, id};
+
+    use super::*;
+
+    #[test]
+    fn a_process_has_memory_until_it_exits() {
+        assert_eq!(process_of_thread(id()), Some(id()));
+        assert_eq!(process_of_thread(u32::MAX), None);
+        assert_eq!(has_memory(id()), Some(true));
+        assert_eq!(has_memory(u32::MAX), None);
+        let mut child = Command::new("true").spawn().expect("spawn");
+        // The zombie stays until it is reaped.
+        while has_memory(child.id()) != Some(false) {
+            std::thread::yield_now();
+        }
+        child.wait().expect("wait");
+    }
+}
