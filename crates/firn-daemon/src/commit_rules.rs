@@ -507,6 +507,9 @@ impl CommitRules {
             Ok(()) => {
                 for path in &transaction.paths {
                     self.gate.settle_undone_scope(path);
+                    let key = self.checkpoint_key(path);
+                    key.iter()
+                        .for_each(|key| self.gate.settle_undone_scope(key));
                 }
                 let paths = shown(&transaction.paths);
                 tracing::info!(rule = transaction.rule, %paths, "a commit rule has committed a checkpoint");
@@ -689,6 +692,10 @@ impl ChangeWatch for CommitRules {
         }
         let machine = &self.table.lock().machine;
         change.paths().any(|path| machine.concerns(path))
+    }
+
+    fn checkpoint_key(&self, path: &[u8]) -> Option<Vec<u8>> {
+        Some(self.rules.checkpoint_of(path)?.group.into_bytes())
     }
 
     fn begin_change(&self, caller: Caller, change: &WatchedChange) -> Result<WatchTicket, Errno> {

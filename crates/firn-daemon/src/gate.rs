@@ -415,9 +415,14 @@ impl Gate for TransactionGate {
         let path = self.path_of_change(object);
         let may_be_in_one = has_lost_handle || path.is_some();
         let admitted = if scopes.has_some() && may_be_in_one {
+            let path = path.as_deref();
+            let checkpoint_key = path
+                .zip(self.watch())
+                .and_then(|(path, watch)| watch.checkpoint_key(path));
             scopes.admit(&AskedChange {
                 caller,
-                path: path.as_deref(),
+                path,
+                checkpoint_key: checkpoint_key.as_deref(),
                 is_repeated,
             })
         } else {

@@ -12,6 +12,7 @@ use firn_transact::{
     TransactionalBacking,
 };
 
+use crate::commit_rules;
 use crate::error::AttachError;
 use crate::found_arena::Found;
 use crate::ground::{Target, open_ground};
@@ -156,9 +157,21 @@ fn drop_uncommitted(
     scopes: &[Vec<u8>],
 ) -> Result<(), AttachError> {
     if let Some(resumed) = target.resumed {
-        resumed.lose_scopes(scopes);
+        resumed.lose_scopes(scopes, &checkpoint_keys(&target.options.rules, scopes));
     }
     arena.drop_below(scopes)
+}
+
+/// The keys of those scopes that are checkpoints of a commit rule. None if the rules cannot be loaded: the mount is refused
+/// for that later.
+fn checkpoint_keys(rules: &[String], scopes: &[Vec<u8>]) -> Vec<Vec<u8>> {
+    let Ok(rules) = commit_rules::load(rules) else {
+        return Vec::new();
+    };
+    let checkpoints = scopes.iter().filter_map(|scope| rules.checkpoint_of(scope));
+    checkpoints
+        .map(|checkpoint| checkpoint.group.into_bytes())
+        .collect()
 }
 
 /// A transaction belongs to the participants and the host that it was begun with. Only a mount with the same ones, or

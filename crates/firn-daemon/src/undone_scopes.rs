@@ -29,6 +29,8 @@ pub(crate) struct AskedChange<'a> {
     pub(crate) caller: Caller,
     /// None: what it is about lost its name with the transaction, and may be in any scope.
     pub(crate) path: Option<&'a [u8]>,
+    /// The key of the commit rule's checkpoint that the path belongs to.
+    pub(crate) checkpoint_key: Option<&'a [u8]>,
     /// An earlier firnd had the request already.
     pub(crate) is_repeated: bool,
 }
@@ -61,7 +63,13 @@ impl UndoneScopes {
     /// Refuses a change of a program that is to be told.
     pub(crate) fn admit(&self, change: &AskedChange<'_>) -> Result<(), Errno> {
         let noted = self.table.undone_scopes();
-        let is_covering = |scope: &&UndoneScope| change.path.is_none_or(|path| scope.covers(path));
+        let is_covering = |scope: &&UndoneScope| match change.path {
+            Some(path) => {
+                let has_key = change.checkpoint_key.is_some_and(|key| scope.covers(key));
+                scope.covers(path) || has_key
+            }
+            None => true,
+        };
         let covering = noted.iter().filter(is_covering);
         let (told, scopes): (Vec<&UndoneScope>, _) = covering.partition(|one| one.told.is_some());
         let Some(last) = scopes

@@ -99,8 +99,11 @@ impl Resumed {
     /// called before that is so in the backing, where a later firnd would not find them any more.
     ///
     /// A handle that writes there goes: its program would write on after what was dropped.
-    pub fn lose_scopes(&self, scopes: &[Vec<u8>]) {
-        for path in scopes {
+    ///
+    /// `checkpoint_keys`: keys of the scopes that are checkpoints of a commit rule. A file that has such a key, and that no
+    /// program had written yet, belongs to the checkpoint too.
+    pub fn lose_scopes(&self, scopes: &[Vec<u8>], checkpoint_keys: &[Vec<u8>]) {
+        for path in scopes.iter().chain(checkpoint_keys) {
             self.table.note_undone_scope(UndoneScope {
                 path: PathSum::of(path),
                 died_ticks: self.died_ticks,
@@ -684,15 +687,16 @@ mod tests {
             losses: Mutex::default(),
         };
         for _ in 0..2 {
-            resumed.lose_scopes(&[b"scope".to_vec()]);
+            resumed.lose_scopes(&[b"scope".to_vec()], &[b"key".to_vec()]);
         }
         let (table, contents) = open(&path);
         let mut left: Vec<u64> = contents.handles.iter().map(|one| one.entry.id).collect();
         left.sort_unstable();
         assert_eq!(left, [8, 9, 10]);
         let scopes = table.undone_scopes();
-        assert!(scopes.len() == 1 && scopes[0].covers(b"scope/file"));
-        resumed.lose_scopes(&[Vec::new()]);
+        assert_eq!(scopes.len(), 2);
+        assert!(scopes[0].covers(b"scope/file") && scopes[1].covers(b"key"));
+        resumed.lose_scopes(&[Vec::new()], &[]);
         let (_, contents) = open(&path);
         let left: Vec<u64> = contents.handles.iter().map(|one| one.entry.id).collect();
         assert_eq!(left, [8, 10]);

@@ -323,7 +323,7 @@ impl PathSum {
 /// The scope of a transaction that could not go on when its firnd died. Programs that were in it are told.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UndoneScope {
-    /// Its path.
+    /// Its path, or the key of a commit rule's checkpoint, which some of its files have in common.
     pub path: PathSum,
     /// When firnd died, in clock ticks since the host started. A process that began later was not in the transaction.
     pub died_ticks: u64,

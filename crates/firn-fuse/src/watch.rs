@@ -44,6 +44,9 @@ pub trait ChangeWatch: Send + Sync {
     /// Whether the rules concern a change. Only such changes are reported to the other methods.
     fn concerns(&self, change: &WatchedChange) -> bool;
 
+    /// Returns the key of the checkpoint that a path belongs to, as far as the patterns of the rules tell.
+    fn checkpoint_key(&self, path: &[u8]) -> Option<Vec<u8>>;
+
     /// Reports a change before it is made. An error refuses the change.
     fn begin_change(&self, caller: Caller, change: &WatchedChange) -> Result<WatchTicket, Errno>;
 
