@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use firn_tests::faultfs::FaultFs;
 use firn_tests::fsops::Mapping;
-use firn_tests::sandbox::{is_mounted, kill, wait_for_request};
+use firn_tests::sandbox::{is_mounted, is_stopped, kill, wait_for_request};
 use firn_tests::transaction::{firn, firn_with};
 use firn_tests::watchdog::test_limit;
 use firn_tests::{FirnMount, Sandbox, wait_until};
@@ -739,12 +739,19 @@ os.execv('/bin/true', ['true'])
     let mut output = child.stdout.take().expect("piped");
     output.read_exact(&mut answer).expect("ready");
     kill(hung.pid(), libc::SIGSTOP);
+    for thread in fs::read_dir(format!("/proc/{}/task", hung.pid())).expect("a process") {
+        let thread = thread.expect("a thread").path();
+        wait_until("firnd is stopped", REACH_LIMIT, || is_stopped(&thread));
+    }
     drop(child.stdin.take());
     // The new program has no arguments before the exec is done.
     wait_until("the exec waits", REACH_LIMIT, || {
         let arguments = fs::read(format!("/proc/{}/cmdline", child.id()));
         arguments.is_ok_and(|arguments| arguments.is_empty())
     });
+    // `stat` of the process would wait for the exec too.
+    let status = fs::read_to_string(format!("/proc/{}/status", child.id())).expect("read");
+    assert!(!status.contains("State:\tZ"), "the exec did not wait");
     other.umount();
     kill(hung.pid(), libc::SIGCONT);
     assert!(child.wait().expect("wait").success());
