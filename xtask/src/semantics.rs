@@ -177,15 +177,23 @@ impl Report {
     }
 }
 
-/// The numbered sentences: `* **S-write-1** When …`.
+/// The numbered promises, in bold: `* **S-write-1** When …`, or a row `| **S-write-1** | … |`. Promises that share a line
+/// share its text.
 fn stated(page: &str) -> Vec<(String, String)> {
-    let items = page
-        .lines()
-        .filter_map(|line| line.strip_prefix("* **")?.split_once("** "));
-    items
-        .filter(|(n, _)| n.starts_with("S-"))
-        .map(|(n, s)| (n.to_owned(), s.to_owned()))
-        .collect()
+    page.lines().flat_map(stated_in_line).collect()
+}
+
+fn stated_in_line(line: &str) -> Vec<(String, String)> {
+    let (mut in_bold, mut text) = (Vec::new(), String::new());
+    for (index, part) in line.split("**").enumerate() {
+        let number = numbers(part).next().filter(|number| number == part);
+        match number.filter(|_| index % 2 == 1) {
+            Some(number) => in_bold.push(number),
+            None => text += part,
+        }
+    }
+    let text = text.trim_matches(['*', '|', ' ']).to_owned();
+    in_bold.into_iter().map(|n| (n, text.clone())).collect()
 }
 
 /// The rows of the table of reasons: `| S-attr-6 | … |`.
@@ -252,6 +260,20 @@ mod tests {
         report.take_in("a.rs", source);
         report.compare();
         report
+    }
+
+    #[test]
+    fn promises_are_stated_in_bold_in_sentences_and_rows() {
+        let page = "* **S-a-1** **S-a-2** One (S-a-9).\n| **S-a-3** | three | **3** |\n";
+        let expected = [
+            ("S-a-1", "One (S-a-9)."),
+            ("S-a-2", "One (S-a-9)."),
+            ("S-a-3", "three | 3"),
+        ];
+        assert_eq!(
+            stated(page),
+            expected.map(|(n, s)| (n.to_owned(), s.to_owned()))
+        );
     }
 
     #[test]
