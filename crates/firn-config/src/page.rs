@@ -23,7 +23,7 @@ Errors (exit code 2; mount.firn: 1): an unknown name, a value out of range, a co
 * **Sizes** are a number and `K`, `M`, `G` or `T` (or `KiB`, …), powers of 1024: `256M`, `1.5G`.
 * **Durations** have a unit: `500ms`, `5s`, `2min`, `1h`; or `0`.
 * **Switches** are `yes` or `no`; alone they mean `yes`. `-o ro` and `-o rw` are `read-only=yes` and `read-only=no`.
-* **Paths** are absolute, byte for byte. A file writes one that is not UTF-8 as
+* **Paths** are absolute, byte for byte. A file writes one that is not UTF-8 as JSON does,
   `spill = { escaped = \"/disk/caf\\\\xe9\" }`. In `-o` and fstab a path has no comma and no blank at its ends (`\\040` in fstab).
 * In `-o`, underscores count as hyphens. `nodev nosuid noexec noatime sync dirsync` and their opposites go to the kernel;
   `defaults auto noauto user users owner group nofail _netdev x-* comment=*` and words about access times are skipped.

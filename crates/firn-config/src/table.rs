@@ -75,8 +75,8 @@ pub static TABLE: [Row; 53] = [
         default: "256M",
         help: "Memory for data that is not in the backing yet",
         long: "When the arena is full, writers wait for the drain. Choose the size of one checkpoint of \
-               this host if memory allows, and at least a few chunks per I/O thread. While the arena holds \
-               data, its size cannot change.",
+               this host if memory allows, and a few chunks per I/O thread at least. The size cannot change \
+               while the arena holds data.",
         changes_promises: false,
         get: |o| size_text(o.arena_bytes),
         set: |o, v| o.arena_bytes = v.number(),
@@ -90,8 +90,8 @@ pub static TABLE: [Row; 53] = [
         },
         default: "4M",
         help: "Unit in which data is collected and written to the backing",
-        long: "A full chunk is drained in large writes. Choose larger chunks where each write is expensive \
-               (a network file system), smaller ones for a small arena or very many small files.",
+        long: "Choose larger chunks where each write is expensive (a network file system), smaller ones for \
+               a small arena or very many small files.",
         changes_promises: false,
         get: |o| size_text(o.chunk_bytes),
         set: |o, v| o.chunk_bytes = v.number(),
@@ -105,8 +105,8 @@ pub static TABLE: [Row; 53] = [
         },
         default: "4",
         help: "Number of threads that write to the backing in parallel",
-        long: "Choose more where the backing has a long latency and serves many requests in parallel; a \
-               disk needs few. With `placement`, choose at least one for each lane.",
+        long: "Choose more where the backing has a long latency and serves many requests in parallel; few \
+               for a disk; with `placement`, at least one for each lane.",
         changes_promises: false,
         get: |o| o.io_threads.to_string(),
         set: |o, v| o.io_threads = v.number() as u32,
@@ -147,10 +147,10 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Choice(words::<Frontend>()),
         default: "fuse",
         help: "How programs reach the files: a FUSE mount, or the preload library alone",
-        long: "`fuse`: the kernel serves every program; programs with the preload library are served \
-               faster. `preload`: the mount point is a tree of empty files on tmpfs. Only dynamically \
-               linked programs of the mounting user with the preload library (LD_PRELOAD) reach the data. \
-               For root, a tmpfs is mounted there; other users must give a directory on a tmpfs.",
+        long: "`fuse`: the kernel serves every program; the preload library makes programs faster. \
+               `preload`: the mount point is a tree of empty files on tmpfs, and only dynamically linked \
+               programs of the mounting user with the preload library (LD_PRELOAD) reach the data. For \
+               root, a tmpfs is mounted there; other users must give a directory on a tmpfs.",
         changes_promises: true,
         get: |o| word(o.frontend),
         set: |o, v| o.frontend = v.choice(),
@@ -161,10 +161,10 @@ pub static TABLE: [Row; 53] = [
         default: "eager",
         help: "When data goes to the backing: as it arrives (eager), on request (demand), or with a commit \
                (commit)",
-        long: "`demand`: files stay in memory until `firn drain`, fsync or `firn umount`; drained files can \
-               be read there until their space is needed. Data that is not drained is lost if the host \
-               fails; when it fills memory, writes fail with ENOSPC. `commit`: the mount has transactions \
-               (`firn begin`, `firn commit`, `firn abort`); outside of them it drains like `eager`.",
+        long: "`demand`: files stay in memory until `firn drain`, fsync or `firn umount`; drained files can be \
+               read there until their space is needed. Data that is not drained is lost if the host fails; \
+               when it fills memory, writes fail with ENOSPC. `commit`: the mount has transactions (`firn begin`, \
+               `firn commit`, `firn abort`); outside of them it drains like `eager`.",
         changes_promises: true,
         get: |o| word(o.drain),
         set: |o, v| o.drain = v.choice(),
@@ -179,8 +179,8 @@ pub static TABLE: [Row; 53] = [
         default: "off",
         help: "With drain=commit: number of commits before the last one that `firn restore` can bring back",
         long: "Each commit first copies what it overwrites to `.firn/` in the backing, and keeps what it \
-               removes there. Where the backing shares blocks between files (btrfs, xfs), the copies take \
-               no space. Changes outside of transactions are not brought back.",
+               removes. Where the backing shares blocks between files (btrfs, xfs), copies take no space. \
+               Changes outside of transactions are not brought back.",
         changes_promises: true,
         get: |o| {
             if o.history == 0 {
@@ -197,10 +197,9 @@ pub static TABLE: [Row; 53] = [
         default: "buffer",
         help: "With drain=commit: hold changes back until the commit (buffer), or write them at once and undo \
                them on abort (shadow)",
-        long: "`buffer`: the backing shows nothing before the commit. `shadow`: it shows each drained \
-               change; the old bytes from the first changed one on, and the names of changed directories, \
-               are saved in `.firn/` first. Choose `shadow` if processes on other hosts read changes before \
-               the commit. All `participants` must use the same mode.",
+        long: "`shadow` shows each change once it is drained; `.firn/` first gets the old bytes from the first \
+               changed one on, and the names of changed directories. Choose `shadow` if processes on other \
+               hosts read changes before the commit. All `participants` must use the same mode.",
         changes_promises: true,
         get: |o| word(o.mode),
         set: |o, v| o.mode = v.choice(),
@@ -209,13 +208,13 @@ pub static TABLE: [Row; 53] = [
         name: "placement",
         kind: Kind::Choice(words::<Placement>()),
         default: "none",
-        help: "What chooses the I/O server of a new file: the backing's file system (none), Firn over \
-               several directories (dirs), or Firn by telling the file system (lustre, moosefs, command)",
+        help: "What chooses the I/O server of a new file: the file system (none), Firn over several \
+               directories (dirs), or Firn by telling the file system (lustre, moosefs, command)",
         long: "`dirs`: each new file lies whole in one of the `lanes`; the backing has a symbolic link to \
                it, the mount a plain file. `lustre`, `moosefs`: the file system is told to put each new \
-               file whole on one of the `servers`; names stay as they are. `command`: the program \
-               `place-command` tells it. A file that the file system puts elsewhere is used all the same, \
-               and `firn status` counts it. Choose it if there are at least four files for each server.",
+               file whole on one of the `servers`; names stay as they are. `command`: `place-command` tells \
+               it. `firn status` counts files that the file system puts elsewhere. Choose placement for \
+               four files or more on each server.",
         changes_promises: true,
         get: |o| word(o.placement),
         set: |o, v| o.placement = v.choice(),
@@ -254,10 +253,9 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Servers,
         default: "",
         help: "With placement on one file system: its servers, one for each lane, with colons between them",
-        long: "`lustre`: indices of OSTs (`lfs osts`). `moosefs`: names of storage classes, each with the \
-               label of one chunk server (strict ones, `mfsscadmin create -m s`, unless a busy server may \
-               be left out). `command`: what the program takes. Give all hosts the same list in the same \
-               order.",
+        long: "`lustre`: indices of OSTs (`lfs osts`). `moosefs`: storage classes, each with the label of \
+               one chunk server (strict ones, `mfsscadmin create -m s`, unless a busy server may be left \
+               out). `command`: what the program takes. Give all hosts the same list.",
         changes_promises: false,
         get: |o| o.servers.join(":"),
         set: |o, v| o.servers = v.names(),
@@ -268,9 +266,9 @@ pub static TABLE: [Row; 53] = [
         default: "",
         help: "With placement=command: the program that makes a new file on a server",
         long: "Firn runs `PROGRAM SERVER . NAME` in the new file's directory, as the user who makes the \
-               file. The program must make an empty regular file with that name, and fail if the name \
-               exists. If it fails, or runs longer than 10 s, the file is made without it. Examples for \
-               BeeGFS, CephFS and OrangeFS are in `examples/placement` of the source.",
+               file. The program must make an empty regular file, and fail if the name exists. If it fails, \
+               or runs longer than 10 s, the file is made without it. `examples/placement` of the source \
+               has programs for BeeGFS, CephFS and OrangeFS.",
         changes_promises: false,
         get: |o| path_text(o.place_command.as_ref()),
         set: |o, v| o.place_command = v.directory(),
@@ -307,7 +305,7 @@ pub static TABLE: [Row; 53] = [
         default: "5min",
         help: "How long prepare and commit wait for the other participants",
         long: "After this time, the hosts that have arrived give the commit up for all: their transactions \
-               stay open. Once a commit is decided, it waits this long for the other hosts to apply it.",
+               stay open. A decided commit waits this long for the other hosts to apply it.",
         changes_promises: false,
         get: |o| duration_text(o.participants_wait_ms),
         set: |o, v| o.participants_wait_ms = v.number(),
@@ -331,10 +329,9 @@ pub static TABLE: [Row; 53] = [
         help: "Which host keeps copies of this host's held files in its memory: none, the next one (next), \
                or the one of this name",
         long: "Needs `firn agent` on both hosts, and a backing that both see. A file of which the partner \
-               has all bytes has the durability level `partnered`. `next`: hosts are a ring, sorted by \
-               name; the partner is the next host outside this host's failure domain (`partner-domains`) \
-               whose agent answers. After the loss of a host, `firn run --restart HOST` takes its files \
-               from its partner.",
+               has all bytes is `partnered`. `next`: hosts are a ring, sorted by name; the partner is the \
+               next host outside this host's failure domain (`partner-domains`) whose agent answers. After \
+               the loss of a host, `firn run --restart HOST` takes its files from its partner.",
         changes_promises: true,
         get: |o| match &o.partner {
             Partner::None => "none".to_owned(),
@@ -354,10 +351,9 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Path,
         default: "",
         help: "With partner=next: a file that says which hosts fail together",
-        long: "Each line has a pattern of host names (`*`, `?`, `[…]`, `{…,…}`), a space and the name of a \
-               failure domain, such as a rack. The first pattern that matches decides. Lines that are empty \
-               or begin with `#` are skipped. A host without a line fails alone. If no other domain has an \
-               agent, the partner is a host of this one.",
+        long: "Each line has a pattern of host names and the name of a failure domain, such as a rack; \
+               syntax as in `lane-map`. The first pattern that matches decides. A host without a line fails \
+               alone. If no other domain has an agent, the partner is a host of this one.",
         changes_promises: false,
         get: |o| path_text(o.partner_domains.as_ref()),
         set: |o, v| o.partner_domains = v.directory(),
@@ -367,10 +363,10 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Choice(words::<TokenService>()),
         default: "none",
         help: "With several hosts: locks that give each lane one writing host at a time",
-        long: "A host asks for a lane's token before it drains there, so that hosts write to a disk one \
-               after the other. `flock`: locks of files in the backing, whose file system must keep locks \
-               for all hosts. `etcd`: keys in etcd, 3.4 or later. Give every host the same value. No data \
-               depends on a token.",
+        long: "A host asks for a lane's token before it drains there, so hosts write to a disk one after \
+               the other. `flock`: locks of files in the backing, whose file system must keep locks for all \
+               hosts. `etcd`: keys in etcd, 3.4 or later. Give every host the same value. No data depends \
+               on a token.",
         changes_promises: false,
         get: |o| word(o.tokens),
         set: |o, v| o.tokens = v.choice(),
@@ -383,8 +379,8 @@ pub static TABLE: [Row; 53] = [
         },
         default: "1s",
         help: "How long a host keeps a token while others wait for it",
-        long: "With a shorter time each host waits less for its turn. With a longer one the server changes \
-               between the files of hosts less often. A host with nothing to write passes the token on at \
+        long: "With a shorter time each host waits less for its turn; with a longer one the server changes \
+               less often between the files of hosts. A host with nothing to write passes the token on at \
                once.",
         changes_promises: false,
         get: |o| duration_text(o.token_hold_ms),
@@ -433,9 +429,9 @@ pub static TABLE: [Row; 53] = [
         default: "",
         help: "Commit rules: make the checkpoints of unchanged programs atomic",
         long: "A rule says which changes of programs are one checkpoint, and when it is complete. Until \
-               then the backing has the state before, and the programs see what they write. If all writers \
-               end earlier, the checkpoint is undone. An older checkpoint is removed only when a newer one \
-               is durable. Give names of `firn rules list`, or files with your own rules.",
+               then the backing has the state before; the programs see what they write. If all writers end \
+               earlier, the checkpoint is undone. An older checkpoint is removed only when a newer one is \
+               durable. Give names of `firn rules list`, or files with your own rules.",
         changes_promises: true,
         get: |o| o.rules.join(":"),
         set: |o, v| o.rules = v.names(),
@@ -500,11 +496,11 @@ pub static TABLE: [Row; 53] = [
         default: "behind",
         help: "When the logs of a file become the plain file: after the last host has closed it, while \
                programs go on (behind), before that close returns (close), at the unmount (demand), also \
-               when the file is opened for reading (read), or not before a mount with another value (off)",
+               when it is opened for reading (read), or not before a mount with another value (off)",
         long: "With `behind`, close returns when the bytes are synced in a log, where every host that has \
                the backing mounted sees them. Programs beside Firn see them when the file is plain: use \
                `firn wait`, or choose `close`. `firn umount` flattens what no host writes, except with \
-               `off`. `firn flatten`, `firn drain --wait` and `firn wait` do so at any time.",
+               `off`; `firn flatten`, `firn drain --wait` and `firn wait` do so at any time.",
         changes_promises: true,
         get: |o| word(o.flatten),
         set: |o, v| o.flatten = v.choice(),
@@ -648,10 +644,10 @@ pub static TABLE: [Row; 53] = [
         help: "Smallest held file that gets a memory file; 0: none does",
         long: "With `drain=demand`, such a file is moved to its own file in memory, in order and in huge \
                pages, once its writers have closed it. As root, on Linux 6.9 or later and with \
-               `passthrough=auto`, the kernel then reads it there itself, at the speed of its page cache. \
-               Elsewhere the kernel keeps pages of it, and the preload library reads it where it is. The \
-               bytes are in memory once, and count in `arena-size`. The move is a copy in the background, \
-               at the pace of `drain-cpu`. Not with `drain=commit` and `frontend=preload`.",
+               `passthrough=auto`, the kernel then reads it there at the speed of its page cache. Elsewhere \
+               the kernel keeps pages of it, and the preload library reads it in place. The bytes are in \
+               memory once, and count in `arena-size`. The move is a copy in the background, at the pace of \
+               `drain-cpu`. Not with `drain=commit` and `frontend=preload`.",
         changes_promises: false,
         get: |o| size_text(o.memory_file_bytes_min),
         set: |o, v| o.memory_file_bytes_min = v.number(),
@@ -769,9 +765,9 @@ pub static TABLE: [Row; 53] = [
         default: "/dev/log",
         help: "Socket of the host's system log, of journald or syslog",
         long: "The `.log` file is in memory and gone after a reboot. So firnd in the background also sends \
-               its errors, warnings and `info` lines here, as `firnd`: `journalctl -t firnd`. \
-               `log-level=warn` leaves the `info` lines out. firnd never waits: lines that the system log \
-               does not take at once are dropped and counted there. Its readers see paths of your files.",
+               errors, warnings and `info` lines here, as `firnd` (`journalctl -t firnd`); `log-level=warn` \
+               leaves `info` out. firnd never waits: lines that the system log does not take at once are \
+               dropped and counted there. Its readers see paths of your files.",
         changes_promises: false,
         get: |o| match &o.system_log {
             Some(path) => quoted_path(path),
@@ -784,10 +780,10 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Choice(words::<RecordPlace>()),
         default: "host",
         help: "Where firnd leaves its record of the run, for `firn report`",
-        long: "The record has the sums of each moment, the checkpoints and the events of a mount, at most 1 \
-               MiB. `host`: in the runtime directory, when the mount ends. `backing`: also in \
-               `.firn/records` of the backing, once a minute and at the end, so that a report shows all \
-               hosts of a job. There the last 8 of each host stay, for 90 days at most.",
+        long: "The record has the sums of each moment, the checkpoints and the events, at most 1 MiB. \
+               `host`: in the runtime directory, when the mount ends. `backing`: also in `.firn/records` of \
+               the backing, once a minute and at the end, so that a report shows all hosts of a job; the \
+               last 8 of each host stay, for 90 days at most.",
         changes_promises: false,
         get: |o| word(o.record),
         set: |o, v| o.record = v.choice(),
