@@ -51,14 +51,15 @@ const METRICS_HEAD: &str = "\
 
 <!-- Generated from the table in crates/firn-protocol/src/status.rs by `cargo xtask pages`. Edit the table. -->
 
-The figures of a mount: `firn status --prometheus` prints them as metrics, `firn status --json` as fields. The unit is last in a
-name; a yes is 1. A figure that a mount does not have, such as one of a spill file, is absent.
+`firn status --prometheus` prints the figures of a mount as metrics, `firn status --json` as fields. The last word of a name
+is the unit; 1 means yes. A figure that a mount does not have, such as one of a spill file, is absent.
 
-* A name that ends in `_total` is a counter from the attach on. A *histogram* has `_bucket`, `_sum` and `_count`; in JSON `bounds`,
-  `counts` (of each bound, not added up) and `sum`. All others are gauges.
+* A `_total` counts from the attach on. A *histogram* has `_bucket`, `_sum` and `_count`; in JSON `bounds`, `counts` (of each
+  bound, not added up) and `sum`. All others are gauges.
 * In JSON `firn_held_bytes` is `.held_bytes`, `firn_lane_held_bytes` is `.lanes[].held_bytes`, `firn_spill_used_bytes` is
-  `.spill.used_bytes`; `_total` is left out. `firn_up` is of collectors alone.
-* Each sample has the labels `host`, `backing` and `mount_point`. With `state`, the sample of the present state is 1. `kind` is what is counted.
+  `.spill.used_bytes`; `_total` is left out. `firn_up` is for collectors alone.
+* All samples have the labels `host`, `backing` and `mount_point`. Of the samples with `state`, that of the present state is 1.
+  `kind` is what is counted.
 
 | metric | more labels | says |
 |---|---|---|

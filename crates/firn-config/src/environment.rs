@@ -24,27 +24,27 @@ pub struct Variable {
 pub static VARIABLES: [Variable; 9] = [
     Variable {
         name: "FIRN_RUNTIME_DIR",
-        meaning: "directory of arenas, sockets and logs instead of `/dev/shm/firn-UID`: on tmpfs, yours, and of mode 0700",
+        meaning: "runtime directory instead of `/dev/shm/firn-UID`: on tmpfs, yours, mode 0700",
     },
     Variable {
         name: "FIRN_PREFIX",
-        meaning: "set by `firn run` for its command, and read by no verb: the directory to write to",
+        meaning: "set by `firn run` for its command: the directory to write to; no verb reads it",
     },
     Variable {
         name: "FIRN_JOB",
-        meaning: "read by the Python package: a value that is the same in all ranks of a job and new at each start, where no launcher gives one",
+        meaning: "read by the Python package where no launcher gives one: a value that all ranks of a job share, new at each start",
     },
     Variable {
         name: "FIRN_BIN",
-        meaning: "read by the Python package, and by tests: the program `firn` to start, instead of the installed one",
+        meaning: "read by the Python package and by tests: the program `firn` to start instead of the installed one",
     },
     Variable {
         name: "FIRN_LIB",
-        meaning: "read by the Python package: the C library to load, instead of the installed `libfirn.so`",
+        meaning: "read by the Python package: the C library to load instead of the installed `libfirn.so`",
     },
     Variable {
         name: "FIRN_PRELOAD",
-        meaning: "`off` turns the preload library off, by which dynamically linked programs reach the arena without FUSE",
+        meaning: "`off` turns the preload library off",
     },
     Variable {
         name: "FIRN_PRELOAD_REPORT",
@@ -52,7 +52,7 @@ pub static VARIABLES: [Variable; 9] = [
     },
     Variable {
         name: "FIRN_PRELOAD_DIRECT_AFTER",
-        meaning: "bytes of an open file that go through the mount before the preload library asks for direct access (65536; a call counts as 8192 at least; before the process is connected to firnd, a call counts with an eighth of its bytes; 0: ask at the first call)",
+        meaning: "bytes of an open file that go through the mount before the preload library asks for direct access; default 65536, 0: ask at the first call. A call counts as at least 8192 bytes, and with an eighth of its bytes before the process is connected to firnd",
     },
     Variable {
         name: "FIRN_PRELOAD_WAIT",

@@ -74,9 +74,9 @@ pub static TABLE: [Row; 53] = [
         },
         default: "256M",
         help: "Memory for data that is not in the backing yet",
-        long: "The arena is a file in memory that receives what programs write. When it is full, writers wait \
-               for the drain. Its size cannot change while it holds data. Make it large enough for one \
-               checkpoint of this host if memory allows, and for at least a few chunks per I/O thread.",
+        long: "When the arena is full, writers wait for the drain. Choose the size of one checkpoint of \
+               this host if memory allows, and a few chunks per I/O thread at least. The size cannot change \
+               while the arena holds data.",
         changes_promises: false,
         get: |o| size_text(o.arena_bytes),
         set: |o, v| o.arena_bytes = v.number(),
@@ -90,8 +90,8 @@ pub static TABLE: [Row; 53] = [
         },
         default: "4M",
         help: "Unit in which data is collected and written to the backing",
-        long: "A full chunk goes to the backing in large writes. Larger chunks suit a backing with a high cost \
-               per write (a network file system); smaller ones suit a small arena or very many small files.",
+        long: "Choose larger chunks where each write is expensive (a network file system), smaller ones for \
+               a small arena or very many small files.",
         changes_promises: false,
         get: |o| size_text(o.chunk_bytes),
         set: |o, v| o.chunk_bytes = v.number(),
@@ -105,9 +105,8 @@ pub static TABLE: [Row; 53] = [
         },
         default: "4",
         help: "Number of threads that write to the backing in parallel",
-        long: "More threads help with a backing that has a long latency and serves many requests in parallel; a \
-               disk is better served by few. With several lanes (`placement`) they write to all of them in turn: \
-               give at least one for each lane.",
+        long: "Choose more where the backing has a long latency and serves many requests in parallel; few \
+               for a disk; with `placement`, at least one for each lane.",
         changes_promises: false,
         get: |o| o.io_threads.to_string(),
         set: |o, v| o.io_threads = v.number() as u32,
@@ -117,9 +116,9 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Choice(words::<Order>()),
         default: "interleaved",
         help: "Order in which the files of one I/O server are written",
-        long: "With `interleaved`, each file that has data gets one write in turn. With `sequential`, a server \
-              writes one file after the other, which saves time on a disk that seeks, and none on flash. Files \
-              that a program waits for (close, fsync, `firn wait`) come first. With several hosts, add `tokens`",
+        long: "`interleaved`: each file with data gets one write in turn. `sequential`: one file after the \
+               other, which saves time on a disk that seeks, and none on flash. Files that a program waits \
+               for (close, fsync, `firn wait`) come first. With several hosts, add `tokens`.",
         changes_promises: true,
         get: |o| word(o.order),
         set: |o, v| o.order = v.choice(),
@@ -132,9 +131,10 @@ pub static TABLE: [Row; 53] = [
             zero: Some("all"),
         },
         default: "all",
-        help: "Number of writes that one I/O server gets at once; all: as many as there are io-threads",
-        long: "`1` suits a disk, or a server with one disk. Use more for a server that is busy only with several \
-               requests at once. The number is for each lane of `placement`; without lanes, for the whole backing.",
+        help: "Number of writes that one I/O server gets at once; all: one for each I/O thread",
+        long: "Choose `1` for a disk or a server with one disk, more for a server that needs several \
+               requests to be busy. The number is for each lane of `placement`; without lanes, for the \
+               whole backing.",
         changes_promises: false,
         get: |o| match o.lane_writers {
             0 => "all".into(),
@@ -147,10 +147,10 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Choice(words::<Frontend>()),
         default: "fuse",
         help: "How programs reach the files: a FUSE mount, or the preload library alone",
-        long: "With `fuse` the kernel serves every program, and those with the preload library are served faster. \
-              With `preload` the mount point becomes a tree of empty files on tmpfs, and only dynamically linked \
-              programs of the mounting user with the preload library (LD_PRELOAD) can reach their data. For \
-              root, a tmpfs is mounted at the mount point; other users must give a directory on a tmpfs",
+        long: "`fuse`: the kernel serves every program; the preload library makes programs faster. \
+               `preload`: the mount point is a tree of empty files on tmpfs, and only dynamically linked \
+               programs of the mounting user with the preload library (LD_PRELOAD) reach the data. For \
+               root, a tmpfs is mounted there; other users must give a directory on a tmpfs.",
         changes_promises: true,
         get: |o| word(o.frontend),
         set: |o, v| o.frontend = v.choice(),
@@ -161,10 +161,10 @@ pub static TABLE: [Row; 53] = [
         default: "eager",
         help: "When data goes to the backing: as it arrives (eager), on request (demand), or with a commit \
                (commit)",
-        long: "With `demand`, files stay in memory until `firn drain`, fsync or `firn umount`; drained ones can \
-              be read there until their space is needed. Data that is not drained is lost if the host fails, and \
-              writes fail with ENOSPC when memory is full of it. With `commit`, the mount has transactions \
-              (`firn begin`, `firn commit`, `firn abort`); outside of them it drains like `eager`",
+        long: "`demand`: files stay in memory until `firn drain`, fsync or `firn umount`; drained files can be \
+               read there until their space is needed. Data that is not drained is lost if the host fails; \
+               when it fills memory, writes fail with ENOSPC. `commit`: the mount has transactions (`firn begin`, \
+               `firn commit`, `firn abort`); outside of them it drains like `eager`.",
         changes_promises: true,
         get: |o| word(o.drain),
         set: |o, v| o.drain = v.choice(),
@@ -178,9 +178,9 @@ pub static TABLE: [Row; 53] = [
         },
         default: "off",
         help: "With drain=commit: number of commits before the last one that `firn restore` can bring back",
-        long: "Each commit then first copies what it is going to overwrite, and keeps what it removes, in \
-               `.firn/` in the backing. Where the backing shares blocks between files (btrfs, xfs), the copies \
-               take no space. Changes made outside of transactions are not brought back.",
+        long: "Each commit first copies what it overwrites to `.firn/` in the backing, and keeps what it \
+               removes. Where the backing shares blocks between files (btrfs, xfs), copies take no space. \
+               Changes outside of transactions are not brought back.",
         changes_promises: true,
         get: |o| {
             if o.history == 0 {
@@ -197,11 +197,9 @@ pub static TABLE: [Row; 53] = [
         default: "buffer",
         help: "With drain=commit: hold changes back until the commit (buffer), or write them at once and undo \
                them on abort (shadow)",
-        long: "With `buffer`, the backing shows nothing before the commit. With `shadow`, it shows each change \
-              once it is drained; the old bytes from the first changed one on, and the names of changed \
-              directories, are saved in `.firn/` first. Use `shadow` for jobs whose processes on other hosts \
-              read what this host writes before the commit. With `participants`, all hosts must use the same \
-              mode",
+        long: "`shadow` shows each change once it is drained; `.firn/` first gets the old bytes from the first \
+               changed one on, and the names of changed directories. Choose `shadow` if processes on other \
+               hosts read changes before the commit. All `participants` must use the same mode.",
         changes_promises: true,
         get: |o| word(o.mode),
         set: |o, v| o.mode = v.choice(),
@@ -210,13 +208,13 @@ pub static TABLE: [Row; 53] = [
         name: "placement",
         kind: Kind::Choice(words::<Placement>()),
         default: "none",
-        help: "What chooses the I/O server of a new file: the backing's file system (none), or firn, over \
-               several directories (dirs) or by telling the backing's file system",
-        long: "With `dirs`, each new file lies whole in one of the `lanes`; the backing has a symbolic link to \
-              it, the mount a plain file. It pays from four files for each server on. With the name of a \
-              parallel file system, names stay as they are, and the file system is told to put each new file \
-              whole on one of the `servers`; with `command`, the program `place-command` tells it. A file system \
-              that does not obey gets the file all the same: `firn status` counts such files",
+        help: "What chooses the I/O server of a new file: the file system (none), Firn over several \
+               directories (dirs), or Firn by telling the file system (lustre, moosefs, command)",
+        long: "`dirs`: each new file lies whole in one of the `lanes`; the backing has a symbolic link to \
+               it, the mount a plain file. `lustre`, `moosefs`: the file system is told to put each new \
+               file whole on one of the `servers`; names stay as they are. `command`: `place-command` tells \
+               it. `firn status` counts files that the file system puts elsewhere. Choose placement for \
+               four files or more on each server.",
         changes_promises: true,
         get: |o| word(o.placement),
         set: |o, v| o.placement = v.choice(),
@@ -225,11 +223,11 @@ pub static TABLE: [Row; 53] = [
         name: "lanes",
         kind: Kind::Directories,
         default: "",
-        help: "With placement=dirs: directories for files, each on a server of its own, with colons between them",
-        long: "The directories must exist, and belong to you or to root. They may be shared with other backings \
-              and other hosts. They must not lie in the backing, in the mount point or in one another. Their \
-              order counts: the sum of the numbers in a file's path, modulo the number of lanes, is its lane, so \
-              give all hosts the same list. Another list at the next mount is fine: files stay where they are",
+        help: "With placement=dirs: directories for files, each on its own server, with colons between them",
+        long: "The directories must exist, belong to you or to root, and not lie in the backing, the mount \
+               point or one another. Other backings and hosts may share them. A file's lane is the sum of \
+               the numbers in its path, modulo the number of lanes: give all hosts the same list in the \
+               same order. The list may change at the next mount: files stay where they are.",
         changes_promises: false,
         get: |o| {
             let paths: Vec<_> = o.lanes.iter().map(|path| quoted_path(path)).collect();
@@ -242,10 +240,10 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Path,
         default: "",
         help: "With placement: a file that says which names go to which lane",
-        long: "Each line has a pattern, a space and the number of a lane, from 0. The first pattern that matches \
-               a new file's name, without its directories, decides; a pattern may have `*`, `?`, `[…]` and \
-               `{…,…}`. Lines that are empty or begin with `#` are skipped. Without a line that matches, the \
-               numbers in the path decide, and without a number a file goes to the lane with the fewest of its directory.",
+        long: "Each line has a pattern (`*`, `?`, `[…]`, `{…,…}`), a space and the number of a lane, from \
+               0. The first pattern that matches a new file's name, without directories, decides. Lines \
+               that are empty or begin with `#` are skipped. If no line matches, the numbers in the path \
+               decide; without a number, the file goes to the lane with the fewest files of its directory.",
         changes_promises: false,
         get: |o| path_text(o.lane_map.as_ref()),
         set: |o, v| o.lane_map = v.directory(),
@@ -255,11 +253,9 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Servers,
         default: "",
         help: "With placement on one file system: its servers, one for each lane, with colons between them",
-        long: "What a server is called depends on the file system: `lustre` takes the indices of OSTs (`lfs osts`), \
-               `moosefs` the names of storage classes, each \
-               with the label of one chunk server (strict ones, `mfsscadmin create -m s`, unless a busy server may be \
-               left out), and `command` whatever the program takes. All hosts must be given \
-               the same list, as with `lanes`.",
+        long: "`lustre`: indices of OSTs (`lfs osts`). `moosefs`: storage classes, each with the label of \
+               one chunk server (strict ones, `mfsscadmin create -m s`, unless a busy server may be left \
+               out). `command`: what the program takes. Give all hosts the same list.",
         changes_promises: false,
         get: |o| o.servers.join(":"),
         set: |o, v| o.servers = v.names(),
@@ -269,10 +265,10 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Path,
         default: "",
         help: "With placement=command: the program that makes a new file on a server",
-        long: "It is run as `PROGRAM SERVER . NAME` in the new file's directory, as the user who makes the file. It \
-               must make an empty regular file with that name, and fail if the name exists. If it fails, or does not \
-               end within 10 s, the file is made as without it. Examples for BeeGFS, CephFS and OrangeFS are in \
-               `examples/placement` of the source.",
+        long: "Firn runs `PROGRAM SERVER . NAME` in the new file's directory, as the user who makes the \
+               file. The program must make an empty regular file, and fail if the name exists. If it fails, \
+               or runs longer than 10 s, the file is made without it. `examples/placement` of the source \
+               has programs for BeeGFS, CephFS and OrangeFS.",
         changes_promises: false,
         get: |o| path_text(o.place_command.as_ref()),
         set: |o, v| o.place_command = v.directory(),
@@ -281,11 +277,11 @@ pub static TABLE: [Row; 53] = [
         name: "participants",
         kind: Kind::Hosts,
         default: "off",
-        help: "With drain=commit: the hosts that mount the same backing and commit together, as a number or as \
+        help: "With drain=commit: hosts that mount the same backing and commit together, as a number or as \
                names",
-        long: "A commit waits for the other hosts and is one for all. It is refused on all of them if processes \
-              of two hosts accessed the same part of a file and at least one of them wrote. Every host must be \
-              given the same participants",
+        long: "A commit waits for all hosts and counts on all of them. It is refused on all if processes of \
+               two hosts accessed the same part of a file and at least one of them wrote. Give every host \
+               the same participants.",
         changes_promises: true,
         get: |o| match &o.participants {
             Participants::Off => "off".to_owned(),
@@ -308,9 +304,8 @@ pub static TABLE: [Row; 53] = [
         },
         default: "5min",
         help: "How long prepare and commit wait for the other participants",
-        long: "When the time is up, the hosts that have arrived give the commit up on behalf of all: their \
-               transactions stay open. Once the commit is decided, this is how long it waits for the other hosts \
-               to apply it.",
+        long: "After this time, the hosts that have arrived give the commit up for all: their transactions \
+               stay open. A decided commit waits this long for the other hosts to apply it.",
         changes_promises: false,
         get: |o| duration_text(o.participants_wait_ms),
         set: |o, v| o.participants_wait_ms = v.number(),
@@ -319,9 +314,10 @@ pub static TABLE: [Row; 53] = [
         name: "host",
         kind: Kind::Host,
         default: "",
-        help: "Name of this host among the participants, or among those that share tokens or have partners; default: its host name",
-        long: "Two mounts of one backing must have different names. A mount that is to finish what a dead firnd \
-               left behind must be given that firnd's name.",
+        help: "Name of this host among participants, partners and hosts that share tokens; default: its \
+               host name",
+        long: "Two mounts of one backing must have different names. A mount that finishes what a dead firnd \
+               left must have that firnd's name.",
         changes_promises: false,
         get: |o| o.host.clone().unwrap_or_default(),
         set: |o, v| o.host = v.names().pop(),
@@ -330,12 +326,12 @@ pub static TABLE: [Row; 53] = [
         name: "partner",
         kind: Kind::Host,
         default: "none",
-        help: "Which host keeps copies, in its memory, of what this one holds: none, the next one (next), or the one \
-               of this name",
-        long: "Needs `firn agent` on both hosts, and a backing that both see. Files of which the partner has all \
-              bytes have the durability level `partnered`. With `next`, hosts are in a ring, sorted by name, and \
-              the next one outside this host's failure domain (`partner-domains`) whose agent answers is the \
-              partner. After the loss of a host, `firn run --restart HOST` takes its files from its partner",
+        help: "Which host keeps copies of this host's held files in its memory: none, the next one (next), \
+               or the one of this name",
+        long: "Needs `firn agent` on both hosts, and a backing that both see. A file of which the partner \
+               has all bytes is `partnered`. `next`: hosts are a ring, sorted by name; the partner is the \
+               next host outside this host's failure domain (`partner-domains`) whose agent answers. After \
+               the loss of a host, `firn run --restart HOST` takes its files from its partner.",
         changes_promises: true,
         get: |o| match &o.partner {
             Partner::None => "none".to_owned(),
@@ -355,10 +351,9 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Path,
         default: "",
         help: "With partner=next: a file that says which hosts fail together",
-        long: "Each line has a pattern of host names, a space and the name of a failure domain, such as a rack. \
-              The first pattern that matches decides; a pattern may have `*`, `?`, `[…]` and `{…,…}`. Empty \
-              lines and `#` lines are skipped. A host without a line fails alone. Where no other domain has an \
-              agent, a host of this one is taken",
+        long: "Each line has a pattern of host names and the name of a failure domain, such as a rack; \
+               syntax as in `lane-map`. The first pattern that matches decides. A host without a line fails \
+               alone. If no other domain has an agent, the partner is a host of this one.",
         changes_promises: false,
         get: |o| path_text(o.partner_domains.as_ref()),
         set: |o, v| o.partner_domains = v.directory(),
@@ -367,11 +362,11 @@ pub static TABLE: [Row; 53] = [
         name: "tokens",
         kind: Kind::Choice(words::<TokenService>()),
         default: "none",
-        help: "With several hosts: which locks give each lane one writing host at a time",
-        long: "A host asks for the token of a lane before it drains to it, and passes it on, so that a disk is \
-              written to by one host after the other. With `flock`, tokens are locks of files in the backing, \
-              whose file system must keep locks for all hosts. With `etcd`, they are keys in etcd, 3.4 or later. \
-              Every host must be given the same tokens. No data depends on a token",
+        help: "With several hosts: locks that give each lane one writing host at a time",
+        long: "A host asks for a lane's token before it drains there, so hosts write to a disk one after \
+               the other. `flock`: locks of files in the backing, whose file system must keep locks for all \
+               hosts. `etcd`: keys in etcd, 3.4 or later. Give every host the same value. No data depends \
+               on a token.",
         changes_promises: false,
         get: |o| word(o.tokens),
         set: |o, v| o.tokens = v.choice(),
@@ -384,8 +379,9 @@ pub static TABLE: [Row; 53] = [
         },
         default: "1s",
         help: "How long a host keeps a token while others wait for it",
-        long: "With a shorter time hosts take turns more often, so each waits less. With a longer time the server changes \
-               between the files of hosts less often. A host with nothing to write passes the token on at once.",
+        long: "With a shorter time each host waits less for its turn; with a longer one the server changes \
+               less often between the files of hosts. A host with nothing to write passes the token on at \
+               once.",
         changes_promises: false,
         get: |o| duration_text(o.token_hold_ms),
         set: |o, v| o.token_hold_ms = v.number(),
@@ -398,9 +394,9 @@ pub static TABLE: [Row; 53] = [
         },
         default: "5s",
         help: "How long a drain waits for a token before it goes on without it",
-        long: "The time counts from the last answer, or from the last change of the token's holder. A host in a queue \
-               that moves waits up to eight times as long, then writes and keeps its place. Raise it if the queue of \
-               hosts for a lane is longer than that. At least twice `token-hold`.",
+        long: "The time starts at the last answer, or when the token's holder last changed. A host in a \
+               queue that moves waits up to eight times as long; then it writes and keeps its place. Raise \
+               it for longer queues. At least twice `token-hold`.",
         changes_promises: false,
         get: |o| duration_text(o.token_wait_ms),
         set: |o, v| o.token_wait_ms = v.number(),
@@ -409,9 +405,9 @@ pub static TABLE: [Row; 53] = [
         name: "token-endpoints",
         kind: Kind::Endpoints,
         default: "",
-        help: "With tokens=etcd: the client addresses of the members of the cluster",
-        long: "They are asked in turn; one that answered is asked first the next time. Firn speaks plain HTTP \
-               and gives no password: use a network that you trust, or a proxy on each host.",
+        help: "With tokens=etcd: client addresses of the members of the cluster",
+        long: "They are asked in turn, first the one that answered last. Firn speaks plain HTTP without a \
+               password: use a trusted network, or a proxy on each host.",
         changes_promises: false,
         get: |o| o.token_endpoints.join("+"),
         set: |o, v| o.token_endpoints = v.names(),
@@ -421,8 +417,8 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Host,
         default: "",
         help: "With tokens=etcd: name under which hosts share tokens; default: that of the backing",
-        long: "Give jobs with different backings the same name if they write to the same I/O servers in the same \
-               order of lanes. Without it, hosts with the same backing share tokens.",
+        long: "Without it, hosts with the same backing share tokens. Give jobs with different backings the \
+               same name if they write to the same I/O servers in the same order of lanes.",
         changes_promises: false,
         get: |o| o.token_group.clone().unwrap_or_default(),
         set: |o, v| o.token_group = v.names().pop(),
@@ -432,10 +428,10 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Rules,
         default: "",
         help: "Commit rules: make the checkpoints of unchanged programs atomic",
-        long: "Each rule says which changes of programs are one checkpoint, and when it is complete. Until then the backing \
-               has the state before, and the programs see what they write. If all writers end earlier, the checkpoint is undone. \
-               An older checkpoint is not removed before a newer one is durable. `firn rules list` shows the rules with a name; \
-               a file has rules of your own.",
+        long: "A rule says which changes of programs are one checkpoint, and when it is complete. Until \
+               then the backing has the state before; the programs see what they write. If all writers end \
+               earlier, the checkpoint is undone. An older checkpoint is removed only when a newer one is \
+               durable. Give names of `firn rules list`, or files with your own rules.",
         changes_promises: true,
         get: |o| o.rules.join(":"),
         set: |o, v| o.rules = v.names(),
@@ -444,13 +440,12 @@ pub static TABLE: [Row; 53] = [
         name: "backup",
         kind: Kind::Directory,
         default: "",
-        help: "With drain=commit: a second directory for prepared transactions, on another host or a parallel \
-               file system",
-        long: "When `firn prepare` or `firn commit` returns, everything that the commit needs is durable in this \
-              directory, too; `firn recover --from-backup` finishes it on a copy of the backing. It needs as \
-              much space as the transaction writes; if it cannot be written, prepare and commit fail. The \
-              directory, and those above it, must belong to you or to root; one that others may write to needs \
-              the sticky bit",
+        help: "With drain=commit: a second directory for prepared transactions, on another host or a \
+               parallel file system",
+        long: "When `firn prepare` or `firn commit` returns, everything that the commit needs is durable \
+               there too; `firn recover --from-backup` finishes it on a copy of the backing. It needs as \
+               much space as the transaction writes; if it cannot be written, prepare and commit fail. \
+               Owner and mode of the directory: as for `arena-dir`.",
         changes_promises: true,
         get: |o| path_text(o.backup.as_ref()),
         set: |o, v| o.backup = v.directory(),
@@ -463,9 +458,8 @@ pub static TABLE: [Row; 53] = [
         },
         default: "10s",
         help: "How often files of an open transaction are copied to the backup",
-        long: "A file is copied when it has not changed for this long, and again if it changes later. Files that are \
-               copied early make the prepare shorter, during which programs wait. Without a prepare these copies are \
-               not used.",
+        long: "A file is copied when it has not changed for this long, and again if it changes later. Early \
+               copies shorten the prepare, during which programs wait. Without a prepare they are not used.",
         changes_promises: false,
         get: |o| duration_text(o.backup_every_ms),
         set: |o, v| o.backup_every_ms = v.number(),
@@ -474,12 +468,12 @@ pub static TABLE: [Row; 53] = [
         name: "layout",
         kind: Kind::Choice(words::<Layout>()),
         default: "plain",
-        help: "How the bytes of a new file lie in the backing until it is closed: in their places (plain), or in a log \
-               of each host (log)",
-        long: "With `log`, several hosts may write one file at the same time: each appends to a log of its own, \
-              in `.firn/log` of the backing. Without Firn the file is short until its logs are flattened \
-              (`flatten`). Give all hosts the same `layout`, and each a name of its own (`host`). For files that \
-              one host writes it only costs time",
+        help: "How the bytes of a new file lie in the backing until it is closed: in their places (plain), \
+               or in a log of each host (log)",
+        long: "`log`: several hosts may write one file at the same time, each to its own log in `.firn/log` \
+               of the backing. Without Firn the file is short until its logs are flattened (`flatten`). \
+               Give all hosts the same `layout`, and each its own name (`host`). For files that one host \
+               writes, `log` only costs time.",
         changes_promises: true,
         get: |o| word(o.layout),
         set: |o, v| o.layout = v.choice(),
@@ -488,10 +482,10 @@ pub static TABLE: [Row; 53] = [
         name: "log-files",
         kind: Kind::Patterns,
         default: "",
-        help: "With layout=log: patterns of the names of files that lie in logs, with colons between them; without \
-               it all files do",
-        long: "A pattern is compared with a file's name when it is opened, without its directories, and may have \
-               `*`, `?`, `[…]` and, in a configuration file, `{…,…}`. As in `log-files=*.h5:restart_*.nc`.",
+        help: "With layout=log: patterns of the names of files that lie in logs, with colons between them; \
+               default: all files",
+        long: "A file's name, without directories, is compared when the file is opened. A pattern may have \
+               `*`, `?`, `[…]` and, in a configuration file, `{…,…}`: `log-files=*.h5:restart_*.nc`.",
         changes_promises: false,
         get: |o| o.log_files.join(":"),
         set: |o, v| o.log_files = v.names(),
@@ -500,13 +494,13 @@ pub static TABLE: [Row; 53] = [
         name: "flatten",
         kind: Kind::Choice(words::<Flatten>()),
         default: "behind",
-        help: "When the logs of a file become the plain file: after the last host has closed it, while programs go on \
-               (behind), before that close returns (close), at the unmount (demand), also when the file is opened for \
-               reading (read), or not before a mount with another value (off)",
-        long: "With `behind` a close returns when the bytes are in a log, synced, and there for every host that \
-              has the backing mounted. Programs beside Firn see them when the file is plain, which `firn wait` \
-              waits for; with `close` they need not wait. `firn umount` flattens what no host writes, except \
-              with `off`. `firn flatten`, `firn drain --wait` and `firn wait` do so at any time",
+        help: "When the logs of a file become the plain file: after the last host has closed it, while \
+               programs go on (behind), before that close returns (close), at the unmount (demand), also \
+               when it is opened for reading (read), or not before a mount with another value (off)",
+        long: "With `behind`, close returns when the bytes are synced in a log, where every host that has \
+               the backing mounted sees them. Programs beside Firn see them when the file is plain: use \
+               `firn wait`, or choose `close`. `firn umount` flattens what no host writes, except with \
+               `off`; `firn flatten`, `firn drain --wait` and `firn wait` do so at any time.",
         changes_promises: true,
         get: |o| word(o.flatten),
         set: |o, v| o.flatten = v.choice(),
@@ -516,10 +510,10 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Choice(words::<Close>()),
         default: "auto",
         help: "When close returns: when the file is in the backing (drain), or at once (held)",
-        long: "`auto` means `drain`; with drain=demand, and with drain=commit in buffer mode, it means `held`. With \
-               `drain`, other hosts see a closed file as they would after a native close, and close reports errors of the backing. With `held`, close \
-               returns at memory speed; the data survives the death of every process and drains in the \
-               background, but is lost if the host fails before it has drained.",
+        long: "`auto`: `held` with drain=demand and with drain=commit in buffer mode, else `drain`. \
+               `drain`: other hosts see a closed file as after a native close, and close reports errors of \
+               the backing. `held`: close returns at memory speed. The data survives the death of every \
+               process and drains in the background; it is lost if the host fails before.",
         changes_promises: true,
         get: |o| word(o.close),
         set: |o, v| o.close = v.choice(),
@@ -529,8 +523,9 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Choice(words::<Fsync>()),
         default: "durable",
         help: "What fsync waits for: data durable in the backing (durable), or nothing (held)",
-        long: "With `held`, fsync promises no more than write: the data survives the death of every process, but \
-               not of the host. For programs that call fsync far more often than they need to.",
+        long: "With `held`, fsync promises no more than write: the data survives the death of every \
+               process, but not of the host. Choose `held` for programs that call fsync far more often than \
+               they need.",
         changes_promises: true,
         get: |o| word(o.fsync),
         set: |o, v| o.fsync = v.choice(),
@@ -543,7 +538,8 @@ pub static TABLE: [Row; 53] = [
         },
         default: "5s",
         help: "Longest time that written data waits for its chunk to fill before it drains",
-        long: "This bounds how much is lost if the host fails. Shorter times mean smaller writes to the backing.",
+        long: "It bounds how much is lost if the host fails. A shorter time makes smaller writes to the \
+               backing.",
         changes_promises: true,
         get: |o| duration_text(o.drain_age_ms),
         set: |o, v| o.drain_age_ms = v.number(),
@@ -557,10 +553,10 @@ pub static TABLE: [Row; 53] = [
         },
         default: "100",
         help: "Percentage of one CPU that the drain takes while programs want all CPUs; 100: no limit",
-        long: "Below 100, the limit holds while programs compute on all CPUs, no caller waits for a drain (close, \
-              fsync, `firn wait`), and at least a quarter of the arena is free. What programs wrote is then in \
-              the arena for longer, and lost if the host fails. `3` suits a training loop; leave it at `100` for \
-              MPI programs, which use all CPUs even while they wait",
+        long: "Below 100, the limit holds while programs compute on all CPUs, no caller waits for a drain \
+               (close, fsync, `firn wait`), and at least a quarter of the arena is free. Data then stays \
+               longer in the arena, where it is lost if the host fails. Choose `3` for a training loop, and \
+               `100` for MPI programs, which use all CPUs even while they wait.",
         changes_promises: true,
         get: |o| o.drain_cpu_percent.to_string(),
         set: |o, v| o.drain_cpu_percent = v.number() as u32,
@@ -574,8 +570,8 @@ pub static TABLE: [Row; 53] = [
         },
         default: "auto",
         help: "Number of threads that serve requests of the kernel",
-        long: "`auto` means one per core. If all of them are in calls of the backing that do not return, worker \
-               threads serve the other requests.",
+        long: "`auto`: one per core. If all are in calls of the backing that do not return, worker threads \
+               serve the other requests.",
         changes_promises: false,
         get: |o| {
             if o.fuse_threads == 0 {
@@ -602,8 +598,8 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Choice(words::<Passthrough>()),
         default: "auto",
         help: "Let the kernel read drained files straight from the backing",
-        long: "`auto` enables it where firnd is allowed to: as root, on Linux 6.9 or later, over a backing that \
-               is not stacked.",
+        long: "`auto`: where firnd is allowed to, as root, on Linux 6.9 or later, over a backing that is \
+               not stacked.",
         changes_promises: false,
         get: |o| word(o.passthrough),
         set: |o, v| o.passthrough = v.choice(),
@@ -631,9 +627,10 @@ pub static TABLE: [Row; 53] = [
         },
         default: "0",
         help: "Kill a firnd that hangs for this long, and let another one continue the mount",
-        long: "With `takeover=auto`, the keeper asks firnd four times in this time whether it goes on. An answer needs the locks of \
-               the engine, and no backing: a firnd that waits for a slow backing answers. `0` does not ask. A host \
-               without enough memory or CPUs may stop a healthy firnd for seconds, and a debugger for longer.",
+        long: "With `takeover=auto`, the keeper asks firnd four times in this time. The answer needs the \
+               engine's locks and no backing: a firnd that waits for a slow backing answers. `0`: do not \
+               ask. A lack of memory or CPUs may stop a healthy firnd for seconds, and a debugger for \
+               longer.",
         changes_promises: false,
         get: |o| duration_text(o.watchdog_ms),
         set: |o, v| o.watchdog_ms = v.number(),
@@ -646,13 +643,13 @@ pub static TABLE: [Row; 53] = [
             power_of_two: false,
         },
         default: "16M",
-        help: "Smallest held file that gets a memory file of its own; 0: none does",
-        long: "With `drain=demand`, a file of this size and more is moved into \
-               a file of its own in memory, in order and in huge pages, once its writers have closed it. As root, on \
-               Linux 6.9 or later and with `passthrough=auto`, the kernel then reads it there by itself, at the speed of its page \
-               cache; elsewhere the kernel keeps pages of it, and the preload library reads it where it is. The bytes are in \
-               memory once, and count in `arena-size`. Moving costs a copy that nobody waits for, at the pace of `drain-cpu`. Not with \
-               `drain=commit` and `frontend=preload`.",
+        help: "Smallest held file that gets a memory file; 0: none does",
+        long: "With `drain=demand`, such a file is moved to its own file in memory, in order and in huge \
+               pages, once its writers have closed it. As root, on Linux 6.9 or later and with \
+               `passthrough=auto`, the kernel then reads it there at the speed of its page cache. Elsewhere \
+               the kernel keeps pages of it, and the preload library reads it in place. The bytes are in \
+               memory once, and count in `arena-size`. The move is a copy in the background, at the pace of \
+               `drain-cpu`. Not with `drain=commit` and `frontend=preload`.",
         changes_promises: false,
         get: |o| size_text(o.memory_file_bytes_min),
         set: |o, v| o.memory_file_bytes_min = v.number(),
@@ -662,10 +659,9 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Directory,
         default: "",
         help: "Directory for the arena, on tmpfs, hugetlbfs or a DAX file system",
-        long: "By default the arena is in the runtime directory, /dev/shm/firn-UID. A mount that recovers an \
-               arena must be given the same directory. The directory, and those above it, must belong to you or to \
-               root; one that others may write to needs the sticky bit. An arena in it is refused unless it is \
-               yours alone.",
+        long: "The default is the runtime directory, /dev/shm/firn-UID. Give the same directory to recover \
+               the arena. It and the directories above must belong to you or to root; one that others may \
+               write to needs the sticky bit. An arena that is not yours alone is refused.",
         changes_promises: false,
         get: |o| path_text(o.arena_dir.as_ref()),
         set: |o, v| o.arena_dir = v.directory(),
@@ -675,10 +671,10 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Path,
         default: "/sys/devices/system/node",
         help: "Directory that describes the NUMA nodes of the machine; empty: ignore NUMA",
-        long: "Each NUMA node gets an equal part of the arena, and a writer gets memory of the nearest node that \
-              has some free. Give another directory of the same form (`online`, `nodeN/cpulist`, \
-              `nodeN/distance`) where the kernel's is not visible, as in some containers, or to divide the \
-              memory differently",
+        long: "Each NUMA node gets an equal part of the arena, and a writer gets memory of the nearest node \
+               with some free. Give another directory of the same form (`online`, `nodeN/cpulist`, \
+               `nodeN/distance`) where the kernel's is not visible, as in some containers, or to divide \
+               memory differently.",
         changes_promises: false,
         get: |o| path_text(o.numa_topology.as_ref()),
         set: |o, v| o.numa_topology = v.directory(),
@@ -688,11 +684,10 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Path,
         default: "",
         help: "File or directory on a local disk that takes data when memory runs short",
-        long: "Above `spill-upper` percent of the arena in use, the oldest full chunks move to this file until \
-              `spill-lower`; they are read and drained from there. In a directory, Firn creates and names the \
-              file. It is removed together with the arena; it must not be in the mount, in the backing or in \
-              memory. The directory, and those above it, must belong to you or to root; one that others may \
-              write to needs the sticky bit",
+        long: "Above `spill-upper` percent of the arena in use, the oldest full chunks move to this file \
+               until `spill-lower`; they are read and drained there. In a directory, Firn creates and names \
+               the file. It must not be in the mount, the backing or memory, and is removed with the arena. \
+               Owner and mode of the directory: as for `arena-dir`.",
         changes_promises: false,
         get: |o| path_text(o.spill.as_ref()),
         set: |o, v| o.spill = v.directory(),
@@ -706,9 +701,9 @@ pub static TABLE: [Row; 53] = [
         },
         default: "0",
         help: "Size of the spill file; 0: as large as arena-size",
-        long: "It holds at least one chunk, whatever is given. All of it is allocated at mount time. When both memory and spill file are full, writers wait for \
-               the drain, or get ENOSPC if nothing drains. Each chunk in the spill file still takes 0.9 % of its \
-               size in memory.",
+        long: "The file has at least one chunk and is allocated at the mount. When memory and file are \
+               full, writers wait for the drain, or get ENOSPC if nothing drains. Each chunk in the file \
+               takes 0.9 % of its size in memory.",
         changes_promises: false,
         get: |o| size_text(o.spill_bytes),
         set: |o, v| o.spill_bytes = v.number(),
@@ -722,7 +717,7 @@ pub static TABLE: [Row; 53] = [
         },
         default: "80",
         help: "Percentage of the arena in use above which chunks move to the spill file",
-        long: "Lower it if bursts are large: the free rest absorbs them at memory speed.",
+        long: "Choose less for large bursts: the free rest takes them at memory speed.",
         changes_promises: false,
         get: |o| o.spill_upper_percent.to_string(),
         set: |o, v| o.spill_upper_percent = v.number() as u32,
@@ -736,7 +731,7 @@ pub static TABLE: [Row; 53] = [
         },
         default: "60",
         help: "Percentage of the arena in use at which chunks stop moving to the spill file",
-        long: "The distance to `spill-upper` decides how much is written to the disk in one go.",
+        long: "The distance to `spill-upper` is how much is written to the disk in one go.",
         changes_promises: false,
         get: |o| o.spill_lower_percent.to_string(),
         set: |o, v| o.spill_lower_percent = v.number() as u32,
@@ -749,9 +744,9 @@ pub static TABLE: [Row; 53] = [
         },
         default: "1s",
         help: "How long the kernel may cache names and attributes",
-        long: "A change that is made in the backing without Firn, for example by another host, becomes visible \
-               after this time at the latest. With `0` the kernel asks every time. With `layout=log` and `tokens` it asks \
-               for names every time in any case.",
+        long: "A change made in the backing without Firn, as by another host, is visible after this time at \
+               the latest. With `0` the kernel asks every time. With `layout=log` or `tokens` it always \
+               asks for names.",
         changes_promises: false,
         get: |o| duration_text(o.attr_timeout_ms),
         set: |o, v| o.attr_timeout_ms = v.number(),
@@ -771,10 +766,10 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::PathOrOff,
         default: "/dev/log",
         help: "Socket of the host's system log, of journald or syslog",
-        long: "The `.log` file is in memory and gone after a reboot, so firnd in the background also sends its \
-              errors, warnings and `info` lines here, as `firnd`: `journalctl -t firnd`. `log-level=warn` leaves \
-              the `info` lines out. firnd never waits for the system log: what it does not take at once is \
-              dropped and counted there. Readers of the system log see paths of your files",
+        long: "The `.log` file is in memory and gone after a reboot. So firnd in the background also sends \
+               errors, warnings and `info` lines here, as `firnd` (`journalctl -t firnd`); `log-level=warn` \
+               leaves `info` out. firnd never waits: lines that the system log does not take at once are \
+               dropped and counted there. Its readers see paths of your files.",
         changes_promises: false,
         get: |o| match &o.system_log {
             Some(path) => quoted_path(path),
@@ -787,10 +782,10 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Choice(words::<RecordPlace>()),
         default: "host",
         help: "Where firnd leaves its record of the run, for `firn report`",
-        long: "The record has the sums of each moment, the checkpoints and the events of a mount, at most 1 MiB. firnd \
-               leaves it in the runtime directory when the mount ends. With `backing` it also stores it in \
-               `.firn/records` of the backing, once a minute and at the end, so that a report shows all hosts of a job; \
-               the last 8 of each host stay there, for 90 days at most.",
+        long: "The record has the sums of each moment, the checkpoints and the events, at most 1 MiB. \
+               `host`: in the runtime directory, when the mount ends. `backing`: also in `.firn/records` of \
+               the backing, once a minute and at the end, so that a report shows all hosts of a job; the \
+               last 8 of each host stay, for 90 days at most.",
         changes_promises: false,
         get: |o| word(o.record),
         set: |o, v| o.record = v.choice(),
@@ -800,7 +795,7 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Switch,
         default: "no",
         help: "Refuse all changes",
-        long: "The same as `-o ro`. Data held in an existing arena is drained nevertheless.",
+        long: "The same as `-o ro`. Data held in an existing arena is drained all the same.",
         changes_promises: false,
         get: |o| switch_text(o.read_only),
         set: |o, v| o.read_only = v.switch(),
@@ -810,8 +805,9 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Switch,
         default: "no",
         help: "Mount over a directory that is not empty, and hide what is in it",
-        long: "Without it such a mount is refused, so that swapped arguments hide no files. What was hidden is \
-               there again after the unmount. A stub tree (`frontend=preload`) needs an empty directory in any case.",
+        long: "Without it such a mount is refused, so that swapped arguments hide no files. After the \
+               unmount the files are there again. A stub tree (`frontend=preload`) always needs an empty \
+               directory.",
         changes_promises: false,
         get: |o| switch_text(o.nonempty),
         set: |o, v| o.nonempty = v.switch(),
@@ -821,7 +817,8 @@ pub static TABLE: [Row; 53] = [
         kind: Kind::Switch,
         default: "yes",
         help: "Allocate the arena's memory at mount time instead of at first use",
-        long: "Otherwise the first checkpoint pays for the allocation, and a lack of memory is noticed late.",
+        long: "With `no`, the first checkpoint pays for the allocation, and a lack of memory is noticed \
+               late.",
         changes_promises: false,
         get: |o| switch_text(o.populate),
         set: |o, v| o.populate = v.switch(),

@@ -34,33 +34,33 @@ part! {
         text arena: BytePath,
         /// Time since firnd attached.
         gauge uptime_seconds: f64,
-        /// Lifetimes of firnd that this arena has seen, this one included.
+        /// Number of firnd processes that attached to this arena, this one included.
         gauge epoch: u64,
         /// Options that change what the mount promises, as `key=value`, with quoted paths (`firn_format::quote`).
         text options: Vec<String>,
         /// Bytes of chunks in the arena.
         gauge arena_bytes: u64,
-        /// Bytes of slabs that are in use.
+        /// Bytes of slabs in use.
         gauge arena_used_bytes: u64,
         /// Bytes of one chunk.
         gauge chunk_bytes: u64,
-        /// Bytes written by programs and not yet in the backing.
+        /// Bytes held: written by programs and not yet in the backing.
         gauge held_bytes: u64,
-        /// Files with bytes that are not in the backing yet.
+        /// Files with held bytes.
         gauge held_files: u64,
         /// Files with bytes in logs (layout=log), as far as this host knows.
         gauge logged_files: u64,
-        /// Bytes that this host has written to logs since it mounted, of files that are not flattened yet.
+        /// Bytes that this host wrote to logs of files that are not flattened yet, since the mount.
         gauge logged_bytes: u64,
-        /// Files that firnd saw synced and that were not changed since, as far as it remembers: 16,384 at most.
+        /// Files synced and not changed since, as far as firnd remembers: 16,384 at most.
         gauge durable_files: u64,
-        /// Bytes of the files that firnd saw synced, as far as it remembers them.
+        /// Bytes of the files that `durable_files` counts.
         gauge durable_bytes: u64,
-        /// Age of the oldest byte that is not in the backing yet.
+        /// Age of the oldest held byte.
         gauge oldest_held_seconds: Option<f64>,
         /// Bytes recovered from an earlier firnd when this one attached.
         gauge recovered_bytes: u64,
-        /// Held bytes whose file could not be found in the backing at recovery.
+        /// Held bytes whose file the recovery did not find in the backing.
         gauge lost_file_bytes: u64,
         /// Files open through the mount.
         gauge open_files: u64,
@@ -68,7 +68,7 @@ part! {
         gauge waiting_writers: u64,
         /// Whether another firnd goes on with the mount if this one dies: `ready`, or why not.
         text takeover: String,
-        /// Times that another firnd went on with the mount of one that died.
+        /// Times that another firnd continued the mount of one that ended.
         counter takeovers: u64,
         /// Time for which programs waited at the last takeover.
         gauge takeover_last_seconds: f64,
@@ -78,13 +78,13 @@ part! {
         text upgrade: String,
         /// Open files that were lost to their programs at the last takeover.
         gauge lost_open_files: u64,
-        /// Memory of the live table, which another firnd goes on from.
+        /// Memory of the live table.
         gauge live_table_bytes: u64,
-        /// Entries that found no room in the live table.
+        /// Entries for which the live table had no room.
         counter live_table_lost: u64,
-        /// Programs of which a call has waited for a second or longer, the longest first; 8 at most.
+        /// Programs with a call that has waited for a second or longer; the 8 longest.
         part waiting_programs: Vec<WaitingProgram>,
-        /// Files that the backing's file system did not put on the server that `placement` asked for.
+        /// Files that the file system did not put on the server that `placement` chose.
         counter misplaced_files: u64,
         /// Bytes taken from programs.
         counter ingest_bytes: u64,
@@ -92,14 +92,13 @@ part! {
         counter ingest_writes: u64,
         /// Sizes of the writes taken from programs.
         histogram ingest_write_bytes: HistogramStatus,
-        /// Time that writes of programs took firnd, with the time that they waited for room. Those by direct access are not
-        /// among them.
+        /// Time of programs' writes in firnd, with their waits for room; without direct access.
         histogram write_seconds: HistogramStatus,
-        /// Time that closes of programs took firnd.
+        /// Time of programs' closes in firnd.
         histogram close_seconds: HistogramStatus,
-        /// Time that fsync(2) and fdatasync(2) of files took firnd.
+        /// Time of fsync(2) and fdatasync(2) of files in firnd.
         histogram fsync_seconds: HistogramStatus,
-        /// Bytes taken from programs in a second, over the last seconds.
+        /// Bytes taken from programs each second, over the last seconds.
         gauge ingest_bytes_per_second: f64,
         /// Bytes written to the backing.
         counter drain_bytes: u64,
@@ -107,45 +106,45 @@ part! {
         counter drain_writes: u64,
         /// Write calls to the backing that failed.
         counter drain_errors: u64,
-        /// Sizes of the writes to the backing that succeeded.
+        /// Sizes of successful writes to the backing.
         histogram drain_write_bytes: HistogramStatus,
-        /// Time that calls took that write to the backing, those that failed too.
+        /// Time of write calls to the backing, failed ones included.
         histogram drain_seconds: HistogramStatus,
-        /// Bytes written to the backing in a second, over the last seconds.
+        /// Bytes written to the backing each second, over the last seconds.
         gauge drain_bytes_per_second: f64,
-        /// Bytes that were overwritten or removed before they were drained.
+        /// Bytes overwritten or removed before the drain.
         counter cancelled_bytes: u64,
         /// Bytes read by programs through firnd.
         counter read_bytes: u64,
-        /// Time that closes waited for the backing: the sum over all closes (`close=drain`).
+        /// Time that all closes together waited for the backing (`close=drain`).
         counter close_wait_seconds: f64,
-        /// Drained bytes that are still in the arena to be read again.
+        /// Drained bytes kept in the arena to be read again.
         gauge cached_bytes: u64,
-        /// Drained bytes that left the arena, to make room or because a request asked.
+        /// Drained bytes that left the arena, for room or on request.
         counter evicted_bytes: u64,
-        /// Bytes of the arena's memory that memory files have, those that wait to be used again included.
+        /// Bytes of the arena in memory files, those ready to be used again included.
         gauge memory_file_bytes: u64,
-        /// Bytes of held files that were moved into memory files.
+        /// Bytes of held files moved into memory files.
         counter settled_bytes: u64,
-        /// Processes that are connected to the data socket for direct access.
+        /// Processes connected to the data socket.
         gauge direct_clients: u64,
-        /// Files that processes write by direct access now.
+        /// Files being written by direct access.
         gauge direct_files: u64,
         /// Slabs leased for direct access.
         gauge direct_leases: u64,
-        /// Leases that ended because their client broke the rules.
+        /// Leases ended because their client broke the rules.
         counter direct_errors: u64,
-        /// Lists of chunks that programs hold.
+        /// Chunk lists that programs hold.
         gauge chunk_lists: u64,
-        /// Bytes in memory that lists of chunks name, and that stay as they are while the lists are held.
+        /// Bytes in memory that held chunk lists keep unchanged.
         gauge chunk_list_bytes: u64,
-        /// Connections of agents for pullers on other hosts.
+        /// Connections of agents to pullers on other hosts.
         gauge pulls: u64,
-        /// Files that agents have sent to other hosts.
+        /// Files that agents sent to other hosts.
         counter pulled_files: u64,
-        /// Bytes that agents have sent to other hosts.
+        /// Bytes that agents sent to other hosts.
         counter pulled_bytes: u64,
-        /// Bytes that agents have sent to other hosts in a second, over the last seconds.
+        /// Bytes that agents send to other hosts each second, over the last seconds.
         gauge pulled_bytes_per_second: f64,
         /// The spill file, where there is one.
         part spill: Option<SpillStatus>,
@@ -157,34 +156,33 @@ part! {
         part partner: Option<PartnerStatus>,
         /// Lanes of the drain.
         part lanes: Vec<LaneStatus>,
-        /// Sentences about what makes placement slower than it could be, and what to do.
+        /// Sentences of advice on slow placement.
         gauge placement_advice: Vec<String>,
-        /// Sentences about what other hosts that mount the backing do otherwise than this one.
+        /// Sentences about options in which other hosts of the backing differ.
         gauge host_differences: Vec<String>,
-        /// Lines that firnd could not write to its log since it began: full, or over a limit.
+        /// Lines that firnd could not write to its log: no room, or over a limit.
         counter log_lines_lost: u64,
-        /// Bytes of the largest file that firnd may write to the backing, the limit of the process that started it.
+        /// Bytes of the largest file that firnd may write to the backing: the limit of the process that started it.
         gauge file_size_limit_bytes: Option<u64>,
         /// Requests of the kernel that failed, by operation. A lookup of a name that is not there is one.
         counter failed_requests: BTreeMap<String, u64>,
-        /// Decisions of the drain: `picked`, `written`, `waits` (after an error), `retried`, `given up` (the error was
-        /// reported to those that waited), `spilled`, `put off` (programs wanted the CPUs) and `settled` (a chunk went to a
-        /// memory file).
+        /// Decisions of the drain: `picked`, `written`, `waits` (after an error), `retried`, `given up` (the callers that
+        /// waited got the error), `spilled`, `put off` (programs wanted the CPUs), `settled` (a chunk went to a memory file).
         counter drain_decisions: BTreeMap<String, u64>,
         /// Steps of transactions on this host: `begin`, `quiesce`, `drained`, `prepared`, `decided`, `applied`, `ended`,
         /// `undone`.
         counter transaction_steps: BTreeMap<String, u64>,
         /// Checkpoints that commit rules committed, by rule.
         counter rule_commits: BTreeMap<String, u64>,
-        /// Checkpoints that were not complete when their writers were gone, and were dropped, by rule.
+        /// Checkpoints dropped because their writers ended before they were complete, by rule.
         counter rule_aborts: BTreeMap<String, u64>,
-        /// Begins and commits of commit rules that failed, by rule; they are in the log.
+        /// Failed begins and commits of commit rules, by rule; the log has them.
         counter rule_failures: BTreeMap<String, u64>,
-        /// Old checkpoints that `keep` of a commit rule removed, by rule.
+        /// Old checkpoints that `keep` removed, by rule.
         counter rule_removals: BTreeMap<String, u64>,
-        /// Checkpoints of commit rules that are not complete yet, by rule.
+        /// Checkpoints of commit rules not complete yet, by rule.
         gauge rule_waits: BTreeMap<String, u64>,
-        /// Errors not yet dealt with, the newest last, at most 64.
+        /// Errors not dealt with yet: the last 64.
         part errors: Vec<ErrorStatus>,
     }
 }
@@ -198,7 +196,7 @@ part! {
         label mount_point: BytePath,
         /// Name of the host.
         label host: String,
-        /// Whether the firnd of the mount answered in time. If not, its other figures are absent.
+        /// Whether firnd answered in time; if not, its other figures are absent.
         gauge up: bool,
     }
 }
@@ -312,15 +310,15 @@ part! {
     SpillStatus, prefix "spill_" {
         /// Path of the file.
         text path: BytePath,
-        /// Bytes that the spill file may hold.
+        /// Size of the spill file.
         gauge bytes: u64,
         /// Bytes of the spill file's slots in use: whole chunks.
         gauge used_bytes: u64,
         /// Bytes moved to the spill file.
         counter moved_bytes: u64,
-        /// Bytes moved to the spill file in a second, over the last seconds.
+        /// Bytes moved to the spill file each second, over the last seconds.
         gauge moved_bytes_per_second: f64,
-        /// Whether the last write to the spill file failed, or it was found damaged: nothing moves to it.
+        /// Whether nothing moves to the spill file: its last write failed, or it is damaged.
         gauge failing: bool,
     }
 }
@@ -332,9 +330,9 @@ part! {
         label numa_node: u32,
         /// Bytes of the NUMA node's chunks.
         gauge bytes: u64,
-        /// Bytes of the NUMA node's chunks in use; the others are free.
+        /// Bytes of the NUMA node's chunks in use.
         gauge used_bytes: u64,
-        /// Slabs of the NUMA node given to writers that run nearer to another one.
+        /// Slabs of the NUMA node given to writers nearer to another one.
         counter foreign_slabs: u64,
     }
 }
@@ -344,17 +342,17 @@ part! {
     LaneStatus, prefix "lane_", numbered "lane" {
         /// Backing directory of the lane.
         label path: BytePath,
-        /// IO threads that may write to the lane at once.
+        /// I/O threads that may write to the lane at once.
         gauge max_writers: u32,
-        /// IO threads that write to the lane now.
+        /// I/O threads that write to the lane now.
         gauge writers: u32,
         /// Time until the lane is tried again after an error.
         gauge retry_seconds: Option<f64>,
-        /// Files in line for a write to the lane.
+        /// Files queued for a write to the lane.
         gauge queued_files: u64,
-        /// Files with bytes that are not in the lane yet.
+        /// Files with held bytes for the lane.
         gauge held_files: u64,
-        /// Bytes that are not in the lane yet.
+        /// Held bytes for the lane.
         gauge held_bytes: u64,
         /// With `order=sequential`: the file that is being written.
         text file: Option<BytePath>,
@@ -368,9 +366,9 @@ part! {
 part! {
     /// What was placed in a lane.
     PlacedStatus, prefix "placed_" {
-        /// Files that were made in the lane.
+        /// Files made in the lane.
         counter files: u64,
-        /// Bytes that were written to the lane.
+        /// Bytes written to the lane.
         counter bytes: u64,
         /// Whether new files may go to the lane.
         gauge takes_files: bool,
@@ -397,9 +395,9 @@ states! {
 part! {
     /// The token of a lane.
     TokenStatus, prefix "token_" {
-        /// What the lane's token does now.
+        /// State of the lane's token.
         gauge state: TokenState,
-        /// Time for which the lane's token has done what it does now.
+        /// Time that the lane's token has been in its state.
         gauge state_seconds: f64,
         /// Another host that has the token, as far as this host knows.
         text holder: Option<String>,
@@ -409,7 +407,7 @@ part! {
         counter waited_seconds: f64,
         /// Times that drains went on without the lane's token.
         counter went_without: u64,
-        /// Questions about the lane's token that failed.
+        /// Failed requests for the lane's token.
         counter errors: u64,
         /// Reason of the last of these errors.
         text last_error: Option<String>,
@@ -442,9 +440,9 @@ part! {
         text id: Option<u64>,
         /// Owner of the transaction; `None`: it has none.
         text owner: Option<OwnerStatus>,
-        /// Time since the transaction was begun; absent if an earlier firnd began it.
+        /// Time since the transaction began; absent if an earlier firnd began it.
         gauge age_seconds: Option<f64>,
-        /// Bytes that programs wrote in the transaction, with what is not in the backing yet.
+        /// Bytes that programs wrote in the transaction, held ones included.
         gauge bytes: u64,
         /// Files, directories and others that the transaction changes.
         gauge objects: u64,
@@ -490,13 +488,13 @@ pub struct OwnerStatus {
 part! {
     /// The backup of a transaction.
     BackupStatus, prefix "backup_" {
-        /// Whether the transaction is prepared, and can be finished from its backup.
+        /// Whether the transaction is prepared, and its backup can finish it.
         gauge whole: bool,
-        /// Time since the backup was written to last.
+        /// Time since the last write to the backup.
         gauge age_seconds: Option<f64>,
-        /// Bytes that are in the backup.
+        /// Bytes in the backup.
         gauge copied_bytes: u64,
-        /// Bytes that a prepare has to copy to the backup.
+        /// Bytes that a prepare has yet to copy to the backup.
         gauge left_bytes: u64,
         /// Reason why the last write to the backup failed.
         text error: Option<String>,
@@ -540,7 +538,7 @@ part! {
         text thread: u32,
         /// Name of the call.
         label call: String,
-        /// Time that a call of a program has waited for an answer of firnd.
+        /// Time that the program's call has waited for firnd.
         gauge seconds: f64,
     }
 }
@@ -554,11 +552,11 @@ part! {
         label errno: i32,
         /// What was tried, and what the error means.
         text message: String,
-        /// Times that the error happened in a row.
+        /// Times that the error occurred in a row.
         gauge repeats: u64,
-        /// Time since the error happened last.
+        /// Time since the error last occurred.
         gauge age_seconds: f64,
-        /// Whether the error's file still has bytes that are not drained.
+        /// Whether the error's file has held bytes.
         gauge pending: bool,
     }
 }
