@@ -65,7 +65,7 @@ impl Identity {
             lane.max_writers = self.lane_writers_max;
         }
         explain_errors(&mut status.errors);
-        parts.show(&mut status);
+        parts.fill_status(&mut status);
         status
     }
 }
@@ -221,7 +221,7 @@ impl Answers {
                 engine.clear_errors();
                 Reply::Done
             }
-            Request::Place { .. } => placement::explain_without(),
+            Request::Place { .. } => placement::refuse_without_placement(),
             // This mount has no logs, so data that is drained is already in plain files.
             Request::Flatten { path } => {
                 wait_for_level(engine, &path, DurabilityLevel::Logged, None, say)
@@ -262,7 +262,7 @@ impl Service for Answers {
         }
     }
 
-    fn is_held_for(&self, client: &ControlClient) -> bool {
-        !client.lists.is_empty() || client.partner.is_some() || self.parts.is_held_for(client)
+    fn holds_state_of(&self, client: &ControlClient) -> bool {
+        !client.lists.is_empty() || client.partner.is_some() || self.parts.holds_state_of(client)
     }
 }

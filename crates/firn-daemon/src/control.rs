@@ -47,7 +47,7 @@ pub(crate) trait Service: Send + Sync + 'static {
         say: &mut dyn FnMut(Reply) -> bool,
     ) -> Answer;
     /// Returns whether the end of this connection would end something that it holds.
-    fn is_held_for(&self, client: &ControlClient) -> bool;
+    fn holds_state_of(&self, client: &ControlClient) -> bool;
 }
 
 /// A connection, and what it holds.
@@ -284,7 +284,7 @@ fn serve(peer: ControlPeer, id: u64, seats: &Seats, service: &dyn Service) -> io
             let _ = sent.send(());
         }
         result?;
-        seats.end(id, waits || service.is_held_for(&client));
+        seats.end(id, waits || service.holds_state_of(&client));
     }
 }
 
@@ -321,7 +321,7 @@ mod tests {
             Reply::Done.into()
         }
 
-        fn is_held_for(&self, _: &ControlClient) -> bool {
+        fn holds_state_of(&self, _: &ControlClient) -> bool {
             false
         }
     }

@@ -21,12 +21,12 @@ use firn_format::quantity::{bytes, seconds};
 use firn_protocol::{HeldPolicy, Reply};
 
 use crate::attach::Attached;
+use crate::end_timeout::{forced_timeout, run_unless_given_up};
 use crate::event::Event;
 use crate::frontend::Frontend;
 use crate::last_drain::Progress;
 use crate::mount_users::{Mounts, name_users};
 use crate::part::Parts;
-use crate::patience::{patience_ends, unless};
 use crate::process;
 use crate::replies::throttle_progress;
 use crate::store::Store;
@@ -116,8 +116,8 @@ pub(crate) fn by_signal(mount: &EndingMount<'_>) -> Ending {
     tracing::info!("a signal asks firnd to end: draining");
     let mut interruptions = Interruptions::of(mount);
     let names = frontend.names();
-    let carried = unless(|| interruptions.look(), mount.preparation())
-        .and_then(|()| unless(|| interruptions.look(), names));
+    let carried = run_unless_given_up(|| interruptions.look(), mount.preparation())
+        .and_then(|()| run_unless_given_up(|| interruptions.look(), names));
     if let Some(Err(error)) = carried {
         tracing::warn!(%error, "cannot create every name of the stub tree in the backing yet");
     }
@@ -155,28 +155,28 @@ pub(crate) fn by_request(
         attached, frontend, ..
     } = mount;
     let mut interruptions = Interruptions::of(mount);
-    let mut patience_ends = patience_ends();
+    let mut forced_timeout = forced_timeout();
     let mut give_up = || {
         if force {
-            patience_ends()
+            forced_timeout()
         } else {
             interruptions.look()
         }
     };
     if !force {
         let parts = mount.parts.clone();
-        let obstacle = unless(&mut give_up, move || parts.find_obstacle());
+        let obstacle = run_unless_given_up(&mut give_up, move || parts.find_obstacle());
         if let Some(message) = obstacle.ok_or_else(overtaken)? {
             let errno = libc::EBUSY;
             return Err(Reply::Error { errno, message });
         }
     }
-    let left = unless(&mut give_up, mount.preparation());
+    let left = run_unless_given_up(&mut give_up, mount.preparation());
     let named = left.and_then(|()| {
         if held != HeldPolicy::Drain {
             Some(Ok(()))
         } else {
-            unless(&mut give_up, frontend.names())
+            run_unless_given_up(&mut give_up, frontend.names())
         }
     });
     if named.is_none() && !force {

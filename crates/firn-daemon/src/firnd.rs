@@ -113,7 +113,7 @@ fn find_new(request: &MountRequest, reporter: &mut Reporter<'_>) -> Result<Found
     )?;
     spill::check(options, &checked, &mut |text| reporter.notice(text))?;
     backup::check(options, &checked)?;
-    placement::check(options, &checked)?;
+    placement::check_lanes(options, &checked)?;
     let files = find_runtime_files(&checked.backing, options)?;
     let is_fuse = options.frontend == firn_config::Frontend::Fuse;
     // A stub tree hides nothing, and the one of an earlier firnd at the mount point is told of below.
@@ -407,7 +407,7 @@ impl Mount {
         match (stop.left_bytes, stop.left_in_logs.error) {
             (0, None) => Ok(()),
             (0, Some(source)) => Err(MountError::LeftInLogs { backing, source }),
-            _ if stop.held == HeldPolicy::Keep => Ok(()),
+            _ if stop.held_policy == HeldPolicy::Keep => Ok(()),
             (bytes, _) => Err(MountError::Left {
                 bytes,
                 arena: self.attached.files.arena.clone(),

@@ -6,7 +6,7 @@ use firn_backing::{Backing, Errno};
 use firn_engine::Engine;
 use firn_format::durability::DurabilityLevel;
 
-use crate::patience::FORCED_PATIENCE;
+use crate::end_timeout::FORCED_TIMEOUT;
 use crate::store::Store;
 
 /// Decides whether a drain makes progress or has stopped.
@@ -23,7 +23,7 @@ impl Progress {
         }
     }
 
-    /// Returns whether bytes were drained in the last [`FORCED_PATIENCE`].
+    /// Returns whether bytes were drained in the last [`FORCED_TIMEOUT`].
     pub(crate) fn goes_on(&mut self, bytes_left: u64) -> bool {
         if self.bytes_left != bytes_left {
             *self = Self {
@@ -31,7 +31,7 @@ impl Progress {
                 since: Instant::now(),
             };
         }
-        self.since.elapsed() < FORCED_PATIENCE
+        self.since.elapsed() < FORCED_TIMEOUT
     }
 }
 

@@ -33,7 +33,7 @@ use crate::host_name::host_name;
 use crate::lock::Locks;
 use crate::losses::LossReport;
 use crate::peers::terms_of;
-use crate::placement::{self, Use};
+use crate::placement::{self, NewFiles};
 use crate::process;
 use crate::store::{Layers as _, LoggableStore, PlaceableStore, Store};
 use crate::unmounted::{FoundOrphan, open_unmounted};
@@ -59,11 +59,11 @@ pub(crate) fn open(
     backing: &Path,
     base: PlaceableStore,
     options: &Options,
-    wanted: Use,
+    new_files: NewFiles,
     lease: &mut HostLease,
 ) -> Result<LoggableStore, AttachError> {
     let writes = !options.read_only;
-    let chooses = wanted == Use::Place && options.layout == Layout::Log && writes;
+    let chooses = new_files == NewFiles::ByOptions && options.layout == Layout::Log && writes;
     if !chooses && !has_containers(backing, &base)? && !others_log(backing, options)? {
         if writes {
             firn_log::remove_retired(&base).map_err(own_error(backing))?;
@@ -396,8 +396,14 @@ fn with_logs<T>(
     notice: &mut dyn FnMut(String),
     work: &mut LogWork<'_, T>,
 ) -> Result<Option<Result<T, Errno>>, AttachError> {
-    let placeable = placement::open(backing, directory, options, Use::Serve, notice)?;
-    let store = open(backing, placeable, options, Use::Serve, locks.host_lease())?;
+    let placeable = placement::open(backing, directory, options, NewFiles::InBacking, notice)?;
+    let store = open(
+        backing,
+        placeable,
+        options,
+        NewFiles::InBacking,
+        locks.host_lease(),
+    )?;
     let LoggableStore::Upper(logs) = &store else {
         return Ok(None);
     };

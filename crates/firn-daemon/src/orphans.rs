@@ -10,7 +10,7 @@ use firn_lanes::{Lanes, Orphan, OrphanError, Record, record};
 
 use crate::error::{AttachError, LaneFault};
 use crate::logs;
-use crate::placement::{self, Use};
+use crate::placement::{self, NewFiles};
 use crate::process;
 use crate::store::PlaceableStore;
 use crate::unmounted::{FoundOrphan, open_unmounted};
@@ -31,7 +31,7 @@ pub fn find_orphans(
         logs::end_removals(backing, options)?;
     }
     let (backing, directory, _locks) = open_unmounted(backing, options)?;
-    let lanes = match placement::open(&backing, directory, options, Use::Serve, notice)? {
+    let lanes = match placement::open(&backing, directory, options, NewFiles::InBacking, notice)? {
         PlaceableStore::Upper(lanes) => lanes,
         PlaceableStore::Lower(directory) => return logs::find_unowned(&backing, &directory),
     };
@@ -87,8 +87,8 @@ fn show(backing: &Path, lanes: &Lanes<DirBacking>, orphan: &Orphan) -> FoundOrph
 pub fn forget_lane(backing: &Path, lane: &Path, options: &Options) -> Result<(), AttachError> {
     process::prepare();
     let (backing, directory, _locks) = open_unmounted(backing, options)?;
-    let text: OsString = placement::lane_text(lane).to_owned();
-    let in_backing = placement::in_backing(&backing);
+    let text: OsString = placement::lane_path_in_links(lane).to_owned();
+    let in_backing = placement::lane_record_error(&backing);
     let mut record = match Record::find(&directory).map_err(&in_backing)? {
         Some(record) if record.lanes.contains(&text) => record,
         _ => {
@@ -96,7 +96,7 @@ pub fn forget_lane(backing: &Path, lane: &Path, options: &Options) -> Result<(),
             return Err(AttachError::NoSuchLane { lane, backing });
         }
     };
-    if let Ok(opened) = placement::open_marked(lane, record.id) {
+    if let Ok(opened) = placement::open_marked_lane(lane, record.id) {
         let failed = |errno: Errno| LaneFault::of(errno).at(lane);
         let files = firn_lanes::count_files(&opened, record.id).map_err(failed)?;
         if files > 0 {

@@ -374,7 +374,7 @@ impl KeepConnection for Takeover {
 }
 
 impl Part for Takeover {
-    fn show(&self, status: &mut Status) {
+    fn fill_status(&self, status: &mut Status) {
         let obstacle = *self.obstacle.lock();
         status.takeover = match obstacle {
             None if self.loses_transactions => "ready, while no transaction is open".into(),
@@ -420,7 +420,7 @@ impl Part for Takeover {
     }
 
     fn stop(&self, stop: &mut Stop) {
-        if stop.is_unseen {
+        if stop.was_never_visible {
             // Another try may go on with it.
             return;
         }

@@ -63,10 +63,10 @@ impl Part for ArenaFile {
     fn stop(&self, stop: &mut Stop) {
         let left_bytes = count_left_bytes(&self.engine);
         stop.left_bytes = left_bytes;
-        let discards = stop.arena == ArenaEnd::Discard;
+        let discards = stop.arena_end == ArenaEnd::Discard;
         // Held data that is discarded cannot be needed by a late write, so an arena that is discarded may go during a
         // call.
-        let may_go = discards || !stop.is_call_under_way && stop.arena != ArenaEnd::Keep;
+        let may_go = discards || !stop.has_call_under_way && stop.arena_end != ArenaEnd::Keep;
         if !may_go || (left_bytes > 0 && !discards) {
             return;
         }

@@ -44,7 +44,7 @@ pub(crate) struct FuseRequests {
 }
 
 impl Part for FuseRequests {
-    fn show(&self, status: &mut Status) {
+    fn fill_status(&self, status: &mut Status) {
         status.waiting_writers = self.waiting_writers.load(Ordering::Relaxed);
         let waiting = self.waiting_threads.find(WAITS_LONG, PROGRAMS_MAX);
         status.waiting_programs = waiting.iter().filter_map(name_program).collect();
@@ -118,10 +118,10 @@ impl Part for StubNames {
 
     /// Ends the tree. This is the last step, when no request comes any more.
     fn stop(&self, stop: &mut Stop) {
-        if stop.is_unseen {
+        if stop.was_never_visible {
             return;
         }
-        let end = match (stop.arena, stop.held) {
+        let end = match (stop.arena_end, stop.held_policy) {
             (ArenaEnd::Keep, _) => TreeEnd::Keep,
             (ArenaEnd::Discard, _) => TreeEnd::Discard,
             (ArenaEnd::RemoveIfEmpty, HeldPolicy::Keep) if count_left_bytes(&self.engine) > 0 => {

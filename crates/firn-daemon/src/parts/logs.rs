@@ -135,7 +135,7 @@ impl Part for WrittenLogs {
         Ok(())
     }
 
-    fn show(&self, status: &mut Status) {
+    fn fill_status(&self, status: &mut Status) {
         show_logged(&self.engine, status);
     }
 
@@ -149,7 +149,7 @@ impl Part for WrittenLogs {
             return;
         };
         let engine = Arc::clone(&self.engine);
-        let flatten = (stop.held != HeldPolicy::Keep).then_some(self.flatten);
+        let flatten = (stop.held_policy != HeldPolicy::Keep).then_some(self.flatten);
         let (settled, found) = mpsc::channel();
         stop.ask_backing(move || {
             settler.stop();
@@ -178,7 +178,7 @@ impl ReadLogs {
 }
 
 impl Part for ReadLogs {
-    fn show(&self, status: &mut Status) {
+    fn fill_status(&self, status: &mut Status) {
         show_logged(&self.0, status);
     }
 

@@ -12,7 +12,7 @@ use crate::replies::{deadline_of, throttle_progress};
 pub(crate) struct PartnerCopies(pub(crate) Arc<PartnerBoard>);
 
 impl Part for PartnerCopies {
-    fn show(&self, status: &mut Status) {
+    fn fill_status(&self, status: &mut Status) {
         status.partner = Some(self.0.status());
     }
 

@@ -44,7 +44,7 @@ impl Part for Peers {
         }
     }
 
-    fn show(&self, status: &mut Status) {
+    fn fill_status(&self, status: &mut Status) {
         status.host_differences = self.board.differences();
     }
 }

@@ -159,7 +159,7 @@ impl Part for Record {
             drop(sender);
             let _ = thread.join();
         }
-        if stop.is_unseen {
+        if stop.was_never_visible {
             return;
         }
         self.recorder.look();

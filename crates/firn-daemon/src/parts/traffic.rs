@@ -52,7 +52,7 @@ impl Part for Traffic {
         }
     }
 
-    fn show(&self, status: &mut Status) {
+    fn fill_status(&self, status: &mut Status) {
         let totals = Totals {
             ingest: status.ingest_bytes,
             drain: status.drain_bytes,
