@@ -139,7 +139,7 @@ pub fn check_logs(
 ///
 /// Fails if the file is no arena, or cannot be read.
 pub fn check(arena: &Path) -> Result<CheckReport, CheckError> {
-    let in_use = lock::is_held(arena);
+    let in_use = lock::is_arena_in_use(arena);
     let checked = firn_arena::check(arena)?;
     let replay = firn_arena::journal::replay(&checked.journal);
     let mut damage: Vec<Damage> = checked.damage.iter().map(describe_damage).collect();

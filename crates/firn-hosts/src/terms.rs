@@ -87,8 +87,9 @@ pub struct PeerWatch {
 enum Life {
     Lives,
     Gone,
-    /// The lock is free, and this process has not seen a beat of the host before. The next look decides.
-    Unknown,
+    /// The lock is free but proves nothing, and this is the first beat of the host that the watch has read. The next
+    /// look shows whether the beat has changed.
+    Undecided,
 }
 
 /// Result of one look at the other hosts.
@@ -96,8 +97,11 @@ enum Life {
 pub struct Peers {
     /// The hosts that are alive.
     pub living: Vec<Peer>,
-    /// There may be more living hosts. The next look decides, once every living host has had time to beat.
-    pub is_unsure: bool,
+    /// Further hosts may be alive: their locks prove nothing here, and this watch has read their beats only once.
+    ///
+    /// A second [`PeerWatch::look`] after [`STALE_AFTER`](crate::STALE_AFTER) decides, because a living host beats
+    /// within that time.
+    pub has_undecided: bool,
 }
 
 impl PeerWatch {
@@ -127,7 +131,7 @@ impl PeerWatch {
             match self.judge(base, &dir, &host)? {
                 Life::Lives => peers.living.push(Peer { host, terms }),
                 Life::Gone => {}
-                Life::Unknown => peers.is_unsure = true,
+                Life::Undecided => peers.has_undecided = true,
             }
         }
         Ok(peers)
@@ -151,7 +155,7 @@ impl PeerWatch {
             return Ok(Life::Gone);
         }
         Ok(match self.seen.insert(host.to_owned(), beat.clone()) {
-            None => Life::Unknown,
+            None => Life::Undecided,
             Some(before) if before == beat => Life::Gone,
             Some(_) => Life::Lives,
         })

@@ -40,7 +40,8 @@ impl Part for Peers {
         if now >= *next {
             *next = now + LOOK_EVERY;
             let board = Arc::clone(&self.board);
-            self.look.start(&self.workers, move || board.look_again());
+            self.look
+                .start(&self.workers, move || board.compare_again());
         }
     }
 
