@@ -71,7 +71,7 @@ impl<B: Backing> Engine<B> {
         create: impl FnMut() -> Result<(B::Inode, B::File, Attr)>,
     ) -> Result<(Entry, Opened)> {
         self.open_files.close_excess_files();
-        let before = self.tree.names.changes();
+        let before = self.tree.names.backing_name_changes();
         let privileges = self.privileges.epoch();
         match self.open_files.with_descriptor(create) {
             Ok((object, backing_file, attr)) => {
@@ -176,7 +176,7 @@ impl<B: Backing> Engine<B> {
             } else if is_cacheable && in_backing && (!allowed || is_cached) {
                 OpenMode::Cached { keep: unchanged }
             } else if !reads_memory && self.may_keep_pages(state, settled_size) {
-                let keep = inode.keep_pages_of(state.changes);
+                let keep = inode.note_pages_of_memory_file(state.changes);
                 OpenMode::Cached { keep }
             } else {
                 OpenMode::Engine

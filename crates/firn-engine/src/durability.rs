@@ -156,7 +156,7 @@ impl<B: Backing> Durability<B> {
         let is_at = |inode: &Arc<Inode<B>>| {
             path.is_empty() || inode.paths().iter().any(|known| is_below(known, path))
         };
-        let known = self.tree.names.all().into_iter().filter(is_at);
+        let known = self.tree.names.all_inodes().into_iter().filter(is_at);
         let (dirs, others): (Vec<_>, Vec<_>) =
             known.partition(|inode| inode.kind == firn_backing::Kind::Dir);
         let files: Vec<_> = others

@@ -120,8 +120,8 @@ impl<B: Backing> Exclusive<B> {
             state.show_len(&self.base.arena, size);
             state.cache.trust();
             if !state.pending.is_empty() {
-                state.pending.touch();
-                state.pending.keep_time(&self.base.arena);
+                state.pending.note_write();
+                state.pending.store_time_in_piece(&self.base.arena);
             }
             file.inode.data_unsynced.store(true, Ordering::Release);
             return Ok(());
@@ -154,8 +154,8 @@ impl<B: Backing> Exclusive<B> {
                 .fetch_add(cancelled, Ordering::Relaxed);
             self.drain.count_held(file, before, state.pending.bytes());
             state.show_len(&self.base.arena, size);
-            state.pending.touch();
-            state.pending.keep_time(&self.base.arena);
+            state.pending.note_write();
+            state.pending.store_time_in_piece(&self.base.arena);
             file.inode.data_unsynced.store(true, Ordering::Release);
         } else {
             self.base.journal.append_end(&Record::TruncateEnd {

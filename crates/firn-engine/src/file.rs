@@ -36,7 +36,7 @@ pub(crate) use direct::{DirectState, Grant};
 pub(crate) use drain_state::{DrainState, Waiter};
 pub(crate) use opens::Opens;
 pub use pending::FileId;
-pub(crate) use pending::{Layers, Pending, PieceUse, latest_ns};
+pub(crate) use pending::{LastWrite, Pending, PieceLayers, PieceUse, latest_ns};
 
 /// An open file of the backing, and its access mode.
 pub(crate) struct BackingFile<B: Backing> {

@@ -141,7 +141,7 @@ impl<B: Backing> Intake<B> {
             if let Some(observe) = self.grants.observer() {
                 observe(&*file.inode, pid, offset..offset + u64::from(len));
             }
-            if !state.pending.touch_at(modified) {
+            if !state.pending.note_client_write(modified) {
                 self.base
                     .arena
                     .set_modified(piece, state.pending.recorded_ns());

@@ -11,7 +11,7 @@ use firn_format::record::Record;
 use firn_protocol::path::BytePath;
 
 use crate::base::Base;
-use crate::file::Layers;
+use crate::file::PieceLayers;
 
 /// Bytes that are copied at a time.
 const STEP_BYTES: u64 = 1 << 20;
@@ -58,7 +58,7 @@ impl<B: Backing> LostFiles<B> {
     }
 
     /// Keeps the pieces of a file that was not found, and records an error. Returns the file with its bytes counted.
-    pub(crate) fn keep(&self, mut file: LostFile, layers: Layers) -> LostFile {
+    pub(crate) fn keep(&self, mut file: LostFile, layers: PieceLayers) -> LostFile {
         for (piece, used) in layers.pieces.iter() {
             self.base.arena.keep_piece(*piece, used.live as u32);
             file.bytes += used.live;
@@ -147,5 +147,5 @@ impl<B: Backing> LostFiles<B> {
 /// A lost file, and the pieces that are kept of it.
 struct Kept {
     file: LostFile,
-    layers: Layers,
+    layers: PieceLayers,
 }

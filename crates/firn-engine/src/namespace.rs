@@ -68,7 +68,7 @@ impl<B: Backing> Namespace<B> {
         let dir = self.tree.inode(parent)?;
         loop {
             // Tried again if names changed below the engine meanwhile and the name leads elsewhere now.
-            let before = self.tree.names.changes();
+            let before = self.tree.names.backing_name_changes();
             let found = self
                 .open_files
                 .with_descriptor(|| self.base.backing.lookup(&self.tree.object(&dir)?, name));
@@ -94,7 +94,7 @@ impl<B: Backing> Namespace<B> {
         name: &OsStr,
         inode: &Inode<B>,
     ) -> bool {
-        self.tree.names.changes() == before || !self.drop_wrong_name(dir, name, inode)
+        self.tree.names.backing_name_changes() == before || !self.drop_wrong_name(dir, name, inode)
     }
 
     /// Takes back `count` references that the kernel had to an inode.
@@ -291,7 +291,7 @@ impl<B: Backing> Namespace<B> {
         mode: u32,
     ) -> Result<Entry> {
         let dir = self.tree.inode(parent)?;
-        let before = self.tree.names.changes();
+        let before = self.tree.names.backing_name_changes();
         let (object, attr) = self.open_files.with_descriptor(|| {
             self.base
                 .backing
@@ -314,7 +314,7 @@ impl<B: Backing> Namespace<B> {
         rdev: u64,
     ) -> Result<Entry> {
         let dir = self.tree.inode(parent)?;
-        let before = self.tree.names.changes();
+        let before = self.tree.names.backing_name_changes();
         let (object, attr) = self.open_files.with_descriptor(|| {
             self.base.backing.make(
                 caller,
@@ -339,7 +339,7 @@ impl<B: Backing> Namespace<B> {
         target: &OsStr,
     ) -> Result<Entry> {
         let dir = self.tree.inode(parent)?;
-        let before = self.tree.names.changes();
+        let before = self.tree.names.backing_name_changes();
         let (object, attr) = self.open_files.with_descriptor(|| {
             self.base
                 .backing
@@ -398,14 +398,17 @@ impl<B: Backing> Namespace<B> {
             .stay(|| dir.path_of(name).into_iter().collect());
         let file = self.prepare_name_removal(&dir, name)?;
         let parent = self.tree.object(&dir)?;
-        self.open_files
-            .with_descriptor(|| self.tree.names.hold_last(&self.base.backing, dir.id, name))?;
+        self.open_files.with_descriptor(|| {
+            self.tree
+                .names
+                .keep_open_before_last_name_goes(&self.base.backing, dir.id, name)
+        })?;
         let removed = self.base.backing.unlink(&parent, name);
         if let (Err(_), Some(file)) = (&removed, &file) {
             self.open_files.take_from_keeper(file);
         }
         removed?;
-        self.tree.names.unlinked(dir.id, name);
+        self.tree.names.note_unlinked(dir.id, name);
         if let Some(file) = file {
             self.note_removed_name(&file);
         }
@@ -507,10 +510,13 @@ impl<B: Backing> Namespace<B> {
     pub fn rmdir(&self, parent: InodeId, name: &OsStr) -> Result<()> {
         let dir = self.tree.inode(parent)?;
         let parent = self.tree.object(&dir)?;
-        self.open_files
-            .with_descriptor(|| self.tree.names.hold_last(&self.base.backing, dir.id, name))?;
+        self.open_files.with_descriptor(|| {
+            self.tree
+                .names
+                .keep_open_before_last_name_goes(&self.base.backing, dir.id, name)
+        })?;
         self.base.backing.rmdir(&parent, name)?;
-        self.tree.names.unlinked(dir.id, name);
+        self.tree.names.note_unlinked(dir.id, name);
         Ok(())
     }
 
@@ -557,9 +563,11 @@ impl<B: Backing> Namespace<B> {
         // An exchange removes no name, so only a replaced object may lose its last one.
         if !exchange {
             self.open_files.with_descriptor(|| {
-                self.tree
-                    .names
-                    .hold_last(&self.base.backing, new_dir.id, new_name)
+                self.tree.names.keep_open_before_last_name_goes(
+                    &self.base.backing,
+                    new_dir.id,
+                    new_name,
+                )
             })?;
         }
         let recorded = self.record_rename((&dir, name), (&new_dir, new_name), exchange)?;
@@ -693,10 +701,10 @@ impl<B: Backing> Namespace<B> {
         let _names_stay = self.tree.paths.change(|| vec![path.to_vec()]);
         // This comes before the list of inodes is made. A thread that looked a name up earlier and enters it now sees
         // the count change, and looks again.
-        self.tree.names.note_changes_below();
+        self.tree.names.note_backing_name_change();
         let mut names = Vec::new();
         let mut inodes = Vec::new();
-        for inode in self.tree.names.all() {
+        for inode in self.tree.names.all_inodes() {
             let paths = inode.paths();
             // An inode without a name may have been anywhere in the tree, and may have a name again.
             let is_at = path.is_empty()
@@ -706,7 +714,7 @@ impl<B: Backing> Namespace<B> {
                 continue;
             }
             inodes.push(Cached::Inode(inode.id));
-            for (parent, name) in inode.known_names() {
+            for (parent, name) in inode.names_with_parents() {
                 if self.drop_wrong_name(&parent, &name, &inode) {
                     names.push(Cached::Name {
                         parent: parent.id,
@@ -733,7 +741,7 @@ impl<B: Backing> Namespace<B> {
         let held = self.open_files.with_descriptor(|| {
             self.tree
                 .names
-                .hold_if_last(&self.base.backing, inode, parent.id, name)
+                .keep_open_if_last_name(&self.base.backing, inode, parent.id, name)
         });
         if let Err(errno) = held {
             tracing::warn!(%errno, "an object whose name is gone cannot be held");

@@ -157,7 +157,7 @@ impl<B: Backing> Namespace<B> {
     /// Updates the tables after an earlier firnd removed a name.
     fn settle_removed(&self, dir: &Arc<Inode<B>>, name: &OsStr) {
         let child = self.tree.names.child(dir.id, name);
-        self.tree.names.unlinked(dir.id, name);
+        self.tree.names.note_unlinked(dir.id, name);
         let file = child.and_then(|child| self.open_files.known_file(&child));
         if let Some(file) = file {
             self.note_removed_name(&file);
@@ -203,7 +203,7 @@ impl<B: Backing> Namespace<B> {
         // Recovery has found the inode under the new name already.
         let is_settled = moved.is_none() || self.is_at(&target, new_dir, new_name);
         if is_settled && !exchange {
-            names.unlinked(dir.id, name);
+            names.note_unlinked(dir.id, name);
             return;
         }
         names.note_renamed((dir, name), (new_dir, new_name), exchange);

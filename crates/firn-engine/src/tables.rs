@@ -16,12 +16,12 @@ use firn_backing::lock::{Mutex, RwLock};
 use firn_backing::{Backing, Errno};
 
 use crate::file::{File, FileState, Route};
-use crate::names::{Inode, Key};
+use crate::names::{Inode, ObjectKey};
 use crate::{HandleId, OpenMode, Result};
 
 /// Files that are open or have bytes in the arena, by identity of the object.
 pub(crate) struct FileTable<B: Backing> {
-    files: Mutex<HashMap<Key, Arc<File<B>>>>,
+    files: Mutex<HashMap<ObjectKey, Arc<File<B>>>>,
 }
 
 impl<B: Backing> Default for FileTable<B> {

@@ -70,7 +70,7 @@ impl<B: Backing> NameTree<B> {
 
     /// Returns the object of an inode in the backing. ESTALE: no known name leads to it any more.
     pub(crate) fn object(&self, inode: &Inode<B>) -> Result<B::Inode> {
-        self.names.object(&self.base.backing, inode)
+        self.names.find_object(&self.base.backing, inode)
     }
 
     /// Returns the object of an inode by its number.
@@ -148,7 +148,7 @@ impl<B: Backing> NameTree<B> {
         let found = self
             .object(parent)
             .and_then(|dir| self.base.backing.lookup(&dir, name));
-        found.is_ok_and(|(_, attr)| inode.is(&attr))
+        found.is_ok_and(|(_, attr)| inode.is_object(&attr))
     }
 
     /// Whether recovery could not find the file again: it has names in the backing, and none of them is known here.

@@ -204,7 +204,7 @@ impl<B: Backing> Writes<B> {
             .overwrite_bytes(extent.piece.slab, extent.position, data);
         if changed {
             state.show(offset, data);
-            state.pending.touch();
+            state.pending.note_write();
             self.base
                 .arena
                 .set_modified(extent.piece, state.pending.recorded_ns());
@@ -291,7 +291,7 @@ impl<B: Backing> Writes<B> {
         let is_tail = |last| state.pending.is_tail(last);
         let extends =
             lease.continues(file_id.get(), offset, reserved) && lease.last().is_some_and(is_tail);
-        state.pending.touch();
+        state.pending.note_write();
         let modified = state.pending.recorded_ns();
         // An extended piece keeps its sequence. It is the tail, so no other write came in between.
         let (piece, sequence) = if extends {

@@ -153,7 +153,7 @@ impl<B: Backing> Drainer<B> {
                 }
             }
         }
-        if state.pending.leaves_partial_pieces(&gone) && !self.record_drained(state, written) {
+        if state.pending.would_leave_partial_pieces(&gone) && !self.record_drained(state, written) {
             return false;
         }
         // Older pieces die first. After a crash between two of them the newer one still covers the older, which must
