@@ -25,7 +25,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use firn_backing::Backing;
-use firn_engine::{ClientId, DirectList, DirectRefusal, Engine, HandleId};
+use firn_engine::{ClientId, DirectList, DirectRefusal, Engine, HandleId, SlabRequest};
 use firn_format::data_socket::{
     Arena, DATA_BYTES_MAX, DATA_SOCKET_VERSION, FILES_MAX, Op, Reply, Request, Slab, Status,
 };
@@ -447,10 +447,13 @@ fn answer<B: Backing>(
     let engine = &shared.engine;
     let token = HandleId(token);
     let lease = || {
+        let request = SlabRequest {
+            pid,
+            cpu: len.checked_sub(1),
+            bytes: arg,
+        };
         shared.with_pass(token, || {
-            engine
-                .direct_access
-                .lease_slabs(client, token, (pid, len.checked_sub(1)), arg)
+            engine.direct_access.lease_slabs(client, token, request)
         })
     };
     match op {

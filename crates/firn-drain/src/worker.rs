@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use firn_backing::{Backing, Errno};
-use firn_engine::{Engine, Job, JobOutcome, LaneIndex, LaneLimits, NextWork, Pick};
+use firn_engine::{Engine, Job, JobErrorSource, JobOutcome, LaneIndex, LaneLimits, NextWork, Pick};
 use firn_hosts::tokens::{LaneToken, Permit, Use};
 
 use crate::board::{Board, Round};
@@ -237,7 +237,7 @@ impl<B: Backing> Worker<B> {
                 written: 0,
                 writes: 0,
                 error: Some(Errno::IO),
-                unreadable: false,
+                error_source: JobErrorSource::Backing,
             }
         })
     }

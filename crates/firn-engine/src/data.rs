@@ -203,7 +203,7 @@ impl<B: Backing> Engine<B> {
         }
         {
             let state = file.lock();
-            let bytes = state.whole_bytes();
+            let bytes = state.gapless_bytes();
             if bytes < self.base.options.memory_file_bytes_min {
                 return None;
             }
@@ -280,7 +280,7 @@ impl<B: Backing> Engine<B> {
             if writable {
                 // What the kernel writes by itself is not seen here.
                 state.changes += u64::from(chosen == OpenMode::Passthrough);
-                state.direct.invalidate_list(&self.base.arena);
+                state.direct.invalidate_lists(&self.base.arena);
                 if !state.may_cache() {
                     state.cache.drop_all(&self.base.arena);
                 }

@@ -53,7 +53,8 @@ impl<B: Backing> Exclusive<B> {
             .cancelled_bytes
             .fetch_add(cancelled, Ordering::Relaxed);
         state.pending.set_mtime(None);
-        self.drain.count_held(file, before, state.pending.bytes());
+        self.drain
+            .note_pending_change(file, before, state.pending.bytes());
         let waiters = self.drainer.finish_drained(file, &mut state);
         file.end_exclusive(&mut state);
         drop(state);
@@ -118,7 +119,7 @@ impl<B: Backing> Exclusive<B> {
             state.unlocked(|| self.base.backing.set_len(&target.file, size))?;
             state.cache.drop_range(&self.base.arena, size..u64::MAX);
             state.show_len(&self.base.arena, size);
-            state.cache.trust();
+            state.cache.trust_backing();
             if !state.pending.is_empty() {
                 state.pending.note_write();
                 state.pending.store_time_in_piece(&self.base.arena);
@@ -152,7 +153,8 @@ impl<B: Backing> Exclusive<B> {
                 .counters
                 .cancelled_bytes
                 .fetch_add(cancelled, Ordering::Relaxed);
-            self.drain.count_held(file, before, state.pending.bytes());
+            self.drain
+                .note_pending_change(file, before, state.pending.bytes());
             state.show_len(&self.base.arena, size);
             state.pending.note_write();
             state.pending.store_time_in_piece(&self.base.arena);

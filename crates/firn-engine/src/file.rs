@@ -1,13 +1,13 @@
 //! State of one file that is open or has bytes in the arena.
 //!
 //! The state has parts, each with its invariants: pending data ([`Pending`]), the drain ([`DrainState`]), handles
-//! ([`Opens`]), direct access ([`DirectState`]), and drained bytes that are still in the arena ([`Cached`]). A method
+//! ([`Opens`]), direct access ([`DirectState`]), and drained bytes that are still in the arena ([`CachedBytes`]). A method
 //! that concerns several parts belongs to [`FileState`].
 //!
 //! Invariants
 //! * Pending bytes and cached bytes do not overlap.
 //! * No call of the backing is made under the lock. Two flags stand in for it: [`DrainState::is_exclusive`] for a
-//!   call that needs the backing file for itself, [`DrainState::sets_time`] for one that sets the time of the last
+//!   call that needs the backing file for itself, [`DrainState::is_setting_time`] for one that sets the time of the last
 //!   write.
 //!
 //! Lock order: file table, file state, drain queue or journal, arena pool.
@@ -28,12 +28,12 @@ use firn_format::durability::DurabilityLevel;
 use parking_lot::Condvar;
 use thin_vec::ThinVec;
 
-use crate::cache::Cached;
+use crate::cache::CachedBytes;
 use crate::extents::Extent;
 use crate::names::Inode;
 
 pub(crate) use direct::{DirectState, Grant};
-pub(crate) use drain_state::{DrainState, Waiter};
+pub(crate) use drain_state::{DrainState, RecordedFailure, Waiter};
 pub(crate) use opens::Opens;
 pub use pending::FileId;
 pub(crate) use pending::{LastWrite, Pending, PieceLayers, PieceUse, latest_ns};
@@ -51,7 +51,7 @@ pub(crate) struct FileState<B: Backing> {
     pub opens: Opens,
     pub direct: DirectState,
     /// Drained bytes that are still in the arena.
-    pub cache: Cached,
+    pub cache: CachedBytes,
     /// Memory file that the kernel or a process reads while a handle is open that way. Each change of the file is
     /// stored in it too.
     pub view: Option<Arc<MemoryFile>>,
@@ -115,7 +115,7 @@ impl<B: Backing> File<B> {
                 Opens::default()
             },
             direct: DirectState::default(),
-            cache: Cached::default(),
+            cache: CachedBytes::default(),
             view: None,
             reader: None,
             writer: None,
@@ -188,7 +188,7 @@ impl<B: Backing> File<B> {
     /// Locks the state when no thread is setting a time in the backing, which could be older than the caller's.
     pub(crate) fn lock_to_set_times(&self) -> MutexGuard<'_, FileState<B>> {
         let mut state = self.state.lock();
-        while state.drain.sets_time() {
+        while state.drain.is_setting_time() {
             state.wait(&self.quiet);
         }
         state
@@ -249,7 +249,7 @@ impl<B: Backing> FileState<B> {
     /// Records a change of bytes or length. The list that direct readers have becomes invalid.
     pub(crate) fn note_change(&mut self, arena: &Arena) {
         self.changes += 1;
-        self.direct.invalidate_list(arena);
+        self.direct.invalidate_lists(arena);
     }
 
     /// Enters bytes of a piece that was just published, or extended by them. Returns the number of pending bytes that

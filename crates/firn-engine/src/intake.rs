@@ -52,8 +52,8 @@ impl<B: Backing> Intake<B> {
         }
         let changes = self.base.backing.facts(object).changes_by_others;
         let mut state = file.lock();
-        if state.direct.is_listed_before(changes) {
-            state.direct.invalidate_list(&self.base.arena);
+        if state.direct.has_outdated_backing_list(changes) {
+            state.direct.invalidate_lists(&self.base.arena);
         }
     }
 
@@ -112,7 +112,7 @@ impl<B: Backing> Intake<B> {
         let wrong = lease
             .and_then(|lease| take(&self.base.arena, lease, &mut |bytes| taken.push(bytes)).err());
         grant.bytes += self.enter(file, state, pid, &taken);
-        state.direct.put_back(grant);
+        state.direct.restore_grant(grant);
         if let Some(wrong) = wrong {
             tracing::warn!(%wrong, "it writes through the kernel from now on");
             self.grants.count_error();
@@ -264,7 +264,8 @@ impl<B: Backing> Intake<B> {
             .counters
             .cancelled_bytes
             .fetch_add(cancelled, Ordering::Relaxed);
-        self.drain.count_held(file, before, state.pending.bytes());
+        self.drain
+            .note_pending_change(file, before, state.pending.bytes());
         file.inode.synced.clear();
         if before == 0 {
             let now = Instant::now();

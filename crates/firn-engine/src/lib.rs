@@ -89,7 +89,7 @@ pub use counters::RequestTimes;
 pub use direct_access::DirectAccess;
 pub use drain::Executor;
 pub use drainer::Drainer;
-pub use drainer::job::{Job, JobOutcome};
+pub use drainer::job::{Job, JobErrorSource, JobOutcome};
 pub use drainer::pick::{LaneLimits, Pick};
 pub use drainer::wait::NextWork;
 pub use durability::Durability;

@@ -234,7 +234,7 @@ impl<B: Backing> Namespace<B> {
             .and_then(|object| self.base.backing.set_times(&object, atime, mtime));
         let mut state = file.lock();
         if result.is_ok() {
-            state.cache.trust();
+            state.cache.trust_backing();
         }
         // A write since then has a later time of its own, which stays.
         if time.is_some() && !state.pending.is_empty() && state.pending.mtime() == time {

@@ -214,7 +214,7 @@ impl<B: Backing> Engine<B> {
         engine.recovered_bytes = recovered.bytes;
         let engine = engine.start();
         for RestoredFile { file, bytes } in restored {
-            engine.drain.count_held(&file, 0, bytes);
+            engine.drain.note_pending_change(&file, 0, bytes);
             let mut state = file.lock();
             if engine.base.options.drain == DrainPolicy::Eager {
                 engine.drain.force(&file, &mut state);
