@@ -58,7 +58,7 @@ pub(crate) fn settle(
             saved_to: None,
             discarded: false,
         };
-        if lost.gone {
+        if lost.is_certain {
             match policy {
                 LostPolicy::Keep => {}
                 LostPolicy::Save(dir) => {

@@ -89,7 +89,7 @@ impl<B: Backing> Engine<B> {
                 let opened = self.add_handle(&inode, flags, |state| {
                     state.writer.get_or_insert_with(|| Arc::clone(&opened));
                     if !has_set_id_bits(&attr) {
-                        state.plain_in = privileges;
+                        state.unprivileged_epoch = privileges;
                     }
                     OpenMode::Engine
                 });
@@ -301,9 +301,9 @@ impl<B: Backing> Engine<B> {
             readable: access != O_WRONLY,
             writable,
             lease: Mutex::new(None),
-            written: AtomicU64::new(0),
-            killed: AtomicBool::new(false),
-            closing: AtomicBool::new(false),
+            written_bytes: AtomicU64::new(0),
+            was_closed_by_killed: AtomicBool::new(false),
+            has_closed_descriptor: AtomicBool::new(false),
             opener: AtomicU32::new(0),
             is_mapped: AtomicBool::new(false),
             mode: Mutex::new(chosen),
@@ -405,7 +405,7 @@ impl<B: Backing> Engine<B> {
         let mut state = file.lock();
         self.intake.revoke_grant(file, &mut state);
         let mode = *handle.mode.lock();
-        if handle.closing.load(Ordering::Acquire) {
+        if handle.has_closed_descriptor.load(Ordering::Acquire) {
             state.opens.end_closing();
         }
         state.opens.remove(handle.id, mode, handle.writable);

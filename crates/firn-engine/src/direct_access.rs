@@ -148,7 +148,7 @@ impl<B: Backing> DirectAccess<B> {
         // A write must take capabilities away, and a file without a name cannot be found by recovery: both need the
         // kernel.
         if self.tree.object(&file.inode).map_or(true, has_capabilities)
-            || self.tree.is_nameless(file).unwrap_or(true)
+            || self.tree.has_no_known_name(file).unwrap_or(true)
             || *handle.mode.lock() != OpenMode::Engine
         {
             return Err(DirectRefusal::Busy);

@@ -65,7 +65,7 @@ pub(crate) struct FileState<B: Backing> {
     pub partnered_changes: u64,
     /// Epoch ([`Privileges::epoch`](crate::privileges::Privileges)) in which the file was last seen without set-id
     /// bits and capabilities; 0 if it never was.
-    pub plain_in: u32,
+    pub unprivileged_epoch: u32,
     /// Whether its drained bytes stay in memory when the arena is short of room.
     pub is_pinned: bool,
     /// Whether it has lost its last name.
@@ -82,8 +82,8 @@ pub(crate) struct File<B: Backing> {
     /// Whether the backing may write pieces of it together that are apart.
     pub gathers: bool,
     state: Mutex<FileState<B>>,
-    /// Signals that an I/O or an exclusive use ended.
-    quiet: Condvar,
+    /// Signals that an I/O, an exclusive use or the setting of a time ended.
+    io_ended: Condvar,
 }
 
 /// Where the backing says that a file's data goes. This is advice: a wrong value costs only time.
@@ -121,7 +121,7 @@ impl<B: Backing> File<B> {
             writer: None,
             changes: FIRST_CHANGE.fetch_add(CHANGES_OF_A_FILE, Ordering::Relaxed),
             partnered_changes: 0,
-            plain_in: 0,
+            unprivileged_epoch: 0,
             is_pinned: false,
             unlinked: false,
             is_kept: false,
@@ -131,7 +131,7 @@ impl<B: Backing> File<B> {
             lane: route.lane,
             gathers: route.gathers,
             state: Mutex::new(state),
-            quiet: Condvar::new(),
+            io_ended: Condvar::new(),
         }
     }
 
@@ -164,7 +164,7 @@ impl<B: Backing> File<B> {
     pub(crate) fn begin_exclusive(&self) -> MutexGuard<'_, FileState<B>> {
         let mut state = self.state.lock();
         while !state.drain.is_idle() {
-            state.wait(&self.quiet);
+            state.wait(&self.io_ended);
         }
         state.drain.set_exclusive(true);
         state
@@ -173,14 +173,14 @@ impl<B: Backing> File<B> {
     /// Ends exclusive use, and wakes threads that wait for it.
     pub(crate) fn end_exclusive(&self, state: &mut FileState<B>) {
         state.drain.set_exclusive(false);
-        self.quiet.notify_all();
+        self.io_ended.notify_all();
     }
 
     /// Locks the state when no exclusive use is under way.
     pub(crate) fn lock_settled(&self) -> MutexGuard<'_, FileState<B>> {
         let mut state = self.state.lock();
         while state.drain.is_exclusive() {
-            state.wait(&self.quiet);
+            state.wait(&self.io_ended);
         }
         state
     }
@@ -189,7 +189,7 @@ impl<B: Backing> File<B> {
     pub(crate) fn lock_to_set_times(&self) -> MutexGuard<'_, FileState<B>> {
         let mut state = self.state.lock();
         while state.drain.is_setting_time() {
-            state.wait(&self.quiet);
+            state.wait(&self.io_ended);
         }
         state
     }
@@ -211,7 +211,7 @@ impl<B: Backing> File<B> {
 
     /// Wakes threads that wait for the end of an I/O.
     pub(crate) fn notify_io_ended(&self) {
-        self.quiet.notify_all();
+        self.io_ended.notify_all();
     }
 }
 

@@ -96,11 +96,11 @@ impl<B: Backing> PrivilegeRules<B> {
     /// Does the work of [`PrivilegeRules::drop_privileges`] for a caller that has the file.
     pub(crate) fn drop_privileges_of(&self, file: &Arc<File<B>>, by: &dyn Principal) -> Result<()> {
         let epoch = self.privileges.epoch();
-        if file.lock().plain_in == epoch {
+        if file.lock().unprivileged_epoch == epoch {
             return Ok(());
         }
         if self.strip(file, by)? {
-            file.lock().plain_in = epoch;
+            file.lock().unprivileged_epoch = epoch;
         }
         Ok(())
     }
@@ -109,7 +109,7 @@ impl<B: Backing> PrivilegeRules<B> {
     /// shows them.
     pub(crate) fn see_privileges(&self, file: &File<B>, attr: &Attr) {
         if has_set_id_bits(attr) {
-            file.lock().plain_in = 0;
+            file.lock().unprivileged_epoch = 0;
         }
     }
 

@@ -276,7 +276,7 @@ impl<B: Backing> Recovery<'_, B> {
                 file,
                 path: Vec::new(),
                 bytes: 0,
-                gone: true,
+                is_certain: true,
                 reason: "the journal does not know the file".into(),
             };
             self.keep_lost(lost, lay_pieces(&stored, &[]));
@@ -562,7 +562,7 @@ fn describe_lost(id: FileId, known: &KnownFile, reason: LossReason) -> LostFile 
         file: id.get(),
         path,
         bytes: 0,
-        gone: reason.is_certain,
+        is_certain: reason.is_certain,
         reason: reason.text,
     }
 }

@@ -19,7 +19,7 @@ use crate::intake::Intake;
 use crate::open_files::OpenFiles;
 use crate::privilege_rules::PrivilegeRules;
 use crate::privileges::Privileges;
-use crate::space::{Room, Slot};
+use crate::space::{LeaseSlot, Room};
 use crate::tables::Handle;
 use crate::tree::NameTree;
 use crate::{HandleId, Principal, Result};
@@ -82,9 +82,10 @@ impl<B: Backing> Writes<B> {
             if let Some(errno) = state.drain.take_unreported_failure() {
                 return Err(errno);
             }
-            let is_plain = by.is_none() || state.plain_in == self.privileges.epoch();
+            let has_no_privileges =
+                by.is_none() || state.unprivileged_epoch == self.privileges.epoch();
             let file_id = state.pending.file_id();
-            if is_plain && file_id.is_some() && end <= SIZE_ASKED_ABOVE {
+            if has_no_privileges && file_id.is_some() && end <= SIZE_ASKED_ABOVE {
                 return Ok(self.overwrite_or_append(file, &mut state, offset, data));
             }
         }
@@ -94,14 +95,14 @@ impl<B: Backing> Writes<B> {
         if end > SIZE_ASKED_ABOVE {
             self.ask_size(file, end)?;
         }
-        let is_nameless = self.tree.is_nameless(file)?;
+        let has_no_known_name = self.tree.has_no_known_name(file)?;
         // The calls of the backing may have taken long. Bytes of a process that was killed meanwhile must not come
         // after those that another process wrote since.
         if by.is_some_and(Principal::has_left) {
             return Err(Errno::INTR);
         }
         // Recovery could not find this file again, so its bytes go to the backing at once.
-        if is_nameless {
+        if has_no_known_name {
             return self.write_through(file, offset, data).map(WriteStart::Done);
         }
         Ok(self.overwrite_or_append(file, &mut file.lock(), offset, data))
@@ -130,17 +131,17 @@ impl<B: Backing> Writes<B> {
         let Ok(handle) = self.open_files.handle(handle) else {
             return false;
         };
-        let (is_bound, is_plain) = {
+        let (has_file_id, has_no_privileges) = {
             let state = handle.file.lock();
             (
                 state.pending.file_id().is_some() || state.unlinked,
-                state.plain_in == self.privileges.epoch(),
+                state.unprivileged_epoch == self.privileges.epoch(),
             )
         };
-        if by.is_some() && !is_plain {
+        if by.is_some() && !has_no_privileges {
             return true;
         }
-        !is_bound && (self.tree.paths.has_changes() || !handle.file.inode.has_names())
+        !has_file_id && (self.tree.paths.has_changes() || !handle.file.inode.has_names())
     }
 
     /// Whether such a write changes the backing before its bytes are taken: it takes privileges, makes the file
@@ -154,14 +155,14 @@ impl<B: Backing> Writes<B> {
     ) -> Result<bool> {
         let handle = self.open_files.handle(handle)?;
         let file = &handle.file;
-        let is_plain = file.lock().plain_in == self.privileges.epoch();
-        if let Some(by) = by.filter(|_| !is_plain)
+        let has_no_privileges = file.lock().unprivileged_epoch == self.privileges.epoch();
+        if let Some(by) = by.filter(|_| !has_no_privileges)
             && self.privilege_rules.would_strip(file, by)?
         {
             return Ok(true);
         }
         let is_made_longer = end > SIZE_ASKED_ABOVE && end > self.intake.size_of(file)?;
-        Ok(is_made_longer || self.tree.is_nameless(file)?)
+        Ok(is_made_longer || self.tree.has_no_known_name(file)?)
     }
 
     /// Writes to the backing itself, after a drain of what is pending. Returns the bytes written.
@@ -218,7 +219,7 @@ impl<B: Backing> Writes<B> {
     pub(crate) fn append(
         &self,
         handle: &Handle<B>,
-        slot: &mut Slot<'_>,
+        slot: &mut LeaseSlot<'_>,
         mut known_id: Option<FileId>,
         offset: u64,
         data: &[u8],
@@ -272,7 +273,7 @@ impl<B: Backing> Writes<B> {
             self.intake.ingest(file, &mut state, offset, extent);
             state.show(offset, &data[..reserved.len as usize]);
             handle
-                .written
+                .written_bytes
                 .fetch_add(u64::from(reserved.len), Ordering::Relaxed);
             return reserved.len as usize;
         }
