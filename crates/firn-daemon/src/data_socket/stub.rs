@@ -21,7 +21,7 @@ use firn_format::data_socket::{
     ADOPT_AGAIN, AppendProgress, DATA_BYTES_MAX, Op, Reply, Request, Status,
 };
 use firn_format::histogram::TimeHistogram;
-use firn_hosts::{FileLocks, Owner, Released, Space, Wanted};
+use firn_hosts::{FileLocks, LockKind, OnConflict, Owner, ReleasedLocks, WantedLock};
 use firn_stub::{Changes, StubAttr, StubId, Tree};
 use rustix::fs::fcntl_get_seals;
 use rustix::io::{pread, pwrite, retry_on_intr};
@@ -328,23 +328,23 @@ impl<B: Backing> Call<'_, B> {
             handle: handle.0,
             pid: 0,
         };
-        let wanted = Wanted {
+        let wanted = WantedLock {
             file,
-            space: Space::End,
+            kind: LockKind::End,
             owner,
             range: LockRange::WHOLE,
             mode: LockMode::Exclusive,
         };
         wait(|done| {
             locks.register(ticket, done);
-            locks.acquire(ticket, wanted, true);
+            locks.acquire(ticket, wanted, OnConflict::Wait);
         })?;
         // The offset is known only after the append, so the first note has offset 0.
         let appended = source
             .note_progress(0, None)
             .and_then(|()| self.engine.append_known(handle, &data, size_max, None));
-        let what = Released::Owner(owner.number);
-        let released = wait(|done| locks.release(file, Space::End, what, done));
+        let what = ReleasedLocks::Owner(owner.number);
+        let released = wait(|done| locks.release(file, LockKind::End, what, done));
         if let Err(error) = released {
             tracing::warn!(%error, ino = file, "cannot let go of the end of a file");
         }
