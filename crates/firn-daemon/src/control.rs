@@ -30,7 +30,7 @@ use crate::chunks::Lists;
 use crate::owners::ControlPeer;
 use crate::partner::PartnerSpeaker;
 use crate::pulls::Pull;
-use seats::{Leaving, Seats, Turn};
+use seats::{Admission, ClosedConnection, Seats};
 
 /// Longest request in bytes: a path of PATH_MAX, escaped, and some words.
 const LINE_BYTES_MAX: u64 = 64 << 10;
@@ -170,8 +170,8 @@ fn admit(
     };
     let pid = found.pid.map_or(0, std::num::NonZeroU32::get);
     let id = match seats.take(&stream, pid) {
-        Ok((id, leaving)) => {
-            close(leaving);
+        Ok((id, to_close)) => {
+            close(to_close);
             id
         }
         Err(holders) => {
@@ -220,8 +220,8 @@ fn refuse(stream: &UnixStream, errno: i32, message: String) {
 }
 
 /// Closes an idle connection. [`Reply::Closed`] tells its client that a request it may have sent was not carried out.
-fn close(leaving: Option<Leaving>) {
-    let Some(stream) = leaving else { return };
+fn close(to_close: Option<ClosedConnection>) {
+    let Some(stream) = to_close else { return };
     tracing::debug!("an idle control connection is closed in favour of another one");
     say_last(&stream, &Reply::Closed);
     let _ = stream.shutdown(Shutdown::Both);
@@ -267,9 +267,9 @@ fn serve(peer: ControlPeer, id: u64, seats: &Seats, service: &dyn Service) -> io
             }
         };
         match seats.begin(id, &request) {
-            Turn::Granted(leaving) => close(leaving),
-            Turn::Lost => return Ok(()),
-            Turn::Refused(holders) => {
+            Admission::Admitted(to_close) => close(to_close),
+            Admission::Lost => return Ok(()),
+            Admission::Refused(holders) => {
                 send(&mut &*stream, &busy(holders))?;
                 continue;
             }

@@ -14,7 +14,7 @@ use firn_backing::{DirBacking, Volume};
 use firn_config::{Options, TokenService};
 use firn_etcd::{Client, EtcdService};
 use firn_hosts::LeaseUse;
-use firn_hosts::tokens::{FlockService, Limits, LockService, Tokens};
+use firn_hosts::tokens::{FlockService, LockService, TokenLimits, Tokens};
 
 use crate::error::AttachError;
 use crate::host_lease::{HostLease, open_backing, own_error};
@@ -25,7 +25,7 @@ use crate::peers::terms_of;
 pub(crate) struct TokenSource {
     kind: Kind,
     host: String,
-    limits: Limits,
+    limits: TokenLimits,
 }
 
 enum Kind {
@@ -54,7 +54,7 @@ impl TokenSource {
             TokenService::None => return Ok(None),
             TokenService::Flock | TokenService::Etcd => host_name(options)?,
         };
-        let limits = Limits {
+        let limits = TokenLimits {
             hold: Duration::from_millis(options.token_hold_ms),
             wait: Duration::from_millis(options.token_wait_ms),
         };

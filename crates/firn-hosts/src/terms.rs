@@ -31,7 +31,7 @@ pub type Terms = BTreeMap<String, String>;
 
 /// Content of the file.
 #[derive(Debug, Serialize, Deserialize)]
-struct Stored {
+struct StoredTerms {
     holding: u64,
     terms: Terms,
 }
@@ -52,7 +52,7 @@ pub fn publish_terms<B: Backing>(
     lease: &Lease<B>,
     terms: &Terms,
 ) -> Result<(), Errno> {
-    let stored = Stored {
+    let stored = StoredTerms {
         holding: lease.holding(),
         terms: terms.clone(),
     };
@@ -71,7 +71,7 @@ pub(crate) fn terms_of_holding<B: Backing>(
     let Some(bytes) = own::load_at_most(base, dir, TERMS, TERMS_BYTES_MAX)? else {
         return Ok(None);
     };
-    let stored: Option<Stored> = serde_json::from_slice(&bytes).ok();
+    let stored: Option<StoredTerms> = serde_json::from_slice(&bytes).ok();
     let current = stored.filter(|stored| Some(stored.holding) == beat.holding());
     Ok(current.map(|stored| stored.terms))
 }
@@ -79,13 +79,13 @@ pub(crate) fn terms_of_holding<B: Backing>(
 /// Finds the living hosts that have leases in a backing, with their terms.
 pub struct PeerWatch {
     me: Holder,
-    /// Last beat of each host whose lock proves nothing.
-    seen: HashMap<String, Beat>,
+    /// The last beat that was read of each host whose lock proves nothing.
+    last_beats: HashMap<String, Beat>,
 }
 
 /// Whether a host is alive.
-enum Life {
-    Lives,
+enum PeerLife {
+    Alive,
     Gone,
     /// The lock is free but proves nothing, and this is the first beat of the host that the watch has read. The next
     /// look shows whether the beat has changed.
@@ -109,7 +109,7 @@ impl PeerWatch {
     pub fn new(me: Holder) -> Self {
         Self {
             me,
-            seen: HashMap::new(),
+            last_beats: HashMap::new(),
         }
     }
 
@@ -128,36 +128,39 @@ impl PeerWatch {
             let Some(terms) = terms_of_holding(base, &dir, &beat)? else {
                 continue;
             };
-            match self.judge(base, &dir, &host)? {
-                Life::Lives => peers.living.push(Peer { host, terms }),
-                Life::Gone => {}
-                Life::Undecided => peers.has_undecided = true,
+            match self.find_life(base, &dir, &host)? {
+                PeerLife::Alive => peers.living.push(Peer { host, terms }),
+                PeerLife::Gone => {}
+                PeerLife::Undecided => peers.has_undecided = true,
             }
         }
         Ok(peers)
     }
 
-    fn judge<B: Backing>(
+    /// Returns whether a host is alive, as far as its lock and its beats show that here.
+    fn find_life<B: Backing>(
         &mut self,
         base: &B,
         dir: &B::Inode,
         host: &str,
-    ) -> Result<Life, OwnError> {
+    ) -> Result<PeerLife, OwnError> {
         match Lease::is_held(base, dir) {
-            Ok(true) => return Ok(Life::Lives),
+            Ok(true) => return Ok(PeerLife::Alive),
             Ok(false) | Err(OwnError::Backing(Errno::OPNOTSUPP | Errno::NOLCK)) => {}
             Err(error) => return Err(error),
         }
         let Some(beat) = Beat::read(base, dir)? else {
-            return Ok(Life::Gone);
+            return Ok(PeerLife::Gone);
         };
         if beat.is_settled_by_lock(&self.me.boot, base.attr(dir)?.dev) {
-            return Ok(Life::Gone);
+            return Ok(PeerLife::Gone);
         }
-        Ok(match self.seen.insert(host.to_owned(), beat.clone()) {
-            None => Life::Undecided,
-            Some(before) if before == beat => Life::Gone,
-            Some(_) => Life::Lives,
-        })
+        Ok(
+            match self.last_beats.insert(host.to_owned(), beat.clone()) {
+                None => PeerLife::Undecided,
+                Some(before) if before == beat => PeerLife::Gone,
+                Some(_) => PeerLife::Alive,
+            },
+        )
     }
 }
