@@ -60,12 +60,29 @@ struct Seat {
     stream: Arc<UnixStream>,
     /// Process number of the client; 0 if its PID namespace is not visible to firnd.
     pid: u32,
-    /// The seat belongs to the reserve.
-    is_reserved: bool,
+    kind: SeatKind,
     state: SeatState,
     /// Order of the connection's start or last request. The time of a reply does not count, because threads finish in
     /// any order.
     last_activity: u64,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum SeatKind {
+    /// For all requests.
+    Ordinary,
+    /// From the reserve, for [`is_short`] requests.
+    Reserved,
+}
+
+impl SeatKind {
+    /// Returns the number of seats of this kind.
+    fn limit(self) -> usize {
+        match self {
+            Self::Ordinary => ORDINARY,
+            Self::Reserved => RESERVE,
+        }
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -76,6 +93,16 @@ enum SeatState {
     Busy,
     /// No request is under way, but the end of the connection would end what it holds.
     Holding,
+}
+
+/// Result of making room for a connection.
+enum RoomMade {
+    /// A seat is free.
+    SeatIsFree,
+    /// This connection has lost its seat.
+    Closes(ClosedConnection),
+    /// All seats are taken, and no connection is idle.
+    None,
 }
 
 /// Whether a request that was read may be carried out.
@@ -97,9 +124,16 @@ impl Seats {
         pid: u32,
     ) -> Result<(u64, Option<ClosedConnection>), Vec<Holder>> {
         let mut table = self.0.lock();
-        let (is_reserved, to_close) = match table.make_room(false) {
-            Some(to_close) => (false, to_close),
-            None => (true, table.make_room(true).ok_or_else(|| table.holders())?),
+        let mut kind = SeatKind::Ordinary;
+        let mut room = table.make_room(kind);
+        if matches!(room, RoomMade::None) {
+            kind = SeatKind::Reserved;
+            room = table.make_room(kind);
+        }
+        let to_close = match room {
+            RoomMade::SeatIsFree => None,
+            RoomMade::Closes(idle) => Some(idle),
+            RoomMade::None => return Err(table.holders()),
         };
         table.last_id += 1;
         let id = table.last_id;
@@ -109,7 +143,7 @@ impl Seats {
             Seat {
                 stream: Arc::clone(stream),
                 pid,
-                is_reserved,
+                kind,
                 state: SeatState::Idle,
                 last_activity,
             },
@@ -128,17 +162,21 @@ impl Seats {
         };
         seat.last_activity = last_activity;
         let mut to_close = None;
-        if seat.is_reserved && !is_short(request) {
-            match table.make_room(false) {
-                Some(found) => to_close = found,
-                None => return Admission::Refused(table.holders()),
+        let needs_ordinary_seat = seat.kind == SeatKind::Reserved && !is_short(request);
+        if needs_ordinary_seat {
+            match table.make_room(SeatKind::Ordinary) {
+                RoomMade::SeatIsFree => {}
+                RoomMade::Closes(idle) => to_close = Some(idle),
+                RoomMade::None => return Admission::Refused(table.holders()),
             }
         }
         let seat = table
             .seats
             .get_mut(&id)
             .expect("only a reserved seat's own connection takes it away");
-        seat.is_reserved &= is_short(request);
+        if needs_ordinary_seat {
+            seat.kind = SeatKind::Ordinary;
+        }
         seat.state = SeatState::Busy;
         Admission::Admitted(to_close)
     }
@@ -169,21 +207,20 @@ impl SeatTable {
         self.last_activity
     }
 
-    /// Makes room for one more connection. `None`: there is no room. `Some(None)`: a seat is free. `Some(Some(_))`: the
-    /// connection that was idle longest has lost its seat.
-    fn make_room(&mut self, is_reserved: bool) -> Option<Option<ClosedConnection>> {
-        let limit = if is_reserved { RESERVE } else { ORDINARY };
-        let of_kind = || {
-            self.seats
-                .iter()
-                .filter(|(_, seat)| seat.is_reserved == is_reserved)
-        };
-        if of_kind().count() < limit {
-            return Some(None);
+    /// Makes room for one more connection: if all seats of this kind are taken, the connection that was idle longest
+    /// loses its seat.
+    fn make_room(&mut self, kind: SeatKind) -> RoomMade {
+        let of_kind = || self.seats.iter().filter(|(_, seat)| seat.kind == kind);
+        if of_kind().count() < kind.limit() {
+            return RoomMade::SeatIsFree;
         }
         let idle = of_kind().filter(|(_, seat)| seat.state == SeatState::Idle);
-        let id = *idle.min_by_key(|(_, seat)| seat.last_activity)?.0;
-        Some(self.seats.remove(&id).map(|seat| seat.stream))
+        let longest_idle = idle.min_by_key(|(_, seat)| seat.last_activity);
+        let id = longest_idle.map(|(id, _)| *id);
+        match id.and_then(|id| self.seats.remove(&id)) {
+            Some(seat) => RoomMade::Closes(seat.stream),
+            None => RoomMade::None,
+        }
     }
 
     /// Returns the processes with the most connections.
