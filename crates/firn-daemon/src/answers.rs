@@ -17,7 +17,7 @@ use parking_lot::Mutex;
 use crate::chunks::region;
 use crate::control::{Answer, Control, ControlClient, Service};
 use crate::error::MountError;
-use crate::event::{Client, Event};
+use crate::event::{Event, UnmountClient};
 use crate::log;
 use crate::part::{Part, Parts, Question, Stop};
 use crate::partner::{PartnerSpeaker, without_partner};
@@ -91,7 +91,7 @@ impl ControlSocket {
 
 impl Part for ControlSocket {
     fn start(&self, parts: &Parts) -> Result<(), MountError> {
-        let answers = Arc::new(Answers {
+        let answers = Arc::new(RequestAnswers {
             identity: self.identity.clone(),
             parts: parts.clone(),
         });
@@ -108,12 +108,12 @@ impl Part for ControlSocket {
 }
 
 /// What the requests of all connections are answered from.
-struct Answers {
+struct RequestAnswers {
     identity: Identity,
     parts: Parts,
 }
 
-impl Answers {
+impl RequestAnswers {
     /// Returns the reply to a client that asks which firnd it has reached.
     fn hello(&self) -> Reply {
         Reply::Hello {
@@ -150,18 +150,18 @@ impl Answers {
     fn unmount(&self, force: bool, held: HeldPolicy, say: &mut dyn FnMut(Reply) -> bool) -> Answer {
         let (reply, replies): (_, Receiver<Reply>) = mpsc::channel();
         let (sent, reply_sent) = mpsc::channel();
-        let gone = || Reply::Error {
+        let ending_reply = || Reply::Error {
             errno: libc::ESHUTDOWN,
             message: "firnd is ending already".into(),
         };
-        let client = Client { reply, reply_sent };
+        let client = UnmountClient { reply, reply_sent };
         let unmount = Event::Unmount {
             force,
             held,
             client,
         };
         if self.identity.events.send(unmount).is_err() {
-            return gone().into();
+            return ending_reply().into();
         }
         loop {
             match replies.recv() {
@@ -174,7 +174,7 @@ impl Answers {
                         sent: Some(sent),
                     };
                 }
-                Err(_) => return gone().into(),
+                Err(_) => return ending_reply().into(),
             }
         }
     }
@@ -240,7 +240,7 @@ impl Answers {
     }
 }
 
-impl Service for Answers {
+impl Service for RequestAnswers {
     fn answer(
         &self,
         request: Request,

@@ -190,7 +190,7 @@ impl Frontend {
     /// Returns the mounts of the file system in all namespaces; `None` for a stub tree, or if they cannot be read.
     pub(crate) fn mounts(&self) -> Option<Mounts> {
         match self {
-            Self::Mount(session) => Some(Mounts::of(session.device()?, session.mount_point())),
+            Self::Mount(session) => Some(Mounts::find(session.device()?, session.mount_point())),
             Self::Tree(_) => None,
         }
     }

@@ -183,7 +183,7 @@ pub fn recover(
     } else {
         ArenaEnd::Keep
     };
-    let lost = match lost::settle(&attached.engine, &request.lost) {
+    let lost = match lost::apply_policy(&attached.engine, &request.lost) {
         Ok(lost) => lost,
         Err(error) => {
             attached.finish(arena_end);

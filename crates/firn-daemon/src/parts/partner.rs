@@ -29,7 +29,7 @@ impl Part for PartnerCopies {
             Request::Partner { host, note } => {
                 let speaker = &mut question.client.partner;
                 let (host, note) = (host.clone(), note.clone());
-                Some(PartnerSpeaker::say(speaker, &self.0, host, note))
+                Some(PartnerSpeaker::store_report(speaker, &self.0, host, note))
             }
             _ => None,
         }
