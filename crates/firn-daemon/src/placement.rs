@@ -15,7 +15,7 @@
 //!   files and not as links.
 //! * No file is placed in a directory in which other users could have put something.
 //!
-//! Relies on `firn_lanes` for the layer itself, and on `firn_trust` to judge who may change a directory.
+//! Relies on `firn_lanes` for the layer itself, and on `firn_trust` to judge which users may change a directory.
 
 use std::ffi::{OsStr, OsString};
 use std::io;

@@ -14,7 +14,7 @@ pub enum TokenReply {
     Queued(QueuePosition),
 }
 
-/// The token is held by another host: who has it, and when to ask again.
+/// The token is held by another host: its holder, and the time until the next request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct QueuePosition {
     /// Name of the holder, for people. `None` if it is unknown.
