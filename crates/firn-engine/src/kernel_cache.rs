@@ -101,7 +101,7 @@ impl<B: Backing> KernelCache<B> {
 
     /// Notes changes by other hosts of a file that the kernel may have pages of. Called after a call of the backing
     /// about the file, because the backing learns of such changes in its calls.
-    pub(crate) fn see_changes_by_others(&self, inode: &Inode<B>, object: &B::Inode) {
+    pub(crate) fn note_changes_by_others(&self, inode: &Inode<B>, object: &B::Inode) {
         if inode.page_cache_stamp.lock().is_none() {
             return;
         }
@@ -167,7 +167,7 @@ impl<B: Backing> KernelCache<B> {
     pub(crate) fn drop_kernel_attributes(&self, file: &File<B>) {
         if self.base.backing.features().finishes_files {
             if let Ok(object) = self.tree.object(&file.inode) {
-                self.see_changes_by_others(&file.inode, &object);
+                self.note_changes_by_others(&file.inode, &object);
                 self.intake.end_lists_before_changes(file, &object);
             }
             self.privileges.tell_attributes_changed(file.inode.id);

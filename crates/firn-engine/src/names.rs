@@ -115,6 +115,27 @@ pub(crate) struct Inode<B: Backing> {
 /// Bounds the memory of an inode: there is one for each object that the kernel knows or that has pending data.
 const _: () = assert!(size_of::<Inode<firn_backing::DirBacking>>() <= 168);
 
+/// A name in a directory, which need not exist.
+pub(crate) struct DirName<'a, B: Backing> {
+    pub dir: &'a Arc<Inode<B>>,
+    pub name: &'a OsStr,
+}
+
+impl<B: Backing> Clone for DirName<'_, B> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<B: Backing> Copy for DirName<'_, B> {}
+
+impl<B: Backing> DirName<'_, B> {
+    /// Returns the path of the name; `None` if the directory has no known path.
+    pub(crate) fn path(&self) -> Option<Vec<u8>> {
+        self.dir.path_of(self.name)
+    }
+}
+
 /// Hash of size and modification time of a file in the backing. It shows a change made beside the mount, unless the
 /// time was set back afterwards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -621,50 +642,35 @@ impl<B: Backing> Names<B> {
         self.objects.clear();
     }
 
-    /// Renames in the backing by `below`, and then in the tables. A thread that looks an object up by name sees both
-    /// or neither. Returns the error of `below`; the tables are unchanged then.
+    /// Renames in the backing by `rename_in_backing`, and then in the tables. A thread that looks an object up by name
+    /// sees both changes or neither. Returns the error of `rename_in_backing`; the tables are unchanged then.
     pub(crate) fn rename(
         &self,
-        from: (&Arc<Inode<B>>, &OsStr),
-        to: (&Arc<Inode<B>>, &OsStr),
+        from: DirName<'_, B>,
+        to: DirName<'_, B>,
         exchange: bool,
-        below: impl FnOnce() -> Result<()>,
+        rename_in_backing: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
-        let paths = || {
-            [from, to]
-                .iter()
-                .filter_map(|(dir, name)| dir.path_of(name))
-                .collect()
-        };
+        let paths = || [from, to].iter().filter_map(DirName::path).collect();
         let _names_move = self.path_claims.change(paths);
-        let moved = self.child(from.0.id, from.1);
-        let exchanged = self.child(to.0.id, to.1).filter(|_| exchange);
+        let moved = self.child(from.dir.id, from.name);
+        let exchanged = self.child(to.dir.id, to.name).filter(|_| exchange);
         // The live table has the new name before the rename: if firnd dies in between, the next one tries both names.
         if let Some(live) = self.live.get() {
-            for (inode, (dir, name)) in [(&moved, to), (&exchanged, from)] {
+            for (inode, new) in [(&moved, to), (&exchanged, from)] {
                 if let Some(inode) = inode {
-                    live.begin_move(inode.id.0, dir.id.0, name.as_bytes());
+                    live.begin_move(inode.id.0, new.dir.id.0, new.name.as_bytes());
                 }
             }
         }
-        if let Err(errno) = below() {
+        if let Err(errno) = rename_in_backing() {
             for inode in moved.iter().chain(&exchanged) {
                 self.note_name(inode);
             }
             return Err(errno);
         }
-        self.move_entries(from, to, exchange);
+        self.note_renamed(from, to, exchange);
         Ok(())
-    }
-
-    /// Records in the tables a rename that an earlier firnd did in the backing.
-    pub(crate) fn note_renamed(
-        &self,
-        from: (&Arc<Inode<B>>, &OsStr),
-        to: (&Arc<Inode<B>>, &OsStr),
-        exchange: bool,
-    ) {
-        self.move_entries(from, to, exchange);
     }
 
     /// Returns the inode of the object with this identity, if it is known.
@@ -885,16 +891,11 @@ impl<B: Backing> Names<B> {
         self.forget_nameless(inode);
     }
 
-    /// Changes the tables after a rename: the name replaced another one, or the two were exchanged.
-    fn move_entries(
-        &self,
-        from: (&Arc<Inode<B>>, &OsStr),
-        to: (&Arc<Inode<B>>, &OsStr),
-        exchange: bool,
-    ) {
+    /// Changes the tables after a rename in the backing: the name replaced another one, or the two were exchanged.
+    pub(crate) fn note_renamed(&self, from: DirName<'_, B>, to: DirName<'_, B>, exchange: bool) {
         let mut tables = self.tables.lock();
-        let from_key = (from.0.id, Name::from(from.1));
-        let to_key = (to.0.id, Name::from(to.1));
+        let from_key = (from.dir.id, Name::from(from.name));
+        let to_key = (to.dir.id, Name::from(to.name));
         let moved = tables
             .children
             .remove(&from_key)
@@ -904,16 +905,16 @@ impl<B: Backing> Names<B> {
             .remove(&to_key)
             .and_then(|weak| weak.upgrade());
         if let Some(inode) = &replaced {
-            inode.remove_name(to.0.id, to.1);
+            inode.remove_name(to.dir.id, to.name);
         }
         if let Some(inode) = &moved {
-            inode.remove_name(from.0.id, from.1);
-            inode.add_name(to.0, &to_key.1);
+            inode.remove_name(from.dir.id, from.name);
+            inode.add_name(to.dir, &to_key.1);
             inode.note_name_change();
             tables.children.insert(to_key, Arc::downgrade(inode));
         }
         if exchange && let Some(inode) = &replaced {
-            inode.add_name(from.0, &from_key.1);
+            inode.add_name(from.dir, &from_key.1);
             inode.note_name_change();
             tables.children.insert(from_key, Arc::downgrade(inode));
         }

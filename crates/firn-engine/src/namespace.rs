@@ -26,7 +26,7 @@ use crate::exclusive::Exclusive;
 use crate::file::File;
 use crate::intake::Intake;
 use crate::kernel_cache::KernelCache;
-use crate::names::{Fingerprint, Inode};
+use crate::names::{DirName, Fingerprint, Inode};
 use crate::open_files::OpenFiles;
 use crate::privilege_rules::PrivilegeRules;
 use crate::size::whole_size;
@@ -77,7 +77,7 @@ impl<B: Backing> Namespace<B> {
             if self.is_name_current(before, &dir, name, &inode) {
                 return Ok(Entry {
                     inode: inode.id,
-                    attr: self.overlay(&inode, attr)?,
+                    attr: self.add_pending_data(&inode, attr)?,
                 });
             }
             self.tree.names.forget(inode.id, 1);
@@ -112,12 +112,12 @@ impl<B: Backing> Namespace<B> {
         let attr = self
             .open_files
             .with_descriptor(|| self.base.backing.attr(&self.tree.object(inode)?))?;
-        self.overlay(inode, attr)
+        self.add_pending_data(inode, attr)
     }
 
-    /// Counts pending data in. Pending data is read before the backing's attributes. In the other order a drain
-    /// between the two could make the file look too short.
-    fn overlay(&self, inode: &Arc<Inode<B>>, attr: Attr) -> Result<Attr> {
+    /// Corrects attributes of the backing by the pending data of a file. Pending data is read before the backing's
+    /// attributes. In the other order a drain between the two could make the file look too short.
+    fn add_pending_data(&self, inode: &Arc<Inode<B>>, attr: Attr) -> Result<Attr> {
         let Some(file) = (inode.kind == Kind::File)
             .then(|| self.open_files.known_file(inode))
             .flatten()
@@ -135,9 +135,10 @@ impl<B: Backing> Namespace<B> {
         };
         let object = self.tree.object(inode)?;
         let mut attr = self.base.backing.attr(&object)?;
-        self.kernel_cache.see_changes_by_others(inode, &object);
+        self.kernel_cache.note_changes_by_others(inode, &object);
         self.intake.end_lists_before_changes(&file, &object);
-        self.privilege_rules.see_privileges(&file, &attr);
+        self.privilege_rules
+            .note_privileges_in_backing(&file, &attr);
         if pending == 0 {
             return Ok(attr);
         }
@@ -227,7 +228,7 @@ impl<B: Backing> Namespace<B> {
             SetTime::Now => Some(Time::now()),
             SetTime::At(time) => Some(time),
         };
-        let before = self.expect_mtime(&file, time);
+        let before = self.replace_pending_mtime(&file, time);
         let result = self
             .tree
             .object(inode)
@@ -248,7 +249,7 @@ impl<B: Backing> Namespace<B> {
 
     /// Makes `time` the pending modification time before it is set in the backing. A drain that ends meanwhile then
     /// sets this time too, and not an older one. Returns the time that it replaces.
-    fn expect_mtime(&self, file: &Arc<File<B>>, time: Option<Time>) -> Option<Time> {
+    fn replace_pending_mtime(&self, file: &Arc<File<B>>, time: Option<Time>) -> Option<Time> {
         let mut state = file.lock_to_set_times();
         self.intake.ingest_published(file, &mut state);
         if time.is_some() {
@@ -384,7 +385,7 @@ impl<B: Backing> Namespace<B> {
         }
         Ok(Entry {
             inode: linked.id,
-            attr: self.overlay(&linked, attr)?,
+            attr: self.add_pending_data(&linked, attr)?,
         })
     }
 
@@ -478,7 +479,7 @@ impl<B: Backing> Namespace<B> {
     /// Follows up the removal of a name. A file that lost its last name is marked as such; if it has no handle
     /// either, its pending data is discarded.
     pub(crate) fn note_removed_name(&self, file: &Arc<File<B>>) {
-        let gone = match self
+        let has_lost_last_name = match self
             .tree
             .object(&file.inode)
             .and_then(|object| self.base.backing.attr(&object))
@@ -487,19 +488,19 @@ impl<B: Backing> Namespace<B> {
             // Data of a file is kept where the backing cannot say whether the file still exists.
             Err(errno) => matches!(errno, Errno::STALE | Errno::NOENT),
         };
-        if !gone {
+        if !has_lost_last_name {
             self.open_files.take_from_keeper(file);
             return;
         }
-        let unused = {
+        let has_no_handle = {
             let mut state = file.lock();
             state.unlinked = true;
             state.opens.is_empty()
         };
-        if !unused {
+        if !has_no_handle {
             self.open_files.open_nameless(file);
         }
-        if unused {
+        if has_no_handle {
             self.exclusive.discard(file);
             self.open_files.drop_if_unused(file);
             self.room.wake_writers();
@@ -535,16 +536,16 @@ impl<B: Backing> Namespace<B> {
         let exchange = flags.contains(RenameFlags::EXCHANGE);
         let from = self.tree.object(&dir)?;
         let to = self.tree.object(&new_dir)?;
-        let both = || {
+        let both_paths = || {
             [dir.path_of(name), new_dir.path_of(new_name)]
                 .into_iter()
                 .flatten()
                 .collect()
         };
-        let _paths_change = self.tree.paths.change(both);
+        let _paths_change = self.tree.paths.change(both_paths);
         let moved = self.tree.names.child(dir.id, name);
         let target = self.tree.names.child(new_dir.id, new_name);
-        if moved.is_some_and(|a| target.is_some_and(|b| Arc::ptr_eq(&a, &b))) {
+        if moved.is_some_and(|moved| target.is_some_and(|target| Arc::ptr_eq(&moved, &target))) {
             // Both names lead to one file, so rename(2) changes nothing. The backing gives the answer.
             return self.base.backing.rename(&from, name, &to, new_name, flags);
         }
@@ -570,13 +571,15 @@ impl<B: Backing> Namespace<B> {
                 )
             })?;
         }
-        let recorded = self.record_rename((&dir, name), (&new_dir, new_name), exchange)?;
-        let result = self
-            .tree
-            .names
-            .rename((&dir, name), (&new_dir, new_name), exchange, || {
-                self.base.backing.rename(&from, name, &to, new_name, flags)
-            });
+        let old = DirName { dir: &dir, name };
+        let new = DirName {
+            dir: &new_dir,
+            name: new_name,
+        };
+        let recorded = self.record_rename(old, new, exchange)?;
+        let result = self.tree.names.rename(old, new, exchange, || {
+            self.base.backing.rename(&from, name, &to, new_name, flags)
+        });
         if let Some(id) = recorded {
             let done = result.is_ok();
             let journal = &self.base.journal;
@@ -596,16 +599,16 @@ impl<B: Backing> Namespace<B> {
     /// record is needed. ESTALE: a directory has no known path any more.
     fn record_rename(
         &self,
-        (dir, name): (&Inode<B>, &OsStr),
-        (new_dir, new_name): (&Inode<B>, &OsStr),
+        from: DirName<'_, B>,
+        to: DirName<'_, B>,
         exchange: bool,
     ) -> Result<Option<u64>> {
         let journal = &self.base.journal;
         if journal.is_empty() {
             return Ok(None);
         }
-        let from = dir.path_of(name).ok_or(Errno::STALE)?;
-        let to = new_dir.path_of(new_name).ok_or(Errno::STALE)?;
+        let from = from.path().ok_or(Errno::STALE)?;
+        let to = to.path().ok_or(Errno::STALE)?;
         let id = journal.new_rename_id();
         journal.append(&Record::RenameBegin {
             id,

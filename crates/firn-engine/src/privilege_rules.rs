@@ -107,7 +107,7 @@ impl<B: Backing> PrivilegeRules<B> {
 
     /// Notices set-id bits that were given to a file beside the mount: they count from the moment at which the mount
     /// shows them.
-    pub(crate) fn see_privileges(&self, file: &File<B>, attr: &Attr) {
+    pub(crate) fn note_privileges_in_backing(&self, file: &File<B>, attr: &Attr) {
         if has_set_id_bits(attr) {
             file.lock().unprivileged_epoch = 0;
         }
