@@ -115,7 +115,7 @@ pub(crate) fn by_signal(mount: &EndingMount<'_>) -> Ending {
     } = mount;
     tracing::info!("a signal asks firnd to end: draining");
     let mut interruptions = Interruptions::of(mount);
-    let names = frontend.names();
+    let names = frontend.names_creator();
     let named = run_unless_given_up(|| interruptions.read_events(), mount.preparation())
         .and_then(|()| run_unless_given_up(|| interruptions.read_events(), names));
     if let Some(Err(error)) = named {
@@ -176,7 +176,7 @@ pub(crate) fn by_request(
         if held != HeldPolicy::Drain {
             Some(Ok(()))
         } else {
-            run_unless_given_up(&mut give_up, frontend.names())
+            run_unless_given_up(&mut give_up, frontend.names_creator())
         }
     });
     if named.is_none() && !force {

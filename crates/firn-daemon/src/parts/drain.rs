@@ -15,7 +15,7 @@ use crate::status::token_status;
 use crate::store::Store;
 
 /// Timeout at the end of a mount for a write that an I/O thread is making.
-const STOP_PATIENCE: Duration = Duration::from_secs(10);
+const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The I/O threads, and the tokens (locks against other hosts) of the lanes that they write to.
 pub(crate) struct IoThreads {
@@ -49,7 +49,7 @@ impl Part for IoThreads {
     }
 
     fn stop(&self, stop: &mut Stop) {
-        stop.has_call_under_way = !self.pool.lock().stop_within(STOP_PATIENCE);
+        stop.has_call_under_way = !self.pool.lock().stop_within(STOP_TIMEOUT);
         if stop.has_call_under_way {
             tracing::warn!("the backing does not answer: firnd cannot end before it does");
         }

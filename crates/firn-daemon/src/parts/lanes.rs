@@ -80,7 +80,7 @@ impl SteeredLanes {
 impl Part for SteeredLanes {
     /// Shows the lanes. If an earlier mount has placed files too, [`PlacedLanes`] replaces these figures afterwards.
     fn fill_status(&self, status: &mut Status) {
-        steering::show_lanes(&self.steered, &mut status.lanes);
+        steering::fill_lane_statuses(&self.steered, &mut status.lanes);
         status.placement_advice = placement::advise_on_lanes(&status.lanes);
         status.misplaced_files = self.steered.refused_files();
     }
@@ -90,6 +90,11 @@ impl Part for SteeredLanes {
             return None;
         };
         let store = question.engine.backing();
-        Some(steering::explain(&self.steered, store, &self.backing, path))
+        Some(steering::explain_placement(
+            &self.steered,
+            store,
+            &self.backing,
+            path,
+        ))
     }
 }

@@ -218,10 +218,10 @@ impl Recorder {
         };
         let (events, dropped) = engine.take_file_events();
         state.timeline.add(now, counters);
-        state.checkpoints.take(events, dropped);
+        state.checkpoints.apply(events, dropped);
         state.log_arena_state(now, counters);
         state.log_backing_state(now, engine);
-        state.timeline.look_every()
+        state.timeline.sample_every()
     }
 
     /// Returns whether bytes came in or went out since the last copy in the backing.
@@ -234,7 +234,7 @@ impl Recorder {
     /// Returns the record as it is now.
     fn make_record(&self, has_ended: bool) -> RunRecord {
         let figures = self.engine().figures();
-        let (events, forgotten_events) = log::events::kept();
+        let (events, forgotten_events) = log::events::newest();
         let state = self.state.lock();
         let (checkpoints, forgotten) = state.checkpoints.records();
         let identity = &self.identity;
@@ -246,7 +246,7 @@ impl Recorder {
             backing: identity.backing.as_path().into(),
             options: identity.options.clone(),
             began_unix_us: self.began_unix_us,
-            lasted_seconds: state.timeline.lasted().as_secs_f64(),
+            lasted_seconds: state.timeline.span_to_last_sample().as_secs_f64(),
             has_ended,
             arena_bytes: figures.arena_bytes,
             held_bytes: figures.held_bytes + figures.lost_file_bytes,
