@@ -23,7 +23,7 @@ use crate::part::{Part, Parts, Question, Stop};
 use crate::partner::{PartnerSpeaker, without_partner};
 use crate::placement;
 use crate::process;
-use crate::replies::{deadline_of, failed, wait_for_level};
+use crate::replies::{deadline_of, failure_reply, wait_for_level};
 use crate::status::{explain_errors, list_files};
 use crate::store::Store;
 use crate::transactions;
@@ -131,7 +131,7 @@ impl RequestAnswers {
                 freed_bytes,
                 held_bytes,
             },
-            Err(error) => failed(error, path),
+            Err(error) => failure_reply(error, path),
         }
     }
 
@@ -139,15 +139,20 @@ impl RequestAnswers {
     fn pin(&self, path: &BytePath, pinned: bool) -> Reply {
         match self.identity.engine.room.pin_tree(path.as_bytes(), pinned) {
             Ok((files, bytes)) => Reply::Pinned { files, bytes },
-            Err(error) => failed(error, path),
+            Err(error) => failure_reply(error, path),
         }
     }
 
-    /// Asks the main loop to unmount, and passes its progress messages to the client through `say`.
+    /// Asks the main loop to unmount, and passes its progress messages to the client through `send_progress`.
     ///
     /// The answer is the main loop's final reply. The main loop waits until that reply has left, which the channel
     /// `sent` signals. If firnd is ending already, the answer is ESHUTDOWN.
-    fn unmount(&self, force: bool, held: HeldPolicy, say: &mut dyn FnMut(Reply) -> bool) -> Answer {
+    fn unmount(
+        &self,
+        force: bool,
+        held: HeldPolicy,
+        send_progress: &mut dyn FnMut(Reply) -> bool,
+    ) -> Answer {
         let (reply, replies): (_, Receiver<Reply>) = mpsc::channel();
         let (sent, reply_sent) = mpsc::channel();
         let ending_reply = || Reply::Error {
@@ -166,7 +171,7 @@ impl RequestAnswers {
         loop {
             match replies.recv() {
                 Ok(progress @ Reply::Progress { .. }) => {
-                    say(progress);
+                    send_progress(progress);
                 }
                 Ok(last) => {
                     return Answer {
@@ -185,7 +190,7 @@ impl RequestAnswers {
         &self,
         request: Request,
         client: &mut ControlClient,
-        say: &mut dyn FnMut(Reply) -> bool,
+        send_progress: &mut dyn FnMut(Reply) -> bool,
     ) -> Answer {
         let engine = &self.identity.engine;
         let reply = match request {
@@ -200,7 +205,7 @@ impl RequestAnswers {
                 path,
                 until,
                 timeout_ms,
-            } => wait_for_level(engine, &path, until, deadline_of(timeout_ms), say),
+            } => wait_for_level(engine, &path, until, deadline_of(timeout_ms), send_progress),
             Request::Drain { path } => {
                 engine.durability.drain_tree(path.as_bytes());
                 Reply::Done
@@ -224,7 +229,7 @@ impl RequestAnswers {
             Request::Place { .. } => placement::refuse_without_placement(),
             // This mount has no logs, so data that is drained is already in plain files.
             Request::Flatten { path } => {
-                wait_for_level(engine, &path, DurabilityLevel::Logged, None, say)
+                wait_for_level(engine, &path, DurabilityLevel::Logged, None, send_progress)
             }
             Request::Evict { path } => self.evict(&path),
             Request::Pin { path, pinned } => self.pin(&path, pinned),
@@ -234,7 +239,7 @@ impl RequestAnswers {
             | Request::Abort { .. }
             | Request::Restore { .. }) => transactions::answer_without(&request),
             Request::Upgrade { .. } => unreachable!("each mount has a part for it"),
-            Request::Unmount { force, held } => return self.unmount(force, held, say),
+            Request::Unmount { force, held } => return self.unmount(force, held, send_progress),
         };
         reply.into()
     }
@@ -245,7 +250,7 @@ impl Service for RequestAnswers {
         &self,
         request: Request,
         client: &mut ControlClient,
-        say: &mut dyn FnMut(Reply) -> bool,
+        send_progress: &mut dyn FnMut(Reply) -> bool,
     ) -> Answer {
         if let Some(refusal) = self.parts.refuse(&request) {
             return refusal.into();
@@ -254,11 +259,11 @@ impl Service for RequestAnswers {
             engine: &self.identity.engine,
             request: &request,
             client,
-            say,
+            send_progress,
         };
         match self.parts.answer(&mut question) {
             Some(reply) => reply.into(),
-            None => self.answer_from_engine(request, client, say),
+            None => self.answer_from_engine(request, client, send_progress),
         }
     }
 

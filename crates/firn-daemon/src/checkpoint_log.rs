@@ -75,7 +75,7 @@ impl CheckpointLog {
         }
     }
 
-    /// Applies one event, which is the begin of its file if the file was opened or got its first bytes. An event of a file that belongs to no tracked checkpoint is ignored.
+    /// Applies one event. An event of a file that belongs to no tracked checkpoint is ignored.
     fn apply_event(&mut self, event: &FileEvent) {
         let at = event.at.saturating_duration_since(self.began).as_secs_f64();
         let begins = matches!(event.change, FileChange::Opened | FileChange::Held);

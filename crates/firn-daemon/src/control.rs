@@ -39,12 +39,12 @@ const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Answers the requests of the control socket.
 pub(crate) trait Service: Send + Sync + 'static {
-    /// Returns the final reply. `say` sends progress before it, and returns false once the client is gone.
+    /// Returns the final reply. `send_progress` sends progress before it, and returns false once the client is gone.
     fn answer(
         &self,
         request: Request,
         client: &mut ControlClient,
-        say: &mut dyn FnMut(Reply) -> bool,
+        send_progress: &mut dyn FnMut(Reply) -> bool,
     ) -> Answer;
     /// Returns whether the end of this connection would end something that it holds.
     fn holds_state_of(&self, client: &ControlClient) -> bool;
@@ -274,11 +274,11 @@ fn serve(peer: ControlPeer, id: u64, seats: &Seats, service: &dyn Service) -> io
                 continue;
             }
         }
-        let say = &mut |reply| send(&mut &*stream, &reply).is_ok();
+        let send_progress = &mut |reply| send(&mut &*stream, &reply).is_ok();
         // A client that asks for an unmount may wait for the end of firnd. A connection that is closed in favour of
         // another would look like that end, so it is kept.
         let waits = matches!(request, Request::Unmount { .. });
-        let answer = service.answer(request, &mut client, say);
+        let answer = service.answer(request, &mut client, send_progress);
         let result = send(&mut &*stream, &answer.reply);
         if let Some(sent) = answer.sent {
             let _ = sent.send(());
@@ -309,10 +309,10 @@ mod tests {
             &self,
             request: Request,
             _: &mut ControlClient,
-            say: &mut dyn FnMut(Reply) -> bool,
+            send_progress: &mut dyn FnMut(Reply) -> bool,
         ) -> Answer {
             if matches!(request, Request::Status) {
-                assert!(say(Reply::Progress {
+                assert!(send_progress(Reply::Progress {
                     bytes_left: 1,
                     files_left: 1,
                     phase: "draining".into()

@@ -24,7 +24,7 @@ use crate::attach::Attached;
 use crate::end_timeout::{forced_timeout, run_unless_given_up};
 use crate::event::Event;
 use crate::frontend::Frontend;
-use crate::last_drain::Progress;
+use crate::last_drain::ProgressCheck;
 use crate::mount_users::{Mounts, name_users};
 use crate::part::Parts;
 use crate::process;
@@ -149,7 +149,7 @@ pub(crate) fn by_request(
     mount: &EndingMount<'_>,
     force: bool,
     held: HeldPolicy,
-    say: &mut dyn FnMut(Reply) -> bool,
+    send_progress: &mut dyn FnMut(Reply) -> bool,
 ) -> Result<Ending, Reply> {
     let &EndingMount {
         attached, frontend, ..
@@ -189,13 +189,13 @@ pub(crate) fn by_request(
         {
             return Err(names_error_reply(error));
         }
-        gave_up = !drain_for_client(attached, force, &mut interruptions, say)?;
+        gave_up = !drain_for_client(attached, force, &mut interruptions, send_progress)?;
     }
     drop(interruptions);
     if gave_up {
         tracing::warn!("the backing does not answer: what is held stays in the arena");
     }
-    say(Reply::Progress {
+    send_progress(Reply::Progress {
         bytes_left: 0,
         files_left: 0,
         phase: "unmounting".into(),
@@ -232,10 +232,10 @@ fn drain_for_client(
     attached: &Attached,
     force: bool,
     interruptions: &mut Interruptions<'_>,
-    say: &mut dyn FnMut(Reply) -> bool,
+    send_progress: &mut dyn FnMut(Reply) -> bool,
 ) -> Result<bool, Reply> {
-    let mut report = throttle_progress("draining", say);
-    let mut progress = Progress::new();
+    let mut report = throttle_progress("draining", send_progress);
+    let mut progress = ProgressCheck::new();
     let mut takes_data = true;
     let engine = &attached.engine;
     let drained =
@@ -246,7 +246,7 @@ fn drain_for_client(
                 report(bytes, files);
                 attached.io_threads.replace_hung();
                 if force {
-                    takes_data = progress.goes_on(bytes);
+                    takes_data = progress.has_progress(bytes);
                     return takes_data;
                 }
                 !interruptions.read_events()

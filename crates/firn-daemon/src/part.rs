@@ -52,7 +52,7 @@ pub(crate) struct Question<'a> {
     /// The connection that sent the request, with the state that the mount holds for it.
     pub(crate) client: &'a mut ControlClient,
     /// Sends progress before the reply; returns false once the client is gone.
-    pub(crate) say: &'a mut dyn FnMut(Reply) -> bool,
+    pub(crate) send_progress: &'a mut dyn FnMut(Reply) -> bool,
 }
 
 /// One feature or resource of a mount beside the engine. Each function does nothing unless the part defines it.

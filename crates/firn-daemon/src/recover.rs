@@ -174,7 +174,7 @@ pub fn recover(
         tracing::warn!("{text}")
     })?;
     let (events, _) = std::sync::mpsc::channel();
-    let stubs = prefix.map(|prefix| attach_tree(&attached, &backing, &prefix, events));
+    let stubs = prefix.map(|prefix| begin_stub_tree(&attached, &backing, &prefix, events));
     let stubs = stubs.transpose()?;
     let drained = drain_until_durable(&attached, progress);
     // The arena is removed only if the drained data is durable too.
@@ -195,7 +195,7 @@ pub fn recover(
     {
         logs::settle_last(logs, request.options.flatten);
     }
-    let report = report(&attached, arena, lost, drained);
+    let report = describe_drain(&attached, arena, lost, drained);
     if let Some(stubs) = stubs {
         let is_left = drained.is_err() || count_left_bytes(&attached.engine) > 0;
         stubs.end(if is_left {
@@ -244,7 +244,7 @@ fn report_decided(backing: &Path) -> Result<RecoverReport, RecoverError> {
 }
 
 /// Returns the stub tree at `prefix`, after creating as many of its names in the backing as possible.
-fn attach_tree(
+fn begin_stub_tree(
     attached: &Attached,
     backing: &Path,
     prefix: &Path,
@@ -264,7 +264,7 @@ fn drain_until_durable(
     progress: &mut dyn FnMut(u64, u64, &str) -> bool,
 ) -> Result<(), Errno> {
     let mut next = Instant::now();
-    let mut throttled = |bytes, files| {
+    let mut throttled_progress = |bytes, files| {
         let now = Instant::now();
         if now < next {
             return true;
@@ -272,12 +272,16 @@ fn drain_until_durable(
         next = now + PROGRESS_EVERY;
         progress(bytes, files, "draining")
     };
-    drain_rest(&attached.engine, DurabilityLevel::Durable, &mut throttled)
+    drain_rest(
+        &attached.engine,
+        DurabilityLevel::Durable,
+        &mut throttled_progress,
+    )
 }
 
 /// Returns the report of what is drained and what is left. An error that belongs to no file is added, unless the user
 /// has stopped the drain.
-fn report(
+fn describe_drain(
     attached: &Attached,
     arena: PathBuf,
     lost: Vec<LostReport>,

@@ -409,7 +409,7 @@ impl Part for Takeover {
             Ok(keeper) => {
                 let keeper = keeper.as_raw_pid() as u32;
                 tracing::info!("firnd dies: the program of `firn upgrade` goes on with the mount");
-                (question.say)(Reply::Upgrading { keeper });
+                (question.send_progress)(Reply::Upgrading { keeper });
                 die()
             }
             Err(error) => Reply::Error {

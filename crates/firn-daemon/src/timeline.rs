@@ -18,7 +18,6 @@ pub(crate) struct Timeline {
     buckets: Vec<Bucket>,
     /// Time of the last sample.
     last_sample: Instant,
-    /// The sums of the last sample, from which the next one is subtracted.
     /// The sums at the last sample, which are subtracted from those of the next one.
     last_counters: Bucket,
 }

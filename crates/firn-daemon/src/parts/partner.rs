@@ -24,7 +24,7 @@ impl Part for PartnerCopies {
                 until: DurabilityLevel::Partnered,
                 timeout_ms,
             } => {
-                let progress = &mut throttle_progress("copying", question.say);
+                let progress = &mut throttle_progress("copying", question.send_progress);
                 Some(self.0.wait(path, deadline_of(*timeout_ms), progress))
             }
             Request::Partner { host, note } => {
