@@ -2,8 +2,8 @@
 //!
 //! Promise: a check changes nothing, so it may run beside a firnd.
 //!
-//! Relies on `firn_arena` and `firn_log`, which read and verify the stored bytes. This file only turns their results into
-//! reports.
+//! Relies on `firn_arena` and `firn_log`, which read and verify the stored bytes. This file only turns their results
+//! into reports.
 
 use std::path::{Path, PathBuf};
 
@@ -151,7 +151,8 @@ pub fn check(arena: &Path) -> Result<CheckReport, CheckError> {
             message: damage.to_string(),
         }));
     }
-    // A fault of the spill file is in the list already if pieces lie in that file. Without such pieces it is added here.
+    // A fault of the spill file is in the list already if pieces lie in that file. Without such pieces it is added
+    // here.
     let has_lost_pieces = checked
         .damage
         .iter()

@@ -89,8 +89,8 @@ struct SocketShared<B: Backing> {
 }
 
 impl DataSocket {
-    /// Listens at `path`, and replaces the socket that a dead firnd left there. `connection_count` is kept equal to the number of
-    /// connections.
+    /// Listens at `path`, and replaces the socket that a dead firnd left there. `connection_count` is kept equal to the
+    /// number of connections.
     pub(crate) fn start<B: Backing>(
         path: &Path,
         engine: Arc<Engine<B>>,

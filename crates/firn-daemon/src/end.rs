@@ -8,7 +8,8 @@
 //!   mount namespace.
 //! * If other mount namespaces have copies of the mount and use nothing in them, these copies end at the same time.
 //!
-//! Race: a program closes its files before firnd hears of it, so open files are checked again for [`CLOSE_REPORT_DELAY_MAX`].
+//! Race: a program closes its files before firnd hears of it, so open files are checked again for
+//! [`CLOSE_REPORT_DELAY_MAX`].
 
 use std::io;
 use std::sync::mpsc::{Receiver, Sender};
@@ -400,8 +401,8 @@ fn take_mount_away(frontend: &Frontend) {
     }
 }
 
-/// Waits until the kernel releases the mount. After [`RELEASE_TIMEOUT`] the connection is aborted, because a program that firnd
-/// cannot see still uses it.
+/// Waits until the kernel releases the mount. After [`RELEASE_TIMEOUT`] the connection is aborted, because a program
+/// that firnd cannot see still uses it.
 fn wait_for_release(frontend: &Frontend, events: &Receiver<Event>) -> SessionEnd {
     if wait_for_end(events) == SessionEnd::Ended {
         return SessionEnd::Ended;
@@ -416,7 +417,8 @@ fn wait_for_release(frontend: &Frontend, events: &Receiver<Event>) -> SessionEnd
     }
 }
 
-/// Waits at most [`RELEASE_TIMEOUT`] for [`Event::Ended`]. Clients that ask for an unmount meanwhile learn that firnd is ending.
+/// Waits at most [`RELEASE_TIMEOUT`] for [`Event::Ended`]. Clients that ask for an unmount meanwhile learn that firnd
+/// is ending.
 fn wait_for_end(events: &Receiver<Event>) -> SessionEnd {
     let deadline = Instant::now() + RELEASE_TIMEOUT;
     while let Some(left) = deadline.checked_duration_since(Instant::now()) {

@@ -94,8 +94,8 @@ pub(crate) struct LeaseState {
 }
 
 impl LeaseState {
-    /// Returns why this host has lost its lease; `None` while the host has it. After the loss another process may act in
-    /// the name of this host.
+    /// Returns why this host has lost its lease; `None` while the host has it. After the loss another process may act
+    /// in the name of this host.
     pub(crate) fn lost(&self) -> Option<&str> {
         self.lost.get().map(String::as_str)
     }
@@ -340,8 +340,8 @@ impl TakenLease {
         }
     }
 
-    /// Returns whether locks exclude other hosts. The first call checks this, which may take [`firn_hosts::STALE_AFTER`]; later
-    /// calls return the same answer.
+    /// Returns whether locks exclude other hosts. The first call checks this, which may take
+    /// [`firn_hosts::STALE_AFTER`]; later calls return the same answer.
     fn find_reach(&mut self, backing: &Path) -> Result<&Result<(), ReachError>, AttachError> {
         let reach = match self.reach.take() {
             Some(reach) => reach,

@@ -23,8 +23,8 @@ impl ProgressCheck {
         }
     }
 
-    /// Returns whether the number of bytes left has changed in the last [`FORCED_TIMEOUT`]. New data counts as a change,
-    /// too.
+    /// Returns whether the number of bytes left has changed in the last [`FORCED_TIMEOUT`]. New data counts as a
+    /// change, too.
     pub(crate) fn has_progress(&mut self, bytes_left: u64) -> bool {
         if self.bytes_left != bytes_left {
             *self = Self {

@@ -150,8 +150,8 @@ fn has_containers<B: Backing>(backing: &Path, base: &B) -> Result<bool, AttachEr
     Ok(names.iter().any(|(name, ..)| firn_log::is_file_dir(name)))
 }
 
-/// Returns the containers whose file is missing in the backing. Either the file was removed without Firn, or a dead host
-/// did not finish its removal.
+/// Returns the containers whose file is missing in the backing. Either the file was removed without Firn, or a dead
+/// host did not finish its removal.
 pub(crate) fn find_unowned<B: Backing>(
     backing: &Path,
     base: &B,
@@ -452,8 +452,8 @@ fn with_logs<T>(
     })))
 }
 
-/// Settles files at the end of a mount, and returns the files that stay in logs. It waits for other hosts that flatten a
-/// file, but not for hosts that write to one.
+/// Settles files at the end of a mount, and returns the files that stay in logs. It waits for other hosts that flatten
+/// a file, but not for hosts that write to one.
 pub(crate) fn settle_last(logs: &dyn Logs, flatten: Flatten) -> Left {
     let mut left = logs.settle();
     while left.under_way > 0 {

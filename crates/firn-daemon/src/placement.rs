@@ -2,8 +2,8 @@
 //! [`crate::steering`] has the other placements.
 //!
 //! Terms
-//! * A *lane* is one I/O server, here one directory. A *placed* file has its data in a lane; in the backing its name is a
-//!   symbolic link to that data.
+//! * A *lane* is one I/O server, here one directory. A *placed* file has its data in a lane; in the backing its name is
+//!   a symbolic link to that data.
 //! * The *record* is a file below `.firn/` that lists the lanes of the backing ([`Record`]).
 //! * The *mark* is a file in a lane that names the backing which the lane belongs to.
 //!
@@ -45,7 +45,8 @@ use crate::store::{Layers as _, PlaceableStore, Store};
 
 /// Checks the lanes and the lane map of the options. This runs before the mount changes anything.
 ///
-/// Fails if a lane cannot be used, or if one of the lanes, the backing and the mount point is another one or lies in it.
+/// Fails if a lane cannot be used, or if one of the lanes, the backing and the mount point is another one or lies in
+/// it.
 pub(crate) fn check_lanes(options: &Options, checked: &Checked) -> Result<(), AttachError> {
     if options.placement == Placement::None {
         return Ok(());
@@ -325,8 +326,8 @@ fn open_other_lanes(
     absent
 }
 
-/// Opens a lane and checks that it has the mark of the backing `id`. The error is the end of a sentence that begins with
-/// the lane.
+/// Opens a lane and checks that it has the mark of the backing `id`. The error is the end of a sentence that begins
+/// with the lane.
 pub(crate) fn open_marked_lane(lane: &Path, id: u128) -> Result<DirBacking, String> {
     let opened = DirBacking::open(lane).map_err(|error| LaneFault::of_io(&error).to_string())?;
     match record::is_marked(&opened, id) {
@@ -414,8 +415,8 @@ pub(crate) fn refuse_without_placement() -> Reply {
     }
 }
 
-/// Returns the reply to a request for a file's lane: where the data of an existing file is, and where a new file of this
-/// name would be placed.
+/// Returns the reply to a request for a file's lane: where the data of an existing file is, and where a new file of
+/// this name would be placed.
 pub(crate) fn explain_lane(store: &Store, path: &BytePath) -> Reply {
     let Some(lanes) = store.placed() else {
         return refuse_without_placement();

@@ -1,8 +1,8 @@
 //! The frontend of a mount between its preparation and its start.
 //!
 //! A frontend is either a FUSE mount or a stub tree. It is made in two steps, because the parts of a mount need the
-//! prepared frontend, and programs may see the mount only after all parts have started. [`Prepared::new`] makes what the
-//! parts use; [`Prepared::start`] makes the mount visible.
+//! prepared frontend, and programs may see the mount only after all parts have started. [`Prepared::new`] makes what
+//! the parts use; [`Prepared::start`] makes the mount visible.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -207,7 +207,8 @@ fn adapter_options(engine: &Engine<Store>, options: &Options) -> AdapterOptions 
     }
 }
 
-/// Returns whether other hosts may create, rename and remove files at any time, so that the kernel must not cache names.
+/// Returns whether other hosts may create, rename and remove files at any time, so that the kernel must not cache
+/// names.
 ///
 /// Hosts that commit together are different: they see each other's names at a commit, and the kernel's cache is cleared
 /// then.

@@ -6,8 +6,8 @@
 //!
 //! Promises
 //! * A reader finds the complete old record or the complete new one.
-//! * firnd removes what it stores: the last [`RECORDS_OF_HOST_MAX`] records of each host stay, and none is kept longer than
-//!   [`AGE_MAX_US`].
+//! * firnd removes what it stores: the last [`RECORDS_OF_HOST_MAX`] records of each host stay, and none is kept longer
+//!   than [`AGE_MAX_US`].
 
 use std::ffi::OsStr;
 use std::io::Write;

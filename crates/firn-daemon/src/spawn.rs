@@ -1,8 +1,8 @@
 //! Starts firnd and receives its messages.
 //!
 //! `firn mount` runs its own binary again under the name `firnd`, or under that of the keeper, which starts firnd.
-//! stdin is the request, a file of JSON, and stdout is a pipe. firnd sends [`StartMessage`]s on the pipe, one JSON object in
-//! each line; the last one is `Ready` or `Failed`. Then the pipe is closed, and stdout becomes the log.
+//! stdin is the request, a file of JSON, and stdout is a pipe. firnd sends [`StartMessage`]s on the pipe, one JSON
+//! object in each line; the last one is `Ready` or `Failed`. Then the pipe is closed, and stdout becomes the log.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Seek, Write};

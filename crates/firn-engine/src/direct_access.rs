@@ -498,8 +498,8 @@ impl<B: Backing> DirectAccess<B> {
         }))
     }
 
-    /// Opens the memory files that extents lie in, at most `files_max`, and returns them. The extents in these files are
-    /// changed to name their file by its index in the result. Extents in further memory files are read through the
+    /// Opens the memory files that extents lie in, at most `files_max`, and returns them. The extents in these files
+    /// are changed to name their file by its index in the result. Extents in further memory files are read through the
     /// kernel.
     fn open_memory_files(&self, extents: &mut [ListedExtent], files_max: usize) -> Vec<OwnedFd> {
         let mut numbers = Vec::new();

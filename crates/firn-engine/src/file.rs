@@ -1,14 +1,14 @@
 //! State of one file that is open or has bytes in the arena.
 //!
 //! The state has parts, each with its invariants: pending data ([`Pending`]), the drain ([`DrainState`]), handles
-//! ([`Opens`]), direct access ([`DirectState`]), and drained bytes that are still in the arena ([`CachedBytes`]). A method
-//! that concerns several parts belongs to [`FileState`].
+//! ([`Opens`]), direct access ([`DirectState`]), and drained bytes that are still in the arena ([`CachedBytes`]). A
+//! method that concerns several parts belongs to [`FileState`].
 //!
 //! Invariants
 //! * Pending bytes and cached bytes do not overlap.
 //! * No call of the backing is made under the lock. Two flags stand in for it: [`DrainState::is_exclusive`] for a
-//!   call that needs the backing file for itself, [`DrainState::is_setting_time`] for one that sets the time of the last
-//!   write.
+//!   call that needs the backing file for itself, [`DrainState::is_setting_time`] for one that sets the time of the
+//!   last write.
 //!
 //! Lock order: file table, file state, drain queue or journal, arena pool.
 

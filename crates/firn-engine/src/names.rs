@@ -233,8 +233,8 @@ impl<B: Backing> FileIdentity for Inode<B> {
 }
 
 impl<B: Backing> Inode<B> {
-    /// Whether this inode belongs to the object that `attr` describes. The inode number alone is not enough: the backing uses
-    /// it again after the object is removed. The birth time decides where both are known.
+    /// Whether this inode belongs to the object that `attr` describes. The inode number alone is not enough: the
+    /// backing uses it again after the object is removed. The birth time decides where both are known.
     pub(crate) fn is_object(&self, attr: &Attr) -> bool {
         let same_birth = self
             .btime

@@ -96,8 +96,8 @@ impl<B: Backing> Reads<B> {
 
     /// Whether a try returned the file as it was at one moment. Waits for a truncation under way.
     ///
-    /// A try reads the backing after the pending extents. If the file was truncated, written again and partly drained in
-    /// between, the try has seen holes of the backing that the file never had.
+    /// A try reads the backing after the pending extents. If the file was truncated, written again and partly drained
+    /// in between, the try has seen holes of the backing that the file never had.
     fn is_consistent(&self, file: &Arc<File<B>>, attempt: &ReadTry) -> bool {
         let Some(before) = attempt.before else {
             return true;

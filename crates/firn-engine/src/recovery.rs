@@ -111,8 +111,8 @@ impl StoredArena {
                 self.arena.mark_dead(*at);
                 self.dropped_bytes += u64::from(piece.len);
             }
-            // The file id ends after its pieces are dead: after a crash in between, pieces without a file id would count
-            // as those of a lost file. A truncation of the file that had begun ends with the file id.
+            // The file id ends after its pieces are dead: after a crash in between, pieces without a file id would
+            // count as those of a lost file. A truncation of the file that had begun ends with the file id.
             self.journal
                 .append_end(&Record::FileIdEnd { file })
                 .map_err(|_| EngineError::JournalFull)?;
@@ -250,7 +250,8 @@ struct Recovery<'a, B: Backing> {
 }
 
 impl<B: Backing> Recovery<'_, B> {
-    /// Recovers each file that the journal knows, except for the `dropped` ones. Pieces of other files are kept as lost.
+    /// Recovers each file that the journal knows, except for the `dropped` ones. Pieces of other files are kept as
+    /// lost.
     fn recover_files(&mut self, replay: &Replay, dropped: &BTreeSet<u64>, stored: &[Stored]) {
         let mut pieces: BTreeMap<u64, Vec<Stored>> = BTreeMap::new();
         for piece in stored

@@ -787,7 +787,8 @@ impl Machine {
         Ok(entered)
     }
 
-    /// Records that the caller has begun a scope or added names to it. `existed_before`: one of the names existed before.
+    /// Records that the caller has begun a scope or added names to it. `existed_before`: one of the names existed
+    /// before.
     pub fn begun(&mut self, number: ScopeNumber, existed_before: bool) {
         if let Some(scope) = self.scopes.get_mut(&number) {
             scope.is_beginning = false;
@@ -938,8 +939,8 @@ impl Machine {
         scope.is_over
     }
 
-    /// Returns the key of the checkpoint that a path belongs to, if the path lies in the directories of an open scope of
-    /// several directories that has another key.
+    /// Returns the key of the checkpoint that a path belongs to, if the path lies in the directories of an open scope
+    /// of several directories that has another key.
     fn next_key_in_several_dirs(
         &self,
         number: ScopeNumber,

@@ -60,8 +60,8 @@ fn drained_ranges(pending: &Extents, written: &[Part], sequence: u64) -> Vec<Ran
 }
 
 impl<B: Backing> Drainer<B> {
-    /// Records the result of a job. Then it calls the waiters whose data is in the backing or whose drain has failed, and
-    /// wakes writers that wait for room.
+    /// Records the result of a job. Then it calls the waiters whose data is in the backing or whose drain has failed,
+    /// and wakes writers that wait for room.
     pub fn complete(&self, job: Job<B>, outcome: JobOutcome) {
         let Job {
             file, parts, span, ..

@@ -48,7 +48,8 @@ pub(crate) struct PieceUse {
     pub live: u64,
 }
 
-/// Result of laying the pieces of a file over each other: the newest bytes of each range, and the pieces that have them.
+/// Result of laying the pieces of a file over each other: the newest bytes of each range, and the pieces that have
+/// them.
 #[derive(Default)]
 pub(crate) struct PieceLayers {
     pub extents: Extents,
@@ -344,8 +345,8 @@ impl Pending {
     /// record. An impossible time counts as now.
     ///
     /// Returns false if `modified` is impossible or earlier than the last write. The caller then stores
-    /// [`Pending::recorded_ns`] in the piece record. An earlier time need not be an error: a client that begins its next
-    /// slab may be some writes of the same clock tick behind.
+    /// [`Pending::recorded_ns`] in the piece record. An earlier time need not be an error: a client that begins its
+    /// next slab may be some writes of the same clock tick behind.
     pub(crate) fn note_client_write(&mut self, modified: u64) -> bool {
         if modified == 0
             || modified > latest_ns()

@@ -35,8 +35,8 @@ const QUEUED_RETRY_PAUSE_MAX: Duration = Duration::from_millis(8);
 const UNUSED_TIME_MAX: Duration = Duration::from_secs(2);
 /// How long the result of a check counts that found all other hosts reached.
 const REACH_VALID_FOR: Duration = Duration::from_secs(1);
-/// How long a host may be unreached before locks are refused. A new host has its lease a moment before it has locked its
-/// `host-NAME` file.
+/// How long a host may be unreached before locks are refused. A new host has its lease a moment before it has locked
+/// its `host-NAME` file.
 const UNREACHED_TIMEOUT: Duration = Duration::from_secs(3);
 /// How often a request may find that its lock file has lost its name. After that the request fails.
 const TRIES_MAX: usize = 100;
@@ -713,8 +713,8 @@ fn owner_in_queue(number: u64) -> Owner {
     }
 }
 
-/// Returns the bytes of the lock file that stand for these bytes of the file. All bytes from [`QUEUE_OFFSET`] - 1 on share
-/// one byte.
+/// Returns the bytes of the lock file that stand for these bytes of the file. All bytes from [`QUEUE_OFFSET`] - 1 on
+/// share one byte.
 fn bytes_in_lock_file(range: LockRange) -> LockRange {
     LockRange {
         first: range.first.min(QUEUE_OFFSET - 1),

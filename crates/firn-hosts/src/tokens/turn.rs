@@ -13,8 +13,8 @@
 //! * `uses` counts only permits of the present holding.
 //! * While the token must be given back (`is_returning`), the keeper makes no request.
 //! * In the state `Without` every permit is given at once, whatever the service does.
-//! * No wait is longer than `WAIT_FACTOR_MAX * wait`, whatever the service reports. That the token changes hands is only a
-//!   claim of the service.
+//! * No wait is longer than `WAIT_FACTOR_MAX * wait`, whatever the service reports. That the token changes hands is
+//!   only a claim of the service.
 
 use std::time::{Duration, Instant};
 

@@ -1,5 +1,5 @@
-//! All interleavings of two hosts at one checkpoint: programs that write, close, end or are killed, hosts that die, and looks
-//! that are older than what is done after them.
+//! All interleavings of two hosts at one checkpoint: programs that write, close, end or are killed, hosts that die, and
+//! looks that are older than what is done after them.
 
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
