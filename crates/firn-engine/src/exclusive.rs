@@ -118,7 +118,7 @@ impl<B: Backing> Exclusive<B> {
         let Some(file_id) = state.pending.file_id().filter(|_| cuts) else {
             state.unlocked(|| self.base.backing.set_len(&target.file, size))?;
             state.cache.drop_range(&self.base.arena, size..u64::MAX);
-            state.show_len(&self.base.arena, size);
+            state.set_view_len(&self.base.arena, size);
             state.cache.trust_backing();
             if !state.pending.is_empty() {
                 state.pending.note_write();
@@ -155,7 +155,7 @@ impl<B: Backing> Exclusive<B> {
                 .fetch_add(cancelled, Ordering::Relaxed);
             self.drain
                 .note_pending_change(file, before, state.pending.bytes());
-            state.show_len(&self.base.arena, size);
+            state.set_view_len(&self.base.arena, size);
             state.pending.note_write();
             state.pending.store_time_in_piece(&self.base.arena);
             file.inode.data_unsynced.store(true, Ordering::Release);

@@ -170,7 +170,7 @@ impl<B: Backing> KernelCache<B> {
                 self.note_changes_by_others(&file.inode, &object);
                 self.intake.end_lists_before_changes(file, &object);
             }
-            self.privileges.tell_attributes_changed(file.inode.id);
+            self.privileges.report_attributes_changed(file.inode.id);
         }
     }
 

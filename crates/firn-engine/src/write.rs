@@ -204,7 +204,7 @@ impl<B: Backing> Writes<B> {
             .arena
             .overwrite_bytes(extent.piece.slab, extent.position, data);
         if changed {
-            state.show(offset, data);
+            state.store_in_view(offset, data);
             state.pending.note_write();
             self.base
                 .arena
@@ -271,7 +271,7 @@ impl<B: Backing> Writes<B> {
             }
             let extent = self.publish(&mut state, lease, file_id, offset, reserved);
             self.intake.ingest(file, &mut state, offset, extent);
-            state.show(offset, &data[..reserved.len as usize]);
+            state.store_in_view(offset, &data[..reserved.len as usize]);
             handle
                 .written_bytes
                 .fetch_add(u64::from(reserved.len), Ordering::Relaxed);
