@@ -26,7 +26,7 @@ use crate::{HandleId, Principal, Result};
 
 /// File length above which the backing is asked at once whether it can have such a file. EFBIG then comes from
 /// write(2) and not from a drain that can never succeed. Below it every supported file system agrees.
-const SIZE_ASKED_ABOVE: u64 = 1 << 40;
+const SIZE_CHECKED_ABOVE: u64 = 1 << 40;
 
 /// Result of the steps before the append.
 pub(crate) enum WriteStart {
@@ -85,15 +85,15 @@ impl<B: Backing> Writes<B> {
             let has_no_privileges =
                 by.is_none() || state.unprivileged_epoch == self.privileges.epoch();
             let file_id = state.pending.file_id();
-            if has_no_privileges && file_id.is_some() && end <= SIZE_ASKED_ABOVE {
+            if has_no_privileges && file_id.is_some() && end <= SIZE_CHECKED_ABOVE {
                 return Ok(self.overwrite_or_append(file, &mut state, offset, data));
             }
         }
         if let Some(by) = by {
             self.privilege_rules.drop_privileges_of(file, by)?;
         }
-        if end > SIZE_ASKED_ABOVE {
-            self.ask_size(file, end)?;
+        if end > SIZE_CHECKED_ABOVE {
+            self.ensure_size_in_backing(file, end)?;
         }
         let has_no_known_name = self.tree.has_no_known_name(file)?;
         // The calls of the backing may have taken long. Bytes of a process that was killed meanwhile must not come
@@ -103,7 +103,9 @@ impl<B: Backing> Writes<B> {
         }
         // Recovery could not find this file again, so its bytes go to the backing at once.
         if has_no_known_name {
-            return self.write_through(file, offset, data).map(WriteStart::Done);
+            return self
+                .write_to_backing(file, offset, data)
+                .map(WriteStart::Done);
         }
         Ok(self.overwrite_or_append(file, &mut file.lock(), offset, data))
     }
@@ -115,7 +117,7 @@ impl<B: Backing> Writes<B> {
         offset: u64,
         data: &[u8],
     ) -> WriteStart {
-        if self.overwrite(file, state, offset, data) {
+        if self.try_overwrite_in_place(file, state, offset, data) {
             WriteStart::Done(data.len())
         } else {
             WriteStart::Append(state.pending.file_id())
@@ -125,7 +127,7 @@ impl<B: Backing> Writes<B> {
     /// Whether a write up to `end` calls the backing or waits for another thread before its bytes are taken. All
     /// other waits of [`Engine::write`](crate::Engine::write) are short.
     pub fn write_may_wait(&self, handle: HandleId, end: u64, by: Option<&dyn Principal>) -> bool {
-        if end > SIZE_ASKED_ABOVE {
+        if end > SIZE_CHECKED_ABOVE {
             return true;
         }
         let Ok(handle) = self.open_files.handle(handle) else {
@@ -161,12 +163,12 @@ impl<B: Backing> Writes<B> {
         {
             return Ok(true);
         }
-        let is_made_longer = end > SIZE_ASKED_ABOVE && end > self.intake.size_of(file)?;
+        let is_made_longer = end > SIZE_CHECKED_ABOVE && end > self.intake.size_of(file)?;
         Ok(is_made_longer || self.tree.has_no_known_name(file)?)
     }
 
     /// Writes to the backing itself, after a drain of what is pending. Returns the bytes written.
-    fn write_through(&self, file: &Arc<File<B>>, offset: u64, data: &[u8]) -> Result<usize> {
+    fn write_to_backing(&self, file: &Arc<File<B>>, offset: u64, data: &[u8]) -> Result<usize> {
         self.drainer.drain_and_wait(file)?;
         self.exclusive.with_exclusive_file(file, |target| {
             self.base
@@ -177,7 +179,7 @@ impl<B: Backing> Writes<B> {
 
     /// Overwrites pending bytes in place, if one extent has all of them and nothing else relies on them. Bytes that
     /// are rewritten often then take no new space. Returns whether it was done.
-    fn overwrite(
+    fn try_overwrite_in_place(
         &self,
         file: &File<B>,
         state: &mut FileState<B>,
@@ -214,8 +216,8 @@ impl<B: Backing> Writes<B> {
         changed
     }
 
-    /// Appends a first part of `data` to the handle's slab. Returns its length, or 0 if the arena or the journal has
-    /// no space. `known_id` is the file id as of a moment ago.
+    /// Appends a first part of `data` to the handle's slab. Returns its length, or 0 if the arena, the journal or the
+    /// memory file of a view has no space. `known_id` is the file id as of a moment ago.
     pub(crate) fn append(
         &self,
         handle: &Handle<B>,
@@ -313,7 +315,7 @@ impl<B: Backing> Writes<B> {
 
     /// Makes the backing accept a file of `end` bytes, if it is longer now. EFBIG: the backing cannot have such a
     /// file.
-    fn ask_size(&self, file: &Arc<File<B>>, end: u64) -> Result<()> {
+    fn ensure_size_in_backing(&self, file: &Arc<File<B>>, end: u64) -> Result<()> {
         let known = self.intake.size_of(file)?;
         if end > known {
             self.exclusive.with_exclusive_file(file, |target| {
