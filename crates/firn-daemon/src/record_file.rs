@@ -71,10 +71,10 @@ pub(crate) fn store_in_backing(
 ) -> Result<(), AttachError> {
     let to_error = own_error(backing);
     let base = open_backing(backing)?;
-    let top = own::dir(&base, &base.root(), own::TOP).map_err(&to_error)?;
+    let top = own::make_dir(&base, &base.root(), own::TOP).map_err(&to_error)?;
     let dir =
-        own::dir(&base, &top, RECORDS_DIR).map_err(|error| to_error(error.below(own::TOP)))?;
-    let stored = own::store(&base, &dir, name, record);
+        own::make_dir(&base, &top, RECORDS_DIR).map_err(|error| to_error(error.below(own::TOP)))?;
+    let stored = own::replace_file(&base, &dir, name, record);
     stored.map_err(|errno| to_error(errno.into()))?;
     let names = own::list(&base, &dir).map_err(|errno| to_error(errno.into()))?;
     let names = names.into_iter();
@@ -131,7 +131,7 @@ pub fn read_in_backing(
     names.sort_by_key(|name| std::cmp::Reverse(parse_name(name).map(|(_, began)| began)));
     names.truncate(RECORDS_READ_MAX);
     for name in names {
-        let record = match own::load_at_most(&base, &dir, &name, RECORD_BYTES_MAX) {
+        let record = match own::read_file_at_most(&base, &dir, &name, RECORD_BYTES_MAX) {
             Ok(Some(bytes)) => RunRecord::parse(&bytes),
             // The record's host has removed it meanwhile.
             Ok(None) => continue,

@@ -484,6 +484,6 @@ impl<'a, B: Backing, P: Protocol> Ballot<'a, B, P> {
             _file: file,
         });
         // The next listing must include everything that was done before the lock was free.
-        own::touch(base, self.dir.dir(), &self.dir.own_file("look-"))
+        own::force_fresh_listing(base, self.dir.dir(), &self.dir.own_file("look-"))
     }
 }

@@ -216,7 +216,7 @@ pub struct Beat {
 impl Beat {
     /// Reads the beat of the lease in the directory of a host. Returns `None` if there is no lease file.
     pub fn read<B: Backing>(base: &B, dir: &B::Inode) -> Result<Option<Self>, OwnError> {
-        let bytes = own::load_at_most(base, dir, LEASE, LEASE_BYTES_MAX)?;
+        let bytes = own::read_file_at_most(base, dir, LEASE, LEASE_BYTES_MAX)?;
         Ok(bytes.map(|bytes| Self { bytes }))
     }
 

@@ -67,7 +67,7 @@ pub fn check_reach<B: Backing>(
     me: &Holder,
     sleep: &mut dyn FnMut(Duration),
 ) -> Result<(), ReachError> {
-    let top = own::dir(base, &base.root(), TOP)?;
+    let top = own::make_dir(base, &base.root(), TOP)?;
     check_on_this_host(base, &top, &me.host, sleep)?;
     check_others(base, &top, me, sleep).map_err(|error| match error {
         ReachError::Own(error) => ReachError::Own(error.below(TOP)),

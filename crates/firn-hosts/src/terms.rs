@@ -57,7 +57,7 @@ pub fn publish_terms<B: Backing>(
         terms: terms.clone(),
     };
     let bytes = serde_json::to_vec(&stored).map_err(|_| Errno::INVAL)?;
-    own::store(base, dir, TERMS, &bytes)
+    own::replace_file(base, dir, TERMS, &bytes)
 }
 
 /// Reads the terms that the host of `dir` wrote during the holding that `beat` belongs to.
@@ -68,7 +68,7 @@ pub(crate) fn terms_of_holding<B: Backing>(
     dir: &B::Inode,
     beat: &Beat,
 ) -> Result<Option<Terms>, OwnError> {
-    let Some(bytes) = own::load_at_most(base, dir, TERMS, TERMS_BYTES_MAX)? else {
+    let Some(bytes) = own::read_file_at_most(base, dir, TERMS, TERMS_BYTES_MAX)? else {
         return Ok(None);
     };
     let stored: Option<StoredTerms> = serde_json::from_slice(&bytes).ok();

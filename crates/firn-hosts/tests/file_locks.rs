@@ -24,7 +24,7 @@ fn disk() -> SimBacking {
     let root = disk.root();
     disk.set_owner(&root, Some(own_caller().uid), None)
         .expect("set_owner");
-    own::dir(&disk, &root, DIR).expect("mkdir");
+    own::make_dir(&disk, &root, DIR).expect("mkdir");
     disk
 }
 

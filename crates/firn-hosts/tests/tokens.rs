@@ -14,7 +14,7 @@ use firn_sim::SimBacking;
 use firn_sim::suite::own_caller;
 
 fn service<B: Backing>(base: Arc<B>, host: &str) -> FlockService<B> {
-    let dir = own::dir(&*base, &base.root(), "tokens").expect("a directory of our own");
+    let dir = own::make_dir(&*base, &base.root(), "tokens").expect("a directory of our own");
     FlockService::new(base, dir, 0, host)
 }
 
@@ -158,7 +158,7 @@ fn a_backing_without_locks_and_one_that_hangs_hold_up_no_drain() {
 fn a_file_that_is_not_ours_is_not_locked() {
     let base = Arc::new(sim());
     let mut planted = service(Arc::clone(&base), "a");
-    let dir = own::dir(&*base, &base.root(), "tokens").expect("dir");
+    let dir = own::make_dir(&*base, &base.root(), "tokens").expect("dir");
     base.symlink(
         &own_caller(),
         &dir,
