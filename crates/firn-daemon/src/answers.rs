@@ -15,7 +15,7 @@ use firn_workers::Workers;
 use parking_lot::Mutex;
 
 use crate::chunks::region;
-use crate::control::{Answer, Control, ControlClient, Service};
+use crate::control::{Answer, ControlClient, ControlListener, Service};
 use crate::error::MountError;
 use crate::event::{Event, UnmountClient};
 use crate::log;
@@ -75,7 +75,7 @@ pub(crate) struct ControlSocket {
     path: PathBuf,
     identity: Identity,
     workers: Workers,
-    control: Mutex<Option<Control>>,
+    control: Mutex<Option<ControlListener>>,
 }
 
 impl ControlSocket {
@@ -95,7 +95,7 @@ impl Part for ControlSocket {
             identity: self.identity.clone(),
             parts: parts.clone(),
         });
-        let control = Control::start(&self.path, answers, self.workers.clone())
+        let control = ControlListener::start(&self.path, answers, self.workers.clone())
             .map_err(MountError::io("listen on the control socket"))?;
         *self.control.lock() = Some(control);
         Ok(())
@@ -214,7 +214,7 @@ impl RequestAnswers {
                 files: list_files(engine, path.as_bytes(), idle),
             },
             Request::Region => Reply::Region(region(engine.arena())),
-            Request::Chunks { path } => client.lists.make(engine, &path),
+            Request::Chunks { path } => client.lists.hold_new_list(engine, &path),
             Request::CheckChunks { list } => client.lists.check(list),
             Request::ReleaseChunks { list } => client.lists.release(list),
             Request::MarkPartnered { path, changes } => {

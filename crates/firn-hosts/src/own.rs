@@ -5,10 +5,10 @@
 //! therefore checks each object before it uses the content.
 //!
 //! Promises
-//! * Every directory that Firn owns is opened by [`find_dir`] or [`dir`]. It must be a directory and not a symbolic
+//! * Every directory that Firn owns is opened by [`find_dir`] or [`make_dir`]. It must be a directory and not a symbolic
 //!   link, belong to the effective user, and be closed to all other users. A directory with wrong permissions is
 //!   never repaired, because other users may already have put files into it.
-//! * Every file that Firn owns is read by [`load`]. It must be a regular file of the effective user and no longer
+//! * Every file that Firn owns is read by [`read_file`]. It must be a regular file of the effective user and no longer
 //!   than Firn writes it. These checks come before memory is allocated for it.
 
 use std::ffi::OsStr;
